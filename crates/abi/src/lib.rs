@@ -1,0 +1,1 @@
+//! anywarp-abi

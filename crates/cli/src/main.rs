@@ -1,0 +1,2 @@
+//! The anywarp command.
+fn main() {}
