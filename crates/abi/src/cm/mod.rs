@@ -1,0 +1,3 @@
+//! librdmacm: types and entry points.
+
+pub mod types;

@@ -1,0 +1,194 @@
+//! One way to write a C type or constant down, so that a test can hold it against the header.
+//!
+//! [`c_types!`] declares `#[repr(C)]` types and [`c_consts!`] constants. In test builds both
+//! also leave a table of what they declared; the test at the bottom prints the same table from
+//! the distribution's headers with a C compiler and compares the two. Nothing is listed twice.
+
+/// Declares `#[repr(C)]` structs and unions with the names of the C header.
+///
+/// All fields are public. Every type is plain data for which all-zero bytes are a value, which is
+/// what [`Default`] returns. `= "type"` gives the C spelling of a type that has no tag in C, and
+/// `=> "field"` the C name of a field that is anonymous there.
+macro_rules! c_types {
+    ($(
+        $(#[$meta:meta])*
+        $kind:ident $name:ident $(= $c_type:literal)? {
+            $( $(#[$field_meta:meta])* $field:ident : $type:ty $(=> $c_field:literal)? ),* $(,)?
+        }
+    )*) => {
+        $(
+            $(#[$meta])*
+            #[repr(C)]
+            #[derive(Clone, Copy)]
+            pub $kind $name {
+                $( $(#[$field_meta])* pub $field: $type ),*
+            }
+
+            impl Default for $name {
+                /// All bytes zero: null pointers, no functions, zero numbers.
+                fn default() -> Self {
+                    // SAFETY: only integers, raw pointers, optional function pointers, pthread objects
+                    // and arrays or structs of these are declared here; zero bytes are a value of each.
+                    unsafe { std::mem::zeroed() }
+                }
+            }
+        )*
+
+        #[cfg(test)]
+        pub(crate) fn layout() -> Vec<crate::layout::CType> {
+            /// Size of what `project` points to.
+            fn size<T, F>(_project: fn(*const T) -> *const F) -> usize {
+                size_of::<F>()
+            }
+            vec![$(
+                crate::layout::CType {
+                    name: crate::layout::c_name(
+                        concat!(stringify!($kind), " ", stringify!($name)),
+                        &[$($c_type)?],
+                    ),
+                    size: size_of::<$name>(),
+                    align: align_of::<$name>(),
+                    fields: vec![$(
+                        crate::layout::CField {
+                            name: crate::layout::c_name(stringify!($field), &[$($c_field)?]),
+                            offset: std::mem::offset_of!($name, $field),
+                            // SAFETY: the function is never called; only its type is looked at.
+                            size: size(|object: *const $name| unsafe { &raw const (*object).$field }),
+                        }
+                    ),*],
+                }
+            ),*]
+        }
+    };
+}
+
+/// Declares constants with the names and values of the C header: `TYPE { NAME = value, … }`.
+macro_rules! c_consts {
+    ($( $type:ty { $( $name:ident = $value:expr ),* $(,)? } )*) => {
+        $($( pub const $name: $type = $value; )*)*
+
+        #[cfg(test)]
+        pub(crate) fn constants() -> Vec<(&'static str, i128)> {
+            vec![$($( (stringify!($name), i128::from($name)) ),*),*]
+        }
+    };
+}
+
+pub(crate) use {c_consts, c_types};
+
+/// A type as the Rust compiler lays it out, under its C name.
+#[cfg(test)]
+#[derive(Debug)]
+pub(crate) struct CType {
+    pub(crate) name: String,
+    pub(crate) size: usize,
+    pub(crate) align: usize,
+    pub(crate) fields: Vec<CField>,
+}
+
+/// A field as the Rust compiler lays it out, under its C name.
+#[cfg(test)]
+#[derive(Debug)]
+pub(crate) struct CField {
+    pub(crate) name: String,
+    pub(crate) offset: usize,
+    pub(crate) size: usize,
+}
+
+/// The C spelling: the one given, else the Rust one without `r#`.
+#[cfg(test)]
+pub(crate) fn c_name(rust: &str, given: &[&str]) -> String {
+    given
+        .first()
+        .map_or_else(|| rust.replace("r#", ""), ToString::to_string)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CType;
+    use std::fmt::Write as _;
+    use std::process::Command;
+
+    /// What one line of the C program must print, and what is asked there.
+    struct Question {
+        what: String,
+        ours: i128,
+    }
+
+    /// The C program that answers all questions, and our own answers.
+    fn program(types: &[CType], constants: &[(&str, i128)]) -> (String, Vec<Question>) {
+        let mut source = String::from(
+            "#include <stdio.h>\n\
+             #include <stddef.h>\n\
+             #include <time.h>\n\
+             #include <infiniband/verbs.h>\n\
+             #include <infiniband/sa.h>\n\
+             #include <rdma/rdma_cma.h>\n\
+             #include <rdma/rdma_verbs.h>\n\
+             #include <rdma/rsocket.h>\n\
+             #include <rdma/ib_user_verbs.h>\n\
+             #include <rdma/ib_user_sa.h>\n\
+             #define P(x) printf(\"%lld\\n\", (long long)(x))\n\
+             int main(void) {\n",
+        );
+        let mut questions = Vec::new();
+        let mut ask = |c: String, ours: i128| {
+            writeln!(source, "P({c});").unwrap();
+            questions.push(Question { what: c, ours });
+        };
+        for t in types {
+            let name = &t.name;
+            ask(format!("sizeof({name})"), t.size as i128);
+            ask(format!("_Alignof({name})"), t.align as i128);
+            for f in &t.fields {
+                let field = &f.name;
+                ask(format!("offsetof({name}, {field})"), f.offset as i128);
+                ask(format!("sizeof((({name} *)0)->{field})"), f.size as i128);
+            }
+        }
+        for (name, value) in constants {
+            // C prints a `long long`; 64-bit masks are compared as the same bits.
+            ask((*name).to_owned(), i128::from(*value as i64));
+        }
+        source.push_str("return 0; }\n");
+        (source, questions)
+    }
+
+    /// Every size, alignment, offset and constant equals what the distribution's headers say.
+    #[test]
+    fn layout_and_constants_equal_the_headers() {
+        let mut types = crate::verbs::types::layout();
+        types.extend(crate::verbs::kern::layout());
+        types.extend(crate::cm::types::layout());
+        let mut constants = crate::verbs::types::constants();
+        constants.extend(crate::cm::types::constants());
+        let (source, questions) = program(&types, &constants);
+
+        let dir = std::env::temp_dir().join(format!("anywarp-layout-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (c, exe) = (dir.join("layout.c"), dir.join("layout"));
+        std::fs::write(&c, source).unwrap();
+        let cc = Command::new("cc")
+            .args(["-w", "-o"])
+            .args([&exe, &c])
+            .output()
+            .unwrap();
+        assert!(
+            cc.status.success(),
+            "{}",
+            String::from_utf8_lossy(&cc.stderr)
+        );
+        let printed = String::from_utf8(Command::new(&exe).output().unwrap().stdout).unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+
+        let theirs: Vec<i128> = printed.lines().map(|l| l.parse().unwrap()).collect();
+        assert_eq!(theirs.len(), questions.len());
+        let wrong: Vec<String> = questions
+            .iter()
+            .zip(theirs)
+            .filter(|(q, theirs)| q.ours != *theirs)
+            .map(|(q, theirs)| format!("{}: {} in C, {} here", q.what, theirs, q.ours))
+            .collect();
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+}
