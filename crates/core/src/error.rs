@@ -1,0 +1,538 @@
+//! Who is at fault: the peer ([`PeerError`]) or the caller ([`Misuse`]).
+//!
+//! A [`PeerError`] says that bytes from the other end broke a rule; the stream then ends with the
+//! Terminate that [`TermCode`] names. A [`Misuse`] says that our own caller broke a rule; it gets an
+//! errno and nothing goes on the wire. The two never mix, and neither does a failed work request
+//! (that is a completion status) or a failing host (that is an I/O error of the engine).
+
+use core::fmt;
+
+/// The other end broke a rule of the protocol.
+///
+/// Variants are named after the layer whose rule it was. `From<&PeerError> for TermCode` decides
+/// what is sent for each of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PeerError {
+    // ---- MPA: framing and startup ----
+    /// The CRC of an FPDU does not fit its bytes.
+    MpaCrc {
+        /// What we calculated, as a number.
+        expected: u32,
+        /// What the frame carried, as a number.
+        got: u32,
+    },
+    /// A segment is shorter than its own header.
+    MpaTooShort {
+        /// Bytes the header takes.
+        need: usize,
+        /// Bytes there are.
+        got: usize,
+    },
+    /// A marker does not point at the start of its FPDU.
+    MpaMarker {
+        /// Distance to the start of the FPDU.
+        expected: u16,
+        /// What the marker said.
+        got: u16,
+    },
+    /// A Request or Reply frame that cannot be used; the text says why.
+    MpaStartup(&'static str),
+    /// Our own MPA failed in a way that nothing else describes.
+    MpaLocal,
+    /// The Reply wants more inbound reads than we can serve.
+    MpaInsufficientIrd {
+        /// Reads the peer will have outstanding.
+        needed: u16,
+        /// Reads that we can serve.
+        have: u16,
+    },
+    /// The Reply names no ready-to-receive message that we can send.
+    MpaNoCommonRtr,
+
+    // ---- DDP, tagged ----
+    /// DDP version of a tagged segment is not 1.
+    TaggedVersion {
+        /// The version that it carried.
+        version: u8,
+    },
+    /// No such STag, or its key or state is wrong.
+    TaggedStag {
+        /// The STag.
+        stag: u32,
+    },
+    /// The STag lies in another protection domain or belongs to another stream.
+    TaggedNotAssociated {
+        /// The STag.
+        stag: u32,
+    },
+    /// The STag gives no right to write.
+    TaggedAccess {
+        /// The STag.
+        stag: u32,
+    },
+    /// Part of the segment lies outside the tagged buffer, or not where the message continues.
+    TaggedBounds {
+        /// The STag.
+        stag: u32,
+        /// Tagged offset of the segment.
+        to: u64,
+        /// Bytes of payload.
+        len: u32,
+    },
+    /// Tagged offset plus length passes 2^64.
+    TaggedWrap {
+        /// Tagged offset of the segment.
+        to: u64,
+        /// Bytes of payload.
+        len: u32,
+    },
+
+    // ---- DDP, untagged ----
+    /// DDP version of an untagged segment is not 1.
+    UntaggedVersion {
+        /// The version that it carried.
+        version: u8,
+    },
+    /// The queue does not exist, or is not the one for this operation.
+    UntaggedQueue {
+        /// The queue number.
+        qn: u32,
+    },
+    /// A message found no receive buffer.
+    UntaggedNoBuffer {
+        /// The queue number.
+        qn: u32,
+        /// Its message sequence number.
+        msn: u32,
+    },
+    /// The message sequence number is not one that can come now.
+    UntaggedMsn {
+        /// The number that comes next.
+        expected: u32,
+        /// The number that came.
+        got: u32,
+    },
+    /// The message offset is not where the message continues.
+    UntaggedOffset {
+        /// The offset that comes next.
+        expected: u32,
+        /// The offset that came.
+        got: u32,
+    },
+    /// The message does not fit its receive buffer.
+    UntaggedTooLong {
+        /// Bytes in the buffer.
+        buffer: u64,
+        /// Bytes that the message needs at least.
+        message: u64,
+    },
+    /// More reads and atomics outstanding than were negotiated.
+    IrdOverrun {
+        /// The negotiated number.
+        limit: u32,
+    },
+    /// Our own DDP failed in a way that nothing else describes.
+    DdpLocal,
+
+    // ---- RDMAP, remote protection ----
+    /// No such source or target STag.
+    RemoteStag {
+        /// The STag.
+        stag: u32,
+    },
+    /// The source or target lies outside its buffer.
+    RemoteBounds {
+        /// The STag.
+        stag: u32,
+        /// Tagged offset asked for.
+        to: u64,
+        /// Bytes asked for.
+        len: u32,
+    },
+    /// The STag does not give the right that the operation needs.
+    RemoteAccess {
+        /// The STag.
+        stag: u32,
+    },
+    /// The STag lies in another protection domain or belongs to another stream.
+    RemoteNotAssociated {
+        /// The STag.
+        stag: u32,
+    },
+    /// Tagged offset plus length passes 2^64.
+    RemoteWrap {
+        /// Tagged offset asked for.
+        to: u64,
+        /// Bytes asked for.
+        len: u32,
+    },
+    /// The STag of a Send with Invalidate may not be invalidated by this peer.
+    CannotInvalidate {
+        /// The STag.
+        stag: u32,
+    },
+
+    // ---- RDMAP, remote operation ----
+    /// RDMAP version is not 1.
+    RdmapVersion {
+        /// The version that it carried.
+        version: u8,
+    },
+    /// Unknown opcode, or one that may not come in this form or at this time.
+    Opcode {
+        /// The four opcode bits.
+        opcode: u8,
+    },
+    /// An Atomic Request with an operation that is neither FetchAdd nor CmpSwap.
+    AtomicOpcode {
+        /// The four AOpCode bits.
+        op: u8,
+    },
+    /// The target of an atomic is not a multiple of eight.
+    AtomicMisaligned {
+        /// Tagged offset of the target.
+        to: u64,
+    },
+    /// A response that nothing asked for.
+    UnexpectedResponse {
+        /// The four opcode bits.
+        opcode: u8,
+    },
+    /// A response that differs from what its request asked for; the text names the field.
+    ResponseMismatch(&'static str),
+    /// A message whose size or shape its opcode does not allow; the text says which.
+    MessageShape(&'static str),
+    /// A private control message that makes no sense; the text says why.
+    Control(&'static str),
+    /// Our own RDMAP failed in a way that nothing else describes.
+    RdmapLocal,
+}
+
+impl fmt::Display for PeerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::MpaCrc { expected, got } => {
+                write!(
+                    f,
+                    "crc mismatch: calculated 0x{expected:08x}, received 0x{got:08x}"
+                )
+            }
+            Self::MpaTooShort { need, got } => {
+                write!(
+                    f,
+                    "segment of {got} bytes is shorter than its header of {need}"
+                )
+            }
+            Self::MpaMarker { expected, got } => {
+                write!(
+                    f,
+                    "marker points {got} bytes back, frame starts {expected} bytes back"
+                )
+            }
+            Self::MpaStartup(why) => write!(f, "bad mpa startup frame: {why}"),
+            Self::MpaLocal => write!(f, "local mpa failure"),
+            Self::MpaInsufficientIrd { needed, have } => {
+                write!(f, "peer needs {needed} inbound reads, limit is {have}")
+            }
+            Self::MpaNoCommonRtr => write!(f, "no ready-to-receive message in common"),
+            Self::TaggedVersion { version } => {
+                write!(f, "ddp version {version} in tagged segment")
+            }
+            Self::TaggedStag { stag } => write!(f, "stag 0x{stag:08x} not registered"),
+            Self::TaggedNotAssociated { stag } => {
+                write!(f, "stag 0x{stag:08x} not usable on this stream")
+            }
+            Self::TaggedAccess { stag } => {
+                write!(f, "stag 0x{stag:08x} gives no remote write access")
+            }
+            Self::TaggedBounds { stag, to, len } => {
+                write!(f, "to 0x{to:x} len {len} outside stag 0x{stag:08x}")
+            }
+            Self::TaggedWrap { to, len } => write!(f, "to 0x{to:x} len {len} wraps"),
+            Self::UntaggedVersion { version } => {
+                write!(f, "ddp version {version} in untagged segment")
+            }
+            Self::UntaggedQueue { qn } => write!(f, "invalid queue {qn}"),
+            Self::UntaggedNoBuffer { qn, msn } => {
+                write!(f, "no buffer on queue {qn} for msn {msn}")
+            }
+            Self::UntaggedMsn { expected, got } => {
+                write!(f, "msn {got} out of range, expected {expected}")
+            }
+            Self::UntaggedOffset { expected, got } => {
+                write!(f, "message offset {got}, expected {expected}")
+            }
+            Self::UntaggedTooLong { buffer, message } => {
+                write!(f, "message of {message} bytes, buffer of {buffer}")
+            }
+            Self::IrdOverrun { limit } => {
+                write!(f, "more than {limit} reads and atomics outstanding")
+            }
+            Self::DdpLocal => write!(f, "local ddp failure"),
+            Self::RemoteStag { stag } => write!(f, "remote stag 0x{stag:08x} not registered"),
+            Self::RemoteBounds { stag, to, len } => {
+                write!(f, "to 0x{to:x} len {len} outside remote stag 0x{stag:08x}")
+            }
+            Self::RemoteAccess { stag } => {
+                write!(f, "remote stag 0x{stag:08x} does not give the access")
+            }
+            Self::RemoteNotAssociated { stag } => {
+                write!(f, "remote stag 0x{stag:08x} not usable on this stream")
+            }
+            Self::RemoteWrap { to, len } => write!(f, "remote to 0x{to:x} len {len} wraps"),
+            Self::CannotInvalidate { stag } => {
+                write!(f, "stag 0x{stag:08x} may not be invalidated by the peer")
+            }
+            Self::RdmapVersion { version } => write!(f, "rdmap version {version}"),
+            Self::Opcode { opcode } => write!(f, "unexpected opcode 0x{opcode:x}"),
+            Self::AtomicOpcode { op } => write!(f, "unknown atomic operation {op}"),
+            Self::AtomicMisaligned { to } => {
+                write!(f, "atomic target 0x{to:x} not a multiple of 8")
+            }
+            Self::UnexpectedResponse { opcode } => {
+                write!(
+                    f,
+                    "response with opcode 0x{opcode:x} that nothing asked for"
+                )
+            }
+            Self::ResponseMismatch(what) => write!(f, "response differs from its request: {what}"),
+            Self::MessageShape(what) => write!(f, "malformed message: {what}"),
+            Self::Control(why) => write!(f, "bad control message: {why}"),
+            Self::RdmapLocal => write!(f, "local rdmap failure"),
+        }
+    }
+}
+
+impl core::error::Error for PeerError {}
+
+/// What a Terminate message says: layer, error type, error code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TermCode {
+    /// 0 RDMAP, 1 DDP, 2 MPA.
+    pub layer: u8,
+    /// Error type; its meaning depends on the layer.
+    pub etype: u8,
+    /// Error code; its meaning depends on layer and type.
+    pub code: u8,
+}
+
+impl TermCode {
+    /// A code from its three parts.
+    pub const fn new(layer: u8, etype: u8, code: u8) -> Self {
+        Self { layer, etype, code }
+    }
+}
+
+impl fmt::Display for TermCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}/{:02x}", self.layer, self.etype, self.code)
+    }
+}
+
+impl From<&PeerError> for TermCode {
+    // One total match: a new PeerError does not compile until its Terminate is decided here.
+    fn from(e: &PeerError) -> Self {
+        use PeerError as E;
+        match e {
+            // RFC 5044 §8, RFC 6581 §10 [mpa-errors]: layer 2 has one error type.
+            E::MpaCrc { .. } => Self::new(2, 0, 0x02),
+            // No code of the RFC says "shorter than its header": it is a length that disagrees.
+            E::MpaTooShort { .. } | E::MpaMarker { .. } => Self::new(2, 0, 0x03),
+            E::MpaStartup(_) => Self::new(2, 0, 0x04),
+            E::MpaLocal => Self::new(2, 0, 0x05),
+            E::MpaInsufficientIrd { .. } => Self::new(2, 0, 0x06),
+            E::MpaNoCommonRtr => Self::new(2, 0, 0x07),
+
+            // RFC 5041 §7.2 [ddp-errors-tagged]. A missing write right has no code in DDP; it
+            // is told like an unknown STag, which is also what Linux siw says.
+            E::TaggedStag { .. } | E::TaggedAccess { .. } => Self::new(1, 1, 0x00),
+            E::TaggedBounds { .. } => Self::new(1, 1, 0x01),
+            E::TaggedNotAssociated { .. } => Self::new(1, 1, 0x02),
+            E::TaggedWrap { .. } => Self::new(1, 1, 0x03),
+            E::TaggedVersion { .. } => Self::new(1, 1, 0x04),
+
+            // RFC 5041 §7.2 [ddp-errors-untagged]. Reads beyond the IRD find no buffer on QN 1.
+            E::UntaggedQueue { .. } => Self::new(1, 2, 0x01),
+            E::UntaggedNoBuffer { .. } | E::IrdOverrun { .. } => Self::new(1, 2, 0x02),
+            E::UntaggedMsn { .. } => Self::new(1, 2, 0x03),
+            E::UntaggedOffset { .. } => Self::new(1, 2, 0x04),
+            E::UntaggedTooLong { .. } => Self::new(1, 2, 0x05),
+            E::UntaggedVersion { .. } => Self::new(1, 2, 0x06),
+            E::DdpLocal => Self::new(1, 0, 0x00),
+
+            // RFC 5040 §4.8 [rdmap-errors-protection]
+            E::RemoteStag { .. } => Self::new(0, 1, 0x00),
+            E::RemoteBounds { .. } => Self::new(0, 1, 0x01),
+            E::RemoteAccess { .. } => Self::new(0, 1, 0x02),
+            E::RemoteNotAssociated { .. } => Self::new(0, 1, 0x03),
+            E::RemoteWrap { .. } => Self::new(0, 1, 0x04),
+            E::CannotInvalidate { .. } => Self::new(0, 1, 0x09),
+
+            // RFC 5040 §4.8, RFC 7306 §8 [rdmap-errors-operation]
+            E::RdmapVersion { .. } => Self::new(0, 2, 0x05),
+            E::Opcode { .. }
+            | E::AtomicOpcode { .. }
+            | E::UnexpectedResponse { .. }
+            | E::Control(_) => Self::new(0, 2, 0x06),
+            E::AtomicMisaligned { .. } | E::ResponseMismatch(_) | E::MessageShape(_) => {
+                Self::new(0, 2, 0x07)
+            }
+            E::RdmapLocal => Self::new(0, 0, 0x00),
+        }
+    }
+}
+
+/// Our caller broke a rule; nothing went on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Misuse {
+    /// An argument that means nothing here; the text names it.
+    InvalidArgument(&'static str),
+    /// The call does not fit the state of the object; the text says which.
+    WrongState(&'static str),
+    /// More scatter/gather entries than the queue was made for.
+    TooManySge,
+    /// More inline bytes than the queue was made for.
+    InlineTooLarge,
+    /// No room for another work request.
+    QueueFull,
+    /// Something that this device, or this kind of queue pair, does not do.
+    Unsupported(&'static str),
+    /// The object is still in use by another one.
+    Busy,
+    /// A limit of the device or of memory is reached.
+    NoMemory,
+    /// The caller may not do this.
+    Permission,
+}
+
+impl Misuse {
+    /// The number that a C caller finds in `errno`.
+    pub const fn errno(&self) -> i32 {
+        match self {
+            Self::InvalidArgument(_)
+            | Self::WrongState(_)
+            | Self::TooManySge
+            | Self::InlineTooLarge => EINVAL,
+            Self::QueueFull | Self::NoMemory => ENOMEM,
+            Self::Unsupported(_) => EOPNOTSUPP,
+            Self::Busy => EBUSY,
+            Self::Permission => EPERM,
+        }
+    }
+}
+
+impl fmt::Display for Misuse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InvalidArgument(what) => write!(f, "invalid argument: {what}"),
+            Self::WrongState(what) => write!(f, "wrong state: {what}"),
+            Self::TooManySge => write!(f, "too many scatter/gather entries"),
+            Self::InlineTooLarge => write!(f, "inline data too large"),
+            Self::QueueFull => write!(f, "queue full"),
+            Self::Unsupported(what) => write!(f, "not supported: {what}"),
+            Self::Busy => write!(f, "still in use"),
+            Self::NoMemory => write!(f, "out of memory or device limit reached"),
+            Self::Permission => write!(f, "not permitted"),
+        }
+    }
+}
+
+impl core::error::Error for Misuse {}
+
+// The numbers of Linux; core knows no libc.
+const EPERM: i32 = 1;
+const ENOMEM: i32 = 12;
+const EBUSY: i32 = 16;
+const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_peer_error_has_the_terminate_of_the_sheet() {
+        use PeerError as E;
+        let (stag, to, len) = (1, 2, 3);
+        let (expected, got) = (1, 2);
+        #[rustfmt::skip]
+        let table = [
+            (E::MpaCrc { expected, got },                        (2, 0, 0x02)),
+            (E::MpaTooShort { need: 14, got: 13 },               (2, 0, 0x03)),
+            (E::MpaMarker { expected: 4, got: 8 },               (2, 0, 0x03)),
+            (E::MpaStartup("key"),                               (2, 0, 0x04)),
+            (E::MpaLocal,                                        (2, 0, 0x05)),
+            (E::MpaInsufficientIrd { needed: 2, have: 1 },       (2, 0, 0x06)),
+            (E::MpaNoCommonRtr,                                  (2, 0, 0x07)),
+            (E::TaggedStag { stag },                             (1, 1, 0x00)),
+            (E::TaggedAccess { stag },                           (1, 1, 0x00)),
+            (E::TaggedBounds { stag, to, len },                  (1, 1, 0x01)),
+            (E::TaggedNotAssociated { stag },                    (1, 1, 0x02)),
+            (E::TaggedWrap { to, len },                          (1, 1, 0x03)),
+            (E::TaggedVersion { version: 0 },                    (1, 1, 0x04)),
+            (E::UntaggedQueue { qn: 4 },                         (1, 2, 0x01)),
+            (E::UntaggedNoBuffer { qn: 0, msn: 1 },              (1, 2, 0x02)),
+            (E::IrdOverrun { limit: 16 },                        (1, 2, 0x02)),
+            (E::UntaggedMsn { expected, got },                   (1, 2, 0x03)),
+            (E::UntaggedOffset { expected, got },                (1, 2, 0x04)),
+            (E::UntaggedTooLong { buffer: 1, message: 2 },       (1, 2, 0x05)),
+            (E::UntaggedVersion { version: 0 },                  (1, 2, 0x06)),
+            (E::DdpLocal,                                        (1, 0, 0x00)),
+            (E::RemoteStag { stag },                             (0, 1, 0x00)),
+            (E::RemoteBounds { stag, to, len },                  (0, 1, 0x01)),
+            (E::RemoteAccess { stag },                           (0, 1, 0x02)),
+            (E::RemoteNotAssociated { stag },                    (0, 1, 0x03)),
+            (E::RemoteWrap { to, len },                          (0, 1, 0x04)),
+            (E::CannotInvalidate { stag },                       (0, 1, 0x09)),
+            (E::RdmapVersion { version: 0 },                     (0, 2, 0x05)),
+            (E::Opcode { opcode: 12 },                           (0, 2, 0x06)),
+            (E::AtomicOpcode { op: 1 },                          (0, 2, 0x06)),
+            (E::UnexpectedResponse { opcode: 2 },                (0, 2, 0x06)),
+            (E::Control("kind"),                                 (0, 2, 0x06)),
+            (E::AtomicMisaligned { to },                         (0, 2, 0x07)),
+            (E::ResponseMismatch("length"),                      (0, 2, 0x07)),
+            (E::MessageShape("immediate"),                       (0, 2, 0x07)),
+            (E::RdmapLocal,                                      (0, 0, 0x00)),
+        ];
+        for (error, (layer, etype, code)) in table {
+            assert_eq!(
+                TermCode::from(&error),
+                TermCode::new(layer, etype, code),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn messages_are_lowercase_and_carry_the_values() {
+        let e = PeerError::TaggedStag { stag: 0x12300 };
+        assert_eq!(e.to_string(), "stag 0x00012300 not registered");
+        let e = PeerError::TaggedBounds {
+            stag: 0x12300,
+            to: 4090,
+            len: 10,
+        };
+        assert_eq!(e.to_string(), "to 0xffa len 10 outside stag 0x00012300");
+        let e = PeerError::UntaggedNoBuffer { qn: 0, msn: 7 };
+        assert_eq!(e.to_string(), "no buffer on queue 0 for msn 7");
+        assert_eq!(Misuse::QueueFull.to_string(), "queue full");
+        assert_eq!(TermCode::new(2, 0, 2).to_string(), "2/0/02");
+    }
+
+    #[test]
+    fn a_misuse_has_its_errno() {
+        for (misuse, errno) in [
+            (Misuse::InvalidArgument("x"), 22),
+            (Misuse::WrongState("x"), 22),
+            (Misuse::TooManySge, 22),
+            (Misuse::InlineTooLarge, 22),
+            (Misuse::QueueFull, 12),
+            (Misuse::NoMemory, 12),
+            (Misuse::Unsupported("x"), 95),
+            (Misuse::Busy, 16),
+            (Misuse::Permission, 1),
+        ] {
+            assert_eq!(misuse.errno(), errno, "{misuse}");
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! MPA transmit side: a segment becomes an FPDU in a transmit batch.
+//!
+//! ```text
+//!  0        2                2+n      2+n+pad          +4
+//! +--------+----------------+--------+----------------+
+//! | n      | ULPDU          | pad 0-3| CRC32C         |
+//! +--------+----------------+--------+----------------+
+//! ```
+
+use super::crc::Crc32c;
+use crate::bounds;
+use crate::ddp::tx::{Segment, Source};
+use crate::verbs::mr::{Memory, Placement};
+
+/// Bytes to send, in order: our own, and user memory by reference.
+#[derive(Debug, Default)]
+pub struct TxBatch {
+    /// Headers, small payloads, padding, checksums.
+    own: Vec<u8>,
+    pieces: Vec<Piece>,
+    bytes: usize,
+}
+
+/// One run of bytes of a batch.
+#[derive(Debug, Clone)]
+pub enum Piece {
+    /// `own[from..to]`.
+    Own {
+        /// First byte.
+        from: usize,
+        /// Behind the last.
+        to: usize,
+    },
+    /// User memory.
+    User(Placement),
+}
+
+impl TxBatch {
+    /// Bytes in it.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Whether it has all that one system call should carry.
+    pub fn is_full(&self) -> bool {
+        self.bytes >= bounds::TX_BATCH_BYTES || self.pieces.len() >= bounds::TX_BATCH_PIECES
+    }
+
+    /// The runs, in order.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// The bytes of a run of our own.
+    pub fn own(&self, from: usize, to: usize) -> &[u8] {
+        self.own.get(from..to).unwrap_or(&[])
+    }
+
+    /// Empties it and keeps its room.
+    pub fn clear(&mut self) {
+        self.own.clear();
+        self.own.shrink_to(4 * bounds::TX_BATCH_BYTES);
+        self.pieces.clear();
+        self.bytes = 0;
+    }
+
+    /// Bytes that are no FPDU: start-up frames.
+    pub fn push_raw(&mut self, bytes: &[u8]) {
+        let from = self.own.len();
+        self.own.extend_from_slice(bytes);
+        self.own_since(from);
+    }
+
+    /// Records that `own[from..]` was added.
+    fn own_since(&mut self, from: usize) {
+        let to = self.own.len();
+        self.bytes += to - from;
+        if let Some(Piece::Own { to: end, .. }) = self.pieces.last_mut()
+            && *end == from
+        {
+            *end = to;
+        } else if to > from {
+            self.pieces.push(Piece::Own { from, to });
+        }
+    }
+}
+
+/// The memory behind a segment is no longer registered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Invalidated;
+
+/// Appends the FPDU of `segment`, whose payload comes from `source`, to `batch`.
+///
+/// On error the batch is as it was.
+pub fn frame(
+    segment: &Segment,
+    source: &Source,
+    with_crc: bool,
+    memory: &dyn Memory,
+    batch: &mut TxBatch,
+) -> Result<(), Invalidated> {
+    let ulpdu = segment.header.len() + segment.len;
+    let pad = (4 - (2 + ulpdu) % 4) % 4;
+    let start = batch.own.len();
+    // RFC 5044 §4.1 [fpdu-length]: the length counts the ULPDU alone.
+    batch.own.extend_from_slice(&u16::try_from(ulpdu).unwrap_or(u16::MAX).to_be_bytes());
+    batch.own.extend_from_slice(&segment.header);
+    match source {
+        Source::Bytes(bytes) => {
+            let from = usize::try_from(segment.from).unwrap_or(usize::MAX);
+            batch.own.extend_from_slice(bytes.get(from..from + segment.len).unwrap_or(&[]));
+        }
+        Source::Memory { places, volatile } if *volatile || segment.len < bounds::COPY_LIMIT => {
+            let whole = for_each_part(places, segment.from, segment.len as u64, |place, from, len| {
+                let Some(pinned) = place.pin() else { return false };
+                memory.gather(&pinned, from, len, &mut batch.own);
+                true
+            });
+            if !whole {
+                batch.own.truncate(start);
+                return Err(Invalidated);
+            }
+        }
+        Source::Memory { places, .. } => {
+            return frame_by_reference(segment, places, pad, with_crc, memory, batch, start);
+        }
+    }
+    batch.own.resize(batch.own.len() + pad, 0);
+    // RFC 5044 §4.4 [fpdu-crc]: length field to padding; when it is off the field is there all the same.
+    let crc = if with_crc {
+        let mut crc = Crc32c::new();
+        crc.update(batch.own.get(start..).unwrap_or(&[]));
+        crc.finish()
+    } else {
+        [0; 4]
+    };
+    batch.own.extend_from_slice(&crc);
+    batch.own_since(start);
+    Ok(())
+}
+
+fn frame_by_reference(
+    segment: &Segment,
+    places: &[Placement],
+    pad: usize,
+    with_crc: bool,
+    memory: &dyn Memory,
+    batch: &mut TxBatch,
+    start: usize,
+) -> Result<(), Invalidated> {
+    let mut crc = Crc32c::new();
+    if with_crc {
+        crc.update(batch.own.get(start..).unwrap_or(&[]));
+    }
+    let before = (batch.pieces.len(), batch.bytes, batch.pieces.last().cloned());
+    batch.own_since(start);
+    let whole = for_each_part(places, segment.from, segment.len as u64, |place, from, len| {
+        let part = place.part(from, len);
+        if with_crc {
+            let Some(pinned) = part.pin() else { return false };
+            memory.checksum(&pinned, 0, len, &mut crc);
+        }
+        batch.pieces.push(Piece::User(part));
+        batch.bytes += usize::try_from(len).unwrap_or(0);
+        true
+    });
+    if !whole {
+        batch.own.truncate(start);
+        batch.pieces.truncate(before.0);
+        if let (Some(last), Some(was)) = (batch.pieces.last_mut(), before.2) {
+            *last = was;
+        }
+        batch.bytes = before.1;
+        return Err(Invalidated);
+    }
+    let tail = batch.own.len();
+    batch.own.resize(tail + pad, 0);
+    let crc = if with_crc {
+        crc.update(batch.own.get(tail..).unwrap_or(&[]));
+        crc.finish()
+    } else {
+        [0; 4]
+    };
+    batch.own.extend_from_slice(&crc);
+    batch.own_since(tail);
+    Ok(())
+}
+
+/// Walks `[from, from + len)` of a list of ranges; stops when `each` says false, and says whether it got through.
+pub fn for_each_part(
+    places: &[Placement],
+    from: u64,
+    len: u64,
+    mut each: impl FnMut(&Placement, u64, u64) -> bool,
+) -> bool {
+    let mut skip = from;
+    let mut left = len;
+    for place in places {
+        if left == 0 {
+            break;
+        }
+        if skip >= place.len() {
+            skip -= place.len();
+            continue;
+        }
+        let take = left.min(place.len() - skip);
+        if !each(place, skip, take) {
+            return false;
+        }
+        skip = 0;
+        left -= take;
+    }
+    left == 0
+}
+
+/// MULPDU for a TCP segment size, without markers (RFC 5044 §5).
+pub fn mulpdu(emss: usize) -> usize {
+    emss.saturating_sub(6 + emss % 4).clamp(bounds::MULPDU_MIN, bounds::MULPDU_ANYWARP)
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::SmallVec;
+
+    use super::*;
+    use crate::ddp::tx::{Address, Message, segment};
+    use crate::wire::rdmap::Opcode;
+    use crate::wire::{Msn, Stag};
+
+    struct NoMemory;
+    impl Memory for NoMemory {
+        fn place(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: &[u8]) {}
+        fn gather(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Vec<u8>) {}
+        fn checksum(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Crc32c) {}
+        fn update(&self, _: &crate::verbs::mr::Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn send_hello_is_vector_a() {
+        let mut m = Message {
+            opcode: Opcode::Send,
+            address: Address::Untagged { qn: 0, msn: Msn(1), inv_stag: Stag(0), mo: 0 },
+            source: Source::Bytes(SmallVec::from_slice(b"hello")),
+            len: 5,
+            sent: 0,
+        };
+        let s = segment(&mut m, 1500);
+        let mut batch = TxBatch::default();
+        frame(&s, &m.source, true, &NoMemory, &mut batch).unwrap();
+        let hex: String = batch.own.iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(hex, "0017414300000000000000000000000100000000" .to_owned() + "68656c6c6f000000b990b10c");
+    }
+
+    #[test]
+    fn mulpdu_of_the_sheets_segment_sizes() {
+        for (emss, want) in [(536, 530), (1448, 1442), (1460, 1454), (8948, 8942), (8960, 8954)] {
+            assert_eq!(mulpdu(emss), want);
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! MPA markers.

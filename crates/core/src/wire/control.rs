@@ -1,0 +1,199 @@
+//! Private control messages between two anywarp ends.
+//!
+//! Verbs that standard iWARP has no form for (acknowledged completion, receiver-not-ready,
+//! Send with immediate) need a few words from one end to the other. They travel as untagged
+//! messages on a queue and with an opcode that no other implementation uses, are always a single
+//! segment, and fit the DDP header itself: there is no payload.
+//!
+//! ```text
+//!  0        1        2                 6         10        14        18
+//! +--------+--------+-----------------+---------+---------+---------+
+//! |0 1 ..DV|RV ..0xF| kind 8 | arg 24 |  QN 4   |   seq   |  extra  |
+//! +--------+--------+-----------------+---------+---------+---------+
+//!                    Inv. STag                   MSN       MO
+//! ```
+//!
+//! `seq` counts request messages (Send, Write, Immediate, Read Request, Atomic Request) of one
+//! direction from 1, modulo 2^32. Fields that a kind does not use are zero and ignored.
+
+use super::ddp::Untagged;
+use super::rdmap::Opcode;
+use super::{Msn, QN_CONTROL, Stag};
+use crate::error::PeerError;
+
+/// One control message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Control {
+    /// First message of either end: what it speaks and can do.
+    Hello {
+        /// Version of these control messages.
+        version: u8,
+        /// One bit per ability.
+        features: u32,
+    },
+    /// Every request up to and including `seq` is done at the responder.
+    Ack {
+        /// The last request that is done.
+        seq: u32,
+    },
+    /// Request `seq` was a Send or an Immediate that found no receive. It and everything after it was
+    /// dropped; resend from `seq` on when the timer has run.
+    Rnr {
+        /// The request that found no receive.
+        seq: u32,
+        /// How long to wait: the RNR timer code of verbs (5 bits).
+        timer: u8,
+    },
+    /// The sender's next request message is number `seq` again.
+    Restart {
+        /// Number of the next request message.
+        seq: u32,
+    },
+    /// Request `seq` failed at the responder.
+    Nak {
+        /// The request that failed.
+        seq: u32,
+        /// Why, in the numbers of work completion statuses.
+        status: u8,
+    },
+    /// The next Send on queue 0 carries this immediate.
+    SendImmediate {
+        /// The four bytes as the application gave them.
+        value: [u8; 4],
+    },
+    /// Asks for a [`Control::Pong`].
+    Ping,
+    /// Answers a [`Control::Ping`].
+    Pong,
+    /// Orderly end without error.
+    Bye,
+}
+
+impl Control {
+    /// Reads a control message from its header.
+    ///
+    /// # Errors
+    /// Not a control header, not a whole message, or a kind that nobody defined.
+    pub fn parse(header: &Untagged) -> Result<Self, PeerError> {
+        if header.opcode != Opcode::Control || header.qn != QN_CONTROL {
+            return Err(PeerError::Control("not a control header"));
+        }
+        if !header.last {
+            return Err(PeerError::Control("more than one segment"));
+        }
+        let [kind, _, _, arg] = header.inv_stag.0.to_be_bytes();
+        let seq = header.msn.0;
+        Ok(match kind {
+            KIND_HELLO => Self::Hello {
+                version: arg,
+                features: header.mo,
+            },
+            KIND_ACK => Self::Ack { seq },
+            KIND_RNR => Self::Rnr { seq, timer: arg },
+            KIND_RESTART => Self::Restart { seq },
+            KIND_NAK => Self::Nak { seq, status: arg },
+            KIND_SEND_IMMEDIATE => Self::SendImmediate {
+                value: header.mo.to_be_bytes(),
+            },
+            KIND_PING => Self::Ping,
+            KIND_PONG => Self::Pong,
+            KIND_BYE => Self::Bye,
+            _ => return Err(PeerError::Control("unknown kind")),
+        })
+    }
+
+    /// The header that carries this message.
+    pub const fn header(&self) -> Untagged {
+        let (kind, arg, seq, extra) = match *self {
+            Self::Hello { version, features } => (KIND_HELLO, version, 0, features),
+            Self::Ack { seq } => (KIND_ACK, 0, seq, 0),
+            Self::Rnr { seq, timer } => (KIND_RNR, timer, seq, 0),
+            Self::Restart { seq } => (KIND_RESTART, 0, seq, 0),
+            Self::Nak { seq, status } => (KIND_NAK, status, seq, 0),
+            Self::SendImmediate { value } => (KIND_SEND_IMMEDIATE, 0, 0, u32::from_be_bytes(value)),
+            Self::Ping => (KIND_PING, 0, 0, 0),
+            Self::Pong => (KIND_PONG, 0, 0, 0),
+            Self::Bye => (KIND_BYE, 0, 0, 0),
+        };
+        Untagged {
+            last: true,
+            opcode: Opcode::Control,
+            inv_stag: Stag(u32::from_be_bytes([kind, 0, 0, arg])),
+            qn: QN_CONTROL,
+            msn: Msn(seq),
+            mo: extra,
+        }
+    }
+}
+
+const KIND_HELLO: u8 = 1;
+const KIND_ACK: u8 = 2;
+const KIND_RNR: u8 = 3;
+const KIND_RESTART: u8 = 4;
+const KIND_NAK: u8 = 5;
+const KIND_SEND_IMMEDIATE: u8 = 6;
+const KIND_PING: u8 = 7;
+const KIND_PONG: u8 = 8;
+const KIND_BYE: u8 = 9;
+
+#[cfg(test)]
+mod tests {
+    use super::super::ddp::Header;
+    use super::*;
+
+    #[test]
+    fn every_kind_survives_the_wire() {
+        for c in [
+            Control::Hello {
+                version: 1,
+                features: 0xdead_beef,
+            },
+            Control::Ack { seq: u32::MAX },
+            Control::Rnr { seq: 7, timer: 31 },
+            Control::Restart { seq: 1 },
+            Control::Nak { seq: 9, status: 10 },
+            Control::SendImmediate {
+                value: [1, 2, 3, 4],
+            },
+            Control::Ping,
+            Control::Pong,
+            Control::Bye,
+        ] {
+            let bytes = c.header().emit();
+            let (Header::Untagged(h), 18) = Header::parse(&bytes).unwrap() else {
+                panic!("{c:?} is not untagged");
+            };
+            assert_eq!(Control::parse(&h), Ok(c));
+        }
+    }
+
+    #[test]
+    fn an_unknown_kind_or_a_fragment_is_refused() {
+        let good = Control::Ping.header();
+        let unknown = Untagged {
+            inv_stag: Stag(0xee00_0000),
+            ..good
+        };
+        assert_eq!(
+            Control::parse(&unknown),
+            Err(PeerError::Control("unknown kind"))
+        );
+        let fragment = Untagged {
+            last: false,
+            ..good
+        };
+        assert_eq!(
+            Control::parse(&fragment),
+            Err(PeerError::Control("more than one segment"))
+        );
+        let other = Untagged {
+            opcode: Opcode::Send,
+            qn: 0,
+            ..good
+        };
+        assert_eq!(
+            Control::parse(&other),
+            Err(PeerError::Control("not a control header"))
+        );
+    }
+}

@@ -1,0 +1,289 @@
+//! DDP segment headers (RFC 5041 §4), with the RDMAP control byte that fills their ULP field.
+//!
+//! One ULPDU is one segment. Its first byte tells which of the two headers it has: a tagged
+//! segment names its own place in memory, an untagged one names a queue and a message on it.
+
+use super::rdmap::Opcode;
+use super::{
+    Msn, QN_ATOMIC_RESPONSE, QN_CONTROL, QN_READ, QN_SEND, QN_TERMINATE, Stag, To, put, take32,
+    take64,
+};
+use crate::error::PeerError;
+
+/// Header of a tagged segment.
+///
+/// ```text
+///  0        1        2                 6                                14
+/// +--------+--------+-----------------+----------------------------------+---------
+/// |T L ..DV|RV ..op |      STag       |          Tagged Offset           | payload
+/// +--------+--------+-----------------+----------------------------------+---------
+///  T 0x80 = 1   L 0x40   reserved 0x3c   DV 0x03 = 1
+///  RV 0xc0 = 1           reserved 0x30   op 0x0f
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tagged {
+    /// This segment ends its message.
+    pub last: bool,
+    /// What the message is.
+    pub opcode: Opcode,
+    /// The buffer that takes the payload.
+    pub stag: Stag,
+    /// Where in that buffer this segment's payload starts.
+    pub to: To,
+}
+
+/// Header of an untagged segment.
+///
+/// ```text
+///  0        1        2           6           10          14          18
+/// +--------+--------+-----------+-----------+-----------+-----------+---------
+/// |T L ..DV|RV ..op | Inv. STag |    QN     |    MSN    |    MO     | payload
+/// +--------+--------+-----------+-----------+-----------+-----------+---------
+///  T 0x80 = 0, everything else as in a tagged segment
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Untagged {
+    /// This segment ends its message.
+    pub last: bool,
+    /// What the message is.
+    pub opcode: Opcode,
+    /// The STag that a Send with Invalidate gives up; otherwise zero and ignored.
+    pub inv_stag: Stag,
+    /// The queue.
+    pub qn: u32,
+    /// Which message of that queue and direction.
+    pub msn: Msn,
+    /// Where in the message this segment's payload starts.
+    pub mo: u32,
+}
+
+/// Either header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Header {
+    /// The segment names its place.
+    Tagged(Tagged),
+    /// The segment takes the next buffer of a queue.
+    Untagged(Untagged),
+}
+
+impl Header {
+    /// Reads the header of a segment that came over a stream; the payload starts at the returned
+    /// number of bytes.
+    ///
+    /// Checked here: versions, opcode, opcode against tagged or untagged, opcode against queue.
+    ///
+    /// # Errors
+    /// The first of those rules that the segment breaks, or that it is shorter than its header.
+    pub fn parse(ulpdu: &[u8]) -> Result<(Self, usize), PeerError> {
+        Self::parse_with(ulpdu, Opcode::from_bits)
+    }
+
+    /// Reads the header of a segment that came in a datagram.
+    ///
+    /// Differs from [`Header::parse`] in one thing: opcode 0xF in a tagged segment is a
+    /// Write-Record, which exists on datagrams only.
+    ///
+    /// # Errors
+    /// As [`Header::parse`].
+    pub fn parse_datagram(segment: &[u8]) -> Result<(Self, usize), PeerError> {
+        let tagged = segment.first().is_some_and(|ctrl| ctrl & TAGGED != 0);
+        Self::parse_with(segment, |bits| match Opcode::from_bits(bits) {
+            Some(Opcode::Control) if tagged => Some(Opcode::WriteRecord),
+            other => other,
+        })
+    }
+
+    fn parse_with(
+        ulpdu: &[u8],
+        opcode_of: impl FnOnce(u8) -> Option<Opcode>,
+    ) -> Result<(Self, usize), PeerError> {
+        match ulpdu.first() {
+            Some(ctrl) if ctrl & TAGGED != 0 => {
+                let head = head_of::<{ Tagged::LEN }>(ulpdu)?;
+                Ok((
+                    Self::Tagged(Tagged::parse_with(head, opcode_of)?),
+                    Tagged::LEN,
+                ))
+            }
+            _ => {
+                let head = head_of::<{ Untagged::LEN }>(ulpdu)?;
+                Ok((
+                    Self::Untagged(Untagged::parse_with(head, opcode_of)?),
+                    Untagged::LEN,
+                ))
+            }
+        }
+    }
+
+    /// What the message is.
+    pub const fn opcode(&self) -> Opcode {
+        match self {
+            Self::Tagged(h) => h.opcode,
+            Self::Untagged(h) => h.opcode,
+        }
+    }
+
+    /// Whether this segment ends its message.
+    pub const fn last(&self) -> bool {
+        match self {
+            Self::Tagged(h) => h.last,
+            Self::Untagged(h) => h.last,
+        }
+    }
+
+    /// Bytes that the header takes on the wire.
+    pub const fn wire_len(&self) -> usize {
+        match self {
+            Self::Tagged(_) => Tagged::LEN,
+            Self::Untagged(_) => Untagged::LEN,
+        }
+    }
+}
+
+impl Tagged {
+    /// Bytes on the wire.
+    pub const LEN: usize = 14;
+
+    fn parse_with(
+        head: &[u8; Self::LEN],
+        opcode_of: impl FnOnce(u8) -> Option<Opcode>,
+    ) -> Result<Self, PeerError> {
+        let [ctrl, ulp, ..] = *head;
+        // RFC 5041 §7.1 [ddp-version-tagged]: only DDP version 1 is spoken.
+        let version = ctrl & DDP_VERSION_MASK;
+        if version != DDP_VERSION {
+            return Err(PeerError::TaggedVersion { version });
+        }
+        let opcode = rdmap_control(ulp, opcode_of)?;
+        // RFC 5040 §4.3 [rdmap-opcode-model]: each opcode is either always tagged or never.
+        if !opcode.is_tagged() {
+            return Err(PeerError::Opcode {
+                opcode: opcode.bits(),
+            });
+        }
+        Ok(Self {
+            last: ctrl & LAST != 0,
+            opcode,
+            stag: Stag(take32::<2, { Self::LEN }>(head)),
+            to: To(take64::<6, { Self::LEN }>(head)),
+        })
+    }
+
+    /// The header as it goes on the wire.
+    pub fn emit(&self) -> [u8; Self::LEN] {
+        let mut b = [0; Self::LEN];
+        put::<0, { Self::LEN }, 2>(&mut b, control(TAGGED, self.last, self.opcode));
+        put::<2, { Self::LEN }, 4>(&mut b, self.stag.0.to_be_bytes());
+        put::<6, { Self::LEN }, 8>(&mut b, self.to.0.to_be_bytes());
+        b
+    }
+}
+
+impl Untagged {
+    /// Bytes on the wire.
+    pub const LEN: usize = 18;
+
+    fn parse_with(
+        head: &[u8; Self::LEN],
+        opcode_of: impl FnOnce(u8) -> Option<Opcode>,
+    ) -> Result<Self, PeerError> {
+        let [ctrl, ulp, ..] = *head;
+        // RFC 5041 §7.1 [ddp-version-untagged]: only DDP version 1 is spoken.
+        let version = ctrl & DDP_VERSION_MASK;
+        if version != DDP_VERSION {
+            return Err(PeerError::UntaggedVersion { version });
+        }
+        let opcode = rdmap_control(ulp, opcode_of)?;
+        // RFC 5041 §7.1 [ddp-qn]: a queue that does not exist, or is not the one of this opcode.
+        let qn = take32::<6, { Self::LEN }>(head);
+        match opcode.queue() {
+            None => {
+                return Err(PeerError::Opcode {
+                    opcode: opcode.bits(),
+                });
+            }
+            Some(of_opcode) if of_opcode != qn => return Err(PeerError::UntaggedQueue { qn }),
+            Some(_) => {}
+        }
+        Ok(Self {
+            last: ctrl & LAST != 0,
+            opcode,
+            inv_stag: Stag(take32::<2, { Self::LEN }>(head)),
+            qn,
+            msn: Msn(take32::<10, { Self::LEN }>(head)),
+            mo: take32::<14, { Self::LEN }>(head),
+        })
+    }
+
+    /// The header as it goes on the wire.
+    pub fn emit(&self) -> [u8; Self::LEN] {
+        let mut b = [0; Self::LEN];
+        put::<0, { Self::LEN }, 2>(&mut b, control(0, self.last, self.opcode));
+        put::<2, { Self::LEN }, 4>(&mut b, self.inv_stag.0.to_be_bytes());
+        put::<6, { Self::LEN }, 4>(&mut b, self.qn.to_be_bytes());
+        put::<10, { Self::LEN }, 4>(&mut b, self.msn.0.to_be_bytes());
+        put::<14, { Self::LEN }, 4>(&mut b, self.mo.to_be_bytes());
+        b
+    }
+}
+
+impl Opcode {
+    /// Whether messages of this kind are tagged.
+    pub const fn is_tagged(self) -> bool {
+        self.queue().is_none()
+    }
+
+    /// The queue of an untagged message, `None` for a tagged one.
+    pub const fn queue(self) -> Option<u32> {
+        match self {
+            Self::Write | Self::ReadResponse | Self::WriteRecord => None,
+            Self::Send
+            | Self::SendInvalidate
+            | Self::SendSolicited
+            | Self::SendSolicitedInvalidate
+            | Self::Immediate
+            | Self::ImmediateSolicited => Some(QN_SEND),
+            Self::ReadRequest | Self::AtomicRequest => Some(QN_READ),
+            Self::Terminate => Some(QN_TERMINATE),
+            Self::AtomicResponse => Some(QN_ATOMIC_RESPONSE),
+            Self::Control => Some(QN_CONTROL),
+        }
+    }
+}
+
+fn head_of<const N: usize>(ulpdu: &[u8]) -> Result<&[u8; N], PeerError> {
+    ulpdu.first_chunk().ok_or(PeerError::MpaTooShort {
+        need: N,
+        got: ulpdu.len(),
+    })
+}
+
+fn rdmap_control(
+    ulp: u8,
+    opcode_of: impl FnOnce(u8) -> Option<Opcode>,
+) -> Result<Opcode, PeerError> {
+    // RFC 5040 §4.3 [rdmap-version]: only RDMAP version 1 is spoken.
+    let version = ulp >> 6;
+    if version != RDMAP_VERSION {
+        return Err(PeerError::RdmapVersion { version });
+    }
+    // RFC 5040 §4.3 [rdmap-opcode]: a code that nobody assigned ends the stream.
+    let bits = ulp & OPCODE_MASK;
+    opcode_of(bits).ok_or(PeerError::Opcode { opcode: bits })
+}
+
+/// The first two bytes of either header.
+fn control(tagged: u8, last: bool, opcode: Opcode) -> [u8; 2] {
+    let last = if last { LAST } else { 0 };
+    [
+        tagged | last | DDP_VERSION,
+        RDMAP_VERSION << 6 | opcode.bits(),
+    ]
+}
+
+const TAGGED: u8 = 0x80;
+const LAST: u8 = 0x40;
+const DDP_VERSION_MASK: u8 = 0x03;
+const DDP_VERSION: u8 = 1;
+const RDMAP_VERSION: u8 = 1;
+const OPCODE_MASK: u8 = 0x0f;

@@ -1,0 +1,1 @@
+//! The shim that carries segments over UDP.

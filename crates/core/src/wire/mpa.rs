@@ -1,0 +1,201 @@
+//! MPA startup frames: the Request and the Reply that open a stream (RFC 5044 §7.1, RFC 6581).
+
+use super::{take, take16};
+use crate::error::PeerError;
+
+/// A Request or a Reply.
+///
+/// ```text
+///  0                               16       17       18              20
+/// +-------------------------------+--------+--------+---------------+--------------
+/// | "MPA ID Req Frame" or "…Rep…" |MCRS....|  Rev   |   PD_Length   | private data
+/// +-------------------------------+--------+--------+---------------+--------------
+///                                  M 0x80   C 0x40   R 0x20   S 0x10   rest reserved, ignored
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StartupFrame {
+    /// A Reply; otherwise a Request.
+    pub reply: bool,
+    /// M: put markers into what you send me.
+    pub markers: bool,
+    /// C: I want CRCs.
+    pub crc: bool,
+    /// R: the connection is refused. Means something in a Reply only.
+    pub reject: bool,
+    /// MPA revision.
+    pub rev: u8,
+    /// The block that S announces; revision 2 and later.
+    pub enhanced: Option<Enhanced>,
+    /// What the ULP has to say, without the enhanced block.
+    pub private_data: Vec<u8>,
+}
+
+/// The enhanced block: the first four bytes of private data if S is set (RFC 6581 §9).
+///
+/// ```text
+///  0       2       4
+/// +-------+-------+
+/// |AB IRD |CD ORD |      A, C 0x8000   B, D 0x4000   IRD, ORD 0x3fff
+/// +-------+-------+
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Enhanced {
+    /// A: the initiator sends a ready-to-receive message before anything else.
+    pub peer_to_peer: bool,
+    /// B: that message may be a zero-length Send.
+    pub rtr_send: bool,
+    /// C: that message may be a zero-length RDMA Write.
+    pub rtr_write: bool,
+    /// D: that message may be a zero-length RDMA Read.
+    pub rtr_read: bool,
+    /// Inbound reads the sender of this frame serves at once; 14 bits.
+    pub ird: u16,
+    /// Outbound reads the sender of this frame will have at once; 14 bits.
+    pub ord: u16,
+}
+
+impl Enhanced {
+    /// Bytes on the wire.
+    pub const LEN: usize = 4;
+
+    /// Reads the block.
+    pub fn parse(b: &[u8; Self::LEN]) -> Self {
+        let (ird, ord) = (take16::<0, { Self::LEN }>(b), take16::<2, { Self::LEN }>(b));
+        Self {
+            peer_to_peer: ird & HIGH != 0,
+            rtr_send: ird & LOW != 0,
+            rtr_write: ord & HIGH != 0,
+            rtr_read: ord & LOW != 0,
+            ird: ird & DEPTH_MASK,
+            ord: ord & DEPTH_MASK,
+        }
+    }
+
+    /// The block as it goes on the wire. Depths are cut to 14 bits.
+    pub fn emit(&self) -> [u8; Self::LEN] {
+        let word = |high: bool, low: bool, depth: u16| {
+            (if high { HIGH } else { 0 } | if low { LOW } else { 0 } | depth & DEPTH_MASK)
+                .to_be_bytes()
+        };
+        let [i0, i1] = word(self.peer_to_peer, self.rtr_send, self.ird);
+        let [o0, o1] = word(self.rtr_write, self.rtr_read, self.ord);
+        [i0, i1, o0, o1]
+    }
+}
+
+impl StartupFrame {
+    /// Bytes before the private data.
+    pub const HEAD: usize = 20;
+
+    /// The longest frame.
+    pub const MAX_LEN: usize = Self::HEAD + MAX_PRIVATE_DATA;
+
+    /// Reads the frame at the start of `bytes`; the second value is its length. `None`: more bytes
+    /// are needed to tell.
+    ///
+    /// # Errors
+    /// What is there can no longer become a frame.
+    pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, PeerError> {
+        // RFC 5044 §7.1 [mpa-key]: anything but one of the two keys is not MPA. The bytes that are there
+        // are compared at once, so that a stranger is not waited for.
+        let is_prefix = |key: &[u8; 16]| bytes.iter().zip(key).all(|(got, key)| got == key);
+        if !is_prefix(KEY_REQUEST) && !is_prefix(KEY_REPLY) {
+            return Err(PeerError::MpaStartup("unknown key"));
+        }
+        let Some(head) = bytes.first_chunk::<{ Self::HEAD }>() else {
+            return Ok(None);
+        };
+        let [flags, rev] = take::<16, { Self::HEAD }, 2>(head);
+        let pd_length = usize::from(take16::<18, { Self::HEAD }>(head));
+        // RFC 5044 §7.1 [mpa-pd-length]: private data is at most 512 bytes.
+        if pd_length > MAX_PRIVATE_DATA {
+            return Err(PeerError::MpaStartup("private data longer than 512 bytes"));
+        }
+        // RFC 6581 §9 [mpa-s-rev]: the S bit has a meaning from revision 2 on.
+        let has_block = flags & FLAG_S != 0 && rev >= 2;
+        // RFC 6581 §9 [mpa-s-length]: with S the private data starts with four bytes of ours.
+        if has_block && pd_length < Enhanced::LEN {
+            return Err(PeerError::MpaStartup(
+                "enhanced block announced but not there",
+            ));
+        }
+        let len = Self::HEAD + pd_length;
+        let Some(mut private_data) = bytes.get(Self::HEAD..len) else {
+            return Ok(None);
+        };
+        let mut enhanced = None;
+        if has_block && let Some((block, rest)) = private_data.split_first_chunk() {
+            enhanced = Some(Enhanced::parse(block));
+            private_data = rest;
+        }
+        let frame = Self {
+            reply: take::<0, { Self::HEAD }, 16>(head) == *KEY_REPLY,
+            markers: flags & FLAG_M != 0,
+            crc: flags & FLAG_C != 0,
+            reject: flags & FLAG_R != 0,
+            rev,
+            enhanced,
+            private_data: private_data.to_vec(),
+        };
+        Ok(Some((frame, len)))
+    }
+
+    /// The frame as it goes on the wire.
+    ///
+    /// Private data beyond [`StartupFrame::room`] is cut off; the startup machine refuses it before.
+    pub fn emit(&self) -> Vec<u8> {
+        let mut flags = 0;
+        for (set, flag) in [
+            (self.markers, FLAG_M),
+            (self.crc, FLAG_C),
+            (self.reject, FLAG_R),
+            (self.enhanced.is_some(), FLAG_S),
+        ] {
+            if set {
+                flags |= flag;
+            }
+        }
+        let block = self.enhanced.as_ref().map(Enhanced::emit);
+        let private_data = self
+            .private_data
+            .iter()
+            .take(Self::room(self.enhanced.is_some()))
+            .copied();
+        let pd_length = block.map_or(0, |b| b.len()) + private_data.len();
+        let mut bytes = Vec::with_capacity(Self::HEAD + pd_length);
+        bytes.extend(if self.reply { KEY_REPLY } else { KEY_REQUEST });
+        bytes.extend([flags, self.rev]);
+        bytes.extend(u16::try_from(pd_length).unwrap_or(u16::MAX).to_be_bytes());
+        bytes.extend(block.iter().flatten());
+        bytes.extend(private_data);
+        bytes
+    }
+
+    /// Bytes of private data that the ULP may give to a frame with or without the enhanced block.
+    pub const fn room(enhanced: bool) -> usize {
+        if enhanced {
+            MAX_PRIVATE_DATA - Enhanced::LEN
+        } else {
+            MAX_PRIVATE_DATA
+        }
+    }
+}
+
+/// Most bytes of private data in a frame, the enhanced block included (RFC 5044 §7.1).
+pub const MAX_PRIVATE_DATA: usize = 512;
+
+/// In an IRD or ORD field: this one is not negotiated here, the ULP takes care of it.
+pub const DEPTH_NOT_NEGOTIATED: u16 = 0x3fff;
+
+/// The largest IRD or ORD that can be negotiated.
+pub const MAX_DEPTH: u16 = 0x3ffe;
+
+const KEY_REQUEST: &[u8; 16] = b"MPA ID Req Frame";
+const KEY_REPLY: &[u8; 16] = b"MPA ID Rep Frame";
+const FLAG_M: u8 = 0x80;
+const FLAG_C: u8 = 0x40;
+const FLAG_R: u8 = 0x20;
+const FLAG_S: u8 = 0x10;
+const HIGH: u16 = 0x8000;
+const LOW: u16 = 0x4000;
+const DEPTH_MASK: u16 = 0x3fff;

@@ -1,0 +1,1 @@
+//! One line of text for any FPDU or startup frame.
