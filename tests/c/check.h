@@ -1,0 +1,290 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * The frame of the C test programs: a table of tests, one line of output each, nothing that can hang.
+ *
+ * A test is a function that returns NULL when all is well, or the reason why not. What it opens it hands
+ * to `keep()`, and the frame closes it after the test, newest first, whether the test passed or not; a
+ * close that fails is a failed test. Each test has a deadline kept by SIGALRM, so that a call that never
+ * returns ends the run with a FAIL line and not with a silent terminal.
+ *
+ *   ok rc_send_4096
+ *   FAIL rc_write_0 completion status 10 (remote access error), expected 0
+ *   skip rc_send_inv the device has no type 2 memory windows
+ *   41 passed, 1 failed, 1 skipped
+ */
+#ifndef ANYWARP_TESTS_CHECK_H
+#define ANYWARP_TESTS_CHECK_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+#define UNUSED __attribute__((unused))
+
+/* One row of a program's table; `arg` tells apart the rows that share a function. */
+struct test {
+	const char *name;
+	const char *(*run)(size_t arg);
+	size_t arg;
+	unsigned int seconds; /* deadline; 0: the default */
+};
+
+#define DEFAULT_SECONDS 60
+
+/* Fails the test with a formatted reason unless `cond` holds. */
+#define ENSURE(cond, ...)                              \
+	do {                                           \
+		if (!(cond))                           \
+			return because(__VA_ARGS__);   \
+	} while (0)
+
+/* Passes on the reason of a step that failed. */
+#define TRY(step)                              \
+	do {                                   \
+		const char *reason_ = (step);  \
+		if (reason_)                   \
+			return reason_;        \
+	} while (0)
+
+/* A reason made like printf does; the newest one stays valid. */
+UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const char *format, ...)
+{
+	static char text[2][512];
+	static int turn;
+	va_list args;
+
+	turn = !turn; /* a reason may quote the one before it */
+	va_start(args, format);
+	vsnprintf(text[turn], sizeof text[turn], format, args);
+	va_end(args);
+	return text[turn];
+}
+
+#define SKIP_MARK '\001'
+
+/* Ends the test as skipped: what it checks is not offered by this device. */
+#define SKIP(reason) return "\001" reason
+
+UNUSED static uint64_t now_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+UNUSED static uint64_t now_ms(void)
+{
+	return now_ns() / 1000000u;
+}
+
+UNUSED static void sleep_ms(unsigned int ms)
+{
+	struct timespec t = { ms / 1000, (long)(ms % 1000) * 1000000 };
+
+	while (nanosleep(&t, &t) && errno == EINTR)
+		;
+}
+
+/* What a test opened, to be closed after it, newest first. */
+struct kept {
+	int (*close)(void *what);
+	void *what;
+	const char *name;
+};
+
+static struct kept kept[65536];
+static size_t kept_count;
+
+UNUSED static void keep(int (*close_it)(void *), void *what, const char *name)
+{
+	if (kept_count == COUNT(kept)) {
+		fprintf(stderr, "test keeps too many things\n");
+		abort();
+	}
+	kept[kept_count++] = (struct kept){ close_it, what, name };
+}
+
+/* Closes one kept thing now; the result is that of its close function. */
+UNUSED static int close_now(void *what)
+{
+	for (size_t i = kept_count; i-- > 0;) {
+		if (kept[i].what != what)
+			continue;
+		struct kept k = kept[i];
+		memmove(&kept[i], &kept[i + 1], (kept_count - i - 1) * sizeof kept[0]);
+		kept_count--;
+		return k.close(k.what);
+	}
+	return ENOENT;
+}
+
+/* Forgets a kept thing that something else closed. */
+UNUSED static void forget(void *what)
+{
+	for (size_t i = kept_count; i-- > 0;) {
+		if (kept[i].what == what) {
+			memmove(&kept[i], &kept[i + 1], (kept_count - i - 1) * sizeof kept[0]);
+			kept_count--;
+			return;
+		}
+	}
+}
+
+static const char *close_all(void)
+{
+	static char text[128];
+	const char *reason = NULL;
+
+	while (kept_count > 0) {
+		struct kept k = kept[--kept_count];
+		int rc = k.close(k.what);
+
+		if (rc && !reason) {
+			snprintf(text, sizeof text, "clean-up: closing the %s gives %d (%s)", k.name, rc,
+				 strerror(rc > 0 ? rc : errno));
+			reason = text;
+		}
+	}
+	return reason;
+}
+
+static struct {
+	int passed, failed, skipped;
+	const char *running;
+} tally;
+
+/* The deadline of a test passed: say so with what a signal handler may call, and end the program. */
+static void on_deadline(int signal_number)
+{
+	char text[256];
+	int n = snprintf(text, sizeof text, "FAIL %s no end within its deadline\n%d passed, %d failed, %d skipped\n",
+			 tally.running ? tally.running : "?", tally.passed, tally.failed + 1, tally.skipped);
+
+	(void)signal_number;
+	if (n > 0 && write(STDOUT_FILENO, text, (size_t)n) < 0)
+		_exit(3);
+	_exit(1);
+}
+
+/* Whether the arguments (parts of names; none: all) select this test. */
+static bool selected(const char *name, int argc, char **argv)
+{
+	bool any = false;
+
+	for (int i = 1; i < argc; i++) {
+		if (argv[i][0] == '-')
+			continue;
+		any = true;
+		if (strstr(name, argv[i]))
+			return true;
+	}
+	return !any;
+}
+
+UNUSED static bool has_flag(int argc, char **argv, const char *flag)
+{
+	for (int i = 1; i < argc; i++)
+		if (!strcmp(argv[i], flag))
+			return true;
+	return false;
+}
+
+static void run_test(const struct test *t)
+{
+	const char *reason, *cleanup;
+
+	tally.running = t->name;
+	alarm(t->seconds ? t->seconds : DEFAULT_SECONDS);
+	reason = t->run(t->arg);
+	cleanup = close_all();
+	alarm(0);
+	if (!reason)
+		reason = cleanup;
+	if (!reason) {
+		tally.passed++;
+		printf("ok %s\n", t->name);
+	} else if (reason[0] == SKIP_MARK) {
+		tally.skipped++;
+		printf("skip %s %s\n", t->name, reason + 1);
+	} else {
+		tally.failed++;
+		printf("FAIL %s %s\n", t->name, reason);
+	}
+	fflush(stdout);
+}
+
+/* Runs the table and prints the totals; the result is the exit status of the program. */
+UNUSED static int run_tests(const struct test *tests, size_t count, int argc, char **argv)
+{
+	struct sigaction action = { .sa_handler = on_deadline };
+
+	if (has_flag(argc, argv, "--list")) {
+		for (size_t i = 0; i < count; i++)
+			puts(tests[i].name);
+		return 0;
+	}
+	sigaction(SIGALRM, &action, NULL);
+	signal(SIGPIPE, SIG_IGN);
+	for (size_t i = 0; i < count; i++)
+		if (selected(tests[i].name, argc, argv))
+			run_test(&tests[i]);
+	printf("%d passed, %d failed, %d skipped\n", tally.passed, tally.failed, tally.skipped);
+	return tally.failed || tally.passed == 0 ? 1 : 0;
+}
+
+/* The byte that stands at `offset` of the test pattern `seed`: any lost, doubled or swapped block shows. */
+static inline uint8_t pattern_byte(uint32_t seed, size_t offset)
+{
+	uint64_t x = ((uint64_t)seed << 40) ^ (offset >> 3);
+
+	x *= 0x9e3779b97f4a7c15u;
+	x ^= x >> 29;
+	x *= 0xbf58476d1ce4e5b9u;
+	return (uint8_t)(x >> (8 * (offset & 7)));
+}
+
+UNUSED static void fill_pattern(uint8_t *at, size_t len, uint32_t seed)
+{
+	for (size_t i = 0; i < len; i++)
+		at[i] = pattern_byte(seed, i);
+}
+
+/* Compares bytes `[from, from + len)` of the pattern with memory; names the first difference. */
+UNUSED static const char *same_pattern_from(const uint8_t *at, size_t len, uint32_t seed, size_t from)
+{
+	for (size_t i = 0; i < len; i++)
+		ENSURE(at[i] == pattern_byte(seed, from + i), "byte %zu of %zu is %02x, expected %02x", i, len, at[i],
+		       pattern_byte(seed, from + i));
+	return NULL;
+}
+
+UNUSED static const char *same_pattern(const uint8_t *at, size_t len, uint32_t seed)
+{
+	return same_pattern_from(at, len, seed, 0);
+}
+
+UNUSED static const char *all_bytes(const uint8_t *at, size_t len, uint8_t value, const char *what)
+{
+	for (size_t i = 0; i < len; i++)
+		ENSURE(at[i] == value, "%s: byte %zu of %zu was touched: %02x, expected %02x", what, i, len, at[i],
+		       value);
+	return NULL;
+}
+
+#endif
