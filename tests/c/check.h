@@ -46,34 +46,48 @@ struct test {
 
 #define DEFAULT_SECONDS 60
 
-/* Fails the test with a formatted reason unless `cond` holds. */
-#define ENSURE(cond, ...)                              \
-	do {                                           \
-		if (!(cond))                           \
-			return because(__VA_ARGS__);   \
-	} while (0)
+/* The places that a failure came through, innermost first. */
+static char failed_at[256];
 
-/* Passes on the reason of a step that failed. */
-#define TRY(step)                              \
-	do {                                   \
-		const char *reason_ = (step);  \
-		if (reason_)                   \
-			return reason_;        \
-	} while (0)
+UNUSED static void note_place(const char *file, int line, bool first)
+{
+	size_t used = first ? 0 : strlen(failed_at);
 
-/* A reason made like printf does; the newest one stays valid. */
+	snprintf(failed_at + used, sizeof failed_at - used, "%s%s:%d", first ? "" : " < ", file, line);
+}
+
+/* A reason made like printf does; the newest two stay valid, so that a reason may quote the one before. */
 UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const char *format, ...)
 {
 	static char text[2][512];
 	static int turn;
 	va_list args;
 
-	turn = !turn; /* a reason may quote the one before it */
+	turn = !turn;
 	va_start(args, format);
 	vsnprintf(text[turn], sizeof text[turn], format, args);
 	va_end(args);
 	return text[turn];
 }
+
+/* Fails the test with a formatted reason unless `cond` holds. */
+#define ENSURE(cond, ...)                                             \
+	do {                                                          \
+		if (!(cond)) {                                        \
+			note_place(__FILE_NAME__, __LINE__, true);    \
+			return because(__VA_ARGS__);                  \
+		}                                                     \
+	} while (0)
+
+/* Passes on the reason of a step that failed. */
+#define TRY(step)                                                     \
+	do {                                                          \
+		const char *reason_ = (step);                         \
+		if (reason_) {                                        \
+			note_place(__FILE_NAME__, __LINE__, false);   \
+			return reason_;                               \
+		}                                                     \
+	} while (0)
 
 #define SKIP_MARK '\001'
 
@@ -211,6 +225,7 @@ static void run_test(const struct test *t)
 
 	tally.running = t->name;
 	alarm(t->seconds ? t->seconds : DEFAULT_SECONDS);
+	failed_at[0] = 0;
 	reason = t->run(t->arg);
 	cleanup = close_all();
 	alarm(0);
@@ -224,7 +239,7 @@ static void run_test(const struct test *t)
 		printf("skip %s %s\n", t->name, reason + 1);
 	} else {
 		tally.failed++;
-		printf("FAIL %s %s\n", t->name, reason);
+		printf("FAIL %s %s%s%s%s\n", t->name, reason, failed_at[0] ? " [" : "", failed_at, failed_at[0] ? "]" : "");
 	}
 	fflush(stdout);
 }

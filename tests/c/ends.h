@@ -23,11 +23,12 @@ static struct ibv_context *device;
 static struct ibv_device_attr device_attr;
 static struct ibv_port_attr port_attr;
 static union ibv_gid local_gid;
+static uint8_t gid_index;
 
-/* Opens the device named in ANYWARP_DEVICE, or else the first one. */
+/* Opens the device named in TEST_DEVICE, or else the first one; TEST_GID_INDEX tells its address, or else 0. */
 UNUSED static const char *open_device(void)
 {
-	const char *wanted = getenv("ANYWARP_DEVICE");
+	const char *wanted = getenv("TEST_DEVICE"), *index = getenv("TEST_GID_INDEX");
 	struct ibv_device **list;
 	struct ibv_device *found = NULL;
 	int n, rc;
@@ -47,7 +48,8 @@ UNUSED static const char *open_device(void)
 	ENSURE(!rc, "ibv_query_device: %s", strerror(rc));
 	rc = ibv_query_port(device, PORT, &port_attr);
 	ENSURE(!rc, "ibv_query_port: %s", strerror(rc));
-	ENSURE(!ibv_query_gid(device, PORT, 0, &local_gid), "ibv_query_gid: %s", strerror(errno));
+	gid_index = index ? (uint8_t)atoi(index) : 0;
+	ENSURE(!ibv_query_gid(device, PORT, gid_index, &local_gid), "ibv_query_gid: %s", strerror(errno));
 	return NULL;
 }
 
@@ -238,6 +240,7 @@ static struct ibv_ah_attr address_of(const union ibv_gid *gid, uint16_t lid, boo
 	} else {
 		ah.is_global = 1;
 		ah.grh.dgid = *gid;
+		ah.grh.sgid_index = gid_index;
 		ah.grh.hop_limit = 64;
 	}
 	return ah;
@@ -341,7 +344,7 @@ UNUSED static const char *next_wc(struct ibv_cq *cq, struct ibv_wc *wc, unsigned
 			return NULL;
 		sched_yield();
 	} while (now_ms() < end);
-	return because("no completion within %u ms", ms);
+	ENSURE(false, "no completion within %u ms", ms);
 }
 
 /* Listens for a while: no completion may come. */
@@ -492,7 +495,7 @@ UNUSED static const char *async_event(enum ibv_event_type type, const void *obje
 	return NULL;
 }
 
-/* Whether the device's GID 0 is an IPv4 address. */
+/* Whether a GID is an IPv4 address. */
 UNUSED static bool gid_is_ipv4(const union ibv_gid *gid)
 {
 	static const uint8_t prefix[12] = { [10] = 0xff, [11] = 0xff };
