@@ -1,1 +1,26 @@
-//! anywarp-core
+//! The software RNIC without a host: queue pairs, RDMAP, DDP and MPA as pure state.
+//!
+//! Nothing here reads a clock, opens a socket, starts a thread or follows an address. Time and bytes come in as
+//! arguments; bytes to send, placements and completions go out. Each layer has one verb down and one verb up, and
+//! the type that one step returns is what the next one takes:
+//!
+//! ```text
+//!  down: post -> take -> build -> segment -> frame -> gather -> send
+//!        sq.rs   sq.rs   rdmap/tx  ddp/tx    llp/mpa/frame     engine
+//!  up:   recv -> deframe -> admit -> place -> deliver -> complete -> poll
+//!        engine  llp/mpa/deframe  ddp/rx  Memory  rdmap/rx  verbs/cq
+//! ```
+//!
+//! Read in this order: [`verbs`] (what the application sees), [`connection`] (one reliable queue pair and its
+//! stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes go), [`llp`] (how a segment travels),
+//! [`wire`] (byte layouts).
+#![forbid(unsafe_code)]
+
+pub mod bounds;
+pub mod connection;
+pub mod ddp;
+pub mod error;
+pub mod llp;
+pub mod rdmap;
+pub mod verbs;
+pub mod wire;

@@ -68,7 +68,10 @@ mod tests {
     use super::*;
 
     fn bytes(hex: &str) -> Vec<u8> {
-        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap()).collect()
+        (0..hex.len())
+            .step_by(2)
+            .map(|i| u8::from_str_radix(&hex[i..i + 2], 16).unwrap())
+            .collect()
     }
 
     #[test]
@@ -83,7 +86,10 @@ mod tests {
         for bit in 16..frame.len() * 8 {
             let mut bad = frame.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(matches!(deframe(&bad, extent, true), Err(PeerError::MpaCrc { .. })));
+            assert!(matches!(
+                deframe(&bad, extent, true),
+                Err(PeerError::MpaCrc { .. })
+            ));
             assert!(deframe(&bad, extent, false).is_ok());
         }
     }

@@ -108,19 +108,30 @@ pub fn frame(
     let pad = (4 - (2 + ulpdu) % 4) % 4;
     let start = batch.own.len();
     // RFC 5044 §4.1 [fpdu-length]: the length counts the ULPDU alone.
-    batch.own.extend_from_slice(&u16::try_from(ulpdu).unwrap_or(u16::MAX).to_be_bytes());
+    batch
+        .own
+        .extend_from_slice(&u16::try_from(ulpdu).unwrap_or(u16::MAX).to_be_bytes());
     batch.own.extend_from_slice(&segment.header);
     match source {
         Source::Bytes(bytes) => {
             let from = usize::try_from(segment.from).unwrap_or(usize::MAX);
-            batch.own.extend_from_slice(bytes.get(from..from + segment.len).unwrap_or(&[]));
+            batch
+                .own
+                .extend_from_slice(bytes.get(from..from + segment.len).unwrap_or(&[]));
         }
         Source::Memory { places, volatile } if *volatile || segment.len < bounds::COPY_LIMIT => {
-            let whole = for_each_part(places, segment.from, segment.len as u64, |place, from, len| {
-                let Some(pinned) = place.pin() else { return false };
-                memory.gather(&pinned, from, len, &mut batch.own);
-                true
-            });
+            let whole = for_each_part(
+                places,
+                segment.from,
+                segment.len as u64,
+                |place, from, len| {
+                    let Some(pinned) = place.pin() else {
+                        return false;
+                    };
+                    memory.gather(&pinned, from, len, &mut batch.own);
+                    true
+                },
+            );
             if !whole {
                 batch.own.truncate(start);
                 return Err(Invalidated);
@@ -157,18 +168,29 @@ fn frame_by_reference(
     if with_crc {
         crc.update(batch.own.get(start..).unwrap_or(&[]));
     }
-    let before = (batch.pieces.len(), batch.bytes, batch.pieces.last().cloned());
+    let before = (
+        batch.pieces.len(),
+        batch.bytes,
+        batch.pieces.last().cloned(),
+    );
     batch.own_since(start);
-    let whole = for_each_part(places, segment.from, segment.len as u64, |place, from, len| {
-        let part = place.part(from, len);
-        if with_crc {
-            let Some(pinned) = part.pin() else { return false };
-            memory.checksum(&pinned, 0, len, &mut crc);
-        }
-        batch.pieces.push(Piece::User(part));
-        batch.bytes += usize::try_from(len).unwrap_or(0);
-        true
-    });
+    let whole = for_each_part(
+        places,
+        segment.from,
+        segment.len as u64,
+        |place, from, len| {
+            let part = place.part(from, len);
+            if with_crc {
+                let Some(pinned) = part.pin() else {
+                    return false;
+                };
+                memory.checksum(&pinned, 0, len, &mut crc);
+            }
+            batch.pieces.push(Piece::User(part));
+            batch.bytes += usize::try_from(len).unwrap_or(0);
+            true
+        },
+    );
     if !whole {
         batch.own.truncate(start);
         batch.pieces.truncate(before.0);
@@ -220,7 +242,8 @@ pub fn for_each_part(
 
 /// MULPDU for a TCP segment size, without markers (RFC 5044 §5).
 pub fn mulpdu(emss: usize) -> usize {
-    emss.saturating_sub(6 + emss % 4).clamp(bounds::MULPDU_MIN, bounds::MULPDU_ANYWARP)
+    emss.saturating_sub(6 + emss % 4)
+        .clamp(bounds::MULPDU_MIN, bounds::MULPDU_ANYWARP)
 }
 
 #[cfg(test)]
@@ -246,7 +269,12 @@ mod tests {
     fn send_hello_is_vector_a() {
         let mut m = Message {
             opcode: Opcode::Send,
-            address: Address::Untagged { qn: 0, msn: Msn(1), inv_stag: Stag(0), mo: 0 },
+            address: Address::Untagged {
+                qn: 0,
+                msn: Msn(1),
+                inv_stag: Stag(0),
+                mo: 0,
+            },
             source: Source::Bytes(SmallVec::from_slice(b"hello")),
             len: 5,
             sent: 0,
@@ -255,12 +283,21 @@ mod tests {
         let mut batch = TxBatch::default();
         frame(&s, &m.source, true, &NoMemory, &mut batch).unwrap();
         let hex: String = batch.own.iter().map(|b| format!("{b:02x}")).collect();
-        assert_eq!(hex, "0017414300000000000000000000000100000000" .to_owned() + "68656c6c6f000000b990b10c");
+        assert_eq!(
+            hex,
+            "0017414300000000000000000000000100000000".to_owned() + "68656c6c6f000000b990b10c"
+        );
     }
 
     #[test]
     fn mulpdu_of_the_sheets_segment_sizes() {
-        for (emss, want) in [(536, 530), (1448, 1442), (1460, 1454), (8948, 8942), (8960, 8954)] {
+        for (emss, want) in [
+            (536, 530),
+            (1448, 1442),
+            (1460, 1454),
+            (8948, 8942),
+            (8960, 8954),
+        ] {
             assert_eq!(mulpdu(emss), want);
         }
     }

@@ -1,0 +1,73 @@
+//! Every limit: name, unit, source and reason.
+
+/// Largest message, bytes. The verbs report it as `max_msg_sz`; one DDP message could carry 2^32 - 1.
+pub const MAX_MESSAGE: u64 = 1 << 30;
+
+/// Scatter/gather elements of one work request.
+///
+/// 32 covers the programs that ask for most (UCX and libfabric ask for at most 30); a list that long still fits one
+/// `sendmsg` together with its headers.
+pub const MAX_SGE: u32 = 32;
+
+/// Bytes of inline data in one work request; above it queue pair creation fails, as programs that probe expect.
+pub const MAX_INLINE: u32 = 1024;
+
+/// Work requests in one send or receive queue.
+pub const MAX_WR: u32 = 32_768;
+
+/// Receive requests in one shared receive queue.
+pub const MAX_SRQ_WR: u32 = 65_536;
+
+/// Entries of one completion queue.
+pub const MAX_CQE: u32 = 4_194_304;
+
+/// RDMA Reads and atomics that one queue pair serves, or has outstanding, at once (IRD, ORD).
+///
+/// 128 is what the kernel's siw offers at most; each slot costs some 100 bytes once used.
+pub const MAX_RD_ATOMIC: u8 = 128;
+
+/// Bytes in a UD message: the largest `active_mtu` that verbs can name.
+pub const UD_MTU: u32 = 4096;
+
+/// Bytes of emulated global route header in front of every UD message (IBA: always 40).
+pub const GRH_LEN: u32 = 40;
+
+/// Largest ULPDU between two anywarp ends, bytes: the length field has 16 bits, and a multiple of 4 with its
+/// length field needs no padding.
+pub const MULPDU_ANYWARP: usize = 65_494;
+
+/// Smallest ULPDU we send, whatever the path says (RFC 5044 section 5 sets 128 as the least MULPDU).
+pub const MULPDU_MIN: usize = 128;
+
+/// Payload bytes from which a segment is sent by reference instead of being copied beside its header.
+///
+/// Below, a copy costs less than another iovec entry and makes the CRC cover exactly what is sent.
+pub const COPY_LIMIT: usize = 16 * 1024;
+
+/// Bytes that one transmit batch collects before it is handed to the socket.
+pub const TX_BATCH_BYTES: usize = 1 << 20;
+
+/// Pieces (iovec entries) of one transmit batch; the kernel takes at most 1,024.
+pub const TX_BATCH_PIECES: usize = 96;
+
+/// Payload bytes that must still be missing before an FPDU is received straight into user memory.
+pub const DIRECT_MIN: usize = 8 * 1024;
+
+/// Responses (Read, atomic, control) that a queue pair holds for sending; a peer that asks for more than its IRD is
+/// terminated before this is reached.
+pub const RESPONSES_MAX: usize = 1024;
+
+/// Requests done but not acknowledged before an acknowledgement is sent without waiting for company.
+pub const ACK_AFTER: u32 = 32;
+
+/// Private data in a connection request or reply, bytes (RFC 5044 allows 512 with the 4 of RFC 6581 inside).
+pub const PRIVATE_DATA_MAX: usize = 508;
+
+/// Bytes of one MPA start-up frame.
+pub const STARTUP_FRAME_MAX: usize = 20 + 512;
+
+/// Datagram messages in reassembly for one queue pair.
+pub const REASSEMBLY_MAX: usize = 64;
+
+/// Payload bytes of one datagram of a segmented (UC) message.
+pub const DATAGRAM_PAYLOAD: usize = 61_440;

@@ -1,0 +1,986 @@
+//! One reliable queue pair and its stream: the machine that the engine drives.
+//!
+//! Methods come in four kinds. *Commands* of the application: [`Connection::post_send`], [`Connection::post_recv`],
+//! [`Connection::modify`]. *Inputs*: [`Connection::handle_rx`], [`Connection::handle_written`],
+//! [`Connection::handle_eof`], [`Connection::handle_timeout`]. *Outputs*: [`Connection::poll_tx`],
+//! [`Connection::poll_event`], [`Connection::poll_timeout`], [`Connection::end`]; they may change after any command or
+//! input. Completions go straight to the completion queues. *Getters* change nothing.
+//!
+//! The steps of the data path are in the files named after them: `rdmap/tx.rs` (take, build), `ddp/tx.rs` (segment),
+//! `llp/mpa/frame.rs` (frame), `llp/mpa/deframe.rs` (deframe), `ddp/rx.rs` (admit), `rdmap/rx.rs` (deliver).
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::bounds;
+use crate::ddp::rx::Direct;
+use crate::ddp::tx::{Message, segment};
+use crate::error::{Misuse, PeerError, TermCode};
+use crate::llp::mpa::frame::{TxBatch, frame};
+use crate::rdmap::read::{PendingAtomic, PendingRead};
+use crate::rdmap::rx::ReceiveUnderWay;
+use crate::verbs::cq::Cq;
+use crate::verbs::mr::{Memory, Regions};
+use crate::verbs::qp::{self, Attr, QpType, State, mask};
+use crate::verbs::rq::RecvQueue;
+use crate::verbs::sq::{Phase, Posted, SendQueue};
+use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::wr::{Op, RecvRequest, WorkRequest};
+use crate::wire::control::Control;
+use crate::wire::rdmap::{RawHeader, Terminate};
+
+/// What all queue pairs of the device share.
+pub struct Rnic {
+    /// The STag table.
+    pub regions: Regions,
+    /// User memory.
+    pub memory: Box<dyn Memory + Send + Sync>,
+    /// Who is told of every step, if anybody.
+    pub observer: Option<Arc<dyn Observer>>,
+}
+
+impl fmt::Debug for Rnic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rnic")
+            .field("regions", &self.regions.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A step of the data path, for logs, counters and the tour test.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step<'a> {
+    /// The application posted a request.
+    Post(&'a WorkRequest),
+    /// The request is the next to be sent.
+    Take(u64),
+    /// It became a message of this opcode and length.
+    Build(crate::wire::rdmap::Opcode, u64),
+    /// A segment was cut: payload bytes, last of its message.
+    Segment(usize, bool),
+    /// An FPDU stands in the batch: ULPDU bytes.
+    Frame(usize),
+    /// An FPDU came out of the stream: its header.
+    Deframe(&'a crate::wire::ddp::Header, usize),
+    /// Its payload may be placed: bytes.
+    Admit(u64),
+    /// Bytes were placed.
+    Place(u64),
+    /// A message was delivered.
+    Deliver(crate::wire::rdmap::Opcode),
+    /// A completion was made.
+    Complete(&'a Completion),
+    /// The peer broke a rule; the stream ends.
+    Fault(&'a PeerError),
+    /// The peer terminated the stream.
+    Terminated(&'a Terminate),
+    /// The queue pair failed and everything is flushed.
+    Failed(&'static str),
+}
+
+/// Is told of steps.
+pub trait Observer: Send + Sync {
+    /// Queue pair `qpn` did `step`.
+    fn step(&self, qpn: u32, step: &Step<'_>);
+}
+
+/// Something that the application hears of asynchronously.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AsyncEvent {
+    /// The queue pair failed.
+    QpFatal,
+    /// The peer's request made no sense.
+    QpRequest,
+    /// The peer's request was not allowed.
+    QpAccess,
+    /// The send queue is drained (after a change to SQD).
+    SqDrained,
+    /// No more receives of the shared queue will complete for this queue pair.
+    LastWqe,
+    /// The shared receive queue fell below its limit.
+    SrqLimit,
+    /// First message of the peer arrived: the stream is up for both ends.
+    Started,
+    /// The peer ended the stream, in order or not.
+    PeerGone,
+}
+
+/// What the peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peer {
+    /// Standard iWARP: completions at the socket, no RNR, no Send with immediate.
+    Standard,
+    /// Another anywarp: acknowledgements, RNR, Send with immediate.
+    Anywarp,
+    /// The first message will tell.
+    Unknown,
+}
+
+/// What start-up agreed on.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamConfig {
+    /// CRCs are made and checked.
+    pub crc: bool,
+    /// Largest ULPDU to send.
+    pub mulpdu: usize,
+    /// What the peer is.
+    pub peer: Peer,
+    /// Reads and atomics of the peer that we serve at once.
+    pub ird: u32,
+    /// Reads and atomics that we have outstanding at most.
+    pub ord: u32,
+    /// We began: we send first. Otherwise nothing is sent before the peer's first message.
+    pub initiator: bool,
+    /// The message that makes the stream ready, to be sent first.
+    pub first: First,
+    /// Made through the connection manager: its end fails the queue pair, as the manager's user expects.
+    pub managed: bool,
+}
+
+/// What an initiator sends before anything else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum First {
+    /// Nothing.
+    Nothing,
+    /// Our Hello.
+    Hello,
+    /// An RDMA Write of length 0.
+    Write,
+    /// An RDMA Read of length 0.
+    Read,
+    /// A Send of length 0.
+    Send,
+}
+
+/// How far the end of the stream is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// It goes on.
+    Open,
+    /// What is queued is to be sent, then the stream to be closed for sending.
+    Closing,
+    /// It is of no use any more.
+    Dead,
+}
+
+/// A message in transmission, and whose it is.
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    pub(crate) message: Message,
+    /// Number of the request that it belongs to; none for responses.
+    pub(crate) request: Option<u64>,
+    /// Last message of its request.
+    pub(crate) last: bool,
+}
+
+/// Something to send that is not on the send queue.
+#[derive(Debug)]
+pub(crate) enum Response {
+    Read(Message),
+    Atomic(Message),
+    Control(Control),
+    Terminate(Message),
+    Rtr(Message),
+}
+
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(crate) config: StreamConfig,
+    pub(crate) peer: Peer,
+    pub(crate) end: End,
+    // --- transmit ---
+    pub(crate) may_send: bool,
+    pub(crate) current: Option<Outgoing>,
+    /// Messages of the request that was taken last, still to be sent.
+    pub(crate) parts: VecDeque<Message>,
+    pub(crate) parts_of: u64,
+    pub(crate) responses: VecDeque<Response>,
+    /// Sequence number of the last request message.
+    pub(crate) seq: u32,
+    pub(crate) next_send_msn: u32,
+    pub(crate) next_read_msn: u32,
+    pub(crate) next_atomic_response_msn: u32,
+    pub(crate) next_atomic_id: u32,
+    pub(crate) framed: u64,
+    pub(crate) acked: u32,
+    pub(crate) ack_scan: u64,
+    pub(crate) reads: VecDeque<PendingRead>,
+    pub(crate) atomics: VecDeque<PendingAtomic>,
+    pub(crate) rnr_until: Option<Instant>,
+    /// The peer waits for a Restart at this number.
+    pub(crate) restart: Option<u32>,
+    pub(crate) terminated: bool,
+    // --- receive ---
+    pub(crate) started: bool,
+    pub(crate) said_bye: bool,
+    /// Request messages of the peer that are done.
+    pub(crate) done: u32,
+    pub(crate) done_acked: u32,
+    pub(crate) recv_send_msn: u32,
+    pub(crate) recv_read_msn: u32,
+    pub(crate) recv_atomic_response_msn: u32,
+    pub(crate) receive: Option<ReceiveUnderWay>,
+    pub(crate) send_immediate: Option<[u8; 4]>,
+    pub(crate) write_bytes: u64,
+    pub(crate) last_write: Option<u32>,
+    /// Requests are dropped until the peer restarts at this number.
+    pub(crate) discarding: Option<u32>,
+    pub(crate) serving: u32,
+    pub(crate) direct: Option<Direct>,
+    pub(crate) last_rx: Option<Instant>,
+    pub(crate) pinged: bool,
+}
+
+/// A reliable queue pair.
+pub struct Connection {
+    pub(crate) rnic: Arc<Rnic>,
+    pub(crate) qpn: u32,
+    pub(crate) pd: u32,
+    pub(crate) send_cq: Arc<Cq>,
+    pub(crate) recv_cq: Arc<Cq>,
+    pub(crate) sig_all: bool,
+    pub(crate) state: State,
+    pub(crate) attr: Attr,
+    pub(crate) sq: SendQueue,
+    pub(crate) rq: RecvQueue,
+    pub(crate) stream: Option<Stream>,
+    /// The peer of a stream that was not managed has left in order: requests posted now find nobody.
+    pub(crate) deserted: bool,
+    pub(crate) events: VecDeque<AsyncEvent>,
+    pub(crate) overflowed: bool,
+    pub(crate) last_wqe_told: bool,
+    pub(crate) drain_asked: bool,
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection")
+            .field("qpn", &self.qpn)
+            .field("state", &self.state)
+            .field("sq", &self.sq)
+            .field("stream", &self.stream)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a queue pair is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// The device.
+    pub rnic: Arc<Rnic>,
+    /// Its number.
+    pub qpn: u32,
+    /// Its protection domain.
+    pub pd: u32,
+    /// Where sends complete.
+    pub send_cq: Arc<Cq>,
+    /// Where receives complete.
+    pub recv_cq: Arc<Cq>,
+    /// Where receives come from.
+    pub rq: RecvQueue,
+    /// Sizes.
+    pub capacity: qp::Capacity,
+    /// Every send request makes a completion.
+    pub sig_all: bool,
+}
+
+impl Connection {
+    /// A queue pair in RESET.
+    pub fn new(parts: Parts) -> Self {
+        let c = &parts.capacity;
+        Self {
+            sq: SendQueue::new(c.max_send_wr, c.max_send_sge, c.max_inline),
+            rnic: parts.rnic,
+            qpn: parts.qpn,
+            pd: parts.pd,
+            send_cq: parts.send_cq,
+            recv_cq: parts.recv_cq,
+            sig_all: parts.sig_all,
+            state: State::Reset,
+            attr: Attr::default(),
+            rq: parts.rq,
+            stream: None,
+            deserted: false,
+            events: VecDeque::new(),
+            overflowed: false,
+            last_wqe_told: false,
+            drain_asked: false,
+        }
+    }
+
+    // ------------------------------------------------------------------ getters
+
+    /// Its state.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Its attributes.
+    pub fn attr(&self) -> &Attr {
+        &self.attr
+    }
+
+    /// Attributes that the connection manager sets past the state machine (`retry_cnt` and the like).
+    pub fn attr_mut(&mut self) -> &mut Attr {
+        &mut self.attr
+    }
+
+    /// Whether a stream is attached.
+    pub fn is_attached(&self) -> bool {
+        self.stream.is_some()
+    }
+
+    /// Whether the peer is another anywarp.
+    pub fn peer(&self) -> Option<Peer> {
+        self.stream.as_ref().map(|s| s.peer)
+    }
+
+    /// How far the end of the stream is. `Dead` without one.
+    pub fn end(&self) -> End {
+        self.stream.as_ref().map_or(End::Dead, |s| s.end)
+    }
+
+    /// Whether requests of the peer are done that it was not told of.
+    pub fn owes_ack(&self) -> bool {
+        self.stream.as_ref().is_some_and(|s| {
+            s.peer == Peer::Anywarp && s.done != s.done_acked && s.end == End::Open
+        })
+    }
+
+    /// Whether the time for a probe or retry may come: somebody should call [`Self::handle_timeout`].
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        let s = self.stream.as_ref()?;
+        let probe = match (self.probe_after(), s.last_rx) {
+            (Some(after), Some(at))
+                if self.sq.has_outstanding() && !s.pinged && s.peer == Peer::Anywarp =>
+            {
+                Some(at + after)
+            }
+            _ => None,
+        };
+        match (s.rnr_until, probe) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// How long the peer's machine may stay silent with requests outstanding: timeout and `retry_cnt` of the attributes.
+    /// `None`: for ever.
+    pub fn silence_limit(&self) -> Option<Duration> {
+        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout, and as many tries as retry_cnt says after the first.
+        let t = u64::from(self.attr.timeout & 31);
+        if t == 0 {
+            return None;
+        }
+        let once = Duration::from_nanos(4096_u64 << t);
+        let all = once * (u32::from(self.attr.retry_cnt) + 1);
+        Some(all.clamp(Duration::from_millis(200), Duration::from_secs(600)))
+    }
+
+    fn probe_after(&self) -> Option<Duration> {
+        self.silence_limit().map(|t| t / 4)
+    }
+
+    /// The next asynchronous event.
+    pub fn poll_event(&mut self) -> Option<AsyncEvent> {
+        self.events.pop_front()
+    }
+
+    // ------------------------------------------------------------------ commands
+
+    /// Posts a send request (`ibv_post_send(3)`).
+    pub fn post_send(&mut self, request: WorkRequest) -> Result<(), Misuse> {
+        match self.state {
+            State::Reset | State::Init | State::Rtr => {
+                return Err(Misuse::WrongState(
+                    "post_send before the queue pair is ready to send",
+                ));
+            }
+            State::Rts | State::Sqd | State::Sqe | State::Error => {}
+        }
+        if matches!(
+            (&request.op, &request.payload),
+            (
+                Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. },
+                crate::verbs::wr::Payload::Inline(_)
+            )
+        ) {
+            return Err(Misuse::InvalidArgument("inline data with a Read or atomic"));
+        }
+        self.observe(&Step::Post(&request));
+        self.sq.post(request)?;
+        if self.state == State::Error {
+            self.flush_sq();
+        } else if self.deserted {
+            self.fail(
+                Some((None, Status::RetryExceeded)),
+                "the peer has left",
+                Some(AsyncEvent::QpFatal),
+            );
+        }
+        Ok(())
+    }
+
+    /// Posts a receive (`ibv_post_recv(3)`).
+    pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
+        if self.state == State::Reset {
+            return Err(Misuse::WrongState("post_recv on a queue pair in RESET"));
+        }
+        self.rq.post(request)?;
+        if self.state == State::Error {
+            self.flush_rq();
+        }
+        Ok(())
+    }
+
+    /// Changes attributes and state (`ibv_modify_qp(3)`); returns the state before.
+    pub fn modify(
+        &mut self,
+        given: u32,
+        next: Option<State>,
+        assumed: Option<State>,
+        attr: &Attr,
+    ) -> Result<State, Misuse> {
+        let before = self.state;
+        let to = qp::check_modify(QpType::Rc, before, next, given, attr, assumed)?;
+        merge(&mut self.attr, given, attr);
+        match to {
+            State::Reset => self.reset(),
+            State::Error => {
+                if before != State::Error {
+                    self.leave("moved to the error state");
+                }
+            }
+            State::Sqd => {
+                self.state = State::Sqd;
+                self.drain_asked = given & mask::EN_SQD_ASYNC_NOTIFY != 0;
+                self.check_drained();
+            }
+            _ => self.state = to,
+        }
+        Ok(before)
+    }
+
+    /// Sets the state without the rules, as the connection manager's kernel side does.
+    pub fn set_state(&mut self, to: State) {
+        match to {
+            State::Reset => self.reset(),
+            State::Error => self.leave("disconnected"),
+            _ => self.state = to,
+        }
+    }
+
+    fn reset(&mut self) {
+        self.sq.clear();
+        self.rq.clear();
+        self.stream = None;
+        self.deserted = false;
+        self.state = State::Reset;
+        self.attr = Attr::default();
+        self.last_wqe_told = false;
+        self.send_cq.purge(self.qpn);
+        self.recv_cq.purge(self.qpn);
+    }
+
+    /// Everything is flushed, the peer is told, the stream closes when that is sent.
+    pub fn leave(&mut self, why: &'static str) {
+        self.fail(None, why, None);
+        if let Some(s) = &mut self.stream
+            && s.end == End::Open
+        {
+            s.current = None;
+            s.parts.clear();
+            s.responses.clear();
+            if s.peer == Peer::Anywarp {
+                s.responses.push_back(Response::Control(Control::Bye));
+            }
+            s.end = End::Closing;
+        }
+    }
+
+    /// The stream is up: start-up has agreed on `config`.
+    pub fn attach(&mut self, config: StreamConfig, now: Instant) {
+        let mut stream = Stream {
+            peer: config.peer,
+            end: End::Open,
+            may_send: config.initiator,
+            current: None,
+            parts: VecDeque::new(),
+            parts_of: 0,
+            responses: VecDeque::new(),
+            seq: 0,
+            next_send_msn: 1,
+            next_read_msn: 1,
+            next_atomic_response_msn: 1,
+            next_atomic_id: 1,
+            framed: 0,
+            acked: 0,
+            ack_scan: 0,
+            reads: VecDeque::new(),
+            atomics: VecDeque::new(),
+            rnr_until: None,
+            restart: None,
+            terminated: false,
+            started: false,
+            said_bye: false,
+            done: 0,
+            done_acked: 0,
+            recv_send_msn: 1,
+            recv_read_msn: 1,
+            recv_atomic_response_msn: 1,
+            receive: None,
+            send_immediate: None,
+            write_bytes: 0,
+            last_write: None,
+            discarding: None,
+            serving: 0,
+            direct: None,
+            last_rx: Some(now),
+            pinged: false,
+            config,
+        };
+        crate::rdmap::tx::queue_first(&mut stream);
+        self.stream = Some(stream);
+        if self.state == State::Error {
+            self.leave("the queue pair failed before its stream was up");
+        }
+    }
+
+    /// The stream cannot be made: nobody there, refused, or it failed.
+    pub fn handle_connect_failed(&mut self) {
+        self.deserted = true;
+        if !self.sq.is_empty() {
+            self.fail(
+                Some((None, Status::RetryExceeded)),
+                "the peer cannot be reached",
+                Some(AsyncEvent::QpFatal),
+            );
+        }
+    }
+
+    // ------------------------------------------------------------------ outputs
+
+    /// Adds to `batch` what can be sent now; `flush` sends acknowledgements even without company.
+    pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) {
+        let before = batch.len();
+        while !batch.is_full() {
+            let Some(mut out) = self.next_message(now) else {
+                break;
+            };
+            if !self.send_segment(&mut out, batch) {
+                continue;
+            }
+            if let Some(s) = &mut self.stream
+                && out.message.sent < out.message.len
+            {
+                s.current = Some(out);
+            }
+        }
+        if self.owes_ack()
+            && let Some(s) = &mut self.stream
+            && s.may_send
+        {
+            let owed = s.done.wrapping_sub(s.done_acked);
+            if flush || owed >= bounds::ACK_AFTER || batch.len() > before {
+                s.done_acked = s.done;
+                let mut message = crate::rdmap::tx::control(Control::Ack { seq: s.done });
+                let segment = segment(&mut message, s.config.mulpdu);
+                let framed = frame(
+                    &segment,
+                    &message.source,
+                    s.config.crc,
+                    &*self.rnic.memory,
+                    batch,
+                );
+                debug_assert!(framed.is_ok(), "a control message has no user memory");
+            }
+        }
+        if let Some(s) = &mut self.stream {
+            s.framed = s.framed.wrapping_add((batch.len() - before) as u64);
+        }
+        self.after();
+    }
+
+    /// Cuts and frames one segment; false if its memory is gone and the connection failed.
+    fn send_segment(&mut self, out: &mut Outgoing, batch: &mut TxBatch) -> bool {
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
+        let segment = segment(&mut out.message, s.config.mulpdu);
+        let framed = frame(
+            &segment,
+            &out.message.source,
+            s.config.crc,
+            &*self.rnic.memory,
+            batch,
+        );
+        if framed.is_err() {
+            // The buffer was deregistered while its request was outstanding: that request fails, and the stream with
+            // it, since the message cannot be finished.
+            match out.request {
+                Some(number) => self.fail(
+                    Some((Some(number), Status::LocalProtection)),
+                    "memory of a posted request was deregistered",
+                    Some(AsyncEvent::QpFatal),
+                ),
+                None => {
+                    self.fail_by_peer(PeerError::RemoteStag { stag: 0 }, &RawHeader::of(&[]), None)
+                }
+            }
+            self.close();
+            return false;
+        }
+        let end = s.framed + batch.len() as u64;
+        if let Some(number) = out.request
+            && segment.last
+            && out.last
+            && let Some(posted) = self.sq.get_mut(number)
+        {
+            posted.phase = Phase::Sent;
+            posted.end = end;
+        }
+        if segment.last && out.request.is_none() && out.last {
+            // `last` marks responses that hold an IRD slot.
+            s.serving = s.serving.saturating_sub(1);
+        }
+        if self.rnic.observer.is_some() {
+            self.observe(&Step::Segment(segment.len, segment.last));
+            self.observe(&Step::Frame(segment.header.len() + segment.len));
+        }
+        true
+    }
+
+    /// Everything that was framed so far has been handed to the socket.
+    pub fn handle_written(&mut self) {
+        let Some(s) = &self.stream else { return };
+        // RFC 5040 §6.1 via the sheet 5.1 [complete-at-llp]: towards a standard peer a Send or Write is complete when the
+        // LLP has it.
+        if s.peer == Peer::Standard {
+            for (_, posted) in self.sq.taken_mut() {
+                if posted.phase == Phase::Sent && posted.answers == 0 {
+                    posted.phase = Phase::Done;
+                }
+            }
+            self.retire();
+        }
+        self.after();
+    }
+
+    /// Time has passed.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        let after = self.probe_after();
+        let outstanding = self.sq.has_outstanding();
+        let Some(s) = &mut self.stream else { return };
+        if let Some(until) = s.rnr_until
+            && until <= now
+        {
+            s.rnr_until = None;
+        }
+        if let (Some(after), Some(at)) = (after, s.last_rx)
+            && s.peer == Peer::Anywarp
+            && outstanding
+            && !s.pinged
+            && at + after <= now
+            && s.end == End::Open
+        {
+            // Something on its way makes the kernel notice that the peer's machine is gone.
+            s.pinged = true;
+            s.responses.push_back(Response::Control(Control::Ping));
+        }
+    }
+
+    /// The stream ended: the peer closed it (`reset` false) or it broke.
+    pub fn handle_eof(&mut self, reset: bool) {
+        let Some(s) = &mut self.stream else { return };
+        let quiet = s.said_bye && !reset;
+        let managed = s.config.managed;
+        s.end = End::Dead;
+        self.events.push_back(AsyncEvent::PeerGone);
+        if self.state == State::Error {
+            return;
+        }
+        if managed {
+            // RFC 5040 §6.2: operations that were not finished complete in error.
+            let first = (!quiet && self.sq.has_outstanding() && reset)
+                .then_some((None, Status::RetryExceeded));
+            self.fail(first, "the peer closed the connection", None);
+        } else if quiet && !self.sq.has_outstanding() {
+            // The other program destroyed its queue pair. As with hardware, only a later request notices.
+            self.stream = None;
+            self.deserted = true;
+            if !self.sq.is_empty() {
+                self.fail(
+                    Some((None, Status::RetryExceeded)),
+                    "the peer has left",
+                    Some(AsyncEvent::QpFatal),
+                );
+            }
+        } else {
+            let first = self
+                .sq
+                .has_outstanding()
+                .then_some((None, Status::RetryExceeded));
+            self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
+        }
+    }
+
+    // ------------------------------------------------------------------ completion
+
+    /// Retires what is done, in order.
+    pub(crate) fn retire(&mut self) {
+        while let Some(posted) = self.sq.retire() {
+            let failed = posted.failed;
+            self.complete_send(&posted, failed.unwrap_or(Status::Success));
+        }
+        self.check_drained();
+    }
+
+    fn check_drained(&mut self) {
+        if self.state == State::Sqd && self.drain_asked && !self.sq.has_outstanding() {
+            self.drain_asked = false;
+            self.events.push_back(AsyncEvent::SqDrained);
+        }
+    }
+
+    fn complete_send(&mut self, posted: &Posted, status: Status) {
+        if status == Status::Success && !posted.request.signaled && !self.sig_all {
+            return;
+        }
+        let op = match posted.request.op {
+            Op::Send { .. } => WcOp::Send,
+            Op::Write { .. } => WcOp::Write,
+            Op::Read { .. } => WcOp::Read,
+            Op::FetchAdd { .. } => WcOp::FetchAdd,
+            Op::CompareSwap { .. } => WcOp::CompareSwap,
+            Op::LocalInvalidate { .. } => WcOp::LocalInvalidate,
+            Op::Bind(_) => WcOp::Bind,
+        };
+        let mut entry = Completion::new(posted.request.id, status, op, self.qpn);
+        entry.byte_len = u32::try_from(posted.bytes).unwrap_or(u32::MAX);
+        self.observe(&Step::Complete(&entry));
+        if self.send_cq.complete(entry).is_err() {
+            self.overflowed = true;
+        }
+    }
+
+    pub(crate) fn complete_recv(&mut self, entry: Completion) {
+        self.observe(&Step::Complete(&entry));
+        if self.recv_cq.complete(entry).is_err() {
+            self.overflowed = true;
+        }
+    }
+
+    /// The queue pair fails: every posted request completes, in order.
+    ///
+    /// `first` names the request that is to blame and its status; without a number it is the oldest that is not done.
+    pub(crate) fn fail(
+        &mut self,
+        first: Option<(Option<u64>, Status)>,
+        why: &'static str,
+        event: Option<AsyncEvent>,
+    ) {
+        if self.state == State::Error {
+            self.flush_sq();
+            self.flush_rq();
+            return;
+        }
+        self.state = State::Error;
+        self.observe(&Step::Failed(why));
+        if let Some(event) = event {
+            self.events.push_back(event);
+        }
+        self.retire();
+        let mut blame = first;
+        // A request before the one to blame is done as far as the peer said so; otherwise it is flushed too.
+        let mut flushing = false;
+        while let Some(posted) = self.next_posted() {
+            let (number, posted) = posted;
+            let status = match blame {
+                Some((None, status)) => {
+                    blame = None;
+                    flushing = true;
+                    status
+                }
+                Some((Some(to_blame), status)) if to_blame == number => {
+                    blame = None;
+                    flushing = true;
+                    status
+                }
+                _ if !flushing && posted.phase == Phase::Done => {
+                    posted.failed.unwrap_or(Status::Success)
+                }
+                _ => {
+                    // What comes after a request that was not done is not known to be done.
+                    flushing = true;
+                    Status::Flushed
+                }
+            };
+            self.complete_send(&posted, status);
+        }
+        if let Some(s) = &mut self.stream {
+            s.reads.clear();
+            s.atomics.clear();
+            s.parts.clear();
+            s.rnr_until = None;
+            s.direct = None;
+            if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
+                // A message cut short: nothing that follows would make sense to the peer but our private messages.
+                s.current = None;
+            }
+        }
+        if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
+            let entry = Completion::new(receive.request_id, Status::Flushed, WcOp::Recv, self.qpn);
+            self.complete_recv(entry);
+        }
+        self.flush_rq();
+        if self.rq.is_shared() && !self.last_wqe_told {
+            self.last_wqe_told = true;
+            self.events.push_back(AsyncEvent::LastWqe);
+        }
+    }
+
+    fn next_posted(&mut self) -> Option<(u64, Posted)> {
+        let number = self.sq.front_number();
+        self.sq.pop().map(|p| (number, p))
+    }
+
+    fn flush_sq(&mut self) {
+        while let Some(posted) = self.sq.pop() {
+            self.complete_send(&posted, Status::Flushed);
+        }
+    }
+
+    fn flush_rq(&mut self) {
+        while let Some(request) = self.rq.take_own() {
+            let entry = Completion::new(request.id, Status::Flushed, WcOp::Recv, self.qpn);
+            self.complete_recv(entry);
+        }
+    }
+
+    /// The peer broke a rule: it is told, the queue pair fails, the stream closes.
+    ///
+    /// `status` is what the peer's request ends with; none if it was not a request that failed.
+    pub(crate) fn fail_by_peer(
+        &mut self,
+        error: PeerError,
+        header: &RawHeader,
+        status: Option<Status>,
+    ) {
+        self.observe(&Step::Fault(&error));
+        if let Some(s) = &mut self.stream
+            && s.end == End::Open
+            && !s.terminated
+        {
+            s.terminated = true;
+            s.current = None;
+            s.parts.clear();
+            s.responses.clear();
+            if let (Peer::Anywarp, Some(status)) = (s.peer, status) {
+                s.responses.push_back(Response::Control(Control::Nak {
+                    seq: s.done.wrapping_add(1),
+                    status: status as u8,
+                }));
+            }
+            let code = TermCode::from(&error);
+            // RFC 5040 §4.8 [term-headers]: MPA errors and local ones carry no headers.
+            let with_header = code.layer != 2 && code.etype != 0 && !header.as_slice().is_empty();
+            let terminate = Terminate {
+                layer: code.layer,
+                etype: code.etype,
+                code: code.code,
+                ddp_len: with_header
+                    .then(|| u16::try_from(header.as_slice().len()).unwrap_or(u16::MAX)),
+                ddp_header: with_header.then_some(*header),
+                read_request: None,
+            };
+            // RFC 5044 §7.1.4 via the sheet, table 1.3: before the first FPDU was received no Terminate may be sent.
+            if s.may_send {
+                s.responses
+                    .push_back(Response::Terminate(crate::rdmap::tx::terminate(&terminate)));
+            } else {
+                s.responses.clear();
+            }
+            s.end = End::Closing;
+        }
+        let event = match status {
+            Some(Status::RemoteAccess) => AsyncEvent::QpAccess,
+            Some(_) => AsyncEvent::QpRequest,
+            None => AsyncEvent::QpFatal,
+        };
+        self.fail(None, "the peer broke a rule", Some(event));
+    }
+
+    /// The stream is of no use: close it without a word.
+    pub(crate) fn close(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.end = End::Dead;
+        }
+    }
+
+    /// What must not happen in the middle of something else.
+    pub(crate) fn after(&mut self) {
+        if self.overflowed && self.state != State::Error {
+            self.fail(
+                None,
+                "a completion queue overflowed",
+                Some(AsyncEvent::QpFatal),
+            );
+            self.leave("a completion queue overflowed");
+        }
+    }
+
+    pub(crate) fn observe(&self, step: &Step<'_>) {
+        if let Some(observer) = &self.rnic.observer {
+            observer.step(self.qpn, step);
+        }
+    }
+}
+
+/// Takes the given attributes over.
+pub fn merge(into: &mut Attr, given: u32, from: &Attr) {
+    let has = |bit| given & bit != 0;
+    if has(mask::ACCESS_FLAGS) {
+        into.access = from.access;
+    }
+    if has(mask::PKEY_INDEX) {
+        into.pkey_index = from.pkey_index;
+    }
+    if has(mask::PORT) {
+        into.port = from.port;
+    }
+    if has(mask::QKEY) {
+        into.qkey = from.qkey;
+    }
+    if has(mask::PATH_MTU) {
+        into.path_mtu = from.path_mtu;
+    }
+    if has(mask::TIMEOUT) {
+        into.timeout = from.timeout;
+    }
+    if has(mask::RETRY_CNT) {
+        into.retry_cnt = from.retry_cnt;
+    }
+    if has(mask::RNR_RETRY) {
+        into.rnr_retry = from.rnr_retry;
+    }
+    if has(mask::MIN_RNR_TIMER) {
+        into.min_rnr_timer = from.min_rnr_timer;
+    }
+    if has(mask::RQ_PSN) {
+        into.rq_psn = from.rq_psn;
+    }
+    if has(mask::SQ_PSN) {
+        into.sq_psn = from.sq_psn;
+    }
+    if has(mask::MAX_QP_RD_ATOMIC) {
+        into.max_rd_atomic = from.max_rd_atomic;
+    }
+    if has(mask::MAX_DEST_RD_ATOMIC) {
+        into.max_dest_rd_atomic = from.max_dest_rd_atomic;
+    }
+    if has(mask::DEST_QPN) {
+        into.dest_qpn = from.dest_qpn;
+    }
+}

@@ -1,0 +1,4 @@
+//! Where the bytes go (RFC 5041): messages become segments, segments become placements.
+
+pub mod rx;
+pub mod tx;

@@ -1,0 +1,591 @@
+//! DDP receive side: *admit* a segment, then *place* it.
+//!
+//! A segment names its own destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Placing (bytes
+//! reach memory) is done segment by segment; delivering (the application learns of it) is `rdmap/rx.rs`.
+//!
+//! A complete FPDU is checked as a whole before anything else. Of a large one that is not complete yet the payload
+//! goes straight to user memory while it arrives; its CRC is then checked before it is *delivered*, and a stream whose
+//! CRC fails is ended (docs/decisions/003).
+
+use smallvec::smallvec;
+use std::time::Instant;
+
+use crate::bounds;
+use crate::connection::{Connection, End, Peer, Response};
+use crate::ddp::tx::Places;
+use crate::error::PeerError;
+use crate::llp::mpa::crc::Crc32c;
+use crate::llp::mpa::deframe::{CRC, Extent, LENGTH, deframe, verify};
+use crate::llp::mpa::frame::for_each_part;
+use crate::rdmap::rx::ReceiveUnderWay;
+use crate::verbs::mr::{Access, AccessError, Placement};
+use crate::verbs::qp::State;
+use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::wire::control::Control;
+use crate::wire::ddp::{Header, Tagged, Untagged};
+use crate::wire::rdmap::{Opcode, RawHeader};
+use crate::wire::{Stag, To};
+
+/// An FPDU whose payload goes straight to user memory.
+#[derive(Debug)]
+pub(crate) struct Direct {
+    pub(crate) header: Header,
+    pub(crate) raw: RawHeader,
+    pub(crate) targets: Places,
+    /// Payload bytes placed.
+    pub(crate) placed: u64,
+    /// Payload bytes to come.
+    pub(crate) left: u64,
+    pub(crate) crc: Crc32c,
+    pub(crate) pad: usize,
+}
+
+/// Why a segment was not admitted.
+#[derive(Debug)]
+pub(crate) struct Fault {
+    /// The rule that it broke.
+    pub(crate) error: PeerError,
+    /// What the peer's request ends with, if it was a request.
+    pub(crate) status: Option<Status>,
+}
+
+impl Fault {
+    pub(crate) fn request(error: PeerError, status: Status) -> Self {
+        Self {
+            error,
+            status: Some(status),
+        }
+    }
+
+    pub(crate) fn answer(error: PeerError) -> Self {
+        Self {
+            error,
+            status: None,
+        }
+    }
+}
+
+/// What to do with the payload of a segment.
+pub(crate) enum Admitted {
+    /// Put it there.
+    Place(Places),
+    /// It is no data but a message for the stack.
+    Inspect,
+    /// Drop the segment.
+    Drop,
+}
+
+impl Connection {
+    /// Bytes arrived from the stream. Returns how many of them are used up; the rest is to be shown again with more
+    /// behind it.
+    pub fn handle_rx(&mut self, now: Instant, bytes: &[u8]) -> usize {
+        let mut used = 0;
+        if let Some(s) = &mut self.stream {
+            s.last_rx = Some(now);
+            s.pinged = false;
+        }
+        loop {
+            let rest = bytes.get(used..).unwrap_or(&[]);
+            let Some(s) = &mut self.stream else {
+                return bytes.len();
+            };
+            if self.state == State::Error || s.end != End::Open {
+                // RFC 5041 §7.1 [ddp-silent]: after an error everything that follows is dropped.
+                return bytes.len();
+            }
+            if s.direct.is_some() {
+                match self.continue_direct(rest) {
+                    Some(n) => {
+                        used += n;
+                        continue;
+                    }
+                    None => break,
+                }
+            }
+            let Some(extent) = Extent::of(rest) else {
+                break;
+            };
+            match deframe(rest, extent, s.config.crc) {
+                Ok(Some(ulpdu)) => {
+                    used += extent.total();
+                    self.handle_ulpdu(now, ulpdu);
+                }
+                Ok(None) => {
+                    if !self.begin_direct(now, rest, extent) {
+                        break;
+                    }
+                    used += rest.len().min(LENGTH + extent.ulpdu);
+                }
+                Err(error) => {
+                    self.fail_by_peer(error, &RawHeader::of(&[]), None);
+                    return bytes.len();
+                }
+            }
+        }
+        self.after();
+        used
+    }
+
+    /// One complete segment.
+    fn handle_ulpdu(&mut self, now: Instant, ulpdu: &[u8]) {
+        if ulpdu.is_empty() && self.take_empty_rtr() {
+            return;
+        }
+        let raw = RawHeader::of(ulpdu);
+        let (header, at) = match Header::parse(ulpdu) {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                self.fail_by_peer(error, &raw, Some(Status::RemoteInvalidRequest));
+                return;
+            }
+        };
+        let payload = ulpdu.get(at..).unwrap_or(&[]);
+        if self.rnic.observer.is_some() {
+            self.observe(&crate::connection::Step::Deframe(&header, payload.len()));
+        }
+        self.note_first(&header);
+        let result = match self.admit(now, &header, payload.len() as u64) {
+            Ok(Admitted::Place(targets)) => self
+                .place(&targets, 0, payload)
+                .and_then(|()| self.deliver(now, &header, payload)),
+            Ok(Admitted::Inspect) => self.deliver(now, &header, payload),
+            Ok(Admitted::Drop) => Ok(()),
+            Err(fault) => Err(fault),
+        };
+        if let Err(fault) = result {
+            self.fail_by_peer(fault.error, &raw, fault.status);
+        }
+    }
+
+    /// Decides where the payload of a segment goes.
+    pub(crate) fn admit(
+        &mut self,
+        now: Instant,
+        header: &Header,
+        len: u64,
+    ) -> Result<Admitted, Fault> {
+        let Some(s) = &mut self.stream else {
+            return Ok(Admitted::Drop);
+        };
+        let opcode = header.opcode();
+        if s.discarding.is_some() && is_request(opcode) {
+            return Ok(Admitted::Drop);
+        }
+        match header {
+            Header::Tagged(h) if h.opcode == Opcode::ReadResponse => {
+                self.admit_read_response(h, len)
+            }
+            Header::Tagged(h) => self.admit_write(h, len),
+            Header::Untagged(h) if h.opcode.is_send() => self.admit_send(now, h, len),
+            Header::Untagged(h) => {
+                // RFC 5040 §4 via the sheet 4.1 [one-segment]: all other untagged messages are a single segment.
+                if h.opcode != Opcode::Control && (!h.last || h.mo != 0) {
+                    return Err(Fault::request(
+                        PeerError::UntaggedOffset {
+                            expected: 0,
+                            got: h.mo,
+                        },
+                        Status::RemoteInvalidRequest,
+                    ));
+                }
+                Ok(Admitted::Inspect)
+            }
+        }
+    }
+
+    fn admit_write(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Fault> {
+        // RFC 5041 §5.2 [ddp-zero-len]: a segment of length zero is placed nowhere; STag and TO are not looked at.
+        if len == 0 {
+            return Ok(Admitted::Place(Places::new()));
+        }
+        self.count_write(len);
+        if !self.attr.access.has(Access::REMOTE_WRITE) {
+            return Err(Fault::request(
+                PeerError::TaggedAccess { stag: h.stag.0 },
+                Status::RemoteAccess,
+            ));
+        }
+        let place = self
+            .rnic
+            .regions
+            .check(
+                h.stag,
+                self.pd_of_peer(),
+                self.qpn,
+                Access::REMOTE_WRITE,
+                h.to,
+                len,
+            )
+            .map_err(|e| {
+                Fault::request(tagged_error(e, h.stag, h.to, len), Status::RemoteAccess)
+            })?;
+        Ok(Admitted::Place(smallvec![place]))
+    }
+
+    fn admit_read_response(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Fault> {
+        let Some(s) = &mut self.stream else {
+            return Ok(Admitted::Drop);
+        };
+        // RFC 5040 §5.2 [read-order]: responses come in the order of the requests, so this is for the oldest.
+        let Some(read) = s.reads.front() else {
+            return Err(Fault::answer(PeerError::UnexpectedResponse {
+                opcode: h.opcode.bits(),
+            }));
+        };
+        if h.stag != read.stag {
+            return Err(Fault::answer(PeerError::ResponseMismatch("sink stag")));
+        }
+        if h.to.0 != read.to.0.wrapping_add(read.received) {
+            return Err(Fault::answer(PeerError::ResponseMismatch("sink offset")));
+        }
+        let after = read.received + len;
+        if after > read.len || h.last != (after == read.len) || (len == 0 && read.len != 0) {
+            return Err(Fault::answer(PeerError::ResponseMismatch("length")));
+        }
+        let mut targets = Places::new();
+        if let Some(sink) = &read.sink
+            && len > 0
+        {
+            targets.push(sink.part(read.received, len));
+        }
+        self.count_read(len);
+        Ok(Admitted::Place(targets))
+    }
+
+    fn admit_send(&mut self, now: Instant, h: &Untagged, len: u64) -> Result<Admitted, Fault> {
+        let Some(s) = &mut self.stream else {
+            return Ok(Admitted::Drop);
+        };
+        if s.receive.is_none() {
+            if h.msn.0 != s.recv_send_msn {
+                return Err(Fault::request(
+                    PeerError::UntaggedMsn {
+                        expected: s.recv_send_msn,
+                        got: h.msn.0,
+                    },
+                    Status::RemoteInvalidRequest,
+                ));
+            }
+            if h.mo != 0 {
+                return Err(Fault::request(
+                    PeerError::UntaggedOffset {
+                        expected: 0,
+                        got: h.mo,
+                    },
+                    Status::RemoteInvalidRequest,
+                ));
+            }
+            match self.open_receive(h, now)? {
+                true => {}
+                false => return Ok(Admitted::Drop),
+            }
+        }
+        let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.as_mut()) else {
+            return Ok(Admitted::Drop);
+        };
+        if h.msn != receive.msn || h.opcode != receive.opcode {
+            return Err(Fault::request(
+                PeerError::UntaggedMsn {
+                    expected: receive.msn.0,
+                    got: h.msn.0,
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        // RFC 5041 §7.1 [ddp-mo-order]: over TCP segments come in order, so each continues where the last one ended.
+        if u64::from(h.mo) != receive.received {
+            return Err(Fault::request(
+                PeerError::UntaggedOffset {
+                    expected: u32::try_from(receive.received).unwrap_or(u32::MAX),
+                    got: h.mo,
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        let after = receive.received + len;
+        if after > receive.room {
+            let error = PeerError::UntaggedTooLong {
+                buffer: receive.room,
+                message: after,
+            };
+            self.finish_receive(Status::LocalLength);
+            return Err(Fault::request(error, Status::RemoteInvalidRequest));
+        }
+        let mut targets = Places::new();
+        for_each_part(&receive.places, receive.received, len, |place, from, n| {
+            targets.push(place.part(from, n));
+            true
+        });
+        receive.received = after;
+        Ok(Admitted::Place(targets))
+    }
+
+    /// Takes a posted receive for a Send that begins. False: there is none, and the peer was told to wait.
+    fn open_receive(&mut self, h: &Untagged, _now: Instant) -> Result<bool, Fault> {
+        let Some(taken) = self.take_receive() else {
+            return self.no_receive(h).map(|()| false);
+        };
+        let mut places = Places::new();
+        let mut room = 0_u64;
+        let pd = self.rq.pd().unwrap_or(self.pd);
+        for sge in taken.sges.iter().filter(|s| s.len > 0) {
+            let place = self.rnic.regions.check(
+                sge.lkey,
+                pd,
+                self.qpn,
+                Access::LOCAL_WRITE,
+                To(sge.addr),
+                u64::from(sge.len),
+            );
+            match place {
+                Ok(place) => places.push(place),
+                Err(_) => {
+                    self.complete_recv(Completion::new(
+                        taken.id,
+                        Status::LocalProtection,
+                        WcOp::Recv,
+                        self.qpn,
+                    ));
+                    return Err(Fault::request(
+                        PeerError::RdmapLocal,
+                        Status::RemoteOperation,
+                    ));
+                }
+            }
+            room += u64::from(sge.len);
+        }
+        if let Some(s) = &mut self.stream {
+            s.receive = Some(ReceiveUnderWay {
+                request_id: taken.id,
+                places,
+                room,
+                received: 0,
+                msn: h.msn,
+                opcode: h.opcode,
+            });
+        }
+        Ok(true)
+    }
+
+    /// No receive is posted for a Send or an immediate.
+    pub(crate) fn no_receive(&mut self, h: &Untagged) -> Result<(), Fault> {
+        let timer = self.attr.min_rnr_timer;
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        if s.peer == Peer::Anywarp {
+            let seq = s.done.wrapping_add(1);
+            s.discarding = Some(seq);
+            s.send_immediate = None;
+            s.responses
+                .push_back(Response::Control(Control::Rnr { seq, timer }));
+            return Ok(());
+        }
+        // RFC 5041 §7.1 [ddp-no-buffer]: a message without a buffer ends the stream.
+        Err(Fault::request(
+            PeerError::UntaggedNoBuffer {
+                qn: h.qn,
+                msn: h.msn.0,
+            },
+            Status::RnrRetryExceeded,
+        ))
+    }
+
+    /// Copies `payload` to the admitted place.
+    fn place(&mut self, targets: &Places, from: u64, payload: &[u8]) -> Result<(), Fault> {
+        let mut at = 0_usize;
+        let memory = &self.rnic.memory;
+        let mut stag = Stag(0);
+        let whole = for_each_part(
+            targets,
+            from,
+            payload.len() as u64,
+            |place: &Placement, offset, len| {
+                let Ok(n) = usize::try_from(len) else {
+                    return false;
+                };
+                let Some(pinned) = place.pin() else {
+                    stag = place.stag();
+                    return false;
+                };
+                memory.place(&pinned, offset, payload.get(at..at + n).unwrap_or(&[]));
+                at += n;
+                true
+            },
+        );
+        if self.rnic.observer.is_some() && !payload.is_empty() {
+            self.observe(&crate::connection::Step::Place(payload.len() as u64));
+        }
+        if whole {
+            Ok(())
+        } else {
+            // Deregistered or invalidated between check and copy.
+            Err(Fault::request(
+                PeerError::TaggedStag { stag: stag.0 },
+                Status::RemoteAccess,
+            ))
+        }
+    }
+
+    // ------------------------------------------------------------------ straight to user memory
+
+    /// Starts to receive the FPDU at the front of `rest` straight to user memory, if that is worth it.
+    fn begin_direct(&mut self, now: Instant, rest: &[u8], extent: Extent) -> bool {
+        if extent.total() - rest.len() < bounds::DIRECT_MIN {
+            return false;
+        }
+        let have = rest.get(LENGTH..).unwrap_or(&[]);
+        let have = have.get(..have.len().min(extent.ulpdu)).unwrap_or(&[]);
+        if have.len() < Untagged::LEN {
+            return false;
+        }
+        let Ok((header, at)) = Header::parse(have) else {
+            return false;
+        };
+        let Some(s) = &self.stream else { return false };
+        let opcode = header.opcode();
+        let data = opcode == Opcode::Write || opcode == Opcode::ReadResponse || opcode.is_send();
+        if !data || s.discarding.is_some() {
+            return false;
+        }
+        let raw = RawHeader::of(have);
+        self.note_first(&header);
+        let len = (extent.ulpdu - at) as u64;
+        let targets = match self.admit(now, &header, len) {
+            Ok(Admitted::Place(targets)) => targets,
+            Ok(_) => return false,
+            Err(fault) => {
+                self.fail_by_peer(fault.error, &raw, fault.status);
+                return true;
+            }
+        };
+        let payload = have.get(at..).unwrap_or(&[]);
+        if let Err(fault) = self.place(&targets, 0, payload) {
+            self.fail_by_peer(fault.error, &raw, fault.status);
+            return true;
+        }
+        let mut crc = Crc32c::new();
+        crc.update(rest.get(..LENGTH + have.len()).unwrap_or(&[]));
+        if let Some(s) = &mut self.stream {
+            s.direct = Some(Direct {
+                header,
+                raw,
+                targets,
+                placed: payload.len() as u64,
+                left: len - payload.len() as u64,
+                crc,
+                pad: extent.pad,
+            });
+        }
+        true
+    }
+
+    /// Goes on with a direct FPDU from `rest`; `None` when more bytes are needed.
+    fn continue_direct(&mut self, rest: &[u8]) -> Option<usize> {
+        let now = self.stream.as_ref()?.last_rx?;
+        let mut direct = self.stream.as_mut()?.direct.take()?;
+        if direct.left > 0 {
+            let n = rest
+                .len()
+                .min(usize::try_from(direct.left).unwrap_or(usize::MAX));
+            if n == 0 {
+                self.stream.as_mut()?.direct = Some(direct);
+                return None;
+            }
+            let bytes = rest.get(..n).unwrap_or(&[]);
+            direct.crc.update(bytes);
+            let placed = self.place(&direct.targets, direct.placed, bytes);
+            direct.placed += n as u64;
+            direct.left -= n as u64;
+            let raw = direct.raw;
+            self.stream.as_mut()?.direct = Some(direct);
+            if let Err(fault) = placed {
+                self.fail_by_peer(fault.error, &raw, fault.status);
+            }
+            return Some(n);
+        }
+        let tail = direct.pad + CRC;
+        if rest.len() < tail {
+            self.stream.as_mut()?.direct = Some(direct);
+            return None;
+        }
+        let (pad, field) = rest.get(..tail)?.split_at(direct.pad);
+        direct.crc.update(pad);
+        let checked = if self.stream.as_ref()?.config.crc {
+            verify(direct.crc, field).map_err(Fault::answer)
+        } else {
+            Ok(())
+        };
+        let (header, raw) = (direct.header, direct.raw);
+        drop(direct);
+        if let Err(fault) = checked.and_then(|()| self.deliver(now, &header, &[])) {
+            self.fail_by_peer(fault.error, &raw, fault.status);
+        }
+        Some(tail)
+    }
+
+    /// Where the next bytes of the stream go, if they are payload that goes straight to user memory: the ranges, how
+    /// much of them is filled, and how many bytes are missing.
+    pub fn direct(&self) -> Option<(&[Placement], u64, u64)> {
+        let d = self.stream.as_ref()?.direct.as_ref()?;
+        (d.left > 0).then_some((d.targets.as_slice(), d.placed, d.left))
+    }
+
+    /// `n` bytes were received to where [`Self::direct`] said.
+    pub fn handle_direct(&mut self, now: Instant, n: u64) {
+        let Some(s) = &mut self.stream else { return };
+        s.last_rx = Some(now);
+        let Some(d) = &mut s.direct else { return };
+        let n = n.min(d.left);
+        if s.config.crc {
+            let (crc, memory) = (&mut d.crc, &self.rnic.memory);
+            for_each_part(&d.targets, d.placed, n, |place, from, len| {
+                if let Some(pinned) = place.pin() {
+                    memory.checksum(&pinned, from, len, crc);
+                }
+                true
+            });
+        }
+        d.placed += n;
+        d.left -= n;
+    }
+
+    /// The domain that the peer's STags must belong to.
+    pub(crate) fn pd_of_peer(&self) -> u32 {
+        self.pd
+    }
+}
+
+/// Whether a message is a request, which is dropped while a restart is awaited.
+pub(crate) fn is_request(opcode: Opcode) -> bool {
+    opcode.is_send()
+        || opcode.is_immediate()
+        || matches!(
+            opcode,
+            Opcode::Write | Opcode::ReadRequest | Opcode::AtomicRequest
+        )
+}
+
+/// The DDP error for a tagged segment that may not be placed (RFC 5041 §7.2).
+fn tagged_error(e: AccessError, stag: Stag, to: To, len: u64) -> PeerError {
+    let (stag, to, len) = (stag.0, to.0, u32::try_from(len).unwrap_or(u32::MAX));
+    match e {
+        AccessError::Invalid => PeerError::TaggedStag { stag },
+        AccessError::NotAssociated => PeerError::TaggedNotAssociated { stag },
+        AccessError::Rights => PeerError::TaggedAccess { stag },
+        AccessError::Bounds => PeerError::TaggedBounds { stag, to, len },
+        AccessError::Wrap => PeerError::TaggedWrap { to, len },
+    }
+}
+
+/// The RDMAP error for a Read or atomic whose memory may not be used (RFC 5040 §4.8).
+pub(crate) fn remote_error(e: AccessError, stag: Stag, to: To, len: u64) -> PeerError {
+    let (stag, to, len) = (stag.0, to.0, u32::try_from(len).unwrap_or(u32::MAX));
+    match e {
+        AccessError::Invalid => PeerError::RemoteStag { stag },
+        AccessError::NotAssociated => PeerError::RemoteNotAssociated { stag },
+        AccessError::Rights => PeerError::RemoteAccess { stag },
+        AccessError::Bounds => PeerError::RemoteBounds { stag, to, len },
+        AccessError::Wrap => PeerError::RemoteWrap { to, len },
+    }
+}

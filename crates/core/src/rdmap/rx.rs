@@ -1,0 +1,564 @@
+//! RDMAP receive side: *deliver* messages whose segments are placed, and do what requests ask for.
+
+use std::time::Instant;
+
+use super::super::connection::{AsyncEvent, Connection, End, First, Peer, Response, Step};
+use crate::bounds;
+use crate::ddp::rx::{Fault, remote_error};
+use crate::ddp::tx::{Address, Message, Places, Source};
+use crate::error::PeerError;
+use crate::verbs::mr::Access;
+use crate::verbs::sq::Phase;
+use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::wr::RecvRequest;
+use crate::wire::control::Control;
+use crate::wire::ddp::{Header, Tagged, Untagged};
+use crate::wire::rdmap::{
+    AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
+};
+use crate::wire::{Msn, QN_ATOMIC_RESPONSE, Stag};
+
+/// A Send that is arriving.
+#[derive(Debug)]
+pub(crate) struct ReceiveUnderWay {
+    pub(crate) request_id: u64,
+    pub(crate) places: Places,
+    pub(crate) room: u64,
+    pub(crate) received: u64,
+    pub(crate) msn: Msn,
+    pub(crate) opcode: Opcode,
+}
+
+impl Connection {
+    /// A segment is placed (or is a message for the stack): if it ends its message, the message is delivered.
+    pub(crate) fn deliver(
+        &mut self,
+        now: Instant,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), Fault> {
+        let opcode = header.opcode();
+        if header.last() && self.rnic.observer.is_some() {
+            self.observe(&Step::Deliver(opcode));
+        }
+        match header {
+            Header::Tagged(h) if h.opcode == Opcode::ReadResponse => {
+                self.deliver_read_response(h);
+                Ok(())
+            }
+            Header::Tagged(h) => {
+                self.deliver_write(h);
+                Ok(())
+            }
+            Header::Untagged(h) => match h.opcode {
+                Opcode::Send
+                | Opcode::SendInvalidate
+                | Opcode::SendSolicited
+                | Opcode::SendSolicitedInvalidate => self.deliver_send(h),
+                Opcode::Immediate | Opcode::ImmediateSolicited => {
+                    self.deliver_immediate(h, payload)
+                }
+                Opcode::ReadRequest => self.deliver_read_request(h, payload),
+                Opcode::AtomicRequest => self.deliver_atomic_request(h, payload),
+                Opcode::AtomicResponse => self.deliver_atomic_response(h, payload),
+                Opcode::Terminate => {
+                    self.deliver_terminate(payload);
+                    Ok(())
+                }
+                Opcode::Control => self.deliver_control(now, h),
+                _ => Err(Fault::request(
+                    PeerError::Opcode {
+                        opcode: opcode.bits(),
+                    },
+                    Status::RemoteInvalidRequest,
+                )),
+            },
+        }
+    }
+
+    /// The peer's first message: the stream works in both directions now, and we learn what the peer is.
+    pub(crate) fn note_first(&mut self, header: &Header) {
+        let Some(s) = &mut self.stream else { return };
+        if s.started {
+            return;
+        }
+        s.started = true;
+        // RFC 5044 §7.1.2 [responder-waits]: a responder sends nothing before this.
+        s.may_send = true;
+        if s.peer == Peer::Unknown {
+            s.peer = if header.opcode() == Opcode::Control {
+                Peer::Anywarp
+            } else {
+                Peer::Standard
+            };
+        }
+        if !s.config.initiator {
+            self.events.push_back(AsyncEvent::Started);
+        }
+    }
+
+    /// An FPDU without a ULPDU: one reading of "zero-length FPDU" as ready-to-receive message (RFC 6581 §4.3 via the sheet 1.2).
+    pub(crate) fn take_empty_rtr(&mut self) -> bool {
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
+        if s.started || s.config.initiator || s.config.first != First::Send {
+            return false;
+        }
+        s.started = true;
+        s.may_send = true;
+        if s.peer == Peer::Unknown {
+            s.peer = Peer::Standard;
+        }
+        self.events.push_back(AsyncEvent::Started);
+        true
+    }
+
+    /// One more of the peer's request messages is done.
+    fn request_done(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.done = s.done.wrapping_add(1);
+        }
+    }
+
+    pub(crate) fn take_receive(&mut self) -> Option<RecvRequest> {
+        let taken = self.rq.take()?;
+        if taken.srq_limit_reached {
+            self.events.push_back(AsyncEvent::SrqLimit);
+        }
+        Some(taken.request)
+    }
+
+    fn deliver_write(&mut self, h: &Tagged) {
+        let Some(s) = &mut self.stream else { return };
+        if h.last {
+            s.last_write = Some(u32::try_from(s.write_bytes).unwrap_or(u32::MAX));
+            s.write_bytes = 0;
+            self.request_done();
+        }
+    }
+
+    /// Counts the payload of a Write that was admitted, for the completion of an immediate behind it.
+    pub(crate) fn count_write(&mut self, len: u64) {
+        if let Some(s) = &mut self.stream {
+            s.write_bytes += len;
+        }
+    }
+
+    fn deliver_send(&mut self, h: &Untagged) -> Result<(), Fault> {
+        if !h.last {
+            return Ok(());
+        }
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
+        s.last_write = None;
+        let mut invalidated = None;
+        if h.opcode.invalidates() {
+            let stag = h.inv_stag;
+            if self
+                .rnic
+                .regions
+                .invalidate(stag, self.pd_of_peer(), self.qpn)
+                .is_err()
+            {
+                self.finish_receive(Status::Flushed);
+                return Err(Fault::request(
+                    PeerError::CannotInvalidate { stag: stag.0 },
+                    Status::RemoteAccess,
+                ));
+            }
+            invalidated = Some(stag);
+        }
+        self.request_done();
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        let imm = s.send_immediate.take();
+        let Some(receive) = s.receive.take() else {
+            return Ok(());
+        };
+        let mut entry = Completion::new(receive.request_id, Status::Success, WcOp::Recv, self.qpn);
+        entry.byte_len = u32::try_from(receive.received).unwrap_or(u32::MAX);
+        entry.imm = imm;
+        entry.invalidated = invalidated;
+        entry.solicited = h.opcode.is_solicited();
+        self.complete_recv(entry);
+        Ok(())
+    }
+
+    /// The receive under way ends without its message.
+    pub(crate) fn finish_receive(&mut self, status: Status) {
+        if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
+            let mut entry = Completion::new(receive.request_id, status, WcOp::Recv, self.qpn);
+            entry.byte_len = u32::try_from(receive.received).unwrap_or(u32::MAX);
+            self.complete_recv(entry);
+        }
+    }
+
+    fn deliver_immediate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        let Ok(bytes) = <&[u8; Immediate::LEN]>::try_from(payload) else {
+            return Err(Fault::request(
+                PeerError::MessageShape("immediate data is not 8 bytes"),
+                Status::RemoteInvalidRequest,
+            ));
+        };
+        if h.msn.0 != s.recv_send_msn {
+            return Err(Fault::request(
+                PeerError::UntaggedMsn {
+                    expected: s.recv_send_msn,
+                    got: h.msn.0,
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        let Some(request) = self.take_receive() else {
+            return self.no_receive(h);
+        };
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
+        let written = s.last_write.take().unwrap_or(0);
+        self.request_done();
+        let mut entry = Completion::new(request.id, Status::Success, WcOp::RecvWriteImm, self.qpn);
+        entry.byte_len = written;
+        entry.imm = Some(Immediate::parse(bytes).value);
+        entry.solicited = h.opcode.is_solicited();
+        self.complete_recv(entry);
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ reads
+
+    /// Checks number and limit of a request that needs an answer, and counts it.
+    fn open_service(&mut self, h: &Untagged) -> Result<(), Fault> {
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        if h.msn.0 != s.recv_read_msn {
+            return Err(Fault::request(
+                PeerError::UntaggedMsn {
+                    expected: s.recv_read_msn,
+                    got: h.msn.0,
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        s.recv_read_msn = s.recv_read_msn.wrapping_add(1);
+        s.last_write = None;
+        // RFC 5040 §5.3 [ird-limit]. A peer whose ready-to-receive message is a Read needs one slot in any case.
+        let limit = s.config.ird.max(1);
+        if s.serving >= limit || s.responses.len() >= bounds::RESPONSES_MAX {
+            return Err(Fault::request(
+                PeerError::IrdOverrun { limit },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        s.serving += 1;
+        Ok(())
+    }
+
+    fn deliver_read_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+        let Ok(bytes) = <&[u8; ReadRequest::LEN]>::try_from(payload) else {
+            return Err(Fault::request(
+                PeerError::MessageShape("read request is not 28 bytes"),
+                Status::RemoteInvalidRequest,
+            ));
+        };
+        self.open_service(h)?;
+        let request = ReadRequest::parse(bytes);
+        let len = u64::from(request.size);
+        let mut places = Places::new();
+        // RFC 5040 §5.2 [read-zero]: a Read of length 0 looks at no memory.
+        if len > 0 {
+            let (stag, to) = (request.source_stag, request.source_to);
+            if !self.attr.access.has(Access::REMOTE_READ) {
+                return Err(Fault::request(
+                    PeerError::RemoteAccess { stag: stag.0 },
+                    Status::RemoteAccess,
+                ));
+            }
+            let place = self
+                .rnic
+                .regions
+                .check(
+                    stag,
+                    self.pd_of_peer(),
+                    self.qpn,
+                    Access::REMOTE_READ,
+                    to,
+                    len,
+                )
+                .map_err(|e| {
+                    Fault::request(remote_error(e, stag, to, len), Status::RemoteAccess)
+                })?;
+            places.push(place);
+        }
+        self.request_done();
+        if let Some(s) = &mut self.stream {
+            s.responses.push_back(Response::Read(Message {
+                opcode: Opcode::ReadResponse,
+                address: Address::Tagged {
+                    stag: request.sink_stag,
+                    to: request.sink_to,
+                },
+                source: Source::Memory {
+                    places,
+                    // The application and other peers may write there at any time; the CRC must fit what is sent.
+                    volatile: true,
+                },
+                len,
+                sent: 0,
+            }));
+        }
+        Ok(())
+    }
+
+    fn deliver_read_response(&mut self, h: &Tagged) {
+        if let Some(s) = &mut self.stream
+            && h.last
+            && let Some(read) = s.reads.pop_front()
+        {
+            self.answered(read.request);
+        }
+    }
+
+    /// Counts the payload of a Read Response that was admitted.
+    pub(crate) fn count_read(&mut self, len: u64) {
+        if let Some(read) = self.stream.as_mut().and_then(|s| s.reads.front_mut()) {
+            read.received += len;
+        }
+    }
+
+    /// An answer for send request `number` has come completely.
+    fn answered(&mut self, number: u64) {
+        if let Some(posted) = self.sq.get_mut(number) {
+            posted.answers = posted.answers.saturating_sub(1);
+            if posted.answers == 0 && posted.phase == Phase::Sent {
+                posted.phase = Phase::Done;
+            }
+        }
+        self.retire();
+    }
+
+    // ------------------------------------------------------------------ atomics
+
+    fn deliver_atomic_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+        let Ok(bytes) = <&[u8; AtomicRequest::LEN]>::try_from(payload) else {
+            return Err(Fault::request(
+                PeerError::MessageShape("atomic request is not 52 bytes"),
+                Status::RemoteInvalidRequest,
+            ));
+        };
+        let request = AtomicRequest::parse(bytes)
+            .map_err(|e| Fault::request(e, Status::RemoteInvalidRequest))?;
+        self.open_service(h)?;
+        let (stag, to) = (request.stag, request.to);
+        if !self.attr.access.has(Access::REMOTE_ATOMIC) {
+            return Err(Fault::request(
+                PeerError::RemoteAccess { stag: stag.0 },
+                Status::RemoteAccess,
+            ));
+        }
+        let place = self
+            .rnic
+            .regions
+            .check(
+                stag,
+                self.pd_of_peer(),
+                self.qpn,
+                Access::REMOTE_ATOMIC,
+                to,
+                8,
+            )
+            .map_err(|e| Fault::request(remote_error(e, stag, to, 8), Status::RemoteAccess))?;
+        // RFC 7306 §5.1 [atomic-aligned]: the word is a multiple of eight.
+        if place.misaligned() {
+            return Err(Fault::request(
+                PeerError::AtomicMisaligned { to: to.0 },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        let Some(pinned) = place.pin() else {
+            return Err(Fault::request(
+                PeerError::RemoteStag { stag: stag.0 },
+                Status::RemoteAccess,
+            ));
+        };
+        // RFC 7306 §5.1 [atomic-once]: done once, in the order of arrival; the answer carries the old value.
+        let value = self
+            .rnic
+            .memory
+            .update(&pinned, &mut |old| request.apply(old));
+        drop(pinned);
+        self.request_done();
+        if let Some(s) = &mut self.stream {
+            let msn = s.next_atomic_response_msn;
+            s.next_atomic_response_msn = msn.wrapping_add(1);
+            let response = AtomicResponse {
+                id: request.id,
+                value,
+            };
+            s.responses.push_back(Response::Atomic(Message {
+                opcode: Opcode::AtomicResponse,
+                address: Address::Untagged {
+                    qn: QN_ATOMIC_RESPONSE,
+                    msn: Msn(msn),
+                    inv_stag: Stag(0),
+                    mo: 0,
+                },
+                len: AtomicResponse::LEN as u64,
+                source: Source::Bytes(response.emit().as_slice().into()),
+                sent: 0,
+            }));
+        }
+        Ok(())
+    }
+
+    fn deliver_atomic_response(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+        let Ok(bytes) = <&[u8; AtomicResponse::LEN]>::try_from(payload) else {
+            return Err(Fault::answer(PeerError::MessageShape(
+                "atomic response is not 12 bytes",
+            )));
+        };
+        let response = AtomicResponse::parse(bytes);
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        let Some(pending) = s.atomics.pop_front() else {
+            return Err(Fault::answer(PeerError::UnexpectedResponse {
+                opcode: h.opcode.bits(),
+            }));
+        };
+        if h.msn.0 != s.recv_atomic_response_msn || response.id != pending.id {
+            return Err(Fault::answer(PeerError::ResponseMismatch(
+                "atomic request identifier",
+            )));
+        }
+        s.recv_atomic_response_msn = s.recv_atomic_response_msn.wrapping_add(1);
+        match pending.sink.pin() {
+            // Host byte order in memory, network byte order on the wire.
+            Some(pinned) => self
+                .rnic
+                .memory
+                .place(&pinned, 0, &response.value.to_ne_bytes()),
+            None => {
+                self.fail(
+                    Some((Some(pending.request), Status::LocalProtection)),
+                    "memory of a posted atomic was deregistered",
+                    Some(AsyncEvent::QpFatal),
+                );
+                self.leave("memory of a posted atomic was deregistered");
+                return Ok(());
+            }
+        }
+        self.answered(pending.request);
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ ends and private messages
+
+    fn deliver_terminate(&mut self, payload: &[u8]) {
+        let terminate = Terminate::parse(payload);
+        self.observe(&Step::Terminated(&terminate));
+        let status = match (terminate.layer, terminate.etype, terminate.code) {
+            (0, 1, _) | (1, 1, _) => Status::RemoteAccess,
+            (1, 2, 0x02) => Status::RnrRetryExceeded,
+            (1, 2, 0x05) => Status::RemoteInvalidRequest,
+            (0, 2, 0x06) => Status::RemoteInvalidRequest,
+            (0, _, _) => Status::RemoteOperation,
+            _ => Status::RemoteAborted,
+        };
+        self.fail(
+            Some((None, status)),
+            "the peer terminated the connection",
+            Some(AsyncEvent::QpFatal),
+        );
+        if let Some(s) = &mut self.stream {
+            s.current = None;
+            s.responses.clear();
+            s.end = End::Closing;
+        }
+    }
+
+    fn deliver_control(&mut self, now: Instant, h: &Untagged) -> Result<(), Fault> {
+        let what = Control::parse(h).map_err(Fault::answer)?;
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        // To a standard peer these messages do not exist.
+        if s.peer != Peer::Anywarp {
+            return Err(Fault::request(
+                PeerError::Opcode {
+                    opcode: Opcode::Control.bits(),
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        match what {
+            Control::Hello { .. } | Control::Pong => {}
+            Control::Ping => {
+                if s.responses.len() < bounds::RESPONSES_MAX {
+                    s.responses.push_back(Response::Control(Control::Pong));
+                }
+            }
+            Control::Ack { seq } => {
+                if !self.handle_ack(seq) {
+                    return Err(Fault::answer(PeerError::Control(
+                        "acknowledges what was not sent",
+                    )));
+                }
+            }
+            Control::Rnr { seq, timer } => {
+                if !self.handle_ack(seq.wrapping_sub(1)) {
+                    return Err(Fault::answer(PeerError::Control(
+                        "not ready for what was not sent",
+                    )));
+                }
+                self.handle_rnr(seq, timer, now);
+            }
+            Control::Restart { seq } => {
+                if s.discarding != Some(seq) {
+                    return Err(Fault::answer(PeerError::Control(
+                        "restart that nobody asked for",
+                    )));
+                }
+                s.discarding = None;
+                s.receive = None;
+            }
+            Control::Nak { seq, status } => {
+                let status = Status::from_number(status).unwrap_or(Status::RemoteOperation);
+                if !self.handle_ack(seq.wrapping_sub(1)) {
+                    return Err(Fault::answer(PeerError::Control(
+                        "refuses what was not sent",
+                    )));
+                }
+                let blamed = self.sq.taken_mut().find(|(_, p)| {
+                    p.phase != Phase::Done && p.seq.1.wrapping_sub(seq) < u32::MAX / 2
+                });
+                let blamed = blamed.map(|(number, _)| number);
+                self.fail(
+                    Some((blamed, status)),
+                    "the peer refused a request",
+                    Some(AsyncEvent::QpFatal),
+                );
+                if let Some(s) = &mut self.stream {
+                    s.responses.clear();
+                    s.end = End::Closing;
+                }
+            }
+            Control::SendImmediate { value } => {
+                if s.discarding.is_none() {
+                    s.send_immediate = Some(value);
+                }
+            }
+            Control::Bye => s.said_bye = true,
+        }
+        Ok(())
+    }
+}

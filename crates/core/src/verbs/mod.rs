@@ -1,0 +1,11 @@
+//! What the application sees: work requests, completions, protection domains, memory regions, queues.
+
+pub mod cq;
+pub mod mr;
+pub mod pd;
+pub mod qp;
+pub mod rq;
+pub mod sq;
+pub mod srq;
+pub mod wc;
+pub mod wr;

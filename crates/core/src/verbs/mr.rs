@@ -1,0 +1,780 @@
+//! Memory regions and windows: the STag table, and the check that turns an STag and an offset into a [`Placement`].
+//!
+//! A region's addresses are numbers here. A [`Placement`] can only be made by a successful check; pinning it gives
+//! a [`Pinned`], the sole key with which the engine touches user memory. Deregistering takes the region out of the
+//! table and waits until nobody has it pinned, so that nothing touches the buffer afterwards.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::{BitAnd, BitOr};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::wr::Bind;
+use crate::error::Misuse;
+use crate::wire::{Stag, To};
+
+/// Access rights; the bits are those of `enum ibv_access_flags`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Access(pub u32);
+
+impl Access {
+    /// Local Read only.
+    pub const NONE: Self = Self(0);
+    /// Received data may be placed.
+    pub const LOCAL_WRITE: Self = Self(1);
+    /// The peer may write.
+    pub const REMOTE_WRITE: Self = Self(1 << 1);
+    /// The peer may read.
+    pub const REMOTE_READ: Self = Self(1 << 2);
+    /// The peer may do atomics.
+    pub const REMOTE_ATOMIC: Self = Self(1 << 3);
+    /// Windows may be bound to it.
+    pub const MW_BIND: Self = Self(1 << 4);
+    /// Offsets start at zero instead of the virtual address.
+    pub const ZERO_BASED: Self = Self(1 << 5);
+    /// On demand paging: no difference here, nothing is ever pinned.
+    pub const ON_DEMAND: Self = Self(1 << 6);
+    /// Huge pages: no difference here.
+    pub const HUGETLB: Self = Self(1 << 7);
+    /// Relaxed ordering: no difference here.
+    pub const RELAXED_ORDERING: Self = Self(1 << 20);
+
+    /// Every bit that this device knows. Optional access flags (bits 20 to 29) are allowed to be unknown.
+    const KNOWN: u32 = 0xff | 0x3ff0_0000;
+
+    /// Whether all of `other` is in here.
+    pub fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// The rights as a registration may ask for them (`ibv_reg_mr(3)`).
+    pub fn for_region(bits: u32) -> Result<Self, Misuse> {
+        if bits & !Self::KNOWN != 0 {
+            return Err(Misuse::InvalidArgument("unknown access flag"));
+        }
+        let access = Self(bits);
+        // ibv_reg_mr(3) [mr-local-write]: remote write and atomics need local write.
+        if (access.has(Self::REMOTE_WRITE) || access.has(Self::REMOTE_ATOMIC))
+            && !access.has(Self::LOCAL_WRITE)
+        {
+            return Err(Misuse::InvalidArgument(
+                "remote write or atomic access without local write",
+            ));
+        }
+        Ok(access)
+    }
+}
+
+impl BitOr for Access {
+    type Output = Self;
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl BitAnd for Access {
+    type Output = Self;
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+/// What kind of thing an STag names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A memory region.
+    Region,
+    /// A bound memory window of type 1: belongs to the protection domain.
+    WindowType1,
+    /// A bound memory window of type 2: belongs to one queue pair.
+    WindowType2 {
+        /// That queue pair.
+        qpn: u32,
+    },
+}
+
+/// A registered range of user memory. What it says never changes; a new registration is a new `Region`.
+#[derive(Debug)]
+pub struct Region {
+    stag: Stag,
+    kind: Kind,
+    pd: u32,
+    /// Where it starts in the process: a number here.
+    start: u64,
+    len: u64,
+    /// Tagged offset of the first byte.
+    base: u64,
+    access: Access,
+    valid: AtomicBool,
+    pins: AtomicU32,
+    /// Windows bound to this region; it may not be deregistered while there are any.
+    windows: AtomicU32,
+    /// The region under a window.
+    under: Option<Arc<Self>>,
+}
+
+/// Why memory may not be accessed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessError {
+    /// No such STag, or it was invalidated.
+    Invalid,
+    /// The STag belongs to another protection domain or stream.
+    NotAssociated,
+    /// The STag does not give this right.
+    Rights,
+    /// The range is not inside the region.
+    Bounds,
+    /// Offset plus length passes 2^64.
+    Wrap,
+}
+
+impl Region {
+    /// Its STag.
+    pub fn stag(&self) -> Stag {
+        self.stag
+    }
+
+    /// Where it starts in the process.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tagged offset of its first byte.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Its protection domain.
+    pub fn pd(&self) -> u32 {
+        self.pd
+    }
+
+    /// Its rights.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Region or window.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Keeps the memory in place while it is read or written. `None` once it was deregistered or invalidated.
+    pub fn pin(&self) -> Option<Pin<'_>> {
+        self.pins.fetch_add(1, Ordering::SeqCst);
+        let pin = Pin { region: self };
+        if !self.valid.load(Ordering::SeqCst) {
+            return None;
+        }
+        if let Some(under) = &self.under
+            && !under.valid.load(Ordering::SeqCst)
+        {
+            return None;
+        }
+        Some(pin)
+    }
+
+    /// Forbids further access and waits for the accesses under way, which last at most one system call.
+    fn retire(&self) {
+        self.valid.store(false, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let mut spins = 0_u32;
+        while self.pins.load(Ordering::SeqCst) != 0 {
+            spins = spins.wrapping_add(1);
+            if spins % 64 == 0 {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        if let Some(under) = &self.under {
+            under.windows.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Holds a region in place; dropped after the access.
+#[derive(Debug)]
+pub struct Pin<'a> {
+    region: &'a Region,
+}
+
+impl Drop for Pin<'_> {
+    fn drop(&mut self) {
+        self.region.pins.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A range of a region that passed the access check: the permission to touch it.
+#[derive(Debug, Clone)]
+pub struct Placement {
+    region: Arc<Region>,
+    offset: u64,
+    len: u64,
+}
+
+impl Placement {
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The part from `from`, of at most `len` bytes.
+    #[must_use]
+    pub fn part(&self, from: u64, len: u64) -> Self {
+        let from = from.min(self.len);
+        Self {
+            region: Arc::clone(&self.region),
+            offset: self.offset + from,
+            len: len.min(self.len - from),
+        }
+    }
+
+    /// Pins the range for one access. `None`: it was deregistered or invalidated since the check.
+    pub fn pin(&self) -> Option<Pinned<'_>> {
+        let pin = self.region.pin()?;
+        Some(Pinned {
+            _pin: pin,
+            start: self.region.start + self.offset,
+            len: self.len,
+        })
+    }
+
+    /// The region's STag.
+    pub fn stag(&self) -> Stag {
+        self.region.stag
+    }
+
+    /// Tagged offset of the first byte.
+    pub fn to(&self) -> To {
+        To(self.region.base.wrapping_add(self.offset))
+    }
+
+    /// Address of the first byte modulo 8, for the alignment rule of atomics.
+    pub fn misaligned(&self) -> bool {
+        (self.region.start + self.offset) % 8 != 0
+    }
+}
+
+/// A pinned range of user memory. While it lives the range may be read or written as its check allowed.
+#[derive(Debug)]
+pub struct Pinned<'a> {
+    _pin: Pin<'a>,
+    start: u64,
+    len: u64,
+}
+
+impl Pinned<'_> {
+    /// Address in the process.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// User memory as the core needs it: copy in, copy out, checksum, atomic. The engine has the real one.
+pub trait Memory {
+    /// Writes `bytes` to `to`, from its byte `offset` on. Bytes beyond its end are not written.
+    fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]);
+    /// Appends `from[offset..offset + len]` to `out`, as far as it exists.
+    fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>);
+    /// Adds `from[offset..offset + len]` to `crc`.
+    fn checksum(
+        &self,
+        from: &Pinned<'_>,
+        offset: u64,
+        len: u64,
+        crc: &mut crate::llp::mpa::crc::Crc32c,
+    );
+    /// Replaces the aligned 64-bit word at `at` by `change` of it, atomically, and returns the old value.
+    fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64;
+}
+
+/// STag indexes are random already: no hashing needed.
+#[derive(Debug, Default, Clone, Copy)]
+struct IndexHasher(u64);
+
+impl Hasher for IndexHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for b in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*b);
+        }
+    }
+    fn write_u32(&mut self, n: u32) {
+        // Spread to the high bits, which the table uses for its tags.
+        self.0 = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+type Index = HashMap<u32, Entry, BuildHasherDefault<IndexHasher>>;
+
+#[derive(Debug)]
+enum Entry {
+    Live(Arc<Region>),
+    /// A window that is allocated and not bound: has an STag, gives no access.
+    Unbound {
+        pd: u32,
+        type2: bool,
+    },
+}
+
+/// All STags of the device.
+#[derive(Debug)]
+pub struct Regions {
+    table: RwLock<Index>,
+}
+
+/// What a region is to be.
+#[derive(Debug, Clone, Copy)]
+pub struct Registration {
+    /// Address in the process.
+    pub start: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Tagged offset of the first byte.
+    pub base: u64,
+    /// Rights.
+    pub access: Access,
+    /// Protection domain.
+    pub pd: u32,
+}
+
+impl Default for Regions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Regions {
+    /// An empty table.
+    pub fn new() -> Self {
+        Self {
+            table: RwLock::new(Index::default()),
+        }
+    }
+
+    /// Registers memory. `random` gives unpredictable numbers, from which the STag is made.
+    pub fn register(
+        &self,
+        what: &Registration,
+        random: &mut dyn FnMut() -> u32,
+    ) -> Result<Arc<Region>, Misuse> {
+        if what.start.checked_add(what.len).is_none() || what.base.checked_add(what.len).is_none() {
+            return Err(Misuse::InvalidArgument(
+                "region passes the end of the address space",
+            ));
+        }
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let stag = free_stag(&table, random)?;
+        let region = Arc::new(region(stag, Kind::Region, what, None));
+        table.insert(stag.0 >> 8, Entry::Live(Arc::clone(&region)));
+        Ok(region)
+    }
+
+    /// Puts a new registration in the place of `old`, under the same STag.
+    pub fn reregister(
+        &self,
+        old: &Arc<Region>,
+        what: &Registration,
+    ) -> Result<Arc<Region>, Misuse> {
+        if what.start.checked_add(what.len).is_none() || what.base.checked_add(what.len).is_none() {
+            return Err(Misuse::InvalidArgument(
+                "region passes the end of the address space",
+            ));
+        }
+        if old.windows.load(Ordering::SeqCst) != 0 {
+            return Err(Misuse::Busy);
+        }
+        let new = Arc::new(region(old.stag, Kind::Region, what, None));
+        self.table
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(old.stag.0 >> 8, Entry::Live(Arc::clone(&new)));
+        old.retire();
+        Ok(new)
+    }
+
+    /// Deregisters. After it returns, nothing touches the memory any more.
+    pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
+        // ibv_dereg_mr(3) [mr-busy]: not while a window is bound to it.
+        if old.windows.load(Ordering::SeqCst) != 0 {
+            return Err(Misuse::Busy);
+        }
+        {
+            let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+            let index = old.stag.0 >> 8;
+            if matches!(table.get(&index), Some(Entry::Live(r)) if Arc::ptr_eq(r, old)) {
+                table.remove(&index);
+            }
+        }
+        if old.valid.load(Ordering::SeqCst) {
+            old.retire();
+        }
+        Ok(())
+    }
+
+    /// Allocates a window and gives its STag.
+    pub fn alloc_window(
+        &self,
+        pd: u32,
+        type2: bool,
+        random: &mut dyn FnMut() -> u32,
+    ) -> Result<Stag, Misuse> {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let stag = free_stag(&table, random)?;
+        table.insert(stag.0 >> 8, Entry::Unbound { pd, type2 });
+        Ok(stag)
+    }
+
+    /// Frees a window, bound or not.
+    pub fn free_window(&self, stag: Stag) -> Result<(), Misuse> {
+        let gone = self
+            .table
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&(stag.0 >> 8));
+        match gone {
+            Some(Entry::Live(region)) => {
+                region.retire();
+                Ok(())
+            }
+            Some(Entry::Unbound { .. }) => Ok(()),
+            None => Err(Misuse::InvalidArgument("no such memory window")),
+        }
+    }
+
+    /// Binds (or with length 0 unbinds) a window for queue pair `qpn` of domain `pd`.
+    pub fn bind(&self, bind: &Bind, pd: u32, qpn: u32) -> Result<(), AccessError> {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let index = bind.window.0 >> 8;
+        let (window_pd, type2, old) = match table.get(&index) {
+            Some(Entry::Unbound { pd, type2 }) => (*pd, *type2, None),
+            Some(Entry::Live(r)) if r.kind != Kind::Region => {
+                // A bound type 2 window must be invalidated before it is bound again.
+                if matches!(r.kind, Kind::WindowType2 { .. }) {
+                    return Err(AccessError::Invalid);
+                }
+                (r.pd, false, Some(Arc::clone(r)))
+            }
+            _ => return Err(AccessError::Invalid),
+        };
+        if window_pd != pd || bind.rkey.0 >> 8 != index {
+            return Err(AccessError::NotAssociated);
+        }
+        let new = if bind.len == 0 {
+            Entry::Unbound { pd, type2 }
+        } else {
+            let under = match table.get(&(bind.mr.0 >> 8)) {
+                Some(Entry::Live(r)) if r.stag == bind.mr && r.kind == Kind::Region => {
+                    Arc::clone(r)
+                }
+                _ => return Err(AccessError::Invalid),
+            };
+            if under.pd != pd {
+                return Err(AccessError::NotAssociated);
+            }
+            if !under.access.has(Access::MW_BIND)
+                || (bind.access.has(Access::REMOTE_WRITE) || bind.access.has(Access::REMOTE_ATOMIC))
+                    && !under.access.has(Access::LOCAL_WRITE)
+            {
+                return Err(AccessError::Rights);
+            }
+            let offset = bind
+                .addr
+                .checked_sub(under.base)
+                .ok_or(AccessError::Bounds)?;
+            let end = offset.checked_add(bind.len).ok_or(AccessError::Wrap)?;
+            if end > under.len {
+                return Err(AccessError::Bounds);
+            }
+            let kind = if type2 {
+                Kind::WindowType2 { qpn }
+            } else {
+                Kind::WindowType1
+            };
+            under.windows.fetch_add(1, Ordering::SeqCst);
+            let base = if bind.access.has(Access::ZERO_BASED) {
+                0
+            } else {
+                bind.addr
+            };
+            let what = Registration {
+                start: under.start + offset,
+                len: bind.len,
+                base,
+                access: bind.access,
+                pd,
+            };
+            Entry::Live(Arc::new(region(bind.rkey, kind, &what, Some(under))))
+        };
+        table.insert(index, new);
+        drop(table);
+        if let Some(old) = old {
+            old.retire();
+        }
+        Ok(())
+    }
+
+    /// Invalidates a type 2 window: the local verb, or a Send with Invalidate that arrived on queue pair `qpn`.
+    pub fn invalidate(&self, stag: Stag, pd: u32, qpn: u32) -> Result<(), AccessError> {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let index = stag.0 >> 8;
+        let Some(Entry::Live(region)) = table.get(&index) else {
+            return Err(AccessError::Invalid);
+        };
+        if region.stag != stag {
+            return Err(AccessError::Invalid);
+        }
+        // RFC 5040 §5.3 [inv-not-shared]: what several streams share (regions, type 1 windows) a peer may not invalidate.
+        if region.pd != pd || region.kind != (Kind::WindowType2 { qpn }) {
+            return Err(AccessError::NotAssociated);
+        }
+        let old = Arc::clone(region);
+        table.insert(index, Entry::Unbound { pd, type2: true });
+        drop(table);
+        old.retire();
+        Ok(())
+    }
+
+    /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in its order: exists, associated, rights, bounds, wrap.
+    pub fn check(
+        &self,
+        stag: Stag,
+        pd: u32,
+        qpn: u32,
+        need: Access,
+        to: To,
+        len: u64,
+    ) -> Result<Placement, AccessError> {
+        let region = {
+            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+            match table.get(&(stag.0 >> 8)) {
+                Some(Entry::Live(r)) if r.stag == stag => Arc::clone(r),
+                _ => return Err(AccessError::Invalid),
+            }
+        };
+        // RFC 5041 §8.2 [stag-pd]: an STag is good for the streams of its protection domain, or for one stream.
+        if region.pd != pd || matches!(region.kind, Kind::WindowType2 { qpn: of } if of != qpn) {
+            return Err(AccessError::NotAssociated);
+        }
+        if !region.access.has(need) {
+            return Err(AccessError::Rights);
+        }
+        // RFC 5041 §7.1 [ddp-to-wrap]: offset plus length stays below 2^64.
+        let end = to.0.checked_add(len).ok_or(AccessError::Wrap)?;
+        // RFC 5041 §7.1 [ddp-bounds]: both ends inside the region.
+        let offset = to.0.checked_sub(region.base).ok_or(AccessError::Bounds)?;
+        if end - region.base > region.len {
+            return Err(AccessError::Bounds);
+        }
+        Ok(Placement {
+            region,
+            offset,
+            len,
+        })
+    }
+
+    /// How many STags there are.
+    pub fn len(&self) -> usize {
+        self.table
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>>) -> Region {
+    Region {
+        stag,
+        kind,
+        pd: what.pd,
+        start: what.start,
+        len: what.len,
+        base: what.base,
+        access: what.access,
+        valid: AtomicBool::new(true),
+        pins: AtomicU32::new(0),
+        windows: AtomicU32::new(0),
+        under,
+    }
+}
+
+/// An unused STag: 24 unpredictable bits of index, 8 of key. Index 0 is left out: STag 0 means "none" on the wire.
+fn free_stag(table: &Index, random: &mut dyn FnMut() -> u32) -> Result<Stag, Misuse> {
+    for _ in 0..64 {
+        let stag = Stag(random());
+        let index = stag.0 >> 8;
+        if index != 0 && index != 0x00ff_ffff && !table.contains_key(&index) {
+            return Ok(stag);
+        }
+    }
+    Err(Misuse::NoMemory)
+}
+
+impl Stag {
+    /// The low 8 bits, which the owner of a window chooses.
+    pub fn key(self) -> u8 {
+        self.0.to_be_bytes()[3]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers() -> impl FnMut() -> u32 {
+        let mut n = 0x1234_5601_u32;
+        move || {
+            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            n
+        }
+    }
+
+    fn registered(access: Access) -> (Regions, Arc<Region>) {
+        let regions = Regions::new();
+        let what = Registration {
+            start: 0x10_000,
+            len: 4096,
+            base: 0x10_000,
+            access,
+            pd: 1,
+        };
+        let region = regions.register(&what, &mut numbers()).unwrap();
+        (regions, region)
+    }
+
+    #[test]
+    fn the_last_octet_is_inside_and_the_next_is_not() {
+        let (regions, r) = registered(Access::REMOTE_WRITE | Access::LOCAL_WRITE);
+        let check = |to, len| {
+            regions
+                .check(r.stag(), 1, 0, Access::REMOTE_WRITE, To(to), len)
+                .map(|p| p.len())
+        };
+        assert_eq!(check(0x10_000 + 4095, 1), Ok(1));
+        assert_eq!(check(0x10_000 + 4095, 2), Err(AccessError::Bounds));
+        assert_eq!(check(0x10_000, 4096), Ok(4096));
+        assert_eq!(check(0x10_000 - 1, 1), Err(AccessError::Bounds));
+        assert_eq!(check(u64::MAX, 1), Err(AccessError::Wrap));
+        assert_eq!(check(u64::MAX, 0), Err(AccessError::Bounds));
+    }
+
+    #[test]
+    fn every_right_is_asked_for() {
+        let (regions, r) = registered(Access::LOCAL_WRITE | Access::REMOTE_READ);
+        let check = |need, pd| {
+            regions
+                .check(r.stag(), pd, 0, need, To(0x10_000), 8)
+                .map(|p| p.len())
+        };
+        assert_eq!(check(Access::REMOTE_READ, 1), Ok(8));
+        assert_eq!(check(Access::REMOTE_WRITE, 1), Err(AccessError::Rights));
+        assert_eq!(check(Access::REMOTE_ATOMIC, 1), Err(AccessError::Rights));
+        assert_eq!(
+            check(Access::REMOTE_READ, 2),
+            Err(AccessError::NotAssociated)
+        );
+        assert_eq!(
+            regions
+                .check(Stag(r.stag().0 ^ 1), 1, 0, Access::NONE, To(0x10_000), 8)
+                .map(|p| p.len()),
+            Err(AccessError::Invalid)
+        );
+    }
+
+    #[test]
+    fn after_deregister_a_placement_cannot_be_pinned() {
+        let (regions, r) = registered(Access::LOCAL_WRITE);
+        let placement = regions
+            .check(r.stag(), 1, 0, Access::LOCAL_WRITE, To(0x10_000), 8)
+            .unwrap();
+        assert!(placement.pin().is_some());
+        regions.deregister(&r).unwrap();
+        assert!(placement.pin().is_none());
+        assert!(regions.is_empty());
+    }
+
+    #[test]
+    fn a_window_of_type_2_serves_its_queue_pair_until_invalidated() {
+        let (regions, r) = registered(Access::LOCAL_WRITE | Access::MW_BIND);
+        let window = regions
+            .alloc_window(1, true, &mut numbers_from(77))
+            .unwrap();
+        let rkey = Stag((window.0 & !0xff) | u32::from(window.key().wrapping_add(1)));
+        let bind = Bind {
+            window,
+            rkey,
+            mr: r.stag(),
+            addr: 0x10_100,
+            len: 16,
+            access: Access::REMOTE_WRITE,
+        };
+        regions.bind(&bind, 1, 9).unwrap();
+        let check = |qpn, to, len| {
+            regions
+                .check(rkey, 1, qpn, Access::REMOTE_WRITE, To(to), len)
+                .map(|p| p.len())
+        };
+        assert_eq!(check(9, 0x10_100, 16), Ok(16));
+        assert_eq!(check(9, 0x10_100, 17), Err(AccessError::Bounds));
+        assert_eq!(check(8, 0x10_100, 16), Err(AccessError::NotAssociated));
+        assert!(matches!(regions.deregister(&r), Err(Misuse::Busy)));
+        assert_eq!(
+            regions.invalidate(rkey, 1, 8),
+            Err(AccessError::NotAssociated)
+        );
+        assert_eq!(regions.invalidate(rkey, 1, 9), Ok(()));
+        assert_eq!(check(9, 0x10_100, 16), Err(AccessError::Invalid));
+        assert!(regions.deregister(&r).is_ok());
+    }
+
+    fn numbers_from(seed: u32) -> impl FnMut() -> u32 {
+        let mut n = seed;
+        move || {
+            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            n
+        }
+    }
+
+    #[test]
+    fn remote_write_without_local_write_is_refused() {
+        assert!(Access::for_region(2).is_err());
+        assert!(Access::for_region(8).is_err());
+        assert!(Access::for_region(4).is_ok());
+        assert!(Access::for_region(0xf).is_ok());
+        assert!(Access::for_region(1 << 8).is_err());
+    }
+}

@@ -1,0 +1,141 @@
+//! Shared receive queues.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::wr::RecvRequest;
+use crate::error::Misuse;
+
+#[derive(Debug)]
+struct State {
+    requests: VecDeque<RecvRequest>,
+    max_wr: u32,
+    limit: u32,
+}
+
+/// A shared receive queue.
+#[derive(Debug)]
+pub struct Srq {
+    state: Mutex<State>,
+    max_sge: u32,
+    pd: u32,
+}
+
+/// What taking a receive gave.
+#[derive(Debug)]
+pub struct Taken {
+    /// The oldest posted receive.
+    pub request: RecvRequest,
+    /// The queue just fell below its limit: the owner wants `IBV_EVENT_SRQ_LIMIT_REACHED`, once.
+    pub limit_reached: bool,
+}
+
+impl Srq {
+    /// A queue for `max_wr` receives of up to `max_sge` elements, in protection domain `pd`.
+    pub fn new(max_wr: u32, max_sge: u32, limit: u32, pd: u32) -> Self {
+        Self {
+            state: Mutex::new(State {
+                requests: VecDeque::new(),
+                max_wr,
+                limit,
+            }),
+            max_sge,
+            pd,
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Posts a receive.
+    pub fn post(&self, request: RecvRequest) -> Result<(), Misuse> {
+        if request.sges.len() > self.max_sge as usize {
+            return Err(Misuse::TooManySge);
+        }
+        let mut state = self.state();
+        if state.requests.len() >= state.max_wr as usize {
+            return Err(Misuse::QueueFull);
+        }
+        state.requests.push_back(request);
+        Ok(())
+    }
+
+    /// Takes the oldest receive.
+    pub fn take(&self) -> Option<Taken> {
+        let mut state = self.state();
+        let request = state.requests.pop_front()?;
+        let limit_reached = state.limit > 0 && state.requests.len() < state.limit as usize;
+        if limit_reached {
+            state.limit = 0;
+        }
+        Some(Taken {
+            request,
+            limit_reached,
+        })
+    }
+
+    /// Sets the size or the limit; true when the limit is above what is posted now, so that the event is due at once.
+    pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<bool, Misuse> {
+        let mut state = self.state();
+        if let Some(max_wr) = max_wr {
+            if (max_wr as usize) < state.requests.len() {
+                return Err(Misuse::InvalidArgument("max_wr below the posted receives"));
+            }
+            state.max_wr = max_wr;
+        }
+        if let Some(limit) = limit {
+            if limit > state.max_wr {
+                return Err(Misuse::InvalidArgument("srq_limit above max_wr"));
+            }
+            state.limit = limit;
+        }
+        let due = limit.is_some() && state.limit > 0 && state.requests.len() < state.limit as usize;
+        if due {
+            state.limit = 0;
+        }
+        Ok(due)
+    }
+
+    /// (`max_wr`, `max_sge`, `srq_limit`).
+    pub fn attributes(&self) -> (u32, u32, u32) {
+        let state = self.state();
+        (state.max_wr, self.max_sge, state.limit)
+    }
+
+    /// Number of the protection domain that its buffers belong to.
+    pub fn pd(&self) -> u32 {
+        self.pd
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recv(id: u64) -> RecvRequest {
+        RecvRequest {
+            id,
+            sges: Default::default(),
+        }
+    }
+
+    #[test]
+    fn limit_fires_once_when_the_queue_falls_below() {
+        let srq = Srq::new(4, 1, 2, 0);
+        for i in 0..3 {
+            srq.post(recv(i)).unwrap();
+        }
+        assert!(!srq.take().unwrap().limit_reached);
+        assert!(srq.take().unwrap().limit_reached);
+        assert!(!srq.take().unwrap().limit_reached);
+        assert!(srq.take().is_none());
+    }
+
+    #[test]
+    fn no_more_than_max_wr() {
+        let srq = Srq::new(1, 1, 0, 0);
+        srq.post(recv(1)).unwrap();
+        assert!(matches!(srq.post(recv(2)), Err(Misuse::QueueFull)));
+    }
+}

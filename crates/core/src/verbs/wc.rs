@@ -1,0 +1,157 @@
+//! Completions: what the application polls.
+
+use std::fmt;
+
+use crate::wire::Stag;
+
+/// Status of a completion; the numbers are those of `enum ibv_wc_status`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Success = 0,
+    /// A local buffer was too short for the message, or the message too long for the queue pair.
+    LocalLength = 1,
+    /// The queue pair could not do the operation.
+    LocalQpOperation = 2,
+    /// A local key did not allow the access.
+    LocalProtection = 4,
+    /// Flushed: the queue pair failed before the request was done.
+    Flushed = 5,
+    /// A memory window could not be bound.
+    WindowBind = 6,
+    /// The peer answered something that makes no sense.
+    BadResponse = 7,
+    /// The peer's message could not be placed (receive side of an access error).
+    LocalAccess = 8,
+    /// The peer found the request invalid (too long for its receive, or not supported).
+    RemoteInvalidRequest = 9,
+    /// The peer's memory may not be accessed like this.
+    RemoteAccess = 10,
+    /// The peer could not finish the request.
+    RemoteOperation = 11,
+    /// The peer did not answer.
+    RetryExceeded = 12,
+    /// The peer had no receive posted for too long.
+    RnrRetryExceeded = 13,
+    /// The peer ended the operation.
+    RemoteAborted = 16,
+    /// Something else failed.
+    General = 21,
+}
+
+impl Status {
+    /// The status with the number `n`, if we use it.
+    pub fn from_number(n: u8) -> Option<Self> {
+        Some(match n {
+            0 => Self::Success,
+            1 => Self::LocalLength,
+            2 => Self::LocalQpOperation,
+            4 => Self::LocalProtection,
+            5 => Self::Flushed,
+            6 => Self::WindowBind,
+            7 => Self::BadResponse,
+            8 => Self::LocalAccess,
+            9 => Self::RemoteInvalidRequest,
+            10 => Self::RemoteAccess,
+            11 => Self::RemoteOperation,
+            12 => Self::RetryExceeded,
+            13 => Self::RnrRetryExceeded,
+            16 => Self::RemoteAborted,
+            21 => Self::General,
+            _ => return None,
+        })
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Success => "success",
+            Self::LocalLength => "local length error",
+            Self::LocalQpOperation => "local queue pair operation error",
+            Self::LocalProtection => "local protection error",
+            Self::Flushed => "flushed",
+            Self::WindowBind => "memory window bind error",
+            Self::BadResponse => "bad response",
+            Self::LocalAccess => "local access error",
+            Self::RemoteInvalidRequest => "remote invalid request error",
+            Self::RemoteAccess => "remote access error",
+            Self::RemoteOperation => "remote operation error",
+            Self::RetryExceeded => "transport retry counter exceeded",
+            Self::RnrRetryExceeded => "receiver-not-ready retry counter exceeded",
+            Self::RemoteAborted => "remote aborted",
+            Self::General => "general error",
+        })
+    }
+}
+
+/// What completed; the numbers are those of `enum ibv_wc_opcode`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum WcOp {
+    /// A Send.
+    Send = 0,
+    /// An RDMA Write.
+    Write = 1,
+    /// An RDMA Read.
+    Read = 2,
+    /// A compare and swap.
+    CompareSwap = 3,
+    /// A fetch and add.
+    FetchAdd = 4,
+    /// A memory window bind.
+    Bind = 5,
+    /// A local invalidate.
+    LocalInvalidate = 6,
+    /// A receive, by a Send.
+    Recv = 128,
+    /// A receive, by a Write with immediate.
+    RecvWriteImm = 129,
+}
+
+/// One entry of a completion queue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Completion {
+    /// The application's number of the request.
+    pub wr_id: u64,
+    /// How it ended.
+    pub status: Status,
+    /// What it was.
+    pub op: WcOp,
+    /// Bytes received, read, or written before an immediate; the 40 bytes of route header count on UD.
+    pub byte_len: u32,
+    /// The queue pair that it belongs to.
+    pub qpn: u32,
+    /// Sender's queue pair, on UD.
+    pub src_qpn: u32,
+    /// Immediate value, as the bytes travelled.
+    pub imm: Option<[u8; 4]>,
+    /// STag that the peer's Send invalidated.
+    pub invalidated: Option<Stag>,
+    /// Whether a route header stands in front of the data (UD).
+    pub grh: bool,
+    /// Whether the peer asked for a solicited event.
+    pub solicited: bool,
+    /// Detail for people, see the log: our own code, 0 for none.
+    pub vendor_err: u32,
+}
+
+impl Completion {
+    /// A completion with nothing but its identity.
+    pub fn new(wr_id: u64, status: Status, op: WcOp, qpn: u32) -> Self {
+        Self {
+            wr_id,
+            status,
+            op,
+            byte_len: 0,
+            qpn,
+            src_qpn: 0,
+            imm: None,
+            invalidated: None,
+            grh: false,
+            solicited: false,
+            vendor_err: 0,
+        }
+    }
+}
