@@ -6,12 +6,17 @@
 //!
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries; their `types` mirror the C
 //!   headers and are held against them by the test in `layout`.
+//! - [`pending`]: public symbols that only fail so far; [`refuse`]: how a symbol only fails.
 //! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
 //!   `cargo xtask matrix` compares with the distribution's libraries.
 
+#[cfg(test)]
+mod distribution;
 mod layout;
 
 pub mod cm;
+pub mod pending;
+pub mod refuse;
 pub mod verbs;
 
 use std::any::Any;
@@ -35,15 +40,16 @@ use std::ffi::c_int;
 macro_rules! entry {
     (
         $(#[$meta:meta])*
-        unsafe fn $name:ident ( $($arg:ident : $type:ty),* $(,)? ) $(-> $ret:ty)?, on_panic = $on_panic:expr, $body:block
+        unsafe fn $name:ident ( $($arg:ident : $type:ty),* $(,)? ) $(-> $ret:ty)?, on_panic = $on_panic:expr, { $($body:tt)* }
     ) => {
         $(#[$meta])*
+        #[allow(unreachable_pub, reason = "reached from C by its name, whatever module it is in")]
         // SAFETY: the symbol is ours: link/symbols.txt names it once, and the map exports nothing else.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $type),*) $(-> $ret)? {
             // The caller's memory is plain bytes for us and our own state lies behind locks that know
             // poisoning, so nothing half-changed is observed after a panic.
-            let body = std::panic::AssertUnwindSafe(move || $(-> $ret)? $body);
+            let body = std::panic::AssertUnwindSafe(move || $(-> $ret)? { $($body)* });
             match std::panic::catch_unwind(body) {
                 Ok(value) => value,
                 Err(payload) => {
@@ -74,4 +80,46 @@ pub fn panicked(_entry: &'static str, payload: Box<dyn Any + Send>) {
     // Dropping a foreign payload may itself panic; leaking a few bytes is the lesser evil.
     let _leaked = std::mem::ManuallyDrop::new(payload);
     set_errno(libc::EIO);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::c_int;
+
+    entry! {
+        /// Panics.
+        ///
+        /// # Safety
+        /// None needed.
+        unsafe fn anywarp_test_panics(how: c_int) -> c_int, on_panic = -1, {
+            if how != 0 {
+                panic!("asked to");
+            }
+            0
+        }
+    }
+
+    /// A panic ends at the C border: the caller sees the failure value and `EIO`.
+    #[test]
+    fn a_panic_does_not_cross_into_c() {
+        // SAFETY: none needed.
+        assert_eq!(unsafe { anywarp_test_panics(0) }, 0);
+        super::set_errno(0);
+        // SAFETY: none needed.
+        assert_eq!(unsafe { anywarp_test_panics(1) }, -1);
+        let errno = std::io::Error::last_os_error().raw_os_error();
+        assert_eq!(errno, Some(libc::EIO));
+    }
+
+    /// `-1` is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.
+    #[test]
+    fn refused_functions_fail_the_way_c_reads_it() {
+        super::set_errno(0);
+        assert_eq!(super::pending::rread(), -1);
+        assert_eq!(super::pending::rread() as c_int, -1);
+        let errno = std::io::Error::last_os_error().raw_os_error();
+        assert_eq!(errno, Some(libc::ENOSYS));
+        assert_eq!(super::pending::ibv_modify_qp(), libc::ENOSYS);
+        assert!(super::pending::ibv_open_device().is_null());
+    }
 }

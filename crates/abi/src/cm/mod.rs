@@ -1,3 +1,4 @@
 //! librdmacm: types and entry points.
 
+pub mod text;
 pub mod types;

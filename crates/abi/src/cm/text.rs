@@ -1,0 +1,60 @@
+//! Names of enum values: `rdma_event_str(3)`.
+
+use super::types::rdma_cm_event_type;
+use crate::entry;
+use crate::verbs::text::text;
+use std::ffi::{CStr, c_char};
+
+/// In the order of `enum rdma_cm_event_type`.
+const EVENT: [&CStr; 16] = [
+    c"RDMA_CM_EVENT_ADDR_RESOLVED",
+    c"RDMA_CM_EVENT_ADDR_ERROR",
+    c"RDMA_CM_EVENT_ROUTE_RESOLVED",
+    c"RDMA_CM_EVENT_ROUTE_ERROR",
+    c"RDMA_CM_EVENT_CONNECT_REQUEST",
+    c"RDMA_CM_EVENT_CONNECT_RESPONSE",
+    c"RDMA_CM_EVENT_CONNECT_ERROR",
+    c"RDMA_CM_EVENT_UNREACHABLE",
+    c"RDMA_CM_EVENT_REJECTED",
+    c"RDMA_CM_EVENT_ESTABLISHED",
+    c"RDMA_CM_EVENT_DISCONNECTED",
+    c"RDMA_CM_EVENT_DEVICE_REMOVAL",
+    c"RDMA_CM_EVENT_MULTICAST_JOIN",
+    c"RDMA_CM_EVENT_MULTICAST_ERROR",
+    c"RDMA_CM_EVENT_ADDR_CHANGE",
+    c"RDMA_CM_EVENT_TIMEWAIT_EXIT",
+];
+
+entry! {
+    /// `rdma_event_str(3)`.
+    ///
+    /// # Safety
+    /// None needed: any number may be passed.
+    unsafe fn rdma_event_str(event: rdma_cm_event_type) -> *const c_char, on_panic = std::ptr::null(), {
+        text(&EVENT, event, c"UNKNOWN EVENT")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::distribution::{self, RDMACM};
+
+    /// Log lines read as with the distribution's library.
+    #[test]
+    fn names_are_those_of_the_distribution() {
+        let Some(address) = distribution::symbol(RDMACM, c"rdma_event_str") else {
+            return;
+        };
+        // SAFETY: takes an enum and returns a string.
+        let theirs: unsafe extern "C" fn(u32) -> *const c_char =
+            unsafe { std::mem::transmute(address) };
+        for n in 0..20 {
+            // SAFETY: any number may be passed, and the string is static.
+            let ours = unsafe { CStr::from_ptr(rdma_event_str(n)) };
+            // SAFETY: as above.
+            let theirs = unsafe { CStr::from_ptr(theirs(n)) };
+            assert_eq!(ours, theirs);
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Exported functions that only fail.
+
+/// Exports functions under their C names that ignore their arguments and fail with one errno.
+///
+/// The groups say how: `null` and `minus_one` set errno; `code` returns the errno value and
+/// `minus_code` its negative; `zero` returns 0 and sets errno; `void` does nothing.
+///
+/// A caller passes arguments that the function does not declare; in the x86-64 and AArch64
+/// procedure call standards the caller owns them, so they may stay unread.
+#[macro_export]
+macro_rules! refuse {
+    ($errno:expr; $( $how:ident { $($name:ident),* $(,)? } )*) => {
+        $($( $crate::refuse!(@ $how $errno, $name); )*)*
+    };
+    (@ null $errno:expr, $name:ident) => {
+        $crate::refuse!(@fn $name, *mut std::ffi::c_void, $crate::fail($errno, std::ptr::null_mut()));
+    };
+    (@ code $errno:expr, $name:ident) => {
+        $crate::refuse!(@fn $name, std::ffi::c_int, $errno);
+    };
+    // Wide, so that the answer is -1 in `int`, `ssize_t` and `off_t` alike.
+    (@ minus_one $errno:expr, $name:ident) => {
+        $crate::refuse!(@fn $name, isize, $crate::fail($errno, -1));
+    };
+    (@ minus_code $errno:expr, $name:ident) => {
+        $crate::refuse!(@fn $name, isize, -($errno as isize));
+    };
+    (@ zero $errno:expr, $name:ident) => {
+        $crate::refuse!(@fn $name, u64, $crate::fail($errno, 0));
+    };
+    (@ void $errno:expr, $name:ident) => {
+        $crate::refuse!(@fn $name, (), ());
+    };
+    (@fn $name:ident, $ret:ty, $value:expr) => {
+        #[doc = concat!("`", stringify!($name), "`: exported so that programs start; only fails.")]
+        // SAFETY: the symbol is ours: link/symbols.txt names it once, and the map exports nothing else.
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name() -> $ret {
+            $value
+        }
+    };
+}
+
+use crate::set_errno;
+use libc::ENOSYS;
+use std::ffi::{c_int, c_void};
+
+// What the pre-2007 versions of symbols jump to; `cargo xtask dist` makes the jumps.
+
+/// Fails like a function that returns a pointer.
+// SAFETY: the name has our prefix.
+#[unsafe(no_mangle)]
+pub extern "C" fn anywarp_legacy_null() -> *mut c_void {
+    set_errno(ENOSYS);
+    std::ptr::null_mut()
+}
+
+/// Fails like a function that returns 0 or an errno value.
+// SAFETY: the name has our prefix.
+#[unsafe(no_mangle)]
+pub extern "C" fn anywarp_legacy_code() -> c_int {
+    set_errno(ENOSYS);
+    ENOSYS
+}
+
+/// Does nothing.
+// SAFETY: the name has our prefix.
+#[unsafe(no_mangle)]
+pub extern "C" fn anywarp_legacy_void() {}

@@ -1,0 +1,160 @@
+//! What libibverbs tells of the host rather than of a device: sysfs and fork.
+
+use super::types::{IBV_FORK_UNNEEDED, ibv_fork_status};
+use crate::{entry, fail};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::fs::File;
+use std::io::Read as _;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::Path;
+use std::sync::OnceLock;
+
+/// Where sysfs is mounted, without a slash at the end: `SYSFS_PATH`, else `/sys`.
+fn sysfs_path() -> &'static CStr {
+    static PATH: OnceLock<CString> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let path = secure_env("SYSFS_PATH").unwrap_or_default();
+        let kept = path.iter().rposition(|&b| b != b'/').map_or(0, |i| i + 1);
+        path.get(..kept)
+            .filter(|p| !p.is_empty())
+            .and_then(|p| CString::new(p).ok())
+            .unwrap_or_else(|| c"/sys".to_owned())
+    })
+}
+
+/// An environment variable, unless the program runs with more rights than its caller.
+fn secure_env(name: &str) -> Option<Vec<u8>> {
+    // SAFETY: reads a number that the kernel passed at start.
+    let elevated = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
+    (!elevated)
+        .then(|| std::env::var_os(name))?
+        .map(std::ffi::OsString::into_vec)
+}
+
+entry! {
+    /// `ibv_get_sysfs_path`: where sysfs is mounted. The string stays valid.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn ibv_get_sysfs_path() -> *const c_char, on_panic = c"/sys".as_ptr(), {
+        sysfs_path().as_ptr()
+    }
+}
+
+entry! {
+    /// `ibv_read_sysfs_file`: reads `dir/file` into `buf`, without the newline at its end.
+    ///
+    /// Returns the length without the terminating NUL, or -1 with errno; what leaves no room for
+    /// the NUL in `size` octets is too long.
+    ///
+    /// # Safety
+    /// `dir` and `file` are C strings, `buf` has room for `size` octets.
+    unsafe fn ibv_read_sysfs_file(
+        dir: *const c_char, file: *const c_char, buf: *mut c_char, size: usize,
+    ) -> c_int, on_panic = -1, {
+        if dir.is_null() || file.is_null() || buf.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: a C string (caller's promise).
+        let dir = unsafe { CStr::from_ptr(dir) };
+        // SAFETY: a C string (caller's promise).
+        let file = unsafe { CStr::from_ptr(file) };
+        let path = Path::new(OsStr::from_bytes(dir.to_bytes())).join(OsStr::from_bytes(file.to_bytes()));
+        let Some(room) = size.checked_sub(1) else {
+            return 0;
+        };
+        match read_line(&path, room) {
+            Ok(text) => {
+                // SAFETY: `text` is at most `size - 1` octets long and `buf` has room for `size`.
+                unsafe { buf.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len()) };
+                // SAFETY: as above; the NUL is at most octet `size - 1`.
+                unsafe { buf.add(text.len()).write(0) };
+                c_int::try_from(text.len()).unwrap_or(c_int::MAX)
+            }
+            Err(e) => fail(e.raw_os_error().unwrap_or(libc::EIO), -1),
+        }
+    }
+}
+
+/// The content of the file at `path` without one newline at its end, if it is at most `room` long.
+fn read_line(path: &Path, room: usize) -> std::io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    let most = room.saturating_add(2) as u64;
+    File::open(path)?.take(most).read_to_end(&mut text)?;
+    if text.last() == Some(&b'\n') {
+        text.pop();
+    }
+    if text.len() > room {
+        return Err(std::io::Error::from_raw_os_error(libc::ERANGE));
+    }
+    Ok(text)
+}
+
+// Fork. A hardware card reads pinned pages, which copy-on-write can take away from the parent.
+// Ours reads and writes through the parent's own address space, so nothing has to be marked.
+
+entry! {
+    /// `ibv_fork_init(3)`: succeeds, there is nothing to prepare.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn ibv_fork_init() -> c_int, on_panic = libc::EIO, { 0 }
+}
+
+entry! {
+    /// `ibv_is_fork_initialized(3)`: not needed, as with a kernel that copies pinned pages on fork.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn ibv_is_fork_initialized() -> ibv_fork_status, on_panic = IBV_FORK_UNNEEDED, { IBV_FORK_UNNEEDED }
+}
+
+entry! {
+    /// `ibv_dontfork_range`: succeeds, no page has to be kept from a child.
+    ///
+    /// # Safety
+    /// None needed: the range is not looked at.
+    unsafe fn ibv_dontfork_range(_base: *mut c_void, _size: usize) -> c_int, on_panic = -1, { 0 }
+}
+
+entry! {
+    /// `ibv_dofork_range`: undoes `ibv_dontfork_range`.
+    ///
+    /// # Safety
+    /// None needed: the range is not looked at.
+    unsafe fn ibv_dofork_range(_base: *mut c_void, _size: usize) -> c_int, on_panic = -1, { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(path: &Path, size: usize) -> (c_int, Vec<u8>) {
+        let mut buf = vec![b'#'; 16];
+        let dir = CString::new(path.parent().unwrap().as_os_str().as_bytes()).unwrap();
+        let file = CString::new(path.file_name().unwrap().as_bytes()).unwrap();
+        // SAFETY: two C strings, and `buf` has room for 16 octets, more than any `size` below.
+        let n = unsafe {
+            ibv_read_sysfs_file(dir.as_ptr(), file.as_ptr(), buf.as_mut_ptr().cast(), size)
+        };
+        (n, buf)
+    }
+
+    /// A newline goes, a NUL comes; what does not fit with its NUL is an error, one octet less is not.
+    #[test]
+    fn a_sysfs_file_is_read_whole_or_not_at_all() {
+        let path = std::env::temp_dir().join(format!("anywarp-sysfs-{}", std::process::id()));
+        std::fs::write(&path, "abc\n").unwrap();
+        assert_eq!(read(&path, 0).0, 0);
+        assert_eq!(read(&path, 3).0, -1);
+        let (n, buf) = read(&path, 4);
+        assert_eq!((n, &buf[..5]), (3, &b"abc\0#"[..]));
+        assert_eq!(read(&path, 16).0, 3);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(read(&path, 16).0, -1);
+        assert_eq!(
+            std::io::Error::last_os_error().raw_os_error(),
+            Some(libc::ENOENT)
+        );
+    }
+}

@@ -1,0 +1,63 @@
+//! What libibverbs exports for its own drivers, under the private version node.
+//!
+//! perftest, UCX and libfabric link libmlx5 and libefa, which link these symbols; without them the
+//! program does not start. No driver of another vendor can run on the software card, so registering
+//! one is ignored and every command to a kernel device fails with `EOPNOTSUPP`.
+
+use crate::refuse;
+use libc::EOPNOTSUPP;
+use std::sync::atomic::AtomicBool;
+
+/// Set by drivers whose devices can vanish; nothing here reads it.
+#[unsafe(no_mangle)]
+#[allow(
+    non_upper_case_globals,
+    reason = "the name of the object that drivers import"
+)]
+pub static verbs_allow_disassociate_destroy: AtomicBool = AtomicBool::new(false);
+
+/// A driver announces itself when it is loaded: ignored, there is no device for it.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub extern "C" fn verbs_register_driver_34() {}
+
+/// A driver's log line: dropped.
+///
+/// Variadic in C. A function that looks at none of its arguments may be called that way in the
+/// x86-64 and AArch64 procedure call standards.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub extern "C" fn __verbs_log() {}
+
+refuse! { EOPNOTSUPP;
+    null {
+        _verbs_init_and_alloc_context, verbs_open_device,
+    }
+    code {
+        execute_ioctl, ibv_cmd_advise_mr, ibv_cmd_alloc_dm, ibv_cmd_alloc_mw, ibv_cmd_alloc_pd,
+        ibv_cmd_attach_mcast, ibv_cmd_close_xrcd, ibv_cmd_create_ah, ibv_cmd_create_counters,
+        ibv_cmd_create_cq, ibv_cmd_create_cq_ex, ibv_cmd_create_flow,
+        ibv_cmd_create_flow_action_esp, ibv_cmd_create_qp, ibv_cmd_create_qp_ex,
+        ibv_cmd_create_qp_ex2, ibv_cmd_create_rwq_ind_table, ibv_cmd_create_srq,
+        ibv_cmd_create_srq_ex, ibv_cmd_create_wq, ibv_cmd_dealloc_mw, ibv_cmd_dealloc_pd,
+        ibv_cmd_dereg_mr, ibv_cmd_destroy_ah, ibv_cmd_destroy_counters, ibv_cmd_destroy_cq,
+        ibv_cmd_destroy_flow, ibv_cmd_destroy_flow_action, ibv_cmd_destroy_qp,
+        ibv_cmd_destroy_rwq_ind_table, ibv_cmd_destroy_srq, ibv_cmd_destroy_wq,
+        ibv_cmd_detach_mcast, ibv_cmd_free_dm, ibv_cmd_get_context, ibv_cmd_modify_cq,
+        ibv_cmd_modify_flow_action_esp, ibv_cmd_modify_qp, ibv_cmd_modify_qp_ex,
+        ibv_cmd_modify_srq, ibv_cmd_modify_wq, ibv_cmd_open_qp, ibv_cmd_open_xrcd,
+        ibv_cmd_post_recv, ibv_cmd_post_send, ibv_cmd_post_srq_recv, ibv_cmd_query_context,
+        ibv_cmd_query_device_any, ibv_cmd_query_mr, ibv_cmd_query_port, ibv_cmd_query_qp,
+        ibv_cmd_query_srq, ibv_cmd_read_counters, ibv_cmd_reg_dm_mr, ibv_cmd_reg_dmabuf_mr,
+        ibv_cmd_reg_mr, ibv_cmd_req_notify_cq, ibv_cmd_rereg_mr, ibv_cmd_resize_cq,
+    }
+    minus_one {
+        ibv_cmd_poll_cq, ibv_read_ibdev_sysfs_file,
+    }
+    zero {
+        __ioctl_final_num_attrs,
+    }
+    void {
+        verbs_init_cq, verbs_set_ops, verbs_uninit_context,
+    }
+}
