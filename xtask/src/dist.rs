@@ -1,0 +1,96 @@
+//! `cargo xtask dist`: what is installed, in `target/dist`.
+//!
+//! ```text
+//! bin/anywarp
+//! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
+//! include/                     our own headers, if there are any
+//! share/                       manual pages and completions, if the tool can write them
+//! ```
+
+use crate::{Result, link, sh, symbols};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// Builds everything and puts it in place at once.
+pub(crate) fn run() -> Result {
+    let symbols = symbols::read()?;
+    sh::run(sh::cargo().args([
+        "build",
+        "--release",
+        "--package=anywarp-abi",
+        "--package=anywarp-cli",
+    ]))?;
+    let built = sh::target().join("release");
+
+    // Beside the result and renamed at the end: a running program keeps its old files, and nobody
+    // sees half of the new ones.
+    let dist = sh::dist();
+    let new = dist.with_extension("new");
+    remove(&new)?;
+    let lib = new.join("lib/anywarp");
+    link::run(
+        &symbols,
+        &built.join("libanywarp_abi.a"),
+        &sh::target().join("dist-link"),
+        &lib,
+    )?;
+    let bin = new.join("bin");
+    fs::create_dir_all(&bin)?;
+    fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
+    copy_tree(&sh::root().join("crates/abi/include"), &new.join("include"))?;
+    generate(&bin.join("anywarp"), &new.join("share"))?;
+
+    remove(&dist)?;
+    fs::rename(&new, &dist)?;
+    println!("{}", dist.display());
+    Ok(())
+}
+
+/// Lets the tool write its manual pages and completions, if it can.
+fn generate(anywarp: &Path, share: &Path) -> Result {
+    let can = Command::new(anywarp)
+        .args(["generate", "--help"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()?;
+    let new_enough = can.success();
+    if new_enough {
+        fs::create_dir_all(share)?;
+        sh::run(
+            Command::new(anywarp)
+                .arg("generate")
+                .arg(share)
+                .stdout(Stdio::null()),
+        )?;
+        // A tool that ignores its arguments has written nothing; an empty folder says nothing.
+        let _not_empty = fs::remove_dir(share);
+    }
+    Ok(())
+}
+
+/// Copies `from`, if it exists, to `to`.
+fn copy_tree(from: &Path, to: &Path) -> Result {
+    if !from.exists() {
+        return Ok(());
+    }
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let to = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_tree(&entry.path(), &to)?;
+        } else {
+            fs::copy(entry.path(), to)?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a folder with all that is in it, if it exists.
+fn remove(path: &Path) -> Result {
+    if path.exists() {
+        fs::remove_dir_all(path)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,168 @@
+//! How the two libraries are linked.
+//!
+//! ```text
+//!   program ──> libibverbs.so.1   everything: entry points, engine, all state
+//!      │            ▲  anywarp_rdma_connect@@ANYWARP_…, …
+//!      └──────> librdmacm.so.1    68 jumps, no state
+//! ```
+//!
+//! rustc cannot give symbols of a `cdylib` version nodes, so the Rust side is a static library and
+//! the C compiler links it with a version script.
+//!
+//! A process must have one engine, so only one of the two can hold it. The other one is made of
+//! jumps: real symbols in both, so that `dlsym`, `dlvsym`, `nm` and the linker find in each what
+//! they find in the distribution's, and a program linked against ours also runs with theirs. The
+//! jumps go to names of our own under a node that carries our version: a `librdmacm.so.1` that
+//! meets another `libibverbs.so.1` does not load, instead of working on objects it does not know.
+
+use crate::symbols::{IBVERBS, Legacy, RDMACM, Symbol, nodes};
+use crate::{Result, sh};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+/// The node of what librdmacm takes from libibverbs.
+const PRIVATE_NODE: &str = concat!("ANYWARP_", env!("CARGO_PKG_VERSION"));
+
+/// Under which name libibverbs hands a symbol of librdmacm over.
+fn inner(name: &str) -> String {
+    format!("anywarp_{name}")
+}
+
+/// Links `archive` into the two libraries, in `out`; intermediate files go to `work`.
+pub(crate) fn run(symbols: &[Symbol], archive: &Path, work: &Path, out: &Path) -> Result {
+    fs::create_dir_all(work)?;
+    fs::create_dir_all(out)?;
+    let cm: Vec<&Symbol> = symbols.iter().filter(|s| s.library == RDMACM).collect();
+
+    let map = work.join("libibverbs.map");
+    fs::write(&map, ibverbs_map(symbols, &cm))?;
+    let legacy = work.join("legacy.s");
+    fs::write(&legacy, legacy_jumps(symbols)?)?;
+    let mut cc = sh::cc();
+    shared(&mut cc, IBVERBS, &map);
+    for s in &cm {
+        cc.arg(format!("-Wl,--defsym={}={}", inner(&s.name), s.name));
+    }
+    cc.arg("-Wl,--whole-archive")
+        .arg(archive)
+        .arg("-Wl,--no-whole-archive")
+        .arg(&legacy)
+        .args(["-Wl,--as-needed", "-lgcc_s", "-lm", "-lc"])
+        .arg("-o")
+        .arg(out.join(IBVERBS));
+    sh::run(&mut cc)?;
+
+    let map = work.join("librdmacm.map");
+    fs::write(&map, version_script(symbols, RDMACM))?;
+    let jumps = work.join("librdmacm.s");
+    let targets = cm.iter().map(|s| (s.name.clone(), inner(&s.name)));
+    fs::write(&jumps, trampolines(targets)?)?;
+    let mut cc = sh::cc();
+    shared(&mut cc, RDMACM, &map);
+    cc.arg("-nostartfiles")
+        .arg(&jumps)
+        .arg(out.join(IBVERBS))
+        .arg("-o")
+        .arg(out.join(RDMACM));
+    sh::run(&mut cc)?;
+
+    for (link, library) in [("libibverbs.so", IBVERBS), ("librdmacm.so", RDMACM)] {
+        std::os::unix::fs::symlink(library, out.join(link))?;
+    }
+    Ok(())
+}
+
+/// Options for a library with `soname` that exports what `map` names.
+fn shared(cc: &mut std::process::Command, soname: &str, map: &Path) {
+    cc.args(["-shared", "-fPIC"])
+        .arg(format!("-Wl,-soname,{soname}"))
+        .arg(format!("-Wl,--version-script={}", map.display()))
+        // A name in the map that nothing defines is an error.
+        .arg("-Wl,--no-undefined-version")
+        .arg("-Wl,--no-undefined")
+        .arg("-Wl,--gc-sections")
+        // Our calls of our own functions stay ours, whatever else is loaded.
+        .arg("-Wl,-Bsymbolic-functions")
+        // The engine's threads run our code: dlclose must not take it away.
+        .arg("-Wl,-z,nodelete")
+        .arg("-Wl,-z,now")
+        .arg("-Wl,-z,relro")
+        .arg("-Wl,-z,noexecstack")
+        // Each library finds the other beside it, also when only one was named by path.
+        .arg("-Wl,--enable-new-dtags,-rpath,$ORIGIN")
+        .arg("-Wl,--strip-debug");
+}
+
+/// The version script of libibverbs: its own nodes, and the private one for librdmacm.
+fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
+    let mut map = version_script(symbols, IBVERBS);
+    let _ = writeln!(map, "{PRIVATE_NODE} {{\n    global:");
+    for s in cm {
+        let _ = writeln!(map, "        {};", inner(&s.name));
+    }
+    map.push_str("};\n");
+    map
+}
+
+/// One node after another, the newest first; all that is in none of them is hidden.
+///
+/// A name that has an old version stands in two nodes. The linker gives the function of that name
+/// to the first of them, which must be the newer one, and the old version to the node that its
+/// `.symver` says. No node is "on top of" another: that is a note to readers which would force the
+/// other order, and the loader does not look at it.
+fn version_script(symbols: &[Symbol], library: &str) -> String {
+    let mut map = String::new();
+    let nodes = nodes(symbols, library);
+    let oldest = nodes.first().copied().unwrap_or_default();
+    for node in nodes.into_iter().rev() {
+        let _ = writeln!(map, "{node} {{\n    global:");
+        for s in symbols {
+            if s.library == library && s.node == node {
+                let _ = writeln!(map, "        {};", s.name);
+            }
+        }
+        if node == oldest {
+            map.push_str("    local:\n        *;\n");
+        }
+        map.push_str("};\n");
+    }
+    map
+}
+
+/// The old versions of symbols: jumps to the function that fails in the right way.
+fn legacy_jumps(symbols: &[Symbol]) -> Result<String> {
+    let old = |s: &Symbol| {
+        let failure = match s.legacy? {
+            Legacy::Null => "anywarp_legacy_null",
+            Legacy::Code => "anywarp_legacy_code",
+            Legacy::Void => "anywarp_legacy_void",
+        };
+        Some((format!("anywarp_old_{}", s.name), failure.to_owned()))
+    };
+    let mut text = trampolines(symbols.iter().filter_map(old))?;
+    for s in symbols.iter().filter(|s| s.legacy.is_some()) {
+        let _ = writeln!(text, ".symver anywarp_old_{0}, {0}@{1}", s.name, s.node);
+    }
+    Ok(text)
+}
+
+/// Assembler text that defines each first name as a jump to the second.
+fn trampolines(jumps: impl Iterator<Item = (String, String)>) -> Result<String> {
+    let mut text = String::from(".text\n");
+    for (name, target) in jumps {
+        let jump = match std::env::consts::ARCH {
+            "x86_64" => format!("endbr64\njmp *{target}@GOTPCREL(%rip)"),
+            "aarch64" => format!(
+                "hint #34\nadrp x16, :got:{target}\nldr x16, [x16, :got_lo12:{target}]\nbr x16"
+            ),
+            other => return Err(format!("no trampolines for {other}").into()),
+        };
+        let _ = writeln!(
+            text,
+            ".globl {name}\n.type {name}, %function\n.p2align 4\n{name}:\n.cfi_startproc\n{jump}\n.cfi_endproc\n.size {name}, . - {name}"
+        );
+    }
+    text.push_str(".section .note.GNU-stack, \"\", %progbits\n.text\n");
+    Ok(text)
+}

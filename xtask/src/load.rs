@@ -1,0 +1,173 @@
+//! Whether the loader finds the built libraries: `tests/c/load.c` in many environments, and the
+//! programs of the distribution.
+
+use crate::symbols::{IBVERBS, RDMACM};
+use crate::{Result, sh};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Installed programs and drivers whose every reference must resolve; those not installed are left out.
+const PROGRAMS: [&str; 24] = [
+    "/usr/bin/ibv_devices",
+    "/usr/bin/ibv_devinfo",
+    "/usr/bin/ibv_asyncwatch",
+    "/usr/bin/ibv_rc_pingpong",
+    "/usr/bin/ibv_xsrq_pingpong",
+    "/usr/bin/rping",
+    "/usr/bin/ucmatose",
+    "/usr/bin/udaddy",
+    "/usr/bin/mckey",
+    "/usr/bin/cmtime",
+    "/usr/bin/rdma_client",
+    "/usr/bin/rdma_xserver",
+    "/usr/bin/rstream",
+    "/usr/bin/riostream",
+    "/usr/bin/rcopy",
+    "/usr/bin/udpong",
+    "/usr/bin/ib_send_bw",
+    "/usr/bin/ib_write_lat",
+    "/usr/bin/ib_atomic_bw",
+    "/usr/bin/raw_ethernet_bw",
+    "/usr/bin/qperf",
+    "/usr/bin/fio",
+    "/usr/lib/x86_64-linux-gnu/libmlx5.so.1",
+    "/usr/lib/x86_64-linux-gnu/libefa.so.1",
+];
+
+/// How our libraries come into a process.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    /// `LD_LIBRARY_PATH` has our folder.
+    Path,
+    /// `LD_PRELOAD` has both files.
+    Preload,
+    /// Both, as `anywarp run` does.
+    Both,
+    /// Not at all.
+    None,
+}
+
+/// Loads the libraries in every way that programs do.
+pub(crate) fn run() -> Result {
+    let lib = sh::dist().join("lib/anywarp");
+    let work = sh::target().join("dist-load");
+    fs::create_dir_all(&work)?;
+    let ours = format!("-L{}", lib.display());
+    let rpath = format!("-Wl,--disable-new-dtags,-rpath,{}", lib.display());
+    let plain = build(&work, "load", &[])?;
+    let linked = ["-DLINKED", "-Wl,-z,now", "-Wl,--no-as-needed"];
+    let libraries = ["-libverbs", "-lrdmacm"];
+    let against_theirs = build(
+        &work,
+        "load-theirs",
+        &[&linked[..], &libraries[..]].concat(),
+    )?;
+    let against_ours = build(
+        &work,
+        "load-ours",
+        &[&linked[..], &[&ours], &libraries[..]].concat(),
+    )?;
+    // librdmacm alone: libibverbs comes in behind it.
+    let only_cm = build(
+        &work,
+        "load-rpath",
+        &[
+            &[rpath.as_str(), &ours, "-Wl,--no-as-needed"][..],
+            &libraries[1..],
+        ]
+        .concat(),
+    )?;
+
+    let folder = lib.display().to_string();
+    let mut failures = Vec::new();
+    let mut count = 0_usize;
+    let mut case = |program: &Path, how: &str, way: Way| -> Result {
+        let mut command = Command::new(program);
+        command.arg(how);
+        environment(&mut command, way, &lib);
+        if !matches!(way, Way::None) {
+            command.env("EXPECT_DIR", &folder);
+        }
+        count += 1;
+        if !command.status()?.success() {
+            failures.push(format!("{} {how} ({way:?})", program.display()));
+        }
+        Ok(())
+    };
+    for way in [Way::Path, Way::Preload, Way::Both] {
+        for how in ["soname", "deepbind", "rdmacm", &folder] {
+            case(&plain, how, way)?;
+            case(&against_theirs, how, way)?;
+        }
+        case(&against_theirs, "linked", way)?;
+        case(&against_ours, "linked", way)?;
+    }
+    // With the preload alone, the development link of the distribution would be found.
+    for way in [Way::Path, Way::Both] {
+        case(&plain, "link", way)?;
+    }
+    // By path alone; through the program's own run path; and with what we built against ours
+    // running on the distribution's libraries.
+    case(&plain, &folder, Way::None)?;
+    case(&only_cm, "rdmacm", Way::None)?;
+    case(&against_ours, "linked", Way::None)?;
+
+    for program in PROGRAMS.iter().filter(|p| Path::new(p).exists()) {
+        count += 1;
+        let unresolved = unresolved(Path::new(program), &lib)?;
+        failures.extend(unresolved.iter().map(|u| format!("{program}: {u}")));
+    }
+    if failures.is_empty() {
+        println!("loaded in {count} ways");
+        return Ok(());
+    }
+    Err(failures.join("\n").into())
+}
+
+/// Builds `tests/c/load.c` as `name`.
+fn build(work: &Path, name: &str, arguments: &[&str]) -> Result<PathBuf> {
+    let program = work.join(name);
+    let mut cc = sh::cc();
+    cc.args(["-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+        .arg(&program)
+        .arg(sh::root().join("tests/c/load.c"))
+        .args(arguments);
+    sh::run(&mut cc)?;
+    Ok(program)
+}
+
+/// Brings our libraries in, and nothing of what the caller's environment says.
+fn environment(command: &mut Command, way: Way, lib: &Path) {
+    command
+        .env_remove("LD_LIBRARY_PATH")
+        .env_remove("LD_PRELOAD");
+    if matches!(way, Way::Path | Way::Both) {
+        command.env("LD_LIBRARY_PATH", lib);
+    }
+    if matches!(way, Way::Preload | Way::Both) {
+        let files = [IBVERBS, RDMACM].map(|l| lib.join(l).display().to_string());
+        command.env("LD_PRELOAD", files.join(":"));
+    }
+}
+
+/// What the loader does not find for `program` when it resolves every reference at once.
+fn unresolved(program: &Path, lib: &Path) -> Result<Vec<String>> {
+    let mut ldd = Command::new("ldd");
+    ldd.arg("-r").arg(program).stdin(Stdio::null());
+    environment(&mut ldd, Way::Path, lib);
+    // Complaints come on either stream; that ldd fails is one more.
+    let output = ldd.output()?;
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    let bad = ["undefined symbol", "not found", "no version information"];
+    let mut found: Vec<String> = text
+        .lines()
+        .filter(|l| bad.iter().any(|b| l.contains(b)))
+        .map(|l| l.trim().to_owned())
+        .collect();
+    if !text.contains(&lib.display().to_string()) {
+        found.push("does not load our libraries".to_owned());
+    }
+    Ok(found)
+}

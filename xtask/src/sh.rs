@@ -1,0 +1,65 @@
+//! Running programs, and where things are.
+
+use crate::Result;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// The workspace's folder.
+pub(crate) fn root() -> PathBuf {
+    let mut path = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    path.pop();
+    path
+}
+
+/// Where cargo builds: `CARGO_TARGET_DIR`, else `target`.
+pub(crate) fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| root().join("target"), |dir| root().join(dir))
+}
+
+/// Where `cargo xtask dist` puts its result, whatever `CARGO_TARGET_DIR` says.
+pub(crate) fn dist() -> PathBuf {
+    root().join("target/dist")
+}
+
+/// The cargo that runs us.
+pub(crate) fn cargo() -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.current_dir(root());
+    command
+}
+
+/// The C compiler: `CC`, else `cc`.
+pub(crate) fn cc() -> Command {
+    Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+}
+
+/// Runs a program; that it fails is an error that names it.
+pub(crate) fn run(command: &mut Command) -> Result {
+    let status = command
+        .status()
+        .map_err(|e| format!("{}: {e}", name(command)))?;
+    if !status.success() {
+        return Err(format!("{}: {status}", name(command)).into());
+    }
+    Ok(())
+}
+
+/// Runs a program and returns what it prints.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|e| format!("{}: {e}", name(command)))?;
+    if !output.status.success() {
+        return Err(format!("{}: {}", name(command), output.status).into());
+    }
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+fn name(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let words: Vec<_> = words.map(|w| w.to_string_lossy()).collect();
+    words.join(" ")
+}
