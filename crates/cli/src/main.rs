@@ -1,2 +1,27 @@
-//! The anywarp command.
-fn main() {}
+//! The `anywarp` command: runs unmodified RDMA programs on any machine, and says what this one offers.
+//!
+//! Order to read in: [`cli`] (what can be asked), [`library`] (where the drop-in libraries are and which
+//! variables put them in front), then one file per subcommand in [`cmd`]. All `unsafe` is in [`sys`].
+#![deny(unsafe_code)]
+
+mod cli;
+mod cmd;
+mod elf;
+mod json;
+mod library;
+mod pages;
+mod sys;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    match cmd::dispatch(cli::Cli::parse()) {
+        Ok(code) => code,
+        Err(failure) => {
+            eprintln!("anywarp: {failure}");
+            failure.exit_code()
+        }
+    }
+}

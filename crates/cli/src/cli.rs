@@ -1,0 +1,236 @@
+//! What can be asked of `anywarp`: subcommands and options, from which help, man pages and completions are made.
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
+
+/// RDMA on any machine: runs unmodified RDMA programs without RDMA hardware
+///
+/// anywarp is an RDMA network card made of software. It lives inside the process that uses it, needs no
+/// kernel module, no device file and no privileges, and speaks iWARP over the machine's own TCP and UDP.
+/// Programs find it through the libraries they are linked with anyway, libibverbs and librdmacm; `anywarp
+/// run` puts anywarp's versions of the two in front of the distribution's.
+#[derive(Debug, Parser)]
+#[command(
+    name = "anywarp",
+    version,
+    propagate_version = true,
+    arg_required_else_help = true
+)]
+pub(crate) struct Cli {
+    /// What to do
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a program with anywarp as its RDMA device
+    ///
+    /// Sets LD_PRELOAD and LD_LIBRARY_PATH so that the program and all its children load anywarp's
+    /// libibverbs.so.1 and librdmacm.so.1, and then becomes the program: no process of anywarp stays behind.
+    /// Both variables keep what was set before, behind anywarp's part.
+    ///
+    /// A statically linked program, a program of another architecture and a set-user-ID program that gains
+    /// privileges cannot be reached this way; for these a warning is printed.
+    Run(Run),
+
+    /// Print the variables that `anywarp run` sets, for a shell, a Dockerfile or another tool
+    ///
+    /// With --shell the output is for `eval "$(anywarp env --shell)"`, with --docker for a Dockerfile.
+    Env(Env),
+
+    /// Say what this machine has for software RDMA, and test that it works
+    ///
+    /// Each line is ok, warn or fail; a warn or fail says what to do. At the end a self-test moves real bytes
+    /// with every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
+    Doctor(Doctor),
+
+    /// Write man pages and shell completions
+    #[command(hide = true)]
+    Generate(Generate),
+}
+
+/// Arguments of `anywarp run`.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// Address of this machine that becomes GID 0 of the device (sets ANYWARP_ADDR)
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) device_ip: Option<IpAddr>,
+
+    /// Log to stderr what the device does (sets ANYWARP_LOG)
+    #[arg(long, value_name = "LEVEL", value_enum)]
+    pub(crate) log: Option<LogLevel>,
+
+    /// Do not preload the path shim, which shows the device under /dev/infiniband and /sys/class/infiniband
+    #[arg(long)]
+    pub(crate) no_path_shim: bool,
+
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM",
+        value_hint = ValueHint::CommandWithArguments
+    )]
+    pub(crate) program: Vec<OsString>,
+}
+
+/// Arguments of `anywarp env`.
+#[derive(Debug, Args)]
+pub(crate) struct Env {
+    /// Lines for a POSIX shell (the default)
+    #[arg(long, conflicts_with_all = ["docker", "json"])]
+    pub(crate) shell: bool,
+
+    /// Lines for a Dockerfile
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) docker: bool,
+
+    /// One JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Leave the path shim out
+    #[arg(long)]
+    pub(crate) no_path_shim: bool,
+}
+
+/// Arguments of `anywarp doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// Print one JSON object instead of lines
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Look only, do not run the self-test
+    #[arg(long)]
+    pub(crate) no_self_test: bool,
+}
+
+/// Arguments of `anywarp generate`.
+#[derive(Debug, Args)]
+pub(crate) struct Generate {
+    /// Folder that gets man/, bash-completion/, zsh/ and fish/ (usually PREFIX/share)
+    #[arg(value_hint = ValueHint::DirPath)]
+    pub(crate) dir: PathBuf,
+}
+
+/// How much the device says, from failures only to every frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogLevel {
+    /// Failures of the device itself
+    Error,
+    /// Also misuse by the program and what peers did wrong
+    Warn,
+    /// Also connections and their ends
+    Info,
+    /// Also each work request
+    Debug,
+    /// Also each frame
+    Trace,
+}
+
+impl LogLevel {
+    /// The value that ANYWARP_LOG takes.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+            Self::Trace => "trace",
+        }
+    }
+}
+
+/// A variable that the device or the command reads.
+pub(crate) struct Variable {
+    /// Its name.
+    pub(crate) name: &'static str,
+    /// The form of its value.
+    pub(crate) value: &'static str,
+    /// What it does, in whole sentences.
+    pub(crate) text: &'static str,
+}
+
+/// All variables, in the order of the manual.
+pub(crate) const VARIABLES: &[Variable] = &[
+    Variable {
+        name: "ANYWARP_LOG",
+        value: "error|warn|info|debug|trace",
+        text: "How much the device writes to stderr. Nothing when unset. The level info names connections and \
+               why they ended; debug adds each work request and trace each frame.",
+    },
+    Variable {
+        name: "ANYWARP_ADDR",
+        value: "ADDRESS",
+        text: "The IPv4 or IPv6 address of this machine that becomes GID 0, the address that most programs \
+               use. When unset it is the first address of the first interface that is up and not the loopback, \
+               and 127.0.0.1 where there is no other. Further addresses follow as GID 1, 2 and so on.",
+    },
+    Variable {
+        name: "ANYWARP_FACE",
+        value: "roce|iwarp|ib",
+        text: "What the device calls itself; roce when unset. It changes only what queries report, for \
+               programs that behave differently by type. What travels is the same.",
+    },
+    Variable {
+        name: "ANYWARP_CRC",
+        value: "0|1",
+        text: "Whether this side asks for a CRC32C in each frame on TCP; 1 when unset. It is left out only \
+               where both sides ask for none.",
+    },
+    Variable {
+        name: "ANYWARP_LIB",
+        value: "DIRECTORY",
+        text: "Where the command finds libibverbs.so.1 and librdmacm.so.1. When unset, ../lib/anywarp seen \
+               from the folder of the anywarp program.",
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn options_behind_the_program_belong_to_the_program() {
+        let cli = Cli::try_parse_from([
+            "anywarp", "run", "--log", "info", "rping", "-s", "--log", "x",
+        ])
+        .unwrap();
+        let Command::Run(run) = cli.command else {
+            panic!("not run")
+        };
+
+        assert_eq!(run.log, Some(LogLevel::Info));
+        assert_eq!(run.program, ["rping", "-s", "--log", "x"]);
+    }
+
+    #[test]
+    fn two_dashes_end_our_options() {
+        let cli = Cli::try_parse_from(["anywarp", "run", "--", "rping", "--", "-s"]).unwrap();
+        let Command::Run(run) = cli.command else {
+            panic!("not run")
+        };
+
+        assert_eq!(run.program, ["rping", "--", "-s"]);
+    }
+
+    #[test]
+    fn a_run_needs_a_program() {
+        assert!(Cli::try_parse_from(["anywarp", "run"]).is_err());
+        assert!(Cli::try_parse_from(["anywarp", "run", "--device-ip", "nonsense", "x"]).is_err());
+    }
+}

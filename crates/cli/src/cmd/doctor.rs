@@ -1,0 +1,162 @@
+//! `anywarp doctor`: what this machine has, and whether the device works on it.
+
+mod checks;
+mod self_test;
+
+use std::process::ExitCode;
+
+use super::Failure;
+use crate::cli::Doctor;
+use crate::json;
+use crate::library::Library;
+
+/// How well a thing is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Level {
+    /// As it should be.
+    Ok,
+    /// Works, and could be better.
+    Warn,
+    /// Does not work.
+    Fail,
+}
+
+impl Level {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+}
+
+/// One line of the report.
+#[derive(Debug)]
+struct Line {
+    level: Level,
+    topic: &'static str,
+    found: String,
+    /// What to do about it; every line that is not ok has one.
+    advice: Option<String>,
+}
+
+impl Line {
+    fn ok(topic: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            level: Level::Ok,
+            topic,
+            found: found.into(),
+            advice: None,
+        }
+    }
+
+    fn warn(topic: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self {
+            level: Level::Warn,
+            topic,
+            found: found.into(),
+            advice: Some(advice.into()),
+        }
+    }
+
+    fn fail(topic: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self {
+            level: Level::Fail,
+            topic,
+            found: found.into(),
+            advice: Some(advice.into()),
+        }
+    }
+
+    fn print(&self) {
+        println!("{:<4}  {}: {}", self.level.as_str(), self.topic, self.found);
+        if let Some(advice) = &self.advice {
+            println!("      -> {advice}");
+        }
+    }
+
+    fn to_json(&self) -> String {
+        let advice = self
+            .advice
+            .as_deref()
+            .map_or_else(|| "null".to_owned(), json::string);
+        json::object([
+            ("level", json::string(self.level.as_str())),
+            ("topic", json::string(self.topic)),
+            ("found", json::string(&self.found)),
+            ("advice", advice),
+        ])
+    }
+}
+
+/// Takes the lines as they come: printed at once, or kept for the JSON object.
+struct Report {
+    json: bool,
+    lines: Vec<Line>,
+}
+
+impl Report {
+    fn add(&mut self, line: Line) {
+        if !self.json {
+            line.print();
+        }
+        self.lines.push(line);
+    }
+
+    fn count(&self, level: Level) -> usize {
+        self.lines.iter().filter(|line| line.level == level).count()
+    }
+
+    fn finish(&self) -> ExitCode {
+        let failed = self.count(Level::Fail);
+        if self.json {
+            let lines: Vec<String> = self.lines.iter().map(Line::to_json).collect();
+            let members = [
+                ("ok", (failed == 0).to_string()),
+                ("lines", format!("[{}]", lines.join(", "))),
+            ];
+            println!("{}", json::object(members));
+        } else {
+            println!(
+                "{} ok, {} warn, {failed} fail",
+                self.count(Level::Ok),
+                self.count(Level::Warn)
+            );
+        }
+        ExitCode::from(u8::from(failed > 0))
+    }
+}
+
+/// Looks at everything, then runs the self-test.
+pub(crate) fn run(args: &Doctor) -> Result<ExitCode, Failure> {
+    let mut report = Report {
+        json: args.json,
+        lines: Vec::new(),
+    };
+    let library = Library::find();
+
+    for line in checks::machine() {
+        report.add(line);
+    }
+    match library {
+        Err(missing) => report.add(Line::fail(
+            "library",
+            missing.to_string(),
+            "install anywarp anew",
+        )),
+        Ok(library) => {
+            for line in checks::library(&library) {
+                report.add(line);
+            }
+            let (lines, usable) = self_test::device(&library);
+            for line in lines {
+                report.add(line);
+            }
+            if usable && !args.no_self_test {
+                report.add(self_test::run(&library));
+            }
+        }
+    }
+    Ok(report.finish())
+}

@@ -1,0 +1,295 @@
+//! What the machine has: read from /proc and /sys, or tried.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::Line;
+use crate::library::Library;
+use crate::sys;
+
+/// Socket buffer below which a burst of datagrams is lost: 1 MiB holds some 700 datagrams of 1500 bytes.
+const ENOUGH_BUFFER: u64 = 1 << 20;
+
+/// Descriptors below which a program with a hundred connections runs out; a connection takes up to three.
+const ENOUGH_DESCRIPTORS: u64 = 1024;
+
+/// Largest automatic TCP buffer below which a long fat link is not filled.
+const ENOUGH_TCP_BUFFER: u64 = 4 << 20;
+
+/// Everything that does not depend on the library.
+pub(super) fn machine() -> Vec<Line> {
+    let mut lines = vec![real_devices(), distribution()];
+    lines.extend(features());
+    lines.push(datagram_buffer("net.core.rmem_max"));
+    lines.push(datagram_buffer("net.core.wmem_max"));
+    lines.push(tcp_buffer("net.ipv4.tcp_rmem"));
+    lines.push(tcp_buffer("net.ipv4.tcp_wmem"));
+    lines.push(congestion_control());
+    lines.push(descriptors());
+    lines
+}
+
+/// Reads a kernel setting by its sysctl name.
+fn sysctl(name: &str) -> io::Result<String> {
+    let path = Path::new("/proc/sys").join(name.replace('.', "/"));
+    fs::read_to_string(path).map(|text| text.trim().to_owned())
+}
+
+fn real_devices() -> Line {
+    let devices: Vec<String> = fs::read_dir("/sys/class/infiniband")
+        .map(|dir| {
+            dir.flatten()
+                .map(|entry| entry.file_name().to_string_lossy().into_owned())
+                .collect()
+        })
+        .unwrap_or_default();
+    if devices.is_empty() {
+        Line::ok("RDMA devices of the kernel", "none, and none is needed")
+    } else {
+        Line::warn(
+            "RDMA devices of the kernel",
+            devices.join(", "),
+            "programs under `anywarp run` see only anywarp0; run them without it to use these",
+        )
+    }
+}
+
+/// Folders in which distributions keep libraries.
+fn library_folders() -> Vec<PathBuf> {
+    let triplet = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
+    [triplet.as_str(), "/usr/lib64", "/usr/lib", "/lib64", "/lib"]
+        .iter()
+        .map(PathBuf::from)
+        .collect()
+}
+
+/// The distribution's libibverbs, without its symbolic links.
+fn distribution_verbs() -> Option<PathBuf> {
+    library_folders()
+        .into_iter()
+        .find_map(|dir| fs::canonicalize(dir.join("libibverbs.so.1")).ok())
+}
+
+fn distribution() -> Line {
+    match distribution_verbs() {
+        Some(path) => Line::ok("libibverbs of the distribution", path.display().to_string()),
+        None => Line::warn(
+            "libibverbs of the distribution",
+            "not installed",
+            "nothing, if your programs run; packages named rdma-core, ibverbs-utils and perftest hold programs to try",
+        ),
+    }
+}
+
+/// Names of the private version nodes in a library file: the part of the interface that differs by release.
+fn private_nodes(path: &Path) -> Vec<String> {
+    const PREFIX: &[u8] = b"IBVERBS_PRIVATE_";
+    let content = fs::read(path).unwrap_or_default();
+    let mut nodes: Vec<String> = content
+        .split(|b| *b == 0)
+        .filter_map(|text| text.strip_prefix(PREFIX))
+        .filter(|digits| !digits.is_empty() && digits.iter().all(u8::is_ascii_digit))
+        .map(|digits| String::from_utf8_lossy(&[PREFIX, digits].concat()).into_owned())
+        .collect();
+    nodes.sort();
+    nodes.dedup();
+    nodes
+}
+
+/// Whether the drop-in library offers what the distribution's programs are linked against.
+pub(super) fn library(library: &Library) -> Vec<Line> {
+    let mut lines = vec![Line::ok("library", library.dir().display().to_string())];
+    if let Some(theirs) = distribution_verbs() {
+        let ours: Vec<String> = fs::read_dir(library.dir())
+            .map(|dir| {
+                dir.flatten()
+                    .map(|entry| entry.path())
+                    .collect::<Vec<PathBuf>>()
+            })
+            .unwrap_or_default()
+            .iter()
+            .filter(|path| {
+                path.file_name()
+                    .and_then(OsStr::to_str)
+                    .is_some_and(|name| name.contains(".so"))
+            })
+            .flat_map(|path| private_nodes(path))
+            .collect();
+        let missing: Vec<String> = private_nodes(&theirs)
+            .into_iter()
+            .filter(|node| !ours.contains(node))
+            .collect();
+        if !missing.is_empty() {
+            lines.push(Line::warn(
+                "library versions",
+                format!(
+                    "the distribution's libibverbs has {}, which anywarp's has not",
+                    missing.join(", ")
+                ),
+                "a program that ends with \"version not found\" needs a newer anywarp",
+            ));
+        }
+    }
+    if library.path_shim().is_none() {
+        lines.push(Line::warn(
+            "path shim",
+            "libanywarp-path.so is missing",
+            "install anywarp anew, if UCX or another program that looks for device files does not see the device",
+        ));
+    }
+    lines
+}
+
+/// A feature, whether it is there, and what is lost without it.
+fn feature(name: &'static str, tried: io::Result<()>, needed: bool, without: &str) -> Line {
+    match tried {
+        Ok(()) => Line::ok("kernel", name),
+        Err(e) if needed => Line::fail(
+            "kernel",
+            format!("{name}: {e}"),
+            format!("{without}; allow the call in this sandbox"),
+        ),
+        Err(e) => Line::warn("kernel", format!("{name}: {e}"), without.to_owned()),
+    }
+}
+
+fn features() -> Vec<Line> {
+    vec![
+        feature(
+            "eventfd",
+            sys::eventfd(),
+            true,
+            "completion channels do not work",
+        ),
+        feature("timerfd", sys::timerfd(), true, "time-outs do not work"),
+        feature(
+            "epoll_pwait2",
+            sys::epoll_pwait2(),
+            false,
+            "waits are rounded to milliseconds; Linux 5.11 has it",
+        ),
+        feature(
+            "TCP_USER_TIMEOUT",
+            sys::tcp_user_timeout(),
+            false,
+            "a peer that vanished is noticed later",
+        ),
+        feature(
+            "UDP segmentation (GSO)",
+            sys::udp_gso(),
+            false,
+            "datagrams are sent one by one; Linux 4.18 has it",
+        ),
+        feature(
+            "UDP coalescing (GRO)",
+            sys::udp_gro(),
+            false,
+            "datagrams are received one by one; Linux 5.0 has it",
+        ),
+    ]
+}
+
+fn datagram_buffer(name: &'static str) -> Line {
+    match sysctl(name).ok().and_then(|text| text.parse::<u64>().ok()) {
+        Some(bytes) if bytes >= ENOUGH_BUFFER => Line::ok(name, format!("{bytes} bytes")),
+        Some(bytes) => Line::warn(
+            name,
+            format!("{bytes} bytes: bursts of UD datagrams may be lost"),
+            format!(
+                "sysctl -w {name}={} as root, on the host if this is a container",
+                4 * ENOUGH_BUFFER
+            ),
+        ),
+        None => Line::ok(name, "not readable here (the host decides)"),
+    }
+}
+
+fn tcp_buffer(name: &'static str) -> Line {
+    let largest = sysctl(name)
+        .ok()
+        .and_then(|text| text.split_whitespace().last()?.parse::<u64>().ok());
+    match largest {
+        Some(bytes) if bytes >= ENOUGH_TCP_BUFFER => Line::ok(name, format!("up to {bytes} bytes")),
+        Some(bytes) => Line::warn(
+            name,
+            format!("up to {bytes} bytes: a fast link with a long way is not filled"),
+            format!("raise its third number to {ENOUGH_TCP_BUFFER} or more with sysctl, as root"),
+        ),
+        None => Line::ok(name, "not readable here (the host decides)"),
+    }
+}
+
+fn congestion_control() -> Line {
+    match sysctl("net.ipv4.tcp_congestion_control") {
+        Ok(name) => Line::ok("TCP congestion control", name),
+        Err(_) => Line::ok(
+            "TCP congestion control",
+            "not readable here (the kernel's default)",
+        ),
+    }
+}
+
+fn descriptors() -> Line {
+    let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let Some((soft, hard)) = open_files(&limits) else {
+        return Line::ok("open files", "no limit found");
+    };
+    let found = format!("{soft} (at most {hard})");
+    if soft == "unlimited"
+        || soft
+            .parse::<u64>()
+            .is_ok_and(|soft| soft >= ENOUGH_DESCRIPTORS)
+    {
+        Line::ok("open files", found)
+    } else {
+        let advice =
+            format!("ulimit -n {hard} before the program starts: a connection takes up to three");
+        Line::warn("open files", found, advice)
+    }
+}
+
+/// Soft and hard limit of open files in the text of /proc/self/limits.
+fn open_files(limits: &str) -> Option<(&str, &str)> {
+    let mut words = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"))?
+        .split_whitespace();
+    Some((words.next()?, words.next()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn limits_are_read() {
+        let text = "Limit                     Soft Limit           Hard Limit           Units\n\
+                    Max open files            1024                 1048576              files\n";
+
+        assert_eq!(open_files(text), Some(("1024", "1048576")));
+        assert_eq!(open_files(""), None);
+    }
+
+    #[test]
+    fn every_line_that_is_not_ok_says_what_to_do() {
+        for line in machine() {
+            assert_eq!(line.level == Level::Ok, line.advice.is_none(), "{line:?}");
+        }
+    }
+
+    #[test]
+    fn private_nodes_are_found_in_a_library_file() {
+        let path = std::env::temp_dir().join(format!("anywarp-nodes-{}", std::process::id()));
+        fs::write(
+            &path,
+            b"x\0IBVERBS_PRIVATE_34\0IBVERBS_PRIVATE_\0IBVERBS_PRIVATE_34\0",
+        )
+        .unwrap();
+
+        assert_eq!(private_nodes(&path), ["IBVERBS_PRIVATE_34"]);
+        fs::remove_file(&path).unwrap();
+    }
+}

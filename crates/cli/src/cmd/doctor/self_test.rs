@@ -1,0 +1,200 @@
+//! The device itself: whether it opens, which addresses it has, and whether bytes arrive.
+
+use std::io::Read;
+use std::net::Ipv6Addr;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use std::{env, fs, io, thread};
+
+use super::Line;
+use crate::library::Library;
+
+/// Longest time for opening the device.
+const OPEN_TIME: Duration = Duration::from_secs(20);
+
+/// Longest time for the whole self-test; it takes seconds where all is well.
+const TEST_TIME: Duration = Duration::from_secs(300);
+
+/// How often a running program is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a program left behind.
+struct Outcome {
+    /// Its exit was 0.
+    good: bool,
+    /// Its standard output, and its standard error behind it.
+    text: String,
+}
+
+/// Runs the self-test program on the drop-in libraries, for at most `time`.
+fn run_program(library: &Library, args: &[&str], time: Duration) -> io::Result<Outcome> {
+    let Some(program) = library.self_test() else {
+        return Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "the program anywarp-selftest is missing",
+        ));
+    };
+    let mut child = Command::new(program)
+        .args(args)
+        .envs(library.variables(false, |name| env::var_os(name)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let readers: Vec<thread::JoinHandle<String>> = [
+        child
+            .stdout
+            .take()
+            .map(|pipe| thread::spawn(move || read_all(pipe))),
+        child
+            .stderr
+            .take()
+            .map(|pipe| thread::spawn(move || read_all(pipe))),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+
+    let end = Instant::now() + time;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break Some(status);
+        }
+        if Instant::now() >= end {
+            child.kill()?;
+            child.wait()?;
+            break None;
+        }
+        thread::sleep(LOOK);
+    };
+    let mut text = String::new();
+    for reader in readers {
+        text.push_str(&reader.join().unwrap_or_default());
+    }
+    match status {
+        Some(status) => Ok(Outcome {
+            good: status.success(),
+            text,
+        }),
+        None => Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("no end within {} s", time.as_secs()),
+        )),
+    }
+}
+
+fn read_all(mut pipe: impl Read) -> String {
+    let mut bytes = Vec::new();
+    let _what_came_before_the_error = pipe.read_to_end(&mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Opens the device and tells its addresses; the second value is whether it can be tested.
+pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
+    let advice = "set ANYWARP_LOG=debug and run `anywarp doctor` again to see why";
+    match run_program(library, &["--device"], OPEN_TIME) {
+        Err(e) => (vec![Line::fail("device", e.to_string(), advice)], false),
+        Ok(Outcome { good: false, text }) => {
+            let said = text
+                .lines()
+                .last()
+                .unwrap_or("it ended without a word")
+                .to_owned();
+            (
+                vec![Line::fail(
+                    "device",
+                    format!("does not open: {said}"),
+                    advice,
+                )],
+                false,
+            )
+        }
+        Ok(Outcome { text, .. }) => {
+            let name = text
+                .lines()
+                .find_map(|line| line.strip_prefix("device "))
+                .unwrap_or("?");
+            let mut lines = vec![Line::ok("device", format!("{name} opens"))];
+            lines.extend(text.lines().filter_map(gid));
+            (lines, true)
+        }
+    }
+}
+
+/// A line `gid INDEX ADDRESS ifindex N` of the self-test program, told in words.
+fn gid(line: &str) -> Option<Line> {
+    let mut words = line.strip_prefix("gid ")?.split_whitespace();
+    let (index, address) = (
+        words.next()?,
+        words.next()?.parse::<Ipv6Addr>().ok()?.to_canonical(),
+    );
+    let interface = words
+        .nth(1)
+        .and_then(interface)
+        .unwrap_or_else(|| "no interface".to_owned());
+    let found = format!("GID {index} is {address} ({interface})");
+    if index == "0" && address.is_loopback() {
+        let advice = "set ANYWARP_ADDR to an address of this machine that others reach, if others shall reach it";
+        return Some(Line::warn(
+            "address",
+            format!("{found}: only this machine reaches it"),
+            advice,
+        ));
+    }
+    Some(Line::ok("address", found))
+}
+
+/// The name of the interface with this number.
+fn interface(number: &str) -> Option<String> {
+    let entries = fs::read_dir("/sys/class/net").ok()?;
+    entries.flatten().find_map(|entry| {
+        let index = fs::read_to_string(entry.path().join("ifindex")).ok()?;
+        (index.trim() == number).then(|| entry.file_name().to_string_lossy().into_owned())
+    })
+}
+
+/// Every opcode between two queue pairs on this machine.
+pub(super) fn run(library: &Library) -> Line {
+    let advice = "set ANYWARP_LOG=info and run `anywarp doctor` again; a failure without a word in the log is a bug";
+    match run_program(library, &[], TEST_TIME) {
+        Err(e) => Line::fail("self-test", e.to_string(), advice),
+        Ok(Outcome { good, text }) => {
+            let totals = text
+                .lines()
+                .rev()
+                .find(|line| line.contains(" passed, "))
+                .unwrap_or("no result");
+            let failed: Vec<&str> = text
+                .lines()
+                .filter_map(|line| line.strip_prefix("FAIL "))
+                .collect();
+            if good && failed.is_empty() {
+                Line::ok("self-test", format!("all opcodes over loopback: {totals}"))
+            } else {
+                Line::fail(
+                    "self-test",
+                    [&[totals][..], &failed].concat().join("; "),
+                    advice,
+                )
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::*;
+
+    #[test]
+    fn an_address_line_is_told_in_words() {
+        let line = gid("gid 1 ::ffff:127.0.0.1 ifindex 1").unwrap();
+        assert_eq!(line.found, "GID 1 is 127.0.0.1 (lo)");
+        assert_eq!(line.level, Level::Ok);
+
+        let line = gid("gid 0 ::1 ifindex 999999").unwrap();
+        assert_eq!(line.level, Level::Warn);
+        assert!(gid("device anywarp0").is_none());
+        assert!(gid("gid").is_none());
+    }
+}

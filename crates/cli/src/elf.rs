@@ -1,0 +1,250 @@
+//! Why a preload would not reach a program: looks at the file, never runs it.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// What stands at the start of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// An ELF file: its machine, its class (1: 32 bit, 2: 64 bit), and whether the dynamic loader starts it.
+    Elf {
+        machine: u16,
+        class: u8,
+        dynamic: bool,
+    },
+    /// A script and its interpreter.
+    Script(PathBuf),
+    /// Something else.
+    Other,
+}
+
+/// A reason why the program will not see the device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Obstacle {
+    /// No dynamic loader, so nothing is preloaded.
+    Static(PathBuf),
+    /// The loader ignores the variables for a program that gains privileges.
+    Privileged(PathBuf),
+    /// The libraries are for another machine.
+    OtherMachine(PathBuf),
+}
+
+impl std::fmt::Display for Obstacle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Static(path) => {
+                write!(
+                    f,
+                    "{} is statically linked: no library can be put into it",
+                    path.display()
+                )
+            }
+            Self::Privileged(path) => write!(
+                f,
+                "{} is set-user-ID or set-group-ID: the loader ignores LD_PRELOAD for it (install the libraries \
+                 system-wide, or run it as its owner)",
+                path.display()
+            ),
+            Self::OtherMachine(path) => {
+                write!(
+                    f,
+                    "{} is a program for another architecture than the libraries",
+                    path.display()
+                )
+            }
+        }
+    }
+}
+
+const MAGIC: [u8; 4] = *b"\x7fELF";
+const PT_INTERP: u32 = 3;
+
+/// Program headers looked at; a real program has about a dozen.
+const MAX_PROGRAM_HEADERS: u16 = 256;
+
+/// Scripts whose interpreters are scripts, at most; the kernel stops at the same depth.
+const MAX_SCRIPT_DEPTH: usize = 4;
+
+/// Reads what kind of file this is.
+pub(crate) fn kind(path: &Path) -> io::Result<Kind> {
+    let mut file = File::open(path)?;
+    let mut head = Vec::new();
+    file.by_ref().take(256).read_to_end(&mut head)?;
+
+    if let Some(line) = head.strip_prefix(b"#!") {
+        let line = line.split(|b| *b == b'\n').next().unwrap_or_default();
+        let interpreter = line
+            .split(|b| b.is_ascii_whitespace())
+            .find(|word| !word.is_empty());
+        return Ok(interpreter.map_or(Kind::Other, |name| {
+            Kind::Script(PathBuf::from(OsStr::from_bytes(name)))
+        }));
+    }
+    elf(&mut file, &head).map(|kind| kind.unwrap_or(Kind::Other))
+}
+
+/// Reads the ELF header in `head`, and the program headers from the file.
+fn elf(file: &mut File, head: &[u8]) -> io::Result<Option<Kind>> {
+    if !head.starts_with(&MAGIC) || head.get(5) != Some(&1) {
+        return Ok(None); // not ELF, or big-endian: not ours
+    }
+    let Some(class @ (1 | 2)) = head.get(4).copied() else {
+        return Ok(None);
+    };
+    let (offset, size_at, count_at) = if class == 2 {
+        (u64_at(head, 32), 54, 56)
+    } else {
+        (u32_at(head, 28).map(u64::from), 42, 44)
+    };
+    let (Some(machine), Some(offset), Some(size), Some(count)) = (
+        u16_at(head, 18),
+        offset,
+        u16_at(head, size_at),
+        u16_at(head, count_at),
+    ) else {
+        return Ok(None);
+    };
+
+    let mut table = Vec::new();
+    let length = u64::from(size) * u64::from(count.min(MAX_PROGRAM_HEADERS));
+    file.seek(SeekFrom::Start(offset))?;
+    file.take(length).read_to_end(&mut table)?;
+    let dynamic = size > 0
+        && table
+            .chunks(usize::from(size))
+            .any(|entry| u32_at(entry, 0) == Some(PT_INTERP));
+    Ok(Some(Kind::Elf {
+        machine,
+        class,
+        dynamic,
+    }))
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    bytes
+        .get(at..)?
+        .first_chunk()
+        .copied()
+        .map(u16::from_le_bytes)
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    bytes
+        .get(at..)?
+        .first_chunk()
+        .copied()
+        .map(u32::from_le_bytes)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
+    bytes
+        .get(at..)?
+        .first_chunk()
+        .copied()
+        .map(u64::from_le_bytes)
+}
+
+/// Looks for reasons why `program`, or the interpreter that runs it, will not load `library`.
+pub(crate) fn obstacles(program: &Path, library: &Path) -> Vec<Obstacle> {
+    let mut found = Vec::new();
+    let mut path = program.to_path_buf();
+    for _ in 0..MAX_SCRIPT_DEPTH {
+        match kind(&path) {
+            Ok(Kind::Script(interpreter)) => path = interpreter,
+            Ok(Kind::Elf {
+                machine,
+                class,
+                dynamic,
+            }) => {
+                if !dynamic {
+                    found.push(Obstacle::Static(path.clone()));
+                }
+                if matches!(kind(library), Ok(Kind::Elf { machine: m, class: c, .. }) if (m, c) != (machine, class))
+                {
+                    found.push(Obstacle::OtherMachine(path.clone()));
+                }
+                break;
+            }
+            Ok(Kind::Other) | Err(_) => break, // executing it will tell
+        }
+    }
+    if gains_privileges(&path) {
+        found.push(Obstacle::Privileged(path));
+    }
+    found
+}
+
+/// Whether executing the file changes the user or the group of this process.
+fn gains_privileges(path: &Path) -> bool {
+    let (Ok(file), Ok(own)) = (path.metadata(), Path::new("/proc/self").metadata()) else {
+        return false;
+    };
+    let (setuid, setgid) = (file.mode() & 0o4000 != 0, file.mode() & 0o2010 == 0o2010);
+    (setuid && file.uid() != own.uid()) || (setgid && file.gid() != own.gid())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_test_is_an_elf_program() {
+        let own = std::env::current_exe().unwrap();
+
+        assert!(matches!(
+            kind(&own).unwrap(),
+            Kind::Elf { dynamic: true, .. }
+        ));
+        assert_eq!(obstacles(&own, &own), []);
+    }
+
+    #[test]
+    fn a_script_is_judged_by_its_interpreter() {
+        let dir = std::env::temp_dir().join(format!("anywarp-elf-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let script = dir.join("script");
+        std::fs::write(&script, "#! /bin/sh -e\nexit 0\n").unwrap();
+
+        assert_eq!(kind(&script).unwrap(), Kind::Script("/bin/sh".into()));
+        assert_eq!(obstacles(&script, Path::new("/bin/sh")), []);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_program_without_a_loader_is_static_and_another_machine_is_named() {
+        let dir = std::env::temp_dir().join(format!("anywarp-elf2-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (program, library) = (dir.join("program"), dir.join("library"));
+        let mut head = [0u8; 64];
+        head[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        head[18] = 0xb7;
+        std::fs::write(&program, head).unwrap();
+        head[18] = 0x3e;
+        std::fs::write(&library, head).unwrap();
+
+        assert_eq!(
+            obstacles(&program, &library),
+            [
+                Obstacle::Static(program.clone()),
+                Obstacle::OtherMachine(program.clone())
+            ]
+        );
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn nonsense_is_other_and_no_panic() {
+        let dir = std::env::temp_dir().join(format!("anywarp-elf3-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("file");
+        for content in [&b""[..], b"#!", b"\x7fELF", b"\x7fELF\x02\x01\0\0", b"MZ"] {
+            std::fs::write(&file, content).unwrap();
+            assert_eq!(kind(&file).unwrap(), Kind::Other, "{content:?}");
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}

@@ -1,0 +1,232 @@
+//! Where the drop-in libraries are, and which variables put them in front of the distribution's.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::{env, fmt};
+
+/// The libraries to preload, in this order; a library whose name a program asks for *is* then the preloaded one.
+const PRELOADED: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+
+/// The preload that shows the device as files; a convenience, so a run goes on without it.
+const PATH_SHIM: &str = "libanywarp-path.so";
+
+/// The self-test program of `anywarp doctor`.
+const SELF_TEST: &str = "anywarp-selftest";
+
+/// The folder with the drop-in libraries, known to hold them.
+#[derive(Debug, Clone)]
+pub(crate) struct Library {
+    dir: PathBuf,
+}
+
+/// Why there is no usable folder.
+#[derive(Debug)]
+pub(crate) enum Missing {
+    /// The path of this program is unknown, so nothing can be found relative to it.
+    OwnPath(std::io::Error),
+    /// A library is not where it should be.
+    File { path: PathBuf, from_variable: bool },
+    /// LD_PRELOAD separates by space and colon and knows no quoting.
+    Unspeakable(PathBuf),
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OwnPath(e) => write!(
+                f,
+                "cannot find out where this program is: {e}; set ANYWARP_LIB"
+            ),
+            Self::File {
+                path,
+                from_variable: true,
+            } => {
+                write!(
+                    f,
+                    "{} is missing: ANYWARP_LIB must name the folder that holds it",
+                    path.display()
+                )
+            }
+            Self::File {
+                path,
+                from_variable: false,
+            } => write!(
+                f,
+                "{} is missing: install bin/ and lib/anywarp/ side by side, or set ANYWARP_LIB to the folder that \
+                 holds it (a source tree makes both with `cargo xtask dist`)",
+                path.display()
+            ),
+            Self::Unspeakable(dir) => write!(
+                f,
+                "the library folder {} has a space or a colon in its path, which LD_PRELOAD cannot express: move it",
+                dir.display()
+            ),
+        }
+    }
+}
+
+impl Library {
+    /// Finds the folder: ANYWARP_LIB, or else `../lib/anywarp` seen from the folder of this program.
+    pub(crate) fn find() -> Result<Self, Missing> {
+        match env::var_os("ANYWARP_LIB").filter(|dir| !dir.is_empty()) {
+            Some(dir) => Self::at(Path::new(&dir), true),
+            None => {
+                let own = env::current_exe().map_err(Missing::OwnPath)?;
+                let prefix = own
+                    .parent()
+                    .and_then(Path::parent)
+                    .unwrap_or_else(|| Path::new("/"));
+                Self::at(&prefix.join("lib/anywarp"), false)
+            }
+        }
+    }
+
+    /// The folder `dir`, if it holds the libraries.
+    fn at(dir: &Path, from_variable: bool) -> Result<Self, Missing> {
+        let dir = std::path::absolute(dir).map_err(Missing::OwnPath)?;
+        for name in PRELOADED {
+            let path = dir.join(name);
+            if !path.is_file() {
+                return Err(Missing::File {
+                    path,
+                    from_variable,
+                });
+            }
+        }
+        if dir
+            .as_os_str()
+            .as_bytes()
+            .iter()
+            .any(|b| matches!(b, b' ' | b':' | b'\t' | b'\n'))
+        {
+            return Err(Missing::Unspeakable(dir));
+        }
+        Ok(Self { dir })
+    }
+
+    /// The folder itself.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The drop-in libibverbs.
+    pub(crate) fn verbs(&self) -> PathBuf {
+        self.dir.join("libibverbs.so.1")
+    }
+
+    /// The path shim, if it is there.
+    pub(crate) fn path_shim(&self) -> Option<PathBuf> {
+        Some(self.dir.join(PATH_SHIM)).filter(|path| path.is_file())
+    }
+
+    /// The self-test program, if it is there.
+    pub(crate) fn self_test(&self) -> Option<PathBuf> {
+        Some(self.dir.join(SELF_TEST)).filter(|path| path.is_file())
+    }
+
+    /// The files to preload.
+    pub(crate) fn preloads(&self, path_shim: bool) -> Vec<PathBuf> {
+        let mut files: Vec<PathBuf> = PRELOADED.iter().map(|name| self.dir.join(name)).collect();
+        files.extend(self.path_shim().filter(|_| path_shim));
+        files
+    }
+
+    /// The variables for a process that inherits `inherited`.
+    pub(crate) fn variables(
+        &self,
+        path_shim: bool,
+        inherited: impl Fn(&str) -> Option<OsString>,
+    ) -> [(&'static str, OsString); 2] {
+        let preloads = self.preloads(path_shim);
+        let files = preloads.iter().map(|path| path.as_os_str());
+        [
+            (
+                "LD_PRELOAD",
+                in_front(files, inherited("LD_PRELOAD"), b" :\t\n"),
+            ),
+            (
+                "LD_LIBRARY_PATH",
+                in_front(
+                    [self.dir.as_os_str()].into_iter(),
+                    inherited("LD_LIBRARY_PATH"),
+                    b":;",
+                ),
+            ),
+        ]
+    }
+}
+
+/// `ours`, then what was set before without our own entries (a run inside a run adds nothing twice).
+fn in_front<'a>(
+    ours: impl Iterator<Item = &'a OsStr>,
+    before: Option<OsString>,
+    separators: &[u8],
+) -> OsString {
+    let mut list: Vec<&[u8]> = ours.map(OsStrExt::as_bytes).collect();
+    let own = list.len();
+    let before = before.unwrap_or_default();
+    for entry in before.as_bytes().split(|b| separators.contains(b)) {
+        if !entry.is_empty() && !list.iter().take(own).any(|ours| *ours == entry) {
+            list.push(entry);
+        }
+    }
+    OsString::from_vec(list.join(&b':'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn variables(before: &[(&str, &str)]) -> [(&'static str, OsString); 2] {
+        let library = Library {
+            dir: "/opt/lib/anywarp".into(),
+        };
+        library.variables(false, |name| {
+            before
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map(|(_, v)| v.into())
+        })
+    }
+
+    #[test]
+    fn our_files_stand_in_front_of_what_was_set() {
+        let [(_, preload), (_, path)] =
+            variables(&[("LD_PRELOAD", "/a.so /b.so"), ("LD_LIBRARY_PATH", "/x:/y")]);
+
+        assert_eq!(
+            preload,
+            "/opt/lib/anywarp/libibverbs.so.1:/opt/lib/anywarp/librdmacm.so.1:/a.so:/b.so"
+        );
+        assert_eq!(path, "/opt/lib/anywarp:/x:/y");
+    }
+
+    #[test]
+    fn a_run_inside_a_run_adds_nothing() {
+        let once = variables(&[]);
+        let before: Vec<(&str, &str)> = once
+            .iter()
+            .map(|(n, v)| (*n, v.to_str().unwrap()))
+            .collect();
+
+        assert_eq!(variables(&before), once);
+    }
+
+    #[test]
+    fn an_empty_entry_does_not_become_the_current_folder() {
+        let [_, (_, path)] = variables(&[("LD_LIBRARY_PATH", "")]);
+
+        assert_eq!(path, "/opt/lib/anywarp");
+    }
+
+    #[test]
+    fn a_folder_without_the_libraries_says_which_file_is_missing() {
+        let missing = Library::at(Path::new("/nonexistent"), true).unwrap_err();
+
+        assert_eq!(
+            missing.to_string(),
+            "/nonexistent/libibverbs.so.1 is missing: ANYWARP_LIB must name the folder that holds it"
+        );
+    }
+}

@@ -1,0 +1,115 @@
+//! The kernel features that the device uses, tried one by one. The only unsafe file of this crate.
+#![allow(
+    unsafe_code,
+    reason = "system calls that std does not offer; each is made once, with plain arguments"
+)]
+
+use std::io;
+use std::net::{TcpListener, UdpSocket};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+/// `SOL_UDP` option of the kernel's datagram segmentation.
+const UDP_SEGMENT: libc::c_int = 103;
+
+/// `SOL_UDP` option of the kernel's datagram coalescing.
+const UDP_GRO: libc::c_int = 104;
+
+/// Takes ownership of what a system call returned, or its error.
+fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the caller passes the result of a call that makes a new descriptor, and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Whether eventfd(2) works.
+pub(crate) fn eventfd() -> io::Result<()> {
+    // SAFETY: takes two numbers and touches no memory of ours.
+    owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) }).map(drop)
+}
+
+/// Whether timerfd_create(2) works.
+pub(crate) fn timerfd() -> io::Result<()> {
+    // SAFETY: takes two numbers and touches no memory of ours.
+    owned(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC) }).map(drop)
+}
+
+/// Whether the kernel has epoll_pwait2(2), which waits with nanoseconds.
+pub(crate) fn epoll_pwait2() -> io::Result<()> {
+    // SAFETY: takes one number and touches no memory of ours.
+    let epoll = owned(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    let zero = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let (no_mask, mask_size) = (std::ptr::null::<libc::sigset_t>(), 8usize);
+    // SAFETY: one event fits in `event`, `zero` outlives the call, and a null mask is allowed.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_epoll_pwait2,
+            epoll.as_raw_fd(),
+            &raw mut event,
+            1,
+            &raw const zero,
+            no_mask,
+            mask_size,
+        )
+    };
+    if n < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
+/// Sets a socket option that is a number.
+fn set_option(
+    socket: &impl AsRawFd,
+    level: libc::c_int,
+    name: libc::c_int,
+    value: libc::c_int,
+) -> io::Result<()> {
+    let size = libc::socklen_t::try_from(size_of_val(&value)).unwrap_or_default();
+    // SAFETY: `value` outlives the call and `size` is its size.
+    let rc = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            name,
+            (&raw const value).cast(),
+            size,
+        )
+    };
+    if rc < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
+/// Whether UDP sockets segment large sends themselves.
+pub(crate) fn udp_gso() -> io::Result<()> {
+    set_option(
+        &UdpSocket::bind("127.0.0.1:0")?,
+        libc::SOL_UDP,
+        UDP_SEGMENT,
+        1000,
+    )
+}
+
+/// Whether UDP sockets hand over many datagrams as one.
+pub(crate) fn udp_gro() -> io::Result<()> {
+    set_option(&UdpSocket::bind("127.0.0.1:0")?, libc::SOL_UDP, UDP_GRO, 1)
+}
+
+/// Whether TCP sockets take a limit for data that nobody acknowledges.
+pub(crate) fn tcp_user_timeout() -> io::Result<()> {
+    set_option(
+        &TcpListener::bind("127.0.0.1:0")?,
+        libc::IPPROTO_TCP,
+        libc::TCP_USER_TIMEOUT,
+        1000,
+    )
+}
