@@ -1,1 +1,775 @@
-//! The shim that carries segments over UDP.
+//! What travels over UDP: RFC 5041 segments behind a shim, and the messages of the connection
+//! manager.
+//!
+//! The shim replaces what TCP and MPA gave: identity, length and order. Both kinds end with a
+//! CRC32C, least significant byte first, which is always there and always checked. The first byte
+//! tells the kinds apart.
+
+use core::fmt;
+
+use super::ddp::Header;
+use super::rdmap::Opcode;
+use super::{put, take, take16, take32};
+use crate::error::PeerError;
+use crate::llp::mpa::crc::Crc32c;
+
+/// What stands before the DDP header of a segment in a datagram.
+///
+/// ```text
+///  0    1    2       4          8          12         16         20   21   22   23   24   26
+/// +----+----+-------+----------+----------+----------+----------+----+----+----+----+----+
+/// |0xDC|1 fl| epoch |  Q_Key   |    id    |  length  |  offset  |sub |attr|dst |src | 0  |
+/// +----+----+-------+----------+----------+----------+----------+----+----+----+----+----+
+///       fl: I 0x1  Z 0x2  P 0x4
+///  then, if I:  immediate (4), zero (4)
+///  then: DDP header (14 or 18), payload, CRC32C (4)
+/// ```
+///
+/// Without immediate the payload of a tagged segment starts at byte 40, of an untagged one at 44.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shim {
+    /// Drawn when the queue pair was made; tells it from the one before it. Never 0.
+    pub epoch: u16,
+    /// Must be the receiver's, or the datagram is not for it.
+    pub qkey: u32,
+    /// The message, counted per source queue pair over all destinations.
+    pub id: u32,
+    /// Bytes of the whole message.
+    pub length: u32,
+    /// Where in the message this payload starts.
+    pub offset: u32,
+    /// One of the `SUB_` constants.
+    pub sub_op: u8,
+    /// A set of `ATTR_` constants.
+    pub attributes: u8,
+    /// Which of the queue pairs on the destination port.
+    pub dst_index: u8,
+    /// Which of the queue pairs on the source port.
+    pub src_index: u8,
+    /// I: four bytes of the application.
+    pub immediate: Option<[u8; 4]>,
+    /// Z: no payload, only says that the message ends here; `offset` is then its length.
+    pub commit: bool,
+    /// P: the payload is the exclusive or of a group of others.
+    pub parity: bool,
+}
+
+/// Sub-operation: what the opcode says.
+pub const SUB_PLAIN: u8 = 0;
+/// Sub-operation: Write-Record.
+pub const SUB_RECORD: u8 = 1;
+/// Sub-operation: Write-Record with an immediate for the record.
+pub const SUB_RECORD_IMMEDIATE: u8 = 2;
+/// Sub-operation: error report, a Terminate that ends nothing.
+pub const SUB_ERROR: u8 = 3;
+
+/// Attribute: solicited event wanted.
+pub const ATTR_SOLICITED: u8 = 0x01;
+/// Attribute: record wanted.
+pub const ATTR_RECORD: u8 = 0x02;
+/// Attribute: copy of the final datagram.
+pub const ATTR_FINAL_COPY: u8 = 0x04;
+/// Attribute: one completion per datagram, nothing is put together.
+pub const ATTR_NOT_AGGREGATED: u8 = 0x08;
+
+/// A segment that came in a datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Datagram<'a> {
+    /// Who, which message, how long.
+    pub shim: Shim,
+    /// The DDP header.
+    pub header: Header,
+    /// What follows it: data, or the RDMAP header of a Read Request, an atomic or a Terminate.
+    pub payload: &'a [u8],
+}
+
+/// Why a datagram is dropped. Nothing is answered; each reason has its counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DgramError {
+    /// Shorter than its headers and CRC.
+    TooShort,
+    /// The CRC does not fit.
+    Crc,
+    /// The first byte is not that of this kind.
+    Magic,
+    /// A version that we do not speak.
+    Version,
+    /// Epoch 0.
+    Epoch,
+    /// The DDP or RDMAP header breaks a rule.
+    Header(PeerError),
+    /// Sub-operation and opcode do not fit each other.
+    SubOperation,
+    /// The shim's offset is not that of the DDP header, or lies before the start of memory.
+    Offset,
+    /// The payload does not lie inside its message, or the last one does not end it.
+    Length,
+    /// A commit with payload, or that does not end its message.
+    Commit,
+    /// A kind of connection manager message that nobody defined.
+    CmKind,
+    /// Private data longer than allowed, or not as long as it says.
+    CmPrivateData,
+}
+
+impl fmt::Display for DgramError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooShort => write!(f, "datagram shorter than its headers"),
+            Self::Crc => write!(f, "datagram crc mismatch"),
+            Self::Magic => write!(f, "unknown kind of datagram"),
+            Self::Version => write!(f, "unknown datagram version"),
+            Self::Epoch => write!(f, "epoch 0"),
+            Self::Header(e) => write!(f, "bad header in datagram: {e}"),
+            Self::SubOperation => write!(f, "sub-operation does not fit the opcode"),
+            Self::Offset => write!(f, "message offset does not fit the header"),
+            Self::Length => write!(f, "payload does not fit the message"),
+            Self::Commit => write!(f, "commit with payload or not last"),
+            Self::CmKind => write!(f, "unknown connection manager message"),
+            Self::CmPrivateData => write!(f, "bad private data length"),
+        }
+    }
+}
+
+impl core::error::Error for DgramError {}
+
+/// Reads a datagram.
+///
+/// Checked here: everything that the datagram alone can tell. Not checked: Q_Key, index, and
+/// whether the message is known.
+///
+/// # Errors
+/// The first rule it breaks; drop it.
+pub fn parse(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
+    let bytes = checked(bytes)?;
+    let Some((head, rest)) = bytes.split_first_chunk::<{ Shim::LEN }>() else {
+        return Err(DgramError::TooShort);
+    };
+    let [magic, version, ..] = *head;
+    if magic != MAGIC_DATA {
+        return Err(DgramError::Magic);
+    }
+    if version >> 4 != VERSION {
+        return Err(DgramError::Version);
+    }
+    let (immediate, rest) = if version & FLAG_IMMEDIATE != 0 {
+        let Some((block, rest)) = rest.split_first_chunk::<IMMEDIATE_LEN>() else {
+            return Err(DgramError::TooShort);
+        };
+        (Some(take::<0, IMMEDIATE_LEN, 4>(block)), rest)
+    } else {
+        (None, rest)
+    };
+    let [sub_op, attributes, dst_index, src_index] = take::<20, { Shim::LEN }, 4>(head);
+    let shim = Shim {
+        epoch: take16::<2, { Shim::LEN }>(head),
+        qkey: take32::<4, { Shim::LEN }>(head),
+        id: take32::<8, { Shim::LEN }>(head),
+        length: take32::<12, { Shim::LEN }>(head),
+        offset: take32::<16, { Shim::LEN }>(head),
+        sub_op,
+        attributes,
+        dst_index,
+        src_index,
+        immediate,
+        commit: version & FLAG_COMMIT != 0,
+        parity: version & FLAG_PARITY != 0,
+    };
+    if shim.epoch == 0 {
+        return Err(DgramError::Epoch);
+    }
+    let (header, header_len) = match Header::parse_datagram(rest) {
+        Ok(parsed) => parsed,
+        Err(PeerError::MpaTooShort { .. }) => return Err(DgramError::TooShort),
+        Err(e) => return Err(DgramError::Header(e)),
+    };
+    let payload = rest.get(header_len..).unwrap_or_default();
+    check(&shim, &header, payload.len())?;
+    Ok(Datagram {
+        shim,
+        header,
+        payload,
+    })
+}
+
+/// The rules that tie shim, DDP header and payload together (DG/1, section B.1 of the design).
+fn check(shim: &Shim, header: &Header, payload: usize) -> Result<(), DgramError> {
+    let fits = match (header.opcode(), shim.sub_op) {
+        (Opcode::WriteRecord, SUB_RECORD) | (Opcode::Terminate, SUB_ERROR) => true,
+        (Opcode::WriteRecord, SUB_RECORD_IMMEDIATE) => shim.immediate.is_some(),
+        (Opcode::WriteRecord | Opcode::Terminate, _) => false,
+        (_, sub_op) => sub_op == SUB_PLAIN,
+    };
+    if !fits {
+        return Err(DgramError::SubOperation);
+    }
+    // Tagged: TO minus offset is where the message begins, so it cannot be negative.
+    let in_place = match header {
+        Header::Tagged(h) => h.to.0 >= u64::from(shim.offset),
+        Header::Untagged(h) => h.mo == shim.offset,
+    };
+    if !in_place {
+        return Err(DgramError::Offset);
+    }
+    if shim.commit && (payload > 0 || !header.last()) {
+        return Err(DgramError::Commit);
+    }
+    let end = u64::from(shim.offset) + payload as u64;
+    let length = u64::from(shim.length);
+    if end > length || (header.last() && end != length) {
+        return Err(DgramError::Length);
+    }
+    Ok(())
+}
+
+impl Shim {
+    /// Bytes on the wire without the immediate block.
+    pub const LEN: usize = 26;
+
+    /// Bytes on the wire from the first one to the payload.
+    pub const fn head_len(&self, header: &Header) -> usize {
+        let immediate = if self.immediate.is_some() {
+            IMMEDIATE_LEN
+        } else {
+            0
+        };
+        Self::LEN + immediate + header.wire_len()
+    }
+}
+
+/// Appends everything that stands before the payload to `out`.
+pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
+    let mut flags = 0;
+    for (set, flag) in [
+        (shim.immediate.is_some(), FLAG_IMMEDIATE),
+        (shim.commit, FLAG_COMMIT),
+        (shim.parity, FLAG_PARITY),
+    ] {
+        if set {
+            flags |= flag;
+        }
+    }
+    let mut head = [0; Shim::LEN];
+    put::<0, { Shim::LEN }, 2>(&mut head, [MAGIC_DATA, VERSION << 4 | flags]);
+    put::<2, { Shim::LEN }, 2>(&mut head, shim.epoch.to_be_bytes());
+    put::<4, { Shim::LEN }, 4>(&mut head, shim.qkey.to_be_bytes());
+    put::<8, { Shim::LEN }, 4>(&mut head, shim.id.to_be_bytes());
+    put::<12, { Shim::LEN }, 4>(&mut head, shim.length.to_be_bytes());
+    put::<16, { Shim::LEN }, 4>(&mut head, shim.offset.to_be_bytes());
+    let small = [shim.sub_op, shim.attributes, shim.dst_index, shim.src_index];
+    put::<20, { Shim::LEN }, 4>(&mut head, small);
+    out.extend_from_slice(&head);
+    if let Some(value) = shim.immediate {
+        out.extend_from_slice(&value);
+        out.extend_from_slice(&[0; 4]);
+    }
+    match header {
+        Header::Tagged(h) => out.extend_from_slice(&h.emit()),
+        Header::Untagged(h) => out.extend_from_slice(&h.emit()),
+    }
+}
+
+/// Everything that stands before the payload.
+pub fn emit_head(shim: &Shim, header: &Header) -> Vec<u8> {
+    let mut out = Vec::with_capacity(shim.head_len(header));
+    put_head(shim, header, &mut out);
+    out
+}
+
+/// Appends the CRC of all of `datagram`. (Where the payload lies elsewhere: a [`Crc32c`] over the
+/// pieces, its four bytes last.)
+pub fn seal(datagram: &mut Vec<u8>) {
+    let crc = Crc32c::of(datagram);
+    datagram.extend_from_slice(&crc);
+}
+
+/// Whether this is a message of the connection manager rather than a segment. Looks at the first
+/// byte only.
+pub fn is_cm(bytes: &[u8]) -> bool {
+    bytes.first() == Some(&MAGIC_CM)
+}
+
+/// A message of the connection manager: finds out the queue pair behind a port.
+///
+/// ```text
+///  0    1    2       4          8    9        12         16         20
+/// +----+----+-------+----------+----+--------+----------+----------+--------------+-----+
+/// |0xDD|1 kd|pd len |    id    |stat|  zero  |   qpn    |  Q_Key   | private data | CRC |
+/// +----+----+-------+----------+----+--------+----------+----------+--------------+-----+
+///       kd: 1 request, which has no bytes 8 to 20; 2 reply
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Cm {
+    /// Asks.
+    Request(CmRequest),
+    /// Answers.
+    Reply(CmReply),
+}
+
+/// Which queue pair is it that listens on this port?
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CmRequest {
+    /// Comes back in the reply; a request that is sent again has the same one.
+    pub id: u32,
+    /// What the application has to say; at most [`CM_PRIVATE_DATA`] bytes.
+    pub private_data: Vec<u8>,
+}
+
+/// The answer to a [`CmRequest`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CmReply {
+    /// Copied from the request.
+    pub id: u32,
+    /// 0: accepted. Anything else: rejected, and why.
+    pub status: u8,
+    /// The queue pair.
+    pub qpn: u32,
+    /// Its Q_Key.
+    pub qkey: u32,
+    /// What the application has to say; at most [`CM_PRIVATE_DATA`] bytes.
+    pub private_data: Vec<u8>,
+}
+
+impl Cm {
+    /// Reads a message.
+    ///
+    /// # Errors
+    /// The first rule it breaks; drop it.
+    pub fn parse(bytes: &[u8]) -> Result<Self, DgramError> {
+        let bytes = checked(bytes)?;
+        let Some((head, rest)) = bytes.split_first_chunk::<CM_HEAD>() else {
+            return Err(DgramError::TooShort);
+        };
+        let [magic, version, ..] = *head;
+        if magic != MAGIC_CM {
+            return Err(DgramError::Magic);
+        }
+        if version >> 4 != VERSION {
+            return Err(DgramError::Version);
+        }
+        let len = usize::from(take16::<2, CM_HEAD>(head));
+        let id = take32::<4, CM_HEAD>(head);
+        let private_data = |bytes: &[u8]| {
+            if len <= CM_PRIVATE_DATA && bytes.len() == len {
+                Ok(bytes.to_vec())
+            } else {
+                Err(DgramError::CmPrivateData)
+            }
+        };
+        match version & 0x0f {
+            CM_REQUEST => Ok(Self::Request(CmRequest {
+                id,
+                private_data: private_data(rest)?,
+            })),
+            CM_REPLY => {
+                let Some((fixed, rest)) = rest.split_first_chunk::<CM_REPLY_FIXED>() else {
+                    return Err(DgramError::TooShort);
+                };
+                let [status, ..] = *fixed;
+                Ok(Self::Reply(CmReply {
+                    id,
+                    status,
+                    qpn: take32::<4, CM_REPLY_FIXED>(fixed),
+                    qkey: take32::<8, CM_REPLY_FIXED>(fixed),
+                    private_data: private_data(rest)?,
+                }))
+            }
+            _ => Err(DgramError::CmKind),
+        }
+    }
+
+    /// The message as it goes on the wire, CRC included. Private data beyond [`CM_PRIVATE_DATA`] is
+    /// cut off.
+    pub fn emit(&self) -> Vec<u8> {
+        let (kind, id, private_data) = match self {
+            Self::Request(m) => (CM_REQUEST, m.id, &m.private_data),
+            Self::Reply(m) => (CM_REPLY, m.id, &m.private_data),
+        };
+        let private_data = private_data.get(..CM_PRIVATE_DATA).unwrap_or(private_data);
+        let mut out = vec![MAGIC_CM, VERSION << 4 | kind];
+        out.extend((private_data.len() as u16).to_be_bytes());
+        out.extend(id.to_be_bytes());
+        if let Self::Reply(m) = self {
+            out.extend([m.status, 0, 0, 0]);
+            out.extend(m.qpn.to_be_bytes());
+            out.extend(m.qkey.to_be_bytes());
+        }
+        out.extend(private_data);
+        seal(&mut out);
+        out
+    }
+}
+
+/// All but the CRC, if that is right. It is the first thing to be looked at: nothing else in a damaged
+/// datagram means anything.
+fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
+    let Some((covered, crc)) = bytes.split_last_chunk::<CRC>() else {
+        return Err(DgramError::TooShort);
+    };
+    if Crc32c::of(covered) == *crc {
+        Ok(covered)
+    } else {
+        Err(DgramError::Crc)
+    }
+}
+
+/// Most bytes of private data in a connection manager message: what fits the verbs structure, which
+/// counts them in one byte.
+pub const CM_PRIVATE_DATA: usize = 256;
+
+/// Bytes behind the payload.
+pub const CRC: usize = 4;
+
+const MAGIC_DATA: u8 = 0xdc;
+const MAGIC_CM: u8 = 0xdd;
+const VERSION: u8 = 1;
+const FLAG_IMMEDIATE: u8 = 0x1;
+const FLAG_COMMIT: u8 = 0x2;
+const FLAG_PARITY: u8 = 0x4;
+const IMMEDIATE_LEN: usize = 8;
+const CM_REQUEST: u8 = 1;
+const CM_REPLY: u8 = 2;
+const CM_HEAD: usize = 8;
+const CM_REPLY_FIXED: usize = 12;
+
+#[cfg(test)]
+mod tests {
+    use super::super::ddp::{Tagged, Untagged};
+    use super::super::{Msn, Stag, To};
+    use super::*;
+
+    fn hex(text: &str) -> Vec<u8> {
+        let digits: Vec<u8> = text.bytes().filter(|b| !b.is_ascii_whitespace()).collect();
+        digits
+            .chunks(2)
+            .map(|pair| u8::from_str_radix(core::str::from_utf8(pair).unwrap(), 16).unwrap())
+            .collect()
+    }
+
+    fn shim(id: u32, length: u32) -> Shim {
+        Shim {
+            epoch: 0x1234,
+            qkey: 0x1111_1111,
+            id,
+            length,
+            offset: 0,
+            sub_op: SUB_PLAIN,
+            attributes: 0,
+            dst_index: 3,
+            src_index: 7,
+            immediate: None,
+            commit: false,
+            parity: false,
+        }
+    }
+
+    fn send(msn: u32) -> Header {
+        Header::Untagged(Untagged {
+            last: true,
+            opcode: Opcode::Send,
+            inv_stag: Stag(0),
+            qn: 0,
+            msn: Msn(msn),
+            mo: 0,
+        })
+    }
+
+    fn record(to: u64) -> Header {
+        let opcode = Opcode::WriteRecord;
+        Header::Tagged(Tagged {
+            last: true,
+            opcode,
+            stag: Stag(0x00ab_cd01),
+            to: To(to),
+        })
+    }
+
+    fn whole(shim: &Shim, header: &Header, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = emit_head(shim, header);
+        assert_eq!(bytes.len(), shim.head_len(header));
+        bytes.extend(payload);
+        seal(&mut bytes);
+        bytes
+    }
+
+    fn record_shim(id: u32, length: u32) -> Shim {
+        Shim {
+            sub_op: SUB_RECORD,
+            attributes: ATTR_RECORD,
+            ..shim(id, length)
+        }
+    }
+
+    #[test]
+    fn datagrams_made_by_another_program() {
+        let bytes: Vec<u8> = (0..16).collect();
+        let immediate = Shim {
+            sub_op: SUB_RECORD_IMMEDIATE,
+            immediate: Some([0x11, 0x22, 0x33, 0x44]),
+            ..record_shim(4, 8)
+        };
+        #[rustfmt::skip]
+        let table = [
+            (shim(1, 5), send(1), &b"hello"[..],
+             "dc101234 11111111 00000001 00000005 00000000 0000 0307 0000
+              4143 00000000 00000000 00000001 00000000 68656c6c6f 46b83bd7"),
+            (record_shim(2, 8), record(0x1000), &bytes[..8],
+             "dc101234 11111111 00000002 00000008 00000000 0102 0307 0000
+              c14f 00abcd01 0000000000001000 0001020304050607 7c6e788e"),
+            (Shim { offset: 8, ..record_shim(3, 16) }, record(0x1008), &bytes[8..],
+             "dc101234 11111111 00000003 00000010 00000008 0102 0307 0000
+              c14f 00abcd01 0000000000001008 08090a0b0c0d0e0f ba734475"),
+            (immediate, record(0x1000), &bytes[..8],
+             "dc111234 11111111 00000004 00000008 00000000 0202 0307 0000 11223344 00000000
+              c14f 00abcd01 0000000000001000 0001020304050607 c3f79bba"),
+        ];
+        for (shim, header, payload, expected) in table {
+            let bytes = whole(&shim, &header, payload);
+            assert_eq!(bytes, hex(expected));
+            assert_eq!(
+                parse(&bytes),
+                Ok(Datagram {
+                    shim,
+                    header,
+                    payload
+                })
+            );
+            assert!(!is_cm(&bytes));
+        }
+        assert_eq!(emit_head(&shim(1, 5), &send(1)).len(), 44);
+        assert_eq!(emit_head(&record_shim(1, 5), &record(0)).len(), 40);
+    }
+
+    #[test]
+    fn any_flipped_bit_and_any_cut_is_a_crc_error() {
+        let bytes = whole(&shim(1, 5), &send(1), b"hello");
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(parse(&bad), Err(DgramError::Crc));
+        }
+        for len in 0..bytes.len() {
+            let reason = if len < 4 {
+                DgramError::TooShort
+            } else {
+                DgramError::Crc
+            };
+            // Zero bytes have the CRC zero: four bytes of nothing are a good datagram of no bytes.
+            assert_eq!(parse(&bytes[..len]), Err(reason), "{len} bytes");
+        }
+        assert_eq!(parse(&[0; 4]), Err(DgramError::TooShort));
+    }
+
+    #[test]
+    fn each_rule_has_its_reason() {
+        let drop = |shim: Shim, header: Header, payload: &[u8]| {
+            parse(&whole(&shim, &header, payload)).map(|_| ()).err()
+        };
+        let more = |header: Header| match header {
+            Header::Tagged(h) => Header::Tagged(Tagged { last: false, ..h }),
+            Header::Untagged(h) => Header::Untagged(Untagged { last: false, ..h }),
+        };
+        let good = shim(1, 5);
+        assert_eq!(drop(good, send(1), b"hello"), None);
+        assert_eq!(
+            drop(Shim { epoch: 0, ..good }, send(1), b"hello"),
+            Some(DgramError::Epoch)
+        );
+
+        // The last one ends the message, the others lie inside it.
+        assert_eq!(drop(good, send(1), b"hell"), Some(DgramError::Length));
+        assert_eq!(drop(good, send(1), b"hello!"), Some(DgramError::Length));
+        assert_eq!(drop(good, more(send(1)), b"hell"), None);
+        assert_eq!(drop(good, more(send(1)), b"hello"), None);
+        assert_eq!(
+            drop(good, more(send(1)), b"hello!"),
+            Some(DgramError::Length)
+        );
+        let far = Shim {
+            offset: u32::MAX,
+            ..record_shim(1, u32::MAX)
+        };
+        assert_eq!(drop(far, record(u64::MAX), b"x"), Some(DgramError::Length));
+
+        // The two offsets agree.
+        let at_1 = Shim {
+            offset: 1,
+            ..shim(1, 6)
+        };
+        assert_eq!(drop(at_1, send(1), b"hello"), Some(DgramError::Offset));
+        let at_8 = Shim {
+            offset: 8,
+            ..record_shim(1, 16)
+        };
+        assert_eq!(drop(at_8, record(8), &[0; 8]), None);
+        assert_eq!(drop(at_8, record(7), &[0; 8]), Some(DgramError::Offset));
+
+        // Sub-operation and opcode.
+        for (sub_op, fits) in [(0, false), (1, true), (2, false), (3, false), (4, false)] {
+            let reason = drop(
+                Shim {
+                    sub_op,
+                    ..record_shim(1, 1)
+                },
+                record(0),
+                b"x",
+            );
+            assert_eq!(reason, (!fits).then_some(DgramError::SubOperation));
+            let reason = drop(
+                Shim {
+                    sub_op,
+                    ..shim(1, 1)
+                },
+                send(1),
+                b"x",
+            );
+            assert_eq!(reason, (sub_op != 0).then_some(DgramError::SubOperation));
+        }
+
+        // A commit.
+        let commit = Shim {
+            commit: true,
+            offset: 16,
+            ..record_shim(1, 16)
+        };
+        assert_eq!(drop(commit, record(16), b""), None);
+        assert_eq!(
+            drop(commit, more(record(16)), b""),
+            Some(DgramError::Commit)
+        );
+        let early = Shim {
+            offset: 8,
+            ..commit
+        };
+        assert_eq!(drop(early, record(16), b""), Some(DgramError::Length));
+        assert_eq!(drop(early, record(16), &[0; 8]), Some(DgramError::Commit));
+
+        // Version and kind, with a good CRC.
+        let mut bytes = emit_head(&good, &send(1));
+        bytes[1] = 0x20;
+        seal(&mut bytes);
+        assert_eq!(parse(&bytes), Err(DgramError::Version));
+        let cm = Cm::Request(CmRequest {
+            id: 1,
+            private_data: vec![0; 64],
+        })
+        .emit();
+        assert_eq!(parse(&cm), Err(DgramError::Magic));
+
+        // The header in it.
+        let control = Untagged {
+            opcode: Opcode::ReadRequest,
+            ..untagged(send(1))
+        };
+        let wrong_queue = DgramError::Header(PeerError::UntaggedQueue { qn: 0 });
+        assert_eq!(
+            drop(good, Header::Untagged(control), b"hello"),
+            Some(wrong_queue)
+        );
+        for len in 0..emit_head(&good, &send(1)).len() {
+            let mut bytes = emit_head(&good, &send(1));
+            bytes.truncate(len);
+            seal(&mut bytes);
+            assert_eq!(parse(&bytes), Err(DgramError::TooShort), "{len} bytes");
+        }
+    }
+
+    fn untagged(header: Header) -> Untagged {
+        match header {
+            Header::Untagged(h) => h,
+            Header::Tagged(_) => panic!("tagged"),
+        }
+    }
+
+    #[test]
+    fn no_bytes_with_a_good_crc_make_it_panic() {
+        let mut x = 5u64;
+        for round in 0..20_000 {
+            let mut bytes = emit_head(&record_shim(1, 8), &record(0x1000));
+            bytes.resize(round % 90, 0);
+            for _ in 0..3 {
+                x ^= x << 13;
+                x ^= x >> 7;
+                x ^= x << 17;
+                let len = bytes.len().max(1);
+                if let Some(b) = bytes.get_mut(x as usize % len) {
+                    *b = (x >> 32) as u8;
+                }
+            }
+            seal(&mut bytes);
+            if let Ok(d) = parse(&bytes) {
+                assert_eq!(parse(&whole(&d.shim, &d.header, d.payload)), Ok(d));
+            }
+            let _ = Cm::parse(&bytes);
+        }
+    }
+
+    #[test]
+    fn connection_manager_messages_survive_the_wire() {
+        let request = CmRequest {
+            id: 0x0102_0304,
+            private_data: b"hi".to_vec(),
+        };
+        let reply = CmReply {
+            id: 0x0102_0304,
+            status: 0,
+            qpn: 0x0012_3405,
+            qkey: 0x1111_1111,
+            private_data: b"hi".to_vec(),
+        };
+        for (message, bytes) in [
+            (
+                Cm::Request(request.clone()),
+                "dd110002 01020304 6869 9836b8b1",
+            ),
+            (
+                Cm::Reply(reply.clone()),
+                "dd120002 01020304 00000000 00123405 11111111 6869 b6de65e0",
+            ),
+        ] {
+            assert_eq!(message.emit(), hex(bytes));
+            assert!(is_cm(&hex(bytes)));
+            assert_eq!(Cm::parse(&hex(bytes)), Ok(message));
+        }
+        for len in [0, 1, 255, 256] {
+            let m = Cm::Reply(CmReply {
+                private_data: vec![9; len],
+                ..reply.clone()
+            });
+            assert_eq!(Cm::parse(&m.emit()), Ok(m));
+        }
+        let long = Cm::Request(CmRequest {
+            private_data: vec![9; 300],
+            ..request
+        });
+        let Ok(Cm::Request(cut)) = Cm::parse(&long.emit()) else {
+            panic!()
+        };
+        assert_eq!(cut.private_data.len(), 256);
+    }
+
+    #[test]
+    fn private_data_is_as_long_as_it_says_and_not_longer_than_allowed() {
+        let mut bytes = hex("dd110003 01020304 6869");
+        seal(&mut bytes);
+        assert_eq!(Cm::parse(&bytes), Err(DgramError::CmPrivateData));
+        let mut bytes = hex("dd110101 01020304");
+        bytes.extend([0; 257]);
+        seal(&mut bytes);
+        assert_eq!(Cm::parse(&bytes), Err(DgramError::CmPrivateData));
+        for (head, reason) in [
+            ("dd130000 01020304", DgramError::CmKind),
+            ("dd210000 01020304", DgramError::Version),
+            ("dc110000 01020304", DgramError::Magic),
+            (
+                "dd120000 01020304 00000000 00123405 111111",
+                DgramError::TooShort,
+            ),
+            ("dd110000 010203", DgramError::TooShort),
+        ] {
+            let mut bytes = hex(head);
+            seal(&mut bytes);
+            assert_eq!(Cm::parse(&bytes), Err(reason), "{head}");
+        }
+    }
+}
