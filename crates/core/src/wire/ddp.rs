@@ -287,3 +287,180 @@ const DDP_VERSION_MASK: u8 = 0x03;
 const DDP_VERSION: u8 = 1;
 const RDMAP_VERSION: u8 = 1;
 const OPCODE_MASK: u8 = 0x0f;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WRITE: Tagged = Tagged {
+        last: true,
+        opcode: Opcode::Write,
+        stag: Stag(0x00ab_cd01),
+        to: To(0x1000),
+    };
+    const SEND: Untagged = Untagged {
+        last: true,
+        opcode: Opcode::SendSolicitedInvalidate,
+        inv_stag: Stag(0x00ab_cd01),
+        qn: 0,
+        msn: Msn(2),
+        mo: 0,
+    };
+
+    #[test]
+    fn headers_of_the_sheet() {
+        // Vectors G and I.
+        let write = [0xc1, 0x40, 0, 0xab, 0xcd, 1, 0, 0, 0, 0, 0, 0, 0x10, 0];
+        assert_eq!(WRITE.emit(), write);
+        assert_eq!(Header::parse(&write), Ok((Header::Tagged(WRITE), 14)));
+        let send = [
+            0x41, 0x46, 0, 0xab, 0xcd, 1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0,
+        ];
+        assert_eq!(SEND.emit(), send);
+        assert_eq!(Header::parse(&send), Ok((Header::Untagged(SEND), 18)));
+    }
+
+    #[test]
+    fn one_byte_less_than_the_header_is_too_short() {
+        for (bytes, need) in [(&WRITE.emit()[..], 14), (&SEND.emit()[..], 18)] {
+            assert!(Header::parse(bytes).is_ok());
+            for got in 1..need {
+                let short = Err(PeerError::MpaTooShort { need, got });
+                assert_eq!(Header::parse(&bytes[..got]), short);
+            }
+        }
+        assert_eq!(
+            Header::parse(&[]),
+            Err(PeerError::MpaTooShort { need: 18, got: 0 })
+        );
+    }
+
+    #[test]
+    fn only_version_one_is_spoken() {
+        for version in [0, 2, 3] {
+            let mut write = WRITE.emit();
+            write[0] = write[0] & !3 | version;
+            assert_eq!(
+                Header::parse(&write),
+                Err(PeerError::TaggedVersion { version })
+            );
+            let mut send = SEND.emit();
+            send[0] = send[0] & !3 | version;
+            assert_eq!(
+                Header::parse(&send),
+                Err(PeerError::UntaggedVersion { version })
+            );
+            let mut write = WRITE.emit();
+            write[1] = version << 6;
+            assert_eq!(
+                Header::parse(&write),
+                Err(PeerError::RdmapVersion { version })
+            );
+        }
+    }
+
+    #[test]
+    fn reserved_bits_are_ignored() {
+        let mut write = WRITE.emit();
+        write[0] |= 0x3c;
+        write[1] |= 0x30;
+        assert_eq!(Header::parse(&write), Ok((Header::Tagged(WRITE), 14)));
+    }
+
+    #[test]
+    fn every_opcode_has_its_model_and_its_queue_and_no_other() {
+        for bits in 0..16 {
+            let mut tagged = WRITE.emit();
+            tagged[1] = 0x40 | bits;
+            let mut untagged = SEND.emit();
+            untagged[1] = 0x40 | bits;
+            let refused = Err(PeerError::Opcode { opcode: bits });
+            let queue = match bits {
+                0 | 2 => {
+                    assert!(Header::parse(&tagged).is_ok());
+                    assert_eq!(Header::parse(&untagged), refused);
+                    continue;
+                }
+                0xc..=0xe => {
+                    assert_eq!(Header::parse(&tagged), refused);
+                    assert_eq!(Header::parse(&untagged), refused);
+                    continue;
+                }
+                1 | 0xa => 1,
+                3..=6 | 8 | 9 => 0,
+                7 => 2,
+                0xb => 3,
+                _ => 4,
+            };
+            assert_eq!(Header::parse(&tagged), refused);
+            for qn in 0..6 {
+                untagged[9] = qn;
+                let parsed = Header::parse(&untagged);
+                if qn == queue {
+                    assert_eq!(parsed.unwrap().0.opcode().bits(), bits);
+                } else {
+                    assert_eq!(parsed, Err(PeerError::UntaggedQueue { qn: qn.into() }));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_write_record_exists_in_datagrams_only() {
+        let record = Tagged {
+            opcode: Opcode::WriteRecord,
+            ..WRITE
+        };
+        let bytes = record.emit();
+        assert_eq!(bytes[1], 0x4f);
+        assert_eq!(Header::parse(&bytes), Err(PeerError::Opcode { opcode: 15 }));
+        assert_eq!(
+            Header::parse_datagram(&bytes),
+            Ok((Header::Tagged(record), 14))
+        );
+        assert_eq!(
+            Header::parse_datagram(&WRITE.emit()),
+            Ok((Header::Tagged(WRITE), 14))
+        );
+        assert_eq!(
+            Header::parse_datagram(&SEND.emit()),
+            Ok((Header::Untagged(SEND), 18))
+        );
+    }
+
+    #[test]
+    fn random_bytes_parse_to_what_emits_the_same_or_to_an_error() {
+        let mut x = 0x9e37_79b9_7f4a_7c15u64;
+        for _ in 0..50_000 {
+            let mut bytes = [0u8; 18];
+            for b in &mut bytes {
+                x ^= x << 13;
+                x ^= x >> 7;
+                x ^= x << 17;
+                *b = x as u8;
+            }
+            // Most random headers fail early; help half of them along.
+            if x & 0x100 != 0 {
+                bytes[0] = bytes[0] & 0xc0 | 1;
+                bytes[1] = bytes[1] & 0x0f | 0x40;
+                let qn = bytes[9] & 7;
+                bytes[6..10].copy_from_slice(&[0, 0, 0, qn]);
+            }
+            match Header::parse(&bytes) {
+                Ok((Header::Tagged(h), 14)) => {
+                    let clean = [bytes[0] & !0x3c, bytes[1] & !0x30];
+                    assert_eq!(
+                        (&h.emit()[..2], &h.emit()[2..]),
+                        (&clean[..], &bytes[2..14])
+                    );
+                }
+                Ok((Header::Untagged(h), 18)) => {
+                    let clean = [bytes[0] & !0x3c, bytes[1] & !0x30];
+                    assert_eq!((&h.emit()[..2], &h.emit()[2..]), (&clean[..], &bytes[2..]));
+                }
+                Ok(other) => panic!("{other:?}"),
+                Err(_) => {}
+            }
+        }
+    }
+}

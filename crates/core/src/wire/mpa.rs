@@ -199,3 +199,158 @@ const FLAG_S: u8 = 0x10;
 const HIGH: u16 = 0x8000;
 const LOW: u16 = 0x4000;
 const DEPTH_MASK: u16 = 0x3fff;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(reply: bool, rev: u8, enhanced: Option<Enhanced>, private: &[u8]) -> StartupFrame {
+        StartupFrame {
+            reply,
+            markers: false,
+            crc: true,
+            reject: false,
+            rev,
+            enhanced,
+            private_data: private.to_vec(),
+        }
+    }
+
+    fn raw(key: &[u8], flags: u8, rev: u8, pd_length: u16, private: &[u8]) -> Vec<u8> {
+        let mut b = key.to_vec();
+        b.extend([flags, rev]);
+        b.extend(pd_length.to_be_bytes());
+        b.extend(private);
+        b
+    }
+
+    #[test]
+    fn frames_of_the_sheet() {
+        let both = Enhanced {
+            peer_to_peer: true,
+            rtr_send: false,
+            rtr_write: true,
+            rtr_read: true,
+            ird: 16,
+            ord: 16,
+        };
+        let write = Enhanced {
+            rtr_read: false,
+            ..both
+        };
+        for (frame, bytes) in [
+            (
+                frame(false, 1, None, b"hi"),
+                raw(KEY_REQUEST, 0x40, 1, 2, b"hi"),
+            ),
+            (
+                frame(false, 2, Some(both), b""),
+                raw(KEY_REQUEST, 0x50, 2, 4, &[0x80, 0x10, 0xc0, 0x10]),
+            ),
+            (
+                frame(true, 2, Some(write), b""),
+                raw(KEY_REPLY, 0x50, 2, 4, &[0x80, 0x10, 0x80, 0x10]),
+            ),
+        ] {
+            assert_eq!(frame.emit(), bytes);
+            let len = bytes.len();
+            assert_eq!(StartupFrame::parse(&bytes), Ok(Some((frame.clone(), len))));
+            // What follows a frame is not part of it, and nothing short of it is one.
+            let mut more = bytes.clone();
+            more.extend([0, 23, 0x41]);
+            assert_eq!(StartupFrame::parse(&more), Ok(Some((frame, len))));
+            for short in 0..len {
+                assert_eq!(
+                    StartupFrame::parse(&bytes[..short]),
+                    Ok(None),
+                    "{short} bytes"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_flag_and_field_survives_the_wire() {
+        for bits in 0..=255u8 {
+            let bit = |n: u8| bits & 1 << n != 0;
+            let enhanced = bit(0).then(|| Enhanced {
+                peer_to_peer: bit(1),
+                rtr_send: bit(2),
+                rtr_write: bit(3),
+                rtr_read: bit(4),
+                ird: 0x3fff,
+                ord: 0x1234,
+            });
+            let f = StartupFrame {
+                reply: bit(5),
+                markers: bit(6),
+                crc: bit(7),
+                reject: bit(3),
+                rev: 2,
+                enhanced,
+                private_data: vec![bits; usize::from(bits) * 2 % 508],
+            };
+            let bytes = f.emit();
+            assert_eq!(StartupFrame::parse(&bytes), Ok(Some((f, bytes.len()))));
+        }
+    }
+
+    #[test]
+    fn a_wrong_key_is_refused_at_its_first_wrong_byte() {
+        let unknown = Err(PeerError::MpaStartup("unknown key"));
+        assert_eq!(StartupFrame::parse(b"GET / HTTP/1.1"), unknown);
+        for at in 0..16 {
+            let mut key = *KEY_REQUEST;
+            key[at] ^= 0x80;
+            assert_eq!(StartupFrame::parse(&key[..at]), Ok(None));
+            assert_eq!(StartupFrame::parse(&key[..=at]), unknown);
+        }
+    }
+
+    #[test]
+    fn private_data_may_be_512_bytes_and_no_more() {
+        for len in [0u16, 1, 248, 252, 256, 508, 511, 512] {
+            let bytes = raw(KEY_REQUEST, 0x40, 1, len, &vec![7; len.into()]);
+            let (f, _) = StartupFrame::parse(&bytes).unwrap().unwrap();
+            assert_eq!(f.private_data.len(), usize::from(len));
+        }
+        // Refused from the head alone: nothing of it is waited for.
+        let bytes = raw(KEY_REQUEST, 0x40, 1, 513, &[]);
+        let long = Err(PeerError::MpaStartup("private data longer than 512 bytes"));
+        assert_eq!(StartupFrame::parse(&bytes), long);
+        assert_eq!(StartupFrame::parse(&bytes[..19]), Ok(None));
+        assert_eq!(
+            frame(false, 1, None, &[7; 600]).emit().len(),
+            StartupFrame::MAX_LEN
+        );
+        let block = Some(Enhanced::default());
+        assert_eq!(
+            frame(false, 2, block, &[7; 600]).emit().len(),
+            StartupFrame::MAX_LEN
+        );
+    }
+
+    #[test]
+    fn an_enhanced_block_that_is_announced_must_be_there() {
+        for len in 0..4 {
+            let bytes = raw(KEY_REPLY, 0x50, 2, len, &vec![0; len.into()]);
+            let absent = Err(PeerError::MpaStartup(
+                "enhanced block announced but not there",
+            ));
+            assert_eq!(StartupFrame::parse(&bytes), absent);
+        }
+        assert!(
+            StartupFrame::parse(&raw(KEY_REPLY, 0x50, 2, 4, &[0; 4]))
+                .unwrap()
+                .is_some()
+        );
+    }
+
+    #[test]
+    fn the_s_bit_means_nothing_before_revision_2_and_reserved_bits_never_do() {
+        let (f, _) = StartupFrame::parse(&raw(KEY_REQUEST, 0x5f, 1, 2, b"hi"))
+            .unwrap()
+            .unwrap();
+        assert_eq!(f, frame(false, 1, None, b"hi"));
+    }
+}

@@ -580,3 +580,260 @@ const UNSPECIFIED: [u8; 4] = [0x02, 0xff, 0, 0];
 const AOP_MASK: u8 = 0x0f;
 const AOP_FETCH_ADD: u8 = 0;
 const AOP_CMP_SWAP: u8 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hex(text: &str) -> Vec<u8> {
+        let digits: Vec<u8> = text.bytes().filter(|b| !b.is_ascii_whitespace()).collect();
+        digits
+            .chunks(2)
+            .map(|pair| u8::from_str_radix(core::str::from_utf8(pair).unwrap(), 16).unwrap())
+            .collect()
+    }
+
+    fn array<const N: usize>(text: &str) -> [u8; N] {
+        hex(text).try_into().unwrap()
+    }
+
+    struct Rng(u64);
+    impl Rng {
+        fn next(&mut self) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0
+        }
+    }
+
+    #[test]
+    fn opcodes_and_bits_are_one_to_one() {
+        for bits in 0..=255 {
+            match Opcode::from_bits(bits) {
+                Some(opcode) => assert_eq!(opcode.bits(), bits),
+                None => assert!(matches!(bits, 0xc..=0xe | 0x10..)),
+            }
+        }
+    }
+
+    #[test]
+    fn a_read_request_survives_the_wire() {
+        // Vector C, from byte 18 of its ULPDU.
+        let bytes = array("00000000 0000000000000000 00000000 00000001 0000000000000000");
+        let zero = ReadRequest {
+            sink_stag: Stag(0),
+            sink_to: To(0),
+            size: 0,
+            source_stag: Stag(1),
+            source_to: To(0),
+        };
+        assert_eq!(ReadRequest::parse(&bytes), zero);
+        assert_eq!(zero.emit(), bytes);
+        let bytes = core::array::from_fn(|i| i as u8);
+        let r = ReadRequest::parse(&bytes);
+        assert_eq!((r.size, r.source_stag), (0x0c0d_0e0f, Stag(0x1011_1213)));
+        assert_eq!(r.emit(), bytes);
+    }
+
+    #[test]
+    fn atomics_survive_the_wire() {
+        // Vectors K and L.
+        let bytes = array(
+            "00000000 00000007 00abcd01 0000000000002000 0000000000000005 0000000000000000
+             0000000000000000 ffffffffffffffff",
+        );
+        let add = AtomicRequest::fetch_add(7, Stag(0x00ab_cd01), To(0x2000), 5);
+        assert_eq!(AtomicRequest::parse(&bytes), Ok(add));
+        assert_eq!(add.emit(), bytes);
+        let swap = AtomicRequest::cmp_swap(9, Stag(1), To(8), 3, 4);
+        assert_eq!(swap.emit()[..4], [0, 0, 0, 2]);
+        assert_eq!(AtomicRequest::parse(&swap.emit()), Ok(swap));
+        let response = AtomicResponse {
+            id: 7,
+            value: 0x1234,
+        };
+        assert_eq!(response.emit(), array("00000007 0000000000001234"));
+        assert_eq!(AtomicResponse::parse(&response.emit()), response);
+    }
+
+    #[test]
+    fn an_unknown_atomic_operation_is_refused_and_reserved_bits_are_not() {
+        let mut bytes = AtomicRequest::fetch_add(7, Stag(1), To(8), 5).emit();
+        for op in 0..16 {
+            bytes[..4].copy_from_slice(&[0xff, 0xff, 0xff, 0xf0 | op]);
+            match op {
+                0 | 2 => assert!(AtomicRequest::parse(&bytes).is_ok()),
+                _ => {
+                    let refused = Err(PeerError::AtomicOpcode { op });
+                    assert_eq!(AtomicRequest::parse(&bytes), refused);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_immediate_keeps_the_bytes_of_the_application() {
+        let i = Immediate {
+            value: [0x11, 0x22, 0x33, 0x44],
+        };
+        assert_eq!(i.emit(), [0x11, 0x22, 0x33, 0x44, 0, 0, 0, 0]);
+        assert_eq!(Immediate::parse(&[0x11, 0x22, 0x33, 0x44, 9, 9, 9, 9]), i);
+    }
+
+    #[test]
+    fn fetch_add_stops_the_carry_at_each_set_bit() {
+        // Field by field from the top bits down, as the RFC tells it.
+        fn slow(orig: u64, add: u64, mask: u64) -> u64 {
+            let (mut sum, mut carry) = (0, 0);
+            for bit in 0..64 {
+                let column = (orig >> bit & 1) + (add >> bit & 1) + carry;
+                sum |= (column & 1) << bit;
+                carry = if mask >> bit & 1 == 1 { 0 } else { column >> 1 };
+            }
+            sum
+        }
+        assert_eq!(fetch_add(u64::MAX, 1, 0), 0);
+        assert_eq!(fetch_add(0xffff_ffff, 1, 0), 0x1_0000_0000);
+        assert_eq!(fetch_add(0xffff_ffff, 1, 0x8000_0000), 0);
+        assert_eq!(fetch_add(0b1111, 0b0101, u64::MAX), 0b1010);
+        let mut rng = Rng(7);
+        for _ in 0..10_000 {
+            let (orig, add) = (rng.next(), rng.next());
+            for mask in [
+                rng.next(),
+                rng.next() & rng.next() & rng.next(),
+                1 << 63,
+                1,
+                0,
+            ] {
+                assert_eq!(fetch_add(orig, add, mask), slow(orig, add, mask));
+            }
+        }
+    }
+
+    #[test]
+    fn cmp_swap_compares_and_swaps_under_its_masks() {
+        assert_eq!(cmp_swap(5, 9, u64::MAX, 5, u64::MAX), 9);
+        assert_eq!(cmp_swap(5, 9, u64::MAX, 6, u64::MAX), 5);
+        assert_eq!(cmp_swap(5, 9, u64::MAX, 6, 0), 9);
+        assert_eq!(cmp_swap(0xaabb, 0xccdd, 0x00ff, 0xaa00, 0xff00), 0xaadd);
+        assert_eq!(AtomicRequest::cmp_swap(0, Stag(1), To(0), 5, 9).apply(5), 9);
+        assert_eq!(AtomicRequest::fetch_add(0, Stag(1), To(0), 5).apply(9), 14);
+    }
+
+    fn bare(layer: u8, etype: u8, code: u8) -> Terminate {
+        Terminate {
+            layer,
+            etype,
+            code,
+            ddp_len: None,
+            ddp_header: None,
+            read_request: None,
+        }
+    }
+
+    #[test]
+    fn terminates_of_the_sheet() {
+        // Vector F.
+        assert_eq!(bare(2, 0, 2).emit(), hex("20020000"));
+        assert_eq!(Terminate::parse(&hex("20020000")), bare(2, 0, 2));
+        // Vector H.
+        let bytes = hex("1100c000 0016 c140 00abcd01 0000000000001000");
+        let t = Terminate::parse(&bytes);
+        assert_eq!((t.layer, t.etype, t.code, t.ddp_len), (1, 1, 0, Some(0x16)));
+        assert_eq!(t.ddp_header.unwrap().as_slice(), &bytes[6..]);
+        assert_eq!(t.read_request, None);
+        assert_eq!(t.emit(), bytes);
+    }
+
+    #[test]
+    fn a_terminate_with_everything_survives_the_wire() {
+        let header = RawHeader::of(&hex("4141 00000000 00000001 00000003 00000000 ffff"));
+        assert_eq!(header.as_slice().len(), 18);
+        let request = core::array::from_fn(|i| i as u8);
+        let t = Terminate {
+            ddp_len: Some(46),
+            ddp_header: Some(header),
+            read_request: Some(request),
+            ..bare(0, 1, 2)
+        };
+        let bytes = t.emit();
+        assert_eq!(bytes.len(), Terminate::MAX_LEN);
+        assert_eq!(bytes[..6], [0x01, 0x02, 0xe0, 0, 0, 46]);
+        assert_eq!(Terminate::parse(&bytes), t);
+    }
+
+    #[test]
+    fn the_swapped_layout_of_siw_is_read_too() {
+        // RDMAP, remote protection, access rights; M, D and R at the low end.
+        let mut bytes = hex("1002 0700 002e 4141 00000000 00000001 00000003 00000000");
+        bytes.extend(0..28u8);
+        let t = Terminate::parse(&bytes);
+        assert_eq!((t.layer, t.etype, t.code, t.ddp_len), (0, 1, 2, Some(46)));
+        assert_eq!(t.ddp_header.unwrap().as_slice(), &bytes[6..24]);
+        assert_eq!(t.read_request.unwrap()[27], 27);
+        #[rustfmt::skip]
+        let table = [
+            // bytes, as read
+            ("02020000", (2, 0, 2)),    // siw: MPA, CRC
+            ("20020000", (2, 0, 2)),    // RFC: the same
+            ("11000000", (1, 1, 0)),    // the same in both
+            ("21020100", (1, 2, 2)),    // siw: DDP untagged, no buffer, with M
+            ("12020000", (1, 2, 2)),    // RFC: the same
+            ("10010000", (0, 1, 1)),    // siw: RDMAP bounds; RFC knows 1/0/00 only
+            ("10000000", (1, 0, 0)),    // both make sense: RFC
+            ("20060200", (0, 2, 6)),    // siw: unexpected opcode, with D
+            ("20060000", (2, 0, 6)),    // both make sense: RFC
+            ("02060000", (0, 2, 6)),    // RFC: unexpected opcode
+        ];
+        for (bytes, (layer, etype, code)) in table {
+            assert_eq!(
+                Terminate::parse(&hex(bytes)),
+                bare(layer, etype, code),
+                "{bytes}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_terminate_that_is_cut_short_says_what_it_can() {
+        assert_eq!(Terminate::parse(&[]), bare(0, 2, 0xff));
+        assert_eq!(Terminate::parse(&[0x01]), bare(0, 1, 0xff));
+        assert_eq!(Terminate::parse(&[0x12, 0x02]), bare(1, 2, 2));
+        let whole = Terminate {
+            ddp_len: Some(46),
+            ddp_header: Some(RawHeader::of(&[0x41; 18])),
+            read_request: Some([7; 28]),
+            ..bare(0, 1, 2)
+        };
+        let bytes = whole.emit();
+        for len in 3..bytes.len() {
+            let t = Terminate::parse(&bytes[..len]);
+            assert_eq!((t.layer, t.etype, t.code), (0, 1, 2));
+            assert_eq!(t.ddp_len.is_some(), len >= 6);
+            let header = t.ddp_header.map_or(0, |h| h.as_slice().len());
+            assert_eq!(header, len.saturating_sub(6).min(18));
+            assert_eq!(t.read_request, None);
+        }
+        // D without M: the length field is there but says nothing.
+        let t = Terminate::parse(&hex("11004000 0000 c140 00abcd01 0000000000001000"));
+        assert_eq!(
+            (t.ddp_len, t.ddp_header.unwrap().as_slice().len()),
+            (None, 14)
+        );
+        assert_eq!(Terminate::parse(&t.emit()), t);
+    }
+
+    #[test]
+    fn any_bytes_are_a_terminate() {
+        let mut rng = Rng(3);
+        for len in 0..70 {
+            for _ in 0..200 {
+                let bytes: Vec<u8> = (0..len).map(|_| rng.next() as u8).collect();
+                let t = Terminate::parse(&bytes);
+                assert!(t.emit().len() <= Terminate::MAX_LEN);
+            }
+        }
+    }
+}
