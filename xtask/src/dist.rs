@@ -3,6 +3,7 @@
 //! ```text
 //! bin/anywarp
 //! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
+//! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
 //! include/                     our own headers, if there are any
 //! share/                       manual pages and completions, if the tool can write them
 //! ```
@@ -35,6 +36,7 @@ pub(crate) fn run() -> Result {
         &sh::target().join("dist-link"),
         &lib,
     )?;
+    self_test(&lib)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
@@ -45,6 +47,18 @@ pub(crate) fn run() -> Result {
     fs::rename(&new, &dist)?;
     println!("{}", dist.display());
     Ok(())
+}
+
+/// Builds the self-test, a plain verbs program, against the libraries in `lib`.
+fn self_test(lib: &Path) -> Result {
+    let mut cc = sh::cc();
+    cc.args(["-O2", "-o"])
+        .arg(lib.join("anywarp-selftest"))
+        .arg(sh::root().join("tests/c/selftest.c"))
+        .arg("-L")
+        .arg(lib)
+        .args(["-libverbs", "-lrdmacm", "-lpthread"]);
+    sh::run(&mut cc)
 }
 
 /// Lets the tool write its manual pages and completions, if it can.

@@ -39,12 +39,16 @@ pub(crate) fn run(symbols: &[Symbol], archive: &Path, work: &Path, out: &Path) -
     fs::write(&map, ibverbs_map(symbols, &cm))?;
     let legacy = work.join("legacy.s");
     fs::write(&legacy, legacy_jumps(symbols)?)?;
+    let mut inner_names = String::new();
+    for s in &cm {
+        let _ = writeln!(inner_names, "-Wl,--defsym={}={}", inner(&s.name), s.name);
+    }
+    let aliases = work.join("inner-names");
+    fs::write(&aliases, inner_names)?;
     let mut cc = sh::cc();
     shared(&mut cc, IBVERBS, &map);
-    for s in &cm {
-        cc.arg(format!("-Wl,--defsym={}={}", inner(&s.name), s.name));
-    }
-    cc.arg("-Wl,--whole-archive")
+    cc.arg(format!("@{}", aliases.display()))
+        .arg("-Wl,--whole-archive")
         .arg(archive)
         .arg("-Wl,--no-whole-archive")
         .arg(&legacy)

@@ -6,7 +6,9 @@ use std::process::{Command, Stdio};
 
 /// The workspace's folder.
 pub(crate) fn root() -> PathBuf {
-    let mut path = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    // As cargo says it now, not as it was when this was built: a shared build folder serves copies.
+    let mut path = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     path.pop();
     path
 }

@@ -6,7 +6,7 @@
 //!
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries; their `types` mirror the C
 //!   headers and are held against them by the test in `layout`.
-//! - [`pending`]: public symbols that only fail so far; [`refuse`]: how a symbol only fails.
+//! - [`pending`]: public symbols that only fail so far; [`mod@refuse`]: how a symbol only fails.
 //! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
 //!   `cargo xtask matrix` compares with the distribution's libraries.
 
@@ -24,7 +24,7 @@ use std::ffi::c_int;
 
 /// Exports a C entry point under its own name.
 ///
-/// ```ignore
+/// ```text
 /// entry! {
 ///     /// `ibv_dealloc_pd(3)`.
 ///     ///

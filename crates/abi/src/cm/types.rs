@@ -1,6 +1,6 @@
 //! The types and constants of `rdma/rdma_cma.h` and `rdma/rsocket.h`, as laid out by rdma-core 44.
 //!
-//! Same conventions as [`crate::verbs::types`]; held against the headers by [`crate::layout`].
+//! Same conventions as [`crate::verbs::types`]; held against the headers by `crate::layout`.
 #![allow(
     missing_docs,
     reason = "the manual pages of librdmacm document these names; repeating them here would only age"
