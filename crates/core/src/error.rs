@@ -334,7 +334,7 @@ impl From<&PeerError> for TermCode {
     fn from(e: &PeerError) -> Self {
         use PeerError as E;
         match e {
-            // RFC 5044 §8, RFC 6581 §10 [mpa-errors]: layer 2 has one error type.
+            // RFC 5044 §8, RFC 6581 §8 [mpa-errors]: layer 2 has one error type.
             E::MpaCrc { .. } => Self::new(2, 0, 0x02),
             // No code of the RFC says "shorter than its header": it is a length that disagrees.
             E::MpaTooShort { .. } | E::MpaMarker { .. } => Self::new(2, 0, 0x03),
@@ -368,7 +368,7 @@ impl From<&PeerError> for TermCode {
             E::RemoteWrap { .. } => Self::new(0, 1, 0x04),
             E::CannotInvalidate { .. } => Self::new(0, 1, 0x09),
 
-            // RFC 5040 §4.8, RFC 7306 §8 [rdmap-errors-operation]
+            // RFC 5040 §4.8, RFC 7306 §8.2 [rdmap-errors-operation]
             E::RdmapVersion { .. } => Self::new(0, 2, 0x05),
             E::Opcode { .. }
             | E::AtomicOpcode { .. }

@@ -149,13 +149,13 @@ impl Tagged {
         opcode_of: impl FnOnce(u8) -> Option<Opcode>,
     ) -> Result<Self, PeerError> {
         let [ctrl, ulp, ..] = *head;
-        // RFC 5041 §7.1 [ddp-version-tagged]: only DDP version 1 is spoken.
+        // RFC 5041 §4.1 [ddp-version-tagged]: only DDP version 1 is spoken.
         let version = ctrl & DDP_VERSION_MASK;
         if version != DDP_VERSION {
             return Err(PeerError::TaggedVersion { version });
         }
         let opcode = rdmap_control(ulp, opcode_of)?;
-        // RFC 5040 §4.3 [rdmap-opcode-model]: each opcode is either always tagged or never.
+        // RFC 5040 §4.2 [rdmap-opcode-model]: each opcode is either always tagged or never.
         if !opcode.is_tagged() {
             return Err(PeerError::Opcode {
                 opcode: opcode.bits(),
@@ -188,7 +188,7 @@ impl Untagged {
         opcode_of: impl FnOnce(u8) -> Option<Opcode>,
     ) -> Result<Self, PeerError> {
         let [ctrl, ulp, ..] = *head;
-        // RFC 5041 §7.1 [ddp-version-untagged]: only DDP version 1 is spoken.
+        // RFC 5041 §4.1 [ddp-version-untagged]: only DDP version 1 is spoken.
         let version = ctrl & DDP_VERSION_MASK;
         if version != DDP_VERSION {
             return Err(PeerError::UntaggedVersion { version });
@@ -262,12 +262,12 @@ fn rdmap_control(
     ulp: u8,
     opcode_of: impl FnOnce(u8) -> Option<Opcode>,
 ) -> Result<Opcode, PeerError> {
-    // RFC 5040 §4.3 [rdmap-version]: only RDMAP version 1 is spoken.
+    // RFC 5040 §4.1 [rdmap-version]: only RDMAP version 1 is spoken.
     let version = ulp >> 6;
     if version != RDMAP_VERSION {
         return Err(PeerError::RdmapVersion { version });
     }
-    // RFC 5040 §4.3 [rdmap-opcode]: a code that nobody assigned ends the stream.
+    // RFC 5040 §4.1 [rdmap-opcode]: a code that nobody assigned ends the stream.
     let bits = ulp & OPCODE_MASK;
     opcode_of(bits).ok_or(PeerError::Opcode { opcode: bits })
 }

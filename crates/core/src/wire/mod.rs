@@ -40,7 +40,7 @@ impl Msn {
     pub const FIRST: Self = Self(1);
 
     /// The number after this one.
-    // RFC 5041 §5.2 [ddp-msn-modulo]: after 0xffffffff comes 0, which is a number like any other.
+    // RFC 5041 §4.3 [ddp-msn-modulo]: after 0xffffffff comes 0, which is a number like any other.
     #[must_use]
     pub const fn next(self) -> Self {
         Self(self.0.wrapping_add(1))

@@ -111,9 +111,9 @@ impl StartupFrame {
         if pd_length > MAX_PRIVATE_DATA {
             return Err(PeerError::MpaStartup("private data longer than 512 bytes"));
         }
-        // RFC 6581 §9 [mpa-s-rev]: the S bit has a meaning from revision 2 on.
+        // RFC 6581 §6 [mpa-s-rev]: the S bit has a meaning from revision 2 on.
         let has_block = flags & FLAG_S != 0 && rev >= 2;
-        // RFC 6581 §9 [mpa-s-length]: with S the private data starts with four bytes of ours.
+        // RFC 6581 §6 [mpa-s-length]: with S the private data starts with four bytes of ours.
         if has_block && pd_length < Enhanced::LEN {
             return Err(PeerError::MpaStartup(
                 "enhanced block announced but not there",

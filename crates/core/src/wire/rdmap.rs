@@ -224,7 +224,7 @@ impl AtomicRequest {
 
     /// A plain 64-bit add.
     pub const fn fetch_add(id: u32, stag: Stag, to: To, add: u64) -> Self {
-        // RFC 7306 §5.1 [atomic-add-compare]: the compare fields of an add are zero and all ones.
+        // RFC 7306 §5.2.1 [atomic-add-compare]: the compare fields of an add are zero and all ones.
         let (data_mask, compare, compare_mask) = (0, 0, u64::MAX);
         Self {
             op: AtomicOp::FetchAdd,
@@ -259,7 +259,7 @@ impl AtomicRequest {
     /// The operation is neither of the two.
     pub fn parse(b: &[u8; Self::LEN]) -> Result<Self, PeerError> {
         let [_, _, _, op, ..] = *b;
-        // RFC 7306 §5.1 [atomic-opcode]: an operation that nobody assigned ends the stream.
+        // RFC 7306 §5.2.1 [atomic-opcode]: an operation that nobody assigned ends the stream.
         let op = match op & AOP_MASK {
             AOP_FETCH_ADD => AtomicOp::FetchAdd,
             AOP_CMP_SWAP => AtomicOp::CmpSwap,
@@ -312,7 +312,7 @@ impl AtomicRequest {
 
 /// Adds field by field: each set bit of `mask` is the most significant bit of a field, and no carry
 /// leaves a field. Mask 0 is one field of 64 bits.
-// RFC 7306 §5.1 [atomic-fetch-add]
+// RFC 7306 §5.1.1 [atomic-fetch-add]
 pub const fn fetch_add(orig: u64, add: u64, mask: u64) -> u64 {
     // Without the top bit of each field no sum can leave its field: at most it sets that bit. The
     // top bits themselves are then added without carry, which is exclusive or.
@@ -321,7 +321,7 @@ pub const fn fetch_add(orig: u64, add: u64, mask: u64) -> u64 {
 
 /// If `orig` and `cmp` agree in the bits of `cmp_mask`: `orig` with the bits of `swap_mask` taken
 /// from `swap`; otherwise `orig`.
-// RFC 7306 §5.1 [atomic-cmp-swap]
+// RFC 7306 §5.1.2 [atomic-cmp-swap]
 pub const fn cmp_swap(orig: u64, swap: u64, swap_mask: u64, cmp: u64, cmp_mask: u64) -> u64 {
     if (orig ^ cmp) & cmp_mask == 0 {
         (orig & !swap_mask) | (swap & swap_mask)

@@ -146,6 +146,15 @@ impl Default for InitiatorConfig {
     }
 }
 
+/// How many reads and atomics one end says it will serve and have at once; from its point of view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Depths {
+    /// Inbound; 0x3fff leaves it to the ULP.
+    pub ird: u16,
+    /// Outbound; 0x3fff leaves it to the ULP.
+    pub ord: u16,
+}
+
 /// What the bytes so far mean to an initiator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
@@ -159,6 +168,8 @@ pub enum Progress {
         params: StreamParams,
         /// What the peer's ULP has to say.
         private_data: Vec<u8>,
+        /// The depths that the peer named, for the ULP; [`params`](StreamParams) has the outcome.
+        peer_depths: Option<Depths>,
         /// The message to send first. To an anywarp peer a Control Hello goes in its place.
         rtr: Option<Rtr>,
         /// We asked for CRCs and the Reply did not say so; they are on, as the RFC wants. Worth a
@@ -173,8 +184,8 @@ pub enum Progress {
         private_data: Vec<u8>,
         /// Revision of the Reply: less than ours asks for a second try with that one.
         rev: u8,
-        /// The peer's depths, if it named any: its ORD is the IRD that it needs from us.
-        depths: Option<(u16, u16)>,
+        /// The depths that the peer named: its ORD is the IRD that it needs from us.
+        peer_depths: Option<Depths>,
     },
     /// The peer takes no ready-to-receive message that we can send: send that Terminate, close.
     NoCommonRtr {
@@ -299,21 +310,25 @@ impl Initiator {
         if !frame.reply {
             return Err(PeerError::MpaStartup("request in place of a reply"));
         }
+        // RFC 6581 §9.1 [mpa-depths-told]: the ULP hears what the peer said, whether it accepts or not.
+        let peer_depths = frame.enhanced.map(|block| Depths {
+            ird: block.ird,
+            ord: block.ord,
+        });
         if frame.reject {
-            let depths = frame.enhanced.map(|block| (block.ird, block.ord));
             let (private_data, rev) = (frame.private_data, frame.rev);
             return Ok(Progress::Rejected {
                 consumed,
                 private_data,
                 rev,
-                depths,
+                peer_depths,
             });
         }
-        // RFC 6581 §4 [mpa-rev-mirror]: a Reply has the revision of its Request.
+        // RFC 6581 §10 [mpa-rev-mirror]: a Reply has the revision of its Request.
         if frame.rev != c.rev {
             return Err(PeerError::MpaStartup("reply with another revision"));
         }
-        // RFC 6581 §9 [mpa-s-mirror]: and the enhanced block exactly if the Request had one.
+        // RFC 6581 §10 [mpa-s-mirror]: and the enhanced block exactly if the Request had one.
         if frame.enhanced.is_some() != (c.rev == 2) {
             return Err(PeerError::MpaStartup(
                 "reply does not mirror the enhanced block",
@@ -368,6 +383,7 @@ impl Initiator {
             consumed,
             params,
             private_data: frame.private_data,
+            peer_depths,
             rtr: params.rtr,
             crc_unconfirmed: c.crc && !frame.crc,
         })
@@ -509,7 +525,7 @@ impl Responder {
         if frame.reply {
             return Err(PeerError::MpaStartup("reply in place of a request"));
         }
-        // RFC 6581 §4 [mpa-rev]: 1 and 2 are answered; 0 is an older protocol with the same key.
+        // RFC 6581 §6 [mpa-rev]: 1 and 2 are answered; 0 is an older protocol with the same key.
         if !matches!(frame.rev, 1 | 2) {
             return Err(PeerError::MpaStartup("unknown revision"));
         }
@@ -592,7 +608,7 @@ impl Responder {
             if asked.ird != DEPTH_NOT_NEGOTIATED {
                 params.ord = params.ord.min(asked.ird);
             }
-            // RFC 6581 §9.2 [mpa-rtr-read-ird]: a Read as ready-to-receive needs a slot to be served
+            // RFC 6581 §9.1 [mpa-rtr-read-ird]: a Read as ready-to-receive needs a slot to be served
             // from, even if the ULP wants no reads.
             if forms.read {
                 params.ird = params.ird.max(1);
@@ -666,6 +682,9 @@ impl Responder {
 }
 
 /// Which ready-to-receive messages a responder confirms. It can receive all of them.
+// RFC 6581 §9.2 [mpa-rtr-confirm]: the RFC would like every offered form that we can receive to be
+// confirmed. Outside anywarp we name a single one, as the stacks in the field do, so that no
+// initiator has to choose.
 fn confirm(offered: RtrForms) -> RtrForms {
     match offered {
         // The mark by which an anywarp initiator knows us; see the head of this file.
@@ -810,9 +829,11 @@ mod tests {
                 consumed,
                 params,
                 private_data,
+                peer_depths,
                 rtr,
                 crc_unconfirmed,
             } => {
+                assert_eq!(peer_depths, Some(Depths { ird: 8, ord: 4 }));
                 assert_eq!(consumed, accepted.reply.len());
                 assert!(params.peer_is_anywarp && params.peer_to_peer && params.crc);
                 assert_eq!(
@@ -1228,7 +1249,7 @@ mod tests {
                 consumed: 26,
                 private_data: b"no".to_vec(),
                 rev: 2,
-                depths: Some((128, 0)),
+                peer_depths: Some(Depths { ird: 128, ord: 0 }),
             })
         );
         // One of an older revision says so.
@@ -1237,7 +1258,7 @@ mod tests {
             progress,
             Progress::Rejected {
                 rev: 1,
-                depths: None,
+                peer_depths: None,
                 ..
             }
         ));
