@@ -1,12 +1,16 @@
 //! Build and check tasks: `cargo xtask TASK`.
 
+mod c_tests;
 mod check;
 mod dist;
+mod expect;
 mod link;
 mod load;
 mod matrix;
+mod programs;
 mod sh;
 mod symbols;
+mod table;
 
 use std::process::ExitCode;
 
@@ -17,6 +21,13 @@ usage: cargo xtask TASK
   dist     build the libraries and the tool into target/dist
   matrix   compare the built libraries' symbols with the distribution's; write crates/abi/MATRIX.md;
            load them in every way that programs do
+  c-tests [PROGRAM [TEST…]]
+           our own C programs in tests/c on the built libraries
+  programs [--netns] [--filter PART] [--log LEVEL] [--list]
+           programs of the distribution, as tests/programs expects them; on loopback, or between two
+           network namespaces
+  table [--check]
+           write the table of programs in README.md, or say whether it is up to date
 ";
 
 /// What every task returns; the error is printed as it is.
@@ -29,6 +40,10 @@ fn main() -> ExitCode {
         ["check"] => check::run(),
         ["dist"] => dist::run(),
         ["matrix"] => matrix::run(),
+        ["c-tests", ref rest @ ..] => c_tests::run(rest),
+        ["programs", ref rest @ ..] => programs::run(rest),
+        ["table"] => table::run(false),
+        ["table", "--check"] => table::run(true),
         _ => {
             eprint!("{USAGE}");
             return ExitCode::from(2);

@@ -1,0 +1,67 @@
+//! `cargo xtask c-tests`: our own C programs, compiled against the distribution's headers and libraries and run
+//! on ours.
+
+use crate::{Result, sh};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The programs; each is one file in `tests/c`.
+const PROGRAMS: [&str; 5] = ["selftest", "cm", "access", "chaos", "fork"];
+
+/// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
+pub(crate) fn run(arguments: &[&str]) -> Result {
+    let (program, tests) = match arguments.split_first() {
+        Some((first, rest)) if PROGRAMS.contains(first) => (Some(*first), rest),
+        Some((first, _)) => {
+            return Err(format!(
+                "c-tests: {first}: no such program among {}",
+                PROGRAMS.join(", ")
+            )
+            .into());
+        }
+        None => (None, arguments),
+    };
+    let work = sh::target().join("c-tests");
+    fs::create_dir_all(&work)?;
+    let mut failed = Vec::new();
+    for name in PROGRAMS
+        .iter()
+        .filter(|name| program.is_none_or(|p| p == **name))
+    {
+        let binary = build(name, &work.join(name))?;
+        println!("== {name}");
+        let mut command = Command::new(sh::dist().join("bin/anywarp"));
+        // On the loopback interface, whatever other addresses this machine has.
+        command
+            .args(["run", "--device-ip", "127.0.0.1", "--"])
+            .arg(&binary)
+            .args(tests);
+        if !command.status()?.success() {
+            failed.push(*name);
+        }
+    }
+    if failed.is_empty() {
+        return Ok(());
+    }
+    Err(format!("C tests fail: {}", failed.join(", ")).into())
+}
+
+/// Compiles `tests/c/NAME.c`, as a program of the distribution would be, to `to`.
+pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
+    let mut cc = sh::cc();
+    cc.args([
+        "-std=gnu11",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Wshadow",
+        "-Werror",
+        "-o",
+    ])
+    .arg(to)
+    .arg(sh::root().join("tests/c").join(name).with_extension("c"))
+    .args(["-libverbs", "-lrdmacm", "-lpthread"]);
+    sh::run(&mut cc)?;
+    Ok(to.to_path_buf())
+}

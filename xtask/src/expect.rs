@@ -1,0 +1,312 @@
+//! The expectation files in `tests/programs`: what a program nobody here wrote must do.
+//!
+//! The form is described in `tests/programs/README.md`; this file turns it into [`Program`]s.
+
+use crate::{Result, sh};
+use regex_lite::Regex;
+use std::fmt;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+/// One file: a program and its cases.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Program {
+    /// Its name, as it is typed.
+    pub(crate) name: String,
+    /// The Debian package that has it.
+    pub(crate) package: String,
+    /// What it shows, in a few words.
+    pub(crate) shows: String,
+    /// What is run, in order.
+    pub(crate) cases: Vec<Case>,
+}
+
+/// One run of a program, or of a server and its clients.
+#[derive(Debug, Clone)]
+pub(crate) struct Case {
+    /// Unique in its file.
+    pub(crate) name: String,
+    /// Started first, and awaited until it listens; none: the clients need no server.
+    pub(crate) server: Option<String>,
+    /// Run one after the other; each must exit with 0.
+    pub(crate) clients: Vec<String>,
+    /// What the server must have exited with, or `None`: it does not end by itself, and is ended.
+    pub(crate) server_exit: Option<Exit>,
+    /// What each client must exit with, or `None`: as with the server.
+    pub(crate) client_exit: Option<Exit>,
+    /// Must match what the clients print, and the server.
+    pub(crate) stdout: Vec<Regex>,
+    pub(crate) server_stdout: Vec<Regex>,
+    /// Must match nothing that anybody prints.
+    pub(crate) never: Vec<Regex>,
+    /// Variables for both sides.
+    pub(crate) env: Vec<(String, String)>,
+    /// Longest time for the whole case.
+    pub(crate) timeout: Duration,
+    /// How to know that the server is ready: this long after its start, or else when its port is bound.
+    pub(crate) settle: Option<Duration>,
+    /// Over IPv6.
+    pub(crate) ipv6: bool,
+    /// Why it cannot pass, by place.
+    pub(crate) skip: [Option<String>; 2],
+}
+
+/// An exit status that is accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// Exactly this one.
+    Code(i32),
+    /// Any, as long as it ends.
+    Any,
+}
+
+/// Where a case runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Both ends on the loopback interface.
+    Loopback,
+    /// Each end in a network namespace of its own.
+    Namespaces,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Loopback => "loopback",
+            Self::Namespaces => "netns",
+        })
+    }
+}
+
+impl Case {
+    /// What holds for a case that says nothing else.
+    fn new() -> Self {
+        Self {
+            name: String::new(),
+            server: None,
+            clients: Vec::new(),
+            server_exit: Some(Exit::Code(0)),
+            client_exit: Some(Exit::Code(0)),
+            stdout: Vec::new(),
+            server_stdout: Vec::new(),
+            never: Vec::new(),
+            env: Vec::new(),
+            timeout: Duration::from_secs(30),
+            settle: None,
+            ipv6: false,
+            skip: [None, None],
+        }
+    }
+
+    /// Why it is not expected to pass at `place`.
+    pub(crate) fn skipped(&self, place: Place) -> Option<&str> {
+        let [loopback, namespaces] = &self.skip;
+        match place {
+            Place::Loopback => loopback.as_deref(),
+            Place::Namespaces => namespaces.as_deref(),
+        }
+    }
+}
+
+/// Reads all files of the folder, in the order of their names.
+pub(crate) fn read() -> Result<Vec<Program>> {
+    let dir = sh::root().join("tests/programs");
+    let mut files: Vec<_> = fs::read_dir(&dir)?
+        .map(|entry| entry.map(|e| e.path()))
+        .collect::<std::io::Result<_>>()?;
+    files.retain(|path| path.extension().is_some_and(|e| e == "expect"));
+    files.sort();
+    files.iter().map(|path| read_file(path)).collect()
+}
+
+fn read_file(path: &Path) -> Result<Program> {
+    let text = fs::read_to_string(path)?;
+    parse(&text).map_err(|e| format!("{}: {e}", path.display()).into())
+}
+
+/// A case as it is written, before `each` makes several of it.
+struct Draft {
+    /// Key and value of each line, and the line's number.
+    lines: Vec<(usize, String, String)>,
+}
+
+fn parse(text: &str) -> Result<Program> {
+    let mut program = Program::default();
+    let mut common: Vec<(usize, String, String)> = Vec::new();
+    let mut drafts: Vec<Draft> = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let (key, value) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+        let (key, value) = (key.to_owned(), value.trim().to_owned());
+        match (key.as_str(), drafts.last_mut()) {
+            ("program", None) => program.name = value,
+            ("package", None) => program.package = value,
+            ("shows", None) => program.shows = value,
+            ("case", _) => drafts.push(Draft {
+                lines: vec![(number + 1, key, value)],
+            }),
+            (_, None) => common.push((number + 1, key, value)),
+            (_, Some(draft)) => draft.lines.push((number + 1, key, value)),
+        }
+    }
+    if program.name.is_empty() || program.package.is_empty() || program.shows.is_empty() {
+        return Err("program, package and shows must stand before the first case".into());
+    }
+    for draft in drafts {
+        let lines: Vec<_> = common.iter().chain(&draft.lines).cloned().collect();
+        program.cases.extend(expand(&lines)?);
+    }
+    let mut names: Vec<&str> = program.cases.iter().map(|c| c.name.as_str()).collect();
+    names.sort_unstable();
+    let before = names.len();
+    names.dedup();
+    if before == 0 || names.len() != before {
+        return Err("a file needs cases, each with a name of its own".into());
+    }
+    Ok(program)
+}
+
+/// Makes one case for each value of its `each` line, or one.
+fn expand(lines: &[(usize, String, String)]) -> Result<Vec<Case>> {
+    let Some((_, _, each)) = lines.iter().find(|(_, key, _)| key == "each") else {
+        return Ok(vec![one_case(lines)?]);
+    };
+    let mut words = each.split_whitespace();
+    let Some(name) = words.next() else {
+        return Err("each needs a name and values".into());
+    };
+    let marker = format!("{{{name}}}");
+    words
+        .map(|value| {
+            let lines: Vec<_> = lines
+                .iter()
+                .map(|(n, key, text)| (*n, key.clone(), text.replace(&marker, value)))
+                .collect();
+            one_case(&lines)
+        })
+        .collect()
+}
+
+fn one_case(lines: &[(usize, String, String)]) -> Result<Case> {
+    let mut case = Case::new();
+    for (number, key, value) in lines {
+        set(&mut case, key, value).map_err(|e| format!("line {number}: {key}: {e}"))?;
+    }
+    if case.clients.is_empty() {
+        return Err(format!("case {} runs nothing", case.name).into());
+    }
+    Ok(case)
+}
+
+fn set(case: &mut Case, key: &str, value: &str) -> Result {
+    let regex = || Regex::new(&format!("(?m){value}"));
+    let reason = || {
+        if value.is_empty() {
+            Err("a skip needs a reason")
+        } else {
+            Ok(Some(value.to_owned()))
+        }
+    };
+    match key {
+        "case" => value.clone_into(&mut case.name),
+        "each" => {}
+        "server" => case.server = Some(value.to_owned()),
+        "client" | "run" => case.clients.push(value.to_owned()),
+        "server-exit" => case.server_exit = exit(value)?,
+        "exit" => case.client_exit = exit(value)?,
+        "stdout" => case.stdout.push(regex()?),
+        "server-stdout" => case.server_stdout.push(regex()?),
+        "never" => case.never.push(regex()?),
+        "env" => {
+            let (name, value) = value.split_once('=').ok_or("NAME=VALUE")?;
+            case.env.push((name.to_owned(), value.to_owned()));
+        }
+        "timeout" => case.timeout = Duration::from_secs(value.parse()?),
+        "settle" => case.settle = Some(Duration::from_millis(value.parse()?)),
+        "ipv6" => case.ipv6 = true,
+        "skip" => case.skip = [reason()?, reason()?],
+        "skip-loopback" => case.skip[0] = reason()?,
+        "skip-netns" => case.skip[1] = reason()?,
+        _ => return Err("no such key".into()),
+    }
+    Ok(())
+}
+
+/// A status, `any`, or `stays` for what does not end by itself.
+fn exit(value: &str) -> Result<Option<Exit>> {
+    Ok(match value {
+        "stays" => None,
+        "any" => Some(Exit::Any),
+        code => Some(Exit::Code(code.parse()?)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: &str = "program x\npackage p\nshows s\n";
+
+    #[test]
+    fn all_files_can_be_read() {
+        read().unwrap();
+    }
+
+    #[test]
+    fn lines_before_the_first_case_hold_for_all_and_each_makes_several() {
+        let text = format!(
+            "{HEAD}timeout 5\n# remark\n\ncase size_{{n}}\n  each n 1 2\n  server a -s {{n}}\n  \
+             client b {{n}}\ncase other\n run c\n timeout 7\n server-exit stays\n"
+        );
+        let program = parse(&text).unwrap();
+
+        let told: Vec<_> = program
+            .cases
+            .iter()
+            .map(|c| (c.name.as_str(), c.server.as_deref(), c.timeout.as_secs()))
+            .collect();
+        assert_eq!(
+            told,
+            [
+                ("size_1", Some("a -s 1"), 5),
+                ("size_2", Some("a -s 2"), 5),
+                ("other", None, 7)
+            ]
+        );
+        assert_eq!(program.cases[1].clients, ["b 2"]);
+        assert_eq!(program.cases[2].server_exit, None);
+    }
+
+    #[test]
+    fn mistakes_are_told_with_their_line() {
+        let mistakes = [
+            ("case a\nrun x\ntimeuot 3", "line 6: timeuot: no such key"),
+            ("case a\nrun x\nskip", "line 6: skip: a skip needs a reason"),
+            ("case a", "case a runs nothing"),
+            (
+                "case a\nrun x\ncase a\nrun y",
+                "a file needs cases, each with a name of its own",
+            ),
+            ("", "a file needs cases, each with a name of its own"),
+        ];
+        for (text, error) in mistakes {
+            let got = parse(&format!("{HEAD}{text}\n")).unwrap_err().to_string();
+            assert_eq!(got, error);
+        }
+    }
+
+    #[test]
+    fn a_reason_may_hold_for_one_place() {
+        let program = parse(&format!("{HEAD}case a\nrun x\nskip-netns no route\n")).unwrap();
+
+        assert_eq!(
+            program.cases[0].skipped(Place::Namespaces),
+            Some("no route")
+        );
+        assert_eq!(program.cases[0].skipped(Place::Loopback), None);
+    }
+}

@@ -1,0 +1,647 @@
+//! `cargo xtask programs`: runs programs that no one here wrote, as an ordinary user, and judges what they do.
+//!
+//! A case that is skipped with a reason is run as well: if it passes, the reason is stale and the run fails.
+//! With `--netns` everything happens in namespaces that end with this process, so nothing stays behind.
+
+use crate::expect::{self, Case, Exit, Place, Program};
+use crate::{Result, sh};
+use rustix::process::{Pid, Signal, geteuid, kill_process_group};
+use std::env;
+use std::fs::{self, File};
+use std::io::Write;
+use std::net::{IpAddr, TcpListener, UdpSocket};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// Ports handed to cases: below the range from which the kernel takes its own.
+const PORTS: std::ops::Range<u16> = 20_000..30_000;
+
+/// How often a running program is looked at.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// Longest time until a server has bound its port.
+const READY: Duration = Duration::from_secs(10);
+
+/// How long a program that is expected to stay is watched.
+const STAY: Duration = Duration::from_millis(1500);
+
+/// Longest time for a skipped case: it is only run to see that it still fails.
+const SKIPPED: Duration = Duration::from_secs(8);
+
+/// Lines of a program's output that are shown when its case fails.
+const TAIL: usize = 12;
+
+/// The variable that tells a re-executed process that its namespaces are there.
+const INSIDE: &str = "ANYWARP_XTASK_INSIDE";
+
+/// What the command line asks for.
+#[derive(Debug, Default)]
+struct Options {
+    filter: Option<String>,
+    log: Option<String>,
+    netns: bool,
+    list: bool,
+}
+
+impl Options {
+    fn parse(arguments: &[&str]) -> Result<Self> {
+        let mut options = Self::default();
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let mut value = || {
+                rest.next()
+                    .map(|v| (*v).to_owned())
+                    .ok_or("a value is missing")
+            };
+            match *argument {
+                "--filter" => options.filter = Some(value()?),
+                "--log" => options.log = Some(value()?),
+                "--netns" => options.netns = true,
+                "--list" => options.list = true,
+                other => return Err(format!("programs: {other}: no such option").into()),
+            }
+        }
+        Ok(options)
+    }
+
+    fn selects(&self, name: &str) -> bool {
+        self.filter
+            .as_ref()
+            .is_none_or(|part| name.contains(part.as_str()))
+    }
+}
+
+/// Runs the cases that the arguments select.
+pub(crate) fn run(arguments: &[&str]) -> Result {
+    let options = Options::parse(arguments)?;
+    let programs = expect::read()?;
+    if options.list {
+        for (program, case) in all(&programs) {
+            println!("{}/{}", program.name, case.name);
+        }
+        return Ok(());
+    }
+    if options.netns && env::var_os(INSIDE).is_none() {
+        return in_namespaces(arguments);
+    }
+    let stage = Stage::new(&options)?;
+    let mut tally = Tally::default();
+    for (program, case) in all(&programs) {
+        if options.selects(&format!("{}/{}", program.name, case.name)) {
+            tally.judge(&stage, program, case)?;
+        }
+    }
+    println!(
+        "{} passed, {} failed, {} skipped",
+        tally.passed, tally.failed, tally.skipped
+    );
+    if tally.failed > 0 {
+        return Err("not every program does what it must".into());
+    }
+    if tally.passed + tally.skipped == 0 {
+        return Err("no case has such a name".into());
+    }
+    Ok(())
+}
+
+fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case)> {
+    programs
+        .iter()
+        .flat_map(|p| p.cases.iter().map(move |c| (p, c)))
+}
+
+/// Runs this task again in network, mount and process namespaces of its own. They vanish with their first
+/// process, however it ends, and take every process in them along.
+fn in_namespaces(arguments: &[&str]) -> Result {
+    let mut command = Command::new("unshare");
+    if !geteuid().is_root() {
+        command.args(["--user", "--map-root-user"]);
+    }
+    command
+        .args([
+            "--mount",
+            "--net",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ])
+        .arg(env::current_exe()?)
+        .arg("programs")
+        .args(arguments)
+        .env(INSIDE, "1");
+    sh::run(&mut command)
+}
+
+/// The counts, and how a case is told.
+#[derive(Debug, Default)]
+struct Tally {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Tally {
+    fn judge(&mut self, stage: &Stage, program: &Program, case: &Case) -> Result {
+        let name = format!("{}/{}", program.name, case.name);
+        let place = stage.place;
+        let start = Instant::now();
+        let outcome = stage.play(case)?;
+        let seconds = start.elapsed().as_secs_f64();
+        match (outcome, case.skipped(place)) {
+            (Ok(()), None) => {
+                self.passed += 1;
+                println!("ok    {place:8}  {name}  ({seconds:.1} s)");
+            }
+            (Err(_), Some(reason)) => {
+                self.skipped += 1;
+                println!("skip  {place:8}  {name}  {reason}");
+            }
+            (Ok(()), Some(reason)) => {
+                self.failed += 1;
+                println!("FAIL  {place:8}  {name}  passes, and is skipped for: {reason}");
+            }
+            (Err(why), None) => {
+                self.failed += 1;
+                println!("FAIL  {place:8}  {name}  {}  ({seconds:.1} s)", why.reason);
+                for line in why.output.lines() {
+                    println!("        {line}");
+                }
+            }
+        }
+        std::io::stdout().flush()?;
+        Ok(())
+    }
+}
+
+/// Why a case failed, and the ends of what its programs printed.
+#[derive(Debug)]
+struct Failed {
+    reason: String,
+    output: String,
+}
+
+/// Everything that cases need: the installed product, a folder for output, and two hosts.
+struct Stage {
+    place: Place,
+    work: PathBuf,
+    anywarp: PathBuf,
+    log: Option<String>,
+    /// Programs are started as an ordinary user, which takes a change of user when we are root.
+    drop_root: bool,
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _gone_or_not_ours = fs::remove_dir_all(&self.work);
+    }
+}
+
+/// Which of the two hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Host {
+    Server,
+    Client,
+}
+
+impl Host {
+    fn namespace(self) -> &'static str {
+        match self {
+            Self::Server => "server",
+            Self::Client => "client",
+        }
+    }
+
+    fn address(self, place: Place, ipv6: bool) -> IpAddr {
+        let last = match self {
+            Self::Server => 1,
+            Self::Client => 2,
+        };
+        match (place, ipv6) {
+            (Place::Loopback, false) => IpAddr::from([127, 0, 0, 1]),
+            (Place::Loopback, true) => IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1u16]),
+            (Place::Namespaces, false) => IpAddr::from([10, 77, 0, last]),
+            (Place::Namespaces, true) => IpAddr::from([0xfd77, 0, 0, 0, 0, 0, 0, u16::from(last)]),
+        }
+    }
+}
+
+impl Stage {
+    fn new(options: &Options) -> Result<Self> {
+        let work = env::temp_dir().join(format!("anywarp-programs-{}", std::process::id()));
+        fs::create_dir(&work)?;
+        fs::set_permissions(&work, fs::Permissions::from_mode(0o755))?;
+        let stage = Self {
+            place: if options.netns {
+                Place::Namespaces
+            } else {
+                Place::Loopback
+            },
+            anywarp: work.join("dist/bin/anywarp"),
+            work,
+            log: options.log.clone(),
+            drop_root: geteuid().is_root() && is_initial_user_namespace(),
+        };
+        if !sh::dist().join("bin/anywarp").exists() {
+            return Err("target/dist is not there: run `cargo xtask dist` first".into());
+        }
+        // A copy in a place that an ordinary user can read, wherever this tree lies.
+        let mut copy = Command::new("cp");
+        copy.args(["-rL", "--no-preserve=mode"])
+            .arg(sh::dist())
+            .arg(stage.work.join("dist"));
+        sh::run(&mut copy)?;
+        let mut open = Command::new("chmod");
+        open.args(["-R", "a+rX,u+w"]).arg(stage.work.join("dist"));
+        sh::run(&mut open)?;
+        for program in ["bin/anywarp", "lib/anywarp/anywarp-selftest"] {
+            let path = stage.work.join("dist").join(program);
+            if path.exists() {
+                fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+            }
+        }
+        if options.netns {
+            make_hosts()?;
+        }
+        Ok(stage)
+    }
+
+    /// Plays a case; the outer error is ours, the inner one the program's.
+    fn play(&self, case: &Case) -> Result<std::result::Result<(), Failed>> {
+        let mut cast = Cast::default();
+        let played = self.act(case, &mut cast);
+        for player in cast.server.iter_mut().chain(&mut cast.clients) {
+            player.end()?;
+        }
+        let reason = match played {
+            Ok(()) => cast.verdict(case),
+            Err(reason) => Some(reason.to_string()),
+        };
+        Ok(match reason {
+            None => Ok(()),
+            Some(reason) => Err(Failed {
+                reason,
+                output: cast.tails(),
+            }),
+        })
+    }
+
+    /// Starts the server, waits for it, runs the clients, lets the server end.
+    fn act(&self, case: &Case, cast: &mut Cast) -> Result {
+        let limit = match case.skipped(self.place) {
+            Some(_) => case.timeout.min(SKIPPED),
+            None => case.timeout,
+        };
+        let end = Instant::now() + limit;
+        let port = free_port()?;
+
+        if let Some(line) = &case.server {
+            let player = self.player(Host::Server, line, case, port)?;
+            let server = cast.server.insert(player);
+            let settled = case.settle.map(|time| Instant::now() + time);
+            let latest = Instant::now() + READY.min(limit);
+            while !settled.map_or_else(|| server.listens(port), |time| Instant::now() >= time) {
+                if server.poll()?.is_some() {
+                    return Err("the server ends before it listens".into());
+                }
+                if Instant::now() > latest {
+                    return Err(format!("the server does not listen on port {port}").into());
+                }
+                sleep(LOOK);
+            }
+        }
+        for line in &case.clients {
+            let mut client = self.player(Host::Client, line, case, port)?;
+            let finished = client.finish(case.client_exit, end);
+            cast.clients.push(client);
+            finished?;
+        }
+        if let Some(server) = &mut cast.server {
+            server.finish(case.server_exit, end)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a program of a case ready to start.
+    fn player(&self, host: Host, line: &str, case: &Case, port: u16) -> Result<Player> {
+        let address = |host: Host| host.address(self.place, case.ipv6).to_string();
+        let line = line
+            .replace("{port}", &port.to_string())
+            .replace("{server}", &address(Host::Server))
+            .replace("{client}", &address(Host::Client))
+            .replace("{own}", &address(host));
+        let mut words: Vec<String> = Vec::new();
+        let mut say = |text: &[&str]| words.extend(text.iter().map(|w| (*w).to_owned()));
+        if self.place == Place::Namespaces {
+            say(&["ip", "netns", "exec", host.namespace()]);
+        }
+        if self.drop_root {
+            say(&[
+                "setpriv",
+                "--reuid=65534",
+                "--regid=65534",
+                "--clear-groups",
+                "--",
+            ]);
+        }
+        let anywarp = self.anywarp.display().to_string();
+        say(&[&anywarp, "run", "--"]);
+        say(&line.split_whitespace().collect::<Vec<&str>>());
+
+        let (program, arguments) = words.split_first().ok_or("an empty command line")?;
+        let mut command = Command::new(program);
+        command
+            .args(arguments)
+            .current_dir(&self.work)
+            .process_group(0)
+            .stdin(Stdio::null());
+        for name in [
+            "LD_PRELOAD",
+            "LD_LIBRARY_PATH",
+            "ANYWARP_LOG",
+            "ANYWARP_ADDR",
+            "ANYWARP_FACE",
+            "ANYWARP_LIB",
+            INSIDE,
+        ] {
+            command.env_remove(name);
+        }
+        command.env("HOME", &self.work);
+        if self.place == Place::Loopback || case.ipv6 {
+            command.env("ANYWARP_ADDR", address(host));
+        }
+        if let Some(level) = &self.log {
+            command.env("ANYWARP_LOG", level);
+        }
+        command.envs(case.env.iter().map(|(name, value)| (name, value)));
+        Player::start(command, line, host, &self.work)
+    }
+}
+
+/// Whether uid 0 here is uid 0 of the machine: only then are there other users to become.
+fn is_initial_user_namespace() -> bool {
+    fs::read_to_string("/proc/self/uid_map")
+        .is_ok_and(|map| map.split_whitespace().last() == Some("4294967295"))
+}
+
+/// Two hosts and a wire between them, in the namespaces that this process has for itself.
+fn make_hosts() -> Result {
+    const SCRIPT: &str = "set -e
+mount -t tmpfs tmpfs /run
+ip link set lo up
+ip netns add server
+ip netns add client
+ip link add wire netns server type veth peer name wire netns client
+for host in server:1 client:2; do
+    name=${host%:*} number=${host#*:}
+    ip -n $name link set lo up
+    ip -n $name addr add 10.77.0.$number/24 dev wire
+    ip -n $name addr add fd77::$number/64 dev wire nodad
+    ip -n $name link set wire up
+    ip -n $name route add 224.0.0.0/4 dev wire
+done
+for i in 1 2 3 4 5 6 7 8 9 10; do
+    ip netns exec client sh -c 'grep -q 1 /sys/class/net/wire/carrier' && exit 0
+    sleep 0.1
+done
+echo 'the wire between the namespaces does not come up' >&2
+exit 1
+";
+    sh::run(Command::new("sh").args(["-c", SCRIPT]))
+}
+
+/// A port that nobody has, for TCP and for UDP.
+fn free_port() -> Result<u16> {
+    // Start somewhere else in each process and each case, so that runs side by side seldom meet.
+    static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(0);
+    let span = PORTS.end - PORTS.start;
+    let first = u16::try_from(std::process::id() % u32::from(span)).unwrap_or_default();
+    for _ in 0..span {
+        let step = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let port = PORTS.start + (first.wrapping_add(step)) % span;
+        let free = |address: &str| {
+            TcpListener::bind((address, port)).is_ok() && UdpSocket::bind((address, port)).is_ok()
+        };
+        if free("0.0.0.0") && free("::") {
+            return Ok(port);
+        }
+    }
+    Err("no free port".into())
+}
+
+/// The programs of a case.
+#[derive(Debug, Default)]
+struct Cast {
+    server: Option<Player>,
+    clients: Vec<Player>,
+}
+
+impl Cast {
+    fn all(&self) -> impl Iterator<Item = &Player> {
+        self.server.iter().chain(&self.clients)
+    }
+
+    fn of(&self, host: Host) -> impl Iterator<Item = &Player> {
+        self.all().filter(move |p| p.host == host)
+    }
+
+    /// Looks at what was printed; `None` when all of it is as expected.
+    fn verdict(&self, case: &Case) -> Option<String> {
+        let printed = |host| {
+            self.of(host)
+                .map(|p| p.output("out"))
+                .collect::<Vec<_>>()
+                .join("\n")
+        };
+        let everything: String = self
+            .all()
+            .map(|p| p.output("out") + &p.output("err"))
+            .collect();
+        for (host, expected) in [
+            (Host::Client, &case.stdout),
+            (Host::Server, &case.server_stdout),
+        ] {
+            let text = printed(host);
+            if let Some(missing) = expected.iter().find(|regex| !regex.is_match(&text)) {
+                let who = host.namespace();
+                return Some(format!(
+                    "the {who} does not print {}",
+                    plain(missing.as_str())
+                ));
+            }
+        }
+        let found = case
+            .never
+            .iter()
+            .find(|regex| regex.is_match(&everything))?;
+        Some(format!("something prints {}", plain(found.as_str())))
+    }
+
+    fn tails(&self) -> String {
+        self.all().map(Player::tail).collect::<Vec<_>>().join("\n")
+    }
+}
+
+/// A pattern as it stands in the file.
+fn plain(pattern: &str) -> &str {
+    pattern.strip_prefix("(?m)").unwrap_or(pattern)
+}
+
+/// One running or ended program.
+#[derive(Debug)]
+struct Player {
+    host: Host,
+    line: String,
+    child: Child,
+    status: Option<ExitStatus>,
+    /// Where its output goes, without `.out` and `.err`.
+    files: PathBuf,
+}
+
+impl Player {
+    fn start(mut command: Command, line: String, host: Host, work: &Path) -> Result<Self> {
+        static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+        let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let files = work.join(format!("output-{number}"));
+        command
+            .stdout(File::create(files.with_extension("out"))?)
+            .stderr(File::create(files.with_extension("err"))?);
+        let child = command.spawn().map_err(|e| format!("{line}: {e}"))?;
+        Ok(Self {
+            host,
+            line,
+            child,
+            status: None,
+            files,
+        })
+    }
+
+    fn poll(&mut self) -> Result<Option<ExitStatus>> {
+        if self.status.is_none() {
+            self.status = self.child.try_wait()?;
+        }
+        Ok(self.status)
+    }
+
+    /// Whether its network has a bound port of this number; connected sockets do not count.
+    fn listens(&self, port: u16) -> bool {
+        ["tcp", "tcp6", "udp", "udp6"].iter().any(|table| {
+            let path = format!("/proc/{}/net/{table}", self.child.id());
+            fs::read_to_string(path).is_ok_and(|text| has_bound_port(&text, table, port))
+        })
+    }
+
+    /// Waits for the end that is expected.
+    fn finish(&mut self, expected: Option<Exit>, end: Instant) -> Result {
+        let who = self.host.namespace();
+        let Some(expected) = expected else {
+            let until = Instant::now() + STAY;
+            while Instant::now() < until {
+                if let Some(status) = self.poll()? {
+                    return Err(format!("the {who} should stay, and ends with {status}").into());
+                }
+                sleep(LOOK);
+            }
+            return self.end();
+        };
+        loop {
+            if let Some(status) = self.poll()? {
+                return match expected {
+                    Exit::Any => Ok(()),
+                    Exit::Code(code) if status.code() == Some(code) => Ok(()),
+                    Exit::Code(code) => {
+                        Err(format!("the {who} ends with {status}, expected {code}").into())
+                    }
+                };
+            }
+            if Instant::now() > end {
+                return Err(format!("the {who} does not end in time").into());
+            }
+            sleep(LOOK);
+        }
+    }
+
+    /// Ends the program and what it started: asked first, then killed.
+    fn end(&mut self) -> Result {
+        let Some(group) = Pid::from_raw(i32::try_from(self.child.id())?) else {
+            return Ok(());
+        };
+        for signal in [Signal::TERM, Signal::KILL] {
+            if self.poll()?.is_some() {
+                // Its children, if any are left, have the same group.
+                let _none_left = kill_process_group(group, Signal::KILL);
+                return Ok(());
+            }
+            let _already_gone = kill_process_group(group, signal);
+            let until = Instant::now() + Duration::from_secs(2);
+            while self.poll()?.is_none() && Instant::now() < until {
+                sleep(LOOK);
+            }
+        }
+        Ok(())
+    }
+
+    fn output(&self, which: &str) -> String {
+        let bytes = fs::read(self.files.with_extension(which)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    fn tail(&self) -> String {
+        let status = self
+            .status
+            .map_or_else(|| "ended by us".to_owned(), |status| status.to_string());
+        let mut text = format!("{}: {} ({status})", self.host.namespace(), self.line);
+        for which in ["out", "err"] {
+            let output = self.output(which);
+            let lines: Vec<&str> = output.lines().collect();
+            for line in lines.iter().skip(lines.len().saturating_sub(TAIL)) {
+                text.push_str(&format!("\n  {which}| {line}"));
+            }
+        }
+        text
+    }
+}
+
+/// Looks for a bound port in a table of /proc/net: a TCP socket must be listening.
+fn has_bound_port(text: &str, table: &str, port: u16) -> bool {
+    const LISTEN: &str = "0A";
+    let suffix = format!(":{port:04X}");
+    text.lines().skip(1).any(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        let (Some(local), Some(_remote), Some(state)) = (words.next(), words.next(), words.next())
+        else {
+            return false;
+        };
+        local.ends_with(&suffix) && (table.starts_with("udp") || state == LISTEN)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bound_port_is_seen() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+
+        assert!(has_bound_port(&table, "tcp", port));
+        drop(listener);
+        let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+        assert!(!has_bound_port(&table, "tcp", port));
+    }
+
+    #[test]
+    fn options_are_read() {
+        let options = Options::parse(&["--filter", "rping", "--netns"]).unwrap();
+
+        assert!(options.netns && options.selects("rping/plain") && !options.selects("qperf/x"));
+        assert!(Options::parse(&["--what"]).is_err());
+        assert!(Options::parse(&["--filter"]).is_err());
+    }
+}
