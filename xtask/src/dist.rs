@@ -4,6 +4,7 @@
 //! bin/anywarp
 //! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
 //! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
+//! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! include/                     our own headers, if there are any
 //! share/                       manual pages and completions, if the tool can write them
 //! ```
@@ -37,6 +38,7 @@ pub(crate) fn run() -> Result {
         &lib,
     )?;
     self_test(&lib)?;
+    path_shim(&lib)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
@@ -58,6 +60,24 @@ fn self_test(lib: &Path) -> Result {
         .arg("-L")
         .arg(lib)
         .args(["-libverbs", "-lrdmacm", "-lpthread"]);
+    sh::run(&mut cc)
+}
+
+/// Builds the path shim, which needs nothing but libc.
+fn path_shim(lib: &Path) -> Result {
+    let mut cc = sh::cc();
+    // The checking macros of libc would turn the functions that are replaced into others.
+    cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"])
+        .args(["-Wno-nonnull-compare", "-U_FORTIFY_SOURCE"])
+        .args([
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-shared",
+            "-Wl,-z,now",
+            "-o",
+        ])
+        .arg(lib.join("libanywarp-path.so"))
+        .arg(sh::root().join("crates/cli/shim/path-shim.c"));
     sh::run(&mut cc)
 }
 

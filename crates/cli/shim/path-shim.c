@@ -1,0 +1,526 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Shows the device as files, to programs that look for a device there and not in libibverbs.
+ *
+ *   /dev/infiniband/anywarp0    is what /dev/null is: a character device that all may read and write
+ *   /sys/class/infiniband/...   is a small tree with anywarp0 in it, and nothing else
+ *
+ * A preload library that replaces the functions that take a path. A path that begins otherwise goes to the
+ * next library as it is. The tree consists of real files, so that a folder opened here can be read, walked
+ * and handed on with functions that nobody replaced. It is made the first time that somebody asks for it, in a
+ * folder of the user's own, and stays for the next one. There is no constructor, no thread and no state
+ * but what is cached here; where a tree cannot be made, the paths are those of the machine.
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <limits.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+
+#define DEVICE "anywarp0"
+#define EXPORT __attribute__((visibility("default")))
+
+/* GIDs whose type is told; the port's table is not longer. */
+#define GIDS 64
+
+/* The function of this name in the libraries behind this one. */
+#define NEXT(name)                                                                             \
+	({                                                                                     \
+		static void *next_;                                                            \
+		void *found_ = __atomic_load_n(&next_, __ATOMIC_RELAXED);                      \
+		if (!found_) {                                                                 \
+			found_ = dlsym(RTLD_NEXT, #name);                                      \
+			__atomic_store_n(&next_, found_, __ATOMIC_RELAXED);                    \
+		}                                                                              \
+		(__typeof__(&name))found_;                                                     \
+	})
+
+/* ---------------------------------------------------------------- the tree */
+
+/* System calls of our own: the tree is made without passing through the functions below. */
+static int raw_open(const char *path, int flags)
+{
+	return (int)syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0644);
+}
+
+/* A folder that is ours alone to write. */
+static bool own_folder(const char *path)
+{
+	struct statx s;
+
+	if (mkdir(path, 0755) && errno != EEXIST)
+		return false;
+	if (syscall(SYS_statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_TYPE | STATX_MODE | STATX_UID, &s))
+		return false;
+	return S_ISDIR(s.stx_mode) && s.stx_uid == geteuid() && !(s.stx_mode & 022);
+}
+
+/* Writes `dir/name`, at once and whole, unless it is there. */
+static bool put_file(const char *dir, const char *name, const char *text)
+{
+	char path[PATH_MAX], fresh[PATH_MAX];
+	size_t len = strlen(text);
+	int fd;
+
+	if (snprintf(path, sizeof path, "%s/%s", dir, name) >= (int)sizeof path ||
+	    snprintf(fresh, sizeof fresh, "%s.%ld", path, (long)getpid()) >= (int)sizeof fresh)
+		return false;
+	fd = raw_open(path, O_RDONLY);
+	if (fd >= 0) {
+		close(fd);
+		return true;
+	}
+	fd = raw_open(fresh, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW);
+	if (fd < 0)
+		return false;
+	if (write(fd, text, len) != (ssize_t)len || write(fd, "\n", 1) != 1) {
+		close(fd);
+		unlink(fresh);
+		return false;
+	}
+	close(fd);
+	return !rename(fresh, path);
+}
+
+static bool put_folder(const char *dir, const char *name)
+{
+	char path[PATH_MAX];
+
+	return snprintf(path, sizeof path, "%s/%s", dir, name) < (int)sizeof path &&
+	       (!mkdir(path, 0755) || errno == EEXIST);
+}
+
+static bool put_link(const char *dir, const char *name, const char *target)
+{
+	char path[PATH_MAX];
+
+	return snprintf(path, sizeof path, "%s/%s", dir, name) < (int)sizeof path &&
+	       (!symlink(target, path) || errno == EEXIST);
+}
+
+/* An interface address as a GID. */
+static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
+{
+	memset(gid, 0, 16);
+	if (addr && addr->sa_family == AF_INET) {
+		gid[10] = gid[11] = 0xff;
+		memcpy(gid + 12, &((const struct sockaddr_in *)(const void *)addr)->sin_addr, 4);
+		return true;
+	}
+	if (addr && addr->sa_family == AF_INET6) {
+		memcpy(gid, &((const struct sockaddr_in6 *)(const void *)addr)->sin6_addr, 16);
+		return true;
+	}
+	return false;
+}
+
+/* How well an address serves as GID 0; the first of the best is taken, as the device does. */
+static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *wanted)
+{
+	bool v4 = i->ifa_addr->sa_family == AF_INET;
+
+	if (wanted && !memcmp(gid, wanted, 16))
+		return 9;
+	if (!(i->ifa_flags & IFF_UP))
+		return 0;
+	if (i->ifa_flags & IFF_LOOPBACK)
+		return v4 ? 2 : 1;
+	if (!v4 && gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80)
+		return 3; /* link-local */
+	return v4 ? 5 : 4;
+}
+
+/* Finds the address that is GID 0, and its interface. */
+static bool first_gid(uint8_t gid[16], char interface[IF_NAMESIZE])
+{
+	const char *variable = getenv("ANYWARP_ADDR");
+	uint8_t wanted[16] = { [10] = 0xff, [11] = 0xff }, candidate[16];
+	bool is_wanted = variable && (inet_pton(AF_INET, variable, wanted + 12) == 1 ||
+				      inet_pton(AF_INET6, variable, wanted) == 1);
+	struct ifaddrs *list;
+	int best = 0;
+
+	if (getifaddrs(&list))
+		return false;
+	for (struct ifaddrs *i = list; i; i = i->ifa_next) {
+		if (!gid_of(i->ifa_addr, candidate) || rank(i, candidate, is_wanted ? wanted : NULL) <= best)
+			continue;
+		best = rank(i, candidate, is_wanted ? wanted : NULL);
+		memcpy(gid, candidate, 16);
+		snprintf(interface, IF_NAMESIZE, "%s", i->ifa_name);
+	}
+	freeifaddrs(list);
+	return best > 0;
+}
+
+/* Makes, or finds made, everything below `top`. */
+static bool fill_tree(const char *top, const uint8_t gid[16], const char *interface)
+{
+	char text[64], name[32], net[64];
+	char dev[PATH_MAX];
+
+	if (snprintf(dev, sizeof dev, "%s/" DEVICE, top) >= (int)sizeof dev || !put_folder(top, DEVICE))
+		return false;
+	for (size_t i = 0; i < 16; i++)
+		snprintf(text + (i / 2) * 5 + (i % 2) * 2, 4, "%02x%s", gid[i], i % 2 && i < 15 ? ":" : "");
+	snprintf(net, sizeof net, "/sys/class/net/%s", interface);
+	snprintf(name, sizeof name, "device/net/%s", interface);
+	if (!put_file(dev, "node_type", "1: CA") || !put_file(dev, "node_desc", "anywarp") ||
+	    !put_folder(dev, "device") || !put_folder(dev, "device/net") || !put_link(dev, name, net) ||
+	    !put_file(dev, "device/numa_node", "-1") || !put_folder(dev, "ports") || !put_folder(dev, "ports/1") ||
+	    !put_file(dev, "ports/1/state", "4: ACTIVE") || !put_file(dev, "ports/1/phys_state", "5: LinkUp") ||
+	    !put_file(dev, "ports/1/link_layer", "Ethernet") || !put_folder(dev, "ports/1/gids") ||
+	    !put_file(dev, "ports/1/gids/0", text) || !put_folder(dev, "ports/1/gid_attrs") ||
+	    !put_folder(dev, "ports/1/gid_attrs/types") || !put_folder(dev, "ports/1/gid_attrs/ndevs") ||
+	    !put_file(dev, "ports/1/gid_attrs/ndevs/0", interface))
+		return false;
+	for (int i = 0; i < GIDS; i++) {
+		snprintf(name, sizeof name, "ports/1/gid_attrs/types/%d", i);
+		if (!put_file(dev, name, "RoCE v2"))
+			return false;
+	}
+	return true;
+}
+
+/* The folder that stands for /sys/class/infiniband; NULL where none can be made. */
+static const char *tree(void)
+{
+	static char made[PATH_MAX / 2];
+	static int state; /* 0: not asked yet, 1: another thread is at it, 2: made, 3: cannot be */
+	char top[PATH_MAX / 2], interface[IF_NAMESIZE];
+	const char *base = getenv("XDG_RUNTIME_DIR");
+	uint8_t gid[16];
+	int none = 0, known = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
+	uint32_t sum = 2166136261u;
+	bool good;
+
+	if (known >= 2)
+		return known == 2 ? made : NULL;
+	good = first_gid(gid, interface);
+	for (size_t i = 0; good && i < 16; i++)
+		sum = (sum ^ gid[i]) * 16777619u;
+	if (good && (!base || base[0] != '/' || access(base, W_OK)))
+		base = "/tmp";
+	good = good && snprintf(top, sizeof top, "%s/anywarp-%ld-%s-%08x", base, (long)geteuid(), interface, sum) <
+			       (int)sizeof top;
+	good = good && own_folder(top) && fill_tree(top, gid, interface);
+	if (!good)
+		top[0] = 0;
+	if (__atomic_compare_exchange_n(&state, &none, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+		memcpy(made, top, sizeof made);
+		__atomic_store_n(&state, good ? 2 : 3, __ATOMIC_RELEASE);
+	} else {
+		while ((known = __atomic_load_n(&state, __ATOMIC_ACQUIRE)) == 1)
+			; /* the other thread copies one line */
+	}
+	return __atomic_load_n(&state, __ATOMIC_ACQUIRE) == 2 ? made : NULL;
+}
+
+/* ---------------------------------------------------------------- the paths */
+
+/* What follows `prefix` in `path`, if `path` is that or lies below it. */
+static const char *below(const char *path, const char *prefix, size_t len)
+{
+	if (strncmp(path, prefix, len) || (path[len] && path[len] != '/'))
+		return NULL;
+	return path + len;
+}
+
+#define BELOW(path, prefix) below(path, prefix, sizeof prefix - 1)
+
+/* The path to use for `path`: itself, or a replacement that may stand in `room`. */
+static const char *shown(const char *path, char room[PATH_MAX])
+{
+	const char *rest, *top;
+	int saved;
+
+	if (!path || path[0] != '/' || (path[1] != 's' && path[1] != 'd'))
+		return path;
+	rest = BELOW(path, "/dev/infiniband/" DEVICE);
+	if (rest)
+		return *rest ? path : "/dev/null";
+	rest = BELOW(path, "/sys/class/infiniband");
+	if (!rest)
+		return path;
+	saved = errno;
+	top = tree();
+	errno = saved;
+	if (!top || snprintf(room, PATH_MAX, "%s%s", top, rest) >= PATH_MAX)
+		return path;
+	return room;
+}
+
+#define SHOWN(path)          \
+	char room_[PATH_MAX]; \
+	path = shown(path, room_)
+
+/* ---------------------------------------------------------------- opening */
+
+/* The mode argument is there only if a file may be made. */
+#define MODE(flags, last)                                           \
+	({                                                          \
+		mode_t mode_ = 0;                                   \
+		if (((flags) & O_CREAT) || ((flags) & O_TMPFILE) == O_TMPFILE) { \
+			va_list args_;                              \
+			va_start(args_, last);                      \
+			mode_ = va_arg(args_, mode_t);              \
+			va_end(args_);                              \
+		}                                                   \
+		mode_;                                              \
+	})
+
+EXPORT int open(const char *path, int flags, ...)
+{
+	mode_t mode = MODE(flags, flags);
+
+	SHOWN(path);
+	return NEXT(open)(path, flags, mode);
+}
+
+EXPORT int open64(const char *path, int flags, ...)
+{
+	mode_t mode = MODE(flags, flags);
+
+	SHOWN(path);
+	return NEXT(open64)(path, flags, mode);
+}
+
+EXPORT int openat(int dir, const char *path, int flags, ...)
+{
+	mode_t mode = MODE(flags, flags);
+
+	SHOWN(path);
+	return NEXT(openat)(dir, path, flags, mode);
+}
+
+EXPORT int openat64(int dir, const char *path, int flags, ...)
+{
+	mode_t mode = MODE(flags, flags);
+
+	SHOWN(path);
+	return NEXT(openat64)(dir, path, flags, mode);
+}
+
+/* What a program calls that was compiled with checks of its arguments. */
+int __open_2(const char *path, int flags);
+int __open64_2(const char *path, int flags);
+int __openat_2(int dir, const char *path, int flags);
+int __openat64_2(int dir, const char *path, int flags);
+
+EXPORT int __open_2(const char *path, int flags)
+{
+	SHOWN(path);
+	return NEXT(__open_2)(path, flags);
+}
+
+EXPORT int __open64_2(const char *path, int flags)
+{
+	SHOWN(path);
+	return NEXT(__open64_2)(path, flags);
+}
+
+EXPORT int __openat_2(int dir, const char *path, int flags)
+{
+	SHOWN(path);
+	return NEXT(__openat_2)(dir, path, flags);
+}
+
+EXPORT int __openat64_2(int dir, const char *path, int flags)
+{
+	SHOWN(path);
+	return NEXT(__openat64_2)(dir, path, flags);
+}
+
+EXPORT FILE *fopen(const char *path, const char *mode)
+{
+	SHOWN(path);
+	return NEXT(fopen)(path, mode);
+}
+
+EXPORT FILE *fopen64(const char *path, const char *mode)
+{
+	SHOWN(path);
+	return NEXT(fopen64)(path, mode);
+}
+
+EXPORT DIR *opendir(const char *path)
+{
+	SHOWN(path);
+	return NEXT(opendir)(path);
+}
+
+EXPORT int scandir(const char *path, struct dirent ***list, int (*filter)(const struct dirent *),
+		   int (*compare)(const struct dirent **, const struct dirent **))
+{
+	SHOWN(path);
+	return NEXT(scandir)(path, list, filter, compare);
+}
+
+EXPORT int scandir64(const char *path, struct dirent64 ***list, int (*filter)(const struct dirent64 *),
+		     int (*compare)(const struct dirent64 **, const struct dirent64 **))
+{
+	SHOWN(path);
+	return NEXT(scandir64)(path, list, filter, compare);
+}
+
+/* ---------------------------------------------------------------- looking */
+
+/*
+ * Before glibc 2.33 there was no function stat, only __xstat with a version; since then __xstat is there for
+ * old programs only. Each is answered with the one that is there.
+ */
+int __xstat(int version, const char *path, struct stat *s);
+int __lxstat(int version, const char *path, struct stat *s);
+int __fxstatat(int version, int dir, const char *path, struct stat *s, int flags);
+int __xstat64(int version, const char *path, struct stat64 *s);
+int __lxstat64(int version, const char *path, struct stat64 *s);
+int __fxstatat64(int version, int dir, const char *path, struct stat64 *s, int flags);
+
+#ifdef __x86_64__
+#define STAT_VERSION 1
+#else
+#define STAT_VERSION 0
+#endif
+
+#define NEW_STAT(name, old, type)                                                                  \
+	EXPORT int name(const char *restrict path, struct type *restrict s)                        \
+	{                                                                                          \
+		SHOWN(path);                                                                       \
+		return NEXT(name) ? NEXT(name)(path, s) : NEXT(old)(STAT_VERSION, path, s);        \
+	}
+
+#define OLD_STAT(old, name, type)                                                                  \
+	EXPORT int old(int version, const char *path, struct type *s)                              \
+	{                                                                                          \
+		SHOWN(path);                                                                       \
+		if (NEXT(old))                                                                     \
+			return NEXT(old)(version, path, s);                                        \
+		if (version != STAT_VERSION) {                                                     \
+			errno = EINVAL;                                                            \
+			return -1;                                                                 \
+		}                                                                                  \
+		return NEXT(name)(path, s);                                                        \
+	}
+
+#define NEW_STAT_AT(name, old, type)                                                               \
+	EXPORT int name(int dir, const char *restrict path, struct type *restrict s, int flags)    \
+	{                                                                                          \
+		SHOWN(path);                                                                       \
+		return NEXT(name) ? NEXT(name)(dir, path, s, flags)                                \
+				  : NEXT(old)(STAT_VERSION, dir, path, s, flags);                  \
+	}
+
+#define OLD_STAT_AT(old, name, type)                                                               \
+	EXPORT int old(int version, int dir, const char *path, struct type *s, int flags)          \
+	{                                                                                          \
+		SHOWN(path);                                                                       \
+		if (NEXT(old))                                                                     \
+			return NEXT(old)(version, dir, path, s, flags);                            \
+		if (version != STAT_VERSION) {                                                     \
+			errno = EINVAL;                                                            \
+			return -1;                                                                 \
+		}                                                                                  \
+		return NEXT(name)(dir, path, s, flags);                                            \
+	}
+
+NEW_STAT(stat, __xstat, stat)
+NEW_STAT(lstat, __lxstat, stat)
+NEW_STAT(stat64, __xstat64, stat64)
+NEW_STAT(lstat64, __lxstat64, stat64)
+NEW_STAT_AT(fstatat, __fxstatat, stat)
+NEW_STAT_AT(fstatat64, __fxstatat64, stat64)
+OLD_STAT(__xstat, stat, stat)
+OLD_STAT(__lxstat, lstat, stat)
+OLD_STAT(__xstat64, stat64, stat64)
+OLD_STAT(__lxstat64, lstat64, stat64)
+OLD_STAT_AT(__fxstatat, fstatat, stat)
+OLD_STAT_AT(__fxstatat64, fstatat64, stat64)
+
+EXPORT int statx(int dir, const char *restrict path, int flags, unsigned int mask, struct statx *restrict s)
+{
+	SHOWN(path);
+	return NEXT(statx)(dir, path, flags, mask, s);
+}
+
+EXPORT int access(const char *path, int mode)
+{
+	SHOWN(path);
+	return NEXT(access)(path, mode);
+}
+
+EXPORT int faccessat(int dir, const char *path, int mode, int flags)
+{
+	SHOWN(path);
+	return NEXT(faccessat)(dir, path, mode, flags);
+}
+
+EXPORT int euidaccess(const char *path, int mode)
+{
+	SHOWN(path);
+	return NEXT(euidaccess)(path, mode);
+}
+
+EXPORT int eaccess(const char *path, int mode)
+{
+	SHOWN(path);
+	return NEXT(eaccess)(path, mode);
+}
+
+EXPORT ssize_t getxattr(const char *path, const char *name, void *to, size_t size)
+{
+	SHOWN(path);
+	return NEXT(getxattr)(path, name, to, size);
+}
+
+EXPORT ssize_t lgetxattr(const char *path, const char *name, void *to, size_t size)
+{
+	SHOWN(path);
+	return NEXT(lgetxattr)(path, name, to, size);
+}
+
+EXPORT ssize_t readlink(const char *restrict path, char *restrict to, size_t size)
+{
+	SHOWN(path);
+	return NEXT(readlink)(path, to, size);
+}
+
+EXPORT ssize_t readlinkat(int dir, const char *restrict path, char *restrict to, size_t size)
+{
+	SHOWN(path);
+	return NEXT(readlinkat)(dir, path, to, size);
+}
+
+EXPORT char *realpath(const char *restrict path, char *restrict to)
+{
+	SHOWN(path);
+	return NEXT(realpath)(path, to);
+}
+
+char *__realpath_chk(const char *path, char *to, size_t size);
+
+EXPORT char *__realpath_chk(const char *path, char *to, size_t size)
+{
+	SHOWN(path);
+	return NEXT(__realpath_chk)(path, to, size);
+}
+
+EXPORT char *canonicalize_file_name(const char *path)
+{
+	SHOWN(path);
+	return NEXT(canonicalize_file_name)(path);
+}
