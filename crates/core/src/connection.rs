@@ -137,6 +137,8 @@ pub struct StreamConfig {
     pub first: First,
     /// Made through the connection manager: its end fails the queue pair, as the manager's user expects.
     pub managed: bool,
+    /// The peer wants markers in what we send.
+    pub markers: bool,
 }
 
 /// What an initiator sends before anything else.
@@ -558,6 +560,22 @@ impl Connection {
                 Some(AsyncEvent::QpFatal),
             );
         }
+    }
+
+    /// Sets how many Reads and atomics each end may have outstanding, where the program says so and not start-up.
+    pub fn set_depths(&mut self, ird: u32, ord: u32) {
+        if let Some(s) = &mut self.stream
+            && !s.config.managed
+        {
+            s.config.ird = ird;
+            s.config.ord = ord;
+        }
+    }
+
+    /// Drops the completions that were not polled: the queue pair is going away (`ibv_destroy_qp(3)`).
+    pub fn purge(&mut self) {
+        self.send_cq.purge(self.qpn);
+        self.recv_cq.purge(self.qpn);
     }
 
     // ------------------------------------------------------------------ outputs

@@ -1,1 +1,28 @@
-//! anywarp-engine
+//! Drives the software RNIC with sockets, timers, threads and registered user memory.
+//!
+//! | file | what |
+//! |---|---|
+//! | [`device`] | the device, its addresses and limits; contexts |
+//! | [`verbs`] | objects that a context makes: regions, completion queues, queue pairs |
+//! | [`qp`] | a reliable queue pair and its TCP connection |
+//! | [`dgram`] | datagram queue pairs |
+//! | [`port`] | QPN ports: a TCP listener and a UDP socket with one number |
+//! | [`startup`] | connections in MPA start-up, before a queue pair owns them |
+//! | [`cm`] | the connection manager |
+//! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
+//! | [`channel`] | completion channels, asynchronous events |
+//! | `mem`, `sys` | the files with `unsafe` |
+
+pub mod channel;
+pub mod clock;
+pub mod cm;
+pub mod device;
+pub mod log;
+mod mem;
+pub mod net;
+pub mod port;
+pub mod qp;
+pub mod startup;
+pub mod sys;
+pub mod verbs;
+pub mod worker;

@@ -681,3 +681,10 @@ enum Taken {
     /// A request with nothing on the wire was done.
     Local,
 }
+
+/// A Terminate as one whole FPDU, for ends that have no queue pair yet.
+pub fn terminate_fpdu(what: &Terminate, with_crc: bool) -> Vec<u8> {
+    let mut message = terminate(what);
+    let segment = crate::ddp::tx::segment(&mut message, crate::bounds::MULPDU_MIN);
+    crate::llp::mpa::frame::frame_bytes(&segment, &message.source, with_crc)
+}

@@ -61,10 +61,10 @@ impl TxBatch {
         self.own.get(from..to).unwrap_or(&[])
     }
 
-    /// Empties it and keeps its room.
-    pub fn clear(&mut self) {
+    /// Empties it and keeps room for `keep` bytes.
+    pub fn clear(&mut self, keep: usize) {
         self.own.clear();
-        self.own.shrink_to(4 * bounds::TX_BATCH_BYTES);
+        self.own.shrink_to(keep);
         self.pieces.clear();
         self.bytes = 0;
     }
@@ -153,6 +153,22 @@ pub fn frame(
     batch.own.extend_from_slice(&crc);
     batch.own_since(start);
     Ok(())
+}
+
+/// The FPDU of a segment whose payload is bytes of our own.
+pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8> {
+    struct Nothing;
+    impl Memory for Nothing {
+        fn place(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: &[u8]) {}
+        fn gather(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Vec<u8>) {}
+        fn checksum(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Crc32c) {}
+        fn update(&self, _: &crate::verbs::mr::Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
+            0
+        }
+    }
+    let mut batch = TxBatch::default();
+    let _ = frame(segment, source, with_crc, &Nothing, &mut batch);
+    batch.own
 }
 
 fn frame_by_reference(

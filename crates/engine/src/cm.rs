@@ -1,0 +1,923 @@
+//! The connection manager (`rdma_cm(7)`): identifiers that listen, connect, accept, reject and disconnect.
+//!
+//! ```text
+//!  active:   Idle --resolve_addr--> Resolved --resolve_route--> Routed --connect--> Connecting --Reply--> Connected
+//!  passive:  Idle --bind--> Bound --listen--> Listening;  a Request makes a new one: Requested --accept--> Connected
+//!  both:     Connected --disconnect, or the peer's end--> Over
+//! ```
+//!
+//! A TCP port space port is the TCP port of that number, private data is the MPA frame's, so that siw and hardware
+//! RNICs connect to and from it. Events of an identifier wait in the channel it was made with or moved to.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use anywarp_core::bounds;
+use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, ResponderLimits};
+use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::qp::State as QpState;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use crate::channel::Channel;
+use crate::device;
+use crate::log;
+use crate::qp::{Manager, RcQp};
+use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup, local_addr, plain};
+use crate::sys::{self, EngineFd};
+use crate::worker::{Engine, Source, Token, engine};
+
+/// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PortSpace {
+    /// Reliable connections.
+    Tcp = 0x0106,
+    /// Datagrams.
+    Udp = 0x0111,
+    /// IPoIB multicast: as datagrams.
+    Ipoib = 0x0002,
+    /// Any service of InfiniBand: as connections.
+    Ib = 0x013f,
+}
+
+/// Kind of an event; the numbers are those of `enum rdma_cm_event_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names are those of rdma_get_cm_event(3)")]
+pub enum EventKind {
+    AddrResolved = 0,
+    AddrError = 1,
+    RouteResolved = 2,
+    RouteError = 3,
+    ConnectRequest = 4,
+    ConnectResponse = 5,
+    ConnectError = 6,
+    Unreachable = 7,
+    Rejected = 8,
+    Established = 9,
+    Disconnected = 10,
+    DeviceRemoval = 11,
+    MulticastJoin = 12,
+    MulticastError = 13,
+    AddrChange = 14,
+    TimewaitExit = 15,
+}
+
+/// For datagrams: the peer to send to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Address and port of its QPN port.
+    pub addr: SocketAddr,
+    /// Its queue pair number.
+    pub qpn: u32,
+    /// Its Q_Key.
+    pub qkey: u32,
+}
+
+/// An event.
+#[derive(Debug, Clone)]
+pub struct Event {
+    /// What happened.
+    pub kind: EventKind,
+    /// To whom.
+    pub id: Arc<CmId>,
+    /// For a connect request: who listened.
+    pub listener: Option<Arc<CmId>>,
+    /// 0, or why not: a negative errno, or a reject reason of the InfiniBand CM.
+    pub status: i32,
+    /// What the peer's application said.
+    pub private_data: Vec<u8>,
+    /// Reads and atomics that we may be asked to serve.
+    pub responder_resources: u8,
+    /// Reads and atomics that we may have outstanding.
+    pub initiator_depth: u8,
+    /// For datagrams: whom to send to.
+    pub peer: Option<Peer>,
+}
+
+/// A channel of events.
+pub type EventChannel = Channel<Event>;
+
+/// What an application asks for when it connects or accepts (`struct rdma_conn_param`).
+#[derive(Debug, Clone, Default)]
+pub struct ConnParam {
+    /// For the peer's application.
+    pub private_data: Vec<u8>,
+    /// Reads and atomics that we serve at once.
+    pub responder_resources: u8,
+    /// Reads and atomics that we will have outstanding.
+    pub initiator_depth: u8,
+    /// Tries after a loss of contact.
+    pub retry_count: u8,
+    /// Tries when no receive is posted.
+    pub rnr_retry_count: u8,
+    /// The queue pair, when it was not made through the identifier.
+    pub qp_num: u32,
+}
+
+/// Reason of a reject that the application made (InfiniBand CM, consumer defined).
+pub const REJECT_CONSUMER: i32 = 28;
+/// Reason when nobody listens (invalid service).
+pub const REJECT_NO_LISTENER: i32 = 8;
+/// `min_rnr_timer` of connections made here: 0.64 ms.
+const MIN_RNR_TIMER: u8 = 12;
+/// `timeout` of connections made here: 4.096 µs × 2^18, about a second.
+const TIMEOUT: u8 = 18;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Idle,
+    Bound,
+    Resolved,
+    Routed,
+    Listening,
+    Connecting,
+    Requested,
+    Accepting,
+    Connected,
+    Over,
+}
+
+struct State {
+    phase: Phase,
+    channel: Arc<EventChannel>,
+    local: Option<SocketAddr>,
+    remote: Option<SocketAddr>,
+    /// Holds the port between bind and listen or connect.
+    bound: Option<EngineFd>,
+    listener: Option<(EngineFd, Token)>,
+    backlog: usize,
+    /// Requests that the application has not answered.
+    pending: Vec<Weak<CmId>>,
+    qp: Option<Arc<RcQp>>,
+    startup: Option<Arc<Startup>>,
+    param: ConnParam,
+    offered: (u8, u8),
+    reuse: bool,
+    v6only: bool,
+    ack_timeout: Option<u8>,
+    destroyed: bool,
+}
+
+/// An identifier.
+pub struct CmId {
+    engine: &'static Engine,
+    /// Address of the C object.
+    pub cookie: AtomicUsize,
+    /// Its port space.
+    pub port_space: PortSpace,
+    me: Weak<Self>,
+    state: Mutex<State>,
+}
+
+impl std::fmt::Debug for CmId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.lock();
+        f.debug_struct("CmId")
+            .field("phase", &state.phase)
+            .field("local", &state.local)
+            .field("remote", &state.remote)
+            .finish_non_exhaustive()
+    }
+}
+
+fn os(errno: i32) -> io::Error {
+    io::Error::from_raw_os_error(errno)
+}
+
+impl CmId {
+    /// A new identifier whose events go to `channel`.
+    pub fn new(channel: &Arc<EventChannel>, port_space: PortSpace) -> io::Result<Arc<Self>> {
+        Ok(Self::make(engine()?, channel, port_space))
+    }
+
+    fn make(
+        engine: &'static Engine,
+        channel: &Arc<EventChannel>,
+        port_space: PortSpace,
+    ) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
+            engine,
+            cookie: AtomicUsize::new(0),
+            port_space,
+            me: me.clone(),
+            state: Mutex::new(State {
+                phase: Phase::Idle,
+                channel: Arc::clone(channel),
+                local: None,
+                remote: None,
+                bound: None,
+                listener: None,
+                backlog: 0,
+                pending: Vec::new(),
+                qp: None,
+                startup: None,
+                param: ConnParam::default(),
+                offered: (0, 0),
+                reuse: false,
+                v6only: false,
+                ack_timeout: None,
+                destroyed: false,
+            }),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ------------------------------------------------------------------ addresses
+
+    /// Our address.
+    pub fn local(&self) -> Option<SocketAddr> {
+        self.lock().local
+    }
+
+    /// The peer's address.
+    pub fn remote(&self) -> Option<SocketAddr> {
+        self.lock().remote
+    }
+
+    /// `RDMA_OPTION_ID_REUSEADDR`, `RDMA_OPTION_ID_AFONLY`, `RDMA_OPTION_ID_ACK_TIMEOUT`.
+    pub fn set_options(
+        &self,
+        reuse: Option<bool>,
+        v6only: Option<bool>,
+        ack_timeout: Option<u8>,
+    ) -> io::Result<()> {
+        let mut state = self.lock();
+        if (reuse.is_some() || v6only.is_some()) && state.phase != Phase::Idle {
+            return Err(os(libc::EINVAL));
+        }
+        state.reuse = reuse.unwrap_or(state.reuse);
+        state.v6only = v6only.unwrap_or(state.v6only);
+        if ack_timeout.is_some() {
+            state.ack_timeout = ack_timeout;
+        }
+        Ok(())
+    }
+
+    /// The acknowledgement time-out that was set, or the default.
+    pub fn ack_timeout(&self) -> u8 {
+        self.lock().ack_timeout.unwrap_or(TIMEOUT)
+    }
+
+    /// Binds to an address (`rdma_bind_addr(3)`); port 0 takes a free one.
+    pub fn bind(&self, to: SocketAddr) -> io::Result<()> {
+        let mut state = self.lock();
+        if state.phase != Phase::Idle {
+            return Err(os(libc::EINVAL));
+        }
+        let to = plain(to);
+        let kind = match self.port_space {
+            PortSpace::Udp | PortSpace::Ipoib => SocketType::DGRAM,
+            PortSpace::Tcp | PortSpace::Ib => SocketType::STREAM,
+        };
+        let family = if to.is_ipv4() {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        };
+        let fd = EngineFd::new(rustix::net::socket_with(
+            family,
+            kind,
+            SocketFlags::NONBLOCK | SocketFlags::CLOEXEC,
+            None,
+        )?);
+        if to.is_ipv6() {
+            let v6only = state.v6only || !to.ip().is_unspecified();
+            sys::set_option(
+                fd.get(),
+                libc::IPPROTO_IPV6,
+                libc::IPV6_V6ONLY,
+                i32::from(v6only),
+            );
+        }
+        if kind == SocketType::STREAM {
+            // As for every server: a restart does not have to wait for the old connections' TIME-WAIT. Two listeners on
+            // one port still collide.
+            sys::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+        }
+        match rustix::net::bind(fd.get(), &to) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::ADDRNOTAVAIL) => return Err(os(libc::ENODEV)),
+            Err(e) => return Err(e.into()),
+        }
+        state.local = local_addr(&fd).map(|a| SocketAddr::new(to.ip(), a.port()));
+        state.bound = Some(fd);
+        state.phase = Phase::Bound;
+        Ok(())
+    }
+
+    /// Finds our address for a peer (`rdma_resolve_addr(3)`); the outcome is an event.
+    pub fn resolve_addr(&self, from: Option<SocketAddr>, to: SocketAddr) -> io::Result<()> {
+        if let Some(from) = from
+            && self.lock().phase == Phase::Idle
+        {
+            self.bind(from)?;
+        }
+        let mut state = self.lock();
+        if !matches!(state.phase, Phase::Idle | Phase::Bound) {
+            return Err(os(libc::EINVAL));
+        }
+        let to = plain(to);
+        // The wildcard address means this host, as for connect(2).
+        let target = match to.ip() {
+            IpAddr::V4(ip) if ip.is_unspecified() => {
+                SocketAddr::new(Ipv4Addr::LOCALHOST.into(), to.port())
+            }
+            IpAddr::V6(ip) if ip.is_unspecified() => {
+                SocketAddr::new(Ipv6Addr::LOCALHOST.into(), to.port())
+            }
+            _ => to,
+        };
+        match source_for(target) {
+            Ok(source) => {
+                let (ip, port) = match state.local {
+                    Some(local) if !local.ip().is_unspecified() => (local.ip(), local.port()),
+                    Some(local) => (source, local.port()),
+                    None => (source, 0),
+                };
+                state.local = Some(SocketAddr::new(ip, port));
+                state.remote = Some(target);
+                state.phase = Phase::Resolved;
+                drop(state);
+                self.push(EventKind::AddrResolved, 0);
+            }
+            Err(e) => {
+                drop(state);
+                self.push(
+                    EventKind::AddrError,
+                    -e.raw_os_error().unwrap_or(libc::EHOSTUNREACH),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the way (`rdma_resolve_route(3)`): the kernel has routed already.
+    pub fn resolve_route(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        if state.phase != Phase::Resolved {
+            return Err(os(libc::EINVAL));
+        }
+        state.phase = Phase::Routed;
+        drop(state);
+        self.push(EventKind::RouteResolved, 0);
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ events
+
+    fn push(&self, kind: EventKind, status: i32) {
+        self.push_event(|_| {}, kind, status);
+    }
+
+    fn push_event(&self, fill: impl FnOnce(&mut Event), kind: EventKind, status: i32) {
+        let Some(id) = self.me.upgrade() else { return };
+        let mut event = Event {
+            kind,
+            id,
+            listener: None,
+            status,
+            private_data: Vec::new(),
+            responder_resources: 0,
+            initiator_depth: 0,
+            peer: None,
+        };
+        fill(&mut event);
+        log!(
+            Debug,
+            "cm: {kind:?} status {status} for {:?}",
+            self.remote()
+        );
+        let state = self.lock();
+        if !state.destroyed {
+            state.channel.push(event);
+        }
+    }
+
+    /// Moves the identifier and its waiting events to another channel (`rdma_migrate_id(3)`).
+    pub fn migrate(&self, to: &Arc<EventChannel>) {
+        let mut state = self.lock();
+        let from = std::mem::replace(&mut state.channel, Arc::clone(to));
+        if Arc::ptr_eq(&from, to) {
+            return;
+        }
+        let mut moved = Vec::new();
+        from.purge(|e| {
+            let mine = std::ptr::eq(Arc::as_ptr(&e.id), self);
+            if mine {
+                moved.push(e.clone());
+            }
+            mine
+        });
+        for event in moved {
+            to.push(event);
+        }
+    }
+
+    // ------------------------------------------------------------------ queue pair
+
+    /// The queue pair of this identifier (`rdma_create_qp(3)`), or none (`rdma_destroy_qp(3)`).
+    pub fn set_qp(&self, qp: Option<Arc<RcQp>>) {
+        self.lock().qp = qp;
+    }
+
+    /// The queue pair to connect: the identifier's own, or the one whose number the application gave.
+    fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
+        if let Some(qp) = self.lock().qp.clone() {
+            return Some((qp, true));
+        }
+        let qps = self
+            .engine
+            .qps
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        qps.get(&number)
+            .and_then(Weak::upgrade)
+            .map(|qp| (qp, false))
+    }
+
+    /// Brings the identifier's queue pair to ready-to-send, as the kernel does when a connection is made.
+    fn make_ready(&self, qp: &RcQp, own: bool, ird: u8, ord: u8) {
+        let (param, timeout) = {
+            let state = self.lock();
+            (state.param.clone(), state.ack_timeout.unwrap_or(TIMEOUT))
+        };
+        if !own {
+            // The application moves it through the states itself (`rdma_init_qp_attr(3)`).
+            return;
+        }
+        qp.with_attr(|attr| {
+            attr.access = rights(ird);
+            attr.timeout = timeout;
+            attr.retry_cnt = param.retry_count.min(7);
+            attr.rnr_retry = param.rnr_retry_count.min(7);
+            attr.min_rnr_timer = MIN_RNR_TIMER;
+            attr.max_rd_atomic = ord;
+            attr.max_dest_rd_atomic = ird;
+        });
+        if qp.query().0 != QpState::Error {
+            qp.set_state(QpState::Rts);
+        }
+    }
+
+    /// What the connection agreed on, for `rdma_init_qp_attr(3)`: (responder resources, initiator depth, retries, RNR
+    /// retries).
+    pub fn agreed(&self) -> (u8, u8, u8, u8) {
+        let state = self.lock();
+        (
+            state.param.responder_resources,
+            state.param.initiator_depth,
+            state.param.retry_count,
+            state.param.rnr_retry_count,
+        )
+    }
+
+    // ------------------------------------------------------------------ active side
+
+    /// Connects (`rdma_connect(3)`).
+    pub fn connect(&self, param: ConnParam) -> io::Result<()> {
+        if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
+            return Err(os(libc::EINVAL));
+        }
+        let qp = self.find_qp(param.qp_num);
+        let (remote, local) = {
+            let mut state = self.lock();
+            if state.phase != Phase::Routed {
+                return Err(os(libc::EINVAL));
+            }
+            let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
+            state.phase = Phase::Connecting;
+            state.param = param.clone();
+            // The port that was held is for the connection now.
+            state.bound = None;
+            (remote, state.local)
+        };
+        if let Some((qp, _)) = &qp
+            && let Some(me) = self.me.upgrade()
+        {
+            let manager: Weak<dyn Manager> = Arc::downgrade(&(me as Arc<dyn Manager>));
+            qp.manage(manager);
+        }
+        let me: Arc<dyn Owner> = self.me.upgrade().ok_or_else(|| os(libc::EINVAL))?;
+        let config = InitiatorConfig {
+            crc: device::wants_crc(),
+            ird: u16::from(param.responder_resources.min(bounds::MAX_RD_ATOMIC)),
+            max_ird: u16::from(bounds::MAX_RD_ATOMIC),
+            ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
+            private_data: param.private_data,
+            ..InitiatorConfig::default()
+        };
+        match Startup::dial(self.engine, me, remote, local, config, REPLY_TIMEOUT) {
+            Ok(startup) => {
+                self.lock().startup = Some(startup);
+                Ok(())
+            }
+            Err(e) => {
+                self.lock().phase = Phase::Over;
+                self.push(
+                    EventKind::Unreachable,
+                    -e.raw_os_error().unwrap_or(libc::EHOSTUNREACH),
+                );
+                Ok(())
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ passive side
+
+    /// Listens (`rdma_listen(3)`).
+    pub fn listen(&self, backlog: i32) -> io::Result<()> {
+        if self.lock().phase == Phase::Idle {
+            self.bind((Ipv4Addr::UNSPECIFIED, 0).into())?;
+        }
+        let mut state = self.lock();
+        if state.phase != Phase::Bound {
+            return Err(os(libc::EINVAL));
+        }
+        let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
+        let backlog = if backlog <= 0 { 1024 } else { backlog };
+        if let Err(e) = rustix::net::listen(fd.get(), backlog) {
+            state.bound = Some(fd);
+            return Err(e.into());
+        }
+        state.backlog = usize::try_from(backlog).unwrap_or(1024).max(16);
+        state.phase = Phase::Listening;
+        let source = Arc::new(ListenSource(self.me.clone()));
+        let token = self.engine.add(source, fd.get(), false)?;
+        state.listener = Some((fd, token));
+        Ok(())
+    }
+
+    fn accept_sockets(&self) {
+        for _ in 0..16 {
+            let (fd, peer) = {
+                let state = self.lock();
+                let Some((listener, _)) = &state.listener else {
+                    return;
+                };
+                let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+                let Ok((fd, peer)) = rustix::net::acceptfrom_with(listener.get(), flags) else {
+                    return;
+                };
+                (EngineFd::new(fd), peer)
+            };
+            let Some(peer) = peer.and_then(|p| SocketAddr::try_from(p).ok()).map(plain) else {
+                continue;
+            };
+            let limits = ResponderLimits {
+                crc: device::wants_crc(),
+                ..ResponderLimits::default()
+            };
+            let Some(me) = self.me.upgrade() else { return };
+            let _ = Startup::answer(self.engine, me, fd, peer, limits);
+        }
+    }
+
+    /// Accepts a connect request (`rdma_accept(3)`).
+    pub fn accept(&self, param: ConnParam) -> io::Result<()> {
+        if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
+            return Err(os(libc::EINVAL));
+        }
+        let qp = self.find_qp(param.qp_num);
+        let (startup, offered) = {
+            let mut state = self.lock();
+            if state.phase != Phase::Requested {
+                return Err(os(libc::EINVAL));
+            }
+            let startup = state.startup.take().ok_or_else(|| os(libc::EINVAL))?;
+            state.param = param.clone();
+            state.phase = Phase::Accepting;
+            (startup, state.offered)
+        };
+        let Some((qp, own)) = qp else {
+            self.lock().phase = Phase::Over;
+            let _ = startup.reject(&[]);
+            return Err(os(libc::EINVAL));
+        };
+        // The peer serves `offered.1` reads of ours and wants `offered.0` of its own served.
+        let ird = param.responder_resources.min(bounds::MAX_RD_ATOMIC);
+        let ord = param
+            .initiator_depth
+            .min(bounds::MAX_RD_ATOMIC)
+            .min(offered.1);
+        if let Some(me) = self.me.upgrade() {
+            let manager: Weak<dyn Manager> = Arc::downgrade(&(me as Arc<dyn Manager>));
+            qp.manage(manager);
+        }
+        let opened = match startup.accept(ird.into(), ord.into(), &param.private_data) {
+            Ok(opened) => opened,
+            Err(e) => {
+                self.lock().phase = Phase::Over;
+                return Err(e);
+            }
+        };
+        let at_once = !opened.expects_rtr;
+        self.make_ready(
+            &qp,
+            own,
+            u8::try_from(opened.params.ird).unwrap_or(0),
+            u8::try_from(opened.params.ord).unwrap_or(0),
+        );
+        qp.attach_managed(opened, false);
+        if at_once {
+            self.established();
+        }
+        Ok(())
+    }
+
+    /// Rejects a connect request (`rdma_reject(3)`).
+    pub fn reject(&self, private_data: &[u8]) -> io::Result<()> {
+        if private_data.len() > bounds::PRIVATE_DATA_MAX {
+            return Err(os(libc::EINVAL));
+        }
+        let startup = {
+            let mut state = self.lock();
+            if state.phase != Phase::Requested {
+                return Err(os(libc::EINVAL));
+            }
+            state.phase = Phase::Over;
+            state.startup.take().ok_or_else(|| os(libc::EINVAL))?
+        };
+        startup.reject(private_data)
+    }
+
+    fn established(&self) {
+        {
+            let mut state = self.lock();
+            if state.phase != Phase::Accepting {
+                return;
+            }
+            state.phase = Phase::Connected;
+        }
+        self.push_agreed(EventKind::Established, Vec::new());
+    }
+
+    fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>) {
+        let (ird, ord) = {
+            let state = self.lock();
+            (state.param.responder_resources, state.param.initiator_depth)
+        };
+        self.push_event(
+            |e| {
+                e.private_data = private_data;
+                e.responder_resources = ird;
+                e.initiator_depth = ord;
+            },
+            kind,
+            0,
+        );
+    }
+
+    // ------------------------------------------------------------------ the end
+
+    /// Ends the connection (`rdma_disconnect(3)`); both ends hear of it.
+    pub fn disconnect(&self) -> io::Result<()> {
+        let number = {
+            let state = self.lock();
+            match state.phase {
+                Phase::Connected | Phase::Accepting | Phase::Over => state.param.qp_num,
+                _ => return Err(os(libc::EINVAL)),
+            }
+        };
+        if let Some((qp, _)) = self.find_qp(number) {
+            qp.disconnect();
+        }
+        Ok(())
+    }
+
+    /// The identifier goes away; its waiting events too.
+    pub fn destroy(&self) {
+        let (listener, startup, phase, channel, pending) = {
+            let mut state = self.lock();
+            state.destroyed = true;
+            state.bound = None;
+            state.qp = None;
+            (
+                state.listener.take(),
+                state.startup.take(),
+                std::mem::replace(&mut state.phase, Phase::Over),
+                Arc::clone(&state.channel),
+                std::mem::take(&mut state.pending),
+            )
+        };
+        if let Some((fd, token)) = listener {
+            self.engine.remove(token, Some(fd.get()));
+        }
+        if let Some(startup) = startup {
+            if phase == Phase::Requested {
+                let _ = startup.reject(&[]);
+            } else {
+                startup.cancel();
+            }
+        }
+        channel.purge(|e| {
+            let about = |id: &Arc<Self>| std::ptr::eq(Arc::as_ptr(id), self);
+            about(&e.id) || e.listener.as_ref().is_some_and(about)
+        });
+        // Requests that the application never saw.
+        for child in pending.iter().filter_map(Weak::upgrade) {
+            if child.cookie.load(Ordering::Relaxed) == 0 {
+                child.destroy();
+            }
+        }
+    }
+}
+
+/// What the peer may do on a connection: as the kernel's connection manager grants it.
+pub fn rights(ird: u8) -> Access {
+    if ird > 0 {
+        Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC
+    } else {
+        Access::REMOTE_WRITE
+    }
+}
+
+/// Our address on the way to `to`, from the kernel's routing.
+fn source_for(to: SocketAddr) -> io::Result<IpAddr> {
+    let family = if to.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let fd = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    let to = if to.port() == 0 {
+        SocketAddr::new(to.ip(), 9)
+    } else {
+        to
+    };
+    rustix::net::connect(&fd, &to)?;
+    let any = rustix::net::getsockname(&fd)?;
+    SocketAddr::try_from(any)
+        .map(|a| plain(a).ip())
+        .map_err(|_| os(libc::EAFNOSUPPORT))
+}
+
+impl Owner for CmId {
+    fn opened(&self, startup: &Arc<Startup>, opened: Opened) {
+        let number = {
+            let mut state = self.lock();
+            if state.destroyed
+                || !state
+                    .startup
+                    .as_ref()
+                    .is_none_or(|s| Arc::ptr_eq(s, startup))
+            {
+                return;
+            }
+            state.startup = None;
+            if let Some(local) = local_addr(&opened.fd) {
+                state.local = Some(local);
+            }
+            state.phase = Phase::Connected;
+            state.param.responder_resources = u8::try_from(opened.params.ird).unwrap_or(u8::MAX);
+            state.param.initiator_depth = u8::try_from(opened.params.ord).unwrap_or(u8::MAX);
+            state.param.qp_num
+        };
+        let (ird, ord, ..) = self.agreed();
+        let private_data = opened.private_data.clone();
+        match self.find_qp(number) {
+            Some((qp, own)) => {
+                self.make_ready(&qp, own, ird, ord);
+                // The event comes before the first bytes can raise another one.
+                let kind = if own {
+                    EventKind::Established
+                } else {
+                    EventKind::ConnectResponse
+                };
+                self.push_agreed(kind, private_data);
+                qp.attach_managed(opened, true);
+            }
+            None => {
+                self.lock().phase = Phase::Over;
+                self.push(EventKind::ConnectError, -libc::EINVAL);
+            }
+        }
+    }
+
+    fn requested(&self, startup: &Arc<Startup>, request: Request) {
+        let Some(me) = self.me.upgrade() else { return };
+        let (channel, full) = {
+            let mut state = self.lock();
+            state.pending.retain(|p| {
+                p.upgrade()
+                    .is_some_and(|id| id.lock().phase == Phase::Requested)
+            });
+            let full = state.pending.len() >= state.backlog || state.phase != Phase::Listening;
+            (Arc::clone(&state.channel), full)
+        };
+        if full {
+            log!(Info, "cm: backlog is full, refusing {}", startup.peer);
+            let _ = startup.reject(&[]);
+            return;
+        }
+        let child = Self::make(self.engine, &channel, self.port_space);
+        let limit = |n: Option<u16>| {
+            n.map_or(bounds::MAX_RD_ATOMIC, |n| {
+                u8::try_from(n)
+                    .unwrap_or(u8::MAX)
+                    .min(bounds::MAX_RD_ATOMIC)
+            })
+        };
+        // The peer's outbound is our inbound and the other way round.
+        let (responder_resources, initiator_depth) = (limit(request.ord), limit(request.ird));
+        {
+            let mut state = child.lock();
+            state.phase = Phase::Requested;
+            state.local = startup.local();
+            state.remote = Some(startup.peer);
+            state.startup = Some(Arc::clone(startup));
+            state.offered = (responder_resources, initiator_depth);
+        }
+        self.lock().pending.push(Arc::downgrade(&child));
+        child.push_event(
+            |e| {
+                e.listener = Some(me);
+                e.private_data = request.private_data;
+                e.responder_resources = responder_resources;
+                e.initiator_depth = initiator_depth;
+            },
+            EventKind::ConnectRequest,
+            0,
+        );
+    }
+
+    fn failed(&self, startup: &Arc<Startup>, failure: Failure) {
+        {
+            let mut state = self.lock();
+            if state.phase != Phase::Connecting {
+                // A connection to a listener that came to nothing concerns nobody.
+                return;
+            }
+            if !state
+                .startup
+                .as_ref()
+                .is_none_or(|s| Arc::ptr_eq(s, startup))
+            {
+                return;
+            }
+            state.startup = None;
+            state.phase = Phase::Over;
+        }
+        log!(
+            Info,
+            "cm: connecting to {} failed: {failure:?}",
+            startup.peer
+        );
+        match failure {
+            Failure::Rejected {
+                private_data,
+                errno,
+            } => {
+                let refused_by_tcp = private_data.is_empty()
+                    && errno == libc::ECONNREFUSED
+                    && startup.never_connected();
+                let reason = if refused_by_tcp {
+                    REJECT_NO_LISTENER
+                } else {
+                    REJECT_CONSUMER
+                };
+                self.push_event(
+                    |e| e.private_data = private_data,
+                    EventKind::Rejected,
+                    reason,
+                );
+            }
+            Failure::Unreachable { errno } => self.push(EventKind::Unreachable, -errno),
+            Failure::Broken { errno } => self.push(EventKind::ConnectError, -errno),
+        }
+    }
+}
+
+impl Manager for CmId {
+    fn started(&self) {
+        self.established();
+    }
+
+    fn gone(&self) {
+        let before = {
+            let mut state = self.lock();
+            std::mem::replace(&mut state.phase, Phase::Over)
+        };
+        match before {
+            Phase::Connected => self.push(EventKind::Disconnected, 0),
+            Phase::Accepting => self.push(EventKind::ConnectError, -libc::ECONNRESET),
+            _ => {}
+        }
+    }
+}
+
+struct ListenSource(Weak<CmId>);
+
+impl Source for ListenSource {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        if let Some(id) = self.0.upgrade() {
+            id.accept_sockets();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}

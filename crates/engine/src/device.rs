@@ -1,0 +1,238 @@
+//! The device: its addresses and limits.
+//!
+//! Listing devices starts nothing: no thread, no socket. One device, `anywarp0`, one port; its GIDs are the host's
+//! addresses.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, OnceLock};
+
+use anywarp_core::bounds;
+
+use crate::channel::Channel;
+use crate::sys::{self, HostAddress};
+use crate::worker::{Engine, engine};
+
+/// What the device looks like: a label, never what travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Face {
+    /// A RoCE v2 channel adapter on Ethernet: what most programs take.
+    Roce,
+    /// An iWARP RNIC on Ethernet.
+    Iwarp,
+    /// A channel adapter on InfiniBand.
+    Ib,
+}
+
+/// The face that `ANYWARP_FACE` asks for.
+pub fn face() -> Face {
+    static FACE: OnceLock<Face> = OnceLock::new();
+    *FACE.get_or_init(|| match std::env::var("ANYWARP_FACE").as_deref() {
+        Ok("iwarp") => Face::Iwarp,
+        Ok("ib") => Face::Ib,
+        _ => Face::Roce,
+    })
+}
+
+/// Whether CRC32C is asked for on connections: yes, unless `ANYWARP_CRC=0`.
+pub fn wants_crc() -> bool {
+    static CRC: OnceLock<bool> = OnceLock::new();
+    *CRC.get_or_init(|| std::env::var("ANYWARP_CRC").as_deref() != Ok("0"))
+}
+
+/// The device's name.
+pub const NAME: &str = "anywarp0";
+
+/// One entry of the GID table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gid {
+    /// 16 bytes; IPv4 is mapped (`::ffff:a.b.c.d`).
+    pub raw: [u8; 16],
+    /// The address.
+    pub ip: IpAddr,
+    /// Interface index.
+    pub interface: u32,
+    /// Interface name.
+    pub name: String,
+}
+
+/// The 16 bytes of a GID for an address.
+pub fn gid_of(ip: IpAddr) -> [u8; 16] {
+    match ip {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+/// The address that a GID means.
+pub fn ip_of(gid: [u8; 16]) -> IpAddr {
+    let v6 = Ipv6Addr::from(gid);
+    v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
+}
+
+/// The GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback last.
+pub fn gids() -> Vec<Gid> {
+    let chosen: Option<IpAddr> = std::env::var("ANYWARP_ADDR")
+        .ok()
+        .and_then(|a| a.parse().ok());
+    let rank = |a: &HostAddress| match a.ip {
+        ip if Some(ip) == chosen => 0,
+        IpAddr::V4(_) if !a.loopback => 1,
+        IpAddr::V6(_) if !a.loopback => 2,
+        IpAddr::V4(_) => 3,
+        IpAddr::V6(_) => 4,
+    };
+    let mut all: Vec<HostAddress> = sys::host_addresses()
+        .into_iter()
+        .filter(|a| a.up && !is_link_local(a.ip))
+        .collect();
+    all.sort_by_key(rank);
+    let mut table: Vec<Gid> = Vec::new();
+    for a in all {
+        let raw = gid_of(a.ip);
+        if table.iter().all(|g| g.raw != raw) {
+            table.push(Gid {
+                raw,
+                ip: a.ip,
+                interface: a.index,
+                name: a.interface,
+            });
+        }
+    }
+    if table.is_empty() {
+        table.push(Gid {
+            raw: gid_of(Ipv4Addr::LOCALHOST.into()),
+            ip: Ipv4Addr::LOCALHOST.into(),
+            interface: 1,
+            name: "lo".into(),
+        });
+    }
+    table
+}
+
+fn is_link_local(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.segments().first().is_some_and(|s| s & 0xffc0 == 0xfe80),
+    }
+}
+
+/// The LID: the low 16 bits of the first IPv4 address, made non-zero and below the multicast range.
+pub fn lid_of(ip: IpAddr) -> u16 {
+    let low = match ip {
+        IpAddr::V4(v4) => {
+            let [_, _, c, d] = v4.octets();
+            u16::from_be_bytes([c, d])
+        }
+        IpAddr::V6(v6) => v6.segments().last().copied().unwrap_or(1),
+    };
+    match low & 0xbfff {
+        0 => 1,
+        lid => lid,
+    }
+}
+
+/// The address that a LID means: the host itself, or the host of the same network with those low 16 bits.
+pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
+    let table = gids();
+    if let Some(own) = table.iter().find(|g| lid_of(g.ip) == lid) {
+        return Some(own.ip);
+    }
+    match table.first()?.ip {
+        IpAddr::V4(v4) => {
+            let [a, b, c, _] = v4.octets();
+            let [hi, lo] = lid.to_be_bytes();
+            // Bit 14 is not in the LID: take it from our own address.
+            Some(IpAddr::V4(Ipv4Addr::new(a, b, hi | (c & 0x40), lo)))
+        }
+        IpAddr::V6(_) => None,
+    }
+}
+
+/// An opened device (`ibv_open_device`).
+pub struct Context {
+    /// The engine behind it.
+    pub engine: &'static Engine,
+    /// Asynchronous events.
+    pub events: Arc<Channel<AsyncItem>>,
+    /// Address of the C object, for the ABI layer.
+    pub cookie: AtomicUsize,
+}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Context").finish_non_exhaustive()
+    }
+}
+
+/// What an asynchronous event is about: the numbers are those of `enum ibv_event_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AsyncItem {
+    /// Event type.
+    pub event: u32,
+    /// Cookie of the queue pair, completion queue or shared receive queue; port number for port events.
+    pub cookie: usize,
+}
+
+/// Numbers of `enum ibv_event_type`.
+pub mod event {
+    #![allow(missing_docs, reason = "the names are those of ibv_get_async_event(3)")]
+    pub const CQ_ERR: u32 = 0;
+    pub const QP_FATAL: u32 = 1;
+    pub const QP_REQ_ERR: u32 = 2;
+    pub const QP_ACCESS_ERR: u32 = 3;
+    pub const COMM_EST: u32 = 4;
+    pub const SQ_DRAINED: u32 = 5;
+    pub const SRQ_ERR: u32 = 14;
+    pub const SRQ_LIMIT_REACHED: u32 = 15;
+    pub const QP_LAST_WQE_REACHED: u32 = 16;
+}
+
+impl Context {
+    /// Opens the device: starts the engine if this is the first time.
+    pub fn open() -> io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            engine: engine()?,
+            events: Arc::new(Channel::new()?),
+            cookie: AtomicUsize::new(0),
+        }))
+    }
+
+    /// Bytes of UD messages, as `enum ibv_mtu` counts: 5 is 4096.
+    pub fn mtu() -> u32 {
+        debug_assert_eq!(bounds::UD_MTU, 4096);
+        5
+    }
+}
+
+/// A number that tells hosts apart and does not change: from the first hardware address, or the first IP address.
+pub fn node_guid() -> u64 {
+    static GUID: OnceLock<u64> = OnceLock::new();
+    *GUID.get_or_init(|| {
+        let first = gids();
+        let Some(gid) = first.first() else {
+            return 0x0200_00ff_fe00_0001;
+        };
+        let mac = std::fs::read_to_string(format!("/sys/class/net/{}/address", gid.name))
+            .unwrap_or_default();
+        let bytes: Vec<u8> = mac
+            .trim()
+            .split(':')
+            .filter_map(|b| u8::from_str_radix(b, 16).ok())
+            .collect();
+        match bytes.as_slice() {
+            [a, b, c, d, e, f] if bytes.iter().any(|b| *b != 0) => {
+                // EUI-64 from EUI-48: the middle is ff fe and the local bit is flipped.
+                u64::from_be_bytes([a ^ 2, *b, *c, 0xff, 0xfe, *d, *e, *f])
+            }
+            _ => {
+                let mut low = [0_u8; 8];
+                if let Some(tail) = gid.raw.get(8..) {
+                    low.copy_from_slice(tail);
+                }
+                u64::from_be_bytes(low) | 0x0200_0000_0000_0000
+            }
+        }
+    })
+}

@@ -1,0 +1,176 @@
+//! The log: `ANYWARP_LOG=error|warn|info|debug|trace`, to standard error. Off by default, and then one load and a branch.
+
+use std::fmt::Arguments;
+use std::io::Write;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anywarp_core::connection::{Observer, Step};
+
+/// How much is said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Nothing.
+    Off,
+    /// What makes the device or a queue pair unusable.
+    Error,
+    /// Misuse, refused connections.
+    Warn,
+    /// Connections made and lost.
+    Info,
+    /// Every message.
+    Debug,
+    /// Every step.
+    Trace,
+}
+
+/// The level that the environment asks for; read once.
+pub fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| {
+        match std::env::var("ANYWARP_LOG")
+            .unwrap_or_default()
+            .to_ascii_lowercase()
+            .as_str()
+        {
+            "error" => Level::Error,
+            "warn" | "warning" => Level::Warn,
+            "info" => Level::Info,
+            "debug" => Level::Debug,
+            "trace" => Level::Trace,
+            _ => Level::Off,
+        }
+    })
+}
+
+/// Whether messages of this level are wanted.
+pub fn wants(at: Level) -> bool {
+    at <= level()
+}
+
+/// Writes one line.
+pub fn write(at: Level, text: Arguments<'_>) {
+    let name = match at {
+        Level::Off => return,
+        Level::Error => "error",
+        Level::Warn => "warn",
+        Level::Info => "info",
+        Level::Debug => "debug",
+        Level::Trace => "trace",
+    };
+    let line = format!("anywarp[{}] {name}: {text}\n", std::process::id());
+    // A log that cannot be written is not worth failing for.
+    let _ = std::io::stderr().lock().write_all(line.as_bytes());
+}
+
+/// Logs at a level: `log!(Info, "qp {}: up", n)`.
+#[macro_export]
+macro_rules! log {
+    ($level:ident, $($text:tt)*) => {
+        if $crate::log::wants($crate::log::Level::$level) {
+            $crate::log::write($crate::log::Level::$level, format_args!($($text)*));
+        }
+    };
+}
+
+/// Says something the first few times only: what a stranger can cause must not fill the disk.
+#[derive(Debug)]
+pub struct Rarely(AtomicU32);
+
+impl Rarely {
+    /// A fresh counter.
+    #[allow(clippy::new_without_default, reason = "used in statics")]
+    pub const fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
+    /// True for the first event and then for every 1,000th.
+    pub fn now(&self) -> bool {
+        self.0.fetch_add(1, Ordering::Relaxed) % 1000 == 0
+    }
+}
+
+/// Writes the steps of the data path.
+#[derive(Debug)]
+pub(crate) struct StepLog;
+
+impl Observer for StepLog {
+    fn step(&self, qpn: u32, step: &Step<'_>) {
+        match step {
+            Step::Fault(error) => {
+                log!(
+                    Info,
+                    "qp 0x{qpn:06x}: the peer broke a rule: {error}; terminating the connection"
+                );
+            }
+            Step::Terminated(t) => {
+                log!(
+                    Info,
+                    "qp 0x{qpn:06x}: the peer terminated the connection: {}",
+                    describe(t)
+                );
+            }
+            Step::Failed(why) => log!(Info, "qp 0x{qpn:06x}: error state: {why}"),
+            Step::Complete(c) if c.status != anywarp_core::verbs::wc::Status::Success => {
+                log!(
+                    Debug,
+                    "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} completed with {}",
+                    c.wr_id,
+                    c.op,
+                    c.status
+                );
+            }
+            Step::Complete(c) => {
+                log!(
+                    Debug,
+                    "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} done, {} bytes",
+                    c.wr_id,
+                    c.op,
+                    c.byte_len
+                );
+            }
+            Step::Post(wr) => log!(
+                Debug,
+                "qp 0x{qpn:06x}: post wr_id 0x{:x} {:?}",
+                wr.id,
+                wr.op
+            ),
+            other => log!(Trace, "qp 0x{qpn:06x}: {other:?}"),
+        }
+    }
+}
+
+/// A Terminate in words.
+fn describe(t: &anywarp_core::wire::rdmap::Terminate) -> String {
+    let what = match (t.layer, t.etype, t.code) {
+        (0, 0, _) => "local catastrophic error",
+        (0, 1, 0) | (1, 1, 0) => "invalid stag",
+        (0, 1, 1) | (1, 1, 1) => "base or bounds violation",
+        (0, 1, 2) => "access rights violation",
+        (0, 1, 3) | (1, 1, 2) => "stag not associated with the stream",
+        (0, 1, 4) | (1, 1, 3) => "offset wrap",
+        (0, 1, 9) | (0, 2, 9) => "stag cannot be invalidated",
+        (0, 2, 5) => "rdmap version",
+        (0, 2, 6) => "unexpected opcode",
+        (0, 2, _) => "remote operation error",
+        (1, 2, 1) => "invalid queue number",
+        (1, 2, 2) => "no receive posted",
+        (1, 2, 3) => "message number out of range",
+        (1, 2, 4) => "message offset",
+        (1, 2, 5) => "message too long for the receive",
+        (2, 0, 2) => "crc error",
+        (2, 0, 3) => "framing error",
+        (2, 0, 6) => "insufficient ird",
+        (2, 0, 7) => "no common ready-to-receive message",
+        _ => "error",
+    };
+    format!(
+        "{what} (layer {} type {} code 0x{:02x})",
+        t.layer, t.etype, t.code
+    )
+}
+
+/// The observer that the level asks for, if any.
+pub(crate) fn observer() -> Option<std::sync::Arc<dyn Observer>> {
+    wants(Level::Info).then(|| std::sync::Arc::new(StepLog) as std::sync::Arc<dyn Observer>)
+}

@@ -1,0 +1,86 @@
+//! Registered user memory: one of the files where `unsafe` lives.
+//!
+//! The application keeps pointers to the same bytes and may write them at any time, so no `&[u8]` or `&mut [u8]` to
+//! them is ever made: bytes are copied in and out by address. The address comes from a [`Pinned`], which only a
+//! successful access check can make and which keeps the region registered while it lives.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anywarp_core::llp::mpa::crc::Crc32c;
+use anywarp_core::verbs::mr::{Memory, Pinned};
+
+/// Bytes that are copied at a time to checksum memory that others may write meanwhile.
+const BLOCK: usize = 4096;
+
+/// The memory of this process.
+#[derive(Debug)]
+pub(crate) struct UserMemory;
+
+/// The part `[offset, offset + len)` of a pinned range, cut to what exists.
+fn range(of: &Pinned<'_>, offset: u64, len: u64) -> (*mut u8, usize) {
+    let offset = offset.min(of.len());
+    let len = len.min(of.len() - offset);
+    let address = usize::try_from(of.start() + offset).unwrap_or(0);
+    (
+        std::ptr::with_exposed_provenance_mut(address),
+        usize::try_from(len).unwrap_or(0),
+    )
+}
+
+impl Memory for UserMemory {
+    fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]) {
+        let (target, len) = range(to, offset, bytes.len() as u64);
+        // SAFETY: `target..target+len` lies inside the pinned region (`range` cuts it), which the application promised
+        // to keep mapped while it is registered. `bytes` is memory of our own: a receive buffer is never registered.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, len) };
+    }
+
+    fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {
+        let (source, len) = range(from, offset, len);
+        out.reserve(len);
+        let end = out.len();
+        // SAFETY: the source lies inside the pinned region; `reserve` made room for `len` bytes behind `end`, which do
+        // not overlap it since they belong to our own vector.
+        unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr().add(end), len) };
+        // SAFETY: the `len` bytes behind `end` were just written.
+        unsafe { out.set_len(end + len) };
+    }
+
+    fn checksum(&self, from: &Pinned<'_>, offset: u64, len: u64, crc: &mut Crc32c) {
+        let (source, len) = range(from, offset, len);
+        let mut block = [0_u8; BLOCK];
+        let mut done = 0;
+        while done < len {
+            let n = BLOCK.min(len - done);
+            // SAFETY: `done + n <= len`, inside the pinned region; `block` is on our stack and has `n` bytes.
+            unsafe { std::ptr::copy_nonoverlapping(source.add(done), block.as_mut_ptr(), n) };
+            crc.update(block.get(..n).unwrap_or(&[]));
+            done += n;
+        }
+    }
+
+    fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64 {
+        let (word, len) = range(at, 0, 8);
+        if len < 8 || word.addr() % 8 != 0 {
+            return 0;
+        }
+        // SAFETY: eight bytes inside the pinned region, aligned (checked above); all access is atomic.
+        let word = unsafe { AtomicU64::from_ptr(word.cast()) };
+        let mut old = word.load(Ordering::SeqCst);
+        loop {
+            match word.compare_exchange_weak(old, change(old), Ordering::SeqCst, Ordering::SeqCst) {
+                Ok(_) => return old,
+                Err(seen) => old = seen,
+            }
+        }
+    }
+}
+
+/// An address range as an I/O vector, for the system calls that read or write user memory directly.
+pub(crate) fn iovec(of: &Pinned<'_>, offset: u64, len: u64) -> libc::iovec {
+    let (start, len) = range(of, offset, len);
+    libc::iovec {
+        iov_base: start.cast(),
+        iov_len: len,
+    }
+}

@@ -1,0 +1,3 @@
+//! Carriers: how bytes travel between two hosts, one file each.
+
+pub mod tcp;

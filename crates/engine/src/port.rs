@@ -1,0 +1,264 @@
+//! QPN ports: a TCP listener and a UDP socket with one number, which make queue pair numbers unique on the host.
+//!
+//! A queue pair number is `port << 8 | index`. The kernel hands out ports, so no two processes of a host can have the
+//! same number, and a peer that knows address and number knows where to connect or send to.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use anywarp_core::llp::mpa::startup::{Request, ResponderLimits};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use crate::device;
+use crate::log;
+use crate::startup::{Failure, Opened, Owner, Startup, plain};
+use crate::sys::{self, EngineFd};
+use crate::worker::{Engine, Source, Token, random_u32};
+
+/// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
+/// and of the source queue pair.
+pub const HELLO: [u8; 4] = *b"aWQ1";
+/// Connections in start-up on one port.
+const PENDING_MAX: usize = 512;
+/// Connections that the kernel keeps for us.
+const BACKLOG: i32 = 512;
+/// Tries to find a number that is free for TCP and UDP.
+const TRIES: u32 = 64;
+
+/// A QPN port.
+pub struct Port {
+    engine: &'static Engine,
+    /// Its number.
+    pub number: u16,
+    listener: EngineFd,
+    /// The UDP socket of the same number.
+    pub udp: EngineFd,
+    /// Whether the UDP socket is IPv6 (and takes IPv4 mapped).
+    pub ipv6: bool,
+    state: Mutex<State>,
+    me: Weak<Self>,
+}
+
+struct State {
+    used: [bool; 256],
+    next: u8,
+    token: Token,
+    pending: VecDeque<Weak<Startup>>,
+}
+
+impl std::fmt::Debug for Port {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Port")
+            .field("number", &self.number)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A socket bound to every address (or to loopback when the host has nothing else).
+fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
+    let only_loopback = device::gids().first().is_none_or(|g| g.ip.is_loopback());
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    if !only_loopback
+        && let Ok(fd) = rustix::net::socket_with(AddressFamily::INET6, kind, flags, None)
+    {
+        let fd = EngineFd::new(fd);
+        sys::set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
+        let any: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
+        match rustix::net::bind(fd.get(), &any) {
+            Ok(()) => return Ok((fd, true)),
+            Err(rustix::io::Errno::ADDRINUSE) => return Err(io::ErrorKind::AddrInUse.into()),
+            Err(_) => {}
+        }
+    }
+    let fd = EngineFd::new(rustix::net::socket_with(
+        AddressFamily::INET,
+        kind,
+        flags,
+        None,
+    )?);
+    let ip = if only_loopback {
+        Ipv4Addr::LOCALHOST
+    } else {
+        Ipv4Addr::UNSPECIFIED
+    };
+    rustix::net::bind(fd.get(), &SocketAddr::from((ip, port)))?;
+    Ok((fd, false))
+}
+
+impl Port {
+    /// A queue pair number: on a port that has room, or on a new one.
+    pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
+        let mut ports = engine.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        ports.retain(|p| p.strong_count() > 0);
+        for port in ports.iter().filter_map(Weak::upgrade) {
+            if let Some(qpn) = port.take_index() {
+                return Ok((port, qpn));
+            }
+        }
+        let port = Self::open(engine)?;
+        let qpn = port.take_index().ok_or(io::ErrorKind::AddrInUse)?;
+        ports.push(Arc::downgrade(&port));
+        Ok((port, qpn))
+    }
+
+    fn open(engine: &'static Engine) -> io::Result<Arc<Self>> {
+        let mut last = io::Error::from(io::ErrorKind::AddrInUse);
+        for _ in 0..TRIES {
+            let (listener, _) = bound(SocketType::STREAM, 0)?;
+            rustix::net::listen(listener.get(), BACKLOG)?;
+            let number = crate::startup::local_addr(&listener).map_or(0, |a| a.port());
+            let (udp, ipv6) = match bound(SocketType::DGRAM, number) {
+                Ok(bound) => bound,
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+                    last = e;
+                    continue;
+                }
+                Err(e) => return Err(e),
+            };
+            let port = Arc::new_cyclic(|me| Self {
+                engine,
+                number,
+                listener,
+                udp,
+                ipv6,
+                state: Mutex::new(State {
+                    used: [false; 256],
+                    next: random_u32().to_ne_bytes()[0],
+                    token: Token::NONE,
+                    pending: VecDeque::new(),
+                }),
+                me: me.clone(),
+            });
+            let accept = Arc::new(Acceptor(Arc::downgrade(&port)));
+            let token = engine.add(accept, port.listener.get(), false)?;
+            port.lock().token = token;
+            return Ok(port);
+        }
+        Err(last)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_index(&self) -> Option<u32> {
+        let mut state = self.lock();
+        for _ in 0..256 {
+            let index = state.next;
+            state.next = index.wrapping_add(1);
+            if let Some(used) = state.used.get_mut(usize::from(index))
+                && !*used
+            {
+                *used = true;
+                return Some(u32::from(self.number) << 8 | u32::from(index));
+            }
+        }
+        None
+    }
+
+    /// Gives a queue pair number back.
+    pub fn release(&self, qpn: u32) {
+        let index = qpn.to_be_bytes()[3];
+        if let Some(used) = self.lock().used.get_mut(usize::from(index)) {
+            *used = false;
+        }
+    }
+
+    fn accept(&self) {
+        // A few at a time, so that a storm of connections does not keep others waiting.
+        for _ in 0..16 {
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            let Ok((fd, peer)) = rustix::net::acceptfrom_with(self.listener.get(), flags) else {
+                return;
+            };
+            let fd = EngineFd::new(fd);
+            let Some(peer) = peer.and_then(|p| SocketAddr::try_from(p).ok()).map(plain) else {
+                continue;
+            };
+            {
+                let mut state = self.lock();
+                state.pending.retain(|s| s.strong_count() > 0);
+                if state.pending.len() >= PENDING_MAX {
+                    static SAID: log::Rarely = log::Rarely::new();
+                    if SAID.now() {
+                        log!(
+                            Warn,
+                            "port {}: {PENDING_MAX} connections in start-up, closing new ones",
+                            self.number
+                        );
+                    }
+                    continue;
+                }
+            }
+            let limits = ResponderLimits {
+                crc: device::wants_crc(),
+                ..ResponderLimits::default()
+            };
+            let Some(me) = self.me.upgrade() else { return };
+            let owner: Arc<dyn Owner> = Arc::new(PortOwner(me));
+            if let Ok(startup) = Startup::answer(self.engine, owner, fd, peer, limits) {
+                self.lock().pending.push_back(Arc::downgrade(&startup));
+            }
+        }
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        let token = self.lock().token;
+        self.engine.remove(token, Some(self.listener.get()));
+    }
+}
+
+struct Acceptor(Weak<Port>);
+
+impl Source for Acceptor {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        if let Some(port) = self.0.upgrade() {
+            port.accept();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}
+
+/// Takes connections of other queue pairs.
+struct PortOwner(Arc<Port>);
+
+impl Owner for PortOwner {
+    fn opened(&self, _startup: &Arc<Startup>, _opened: Opened) {}
+
+    fn requested(&self, startup: &Arc<Startup>, request: Request) {
+        let numbers = match request.private_data.as_slice() {
+            [a, b, c, d, t0, t1, t2, t3, s0, s1, s2, s3] if [*a, *b, *c, *d] == HELLO => Some((
+                u32::from_be_bytes([*t0, *t1, *t2, *t3]),
+                u32::from_be_bytes([*s0, *s1, *s2, *s3]),
+            )),
+            _ => None,
+        };
+        let Some((target, source)) = numbers else {
+            let _ = startup.reject(&[]);
+            return;
+        };
+        let qp = {
+            let qps = self
+                .0
+                .engine
+                .qps
+                .read()
+                .unwrap_or_else(PoisonError::into_inner);
+            qps.get(&target).and_then(Weak::upgrade)
+        };
+        match qp {
+            Some(qp) => qp.incoming(startup, source),
+            None => {
+                let _ = startup.reject(&[]);
+            }
+        }
+    }
+
+    fn failed(&self, _startup: &Arc<Startup>, _failure: Failure) {}
+}

@@ -1,0 +1,776 @@
+//! A reliable queue pair: the core's [`Connection`], its TCP socket, and how the two find each other.
+//!
+//! Without the connection manager the program tells both ends the other's address and number (`ibv_modify_qp`). The
+//! end with the smaller (address, number) dials the other's QPN port; the other waits for it. Work requests may be
+//! posted at once and wait. A queue pair that is connected to itself gets a socket pair.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::connection::{AsyncEvent, Connection, End, First, Parts, Peer, StreamConfig};
+use anywarp_core::error::Misuse;
+use anywarp_core::llp::mpa::frame;
+use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
+use anywarp_core::verbs::qp::{Attr, State};
+use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
+
+use crate::clock;
+use crate::device::{self, AsyncItem, Context, event};
+use crate::log;
+use crate::net::tcp::{Outcome, Tcp, linger};
+use crate::port::{HELLO, Port};
+use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::sys::{self, EngineFd};
+use crate::worker::{Engine, Source, Token};
+
+/// How long the peer's port may refuse us before the connection counts as failed, at least.
+const DIAL_AT_LEAST: Duration = Duration::from_secs(3);
+/// Pause before it is tried again.
+const DIAL_AGAIN: Duration = Duration::from_millis(20);
+
+/// Told of a queue pair's connection by whoever manages it.
+pub trait Manager: Send + Sync {
+    /// The peer's first message came: the connection works both ways.
+    fn started(&self);
+    /// The connection is over.
+    fn gone(&self);
+}
+
+/// Where a queue pair's peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's address.
+    pub remote: IpAddr,
+    /// The peer's queue pair number; 0: the connection manager finds it.
+    pub qpn: u32,
+}
+
+struct Inner {
+    conn: Connection,
+    tcp: Option<Tcp>,
+    token: Token,
+    route: Option<Route>,
+    /// A peer that dialed before our program told us of it.
+    parked: Option<(Arc<Startup>, u32)>,
+    dialing: Option<Arc<Startup>>,
+    dial_until: Option<Instant>,
+    redial: Option<Instant>,
+    manager: Option<Weak<dyn Manager>>,
+    managed: bool,
+    destroyed: bool,
+    deadline: Option<Instant>,
+}
+
+/// A reliable queue pair.
+pub struct RcQp {
+    engine: &'static Engine,
+    context: Arc<Context>,
+    /// Its number.
+    pub number: u32,
+    /// Address of the C object.
+    pub cookie: Arc<AtomicUsize>,
+    /// Address of the shared receive queue's C object.
+    srq_cookie: Option<Arc<AtomicUsize>>,
+    port: Arc<Port>,
+    me: Weak<Self>,
+    inner: Mutex<Inner>,
+    owes: AtomicBool,
+}
+
+impl std::fmt::Debug for RcQp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RcQp(0x{:06x})", self.number)
+    }
+}
+
+impl RcQp {
+    /// Makes a queue pair. `parts` gets the number.
+    pub fn new(
+        context: &Arc<Context>,
+        srq_cookie: Option<Arc<AtomicUsize>>,
+        parts: impl FnOnce(u32) -> Parts,
+    ) -> std::io::Result<Arc<Self>> {
+        let engine = context.engine;
+        let (port, number) = Port::allocate(engine)?;
+        let qp = Arc::new_cyclic(|me| Self {
+            engine,
+            context: Arc::clone(context),
+            number,
+            cookie: Arc::new(AtomicUsize::new(0)),
+            srq_cookie,
+            port,
+            me: me.clone(),
+            inner: Mutex::new(Inner {
+                conn: Connection::new(parts(number)),
+                tcp: None,
+                token: Token::NONE,
+                route: None,
+                parked: None,
+                dialing: None,
+                dial_until: None,
+                redial: None,
+                manager: None,
+                managed: false,
+                destroyed: false,
+                deadline: None,
+            }),
+            owes: AtomicBool::new(false),
+        });
+        engine
+            .qps
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(number, qp.me.clone());
+        Ok(qp)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ------------------------------------------------------------------ the application
+
+    /// Posts send requests until one is refused; gives its place in the list and why.
+    pub fn post_send(
+        &self,
+        requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        let mut inner = self.lock();
+        let mut result = Ok(());
+        for (i, request) in requests.enumerate() {
+            if let Err(e) = request.and_then(|r| inner.conn.post_send(r)) {
+                result = Err((i, e));
+                break;
+            }
+        }
+        self.turn(&mut inner, clock::now(), false, false);
+        result
+    }
+
+    /// Posts receives until one is refused.
+    pub fn post_recv(
+        &self,
+        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        let mut inner = self.lock();
+        for (i, request) in requests.enumerate() {
+            if let Err(e) = request.and_then(|r| inner.conn.post_recv(r)) {
+                return Err((i, e));
+            }
+        }
+        Ok(())
+    }
+
+    /// Its state and attributes.
+    pub fn query(&self) -> (State, Attr) {
+        let inner = self.lock();
+        (inner.conn.state(), *inner.conn.attr())
+    }
+
+    /// Where its peer is, if it was told.
+    pub fn route(&self) -> Option<Route> {
+        self.lock().route
+    }
+
+    /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change to RTR.
+    pub fn modify(
+        &self,
+        given: u32,
+        next: Option<State>,
+        assumed: Option<State>,
+        attr: &Attr,
+        route: Option<Route>,
+    ) -> Result<(), Misuse> {
+        let now = clock::now();
+        let mut inner = self.lock();
+        let before = inner.conn.modify(given, next, assumed, attr)?;
+        let state = inner.conn.state();
+        match state {
+            State::Reset => self.drop_stream(&mut inner, true),
+            State::Error => {}
+            State::Rtr if before != State::Rtr => {
+                inner.route = route;
+                self.find_peer(&mut inner, now);
+            }
+            State::Rts if !inner.managed => {
+                let (ird, ord) = (
+                    attr_ird(inner.conn.attr()),
+                    u32::from(inner.conn.attr().max_rd_atomic),
+                );
+                inner.conn.set_depths(ird, ord);
+                inner.dial_until = Some(
+                    now + inner
+                        .conn
+                        .silence_limit()
+                        .unwrap_or(DIAL_AT_LEAST)
+                        .max(DIAL_AT_LEAST),
+                );
+            }
+            _ => {}
+        }
+        self.set_user_timeout(&inner);
+        self.turn(&mut inner, now, false, false);
+        Ok(())
+    }
+
+    /// The queue pair goes away: requests are dropped, the peer is told.
+    pub fn destroy(&self) {
+        let now = clock::now();
+        {
+            let mut inner = self.lock();
+            inner.destroyed = true;
+            inner.manager = None;
+            // What is done is acknowledged before the stream closes.
+            self.turn(&mut inner, now, false, true);
+            inner.conn.leave("destroyed");
+            self.turn(&mut inner, now, false, true);
+            self.drop_stream(&mut inner, false);
+            inner.conn.purge();
+        }
+        self.engine
+            .qps
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.number);
+        self.port.release(self.number);
+    }
+
+    // ------------------------------------------------------------------ finding the peer
+
+    fn find_peer(&self, inner: &mut Inner, now: Instant) {
+        if inner.managed || inner.tcp.is_some() {
+            return;
+        }
+        let Some(route) = inner.route else { return };
+        if route.qpn == 0 {
+            // The connection manager brings the connection.
+            return;
+        }
+        inner.dial_until = Some(now + DIAL_AT_LEAST);
+        let own = (device::gid_of(route.local), self.number);
+        let peer = (device::gid_of(route.remote), route.qpn);
+        if self.number == route.qpn && is_own(route.remote) {
+            self.connect_to_itself(inner, now);
+        } else if own < peer {
+            self.dial(inner, now);
+        } else if let Some((startup, source)) = inner.parked.take() {
+            self.take_incoming(inner, &startup, source, now);
+        }
+    }
+
+    fn dial(&self, inner: &mut Inner, now: Instant) {
+        let Some(route) = inner.route else { return };
+        let Some(me) = self.me.upgrade() else { return };
+        let mut private_data = HELLO.to_vec();
+        private_data.extend_from_slice(&route.qpn.to_be_bytes());
+        private_data.extend_from_slice(&self.number.to_be_bytes());
+        let config = InitiatorConfig {
+            crc: device::wants_crc(),
+            ird: u16::from(bounds::MAX_RD_ATOMIC),
+            max_ird: u16::from(bounds::MAX_RD_ATOMIC),
+            ord: u16::from(bounds::MAX_RD_ATOMIC),
+            private_data,
+            ..InitiatorConfig::default()
+        };
+        let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
+        let peer = SocketAddr::new(route.remote, port);
+        let owner = Arc::new(Dialer(Arc::downgrade(&me)));
+        match Startup::dial(
+            self.engine,
+            owner,
+            peer,
+            Some(SocketAddr::new(route.local, 0)),
+            config,
+            REPLY_TIMEOUT,
+        ) {
+            Ok(startup) => inner.dialing = Some(startup),
+            Err(e) => {
+                log!(Info, "qp 0x{:06x}: cannot dial {peer}: {e}", self.number);
+                self.dial_failed(inner, now);
+            }
+        }
+    }
+
+    fn dial_failed(&self, inner: &mut Inner, now: Instant) {
+        inner.dialing = None;
+        if inner.dial_until.is_some_and(|t| now < t) {
+            inner.redial = Some(now + DIAL_AGAIN);
+            self.ask_deadline(inner, now + DIAL_AGAIN);
+        } else {
+            log!(Info, "qp 0x{:06x}: the peer cannot be reached", self.number);
+            inner.conn.handle_connect_failed();
+        }
+    }
+
+    /// A queue pair dialed us.
+    pub(crate) fn incoming(&self, startup: &Arc<Startup>, source: u32) {
+        let now = clock::now();
+        let mut inner = self.lock();
+        match inner.conn.state() {
+            State::Rtr | State::Rts | State::Sqd => {
+                self.take_incoming(&mut inner, startup, source, now)
+            }
+            State::Reset | State::Init => {
+                if let Some((old, _)) = inner.parked.replace((Arc::clone(startup), source)) {
+                    let _ = old.reject(&[]);
+                }
+            }
+            State::Sqe | State::Error => {
+                let _ = startup.reject(&[]);
+            }
+        }
+    }
+
+    fn take_incoming(&self, inner: &mut Inner, startup: &Arc<Startup>, source: u32, now: Instant) {
+        let expected = inner.route.is_some_and(|r| {
+            r.qpn == source
+                && (r.remote == startup.peer.ip() || is_own(r.remote) && is_own(startup.peer.ip()))
+        });
+        if !expected || inner.tcp.is_some() || inner.managed {
+            log!(
+                Info,
+                "qp 0x{:06x}: refused queue pair 0x{source:06x} of {}",
+                self.number,
+                startup.peer
+            );
+            let _ = startup.reject(&[]);
+            return;
+        }
+        let most = u16::from(bounds::MAX_RD_ATOMIC);
+        match startup.accept(most, most, &[]) {
+            Ok(opened) => self.attach(inner, opened, Side::Acceptor, now),
+            Err(e) => log!(
+                Info,
+                "qp 0x{:06x}: the peer's connection broke: {e}",
+                self.number
+            ),
+        }
+    }
+
+    fn connect_to_itself(&self, inner: &mut Inner, now: Instant) {
+        let pair = rustix::net::socketpair(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            rustix::net::SocketFlags::NONBLOCK | rustix::net::SocketFlags::CLOEXEC,
+            None,
+        );
+        let Ok((a, b)) = pair else {
+            inner.conn.handle_connect_failed();
+            return;
+        };
+        let config = StreamConfig {
+            crc: false,
+            mulpdu: bounds::MULPDU_ANYWARP,
+            peer: Peer::Anywarp,
+            ird: attr_ird(inner.conn.attr()),
+            ord: u32::from(inner.conn.attr().max_rd_atomic),
+            initiator: true,
+            first: First::Nothing,
+            managed: false,
+            markers: false,
+        };
+        self.start(
+            inner,
+            Tcp::new(EngineFd::new(a), Some(EngineFd::new(b)), Vec::new()),
+            config,
+            now,
+        );
+    }
+
+    // ------------------------------------------------------------------ the stream
+
+    /// The connection manager will bring the connection: do not dial.
+    pub fn manage(&self, manager: Weak<dyn Manager>) {
+        let mut inner = self.lock();
+        inner.managed = true;
+        inner.manager = Some(manager);
+    }
+
+    /// The connection manager brings the connection.
+    pub fn attach_managed(&self, opened: Opened, initiator: bool) {
+        let now = clock::now();
+        let mut inner = self.lock();
+        if inner.destroyed || inner.tcp.is_some() {
+            linger(self.engine, opened.fd);
+            return;
+        }
+        inner.managed = true;
+        let side = if initiator {
+            Side::ManagedInitiator
+        } else {
+            Side::ManagedAcceptor
+        };
+        self.attach(&mut inner, opened, side, now);
+    }
+
+    /// Changes what the connection manager decides: rights, depths, retries.
+    pub fn with_attr(&self, change: impl FnOnce(&mut Attr)) {
+        let mut inner = self.lock();
+        change(inner.conn.attr_mut());
+        self.set_user_timeout(&inner);
+    }
+
+    /// Sets the state past the rules of `ibv_modify_qp`, as the connection manager does.
+    pub fn set_state(&self, to: State) {
+        let now = clock::now();
+        let mut inner = self.lock();
+        inner.conn.set_state(to);
+        self.turn(&mut inner, now, false, true);
+    }
+
+    /// Ends the connection in order: everything is flushed, the peer hears of it.
+    pub fn disconnect(&self) {
+        let now = clock::now();
+        let mut inner = self.lock();
+        // What is framed or done gets its word in before the end.
+        self.turn(&mut inner, now, false, true);
+        inner.conn.leave("disconnected");
+        self.turn(&mut inner, now, false, true);
+    }
+
+    fn attach(&self, inner: &mut Inner, opened: Opened, side: Side, now: Instant) {
+        let params: &StreamParams = &opened.params;
+        let managed = matches!(side, Side::ManagedInitiator | Side::ManagedAcceptor);
+        let initiator = matches!(side, Side::Initiator | Side::ManagedInitiator);
+        let peer = match (managed, initiator, opened.may_be_anywarp) {
+            (false, ..) => Peer::Anywarp,
+            (true, true, true) => Peer::Anywarp,
+            (true, true, false) => Peer::Standard,
+            (true, false, true) => Peer::Unknown,
+            (true, false, false) => Peer::Standard,
+        };
+        let first = match (peer, params.rtr) {
+            (Peer::Anywarp, _) if initiator => First::Hello,
+            (_, Some(Rtr::Write)) => First::Write,
+            (_, Some(Rtr::Read)) => First::Read,
+            (_, Some(Rtr::Send)) => First::Send,
+            (_, None) => First::Nothing,
+        };
+        let (ird, ord) = if managed {
+            (u32::from(params.ird), u32::from(params.ord))
+        } else {
+            (
+                attr_ird(inner.conn.attr()),
+                u32::from(inner.conn.attr().max_rd_atomic),
+            )
+        };
+        let mulpdu = if peer == Peer::Standard {
+            let emss = sys::get_option(opened.fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG)
+                .unwrap_or(536);
+            frame::mulpdu(usize::try_from(emss).unwrap_or(536))
+        } else {
+            bounds::MULPDU_ANYWARP
+        };
+        let config = StreamConfig {
+            crc: params.crc,
+            mulpdu,
+            peer,
+            ird,
+            ord,
+            initiator,
+            first: if initiator || peer != Peer::Anywarp {
+                first
+            } else {
+                First::Nothing
+            },
+            managed,
+            markers: params.send_markers,
+        };
+        log!(
+            Info,
+            "qp 0x{:06x}: connected ({}), {:?} peer, crc {}, ird {ird}, ord {ord}",
+            self.number,
+            if initiator {
+                "we dialed"
+            } else {
+                "peer dialed"
+            },
+            config.peer,
+            if config.crc { "on" } else { "off" },
+        );
+        let tcp = Tcp::new(opened.fd, None, opened.leftover);
+        self.start(inner, tcp, config, now);
+    }
+
+    fn start(&self, inner: &mut Inner, tcp: Tcp, config: StreamConfig, now: Instant) {
+        let Some(me) = self.me.upgrade() else { return };
+        inner.dialing = None;
+        inner.redial = None;
+        inner.conn.attach(config, now);
+        self.drop_token(inner);
+        match self.engine.add(me, tcp.fd().get(), false) {
+            Ok(token) => inner.token = token,
+            Err(e) => {
+                log!(
+                    Error,
+                    "qp 0x{:06x}: cannot watch its socket: {e}",
+                    self.number
+                );
+                inner.conn.handle_connect_failed();
+                return;
+            }
+        }
+        inner.tcp = Some(tcp);
+        self.set_user_timeout(inner);
+        self.turn(inner, now, true, false);
+    }
+
+    /// Tells the kernel how long the peer's machine may stay silent.
+    fn set_user_timeout(&self, inner: &Inner) {
+        if let (Some(tcp), Some(limit)) = (&inner.tcp, inner.conn.silence_limit()) {
+            let ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
+            sys::set_option(
+                tcp.fd().get(),
+                libc::IPPROTO_TCP,
+                libc::TCP_USER_TIMEOUT,
+                ms,
+            );
+        }
+    }
+
+    fn drop_token(&self, inner: &mut Inner) {
+        let fd = inner.tcp.as_ref().map(|t| t.fd().get());
+        self.engine.remove(inner.token, fd);
+        inner.token = Token::NONE;
+        inner.deadline = None;
+    }
+
+    /// Closes the socket; with `quiet` what is framed is dropped, otherwise it still gets out if the socket takes it.
+    fn drop_stream(&self, inner: &mut Inner, quiet: bool) {
+        self.drop_token(inner);
+        if let Some(startup) = inner.dialing.take() {
+            startup.cancel();
+        }
+        if let Some((startup, _)) = inner.parked.take() {
+            let _ = startup.reject(&[]);
+        }
+        if let Some(tcp) = inner.tcp.take() {
+            let _ = quiet;
+            linger(self.engine, tcp.into_fd());
+        }
+        inner.route = None;
+        inner.redial = None;
+        inner.managed = false;
+        inner.manager = None;
+    }
+
+    /// One turn: receive if there is something, send what can be sent, settle the consequences.
+    fn turn(&self, inner: &mut Inner, now: Instant, receive: bool, flush: bool) {
+        let mut outcome = Outcome::Open;
+        let live = matches!(
+            inner.conn.state(),
+            State::Rtr | State::Rts | State::Sqd | State::Error
+        );
+        if let Some(tcp) = &mut inner.tcp
+            && live
+        {
+            if receive {
+                outcome = tcp.receive(self.engine, &mut inner.conn, now);
+            }
+            let was_blocked = tcp.blocked;
+            let sent = tcp.transmit(&mut inner.conn, now, flush);
+            if outcome == Outcome::Open {
+                outcome = sent;
+            }
+            if tcp.blocked != was_blocked {
+                self.engine
+                    .want_write(inner.token, tcp.fd().get(), tcp.blocked);
+            }
+        }
+        match outcome {
+            Outcome::Open => {}
+            Outcome::Eof => inner.conn.handle_eof(false),
+            Outcome::Broken(e) => {
+                log!(
+                    Info,
+                    "qp 0x{:06x}: connection lost: {}",
+                    self.number,
+                    std::io::Error::from_raw_os_error(e)
+                );
+                inner.conn.handle_eof(true);
+            }
+        }
+        self.settle(inner, outcome);
+    }
+
+    fn settle(&self, inner: &mut Inner, outcome: Outcome) {
+        while let Some(what) = inner.conn.poll_event() {
+            self.tell(inner, what);
+        }
+        let over = outcome != Outcome::Open;
+        let done = match inner.conn.end() {
+            End::Closing => inner.tcp.as_ref().is_some_and(Tcp::is_drained),
+            End::Dead => inner.conn.is_attached() || over,
+            End::Open => false,
+        };
+        if (done || over) && inner.tcp.is_some() {
+            self.drop_token(inner);
+            if let Some(tcp) = inner.tcp.take() {
+                if over {
+                    drop(tcp);
+                } else {
+                    linger(self.engine, tcp.into_fd());
+                }
+            }
+            if let Some(manager) = inner.manager.as_ref().and_then(Weak::upgrade) {
+                manager.gone();
+            }
+        }
+        if let Some(at) = inner.conn.poll_timeout() {
+            self.ask_deadline(inner, at);
+        }
+        if inner.conn.owes_ack()
+            && !self.owes.swap(true, Ordering::AcqRel)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.engine.owe(me);
+        }
+    }
+
+    fn ask_deadline(&self, inner: &mut Inner, at: Instant) {
+        if inner.deadline.is_some_and(|t| t <= at) {
+            return;
+        }
+        if inner.token == Token::NONE {
+            let Some(me) = self.me.upgrade() else { return };
+            inner.token = self.engine.reserve(me);
+        }
+        inner.deadline = Some(at);
+        self.engine.deadline(inner.token, at);
+    }
+
+    fn tell(&self, inner: &Inner, what: AsyncEvent) {
+        if inner.destroyed {
+            return;
+        }
+        let number = match what {
+            AsyncEvent::QpFatal => event::QP_FATAL,
+            AsyncEvent::QpRequest => event::QP_REQ_ERR,
+            AsyncEvent::QpAccess => event::QP_ACCESS_ERR,
+            AsyncEvent::SqDrained => event::SQ_DRAINED,
+            AsyncEvent::LastWqe => event::QP_LAST_WQE_REACHED,
+            AsyncEvent::SrqLimit => event::SRQ_LIMIT_REACHED,
+            AsyncEvent::Started => {
+                if let Some(manager) = inner.manager.as_ref().and_then(Weak::upgrade) {
+                    manager.started();
+                }
+                return;
+            }
+            AsyncEvent::PeerGone => {
+                if let Some(manager) = inner.manager.as_ref().and_then(Weak::upgrade) {
+                    manager.gone();
+                }
+                return;
+            }
+        };
+        let cookie = match (what, &self.srq_cookie) {
+            (AsyncEvent::SrqLimit, Some(cookie)) => cookie.load(Ordering::Relaxed),
+            _ => self.cookie.load(Ordering::Relaxed),
+        };
+        self.context.events.push(AsyncItem {
+            event: number,
+            cookie,
+        });
+    }
+
+    /// Sends the acknowledgement that is owed.
+    pub(crate) fn flush_ack(&self, now: Instant) {
+        self.owes.store(false, Ordering::Release);
+        let mut inner = self.lock();
+        if inner.conn.owes_ack() {
+            self.turn(&mut inner, now, false, true);
+        }
+    }
+
+    /// Descriptor of its connection, for tests and diagnosis.
+    pub fn raw_fd(&self) -> Option<i32> {
+        self.lock().tcp.as_ref().map(|t| t.fd().get().as_raw_fd())
+    }
+}
+
+/// How a connection came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Initiator,
+    Acceptor,
+    ManagedInitiator,
+    ManagedAcceptor,
+}
+
+/// Reads and atomics of the peer that a queue pair serves.
+fn attr_ird(attr: &Attr) -> u32 {
+    u32::from(attr.max_dest_rd_atomic)
+}
+
+/// Whether an address is one of this host.
+pub(crate) fn is_own(ip: IpAddr) -> bool {
+    ip.is_loopback() || device::gids().iter().any(|g| g.ip == ip)
+}
+
+impl Source for RcQp {
+    fn ready(self: Arc<Self>, readable: bool, _writable: bool, now: Instant) {
+        let mut inner = self.lock();
+        self.turn(&mut inner, now, readable, false);
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let mut inner = self.lock();
+        inner.deadline = None;
+        if inner.redial.is_some_and(|t| t <= now) {
+            inner.redial = None;
+            if inner.tcp.is_none() && inner.route.is_some() && inner.conn.state() != State::Error {
+                self.dial(&mut inner, now);
+            }
+        } else if let Some(at) = inner.redial {
+            self.ask_deadline(&mut inner, at);
+        }
+        inner.conn.handle_timeout(now);
+        self.turn(&mut inner, now, false, false);
+    }
+}
+
+/// Receives the outcome of our dialing.
+struct Dialer(Weak<RcQp>);
+
+impl Owner for Dialer {
+    fn opened(&self, startup: &Arc<Startup>, opened: Opened) {
+        let Some(qp) = self.0.upgrade() else { return };
+        let now = clock::now();
+        let mut inner = qp.lock();
+        let ours = inner
+            .dialing
+            .as_ref()
+            .is_some_and(|d| Arc::ptr_eq(d, startup));
+        if ours && inner.tcp.is_none() && !inner.destroyed {
+            qp.attach(&mut inner, opened, Side::Initiator, now);
+        }
+    }
+
+    fn requested(&self, _startup: &Arc<Startup>, _request: Request) {}
+
+    fn failed(&self, startup: &Arc<Startup>, failure: Failure) {
+        let Some(qp) = self.0.upgrade() else { return };
+        let now = clock::now();
+        let mut inner = qp.lock();
+        if inner
+            .dialing
+            .as_ref()
+            .is_some_and(|d| Arc::ptr_eq(d, startup))
+        {
+            log!(
+                Debug,
+                "qp 0x{:06x}: dialing {}: {failure:?}",
+                qp.number,
+                startup.peer
+            );
+            qp.dial_failed(&mut inner, now);
+            qp.turn(&mut inner, now, false, false);
+        }
+    }
+}

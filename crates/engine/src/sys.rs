@@ -1,0 +1,554 @@
+//! System calls that the safe wrappers do not cover: one of the files where `unsafe` lives.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
+use anywarp_core::verbs::mr::{Pinned, Placement};
+use smallvec::SmallVec;
+
+use crate::mem;
+
+/// What a vectored send or receive did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Io {
+    /// So many bytes moved.
+    Done(usize),
+    /// Not now.
+    WouldBlock,
+    /// The peer closed its side.
+    Eof,
+    /// The connection broke.
+    Broken(i32),
+    /// Memory of the batch is no longer registered.
+    Invalidated,
+}
+
+fn errno() -> i32 {
+    io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+fn failed() -> Io {
+    match errno() {
+        libc::EAGAIN | libc::EINTR | libc::ENOBUFS | libc::ENOMEM => Io::WouldBlock,
+        e => Io::Broken(e),
+    }
+}
+
+/// Sends what is in `batch` from byte `skip` on.
+pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
+    let mut pins: SmallVec<[Pinned<'_>; 8]> = SmallVec::new();
+    let mut iov: SmallVec<[libc::iovec; 16]> = SmallVec::new();
+    let mut skip = skip;
+    for piece in batch.pieces() {
+        let len = match piece {
+            Piece::Own { from, to } => to - from,
+            Piece::User(place) => usize::try_from(place.len()).unwrap_or(0),
+        };
+        if skip >= len {
+            skip -= len;
+            continue;
+        }
+        match piece {
+            Piece::Own { from, to } => {
+                let bytes = batch.own(from + skip, *to);
+                iov.push(libc::iovec {
+                    iov_base: bytes.as_ptr().cast_mut().cast(),
+                    iov_len: bytes.len(),
+                });
+            }
+            Piece::User(place) => {
+                let Some(pinned) = place.pin() else {
+                    return Io::Invalidated;
+                };
+                iov.push(mem::iovec(&pinned, skip as u64, place.len()));
+                pins.push(pinned);
+            }
+        }
+        skip = 0;
+        if iov.len() >= 512 {
+            break;
+        }
+    }
+    if iov.is_empty() {
+        return Io::Done(0);
+    }
+    let mut msg = empty_msghdr();
+    msg.msg_iov = iov.as_mut_ptr();
+    msg.msg_iovlen = iov.len() as _;
+    // SAFETY: the vectors point into `batch`, which is borrowed, or into pinned regions; the kernel only reads them.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_sendmsg,
+            fd.as_raw_fd(),
+            &raw const msg,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+        )
+    };
+    drop(pins);
+    usize::try_from(n).map_or_else(|_| failed(), Io::Done)
+}
+
+/// Receives into `stage[filled..]`; with `direct` first into user memory: the ranges, how much of them is filled, and
+/// how many bytes are missing. Returns bytes in user memory and bytes in the stage.
+pub fn receive(
+    fd: BorrowedFd<'_>,
+    direct: Option<(&[Placement], u64, u64)>,
+    stage: &mut [u8],
+) -> Result<(usize, usize), Io> {
+    let mut pins: SmallVec<[Pinned<'_>; 4]> = SmallVec::new();
+    let mut iov: SmallVec<[libc::iovec; 5]> = SmallVec::new();
+    let mut user = 0_usize;
+    if let Some((places, placed, left)) = direct {
+        let mut skip = placed;
+        let mut left = left;
+        for place in places {
+            if skip >= place.len() {
+                skip -= place.len();
+                continue;
+            }
+            let n = left.min(place.len() - skip);
+            let Some(pinned) = place.pin() else {
+                return Err(Io::Invalidated);
+            };
+            iov.push(mem::iovec(&pinned, skip, n));
+            pins.push(pinned);
+            skip = 0;
+            left -= n;
+            user += usize::try_from(n).unwrap_or(0);
+            if left == 0 || iov.len() > 500 {
+                break;
+            }
+        }
+    }
+    if !stage.is_empty() {
+        iov.push(libc::iovec {
+            iov_base: stage.as_mut_ptr().cast(),
+            iov_len: stage.len(),
+        });
+    }
+    let mut msg = empty_msghdr();
+    msg.msg_iov = iov.as_mut_ptr();
+    msg.msg_iovlen = iov.len() as _;
+    // SAFETY: the vectors point into pinned regions whose check allowed writing, and into `stage`, borrowed mutably.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_recvmsg,
+            fd.as_raw_fd(),
+            &raw mut msg,
+            libc::MSG_DONTWAIT,
+        )
+    };
+    drop(pins);
+    match usize::try_from(n) {
+        Ok(0) => Err(Io::Eof),
+        Ok(n) => Ok((n.min(user), n - n.min(user))),
+        Err(_) => Err(failed()),
+    }
+}
+
+fn empty_msghdr() -> libc::msghdr {
+    // SAFETY: all-zero is a valid msghdr: null pointers with zero lengths.
+    unsafe { std::mem::zeroed() }
+}
+
+/// A buffer of a datagram that was received: its bytes, where it came from, where it was sent to.
+#[derive(Debug)]
+pub struct Datagram {
+    /// Bytes.
+    pub len: usize,
+    /// Source.
+    pub from: std::net::SocketAddr,
+    /// Bytes of one datagram in a run that the kernel coalesced (GRO); 0: a single one.
+    pub segment: usize,
+}
+
+/// Receives one datagram, or a run of equal ones when the socket coalesces.
+pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
+    // SAFETY: all-zero is a valid sockaddr_storage.
+    let mut name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let mut control = [0_u64; 16];
+    let mut iov = libc::iovec {
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
+    };
+    let mut msg = empty_msghdr();
+    msg.msg_name = (&raw mut name).cast();
+    msg.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
+    msg.msg_iov = &raw mut iov;
+    msg.msg_iovlen = 1;
+    msg.msg_control = control.as_mut_ptr().cast();
+    msg.msg_controllen = size_of_val(&control) as _;
+    // SAFETY: every pointer in `msg` is to a local that outlives the call, with its true length.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_recvmsg,
+            fd.as_raw_fd(),
+            &raw mut msg,
+            libc::MSG_DONTWAIT,
+        )
+    };
+    let Ok(len) = usize::try_from(n) else {
+        return Err(failed());
+    };
+    let mut segment = 0;
+    // SAFETY: `msg` describes `control`, which the kernel filled; the macros stay inside it.
+    let mut c = unsafe { libc::CMSG_FIRSTHDR(&raw const msg) };
+    while !c.is_null() {
+        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give null or a header inside `control`.
+        let head = unsafe { *c };
+        if head.cmsg_level == libc::SOL_UDP && head.cmsg_type == libc::UDP_GRO {
+            // SAFETY: the kernel puts an int behind a UDP_GRO header.
+            let size = unsafe { libc::CMSG_DATA(c).cast::<libc::c_int>().read_unaligned() };
+            segment = usize::try_from(size).unwrap_or(0);
+        }
+        // SAFETY: as above.
+        c = unsafe { libc::CMSG_NXTHDR(&raw const msg, c) };
+    }
+    let from = address(&name).ok_or(Io::WouldBlock)?;
+    Ok(Datagram { len, from, segment })
+}
+
+/// The socket address in a `sockaddr_storage`, for IPv4 and IPv6.
+fn address(name: &libc::sockaddr_storage) -> Option<std::net::SocketAddr> {
+    let at: *const libc::sockaddr_storage = name;
+    match i32::from(name.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: a sockaddr_storage is large and aligned enough for every address, and the family says which.
+            let a = unsafe { at.cast::<libc::sockaddr_in>().read() };
+            let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+            Some((ip, u16::from_be(a.sin_port)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as above.
+            let a = unsafe { at.cast::<libc::sockaddr_in6>().read() };
+            let ip = std::net::Ipv6Addr::from(a.sin6_addr.s6_addr);
+            Some(std::net::SocketAddr::V6(std::net::SocketAddrV6::new(
+                ip,
+                u16::from_be(a.sin6_port),
+                0,
+                a.sin6_scope_id,
+            )))
+        }
+        _ => None,
+    }
+}
+
+/// Sets an integer socket option; false if the kernel refused.
+pub fn set_option(fd: BorrowedFd<'_>, level: i32, name: i32, value: i32) -> bool {
+    // SAFETY: `value` is an int that lives through the call.
+    let r = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            level,
+            name,
+            (&raw const value).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    r == 0
+}
+
+/// Reads an integer socket option.
+pub fn get_option(fd: BorrowedFd<'_>, level: i32, name: i32) -> Option<i32> {
+    let mut value: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `value` and `len` live through the call and `len` is the size of `value`.
+    let r = unsafe {
+        libc::getsockopt(
+            fd.as_raw_fd(),
+            level,
+            name,
+            (&raw mut value).cast(),
+            &raw mut len,
+        )
+    };
+    (r == 0).then_some(value)
+}
+
+/// Joins or leaves a multicast group on the interface that has `local`.
+pub fn multicast(
+    fd: BorrowedFd<'_>,
+    group: std::net::IpAddr,
+    local: std::net::IpAddr,
+    interface: u32,
+    join: bool,
+) -> bool {
+    match (group, local) {
+        (std::net::IpAddr::V4(group), std::net::IpAddr::V4(local)) => {
+            let what = libc::ip_mreqn {
+                imr_multiaddr: libc::in_addr {
+                    s_addr: u32::from(group).to_be(),
+                },
+                imr_address: libc::in_addr {
+                    s_addr: u32::from(local).to_be(),
+                },
+                imr_ifindex: i32::try_from(interface).unwrap_or(0),
+            };
+            let name = if join {
+                libc::IP_ADD_MEMBERSHIP
+            } else {
+                libc::IP_DROP_MEMBERSHIP
+            };
+            // SAFETY: `what` lives through the call and its size is given.
+            let r = unsafe {
+                libc::setsockopt(
+                    fd.as_raw_fd(),
+                    libc::IPPROTO_IP,
+                    name,
+                    (&raw const what).cast(),
+                    size_of::<libc::ip_mreqn>() as libc::socklen_t,
+                )
+            };
+            r == 0
+        }
+        (std::net::IpAddr::V6(group), _) => {
+            let what = libc::ipv6_mreq {
+                ipv6mr_multiaddr: libc::in6_addr {
+                    s6_addr: group.octets(),
+                },
+                ipv6mr_interface: interface,
+            };
+            let name = if join {
+                libc::IPV6_ADD_MEMBERSHIP
+            } else {
+                libc::IPV6_DROP_MEMBERSHIP
+            };
+            // SAFETY: as above.
+            let r = unsafe {
+                libc::setsockopt(
+                    fd.as_raw_fd(),
+                    libc::IPPROTO_IPV6,
+                    name,
+                    (&raw const what).cast(),
+                    size_of::<libc::ipv6_mreq>() as libc::socklen_t,
+                )
+            };
+            r == 0
+        }
+        _ => false,
+    }
+}
+
+/// Where multicast goes out.
+pub fn multicast_interface(fd: BorrowedFd<'_>, local: std::net::IpAddr, interface: u32) -> bool {
+    match local {
+        std::net::IpAddr::V4(local) => {
+            let what = libc::ip_mreqn {
+                imr_multiaddr: libc::in_addr { s_addr: 0 },
+                imr_address: libc::in_addr {
+                    s_addr: u32::from(local).to_be(),
+                },
+                imr_ifindex: i32::try_from(interface).unwrap_or(0),
+            };
+            // SAFETY: `what` lives through the call and its size is given.
+            let r = unsafe {
+                libc::setsockopt(
+                    fd.as_raw_fd(),
+                    libc::IPPROTO_IP,
+                    libc::IP_MULTICAST_IF,
+                    (&raw const what).cast(),
+                    size_of::<libc::ip_mreqn>() as libc::socklen_t,
+                )
+            };
+            r == 0
+        }
+        std::net::IpAddr::V6(_) => set_option(
+            fd,
+            libc::IPPROTO_IPV6,
+            libc::IPV6_MULTICAST_IF,
+            i32::try_from(interface).unwrap_or(0),
+        ),
+    }
+}
+
+/// An address of an interface of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostAddress {
+    /// Interface name.
+    pub interface: String,
+    /// Interface index.
+    pub index: u32,
+    /// The address.
+    pub ip: std::net::IpAddr,
+    /// The interface is up.
+    pub up: bool,
+    /// It is a loopback interface.
+    pub loopback: bool,
+}
+
+/// All addresses of this host.
+pub fn host_addresses() -> Vec<HostAddress> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    let mut found = Vec::new();
+    // SAFETY: getifaddrs writes the head of a list that it allocates.
+    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
+        return found;
+    }
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: not null, and an element of the list that getifaddrs made.
+        let entry = unsafe { &*at };
+        at = entry.ifa_next;
+        if entry.ifa_addr.is_null() || entry.ifa_name.is_null() {
+            continue;
+        }
+        // SAFETY: ifa_addr is not null and points to a sockaddr.
+        let family = i32::from(unsafe { (*entry.ifa_addr).sa_family });
+        // SAFETY: all-zero is a valid sockaddr_storage.
+        let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+        let size = match family {
+            libc::AF_INET => size_of::<libc::sockaddr_in>(),
+            libc::AF_INET6 => size_of::<libc::sockaddr_in6>(),
+            _ => continue,
+        };
+        // SAFETY: an address of this family has `size` bytes, and the storage has room for it.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                entry.ifa_addr.cast::<u8>(),
+                (&raw mut storage).cast::<u8>(),
+                size,
+            );
+        }
+        let Some(ip) = address(&storage).map(|a| a.ip()) else {
+            continue;
+        };
+        // SAFETY: ifa_name is not null and a C string of the list.
+        let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
+        // SAFETY: a valid C string.
+        let index = unsafe { libc::if_nametoindex(entry.ifa_name) };
+        found.push(HostAddress {
+            interface: name.to_string_lossy().into_owned(),
+            index,
+            ip,
+            up: entry.ifa_flags & libc::IFF_UP as u32 != 0,
+            loopback: entry.ifa_flags & libc::IFF_LOOPBACK as u32 != 0,
+        });
+    }
+    // SAFETY: `list` came from getifaddrs and is freed once.
+    unsafe { libc::freeifaddrs(list) };
+    found
+}
+
+// ---------------------------------------------------------------------- fork
+
+/// Descriptors that a child must not keep: bit n of word n / 64.
+static FDS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process is a child that was forked from the one that opened the device.
+pub fn is_forked_child() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// Lets children know that the device is not theirs. Called once, when the engine starts.
+pub(crate) fn watch_fork() {
+    // SAFETY: the handler is async-signal-safe: atomics and close(2) only.
+    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+}
+
+extern "C" fn in_child() {
+    FORKED.store(true, Ordering::Relaxed);
+    for (word, bits) in FDS.iter().enumerate() {
+        let mut bits = bits.swap(0, Ordering::Relaxed);
+        while bits != 0 {
+            let bit = bits.trailing_zeros() as usize;
+            bits &= bits - 1;
+            // SAFETY: a descriptor of the parent's engine; nobody in the child uses it, every entry fails first.
+            unsafe { libc::close((word * 64 + bit) as RawFd) };
+        }
+    }
+}
+
+fn fd_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+    let n = usize::try_from(fd).ok()?;
+    FDS.get(n / 64).map(|w| (w, 1 << (n % 64)))
+}
+
+/// A descriptor of the engine's: closed in forked children, so that they keep no connection alive.
+#[derive(Debug)]
+pub struct EngineFd(OwnedFd);
+
+impl EngineFd {
+    /// Takes a descriptor.
+    pub fn new(fd: OwnedFd) -> Self {
+        if let Some((word, bit)) = fd_bit(fd.as_raw_fd()) {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+        Self(fd)
+    }
+
+    /// Borrows it.
+    pub fn get(&self) -> BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.0)
+    }
+
+    /// Its number.
+    pub fn raw(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl Drop for EngineFd {
+    fn drop(&mut self) {
+        if let Some((word, bit)) = fd_bit(self.0.as_raw_fd()) {
+            word.fetch_and(!bit, Ordering::Relaxed);
+        }
+        if is_forked_child() {
+            // Closed already by the fork handler: the number may belong to somebody else now. Put something of our own
+            // there would be worse than leaking: forget the descriptor.
+            let fd = std::mem::replace(&mut self.0, never());
+            let _ = std::os::fd::IntoRawFd::into_raw_fd(fd);
+        }
+    }
+}
+
+/// A descriptor that is harmless to close.
+fn never() -> OwnedFd {
+    // SAFETY: eventfd returns a new descriptor or -1; a child that cannot make one is out of descriptors and the
+    // duplicate of standard error is closed instead.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+    let fd = if fd >= 0 {
+        fd
+    } else {
+        // SAFETY: dup returns a new descriptor or -1.
+        unsafe { libc::dup(2) }
+    };
+    // SAFETY: a descriptor that nobody else owns (or -1 + 1 = 0 never: see max).
+    unsafe { OwnedFd::from_raw_fd(fd.max(0)) }
+}
+
+/// Blocks every signal in the calling thread: signals are for the application's threads.
+pub(crate) fn block_signals() {
+    // SAFETY: all-zero is a valid sigset_t to fill.
+    let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `all` is a local.
+    unsafe { libc::sigfillset(&raw mut all) };
+    // SAFETY: `all` is a filled set; the old one is not asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut()) };
+}
+
+/// Whether `[start, start + len)` is mapped, as far as a look at its first and last page tells.
+pub fn is_mapped(start: u64, len: u64) -> bool {
+    const PAGE: u64 = 4096;
+    let mapped = |at: u64| {
+        let page = usize::try_from(at & !(PAGE - 1)).unwrap_or(0);
+        let mut resident = 0_u8;
+        // SAFETY: mincore only inspects the mapping; `resident` has room for the one page asked for.
+        let r = unsafe {
+            libc::mincore(
+                std::ptr::with_exposed_provenance_mut(page),
+                1,
+                &raw mut resident,
+            )
+        };
+        r == 0
+    };
+    len == 0 || mapped(start) && mapped(start + len - 1)
+}
+
+/// Whether reads of a descriptor that the application can change flags of must not block.
+pub fn is_nonblocking(fd: BorrowedFd<'_>) -> bool {
+    rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))
+}

@@ -1,0 +1,274 @@
+//! Objects that a context makes: regions, completion queues, shared receive queues.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anywarp_core::bounds;
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::cq::{Cq, Notify};
+use anywarp_core::verbs::mr::{Access, Region, Registration};
+use anywarp_core::verbs::pd::Pd;
+use anywarp_core::verbs::srq::Srq;
+use anywarp_core::verbs::wc::Completion;
+use anywarp_core::verbs::wr::RecvRequest;
+
+use crate::channel::Channel;
+use crate::device::{AsyncItem, Context, event};
+use crate::sys;
+use crate::worker::{Engine, random_u32};
+
+/// A completion channel: its events are cookies of completion queues.
+pub type CompChannel = Channel<usize>;
+
+/// A completion queue.
+#[derive(Debug)]
+pub struct CompletionQueue {
+    engine: &'static Engine,
+    /// The queue itself.
+    pub core: Arc<Cq>,
+    /// Address of the C object.
+    pub cookie: Arc<AtomicUsize>,
+    /// Where its events go.
+    pub channel: Option<Arc<CompChannel>>,
+}
+
+struct Tell {
+    context: Arc<Context>,
+    channel: Option<Arc<CompChannel>>,
+    cookie: Arc<AtomicUsize>,
+}
+
+impl Notify for Tell {
+    fn completion(&self) {
+        if let Some(channel) = &self.channel {
+            channel.push(self.cookie.load(Ordering::Relaxed));
+        }
+    }
+
+    fn overflow(&self) {
+        self.context.events.push(AsyncItem {
+            event: event::CQ_ERR,
+            cookie: self.cookie.load(Ordering::Relaxed),
+        });
+    }
+}
+
+impl CompletionQueue {
+    /// A queue for `capacity` entries (`ibv_create_cq(3)`: EINVAL for none or too many).
+    pub fn new(
+        context: &Arc<Context>,
+        capacity: u32,
+        channel: Option<Arc<CompChannel>>,
+    ) -> Result<Arc<Self>, Misuse> {
+        if capacity == 0 || capacity > bounds::MAX_CQE {
+            return Err(Misuse::InvalidArgument("cqe"));
+        }
+        let cookie = Arc::new(AtomicUsize::new(0));
+        let tell = Tell {
+            context: Arc::clone(context),
+            channel: channel.clone(),
+            cookie: Arc::clone(&cookie),
+        };
+        Ok(Arc::new(Self {
+            engine: context.engine,
+            core: Arc::new(Cq::new(capacity as usize, Some(Arc::new(tell)))),
+            cookie,
+            channel,
+        }))
+    }
+
+    /// Takes up to `max` completions; an empty queue makes one pass over the sockets first.
+    pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
+        let n = self.core.poll(max, &mut each);
+        if n > 0 || max == 0 {
+            return n;
+        }
+        self.engine.poll_pass();
+        self.core.poll(max, each)
+    }
+
+    /// Asks for an event at the next completion (`ibv_req_notify_cq(3)`).
+    pub fn arm(&self, solicited_only: bool) {
+        self.core.arm(solicited_only);
+    }
+}
+
+/// A memory region.
+#[derive(Debug)]
+pub struct MemoryRegion {
+    engine: &'static Engine,
+    region: Mutex<Arc<Region>>,
+    pd: Mutex<Arc<Pd>>,
+}
+
+/// What may be changed of a region (`ibv_rereg_mr(3)`).
+#[derive(Debug, Clone, Default)]
+pub struct Reregistration {
+    /// New address and length.
+    pub range: Option<(u64, u64)>,
+    /// New protection domain.
+    pub pd: Option<Arc<Pd>>,
+    /// New rights.
+    pub access: Option<u32>,
+}
+
+fn check_range(start: u64, len: u64) -> Result<(), Misuse> {
+    if len == 0 {
+        return Err(Misuse::InvalidArgument("length 0"));
+    }
+    if start.checked_add(len).is_none() {
+        return Err(Misuse::InvalidArgument(
+            "region passes the end of the address space",
+        ));
+    }
+    Ok(())
+}
+
+impl MemoryRegion {
+    /// Registers `[start, start + len)`, known to peers from offset `iova` on. `Err(None)`: the memory is not mapped.
+    pub fn register(
+        engine: &'static Engine,
+        pd: &Arc<Pd>,
+        start: u64,
+        len: u64,
+        iova: u64,
+        access: u32,
+    ) -> Result<Self, Option<Misuse>> {
+        let access = Access::for_region(access)?;
+        check_range(start, len)?;
+        if !sys::is_mapped(start, len) {
+            return Err(None);
+        }
+        let base = if access.has(Access::ZERO_BASED) {
+            0
+        } else {
+            iova
+        };
+        let what = Registration {
+            start,
+            len,
+            base,
+            access,
+            pd: pd.id(),
+        };
+        let region = engine.rnic.regions.register(&what, &mut random_u32)?;
+        pd.enter();
+        Ok(Self {
+            engine,
+            region: Mutex::new(region),
+            pd: Mutex::new(Arc::clone(pd)),
+        })
+    }
+
+    /// The registration as it is now.
+    pub fn region(&self) -> Arc<Region> {
+        Arc::clone(&self.region.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Changes the registration under the same keys. `Err(None)`: the memory is not mapped.
+    pub fn reregister(&self, change: &Reregistration) -> Result<(), Option<Misuse>> {
+        let mut region = self.region.lock().unwrap_or_else(PoisonError::into_inner);
+        let (start, len, base) = match change.range {
+            Some((start, len)) => (start, len, start),
+            None => (region.start(), region.len(), region.base()),
+        };
+        let access = match change.access {
+            Some(bits) => Access::for_region(bits)?,
+            None => region.access(),
+        };
+        check_range(start, len)?;
+        if !sys::is_mapped(start, len) {
+            return Err(None);
+        }
+        let pd = change.pd.as_ref().map_or_else(|| region.pd(), |p| p.id());
+        let what = Registration {
+            start,
+            len,
+            base: if access.has(Access::ZERO_BASED) {
+                0
+            } else {
+                base
+            },
+            access,
+            pd,
+        };
+        *region = self.engine.rnic.regions.reregister(&region, &what)?;
+        if let Some(new) = &change.pd {
+            new.enter();
+            let mut pd = self.pd.lock().unwrap_or_else(PoisonError::into_inner);
+            pd.leave();
+            *pd = Arc::clone(new);
+        }
+        Ok(())
+    }
+
+    /// Deregisters. After it returns, nothing touches the memory.
+    pub fn deregister(&self) -> Result<(), Misuse> {
+        let region = self.region();
+        self.engine.rnic.regions.deregister(&region)?;
+        self.pd
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .leave();
+        Ok(())
+    }
+}
+
+/// A shared receive queue.
+#[derive(Debug)]
+pub struct SharedReceive {
+    context: Arc<Context>,
+    /// The queue itself.
+    pub core: Arc<Srq>,
+    /// Address of the C object.
+    pub cookie: Arc<AtomicUsize>,
+}
+
+impl SharedReceive {
+    /// A queue for `max_wr` receives of `max_sge` elements.
+    pub fn new(
+        context: &Arc<Context>,
+        max_wr: u32,
+        max_sge: u32,
+        limit: u32,
+        pd: &Pd,
+    ) -> Result<Arc<Self>, Misuse> {
+        if max_wr == 0 || max_wr > bounds::MAX_SRQ_WR || max_sge > bounds::MAX_SGE {
+            return Err(Misuse::InvalidArgument(
+                "max_wr or max_sge of the shared receive queue",
+            ));
+        }
+        Ok(Arc::new(Self {
+            context: Arc::clone(context),
+            core: Arc::new(Srq::new(max_wr, max_sge, limit, pd.id())),
+            cookie: Arc::new(AtomicUsize::new(0)),
+        }))
+    }
+
+    /// Posts receives until one is refused.
+    pub fn post(
+        &self,
+        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        for (i, request) in requests.enumerate() {
+            if let Err(e) = request.and_then(|r| self.core.post(r)) {
+                return Err((i, e));
+            }
+        }
+        Ok(())
+    }
+
+    /// Changes size or limit.
+    pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), Misuse> {
+        if max_wr.is_some_and(|n| n == 0 || n > bounds::MAX_SRQ_WR) {
+            return Err(Misuse::InvalidArgument("max_wr"));
+        }
+        if self.core.modify(max_wr, limit)? {
+            self.context.events.push(AsyncItem {
+                event: event::SRQ_LIMIT_REACHED,
+                cookie: self.cookie.load(Ordering::Relaxed),
+            });
+        }
+        Ok(())
+    }
+}
