@@ -1,1 +1,63 @@
-//! anywarp-sim
+//! Two ends of the software RNIC on a simulated network.
+//!
+//! A test is a conversation with a seed. [`World`] has the clock and the links; each end is a [`Connection`] of the
+//! core with memory, completion queues and a byte stream that arrives late, in pieces of any size, through a pipe that
+//! is often full, and that may break at any byte. The same seed gives the same conversation:
+//!
+//! ```
+//! use anywarp_sim::{Request, Setup, World, access, send};
+//!
+//! let mut w = World::new(1);
+//! let (a, b) = w.pair(&Setup::anywarp());
+//! let (from, to) = (w[a].register(5, access::ALL), w[b].register(16, access::ALL));
+//! w[a].fill(&from, b"hello");
+//! w[b].recv(7, &[to.all()]);
+//! w[a].post(send(1).from(&[from.all()]));
+//! w.run();
+//! assert_eq!(w[b].received()[0].byte_len, 5);
+//! assert_eq!(w[b].bytes(&to)[..5], *b"hello");
+//! ```
+//!
+//! A failing test prints its seed; `ANYWARP_SEED=<seed> cargo test <name>` runs it with that one alone.
+//!
+//! | file | what |
+//! |---|---|
+//! | `world.rs` | time, links, turns |
+//! | `end.rs` | one end, as an application sees it |
+//! | `pipe.rs` | one direction of a byte stream |
+//! | `memory.rs` | an address space |
+//! | `raw.rs` | a peer that speaks FPDUs by hand |
+//! | `script.rs` | conversations with such a peer as text |
+//! | `trace.rs` | the steps of the data path as text |
+//! | `rng.rs` | numbers and seeds |
+//!
+//! [`Connection`]: anywarp_core::connection::Connection
+#![forbid(unsafe_code)]
+#![allow(
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test tool stops where something is wrong"
+)]
+
+mod end;
+mod memory;
+mod pipe;
+mod raw;
+mod rng;
+mod script;
+mod trace;
+mod world;
+
+pub use end::{
+    End, Host, Mr, Request, Setup, access, compare_swap, fetch_add, read, send, send_imm,
+    send_invalidate, write, write_imm,
+};
+pub use memory::{BASE, Space};
+pub use pipe::Pipe;
+pub use raw::{Fpdu, Raw, crc_of, framed};
+pub use rng::{Rng, each_seed};
+pub use script::run as run_script;
+pub use trace::{Log, lines, render};
+pub use world::{EndId, RawId, World};

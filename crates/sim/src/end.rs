@@ -1,0 +1,563 @@
+//! One end, as an application sees it.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use anywarp_core::connection::{
+    AsyncEvent, Connection, First, Observer, Parts, Peer, Rnic, StreamConfig,
+};
+use anywarp_core::error::Misuse;
+use anywarp_core::llp::mpa::frame::TxBatch;
+use anywarp_core::verbs::cq::Cq;
+use anywarp_core::verbs::mr::{Access, Region, Regions, Registration};
+use anywarp_core::verbs::pd::Pd;
+use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_core::verbs::srq::Srq;
+use anywarp_core::verbs::wc::Completion;
+use anywarp_core::verbs::wr::{Op, Payload, RecvRequest, Remote, Sge, WorkRequest};
+use anywarp_core::wire::{Stag, To};
+
+use crate::memory::{BASE, GUARD, Space};
+use crate::rng::Rng;
+
+/// Sets of rights.
+pub mod access {
+    use super::Access;
+
+    /// Everything that a peer can be allowed, and local write.
+    pub const ALL: Access = Access(0b1_1111);
+    /// Received data may be placed.
+    pub const LOCAL: Access = Access::LOCAL_WRITE;
+    /// The peer may write.
+    pub const WRITE: Access = Access(Access::LOCAL_WRITE.0 | Access::REMOTE_WRITE.0);
+    /// The peer may read.
+    pub const READ: Access = Access::REMOTE_READ;
+    /// The peer may do atomics.
+    pub const ATOMIC: Access = Access(Access::LOCAL_WRITE.0 | Access::REMOTE_ATOMIC.0);
+}
+
+/// What an end is like.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// What the initiator knows of the responder. The responder learns it from the first message.
+    pub peer: Peer,
+    /// With CRCs.
+    pub crc: bool,
+    /// Largest ULPDU to send.
+    pub mulpdu: usize,
+    /// Reads and atomics of the peer that are served at once.
+    pub ird: u32,
+    /// Reads and atomics outstanding at most.
+    pub ord: u32,
+    /// Made through the connection manager.
+    pub managed: bool,
+    /// What the initiator sends first.
+    pub first: First,
+    /// The peer gets markers.
+    pub markers: bool,
+    /// What the peer may do, as the queue pair says.
+    pub access: Access,
+    /// Tries when the peer has no receive.
+    pub rnr_retry: u8,
+    /// What the peer is told to wait when there is no receive.
+    pub min_rnr_timer: u8,
+    /// Entries of each completion queue.
+    pub cqe: usize,
+    /// Send requests, receives, elements.
+    pub capacity: Capacity,
+    /// Every send request makes a completion.
+    pub sig_all: bool,
+    /// The shared receive queue, if there is one.
+    pub srq: Option<Arc<Srq>>,
+}
+
+impl Setup {
+    /// An end that talks to another anywarp.
+    pub fn anywarp() -> Self {
+        Self {
+            peer: Peer::Anywarp,
+            crc: true,
+            mulpdu: anywarp_core::bounds::MULPDU_ANYWARP,
+            ird: 16,
+            ord: 16,
+            managed: false,
+            first: First::Hello,
+            markers: false,
+            access: access::ALL,
+            rnr_retry: 7,
+            min_rnr_timer: 12,
+            cqe: 4096,
+            capacity: Capacity {
+                max_send_wr: 512,
+                max_recv_wr: 512,
+                max_send_sge: 16,
+                max_recv_sge: 16,
+                max_inline: 512,
+            },
+            sig_all: false,
+            srq: None,
+        }
+    }
+
+    /// An end that talks to somebody else's implementation.
+    pub fn standard() -> Self {
+        Self {
+            peer: Peer::Standard,
+            mulpdu: 1442,
+            managed: true,
+            first: First::Write,
+            ..Self::anywarp()
+        }
+    }
+
+    pub(crate) fn stream(&self, initiator: bool) -> StreamConfig {
+        StreamConfig {
+            crc: self.crc,
+            mulpdu: self.mulpdu,
+            peer: if initiator { self.peer } else { Peer::Unknown },
+            ird: self.ird,
+            ord: self.ord,
+            initiator,
+            first: self.first,
+            managed: self.managed,
+            markers: self.markers,
+        }
+    }
+}
+
+/// A device with its memory: ends of one host share regions.
+#[derive(Debug, Clone)]
+pub struct Host {
+    /// The device.
+    pub rnic: Arc<Rnic>,
+    /// Its memory.
+    pub space: Space,
+    /// The protection domain that ends and regions belong to if nothing else is said.
+    pub pd: u32,
+    rng: Arc<Mutex<Rng>>,
+}
+
+impl Host {
+    pub(crate) fn new(seed: u64, observer: Option<Arc<dyn Observer>>) -> Self {
+        let space = Space::default();
+        Self {
+            rnic: Arc::new(Rnic {
+                regions: Regions::new(),
+                memory: Box::new(space.clone()),
+                observer,
+            }),
+            space,
+            pd: Pd::new().id(),
+            rng: Arc::new(Mutex::new(Rng::new(seed))),
+        }
+    }
+
+    /// A number for an STag.
+    pub fn random(&self) -> u32 {
+        let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+        rng.next() as u32
+    }
+
+    /// New memory, registered with these rights.
+    pub fn register(&self, len: usize, access: Access) -> Mr {
+        self.register_for(self.pd, len, access)
+    }
+
+    /// The same for another protection domain.
+    pub fn register_for(&self, pd: u32, len: usize, access: Access) -> Mr {
+        let start = self.space.alloc(len);
+        let what = Registration {
+            start,
+            len: len as u64,
+            base: start,
+            access,
+            pd,
+        };
+        let region = self
+            .rnic
+            .regions
+            .register(&what, &mut || self.random())
+            .expect("register");
+        Mr { region }
+    }
+
+    /// Ends a registration.
+    pub fn deregister(&self, mr: &Mr) {
+        self.rnic
+            .regions
+            .deregister(&mr.region)
+            .expect("deregister");
+    }
+
+    /// Writes into registered memory, from its start.
+    pub fn fill(&self, mr: &Mr, bytes: &[u8]) {
+        let at = (mr.region.start() - BASE) as usize;
+        self.space.bytes()[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// What registered memory holds.
+    pub fn bytes(&self, mr: &Mr) -> Vec<u8> {
+        let at = (mr.region.start() - BASE) as usize;
+        self.space.bytes()[at..at + mr.region.len() as usize].to_vec()
+    }
+
+    /// The word at byte `at`, in the order of this machine.
+    pub fn word(&self, mr: &Mr, at: usize) -> u64 {
+        u64::from_ne_bytes(self.bytes(mr)[at..at + 8].try_into().expect("eight bytes"))
+    }
+
+    /// Panics if something was placed between two allocations.
+    pub fn check_guards(&self, regions: &[&Mr]) {
+        let mut bytes = self.space.bytes().clone();
+        for mr in regions {
+            let at = (mr.region.start() - BASE) as usize;
+            bytes[at..at + mr.region.len() as usize].fill(GUARD);
+        }
+        let astray = bytes.iter().position(|b| *b != GUARD);
+        assert_eq!(astray, None, "a byte outside of every region was changed");
+    }
+}
+
+/// Registered memory.
+#[derive(Debug, Clone)]
+pub struct Mr {
+    /// Its registration.
+    pub region: Arc<Region>,
+}
+
+impl Mr {
+    /// Its STag: the local key and the remote one.
+    pub fn stag(&self) -> Stag {
+        self.region.stag()
+    }
+
+    /// Its length.
+    pub fn len(&self) -> usize {
+        self.region.len() as usize
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.region.is_empty()
+    }
+
+    /// All of it as list element.
+    pub fn all(&self) -> Sge {
+        self.part(0, self.len())
+    }
+
+    /// `len` bytes from `at` as list element.
+    pub fn part(&self, at: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.region.start() + at as u64,
+            len: len as u32,
+            lkey: self.stag(),
+        }
+    }
+
+    /// Its byte `at` as the peer names it.
+    pub fn remote(&self, at: usize) -> Remote {
+        Remote {
+            rkey: self.stag(),
+            to: To(self.region.base() + at as u64),
+        }
+    }
+}
+
+/// One end.
+#[derive(Debug)]
+pub struct End {
+    /// The machine.
+    pub conn: Connection,
+    /// Its device and memory.
+    pub host: Host,
+    /// Where its sends complete.
+    pub send_cq: Arc<Cq>,
+    /// Where its receives complete.
+    pub recv_cq: Arc<Cq>,
+    /// What it heard asynchronously.
+    pub events: Vec<AsyncEvent>,
+    pub(crate) batch: TxBatch,
+    pub(crate) sent: usize,
+    pub(crate) rx: Vec<u8>,
+    pub(crate) over: bool,
+    qpn: u32,
+}
+
+impl std::ops::Deref for End {
+    type Target = Host;
+    fn deref(&self) -> &Host {
+        &self.host
+    }
+}
+
+impl End {
+    pub(crate) fn new(host: &Host, qpn: u32, setup: &Setup) -> Self {
+        let send_cq = Arc::new(Cq::new(setup.cqe, None));
+        let recv_cq = Arc::new(Cq::new(setup.cqe, None));
+        let rq = match &setup.srq {
+            Some(srq) => RecvQueue::Shared(Arc::clone(srq)),
+            None => RecvQueue::Own {
+                requests: VecDeque::new(),
+                max_wr: setup.capacity.max_recv_wr,
+                max_sge: setup.capacity.max_recv_sge,
+            },
+        };
+        let mut conn = Connection::new(Parts {
+            rnic: Arc::clone(&host.rnic),
+            qpn,
+            pd: host.pd,
+            send_cq: Arc::clone(&send_cq),
+            recv_cq: Arc::clone(&recv_cq),
+            rq,
+            capacity: setup.capacity,
+            sig_all: setup.sig_all,
+        });
+        conn.set_state(State::Rts);
+        let attr = conn.attr_mut();
+        attr.access = setup.access;
+        attr.rnr_retry = setup.rnr_retry;
+        attr.min_rnr_timer = setup.min_rnr_timer;
+        Self {
+            conn,
+            host: host.clone(),
+            send_cq,
+            recv_cq,
+            events: Vec::new(),
+            batch: TxBatch::default(),
+            sent: 0,
+            rx: Vec::new(),
+            over: false,
+            qpn,
+        }
+    }
+
+    /// Its queue pair number.
+    pub fn qpn(&self) -> u32 {
+        self.qpn
+    }
+
+    /// Posts a send request.
+    pub fn post(&mut self, request: WorkRequest) {
+        self.conn.post_send(request).expect("post_send");
+    }
+
+    /// Posts a send request that may be refused.
+    pub fn try_post(&mut self, request: WorkRequest) -> Result<(), Misuse> {
+        self.conn.post_send(request)
+    }
+
+    /// Posts a receive.
+    pub fn recv(&mut self, id: u64, sges: &[Sge]) {
+        self.conn
+            .post_recv(RecvRequest {
+                id,
+                sges: sges.into(),
+            })
+            .expect("post_recv");
+    }
+
+    /// Takes the completions of send requests.
+    pub fn completed(&mut self) -> Vec<Completion> {
+        let mut all = Vec::new();
+        self.send_cq.poll(usize::MAX, |_, c| all.push(c));
+        all
+    }
+
+    /// Takes the completions of receives.
+    pub fn received(&mut self) -> Vec<Completion> {
+        let mut all = Vec::new();
+        self.recv_cq.poll(usize::MAX, |_, c| all.push(c));
+        all
+    }
+
+    /// Whether `event` was heard.
+    pub fn heard(&self, event: AsyncEvent) -> bool {
+        self.events.contains(&event)
+    }
+
+    /// How often `event` was heard.
+    pub fn times(&self, event: AsyncEvent) -> usize {
+        self.events.iter().filter(|e| **e == event).count()
+    }
+
+    /// Whether the stream is of no use any more.
+    pub fn is_over(&self) -> bool {
+        self.over
+    }
+
+    pub(crate) fn collect(&mut self) {
+        while let Some(event) = self.conn.poll_event() {
+            self.events.push(event);
+        }
+    }
+
+    /// Bytes came from the stream: some go straight to memory if the machine asks for that.
+    pub(crate) fn take_bytes(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) {
+        let mut bytes = bytes;
+        if self.rx.is_empty() {
+            // As one receive call into user memory and a buffer behind it would do.
+            let straight = self.conn.direct().and_then(|(places, placed, left)| {
+                rng.chance(60).then(|| {
+                    let n = bytes.len().min(left as usize);
+                    let mut at = 0;
+                    let pinned = anywarp_core::llp::mpa::frame::for_each_part(
+                        places,
+                        placed,
+                        n as u64,
+                        |place, from, len| {
+                            let Some(pin) = place.pin() else { return false };
+                            let part = &bytes[at..at + len as usize];
+                            self.host.rnic.memory.place(&pin, from, part);
+                            at += len as usize;
+                            true
+                        },
+                    );
+                    pinned.then_some(n)
+                })?
+            });
+            if let Some(n) = straight {
+                self.conn.handle_direct(now, n as u64);
+                bytes = &bytes[n..];
+            }
+        }
+        self.rx.extend_from_slice(bytes);
+        let used = self.conn.handle_rx(now, &self.rx);
+        assert!(used <= self.rx.len(), "used more than there was");
+        self.rx.drain(..used);
+        assert!(
+            self.rx.len() <= 65_535 + 2 + 3 + 4,
+            "a whole FPDU was left in the buffer"
+        );
+        self.collect();
+    }
+}
+
+// ---------------------------------------------------------------------- requests
+
+fn request(id: u64, op: Op) -> WorkRequest {
+    WorkRequest {
+        id,
+        op,
+        payload: Payload::empty(),
+        signaled: true,
+        solicited: false,
+        fence: false,
+        destination: None,
+    }
+}
+
+/// A Send.
+pub fn send(id: u64) -> WorkRequest {
+    request(
+        id,
+        Op::Send {
+            imm: None,
+            invalidate: None,
+        },
+    )
+}
+
+/// A Send with immediate.
+pub fn send_imm(id: u64, imm: [u8; 4]) -> WorkRequest {
+    request(
+        id,
+        Op::Send {
+            imm: Some(imm),
+            invalidate: None,
+        },
+    )
+}
+
+/// A Send with Invalidate.
+pub fn send_invalidate(id: u64, stag: Stag) -> WorkRequest {
+    request(
+        id,
+        Op::Send {
+            imm: None,
+            invalidate: Some(stag),
+        },
+    )
+}
+
+/// An RDMA Write.
+pub fn write(id: u64, remote: Remote) -> WorkRequest {
+    request(id, Op::Write { remote, imm: None })
+}
+
+/// An RDMA Write with immediate.
+pub fn write_imm(id: u64, remote: Remote, imm: [u8; 4]) -> WorkRequest {
+    request(
+        id,
+        Op::Write {
+            remote,
+            imm: Some(imm),
+        },
+    )
+}
+
+/// An RDMA Read.
+pub fn read(id: u64, remote: Remote) -> WorkRequest {
+    request(id, Op::Read { remote })
+}
+
+/// A fetch and add.
+pub fn fetch_add(id: u64, remote: Remote, add: u64) -> WorkRequest {
+    request(id, Op::FetchAdd { remote, add })
+}
+
+/// A compare and swap.
+pub fn compare_swap(id: u64, remote: Remote, compare: u64, swap: u64) -> WorkRequest {
+    request(
+        id,
+        Op::CompareSwap {
+            remote,
+            compare,
+            swap,
+        },
+    )
+}
+
+/// What a request says besides its operation.
+pub trait Request: Sized {
+    /// Its data, or where its answer goes.
+    #[must_use]
+    fn from(self, sges: &[Sge]) -> Self;
+    /// Its data, copied.
+    #[must_use]
+    fn inline(self, bytes: &[u8]) -> Self;
+    /// No completion if it succeeds.
+    #[must_use]
+    fn unsignaled(self) -> Self;
+    /// It waits for the Reads and atomics before it.
+    #[must_use]
+    fn fence(self) -> Self;
+    /// The peer is to raise a solicited event.
+    #[must_use]
+    fn solicited(self) -> Self;
+}
+
+impl Request for WorkRequest {
+    fn from(mut self, sges: &[Sge]) -> Self {
+        self.payload = Payload::Sges(sges.into());
+        self
+    }
+    fn inline(mut self, bytes: &[u8]) -> Self {
+        self.payload = Payload::Inline(bytes.into());
+        self
+    }
+    fn unsignaled(mut self) -> Self {
+        self.signaled = false;
+        self
+    }
+    fn fence(mut self) -> Self {
+        self.fence = true;
+        self
+    }
+    fn solicited(mut self) -> Self {
+        self.solicited = true;
+        self
+    }
+}

@@ -1,0 +1,75 @@
+//! An address space: one vector that begins at [`BASE`].
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use anywarp_core::llp::mpa::crc::Crc32c;
+use anywarp_core::verbs::mr::{Memory, Pinned};
+
+/// Address of the first byte.
+pub const BASE: u64 = 0x10_0000;
+
+/// The memory of one host. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Space(Arc<Mutex<Vec<u8>>>);
+
+impl Space {
+    /// Every byte that there is.
+    pub fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds `len` bytes, with some between them and the ones before, and gives the address of the first.
+    pub fn alloc(&self, len: usize) -> u64 {
+        let mut bytes = self.bytes();
+        let at = bytes.len().next_multiple_of(64) + 64;
+        bytes.resize(at, GUARD);
+        bytes.resize(at + len, 0);
+        bytes.extend([GUARD; 64]);
+        BASE + at as u64
+    }
+
+    fn range(start: u64, offset: u64, len: u64) -> std::ops::Range<usize> {
+        let from = usize::try_from(start - BASE + offset).expect("an address of this space");
+        from..from + usize::try_from(len).expect("a length of this space")
+    }
+}
+
+/// What lies between two allocations.
+pub(crate) const GUARD: u8 = 0xa5;
+
+impl Memory for Space {
+    fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]) {
+        let len = (bytes.len() as u64).min(to.len().saturating_sub(offset));
+        assert_eq!(
+            len,
+            bytes.len() as u64,
+            "placed beyond what the check allowed"
+        );
+        self.bytes()[Self::range(to.start(), offset, len)].copy_from_slice(bytes);
+    }
+
+    fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {
+        assert!(
+            offset + len <= from.len(),
+            "gathered beyond what the check allowed"
+        );
+        out.extend_from_slice(&self.bytes()[Self::range(from.start(), offset, len)]);
+    }
+
+    fn checksum(&self, from: &Pinned<'_>, offset: u64, len: u64, crc: &mut Crc32c) {
+        assert!(
+            offset + len <= from.len(),
+            "read beyond what the check allowed"
+        );
+        crc.update(&self.bytes()[Self::range(from.start(), offset, len)]);
+    }
+
+    fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64 {
+        assert!(at.len() >= 8 && at.start().is_multiple_of(8));
+        let mut bytes = self.bytes();
+        let word = &mut bytes[Self::range(at.start(), 0, 8)];
+        let old = u64::from_ne_bytes((&*word).try_into().expect("eight bytes"));
+        word.copy_from_slice(&change(old).to_ne_bytes());
+        old
+    }
+}

@@ -1,0 +1,79 @@
+//! The steps of the data path as text.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anywarp_core::connection::{Observer, Step};
+use anywarp_core::verbs::wr::Op;
+use anywarp_core::wire::ddp::Header;
+
+/// Remembers every step of the ends that it watches.
+#[derive(Debug, Default, Clone)]
+pub struct Log(Arc<Mutex<Vec<(u32, String)>>>);
+
+impl Log {
+    /// An observer that writes here.
+    pub fn observer(&self) -> Arc<dyn Observer> {
+        Arc::new(self.clone())
+    }
+
+    /// Takes what was written: queue pair and step.
+    pub fn take(&self) -> Vec<(u32, String)> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Observer for Log {
+    fn step(&self, qpn: u32, step: &Step<'_>) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((qpn, render(step)));
+    }
+}
+
+/// One step as text: the verb of the data path, and what it has to say.
+pub fn render(step: &Step<'_>) -> String {
+    match step {
+        Step::Post(r) => {
+            let name = match r.op {
+                Op::Send { .. } => "Send",
+                Op::Write { .. } => "Write",
+                Op::Read { .. } => "Read",
+                Op::FetchAdd { .. } => "FetchAdd",
+                Op::CompareSwap { .. } => "CmpSwap",
+                Op::LocalInvalidate { .. } => "Local Invalidate",
+                Op::Bind(_) => "Bind",
+            };
+            format!(
+                "post      {name} of {} bytes, request {}",
+                r.payload.len(),
+                r.id
+            )
+        }
+        Step::Take(id) => format!("take      request {id}"),
+        Step::Build(opcode, len) => format!("build     {opcode}, {len} bytes"),
+        Step::Segment(len, last) => {
+            format!("segment   {len} bytes{}", if *last { ", last" } else { "" })
+        }
+        Step::Frame(ulpdu) => format!("frame     ULPDU of {ulpdu} bytes"),
+        Step::Deframe(header, len) => match header {
+            Header::Tagged(h) => format!("deframe   {}, {len} bytes", h.opcode),
+            Header::Untagged(h) => format!("deframe   {} msn {}, {len} bytes", h.opcode, h.msn),
+        },
+        Step::Admit(len) => format!("admit     {len} bytes"),
+        Step::Place(len) => format!("place     {len} bytes"),
+        Step::Deliver(opcode) => format!("deliver   {opcode}"),
+        Step::Complete(c) => format!("complete  request {}: {}", c.wr_id, c.status),
+        Step::Fault(error) => format!("fault     {error}"),
+        Step::Terminated(t) => format!("terminated {}/{}/{:02x}", t.layer, t.etype, t.code),
+        Step::Failed(why) => format!("failed    {why}"),
+    }
+}
+
+/// A log with names for the queue pairs, one step a line.
+pub fn lines(log: &[(u32, String)], names: &BTreeMap<u32, &str>) -> String {
+    log.iter()
+        .map(|(qpn, step)| format!("{:<7} {step}\n", names.get(qpn).copied().unwrap_or("?")))
+        .collect()
+}
