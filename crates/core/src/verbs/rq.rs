@@ -70,6 +70,14 @@ impl RecvQueue {
         }
     }
 
+    /// Gives a receive back that was taken and not used: it is the oldest again.
+    pub fn put_back(&mut self, request: RecvRequest) {
+        match self {
+            Self::Own { requests, .. } => requests.push_front(request),
+            Self::Shared(srq) => srq.put_back(request),
+        }
+    }
+
     /// Takes the next receive to flush: only the queue pair's own are.
     pub fn take_own(&mut self) -> Option<RecvRequest> {
         match self {

@@ -75,6 +75,12 @@ impl Srq {
         })
     }
 
+    /// Gives a receive back that was taken and not used: it is the oldest again. There is room for it always, or a
+    /// receive of the application would be lost.
+    pub fn put_back(&self, request: RecvRequest) {
+        self.state().requests.push_front(request);
+    }
+
     /// Sets the size or the limit; true when the limit is above what is posted now, so that the event is due at once.
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<bool, Misuse> {
         let mut state = self.state();
@@ -130,6 +136,17 @@ mod tests {
         assert!(srq.take().unwrap().limit_reached);
         assert!(!srq.take().unwrap().limit_reached);
         assert!(srq.take().is_none());
+    }
+
+    #[test]
+    fn a_receive_that_is_put_back_is_the_oldest_again() {
+        let srq = Srq::new(2, 1, 0, 0);
+        srq.post(recv(1)).unwrap();
+        srq.post(recv(2)).unwrap();
+        let taken = srq.take().unwrap();
+        srq.put_back(taken.request);
+        assert_eq!(srq.take().unwrap().request.id, 1);
+        assert_eq!(srq.take().unwrap().request.id, 2);
     }
 
     #[test]
