@@ -71,3 +71,15 @@ pub const REASSEMBLY_MAX: usize = 64;
 
 /// Payload bytes of one datagram of a segmented (UC) message.
 pub const DATAGRAM_PAYLOAD: usize = 61_440;
+
+/// Payload bytes of one datagram of a segmented message at least, so that headers never outweigh data by far.
+pub const DATAGRAM_PAYLOAD_MIN: usize = 64;
+
+/// Datagrams that one call makes before they are handed to the socket.
+pub const DATAGRAM_BATCH: usize = 64;
+
+/// Runs of bytes of a message that arrived with gaps between them.
+///
+/// In order there is one; each datagram that overtakes another makes one more, and one that was lost dooms its
+/// message anyhow. A sender that leaves holes on purpose gets no more memory than this.
+pub const DATAGRAM_RANGES: usize = 64;

@@ -12,12 +12,13 @@
 //! ```
 //!
 //! Read in this order: [`verbs`] (what the application sees), [`connection`] (one reliable queue pair and its
-//! stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes go), [`llp`] (how a segment travels),
+//! stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes go), [`llp`] (how a segment travels),
 //! [`wire`] (byte layouts).
 #![forbid(unsafe_code)]
 
 pub mod bounds;
 pub mod connection;
+pub mod datagram;
 pub mod ddp;
 pub mod error;
 pub mod llp;

@@ -1,0 +1,205 @@
+//! The route header in front of every received UD message.
+//!
+//! Verbs programs answer a sender by what stands in the first 40 bytes of the receive buffer. We have an ordinary IP
+//! header of the host to tell of and show it the way RoCE v2 does:
+//!
+//! ```text
+//!  IPv6:  0                                                           40
+//!        +------------------------------------------------------------+
+//!        | version 6, traffic class, flow, length, next, hops, S, D   |
+//!        +------------------------------------------------------------+
+//!  IPv4:  0                     20                                    40
+//!        +---------------------+--------------------------------------+
+//!        | zero                | IPv4 header without options          |
+//!        +---------------------+--------------------------------------+
+//! ```
+//!
+//! `ibv_init_ah_from_wc(3)` tells the two apart by the version nibbles and the checksum of the IPv4 header.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use super::Arrival;
+use crate::bounds;
+
+/// Bytes of the header.
+pub const LEN: usize = bounds::GRH_LEN as usize;
+
+/// Protocol number of UDP, the next header of both.
+const UDP: u8 = 17;
+/// Bytes of a UDP header.
+const UDP_HEADER: usize = 8;
+/// Bytes of an IPv4 header without options.
+const IPV4_HEADER: usize = 20;
+
+/// The header for a datagram of `len` bytes that arrived like this.
+pub fn build(arrival: &Arrival, len: usize) -> [u8; LEN] {
+    let to = arrival.to.map(|to| to.to_canonical());
+    let mut out = [0; LEN];
+    match arrival.from.ip().to_canonical() {
+        IpAddr::V4(from) => {
+            let to = match to {
+                Some(IpAddr::V4(to)) => to,
+                _ => Ipv4Addr::UNSPECIFIED,
+            };
+            if let Some(place) = out.last_chunk_mut() {
+                *place = ipv4(arrival, from, to, len);
+            }
+        }
+        IpAddr::V6(from) => {
+            let to = match to {
+                Some(IpAddr::V6(to)) => to,
+                _ => Ipv6Addr::UNSPECIFIED,
+            };
+            out = ipv6(arrival, from, to, len);
+        }
+    }
+    out
+}
+
+/// A length field of 16 bits; no datagram is longer than it can say.
+fn length(bytes: usize) -> [u8; 2] {
+    u16::try_from(bytes).unwrap_or(u16::MAX).to_be_bytes()
+}
+
+fn ipv4(arrival: &Arrival, from: Ipv4Addr, to: Ipv4Addr, len: usize) -> [u8; IPV4_HEADER] {
+    let [l0, l1] = length(IPV4_HEADER + UDP_HEADER + len);
+    let (tos, ttl) = (arrival.traffic_class, arrival.hop_limit);
+    let [s0, s1, s2, s3] = from.octets();
+    let [d0, d1, d2, d3] = to.octets();
+    let with = |[c0, c1]: [u8; 2]| {
+        [
+            0x45, tos, l0, l1, 0, 0, 0, 0, ttl, UDP, c0, c1, s0, s1, s2, s3, d0, d1, d2, d3,
+        ]
+    };
+    with(checksum(&with([0; 2])))
+}
+
+/// RFC 791 §3.1: the complement of the ones' complement sum of the header's 16-bit words.
+fn checksum(header: &[u8; IPV4_HEADER]) -> [u8; 2] {
+    let mut sum: u32 = header
+        .chunks_exact(2)
+        .filter_map(|pair| pair.first_chunk::<2>())
+        .map(|pair| u32::from(u16::from_be_bytes(*pair)))
+        .sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    (!(sum as u16)).to_be_bytes()
+}
+
+fn ipv6(arrival: &Arrival, from: Ipv6Addr, to: Ipv6Addr, len: usize) -> [u8; LEN] {
+    let class = u32::from(arrival.traffic_class);
+    let mut out = [0; LEN];
+    let fields = (6 << 28 | class << 20)
+        .to_be_bytes()
+        .into_iter()
+        .chain(length(UDP_HEADER + len))
+        .chain([UDP, arrival.hop_limit])
+        .chain(from.octets())
+        .chain(to.octets());
+    for (place, byte) in out.iter_mut().zip(fields) {
+        *place = byte;
+    }
+    out
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::net::SocketAddr;
+
+    /// What a program reads out of the 40 bytes: source, destination, hop limit, traffic class, datagram length.
+    pub(crate) type Route = (IpAddr, IpAddr, u8, u8, usize);
+
+    /// Reads the header as verbs programs do, from the description of RoCE v2 and not from the code above.
+    pub(crate) fn read(grh: &[u8]) -> Option<Route> {
+        let word = |at: usize| u16::from_be_bytes([grh[at], grh[at + 1]]);
+        let inner = &grh[20..];
+        let mut sum = 0_u64;
+        for i in 0..10 {
+            sum += u64::from(inner[2 * i]) * 256 + u64::from(inner[2 * i + 1]);
+        }
+        // Folded modulo 65535 a header with its own checksum gives all ones, that is 0.
+        let sum_is_right = sum.is_multiple_of(65_535) && sum != 0;
+        if grh[0] >> 4 == 6 && !(inner[0] == 0x45 && sum_is_right) {
+            assert_eq!(grh[6], 17);
+            let from: [u8; 16] = grh[8..24].try_into().unwrap();
+            let to: [u8; 16] = grh[24..40].try_into().unwrap();
+            let class = (word(0) >> 4) as u8;
+            return Some((
+                from.into(),
+                to.into(),
+                grh[7],
+                class,
+                usize::from(word(4)) - 8,
+            ));
+        }
+        if inner[0] != 0x45 || !sum_is_right || grh[..20].iter().any(|b| *b != 0) {
+            return None;
+        }
+        assert_eq!(inner[9], 17);
+        let from: [u8; 4] = inner[12..16].try_into().unwrap();
+        let to: [u8; 4] = inner[16..20].try_into().unwrap();
+        Some((
+            from.into(),
+            to.into(),
+            inner[8],
+            inner[1],
+            usize::from(word(22)) - 28,
+        ))
+    }
+
+    fn arrival(from: &str, to: Option<&str>, hop_limit: u8, traffic_class: u8) -> Arrival {
+        Arrival {
+            from: SocketAddr::new(from.parse().unwrap(), 4711),
+            to: to.map(|a| a.parse().unwrap()),
+            hop_limit,
+            traffic_class,
+        }
+    }
+
+    #[test]
+    fn a_program_finds_both_addresses_of_either_family() {
+        for (from, to) in [
+            ("10.1.2.3", "10.1.2.4"),
+            ("255.255.255.255", "255.255.255.255"),
+            ("0.0.0.0", "224.0.0.1"),
+            ("fe80::1", "2001:db8::7"),
+            ("::1", "ff02::1"),
+        ] {
+            for (hops, class, len) in [(64, 0, 44), (1, 0xff, 0), (255, 0xb8, 4140)] {
+                let grh = build(&arrival(from, Some(to), hops, class), len);
+                assert_eq!(
+                    read(&grh),
+                    Some((from.parse().unwrap(), to.parse().unwrap(), hops, class, len))
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_known_ipv4_header() {
+        let grh = build(&arrival("10.0.0.1", Some("10.0.0.2"), 64, 0), 49);
+        #[rustfmt::skip]
+        let expected = [
+            0x45, 0x00, 0x00, 0x4d, 0x00, 0x00, 0x00, 0x00, 0x40, 0x11, 0x66, 0x9e,
+            10, 0, 0, 1, 10, 0, 0, 2,
+        ];
+        assert_eq!(grh[..20], [0; 20]);
+        assert_eq!(grh[20..], expected);
+    }
+
+    #[test]
+    fn mapped_addresses_are_ipv4_and_an_unknown_destination_is_zero() {
+        let grh = build(
+            &arrival("::ffff:10.0.0.1", Some("::ffff:10.0.0.2"), 64, 0),
+            49,
+        );
+        let plain = build(&arrival("10.0.0.1", Some("10.0.0.2"), 64, 0), 49);
+        assert_eq!(grh, plain);
+        for (from, zero) in [("10.0.0.1", "0.0.0.0"), ("fe80::1", "::")] {
+            let (_, to, ..) = read(&build(&arrival(from, None, 64, 0), 49)).unwrap();
+            assert_eq!(to, zero.parse::<IpAddr>().unwrap());
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! What of a segmented message has arrived, and which message of the peer is the next.
+//!
+//! Messages of an unreliable connection arrive in order or not at all (IBA 9.8.2): the first datagram of a newer
+//! message ends the one under way, whose receive is then the oldest again. Within a message datagrams may come in any
+//! order, since each names its own place.
+
+use smallvec::SmallVec;
+
+use super::Dropped;
+use crate::bounds;
+use crate::ddp::tx::Places;
+use crate::verbs::wr::RecvRequest;
+use crate::wire::rdmap::Opcode;
+use crate::wire::{Stag, To};
+
+/// A run of bytes of a message, the end excluded.
+pub(crate) type Range = (u32, u32);
+
+/// Which bytes of a message have arrived: runs in order, with gaps between them.
+#[derive(Debug, Default)]
+pub(crate) struct Coverage {
+    ranges: SmallVec<[Range; 4]>,
+}
+
+/// There are too many gaps.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct TooManyGaps;
+
+impl Coverage {
+    /// Adds `[from, to)` and returns what of it is new.
+    pub(crate) fn add(&mut self, from: u32, to: u32) -> Result<SmallVec<[Range; 2]>, TooManyGaps> {
+        let mut fresh = SmallVec::new();
+        if from >= to {
+            return Ok(fresh);
+        }
+        // The runs that touch the new one become one with it; in between is what was missing.
+        let first = self.ranges.partition_point(|(_, end)| *end < from);
+        let behind = self.ranges.partition_point(|(start, _)| *start <= to);
+        let mut at = from;
+        let mut merged = (from, to);
+        for (start, end) in self.ranges.iter().take(behind).skip(first).copied() {
+            if start > at {
+                fresh.push((at, start.min(to)));
+            }
+            at = at.max(end);
+            merged = (merged.0.min(start), merged.1.max(end));
+        }
+        if at < to {
+            fresh.push((at, to));
+        }
+        if first == behind {
+            if self.ranges.len() >= bounds::DATAGRAM_RANGES {
+                return Err(TooManyGaps);
+            }
+            self.ranges.insert(first, merged);
+        } else {
+            self.ranges.drain(first + 1..behind);
+            if let Some(range) = self.ranges.get_mut(first) {
+                *range = merged;
+            }
+        }
+        Ok(fresh)
+    }
+
+    /// Whether all of `length` bytes have arrived.
+    pub(crate) fn is_complete(&self, length: u32) -> bool {
+        match self.ranges.as_slice() {
+            [] => length == 0,
+            [(0, end)] => *end == length,
+            _ => false,
+        }
+    }
+}
+
+/// What the datagrams of one message have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub(crate) opcode: Opcode,
+    pub(crate) length: u32,
+    /// Where a tagged message begins.
+    pub(crate) base: Option<(Stag, To)>,
+    pub(crate) imm: Option<[u8; 4]>,
+    pub(crate) solicited: bool,
+}
+
+/// A message of which not everything has arrived.
+#[derive(Debug)]
+pub(crate) struct Open {
+    pub(crate) identity: Identity,
+    pub(crate) coverage: Coverage,
+    /// The receive that a Send fills.
+    pub(crate) receive: Option<RecvRequest>,
+    /// The memory of the message.
+    pub(crate) places: Places,
+}
+
+/// The message that is the newest one of the peer.
+#[derive(Debug)]
+pub(crate) enum Fate {
+    /// Not everything of it has arrived.
+    Open(Open),
+    /// It is complete.
+    Done,
+    /// It will not be placed, for this reason.
+    Refused(Dropped),
+}
+
+/// What a datagram is, by epoch and message number alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// Of the newest message.
+    Newest,
+    /// Of a newer one than any before.
+    Newer,
+    /// Of an older one.
+    Late,
+}
+
+/// The messages of one peer.
+#[derive(Debug, Default)]
+pub(crate) struct Incoming {
+    epoch: Option<u16>,
+    /// The epoch before; datagrams that still come from it are late.
+    before: Option<u16>,
+    newest: Option<u32>,
+    pub(crate) fate: Option<Fate>,
+}
+
+impl Incoming {
+    /// Sorts in a datagram. Changes nothing unless it is the first one of a newer message, which it opens: what was
+    /// under way is then to be taken out of `fate`.
+    pub(crate) fn turn(&mut self, epoch: u16, id: u32) -> Turn {
+        if self.epoch != Some(epoch) {
+            if self.before == Some(epoch) {
+                return Turn::Late;
+            }
+            // The peer's queue pair is another one than before: its numbers start anew.
+            self.before = self.epoch;
+            self.epoch = Some(epoch);
+            self.newest = Some(id);
+            return Turn::Newer;
+        }
+        match self.newest {
+            Some(newest) if newest == id => Turn::Newest,
+            // Numbers wrap: newer is what lies ahead by less than half of them.
+            Some(newest) if id.wrapping_sub(newest) >= 1 << 31 => Turn::Late,
+            _ => {
+                self.newest = Some(id);
+                Turn::Newer
+            }
+        }
+    }
+
+    /// The receive of the message under way, which is given up.
+    pub(crate) fn abandon(&mut self) -> Option<Option<RecvRequest>> {
+        match self.fate.take() {
+            Some(Fate::Open(open)) => Some(open.receive),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_byte_is_new_exactly_once() {
+        // Against a plain set of bytes, with a small deterministic generator.
+        let mut n = 1_u32;
+        let mut next = move |below: u32| {
+            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (n >> 8) % below
+        };
+        for _ in 0..300 {
+            let length = 1 + next(100);
+            let mut coverage = Coverage::default();
+            let mut model = vec![false; length as usize];
+            for _ in 0..60 {
+                let from = next(length + 1);
+                let to = from + next(length + 1 - from);
+                let fresh = coverage.add(from, to).unwrap();
+                let mut expected = Vec::new();
+                for at in from..to {
+                    if !std::mem::replace(&mut model[at as usize], true) {
+                        expected.push(at);
+                    }
+                }
+                let got: Vec<u32> = fresh.iter().flat_map(|(a, b)| *a..*b).collect();
+                assert_eq!(got, expected);
+                assert_eq!(coverage.is_complete(length), model.iter().all(|b| *b));
+                assert!(coverage.ranges.windows(2).all(|w| w[0].1 < w[1].0));
+            }
+        }
+    }
+
+    #[test]
+    fn a_message_of_no_bytes_is_complete_at_once() {
+        let mut coverage = Coverage::default();
+        assert!(coverage.add(0, 0).unwrap().is_empty());
+        assert!(coverage.is_complete(0));
+        assert!(!coverage.is_complete(1));
+    }
+
+    #[test]
+    fn gaps_are_bounded() {
+        let mut coverage = Coverage::default();
+        let max = bounds::DATAGRAM_RANGES as u32;
+        for i in 0..max {
+            assert!(coverage.add(2 * i, 2 * i + 1).is_ok());
+        }
+        assert_eq!(coverage.add(2 * max, 2 * max + 1), Err(TooManyGaps));
+        // What closes a gap is always welcome.
+        assert!(coverage.add(1, 2).is_ok());
+        assert!(coverage.add(2 * max, 2 * max + 1).is_ok());
+    }
+
+    #[test]
+    fn newer_is_ahead_by_less_than_half_of_the_numbers() {
+        let mut rx = Incoming::default();
+        assert_eq!(rx.turn(7, u32::MAX), Turn::Newer);
+        assert_eq!(rx.turn(7, u32::MAX), Turn::Newest);
+        assert_eq!(rx.turn(7, 0), Turn::Newer);
+        assert_eq!(rx.turn(7, u32::MAX), Turn::Late);
+        assert_eq!(rx.turn(7, 0x7fff_ffff), Turn::Newer);
+        assert_eq!(rx.turn(7, 0xffff_ffff), Turn::Late);
+    }
+
+    #[test]
+    fn a_new_epoch_starts_anew_and_the_old_one_is_late() {
+        let mut rx = Incoming::default();
+        assert_eq!(rx.turn(7, 100), Turn::Newer);
+        assert_eq!(rx.turn(8, 1), Turn::Newer);
+        assert_eq!(rx.turn(7, 101), Turn::Late);
+        assert_eq!(rx.turn(8, 2), Turn::Newer);
+    }
+}

@@ -1,0 +1,362 @@
+//! Receive side: is the datagram for us, where does its payload go, is its message complete.
+//!
+//! Anybody can send us datagrams. One that is not right is dropped and counted, nobody is told and nothing changes;
+//! so nothing is placed, and no receive taken, before everything that can be checked has been.
+//!
+//! Where a message cannot be delivered because of what *we* did (no receive, one that is too short, memory that may
+//! not be written) an unreliable service drops it and keeps the receive for the next one: IBA 9.9.3 has these as
+//! errors of class D, and the kernel's rxe does the same.
+
+use smallvec::smallvec;
+
+use super::reassemble::{Coverage, Fate, Identity, Open, Turn};
+use super::{Arrival, DatagramQp, Dropped, Kind, grh};
+use crate::bounds;
+use crate::connection::{AsyncEvent, Step};
+use crate::ddp::tx::Places;
+use crate::llp::mpa::frame::for_each_part;
+use crate::verbs::mr::Access;
+use crate::verbs::qp::State;
+use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::wr::RecvRequest;
+use crate::wire::To;
+use crate::wire::ddp::Header;
+use crate::wire::dgram::{self, ATTR_SOLICITED, Datagram, Shim};
+use crate::wire::rdmap::Opcode;
+
+impl DatagramQp {
+    /// A datagram came.
+    ///
+    /// # Errors
+    /// Why it was dropped; it is counted already.
+    pub fn handle_rx(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
+        self.counters.rx_dgrams += 1;
+        let result = self.receive(arrival, bytes);
+        if let Err(why) = result {
+            self.counters.dropped(why);
+        }
+        self.after();
+        result
+    }
+
+    fn receive(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
+        match self.state {
+            State::Rtr | State::Rts | State::Sqd | State::Sqe => {}
+            State::Reset | State::Init | State::Error => return Err(Dropped::State),
+        }
+        let datagram = dgram::parse(bytes).map_err(Dropped::Wire)?;
+        self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
+        // A multicast is for every queue pair that joined, so it names none.
+        let to_group = arrival
+            .to
+            .is_some_and(|to| to.to_canonical().is_multicast());
+        if !to_group && datagram.shim.dst_index != super::tx::index(self.qpn) {
+            return Err(Dropped::Index);
+        }
+        match self.kind {
+            Kind::Ud => self.receive_ud(arrival, &datagram, bytes.len()),
+            Kind::Uc => self.receive_uc(arrival, &datagram),
+        }
+    }
+
+    // ------------------------------------------------------------------ UD
+
+    fn receive_ud(
+        &mut self,
+        arrival: &Arrival,
+        datagram: &Datagram<'_>,
+        len: usize,
+    ) -> Result<(), Dropped> {
+        let shim = &datagram.shim;
+        if shim.qkey != self.attr.qkey {
+            return Err(Dropped::Qkey);
+        }
+        let identity = identity(datagram)?;
+        // One datagram is a message, and a Write has no place here.
+        if !datagram.header.last() || shim.offset != 0 || identity.base.is_some() {
+            return Err(Dropped::Operation);
+        }
+        let received = u64::from(bounds::GRH_LEN) + u64::from(shim.length);
+        let (request, places) = self.take_receive(received)?;
+        let grh = grh::build(arrival, len);
+        let whole = self.place(&places, 0, &grh)
+            && self.place(&places, u64::from(bounds::GRH_LEN), datagram.payload);
+        if !whole {
+            return Err(self.broken_receive(request.id));
+        }
+        let mut entry = Completion::new(request.id, Status::Success, WcOp::Recv, self.qpn);
+        entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
+        entry.src_qpn = source_qpn(arrival, shim);
+        entry.grh = true;
+        self.deliver(entry, &identity);
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ UC
+
+    fn receive_uc(&mut self, arrival: &Arrival, datagram: &Datagram<'_>) -> Result<(), Dropped> {
+        let shim = &datagram.shim;
+        let Some(peer) = &self.peer else {
+            return Err(Dropped::Source);
+        };
+        let same_host = peer.addr.ip().to_canonical() == arrival.from.ip().to_canonical();
+        if !same_host
+            || peer.addr.port() != arrival.from.port()
+            || super::tx::index(peer.qpn) != shim.src_index
+        {
+            return Err(Dropped::Source);
+        }
+        if shim.qkey != 0 {
+            return Err(Dropped::Qkey);
+        }
+        let identity = identity(datagram)?;
+        if u64::from(identity.length) > bounds::MAX_MESSAGE {
+            return Err(Dropped::Operation);
+        }
+        match self.incoming.turn(shim.epoch, shim.id) {
+            Turn::Late => return Err(Dropped::Late),
+            Turn::Newest => {}
+            Turn::Newer => {
+                self.give_up();
+                let fate = match self.open(identity) {
+                    Ok(open) => Fate::Open(open),
+                    Err(Dropped::Local) => return Err(Dropped::Local),
+                    Err(why) => Fate::Refused(why),
+                };
+                self.incoming.fate = Some(fate);
+            }
+        }
+        let (targets, complete) = match &mut self.incoming.fate {
+            Some(Fate::Open(open)) => {
+                if open.identity != identity {
+                    return Err(Dropped::Mismatch);
+                }
+                let from = shim.offset;
+                let to = from.saturating_add(u32::try_from(datagram.payload.len()).unwrap_or(0));
+                let fresh = open.coverage.add(from, to).map_err(|_| Dropped::Gaps)?;
+                let complete = open.coverage.is_complete(identity.length);
+                if fresh.is_empty() && !complete {
+                    return Err(Dropped::Duplicate);
+                }
+                (fresh, complete)
+            }
+            Some(Fate::Refused(why)) => return Err(*why),
+            Some(Fate::Done) => return Err(Dropped::Duplicate),
+            None => return Err(Dropped::Late),
+        };
+        // Only what is new is placed: the application may have used the rest already, if it is a Write.
+        let whole = match &self.incoming.fate {
+            Some(Fate::Open(open)) => targets.iter().all(|(from, to)| {
+                let payload = (from - shim.offset) as usize..(to - shim.offset) as usize;
+                let bytes = datagram.payload.get(payload).unwrap_or(&[]);
+                self.place(&open.places, u64::from(*from), bytes)
+            }),
+            _ => true,
+        };
+        if !whole {
+            return Err(self.broken_message());
+        }
+        if complete {
+            self.finish()?;
+        }
+        Ok(())
+    }
+
+    /// Gives the message under way up: its receive is for the next one.
+    fn give_up(&mut self) {
+        if let Some(receive) = self.incoming.abandon() {
+            self.counters.evicted += 1;
+            if let Some(request) = receive {
+                self.rq.put_back(request);
+            }
+        }
+    }
+
+    /// Finds the memory for a new message.
+    fn open(&mut self, identity: Identity) -> Result<Open, Dropped> {
+        let length = u64::from(identity.length);
+        let (receive, places) = match identity.base {
+            None => {
+                let (request, places) = self.take_receive(length)?;
+                (Some(request), places)
+            }
+            // RFC 5041 §5.2 [ddp-zero-len]: what has no bytes goes nowhere; STag and TO are not looked at.
+            Some(_) if length == 0 => (None, Places::new()),
+            Some((stag, to)) => {
+                let need = Access::REMOTE_WRITE;
+                if !self.attr.access.has(need) {
+                    return Err(Dropped::Access);
+                }
+                // The whole message at once: of one that would leave the region not even the beginning is placed.
+                let place = self
+                    .rnic
+                    .regions
+                    .check(stag, self.pd, self.qpn, need, to, length)
+                    .map_err(|_| Dropped::Access)?;
+                (None, smallvec![place])
+            }
+        };
+        Ok(Open {
+            identity,
+            coverage: Coverage::default(),
+            receive,
+            places,
+        })
+    }
+
+    /// Every byte of the message is in its place.
+    fn finish(&mut self) -> Result<(), Dropped> {
+        let Some(Fate::Open(open)) = self.incoming.fate.replace(Fate::Done) else {
+            return Ok(());
+        };
+        let identity = open.identity;
+        let (request, op) = match (open.receive, identity.imm) {
+            (Some(request), _) => (request, WcOp::Recv),
+            (None, Some(_)) => match self.take_request() {
+                Some(request) => (request, WcOp::RecvWriteImm),
+                None => {
+                    self.incoming.fate = Some(Fate::Refused(Dropped::NoReceive));
+                    return Err(Dropped::NoReceive);
+                }
+            },
+            (None, None) => {
+                self.counters.rx_messages += 1;
+                self.observe(&Step::Deliver(identity.opcode));
+                return Ok(());
+            }
+        };
+        let mut entry = Completion::new(request.id, Status::Success, op, self.qpn);
+        entry.byte_len = identity.length;
+        self.deliver(entry, &identity);
+        Ok(())
+    }
+
+    /// The memory of the message under way was deregistered.
+    fn broken_message(&mut self) -> Dropped {
+        match self.incoming.abandon() {
+            Some(Some(request)) => self.broken_receive(request.id),
+            _ => {
+                self.incoming.fate = Some(Fate::Refused(Dropped::Access));
+                Dropped::Access
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ both
+
+    fn take_request(&mut self) -> Option<RecvRequest> {
+        let taken = self.rq.take()?;
+        if taken.srq_limit_reached {
+            self.events.push_back(AsyncEvent::SrqLimit);
+        }
+        Some(taken.request)
+    }
+
+    /// Takes the oldest posted receive for a message of `len` bytes. One that is too short stays posted.
+    fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
+        let request = self.take_request().ok_or(Dropped::NoReceive)?;
+        let room: u64 = request.sges.iter().map(|s| u64::from(s.len)).sum();
+        if len > room {
+            self.rq.put_back(request);
+            return Err(Dropped::TooLong);
+        }
+        let pd = self.rq.pd().unwrap_or(self.pd);
+        let mut places = Places::new();
+        for sge in request.sges.iter().filter(|s| s.len > 0) {
+            let (at, len) = (To(sge.addr), u64::from(sge.len));
+            let need = Access::LOCAL_WRITE;
+            let place = self
+                .rnic
+                .regions
+                .check(sge.lkey, pd, self.qpn, need, at, len);
+            match place {
+                Ok(place) => places.push(place),
+                Err(_) => return Err(self.broken_receive(request.id)),
+            }
+        }
+        Ok((request, places))
+    }
+
+    /// A receive names memory that may not be written: it completes so, and the queue pair fails.
+    fn broken_receive(&mut self, id: u64) -> Dropped {
+        self.complete_recv(Completion::new(
+            id,
+            Status::LocalProtection,
+            WcOp::Recv,
+            self.qpn,
+        ));
+        self.fail("a receive into memory that may not be written", None);
+        Dropped::Local
+    }
+
+    /// Copies `bytes` to `places`, from their byte `from` on; false if their memory is gone.
+    fn place(&self, places: &Places, from: u64, bytes: &[u8]) -> bool {
+        let mut rest = bytes;
+        let whole = for_each_part(places, from, bytes.len() as u64, |place, at, len| {
+            let Ok(len) = usize::try_from(len) else {
+                return false;
+            };
+            let Some(pinned) = place.pin() else {
+                return false;
+            };
+            let (now, later) = rest.split_at(len.min(rest.len()));
+            self.rnic.memory.place(&pinned, at, now);
+            rest = later;
+            true
+        });
+        if !bytes.is_empty() {
+            self.observe(&Step::Place(bytes.len() as u64));
+        }
+        whole
+    }
+
+    fn deliver(&mut self, mut entry: Completion, identity: &Identity) {
+        self.counters.rx_messages += 1;
+        self.observe(&Step::Deliver(identity.opcode));
+        entry.imm = identity.imm;
+        entry.solicited = identity.solicited;
+        self.complete_recv(entry);
+    }
+}
+
+/// What the datagram says of its message, if that is something we do.
+fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
+    let shim = &datagram.shim;
+    if shim.commit || shim.parity {
+        return Err(Dropped::Operation);
+    }
+    let base = match &datagram.header {
+        Header::Tagged(h) if h.opcode == Opcode::Write => {
+            // The format makes sure that the offset lies in front of TO.
+            Some((h.stag, To(h.to.0.wrapping_sub(u64::from(shim.offset)))))
+        }
+        Header::Untagged(h)
+            if matches!(h.opcode, Opcode::Send | Opcode::SendSolicited) && h.msn.0 == shim.id =>
+        {
+            None
+        }
+        _ => return Err(Dropped::Operation),
+    };
+    let opcode = datagram.header.opcode();
+    Ok(Identity {
+        opcode,
+        length: shim.length,
+        base,
+        imm: shim.immediate,
+        solicited: opcode.is_solicited() || shim.attributes & ATTR_SOLICITED != 0,
+    })
+}
+
+/// The sender's queue pair number: its port, and which of the queue pairs there.
+fn source_qpn(arrival: &Arrival, shim: &Shim) -> u32 {
+    u32::from(arrival.from.port()) << 8 | u32::from(shim.src_index)
+}
+
+/// Which of the queue pairs on its port a datagram is for, by a look at nothing else. To be used to find the queue
+/// pair; the rest is checked there.
+pub fn destination_index(bytes: &[u8]) -> Option<u8> {
+    bytes.get(DST_INDEX).copied()
+}
+
+/// Where [`Shim::dst_index`] stands.
+const DST_INDEX: usize = 22;

@@ -1,0 +1,1162 @@
+//! Two queue pairs with a table for memory and a list for a network.
+
+use std::sync::{Arc, Mutex};
+
+use smallvec::smallvec;
+
+use super::grh::tests::read;
+use super::*;
+use crate::llp::mpa::crc::Crc32c;
+use crate::verbs::mr::{Access, Memory, Pinned, Region, Registration};
+use crate::verbs::srq::Srq;
+use crate::verbs::wr::{Bind, Payload, Remote, Sge};
+use crate::wire::dgram::{self, Shim};
+use crate::wire::{Stag, To};
+
+const PD: u32 = 3;
+const THE_QKEY: u32 = 0x1111_1111;
+const ALL: Access = Access(0xf);
+
+/// Memory whose addresses are indexes.
+#[derive(Clone, Default)]
+struct Table(Arc<Mutex<Vec<u8>>>);
+
+impl Table {
+    fn read(&self, at: u64, len: usize) -> Vec<u8> {
+        self.0.lock().unwrap()[at as usize..][..len].to_vec()
+    }
+    fn write(&self, at: u64, bytes: &[u8]) {
+        self.0.lock().unwrap()[at as usize..][..bytes.len()].copy_from_slice(bytes);
+    }
+}
+
+impl Memory for Table {
+    fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]) {
+        assert!(offset + bytes.len() as u64 <= to.len());
+        self.write(to.start() + offset, bytes);
+    }
+    fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {
+        assert!(offset + len <= from.len());
+        out.extend(self.read(from.start() + offset, len as usize));
+    }
+    fn checksum(&self, from: &Pinned<'_>, offset: u64, len: u64, crc: &mut Crc32c) {
+        crc.update(&self.read(from.start() + offset, len as usize));
+    }
+    fn update(&self, _: &Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
+        panic!("datagram queue pairs have no atomics")
+    }
+}
+
+/// One end: a queue pair with its own device.
+struct End {
+    qp: DatagramQp,
+    addr: SocketAddr,
+    cq: Arc<Cq>,
+    table: Table,
+    region: Arc<Region>,
+}
+
+const SIZE: usize = 64 * 1024;
+
+fn numbers(seed: u32) -> impl FnMut() -> u32 {
+    let mut n = seed;
+    move || {
+        n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        n.rotate_left(13)
+    }
+}
+
+impl End {
+    fn new(kind: Kind, host: u8, port: u16, index: u8, srq: Option<Arc<Srq>>) -> Self {
+        let table = Table::default();
+        table.0.lock().unwrap().resize(SIZE, 0);
+        let rnic = Arc::new(Rnic {
+            regions: Default::default(),
+            memory: Box::new(table.clone()),
+            observer: None,
+        });
+        let what = Registration {
+            start: 0,
+            len: SIZE as u64,
+            base: 0x1000_0000,
+            access: ALL,
+            pd: PD,
+        };
+        let mut random = numbers(u32::from(host) + 1);
+        let region = rnic.regions.register(&what, &mut random).unwrap();
+        let cq = Arc::new(Cq::new(64, None));
+        let rq = match srq {
+            Some(srq) => RecvQueue::Shared(srq),
+            None => RecvQueue::Own {
+                requests: VecDeque::new(),
+                max_wr: 16,
+                max_sge: 4,
+            },
+        };
+        let parts = Parts {
+            rnic,
+            qpn: u32::from(port) << 8 | u32::from(index),
+            pd: PD,
+            send_cq: cq.clone(),
+            recv_cq: cq.clone(),
+            rq,
+            capacity: qp::Capacity {
+                max_send_wr: 16,
+                max_recv_wr: 16,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 128,
+            },
+            sig_all: false,
+        };
+        Self {
+            qp: DatagramQp::new(parts, kind, random()),
+            addr: SocketAddr::new(IpAddr::from([10, 0, 0, host]), port),
+            cq,
+            table,
+            region,
+        }
+    }
+
+    fn go(&mut self, to: State) {
+        use mask::*;
+        let attr = Attr {
+            qkey: THE_QKEY,
+            access: ALL,
+            dest_qpn: 7,
+            ..Attr::default()
+        };
+        let uc = self.qp.kind() == Kind::Uc;
+        for next in [State::Init, State::Rtr, State::Rts] {
+            let given = STATE
+                | match (next, uc) {
+                    (State::Init, false) => PKEY_INDEX | PORT | QKEY,
+                    (State::Init, true) => PKEY_INDEX | PORT | ACCESS_FLAGS,
+                    (State::Rtr, true) => AV | PATH_MTU | DEST_QPN | RQ_PSN,
+                    (State::Rts, _) => SQ_PSN,
+                    _ => 0,
+                };
+            self.qp.modify(given, Some(next), None, &attr).unwrap();
+            if next == to {
+                return;
+            }
+        }
+    }
+
+    fn destination(&self) -> Destination {
+        Destination {
+            addr: self.addr,
+            qpn: self.qp.qpn,
+            qkey: THE_QKEY,
+            hop_limit: 9,
+            traffic_class: 0x20,
+        }
+    }
+
+    fn sge(&self, at: u64, len: u32) -> Sge {
+        Sge {
+            addr: self.region.base() + at,
+            len,
+            lkey: self.region.stag(),
+        }
+    }
+
+    fn recv(&mut self, id: u64, at: u64, len: u32) {
+        let sges = smallvec![self.sge(at, len)];
+        self.qp.post_recv(RecvRequest { id, sges }).unwrap();
+    }
+
+    fn done(&self) -> Vec<Completion> {
+        let mut all = Vec::new();
+        self.cq.poll(64, |_, entry| all.push(entry));
+        all
+    }
+
+    /// Everything that is to be sent, which the socket takes at once.
+    fn tx(&mut self) -> Vec<TxDatagram> {
+        let mut all = Vec::new();
+        loop {
+            let mut out = Vec::new();
+            self.qp.poll_tx(&mut out);
+            if out.is_empty() {
+                return all;
+            }
+            self.qp.handle_written(out.len());
+            all.append(&mut out);
+        }
+    }
+
+    fn arrival(&self, to: &Self) -> Arrival {
+        Arrival {
+            from: self.addr,
+            to: Some(to.addr.ip()),
+            hop_limit: 9,
+            traffic_class: 0x20,
+        }
+    }
+
+    fn hears(&mut self, from: &Self, bytes: &[u8]) -> Result<(), Dropped> {
+        self.qp.handle_rx(&from.arrival(self), bytes)
+    }
+}
+
+fn pair(kind: Kind) -> (End, End) {
+    let mut a = End::new(kind, 1, 4000, 5, None);
+    let mut b = End::new(kind, 2, 5000, 6, None);
+    a.go(State::Rts);
+    b.go(State::Rts);
+    if kind == Kind::Uc {
+        a.qp.set_peer(b.destination());
+        b.qp.set_peer(a.destination());
+    }
+    (a, b)
+}
+
+const SEND: Op = Op::Send {
+    imm: None,
+    invalidate: None,
+};
+const SEND_IMM: Op = Op::Send {
+    imm: Some([1, 2, 3, 4]),
+    invalidate: None,
+};
+
+fn request(id: u64, op: Op, payload: Payload, to: &End) -> WorkRequest {
+    WorkRequest {
+        id,
+        op,
+        payload,
+        signaled: true,
+        solicited: false,
+        fence: false,
+        destination: Some(to.destination()),
+    }
+}
+
+fn inline(bytes: &[u8]) -> Payload {
+    Payload::Inline(bytes.into())
+}
+
+fn write(to: &End, at: u64, imm: Option<[u8; 4]>) -> Op {
+    Op::Write {
+        remote: Remote {
+            rkey: to.region.stag(),
+            to: To(to.region.base() + at),
+        },
+        imm,
+    }
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 7 + i / 251 + 1) as u8).collect()
+}
+
+fn statuses(all: &[Completion]) -> Vec<(u64, Status)> {
+    all.iter().map(|e| (e.wr_id, e.status)).collect()
+}
+
+// ---------------------------------------------------------------------- UD
+
+#[test]
+fn ud_send_of_every_form_arrives_behind_its_route_header() {
+    let bytes = pattern(300);
+    for op in [SEND, SEND_IMM] {
+        for solicited in [false, true] {
+            for form in 0..4 {
+                let (mut a, mut b) = pair(Kind::Ud);
+                a.table.write(100, &bytes);
+                let payload = match form {
+                    0 => Payload::empty(),
+                    1 => inline(&bytes[..60]),
+                    2 => Payload::Sges(smallvec![a.sge(100, 300)]),
+                    _ => Payload::Sges(smallvec![
+                        a.sge(100, 1),
+                        a.sge(0, 0),
+                        a.sge(101, 98),
+                        a.sge(199, 201)
+                    ]),
+                };
+                let len = payload.len() as usize;
+                b.recv(77, 1000, 4096 + 40);
+                let mut wr = request(5, op, payload, &b);
+                wr.solicited = solicited;
+                a.qp.post_send(wr).unwrap();
+                let sent = a.tx();
+                assert_eq!(sent.len(), 1);
+                assert_eq!((sent[0].to, sent[0].hop_limit), (b.addr, 9));
+                assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+
+                let done = a.done();
+                assert_eq!(statuses(&done), [(5, Status::Success)]);
+                assert_eq!(done[0].op, WcOp::Send);
+                let got = b.done();
+                assert_eq!(statuses(&got), [(77, Status::Success)]);
+                let got = &got[0];
+                assert_eq!(
+                    (got.op, got.byte_len as usize, got.qpn),
+                    (WcOp::Recv, len + 40, b.qp.qpn)
+                );
+                assert_eq!((got.src_qpn, got.grh), (a.qp.qpn, true));
+                assert_eq!(got.imm.is_some(), op == SEND_IMM);
+                assert_eq!(got.solicited, solicited);
+                assert_eq!(b.table.read(1040, len), bytes[..len]);
+                assert_eq!(b.table.read(1040 + len as u64, 1), [0]);
+                let route = read(&b.table.read(1000, 40)).unwrap();
+                let on_wire = sent[0].bytes.len();
+                assert_eq!(route, (a.addr.ip(), b.addr.ip(), 9, 0x20, on_wire));
+                assert_eq!(b.qp.counters().rx_messages, 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn ud_qkey_must_be_the_receivers_and_a_controlled_one_is_the_senders_own() {
+    for (qkey, own, arrives) in [
+        (THE_QKEY, 1, true),
+        (THE_QKEY + 1, 1, false),
+        (0x8000_0000, THE_QKEY, true),
+        (0x8000_0000 | THE_QKEY, 1, false),
+    ] {
+        let (mut a, mut b) = pair(Kind::Ud);
+        a.qp.attr_mut().qkey = own;
+        b.recv(1, 0, 100);
+        let mut wr = request(1, SEND, inline(b"x"), &b);
+        wr.destination.as_mut().unwrap().qkey = qkey;
+        a.qp.post_send(wr).unwrap();
+        let sent = a.tx();
+        let expected = if arrives { Ok(()) } else { Err(Dropped::Qkey) };
+        assert_eq!(b.hears(&a, &sent[0].bytes), expected);
+        assert_eq!(b.qp.counters().rx_qkey, u64::from(!arrives));
+        assert_eq!(b.done().len(), usize::from(arrives));
+    }
+}
+
+#[test]
+fn ud_message_of_4096_bytes_fits_and_of_one_more_fails_locally() {
+    let (mut a, mut b) = pair(Kind::Ud);
+    b.recv(1, 0, 4096 + 40);
+    for (id, len) in [(1, 4096), (2, 4097), (3, 1)] {
+        let payload = Payload::Sges(smallvec![a.sge(0, len)]);
+        a.qp.post_send(request(id, SEND, payload, &b)).unwrap();
+    }
+    let sent = a.tx();
+    assert_eq!(sent.len(), 1);
+    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(b.done()[0].byte_len, 4096 + 40);
+    assert_eq!(
+        statuses(&a.done()),
+        [
+            (1, Status::Success),
+            (2, Status::LocalLength),
+            (3, Status::Flushed)
+        ]
+    );
+    // The send queue alone stopped; a change back to RTS starts it again.
+    assert_eq!(a.qp.state(), State::Sqe);
+    a.qp.post_send(request(4, SEND, inline(b"x"), &b)).unwrap();
+    assert_eq!(statuses(&a.done()), [(4, Status::Flushed)]);
+    a.qp.modify(mask::STATE, Some(State::Rts), None, &Attr::default())
+        .unwrap();
+    a.qp.post_send(request(5, SEND, inline(b"x"), &b)).unwrap();
+    assert_eq!(a.tx().len(), 1);
+    assert_eq!(statuses(&a.done()), [(5, Status::Success)]);
+}
+
+#[test]
+fn ud_receive_that_is_too_short_for_route_header_and_message_stays_posted() {
+    for (room, fits) in [(44, false), (45, true)] {
+        let (mut a, mut b) = pair(Kind::Ud);
+        b.recv(1, 0, room);
+        a.qp.post_send(request(1, SEND, inline(b"hello"), &b))
+            .unwrap();
+        let sent = a.tx();
+        let expected = if fits { Ok(()) } else { Err(Dropped::TooLong) };
+        assert_eq!(b.hears(&a, &sent[0].bytes), expected);
+        assert_eq!(b.qp.counters().rx_bounds, u64::from(!fits));
+        assert_eq!(b.done().len(), usize::from(fits));
+        if !fits {
+            assert_eq!(b.table.read(0, 64), [0; 64]);
+            a.qp.post_send(request(2, SEND, inline(b"hell"), &b))
+                .unwrap();
+            let sent = a.tx();
+            assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+            assert_eq!(statuses(&b.done()), [(1, Status::Success)]);
+        }
+    }
+}
+
+#[test]
+fn ud_without_a_receive_drops_and_counts() {
+    let (mut a, mut b) = pair(Kind::Ud);
+    a.qp.post_send(request(1, SEND, inline(b"hello"), &b))
+        .unwrap();
+    let sent = a.tx();
+    assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::NoReceive));
+    assert_eq!(b.qp.counters().rx_no_recv, 1);
+    assert_eq!(b.qp.state(), State::Rts);
+    assert!(b.done().is_empty());
+}
+
+#[test]
+fn ud_multicast_reaches_a_queue_pair_whatever_its_index() {
+    let (mut a, mut b) = pair(Kind::Ud);
+    b.recv(1, 0, 100);
+    let mut wr = request(1, SEND, inline(b"x"), &b);
+    let group = SocketAddr::from(([239, 1, 1, 1], 4000));
+    let to = wr.destination.as_mut().unwrap();
+    (to.addr, to.qpn) = (group, MULTICAST_QPN);
+    a.qp.post_send(wr).unwrap();
+    let sent = a.tx();
+    assert_eq!(sent[0].to, group);
+    assert_eq!(destination_index(&sent[0].bytes), Some(0xff));
+    let mut arrival = a.arrival(&b);
+    assert_eq!(
+        b.qp.handle_rx(&arrival, &sent[0].bytes),
+        Err(Dropped::Index)
+    );
+    arrival.to = Some(group.ip());
+    assert_eq!(b.qp.handle_rx(&arrival, &sent[0].bytes), Ok(()));
+    let (_, to, ..) = read(&b.table.read(0, 40)).unwrap();
+    assert_eq!(to, group.ip());
+}
+
+fn destination_index(bytes: &[u8]) -> Option<u8> {
+    let index = rx::destination_index(bytes);
+    assert_eq!(index, dgram::parse(bytes).ok().map(|d| d.shim.dst_index));
+    index
+}
+
+#[test]
+fn operations_that_the_kind_does_not_do_are_refused_when_posted() {
+    let (mut a, b) = pair(Kind::Ud);
+    let (mut c, _) = pair(Kind::Uc);
+    let remote = Remote {
+        rkey: Stag(1),
+        to: To(0),
+    };
+    let bind = Bind {
+        window: Stag(1),
+        rkey: Stag(1),
+        mr: Stag(1),
+        addr: 0,
+        len: 0,
+        access: Access::NONE,
+    };
+    let invalidating = Op::Send {
+        imm: None,
+        invalidate: Some(Stag(1)),
+    };
+    let add = Op::FetchAdd { remote, add: 1 };
+    let swap = Op::CompareSwap {
+        remote,
+        compare: 0,
+        swap: 0,
+    };
+    for (op, uc) in [
+        (SEND, true),
+        (Op::Write { remote, imm: None }, true),
+        (Op::LocalInvalidate { stag: Stag(1) }, true),
+        (Op::Bind(bind), true),
+        (Op::Read { remote }, false),
+        (add, false),
+        (swap, false),
+        (invalidating, false),
+    ] {
+        let wr = request(1, op, Payload::empty(), &b);
+        assert_eq!(a.qp.post_send(wr.clone()).is_ok(), op == SEND, "{op:?}");
+        assert_eq!(c.qp.post_send(wr).is_ok(), uc, "{op:?}");
+    }
+    let mut wr = request(1, SEND, Payload::empty(), &b);
+    wr.destination = None;
+    assert!(matches!(
+        a.qp.post_send(wr),
+        Err(Misuse::InvalidArgument(_))
+    ));
+}
+
+#[test]
+fn what_may_be_posted_and_received_depends_on_the_state() {
+    let (mut a, mut b) = pair(Kind::Ud);
+    a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
+    let sent = a.tx();
+    b.qp.reset();
+    assert!(b.qp.post_recv(recv(1)).is_err());
+    for (state, receives) in [
+        (State::Init, false),
+        (State::Rtr, true),
+        (State::Rts, true),
+        (State::Sqd, true),
+        (State::Sqe, true),
+        (State::Error, false),
+        (State::Reset, false),
+    ] {
+        b.qp.set_state(state);
+        b.qp.attr_mut().qkey = THE_QKEY;
+        if state == State::Init {
+            b.recv(1, 0, 100);
+        }
+        let wr = request(1, SEND, inline(b"x"), &a);
+        let may_send = matches!(state, State::Rts | State::Sqd | State::Sqe | State::Error);
+        assert_eq!(b.qp.post_send(wr).is_ok(), may_send, "{state:?}");
+        let got = b.hears(&a, &sent[0].bytes);
+        let expected = match (receives, state) {
+            (false, _) => Err(Dropped::State),
+            (true, State::Rtr) => Ok(()),
+            (true, _) => Err(Dropped::NoReceive),
+        };
+        assert_eq!(got, expected, "{state:?}");
+        // Nothing leaves but in RTS.
+        let mut out = Vec::new();
+        b.qp.poll_tx(&mut out);
+        assert_eq!(out.len(), usize::from(state == State::Rts), "{state:?}");
+    }
+}
+
+fn recv(id: u64) -> RecvRequest {
+    RecvRequest {
+        id,
+        sges: smallvec![],
+    }
+}
+
+#[test]
+fn every_request_is_flushed_exactly_once_and_in_order() {
+    for kind in [Kind::Ud, Kind::Uc] {
+        let (mut a, b) = pair(kind);
+        for id in 0..3 {
+            a.recv(100 + id, 0, 100);
+            a.qp.post_send(request(id, SEND, inline(b"x"), &b)).unwrap();
+        }
+        let mut out = Vec::new();
+        a.qp.poll_tx(&mut out);
+        a.qp.handle_written(1);
+        a.qp.modify(mask::STATE, Some(State::Error), None, &Attr::default())
+            .unwrap();
+        use Status::{Flushed, Success};
+        assert_eq!(
+            statuses(&a.done()),
+            [
+                (0, Success),
+                (1, Flushed),
+                (2, Flushed),
+                (100, Flushed),
+                (101, Flushed),
+                (102, Flushed)
+            ]
+        );
+        // The socket took what had been given out: too late to matter.
+        a.qp.handle_written(2);
+        a.qp.handle_send_error();
+        a.recv(103, 0, 100);
+        a.qp.post_send(request(3, SEND, inline(b"x"), &b)).unwrap();
+        assert_eq!(statuses(&a.done()), [(103, Flushed), (3, Flushed)]);
+        assert!(a.tx().is_empty());
+    }
+}
+
+#[test]
+fn a_send_completes_when_the_socket_took_it_and_not_before() {
+    let (mut a, b) = pair(Kind::Ud);
+    for id in 0..3 {
+        let mut wr = request(id, SEND, inline(b"x"), &b);
+        wr.signaled = id != 1;
+        a.qp.post_send(wr).unwrap();
+    }
+    let mut out = Vec::new();
+    a.qp.poll_tx(&mut out);
+    assert_eq!(out.len(), 3);
+    assert!(a.done().is_empty());
+    a.qp.handle_written(1);
+    assert_eq!(statuses(&a.done()), [(0, Status::Success)]);
+    a.qp.handle_written(1);
+    assert!(a.done().is_empty(), "not signaled");
+    a.qp.handle_send_error();
+    assert_eq!(statuses(&a.done()), [(2, Status::LocalQpOperation)]);
+    assert_eq!(a.qp.state(), State::Rts);
+    assert_eq!(a.qp.counters().tx_errors, 1);
+}
+
+#[test]
+fn a_drained_send_queue_says_so_after_the_last_datagram() {
+    let (mut a, b) = pair(Kind::Ud);
+    a.qp.post_send(request(0, SEND, inline(b"x"), &b)).unwrap();
+    let mut out = Vec::new();
+    a.qp.poll_tx(&mut out);
+    let given = mask::STATE | mask::EN_SQD_ASYNC_NOTIFY;
+    a.qp.modify(given, Some(State::Sqd), None, &Attr::default())
+        .unwrap();
+    a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
+    assert_eq!(a.qp.poll_event(), None);
+    a.qp.handle_written(1);
+    assert_eq!(a.qp.poll_event(), Some(AsyncEvent::SqDrained));
+    assert!(a.tx().is_empty());
+    a.qp.modify(mask::STATE, Some(State::Rts), None, &Attr::default())
+        .unwrap();
+    assert_eq!(a.tx().len(), 1);
+}
+
+#[test]
+fn memory_that_is_gone_fails_the_request_that_names_it() {
+    // Before the request is taken, and for a receive.
+    let (mut a, mut b) = pair(Kind::Ud);
+    b.recv(9, 0, 100);
+    let payload = Payload::Sges(smallvec![a.sge(0, 8)]);
+    a.qp.post_send(request(1, SEND, payload.clone(), &b))
+        .unwrap();
+    let sent = a.tx();
+    a.qp.post_send(request(2, SEND, payload, &b)).unwrap();
+    a.qp.rnic.regions.deregister(&a.region).unwrap();
+    assert!(a.tx().is_empty());
+    assert_eq!(
+        statuses(&a.done()),
+        [(1, Status::Success), (2, Status::LocalProtection)]
+    );
+    assert_eq!(a.qp.state(), State::Sqe);
+
+    b.qp.rnic.regions.deregister(&b.region).unwrap();
+    assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::Local));
+    assert_eq!(statuses(&b.done()), [(9, Status::LocalProtection)]);
+    assert_eq!(b.qp.state(), State::Error);
+}
+
+#[test]
+fn a_message_cut_short_fails_once_and_leaves_nothing_behind() {
+    let (mut a, b) = pair(Kind::Uc);
+    a.qp.set_segment(64);
+    let payload = Payload::Sges(smallvec![a.sge(0, 8192)]);
+    let op = write(&b, 0, None);
+    a.qp.post_send(request(1, op, payload, &b)).unwrap();
+    let mut out = Vec::new();
+    a.qp.poll_tx(&mut out);
+    a.qp.rnic.regions.deregister(&a.region).unwrap();
+    assert!(!out.is_empty());
+    let mut more = Vec::new();
+    a.qp.poll_tx(&mut more);
+    assert!(more.is_empty());
+    assert_eq!(statuses(&a.done()), [(1, Status::LocalProtection)]);
+    a.qp.handle_written(1);
+    a.qp.handle_send_error();
+    a.qp.set_state(State::Rts);
+    a.qp.post_send(request(2, SEND, inline(b"x"), &b)).unwrap();
+    a.qp.poll_tx(&mut more);
+    a.qp.handle_written(out.len() - 3);
+    a.qp.handle_send_error();
+    a.qp.handle_send_error();
+    assert_eq!(statuses(&a.done()), [(2, Status::LocalQpOperation)]);
+}
+
+#[test]
+fn a_full_completion_queue_fails_the_queue_pair() {
+    let (mut a, b) = pair(Kind::Ud);
+    a.cq.resize(1).unwrap();
+    for id in 0..3 {
+        a.qp.post_send(request(id, SEND, inline(b"x"), &b)).unwrap();
+    }
+    a.tx();
+    assert_eq!(a.qp.state(), State::Error);
+    assert_eq!(a.qp.poll_event(), Some(AsyncEvent::QpFatal));
+}
+
+// ---------------------------------------------------------------------- shared receives
+
+#[test]
+fn a_shared_queue_gives_its_receives_and_tells_of_limit_and_end() {
+    for kind in [Kind::Ud, Kind::Uc] {
+        let (mut a, _) = pair(kind);
+        let srq = Arc::new(Srq::new(8, 1, 2, PD));
+        let mut b = End::new(kind, 2, 5000, 6, Some(srq.clone()));
+        b.go(State::Rts);
+        if kind == Kind::Uc {
+            a.qp.set_peer(b.destination());
+            b.qp.set_peer(a.destination());
+        }
+        for id in 0..2 {
+            let sges = smallvec![b.sge(1000 * id, 1000)];
+            srq.post(RecvRequest { id, sges }).unwrap();
+        }
+        assert!(b.qp.post_recv(recv(1)).is_err());
+        a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
+        let sent = a.tx();
+        assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+        assert_eq!(statuses(&b.done()), [(0, Status::Success)]);
+        assert_eq!(b.qp.poll_event(), Some(AsyncEvent::SrqLimit));
+        for _ in 0..2 {
+            b.qp.set_state(State::Error);
+            assert!(b.done().is_empty(), "the other receive is the queue's");
+        }
+        assert_eq!(b.qp.poll_event(), Some(AsyncEvent::LastWqe));
+        assert_eq!(b.qp.poll_event(), None);
+        assert_eq!(srq.take().unwrap().request.id, 1);
+    }
+}
+
+#[test]
+fn a_receive_under_way_goes_back_to_the_shared_queue_on_reset() {
+    let (mut a, _) = pair(Kind::Uc);
+    let srq = Arc::new(Srq::new(8, 1, 0, PD));
+    let mut b = End::new(Kind::Uc, 2, 5000, 6, Some(srq.clone()));
+    b.go(State::Rts);
+    a.qp.set_peer(b.destination());
+    b.qp.set_peer(a.destination());
+    let sges = smallvec![b.sge(0, 1000)];
+    srq.post(RecvRequest { id: 4, sges }).unwrap();
+    let sent = five(&mut a, &b, SEND, 1);
+    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert!(srq.take().is_none());
+    b.qp.reset();
+    assert_eq!(srq.take().unwrap().request.id, 4);
+}
+
+// ---------------------------------------------------------------------- UC
+
+const LEN: usize = 4 * 64 + 10;
+
+/// Five datagrams of a message that starts at offset 0 of the sender's memory.
+fn five(a: &mut End, b: &End, op: Op, id: u64) -> Vec<TxDatagram> {
+    a.qp.set_segment(64);
+    a.table.write(0, &pattern(LEN));
+    let payload = Payload::Sges(smallvec![a.sge(0, 100), a.sge(100, LEN as u32 - 100)]);
+    a.qp.post_send(request(id, op, payload, b)).unwrap();
+    let sent = a.tx();
+    assert_eq!(sent.len(), 5);
+    assert_eq!(statuses(&a.done()), [(id, Status::Success)]);
+    sent
+}
+
+fn uc_ops(b: &End) -> [Op; 4] {
+    let imm = Some([5, 6, 7, 8]);
+    [SEND, SEND_IMM, write(b, 2000, None), write(b, 2000, imm)]
+}
+
+/// What the receiver should have after a whole message: one completion, or none for a plain Write.
+fn arrived(b: &End, op: Op, id: u64) {
+    assert_eq!(b.table.read(2000, LEN), pattern(LEN), "{op:?}");
+    assert_eq!(b.table.read(2000 + LEN as u64, 1), [0]);
+    let got = b.done();
+    let (kind, imm) = match op {
+        Op::Write { imm: None, .. } => {
+            assert!(got.is_empty());
+            return;
+        }
+        Op::Write { imm, .. } => (WcOp::RecvWriteImm, imm),
+        Op::Send { imm, .. } => (WcOp::Recv, imm),
+        _ => panic!("not an operation of UC"),
+    };
+    assert_eq!(statuses(&got), [(id, Status::Success)]);
+    let got = &got[0];
+    assert_eq!((got.op, got.imm), (kind, imm));
+    assert_eq!((got.byte_len as usize, got.grh), (LEN, false));
+}
+
+#[test]
+fn uc_message_of_every_kind_arrives_in_any_order_of_its_datagrams() {
+    for which in 0..4 {
+        for order in 0..120_usize {
+            let (mut a, mut b) = pair(Kind::Uc);
+            let op = uc_ops(&b)[which];
+            b.recv(50, 2000, LEN as u32 + 1);
+            let mut sent = five(&mut a, &b, op, 1);
+            let mut n = order;
+            while !sent.is_empty() {
+                let at = n % sent.len();
+                n /= sent.len();
+                let datagram = sent.remove(at);
+                assert!(b.done().is_empty());
+                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+            }
+            arrived(&b, op, 50);
+            assert_eq!(b.qp.counters().rx_messages, 1);
+        }
+    }
+}
+
+#[test]
+fn uc_loss_of_any_datagram_loses_its_message_alone() {
+    for which in 0..4 {
+        for lost in 0..5 {
+            let (mut a, mut b) = pair(Kind::Uc);
+            let op = uc_ops(&b)[which];
+            b.recv(50, 2000, LEN as u32 + 1);
+            b.recv(51, 8000, LEN as u32 + 1);
+            let sent = five(&mut a, &b, op, 1);
+            for (i, datagram) in sent.iter().enumerate() {
+                if i != lost {
+                    assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                }
+            }
+            assert!(b.done().is_empty());
+            // The next one takes the receive that the first one had, or would have had.
+            b.table.write(2000, &[0; LEN]);
+            for datagram in five(&mut a, &b, op, 2) {
+                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+            }
+            arrived(&b, op, 50);
+            assert_eq!(b.qp.counters().evicted, 1);
+            // What was lost was only slow: it must not write into memory that is in use again.
+            b.table.write(2000, &[0; LEN]);
+            assert_eq!(b.hears(&a, &sent[lost].bytes), Err(Dropped::Late));
+            assert_eq!(b.table.read(2000, LEN), [0; LEN]);
+            assert!(b.done().is_empty());
+        }
+    }
+}
+
+#[test]
+fn uc_duplicate_of_any_datagram_is_placed_once() {
+    for which in 0..4 {
+        for twice in 0..5 {
+            let (mut a, mut b) = pair(Kind::Uc);
+            let op = uc_ops(&b)[which];
+            b.recv(50, 2000, LEN as u32 + 1);
+            b.recv(51, 8000, LEN as u32 + 1);
+            let sent = five(&mut a, &b, op, 1);
+            for (i, datagram) in sent.iter().enumerate() {
+                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                if i == twice {
+                    let at = 2000 + 64 * i as u64;
+                    let there = b.table.read(at, 10);
+                    b.table.write(at, &[0; 10]);
+                    assert_eq!(b.hears(&a, &datagram.bytes), Err(Dropped::Duplicate));
+                    assert_eq!(b.table.read(at, 10), [0; 10]);
+                    b.table.write(at, &there);
+                }
+            }
+            arrived(&b, op, 50);
+            for datagram in &sent {
+                assert_eq!(b.hears(&a, &datagram.bytes), Err(Dropped::Duplicate));
+            }
+            assert!(b.done().is_empty());
+            assert_eq!(b.qp.counters().rx_dup, 6);
+        }
+    }
+}
+
+#[test]
+fn uc_messages_complete_in_the_order_they_were_sent() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    for id in 0..3 {
+        b.recv(50 + id, 2000, LEN as u32 + 1);
+    }
+    let first = five(&mut a, &b, SEND, 1);
+    let second = five(&mut a, &b, SEND, 2);
+    // The second one overtakes: the first is given up, and its datagrams are late.
+    for datagram in second.iter().chain(&first) {
+        let late = first.contains(datagram);
+        let expected = if late { Err(Dropped::Late) } else { Ok(()) };
+        assert_eq!(b.hears(&a, &datagram.bytes), expected);
+    }
+    assert_eq!(statuses(&b.done()), [(50, Status::Success)]);
+}
+
+#[test]
+fn uc_messages_without_bytes() {
+    for which in 0..4 {
+        let (mut a, mut b) = pair(Kind::Uc);
+        let op = uc_ops(&b)[which];
+        b.recv(50, 0, 0);
+        a.qp.post_send(request(1, op, Payload::empty(), &b))
+            .unwrap();
+        let sent = a.tx();
+        assert_eq!(sent.len(), 1);
+        assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+        let completions = usize::from(which != 2);
+        assert_eq!(b.done().len(), completions);
+        assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::Duplicate));
+        assert!(b.done().is_empty());
+    }
+}
+
+#[test]
+fn uc_accepts_its_peer_alone() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    b.recv(1, 2000, LEN as u32);
+    let sent = five(&mut a, &b, SEND, 1);
+    for wrong in 0..3 {
+        let mut arrival = a.arrival(&b);
+        let peer = a.destination();
+        match wrong {
+            0 => arrival.from.set_ip(IpAddr::from([10, 0, 0, 9])),
+            1 => arrival.from.set_port(4001),
+            _ => b.qp.set_peer(Destination {
+                qpn: peer.qpn + 1,
+                ..peer
+            }),
+        }
+        assert_eq!(
+            b.qp.handle_rx(&arrival, &sent[0].bytes),
+            Err(Dropped::Source)
+        );
+    }
+    assert_eq!(b.qp.counters().rx_stray, 3);
+    // The same address in its other form is the same.
+    let mut arrival = a.arrival(&b);
+    arrival.from.set_ip("::ffff:10.0.0.1".parse().unwrap());
+    b.qp.set_peer(a.destination());
+    assert_eq!(b.qp.handle_rx(&arrival, &sent[0].bytes), Ok(()));
+}
+
+#[test]
+fn uc_write_is_placed_only_where_it_may_be() {
+    let writes = |what: &dyn Fn(&mut End) -> (u64, Access)| {
+        let (mut a, mut b) = pair(Kind::Uc);
+        let (at, access) = what(&mut b);
+        b.qp.attr_mut().access = access;
+        let op = write(&b, at, None);
+        let sent = five(&mut a, &b, op, 1);
+        let results: Vec<_> = sent.iter().map(|d| b.hears(&a, &d.bytes)).collect();
+        let untouched = b.table.read(0, SIZE).iter().all(|byte| *byte == 0);
+        assert_eq!(b.qp.state(), State::Rts);
+        assert_eq!(b.qp.poll_event(), None);
+        (results, untouched, b.qp.counters().rx_stag)
+    };
+    let end = (SIZE - LEN) as u64;
+    let good = writes(&|_| (end, ALL));
+    assert_eq!(good, (vec![Ok(()); 5], false, 0));
+    let bad = (vec![Err(Dropped::Access); 5], true, 5);
+    assert_eq!(writes(&|_| (end + 1, ALL)), bad);
+    assert_eq!(writes(&|_| (0, Access::LOCAL_WRITE)), bad);
+    let gone = writes(&|b| {
+        b.qp.rnic.regions.deregister(&b.region).unwrap();
+        (0, ALL)
+    });
+    assert_eq!(gone, bad);
+}
+
+#[test]
+fn uc_write_with_immediate_needs_a_receive_at_its_end() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    let op = write(&b, 2000, Some([1; 4]));
+    let sent = five(&mut a, &b, op, 1);
+    for datagram in &sent[..4] {
+        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+    }
+    assert_eq!(b.hears(&a, &sent[4].bytes), Err(Dropped::NoReceive));
+    b.recv(1, 0, 0);
+    assert_eq!(
+        b.hears(&a, &sent[4].bytes),
+        Err(Dropped::NoReceive),
+        "its chance is over"
+    );
+    for datagram in five(&mut a, &b, op, 2) {
+        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+    }
+    arrived(&b, write(&b, 2000, Some([1; 4])), 1);
+}
+
+#[test]
+fn uc_send_longer_than_the_receive_is_dropped_as_a_whole() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    b.recv(1, 2000, LEN as u32 - 1);
+    for datagram in five(&mut a, &b, SEND, 1) {
+        assert_eq!(b.hears(&a, &datagram.bytes), Err(Dropped::TooLong));
+    }
+    assert_eq!(b.table.read(2000, LEN), [0; LEN]);
+    a.qp.post_send(request(2, SEND, inline(b"x"), &b)).unwrap();
+    let sent = a.tx();
+    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(statuses(&b.done()), [(1, Status::Success)]);
+}
+
+#[test]
+fn uc_peer_that_starts_anew_is_heard_and_its_past_is_not() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    b.recv(1, 2000, LEN as u32 + 1);
+    a.qp.next_id = 1000;
+    let old = five(&mut a, &b, SEND, 1);
+    for datagram in &old[..3] {
+        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+    }
+    a.qp.epoch ^= 0x5555;
+    a.qp.next_id = 1;
+    let new = five(&mut a, &b, SEND, 2);
+    for (i, datagram) in new.iter().enumerate() {
+        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        if i < 4 {
+            assert_eq!(b.hears(&a, &old[3].bytes), Err(Dropped::Late));
+        }
+    }
+    arrived(&b, SEND, 1);
+}
+
+#[test]
+fn uc_flush_completes_the_receive_under_way_first() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    b.recv(1, 2000, LEN as u32);
+    b.recv(2, 2000, LEN as u32);
+    let sent = five(&mut a, &b, SEND, 1);
+    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    b.qp.set_state(State::Error);
+    assert_eq!(
+        statuses(&b.done()),
+        [(1, Status::Flushed), (2, Status::Flushed)]
+    );
+    assert_eq!(b.hears(&a, &sent[1].bytes), Err(Dropped::State));
+    assert!(b.done().is_empty());
+}
+
+#[test]
+fn uc_datagrams_of_one_message_must_agree() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    b.recv(1, 2000, LEN as u32);
+    let sent = five(&mut a, &b, SEND, 1);
+    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    let parsed = dgram::parse(&sent[1].bytes).unwrap();
+    let shim = Shim {
+        length: LEN as u32 + 1,
+        ..parsed.shim
+    };
+    let mut bytes = dgram::emit_head(&shim, &parsed.header);
+    bytes.extend(parsed.payload);
+    dgram::seal(&mut bytes);
+    assert_eq!(b.hears(&a, &bytes), Err(Dropped::Mismatch));
+    for datagram in &sent[1..] {
+        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+    }
+    assert_eq!(statuses(&b.done()), [(1, Status::Success)]);
+}
+
+#[test]
+fn uc_memory_operations_are_local() {
+    let (mut a, b) = pair(Kind::Uc);
+    let mut random = numbers(9);
+    let window =
+        a.qp.rnic
+            .regions
+            .alloc_window(PD, true, &mut random)
+            .unwrap();
+    let access = Access::MW_BIND | Access::LOCAL_WRITE;
+    let what = Registration {
+        start: 0,
+        len: 64,
+        base: 0,
+        access,
+        pd: PD,
+    };
+    let mr = a.qp.rnic.regions.register(&what, &mut random).unwrap();
+    let bind = Op::Bind(Bind {
+        window,
+        rkey: window,
+        mr: mr.stag(),
+        addr: 0,
+        len: 8,
+        access: Access::REMOTE_WRITE,
+    });
+    let invalidate = Op::LocalInvalidate { stag: window };
+    for (id, op) in [(1, bind), (2, invalidate), (3, invalidate)] {
+        a.qp.post_send(request(id, op, Payload::empty(), &b))
+            .unwrap();
+    }
+    assert!(a.tx().is_empty());
+    assert_eq!(
+        statuses(&a.done()),
+        [
+            (1, Status::Success),
+            (2, Status::Success),
+            (3, Status::LocalProtection)
+        ]
+    );
+}
+
+#[test]
+fn uc_large_message_goes_out_in_bounded_batches() {
+    let (mut a, mut b) = pair(Kind::Uc);
+    a.qp.set_segment(0);
+    assert_eq!(a.qp.segment, bounds::DATAGRAM_PAYLOAD_MIN);
+    let payload = Payload::Sges(smallvec![a.sge(0, 8192)]);
+    a.qp.post_send(request(1, write(&b, 0, None), payload, &b))
+        .unwrap();
+    let mut out = Vec::new();
+    a.qp.poll_tx(&mut out);
+    assert_eq!(out.len(), bounds::DATAGRAM_BATCH);
+    a.qp.handle_written(out.len());
+    assert!(a.done().is_empty());
+    let rest = a.tx();
+    assert_eq!(rest.len(), 64);
+    assert_eq!(a.done().len(), 1);
+    for datagram in out.iter().chain(&rest) {
+        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+    }
+    assert_eq!(b.qp.counters().rx_messages, 1);
+
+    // The longest datagram is one that UDP can carry.
+    a.qp.set_segment(usize::MAX);
+    let op = Op::Send {
+        imm: Some([0; 4]),
+        invalidate: None,
+    };
+    let payload = Payload::Sges(smallvec![a.sge(0, SIZE as u32)]);
+    a.qp.post_send(request(2, op, payload, &b)).unwrap();
+    let sent = a.tx();
+    assert_eq!(sent.len(), 2);
+    assert!(sent[0].bytes.len() <= 65_507);
+}
+
+// ---------------------------------------------------------------------- anybody
+
+#[test]
+fn no_datagram_whatever_breaks_a_queue_pair() {
+    let mut next = numbers(0x5eed);
+    for kind in [Kind::Ud, Kind::Uc] {
+        let (mut a, mut b) = pair(kind);
+        let mut seeds = Vec::new();
+        for op in [SEND, SEND_IMM] {
+            a.qp.post_send(request(1, op, inline(&pattern(90)), &b))
+                .unwrap();
+            seeds.append(&mut a.tx());
+        }
+        a.done();
+        if kind == Kind::Uc {
+            for op in uc_ops(&b) {
+                seeds.append(&mut five(&mut a, &b, op, 1));
+            }
+        }
+        let mut heard = 0;
+        for round in 0..30_000_u32 {
+            let mut bytes = seeds[next() as usize % seeds.len()].bytes.clone();
+            bytes.truncate(bytes.len() - 4);
+            for _ in 0..next() % 4 {
+                match next() % 4 {
+                    0 => bytes.truncate(next() as usize % (bytes.len() + 1)),
+                    1 => bytes.extend([next() as u8; 3]),
+                    _ => {
+                        let at = next() as usize % bytes.len().max(1);
+                        if let Some(byte) = bytes.get_mut(at) {
+                            *byte = match next() % 3 {
+                                0 => next() as u8,
+                                1 => *byte ^ 1 << (next() % 8),
+                                _ => 0xff,
+                            };
+                        }
+                    }
+                }
+            }
+            // Mostly with a good checksum, or nothing behind it would be reached.
+            if !next().is_multiple_of(16) {
+                dgram::seal(&mut bytes);
+            }
+            if round % 8 == 0 {
+                b.recv(u64::from(round), 2000, 200 + next() % 200);
+            }
+            heard += usize::from(b.hears(&a, &bytes).is_ok());
+            if round % 64 == 0 {
+                b.done();
+                b.qp.rq.clear();
+                // A damaged number may have closed the door to all that follow.
+                b.qp.incoming = Incoming::default();
+            }
+        }
+        assert!(heard > 100, "{heard}");
+        assert_eq!(b.qp.state(), State::Rts);
+        let counters = b.qp.counters();
+        let sum: u64 = counters
+            .named()
+            .iter()
+            .filter(|(name, _)| {
+                name.starts_with("rx_") && !matches!(*name, "rx_dgrams" | "rx_messages")
+            })
+            .map(|(_, n)| n)
+            .sum();
+        assert_eq!(sum + heard as u64, counters.rx_dgrams);
+    }
+}
