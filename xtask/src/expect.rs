@@ -46,6 +46,8 @@ pub(crate) struct Case {
     pub(crate) timeout: Duration,
     /// How to know that the server is ready: this long after its start, or else when its port is bound.
     pub(crate) settle: Option<Duration>,
+    /// The port, of a program that has it built in.
+    pub(crate) port: Option<u16>,
     /// Over IPv6.
     pub(crate) ipv6: bool,
     /// Why it cannot pass, by place.
@@ -94,6 +96,7 @@ impl Case {
             env: Vec::new(),
             timeout: Duration::from_secs(30),
             settle: None,
+            port: None,
             ipv6: false,
             skip: [None, None],
         }
@@ -227,6 +230,7 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
         }
         "timeout" => case.timeout = Duration::from_secs(value.parse()?),
         "settle" => case.settle = Some(Duration::from_millis(value.parse()?)),
+        "port" => case.port = Some(value.parse()?),
         "ipv6" => case.ipv6 = true,
         "skip" => case.skip = [reason()?, reason()?],
         "skip-loopback" => case.skip[0] = reason()?,

@@ -251,9 +251,7 @@ impl Stage {
         }
         // A copy in a place that an ordinary user can read, wherever this tree lies.
         let mut copy = Command::new("cp");
-        copy.args(["-rL", "--no-preserve=mode"])
-            .arg(sh::dist())
-            .arg(stage.work.join("dist"));
+        copy.arg("-rL").arg(sh::dist()).arg(stage.work.join("dist"));
         sh::run(&mut copy)?;
         let mut open = Command::new("chmod");
         open.args(["-R", "a+rX,u+w"]).arg(stage.work.join("dist"));
@@ -297,7 +295,7 @@ impl Stage {
             None => case.timeout,
         };
         let end = Instant::now() + limit;
-        let port = free_port()?;
+        let port = case.port.map_or_else(free_port, Ok)?;
 
         if let Some(line) = &case.server {
             let player = self.player(Host::Server, line, case, port)?;
@@ -332,6 +330,10 @@ impl Stage {
         let line = line
             .replace("{port}", &port.to_string())
             .replace("{server}", &address(Host::Server))
+            .replace(
+                "{server4}",
+                &Host::Server.address(self.place, false).to_string(),
+            )
             .replace("{client}", &address(Host::Client))
             .replace("{own}", &address(host));
         let mut words: Vec<String> = Vec::new();
