@@ -129,20 +129,20 @@ static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
 	return false;
 }
 
-/* How well an address serves as GID 0; the first of the best is taken, as the device does. */
+/*
+ * How well an address serves as GID 0; the first of the best is taken. The order is the device's own: the one
+ * that ANYWARP_ADDR names, then IPv4 before IPv6, and the loopback interface behind all others.
+ */
 static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *wanted)
 {
 	bool v4 = i->ifa_addr->sa_family == AF_INET;
 
-	if (wanted && !memcmp(gid, wanted, 16))
-		return 9;
-	if (!(i->ifa_flags & IFF_UP))
+	if (!(i->ifa_flags & IFF_UP) || (!v4 && gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80) ||
+	    (v4 && gid[12] == 169 && gid[13] == 254))
 		return 0;
-	if (i->ifa_flags & IFF_LOOPBACK)
-		return v4 ? 2 : 1;
-	if (!v4 && gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80)
-		return 3; /* link-local */
-	return v4 ? 5 : 4;
+	if (wanted && !memcmp(gid, wanted, 16))
+		return 5;
+	return (i->ifa_flags & IFF_LOOPBACK ? 1 : 3) + v4;
 }
 
 /* Finds the address that is GID 0, and its interface. */

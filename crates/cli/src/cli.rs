@@ -170,8 +170,9 @@ pub(crate) const VARIABLES: &[Variable] = &[
         name: "ANYWARP_ADDR",
         value: "ADDRESS",
         text: "The IPv4 or IPv6 address of this machine that becomes GID 0, the address that most programs \
-               use. When unset it is the first address of the first interface that is up and not the loopback, \
-               and 127.0.0.1 where there is no other. Further addresses follow as GID 1, 2 and so on.",
+               use. When unset it is the first IPv4 address, or else the first IPv6 address, of an interface \
+               that is up and not the loopback; on a machine without one, that of the loopback. All other \
+               addresses follow as GID 1, 2 and so on; link-local addresses are left out.",
     },
     Variable {
         name: "ANYWARP_FACE",
