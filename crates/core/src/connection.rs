@@ -15,10 +15,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
-use crate::ddp::rx::Direct;
-use crate::ddp::tx::{Message, segment};
+use crate::ddp::rx::{Direct, Fault, Offender};
+use crate::ddp::tx::{Message, Segment, Source, segment};
 use crate::error::{Misuse, PeerError, TermCode};
-use crate::llp::mpa::frame::{TxBatch, frame};
+use crate::llp::mpa::frame::{Invalidated, TxBatch, frame, mulpdu_between_markers};
+use crate::llp::mpa::marker::Inserter;
 use crate::rdmap::read::{PendingAtomic, PendingRead};
 use crate::rdmap::rx::ReceiveUnderWay;
 use crate::verbs::cq::Cq;
@@ -29,7 +30,7 @@ use crate::verbs::sq::{Phase, Posted, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, RecvRequest, WorkRequest};
 use crate::wire::control::Control;
-use crate::wire::rdmap::{RawHeader, Terminate};
+use crate::wire::rdmap::Terminate;
 
 /// What all queue pairs of the device share.
 pub struct Rnic {
@@ -205,7 +206,6 @@ pub(crate) struct Stream {
     pub(crate) next_read_msn: u32,
     pub(crate) next_atomic_response_msn: u32,
     pub(crate) next_atomic_id: u32,
-    pub(crate) framed: u64,
     pub(crate) acked: u32,
     pub(crate) ack_scan: u64,
     pub(crate) reads: VecDeque<PendingRead>,
@@ -214,6 +214,8 @@ pub(crate) struct Stream {
     /// The peer waits for a Restart at this number.
     pub(crate) restart: Option<u32>,
     pub(crate) terminated: bool,
+    /// Puts markers into what we send, if the peer wants them.
+    pub(crate) markers: Option<Inserter>,
     // --- receive ---
     pub(crate) started: bool,
     pub(crate) said_bye: bool,
@@ -233,6 +235,36 @@ pub(crate) struct Stream {
     pub(crate) direct: Option<Direct>,
     pub(crate) last_rx: Option<Instant>,
     pub(crate) pinged: bool,
+}
+
+impl Stream {
+    /// Appends the FPDU of a segment to the batch, with markers if the peer wants them.
+    fn frame(
+        &mut self,
+        segment: &Segment,
+        source: &Source,
+        memory: &dyn Memory,
+        batch: &mut TxBatch,
+    ) -> Result<(), Invalidated> {
+        let Some(markers) = &mut self.markers else {
+            return frame(segment, source, self.config.crc, memory, batch);
+        };
+        let mut whole = TxBatch::default();
+        frame(segment, source, self.config.crc, memory, &mut whole)?;
+        let mut marked = Vec::with_capacity(whole.len() + whole.len() / 64);
+        markers.insert(whole.own(0, whole.len()), self.config.crc, &mut marked);
+        batch.push_raw(&marked);
+        Ok(())
+    }
+
+    /// Before the end: the peer hears of everything of it that is done.
+    fn push_ack(&mut self) {
+        if self.peer == Peer::Anywarp && self.done != self.done_acked {
+            self.done_acked = self.done;
+            self.responses
+                .push_back(Response::Control(Control::Ack { seq: self.done }));
+        }
+    }
 }
 
 /// A reliable queue pair.
@@ -482,6 +514,8 @@ impl Connection {
         self.state = State::Reset;
         self.attr = Attr::default();
         self.last_wqe_told = false;
+        self.overflowed = false;
+        self.drain_asked = false;
         self.send_cq.purge(self.qpn);
         self.recv_cq.purge(self.qpn);
     }
@@ -495,6 +529,7 @@ impl Connection {
             s.current = None;
             s.parts.clear();
             s.responses.clear();
+            s.push_ack();
             if s.peer == Peer::Anywarp {
                 s.responses.push_back(Response::Control(Control::Bye));
             }
@@ -503,8 +538,12 @@ impl Connection {
     }
 
     /// The stream is up: start-up has agreed on `config`.
-    pub fn attach(&mut self, config: StreamConfig, now: Instant) {
+    pub fn attach(&mut self, mut config: StreamConfig, now: Instant) {
+        if config.markers {
+            config.mulpdu = mulpdu_between_markers(config.mulpdu);
+        }
         let mut stream = Stream {
+            markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
             may_send: config.initiator,
@@ -517,7 +556,6 @@ impl Connection {
             next_read_msn: 1,
             next_atomic_response_msn: 1,
             next_atomic_id: 1,
-            framed: 0,
             acked: 0,
             ack_scan: 0,
             reads: VecDeque::new(),
@@ -543,7 +581,9 @@ impl Connection {
             pinged: false,
             config,
         };
-        crate::rdmap::tx::queue_first(&mut stream);
+        if config.initiator {
+            crate::rdmap::tx::queue_first(&mut stream);
+        }
         self.stream = Some(stream);
         if self.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
@@ -605,59 +645,44 @@ impl Connection {
                 s.done_acked = s.done;
                 let mut message = crate::rdmap::tx::control(Control::Ack { seq: s.done });
                 let segment = segment(&mut message, s.config.mulpdu);
-                let framed = frame(
-                    &segment,
-                    &message.source,
-                    s.config.crc,
-                    &*self.rnic.memory,
-                    batch,
-                );
+                let framed = s.frame(&segment, &message.source, &*self.rnic.memory, batch);
                 debug_assert!(framed.is_ok(), "a control message has no user memory");
             }
-        }
-        if let Some(s) = &mut self.stream {
-            s.framed = s.framed.wrapping_add((batch.len() - before) as u64);
         }
         self.after();
     }
 
-    /// Cuts and frames one segment; false if its memory is gone and the connection failed.
+    /// Cuts and frames one segment; false if its memory is gone, so that its message cannot be finished.
     fn send_segment(&mut self, out: &mut Outgoing, batch: &mut TxBatch) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
         };
         let segment = segment(&mut out.message, s.config.mulpdu);
-        let framed = frame(
-            &segment,
-            &out.message.source,
-            s.config.crc,
-            &*self.rnic.memory,
-            batch,
-        );
+        let framed = s.frame(&segment, &out.message.source, &*self.rnic.memory, batch);
         if framed.is_err() {
-            // The buffer was deregistered while its request was outstanding: that request fails, and the stream with
-            // it, since the message cannot be finished.
+            // The buffer was deregistered in the meantime.
             match out.request {
-                Some(number) => self.fail(
-                    Some((Some(number), Status::LocalProtection)),
+                Some(number) => self.fail_request(
+                    number,
+                    Status::LocalProtection,
                     "memory of a posted request was deregistered",
-                    Some(AsyncEvent::QpFatal),
                 ),
                 None => {
-                    self.fail_by_peer(PeerError::RemoteStag { stag: 0 }, &RawHeader::of(&[]), None)
+                    // The answers behind this one would be taken for it.
+                    s.responses.clear();
+                    let stag = out.message.source.stag().0;
+                    let fault = Fault::answer(PeerError::RemoteStag { stag });
+                    self.fail_by_peer(fault, &Offender::none());
                 }
             }
-            self.close();
             return false;
         }
-        let end = s.framed + batch.len() as u64;
         if let Some(number) = out.request
             && segment.last
             && out.last
             && let Some(posted) = self.sq.get_mut(number)
         {
             posted.phase = Phase::Sent;
-            posted.end = end;
         }
         if segment.last && out.request.is_none() && out.last {
             // `last` marks responses that hold an IRD slot.
@@ -712,7 +737,8 @@ impl Connection {
     /// The stream ended: the peer closed it (`reset` false) or it broke.
     pub fn handle_eof(&mut self, reset: bool) {
         let Some(s) = &mut self.stream else { return };
-        let quiet = s.said_bye && !reset;
+        // RFC 5040 §6.2 via the sheet 5.4 [fin-in-message]: an end in the middle of a message is no orderly one.
+        let quiet = s.said_bye && !reset && s.receive.is_none() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;
         self.events.push_back(AsyncEvent::PeerGone);
@@ -749,8 +775,12 @@ impl Connection {
     /// Retires what is done, in order.
     pub(crate) fn retire(&mut self) {
         while let Some(posted) = self.sq.retire() {
-            let failed = posted.failed;
-            self.complete_send(&posted, failed.unwrap_or(Status::Success));
+            self.complete_send(&posted, Status::Success);
+        }
+        if let Some(why) = self.sq.front_failed() {
+            self.fail(None, why, None);
+            self.leave(why);
+            return;
         }
         self.check_drained();
     }
@@ -809,32 +839,18 @@ impl Connection {
         if let Some(event) = event {
             self.events.push_back(event);
         }
-        self.retire();
-        let mut blame = first;
-        // A request before the one to blame is done as far as the peer said so; otherwise it is flushed too.
         let mut flushing = false;
-        while let Some(posted) = self.next_posted() {
-            let (number, posted) = posted;
-            let status = match blame {
-                Some((None, status)) => {
-                    blame = None;
-                    flushing = true;
-                    status
-                }
-                Some((Some(to_blame), status)) if to_blame == number => {
-                    blame = None;
-                    flushing = true;
-                    status
-                }
-                _ if !flushing && posted.phase == Phase::Done => {
-                    posted.failed.unwrap_or(Status::Success)
-                }
-                _ => {
-                    // What comes after a request that was not done is not known to be done.
-                    flushing = true;
-                    Status::Flushed
-                }
+        while let Some((number, posted)) = self.next_posted() {
+            let done = posted.phase == Phase::Done && !flushing;
+            let status = match (first, posted.failed) {
+                (_, None) if done => Status::Success,
+                (_, Some((status, _))) if done => status,
+                (Some((None, status)), _) if !flushing => status,
+                (Some((Some(to_blame), status)), _) if to_blame == number => status,
+                _ => Status::Flushed,
             };
+            // What comes after a request that was not done is not known to be done.
+            flushing |= status != Status::Success;
             self.complete_send(&posted, status);
         }
         if let Some(s) = &mut self.stream {
@@ -878,41 +894,38 @@ impl Connection {
     }
 
     /// The peer broke a rule: it is told, the queue pair fails, the stream closes.
-    ///
-    /// `status` is what the peer's request ends with; none if it was not a request that failed.
-    pub(crate) fn fail_by_peer(
-        &mut self,
-        error: PeerError,
-        header: &RawHeader,
-        status: Option<Status>,
-    ) {
+    pub(crate) fn fail_by_peer(&mut self, fault: Fault, offender: &Offender) {
+        let Fault {
+            error,
+            status,
+            receive,
+            own,
+        } = fault;
         self.observe(&Step::Fault(&error));
+        if let Some(status) = receive {
+            self.finish_receive(status);
+        }
         if let Some(s) = &mut self.stream
             && s.end == End::Open
             && !s.terminated
         {
             s.terminated = true;
-            s.current = None;
             s.parts.clear();
-            s.responses.clear();
-            if let (Peer::Anywarp, Some(status)) = (s.peer, status) {
-                s.responses.push_back(Response::Control(Control::Nak {
-                    seq: s.done.wrapping_add(1),
-                    status: status as u8,
-                }));
+            if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
+                s.current = None;
+            }
+            // What the peer asked for before is still answered: those requests of it were good.
+            match (s.peer, status) {
+                (Peer::Anywarp, Some(status)) => {
+                    s.responses.push_back(Response::Control(Control::Nak {
+                        seq: s.done.wrapping_add(1),
+                        status: status as u8,
+                    }));
+                }
+                _ => s.push_ack(),
             }
             let code = TermCode::from(&error);
-            // RFC 5040 §4.8 [term-headers]: MPA errors and local ones carry no headers.
-            let with_header = code.layer != 2 && code.etype != 0 && !header.as_slice().is_empty();
-            let terminate = Terminate {
-                layer: code.layer,
-                etype: code.etype,
-                code: code.code,
-                ddp_len: with_header
-                    .then(|| u16::try_from(header.as_slice().len()).unwrap_or(u16::MAX)),
-                ddp_header: with_header.then_some(*header),
-                read_request: None,
-            };
+            let terminate = offender.terminate(code);
             // RFC 5044 §7.1.4 via the sheet, table 1.3: before the first FPDU was received no Terminate may be sent.
             if s.may_send {
                 s.responses
@@ -927,14 +940,8 @@ impl Connection {
             Some(_) => AsyncEvent::QpRequest,
             None => AsyncEvent::QpFatal,
         };
-        self.fail(None, "the peer broke a rule", Some(event));
-    }
-
-    /// The stream is of no use: close it without a word.
-    pub(crate) fn close(&mut self) {
-        if let Some(s) = &mut self.stream {
-            s.end = End::Dead;
-        }
+        let own = own.map(|(number, status)| (Some(number), status));
+        self.fail(own, "the peer broke a rule", Some(event));
     }
 
     /// What must not happen in the middle of something else.

@@ -11,26 +11,26 @@ use smallvec::smallvec;
 use std::time::Instant;
 
 use crate::bounds;
-use crate::connection::{Connection, End, Peer, Response};
+use crate::connection::{Connection, End, Peer, Response, Step};
 use crate::ddp::tx::Places;
-use crate::error::PeerError;
+use crate::error::{PeerError, TermCode};
 use crate::llp::mpa::crc::Crc32c;
 use crate::llp::mpa::deframe::{CRC, Extent, LENGTH, deframe, verify};
 use crate::llp::mpa::frame::for_each_part;
 use crate::rdmap::rx::ReceiveUnderWay;
 use crate::verbs::mr::{Access, AccessError, Placement};
 use crate::verbs::qp::State;
-use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::wc::Status;
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Tagged, Untagged};
-use crate::wire::rdmap::{Opcode, RawHeader};
+use crate::wire::rdmap::{Opcode, RawHeader, ReadRequest, Terminate};
 use crate::wire::{Stag, To};
 
 /// An FPDU whose payload goes straight to user memory.
 #[derive(Debug)]
 pub(crate) struct Direct {
     pub(crate) header: Header,
-    pub(crate) raw: RawHeader,
+    pub(crate) offender: Offender,
     pub(crate) targets: Places,
     /// Payload bytes placed.
     pub(crate) placed: u64,
@@ -38,6 +38,9 @@ pub(crate) struct Direct {
     pub(crate) left: u64,
     pub(crate) crc: Crc32c,
     pub(crate) pad: usize,
+    /// A rule that it broke: nothing (more) of it is placed. Told when its CRC is known to be right, since otherwise
+    /// the damage may be the reason.
+    pub(crate) fault: Option<Fault>,
 }
 
 /// Why a segment was not admitted.
@@ -47,20 +50,97 @@ pub(crate) struct Fault {
     pub(crate) error: PeerError,
     /// What the peer's request ends with, if it was a request.
     pub(crate) status: Option<Status>,
+    /// What the receive under way ends with, if it is not just flushed.
+    pub(crate) receive: Option<Status>,
+    /// Our own request that it was the answer to, and what that ends with.
+    pub(crate) own: Option<(u64, Status)>,
 }
 
 impl Fault {
+    /// A request of the peer was wrong.
     pub(crate) fn request(error: PeerError, status: Status) -> Self {
         Self {
             error,
             status: Some(status),
+            receive: None,
+            own: None,
         }
     }
 
+    /// An answer of the peer, or something else that is no request, was wrong.
     pub(crate) fn answer(error: PeerError) -> Self {
         Self {
             error,
             status: None,
+            receive: None,
+            own: None,
+        }
+    }
+
+    /// The answer to our request `number` was wrong.
+    pub(crate) fn answer_to(number: u64, error: PeerError, status: Status) -> Self {
+        Self {
+            own: Some((number, status)),
+            ..Self::answer(error)
+        }
+    }
+
+    /// A message that the peer may send does not fit the receive it met.
+    pub(crate) fn receive(error: PeerError, theirs: Status, ours: Status) -> Self {
+        Self {
+            receive: Some(ours),
+            ..Self::request(error, theirs)
+        }
+    }
+}
+
+/// The segment at fault, as a Terminate describes it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Offender {
+    header: RawHeader,
+    /// Bytes of the segment, header and payload.
+    len: u16,
+    read: Option<[u8; ReadRequest::LEN]>,
+}
+
+impl Offender {
+    /// No segment in particular.
+    pub(crate) fn none() -> Self {
+        Self::of(&[])
+    }
+
+    /// A whole segment.
+    pub(crate) fn of(ulpdu: &[u8]) -> Self {
+        Self::begun(ulpdu, ulpdu.len())
+    }
+
+    /// A segment of `len` bytes, of which the front is here.
+    pub(crate) fn begun(front: &[u8], len: usize) -> Self {
+        let is_read = matches!(
+            Header::parse(front),
+            Ok((header, _)) if header.opcode() == Opcode::ReadRequest
+        );
+        let read = is_read.then(|| front.get(Untagged::LEN..)?.first_chunk().copied());
+        Self {
+            header: RawHeader::of(front),
+            len: u16::try_from(len).unwrap_or(u16::MAX),
+            read: read.flatten(),
+        }
+    }
+
+    /// The Terminate with this code.
+    pub(crate) fn terminate(&self, code: TermCode) -> Terminate {
+        // RFC 5040 §4.8 [term-headers]: MPA errors and local ones carry no headers.
+        let with_header = code.layer != 2 && code.etype != 0 && !self.header.as_slice().is_empty();
+        // RFC 5040 §4.8 [term-rdma-header]: a protection error of a Read Request shows what was asked for.
+        let with_read = with_header && (code.layer, code.etype) == (0, 1);
+        Terminate {
+            layer: code.layer,
+            etype: code.etype,
+            code: code.code,
+            ddp_len: with_header.then_some(self.len),
+            ddp_header: with_header.then_some(self.header),
+            read_request: self.read.filter(|_| with_read),
         }
     }
 }
@@ -117,7 +197,7 @@ impl Connection {
                     used += rest.len().min(LENGTH + extent.ulpdu);
                 }
                 Err(error) => {
-                    self.fail_by_peer(error, &RawHeader::of(&[]), None);
+                    self.fail_by_peer(Fault::answer(error), &Offender::none());
                     return bytes.len();
                 }
             }
@@ -131,29 +211,35 @@ impl Connection {
         if ulpdu.is_empty() && self.take_empty_rtr() {
             return;
         }
-        let raw = RawHeader::of(ulpdu);
         let (header, at) = match Header::parse(ulpdu) {
             Ok(parsed) => parsed,
             Err(error) => {
-                self.fail_by_peer(error, &raw, Some(Status::RemoteInvalidRequest));
+                let fault = Fault::request(error, Status::RemoteInvalidRequest);
+                self.fail_by_peer(fault, &Offender::of(ulpdu));
                 return;
             }
         };
         let payload = ulpdu.get(at..).unwrap_or(&[]);
         if self.rnic.observer.is_some() {
-            self.observe(&crate::connection::Step::Deframe(&header, payload.len()));
+            self.observe(&Step::Deframe(&header, payload.len()));
         }
-        self.note_first(&header);
+        if self.note_first(&header, payload.len()) {
+            return;
+        }
         let result = match self.admit(now, &header, payload.len() as u64) {
-            Ok(Admitted::Place(targets)) => self
-                .place(&targets, 0, payload)
-                .and_then(|()| self.deliver(now, &header, payload)),
+            Ok(Admitted::Place(targets)) => {
+                if self.rnic.observer.is_some() {
+                    self.observe(&Step::Admit(payload.len() as u64));
+                }
+                self.place(&header, &targets, 0, payload)
+                    .and_then(|()| self.deliver(now, &header, payload))
+            }
             Ok(Admitted::Inspect) => self.deliver(now, &header, payload),
             Ok(Admitted::Drop) => Ok(()),
             Err(fault) => Err(fault),
         };
         if let Err(fault) = result {
-            self.fail_by_peer(fault.error, &raw, fault.status);
+            self.fail_by_peer(fault, &Offender::of(ulpdu));
         }
     }
 
@@ -232,15 +318,20 @@ impl Connection {
                 opcode: h.opcode.bits(),
             }));
         };
+        let number = read.request;
+        let mismatch = |what| {
+            let error = PeerError::ResponseMismatch(what);
+            Err(Fault::answer_to(number, error, Status::BadResponse))
+        };
         if h.stag != read.stag {
-            return Err(Fault::answer(PeerError::ResponseMismatch("sink stag")));
+            return mismatch("sink stag");
         }
         if h.to.0 != read.to.0.wrapping_add(read.received) {
-            return Err(Fault::answer(PeerError::ResponseMismatch("sink offset")));
+            return mismatch("sink offset");
         }
         let after = read.received + len;
         if after > read.len || h.last != (after == read.len) || (len == 0 && read.len != 0) {
-            return Err(Fault::answer(PeerError::ResponseMismatch("length")));
+            return mismatch("length");
         }
         let mut targets = Places::new();
         if let Some(sink) = &read.sink
@@ -304,12 +395,14 @@ impl Connection {
         }
         let after = receive.received + len;
         if after > receive.room {
-            let error = PeerError::UntaggedTooLong {
-                buffer: receive.room,
-                message: after,
-            };
-            self.finish_receive(Status::LocalLength);
-            return Err(Fault::request(error, Status::RemoteInvalidRequest));
+            return Err(Fault::receive(
+                PeerError::UntaggedTooLong {
+                    buffer: receive.room,
+                    message: after,
+                },
+                Status::RemoteInvalidRequest,
+                Status::LocalLength,
+            ));
         }
         let mut targets = Places::new();
         for_each_part(&receive.places, receive.received, len, |place, from, n| {
@@ -327,6 +420,7 @@ impl Connection {
         };
         let mut places = Places::new();
         let mut room = 0_u64;
+        let mut refused = false;
         let pd = self.rq.pd().unwrap_or(self.pd);
         for sge in taken.sges.iter().filter(|s| s.len > 0) {
             let place = self.rnic.regions.check(
@@ -339,18 +433,7 @@ impl Connection {
             );
             match place {
                 Ok(place) => places.push(place),
-                Err(_) => {
-                    self.complete_recv(Completion::new(
-                        taken.id,
-                        Status::LocalProtection,
-                        WcOp::Recv,
-                        self.qpn,
-                    ));
-                    return Err(Fault::request(
-                        PeerError::RdmapLocal,
-                        Status::RemoteOperation,
-                    ));
-                }
+                Err(_) => refused = true,
             }
             room += u64::from(sge.len);
         }
@@ -363,6 +446,13 @@ impl Connection {
                 msn: h.msn,
                 opcode: h.opcode,
             });
+        }
+        if refused {
+            return Err(Fault::receive(
+                PeerError::RdmapLocal,
+                Status::RemoteOperation,
+                Status::LocalProtection,
+            ));
         }
         Ok(true)
     }
@@ -392,7 +482,13 @@ impl Connection {
     }
 
     /// Copies `payload` to the admitted place.
-    fn place(&mut self, targets: &Places, from: u64, payload: &[u8]) -> Result<(), Fault> {
+    fn place(
+        &mut self,
+        header: &Header,
+        targets: &Places,
+        from: u64,
+        payload: &[u8],
+    ) -> Result<(), Fault> {
         let mut at = 0_usize;
         let memory = &self.rnic.memory;
         let mut stag = Stag(0);
@@ -414,16 +510,30 @@ impl Connection {
             },
         );
         if self.rnic.observer.is_some() && !payload.is_empty() {
-            self.observe(&crate::connection::Step::Place(payload.len() as u64));
+            self.observe(&Step::Place(payload.len() as u64));
         }
         if whole {
             Ok(())
         } else {
-            // Deregistered or invalidated between check and copy.
-            Err(Fault::request(
-                PeerError::TaggedStag { stag: stag.0 },
-                Status::RemoteAccess,
-            ))
+            Err(self.gone(header, stag))
+        }
+    }
+
+    /// The place of a segment was deregistered or invalidated since it was checked.
+    fn gone(&self, header: &Header, stag: Stag) -> Fault {
+        let error = PeerError::TaggedStag { stag: stag.0 };
+        let read = self.stream.as_ref().and_then(|s| s.reads.front());
+        match (header.opcode(), read) {
+            (Opcode::Write, _) => Fault::request(error, Status::RemoteAccess),
+            (Opcode::ReadResponse, Some(read)) => {
+                Fault::answer_to(read.request, error, Status::LocalProtection)
+            }
+            (Opcode::ReadResponse, None) => Fault::answer(error),
+            _ => Fault::receive(
+                PeerError::RdmapLocal,
+                Status::RemoteOperation,
+                Status::LocalProtection,
+            ),
         }
     }
 
@@ -445,38 +555,47 @@ impl Connection {
         let Some(s) = &self.stream else { return false };
         let opcode = header.opcode();
         let data = opcode == Opcode::Write || opcode == Opcode::ReadResponse || opcode.is_send();
-        if !data || s.discarding.is_some() {
+        // What the first message changes, and that a receive is missing, is said of good frames only.
+        let waits = opcode.is_send() && s.receive.is_none() && self.rq.is_empty();
+        if !data || !s.started || s.discarding.is_some() || waits {
             return false;
         }
-        let raw = RawHeader::of(have);
-        self.note_first(&header);
         let len = (extent.ulpdu - at) as u64;
-        let targets = match self.admit(now, &header, len) {
-            Ok(Admitted::Place(targets)) => targets,
-            Ok(_) => return false,
-            Err(fault) => {
-                self.fail_by_peer(fault.error, &raw, fault.status);
-                return true;
-            }
-        };
         let payload = have.get(at..).unwrap_or(&[]);
-        if let Err(fault) = self.place(&targets, 0, payload) {
-            self.fail_by_peer(fault.error, &raw, fault.status);
-            return true;
+        if self.rnic.observer.is_some() {
+            self.observe(&Step::Deframe(&header, extent.ulpdu - at));
         }
+        let admitted = match self.admit(now, &header, len) {
+            Ok(Admitted::Place(targets)) => {
+                if self.rnic.observer.is_some() {
+                    self.observe(&Step::Admit(len));
+                }
+                self.place(&header, &targets, 0, payload).map(|()| targets)
+            }
+            Ok(_) => return false,
+            Err(fault) => Err(fault),
+        };
+        let (targets, fault) = match admitted {
+            Ok(targets) => (targets, None),
+            Err(fault) => (Places::new(), Some(fault)),
+        };
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
         let mut crc = Crc32c::new();
-        crc.update(rest.get(..LENGTH + have.len()).unwrap_or(&[]));
-        if let Some(s) = &mut self.stream {
-            s.direct = Some(Direct {
-                header,
-                raw,
-                targets,
-                placed: payload.len() as u64,
-                left: len - payload.len() as u64,
-                crc,
-                pad: extent.pad,
-            });
+        if s.config.crc {
+            crc.update(rest.get(..LENGTH + have.len()).unwrap_or(&[]));
         }
+        s.direct = Some(Direct {
+            header,
+            offender: Offender::begun(have, extent.ulpdu),
+            targets,
+            placed: payload.len() as u64,
+            left: len - payload.len() as u64,
+            crc,
+            pad: extent.pad,
+            fault,
+        });
         true
     }
 
@@ -493,15 +612,16 @@ impl Connection {
                 return None;
             }
             let bytes = rest.get(..n).unwrap_or(&[]);
-            direct.crc.update(bytes);
-            let placed = self.place(&direct.targets, direct.placed, bytes);
+            if self.stream.as_ref()?.config.crc {
+                direct.crc.update(bytes);
+            }
+            if direct.fault.is_none() {
+                let placed = self.place(&direct.header, &direct.targets, direct.placed, bytes);
+                direct.fault = placed.err();
+            }
             direct.placed += n as u64;
             direct.left -= n as u64;
-            let raw = direct.raw;
             self.stream.as_mut()?.direct = Some(direct);
-            if let Err(fault) = placed {
-                self.fail_by_peer(fault.error, &raw, fault.status);
-            }
             return Some(n);
         }
         let tail = direct.pad + CRC;
@@ -510,16 +630,19 @@ impl Connection {
             return None;
         }
         let (pad, field) = rest.get(..tail)?.split_at(direct.pad);
-        direct.crc.update(pad);
-        let checked = if self.stream.as_ref()?.config.crc {
-            verify(direct.crc, field).map_err(Fault::answer)
-        } else {
-            Ok(())
+        if self.stream.as_ref()?.config.crc {
+            direct.crc.update(pad);
+            if let Err(error) = verify(direct.crc, field) {
+                self.fail_by_peer(Fault::answer(error), &Offender::none());
+                return Some(tail);
+            }
+        }
+        let result = match direct.fault {
+            Some(fault) => Err(fault),
+            None => self.deliver(now, &direct.header, &[]),
         };
-        let (header, raw) = (direct.header, direct.raw);
-        drop(direct);
-        if let Err(fault) = checked.and_then(|()| self.deliver(now, &header, &[])) {
-            self.fail_by_peer(fault.error, &raw, fault.status);
+        if let Err(fault) = result {
+            self.fail_by_peer(fault, &direct.offender);
         }
         Some(tail)
     }
@@ -528,26 +651,39 @@ impl Connection {
     /// much of them is filled, and how many bytes are missing.
     pub fn direct(&self) -> Option<(&[Placement], u64, u64)> {
         let d = self.stream.as_ref()?.direct.as_ref()?;
-        (d.left > 0).then_some((d.targets.as_slice(), d.placed, d.left))
+        (d.left > 0 && d.fault.is_none()).then_some((d.targets.as_slice(), d.placed, d.left))
     }
 
     /// `n` bytes were received to where [`Self::direct`] said.
     pub fn handle_direct(&mut self, now: Instant, n: u64) {
         let Some(s) = &mut self.stream else { return };
         s.last_rx = Some(now);
+        s.pinged = false;
         let Some(d) = &mut s.direct else { return };
         let n = n.min(d.left);
+        let mut gone = None;
         if s.config.crc {
             let (crc, memory) = (&mut d.crc, &self.rnic.memory);
             for_each_part(&d.targets, d.placed, n, |place, from, len| {
-                if let Some(pinned) = place.pin() {
-                    memory.checksum(&pinned, from, len, crc);
+                match place.pin() {
+                    Some(pinned) => memory.checksum(&pinned, from, len, crc),
+                    None => gone = Some(place.stag()),
                 }
                 true
             });
         }
         d.placed += n;
         d.left -= n;
+        if self.rnic.observer.is_some() {
+            self.observe(&Step::Place(n));
+        }
+        // Deregistered right after the bytes came: their CRC can no longer be checked.
+        if let Some(stag) = gone
+            && let Some(direct) = self.stream.as_mut().and_then(|s| s.direct.take())
+        {
+            let fault = self.gone(&direct.header, stag);
+            self.fail_by_peer(fault, &direct.offender);
+        }
     }
 
     /// The domain that the peer's STags must belong to.

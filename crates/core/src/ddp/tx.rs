@@ -28,6 +28,16 @@ pub enum Source {
     },
 }
 
+impl Source {
+    /// The STag of the memory, 0 for bytes of our own.
+    pub(crate) fn stag(&self) -> Stag {
+        match self {
+            Self::Memory { places, .. } => places.first().map_or(Stag(0), Placement::stag),
+            Self::Bytes(_) => Stag(0),
+        }
+    }
+}
+
 /// How the segments of a message are addressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Address {

@@ -16,7 +16,7 @@ use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::rdmap::{
     AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
 };
-use crate::wire::{Msn, QN_ATOMIC_RESPONSE, Stag};
+use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag};
 
 /// A Send that is arriving.
 #[derive(Debug)]
@@ -76,11 +76,14 @@ impl Connection {
         }
     }
 
-    /// The peer's first message: the stream works in both directions now, and we learn what the peer is.
-    pub(crate) fn note_first(&mut self, header: &Header) {
-        let Some(s) = &mut self.stream else { return };
+    /// The peer's first message: the stream works in both directions now, and we learn what the peer is. True if the
+    /// message was for that alone.
+    pub(crate) fn note_first(&mut self, header: &Header, len: usize) -> bool {
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
         if s.started {
-            return;
+            return false;
         }
         s.started = true;
         // RFC 5044 §7.1.2 [responder-waits]: a responder sends nothing before this.
@@ -92,9 +95,23 @@ impl Connection {
                 Peer::Standard
             };
         }
-        if !s.config.initiator {
-            self.events.push_back(AsyncEvent::Started);
+        if s.config.initiator {
+            return false;
         }
+        // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive Send has its number, and none of the application's
+        // receives. It is the first message wherever one was agreed on, whichever form we expected.
+        let expected = s.config.first != First::Nothing && s.config.first != First::Hello;
+        let rtr = match header {
+            Header::Untagged(h) => {
+                h.opcode == Opcode::Send && len == 0 && h.last && h.mo == 0 && h.msn == Msn::FIRST
+            }
+            Header::Tagged(_) => false,
+        };
+        if expected && rtr {
+            s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
+        }
+        self.events.push_back(AsyncEvent::Started);
+        expected && rtr
     }
 
     /// An FPDU without a ULPDU: one reading of "zero-length FPDU" as ready-to-receive message (RFC 6581 §4.3 via the sheet 1.2).
@@ -102,7 +119,8 @@ impl Connection {
         let Some(s) = &mut self.stream else {
             return false;
         };
-        if s.started || s.config.initiator || s.config.first != First::Send {
+        let expected = s.config.first != First::Nothing && s.config.first != First::Hello;
+        if s.started || s.config.initiator || !expected {
             return false;
         }
         s.started = true;
@@ -163,7 +181,6 @@ impl Connection {
                 .invalidate(stag, self.pd_of_peer(), self.qpn)
                 .is_err()
             {
-                self.finish_receive(Status::Flushed);
                 return Err(Fault::request(
                     PeerError::CannotInvalidate { stag: stag.0 },
                     Status::RemoteAccess,
@@ -207,7 +224,8 @@ impl Connection {
                 Status::RemoteInvalidRequest,
             ));
         };
-        if h.msn.0 != s.recv_send_msn {
+        // In the middle of a Send its number is taken, and the next one cannot come yet.
+        if h.msn.0 != s.recv_send_msn || s.receive.is_some() {
             return Err(Fault::request(
                 PeerError::UntaggedMsn {
                     expected: s.recv_send_msn,
@@ -421,12 +439,6 @@ impl Connection {
     }
 
     fn deliver_atomic_response(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
-        let Ok(bytes) = <&[u8; AtomicResponse::LEN]>::try_from(payload) else {
-            return Err(Fault::answer(PeerError::MessageShape(
-                "atomic response is not 12 bytes",
-            )));
-        };
-        let response = AtomicResponse::parse(bytes);
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
@@ -435,10 +447,15 @@ impl Connection {
                 opcode: h.opcode.bits(),
             }));
         };
+        let number = pending.request;
+        let Ok(bytes) = <&[u8; AtomicResponse::LEN]>::try_from(payload) else {
+            let error = PeerError::MessageShape("atomic response is not 12 bytes");
+            return Err(Fault::answer_to(number, error, Status::BadResponse));
+        };
+        let response = AtomicResponse::parse(bytes);
         if h.msn.0 != s.recv_atomic_response_msn || response.id != pending.id {
-            return Err(Fault::answer(PeerError::ResponseMismatch(
-                "atomic request identifier",
-            )));
+            let error = PeerError::ResponseMismatch("atomic request identifier");
+            return Err(Fault::answer_to(number, error, Status::BadResponse));
         }
         s.recv_atomic_response_msn = s.recv_atomic_response_msn.wrapping_add(1);
         match pending.sink.pin() {
@@ -448,13 +465,8 @@ impl Connection {
                 .memory
                 .place(&pinned, 0, &response.value.to_ne_bytes()),
             None => {
-                self.fail(
-                    Some((Some(pending.request), Status::LocalProtection)),
-                    "memory of a posted atomic was deregistered",
-                    Some(AsyncEvent::QpFatal),
-                );
-                self.leave("memory of a posted atomic was deregistered");
-                return Ok(());
+                let error = PeerError::RdmapLocal;
+                return Err(Fault::answer_to(number, error, Status::LocalProtection));
             }
         }
         self.answered(pending.request);
@@ -466,6 +478,7 @@ impl Connection {
     fn deliver_terminate(&mut self, payload: &[u8]) {
         let terminate = Terminate::parse(payload);
         self.observe(&Step::Terminated(&terminate));
+        let blamed = self.blamed_by(&terminate);
         let status = match (terminate.layer, terminate.etype, terminate.code) {
             (0, 1, _) | (1, 1, _) => Status::RemoteAccess,
             (1, 2, 0x02) => Status::RnrRetryExceeded,
@@ -475,7 +488,7 @@ impl Connection {
             _ => Status::RemoteAborted,
         };
         self.fail(
-            Some((None, status)),
+            blamed.map(|number| (number, status)),
             "the peer terminated the connection",
             Some(AsyncEvent::QpFatal),
         );
@@ -483,6 +496,35 @@ impl Connection {
             s.current = None;
             s.responses.clear();
             s.end = End::Closing;
+        }
+    }
+
+    /// The request that a Terminate is about: inside, `None` means the oldest, outside, that it is none of those
+    /// that are not done.
+    fn blamed_by(&mut self, terminate: &Terminate) -> Option<Option<u64>> {
+        let raw = terminate.ddp_header.as_ref();
+        let Some(Ok((header, _))) = raw.map(|raw| Header::parse(raw.as_slice())) else {
+            return Some(None);
+        };
+        match header {
+            Header::Untagged(h) if h.qn == QN_READ || h.qn == QN_SEND => {
+                let of_reads = h.qn == QN_READ;
+                // The last request whose numbers began at or before this one.
+                let found = self.sq.taken_mut().filter(|(_, p)| {
+                    let first = if of_reads {
+                        p.msn_before.1
+                    } else {
+                        p.msn_before.0
+                    };
+                    p.request.op.is_read_or_atomic() == of_reads
+                        && h.msn.0.wrapping_sub(first) < u32::MAX / 2
+                });
+                let (number, posted) = found.last()?;
+                (posted.phase != Phase::Done).then_some(Some(number))
+            }
+            // A Write: over a standard stream it is done when it is sent.
+            Header::Tagged(h) if h.opcode == Opcode::Write => None,
+            _ => Some(None),
         }
     }
 
@@ -523,13 +565,16 @@ impl Connection {
                 self.handle_rnr(seq, timer, now);
             }
             Control::Restart { seq } => {
-                if s.discarding != Some(seq) {
+                let unsaid = s
+                    .responses
+                    .iter()
+                    .any(|r| matches!(r, Response::Control(Control::Rnr { .. })));
+                if s.discarding != Some(seq) || unsaid {
                     return Err(Fault::answer(PeerError::Control(
                         "restart that nobody asked for",
                     )));
                 }
                 s.discarding = None;
-                s.receive = None;
             }
             Control::Nak { seq, status } => {
                 let status = Status::from_number(status).unwrap_or(Status::RemoteOperation);

@@ -10,9 +10,7 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::read::{PendingAtomic, PendingRead};
-use crate::connection::{
-    AsyncEvent, Connection, End, First, Outgoing, Peer, Response, Step, Stream,
-};
+use crate::connection::{Connection, End, First, Outgoing, Peer, Response, Step, Stream};
 use crate::ddp::tx::{Address, Message, Places, Source};
 use crate::verbs::mr::{Access, AccessError};
 use crate::verbs::qp::State;
@@ -228,6 +226,7 @@ impl Connection {
         }
         if posted.request.op.is_read_or_atomic() {
             if s.config.ord == 0 {
+                self.sq.advance();
                 self.fail_request(
                     number,
                     Status::LocalQpOperation,
@@ -241,7 +240,13 @@ impl Connection {
         }
         let id = posted.request.id;
         posted.msn_before = (s.next_send_msn, s.next_read_msn);
-        posted.seq.0 = s.seq.wrapping_add(1);
+        posted.seq = (s.seq.wrapping_add(1), s.seq);
+        if posted.phase == Phase::Done {
+            // A bind or invalidate that was done before the queue went back.
+            self.sq.advance();
+            self.retire();
+            return Taken::Local;
+        }
         self.sq.advance();
         if self.rnic.observer.is_some() {
             self.observe(&Step::Take(id));
@@ -284,10 +289,18 @@ impl Connection {
         }
     }
 
-    /// Request `number` fails by our own side's fault; the queue pair goes to the error state.
-    fn fail_request(&mut self, number: u64, status: Status, why: &'static str) {
-        self.fail(Some((Some(number), status)), why, None);
-        self.leave(why);
+    /// Request `number`, the last one that was taken, cannot be done. When all before it have completed it fails, and
+    /// the queue pair with it; until then nothing more is sent but answers.
+    pub(crate) fn fail_request(&mut self, number: u64, status: Status, why: &'static str) {
+        self.sq.fail(number, status, why);
+        if let Some(s) = self.stream.as_mut() {
+            s.parts.clear();
+            s.restart = None;
+            s.rnr_until = None;
+            s.reads.retain(|r| r.request != number);
+            s.atomics.retain(|a| a.request != number);
+        }
+        self.retire();
     }
 
     /// Builds the messages of a request.
@@ -618,12 +631,15 @@ impl Connection {
         // IBA 9.7.5.2.8 [rnr-retry]: 7 means to try for ever.
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
-                self.fail(
-                    Some((Some(number), Status::RnrRetryExceeded)),
+                // Nothing behind it was done: take it all back, so that this is the last one taken.
+                self.sq.rewind(number);
+                self.sq.advance();
+                self.drop_from(number);
+                self.fail_request(
+                    number,
+                    Status::RnrRetryExceeded,
                     "the peer had no receive posted for too long",
-                    Some(AsyncEvent::QpFatal),
                 );
-                self.leave("the peer had no receive posted for too long");
                 return;
             }
             posted.rnr_tries += 1;
@@ -634,6 +650,20 @@ impl Connection {
         self.sq.rewind(number);
         s.seq = first.wrapping_sub(1);
         (s.next_send_msn, s.next_read_msn) = msn;
+        self.drop_from(number);
+        let Some(s) = self.stream.as_mut() else {
+            return;
+        };
+        let wait = std::time::Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
+        s.rnr_until = Some(now + wait);
+        s.restart = Some(seq);
+    }
+
+    /// Forgets what is under way of request `number` and those behind it.
+    fn drop_from(&mut self, number: u64) {
+        let Some(s) = self.stream.as_mut() else {
+            return;
+        };
         s.reads
             .retain(|r| r.request < number || r.request == u64::MAX);
         s.atomics.retain(|a| a.request < number);
@@ -641,9 +671,6 @@ impl Connection {
         if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
             s.current = None;
         }
-        let wait = std::time::Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
-        s.rnr_until = Some(now + wait);
-        s.restart = Some(seq);
     }
 
     /// All of the peer's side up to `seq` is done. False if it cannot be.

@@ -192,7 +192,7 @@ impl Region {
         let mut spins = 0_u32;
         while self.pins.load(Ordering::SeqCst) != 0 {
             spins = spins.wrapping_add(1);
-            if spins % 64 == 0 {
+            if spins.is_multiple_of(64) {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -268,7 +268,7 @@ impl Placement {
 
     /// Address of the first byte modulo 8, for the alignment rule of atomics.
     pub fn misaligned(&self) -> bool {
-        (self.region.start + self.offset) % 8 != 0
+        !(self.region.start + self.offset).is_multiple_of(8)
     }
 }
 

@@ -86,6 +86,14 @@ impl RecvQueue {
         }
     }
 
+    /// Whether no receive is posted.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::Own { requests, .. } => requests.is_empty(),
+            Self::Shared(srq) => srq.is_empty(),
+        }
+    }
+
     /// Whether receives are shared.
     pub fn is_shared(&self) -> bool {
         matches!(self, Self::Shared(_))

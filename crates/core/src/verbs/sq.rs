@@ -35,8 +35,6 @@ pub struct Posted {
     pub seq: (u32, u32),
     /// Message sequence numbers of queues 0 and 1 before it, to go back to when it must be sent again.
     pub msn_before: (u32, u32),
-    /// Stream position behind its last byte.
-    pub end: u64,
     /// Answers (Read Responses, Atomic Responses) that it still waits for.
     pub answers: u32,
     /// Bytes that it moved, for its completion.
@@ -45,8 +43,8 @@ pub struct Posted {
     pub rnr_tries: u8,
     /// Messages at its front that the peer has done already, when it is sent again.
     pub skip: u32,
-    /// What went wrong with it.
-    pub failed: Option<Status>,
+    /// What went wrong with it on our side, in numbers and for the log; told when all before it have completed.
+    pub failed: Option<(Status, &'static str)>,
 }
 
 /// The send queue.
@@ -57,6 +55,8 @@ pub struct SendQueue {
     front: u64,
     /// Number of the first request that was not taken.
     next: u64,
+    /// A request that was taken has failed: none behind it is.
+    blocked: bool,
     max_wr: u32,
     max_sge: u32,
     max_inline: u32,
@@ -69,6 +69,7 @@ impl SendQueue {
             posted: VecDeque::new(),
             front: 0,
             next: 0,
+            blocked: false,
             max_wr,
             max_sge,
             max_inline,
@@ -94,7 +95,6 @@ impl SendQueue {
             phase: Phase::Queued,
             seq: (0, 0),
             msn_before: (0, 0),
-            end: 0,
             answers: 0,
             bytes: 0,
             rnr_tries: 0,
@@ -106,6 +106,9 @@ impl SendQueue {
 
     /// The next request to take, and its number.
     pub fn peek(&mut self) -> Option<(u64, &mut Posted)> {
+        if self.blocked {
+            return None;
+        }
         let number = self.next;
         let at = usize::try_from(number - self.front).ok()?;
         self.posted.get_mut(at).map(|p| (number, p))
@@ -133,10 +136,26 @@ impl SendQueue {
             .map(move |(i, p)| (front + i as u64, p))
     }
 
-    /// Removes the front request if it is done.
+    /// Request `number`, which was taken, cannot be done by us. It fails when all before it have retired.
+    pub fn fail(&mut self, number: u64, status: Status, why: &'static str) {
+        if let Some(posted) = self.get_mut(number) {
+            posted.failed = Some((status, why));
+            posted.phase = Phase::Done;
+            posted.answers = 0;
+            self.blocked = true;
+        }
+    }
+
+    /// What went wrong with the front request, when its turn has come to say so.
+    pub fn front_failed(&self) -> Option<&'static str> {
+        let first = self.posted.front()?;
+        first.failed.map(|(_, why)| why)
+    }
+
+    /// Removes the front request if it is done and did not fail.
     pub fn retire(&mut self) -> Option<Posted> {
         let first = self.posted.front()?;
-        if first.phase != Phase::Done {
+        if first.phase != Phase::Done || first.failed.is_some() {
             return None;
         }
         self.pop()
@@ -156,10 +175,19 @@ impl SendQueue {
             return;
         }
         self.next = number;
+        self.blocked = false;
         let from = usize::try_from(number - self.front).unwrap_or(0);
         for posted in self.posted.iter_mut().skip(from) {
+            // A bind or invalidate is no message: the peer did not drop it, and it cannot be done twice.
+            if posted.phase == Phase::Done
+                && posted.failed.is_none()
+                && posted.request.op.is_local()
+            {
+                continue;
+            }
             posted.phase = Phase::Queued;
             posted.answers = 0;
+            posted.failed = None;
         }
     }
 
@@ -187,6 +215,7 @@ impl SendQueue {
     pub fn clear(&mut self) {
         self.front += self.posted.len() as u64;
         self.next = self.front;
+        self.blocked = false;
         self.posted.clear();
     }
 

@@ -103,6 +103,11 @@ impl Srq {
         Ok(due)
     }
 
+    /// Whether no receive is posted.
+    pub fn is_empty(&self) -> bool {
+        self.state().requests.is_empty()
+    }
+
     /// (`max_wr`, `max_sge`, `srq_limit`).
     pub fn attributes(&self) -> (u32, u32, u32) {
         let state = self.state();

@@ -127,6 +127,11 @@ pub struct Bind {
 }
 
 impl Op {
+    /// Whether the operation is done here, without a message to the peer.
+    pub fn is_local(&self) -> bool {
+        matches!(self, Self::LocalInvalidate { .. } | Self::Bind(_))
+    }
+
     /// Whether the operation waits for an answer of the peer in an ORD slot.
     pub fn is_read_or_atomic(&self) -> bool {
         matches!(

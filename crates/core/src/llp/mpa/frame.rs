@@ -8,6 +8,7 @@
 //! ```
 
 use super::crc::Crc32c;
+use super::marker::{INTERVAL, MARKER};
 use crate::bounds;
 use crate::ddp::tx::{Segment, Source};
 use crate::verbs::mr::{Memory, Placement};
@@ -262,6 +263,16 @@ pub fn mulpdu(emss: usize) -> usize {
         .clamp(bounds::MULPDU_MIN, bounds::MULPDU_ANYWARP)
 }
 
+/// MULPDU with markers, from the one without them (RFC 5044 §5).
+///
+/// It stays below the size from which payload is sent by reference, since markers cut it anyhow.
+pub fn mulpdu_between_markers(mulpdu: usize) -> usize {
+    let markers = (mulpdu + 6 + 3).div_ceil(INTERVAL);
+    mulpdu
+        .saturating_sub(MARKER * markers)
+        .clamp(bounds::MULPDU_MIN, bounds::COPY_LIMIT)
+}
+
 #[cfg(test)]
 mod tests {
     use smallvec::SmallVec;
@@ -316,5 +327,19 @@ mod tests {
         ] {
             assert_eq!(mulpdu(emss), want);
         }
+    }
+
+    #[test]
+    fn mulpdu_of_the_sheets_segment_sizes_with_markers() {
+        for (emss, want) in [
+            (536, 522),
+            (1448, 1430),
+            (1460, 1442),
+            (8948, 8870),
+            (8960, 8882),
+        ] {
+            assert_eq!(mulpdu_between_markers(mulpdu(emss)), want);
+        }
+        assert!(mulpdu_between_markers(bounds::MULPDU_ANYWARP) <= bounds::COPY_LIMIT);
     }
 }
