@@ -61,6 +61,17 @@ macro_rules! entry {
     };
 }
 
+/// Runs the body of a function that C calls through a pointer; after a panic gives `on_panic`.
+pub(crate) fn guard<T>(on_panic: T, body: impl FnOnce() -> T) -> T {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
+        Ok(value) => value,
+        Err(payload) => {
+            panicked("", payload);
+            on_panic
+        }
+    }
+}
+
 /// Sets the caller's `errno`.
 pub fn set_errno(errno: c_int) {
     // SAFETY: the C library gives every thread a valid place for its errno.

@@ -1,9 +1,11 @@
 //! System calls that the safe wrappers do not cover: one of the files where `unsafe` lives.
 
 use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use anywarp_core::datagram::TxDatagram;
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
 use anywarp_core::verbs::mr::{Pinned, Placement};
 use smallvec::SmallVec;
@@ -153,78 +155,339 @@ fn empty_msghdr() -> libc::msghdr {
     unsafe { std::mem::zeroed() }
 }
 
-/// A buffer of a datagram that was received: its bytes, where it came from, where it was sent to.
-#[derive(Debug)]
+/// A datagram that was received: its bytes, where it came from, where it was sent to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram {
+    /// Where in the buffer its bytes are.
+    pub at: usize,
     /// Bytes.
     pub len: usize,
     /// Source.
-    pub from: std::net::SocketAddr,
+    pub from: SocketAddr,
+    /// Our address that it was sent to, where the socket tells (`IP_PKTINFO`).
+    pub to: Option<IpAddr>,
+    /// Hop limit or time to live, where the socket tells; else 64.
+    pub hop_limit: u8,
+    /// Traffic class or type of service, where the socket tells.
+    pub traffic_class: u8,
     /// Bytes of one datagram in a run that the kernel coalesced (GRO); 0: a single one.
     pub segment: usize,
 }
 
-/// Receives one datagram, or a run of equal ones when the socket coalesces.
-pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
-    // SAFETY: all-zero is a valid sockaddr_storage.
-    let mut name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
-    let mut control = [0_u64; 16];
-    let mut iov = libc::iovec {
-        iov_base: buffer.as_mut_ptr().cast(),
-        iov_len: buffer.len(),
-    };
-    let mut msg = empty_msghdr();
-    msg.msg_name = (&raw mut name).cast();
-    msg.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
-    msg.msg_iov = &raw mut iov;
-    msg.msg_iovlen = 1;
-    msg.msg_control = control.as_mut_ptr().cast();
-    msg.msg_controllen = size_of_val(&control) as _;
-    // SAFETY: every pointer in `msg` is to a local that outlives the call, with its true length.
+/// Datagrams, or runs of them, that one system call receives or sends at most.
+pub const DATAGRAMS: usize = 16;
+/// Words of control data of one datagram: address, hop limit, traffic class and segment size need 14.
+const CONTROL: usize = 16;
+
+/// Receives what waits, each datagram (or run of equal ones, when the socket coalesces) in its own `slot` bytes of
+/// `buffer`. What is longer than its slot is cut.
+pub fn receive_datagrams(
+    fd: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    slot: usize,
+    out: &mut SmallVec<[Datagram; DATAGRAMS]>,
+) -> Result<(), Io> {
+    // SAFETY: all-zero is valid for these plain C structures.
+    let mut names: [libc::sockaddr_storage; DATAGRAMS] = unsafe { std::mem::zeroed() };
+    let mut controls = [[0_u64; CONTROL]; DATAGRAMS];
+    let mut iov: SmallVec<[libc::iovec; DATAGRAMS]> = SmallVec::new();
+    let mut msgs: SmallVec<[libc::mmsghdr; DATAGRAMS]> = SmallVec::new();
+    for room in buffer.chunks_exact_mut(slot.max(1)).take(DATAGRAMS) {
+        iov.push(libc::iovec {
+            iov_base: room.as_mut_ptr().cast(),
+            iov_len: room.len(),
+        });
+    }
+    for ((iov, name), control) in iov.iter_mut().zip(&mut names).zip(&mut controls) {
+        let mut msg = empty_msghdr();
+        msg.msg_name = (&raw mut *name).cast();
+        msg.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
+        msg.msg_iov = &raw mut *iov;
+        msg.msg_iovlen = 1;
+        msg.msg_control = control.as_mut_ptr().cast();
+        msg.msg_controllen = size_of_val(control) as _;
+        msgs.push(libc::mmsghdr {
+            msg_hdr: msg,
+            msg_len: 0,
+        });
+    }
+    // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its length.
     let n = unsafe {
         libc::syscall(
-            libc::SYS_recvmsg,
+            libc::SYS_recvmmsg,
             fd.as_raw_fd(),
-            &raw mut msg,
+            msgs.as_mut_ptr(),
+            msgs.len(),
             libc::MSG_DONTWAIT,
+            std::ptr::null_mut::<libc::timespec>(),
         )
     };
-    let Ok(len) = usize::try_from(n) else {
+    let Ok(n) = usize::try_from(n) else {
         return Err(failed());
     };
-    let mut segment = 0;
-    // SAFETY: `msg` describes `control`, which the kernel filled; the macros stay inside it.
-    let mut c = unsafe { libc::CMSG_FIRSTHDR(&raw const msg) };
+    for (i, (msg, name)) in msgs.iter().zip(&names).take(n).enumerate() {
+        // A source that is no IP address cannot be: skip it.
+        let Some(from) = address(name) else { continue };
+        let mut datagram = Datagram {
+            at: i * slot,
+            len: slot.min(msg.msg_len as usize),
+            from,
+            to: None,
+            hop_limit: 64,
+            traffic_class: 0,
+            segment: 0,
+        };
+        read_control(&msg.msg_hdr, &mut datagram);
+        out.push(datagram);
+    }
+    Ok(())
+}
+
+/// Receives one datagram, or a run of equal ones when the socket coalesces.
+pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
+    let mut out = SmallVec::new();
+    let len = buffer.len();
+    receive_datagrams(fd, buffer, len, &mut out)?;
+    out.pop().ok_or(Io::WouldBlock)
+}
+
+/// Takes what the kernel says of a datagram beside its bytes.
+fn read_control(msg: &libc::msghdr, datagram: &mut Datagram) {
+    let int = |c: *mut libc::cmsghdr| {
+        // SAFETY: called for kinds behind whose header the kernel puts an int.
+        unsafe { libc::CMSG_DATA(c).cast::<libc::c_int>().read_unaligned() }
+    };
+    let byte = |n: libc::c_int| u8::try_from(n & 0xff).unwrap_or(0);
+    // SAFETY: `msg` describes a control buffer that the kernel filled; the macros stay inside it.
+    let mut c = unsafe { libc::CMSG_FIRSTHDR(msg) };
     while !c.is_null() {
-        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give null or a header inside `control`.
-        let head = unsafe { *c };
-        if head.cmsg_level == libc::SOL_UDP && head.cmsg_type == libc::UDP_GRO {
-            // SAFETY: the kernel puts an int behind a UDP_GRO header.
-            let size = unsafe { libc::CMSG_DATA(c).cast::<libc::c_int>().read_unaligned() };
-            segment = usize::try_from(size).unwrap_or(0);
+        // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR give null or a header inside the buffer.
+        let head = unsafe { c.read_unaligned() };
+        match (head.cmsg_level, head.cmsg_type) {
+            (libc::SOL_UDP, libc::UDP_GRO) => {
+                datagram.segment = usize::try_from(int(c)).unwrap_or(0);
+            }
+            (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
+                // SAFETY: the kernel puts this structure behind such a header.
+                let info = unsafe {
+                    libc::CMSG_DATA(c)
+                        .cast::<libc::in_pktinfo>()
+                        .read_unaligned()
+                };
+                datagram.to = Some(Ipv4Addr::from(u32::from_be(info.ipi_addr.s_addr)).into());
+            }
+            (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
+                // SAFETY: the kernel puts this structure behind such a header.
+                let info = unsafe {
+                    libc::CMSG_DATA(c)
+                        .cast::<libc::in6_pktinfo>()
+                        .read_unaligned()
+                };
+                datagram.to = Some(Ipv6Addr::from(info.ipi6_addr.s6_addr).to_canonical());
+            }
+            (libc::IPPROTO_IP, libc::IP_TTL) | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
+                datagram.hop_limit = byte(int(c));
+            }
+            (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => datagram.traffic_class = byte(int(c)),
+            (libc::IPPROTO_IP, libc::IP_TOS) => {
+                // SAFETY: behind this header the kernel puts one byte.
+                datagram.traffic_class = unsafe { libc::CMSG_DATA(c).read() };
+            }
+            _ => {}
         }
         // SAFETY: as above.
-        c = unsafe { libc::CMSG_NXTHDR(&raw const msg, c) };
+        c = unsafe { libc::CMSG_NXTHDR(msg, c) };
     }
-    let from = address(&name).ok_or(Io::WouldBlock)?;
-    Ok(Datagram { len, from, segment })
+}
+
+/// Datagrams to one destination that go to the kernel as one.
+#[derive(Debug)]
+pub struct Run<'a> {
+    /// They have the same destination; all but the last have the same length, and the last is not longer.
+    pub datagrams: &'a [TxDatagram],
+    /// Our address to send from.
+    pub from: Option<IpAddr>,
+}
+
+/// Control data to send with.
+struct Control {
+    words: [u64; CONTROL],
+    len: usize,
+}
+
+impl Control {
+    fn push<T: Copy>(&mut self, level: libc::c_int, kind: libc::c_int, value: T) {
+        let size = size_of::<T>() as libc::c_uint;
+        // SAFETY: these two only compute.
+        let (len, space) = unsafe { (libc::CMSG_LEN(size), libc::CMSG_SPACE(size)) };
+        if self.len + space as usize > size_of_val(&self.words) {
+            return;
+        }
+        // SAFETY: `len + space` bytes are inside `words`, checked above.
+        let at = unsafe { self.words.as_mut_ptr().cast::<u8>().add(self.len) };
+        // SAFETY: all-zero is a valid header.
+        let mut head: libc::cmsghdr = unsafe { std::mem::zeroed() };
+        head.cmsg_len = len as _;
+        head.cmsg_level = level;
+        head.cmsg_type = kind;
+        // SAFETY: a header and the value behind it take at most `space` bytes.
+        unsafe { at.cast::<libc::cmsghdr>().write_unaligned(head) };
+        // SAFETY: CMSG_LEN(0) is where the value starts.
+        let data = unsafe { at.add(libc::CMSG_LEN(0) as usize) };
+        // SAFETY: as above.
+        unsafe { data.cast::<T>().write_unaligned(value) };
+        self.len += space as usize;
+    }
+
+    fn of(run: &Run<'_>, first: &TxDatagram) -> Self {
+        let mut control = Self {
+            words: [0; CONTROL],
+            len: 0,
+        };
+        let hops = libc::c_int::from(first.hop_limit);
+        let class = libc::c_int::from(first.traffic_class);
+        match first.to.ip().to_canonical() {
+            IpAddr::V4(_) => {
+                if let Some(IpAddr::V4(from)) = run.from {
+                    let addr = |ip: Ipv4Addr| libc::in_addr {
+                        s_addr: u32::from(ip).to_be(),
+                    };
+                    let info = libc::in_pktinfo {
+                        ipi_ifindex: 0,
+                        ipi_spec_dst: addr(from),
+                        ipi_addr: addr(Ipv4Addr::UNSPECIFIED),
+                    };
+                    control.push(libc::IPPROTO_IP, libc::IP_PKTINFO, info);
+                }
+                if hops != 0 {
+                    control.push(libc::IPPROTO_IP, libc::IP_TTL, hops);
+                }
+                if class != 0 {
+                    control.push(libc::IPPROTO_IP, libc::IP_TOS, class);
+                }
+            }
+            IpAddr::V6(_) => {
+                if let Some(IpAddr::V6(from)) = run.from {
+                    let info = libc::in6_pktinfo {
+                        ipi6_addr: libc::in6_addr {
+                            s6_addr: from.octets(),
+                        },
+                        ipi6_ifindex: 0,
+                    };
+                    control.push(libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, info);
+                }
+                if hops != 0 {
+                    control.push(libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT, hops);
+                }
+                if class != 0 {
+                    control.push(libc::IPPROTO_IPV6, libc::IPV6_TCLASS, class);
+                }
+            }
+        }
+        if run.datagrams.len() > 1 {
+            let segment = u16::try_from(first.bytes.len()).unwrap_or(u16::MAX);
+            control.push(libc::SOL_UDP, libc::UDP_SEGMENT, segment);
+        }
+        control
+    }
+}
+
+/// Sends up to [`DATAGRAMS`] runs; returns how many the kernel took.
+pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
+    let mut names: SmallVec<[(libc::sockaddr_storage, libc::socklen_t); DATAGRAMS]> =
+        SmallVec::new();
+    let mut controls: SmallVec<[Control; DATAGRAMS]> = SmallVec::new();
+    let mut iov: SmallVec<[libc::iovec; 64]> = SmallVec::new();
+    let mut starts: SmallVec<[(usize, usize); DATAGRAMS]> = SmallVec::new();
+    for run in runs.iter().take(DATAGRAMS) {
+        let Some(first) = run.datagrams.first() else {
+            break;
+        };
+        names.push(storage(first.to, ipv6));
+        controls.push(Control::of(run, first));
+        starts.push((iov.len(), run.datagrams.len()));
+        iov.extend(run.datagrams.iter().map(|d| libc::iovec {
+            iov_base: d.bytes.as_ptr().cast_mut().cast(),
+            iov_len: d.bytes.len(),
+        }));
+    }
+    let mut msgs: SmallVec<[libc::mmsghdr; DATAGRAMS]> = SmallVec::new();
+    for ((name, control), (start, len)) in names.iter_mut().zip(&mut controls).zip(starts) {
+        let mut msg = empty_msghdr();
+        msg.msg_name = (&raw mut name.0).cast();
+        msg.msg_namelen = name.1;
+        msg.msg_iov = iov
+            .get_mut(start..)
+            .map_or(std::ptr::null_mut(), <[_]>::as_mut_ptr);
+        msg.msg_iovlen = len as _;
+        if control.len > 0 {
+            msg.msg_control = control.words.as_mut_ptr().cast();
+            msg.msg_controllen = control.len as _;
+        }
+        msgs.push(libc::mmsghdr {
+            msg_hdr: msg,
+            msg_len: 0,
+        });
+    }
+    // SAFETY: every pointer in `msgs` is to a local or to bytes that `runs` borrows, with its length; the kernel only
+    // reads them.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_sendmmsg,
+            fd.as_raw_fd(),
+            msgs.as_mut_ptr(),
+            msgs.len(),
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+        )
+    };
+    usize::try_from(n).map_err(|_| failed())
+}
+
+/// A socket address as the kernel takes it; on an IPv6 socket IPv4 is mapped.
+fn storage(addr: SocketAddr, ipv6: bool) -> (libc::sockaddr_storage, libc::socklen_t) {
+    // SAFETY: all-zero is a valid sockaddr_storage.
+    let mut out: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let at: *mut libc::sockaddr_storage = &raw mut out;
+    let (v6, scope) = match (addr, ipv6) {
+        (SocketAddr::V4(v4), false) => {
+            // SAFETY: all-zero is a valid address.
+            let mut name: libc::sockaddr_in = unsafe { std::mem::zeroed() };
+            name.sin_family = libc::AF_INET as _;
+            name.sin_port = v4.port().to_be();
+            name.sin_addr.s_addr = u32::from(*v4.ip()).to_be();
+            // SAFETY: a sockaddr_storage is large and aligned enough for every address.
+            unsafe { at.cast::<libc::sockaddr_in>().write(name) };
+            return (out, size_of::<libc::sockaddr_in>() as libc::socklen_t);
+        }
+        (SocketAddr::V4(v4), true) => (v4.ip().to_ipv6_mapped(), 0),
+        (SocketAddr::V6(v6), _) => (*v6.ip(), v6.scope_id()),
+    };
+    // SAFETY: all-zero is a valid address.
+    let mut name: libc::sockaddr_in6 = unsafe { std::mem::zeroed() };
+    name.sin6_family = libc::AF_INET6 as _;
+    name.sin6_port = addr.port().to_be();
+    name.sin6_addr.s6_addr = v6.octets();
+    name.sin6_scope_id = scope;
+    // SAFETY: as above.
+    unsafe { at.cast::<libc::sockaddr_in6>().write(name) };
+    (out, size_of::<libc::sockaddr_in6>() as libc::socklen_t)
 }
 
 /// The socket address in a `sockaddr_storage`, for IPv4 and IPv6.
-fn address(name: &libc::sockaddr_storage) -> Option<std::net::SocketAddr> {
+fn address(name: &libc::sockaddr_storage) -> Option<SocketAddr> {
     let at: *const libc::sockaddr_storage = name;
     match i32::from(name.ss_family) {
         libc::AF_INET => {
             // SAFETY: a sockaddr_storage is large and aligned enough for every address, and the family says which.
             let a = unsafe { at.cast::<libc::sockaddr_in>().read() };
-            let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+            let ip = Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
             Some((ip, u16::from_be(a.sin_port)).into())
         }
         libc::AF_INET6 => {
             // SAFETY: as above.
             let a = unsafe { at.cast::<libc::sockaddr_in6>().read() };
-            let ip = std::net::Ipv6Addr::from(a.sin6_addr.s6_addr);
-            Some(std::net::SocketAddr::V6(std::net::SocketAddrV6::new(
+            let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
+            Some(SocketAddr::V6(std::net::SocketAddrV6::new(
                 ip,
                 u16::from_be(a.sin6_port),
                 0,
@@ -270,13 +533,13 @@ pub fn get_option(fd: BorrowedFd<'_>, level: i32, name: i32) -> Option<i32> {
 /// Joins or leaves a multicast group on the interface that has `local`.
 pub fn multicast(
     fd: BorrowedFd<'_>,
-    group: std::net::IpAddr,
-    local: std::net::IpAddr,
+    group: IpAddr,
+    local: IpAddr,
     interface: u32,
     join: bool,
 ) -> bool {
     match (group, local) {
-        (std::net::IpAddr::V4(group), std::net::IpAddr::V4(local)) => {
+        (IpAddr::V4(group), IpAddr::V4(local)) => {
             let what = libc::ip_mreqn {
                 imr_multiaddr: libc::in_addr {
                     s_addr: u32::from(group).to_be(),
@@ -303,7 +566,7 @@ pub fn multicast(
             };
             r == 0
         }
-        (std::net::IpAddr::V6(group), _) => {
+        (IpAddr::V6(group), _) => {
             let what = libc::ipv6_mreq {
                 ipv6mr_multiaddr: libc::in6_addr {
                     s6_addr: group.octets(),
@@ -332,9 +595,9 @@ pub fn multicast(
 }
 
 /// Where multicast goes out.
-pub fn multicast_interface(fd: BorrowedFd<'_>, local: std::net::IpAddr, interface: u32) -> bool {
+pub fn multicast_interface(fd: BorrowedFd<'_>, local: IpAddr, interface: u32) -> bool {
     match local {
-        std::net::IpAddr::V4(local) => {
+        IpAddr::V4(local) => {
             let what = libc::ip_mreqn {
                 imr_multiaddr: libc::in_addr { s_addr: 0 },
                 imr_address: libc::in_addr {
@@ -354,7 +617,7 @@ pub fn multicast_interface(fd: BorrowedFd<'_>, local: std::net::IpAddr, interfac
             };
             r == 0
         }
-        std::net::IpAddr::V6(_) => set_option(
+        IpAddr::V6(_) => set_option(
             fd,
             libc::IPPROTO_IPV6,
             libc::IPV6_MULTICAST_IF,
@@ -371,7 +634,7 @@ pub struct HostAddress {
     /// Interface index.
     pub index: u32,
     /// The address.
-    pub ip: std::net::IpAddr,
+    pub ip: IpAddr,
     /// The interface is up.
     pub up: bool,
     /// It is a loopback interface.

@@ -272,3 +272,91 @@ impl SharedReceive {
         Ok(())
     }
 }
+
+/// A queue pair of any kind.
+#[derive(Debug, Clone)]
+pub enum QueuePair {
+    /// Reliable.
+    Rc(Arc<crate::qp::RcQp>),
+}
+
+/// What to say of work that was refused: its place in the list and why.
+pub type Refused = (usize, Misuse);
+
+impl QueuePair {
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        match self {
+            Self::Rc(qp) => qp.number,
+        }
+    }
+
+    /// Address of its C object.
+    pub fn cookie(&self) -> &AtomicUsize {
+        match self {
+            Self::Rc(qp) => &qp.cookie,
+        }
+    }
+
+    /// Posts send requests until one is refused.
+    pub fn post_send(
+        &self,
+        requests: impl Iterator<Item = Result<anywarp_core::verbs::wr::WorkRequest, Misuse>>,
+    ) -> Result<(), Refused> {
+        match self {
+            Self::Rc(qp) => qp.post_send(requests),
+        }
+    }
+
+    /// Posts receives until one is refused.
+    pub fn post_recv(
+        &self,
+        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+    ) -> Result<(), Refused> {
+        match self {
+            Self::Rc(qp) => qp.post_recv(requests),
+        }
+    }
+
+    /// State and attributes.
+    pub fn query(
+        &self,
+    ) -> (
+        anywarp_core::verbs::qp::State,
+        anywarp_core::verbs::qp::Attr,
+    ) {
+        match self {
+            Self::Rc(qp) => qp.query(),
+        }
+    }
+
+    /// Changes attributes and state.
+    pub fn modify(
+        &self,
+        given: u32,
+        next: Option<anywarp_core::verbs::qp::State>,
+        assumed: Option<anywarp_core::verbs::qp::State>,
+        attr: &anywarp_core::verbs::qp::Attr,
+        route: Option<crate::qp::Route>,
+    ) -> Result<(), Misuse> {
+        match self {
+            Self::Rc(qp) => qp.modify(given, next, assumed, attr, route),
+        }
+    }
+
+    /// The queue pair goes away.
+    pub fn destroy(&self) {
+        match self {
+            Self::Rc(qp) => qp.destroy(),
+        }
+    }
+
+    /// Joins or leaves a multicast group (`ibv_attach_mcast(3)`).
+    pub fn multicast(&self, _group: std::net::IpAddr, _join: bool) -> Result<(), Misuse> {
+        match self {
+            Self::Rc(_) => Err(Misuse::InvalidArgument(
+                "multicast on a connected queue pair",
+            )),
+        }
+    }
+}

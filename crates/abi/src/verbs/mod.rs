@@ -1,8 +1,15 @@
 //! libibverbs: types, entry points, and what the header's inline functions call.
 
+pub mod device;
+pub mod extended;
 pub mod host;
 pub mod kern;
+pub mod memory;
+mod object;
+pub mod ops;
 pub mod private;
+pub mod qp;
+pub mod queue;
 pub mod rate;
 pub mod text;
 pub mod types;

@@ -1,0 +1,188 @@
+//! C objects and the engine's objects behind them.
+//!
+//! Each object that a program holds begins with the struct of the header, so that its address serves as the C pointer;
+//! what is ours follows. It is made by [`into_c`] and ends in [`from_c`].
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::pd::Pd;
+use anywarp_engine::channel::Channel;
+use anywarp_engine::device::Context;
+use anywarp_engine::verbs::{CompletionQueue, MemoryRegion, QueuePair, SharedReceive};
+
+use super::types::*;
+
+/// An opened device: what the program sees is the `context` at the end of `c`.
+#[repr(C)]
+pub(crate) struct ContextObject {
+    pub(crate) c: verbs_context,
+    pub(crate) engine: Arc<Context>,
+}
+
+impl ContextObject {
+    /// The object around a context that `ibv_open_device` gave.
+    ///
+    /// # Safety
+    /// `context` came from there and was not closed.
+    pub(crate) unsafe fn of<'a>(context: *mut ibv_context) -> &'a Self {
+        let at = std::mem::offset_of!(Self, c) + std::mem::offset_of!(verbs_context, context);
+        // SAFETY: the context lies `at` bytes into its object (caller's promise), which lives.
+        unsafe { &*context.cast::<u8>().sub(at).cast::<Self>() }
+    }
+}
+
+/// A protection domain.
+#[repr(C)]
+pub(crate) struct PdObject {
+    pub(crate) c: ibv_pd,
+    pub(crate) engine: Arc<Pd>,
+}
+
+/// A memory region.
+#[repr(C)]
+pub(crate) struct MrObject {
+    pub(crate) c: ibv_mr,
+    pub(crate) engine: MemoryRegion,
+}
+
+/// A memory window.
+#[repr(C)]
+pub(crate) struct MwObject {
+    pub(crate) c: ibv_mw,
+    pub(crate) pd: Arc<Pd>,
+}
+
+/// An address handle.
+#[repr(C)]
+pub(crate) struct AhObject {
+    pub(crate) c: ibv_ah,
+    pub(crate) ip: std::net::IpAddr,
+    pub(crate) hop_limit: u8,
+    pub(crate) traffic_class: u8,
+    pub(crate) pd: Arc<Pd>,
+}
+
+/// A completion channel.
+#[repr(C)]
+pub(crate) struct ChannelObject {
+    pub(crate) c: ibv_comp_channel,
+    pub(crate) engine: Arc<Channel<usize>>,
+    pub(crate) users: std::sync::atomic::AtomicUsize,
+}
+
+/// Events that were handed to the program, and those that it acknowledged: an object may only go when they are equal.
+#[derive(Debug, Default)]
+pub(crate) struct Acks {
+    counts: Mutex<(u64, u64)>,
+    changed: Condvar,
+}
+
+impl Acks {
+    pub(crate) fn delivered(&self) {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
+    }
+
+    pub(crate) fn acknowledged(&self, n: u64) {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner).1 += n;
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn wait(&self) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        while counts.0 > counts.1 {
+            counts = self
+                .changed
+                .wait(counts)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// A completion queue.
+#[repr(C)]
+pub(crate) struct CqObject {
+    pub(crate) c: ibv_cq_ex,
+    pub(crate) engine: Arc<CompletionQueue>,
+    pub(crate) comp_acks: Acks,
+    pub(crate) async_acks: Acks,
+    pub(crate) users: std::sync::atomic::AtomicUsize,
+    /// The completion that the extended interface shows.
+    pub(crate) current: std::cell::UnsafeCell<Option<super::extended::Shown>>,
+}
+
+/// A shared receive queue.
+#[repr(C)]
+pub(crate) struct SrqObject {
+    pub(crate) c: ibv_srq,
+    pub(crate) engine: Arc<SharedReceive>,
+    pub(crate) pd: Arc<Pd>,
+    pub(crate) acks: Acks,
+    pub(crate) users: std::sync::atomic::AtomicUsize,
+}
+
+/// A queue pair.
+#[repr(C)]
+pub(crate) struct QpObject {
+    pub(crate) c: ibv_qp_ex,
+    pub(crate) engine: QueuePair,
+    pub(crate) pd: Arc<Pd>,
+    pub(crate) acks: Acks,
+    pub(crate) init: Mutex<ibv_qp_init_attr>,
+    pub(crate) ah: Mutex<ibv_ah_attr>,
+    /// Requests of a `wr_start` … `wr_complete` bracket.
+    pub(crate) builder: Mutex<super::extended::Builder>,
+    /// Wrote extended operations: `ibv_qp_to_qp_ex` may be used.
+    pub(crate) extended: bool,
+}
+
+// SAFETY: the C structs hold pointers that the program shares between threads as it sees fit; what is ours behind them
+// is behind locks. `init` holds such pointers too and is only copied.
+unsafe impl Sync for QpObject {}
+// SAFETY: as above.
+unsafe impl Send for QpObject {}
+
+/// Gives an object to the program.
+pub(crate) fn into_c<T, C>(object: T) -> *mut C {
+    Box::into_raw(Box::new(object)).cast()
+}
+
+/// Looks at the object behind a C pointer.
+///
+/// # Safety
+/// `pointer` came from [`into_c`] for this `T` and was not given back.
+pub(crate) unsafe fn of<'a, T, C>(pointer: *mut C) -> &'a T {
+    // SAFETY: the caller's promise.
+    unsafe { &*pointer.cast::<T>() }
+}
+
+/// Takes an object back from the program.
+///
+/// # Safety
+/// As for [`of`], and the program does not use it any more.
+pub(crate) unsafe fn from_c<T, C>(pointer: *mut C) -> Box<T> {
+    // SAFETY: the caller's promise.
+    unsafe { Box::from_raw(pointer.cast::<T>()) }
+}
+
+/// The errno of a misuse; logged, so that a person sees which rule it was.
+pub(crate) fn misuse(call: &str, e: &Misuse) -> i32 {
+    if anywarp_engine::log::wants(anywarp_engine::log::Level::Warn) {
+        anywarp_engine::log::write(
+            anywarp_engine::log::Level::Warn,
+            format_args!("{call}: {e}"),
+        );
+    }
+    e.errno()
+}
+
+/// The errno of an I/O error.
+pub(crate) fn os_errno(e: &std::io::Error) -> i32 {
+    e.raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// Notes that a C object has this address.
+pub(crate) fn set_cookie<C>(cookie: &std::sync::atomic::AtomicUsize, pointer: *mut C) {
+    cookie.store(pointer.expose_provenance(), Ordering::Release);
+}

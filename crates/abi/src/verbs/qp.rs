@@ -1,0 +1,436 @@
+//! Queue pairs: create, modify, query, destroy; multicast.
+
+use std::ffi::c_int;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anywarp_core::connection::Parts;
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
+use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_engine::qp::{RcQp, Route};
+use anywarp_engine::verbs::QueuePair;
+
+use super::device::{forget_events, gid_ip, own_ip};
+use super::extended::{self, Builder};
+use super::memory::remote_ip;
+use super::object::{
+    Acks, ContextObject, CqObject, PdObject, QpObject, SrqObject, from_c, into_c, misuse, of,
+    os_errno, set_cookie,
+};
+use super::types::*;
+use crate::{entry, fail};
+
+/// Makes a queue pair for C.
+///
+/// # Safety
+/// `pd` and the queues of `init` live.
+unsafe fn create(
+    pd: *mut ibv_pd,
+    init: &mut ibv_qp_init_attr,
+    send_ops: Option<u64>,
+) -> Result<*mut ibv_qp, i32> {
+    if pd.is_null() || init.send_cq.is_null() || init.recv_cq.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: lives (caller's promise).
+    let domain = unsafe { of::<PdObject, _>(pd) };
+    // SAFETY: its context is open while it lives.
+    let context = unsafe { ContextObject::of(domain.c.context) };
+    // SAFETY: they live (caller's promise).
+    let (send_cq, recv_cq) = unsafe {
+        (
+            of::<CqObject, _>(init.send_cq),
+            of::<CqObject, _>(init.recv_cq),
+        )
+    };
+    // SAFETY: not null, so it lives (caller's promise).
+    let srq = (!init.srq.is_null()).then(|| unsafe { of::<SrqObject, _>(init.srq) });
+    let capacity = Capacity {
+        max_send_wr: init.cap.max_send_wr,
+        max_recv_wr: if srq.is_some() {
+            0
+        } else {
+            init.cap.max_recv_wr
+        },
+        max_send_sge: init.cap.max_send_sge,
+        max_recv_sge: if srq.is_some() {
+            0
+        } else {
+            init.cap.max_recv_sge
+        },
+        max_inline: init.cap.max_inline_data,
+    };
+    capacity.check().map_err(|e| misuse("ibv_create_qp", &e))?;
+    let rq = match srq {
+        Some(srq) => RecvQueue::Shared(Arc::clone(&srq.engine.core)),
+        None => RecvQueue::Own {
+            requests: std::collections::VecDeque::new(),
+            max_wr: capacity.max_recv_wr,
+            max_sge: capacity.max_recv_sge,
+        },
+    };
+    let parts = |qpn| Parts {
+        rnic: Arc::clone(&context.engine.engine.rnic),
+        qpn,
+        pd: domain.engine.id(),
+        send_cq: Arc::clone(&send_cq.engine.core),
+        recv_cq: Arc::clone(&recv_cq.engine.core),
+        rq,
+        capacity,
+        sig_all: init.sq_sig_all != 0,
+    };
+    let srq_cookie = srq.map(|s| Arc::clone(&s.engine.cookie));
+    let engine = match init.qp_type {
+        IBV_QPT_RC => {
+            QueuePair::Rc(RcQp::new(&context.engine, srq_cookie, parts).map_err(|e| os_errno(&e))?)
+        }
+        _ => {
+            return Err(misuse(
+                "ibv_create_qp",
+                &Misuse::Unsupported("this type of queue pair"),
+            ));
+        }
+    };
+    domain.engine.enter();
+    send_cq.users.fetch_add(1, Ordering::AcqRel);
+    recv_cq.users.fetch_add(1, Ordering::AcqRel);
+    if let Some(srq) = srq {
+        srq.users.fetch_add(1, Ordering::AcqRel);
+    }
+    let number = engine.number();
+    let mut c = ibv_qp_ex::default();
+    c.qp_base = ibv_qp {
+        context: domain.c.context,
+        qp_context: init.qp_context,
+        pd,
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        handle: number,
+        qp_num: number,
+        state: IBV_QPS_RESET,
+        qp_type: init.qp_type,
+        ..ibv_qp::default()
+    };
+    if let Some(ops) = send_ops {
+        extended::fill(&mut c, ops);
+    }
+    let qp: *mut ibv_qp = into_c(QpObject {
+        c,
+        engine: engine.clone(),
+        pd: Arc::clone(&domain.engine),
+        acks: Acks::default(),
+        init: Mutex::new(*init),
+        ah: Mutex::new(ibv_ah_attr::default()),
+        builder: Mutex::new(Builder::default()),
+        extended: send_ops.is_some(),
+    });
+    set_cookie(engine.cookie(), qp);
+    Ok(qp)
+}
+
+entry! {
+    /// `ibv_create_qp(3)`.
+    ///
+    /// # Safety
+    /// `pd` and the queues of `init` live.
+    unsafe fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp, on_panic = std::ptr::null_mut(), {
+        if init.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // SAFETY: valid (caller's promise).
+        match unsafe { create(pd, &mut *init, None) } {
+            Ok(qp) => qp,
+            Err(e) => fail(e, std::ptr::null_mut()),
+        }
+    }
+}
+
+/// `ibv_create_qp_ex(3)`.
+pub(crate) unsafe extern "C" fn create_qp_ex(
+    _context: *mut ibv_context,
+    init: *mut ibv_qp_init_attr_ex,
+) -> *mut ibv_qp {
+    crate::guard(std::ptr::null_mut(), || {
+        const KNOWN: u32 =
+            IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+        if init.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // SAFETY: valid (the program's promise).
+        let ex = unsafe { &mut *init };
+        if ex.comp_mask & !KNOWN != 0 {
+            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        }
+        if ex.comp_mask & IBV_QP_INIT_ATTR_PD == 0
+            || ex.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && ex.create_flags != 0
+        {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        let ops =
+            (ex.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0).then_some(ex.send_ops_flags);
+        if let Some(ops) = ops
+            && ops & !extended::known_ops(ex.qp_type) != 0
+        {
+            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        }
+        let mut plain = ibv_qp_init_attr {
+            qp_context: ex.qp_context,
+            send_cq: ex.send_cq,
+            recv_cq: ex.recv_cq,
+            srq: ex.srq,
+            cap: ex.cap,
+            qp_type: ex.qp_type,
+            sq_sig_all: ex.sq_sig_all,
+        };
+        // SAFETY: the program's promise.
+        match unsafe { create(ex.pd, &mut plain, ops) } {
+            Ok(qp) => {
+                ex.cap = plain.cap;
+                qp
+            }
+            Err(e) => fail(e, std::ptr::null_mut()),
+        }
+    })
+}
+
+entry! {
+    /// `ibv_qp_to_qp_ex`: null unless it was created with send operation flags.
+    ///
+    /// # Safety
+    /// `qp` lives.
+    unsafe fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex, on_panic = std::ptr::null_mut(), {
+        if qp.is_null() {
+            return std::ptr::null_mut();
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { of::<QpObject, _>(qp) }.extended { qp.cast() } else { std::ptr::null_mut() }
+    }
+}
+
+/// Attributes of C for the core.
+fn attr_of(c: &ibv_qp_attr) -> Attr {
+    Attr {
+        access: Access(c.qp_access_flags),
+        pkey_index: c.pkey_index,
+        port: c.port_num,
+        qkey: c.qkey,
+        path_mtu: u8::try_from(c.path_mtu).unwrap_or(0),
+        timeout: c.timeout,
+        retry_cnt: c.retry_cnt,
+        rnr_retry: c.rnr_retry,
+        min_rnr_timer: c.min_rnr_timer,
+        rq_psn: c.rq_psn,
+        sq_psn: c.sq_psn,
+        max_rd_atomic: c.max_rd_atomic,
+        max_dest_rd_atomic: c.max_dest_rd_atomic,
+        dest_qpn: c.dest_qp_num,
+    }
+}
+
+entry! {
+    /// `ibv_modify_qp(3)`.
+    ///
+    /// # Safety
+    /// `qp` lives, `attr` is valid.
+    unsafe fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, given: c_int) -> c_int, on_panic = libc::EIO, {
+        if qp.is_null() || attr.is_null() || anywarp_engine::sys::is_forked_child() {
+            return libc::EINVAL;
+        }
+        // SAFETY: they live (caller's promise).
+        let (object, attr) = unsafe { (of::<QpObject, _>(qp), &*attr) };
+        let given = given.cast_unsigned();
+        let next = if given & mask::STATE != 0 {
+            match State::from_number(attr.qp_state) {
+                Some(state) => Some(state),
+                None => return libc::EINVAL,
+            }
+        } else {
+            None
+        };
+        let assumed = if given & mask::CUR_STATE != 0 { State::from_number(attr.cur_qp_state) } else { None };
+        let route = if given & mask::AV != 0 {
+            let remote = match remote_ip(&attr.ah_attr) {
+                Ok(ip) => ip,
+                Err(e) => return misuse("ibv_modify_qp", &e),
+            };
+            let index = if attr.ah_attr.is_global != 0 { attr.ah_attr.grh.sgid_index } else { 0 };
+            own_ip(index).map(|local| Route { local, remote, qpn: attr.dest_qp_num })
+        } else {
+            None
+        };
+        match object.engine.modify(given, next, assumed, &attr_of(attr), route) {
+            Ok(()) => {
+                if given & mask::AV != 0 {
+                    *object.ah.lock().unwrap_or_else(PoisonError::into_inner) = attr.ah_attr;
+                }
+                if let Some(next) = next {
+                    // SAFETY: lives; programs read `state` as they set it, from one thread at a time.
+                    unsafe { (*qp).state = next as ibv_qp_state };
+                }
+                0
+            }
+            Err(e) => misuse("ibv_modify_qp", &e),
+        }
+    }
+}
+
+entry! {
+    /// `ibv_query_qp(3)`.
+    ///
+    /// # Safety
+    /// `qp` lives, `attr` and `init` are valid places.
+    unsafe fn ibv_query_qp(
+        qp: *mut ibv_qp, attr: *mut ibv_qp_attr, _mask: c_int, init: *mut ibv_qp_init_attr,
+    ) -> c_int, on_panic = libc::EIO, {
+        if qp.is_null() || attr.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: lives (caller's promise).
+        let object = unsafe { of::<QpObject, _>(qp) };
+        let (state, a) = object.engine.query();
+        let made = *object.init.lock().unwrap_or_else(PoisonError::into_inner);
+        let out = ibv_qp_attr {
+            qp_state: state as ibv_qp_state,
+            cur_qp_state: state as ibv_qp_state,
+            path_mtu: a.path_mtu.into(),
+            path_mig_state: IBV_MIG_MIGRATED,
+            qkey: a.qkey,
+            rq_psn: a.rq_psn,
+            sq_psn: a.sq_psn,
+            dest_qp_num: a.dest_qpn,
+            qp_access_flags: a.access.0,
+            cap: made.cap,
+            ah_attr: *object.ah.lock().unwrap_or_else(PoisonError::into_inner),
+            pkey_index: a.pkey_index,
+            max_rd_atomic: a.max_rd_atomic,
+            max_dest_rd_atomic: a.max_dest_rd_atomic,
+            min_rnr_timer: a.min_rnr_timer,
+            port_num: a.port,
+            timeout: a.timeout,
+            retry_cnt: a.retry_cnt,
+            rnr_retry: a.rnr_retry,
+            ..ibv_qp_attr::default()
+        };
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { attr.write(out) };
+        if !init.is_null() {
+            // SAFETY: not null, so valid (caller's promise).
+            unsafe { init.write(made) };
+        }
+        // SAFETY: lives; as for `ibv_modify_qp`.
+        unsafe { (*qp).state = state as ibv_qp_state };
+        0
+    }
+}
+
+entry! {
+    /// `ibv_destroy_qp(3)`: waits for events that were not acknowledged; its waiting completions are dropped.
+    ///
+    /// # Safety
+    /// `qp` came from a create call and is not used after this returns 0.
+    unsafe fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int, on_panic = libc::EIO, {
+        if qp.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: lives (caller's promise).
+        let object = unsafe { of::<QpObject, _>(qp) };
+        if !anywarp_engine::sys::is_forked_child() {
+            object.engine.destroy();
+        }
+        // SAFETY: its context is open while it lives.
+        unsafe { forget_events(object.c.qp_base.context, qp.addr()) };
+        object.acks.wait();
+        object.pd.leave();
+        let base = &object.c.qp_base;
+        for cq in [base.send_cq, base.recv_cq] {
+            // SAFETY: a completion queue lives while queue pairs use it.
+            unsafe { of::<CqObject, _>(cq) }.users.fetch_sub(1, Ordering::AcqRel);
+        }
+        if !base.srq.is_null() {
+            // SAFETY: as above.
+            unsafe { of::<SrqObject, _>(base.srq) }.users.fetch_sub(1, Ordering::AcqRel);
+        }
+        // SAFETY: the caller's promise.
+        drop(unsafe { from_c::<QpObject, _>(qp) });
+        0
+    }
+}
+
+/// Joins or leaves a group.
+///
+/// # Safety
+/// `qp` lives, `gid` is valid.
+unsafe fn group(qp: *mut ibv_qp, gid: *const ibv_gid, join: bool) -> c_int {
+    if qp.is_null() || gid.is_null() {
+        return libc::EINVAL;
+    }
+    // SAFETY: they live (caller's promise).
+    let (object, gid) = unsafe { (of::<QpObject, _>(qp), &*gid) };
+    match object.engine.multicast(gid_ip(gid), join) {
+        Ok(()) => 0,
+        Err(e) => misuse("ibv_attach_mcast", &e),
+    }
+}
+
+entry! {
+    /// `ibv_attach_mcast(3)`.
+    ///
+    /// # Safety
+    /// `qp` lives, `gid` is valid.
+    unsafe fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int, on_panic = libc::EIO, {
+        // SAFETY: the caller's promise.
+        unsafe { group(qp, gid, true) }
+    }
+}
+
+entry! {
+    /// `ibv_detach_mcast`.
+    ///
+    /// # Safety
+    /// `qp` lives, `gid` is valid.
+    unsafe fn ibv_detach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int, on_panic = libc::EIO, {
+        // SAFETY: the caller's promise.
+        unsafe { group(qp, gid, false) }
+    }
+}
+
+entry! {
+    /// `ibv_query_ece(3)`: no enhanced connection establishment.
+    ///
+    /// # Safety
+    /// `ece` is a valid place.
+    unsafe fn ibv_query_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int, on_panic = libc::EIO, {
+        if ece.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { ece.write(ibv_ece::default()) };
+        0
+    }
+}
+
+entry! {
+    /// `ibv_set_ece(3)`: only "none" can be set.
+    ///
+    /// # Safety
+    /// `ece` is valid.
+    unsafe fn ibv_set_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int, on_panic = libc::EIO, {
+        if ece.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: not null, so valid (caller's promise).
+        let ece = unsafe { &*ece };
+        if ece.vendor_id == 0 { 0 } else { libc::EOPNOTSUPP }
+    }
+}
+
+entry! {
+    /// `ibv_query_qp_data_in_order(3)`: nothing is promised.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: ibv_wr_opcode, _flags: u32) -> c_int, on_panic = 0, { 0 }
+}
