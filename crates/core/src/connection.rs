@@ -762,10 +762,7 @@ impl Connection {
                 );
             }
         } else {
-            let first = self
-                .sq
-                .has_outstanding()
-                .then_some((None, Status::RetryExceeded));
+            let first = (!self.sq.is_empty()).then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
         }
     }

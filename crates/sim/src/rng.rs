@@ -49,11 +49,12 @@ impl Rng {
     }
 }
 
-/// Runs `test` with `count` seeds, or with the one that `ANYWARP_SEED` names.
+/// Runs `test` with `count` seeds, or with the one that `ANYWARP_SEED` names. `ANYWARP_SEEDS` multiplies the count.
 pub fn each_seed(count: u64, mut test: impl FnMut(u64)) {
     if let Ok(text) = std::env::var("ANYWARP_SEED") {
         test(text.parse().expect("ANYWARP_SEED is a number"));
         return;
     }
-    (1..=count).for_each(&mut test);
+    let more = std::env::var("ANYWARP_SEEDS").map_or(1, |n| n.parse().expect("a number"));
+    (1..=count * more).for_each(&mut test);
 }
