@@ -17,6 +17,7 @@ pub mod channel;
 pub mod clock;
 pub mod cm;
 pub mod device;
+pub mod dgram;
 pub mod log;
 mod mem;
 pub mod net;

@@ -1,3 +1,4 @@
 //! Carriers: how bytes travel between two hosts, one file each.
 
 pub mod tcp;
+pub mod udp;

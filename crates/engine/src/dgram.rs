@@ -1,0 +1,390 @@
+//! A datagram queue pair: the core's [`DatagramQp`] and the UDP socket of its port.
+//!
+//! The thread that posts sends at once; what the socket does not take waits until it is writable. Datagrams that
+//! arrive come from the carrier (`net/udp.rs`), which finds the queue pair by the index in the shim.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use anywarp_core::connection::{AsyncEvent, Parts};
+use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::qp::{Attr, State};
+use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest};
+
+use crate::device::{AsyncItem, Context, event};
+use crate::log;
+use crate::net::udp::{Carrier, Group};
+use crate::port::Port;
+use crate::qp::Route;
+use crate::sys::Io;
+use crate::worker::random_u32;
+
+/// Bytes that one queue pair sends in one turn, before others have theirs.
+const TURN: usize = 4 << 20;
+
+struct Inner {
+    core: DatagramQp,
+    /// Datagrams of the core, of which the first `sent` are with the kernel.
+    pending: Vec<TxDatagram>,
+    sent: usize,
+    /// Waits for room in the socket.
+    blocked: bool,
+    /// Longest datagram that may be sent in a run.
+    run_max: usize,
+    /// Address to send from, if it matters to the peer.
+    source: Option<IpAddr>,
+    groups: Vec<Arc<Group>>,
+    destroyed: bool,
+}
+
+/// A datagram queue pair, UD or UC.
+pub struct DgramQp {
+    context: Arc<Context>,
+    /// Its number.
+    pub number: u32,
+    /// Which of the two services.
+    pub kind: Kind,
+    /// Address of the C object.
+    pub cookie: Arc<AtomicUsize>,
+    /// Address of the shared receive queue's C object.
+    srq_cookie: Option<Arc<AtomicUsize>>,
+    port: Arc<Port>,
+    carrier: Arc<Carrier>,
+    me: Weak<Self>,
+    inner: Mutex<Inner>,
+}
+
+impl std::fmt::Debug for DgramQp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DgramQp({:?} 0x{:06x})", self.kind, self.number)
+    }
+}
+
+/// Where on its port a queue pair is.
+fn index(number: u32) -> u8 {
+    let [.., index] = number.to_be_bytes();
+    index
+}
+
+impl DgramQp {
+    /// Makes a queue pair. `parts` gets the number.
+    pub fn new(
+        context: &Arc<Context>,
+        srq_cookie: Option<Arc<AtomicUsize>>,
+        kind: Kind,
+        parts: impl FnOnce(u32) -> Parts,
+    ) -> std::io::Result<Arc<Self>> {
+        let (port, number) = Port::allocate(context.engine)?;
+        let carrier = match Carrier::of(context.engine, &port) {
+            Ok(carrier) => carrier,
+            Err(e) => {
+                port.release(number);
+                return Err(e);
+            }
+        };
+        let qp = Arc::new_cyclic(|me| Self {
+            context: Arc::clone(context),
+            number,
+            kind,
+            cookie: Arc::new(AtomicUsize::new(0)),
+            srq_cookie,
+            port,
+            carrier,
+            me: me.clone(),
+            inner: Mutex::new(Inner {
+                core: DatagramQp::new(parts(number), kind, random_u32()),
+                pending: Vec::new(),
+                sent: 0,
+                blocked: false,
+                run_max: usize::MAX,
+                source: None,
+                groups: Vec::new(),
+                destroyed: false,
+            }),
+        });
+        qp.carrier.enter(index(number), qp.me.clone());
+        Ok(qp)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ------------------------------------------------------------------ the application
+
+    /// Posts send requests until one is refused; gives its place in the list and why.
+    pub fn post_send(
+        &self,
+        requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        let mut inner = self.lock();
+        let mut result = Ok(());
+        for (i, request) in requests.enumerate() {
+            if let Err(e) = request.and_then(|r| inner.core.post_send(r)) {
+                result = Err((i, e));
+                break;
+            }
+        }
+        if !inner.blocked {
+            self.transmit(&mut inner);
+        }
+        self.settle(&mut inner);
+        result
+    }
+
+    /// Posts receives until one is refused.
+    pub fn post_recv(
+        &self,
+        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        let mut inner = self.lock();
+        for (i, request) in requests.enumerate() {
+            if let Err(e) = request.and_then(|r| inner.core.post_recv(r)) {
+                return Err((i, e));
+            }
+        }
+        Ok(())
+    }
+
+    /// Its state and attributes.
+    pub fn query(&self) -> (State, Attr) {
+        let inner = self.lock();
+        (inner.core.state(), *inner.core.attr())
+    }
+
+    /// What it has seen.
+    pub fn counters(&self) -> Counters {
+        *self.lock().core.counters()
+    }
+
+    /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change of UC to RTR.
+    pub fn modify(
+        &self,
+        given: u32,
+        next: Option<State>,
+        assumed: Option<State>,
+        attr: &Attr,
+        route: Option<Route>,
+    ) -> Result<(), Misuse> {
+        let mut inner = self.lock();
+        inner.core.modify(given, next, assumed, attr)?;
+        if let (Kind::Uc, Some(route)) = (self.kind, route) {
+            let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
+            // The peer hears us only from the address that it was told.
+            inner.source = (!route.local.is_unspecified()).then_some(route.local);
+            inner.core.set_peer(Destination {
+                addr: SocketAddr::new(route.remote, port),
+                qpn: route.qpn,
+                qkey: 0,
+                hop_limit: 0,
+                traffic_class: 0,
+            });
+        }
+        self.changed(&mut inner);
+        Ok(())
+    }
+
+    /// Changes what the connection manager decides.
+    pub fn with_attr(&self, change: impl FnOnce(&mut Attr)) {
+        change(self.lock().core.attr_mut());
+    }
+
+    /// Sets the state past the rules of `ibv_modify_qp`, as the connection manager does.
+    pub fn set_state(&self, to: State) {
+        let mut inner = self.lock();
+        inner.core.set_state(to);
+        self.changed(&mut inner);
+    }
+
+    /// The queue pair goes away: requests and completions are dropped.
+    pub fn destroy(&self) {
+        self.carrier.leave(index(self.number));
+        let groups = {
+            let mut inner = self.lock();
+            inner.destroyed = true;
+            let counters = *inner.core.counters();
+            log!(Debug, "qp 0x{:06x}: {}", self.number, Said(&counters));
+            inner.core.reset();
+            inner.pending = Vec::new();
+            inner.sent = 0;
+            std::mem::take(&mut inner.groups)
+        };
+        for group in groups {
+            group.leave(&self.me);
+        }
+        self.port.release(self.number);
+    }
+
+    /// Joins or leaves a multicast group (`ibv_attach_mcast(3)`, `ibv_detach_mcast(3)`).
+    pub fn multicast(&self, ip: IpAddr, join: bool) -> Result<(), Misuse> {
+        let ip = ip.to_canonical();
+        if self.kind != Kind::Ud {
+            return Err(Misuse::InvalidArgument(
+                "multicast on a connected queue pair",
+            ));
+        }
+        if !ip.is_multicast() {
+            return Err(Misuse::InvalidArgument("not a multicast address"));
+        }
+        let mut inner = self.lock();
+        let at = inner.groups.iter().position(|g| g.ip == ip);
+        match (join, at) {
+            (true, Some(_)) => Ok(()),
+            (true, None) => {
+                let group = Group::of(self.context.engine, ip).map_err(|e| {
+                    log!(Warn, "qp 0x{:06x}: cannot join {ip}: {e}", self.number);
+                    Misuse::NoMemory
+                })?;
+                group.enter(self.me.clone());
+                inner.groups.push(group);
+                Ok(())
+            }
+            (false, Some(at)) => {
+                let group = inner.groups.swap_remove(at);
+                drop(inner);
+                group.leave(&self.me);
+                Ok(())
+            }
+            (false, None) => Err(Misuse::InvalidArgument("not a member of the group")),
+        }
+    }
+
+    // ------------------------------------------------------------------ the socket
+
+    /// A datagram came for it.
+    pub(crate) fn incoming(&self, arrival: &Arrival, bytes: &[u8]) {
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        if let Err(why) = inner.core.handle_rx(arrival, bytes) {
+            log!(
+                Debug,
+                "qp 0x{:06x}: dropped a datagram from {}: {why:?}",
+                self.number,
+                arrival.from
+            );
+        }
+        self.settle(&mut inner);
+    }
+
+    /// The socket has room again.
+    pub(crate) fn writable(&self, _now: Instant) {
+        let mut inner = self.lock();
+        inner.blocked = false;
+        self.transmit(&mut inner);
+        self.settle(&mut inner);
+    }
+
+    /// The state may have changed: what must not be sent any more is thrown away, what may be now is sent.
+    fn changed(&self, inner: &mut Inner) {
+        if matches!(inner.core.state(), State::Reset | State::Error) {
+            inner.pending.clear();
+            inner.sent = 0;
+        }
+        if !inner.blocked {
+            self.transmit(inner);
+        }
+        self.settle(inner);
+    }
+
+    /// Sends what can be sent.
+    fn transmit(&self, inner: &mut Inner) {
+        let mut bytes = 0;
+        loop {
+            if inner.sent >= inner.pending.len() {
+                inner.pending.clear();
+                inner.sent = 0;
+                inner.core.poll_tx(&mut inner.pending);
+                if inner.pending.is_empty() {
+                    return;
+                }
+                if bytes >= TURN {
+                    break;
+                }
+            }
+            let rest = inner.pending.get(inner.sent..).unwrap_or(&[]);
+            match self.carrier.send(rest, inner.source, &mut inner.run_max) {
+                Ok(n) => {
+                    bytes += rest.iter().take(n).map(|d| d.bytes.len()).sum::<usize>();
+                    inner.sent += n;
+                    inner.core.handle_written(n);
+                }
+                Err(Io::Broken(e)) => {
+                    static SAID: log::Rarely = log::Rarely::new();
+                    if SAID.now() {
+                        let to = rest.first().map(|d| d.to);
+                        let e = std::io::Error::from_raw_os_error(e);
+                        log!(Warn, "qp 0x{:06x}: cannot send to {to:?}: {e}", self.number);
+                    }
+                    inner.sent += 1;
+                    inner.core.handle_send_error();
+                }
+                Err(_) => break,
+            }
+            if inner.core.state() == State::Error {
+                // A completion queue had no room.
+                inner.pending.clear();
+                inner.sent = 0;
+            }
+        }
+        // Goes on when the socket is writable, in the turn of whoever looks at sockets then.
+        inner.blocked = true;
+        self.carrier.wait_writable(self.me.clone());
+    }
+
+    // ------------------------------------------------------------------ events
+
+    fn settle(&self, inner: &mut Inner) {
+        while let Some(what) = inner.core.poll_event() {
+            if !inner.destroyed {
+                self.tell(what);
+            }
+        }
+    }
+
+    fn tell(&self, what: AsyncEvent) {
+        let number = match what {
+            AsyncEvent::QpFatal => event::QP_FATAL,
+            AsyncEvent::QpRequest => event::QP_REQ_ERR,
+            AsyncEvent::QpAccess => event::QP_ACCESS_ERR,
+            AsyncEvent::SqDrained => event::SQ_DRAINED,
+            AsyncEvent::LastWqe => event::QP_LAST_WQE_REACHED,
+            AsyncEvent::SrqLimit => event::SRQ_LIMIT_REACHED,
+            // There is no stream to begin or end.
+            AsyncEvent::Started | AsyncEvent::PeerGone => return,
+        };
+        let cookie = match (what, &self.srq_cookie) {
+            (AsyncEvent::SrqLimit, Some(cookie)) => cookie.load(Ordering::Relaxed),
+            _ => self.cookie.load(Ordering::Relaxed),
+        };
+        self.context.events.push(AsyncItem {
+            event: number,
+            cookie,
+        });
+    }
+}
+
+/// Counters that are not zero, for the log.
+struct Said<'a>(&'a Counters);
+
+impl std::fmt::Display for Said<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut first = true;
+        for (name, n) in self.0.named().into_iter().filter(|(_, n)| *n > 0) {
+            write!(f, "{}{name} {n}", if first { "" } else { ", " })?;
+            first = false;
+        }
+        if first {
+            f.write_str("nothing")
+        } else {
+            Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,342 @@
+//! Queue pairs of this process, with the host's own sockets between them.
+
+use std::time::Duration;
+
+use anywarp_core::bounds;
+use anywarp_core::datagram::MULTICAST_QPN;
+use anywarp_core::verbs::cq::Cq;
+use anywarp_core::verbs::mr::{Access, Region, Registration};
+use anywarp_core::verbs::qp::{Capacity, mask};
+use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_core::verbs::wc::{Completion, Status, WcOp};
+use anywarp_core::verbs::wr::{Op, Payload, Remote, Sge};
+use anywarp_core::wire::To;
+use smallvec::smallvec;
+
+use super::*;
+use crate::net::udp::GROUP_PORT;
+use crate::{clock, device};
+
+const PD: u32 = 7;
+const THE_QKEY: u32 = 0x1234;
+
+struct End {
+    qp: Arc<DgramQp>,
+    cq: Arc<Cq>,
+    buffer: Box<[u8]>,
+    region: Arc<Region>,
+    ip: IpAddr,
+}
+
+impl End {
+    fn new(kind: Kind, size: usize) -> Self {
+        let context = Context::open().unwrap();
+        let cq = Arc::new(Cq::new(4096, None));
+        let rnic = Arc::clone(&context.engine.rnic);
+        let buffer = vec![0_u8; size].into_boxed_slice();
+        let start = buffer.as_ptr().expose_provenance() as u64;
+        let what = Registration {
+            start,
+            len: size as u64,
+            base: start,
+            access: Access(0xf),
+            pd: PD,
+        };
+        let region = rnic.regions.register(&what, &mut random_u32).unwrap();
+        let qp = DgramQp::new(&context, None, kind, |qpn| Parts {
+            rnic,
+            qpn,
+            pd: PD,
+            send_cq: Arc::clone(&cq),
+            recv_cq: Arc::clone(&cq),
+            rq: RecvQueue::Own {
+                requests: Default::default(),
+                max_wr: 4096,
+                max_sge: 2,
+            },
+            capacity: Capacity {
+                max_send_wr: 4096,
+                max_recv_wr: 4096,
+                max_send_sge: 2,
+                max_recv_sge: 2,
+                max_inline: 64,
+            },
+            sig_all: true,
+        })
+        .unwrap();
+        let ip = device::gids()[0].ip;
+        Self {
+            qp,
+            cq,
+            buffer,
+            region,
+            ip,
+        }
+    }
+
+    fn go(&self, route: Option<Route>) {
+        use mask::*;
+        let uc = route.is_some();
+        let attr = Attr {
+            qkey: THE_QKEY,
+            access: Access(0xf),
+            dest_qpn: route.map_or(0, |r| r.qpn),
+            ..Attr::default()
+        };
+        for next in [State::Init, State::Rtr, State::Rts] {
+            let given = STATE
+                | match (next, uc) {
+                    (State::Init, false) => PKEY_INDEX | PORT | QKEY,
+                    (State::Init, true) => PKEY_INDEX | PORT | ACCESS_FLAGS,
+                    (State::Rtr, true) => AV | PATH_MTU | DEST_QPN | RQ_PSN,
+                    (State::Rts, _) => SQ_PSN,
+                    _ => 0,
+                };
+            let route = route.filter(|_| next == State::Rtr);
+            self.qp
+                .modify(given, Some(next), None, &attr, route)
+                .unwrap();
+        }
+    }
+
+    fn destination(&self) -> Destination {
+        Destination {
+            addr: SocketAddr::new(self.ip, (self.qp.number >> 8) as u16),
+            qpn: self.qp.number,
+            qkey: THE_QKEY,
+            hop_limit: 5,
+            traffic_class: 0x10,
+        }
+    }
+
+    fn sge(&self, at: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.region.base() + at as u64,
+            len: len as u32,
+            lkey: self.region.stag(),
+        }
+    }
+
+    fn recv(&self, id: u64, at: usize, len: usize) {
+        let sges = smallvec![self.sge(at, len)];
+        let request = RecvRequest { id, sges };
+        self.qp.post_recv(std::iter::once(Ok(request))).unwrap();
+    }
+
+    fn send(&self, op: Op, at: usize, len: usize, to: Option<Destination>) {
+        let request = WorkRequest {
+            id: 1,
+            op,
+            payload: Payload::Sges(smallvec![self.sge(at, len)]),
+            signaled: true,
+            solicited: false,
+            fence: false,
+            destination: to,
+        };
+        self.qp.post_send(std::iter::once(Ok(request))).unwrap();
+    }
+
+    /// The next completion of receives (or sends), for which it works a while.
+    fn next(&self, receive: bool) -> Option<Completion> {
+        let until = clock::now() + Duration::from_secs(5);
+        let mut found = None;
+        while found.is_none() && clock::now() < until {
+            self.cq.poll(1, |_, entry| found = Some(entry));
+            let wanted =
+                |e: &Completion| matches!(e.op, WcOp::Recv | WcOp::RecvWriteImm) == receive;
+            found = found.filter(wanted);
+            self.qp.context.engine.poll_pass();
+        }
+        found
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.qp.destroy();
+        let _ = self.qp.context.engine.rnic.regions.deregister(&self.region);
+    }
+}
+
+const SEND: Op = Op::Send {
+    imm: Some([1, 2, 3, 4]),
+    invalidate: None,
+};
+
+fn pattern(bytes: &mut [u8]) {
+    for (i, byte) in bytes.iter_mut().enumerate() {
+        *byte = (i * 7 + i / 251) as u8;
+    }
+}
+
+#[test]
+fn ud_messages_of_many_lengths_arrive_with_their_route() {
+    let mut a = End::new(Kind::Ud, 8192);
+    let b = End::new(Kind::Ud, 8192);
+    pattern(&mut a.buffer);
+    a.go(None);
+    b.go(None);
+    for len in [0, 1, 100, 1428, 1429, 4096] {
+        b.recv(9, 0, 4096 + 40);
+        a.send(SEND, 0, len, Some(b.destination()));
+        assert_eq!(a.next(false).unwrap().status, Status::Success);
+        let got = b.next(true).unwrap();
+        assert_eq!((got.status, got.wr_id), (Status::Success, 9));
+        assert_eq!((got.byte_len as usize, got.grh), (len + 40, true));
+        assert_eq!((got.src_qpn, got.imm), (a.qp.number, Some([1, 2, 3, 4])));
+        assert_eq!(b.buffer[40..40 + len], a.buffer[..len]);
+        match a.ip {
+            IpAddr::V4(ip) => {
+                assert_eq!(b.buffer[20], 0x45);
+                // Type of service, time to live, both addresses: as they were sent and as the socket saw them.
+                assert_eq!((b.buffer[21], b.buffer[28]), (0x10, 5));
+                assert_eq!(b.buffer[32..36], ip.octets());
+                assert_eq!(b.buffer[36..40], ip.octets());
+            }
+            IpAddr::V6(ip) => {
+                assert_eq!(b.buffer[8..24], ip.octets());
+                assert_eq!(b.buffer[24..40], ip.octets());
+            }
+        }
+    }
+}
+
+#[test]
+fn ud_burst_goes_out_in_runs_and_arrives_in_order() {
+    let a = End::new(Kind::Ud, 64 * 1024);
+    let b = End::new(Kind::Ud, 400 * 200);
+    a.go(None);
+    b.go(None);
+    for id in 0..400 {
+        b.recv(id, 200 * id as usize, 200);
+    }
+    let list = (0..400_usize).map(|i| {
+        Ok(WorkRequest {
+            id: i as u64,
+            op: SEND,
+            payload: Payload::Sges(smallvec![a.sge(i, 100 + i / 100)]),
+            signaled: true,
+            solicited: false,
+            fence: false,
+            destination: Some(b.destination()),
+        })
+    });
+    a.qp.post_send(list).unwrap();
+    for id in 0..400 {
+        let got = b.next(true).unwrap();
+        assert_eq!((got.wr_id, got.byte_len), (id, 140 + id as u32 / 100));
+    }
+    assert_eq!(b.qp.counters().rx_messages, 400);
+}
+
+#[test]
+fn uc_messages_larger_than_a_datagram() {
+    const BIG: usize = 1 << 20;
+    let mut a = End::new(Kind::Uc, BIG);
+    let b = End::new(Kind::Uc, BIG);
+    pattern(&mut a.buffer);
+    let route = |from: &End, to: &End| {
+        Some(Route {
+            local: from.ip,
+            remote: to.ip,
+            qpn: to.qp.number,
+        })
+    };
+    a.go(route(&a, &b));
+    b.go(route(&b, &a));
+    let write = Op::Write {
+        remote: Remote {
+            rkey: b.region.stag(),
+            to: To(b.region.base()),
+        },
+        imm: Some([9; 4]),
+    };
+    for (op, kind) in [(write, WcOp::RecvWriteImm), (SEND, WcOp::Recv)] {
+        for len in [10, 100_000, BIG] {
+            b.recv(3, 0, BIG);
+            a.send(op, 0, len, None);
+            assert_eq!(a.next(false).unwrap().status, Status::Success);
+            let got = b.next(true).unwrap();
+            assert_eq!((got.status, got.op), (Status::Success, kind));
+            assert_eq!(got.byte_len as usize, len);
+            assert_eq!(b.buffer[..len], a.buffer[..len]);
+        }
+    }
+}
+
+#[test]
+fn multicast_reaches_every_member_and_nobody_else() {
+    for group in ["239.255.71.1", "ff12::7101"] {
+        let group: IpAddr = group.parse().unwrap();
+        let table = device::gids();
+        let has_family = |g: &device::Gid| g.ip.is_ipv4() == group.is_ipv4() && !g.ip.is_loopback();
+        // A port that is bound to loopback alone reaches no network.
+        if table[0].ip.is_loopback() || !table.iter().any(has_family) {
+            continue;
+        }
+        let a = End::new(Kind::Ud, 4096);
+        let b = End::new(Kind::Ud, 4096);
+        let c = End::new(Kind::Ud, 4096);
+        for end in [&a, &b, &c] {
+            end.go(None);
+            for id in 0..3 {
+                end.recv(id, 0, 4096);
+            }
+        }
+        for end in [&a, &b] {
+            end.qp.multicast(group, true).unwrap();
+            end.qp.multicast(group, true).unwrap();
+        }
+        assert!(c.qp.multicast(group, false).is_err());
+        let to = Destination {
+            addr: SocketAddr::new(group, GROUP_PORT),
+            qpn: MULTICAST_QPN,
+            ..c.destination()
+        };
+        c.send(SEND, 0, 50, Some(to));
+        assert_eq!(c.next(false).unwrap().status, Status::Success);
+        for end in [&a, &b] {
+            let got = end.next(true).unwrap();
+            assert_eq!((got.byte_len, got.src_qpn), (90, c.qp.number));
+        }
+        a.qp.multicast(group, false).unwrap();
+        c.send(SEND, 0, 50, Some(to));
+        assert!(b.next(true).is_some());
+        assert_eq!(a.qp.counters().rx_messages, 1);
+        assert_eq!(b.qp.counters().rx_messages, 2);
+        assert_eq!(c.qp.counters().rx_dgrams, 0);
+    }
+}
+
+#[test]
+fn a_destination_that_cannot_be_reached_fails_its_request_alone() {
+    let a = End::new(Kind::Ud, 4096);
+    let b = End::new(Kind::Ud, 4096);
+    a.go(None);
+    b.go(None);
+    b.recv(1, 0, 4096);
+    let mut nowhere = b.destination();
+    // Broadcast is not allowed on the socket.
+    nowhere.addr.set_ip(IpAddr::from([255, 255, 255, 255]));
+    a.send(SEND, 0, 10, Some(nowhere));
+    assert_eq!(a.next(false).unwrap().status, Status::LocalQpOperation);
+    a.send(SEND, 0, 10, Some(b.destination()));
+    assert_eq!(a.next(false).unwrap().status, Status::Success);
+    assert!(b.next(true).is_some());
+}
+
+#[test]
+fn numbers_come_back_and_a_destroyed_queue_pair_is_silent() {
+    let a = End::new(Kind::Ud, 4096);
+    a.go(None);
+    let gone = {
+        let b = End::new(Kind::Ud, 4096);
+        b.go(None);
+        b.recv(1, 0, 4096);
+        b.destination()
+    };
+    a.send(SEND, 0, 10, Some(gone));
+    assert_eq!(a.next(false).unwrap().status, Status::Success);
+    assert_eq!(a.qp.query().0, State::Rts);
+    assert_eq!(bounds::GRH_LEN, 40);
+}

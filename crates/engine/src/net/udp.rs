@@ -1,0 +1,476 @@
+//! UDP: the socket that the datagram queue pairs of one port share, and the sockets of multicast groups.
+//!
+//! Sending: runs of equal datagrams to one destination go to the kernel as one (`UDP_SEGMENT`), several runs in one
+//! call. Receiving: several datagrams in one call, each of them possibly a run that the kernel kept together
+//! (`UDP_GRO`). Who receives holds the carrier's receive lock, so datagrams reach a queue pair in the order in which the
+//! kernel had them.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV6};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::time::Instant;
+
+use anywarp_core::datagram::rx::destination_index;
+use anywarp_core::datagram::{Arrival, MULTICAST_QPN, TxDatagram};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use smallvec::SmallVec;
+
+use crate::device;
+use crate::dgram::DgramQp;
+use crate::log;
+use crate::port::Port;
+use crate::sys::{self, DATAGRAMS, EngineFd, Io, Run};
+use crate::worker::{Engine, Source, Token};
+
+/// Room for datagrams that nobody has received yet, bytes; the kernel may grant less.
+const RECEIVE_BUFFER: i32 = 16 << 20;
+/// Room for datagrams on their way out.
+const SEND_BUFFER: i32 = 4 << 20;
+/// Bytes that the largest datagram, or run of datagrams, takes.
+const SLOT: usize = 1 << 16;
+/// Calls that one turn makes, before other sockets have theirs.
+const CALLS: usize = 16;
+/// Datagrams in one run, and bytes of it with the headers of IP and UDP: limits of the kernel.
+const RUN_MAX: usize = 64;
+const RUN_BYTES: usize = 65_000;
+/// The port of every multicast group: that of the queue pair number that all members have.
+pub const GROUP_PORT: u16 = (MULTICAST_QPN >> 8) as u16;
+
+/// Makes a socket fit for datagram queue pairs.
+fn tune(fd: &EngineFd, ipv6: bool) {
+    let fd = fd.get();
+    let set = |level, name, value| sys::set_option(fd, level, name, value);
+    // As the owner of the host, past the limit that others have.
+    for (force, plain, bytes) in [
+        (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, RECEIVE_BUFFER),
+        (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, SEND_BUFFER),
+    ] {
+        if !set(libc::SOL_SOCKET, force, bytes) {
+            set(libc::SOL_SOCKET, plain, bytes);
+        }
+    }
+    set(libc::SOL_UDP, libc::UDP_GRO, 1);
+    // What the route header in front of a message tells. IPv4 may arrive on an IPv6 socket.
+    set(libc::IPPROTO_IP, libc::IP_RECVTTL, 1);
+    set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
+    if ipv6 {
+        set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO, 1);
+        set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT, 1);
+        set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1);
+    } else {
+        set(libc::IPPROTO_IP, libc::IP_PKTINFO, 1);
+    }
+    // Large datagrams on small links are cut by IP, whatever the kernel thinks of the path.
+    set(
+        libc::IPPROTO_IP,
+        libc::IP_MTU_DISCOVER,
+        libc::IP_PMTUDISC_DONT,
+    );
+    if ipv6 {
+        set(
+            libc::IPPROTO_IPV6,
+            libc::IPV6_MTU_DISCOVER,
+            libc::IPV6_PMTUDISC_DONT,
+        );
+    }
+}
+
+/// The address and interface that multicast of a family uses: those of the first GID of the family.
+fn multicast_home(ipv4: bool) -> (IpAddr, u32) {
+    device::gids()
+        .iter()
+        .find(|g| g.ip.is_ipv4() == ipv4)
+        .map_or_else(|| (Ipv4Addr::LOCALHOST.into(), 1), |g| (g.ip, g.interface))
+}
+
+/// Receives what waits on a socket and shows each datagram to `each`.
+fn receive(engine: &Engine, fd: &EngineFd, mut each: impl FnMut(&Arrival, &[u8])) {
+    let mut stage = engine.stage();
+    let slots = (stage.len() / SLOT).min(DATAGRAMS);
+    for _ in 0..CALLS {
+        let mut got: SmallVec<[sys::Datagram; DATAGRAMS]> = SmallVec::new();
+        if sys::receive_datagrams(fd.get(), &mut stage, SLOT, &mut got).is_err() {
+            break;
+        }
+        for d in &got {
+            let arrival = Arrival {
+                from: crate::startup::plain(d.from),
+                to: d.to,
+                hop_limit: d.hop_limit,
+                traffic_class: d.traffic_class,
+            };
+            let bytes = stage.get(d.at..d.at + d.len).unwrap_or(&[]);
+            let size = if d.segment == 0 { SLOT } else { d.segment };
+            for datagram in bytes.chunks(size) {
+                each(&arrival, datagram);
+            }
+        }
+        if got.len() < slots {
+            break;
+        }
+    }
+    engine.return_stage(stage);
+}
+
+// ---------------------------------------------------------------------- the socket of a port
+
+/// The UDP socket of a port and the queue pairs that share it.
+pub(crate) struct Carrier {
+    engine: &'static Engine,
+    port: Arc<Port>,
+    members: RwLock<HashMap<u8, Weak<DgramQp>>>,
+    /// Who wait for room in the socket.
+    waiting: Mutex<Vec<Weak<DgramQp>>>,
+    receiving: Mutex<()>,
+    token: Mutex<Token>,
+}
+
+impl std::fmt::Debug for Carrier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Carrier")
+            .field("port", &self.port.number)
+            .finish_non_exhaustive()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Carrier {
+    /// The carrier of a port; made with the first datagram queue pair there.
+    pub(crate) fn of(engine: &'static Engine, port: &Arc<Port>) -> io::Result<Arc<Self>> {
+        static ALL: Mutex<Vec<Weak<Carrier>>> = Mutex::new(Vec::new());
+        let mut all = lock(&ALL);
+        all.retain(|c| c.strong_count() > 0);
+        if let Some(carrier) = all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|c| Arc::ptr_eq(&c.port, port))
+        {
+            return Ok(carrier);
+        }
+        tune(&port.udp, port.ipv6);
+        for ipv4 in [true, false] {
+            let (ip, interface) = multicast_home(ipv4);
+            if ip.is_ipv4() == ipv4 && (ipv4 || port.ipv6) {
+                sys::multicast_interface(port.udp.get(), ip, interface);
+            }
+        }
+        let carrier = Arc::new(Self {
+            engine,
+            port: Arc::clone(port),
+            members: RwLock::new(HashMap::new()),
+            waiting: Mutex::new(Vec::new()),
+            receiving: Mutex::new(()),
+            token: Mutex::new(Token::NONE),
+        });
+        let listener = Arc::new(Listener(Arc::downgrade(&carrier)));
+        let token = engine.add(listener, port.udp.get(), false)?;
+        *lock(&carrier.token) = token;
+        all.push(Arc::downgrade(&carrier));
+        Ok(carrier)
+    }
+
+    /// Datagrams for index `index` go to `qp`.
+    pub(crate) fn enter(&self, index: u8, qp: Weak<DgramQp>) {
+        self.members
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(index, qp);
+    }
+
+    /// Nobody has index `index` any more.
+    pub(crate) fn leave(&self, index: u8) {
+        self.members
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&index);
+    }
+
+    /// Sends datagrams from the front of the list; returns how many the kernel took.
+    ///
+    /// `run_max` is the longest datagram that may be part of a run; it shrinks when the kernel refuses.
+    pub(crate) fn send(
+        &self,
+        datagrams: &[TxDatagram],
+        from: Option<IpAddr>,
+        run_max: &mut usize,
+    ) -> Result<usize, Io> {
+        loop {
+            let mut runs: SmallVec<[Run<'_>; DATAGRAMS]> = SmallVec::new();
+            let mut rest = datagrams;
+            while runs.len() < DATAGRAMS && !rest.is_empty() {
+                let (run, behind) = rest.split_at(run_length(rest, *run_max));
+                runs.push(Run {
+                    datagrams: run,
+                    from,
+                });
+                rest = behind;
+            }
+            match sys::send_runs(self.port.udp.get(), self.port.ipv6, &runs) {
+                Ok(n) => return Ok(runs.iter().take(n).map(|r| r.datagrams.len()).sum()),
+                Err(Io::Broken(libc::EINVAL | libc::EIO | libc::EMSGSIZE))
+                    if runs.first().is_some_and(|r| r.datagrams.len() > 1) =>
+                {
+                    // The path does not carry datagrams of this length whole, or the kernel knows no runs.
+                    let len = datagrams.first().map_or(0, |d| d.bytes.len());
+                    *run_max = len.saturating_sub(1);
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Calls `qp` when the socket has room again.
+    pub(crate) fn wait_writable(&self, qp: Weak<DgramQp>) {
+        let mut waiting = lock(&self.waiting);
+        if waiting.is_empty() {
+            let token = *lock(&self.token);
+            self.engine.want_write(token, self.port.udp.get(), true);
+        }
+        waiting.push(qp);
+    }
+
+    fn writable(&self, now: Instant) {
+        let waiting = {
+            let mut waiting = lock(&self.waiting);
+            let token = *lock(&self.token);
+            self.engine.want_write(token, self.port.udp.get(), false);
+            std::mem::take(&mut *waiting)
+        };
+        for qp in waiting.iter().filter_map(Weak::upgrade) {
+            qp.writable(now);
+        }
+    }
+
+    fn readable(&self) {
+        // Somebody who receives already takes this as well, and what comes later makes the socket readable again.
+        let _receiving = match self.receiving.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(p)) => p.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        receive(self.engine, &self.port.udp, |arrival, bytes| {
+            let Some(index) = destination_index(bytes) else {
+                return;
+            };
+            let qp = {
+                let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+                members.get(&index).and_then(Weak::upgrade)
+            };
+            if let Some(qp) = qp {
+                qp.incoming(arrival, bytes);
+            }
+        });
+    }
+}
+
+impl Drop for Carrier {
+    fn drop(&mut self) {
+        let token = *lock(&self.token);
+        self.engine.remove(token, Some(self.port.udp.get()));
+    }
+}
+
+/// How many datagrams of the front of the list may go as one run; at least 1.
+fn run_length(datagrams: &[TxDatagram], run_max: usize) -> usize {
+    let Some(first) = datagrams.first() else {
+        return 0;
+    };
+    let len = first.bytes.len();
+    if len > run_max || len == 0 {
+        return 1;
+    }
+    let most = RUN_MAX.min(RUN_BYTES / len).max(1);
+    let mut n = 1;
+    for d in datagrams.iter().skip(1).take(most - 1) {
+        let same_way = d.to == first.to
+            && d.hop_limit == first.hop_limit
+            && d.traffic_class == first.traffic_class;
+        if !same_way || d.bytes.len() > len {
+            break;
+        }
+        n += 1;
+        if d.bytes.len() < len {
+            // A shorter one ends a run.
+            break;
+        }
+    }
+    n
+}
+
+/// Holds the carrier weakly: it goes when the last queue pair does.
+struct Listener(Weak<Carrier>);
+
+impl Source for Listener {
+    fn ready(self: Arc<Self>, readable: bool, writable: bool, now: Instant) {
+        let Some(carrier) = self.0.upgrade() else {
+            return;
+        };
+        if readable {
+            carrier.readable();
+        }
+        if writable {
+            carrier.writable(now);
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}
+
+// ---------------------------------------------------------------------- multicast
+
+/// A multicast group that queue pairs of this process belong to.
+pub(crate) struct Group {
+    engine: &'static Engine,
+    pub(crate) ip: IpAddr,
+    fd: EngineFd,
+    members: Mutex<Vec<Weak<DgramQp>>>,
+    receiving: Mutex<()>,
+    token: Mutex<Token>,
+}
+
+impl std::fmt::Debug for Group {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Group").field(&self.ip).finish()
+    }
+}
+
+impl Group {
+    /// The group; joined with its first member.
+    pub(crate) fn of(engine: &'static Engine, ip: IpAddr) -> io::Result<Arc<Self>> {
+        static ALL: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
+        let mut all = lock(&ALL);
+        all.retain(|g| g.strong_count() > 0);
+        if let Some(group) = all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|group| group.ip == ip)
+        {
+            return Ok(group);
+        }
+        let family = if ip.is_ipv4() {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        };
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = EngineFd::new(rustix::net::socket_with(
+            family,
+            SocketType::DGRAM,
+            flags,
+            None,
+        )?);
+        // Every process of the host that joins has its own socket and gets its own copy.
+        sys::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+        tune(&fd, ip.is_ipv6());
+        let (home, interface) = multicast_home(ip.is_ipv4());
+        let at = match ip {
+            IpAddr::V4(ip) => SocketAddr::from((ip, GROUP_PORT)),
+            // A group of link scope is one of an interface.
+            IpAddr::V6(ip) => SocketAddrV6::new(ip, GROUP_PORT, 0, interface).into(),
+        };
+        rustix::net::bind(fd.get(), &at)?;
+        if !sys::multicast(fd.get(), ip, home, interface, true) {
+            return Err(io::Error::last_os_error());
+        }
+        let group = Arc::new(Self {
+            engine,
+            ip,
+            fd,
+            members: Mutex::new(Vec::new()),
+            receiving: Mutex::new(()),
+            token: Mutex::new(Token::NONE),
+        });
+        let listener = Arc::new(GroupListener(Arc::downgrade(&group)));
+        let token = engine.add(listener, group.fd.get(), false)?;
+        *lock(&group.token) = token;
+        log!(Info, "joined multicast group {ip} at {home}");
+        all.push(Arc::downgrade(&group));
+        Ok(group)
+    }
+
+    /// Messages to the group go to `qp` too.
+    pub(crate) fn enter(&self, qp: Weak<DgramQp>) {
+        lock(&self.members).push(qp);
+    }
+
+    /// `qp` leaves. The last one takes the group with it.
+    pub(crate) fn leave(&self, qp: &Weak<DgramQp>) {
+        lock(&self.members).retain(|m| !m.ptr_eq(qp));
+    }
+
+    fn readable(&self) {
+        let _receiving = match self.receiving.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(p)) => p.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        receive(self.engine, &self.fd, |arrival, bytes| {
+            let arrival = Arrival {
+                to: Some(self.ip),
+                ..*arrival
+            };
+            let members: SmallVec<[Arc<DgramQp>; 4]> = lock(&self.members)
+                .iter()
+                .filter_map(Weak::upgrade)
+                .collect();
+            for qp in members {
+                qp.incoming(&arrival, bytes);
+            }
+        });
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let token = *lock(&self.token);
+        self.engine.remove(token, Some(self.fd.get()));
+    }
+}
+
+struct GroupListener(Weak<Group>);
+
+impl Source for GroupListener {
+    fn ready(self: Arc<Self>, readable: bool, _writable: bool, _now: Instant) {
+        if readable && let Some(group) = self.0.upgrade() {
+            group.readable();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn datagram(port: u16, len: usize) -> TxDatagram {
+        TxDatagram {
+            to: SocketAddr::from(([127, 0, 0, 1], port)),
+            hop_limit: 0,
+            traffic_class: 0,
+            bytes: vec![0; len],
+        }
+    }
+
+    #[test]
+    fn a_run_is_equal_datagrams_of_one_destination_and_a_shorter_last() {
+        let of = |list: &[(u16, usize)]| {
+            let list: Vec<_> = list.iter().map(|(p, n)| datagram(*p, *n)).collect();
+            run_length(&list, usize::MAX)
+        };
+        assert_eq!(of(&[]), 0);
+        assert_eq!(of(&[(1, 100)]), 1);
+        assert_eq!(of(&[(1, 100), (1, 100), (1, 100)]), 3);
+        assert_eq!(of(&[(1, 100), (2, 100)]), 1);
+        assert_eq!(of(&[(1, 100), (1, 101)]), 1);
+        assert_eq!(of(&[(1, 100), (1, 99), (1, 99)]), 2);
+        assert_eq!(of(&[(1, 100); 100]), RUN_MAX);
+        assert_eq!(of(&[(1, 4000); 100]), RUN_BYTES / 4000);
+        assert_eq!(of(&[(1, 61_000); 2]), 1);
+        assert_eq!(run_length(&[datagram(1, 9), datagram(1, 9)], 8), 1);
+    }
+}
