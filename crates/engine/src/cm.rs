@@ -27,6 +27,7 @@ use crate::log;
 use crate::qp::{Manager, RcQp};
 use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup, local_addr, plain};
 use crate::sys::{self, EngineFd};
+use crate::verbs::QueuePair;
 use crate::worker::{Engine, Source, Token, engine};
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
@@ -151,6 +152,7 @@ struct State {
     /// Requests that the application has not answered.
     pending: Vec<Weak<CmId>>,
     qp: Option<Arc<RcQp>>,
+    datagram: Option<(QueuePair, u32)>,
     startup: Option<Arc<Startup>>,
     param: ConnParam,
     offered: (u8, u8),
@@ -212,6 +214,7 @@ impl CmId {
                 backlog: 0,
                 pending: Vec::new(),
                 qp: None,
+                datagram: None,
                 startup: None,
                 param: ConnParam::default(),
                 offered: (0, 0),
@@ -422,7 +425,28 @@ impl CmId {
 
     /// The queue pair of this identifier (`rdma_create_qp(3)`), or none (`rdma_destroy_qp(3)`).
     pub fn set_qp(&self, qp: Option<Arc<RcQp>>) {
-        self.lock().qp = qp;
+        let mut state = self.lock();
+        if qp.is_none() {
+            state.datagram = None;
+        }
+        state.qp = qp;
+    }
+
+    /// The datagram queue pair of this identifier, and the Q_Key that peers are told.
+    pub fn set_datagram(&self, qp: QueuePair, qkey: u32) {
+        self.lock().datagram = Some((qp, qkey));
+    }
+
+    /// Joins a multicast group (`rdma_join_multicast(3)`); the outcome is an event.
+    pub fn join(&self, group: IpAddr) -> io::Result<()> {
+        let _ = group;
+        Err(os(libc::EOPNOTSUPP))
+    }
+
+    /// Leaves a multicast group.
+    pub fn leave(&self, group: IpAddr) -> io::Result<()> {
+        let _ = group;
+        Err(os(libc::EOPNOTSUPP))
     }
 
     /// The queue pair to connect: the identifier's own, or the one whose number the application gave.
@@ -696,6 +720,7 @@ impl CmId {
             state.destroyed = true;
             state.bound = None;
             state.qp = None;
+            state.datagram = None;
             (
                 state.listener.take(),
                 state.startup.take(),

@@ -1,4 +1,6 @@
 //! librdmacm: types and entry points.
 
+pub mod addrinfo;
+pub mod entry;
 pub mod text;
 pub mod types;

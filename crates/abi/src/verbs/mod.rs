@@ -5,7 +5,7 @@ pub mod extended;
 pub mod host;
 pub mod kern;
 pub mod memory;
-mod object;
+pub(crate) mod object;
 pub mod ops;
 pub mod private;
 pub mod qp;

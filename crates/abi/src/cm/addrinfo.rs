@@ -1,0 +1,211 @@
+//! `rdma_getaddrinfo(3)`: names, services and hints become addresses.
+
+use std::ffi::{c_char, c_int};
+
+use libc::{addrinfo, sockaddr, socklen_t};
+
+use super::types::*;
+use crate::verbs::types::*;
+use crate::{entry, fail};
+
+/// Copies an address for the caller to free.
+///
+/// # Safety
+/// `addr` is null or has `len` bytes.
+unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
+    if addr.is_null() || len == 0 {
+        return std::ptr::null_mut();
+    }
+    // SAFETY: at least as large as any address, from the C allocator.
+    let to = unsafe { libc::calloc(1, size_of::<libc::sockaddr_storage>().max(len as usize)) };
+    if !to.is_null() {
+        // SAFETY: `len` bytes there and room for them here.
+        unsafe { std::ptr::copy_nonoverlapping(addr.cast::<u8>(), to.cast::<u8>(), len as usize) };
+    }
+    to.cast()
+}
+
+/// Length of an address by its family.
+unsafe fn len_of(addr: *const sockaddr) -> socklen_t {
+    if addr.is_null() {
+        return 0;
+    }
+    // SAFETY: not null, so an address.
+    match c_int::from(unsafe { (*addr).sa_family }) {
+        libc::AF_INET => size_of::<libc::sockaddr_in>() as socklen_t,
+        libc::AF_INET6 => size_of::<libc::sockaddr_in6>() as socklen_t,
+        _ => 0,
+    }
+}
+
+/// One answer: from an answer of the resolver and the hints.
+///
+/// # Safety
+/// Both are valid or null.
+unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mut rdma_addrinfo {
+    let mut out = rdma_addrinfo::default();
+    if let Some(hints) = hints {
+        out.ai_flags = hints.ai_flags;
+        out.ai_qp_type = hints.ai_qp_type;
+        out.ai_port_space = hints.ai_port_space;
+    }
+    let passive = out.ai_flags & RAI_PASSIVE != 0;
+    if let Some(found) = found {
+        out.ai_family = found.ai_family;
+        // SAFETY: the resolver's address has the length beside it.
+        let addr = unsafe { copy(found.ai_addr, found.ai_addrlen) };
+        if passive {
+            (out.ai_src_addr, out.ai_src_len) = (addr, found.ai_addrlen);
+        } else {
+            (out.ai_dst_addr, out.ai_dst_len) = (addr, found.ai_addrlen);
+        }
+        if out.ai_qp_type == 0 && found.ai_socktype == libc::SOCK_DGRAM {
+            out.ai_qp_type = IBV_QPT_UD as c_int;
+        }
+        if out.ai_port_space == 0 && found.ai_protocol == libc::IPPROTO_UDP {
+            out.ai_port_space = RDMA_PS_UDP as c_int;
+        }
+    }
+    if let Some(hints) = hints {
+        // SAFETY: the program's addresses are valid.
+        let (src_len, dst_len) = unsafe {
+            (
+                hints.ai_src_len.max(len_of(hints.ai_src_addr)),
+                hints.ai_dst_len.max(len_of(hints.ai_dst_addr)),
+            )
+        };
+        if out.ai_src_addr.is_null() && !hints.ai_src_addr.is_null() {
+            // SAFETY: as above.
+            (out.ai_src_addr, out.ai_src_len) =
+                (unsafe { copy(hints.ai_src_addr, src_len) }, src_len);
+        }
+        if out.ai_dst_addr.is_null() && !hints.ai_dst_addr.is_null() && !passive {
+            // SAFETY: as above.
+            (out.ai_dst_addr, out.ai_dst_len) =
+                (unsafe { copy(hints.ai_dst_addr, dst_len) }, dst_len);
+        }
+        if out.ai_family == 0 {
+            let of = if out.ai_dst_addr.is_null() {
+                out.ai_src_addr
+            } else {
+                out.ai_dst_addr
+            };
+            out.ai_family = if of.is_null() {
+                hints.ai_family
+            } else {
+                // SAFETY: an address of our own copy.
+                c_int::from(unsafe { (*of).sa_family })
+            };
+        }
+    }
+    if out.ai_qp_type == 0 {
+        let datagram = out.ai_port_space == RDMA_PS_UDP as c_int
+            || out.ai_port_space == RDMA_PS_IPOIB as c_int;
+        out.ai_qp_type = if datagram { IBV_QPT_UD } else { IBV_QPT_RC } as c_int;
+    }
+    if out.ai_port_space == 0 {
+        out.ai_port_space = if out.ai_qp_type == IBV_QPT_UD as c_int {
+            RDMA_PS_UDP
+        } else {
+            RDMA_PS_TCP
+        } as c_int;
+    }
+    Box::into_raw(Box::new(out))
+}
+
+entry! {
+    /// `rdma_getaddrinfo(3)`: 0, a code of `getaddrinfo(3)`, or -1 with errno.
+    ///
+    /// # Safety
+    /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is a valid place.
+    unsafe fn rdma_getaddrinfo(
+        node: *const c_char, service: *const c_char, hints: *const rdma_addrinfo, res: *mut *mut rdma_addrinfo,
+    ) -> c_int, on_panic = -1, {
+        if res.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: not null, so valid (caller's promise).
+        let hints = (!hints.is_null()).then(|| unsafe { &*hints });
+        let flags = hints.map_or(0, |h| h.ai_flags);
+        if node.is_null() && service.is_null() {
+            let given = hints.is_some_and(|h| !h.ai_src_addr.is_null() || !h.ai_dst_addr.is_null());
+            if !given {
+                return fail(libc::EINVAL, -1);
+            }
+            // SAFETY: the program's addresses are valid.
+            let made = unsafe { answer(None, hints) };
+            // SAFETY: not null, so valid (caller's promise).
+            unsafe { res.write(made) };
+            return 0;
+        }
+        // SAFETY: all-zero is a valid addrinfo.
+        let mut ask: addrinfo = unsafe { std::mem::zeroed() };
+        ask.ai_flags = if flags & RAI_PASSIVE != 0 { libc::AI_PASSIVE } else { 0 }
+            | if flags & RAI_NUMERICHOST != 0 { libc::AI_NUMERICHOST } else { 0 };
+        ask.ai_family = match hints.map_or(0, |h| h.ai_family) {
+            libc::AF_INET => libc::AF_INET,
+            libc::AF_INET6 => libc::AF_INET6,
+            _ => libc::AF_UNSPEC,
+        };
+        let datagram = hints.is_some_and(|h| {
+            h.ai_qp_type == IBV_QPT_UD as c_int
+                || h.ai_port_space == RDMA_PS_UDP as c_int
+                || h.ai_port_space == RDMA_PS_IPOIB as c_int
+        });
+        (ask.ai_socktype, ask.ai_protocol) = if datagram {
+            (libc::SOCK_DGRAM, libc::IPPROTO_UDP)
+        } else {
+            (libc::SOCK_STREAM, libc::IPPROTO_TCP)
+        };
+        let mut found: *mut addrinfo = std::ptr::null_mut();
+        // SAFETY: C strings or null, and places of our own.
+        let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };
+        if code != 0 {
+            return code;
+        }
+        let mut first: *mut rdma_addrinfo = std::ptr::null_mut();
+        let mut last: *mut rdma_addrinfo = std::ptr::null_mut();
+        let mut at = found;
+        while !at.is_null() {
+            // SAFETY: an element of the resolver's list.
+            let entry = unsafe { &*at };
+            // SAFETY: both valid.
+            let made = unsafe { answer(Some(entry), hints) };
+            if first.is_null() {
+                first = made;
+            } else {
+                // SAFETY: the last one made.
+                unsafe { (*last).ai_next = made };
+            }
+            last = made;
+            at = entry.ai_next;
+        }
+        // SAFETY: from getaddrinfo, freed once.
+        unsafe { libc::freeaddrinfo(found) };
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { res.write(first) };
+        0
+    }
+}
+
+entry! {
+    /// `rdma_freeaddrinfo(3)`.
+    ///
+    /// # Safety
+    /// `res` is null or came from `rdma_getaddrinfo`, and is not used again.
+    unsafe fn rdma_freeaddrinfo(res: *mut rdma_addrinfo), on_panic = (), {
+        let mut at = res;
+        while !at.is_null() {
+            // SAFETY: made by `answer`.
+            let entry = unsafe { Box::from_raw(at) };
+            at = entry.ai_next;
+            // SAFETY: from the C allocator, or null.
+            unsafe {
+                libc::free(entry.ai_src_addr.cast());
+                libc::free(entry.ai_dst_addr.cast());
+                libc::free(entry.ai_src_canonname.cast());
+                libc::free(entry.ai_dst_canonname.cast());
+            }
+        }
+    }
+}

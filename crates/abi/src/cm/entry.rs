@@ -1,0 +1,1561 @@
+//! The connection manager's entry points: C identifiers and events over the engine's.
+//!
+//! An identifier without a channel is *synchronous*: it has a channel of its own, and each step waits for its event,
+//! which stays in `id->event` until the next step.
+
+use std::ffi::{c_int, c_void};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use anywarp_core::bounds;
+use anywarp_engine::channel::Channel;
+use anywarp_engine::cm::{self, CmId, ConnParam, Event, EventChannel, EventKind, PortSpace};
+use anywarp_engine::device::{gid_of, gids};
+use anywarp_engine::verbs::QueuePair;
+
+use libc::{sockaddr, sockaddr_in, sockaddr_in6};
+
+use super::types::*;
+use crate::verbs::device;
+use crate::verbs::memory::ibv_alloc_pd;
+use crate::verbs::object::{Acks, QpObject, from_c, into_c, of, os_errno, set_cookie};
+use crate::verbs::qp::{ibv_create_qp, ibv_destroy_qp, ibv_modify_qp};
+use crate::verbs::queue::{
+    block_on, ibv_create_comp_channel, ibv_create_cq, ibv_create_srq, ibv_destroy_comp_channel,
+    ibv_destroy_cq, ibv_destroy_srq,
+};
+use crate::verbs::types::*;
+use crate::{entry, fail};
+
+/// Q_Key of datagram queue pairs made here, as every rdma_cm uses it.
+const UDP_QKEY: u32 = 0x0123_4567;
+/// Time that a synchronous step asks for, milliseconds; resolving takes none here.
+const STEP_MS: c_int = 2000;
+
+/// An event channel.
+#[repr(C)]
+pub(crate) struct ChannelObject {
+    c: rdma_event_channel,
+    engine: Arc<EventChannel>,
+}
+
+/// An identifier.
+#[repr(C)]
+pub(crate) struct IdObject {
+    c: rdma_cm_id,
+    engine: Arc<CmId>,
+    /// No channel of the program's.
+    sync: AtomicBool,
+    acks: Acks,
+    /// What `rdma_create_ep` keeps for `rdma_get_request`.
+    template: Mutex<Option<(AtomicPtr<ibv_pd>, Option<ibv_qp_init_attr>)>>,
+    connect_data: Mutex<Vec<u8>>,
+}
+
+// SAFETY: the C struct holds pointers that the program shares between threads as it sees fit; the rest is behind locks.
+unsafe impl Sync for IdObject {}
+// SAFETY: as above.
+unsafe impl Send for IdObject {}
+
+/// An event, with the private data that it points to.
+#[repr(C)]
+struct EventObject {
+    c: rdma_cm_event,
+    data: Vec<u8>,
+}
+
+/// The context of all identifiers, and its protection domain for programs that give none.
+struct Shared {
+    context: *mut ibv_context,
+    pd: *mut ibv_pd,
+}
+// SAFETY: both objects may be used from every thread, as the verbs allow.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+fn shared() -> Result<&'static Shared, c_int> {
+    static SHARED: OnceLock<Shared> = OnceLock::new();
+    static MAKING: Mutex<()> = Mutex::new(());
+    if let Some(shared) = SHARED.get() {
+        return Ok(shared);
+    }
+    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(shared) = SHARED.get() {
+        return Ok(shared);
+    }
+    let context = device::open()?;
+    // SAFETY: just opened.
+    let pd = unsafe { ibv_alloc_pd(context) };
+    Ok(SHARED.get_or_init(|| Shared { context, pd }))
+}
+
+// ---------------------------------------------------------------------- addresses
+
+/// A socket address of C.
+///
+/// # Safety
+/// `addr` is null or points to an address of its family.
+unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
+    if addr.is_null() {
+        return None;
+    }
+    // SAFETY: not null, so an address.
+    match c_int::from(unsafe { (*addr).sa_family }) {
+        libc::AF_INET => {
+            // SAFETY: an IPv4 address by its family; it may lie anywhere.
+            let a = unsafe { addr.cast::<sockaddr_in>().read_unaligned() };
+            Some(
+                (
+                    Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr)),
+                    u16::from_be(a.sin_port),
+                )
+                    .into(),
+            )
+        }
+        libc::AF_INET6 => {
+            // SAFETY: an IPv6 address by its family.
+            let a = unsafe { addr.cast::<sockaddr_in6>().read_unaligned() };
+            let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
+            Some(SocketAddr::V6(std::net::SocketAddrV6::new(
+                ip,
+                u16::from_be(a.sin6_port),
+                0,
+                a.sin6_scope_id,
+            )))
+        }
+        _ => None,
+    }
+}
+
+/// A socket address for C.
+fn c_address(address: SocketAddr) -> rdma_sockaddr {
+    // SAFETY: all-zero is a valid address of no family.
+    let mut out: rdma_sockaddr = unsafe { std::mem::zeroed() };
+    match address {
+        SocketAddr::V4(a) => {
+            // SAFETY: all-zero is a valid sockaddr_in.
+            let mut sin: sockaddr_in = unsafe { std::mem::zeroed() };
+            sin.sin_family = libc::AF_INET as u16;
+            sin.sin_port = a.port().to_be();
+            sin.sin_addr.s_addr = u32::from(*a.ip()).to_be();
+            out.sin = sin;
+        }
+        SocketAddr::V6(a) => {
+            // SAFETY: all-zero is a valid sockaddr_in6.
+            let mut sin6: sockaddr_in6 = unsafe { std::mem::zeroed() };
+            sin6.sin6_family = libc::AF_INET6 as u16;
+            sin6.sin6_port = a.port().to_be();
+            sin6.sin6_addr.s6_addr = a.ip().octets();
+            sin6.sin6_scope_id = a.scope_id();
+            out.sin6 = sin6;
+        }
+    }
+    out
+}
+
+/// Writes what the engine knows of an identifier's addresses into the C struct.
+///
+/// # Safety
+/// `id` lives and no other thread uses it now.
+unsafe fn show_addresses(id: *mut rdma_cm_id) {
+    // SAFETY: lives (caller's promise).
+    let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
+    // SAFETY: as above; no reference to the object is held.
+    let c = unsafe { &mut *id };
+    if let Some(local) = engine.local() {
+        c.route.addr.src = c_address(local);
+        if !local.ip().is_unspecified() {
+            c.route.addr.addr.ibaddr.sgid = device::c_gid(gid_of(local.ip()));
+        }
+    }
+    if let Some(remote) = engine.remote() {
+        c.route.addr.dst = c_address(remote);
+        c.route.addr.addr.ibaddr.dgid = device::c_gid(gid_of(remote.ip()));
+    }
+    c.route.addr.addr.ibaddr.pkey = 0xffff;
+}
+
+/// Gives an identifier its device.
+///
+/// # Safety
+/// As for [`show_addresses`].
+unsafe fn show_device(id: *mut rdma_cm_id) -> Result<(), c_int> {
+    let shared = shared()?;
+    // SAFETY: the caller's promise.
+    let c = unsafe { &mut *id };
+    if c.verbs.is_null() {
+        c.verbs = shared.context;
+        c.pd = shared.pd;
+        c.port_num = 1;
+    }
+    Ok(())
+}
+
+// ---------------------------------------------------------------------- channels and events
+
+entry! {
+    /// `rdma_create_event_channel(3)`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rdma_create_event_channel() -> *mut rdma_event_channel, on_panic = std::ptr::null_mut(), {
+        if let Err(e) = anywarp_engine::worker::engine() {
+            return fail(os_errno(&e), std::ptr::null_mut());
+        }
+        match Channel::new() {
+            Ok(channel) => {
+                let c = rdma_event_channel { fd: channel.raw_fd() };
+                into_c(ChannelObject { c, engine: Arc::new(channel) })
+            }
+            Err(e) => fail(os_errno(&e), std::ptr::null_mut()),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_destroy_event_channel(3)`.
+    ///
+    /// # Safety
+    /// `channel` came from `rdma_create_event_channel` and is not used again.
+    unsafe fn rdma_destroy_event_channel(channel: *mut rdma_event_channel), on_panic = (), {
+        if !channel.is_null() {
+            // SAFETY: the caller's promise.
+            drop(unsafe { from_c::<ChannelObject, _>(channel) });
+        }
+    }
+}
+
+/// Makes a C identifier around the engine's.
+fn make_id(
+    engine: Arc<CmId>,
+    channel: *mut rdma_event_channel,
+    context: *mut c_void,
+    qp_type: ibv_qp_type,
+    sync: bool,
+) -> *mut rdma_cm_id {
+    let c = rdma_cm_id {
+        channel,
+        context,
+        ps: engine.port_space as rdma_port_space,
+        qp_type,
+        ..rdma_cm_id::default()
+    };
+    let id: *mut rdma_cm_id = into_c(IdObject {
+        c,
+        engine: Arc::clone(&engine),
+        sync: AtomicBool::new(sync),
+        acks: Acks::default(),
+        template: Mutex::new(None),
+        connect_data: Mutex::new(Vec::new()),
+    });
+    set_cookie(&engine.cookie, id);
+    id
+}
+
+fn port_space(ps: rdma_port_space) -> Option<PortSpace> {
+    Some(match ps {
+        RDMA_PS_TCP => PortSpace::Tcp,
+        RDMA_PS_UDP => PortSpace::Udp,
+        RDMA_PS_IPOIB => PortSpace::Ipoib,
+        RDMA_PS_IB => PortSpace::Ib,
+        _ => return None,
+    })
+}
+
+/// `rdma_create_id` with the queue pair type that the port space implies or `rdma_create_ep` says.
+unsafe fn create_id(
+    channel: *mut rdma_event_channel,
+    context: *mut c_void,
+    ps: rdma_port_space,
+    qp_type: Option<ibv_qp_type>,
+) -> Result<*mut rdma_cm_id, c_int> {
+    let space = port_space(ps).ok_or(libc::EPROTONOSUPPORT)?;
+    let sync = channel.is_null();
+    // SAFETY: none needed.
+    let channel = if sync {
+        unsafe { rdma_create_event_channel() }
+    } else {
+        channel
+    };
+    if channel.is_null() {
+        return Err(std::io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::ENODEV));
+    }
+    // SAFETY: lives (the program's promise), or was just made.
+    let events = unsafe { &of::<ChannelObject, _>(channel).engine };
+    let engine = CmId::new(events, space).map_err(|e| os_errno(&e))?;
+    let qp_type = qp_type.unwrap_or(match space {
+        PortSpace::Tcp | PortSpace::Ib => IBV_QPT_RC,
+        PortSpace::Udp | PortSpace::Ipoib => IBV_QPT_UD,
+    });
+    Ok(make_id(engine, channel, context, qp_type, sync))
+}
+
+entry! {
+    /// `rdma_create_id(3)`: without a channel the identifier is synchronous.
+    ///
+    /// # Safety
+    /// `channel` is null or lives, `id` is a valid place.
+    unsafe fn rdma_create_id(
+        channel: *mut rdma_event_channel, id: *mut *mut rdma_cm_id, context: *mut c_void, ps: rdma_port_space,
+    ) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        match unsafe { create_id(channel, context, ps, None) } {
+            Ok(made) => {
+                // SAFETY: not null, so valid (caller's promise).
+                unsafe { id.write(made) };
+                0
+            }
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_destroy_id(3)`: waits until its events are acknowledged.
+    ///
+    /// # Safety
+    /// `id` came from here and is not used again.
+    unsafe fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        unsafe { drop_event(id) };
+        // SAFETY: as above.
+        let object = unsafe { of::<IdObject, _>(id) };
+        object.engine.destroy();
+        object.acks.wait();
+        let channel = object.sync.load(Ordering::Relaxed).then_some(object.c.channel);
+        // SAFETY: the caller's promise.
+        drop(unsafe { from_c::<IdObject, _>(id) });
+        if let Some(channel) = channel {
+            // SAFETY: made for this identifier alone.
+            unsafe { rdma_destroy_event_channel(channel) };
+        }
+        0
+    }
+}
+
+/// Acknowledges the event that a synchronous identifier holds.
+///
+/// # Safety
+/// `id` lives and no other thread uses it now.
+unsafe fn drop_event(id: *mut rdma_cm_id) {
+    // SAFETY: the caller's promise.
+    let event = unsafe { std::mem::replace(&mut (*id).event, std::ptr::null_mut()) };
+    if !event.is_null() {
+        // SAFETY: held by this identifier alone.
+        unsafe { rdma_ack_cm_event(event) };
+    }
+}
+
+/// The C identifier of an engine's.
+fn c_id(engine: &CmId) -> *mut rdma_cm_id {
+    std::ptr::with_exposed_provenance_mut(engine.cookie.load(Ordering::Acquire))
+}
+
+/// Makes the C event; a connect request also gets its C identifier.
+///
+/// # Safety
+/// The identifiers of the event live.
+unsafe fn c_event(event: Event) -> Result<*mut rdma_cm_event, c_int> {
+    let mut listen_id = std::ptr::null_mut();
+    let id = if let Some(listener) = &event.listener {
+        listen_id = c_id(listener);
+        // SAFETY: a listener lives while its events wait: destroying it takes them away.
+        let parent = unsafe { of::<IdObject, _>(listen_id) };
+        let made = make_id(
+            Arc::clone(&event.id),
+            parent.c.channel,
+            parent.c.context,
+            parent.c.qp_type,
+            false,
+        );
+        parent.acks.delivered();
+        made
+    } else {
+        let id = c_id(&event.id);
+        // SAFETY: as above.
+        unsafe { of::<IdObject, _>(id) }.acks.delivered();
+        id
+    };
+    // SAFETY: lives.
+    unsafe { show_device(id) }?;
+    // SAFETY: as above.
+    unsafe { show_addresses(id) };
+    // SAFETY: as above.
+    let c = unsafe { &mut *id };
+    if event.kind == EventKind::RouteResolved {
+        c.route.num_paths = 1;
+    }
+    if matches!(event.kind, EventKind::Established | EventKind::Disconnected) && !c.qp.is_null() {
+        // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+        let (state, _) = unsafe { of::<QpObject, _>(c.qp) }.engine.query();
+        // SAFETY: as above.
+        unsafe { (*c.qp).state = state as ibv_qp_state };
+    }
+    let datagram = c.qp_type == IBV_QPT_UD;
+    let mut object = Box::new(EventObject {
+        c: rdma_cm_event {
+            id,
+            listen_id,
+            event: event.kind as rdma_cm_event_type,
+            status: event.status,
+            ..rdma_cm_event::default()
+        },
+        data: event.private_data,
+    });
+    let private_data: *const c_void = if object.data.is_empty() {
+        std::ptr::null()
+    } else {
+        object.data.as_ptr().cast()
+    };
+    let private_data_len = u8::try_from(object.data.len()).unwrap_or(u8::MAX);
+    if datagram {
+        let mut ud = rdma_ud_param {
+            private_data,
+            private_data_len,
+            ..rdma_ud_param::default()
+        };
+        if let Some(peer) = event.peer {
+            ud.qp_num = peer.qpn;
+            ud.qkey = peer.qkey;
+            ud.ah_attr = vector_to(peer.addr, event.id.local());
+        }
+        object.c.param.ud = ud;
+    } else {
+        object.c.param.conn = rdma_conn_param {
+            private_data,
+            private_data_len,
+            responder_resources: event.responder_resources,
+            initiator_depth: event.initiator_depth,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            ..rdma_conn_param::default()
+        };
+    }
+    Ok(Box::into_raw(object).cast())
+}
+
+/// An address vector to `remote`.
+fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah_attr {
+    let own = local
+        .and_then(|l| gids().iter().position(|g| g.ip == l.ip()))
+        .unwrap_or(0);
+    let mut attr = ibv_ah_attr {
+        is_global: 1,
+        port_num: 1,
+        ..ibv_ah_attr::default()
+    };
+    attr.grh.dgid = device::c_gid(gid_of(remote.ip()));
+    attr.grh.sgid_index = u8::try_from(own).unwrap_or(0);
+    attr.grh.hop_limit = 64;
+    attr
+}
+
+/// One try at the next event: 0, or -1 with errno; `None`: wait.
+unsafe fn try_event(
+    channel: *mut rdma_event_channel,
+    out: *mut *mut rdma_cm_event,
+) -> Option<c_int> {
+    if channel.is_null() || out.is_null() {
+        return Some(fail(libc::EINVAL, -1));
+    }
+    // SAFETY: lives (the program's promise).
+    let object = unsafe { of::<ChannelObject, _>(channel) };
+    let Some(event) = object.engine.pop() else {
+        return object
+            .engine
+            .is_nonblocking()
+            .then(|| fail(libc::EAGAIN, -1));
+    };
+    // SAFETY: its identifiers live: destroying one takes its waiting events away.
+    match unsafe { c_event(event) } {
+        Ok(event) => {
+            // SAFETY: not null, so valid (the program's promise).
+            unsafe { out.write(event) };
+            Some(0)
+        }
+        Err(e) => Some(fail(e, -1)),
+    }
+}
+
+/// `rdma_get_cm_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
+///
+/// Not an `entry!`: the thread may be cancelled while it waits, and that must not meet a `catch_unwind`.
+///
+/// # Safety
+/// `channel` lives, `event` is a valid place.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn rdma_get_cm_event(
+    channel: *mut rdma_event_channel,
+    event: *mut *mut rdma_cm_event,
+) -> c_int {
+    loop {
+        // SAFETY: the caller's promise.
+        if let Some(done) = unsafe { try_event(channel, event) } {
+            return done;
+        }
+        // SAFETY: not null: `try_event` has looked.
+        block_on(unsafe { (*channel).fd });
+    }
+}
+
+entry! {
+    /// `rdma_ack_cm_event(3)`.
+    ///
+    /// # Safety
+    /// `event` came from `rdma_get_cm_event` and is not used again.
+    unsafe fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int, on_panic = -1, {
+        if event.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        let object = unsafe { Box::from_raw(event.cast::<EventObject>()) };
+        // A connect request belongs to the listener until it is acknowledged.
+        let whose = if object.c.listen_id.is_null() { object.c.id } else { object.c.listen_id };
+        // SAFETY: an identifier lives until its events are acknowledged.
+        unsafe { of::<IdObject, _>(whose) }.acks.acknowledged(1);
+        0
+    }
+}
+
+/// Ends a step: a synchronous identifier waits for its event.
+///
+/// # Safety
+/// `id` lives and no other thread uses it now.
+unsafe fn complete(id: *mut rdma_cm_id) -> c_int {
+    // SAFETY: lives (caller's promise).
+    let sync = unsafe { of::<IdObject, _>(id) }
+        .sync
+        .load(Ordering::Relaxed);
+    if !sync {
+        return 0;
+    }
+    // SAFETY: as above.
+    unsafe { drop_event(id) };
+    let mut event = std::ptr::null_mut();
+    // SAFETY: as above; a synchronous identifier has its own channel.
+    if unsafe { rdma_get_cm_event((*id).channel, &raw mut event) } != 0 {
+        return -1;
+    }
+    // SAFETY: as above.
+    unsafe { (*id).event = event };
+    // SAFETY: just made.
+    let (kind, status) = unsafe { ((*event).event, (*event).status) };
+    if status == 0 {
+        return 0;
+    }
+    let errno = match (kind, status) {
+        (RDMA_CM_EVENT_REJECTED, _) => libc::ECONNREFUSED,
+        (_, s) if s < 0 => -s,
+        (_, s) => s,
+    };
+    fail(errno, -1)
+}
+
+/// Runs a step of the engine, then waits if the identifier is synchronous.
+unsafe fn step(id: *mut rdma_cm_id, f: impl FnOnce(&CmId) -> std::io::Result<()>) -> c_int {
+    if id.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: lives (the program's promise).
+    let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
+    match f(&engine) {
+        // SAFETY: as above.
+        Ok(()) => unsafe { complete(id) },
+        Err(e) => fail(os_errno(&e), -1),
+    }
+}
+
+// ---------------------------------------------------------------------- steps
+
+entry! {
+    /// `rdma_bind_addr(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `addr` is an address.
+    unsafe fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let Some(address) = (unsafe { address_of(addr) }) else { return fail(libc::EINVAL, -1) };
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
+        if let Err(e) = engine.bind(address) {
+            return fail(os_errno(&e), -1);
+        }
+        if !address.ip().is_unspecified() {
+            // SAFETY: as above.
+            if let Err(e) = unsafe { show_device(id) } {
+                return fail(e, -1);
+            }
+        }
+        // SAFETY: as above.
+        unsafe { show_addresses(id) };
+        0
+    }
+}
+
+entry! {
+    /// `rdma_resolve_addr(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `src` is null or an address, `dst` an address.
+    unsafe fn rdma_resolve_addr(
+        id: *mut rdma_cm_id, src: *mut sockaddr, dst: *mut sockaddr, _timeout_ms: c_int,
+    ) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let (src, dst) = unsafe { (address_of(src), address_of(dst)) };
+        let Some(dst) = dst else { return fail(libc::EINVAL, -1) };
+        // SAFETY: the caller's promise.
+        unsafe { step(id, |e| e.resolve_addr(src, dst)) }
+    }
+}
+
+entry! {
+    /// `rdma_resolve_route(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_resolve_route(id: *mut rdma_cm_id, _timeout_ms: c_int) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        unsafe { step(id, CmId::resolve_route) }
+    }
+}
+
+entry! {
+    /// `rdma_listen(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
+        match engine.listen(backlog) {
+            Ok(()) => {
+                // SAFETY: as above.
+                unsafe { show_addresses(id) };
+                0
+            }
+            Err(e) => fail(os_errno(&e), -1),
+        }
+    }
+}
+
+/// Connection parameters of C; without them as much as the device has.
+///
+/// # Safety
+/// `param` is null or valid with its private data.
+unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
+    let qp_num = if id.c.qp.is_null() {
+        0
+    } else {
+        // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+        unsafe { (*id.c.qp).qp_num }
+    };
+    if param.is_null() {
+        return ConnParam {
+            private_data: id
+                .connect_data
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone(),
+            responder_resources: bounds::MAX_RD_ATOMIC,
+            initiator_depth: bounds::MAX_RD_ATOMIC,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            qp_num,
+        };
+    }
+    // SAFETY: not null, so valid (caller's promise).
+    let p = unsafe { &*param };
+    let depth = |n: u8| {
+        if n == RDMA_MAX_RESP_RES as u8 {
+            bounds::MAX_RD_ATOMIC
+        } else {
+            n
+        }
+    };
+    ConnParam {
+        // SAFETY: the private data has the length that stands beside it (caller's promise).
+        private_data: unsafe { bytes_of(p.private_data, p.private_data_len) },
+        responder_resources: depth(p.responder_resources),
+        initiator_depth: depth(p.initiator_depth),
+        retry_count: p.retry_count,
+        rnr_retry_count: p.rnr_retry_count,
+        qp_num: if qp_num != 0 { qp_num } else { p.qp_num },
+    }
+}
+
+/// Copies private data.
+///
+/// # Safety
+/// `data` is null or has `len` readable bytes.
+unsafe fn bytes_of(data: *const c_void, len: u8) -> Vec<u8> {
+    if data.is_null() || len == 0 {
+        return Vec::new();
+    }
+    // SAFETY: the caller's promise; the slice lives for this statement.
+    unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
+}
+
+entry! {
+    /// `rdma_connect(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `param` is null or valid.
+    unsafe fn rdma_connect(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        let param = unsafe { param_of(param, of::<IdObject, _>(id)) };
+        // SAFETY: as above.
+        unsafe { step(id, |e| e.connect(param)) }
+    }
+}
+
+entry! {
+    /// `rdma_accept(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `param` is null or valid.
+    unsafe fn rdma_accept(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        let datagram = unsafe { of::<IdObject, _>(id) }.c.qp_type == IBV_QPT_UD;
+        // SAFETY: the caller's promise.
+        let param = unsafe { param_of(param, of::<IdObject, _>(id)) };
+        if datagram {
+            // The answer is a datagram: no event follows.
+            // SAFETY: as above.
+            let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
+            return match engine.accept(param) {
+                Ok(()) => 0,
+                Err(e) => fail(os_errno(&e), -1),
+            };
+        }
+        // SAFETY: as above.
+        let done = unsafe { step(id, |e| e.accept(param)) };
+        // SAFETY: as above.
+        let c = unsafe { &mut *id };
+        if done == 0 && !c.qp.is_null() {
+            // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+            unsafe { (*c.qp).state = IBV_QPS_RTS };
+        }
+        done
+    }
+}
+
+entry! {
+    /// `rdma_reject(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `data` has `len` bytes.
+    unsafe fn rdma_reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        let data = unsafe { bytes_of(data, len) };
+        // SAFETY: as above.
+        match unsafe { of::<IdObject, _>(id) }.engine.reject(&data) {
+            Ok(()) => 0,
+            Err(e) => fail(os_errno(&e), -1),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_reject_ece`: a reject; there is no enhanced connection establishment to disagree about.
+    ///
+    /// # Safety
+    /// As for `rdma_reject`.
+    unsafe fn rdma_reject_ece(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        unsafe { rdma_reject(id, data, len) }
+    }
+}
+
+entry! {
+    /// `rdma_establish(3)`: the connection was made when its response came.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_establish(id: *mut rdma_cm_id) -> c_int, on_panic = -1, {
+        // SAFETY: lives (caller's promise).
+        if id.is_null() || !unsafe { (*id).qp }.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        0
+    }
+}
+
+entry! {
+    /// `rdma_notify(3)`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rdma_notify(_id: *mut rdma_cm_id, event: ibv_event_type) -> c_int, on_panic = -1, {
+        if event == IBV_EVENT_COMM_EST { 0 } else { fail(libc::EINVAL, -1) }
+    }
+}
+
+entry! {
+    /// `rdma_disconnect(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        unsafe { step(id, CmId::disconnect) }
+    }
+}
+
+entry! {
+    /// `rdma_migrate_id(3)`: without a channel the identifier becomes synchronous.
+    ///
+    /// # Safety
+    /// `id` lives, `channel` is null or lives.
+    unsafe fn rdma_migrate_id(id: *mut rdma_cm_id, channel: *mut rdma_event_channel) -> c_int, on_panic = -1, {
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        let sync = channel.is_null();
+        // SAFETY: none needed.
+        let channel = if sync { unsafe { rdma_create_event_channel() } } else { channel };
+        if channel.is_null() {
+            return -1;
+        }
+        // SAFETY: they live (caller's promise).
+        let (object, to) = unsafe { (of::<IdObject, _>(id), of::<ChannelObject, _>(channel)) };
+        object.engine.migrate(&to.engine);
+        let was_sync = object.sync.swap(sync, Ordering::Relaxed);
+        // SAFETY: lives; no other thread uses it while it moves (caller's promise).
+        let old = unsafe { std::mem::replace(&mut (*id).channel, channel) };
+        if was_sync {
+            // SAFETY: as above.
+            unsafe { drop_event(id) };
+            // SAFETY: made for this identifier alone.
+            unsafe { rdma_destroy_event_channel(old) };
+        }
+        0
+    }
+}
+
+entry! {
+    /// `rdma_set_option(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `value` has `len` bytes.
+    unsafe fn rdma_set_option(
+        id: *mut rdma_cm_id, level: c_int, name: c_int, value: *mut c_void, len: usize,
+    ) -> c_int, on_panic = -1, {
+        if id.is_null() || value.is_null() || len == 0 {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        let engine = unsafe { &of::<IdObject, _>(id).engine };
+        // SAFETY: at least one byte (checked).
+        let byte = unsafe { value.cast::<u8>().read() };
+        // SAFETY: an int if `len` says so.
+        let int = (len >= size_of::<c_int>()).then(|| unsafe { value.cast::<c_int>().read_unaligned() });
+        let set = match (level, name, int) {
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, _) => Ok(()),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, Some(on)) => engine.set_options(Some(on != 0), None, None),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, Some(on)) => engine.set_options(None, Some(on != 0), None),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, _) => engine.set_options(None, None, Some(byte & 31)),
+            // The way is the kernel's.
+            (RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, _) => Ok(()),
+            _ => Err(std::io::Error::from_raw_os_error(libc::ENOSYS)),
+        };
+        match set {
+            Ok(()) => 0,
+            Err(e) => fail(os_errno(&e), -1),
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- queue pairs
+
+/// Makes queues for an identifier whose program gave none.
+///
+/// # Safety
+/// `id` lives.
+unsafe fn make_queues(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr) -> Result<(), c_int> {
+    // SAFETY: lives; no other thread uses it now (the program's promise).
+    let c = unsafe { &mut *id };
+    let failed = || {
+        std::io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::EIO)
+    };
+    let make = |n: u32| {
+        // SAFETY: an identifier's context stays open.
+        let channel = unsafe { ibv_create_comp_channel(c.verbs) };
+        if channel.is_null() {
+            return Err(failed());
+        }
+        let cqe = c_int::try_from(n.max(1)).unwrap_or(c_int::MAX);
+        // SAFETY: as above.
+        let cq = unsafe { ibv_create_cq(c.verbs, cqe, id.cast(), channel, 0) };
+        if cq.is_null() {
+            let e = failed();
+            // SAFETY: just made.
+            unsafe { ibv_destroy_comp_channel(channel) };
+            return Err(e);
+        }
+        Ok((channel, cq))
+    };
+    if init.send_cq.is_null() {
+        (c.send_cq_channel, c.send_cq) = make(init.cap.max_send_wr)?;
+        init.send_cq = c.send_cq;
+    }
+    if init.recv_cq.is_null() {
+        (c.recv_cq_channel, c.recv_cq) = make(init.cap.max_recv_wr)?;
+        init.recv_cq = c.recv_cq;
+    }
+    Ok(())
+}
+
+/// Destroys the queues that were made here.
+///
+/// # Safety
+/// `id` lives, its queue pair is gone.
+unsafe fn drop_queues(id: *mut rdma_cm_id) {
+    // SAFETY: as for `make_queues`.
+    let c = unsafe { &mut *id };
+    for (channel, cq) in [
+        (&mut c.send_cq_channel, &mut c.send_cq),
+        (&mut c.recv_cq_channel, &mut c.recv_cq),
+    ] {
+        if !cq.is_null() {
+            // SAFETY: made here, not used any more.
+            unsafe { ibv_destroy_cq(*cq) };
+            *cq = std::ptr::null_mut();
+        }
+        if !channel.is_null() {
+            // SAFETY: as above.
+            unsafe { ibv_destroy_comp_channel(*channel) };
+            *channel = std::ptr::null_mut();
+        }
+    }
+}
+
+/// Makes the queue pair of an identifier.
+///
+/// # Safety
+/// `id` and what `init` names live.
+unsafe fn create_qp(
+    id: *mut rdma_cm_id,
+    pd: *mut ibv_pd,
+    init: &mut ibv_qp_init_attr,
+) -> Result<(), c_int> {
+    let failed = || {
+        std::io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::EIO)
+    };
+    // SAFETY: lives (caller's promise).
+    let c = unsafe { &mut *id };
+    if c.verbs.is_null() || !c.qp.is_null() || init.qp_type != c.qp_type {
+        return Err(libc::EINVAL);
+    }
+    let pd = if pd.is_null() { c.pd } else { pd };
+    // SAFETY: not null, so it lives.
+    if unsafe { (*pd).context } != c.verbs {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { make_queues(id, init) }?;
+    // SAFETY: the caller's promise.
+    let qp = unsafe { ibv_create_qp(pd, init) };
+    if qp.is_null() {
+        let e = failed();
+        // SAFETY: no queue pair uses them.
+        unsafe { drop_queues(id) };
+        return Err(e);
+    }
+    // SAFETY: just made.
+    let object = unsafe { of::<QpObject, _>(qp) };
+    // SAFETY: lives.
+    let identifier = unsafe { of::<IdObject, _>(id) };
+    let ready = match object.engine.clone() {
+        QueuePair::Rc(rc) => {
+            identifier.engine.set_qp(Some(rc));
+            // SAFETY: just made.
+            unsafe { to_init(qp, cm::rights(1).0) }
+        }
+        #[allow(unreachable_patterns, reason = "datagram queue pairs")]
+        datagram => {
+            identifier.engine.set_datagram(datagram, UDP_QKEY);
+            // SAFETY: just made.
+            unsafe { datagram_ready(qp) }
+        }
+    };
+    if ready != 0 {
+        // SAFETY: just made, used by nobody.
+        unsafe { ibv_destroy_qp(qp) };
+        // SAFETY: no queue pair uses them.
+        unsafe { drop_queues(id) };
+        return Err(ready);
+    }
+    // SAFETY: lives; no reference to it is held.
+    let c = unsafe { &mut *id };
+    c.qp = qp;
+    c.pd = pd;
+    Ok(())
+}
+
+/// RESET to INIT.
+unsafe fn to_init(qp: *mut ibv_qp, access: u32) -> c_int {
+    let mut attr = ibv_qp_attr {
+        qp_state: IBV_QPS_INIT,
+        port_num: 1,
+        qp_access_flags: access,
+        ..ibv_qp_attr::default()
+    };
+    let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+    // SAFETY: the queue pair lives (caller's promise).
+    unsafe { ibv_modify_qp(qp, &raw mut attr, mask as c_int) }
+}
+
+/// A datagram queue pair, RESET to RTS.
+unsafe fn datagram_ready(qp: *mut ibv_qp) -> c_int {
+    let mut attr = ibv_qp_attr {
+        qp_state: IBV_QPS_INIT,
+        port_num: 1,
+        qkey: UDP_QKEY,
+        ..ibv_qp_attr::default()
+    };
+    let steps = [
+        (
+            IBV_QPS_INIT,
+            IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY,
+        ),
+        (IBV_QPS_RTR, IBV_QP_STATE),
+        (IBV_QPS_RTS, IBV_QP_STATE | IBV_QP_SQ_PSN),
+    ];
+    for (state, mask) in steps {
+        attr.qp_state = state;
+        // SAFETY: the queue pair lives (caller's promise).
+        let done = unsafe { ibv_modify_qp(qp, &raw mut attr, mask as c_int) };
+        if done != 0 {
+            return done;
+        }
+    }
+    0
+}
+
+entry! {
+    /// `rdma_create_qp(3)`.
+    ///
+    /// # Safety
+    /// `id`, `pd` and what `init` names live.
+    unsafe fn rdma_create_qp(
+        id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
+    ) -> c_int, on_panic = -1, {
+        if id.is_null() || init.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        match unsafe { create_qp(id, pd, &mut *init) } {
+            Ok(()) => 0,
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_create_qp_ex`.
+    ///
+    /// # Safety
+    /// As for `rdma_create_qp`.
+    unsafe fn rdma_create_qp_ex(id: *mut rdma_cm_id, init: *mut ibv_qp_init_attr_ex) -> c_int, on_panic = -1, {
+        if id.is_null() || init.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: valid (caller's promise).
+        let ex = unsafe { &mut *init };
+        if ex.comp_mask & !IBV_QP_INIT_ATTR_PD != 0 {
+            return fail(libc::EOPNOTSUPP, -1);
+        }
+        let pd = if ex.comp_mask & IBV_QP_INIT_ATTR_PD != 0 { ex.pd } else { std::ptr::null_mut() };
+        let mut plain = ibv_qp_init_attr {
+            qp_context: ex.qp_context,
+            send_cq: ex.send_cq,
+            recv_cq: ex.recv_cq,
+            srq: ex.srq,
+            cap: ex.cap,
+            qp_type: ex.qp_type,
+            sq_sig_all: ex.sq_sig_all,
+        };
+        // SAFETY: the caller's promise.
+        match unsafe { create_qp(id, pd, &mut plain) } {
+            Ok(()) => {
+                ex.cap = plain.cap;
+                0
+            }
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_destroy_qp(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_destroy_qp(id: *mut rdma_cm_id), on_panic = (), {
+        if id.is_null() {
+            return;
+        }
+        // SAFETY: lives (caller's promise).
+        unsafe { &of::<IdObject, _>(id).engine }.set_qp(None);
+        // SAFETY: as above.
+        let qp = unsafe { std::mem::replace(&mut (*id).qp, std::ptr::null_mut()) };
+        if !qp.is_null() {
+            // SAFETY: made by `rdma_create_qp`.
+            unsafe { ibv_destroy_qp(qp) };
+        }
+        // SAFETY: the queue pair is gone.
+        unsafe { drop_queues(id) };
+    }
+}
+
+entry! {
+    /// `rdma_create_srq(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `init` is valid.
+    unsafe fn rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> c_int, on_panic = -1, {
+        if id.is_null() || init.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        let c = unsafe { &mut *id };
+        let pd = if pd.is_null() { c.pd } else { pd };
+        // SAFETY: the caller's promise.
+        let srq = unsafe { ibv_create_srq(pd, init) };
+        if srq.is_null() {
+            return -1;
+        }
+        c.srq = srq;
+        c.pd = pd;
+        0
+    }
+}
+
+entry! {
+    /// `rdma_create_srq_ex`: basic ones.
+    ///
+    /// # Safety
+    /// As for `rdma_create_srq`.
+    unsafe fn rdma_create_srq_ex(id: *mut rdma_cm_id, init: *mut ibv_srq_init_attr_ex) -> c_int, on_panic = -1, {
+        if id.is_null() || init.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: valid (caller's promise).
+        let ex = unsafe { &*init };
+        if ex.comp_mask & IBV_SRQ_INIT_ATTR_TYPE != 0 && ex.srq_type != IBV_SRQT_BASIC {
+            return fail(libc::EOPNOTSUPP, -1);
+        }
+        let pd = if ex.comp_mask & IBV_SRQ_INIT_ATTR_PD != 0 { ex.pd } else { std::ptr::null_mut() };
+        let mut plain = ibv_srq_init_attr { srq_context: ex.srq_context, attr: ex.attr };
+        // SAFETY: the caller's promise.
+        unsafe { rdma_create_srq(id, pd, &raw mut plain) }
+    }
+}
+
+entry! {
+    /// `rdma_destroy_srq(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_destroy_srq(id: *mut rdma_cm_id), on_panic = (), {
+        if id.is_null() {
+            return;
+        }
+        // SAFETY: lives (caller's promise).
+        let srq = unsafe { std::mem::replace(&mut (*id).srq, std::ptr::null_mut()) };
+        if !srq.is_null() {
+            // SAFETY: made by `rdma_create_srq`.
+            unsafe { ibv_destroy_srq(srq) };
+        }
+    }
+}
+
+entry! {
+    /// `rdma_init_qp_attr(3)`: attributes for a program that moves its queue pair itself.
+    ///
+    /// # Safety
+    /// `id` lives, the others are valid places.
+    unsafe fn rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut c_int) -> c_int, on_panic = -1, {
+        if id.is_null() || attr.is_null() || mask.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: they live (caller's promise).
+        let (object, attr) = unsafe { (of::<IdObject, _>(id), &mut *attr) };
+        let (ird, ord, retry, rnr) = object.engine.agreed();
+        let state = attr.qp_state;
+        let datagram = object.c.qp_type == IBV_QPT_UD;
+        *attr = ibv_qp_attr { qp_state: state, port_num: 1, ..ibv_qp_attr::default() };
+        let bits = match (state, datagram) {
+            (IBV_QPS_INIT, false) => {
+                attr.qp_access_flags = cm::rights(1).0;
+                IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS
+            }
+            (IBV_QPS_INIT, true) => {
+                attr.qkey = UDP_QKEY;
+                IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY
+            }
+            (IBV_QPS_RTR, false) => {
+                if let Some(remote) = object.engine.remote() {
+                    attr.ah_attr = vector_to(remote, object.engine.local());
+                }
+                attr.path_mtu = IBV_MTU_4096;
+                // 0: the connection of this identifier, whatever the peer's number is.
+                attr.dest_qp_num = 0;
+                attr.max_dest_rd_atomic = ird;
+                attr.min_rnr_timer = 12;
+                IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN
+                    | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER
+            }
+            (IBV_QPS_RTR, true) => IBV_QP_STATE,
+            (IBV_QPS_RTS, false) => {
+                attr.timeout = object.engine.ack_timeout();
+                attr.retry_cnt = retry.min(7);
+                attr.rnr_retry = rnr.min(7);
+                attr.max_rd_atomic = ord;
+                IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN
+                    | IBV_QP_MAX_QP_RD_ATOMIC
+            }
+            (IBV_QPS_RTS, true) => IBV_QP_STATE | IBV_QP_SQ_PSN,
+            _ => return fail(libc::EINVAL, -1),
+        };
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { mask.write(bits as c_int) };
+        0
+    }
+}
+
+// ---------------------------------------------------------------------- endpoints
+
+entry! {
+    /// `rdma_create_ep(3)`.
+    ///
+    /// # Safety
+    /// `id` is a valid place, `res` came from `rdma_getaddrinfo`, `pd` and what `init` names live or are null.
+    unsafe fn rdma_create_ep(
+        id: *mut *mut rdma_cm_id, res: *mut rdma_addrinfo, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
+    ) -> c_int, on_panic = -1, {
+        if id.is_null() || res.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: valid (caller's promise).
+        let info = unsafe { &*res };
+        // SAFETY: no channel: synchronous.
+        let made = unsafe {
+            create_id(
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                info.ai_port_space.cast_unsigned(),
+                Some(info.ai_qp_type.cast_unsigned()),
+            )
+        };
+        let made = match made {
+            Ok(made) => made,
+            Err(e) => return fail(e, -1),
+        };
+        let undo = |e: c_int| {
+            // SAFETY: just made, known to nobody.
+            unsafe { rdma_destroy_ep(made) };
+            fail(e, -1)
+        };
+        let last = || std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        if info.ai_flags & RAI_PASSIVE != 0 {
+            // SAFETY: the addresses of `res` are valid.
+            if unsafe { rdma_bind_addr(made, info.ai_src_addr) } != 0 {
+                return undo(last());
+            }
+            // SAFETY: not null, so valid (caller's promise).
+            let template = (!init.is_null()).then(|| unsafe { *init });
+            // SAFETY: just made.
+            *unsafe { of::<IdObject, _>(made) }.template.lock().unwrap_or_else(PoisonError::into_inner) =
+                Some((AtomicPtr::new(pd), template));
+            // SAFETY: not null, so valid (caller's promise).
+            unsafe { id.write(made) };
+            return 0;
+        }
+        // SAFETY: the addresses of `res` are valid.
+        if unsafe { rdma_resolve_addr(made, info.ai_src_addr, info.ai_dst_addr, STEP_MS) } != 0
+            // SAFETY: just made.
+            || unsafe { rdma_resolve_route(made, STEP_MS) } != 0
+        {
+            return undo(last());
+        }
+        if !init.is_null() {
+            // SAFETY: valid (caller's promise).
+            let init = unsafe { &mut *init };
+            init.qp_type = info.ai_qp_type.cast_unsigned();
+            // SAFETY: the caller's promise.
+            if let Err(e) = unsafe { create_qp(made, pd, init) } {
+                return undo(e);
+            }
+        }
+        if !info.ai_connect.is_null() && info.ai_connect_len > 0 {
+            let len = u8::try_from(info.ai_connect_len).unwrap_or(u8::MAX);
+            // SAFETY: the connect data has the length beside it.
+            let data = unsafe { bytes_of(info.ai_connect, len) };
+            // SAFETY: just made.
+            *unsafe { of::<IdObject, _>(made) }.connect_data.lock().unwrap_or_else(PoisonError::into_inner) = data;
+        }
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { id.write(made) };
+        0
+    }
+}
+
+entry! {
+    /// `rdma_destroy_ep(3)`.
+    ///
+    /// # Safety
+    /// `id` came from here and is not used again.
+    unsafe fn rdma_destroy_ep(id: *mut rdma_cm_id), on_panic = (), {
+        if id.is_null() {
+            return;
+        }
+        // SAFETY: lives (caller's promise).
+        unsafe {
+            rdma_destroy_qp(id);
+            rdma_destroy_srq(id);
+            rdma_destroy_id(id);
+        }
+    }
+}
+
+entry! {
+    /// `rdma_get_request(3)`: the next connect request of a synchronous listener.
+    ///
+    /// # Safety
+    /// `listen` lives, `id` is a valid place.
+    unsafe fn rdma_get_request(listen: *mut rdma_cm_id, id: *mut *mut rdma_cm_id) -> c_int, on_panic = -1, {
+        if listen.is_null() || id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        if !unsafe { of::<IdObject, _>(listen) }.sync.load(Ordering::Relaxed) {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: as above.
+        unsafe { drop_event(listen) };
+        let mut event = std::ptr::null_mut();
+        // SAFETY: as above.
+        if unsafe { rdma_get_cm_event((*listen).channel, &raw mut event) } != 0 {
+            return -1;
+        }
+        // SAFETY: just made.
+        let (kind, status, made) = unsafe { ((*event).event, (*event).status, (*event).id) };
+        if status != 0 || kind != RDMA_CM_EVENT_CONNECT_REQUEST {
+            // SAFETY: ours to acknowledge.
+            unsafe { rdma_ack_cm_event(event) };
+            return fail(if status < 0 { -status } else { libc::EINVAL }, -1);
+        }
+        // SAFETY: the new identifier lives.
+        unsafe { rdma_migrate_id(made, std::ptr::null_mut()) };
+        // SAFETY: lives.
+        let parent = unsafe { of::<IdObject, _>(listen) };
+        let template = {
+            let held = parent.template.lock().unwrap_or_else(PoisonError::into_inner);
+            held.as_ref().and_then(|(pd, init)| init.map(|i| (pd.load(Ordering::Relaxed), i)))
+        };
+        if let Some((pd, mut init)) = template {
+            // SAFETY: what the template names lives while the listener does (the program's promise).
+            let c = unsafe { &*made };
+            init.qp_type = c.qp_type;
+            // SAFETY: as above.
+            if let Err(e) = unsafe { create_qp(made, pd, &mut init) } {
+                // SAFETY: ours.
+                unsafe {
+                    rdma_ack_cm_event(event);
+                    rdma_destroy_ep(made);
+                }
+                return fail(e, -1);
+            }
+        }
+        // SAFETY: lives, known to nobody else.
+        unsafe { (*made).event = event };
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { id.write(made) };
+        0
+    }
+}
+
+// ---------------------------------------------------------------------- lists, ports, ECE
+
+entry! {
+    /// `rdma_get_devices(3)`.
+    ///
+    /// # Safety
+    /// `num` is null or a valid place.
+    unsafe fn rdma_get_devices(num: *mut c_int) -> *mut *mut ibv_context, on_panic = std::ptr::null_mut(), {
+        match shared() {
+            Ok(shared) => {
+                if !num.is_null() {
+                    // SAFETY: not null, so valid (caller's promise).
+                    unsafe { num.write(1) };
+                }
+                Box::into_raw(vec![shared.context, std::ptr::null_mut()].into_boxed_slice()).cast()
+            }
+            Err(e) => fail(e, std::ptr::null_mut()),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_free_devices(3)`.
+    ///
+    /// # Safety
+    /// `list` is null or came from `rdma_get_devices`, and is not used again.
+    unsafe fn rdma_free_devices(list: *mut *mut ibv_context), on_panic = (), {
+        if !list.is_null() {
+            // SAFETY: made as a boxed slice of two.
+            drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, 2)) });
+        }
+    }
+}
+
+/// The port of an address, in network byte order.
+fn port_of(address: Option<SocketAddr>) -> be16 {
+    address.map_or(0, |a| a.port().to_be())
+}
+
+entry! {
+    /// `rdma_get_src_port(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_get_src_port(id: *mut rdma_cm_id) -> be16, on_panic = 0, {
+        if id.is_null() {
+            return 0;
+        }
+        // SAFETY: lives (caller's promise).
+        port_of(unsafe { of::<IdObject, _>(id) }.engine.local())
+    }
+}
+
+entry! {
+    /// `rdma_get_dst_port(3)`.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_get_dst_port(id: *mut rdma_cm_id) -> be16, on_panic = 0, {
+        if id.is_null() {
+            return 0;
+        }
+        // SAFETY: lives (caller's promise).
+        port_of(unsafe { of::<IdObject, _>(id) }.engine.remote())
+    }
+}
+
+entry! {
+    /// `rdma_set_local_ece`: only "none" can be set.
+    ///
+    /// # Safety
+    /// `ece` is null or valid.
+    unsafe fn rdma_set_local_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, on_panic = -1, {
+        // SAFETY: not null, so valid (caller's promise).
+        if id.is_null() || ece.is_null() || unsafe { (*ece).vendor_id } != 0 {
+            return fail(libc::EINVAL, -1);
+        }
+        0
+    }
+}
+
+entry! {
+    /// `rdma_get_remote_ece`: none.
+    ///
+    /// # Safety
+    /// `ece` is a valid place.
+    unsafe fn rdma_get_remote_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, on_panic = -1, {
+        if id.is_null() || ece.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { ece.write(ibv_ece::default()) };
+        0
+    }
+}
+
+entry! {
+    /// `rdma_join_multicast(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `addr` is an address.
+    unsafe fn rdma_join_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr, context: *mut c_void) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        unsafe { join(id, addr, context) }
+    }
+}
+
+entry! {
+    /// `rdma_join_multicast_ex(3)`: full members.
+    ///
+    /// # Safety
+    /// `id` lives, `attr` is valid.
+    unsafe fn rdma_join_multicast_ex(
+        id: *mut rdma_cm_id, attr: *mut rdma_cm_join_mc_attr_ex, context: *mut c_void,
+    ) -> c_int, on_panic = -1, {
+        if attr.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: not null, so valid (caller's promise).
+        let attr = unsafe { &*attr };
+        // SAFETY: the caller's promise.
+        unsafe { join(id, attr.addr, context) }
+    }
+}
+
+/// Joins a group; the outcome is an event.
+unsafe fn join(id: *mut rdma_cm_id, addr: *mut sockaddr, _context: *mut c_void) -> c_int {
+    // SAFETY: the program's promise.
+    let Some(group) = (unsafe { address_of(addr) }) else {
+        return fail(libc::EINVAL, -1);
+    };
+    // SAFETY: as above.
+    unsafe { step(id, |e| e.join(group.ip())) }
+}
+
+entry! {
+    /// `rdma_leave_multicast(3)`.
+    ///
+    /// # Safety
+    /// `id` lives, `addr` is an address.
+    unsafe fn rdma_leave_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let Some(group) = (unsafe { address_of(addr) }) else { return fail(libc::EINVAL, -1) };
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        match unsafe { of::<IdObject, _>(id) }.engine.leave(group.ip()) {
+            Ok(()) => 0,
+            Err(e) => fail(os_errno(&e), -1),
+        }
+    }
+}
