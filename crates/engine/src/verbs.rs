@@ -278,6 +278,8 @@ impl SharedReceive {
 pub enum QueuePair {
     /// Reliable.
     Rc(Arc<crate::qp::RcQp>),
+    /// Datagrams, UD or UC.
+    Dgram(Arc<crate::dgram::DgramQp>),
 }
 
 /// What to say of work that was refused: its place in the list and why.
@@ -288,6 +290,7 @@ impl QueuePair {
     pub fn number(&self) -> u32 {
         match self {
             Self::Rc(qp) => qp.number,
+            Self::Dgram(qp) => qp.number,
         }
     }
 
@@ -295,6 +298,7 @@ impl QueuePair {
     pub fn cookie(&self) -> &AtomicUsize {
         match self {
             Self::Rc(qp) => &qp.cookie,
+            Self::Dgram(qp) => &qp.cookie,
         }
     }
 
@@ -305,6 +309,7 @@ impl QueuePair {
     ) -> Result<(), Refused> {
         match self {
             Self::Rc(qp) => qp.post_send(requests),
+            Self::Dgram(qp) => qp.post_send(requests),
         }
     }
 
@@ -315,6 +320,7 @@ impl QueuePair {
     ) -> Result<(), Refused> {
         match self {
             Self::Rc(qp) => qp.post_recv(requests),
+            Self::Dgram(qp) => qp.post_recv(requests),
         }
     }
 
@@ -327,6 +333,7 @@ impl QueuePair {
     ) {
         match self {
             Self::Rc(qp) => qp.query(),
+            Self::Dgram(qp) => qp.query(),
         }
     }
 
@@ -341,6 +348,7 @@ impl QueuePair {
     ) -> Result<(), Misuse> {
         match self {
             Self::Rc(qp) => qp.modify(given, next, assumed, attr, route),
+            Self::Dgram(qp) => qp.modify(given, next, assumed, attr, route),
         }
     }
 
@@ -348,15 +356,17 @@ impl QueuePair {
     pub fn destroy(&self) {
         match self {
             Self::Rc(qp) => qp.destroy(),
+            Self::Dgram(qp) => qp.destroy(),
         }
     }
 
     /// Joins or leaves a multicast group (`ibv_attach_mcast(3)`).
-    pub fn multicast(&self, _group: std::net::IpAddr, _join: bool) -> Result<(), Misuse> {
+    pub fn multicast(&self, group: std::net::IpAddr, join: bool) -> Result<(), Misuse> {
         match self {
             Self::Rc(_) => Err(Misuse::InvalidArgument(
                 "multicast on a connected queue pair",
             )),
+            Self::Dgram(qp) => qp.multicast(group, join),
         }
     }
 }

@@ -5,10 +5,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anywarp_core::connection::Parts;
+use anywarp_core::datagram::Kind;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_engine::dgram::DgramQp;
 use anywarp_engine::qp::{RcQp, Route};
 use anywarp_engine::verbs::QueuePair;
 
@@ -85,6 +87,16 @@ unsafe fn create(
     let engine = match init.qp_type {
         IBV_QPT_RC => {
             QueuePair::Rc(RcQp::new(&context.engine, srq_cookie, parts).map_err(|e| os_errno(&e))?)
+        }
+        IBV_QPT_UC | IBV_QPT_UD => {
+            let kind = if init.qp_type == IBV_QPT_UD {
+                Kind::Ud
+            } else {
+                Kind::Uc
+            };
+            QueuePair::Dgram(
+                DgramQp::new(&context.engine, srq_cookie, kind, parts).map_err(|e| os_errno(&e))?,
+            )
         }
         _ => {
             return Err(misuse(
