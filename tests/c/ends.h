@@ -53,15 +53,15 @@ UNUSED static const char *open_device(void)
 	return NULL;
 }
 
-static int close_pd(void *p) { return ibv_dealloc_pd(p); }
-static int close_cq(void *p) { return ibv_destroy_cq(p); }
-static int close_qp(void *p) { return ibv_destroy_qp(p); }
-static int close_mr(void *p) { return ibv_dereg_mr(p); }
-static int close_mw(void *p) { return ibv_dealloc_mw(p); }
-static int close_ah(void *p) { return ibv_destroy_ah(p); }
-static int close_srq(void *p) { return ibv_destroy_srq(p); }
-static int close_channel(void *p) { return ibv_destroy_comp_channel(p); }
-static int close_memory(void *p) { free(p); return 0; }
+UNUSED static int close_pd(void *p) { return ibv_dealloc_pd(p); }
+UNUSED static int close_cq(void *p) { return ibv_destroy_cq(p); }
+UNUSED static int close_qp(void *p) { return ibv_destroy_qp(p); }
+UNUSED static int close_mr(void *p) { return ibv_dereg_mr(p); }
+UNUSED static int close_mw(void *p) { return ibv_dealloc_mw(p); }
+UNUSED static int close_ah(void *p) { return ibv_destroy_ah(p); }
+UNUSED static int close_srq(void *p) { return ibv_destroy_srq(p); }
+UNUSED static int close_channel(void *p) { return ibv_destroy_comp_channel(p); }
+UNUSED static int close_memory(void *p) { free(p); return 0; }
 
 UNUSED static struct ibv_pd *new_pd(void)
 {
@@ -231,7 +231,7 @@ UNUSED static const char *to_init(struct ibv_qp *qp, const struct want *w)
 	return NULL;
 }
 
-static struct ibv_ah_attr address_of(const union ibv_gid *gid, uint16_t lid, bool by_lid)
+UNUSED static struct ibv_ah_attr address_of(const union ibv_gid *gid, uint16_t lid, bool by_lid)
 {
 	struct ibv_ah_attr ah = { .port_num = PORT };
 

@@ -1,0 +1,1230 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * The connection manager: both ends in one process, on the loopback interface, each port chosen by the kernel.
+ *
+ * TEST_ADDR and TEST_ADDR6 tell other addresses of this machine, for a device that has no loopback.
+ */
+#include "ends.h"
+
+#include <netdb.h>
+#include <pthread.h>
+#include <rdma/rdma_cma.h>
+#include <rdma/rdma_verbs.h>
+#include <sys/socket.h>
+
+#define BACKLOG 16
+#define NOTHING ((struct rdma_conn_param){ 0 })
+
+static int close_event_channel(void *p)
+{
+	rdma_destroy_event_channel(p);
+	return 0;
+}
+
+static int close_id(void *p)
+{
+	struct rdma_cm_id *id = p;
+
+	if (id->qp)
+		rdma_destroy_qp(id);
+	return rdma_destroy_id(id) ? errno : 0;
+}
+
+static int close_ep(void *p)
+{
+	rdma_destroy_ep(p);
+	return 0;
+}
+
+static int close_list(void *p)
+{
+	rdma_freeaddrinfo(p);
+	return 0;
+}
+
+static int close_fd(void *p)
+{
+	return close((int)(intptr_t)p);
+}
+
+static const char *new_event_channel(struct rdma_event_channel **channel)
+{
+	*channel = rdma_create_event_channel();
+	ENSURE(*channel, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, *channel, "event channel");
+	return NULL;
+}
+
+static const char *new_id(struct rdma_cm_id **id, struct rdma_event_channel *channel, enum rdma_port_space space)
+{
+	ENSURE(!rdma_create_id(channel, id, NULL, space), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, *id, "rdma_cm_id");
+	return NULL;
+}
+
+struct address {
+	struct sockaddr_storage ss;
+};
+
+static struct sockaddr *sa(struct address *a)
+{
+	return (struct sockaddr *)&a->ss;
+}
+
+static const char *own_address(struct address *a, int family, uint16_t port)
+{
+	const char *text = getenv(family == AF_INET ? "TEST_ADDR" : "TEST_ADDR6");
+
+	memset(a, 0, sizeof *a);
+	a->ss.ss_family = (sa_family_t)family;
+	if (family == AF_INET) {
+		struct sockaddr_in *in = (struct sockaddr_in *)&a->ss;
+
+		in->sin_port = htons(port);
+		ENSURE(inet_pton(AF_INET, text ? text : "127.0.0.1", &in->sin_addr) == 1, "TEST_ADDR");
+	} else {
+		struct sockaddr_in6 *in6 = (struct sockaddr_in6 *)&a->ss;
+
+		in6->sin6_port = htons(port);
+		ENSURE(inet_pton(AF_INET6, text ? text : "::1", &in6->sin6_addr) == 1, "TEST_ADDR6");
+	}
+	return NULL;
+}
+
+/* A copy of an event that stays valid. */
+struct told {
+	enum rdma_cm_event_type type;
+	int status;
+	struct rdma_cm_id *id, *listen_id;
+	struct rdma_conn_param conn;
+	struct rdma_ud_param ud;
+	uint8_t data[256];
+	size_t len;
+};
+
+/* Takes the next event of a channel, whatever it is. */
+static const char *any_event(struct rdma_event_channel *channel, struct told *t, unsigned int ms)
+{
+	struct rdma_cm_event *event;
+	const void *data;
+
+	TRY(readable(channel->fd, ms));
+	ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
+	*t = (struct told){ .type = event->event, .status = event->status, .id = event->id,
+			    .listen_id = event->listen_id, .conn = event->param.conn, .ud = event->param.ud };
+	if (event->id->ps == RDMA_PS_UDP) {
+		data = event->param.ud.private_data;
+		t->len = event->param.ud.private_data_len;
+	} else {
+		data = event->param.conn.private_data;
+		t->len = event->param.conn.private_data_len;
+	}
+	if (event->event == RDMA_CM_EVENT_ADDR_RESOLVED || event->event == RDMA_CM_EVENT_ROUTE_RESOLVED)
+		t->len = 0;
+	if (t->len && data)
+		memcpy(t->data, data, t->len);
+	ENSURE(!rdma_ack_cm_event(event), "rdma_ack_cm_event: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct told *out)
+{
+	struct told t;
+
+	TRY(any_event(channel, &t, WAIT_MS));
+	ENSURE(t.type == type, "event %s (status %d), expected %s", rdma_event_str(t.type), t.status,
+	       rdma_event_str(type));
+	if (out)
+		*out = t;
+	return NULL;
+}
+
+/* The private data begins with these bytes; a transport may pad it with zeros. */
+static const char *data_is(const struct told *t, const char *text, size_t len)
+{
+	ENSURE(t->len >= len, "%zu bytes of private data, expected %zu", t->len, len);
+	ENSURE(!memcmp(t->data, text, len), "other private data");
+	for (size_t i = len; i < t->len; i++)
+		ENSURE(!t->data[i], "byte %zu behind the private data is %02x", i, t->data[i]);
+	return NULL;
+}
+
+static struct ibv_qp_init_attr usual_qp(enum ibv_qp_type type)
+{
+	return (struct ibv_qp_init_attr){
+		.qp_type = type,
+		.sq_sig_all = 1,
+		.cap = { .max_send_wr = 16, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+}
+
+static const char *give_qp(struct rdma_cm_id *id)
+{
+	struct ibv_qp_init_attr init = usual_qp(id->ps == RDMA_PS_UDP ? IBV_QPT_UD : IBV_QPT_RC);
+
+	ENSURE(!rdma_create_qp(id, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	ENSURE(id->qp && id->pd && id->send_cq && id->recv_cq, "rdma_create_qp leaves something out");
+	return NULL;
+}
+
+/* A listener, and the two event channels of the ends. */
+struct scene {
+	struct rdma_event_channel *server_channel, *client_channel;
+	struct rdma_cm_id *listener, *server, *client;
+	struct address address;
+	int family;
+};
+
+static const char *listen_at(struct scene *s, int family, enum rdma_port_space space)
+{
+	memset(s, 0, sizeof *s);
+	s->family = family;
+	TRY(new_event_channel(&s->server_channel));
+	TRY(new_event_channel(&s->client_channel));
+	TRY(new_id(&s->listener, s->server_channel, space));
+	TRY(own_address(&s->address, family, 0));
+	ENSURE(!rdma_bind_addr(s->listener, sa(&s->address)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(s->listener, BACKLOG), "rdma_listen: %s", strerror(errno));
+	ENSURE(rdma_get_src_port(s->listener), "rdma_get_src_port gives no port");
+	return own_address(&s->address, family, ntohs(rdma_get_src_port(s->listener)));
+}
+
+/* Takes a client id to where it can connect. */
+static const char *resolve(struct scene *s, struct rdma_cm_id *id)
+{
+	ENSURE(!rdma_resolve_addr(id, NULL, sa(&s->address), 2000), "rdma_resolve_addr: %s", strerror(errno));
+	TRY(event(s->client_channel, RDMA_CM_EVENT_ADDR_RESOLVED, NULL));
+	ENSURE(id->verbs, "no device behind a resolved address");
+	ENSURE(!rdma_resolve_route(id, 2000), "rdma_resolve_route: %s", strerror(errno));
+	return event(s->client_channel, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL);
+}
+
+static const char *new_client(struct scene *s, enum rdma_port_space space)
+{
+	TRY(new_id(&s->client, s->client_channel, space));
+	TRY(resolve(s, s->client));
+	return give_qp(s->client);
+}
+
+static struct rdma_conn_param params(const char *data, size_t len)
+{
+	return (struct rdma_conn_param){
+		.private_data = data, .private_data_len = (uint8_t)len,
+		.responder_resources = 2, .initiator_depth = 2, .retry_count = 7, .rnr_retry_count = 7,
+	};
+}
+
+/* Waits for a connection request and gives the new id a queue pair. */
+static const char *requested(struct scene *s, struct told *t)
+{
+	TRY(event(s->server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, t));
+	ENSURE(t->listen_id == s->listener, "request of another listener");
+	ENSURE(t->id != s->listener, "a request without an id of its own");
+	s->server = t->id;
+	keep(close_id, s->server, "accepted rdma_cm_id");
+	return give_qp(s->server);
+}
+
+static const char *connect_both(struct scene *s)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct told t;
+
+	TRY(new_client(s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s->client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(s, &t));
+	ENSURE(!rdma_accept(s->server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s->client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	return event(s->server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL);
+}
+
+static const char *new_buffer(struct region *r, struct rdma_cm_id *id, size_t len)
+{
+	return new_region(r, id->pd, len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+}
+
+/* One message each way, and a Write, with the queues that rdma_create_qp made. */
+static const char *traffic(struct rdma_cm_id *a, struct rdma_cm_id *b)
+{
+	struct rdma_cm_id *from = a, *to = b;
+
+	for (int way = 0; way < 2; way++, from = b, to = a) {
+		struct region src, dst, target;
+		struct ibv_sge sge;
+		struct ibv_send_wr wr;
+		struct ibv_wc wc;
+
+		TRY(new_buffer(&src, from, 5000));
+		TRY(new_buffer(&dst, to, 5000));
+		TRY(new_buffer(&target, to, 5000));
+		fill_pattern(src.at, 5000, (uint32_t)way);
+		sge = sge_of(&dst, 0, 5000);
+		TRY(post_recv(to->qp, 1, &sge, 1));
+		sge = sge_of(&src, 0, 5000);
+		wr = rdma_wr(2, IBV_WR_RDMA_WRITE, &sge, 1, &target, 0);
+		TRY(post(from->qp, &wr));
+		wr = send_wr(3, IBV_WR_SEND, &sge, 1);
+		TRY(post(from->qp, &wr));
+		TRY(expect_ok(to->recv_cq, 1, IBV_WC_RECV, &wc));
+		TRY(expect_ok(from->send_cq, 2, IBV_WC_RDMA_WRITE, NULL));
+		TRY(expect_ok(from->send_cq, 3, IBV_WC_SEND, NULL));
+		TRY(same_pattern(dst.at, 5000, (uint32_t)way));
+		TRY(same_pattern(target.at, 5000, (uint32_t)way));
+	}
+	return NULL;
+}
+
+static const char *post_any_recv(struct rdma_cm_id *id, uint64_t wr_id)
+{
+	struct region r;
+	struct ibv_sge sge;
+
+	TRY(new_buffer(&r, id, 8));
+	sge = sge_of(&r, 0, 8);
+	return post_recv(id->qp, wr_id, &sge, 1);
+}
+
+/* Ends a connection from one side; both hear of it, and what was posted is flushed. */
+static const char *disconnect(struct scene *s)
+{
+	TRY(post_any_recv(s->server, 8));
+	TRY(post_any_recv(s->client, 9));
+	ENSURE(!rdma_disconnect(s->client), "rdma_disconnect: %s", strerror(errno));
+	TRY(event(s->server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	if (rdma_disconnect(s->server)) /* the answer; it may be over already */
+		ENSURE(errno == EINVAL || errno == ENOTCONN, "rdma_disconnect of the other side: %s", strerror(errno));
+	TRY(event(s->client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	TRY(expect_status(s->server->recv_cq, 8, IBV_WC_WR_FLUSH_ERR));
+	return expect_status(s->client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR);
+}
+
+static const char *connect_and_talk(size_t family)
+{
+	struct scene s;
+
+	TRY(listen_at(&s, (int)family, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	TRY(traffic(s.client, s.server));
+	return disconnect(&s);
+}
+
+static const char *server_disconnects(size_t arg)
+{
+	struct scene s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	TRY(post_any_recv(s.client, 9));
+	ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	if (rdma_disconnect(s.client))
+		ENSURE(errno == EINVAL || errno == ENOTCONN, "rdma_disconnect: %s", strerror(errno));
+	TRY(expect_status(s.client->recv_cq, 9, IBV_WC_WR_FLUSH_ERR));
+	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
+}
+
+/* An id is destroyed without a word: the other side hears of it. */
+static const char *peer_destroys_id(size_t arg)
+{
+	struct scene s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	TRY(post_any_recv(s.server, 9));
+	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	if (rdma_disconnect(s.server))
+		ENSURE(errno == EINVAL || errno == ENOTCONN, "rdma_disconnect: %s", strerror(errno));
+	return expect_status(s.server->recv_cq, 9, IBV_WC_WR_FLUSH_ERR);
+}
+
+static const char *private_data(size_t len)
+{
+	static const char hello[] = "0123456789abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ", answer[] = "welcome";
+	struct rdma_conn_param p = params(hello, len);
+	struct scene s;
+	struct told t;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	p.responder_resources = 3;
+	p.initiator_depth = 1;
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	TRY(data_is(&t, hello, len));
+	ENSURE(t.conn.responder_resources == 1, "responder_resources %u, expected the peer's initiator_depth 1",
+	       t.conn.responder_resources);
+	ENSURE(t.conn.initiator_depth == 3, "initiator_depth %u, expected the peer's responder_resources 3",
+	       t.conn.initiator_depth);
+	p = params(answer, len < sizeof answer ? len : sizeof answer);
+	p.responder_resources = 1;
+	p.initiator_depth = 2;
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, &t));
+	TRY(data_is(&t, answer, p.private_data_len));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	return traffic(s.client, s.server);
+}
+
+static const char *reject(size_t len)
+{
+	static const char no[] = "no, and this is why";
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+	keep(close_id, t.id, "requested rdma_cm_id");
+	ENSURE(!rdma_reject(t.id, len ? no : NULL, (uint8_t)len), "rdma_reject: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, &t));
+	ENSURE(t.status, "rejected with status 0");
+	TRY(data_is(&t, no, len));
+	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+	/* the listener goes on */
+	TRY(connect_both(&s));
+	return traffic(s.client, s.server);
+}
+
+/* Nobody listens there. */
+static const char *refused(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, &t));
+	ENSURE(t.status, "refused with status 0");
+	return NULL;
+}
+
+static const char *only_over_tcp(void)
+{
+	TRY(open_device());
+	return strncmp(ibv_get_device_name(device->device), "anywarp", 7) ? "\001only for a device of user space over TCP"
+									   : NULL;
+}
+
+/* A TCP server that is none of ours: it accepts nothing and says nothing. */
+static const char *silent_listener(int *fd, struct address *a)
+{
+	socklen_t len = sizeof a->ss;
+
+	TRY(own_address(a, AF_INET, 0));
+	*fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(*fd >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)*fd, "socket");
+	ENSURE(!bind(*fd, sa(a), sizeof(struct sockaddr_in)) && !listen(*fd, 5), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(*fd, sa(a), &len), "getsockname: %s", strerror(errno));
+	return NULL;
+}
+
+/* The peer never answers: the attempt ends by itself. */
+static const char *never_answered(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+	int fd;
+
+	(void)arg;
+	TRY(only_over_tcp());
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(silent_listener(&fd, &s.address));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(any_event(s.client_channel, &t, 45000));
+	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE || t.type == RDMA_CM_EVENT_CONNECT_ERROR,
+	       "event %s, expected that the peer is unreachable", rdma_event_str(t.type));
+	ENSURE(t.status < 0, "status %d, expected a negative errno", t.status);
+	return NULL;
+}
+
+/* The peer answers with something else: the attempt fails, at once. */
+static const char *answered_with_nonsense(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+	int fd, accepted;
+
+	(void)arg;
+	TRY(only_over_tcp());
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(silent_listener(&fd, &s.address));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(readable(fd, WAIT_MS));
+	accepted = accept4(fd, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(accepted >= 0, "accept: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)accepted, "socket");
+	ENSURE(write(accepted, "HTTP/1.1 400 Bad Request\r\n\r\n", 28) == 28, "write: %s", strerror(errno));
+	TRY(any_event(s.client_channel, &t, WAIT_MS));
+	ENSURE(t.type == RDMA_CM_EVENT_CONNECT_ERROR || t.type == RDMA_CM_EVENT_REJECTED ||
+		       t.type == RDMA_CM_EVENT_UNREACHABLE,
+	       "event %s, expected an error", rdma_event_str(t.type));
+	return NULL;
+}
+
+/* Strangers at a listening port: each is closed, and who comes in good faith is served meanwhile. */
+static const char *strangers(size_t count)
+{
+	static const char *const greetings[] = { "", "GET / HTTP/1.0\r\n\r\n", "\x16\x03\x01\x02", "MPA ID Req Frame" };
+	static int fds[1000];
+	uint64_t end;
+	struct scene s;
+
+	TRY(only_over_tcp());
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	for (size_t i = 0; i < count; i++) {
+		const char *text = greetings[i % COUNT(greetings)];
+
+		fds[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		ENSURE(fds[i] >= 0, "socket: %s", strerror(errno));
+		keep(close_fd, (void *)(intptr_t)fds[i], "socket");
+		ENSURE(!connect(fds[i], sa(&s.address), sizeof(struct sockaddr_in)), "connect %zu: %s", i,
+		       strerror(errno));
+		if (*text)
+			ENSURE(write(fds[i], text, strlen(text)) > 0, "write: %s", strerror(errno));
+	}
+	TRY(connect_both(&s));
+	TRY(traffic(s.client, s.server));
+	end = now_ms() + 60000;
+	for (size_t i = 0; i < count; i++) {
+		struct pollfd p = { .fd = fds[i], .events = POLLIN };
+		char byte[64];
+		ssize_t n;
+
+		ENSURE(now_ms() < end && poll(&p, 1, (int)(end - now_ms())) == 1, "stranger %zu is never closed", i);
+		n = read(fds[i], byte, sizeof byte);
+		ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "stranger %zu is answered with %zd bytes", i, n);
+	}
+	return traffic(s.client, s.server);
+}
+
+/* The client is gone before it is accepted: the server hears of it, one way or the other. */
+static const char *client_gives_up(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+	sleep_ms(100);
+	if (rdma_accept(s.server, &p))
+		return NULL; /* known already */
+	for (;;) {
+		TRY(any_event(s.server_channel, &t, 45000));
+		if (t.type != RDMA_CM_EVENT_ESTABLISHED)
+			break;
+	}
+	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE || t.type == RDMA_CM_EVENT_CONNECT_ERROR ||
+		       t.type == RDMA_CM_EVENT_REJECTED || t.type == RDMA_CM_EVENT_DISCONNECTED,
+	       "event %s, expected an error", rdma_event_str(t.type));
+	return NULL;
+}
+
+/* The server destroys the request instead of answering it. */
+static const char *server_gives_up(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!close_now(s.server), "rdma_destroy_id: %s", strerror(errno));
+	TRY(any_event(s.client_channel, &t, 45000));
+	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE || t.type == RDMA_CM_EVENT_CONNECT_ERROR ||
+		       t.type == RDMA_CM_EVENT_REJECTED,
+	       "event %s, expected an error", rdma_event_str(t.type));
+	return NULL;
+}
+
+/* Many clients at once, before the server takes the first. */
+static const char *many_clients(size_t count)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct rdma_cm_id *clients[64], *servers[64];
+	struct scene s;
+	struct told t;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	for (size_t i = 0; i < count; i++) {
+		TRY(new_client(&s, RDMA_PS_TCP));
+		clients[i] = s.client;
+		ENSURE(!rdma_connect(clients[i], &p), "rdma_connect %zu: %s", i, strerror(errno));
+	}
+	for (size_t i = 0; i < count; i++) {
+		TRY(requested(&s, &t));
+		servers[i] = s.server;
+	}
+	for (size_t i = count; i-- > 0;)
+		ENSURE(!rdma_accept(servers[i], &p), "rdma_accept %zu: %s", i, strerror(errno));
+	for (size_t i = 0; i < count; i++) {
+		TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+		TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	}
+	for (size_t i = 0; i < count; i++) { /* whose request was whose: tell by the ports */
+		size_t k = 0;
+
+		while (k < count && rdma_get_dst_port(servers[k]) != rdma_get_src_port(clients[i]))
+			k++;
+		ENSURE(k < count, "no accepted id has the port of client %zu", i);
+		TRY(traffic(clients[i], servers[k]));
+	}
+	return NULL;
+}
+
+static const char *addresses(size_t family)
+{
+	struct sockaddr_storage *local, *peer;
+	struct scene s;
+
+	TRY(listen_at(&s, (int)family, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	ENSURE(rdma_get_dst_port(s.client) == rdma_get_src_port(s.listener), "destination port of the client");
+	ENSURE(rdma_get_src_port(s.server) == rdma_get_src_port(s.listener), "source port of the server");
+	local = (struct sockaddr_storage *)rdma_get_local_addr(s.client);
+	peer = (struct sockaddr_storage *)rdma_get_peer_addr(s.client);
+	ENSURE(local->ss_family == family && peer->ss_family == family, "families %d and %d", local->ss_family,
+	       peer->ss_family);
+	if (family == AF_INET) {
+		const struct sockaddr_in *want = (struct sockaddr_in *)&s.address.ss;
+
+		ENSURE(((struct sockaddr_in *)peer)->sin_addr.s_addr == want->sin_addr.s_addr, "peer address");
+		ENSURE(((struct sockaddr_in *)local)->sin_addr.s_addr == want->sin_addr.s_addr, "local address");
+	} else {
+		const struct sockaddr_in6 *want = (struct sockaddr_in6 *)&s.address.ss;
+
+		ENSURE(!memcmp(&((struct sockaddr_in6 *)peer)->sin6_addr, &want->sin6_addr, 16), "peer address");
+		ENSURE(!memcmp(&((struct sockaddr_in6 *)local)->sin6_addr, &want->sin6_addr, 16), "local address");
+	}
+	ENSURE(s.client->port_num == 1 && s.client->verbs, "port %u", s.client->port_num);
+	return NULL;
+}
+
+/* An id that moves to another channel takes its later events along. */
+static const char *migrate(size_t arg)
+{
+	struct rdma_event_channel *other;
+	struct scene s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	TRY(new_event_channel(&other));
+	ENSURE(!rdma_migrate_id(s.server, other), "rdma_migrate_id: %s", strerror(errno));
+	ENSURE(s.server->channel == other, "the id still names its old channel");
+	TRY(traffic(s.client, s.server));
+	ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
+	TRY(event(other, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	TRY(not_readable(s.server_channel->fd, QUIET_MS));
+	/* ids are closed before the channels they live on */
+	ENSURE(!close_now(s.server), "rdma_destroy_id: %s", strerror(errno));
+	return NULL;
+}
+
+/* A channel without events does not block who asks for that. */
+static const char *nonblocking_channel(size_t arg)
+{
+	struct rdma_event_channel *channel;
+	struct rdma_cm_event *got;
+
+	(void)arg;
+	TRY(new_event_channel(&channel));
+	ENSURE(!fcntl(channel->fd, F_SETFL, fcntl(channel->fd, F_GETFL) | O_NONBLOCK), "fcntl: %s", strerror(errno));
+	ENSURE(rdma_get_cm_event(channel, &got) == -1 && errno == EAGAIN, "rdma_get_cm_event: %s", strerror(errno));
+	return not_readable(channel->fd, 0);
+}
+
+/* The other end of a test with ids that block: connects, says a word, disconnects. */
+static void *blocking_client(void *arg)
+{
+	struct scene *s = arg;
+	struct rdma_conn_param p = params("sync", 4);
+	struct rdma_cm_id *id;
+	struct region r;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+
+	if (rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP))
+		return "rdma_create_id";
+	if (rdma_resolve_addr(id, NULL, sa(&s->address), 2000))
+		return "rdma_resolve_addr";
+	if (rdma_resolve_route(id, 2000))
+		return "rdma_resolve_route";
+	if (give_qp(id) || new_buffer(&r, id, 100))
+		return "rdma_create_qp";
+	fill_pattern(r.at, 100, 33);
+	if (rdma_connect(id, &p))
+		return "rdma_connect";
+	if (!id->event || id->event->event != RDMA_CM_EVENT_ESTABLISHED)
+		return "a synchronous id shows no event";
+	sge = sge_of(&r, 0, 100);
+	wr = send_wr(1, IBV_WR_SEND, &sge, 1);
+	if (post(id->qp, &wr) || expect_ok(id->send_cq, 1, IBV_WC_SEND, NULL))
+		return "ibv_post_send";
+	if (rdma_disconnect(id))
+		return "rdma_disconnect";
+	close_now(r.mr);
+	rdma_destroy_qp(id);
+	return rdma_destroy_id(id) ? "rdma_destroy_id" : NULL;
+}
+
+/* Ids without a channel: each call returns when its event has come. */
+static const char *synchronous(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct rdma_cm_id *listener, *id;
+	struct scene s = { 0 };
+	struct region r;
+	struct ibv_sge sge;
+	pthread_t thread;
+	void *result;
+
+	(void)arg;
+	TRY(new_id(&listener, NULL, RDMA_PS_TCP));
+	ENSURE(listener->channel, "a synchronous id has no channel of its own");
+	TRY(own_address(&s.address, AF_INET, 0));
+	ENSURE(!rdma_bind_addr(listener, sa(&s.address)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(listener, 1), "rdma_listen: %s", strerror(errno));
+	TRY(own_address(&s.address, AF_INET, ntohs(rdma_get_src_port(listener))));
+	ENSURE(!pthread_create(&thread, NULL, blocking_client, &s), "pthread_create");
+	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
+	ENSURE(id->event && id->event->event == RDMA_CM_EVENT_CONNECT_REQUEST, "the new id shows no event");
+	ENSURE(id->event->param.conn.private_data_len >= 4 && !memcmp(id->event->param.conn.private_data, "sync", 4),
+	       "other private data");
+	TRY(give_qp(id));
+	TRY(new_region(&r, id->pd, 100, IBV_ACCESS_LOCAL_WRITE));
+	sge = sge_of(&r, 0, 100);
+	TRY(post_recv(id->qp, 5, &sge, 1));
+	ENSURE(!rdma_accept(id, &p), "rdma_accept: %s", strerror(errno));
+	TRY(expect_ok(id->recv_cq, 5, IBV_WC_RECV, NULL));
+	TRY(same_pattern(r.at, 100, 33));
+	rdma_disconnect(id); /* both sides say it; who is second may hear that it is over */
+	ENSURE(!pthread_join(thread, &result), "pthread_join");
+	ENSURE(!result, "client: %s", (const char *)result);
+	close_now(r.mr);
+	rdma_destroy_qp(id);
+	ENSURE(!rdma_destroy_id(id), "rdma_destroy_id: %s", strerror(errno));
+	return NULL;
+}
+
+struct endpoint_scene {
+	const char *node;
+	char service[8];
+	bool own_memory;
+};
+
+static void *endpoint_client(void *arg)
+{
+	struct endpoint_scene *s = arg;
+	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP }, *list;
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
+	struct rdma_cm_id *id;
+	struct ibv_mr *mr;
+	struct ibv_wc wc;
+	static uint8_t word[16];
+
+	init.cap.max_inline_data = 16;
+	if (rdma_getaddrinfo(s->node, s->service, &hints, &list))
+		return "rdma_getaddrinfo";
+	if (rdma_create_ep(&id, list, NULL, &init))
+		return "rdma_create_ep";
+	rdma_freeaddrinfo(list);
+	mr = rdma_reg_msgs(id, word, sizeof word);
+	if (!mr)
+		return "rdma_reg_msgs";
+	if (rdma_post_recv(id, (void *)7, word, sizeof word, mr))
+		return "rdma_post_recv";
+	if (rdma_connect(id, NULL))
+		return "rdma_connect";
+	if (rdma_post_send(id, (void *)8, "hello", 5, NULL, IBV_SEND_INLINE))
+		return "rdma_post_send";
+	if (rdma_get_send_comp(id, &wc) != 1 || wc.wr_id != 8 || wc.status)
+		return "rdma_get_send_comp";
+	if (rdma_get_recv_comp(id, &wc) != 1 || wc.wr_id != 7 || wc.status || wc.byte_len != 7)
+		return "rdma_get_recv_comp";
+	if (memcmp(word, "welcome", 7))
+		return "other words";
+	rdma_disconnect(id);
+	rdma_dereg_mr(mr);
+	rdma_destroy_ep(id);
+	return NULL;
+}
+
+/* rdma_create_ep on both sides, with the helpers of rdma_verbs.h. */
+static const char *endpoints(size_t arg)
+{
+	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *list;
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
+	struct endpoint_scene s = { .node = getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1" };
+	struct rdma_cm_id *listener, *id;
+	struct ibv_mr *mr;
+	struct ibv_wc wc;
+	static uint8_t word[16];
+	pthread_t thread;
+	void *result;
+	int rc;
+
+	(void)arg;
+	init.cap.max_inline_data = 16;
+	rc = rdma_getaddrinfo(s.node, "0", &hints, &list);
+	ENSURE(!rc, "rdma_getaddrinfo: %s", rc < 0 ? strerror(errno) : gai_strerror(rc));
+	keep(close_list, list, "address list");
+	ENSURE(!rdma_create_ep(&listener, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
+	keep(close_ep, listener, "endpoint");
+	ENSURE(!rdma_listen(listener, 0), "rdma_listen: %s", strerror(errno));
+	snprintf(s.service, sizeof s.service, "%u", ntohs(rdma_get_src_port(listener)));
+	ENSURE(!pthread_create(&thread, NULL, endpoint_client, &s), "pthread_create");
+	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
+	ENSURE(id->qp, "rdma_get_request makes no queue pair, and rdma_create_ep was told one");
+	mr = rdma_reg_msgs(id, word, sizeof word);
+	ENSURE(mr, "rdma_reg_msgs: %s", strerror(errno));
+	ENSURE(!rdma_post_recv(id, (void *)1, word, sizeof word, mr), "rdma_post_recv: %s", strerror(errno));
+	ENSURE(!rdma_accept(id, NULL), "rdma_accept: %s", strerror(errno));
+	ENSURE(rdma_get_recv_comp(id, &wc) == 1, "rdma_get_recv_comp: %s", strerror(errno));
+	ENSURE(wc.status == IBV_WC_SUCCESS && wc.byte_len == 5 && !memcmp(word, "hello", 5), "status %d, %u bytes",
+	       wc.status, wc.byte_len);
+	ENSURE(!rdma_post_send(id, (void *)2, "welcome", 7, NULL, IBV_SEND_INLINE), "rdma_post_send: %s",
+	       strerror(errno));
+	ENSURE(rdma_get_send_comp(id, &wc) == 1 && wc.status == IBV_WC_SUCCESS, "rdma_get_send_comp: status %d",
+	       wc.status);
+	rdma_disconnect(id);
+	ENSURE(!pthread_join(thread, &result), "pthread_join");
+	ENSURE(!result, "client: %s", (const char *)result);
+	ENSURE(!rdma_dereg_mr(mr), "rdma_dereg_mr: %s", strerror(errno));
+	rdma_destroy_ep(id);
+	return NULL;
+}
+
+static const char *one_lookup(const char *what, const char *node, const char *service, struct rdma_addrinfo *hints,
+			      struct rdma_addrinfo **list)
+{
+	int rc = rdma_getaddrinfo(node, service, hints, list);
+
+	ENSURE(!rc, "%s: rdma_getaddrinfo: %s", what, rc < 0 ? strerror(errno) : gai_strerror(rc));
+	ENSURE(*list, "%s: no result", what);
+	keep(close_list, *list, "address list");
+	return NULL;
+}
+
+/* The forms of rdma_getaddrinfo that programs use. */
+static const char *lookups(size_t arg)
+{
+	struct rdma_addrinfo hints = { 0 }, *list;
+	struct address own;
+	const struct sockaddr_in *in;
+
+	(void)arg;
+	TRY(own_address(&own, AF_INET, 4711));
+	TRY(one_lookup("node and service, no hints", getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1", "4711",
+		       NULL, &list));
+	in = (struct sockaddr_in *)list->ai_dst_addr;
+	ENSURE(in && in->sin_family == AF_INET && in->sin_port == htons(4711), "destination");
+	ENSURE(list->ai_dst_len == sizeof *in, "length of the destination");
+
+	hints = (struct rdma_addrinfo){ .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP };
+	TRY(one_lookup("service of a passive side", NULL, "4711", &hints, &list));
+	ENSURE(list->ai_src_addr && list->ai_src_len, "no source for a passive side");
+	ENSURE(list->ai_flags & RAI_PASSIVE && list->ai_port_space == RDMA_PS_TCP, "flags %#x, port space %#x",
+	       list->ai_flags, list->ai_port_space);
+	ENSURE(list->ai_qp_type == IBV_QPT_RC, "type %d for RDMA_PS_TCP", list->ai_qp_type);
+
+	hints = (struct rdma_addrinfo){ .ai_port_space = RDMA_PS_UDP };
+	TRY(one_lookup("datagrams", getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1", "4711", &hints, &list));
+	ENSURE(list->ai_qp_type == IBV_QPT_UD, "type %d for RDMA_PS_UDP", list->ai_qp_type);
+
+	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NUMERICHOST | RAI_FAMILY, .ai_family = AF_INET,
+					.ai_port_space = RDMA_PS_TCP };
+	TRY(one_lookup("numeric", "127.0.0.1", "4711", &hints, &list));
+	ENSURE(list->ai_family == AF_INET, "family %d", list->ai_family);
+	ENSURE(rdma_getaddrinfo("no-number", "4711", &hints, &list), "a name is taken as a number");
+
+	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NOROUTE, .ai_port_space = RDMA_PS_TCP };
+	TRY(one_lookup("no route", "127.0.0.1", "4711", &hints, &list));
+
+	hints = (struct rdma_addrinfo){ .ai_port_space = RDMA_PS_TCP, .ai_dst_addr = sa(&own),
+					.ai_dst_len = sizeof(struct sockaddr_in) };
+	TRY(one_lookup("addresses in the hints only", NULL, NULL, &hints, &list));
+	in = (struct sockaddr_in *)list->ai_dst_addr;
+	ENSURE(in && in->sin_port == htons(4711), "the destination of the hints is lost");
+
+	rdma_freeaddrinfo(NULL);
+	return NULL;
+}
+
+/* Calls at the wrong time, or with the wrong address, say so. */
+static const char *misuse(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct rdma_event_channel *channel;
+	struct rdma_cm_id *id, *other;
+	struct scene s;
+	struct address a;
+	int rc;
+
+	(void)arg;
+	TRY(only_over_tcp()); /* the library of rdma-core 44 does not survive this */
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_event_channel(&channel));
+	TRY(new_id(&id, channel, RDMA_PS_TCP));
+	ENSURE(rdma_connect(id, &p) == -1 && errno == EINVAL, "rdma_connect of a fresh id: %s", strerror(errno));
+	ENSURE(rdma_accept(id, &p) == -1 && errno == EINVAL, "rdma_accept of a fresh id: %s", strerror(errno));
+	ENSURE(rdma_resolve_route(id, 100) == -1 && errno == EINVAL, "rdma_resolve_route of a fresh id: %s",
+	       strerror(errno));
+	ENSURE(rdma_disconnect(id) == -1 && errno == EINVAL, "rdma_disconnect of a fresh id: %s", strerror(errno));
+	ENSURE(rdma_bind_addr(id, sa(&s.address)) == -1 && errno == EADDRINUSE, "rdma_bind_addr to a used port: %s",
+	       strerror(errno));
+	memset(&a, 0, sizeof a);
+	a.ss.ss_family = AF_INET;
+	inet_pton(AF_INET, "192.0.2.1", &((struct sockaddr_in *)&a.ss)->sin_addr);
+	rc = rdma_bind_addr(id, sa(&a));
+	ENSURE(rc == -1 && (errno == EADDRNOTAVAIL || errno == ENODEV), "rdma_bind_addr to a foreign address: %s",
+	       strerror(errno));
+	a.ss.ss_family = 250;
+	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr takes an unknown family");
+	ENSURE(rdma_create_id(channel, &other, NULL, (enum rdma_port_space)0x1234) == -1,
+	       "rdma_create_id takes an unknown port space");
+	/* after all that the id is still good for a connection */
+	s.client_channel = channel;
+	TRY(resolve(&s, id));
+	ENSURE(rdma_resolve_addr(id, NULL, sa(&s.address), 100) == -1 && errno == EINVAL,
+	       "rdma_resolve_addr twice: %s", strerror(errno));
+	TRY(give_qp(id));
+	ENSURE(!rdma_connect(id, &p), "rdma_connect: %s", strerror(errno));
+	return event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, NULL);
+}
+
+/* A wildcard listener serves all addresses; a second listener at its port is refused. */
+static const char *wildcard(size_t family)
+{
+	struct address any = { 0 };
+	struct rdma_cm_id *second;
+	struct scene s;
+
+	memset(&s, 0, sizeof s);
+	TRY(new_event_channel(&s.server_channel));
+	TRY(new_event_channel(&s.client_channel));
+	TRY(new_id(&s.listener, s.server_channel, RDMA_PS_TCP));
+	any.ss.ss_family = (sa_family_t)family;
+	ENSURE(!rdma_bind_addr(s.listener, sa(&any)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(s.listener, BACKLOG), "rdma_listen: %s", strerror(errno));
+	TRY(own_address(&s.address, (int)family, ntohs(rdma_get_src_port(s.listener))));
+	TRY(new_id(&second, s.server_channel, RDMA_PS_TCP));
+	ENSURE(rdma_bind_addr(second, sa(&s.address)) == -1 && (errno == EADDRINUSE || errno == EADDRNOTAVAIL),
+	       "rdma_bind_addr to a port of a wildcard listener: %s", strerror(errno));
+	TRY(connect_both(&s));
+	return traffic(s.client, s.server);
+}
+
+/* rdma_set_option shows: the timeout in the queue pair, reuse in a second bind. */
+static const char *options(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	uint8_t timeout = 17, tos = 8;
+	struct scene s;
+	struct told t;
+	int rc;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &tos, sizeof tos), "TOS: %s",
+	       strerror(errno));
+	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &timeout, sizeof timeout),
+	       "ACK_TIMEOUT: %s", strerror(errno));
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, 999, &tos, sizeof tos) == -1, "an unknown option is taken");
+	TRY(resolve(&s, s.client));
+	TRY(give_qp(s.client));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	rc = ibv_query_qp(s.client->qp, &attr, IBV_QP_TIMEOUT | IBV_QP_STATE, &init);
+	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
+	ENSURE(attr.qp_state == IBV_QPS_RTS, "state %d", attr.qp_state);
+	ENSURE(attr.timeout == 17, "timeout %u, expected 17", attr.timeout);
+	return NULL;
+}
+
+/* A queue pair that the program made and moves itself, with rdma_init_qp_attr and rdma_establish. */
+static const char *move_qp(struct rdma_cm_id *id, struct ibv_qp *qp, enum ibv_qp_state state)
+{
+	struct ibv_qp_attr attr = { .qp_state = state };
+	int mask = 0, rc;
+
+	ENSURE(!rdma_init_qp_attr(id, &attr, &mask), "rdma_init_qp_attr to state %d: %s", state, strerror(errno));
+	rc = ibv_modify_qp(qp, &attr, mask);
+	ENSURE(!rc, "ibv_modify_qp to state %d with mask %#x: %s", state, mask, strerror(rc));
+	return NULL;
+}
+
+static const char *own_qp(struct rdma_cm_id *id, struct end *e)
+{
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
+
+	memset(e, 0, sizeof *e);
+	e->pd = ibv_alloc_pd(id->verbs);
+	ENSURE(e->pd, "ibv_alloc_pd: %s", strerror(errno));
+	keep(close_pd, e->pd, "protection domain");
+	e->scq = ibv_create_cq(id->verbs, 32, NULL, NULL, 0);
+	ENSURE(e->scq, "ibv_create_cq: %s", strerror(errno));
+	keep(close_cq, e->scq, "completion queue");
+	e->rcq = ibv_create_cq(id->verbs, 32, NULL, NULL, 0);
+	ENSURE(e->rcq, "ibv_create_cq: %s", strerror(errno));
+	keep(close_cq, e->rcq, "completion queue");
+	init.send_cq = e->scq;
+	init.recv_cq = e->rcq;
+	e->qp = new_qp(e->pd, &init);
+	ENSURE(e->qp, "ibv_create_qp: %s", strerror(errno));
+	return move_qp(id, e->qp, IBV_QPS_INIT);
+}
+
+static const char *establish(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct ibv_send_wr wr = send_wr(2, IBV_WR_SEND, NULL, 0);
+	struct end client, server;
+	struct scene s;
+	struct told t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	TRY(resolve(&s, s.client));
+	TRY(own_qp(s.client, &client));
+	p.qp_num = client.qp->qp_num;
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+	s.server = t.id;
+	keep(close_id, s.server, "accepted rdma_cm_id");
+	TRY(own_qp(s.server, &server));
+	TRY(post_recv(server.qp, 1, NULL, 0));
+	TRY(move_qp(s.server, server.qp, IBV_QPS_RTR));
+	TRY(move_qp(s.server, server.qp, IBV_QPS_RTS));
+	p.qp_num = server.qp->qp_num;
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_RESPONSE, NULL));
+	TRY(move_qp(s.client, client.qp, IBV_QPS_RTR));
+	TRY(move_qp(s.client, client.qp, IBV_QPS_RTS));
+	ENSURE(!rdma_establish(s.client), "rdma_establish: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(post(client.qp, &wr));
+	TRY(expect_ok(server.rcq, 1, IBV_WC_RECV, NULL));
+	TRY(expect_ok(client.scq, 2, IBV_WC_SEND, NULL));
+	ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
+	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
+}
+
+/* Datagrams: the accepting side tells number and key of its queue pair, and the way to it. */
+static const char *datagrams(size_t family)
+{
+	struct rdma_conn_param p = params("udp", 3);
+	struct region src, dst;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct ibv_ah *ah;
+	struct ibv_wc wc;
+	struct scene s;
+	struct told t;
+
+	TRY(listen_at(&s, (int)family, RDMA_PS_UDP));
+	TRY(new_client(&s, RDMA_PS_UDP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	TRY(data_is(&t, "udp", 3));
+	TRY(new_buffer(&dst, s.server, 200));
+	sge = sge_of(&dst, 0, 200);
+	TRY(post_recv(s.server->qp, 1, &sge, 1));
+	p = params("ack", 3);
+	p.qp_num = s.server->qp->qp_num;
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, &t));
+	TRY(data_is(&t, "ack", 3));
+	ENSURE(t.ud.qp_num == s.server->qp->qp_num, "qp_num %#x, expected %#x", t.ud.qp_num, s.server->qp->qp_num);
+	ENSURE(t.ud.qkey == RDMA_UDP_QKEY, "qkey %#x, expected %#x", t.ud.qkey, RDMA_UDP_QKEY);
+	ah = ibv_create_ah(s.client->pd, &t.ud.ah_attr);
+	ENSURE(ah, "ibv_create_ah of what the event tells: %s", strerror(errno));
+	keep(close_ah, ah, "address handle");
+	TRY(new_buffer(&src, s.client, 100));
+	fill_pattern(src.at, 100, 3);
+	sge = sge_of(&src, 0, 100);
+	wr = send_wr(2, IBV_WR_SEND, &sge, 1);
+	wr.wr.ud.ah = ah;
+	wr.wr.ud.remote_qpn = t.ud.qp_num;
+	wr.wr.ud.remote_qkey = t.ud.qkey;
+	TRY(post(s.client->qp, &wr));
+	TRY(expect_ok(s.client->send_cq, 2, IBV_WC_SEND, NULL));
+	TRY(expect_ok(s.server->recv_cq, 1, IBV_WC_RECV, &wc));
+	ENSURE(wc.byte_len == 140 && wc.src_qp == s.client->qp->qp_num, "byte_len %u, src_qp %#x", wc.byte_len,
+	       wc.src_qp);
+	return same_pattern(dst.at + 40, 100, 3);
+}
+
+static const char *datagrams_rejected(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
+	TRY(new_client(&s, RDMA_PS_UDP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+	keep(close_id, t.id, "requested rdma_cm_id");
+	ENSURE(!rdma_reject(t.id, "no", 2), "rdma_reject: %s", strerror(errno));
+	TRY(any_event(s.client_channel, &t, WAIT_MS));
+	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE || t.type == RDMA_CM_EVENT_REJECTED,
+	       "event %s, expected a rejection", rdma_event_str(t.type));
+	return NULL;
+}
+
+/* One member's datagram reaches all members, and nobody after leaving. */
+static const char *multicast(size_t members)
+{
+	struct rdma_event_channel *channel;
+	struct rdma_cm_id *ids[8];
+	struct address own, group = { 0 };
+	struct region src, dst[8];
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct ibv_ah *ah;
+	struct ibv_wc wc;
+	struct told t;
+
+	group.ss.ss_family = AF_INET;
+	inet_pton(AF_INET, "239.77.3.4", &((struct sockaddr_in *)&group.ss)->sin_addr);
+	TRY(new_event_channel(&channel));
+	TRY(own_address(&own, AF_INET, 0));
+	for (size_t i = 0; i < members; i++) {
+		TRY(new_id(&ids[i], channel, RDMA_PS_UDP));
+		ENSURE(!rdma_bind_addr(ids[i], sa(&own)), "rdma_bind_addr: %s", strerror(errno));
+		TRY(give_qp(ids[i]));
+		TRY(new_buffer(&dst[i], ids[i], 200));
+		sge = sge_of(&dst[i], 0, 200);
+		TRY(post_recv(ids[i]->qp, i, &sge, 1));
+		ENSURE(!rdma_join_multicast(ids[i], sa(&group), NULL), "rdma_join_multicast: %s", strerror(errno));
+		TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
+		ENSURE(t.ud.qp_num == 0xffffff, "qp_num %#x of a group", t.ud.qp_num);
+	}
+	ah = ibv_create_ah(ids[members - 1]->pd, &t.ud.ah_attr);
+	ENSURE(ah, "ibv_create_ah of a group: %s", strerror(errno));
+	keep(close_ah, ah, "address handle");
+	TRY(new_buffer(&src, ids[members - 1], 100));
+	fill_pattern(src.at, 100, 4);
+	sge = sge_of(&src, 0, 100);
+	wr = send_wr(50, IBV_WR_SEND, &sge, 1);
+	wr.wr.ud.ah = ah;
+	wr.wr.ud.remote_qpn = t.ud.qp_num;
+	wr.wr.ud.remote_qkey = t.ud.qkey;
+	TRY(post(ids[members - 1]->qp, &wr));
+	TRY(expect_ok(ids[members - 1]->send_cq, 50, IBV_WC_SEND, NULL));
+	for (size_t i = 0; i + 1 < members; i++) { /* the sender itself may or may not hear it */
+		TRY(expect_ok(ids[i]->recv_cq, i, IBV_WC_RECV, &wc));
+		ENSURE(wc.src_qp == ids[members - 1]->qp->qp_num, "src_qp %#x", wc.src_qp);
+		TRY(same_pattern(dst[i].at + 40, 100, 4));
+	}
+	ENSURE(!rdma_leave_multicast(ids[0], sa(&group)), "rdma_leave_multicast: %s", strerror(errno));
+	sge = sge_of(&dst[0], 0, 200);
+	TRY(post_recv(ids[0]->qp, 60, &sge, 1));
+	sge = sge_of(&src, 0, 100);
+	TRY(post(ids[members - 1]->qp, &wr));
+	TRY(expect_ok(ids[members - 1]->send_cq, 50, IBV_WC_SEND, NULL));
+	return no_wc(ids[0]->recv_cq, QUIET_MS);
+}
+
+/* Connections one after the other, through one listener. */
+static const char *again_and_again(size_t count)
+{
+	struct scene s;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	for (size_t i = 0; i < count; i++) {
+		TRY(connect_both(&s));
+		TRY(disconnect(&s));
+		ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+		ENSURE(!close_now(s.server), "rdma_destroy_id: %s", strerror(errno));
+	}
+	return NULL;
+}
+
+/* Devices as rdma_get_devices lists them. */
+static const char *devices(size_t arg)
+{
+	struct ibv_context **list;
+	int n = 0;
+
+	(void)arg;
+	list = rdma_get_devices(&n);
+	ENSURE(list && n >= 1 && list[0], "rdma_get_devices: %d devices", n);
+	ENSURE(!list[n], "the list has no end");
+	rdma_free_devices(list);
+	for (int type = 0; type <= RDMA_CM_EVENT_TIMEWAIT_EXIT; type++)
+		ENSURE(rdma_event_str((enum rdma_cm_event_type)type)[0], "event %d has no name", type);
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "devices", devices, 0, 0 },
+	{ "connect", connect_and_talk, AF_INET, 0 },
+	{ "connect_ipv6", connect_and_talk, AF_INET6, 0 },
+	{ "server_disconnects", server_disconnects, 0, 0 },
+	{ "peer_destroys_id", peer_destroys_id, 0, 0 },
+	{ "private_data_0", private_data, 0, 0 },
+	{ "private_data_5", private_data, 5, 0 },
+	{ "private_data_56", private_data, 56, 0 },
+	{ "reject_0", reject, 0, 0 },
+	{ "reject_19", reject, 19, 0 },
+	{ "refused", refused, 0, 0 },
+	{ "never_answered", never_answered, 0, 0 },
+	{ "answered_with_nonsense", answered_with_nonsense, 0, 0 },
+	{ "strangers_100", strangers, 100, 120 },
+	{ "client_gives_up", client_gives_up, 0, 0 },
+	{ "server_gives_up", server_gives_up, 0, 0 },
+	{ "many_clients", many_clients, 16, 0 },
+	{ "addresses", addresses, AF_INET, 0 },
+	{ "addresses_ipv6", addresses, AF_INET6, 0 },
+	{ "migrate", migrate, 0, 0 },
+	{ "nonblocking_channel", nonblocking_channel, 0, 0 },
+	{ "synchronous", synchronous, 0, 0 },
+	{ "endpoints", endpoints, 0, 0 },
+	{ "lookups", lookups, 0, 0 },
+	{ "misuse", misuse, 0, 0 },
+	{ "wildcard", wildcard, AF_INET, 0 },
+	{ "wildcard_ipv6", wildcard, AF_INET6, 0 },
+	{ "options", options, 0, 0 },
+	{ "establish", establish, 0, 0 },
+	{ "datagrams", datagrams, AF_INET, 0 },
+	{ "datagrams_ipv6", datagrams, AF_INET6, 0 },
+	{ "datagrams_rejected", datagrams_rejected, 0, 0 },
+	{ "multicast", multicast, 3, 0 },
+	{ "again_and_again", again_and_again, 100, 0 },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
