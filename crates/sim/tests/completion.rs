@@ -419,11 +419,13 @@ fn a_draining_send_queue_finishes_what_was_taken_and_says_so_once() {
 
 // ---------------------------------------------------------------------- errors at each kind of request
 
+type Ended = Vec<(u64, Status)>;
+
 /// Posts a good Write, Read and Send, then what `bad` makes, then a good Send; gives the completions of both ends.
 fn with_bad(
     seed: u64,
     bad: impl Fn(&Mr, &Mr) -> anywarp_core::verbs::wr::WorkRequest,
-) -> (Vec<(u64, Status)>, Vec<(u64, Status)>, [bool; 2]) {
+) -> (Ended, Ended, [bool; 2]) {
     let mut w = World::new(seed);
     let (a, b) = w.pair(&Setup::anywarp());
     let there = w[b].register(70_000, access::ALL);

@@ -1,0 +1,394 @@
+//! Every rule that a peer can break, and what it hears of it.
+//!
+//! Most of them are scripts: `scripts/*.pkt`, one rule a file. What needs a loop is here.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use std::path::Path;
+
+use anywarp_core::bounds;
+use anywarp_core::connection::AsyncEvent;
+use anywarp_core::verbs::qp::State;
+use anywarp_core::verbs::wc::Status;
+use anywarp_core::wire::ddp::{Tagged, Untagged};
+use anywarp_core::wire::rdmap::{Opcode, ReadRequest};
+use anywarp_core::wire::{Msn, Stag, To};
+use anywarp_sim::{
+    EndId, Mr, RawId, Request, Setup, World, access, each_seed, framed, run_script, write,
+};
+
+#[test]
+fn every_script_holds() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts");
+    let mut names: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "pkt"))
+        .collect();
+    names.sort();
+    assert!(names.len() > 80, "scripts are missing");
+    let mut failed = Vec::new();
+    for path in &names {
+        let text = std::fs::read_to_string(path).unwrap();
+        // Twenty ways for its bytes to arrive.
+        let result = std::panic::catch_unwind(|| each_seed(20, |seed| run_script(&text, seed)));
+        if result.is_err() {
+            failed.push(path.file_name().unwrap().to_owned());
+        }
+    }
+    assert!(failed.is_empty(), "failed: {failed:#?}");
+}
+
+fn write_of(mr: &Mr, at: usize, last: bool, payload: &[u8]) -> Vec<u8> {
+    let header = Tagged {
+        last,
+        opcode: Opcode::Write,
+        stag: mr.stag(),
+        to: To(mr.all().addr + at as u64),
+    };
+    [&header.emit()[..], payload].concat()
+}
+
+fn send_of(msn: u32, mo: u32, last: bool, payload: &[u8]) -> Vec<u8> {
+    let header = Untagged {
+        last,
+        opcode: Opcode::Send,
+        inv_stag: Stag(0),
+        qn: 0,
+        msn: Msn(msn),
+        mo,
+    };
+    [&header.emit()[..], payload].concat()
+}
+
+/// A responder under test whose peer has said its first message.
+fn started(seed: u64) -> (World, EndId, RawId) {
+    let mut w = World::new(seed);
+    let (end, peer) = w.raw(&Setup::standard(), false);
+    let rtr = Tagged {
+        last: true,
+        opcode: Opcode::Write,
+        stag: Stag(1),
+        to: To(0),
+    };
+    w[peer].sends(&rtr.emit());
+    w.run();
+    (w, end, peer)
+}
+
+fn codes(w: &mut World, peer: RawId) -> Vec<(u8, u8, u8)> {
+    w[peer]
+        .heard()
+        .iter()
+        .filter_map(|f| f.terminate().map(|t| (t.layer, t.etype, t.code)))
+        .collect()
+}
+
+#[test]
+fn every_flipped_bit_is_found_by_the_crc_and_nothing_of_its_frame_is_delivered() {
+    // Small frames are checked before anything else is looked at. In the length field a bit makes the frame end
+    // elsewhere, so more must come before that is noticed.
+    let bits = {
+        let (w, end, _) = started(1);
+        framed(&write_of(
+            &w[end].register(64, access::WRITE),
+            0,
+            true,
+            &[0x77; 20],
+        ))
+        .len()
+            * 8
+    };
+    for bit in 0..bits {
+        let (mut w, end, peer) = started(bit as u64);
+        let mr = w[end].register(64, access::WRITE);
+        w[end].recv(1, &[]);
+        let mut frame = framed(&write_of(&mr, 0, true, &[0x77; 20]));
+        frame[bit / 8] ^= 1 << (bit % 8);
+        w[peer].sends_bytes(&frame);
+        w[peer].sends(&send_of(1, 0, true, &[]));
+        w[peer].sends_bytes(&vec![0; 70_000]);
+        w.run();
+        assert_eq!(codes(&mut w, peer), [(2, 0, 2)], "bit {bit}");
+        assert_eq!(w[end].received()[0].status, Status::Flushed);
+        assert_eq!(w[end].bytes(&mr), [0; 64], "bit {bit}");
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_large_frame_is_found_though_its_payload_went_straight_to_memory() {
+    each_seed(300, |seed| {
+        let (mut w, end, peer) = started(seed);
+        let mr = w[end].register(60_000, access::WRITE);
+        let other = w[end].register(60_000, access::READ);
+        w[end].recv(1, &[mr.all()]);
+        w[end].recv(2, &[mr.all()]);
+        let payload = w.rng.bytes(60_000);
+        let ulpdu = if w.rng.chance(50) {
+            write_of(&mr, 0, true, &payload)
+        } else {
+            send_of(1, 0, true, &payload)
+        };
+        let mut frame = framed(&ulpdu);
+        // Half of them in the header, where a bit means something.
+        let most = if w.rng.chance(50) {
+            18
+        } else {
+            frame.len() - 2
+        };
+        let bit = 16 + w.rng.below(most * 8);
+        frame[bit / 8] ^= 1 << (bit % 8);
+        w[peer].sends_bytes(&frame);
+        w[peer].sends(&send_of(2, 0, true, &[]));
+        w.run();
+        assert_eq!(codes(&mut w, peer), [(2, 0, 2)], "bit {bit}");
+        let got: Vec<_> = w[end]
+            .received()
+            .iter()
+            .map(|c| (c.wr_id, c.status))
+            .collect();
+        assert_eq!(got, [(1, Status::Flushed), (2, Status::Flushed)]);
+        assert_eq!(w[end].bytes(&other), vec![0; 60_000]);
+        w[end].check_guards(&[&mr, &other]);
+        assert!(!w[end].heard(AsyncEvent::QpAccess) && !w[end].heard(AsyncEvent::QpRequest));
+    });
+}
+
+/// A large frame that breaks a rule ends in the same way whether it came as a whole or in pieces.
+#[test]
+fn a_large_frame_is_judged_as_a_small_one_is() {
+    type Make = fn(&Mr, &[u8]) -> Vec<u8>;
+    let cases: [(Make, (u8, u8, u8), Status); 6] = [
+        (|mr, p| write_of(mr, 1, true, p), (1, 1, 1), Status::Flushed),
+        (
+            |mr, p| {
+                let mut bytes = write_of(mr, 0, true, p);
+                bytes[3] ^= 0x10;
+                bytes
+            },
+            (1, 1, 0),
+            Status::Flushed,
+        ),
+        (|_, p| send_of(2, 0, true, p), (1, 2, 3), Status::Flushed),
+        (|_, p| send_of(1, 4, true, p), (1, 2, 4), Status::Flushed),
+        (
+            |_, p| send_of(1, 0, true, p),
+            (1, 2, 5),
+            Status::LocalLength,
+        ),
+        (
+            |mr, p| {
+                let mut bytes = write_of(mr, 0, true, p);
+                bytes[1] = 0x42;
+                bytes
+            },
+            (0, 2, 6),
+            Status::Flushed,
+        ),
+    ];
+    for (make, code, receive) in cases {
+        each_seed(40, |seed| {
+            let (mut w, end, peer) = started(seed);
+            let mr = w[end].register(60_000, access::WRITE);
+            w[end].recv(1, &[mr.part(0, 59_999)]);
+            let payload = w.rng.bytes(60_000);
+            let ulpdu = make(&mr, &payload);
+            w[peer].sends(&ulpdu);
+            w.run();
+            let heard = w[peer].heard();
+            let t = heard[0].terminate().unwrap();
+            assert_eq!((t.layer, t.etype, t.code), code);
+            assert_eq!(usize::from(t.ddp_len.unwrap()), ulpdu.len());
+            let header = t.ddp_header.unwrap();
+            assert_eq!(*header.as_slice(), ulpdu[..header.as_slice().len()]);
+            assert_eq!(heard.len(), 1);
+            let got: Vec<_> = w[end]
+                .received()
+                .iter()
+                .map(|c| (c.wr_id, c.status))
+                .collect();
+            assert_eq!(got, [(1, receive)]);
+            assert_eq!(w[end].bytes(&mr), vec![0; 60_000], "nothing was placed");
+        });
+    }
+}
+
+#[test]
+fn a_frame_may_be_cut_at_every_byte() {
+    let mut w = World::new(1);
+    let (end, peer) = w.raw(&Setup::standard(), false);
+    let mr = w[end].register(64, access::WRITE);
+    for (i, id) in (0..22 + 8).enumerate() {
+        w[end].recv(id, &[]);
+        let frame = framed(&send_of(i as u32 + 1, 0, true, &[]));
+        let frame = if i == 0 {
+            framed(&send_of(1, 0, true, &[]))
+        } else {
+            frame
+        };
+        let cut = i.min(frame.len());
+        w[peer].sends_bytes(&frame[..cut]);
+        w.run();
+        w[peer].sends_bytes(&frame[cut..]);
+        w.run();
+    }
+    // The first one was the ready-to-receive message.
+    let ids: Vec<_> = w[end].received().iter().map(|c| c.wr_id).collect();
+    assert_eq!(ids, (0..22 + 8 - 1).collect::<Vec<_>>());
+    assert_eq!(w[end].conn.state(), State::Rts);
+    for cut in 0..framed(&write_of(&mr, 0, true, &[1; 33])).len() {
+        let payload = vec![cut as u8 + 1; 33];
+        let frame = framed(&write_of(&mr, 0, true, &payload));
+        w[peer].sends_bytes(&frame[..cut]);
+        w.run();
+        assert_ne!(
+            w[end].bytes(&mr)[..33],
+            payload[..],
+            "before it was complete"
+        );
+        w[peer].sends_bytes(&frame[cut..]);
+        w.run();
+        assert_eq!(w[end].bytes(&mr)[..33], payload[..]);
+    }
+}
+
+#[test]
+fn every_shorter_segment_than_its_header_is_refused_and_nothing_behind_it_is_read() {
+    for (whole, least) in [(Tagged::LEN, 1), (Untagged::LEN, 1)] {
+        for len in least..whole {
+            let (mut w, end, peer) = started(len as u64);
+            w[end].recv(1, &[]);
+            let header = if whole == Tagged::LEN {
+                Tagged {
+                    last: true,
+                    opcode: Opcode::Write,
+                    stag: Stag(1),
+                    to: To(0),
+                }
+                .emit()
+                .to_vec()
+            } else {
+                send_of(1, 0, true, &[])
+            };
+            w[peer].sends(&header[..len]);
+            w.run();
+            assert_eq!(codes(&mut w, peer), [(2, 0, 3)], "{len} of {whole}");
+            assert_eq!(w[end].received()[0].status, Status::Flushed);
+        }
+    }
+}
+
+fn read_of(msn: u32, mr: &Mr, size: usize) -> Vec<u8> {
+    let header = Untagged {
+        last: true,
+        opcode: Opcode::ReadRequest,
+        inv_stag: Stag(0),
+        qn: 1,
+        msn: Msn(msn),
+        mo: 0,
+    };
+    let request = ReadRequest {
+        sink_stag: Stag(1),
+        sink_to: To(0),
+        size: size as u32,
+        source_stag: mr.stag(),
+        source_to: To(mr.all().addr),
+    };
+    [&header.emit()[..], &request.emit()].concat()
+}
+
+#[test]
+fn one_read_more_than_was_agreed_ends_the_stream() {
+    for ird in [1, 4] {
+        for over in [0, 1] {
+            let setup = Setup {
+                ird,
+                mulpdu: 60_000,
+                ..Setup::standard()
+            };
+            let mut w = World::new(u64::from(ird));
+            let (end, peer) = w.raw(&setup, false);
+            w.pipe_from(end).capacity = 700;
+            let mr = w[end].register(4 << 20, access::READ);
+            for msn in 1..=ird + over {
+                w[peer].sends(&read_of(msn, &mr, 4 << 20));
+            }
+            w.run();
+            let terminates = codes(&mut w, peer);
+            if over == 0 {
+                assert_eq!(w[end].conn.state(), State::Rts);
+                assert!(terminates.is_empty());
+            } else {
+                assert_eq!(terminates, [(1, 2, 2)]);
+                assert!(w[end].heard(AsyncEvent::QpRequest));
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_that_is_deregistered_while_it_is_read_ends_the_stream_and_fails_that_read() {
+    each_seed(20, |seed| {
+        let mut w = World::new(seed);
+        let (a, b) = w.pair(&Setup::anywarp());
+        let (source, small) = (
+            w[b].register(6 << 20, access::READ),
+            w[b].register(8, access::READ),
+        );
+        let sink = w[a].register(6 << 20, access::LOCAL);
+        w.pipe_from(b).capacity = 100_000;
+        w[a].post(write(1, source.remote(0)).from(&[]));
+        w[a].post(anywarp_sim::read(2, small.remote(0)).from(&[sink.part(0, 8)]));
+        w[a].post(anywarp_sim::read(3, source.remote(0)).from(&[sink.all()]));
+        w[a].post(anywarp_sim::read(4, small.remote(0)).from(&[sink.part(0, 8)]));
+        let until = w.now() + std::time::Duration::from_secs(1);
+        while w[a].send_cq.is_empty() {
+            w.turn(until);
+        }
+        w[b].deregister(&source);
+        w.run();
+        let done: Vec<_> = w[a]
+            .completed()
+            .iter()
+            .map(|c| (c.wr_id, c.status))
+            .collect();
+        assert_eq!(
+            done,
+            [
+                (1, Status::Success),
+                (2, Status::Success),
+                (3, Status::RemoteAccess),
+                (4, Status::Flushed)
+            ]
+        );
+    });
+}
+
+#[test]
+fn responses_to_a_peer_that_does_not_listen_are_bounded() {
+    let (mut w, end, peer) = {
+        let mut w = World::new(1);
+        let (end, peer) = w.raw(&Setup::anywarp(), false);
+        let hello = anywarp_core::wire::control::Control::Hello {
+            version: 1,
+            features: 0,
+        };
+        w[peer].sends(&hello.header().emit());
+        w.run();
+        (w, end, peer)
+    };
+    w.pipe_from(end).capacity = 0;
+    let ping = anywarp_core::wire::control::Control::Ping.header().emit();
+    for _ in 0..bounds::RESPONSES_MAX * 3 {
+        w[peer].sends(&ping);
+    }
+    w.run();
+    w.pipe_from(end).capacity = 1 << 20;
+    w.run();
+    assert!(w[peer].heard().len() <= bounds::RESPONSES_MAX * 2 + 2);
+    assert_eq!(w[end].conn.state(), State::Rts);
+}
