@@ -1,0 +1,965 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * What is forbidden: access flags, bounds and protection domains, states and masks, and arguments that make no
+ * sense. Each has the errno or the completion status of its man page, and none does more than that.
+ */
+#include "ends.h"
+
+#include <sys/mman.h>
+
+static const struct want usual = { 0 };
+
+/* ---------------------------------------------------------------- access flags */
+
+enum operation { WRITE, READ, ATOMIC };
+
+static const char *const operation_names[] = { "Write", "Read", "atomic" };
+static const unsigned int flag_of[] = { IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_ATOMIC };
+
+static struct ibv_send_wr operation_wr(enum operation op, struct ibv_sge *sge, const struct region *target, size_t at)
+{
+	struct ibv_send_wr wr;
+
+	if (op == ATOMIC) {
+		wr = atomic_wr(1, IBV_WR_ATOMIC_FETCH_AND_ADD, sge, target, 1, 0);
+		wr.wr.atomic.remote_addr += at;
+		return wr;
+	}
+	return rdma_wr(1, op == WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ, sge, 1, target, at);
+}
+
+/* One operation on memory and queue pair with the flags given; tells the status it ends with. */
+static const char *try_operation(enum operation op, unsigned int mr_access, unsigned int qp_access,
+				 enum ibv_wc_status *status)
+{
+	struct want w = { .access = qp_access ? qp_access : NO_ACCESS };
+	struct region mine, theirs;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct ibv_wc wc;
+	struct pair p;
+
+	TRY(open_pair(&p, &w));
+	TRY(new_region(&mine, p.a.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, p.b.pd, 8, mr_access));
+	memset(mine.at, 0x11, 8);
+	sge = sge_of(&mine, 0, 8);
+	wr = operation_wr(op, &sge, &theirs, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(next_wc(p.a.scq, &wc, WAIT_MS));
+	*status = wc.status;
+	if (wc.status != IBV_WC_SUCCESS) {
+		TRY(all_bytes(theirs.at, 8, FRESH, "forbidden target"));
+		TRY(all_bytes(mine.at, 8, 0x11, "sink of a forbidden operation"));
+	}
+	return NULL;
+}
+
+/* All flags but one on the memory, or on the queue pair: only the operation of that flag fails. */
+static const char *remote_flags(size_t op)
+{
+	const unsigned int all = ALL_ACCESS, local = IBV_ACCESS_LOCAL_WRITE;
+	enum ibv_wc_status status;
+
+	TRY(try_operation((enum operation)op, local | flag_of[op], flag_of[op], &status));
+	ENSURE(status == IBV_WC_SUCCESS, "%s with its own flag only: %s", operation_names[op],
+	       ibv_wc_status_str(status));
+	TRY(try_operation((enum operation)op, all & ~flag_of[op], all, &status));
+	ENSURE(status == IBV_WC_REM_ACCESS_ERR, "%s without its flag on the memory: %s", operation_names[op],
+	       ibv_wc_status_str(status));
+	TRY(try_operation((enum operation)op, all, all & ~(flag_of[op] | local), &status));
+	ENSURE(status == IBV_WC_REM_ACCESS_ERR || status == IBV_WC_REM_INV_REQ_ERR,
+	       "%s without its flag on the queue pair: %s", operation_names[op], ibv_wc_status_str(status));
+	TRY(try_operation((enum operation)op, local, all, &status));
+	ENSURE(status == IBV_WC_REM_ACCESS_ERR, "%s on memory for local use: %s", operation_names[op],
+	       ibv_wc_status_str(status));
+	return NULL;
+}
+
+/* Memory of the receiver that may not be written: its receive fails, and the sender hears of it. */
+static const char *receive_into_read_only(size_t arg)
+{
+	struct region src, dst;
+	struct ibv_sge from, to;
+	struct ibv_send_wr wr;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&src, p.a.pd, 64, 0));
+	TRY(new_region(&dst, p.b.pd, 64, 0));
+	memset(src.at, 0x22, 64);
+	from = sge_of(&src, 0, 64);
+	to = sge_of(&dst, 0, 64);
+	TRY(post_recv(p.b.qp, 1, &to, 1));
+	wr = send_wr(2, IBV_WR_SEND, &from, 1);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_status(p.b.rcq, 1, IBV_WC_LOC_PROT_ERR));
+	TRY(expect_status(p.a.scq, 2, IBV_WC_REM_OP_ERR));
+	return all_bytes(dst.at, 64, FRESH, "read-only receive buffer");
+}
+
+static const char *read_into_read_only(size_t arg)
+{
+	struct region sink, source;
+	struct ibv_sge to;
+	struct ibv_send_wr wr, *bad;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&sink, p.a.pd, 64, 0));
+	TRY(new_region(&source, p.b.pd, 64, IBV_ACCESS_REMOTE_READ));
+	memset(source.at, 0x33, 64);
+	to = sge_of(&sink, 0, 64);
+	wr = rdma_wr(1, IBV_WR_RDMA_READ, &to, 1, &source, 0);
+	if (ibv_post_send(p.a.qp, &wr, &bad) == 0)
+		TRY(expect_status(p.a.scq, 1, IBV_WC_LOC_PROT_ERR));
+	return all_bytes(sink.at, 64, FRESH, "read-only sink");
+}
+
+/* Keys serve only in their own protection domain, on either side. */
+static const char *other_pd_local(size_t arg)
+{
+	struct region src;
+	struct ibv_pd *other;
+	struct ibv_sge from;
+	struct ibv_send_wr wr;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	other = new_pd();
+	ENSURE(other, "ibv_alloc_pd: %s", strerror(errno));
+	TRY(new_region(&src, other, 64, 0));
+	TRY(post_recv(p.b.qp, 1, NULL, 0));
+	from = sge_of(&src, 0, 64);
+	wr = send_wr(2, IBV_WR_SEND, &from, 1);
+	TRY(post(p.a.qp, &wr));
+	return expect_status(p.a.scq, 2, IBV_WC_LOC_PROT_ERR);
+}
+
+static const char *other_pd_remote(size_t op)
+{
+	struct region mine, theirs;
+	struct ibv_pd *other;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	other = new_pd();
+	ENSURE(other, "ibv_alloc_pd: %s", strerror(errno));
+	TRY(new_region(&mine, p.a.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, other, 8, ALL_ACCESS));
+	sge = sge_of(&mine, 0, 8);
+	wr = operation_wr((enum operation)op, &sge, &theirs, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_status(p.a.scq, 1, IBV_WC_REM_ACCESS_ERR));
+	return all_bytes(theirs.at, 8, FRESH, "memory of another domain");
+}
+
+/* ---------------------------------------------------------------- bounds */
+
+struct bound {
+	int64_t from; /* offset of the first byte */
+	uint32_t len;
+	bool allowed;
+};
+
+static const char *one_bound(enum operation op, const struct bound *b)
+{
+	struct region mine, theirs;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct ibv_wc wc;
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 256, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, p.b.pd, 128, ALL_ACCESS));
+	sge = sge_of(&mine, 0, b->len);
+	wr = operation_wr(op, &sge, &theirs, (size_t)b->from);
+	TRY(post(p.a.qp, &wr));
+	TRY(next_wc(p.a.scq, &wc, WAIT_MS));
+	ENSURE(wc.status == (b->allowed ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR), "%s of %u bytes at %lld: %s",
+	       operation_names[op], b->len, (long long)b->from, ibv_wc_status_str(wc.status));
+	return guards_untouched(&theirs);
+}
+
+static const char *remote_bounds(size_t op)
+{
+	static const struct bound bounds[] = {
+		{ 0, 128, true }, { 127, 1, true }, { 128, 1, false }, { 127, 2, false }, { 0, 129, false },
+		{ -1, 1, false }, { -1, 64, false }, { 128, 128, false },
+	};
+
+	for (size_t i = 0; i < COUNT(bounds); i++)
+		TRY(one_bound((enum operation)op, &bounds[i]));
+	return NULL;
+}
+
+/* Address plus length passes the end of the address space. */
+static const char *remote_wraps(size_t op)
+{
+	struct region mine, theirs;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	sge = sge_of(&mine, 0, 64);
+	wr = operation_wr((enum operation)op, &sge, &theirs, 0);
+	wr.wr.rdma.remote_addr = UINT64_MAX - 7;
+	TRY(post(p.a.qp, &wr));
+	return expect_status(p.a.scq, 1, IBV_WC_REM_ACCESS_ERR);
+}
+
+/* Nothing is moved, so neither key nor address is looked at. */
+static const char *nothing_anywhere(size_t op)
+{
+	struct ibv_send_wr wr = send_wr(1, op == WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ, NULL, 0);
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	wr.wr.rdma.remote_addr = 0x1234;
+	wr.wr.rdma.rkey = 0xdeadbeef;
+	TRY(post(p.a.qp, &wr));
+	return expect_status(p.a.scq, 1, IBV_WC_SUCCESS);
+}
+
+static const char *atomic_alignment(size_t offset)
+{
+	struct region mine, theirs;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr, *bad;
+	struct ibv_wc wc;
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	sge = sge_of(&mine, 0, 8);
+	wr = operation_wr(ATOMIC, &sge, &theirs, offset);
+	if (ibv_post_send(p.a.qp, &wr, &bad) == EINVAL)
+		return all_bytes(theirs.at, 64, FRESH, "misaligned target");
+	TRY(next_wc(p.a.scq, &wc, WAIT_MS));
+	ENSURE(wc.status == IBV_WC_REM_INV_REQ_ERR || wc.status == IBV_WC_REM_ACCESS_ERR, "atomic at offset %zu: %s",
+	       offset, ibv_wc_status_str(wc.status));
+	return all_bytes(theirs.at, 64, FRESH, "misaligned target");
+}
+
+/* ---------------------------------------------------------------- life of a region */
+
+/* After ibv_dereg_mr returns no late Write touches the memory. */
+static const char *dereg_ends_access(size_t rounds)
+{
+	for (size_t i = 0; i < rounds; i++) {
+		struct region mine, theirs;
+		struct ibv_sge sge;
+		struct ibv_send_wr wr;
+		struct pair p;
+		struct ibv_wc wc;
+		size_t ended = 0;
+
+		TRY(open_pair(&p, &usual));
+		TRY(new_region(&mine, p.a.pd, 65536, 0));
+		TRY(new_region(&theirs, p.b.pd, 65536, ALL_ACCESS));
+		memset(mine.at, 0x44, 65536);
+		sge = sge_of(&mine, 0, 65536);
+		for (uint64_t k = 0; k < 64; k++) {
+			wr = rdma_wr(k, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
+			TRY(post(p.a.qp, &wr));
+		}
+		for (size_t k = 0; k < i * 50; k++)
+			sched_yield();
+		ENSURE(!close_now(theirs.mr), "ibv_dereg_mr");
+		memset(theirs.at, 0x55, 65536);
+		for (; ended < 64; ended++)
+			TRY(next_wc(p.a.scq, &wc, WAIT_MS));
+		sleep_ms(20);
+		TRY(all_bytes(theirs.at, 65536, 0x55, "memory that is no longer registered"));
+		close_all();
+	}
+	return NULL;
+}
+
+static const char *old_key(size_t arg)
+{
+	struct region mine, theirs;
+	struct ibv_mr *again;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct pair p;
+	uint32_t rkey;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 64, 0));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	rkey = theirs.mr->rkey;
+	ENSURE(!close_now(theirs.mr), "ibv_dereg_mr");
+	again = new_mr(p.b.pd, theirs.at, 64, ALL_ACCESS);
+	ENSURE(again, "ibv_reg_mr: %s", strerror(errno));
+	ENSURE(again->rkey != rkey, "the next region has the old key");
+	theirs.mr = again;
+	sge = sge_of(&mine, 0, 64);
+	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
+	wr.wr.rdma.rkey = rkey;
+	TRY(post(p.a.qp, &wr));
+	return expect_status(p.a.scq, 1, IBV_WC_REM_ACCESS_ERR);
+}
+
+/* ibv_rereg_mr moves a region to other memory and takes rights away. */
+static const char *rereg(size_t arg)
+{
+	struct region mine, theirs, other;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 64, 0));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	TRY(new_region(&other, p.b.pd, 64, 0));
+	memset(mine.at, 0x66, 64);
+	rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, other.at, 64, 0);
+	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
+		SKIP("the device has no ibv_rereg_mr");
+	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	sge = sge_of(&mine, 0, 64);
+	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
+	wr.wr.rdma.remote_addr = (uintptr_t)other.at;
+	wr.wr.rdma.rkey = theirs.mr->rkey;
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL));
+	TRY(post_recv(p.b.qp, 2, NULL, 0));
+	wr = send_wr(3, IBV_WR_SEND, NULL, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, 2, IBV_WC_RECV, NULL));
+	TRY(expect_ok(p.a.scq, 3, IBV_WC_SEND, NULL));
+	TRY(all_bytes(other.at, 64, 0x66, "new place"));
+	TRY(all_bytes(theirs.at, 64, FRESH, "old place"));
+	rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	memset(other.at, 0, 64);
+	wr = rdma_wr(4, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
+	wr.wr.rdma.remote_addr = (uintptr_t)other.at;
+	wr.wr.rdma.rkey = theirs.mr->rkey;
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_status(p.a.scq, 4, IBV_WC_REM_ACCESS_ERR));
+	return all_bytes(other.at, 64, 0, "memory whose right was taken");
+}
+
+/* The program unmapped what it had registered: its mistake, and still no reason to die. */
+static const char *unmapped(size_t op)
+{
+	const size_t len = 1 << 16;
+	struct region mine;
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct ibv_mr *mr;
+	struct ibv_wc wc;
+	struct pair p;
+	uint8_t *at;
+
+	TRY(open_pair(&p, &usual));
+	at = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
+	mr = new_mr(p.b.pd, at, len, ALL_ACCESS);
+	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
+	ENSURE(!munmap(at, len), "munmap: %s", strerror(errno));
+	TRY(new_region(&mine, p.a.pd, len, IBV_ACCESS_LOCAL_WRITE));
+	sge = sge_of(&mine, 0, op == ATOMIC ? 8 : 100);
+	wr = operation_wr((enum operation)op, &sge, &mine, 0);
+	wr.wr.rdma.remote_addr = (uintptr_t)at;
+	if (op == ATOMIC)
+		wr.wr.atomic.rkey = mr->rkey;
+	else
+		wr.wr.rdma.rkey = mr->rkey;
+	TRY(post(p.a.qp, &wr));
+	TRY(next_wc(p.a.scq, &wc, WAIT_MS)); /* memory that a device has pinned may even serve */
+	ENSURE(wc.wr_id == 1, "wr_id %llu", (unsigned long long)wc.wr_id);
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- states and masks */
+
+/* What ibv_modify_qp(3) asks for, by type and step. */
+struct step {
+	enum ibv_qp_type type;
+	enum ibv_qp_state from, to;
+	int required;
+};
+
+#define CONNECTED_RTR (IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN)
+
+static const struct step steps[] = {
+	{ IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT,
+	  IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS },
+	{ IBV_QPT_RC, IBV_QPS_INIT, IBV_QPS_RTR, CONNECTED_RTR | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER },
+	{ IBV_QPT_RC, IBV_QPS_RTR, IBV_QPS_RTS,
+	  IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+		  IBV_QP_MAX_QP_RD_ATOMIC },
+	{ IBV_QPT_UC, IBV_QPS_RESET, IBV_QPS_INIT,
+	  IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS },
+	{ IBV_QPT_UC, IBV_QPS_INIT, IBV_QPS_RTR, CONNECTED_RTR },
+	{ IBV_QPT_UC, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_STATE | IBV_QP_SQ_PSN },
+	{ IBV_QPT_UD, IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY },
+	{ IBV_QPT_UD, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QP_STATE },
+	{ IBV_QPT_UD, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_STATE | IBV_QP_SQ_PSN },
+};
+
+/* Values that serve for every step. */
+static struct ibv_qp_attr good_values(enum ibv_qp_state state, uint32_t dest)
+{
+	return (struct ibv_qp_attr){
+		.qp_state = state, .port_num = PORT, .qkey = QKEY, .path_mtu = IBV_MTU_1024, .dest_qp_num = dest,
+		.max_dest_rd_atomic = 1, .min_rnr_timer = 12, .ah_attr = address_of(&local_gid, 0, false),
+		.timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1,
+		.qp_access_flags = IBV_ACCESS_REMOTE_WRITE,
+	};
+}
+
+/* Each required bit is missed when it is not there, and all together are enough. */
+static const char *required_masks(size_t type)
+{
+	struct want w = { .type = (enum ibv_qp_type)type };
+	struct end e, peer;
+
+	TRY(open_device());
+	TRY(open_end(&e, &w));
+	TRY(open_end(&peer, &w));
+	for (size_t i = 0; i < COUNT(steps); i++) {
+		const struct step *s = &steps[i];
+		struct ibv_qp_attr attr = good_values(s->to, peer.qp->qp_num);
+
+		if (s->type != w.type)
+			continue;
+		for (int bit = 1; bit <= IBV_QP_DEST_QPN; bit <<= 1) {
+			int rc;
+
+			if (!(s->required & bit) || bit == IBV_QP_STATE)
+				continue;
+			rc = ibv_modify_qp(e.qp, &attr, s->required & ~bit);
+			ENSURE(rc == EINVAL, "state %d to %d without bit %#x gives %d, expected EINVAL", s->from, s->to,
+			       (unsigned int)bit, rc);
+			TRY(state_is(e.qp, s->from));
+		}
+		ENSURE(!ibv_modify_qp(e.qp, &attr, s->required), "state %d to %d with all it needs: %s", s->from, s->to,
+		       strerror(errno));
+		TRY(state_is(e.qp, s->to));
+		ENSURE(e.qp->state == s->to, "qp->state is %d, expected %d", e.qp->state, s->to);
+	}
+	return NULL;
+}
+
+/* Steps that the state machine does not have, and attributes that a step does not take. */
+static const char *forbidden_steps(size_t type)
+{
+	static const struct {
+		enum ibv_qp_state at, to;
+		int mask;
+	} forbidden[] = {
+		{ IBV_QPS_RESET, IBV_QPS_RTR, IBV_QP_STATE },
+		{ IBV_QPS_RESET, IBV_QPS_RTS, IBV_QP_STATE },
+		{ IBV_QPS_INIT, IBV_QPS_RTS, IBV_QP_STATE },
+		{ IBV_QPS_RTR, IBV_QPS_INIT, IBV_QP_STATE },
+		{ IBV_QPS_RTS, IBV_QPS_INIT, IBV_QP_STATE },
+		{ IBV_QPS_RTS, IBV_QPS_RTR, IBV_QP_STATE },
+		{ IBV_QPS_INIT, IBV_QPS_INIT, IBV_QP_STATE | IBV_QP_SQ_PSN },
+		{ IBV_QPS_INIT, IBV_QPS_INIT, IBV_QP_STATE | IBV_QP_TIMEOUT },
+	};
+	struct want w = { .type = (enum ibv_qp_type)type };
+	struct end e, peer;
+
+	TRY(open_device());
+	TRY(open_end(&e, &w));
+	TRY(open_end(&peer, &w));
+	for (size_t i = 0; i <= 3; i++) {
+		const enum ibv_qp_state here = (enum ibv_qp_state)(IBV_QPS_RESET + i);
+
+		for (size_t k = 0; k < COUNT(forbidden); k++) {
+			struct ibv_qp_attr attr = good_values(forbidden[k].to, peer.qp->qp_num);
+			int rc;
+
+			if (forbidden[k].at != here)
+				continue;
+			rc = ibv_modify_qp(e.qp, &attr, forbidden[k].mask);
+			ENSURE(rc == EINVAL, "state %d to %d with mask %#x gives %d, expected EINVAL", here,
+			       forbidden[k].to, (unsigned int)forbidden[k].mask, rc);
+			TRY(state_is(e.qp, here));
+		}
+		for (size_t k = 0; k < COUNT(steps); k++) {
+			struct ibv_qp_attr attr = good_values(steps[k].to, peer.qp->qp_num);
+
+			if (steps[k].type == w.type && steps[k].from == here)
+				ENSURE(!ibv_modify_qp(e.qp, &attr, steps[k].required), "state %d to %d: %s", here,
+				       steps[k].to, strerror(errno));
+		}
+	}
+	TRY(to_state(e.qp, IBV_QPS_ERR));
+	TRY(state_is(e.qp, IBV_QPS_ERR));
+	return to_state(e.qp, IBV_QPS_RESET);
+}
+
+static const char *bad_values(size_t arg)
+{
+	struct ibv_qp_attr attr;
+	struct end e;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&e, &usual));
+	attr = good_values(IBV_QPS_INIT, 0);
+	attr.port_num = 2;
+	rc = ibv_modify_qp(e.qp, &attr, steps[0].required);
+	ENSURE(rc == EINVAL, "port 2 of 1 gives %d", rc);
+	TRY(to_init(e.qp, &usual));
+	attr = good_values(IBV_QPS_RTR, e.qp->qp_num);
+	attr.max_dest_rd_atomic = 255;
+	rc = ibv_modify_qp(e.qp, &attr, steps[1].required);
+	ENSURE(rc == EINVAL, "max_dest_rd_atomic 255 gives %d, the device has %d", rc, device_attr.max_qp_rd_atom);
+	return state_is(e.qp, IBV_QPS_INIT);
+}
+
+/* ibv_query_qp tells what ibv_modify_qp set and ibv_create_qp was asked. */
+static const char *query(size_t arg)
+{
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	rc = ibv_query_qp(p.a.qp, &attr, 0x1fffff, &init);
+	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
+	ENSURE(attr.qp_state == IBV_QPS_RTS, "state %d", attr.qp_state);
+	ENSURE(attr.dest_qp_num == p.b.qp->qp_num, "dest_qp_num %#x", attr.dest_qp_num);
+	ENSURE(attr.path_mtu == IBV_MTU_1024, "path_mtu %d", attr.path_mtu);
+	ENSURE(attr.timeout == 14 && attr.retry_cnt == 7 && attr.rnr_retry == 7 && attr.min_rnr_timer == 12,
+	       "timeout %u retry_cnt %u rnr_retry %u min_rnr_timer %u", attr.timeout, attr.retry_cnt, attr.rnr_retry,
+	       attr.min_rnr_timer);
+	ENSURE(attr.max_rd_atomic == 4 && attr.max_dest_rd_atomic == 4, "max_rd_atomic %u max_dest_rd_atomic %u",
+	       attr.max_rd_atomic, attr.max_dest_rd_atomic);
+	ENSURE(attr.ah_attr.is_global && !memcmp(&attr.ah_attr.grh.dgid, &local_gid, 16), "address vector");
+	ENSURE(attr.port_num == PORT, "port_num %u", attr.port_num);
+	ENSURE((attr.qp_access_flags & 0xf & ~IBV_ACCESS_LOCAL_WRITE) ==
+		       (ALL_ACCESS & 0xf & ~IBV_ACCESS_LOCAL_WRITE), "qp_access_flags %#x", attr.qp_access_flags);
+	ENSURE(init.qp_type == IBV_QPT_RC && init.send_cq == p.a.scq && init.recv_cq == p.a.rcq && !init.srq,
+	       "what it was made with");
+	ENSURE(init.cap.max_send_wr >= 256 && init.cap.max_recv_wr >= 256 && init.cap.max_send_sge >= 4,
+	       "max_send_wr %u max_recv_wr %u max_send_sge %u", init.cap.max_send_wr, init.cap.max_recv_wr,
+	       init.cap.max_send_sge);
+	return NULL;
+}
+
+/* Posting before the queue pair can take it. */
+static const char *posting_too_early(size_t arg)
+{
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad_send = NULL;
+	struct ibv_recv_wr rr = { .wr_id = 2 }, *bad_recv = NULL;
+	struct end e;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&e, &usual));
+	rc = ibv_post_recv(e.qp, &rr, &bad_recv);
+	ENSURE(rc == EINVAL && bad_recv == &rr, "ibv_post_recv in RESET gives %d", rc);
+	rc = ibv_post_send(e.qp, &wr, &bad_send);
+	ENSURE(rc == EINVAL && bad_send == &wr, "ibv_post_send in RESET gives %d", rc);
+	TRY(to_init(e.qp, &usual));
+	rc = ibv_post_recv(e.qp, &rr, &bad_recv);
+	ENSURE(!rc, "ibv_post_recv in INIT gives %d", rc);
+	rc = ibv_post_send(e.qp, &wr, &bad_send);
+	ENSURE(rc == EINVAL, "ibv_post_send in INIT gives %d", rc);
+	TRY(to_rtr(e.qp, e.qp->qp_num, &usual));
+	rc = ibv_post_send(e.qp, &wr, &bad_send);
+	ENSURE(rc == EINVAL, "ibv_post_send in RTR gives %d", rc);
+	return no_wc(e.scq, 5);
+}
+
+/* ---------------------------------------------------------------- arguments */
+
+static const char *full_queues(size_t arg)
+{
+	struct want w = { .send_wr = 4, .recv_wr = 4, .cq_depth = 4096, .rnr_retry = 7 };
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad_send = NULL;
+	struct ibv_recv_wr rr = { .wr_id = 2 }, *bad_recv = NULL;
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	uint32_t posted = 0;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &w));
+	rc = ibv_query_qp(p.a.qp, &attr, IBV_QP_CAP, &init);
+	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
+	while (posted < 5000 && !(rc = ibv_post_recv(p.a.qp, &rr, &bad_recv)))
+		posted++;
+	ENSURE(rc == ENOMEM && bad_recv == &rr, "receive %u gives %d", posted, rc);
+	ENSURE(posted >= init.cap.max_recv_wr, "only %u receives of %u fit", posted, init.cap.max_recv_wr);
+	posted = 0;
+	while (posted < 5000 && !(rc = ibv_post_send(p.a.qp, &wr, &bad_send))) /* nobody receives */
+		posted++;
+	ENSURE(rc == ENOMEM && bad_send == &wr, "send %u gives %d", posted, rc);
+	ENSURE(posted >= init.cap.max_send_wr, "only %u sends of %u fit", posted, init.cap.max_send_wr);
+	return NULL;
+}
+
+/* The first bad request of a chain is named; those before it are done. */
+static const char *bad_in_a_chain(size_t arg)
+{
+	struct ibv_send_wr wr[3], *bad = NULL;
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct ibv_sge many[256];
+	struct region src;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&src, p.a.pd, 64, 0));
+	for (size_t i = 0; i < COUNT(many); i++)
+		many[i] = sge_of(&src, 0, 8);
+	for (uint64_t i = 0; i < 3; i++) {
+		TRY(post_recv(p.b.qp, 10 + i, NULL, 0));
+		wr[i] = send_wr(i, IBV_WR_SEND, NULL, 0);
+	}
+	wr[0].next = &wr[1];
+	wr[1].next = &wr[2];
+	wr[1].sg_list = many;
+	rc = ibv_query_qp(p.a.qp, &attr, IBV_QP_CAP, &init);
+	ENSURE(!rc && init.cap.max_send_sge < COUNT(many), "ibv_query_qp: %s, max_send_sge %u", strerror(rc),
+	       init.cap.max_send_sge);
+	wr[1].num_sge = (int)init.cap.max_send_sge + 1;
+	rc = ibv_post_send(p.a.qp, wr, &bad);
+	ENSURE(rc == EINVAL || rc == ENOMEM, "ibv_post_send gives %d", rc);
+	ENSURE(bad == &wr[1], "bad_wr is request %td", bad ? bad - wr : -1);
+	TRY(expect_ok(p.a.scq, 0, IBV_WC_SEND, NULL));
+	TRY(expect_ok(p.b.rcq, 10, IBV_WC_RECV, NULL));
+	return no_wc(p.b.rcq, QUIET_MS);
+}
+
+static const char *inline_too_long(size_t arg)
+{
+	struct want w = { .inline_data = 16 };
+	static uint8_t bytes[1 << 20];
+	struct ibv_sge sge = { .addr = (uintptr_t)bytes };
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, &sge, 1), *bad = NULL;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &w));
+	sge.length = p.a.inline_data + 1;
+	wr.send_flags |= IBV_SEND_INLINE;
+	rc = ibv_post_send(p.a.qp, &wr, &bad);
+	ENSURE((rc == EINVAL || rc == ENOMEM) && bad == &wr, "%u inline bytes of %u give %d", sge.length,
+	       p.a.inline_data, rc);
+	return no_wc(p.a.scq, 5);
+}
+
+/* Operations that a type of queue pair does not have: refused at once, or completed with an error. */
+static const char *wrong_opcode(size_t type)
+{
+	static const struct {
+		enum ibv_qp_type type;
+		enum ibv_wr_opcode opcode;
+	} wrong[] = {
+		{ IBV_QPT_UC, IBV_WR_RDMA_READ },
+		{ IBV_QPT_UC, IBV_WR_ATOMIC_FETCH_AND_ADD },
+		{ IBV_QPT_UD, IBV_WR_RDMA_WRITE },
+		{ IBV_QPT_UD, IBV_WR_RDMA_READ },
+		{ IBV_QPT_UD, IBV_WR_ATOMIC_CMP_AND_SWP },
+		{ IBV_QPT_RC, (enum ibv_wr_opcode)200 },
+	};
+	struct want w = { .type = (enum ibv_qp_type)type };
+	struct region mine;
+	struct pair p;
+
+	TRY(open_device());
+	TRY(open_end(&p.a, &w));
+	TRY(open_end(&p.b, &w));
+	TRY(connect_ends(&p.a, &p.b, &w));
+	TRY(new_region(&mine, p.a.pd, 8, ALL_ACCESS));
+	for (size_t i = 0; i < COUNT(wrong); i++) {
+		struct ibv_sge sge = sge_of(&mine, 0, 8);
+		struct ibv_send_wr wr = rdma_wr(1, wrong[i].opcode, &sge, 1, &mine, 0), *bad = NULL;
+		int rc;
+
+		if (wrong[i].type != w.type)
+			continue;
+		rc = ibv_post_send(p.a.qp, &wr, &bad);
+		if (rc == 0) {
+			struct ibv_wc wc;
+
+			TRY(next_wc(p.a.scq, &wc, WAIT_MS));
+			ENSURE(wc.status != IBV_WC_SUCCESS, "opcode %d is done", wrong[i].opcode);
+			continue;
+		}
+		ENSURE((rc == EINVAL || rc == EOPNOTSUPP || rc == ENOSYS) && bad == &wr, "opcode %d gives %d",
+		       wrong[i].opcode, rc);
+	}
+	return no_wc(p.a.scq, 5);
+}
+
+static const char *too_large(size_t arg)
+{
+	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC };
+	struct ibv_srq_init_attr srq = { .attr = { .max_wr = 16, .max_sge = 1 } };
+	const struct ibv_qp_cap small = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 };
+	struct ibv_pd *pd;
+	struct ibv_cq *cq;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	cq = new_cq(16, NULL);
+	ENSURE(pd && cq, "a small queue: %s", strerror(errno));
+	ENSURE(!ibv_create_cq(device, 0, NULL, NULL, 0), "ibv_create_cq takes a depth of 0");
+	ENSURE(errno == EINVAL, "a depth of 0: %s", strerror(errno));
+	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq takes max_cqe + 1");
+	ENSURE(errno == EINVAL, "a depth of max_cqe + 1: %s", strerror(errno));
+	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors), "a vector behind the last one");
+	ENSURE(errno == EINVAL, "a vector behind the last one: %s", strerror(errno));
+	init.send_cq = init.recv_cq = cq;
+#define REFUSED(field, value)                                                                    \
+	do {                                                                                     \
+		init.cap = small;                                                                \
+		init.cap.field = (uint32_t)(value);                                              \
+		errno = 0;                                                                       \
+		ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp takes " #field " %u",           \
+		       init.cap.field);                                                          \
+		ENSURE(errno == EINVAL || errno == ENOMEM, #field ": %s", strerror(errno));      \
+	} while (0)
+	REFUSED(max_send_wr, device_attr.max_qp_wr + 1);
+	REFUSED(max_recv_wr, device_attr.max_qp_wr + 1);
+	REFUSED(max_send_sge, device_attr.max_sge + 1);
+	REFUSED(max_recv_sge, device_attr.max_sge + 1);
+	REFUSED(max_inline_data, 1u << 30);
+	init.cap = small;
+	init.qp_type = (enum ibv_qp_type)77;
+	ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp takes type 77");
+	srq.attr.max_wr = (uint32_t)device_attr.max_srq_wr + 1;
+	ENSURE(!ibv_create_srq(pd, &srq), "ibv_create_srq takes max_srq_wr + 1");
+	ENSURE(errno == EINVAL || errno == ENOMEM, "ibv_create_srq: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *bad_regions(size_t arg)
+{
+	static uint8_t bytes[64];
+	struct ibv_pd *pd;
+	struct ibv_mr *mr;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
+	mr = ibv_reg_mr(pd, bytes, sizeof bytes, IBV_ACCESS_REMOTE_WRITE);
+	ENSURE(!mr && errno == EINVAL, "remote without local write: %s", strerror(errno));
+	mr = ibv_reg_mr(pd, bytes, sizeof bytes, IBV_ACCESS_REMOTE_ATOMIC);
+	ENSURE(!mr && errno == EINVAL, "remote atomic without local write: %s", strerror(errno));
+	mr = ibv_reg_mr(pd, (void *)(uintptr_t)(UINTPTR_MAX - 10), 4096, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(!mr && (errno == EINVAL || errno == EFAULT || errno == ENOMEM),
+	       "a region over the end of the address space: %s", strerror(errno));
+	mr = ibv_reg_mr(pd, bytes, sizeof bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING);
+	ENSURE(mr, "an optional flag: %s", strerror(errno));
+	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	mr = ibv_reg_mr(pd, bytes, 1, 0);
+	ENSURE(mr && mr->length == 1 && mr->addr == bytes && mr->pd == pd, "the fields of a region");
+	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	return NULL;
+}
+
+/* What is in use is not taken away. */
+static const char *busy(size_t arg)
+{
+	struct want w = { .channels = true, .srq = true };
+	struct region r;
+	struct end e;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&e, &w));
+	TRY(new_region(&r, e.pd, 8, 0));
+	rc = ibv_dealloc_pd(e.pd);
+	ENSURE(rc == EBUSY, "ibv_dealloc_pd of a used domain gives %d", rc);
+	rc = ibv_destroy_cq(e.scq);
+	ENSURE(rc == EBUSY, "ibv_destroy_cq of a used queue gives %d", rc);
+	rc = ibv_destroy_srq(e.srq);
+	ENSURE(rc == EBUSY, "ibv_destroy_srq of a used queue gives %d", rc);
+	rc = ibv_destroy_comp_channel(e.channel);
+	ENSURE(rc == EBUSY, "ibv_destroy_comp_channel of a used channel gives %d", rc);
+	return NULL;
+}
+
+static const char *ports_and_tables(size_t arg)
+{
+	struct ibv_ah_attr attr;
+	struct ibv_port_attr port;
+	union ibv_gid gid;
+	struct ibv_pd *pd;
+	__be16 pkey;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
+	rc = ibv_query_port(device, 0, &port);
+	ENSURE(rc == EINVAL, "port 0 gives %d", rc);
+	rc = ibv_query_port(device, 2, &port);
+	ENSURE(rc == EINVAL, "port 2 gives %d", rc);
+	ENSURE(ibv_query_gid(device, PORT, port_attr.gid_tbl_len, &gid), "a GID behind the table");
+	ENSURE(ibv_query_gid(device, PORT, -1, &gid), "GID -1");
+	ENSURE(!ibv_query_pkey(device, PORT, 0, &pkey) && pkey == htons(0xffff), "P_Key 0 is %#x", ntohs(pkey));
+	ENSURE(ibv_query_pkey(device, PORT, port_attr.pkey_tbl_len, &pkey), "a P_Key behind the table");
+	attr = address_of(&local_gid, 0, false);
+	attr.port_num = 2;
+	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah takes port 2");
+	attr = address_of(&local_gid, 0, true);
+	attr.dlid = 0;
+	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah takes no GID and no LID");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- completion queues */
+
+/* More completions than fit: the queue fails, and says so. */
+static const char *cq_overflow(size_t arg)
+{
+	struct ibv_qp_init_attr init = {
+		.qp_type = IBV_QPT_RC, .sq_sig_all = 1,
+		.cap = { .max_send_wr = 512, .max_recv_wr = 512, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad;
+	struct ibv_cq *tiny;
+	struct end a = { 0 }, b;
+	int sent = 0;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&b, &(struct want){ .recv_wr = 512 }));
+	a.pd = new_pd();
+	tiny = new_cq(1, NULL);
+	ENSURE(a.pd && tiny, "a queue of one: %s", strerror(errno));
+	a.rcq = new_cq(16, NULL);
+	init.send_cq = tiny;
+	init.recv_cq = a.rcq;
+	a.qp = new_qp(a.pd, &init);
+	ENSURE(a.qp, "ibv_create_qp: %s", strerror(errno));
+	TRY(connect_ends(&a, &b, &usual));
+	ENSURE(tiny->cqe < 256, "a queue of one has %d entries", tiny->cqe);
+	for (; sent < tiny->cqe + 2; sent++)
+		TRY(post_recv(b.qp, 1, NULL, 0));
+	for (int i = 0; i < sent && !ibv_post_send(a.qp, &wr, &bad); i++)
+		;
+	return async_event(IBV_EVENT_CQ_ERR, tiny);
+}
+
+static const char *resize(size_t arg)
+{
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	for (uint64_t i = 0; i < 8; i++) {
+		TRY(post_recv(p.b.qp, i, NULL, 0));
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
+	}
+	sleep_ms(50);
+	rc = ibv_resize_cq(p.b.rcq, 4000);
+	if (rc == EOPNOTSUPP || rc == ENOSYS)
+		SKIP("the device has no ibv_resize_cq");
+	ENSURE(!rc, "ibv_resize_cq: %s", strerror(rc));
+	ENSURE(p.b.rcq->cqe >= 4000, "cqe is %d", p.b.rcq->cqe);
+	rc = ibv_resize_cq(p.b.rcq, device_attr.max_cqe + 1);
+	ENSURE(rc == EINVAL, "ibv_resize_cq to max_cqe + 1 gives %d", rc);
+	for (uint64_t i = 0; i < 8; i++)
+		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
+	return NULL;
+}
+
+/* Completions and events of what was destroyed do not outlive it. */
+static const char *nothing_left_behind(size_t arg)
+{
+	struct want w = { .srq = true };
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &w));
+	TRY(post_srq_recv(p.b.srq, 1, NULL, 0));
+	TRY(post_recv(p.b.qp, 1, NULL, 0) ? NULL : "\001receives on a queue pair with an SRQ are taken");
+	TRY(to_state(p.b.qp, IBV_QPS_ERR)); /* an event is waiting: LAST_WQE_REACHED */
+	sleep_ms(50);
+	ENSURE(!close_now(p.b.qp), "ibv_destroy_qp");
+	return not_readable(device->async_fd, QUIET_MS);
+}
+
+static const struct test tests[] = {
+	{ "flags_write", remote_flags, WRITE, 0 },
+	{ "flags_read", remote_flags, READ, 0 },
+	{ "flags_atomic", remote_flags, ATOMIC, 0 },
+	{ "receive_into_read_only", receive_into_read_only, 0, 0 },
+	{ "read_into_read_only", read_into_read_only, 0, 0 },
+	{ "other_pd_local", other_pd_local, 0, 0 },
+	{ "other_pd_write", other_pd_remote, WRITE, 0 },
+	{ "other_pd_read", other_pd_remote, READ, 0 },
+	{ "other_pd_atomic", other_pd_remote, ATOMIC, 0 },
+	{ "bounds_write", remote_bounds, WRITE, 0 },
+	{ "bounds_read", remote_bounds, READ, 0 },
+	{ "wraps_write", remote_wraps, WRITE, 0 },
+	{ "wraps_read", remote_wraps, READ, 0 },
+	{ "nothing_written_anywhere", nothing_anywhere, WRITE, 0 },
+	{ "nothing_read_anywhere", nothing_anywhere, READ, 0 },
+	{ "atomic_misaligned_by_4", atomic_alignment, 4, 0 },
+	{ "atomic_misaligned_by_1", atomic_alignment, 1, 0 },
+	{ "dereg_ends_access", dereg_ends_access, 20, 0 },
+	{ "old_key", old_key, 0, 0 },
+	{ "rereg", rereg, 0, 0 },
+	{ "unmapped_write", unmapped, WRITE, 0 },
+	{ "unmapped_read", unmapped, READ, 0 },
+	{ "unmapped_atomic", unmapped, ATOMIC, 0 },
+	{ "masks_rc", required_masks, IBV_QPT_RC, 0 },
+	{ "masks_uc", required_masks, IBV_QPT_UC, 0 },
+	{ "masks_ud", required_masks, IBV_QPT_UD, 0 },
+	{ "steps_rc", forbidden_steps, IBV_QPT_RC, 0 },
+	{ "steps_uc", forbidden_steps, IBV_QPT_UC, 0 },
+	{ "steps_ud", forbidden_steps, IBV_QPT_UD, 0 },
+	{ "bad_values", bad_values, 0, 0 },
+	{ "query", query, 0, 0 },
+	{ "posting_too_early", posting_too_early, 0, 0 },
+	{ "full_queues", full_queues, 0, 0 },
+	{ "bad_in_a_chain", bad_in_a_chain, 0, 0 },
+	{ "inline_too_long", inline_too_long, 0, 0 },
+	{ "wrong_opcode_rc", wrong_opcode, IBV_QPT_RC, 0 },
+	{ "wrong_opcode_uc", wrong_opcode, IBV_QPT_UC, 0 },
+	{ "wrong_opcode_ud", wrong_opcode, IBV_QPT_UD, 0 },
+	{ "too_large", too_large, 0, 0 },
+	{ "bad_regions", bad_regions, 0, 0 },
+	{ "busy", busy, 0, 0 },
+	{ "ports_and_tables", ports_and_tables, 0, 0 },
+	{ "cq_overflow", cq_overflow, 0, 0 },
+	{ "resize_cq", resize, 0, 0 },
+	{ "nothing_left_behind", nothing_left_behind, 0, 0 },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}

@@ -1,0 +1,279 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * fork(2): the device stays with the process that opened it. The parent goes on as if nothing had happened; the
+ * child may do what it likes with what it inherited, without harm to itself or its parent, and may open a
+ * device of its own.
+ */
+#include "ends.h"
+
+#include <spawn.h>
+#include <sys/wait.h>
+
+static const struct want usual = { 0 };
+
+/* Waits for a child, with a deadline; a child that hangs is killed. */
+static const char *child_ends_well(pid_t pid)
+{
+	uint64_t end = now_ms() + 20000;
+	int status;
+
+	for (;;) {
+		pid_t got = waitpid(pid, &status, WNOHANG);
+
+		ENSURE(got >= 0, "waitpid: %s", strerror(errno));
+		if (got == pid)
+			break;
+		if (now_ms() > end) {
+			kill(pid, SIGKILL);
+			waitpid(pid, &status, 0);
+			ENSURE(false, "the child does not end");
+		}
+		sleep_ms(2);
+	}
+	ENSURE(!WIFSIGNALED(status), "the child dies of signal %d", WTERMSIG(status));
+	ENSURE(WEXITSTATUS(status) == 0, "the child ends with %d", WEXITSTATUS(status));
+	return NULL;
+}
+
+/* Runs `work` in a child; what it says goes to stderr, for the test has one line of its own. */
+static const char *in_child(const char *(*work)(struct pair *), struct pair *p)
+{
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		const char *reason = work(p);
+
+		if (reason)
+			fprintf(stderr, "child: %s [%s]\n", reason, failed_at);
+		exit(reason ? 1 : 0); /* with the handlers of all libraries */
+	}
+	return child_ends_well(pid);
+}
+
+/* A message each way, and a Read, with the pair in this process. */
+static const char *talk(struct pair *p, uint32_t seed)
+{
+	struct region a, b;
+	struct ibv_sge from, to;
+	struct ibv_send_wr wr;
+
+	TRY(new_region(&a, p->a.pd, 20000, ALL_ACCESS));
+	TRY(new_region(&b, p->b.pd, 20000, ALL_ACCESS));
+	fill_pattern(a.at, a.len, seed);
+	from = sge_of(&a, 0, a.len);
+	to = sge_of(&b, 0, b.len);
+	TRY(post_recv(p->b.qp, 1, &to, 1));
+	wr = send_wr(2, IBV_WR_SEND, &from, 1);
+	TRY(post(p->a.qp, &wr));
+	TRY(expect_ok(p->b.rcq, 1, IBV_WC_RECV, NULL));
+	TRY(expect_ok(p->a.scq, 2, IBV_WC_SEND, NULL));
+	TRY(same_pattern(b.at, b.len, seed));
+	memset(b.at, 0, b.len);
+	wr = rdma_wr(3, IBV_WR_RDMA_READ, &to, 1, &a, 0);
+	TRY(post(p->b.qp, &wr));
+	TRY(expect_ok(p->b.scq, 3, IBV_WC_RDMA_READ, NULL));
+	return same_pattern(b.at, b.len, seed);
+}
+
+static const char *open_and_talk(struct pair *p)
+{
+	device = NULL; /* a child's own */
+	kept_count = 0;
+	TRY(open_pair(p, &usual));
+	TRY(talk(p, 11));
+	TRY(close_all());
+	ENSURE(!ibv_close_device(device), "ibv_close_device: %s", strerror(errno));
+	return NULL;
+}
+
+/* The parent has opened nothing yet. Must be the first test. */
+static const char *child_opens_first(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	ENSURE(!device, "not the first test");
+	return in_child(open_and_talk, &p);
+}
+
+static const char *fork_init(size_t arg)
+{
+	int rc = ibv_fork_init();
+
+	(void)arg;
+	ENSURE(!rc, "ibv_fork_init: %s", strerror(rc));
+	ENSURE(ibv_is_fork_initialized() == IBV_FORK_ENABLED || ibv_is_fork_initialized() == IBV_FORK_UNNEEDED,
+	       "ibv_is_fork_initialized gives %d", ibv_is_fork_initialized());
+	return NULL;
+}
+
+static const char *child_opens_anew(size_t arg)
+{
+	struct pair p, of_child;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(talk(&p, 1));
+	TRY(in_child(open_and_talk, &of_child));
+	return talk(&p, 2);
+}
+
+static const char *nothing(struct pair *p)
+{
+	(void)p;
+	return NULL;
+}
+
+static const char *child_does_nothing(size_t rounds)
+{
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	for (uint32_t i = 0; i < rounds; i++) {
+		TRY(in_child(nothing, &p));
+		TRY(talk(&p, i));
+	}
+	return NULL;
+}
+
+/* All that a careless child can do with inherited objects. Only that each call returns is asked. */
+static const char *use_inherited(struct pair *p)
+{
+	struct ibv_send_wr wr = send_wr(9, IBV_WR_SEND, NULL, 0), *bad_send;
+	struct ibv_recv_wr rr = { .wr_id = 9 }, *bad_recv;
+	struct ibv_port_attr port;
+	struct ibv_wc wc;
+
+	ibv_post_send(p->a.qp, &wr, &bad_send);
+	ibv_post_recv(p->a.qp, &rr, &bad_recv);
+	for (int i = 0; i < 100; i++)
+		ibv_poll_cq(p->b.rcq, 1, &wc);
+	ibv_req_notify_cq(p->b.rcq, 0);
+	ibv_query_port(device, PORT, &port);
+	return NULL;
+}
+
+static const char *child_uses_inherited(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(talk(&p, 1));
+	TRY(in_child(use_inherited, &p));
+	TRY(talk(&p, 2));
+	TRY(no_wc(p.b.rcq, 10));
+	return no_wc(p.a.scq, 10);
+}
+
+static const char *destroy_inherited(struct pair *p)
+{
+	(void)p;
+	close_all();
+	ibv_close_device(device);
+	return NULL;
+}
+
+/* The child clears up behind itself, as it was taught: the connection is the parent's, and stays. */
+static const char *child_destroys_inherited(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(talk(&p, 1));
+	TRY(in_child(destroy_inherited, &p));
+	sleep_ms(50);
+	TRY(state_is(p.a.qp, IBV_QPS_RTS));
+	return talk(&p, 2);
+}
+
+/* Registered memory is the parent's after a fork, also where the parent writes to it first. */
+static const char *memory_stays(size_t arg)
+{
+	struct region a, b;
+	struct ibv_sge from, to;
+	struct ibv_send_wr wr;
+	struct pair p;
+	pid_t pid;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&a, p.a.pd, 100000, ALL_ACCESS));
+	TRY(new_region(&b, p.b.pd, 100000, ALL_ACCESS));
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		sleep_ms(300);
+		_exit(b.at[0] == FRESH && b.at[99999] == FRESH ? 0 : 1); /* its copy is as it was */
+	}
+	fill_pattern(a.at, a.len, 5);
+	from = sge_of(&a, 0, a.len);
+	to = sge_of(&b, 0, b.len);
+	TRY(post_recv(p.b.qp, 1, &to, 1));
+	wr = send_wr(2, IBV_WR_SEND, &from, 1);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, NULL));
+	TRY(same_pattern(b.at, b.len, 5));
+	TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
+	return child_ends_well(pid);
+}
+
+/* Commands are run, as programs do, in the middle of traffic. */
+static const char *run_commands(size_t rounds)
+{
+	extern char **environ;
+	char *const command[] = { "true", NULL };
+	struct pair p;
+
+	TRY(open_pair(&p, &usual));
+	for (uint32_t i = 0; i < rounds; i++) {
+		pid_t pid;
+		int rc = posix_spawnp(&pid, command[0], NULL, NULL, command, environ);
+
+		ENSURE(!rc, "posix_spawnp: %s", strerror(rc));
+		TRY(talk(&p, i));
+		TRY(child_ends_well(pid));
+		ENSURE(system("exit 0") == 0, "system");
+		TRY(talk(&p, 1000 + i));
+	}
+	return NULL;
+}
+
+/* Sockets and event descriptors of the device are not handed to other programs. */
+static const char *nothing_is_inherited(size_t arg)
+{
+	struct pair p;
+	int before, after;
+
+	(void)arg;
+	before = system("exit $(ls /proc/self/fd | wc -l)");
+	TRY(open_pair(&p, &usual));
+	TRY(talk(&p, 1));
+	after = system("exit $(ls /proc/self/fd | wc -l)");
+	ENSURE(WIFEXITED(before) && WIFEXITED(after), "system");
+	ENSURE(WEXITSTATUS(after) <= WEXITSTATUS(before), "a command inherits %d descriptors, %d before the connection",
+	       WEXITSTATUS(after), WEXITSTATUS(before));
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "child_opens_first", child_opens_first, 0, 0 },
+	{ "fork_init", fork_init, 0, 0 },
+	{ "child_opens_anew", child_opens_anew, 0, 0 },
+	{ "child_does_nothing", child_does_nothing, 20, 0 },
+	{ "child_uses_inherited", child_uses_inherited, 0, 0 },
+	{ "child_destroys_inherited", child_destroys_inherited, 0, 0 },
+	{ "memory_stays", memory_stays, 0, 0 },
+	{ "run_commands", run_commands, 20, 0 },
+	{ "nothing_is_inherited", nothing_is_inherited, 0, 0 },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
