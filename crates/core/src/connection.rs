@@ -30,7 +30,7 @@ use crate::verbs::sq::{Phase, Posted, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, RecvRequest, WorkRequest};
 use crate::wire::control::Control;
-use crate::wire::rdmap::Terminate;
+use crate::wire::rdmap::{Opcode, Terminate};
 
 /// What all queue pairs of the device share.
 pub struct Rnic {
@@ -58,7 +58,7 @@ pub enum Step<'a> {
     /// The request is the next to be sent.
     Take(u64),
     /// It became a message of this opcode and length.
-    Build(crate::wire::rdmap::Opcode, u64),
+    Build(Opcode, u64),
     /// A segment was cut: payload bytes, last of its message.
     Segment(usize, bool),
     /// An FPDU stands in the batch: ULPDU bytes.
@@ -70,7 +70,7 @@ pub enum Step<'a> {
     /// Bytes were placed.
     Place(u64),
     /// A message was delivered.
-    Deliver(crate::wire::rdmap::Opcode),
+    Deliver(Opcode),
     /// A completion was made.
     Complete(&'a Completion),
     /// The peer broke a rule; the stream ends.
@@ -647,6 +647,11 @@ impl Connection {
                 let segment = segment(&mut message, s.config.mulpdu);
                 let framed = s.frame(&segment, &message.source, &*self.rnic.memory, batch);
                 debug_assert!(framed.is_ok(), "a control message has no user memory");
+                if self.rnic.observer.is_some() {
+                    self.observe(&Step::Build(Opcode::Control, 0));
+                    self.observe(&Step::Segment(0, true));
+                    self.observe(&Step::Frame(segment.header.len()));
+                }
             }
         }
         self.after();

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anywarp_core::connection::{Observer, Step};
 use anywarp_core::verbs::wr::Op;
+use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::Header;
+use anywarp_core::wire::rdmap::Opcode;
 
 /// Remembers every step of the ends that it watches.
 #[derive(Debug, Default, Clone)]
@@ -59,6 +61,10 @@ pub fn render(step: &Step<'_>) -> String {
         Step::Frame(ulpdu) => format!("frame     ULPDU of {ulpdu} bytes"),
         Step::Deframe(header, len) => match header {
             Header::Tagged(h) => format!("deframe   {}, {len} bytes", h.opcode),
+            Header::Untagged(h) if h.opcode == Opcode::Control => match Control::parse(h) {
+                Ok(what) => format!("deframe   Control {what:?}"),
+                Err(error) => format!("deframe   {error}"),
+            },
             Header::Untagged(h) => format!("deframe   {} msn {}, {len} bytes", h.opcode, h.msn),
         },
         Step::Admit(len) => format!("admit     {len} bytes"),

@@ -157,6 +157,9 @@ impl Connection {
                     Response::Control(c) => (control(c), false),
                     Response::Terminate(m) | Response::Rtr(m) => (m, false),
                 };
+                if self.rnic.observer.is_some() {
+                    self.observe(&Step::Build(message.opcode, message.len));
+                }
                 return Some(Outgoing {
                     message,
                     request: None,
