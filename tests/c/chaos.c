@@ -342,9 +342,15 @@ static const char *settle(struct end *e, struct ledger *l)
 	return NULL;
 }
 
+/* What a connection of rdma_cm has besides. */
+struct manager {
+	struct rdma_event_channel *channel;
+	struct rdma_cm_id *id;
+};
+
 /* Traffic until the peer is killed, and then all that was posted comes to its end. */
 static const char *outlive(struct end *e, struct region *mine, const struct hello *theirs, struct peer *peer,
-			   struct ledger *l, unsigned int life_ms)
+			   struct ledger *l, unsigned int life_ms, const struct manager *m)
 {
 	uint64_t death = now_ns() + (uint64_t)life_ms * 1000000u + next_random() % 1000000u, end;
 
@@ -358,6 +364,10 @@ static const char *outlive(struct end *e, struct region *mine, const struct hell
 		       ibv_wc_status_str(l->first_error));
 	}
 	kill_peer(peer);
+	if (m) {
+		TRY(wait_event(m->channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		rdma_disconnect(m->id); /* its answer, with which a program ends its own side */
+	}
 	end = now_ms() + 20000;
 	while (l->sends_done < l->sends && now_ms() < end)
 		TRY(settle(e, l));
@@ -410,7 +420,7 @@ static const char *killed_peer(size_t arg)
 		TRY(to_rtr(e.qp, theirs.qpn, &impatient));
 		TRY(to_rts(e.qp, &impatient));
 		TRY(receive_hello(peer.fd, &theirs));
-		TRY(outlive(&e, &r, &theirs, &peer, &l, (unsigned int)(i * 3)));
+		TRY(outlive(&e, &r, &theirs, &peer, &l, (unsigned int)(i * 3), NULL));
 		TRY(all_flushed(&e, &l));
 		TRY(state_is(e.qp, IBV_QPS_ERR));
 		TRY(close_all());
@@ -468,9 +478,8 @@ static const char *killed_cm_peer(size_t arg)
 		ENSURE(!rdma_accept(id, &param), "rdma_accept: %s", strerror(errno));
 		TRY(wait_event(channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
 		TRY(receive_hello(peer.fd, &theirs));
-		TRY(outlive(&e, &r, &theirs, &peer, &l, (unsigned int)(i * 3)));
-		TRY(wait_event(channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
-		rdma_disconnect(id);
+		TRY(outlive(&e, &r, &theirs, &peer, &l, (unsigned int)(i * 3),
+			    &(struct manager){ .channel = channel, .id = id }));
 		TRY(all_flushed(&e, &l));
 		TRY(close_all());
 	}
