@@ -13,7 +13,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, ResponderLimits};
@@ -121,6 +121,12 @@ pub struct ConnParam {
 pub const REJECT_CONSUMER: i32 = 28;
 /// Reason when nobody listens (invalid service).
 pub const REJECT_NO_LISTENER: i32 = 8;
+/// How long a port that nobody listens on is tried.
+///
+/// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). With
+/// hardware the request takes milliseconds to get there, through management datagrams; a TCP connection is refused in
+/// microseconds. See docs/decisions/004.
+const REFUSED_PATIENCE: Duration = Duration::from_millis(400);
 /// `min_rnr_timer` of connections made here: 0.64 ms.
 const MIN_RNR_TIMER: u8 = 12;
 /// `timeout` of connections made here: 4.096 µs × 2^18, about a second.
@@ -535,7 +541,15 @@ impl CmId {
             private_data: param.private_data,
             ..InitiatorConfig::default()
         };
-        match Startup::dial(self.engine, me, remote, local, config, REPLY_TIMEOUT) {
+        match Startup::dial(
+            self.engine,
+            me,
+            remote,
+            local,
+            config,
+            REPLY_TIMEOUT,
+            REFUSED_PATIENCE,
+        ) {
             Ok(startup) => {
                 self.lock().startup = Some(startup);
                 Ok(())

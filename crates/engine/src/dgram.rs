@@ -8,19 +8,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
+use anywarp_core::bounds;
 use anywarp_core::connection::{AsyncEvent, Parts};
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest};
 
+use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::log;
 use crate::net::udp::{Carrier, Group};
 use crate::port::Port;
 use crate::qp::Route;
 use crate::sys::Io;
-use crate::worker::random_u32;
+use crate::worker::{Source, Token, random_u32};
 
 /// Bytes that one queue pair sends in one turn, before others have theirs.
 const TURN: usize = 4 << 20;
@@ -37,6 +39,10 @@ struct Inner {
     /// Address to send from, if it matters to the peer.
     source: Option<IpAddr>,
     groups: Vec<Arc<Group>>,
+    /// The wait for the peer that is under way, and since when.
+    stall: Option<(u64, Instant)>,
+    /// For deadlines.
+    token: Token,
     destroyed: bool,
 }
 
@@ -85,6 +91,8 @@ impl DgramQp {
                 return Err(e);
             }
         };
+        let mut core = DatagramQp::new(parts(number), kind, random_u32());
+        core.set_room(carrier.room());
         let qp = Arc::new_cyclic(|me| Self {
             context: Arc::clone(context),
             number,
@@ -95,13 +103,15 @@ impl DgramQp {
             carrier,
             me: me.clone(),
             inner: Mutex::new(Inner {
-                core: DatagramQp::new(parts(number), kind, random_u32()),
+                core,
                 pending: Vec::new(),
                 sent: 0,
                 blocked: false,
                 run_max: usize::MAX,
                 source: None,
                 groups: Vec::new(),
+                stall: None,
+                token: Token::NONE,
                 destroyed: false,
             }),
         });
@@ -210,6 +220,8 @@ impl DgramQp {
             inner.core.reset();
             inner.pending = Vec::new();
             inner.sent = 0;
+            let token = std::mem::replace(&mut inner.token, Token::NONE);
+            self.context.engine.remove(token, None);
             std::mem::take(&mut inner.groups)
         };
         for group in groups {
@@ -268,6 +280,9 @@ impl DgramQp {
                 arrival.from
             );
         }
+        if !inner.blocked && inner.core.wants_tx() {
+            self.transmit(&mut inner);
+        }
         self.settle(&mut inner);
     }
 
@@ -300,6 +315,7 @@ impl DgramQp {
                 inner.sent = 0;
                 inner.core.poll_tx(&mut inner.pending);
                 if inner.pending.is_empty() {
+                    self.watch_stall(inner);
                     return;
                 }
                 if bytes >= TURN {
@@ -336,6 +352,27 @@ impl DgramQp {
         self.carrier.wait_writable(self.me.clone());
     }
 
+    /// Sees to it that a peer which says nothing is not waited for too long.
+    fn watch_stall(&self, inner: &mut Inner) {
+        let now = inner.core.stall();
+        if now == inner.stall.map(|(number, _)| number) || inner.destroyed {
+            return;
+        }
+        let Some(number) = now else {
+            inner.stall = None;
+            return;
+        };
+        if inner.token == Token::NONE {
+            let Some(me) = self.me.upgrade() else { return };
+            inner.token = self.context.engine.reserve(me);
+        }
+        let at = clock::now();
+        inner.stall = Some((number, at));
+        self.context
+            .engine
+            .deadline(inner.token, at + bounds::DATAGRAM_STALL);
+    }
+
     // ------------------------------------------------------------------ events
 
     fn settle(&self, inner: &mut Inner) {
@@ -365,6 +402,33 @@ impl DgramQp {
             event: number,
             cookie,
         });
+    }
+}
+
+impl Source for DgramQp {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        // Its socket is the carrier's.
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let mut inner = self.lock();
+        // A deadline of an earlier stall that ended means nothing.
+        if let (Some(present), Some((number, since))) = (inner.core.stall(), inner.stall)
+            && present == number
+            && since + bounds::DATAGRAM_STALL <= now
+        {
+            log!(
+                Debug,
+                "qp 0x{:06x}: the receiver does not say that it keeps up",
+                self.number
+            );
+            inner.stall = None;
+            inner.core.handle_stall();
+        }
+        if !inner.blocked && !inner.destroyed {
+            self.transmit(&mut inner);
+        }
+        self.settle(&mut inner);
     }
 }
 

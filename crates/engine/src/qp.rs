@@ -288,6 +288,7 @@ impl RcQp {
             Some(SocketAddr::new(route.local, 0)),
             config,
             REPLY_TIMEOUT,
+            Duration::ZERO,
         ) {
             Ok(startup) => inner.dialing = Some(startup),
             Err(e) => {

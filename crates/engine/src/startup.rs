@@ -33,6 +33,8 @@ use crate::worker::{Engine, Source, Token};
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an initiator waits for connection and Reply: what siw does.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause before a port that refused is tried again.
+const REFUSED_AGAIN: Duration = Duration::from_millis(10);
 /// How long an accepted connection may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -104,6 +106,9 @@ struct State {
     bind: Option<SocketAddr>,
     /// How an initiator asks, for a second try.
     config: Option<InitiatorConfig>,
+    /// Until when a port that nobody listens on is tried again, and when that is next.
+    patience: Option<Instant>,
+    again: Option<Instant>,
 }
 
 /// A connection in start-up.
@@ -159,6 +164,8 @@ pub(crate) fn tune(fd: &EngineFd) {
 
 impl Startup {
     /// Connects to `peer`, from `bind` if given, and opens an MPA stream.
+    ///
+    /// A port that nobody listens on is tried again for the time of `patience`.
     pub fn dial(
         engine: &'static Engine,
         owner: Arc<dyn Owner>,
@@ -166,6 +173,7 @@ impl Startup {
         bind: Option<SocketAddr>,
         config: InitiatorConfig,
         timeout: Duration,
+        patience: Duration,
     ) -> io::Result<Arc<Self>> {
         let startup = Arc::new(Self {
             engine,
@@ -181,6 +189,8 @@ impl Startup {
                 local: None,
                 bind,
                 config: None,
+                patience: Some(clock::now() + patience),
+                again: None,
             }),
         });
         startup.start_dialing(config)?;
@@ -240,6 +250,8 @@ impl Startup {
                 local: None,
                 bind: None,
                 config: None,
+                patience: None,
+                again: None,
             }),
         });
         let token = engine.reserve(Arc::clone(&startup) as Arc<dyn Source>);
@@ -349,6 +361,16 @@ impl Startup {
                     }
                 }
                 Some(libc::ECONNREFUSED) => {
+                    let now = clock::now();
+                    if state.patience.is_some_and(|t| now < t) {
+                        let fd = state.fd.take();
+                        if let Some(fd) = &fd {
+                            self.engine.unwatch(fd.get());
+                        }
+                        state.again = Some(now + REFUSED_AGAIN);
+                        self.engine.deadline(state.token, now + REFUSED_AGAIN);
+                        return After::Nothing;
+                    }
                     return self.end(
                         state,
                         Failure::Rejected {
@@ -553,11 +575,13 @@ impl Startup {
             After::Requested(request) => self.owner.requested(self, request),
             After::Failed(failure) => self.owner.failed(self, failure),
             After::Again(config) => {
-                log!(
-                    Info,
-                    "{}: no answer to MPA revision 2, trying revision 1",
-                    self.peer
-                );
+                if config.rev < 2 {
+                    log!(
+                        Info,
+                        "{}: no answer to MPA revision 2, trying revision 1",
+                        self.peer
+                    );
+                }
                 if let Err(e) = self.start_dialing(*config) {
                     let errno = e.raw_os_error().unwrap_or(libc::EIO);
                     self.owner.failed(self, Failure::Unreachable { errno });
@@ -576,7 +600,15 @@ impl Source for Startup {
     fn timeout(self: Arc<Self>, now: Instant) {
         let after = {
             let mut state = self.lock();
-            if matches!(state.phase, Phase::Gone) || state.deadline > now {
+            if state.again.is_some_and(|t| t <= now) && matches!(state.phase, Phase::Dialing(_)) {
+                state.again = None;
+                let token = std::mem::replace(&mut state.token, Token::NONE);
+                self.engine.remove(token, None);
+                match state.config.take() {
+                    Some(config) => After::Again(Box::new(config)),
+                    None => After::Nothing,
+                }
+            } else if matches!(state.phase, Phase::Gone) || state.deadline > now {
                 After::Nothing
             } else {
                 self.end(

@@ -87,6 +87,11 @@ impl CompletionQueue {
         self.core.poll(max, each)
     }
 
+    /// Takes up to `max` completions that are there.
+    pub fn poll_waiting(&self, max: usize, each: impl FnMut(usize, Completion)) -> usize {
+        self.core.poll(max, each)
+    }
+
     /// Asks for an event at the next completion (`ibv_req_notify_cq(3)`).
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use anywarp_core::bounds;
 use anywarp_core::datagram::MULTICAST_QPN;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::{Access, Region, Registration};
@@ -14,8 +13,8 @@ use anywarp_core::wire::To;
 use smallvec::smallvec;
 
 use super::*;
+use crate::device;
 use crate::net::udp::GROUP_PORT;
-use crate::{clock, device};
 
 const PD: u32 = 7;
 const THE_QKEY: u32 = 0x1234;

@@ -173,6 +173,12 @@ impl Carrier {
         Ok(carrier)
     }
 
+    /// Bytes that the socket holds for a queue pair, as the kernel counts them: half of all, since they share it.
+    pub(crate) fn room(&self) -> u32 {
+        let all = sys::get_option(self.port.udp.get(), libc::SOL_SOCKET, libc::SO_RCVBUF);
+        u32::try_from(all.unwrap_or(0) / 2).unwrap_or(0)
+    }
+
     /// Datagrams for index `index` go to `qp`.
     pub(crate) fn enter(&self, index: u8, qp: Weak<DgramQp>) {
         self.members
@@ -205,7 +211,7 @@ impl Carrier {
                 let (run, behind) = rest.split_at(run_length(rest, *run_max));
                 runs.push(Run {
                     datagrams: run,
-                    from,
+                    from: run.first().and_then(|d| d.from).or(from),
                 });
                 rest = behind;
             }
@@ -287,6 +293,7 @@ fn run_length(datagrams: &[TxDatagram], run_max: usize) -> usize {
     let mut n = 1;
     for d in datagrams.iter().skip(1).take(most - 1) {
         let same_way = d.to == first.to
+            && d.from == first.from
             && d.hop_limit == first.hop_limit
             && d.traffic_class == first.traffic_class;
         if !same_way || d.bytes.len() > len {
@@ -450,6 +457,7 @@ mod tests {
     fn datagram(port: u16, len: usize) -> TxDatagram {
         TxDatagram {
             to: SocketAddr::from(([127, 0, 0, 1], port)),
+            from: None,
             hop_limit: 0,
             traffic_class: 0,
             bytes: vec![0; len],
