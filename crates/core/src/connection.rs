@@ -928,7 +928,7 @@ impl Connection {
             }
             let code = TermCode::from(&error);
             let terminate = offender.terminate(code);
-            // RFC 5044 §7.1.4 via the sheet, table 1.3: before the first FPDU was received no Terminate may be sent.
+            // RFC 5044 §7.1.2 [responder-waits]: before the first FPDU was received no Terminate may be sent.
             if s.may_send {
                 s.responses
                     .push_back(Response::Terminate(crate::rdmap::tx::terminate(&terminate)));

@@ -1,6 +1,7 @@
 //! A peer that speaks FPDUs by hand.
 
 use anywarp_core::llp::mpa::crc::Crc32c;
+use anywarp_core::llp::mpa::marker::Stripper;
 use anywarp_core::wire::ddp::Header;
 use anywarp_core::wire::pretty;
 use anywarp_core::wire::rdmap::{Opcode, Terminate};
@@ -63,6 +64,7 @@ pub struct Raw {
     /// The end under test has closed the stream.
     pub closed: bool,
     crc: bool,
+    markers: Option<Stripper>,
     stream: Vec<u8>,
     got: Vec<Fpdu>,
 }
@@ -74,9 +76,15 @@ impl Raw {
             closing: false,
             closed: false,
             crc,
+            markers: None,
             stream: Vec::new(),
             got: Vec::new(),
         }
+    }
+
+    /// It asked for markers.
+    pub fn wants_markers(&mut self) {
+        self.markers = Some(Stripper::new());
     }
 
     /// Sends an FPDU.
@@ -105,7 +113,12 @@ impl Raw {
     }
 
     pub(crate) fn take_bytes(&mut self, bytes: &[u8]) {
-        self.stream.extend_from_slice(bytes);
+        match &mut self.markers {
+            Some(markers) => markers
+                .strip(bytes, self.crc, &mut self.stream)
+                .expect("good markers"),
+            None => self.stream.extend_from_slice(bytes),
+        }
         while let Some(len) = self.stream.first_chunk::<2>() {
             let ulpdu = usize::from(u16::from_be_bytes(*len));
             let covered = (2 + ulpdu).next_multiple_of(4);
@@ -113,7 +126,7 @@ impl Raw {
                 return;
             }
             let fpdu: Vec<u8> = self.stream.drain(..covered + 4).collect();
-            if self.crc {
+            if self.crc && self.markers.is_none() {
                 assert_eq!(fpdu[covered..], crc_of(&fpdu[..covered]), "a wrong CRC");
             }
             assert!(fpdu[2 + ulpdu..covered].iter().all(|b| *b == 0), "padding");

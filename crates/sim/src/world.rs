@@ -161,6 +161,16 @@ impl World {
         (end, raw)
     }
 
+    /// An end that is connected to itself.
+    pub fn looped(&mut self, setup: &Setup) -> EndId {
+        let host = self.host();
+        let end = self.end(&host, setup);
+        self.link(Node::End(end.0), Node::End(end.0));
+        let now = self.now;
+        self[end].conn.attach(setup.stream(true), now);
+        end
+    }
+
     fn link(&mut self, a: Node, b: Node) {
         let pipes = [Pipe::new(&mut self.rng), Pipe::new(&mut self.rng)];
         self.links.push(Link {

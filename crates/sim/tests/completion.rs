@@ -14,6 +14,7 @@ use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::{Completion, Status};
 use anywarp_core::verbs::wr::{RecvRequest, Remote, Sge};
+use anywarp_core::wire::control::Control;
 use anywarp_core::wire::{Stag, To};
 use anywarp_sim::{
     EndId, Mr, Request, Setup, World, access, compare_swap, each_seed, fetch_add, read, send,
@@ -106,6 +107,8 @@ enum Trouble {
     Leave,
     Error,
     CqFull,
+    Drain,
+    Everything,
 }
 
 fn run(seed: u64, setup: &Setup, trouble: Trouble) {
@@ -113,7 +116,21 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
     let setup = Setup {
         sig_all: true,
         cqe: if trouble == Trouble::CqFull { 24 } else { 4096 },
+        crc: w.rng.chance(80),
+        mulpdu: *w.rng.pick(&[200, 1442, setup.mulpdu]),
+        min_rnr_timer: *w.rng.pick(&[1, 12]),
+        rnr_retry: if trouble == Trouble::Nothing {
+            7
+        } else {
+            *w.rng.pick(&[0, 2, 7])
+        },
         ..setup.clone()
+    };
+    let depth = *w.rng.pick(&[1, 2, 16]);
+    let setup = Setup {
+        ird: depth,
+        ord: depth,
+        ..setup
     };
     let (a, b) = w.pair(&setup);
     let ends = [a, b];
@@ -145,14 +162,30 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
                 ledgers[side].recvs.push(id);
             }
             if w.rng.chance(70) {
-                let bad = trouble == Trouble::BadRequest && step == when;
+                let bad = match trouble {
+                    Trouble::BadRequest => step == when,
+                    Trouble::Everything => w.rng.chance(3),
+                    _ => false,
+                };
                 let id = ledgers[side].sends.len() as u64;
                 request(&mut w, end, id, [&here, &target, &there], bad);
                 ledgers[side].sends.push(id);
             }
         }
-        if step == when {
-            match trouble {
+        let now = match trouble {
+            Trouble::Everything if w.rng.chance(3) => *w.rng.pick(&[
+                Trouble::Kill,
+                Trouble::Deregister,
+                Trouble::Leave,
+                Trouble::Error,
+                Trouble::Drain,
+            ]),
+            Trouble::Drain => Trouble::Drain,
+            _ if step == when => trouble,
+            _ => Trouble::Nothing,
+        };
+        if now != Trouble::Nothing {
+            match now {
                 Trouble::Kill => w.kill(a),
                 Trouble::Deregister => {
                     let side = w.rng.below(2);
@@ -161,6 +194,17 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
                         .pick(&[memory[side].clone(), sources[side].clone()])
                         .clone();
                     w[ends[side]].deregister(&mr);
+                }
+                Trouble::Drain => {
+                    let end = *w.rng.pick(&ends);
+                    let next = match w[end].conn.state() {
+                        State::Rts => State::Sqd,
+                        State::Sqd => State::Rts,
+                        _ => continue,
+                    };
+                    let attr = *w[end].conn.attr();
+                    let mask = anywarp_core::verbs::qp::mask::STATE;
+                    w[end].conn.modify(mask, Some(next), None, &attr).unwrap();
                 }
                 Trouble::Leave => w[a].conn.leave("test"),
                 Trouble::Error => w[b].conn.set_state(State::Error),
@@ -236,6 +280,8 @@ each_request_completes_once! {
     each_request_completes_once_when_its_memory_is_deregistered: Deregister,
     each_request_completes_once_when_an_end_leaves: Leave,
     each_request_completes_once_when_an_end_is_moved_to_the_error_state: Error,
+    each_request_completes_once_when_the_send_queue_drains_now_and_then: Drain,
+    each_request_completes_once_when_everything_goes_wrong: Everything,
     no_completion_is_made_twice_when_a_completion_queue_is_full: CqFull,
 }
 
@@ -252,6 +298,7 @@ fn towards_a_standard_peer_too_each_request_completes_once() {
         Trouble::Deregister,
         Trouble::Leave,
         Trouble::Error,
+        Trouble::Everything,
     ] {
         each_seed(60, |seed| run(seed, &setup, trouble));
     }
@@ -415,6 +462,31 @@ fn a_draining_send_queue_finishes_what_was_taken_and_says_so_once() {
         let rest: Vec<_> = w[a].completed().iter().map(|c| c.wr_id).collect();
         assert_eq!(rest, (first..10).collect::<Vec<_>>());
     });
+}
+
+#[test]
+fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
+    let mut w = World::new(1);
+    let (end, peer) = w.raw(&Setup::anywarp(), true);
+    w[end].conn.attr_mut().timeout = 14;
+    w[end].conn.attr_mut().retry_cnt = 7;
+    let limit = w[end].conn.silence_limit().unwrap();
+    // However long it was idle before: silence counts from the request on.
+    w.run_for(Duration::from_secs(100));
+    w[peer].heard();
+    w[end].post(send(1));
+    w.run_for(limit / 8);
+    assert_eq!(w[peer].heard().len(), 1);
+    w.run_for(limit);
+    let probes: Vec<_> = w[peer].heard().iter().map(|f| f.text()).collect();
+    assert_eq!(probes, ["Control Ping"]);
+    w[peer].sends(&Control::Pong.header().emit());
+    w.run_for(limit);
+    assert_eq!(w[peer].heard().len(), 1, "after an answer the next one");
+    w[peer].sends(&Control::Ack { seq: 1 }.header().emit());
+    w.run_for(limit * 4);
+    assert!(w[peer].heard().is_empty(), "nothing is outstanding");
+    assert_eq!(statuses(&w[end].completed()), [(1, Status::Success)]);
 }
 
 // ---------------------------------------------------------------------- errors at each kind of request

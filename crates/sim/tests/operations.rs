@@ -19,7 +19,7 @@ use anywarp_sim::{
 };
 
 /// Sizes at which segments, frames and batches begin and end.
-const SIZES: [usize; 21] = [
+const SIZES: [usize; 26] = [
     0,
     1,
     2,
@@ -38,6 +38,11 @@ const SIZES: [usize; 21] = [
     65_481,
     65_493,
     65_494,
+    65_495,
+    65_496,
+    65_497,
+    65_498,
+    65_499,
     65_500,
     131_072,
     (1 << 20) + 3,
@@ -809,6 +814,73 @@ fn towards_a_standard_peer_nothing_private_is_said() {
             ]
             .concat()
         );
+    });
+}
+
+#[test]
+fn a_peer_that_wants_markers_gets_them() {
+    for crc in [true, false] {
+        each_seed(10, |seed| {
+            let setup = Setup {
+                markers: true,
+                crc,
+                mulpdu: *Rng::new(seed).pick(&[1454, 8954, 65_494]),
+                ..Setup::standard()
+            };
+            let mut w = World::new(seed);
+            let (end, peer) = w.raw(&setup, true);
+            w[peer].wants_markers();
+            let data = w.rng.bytes(100_000);
+            let mr = w[end].register(100_000, access::LOCAL);
+            w[end].fill(&mr, &data);
+            w[end].post(write(1, mr.remote(0)).from(&[mr.all()]));
+            w[end].post(send(2).inline(b"small"));
+            w.run();
+            ok(&w[end].completed(), &[1, 2]);
+            let got = w[peer].heard();
+            // All but the ready-to-receive message and the Send.
+            let body: Vec<u8> = got[1..got.len() - 1]
+                .iter()
+                .flat_map(|f| f.payload().to_vec())
+                .collect();
+            assert!(body == data);
+            assert_eq!(got[got.len() - 1].payload(), b"small");
+            assert!(got.iter().all(|f| f.ulpdu.len() < setup.mulpdu));
+        });
+    }
+}
+
+#[test]
+fn a_queue_pair_connected_to_itself_works() {
+    each_seed(20, |seed| {
+        let setup = Setup {
+            first: First::Nothing,
+            crc: false,
+            ..Setup::anywarp()
+        };
+        let mut w = World::new(seed);
+        let end = w.looped(&setup);
+        let data = w.rng.bytes(50_000);
+        let from = w[end].register(50_000, access::ALL);
+        let to = w[end].register(50_000, access::ALL);
+        w[end].fill(&from, &data);
+        w[end].post(send_imm(1, [5; 4]).from(&[from.all()]));
+        w[end].post(write(2, to.remote(0)).inline(b"behind"));
+        w[end].post(read(3, from.remote(0)).from(&[to.part(10, 100)]));
+        w[end].post(fetch_add(4, to.remote(256), 1).from(&[to.part(512, 8)]));
+        // It waits for its own receive.
+        w.run_for(std::time::Duration::from_millis(3));
+        assert!(w[end].completed().is_empty());
+        w[end].recv(9, &[to.all()]);
+        w.run();
+        ok(&w[end].completed(), &[1, 2, 3, 4]);
+        ok(&w[end].received(), &[9]);
+        let got = w[end].bytes(&to);
+        assert_eq!(got[..6], *b"behind");
+        assert_eq!(got[10..110], data[..100]);
+        w[end].conn.leave("destroyed");
+        w.run();
+        assert!(w[end].is_over());
     });
 }
 

@@ -221,6 +221,35 @@ fn everything_behind_a_waiting_send_is_done_once_and_in_order() {
 }
 
 #[test]
+fn a_send_that_waits_does_not_keep_a_queue_from_draining() {
+    each_seed(10, |seed| {
+        let mut w = World::new(seed);
+        let (a, b) = w.pair(&Setup::anywarp());
+        for id in 0..3 {
+            w[a].post(send(id));
+        }
+        w.run_for(Duration::from_millis(2));
+        let attr = *w[a].conn.attr();
+        let mask = anywarp_core::verbs::qp::mask::STATE
+            | anywarp_core::verbs::qp::mask::EN_SQD_ASYNC_NOTIFY;
+        w[a].conn
+            .modify(mask, Some(State::Sqd), None, &attr)
+            .unwrap();
+        w.run_for(Duration::from_millis(10));
+        assert_eq!(w[a].times(AsyncEvent::SqDrained), 1);
+        for id in 0..3 {
+            w[b].recv(id, &[]);
+        }
+        let mask = anywarp_core::verbs::qp::mask::STATE;
+        w[a].conn
+            .modify(mask, Some(State::Rts), None, &attr)
+            .unwrap();
+        w.run();
+        assert_eq!(statuses(&w[a].completed()), good(0..3));
+    });
+}
+
+#[test]
 fn both_ends_may_wait_for_each_other() {
     each_seed(20, |seed| {
         let mut w = World::new(seed);

@@ -193,6 +193,11 @@ impl Connection {
                     last,
                 });
             }
+            // The peer's silence counts from the first request that it owes an answer to.
+            if !self.sq.has_outstanding() {
+                s.last_rx = Some(now);
+                s.pinged = false;
+            }
             match self.take() {
                 Taken::Nothing => return None,
                 Taken::Parts | Taken::Local => {}
@@ -660,6 +665,8 @@ impl Connection {
         let wait = std::time::Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
         s.rnr_until = Some(now + wait);
         s.restart = Some(seq);
+        // While the queue drains, what was taken back counts as not begun.
+        self.retire();
     }
 
     /// Forgets what is under way of request `number` and those behind it.
