@@ -792,6 +792,23 @@ pub(crate) fn block_signals() {
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut()) };
 }
 
+/// Whether the process has a signal handler that wants interrupted calls to end (installed without `SA_RESTART`).
+///
+/// `poll` ends with EINTR for every handler, `read` (what the distribution's library waits in) only for these. Asked
+/// after an EINTR, which is rare.
+pub fn handlers_interrupt() -> bool {
+    (1..=64).filter(|n| !(32..=33).contains(n)).any(|n| {
+        // SAFETY: all-zero is a valid sigaction to be overwritten.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: only asks; `action` is a local.
+        let r = unsafe { libc::sigaction(n, std::ptr::null(), &raw mut action) };
+        r == 0
+            && action.sa_sigaction != libc::SIG_DFL
+            && action.sa_sigaction != libc::SIG_IGN
+            && action.sa_flags & libc::SA_RESTART == 0
+    })
+}
+
 /// Whether `[start, start + len)` is mapped, as far as a look at its first and last page tells.
 pub fn is_mapped(start: u64, len: u64) -> bool {
     const PAGE: u64 = 4096;

@@ -514,14 +514,15 @@ impl Engine {
 
     /// Blocks until `fd` is readable, working meanwhile. For threads that wait for an event.
     ///
-    /// Returns after some time in any case, so that the caller can look again.
-    pub fn work_until_readable(&self, fd: BorrowedFd<'_>) {
+    /// Returns after some time in any case, so that the caller can look again; `Err` when a signal handler ran that
+    /// wants calls to be interrupted.
+    pub fn work_until_readable(&self, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
         use rustix::event::{PollFd, PollFlags};
         let until = clock::now() + WAIT_WORKING;
         loop {
             let now = clock::now();
             if now >= until {
-                return;
+                return Ok(());
             }
             let lease = WAIT_WORKING + LEASE;
             self.lease_until
@@ -538,16 +539,23 @@ impl Engine {
                 tv_sec: 0,
                 tv_nsec: left.subsec_nanos().into(),
             };
-            let n = rustix::event::poll(&mut fds, Some(&left)).unwrap_or(0);
-            if n == 0 {
-                return;
+            match rustix::event::poll(&mut fds, Some(&left)) {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(rustix::io::Errno::INTR) => {
+                    if sys::handlers_interrupt() {
+                        return Err(Interrupted);
+                    }
+                    continue;
+                }
+                Err(_) => return Ok(()),
             }
             let [event, sockets] = &fds;
             if !sockets.revents().is_empty() {
                 self.pass(clock::now());
             }
             if !event.revents().is_empty() {
-                return;
+                return Ok(());
             }
         }
     }
@@ -559,6 +567,10 @@ impl Engine {
         let _ = rustix::io::write(self.wake.get(), &1_u64.to_ne_bytes());
     }
 }
+
+/// A signal handler ran that wants the call it interrupted to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Interrupted;
 
 /// How long a thread that waits for an event works itself before it leaves the sockets to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);

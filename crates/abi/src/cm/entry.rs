@@ -505,7 +505,9 @@ pub unsafe extern "C-unwind" fn rdma_get_cm_event(
             return done;
         }
         // SAFETY: not null: `try_event` has looked.
-        block_on(unsafe { (*channel).fd });
+        if !block_on(unsafe { (*channel).fd }) {
+            return fail(libc::EINTR, -1);
+        }
     }
 }
 

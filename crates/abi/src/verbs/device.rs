@@ -578,7 +578,9 @@ pub unsafe extern "C-unwind" fn ibv_get_async_event(
             return done;
         }
         // SAFETY: not null: `try_event` has looked.
-        queue::block_on(unsafe { (*context).async_fd });
+        if !queue::block_on(unsafe { (*context).async_fd }) {
+            return fail(libc::EINTR, -1);
+        }
     }
 }
 

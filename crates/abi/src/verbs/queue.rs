@@ -15,38 +15,36 @@ use super::object::{
 use super::types::*;
 use crate::{entry, fail};
 
-/// Waits until a descriptor is readable; the calling thread moves bytes meanwhile.
+/// Waits until a descriptor is readable; the calling thread moves bytes meanwhile. False when a signal handler ran that
+/// wants calls to be interrupted: the caller fails with EINTR.
 ///
 /// At most one turn: the caller looks again. The second half waits in `poll(2)` of the C library, where the program
 /// may cancel the thread: no lock is held and nothing has to be undone here.
-pub(crate) fn block_on(fd: c_int) {
+pub(crate) fn block_on(fd: c_int) -> bool {
     let Ok(engine) = anywarp_engine::worker::engine() else {
-        wait(fd, 100);
-        return;
+        return wait(fd, 100) >= 0;
     };
     // SAFETY: the descriptor belongs to a channel that the caller keeps alive.
     let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-    engine.work_until_readable(borrowed);
-    let mut now = libc::pollfd {
-        fd,
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    // SAFETY: one valid pollfd.
-    if unsafe { libc::poll(&raw mut now, 1, 0) } == 0 {
-        engine.hand_over();
-        wait(fd, -1);
+    if engine.work_until_readable(borrowed).is_err() {
+        return false;
     }
+    if wait(fd, 0) == 0 {
+        engine.hand_over();
+        return wait(fd, -1) >= 0 || !anywarp_engine::sys::handlers_interrupt();
+    }
+    true
 }
 
-fn wait(fd: c_int, timeout: c_int) {
+/// `poll(2)` for one descriptor.
+fn wait(fd: c_int, timeout: c_int) -> c_int {
     let mut fds = libc::pollfd {
         fd,
         events: libc::POLLIN,
         revents: 0,
     };
     // SAFETY: one valid pollfd.
-    unsafe { libc::poll(&raw mut fds, 1, timeout) };
+    unsafe { libc::poll(&raw mut fds, 1, timeout) }
 }
 
 entry! {
@@ -246,7 +244,9 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
             return done;
         }
         // SAFETY: not null: `try_event` has looked.
-        block_on(unsafe { (*channel).fd });
+        if !block_on(unsafe { (*channel).fd }) {
+            return fail(libc::EINTR, -1);
+        }
     }
 }
 
