@@ -86,7 +86,7 @@ impl Rarely {
 
     /// True for the first event and then for every 1,000th.
     pub fn now(&self) -> bool {
-        self.0.fetch_add(1, Ordering::Relaxed) % 1000 == 0
+        self.0.fetch_add(1, Ordering::Relaxed).is_multiple_of(1000)
     }
 }
 

@@ -315,7 +315,7 @@ impl RcQp {
         let mut inner = self.lock();
         match inner.conn.state() {
             State::Rtr | State::Rts | State::Sqd => {
-                self.take_incoming(&mut inner, startup, source, now)
+                self.take_incoming(&mut inner, startup, source, now);
             }
             State::Reset | State::Init => {
                 if let Some((old, _)) = inner.parked.replace((Arc::clone(startup), source)) {

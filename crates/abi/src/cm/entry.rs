@@ -273,8 +273,8 @@ unsafe fn create_id(
 ) -> Result<*mut rdma_cm_id, c_int> {
     let space = port_space(ps).ok_or(libc::EPROTONOSUPPORT)?;
     let sync = channel.is_null();
-    // SAFETY: none needed.
     let channel = if sync {
+        // SAFETY: none needed.
         unsafe { rdma_create_event_channel() }
     } else {
         channel
@@ -685,7 +685,7 @@ unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
     // SAFETY: not null, so valid (caller's promise).
     let p = unsafe { &*param };
     let depth = |n: u8| {
-        if n == RDMA_MAX_RESP_RES as u8 {
+        if n == RDMA_MAX_RESP_RES {
             bounds::MAX_RD_ATOMIC
         } else {
             n

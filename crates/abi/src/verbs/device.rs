@@ -307,7 +307,7 @@ fn port_attributes() -> ibv_port_attr {
         active_speed: 32,
         phys_state: 5,
         link_layer: link_layer as u8,
-        flags: IBV_QPF_GRH_REQUIRED as u8,
+        flags: IBV_QPF_GRH_REQUIRED,
         ..ibv_port_attr::default()
     }
 }

@@ -57,7 +57,7 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> c_int {
         *object.current.get() = Some(Shown {
             completion,
             at: wallclock(),
-        })
+        });
     };
     0
 }
@@ -135,15 +135,15 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
     init: *mut ibv_cq_init_attr_ex,
 ) -> *mut ibv_cq_ex {
     crate::guard(std::ptr::null_mut(), || {
-        const WC: u64 = IBV_WC_EX_WITH_BYTE_LEN as u64
-            | IBV_WC_EX_WITH_IMM as u64
-            | IBV_WC_EX_WITH_QP_NUM as u64
-            | IBV_WC_EX_WITH_SRC_QP as u64
-            | IBV_WC_EX_WITH_SLID as u64
-            | IBV_WC_EX_WITH_SL as u64
-            | IBV_WC_EX_WITH_DLID_PATH_BITS as u64
-            | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP as u64
-            | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK as u64;
+        const WC: u64 = IBV_WC_EX_WITH_BYTE_LEN
+            | IBV_WC_EX_WITH_IMM
+            | IBV_WC_EX_WITH_QP_NUM
+            | IBV_WC_EX_WITH_SRC_QP
+            | IBV_WC_EX_WITH_SLID
+            | IBV_WC_EX_WITH_SL
+            | IBV_WC_EX_WITH_DLID_PATH_BITS
+            | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
+            | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
         if init.is_null() {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
@@ -283,7 +283,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     let size = size.min(size_of::<ibv_device_attr_ex>());
     // SAFETY: the caller's struct has `size` bytes, ours too.
     unsafe {
-        std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), attr.cast::<u8>(), size)
+        std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), attr.cast::<u8>(), size);
     };
     0
 }
@@ -429,7 +429,7 @@ unsafe extern "C" fn wr_send(qp: *mut ibv_qp_ex) {
                 imm: None,
                 invalidate: None,
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_send_imm(qp: *mut ibv_qp_ex, value: be32) {
@@ -441,7 +441,7 @@ unsafe extern "C" fn wr_send_imm(qp: *mut ibv_qp_ex, value: be32) {
                 imm: imm(value),
                 invalidate: None,
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_send_inv(qp: *mut ibv_qp_ex, rkey: u32) {
@@ -453,7 +453,7 @@ unsafe extern "C" fn wr_send_inv(qp: *mut ibv_qp_ex, rkey: u32) {
                 imm: None,
                 invalidate: Some(Stag(rkey)),
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_rdma_write(qp: *mut ibv_qp_ex, rkey: u32, to: u64) {
@@ -465,7 +465,7 @@ unsafe extern "C" fn wr_rdma_write(qp: *mut ibv_qp_ex, rkey: u32, to: u64) {
                 remote: remote(rkey, to),
                 imm: None,
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_rdma_write_imm(qp: *mut ibv_qp_ex, rkey: u32, to: u64, value: be32) {
@@ -477,7 +477,7 @@ unsafe extern "C" fn wr_rdma_write_imm(qp: *mut ibv_qp_ex, rkey: u32, to: u64, v
                 remote: remote(rkey, to),
                 imm: imm(value),
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_rdma_read(qp: *mut ibv_qp_ex, rkey: u32, to: u64) {
@@ -488,7 +488,7 @@ unsafe extern "C" fn wr_rdma_read(qp: *mut ibv_qp_ex, rkey: u32, to: u64) {
             Op::Read {
                 remote: remote(rkey, to),
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_atomic_cmp_swp(
@@ -507,7 +507,7 @@ unsafe extern "C" fn wr_atomic_cmp_swp(
                 compare,
                 swap,
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_atomic_fetch_add(qp: *mut ibv_qp_ex, rkey: u32, to: u64, add: u64) {
@@ -519,7 +519,7 @@ unsafe extern "C" fn wr_atomic_fetch_add(qp: *mut ibv_qp_ex, rkey: u32, to: u64,
                 remote: remote(rkey, to),
                 add,
             },
-        )
+        );
     };
 }
 unsafe extern "C" fn wr_local_inv(qp: *mut ibv_qp_ex, rkey: u32) {
@@ -550,7 +550,7 @@ unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u3
             (Ok(to), Some(request)) => request.destination = Some(to),
             (Err(e), _) => b.error = Some(e),
             (Ok(_), None) => {
-                b.error = Some(Misuse::WrongState("wr_set_ud_addr before a wr_* operation"))
+                b.error = Some(Misuse::WrongState("wr_set_ud_addr before a wr_* operation"));
             }
         });
     }

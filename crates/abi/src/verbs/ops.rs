@@ -249,9 +249,9 @@ unsafe fn recv_of(wr: &ibv_recv_wr) -> Result<RecvRequest, Misuse> {
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
         return Err(Misuse::InvalidArgument("num_sge or sg_list"));
     }
-    // SAFETY: the caller's promise.
     Ok(RecvRequest {
         id: wr.wr_id,
+        // SAFETY: the caller's promise.
         sges: unsafe { sges_of(wr.sg_list, wr.num_sge) },
     })
 }
