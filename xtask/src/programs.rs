@@ -276,7 +276,7 @@ impl Stage {
             player.end()?;
         }
         let reason = match played {
-            Ok(()) => cast.verdict(case),
+            Ok(()) => cast.verdict(case, self.log.is_some()),
             Err(reason) => Some(reason.to_string()),
         };
         Ok(match reason {
@@ -451,18 +451,15 @@ impl Cast {
         self.all().filter(move |p| p.host == host)
     }
 
-    /// Looks at what was printed; `None` when all of it is as expected.
-    fn verdict(&self, case: &Case) -> Option<String> {
+    /// Looks at what was printed; `None` when all of it is as expected. With a log on stderr, stderr is not the
+    /// program's own and is left out.
+    fn verdict(&self, case: &Case, logs: bool) -> Option<String> {
         let printed = |host| {
             self.of(host)
                 .map(|p| p.output("out"))
                 .collect::<Vec<_>>()
                 .join("\n")
         };
-        let everything: String = self
-            .all()
-            .map(|p| p.output("out") + &p.output("err"))
-            .collect();
         for (host, expected) in [
             (Host::Client, &case.stdout),
             (Host::Server, &case.server_stdout),
@@ -476,6 +473,11 @@ impl Cast {
                 ));
             }
         }
+        let streams: &[&str] = if logs { &["out"] } else { &["out", "err"] };
+        let everything: String = self
+            .all()
+            .flat_map(|p| streams.iter().map(|stream| p.output(stream)))
+            .collect();
         let found = case
             .never
             .iter()
