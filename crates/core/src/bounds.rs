@@ -83,3 +83,19 @@ pub const DATAGRAM_BATCH: usize = 64;
 /// In order there is one; each datagram that overtakes another makes one more, and one that was lost dooms its
 /// message anyhow. A sender that leaves holes on purpose gets no more memory than this.
 pub const DATAGRAM_RANGES: usize = 64;
+
+/// Room that a peer's socket is taken to have before it said so, bytes as the kernel counts them; less is never assumed.
+///
+/// Half of what Linux gives a socket whose owner asks for more than an ordinary user may have.
+pub const DATAGRAM_WINDOW: u32 = 128 * 1024;
+
+/// Room that a peer is believed to have at most.
+pub const DATAGRAM_WINDOW_MAX: u32 = 64 << 20;
+
+/// Peers whose pace one queue pair remembers.
+pub const DATAGRAM_PEERS: usize = 1024;
+
+/// How long a sender waits for a report of a peer that has all that it takes at once.
+///
+/// Longer than a busy host lets a thread wait for its turn, shorter than a program takes for hanging.
+pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis(100);

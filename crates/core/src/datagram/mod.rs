@@ -10,6 +10,7 @@
 //! | [`tx`] | requests into datagrams |
 //! | [`rx`] | datagrams into posted receives and registered memory |
 //! | `reassemble.rs` | which bytes of a segmented message are there, and which message is the next |
+//! | `flow.rs` | not to send faster than the peer receives |
 //! | [`grh`] | the 40 bytes in front of a UD message |
 //!
 //! What differs between the two kinds:
@@ -22,9 +23,11 @@
 //! | message | one datagram, [`bounds::UD_MTU`] at most | segmented, [`bounds::MAX_MESSAGE`] at most |
 //!
 //! Methods come in the four kinds of [`crate::connection`]: commands (`post_send`, `post_recv`, `modify`, `set_peer`),
-//! inputs (`handle_rx`, `handle_written`, `handle_send_error`), outputs (`poll_tx`, `poll_event`) and getters. There
-//! are no timeouts: a message that stays incomplete costs one posted receive, and the next message gives it back.
+//! inputs (`handle_rx`, `handle_written`, `handle_send_error`, `handle_stall`), outputs (`poll_tx`, `wants_tx`, `stall`,
+//! `poll_event`) and getters. The only timeout is that of a stall; a message that stays incomplete costs one posted
+//! receive, and the next message gives it back.
 
+mod flow;
 mod reassemble;
 
 pub mod grh;
@@ -49,6 +52,7 @@ use crate::verbs::sq::{Phase, Posted, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Destination, Op, RecvRequest, WorkRequest};
 use crate::wire::dgram::DgramError;
+use flow::Flow;
 use reassemble::Incoming;
 
 /// The queue pair number of every member of a multicast group.
@@ -94,6 +98,8 @@ pub struct Arrival {
 pub struct TxDatagram {
     /// Where to.
     pub to: SocketAddr,
+    /// Which of our addresses it must come from, if that matters.
+    pub from: Option<IpAddr>,
     /// Hop limit or time to live, 0 for the system's default.
     pub hop_limit: u8,
     /// Traffic class or type of service.
@@ -168,11 +174,13 @@ pub struct Counters {
     pub tx_dgrams: u64,
     /// Refused by the socket.
     pub tx_errors: u64,
+    /// Times that sending stopped for a peer that never said it might go on.
+    pub tx_stalls: u64,
 }
 
 impl Counters {
     /// All of them with their names.
-    pub fn named(&self) -> [(&'static str, u64); 15] {
+    pub fn named(&self) -> [(&'static str, u64); 16] {
         [
             ("rx_dgrams", self.rx_dgrams),
             ("rx_messages", self.rx_messages),
@@ -189,6 +197,7 @@ impl Counters {
             ("evicted", self.evicted),
             ("tx_dgrams", self.tx_dgrams),
             ("tx_errors", self.tx_errors),
+            ("tx_stalls", self.tx_stalls),
         ]
     }
 
@@ -231,13 +240,17 @@ pub struct DatagramQp {
     /// Payload bytes of a datagram of a segmented message.
     segment: usize,
     current: Option<tx::Current>,
-    /// For each datagram that was given out and not yet sent: its request, and whether it is the last one of it.
-    given_out: VecDeque<(u64, bool)>,
+    /// For each datagram that was given out and not yet sent: its request if it has one, and whether it is the last one
+    /// of it.
+    given_out: VecDeque<(Option<u64>, bool)>,
+    flow: Flow,
     /// Requests that did not go well, by number, and how they end.
     failures: VecDeque<(u64, Status)>,
     // --- receive ---
     incoming: Incoming,
     events: VecDeque<AsyncEvent>,
+    /// Sending stopped for the peer's sake.
+    was_stalled: bool,
     overflowed: bool,
     last_wqe_told: bool,
     drain_asked: bool,
@@ -279,9 +292,11 @@ impl DatagramQp {
             segment: bounds::DATAGRAM_PAYLOAD,
             current: None,
             given_out: VecDeque::new(),
+            flow: Flow::new(),
             failures: VecDeque::new(),
             incoming: Incoming::default(),
             events: VecDeque::new(),
+            was_stalled: false,
             overflowed: false,
             last_wqe_told: false,
             drain_asked: false,
@@ -320,6 +335,17 @@ impl DatagramQp {
         &self.counters
     }
 
+    /// Whether [`Self::poll_tx`] has something now that a datagram that came asked for.
+    pub fn wants_tx(&self) -> bool {
+        self.flow.has_reports() || (self.flow.stall().is_none() && self.was_stalled)
+    }
+
+    /// The queue pair waits for its peer to say that it keeps up: the number of this wait. When one and the same has
+    /// lasted for [`bounds::DATAGRAM_STALL`], somebody should call [`Self::handle_stall`].
+    pub fn stall(&self) -> Option<u64> {
+        self.flow.stall()
+    }
+
     /// The next asynchronous event.
     pub fn poll_event(&mut self) -> Option<AsyncEvent> {
         self.events.pop_front()
@@ -337,6 +363,11 @@ impl DatagramQp {
         let payload = payload.clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
         // Multiples of 8 keep what follows aligned at the receiver.
         self.segment = payload & !7;
+    }
+
+    /// Sets how many bytes the socket holds for us, as the kernel counts them; peers are told.
+    pub fn set_room(&mut self, room: u32) {
+        self.flow.set_room(room);
     }
 
     /// Posts a send request (`ibv_post_send(3)`).
@@ -419,6 +450,7 @@ impl DatagramQp {
         self.current = None;
         self.given_out.clear();
         self.failures.clear();
+        self.flow.reset();
         self.peer = None;
         self.state = State::Reset;
         self.attr = Attr::default();
@@ -513,6 +545,7 @@ impl DatagramQp {
         self.retire();
         self.current = None;
         self.given_out.clear();
+        self.flow.reset();
         self.flush_sq();
         // The receive under way is older than all that are posted.
         let under_way = self.incoming.abandon().flatten();

@@ -7,8 +7,11 @@
 //! not be written) an unreliable service drops it and keeps the receive for the next one: IBA 9.9.3 has these as
 //! errors of class D, and the kernel's rxe does the same.
 
+use std::net::SocketAddr;
+
 use smallvec::smallvec;
 
+use super::flow::{Peer, Report};
 use super::reassemble::{Coverage, Fate, Identity, Open, Turn};
 use super::{Arrival, DatagramQp, Dropped, Kind, grh};
 use crate::bounds;
@@ -53,10 +56,32 @@ impl DatagramQp {
         if !to_group && datagram.shim.dst_index != super::tx::index(self.qpn) {
             return Err(Dropped::Index);
         }
-        match self.kind {
-            Kind::Ud => self.receive_ud(arrival, &datagram, bytes.len()),
-            Kind::Uc => self.receive_uc(arrival, &datagram),
+        if datagram.header.opcode() == Opcode::Control {
+            return self.receive_report(arrival, &datagram);
         }
+        match self.kind {
+            Kind::Ud => self.receive_ud(arrival, &datagram, bytes.len(), to_group),
+            Kind::Uc => self.receive_uc(arrival, &datagram, bytes.len()),
+        }
+    }
+
+    /// A peer says how far it heard us. Whoever it is: only what is under way to that address is looked at.
+    fn receive_report(&mut self, arrival: &Arrival, d: &Datagram<'_>) -> Result<(), Dropped> {
+        let report = match &d.header {
+            Header::Untagged(h) => Report::parse(h, d.payload),
+            Header::Tagged(_) => None,
+        };
+        let report = report.ok_or(Dropped::Operation)?;
+        self.flow.handle_report(&source(arrival, &d.shim), &report);
+        Ok(())
+    }
+
+    /// Notes for the sender's sake that a datagram got here, whatever becomes of it.
+    fn note_heard(&mut self, arrival: &Arrival, d: &Datagram<'_>, len: usize) {
+        let payload = u32::try_from(d.payload.len()).unwrap_or(0);
+        let end = d.shim.offset.saturating_add(payload);
+        let peer = source(arrival, &d.shim);
+        self.flow.heard(peer, arrival.to, d.shim.id, end, len);
     }
 
     // ------------------------------------------------------------------ UD
@@ -66,10 +91,14 @@ impl DatagramQp {
         arrival: &Arrival,
         datagram: &Datagram<'_>,
         len: usize,
+        to_group: bool,
     ) -> Result<(), Dropped> {
         let shim = &datagram.shim;
         if shim.qkey != self.attr.qkey {
             return Err(Dropped::Qkey);
+        }
+        if !to_group {
+            self.note_heard(arrival, datagram, len);
         }
         let identity = identity(datagram)?;
         // One datagram is a message, and a Write has no place here.
@@ -94,7 +123,12 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ UC
 
-    fn receive_uc(&mut self, arrival: &Arrival, datagram: &Datagram<'_>) -> Result<(), Dropped> {
+    fn receive_uc(
+        &mut self,
+        arrival: &Arrival,
+        datagram: &Datagram<'_>,
+        len: usize,
+    ) -> Result<(), Dropped> {
         let shim = &datagram.shim;
         let Some(peer) = &self.peer else {
             return Err(Dropped::Source);
@@ -109,6 +143,7 @@ impl DatagramQp {
         if shim.qkey != 0 {
             return Err(Dropped::Qkey);
         }
+        self.note_heard(arrival, datagram, len);
         let identity = identity(datagram)?;
         if u64::from(identity.length) > bounds::MAX_MESSAGE {
             return Err(Dropped::Operation);
@@ -345,6 +380,13 @@ fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
         imm: shim.immediate,
         solicited: opcode.is_solicited() || shim.attributes & ATTR_SOLICITED != 0,
     })
+}
+
+/// The sender, as we would send to it.
+fn source(arrival: &Arrival, shim: &Shim) -> Peer {
+    let from = arrival.from;
+    let from = SocketAddr::new(from.ip().to_canonical(), from.port());
+    (from, shim.src_index)
 }
 
 /// The sender's queue pair number: its port, and which of the queue pairs there.

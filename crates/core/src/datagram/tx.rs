@@ -3,8 +3,11 @@
 //! Requests are taken in order, and only while the queue pair is in RTS. A datagram is copied together and sealed
 //! when it is cut, so what is sent always fits its checksum, whatever the application does to its buffer meanwhile.
 
+use std::net::{IpAddr, SocketAddr};
+
 use smallvec::SmallVec;
 
+use super::flow::{Peer, Report};
 use super::{DatagramQp, Kind, TxDatagram};
 use crate::bounds;
 use crate::connection::Step;
@@ -38,6 +41,15 @@ pub(super) struct Current {
     shim: Shim,
     /// Payload bytes of a datagram.
     segment: u64,
+}
+
+impl Current {
+    /// Whose pace it follows; a group has none.
+    fn peer(&self) -> Option<Peer> {
+        let to = self.to.addr;
+        let ip = to.ip().to_canonical();
+        (!ip.is_multicast()).then(|| (SocketAddr::new(ip, to.port()), self.shim.dst_index))
+    }
 }
 
 /// Why a request cannot be built.
@@ -75,6 +87,14 @@ impl DatagramQp {
     /// goes to RESET or to the error state, what was not sent is to be thrown away.
     pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) {
         let mut bytes = 0;
+        self.was_stalled = false;
+        while out.len() < bounds::DATAGRAM_BATCH
+            && let Some((peer, from, report)) = self.flow.next_report()
+        {
+            let datagram = self.report(peer, from, &report);
+            self.given_out.push_back((None, false));
+            out.push(datagram);
+        }
         while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
             let Some(current) = self.current.take() else {
                 if self.take() {
@@ -82,9 +102,53 @@ impl DatagramQp {
                 }
                 break;
             };
+            if let Some(peer) = current.peer()
+                && !self.flow.may_send(&peer)
+            {
+                self.was_stalled = true;
+                self.current = Some(current);
+                break;
+            }
             bytes += self.cut(current, out);
         }
         self.after();
+    }
+
+    /// A stall has lasted long enough: the peer does not report, and is sent to without.
+    pub fn handle_stall(&mut self) {
+        if self.flow.stall().is_some() {
+            self.counters.tx_stalls += 1;
+            self.flow.give_up_waiting();
+        }
+    }
+
+    /// Tells a sender how far it was heard. To a queue pair, like everything else, but from no request.
+    fn report(&self, (to, dst_index): Peer, from: Option<IpAddr>, report: &Report) -> TxDatagram {
+        let (header, payload) = report.emit();
+        let shim = Shim {
+            epoch: self.epoch,
+            qkey: 0,
+            id: report.id,
+            length: Report::LEN as u32,
+            offset: 0,
+            sub_op: SUB_PLAIN,
+            attributes: 0,
+            dst_index,
+            src_index: index(self.qpn),
+            immediate: None,
+            commit: false,
+            parity: false,
+        };
+        let mut bytes = dgram::emit_head(&shim, &Header::Untagged(header));
+        bytes.extend_from_slice(&payload);
+        dgram::seal(&mut bytes);
+        TxDatagram {
+            to,
+            from,
+            hop_limit: 0,
+            traffic_class: 0,
+            bytes,
+        }
     }
 
     /// The next `datagrams` that were given out have been handed to the socket.
@@ -94,7 +158,7 @@ impl DatagramQp {
                 break;
             };
             self.counters.tx_dgrams += 1;
-            if last {
+            if let (Some(request), true) = (request, last) {
                 self.sent(request);
             }
         }
@@ -109,6 +173,7 @@ impl DatagramQp {
             return;
         };
         self.counters.tx_errors += 1;
+        let Some(request) = request else { return };
         self.condemn(request, Status::LocalQpOperation);
         if last {
             self.sent(request);
@@ -352,10 +417,15 @@ impl DatagramQp {
         dgram::seal(&mut bytes);
         message.sent += len;
         self.observe(&Step::Segment(payload, last));
-        self.given_out.push_back((current.request, last));
+        self.given_out.push_back((Some(current.request), last));
         let size = bytes.len();
+        if let Some(peer) = current.peer() {
+            let end = u32::try_from(from + len).unwrap_or(u32::MAX);
+            self.flow.sent(peer, shim.id, end, size);
+        }
         out.push(TxDatagram {
             to: current.to.addr,
+            from: None,
             hop_limit: current.to.hop_limit,
             traffic_class: current.to.traffic_class,
             bytes,
