@@ -1103,6 +1103,79 @@ fn uc_large_message_goes_out_in_bounded_batches() {
     assert!(sent[0].bytes.len() <= 65_507);
 }
 
+// ---------------------------------------------------------------------- pace
+
+#[test]
+fn a_sender_waits_for_a_receiver_that_does_not_keep_up() {
+    for kind in [Kind::Ud, Kind::Uc] {
+        let (mut a, mut b) = pair(kind);
+        b.qp.set_room(1 << 20);
+        let mut on_the_way = VecDeque::new();
+        let mut most = 0;
+        let mut delivered = 0;
+        let mut posted = 0;
+        while delivered < 2000 {
+            while posted < 2000
+                && a.qp
+                    .post_send(request(posted, SEND, inline(&[7; 100]), &b))
+                    .is_ok()
+            {
+                posted += 1;
+            }
+            let mut out = Vec::new();
+            a.qp.poll_tx(&mut out);
+            a.qp.handle_written(out.len());
+            on_the_way.extend(out);
+            most = most.max(on_the_way.len());
+            a.done();
+            // The receiver is slower than the sender.
+            for _ in 0..3 {
+                let Some(datagram) = on_the_way.pop_front() else {
+                    break;
+                };
+                b.recv(delivered, 1000, 200);
+                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                delivered += 1;
+            }
+            b.done();
+            let mut back = Vec::new();
+            if b.qp.wants_tx() {
+                b.qp.poll_tx(&mut back);
+                b.qp.handle_written(back.len());
+            }
+            for datagram in back {
+                assert_eq!((datagram.to, datagram.from), (a.addr, Some(b.addr.ip())));
+                assert_eq!(a.hears(&b, &datagram.bytes), Ok(()));
+            }
+        }
+        // 1 MiB of room, some 1.3 KB of it for each.
+        assert!((500..1000).contains(&most), "{kind:?} {most}");
+        assert_eq!(a.qp.counters().tx_stalls, 0);
+        assert!(a.qp.counters().rx_dgrams < 20);
+    }
+}
+
+#[test]
+fn a_receiver_that_never_reports_stalls_its_sender_once() {
+    let (mut a, b) = pair(Kind::Uc);
+    let payload = Payload::Sges(smallvec![a.sge(0, 60_000)]);
+    let mut sent = Vec::new();
+    for id in 0..16 {
+        let wr = request(id, write(&b, 0, None), payload.clone(), &b);
+        a.qp.post_send(wr).unwrap();
+    }
+    a.qp.poll_tx(&mut sent);
+    assert!(sent.len() < 4, "{}", sent.len());
+    assert_eq!((a.qp.stall(), a.qp.wants_tx()), (Some(1), false));
+    a.qp.handle_stall();
+    assert_eq!((a.qp.stall(), a.qp.wants_tx()), (None, true));
+    while a.qp.wants_tx() {
+        a.qp.poll_tx(&mut sent);
+    }
+    assert_eq!(sent.len(), 16);
+    assert_eq!(a.qp.counters().tx_stalls, 1);
+}
+
 // ---------------------------------------------------------------------- anybody
 
 #[test]
