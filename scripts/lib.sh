@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+# What the scripts share: steps that tell what they do, and installing what is missing. Sourced, not run.
+
+say() { printf '\n==> %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# Runs a command as root: as we are, or through sudo.
+as_root() {
+    if [ "$(id -u)" = 0 ]; then
+        "$@"
+    elif command -v sudo >/dev/null; then
+        sudo "$@"
+    else
+        die "not root, and there is no sudo; run as root once: $*"
+    fi
+}
+
+# Installs Debian packages of which PROGRAM or file is missing: need_debian 'PROBE=PACKAGE' ...
+# A probe with a slash is a file, any other a program.
+need_debian() {
+    local entry probe package missing=()
+    for entry; do
+        probe=${entry%%=*} package=${entry#*=}
+        case $probe in
+        */*) [ -e "$probe" ] || missing+=("$package") ;;
+        *) PATH=$PATH:/usr/sbin:/sbin command -v "$probe" >/dev/null || missing+=("$package") ;;
+        esac
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    command -v apt-get >/dev/null || die "missing, and this is no Debian or Ubuntu to install from: ${missing[*]}"
+    say "installing ${missing[*]}"
+    as_root apt-get update -q
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
+}
+
+# A Rust that is new enough for the workspace.
+need_rust() {
+    local wanted have
+    wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+    [ -x "$HOME/.cargo/bin/cargo" ] && PATH=$HOME/.cargo/bin:$PATH
+    command -v cargo >/dev/null || die "no cargo: install Rust $wanted or newer (https://rustup.rs)"
+    have=$(cargo --version | awk '{print $2}')
+    [ "$(printf '%s\n' "$wanted" "$have" | sort -V | head -n 1)" = "$wanted" ] ||
+        die "cargo $have is too old: Rust $wanted or newer is needed (https://rustup.rs)"
+}
+
+# What building needs, and what the tests run.
+BUILD_PACKAGES=(cc=gcc ld=binutils /usr/include/stdio.h=libc6-dev
+    /usr/include/infiniband/verbs.h=libibverbs-dev /usr/include/rdma/rdma_cma.h=librdmacm-dev)
+PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perftest qperf=qperf ip=iproute2
+    unshare=util-linux setpriv=util-linux stdbuf=coreutils)
