@@ -3,7 +3,7 @@
  * Every opcode, byte for byte, between two queue pairs of one process.
  *
  * A plain verbs program: it knows the public headers and nothing of the library behind them. Arguments are
- * parts of test names; none runs all. `--list` prints the names.
+ * parts of test names; none runs all. `--list` prints the names, `--device` the device and its addresses.
  */
 #include "ends.h"
 
@@ -1685,7 +1685,31 @@ static const struct test tests[] = {
 	{ "ud_many_qps", ud_many_qps, 32, 0 },
 };
 
+/* Tells the device and its addresses, a line each, for other programs to read. */
+static int describe(void)
+{
+	const char *reason = open_device();
+
+	if (reason) {
+		fprintf(stderr, "%s\n", reason);
+		return 1;
+	}
+	printf("device %s\n", ibv_get_device_name(device->device));
+	for (uint32_t i = 0; i < (uint32_t)port_attr.gid_tbl_len; i++) {
+		char text[INET6_ADDRSTRLEN];
+		struct ibv_gid_entry entry;
+
+		if (ibv_query_gid_ex(device, PORT, i, &entry, 0))
+			continue;
+		inet_ntop(AF_INET6, entry.gid.raw, text, sizeof text);
+		printf("gid %u %s ifindex %u\n", i, text, entry.ndev_ifindex);
+	}
+	return ibv_close_device(device) ? 1 : 0;
+}
+
 int main(int argc, char **argv)
 {
+	if (has_flag(argc, argv, "--device"))
+		return describe();
 	return run_tests(tests, COUNT(tests), argc, argv);
 }
