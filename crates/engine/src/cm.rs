@@ -9,6 +9,8 @@
 //! A TCP port space port is the TCP port of that number, private data is the MPA frame's, so that siw and hardware
 //! RNICs connect to and from it. Events of an identifier wait in the channel it was made with or moved to.
 
+mod udp;
+
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -95,6 +97,8 @@ pub struct Event {
     pub initiator_depth: u8,
     /// For datagrams: whom to send to.
     pub peer: Option<Peer>,
+    /// What the application gave when it joined a group.
+    pub context: usize,
 }
 
 /// A channel of events.
@@ -159,6 +163,8 @@ struct State {
     pending: Vec<Weak<CmId>>,
     qp: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
+    udp: Option<udp::Side>,
+    asker: Option<udp::Asker>,
     startup: Option<Arc<Startup>>,
     param: ConnParam,
     offered: (u8, u8),
@@ -221,6 +227,8 @@ impl CmId {
                 pending: Vec::new(),
                 qp: None,
                 datagram: None,
+                udp: None,
+                asker: None,
                 startup: None,
                 param: ConnParam::default(),
                 offered: (0, 0),
@@ -230,6 +238,10 @@ impl CmId {
                 destroyed: false,
             }),
         })
+    }
+
+    fn is_datagram(&self) -> bool {
+        matches!(self.port_space, PortSpace::Udp | PortSpace::Ipoib)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -394,6 +406,7 @@ impl CmId {
             responder_resources: 0,
             initiator_depth: 0,
             peer: None,
+            context: 0,
         };
         fill(&mut event);
         log!(
@@ -441,18 +454,6 @@ impl CmId {
     /// The datagram queue pair of this identifier, and the Q_Key that peers are told.
     pub fn set_datagram(&self, qp: QueuePair, qkey: u32) {
         self.lock().datagram = Some((qp, qkey));
-    }
-
-    /// Joins a multicast group (`rdma_join_multicast(3)`); the outcome is an event.
-    pub fn join(&self, group: IpAddr) -> io::Result<()> {
-        let _ = group;
-        Err(os(libc::EOPNOTSUPP))
-    }
-
-    /// Leaves a multicast group.
-    pub fn leave(&self, group: IpAddr) -> io::Result<()> {
-        let _ = group;
-        Err(os(libc::EOPNOTSUPP))
     }
 
     /// The queue pair to connect: the identifier's own, or the one whose number the application gave.
@@ -510,6 +511,9 @@ impl CmId {
 
     /// Connects (`rdma_connect(3)`).
     pub fn connect(&self, param: ConnParam) -> io::Result<()> {
+        if self.is_datagram() {
+            return self.ask(param);
+        }
         if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
             return Err(os(libc::EINVAL));
         }
@@ -576,6 +580,9 @@ impl CmId {
         if state.phase != Phase::Bound {
             return Err(os(libc::EINVAL));
         }
+        if self.is_datagram() {
+            return self.listen_udp(&mut state, backlog);
+        }
         let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
         let backlog = if backlog <= 0 { 1024 } else { backlog };
         if let Err(e) = rustix::net::listen(fd.get(), backlog) {
@@ -617,6 +624,11 @@ impl CmId {
 
     /// Accepts a connect request (`rdma_accept(3)`).
     pub fn accept(&self, param: ConnParam) -> io::Result<()> {
+        if self.is_datagram() {
+            let private_data = param.private_data.clone();
+            self.lock().param = param;
+            return self.answer(0, &private_data);
+        }
         if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
             return Err(os(libc::EINVAL));
         }
@@ -669,6 +681,9 @@ impl CmId {
 
     /// Rejects a connect request (`rdma_reject(3)`).
     pub fn reject(&self, private_data: &[u8]) -> io::Result<()> {
+        if self.is_datagram() {
+            return self.answer(udp::SIDR_REJECT, private_data);
+        }
         if private_data.len() > bounds::PRIVATE_DATA_MAX {
             return Err(os(libc::EINVAL));
         }
@@ -729,7 +744,7 @@ impl CmId {
 
     /// The identifier goes away; its waiting events too.
     pub fn destroy(&self) {
-        let (listener, startup, phase, channel, pending) = {
+        let (listener, startup, phase, channel, pending, udp) = {
             let mut state = self.lock();
             state.destroyed = true;
             state.bound = None;
@@ -741,8 +756,10 @@ impl CmId {
                 std::mem::replace(&mut state.phase, Phase::Over),
                 Arc::clone(&state.channel),
                 std::mem::take(&mut state.pending),
+                state.udp.take(),
             )
         };
+        self.drop_udp(udp);
         if let Some((fd, token)) = listener {
             self.engine.remove(token, Some(fd.get()));
         }

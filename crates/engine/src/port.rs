@@ -57,13 +57,10 @@ impl std::fmt::Debug for Port {
     }
 }
 
-/// A socket bound to every address (or to loopback when the host has nothing else).
+/// A socket bound to every address of the host, IPv4 and IPv6 if it has that: each of them is a GID.
 fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
-    let only_loopback = device::gids().first().is_none_or(|g| g.ip.is_loopback());
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    if !only_loopback
-        && let Ok(fd) = rustix::net::socket_with(AddressFamily::INET6, kind, flags, None)
-    {
+    if let Ok(fd) = rustix::net::socket_with(AddressFamily::INET6, kind, flags, None) {
         let fd = EngineFd::new(fd);
         sys::set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
         let any: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
@@ -79,12 +76,7 @@ fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
         flags,
         None,
     )?);
-    let ip = if only_loopback {
-        Ipv4Addr::LOCALHOST
-    } else {
-        Ipv4Addr::UNSPECIFIED
-    };
-    rustix::net::bind(fd.get(), &SocketAddr::from((ip, port)))?;
+    rustix::net::bind(fd.get(), &SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)))?;
     Ok((fd, false))
 }
 

@@ -429,6 +429,10 @@ unsafe fn c_event(event: Event) -> Result<*mut rdma_cm_event, c_int> {
             ud.qkey = peer.qkey;
             ud.ah_attr = vector_to(peer.addr, event.id.local());
         }
+        if event.context != 0 {
+            // What `rdma_join_multicast` was given.
+            ud.private_data = std::ptr::with_exposed_provenance(event.context);
+        }
         object.c.param.ud = ud;
     } else {
         object.c.param.conn = rdma_conn_param {
@@ -1534,13 +1538,13 @@ entry! {
 }
 
 /// Joins a group; the outcome is an event.
-unsafe fn join(id: *mut rdma_cm_id, addr: *mut sockaddr, _context: *mut c_void) -> c_int {
+unsafe fn join(id: *mut rdma_cm_id, addr: *mut sockaddr, context: *mut c_void) -> c_int {
     // SAFETY: the program's promise.
     let Some(group) = (unsafe { address_of(addr) }) else {
         return fail(libc::EINVAL, -1);
     };
     // SAFETY: as above.
-    unsafe { step(id, |e| e.join(group.ip())) }
+    unsafe { step(id, |e| e.join(group.ip(), context.expose_provenance())) }
 }
 
 entry! {

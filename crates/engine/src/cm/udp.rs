@@ -1,0 +1,417 @@
+//! Datagram identifiers: one question and one answer instead of a connection, as the SIDR protocol of InfiniBand.
+//!
+//! The active side sends its request to the UDP port that the passive side listens on, again and again until the answer
+//! comes; the answer names queue pair and Q_Key. Groups are joined here too.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::datagram::MULTICAST_QPN;
+use anywarp_core::wire::dgram::{CM_PRIVATE_DATA, Cm, CmReply, CmRequest};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+
+use super::{CmId, ConnParam, Event, EventKind, Peer, Phase, State, os};
+use crate::clock;
+use crate::net::udp::GROUP_PORT;
+use crate::startup::plain;
+use crate::sys::EngineFd;
+use crate::worker::{Source, Token, random_u32};
+
+/// Pause before a request is sent again.
+const AGAIN: Duration = Duration::from_millis(100);
+/// Times it is sent: five seconds in all.
+const TRIES: u32 = 50;
+/// Answers that a listener remembers, for requests that come again.
+const ANSWERS: usize = 256;
+/// Datagrams that one turn looks at.
+const TURN: usize = 64;
+/// Q_Key of queue pairs that identifiers own, as every rdma_cm uses it.
+const UDP_QKEY: u32 = 0x0123_4567;
+/// Status of an answer that says no (the reject of SIDR).
+pub(super) const SIDR_REJECT: u8 = 2;
+
+/// The socket of a datagram identifier.
+pub(super) struct Side {
+    fd: EngineFd,
+    token: Token,
+    /// The active side's question.
+    question: Option<Question>,
+    /// The passive side's answers: to whom, to which request, what.
+    answers: VecDeque<(SocketAddr, u32, Vec<u8>)>,
+}
+
+struct Question {
+    id: u32,
+    bytes: Vec<u8>,
+    tries: u32,
+}
+
+/// Whom a requested identifier answers, and through which listener.
+#[derive(Debug, Clone)]
+pub(super) struct Asker {
+    from: SocketAddr,
+    id: u32,
+    listener: Weak<CmId>,
+}
+
+struct UdpSource(Weak<CmId>);
+
+impl Source for UdpSource {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        if let Some(id) = self.0.upgrade() {
+            id.udp_ready();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        if let Some(id) = self.0.upgrade() {
+            id.udp_timeout();
+        }
+    }
+}
+
+impl CmId {
+    fn watch_udp(&self, fd: EngineFd, question: Option<Question>) -> io::Result<Side> {
+        let source = Arc::new(UdpSource(self.me.clone()));
+        let token = self.engine.add(source, fd.get(), false)?;
+        Ok(Side {
+            fd,
+            token,
+            question,
+            answers: VecDeque::new(),
+        })
+    }
+
+    pub(super) fn drop_udp(&self, side: Option<Side>) {
+        if let Some(side) = side {
+            self.engine.remove(side.token, Some(side.fd.get()));
+        }
+    }
+
+    /// Listens for requests.
+    pub(super) fn listen_udp(&self, state: &mut State, backlog: i32) -> io::Result<()> {
+        let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
+        state.udp = Some(self.watch_udp(fd, None)?);
+        state.backlog = usize::try_from(backlog).unwrap_or(0).clamp(16, 1024);
+        state.phase = Phase::Listening;
+        Ok(())
+    }
+
+    /// Asks the peer for its queue pair.
+    pub(super) fn ask(&self, param: ConnParam) -> io::Result<()> {
+        if param.private_data.len() > CM_PRIVATE_DATA {
+            return Err(os(libc::EINVAL));
+        }
+        let mut state = self.lock();
+        if state.phase != Phase::Routed {
+            return Err(os(libc::EINVAL));
+        }
+        let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
+        let fd = match state.bound.take() {
+            Some(fd) => fd,
+            None => {
+                let family = if remote.is_ipv4() {
+                    AddressFamily::INET
+                } else {
+                    AddressFamily::INET6
+                };
+                let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+                let fd = EngineFd::new(rustix::net::socket_with(
+                    family,
+                    SocketType::DGRAM,
+                    flags,
+                    None,
+                )?);
+                if let Some(local) = state.local {
+                    rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
+                }
+                fd
+            }
+        };
+        if let Some(local) = crate::startup::local_addr(&fd) {
+            let ip = state.local.map_or_else(|| local.ip(), |l| l.ip());
+            state.local = Some(SocketAddr::new(ip, local.port()));
+        }
+        let id = random_u32();
+        let request = Cm::Request(CmRequest {
+            id,
+            private_data: param.private_data.clone(),
+        });
+        let question = Question {
+            id,
+            bytes: request.emit(),
+            tries: 0,
+        };
+        state.param = param;
+        state.phase = Phase::Connecting;
+        state.udp = Some(self.watch_udp(fd, Some(question))?);
+        drop(state);
+        self.udp_timeout();
+        Ok(())
+    }
+
+    /// Sends the question, or gives up.
+    fn udp_timeout(&self) {
+        {
+            let mut state = self.lock();
+            if state.phase != Phase::Connecting {
+                return;
+            }
+            let remote = state.remote;
+            let Some(side) = &mut state.udp else { return };
+            let Some(question) = &mut side.question else {
+                return;
+            };
+            if question.tries < TRIES {
+                question.tries += 1;
+                if let Some(remote) = remote {
+                    // A socket without room, or a peer that is not there yet: the next try does it.
+                    let _ = rustix::net::sendto(
+                        side.fd.get(),
+                        &question.bytes,
+                        SendFlags::NOSIGNAL,
+                        &remote,
+                    );
+                }
+                self.engine.deadline(side.token, clock::now() + AGAIN);
+                return;
+            }
+            let side = state.udp.take();
+            state.phase = Phase::Over;
+            drop(state);
+            self.drop_udp(side);
+        }
+        self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
+    }
+
+    fn udp_ready(&self) {
+        for _ in 0..TURN {
+            let mut buffer = [0_u8; 2048];
+            let got = {
+                let state = self.lock();
+                let Some(side) = &state.udp else { return };
+                match rustix::net::recvfrom(
+                    side.fd.get(),
+                    buffer.as_mut_slice(),
+                    RecvFlags::DONTWAIT,
+                ) {
+                    Ok((_, n, from)) => from
+                        .and_then(|f| SocketAddr::try_from(f).ok())
+                        .map(|f| (n, plain(f))),
+                    Err(rustix::io::Errno::AGAIN) => return,
+                    // An ICMP error for something sent earlier: looked at, gone.
+                    Err(_) => continue,
+                }
+            };
+            let Some((n, from)) = got else { continue };
+            match Cm::parse(buffer.get(..n).unwrap_or(&[])) {
+                Ok(Cm::Request(request)) => self.asked(from, request),
+                Ok(Cm::Reply(reply)) => self.answered(from, reply),
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Somebody asks.
+    fn asked(&self, from: SocketAddr, request: CmRequest) {
+        let Some(me) = self.me.upgrade() else { return };
+        let channel = {
+            let mut state = self.lock();
+            if state.phase != Phase::Listening {
+                return;
+            }
+            if let Some(side) = &state.udp
+                && let Some((_, _, bytes)) = side
+                    .answers
+                    .iter()
+                    .find(|(to, id, _)| *to == from && *id == request.id)
+            {
+                let _ = rustix::net::sendto(side.fd.get(), bytes, SendFlags::NOSIGNAL, &from);
+                return;
+            }
+            state.pending.retain(|p| {
+                p.upgrade()
+                    .is_some_and(|id| id.lock().phase == Phase::Requested)
+            });
+            let known = state.pending.iter().filter_map(Weak::upgrade).any(|id| {
+                let asker = &id.lock().asker;
+                asker
+                    .as_ref()
+                    .is_some_and(|a| a.from == from && a.id == request.id)
+            });
+            if known || state.pending.len() >= state.backlog {
+                // The application has it already, or has too many: the asker tries again.
+                return;
+            }
+            Arc::clone(&state.channel)
+        };
+        let child = Self::make(self.engine, &channel, self.port_space);
+        {
+            let local = self.lock().local;
+            let mut state = child.lock();
+            state.phase = Phase::Requested;
+            state.local = match local {
+                Some(l) if l.ip().is_unspecified() => super::source_for(from)
+                    .ok()
+                    .map(|ip| SocketAddr::new(ip, l.port())),
+                other => other,
+            };
+            state.remote = Some(from);
+            state.asker = Some(Asker {
+                from,
+                id: request.id,
+                listener: self.me.clone(),
+            });
+        }
+        self.lock().pending.push(Arc::downgrade(&child));
+        child.push_event(
+            |e| {
+                e.listener = Some(me);
+                e.private_data = request.private_data;
+            },
+            EventKind::ConnectRequest,
+            0,
+        );
+    }
+
+    /// Answers the request of this identifier.
+    pub(super) fn answer(&self, status: u8, private_data: &[u8]) -> io::Result<()> {
+        if private_data.len() > CM_PRIVATE_DATA {
+            return Err(os(libc::EINVAL));
+        }
+        let (asker, qpn, qkey) = {
+            let mut state = self.lock();
+            if state.phase != Phase::Requested {
+                return Err(os(libc::EINVAL));
+            }
+            let (qpn, qkey) = match &state.datagram {
+                Some((qp, qkey)) => (qp.number(), *qkey),
+                None => (state.param.qp_num, UDP_QKEY),
+            };
+            if status == 0 && qpn == 0 {
+                return Err(os(libc::EINVAL));
+            }
+            state.phase = if status == 0 {
+                Phase::Connected
+            } else {
+                Phase::Over
+            };
+            (
+                state.asker.clone().ok_or_else(|| os(libc::EINVAL))?,
+                qpn,
+                qkey,
+            )
+        };
+        let listener = asker.listener.upgrade().ok_or_else(|| os(libc::ENOTCONN))?;
+        let bytes = Cm::Reply(CmReply {
+            id: asker.id,
+            status,
+            qpn,
+            qkey,
+            private_data: private_data.to_vec(),
+        })
+        .emit();
+        let mut state = listener.lock();
+        let side = state.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
+        let _ = rustix::net::sendto(side.fd.get(), &bytes, SendFlags::NOSIGNAL, &asker.from);
+        side.answers.push_back((asker.from, asker.id, bytes));
+        if side.answers.len() > ANSWERS {
+            side.answers.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The answer came.
+    fn answered(&self, from: SocketAddr, reply: CmReply) {
+        {
+            let mut state = self.lock();
+            let asked = state
+                .udp
+                .as_ref()
+                .and_then(|s| s.question.as_ref())
+                .map(|q| q.id);
+            let ip = state.remote.map(|r| r.ip());
+            if state.phase != Phase::Connecting || asked != Some(reply.id) || ip != Some(from.ip())
+            {
+                return;
+            }
+            state.phase = if reply.status == 0 {
+                Phase::Connected
+            } else {
+                Phase::Over
+            };
+            let side = state.udp.take();
+            drop(state);
+            self.drop_udp(side);
+        }
+        if reply.status != 0 {
+            let status = i32::from(reply.status);
+            self.push_event(
+                |e| e.private_data = reply.private_data,
+                EventKind::Unreachable,
+                status,
+            );
+            return;
+        }
+        let port = u16::try_from(reply.qpn >> 8).unwrap_or(0);
+        self.push_event(
+            |e| {
+                e.private_data = reply.private_data;
+                e.peer = Some(Peer {
+                    addr: SocketAddr::new(from.ip(), port),
+                    qpn: reply.qpn,
+                    qkey: reply.qkey,
+                });
+            },
+            EventKind::Established,
+            0,
+        );
+    }
+
+    // ------------------------------------------------------------------ groups
+
+    /// Joins a multicast group (`rdma_join_multicast(3)`); the outcome is an event. `context` comes back in it.
+    pub fn join(&self, group: IpAddr, context: usize) -> io::Result<()> {
+        let (qp, qkey) = self
+            .lock()
+            .datagram
+            .clone()
+            .ok_or_else(|| os(libc::EINVAL))?;
+        if !group.to_canonical().is_multicast() {
+            return Err(os(libc::EINVAL));
+        }
+        let joined = qp.multicast(group, true);
+        let kind = if joined.is_ok() {
+            EventKind::MulticastJoin
+        } else {
+            EventKind::MulticastError
+        };
+        let status = joined.err().map_or(0, |e| -e.errno());
+        self.push_event(
+            |e: &mut Event| {
+                e.context = context;
+                e.peer = Some(Peer {
+                    addr: SocketAddr::new(group.to_canonical(), GROUP_PORT),
+                    qpn: MULTICAST_QPN,
+                    qkey,
+                });
+            },
+            kind,
+            status,
+        );
+        Ok(())
+    }
+
+    /// Leaves a multicast group (`rdma_leave_multicast(3)`).
+    pub fn leave(&self, group: IpAddr) -> io::Result<()> {
+        let (qp, _) = self
+            .lock()
+            .datagram
+            .clone()
+            .ok_or_else(|| os(libc::EINVAL))?;
+        qp.multicast(group, false).map_err(|e| os(e.errno()))
+    }
+}
