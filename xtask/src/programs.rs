@@ -232,9 +232,11 @@ impl Host {
 
 impl Stage {
     fn new(options: &Options) -> Result<Self> {
-        let work = env::temp_dir().join(format!("anywarp-programs-{}", std::process::id()));
-        fs::create_dir(&work)?;
+        let work = new_folder()?;
         fs::set_permissions(&work, fs::Permissions::from_mode(0o755))?;
+        // What programs keep for their user goes there too, and with it at the end.
+        fs::create_dir(work.join("run"))?;
+        fs::set_permissions(work.join("run"), fs::Permissions::from_mode(0o1777))?;
         let stage = Self {
             place: if options.netns {
                 Place::Namespaces
@@ -372,7 +374,9 @@ impl Stage {
         ] {
             command.env_remove(name);
         }
-        command.env("HOME", &self.work);
+        command
+            .env("HOME", &self.work)
+            .env("XDG_RUNTIME_DIR", self.work.join("run"));
         if self.place == Place::Loopback || case.ipv6 {
             command.env("ANYWARP_ADDR", address(host));
         }
@@ -382,6 +386,20 @@ impl Stage {
         command.envs(case.env.iter().map(|(name, value)| (name, value)));
         Player::start(command, line, host, &self.work)
     }
+}
+
+/// A new folder for one run. The process id alone would do, but in a namespace it is always the same.
+fn new_folder() -> Result<PathBuf> {
+    for attempt in 0..1000_u32 {
+        let name = format!("anywarp-programs-{}-{attempt}", std::process::id());
+        let path = env::temp_dir().join(name);
+        match fs::create_dir(&path) {
+            Ok(()) => return Ok(path),
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(format!("{}: {e}", path.display()).into()),
+        }
+    }
+    Err("no free name for a folder".into())
 }
 
 /// Whether uid 0 here is uid 0 of the machine: only then are there other users to become.
