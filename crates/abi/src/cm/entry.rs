@@ -395,7 +395,9 @@ unsafe fn c_event(event: Event) -> Result<*mut rdma_cm_event, c_int> {
     if event.kind == EventKind::RouteResolved {
         c.route.num_paths = 1;
     }
-    if matches!(event.kind, EventKind::Established | EventKind::Disconnected) && !c.qp.is_null() {
+    // The program destroys no queue pair whose connection is being made; one whose connection ended it may be
+    // destroying right now in another thread.
+    if event.kind == EventKind::Established && !c.qp.is_null() {
         // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
         let (state, _) = unsafe { of::<QpObject, _>(c.qp) }.engine.query();
         // SAFETY: as above.
