@@ -368,12 +368,12 @@ static const char *unmapped(size_t op)
 	uint8_t *at;
 
 	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, len, IBV_ACCESS_LOCAL_WRITE)); /* before, lest it takes the place */
 	at = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
 	mr = new_mr(p.b.pd, at, len, ALL_ACCESS);
 	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
 	ENSURE(!munmap(at, len), "munmap: %s", strerror(errno));
-	TRY(new_region(&mine, p.a.pd, len, IBV_ACCESS_LOCAL_WRITE));
 	sge = sge_of(&mine, 0, op == ATOMIC ? 8 : 100);
 	wr = operation_wr((enum operation)op, &sge, &mine, 0);
 	wr.wr.rdma.remote_addr = (uintptr_t)at;
@@ -898,13 +898,14 @@ static const char *resize(size_t arg)
 /* Completions and events of what was destroyed do not outlive it. */
 static const char *nothing_left_behind(size_t arg)
 {
-	struct want w = { .srq = true };
 	struct pair p;
 
 	(void)arg;
-	TRY(open_pair(&p, &w));
+	TRY(open_device());
+	TRY(open_end(&p.a, &usual));
+	TRY(open_end(&p.b, &(struct want){ .srq = true }));
+	TRY(connect_ends(&p.a, &p.b, &usual));
 	TRY(post_srq_recv(p.b.srq, 1, NULL, 0));
-	TRY(post_recv(p.b.qp, 1, NULL, 0) ? NULL : "\001receives on a queue pair with an SRQ are taken");
 	TRY(to_state(p.b.qp, IBV_QPS_ERR)); /* an event is waiting: LAST_WQE_REACHED */
 	sleep_ms(50);
 	ENSURE(!close_now(p.b.qp), "ibv_destroy_qp");
@@ -912,51 +913,51 @@ static const char *nothing_left_behind(size_t arg)
 }
 
 static const struct test tests[] = {
-	{ "flags_write", remote_flags, WRITE, 0 },
-	{ "flags_read", remote_flags, READ, 0 },
-	{ "flags_atomic", remote_flags, ATOMIC, 0 },
-	{ "receive_into_read_only", receive_into_read_only, 0, 0 },
-	{ "read_into_read_only", read_into_read_only, 0, 0 },
-	{ "other_pd_local", other_pd_local, 0, 0 },
-	{ "other_pd_write", other_pd_remote, WRITE, 0 },
-	{ "other_pd_read", other_pd_remote, READ, 0 },
-	{ "other_pd_atomic", other_pd_remote, ATOMIC, 0 },
-	{ "bounds_write", remote_bounds, WRITE, 0 },
-	{ "bounds_read", remote_bounds, READ, 0 },
-	{ "wraps_write", remote_wraps, WRITE, 0 },
-	{ "wraps_read", remote_wraps, READ, 0 },
-	{ "nothing_written_anywhere", nothing_anywhere, WRITE, 0 },
-	{ "nothing_read_anywhere", nothing_anywhere, READ, 0 },
-	{ "atomic_misaligned_by_4", atomic_alignment, 4, 0 },
-	{ "atomic_misaligned_by_1", atomic_alignment, 1, 0 },
-	{ "dereg_ends_access", dereg_ends_access, 20, 0 },
-	{ "old_key", old_key, 0, 0 },
-	{ "rereg", rereg, 0, 0 },
-	{ "unmapped_write", unmapped, WRITE, 0 },
-	{ "unmapped_read", unmapped, READ, 0 },
-	{ "unmapped_atomic", unmapped, ATOMIC, 0 },
-	{ "masks_rc", required_masks, IBV_QPT_RC, 0 },
-	{ "masks_uc", required_masks, IBV_QPT_UC, 0 },
-	{ "masks_ud", required_masks, IBV_QPT_UD, 0 },
-	{ "steps_rc", forbidden_steps, IBV_QPT_RC, 0 },
-	{ "steps_uc", forbidden_steps, IBV_QPT_UC, 0 },
-	{ "steps_ud", forbidden_steps, IBV_QPT_UD, 0 },
-	{ "bad_values", bad_values, 0, 0 },
-	{ "query", query, 0, 0 },
-	{ "posting_too_early", posting_too_early, 0, 0 },
-	{ "full_queues", full_queues, 0, 0 },
-	{ "bad_in_a_chain", bad_in_a_chain, 0, 0 },
-	{ "inline_too_long", inline_too_long, 0, 0 },
-	{ "wrong_opcode_rc", wrong_opcode, IBV_QPT_RC, 0 },
-	{ "wrong_opcode_uc", wrong_opcode, IBV_QPT_UC, 0 },
-	{ "wrong_opcode_ud", wrong_opcode, IBV_QPT_UD, 0 },
-	{ "too_large", too_large, 0, 0 },
-	{ "bad_regions", bad_regions, 0, 0 },
-	{ "busy", busy, 0, 0 },
-	{ "ports_and_tables", ports_and_tables, 0, 0 },
-	{ "cq_overflow", cq_overflow, 0, 0 },
-	{ "resize_cq", resize, 0, 0 },
-	{ "nothing_left_behind", nothing_left_behind, 0, 0 },
+	{ "flags_write", remote_flags, WRITE, 0, false },
+	{ "flags_read", remote_flags, READ, 0, false },
+	{ "flags_atomic", remote_flags, ATOMIC, 0, false },
+	{ "receive_into_read_only", receive_into_read_only, 0, 0, false },
+	{ "read_into_read_only", read_into_read_only, 0, 0, false },
+	{ "other_pd_local", other_pd_local, 0, 0, false },
+	{ "other_pd_write", other_pd_remote, WRITE, 0, false },
+	{ "other_pd_read", other_pd_remote, READ, 0, false },
+	{ "other_pd_atomic", other_pd_remote, ATOMIC, 0, false },
+	{ "bounds_write", remote_bounds, WRITE, 0, false },
+	{ "bounds_read", remote_bounds, READ, 0, false },
+	{ "wraps_write", remote_wraps, WRITE, 0, false },
+	{ "wraps_read", remote_wraps, READ, 0, false },
+	{ "nothing_written_anywhere", nothing_anywhere, WRITE, 0, false },
+	{ "nothing_read_anywhere", nothing_anywhere, READ, 0, false },
+	{ "atomic_misaligned_by_4", atomic_alignment, 4, 0, false },
+	{ "atomic_misaligned_by_1", atomic_alignment, 1, 0, false },
+	{ "dereg_ends_access", dereg_ends_access, 20, 0, false },
+	{ "old_key", old_key, 0, 0, false },
+	{ "rereg", rereg, 0, 0, false },
+	{ "unmapped_write", unmapped, WRITE, 0, true },
+	{ "unmapped_read", unmapped, READ, 0, true },
+	{ "unmapped_atomic", unmapped, ATOMIC, 0, true },
+	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
+	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },
+	{ "masks_ud", required_masks, IBV_QPT_UD, 0, false },
+	{ "steps_rc", forbidden_steps, IBV_QPT_RC, 0, false },
+	{ "steps_uc", forbidden_steps, IBV_QPT_UC, 0, false },
+	{ "steps_ud", forbidden_steps, IBV_QPT_UD, 0, false },
+	{ "bad_values", bad_values, 0, 0, false },
+	{ "query", query, 0, 0, false },
+	{ "posting_too_early", posting_too_early, 0, 0, false },
+	{ "full_queues", full_queues, 0, 0, false },
+	{ "bad_in_a_chain", bad_in_a_chain, 0, 0, false },
+	{ "inline_too_long", inline_too_long, 0, 0, false },
+	{ "wrong_opcode_rc", wrong_opcode, IBV_QPT_RC, 0, false },
+	{ "wrong_opcode_uc", wrong_opcode, IBV_QPT_UC, 0, false },
+	{ "wrong_opcode_ud", wrong_opcode, IBV_QPT_UD, 0, false },
+	{ "too_large", too_large, 0, 0, false },
+	{ "bad_regions", bad_regions, 0, 0, false },
+	{ "busy", busy, 0, 0, false },
+	{ "ports_and_tables", ports_and_tables, 0, 0, false },
+	{ "cq_overflow", cq_overflow, 0, 0, false },
+	{ "resize_cq", resize, 0, 0, false },
+	{ "nothing_left_behind", nothing_left_behind, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -993,20 +993,20 @@ static const char *thread_sleeps(size_t count)
 }
 
 static const struct test tests[] = {
-	{ "killed_peer", killed_peer, 0, 300 },
-	{ "killed_cm_peer", killed_cm_peer, 0, 300 },
-	{ "program_exits", program_ends, 0, 120 },
-	{ "program_exits_at_once", program_ends, 1, 120 },
-	{ "program_closes", program_ends, 2, 120 },
-	{ "program_closes_device_first", program_ends, 3, 120 },
-	{ "threads_apart", threads_apart, 500, 120 },
-	{ "threads_together", threads_together, 5000, 120 },
-	{ "threads_churn", threads_churn, 300, 120 },
-	{ "thread_sleeps", thread_sleeps, 2000, 120 },
-	{ "verbs_cycles", verbs_cycles, 0, 600 },
-	{ "abandoned_cycles", abandoned_cycles, 0, 600 },
-	{ "cm_cycles", cm_cycles, 0, 600 },
-	{ "device_cycles", device_cycles, 0, 600 },
+	{ "killed_peer", killed_peer, 0, 300, false },
+	{ "killed_cm_peer", killed_cm_peer, 0, 300, false },
+	{ "program_exits", program_ends, 0, 120, false },
+	{ "program_exits_at_once", program_ends, 1, 120, false },
+	{ "program_closes", program_ends, 2, 120, false },
+	{ "program_closes_device_first", program_ends, 3, 120, false },
+	{ "threads_apart", threads_apart, 500, 120, false },
+	{ "threads_together", threads_together, 5000, 120, false },
+	{ "threads_churn", threads_churn, 300, 120, false },
+	{ "thread_sleeps", thread_sleeps, 2000, 120, false },
+	{ "verbs_cycles", verbs_cycles, 0, 600, false },
+	{ "abandoned_cycles", abandoned_cycles, 0, 600, false },
+	{ "cm_cycles", cm_cycles, 0, 600, false },
+	{ "device_cycles", device_cycles, 0, 600, false },
 };
 
 int main(int argc, char **argv)

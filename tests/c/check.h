@@ -30,6 +30,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -42,6 +43,7 @@ struct test {
 	const char *(*run)(size_t arg);
 	size_t arg;
 	unsigned int seconds; /* deadline; 0: the default */
+	bool alone;           /* in a process of its own: it may well die */
 };
 
 #define DEFAULT_SECONDS 60
@@ -219,14 +221,38 @@ UNUSED static bool has_flag(int argc, char **argv, const char *flag)
 	return false;
 }
 
-static void run_test(const struct test *t)
+/* Runs a test as a new process of this program, which prints the reason of a failure itself. */
+static const char *run_alone(const struct test *t)
+{
+	static char text[128];
+	pid_t pid;
+	int status;
+
+	fflush(stdout);
+	pid = fork();
+	if (pid == 0) {
+		execl("/proc/self/exe", "test", "--alone", t->name, (char *)NULL);
+		_exit(127);
+	}
+	if (pid < 0 || waitpid(pid, &status, 0) != pid)
+		return "no process";
+	if (WIFSIGNALED(status))
+		snprintf(text, sizeof text, "dies of signal %d", WTERMSIG(status));
+	else if (WEXITSTATUS(status))
+		snprintf(text, sizeof text, "fails as the line before says");
+	else
+		return NULL;
+	return text;
+}
+
+static void run_test(const struct test *t, bool isolate)
 {
 	const char *reason, *cleanup;
 
 	tally.running = t->name;
 	alarm(t->seconds ? t->seconds : DEFAULT_SECONDS);
 	failed_at[0] = 0;
-	reason = t->run(t->arg);
+	reason = isolate && t->alone ? run_alone(t) : t->run(t->arg);
 	cleanup = close_all();
 	alarm(0);
 	if (!reason)
@@ -256,9 +282,19 @@ UNUSED static int run_tests(const struct test *tests, size_t count, int argc, ch
 	}
 	sigaction(SIGALRM, &action, NULL);
 	signal(SIGPIPE, SIG_IGN);
+	if (argc == 3 && !strcmp(argv[1], "--alone")) {
+		const char *reason = "no such test";
+
+		for (size_t i = 0; i < count; i++)
+			if (!strcmp(tests[i].name, argv[2]))
+				reason = tests[i].run(tests[i].arg);
+		if (reason)
+			printf("# %s: %s [%s]\n", argv[2], reason, failed_at);
+		return reason ? 1 : 0;
+	}
 	for (size_t i = 0; i < count; i++)
 		if (selected(tests[i].name, argc, argv))
-			run_test(&tests[i]);
+			run_test(&tests[i], true);
 	printf("%d passed, %d failed, %d skipped\n", tally.passed, tally.failed, tally.skipped);
 	return tally.failed || tally.passed == 0 ? 1 : 0;
 }

@@ -80,8 +80,6 @@ static const char *talk(struct pair *p, uint32_t seed)
 
 static const char *open_and_talk(struct pair *p)
 {
-	device = NULL; /* a child's own */
-	kept_count = 0;
 	TRY(open_pair(p, &usual));
 	TRY(talk(p, 11));
 	TRY(close_all());
@@ -110,6 +108,20 @@ static const char *fork_init(size_t arg)
 	return NULL;
 }
 
+/* A device of the child's own, or word that there is none: either will do, as long as nobody suffers. */
+static const char *open_anew_and_talk(struct pair *p)
+{
+	const char *reason;
+
+	device = NULL;
+	kept_count = 0;
+	reason = open_device();
+	if (reason && errno == ENODEV)
+		return NULL;
+	TRY(reason);
+	return open_and_talk(p);
+}
+
 static const char *child_opens_anew(size_t arg)
 {
 	struct pair p, of_child;
@@ -117,7 +129,7 @@ static const char *child_opens_anew(size_t arg)
 	(void)arg;
 	TRY(open_pair(&p, &usual));
 	TRY(talk(&p, 1));
-	TRY(in_child(open_and_talk, &of_child));
+	TRY(in_child(open_anew_and_talk, &of_child));
 	return talk(&p, 2);
 }
 
@@ -262,15 +274,15 @@ static const char *nothing_is_inherited(size_t arg)
 }
 
 static const struct test tests[] = {
-	{ "child_opens_first", child_opens_first, 0, 0 },
-	{ "fork_init", fork_init, 0, 0 },
-	{ "child_opens_anew", child_opens_anew, 0, 0 },
-	{ "child_does_nothing", child_does_nothing, 20, 0 },
-	{ "child_uses_inherited", child_uses_inherited, 0, 0 },
-	{ "child_destroys_inherited", child_destroys_inherited, 0, 0 },
-	{ "memory_stays", memory_stays, 0, 0 },
-	{ "run_commands", run_commands, 20, 0 },
-	{ "nothing_is_inherited", nothing_is_inherited, 0, 0 },
+	{ "child_opens_first", child_opens_first, 0, 0, false },
+	{ "fork_init", fork_init, 0, 0, false },
+	{ "child_opens_anew", child_opens_anew, 0, 0, false },
+	{ "child_does_nothing", child_does_nothing, 20, 0, false },
+	{ "child_uses_inherited", child_uses_inherited, 0, 0, false },
+	{ "child_destroys_inherited", child_destroys_inherited, 0, 0, false },
+	{ "memory_stays", memory_stays, 0, 0, false },
+	{ "run_commands", run_commands, 20, 0, false },
+	{ "nothing_is_inherited", nothing_is_inherited, 0, 0, false },
 };
 
 int main(int argc, char **argv)
