@@ -47,6 +47,9 @@ pub const COPY_LIMIT: usize = 16 * 1024;
 /// Bytes that one transmit batch collects before it is handed to the socket.
 pub const TX_BATCH_BYTES: usize = 1 << 20;
 
+/// Bytes that one transmit batch copies before it is handed to the socket: they should still be in the cache then.
+pub const TX_BATCH_COPIED: usize = 256 * 1024;
+
 /// Pieces (iovec entries) of one transmit batch; the kernel takes at most 1,024.
 pub const TX_BATCH_PIECES: usize = 96;
 

@@ -376,6 +376,20 @@ impl Connection {
         self.stream.as_ref().map_or(End::Dead, |s| s.end)
     }
 
+    /// Whether more than a few kilobytes wait to be framed, so that a transmit batch with room is worth having.
+    pub fn has_bulk(&mut self) -> bool {
+        const BULK: u64 = 2048;
+        let Some(s) = &self.stream else { return false };
+        s.current.is_some()
+            || s.responses
+                .iter()
+                .any(|r| matches!(r, Response::Read(m) if m.len > BULK))
+            || self
+                .sq
+                .peek()
+                .is_some_and(|(_, p)| p.request.payload.len() > BULK)
+    }
+
     /// Whether requests of the peer are done that it was not told of.
     pub fn owes_ack(&self) -> bool {
         self.stream.as_ref().is_some_and(|s| {

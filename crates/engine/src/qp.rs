@@ -575,7 +575,7 @@ impl RcQp {
                 outcome = tcp.receive(self.engine, &mut inner.conn, now);
             }
             let was_blocked = tcp.blocked;
-            let sent = tcp.transmit(&mut inner.conn, now, flush);
+            let sent = tcp.transmit(self.engine, &mut inner.conn, now, flush);
             if outcome == Outcome::Open {
                 outcome = sent;
             }

@@ -87,6 +87,7 @@ pub struct Engine {
     owed: Mutex<Vec<Arc<RcQp>>>,
     owed_count: AtomicUsize,
     stages: Mutex<Vec<Box<[u8]>>>,
+    rooms: Mutex<Vec<Vec<u8>>>,
     /// QPN ports of this process.
     pub(crate) ports: Mutex<Vec<Weak<Port>>>,
     /// Reliable queue pairs by number.
@@ -185,6 +186,7 @@ impl Engine {
             owed: Mutex::new(Vec::new()),
             owed_count: AtomicUsize::new(0),
             stages: Mutex::new(Vec::new()),
+            rooms: Mutex::new(Vec::new()),
             ports: Mutex::new(Vec::new()),
             qps: RwLock::new(HashMap::new()),
             broken: AtomicBool::new(false),
@@ -403,6 +405,23 @@ impl Engine {
         let mut stages = self.stages.lock().unwrap_or_else(PoisonError::into_inner);
         if stages.len() < SPARE_STAGES {
             stages.push(stage);
+        }
+    }
+
+    /// A transmit buffer.
+    pub(crate) fn room(&self) -> Vec<u8> {
+        self.rooms
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop()
+            .unwrap_or_default()
+    }
+
+    /// Gives a transmit buffer back.
+    pub(crate) fn return_room(&self, room: Vec<u8>) {
+        let mut rooms = self.rooms.lock().unwrap_or_else(PoisonError::into_inner);
+        if rooms.len() < SPARE_STAGES {
+            rooms.push(room);
         }
     }
 

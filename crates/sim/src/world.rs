@@ -320,7 +320,7 @@ impl World {
             end.sent += bytes.len();
             let dies = pipe.write(now, &mut self.rng, &bytes);
             if end.sent >= end.batch.len() {
-                end.batch.clear(0);
+                end.batch.clear();
                 end.sent = 0;
                 end.conn.handle_written();
                 end.collect();

@@ -14,7 +14,7 @@ use crate::worker::{Engine, STAGE, Source, Token};
 /// Bytes that one queue pair receives in one turn, before others have theirs.
 const TURN: usize = 4 << 20;
 /// Transmit buffer that an idle queue pair keeps, bytes.
-const KEEP: usize = 64 * 1024;
+const KEEP: usize = 4 * 1024;
 /// How long a closed connection is read on, so that what we sent last is not lost to a reset.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -171,11 +171,23 @@ impl Tcp {
     }
 
     /// Sends what can be sent: *frame* fills the batch, *gather* and *send* hand it to the kernel.
-    pub fn transmit(&mut self, conn: &mut Connection, now: Instant, flush: bool) -> Outcome {
+    pub fn transmit(
+        &mut self,
+        engine: &Engine,
+        conn: &mut Connection,
+        now: Instant,
+        flush: bool,
+    ) -> Outcome {
         loop {
             if self.batch.is_empty() {
+                if self.batch.room() < KEEP && conn.has_bulk() {
+                    self.batch.give_room(engine.room());
+                }
                 conn.poll_tx(now, flush, &mut self.batch);
                 if self.batch.is_empty() {
+                    if self.batch.room() > KEEP {
+                        engine.return_room(self.batch.take_room());
+                    }
                     self.blocked = false;
                     return Outcome::Open;
                 }
@@ -184,7 +196,7 @@ impl Tcp {
                 Io::Done(n) => {
                     self.sent += n;
                     if self.sent >= self.batch.len() {
-                        self.batch.clear(KEEP);
+                        self.batch.clear();
                         self.sent = 0;
                         conn.handle_written();
                     }

@@ -49,7 +49,9 @@ impl TxBatch {
 
     /// Whether it has all that one system call should carry.
     pub fn is_full(&self) -> bool {
-        self.bytes >= bounds::TX_BATCH_BYTES || self.pieces.len() >= bounds::TX_BATCH_PIECES
+        self.bytes >= bounds::TX_BATCH_BYTES
+            || self.own.len() >= bounds::TX_BATCH_COPIED
+            || self.pieces.len() >= bounds::TX_BATCH_PIECES
     }
 
     /// The runs, in order.
@@ -62,12 +64,29 @@ impl TxBatch {
         self.own.get(from..to).unwrap_or(&[])
     }
 
-    /// Empties it and keeps room for `keep` bytes.
-    pub fn clear(&mut self, keep: usize) {
+    /// Empties it and keeps its room.
+    pub fn clear(&mut self) {
         self.own.clear();
-        self.own.shrink_to(keep);
         self.pieces.clear();
         self.bytes = 0;
+    }
+
+    /// Takes the room of an empty batch away, for somebody else to use.
+    pub fn take_room(&mut self) -> Vec<u8> {
+        debug_assert!(self.is_empty(), "room is taken from an empty batch");
+        std::mem::take(&mut self.own)
+    }
+
+    /// Gives an empty batch room.
+    pub fn give_room(&mut self, mut room: Vec<u8>) {
+        debug_assert!(self.is_empty(), "room is given to an empty batch");
+        room.clear();
+        self.own = room;
+    }
+
+    /// Bytes of room.
+    pub fn room(&self) -> usize {
+        self.own.capacity()
     }
 
     /// Bytes that are no FPDU: start-up frames.
