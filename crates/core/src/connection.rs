@@ -560,7 +560,9 @@ impl Connection {
             markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
-            may_send: config.initiator,
+            // RFC 5044 §7.1.2 [responder-waits]: a responder is quiet until the first FPDU. One whose peer is known to be
+            // anywarp before that (their queue pairs were told of each other) need not be: that peer can take it.
+            may_send: config.initiator || config.peer == Peer::Anywarp,
             current: None,
             parts: VecDeque::new(),
             parts_of: 0,
