@@ -126,6 +126,8 @@ pub struct StreamConfig {
     pub crc: bool,
     /// Largest ULPDU to send.
     pub mulpdu: usize,
+    /// The same towards a peer that was unknown and turns out to be an anywarp.
+    pub mulpdu_anywarp: usize,
     /// What the peer is.
     pub peer: Peer,
     /// Reads and atomics of the peer that we serve at once.
@@ -555,6 +557,7 @@ impl Connection {
     pub fn attach(&mut self, mut config: StreamConfig, now: Instant) {
         if config.markers {
             config.mulpdu = mulpdu_between_markers(config.mulpdu);
+            config.mulpdu_anywarp = mulpdu_between_markers(config.mulpdu_anywarp);
         }
         let mut stream = Stream {
             markers: config.markers.then(Inserter::new),

@@ -368,6 +368,7 @@ impl RcQp {
         let config = StreamConfig {
             crc: false,
             mulpdu: bounds::MULPDU_ANYWARP,
+            mulpdu_anywarp: bounds::MULPDU_ANYWARP,
             peer: Peer::Anywarp,
             ird: attr_ird(inner.conn.attr()),
             ord: u32::from(inner.conn.attr().max_rd_atomic),
@@ -461,7 +462,8 @@ impl RcQp {
                 u32::from(inner.conn.attr().max_rd_atomic),
             )
         };
-        let mulpdu = if peer == Peer::Standard {
+        // A peer that is still unknown gets what every peer takes; its Hello raises that.
+        let mulpdu = if peer != Peer::Anywarp {
             let emss = sys::get_option(opened.fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG)
                 .unwrap_or(536);
             frame::mulpdu(usize::try_from(emss).unwrap_or(536))
@@ -471,6 +473,7 @@ impl RcQp {
         let config = StreamConfig {
             crc: params.crc,
             mulpdu,
+            mulpdu_anywarp: bounds::MULPDU_ANYWARP,
             peer,
             ird,
             ord,

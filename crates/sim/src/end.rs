@@ -47,6 +47,8 @@ pub struct Setup {
     pub crc: bool,
     /// Largest ULPDU to send.
     pub mulpdu: usize,
+    /// The same for a responder whose peer turned out to be an anywarp; 0: the same.
+    pub mulpdu_anywarp: usize,
     /// Reads and atomics of the peer that are served at once.
     pub ird: u32,
     /// Reads and atomics outstanding at most.
@@ -80,6 +82,7 @@ impl Setup {
             peer: Peer::Anywarp,
             crc: true,
             mulpdu: anywarp_core::bounds::MULPDU_ANYWARP,
+            mulpdu_anywarp: 0,
             ird: 16,
             ord: 16,
             managed: false,
@@ -116,6 +119,11 @@ impl Setup {
         StreamConfig {
             crc: self.crc,
             mulpdu: self.mulpdu,
+            mulpdu_anywarp: if self.mulpdu_anywarp == 0 {
+                self.mulpdu
+            } else {
+                self.mulpdu_anywarp
+            },
             peer: if initiator { self.peer } else { Peer::Unknown },
             ird: self.ird,
             ord: self.ord,

@@ -11,8 +11,10 @@ use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};
 use anywarp_core::verbs::wr::{Bind, Op, Sge, WorkRequest};
-use anywarp_core::wire::Stag;
+use anywarp_core::wire::control::Control;
+use anywarp_core::wire::ddp::Tagged;
 use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::{Stag, To};
 use anywarp_sim::{
     Mr, Request, Rng, Setup, World, access, compare_swap, each_seed, fetch_add, read, send,
     send_imm, send_invalidate, write, write_imm,
@@ -396,7 +398,7 @@ fn a_read_of_nothing_looks_at_no_memory() {
         let (a, _b) = w.pair(&setup);
         let nowhere = anywarp_core::verbs::wr::Remote {
             rkey: Stag(0xdead_be00),
-            to: anywarp_core::wire::To(u64::MAX),
+            to: To(u64::MAX),
         };
         w[a].post(read(1, nowhere));
         w[a].post(write(2, nowhere));
@@ -905,5 +907,40 @@ fn segments_fill_the_mulpdu_and_no_more() {
             200_000
         );
         assert!(full.iter().all(|f| !f.header().last()) && last.header().last());
+    }
+}
+
+/// A responder does not know yet who dialed it: it keeps to the size that every peer takes until a Hello comes.
+#[test]
+fn an_unknown_peer_gets_small_segments_until_its_hello() {
+    for (says_hello, largest) in [(false, 1442), (true, 9000)] {
+        let setup = Setup {
+            mulpdu: 1442,
+            mulpdu_anywarp: 9000,
+            ..Setup::standard()
+        };
+        let mut w = World::new(16);
+        let (end, peer) = w.raw(&setup, false);
+        let first = if says_hello {
+            let hello = Control::Hello {
+                version: 1,
+                features: 0,
+            };
+            hello.header().emit().to_vec()
+        } else {
+            let rtr = Tagged {
+                last: true,
+                opcode: Opcode::Write,
+                stag: Stag(1),
+                to: To(0),
+            };
+            rtr.emit().to_vec()
+        };
+        w[peer].sends(&first);
+        let mr = w[end].register(50_000, access::ALL);
+        w[end].post(send(1).from(&[mr.all()]));
+        w.run();
+        let got = w[peer].heard();
+        assert_eq!(got.iter().map(|f| f.ulpdu.len()).max(), Some(largest));
     }
 }

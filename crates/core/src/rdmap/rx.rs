@@ -90,6 +90,8 @@ impl Connection {
         s.may_send = true;
         if s.peer == Peer::Unknown {
             s.peer = if header.opcode() == Opcode::Control {
+                // One of us takes FPDUs that are larger than a segment.
+                s.config.mulpdu = s.config.mulpdu_anywarp;
                 Peer::Anywarp
             } else {
                 Peer::Standard
