@@ -14,7 +14,7 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
-static size_t rounds = 25, cycles = 500;
+static size_t rounds = 25, cycles = 3000;
 static uint64_t seed = 1;
 
 static const struct want usual = { 0 };

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 5] = ["selftest", "cm", "access", "chaos", "fork"];
+const PROGRAMS: [&str; 6] = ["selftest", "cm", "access", "chaos", "fork", "strangers"];
 
 /// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {

@@ -5,22 +5,24 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::sys::EngineFd;
+
 /// A queue of events with a descriptor.
 #[derive(Debug)]
 pub struct Channel<T> {
-    fd: OwnedFd,
+    fd: EngineFd,
     queue: Mutex<VecDeque<T>>,
 }
 
 impl<T> Channel<T> {
     /// An empty channel.
     pub fn new() -> io::Result<Self> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?;
+        let fd = EngineFd::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?);
         Ok(Self {
             fd,
             queue: Mutex::new(VecDeque::new()),
@@ -33,12 +35,12 @@ impl<T> Channel<T> {
 
     /// The descriptor's number, for the application.
     pub fn raw_fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
+        self.fd.raw()
     }
 
     /// The descriptor.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.fd.get()
     }
 
     /// Adds an event.
@@ -46,7 +48,7 @@ impl<T> Channel<T> {
         let mut queue = self.queue();
         queue.push_back(event);
         // The counter follows the queue: both change under the lock. It cannot overflow: it is 64 bits wide.
-        let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(self.fd.get(), &1_u64.to_ne_bytes());
     }
 
     /// Takes the oldest event.
@@ -70,7 +72,7 @@ impl<T> Channel<T> {
     /// Takes one off the counter, which is above zero because an event was in the queue.
     fn count_down(&self) {
         let mut one = [0_u8; 8];
-        let _ = rustix::io::read(&self.fd, &mut one);
+        let _ = rustix::io::read(self.fd.get(), &mut one);
     }
 
     /// Whether events wait.
@@ -80,7 +82,7 @@ impl<T> Channel<T> {
 
     /// Whether the application made the descriptor non-blocking.
     pub fn is_nonblocking(&self) -> bool {
-        crate::sys::is_nonblocking(self.fd.as_fd())
+        crate::sys::is_nonblocking(self.fd.get())
     }
 }
 
@@ -89,8 +91,8 @@ mod tests {
     use super::*;
 
     fn readable(c: &Channel<u32>) -> bool {
-        let mut fds = [rustix::event::PollFd::new(
-            &c.fd,
+        let mut fds = [rustix::event::PollFd::from_borrowed_fd(
+            c.fd.get(),
             rustix::event::PollFlags::IN,
         )];
         let now = rustix::event::Timespec {

@@ -18,13 +18,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, ResponderLimits};
+use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request};
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::State as QpState;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::channel::Channel;
 use crate::device;
+use crate::lobby;
 use crate::log;
 use crate::qp::{Manager, RcQp};
 use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup, local_addr, plain};
@@ -135,6 +136,9 @@ const REFUSED_PATIENCE: Duration = Duration::from_millis(400);
 const MIN_RNR_TIMER: u8 = 12;
 /// `timeout` of connections made here: 4.096 µs × 2^18, about a second.
 const TIMEOUT: u8 = 18;
+
+/// Connections that the kernel keeps for a listener, at least.
+const KERNEL_BACKLOG: i32 = 512;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
@@ -585,7 +589,9 @@ impl CmId {
         }
         let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
         let backlog = if backlog <= 0 { 1024 } else { backlog };
-        if let Err(e) = rustix::net::listen(fd.get(), backlog) {
+        // The application's number bounds what it has to answer. The kernel's queue is for all who knock, and a full one
+        // costs whoever comes next a second.
+        if let Err(e) = rustix::net::listen(fd.get(), backlog.max(KERNEL_BACKLOG)) {
             state.bound = Some(fd);
             return Err(e.into());
         }
@@ -598,27 +604,19 @@ impl CmId {
     }
 
     fn accept_sockets(&self) {
-        for _ in 0..16 {
-            let (fd, peer) = {
-                let state = self.lock();
-                let Some((listener, _)) = &state.listener else {
-                    return;
-                };
-                let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-                let Ok((fd, peer)) = rustix::net::acceptfrom_with(listener.get(), flags) else {
-                    return;
-                };
-                (EngineFd::new(fd), peer)
-            };
-            let Some(peer) = peer.and_then(|p| SocketAddr::try_from(p).ok()).map(plain) else {
-                continue;
-            };
-            let limits = ResponderLimits {
-                crc: device::wants_crc(),
-                ..ResponderLimits::default()
-            };
-            let Some(me) = self.me.upgrade() else { return };
-            let _ = Startup::answer(self.engine, me, fd, peer, limits);
+        let Some(owner) = self.me.upgrade() else {
+            return;
+        };
+        let owner: Arc<dyn Owner> = owner;
+        let state = self.lock();
+        if let Some((listener, token)) = &state.listener {
+            lobby::accept(self.engine, listener, *token, &owner);
+        }
+    }
+
+    fn resume_listening(&self) {
+        if let Some((listener, token)) = &self.lock().listener {
+            lobby::resume(self.engine, listener, *token);
         }
     }
 
@@ -975,5 +973,9 @@ impl Source for ListenSource {
         }
     }
 
-    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        if let Some(id) = self.0.upgrade() {
+            id.resume_listening();
+        }
+    }
 }

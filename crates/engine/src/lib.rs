@@ -8,6 +8,7 @@
 //! | [`dgram`] | datagram queue pairs |
 //! | [`port`] | QPN ports: a TCP listener and a UDP socket with one number |
 //! | [`startup`] | connections in MPA start-up, before a queue pair owns them |
+//! | `lobby` | connections of strangers, bounded |
 //! | [`cm`] | the connection manager |
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
 //! | [`channel`] | completion channels, asynchronous events |
@@ -18,6 +19,7 @@ pub mod clock;
 pub mod cm;
 pub mod device;
 pub mod dgram;
+mod lobby;
 pub mod log;
 mod mem;
 pub mod net;

@@ -1,7 +1,6 @@
 //! The log: `ANYWARP_LOG=error|warn|info|debug|trace`, to standard error. Off by default, and then one load and a branch.
 
 use std::fmt::Arguments;
-use std::io::Write;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -59,8 +58,9 @@ pub fn write(at: Level, text: Arguments<'_>) {
         Level::Trace => "trace",
     };
     let line = format!("anywarp[{}] {name}: {text}\n", std::process::id());
-    // A log that cannot be written is not worth failing for.
-    let _ = std::io::stderr().lock().write_all(line.as_bytes());
+    // One system call and no lock: another thread may have held it when this process was forked. A log that cannot be
+    // written is not worth failing for.
+    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
 }
 
 /// Logs at a level: `log!(Info, "qp {}: up", n)`.

@@ -3,26 +3,23 @@
 //! A queue pair number is `port << 8 | index`. The kernel hands out ports, so no two processes of a host can have the
 //! same number, and a peer that knows address and number knows where to connect or send to.
 
-use std::collections::VecDeque;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
-use anywarp_core::llp::mpa::startup::{Request, ResponderLimits};
+use anywarp_core::llp::mpa::startup::Request;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::device;
-use crate::log;
-use crate::startup::{Failure, Opened, Owner, Startup, plain};
+use crate::lobby;
+use crate::startup::{Failure, Opened, Owner, Startup};
 use crate::sys::{self, EngineFd};
 use crate::worker::{Engine, Source, Token, random_u32};
 
 /// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
 /// and of the source queue pair.
 pub const HELLO: [u8; 4] = *b"aWQ1";
-/// Connections in start-up on one port.
-const PENDING_MAX: usize = 512;
 /// Connections that the kernel keeps for us.
 const BACKLOG: i32 = 512;
 /// Tries to find a number that is free for TCP and UDP.
@@ -46,7 +43,6 @@ struct State {
     used: [bool; 256],
     next: u8,
     token: Token,
-    pending: VecDeque<Weak<Startup>>,
 }
 
 impl std::fmt::Debug for Port {
@@ -120,7 +116,6 @@ impl Port {
                     used: [false; 256],
                     next: random_u32().to_ne_bytes()[0],
                     token: Token::NONE,
-                    pending: VecDeque::new(),
                 }),
                 me: me.clone(),
             });
@@ -160,41 +155,10 @@ impl Port {
     }
 
     fn accept(&self) {
-        // A few at a time, so that a storm of connections does not keep others waiting.
-        for _ in 0..16 {
-            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-            let Ok((fd, peer)) = rustix::net::acceptfrom_with(self.listener.get(), flags) else {
-                return;
-            };
-            let fd = EngineFd::new(fd);
-            let Some(peer) = peer.and_then(|p| SocketAddr::try_from(p).ok()).map(plain) else {
-                continue;
-            };
-            {
-                let mut state = self.lock();
-                state.pending.retain(|s| s.strong_count() > 0);
-                if state.pending.len() >= PENDING_MAX {
-                    static SAID: log::Rarely = log::Rarely::new();
-                    if SAID.now() {
-                        log!(
-                            Warn,
-                            "port {}: {PENDING_MAX} connections in start-up, closing new ones",
-                            self.number
-                        );
-                    }
-                    continue;
-                }
-            }
-            let limits = ResponderLimits {
-                crc: device::wants_crc(),
-                ..ResponderLimits::default()
-            };
-            let Some(me) = self.me.upgrade() else { return };
-            let owner: Arc<dyn Owner> = Arc::new(PortOwner(me));
-            if let Ok(startup) = Startup::answer(self.engine, owner, fd, peer, limits) {
-                self.lock().pending.push_back(Arc::downgrade(&startup));
-            }
-        }
+        let Some(me) = self.me.upgrade() else { return };
+        let token = self.lock().token;
+        let owner: Arc<dyn Owner> = Arc::new(PortOwner(me));
+        lobby::accept(self.engine, &self.listener, token, &owner);
     }
 }
 
@@ -214,7 +178,12 @@ impl Source for Acceptor {
         }
     }
 
-    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        if let Some(port) = self.0.upgrade() {
+            let token = port.lock().token;
+            lobby::resume(port.engine, &port.listener, token);
+        }
+    }
 }
 
 /// Takes connections of other queue pairs.

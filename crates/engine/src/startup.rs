@@ -38,6 +38,9 @@ const REFUSED_AGAIN: Duration = Duration::from_millis(10);
 /// How long an accepted connection may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// Said once of what strangers can do as often as they like.
+const COUNTED: &str = "(repeats are counted, not logged)";
+
 /// What start-up gives to the owner of a connection.
 #[derive(Debug)]
 pub struct Opened {
@@ -332,6 +335,21 @@ impl Startup {
         self.lock().local.is_none()
     }
 
+    /// Whether it is a responder that still waits for the Request.
+    pub(crate) fn is_silent(&self) -> bool {
+        matches!(self.lock().phase, Phase::Waiting(_))
+    }
+
+    /// Closes the connection of a peer that has not said anything yet; whether it was one.
+    pub(crate) fn turn_away(&self) -> bool {
+        let mut state = self.lock();
+        let silent = matches!(state.phase, Phase::Waiting(_));
+        if silent {
+            let _ = self.end(&mut state, Failure::Broken { errno: 0 });
+        }
+        silent
+    }
+
     /// Gives up without telling the owner.
     pub fn cancel(&self) {
         let mut state = self.lock();
@@ -429,6 +447,16 @@ impl Startup {
                         .remove(state.token, fd.as_ref().map(EngineFd::get));
                     state.token = Token::NONE;
                     return After::Again(Box::new(older));
+                }
+                if let Phase::Waiting(_) = &state.phase {
+                    static SAID: log::Rarely = log::Rarely::new();
+                    if SAID.now() {
+                        log!(
+                            Warn,
+                            "{}: closed before an MPA Request came; a port scan? {COUNTED}",
+                            self.peer
+                        );
+                    }
                 }
                 return self.end(
                     state,
@@ -537,7 +565,7 @@ impl Startup {
                     if SAID.now() {
                         log!(
                             Warn,
-                            "{}: not an MPA Request: {error}; closed (repeats are counted, not logged)",
+                            "{}: not an MPA Request: {error}; closed {COUNTED}",
                             self.peer
                         );
                     }
@@ -611,6 +639,17 @@ impl Source for Startup {
             } else if matches!(state.phase, Phase::Gone) || state.deadline > now {
                 After::Nothing
             } else {
+                if let Phase::Waiting(_) = &state.phase {
+                    static SAID: log::Rarely = log::Rarely::new();
+                    if SAID.now() {
+                        log!(
+                            Warn,
+                            "{}: no MPA Request within {} s; closed {COUNTED}",
+                            self.peer,
+                            REQUEST_TIMEOUT.as_secs()
+                        );
+                    }
+                }
                 self.end(
                     &mut state,
                     Failure::Unreachable {

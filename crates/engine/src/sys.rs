@@ -2,8 +2,8 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use anywarp_core::datagram::TxDatagram;
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
@@ -698,28 +698,115 @@ pub fn host_addresses() -> Vec<HostAddress> {
 
 /// Descriptors that a child must not keep: bit n of word n / 64.
 static FDS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
-static FORKED: AtomicBool = AtomicBool::new(false);
+static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// Whether this process is a child that was forked from the one that opened the device.
-pub fn is_forked_child() -> bool {
-    FORKED.load(Ordering::Relaxed)
+/// How often this process and its ancestors forked since the device was first opened.
+///
+/// What was made in another generation belongs to an ancestor: its locks may be held by threads that do not exist
+/// here, and its sockets are gone. It must not be touched.
+pub fn generation() -> u32 {
+    GENERATION.load(Ordering::Relaxed)
 }
 
-/// Lets children know that the device is not theirs. Called once, when the engine starts.
+/// Lets children know that the device is not theirs.
 pub(crate) fn watch_fork() {
-    // SAFETY: the handler is async-signal-safe: atomics and close(2) only.
-    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if !WATCHED.swap(true, Ordering::AcqRel) {
+        // SAFETY: the handler is async-signal-safe: atomics and system calls only.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    }
 }
 
+/// A socket that is connected to nothing and never will be: -1 if there is none to be had.
+fn dead_socket() -> RawFd {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: makes a descriptor, and touches no memory.
+    unsafe { libc::socket(libc::AF_UNIX, kind, 0) }
+}
+
+/// Puts a dead socket in the place of each of the engine's descriptors.
+///
+/// The connections are the parent's alone, and the numbers stay taken: the child's own files cannot be mistaken for
+/// what its copies of the parent's objects name.
 extern "C" fn in_child() {
-    FORKED.store(true, Ordering::Relaxed);
+    GENERATION.fetch_add(1, Ordering::Relaxed);
+    let mut dead = -1;
+    let mut extra = false;
     for (word, bits) in FDS.iter().enumerate() {
         let mut bits = bits.swap(0, Ordering::Relaxed);
         while bits != 0 {
-            let bit = bits.trailing_zeros() as usize;
+            let fd = (word * 64 + bits.trailing_zeros() as usize) as RawFd;
             bits &= bits - 1;
-            // SAFETY: a descriptor of the parent's engine; nobody in the child uses it, every entry fails first.
-            unsafe { libc::close((word * 64 + bit) as RawFd) };
+            if dead < 0 {
+                dead = dead_socket();
+                extra = dead >= 0;
+            }
+            if dead < 0 {
+                // No descriptor is free: this one makes room.
+                // SAFETY: a descriptor of the parent's engine, which nobody in the child uses.
+                unsafe { libc::close(fd) };
+                dead = dead_socket();
+                extra = dead >= 0 && dead != fd;
+            }
+            if dead >= 0 && dead != fd {
+                // SAFETY: as above; it is closed by being replaced.
+                unsafe { libc::dup3(dead, fd, libc::O_CLOEXEC) };
+            }
+        }
+    }
+    if extra {
+        // SAFETY: made above and named by nothing.
+        unsafe { libc::close(dead) };
+    }
+}
+
+struct Made<T> {
+    generation: u32,
+    value: T,
+}
+
+/// Something that each process has of its own: a forked child starts with a fresh one.
+///
+/// The parent's stays where it is, unused: another thread may have held its locks at the moment of the fork.
+#[derive(Debug)]
+pub struct PerProcess<T> {
+    made: AtomicPtr<Made<T>>,
+    fresh: fn() -> T,
+}
+
+impl<T: Send + Sync + 'static> PerProcess<T> {
+    /// Will be made by `fresh` when it is first used.
+    pub const fn new(fresh: fn() -> T) -> Self {
+        Self {
+            made: AtomicPtr::new(std::ptr::null_mut()),
+            fresh,
+        }
+    }
+
+    /// This process's own.
+    pub fn get(&self) -> &'static T {
+        let generation = generation();
+        loop {
+            let old = self.made.load(Ordering::Acquire);
+            // SAFETY: null, or made below and never freed; nobody has it mutably.
+            if let Some(made) = unsafe { old.as_ref() }
+                && made.generation == generation
+            {
+                return &made.value;
+            }
+            let new = Box::into_raw(Box::new(Made {
+                generation,
+                value: (self.fresh)(),
+            }));
+            match self
+                .made
+                .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+            {
+                // SAFETY: never freed from here on.
+                Ok(_) => return unsafe { &(*new).value },
+                // SAFETY: another thread was faster, and this one was shown to nobody.
+                Err(_) => drop(unsafe { Box::from_raw(new) }),
+            }
         }
     }
 }
@@ -729,7 +816,7 @@ fn fd_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
     FDS.get(n / 64).map(|w| (w, 1 << (n % 64)))
 }
 
-/// A descriptor of the engine's: closed in forked children, so that they keep no connection alive.
+/// A descriptor of the engine's: forked children have a dead socket in its place, so that they keep no connection alive.
 #[derive(Debug)]
 pub struct EngineFd(OwnedFd);
 
@@ -758,28 +845,7 @@ impl Drop for EngineFd {
         if let Some((word, bit)) = fd_bit(self.0.as_raw_fd()) {
             word.fetch_and(!bit, Ordering::Relaxed);
         }
-        if is_forked_child() {
-            // Closed already by the fork handler: the number may belong to somebody else now. Put something of our own
-            // there would be worse than leaking: forget the descriptor.
-            let fd = std::mem::replace(&mut self.0, never());
-            let _ = std::os::fd::IntoRawFd::into_raw_fd(fd);
-        }
     }
-}
-
-/// A descriptor that is harmless to close.
-fn never() -> OwnedFd {
-    // SAFETY: eventfd returns a new descriptor or -1; a child that cannot make one is out of descriptors and the
-    // duplicate of standard error is closed instead.
-    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-    let fd = if fd >= 0 {
-        fd
-    } else {
-        // SAFETY: dup returns a new descriptor or -1.
-        unsafe { libc::dup(2) }
-    };
-    // SAFETY: a descriptor that nobody else owns (or -1 + 1 = 0 never: see max).
-    unsafe { OwnedFd::from_raw_fd(fd.max(0)) }
 }
 
 /// Blocks every signal in the calling thread: signals are for the application's threads.

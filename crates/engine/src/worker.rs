@@ -27,11 +27,12 @@ use rustix::time::{
 };
 
 use crate::clock;
+use crate::lobby::Lobby;
 use crate::log;
 use crate::mem::UserMemory;
 use crate::port::Port;
 use crate::qp::RcQp;
-use crate::sys::{self, EngineFd};
+use crate::sys::{self, EngineFd, PerProcess};
 
 /// How long the worker stays away after the last poll.
 pub const LEASE: Duration = Duration::from_micros(400);
@@ -41,6 +42,8 @@ pub const RENEW: Duration = Duration::from_micros(150);
 const PASS: usize = 32;
 /// Passes that the worker makes before it looks at its timers again.
 const BURST: usize = 64;
+/// Deadlines from which on stale ones are looked for before there is made room for more.
+const COMPACT: usize = 1024;
 /// Receive buffers that are kept for reuse.
 const SPARE_STAGES: usize = 4;
 /// Bytes of a receive buffer: several of the largest FPDUs.
@@ -92,7 +95,12 @@ pub struct Engine {
     pub(crate) ports: Mutex<Vec<Weak<Port>>>,
     /// Reliable queue pairs by number.
     pub(crate) qps: RwLock<HashMap<u32, Weak<RcQp>>>,
+    /// Connections that have not said yet what they want.
+    pub(crate) lobby: Lobby,
+    /// Closed connections that are read on.
+    pub(crate) lingering: AtomicUsize,
     broken: AtomicBool,
+    generation: u32,
 }
 
 impl fmt::Debug for Engine {
@@ -108,38 +116,49 @@ const TOKEN_LEASE: u64 = 2;
 const TOKEN_DEADLINE: u64 = 3;
 const TOKEN_WAKE: u64 = 4;
 
-/// The engine of this process; made, with its thread, at the first call.
+/// The engine of a process, and the lock of who makes it.
+#[derive(Default)]
+struct Home {
+    engine: OnceLock<&'static Engine>,
+    making: Mutex<()>,
+}
+
+/// The engine of this process; made, with its thread, at the first call. A forked child makes its own.
 pub fn engine() -> io::Result<&'static Engine> {
-    static ENGINE: OnceLock<&'static Engine> = OnceLock::new();
-    static MAKING: Mutex<()> = Mutex::new(());
-    if let Some(engine) = ENGINE.get() {
-        if sys::is_forked_child() {
-            // The device belongs to the parent.
-            return Err(io::Error::from_raw_os_error(libc::ENODEV));
-        }
-        return Ok(engine);
-    }
-    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(engine) = ENGINE.get() {
-        return Ok(engine);
-    }
+    static HOME: PerProcess<Home> = PerProcess::new(Home::default);
     sys::watch_fork();
-    let engine: &'static Engine = Box::leak(Box::new(Engine::new()?));
+    let home = HOME.get();
+    if let Some(engine) = home.engine.get() {
+        return Ok(engine);
+    }
+    let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(engine) = home.engine.get() {
+        return Ok(engine);
+    }
+    let engine = Box::new(Engine::new()?);
+    // Handed over when the thread is there: without it nothing may be left of the engine.
+    let (give, take) = std::sync::mpsc::sync_channel::<&'static Engine>(1);
     std::thread::Builder::new()
         .name("anywarp".into())
         .stack_size(512 * 1024)
         .spawn(move || {
             sys::block_signals();
-            engine.work();
+            if let Ok(engine) = take.recv() {
+                engine.work();
+            }
         })?;
-    let _ = ENGINE.set(engine);
+    let engine: &'static Engine = Box::leak(engine);
+    let _ = give.send(engine);
+    let _ = home.engine.set(engine);
     Ok(engine)
 }
 
 /// Unpredictable numbers from the kernel.
 pub fn random_u32() -> u32 {
-    static POOL: Mutex<(usize, [u8; 256])> = Mutex::new((256, [0; 256]));
-    let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
+    // Not inherited: parent and child would hand out the same keys.
+    static POOL: PerProcess<Mutex<(usize, [u8; 256])>> =
+        PerProcess::new(|| Mutex::new((256, [0; 256])));
+    let mut pool = POOL.get().lock().unwrap_or_else(PoisonError::into_inner);
     if pool.0 + 4 > 256 {
         let mut fresh = [0_u8; 256];
         // With no flags getrandom fails only before the kernel's pool is ready; then it blocks.
@@ -189,7 +208,10 @@ impl Engine {
             rooms: Mutex::new(Vec::new()),
             ports: Mutex::new(Vec::new()),
             qps: RwLock::new(HashMap::new()),
+            lobby: Lobby::default(),
+            lingering: AtomicUsize::new(0),
             broken: AtomicBool::new(false),
+            generation: sys::generation(),
         };
         add(
             &engine.worker,
@@ -216,6 +238,11 @@ impl Engine {
             EventFlags::IN,
         )?;
         Ok(engine)
+    }
+
+    /// Whether it was made by this process, and not by one that this process was forked from.
+    pub fn is_current(&self) -> bool {
+        self.generation == sys::generation()
     }
 
     // ------------------------------------------------------------------ sources
@@ -273,6 +300,12 @@ impl Engine {
             EventData::new_u64(token.0),
             interest(writable),
         );
+    }
+
+    /// Keeps a socket in the set, but is not told of it until [`Engine::want_write`].
+    pub(crate) fn watch_nothing(&self, token: Token, fd: BorrowedFd<'_>) {
+        let data = EventData::new_u64(token.0);
+        let _ = epoll::modify(self.sockets.get(), fd, data, EventFlags::empty());
     }
 
     /// No longer watches a socket.
@@ -436,6 +469,14 @@ impl Engine {
     /// Asks for [`Source::timeout`] of `token` at `at`.
     pub fn deadline(&self, token: Token, at: Instant) {
         let mut heap = self.heap();
+        if heap.len() >= COMPACT && heap.len() == heap.capacity() {
+            // Most deadlines are of what has ended long before: they would be kept until their time comes.
+            let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+            heap.retain(|Reverse((_, token))| {
+                let slot = slots.get(token.0 as u32 as usize);
+                slot.is_some_and(|s| s.generation == (token.0 >> 32) as u32)
+            });
+        }
         let first = heap.peek().is_none_or(|Reverse((t, _))| at < *t);
         heap.push(Reverse((at, token)));
         if first {

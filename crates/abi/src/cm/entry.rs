@@ -12,6 +12,7 @@ use anywarp_core::bounds;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{self, CmId, ConnParam, Event, EventChannel, EventKind, PortSpace};
 use anywarp_engine::device::{gid_of, gids};
+use anywarp_engine::sys::PerProcess;
 use anywarp_engine::verbs::QueuePair;
 
 use libc::{sockaddr, sockaddr_in, sockaddr_in6};
@@ -19,7 +20,7 @@ use libc::{sockaddr, sockaddr_in, sockaddr_in6};
 use super::types::*;
 use crate::verbs::device;
 use crate::verbs::memory::ibv_alloc_pd;
-use crate::verbs::object::{Acks, QpObject, from_c, into_c, of, os_errno, set_cookie};
+use crate::verbs::object::{Acks, QpObject, from_c, into_c, is_lost, of, os_errno, set_cookie};
 use crate::verbs::qp::{ibv_create_qp, ibv_destroy_qp, ibv_modify_qp};
 use crate::verbs::queue::{
     block_on, ibv_create_comp_channel, ibv_create_cq, ibv_create_srq, ibv_destroy_comp_channel,
@@ -75,20 +76,26 @@ unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
+#[derive(Default)]
+struct Home {
+    shared: OnceLock<Shared>,
+    making: Mutex<()>,
+}
+
 fn shared() -> Result<&'static Shared, c_int> {
-    static SHARED: OnceLock<Shared> = OnceLock::new();
-    static MAKING: Mutex<()> = Mutex::new(());
-    if let Some(shared) = SHARED.get() {
+    static HOME: PerProcess<Home> = PerProcess::new(Home::default);
+    let home = HOME.get();
+    if let Some(shared) = home.shared.get() {
         return Ok(shared);
     }
-    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(shared) = SHARED.get() {
+    let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(shared) = home.shared.get() {
         return Ok(shared);
     }
     let context = device::open()?;
     // SAFETY: just opened.
     let pd = unsafe { ibv_alloc_pd(context) };
-    Ok(SHARED.get_or_init(|| Shared { context, pd }))
+    Ok(home.shared.get_or_init(|| Shared { context, pd }))
 }
 
 // ---------------------------------------------------------------------- addresses
@@ -220,8 +227,9 @@ entry! {
     /// # Safety
     /// `channel` came from `rdma_create_event_channel` and is not used again.
     unsafe fn rdma_destroy_event_channel(channel: *mut rdma_event_channel), on_panic = (), {
-        if !channel.is_null() {
-            // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise.
+        if !channel.is_null() && !unsafe { is_lost::<ChannelObject, _>(channel) } {
+            // SAFETY: as above.
             drop(unsafe { from_c::<ChannelObject, _>(channel) });
         }
     }
@@ -285,6 +293,10 @@ unsafe fn create_id(
             .unwrap_or(libc::ENODEV));
     }
     // SAFETY: lives (the program's promise), or was just made.
+    if unsafe { is_lost::<ChannelObject, _>(channel) } {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: as above.
     let events = unsafe { &of::<ChannelObject, _>(channel).engine };
     let engine = CmId::new(events, space).map_err(|e| os_errno(&e))?;
     let qp_type = qp_type.unwrap_or(match space {
@@ -327,6 +339,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return 0;
+        }
+        // SAFETY: as above.
         unsafe { drop_event(id) };
         // SAFETY: as above.
         let object = unsafe { of::<IdObject, _>(id) };
@@ -475,6 +491,10 @@ unsafe fn try_event(
         return Some(fail(libc::EINVAL, -1));
     }
     // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<ChannelObject, _>(channel) } {
+        return Some(fail(libc::ENODEV, -1));
+    }
+    // SAFETY: as above.
     let object = unsafe { of::<ChannelObject, _>(channel) };
     let Some(event) = object.engine.pop() else {
         return object
@@ -531,7 +551,10 @@ entry! {
         // A connect request belongs to the listener until it is acknowledged.
         let whose = if object.c.listen_id.is_null() { object.c.id } else { object.c.listen_id };
         // SAFETY: an identifier lives until its events are acknowledged.
-        unsafe { of::<IdObject, _>(whose) }.acks.acknowledged(1);
+        if !unsafe { is_lost::<IdObject, _>(whose) } {
+            // SAFETY: as above.
+            unsafe { of::<IdObject, _>(whose) }.acks.acknowledged(1);
+        }
         0
     }
 }
@@ -576,6 +599,10 @@ unsafe fn step(id: *mut rdma_cm_id, f: impl FnOnce(&CmId) -> std::io::Result<()>
         return fail(libc::EINVAL, -1);
     }
     // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<IdObject, _>(id) } {
+        return fail(libc::ENODEV, -1);
+    }
+    // SAFETY: as above.
     let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
     match f(&engine) {
         // SAFETY: as above.
@@ -598,6 +625,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
         let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
         if let Err(e) = engine.bind(address) {
             return fail(os_errno(&e), -1);
@@ -651,6 +682,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
         let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
         match engine.listen(backlog) {
             Ok(()) => {
@@ -729,6 +764,10 @@ entry! {
         if id.is_null() {
             return fail(libc::EINVAL, -1);
         }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
         // SAFETY: the caller's promise.
         let param = unsafe { param_of(param, of::<IdObject, _>(id)) };
         // SAFETY: as above.
@@ -744,6 +783,10 @@ entry! {
     unsafe fn rdma_accept(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, on_panic = -1, {
         if id.is_null() {
             return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
         }
         // SAFETY: the caller's promise.
         let datagram = unsafe { of::<IdObject, _>(id) }.c.qp_type == IBV_QPT_UD;
@@ -778,6 +821,10 @@ entry! {
     unsafe fn rdma_reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, on_panic = -1, {
         if id.is_null() {
             return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
         }
         // SAFETY: the caller's promise.
         let data = unsafe { bytes_of(data, len) };
@@ -844,6 +891,10 @@ entry! {
         if id.is_null() {
             return fail(libc::EINVAL, -1);
         }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
         let sync = channel.is_null();
         // SAFETY: none needed.
         let channel = if sync { unsafe { rdma_create_event_channel() } } else { channel };
@@ -878,6 +929,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
         let engine = unsafe { &of::<IdObject, _>(id).engine };
         // SAFETY: at least one byte (checked).
         let byte = unsafe { value.cast::<u8>().read() };
@@ -980,6 +1035,10 @@ unsafe fn create_qp(
             .unwrap_or(libc::EIO)
     };
     // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<IdObject, _>(id) } {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: as above.
     let c = unsafe { &mut *id };
     if c.verbs.is_null() || !c.qp.is_null() || init.qp_type != c.qp_type {
         return Err(libc::EINVAL);
@@ -1134,6 +1193,10 @@ entry! {
             return;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return;
+        }
+        // SAFETY: as above.
         unsafe { &of::<IdObject, _>(id).engine }.set_qp(None);
         // SAFETY: as above.
         let qp = unsafe { std::mem::replace(&mut (*id).qp, std::ptr::null_mut()) };
@@ -1216,6 +1279,10 @@ entry! {
     unsafe fn rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut c_int) -> c_int, on_panic = -1, {
         if id.is_null() || attr.is_null() || mask.is_null() {
             return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
         }
         // SAFETY: they live (caller's promise).
         let (object, attr) = unsafe { (of::<IdObject, _>(id), &mut *attr) };
@@ -1367,6 +1434,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(listen) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
         if !unsafe { of::<IdObject, _>(listen) }.sync.load(Ordering::Relaxed) {
             return fail(libc::EINVAL, -1);
         }
@@ -1463,6 +1534,10 @@ entry! {
             return 0;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return 0;
+        }
+        // SAFETY: as above.
         port_of(unsafe { of::<IdObject, _>(id) }.engine.local())
     }
 }
@@ -1477,6 +1552,10 @@ entry! {
             return 0;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return 0;
+        }
+        // SAFETY: as above.
         port_of(unsafe { of::<IdObject, _>(id) }.engine.remote())
     }
 }
@@ -1561,6 +1640,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
         match unsafe { of::<IdObject, _>(id) }.engine.leave(group.ip()) {
             Ok(()) => 0,
             Err(e) => fail(os_errno(&e), -1),

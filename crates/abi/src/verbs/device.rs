@@ -7,7 +7,10 @@ use std::sync::OnceLock;
 use anywarp_core::bounds;
 use anywarp_engine::device::{self, Context, Face, event, gids, lid_of};
 
-use super::object::{ContextObject, CqObject, QpObject, SrqObject, of, os_errno, set_cookie};
+use super::object::{
+    ContextObject, CqObject, QpObject, SrqObject, is_lost, is_lost_context, of, os_errno,
+    set_cookie,
+};
 use super::types::*;
 use super::{extended, memory, ops, qp, queue};
 use crate::{entry, fail};
@@ -213,6 +216,10 @@ entry! {
     unsafe fn ibv_close_device(context: *mut ibv_context) -> c_int, on_panic = -1, {
         if context.is_null() {
             return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        if unsafe { is_lost_context(context) } {
+            return 0;
         }
         // SAFETY: the caller's promise.
         let object: *const ContextObject = unsafe { ContextObject::of(context) };
@@ -525,6 +532,10 @@ unsafe fn try_event(context: *mut ibv_context, out: *mut ibv_async_event) -> Opt
         return Some(fail(libc::EINVAL, -1));
     }
     // SAFETY: open (the program's promise).
+    if unsafe { is_lost_context(context) } {
+        return Some(fail(libc::ENODEV, -1));
+    }
+    // SAFETY: as above.
     let object = unsafe { ContextObject::of(context) };
     let events = &object.engine.events;
     let Some(item) = events.pop() else {
@@ -600,19 +611,28 @@ entry! {
                 // SAFETY: the element that `ibv_get_async_event` wrote for this type.
                 let cq = unsafe { event.element.cq };
                 // SAFETY: the object lives (caller's promise).
-                unsafe { of::<CqObject, _>(cq) }.async_acks.acknowledged(1);
+                if !unsafe { is_lost::<CqObject, _>(cq) } {
+                    // SAFETY: as above.
+                    unsafe { of::<CqObject, _>(cq) }.async_acks.acknowledged(1);
+                }
             }
             event::SRQ_LIMIT_REACHED | event::SRQ_ERR => {
                 // SAFETY: as above.
                 let srq = unsafe { event.element.srq };
                 // SAFETY: as above.
-                unsafe { of::<SrqObject, _>(srq) }.acks.acknowledged(1);
+                if !unsafe { is_lost::<SrqObject, _>(srq) } {
+                    // SAFETY: as above.
+                    unsafe { of::<SrqObject, _>(srq) }.acks.acknowledged(1);
+                }
             }
             event::QP_FATAL..=event::SQ_DRAINED | event::QP_LAST_WQE_REACHED => {
                 // SAFETY: as above.
                 let qp = unsafe { event.element.qp };
                 // SAFETY: as above.
-                unsafe { of::<QpObject, _>(qp) }.acks.acknowledged(1);
+                if !unsafe { is_lost::<QpObject, _>(qp) } {
+                    // SAFETY: as above.
+                    unsafe { of::<QpObject, _>(qp) }.acks.acknowledged(1);
+                }
             }
             _ => {}
         }

@@ -11,7 +11,7 @@ use anywarp_core::wire::{Stag, To};
 
 use super::device;
 use super::memory::bind_of;
-use super::object::{CqObject, QpObject, misuse, of};
+use super::object::{CqObject, QpObject, is_lost, misuse, of};
 use super::ops::{destination_of, flags_of, imm_of, sges_of};
 use super::queue::{create_cq, create_srq};
 use super::types::*;
@@ -35,6 +35,10 @@ fn wallclock() -> u64 {
 
 /// Polls one completion and shows it; 0 or ENOENT.
 unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> c_int {
+    // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<CqObject, _>(cq) } {
+        return libc::ENODEV;
+    }
     // SAFETY: lives, and only one thread polls between start and end (the program's promise).
     let object = unsafe { of::<CqObject, _>(cq) };
     let mut found = None;
@@ -341,7 +345,11 @@ pub(crate) fn fill(qp: &mut ibv_qp_ex, ops: u64) {
     qp.wr_bind_mw = has(IBV_QP_EX_WITH_BIND_MW).then_some(wr_bind_mw as _);
 }
 
-unsafe fn with_builder<T>(qp: *mut ibv_qp_ex, f: impl FnOnce(&mut Builder) -> T) -> T {
+unsafe fn with_builder<T: Default>(qp: *mut ibv_qp_ex, f: impl FnOnce(&mut Builder) -> T) -> T {
+    // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<QpObject, _>(qp) } {
+        return T::default();
+    }
     // SAFETY: lives (the program's promise).
     let object = unsafe { of::<QpObject, _>(qp) };
     f(&mut object
@@ -400,6 +408,10 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
 
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
     crate::guard(libc::EIO, || {
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return libc::ENODEV;
+        }
         // SAFETY: as above.
         let (requests, error) =
             unsafe { with_builder(qp, |b| (std::mem::take(&mut b.requests), b.error.take())) };

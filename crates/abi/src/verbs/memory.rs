@@ -14,7 +14,8 @@ use anywarp_engine::worker::random_u32;
 
 use super::device::{c_gid, gid_ip};
 use super::object::{
-    AhObject, ContextObject, MrObject, MwObject, PdObject, QpObject, from_c, into_c, misuse, of,
+    AhObject, ContextObject, MrObject, MwObject, PdObject, QpObject, from_c, into_c, is_lost,
+    is_lost_context, misuse, of,
 };
 use super::types::*;
 use crate::{entry, fail};
@@ -25,6 +26,13 @@ entry! {
     /// # Safety
     /// `context` is open.
     unsafe fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd, on_panic = std::ptr::null_mut(), {
+        if context.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // SAFETY: open (caller's promise).
+        if unsafe { is_lost_context(context) } {
+            return fail(libc::ENODEV, std::ptr::null_mut());
+        }
         let pd = Pd::new();
         let handle = pd.id();
         into_c(PdObject { c: ibv_pd { context, handle }, engine: Arc::new(pd) })
@@ -41,6 +49,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<PdObject, _>(pd) } {
+            return 0;
+        }
+        // SAFETY: as above.
         if unsafe { of::<PdObject, _>(pd) }.engine.in_use() {
             return misuse("ibv_dealloc_pd", &Misuse::Busy);
         }
@@ -62,6 +74,10 @@ unsafe fn register(
         return fail(libc::EINVAL, std::ptr::null_mut());
     }
     // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<PdObject, _>(pd) } {
+        return fail(libc::ENODEV, std::ptr::null_mut());
+    }
+    // SAFETY: as above.
     let domain = unsafe { of::<PdObject, _>(pd) };
     // SAFETY: its context is open while it lives.
     let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
@@ -128,6 +144,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<MrObject, _>(mr) } {
+            return 0;
+        }
+        // SAFETY: as above.
         if let Err(e) = unsafe { of::<MrObject, _>(mr) }.engine.deregister() {
             return misuse("ibv_dereg_mr", &e);
         }
@@ -152,6 +172,10 @@ entry! {
             || (translation && (addr.is_null() || length == 0))
         {
             return fail(libc::EINVAL, IBV_REREG_MR_ERR_INPUT);
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<MrObject, _>(mr) } {
+            return fail(libc::ENODEV, IBV_REREG_MR_ERR_CMD);
         }
         let change = Reregistration {
             range: translation.then(|| (addr.expose_provenance() as u64, length as u64)),
@@ -187,6 +211,10 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
         return fail(libc::EINVAL, std::ptr::null_mut());
     }
     // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<PdObject, _>(pd) } {
+        return fail(libc::ENODEV, std::ptr::null_mut());
+    }
+    // SAFETY: as above.
     let domain = unsafe { of::<PdObject, _>(pd) };
     // SAFETY: its context is open while it lives.
     let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
@@ -215,7 +243,11 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
     if mw.is_null() {
         return libc::EINVAL;
     }
-    // SAFETY: lives, and is not used again (the program's promise).
+    // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<MwObject, _>(mw) } {
+        return 0;
+    }
+    // SAFETY: as above, and it is not used again.
     let object = unsafe { from_c::<MwObject, _>(mw) };
     // SAFETY: its context is open while it lives.
     let engine = unsafe { ContextObject::of(object.c.context) }.engine.engine;
@@ -267,6 +299,10 @@ pub(crate) unsafe extern "C" fn bind_mw(
 ) -> c_int {
     if qp.is_null() || mw.is_null() || bind.is_null() {
         return libc::EINVAL;
+    }
+    // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<QpObject, _>(qp) } {
+        return libc::ENODEV;
     }
     // SAFETY: they live (the program's promise).
     let (object, c, what) = unsafe { (of::<QpObject, _>(qp), &mut *mw, &*bind) };
@@ -332,6 +368,10 @@ entry! {
         if pd.is_null() || attr.is_null() {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<PdObject, _>(pd) } {
+            return fail(libc::ENODEV, std::ptr::null_mut());
+        }
         // SAFETY: they live (caller's promise).
         let (domain, attr) = unsafe { (of::<PdObject, _>(pd), &*attr) };
         match remote_ip(attr) {
@@ -358,6 +398,10 @@ entry! {
     unsafe fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int, on_panic = libc::EIO, {
         if ah.is_null() {
             return libc::EINVAL;
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<AhObject, _>(ah) } {
+            return 0;
         }
         // SAFETY: the caller's promise.
         let object = unsafe { from_c::<AhObject, _>(ah) };

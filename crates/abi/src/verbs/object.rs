@@ -143,9 +143,40 @@ unsafe impl Sync for QpObject {}
 // SAFETY: as above.
 unsafe impl Send for QpObject {}
 
+/// An object as it lies in memory: behind it stands which process made it.
+#[repr(C)]
+struct Owned<T> {
+    object: T,
+    generation: u32,
+}
+
 /// Gives an object to the program.
 pub(crate) fn into_c<T, C>(object: T) -> *mut C {
-    Box::into_raw(Box::new(object)).cast()
+    let generation = anywarp_engine::sys::generation();
+    Box::into_raw(Box::new(Owned { object, generation })).cast()
+}
+
+/// Whether an object was made by a process that this one was forked from: it is gone here, and nothing of it may be
+/// touched. Calls fail with ENODEV; a destroy call has nothing to do.
+///
+/// # Safety
+/// As for [`of`].
+pub(crate) unsafe fn is_lost<T, C>(pointer: *mut C) -> bool {
+    // SAFETY: the caller's promise; only the number is read.
+    let made_in = unsafe { (*pointer.cast::<Owned<T>>()).generation };
+    made_in != anywarp_engine::sys::generation()
+}
+
+/// [`is_lost`] for an open device.
+///
+/// # Safety
+/// As for [`ContextObject::of`].
+pub(crate) unsafe fn is_lost_context(context: *mut ibv_context) -> bool {
+    // SAFETY: the caller's promise.
+    !unsafe { ContextObject::of(context) }
+        .engine
+        .engine
+        .is_current()
 }
 
 /// Looks at the object behind a C pointer.
@@ -161,9 +192,9 @@ pub(crate) unsafe fn of<'a, T, C>(pointer: *mut C) -> &'a T {
 ///
 /// # Safety
 /// As for [`of`], and the program does not use it any more.
-pub(crate) unsafe fn from_c<T, C>(pointer: *mut C) -> Box<T> {
+pub(crate) unsafe fn from_c<T, C>(pointer: *mut C) -> T {
     // SAFETY: the caller's promise.
-    unsafe { Box::from_raw(pointer.cast::<T>()) }
+    unsafe { Box::from_raw(pointer.cast::<Owned<T>>()) }.object
 }
 
 /// The errno of a misuse; logged, so that a person sees which rule it was.

@@ -10,7 +10,7 @@ use anywarp_core::verbs::wr::{
 use anywarp_core::wire::{Stag, To};
 
 use super::memory::bind_of;
-use super::object::{AhObject, CqObject, QpObject, SrqObject, misuse, of};
+use super::object::{AhObject, CqObject, QpObject, SrqObject, is_lost, misuse, of};
 use super::types::*;
 
 /// A scatter/gather list of C.
@@ -219,8 +219,12 @@ pub(crate) unsafe extern "C" fn post_send(
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
     crate::guard(libc::EIO, || {
-        if qp.is_null() || anywarp_engine::sys::is_forked_child() {
+        if qp.is_null() {
             return libc::EINVAL;
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return libc::ENODEV;
         }
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<QpObject, _>(qp) };
@@ -263,8 +267,12 @@ pub(crate) unsafe extern "C" fn post_recv(
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
     crate::guard(libc::EIO, || {
-        if qp.is_null() || anywarp_engine::sys::is_forked_child() {
+        if qp.is_null() {
             return libc::EINVAL;
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return libc::ENODEV;
         }
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<QpObject, _>(qp) };
@@ -291,8 +299,12 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
     crate::guard(libc::EIO, || {
-        if srq.is_null() || anywarp_engine::sys::is_forked_child() {
+        if srq.is_null() {
             return libc::EINVAL;
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<SrqObject, _>(srq) } {
+            return libc::ENODEV;
         }
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<SrqObject, _>(srq) };
@@ -342,7 +354,11 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
         let Ok(max) = usize::try_from(n) else {
             return -1;
         };
-        if cq.is_null() || anywarp_engine::sys::is_forked_child() {
+        if cq.is_null() {
+            return -1;
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<CqObject, _>(cq) } {
             return -1;
         }
         // SAFETY: lives (the program's promise).
@@ -376,8 +392,12 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
 /// `ibv_req_notify_cq(3)`.
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
     crate::guard(libc::EIO, || {
-        if cq.is_null() || anywarp_engine::sys::is_forked_child() {
+        if cq.is_null() {
             return libc::EINVAL;
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<CqObject, _>(cq) } {
+            return libc::ENODEV;
         }
         // SAFETY: lives (the program's promise).
         unsafe { of::<CqObject, _>(cq) }

@@ -18,8 +18,8 @@ use super::device::{forget_events, gid_ip, own_ip};
 use super::extended::{self, Builder};
 use super::memory::remote_ip;
 use super::object::{
-    Acks, ContextObject, CqObject, PdObject, QpObject, SrqObject, from_c, into_c, misuse, of,
-    os_errno, set_cookie,
+    Acks, ContextObject, CqObject, PdObject, QpObject, SrqObject, from_c, into_c, is_lost, misuse,
+    of, os_errno, set_cookie,
 };
 use super::types::*;
 use crate::{entry, fail};
@@ -35,6 +35,16 @@ unsafe fn create(
 ) -> Result<*mut ibv_qp, i32> {
     if pd.is_null() || init.send_cq.is_null() || init.recv_cq.is_null() {
         return Err(libc::EINVAL);
+    }
+    // SAFETY: they live (caller's promise).
+    let lost = unsafe {
+        is_lost::<PdObject, _>(pd)
+            || is_lost::<CqObject, _>(init.send_cq)
+            || is_lost::<CqObject, _>(init.recv_cq)
+            || !init.srq.is_null() && is_lost::<SrqObject, _>(init.srq)
+    };
+    if lost {
+        return Err(libc::ENODEV);
     }
     // SAFETY: lives (caller's promise).
     let domain = unsafe { of::<PdObject, _>(pd) };
@@ -248,8 +258,12 @@ entry! {
     /// # Safety
     /// `qp` lives, `attr` is valid.
     unsafe fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, given: c_int) -> c_int, on_panic = libc::EIO, {
-        if qp.is_null() || attr.is_null() || anywarp_engine::sys::is_forked_child() {
+        if qp.is_null() || attr.is_null() {
             return libc::EINVAL;
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return libc::ENODEV;
         }
         // SAFETY: they live (caller's promise).
         let (object, attr) = unsafe { (of::<QpObject, _>(qp), &*attr) };
@@ -301,6 +315,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return libc::ENODEV;
+        }
+        // SAFETY: as above.
         let object = unsafe { of::<QpObject, _>(qp) };
         let (state, a) = object.engine.query();
         let made = *object.init.lock().unwrap_or_else(PoisonError::into_inner);
@@ -348,10 +366,12 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
-        let object = unsafe { of::<QpObject, _>(qp) };
-        if !anywarp_engine::sys::is_forked_child() {
-            object.engine.destroy();
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return 0;
         }
+        // SAFETY: as above.
+        let object = unsafe { of::<QpObject, _>(qp) };
+        object.engine.destroy();
         // SAFETY: its context is open while it lives.
         unsafe { forget_events(object.c.qp_base.context, qp.addr()) };
         object.acks.wait();
@@ -378,6 +398,10 @@ entry! {
 unsafe fn group(qp: *mut ibv_qp, gid: *const ibv_gid, join: bool) -> c_int {
     if qp.is_null() || gid.is_null() {
         return libc::EINVAL;
+    }
+    // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<QpObject, _>(qp) } {
+        return libc::ENODEV;
     }
     // SAFETY: they live (caller's promise).
     let (object, gid) = unsafe { (of::<QpObject, _>(qp), &*gid) };

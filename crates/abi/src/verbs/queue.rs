@@ -9,8 +9,8 @@ use anywarp_engine::verbs::{CompletionQueue, SharedReceive};
 
 use super::device::forget_events;
 use super::object::{
-    Acks, ChannelObject, ContextObject, CqObject, PdObject, SrqObject, from_c, into_c, misuse, of,
-    os_errno, set_cookie,
+    Acks, ChannelObject, ContextObject, CqObject, PdObject, SrqObject, from_c, into_c, is_lost,
+    is_lost_context, misuse, of, os_errno, set_cookie,
 };
 use super::types::*;
 use crate::{entry, fail};
@@ -53,6 +53,13 @@ entry! {
     /// # Safety
     /// `context` is open.
     unsafe fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel, on_panic = std::ptr::null_mut(), {
+        if context.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // SAFETY: open (caller's promise).
+        if unsafe { is_lost_context(context) } {
+            return fail(libc::ENODEV, std::ptr::null_mut());
+        }
         match Channel::new() {
             Ok(channel) => {
                 let c = ibv_comp_channel { context, fd: channel.raw_fd(), refcnt: 0 };
@@ -73,6 +80,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<ChannelObject, _>(channel) } {
+            return 0;
+        }
+        // SAFETY: as above.
         if unsafe { of::<ChannelObject, _>(channel) }.users.load(Ordering::Acquire) > 0 {
             return libc::EBUSY;
         }
@@ -97,7 +108,15 @@ pub(crate) unsafe fn create_cq(
         return Err(libc::EINVAL);
     }
     // SAFETY: open (caller's promise).
+    if unsafe { is_lost_context(context) } {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: open (caller's promise).
     let object = unsafe { ContextObject::of(context) };
+    // SAFETY: not null, so it lives (caller's promise).
+    if !channel.is_null() && unsafe { is_lost::<ChannelObject, _>(channel) } {
+        return Err(libc::ENODEV);
+    }
     // SAFETY: not null, so it lives (caller's promise).
     let channel_object = (!channel.is_null()).then(|| unsafe { of::<ChannelObject, _>(channel) });
     let engine = CompletionQueue::new(
@@ -154,6 +173,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<CqObject, _>(cq) } {
+            return 0;
+        }
+        // SAFETY: as above.
         let object = unsafe { of::<CqObject, _>(cq) };
         if object.users.load(Ordering::Acquire) > 0 {
             return libc::EBUSY;
@@ -187,6 +210,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<CqObject, _>(cq) } {
+            return libc::ENODEV;
+        }
+        // SAFETY: as above.
         let object = unsafe { of::<CqObject, _>(cq) };
         if object.engine.core.resize(size as usize).is_err() {
             return libc::EINVAL;
@@ -207,6 +234,10 @@ unsafe fn try_event(
         return Some(fail(libc::EINVAL, -1));
     }
     // SAFETY: lives (the program's promise).
+    if unsafe { is_lost::<ChannelObject, _>(channel) } {
+        return Some(fail(libc::ENODEV, -1));
+    }
+    // SAFETY: as above.
     let object = unsafe { of::<ChannelObject, _>(channel) };
     let Some(cookie) = object.engine.pop() else {
         return object
@@ -256,8 +287,9 @@ entry! {
     /// # Safety
     /// `cq` lives.
     unsafe fn ibv_ack_cq_events(cq: *mut ibv_cq, n: c_uint), on_panic = (), {
-        if !cq.is_null() {
-            // SAFETY: lives (caller's promise).
+        // SAFETY: lives (caller's promise).
+        if !cq.is_null() && !unsafe { is_lost::<CqObject, _>(cq) } {
+            // SAFETY: as above.
             unsafe { of::<CqObject, _>(cq) }.comp_acks.acknowledged(n.into());
         }
     }
@@ -275,6 +307,10 @@ pub(crate) unsafe fn create_srq(
     attr: &mut ibv_srq_attr,
 ) -> Result<*mut ibv_srq, i32> {
     // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<PdObject, _>(pd) } {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: as above.
     let domain = unsafe { of::<PdObject, _>(pd) };
     // SAFETY: its context is open while it lives.
     let object = unsafe { ContextObject::of(domain.c.context) };
@@ -332,6 +368,10 @@ entry! {
         if srq.is_null() || attr.is_null() || mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return libc::EINVAL;
         }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<SrqObject, _>(srq) } {
+            return libc::ENODEV;
+        }
         // SAFETY: they live (caller's promise).
         let (object, attr) = unsafe { (of::<SrqObject, _>(srq), &*attr) };
         let max_wr = (mask & IBV_SRQ_MAX_WR != 0).then_some(attr.max_wr);
@@ -353,6 +393,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<SrqObject, _>(srq) } {
+            return libc::ENODEV;
+        }
+        // SAFETY: as above.
         let (max_wr, max_sge, srq_limit) = unsafe { of::<SrqObject, _>(srq) }.engine.core.attributes();
         // SAFETY: not null, so valid (caller's promise).
         unsafe { attr.write(ibv_srq_attr { max_wr, max_sge, srq_limit }) };
@@ -370,6 +414,10 @@ entry! {
             return libc::EINVAL;
         }
         // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<SrqObject, _>(srq) } {
+            return 0;
+        }
+        // SAFETY: as above.
         let object = unsafe { of::<SrqObject, _>(srq) };
         if object.users.load(Ordering::Acquire) > 0 {
             return libc::EBUSY;

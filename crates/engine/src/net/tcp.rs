@@ -1,5 +1,6 @@
 //! TCP: the socket of a reliable queue pair.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -239,6 +240,11 @@ struct Linger {
 /// Closes a connection in order: what was sent gets there, what still comes is dropped.
 pub(crate) fn linger(engine: &'static Engine, fd: EngineFd) {
     let _ = rustix::net::shutdown(fd.get(), rustix::net::Shutdown::Write);
+    if engine.lingering.load(Ordering::Relaxed) >= crate::lobby::most() {
+        // So many at once: descriptors matter more than the last words.
+        return;
+    }
+    engine.lingering.fetch_add(1, Ordering::Relaxed);
     let linger = Arc::new(Linger {
         engine,
         fd: Mutex::new(None),
@@ -263,6 +269,7 @@ impl Linger {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some((fd, token)) = gone {
+            self.engine.lingering.fetch_sub(1, Ordering::Relaxed);
             self.engine.remove(token, Some(fd.get()));
         }
     }

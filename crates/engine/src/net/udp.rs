@@ -20,7 +20,7 @@ use crate::device;
 use crate::dgram::DgramQp;
 use crate::log;
 use crate::port::Port;
-use crate::sys::{self, DATAGRAMS, EngineFd, Io, Run};
+use crate::sys::{self, DATAGRAMS, EngineFd, Io, PerProcess, Run};
 use crate::worker::{Engine, Source, Token};
 
 /// Room for datagrams that nobody has received yet, bytes; the kernel may grant less.
@@ -141,8 +141,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Carrier {
     /// The carrier of a port; made with the first datagram queue pair there.
     pub(crate) fn of(engine: &'static Engine, port: &Arc<Port>) -> io::Result<Arc<Self>> {
-        static ALL: Mutex<Vec<Weak<Carrier>>> = Mutex::new(Vec::new());
-        let mut all = lock(&ALL);
+        static ALL: PerProcess<Mutex<Vec<Weak<Carrier>>>> = PerProcess::new(Mutex::default);
+        let mut all = lock(ALL.get());
         all.retain(|c| c.strong_count() > 0);
         if let Some(carrier) = all
             .iter()
@@ -348,8 +348,8 @@ impl std::fmt::Debug for Group {
 impl Group {
     /// The group; joined with its first member.
     pub(crate) fn of(engine: &'static Engine, ip: IpAddr) -> io::Result<Arc<Self>> {
-        static ALL: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
-        let mut all = lock(&ALL);
+        static ALL: PerProcess<Mutex<Vec<Weak<Group>>>> = PerProcess::new(Mutex::default);
+        let mut all = lock(ALL.get());
         all.retain(|g| g.strong_count() > 0);
         if let Some(group) = all
             .iter()

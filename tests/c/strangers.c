@@ -1,0 +1,471 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Strangers at the door: what connects to a listening port without being a peer, or stops being one. It is closed in
+ * time, said once, and costs nobody else anything.
+ */
+#include "ends.h"
+
+#include <arpa/inet.h>
+#include <endian.h>
+#include <netinet/tcp.h>
+#include <rdma/rdma_cma.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#define CROWD 1000
+/* A peer has five seconds to say what it wants. */
+#define PATIENCE_MS 8000
+
+static const struct want usual = { 0 };
+static FILE *log_file;
+
+static struct sockaddr_in at_port(uint16_t port)
+{
+	const char *text = getenv("TEST_ADDR");
+	struct sockaddr_in address = { .sin_family = AF_INET, .sin_port = htons(port) };
+
+	inet_pton(AF_INET, text ? text : "127.0.0.1", &address.sin_addr);
+	return address;
+}
+
+/* ---------------------------------------------------------------- the strangers, in a process of their own */
+
+enum kind { SCAN, HTTP, NOISE, SILENT, SLOW, KINDS };
+
+static int dial(uint16_t port)
+{
+	struct sockaddr_in address = at_port(port);
+	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+	if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address)) {
+		close(fd);
+		return -1;
+	}
+	return fd;
+}
+
+/* Whether the other side has closed, whatever it said before. */
+static bool is_closed(int fd)
+{
+	char text[512];
+	ssize_t n;
+
+	while ((n = recv(fd, text, sizeof text, MSG_DONTWAIT)) > 0)
+		;
+	return n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+}
+
+/* 0: all were closed in time; 1: some were not; 2: could not even try. */
+static int crowd(enum kind kind, uint16_t port, int count)
+{
+	static const char http[] = "GET / HTTP/1.1\r\nHost: example.org\r\n\r\n";
+	static const char slow[] = "MPA ID Req Frame";
+	static int fds[CROWD];
+	struct rlimit limit;
+	uint64_t end;
+	int open_ones = 0;
+
+	getrlimit(RLIMIT_NOFILE, &limit);
+	limit.rlim_cur = limit.rlim_max < 4096 ? limit.rlim_max : 4096;
+	setrlimit(RLIMIT_NOFILE, &limit);
+	for (int i = 0; i < count; i++) {
+		uint8_t noise[300];
+
+		fds[i] = dial(port);
+		if (fds[i] < 0)
+			continue;
+		open_ones++;
+		for (size_t n = 0; n < sizeof noise; n++)
+			noise[n] = pattern_byte((uint32_t)i, n);
+		if (kind == HTTP)
+			send(fds[i], http, sizeof http - 1, MSG_NOSIGNAL);
+		else if (kind == NOISE)
+			send(fds[i], noise, sizeof noise, MSG_NOSIGNAL);
+		else if (kind == SCAN)
+			close(fds[i]);
+	}
+	if (open_ones < count / 2)
+		return 2;
+	end = now_ms() + PATIENCE_MS;
+	for (size_t round = 0; kind != SCAN; round++) {
+		int left = 0;
+
+		for (int i = 0; i < count; i++) {
+			if (fds[i] < 0)
+				continue;
+			if (kind == SLOW && round < sizeof slow - 1)
+				send(fds[i], slow + round, 1, MSG_NOSIGNAL);
+			if (is_closed(fds[i])) {
+				close(fds[i]);
+				fds[i] = -1;
+			} else {
+				left++;
+			}
+		}
+		if (left == 0)
+			break;
+		if (now_ms() > end)
+			return 1;
+		sleep_ms(100);
+	}
+	return 0;
+}
+
+static pid_t send_crowd(enum kind kind, uint16_t port, int count)
+{
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	if (pid == 0) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		_exit(crowd(kind, port, count));
+	}
+	return pid;
+}
+
+/* ---------------------------------------------------------------- the program that listens */
+
+static struct rdma_event_channel *channel;
+static struct rdma_cm_id *listener;
+
+static int close_listener(void *id)
+{
+	int rc = rdma_destroy_id(id);
+
+	rdma_destroy_event_channel(channel);
+	return rc;
+}
+
+static const char *listen_cm(uint16_t *port)
+{
+	struct sockaddr_in address = at_port(0);
+
+	channel = rdma_create_event_channel();
+	ENSURE(channel && !rdma_create_id(channel, &listener, NULL, RDMA_PS_TCP), "rdma_create_id: %s",
+	       strerror(errno));
+	ENSURE(!rdma_bind_addr(listener, (struct sockaddr *)&address) && !rdma_listen(listener, 64), "rdma_listen: %s",
+	       strerror(errno));
+	keep(close_listener, listener, "listener");
+	*port = ntohs(rdma_get_src_port(listener));
+	return NULL;
+}
+
+static const char *talk(struct pair *p, size_t count)
+{
+	for (size_t i = 0; i < count; i++) {
+		struct ibv_send_wr wr = send_wr(i, IBV_WR_SEND, NULL, 0);
+
+		TRY(post_recv(p->b.qp, i, NULL, 0));
+		TRY(post(p->a.qp, &wr));
+		TRY(expect_ok(p->b.rcq, i, IBV_WC_RECV, NULL));
+		TRY(expect_ok(p->a.scq, i, IBV_WC_SEND, NULL));
+	}
+	return NULL;
+}
+
+/* Messages in this time. */
+static const char *pace(struct pair *p, unsigned int ms, size_t *count)
+{
+	uint64_t end = now_ms() + ms;
+
+	for (*count = 0; now_ms() < end; *count += 10)
+		TRY(talk(p, 10));
+	return NULL;
+}
+
+static double cpu_seconds(void)
+{
+	struct rusage use;
+
+	getrusage(RUSAGE_SELF, &use);
+	return (double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) +
+	       (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec) / 1e6;
+}
+
+static long open_fds(void)
+{
+	long n = 0;
+
+	for (int fd = 0; fd < 4096; fd++)
+		n += fcntl(fd, F_GETFD) >= 0;
+	return n;
+}
+
+static const char *crowd_ends(pid_t pid, struct pair *p)
+{
+	int status = 0;
+
+	/* The program sleeps now and then: its own thread does the work. */
+	while (waitpid(pid, &status, WNOHANG) == 0) {
+		TRY(talk(p, 5));
+		sleep_ms(50);
+	}
+	ENSURE(WIFEXITED(status), "the strangers died of signal %d", WTERMSIG(status));
+	ENSURE(WEXITSTATUS(status) != 2, "the strangers could not connect");
+	ENSURE(WEXITSTATUS(status) == 0, "strangers were not closed in time");
+	return NULL;
+}
+
+static const char *descriptors_are_back(long before)
+{
+	uint64_t end = now_ms() + 3000;
+
+	while (open_fds() > before && now_ms() < end)
+		sleep_ms(20);
+	ENSURE(open_fds() <= before, "%ld descriptors, %ld before", open_fds(), before);
+	return NULL;
+}
+
+/* A thousand of a kind, half of them at each door. */
+static const char *strangers(size_t kind)
+{
+	size_t calm, busy;
+	uint16_t port;
+	struct pair p;
+	pid_t at_cm, at_qp;
+	long before;
+
+	TRY(open_pair(&p, &usual));
+	TRY(listen_cm(&port));
+	TRY(pace(&p, 200, &calm));
+	before = open_fds();
+	at_cm = send_crowd((enum kind)kind, port, CROWD / 2);
+	at_qp = send_crowd((enum kind)kind, (uint16_t)(p.a.qp->qp_num >> 8), CROWD / 2);
+	ENSURE(at_cm > 0 && at_qp > 0, "fork: %s", strerror(errno));
+	sleep_ms(150);
+	TRY(pace(&p, 200, &busy));
+	ENSURE(busy > calm / 10, "%zu messages with strangers at the door, %zu without", busy, calm);
+	TRY(crowd_ends(at_cm, &p));
+	TRY(crowd_ends(at_qp, &p));
+	return descriptors_are_back(before);
+}
+
+/* Few descriptors: strangers have a part of them, and the program the rest. */
+static const char *few_descriptors(size_t arg)
+{
+	struct rlimit was, low;
+	struct pair p, another;
+	const char *reason;
+	uint16_t port;
+	long before;
+	pid_t pid;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(listen_cm(&port));
+	before = open_fds();
+	getrlimit(RLIMIT_NOFILE, &was);
+	low = was;
+	low.rlim_cur = 128;
+	setrlimit(RLIMIT_NOFILE, &low);
+	pid = send_crowd(SILENT, port, CROWD);
+	sleep_ms(300);
+	reason = open_pair(&another, &usual);
+	if (!reason)
+		reason = talk(&another, 10);
+	if (!reason)
+		reason = crowd_ends(pid, &p);
+	setrlimit(RLIMIT_NOFILE, &was);
+	TRY(reason);
+	TRY(close_all());
+	(void)before;
+	return NULL;
+}
+
+/* No descriptor at all: whoever knocks waits, nobody spins, and afterwards all is as before. */
+static const char *no_descriptors(size_t arg)
+{
+	struct rlimit was, low;
+	const char *reason;
+	uint16_t port;
+	struct pair p;
+	double busy;
+	pid_t pid;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(listen_cm(&port));
+	TRY(talk(&p, 10));
+	getrlimit(RLIMIT_NOFILE, &was);
+	low = was;
+	low.rlim_cur = 3; /* below what is open */
+	pid = send_crowd(SILENT, port, 50);
+	setrlimit(RLIMIT_NOFILE, &low);
+	busy = cpu_seconds();
+	sleep_ms(1500);
+	busy = cpu_seconds() - busy;
+	reason = talk(&p, 100);
+	if (!reason) {
+		ENSURE(!ibv_create_comp_channel(device), "a channel without a descriptor");
+		if (errno != EMFILE)
+			reason = because("no descriptor gives %s", strerror(errno));
+	}
+	setrlimit(RLIMIT_NOFILE, &was);
+	TRY(reason);
+	ENSURE(busy < 0.5, "%.2f s of CPU time in 1.5 s without descriptors", busy);
+	return crowd_ends(pid, &p);
+}
+
+/* ---------------------------------------------------------------- peers that talk nonsense */
+
+static int close_id(void *id)
+{
+	struct rdma_cm_id *i = id;
+
+	if (i->qp)
+		rdma_destroy_qp(i);
+	return rdma_destroy_id(i);
+}
+
+static const char *wait_event(enum rdma_cm_event_type type, struct rdma_cm_id **id)
+{
+	struct rdma_cm_event *event;
+	enum rdma_cm_event_type got;
+
+	TRY(readable(channel->fd, WAIT_MS));
+	ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
+	got = event->event;
+	if (id)
+		*id = event->id;
+	rdma_ack_cm_event(event);
+	ENSURE(got == type, "event %s, expected %s", rdma_event_str(got), rdma_event_str(type));
+	return NULL;
+}
+
+enum nonsense { BAD_CRC, TRUNCATED, RESET, TOO_LONG };
+
+static uint32_t crc32c(const uint8_t *at, size_t len)
+{
+	uint32_t crc = ~0u;
+
+	for (size_t i = 0; i < len; i++) {
+		crc ^= at[i];
+		for (int bit = 0; bit < 8; bit++)
+			crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+	}
+	return ~crc;
+}
+
+/* An FPDU with an untagged Send: ULPDU length, DDP and RDMAP control, queue 0, message, offset 0, payload, CRC. */
+static void send_fpdu(uint8_t *at, uint8_t msn, uint8_t len)
+{
+	uint8_t head[24] = { 0, 18 + len, 0x41, 0x43, [15] = msn, [20] = 'a', 'b', 'c', 'd' };
+	uint32_t crc = htole32(crc32c(head, 20u + len));
+
+	memcpy(at, head, sizeof head);
+	memcpy(at + 20 + len, &crc, 4);
+}
+
+/* A standard peer that connects and then breaks the rules: nothing is delivered, and all that waits is flushed. */
+static const char *nonsense(size_t how)
+{
+	static const uint8_t request[20] = "MPA ID Req Frame\x40\x01\x00\x00";
+	uint8_t fpdu[28];
+	struct ibv_qp_init_attr init = {
+		.qp_type = IBV_QPT_RC, .sq_sig_all = 1,
+		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+	struct rdma_conn_param param = { .retry_count = 7, .rnr_retry_count = 7 };
+	struct linger at_once = { .l_onoff = 1 };
+	struct region r = { 0 };
+	struct ibv_sge to;
+	struct rdma_cm_id *id;
+	uint8_t answer[256];
+	uint16_t port;
+	int fd;
+
+	TRY(open_device());
+	TRY(listen_cm(&port));
+	fd = dial(port);
+	ENSURE(fd >= 0, "connect: %s", strerror(errno));
+	ENSURE(send(fd, request, sizeof request, MSG_NOSIGNAL) == sizeof request, "send: %s", strerror(errno));
+	TRY(wait_event(RDMA_CM_EVENT_CONNECT_REQUEST, &id));
+	keep(close_id, id, "id");
+	ENSURE(!rdma_create_qp(id, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	TRY(new_region(&r, id->pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	to = sge_of(&r, 0, 64);
+	TRY(post_recv(id->qp, 6, NULL, 0));
+	TRY(post_recv(id->qp, 7, &to, 1));
+	ENSURE(!rdma_accept(id, &param), "rdma_accept: %s", strerror(errno));
+	TRY(readable(fd, WAIT_MS));
+	ENSURE(recv(fd, answer, sizeof answer, 0) >= 20, "no MPA Reply");
+	TRY(wait_event(RDMA_CM_EVENT_ESTABLISHED, NULL));
+	/* Before a good first message a responder may not send, also no Terminate. */
+	send_fpdu(fpdu, 1, 0);
+	ENSURE(send(fd, fpdu, 24, MSG_NOSIGNAL) == 24, "send: %s", strerror(errno));
+	TRY(expect_ok(id->recv_cq, 6, IBV_WC_RECV, NULL));
+	send_fpdu(fpdu, 2, 4);
+	fpdu[24] ^= 1;
+	if (how == TRUNCATED) {
+		send(fd, fpdu, 17, MSG_NOSIGNAL);
+		shutdown(fd, SHUT_WR);
+	} else if (how == RESET) {
+		send(fd, fpdu, 17, MSG_NOSIGNAL);
+		setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+		close(fd);
+		fd = -1;
+	} else {
+		if (how == TOO_LONG)
+			fpdu[0] = fpdu[1] = 0xff;
+		for (int i = 0; i < (how == TOO_LONG ? 3000 : 1); i++)
+			send(fd, fpdu, sizeof fpdu, MSG_NOSIGNAL);
+	}
+	TRY(expect_status(id->recv_cq, 7, IBV_WC_WR_FLUSH_ERR));
+	TRY(wait_event(RDMA_CM_EVENT_DISCONNECTED, NULL));
+	TRY(all_bytes(r.at, 64, FRESH, "the receive"));
+	if (how == BAD_CRC) {
+		TRY(readable(fd, WAIT_MS));
+		ssize_t n = recv(fd, answer, sizeof answer, 0);
+
+		ENSURE(n > 4 && (answer[3] & 0x0f) == 7, "%zd bytes, and no Terminate", n);
+	}
+	if (fd >= 0)
+		close(fd);
+	return NULL;
+}
+
+/* What strangers do is said, but once for each kind, however often they do it. */
+static const char *said_once(size_t arg)
+{
+	static const char *const what[] = { "port scan", "not an MPA Request", "no MPA Request within", "cannot accept" };
+	char line[512];
+
+	(void)arg;
+	for (size_t i = 0; i < COUNT(what); i++) {
+		size_t n = 0;
+
+		rewind(log_file);
+		while (fgets(line, sizeof line, log_file))
+			n += strstr(line, what[i]) != NULL;
+		ENSURE(n >= 1 && n <= 4, "\"%s\" is said %zu times", what[i], n);
+	}
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "port_scans", strangers, SCAN, 0 },
+	{ "http_requests", strangers, HTTP, 0 },
+	{ "noise", strangers, NOISE, 0 },
+	{ "silence", strangers, SILENT, 0 },
+	{ "slow_talkers", strangers, SLOW, 0 },
+	{ "few_descriptors", few_descriptors, 0, 0 },
+	{ "no_descriptors", no_descriptors, 0, 0 },
+	{ "said_once", said_once, 0, 0 },
+	{ "bad_crc", nonsense, BAD_CRC, 0 },
+	{ "truncated", nonsense, TRUNCATED, 0 },
+	{ "reset", nonsense, RESET, 0 },
+	{ "too_long", nonsense, TOO_LONG, 0 },
+};
+
+int main(int argc, char **argv)
+{
+	log_file = tmpfile();
+	if (!getenv("ANYWARP_LOG") && log_file) {
+		setenv("ANYWARP_LOG", "warn", 1);
+		dup2(fileno(log_file), STDERR_FILENO);
+	}
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
