@@ -6,6 +6,7 @@
  */
 #include "ends.h"
 
+#include <pthread.h>
 #include <spawn.h>
 #include <sys/wait.h>
 
@@ -108,17 +109,11 @@ static const char *fork_init(size_t arg)
 	return NULL;
 }
 
-/* A device of the child's own, or word that there is none: either will do, as long as nobody suffers. */
+/* A device of the child's own, whatever it inherited. */
 static const char *open_anew_and_talk(struct pair *p)
 {
-	const char *reason;
-
 	device = NULL;
 	kept_count = 0;
-	reason = open_device();
-	if (reason && errno == ENODEV)
-		return NULL;
-	TRY(reason);
 	return open_and_talk(p);
 }
 
@@ -203,6 +198,112 @@ static const char *child_destroys_inherited(size_t arg)
 	return talk(&p, 2);
 }
 
+static const char *use_and_open(struct pair *p)
+{
+	struct pair own;
+
+	TRY(use_inherited(p));
+	TRY(destroy_inherited(p));
+	return open_anew_and_talk(&own);
+}
+
+static void *keep_talking(void *arg)
+{
+	struct pair *p = arg;
+
+	for (;;) { /* until it is cancelled: with the library's locks held much of the time */
+		struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad;
+		struct ibv_recv_wr rr = { .wr_id = 1 }, *bad_recv;
+		struct ibv_wc wc[8];
+
+		pthread_testcancel();
+		ibv_post_recv(p->b.qp, &rr, &bad_recv);
+		ibv_post_send(p->a.qp, &wr, &bad);
+		ibv_poll_cq(p->a.scq, 8, wc);
+		ibv_poll_cq(p->b.rcq, 8, wc);
+	}
+	return NULL;
+}
+
+/* Other threads are in the middle of calls when the process forks: the child waits for none of them. */
+static const char *fork_in_the_middle(size_t rounds)
+{
+	const char *reason = NULL;
+	pthread_t threads[3];
+	struct pair p, busy[3];
+
+	TRY(open_pair(&p, &usual));
+	for (int i = 0; i < 3; i++)
+		TRY(open_pair(&busy[i], &usual));
+	for (int i = 0; i < 3; i++)
+		ENSURE(!pthread_create(&threads[i], NULL, keep_talking, &busy[i]), "pthread_create");
+	for (uint32_t i = 0; i < rounds && !reason; i++) {
+		reason = in_child(use_and_open, &busy[i % 3]);
+		if (!reason)
+			reason = talk(&p, i);
+	}
+	for (int i = 0; i < 3; i++) {
+		pthread_cancel(threads[i]);
+		pthread_join(threads[i], NULL);
+	}
+	return reason;
+}
+
+static const char *open_again_in_child(struct pair *p)
+{
+	struct pair own, of_grandchild;
+
+	(void)p;
+	device = NULL;
+	kept_count = 0;
+	TRY(open_pair(&own, &usual));
+	TRY(talk(&own, 3));
+	TRY(in_child(open_anew_and_talk, &of_grandchild));
+	return talk(&own, 4);
+}
+
+static const char *grandchild(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(in_child(open_again_in_child, &p));
+	return talk(&p, 5);
+}
+
+static const char *inherited_fails(struct pair *p)
+{
+	struct ibv_send_wr wr = send_wr(9, IBV_WR_SEND, NULL, 0), *bad;
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_ERR };
+	struct ibv_async_event event;
+	struct ibv_cq *cq;
+	struct ibv_wc wc;
+	void *context;
+
+	ENSURE(ibv_post_send(p->a.qp, &wr, &bad) == ENODEV, "ibv_post_send");
+	ENSURE(ibv_modify_qp(p->a.qp, &attr, IBV_QP_STATE) == ENODEV, "ibv_modify_qp");
+	ENSURE(ibv_poll_cq(p->a.scq, 1, &wc) < 0, "ibv_poll_cq");
+	ENSURE(!ibv_alloc_pd(device) && errno == ENODEV, "ibv_alloc_pd: %s", strerror(errno));
+	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, 0) && errno == ENODEV, "ibv_create_cq: %s", strerror(errno));
+	/* Calls that would wait do not: nothing will ever come. */
+	ENSURE(ibv_get_cq_event(p->b.channel, &cq, &context) == -1 && errno == ENODEV, "ibv_get_cq_event");
+	ENSURE(ibv_get_async_event(device, &event) == -1 && errno == ENODEV, "ibv_get_async_event");
+	ENSURE(!ibv_destroy_qp(p->a.qp) && !ibv_destroy_cq(p->a.scq), "destroying");
+	return NULL;
+}
+
+static const char *child_gets_errors(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &(struct want){ .channels = true }));
+	TRY(talk(&p, 1));
+	TRY(in_child(inherited_fails, &p));
+	return talk(&p, 2);
+}
+
 /* Registered memory is the parent's after a fork, also where the parent writes to it first. */
 static const char *memory_stays(size_t arg)
 {
@@ -280,6 +381,9 @@ static const struct test tests[] = {
 	{ "child_does_nothing", child_does_nothing, 20, 0, false },
 	{ "child_uses_inherited", child_uses_inherited, 0, 0, false },
 	{ "child_destroys_inherited", child_destroys_inherited, 0, 0, false },
+	{ "fork_in_the_middle", fork_in_the_middle, 30, 0, false },
+	{ "grandchild", grandchild, 0, 0, false },
+	{ "child_gets_errors", child_gets_errors, 0, 0, false },
 	{ "memory_stays", memory_stays, 0, 0, false },
 	{ "run_commands", run_commands, 20, 0, false },
 	{ "nothing_is_inherited", nothing_is_inherited, 0, 0, false },

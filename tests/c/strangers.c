@@ -446,18 +446,18 @@ static const char *said_once(size_t arg)
 }
 
 static const struct test tests[] = {
-	{ "port_scans", strangers, SCAN, 0 },
-	{ "http_requests", strangers, HTTP, 0 },
-	{ "noise", strangers, NOISE, 0 },
-	{ "silence", strangers, SILENT, 0 },
-	{ "slow_talkers", strangers, SLOW, 0 },
-	{ "few_descriptors", few_descriptors, 0, 0 },
-	{ "no_descriptors", no_descriptors, 0, 0 },
-	{ "said_once", said_once, 0, 0 },
-	{ "bad_crc", nonsense, BAD_CRC, 0 },
-	{ "truncated", nonsense, TRUNCATED, 0 },
-	{ "reset", nonsense, RESET, 0 },
-	{ "too_long", nonsense, TOO_LONG, 0 },
+	{ "port_scans", strangers, SCAN, 0, false },
+	{ "http_requests", strangers, HTTP, 0, false },
+	{ "noise", strangers, NOISE, 0, false },
+	{ "silence", strangers, SILENT, 0, false },
+	{ "slow_talkers", strangers, SLOW, 0, false },
+	{ "few_descriptors", few_descriptors, 0, 0, false },
+	{ "no_descriptors", no_descriptors, 0, 0, false },
+	{ "said_once", said_once, 0, 0, false },
+	{ "bad_crc", nonsense, BAD_CRC, 0, false },
+	{ "truncated", nonsense, TRUNCATED, 0, false },
+	{ "reset", nonsense, RESET, 0, false },
+	{ "too_long", nonsense, TOO_LONG, 0, false },
 };
 
 int main(int argc, char **argv)

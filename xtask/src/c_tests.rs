@@ -7,7 +7,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 6] = ["selftest", "cm", "access", "chaos", "fork", "strangers"];
+const PROGRAMS: [&str; 7] = [
+    "selftest",
+    "cm",
+    "access",
+    "chaos",
+    "fork",
+    "strangers",
+    "vanish",
+];
 
 /// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {
