@@ -11,7 +11,6 @@ use std::time::Instant;
 use anywarp_core::llp::mpa::startup::Request;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use crate::device;
 use crate::lobby;
 use crate::startup::{Failure, Opened, Owner, Startup};
 use crate::sys::{self, EngineFd};
