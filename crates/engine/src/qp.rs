@@ -189,6 +189,9 @@ impl RcQp {
     ) -> Result<(), Misuse> {
         let now = clock::now();
         let mut inner = self.lock();
+        if matches!(next, Some(State::Error | State::Reset)) {
+            self.turn(&mut inner, now, true, true);
+        }
         let before = inner.conn.modify(given, next, assumed, attr)?;
         let state = inner.conn.state();
         match state {
@@ -226,8 +229,9 @@ impl RcQp {
             let mut inner = self.lock();
             inner.destroyed = true;
             inner.manager = None;
-            // What is done is acknowledged before the stream closes.
-            self.turn(&mut inner, now, false, true);
+            // What has arrived was received as far as the peer knows, as with a card that works by itself: it is taken
+            // and acknowledged before the stream closes.
+            self.turn(&mut inner, now, true, true);
             inner.conn.leave("destroyed");
             self.turn(&mut inner, now, false, true);
             self.drop_stream(&mut inner, false);
@@ -430,8 +434,8 @@ impl RcQp {
     pub fn disconnect(&self) {
         let now = clock::now();
         let mut inner = self.lock();
-        // What is framed or done gets its word in before the end.
-        self.turn(&mut inner, now, false, true);
+        // What has arrived is taken and acknowledged first, as in `destroy`.
+        self.turn(&mut inner, now, true, true);
         inner.conn.leave("disconnected");
         self.turn(&mut inner, now, false, true);
     }
