@@ -124,16 +124,16 @@ static const char *chatter(struct end *e, struct region *r)
 	}
 }
 
-static const char *peer_of_verbs(int fd)
+static const char *peer_of_verbs(int fd, const struct want *want)
 {
 	struct hello mine, theirs;
 	struct region r;
 	struct end e;
 
 	TRY(open_device());
-	TRY(open_end(&e, &impatient));
+	TRY(open_end(&e, want));
 	TRY(new_region(&r, e.pd, PIECE, ALL_ACCESS));
-	TRY(to_init(e.qp, &impatient));
+	TRY(to_init(e.qp, want));
 	for (unsigned int i = 0; i < WINDOW; i++) {
 		struct ibv_sge sge = sge_of(&r, 0, WORD);
 
@@ -142,8 +142,8 @@ static const char *peer_of_verbs(int fd)
 	mine = (struct hello){ .qpn = e.qp->qp_num, .rkey = r.mr->rkey, .addr = (uintptr_t)r.at };
 	TRY(send_hello(fd, &mine));
 	TRY(receive_hello(fd, &theirs));
-	TRY(to_rtr(e.qp, theirs.qpn, &impatient));
-	TRY(to_rts(e.qp, &impatient));
+	TRY(to_rtr(e.qp, theirs.qpn, want));
+	TRY(to_rts(e.qp, want));
 	TRY(send_hello(fd, &mine)); /* ready */
 	return chatter(&e, &r);
 }
@@ -256,7 +256,9 @@ static int be_peer(const char *role, int fd)
 	const char *reason;
 
 	if (!strcmp(role, "verbs"))
-		reason = peer_of_verbs(fd);
+		reason = peer_of_verbs(fd, &impatient);
+	else if (!strcmp(role, "patient"))
+		reason = peer_of_verbs(fd, &(struct want){ .timeout = 20, .retry = 7 });
 	else if (!strcmp(role, "cm"))
 		reason = peer_of_cm(fd);
 	else
@@ -992,7 +994,104 @@ static const char *thread_sleeps(size_t count)
 	return NULL;
 }
 
+/* What a thread that waits for an event waits on. */
+struct waiter {
+	struct ibv_comp_channel *completions;
+	struct rdma_event_channel *events;
+};
+
+static void *wait_for_nothing(void *arg)
+{
+	struct waiter *w = arg;
+	struct rdma_cm_event *event;
+	struct ibv_cq *cq;
+	void *context;
+
+	if (w->completions)
+		ibv_get_cq_event(w->completions, &cq, &context);
+	else
+		rdma_get_cm_event(w->events, &event);
+	return NULL;
+}
+
+/* Threads that wait are cancelled, early and late in their waiting; what they waited on works on. */
+static const char *threads_cancelled(size_t count)
+{
+	struct waiter waiter = { 0 };
+	struct ibv_cq *cq;
+	struct pair p;
+	void *context;
+
+	TRY(open_pair(&p, &(struct want){ .channels = true }));
+	waiter.events = rdma_create_event_channel();
+	ENSURE(waiter.events, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, waiter.events, "event channel");
+	for (size_t i = 0; i < count; i++) {
+		pthread_t thread;
+		void *result;
+
+		waiter.completions = i % 2 ? p.b.channel : NULL;
+		ENSURE(!pthread_create(&thread, NULL, wait_for_nothing, &waiter), "pthread_create");
+		sleep_ms((unsigned int)(next_random() % 60));
+		ENSURE(!pthread_cancel(thread) && !pthread_join(thread, &result), "pthread_cancel");
+		ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled");
+	}
+	TRY(post_recv(p.b.qp, 1, NULL, 0));
+	ENSURE(!ibv_req_notify_cq(p.b.rcq, 0), "ibv_req_notify_cq");
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(readable(p.b.channel->fd, WAIT_MS));
+	ENSURE(!ibv_get_cq_event(p.b.channel, &cq, &context), "ibv_get_cq_event: %s", strerror(errno));
+	ibv_ack_cq_events(cq, 1);
+	TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, NULL));
+	return expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL);
+}
+
+/* A peer is stopped for two seconds: with patience enough nothing is lost. */
+static const char *stopped_peer(size_t arg)
+{
+	static const struct want patient = { .timeout = 20, .retry = 7 };
+	struct hello mine, theirs;
+	struct ledger l = { 0 };
+	struct peer peer;
+	struct region r;
+	struct end e;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&e, &patient));
+	TRY(new_region(&r, e.pd, PIECE, ALL_ACCESS));
+	TRY(to_init(e.qp, &patient));
+	while (l.recvs < WINDOW)
+		TRY(post_receive(&e, &r, &l));
+	mine = (struct hello){ .qpn = e.qp->qp_num, .rkey = r.mr->rkey, .addr = (uintptr_t)r.at };
+	TRY(start_peer(&peer, "patient"));
+	TRY(send_hello(peer.fd, &mine));
+	TRY(receive_hello(peer.fd, &theirs));
+	TRY(to_rtr(e.qp, theirs.qpn, &patient));
+	TRY(to_rts(e.qp, &patient));
+	TRY(receive_hello(peer.fd, &theirs));
+	for (int phase = 0; phase < 3; phase++) {
+		uint64_t end = now_ms() + (phase == 1 ? 2000 : 300);
+
+		if (phase)
+			kill(peer.pid, phase == 1 ? SIGSTOP : SIGCONT);
+		while (now_ms() < end) {
+			if (l.sends < l.sends_done + WINDOW)
+				TRY(post_one(&e, &r, &theirs, &l));
+			TRY(settle(&e, &l));
+			while (l.recvs < l.recvs_done + WINDOW)
+				TRY(post_receive(&e, &r, &l));
+			ENSURE(!l.failed, "send %llu fails: %s", (unsigned long long)l.sends_done,
+			       ibv_wc_status_str(l.first_error));
+		}
+	}
+	return NULL;
+}
+
 static const struct test tests[] = {
+	{ "threads_cancelled", threads_cancelled, 20, 0, false },
+	{ "stopped_peer", stopped_peer, 0, 0, false },
 	{ "killed_peer", killed_peer, 0, 300, false },
 	{ "killed_cm_peer", killed_cm_peer, 0, 300, false },
 	{ "program_exits", program_ends, 0, 120, false },

@@ -309,6 +309,66 @@ static const char *no_descriptors(size_t arg)
 	return crowd_ends(pid, &p);
 }
 
+/* Opens a device and an end with ever more descriptors to be had, until it works: before that each try is refused
+ * with EMFILE, and leaves nothing. */
+static int open_with_few(void)
+{
+	struct rlimit was, low;
+	long before = open_fds(), after;
+	rlim_t extra;
+
+	getrlimit(RLIMIT_NOFILE, &was);
+	low = was;
+	for (extra = 0; extra < 64; extra++) {
+		const char *reason;
+		struct end e;
+
+		device = NULL;
+		kept_count = 0;
+		low.rlim_cur = (rlim_t)before + extra;
+		setrlimit(RLIMIT_NOFILE, &low);
+		errno = 0;
+		reason = open_device();
+		if (!reason)
+			reason = open_end(&e, &(struct want){ .channels = true });
+		if (reason && errno != EMFILE)
+			return fprintf(stderr, "%s [%s]\n", reason, failed_at), 2;
+		if (!reason)
+			break;
+		close_all();
+		if (device)
+			ibv_close_device(device);
+	}
+	setrlimit(RLIMIT_NOFILE, &was);
+	if (extra == 0 || extra == 64)
+		return 3;
+	if (close_all() || ibv_close_device(device))
+		return 4;
+	after = open_fds();
+	/* The engine stays: two epoll sets, a wake-up, two timers. */
+	return after <= before + 5 ? 0 : 5;
+}
+
+static const char *descriptors_run_out(size_t arg)
+{
+	pid_t pid;
+	int status;
+
+	(void)arg;
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		/* No holes: the limit is on numbers. */
+		for (int fd = 3; fd < 4096; fd++)
+			close(fd);
+		_exit(open_with_few());
+	}
+	ENSURE(waitpid(pid, &status, 0) == pid, "waitpid: %s", strerror(errno));
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %#x", (unsigned int)status);
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- peers that talk nonsense */
 
 static int close_id(void *id)
@@ -453,6 +513,7 @@ static const struct test tests[] = {
 	{ "slow_talkers", strangers, SLOW, 0, false },
 	{ "few_descriptors", few_descriptors, 0, 0, false },
 	{ "no_descriptors", no_descriptors, 0, 0, false },
+	{ "descriptors_run_out", descriptors_run_out, 0, 0, false },
 	{ "said_once", said_once, 0, 0, false },
 	{ "bad_crc", nonsense, BAD_CRC, 0, false },
 	{ "truncated", nonsense, TRUNCATED, 0, false },
