@@ -35,9 +35,9 @@ use crate::qp::RcQp;
 use crate::sys::{self, EngineFd, PerProcess};
 
 /// How long the worker stays away after the last poll.
-pub const LEASE: Duration = Duration::from_micros(400);
+pub const LEASE: Duration = Duration::from_micros(150);
 /// How often a polling thread pushes the timer.
-pub const RENEW: Duration = Duration::from_micros(150);
+pub const RENEW: Duration = Duration::from_micros(60);
 /// Ready sockets that one pass handles.
 const PASS: usize = 32;
 /// Passes that the worker makes before it looks at its timers again.
