@@ -133,13 +133,15 @@ pub fn lid_of(ip: IpAddr) -> u16 {
     }
 }
 
-/// The address that a LID means: the host itself, or the host of the same network with those low 16 bits.
+/// The address that a LID means: the first one of this host if it has that LID, or the host of the same network whose
+/// address has those low 16 bits. (The other addresses of this host have no LID: that of 127.0.0.1 would hide x.y.0.1.)
 pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     let table = gids();
-    if let Some(own) = table.iter().find(|g| lid_of(g.ip) == lid) {
-        return Some(own.ip);
+    let first = table.first()?.ip;
+    if lid_of(first) == lid {
+        return Some(first);
     }
-    match table.first()?.ip {
+    match first {
         IpAddr::V4(v4) => {
             let [a, b, c, _] = v4.octets();
             let [hi, lo] = lid.to_be_bytes();
@@ -235,4 +237,26 @@ pub fn node_guid() -> u64 {
             }
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lid_has_the_low_bits_of_the_address_and_is_never_zero_or_multicast() {
+        let lid = |a: &str| lid_of(a.parse().unwrap());
+        assert_eq!(lid("10.77.0.1"), 0x0001);
+        assert_eq!(lid("192.168.3.4"), 0x0304);
+        assert_eq!(lid("10.0.0.0"), 1);
+        assert!((0..=255).all(|c| lid(&format!("10.0.{c}.9")) < 0xc000));
+    }
+
+    #[test]
+    fn a_gid_is_the_address_and_back() {
+        for a in ["10.77.0.1", "fd00::2", "::1"] {
+            let ip: IpAddr = a.parse().unwrap();
+            assert_eq!(ip_of(gid_of(ip)), ip);
+        }
+    }
 }
