@@ -355,38 +355,6 @@ static const char *rereg(size_t arg)
 	return all_bytes(other.at, 64, 0, "memory whose right was taken");
 }
 
-/* The program unmapped what it had registered: its mistake, and still no reason to die. */
-static const char *unmapped(size_t op)
-{
-	const size_t len = 1 << 16;
-	struct region mine;
-	struct ibv_sge sge;
-	struct ibv_send_wr wr;
-	struct ibv_mr *mr;
-	struct ibv_wc wc;
-	struct pair p;
-	uint8_t *at;
-
-	TRY(open_pair(&p, &usual));
-	TRY(new_region(&mine, p.a.pd, len, IBV_ACCESS_LOCAL_WRITE)); /* before, lest it takes the place */
-	at = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
-	mr = new_mr(p.b.pd, at, len, ALL_ACCESS);
-	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(!munmap(at, len), "munmap: %s", strerror(errno));
-	sge = sge_of(&mine, 0, op == ATOMIC ? 8 : 100);
-	wr = operation_wr((enum operation)op, &sge, &mine, 0);
-	wr.wr.rdma.remote_addr = (uintptr_t)at;
-	if (op == ATOMIC)
-		wr.wr.atomic.rkey = mr->rkey;
-	else
-		wr.wr.rdma.rkey = mr->rkey;
-	TRY(post(p.a.qp, &wr));
-	TRY(next_wc(p.a.scq, &wc, WAIT_MS)); /* memory that a device has pinned may even serve */
-	ENSURE(wc.wr_id == 1, "wr_id %llu", (unsigned long long)wc.wr_id);
-	return NULL;
-}
-
 /* ---------------------------------------------------------------- states and masks */
 
 /* What ibv_modify_qp(3) asks for, by type and step. */
@@ -933,9 +901,6 @@ static const struct test tests[] = {
 	{ "dereg_ends_access", dereg_ends_access, 20, 0, false },
 	{ "old_key", old_key, 0, 0, false },
 	{ "rereg", rereg, 0, 0, false },
-	{ "unmapped_write", unmapped, WRITE, 0, true },
-	{ "unmapped_read", unmapped, READ, 0, true },
-	{ "unmapped_atomic", unmapped, ATOMIC, 0, true },
 	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
 	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },
 	{ "masks_ud", required_masks, IBV_QPT_UD, 0, false },

@@ -284,6 +284,8 @@ pub struct Connection {
     pub(crate) stream: Option<Stream>,
     /// The peer of a stream that was not managed has left in order: requests posted now find nobody.
     pub(crate) deserted: bool,
+    /// Until when requests wait for a peer that has left, as a card would repeat them.
+    pub(crate) desert_until: Option<Instant>,
     pub(crate) events: VecDeque<AsyncEvent>,
     pub(crate) overflowed: bool,
     pub(crate) last_wqe_told: bool,
@@ -339,6 +341,7 @@ impl Connection {
             rq: parts.rq,
             stream: None,
             deserted: false,
+            desert_until: None,
             events: VecDeque::new(),
             overflowed: false,
             last_wqe_told: false,
@@ -392,6 +395,13 @@ impl Connection {
                 .is_some_and(|(_, p)| p.request.payload.len() > BULK)
     }
 
+    /// Whether a message of the peer has begun to arrive and is not complete.
+    pub fn is_receiving(&self) -> bool {
+        self.stream
+            .as_ref()
+            .is_some_and(|s| s.receive.is_some() || s.direct.is_some() || s.write_bytes > 0)
+    }
+
     /// Whether requests of the peer are done that it was not told of.
     pub fn owes_ack(&self) -> bool {
         self.stream.as_ref().is_some_and(|s| {
@@ -401,7 +411,9 @@ impl Connection {
 
     /// Whether the time for a probe or retry may come: somebody should call [`Self::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let s = self.stream.as_ref()?;
+        let Some(s) = self.stream.as_ref() else {
+            return self.desert_until;
+        };
         let probe = match (self.probe_after(), s.last_rx) {
             (Some(after), Some(at))
                 if self.sq.has_outstanding() && !s.pinged && s.peer == Peer::Anywarp =>
@@ -463,12 +475,6 @@ impl Connection {
         self.sq.post(request)?;
         if self.state == State::Error {
             self.flush_sq();
-        } else if self.deserted {
-            self.fail(
-                Some((None, Status::RetryExceeded)),
-                "the peer has left",
-                Some(AsyncEvent::QpFatal),
-            );
         }
         Ok(())
     }
@@ -527,6 +533,7 @@ impl Connection {
         self.rq.clear();
         self.stream = None;
         self.deserted = false;
+        self.desert_until = None;
         self.state = State::Reset;
         self.attr = Attr::default();
         self.last_wqe_told = false;
@@ -737,6 +744,7 @@ impl Connection {
 
     /// Time has passed.
     pub fn handle_timeout(&mut self, now: Instant) {
+        self.check_deserted(now);
         let after = self.probe_after();
         let outstanding = self.sq.has_outstanding();
         let Some(s) = &mut self.stream else { return };
@@ -762,7 +770,7 @@ impl Connection {
     pub fn handle_eof(&mut self, reset: bool) {
         let Some(s) = &mut self.stream else { return };
         // RFC 5040 §6.2 via the sheet 5.4 [fin-in-message]: an end in the middle of a message is no orderly one.
-        let quiet = s.said_bye && !reset && s.receive.is_none() && s.direct.is_none();
+        let quiet = s.said_bye && s.receive.is_none() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;
         self.events.push_back(AsyncEvent::PeerGone);
@@ -774,20 +782,33 @@ impl Connection {
             let first = (!quiet && self.sq.has_outstanding() && reset)
                 .then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer closed the connection", None);
-        } else if quiet && !self.sq.has_outstanding() {
-            // The other program destroyed its queue pair. As with hardware, only a later request notices.
+        } else if quiet {
+            // The other program destroyed its queue pair. As with hardware only requests notice, and those when they
+            // were repeated in vain: see `check_deserted`.
             self.stream = None;
             self.deserted = true;
-            if !self.sq.is_empty() {
+        } else {
+            let first = (!self.sq.is_empty()).then_some((None, Status::RetryExceeded));
+            self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
+        }
+    }
+
+    /// Requests for a peer that has left fail after the time that repeating them would take.
+    pub fn check_deserted(&mut self, now: Instant) {
+        if !self.deserted || self.sq.is_empty() || self.state == State::Error {
+            return;
+        }
+        match self.desert_until {
+            None => self.desert_until = self.silence_limit().map(|limit| now + limit),
+            Some(at) if at <= now => {
+                self.desert_until = None;
                 self.fail(
                     Some((None, Status::RetryExceeded)),
                     "the peer has left",
                     Some(AsyncEvent::QpFatal),
                 );
             }
-        } else {
-            let first = (!self.sq.is_empty()).then_some((None, Status::RetryExceeded));
-            self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
+            Some(_) => {}
         }
     }
 

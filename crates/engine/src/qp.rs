@@ -29,6 +29,8 @@ use crate::worker::{Engine, Source, Token};
 
 /// How long the peer's port may refuse us before the connection counts as failed, at least.
 const DIAL_AT_LEAST: Duration = Duration::from_secs(3);
+/// How long the rest of a message that is half here is waited for when its queue pair is destroyed.
+const LAST_MESSAGE: Duration = Duration::from_millis(20);
 /// Pause before it is tried again.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
@@ -232,6 +234,7 @@ impl RcQp {
             // What has arrived was received as far as the peer knows, as with a card that works by itself: it is taken
             // and acknowledged before the stream closes.
             self.turn(&mut inner, now, true, true);
+            self.finish_message(&mut inner, now);
             inner.conn.leave("destroyed");
             self.turn(&mut inner, now, false, true);
             self.drop_stream(&mut inner, false);
@@ -243,6 +246,20 @@ impl RcQp {
             .unwrap_or_else(PoisonError::into_inner)
             .remove(&self.number);
         self.port.release(self.number);
+    }
+
+    /// Takes the rest of a message that is half here, if it comes soon: a card would go on receiving while the program is
+    /// on its way to destroying the queue pair.
+    fn finish_message(&self, inner: &mut Inner, since: Instant) {
+        let until = since + LAST_MESSAGE;
+        while inner.conn.is_receiving() && inner.conn.state() != State::Error {
+            let left = until.saturating_duration_since(clock::now());
+            let Some(tcp) = &inner.tcp else { return };
+            if left.is_zero() || !sys::wait_readable(tcp.fd().get(), left) {
+                return;
+            }
+            self.turn(inner, clock::now(), true, true);
+        }
     }
 
     // ------------------------------------------------------------------ finding the peer
@@ -604,6 +621,7 @@ impl RcQp {
                 inner.conn.handle_eof(true);
             }
         }
+        inner.conn.check_deserted(now);
         self.settle(inner, outcome);
     }
 

@@ -894,6 +894,19 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     len == 0 || mapped(start) && mapped(start + len - 1)
 }
 
+/// Waits until a socket is readable, at most for `time`.
+pub fn wait_readable(fd: BorrowedFd<'_>, time: std::time::Duration) -> bool {
+    let mut fds = [rustix::event::PollFd::from_borrowed_fd(
+        fd,
+        rustix::event::PollFlags::IN,
+    )];
+    let time = rustix::event::Timespec {
+        tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: time.subsec_nanos().into(),
+    };
+    rustix::event::poll(&mut fds, Some(&time)).is_ok_and(|n| n > 0)
+}
+
 /// Whether reads of a descriptor that the application can change flags of must not block.
 pub fn is_nonblocking(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))

@@ -353,6 +353,7 @@ fn a_message_that_was_delivered_is_acknowledged_even_if_the_receiver_leaves_at_o
 fn after_the_peer_has_left_only_a_new_request_fails() {
     let mut w = World::new(1);
     let (a, b) = w.pair(&Setup::anywarp());
+    w[a].conn.attr_mut().timeout = 14;
     w[a].recv(7, &[]);
     w[b].recv(1, &[]);
     w[a].post(send(1));
@@ -364,6 +365,15 @@ fn after_the_peer_has_left_only_a_new_request_fails() {
     assert!(w[a].received().is_empty());
     w[a].post(send(2));
     w[a].post(send(3));
+    // Not at once: a card would repeat them, and a program that is done meanwhile never hears of it.
+    let now = w.now();
+    w[a].conn.check_deserted(now);
+    assert!(w[a].completed().is_empty());
+    let Some(limit) = w[a].conn.silence_limit() else {
+        panic!("the pair has a time-out")
+    };
+    assert_eq!(w[a].conn.poll_timeout(), Some(now + limit));
+    w[a].conn.handle_timeout(now + limit);
     assert_eq!(
         statuses(&w[a].completed()),
         [(2, Status::RetryExceeded), (3, Status::Flushed)]
