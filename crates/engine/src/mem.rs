@@ -6,11 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::verbs::mr::{Memory, Pinned};
-
-/// Bytes that are copied at a time to checksum memory that others may write meanwhile.
-const BLOCK: usize = 4096;
 
 /// The memory of this process.
 #[derive(Debug)]
@@ -44,19 +40,6 @@ impl Memory for UserMemory {
         unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr().add(end), len) };
         // SAFETY: the `len` bytes behind `end` were just written.
         unsafe { out.set_len(end + len) };
-    }
-
-    fn checksum(&self, from: &Pinned<'_>, offset: u64, len: u64, crc: &mut Crc32c) {
-        let (source, len) = range(from, offset, len);
-        let mut block = [0_u8; BLOCK];
-        let mut done = 0;
-        while done < len {
-            let n = BLOCK.min(len - done);
-            // SAFETY: `done + n <= len`, inside the pinned region; `block` is on our stack and has `n` bytes.
-            unsafe { std::ptr::copy_nonoverlapping(source.add(done), block.as_mut_ptr(), n) };
-            crc.update(block.get(..n).unwrap_or(&[]));
-            done += n;
-        }
     }
 
     fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64 {

@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::verbs::mr::{Memory, Pinned};
 
 /// Address of the first byte.
@@ -54,14 +53,6 @@ impl Memory for Space {
             "gathered beyond what the check allowed"
         );
         out.extend_from_slice(&self.bytes()[Self::range(from.start(), offset, len)]);
-    }
-
-    fn checksum(&self, from: &Pinned<'_>, offset: u64, len: u64, crc: &mut Crc32c) {
-        assert!(
-            offset + len <= from.len(),
-            "read beyond what the check allowed"
-        );
-        crc.update(&self.bytes()[Self::range(from.start(), offset, len)]);
     }
 
     fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64 {

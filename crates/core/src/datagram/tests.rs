@@ -6,7 +6,6 @@ use smallvec::smallvec;
 
 use super::grh::tests::read;
 use super::*;
-use crate::llp::mpa::crc::Crc32c;
 use crate::verbs::mr::{Access, Memory, Pinned, Region, Registration};
 use crate::verbs::srq::Srq;
 use crate::verbs::wr::{Bind, Payload, Remote, Sge};
@@ -39,9 +38,6 @@ impl Memory for Table {
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {
         assert!(offset + len <= from.len());
         out.extend(self.read(from.start() + offset, len as usize));
-    }
-    fn checksum(&self, from: &Pinned<'_>, offset: u64, len: u64, crc: &mut Crc32c) {
-        crc.update(&self.read(from.start() + offset, len as usize));
     }
     fn update(&self, _: &Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
         panic!("datagram queue pairs have no atomics")

@@ -3,9 +3,8 @@
 //! A segment names its own destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Placing (bytes
 //! reach memory) is done segment by segment; delivering (the application learns of it) is `rdmap/rx.rs`.
 //!
-//! A complete FPDU is checked as a whole before anything else. Of a large one that is not complete yet the payload
-//! goes straight to user memory while it arrives; its CRC is then checked before it is *delivered*, and a stream whose
-//! CRC fails is ended (docs/decisions/003).
+//! With CRCs an FPDU is checked as a whole before anything else. Without, the payload of a large one that is not complete
+//! yet goes straight to user memory while it arrives (docs/decisions/003).
 
 use smallvec::smallvec;
 use std::time::Instant;
@@ -14,8 +13,7 @@ use crate::bounds;
 use crate::connection::{Connection, End, Peer, Response, Step};
 use crate::ddp::tx::Places;
 use crate::error::{PeerError, TermCode};
-use crate::llp::mpa::crc::Crc32c;
-use crate::llp::mpa::deframe::{CRC, Extent, LENGTH, deframe, verify};
+use crate::llp::mpa::deframe::{CRC, Extent, LENGTH, deframe};
 use crate::llp::mpa::frame::for_each_part;
 use crate::rdmap::rx::ReceiveUnderWay;
 use crate::verbs::mr::{Access, AccessError, Placement};
@@ -36,7 +34,6 @@ pub(crate) struct Direct {
     pub(crate) placed: u64,
     /// Payload bytes to come.
     pub(crate) left: u64,
-    pub(crate) crc: Crc32c,
     pub(crate) pad: usize,
     /// A rule that it broke: nothing (more) of it is placed. Told when its CRC is known to be right, since otherwise
     /// the damage may be the reason.
@@ -541,6 +538,11 @@ impl Connection {
 
     /// Starts to receive the FPDU at the front of `rest` straight to user memory, if that is worth it.
     fn begin_direct(&mut self, now: Instant, rest: &[u8], extent: Extent) -> bool {
+        // With CRCs the bytes must be the ones that were received when they are checked; in user memory somebody else may
+        // have written to them by then (docs/decisions/003).
+        if self.stream.as_ref().is_none_or(|s| s.config.crc) {
+            return false;
+        }
         if extent.total() - rest.len() < bounds::DIRECT_MIN {
             return false;
         }
@@ -582,17 +584,12 @@ impl Connection {
         let Some(s) = &mut self.stream else {
             return false;
         };
-        let mut crc = Crc32c::new();
-        if s.config.crc {
-            crc.update(rest.get(..LENGTH + have.len()).unwrap_or(&[]));
-        }
         s.direct = Some(Direct {
             header,
             offender: Offender::begun(have, extent.ulpdu),
             targets,
             placed: payload.len() as u64,
             left: len - payload.len() as u64,
-            crc,
             pad: extent.pad,
             fault,
         });
@@ -612,9 +609,6 @@ impl Connection {
                 return None;
             }
             let bytes = rest.get(..n).unwrap_or(&[]);
-            if self.stream.as_ref()?.config.crc {
-                direct.crc.update(bytes);
-            }
             if direct.fault.is_none() {
                 let placed = self.place(&direct.header, &direct.targets, direct.placed, bytes);
                 direct.fault = placed.err();
@@ -628,14 +622,6 @@ impl Connection {
         if rest.len() < tail {
             self.stream.as_mut()?.direct = Some(direct);
             return None;
-        }
-        let (pad, field) = rest.get(..tail)?.split_at(direct.pad);
-        if self.stream.as_ref()?.config.crc {
-            direct.crc.update(pad);
-            if let Err(error) = verify(direct.crc, field) {
-                self.fail_by_peer(Fault::answer(error), &Offender::none());
-                return Some(tail);
-            }
         }
         let result = match direct.fault {
             Some(fault) => Err(fault),
@@ -661,28 +647,10 @@ impl Connection {
         s.pinged = false;
         let Some(d) = &mut s.direct else { return };
         let n = n.min(d.left);
-        let mut gone = None;
-        if s.config.crc {
-            let (crc, memory) = (&mut d.crc, &self.rnic.memory);
-            for_each_part(&d.targets, d.placed, n, |place, from, len| {
-                match place.pin() {
-                    Some(pinned) => memory.checksum(&pinned, from, len, crc),
-                    None => gone = Some(place.stag()),
-                }
-                true
-            });
-        }
         d.placed += n;
         d.left -= n;
         if self.rnic.observer.is_some() {
             self.observe(&Step::Place(n));
-        }
-        // Deregistered right after the bytes came: their CRC can no longer be checked.
-        if let Some(stag) = gone
-            && let Some(direct) = self.stream.as_mut().and_then(|s| s.direct.take())
-        {
-            let fault = self.gone(&direct.header, stag);
-            self.fail_by_peer(fault, &direct.offender);
         }
     }
 

@@ -297,20 +297,12 @@ impl Pinned<'_> {
     }
 }
 
-/// User memory as the core needs it: copy in, copy out, checksum, atomic. The engine has the real one.
+/// User memory as the core needs it: copy in, copy out, atomic. The engine has the real one.
 pub trait Memory {
     /// Writes `bytes` to `to`, from its byte `offset` on. Bytes beyond its end are not written.
     fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]);
     /// Appends `from[offset..offset + len]` to `out`, as far as it exists.
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>);
-    /// Adds `from[offset..offset + len]` to `crc`.
-    fn checksum(
-        &self,
-        from: &Pinned<'_>,
-        offset: u64,
-        len: u64,
-        crc: &mut crate::llp::mpa::crc::Crc32c,
-    );
     /// Replaces the aligned 64-bit word at `at` by `change` of it, atomically, and returns the old value.
     fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64;
 }

@@ -8,6 +8,7 @@
 //! ```
 
 use super::crc::Crc32c;
+use super::deframe::CRC;
 use super::marker::{INTERVAL, MARKER};
 use crate::bounds;
 use crate::ddp::tx::{Segment, Source};
@@ -139,7 +140,9 @@ pub fn frame(
                 .own
                 .extend_from_slice(bytes.get(from..from + segment.len).unwrap_or(&[]));
         }
-        Source::Memory { places, volatile } if *volatile || segment.len < bounds::COPY_LIMIT => {
+        Source::Memory { places, volatile }
+            if *volatile || with_crc || segment.len < bounds::COPY_LIMIT =>
+        {
             let whole = for_each_part(
                 places,
                 segment.from,
@@ -158,7 +161,8 @@ pub fn frame(
             }
         }
         Source::Memory { places, .. } => {
-            return frame_by_reference(segment, places, pad, with_crc, memory, batch, start);
+            frame_by_reference(segment, places, pad, batch, start);
+            return Ok(());
         }
     }
     batch.own.resize(batch.own.len() + pad, 0);
@@ -181,7 +185,6 @@ pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8
     impl Memory for Nothing {
         fn place(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: &[u8]) {}
         fn gather(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Vec<u8>) {}
-        fn checksum(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Crc32c) {}
         fn update(&self, _: &crate::verbs::mr::Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
             0
         }
@@ -191,62 +194,29 @@ pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8
     batch.own
 }
 
+/// Without CRC the payload goes to the kernel from where it lies.
 fn frame_by_reference(
     segment: &Segment,
     places: &[Placement],
     pad: usize,
-    with_crc: bool,
-    memory: &dyn Memory,
     batch: &mut TxBatch,
     start: usize,
-) -> Result<(), Invalidated> {
-    let mut crc = Crc32c::new();
-    if with_crc {
-        crc.update(batch.own.get(start..).unwrap_or(&[]));
-    }
-    let before = (
-        batch.pieces.len(),
-        batch.bytes,
-        batch.pieces.last().cloned(),
-    );
+) {
     batch.own_since(start);
-    let whole = for_each_part(
+    for_each_part(
         places,
         segment.from,
         segment.len as u64,
         |place, from, len| {
-            let part = place.part(from, len);
-            if with_crc {
-                let Some(pinned) = part.pin() else {
-                    return false;
-                };
-                memory.checksum(&pinned, 0, len, &mut crc);
-            }
-            batch.pieces.push(Piece::User(part));
+            batch.pieces.push(Piece::User(place.part(from, len)));
             batch.bytes += usize::try_from(len).unwrap_or(0);
             true
         },
     );
-    if !whole {
-        batch.own.truncate(start);
-        batch.pieces.truncate(before.0);
-        if let (Some(last), Some(was)) = (batch.pieces.last_mut(), before.2) {
-            *last = was;
-        }
-        batch.bytes = before.1;
-        return Err(Invalidated);
-    }
     let tail = batch.own.len();
-    batch.own.resize(tail + pad, 0);
-    let crc = if with_crc {
-        crc.update(batch.own.get(tail..).unwrap_or(&[]));
-        crc.finish()
-    } else {
-        [0; 4]
-    };
-    batch.own.extend_from_slice(&crc);
+    // The CRC field is there all the same.
+    batch.own.resize(tail + pad + CRC, 0);
     batch.own_since(tail);
-    Ok(())
 }
 
 /// Walks `[from, from + len)` of a list of ranges; stops when `each` says false, and says whether it got through.
@@ -305,7 +275,6 @@ mod tests {
     impl Memory for NoMemory {
         fn place(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: &[u8]) {}
         fn gather(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Vec<u8>) {}
-        fn checksum(&self, _: &crate::verbs::mr::Pinned<'_>, _: u64, _: u64, _: &mut Crc32c) {}
         fn update(&self, _: &crate::verbs::mr::Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
             0
         }
