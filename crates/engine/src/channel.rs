@@ -53,10 +53,17 @@ impl<T> Channel<T> {
 
     /// Takes the oldest event.
     pub fn pop(&self) -> Option<T> {
+        self.pop_with(|_| ()).map(|(event, ())| event)
+    }
+
+    /// Takes the oldest event, and counts it with `count` before anybody can think that it never was: [`Self::purge`]
+    /// comes before or after.
+    pub fn pop_with<R>(&self, count: impl FnOnce(&T) -> R) -> Option<(T, R)> {
         let mut queue = self.queue();
         let event = queue.pop_front()?;
         self.count_down();
-        Some(event)
+        let counted = count(&event);
+        Some((event, counted))
     }
 
     /// Drops events that `gone` says belong to something that is being destroyed.

@@ -433,15 +433,44 @@ impl CmId {
         }
         let mut moved = Vec::new();
         from.purge(|e| {
-            let mine = std::ptr::eq(Arc::as_ptr(&e.id), self);
+            let about = |id: &Arc<Self>| std::ptr::eq(Arc::as_ptr(id), self);
+            let mine = about(&e.id) || e.listener.as_ref().is_some_and(about);
             if mine {
                 moved.push(e.clone());
             }
             mine
         });
         for event in moved {
+            if event.listener.is_some() {
+                // A request that nobody has seen moves with its listener.
+                event.id.lock().channel = Arc::clone(to);
+            }
             to.push(event);
         }
+    }
+
+    /// Puts a request before the application, unless the listener is going away. False: it is.
+    ///
+    /// The listener stays locked meanwhile: destroying it either comes first or takes the event away.
+    fn offer(&self, child: &Arc<Self>, fill: impl FnOnce(&mut Event)) -> bool {
+        let Some(me) = self.me.upgrade() else {
+            return false;
+        };
+        let mut state = self.lock();
+        if state.destroyed || state.phase != Phase::Listening {
+            return false;
+        }
+        child.lock().channel = Arc::clone(&state.channel);
+        state.pending.push(Arc::downgrade(child));
+        child.push_event(
+            |e| {
+                e.listener = Some(me);
+                fill(e);
+            },
+            EventKind::ConnectRequest,
+            0,
+        );
+        true
     }
 
     // ------------------------------------------------------------------ queue pair
@@ -726,18 +755,23 @@ impl CmId {
     // ------------------------------------------------------------------ the end
 
     /// Ends the connection (`rdma_disconnect(3)`); both ends hear of it.
-    pub fn disconnect(&self) -> io::Result<()> {
+    ///
+    /// True when an event will say so; false when the connection is over already.
+    pub fn disconnect(&self) -> io::Result<bool> {
         let number = {
             let state = self.lock();
             match state.phase {
-                Phase::Connected | Phase::Accepting | Phase::Over => state.param.qp_num,
+                Phase::Connected | Phase::Accepting => state.param.qp_num,
+                Phase::Over => return Ok(false),
                 _ => return Err(os(libc::EINVAL)),
             }
         };
-        if let Some((qp, _)) = self.find_qp(number) {
-            qp.disconnect();
+        match self.find_qp(number) {
+            Some((qp, _)) => qp.disconnect(),
+            // Its queue pair was destroyed first.
+            None => self.gone(),
         }
-        Ok(())
+        Ok(true)
     }
 
     /// The identifier goes away; its waiting events too.
@@ -853,7 +887,6 @@ impl Owner for CmId {
     }
 
     fn requested(&self, startup: &Arc<Startup>, request: Request) {
-        let Some(me) = self.me.upgrade() else { return };
         let (channel, full) = {
             let mut state = self.lock();
             state.pending.retain(|p| {
@@ -886,17 +919,14 @@ impl Owner for CmId {
             state.startup = Some(Arc::clone(startup));
             state.offered = (responder_resources, initiator_depth);
         }
-        self.lock().pending.push(Arc::downgrade(&child));
-        child.push_event(
-            |e| {
-                e.listener = Some(me);
-                e.private_data = request.private_data;
-                e.responder_resources = responder_resources;
-                e.initiator_depth = initiator_depth;
-            },
-            EventKind::ConnectRequest,
-            0,
-        );
+        let offered = self.offer(&child, |e| {
+            e.private_data = request.private_data;
+            e.responder_resources = responder_resources;
+            e.initiator_depth = initiator_depth;
+        });
+        if !offered {
+            let _ = startup.reject(&[]);
+        }
     }
 
     fn failed(&self, startup: &Arc<Startup>, failure: Failure) {

@@ -377,7 +377,8 @@ impl DgramQp {
 
     fn settle(&self, inner: &mut Inner) {
         while let Some(what) = inner.core.poll_event() {
-            if !inner.destroyed {
+            // The shared receive queue outlives the queue pair.
+            if !inner.destroyed || what == AsyncEvent::SrqLimit {
                 self.tell(what);
             }
         }

@@ -672,7 +672,8 @@ impl RcQp {
     }
 
     fn tell(&self, inner: &Inner, what: AsyncEvent) {
-        if inner.destroyed {
+        // The shared receive queue outlives the queue pair.
+        if inner.destroyed && what != AsyncEvent::SrqLimit {
             return;
         }
         let number = match what {

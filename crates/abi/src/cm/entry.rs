@@ -377,31 +377,43 @@ fn c_id(engine: &CmId) -> *mut rdma_cm_id {
     std::ptr::with_exposed_provenance_mut(engine.cookie.load(Ordering::Acquire))
 }
 
-/// Makes the C event; a connect request also gets its C identifier.
+/// Finds the C identifiers of an event and counts it as delivered; a connect request gets its identifier here.
+///
+/// Called while the event is taken out of its channel, so that destroying an identifier either takes the event away or
+/// waits for its acknowledgement.
 ///
 /// # Safety
 /// The identifiers of the event live.
-unsafe fn c_event(event: Event) -> Result<*mut rdma_cm_event, c_int> {
-    let mut listen_id = std::ptr::null_mut();
-    let id = if let Some(listener) = &event.listener {
-        listen_id = c_id(listener);
-        // SAFETY: a listener lives while its events wait: destroying it takes them away.
-        let parent = unsafe { of::<IdObject, _>(listen_id) };
-        let made = make_id(
-            Arc::clone(&event.id),
-            parent.c.channel,
-            parent.c.context,
-            parent.c.qp_type,
-            false,
-        );
-        parent.acks.delivered();
-        made
-    } else {
+unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
+    let Some(listener) = &event.listener else {
         let id = c_id(&event.id);
-        // SAFETY: as above.
+        // SAFETY: an identifier lives while its events wait: destroying it takes them away.
         unsafe { of::<IdObject, _>(id) }.acks.delivered();
-        id
+        return (id, std::ptr::null_mut());
     };
+    let listen_id = c_id(listener);
+    // SAFETY: as above.
+    let parent = unsafe { of::<IdObject, _>(listen_id) };
+    let made = make_id(
+        Arc::clone(&event.id),
+        parent.c.channel,
+        parent.c.context,
+        parent.c.qp_type,
+        false,
+    );
+    parent.acks.delivered();
+    (made, listen_id)
+}
+
+/// Makes the C event.
+///
+/// # Safety
+/// The identifiers live: the event counts as delivered.
+unsafe fn c_event(
+    event: Event,
+    id: *mut rdma_cm_id,
+    listen_id: *mut rdma_cm_id,
+) -> Result<*mut rdma_cm_event, c_int> {
     // SAFETY: lives.
     unsafe { show_device(id) }?;
     // SAFETY: as above.
@@ -496,14 +508,16 @@ unsafe fn try_event(
     }
     // SAFETY: as above.
     let object = unsafe { of::<ChannelObject, _>(channel) };
-    let Some(event) = object.engine.pop() else {
+    // SAFETY: the identifiers of a waiting event live.
+    let popped = object.engine.pop_with(|event| unsafe { deliver(event) });
+    let Some((event, (id, listen_id))) = popped else {
         return object
             .engine
             .is_nonblocking()
             .then(|| fail(libc::EAGAIN, -1));
     };
-    // SAFETY: its identifiers live: destroying one takes its waiting events away.
-    match unsafe { c_event(event) } {
+    // SAFETY: the event counts as delivered.
+    match unsafe { c_event(event, id, listen_id) } {
         Ok(event) => {
             // SAFETY: not null, so valid (the program's promise).
             unsafe { out.write(event) };
@@ -877,8 +891,29 @@ entry! {
     /// # Safety
     /// `id` lives.
     unsafe fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int, on_panic = -1, {
-        // SAFETY: the caller's promise.
-        unsafe { step(id, CmId::disconnect) }
+        if id.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
+        let engine = unsafe { Arc::clone(&of::<IdObject, _>(id).engine) };
+        match engine.disconnect() {
+            Ok(told) => {
+                // SAFETY: as above; a synchronous identifier has a channel of its own.
+                let waits = unsafe {
+                    let object = of::<IdObject, _>(id);
+                    let sync = object.sync.load(Ordering::Relaxed);
+                    sync && (told || !of::<ChannelObject, _>(object.c.channel).engine.is_empty())
+                };
+                // One whose connection is over and told of has nothing to wait for.
+                // SAFETY: as above.
+                if waits { unsafe { complete(id) } } else { 0 }
+            }
+            Err(e) => fail(os_errno(&e), -1),
+        }
     }
 }
 
@@ -1049,7 +1084,16 @@ unsafe fn create_qp(
         return Err(libc::EINVAL);
     }
     // SAFETY: the caller's promise.
-    unsafe { make_queues(id, init) }?;
+    if let Err(e) = unsafe { make_queues(id, init) } {
+        // SAFETY: no queue pair uses them.
+        unsafe { drop_queues(id) };
+        return Err(e);
+    }
+    // rdma_create_srq(3): the identifier's shared receive queue serves its queue pair.
+    if init.srq.is_null() {
+        // SAFETY: lives (caller's promise).
+        init.srq = unsafe { (*id).srq };
+    }
     // SAFETY: the caller's promise.
     let qp = unsafe { ibv_create_qp(pd, init) };
     if qp.is_null() {

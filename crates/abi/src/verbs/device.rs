@@ -538,34 +538,38 @@ unsafe fn try_event(context: *mut ibv_context, out: *mut ibv_async_event) -> Opt
     // SAFETY: as above.
     let object = unsafe { ContextObject::of(context) };
     let events = &object.engine.events;
-    let Some(item) = events.pop() else {
+    let popped = events.pop_with(|item| {
+        let mut c = ibv_async_event {
+            event_type: item.event,
+            ..ibv_async_event::default()
+        };
+        match item.event {
+            event::CQ_ERR => {
+                let cq: *mut ibv_cq = std::ptr::with_exposed_provenance_mut(item.cookie);
+                c.element.cq = cq;
+                // SAFETY: destroying an object takes its waiting events out of the queue, under the lock that is held
+                // here, so it lives; and from here on destroying it waits for the acknowledgement.
+                unsafe { of::<CqObject, _>(cq) }.async_acks.delivered();
+            }
+            event::SRQ_LIMIT_REACHED | event::SRQ_ERR => {
+                let srq: *mut ibv_srq = std::ptr::with_exposed_provenance_mut(item.cookie);
+                c.element.srq = srq;
+                // SAFETY: as above.
+                unsafe { of::<SrqObject, _>(srq) }.acks.delivered();
+            }
+            event::QP_FATAL..=event::SQ_DRAINED | event::QP_LAST_WQE_REACHED => {
+                let qp: *mut ibv_qp = std::ptr::with_exposed_provenance_mut(item.cookie);
+                c.element.qp = qp;
+                // SAFETY: as above.
+                unsafe { of::<QpObject, _>(qp) }.acks.delivered();
+            }
+            _ => c.element.port_num = 1,
+        }
+        c
+    });
+    let Some((_, c)) = popped else {
         return events.is_nonblocking().then(|| fail(libc::EAGAIN, -1));
     };
-    let mut c = ibv_async_event {
-        event_type: item.event,
-        ..ibv_async_event::default()
-    };
-    match item.event {
-        event::CQ_ERR => {
-            let cq: *mut ibv_cq = std::ptr::with_exposed_provenance_mut(item.cookie);
-            c.element.cq = cq;
-            // SAFETY: destroying an object takes its waiting events out of the queue, so it lives.
-            unsafe { of::<CqObject, _>(cq) }.async_acks.delivered();
-        }
-        event::SRQ_LIMIT_REACHED | event::SRQ_ERR => {
-            let srq: *mut ibv_srq = std::ptr::with_exposed_provenance_mut(item.cookie);
-            c.element.srq = srq;
-            // SAFETY: as above.
-            unsafe { of::<SrqObject, _>(srq) }.acks.delivered();
-        }
-        event::QP_FATAL..=event::SQ_DRAINED | event::QP_LAST_WQE_REACHED => {
-            let qp: *mut ibv_qp = std::ptr::with_exposed_provenance_mut(item.cookie);
-            c.element.qp = qp;
-            // SAFETY: as above.
-            unsafe { of::<QpObject, _>(qp) }.acks.delivered();
-        }
-        _ => c.element.port_num = 1,
-    }
     // SAFETY: valid (the program's promise).
     unsafe { out.write(c) };
     Some(0)

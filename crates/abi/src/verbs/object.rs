@@ -85,8 +85,11 @@ impl Acks {
     }
 
     pub(crate) fn acknowledged(&self, n: u64) {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner).1 += n;
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.1 += n;
+        // Before the lock is given back: whoever waits frees the object as soon as it has the lock.
         self.changed.notify_all();
+        drop(counts);
     }
 
     pub(crate) fn wait(&self) {

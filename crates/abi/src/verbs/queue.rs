@@ -239,20 +239,24 @@ unsafe fn try_event(
     }
     // SAFETY: as above.
     let object = unsafe { of::<ChannelObject, _>(channel) };
-    let Some(cookie) = object.engine.pop() else {
+    let popped = object.engine.pop_with(|cookie| {
+        let found: *mut ibv_cq = std::ptr::with_exposed_provenance_mut(*cookie);
+        // SAFETY: destroying a queue takes its waiting events out of the channel, under the lock that is held here, so
+        // it lives; and from here on destroying it waits until this event is acknowledged.
+        let queue = unsafe { of::<CqObject, _>(found) };
+        queue.comp_acks.delivered();
+        (found, queue.c.cq_context)
+    });
+    let Some((_, (found, its_context))) = popped else {
         return object
             .engine
             .is_nonblocking()
             .then(|| fail(libc::EAGAIN, -1));
     };
-    let found: *mut ibv_cq = std::ptr::with_exposed_provenance_mut(cookie);
-    // SAFETY: destroying a queue takes its waiting events out of the channel, so it lives.
-    let queue = unsafe { of::<CqObject, _>(found) };
-    queue.comp_acks.delivered();
     // SAFETY: not null, so valid (the program's promise).
     unsafe { cq.write(found) };
     // SAFETY: as above.
-    unsafe { cq_context.write(queue.c.cq_context) };
+    unsafe { cq_context.write(its_context) };
     Some(0)
 }
 

@@ -217,7 +217,6 @@ impl CmId {
 
     /// Somebody asks.
     fn asked(&self, from: SocketAddr, request: CmRequest) {
-        let Some(me) = self.me.upgrade() else { return };
         let channel = {
             let mut state = self.lock();
             if state.phase != Phase::Listening {
@@ -266,15 +265,8 @@ impl CmId {
                 listener: self.me.clone(),
             });
         }
-        self.lock().pending.push(Arc::downgrade(&child));
-        child.push_event(
-            |e| {
-                e.listener = Some(me);
-                e.private_data = request.private_data;
-            },
-            EventKind::ConnectRequest,
-            0,
-        );
+        // A listener that is going away leaves the asker to its time-out.
+        let _ = self.offer(&child, |e| e.private_data = request.private_data);
     }
 
     /// Answers the request of this identifier.
