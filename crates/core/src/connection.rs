@@ -395,6 +395,11 @@ impl Connection {
                 .is_some_and(|(_, p)| p.request.payload.len() > BULK)
     }
 
+    /// Whether the peer has said anything.
+    pub fn has_started(&self) -> bool {
+        self.stream.as_ref().is_some_and(|s| s.started)
+    }
+
     /// Whether a message of the peer has begun to arrive and is not complete.
     pub fn is_receiving(&self) -> bool {
         self.stream
@@ -610,6 +615,8 @@ impl Connection {
         if config.initiator {
             crate::rdmap::tx::queue_first(&mut stream);
         }
+        self.deserted = false;
+        self.desert_until = None;
         self.stream = Some(stream);
         if self.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
@@ -796,6 +803,7 @@ impl Connection {
     /// Requests for a peer that has left fail after the time that repeating them would take.
     pub fn check_deserted(&mut self, now: Instant) {
         if !self.deserted || self.sq.is_empty() || self.state == State::Error {
+            self.desert_until = None;
             return;
         }
         match self.desert_until {
@@ -877,6 +885,7 @@ impl Connection {
             return;
         }
         self.state = State::Error;
+        self.desert_until = None;
         self.observe(&Step::Failed(why));
         if let Some(event) = event {
             self.events.push_back(event);

@@ -31,6 +31,8 @@ use crate::worker::{Engine, Source, Token};
 const DIAL_AT_LEAST: Duration = Duration::from_secs(3);
 /// How long the rest of a message that is half here is waited for when its queue pair is destroyed.
 const LAST_MESSAGE: Duration = Duration::from_millis(20);
+/// Peers that wait for a queue pair to be told of them.
+const PARKED_MAX: usize = 8;
 /// Pause before it is tried again.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
@@ -59,13 +61,17 @@ struct Inner {
     token: Token,
     route: Option<Route>,
     /// A peer that dialed before our program told us of it.
-    parked: Option<(Arc<Startup>, u32)>,
+    parked: Vec<(Arc<Startup>, u32)>,
     dialing: Option<Arc<Startup>>,
     dial_until: Option<Instant>,
     redial: Option<Instant>,
     manager: Option<Weak<dyn Manager>>,
     managed: bool,
     destroyed: bool,
+    /// Its socket is not watched yet.
+    unwatched: bool,
+    /// When a peer that asked for a connection must have said something.
+    first_by: Option<Instant>,
     deadline: Option<Instant>,
 }
 
@@ -113,13 +119,15 @@ impl RcQp {
                 tcp: None,
                 token: Token::NONE,
                 route: None,
-                parked: None,
+                parked: Vec::new(),
                 dialing: None,
                 dial_until: None,
                 redial: None,
                 manager: None,
                 managed: false,
                 destroyed: false,
+                unwatched: false,
+                first_by: None,
                 deadline: None,
             }),
             owes: AtomicBool::new(false),
@@ -280,8 +288,12 @@ impl RcQp {
             self.connect_to_itself(inner, now);
         } else if own < peer {
             self.dial(inner, now);
-        } else if let Some((startup, source)) = inner.parked.take() {
-            self.take_incoming(inner, &startup, source, now);
+        } else {
+            let parked = std::mem::take(&mut inner.parked);
+            for (startup, source) in parked {
+                // The one that was told to us is taken, the others are refused.
+                self.take_incoming(inner, &startup, source, now);
+            }
         }
     }
 
@@ -339,8 +351,11 @@ impl RcQp {
                 self.take_incoming(&mut inner, startup, source, now);
             }
             State::Reset | State::Init => {
-                if let Some((old, _)) = inner.parked.replace((Arc::clone(startup), source)) {
-                    let _ = old.reject(&[]);
+                // Several: which of them is the peer is known when the program says so.
+                if inner.parked.len() < PARKED_MAX {
+                    inner.parked.push((Arc::clone(startup), source));
+                } else {
+                    let _ = startup.reject(&[]);
                 }
             }
             State::Sqe | State::Error => {
@@ -519,8 +534,13 @@ impl RcQp {
             config.peer,
             if config.crc { "on" } else { "off" },
         );
+        let silent = side == Side::ManagedAcceptor && opened.expects_rtr;
         let tcp = Tcp::new(opened.fd, None, opened.leftover);
         self.start(inner, tcp, config, now);
+        if silent && !inner.conn.has_started() {
+            inner.first_by = Some(now + REPLY_TIMEOUT);
+            self.ask_deadline(inner, now + REPLY_TIMEOUT);
+        }
     }
 
     fn start(&self, inner: &mut Inner, tcp: Tcp, config: StreamConfig, now: Instant) {
@@ -529,8 +549,16 @@ impl RcQp {
         inner.redial = None;
         inner.conn.attach(config, now);
         self.drop_token(inner);
-        match self.engine.add(me, tcp.fd().get(), false) {
-            Ok(token) => inner.token = token,
+        inner.token = self.engine.reserve(me);
+        // Before the queue pair is ready to receive nobody would read what comes: its socket is watched from then on.
+        inner.unwatched = !is_live(inner.conn.state());
+        let watched = if inner.unwatched {
+            Ok(())
+        } else {
+            self.engine.watch(inner.token, tcp.fd().get(), false)
+        };
+        match watched {
+            Ok(()) => {}
             Err(e) => {
                 log!(
                     Error,
@@ -572,7 +600,7 @@ impl RcQp {
         if let Some(startup) = inner.dialing.take() {
             startup.cancel();
         }
-        if let Some((startup, _)) = inner.parked.take() {
+        for (startup, _) in std::mem::take(&mut inner.parked) {
             let _ = startup.reject(&[]);
         }
         if let Some(tcp) = inner.tcp.take() {
@@ -588,10 +616,16 @@ impl RcQp {
     /// One turn: receive if there is something, send what can be sent, settle the consequences.
     fn turn(&self, inner: &mut Inner, now: Instant, receive: bool, flush: bool) {
         let mut outcome = Outcome::Open;
-        let live = matches!(
-            inner.conn.state(),
-            State::Rtr | State::Rts | State::Sqd | State::Error
-        );
+        let live = is_live(inner.conn.state());
+        let mut receive = receive;
+        if inner.unwatched
+            && live
+            && let Some(tcp) = &inner.tcp
+        {
+            inner.unwatched = false;
+            receive = true;
+            let _ = self.engine.watch(inner.token, tcp.fd().get(), false);
+        }
         if let Some(tcp) = &mut inner.tcp
             && live
         {
@@ -730,6 +764,11 @@ enum Side {
     ManagedAcceptor,
 }
 
+/// Whether a queue pair in this state looks at its stream.
+fn is_live(state: State) -> bool {
+    matches!(state, State::Rtr | State::Rts | State::Sqd | State::Error)
+}
+
 /// Reads and atomics of the peer that a queue pair serves.
 fn attr_ird(attr: &Attr) -> u32 {
     u32::from(attr.max_dest_rd_atomic)
@@ -756,6 +795,21 @@ impl Source for RcQp {
             }
         } else if let Some(at) = inner.redial {
             self.ask_deadline(&mut inner, at);
+        }
+        if let Some(by) = inner.first_by {
+            if inner.conn.has_started() {
+                inner.first_by = None;
+            } else if by <= now {
+                inner.first_by = None;
+                log!(
+                    Info,
+                    "qp 0x{:06x}: the peer asked for a connection and says nothing",
+                    self.number
+                );
+                inner.conn.leave("the peer says nothing");
+            } else {
+                self.ask_deadline(&mut inner, by);
+            }
         }
         inner.conn.handle_timeout(now);
         self.turn(&mut inner, now, false, false);

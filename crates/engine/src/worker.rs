@@ -488,8 +488,9 @@ impl Engine {
     }
 
     fn run_deadlines(&self) {
+        // One look at the clock: what asks for a time that has passed meanwhile waits for the next turn.
+        let now = clock::now();
         loop {
-            let now = clock::now();
             let due = {
                 let mut heap = self.heap();
                 match heap.peek() {

@@ -692,12 +692,13 @@ impl Connection {
         if ahead > s.seq.wrapping_sub(s.acked) {
             return false;
         }
-        let acked = s.acked;
         s.acked = seq;
         s.ack_scan = s.ack_scan.max(self.sq.front_number());
         while let Some(posted) = self.sq.get_mut(s.ack_scan) {
             let known = matches!(posted.phase, Phase::Sent | Phase::Done);
-            if !known || posted.seq.1.wrapping_sub(acked) > ahead {
+            // Serial arithmetic: whether its last message comes after what is acknowledged.
+            let after = posted.seq.1.wrapping_sub(s.acked);
+            if !known || (after != 0 && after < 1 << 31) {
                 break;
             }
             if posted.phase == Phase::Sent && posted.answers == 0 {

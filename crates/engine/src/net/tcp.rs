@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anywarp_core::connection::Connection;
 use anywarp_core::error::{PeerError, TermCode};
 use anywarp_core::llp::mpa::frame::TxBatch;
+use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::rdmap::Terminate;
 
 use crate::sys::{self, EngineFd, Io};
@@ -179,7 +180,13 @@ impl Tcp {
         now: Instant,
         flush: bool,
     ) -> Outcome {
+        let mut turn = 0;
         loop {
+            if turn >= TURN {
+                // Others have their turn; the socket is writable still, or will be, and brings us back.
+                self.blocked = true;
+                return Outcome::Open;
+            }
             if self.batch.is_empty() {
                 if self.batch.room() < KEEP && conn.has_bulk() {
                     self.batch.give_room(engine.room());
@@ -193,8 +200,13 @@ impl Tcp {
                     return Outcome::Open;
                 }
             }
+            if conn.state() == State::Error && self.batch.has_user_memory() {
+                // Its requests have completed, their memory is the program's again: the rest of the message is not sent.
+                return Outcome::Broken(libc::ECANCELED);
+            }
             match sys::send_batch(self.tx().get(), &self.batch, self.sent) {
                 Io::Done(n) => {
+                    turn += n;
                     self.sent += n;
                     if self.sent >= self.batch.len() {
                         self.batch.clear();

@@ -55,6 +55,11 @@ impl TxBatch {
             || self.pieces.len() >= bounds::TX_BATCH_PIECES
     }
 
+    /// Whether part of it is user memory by reference.
+    pub fn has_user_memory(&self) -> bool {
+        self.pieces.iter().any(|p| matches!(p, Piece::User(_)))
+    }
+
     /// The runs, in order.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
