@@ -4,6 +4,7 @@
 //! which stays in `id->event` until the next step.
 
 use std::ffi::{c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -495,31 +496,19 @@ fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah_attr {
 }
 
 /// One try at the next event: 0, or -1 with errno; `None`: wait.
-unsafe fn try_event(
-    channel: *mut rdma_event_channel,
-    out: *mut *mut rdma_cm_event,
-) -> Option<c_int> {
-    if channel.is_null() || out.is_null() {
-        return Some(fail(libc::EINVAL, -1));
-    }
-    // SAFETY: lives (the program's promise).
-    if unsafe { is_lost::<ChannelObject, _>(channel) } {
-        return Some(fail(libc::ENODEV, -1));
-    }
-    // SAFETY: as above.
-    let object = unsafe { of::<ChannelObject, _>(channel) };
+///
+/// # Safety
+/// `out` is a valid place.
+unsafe fn try_event(events: &EventChannel, out: *mut *mut rdma_cm_event) -> Option<c_int> {
     // SAFETY: the identifiers of a waiting event live.
-    let popped = object.engine.pop_with(|event| unsafe { deliver(event) });
+    let popped = events.pop_with(|event| unsafe { deliver(event) });
     let Some((event, (id, listen_id))) = popped else {
-        return object
-            .engine
-            .is_nonblocking()
-            .then(|| fail(libc::EAGAIN, -1));
+        return events.is_nonblocking().then(|| fail(libc::EAGAIN, -1));
     };
     // SAFETY: the event counts as delivered.
     match unsafe { c_event(event, id, listen_id) } {
         Ok(event) => {
-            // SAFETY: not null, so valid (the program's promise).
+            // SAFETY: valid (caller's promise).
             unsafe { out.write(event) };
             Some(0)
         }
@@ -527,27 +516,55 @@ unsafe fn try_event(
     }
 }
 
+/// Holds the events of a channel: a program may destroy the channel while a thread waits in it (rping does), and that
+/// thread then waits for ever, as in a `read` of the descriptor.
+///
+/// Without a destructor: the thread may be cancelled while it waits.
+///
+/// # Safety
+/// `channel` is null or lives.
+unsafe fn hold(channel: *mut rdma_event_channel) -> Result<ManuallyDrop<Arc<EventChannel>>, c_int> {
+    if channel.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<ChannelObject, _>(channel) } {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: as above.
+    let object = unsafe { of::<ChannelObject, _>(channel) };
+    Ok(ManuallyDrop::new(Arc::clone(&object.engine)))
+}
+
 /// `rdma_get_cm_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
 ///
 /// Not an `entry!`: the thread may be cancelled while it waits, and that must not meet a `catch_unwind`.
 ///
 /// # Safety
-/// `channel` lives, `event` is a valid place.
+/// `channel` lives when this is called, `event` is a valid place.
 // SAFETY: the symbol is ours: link/symbols.txt names it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn rdma_get_cm_event(
     channel: *mut rdma_event_channel,
     event: *mut *mut rdma_cm_event,
 ) -> c_int {
+    if event.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: the caller's promise.
+    let events = match unsafe { hold(channel) } {
+        Ok(events) => events,
+        Err(e) => return fail(e, -1),
+    };
     loop {
-        // SAFETY: the caller's promise.
-        if let Some(done) = unsafe { try_event(channel, event) } {
-            return done;
-        }
-        // SAFETY: not null: `try_event` has looked.
-        if !block_on(unsafe { (*channel).fd }) {
-            return fail(libc::EINTR, -1);
-        }
+        // SAFETY: not null, so valid (caller's promise).
+        let done = match unsafe { try_event(&events, event) } {
+            Some(done) => done,
+            None if block_on(events.raw_fd()) => continue,
+            None => fail(libc::EINTR, -1),
+        };
+        drop(ManuallyDrop::into_inner(events));
+        return done;
     }
 }
 

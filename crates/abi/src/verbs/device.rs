@@ -1,11 +1,14 @@
 //! The device: listing, opening, asking, asynchronous events.
 
 use std::ffi::{c_char, c_int, c_uint};
+use std::mem::ManuallyDrop;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::sync::OnceLock;
 
 use anywarp_core::bounds;
-use anywarp_engine::device::{self, Context, Face, event, gids, lid_of};
+use anywarp_engine::channel::Channel;
+use anywarp_engine::device::{self, AsyncItem, Context, Face, event, gids, lid_of};
 
 use super::object::{
     ContextObject, CqObject, QpObject, SrqObject, is_lost, is_lost_context, of, os_errno,
@@ -527,17 +530,7 @@ entry! {
 // ---------------------------------------------------------------------- asynchronous events
 
 /// One try at the next asynchronous event: 0, or -1 with errno; `None`: wait.
-unsafe fn try_event(context: *mut ibv_context, out: *mut ibv_async_event) -> Option<c_int> {
-    if context.is_null() || out.is_null() {
-        return Some(fail(libc::EINVAL, -1));
-    }
-    // SAFETY: open (the program's promise).
-    if unsafe { is_lost_context(context) } {
-        return Some(fail(libc::ENODEV, -1));
-    }
-    // SAFETY: as above.
-    let object = unsafe { ContextObject::of(context) };
-    let events = &object.engine.events;
+unsafe fn try_event(events: &Channel<AsyncItem>, out: *mut ibv_async_event) -> Option<c_int> {
     let popped = events.pop_with(|item| {
         let mut c = ibv_async_event {
             event_type: item.event,
@@ -587,15 +580,27 @@ pub unsafe extern "C-unwind" fn ibv_get_async_event(
     context: *mut ibv_context,
     out: *mut ibv_async_event,
 ) -> c_int {
+    if context.is_null() || out.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: open (caller's promise).
+    if unsafe { is_lost_context(context) } {
+        return fail(libc::ENODEV, -1);
+    }
+    // Held, without a destructor: a program may close the device while a thread waits here, and may cancel it.
+    // SAFETY: as above.
+    let events = ManuallyDrop::new(Arc::clone(unsafe {
+        &ContextObject::of(context).engine.events
+    }));
     loop {
-        // SAFETY: the caller's promise.
-        if let Some(done) = unsafe { try_event(context, out) } {
-            return done;
-        }
-        // SAFETY: not null: `try_event` has looked.
-        if !queue::block_on(unsafe { (*context).async_fd }) {
-            return fail(libc::EINTR, -1);
-        }
+        // SAFETY: not null, so valid (caller's promise).
+        let done = match unsafe { try_event(&events, out) } {
+            Some(done) => done,
+            None if queue::block_on(events.raw_fd()) => continue,
+            None => fail(libc::EINTR, -1),
+        };
+        drop(ManuallyDrop::into_inner(events));
+        return done;
     }
 }
 

@@ -1,6 +1,7 @@
 //! Completion channels, completion queues, shared receive queues.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -225,21 +226,15 @@ entry! {
 }
 
 /// One try at the next event of a completion channel: 0, or -1 with errno; `None`: wait.
+///
+/// # Safety
+/// `cq` and `cq_context` are valid places.
 unsafe fn try_event(
-    channel: *mut ibv_comp_channel,
+    events: &Channel<usize>,
     cq: *mut *mut ibv_cq,
     cq_context: *mut *mut c_void,
 ) -> Option<c_int> {
-    if channel.is_null() || cq.is_null() || cq_context.is_null() {
-        return Some(fail(libc::EINVAL, -1));
-    }
-    // SAFETY: lives (the program's promise).
-    if unsafe { is_lost::<ChannelObject, _>(channel) } {
-        return Some(fail(libc::ENODEV, -1));
-    }
-    // SAFETY: as above.
-    let object = unsafe { of::<ChannelObject, _>(channel) };
-    let popped = object.engine.pop_with(|cookie| {
+    let popped = events.pop_with(|cookie| {
         let found: *mut ibv_cq = std::ptr::with_exposed_provenance_mut(*cookie);
         // SAFETY: destroying a queue takes its waiting events out of the channel, under the lock that is held here, so
         // it lives; and from here on destroying it waits until this event is acknowledged.
@@ -248,12 +243,9 @@ unsafe fn try_event(
         (found, queue.c.cq_context)
     });
     let Some((_, (found, its_context))) = popped else {
-        return object
-            .engine
-            .is_nonblocking()
-            .then(|| fail(libc::EAGAIN, -1));
+        return events.is_nonblocking().then(|| fail(libc::EAGAIN, -1));
     };
-    // SAFETY: not null, so valid (the program's promise).
+    // SAFETY: valid (caller's promise).
     unsafe { cq.write(found) };
     // SAFETY: as above.
     unsafe { cq_context.write(its_context) };
@@ -262,10 +254,11 @@ unsafe fn try_event(
 
 /// `ibv_get_cq_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
 ///
-/// Not an `entry!`: the thread may be cancelled while it waits, and that must not meet a `catch_unwind`.
+/// Not an `entry!`: the thread may be cancelled while it waits, and that must not meet a `catch_unwind`. It holds the
+/// events, without a destructor: a program may destroy the channel while a thread waits in it.
 ///
 /// # Safety
-/// `channel` lives, the others are valid places.
+/// `channel` lives when this is called, the others are valid places.
 // SAFETY: the symbol is ours: link/symbols.txt names it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ibv_get_cq_event(
@@ -273,15 +266,26 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
     cq: *mut *mut ibv_cq,
     cq_context: *mut *mut c_void,
 ) -> c_int {
+    if channel.is_null() || cq.is_null() || cq_context.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<ChannelObject, _>(channel) } {
+        return fail(libc::ENODEV, -1);
+    }
+    // SAFETY: as above.
+    let events = ManuallyDrop::new(Arc::clone(unsafe {
+        &of::<ChannelObject, _>(channel).engine
+    }));
     loop {
-        // SAFETY: the caller's promise.
-        if let Some(done) = unsafe { try_event(channel, cq, cq_context) } {
-            return done;
-        }
-        // SAFETY: not null: `try_event` has looked.
-        if !block_on(unsafe { (*channel).fd }) {
-            return fail(libc::EINTR, -1);
-        }
+        // SAFETY: not null, so valid (caller's promise).
+        let done = match unsafe { try_event(&events, cq, cq_context) } {
+            Some(done) => done,
+            None if block_on(events.raw_fd()) => continue,
+            None => fail(libc::EINTR, -1),
+        };
+        drop(ManuallyDrop::into_inner(events));
+        return done;
     }
 }
 
