@@ -69,9 +69,6 @@ pub const PRIVATE_DATA_MAX: usize = 508;
 /// Bytes of one MPA start-up frame.
 pub const STARTUP_FRAME_MAX: usize = 20 + 512;
 
-/// Datagram messages in reassembly for one queue pair.
-pub const REASSEMBLY_MAX: usize = 64;
-
 /// Payload bytes of one datagram of a segmented (UC) message.
 pub const DATAGRAM_PAYLOAD: usize = 61_440;
 

@@ -205,7 +205,7 @@ impl RcQp {
         let before = inner.conn.modify(given, next, assumed, attr)?;
         let state = inner.conn.state();
         match state {
-            State::Reset => self.drop_stream(&mut inner, true),
+            State::Reset => self.drop_stream(&mut inner),
             State::Error => {}
             State::Rtr if before != State::Rtr => {
                 inner.route = route;
@@ -245,7 +245,7 @@ impl RcQp {
             self.finish_message(&mut inner, now);
             inner.conn.leave("destroyed");
             self.turn(&mut inner, now, false, true);
-            self.drop_stream(&mut inner, false);
+            self.drop_stream(&mut inner);
             inner.conn.purge();
         }
         self.engine
@@ -594,8 +594,8 @@ impl RcQp {
         inner.deadline = None;
     }
 
-    /// Closes the socket; with `quiet` what is framed is dropped, otherwise it still gets out if the socket takes it.
-    fn drop_stream(&self, inner: &mut Inner, quiet: bool) {
+    /// Gives the socket away to be closed in order, and forgets peer and manager.
+    fn drop_stream(&self, inner: &mut Inner) {
         self.drop_token(inner);
         if let Some(startup) = inner.dialing.take() {
             startup.cancel();
@@ -604,7 +604,6 @@ impl RcQp {
             let _ = startup.reject(&[]);
         }
         if let Some(tcp) = inner.tcp.take() {
-            let _ = quiet;
             linger(self.engine, tcp.into_fd());
         }
         inner.route = None;

@@ -284,7 +284,7 @@ impl Startup {
     /// Accepts the Request: sends the Reply and gives the socket away.
     pub fn accept(&self, ird: u16, ord: u16, private_data: &[u8]) -> Result<Opened, io::Error> {
         let mut state = self.lock();
-        let (Phase::Pending(responder), true) = (&mut state.phase, true) else {
+        let Phase::Pending(responder) = &mut state.phase else {
             return Err(io::Error::from_raw_os_error(libc::ECONNRESET));
         };
         let accepted: Accepted = responder
