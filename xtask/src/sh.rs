@@ -19,9 +19,9 @@ pub(crate) fn target() -> PathBuf {
         .map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
-/// Where `cargo xtask dist` puts its result, whatever `CARGO_TARGET_DIR` says.
+/// Where `cargo xtask dist` puts its result.
 pub(crate) fn dist() -> PathBuf {
-    root().join("target/dist")
+    target().join("dist")
 }
 
 /// The cargo that runs us.
