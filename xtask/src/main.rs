@@ -2,6 +2,7 @@
 
 mod c_tests;
 mod check;
+mod conformance;
 mod dist;
 mod expect;
 mod link;
@@ -28,6 +29,9 @@ usage: cargo xtask TASK
            network namespaces
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
+  conformance [--check]
+           check that each rule of the RFCs has code and test; write conformance/README.md, or say
+           whether it is up to date
 ";
 
 /// What every task returns; the error is printed as it is.
@@ -44,6 +48,8 @@ fn main() -> ExitCode {
         ["programs", ref rest @ ..] => programs::run(rest),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),
+        ["conformance"] => conformance::run(false),
+        ["conformance", "--check"] => conformance::run(true),
         _ => {
             eprint!("{USAGE}");
             return ExitCode::from(2);
