@@ -736,7 +736,7 @@ impl Connection {
     /// Everything that was framed so far has been handed to the socket.
     pub fn handle_written(&mut self) {
         let Some(s) = &self.stream else { return };
-        // RFC 5040 §6.1 via the sheet 5.1 [complete-at-llp]: towards a standard peer a Send or Write is complete when the
+        // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]: towards a standard peer a Send or Write is complete when the
         // LLP has it.
         if s.peer == Peer::Standard {
             for (_, posted) in self.sq.taken_mut() {
@@ -776,7 +776,7 @@ impl Connection {
     /// The stream ended: the peer closed it (`reset` false) or it broke.
     pub fn handle_eof(&mut self, reset: bool) {
         let Some(s) = &mut self.stream else { return };
-        // RFC 5040 §6.2 via the sheet 5.4 [fin-in-message]: an end in the middle of a message is no orderly one.
+        // RFC 5040 §6.2 [ddp-fatal-told]: an end in the middle of a message is no orderly one.
         let quiet = s.said_bye && s.receive.is_none() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;

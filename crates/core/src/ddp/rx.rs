@@ -261,7 +261,7 @@ impl Connection {
             Header::Tagged(h) => self.admit_write(h, len),
             Header::Untagged(h) if h.opcode.is_send() => self.admit_send(now, h, len),
             Header::Untagged(h) => {
-                // RFC 5040 §4 via the sheet 4.1 [one-segment]: all other untagged messages are a single segment.
+                // RFC 5040 §4.2 [rdmap-headers]: all other untagged messages are a single segment.
                 if h.opcode != Opcode::Control && (!h.last || h.mo != 0) {
                     return Err(Fault::request(
                         PeerError::UntaggedOffset {

@@ -271,7 +271,7 @@ impl Connection {
         }
         s.recv_read_msn = s.recv_read_msn.wrapping_add(1);
         s.last_write = None;
-        // RFC 5040 §5.3 [ird-limit]. A peer whose ready-to-receive message is a Read needs one slot in any case.
+        // RFC 5040 §6.1 [read-ird-limit]. A peer whose ready-to-receive message is a Read needs one slot in any case.
         let limit = s.config.ird.max(1);
         if s.serving >= limit || s.responses.len() >= bounds::RESPONSES_MAX {
             return Err(Fault::request(

@@ -54,7 +54,7 @@ impl Access {
             return Err(Misuse::InvalidArgument("unknown access flag"));
         }
         let access = Self(bits);
-        // ibv_reg_mr(3) [mr-local-write]: remote write and atomics need local write.
+        // ibv_reg_mr(3): remote write and atomics need local write.
         if (access.has(Self::REMOTE_WRITE) || access.has(Self::REMOTE_ATOMIC))
             && !access.has(Self::LOCAL_WRITE)
         {
@@ -416,7 +416,7 @@ impl Regions {
 
     /// Deregisters. After it returns, nothing touches the memory any more.
     pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
-        // ibv_dereg_mr(3) [mr-busy]: not while a window is bound to it.
+        // ibv_dereg_mr(3): not while a window is bound to it.
         if old.windows.load(Ordering::SeqCst) != 0 {
             return Err(Misuse::Busy);
         }
@@ -545,7 +545,8 @@ impl Regions {
         if region.stag != stag {
             return Err(AccessError::Invalid);
         }
-        // RFC 5040 §5.3 [inv-not-shared]: what several streams share (regions, type 1 windows) a peer may not invalidate.
+        // RFC 5040 §5.3 [rdmap-invalidate], §8.1.1 (7) [rdmap-inv-not-shared]: what several streams share (regions, type 1
+        // windows) a peer may not invalidate.
         if region.pd != pd || region.kind != (Kind::WindowType2 { qpn }) {
             return Err(AccessError::NotAssociated);
         }

@@ -155,7 +155,7 @@ impl Tagged {
             return Err(PeerError::TaggedVersion { version });
         }
         let opcode = rdmap_control(ulp, opcode_of)?;
-        // RFC 5040 §4.2 [rdmap-opcode-model]: each opcode is either always tagged or never.
+        // RFC 5040 §4.2 [rdmap-model]: each opcode is either always tagged or never.
         if !opcode.is_tagged() {
             return Err(PeerError::Opcode {
                 opcode: opcode.bits(),
