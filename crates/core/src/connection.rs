@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 
 use crate::bounds;
 use crate::ddp::rx::{Direct, Fault, Offender};
-use crate::ddp::tx::{Message, Segment, Source, segment};
+use crate::ddp::tx::{Address, Message, Segment, Source, segment};
 use crate::error::{Misuse, PeerError, TermCode};
-use crate::llp::mpa::frame::{Invalidated, TxBatch, frame, mulpdu_between_markers};
+use crate::llp::mpa::frame::{Invalidated, TxBatch, frame};
 use crate::llp::mpa::marker::Inserter;
 use crate::rdmap::read::{PendingAtomic, PendingRead};
 use crate::rdmap::rx::ReceiveUnderWay;
@@ -29,8 +29,9 @@ use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{Phase, Posted, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, RecvRequest, WorkRequest};
+use crate::wire::To;
 use crate::wire::control::Control;
-use crate::wire::rdmap::{Opcode, Terminate};
+use crate::wire::rdmap::{Opcode, ReadRequest, Terminate};
 
 /// What all queue pairs of the device share.
 pub struct Rnic {
@@ -556,7 +557,9 @@ impl Connection {
         {
             s.current = None;
             s.parts.clear();
-            s.responses.clear();
+            if !s.terminated {
+                s.responses.clear();
+            }
             s.push_ack();
             if s.peer == Peer::Anywarp {
                 s.responses.push_back(Response::Control(Control::Bye));
@@ -568,8 +571,9 @@ impl Connection {
     /// The stream is up: start-up has agreed on `config`.
     pub fn attach(&mut self, mut config: StreamConfig, now: Instant) {
         if config.markers {
-            config.mulpdu = mulpdu_between_markers(config.mulpdu);
-            config.mulpdu_anywarp = mulpdu_between_markers(config.mulpdu_anywarp);
+            // Nothing is sent by reference, since markers cut it anyhow.
+            config.mulpdu = config.mulpdu.min(bounds::COPY_LIMIT);
+            config.mulpdu_anywarp = config.mulpdu;
         }
         let mut stream = Stream {
             markers: config.markers.then(Inserter::new),
@@ -710,7 +714,8 @@ impl Connection {
                     s.responses.clear();
                     let stag = out.message.source.stag().0;
                     let fault = Fault::answer(PeerError::RemoteStag { stag });
-                    self.fail_by_peer(fault, &Offender::none());
+                    let offender = Offender::read(rest_of_read(&out.message, segment.from));
+                    self.fail_by_peer(fault, &offender);
                 }
             }
             return false;
@@ -828,8 +833,7 @@ impl Connection {
             self.complete_send(&posted, Status::Success);
         }
         if let Some(why) = self.sq.front_failed() {
-            self.fail(None, why, None);
-            self.leave(why);
+            self.give_up(why, None);
             return;
         }
         self.check_drained();
@@ -995,15 +999,30 @@ impl Connection {
         self.fail(own, "the peer broke a rule", Some(event));
     }
 
+    /// Something went wrong on our side: the queue pair fails, and the peer hears that the stream ends.
+    fn give_up(&mut self, why: &'static str, event: Option<AsyncEvent>) {
+        self.fail(None, why, event);
+        if let Some(s) = &mut self.stream
+            && s.peer == Peer::Standard
+            && s.end == End::Open
+            && s.may_send
+            && !s.terminated
+        {
+            // RFC 5040 §7.1 (1) [term-local]: instead of the request a Terminate, without headers.
+            let code = TermCode::from(&PeerError::RdmapLocal);
+            let terminate = Offender::none().terminate(code);
+            s.terminated = true;
+            s.responses.clear();
+            s.responses
+                .push_back(Response::Terminate(crate::rdmap::tx::terminate(&terminate)));
+        }
+        self.leave(why);
+    }
+
     /// What must not happen in the middle of something else.
     pub(crate) fn after(&mut self) {
         if self.overflowed && self.state != State::Error {
-            self.fail(
-                None,
-                "a completion queue overflowed",
-                Some(AsyncEvent::QpFatal),
-            );
-            self.leave("a completion queue overflowed");
+            self.give_up("a completion queue overflowed", Some(AsyncEvent::QpFatal));
         }
     }
 
@@ -1012,6 +1031,23 @@ impl Connection {
             observer.step(self.qpn, step);
         }
     }
+}
+
+/// The Read Request that would ask for what a Read Response lacks from byte `from` on.
+fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
+    let (Address::Tagged { stag, to }, Source::Memory { places, .. }) =
+        (response.address, &response.source)
+    else {
+        return None;
+    };
+    let source = places.first()?;
+    Some(ReadRequest {
+        sink_stag: stag,
+        sink_to: To(to.0.wrapping_add(from)),
+        size: u32::try_from(response.len - from).unwrap_or(u32::MAX),
+        source_stag: source.stag(),
+        source_to: To(source.to().0.wrapping_add(from)),
+    })
 }
 
 /// Takes the given attributes over.

@@ -125,12 +125,21 @@ impl Offender {
         }
     }
 
+    /// No segment, but a Read that was being answered, of which this is left.
+    pub(crate) fn read(left: Option<ReadRequest>) -> Self {
+        Self {
+            read: left.map(|left| left.emit()),
+            ..Self::none()
+        }
+    }
+
     /// The Terminate with this code.
     pub(crate) fn terminate(&self, code: TermCode) -> Terminate {
         // RFC 5040 §4.8 [term-headers]: MPA errors and local ones carry no headers.
         let with_header = code.layer != 2 && code.etype != 0 && !self.header.as_slice().is_empty();
-        // RFC 5040 §4.8 [term-rdma-header]: a protection error of a Read Request shows what was asked for.
-        let with_read = with_header && (code.layer, code.etype) == (0, 1);
+        // RFC 5040 §4.8 [term-rdma-header]: a protection error of a Read Request shows what was asked for, or what is
+        // left of it.
+        let with_read = (code.layer, code.etype) == (0, 1);
         Terminate {
             layer: code.layer,
             etype: code.etype,

@@ -3,3 +3,6 @@
 pub mod read;
 pub mod rx;
 pub mod tx;
+
+#[cfg(test)]
+mod tests;

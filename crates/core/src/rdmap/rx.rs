@@ -61,10 +61,7 @@ impl Connection {
                 Opcode::ReadRequest => self.deliver_read_request(h, payload),
                 Opcode::AtomicRequest => self.deliver_atomic_request(h, payload),
                 Opcode::AtomicResponse => self.deliver_atomic_response(h, payload),
-                Opcode::Terminate => {
-                    self.deliver_terminate(payload);
-                    Ok(())
-                }
+                Opcode::Terminate => self.deliver_terminate(h, payload),
                 Opcode::Control => self.deliver_control(now, h),
                 _ => Err(Fault::request(
                     PeerError::Opcode {
@@ -477,7 +474,14 @@ impl Connection {
 
     // ------------------------------------------------------------------ ends and private messages
 
-    fn deliver_terminate(&mut self, payload: &[u8]) {
+    fn deliver_terminate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+        // RFC 5041 §7.1 [ddp-msn-range]: the one message of queue 2.
+        if h.msn != Msn::FIRST {
+            return Err(Fault::answer(PeerError::UntaggedMsn {
+                expected: Msn::FIRST.0,
+                got: h.msn.0,
+            }));
+        }
         let terminate = Terminate::parse(payload);
         self.observe(&Step::Terminated(&terminate));
         let blamed = self.blamed_by(&terminate);
@@ -499,6 +503,7 @@ impl Connection {
             s.responses.clear();
             s.end = End::Closing;
         }
+        Ok(())
     }
 
     /// The request that a Terminate is about: inside, `None` means the oldest, outside, that it is none of those

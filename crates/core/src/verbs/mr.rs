@@ -709,6 +709,36 @@ mod tests {
     }
 
     #[test]
+    fn an_stag_is_any_number_of_the_random_source_that_is_free() {
+        // RFC 5040 §8.1.1 (8) [stag-random]: nothing of it is counted up, and all of the range is used.
+        let regions = Regions::new();
+        let what = Registration {
+            start: 0x10_000,
+            len: 4096,
+            base: 0x10_000,
+            access: Access::NONE,
+            pd: 1,
+        };
+        let mut random = [
+            0x8000_0001,
+            0xffff_fe7f,
+            0x0000_0133,
+            // Taken, none, and the index of local keys: another is asked for.
+            0x8000_0002,
+            0x0000_0012,
+            0xffff_ff12,
+            0x7654_3210,
+        ]
+        .into_iter();
+        let mut stags = Vec::new();
+        for _ in 0..4 {
+            let region = regions.register(&what, &mut || random.next().unwrap());
+            stags.push(region.unwrap().stag().0);
+        }
+        assert_eq!(stags, [0x8000_0001, 0xffff_fe7f, 0x0000_0133, 0x7654_3210]);
+    }
+
+    #[test]
     fn after_deregister_a_placement_cannot_be_pinned() {
         let (regions, r) = registered(Access::LOCAL_WRITE);
         let placement = regions

@@ -556,7 +556,8 @@ fn is_rfc_layout(high: u8, low: u8, code: u8, flags: u8) -> bool {
     if flags & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return true;
     }
-    if flags != 0 {
+    // RFC 5040 §4.8 [term-reserved]: the reserved bits are ignored, but for those where siw has M, D and R.
+    if flags.reverse_bits() & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return false;
     }
     match (high, low) {
@@ -823,6 +824,16 @@ mod tests {
             (None, 14)
         );
         assert_eq!(Terminate::parse(&t.emit()), t);
+    }
+
+    #[test]
+    fn reserved_bits_of_a_terminate_are_ignored() {
+        // RFC 5040 §4.8 [term-reserved]
+        assert_eq!(Terminate::parse(&hex("200218ff")), bare(2, 0, 2));
+        assert_eq!(Terminate::parse(&hex("010008ff")), bare(0, 1, 0));
+        let t = Terminate::parse(&hex("1100df80 0011 c140 00abcd01 0000000000001000"));
+        assert_eq!((t.layer, t.etype, t.ddp_len), (1, 1, Some(17)));
+        assert_eq!(t.ddp_header.unwrap().as_slice().len(), 14);
     }
 
     #[test]

@@ -1,0 +1,198 @@
+//! What takes four thousand million messages to see: numbers that wrap.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use smallvec::{SmallVec, smallvec};
+
+use crate::connection::{Connection, First, Parts, Peer, Rnic, StreamConfig};
+use crate::ddp::tx::{Address, Message, Source, segment};
+use crate::llp::mpa::deframe::{Extent, LENGTH};
+use crate::llp::mpa::frame::{TxBatch, frame_bytes};
+use crate::verbs::cq::Cq;
+use crate::verbs::mr::{Memory, Pinned, Regions};
+use crate::verbs::qp::{Capacity, State};
+use crate::verbs::rq::RecvQueue;
+use crate::verbs::wc::{Completion, Status};
+use crate::verbs::wr::{Op, Payload, RecvRequest, Remote, WorkRequest};
+use crate::wire::ddp::Header;
+use crate::wire::rdmap::{Opcode, ReadRequest};
+use crate::wire::{Msn, Stag, To};
+
+struct NoMemory;
+
+impl Memory for NoMemory {
+    fn place(&self, _: &Pinned<'_>, _: u64, _: &[u8]) {
+        panic!("nothing is placed");
+    }
+    fn gather(&self, _: &Pinned<'_>, _: u64, _: u64, _: &mut Vec<u8>) {
+        panic!("nothing is gathered");
+    }
+    fn update(&self, _: &Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
+        panic!("nothing is changed");
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a test needs some instant to start from"
+)]
+fn now() -> Instant {
+    Instant::now()
+}
+
+/// An end that opened a stream to a standard peer; its messages have the numbers before the last one behind them.
+fn near_the_end() -> (Connection, Arc<Cq>) {
+    let cq = Arc::new(Cq::new(100, None));
+    let mut conn = Connection::new(Parts {
+        rnic: Arc::new(Rnic {
+            regions: Regions::new(),
+            memory: Box::new(NoMemory),
+            observer: None,
+        }),
+        qpn: 1,
+        pd: 1,
+        send_cq: Arc::clone(&cq),
+        recv_cq: Arc::clone(&cq),
+        rq: RecvQueue::Own {
+            requests: VecDeque::new(),
+            max_wr: 10,
+            max_sge: 1,
+        },
+        capacity: Capacity {
+            max_send_wr: 10,
+            max_recv_wr: 10,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 16,
+        },
+        sig_all: true,
+    });
+    conn.set_state(State::Rts);
+    let config = StreamConfig {
+        crc: true,
+        mulpdu: 1442,
+        mulpdu_anywarp: 1442,
+        peer: Peer::Standard,
+        ird: 4,
+        ord: 4,
+        initiator: true,
+        first: First::Nothing,
+        managed: true,
+        markers: false,
+    };
+    conn.attach(config, now());
+    let s = conn.stream.as_mut().unwrap();
+    for number in [
+        &mut s.next_send_msn,
+        &mut s.next_read_msn,
+        &mut s.recv_send_msn,
+        &mut s.recv_read_msn,
+    ] {
+        *number = u32::MAX;
+    }
+    (conn, cq)
+}
+
+fn post(conn: &mut Connection, id: u64, op: Op) {
+    conn.post_send(WorkRequest {
+        id,
+        op,
+        payload: Payload::Sges(smallvec![]),
+        signaled: true,
+        solicited: false,
+        fence: false,
+        destination: None,
+    })
+    .unwrap();
+}
+
+fn says(conn: &mut Connection, opcode: Opcode, msn: u32, body: &[u8]) {
+    let mut message = Message {
+        opcode,
+        address: Address::Untagged {
+            qn: opcode.queue().unwrap(),
+            msn: Msn(msn),
+            inv_stag: Stag(0),
+            mo: 0,
+        },
+        source: Source::Bytes(SmallVec::from_slice(body)),
+        len: body.len() as u64,
+        sent: 0,
+    };
+    let segment = segment(&mut message, 1442);
+    let bytes = frame_bytes(&segment, &message.source, true);
+    assert_eq!(conn.handle_rx(now(), &bytes), bytes.len());
+}
+
+/// Opcode, number and payload of what the end sends now.
+fn hears(conn: &mut Connection) -> Vec<(Opcode, Option<u32>)> {
+    let mut batch = TxBatch::default();
+    conn.poll_tx(now(), true, &mut batch);
+    let mut bytes = batch.own(0, batch.len());
+    let mut heard = Vec::new();
+    while let Some(extent) = Extent::of(bytes) {
+        let (header, _) = Header::parse(&bytes[LENGTH..]).unwrap();
+        heard.push(match header {
+            Header::Untagged(h) => (h.opcode, Some(h.msn.0)),
+            Header::Tagged(h) => (h.opcode, None),
+        });
+        bytes = &bytes[extent.total()..];
+    }
+    conn.handle_written();
+    heard
+}
+
+fn completed(cq: &Cq) -> Vec<(u64, Status)> {
+    let mut all: Vec<Completion> = Vec::new();
+    cq.poll(100, |_, c| all.push(c));
+    all.iter().map(|c| (c.wr_id, c.status)).collect()
+}
+
+#[test]
+fn zero_follows_the_last_number_of_what_is_sent() {
+    let (mut conn, cq) = near_the_end();
+    let remote = Remote {
+        rkey: Stag(0x700),
+        to: To(0),
+    };
+    let send = Op::Send {
+        imm: None,
+        invalidate: None,
+    };
+    for id in 0..3 {
+        post(&mut conn, id, send);
+        post(&mut conn, 10 + id, Op::Read { remote });
+    }
+    // RFC 5041 §4.3 [ddp-msn-modulo]: each queue counts for itself.
+    let want = [u32::MAX, 0, 1].map(|n| [(Opcode::Send, Some(n)), (Opcode::ReadRequest, Some(n))]);
+    assert_eq!(hears(&mut conn), want.concat());
+    assert_eq!(completed(&cq), [(0, Status::Success)]);
+}
+
+#[test]
+fn zero_follows_the_last_number_of_what_arrives() {
+    let (mut conn, cq) = near_the_end();
+    let request = ReadRequest {
+        sink_stag: Stag(1),
+        sink_to: To(0),
+        size: 0,
+        source_stag: Stag(1),
+        source_to: To(0),
+    };
+    for (id, n) in [u32::MAX, 0, 1].into_iter().enumerate() {
+        let id = id as u64;
+        let sges = smallvec![];
+        conn.post_recv(RecvRequest { id, sges }).unwrap();
+        says(&mut conn, Opcode::Send, n, &[]);
+        says(&mut conn, Opcode::ReadRequest, n, &request.emit());
+        // RFC 5041 §4.3 [ddp-msn-modulo]
+        assert_eq!(completed(&cq), [(id, Status::Success)]);
+        assert_eq!(hears(&mut conn), [(Opcode::ReadResponse, None)]);
+    }
+    // The one before is none that may come, nor is the one after the next.
+    says(&mut conn, Opcode::Send, 1, &[]);
+    assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
+    assert_eq!(conn.state(), State::Error);
+}

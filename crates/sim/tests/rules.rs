@@ -1,0 +1,654 @@
+//! Rules of RFC 5040 and RFC 5041 that need more than a script: what every header says, what comes when, and what is said
+//! when our own side fails.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use std::time::Duration;
+
+use anywarp_core::connection::{AsyncEvent, First};
+use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::qp::State;
+use anywarp_core::verbs::wc::{Completion, Status};
+use anywarp_core::verbs::wr::{Remote, Sge};
+use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
+use anywarp_core::wire::rdmap::{Opcode, ReadRequest, Terminate};
+use anywarp_core::wire::{Msn, Stag, To};
+use anywarp_sim::{
+    EndId, Fpdu, Mr, RawId, Request, Setup, World, access, each_seed, read, send, send_invalidate,
+    write,
+};
+
+/// A buffer of the peer.
+const THERE: Remote = Remote {
+    rkey: Stag(0x700),
+    to: To(0x1000),
+};
+
+/// An end that opened a stream to a peer that speaks by hand; segments have 128 bytes at most.
+fn opened(seed: u64) -> (World, EndId, RawId) {
+    let mut w = World::new(seed);
+    let setup = Setup {
+        mulpdu: 128,
+        first: First::Nothing,
+        ..Setup::standard()
+    };
+    let (end, peer) = w.raw(&setup, true);
+    (w, end, peer)
+}
+
+/// An end whose stream such a peer opened.
+fn answering(seed: u64) -> (World, EndId, RawId) {
+    let mut w = World::new(seed);
+    let setup = Setup {
+        mulpdu: 128,
+        ..Setup::standard()
+    };
+    let (end, peer) = w.raw(&setup, false);
+    w[peer].sends(&tagged(Opcode::Write, Stag(1), 0, true, &[]));
+    w.run();
+    (w, end, peer)
+}
+
+fn tagged(opcode: Opcode, stag: Stag, to: u64, last: bool, payload: &[u8]) -> Vec<u8> {
+    let to = To(to);
+    let header = Tagged {
+        last,
+        opcode,
+        stag,
+        to,
+    };
+    [&header.emit()[..], payload].concat()
+}
+
+fn untagged(opcode: Opcode, msn: u32, mo: u32, last: bool, payload: &[u8]) -> Vec<u8> {
+    let header = Untagged {
+        last,
+        opcode,
+        inv_stag: Stag(0),
+        qn: opcode.queue().unwrap(),
+        msn: Msn(msn),
+        mo,
+    };
+    [&header.emit()[..], payload].concat()
+}
+
+fn read_request(msn: u32, request: ReadRequest) -> Vec<u8> {
+    untagged(Opcode::ReadRequest, msn, 0, true, &request.emit())
+}
+
+fn statuses(completions: &[Completion]) -> Vec<(u64, Status)> {
+    completions.iter().map(|c| (c.wr_id, c.status)).collect()
+}
+
+fn of(fpdus: &[Fpdu], opcode: Opcode) -> Vec<&Fpdu> {
+    fpdus.iter().filter(|f| f.opcode() == opcode).collect()
+}
+
+fn payload(fpdus: &[&Fpdu]) -> Vec<u8> {
+    fpdus.iter().flat_map(|f| f.payload().to_vec()).collect()
+}
+
+fn tagged_of(f: &Fpdu) -> Tagged {
+    match f.header() {
+        Header::Tagged(h) => h,
+        Header::Untagged(h) => panic!("untagged: {h:?}"),
+    }
+}
+
+fn untagged_of(f: &Fpdu) -> Untagged {
+    match f.header() {
+        Header::Untagged(h) => h,
+        Header::Tagged(h) => panic!("tagged: {h:?}"),
+    }
+}
+
+// ---------------------------------------------------------------------- what is sent
+
+#[test]
+fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = opened(seed);
+        let data = w.rng.bytes(300);
+        let mr = w[end].register(300, access::LOCAL);
+        w[end].fill(&mr, &data);
+        w[end].post(send(1).from(&[mr.all()]));
+        w[end].post(send(2));
+        w[end].post(send_invalidate(3, Stag(0x900)).from(&[mr.part(0, 200)]));
+        w.run();
+        let heard = w[peer].heard();
+        // RFC 5041 §5.2 [ddp-segment] [ddp-mo-offset], §4.1 [ddp-last], §4.3 [ddp-mo-zero] [ddp-msn-first]
+        // [ddp-msn-increment] [ddp-msn-same] [ddp-qn-same], §5.3 [ddp-mo-ascending]: room for 110 bytes each.
+        let got: Vec<_> = heard
+            .iter()
+            .map(|f| {
+                let h = untagged_of(f);
+                (h.qn, h.msn.0, h.mo, f.payload().len(), h.last)
+            })
+            .collect();
+        assert_eq!(
+            got,
+            [
+                (0, 1, 0, 110, false),
+                (0, 1, 110, 110, false),
+                (0, 1, 220, 80, true),
+                (0, 2, 0, 0, true),
+                (0, 3, 0, 110, false),
+                (0, 3, 110, 90, true),
+            ]
+        );
+        // RFC 5041 §5.2 [ddp-send-all]
+        assert_eq!(payload(&heard.iter().take(3).collect::<Vec<_>>()), data);
+        // RFC 5041 §4.3 [ddp-rsvdulp-same], RFC 5040 §4.1 [rdmap-inv-stag] [rdmap-inv-stag-zero]: in all segments alike.
+        for (f, inv) in heard.iter().zip([0, 0, 0, 0, 0x900, 0x900]) {
+            assert_eq!(untagged_of(f).inv_stag, Stag(inv));
+            assert_eq!(f.ulpdu[2..6], u32::to_be_bytes(inv));
+            assert!(f.ulpdu.len() <= 128);
+        }
+    });
+}
+
+#[test]
+fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = opened(seed);
+        let data = w.rng.bytes(300);
+        let mr = w[end].register(300, access::LOCAL);
+        w[end].fill(&mr, &data);
+        w[end].post(write(1, THERE).from(&[mr.all()]));
+        w[end].post(write(2, THERE));
+        w.run();
+        let heard = w[peer].heard();
+        // RFC 5041 §5.2 [ddp-segment] [ddp-to-offset] [ddp-zero-len-one], §4.1 [ddp-last], §4.2 [ddp-stag-sent]: room for
+        // 114 bytes each.
+        let got: Vec<_> = heard
+            .iter()
+            .map(|f| {
+                let h = tagged_of(f);
+                (h.to.0, f.payload().len(), h.last)
+            })
+            .collect();
+        assert_eq!(
+            got[..3],
+            [
+                (0x1000, 114, false),
+                (0x1000 + 114, 114, false),
+                (0x1000 + 228, 72, true)
+            ]
+        );
+        assert_eq!((got.len(), got[3].1, got[3].2), (4, 0, true));
+        assert!(heard[..3].iter().all(|f| tagged_of(f).stag == THERE.rkey));
+        assert_eq!(payload(&heard.iter().collect::<Vec<_>>()), data);
+    });
+}
+
+#[test]
+fn every_bit_of_every_header_is_what_it_must_be() {
+    let (mut w, end, peer) = opened(1);
+    let mr = w[end].register(64, access::ALL);
+    w[end].post(send(1).inline(b"a"));
+    w[end].post(send(2).inline(b"b").solicited());
+    w[end].post(send_invalidate(3, Stag(0x900)));
+    let mut both = send_invalidate(4, Stag(0x900));
+    both.solicited = true;
+    w[end].post(both);
+    w[end].post(write(5, THERE).inline(b"c"));
+    w[end].post(read(6, THERE).from(&[mr.part(8, 5)]));
+    w.run();
+    let source = ReadRequest {
+        sink_stag: Stag(0x701),
+        sink_to: To(7),
+        size: 4,
+        source_stag: mr.stag(),
+        source_to: To(mr.all().addr),
+    };
+    w[peer].sends(&read_request(1, source));
+    w[peer].sends(&tagged(Opcode::Write, Stag(2), 0, true, b"bad"));
+    w.run();
+    let heard = w[peer].heard();
+    // RFC 5040 §4.1 [rdmap-control] [rdmap-reserved] [rdmap-version] [rdmap-opcode] [rdmap-model] [rdmap-queues],
+    // RFC 5041 §4.1 [ddp-reserved] [ddp-version]: control octets, and the queue of what is untagged.
+    let got: Vec<_> = heard
+        .iter()
+        .map(|f| {
+            let untagged = f.ulpdu[0] & 0x80 == 0;
+            let queue = untagged.then(|| f.ulpdu[9]);
+            (f.ulpdu[0], f.ulpdu[1], queue)
+        })
+        .collect();
+    assert_eq!(
+        got,
+        [
+            (0x41, 0x43, Some(0)),
+            (0x41, 0x45, Some(0)),
+            (0x41, 0x44, Some(0)),
+            (0x41, 0x46, Some(0)),
+            (0xc1, 0x40, None),
+            (0x41, 0x41, Some(1)),
+            (0xc1, 0x42, None),
+            (0x41, 0x47, Some(2)),
+        ]
+    );
+    for f in &heard {
+        let valid = matches!(
+            f.opcode(),
+            Opcode::SendInvalidate | Opcode::SendSolicitedInvalidate
+        );
+        if let Header::Untagged(h) = f.header() {
+            // RFC 5040 §4.1 [rdmap-inv-stag-zero]
+            assert_eq!(h.inv_stag, Stag(if valid { 0x900 } else { 0 }));
+        }
+    }
+    // RFC 5040 §4.4 [read-request-header]
+    let request = [
+        &mr.stag().0.to_be_bytes()[..],
+        &(mr.all().addr + 8).to_be_bytes(),
+        &5_u32.to_be_bytes(),
+        &THERE.rkey.0.to_be_bytes(),
+        &THERE.to.0.to_be_bytes(),
+    ]
+    .concat();
+    assert_eq!(heard[5].payload(), request);
+    // RFC 5040 §4.8 [term-header] [term-control] [term-reserved]: invalid STag, with length and header of the segment.
+    let bad = tagged(Opcode::Write, Stag(2), 0, true, &[]);
+    let terminate = [&[0x11, 0x00, 0xc0, 0, 0, 17][..], &bad].concat();
+    assert_eq!(heard[7].payload(), terminate);
+}
+
+#[test]
+fn read_responses_come_in_the_order_of_the_requests_and_name_their_sinks() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = answering(seed);
+        let data = w.rng.bytes(1000);
+        let mr = w[end].register(1000, access::READ);
+        w[end].fill(&mr, &data);
+        let sizes = [300, 0, 5, 114, 1000];
+        for (i, size) in sizes.into_iter().enumerate() {
+            let request = ReadRequest {
+                sink_stag: Stag(0xdead_0000 + i as u32),
+                sink_to: To(u64::MAX - 5000 + i as u64),
+                size,
+                source_stag: mr.stag(),
+                source_to: To(mr.all().addr + 1000 - u64::from(size)),
+            };
+            w[peer].sends(&read_request(i as u32 + 1, request));
+        }
+        w.run();
+        let heard = w[peer].heard();
+        let mut rest = &heard[..];
+        for (i, size) in sizes.into_iter().enumerate() {
+            // RFC 5040 §4.4 [read-sink-copied], §5.2.1 [read-answered] [read-process-order], §5.2.2 [read-response-order]
+            // [read-response-sink], §5.5 (20).
+            let mut got: Vec<u8> = Vec::new();
+            loop {
+                let (f, behind) = rest.split_first().unwrap();
+                rest = behind;
+                let h = tagged_of(f);
+                assert_eq!(h.opcode, Opcode::ReadResponse);
+                assert_eq!(h.stag, Stag(0xdead_0000 + i as u32));
+                let to = u64::MAX - 5000 + i as u64 + got.len() as u64;
+                assert_eq!(h.to.0, to);
+                got.extend(f.payload());
+                if h.last {
+                    break;
+                }
+            }
+            assert_eq!(got, data[1000 - size as usize..]);
+        }
+        assert!(rest.is_empty());
+        // RFC 5040 §5.2.1 [read-not-delivered]: the application hears nothing of it.
+        assert!(w[end].received().is_empty() && w[end].completed().is_empty());
+    });
+}
+
+// ---------------------------------------------------------------------- what is taken
+
+#[test]
+fn reserved_bits_and_an_stag_that_is_none_are_ignored() {
+    for twist in [0x3c_u8, 0x04, 0x20] {
+        let (mut w, end, peer) = answering(u64::from(twist));
+        let mr = w[end].register(64, access::WRITE);
+        w[end].recv(1, &[mr.part(0, 8)]);
+        // RFC 5041 §4.1 [ddp-reserved], RFC 5040 §4.1 [rdmap-reserved] [rdmap-inv-stag-zero]
+        let mut send = untagged(Opcode::Send, 1, 0, true, b"ignored!");
+        send[0] |= twist;
+        send[1] |= 0x30;
+        send[2..6].copy_from_slice(&mr.stag().0.to_be_bytes());
+        w[peer].sends(&send);
+        let mut write = tagged(
+            Opcode::Write,
+            mr.stag(),
+            mr.all().addr + 8,
+            true,
+            b"written",
+        );
+        write[0] |= twist;
+        write[1] |= 0x30;
+        w[peer].sends(&write);
+        w.run();
+        let got = w[end].received();
+        assert_eq!(statuses(&got), [(1, Status::Success)]);
+        assert_eq!(got[0].invalidated, None);
+        assert_eq!(w[end].bytes(&mr)[..15], *b"ignored!written");
+        assert_eq!(w[end].conn.state(), State::Rts);
+        assert!(w[peer].heard().is_empty());
+    }
+}
+
+#[test]
+fn a_message_is_delivered_with_its_last_segment_and_once() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = answering(seed);
+        let mr = w[end].register(64, access::WRITE);
+        for id in 0..3 {
+            w[end].recv(id, &[mr.all()]);
+        }
+        // RFC 5041 §5.4 [ddp-deliver] [ddp-deliver-once] [ddp-deliver-length], RFC 5040 §5.5 (16) [rdmap-send-delivered].
+        w[peer].sends(&untagged(Opcode::Send, 1, 0, false, &[1; 20]));
+        w.run();
+        assert!(w[end].received().is_empty());
+        w[peer].sends(&untagged(Opcode::Send, 1, 20, false, &[2; 3]));
+        w.run();
+        assert!(w[end].received().is_empty());
+        w[peer].sends(&untagged(Opcode::Send, 1, 23, true, &[]));
+        w.run();
+        let got = w[end].received();
+        assert_eq!(statuses(&got), [(0, Status::Success)]);
+        assert_eq!(got[0].byte_len, 23);
+        // RFC 5041 §5.2 [ddp-place-all]
+        assert_eq!(w[end].bytes(&mr)[..23], [&[1; 20][..], &[2; 3]].concat());
+        // RFC 5040 §5.1 [rdmap-write-not-delivered]: a Write is placed and nobody hears of it.
+        let write = tagged(Opcode::Write, mr.stag(), mr.all().addr + 30, true, &[3; 4]);
+        w[peer].sends(&write);
+        w.run();
+        assert!(w[end].received().is_empty() && w[end].completed().is_empty());
+        assert_eq!(w[end].bytes(&mr)[30..34], [3; 4]);
+        // RFC 5040 §5.3 [rdmap-send-consumes]: one receive each, also for nothing at all.
+        for msn in 2..4 {
+            w[peer].sends(&untagged(Opcode::Send, msn, 0, true, &[]));
+        }
+        w.run();
+        let got = w[end].received();
+        assert_eq!(statuses(&got), [(1, Status::Success), (2, Status::Success)]);
+        assert!(got.iter().all(|c| c.byte_len == 0));
+        w[end].check_guards(&[&mr]);
+    });
+}
+
+#[test]
+fn a_read_sees_what_was_written_before_it() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = answering(seed);
+        let mr = w[end].register(64, Access::REMOTE_READ | access::WRITE);
+        w[end].recv(1, &[mr.part(32, 32)]);
+        let request = ReadRequest {
+            sink_stag: Stag(0x700),
+            sink_to: To(0),
+            size: 64,
+            source_stag: mr.stag(),
+            source_to: To(mr.all().addr),
+        };
+        // RFC 5040 §5.5 (12), (17) [read-after-delivery]: nothing of it is read before all in front of it is placed.
+        let write = tagged(Opcode::Write, mr.stag(), mr.all().addr, true, &[7; 32]);
+        w[peer].sends(&write);
+        w[peer].sends(&untagged(Opcode::Send, 1, 0, true, &[8; 32]));
+        w[peer].sends(&read_request(1, request));
+        w.run();
+        let heard = w[peer].heard();
+        let got = payload(&of(&heard, Opcode::ReadResponse));
+        assert_eq!(got, [[7; 32], [8; 32]].concat());
+    });
+}
+
+#[test]
+fn a_read_completes_with_the_last_segment_of_its_response_and_not_before() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = opened(seed);
+        let mr = w[end].register(64, access::LOCAL);
+        w[end].post(read(1, THERE).from(&[mr.part(0, 20)]));
+        w[end].post(read(2, THERE).from(&[mr.part(20, 8)]));
+        w[end].post(write(3, THERE).inline(b"behind"));
+        w.run();
+        // RFC 5040 §5.5 (15) [rdmap-complete-order]: the Write has left, and waits for the Reads before it.
+        assert_eq!(of(&w[peer].heard(), Opcode::Write).len(), 1);
+        assert!(w[end].completed().is_empty());
+        let part = |at: usize, len: usize, last| {
+            let (stag, to) = (mr.stag(), mr.all().addr + at as u64);
+            tagged(
+                Opcode::ReadResponse,
+                stag,
+                to,
+                last,
+                &vec![at as u8 + 1; len],
+            )
+        };
+        w[peer].sends(&part(0, 12, false));
+        w.run();
+        // RFC 5040 §5.5 (19), (20) [read-complete].
+        assert!(w[end].completed().is_empty());
+        w[peer].sends(&part(12, 8, true));
+        w.run();
+        assert_eq!(statuses(&w[end].completed()), [(1, Status::Success)]);
+        w[peer].sends(&part(20, 8, true));
+        w.run();
+        let done = statuses(&w[end].completed());
+        assert_eq!(done, [(2, Status::Success), (3, Status::Success)]);
+        let want = [&[1; 12][..], &[13; 8], &[21; 8], &[0; 36]].concat();
+        assert_eq!(w[end].bytes(&mr), want);
+    });
+}
+
+// ---------------------------------------------------------------------- how it ends
+
+/// Parts of a Terminate of our own side's failure: no length, no headers.
+fn is_local(f: &Fpdu) -> bool {
+    let bare = Terminate {
+        layer: 0,
+        etype: 0,
+        code: 0,
+        ddp_len: None,
+        ddp_header: None,
+        read_request: None,
+    };
+    f.terminate() == Some(bare) && f.payload() == [0; 4]
+}
+
+#[test]
+fn a_request_that_cannot_be_built_is_told_to_the_peer_in_its_place() {
+    type Spoil = fn(&mut World, EndId, &Mr) -> Sge;
+    let spoils: [Spoil; 2] = [
+        |_, _, mr| Sge {
+            lkey: Stag(mr.stag().0 ^ 0x0101_0100),
+            ..mr.all()
+        },
+        |w, end, mr| {
+            w[end].deregister(mr);
+            mr.all()
+        },
+    ];
+    for spoil in spoils {
+        each_seed(10, |seed| {
+            let (mut w, end, peer) = opened(seed);
+            let mr = w[end].register(300, access::ALL);
+            let sge = spoil(&mut w, end, &mr);
+            w[end].recv(9, &[]);
+            w[end].post(send(1).inline(b"good"));
+            w[end].post(send(2).from(&[sge]));
+            w[end].post(send(3).inline(b"behind"));
+            w.run();
+            let heard = w[peer].heard();
+            // RFC 5040 §7.1 (1) [term-local], §5.4 [term-last]: and nothing behind it.
+            assert_eq!(heard.len(), 2, "{heard:?}");
+            assert_eq!(heard[0].payload(), b"good");
+            assert!(is_local(&heard[1]), "{}", heard[1].text());
+            let done = statuses(&w[end].completed());
+            assert_eq!(
+                done,
+                [
+                    (1, Status::Success),
+                    (2, Status::LocalProtection),
+                    (3, Status::Flushed)
+                ]
+            );
+            assert_eq!(statuses(&w[end].received()), [(9, Status::Flushed)]);
+            assert!(w[peer].closed);
+            // RFC 5041 §6.2.1 [ddp-graceful-error]: what is asked for now ends in error.
+            w[end].post(send(4).inline(b"too late"));
+            w.run();
+            assert_eq!(statuses(&w[end].completed()), [(4, Status::Flushed)]);
+            assert!(w[peer].heard().is_empty());
+        });
+    }
+}
+
+#[test]
+fn memory_that_goes_in_the_middle_of_a_send_ends_it_with_a_terminate() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = opened(seed);
+        let mr = w[end].register(4 << 20, access::ALL);
+        w.pipe_from(end).capacity = 10_000;
+        w[end].post(send(1).from(&[mr.all()]));
+        let until = w.now() + Duration::from_secs(1);
+        while w[peer].heard().is_empty() {
+            assert!(w.turn(until));
+        }
+        w[end].deregister(&mr);
+        w.run();
+        let heard = w[peer].heard();
+        let (terminate, before) = heard.split_last().unwrap();
+        assert!(is_local(terminate), "{}", terminate.text());
+        assert!(before.iter().all(|f| !f.header().last()), "cut short");
+        let done = statuses(&w[end].completed());
+        assert_eq!(done, [(1, Status::LocalProtection)]);
+    });
+}
+
+#[test]
+fn a_read_that_cannot_be_answered_to_its_end_says_what_is_left_of_it() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = answering(seed);
+        let len = 4 << 20;
+        let mr = w[end].register(len, access::READ);
+        w.pipe_from(end).capacity = 10_000;
+        let request = ReadRequest {
+            sink_stag: Stag(0x700),
+            sink_to: To(0x5000),
+            size: len as u32,
+            source_stag: mr.stag(),
+            source_to: To(mr.all().addr),
+        };
+        w[peer].sends(&read_request(1, request));
+        let until = w.now() + Duration::from_secs(1);
+        let mut heard = Vec::new();
+        while heard.is_empty() {
+            assert!(w.turn(until));
+            heard.extend(w[peer].heard());
+        }
+        w[end].deregister(&mr);
+        w.run();
+        heard.extend(w[peer].heard());
+        let (terminate, before) = heard.split_last().unwrap();
+        let got = payload(&before.iter().collect::<Vec<_>>()).len() as u64;
+        assert!(got > 0 && got < len as u64);
+        // RFC 5040 §4.8 [term-rdma-header]: sizes and offsets are where the Read stands.
+        let t = terminate.terminate().unwrap();
+        assert_eq!((t.layer, t.etype, t.code), (0, 1, 0));
+        let left = ReadRequest::parse(&t.read_request.unwrap());
+        assert_eq!(
+            left,
+            ReadRequest {
+                sink_to: To(0x5000 + got),
+                size: (len as u64 - got) as u32,
+                source_to: To(mr.all().addr + got),
+                ..request
+            }
+        );
+        assert_eq!((t.ddp_len, t.ddp_header), (None, None));
+        assert!(w[peer].closed);
+    });
+}
+
+#[test]
+fn the_first_error_is_told_and_what_follows_is_dropped() {
+    each_seed(20, |seed| {
+        let (mut w, end, peer) = answering(seed);
+        let mr = w[end].register(64, access::WRITE);
+        w[end].recv(1, &[mr.all()]);
+        let base = mr.all().addr;
+        w[peer].sends(&tagged(Opcode::Write, mr.stag(), base + 60, true, &[1; 5]));
+        w[peer].sends(&tagged(Opcode::Write, Stag(3), base, true, &[2; 6]));
+        w[peer].sends(&untagged(Opcode::Send, 9, 0, true, &[3; 7]));
+        w[peer].sends(&tagged(Opcode::Write, mr.stag(), base, true, &[4; 8]));
+        w[peer].sends(&untagged(Opcode::Send, 1, 0, true, &[5; 9]));
+        w.run();
+        let heard = w[peer].heard();
+        // RFC 5040 §7.1 (4) [term-first], §5.4 [term-once], RFC 5041 §7.1 [ddp-silent] [ddp-cease].
+        assert_eq!(heard.len(), 1);
+        let t = heard[0].terminate().unwrap();
+        assert_eq!((t.layer, t.etype, t.code), (1, 1, 1));
+        assert_eq!(t.ddp_len, Some(19));
+        assert_eq!(w[end].bytes(&mr), [0; 64]);
+        assert_eq!(statuses(&w[end].received()), [(1, Status::Flushed)]);
+        assert!(w[end].heard(AsyncEvent::QpAccess));
+    });
+}
+
+#[test]
+fn a_completion_queue_that_overflows_ends_its_own_streams_alone() {
+    each_seed(10, |seed| {
+        let mut w = World::new(seed);
+        let (host_a, host_b) = (w.host(), w.host());
+        let small = Setup {
+            cqe: 3,
+            ..Setup::anywarp()
+        };
+        let (a, b) = w.connect(&host_a, &small, &host_b, &Setup::anywarp());
+        let (c, d) = w.connect(&host_a, &Setup::anywarp(), &host_b, &Setup::anywarp());
+        for id in 0..20 {
+            for (from, to) in [(a, b), (c, d)] {
+                w[to].recv(id, &[]);
+                w[from].post(send(id));
+            }
+        }
+        w.run();
+        // RFC 5040 §8.1.1 (10) [rdmap-cq-overflow]
+        assert_eq!(w[a].conn.state(), State::Error);
+        for end in [c, d] {
+            assert_eq!(w[end].conn.state(), State::Rts);
+        }
+        let want: Vec<_> = (0..20).map(|id| (id, Status::Success)).collect();
+        assert_eq!(statuses(&w[c].completed()), want);
+        assert_eq!(statuses(&w[d].received()), want);
+        w[c].post(send(20));
+        w[d].recv(20, &[]);
+        w.run();
+        assert_eq!(statuses(&w[d].received()), [(20, Status::Success)]);
+    });
+}
+
+#[test]
+fn an_overflow_towards_a_standard_peer_is_told_with_a_terminate() {
+    let mut w = World::new(1);
+    let setup = Setup {
+        cqe: 3,
+        first: First::Nothing,
+        ..Setup::standard()
+    };
+    let (end, peer) = w.raw(&setup, true);
+    for id in 0..4 {
+        w[end].post(send(id));
+    }
+    w.run();
+    let heard = w[peer].heard();
+    assert!(is_local(heard.last().unwrap()));
+    assert!(
+        heard[..heard.len() - 1]
+            .iter()
+            .all(|f| f.opcode() == Opcode::Send)
+    );
+    assert!(w[end].heard(AsyncEvent::QpFatal));
+    assert!(w[peer].closed);
+}
