@@ -30,6 +30,7 @@
 //! | `script.rs` | conversations with such a peer as text |
 //! | `trace.rs` | the steps of the data path as text |
 //! | `rng.rs` | numbers and seeds |
+//! | `fuzz/` | what a fuzzer does with all this |
 //!
 //! [`Connection`]: anywarp_core::connection::Connection
 #![forbid(unsafe_code)]
@@ -42,6 +43,7 @@
 )]
 
 mod end;
+pub mod fuzz;
 mod memory;
 mod pipe;
 mod raw;

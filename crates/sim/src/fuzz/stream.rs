@@ -1,0 +1,17 @@
+//! Any bytes on the stream of a living connection.
+
+use super::input::Input;
+use super::target::Target;
+
+/// A choice of set-up, then what the peer sends, byte by byte.
+pub fn stream(data: &[u8]) {
+    let mut input = Input::new(data);
+    let mut target = Target::new(&mut input);
+    let closes = input.byte() & 1 != 0;
+    let peer = target.peer;
+    target.w[peer].sends_bytes(input.rest());
+    if closes {
+        target.w[peer].closes();
+    }
+    target.check();
+}

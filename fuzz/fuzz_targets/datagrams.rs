@@ -1,0 +1,4 @@
+//! See `anywarp_sim::fuzz::datagrams`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| anywarp_sim::fuzz::datagrams(data));
