@@ -280,7 +280,7 @@ fn read_responses_come_in_the_order_of_the_requests_and_name_their_sinks() {
         let heard = w[peer].heard();
         let mut rest = &heard[..];
         for (i, size) in sizes.into_iter().enumerate() {
-            // RFC 5040 §4.4 [read-sink-copied], §5.2.1 [read-answered] [read-process-order], §5.2.2 [read-response-order]
+            // RFC 5040 §4.4 [read-sink-copied], §5.2.1 [read-response] [read-process-order], §5.2.2 [read-order]
             // [read-response-sink], §5.5 (20).
             let mut got: Vec<u8> = Vec::new();
             loop {
