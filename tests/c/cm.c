@@ -364,6 +364,10 @@ static const char *private_data(size_t len)
 	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, &t));
 	TRY(data_is(&t, answer, p.private_data_len));
+	ENSURE(t.conn.responder_resources == 2, "responder_resources %u, expected what the peer asked for, 2",
+	       t.conn.responder_resources);
+	ENSURE(t.conn.initiator_depth == 1, "initiator_depth %u, expected what the peer serves, 1",
+	       t.conn.initiator_depth);
 	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
 	return traffic(s.client, s.server);
 }

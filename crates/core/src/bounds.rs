@@ -32,9 +32,9 @@ pub const UD_MTU: u32 = 4096;
 /// Bytes of emulated global route header in front of every UD message (IBA: always 40).
 pub const GRH_LEN: u32 = 40;
 
-/// Largest ULPDU between two anywarp ends, bytes: the length field has 16 bits, and a multiple of 4 with its
-/// length field needs no padding.
-pub const MULPDU_ANYWARP: usize = 65_494;
+/// Largest ULPDU that we send, to anybody, bytes: RFC 5044 section 3 allows 64,768, and a multiple of 4 with its length
+/// field needs no padding. It is what two anywarp ends send, whatever the path says.
+pub const MULPDU_ANYWARP: usize = 64_766;
 
 /// Smallest ULPDU we send, whatever the path says (RFC 5044 section 5 sets 128 as the least MULPDU).
 pub const MULPDU_MIN: usize = 128;

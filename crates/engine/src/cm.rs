@@ -18,7 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request};
+use anywarp_core::error::PeerError;
+use anywarp_core::llp::mpa::startup::{Depths, InitiatorConfig, Request};
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::State as QpState;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -27,6 +28,7 @@ use crate::channel::Channel;
 use crate::device;
 use crate::lobby;
 use crate::log;
+use crate::net::tcp;
 use crate::qp::{Manager, RcQp};
 use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup, local_addr, plain};
 use crate::sys::{self, EngineFd};
@@ -733,14 +735,19 @@ impl CmId {
             }
             state.phase = Phase::Connected;
         }
-        self.push_agreed(EventKind::Established, Vec::new());
+        self.push_agreed(EventKind::Established, Vec::new(), None);
     }
 
-    fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>) {
-        let (ird, ord) = {
-            let state = self.lock();
-            (state.param.responder_resources, state.param.initiator_depth)
-        };
+    /// Tells of a connection, with the depths that the peer named, or else those that it works with.
+    // RFC 6581 §9.1 [mpa-depths-told]: the application hears what the peer named, not what came of it.
+    fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>, peer: Option<Depths>) {
+        let (ird, ord) = peer.map_or_else(
+            || {
+                let state = self.lock();
+                (state.param.responder_resources, state.param.initiator_depth)
+            },
+            told,
+        );
         self.push_event(
             |e| {
                 e.private_data = private_data;
@@ -844,6 +851,16 @@ fn source_for(to: SocketAddr) -> io::Result<IpAddr> {
         .map_err(|_| os(libc::EAFNOSUPPORT))
 }
 
+/// The peer's depths as an event tells them: its outbound is our inbound and the other way round.
+fn told(peer: Depths) -> (u8, u8) {
+    let limit = |n: u16| {
+        u8::try_from(n)
+            .unwrap_or(u8::MAX)
+            .min(bounds::MAX_RD_ATOMIC)
+    };
+    (limit(peer.ord), limit(peer.ird))
+}
+
 impl Owner for CmId {
     fn opened(&self, startup: &Arc<Startup>, opened: Opened) {
         let number = {
@@ -876,11 +893,14 @@ impl Owner for CmId {
                 } else {
                     EventKind::ConnectResponse
                 };
-                self.push_agreed(kind, private_data);
+                self.push_agreed(kind, private_data, opened.peer_depths);
                 qp.attach_managed(opened, true);
             }
             None => {
                 self.lock().phase = Phase::Over;
+                // RFC 6581 §9.3 [mpa-local-error]: the peer took us for connected.
+                let error = PeerError::MpaLocal;
+                tcp::refuse(self.engine, opened.fd, &opened.params, &error);
                 self.push(EventKind::ConnectError, -libc::EINVAL);
             }
         }
@@ -902,15 +922,10 @@ impl Owner for CmId {
             return;
         }
         let child = Self::make(self.engine, &channel, self.port_space);
-        let limit = |n: Option<u16>| {
-            n.map_or(bounds::MAX_RD_ATOMIC, |n| {
-                u8::try_from(n)
-                    .unwrap_or(u8::MAX)
-                    .min(bounds::MAX_RD_ATOMIC)
-            })
-        };
-        // The peer's outbound is our inbound and the other way round.
-        let (responder_resources, initiator_depth) = (limit(request.ord), limit(request.ird));
+        let (responder_resources, initiator_depth) = told(Depths {
+            ird: request.ird.unwrap_or(u16::MAX),
+            ord: request.ord.unwrap_or(u16::MAX),
+        });
         {
             let mut state = child.lock();
             state.phase = Phase::Requested;
@@ -954,6 +969,7 @@ impl Owner for CmId {
         match failure {
             Failure::Rejected {
                 private_data,
+                peer_depths,
                 errno,
             } => {
                 let refused_by_tcp = private_data.is_empty()
@@ -965,7 +981,11 @@ impl Owner for CmId {
                     REJECT_CONSUMER
                 };
                 self.push_event(
-                    |e| e.private_data = private_data,
+                    |e| {
+                        e.private_data = private_data;
+                        (e.responder_resources, e.initiator_depth) =
+                            peer_depths.map_or((0, 0), told);
+                    },
                     EventKind::Rejected,
                     reason,
                 );

@@ -38,7 +38,12 @@ pub fn face() -> Face {
 /// Whether CRC32C is asked for on connections: yes, unless `ANYWARP_CRC=0`.
 pub fn wants_crc() -> bool {
     static CRC: OnceLock<bool> = OnceLock::new();
-    *CRC.get_or_init(|| std::env::var("ANYWARP_CRC").as_deref() != Ok("0"))
+    *CRC.get_or_init(|| crc_by(std::env::var("ANYWARP_CRC").ok().as_deref()))
+}
+
+// RFC 5044 §4.4 [mpa-crc-default]: only who says so goes without.
+fn crc_by(variable: Option<&str>) -> bool {
+    variable != Some("0")
 }
 
 /// The device's name.
@@ -242,6 +247,15 @@ pub fn node_guid() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn crcs_are_on_unless_they_are_switched_off() {
+        // RFC 5044 §4.4 [mpa-crc-default]
+        for said in [None, Some(""), Some("1"), Some("no")] {
+            assert!(crc_by(said), "{said:?}");
+        }
+        assert!(!crc_by(Some("0")));
+    }
 
     #[test]
     fn a_lid_has_the_low_bits_of_the_address_and_is_never_zero_or_multicast() {

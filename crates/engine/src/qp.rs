@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 use anywarp_core::bounds;
 use anywarp_core::connection::{AsyncEvent, Connection, End, First, Parts, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
-use anywarp_core::llp::mpa::frame;
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
@@ -21,7 +20,7 @@ use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 use crate::clock;
 use crate::device::{self, AsyncItem, Context, event};
 use crate::log;
-use crate::net::tcp::{Outcome, Tcp, linger};
+use crate::net::tcp::{self, Outcome, Tcp, linger};
 use crate::port::{HELLO, Port};
 use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::sys::{self, EngineFd};
@@ -500,9 +499,7 @@ impl RcQp {
         };
         // A peer that is still unknown gets what every peer takes; its Hello raises that.
         let mulpdu = if peer != Peer::Anywarp {
-            let emss = sys::get_option(opened.fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG)
-                .unwrap_or(536);
-            frame::mulpdu(usize::try_from(emss).unwrap_or(536))
+            tcp::mulpdu(&opened.fd, params.send_markers)
         } else {
             bounds::MULPDU_ANYWARP
         };

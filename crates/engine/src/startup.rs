@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{
-    Accepted, Incoming, Initiator, InitiatorConfig, Progress, Request, Responder, ResponderLimits,
-    StreamParams,
+    Accepted, Depths, Incoming, Initiator, InitiatorConfig, Progress, Request, Responder,
+    ResponderLimits, StreamParams,
 };
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
@@ -52,6 +52,8 @@ pub struct Opened {
     pub leftover: Vec<u8>,
     /// What the peer's application said.
     pub private_data: Vec<u8>,
+    /// The depths that the Reply names, from the peer's point of view.
+    pub peer_depths: Option<Depths>,
     /// The peer may be an anywarp (a responder learns it from the first message).
     pub may_be_anywarp: bool,
     /// The first message is a ready-to-receive message.
@@ -65,6 +67,8 @@ pub enum Failure {
     Rejected {
         /// What it said.
         private_data: Vec<u8>,
+        /// The depths that the Reply names, from the peer's point of view.
+        peer_depths: Option<Depths>,
         /// `ECONNREFUSED` when nobody listens.
         errno: i32,
     },
@@ -304,6 +308,7 @@ impl Startup {
             params: accepted.params,
             leftover: Vec::new(),
             private_data: Vec::new(),
+            peer_depths: None,
             may_be_anywarp: accepted.peer_may_be_anywarp,
             expects_rtr: accepted.expects_rtr,
         })
@@ -393,6 +398,7 @@ impl Startup {
                         state,
                         Failure::Rejected {
                             private_data: Vec::new(),
+                            peer_depths: None,
                             errno: libc::ECONNREFUSED,
                         },
                     );
@@ -486,6 +492,7 @@ impl Startup {
                     consumed,
                     params,
                     private_data,
+                    peer_depths,
                     crc_unconfirmed,
                     ..
                 }) => {
@@ -509,25 +516,33 @@ impl Startup {
                         params,
                         leftover,
                         private_data,
+                        peer_depths,
                         expects_rtr: false,
                     })
                 }
-                Ok(Progress::Rejected { private_data, .. }) => self.end(
+                Ok(Progress::Rejected {
+                    private_data,
+                    peer_depths,
+                    ..
+                }) => self.end(
                     state,
                     Failure::Rejected {
                         private_data,
+                        peer_depths,
                         errno: libc::ECONNREFUSED,
                     },
                 ),
                 Ok(other) => {
                     if let Some(error) = other.error() {
                         log!(Info, "{}: start-up failed: {error}", self.peer);
+                        // RFC 6581 §9.1, §9.2 [mpa-startup-terminated]: the peer is told before the end.
                         if let Progress::NoCommonRtr { params, .. }
                         | Progress::InsufficientIrd { params, .. } = &other
-                            && let Some(fd) = &state.fd
+                            && let Some(fd) = state.fd.take()
                         {
-                            let frame = crate::net::tcp::terminate_frame(&error, params.crc);
-                            let _ = send_all(fd, &frame);
+                            let token = std::mem::replace(&mut state.token, Token::NONE);
+                            self.engine.remove(token, Some(fd.get()));
+                            crate::net::tcp::refuse(self.engine, fd, params, &error);
                         }
                     }
                     self.end(

@@ -6,15 +6,17 @@
     reason = "tests"
 )]
 
+use anywarp_core::bounds::COPY_LIMIT;
 use anywarp_core::connection::{AsyncEvent, First, Peer};
+use anywarp_core::llp::mpa::frame::mulpdu;
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};
 use anywarp_core::verbs::wr::{Bind, Op, Sge, WorkRequest};
 use anywarp_core::wire::control::Control;
-use anywarp_core::wire::ddp::Tagged;
-use anywarp_core::wire::rdmap::Opcode;
-use anywarp_core::wire::{Stag, To};
+use anywarp_core::wire::ddp::{Tagged, Untagged};
+use anywarp_core::wire::rdmap::{AtomicResponse, Opcode};
+use anywarp_core::wire::{Msn, QN_ATOMIC_RESPONSE, Stag, To};
 use anywarp_sim::{
     Mr, Request, Rng, Setup, World, access, compare_swap, each_seed, fetch_add, read, send,
     send_imm, send_invalidate, write, write_imm,
@@ -33,19 +35,19 @@ const SIZES: [usize; 26] = [
     4095,
     16 * 1024 - 1,
     16 * 1024,
-    65_475,
-    65_476,
-    65_477,
-    65_480,
-    65_481,
-    65_493,
-    65_494,
-    65_495,
-    65_496,
-    65_497,
-    65_498,
-    65_499,
-    65_500,
+    64_747,
+    64_748,
+    64_749,
+    64_752,
+    64_753,
+    64_765,
+    64_766,
+    64_767,
+    64_768,
+    64_769,
+    64_770,
+    64_771,
+    64_772,
     131_072,
     (1 << 20) + 3,
 ];
@@ -439,6 +441,56 @@ fn atomics_change_the_word_and_bring_the_old_one() {
 }
 
 #[test]
+fn immediates_arrive_in_the_order_of_posting() {
+    // RFC 7306 §6.3 [imm-order] [imm-issue-order]
+    for setup in both() {
+        let mut w = World::new(8);
+        let (a, b) = w.pair(&setup);
+        let there = w[b].register(8, access::ALL);
+        let given: Vec<[u8; 4]> = (0..20_u32).map(u32::to_be_bytes).collect();
+        for (id, value) in (0..).zip(&given) {
+            w[b].recv(id, &[]);
+            w[a].post(write_imm(id, there.remote(0), *value).inline(&value[..]));
+        }
+        w.run();
+        let got = w[b].received();
+        ok(&got, &(0..20).collect::<Vec<_>>());
+        let got: Vec<_> = got.iter().filter_map(|c| c.imm).collect();
+        assert_eq!(got, given);
+    }
+}
+
+#[test]
+fn an_atomic_completes_when_its_answer_comes_and_not_before() {
+    // RFC 7306 §5.4 (1), (7) [atomic-complete]
+    let mut w = World::new(9);
+    let (end, peer) = w.raw(&Setup::standard(), true);
+    let old = w[end].register(8, access::LOCAL);
+    let remote = old.remote(0);
+    w[end].post(fetch_add(1, remote, 2).from(&[old.all()]));
+    w.run();
+    assert_eq!(
+        w[peer].heard().len(),
+        2,
+        "ready to receive, and the request"
+    );
+    assert!(w[end].completed().is_empty() && w[end].conn.state() == State::Rts);
+    let header = Untagged {
+        last: true,
+        opcode: Opcode::AtomicResponse,
+        inv_stag: Stag(0),
+        qn: QN_ATOMIC_RESPONSE,
+        msn: Msn(1),
+        mo: 0,
+    };
+    let answer = AtomicResponse { id: 1, value: 40 };
+    w[peer].sends(&[&header.emit()[..], &answer.emit()].concat());
+    w.run();
+    ok(&w[end].completed(), &[1]);
+    assert_eq!(w[end].word(&old, 0), 40);
+}
+
+#[test]
 fn many_atomics_of_both_ends_add_up() {
     each_seed(4, |seed| {
         let mut w = World::new(seed);
@@ -826,7 +878,7 @@ fn a_peer_that_wants_markers_gets_them() {
             let setup = Setup {
                 markers: true,
                 crc,
-                mulpdu: *Rng::new(seed).pick(&[1454, 8954, 65_494]),
+                mulpdu: mulpdu(*Rng::new(seed).pick(&[536, 1460, 8960, 65_483]), true),
                 ..Setup::standard()
             };
             let mut w = World::new(seed);
@@ -847,7 +899,8 @@ fn a_peer_that_wants_markers_gets_them() {
                 .collect();
             assert!(body == data);
             assert_eq!(got[got.len() - 1].payload(), b"small");
-            assert!(got.iter().all(|f| f.ulpdu.len() < setup.mulpdu));
+            let largest = got.iter().map(|f| f.ulpdu.len()).max();
+            assert_eq!(largest, Some(setup.mulpdu.min(COPY_LIMIT)));
         });
     }
 }
@@ -888,7 +941,7 @@ fn a_queue_pair_connected_to_itself_works() {
 
 #[test]
 fn segments_fill_the_mulpdu_and_no_more() {
-    for mulpdu in [128, 1442, 1500, 8942, 65_494] {
+    for mulpdu in [128, 1442, 1500, 8942, 64_766] {
         let setup = Setup {
             mulpdu,
             ..Setup::standard()

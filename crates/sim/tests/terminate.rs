@@ -15,7 +15,7 @@ use anywarp_core::connection::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::wire::ddp::{Tagged, Untagged};
-use anywarp_core::wire::rdmap::{Opcode, ReadRequest};
+use anywarp_core::wire::rdmap::{AtomicRequest, Opcode, ReadRequest};
 use anywarp_core::wire::{Msn, Stag, To};
 use anywarp_sim::{
     EndId, Mr, RawId, Request, Setup, World, access, each_seed, framed, run_script, write,
@@ -327,6 +327,44 @@ fn one_read_more_than_was_agreed_ends_the_stream() {
                 assert!(w[end].heard(AsyncEvent::QpRequest));
             }
         }
+    }
+}
+
+#[test]
+fn atomics_take_the_same_slots_as_reads() {
+    // RFC 7306 §5.2.1 (2), §5.2.2 (4) [atomic-one-buffer] [atomic-ird]
+    for over in [0, 1] {
+        let setup = Setup {
+            ird: 4,
+            mulpdu: 60_000,
+            ..Setup::standard()
+        };
+        let mut w = World::new(3);
+        let (end, peer) = w.raw(&setup, false);
+        w.pipe_from(end).capacity = 700;
+        let mr = w[end].register(4 << 20, access::ALL);
+        w[peer].sends(&read_of(1, &mr, 4 << 20));
+        for msn in 2..=4 + over {
+            let header = Untagged {
+                last: true,
+                opcode: Opcode::AtomicRequest,
+                inv_stag: Stag(0),
+                qn: 1,
+                msn: Msn(msn),
+                mo: 0,
+            };
+            let request = AtomicRequest::fetch_add(msn, mr.stag(), To(mr.all().addr), 1);
+            w[peer].sends(&[&header.emit()[..], &request.emit()].concat());
+        }
+        w.run();
+        let terminates = codes(&mut w, peer);
+        if over == 0 {
+            assert_eq!(w[end].conn.state(), State::Rts);
+            assert!(terminates.is_empty());
+        } else {
+            assert_eq!(terminates, [(1, 2, 2)]);
+        }
+        assert_eq!(w[end].word(&mr, 0), 3, "one too many is not done");
     }
 }
 

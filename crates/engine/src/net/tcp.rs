@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::connection::Connection;
 use anywarp_core::error::{PeerError, TermCode};
-use anywarp_core::llp::mpa::frame::TxBatch;
+use anywarp_core::llp::mpa::frame::{self, TxBatch};
+use anywarp_core::llp::mpa::marker::Inserter;
+use anywarp_core::llp::mpa::startup::StreamParams;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::rdmap::Terminate;
 
@@ -229,8 +231,30 @@ impl Tcp {
     }
 }
 
-/// A Terminate for an error of start-up, as one FPDU.
-pub(crate) fn terminate_frame(error: &PeerError, crc: bool) -> Vec<u8> {
+/// The largest ULPDU for a standard peer: a frame fills one segment of the connection as it is now.
+// RFC 5044 §5.1 [mpa-emss]: the segment size is the one that TCP says it uses.
+pub(crate) fn mulpdu(fd: &EngineFd, markers: bool) -> usize {
+    const EVERY_PATH: usize = 536;
+    let emss = sys::get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+    let emss = emss.and_then(|n| usize::try_from(n).ok());
+    frame::mulpdu(emss.unwrap_or(EVERY_PATH), markers)
+}
+
+/// Ends a connection that an initiator cannot use although start-up succeeded: the peer hears why.
+pub(crate) fn refuse(
+    engine: &'static Engine,
+    fd: EngineFd,
+    params: &StreamParams,
+    error: &PeerError,
+) {
+    // A few dozen bytes behind a Request that was answered: they fit the socket's buffer.
+    let frame = terminate_frame(error, params);
+    let _ = rustix::net::send(fd.get(), &frame, rustix::net::SendFlags::NOSIGNAL);
+    linger(engine, fd);
+}
+
+/// A Terminate for an error of start-up, as the first FPDU of a stream.
+fn terminate_frame(error: &PeerError, params: &StreamParams) -> Vec<u8> {
     let code = TermCode::from(error);
     let body = Terminate {
         layer: code.layer,
@@ -240,7 +264,13 @@ pub(crate) fn terminate_frame(error: &PeerError, crc: bool) -> Vec<u8> {
         ddp_header: None,
         read_request: None,
     };
-    anywarp_core::rdmap::tx::terminate_fpdu(&body, crc)
+    let fpdu = anywarp_core::rdmap::tx::terminate_fpdu(&body, params.crc);
+    if !params.send_markers {
+        return fpdu;
+    }
+    let mut marked = Vec::new();
+    Inserter::new().insert(&fpdu, params.crc, &mut marked);
+    marked
 }
 
 /// A connection that is closed for sending: read until the peer closes too, then dropped.

@@ -93,4 +93,20 @@ mod tests {
             assert!(deframe(&bad, extent, false).is_ok());
         }
     }
+
+    // RFC 5044 §4.1 [mpa-pad-ignored]
+    #[test]
+    fn padding_may_be_anything_that_its_crc_covers() {
+        let mut frame = bytes("001741430000000000000000000000010000000068656c6c6f000000b990b10c");
+        frame[25..28].copy_from_slice(&[1, 2, 3]);
+        let extent = Extent::of(&frame).unwrap();
+        assert!(matches!(
+            deframe(&frame, extent, true),
+            Err(PeerError::MpaCrc { .. })
+        ));
+        let crc = Crc32c::of(&frame[..28]);
+        frame[28..].copy_from_slice(&crc);
+        let ulpdu = deframe(&frame, extent, true).unwrap().unwrap();
+        assert_eq!(ulpdu[18..], *b"hello");
+    }
 }

@@ -251,20 +251,13 @@ pub fn for_each_part(
     left == 0
 }
 
-/// MULPDU for a TCP segment size, without markers (RFC 5044 §5).
-pub fn mulpdu(emss: usize) -> usize {
-    emss.saturating_sub(6 + emss % 4)
+/// MULPDU for a TCP segment size: what fits beside length, CRC, padding and, if the peer wants them, markers.
+// RFC 5044 §4.5 [mpa-mulpdu-plain] [mpa-mulpdu-markers]: the two formulas.
+// RFC 5044 §3, §4.5 [mpa-mulpdu-range] [mpa-mulpdu-min]: whatever the path says.
+pub fn mulpdu(emss: usize, markers: bool) -> usize {
+    let markers = if markers { emss.div_ceil(INTERVAL) } else { 0 };
+    emss.saturating_sub(6 + MARKER * markers + emss % 4)
         .clamp(bounds::MULPDU_MIN, bounds::MULPDU_ANYWARP)
-}
-
-/// MULPDU with markers, from the one without them (RFC 5044 §5).
-///
-/// It stays below the size from which payload is sent by reference, since markers cut it anyhow.
-pub fn mulpdu_between_markers(mulpdu: usize) -> usize {
-    let markers = (mulpdu + 6 + 3).div_ceil(INTERVAL);
-    mulpdu
-        .saturating_sub(MARKER * markers)
-        .clamp(bounds::MULPDU_MIN, bounds::COPY_LIMIT)
 }
 
 #[cfg(test)]
@@ -318,7 +311,7 @@ mod tests {
             (8948, 8942),
             (8960, 8954),
         ] {
-            assert_eq!(mulpdu(emss), want);
+            assert_eq!(mulpdu(emss, false), want);
         }
     }
 
@@ -331,8 +324,24 @@ mod tests {
             (8948, 8870),
             (8960, 8882),
         ] {
-            assert_eq!(mulpdu_between_markers(mulpdu(emss)), want);
+            assert_eq!(mulpdu(emss, true), want);
         }
-        assert!(mulpdu_between_markers(bounds::MULPDU_ANYWARP) <= bounds::COPY_LIMIT);
+    }
+
+    // RFC 5044 §4.5 [mpa-mulpdu-plain] [mpa-mulpdu-markers], §3 [mpa-mulpdu-range] [mpa-mulpdu-min] [mpa-ulpdu-max]
+    #[test]
+    fn a_full_frame_fits_its_segment_and_mulpdu_stays_in_its_range() {
+        for emss in 0..70_000 {
+            let (plain, marked) = (mulpdu(emss, false), mulpdu(emss, true));
+            for mulpdu in [plain, marked] {
+                assert!((128..=64_768).contains(&mulpdu), "{emss}");
+            }
+            if (200..64_000).contains(&emss) {
+                assert_eq!(plain, emss - (6 + emss % 4), "{emss}");
+                let ceiling = emss / 512 + usize::from(emss % 512 > 0);
+                assert_eq!(marked, emss - (6 + 4 * ceiling + emss % 4), "{emss}");
+            }
+        }
+        assert_eq!((mulpdu(100, false), mulpdu(100, true)), (128, 128));
     }
 }

@@ -358,6 +358,7 @@ mod tests {
             }
             for (k, marker) in stream.chunks(INTERVAL).enumerate() {
                 assert_eq!(marker[..2], [0, 0], "marker {k}");
+                assert_eq!(marker[3] & 3, 0, "marker {k}");
             }
             let mut got = Vec::new();
             let mut rest = &stream[..];
@@ -422,5 +423,38 @@ mod tests {
             Stripper::new().strip(&stream, false, &mut Vec::new()),
             Ok(())
         );
+    }
+
+    // RFC 5044 §4.3 [mpa-marker-all-same]
+    #[test]
+    fn every_marker_in_a_frame_points_to_its_length_field() {
+        let mut out = Vec::new();
+        let mut inserter = Inserter::new();
+        // The second frame begins at 4 + 8, and the last of its markers is the one at 2560.
+        inserter.insert(&fpdu(&[]), true, &mut out);
+        let start = out.len();
+        inserter.insert(&fpdu(&[7; 2700]), true, &mut out);
+        for at in (INTERVAL..out.len()).step_by(INTERVAL) {
+            let to = u16::from_be_bytes([out[at + 2], out[at + 3]]);
+            assert_eq!(at - usize::from(to), start, "marker at {at}");
+        }
+        assert!(out.len() > 5 * INTERVAL);
+    }
+
+    // RFC 5044 §4.2 [mpa-marker-reserved-ignored]
+    #[test]
+    fn the_reserved_half_of_a_marker_is_covered_by_the_crc_and_means_nothing() {
+        let mut stream = Vec::new();
+        Inserter::new().insert(&fpdu(&[1; 600]), true, &mut stream);
+        stream[512] = 0xa5;
+        stream[513] = 0x5a;
+        let spoiled = Stripper::new().strip(&stream, true, &mut Vec::new());
+        assert!(matches!(spoiled, Err(PeerError::MpaCrc { .. })));
+        let end = stream.len() - CRC;
+        let crc = Crc32c::of(&stream[..end]);
+        stream[end..].copy_from_slice(&crc);
+        let mut out = Vec::new();
+        assert_eq!(Stripper::new().strip(&stream, true, &mut out), Ok(()));
+        assert_eq!(without_crc(&out), without_crc(&fpdu(&[1; 600])));
     }
 }
