@@ -579,8 +579,8 @@ impl Connection {
             markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
-            // RFC 5044 §7.1.2 [responder-waits]: a responder is quiet until the first FPDU. One whose peer is known to be
-            // anywarp before that (their queue pairs were told of each other) need not be: that peer can take it.
+            // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder is quiet until the first FPDU. One whose peer is known
+            // to be anywarp before that (their queue pairs were told of each other) need not be: that peer can take it.
             may_send: config.initiator || config.peer == Peer::Anywarp,
             current: None,
             parts: VecDeque::new(),
@@ -981,7 +981,7 @@ impl Connection {
             }
             let code = TermCode::from(&error);
             let terminate = offender.terminate(code);
-            // RFC 5044 §7.1.2 [responder-waits]: before the first FPDU was received no Terminate may be sent.
+            // RFC 5044 §7.1.2 [mpa-responder-waits]: before the first FPDU was received no Terminate may be sent.
             if s.may_send {
                 s.responses
                     .push_back(Response::Terminate(crate::rdmap::tx::terminate(&terminate)));

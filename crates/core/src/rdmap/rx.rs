@@ -83,7 +83,7 @@ impl Connection {
             return false;
         }
         s.started = true;
-        // RFC 5044 §7.1.2 [responder-waits]: a responder sends nothing before this.
+        // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends nothing before this.
         s.may_send = true;
         if s.peer == Peer::Unknown {
             s.peer = if header.opcode() == Opcode::Control {

@@ -49,7 +49,7 @@ pub fn deframe(bytes: &[u8], extent: Extent, with_crc: bool) -> Result<Option<&[
 }
 
 /// Compares a CRC with the field on the wire.
-// RFC 5044 §4.4 [crc-check]: an FPDU whose CRC is wrong is not passed on.
+// RFC 5044 §4.4 [mpa-crc-check]: an FPDU whose CRC is wrong is not passed on.
 pub fn verify(crc: Crc32c, field: &[u8]) -> Result<(), PeerError> {
     let expected = crc.finish();
     let got = field.first_chunk::<CRC>().copied().unwrap_or([0; CRC]);

@@ -133,7 +133,7 @@ pub fn frame(
     let ulpdu = segment.header.len() + segment.len;
     let pad = (4 - (2 + ulpdu) % 4) % 4;
     let start = batch.own.len();
-    // RFC 5044 §4.1 [fpdu-length]: the length counts the ULPDU alone.
+    // RFC 5044 §4.1 [mpa-fpdu-length]: the length counts the ULPDU alone.
     batch
         .own
         .extend_from_slice(&u16::try_from(ulpdu).unwrap_or(u16::MAX).to_be_bytes());
@@ -171,7 +171,7 @@ pub fn frame(
         }
     }
     batch.own.resize(batch.own.len() + pad, 0);
-    // RFC 5044 §4.4 [fpdu-crc]: length field to padding; when it is off the field is there all the same.
+    // RFC 5044 §4.4 [mpa-fpdu-crc]: length field to padding; when it is off the field is there all the same.
     let crc = if with_crc {
         let mut crc = Crc32c::new();
         crc.update(batch.own.get(start..).unwrap_or(&[]));

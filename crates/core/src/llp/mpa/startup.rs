@@ -608,8 +608,7 @@ impl Responder {
             if asked.ird != DEPTH_NOT_NEGOTIATED {
                 params.ord = params.ord.min(asked.ird);
             }
-            // RFC 6581 §9.1 [mpa-rtr-read-ird]: a Read as ready-to-receive needs a slot to be served
-            // from, even if the ULP wants no reads.
+            // RFC 6581 §9.1: a Read as ready-to-receive needs a slot to be served from, even if the ULP wants no reads.
             if forms.read {
                 params.ird = params.ird.max(1);
             }
@@ -682,9 +681,8 @@ impl Responder {
 }
 
 /// Which ready-to-receive messages a responder confirms. It can receive all of them.
-// RFC 6581 §9.2 [mpa-rtr-confirm]: the RFC would like every offered form that we can receive to be
-// confirmed. Outside anywarp we name a single one, as the stacks in the field do, so that no
-// initiator has to choose.
+// RFC 6581 §9.2 would like every offered form that we can receive to be confirmed (mpa-rtr-confirm in the catalogue).
+// Outside anywarp we name a single one, as the stacks in the field do, so that no initiator has to choose.
 fn confirm(offered: RtrForms) -> RtrForms {
     match offered {
         // The mark by which an anywarp initiator knows us; see the head of this file.
