@@ -441,7 +441,88 @@ fn a_read_completes_with_the_last_segment_of_its_response_and_not_before() {
     });
 }
 
+#[test]
+fn as_many_reads_are_outstanding_as_ord_says() {
+    for ord in [1, 2, 5] {
+        let mut w = World::new(u64::from(ord));
+        let setup = Setup {
+            ord,
+            first: First::Nothing,
+            ..Setup::standard()
+        };
+        let (end, peer) = w.raw(&setup, true);
+        let mr = w[end].register(64, access::LOCAL);
+        // Eight on the wire: a Read of two elements is two.
+        w[end].post(read(0, THERE).from(&[mr.part(0, 4), mr.part(8, 4)]));
+        for id in 1..7 {
+            w[end].post(read(id, THERE).from(&[mr.part(0, 8)]));
+        }
+        w.run();
+        // RFC 5040 §6.1 [read-ord-told] [read-ord-limit]: one more for each that was answered.
+        let mut asked: Vec<ReadRequest> = Vec::new();
+        for answered in 0..8 {
+            for f in w[peer].heard() {
+                assert_eq!(untagged_of(&f).msn.0, asked.len() as u32 + 1);
+                asked.push(ReadRequest::parse(f.payload().try_into().unwrap()));
+            }
+            assert_eq!(asked.len(), (answered + ord as usize).min(8));
+            let ReadRequest {
+                sink_stag: stag,
+                sink_to: to,
+                size,
+                ..
+            } = asked[answered];
+            let data = vec![9; size as usize];
+            w[peer].sends(&tagged(Opcode::ReadResponse, stag, to.0, true, &data));
+            w.run();
+        }
+        let want: Vec<_> = (0..7).map(|id| (id, Status::Success)).collect();
+        assert_eq!(statuses(&w[end].completed()), want);
+    }
+}
+
 // ---------------------------------------------------------------------- how it ends
+
+#[test]
+fn what_has_completed_arrives_though_its_sender_leaves_at_once() {
+    each_seed(5, |seed| {
+        let mut w = World::new(seed);
+        let setup = Setup {
+            mulpdu: 8000,
+            first: First::Nothing,
+            ..Setup::standard()
+        };
+        let (end, peer) = w.raw(&setup, true);
+        let mr = w[end].register(400_000, access::LOCAL);
+        let data = w.rng.bytes(400_000);
+        w[end].fill(&mr, &data);
+        w.pipe_from(end).capacity = 100_000;
+        for id in 0..12 {
+            w[end].post(send(id).from(&[mr.all()]));
+        }
+        let until = w.now() + Duration::from_secs(10);
+        let mut done = Vec::new();
+        while done.is_empty() {
+            assert!(w.turn(until));
+            done.extend(w[end].completed());
+        }
+        w[end].conn.leave("disconnected");
+        w.run();
+        // RFC 5041 §6.2.1 [ddp-graceful-flush]
+        let heard = w[peer].heard();
+        assert!(w[peer].closed);
+        let whole = heard.iter().filter(|f| f.header().last()).count();
+        assert!(whole >= done.len(), "{whole} of {}", done.len());
+        for f in &heard {
+            let at = untagged_of(f).mo as usize;
+            assert_eq!(f.payload(), &data[at..at + f.payload().len()]);
+        }
+        let flushed = w[end].completed();
+        assert!(flushed.iter().all(|c| c.status == Status::Flushed));
+        assert_eq!(done.len() + flushed.len(), 12);
+        assert!(!flushed.is_empty());
+    });
+}
 
 /// Parts of a Terminate of our own side's failure: no length, no headers.
 fn is_local(f: &Fpdu) -> bool {
