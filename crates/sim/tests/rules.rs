@@ -28,11 +28,11 @@ const THERE: Remote = Remote {
     to: To(0x1000),
 };
 
-/// An end that opened a stream to a peer that speaks by hand; segments have 128 bytes at most.
+/// An end that opened a stream to a peer that speaks by hand; segments have 129 bytes at most.
 fn opened(seed: u64) -> (World, EndId, RawId) {
     let mut w = World::new(seed);
     let setup = Setup {
-        mulpdu: 128,
+        mulpdu: 129,
         first: First::Nothing,
         ..Setup::standard()
     };
@@ -121,7 +121,7 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         w.run();
         let heard = w[peer].heard();
         // RFC 5041 §5.2 [ddp-segment] [ddp-mo-offset], §4.1 [ddp-last], §4.3 [ddp-mo-zero] [ddp-msn-first]
-        // [ddp-msn-increment] [ddp-msn-same] [ddp-qn-same], §5.3 [ddp-mo-ascending]: room for 110 bytes each.
+        // [ddp-msn-increment] [ddp-msn-same] [ddp-qn-same], §5.3 [ddp-mo-ascending]: room for 111 bytes each.
         let got: Vec<_> = heard
             .iter()
             .map(|f| {
@@ -132,12 +132,12 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         assert_eq!(
             got,
             [
-                (0, 1, 0, 110, false),
-                (0, 1, 110, 110, false),
-                (0, 1, 220, 80, true),
+                (0, 1, 0, 111, false),
+                (0, 1, 111, 111, false),
+                (0, 1, 222, 78, true),
                 (0, 2, 0, 0, true),
-                (0, 3, 0, 110, false),
-                (0, 3, 110, 90, true),
+                (0, 3, 0, 111, false),
+                (0, 3, 111, 89, true),
             ]
         );
         // RFC 5041 §5.2 [ddp-send-all]
@@ -146,7 +146,7 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         for (f, inv) in heard.iter().zip([0, 0, 0, 0, 0x900, 0x900]) {
             assert_eq!(untagged_of(f).inv_stag, Stag(inv));
             assert_eq!(f.ulpdu[2..6], u32::to_be_bytes(inv));
-            assert!(f.ulpdu.len() <= 128);
+            assert!(f.ulpdu.len() <= 129);
         }
     });
 }
@@ -163,7 +163,7 @@ fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         w.run();
         let heard = w[peer].heard();
         // RFC 5041 §5.2 [ddp-segment] [ddp-to-offset] [ddp-zero-len-one], §4.1 [ddp-last], §4.2 [ddp-stag-sent]: room for
-        // 114 bytes each.
+        // 115 bytes each.
         let got: Vec<_> = heard
             .iter()
             .map(|f| {
@@ -174,9 +174,9 @@ fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         assert_eq!(
             got[..3],
             [
-                (0x1000, 114, false),
-                (0x1000 + 114, 114, false),
-                (0x1000 + 228, 72, true)
+                (0x1000, 115, false),
+                (0x1000 + 115, 115, false),
+                (0x1000 + 230, 70, true)
             ]
         );
         assert_eq!((got.len(), got[3].1, got[3].2), (4, 0, true));
