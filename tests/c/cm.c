@@ -479,6 +479,44 @@ static const char *answered_with_nonsense(size_t arg)
 	return NULL;
 }
 
+/* The queue pair is gone when the peer accepts: both ends hear that nothing comes of it, the peer by a Terminate 2/0/5. */
+static const char *queue_pair_gone(size_t arg)
+{
+	static const uint8_t reply[] = "MPA ID Rep Frame\x50\x02\x00\x04\x80\x10\x80\x10";
+	struct rdma_conn_param p = params(NULL, 0);
+	uint8_t heard[256];
+	size_t got = 0;
+	int fd, accepted;
+	struct scene s;
+	struct told t;
+	ssize_t n;
+
+	(void)arg;
+	TRY(only_over_tcp());
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(silent_listener(&fd, &s.address));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(readable(fd, WAIT_MS));
+	accepted = accept4(fd, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(accepted >= 0, "accept: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)accepted, "socket");
+	ENSURE(recv(accepted, heard, 24, MSG_WAITALL) == 24, "no MPA Request");
+	rdma_destroy_qp(s.client);
+	ENSURE(write(accepted, reply, 24) == 24, "write: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_ERROR, &t));
+	do {
+		TRY(readable(accepted, WAIT_MS));
+		n = read(accepted, heard + got, sizeof heard - got);
+		ENSURE(n >= 0, "read: %s", strerror(errno));
+		got += (size_t)n;
+	} while (n);
+	/* Length, a header of 18 bytes, and the Terminate's layer, type and code. */
+	ENSURE(got >= 24 && (heard[3] & 0x0f) == 7, "%zu bytes, expected a Terminate", got);
+	ENSURE(heard[20] == 0x20 && heard[21] == 5, "Terminate 0x%02x 0x%02x, expected 2/0/5", heard[20], heard[21]);
+	return NULL;
+}
+
 /* Strangers at a listening port: each is closed, and who comes in good faith is served meanwhile. */
 static const char *strangers(size_t count)
 {
@@ -1205,6 +1243,7 @@ static const struct test tests[] = {
 	{ "refused", refused, 0, 0, false },
 	{ "never_answered", never_answered, 0, 0, false },
 	{ "answered_with_nonsense", answered_with_nonsense, 0, 0, false },
+	{ "queue_pair_gone", queue_pair_gone, 0, 0, false },
 	{ "strangers_100", strangers, 100, 120, false },
 	{ "client_gives_up", client_gives_up, 0, 0, false },
 	{ "server_gives_up", server_gives_up, 0, 0, false },

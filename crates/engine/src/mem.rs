@@ -67,3 +67,55 @@ pub(crate) fn iovec(of: &Pinned<'_>, offset: u64, len: u64) -> libc::iovec {
         iov_len: len,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anywarp_core::verbs::mr::{Access, Registration};
+    use anywarp_core::wire::To;
+    use std::sync::Barrier;
+
+    // RFC 7306 §5 [atomic-exclusive]
+    #[test]
+    fn atomics_of_many_streams_on_one_word_are_all_counted() {
+        const THREADS: u64 = 4;
+        const EACH: u64 = 50_000;
+        let engine = crate::worker::engine().unwrap();
+        let word = Box::new(AtomicU64::new(0));
+        let base = word.as_ptr().expose_provenance() as u64;
+        let what = Registration {
+            start: base,
+            len: 8,
+            base,
+            access: Access::LOCAL_WRITE | Access::REMOTE_ATOMIC,
+            pd: 7,
+        };
+        let regions = &engine.rnic.regions;
+        let region = regions.register(&what, &mut || 0x5a5a).unwrap();
+        let together = Barrier::new(THREADS as usize);
+        std::thread::scope(|scope| {
+            for qpn in 0..THREADS {
+                let (region, together) = (&region, &together);
+                scope.spawn(move || {
+                    let place = regions
+                        .check(
+                            region.stag(),
+                            7,
+                            qpn as u32,
+                            Access::REMOTE_ATOMIC,
+                            To(base),
+                            8,
+                        )
+                        .unwrap();
+                    together.wait();
+                    for _ in 0..EACH {
+                        let pinned = place.pin().unwrap();
+                        UserMemory.update(&pinned, &mut |old| old + 1);
+                    }
+                });
+            }
+        });
+        assert_eq!(word.load(Ordering::SeqCst), THREADS * EACH);
+        regions.deregister(&region).unwrap();
+    }
+}

@@ -14,9 +14,9 @@ use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};
 use anywarp_core::verbs::wr::{Bind, Op, Sge, WorkRequest};
 use anywarp_core::wire::control::Control;
-use anywarp_core::wire::ddp::{Tagged, Untagged};
-use anywarp_core::wire::rdmap::{AtomicResponse, Opcode};
-use anywarp_core::wire::{Msn, QN_ATOMIC_RESPONSE, Stag, To};
+use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
+use anywarp_core::wire::rdmap::{AtomicRequest, AtomicResponse, Opcode, Terminate};
+use anywarp_core::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, Stag, To};
 use anywarp_sim::{
     Mr, Request, Rng, Setup, World, access, compare_swap, each_seed, fetch_add, read, send,
     send_imm, send_invalidate, write, write_imm,
@@ -488,6 +488,70 @@ fn an_atomic_completes_when_its_answer_comes_and_not_before() {
     w.run();
     ok(&w[end].completed(), &[1]);
     assert_eq!(w[end].word(&old, 0), 40);
+}
+
+#[test]
+fn what_the_new_messages_carry_besides() {
+    // RFC 7306 §4.1 [rdmap-new-invalidate], §5.2 [atomic-request-queue], §5.2.2 [atomic-response-queue], §6.3
+    // [imm-untagged] [imm-queue] [imm-data]
+    let mut w = World::new(9);
+    let (end, peer) = w.raw(&Setup::standard(), true);
+    let mr = w[end].register(64, access::ALL);
+    w[end].post(fetch_add(1, mr.remote(0), 2).from(&[mr.part(8, 8)]));
+    w[end].post(write_imm(2, mr.remote(0), [1, 2, 3, 4]).inline(b"x"));
+    let header = Untagged {
+        last: true,
+        opcode: Opcode::AtomicRequest,
+        inv_stag: Stag(0),
+        qn: QN_READ,
+        msn: Msn(1),
+        mo: 0,
+    };
+    let request = AtomicRequest::fetch_add(7, mr.stag(), mr.remote(0).to, 1);
+    w[peer].sends(&[&header.emit()[..], &request.emit()].concat());
+    w.run();
+    let heard = w[peer].heard();
+    let mut untagged = Vec::new();
+    for f in &heard {
+        if let Header::Untagged(h) = f.header() {
+            assert_eq!((h.inv_stag, h.mo, h.last), (Stag(0), 0, true));
+            untagged.push((h.opcode, h.qn));
+            if h.opcode == Opcode::Immediate {
+                assert_eq!(f.payload(), [1, 2, 3, 4, 0, 0, 0, 0]);
+            }
+        }
+    }
+    untagged.sort_by_key(|(opcode, _)| opcode.bits());
+    let want = [
+        (Opcode::Immediate, 0),
+        (Opcode::AtomicRequest, 1),
+        (Opcode::AtomicResponse, 3),
+    ];
+    assert_eq!(untagged, want);
+}
+
+#[test]
+fn an_atomic_that_cannot_be_made_is_told_to_the_peer() {
+    // RFC 7306 §8.1 (1) [term-new-local]
+    let mut w = World::new(9);
+    let (end, peer) = w.raw(&Setup::standard(), true);
+    let old = w[end].register(8, access::LOCAL);
+    let request = fetch_add(1, old.remote(0), 2).from(&[old.all()]);
+    w[end].deregister(&old);
+    w[end].post(request);
+    w.run();
+    let done: Vec<_> = w[end].completed().iter().map(|c| c.status).collect();
+    assert_eq!(done, [Status::LocalProtection]);
+    let heard = w[peer].heard();
+    let [_ready, told] = &heard[..] else {
+        panic!("{heard:?}");
+    };
+    assert_eq!(told.opcode(), Opcode::Terminate);
+    let terminate = Terminate::parse(told.payload());
+    let code = (terminate.layer, terminate.etype, terminate.code);
+    assert_eq!(code, (0, 0, 0));
+    assert!(terminate.ddp_header.is_none() && terminate.read_request.is_none());
+    assert!(w[peer].closed);
 }
 
 #[test]

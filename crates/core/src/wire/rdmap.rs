@@ -674,6 +674,15 @@ mod tests {
     }
 
     #[test]
+    fn the_comparison_of_an_add_means_nothing() {
+        // RFC 7306 §5.2.1 [atomic-add-compare]
+        let mut bytes = AtomicRequest::fetch_add(7, Stag(1), To(8), 5).emit();
+        assert_eq!(bytes[36..], [[0; 8], [0xff; 8]].concat());
+        bytes[36..].fill(0x5a);
+        assert_eq!(AtomicRequest::parse(&bytes).unwrap().apply(37), 42);
+    }
+
+    #[test]
     fn an_immediate_keeps_the_bytes_of_the_application() {
         let i = Immediate {
             value: [0x11, 0x22, 0x33, 0x44],

@@ -2,3 +2,6 @@
 
 pub mod tcp;
 pub mod udp;
+
+#[cfg(test)]
+mod tests;

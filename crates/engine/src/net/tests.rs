@@ -1,0 +1,188 @@
+//! Streams of this process to peers that are plain sockets.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use anywarp_core::llp::mpa::deframe::{Extent, deframe};
+use anywarp_core::llp::mpa::frame;
+use anywarp_core::llp::mpa::marker::Stripper;
+use anywarp_core::llp::mpa::startup::{Depths, InitiatorConfig, Request, RtrForms};
+use anywarp_core::wire::ddp::Untagged;
+use anywarp_core::wire::rdmap::Terminate;
+
+use super::tcp;
+use crate::startup::{Failure, Opened, Owner, Startup};
+use crate::sys;
+use crate::worker::engine;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Flags of a start-up frame.
+const M: u8 = 0x80;
+const C: u8 = 0x40;
+const R: u8 = 0x20;
+const S: u8 = 0x10;
+
+#[derive(Debug)]
+enum End {
+    Opened(Opened),
+    Failed(Failure),
+}
+
+struct Tells(Mutex<mpsc::Sender<End>>);
+
+impl Owner for Tells {
+    fn opened(&self, _: &Arc<Startup>, opened: Opened) {
+        let _ = self.0.lock().unwrap().send(End::Opened(opened));
+    }
+
+    fn requested(&self, _: &Arc<Startup>, request: Request) {
+        panic!("an initiator got {request:?}");
+    }
+
+    fn failed(&self, _: &Arc<Startup>, failure: Failure) {
+        let _ = self.0.lock().unwrap().send(End::Failed(failure));
+    }
+}
+
+/// Dials a peer that answers with these flags and this enhanced block; how that ended, and the peer's socket.
+fn dial(
+    config: InitiatorConfig,
+    flags: u8,
+    block: [u8; 4],
+    segment: Option<i32>,
+) -> (End, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    if let Some(bytes) = segment {
+        sys::set_option(listener.as_fd(), libc::IPPROTO_TCP, libc::TCP_MAXSEG, bytes);
+    }
+    let to = listener.local_addr().unwrap();
+    let peer = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut request = [0; 24];
+        stream.read_exact(&mut request).unwrap();
+        let mut reply = b"MPA ID Rep Frame".to_vec();
+        reply.extend([flags | S, 2, 0, 4]);
+        reply.extend(block);
+        stream.write_all(&reply).unwrap();
+        stream
+    });
+    let (told, tells) = mpsc::channel();
+    let owner = Arc::new(Tells(Mutex::new(told)));
+    let engine = engine().unwrap();
+    let startup = Startup::dial(engine, owner, to, None, config, PATIENCE, Duration::ZERO).unwrap();
+    let end = tells.recv_timeout(PATIENCE).unwrap();
+    drop(startup);
+    (end, peer.join().unwrap())
+}
+
+/// The one Terminate that the peer hears before the end of the stream.
+fn terminate(mut peer: TcpStream, flags: u8) -> (u8, u8, u8) {
+    let mut heard = Vec::new();
+    peer.read_to_end(&mut heard).unwrap();
+    if flags & M != 0 {
+        let mut plain = Vec::new();
+        Stripper::new()
+            .strip(&heard, flags & C != 0, &mut plain)
+            .unwrap();
+        heard = plain;
+    }
+    let extent = Extent::of(&heard).unwrap();
+    assert_eq!(extent.total(), heard.len(), "one FPDU");
+    // With markers the CRC was looked at above.
+    let ulpdu = deframe(&heard, extent, flags & (M | C) == C)
+        .unwrap()
+        .unwrap();
+    let terminate = Terminate::parse(&ulpdu[Untagged::LEN..]);
+    (terminate.layer, terminate.etype, terminate.code)
+}
+
+#[test]
+fn a_peer_that_needs_more_reads_than_we_serve_hears_of_it_before_the_end() {
+    // RFC 6581 §9.1 [mpa-ird-insufficient] [mpa-startup-terminated], RFC 5044 §4.3 [mpa-markers-able]
+    for flags in [C, C | M] {
+        let (end, peer) = dial(
+            InitiatorConfig::default(),
+            flags,
+            [0x80, 16, 0x80, 129],
+            None,
+        );
+        assert!(
+            matches!(end, End::Failed(Failure::Broken { .. })),
+            "{end:?}"
+        );
+        assert_eq!(terminate(peer, flags), (2, 0, 6));
+    }
+}
+
+#[test]
+fn a_peer_without_a_common_ready_to_receive_message_hears_of_it_before_the_end() {
+    // RFC 6581 §9.2 [mpa-rtr-none] [mpa-startup-terminated]
+    let config = InitiatorConfig {
+        rtr: RtrForms {
+            write: true,
+            ..RtrForms::NONE
+        },
+        ..InitiatorConfig::default()
+    };
+    let (end, peer) = dial(config, C, [0x80, 16, 0x40, 16], None);
+    assert!(
+        matches!(end, End::Failed(Failure::Broken { .. })),
+        "{end:?}"
+    );
+    assert_eq!(terminate(peer, C), (2, 0, 7));
+}
+
+#[test]
+fn the_owner_is_told_what_the_peer_named_whether_it_accepts_or_not() {
+    // RFC 6581 §9.1 [mpa-depths-told]
+    let named = Some(Depths { ird: 5, ord: 7 });
+    let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);
+    let End::Opened(opened) = end else {
+        panic!("{end:?}");
+    };
+    assert_eq!(opened.peer_depths, named);
+    assert_eq!((opened.params.ird, opened.params.ord), (16, 5));
+    let (end, _peer) = dial(InitiatorConfig::default(), C | R, [0x80, 5, 0x80, 7], None);
+    let End::Failed(Failure::Rejected { peer_depths, .. }) = end else {
+        panic!("{end:?}");
+    };
+    assert_eq!(peer_depths, named);
+}
+
+#[test]
+fn a_frame_fills_the_segments_that_tcp_uses() {
+    // RFC 5044 §5.1 [mpa-emss]
+    for segment in [Some(600), Some(1400), None] {
+        let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], segment);
+        let End::Opened(opened) = end else {
+            panic!("{end:?}");
+        };
+        let fd = opened.fd.get();
+        let emss = sys::get_option(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).unwrap();
+        if let Some(segment) = segment {
+            // Timestamps take twelve bytes of it.
+            assert!((segment - 40..=segment).contains(&emss), "{emss}");
+        }
+        for markers in [false, true] {
+            let want = frame::mulpdu(emss as usize, markers);
+            assert_eq!(tcp::mulpdu(&opened.fd, markers), want);
+        }
+    }
+}
+
+#[test]
+fn a_frame_is_not_held_back() {
+    // RFC 5044 §5.1 [mpa-align]: a frame that waited for company would end in the middle of a segment.
+    let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);
+    let End::Opened(opened) = end else {
+        panic!("{end:?}");
+    };
+    let fd = opened.fd.get();
+    let no_delay = sys::get_option(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY);
+    assert_eq!(no_delay, Some(1));
+}
