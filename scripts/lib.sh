@@ -48,4 +48,4 @@ need_rust() {
 BUILD_PACKAGES=(cc=gcc ld=binutils /usr/include/stdio.h=libc6-dev
     /usr/include/infiniband/verbs.h=libibverbs-dev /usr/include/rdma/rdma_cma.h=librdmacm-dev)
 PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perftest qperf=qperf ip=iproute2
-    unshare=util-linux setpriv=util-linux stdbuf=coreutils)
+    unshare=util-linux setpriv=util-linux stdbuf=coreutils tshark=tshark)

@@ -7,6 +7,7 @@
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! include/                     our own headers, if there are any
 //! share/                       manual pages and completions, if the tool can write them
+//! share/anywarp/wireshark/     the dissector of datagrams
 //! ```
 
 use crate::{Result, link, sh, symbols};
@@ -44,6 +45,10 @@ pub(crate) fn run() -> Result {
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
     copy_tree(&sh::root().join("crates/abi/include"), &new.join("include"))?;
     generate(&bin.join("anywarp"), &new.join("share"))?;
+    copy_tree(
+        &sh::root().join("crates/cli/wireshark"),
+        &new.join("share/anywarp/wireshark"),
+    )?;
 
     remove(&dist)?;
     fs::rename(&new, &dist)?;

@@ -1,6 +1,7 @@
 //! Build and check tasks: `cargo xtask TASK`.
 
 mod c_tests;
+mod capture;
 mod check;
 mod conformance;
 mod dist;
@@ -27,6 +28,7 @@ usage: cargo xtask TASK
   programs [--netns] [--filter PART] [--log LEVEL] [--list]
            programs of the distribution, as tests/programs expects them; on loopback, or between two
            network namespaces
+  capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
   conformance [--check]
@@ -46,6 +48,7 @@ fn main() -> ExitCode {
         ["matrix"] => matrix::run(),
         ["c-tests", ref rest @ ..] => c_tests::run(rest),
         ["programs", ref rest @ ..] => programs::run(rest),
+        ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),
         ["conformance"] => conformance::run(false),

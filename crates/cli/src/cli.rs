@@ -38,6 +38,17 @@ pub(crate) enum Command {
     /// privileges cannot be reached this way; for these a warning is printed.
     Run(Run),
 
+    /// Run a program as `anywarp run` does, and write what it sends and receives into a file
+    ///
+    /// The file is pcapng, for Wireshark and tshark; no privileges are needed, for it is written by the
+    /// device inside the program. Addresses, ports and contents are the real ones, the headers of IP, TCP
+    /// and UDP are made up, and each connection begins with a handshake so that it can be followed. A
+    /// packet is as long as the piece that was sent or received at once. If both ends of a connection
+    /// write into the same file, everything is in it twice: give each a file.
+    ///
+    /// Wireshark knows iWARP over TCP; share/anywarp/wireshark/anywarp.lua adds the datagrams.
+    Capture(Capture),
+
     /// Print the variables that `anywarp run` sets, for a shell, a Dockerfile or another tool
     ///
     /// With --shell the output is for `eval "$(anywarp env --shell)"`, with --docker for a Dockerfile.
@@ -78,6 +89,26 @@ pub(crate) struct Run {
         value_hint = ValueHint::CommandWithArguments
     )]
     pub(crate) program: Vec<OsString>,
+}
+
+/// Arguments of `anywarp capture`.
+#[derive(Debug, Args)]
+pub(crate) struct Capture {
+    /// The file, which is replaced (sets ANYWARP_CAPTURE)
+    #[arg(short, long, value_name = "FILE", default_value = "anywarp.pcapng", value_hint = ValueHint::FilePath)]
+    pub(crate) write: PathBuf,
+
+    /// Bytes of each packet that are kept, with its headers; all when not given
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) snaplen: Option<u64>,
+
+    /// Bytes that one process writes at most; 1 GiB when not given
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) limit: Option<u64>,
+
+    /// What is run.
+    #[command(flatten)]
+    pub(crate) run: Run,
 }
 
 /// Arguments of `anywarp env`.
@@ -185,6 +216,13 @@ pub(crate) const VARIABLES: &[Variable] = &[
         value: "0|1",
         text: "Whether this side asks for a CRC32C in each frame on TCP; 1 when unset. It is left out only \
                where both sides ask for none.",
+    },
+    Variable {
+        name: "ANYWARP_CAPTURE",
+        value: "FILE",
+        text: "Appends what the device sends and receives to this pcapng file. ANYWARP_CAPTURE_SNAPLEN is \
+               the number of bytes of a packet that are kept (all when unset), ANYWARP_CAPTURE_LIMIT the \
+               number of bytes that a process writes at most (1 GiB when unset). `anywarp capture` sets them.",
     },
     Variable {
         name: "ANYWARP_LIB",

@@ -12,6 +12,8 @@ const PRELOADED: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 const PATH_SHIM: &str = "libanywarp-path.so";
 
 /// The self-test program of `anywarp doctor`.
+/// Seen from the prefix.
+const DISSECTOR: &str = "share/anywarp/wireshark/anywarp.lua";
 const SELF_TEST: &str = "anywarp-selftest";
 
 /// The folder with the drop-in libraries, known to hold them.
@@ -118,6 +120,12 @@ impl Library {
     /// The path shim, if it is there.
     pub(crate) fn path_shim(&self) -> Option<PathBuf> {
         Some(self.dir.join(PATH_SHIM)).filter(|path| path.is_file())
+    }
+
+    /// What Wireshark needs to know of datagrams, if it is there.
+    pub(crate) fn dissector(&self) -> Option<PathBuf> {
+        let prefix = self.dir.parent()?.parent()?;
+        Some(prefix.join(DISSECTOR)).filter(|path| path.is_file())
     }
 
     /// The self-test program, if it is there.

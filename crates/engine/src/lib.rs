@@ -14,6 +14,7 @@
 //! | [`channel`] | completion channels, asynchronous events |
 //! | `mem`, `sys` | the files with `unsafe` |
 
+mod capture;
 pub mod channel;
 pub mod clock;
 pub mod cm;

@@ -414,7 +414,7 @@ impl Startup {
             }
         }
         if matches!(state.phase, Phase::Asking(_)) && !state.unsent.is_empty() {
-            match rustix::net::send(fd.get(), &state.unsent, rustix::net::SendFlags::NOSIGNAL) {
+            match fd.send(&state.unsent) {
                 Ok(n) => {
                     state.unsent.drain(..n.min(state.unsent.len()));
                     if state.unsent.is_empty() {
@@ -437,12 +437,8 @@ impl Startup {
         }
         // One frame, and no more than what may be behind it of the first messages.
         let mut buffer = [0_u8; bounds::STARTUP_FRAME_MAX];
-        let n = match rustix::net::recv(
-            fd.get(),
-            buffer.as_mut_slice(),
-            rustix::net::RecvFlags::DONTWAIT,
-        ) {
-            Ok((_, 0)) => {
+        let n = match fd.recv(&mut buffer) {
+            Ok(0) => {
                 // Closed without a Reply: a stack that does not know revision 2 does that.
                 if let Phase::Asking(_) = &state.phase
                     && let Some(older) = state.config.as_ref().and_then(InitiatorConfig::older)
@@ -471,7 +467,7 @@ impl Startup {
                     },
                 );
             }
-            Ok((_, n)) => n,
+            Ok(n) => n,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return After::Nothing,
             Err(e) => {
                 return self.end(
@@ -695,7 +691,7 @@ pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
 }
 
 fn send_all(fd: &EngineFd, bytes: &[u8]) -> io::Result<()> {
-    let n = rustix::net::send(fd.get(), bytes, rustix::net::SendFlags::NOSIGNAL)?;
+    let n = fd.send(bytes)?;
     if n == bytes.len() {
         Ok(())
     } else {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use anywarp_core::datagram::TxDatagram;
@@ -10,6 +10,7 @@ use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
 use anywarp_core::verbs::mr::{Pinned, Placement};
 use smallvec::SmallVec;
 
+use crate::capture::{self, Way};
 use crate::mem;
 
 /// What a vectored send or receive did.
@@ -79,6 +80,7 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     let mut msg = empty_msghdr();
     msg.msg_iov = iov.as_mut_ptr();
     msg.msg_iovlen = iov.len() as _;
+    let seen = capture::begin();
     // SAFETY: the vectors point into `batch`, which is borrowed, or into pinned regions; the kernel only reads them.
     let n = unsafe {
         libc::syscall(
@@ -88,8 +90,28 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
             libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
         )
     };
+    if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {
+        capture::stream(fd, at, Way::Out, &moved(&iov, n));
+    }
     drop(pins);
     usize::try_from(n).map_or_else(|_| failed(), Io::Done)
+}
+
+/// A copy of what the kernel took from these vectors, or put there: for the capture. What they name must be as valid as
+/// it was for the call.
+fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
+    let mut out: Vec<u8> = Vec::with_capacity(bytes);
+    for part in iov {
+        let n = part.iov_len.min(bytes - out.len());
+        let from = part.iov_base.cast::<u8>();
+        // SAFETY: `part` was given to the kernel just before, its regions are pinned still; there is room for `bytes`.
+        // The program may write there at the same time, as it may while the kernel reads: no byte is looked at here.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(out.len()), n);
+            out.set_len(out.len() + n);
+        }
+    }
+    out
 }
 
 /// Receives into `stage[filled..]`; with `direct` first into user memory: the ranges, how much of them is filled, and
@@ -142,12 +164,19 @@ pub fn receive(
             libc::MSG_DONTWAIT,
         )
     };
+    if let (Some(at), Ok(n)) = (capture::begin(), usize::try_from(n)) {
+        capture::stream(fd, at, Way::In, &moved(&iov, n));
+    }
     drop(pins);
-    match usize::try_from(n) {
+    let result = match usize::try_from(n) {
         Ok(0) => Err(Io::Eof),
         Ok(n) => Ok((n.min(user), n - n.min(user))),
         Err(_) => Err(failed()),
+    };
+    if let Err(Io::Eof | Io::Broken(_)) = result {
+        capture::stream_ended(fd, result != Err(Io::Eof));
     }
+    result
 }
 
 fn empty_msghdr() -> libc::msghdr {
@@ -238,6 +267,19 @@ pub fn receive_datagrams(
             segment: 0,
         };
         read_control(&msg.msg_hdr, &mut datagram);
+        if let Some(at) = capture::begin() {
+            let bytes = buffer
+                .get(datagram.at..datagram.at + datagram.len)
+                .unwrap_or(&[]);
+            let size = if datagram.segment == 0 {
+                slot
+            } else {
+                datagram.segment
+            };
+            for one in bytes.chunks(size.max(1)) {
+                capture::datagram(fd, at, Way::In, datagram.to, datagram.from, one);
+            }
+        }
         out.push(datagram);
     }
     Ok(())
@@ -429,6 +471,7 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
             msg_len: 0,
         });
     }
+    let seen = capture::begin();
     // SAFETY: every pointer in `msgs` is to a local or to bytes that `runs` borrows, with its length; the kernel only
     // reads them.
     let n = unsafe {
@@ -440,6 +483,13 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
             libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
         )
     };
+    if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {
+        for run in runs.iter().take(n) {
+            for d in run.datagrams {
+                capture::datagram(fd, at, Way::Out, run.from, d.to, &d.bytes);
+            }
+        }
+    }
     usize::try_from(n).map_err(|_| failed())
 }
 
@@ -829,9 +879,60 @@ impl EngineFd {
         Self(fd)
     }
 
+    /// Sends a few bytes of start-up.
+    pub(crate) fn send(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
+        let seen = capture::begin();
+        let n = rustix::net::send(self, bytes, rustix::net::SendFlags::NOSIGNAL)?;
+        if let Some(at) = seen {
+            capture::stream(self.get(), at, Way::Out, bytes.get(..n).unwrap_or(bytes));
+        }
+        Ok(n)
+    }
+
+    /// Receives a few bytes of start-up; 0 at the end.
+    pub(crate) fn recv(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+        let flags = rustix::net::RecvFlags::DONTWAIT;
+        let result = rustix::net::recv(self, &mut *buffer, flags).map(|(n, _)| n);
+        match result {
+            Ok(0) => capture::stream_ended(self.get(), false),
+            Ok(n) => {
+                if let Some(at) = capture::begin() {
+                    capture::stream(self.get(), at, Way::In, buffer.get(..n).unwrap_or(&[]));
+                }
+            }
+            Err(_) => {}
+        }
+        result
+    }
+
+    /// Sends a datagram of the connection manager.
+    pub(crate) fn send_to(&self, bytes: &[u8], to: SocketAddr) -> rustix::io::Result<()> {
+        let seen = capture::begin();
+        rustix::net::sendto(self, bytes, rustix::net::SendFlags::NOSIGNAL, &to)?;
+        if let Some(at) = seen {
+            capture::datagram(self.get(), at, Way::Out, None, to, bytes);
+        }
+        Ok(())
+    }
+
+    /// Receives a datagram of the connection manager: its length and, if it is an IP address, its source.
+    pub(crate) fn recv_from(
+        &self,
+        buffer: &mut [u8],
+    ) -> rustix::io::Result<(usize, Option<SocketAddr>)> {
+        let flags = rustix::net::RecvFlags::DONTWAIT;
+        let (_, n, from) = rustix::net::recvfrom(self, &mut *buffer, flags)?;
+        let from = from.and_then(|f| SocketAddr::try_from(f).ok());
+        if let (Some(at), Some(from)) = (capture::begin(), from) {
+            let bytes = buffer.get(..n).unwrap_or(&[]);
+            capture::datagram(self.get(), at, Way::In, None, from, bytes);
+        }
+        Ok((n, from))
+    }
+
     /// Borrows it.
     pub fn get(&self) -> BorrowedFd<'_> {
-        std::os::fd::AsFd::as_fd(&self.0)
+        self.as_fd()
     }
 
     /// Its number.
@@ -840,8 +941,15 @@ impl EngineFd {
     }
 }
 
+impl AsFd for EngineFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 impl Drop for EngineFd {
     fn drop(&mut self) {
+        capture::closed(self.0.as_raw_fd());
         if let Some((word, bit)) = fd_bit(self.0.as_raw_fd()) {
             word.fetch_and(!bit, Ordering::Relaxed);
         }

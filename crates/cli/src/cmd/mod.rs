@@ -1,5 +1,6 @@
 //! The subcommands, one per file.
 
+mod capture;
 mod doctor;
 mod env;
 mod generate;
@@ -17,6 +18,7 @@ use crate::library::Missing;
 pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Capture(args) => capture::run(&args),
         Command::Env(args) => env::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Generate(args) => generate::run(&args),

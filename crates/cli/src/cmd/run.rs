@@ -16,6 +16,17 @@ use crate::library::Library;
 
 /// Does not return when all is well: the program has taken the place of this process.
 pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
+    Err(exec(command(args)?))
+}
+
+/// Becomes the program; what is returned is why not.
+pub(crate) fn exec(mut command: Command) -> Failure {
+    let why = command.exec();
+    Failure::NotExecutable(command.get_program().into(), why)
+}
+
+/// The program with its variables.
+pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     let Some((name, rest)) = args.program.split_first() else {
         return Err(Failure::NotFound(String::new())); // clap asks for one
     };
@@ -43,7 +54,7 @@ pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
     if let Some(address) = args.device_ip {
         command.env("ANYWARP_ADDR", address.to_string());
     }
-    Err(Failure::NotExecutable(program, command.exec()))
+    Ok(command)
 }
 
 /// Looks a program up as a shell does: a name with a slash is a path, any other is searched for in PATH.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::datagram::MULTICAST_QPN;
 use anywarp_core::wire::dgram::{CM_PRIVATE_DATA, Cm, CmReply, CmRequest};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::{CmId, ConnParam, Event, EventKind, Peer, Phase, State, os};
 use crate::clock;
@@ -169,12 +169,7 @@ impl CmId {
                 question.tries += 1;
                 if let Some(remote) = remote {
                     // A socket without room, or a peer that is not there yet: the next try does it.
-                    let _ = rustix::net::sendto(
-                        side.fd.get(),
-                        &question.bytes,
-                        SendFlags::NOSIGNAL,
-                        &remote,
-                    );
+                    let _ = side.fd.send_to(&question.bytes, remote);
                 }
                 self.engine.deadline(side.token, clock::now() + AGAIN);
                 return;
@@ -193,14 +188,8 @@ impl CmId {
             let got = {
                 let state = self.lock();
                 let Some(side) = &state.udp else { return };
-                match rustix::net::recvfrom(
-                    side.fd.get(),
-                    buffer.as_mut_slice(),
-                    RecvFlags::DONTWAIT,
-                ) {
-                    Ok((_, n, from)) => from
-                        .and_then(|f| SocketAddr::try_from(f).ok())
-                        .map(|f| (n, plain(f))),
+                match side.fd.recv_from(&mut buffer) {
+                    Ok((n, from)) => from.map(|f| (n, plain(f))),
                     Err(rustix::io::Errno::AGAIN) => return,
                     // An ICMP error for something sent earlier: looked at, gone.
                     Err(_) => continue,
@@ -228,7 +217,7 @@ impl CmId {
                     .iter()
                     .find(|(to, id, _)| *to == from && *id == request.id)
             {
-                let _ = rustix::net::sendto(side.fd.get(), bytes, SendFlags::NOSIGNAL, &from);
+                let _ = side.fd.send_to(bytes, from);
                 return;
             }
             state.pending.retain(|p| {
@@ -308,7 +297,7 @@ impl CmId {
         .emit();
         let mut state = listener.lock();
         let side = state.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
-        let _ = rustix::net::sendto(side.fd.get(), &bytes, SendFlags::NOSIGNAL, &asker.from);
+        let _ = side.fd.send_to(&bytes, asker.from);
         side.answers.push_back((asker.from, asker.id, bytes));
         if side.answers.len() > ANSWERS {
             side.answers.pop_front();

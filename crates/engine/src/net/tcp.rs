@@ -249,7 +249,7 @@ pub(crate) fn refuse(
 ) {
     // A few dozen bytes behind a Request that was answered: they fit the socket's buffer.
     let frame = terminate_frame(error, params);
-    let _ = rustix::net::send(fd.get(), &frame, rustix::net::SendFlags::NOSIGNAL);
+    let _ = fd.send(&frame);
     linger(engine, fd);
 }
 

@@ -1,0 +1,239 @@
+-- SPDX-License-Identifier: Apache-2.0 OR MIT
+-- Wireshark and tshark: what anywarp says over UDP, and its own control messages over TCP.
+--
+--   tshark -X lua_script:anywarp.lua -r FILE          or: copy it into Wireshark's plugin folder
+--
+-- Fields to filter by: anywarp.id, anywarp.qkey, anywarp.opcode, ddp and rdmap fields below; for TCP anywarp_control.
+-- The formats: crates/core/src/wire/dgram.rs and control.rs.
+
+local OPCODES = {
+    [0] = "Write", "Read Request", "Read Response", "Send", "Send with Invalidate", "Send with Solicited Event",
+    "Send with Solicited Event and Invalidate", "Terminate", "Immediate", "Immediate with Solicited Event",
+    "Atomic Request", "Atomic Response", [15] = "Write-Record or Control",
+}
+local KINDS = {
+    "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye",
+}
+local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immediate", "error report" }
+
+-- ------------------------------------------------------------------ control messages
+
+-- One control message, from its DDP header: 18 bytes, nothing behind it on a stream.
+local function control_text(header)
+    local kind, arg = header(2, 1):uint(), header(5, 1):uint()
+    local seq, extra = header(10, 4):uint(), header(14, 4):uint()
+    local name = KINDS[kind] or ("kind " .. kind)
+    if kind == 1 then
+        return string.format("%s version %d features 0x%08x", name, arg, extra)
+    elseif kind == 2 or kind == 4 then
+        return string.format("%s seq %d", name, seq)
+    elseif kind == 3 then
+        return string.format("%s seq %d timer %d", name, seq, arg)
+    elseif kind == 5 then
+        return string.format("%s seq %d status %d", name, seq, arg)
+    elseif kind == 6 then
+        return string.format("%s 0x%08x", name, extra)
+    end
+    return name
+end
+
+-- ------------------------------------------------------------------ datagrams
+
+local dg = Proto("anywarp", "anywarp datagram")
+local f = dg.fields
+f.kind = ProtoField.string("anywarp.kind", "Kind")
+f.version = ProtoField.uint8("anywarp.version", "Version", base.DEC, nil, 0xf0)
+f.has_immediate = ProtoField.bool("anywarp.flags.immediate", "Immediate", 8, nil, 0x01)
+f.commit = ProtoField.bool("anywarp.flags.commit", "Commit", 8, nil, 0x02)
+f.parity = ProtoField.bool("anywarp.flags.parity", "Parity", 8, nil, 0x04)
+f.epoch = ProtoField.uint16("anywarp.epoch", "Epoch", base.HEX)
+f.qkey = ProtoField.uint32("anywarp.qkey", "Q_Key", base.HEX)
+f.id = ProtoField.uint32("anywarp.id", "Message")
+f.length = ProtoField.uint32("anywarp.length", "Message length")
+f.offset = ProtoField.uint32("anywarp.offset", "Offset in the message")
+f.sub = ProtoField.uint8("anywarp.sub_operation", "Sub-operation", base.DEC, SUB_OPERATIONS)
+f.attributes = ProtoField.uint8("anywarp.attributes", "Attributes", base.HEX)
+f.solicited = ProtoField.bool("anywarp.attributes.solicited", "Solicited event", 8, nil, 0x01)
+f.record = ProtoField.bool("anywarp.attributes.record", "Record wanted", 8, nil, 0x02)
+f.final_copy = ProtoField.bool("anywarp.attributes.final_copy", "Copy of the final datagram", 8, nil, 0x04)
+f.single = ProtoField.bool("anywarp.attributes.not_aggregated", "Not aggregated", 8, nil, 0x08)
+f.dst = ProtoField.uint8("anywarp.dst_index", "Destination index")
+f.src = ProtoField.uint8("anywarp.src_index", "Source index")
+f.immediate = ProtoField.uint32("anywarp.immediate", "Immediate data", base.HEX)
+f.tagged = ProtoField.bool("anywarp.ddp.tagged", "Tagged", 8, nil, 0x80)
+f.last = ProtoField.bool("anywarp.ddp.last", "Last", 8, nil, 0x40)
+f.ddp_version = ProtoField.uint8("anywarp.ddp.version", "DDP version", base.DEC, nil, 0x03)
+f.rdmap_version = ProtoField.uint8("anywarp.rdmap.version", "RDMAP version", base.DEC, nil, 0xc0)
+f.opcode = ProtoField.uint8("anywarp.opcode", "Opcode", base.HEX, OPCODES, 0x0f)
+f.stag = ProtoField.uint32("anywarp.ddp.stag", "STag", base.HEX)
+f.to = ProtoField.uint64("anywarp.ddp.to", "Tagged offset", base.HEX)
+f.inv_stag = ProtoField.uint32("anywarp.rdmap.inv_stag", "Invalidate STag", base.HEX)
+f.qn = ProtoField.uint32("anywarp.ddp.qn", "Queue number")
+f.msn = ProtoField.uint32("anywarp.ddp.msn", "Message sequence number")
+f.mo = ProtoField.uint32("anywarp.ddp.mo", "Message offset")
+f.report_end = ProtoField.uint32("anywarp.report.end", "End of the payload last seen")
+f.report_room = ProtoField.uint32("anywarp.report.room", "Room")
+f.payload = ProtoField.bytes("anywarp.payload", "Payload")
+f.crc = ProtoField.uint32("anywarp.crc", "CRC32C", base.HEX)
+f.cm_kind = ProtoField.uint8("anywarp.cm.kind", "Kind", base.DEC, { "Request", "Reply" }, 0x0f)
+f.cm_len = ProtoField.uint16("anywarp.cm.private_data_length", "Private data length")
+f.cm_id = ProtoField.uint32("anywarp.cm.id", "Request", base.HEX)
+f.cm_status = ProtoField.uint8("anywarp.cm.status", "Status")
+f.cm_qpn = ProtoField.uint32("anywarp.cm.qpn", "Queue pair number", base.HEX)
+f.cm_qkey = ProtoField.uint32("anywarp.cm.qkey", "Q_Key", base.HEX)
+f.cm_data = ProtoField.bytes("anywarp.cm.private_data", "Private data")
+
+local bad_crc = ProtoExpert.new("anywarp.crc.bad", "The CRC does not fit", expert.group.CHECKSUM, expert.severity.ERROR)
+local malformed = ProtoExpert.new("anywarp.malformed", "Shorter than its headers", expert.group.MALFORMED,
+    expert.severity.ERROR)
+dg.experts = { bad_crc, malformed }
+
+-- CRC32C (RFC 3720 appendix B.4), byte by byte; Lua 5.1 to 5.4 have no operators for it in common.
+local xor, shift, band = bit.bxor, bit.rshift, bit.band
+local TABLE = {}
+for n = 0, 255 do
+    local crc = n
+    for _ = 1, 8 do
+        crc = band(crc, 1) == 1 and xor(shift(crc, 1), 0x82f63b78) or shift(crc, 1)
+    end
+    TABLE[n] = crc
+end
+local function crc32c(tvb)
+    local bytes = tvb:bytes()
+    local crc = 0xffffffff
+    for i = 0, bytes:len() - 1 do
+        crc = xor(TABLE[band(xor(crc, bytes:get_index(i)), 0xff)], shift(crc, 8))
+    end
+    crc = xor(crc, 0xffffffff)
+    return crc < 0 and crc + 4294967296 or crc
+end
+
+local function dissect_cm(tvb, tree)
+    tree:add(f.kind, tvb(0, 1), "connection manager")
+    tree:add(f.version, tvb(1, 1))
+    tree:add(f.cm_kind, tvb(1, 1))
+    tree:add(f.cm_len, tvb(2, 2))
+    tree:add(f.cm_id, tvb(4, 4))
+    local at, kind = 8, band(tvb(1, 1):uint(), 0x0f)
+    if kind == 2 then
+        if tvb:len() < 24 then return nil end
+        tree:add(f.cm_status, tvb(8, 1))
+        tree:add(f.cm_qpn, tvb(12, 4))
+        tree:add(f.cm_qkey, tvb(16, 4))
+        at = 20
+    end
+    local len = tvb:len() - 4 - at
+    if len < 0 then return nil end
+    if len > 0 then tree:add(f.cm_data, tvb(at, len)) end
+    return kind == 2 and "CM Reply" or "CM Request"
+end
+
+local function dissect_segment(tvb, tree)
+    tree:add(f.kind, tvb(0, 1), "segment")
+    local flags = tvb(1, 1)
+    for _, field in ipairs({ f.version, f.has_immediate, f.commit, f.parity }) do tree:add(field, flags) end
+    tree:add(f.epoch, tvb(2, 2))
+    tree:add(f.qkey, tvb(4, 4))
+    tree:add(f.id, tvb(8, 4))
+    tree:add(f.length, tvb(12, 4))
+    tree:add(f.offset, tvb(16, 4))
+    tree:add(f.sub, tvb(20, 1))
+    local attributes = tree:add(f.attributes, tvb(21, 1))
+    for _, field in ipairs({ f.solicited, f.record, f.final_copy, f.single }) do attributes:add(field, tvb(21, 1)) end
+    tree:add(f.dst, tvb(22, 1))
+    tree:add(f.src, tvb(23, 1))
+    local at = 26
+    if band(flags:uint(), 0x01) ~= 0 then
+        if tvb:len() < at + 8 + 4 then return nil end
+        tree:add(f.immediate, tvb(at, 4))
+        at = at + 8
+    end
+    if tvb:len() < at + 14 + 4 then return nil end
+    local tagged = band(tvb(at, 1):uint(), 0x80) ~= 0
+    local header_len = tagged and 14 or 18
+    if tvb:len() < at + header_len + 4 then return nil end
+    local header = tvb(at, header_len)
+    local ddp = tree:add(header, "DDP and RDMAP header")
+    for _, field in ipairs({ f.tagged, f.last, f.ddp_version }) do ddp:add(field, tvb(at, 1)) end
+    for _, field in ipairs({ f.rdmap_version, f.opcode }) do ddp:add(field, tvb(at + 1, 1)) end
+    if tagged then
+        ddp:add(f.stag, tvb(at + 2, 4))
+        ddp:add(f.to, tvb(at + 6, 8))
+    else
+        ddp:add(f.inv_stag, tvb(at + 2, 4))
+        ddp:add(f.qn, tvb(at + 6, 4))
+        ddp:add(f.msn, tvb(at + 10, 4))
+        ddp:add(f.mo, tvb(at + 14, 4))
+    end
+    local opcode = band(tvb(at + 1, 1):uint(), 0x0f)
+    local what = OPCODES[opcode] or ("opcode " .. opcode)
+    at = at + header_len
+    local len = tvb:len() - 4 - at
+    if opcode == 15 and tagged then
+        what = "Write-Record"
+    elseif opcode == 15 then
+        what = control_text(header)
+        if len == 8 then
+            tree:add(f.report_end, tvb(at, 4))
+            tree:add(f.report_room, tvb(at + 4, 4))
+        end
+    end
+    if len > 0 then tree:add(f.payload, tvb(at, len)) end
+    return string.format("%s, message %d, bytes %d to %d of %d", what, tvb(8, 4):uint(), tvb(16, 4):uint(),
+        tvb(16, 4):uint() + len, tvb(12, 4):uint())
+end
+
+function dg.dissector(tvb, pinfo, root)
+    local cm = tvb(0, 1):uint() == 0xdd
+    local tree = root:add(dg, tvb())
+    local text = nil
+    if tvb:len() >= (cm and 12 or 44) then
+        text = (cm and dissect_cm or dissect_segment)(tvb, tree)
+    end
+    if text == nil then
+        tree:add_proto_expert_info(malformed)
+        text = "malformed"
+    else
+        local covered = tvb:len() - 4
+        tree:add_le(f.crc, tvb(covered, 4))
+        -- Of a packet that was cut nothing can be said.
+        if tvb:len() == tvb:reported_len() and crc32c(tvb(0, covered)) ~= tvb(covered, 4):le_uint() then
+            tree:add_proto_expert_info(bad_crc)
+        end
+        tree:append_text(": " .. text)
+    end
+    pinfo.cols.protocol = "anywarp"
+    pinfo.cols.info = text
+end
+
+-- Ours are known by their first two bytes: a kind and version 1.
+local function is_ours(tvb, pinfo, root)
+    if tvb:len() < 12 then return false end
+    local kind, version = tvb(0, 1):uint(), tvb(1, 1):uint()
+    if (kind ~= 0xdc and kind ~= 0xdd) or shift(version, 4) ~= 1 then return false end
+    dg.dissector(tvb, pinfo, root)
+    return true
+end
+dg:register_heuristic("udp", is_ours)
+
+-- ------------------------------------------------------------------ control messages on a stream
+
+-- Wireshark has iWARP over TCP itself and shows these as opcode 15; here is what they say.
+local control = Proto("anywarp_control", "anywarp control message")
+local control_field = ProtoField.string("anywarp_control.message", "Message")
+control.fields = { control_field }
+local segments = Field.new("iwarp_ddp_rdmap")
+
+function control.dissector(_, pinfo, root)
+    for _, segment in ipairs({ segments() }) do
+        local range = segment.range
+        -- Untagged and last, DDP and RDMAP version 1, opcode 15, queue 4.
+        if range:len() >= 18 and range(0, 1):uint() == 0x41 and range(1, 1):uint() == 0x4f
+            and range(6, 4):uint() == 4 then
+            local text = control_text(range)
+            root:add(control, range, "anywarp control message: " .. text):add(control_field, range(0, 18), text)
+            pinfo.cols.info:append(" [" .. text .. "]")
+        end
+    end
+end
+register_postdissector(control)

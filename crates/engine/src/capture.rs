@@ -1,0 +1,523 @@
+//! What this process sends and receives, written into a pcapng file: `ANYWARP_CAPTURE=FILE`, or `anywarp capture`.
+//!
+//! It is taken where it is handed to the sockets, so it needs no right that the program does not have. The headers of
+//! IP, TCP and UDP are made up: addresses and ports are right, a stream begins with a handshake and has no gaps,
+//! repetitions or acknowledgements of its own. Several processes may append to one file: every block is one write, and
+//! all of them belong to one interface. Off by default, and then one load and a branch.
+//!
+//! Format: draft-ietf-opsawg-pcapng, link type RAW (101): packets begin with the IP header.
+
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::log;
+use crate::sys::PerProcess;
+
+/// Bytes of a file after which nothing is added, if the environment says nothing else.
+const LIMIT: u64 = 1 << 30;
+/// Payload of one packet that is made up: with headers it stays below what IP can name.
+const PAYLOAD_MAX: usize = 65_400;
+/// Connections whose sequence numbers are kept; of more than these only the first ones are captured.
+const STREAMS_MAX: usize = 65_536;
+/// How long a process waits for another one that has made the file to write its head.
+const HEAD_WAIT: Duration = Duration::from_millis(200);
+
+/// Which way something went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    In,
+    Out,
+}
+
+/// When something was about to be sent or was received: nanoseconds since 1970.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct At(u64);
+
+/// The time now, if somebody wants to see what goes by. What is sent was sent after this: an answer, which another
+/// thread may see first, is later.
+pub(crate) fn begin() -> Option<At> {
+    is_on().then(|| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        At(now.map_or(0, |d| u64::try_from(d.as_nanos()).unwrap_or(0)))
+    })
+}
+
+fn is_on() -> bool {
+    const UNKNOWN: u8 = 0;
+    const OFF: u8 = 1;
+    const ON: u8 = 2;
+    static STATE: AtomicU8 = AtomicU8::new(UNKNOWN);
+    match STATE.load(Ordering::Relaxed) {
+        OFF => false,
+        ON => true,
+        _ => {
+            let on = sink().is_some();
+            STATE.store(if on { ON } else { OFF }, Ordering::Relaxed);
+            on
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- the file
+
+struct Sink {
+    file: File,
+    /// Bytes of a packet that are kept.
+    snap: usize,
+    limit: u64,
+    written: AtomicU64,
+    stopped: AtomicBool,
+}
+
+fn sink() -> Option<&'static Sink> {
+    static SINK: OnceLock<Option<Sink>> = OnceLock::new();
+    SINK.get_or_init(|| {
+        let path = std::env::var_os("ANYWARP_CAPTURE").filter(|p| !p.is_empty())?;
+        let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
+        match open(Path::new(&path)) {
+            Ok(file) => Some(Sink {
+                file,
+                snap: number("ANYWARP_CAPTURE_SNAPLEN")
+                    .and_then(|n| usize::try_from(n).ok())
+                    .unwrap_or(usize::MAX),
+                limit: number("ANYWARP_CAPTURE_LIMIT").unwrap_or(LIMIT),
+                written: AtomicU64::new(0),
+                stopped: AtomicBool::new(false),
+            }),
+            Err(e) => {
+                log!(Error, "no capture: {}: {e}", path.to_string_lossy());
+                None
+            }
+        }
+    })
+    .as_ref()
+}
+
+/// Opens a file to append packets, and writes its head if it is new.
+fn open(path: &Path) -> io::Result<File> {
+    let append = || OpenOptions::new().append(true).open(path);
+    match OpenOptions::new().append(true).create_new(true).open(path) {
+        Ok(mut file) => {
+            file.write_all(&head())?;
+            Ok(file)
+        }
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            let file = append()?;
+            let begin = Instant::now();
+            while file.metadata()?.len() == 0 && begin.elapsed() < HEAD_WAIT {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if file.metadata()?.len() == 0 {
+                (&file).write_all(&head())?;
+            }
+            Ok(file)
+        }
+        Err(e) => Err(e),
+    }
+}
+
+/// Section header and the one interface: what a file begins with.
+fn head() -> Vec<u8> {
+    let mut section = Vec::new();
+    section.extend(0x1a2b_3c4d_u32.to_ne_bytes());
+    section.extend(1_u16.to_ne_bytes());
+    section.extend(0_u16.to_ne_bytes());
+    section.extend(u64::MAX.to_ne_bytes());
+    option(&mut section, 4, b"anywarp");
+    end_of_options(&mut section);
+    let mut interface = Vec::new();
+    interface.extend(101_u16.to_ne_bytes());
+    interface.extend(0_u16.to_ne_bytes());
+    interface.extend(0_u32.to_ne_bytes());
+    option(&mut interface, 2, b"anywarp");
+    // Nanoseconds.
+    option(&mut interface, 9, &[9]);
+    end_of_options(&mut interface);
+    let mut all = block(0x0a0d_0d0a, &section);
+    all.extend(block(1, &interface));
+    all
+}
+
+fn option(out: &mut Vec<u8>, code: u16, value: &[u8]) {
+    out.extend(code.to_ne_bytes());
+    out.extend(u16::try_from(value.len()).unwrap_or(0).to_ne_bytes());
+    out.extend(value);
+    out.resize(out.len().next_multiple_of(4), 0);
+}
+
+fn end_of_options(out: &mut Vec<u8>) {
+    out.extend([0; 4]);
+}
+
+fn block(kind: u32, body: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(body.len() + 12).unwrap_or(0).to_ne_bytes();
+    let mut out = Vec::with_capacity(body.len() + 12);
+    out.extend(kind.to_ne_bytes());
+    out.extend(len);
+    out.extend(body);
+    out.extend(len);
+    out
+}
+
+impl Sink {
+    /// Appends one packet.
+    fn packet(&self, at: At, way: Way, packet: &[u8]) {
+        let At(at) = at;
+        let kept = packet.get(..self.snap).unwrap_or(packet);
+        let mut body = Vec::with_capacity(kept.len() + 48);
+        body.extend(0_u32.to_ne_bytes());
+        let [high, low] = [at >> 32, at & 0xffff_ffff].map(|n| u32::try_from(n).unwrap_or(0));
+        body.extend(high.to_ne_bytes());
+        body.extend(low.to_ne_bytes());
+        for len in [kept.len(), packet.len()] {
+            body.extend(u32::try_from(len).unwrap_or(0).to_ne_bytes());
+        }
+        body.extend(kept);
+        body.resize(body.len().next_multiple_of(4), 0);
+        let flags: u32 = if way == Way::In { 1 } else { 2 };
+        option(&mut body, 2, &flags.to_ne_bytes());
+        end_of_options(&mut body);
+        let block = block(6, &body);
+        let len = block.len() as u64;
+        if self.written.fetch_add(len, Ordering::Relaxed) + len > self.limit {
+            if !self.stopped.swap(true, Ordering::Relaxed) {
+                log!(
+                    Warn,
+                    "the capture has its {} bytes; what comes now is left out",
+                    self.limit
+                );
+            }
+            return;
+        }
+        // One call: the kernel appends it whole.
+        if let Err(e) = (&self.file).write(&block)
+            && !self.stopped.swap(true, Ordering::Relaxed)
+        {
+            log!(Error, "the capture cannot be written: {e}");
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- packets
+
+const TCP: u8 = 6;
+const UDP: u8 = 17;
+const FIN: u8 = 1;
+const SYN: u8 = 2;
+const RST: u8 = 4;
+const PSH: u8 = 8;
+const ACK: u8 = 16;
+
+/// The one's complement sum that IP, TCP and UDP check (RFC 1071).
+fn checksum(parts: &[&[u8]]) -> u16 {
+    let mut sum = 0_u64;
+    for part in parts {
+        for pair in part.chunks(2) {
+            let high = u64::from(pair.first().copied().unwrap_or(0));
+            let low = u64::from(pair.get(1).copied().unwrap_or(0));
+            sum += high << 8 | low;
+        }
+    }
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    !u16::try_from(sum).unwrap_or(0)
+}
+
+/// An IP packet around a header of TCP or UDP whose checksum is at `sum_at`.
+fn ip(
+    protocol: u8,
+    from: IpAddr,
+    to: IpAddr,
+    header: &mut [u8],
+    sum_at: usize,
+    data: &[u8],
+) -> Vec<u8> {
+    let len = header.len() + data.len();
+    let mut out = Vec::with_capacity(40 + len);
+    let mut pseudo = Vec::with_capacity(40);
+    match (from.to_canonical(), to.to_canonical()) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => {
+            out.extend([0x45, 0]);
+            out.extend(u16::try_from(20 + len).unwrap_or(0).to_be_bytes());
+            out.extend([0, 0, 0x40, 0, 64, protocol, 0, 0]);
+            out.extend(from.octets());
+            out.extend(to.octets());
+            let sum = checksum(&[&out]).to_be_bytes();
+            if let Some(field) = out.get_mut(10..12) {
+                field.copy_from_slice(&sum);
+            }
+            pseudo.extend(from.octets());
+            pseudo.extend(to.octets());
+        }
+        (from, to) => {
+            let v6 = |a: IpAddr| match a {
+                IpAddr::V4(a) => a.to_ipv6_mapped().octets(),
+                IpAddr::V6(a) => a.octets(),
+            };
+            out.extend([0x60, 0, 0, 0]);
+            out.extend(u16::try_from(len).unwrap_or(0).to_be_bytes());
+            out.extend([protocol, 64]);
+            out.extend(v6(from));
+            out.extend(v6(to));
+            pseudo.extend(v6(from));
+            pseudo.extend(v6(to));
+        }
+    }
+    pseudo.extend([0, protocol]);
+    pseudo.extend(u16::try_from(len).unwrap_or(0).to_be_bytes());
+    // Headers have an even length, so that the parts add up as the whole does.
+    let sum = match checksum(&[&pseudo, header, data]) {
+        0 if protocol == UDP => 0xffff,
+        sum => sum,
+    };
+    if let Some(field) = header.get_mut(sum_at..sum_at + 2) {
+        field.copy_from_slice(&sum.to_be_bytes());
+    }
+    out.extend_from_slice(header);
+    out.extend_from_slice(data);
+    out
+}
+
+fn tcp(from: SocketAddr, to: SocketAddr, seq: u32, ack: u32, flags: u8, data: &[u8]) -> Vec<u8> {
+    let mut header = Vec::with_capacity(20);
+    header.extend(from.port().to_be_bytes());
+    header.extend(to.port().to_be_bytes());
+    header.extend(seq.to_be_bytes());
+    header.extend(ack.to_be_bytes());
+    // A window that is never full: the kernel's is not known here.
+    let options: &[u8] = match flags & SYN {
+        0 => &[],
+        _ => &[3, 3, 14, 0],
+    };
+    let words = u8::try_from((20 + options.len()) / 4).unwrap_or(5);
+    header.extend([words << 4, flags]);
+    header.extend([0xff, 0xff, 0, 0, 0, 0]);
+    header.extend(options);
+    ip(TCP, from.ip(), to.ip(), &mut header, 16, data)
+}
+
+fn udp(from: SocketAddr, to: SocketAddr, data: &[u8]) -> Vec<u8> {
+    let mut header = Vec::with_capacity(8);
+    header.extend(from.port().to_be_bytes());
+    header.extend(to.port().to_be_bytes());
+    header.extend(u16::try_from(8 + data.len()).unwrap_or(0).to_be_bytes());
+    header.extend([0, 0]);
+    ip(UDP, from.ip(), to.ip(), &mut header, 6, data)
+}
+
+// ---------------------------------------------------------------------- streams
+
+/// A TCP connection as the file tells it.
+#[derive(Debug)]
+struct Stream {
+    local: SocketAddr,
+    peer: SocketAddr,
+    /// Sequence number of our next byte, and of the peer's.
+    seq: u32,
+    ack: u32,
+}
+
+impl Stream {
+    /// A connection that is seen for the first time. Who speaks first has opened it: so it is in MPA.
+    fn open(fd: BorrowedFd<'_>, at: At, way: Way, sink: &Sink) -> Option<Self> {
+        let local = SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
+        let peer = SocketAddr::try_from(rustix::net::getpeername(fd).ok()??).ok()?;
+        let mut s = Self {
+            local,
+            peer,
+            seq: 0,
+            ack: 0,
+        };
+        match way {
+            Way::Out => {
+                s.out(sink, at, SYN, &[]);
+                s.seq = 1;
+                s.come(sink, at, SYN | ACK, &[]);
+                s.ack = 1;
+                s.out(sink, at, ACK, &[]);
+            }
+            Way::In => {
+                s.come(sink, at, SYN, &[]);
+                s.ack = 1;
+                s.out(sink, at, SYN | ACK, &[]);
+                s.seq = 1;
+                s.come(sink, at, ACK, &[]);
+            }
+        }
+        Some(s)
+    }
+
+    fn out(&self, sink: &Sink, at: At, flags: u8, data: &[u8]) {
+        let ack = if flags & ACK == 0 { 0 } else { self.ack };
+        let packet = tcp(self.local, self.peer, self.seq, ack, flags, data);
+        sink.packet(at, Way::Out, &packet);
+    }
+
+    fn come(&self, sink: &Sink, at: At, flags: u8, data: &[u8]) {
+        let ack = if flags & ACK == 0 { 0 } else { self.seq };
+        let packet = tcp(self.peer, self.local, self.ack, ack, flags, data);
+        sink.packet(at, Way::In, &packet);
+    }
+
+    fn data(&mut self, sink: &Sink, at: At, way: Way, data: &[u8]) {
+        for piece in data.chunks(PAYLOAD_MAX) {
+            let len = u32::try_from(piece.len()).unwrap_or(0);
+            match way {
+                Way::Out => {
+                    self.out(sink, at, PSH | ACK, piece);
+                    self.seq = self.seq.wrapping_add(len);
+                }
+                Way::In => {
+                    self.come(sink, at, PSH | ACK, piece);
+                    self.ack = self.ack.wrapping_add(len);
+                }
+            }
+        }
+    }
+}
+
+fn streams() -> std::sync::MutexGuard<'static, HashMap<RawFd, Stream>> {
+    static ALL: PerProcess<Mutex<HashMap<RawFd, Stream>>> = PerProcess::new(Mutex::default);
+    ALL.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bytes went over a connection.
+pub(crate) fn stream(fd: BorrowedFd<'_>, at: At, way: Way, data: &[u8]) {
+    if data.is_empty() {
+        return;
+    }
+    let Some(sink) = sink() else { return };
+    let mut all = streams();
+    let full = all.len() >= STREAMS_MAX;
+    match all.entry(fd.as_raw_fd()) {
+        std::collections::hash_map::Entry::Occupied(mut e) => e.get_mut().data(sink, at, way, data),
+        std::collections::hash_map::Entry::Vacant(e) => {
+            if !full && let Some(mut stream) = Stream::open(fd, at, way, sink) {
+                stream.data(sink, at, way, data);
+                e.insert(stream);
+            }
+        }
+    }
+}
+
+/// The peer has closed its side, or the connection broke.
+pub(crate) fn stream_ended(fd: BorrowedFd<'_>, broken: bool) {
+    let Some(at) = begin() else { return };
+    if let (Some(sink), Some(s)) = (sink(), streams().get_mut(&fd.as_raw_fd())) {
+        s.come(sink, at, if broken { RST | ACK } else { FIN | ACK }, &[]);
+        s.ack = s.ack.wrapping_add(1);
+    }
+}
+
+/// A descriptor is closed.
+pub(crate) fn closed(fd: RawFd) {
+    let Some(at) = begin() else { return };
+    let gone = streams().remove(&fd);
+    if let (Some(sink), Some(s)) = (sink(), gone) {
+        s.out(sink, at, FIN | ACK, &[]);
+    }
+}
+
+// ---------------------------------------------------------------------- datagrams
+
+/// A datagram was sent or received by a socket.
+pub(crate) fn datagram(
+    fd: BorrowedFd<'_>,
+    at: At,
+    way: Way,
+    local: Option<IpAddr>,
+    peer: SocketAddr,
+    data: &[u8],
+) {
+    let Some(sink) = sink() else { return };
+    let Some(bound) = rustix::net::getsockname(fd)
+        .ok()
+        .and_then(|a| SocketAddr::try_from(a).ok())
+    else {
+        return;
+    };
+    let ip = match local {
+        Some(ip) => ip,
+        None if bound.ip().to_canonical().is_unspecified() => route(peer.ip()),
+        None => bound.ip(),
+    };
+    let here = SocketAddr::new(ip, bound.port());
+    let packet = match way {
+        Way::Out => udp(here, peer, data),
+        Way::In => udp(peer, here, data),
+    };
+    sink.packet(at, way, &packet);
+}
+
+/// Our address towards `peer`, as the kernel would choose it.
+fn route(peer: IpAddr) -> IpAddr {
+    const KNOWN_MAX: usize = 1024;
+    static KNOWN: PerProcess<Mutex<HashMap<IpAddr, IpAddr>>> = PerProcess::new(Mutex::default);
+    let peer = peer.to_canonical();
+    let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(ip) = known.get(&peer) {
+        return *ip;
+    }
+    let any: SocketAddr = if peer.is_ipv4() {
+        ([0, 0, 0, 0], 0).into()
+    } else {
+        (std::net::Ipv6Addr::UNSPECIFIED, 0).into()
+    };
+    let ip = UdpSocket::bind(any)
+        .and_then(|s| s.connect((peer, 9)).and_then(|()| s.local_addr()))
+        .map_or_else(|_| any.ip(), |a| a.ip());
+    if known.len() < KNOWN_MAX {
+        known.insert(peer, ip);
+    }
+    ip
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_that_of_rfc_1071() {
+        // Its own example: the sum is 0xddf2.
+        let bytes = [0x00, 0x01, 0xf2, 0x03, 0xf4, 0xf5, 0xf6, 0xf7];
+        assert_eq!(checksum(&[&bytes]), !0xddf2);
+        assert_eq!(checksum(&[&bytes[..4], &bytes[4..]]), !0xddf2);
+        assert_eq!(checksum(&[&[0xff]]), !0xff00);
+    }
+
+    #[test]
+    fn a_packet_sums_up_to_nothing() {
+        let a = SocketAddr::from(([10, 0, 0, 1], 1000));
+        let b = SocketAddr::from(([10, 0, 0, 2], 2000));
+        let packet = tcp(a, b, 7, 9, PSH | ACK, b"odd");
+        assert_eq!(packet.len(), 43);
+        assert_eq!(checksum(&[&packet[..20]]), 0);
+        let pseudo = [&packet[12..20], &[0, 6, 0, 23]].concat();
+        assert_eq!(checksum(&[&pseudo, &packet[20..]]), 0);
+        let packet = udp(a, b, b"even");
+        let pseudo = [&packet[12..20], &[0, 17, 0, 12]].concat();
+        assert_eq!(checksum(&[&pseudo, &packet[20..]]), 0);
+        let a = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], 1000));
+        let packet = udp(a, a, b"even");
+        assert_eq!((packet[0], packet[6], packet.len()), (0x60, 17, 52));
+    }
+
+    #[test]
+    fn blocks_have_their_length_at_both_ends() {
+        let head = head();
+        let len = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().unwrap()) as usize;
+        let section = len(4);
+        assert_eq!(len(section - 4), section);
+        let interface = len(section + 4);
+        assert_eq!(section + interface, head.len());
+        assert_eq!(len(head.len() - 4), interface);
+    }
+}
