@@ -67,8 +67,12 @@ fn send_of(msn: u32, mo: u32, last: bool, payload: &[u8]) -> Vec<u8> {
 
 /// A responder under test whose peer has said its first message.
 fn started(seed: u64) -> (World, EndId, RawId) {
+    started_with(seed, &Setup::standard())
+}
+
+fn started_with(seed: u64, setup: &Setup) -> (World, EndId, RawId) {
     let mut w = World::new(seed);
-    let (end, peer) = w.raw(&Setup::standard(), false);
+    let (end, peer) = w.raw(setup, false);
     let rtr = Tagged {
         last: true,
         opcode: Opcode::Write,
@@ -190,9 +194,14 @@ fn a_large_frame_is_judged_as_a_small_one_is() {
             Status::Flushed,
         ),
     ];
-    for (make, code, receive) in cases {
+    for ((make, code, receive), crc) in cases.into_iter().flat_map(|c| [(c, true), (c, false)]) {
+        // Without CRCs the payload goes straight to user memory, if it may.
+        let setup = Setup {
+            crc,
+            ..Setup::standard()
+        };
         each_seed(40, |seed| {
-            let (mut w, end, peer) = started(seed);
+            let (mut w, end, peer) = started_with(seed, &setup);
             let mr = w[end].register(60_000, access::WRITE);
             w[end].recv(1, &[mr.part(0, 59_999)]);
             let payload = w.rng.bytes(60_000);
