@@ -372,6 +372,13 @@ static const char *private_data(size_t len)
 	return traffic(s.client, s.server);
 }
 
+static const char *only_over_tcp(void)
+{
+	TRY(open_device());
+	return strncmp(ibv_get_device_name(device->device), "anywarp", 7) ? "\001only for a device of user space over TCP"
+									   : NULL;
+}
+
 static const char *reject(size_t len)
 {
 	static const char no[] = "no, and this is why";
@@ -387,6 +394,9 @@ static const char *reject(size_t len)
 	ENSURE(!rdma_reject(t.id, len ? no : NULL, (uint8_t)len), "rdma_reject: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, &t));
 	ENSURE(t.status, "rejected with status 0");
+	/* Over TCP the Reply says what the peer would have served. */
+	if (!only_over_tcp())
+		ENSURE(t.conn.initiator_depth, "rejected without saying how many reads the peer serves");
 	TRY(data_is(&t, no, len));
 	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
 	/* the listener goes on */
@@ -409,13 +419,6 @@ static const char *refused(size_t arg)
 	TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, &t));
 	ENSURE(t.status, "refused with status 0");
 	return NULL;
-}
-
-static const char *only_over_tcp(void)
-{
-	TRY(open_device());
-	return strncmp(ibv_get_device_name(device->device), "anywarp", 7) ? "\001only for a device of user space over TCP"
-									   : NULL;
 }
 
 /* A TCP server that is none of ours: it accepts nothing and says nothing. */
