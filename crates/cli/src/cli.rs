@@ -225,6 +225,15 @@ pub(crate) const VARIABLES: &[Variable] = &[
                number of bytes that a process writes at most (1 GiB when unset). `anywarp capture` sets them.",
     },
     Variable {
+        name: "ANYWARP_PROFILE",
+        value: "auto|standard|large",
+        text: "How peers on rdma_cm connections are spoken to; auto when unset. Then a peer that is not anywarp gets \
+               frames that fill one TCP segment each and begin with it, as hardware likes them, and two anywarp \
+               ends use large frames and messages of their own. standard: the side that connects lets no peer \
+               know that it is anywarp, so that only standard iWARP travels. large: peers that are not anywarp \
+               get large frames too; software such as the kernel's siw takes them.",
+    },
+    Variable {
         name: "ANYWARP_LIB",
         value: "DIRECTORY",
         text: "Where the command finds libibverbs.so.1 and librdmacm.so.1. When unset, ../lib/anywarp seen \

@@ -396,6 +396,11 @@ impl Connection {
                 .is_some_and(|(_, p)| p.request.payload.len() > BULK)
     }
 
+    /// Whether the peer gets markers.
+    pub fn sends_markers(&self) -> bool {
+        self.stream.as_ref().is_some_and(|s| s.config.markers)
+    }
+
     /// Whether the peer has said anything.
     pub fn has_started(&self) -> bool {
         self.stream.as_ref().is_some_and(|s| s.started)
@@ -649,6 +654,18 @@ impl Connection {
         }
     }
 
+    /// The path has another segment size: FPDUs that are cut from now on have this ULPDU at most.
+    // RFC 5044 §5.1 [mpa-emss]: also in the middle of a message.
+    pub fn set_mulpdu(&mut self, mulpdu: usize) {
+        if let Some(s) = &mut self.stream {
+            s.config.mulpdu = if s.config.markers {
+                mulpdu.min(bounds::COPY_LIMIT)
+            } else {
+                mulpdu
+            };
+        }
+    }
+
     /// Drops the completions that were not polled: the queue pair is going away (`ibv_destroy_qp(3)`).
     pub fn purge(&mut self) {
         self.send_cq.purge(self.qpn);
@@ -667,10 +684,13 @@ impl Connection {
             if !self.send_segment(&mut out, batch) {
                 continue;
             }
-            if let Some(s) = &mut self.stream
-                && out.message.sent < out.message.len
-            {
-                s.current = Some(out);
+            if out.message.sent < out.message.len {
+                if let Some(s) = &mut self.stream {
+                    s.current = Some(out);
+                }
+            } else if batch.is_aligned() {
+                // Its last FPDU seldom fills a segment: whoever sends the batch ends the segment there.
+                break;
             }
         }
         if self.owes_ack()

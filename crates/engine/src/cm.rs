@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::error::PeerError;
-use anywarp_core::llp::mpa::startup::{Depths, InitiatorConfig, Request};
+use anywarp_core::llp::mpa::startup::{Depths, InitiatorConfig, Request, RtrForms};
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::State as QpState;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::channel::Channel;
-use crate::device;
+use crate::device::{self, Profile};
 use crate::lobby;
 use crate::log;
 use crate::net::tcp;
@@ -578,6 +578,14 @@ impl CmId {
             max_ird: u16::from(bounds::MAX_RD_ATOMIC),
             ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
             private_data: param.private_data,
+            // All three are the mark by which two anywarp ends know each other.
+            rtr: match device::profile() {
+                Profile::Standard => RtrForms {
+                    send: false,
+                    ..RtrForms::ALL
+                },
+                Profile::Auto | Profile::Large => RtrForms::ALL,
+            },
             ..InitiatorConfig::default()
         };
         match Startup::dial(

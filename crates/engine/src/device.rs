@@ -9,9 +9,10 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 
 use anywarp_core::bounds;
+use anywarp_core::connection::Peer;
 
 use crate::channel::Channel;
-use crate::sys::{self, HostAddress};
+use crate::sys::{self, HostAddress, PerProcess};
 use crate::worker::{Engine, engine};
 
 /// What the device looks like: a label, never what travels.
@@ -44,6 +45,35 @@ pub fn wants_crc() -> bool {
 // RFC 5044 §4.4 [mpa-crc-default]: only who says so goes without.
 fn crc_by(variable: Option<&str>) -> bool {
     variable != Some("0")
+}
+
+/// How peers are spoken to over TCP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    /// As what they are: FPDUs of one TCP segment, each message at the start of one, for those that are not anywarp;
+    /// large FPDUs and private messages between two anywarp ends.
+    Auto,
+    /// As strangers: an initiator does not let an anywarp know that it is one.
+    Standard,
+    /// Strangers get FPDUs that are as large as RFC 5044 allows, too. Software takes them, as siw does.
+    Large,
+}
+
+impl Profile {
+    /// Whether a peer gets FPDUs that are aligned with TCP segments.
+    pub fn aligns(self, peer: Option<Peer>) -> bool {
+        self != Self::Large && peer != Some(Peer::Anywarp)
+    }
+}
+
+/// The profile that `ANYWARP_PROFILE` asks for.
+pub fn profile() -> Profile {
+    static PROFILE: OnceLock<Profile> = OnceLock::new();
+    *PROFILE.get_or_init(|| match std::env::var("ANYWARP_PROFILE").as_deref() {
+        Ok("standard") => Profile::Standard,
+        Ok("large") => Profile::Large,
+        _ => Profile::Auto,
+    })
 }
 
 /// The device's name.

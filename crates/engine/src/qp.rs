@@ -18,7 +18,7 @@ use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
 use crate::clock;
-use crate::device::{self, AsyncItem, Context, event};
+use crate::device::{self, AsyncItem, Context, Profile, event};
 use crate::log;
 use crate::net::tcp::{self, Outcome, Tcp, linger};
 use crate::port::{HELLO, Port};
@@ -414,7 +414,12 @@ impl RcQp {
         };
         self.start(
             inner,
-            Tcp::new(EngineFd::new(a), Some(EngineFd::new(b)), Vec::new()),
+            Tcp::new(
+                EngineFd::new(a),
+                Some(EngineFd::new(b)),
+                Vec::new(),
+                Profile::Auto,
+            ),
             config,
             now,
         );
@@ -498,7 +503,8 @@ impl RcQp {
             )
         };
         // A peer that is still unknown gets what every peer takes; its Hello raises that.
-        let mulpdu = if peer != Peer::Anywarp {
+        let profile = device::profile();
+        let mulpdu = if profile.aligns(Some(peer)) {
             tcp::mulpdu(&opened.fd, params.send_markers)
         } else {
             bounds::MULPDU_ANYWARP
@@ -532,7 +538,7 @@ impl RcQp {
             if config.crc { "on" } else { "off" },
         );
         let silent = side == Side::ManagedAcceptor && opened.expects_rtr;
-        let tcp = Tcp::new(opened.fd, None, opened.leftover);
+        let tcp = Tcp::new(opened.fd, None, opened.leftover, profile);
         self.start(inner, tcp, config, now);
         if silent && !inner.conn.has_started() {
             inner.first_by = Some(now + REPLY_TIMEOUT);

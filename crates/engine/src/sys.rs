@@ -40,7 +40,9 @@ fn failed() -> Io {
 }
 
 /// Sends what is in `batch` from byte `skip` on.
+// RFC 5044 §5.1 [mpa-align]: behind an aligned batch a TCP segment ends, whatever is sent next.
 pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
+    let record = if batch.is_aligned() { libc::MSG_EOR } else { 0 };
     let mut pins: SmallVec<[Pinned<'_>; 8]> = SmallVec::new();
     let mut iov: SmallVec<[libc::iovec; 16]> = SmallVec::new();
     let mut skip = skip;
@@ -87,7 +89,7 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
             libc::SYS_sendmsg,
             fd.as_raw_fd(),
             &raw const msg,
-            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | record,
         )
     };
     if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {

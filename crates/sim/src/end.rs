@@ -9,6 +9,7 @@ use anywarp_core::connection::{
 };
 use anywarp_core::error::Misuse;
 use anywarp_core::llp::mpa::frame::TxBatch;
+use anywarp_core::llp::mpa::marker::Stripper;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::{Access, Region, Regions, Registration};
 use anywarp_core::verbs::pd::Pd;
@@ -20,6 +21,7 @@ use anywarp_core::verbs::wr::{Op, Payload, RecvRequest, Remote, Sge, WorkRequest
 use anywarp_core::wire::{Stag, To};
 
 use crate::memory::{BASE, GUARD, Space};
+use crate::raw::framed;
 use crate::rng::Rng;
 
 /// Sets of rights.
@@ -292,6 +294,8 @@ pub struct End {
     pub(crate) rx: Vec<u8>,
     pub(crate) over: bool,
     qpn: u32,
+    /// Takes the markers out that this end asked for, and what came out of it of a frame that is not complete.
+    markers: Option<(Stripper, Vec<u8>)>,
 }
 
 impl std::ops::Deref for End {
@@ -339,12 +343,35 @@ impl End {
             rx: Vec::new(),
             over: false,
             qpn,
+            markers: None,
         }
     }
 
     /// Its queue pair number.
     pub fn qpn(&self) -> u32 {
         self.qpn
+    }
+
+    /// It asked for markers. The product never does: they are taken out here, before its machine sees the stream.
+    pub fn wants_markers(&mut self) {
+        self.markers = Some((Stripper::new(), Vec::new()));
+    }
+
+    /// What is behind the markers, with CRCs that do not cover them.
+    fn without_markers(&mut self, bytes: &[u8]) -> Option<Vec<u8>> {
+        let (stripper, waiting) = self.markers.as_mut()?;
+        stripper.strip(bytes, true, waiting).expect("good markers");
+        let mut out = Vec::new();
+        while let Some(length) = waiting.first_chunk::<2>() {
+            let ulpdu = usize::from(u16::from_be_bytes(*length));
+            let whole = (2 + ulpdu).next_multiple_of(4) + 4;
+            if waiting.len() < whole {
+                break;
+            }
+            let fpdu: Vec<u8> = waiting.drain(..whole).collect();
+            out.extend(framed(&fpdu[2..2 + ulpdu]));
+        }
+        Some(out)
     }
 
     /// Posts a send request.
@@ -404,7 +431,8 @@ impl End {
 
     /// Bytes came from the stream: some go straight to memory if the machine asks for that.
     pub(crate) fn take_bytes(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) {
-        let mut bytes = bytes;
+        let stripped = self.without_markers(bytes);
+        let mut bytes = stripped.as_deref().unwrap_or(bytes);
         if self.rx.is_empty() {
             // As one receive call into user memory and a buffer behind it would do.
             let straight = self.conn.direct().and_then(|(places, placed, left)| {

@@ -12,6 +12,7 @@ use anywarp_core::llp::mpa::startup::StreamParams;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::rdmap::Terminate;
 
+use crate::device::Profile;
 use crate::sys::{self, EngineFd, Io};
 use crate::worker::{Engine, STAGE, Source, Token};
 
@@ -32,6 +33,7 @@ pub struct Tcp {
     sent: usize,
     /// Bytes of an incomplete FPDU.
     rest: Vec<u8>,
+    profile: Profile,
     /// The socket was full: waits to be writable.
     pub(crate) blocked: bool,
 }
@@ -49,13 +51,14 @@ pub enum Outcome {
 
 impl Tcp {
     /// Takes a connected socket, and bytes that were read from it already.
-    pub fn new(fd: EngineFd, tx: Option<EngineFd>, leftover: Vec<u8>) -> Self {
+    pub fn new(fd: EngineFd, tx: Option<EngineFd>, leftover: Vec<u8>, profile: Profile) -> Self {
         Self {
             fd,
             tx,
             batch: TxBatch::default(),
             sent: 0,
             rest: leftover,
+            profile,
             blocked: false,
         }
     }
@@ -192,6 +195,11 @@ impl Tcp {
             if self.batch.is_empty() {
                 if self.batch.room() < KEEP && conn.has_bulk() {
                     self.batch.give_room(engine.room());
+                }
+                let aligned = self.profile.aligns(conn.peer());
+                self.batch.align(aligned);
+                if aligned && conn.has_bulk() {
+                    conn.set_mulpdu(mulpdu(self.tx(), conn.sends_markers()));
                 }
                 conn.poll_tx(now, flush, &mut self.batch);
                 if self.batch.is_empty() {

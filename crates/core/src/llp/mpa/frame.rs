@@ -21,6 +21,8 @@ pub struct TxBatch {
     own: Vec<u8>,
     pieces: Vec<Piece>,
     bytes: usize,
+    /// It ends behind the last FPDU of a message, so that the next one begins a TCP segment.
+    aligned: bool,
 }
 
 /// One run of bytes of a batch.
@@ -53,6 +55,16 @@ impl TxBatch {
         self.bytes >= bounds::TX_BATCH_BYTES
             || self.own.len() >= bounds::TX_BATCH_COPIED
             || self.pieces.len() >= bounds::TX_BATCH_PIECES
+    }
+
+    /// Says whether messages shall begin with a TCP segment; it stays as it is when the batch is emptied.
+    pub fn align(&mut self, aligned: bool) {
+        self.aligned = aligned;
+    }
+
+    /// Whether messages begin with a TCP segment.
+    pub fn is_aligned(&self) -> bool {
+        self.aligned
     }
 
     /// Whether part of it is user memory by reference.

@@ -1,0 +1,139 @@
+//! How FPDUs lie in the stream: markers, and the start of TCP segments.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use anywarp_core::llp::mpa::frame::{Piece, TxBatch, mulpdu};
+use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, read, send, write};
+
+/// RFC 5044 §4.3 [mpa-markers-able]: each end says whether it wants markers, and gets them, whatever the other end wants.
+#[test]
+fn each_end_gets_the_markers_that_it_asked_for() {
+    for (first_wants, second_wants) in [(true, false), (false, true), (true, true)] {
+        each_seed(30, |seed| {
+            let of = |sends_markers: bool| {
+                let emss = *Rng::new(seed).pick(&[536, 1460, 8960]);
+                Setup {
+                    markers: sends_markers,
+                    mulpdu: mulpdu(emss, sends_markers),
+                    ..Setup::standard()
+                }
+            };
+            let mut w = World::new(seed);
+            let (here, there) = (w.host(), w.host());
+            let (a, b) = w.connect(&here, &of(second_wants), &there, &of(first_wants));
+            if first_wants {
+                w[a].wants_markers();
+            }
+            if second_wants {
+                w[b].wants_markers();
+            }
+            let data = w.rng.bytes(60_000);
+            let regions: Vec<_> = [a, b]
+                .iter()
+                .map(|end| {
+                    let mine = w[*end].register(60_000, access::ALL);
+                    let theirs = w[*end].register(60_000, access::ALL);
+                    w[*end].fill(&mine, &data);
+                    (mine, theirs)
+                })
+                .collect();
+            for end in [a, b] {
+                w[end].recv(9, &[regions[usize::from(end == b)].1.part(50_000, 10_000)]);
+            }
+            for (end, us, them) in [(a, 0, 1), (b, 1, 0)] {
+                let (mine, theirs) = (&regions[us].0, &regions[them].1);
+                w[end].post(write(1, theirs.remote(0)).from(&[mine.part(0, 30_000)]));
+                w[end].post(
+                    read(2, regions[them].0.remote(30_000))
+                        .from(&[regions[us].1.part(30_000, 20_000)]),
+                );
+                w[end].post(send(3).from(&[mine.part(50_000, 10_000)]));
+            }
+            w.run();
+            for (end, us) in [(a, 0), (b, 1)] {
+                let statuses: Vec<_> = w[end]
+                    .completed()
+                    .iter()
+                    .map(|c| (c.wr_id, c.status as u8))
+                    .collect();
+                assert_eq!(statuses, [(1, 0), (2, 0), (3, 0)]);
+                assert_eq!(w[end].received().len(), 1);
+                assert!(w[end].bytes(&regions[us].1) == data);
+            }
+        });
+    }
+}
+
+/// Lengths of the FPDUs in a batch.
+fn fpdus(batch: &TxBatch) -> Vec<usize> {
+    let mut bytes = Vec::new();
+    for piece in batch.pieces() {
+        let Piece::Own { from, to } = piece else {
+            panic!("with CRCs everything is copied");
+        };
+        bytes.extend_from_slice(batch.own(*from, *to));
+    }
+    let mut lengths = Vec::new();
+    let mut rest = bytes.as_slice();
+    while let Some(length) = rest.first_chunk::<2>() {
+        let whole = (2 + usize::from(u16::from_be_bytes(*length))).next_multiple_of(4) + 4;
+        lengths.push(whole);
+        rest = &rest[whole..];
+    }
+    lengths
+}
+
+/// RFC 5044 §5.1 [mpa-emss]: what is cut after the change keeps to the new size, what went before stays as it is.
+#[test]
+fn a_segment_size_that_changes_in_the_middle_of_a_message_is_taken() {
+    let setup = Setup {
+        mulpdu: mulpdu(1448, false),
+        ..Setup::standard()
+    };
+    let mut w = World::new(1);
+    let (end, _peer) = w.raw(&setup, true);
+    w.run();
+    let mr = w[end].register(600_000, access::ALL);
+    w[end].post(send(1).from(&[mr.all()]));
+    let now = w.now();
+    let mut batch = TxBatch::default();
+    w[end].conn.poll_tx(now, false, &mut batch);
+    assert!(fpdus(&batch).iter().all(|n| *n == 1448) && batch.len() < 600_000);
+    for emss in [536, 8948] {
+        batch.clear();
+        w[end].conn.set_mulpdu(mulpdu(emss, false));
+        w[end].conn.poll_tx(now, false, &mut batch);
+        let lengths = fpdus(&batch);
+        let (last, full) = lengths.split_last().unwrap();
+        assert!(full.iter().all(|n| *n == emss), "{emss}: {lengths:?}");
+        assert!(*last <= emss);
+    }
+}
+
+/// RFC 5044 §5.1 [mpa-align]: a batch for a peer that wants FPDUs at the start of TCP segments ends behind each message, so that the socket can end
+/// the segment there.
+#[test]
+fn an_aligned_batch_holds_one_message() {
+    let mut w = World::new(1);
+    let (end, _peer) = w.raw(&Setup::standard(), true);
+    w.run();
+    let mr = w[end].register(5_000, access::ALL);
+    for id in 0..3 {
+        w[end].post(send(id).from(&[mr.all()]));
+    }
+    let now = w.now();
+    let mut batch = TxBatch::default();
+    batch.align(true);
+    for _ in 0..3 {
+        batch.clear();
+        w[end].conn.poll_tx(now, false, &mut batch);
+        assert_eq!(fpdus(&batch), [1448, 1448, 1448, 752]);
+    }
+    batch.clear();
+    w[end].conn.poll_tx(now, false, &mut batch);
+    assert!(batch.is_empty());
+}
