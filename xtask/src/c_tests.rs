@@ -57,6 +57,12 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
 
 /// Compiles `tests/c/NAME.c`, as a program of the distribution would be, to `to`.
 pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
+    let source = sh::root().join("tests/c").join(name);
+    build_from(&source.with_extension("c"), to)
+}
+
+/// The same for any source.
+pub(crate) fn build_from(source: &Path, to: &Path) -> Result<PathBuf> {
     let mut cc = sh::cc();
     cc.args([
         "-std=gnu11",
@@ -68,7 +74,7 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
         "-o",
     ])
     .arg(to)
-    .arg(sh::root().join("tests/c").join(name).with_extension("c"))
+    .arg(source)
     .args(["-libverbs", "-lrdmacm", "-lpthread"]);
     sh::run(&mut cc)?;
     Ok(to.to_path_buf())

@@ -52,6 +52,41 @@ pub(crate) struct Case {
     pub(crate) ipv6: bool,
     /// Why it cannot pass, by place.
     pub(crate) skip: [Option<String>; 2],
+    /// What only `tests/interop` has.
+    pub(crate) interop: Interop,
+}
+
+/// What a case with siw at the other end says besides.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Interop {
+    /// Who serves, if not each of both in turn.
+    pub(crate) only: Option<Server>,
+    /// Parameters of siw.
+    pub(crate) siw: Vec<(String, String)>,
+    /// Must match what anywarp writes to its log.
+    pub(crate) log: Vec<Regex>,
+    /// Filters of tshark, each of which some packet of the connection must pass.
+    pub(crate) wire: Vec<String>,
+    /// And those that no packet may pass.
+    pub(crate) never_wire: Vec<String>,
+}
+
+/// Whose program is the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Server {
+    /// The guest's, which the kernel's siw serves.
+    Siw,
+    /// The host's, on anywarp.
+    Anywarp,
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Siw => "siw-serves",
+            Self::Anywarp => "anywarp-serves",
+        })
+    }
 }
 
 /// An exit status that is accepted.
@@ -99,6 +134,7 @@ impl Case {
             port: None,
             ipv6: false,
             skip: [None, None],
+            interop: Interop::default(),
         }
     }
 
@@ -112,9 +148,14 @@ impl Case {
     }
 }
 
-/// Reads all files of the folder, in the order of their names.
+/// Reads all files of `tests/programs`, in the order of their names.
 pub(crate) fn read() -> Result<Vec<Program>> {
-    let dir = sh::root().join("tests/programs");
+    read_folder("tests/programs")
+}
+
+/// Reads all files of a folder, in the order of their names.
+pub(crate) fn read_folder(folder: &str) -> Result<Vec<Program>> {
+    let dir = sh::root().join(folder);
     let mut files: Vec<_> = fs::read_dir(&dir)?
         .map(|entry| entry.map(|e| e.path()))
         .collect::<std::io::Result<_>>()?;
@@ -233,6 +274,20 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
         "port" => case.port = Some(value.parse()?),
         "ipv6" => case.ipv6 = true,
         "skip" => case.skip = [reason()?, reason()?],
+        "only" => {
+            case.interop.only = Some(match value {
+                "siw-serves" => Server::Siw,
+                "anywarp-serves" => Server::Anywarp,
+                _ => return Err("siw-serves or anywarp-serves".into()),
+            });
+        }
+        "siw" => {
+            let (name, value) = value.split_once('=').ok_or("NAME=VALUE")?;
+            case.interop.siw.push((name.to_owned(), value.to_owned()));
+        }
+        "log" => case.interop.log.push(regex()?),
+        "wire" => case.interop.wire.push(value.to_owned()),
+        "never-wire" => case.interop.never_wire.push(value.to_owned()),
         "skip-loopback" => case.skip[0] = reason()?,
         "skip-netns" => case.skip[1] = reason()?,
         _ => return Err("no such key".into()),
@@ -257,7 +312,14 @@ mod tests {
 
     #[test]
     fn all_files_can_be_read() {
-        read().unwrap();
+        for program in read().unwrap() {
+            for case in program.cases {
+                let name = format!("{}/{}", program.name, case.name);
+                let interop = format!("{:?}", case.interop);
+                assert_eq!(interop, format!("{:?}", Interop::default()), "{name}");
+            }
+        }
+        read_folder("tests/interop").unwrap();
     }
 
     #[test]

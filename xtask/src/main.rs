@@ -6,6 +6,7 @@ mod check;
 mod conformance;
 mod dist;
 mod expect;
+mod interop;
 mod link;
 mod load;
 mod matrix;
@@ -28,6 +29,9 @@ usage: cargo xtask TASK
   programs [--netns] [--filter PART] [--log LEVEL] [--list]
            programs of the distribution, as tests/programs expects them; on loopback, or between two
            network namespaces
+  interop [--filter PART] [--log LEVEL] [--list] [--keep FOLDER]
+           programs and our own tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop
+           expects them
   capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
@@ -48,6 +52,7 @@ fn main() -> ExitCode {
         ["matrix"] => matrix::run(),
         ["c-tests", ref rest @ ..] => c_tests::run(rest),
         ["programs", ref rest @ ..] => programs::run(rest),
+        ["interop", ref rest @ ..] => interop::run(rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),

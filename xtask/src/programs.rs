@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const PORTS: std::ops::Range<u16> = 20_000..30_000;
 
 /// How often a running program is looked at.
-const LOOK: Duration = Duration::from_millis(10);
+pub(crate) const LOOK: Duration = Duration::from_millis(10);
 
 /// Longest time until a server has bound its port.
 const READY: Duration = Duration::from_secs(10);
@@ -36,7 +36,7 @@ const SKIPPED: Duration = Duration::from_secs(8);
 const TAIL: usize = 12;
 
 /// The variable that tells a re-executed process that its namespaces are there.
-const INSIDE: &str = "ANYWARP_XTASK_INSIDE";
+pub(crate) const INSIDE: &str = "ANYWARP_XTASK_INSIDE";
 
 /// What the command line asks for.
 #[derive(Debug, Default)]
@@ -86,7 +86,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         return Ok(());
     }
     if options.netns && env::var_os(INSIDE).is_none() {
-        return in_namespaces(arguments);
+        return in_namespaces("programs", arguments);
     }
     let stage = Stage::new(&options)?;
     let mut tally = Tally::default();
@@ -108,7 +108,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     Ok(())
 }
 
-fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case)> {
+pub(crate) fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case)> {
     programs
         .iter()
         .flat_map(|p| p.cases.iter().map(move |c| (p, c)))
@@ -116,7 +116,7 @@ fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case)> {
 
 /// Runs this task again in network, mount and process namespaces of its own. They vanish with their first
 /// process, however it ends, and take every process in them along.
-fn in_namespaces(arguments: &[&str]) -> Result {
+pub(crate) fn in_namespaces(task: &str, arguments: &[&str]) -> Result {
     let mut command = Command::new("unshare");
     if !geteuid().is_root() {
         command.args(["--user", "--map-root-user"]);
@@ -131,7 +131,7 @@ fn in_namespaces(arguments: &[&str]) -> Result {
             "--mount-proc",
         ])
         .arg(env::current_exe()?)
-        .arg("programs")
+        .arg(task)
         .args(arguments)
         .env(INSIDE, "1");
     sh::run(&mut command)
@@ -180,9 +180,9 @@ impl Tally {
 
 /// Why a case failed, and the ends of what its programs printed.
 #[derive(Debug)]
-struct Failed {
-    reason: String,
-    output: String,
+pub(crate) struct Failed {
+    pub(crate) reason: String,
+    pub(crate) output: String,
 }
 
 /// Everything that cases need: the installed product, a folder for output, and two hosts.
@@ -203,13 +203,13 @@ impl Drop for Stage {
 
 /// Which of the two hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Host {
+pub(crate) enum Host {
     Server,
     Client,
 }
 
 impl Host {
-    fn namespace(self) -> &'static str {
+    pub(crate) fn namespace(self) -> &'static str {
         match self {
             Self::Server => "server",
             Self::Client => "client",
@@ -389,7 +389,7 @@ impl Stage {
 }
 
 /// A new folder for one run. The process id alone would do, but in a namespace it is always the same.
-fn new_folder() -> Result<PathBuf> {
+pub(crate) fn new_folder() -> Result<PathBuf> {
     for attempt in 0..1000_u32 {
         let name = format!("anywarp-programs-{}-{attempt}", std::process::id());
         let path = env::temp_dir().join(name);
@@ -403,7 +403,7 @@ fn new_folder() -> Result<PathBuf> {
 }
 
 /// Whether uid 0 here is uid 0 of the machine: only then are there other users to become.
-fn is_initial_user_namespace() -> bool {
+pub(crate) fn is_initial_user_namespace() -> bool {
     fs::read_to_string("/proc/self/uid_map")
         .is_ok_and(|map| map.split_whitespace().last() == Some("4294967295"))
 }
@@ -435,7 +435,7 @@ exit 1
 }
 
 /// A port that nobody has, for TCP and for UDP.
-fn free_port() -> Result<u16> {
+pub(crate) fn free_port() -> Result<u16> {
     // Start somewhere else in each process and each case, so that runs side by side seldom meet.
     static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(0);
     let span = PORTS.end - PORTS.start;
@@ -509,13 +509,13 @@ impl Cast {
 }
 
 /// A pattern as it stands in the file.
-fn plain(pattern: &str) -> &str {
+pub(crate) fn plain(pattern: &str) -> &str {
     pattern.strip_prefix("(?m)").unwrap_or(pattern)
 }
 
 /// One running or ended program.
 #[derive(Debug)]
-struct Player {
+pub(crate) struct Player {
     host: Host,
     line: String,
     child: Child,
@@ -525,7 +525,12 @@ struct Player {
 }
 
 impl Player {
-    fn start(mut command: Command, line: String, host: Host, work: &Path) -> Result<Self> {
+    pub(crate) fn start(
+        mut command: Command,
+        line: String,
+        host: Host,
+        work: &Path,
+    ) -> Result<Self> {
         static COUNT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
         let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let files = work.join(format!("output-{number}"));
@@ -542,7 +547,7 @@ impl Player {
         })
     }
 
-    fn poll(&mut self) -> Result<Option<ExitStatus>> {
+    pub(crate) fn poll(&mut self) -> Result<Option<ExitStatus>> {
         if self.status.is_none() {
             self.status = self.child.try_wait()?;
         }
@@ -550,7 +555,7 @@ impl Player {
     }
 
     /// Whether its network has a bound port of this number; connected sockets do not count.
-    fn listens(&self, port: u16) -> bool {
+    pub(crate) fn listens(&self, port: u16) -> bool {
         ["tcp", "tcp6", "udp", "udp6"].iter().any(|table| {
             let path = format!("/proc/{}/net/{table}", self.child.id());
             fs::read_to_string(path).is_ok_and(|text| has_bound_port(&text, table, port))
@@ -558,7 +563,7 @@ impl Player {
     }
 
     /// Waits for the end that is expected.
-    fn finish(&mut self, expected: Option<Exit>, end: Instant) -> Result {
+    pub(crate) fn finish(&mut self, expected: Option<Exit>, end: Instant) -> Result {
         let who = self.host.namespace();
         let Some(expected) = expected else {
             let until = Instant::now() + STAY;
@@ -588,7 +593,7 @@ impl Player {
     }
 
     /// Ends the program and what it started: asked first, then killed.
-    fn end(&mut self) -> Result {
+    pub(crate) fn end(&mut self) -> Result {
         let Some(group) = Pid::from_raw(i32::try_from(self.child.id())?) else {
             return Ok(());
         };
@@ -607,12 +612,12 @@ impl Player {
         Ok(())
     }
 
-    fn output(&self, which: &str) -> String {
+    pub(crate) fn output(&self, which: &str) -> String {
         let bytes = fs::read(self.files.with_extension(which)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    fn tail(&self) -> String {
+    pub(crate) fn tail(&self) -> String {
         let status = self
             .status
             .map_or_else(|| "ended by us".to_owned(), |status| status.to_string());

@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+// One end of a connection between two stacks, for what the distribution's programs cannot be told to do. The same
+// program runs at both ends, with the same options:
+//
+//   peer server|client ADDRESS PORT [KEY=VALUE…]
+//
+//   data=N        bytes of private data in request and reply                                    (default 0)
+//   ird=N ord=N   reads that this end serves, and wants, at once                                (1)
+//   size=N        bytes of each message, Write and Read                                         (1000)
+//   rounds=N      Write, Read, Send from the client, and the same from the server               (2)
+//   bad=WHAT      what is then done that must not be: write-bounds, write-stag, read-stag, send-long, send-none,
+//                 invalidated (a Write to memory that a Send has invalidated)
+//   by=END        who does it: client, server                                                   (client)
+//   end=HOW       disconnect, abort (the client dies in the middle of a Write)                  (disconnect)
+//   reject=1      the server does not want the connection
+//
+// What happens is printed, a line each; everything that arrives is compared with what was sent.
+
+#include <errno.h>
+#include <netdb.h>
+#include <poll.h>
+#include <rdma/rdma_cma.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { DEADLINE = 12000, DEPTH = 16, ROOM = 4096 };
+
+struct told { // what the ends tell each other first
+    uint64_t addr;
+    uint32_t rkey, size;
+};
+
+static struct {
+    bool server, reject;
+    const char *address, *port, *bad, *by, *end;
+    int data, ird, ord, size, rounds;
+} opt = {.bad = "", .by = "client", .end = "disconnect", .ird = 1, .ord = 1, .size = 1000, .rounds = 2};
+
+static struct rdma_event_channel *channel;
+static struct rdma_cm_id *id;
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static struct ibv_mr *mine, *work, *box; // the peer's playground; what we send and read; what we receive
+static struct told peer;
+static int reads; // that may be outstanding
+
+static void fail(const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    printf("WRONG: ");
+    vprintf(format, list);
+    printf("\n");
+    va_end(list);
+    exit(1);
+}
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static void fill(void *to, int n, int seed) {
+    for (int i = 0; i < n; i++) ((uint8_t *)to)[i] = (uint8_t)((i + i / 251 + seed) * 7 + 1);
+}
+
+static void compare(const void *what, int n, int seed, const char *name) {
+    for (int i = 0; i < n; i++) {
+        uint8_t want = (uint8_t)((i + i / 251 + seed) * 7 + 1), got = ((const uint8_t *)what)[i];
+        if (got != want) fail("%s: byte %d of %d is %02x, not %02x", name, i, n, got, want);
+    }
+}
+
+static bool is_siw(void) { return !strncmp(ibv_get_device_name(id->verbs->device), "siw", 3); }
+
+// ------------------------------------------------------------------ events and completions
+
+static struct rdma_cm_event *next_event(void) {
+    struct pollfd p = {.fd = channel->fd, .events = POLLIN};
+    if (poll(&p, 1, DEADLINE) != 1) fail("no event");
+    struct rdma_cm_event *event;
+    if (rdma_get_cm_event(channel, &event)) fail("rdma_get_cm_event: %s", strerror(errno));
+    return event;
+}
+
+static struct rdma_cm_event *await(enum rdma_cm_event_type type) {
+    struct rdma_cm_event *event = next_event();
+    if (event->event != type)
+        fail("%s (%d) in place of %s", rdma_event_str(event->event), event->status, rdma_event_str(type));
+    return event;
+}
+
+static void await_only(enum rdma_cm_event_type type) { rdma_ack_cm_event(await(type)); }
+
+static struct ibv_wc next_wc(const char *what) {
+    struct ibv_wc wc;
+    for (int64_t end = now() + DEADLINE; now() < end; usleep(100)) {
+        int n = ibv_poll_cq(cq, 1, &wc);
+        if (n < 0) fail("ibv_poll_cq");
+        if (n == 1 && wc.wr_id != 3) return wc;
+    }
+    fail("no completion of %s", what);
+    abort();
+}
+
+static struct ibv_wc good_wc(const char *what) {
+    struct ibv_wc wc = next_wc(what);
+    if (wc.status) fail("%s: %s", what, ibv_wc_status_str(wc.status));
+    return wc;
+}
+
+// ------------------------------------------------------------------ work requests
+
+// Requests that the peer answers are not signaled and have the number 3: siw may call a request failed that it has sent,
+// if the connection ends just then, and may tell of an answer before the request.
+
+static void receive(int size) {
+    struct ibv_sge sge = {.addr = (uintptr_t)box->addr, .length = (uint32_t)size, .lkey = box->lkey};
+    struct ibv_recv_wr wr = {.wr_id = 1, .sg_list = &sge, .num_sge = 1}, *bad;
+    if (ibv_post_recv(id->qp, &wr, &bad)) fail("ibv_post_recv");
+}
+
+static void post(enum ibv_wr_opcode opcode, int from, int size, uint64_t to, uint32_t rkey, bool unsignaled) {
+    struct ibv_sge sge = {.addr = (uintptr_t)work->addr + (uint64_t)from, .length = (uint32_t)size, .lkey = work->lkey};
+    struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = opcode}, *bad;
+    wr.wr_id = unsignaled ? 3 : 2;
+    wr.send_flags = unsignaled ? 0 : IBV_SEND_SIGNALED;
+    wr.wr.rdma.remote_addr = to;
+    wr.wr.rdma.rkey = rkey;
+    if (opcode == IBV_WR_SEND_WITH_INV) wr.invalidate_rkey = rkey;
+    int e = ibv_post_send(id->qp, &wr, &bad);
+    if (e) fail("ibv_post_send: %s", strerror(e));
+}
+
+// Two completions in whatever order: our Send's, and the answer's.
+static void both(const char *what, uint32_t length) {
+    for (int i = 0; i < 2; i++) {
+        struct ibv_wc wc = good_wc(what);
+        if (wc.wr_id == 1 && wc.byte_len != length) fail("%s: %u bytes, not %u", what, wc.byte_len, length);
+    }
+}
+
+static void meet(void) {
+    struct told us = {.addr = (uintptr_t)mine->addr, .rkey = mine->rkey, .size = (uint32_t)opt.size};
+    if (opt.server) {
+        good_wc("the client's first message");
+        memcpy(&peer, box->addr, sizeof(peer));
+        receive(opt.size);
+    }
+    memcpy(work->addr, &us, sizeof(us));
+    post(IBV_WR_SEND, 0, sizeof(us), 0, 0, opt.server);
+    if (opt.server) return;
+    both("the server's first message", sizeof(us));
+    memcpy(&peer, box->addr, sizeof(peer));
+    receive(opt.size);
+}
+
+// Write to the peer, as many Reads of it at once as we may have, and a Send.
+static void speak(int round) {
+    int seed = 2 * round + opt.server;
+    fill(work->addr, opt.size, seed);
+    post(IBV_WR_RDMA_WRITE, 0, opt.size, peer.addr, peer.rkey, false);
+    good_wc("the Write");
+    if (reads) {
+        int each = opt.size / reads, n = reads;
+        memset((char *)work->addr + opt.size, 0, (size_t)opt.size);
+        if (each == 0) each = opt.size, n = 1;
+        for (int i = 0; i < n; i++) {
+            int size = i == n - 1 ? opt.size - i * each : each;
+            post(IBV_WR_RDMA_READ, opt.size + i * each, size, peer.addr + (uint64_t)(i * each), peer.rkey, false);
+        }
+        for (int i = 0; i < n; i++) good_wc("the Read");
+        compare((char *)work->addr + opt.size, opt.size, seed, "what was read back");
+    }
+    post(IBV_WR_SEND, 0, opt.size, 0, 0, opt.server);
+}
+
+static void listen_to(int round) {
+    int seed = 2 * round + !opt.server;
+    compare(box->addr, opt.size, seed, "the message");
+    compare(mine->addr, opt.size, seed, "what was written");
+    receive(opt.size);
+}
+
+// The client's last word, after which the server ends the connection.
+static void part(void) {
+    if (opt.server) {
+        good_wc("the last message");
+        if (rdma_disconnect(id)) fail("rdma_disconnect: %s", strerror(errno));
+    } else {
+        post(IBV_WR_SEND, 0, opt.size < 8 ? opt.size : 8, 0, 0, true);
+    }
+}
+
+static void converse(void) {
+    for (int round = 0; round < opt.rounds; round++) {
+        if (opt.server) {
+            good_wc("the client's message");
+            listen_to(round);
+            speak(round);
+        } else {
+            speak(round);
+            both("the server's message", (uint32_t)opt.size);
+            listen_to(round);
+        }
+    }
+    printf("rounds %d of %d bytes, %d reads at once\n", opt.rounds, opt.size, reads);
+}
+
+// ------------------------------------------------------------------ what must not be done
+
+static void misbehave(void) {
+    fill(work->addr, 2 * opt.size, 1);
+    if (!strcmp(opt.bad, "write-bounds"))
+        post(IBV_WR_RDMA_WRITE, 0, opt.size, peer.addr + (uint64_t)opt.size, peer.rkey, false);
+    else if (!strcmp(opt.bad, "write-stag"))
+        post(IBV_WR_RDMA_WRITE, 0, 8, peer.addr, peer.rkey ^ 0x55500, false);
+    else if (!strcmp(opt.bad, "read-stag"))
+        post(IBV_WR_RDMA_READ, 0, 8, peer.addr, peer.rkey ^ 0x55500, false);
+    else if (!strcmp(opt.bad, "send-long"))
+        post(IBV_WR_SEND, 0, opt.size + 8, 0, 0, false);
+    else if (!strcmp(opt.bad, "send-none")) {
+        post(IBV_WR_SEND, 0, 8, 0, 0, true);
+        post(IBV_WR_SEND, 0, 8, 0, 0, false);
+    } else if (!strcmp(opt.bad, "invalidated")) {
+        post(IBV_WR_SEND_WITH_INV, 0, 8, 0, peer.rkey, false);
+        good_wc("the Send with Invalidate");
+        post(IBV_WR_RDMA_WRITE, 0, 8, peer.addr, peer.rkey, false);
+    } else
+        fail("bad=%s: what is that?", opt.bad);
+}
+
+// Everything that is still posted completes, the connection ends, and the queue pair is in error.
+static void await_the_end(bool culprit) {
+    int receives = !strcmp(opt.end, "disconnect") && !*opt.bad && opt.server ? 0 : 1, requests = culprit ? 1 : 0;
+    await_only(RDMA_CM_EVENT_DISCONNECTED);
+    printf("disconnected\n");
+    bool siw = is_siw();
+    struct ibv_wc wc;
+    for (int64_t end = now() + (siw ? 1000 : DEADLINE); receives + requests > 0; usleep(100)) {
+        if (now() > end) {
+            // siw does not always flush what was posted to a queue pair that it has terminated.
+            if (!siw) fail("what was posted does not complete");
+            printf("siw keeps %d receives and %d requests\n", receives, requests);
+            break;
+        }
+        if (ibv_poll_cq(cq, 1, &wc) != 1 || wc.wr_id == 3) continue;
+        printf("%s: %s\n", wc.wr_id == 1 ? "receive" : "request", ibv_wc_status_str(wc.status));
+        *(wc.wr_id == 1 ? &receives : &requests) -= 1;
+    }
+    struct ibv_qp_attr attr;
+    struct ibv_qp_init_attr init;
+    if (ibv_query_qp(id->qp, &attr, IBV_QP_STATE, &init)) fail("ibv_query_qp");
+    // siw says RESET whatever it is in.
+    if (attr.qp_state != IBV_QPS_ERR && !siw) fail("the queue pair is in state %d", attr.qp_state);
+    printf("over\n");
+    if (!culprit) {
+        const uint8_t *guard = (uint8_t *)mine->addr + opt.size;
+        for (int i = 0; i < ROOM; i++)
+            if (guard[i] != 0xee) fail("byte %d behind the memory was changed", i);
+    }
+}
+
+// ------------------------------------------------------------------ the connection
+
+static struct ibv_mr *region(int size, int access) {
+    void *at = aligned_alloc(4096, ((size_t)size + 8191) & ~(size_t)4095);
+    memset(at, 0xee, (size_t)size);
+    struct ibv_mr *mr = ibv_reg_mr(pd, at, (size_t)size, access);
+    if (!mr) fail("ibv_reg_mr: %s", strerror(errno));
+    return mr;
+}
+
+static void prepare(void) {
+    pd = ibv_alloc_pd(id->verbs);
+    cq = ibv_create_cq(id->verbs, 256, NULL, NULL, 0);
+    struct ibv_qp_init_attr attr = {.send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC};
+    attr.cap = (struct ibv_qp_cap){.max_send_wr = 160, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1};
+    if (!pd || !cq || rdma_create_qp(id, pd, &attr)) fail("rdma_create_qp: %s", strerror(errno));
+    // Behind the registered bytes lie others, which must stay as they are.
+    char *at = aligned_alloc(4096, ((size_t)opt.size + ROOM + 8191) & ~(size_t)4095);
+    memset(at, 0xee, (size_t)opt.size + ROOM);
+    mine = ibv_reg_mr(pd, at, (size_t)opt.size,
+                      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+    if (!mine) fail("ibv_reg_mr: %s", strerror(errno));
+    work = region(2 * opt.size + 64, IBV_ACCESS_LOCAL_WRITE);
+    box = region(opt.size + 64, IBV_ACCESS_LOCAL_WRITE);
+    receive(opt.size < 64 ? 64 : opt.size);
+}
+
+static void check_private_data(struct rdma_cm_event *event, int seed) {
+    if (event->param.conn.private_data_len != opt.data)
+        fail("%d bytes of private data, not %d", event->param.conn.private_data_len, opt.data);
+    compare(event->param.conn.private_data, opt.data, seed, "the private data");
+}
+
+static struct rdma_conn_param param(void *data, int seed) {
+    fill(data, opt.data, seed);
+    return (struct rdma_conn_param){.private_data = opt.data ? data : NULL,
+                                    .private_data_len = (uint8_t)opt.data,
+                                    .responder_resources = (uint8_t)opt.ird,
+                                    .initiator_depth = (uint8_t)opt.ord,
+                                    .retry_count = 7,
+                                    .rnr_retry_count = 7};
+}
+
+static void depths(struct rdma_cm_event *event, const char *what) {
+    printf("%s: ird %d ord %d, %d bytes of private data\n", what, event->param.conn.responder_resources,
+           event->param.conn.initiator_depth, event->param.conn.private_data_len);
+}
+
+static void serve(struct rdma_addrinfo *info) {
+    struct rdma_cm_id *listener;
+    uint8_t data[256];
+    if (rdma_create_id(channel, &listener, NULL, RDMA_PS_TCP) || rdma_bind_addr(listener, info->ai_src_addr) ||
+        rdma_listen(listener, 4))
+        fail("rdma_listen: %s", strerror(errno));
+    struct rdma_cm_event *event = await(RDMA_CM_EVENT_CONNECT_REQUEST);
+    id = event->id;
+    depths(event, "request");
+    check_private_data(event, 1);
+    int theirs = event->param.conn.initiator_depth; // reads of ours that the client serves
+    rdma_ack_cm_event(event);
+    struct rdma_conn_param p = param(data, 2);
+    if (opt.reject) {
+        if (rdma_reject(id, p.private_data, p.private_data_len)) fail("rdma_reject");
+        return;
+    }
+    prepare();
+    if (rdma_accept(id, &p)) fail("rdma_accept: %s", strerror(errno));
+    await_only(RDMA_CM_EVENT_ESTABLISHED);
+    reads = opt.ord < theirs ? opt.ord : theirs;
+}
+
+static void ask(struct rdma_addrinfo *info) {
+    uint8_t data[256];
+    if (rdma_create_id(channel, &id, NULL, RDMA_PS_TCP) || rdma_resolve_addr(id, NULL, info->ai_dst_addr, 2000))
+        fail("rdma_resolve_addr: %s", strerror(errno));
+    await_only(RDMA_CM_EVENT_ADDR_RESOLVED);
+    if (rdma_resolve_route(id, 2000)) fail("rdma_resolve_route: %s", strerror(errno));
+    await_only(RDMA_CM_EVENT_ROUTE_RESOLVED);
+    prepare();
+    struct rdma_conn_param p = param(data, 1);
+    if (rdma_connect(id, &p)) fail("rdma_connect: %s", strerror(errno));
+    if (opt.reject) {
+        struct rdma_cm_event *event = await(RDMA_CM_EVENT_REJECTED);
+        // siw forgets what the peer said when the end of the connection comes with it.
+        if (event->param.conn.private_data_len || !is_siw()) check_private_data(event, 2);
+        printf("rejected\n");
+        rdma_ack_cm_event(event);
+        return;
+    }
+    struct rdma_cm_event *event = await(RDMA_CM_EVENT_ESTABLISHED);
+    depths(event, "reply");
+    check_private_data(event, 2);
+    reads = opt.ord < event->param.conn.initiator_depth ? opt.ord : event->param.conn.initiator_depth;
+    rdma_ack_cm_event(event);
+}
+
+static int number(const char *value, int most) {
+    char *end;
+    long n = strtol(value, &end, 10);
+    if (*end || n < 0 || n > most) fail("%s: not a number up to %d", value, most);
+    return (int)n;
+}
+
+int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (argc < 4) fail("usage: peer server|client ADDRESS PORT [KEY=VALUE…]");
+    opt.server = !strcmp(argv[1], "server");
+    opt.address = argv[2];
+    opt.port = argv[3];
+    for (int i = 4; i < argc; i++) {
+        char *value = strchr(argv[i], '=');
+        if (!value) fail("%s: not KEY=VALUE", argv[i]);
+        *value++ = 0;
+        if (!strcmp(argv[i], "data")) opt.data = number(value, 255);
+        else if (!strcmp(argv[i], "ird")) opt.ird = number(value, 255);
+        else if (!strcmp(argv[i], "ord")) opt.ord = number(value, 255);
+        else if (!strcmp(argv[i], "size")) opt.size = number(value, 16 << 20);
+        else if (!strcmp(argv[i], "rounds")) opt.rounds = number(value, 1000);
+        else if (!strcmp(argv[i], "bad")) opt.bad = value;
+        else if (!strcmp(argv[i], "by")) opt.by = value;
+        else if (!strcmp(argv[i], "end")) opt.end = value;
+        else if (!strcmp(argv[i], "reject")) opt.reject = number(value, 1);
+        else fail("%s: no such key", argv[i]);
+    }
+    bool culprit = opt.server == !strcmp(opt.by, "server");
+    struct rdma_addrinfo hints = {.ai_port_space = RDMA_PS_TCP, .ai_flags = opt.server ? RAI_PASSIVE : 0}, *info;
+    if (rdma_getaddrinfo(opt.address, opt.port, &hints, &info)) fail("rdma_getaddrinfo: %s", strerror(errno));
+    channel = rdma_create_event_channel();
+    if (!channel) fail("rdma_create_event_channel: %s", strerror(errno));
+    if (opt.server) serve(info);
+    else ask(info);
+    if (opt.reject) return 0;
+    meet();
+    converse();
+    if (*opt.bad) {
+        if (culprit) misbehave();
+        await_the_end(culprit);
+        return 0;
+    }
+    if (!strcmp(opt.end, "abort") && !opt.server) {
+        post(IBV_WR_RDMA_WRITE, 0, opt.size, peer.addr, peer.rkey, false);
+        _exit(0);
+    }
+    if (!strcmp(opt.end, "disconnect")) part();
+    await_the_end(false);
+    return 0;
+}

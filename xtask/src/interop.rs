@@ -1,0 +1,390 @@
+//! `cargo xtask interop`: anywarp and the kernel's siw talk to each other, and both have to be content.
+//!
+//! siw runs in a QEMU guest that `tests/interop/make-guest` makes out of Debian's packages. It is booted once; an agent
+//! in it runs what a case wants there. All of it, with the wire between guest and host, is in namespaces that end with
+//! this process.
+
+mod guest;
+mod wire;
+
+use crate::expect::{self, Case, Exit, Program, Server};
+use crate::programs::{self, Failed, Host, INSIDE, LOOK, Player, plain};
+use crate::{Result, c_tests, sh};
+use guest::{Guest, Remote};
+use std::env;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use wire::Capture;
+
+/// Longest time until a server listens.
+const READY: Duration = Duration::from_secs(10);
+
+/// What the command line asks for.
+#[derive(Debug, Default)]
+struct Options {
+    filter: Option<String>,
+    log: Option<String>,
+    keep: Option<PathBuf>,
+    list: bool,
+}
+
+impl Options {
+    fn parse(arguments: &[&str]) -> Result<Self> {
+        let mut options = Self::default();
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let mut value = || {
+                rest.next()
+                    .map(|v| (*v).to_owned())
+                    .ok_or("a value is missing")
+            };
+            match *argument {
+                "--filter" => options.filter = Some(value()?),
+                "--log" => options.log = Some(value()?),
+                "--keep" => options.keep = Some(value()?.into()),
+                "--list" => options.list = true,
+                other => return Err(format!("interop: {other}: no such option").into()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// A case in one direction.
+struct Scene<'a> {
+    name: String,
+    case: &'a Case,
+    server: Server,
+}
+
+/// Cases and directions, those for the driver as it is before those that change its parameters.
+fn scenes<'a>(programs: &'a [Program], options: &Options) -> Vec<Scene<'a>> {
+    let mut scenes: Vec<Scene<'_>> = Vec::new();
+    for (program, case) in programs::all(programs) {
+        for server in [Server::Siw, Server::Anywarp] {
+            let name = format!("{server}/{}/{}", program.name, case.name);
+            let wanted = options
+                .filter
+                .as_ref()
+                .is_none_or(|part| name.contains(part.as_str()));
+            if wanted && case.interop.only.is_none_or(|only| only == server) {
+                scenes.push(Scene { name, case, server });
+            }
+        }
+    }
+    scenes.sort_by_key(|scene| !scene.case.interop.siw.is_empty());
+    scenes
+}
+
+/// Runs the cases that the arguments select.
+pub(crate) fn run(arguments: &[&str]) -> Result {
+    let options = Options::parse(arguments)?;
+    let programs = expect::read_folder("tests/interop")?;
+    let scenes = scenes(&programs, &options);
+    if options.list {
+        for scene in &scenes {
+            println!("{}", scene.name);
+        }
+        return Ok(());
+    }
+    if scenes.is_empty() {
+        return Err("no case has such a name".into());
+    }
+    if env::var_os(INSIDE).is_none() {
+        // Before the namespaces: packages come from the network.
+        sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
+        return programs::in_namespaces("interop", arguments);
+    }
+    let start = Instant::now();
+    let mut stage = Stage::new(&options)?;
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for scene in &scenes {
+        let start = Instant::now();
+        let outcome = stage.play(scene)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let name = &scene.name;
+        match (outcome, scene.case.skipped(expect::Place::Namespaces)) {
+            (Ok(()), None) => {
+                passed += 1;
+                println!("ok    {name}  ({seconds:.1} s)");
+            }
+            (Err(_), Some(reason)) => {
+                skipped += 1;
+                println!("skip  {name}  {reason}");
+            }
+            (Ok(()), Some(reason)) => {
+                failed += 1;
+                println!("FAIL  {name}  passes, and is skipped for: {reason}");
+            }
+            (Err(why), None) => {
+                failed += 1;
+                println!("FAIL  {name}  {}  ({seconds:.1} s)", why.reason);
+                for line in why.output.lines() {
+                    println!("        {line}");
+                }
+            }
+        }
+        std::io::stdout().flush()?;
+        if stage.guest.is_sick() {
+            let said = stage.guest.said();
+            return Err(format!("the guest's kernel complains in {name}\n{said}").into());
+        }
+    }
+    println!(
+        "{passed} passed, {failed} failed, {skipped} skipped, {} s",
+        start.elapsed().as_secs()
+    );
+    if failed > 0 {
+        return Err("anywarp and siw do not agree".into());
+    }
+    Ok(())
+}
+
+/// What cases need.
+struct Stage {
+    work: PathBuf,
+    guest: Guest,
+    log: Option<String>,
+    keep: Option<PathBuf>,
+    /// Gives each case a port of its own.
+    port: u16,
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _gone = fs::remove_dir_all(&self.work);
+    }
+}
+
+/// A program of a case, wherever it runs.
+enum Actor {
+    Here(Player),
+    There(Remote),
+}
+
+impl Actor {
+    fn finish(&mut self, who: &str, expected: Option<Exit>, end: Instant) -> Result {
+        match self {
+            Self::Here(player) => player.finish(expected, end),
+            Self::There(remote) => remote.finish(who, expected, end),
+        }
+    }
+
+    fn end(&mut self) -> Result {
+        match self {
+            Self::Here(player) => player.end(),
+            Self::There(remote) => remote.end(),
+        }
+    }
+
+    /// What it printed, without the log.
+    fn printed(&self, logs: bool) -> String {
+        match self {
+            Self::Here(player) if logs => player.output("out"),
+            Self::Here(player) => player.output("out") + &player.output("err"),
+            Self::There(remote) => remote.output(),
+        }
+    }
+
+    fn tail(&self) -> String {
+        match self {
+            Self::Here(player) => player.tail(),
+            Self::There(remote) => remote.tail(),
+        }
+    }
+}
+
+impl Stage {
+    fn new(options: &Options) -> Result<Self> {
+        let work = programs::new_folder()?;
+        if !sh::dist().join("bin/anywarp").exists() {
+            return Err("there is no build to test: run `cargo xtask dist` first".into());
+        }
+        let peer = work.join("root/bin/peer");
+        fs::create_dir_all(work.join("root/bin"))?;
+        c_tests::build_from(&sh::root().join("tests/interop/peer.c"), &peer)?;
+        let guest = Guest::boot(&work)?;
+        Ok(Self {
+            work,
+            guest,
+            log: options.log.clone(),
+            keep: options.keep.clone(),
+            port: 7000,
+        })
+    }
+
+    /// Plays a case; the outer error is ours, the inner one the programs'.
+    fn play(&mut self, scene: &Scene<'_>) -> Result<std::result::Result<(), Failed>> {
+        let case = scene.case;
+        self.port += 1;
+        let port = case.port.unwrap_or(self.port);
+        self.guest.set_up(&case.interop.siw)?;
+        let wanted = !case.interop.wire.is_empty() || !case.interop.never_wire.is_empty();
+        let capture = wanted
+            .then(|| Capture::start(&self.work.join(format!("{port}.pcap")), port))
+            .transpose()?;
+        let mut cast = Vec::new();
+        let mut played = self.act(scene, port, &mut cast);
+        for (_, actor) in &mut cast {
+            if let Err(left) = actor.end() {
+                played = Err(match played {
+                    Ok(()) => left,
+                    Err(why) => format!("{why}; {left}").into(),
+                });
+            }
+        }
+        let file = capture.map(Capture::finish).transpose()?;
+        let verdict = match played {
+            Ok(()) => self.verdict(case, &cast).map_or(Ok(()), Err),
+            Err(reason) => Err(reason.to_string()),
+        };
+        let verdict = match (verdict, &file) {
+            (Ok(()), Some(file)) => wire::judge(file, &case.interop).map_or(Ok(()), Err),
+            (verdict, _) => verdict,
+        };
+        if let (Some(keep), Some(file)) = (&self.keep, &file) {
+            fs::create_dir_all(keep)?;
+            fs::copy(file, keep.join(scene.name.replace('/', "-") + ".pcap"))?;
+        }
+        Ok(verdict.map_err(|reason| Failed {
+            reason,
+            output: cast
+                .iter()
+                .map(|(_, actor)| actor.tail())
+                .collect::<Vec<_>>()
+                .join("\n"),
+        }))
+    }
+
+    fn act(&self, scene: &Scene<'_>, port: u16, cast: &mut Vec<(Host, Actor)>) -> Result {
+        let case = scene.case;
+        let end = Instant::now() + case.timeout;
+        if let Some(line) = &case.server {
+            let actor = self.actor(scene, Host::Server, line, port)?;
+            cast.push((Host::Server, actor));
+            let Some((_, actor)) = cast.last_mut() else {
+                return Err("no server".into());
+            };
+            let latest = Instant::now() + READY.min(case.timeout);
+            match actor {
+                Actor::Here(player) => {
+                    while !player.listens(port) {
+                        if player.poll()?.is_some() {
+                            return Err("the server ends before it listens".into());
+                        }
+                        if Instant::now() > latest {
+                            return Err("the server does not listen".into());
+                        }
+                        sleep(LOOK);
+                    }
+                }
+                Actor::There(remote) => self.guest.await_listener(port, remote, latest)?,
+            }
+        }
+        for line in &case.clients {
+            let mut client = self.actor(scene, Host::Client, line, port)?;
+            let finished = client.finish("client", case.client_exit, end);
+            cast.push((Host::Client, client));
+            finished?;
+        }
+        if let Some((Host::Server, server)) = cast.first_mut() {
+            server.finish("server", case.server_exit, end)?;
+        }
+        Ok(())
+    }
+
+    /// Starts a program of a case where it belongs.
+    fn actor(&self, scene: &Scene<'_>, host: Host, line: &str, port: u16) -> Result<Actor> {
+        let address = |host: Host| {
+            if here(scene.server, host) {
+                guest::HOST
+            } else {
+                guest::GUEST
+            }
+        };
+        let line = line
+            .replace("{port}", &port.to_string())
+            .replace("{server}", address(Host::Server))
+            .replace("{client}", address(Host::Client))
+            .replace("{own}", address(host));
+        if !here(scene.server, host) {
+            return Ok(Actor::There(self.guest.start(&line)?));
+        }
+        let mut words = line.split_whitespace();
+        let program = words.next().ok_or("an empty command line")?;
+        let mut command = Command::new(sh::dist().join("bin/anywarp"));
+        command.args(["run", "--device-ip", guest::HOST, "--"]);
+        if program == "peer" {
+            command.arg(self.work.join("root/bin/peer"));
+        } else {
+            command.arg(program);
+        }
+        command
+            .args(words)
+            .current_dir(&self.work)
+            .stdin(Stdio::null());
+        for name in ["LD_PRELOAD", "LD_LIBRARY_PATH", "ANYWARP_LIB", INSIDE] {
+            command.env_remove(name);
+        }
+        {
+            use std::os::unix::process::CommandExt;
+            command.process_group(0);
+        }
+        match &self.log {
+            Some(level) => command.env("ANYWARP_LOG", level),
+            None if !scene.case.interop.log.is_empty() => command.env("ANYWARP_LOG", "info"),
+            None => command.env_remove("ANYWARP_LOG"),
+        };
+        command.envs(scene.case.env.iter().map(|(name, value)| (name, value)));
+        Ok(Actor::Here(Player::start(command, line, host, &self.work)?))
+    }
+
+    /// Looks at what was printed; `None` when all of it is as expected.
+    fn verdict(&self, case: &Case, cast: &[(Host, Actor)]) -> Option<String> {
+        let logs = self.log.is_some() || !case.interop.log.is_empty();
+        let printed = |host: Option<Host>| -> String {
+            cast.iter()
+                .filter(|(h, _)| host.is_none_or(|host| host == *h))
+                .map(|(_, actor)| actor.printed(logs) + "\n")
+                .collect()
+        };
+        for (host, expected) in [
+            (Host::Client, &case.stdout),
+            (Host::Server, &case.server_stdout),
+        ] {
+            let text = printed(Some(host));
+            if let Some(missing) = expected.iter().find(|regex| !regex.is_match(&text)) {
+                let (who, missing) = (host.namespace(), plain(missing.as_str()));
+                return Some(format!("the {who} does not print {missing}"));
+            }
+        }
+        let log: String = cast
+            .iter()
+            .map(|(_, actor)| match actor {
+                Actor::Here(player) => player.output("err"),
+                Actor::There(_) => String::new(),
+            })
+            .collect();
+        if let Some(missing) = case.interop.log.iter().find(|regex| !regex.is_match(&log)) {
+            let missing = plain(missing.as_str());
+            return Some(format!("the log does not say {missing}"));
+        }
+        let all = printed(None);
+        let found = case.never.iter().find(|regex| regex.is_match(&all))?;
+        Some(format!("something prints {}", plain(found.as_str())))
+    }
+}
+
+/// Whether this end is anywarp's.
+fn here(server: Server, host: Host) -> bool {
+    (server == Server::Anywarp) == (host == Host::Server)
+}
+
+/// A file's name, for a message.
+pub(crate) fn shown(path: &Path) -> String {
+    path.display().to_string()
+}
