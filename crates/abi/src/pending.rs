@@ -11,16 +11,12 @@ use libc::ENOSYS;
 refuse! { ENOSYS;
     // Return a pointer: null and errno.
     null {
-        ibv_import_device, ibv_import_dm, ibv_import_mr, ibv_import_pd, ibv_reg_dmabuf_mr,
+        ibv_reg_dmabuf_mr,
     }
     // Return -1 and errno.
     minus_one {
         raccept, rbind, rclose, rconnect, rfcntl, rgetpeername, rgetsockname, rgetsockopt, riomap,
         riounmap, riowrite, rlisten, rpoll, rread, rreadv, rrecv, rrecvfrom, rrecvmsg, rselect,
         rsend, rsendmsg, rsendto, rsetsockopt, rshutdown, rsocket, rwrite, rwritev,
-    }
-    // Return nothing, and are only called with what the functions above did not hand out.
-    void {
-        ibv_unimport_dm, ibv_unimport_mr, ibv_unimport_pd,
     }
 }

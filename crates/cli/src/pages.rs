@@ -235,6 +235,7 @@ mod tests {
             [
                 "man1/anywarp.1",
                 "man1/anywarp-run.1",
+                "man1/anywarp-capture.1",
                 "man1/anywarp-env.1",
                 "man1/anywarp-doctor.1",
                 "man7/anywarp.7"

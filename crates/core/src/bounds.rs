@@ -21,6 +21,12 @@ pub const MAX_SRQ_WR: u32 = 65_536;
 /// Entries of one completion queue.
 pub const MAX_CQE: u32 = 4_194_304;
 
+/// Bytes of device memory in one piece, and in all pieces of a process together: what a card has is of this order.
+pub const DEVICE_MEMORY_MAX: usize = 256 * 1024;
+
+/// Strictest alignment that device memory is given, as a power of two: a page.
+pub const DEVICE_MEMORY_ALIGN_LOG: u32 = 12;
+
 /// RDMA Reads and atomics that one queue pair serves, or has outstanding, at once (IRD, ORD).
 ///
 /// 128 is what the kernel's siw offers at most; each slot costs some 100 bytes once used.

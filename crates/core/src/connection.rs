@@ -482,6 +482,13 @@ impl Connection {
         ) {
             return Err(Misuse::InvalidArgument("inline data with a Read or atomic"));
         }
+        if let Op::AtomicWrite { remote } = &request.op
+            && (request.payload.len() != 8 || !remote.to.0.is_multiple_of(8))
+        {
+            return Err(Misuse::InvalidArgument(
+                "an atomic write of anything but one aligned 64-bit word",
+            ));
+        }
         self.observe(&Step::Post(&request));
         self.sq.post(request)?;
         if self.state == State::Error {
@@ -663,6 +670,28 @@ impl Connection {
             } else {
                 mulpdu
             };
+        }
+    }
+
+    /// For tests: all numbers of a fresh stream go on from `first`, at both ends, so that they wrap soon.
+    #[doc(hidden)]
+    pub fn number_from(&mut self, first: u32) {
+        if let Some(s) = &mut self.stream {
+            for number in [
+                &mut s.next_send_msn,
+                &mut s.next_read_msn,
+                &mut s.next_atomic_response_msn,
+                &mut s.next_atomic_id,
+                &mut s.recv_send_msn,
+                &mut s.recv_read_msn,
+                &mut s.recv_atomic_response_msn,
+                &mut s.seq,
+                &mut s.acked,
+                &mut s.done,
+                &mut s.done_acked,
+            ] {
+                *number = number.wrapping_add(first);
+            }
         }
     }
 
@@ -873,6 +902,7 @@ impl Connection {
         let op = match posted.request.op {
             Op::Send { .. } => WcOp::Send,
             Op::Write { .. } => WcOp::Write,
+            Op::AtomicWrite { .. } => WcOp::AtomicWrite,
             Op::Read { .. } => WcOp::Read,
             Op::FetchAdd { .. } => WcOp::FetchAdd,
             Op::CompareSwap { .. } => WcOp::CompareSwap,

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{OwnedFd, RawFd};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 
@@ -195,6 +196,9 @@ pub struct Context {
     pub events: Arc<Channel<AsyncItem>>,
     /// Address of the C object, for the ABI layer.
     pub cookie: AtomicUsize,
+    /// Stands for the device in this process where a program passes a descriptor on (`ibv_import_device(3)`). It is an
+    /// empty file in memory; what tells it from others is its inode.
+    pub command: OwnedFd,
 }
 
 impl std::fmt::Debug for Context {
@@ -226,6 +230,15 @@ pub mod event {
     pub const QP_LAST_WQE_REACHED: u32 = 16;
 }
 
+/// The file that stands for the device in this process.
+fn command() -> io::Result<&'static OwnedFd> {
+    static FILE: PerProcess<OnceLock<Option<OwnedFd>>> = PerProcess::new(OnceLock::new);
+    FILE.get()
+        .get_or_init(|| rustix::fs::memfd_create("anywarp", rustix::fs::MemfdFlags::CLOEXEC).ok())
+        .as_ref()
+        .ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))
+}
+
 impl Context {
     /// Opens the device: starts the engine if this is the first time.
     pub fn open() -> io::Result<Arc<Self>> {
@@ -233,7 +246,21 @@ impl Context {
             engine: engine()?,
             events: Arc::new(Channel::new()?),
             cookie: AtomicUsize::new(0),
+            command: command()?.try_clone()?,
         }))
+    }
+
+    /// Whether a descriptor is a copy of a context's [`Self::command`].
+    pub fn is_own_descriptor(fd: RawFd) -> bool {
+        let Ok(own) = command() else { return false };
+        // A copy: the program's own may be closed at any time.
+        let Some(copy) = sys::duplicate(fd) else {
+            return false;
+        };
+        let (Ok(a), Ok(b)) = (rustix::fs::fstat(own), rustix::fs::fstat(&copy)) else {
+            return false;
+        };
+        (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
     }
 
     /// Bytes of UD messages, as `enum ibv_mtu` counts: 5 is 4096.

@@ -985,6 +985,129 @@ pub fn handlers_interrupt() -> bool {
     })
 }
 
+/// A copy of a descriptor that the program named; `None` if there is none.
+pub fn duplicate(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: takes a number; the kernel says whether it is a descriptor.
+    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    // SAFETY: just made, and nobody else's.
+    (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
+}
+
+/// Zeroed pages of this process.
+#[derive(Debug)]
+pub struct Pages {
+    start: usize,
+    len: usize,
+}
+
+impl Pages {
+    /// At least `len` bytes.
+    pub fn new(len: usize) -> Option<Self> {
+        let (read_write, private) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        // SAFETY: a new mapping, where the kernel finds room.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, read_write, private, -1, 0) };
+        (start != libc::MAP_FAILED).then(|| Self {
+            start: start.expose_provenance(),
+            len,
+        })
+    }
+
+    /// `len` bytes that are zero and cannot be written; they take no memory.
+    pub fn zeroes(len: usize) -> Option<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping, where the kernel finds room.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, -1, 0) };
+        (start != libc::MAP_FAILED).then(|| Self {
+            start: start.expose_provenance(),
+            len,
+        })
+    }
+
+    /// `len` bytes that are the same 2 MiB again and again: written at will, they take no more memory than that.
+    pub fn repeated(len: usize) -> Option<Self> {
+        const PIECE: usize = 2 << 20;
+        let file =
+            rustix::fs::memfd_create("anywarp-null", rustix::fs::MemfdFlags::CLOEXEC).ok()?;
+        rustix::fs::ftruncate(&file, PIECE as u64).ok()?;
+        let area = Self::zeroes(len)?;
+        let (access, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+        );
+        for at in (0..len).step_by(PIECE) {
+            let place = std::ptr::with_exposed_provenance_mut(area.start + at);
+            let n = PIECE.min(len - at);
+            // SAFETY: replaces a part of the mapping that was just made, of which nobody knows.
+            let r = unsafe { libc::mmap(place, n, access, flags, file.as_raw_fd(), 0) };
+            if r == libc::MAP_FAILED {
+                return None;
+            }
+        }
+        Some(area)
+    }
+
+    /// Address of the first byte.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`, and nobody has it any more.
+        unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(self.start), self.len) };
+    }
+}
+
+/// Brings the pages of a range in, for writing or for reading. A kernel that cannot (before 5.14) does it at the first
+/// access.
+pub fn populate(range: &Pinned<'_>, writes: bool) {
+    const PAGE: u64 = 4096;
+    const READ: libc::c_int = 22;
+    const WRITE: libc::c_int = 23;
+    let start = range.start() & !(PAGE - 1);
+    let len = (range.start() + range.len()).next_multiple_of(PAGE) - start;
+    let (Ok(start), Ok(len)) = (usize::try_from(start), usize::try_from(len)) else {
+        return;
+    };
+    let advice = if writes { WRITE } else { READ };
+    // SAFETY: changes no byte of the range, which is pinned.
+    unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(start), len, advice) };
+}
+
+/// Whether every page of `[start, start + len)` is mapped now.
+pub fn is_there(start: u64, len: u64) -> bool {
+    const PAGE: u64 = 4096;
+    const PAGES: usize = 4096;
+    let Some(end) = start.checked_add(len) else {
+        return false;
+    };
+    let mut at = start & !(PAGE - 1);
+    let mut resident = [0_u8; PAGES];
+    while at < end {
+        let n = (end - at).min(PAGES as u64 * PAGE);
+        let (Ok(page), Ok(bytes)) = (usize::try_from(at), usize::try_from(n)) else {
+            return false;
+        };
+        // SAFETY: mincore reads no user memory but writes a byte a page into `resident`, which has room for them.
+        let r = unsafe {
+            libc::mincore(
+                std::ptr::with_exposed_provenance_mut(page),
+                bytes,
+                resident.as_mut_ptr(),
+            )
+        };
+        if r != 0 {
+            return false;
+        }
+        at += n;
+    }
+    true
+}
+
 /// Whether `[start, start + len)` is mapped, as far as a look at its first and last page tells.
 pub fn is_mapped(start: u64, len: u64) -> bool {
     const PAGE: u64 = 4096;

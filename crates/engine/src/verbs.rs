@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::cq::{Cq, Notify};
-use anywarp_core::verbs::mr::{Access, Region, Registration};
+use anywarp_core::verbs::mr::{Access, Kind, Present, Region, Registration};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::Completion;
@@ -118,9 +118,6 @@ pub struct Reregistration {
 }
 
 fn check_range(start: u64, len: u64) -> Result<(), Misuse> {
-    if len == 0 {
-        return Err(Misuse::InvalidArgument("length 0"));
-    }
     if start.checked_add(len).is_none() {
         return Err(Misuse::InvalidArgument(
             "region passes the end of the address space",
@@ -141,7 +138,8 @@ impl MemoryRegion {
     ) -> Result<Self, Option<Misuse>> {
         let access = Access::for_region(access)?;
         check_range(start, len)?;
-        if !sys::is_mapped(start, len) {
+        let on_demand = access.has(Access::ON_DEMAND);
+        if !on_demand && !sys::is_mapped(start, len) {
             return Err(None);
         }
         let base = if access.has(Access::ZERO_BASED) {
@@ -155,10 +153,48 @@ impl MemoryRegion {
             base,
             access,
             pd: pd.id(),
+            present: on_demand.then_some(sys::is_there as Present),
         };
         let region = engine.rnic.regions.register(&what, &mut random_u32)?;
         pd.enter();
         Ok(Self {
+            engine,
+            region: Mutex::new(region),
+            pd: Mutex::new(Arc::clone(pd)),
+        })
+    }
+
+    /// A region that swallows what is written to it and gives zeroes.
+    pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
+        static AREA: std::sync::OnceLock<Option<(sys::Pages, sys::Pages)>> =
+            std::sync::OnceLock::new();
+        // One of each serves all: nobody reads the one, nobody writes the other.
+        let area = AREA.get_or_init(|| {
+            let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
+            Some((sys::Pages::repeated(len)?, sys::Pages::zeroes(len)?))
+        });
+        let Some((sink, zeroes)) = area else {
+            return Err(Misuse::NoMemory);
+        };
+        let kind = Kind::Null {
+            sink: sink.start() as u64,
+            zeroes: zeroes.start() as u64,
+            len: bounds::MAX_MESSAGE,
+        };
+        let regions = &engine.rnic.regions;
+        let region = regions.register_null(pd.id(), kind, &mut random_u32)?;
+        pd.enter();
+        Ok(Self {
+            engine,
+            region: Mutex::new(region),
+            pd: Mutex::new(Arc::clone(pd)),
+        })
+    }
+
+    /// The same registration once more, found by the upper 24 bits of its keys (`ibv_import_mr(3)`). It does not end it.
+    pub fn import(engine: &'static Engine, pd: &Arc<Pd>, index: u32) -> Option<Self> {
+        let region = engine.rnic.regions.find(index)?;
+        (region.pd() == pd.id()).then(|| Self {
             engine,
             region: Mutex::new(region),
             pd: Mutex::new(Arc::clone(pd)),
@@ -182,7 +218,8 @@ impl MemoryRegion {
             None => region.access(),
         };
         check_range(start, len)?;
-        if !sys::is_mapped(start, len) {
+        let on_demand = access.has(Access::ON_DEMAND);
+        if !on_demand && !sys::is_mapped(start, len) {
             return Err(None);
         }
         let pd = change.pd.as_ref().map_or_else(|| region.pd(), |p| p.id());
@@ -196,6 +233,7 @@ impl MemoryRegion {
             },
             access,
             pd,
+            present: on_demand.then_some(sys::is_there as Present),
         };
         *region = self.engine.rnic.regions.reregister(&region, &what)?;
         if let Some(new) = &change.pd {
@@ -216,6 +254,56 @@ impl MemoryRegion {
             .unwrap_or_else(PoisonError::into_inner)
             .leave();
         Ok(())
+    }
+}
+
+/// Memory of the device: zeroed pages of this process that only copying functions and regions reach.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    pages: sys::Pages,
+    len: usize,
+}
+
+/// Bytes of device memory that are given out.
+static DEVICE_MEMORY: AtomicUsize = AtomicUsize::new(0);
+
+impl DeviceMemory {
+    /// `len` bytes at the start of a page; `None` if so much is not left.
+    pub fn new(len: usize) -> Option<Self> {
+        let most = bounds::DEVICE_MEMORY_MAX;
+        DEVICE_MEMORY
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
+                used.checked_add(len).filter(|sum| *sum <= most)
+            })
+            .ok()?;
+        match sys::Pages::new(len) {
+            Some(pages) => Some(Self { pages, len }),
+            None => {
+                DEVICE_MEMORY.fetch_sub(len, Ordering::AcqRel);
+                None
+            }
+        }
+    }
+
+    /// Address of the first byte.
+    pub fn start(&self) -> usize {
+        self.pages.start()
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is none: never.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        DEVICE_MEMORY.fetch_sub(self.len, Ordering::AcqRel);
     }
 }
 

@@ -184,6 +184,7 @@ impl Host {
             base: start,
             access,
             pd,
+            present: None,
         };
         let region = self
             .rnic

@@ -41,6 +41,7 @@ pub fn render(step: &Step<'_>) -> String {
             let name = match r.op {
                 Op::Send { .. } => "Send",
                 Op::Write { .. } => "Write",
+                Op::AtomicWrite { .. } => "Atomic Write",
                 Op::Read { .. } => "Read",
                 Op::FetchAdd { .. } => "FetchAdd",
                 Op::CompareSwap { .. } => "CmpSwap",

@@ -1368,7 +1368,7 @@ entry! {
                 // 0: the connection of this identifier, whatever the peer's number is.
                 attr.dest_qp_num = 0;
                 attr.max_dest_rd_atomic = ird;
-                attr.min_rnr_timer = 12;
+                attr.min_rnr_timer = cm::MIN_RNR_TIMER;
                 IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN
                     | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER
             }

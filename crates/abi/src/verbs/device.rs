@@ -3,6 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::ManuallyDrop;
 use std::net::IpAddr;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::OnceLock;
 
@@ -15,7 +16,7 @@ use super::object::{
     set_cookie,
 };
 use super::types::*;
-use super::{extended, memory, ops, qp, queue};
+use super::{dm, domain, extended, memory, ops, qp, queue};
 use crate::{entry, fail};
 
 /// The device as programs see it, with zeroes behind it: libmlx5 and libefa look there for their own mark.
@@ -134,6 +135,14 @@ pub(crate) fn open() -> Result<*mut ibv_context, i32> {
     let mut c = verbs_context {
         sz: size_of::<verbs_context>(),
         query_port: Some(query_port),
+        advise_mr: Some(memory::advise_mr),
+        alloc_null_mr: Some(memory::alloc_null_mr),
+        reg_dm_mr: Some(dm::reg_dm_mr),
+        alloc_dm: Some(dm::alloc_dm),
+        free_dm: Some(dm::free_dm),
+        alloc_td: Some(domain::alloc_td),
+        dealloc_td: Some(domain::dealloc_td),
+        alloc_parent_domain: Some(domain::alloc_parent_domain),
         query_device_ex: Some(extended::query_device_ex),
         create_cq_ex: Some(extended::create_cq_ex),
         create_qp_ex: Some(qp::create_qp_ex),
@@ -146,7 +155,7 @@ pub(crate) fn open() -> Result<*mut ibv_context, i32> {
     let compat: compat_op = Some(compat);
     c.context = ibv_context {
         device: the_device(),
-        cmd_fd: -1,
+        cmd_fd: engine.command.as_raw_fd(),
         async_fd: engine.events.raw_fd(),
         num_comp_vectors: 1,
         abi_compat: VERBS_ABI_IS_EXTENDED,

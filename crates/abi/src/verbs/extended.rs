@@ -272,8 +272,19 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     if attr.is_null() || !input.is_null() && unsafe { (*input).comp_mask } != 0 {
         return libc::EINVAL;
     }
+    let datagrams = IBV_ODP_SUPPORT_SEND | IBV_ODP_SUPPORT_RECV | IBV_ODP_SUPPORT_SRQ_RECV;
+    let unacknowledged = datagrams | IBV_ODP_SUPPORT_WRITE;
     let all = ibv_device_attr_ex {
         orig_attr: device::attributes(),
+        odp_caps: ibv_odp_caps {
+            general_caps: IBV_ODP_SUPPORT | IBV_ODP_SUPPORT_IMPLICIT,
+            per_transport_caps: ibv_odp_transport_caps {
+                rc_odp_caps: unacknowledged | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC,
+                uc_odp_caps: unacknowledged,
+                ud_odp_caps: datagrams,
+            },
+        },
+        max_dm_size: bounds::DEVICE_MEMORY_MAX as u64,
         completion_timestamp_mask: u64::MAX,
         hca_core_clock: 1_000_000,
         device_cap_flags_ex: device::attributes().device_cap_flags.into(),
@@ -309,6 +320,7 @@ pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
     let rest = IBV_QP_EX_WITH_RDMA_READ
         | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
         | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
+        | IBV_QP_EX_WITH_ATOMIC_WRITE
         | IBV_QP_EX_WITH_LOCAL_INV
         | IBV_QP_EX_WITH_BIND_MW
         | IBV_QP_EX_WITH_SEND_WITH_INV;
@@ -341,6 +353,7 @@ pub(crate) fn fill(qp: &mut ibv_qp_ex, ops: u64) {
     qp.wr_atomic_cmp_swp = has(IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP).then_some(wr_atomic_cmp_swp as _);
     qp.wr_atomic_fetch_add =
         has(IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD).then_some(wr_atomic_fetch_add as _);
+    qp.wr_atomic_write = has(IBV_QP_EX_WITH_ATOMIC_WRITE).then_some(wr_atomic_write as _);
     qp.wr_local_inv = has(IBV_QP_EX_WITH_LOCAL_INV).then_some(wr_local_inv as _);
     qp.wr_bind_mw = has(IBV_QP_EX_WITH_BIND_MW).then_some(wr_bind_mw as _);
 }
@@ -532,6 +545,27 @@ unsafe extern "C" fn wr_atomic_fetch_add(qp: *mut ibv_qp_ex, rkey: u32, to: u64,
                 add,
             },
         );
+    };
+}
+unsafe extern "C" fn wr_atomic_write(qp: *mut ibv_qp_ex, rkey: u32, to: u64, word: *const c_void) {
+    let mut data = InlineData::new();
+    if !word.is_null() {
+        // SAFETY: eight bytes (the program's promise).
+        data.extend_from_slice(&unsafe { word.cast::<[u8; 8]>().read_unaligned() });
+    }
+    // SAFETY: as above.
+    unsafe {
+        begin(
+            qp,
+            Op::AtomicWrite {
+                remote: remote(rkey, to),
+            },
+        );
+        with_builder(qp, |b| {
+            if let Some(request) = b.requests.last_mut() {
+                request.payload = Payload::Inline(data);
+            }
+        });
     };
 }
 unsafe extern "C" fn wr_local_inv(qp: *mut ibv_qp_ex, rkey: u32) {

@@ -2,21 +2,25 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
-use anywarp_core::wire::Stag;
+use anywarp_core::wire::{Stag, To};
 use anywarp_engine::device::{gids, ip_of_lid};
-use anywarp_engine::verbs::{MemoryRegion, Reregistration};
+use anywarp_engine::sys::populate;
+use anywarp_engine::verbs::{DeviceMemory, MemoryRegion, Reregistration};
 use anywarp_engine::worker::random_u32;
 
 use super::device::{c_gid, gid_ip};
+use super::import;
 use super::object::{
     AhObject, ContextObject, MrObject, MwObject, PdObject, QpObject, from_c, into_c, is_lost,
     is_lost_context, misuse, of,
 };
+use super::ops::sges_of;
 use super::types::*;
 use crate::{entry, fail};
 
@@ -35,7 +39,15 @@ entry! {
         }
         let pd = Pd::new();
         let handle = pd.id();
-        into_c(PdObject { c: ibv_pd { context, handle }, engine: Arc::new(pd) })
+        let engine = Arc::new(pd);
+        let mut domains = import::domains();
+        if domains.len() >= domains.capacity() {
+            // Before the table grows.
+            domains.retain(|_, pd| pd.strong_count() > 0);
+        }
+        domains.insert(handle, Arc::downgrade(&engine));
+        drop(domains);
+        into_c(PdObject { c: ibv_pd { context, handle }, engine, _td: None })
     }
 }
 
@@ -70,6 +82,28 @@ unsafe fn register(
     iova: u64,
     access: c_uint,
 ) -> *mut ibv_mr {
+    if length == 0 {
+        return fail(
+            misuse("ibv_reg_mr", &Misuse::InvalidArgument("length 0")),
+            std::ptr::null_mut(),
+        );
+    }
+    // SAFETY: the caller's promise.
+    unsafe { register_in(pd, addr, length, iova, access, None) }
+}
+
+/// Registers memory of the program's or of the device's.
+///
+/// # Safety
+/// `pd` is null or lives; the memory stays mapped while it is registered.
+pub(crate) unsafe fn register_in(
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: c_uint,
+    device_memory: Option<(Arc<DeviceMemory>, Arc<AtomicUsize>)>,
+) -> *mut ibv_mr {
     if pd.is_null() {
         return fail(libc::EINVAL, std::ptr::null_mut());
     }
@@ -94,7 +128,11 @@ unsafe fn register(
                 lkey: key,
                 rkey: key,
             };
-            into_c(MrObject { c, engine: region })
+            into_c(MrObject {
+                c,
+                engine: region,
+                device_memory,
+            })
         }
         Err(Some(e)) => fail(misuse("ibv_reg_mr", &e), std::ptr::null_mut()),
         Err(None) => fail(libc::EFAULT, std::ptr::null_mut()),
@@ -152,7 +190,10 @@ entry! {
             return misuse("ibv_dereg_mr", &e);
         }
         // SAFETY: the caller's promise.
-        drop(unsafe { from_c::<MrObject, _>(mr) });
+        let object = unsafe { from_c::<MrObject, _>(mr) };
+        if let Some((_, regions)) = &object.device_memory {
+            regions.fetch_sub(1, Ordering::AcqRel);
+        }
         0
     }
 }
@@ -201,6 +242,99 @@ entry! {
             Err(None) => fail(libc::EFAULT, IBV_REREG_MR_ERR_CMD),
         }
     }
+}
+
+/// `ibv_advise_mr(3)`: brings pages of regions with on demand paging in.
+pub(crate) unsafe extern "C" fn advise_mr(
+    pd: *mut ibv_pd,
+    advice: ibv_advise_mr_advice,
+    flags: u32,
+    list: *mut ibv_sge,
+    n: u32,
+) -> c_int {
+    crate::guard(libc::EIO, || {
+        if pd.is_null() || list.is_null() || n == 0 || flags & !IBV_ADVISE_MR_FLAG_FLUSH != 0 {
+            return libc::EINVAL;
+        }
+        let (writes, faults) = match advice {
+            IBV_ADVISE_MR_ADVICE_PREFETCH => (false, true),
+            IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => (true, true),
+            IBV_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => (false, false),
+            _ => return libc::EOPNOTSUPP,
+        };
+        // SAFETY: they live (the program's promise).
+        let (domain, n) = unsafe {
+            (
+                of::<PdObject, _>(pd),
+                c_int::try_from(n).unwrap_or(c_int::MAX),
+            )
+        };
+        // SAFETY: its context is open while it lives.
+        let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
+        let need = if writes {
+            Access::LOCAL_WRITE
+        } else {
+            Access::NONE
+        };
+        // SAFETY: `n` elements (the program's promise).
+        for sge in unsafe { sges_of(list, n) } {
+            let to = To(sge.addr);
+            let regions = &engine.rnic.regions;
+            let id = domain.engine.id();
+            let Ok(place) = regions.check(
+                sge.lkey,
+                id,
+                0,
+                need | Access::ON_DEMAND,
+                to,
+                sge.len.into(),
+            ) else {
+                // Not paged on demand, not there, or not of this domain.
+                return libc::EINVAL;
+            };
+            // Without faults: pages that are there already stay, and nothing else is to be done.
+            if faults && let Some(pinned) = place.pin() {
+                populate(&pinned, writes);
+            }
+        }
+        0
+    })
+}
+
+/// `ibv_alloc_null_mr(3)`: what is written there is gone, what is read there is zero.
+pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
+    crate::guard(std::ptr::null_mut(), || {
+        if pd.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<PdObject, _>(pd) } {
+            return fail(libc::ENODEV, std::ptr::null_mut());
+        }
+        // SAFETY: as above.
+        let domain = unsafe { of::<PdObject, _>(pd) };
+        // SAFETY: its context is open while it lives.
+        let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
+        match MemoryRegion::null(engine, &domain.engine) {
+            Ok(region) => {
+                let key = region.region().stag().0;
+                into_c(MrObject {
+                    c: ibv_mr {
+                        context: domain.c.context,
+                        pd,
+                        addr: std::ptr::null_mut(),
+                        length: usize::MAX,
+                        handle: key >> 8,
+                        lkey: key,
+                        rkey: 0,
+                    },
+                    engine: region,
+                    device_memory: None,
+                })
+            }
+            Err(e) => fail(misuse("ibv_alloc_null_mr", &e), std::ptr::null_mut()),
+        }
+    })
 }
 
 // ---------------------------------------------------------------------- windows

@@ -3,14 +3,16 @@
 //! Each object that a program holds begins with the struct of the header, so that its address serves as the C pointer;
 //! what is ours follows. It is made by [`into_c`] and ends in [`from_c`].
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::device::Context;
-use anywarp_engine::verbs::{CompletionQueue, MemoryRegion, QueuePair, SharedReceive};
+use anywarp_engine::verbs::{
+    CompletionQueue, DeviceMemory, MemoryRegion, QueuePair, SharedReceive,
+};
 
 use super::types::*;
 
@@ -33,11 +35,31 @@ impl ContextObject {
     }
 }
 
-/// A protection domain.
+/// A protection domain, or a parent domain around one.
 #[repr(C)]
 pub(crate) struct PdObject {
     pub(crate) c: ibv_pd,
     pub(crate) engine: Arc<Pd>,
+    /// Keeps a parent domain's thread domain.
+    pub(crate) _td: Option<Arc<()>>,
+}
+
+/// A thread domain.
+#[repr(C)]
+pub(crate) struct TdObject {
+    pub(crate) c: ibv_td,
+    /// Shared by the parent domains that have it.
+    pub(crate) users: Arc<()>,
+}
+
+/// A piece of device memory.
+#[repr(C)]
+pub(crate) struct DmObject {
+    pub(crate) c: ibv_dm,
+    pub(crate) memory: Arc<DeviceMemory>,
+    /// Regions that lie in it.
+    pub(crate) regions: Arc<AtomicUsize>,
+    pub(crate) imported: bool,
 }
 
 /// A memory region.
@@ -45,6 +67,8 @@ pub(crate) struct PdObject {
 pub(crate) struct MrObject {
     pub(crate) c: ibv_mr,
     pub(crate) engine: MemoryRegion,
+    /// The device memory that it lies in, and how many regions do.
+    pub(crate) device_memory: Option<(Arc<DeviceMemory>, Arc<AtomicUsize>)>,
 }
 
 /// A memory window.
@@ -69,7 +93,7 @@ pub(crate) struct AhObject {
 pub(crate) struct ChannelObject {
     pub(crate) c: ibv_comp_channel,
     pub(crate) engine: Arc<Channel<usize>>,
-    pub(crate) users: std::sync::atomic::AtomicUsize,
+    pub(crate) users: AtomicUsize,
 }
 
 /// Events that were handed to the program, and those that it acknowledged: an object may only go when they are equal.
@@ -110,7 +134,7 @@ pub(crate) struct CqObject {
     pub(crate) engine: Arc<CompletionQueue>,
     pub(crate) comp_acks: Acks,
     pub(crate) async_acks: Acks,
-    pub(crate) users: std::sync::atomic::AtomicUsize,
+    pub(crate) users: AtomicUsize,
     /// The completion that the extended interface shows.
     pub(crate) current: std::cell::UnsafeCell<Option<super::extended::Shown>>,
 }
@@ -122,7 +146,7 @@ pub(crate) struct SrqObject {
     pub(crate) engine: Arc<SharedReceive>,
     pub(crate) pd: Arc<Pd>,
     pub(crate) acks: Acks,
-    pub(crate) users: std::sync::atomic::AtomicUsize,
+    pub(crate) users: AtomicUsize,
 }
 
 /// A queue pair.
@@ -217,6 +241,6 @@ pub(crate) fn os_errno(e: &std::io::Error) -> i32 {
 }
 
 /// Notes that a C object has this address.
-pub(crate) fn set_cookie<C>(cookie: &std::sync::atomic::AtomicUsize, pointer: *mut C) {
+pub(crate) fn set_cookie<C>(cookie: &AtomicUsize, pointer: *mut C) {
     cookie.store(pointer.expose_provenance(), Ordering::Release);
 }

@@ -137,6 +137,7 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool) -> Result<WorkRequest, Mi
             remote: rdma(),
             imm,
         },
+        IBV_WR_ATOMIC_WRITE => Op::AtomicWrite { remote: rdma() },
         IBV_WR_RDMA_READ => Op::Read { remote: rdma() },
         IBV_WR_ATOMIC_CMP_AND_SWP => {
             let (remote, compare, swap) = atomic();
@@ -161,7 +162,10 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool) -> Result<WorkRequest, Mi
         }
         _ => return Err(Misuse::InvalidArgument("opcode")),
     };
-    let sendable = matches!(op, Op::Send { .. } | Op::Write { .. });
+    let sendable = matches!(
+        op,
+        Op::Send { .. } | Op::Write { .. } | Op::AtomicWrite { .. }
+    );
     let payload = if wr.send_flags & IBV_SEND_INLINE != 0 && sendable {
         // SAFETY: the caller's promise.
         Payload::Inline(unsafe { inline_of(wr.sg_list, wr.num_sge) }?)

@@ -513,6 +513,7 @@ impl DatagramQp {
         let op = match posted.request.op {
             Op::Send { .. } => WcOp::Send,
             Op::Write { .. } => WcOp::Write,
+            Op::AtomicWrite { .. } => WcOp::AtomicWrite,
             Op::Read { .. } => WcOp::Read,
             Op::FetchAdd { .. } => WcOp::FetchAdd,
             Op::CompareSwap { .. } => WcOp::CompareSwap,

@@ -78,6 +78,7 @@ impl End {
             base: 0x1000_0000,
             access: ALL,
             pd: PD,
+            present: None,
         };
         let mut random = numbers(u32::from(host) + 1);
         let region = rnic.regions.register(&what, &mut random).unwrap();
@@ -1039,6 +1040,7 @@ fn uc_memory_operations_are_local() {
         base: 0,
         access,
         pd: PD,
+        present: None,
     };
     let mr = a.qp.rnic.regions.register(&what, &mut random).unwrap();
     let bind = Op::Bind(Bind {

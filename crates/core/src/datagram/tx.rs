@@ -289,7 +289,10 @@ impl DatagramQp {
                     )),
                 };
             }
-            Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => {
+            Op::AtomicWrite { .. }
+            | Op::Read { .. }
+            | Op::FetchAdd { .. }
+            | Op::CompareSwap { .. } => {
                 return Err(Unbuildable(
                     Status::LocalQpOperation,
                     "an operation that needs an answer",

@@ -686,7 +686,7 @@ fn tagged_error(e: AccessError, stag: Stag, to: To, len: u64) -> PeerError {
         AccessError::Invalid => PeerError::TaggedStag { stag },
         AccessError::NotAssociated => PeerError::TaggedNotAssociated { stag },
         AccessError::Rights => PeerError::TaggedAccess { stag },
-        AccessError::Bounds => PeerError::TaggedBounds { stag, to, len },
+        AccessError::Bounds | AccessError::Absent => PeerError::TaggedBounds { stag, to, len },
         AccessError::Wrap => PeerError::TaggedWrap { to, len },
     }
 }
@@ -698,7 +698,7 @@ pub(crate) fn remote_error(e: AccessError, stag: Stag, to: To, len: u64) -> Peer
         AccessError::Invalid => PeerError::RemoteStag { stag },
         AccessError::NotAssociated => PeerError::RemoteNotAssociated { stag },
         AccessError::Rights => PeerError::RemoteAccess { stag },
-        AccessError::Bounds => PeerError::RemoteBounds { stag, to, len },
+        AccessError::Bounds | AccessError::Absent => PeerError::RemoteBounds { stag, to, len },
         AccessError::Wrap => PeerError::RemoteWrap { to, len },
     }
 }

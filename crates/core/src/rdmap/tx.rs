@@ -362,7 +362,12 @@ impl Connection {
                     sent: 0,
                 });
             }
-            Op::Write { remote, imm } => {
+            // On the wire an atomic write is a Write: one segment, which the receiver places as one word.
+            Op::Write { remote, .. } | Op::AtomicWrite { remote } => {
+                let imm = match op {
+                    Op::Write { imm, .. } => imm,
+                    _ => None,
+                };
                 let source = self.source(number)?;
                 let s = self.stream_mut()?;
                 s.seq = s.seq.wrapping_add(1);

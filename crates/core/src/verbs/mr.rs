@@ -33,7 +33,7 @@ impl Access {
     pub const MW_BIND: Self = Self(1 << 4);
     /// Offsets start at zero instead of the virtual address.
     pub const ZERO_BASED: Self = Self(1 << 5);
-    /// On demand paging: no difference here, nothing is ever pinned.
+    /// On demand paging: the memory may come and go while it is registered; each access looks whether it is there.
     pub const ON_DEMAND: Self = Self(1 << 6);
     /// Huge pages: no difference here.
     pub const HUGETLB: Self = Self(1 << 7);
@@ -92,6 +92,15 @@ pub enum Kind {
         /// That queue pair.
         qpn: u32,
     },
+    /// A region without memory of the program's (`ibv_alloc_null_mr(3)`).
+    Null {
+        /// Where what is written to it goes; nobody looks at it.
+        sink: u64,
+        /// Bytes that are zero.
+        zeroes: u64,
+        /// Bytes of both.
+        len: u64,
+    },
 }
 
 /// A registered range of user memory. What it says never changes; a new registration is a new `Region`.
@@ -112,7 +121,12 @@ pub struct Region {
     windows: AtomicU32,
     /// The region under a window.
     under: Option<Arc<Self>>,
+    /// Says whether a range of memory is there.
+    present: Option<Present>,
 }
+
+/// Whether the process has memory at `[start, start + len)` now.
+pub type Present = fn(start: u64, len: u64) -> bool;
 
 /// Why memory may not be accessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,6 +141,8 @@ pub enum AccessError {
     Bounds,
     /// Offset plus length passes 2^64.
     Wrap,
+    /// The region says what may be accessed, but there is no memory (on demand paging).
+    Absent,
 }
 
 impl Region {
@@ -221,6 +237,8 @@ impl Drop for Pin<'_> {
 pub struct Placement {
     region: Arc<Region>,
     offset: u64,
+    /// Address of the first byte.
+    at: u64,
     len: u64,
 }
 
@@ -242,6 +260,7 @@ impl Placement {
         Self {
             region: Arc::clone(&self.region),
             offset: self.offset + from,
+            at: self.at + from,
             len: len.min(self.len - from),
         }
     }
@@ -251,7 +270,7 @@ impl Placement {
         let pin = self.region.pin()?;
         Some(Pinned {
             _pin: pin,
-            start: self.region.start + self.offset,
+            start: self.at,
             len: self.len,
         })
     }
@@ -268,7 +287,7 @@ impl Placement {
 
     /// Address of the first byte modulo 8, for the alignment rule of atomics.
     pub fn misaligned(&self) -> bool {
-        !(self.region.start + self.offset).is_multiple_of(8)
+        !self.at.is_multiple_of(8)
     }
 }
 
@@ -357,6 +376,9 @@ pub struct Registration {
     pub access: Access,
     /// Protection domain.
     pub pd: u32,
+    /// For memory that may come and go: how to look whether it is there. Without, it is there for as long as it is
+    /// registered.
+    pub present: Option<Present>,
 }
 
 impl Default for Regions {
@@ -387,6 +409,28 @@ impl Regions {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         let stag = free_stag(&table, random)?;
         let region = Arc::new(region(stag, Kind::Region, what, None));
+        table.insert(stag.0 >> 8, Entry::Live(Arc::clone(&region)));
+        Ok(region)
+    }
+
+    /// Registers a region that has any address and no memory.
+    pub fn register_null(
+        &self,
+        pd: u32,
+        kind: Kind,
+        random: &mut dyn FnMut() -> u32,
+    ) -> Result<Arc<Region>, Misuse> {
+        let what = Registration {
+            start: 0,
+            len: u64::MAX,
+            base: 0,
+            access: Access::LOCAL_WRITE,
+            pd,
+            present: None,
+        };
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let stag = free_stag(&table, random)?;
+        let region = Arc::new(region(stag, kind, &what, None));
         table.insert(stag.0 >> 8, Entry::Live(Arc::clone(&region)));
         Ok(region)
     }
@@ -524,6 +568,7 @@ impl Regions {
                 base,
                 access: bind.access,
                 pd,
+                present: under.present,
             };
             Entry::Live(Arc::new(region(bind.rkey, kind, &what, Some(under))))
         };
@@ -588,11 +633,40 @@ impl Regions {
         if end - region.base > region.len {
             return Err(AccessError::Bounds);
         }
+        let present = region
+            .present
+            .is_none_or(|p| len == 0 || p(region.start + offset, len));
+        if !present {
+            return Err(AccessError::Absent);
+        }
+        let at = match region.kind {
+            // What is written is gone, what is read is zero: each has memory of its own.
+            Kind::Null { zeroes, .. } if !need.has(Access::LOCAL_WRITE) => zeroes,
+            Kind::Null { sink, .. } => sink,
+            _ => region.start + offset,
+        };
+        if matches!(region.kind, Kind::Null { len: most, .. } if len > most) {
+            return Err(AccessError::Bounds);
+        }
         Ok(Placement {
             region,
             offset,
+            at,
             len,
         })
+    }
+
+    /// The region whose STag has these upper 24 bits.
+    pub fn find(&self, index: u32) -> Option<Arc<Region>> {
+        match self
+            .table
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&index)
+        {
+            Some(Entry::Live(region)) if region.kind == Kind::Region => Some(Arc::clone(region)),
+            _ => None,
+        }
     }
 
     /// How many STags there are.
@@ -622,6 +696,7 @@ fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>
         pins: AtomicU32::new(0),
         windows: AtomicU32::new(0),
         under,
+        present: what.present,
     }
 }
 
@@ -664,6 +739,7 @@ mod tests {
             base: 0x10_000,
             access,
             pd: 1,
+            present: None,
         };
         let region = regions.register(&what, &mut numbers()).unwrap();
         (regions, region)
@@ -718,6 +794,7 @@ mod tests {
             base: 0x10_000,
             access: Access::NONE,
             pd: 1,
+            present: None,
         };
         let mut random = [
             0x8000_0001,

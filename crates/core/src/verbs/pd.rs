@@ -1,5 +1,6 @@
 //! Protection domains: who may use whose memory.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 /// A protection domain. Regions and queue pairs of one domain may be used together.
@@ -7,6 +8,8 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 pub struct Pd {
     id: u32,
     users: AtomicUsize,
+    /// The domain that a parent domain is made of: it may not go first.
+    of: Option<Arc<Self>>,
 }
 
 impl Pd {
@@ -16,6 +19,18 @@ impl Pd {
         Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             users: AtomicUsize::new(0),
+            of: None,
+        }
+    }
+
+    /// Another face of `of` (`ibv_alloc_parent_domain(3)`): what belongs to the one may be used with what belongs to the
+    /// other, but each is in use by itself.
+    pub fn within(of: &Arc<Self>) -> Self {
+        of.enter();
+        Self {
+            id: of.id,
+            users: AtomicUsize::new(0),
+            of: Some(Arc::clone(of)),
         }
     }
 
@@ -37,6 +52,14 @@ impl Pd {
     /// Whether objects still belong to the domain, so that it may not be freed.
     pub fn in_use(&self) -> bool {
         self.users.load(Ordering::Relaxed) > 0
+    }
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        if let Some(of) = &self.of {
+            of.leave();
+        }
     }
 }
 

@@ -82,7 +82,11 @@ impl SendQueue {
             super::wr::Payload::Sges(sges) if sges.len() > self.max_sge as usize => {
                 return Err(Misuse::TooManySge);
             }
-            super::wr::Payload::Inline(data) if data.len() > self.max_inline as usize => {
+            // The word of an atomic write is part of the request, not of its data.
+            super::wr::Payload::Inline(data)
+                if data.len() > self.max_inline as usize
+                    && !matches!(request.op, super::wr::Op::AtomicWrite { .. }) =>
+            {
                 return Err(Misuse::InlineTooLarge);
             }
             _ => {}

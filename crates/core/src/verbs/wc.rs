@@ -104,6 +104,8 @@ pub enum WcOp {
     Bind = 5,
     /// A local invalidate.
     LocalInvalidate = 6,
+    /// An atomic write.
+    AtomicWrite = 9,
     /// A receive, by a Send.
     Recv = 128,
     /// A receive, by a Write with immediate.

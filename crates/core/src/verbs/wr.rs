@@ -79,6 +79,11 @@ pub enum Op {
         /// Value that consumes a receive and goes to its completion.
         imm: Option<Immediate>,
     },
+    /// An RDMA Write of one aligned 64-bit word that appears at once (`ibv_wr_atomic_write(3)`).
+    AtomicWrite {
+        /// Where to.
+        remote: Remote,
+    },
     /// RDMA Read.
     Read {
         /// Where from.

@@ -40,6 +40,7 @@ impl End {
             base: start,
             access: Access(0xf),
             pd: PD,
+            present: None,
         };
         let region = rnic.regions.register(&what, &mut random_u32).unwrap();
         let qp = DgramQp::new(&context, None, kind, |qpn| Parts {

@@ -186,3 +186,54 @@ fn a_frame_is_not_held_back() {
     let no_delay = sys::get_option(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY);
     assert_eq!(no_delay, Some(1));
 }
+
+/// A stack that does not know revision 2 closes the connection instead of answering: it is asked once more, in revision 1.
+// RFC 6581 §6, §10 [mpa-rev-mirror]
+#[test]
+fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
+    for answers in [true, false] {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let to = listener.local_addr().unwrap();
+        let peer = thread::spawn(move || {
+            let mut frames = Vec::new();
+            for try_ in 0..2 {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                let mut frame = vec![0; if try_ == 0 { 20 + 4 + 5 } else { 20 + 5 }];
+                stream.read_exact(&mut frame).unwrap();
+                frames.push(frame);
+                if try_ == 1 && answers {
+                    stream
+                        .write_all(b"MPA ID Rep Frame\x40\x01\x00\x02hi")
+                        .unwrap();
+                }
+            }
+            listener.set_nonblocking(true).unwrap();
+            (frames, listener.accept().is_err())
+        });
+        let (told, tells) = mpsc::channel();
+        let config = InitiatorConfig {
+            private_data: b"hello".to_vec(),
+            ..InitiatorConfig::default()
+        };
+        let owner = Arc::new(Tells(Mutex::new(told)));
+        let engine = engine().unwrap();
+        let startup =
+            Startup::dial(engine, owner, to, None, config, PATIENCE, Duration::ZERO).unwrap();
+        let end = tells.recv_timeout(PATIENCE).unwrap();
+        drop(startup);
+        let (frames, no_third) = peer.join().unwrap();
+        assert!(no_third);
+        assert_eq!((frames[0][17], &frames[0][24..]), (2, b"hello".as_slice()));
+        assert_eq!((frames[1][16], frames[1][17]), (C, 1));
+        assert_eq!(&frames[1][20..], b"hello");
+        match end {
+            End::Opened(opened) if answers => {
+                assert_eq!((opened.params.rev, opened.params.peer_to_peer), (1, false));
+                assert_eq!(opened.private_data, b"hi");
+            }
+            End::Failed(Failure::Broken { .. }) if !answers => {}
+            end => panic!("{end:?}"),
+        }
+    }
+}
