@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 7] = [
+const PROGRAMS: [&str; 8] = [
     "selftest",
     "cm",
     "access",
     "chaos",
     "fork",
     "strangers",
+    "surface",
     "vanish",
 ];
 

@@ -1,0 +1,361 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * The less used objects of verbs: device memory, paging on demand, null regions, thread and parent domains, imported
+ * objects, atomic writes. What each does with data on the wire, and what it refuses.
+ */
+#include "ends.h"
+
+#include <sys/mman.h>
+
+static const struct want usual = { 0 };
+
+static int close_dm(void *p) { return ibv_free_dm(p); }
+
+static struct ibv_dm *new_dm(size_t len)
+{
+	struct ibv_alloc_dm_attr attr = { .length = len };
+	struct ibv_dm *dm = ibv_alloc_dm(device, &attr);
+
+	if (dm)
+		keep(close_dm, dm, "ibv_free_dm");
+	return dm;
+}
+
+/* ---------------------------------------------------------------- device memory */
+
+/* Written by the peer, read by the peer, copied in and out by the program. */
+static const char *device_memory(size_t arg)
+{
+	const unsigned int access = IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
+				    IBV_ACCESS_REMOTE_READ;
+	struct region mine;
+	struct ibv_send_wr wr, *bad;
+	struct ibv_sge sge;
+	struct ibv_dm *dm;
+	struct ibv_mr *mr;
+	uint32_t word = 0x01020304, got = 0;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 256, IBV_ACCESS_LOCAL_WRITE));
+	dm = new_dm(4096);
+	ENSURE(dm, "ibv_alloc_dm: %s", strerror(errno));
+	mr = ibv_reg_dm_mr(p.b.pd, dm, 1024, 512, access);
+	ENSURE(mr, "ibv_reg_dm_mr: %s", strerror(errno));
+	keep(close_mr, mr, "ibv_dereg_mr");
+	ENSURE(ibv_free_dm(dm) == EBUSY, "device memory with a region in it was freed");
+
+	memset(mine.at, 0x5a, 256);
+	sge = sge_of(&mine, 0, 256);
+	wr = send_wr(1, IBV_WR_RDMA_WRITE, &sge, 1);
+	wr.wr.rdma.rkey = mr->rkey;
+	wr.wr.rdma.remote_addr = 256;
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL));
+	ENSURE(!ibv_memcpy_from_dm(&got, dm, 1024 + 256 + 252, 4), "ibv_memcpy_from_dm");
+	ENSURE(got == 0x5a5a5a5a, "the last word is 0x%x", got);
+	ENSURE(!ibv_memcpy_from_dm(&got, dm, 1024 + 252, 4), "ibv_memcpy_from_dm");
+	ENSURE(got == 0, "a word before the Write is 0x%x", got);
+
+	ENSURE(!ibv_memcpy_to_dm(dm, 1024, &word, 4), "ibv_memcpy_to_dm");
+	wr = send_wr(2, IBV_WR_RDMA_READ, &sge, 1);
+	wr.wr.rdma.rkey = mr->rkey;
+	wr.wr.rdma.remote_addr = 0;
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 2, IBV_WC_RDMA_READ, NULL));
+	ENSURE(!memcmp(mine.at, &word, 4), "the Read brought something else");
+
+	/* One octet behind the region. */
+	wr = send_wr(3, IBV_WR_RDMA_WRITE, &sge, 1);
+	wr.wr.rdma.rkey = mr->rkey;
+	wr.wr.rdma.remote_addr = 257;
+	ENSURE(!ibv_post_send(p.a.qp, &wr, &bad), "ibv_post_send");
+	TRY(expect_status(p.a.scq, 3, IBV_WC_REM_ACCESS_ERR));
+	return NULL;
+}
+
+static const char *device_memory_limits(size_t arg)
+{
+	struct ibv_alloc_dm_attr attr = { 0 };
+	struct ibv_device_attr_ex ex;
+	struct ibv_dm *all;
+	uint32_t word = 0;
+	struct ibv_pd *pd = new_pd();
+
+	(void)arg;
+	ENSURE(pd && !ibv_query_device_ex(device, NULL, &ex), "set-up");
+	ENSURE(ex.max_dm_size > 0, "max_dm_size is 0");
+	errno = 0;
+	ENSURE(!ibv_alloc_dm(device, &attr) && errno == EINVAL, "0 bytes: %s", strerror(errno));
+	attr.length = ex.max_dm_size + 1;
+	ENSURE(!ibv_alloc_dm(device, &attr) && errno == ENOMEM, "too much: %s", strerror(errno));
+	all = new_dm(ex.max_dm_size);
+	ENSURE(all, "ibv_alloc_dm of all: %s", strerror(errno));
+	attr.length = 4;
+	ENSURE(!ibv_alloc_dm(device, &attr) && errno == ENOMEM, "one word more: %s", strerror(errno));
+	ENSURE(ibv_memcpy_to_dm(all, 2, &word, 4) == EINVAL, "an odd offset");
+	ENSURE(ibv_memcpy_to_dm(all, ex.max_dm_size, &word, 4) == EINVAL, "behind the end");
+	ENSURE(ibv_memcpy_from_dm(&word, all, UINT64_MAX - 3, 4) == EINVAL, "an offset that wraps");
+	ENSURE(!ibv_reg_dm_mr(pd, all, 0, 64, IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL, "not zero based");
+	ENSURE(!ibv_reg_dm_mr(pd, all, 64, ex.max_dm_size, IBV_ACCESS_ZERO_BASED) && errno == EINVAL,
+	       "a region behind the end");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- paging on demand */
+
+#define PAGE ((size_t)4096)
+
+/* Pages that were taken away end the request and nothing else; pages that came back work. */
+static const char *pages_that_go(size_t remote)
+{
+	const unsigned int access = ALL_ACCESS | IBV_ACCESS_ON_DEMAND;
+	struct region mine;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct ibv_mr *mr;
+	struct pair p;
+	uint8_t *at;
+
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 2 * PAGE, IBV_ACCESS_LOCAL_WRITE));
+	at = mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED, "mmap");
+	mr = ibv_reg_mr(remote ? p.b.pd : p.a.pd, at, 4 * PAGE, (int)access);
+	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
+	keep(close_mr, mr, "ibv_dereg_mr");
+	/* The middle goes, and comes back. */
+	ENSURE(!munmap(at + PAGE, 2 * PAGE), "munmap");
+	ENSURE(mmap(at + PAGE, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+		       at + PAGE, "mmap again");
+	memset(mine.at, 0x77, 2 * PAGE);
+	sge = sge_of(&mine, 0, 2 * PAGE);
+	if (remote) {
+		wr = send_wr(1, IBV_WR_RDMA_WRITE, &sge, 1);
+		wr.wr.rdma.rkey = mr->rkey;
+		wr.wr.rdma.remote_addr = (uintptr_t)at + PAGE;
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL));
+		TRY(all_bytes(at + PAGE, 2 * PAGE, 0x77, "pages that came back"));
+	}
+	ENSURE(!munmap(at + PAGE, 2 * PAGE), "munmap");
+	if (remote) {
+		wr = send_wr(2, IBV_WR_RDMA_WRITE, &sge, 1);
+		wr.wr.rdma.rkey = mr->rkey;
+		wr.wr.rdma.remote_addr = (uintptr_t)at + PAGE / 2;
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_status(p.a.scq, 2, IBV_WC_REM_ACCESS_ERR));
+	} else {
+		sge = (struct ibv_sge){ .addr = (uintptr_t)at, .length = 4 * PAGE, .lkey = mr->lkey };
+		wr = send_wr(2, IBV_WR_SEND, &sge, 1);
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_status(p.a.scq, 2, IBV_WC_LOC_PROT_ERR));
+	}
+	munmap(at, PAGE);
+	munmap(at + 3 * PAGE, PAGE);
+	return NULL;
+}
+
+/* A region of the whole address space; pages are brought in when asked for. */
+static const char *implicit(size_t arg)
+{
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct ibv_mr *a, *b;
+	struct pair p;
+	uint8_t *at;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	a = ibv_reg_mr(p.a.pd, NULL, SIZE_MAX, IBV_ACCESS_ON_DEMAND | IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(a, "ibv_reg_mr: %s", strerror(errno));
+	keep(close_mr, a, "ibv_dereg_mr");
+	b = ibv_reg_mr(p.b.pd, NULL, SIZE_MAX, IBV_ACCESS_ON_DEMAND | ALL_ACCESS);
+	ENSURE(b, "ibv_reg_mr: %s", strerror(errno));
+	keep(close_mr, b, "ibv_dereg_mr");
+	at = mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED, "mmap");
+	memset(at, 0x31, PAGE);
+	sge = (struct ibv_sge){ .addr = (uintptr_t)at, .length = PAGE, .lkey = a->lkey };
+	ENSURE(!ibv_advise_mr(p.a.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, IBV_ADVISE_MR_FLAG_FLUSH, &sge, 1), "advise");
+	wr = send_wr(1, IBV_WR_RDMA_WRITE, &sge, 1);
+	wr.wr.rdma.rkey = b->rkey;
+	wr.wr.rdma.remote_addr = (uintptr_t)at + 2 * PAGE;
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL));
+	TRY(all_bytes(at + 2 * PAGE, PAGE, 0x31, "target"));
+	wr.wr_id = 2;
+	wr.wr.rdma.remote_addr = 8;
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_status(p.a.scq, 2, IBV_WC_REM_ACCESS_ERR));
+	ENSURE(ibv_advise_mr(p.a.pd, 77, 0, &sge, 1) == EOPNOTSUPP, "an unknown advice");
+	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EINVAL, "of another domain");
+	munmap(at, 4 * PAGE);
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- null regions */
+
+static const char *null_region(size_t arg)
+{
+	struct region mine, theirs;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge[2];
+	struct ibv_mr *null;
+	struct ibv_wc wc;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 100, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, p.b.pd, 300, ALL_ACCESS));
+	null = ibv_alloc_null_mr(p.b.pd);
+	ENSURE(null, "ibv_alloc_null_mr: %s", strerror(errno));
+	keep(close_mr, null, "ibv_dereg_mr");
+
+	/* 60 bytes swallowed, 40 kept. */
+	memset(mine.at, 0x21, 60);
+	memset(mine.at + 60, 0x22, 40);
+	sge[0] = (struct ibv_sge){ .addr = 12345, .length = 60, .lkey = null->lkey };
+	sge[1] = sge_of(&theirs, 0, 40);
+	TRY(post_recv(p.b.qp, 1, sge, 2));
+	sge[0] = sge_of(&mine, 0, 100);
+	wr = send_wr(2, IBV_WR_SEND, sge, 1);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, &wc));
+	ENSURE(wc.byte_len == 100, "byte_len %u", wc.byte_len);
+	TRY(all_bytes(theirs.at, 40, 0x22, "what was kept"));
+	TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
+
+	/* Zeroes come out, whatever went in. */
+	memset(mine.at, 0xff, 100);
+	sge[0] = sge_of(&mine, 0, 100);
+	TRY(post_recv(p.a.qp, 3, sge, 1));
+	sge[0] = (struct ibv_sge){ .addr = 0, .length = 100, .lkey = null->lkey };
+	wr = send_wr(4, IBV_WR_SEND, sge, 1);
+	TRY(post(p.b.qp, &wr));
+	TRY(expect_ok(p.a.rcq, 3, IBV_WC_RECV, NULL));
+	TRY(all_bytes(mine.at, 100, 0, "what was read"));
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- domains */
+
+static int close_td(void *p) { return ibv_dealloc_td(p); }
+
+static const char *domains(size_t arg)
+{
+	struct ibv_td_init_attr td_attr = { 0 };
+	struct ibv_parent_domain_init_attr attr = { 0 };
+	struct ibv_pd *pd = new_pd(), *parent;
+	struct ibv_td *td;
+	struct ibv_mr *mr;
+	static uint8_t memory[64];
+
+	(void)arg;
+	td = ibv_alloc_td(device, &td_attr);
+	ENSURE(pd && td, "set-up: %s", strerror(errno));
+	keep(close_td, td, "ibv_dealloc_td");
+	errno = 0;
+	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "without a domain: %s", strerror(errno));
+	attr.pd = pd;
+	attr.td = td;
+	attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS;
+	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "allocators that are null");
+	attr.comp_mask = 0;
+	parent = ibv_alloc_parent_domain(device, &attr);
+	ENSURE(parent, "ibv_alloc_parent_domain: %s", strerror(errno));
+	keep(close_pd, parent, "ibv_dealloc_pd of the parent domain");
+	ENSURE(ibv_dealloc_td(td) == EBUSY, "a thread domain in use went");
+	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a protection domain with a parent domain went");
+	mr = ibv_reg_mr(parent, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
+	ENSURE(ibv_dealloc_pd(parent) == EBUSY, "a parent domain in use went");
+	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- import */
+
+static const char *imported(size_t arg)
+{
+	struct ibv_pd *pd = new_pd(), *again;
+	struct ibv_context *other;
+	static uint8_t memory[64];
+	struct ibv_mr *mr, *same;
+	int copy, pipes[2];
+
+	(void)arg;
+	ENSURE(pd, "set-up");
+	mr = new_mr(pd, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(mr, "set-up");
+	ENSURE(!pipe(pipes), "pipe");
+	errno = 0;
+	ENSURE(!ibv_import_device(pipes[0]) && errno == EOPNOTSUPP, "a pipe as a device: %s", strerror(errno));
+	close(pipes[0]);
+	close(pipes[1]);
+	ENSURE(!ibv_import_device(-1) && errno == EOPNOTSUPP, "no descriptor");
+	copy = dup(device->cmd_fd);
+	ENSURE(copy >= 0, "cmd_fd: %s", strerror(errno));
+	other = ibv_import_device(copy);
+	close(copy);
+	ENSURE(other, "ibv_import_device: %s", strerror(errno));
+	ENSURE(!ibv_import_pd(other, 0x7fffffff) && errno == EINVAL, "a domain of no handle");
+	again = ibv_import_pd(other, pd->handle);
+	ENSURE(again, "ibv_import_pd: %s", strerror(errno));
+	ENSURE(!ibv_import_mr(again, 0) && errno == EINVAL, "a region of no handle");
+	same = ibv_import_mr(again, mr->handle);
+	ENSURE(same && same->lkey == mr->lkey && same->length == 64 && !same->addr, "ibv_import_mr");
+	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a domain that was imported went");
+	ibv_unimport_mr(same);
+	ibv_unimport_pd(again);
+	ENSURE(!ibv_close_device(other), "ibv_close_device");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- atomic writes */
+
+static const char *atomic_write(size_t arg)
+{
+	struct want w = { 0 };
+	struct region mine, theirs;
+	struct ibv_send_wr wr, *bad;
+	struct ibv_sge sge;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &w));
+	TRY(new_region(&mine, p.a.pd, 16, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	memset(mine.at, 0x3c, 16);
+	sge = sge_of(&mine, 0, 8);
+	wr = rdma_wr(1, IBV_WR_ATOMIC_WRITE, &sge, 1, &theirs, 8);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_ATOMIC_WRITE, NULL));
+	TRY(all_bytes(theirs.at + 8, 8, 0x3c, "the word"));
+	TRY(all_bytes(theirs.at + 16, 48, FRESH, "what is behind it"));
+	wr.wr.rdma.remote_addr += 4;
+	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "an address between two words");
+	wr.wr.rdma.remote_addr += 4;
+	sge.length = 4;
+	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "half a word");
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "device_memory", device_memory, 0, 0, false },
+	{ "device_memory_limits", device_memory_limits, 0, 0, false },
+	{ "pages_that_go_here", pages_that_go, 0, 0, false },
+	{ "pages_that_go_there", pages_that_go, 1, 0, false },
+	{ "implicit", implicit, 0, 0, false },
+	{ "null_region", null_region, 0, 0, false },
+	{ "domains", domains, 0, 0, false },
+	{ "imported", imported, 0, 0, false },
+	{ "atomic_write", atomic_write, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
