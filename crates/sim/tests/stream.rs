@@ -7,7 +7,7 @@
 )]
 
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch, mulpdu};
-use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, read, send, write};
+use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, fetch_add, read, send, write};
 
 /// RFC 5044 §4.3 [mpa-markers-able]: each end says whether it wants markers, and gets them, whatever the other end wants.
 #[test]
@@ -136,4 +136,45 @@ fn an_aligned_batch_holds_one_message() {
     batch.clear();
     w[end].conn.poll_tx(now, false, &mut batch);
     assert!(batch.is_empty());
+}
+
+/// RFC 5041 §4.3 [ddp-msn-wrap]: message numbers begin again behind the last one, and so do ours between two anywarp ends.
+#[test]
+fn numbers_wrap_and_nothing_is_lost_or_done_twice() {
+    for setup in [Setup::standard(), Setup::anywarp()] {
+        each_seed(20, |seed| {
+            let mut w = World::new(seed);
+            let (a, b) = w.pair(&setup);
+            for end in [a, b] {
+                w[end].conn.number_from(0xffff_ffe0);
+            }
+            let data = w.rng.bytes(8_000);
+            let from = w[a].register(8_000, access::ALL);
+            let into = w[b].register(8_000, access::ALL);
+            let back = w[a].register(8_000, access::ALL);
+            w[a].fill(&from, &data);
+            for round in 0..80_u64 {
+                let at = 100 * round as usize;
+                w[b].recv(round, &[into.part(at, 100)]);
+                w[a].post(send(round).from(&[from.part(at, 100)]));
+                w[a].post(read(1_000 + round, into.remote(at)).from(&[back.part(at, 100)]));
+                w[a].post(fetch_add(2_000 + round, into.remote(0), 0).from(&[back.part(0, 8)]));
+                if round % 7 == 0 {
+                    w.run();
+                }
+            }
+            w.run();
+            assert_eq!(
+                w[a].completed()
+                    .iter()
+                    .filter(|c| c.status as u8 == 0)
+                    .count(),
+                240
+            );
+            let received: Vec<_> = w[b].received().iter().map(|c| c.wr_id).collect();
+            assert_eq!(received, (0..80).collect::<Vec<u64>>());
+            assert!(w[b].bytes(&into) == data);
+            assert!(w[a].bytes(&back)[8..] == data[8..]);
+        });
+    }
 }
