@@ -1,13 +1,13 @@
 //! `cargo xtask c-tests`: our own C programs, compiled against the distribution's headers and libraries and run
 //! on ours.
 
-use crate::{Result, sh};
+use crate::{Result, link, sh, symbols};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 8] = [
+const PROGRAMS: [&str; 9] = [
     "selftest",
     "cm",
     "access",
@@ -16,7 +16,11 @@ const PROGRAMS: [&str; 8] = [
     "strangers",
     "surface",
     "vanish",
+    PANIC,
 ];
+
+/// The one that needs a library which panics when it is asked to: a build with debug assertions.
+const PANIC: &str = "panic";
 
 /// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {
@@ -40,12 +44,17 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     {
         let binary = build(name, &work.join(name))?;
         println!("== {name}");
-        let mut command = Command::new(sh::dist().join("bin/anywarp"));
-        // On the loopback interface, whatever other addresses this machine has.
-        command
-            .args(["run", "--device-ip", "127.0.0.1", "--"])
-            .arg(&binary)
-            .args(tests);
+        let mut command = if *name == PANIC {
+            on_debug_build(&binary)?
+        } else {
+            let mut command = Command::new(sh::dist().join("bin/anywarp"));
+            // On the loopback interface, whatever other addresses this machine has.
+            command
+                .args(["run", "--device-ip", "127.0.0.1", "--"])
+                .arg(&binary);
+            command
+        };
+        command.args(tests);
         if !command.status()?.success() {
             failed.push(*name);
         }
@@ -54,6 +63,28 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         return Ok(());
     }
     Err(format!("C tests fail: {}", failed.join(", ")).into())
+}
+
+/// Runs a program on libraries with debug assertions, which are built for it.
+fn on_debug_build(binary: &Path) -> Result<Command> {
+    sh::run(sh::cargo().args(["build", "--quiet", "--package=anywarp-abi"]))?;
+    let lib = sh::target().join("debug-lib");
+    if lib.exists() {
+        fs::remove_dir_all(&lib)?;
+    }
+    link::run(
+        &symbols::read()?,
+        &sh::target().join("debug/libanywarp_abi.a"),
+        &sh::target().join("debug-link"),
+        &lib,
+    )?;
+    let mut command = Command::new(binary);
+    command
+        .env("LD_LIBRARY_PATH", &lib)
+        .env("LD_PRELOAD", lib.join(symbols::IBVERBS))
+        .env("ANYWARP_ADDR", "127.0.0.1")
+        .env("RUST_BACKTRACE", "0");
+    Ok(command)
 }
 
 /// Compiles `tests/c/NAME.c`, as a program of the distribution would be, to `to`.

@@ -10,6 +10,12 @@
 //! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
 //!   `cargo xtask matrix` compares with the distribution's libraries.
 
+// A panic ends at the C border, and can only end there if it unwinds.
+#[cfg(not(panic = "unwind"))]
+compile_error!(
+    "build anywarp with panic = \"unwind\": with \"abort\" a panic takes the program down"
+);
+
 #[cfg(test)]
 mod distribution;
 mod layout;
@@ -34,8 +40,8 @@ use std::ffi::c_int;
 /// }
 /// ```
 ///
-/// A panic must not cross into C: it is caught, `errno` becomes `EIO`, and the caller gets
-/// `on_panic`.
+/// A panic must not cross into C: it is caught, the device counts as broken (`anywarp_engine::fatal`), `errno` becomes
+/// `EIO`, and the caller gets `on_panic`.
 #[macro_export]
 macro_rules! entry {
     (
@@ -66,7 +72,7 @@ pub(crate) fn guard<T>(on_panic: T, body: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
         Ok(value) => value,
         Err(payload) => {
-            panicked("", payload);
+            panicked("a verb", payload);
             on_panic
         }
     }
@@ -84,10 +90,11 @@ pub fn fail<T>(errno: c_int, value: T) -> T {
     value
 }
 
-/// The end of a panic that reached the C border: the program lives on and sees `EIO`.
+/// The end of a panic that reached the C border: the program lives on and sees `EIO`, and a broken device.
 #[doc(hidden)]
 #[cold]
-pub fn panicked(_entry: &'static str, payload: Box<dyn Any + Send>) {
+pub fn panicked(entry: &'static str, payload: Box<dyn Any + Send>) {
+    anywarp_engine::fatal::caught(entry, &*payload);
     // Dropping a foreign payload may itself panic; leaking a few bytes is the lesser evil.
     let _leaked = std::mem::ManuallyDrop::new(payload);
     set_errno(libc::EIO);
@@ -120,6 +127,58 @@ mod tests {
         assert_eq!(unsafe { anywarp_test_panics(1) }, -1);
         let errno = std::io::Error::last_os_error().raw_os_error();
         assert_eq!(errno, Some(libc::EIO));
+    }
+
+    /// What C calls without `entry!` catches panics itself, or calls something that does.
+    #[test]
+    fn no_panic_leaves_a_function_that_c_calls() {
+        const CATCH: [&str; 5] = [
+            "guard(",
+            "with_builder(",
+            "begin(",
+            "write_port(",
+            // Reads a field of a struct that lies there.
+            " read(",
+        ];
+        let mut folders = vec![std::path::PathBuf::from(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/src"
+        ))];
+        let mut seen = 0;
+        let mut bare = Vec::new();
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let text = std::fs::read_to_string(&path).unwrap();
+                for (at, _) in text.match_indices("unsafe extern \"C") {
+                    let item = &text[at..];
+                    // A definition: its name follows at once, and a body before any semicolon.
+                    let Some((head, rest)) = item.split_once('{') else {
+                        continue;
+                    };
+                    if head.contains(';') || head.contains("fn(") || head.contains('$') {
+                        continue;
+                    }
+                    seen += 1;
+                    let body = rest.split_once("\n}").map_or(rest, |(body, _)| body);
+                    let body = if rest.starts_with('}') {
+                        ""
+                    } else {
+                        body.trim()
+                    };
+                    let trivial = !body.contains('(') || body.starts_with("fail(libc::");
+                    if !trivial && !CATCH.iter().any(|c| body.contains(c)) {
+                        bare.push(format!("{}: {head}", path.display()));
+                    }
+                }
+            }
+        }
+        assert!(seen > 40, "{seen} functions found");
+        assert!(bare.is_empty(), "{}", bare.join("\n"));
     }
 
     /// `-1` is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.

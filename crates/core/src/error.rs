@@ -403,6 +403,8 @@ pub enum Misuse {
     NoMemory,
     /// The caller may not do this.
     Permission,
+    /// An internal error broke the device.
+    DeviceBroken,
 }
 
 impl Misuse {
@@ -417,6 +419,7 @@ impl Misuse {
             Self::Unsupported(_) => EOPNOTSUPP,
             Self::Busy => EBUSY,
             Self::Permission => EPERM,
+            Self::DeviceBroken => EIO,
         }
     }
 }
@@ -433,6 +436,10 @@ impl fmt::Display for Misuse {
             Self::Busy => write!(f, "still in use"),
             Self::NoMemory => write!(f, "out of memory or device limit reached"),
             Self::Permission => write!(f, "not permitted"),
+            Self::DeviceBroken => write!(
+                f,
+                "an internal error broke the device; open it again in a new process"
+            ),
         }
     }
 }
@@ -441,6 +448,7 @@ impl core::error::Error for Misuse {}
 
 // The numbers of Linux; core knows no libc.
 const EPERM: i32 = 1;
+const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
 const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;

@@ -26,6 +26,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::channel::Channel;
 use crate::device::{self, Profile};
+use crate::fatal::Mortal;
 use crate::lobby;
 use crate::log;
 use crate::net::tcp;
@@ -220,7 +221,7 @@ impl CmId {
         channel: &Arc<EventChannel>,
         port_space: PortSpace,
     ) -> Arc<Self> {
-        Arc::new_cyclic(|me| Self {
+        let id = Arc::new_cyclic(|me| Self {
             engine,
             cookie: AtomicUsize::new(0),
             port_space,
@@ -246,7 +247,10 @@ impl CmId {
                 ack_timeout: None,
                 destroyed: false,
             }),
-        })
+        });
+        let mortal: Arc<dyn Mortal> = Arc::clone(&id) as _;
+        engine.watch_over(Arc::downgrade(&mortal));
+        id
     }
 
     fn is_datagram(&self) -> bool {
@@ -1003,6 +1007,27 @@ impl Owner for CmId {
             }
             Failure::Unreachable { errno } => self.push(EventKind::Unreachable, -errno),
             Failure::Broken { errno } => self.push(EventKind::ConnectError, -errno),
+        }
+    }
+}
+
+impl Mortal for CmId {
+    fn device_broke(&self) {
+        let startup = {
+            let mut state = self.lock();
+            if matches!(state.phase, Phase::Idle | Phase::Bound) {
+                // Not of this device yet.
+                return;
+            }
+            state.phase = Phase::Over;
+            state.startup.take()
+        };
+        if let Some(startup) = startup {
+            startup.cancel();
+        }
+        // One that the program has not seen yet it need not give up.
+        if self.cookie.load(Ordering::Relaxed) != 0 {
+            self.push(EventKind::DeviceRemoval, 0);
         }
     }
 }

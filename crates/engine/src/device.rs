@@ -13,6 +13,7 @@ use anywarp_core::bounds;
 use anywarp_core::connection::Peer;
 
 use crate::channel::Channel;
+use crate::fatal::Mortal;
 use crate::sys::{self, HostAddress, PerProcess};
 use crate::worker::{Engine, engine};
 
@@ -225,6 +226,7 @@ pub mod event {
     pub const QP_ACCESS_ERR: u32 = 3;
     pub const COMM_EST: u32 = 4;
     pub const SQ_DRAINED: u32 = 5;
+    pub const DEVICE_FATAL: u32 = 8;
     pub const SRQ_ERR: u32 = 14;
     pub const SRQ_LIMIT_REACHED: u32 = 15;
     pub const QP_LAST_WQE_REACHED: u32 = 16;
@@ -263,10 +265,25 @@ impl Context {
         (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
     }
 
+    /// Sees to it that this context gets the event when the device breaks.
+    pub fn watch(self: &Arc<Self>) {
+        let me: Arc<dyn Mortal> = Arc::clone(self) as _;
+        self.engine.watch_over(Arc::downgrade(&me));
+    }
+
     /// Bytes of UD messages, as `enum ibv_mtu` counts: 5 is 4096.
     pub fn mtu() -> u32 {
         debug_assert_eq!(bounds::UD_MTU, 4096);
         5
+    }
+}
+
+impl Mortal for Context {
+    fn device_broke(&self) {
+        self.events.push(AsyncItem {
+            event: event::DEVICE_FATAL,
+            cookie: 0,
+        });
     }
 }
 

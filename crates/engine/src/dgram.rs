@@ -17,6 +17,7 @@ use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest};
 
 use crate::clock;
 use crate::device::{AsyncItem, Context, event};
+use crate::fatal::Mortal;
 use crate::log;
 use crate::net::udp::{Carrier, Group};
 use crate::port::Port;
@@ -116,6 +117,8 @@ impl DgramQp {
             }),
         });
         qp.carrier.enter(index(number), qp.me.clone());
+        let mortal: Arc<dyn Mortal> = Arc::clone(&qp) as _;
+        context.engine.watch_over(Arc::downgrade(&mortal));
         Ok(qp)
     }
 
@@ -130,6 +133,7 @@ impl DgramQp {
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.context.engine.works().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         let mut result = Ok(());
         for (i, request) in requests.enumerate() {
@@ -150,6 +154,7 @@ impl DgramQp {
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.context.engine.works().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         for (i, request) in requests.enumerate() {
             if let Err(e) = request.and_then(|r| inner.core.post_recv(r)) {
@@ -179,6 +184,7 @@ impl DgramQp {
         attr: &Attr,
         route: Option<Route>,
     ) -> Result<(), Misuse> {
+        self.context.engine.works()?;
         let mut inner = self.lock();
         inner.core.modify(given, next, assumed, attr)?;
         if let (Kind::Uc, Some(route)) = (self.kind, route) {
@@ -429,6 +435,19 @@ impl Source for DgramQp {
         if !inner.blocked && !inner.destroyed {
             self.transmit(&mut inner);
         }
+        self.settle(&mut inner);
+    }
+}
+
+impl Mortal for DgramQp {
+    fn device_broke(&self) {
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        inner.core.set_state(State::Error);
+        inner.pending.clear();
+        inner.sent = 0;
         self.settle(&mut inner);
     }
 }

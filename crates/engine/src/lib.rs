@@ -9,6 +9,7 @@
 //! | [`port`] | QPN ports: a TCP listener and a UDP socket with one number |
 //! | [`startup`] | connections in MPA start-up, before a queue pair owns them |
 //! | `lobby` | connections of strangers, bounded |
+//! | [`fatal`] | what happens after a panic |
 //! | [`cm`] | the connection manager |
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
 //! | [`channel`] | completion channels, asynchronous events |
@@ -20,6 +21,7 @@ pub mod clock;
 pub mod cm;
 pub mod device;
 pub mod dgram;
+pub mod fatal;
 mod lobby;
 pub mod log;
 mod mem;

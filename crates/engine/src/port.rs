@@ -78,6 +78,7 @@ fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
 impl Port {
     /// A queue pair number: on a port that has room, or on a new one.
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
+        engine.works_io()?;
         let mut ports = engine.ports.lock().unwrap_or_else(PoisonError::into_inner);
         ports.retain(|p| p.strong_count() > 0);
         for port in ports.iter().filter_map(Weak::upgrade) {

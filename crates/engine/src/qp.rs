@@ -19,6 +19,7 @@ use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
 use crate::clock;
 use crate::device::{self, AsyncItem, Context, Profile, event};
+use crate::fatal::{Mortal, provoke};
 use crate::log;
 use crate::net::tcp::{self, Outcome, Tcp, linger};
 use crate::port::{HELLO, Port};
@@ -150,9 +151,11 @@ impl RcQp {
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.engine.works().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         let mut result = Ok(());
         for (i, request) in requests.enumerate() {
+            let request = request.inspect(|r| provoke::posted(r.id));
             if let Err(e) = request.and_then(|r| inner.conn.post_send(r)) {
                 result = Err((i, e));
                 break;
@@ -167,8 +170,10 @@ impl RcQp {
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.engine.works().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         for (i, request) in requests.enumerate() {
+            let request = request.inspect(|r| provoke::posted(r.id));
             if let Err(e) = request.and_then(|r| inner.conn.post_recv(r)) {
                 return Err((i, e));
             }
@@ -196,6 +201,7 @@ impl RcQp {
         attr: &Attr,
         route: Option<Route>,
     ) -> Result<(), Misuse> {
+        self.engine.works()?;
         let now = clock::now();
         let mut inner = self.lock();
         if matches!(next, Some(State::Error | State::Reset)) {
@@ -784,11 +790,13 @@ pub(crate) fn is_own(ip: IpAddr) -> bool {
 impl Source for RcQp {
     fn ready(self: Arc<Self>, readable: bool, _writable: bool, now: Instant) {
         let mut inner = self.lock();
+        provoke::working();
         self.turn(&mut inner, now, readable, false);
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
         let mut inner = self.lock();
+        provoke::working();
         inner.deadline = None;
         if inner.redial.is_some_and(|t| t <= now) {
             inner.redial = None;
@@ -815,6 +823,17 @@ impl Source for RcQp {
         }
         inner.conn.handle_timeout(now);
         self.turn(&mut inner, now, false, false);
+    }
+}
+
+impl Mortal for RcQp {
+    /// Everything is flushed. The stream ends as it is: what would be said of it may be wrong.
+    fn device_broke(&self) {
+        let mut inner = self.lock();
+        inner.conn.leave("internal error");
+        self.settle(&mut inner, Outcome::Broken(libc::EIO));
+        self.drop_token(&mut inner);
+        drop(inner.tcp.take());
     }
 }
 

@@ -27,6 +27,7 @@ use rustix::time::{
 };
 
 use crate::clock;
+use crate::fatal::{self, Mortal};
 use crate::lobby::Lobby;
 use crate::log;
 use crate::mem::UserMemory;
@@ -99,6 +100,8 @@ pub struct Engine {
     pub(crate) lobby: Lobby,
     /// Closed connections that are read on.
     pub(crate) lingering: AtomicUsize,
+    /// Who is told when the device breaks.
+    pub(crate) mortals: Mutex<Vec<Weak<dyn Mortal>>>,
     broken: AtomicBool,
     generation: u32,
 }
@@ -123,12 +126,22 @@ struct Home {
     making: Mutex<()>,
 }
 
-/// The engine of this process; made, with its thread, at the first call. A forked child makes its own.
+static HOME: PerProcess<Home> = PerProcess::new(Home::default);
+
+/// The engine of this process, if it was made.
+pub(crate) fn current() -> Option<&'static Engine> {
+    HOME.get().engine.get().copied()
+}
+
+/// The name of the engine's thread.
+pub(crate) const THREAD: &str = "anywarp";
+
+/// The engine of this process; made, with its thread, at the first call. A forked child makes its own. `EIO` when it broke.
 pub fn engine() -> io::Result<&'static Engine> {
-    static HOME: PerProcess<Home> = PerProcess::new(Home::default);
     sys::watch_fork();
     let home = HOME.get();
     if let Some(engine) = home.engine.get() {
+        engine.works_io()?;
         return Ok(engine);
     }
     let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
@@ -139,7 +152,7 @@ pub fn engine() -> io::Result<&'static Engine> {
     // Handed over when the thread is there: without it nothing may be left of the engine.
     let (give, take) = std::sync::mpsc::sync_channel::<&'static Engine>(1);
     std::thread::Builder::new()
-        .name("anywarp".into())
+        .name(THREAD.into())
         .stack_size(512 * 1024)
         .spawn(move || {
             sys::block_signals();
@@ -210,6 +223,7 @@ impl Engine {
             qps: RwLock::new(HashMap::new()),
             lobby: Lobby::default(),
             lingering: AtomicUsize::new(0),
+            mortals: Mutex::new(Vec::new()),
             broken: AtomicBool::new(false),
             generation: sys::generation(),
         };
@@ -353,6 +367,9 @@ impl Engine {
 
     /// Handles sockets that are ready now; returns whether there were any.
     pub fn pass(&self, now: Instant) -> bool {
+        if self.is_broken() {
+            return false;
+        }
         let mut events: [epoll::Event; PASS] = [epoll::Event {
             flags: EventFlags::empty(),
             data: EventData::new_u64(0),
@@ -517,19 +534,22 @@ impl Engine {
     fn work(&self) {
         loop {
             let turn = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.turn()));
-            if turn.is_err() {
-                self.broken.store(true, Ordering::Relaxed);
-                log!(
-                    Error,
-                    "internal error in the worker; the device may be unusable"
-                );
+            if let Err(payload) = turn {
+                fatal::caught("the worker", &*payload);
+                // Dropping what a panic carried may panic again.
+                let _leaked = std::mem::ManuallyDrop::new(payload);
             }
         }
     }
 
-    /// Whether an internal error was caught.
+    /// Whether an internal error was caught: nothing moves any more.
     pub fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed)
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// From now on it is; whether it was.
+    pub(crate) fn set_broken(&self) -> bool {
+        self.broken.swap(true, Ordering::AcqRel)
     }
 
     fn turn(&self) {
@@ -564,6 +584,10 @@ impl Engine {
                 self.flush_owed(now);
                 break;
             }
+        }
+        if self.is_broken() {
+            // Nobody reads the sockets any more: they would wake us for ever.
+            return;
         }
         let _ = epoll::modify(
             self.worker.get(),
@@ -600,7 +624,10 @@ impl Engine {
                 tv_sec: 0,
                 tv_nsec: left.subsec_nanos().into(),
             };
-            match rustix::event::poll(&mut fds, Some(&left)) {
+            // A broken device does not look at its sockets.
+            let watched = if self.is_broken() { 1 } else { fds.len() };
+            let watched = fds.get_mut(..watched).unwrap_or(&mut []);
+            match rustix::event::poll(watched, Some(&left)) {
                 Ok(0) => return Ok(()),
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => {

@@ -558,7 +558,7 @@ pub unsafe extern "C-unwind" fn rdma_get_cm_event(
     };
     loop {
         // SAFETY: not null, so valid (caller's promise).
-        let done = match unsafe { try_event(&events, event) } {
+        let done = match crate::guard(Some(-1), || unsafe { try_event(&events, event) }) {
             Some(done) => done,
             None if block_on(events.raw_fd()) => continue,
             None => fail(libc::EINTR, -1),

@@ -132,6 +132,7 @@ unsafe extern "C" fn compat() -> *mut std::ffi::c_void {
 /// Opens the device for a C program. Errno on failure.
 pub(crate) fn open() -> Result<*mut ibv_context, i32> {
     let engine = Context::open().map_err(|e| os_errno(&e))?;
+    engine.watch();
     let mut c = verbs_context {
         sz: size_of::<verbs_context>(),
         query_port: Some(query_port),
@@ -333,14 +334,18 @@ fn port_attributes() -> ibv_port_attr {
 
 /// Writes as much of the port's attributes as the caller's struct has.
 unsafe fn write_port(port: u8, attr: *mut ibv_port_attr, len: usize) -> c_int {
-    if port != 1 || attr.is_null() {
-        return libc::EINVAL;
-    }
-    let all = port_attributes();
-    let len = len.min(size_of::<ibv_port_attr>());
-    // SAFETY: the caller's struct has `len` bytes (its promise), ours too.
-    unsafe { std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), attr.cast::<u8>(), len) };
-    0
+    crate::guard(libc::EIO, || {
+        if port != 1 || attr.is_null() {
+            return libc::EINVAL;
+        }
+        let all = port_attributes();
+        let len = len.min(size_of::<ibv_port_attr>());
+        // SAFETY: the caller's struct has `len` bytes (its promise), ours too.
+        unsafe {
+            std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), attr.cast::<u8>(), len);
+        };
+        0
+    })
 }
 
 unsafe extern "C" fn query_port(
@@ -603,7 +608,7 @@ pub unsafe extern "C-unwind" fn ibv_get_async_event(
     }));
     loop {
         // SAFETY: not null, so valid (caller's promise).
-        let done = match unsafe { try_event(&events, out) } {
+        let done = match crate::guard(Some(-1), || unsafe { try_event(&events, out) }) {
             Some(done) => done,
             None if queue::block_on(events.raw_fd()) => continue,
             None => fail(libc::EINTR, -1),

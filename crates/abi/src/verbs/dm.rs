@@ -50,34 +50,38 @@ pub(crate) unsafe extern "C" fn alloc_dm(
     context: *mut ibv_context,
     attr: *mut ibv_alloc_dm_attr,
 ) -> *mut ibv_dm {
-    static NEXT: AtomicU32 = AtomicU32::new(1);
-    if context.is_null() || attr.is_null() {
-        return fail(libc::EINVAL, std::ptr::null_mut());
-    }
-    // A forked child may do this with its parent's context: nothing of the engine is needed.
-    // SAFETY: valid (the program's promise).
-    let attr = unsafe { &*attr };
-    if attr.comp_mask != 0 {
-        return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
-    }
-    if attr.length == 0 || attr.log_align_req > bounds::DEVICE_MEMORY_ALIGN_LOG {
-        return fail(libc::EINVAL, std::ptr::null_mut());
-    }
-    let Some(memory) = DeviceMemory::new(attr.length) else {
-        return fail(libc::ENOMEM, std::ptr::null_mut());
-    };
-    let (handle, memory) = (NEXT.fetch_add(1, Ordering::Relaxed), Arc::new(memory));
-    let mut all = table();
-    all.retain(|_, m| m.strong_count() > 0);
-    all.insert(handle, Arc::downgrade(&memory));
-    drop(all);
-    into_c(object(context, handle, memory, false))
+    crate::guard(std::ptr::null_mut(), || {
+        static NEXT: AtomicU32 = AtomicU32::new(1);
+        if context.is_null() || attr.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // A forked child may do this with its parent's context: nothing of the engine is needed.
+        // SAFETY: valid (the program's promise).
+        let attr = unsafe { &*attr };
+        if attr.comp_mask != 0 {
+            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        }
+        if attr.length == 0 || attr.log_align_req > bounds::DEVICE_MEMORY_ALIGN_LOG {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        let Some(memory) = DeviceMemory::new(attr.length) else {
+            return fail(libc::ENOMEM, std::ptr::null_mut());
+        };
+        let (handle, memory) = (NEXT.fetch_add(1, Ordering::Relaxed), Arc::new(memory));
+        let mut all = table();
+        all.retain(|_, m| m.strong_count() > 0);
+        all.insert(handle, Arc::downgrade(&memory));
+        drop(all);
+        into_c(object(context, handle, memory, false))
+    })
 }
 
 /// `ibv_free_dm(3)`: EBUSY while a region lies in it.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
-    // SAFETY: the program's promise.
-    unsafe { end(dm, false) }
+    crate::guard(libc::EIO, || {
+        // SAFETY: the program's promise.
+        unsafe { end(dm, false) }
+    })
 }
 
 /// Ends what `ibv_alloc_dm` or `ibv_import_dm` gave.

@@ -200,14 +200,16 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
 
 /// `ibv_modify_cq(3)`: moderation is accepted and changes nothing: events are never late here.
 pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
-    if cq.is_null() || attr.is_null() {
-        return libc::EINVAL;
-    }
-    // SAFETY: not null, so valid (the program's promise).
-    if unsafe { (*attr).attr_mask } & !IBV_CQ_ATTR_MODERATE != 0 {
-        return libc::EOPNOTSUPP;
-    }
-    0
+    crate::guard(libc::EIO, || {
+        if cq.is_null() || attr.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: not null, so valid (the program's promise).
+        if unsafe { (*attr).attr_mask } & !IBV_CQ_ATTR_MODERATE != 0 {
+            return libc::EOPNOTSUPP;
+        }
+        0
+    })
 }
 
 // ---------------------------------------------------------------------- shared receive queues, device
@@ -247,18 +249,20 @@ pub(crate) unsafe extern "C" fn query_rt_values(
     _context: *mut ibv_context,
     values: *mut ibv_values_ex,
 ) -> c_int {
-    if values.is_null() {
-        return libc::EINVAL;
-    }
-    // SAFETY: not null, so valid (the program's promise).
-    let values = unsafe { &mut *values };
-    if values.comp_mask & IBV_VALUES_MASK_RAW_CLOCK != 0 {
-        let now = wallclock();
-        values.raw_clock.tv_sec = i64::try_from(now / 1_000_000_000).unwrap_or(0);
-        values.raw_clock.tv_nsec = i64::try_from(now % 1_000_000_000).unwrap_or(0);
-    }
-    values.comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
-    0
+    crate::guard(libc::EIO, || {
+        if values.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: not null, so valid (the program's promise).
+        let values = unsafe { &mut *values };
+        if values.comp_mask & IBV_VALUES_MASK_RAW_CLOCK != 0 {
+            let now = wallclock();
+            values.raw_clock.tv_sec = i64::try_from(now / 1_000_000_000).unwrap_or(0);
+            values.raw_clock.tv_nsec = i64::try_from(now % 1_000_000_000).unwrap_or(0);
+        }
+        values.comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
+        0
+    })
 }
 
 /// `ibv_query_device_ex(3)`: fills what the caller's struct has room for.
@@ -268,39 +272,41 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     attr: *mut ibv_device_attr_ex,
     size: usize,
 ) -> c_int {
-    // SAFETY: not null, so valid (the program's promise).
-    if attr.is_null() || !input.is_null() && unsafe { (*input).comp_mask } != 0 {
-        return libc::EINVAL;
-    }
-    let datagrams = IBV_ODP_SUPPORT_SEND | IBV_ODP_SUPPORT_RECV | IBV_ODP_SUPPORT_SRQ_RECV;
-    let unacknowledged = datagrams | IBV_ODP_SUPPORT_WRITE;
-    let all = ibv_device_attr_ex {
-        orig_attr: device::attributes(),
-        odp_caps: ibv_odp_caps {
-            general_caps: IBV_ODP_SUPPORT | IBV_ODP_SUPPORT_IMPLICIT,
-            per_transport_caps: ibv_odp_transport_caps {
-                rc_odp_caps: unacknowledged | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC,
-                uc_odp_caps: unacknowledged,
-                ud_odp_caps: datagrams,
+    crate::guard(libc::EIO, || {
+        // SAFETY: not null, so valid (the program's promise).
+        if attr.is_null() || !input.is_null() && unsafe { (*input).comp_mask } != 0 {
+            return libc::EINVAL;
+        }
+        let datagrams = IBV_ODP_SUPPORT_SEND | IBV_ODP_SUPPORT_RECV | IBV_ODP_SUPPORT_SRQ_RECV;
+        let unacknowledged = datagrams | IBV_ODP_SUPPORT_WRITE;
+        let all = ibv_device_attr_ex {
+            orig_attr: device::attributes(),
+            odp_caps: ibv_odp_caps {
+                general_caps: IBV_ODP_SUPPORT | IBV_ODP_SUPPORT_IMPLICIT,
+                per_transport_caps: ibv_odp_transport_caps {
+                    rc_odp_caps: unacknowledged | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC,
+                    uc_odp_caps: unacknowledged,
+                    ud_odp_caps: datagrams,
+                },
             },
-        },
-        max_dm_size: bounds::DEVICE_MEMORY_MAX as u64,
-        completion_timestamp_mask: u64::MAX,
-        hca_core_clock: 1_000_000,
-        device_cap_flags_ex: device::attributes().device_cap_flags.into(),
-        cq_mod_caps: ibv_cq_moderation_caps {
-            max_cq_count: u16::MAX,
-            max_cq_period: u16::MAX,
-        },
-        phys_port_cnt_ex: 1,
-        ..ibv_device_attr_ex::default()
-    };
-    let size = size.min(size_of::<ibv_device_attr_ex>());
-    // SAFETY: the caller's struct has `size` bytes, ours too.
-    unsafe {
-        std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), attr.cast::<u8>(), size);
-    };
-    0
+            max_dm_size: bounds::DEVICE_MEMORY_MAX as u64,
+            completion_timestamp_mask: u64::MAX,
+            hca_core_clock: 1_000_000,
+            device_cap_flags_ex: device::attributes().device_cap_flags.into(),
+            cq_mod_caps: ibv_cq_moderation_caps {
+                max_cq_count: u16::MAX,
+                max_cq_period: u16::MAX,
+            },
+            phys_port_cnt_ex: 1,
+            ..ibv_device_attr_ex::default()
+        };
+        let size = size.min(size_of::<ibv_device_attr_ex>());
+        // SAFETY: the caller's struct has `size` bytes, ours too.
+        unsafe {
+            std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), attr.cast::<u8>(), size);
+        };
+        0
+    })
 }
 
 // ---------------------------------------------------------------------- queue pairs
@@ -365,10 +371,12 @@ unsafe fn with_builder<T: Default>(qp: *mut ibv_qp_ex, f: impl FnOnce(&mut Build
     }
     // SAFETY: lives (the program's promise).
     let object = unsafe { of::<QpObject, _>(qp) };
-    f(&mut object
-        .builder
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner))
+    crate::guard(T::default(), || {
+        f(&mut object
+            .builder
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner))
+    })
 }
 
 unsafe fn begin(qp: *mut ibv_qp_ex, op: Op) {
@@ -442,7 +450,7 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
 
 unsafe extern "C" fn wr_abort(qp: *mut ibv_qp_ex) {
     // SAFETY: as above.
-    unsafe { wr_start(qp) };
+    unsafe { with_builder(qp, |b| *b = Builder::default()) };
 }
 
 unsafe extern "C" fn wr_send(qp: *mut ibv_qp_ex) {
@@ -578,46 +586,54 @@ unsafe extern "C" fn wr_bind_mw(
     rkey: u32,
     info: *const ibv_mw_bind_info,
 ) {
-    // SAFETY: valid (the program's promise).
-    match unsafe { bind_of(mw, rkey, &*info) } {
-        // SAFETY: as above.
-        Ok(bind) => unsafe { begin(qp, Op::Bind(bind)) },
-        // SAFETY: as above.
-        Err(e) => unsafe { with_builder(qp, |b| b.error = Some(e)) },
-    }
+    crate::guard((), || {
+        // SAFETY: valid (the program's promise).
+        match unsafe { bind_of(mw, rkey, &*info) } {
+            // SAFETY: as above.
+            Ok(bind) => unsafe { begin(qp, Op::Bind(bind)) },
+            // SAFETY: as above.
+            Err(e) => unsafe { with_builder(qp, |b| b.error = Some(e)) },
+        }
+    });
 }
 
 unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
-    // SAFETY: the handle lives (the program's promise).
-    let to = unsafe { destination_of(ah, qpn, qkey) };
-    // SAFETY: as above.
-    unsafe {
-        with_builder(qp, |b| match (to, b.requests.last_mut()) {
-            (Ok(to), Some(request)) => request.destination = Some(to),
-            (Err(e), _) => b.error = Some(e),
-            (Ok(_), None) => {
-                b.error = Some(Misuse::WrongState("wr_set_ud_addr before a wr_* operation"));
-            }
-        });
-    }
+    crate::guard((), || {
+        // SAFETY: the handle lives (the program's promise).
+        let to = unsafe { destination_of(ah, qpn, qkey) };
+        // SAFETY: as above.
+        unsafe {
+            with_builder(qp, |b| match (to, b.requests.last_mut()) {
+                (Ok(to), Some(request)) => request.destination = Some(to),
+                (Err(e), _) => b.error = Some(e),
+                (Ok(_), None) => {
+                    b.error = Some(Misuse::WrongState("wr_set_ud_addr before a wr_* operation"));
+                }
+            });
+        }
+    });
 }
 
 unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, len: u32) {
-    let mut sges = Sges::new();
-    sges.push(Sge {
-        addr,
-        len,
-        lkey: Stag(lkey),
+    crate::guard((), || {
+        let mut sges = Sges::new();
+        sges.push(Sge {
+            addr,
+            len,
+            lkey: Stag(lkey),
+        });
+        // SAFETY: as above.
+        unsafe { set_payload(qp, Ok(Payload::Sges(sges))) };
     });
-    // SAFETY: as above.
-    unsafe { set_payload(qp, Ok(Payload::Sges(sges))) };
 }
 
 unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, n: usize, list: *const ibv_sge) {
-    // SAFETY: the list has `n` elements (the program's promise).
-    let sges = unsafe { sges_of(list, c_int::try_from(n).unwrap_or(c_int::MAX)) };
-    // SAFETY: as above.
-    unsafe { set_payload(qp, Ok(Payload::Sges(sges))) };
+    crate::guard((), || {
+        // SAFETY: the list has `n` elements (the program's promise).
+        let sges = unsafe { sges_of(list, c_int::try_from(n).unwrap_or(c_int::MAX)) };
+        // SAFETY: as above.
+        unsafe { set_payload(qp, Ok(Payload::Sges(sges))) };
+    });
 }
 
 /// Appends the bytes of a C buffer.
@@ -625,7 +641,7 @@ unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, n: usize, list: *const 
 /// # Safety
 /// `addr` has `len` readable bytes.
 unsafe fn append(data: &mut InlineData, addr: *const c_void, len: usize) -> Result<(), Misuse> {
-    if data.len() + len > bounds::MAX_INLINE as usize {
+    if len > (bounds::MAX_INLINE as usize).saturating_sub(data.len()) {
         return Err(Misuse::InlineTooLarge);
     }
     let end = data.len();
@@ -638,11 +654,13 @@ unsafe fn append(data: &mut InlineData, addr: *const c_void, len: usize) -> Resu
 }
 
 unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, len: usize) {
-    let mut data = InlineData::new();
-    // SAFETY: the program's promise.
-    let done = unsafe { append(&mut data, addr, len) };
-    // SAFETY: as above.
-    unsafe { set_payload(qp, done.map(|()| Payload::Inline(data))) };
+    crate::guard((), || {
+        let mut data = InlineData::new();
+        // SAFETY: the program's promise.
+        let done = unsafe { append(&mut data, addr, len) };
+        // SAFETY: as above.
+        unsafe { set_payload(qp, done.map(|()| Payload::Inline(data))) };
+    });
 }
 
 unsafe extern "C" fn wr_set_inline_data_list(
@@ -650,14 +668,16 @@ unsafe extern "C" fn wr_set_inline_data_list(
     n: usize,
     list: *const ibv_data_buf,
 ) {
-    let mut data = InlineData::new();
-    let mut done = Ok(());
-    for i in 0..n {
-        // SAFETY: element `i` of `n` (the program's promise).
-        let part = unsafe { &*list.add(i) };
-        // SAFETY: each names readable memory (the program's promise).
-        done = done.and_then(|()| unsafe { append(&mut data, part.addr, part.length) });
-    }
-    // SAFETY: as above.
-    unsafe { set_payload(qp, done.map(|()| Payload::Inline(data))) };
+    crate::guard((), || {
+        let mut data = InlineData::new();
+        let mut done = Ok(());
+        for i in 0..n {
+            // SAFETY: element `i` of `n` (the program's promise).
+            let part = unsafe { &*list.add(i) };
+            // SAFETY: each names readable memory (the program's promise).
+            done = done.and_then(|()| unsafe { append(&mut data, part.addr, part.length) });
+        }
+        // SAFETY: as above.
+        unsafe { set_payload(qp, done.map(|()| Payload::Inline(data))) };
+    });
 }

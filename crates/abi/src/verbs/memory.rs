@@ -341,56 +341,60 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
 
 /// `ibv_alloc_mw(3)`.
 pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> *mut ibv_mw {
-    if pd.is_null() || (kind != IBV_MW_TYPE_1 && kind != IBV_MW_TYPE_2) {
-        return fail(libc::EINVAL, std::ptr::null_mut());
-    }
-    // SAFETY: lives (the program's promise).
-    if unsafe { is_lost::<PdObject, _>(pd) } {
-        return fail(libc::ENODEV, std::ptr::null_mut());
-    }
-    // SAFETY: as above.
-    let domain = unsafe { of::<PdObject, _>(pd) };
-    // SAFETY: its context is open while it lives.
-    let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
-    let regions = &engine.rnic.regions;
-    match regions.alloc_window(domain.engine.id(), kind == IBV_MW_TYPE_2, &mut random_u32) {
-        Ok(stag) => {
-            domain.engine.enter();
-            let c = ibv_mw {
-                context: domain.c.context,
-                pd,
-                rkey: stag.0,
-                handle: stag.0 >> 8,
-                r#type: kind,
-            };
-            into_c(MwObject {
-                c,
-                pd: Arc::clone(&domain.engine),
-            })
+    crate::guard(std::ptr::null_mut(), || {
+        if pd.is_null() || (kind != IBV_MW_TYPE_1 && kind != IBV_MW_TYPE_2) {
+            return fail(libc::EINVAL, std::ptr::null_mut());
         }
-        Err(e) => fail(misuse("ibv_alloc_mw", &e), std::ptr::null_mut()),
-    }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<PdObject, _>(pd) } {
+            return fail(libc::ENODEV, std::ptr::null_mut());
+        }
+        // SAFETY: as above.
+        let domain = unsafe { of::<PdObject, _>(pd) };
+        // SAFETY: its context is open while it lives.
+        let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
+        let regions = &engine.rnic.regions;
+        match regions.alloc_window(domain.engine.id(), kind == IBV_MW_TYPE_2, &mut random_u32) {
+            Ok(stag) => {
+                domain.engine.enter();
+                let c = ibv_mw {
+                    context: domain.c.context,
+                    pd,
+                    rkey: stag.0,
+                    handle: stag.0 >> 8,
+                    r#type: kind,
+                };
+                into_c(MwObject {
+                    c,
+                    pd: Arc::clone(&domain.engine),
+                })
+            }
+            Err(e) => fail(misuse("ibv_alloc_mw", &e), std::ptr::null_mut()),
+        }
+    })
 }
 
 /// `ibv_dealloc_mw(3)`.
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
-    if mw.is_null() {
-        return libc::EINVAL;
-    }
-    // SAFETY: lives (the program's promise).
-    if unsafe { is_lost::<MwObject, _>(mw) } {
-        return 0;
-    }
-    // SAFETY: as above, and it is not used again.
-    let object = unsafe { from_c::<MwObject, _>(mw) };
-    // SAFETY: its context is open while it lives.
-    let engine = unsafe { ContextObject::of(object.c.context) }.engine.engine;
-    let freed = engine.rnic.regions.free_window(Stag(object.c.rkey));
-    object.pd.leave();
-    match freed {
-        Ok(()) => 0,
-        Err(e) => misuse("ibv_dealloc_mw", &e),
-    }
+    crate::guard(libc::EIO, || {
+        if mw.is_null() {
+            return libc::EINVAL;
+        }
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<MwObject, _>(mw) } {
+            return 0;
+        }
+        // SAFETY: as above, and it is not used again.
+        let object = unsafe { from_c::<MwObject, _>(mw) };
+        // SAFETY: its context is open while it lives.
+        let engine = unsafe { ContextObject::of(object.c.context) }.engine.engine;
+        let freed = engine.rnic.regions.free_window(Stag(object.c.rkey));
+        object.pd.leave();
+        match freed {
+            Ok(()) => 0,
+            Err(e) => misuse("ibv_dealloc_mw", &e),
+        }
+    })
 }
 
 /// What to bind, from C.
@@ -431,47 +435,49 @@ pub(crate) unsafe extern "C" fn bind_mw(
     mw: *mut ibv_mw,
     bind: *mut ibv_mw_bind,
 ) -> c_int {
-    if qp.is_null() || mw.is_null() || bind.is_null() {
-        return libc::EINVAL;
-    }
-    // SAFETY: lives (the program's promise).
-    if unsafe { is_lost::<QpObject, _>(qp) } {
-        return libc::ENODEV;
-    }
-    // SAFETY: they live (the program's promise).
-    let (object, c, what) = unsafe { (of::<QpObject, _>(qp), &mut *mw, &*bind) };
-    if c.r#type != IBV_MW_TYPE_1 {
-        return libc::EINVAL;
-    }
-    if !what.bind_info.mr.is_null() {
-        // SAFETY: not null, so it lives (the program's promise).
-        let region = unsafe { of::<MrObject, _>(what.bind_info.mr) };
-        if !region.engine.region().access().has(Access::MW_BIND) && what.bind_info.length != 0 {
-            return libc::EPERM;
+    crate::guard(libc::EIO, || {
+        if qp.is_null() || mw.is_null() || bind.is_null() {
+            return libc::EINVAL;
         }
-    }
-    let rkey = c.rkey & !0xff | c.rkey.wrapping_add(1) & 0xff;
-    // SAFETY: as above.
-    let bind = match unsafe { bind_of(mw, rkey, &what.bind_info) } {
-        Ok(bind) => bind,
-        Err(e) => return misuse("ibv_bind_mw", &e),
-    };
-    let request = WorkRequest {
-        id: what.wr_id,
-        op: Op::Bind(bind),
-        payload: Payload::empty(),
-        signaled: what.send_flags & IBV_SEND_SIGNALED != 0,
-        solicited: false,
-        fence: what.send_flags & IBV_SEND_FENCE != 0,
-        destination: None,
-    };
-    match object.engine.post_send(std::iter::once(Ok(request))) {
-        Ok(()) => {
-            c.rkey = rkey;
-            0
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<QpObject, _>(qp) } {
+            return libc::ENODEV;
         }
-        Err((_, e)) => misuse("ibv_bind_mw", &e),
-    }
+        // SAFETY: they live (the program's promise).
+        let (object, c, what) = unsafe { (of::<QpObject, _>(qp), &mut *mw, &*bind) };
+        if c.r#type != IBV_MW_TYPE_1 {
+            return libc::EINVAL;
+        }
+        if !what.bind_info.mr.is_null() {
+            // SAFETY: not null, so it lives (the program's promise).
+            let region = unsafe { of::<MrObject, _>(what.bind_info.mr) };
+            if !region.engine.region().access().has(Access::MW_BIND) && what.bind_info.length != 0 {
+                return libc::EPERM;
+            }
+        }
+        let rkey = c.rkey & !0xff | c.rkey.wrapping_add(1) & 0xff;
+        // SAFETY: as above.
+        let bind = match unsafe { bind_of(mw, rkey, &what.bind_info) } {
+            Ok(bind) => bind,
+            Err(e) => return misuse("ibv_bind_mw", &e),
+        };
+        let request = WorkRequest {
+            id: what.wr_id,
+            op: Op::Bind(bind),
+            payload: Payload::empty(),
+            signaled: what.send_flags & IBV_SEND_SIGNALED != 0,
+            solicited: false,
+            fence: what.send_flags & IBV_SEND_FENCE != 0,
+            destination: None,
+        };
+        match object.engine.post_send(std::iter::once(Ok(request))) {
+            Ok(()) => {
+                c.rkey = rkey;
+                0
+            }
+            Err((_, e)) => misuse("ibv_bind_mw", &e),
+        }
+    })
 }
 
 // ---------------------------------------------------------------------- address handles

@@ -27,7 +27,9 @@ pub(crate) fn block_on(fd: c_int) -> bool {
     };
     // SAFETY: the descriptor belongs to a channel that the caller keeps alive.
     let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-    if engine.work_until_readable(borrowed).is_err() {
+    // No system call in there is one that a thread can be cancelled in.
+    let worked = crate::guard(Ok(()), || engine.work_until_readable(borrowed));
+    if worked.is_err() {
         return false;
     }
     if wait(fd, 0) == 0 {
@@ -279,7 +281,7 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
     }));
     loop {
         // SAFETY: not null, so valid (caller's promise).
-        let done = match unsafe { try_event(&events, cq, cq_context) } {
+        let done = match crate::guard(Some(-1), || unsafe { try_event(&events, cq, cq_context) }) {
             Some(done) => done,
             None if block_on(events.raw_fd()) => continue,
             None => fail(libc::EINTR, -1),
