@@ -1,10 +1,13 @@
 //! The log: `ANYWARP_LOG=error|warn|info|debug|trace`, to standard error. Off by default, and then one load and a branch.
 
 use std::fmt::Arguments;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use anywarp_core::connection::{Observer, Step};
+
+use crate::clock;
 
 /// How much is said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -90,6 +93,50 @@ impl Rarely {
     }
 }
 
+/// Lets so many lines of a kind through in a second, and counts the others.
+#[derive(Debug)]
+pub(crate) struct Throttle(Mutex<(Option<Instant>, u32, u32)>);
+
+/// Lines of one kind in a second, when a peer can cause them as often as it likes.
+const LINES: u32 = 20;
+
+impl Throttle {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new((None, 0, 0)))
+    }
+
+    /// Whether a line may be written now, and how many were not since the last one.
+    pub(crate) fn line(&self, now: Instant) -> Option<u32> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (since, said, left_out) = &mut *state;
+        if since.is_none_or(|t| now.saturating_duration_since(t) >= Duration::from_secs(1)) {
+            *since = Some(now);
+            *said = 0;
+        }
+        if *said >= LINES {
+            *left_out += 1;
+            return None;
+        }
+        *said += 1;
+        Some(std::mem::take(left_out))
+    }
+}
+
+/// What a peer did, with its address.
+fn of_a_peer(qpn: u32, text: Arguments<'_>) {
+    static THROTTLE: Throttle = Throttle::new();
+    if let Some(left_out) = THROTTLE.line(clock::now()) {
+        let peer = crate::worker::current().and_then(|e| e.peer_of(qpn));
+        let peer = peer.map_or_else(|| "unknown".to_owned(), |p| p.to_string());
+        let more = if left_out > 0 {
+            format!(" ({left_out} lines like this left out)")
+        } else {
+            String::new()
+        };
+        log!(Info, "qp 0x{qpn:06x}, peer {peer}: {text}{more}");
+    }
+}
+
 /// Writes the steps of the data path.
 #[derive(Debug)]
 pub(crate) struct StepLog;
@@ -98,19 +145,18 @@ impl Observer for StepLog {
     fn step(&self, qpn: u32, step: &Step<'_>) {
         match step {
             Step::Fault(error) => {
-                log!(
-                    Info,
-                    "qp 0x{qpn:06x}: the peer broke a rule: {error}; terminating the connection"
+                of_a_peer(
+                    qpn,
+                    format_args!("the peer broke a rule: {error}; terminating the connection"),
                 );
             }
             Step::Terminated(t) => {
-                log!(
-                    Info,
-                    "qp 0x{qpn:06x}: the peer terminated the connection: {}",
-                    describe(t)
+                of_a_peer(
+                    qpn,
+                    format_args!("the peer terminated the connection: {}", describe(t)),
                 );
             }
-            Step::Failed(why) => log!(Info, "qp 0x{qpn:06x}: error state: {why}"),
+            Step::Failed(why) => of_a_peer(qpn, format_args!("error state: {why}")),
             Step::Complete(c) if c.status != anywarp_core::verbs::wc::Status::Success => {
                 log!(
                     Debug,
@@ -173,4 +219,21 @@ fn describe(t: &anywarp_core::wire::rdmap::Terminate) -> String {
 /// The observer that the level asks for, if any.
 pub(crate) fn observer() -> Option<std::sync::Arc<dyn Observer>> {
     wants(Level::Info).then(|| std::sync::Arc::new(StepLog) as std::sync::Arc<dyn Observer>)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_cannot_fill_the_log() {
+        let throttle = Throttle::new();
+        let begin = clock::now();
+        let said = (0..1000).filter(|_| throttle.line(begin).is_some()).count();
+        assert_eq!(said, LINES as usize);
+        // A second later lines pass again, and the first tells how many did not.
+        let later = begin + Duration::from_secs(1);
+        assert_eq!(throttle.line(later), Some(1000 - LINES));
+        assert_eq!(throttle.line(later), Some(0));
+    }
 }

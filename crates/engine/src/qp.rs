@@ -23,7 +23,7 @@ use crate::fatal::{Mortal, provoke};
 use crate::log;
 use crate::net::tcp::{self, Outcome, Tcp, linger};
 use crate::port::{HELLO, Port};
-use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::startup::{self, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::sys::{self, EngineFd};
 use crate::worker::{Engine, Source, Token};
 
@@ -88,6 +88,8 @@ pub struct RcQp {
     port: Arc<Port>,
     me: Weak<Self>,
     inner: Mutex<Inner>,
+    /// Whom it is connected to, for the log: beside `inner`, which is locked when something is said of a connection.
+    peer: Mutex<Option<SocketAddr>>,
     owes: AtomicBool,
 }
 
@@ -130,6 +132,7 @@ impl RcQp {
                 first_by: None,
                 deadline: None,
             }),
+            peer: Mutex::new(None),
             owes: AtomicBool::new(false),
         });
         engine
@@ -500,6 +503,8 @@ impl RcQp {
             (_, Some(Rtr::Send)) => First::Send,
             (_, None) => First::Nothing,
         };
+        let address = startup::peer_addr(&opened.fd);
+        *self.peer.lock().unwrap_or_else(PoisonError::into_inner) = address;
         let (ird, ord) = if managed {
             (u32::from(params.ird), u32::from(params.ord))
         } else {
@@ -533,8 +538,9 @@ impl RcQp {
         };
         log!(
             Info,
-            "qp 0x{:06x}: connected ({}), {:?} peer, crc {}, ird {ird}, ord {ord}",
+            "qp 0x{:06x}: connected to {} ({}), {:?} peer, crc {}, ird {ird}, ord {ord}",
             self.number,
+            address.map_or_else(|| "itself".to_owned(), |a| a.to_string()),
             if initiator {
                 "we dialed"
             } else {
@@ -755,6 +761,11 @@ impl RcQp {
         if inner.conn.owes_ack() {
             self.turn(&mut inner, now, false, true);
         }
+    }
+
+    /// The address that it is, or was last, connected to.
+    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+        *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Descriptor of its connection, for tests and diagnosis.

@@ -679,6 +679,12 @@ pub(crate) fn local_addr(fd: &EngineFd) -> Option<SocketAddr> {
     SocketAddr::try_from(any).ok().map(plain)
 }
 
+/// The peer's address of a socket.
+pub(crate) fn peer_addr(fd: &EngineFd) -> Option<SocketAddr> {
+    let any = rustix::net::getpeername(fd.get()).ok()??;
+    SocketAddr::try_from(any).ok().map(plain)
+}
+
 /// An IPv4 address that came mapped into IPv6, as IPv4.
 pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
     match address {

@@ -13,6 +13,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::fmt;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
@@ -418,6 +419,12 @@ impl Engine {
         self.lease_until
             .store(t + LEASE.as_nanos() as u64, Ordering::Release);
         set_timer(&self.lease_timer, LEASE);
+    }
+
+    /// The address that a reliable queue pair is connected to.
+    pub(crate) fn peer_of(&self, qpn: u32) -> Option<SocketAddr> {
+        let qps = self.qps.read().unwrap_or_else(PoisonError::into_inner);
+        qps.get(&qpn)?.upgrade()?.peer()
     }
 
     /// Registers that a queue pair owes its peer an acknowledgement.
