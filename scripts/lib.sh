@@ -48,7 +48,8 @@ need_rust() {
 BUILD_PACKAGES=(cc=gcc ld=binutils /usr/include/stdio.h=libc6-dev
     /usr/include/infiniband/verbs.h=libibverbs-dev /usr/include/rdma/rdma_cma.h=librdmacm-dev)
 PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perftest qperf=qperf ip=iproute2
-    unshare=util-linux setpriv=util-linux stdbuf=coreutils tshark=tshark)
+    unshare=util-linux setpriv=util-linux stdbuf=coreutils tshark=tshark
+    gunzip=gzip /usr/share/doc/rdma-core/tests/run_tests.py=python3-pyverbs)
 # What the guest of the interop suite is made and run with (tests/interop).
 INTEROP_PACKAGES=(qemu-system-x86_64=qemu-system-x86 gcc-12=gcc-12 make=make cpio=cpio xz=xz-utils
     tcpdump=tcpdump tshark=tshark)

@@ -61,7 +61,10 @@ const CASES: &[Case] = &[
         server: "ibv_uc_pingpong -g 0 -n 10 -s 100000 -p 7805",
         client: "ibv_uc_pingpong -g 0 -n 10 -s 100000 -p 7805 127.0.0.1",
         finds: &[
-            ("anywarp.opcode == 3 && anywarp.offset > 0 && anywarp.ddp.last == 1", 20),
+            (
+                "anywarp.opcode == 3 && anywarp.offset > 0 && anywarp.ddp.last == 1",
+                20,
+            ),
             ("anywarp.report.room", 1),
         ],
     },
@@ -182,7 +185,12 @@ fn tshark(script: &Path, file: &PathBuf, filter: &str) -> Result<String> {
     let output = Command::new("tshark")
         .arg("-X")
         .arg(format!("lua_script:{}", script.display()))
-        .args(["-o", "ip.check_checksum:TRUE", "-o", "tcp.check_checksum:TRUE"])
+        .args([
+            "-o",
+            "ip.check_checksum:TRUE",
+            "-o",
+            "tcp.check_checksum:TRUE",
+        ])
         .args(["-o", "udp.check_checksum:TRUE"])
         .arg("-r")
         .arg(file)

@@ -11,6 +11,7 @@ mod link;
 mod load;
 mod matrix;
 mod programs;
+mod pyverbs;
 mod sh;
 mod symbols;
 mod table;
@@ -32,6 +33,8 @@ usage: cargo xtask TASK
   interop [--filter PART] [--log LEVEL] [--list] [--keep FOLDER]
            programs and our own tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop
            expects them
+  pyverbs [--filter PART]
+           rdma-core's own tests, as tests/pyverbs expects them
   capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         ["c-tests", ref rest @ ..] => c_tests::run(rest),
         ["programs", ref rest @ ..] => programs::run(rest),
         ["interop", ref rest @ ..] => interop::run(rest),
+        ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),

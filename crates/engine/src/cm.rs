@@ -541,11 +541,16 @@ impl CmId {
     /// retries).
     pub fn agreed(&self) -> (u8, u8, u8, u8) {
         let state = self.lock();
+        // Before the answer it is what the peer asked for; an MPA Request says nothing of repeats, so: for ever.
+        let (retry, rnr_retry) = match state.phase {
+            Phase::Requested => (7, 7),
+            _ => (state.param.retry_count, state.param.rnr_retry_count),
+        };
         (
             state.param.responder_resources,
             state.param.initiator_depth,
-            state.param.retry_count,
-            state.param.rnr_retry_count,
+            retry,
+            rnr_retry,
         )
     }
 

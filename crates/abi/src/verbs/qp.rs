@@ -10,6 +10,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_engine::device;
 use anywarp_engine::dgram::DgramQp;
 use anywarp_engine::qp::{RcQp, Route};
 use anywarp_engine::verbs::QueuePair;
@@ -321,6 +322,9 @@ entry! {
         // SAFETY: as above.
         let object = unsafe { of::<QpObject, _>(qp) };
         let (state, a) = object.engine.query();
+        // On iWARP a queue pair is initialized from the start: the kernel's drivers know no state before that.
+        let fresh = device::face() == device::Face::Iwarp && state == State::Reset;
+        let state = if fresh { State::Init } else { state };
         let made = *object.init.lock().unwrap_or_else(PoisonError::into_inner);
         let out = ibv_qp_attr {
             qp_state: state as ibv_qp_state,
