@@ -62,7 +62,6 @@ impl Guest {
         ))?;
         let cache = Path::new(cache.trim());
         let initramfs = with_our_files(cache, work)?;
-        wire()?;
         let console = work.join("console");
         // Hardware support only where the processor has it itself: nested in software it is slower than none.
         let kvm = File::options()
@@ -135,13 +134,28 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Whether its kernel complained: then nothing that happens in it later means anything.
-    pub(super) fn is_sick(&self) -> bool {
+    /// Ends it and boots another one in its place.
+    pub(super) fn reboot(&mut self, work: &Path) -> Result {
+        self.qemu.kill()?;
+        self.qemu.wait()?;
+        *self = Self::boot(work)?;
+        Ok(())
+    }
+
+    /// What is wrong with it, if what happens in it later means nothing. After a case that went `well` its agent is not
+    /// asked.
+    pub(super) fn illness(&mut self, well: bool) -> Option<String> {
+        if let Ok(Some(status)) = self.qemu.try_wait() {
+            return Some(format!("QEMU ends with {status}"));
+        }
         let text = fs::read(&self.console).unwrap_or_default();
-        let text = String::from_utf8_lossy(&text);
-        ["Call Trace:", "Kernel panic", "blocked for more than"]
-            .iter()
-            .any(|complaint| text.contains(complaint))
+        if complains(&String::from_utf8_lossy(&text)) {
+            return Some("the guest's kernel complains".into());
+        }
+        if !well && let Err(why) = self.ask("true") {
+            return Some(format!("the guest does not answer: {why}"));
+        }
+        None
     }
 
     /// The end of what its console shows.
@@ -218,6 +232,13 @@ impl Guest {
     }
 }
 
+/// Whether a kernel says that it is in trouble.
+fn complains(console: &str) -> bool {
+    ["Call Trace:", "Kernel panic", "blocked for more than"]
+        .iter()
+        .any(|complaint| console.contains(complaint))
+}
+
 /// The guest's files with ours behind them.
 fn with_our_files(cache: &Path, work: &Path) -> Result<PathBuf> {
     let root = work.join("root");
@@ -235,8 +256,8 @@ fn with_our_files(cache: &Path, work: &Path) -> Result<PathBuf> {
     Ok(all)
 }
 
-/// Makes our end of the wire.
-fn wire() -> Result {
+/// Makes our end of the wire, which stays when the guest goes.
+pub(super) fn wire() -> Result {
     const SCRIPT: &str = "set -e
 ip link set lo up
 ip tuntap add dev guest mode tap
@@ -349,5 +370,24 @@ impl Remote {
             text.push_str(line);
         }
         text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_in_trouble_is_told_from_one_that_is_well() {
+        for trouble in [
+            "[    9.1] Call Trace:\n",
+            "[    9.2] Kernel panic - not syncing: sysrq",
+            "INFO: task rping:88 blocked for more than 120 seconds.",
+        ] {
+            assert!(complains(trouble), "{trouble}");
+        }
+        assert!(!complains(
+            "the guest is up\nsiw: loading out-of-tree module taints kernel.\n"
+        ));
     }
 }
