@@ -18,6 +18,7 @@ compile_error!(
 
 #[cfg(test)]
 mod distribution;
+mod held;
 mod layout;
 
 pub mod cm;

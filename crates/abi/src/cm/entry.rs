@@ -4,7 +4,6 @@
 //! which stays in `id->event` until the next step.
 
 use std::ffi::{c_int, c_void};
-use std::mem::ManuallyDrop;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -19,6 +18,7 @@ use anywarp_engine::verbs::QueuePair;
 use libc::{sockaddr, sockaddr_in, sockaddr_in6};
 
 use super::types::*;
+use crate::held::Held;
 use crate::verbs::device;
 use crate::verbs::memory::ibv_alloc_pd;
 use crate::verbs::object::{Acks, QpObject, from_c, into_c, is_lost, of, os_errno, set_cookie};
@@ -519,11 +519,9 @@ unsafe fn try_event(events: &EventChannel, out: *mut *mut rdma_cm_event) -> Opti
 /// Holds the events of a channel: a program may destroy the channel while a thread waits in it (rping does), and that
 /// thread then waits for ever, as in a `read` of the descriptor.
 ///
-/// Without a destructor: the thread may be cancelled while it waits.
-///
 /// # Safety
 /// `channel` is null or lives.
-unsafe fn hold(channel: *mut rdma_event_channel) -> Result<ManuallyDrop<Arc<EventChannel>>, c_int> {
+unsafe fn hold(channel: *mut rdma_event_channel) -> Result<Held<EventChannel>, c_int> {
     if channel.is_null() {
         return Err(libc::EINVAL);
     }
@@ -533,7 +531,7 @@ unsafe fn hold(channel: *mut rdma_event_channel) -> Result<ManuallyDrop<Arc<Even
     }
     // SAFETY: as above.
     let object = unsafe { of::<ChannelObject, _>(channel) };
-    Ok(ManuallyDrop::new(Arc::clone(&object.engine)))
+    Ok(Held::new(&object.engine))
 }
 
 /// `rdma_get_cm_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
@@ -558,12 +556,12 @@ pub unsafe extern "C-unwind" fn rdma_get_cm_event(
     };
     loop {
         // SAFETY: not null, so valid (caller's promise).
-        let done = match crate::guard(Some(-1), || unsafe { try_event(&events, event) }) {
+        let done = match crate::guard(Some(-1), || unsafe { try_event(events.get(), event) }) {
             Some(done) => done,
-            None if block_on(events.raw_fd()) => continue,
+            None if block_on(events.get().raw_fd()) => continue,
             None => fail(libc::EINTR, -1),
         };
-        drop(ManuallyDrop::into_inner(events));
+        events.release();
         return done;
     }
 }

@@ -1,10 +1,8 @@
 //! The device: listing, opening, asking, asynchronous events.
 
 use std::ffi::{c_char, c_int, c_uint};
-use std::mem::ManuallyDrop;
 use std::net::IpAddr;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::OnceLock;
 
 use anywarp_core::bounds;
@@ -17,6 +15,7 @@ use super::object::{
 };
 use super::types::*;
 use super::{dm, domain, extended, memory, ops, qp, queue};
+use crate::held::Held;
 use crate::{entry, fail};
 
 /// The device as programs see it, with zeroes behind it: libmlx5 and libefa look there for their own mark.
@@ -601,19 +600,17 @@ pub unsafe extern "C-unwind" fn ibv_get_async_event(
     if unsafe { is_lost_context(context) } {
         return fail(libc::ENODEV, -1);
     }
-    // Held, without a destructor: a program may close the device while a thread waits here, and may cancel it.
+    // Held: a program may close the device while a thread waits here, and may cancel it.
     // SAFETY: as above.
-    let events = ManuallyDrop::new(Arc::clone(unsafe {
-        &ContextObject::of(context).engine.events
-    }));
+    let events = Held::new(unsafe { &ContextObject::of(context).engine.events });
     loop {
         // SAFETY: not null, so valid (caller's promise).
-        let done = match crate::guard(Some(-1), || unsafe { try_event(&events, out) }) {
+        let done = match crate::guard(Some(-1), || unsafe { try_event(events.get(), out) }) {
             Some(done) => done,
-            None if queue::block_on(events.raw_fd()) => continue,
+            None if queue::block_on(events.get().raw_fd()) => continue,
             None => fail(libc::EINTR, -1),
         };
-        drop(ManuallyDrop::into_inner(events));
+        events.release();
         return done;
     }
 }

@@ -1,7 +1,6 @@
 //! Completion channels, completion queues, shared receive queues.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,6 +13,7 @@ use super::object::{
     is_lost_context, misuse, of, os_errno, set_cookie,
 };
 use super::types::*;
+use crate::held::Held;
 use crate::{entry, fail};
 
 /// Waits until a descriptor is readable; the calling thread moves bytes meanwhile. False when a signal handler ran that
@@ -257,7 +257,7 @@ unsafe fn try_event(
 /// `ibv_get_cq_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
 ///
 /// Not an `entry!`: the thread may be cancelled while it waits, and that must not meet a `catch_unwind`. It holds the
-/// events, without a destructor: a program may destroy the channel while a thread waits in it.
+/// events: a program may destroy the channel while a thread waits in it.
 ///
 /// # Safety
 /// `channel` lives when this is called, the others are valid places.
@@ -276,17 +276,17 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
         return fail(libc::ENODEV, -1);
     }
     // SAFETY: as above.
-    let events = ManuallyDrop::new(Arc::clone(unsafe {
-        &of::<ChannelObject, _>(channel).engine
-    }));
+    let events = Held::new(unsafe { &of::<ChannelObject, _>(channel).engine });
     loop {
         // SAFETY: not null, so valid (caller's promise).
-        let done = match crate::guard(Some(-1), || unsafe { try_event(&events, cq, cq_context) }) {
+        let done = match crate::guard(Some(-1), || unsafe {
+            try_event(events.get(), cq, cq_context)
+        }) {
             Some(done) => done,
-            None if block_on(events.raw_fd()) => continue,
+            None if block_on(events.get().raw_fd()) => continue,
             None => fail(libc::EINTR, -1),
         };
-        drop(ManuallyDrop::into_inner(events));
+        events.release();
         return done;
     }
 }

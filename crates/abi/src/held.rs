@@ -1,0 +1,91 @@
+//! What a thread holds while it waits in the C library, where it may be cancelled.
+//!
+//! A cancelled thread does not come back, and unwinding it through our frames must find nothing with a destructor
+//! there. So the waiting function has only a pointer, and the thread's own storage has the reference: the C library
+//! drops it when the thread ends, however that comes about.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::sync::Arc;
+
+type Anything = Arc<dyn Any + Send + Sync>;
+
+thread_local! {
+    /// More than one only when a signal handler waits while its thread does.
+    static HELD: RefCell<Vec<Anything>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A reference that the calling thread holds, without a destructor.
+#[derive(Debug)]
+pub(crate) struct Held<T> {
+    what: *const T,
+}
+
+impl<T: Send + Sync + 'static> Held<T> {
+    /// Lets the calling thread hold `what`, until [`Self::release`] or its end.
+    pub(crate) fn new(what: &Arc<T>) -> Self {
+        let held = Self {
+            what: Arc::as_ptr(what),
+        };
+        let mut one: Option<Anything> = Some(Arc::<T>::clone(what));
+        let _late = HELD.try_with(|all| {
+            if let Ok(mut all) = all.try_borrow_mut() {
+                all.extend(one.take());
+            }
+        });
+        // A thread that is ending, or a signal handler in the middle of this function: held for ever, not too short.
+        let _for_ever = std::mem::ManuallyDrop::new(one);
+        held
+    }
+
+    pub(crate) fn get(&self) -> &T {
+        // SAFETY: the thread holds a reference until `release`, which takes `self`.
+        unsafe { &*self.what }
+    }
+
+    /// Lets go.
+    pub(crate) fn release(self) {
+        let mut one = None;
+        let _late = HELD.try_with(|all| {
+            if let Ok(mut all) = all.try_borrow_mut() {
+                let is_it = |held: &Anything| std::ptr::addr_eq(Arc::as_ptr(held), self.what);
+                one = all.iter().position(is_it).map(|i| all.swap_remove(i));
+            }
+        });
+        drop(one); // outside of the borrow: what it closes is not known here
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_lives_until_it_is_released_or_the_thread_ends() {
+        let what = Arc::new(7);
+        let held = Held::new(&what);
+        assert_eq!((*held.get(), Arc::strong_count(&what)), (7, 2));
+        held.release();
+        assert_eq!(Arc::strong_count(&what), 1);
+
+        let moved = Arc::clone(&what);
+        let thread = std::thread::spawn(move || {
+            let held = Held::new(&moved);
+            assert_eq!(Arc::strong_count(&moved), 3);
+            held.what.is_null() // as when the thread is cancelled: nobody releases it
+        });
+        assert!(!thread.join().unwrap());
+        assert_eq!(Arc::strong_count(&what), 1);
+    }
+
+    #[test]
+    fn one_is_held_twice() {
+        let what = Arc::new(7);
+        let (outer, inner) = (Held::new(&what), Held::new(&what));
+        assert_eq!(Arc::strong_count(&what), 3);
+        inner.release();
+        assert_eq!((*outer.get(), Arc::strong_count(&what)), (7, 2));
+        outer.release();
+        assert_eq!(Arc::strong_count(&what), 1);
+    }
+}
