@@ -207,16 +207,17 @@ static const char *use_and_open(struct pair *p)
 	return open_anew_and_talk(&own);
 }
 
+static bool enough; /* for those who keep talking */
+
 static void *keep_talking(void *arg)
 {
 	struct pair *p = arg;
 
-	for (;;) { /* until it is cancelled: with the library's locks held much of the time */
+	while (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) { /* with the library's locks held much of the time */
 		struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad;
 		struct ibv_recv_wr rr = { .wr_id = 1 }, *bad_recv;
 		struct ibv_wc wc[8];
 
-		pthread_testcancel();
 		ibv_post_recv(p->b.qp, &rr, &bad_recv);
 		ibv_post_send(p->a.qp, &wr, &bad);
 		ibv_poll_cq(p->a.scq, 8, wc);
@@ -235,6 +236,7 @@ static const char *fork_in_the_middle(size_t rounds)
 	TRY(open_pair(&p, &usual));
 	for (int i = 0; i < 3; i++)
 		TRY(open_pair(&busy[i], &usual));
+	__atomic_store_n(&enough, false, __ATOMIC_RELAXED);
 	for (int i = 0; i < 3; i++)
 		ENSURE(!pthread_create(&threads[i], NULL, keep_talking, &busy[i]), "pthread_create");
 	for (uint32_t i = 0; i < rounds && !reason; i++) {
@@ -242,10 +244,9 @@ static const char *fork_in_the_middle(size_t rounds)
 		if (!reason)
 			reason = talk(&p, i);
 	}
-	for (int i = 0; i < 3; i++) {
-		pthread_cancel(threads[i]);
+	__atomic_store_n(&enough, true, __ATOMIC_RELAXED);
+	for (int i = 0; i < 3; i++)
 		pthread_join(threads[i], NULL);
-	}
 	return reason;
 }
 
