@@ -77,6 +77,7 @@ fn on_debug_build(binary: &Path) -> Result<Command> {
         &sh::target().join("debug/libanywarp_abi.a"),
         &sh::target().join("debug-link"),
         &lib,
+        None,
     )?;
     let mut command = Command::new(binary);
     command

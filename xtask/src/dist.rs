@@ -37,6 +37,7 @@ pub(crate) fn run() -> Result {
         &built.join("libanywarp_abi.a"),
         &sh::target().join("dist-link"),
         &lib,
+        None,
     )?;
     self_test(&lib)?;
     path_shim(&lib)?;

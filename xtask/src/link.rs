@@ -30,7 +30,15 @@ fn inner(name: &str) -> String {
 }
 
 /// Links `archive` into the two libraries, in `out`; intermediate files go to `work`.
-pub(crate) fn run(symbols: &[Symbol], archive: &Path, work: &Path, out: &Path) -> Result {
+///
+/// With `sanitizer`, what is linked in for it; the program brings its runtime, and reports need line numbers.
+pub(crate) fn run(
+    symbols: &[Symbol],
+    archive: &Path,
+    work: &Path,
+    out: &Path,
+    sanitizer: Option<&[String]>,
+) -> Result {
     fs::create_dir_all(work)?;
     fs::create_dir_all(out)?;
     let cm: Vec<&Symbol> = symbols.iter().filter(|s| s.library == RDMACM).collect();
@@ -47,11 +55,15 @@ pub(crate) fn run(symbols: &[Symbol], archive: &Path, work: &Path, out: &Path) -
     fs::write(&aliases, inner_names)?;
     let mut cc = sh::cc();
     shared(&mut cc, IBVERBS, &map);
+    if sanitizer.is_none() {
+        cc.args(["-Wl,--no-undefined", "-Wl,--strip-debug"]);
+    }
     cc.arg(format!("@{}", aliases.display()))
         .arg("-Wl,--whole-archive")
         .arg(archive)
         .arg("-Wl,--no-whole-archive")
         .arg(&legacy)
+        .args(sanitizer.unwrap_or_default())
         .args(["-Wl,--as-needed", "-lgcc_s", "-lm", "-lc"])
         .arg("-o")
         .arg(out.join(IBVERBS));
@@ -64,7 +76,8 @@ pub(crate) fn run(symbols: &[Symbol], archive: &Path, work: &Path, out: &Path) -
     fs::write(&jumps, trampolines(targets)?)?;
     let mut cc = sh::cc();
     shared(&mut cc, RDMACM, &map);
-    cc.arg("-nostartfiles")
+    cc.args(["-Wl,--no-undefined", "-Wl,--strip-debug"])
+        .arg("-nostartfiles")
         .arg(&jumps)
         .arg(out.join(IBVERBS))
         .arg("-o")
@@ -84,7 +97,6 @@ fn shared(cc: &mut std::process::Command, soname: &str, map: &Path) {
         .arg(format!("-Wl,--version-script={}", map.display()))
         // A name in the map that nothing defines is an error.
         .arg("-Wl,--no-undefined-version")
-        .arg("-Wl,--no-undefined")
         .arg("-Wl,--gc-sections")
         // Our calls of our own functions stay ours, whatever else is loaded.
         .arg("-Wl,-Bsymbolic-functions")
@@ -94,8 +106,7 @@ fn shared(cc: &mut std::process::Command, soname: &str, map: &Path) {
         .arg("-Wl,-z,relro")
         .arg("-Wl,-z,noexecstack")
         // Each library finds the other beside it, also when only one was named by path.
-        .arg("-Wl,--enable-new-dtags,-rpath,$ORIGIN")
-        .arg("-Wl,--strip-debug");
+        .arg("-Wl,--enable-new-dtags,-rpath,$ORIGIN");
 }
 
 /// The version script of libibverbs: its own nodes, and the private one for librdmacm.

@@ -12,6 +12,7 @@ mod load;
 mod matrix;
 mod programs;
 mod pyverbs;
+mod sanitize;
 mod sh;
 mod symbols;
 mod table;
@@ -35,6 +36,8 @@ usage: cargo xtask TASK
            expects them
   pyverbs [--filter PART]
            rdma-core's own tests, as tests/pyverbs expects them
+  sanitize address|thread [--long] [unit | PROGRAM [TEST…]]
+           unit tests and our C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust
   capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         ["programs", ref rest @ ..] => programs::run(rest),
         ["interop", ref rest @ ..] => interop::run(rest),
         ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
+        ["sanitize", kind, ref rest @ ..] => sanitize::run(kind, rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),

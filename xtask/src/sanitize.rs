@@ -1,0 +1,358 @@
+//! `cargo xtask sanitize`: unit tests, the simulation and our C programs under AddressSanitizer or ThreadSanitizer.
+//!
+//! ```text
+//!   C program, compiled with the sanitizer by cc  ──┐
+//!   the sanitizer's runtime of the Rust toolchain ──┴─> the program
+//!   our crates, compiled with it by nightly rustc ────> libibverbs.so.1
+//! ```
+//!
+//! One runtime serves both compilers. The standard library comes as it is, without the sanitizer in it: nothing to
+//! AddressSanitizer, which sees its allocations all the same; for ThreadSanitizer `xtask/sanitize/sync.rs` says what
+//! its locks do. System calls go through libc (`rustix_use_libc`), where the runtime sees which memory they touch.
+//!
+//! Reports go to files, one for each process: that a child process reported something is found also when its parent
+//! has killed it, or nobody looks at how it ended.
+
+use crate::{Result, link, sh, symbols};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A run of the unit tests, among the names of programs.
+const UNIT: &str = "unit";
+
+/// What runs when nothing is named, with arguments that make it short.
+const SHORT: [(&str, &[&str]); 10] = [
+    (UNIT, &[]),
+    ("selftest", &[]),
+    ("cm", &[]),
+    ("access", &[]),
+    ("surface", &[]),
+    ("panic", &[]),
+    ("fork", &[]),
+    ("vanish", &[]),
+    ("strangers", &[]),
+    ("chaos", &["--rounds", "3", "--cycles", "50"]),
+];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Address,
+    Thread,
+}
+
+impl Kind {
+    /// As the compilers call it.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Address => "address",
+            Self::Thread => "thread",
+        }
+    }
+
+    /// The variable that the runtime reads, and what we say in it.
+    fn options(self, name: &str, reports: &Path) -> (&'static str, String) {
+        let folder = sh::root().join("xtask/sanitize");
+        let common = format!(
+            "log_path={}:exitcode=99:allow_addr2line=1",
+            reports.join("report").display()
+        );
+        match self {
+            Self::Address => {
+                // A child that was forked off has none of its parent's threads: what only their stacks and locals held
+                // is lost in it, and LeakSanitizer waits for threads that are not there.
+                let leaks = u8::from(name != "fork");
+                (
+                    "ASAN_OPTIONS",
+                    format!("{common}:detect_leaks={leaks}:strict_string_checks=1"),
+                )
+            }
+            Self::Thread => (
+                "TSAN_OPTIONS",
+                format!(
+                    "{common}:suppressions={}:die_after_fork=0:second_deadlock_stack=1:history_size=4",
+                    folder.join("thread.supp").display()
+                ),
+            ),
+        }
+    }
+}
+
+/// The tools and flags of one sanitizer.
+#[derive(Debug)]
+struct Build {
+    kind: Kind,
+    /// Where all goes.
+    work: PathBuf,
+    /// What rustc builds for. It is named, so that build scripts stay without the sanitizer.
+    target: String,
+    /// The sanitizer's runtime.
+    runtime: PathBuf,
+    /// What is linked to all that has Rust code in it.
+    link: Vec<String>,
+}
+
+/// Builds and runs what `arguments` name: programs, and for one program its arguments.
+pub(crate) fn run(kind: &str, arguments: &[&str]) -> Result {
+    let kind = match kind {
+        "address" => Kind::Address,
+        "thread" => Kind::Thread,
+        _ => return Err(format!("sanitize: {kind}: neither address nor thread").into()),
+    };
+    let (long, arguments) = match arguments.split_first() {
+        Some((&"--long", rest)) => (true, rest),
+        _ => (false, arguments),
+    };
+    let known = |name: &str| SHORT.iter().any(|(program, _)| *program == name);
+    let names: Vec<&str> = arguments.iter().copied().take_while(|a| known(a)).collect();
+    let rest = arguments.get(names.len()..).unwrap_or_default();
+    if !rest.is_empty() && names.len() != 1 {
+        return Err(format!("sanitize: {}: no such program", rest.join(" ")).into());
+    }
+
+    let build = Build::new(kind)?;
+    let wanted = |name: &str| names.is_empty() || names.contains(&name);
+    let mut failed = Vec::new();
+    let libraries = build.libraries()?;
+    for (name, short) in SHORT.iter().filter(|(name, _)| wanted(name)) {
+        let arguments: &[&str] = match rest {
+            [] if long => &[],
+            [] => short,
+            rest => rest,
+        };
+        println!("== {name}");
+        let done = match *name {
+            UNIT => build.unit_tests(arguments),
+            name => build.program(name, arguments, &libraries),
+        };
+        if let Err(why) = done {
+            eprintln!("{name}: {why}");
+            failed.push(*name);
+        }
+    }
+    if failed.is_empty() {
+        return Ok(());
+    }
+    Err(format!(
+        "under the {} sanitizer fail: {}",
+        kind.name(),
+        failed.join(", ")
+    )
+    .into())
+}
+
+impl Build {
+    fn new(kind: Kind) -> Result<Self> {
+        let work = sh::target().join("sanitize").join(kind.name());
+        fs::create_dir_all(&work)?;
+        let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+        let sysroot = sh::output(nightly("rustc").args(["--print", "sysroot"]))?;
+        let rustlib = Path::new(sysroot.trim())
+            .join("lib/rustlib")
+            .join(&target)
+            .join("lib");
+        let short = match kind {
+            Kind::Address => "asan",
+            Kind::Thread => "tsan",
+        };
+        let runtime = rustlib.join(format!("librustc-nightly_rt.{short}.a"));
+        if !runtime.exists() {
+            return Err(format!("{}: the toolchain has no such runtime", runtime.display()).into());
+        }
+        let link = match kind {
+            Kind::Address => Vec::new(),
+            Kind::Thread => sync(&rustlib, &work)?,
+        };
+        Ok(Self {
+            kind,
+            work,
+            target,
+            runtime,
+            link,
+        })
+    }
+
+    /// A cargo command with the sanitizer.
+    fn cargo(&self) -> Command {
+        let mut flags = vec![
+            format!("-Zsanitizer={}", self.kind.name()),
+            // The standard library is without it.
+            "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned(),
+            "--cfg=rustix_use_libc".to_owned(),
+        ];
+        flags.extend(
+            self.link
+                .iter()
+                .map(|argument| format!("-Clink-arg={argument}")),
+        );
+        let mut command = nightly("cargo");
+        command
+            .current_dir(sh::root())
+            .env("CARGO_TARGET_DIR", self.work.join("build"))
+            .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
+            .env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only")
+            .env("CARGO_INCREMENTAL", "0");
+        command
+    }
+
+    /// The libraries, in a folder.
+    fn libraries(&self) -> Result<PathBuf> {
+        sh::run(
+            self.cargo()
+                .args(["build", "--target", &self.target, "--package=anywarp-abi"]),
+        )?;
+        let archive = self
+            .work
+            .join("build")
+            .join(&self.target)
+            .join("debug/libanywarp_abi.a");
+        let out = self.work.join("lib");
+        if out.exists() {
+            fs::remove_dir_all(&out)?;
+        }
+        link::run(
+            &symbols::read()?,
+            &archive,
+            &self.work.join("link"),
+            &out,
+            Some(&self.link),
+        )?;
+        Ok(out)
+    }
+
+    /// The tests of the crates and the simulation.
+    fn unit_tests(&self, arguments: &[&str]) -> Result {
+        let packages = ["anywarp-core", "anywarp-engine", "anywarp-sim"];
+        let mut command = self.cargo();
+        command.args(["test", "--quiet", "--target", &self.target]);
+        command.args(packages.map(|name| format!("--package={name}")));
+        // Documentation tests are compiled one by one, and are no subject of their own.
+        command.args(["--lib", "--tests", "--"]).args(arguments);
+        self.watched(UNIT, command)
+    }
+
+    /// One of our C programs.
+    fn program(&self, name: &str, arguments: &[&str], libraries: &Path) -> Result {
+        let object = self.work.join(name).with_extension("o");
+        let mut cc = sh::cc();
+        cc.args(["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra"])
+            .arg(format!("-fsanitize={}", self.kind.name()))
+            .arg("-c")
+            .arg(sh::root().join("tests/c").join(name).with_extension("c"))
+            .arg("-o")
+            .arg(&object);
+        sh::run(&mut cc)?;
+        let program = self.work.join(name);
+        let mut cc = sh::cc();
+        cc.arg(&object)
+            .arg("-Wl,--whole-archive")
+            .arg(&self.runtime)
+            .args(["-Wl,--no-whole-archive", "-Wl,--export-dynamic"])
+            .args(["-libverbs", "-lrdmacm", "-lpthread", "-lm", "-lrt", "-ldl"])
+            .arg("-o")
+            .arg(&program);
+        sh::run(&mut cc)?;
+        let mut command = Command::new(program);
+        command
+            .args(arguments)
+            .env("LD_LIBRARY_PATH", libraries)
+            // On the loopback interface, whatever other addresses this machine has.
+            .env("ANYWARP_ADDR", "127.0.0.1");
+        self.watched(name, command)
+    }
+
+    /// Runs a command; that it fails, or one of its processes reports something, is an error.
+    fn watched(&self, name: &str, mut command: Command) -> Result {
+        let reports = self.work.join("reports").join(name);
+        if reports.exists() {
+            fs::remove_dir_all(&reports)?;
+        }
+        fs::create_dir_all(&reports)?;
+        let (variable, options) = self.kind.options(name, &reports);
+        let status = command.env(variable, options).status()?;
+        let mut count = 0;
+        for report in fs::read_dir(&reports)? {
+            eprintln!("{}", fs::read_to_string(report?.path())?);
+            count += 1;
+        }
+        if count > 0 {
+            return Err(format!("{count} processes have something reported, above").into());
+        }
+        if status.success() {
+            return Ok(());
+        }
+        Err(status.to_string().into())
+    }
+}
+
+/// A tool of the nightly toolchain.
+fn nightly(tool: &str) -> Command {
+    let mut command = Command::new("rustup");
+    command.args(["run", "nightly", tool]);
+    // We were started by another toolchain, which left its mark.
+    for variable in ["RUSTUP_TOOLCHAIN", "CARGO", "RUSTC", "RUSTFLAGS"] {
+        command.env_remove(variable);
+    }
+    command
+}
+
+/// The functions of the standard library that `sync.rs` stands before: its name for them, and the parts of their
+/// mangled names.
+const WRAPPED: [(&str, &str, &str); 6] = [
+    ("lock_contended", "5mutex5futex", "5Mutex14lock_contended"),
+    ("read_contended", "6rwlock5futex", "6RwLock14read_contended"),
+    (
+        "write_contended",
+        "6rwlock5futex",
+        "6RwLock15write_contended",
+    ),
+    ("wait", "7condvar5futex", "7Condvar4wait"),
+    ("wait_timeout", "7condvar5futex", "7Condvar12wait_timeout"),
+    ("call", "4once5futex", "4Once4call"),
+];
+
+/// Compiles `sync.rs` and returns what is to be linked.
+fn sync(rustlib: &Path, work: &Path) -> Result<Vec<String>> {
+    let std = fs::read_dir(rustlib)?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            name.starts_with("libstd-") && name.ends_with(".rlib")
+        })
+        .ok_or("the toolchain has no libstd")?;
+    // Not nm: it would hand the objects to a plugin for other compilers' bitcode.
+    let listing = sh::output(Command::new("readelf").arg("-sW").arg(std))?;
+    let object = work.join("sync.o");
+    sh::run(
+        nightly("rustc")
+            .args([
+                "--edition=2024",
+                "--crate-type=lib",
+                "--emit=obj",
+                "-O",
+                "-o",
+            ])
+            .arg(&object)
+            .arg(sh::root().join("xtask/sanitize/sync.rs")),
+    )?;
+    let mut names = Command::new("objcopy");
+    let mut link = vec![
+        object.display().to_string(),
+        "-Wl,--wrap=__tsan_atomic64_fetch_sub".to_owned(),
+    ];
+    for (name, module, function) in WRAPPED {
+        let symbol = listing
+            .split_whitespace()
+            .find(|word| {
+                word.starts_with("_R") && word.contains(module) && word.ends_with(function)
+            })
+            .ok_or_else(|| {
+                format!("this nightly's libstd has no {function}: look at its locks and at sync.rs")
+            })?;
+        names.arg(format!("--redefine-sym=wrap_{name}=__wrap_{symbol}"));
+        names.arg(format!("--redefine-sym=real_{name}=__real_{symbol}"));
+        link.push(format!("-Wl,--wrap={symbol}"));
+    }
+    sh::run(names.arg(&object))?;
+    Ok(link)
+}
