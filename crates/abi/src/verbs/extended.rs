@@ -125,6 +125,10 @@ unsafe extern "C" fn read_zero32(_cq: *mut ibv_cq_ex) -> u32 {
 unsafe extern "C" fn read_zero16(_cq: *mut ibv_cq_ex) -> u16 {
     0
 }
+unsafe extern "C" fn read_sl(cq: *mut ibv_cq_ex) -> u8 {
+    // SAFETY: as above.
+    unsafe { read(cq, |s| s.completion.sl) }
+}
 unsafe extern "C" fn read_zero8(_cq: *mut ibv_cq_ex) -> u8 {
     0
 }
@@ -188,7 +192,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
         c.read_qp_num = Some(read_qp_num);
         c.read_src_qp = Some(read_src_qp);
         c.read_slid = Some(read_zero32);
-        c.read_sl = Some(read_zero8);
+        c.read_sl = Some(read_sl);
         c.read_dlid_path_bits = Some(read_zero8);
         c.read_cvlan = Some(read_zero16);
         c.read_flow_tag = Some(read_zero32);

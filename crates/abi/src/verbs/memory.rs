@@ -592,7 +592,7 @@ unsafe fn answer(
     let wc = unsafe { &*wc };
     let mut out = ibv_ah_attr {
         dlid: wc.slid,
-        sl: wc.sl,
+        sl: 0,
         src_path_bits: wc.dlid_path_bits,
         port_num: port,
         ..ibv_ah_attr::default()

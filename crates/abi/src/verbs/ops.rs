@@ -380,7 +380,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
                 wc_flags: flags_of(&c),
                 pkey_index: 0,
                 slid: 0,
-                sl: 0,
+                sl: c.sl,
                 dlid_path_bits: 0,
             };
             // SAFETY: `i` is below `max`, for which the program has room.

@@ -56,6 +56,15 @@ pub fn build(arrival: &Arrival, len: usize) -> [u8; LEN] {
     out
 }
 
+/// What kind of header that is: see [`Completion::sl`](crate::verbs::wc::Completion::sl).
+pub fn kind(arrival: &Arrival) -> u8 {
+    const ROCE_V2: u8 = 8;
+    match arrival.from.ip().to_canonical() {
+        IpAddr::V4(_) => ROCE_V2 | 2,
+        IpAddr::V6(_) => ROCE_V2 | 1,
+    }
+}
+
 /// A length field of 16 bits; no datagram is longer than it can say.
 fn length(bytes: usize) -> [u8; 2] {
     u16::try_from(bytes).unwrap_or(u16::MAX).to_be_bytes()

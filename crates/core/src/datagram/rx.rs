@@ -117,6 +117,7 @@ impl DatagramQp {
         entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
         entry.src_qpn = source_qpn(arrival, shim);
         entry.grh = true;
+        entry.sl = grh::kind(arrival);
         self.deliver(entry, &identity);
         Ok(())
     }

@@ -133,6 +133,9 @@ pub struct Completion {
     pub invalidated: Option<Stag>,
     /// Whether a route header stands in front of the data (UD).
     pub grh: bool,
+    /// What kind of route header, as drivers tell it in the service level of a RoCE v2 datagram (bit 3, and 1 for IPv6 or
+    /// 2 for IPv4 below it): verbs have no field of their own for what IBA annex A17.4.5.1 asks for.
+    pub sl: u8,
     /// Whether the peer asked for a solicited event.
     pub solicited: bool,
     /// Detail for people, see the log: our own code, 0 for none.
@@ -152,6 +155,7 @@ impl Completion {
             imm: None,
             invalidated: None,
             grh: false,
+            sl: 0,
             solicited: false,
             vendor_err: 0,
         }
