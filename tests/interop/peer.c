@@ -216,6 +216,8 @@ static void converse(void) {
 // ------------------------------------------------------------------ what must not be done
 
 static void misbehave(void) {
+    // siw terminates nothing while it is still sending, and nobody is told when it has sent its last message.
+    if (!is_siw()) usleep(100000);
     fill(work->addr, 2 * opt.size, 1);
     if (!strcmp(opt.bad, "write-bounds"))
         post(IBV_WR_RDMA_WRITE, 0, opt.size, peer.addr + (uint64_t)opt.size, peer.rkey, false);

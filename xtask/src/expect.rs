@@ -69,6 +69,15 @@ pub(crate) struct Interop {
     pub(crate) wire: Vec<String>,
     /// And those that no packet may pass.
     pub(crate) never_wire: Vec<String>,
+    /// How many of anywarp's large FPDUs, in percent, must begin with a TCP segment.
+    pub(crate) aligned: Option<usize>,
+}
+
+impl Interop {
+    /// Whether the case is about what crosses the wire.
+    pub(crate) fn looks_at_the_wire(&self) -> bool {
+        !self.wire.is_empty() || !self.never_wire.is_empty() || self.aligned.is_some()
+    }
 }
 
 /// Whose program is the server.
@@ -287,6 +296,7 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
         }
         "log" => case.interop.log.push(regex()?),
         "wire" => case.interop.wire.push(value.to_owned()),
+        "aligned" => case.interop.aligned = Some(value.parse()?),
         "never-wire" => case.interop.never_wire.push(value.to_owned()),
         "skip-loopback" => case.skip[0] = reason()?,
         "skip-netns" => case.skip[1] = reason()?,

@@ -258,7 +258,7 @@ impl Stage {
         self.port += 1;
         let port = case.port.unwrap_or(self.port);
         self.guest.set_up(&case.interop.siw)?;
-        let judged = !case.interop.wire.is_empty() || !case.interop.never_wire.is_empty();
+        let judged = case.interop.looks_at_the_wire();
         let capture = (judged || self.keep.is_some())
             .then(|| Capture::start(&self.work.join(format!("{port}.pcap")), port))
             .transpose()?;

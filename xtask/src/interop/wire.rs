@@ -1,10 +1,11 @@
 //! What crosses the wire, as tshark sees it: an independent decoder of MPA, DDP and RDMAP.
 
-use super::shown;
+use super::{guest, shown};
 use crate::Result;
 use crate::expect::Interop;
 use crate::programs::LOOK;
 use rustix::process::{Pid, Signal, kill_process};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -16,6 +17,15 @@ const UNDECODED: &str = "_ws.malformed || _ws.unreassembled || _ws.expert.severi
 
 /// Longest time until tcpdump runs, or has ended.
 const LIMIT: Duration = Duration::from_secs(10);
+
+/// Room for packets that tcpdump has not read yet: those of a long case, wherever it stands in the queue for a processor.
+const BUFFER_KIB: &str = "65536";
+
+/// ULPDUs from this length on are large: a single TCP segment holds no two of them.
+const LARGE: usize = 1000;
+
+/// As many of them make a sample.
+const BULK: usize = 100;
 
 /// tcpdump on the wire to the guest.
 pub(super) struct Capture {
@@ -33,6 +43,8 @@ impl Capture {
                 "guest",
                 "-s",
                 "0",
+                "-B",
+                BUFFER_KIB,
                 "-U",
                 "--immediate-mode",
                 "-Z",
@@ -70,6 +82,10 @@ impl Capture {
                 self.tcpdump.kill()?;
             }
             sleep(LOOK);
+        }
+        let said = fs::read_to_string(self.file.with_extension("err"))?;
+        if !said.contains("\n0 packets dropped by kernel") {
+            return Err(format!("tcpdump did not see everything: {said}").into());
         }
         Ok(self.file)
     }
@@ -111,5 +127,108 @@ pub(super) fn judge(file: &Path, interop: &Interop) -> Option<String> {
             Ok(_) => {}
         }
     }
-    None
+    let wanted = interop.aligned?;
+    match sent_by_anywarp(file).and_then(|sent| alignment(&sent)) {
+        Err(why) => Some(why.to_string()),
+        Ok((begin, all)) if all < BULK => Some(format!("{all} large FPDUs, {begin} aligned")),
+        Ok((begin, all)) if begin * 100 < all * wanted => Some(format!(
+            "{begin} of {all} large FPDUs begin with a TCP segment, not {wanted} percent"
+        )),
+        Ok(_) => None,
+    }
+}
+
+/// What anywarp sent on the one connection of a capture: segments by their sequence number.
+fn sent_by_anywarp(file: &Path) -> Result<BTreeMap<usize, Vec<u8>>> {
+    let filter = format!("ip.src == {} && tcp.len > 0", guest::HOST);
+    let output = Command::new("tshark")
+        .args(["-r", &shown(file), "-n", "-Y", &filter])
+        .args(["-T", "fields", "-e", "tcp.seq", "-e", "tcp.payload"])
+        .output()?;
+    let mut sent: BTreeMap<usize, Vec<u8>> = BTreeMap::new();
+    for line in String::from_utf8(output.stdout)?.lines() {
+        let (number, payload) = line.split_once('\t').ok_or("tshark: no payload")?;
+        let digits: Vec<char> = payload.chars().filter(char::is_ascii_hexdigit).collect();
+        let bytes = digits
+            .chunks(2)
+            .map(|pair| u8::from_str_radix(&pair.iter().collect::<String>(), 16))
+            .collect::<std::result::Result<Vec<u8>, _>>()?;
+        let segment = sent.entry(number.parse()?).or_default();
+        if bytes.len() > segment.len() {
+            *segment = bytes;
+        }
+    }
+    Ok(sent)
+}
+
+/// How many large FPDUs of a stream begin with a segment, and how many there are. In front of them is an MPA Request
+/// or Reply: 20 bytes, of which the last two are the length of what follows.
+fn alignment(sent: &BTreeMap<usize, Vec<u8>>) -> Result<(usize, usize)> {
+    let (first, _) = sent.first_key_value().ok_or("nothing was sent")?;
+    let mut stream: Vec<u8> = Vec::new();
+    for (number, bytes) in sent {
+        let at = number - first;
+        let known = stream.len().checked_sub(at).ok_or("a segment is missing")?;
+        stream.extend(bytes.get(known..).unwrap_or_default());
+    }
+    let length = |at: usize| match stream.get(at..at + 2) {
+        Some(&[high, low]) => Some(usize::from(u16::from_be_bytes([high, low]))),
+        _ => None,
+    };
+    let mut at = 20 + length(18).ok_or("no MPA start-up")?;
+    let (mut begin, mut all) = (0, 0);
+    while let Some(ulpdu) = length(at) {
+        if ulpdu >= LARGE {
+            all += 1;
+            begin += usize::from(sent.contains_key(&(first + at)));
+        }
+        // Length, ULPDU, padding, CRC.
+        at += (2 + ulpdu).next_multiple_of(4) + 4;
+    }
+    if at != stream.len() {
+        return Err(format!("FPDUs end at {at} of {} bytes", stream.len()).into());
+    }
+    Ok((begin, all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An MPA Request with private data, three FPDUs, and a small one, cut at `cuts`.
+    fn sent(cuts: &[usize]) -> BTreeMap<usize, Vec<u8>> {
+        let mut stream = vec![0; 19];
+        stream.extend([4, 1, 2, 3, 4]);
+        for ulpdu in [1000_u16, 1001, 1002, 18] {
+            stream.extend(ulpdu.to_be_bytes());
+            stream.resize(
+                (stream.len() + usize::from(ulpdu)).next_multiple_of(4) + 4,
+                0,
+            );
+        }
+        let starts = [0].into_iter().chain(cuts.iter().copied());
+        let ends = cuts.iter().copied().chain([stream.len()]);
+        starts
+            .zip(ends)
+            .map(|(start, end)| (1 + start, stream[start..end].to_vec()))
+            .collect()
+    }
+
+    #[test]
+    fn fpdus_that_begin_with_a_segment_are_counted() {
+        assert_eq!(alignment(&sent(&[24, 1032, 2040])).unwrap(), (3, 3));
+        assert_eq!(alignment(&sent(&[24, 1033, 2040])).unwrap(), (2, 3));
+        assert_eq!(alignment(&sent(&[20])).unwrap(), (0, 3));
+    }
+
+    #[test]
+    fn what_was_sent_twice_counts_once_and_what_is_missing_is_told() {
+        let mut all = sent(&[24, 1032, 2040]);
+        let again = all[&25][100..].to_vec();
+        all.insert(125, again);
+        assert_eq!(alignment(&all).unwrap(), (3, 3));
+        all.remove(&25);
+        let why = alignment(&all).unwrap_err().to_string();
+        assert_eq!(why, "a segment is missing");
+    }
 }
