@@ -44,6 +44,12 @@ need_rust() {
         die "cargo $have is too old: Rust $wanted or newer is needed (https://rustup.rs)"
 }
 
+# A nightly Rust beside it, for sanitizers and fuzzing.
+need_nightly() {
+    cargo +nightly --version >/dev/null 2>&1 || rustup toolchain install nightly --profile minimal ||
+        die "sanitizers and fuzzing need a nightly Rust: rustup toolchain install nightly"
+}
+
 # What building needs, and what the tests run.
 BUILD_PACKAGES=(cc=gcc ld=binutils /usr/include/stdio.h=libc6-dev
     /usr/include/infiniband/verbs.h=libibverbs-dev /usr/include/rdma/rdma_cma.h=librdmacm-dev)

@@ -16,6 +16,7 @@ mod sanitize;
 mod sh;
 mod symbols;
 mod table;
+mod valgrind;
 
 use std::process::ExitCode;
 
@@ -38,6 +39,8 @@ usage: cargo xtask TASK
            rdma-core's own tests, as tests/pyverbs expects them
   sanitize address|thread [--long] [unit | PROGRAM [TEST…]]
            unit tests and our C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust
+  valgrind [PROGRAM [TEST…]]
+           our own C programs on the built libraries under memcheck
   capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         ["interop", ref rest @ ..] => interop::run(rest),
         ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
         ["sanitize", kind, ref rest @ ..] => sanitize::run(kind, rest),
+        ["valgrind", ref rest @ ..] => valgrind::run(rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),
