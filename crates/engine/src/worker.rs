@@ -383,6 +383,10 @@ impl Engine {
             return false;
         };
         for event in events.iter().take(n) {
+            // Broken by one of them, or by another thread: the rest hears of that, and not of closed connections.
+            if self.is_broken() {
+                return false;
+            }
             if let Some(source) = self.source(event.data.u64()) {
                 let flags = event.flags;
                 let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
