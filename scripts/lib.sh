@@ -56,6 +56,9 @@ BUILD_PACKAGES=(cc=gcc ld=binutils /usr/include/stdio.h=libc6-dev
 PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perftest qperf=qperf ip=iproute2
     unshare=util-linux setpriv=util-linux stdbuf=coreutils tshark=tshark
     gunzip=gzip /usr/share/doc/rdma-core/tests/run_tests.py=python3-pyverbs)
+# The middleware that the tests run.
+MIDDLEWARE_PACKAGES=(ucx_perftest=ucx-utils fi_pingpong=libfabric-bin fio=fio mpiexec.mpich=mpich mpicc.mpich=libmpich-dev
+    mpiexec.openmpi=openmpi-bin mpicc.openmpi=libopenmpi-dev)
 # What the guest of the interop suite is made and run with (tests/interop).
 INTEROP_PACKAGES=(qemu-system-x86_64=qemu-system-x86 gcc-12=gcc-12 make=make cpio=cpio xz=xz-utils
     tcpdump=tcpdump tshark=tshark)

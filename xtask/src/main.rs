@@ -10,6 +10,7 @@ mod interop;
 mod link;
 mod load;
 mod matrix;
+mod mpi;
 mod programs;
 mod pyverbs;
 mod sanitize;
@@ -35,6 +36,7 @@ usage: cargo xtask TASK
   interop [--filter PART] [--log LEVEL] [--list] [--keep FOLDER]
            programs and our own tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop
            expects them
+  mpi      tests/mpi under the distribution's MPIs
   pyverbs [--filter PART]
            rdma-core's own tests, as tests/pyverbs expects them
   sanitize address|thread [--long] [unit | PROGRAM [TEST…]]
@@ -62,6 +64,7 @@ fn main() -> ExitCode {
         ["c-tests", ref rest @ ..] => c_tests::run(rest),
         ["programs", ref rest @ ..] => programs::run(rest),
         ["interop", ref rest @ ..] => interop::run(rest),
+        ["mpi"] => mpi::run(),
         ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
         ["sanitize", kind, ref rest @ ..] => sanitize::run(kind, rest),
         ["valgrind", ref rest @ ..] => valgrind::run(rest),

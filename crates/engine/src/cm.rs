@@ -527,7 +527,12 @@ impl CmId {
             attr.access = rights(ird);
             attr.timeout = timeout;
             attr.retry_cnt = param.retry_count.min(7);
-            attr.rnr_retry = param.rnr_retry_count.min(7);
+            attr.rnr_retry = match param.rnr_retry_count {
+                // Not set, more often than meant: with iWARP the field means nothing (rdma_connect(3)), and on hardware
+                // a message that comes a moment too early would end the connection.
+                0 => 7,
+                n => n.min(7),
+            };
             attr.min_rnr_timer = MIN_RNR_TIMER;
             attr.max_rd_atomic = ord;
             attr.max_dest_rd_atomic = ird;

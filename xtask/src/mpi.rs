@@ -1,0 +1,134 @@
+//! `cargo xtask mpi`: the program of tests/mpi under the distribution's MPIs, over the device alone.
+//!
+//! Shared memory and plain TCP are switched off, so that what the ranks say to each other goes through verbs.
+
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use crate::{Result, sh};
+
+/// Seconds that one run may take.
+const PATIENCE: &str = "120";
+
+/// Bytes that the ranks say to each other, at least: much less than they do.
+const LEAST: u64 = 4 << 20;
+
+struct Way {
+    name: &'static str,
+    compiler: &'static str,
+    launcher: &'static [&'static str],
+    env: &'static [(&'static str, &'static str)],
+}
+
+const RC: &str = "rc_verbs,ud_verbs:aux,self";
+const UD: &str = "ud_verbs,self";
+
+const WAYS: &[Way] = &[
+    Way {
+        name: "mpich ch4:ucx rc",
+        compiler: "mpicc.mpich",
+        launcher: &["mpiexec.mpich", "-launcher", "fork"],
+        env: &[("UCX_TLS", RC), ("MPIR_CVAR_NOLOCAL", "1")],
+    },
+    Way {
+        name: "mpich ch4:ucx ud",
+        compiler: "mpicc.mpich",
+        launcher: &["mpiexec.mpich", "-launcher", "fork"],
+        env: &[("UCX_TLS", UD), ("MPIR_CVAR_NOLOCAL", "1")],
+    },
+    Way {
+        name: "openmpi pml/ucx rc",
+        compiler: "mpicc.openmpi",
+        launcher: &[
+            "mpiexec.openmpi",
+            "--oversubscribe",
+            "--mca",
+            "pml",
+            "ucx",
+            "--mca",
+            "osc",
+            "ucx",
+        ],
+        env: &[("UCX_TLS", RC)],
+    },
+    Way {
+        name: "openmpi mtl/ofi",
+        compiler: "mpicc.openmpi",
+        launcher: &[
+            "mpiexec.openmpi",
+            "--oversubscribe",
+            "--mca",
+            "pml",
+            "cm",
+            "--mca",
+            "mtl",
+            "ofi",
+            "--mca",
+            "mtl_ofi_provider_include",
+            "verbs;ofi_rxm",
+        ],
+        env: &[],
+    },
+];
+
+pub(crate) fn run() -> Result {
+    let work = sh::target().join("mpi");
+    std::fs::create_dir_all(&work)?;
+    let (mut passed, mut failed) = (0, 0);
+    for way in WAYS {
+        let program = work.join(way.compiler);
+        sh::run(
+            Command::new(way.compiler)
+                // MPICH's constant for "no statuses" looks like an array that is too short.
+                .args(["-O1", "-Wall", "-Wno-stringop-overflow", "-o"])
+                .arg(&program)
+                .arg(sh::root().join("tests/mpi/ranks.c")),
+        )?;
+        for ranks in ["2", "4"] {
+            let begin = Instant::now();
+            let mut command = Command::new("timeout");
+            command.arg(PATIENCE).args(way.launcher).args(["-n", ranks]);
+            // Without UCX's choice among all devices and without its handlers of signals.
+            let common = [
+                ("UCX_NET_DEVICES", "anywarp0:1"),
+                ("UCX_HANDLE_ERRORS", "none"),
+                ("OMPI_MCA_btl", "^vader,tcp,openib"),
+                ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+                ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+            ];
+            command.envs(common).envs(way.env.iter().copied());
+            // What went through the device is in here: nothing, if the MPI found another way.
+            let capture = work.join("capture.pcapng");
+            let _none_yet = std::fs::remove_file(&capture);
+            command
+                .env("ANYWARP_CAPTURE", &capture)
+                .env("ANYWARP_CAPTURE_LIMIT", (2 * LEAST).to_string());
+            command
+                .arg(sh::dist().join("bin/anywarp"))
+                .args(["run", "--device-ip", "127.0.0.1", "--"])
+                .arg(&program)
+                .stdin(Stdio::null());
+            let output = command.output()?;
+            let said = String::from_utf8_lossy(&output.stdout);
+            let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
+            let name = format!("{}, {ranks} ranks", way.name);
+            let seconds = begin.elapsed().as_secs_f32();
+            if seen < LEAST {
+                println!("FAIL  {name}: only {seen} bytes went through the device");
+                failed += 1;
+            } else if output.status.success() && said.contains(&format!("{ranks} ranks, ")) {
+                println!("ok    {name} ({seconds:.1} s): {}", said.trim());
+                passed += 1;
+            } else {
+                println!("FAIL  {name} ({seconds:.1} s): {}", output.status);
+                println!("{said}{}", String::from_utf8_lossy(&output.stderr));
+                failed += 1;
+            }
+        }
+    }
+    println!("{passed} passed, {failed} failed");
+    if failed > 0 {
+        return Err("an MPI does not work over the device".into());
+    }
+    Ok(())
+}
