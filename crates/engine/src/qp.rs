@@ -724,6 +724,14 @@ impl RcQp {
         if inner.destroyed && what != AsyncEvent::SrqLimit {
             return;
         }
+        // A connection that breaks with the device is no event of its own: the device's says it.
+        let error = matches!(
+            what,
+            AsyncEvent::QpFatal | AsyncEvent::QpRequest | AsyncEvent::QpAccess
+        );
+        if error && self.engine.is_broken() {
+            return;
+        }
         let number = match what {
             AsyncEvent::QpFatal => event::QP_FATAL,
             AsyncEvent::QpRequest => event::QP_REQ_ERR,
