@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 9] = [
+const PROGRAMS: [&str; 10] = [
     "selftest",
     "cm",
     "access",
     "chaos",
     "fork",
+    "hostile",
     "strangers",
     "surface",
     "vanish",

@@ -56,6 +56,13 @@ pub const TX_BATCH_BYTES: usize = 1 << 20;
 /// Bytes that one transmit batch copies before it is handed to the socket: they should still be in the cache then.
 pub const TX_BATCH_COPIED: usize = 256 * 1024;
 
+/// Bytes after which a batch takes no further FPDU when many peers do not take what they were sent: one FPDU is above it.
+pub const TX_BATCH_SMALL: usize = 16 * 1024;
+
+/// Connections of a process that may have a large batch waiting for their peers, before others get small ones: what peers
+/// that never read can make us hold is this many times some 320 KiB, and one FPDU for each further connection.
+pub const TX_LARGE_WAITING: usize = 128;
+
 /// Pieces (iovec entries) of one transmit batch; the kernel takes at most 1,024.
 pub const TX_BATCH_PIECES: usize = 96;
 

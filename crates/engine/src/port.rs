@@ -40,7 +40,6 @@ pub struct Port {
 
 struct State {
     used: [bool; 256],
-    next: u8,
     token: Token,
 }
 
@@ -114,7 +113,6 @@ impl Port {
                 ipv6,
                 state: Mutex::new(State {
                     used: [false; 256],
-                    next: random_u32().to_ne_bytes()[0],
                     token: Token::NONE,
                 }),
                 me: me.clone(),
@@ -133,9 +131,10 @@ impl Port {
 
     fn take_index(&self) -> Option<u32> {
         let mut state = self.lock();
-        for _ in 0..256 {
-            let index = state.next;
-            state.next = index.wrapping_add(1);
+        // RFC 5042 §5.1.1 [sec-number-guess]: whoever knows one number does not know the next.
+        let [first, ..] = random_u32().to_ne_bytes();
+        for n in 0..=255 {
+            let index = first.wrapping_add(n);
             if let Some(used) = state.used.get_mut(usize::from(index))
                 && !*used
             {
@@ -222,4 +221,33 @@ impl Owner for PortOwner {
     }
 
     fn failed(&self, _startup: &Arc<Startup>, _failure: Failure) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::engine;
+
+    /// [sec-number-guess]
+    #[test]
+    fn queue_pair_numbers_are_not_counted_up() {
+        let engine = engine().unwrap();
+        let mut held = Vec::new();
+        for _ in 0..64 {
+            held.push(Port::allocate(engine).unwrap());
+        }
+        let numbers: Vec<u32> = held.iter().map(|(_, n)| *n).collect();
+        let follows = numbers.windows(2).filter(|w| w[1] == w[0] + 1).count();
+        // One in 256 follows by chance, and somewhat more as the port fills.
+        assert!(
+            follows < 12,
+            "{follows} of 64 numbers follow the one before"
+        );
+        let unique: std::collections::HashSet<_> = numbers.iter().collect();
+        assert_eq!(unique.len(), numbers.len());
+        for (port, number) in held {
+            assert_eq!(number >> 8, u32::from(port.number));
+            port.release(number);
+        }
+    }
 }

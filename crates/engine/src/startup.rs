@@ -588,12 +588,22 @@ impl Startup {
                     )
                 }
             },
-            Phase::Pending(_) => self.end(
-                state,
-                Failure::Broken {
-                    errno: libc::EPROTO,
-                },
-            ),
+            Phase::Pending(_) => {
+                static SAID: log::Rarely = log::Rarely::new();
+                if SAID.now() {
+                    log!(
+                        Warn,
+                        "{}: sent more before its MPA Request was answered; closed {COUNTED}",
+                        self.peer
+                    );
+                }
+                self.end(
+                    state,
+                    Failure::Broken {
+                        errno: libc::EPROTO,
+                    },
+                )
+            }
             Phase::Dialing(_) | Phase::Gone => After::Nothing,
         }
     }

@@ -467,3 +467,41 @@ impl QueuePair {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::engine;
+
+    /// Each bit of index and key is set in half of them, none tells of the one before, and none comes twice.
+    #[test]
+    fn stags_have_no_pattern() {
+        const MANY: usize = 4096;
+        // Six standard deviations of MANY coins.
+        const SLACK: usize = 192;
+        let engine = engine().unwrap();
+        let pd = Arc::new(Pd::new());
+        let bytes = [0_u8; 64];
+        let start = bytes.as_ptr().expose_provenance() as u64;
+        let regions: Vec<_> = (0..MANY)
+            .map(|_| MemoryRegion::register(engine, &pd, start, 64, start, 0).unwrap())
+            .collect();
+        let stags: Vec<u32> = regions.iter().map(|r| r.region().stag().0).collect();
+        let near_half = |count: usize| count.abs_diff(MANY / 2) < SLACK;
+        for bit in 0..32 {
+            let set = stags.iter().filter(|s| *s >> bit & 1 == 1).count();
+            assert!(near_half(set), "bit {bit} is set in {set} of {MANY}");
+            let same = |w: &&[u32]| (w[0] ^ w[1]) >> bit & 1 == 0;
+            let same = stags.windows(2).filter(same).count();
+            assert!(near_half(same), "bit {bit} stays the same {same} times");
+        }
+        let steps: std::collections::HashSet<u32> =
+            stags.windows(2).map(|w| w[1].wrapping_sub(w[0])).collect();
+        assert!(steps.len() > MANY - 16, "{} different steps", steps.len());
+        let indexes: std::collections::HashSet<u32> = stags.iter().map(|s| s >> 8).collect();
+        assert_eq!(indexes.len(), MANY);
+        for region in regions {
+            region.deregister().unwrap();
+        }
+    }
+}

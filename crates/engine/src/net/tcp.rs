@@ -1,9 +1,10 @@
 //! TCP: the socket of a reliable queue pair.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use anywarp_core::bounds;
 use anywarp_core::connection::Connection;
 use anywarp_core::error::{PeerError, TermCode};
 use anywarp_core::llp::mpa::frame::{self, TxBatch};
@@ -13,7 +14,7 @@ use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::rdmap::Terminate;
 
 use crate::device::Profile;
-use crate::sys::{self, EngineFd, Io};
+use crate::sys::{self, EngineFd, Io, PerProcess};
 use crate::worker::{Engine, STAGE, Source, Token};
 
 /// Bytes that one queue pair receives in one turn, before others have theirs.
@@ -36,6 +37,35 @@ pub struct Tcp {
     profile: Profile,
     /// The socket was full: waits to be writable.
     pub(crate) blocked: bool,
+    /// Its batch waits for the peer.
+    waiting: Option<Waiting>,
+}
+
+/// A batch that the peer does not take now, counted.
+#[derive(Debug)]
+struct Waiting;
+
+/// Batches of this process that wait for their peers.
+static WAITING: PerProcess<AtomicUsize> = PerProcess::new(|| AtomicUsize::new(0));
+
+impl Waiting {
+    fn new() -> Self {
+        WAITING.get().fetch_add(1, Ordering::Relaxed);
+        Self
+    }
+
+    /// Whether there are so many that memory matters more than speed.
+    fn many() -> bool {
+        WAITING.get().load(Ordering::Relaxed) >= bounds::TX_LARGE_WAITING
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let count = WAITING.get();
+        // One of the process that this one was forked from is not counted here.
+        let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+    }
 }
 
 /// What a turn of receiving or sending found.
@@ -60,6 +90,7 @@ impl Tcp {
             rest: leftover,
             profile,
             blocked: false,
+            waiting: None,
         }
     }
 
@@ -193,7 +224,9 @@ impl Tcp {
                 return Outcome::Open;
             }
             if self.batch.is_empty() {
-                if self.batch.room() < KEEP && conn.has_bulk() {
+                self.waiting = None;
+                self.batch.keep_small(Waiting::many());
+                if self.batch.room() < KEEP && conn.has_bulk() && !Waiting::many() {
                     self.batch.give_room(engine.room());
                 }
                 let aligned = self.profile.aligns(conn.peer());
@@ -226,6 +259,7 @@ impl Tcp {
                 }
                 Io::WouldBlock => {
                     self.blocked = true;
+                    self.waiting.get_or_insert_with(Waiting::new);
                     return Outcome::Open;
                 }
                 Io::Invalidated => {

@@ -23,6 +23,8 @@ pub struct TxBatch {
     bytes: usize,
     /// It ends behind the last FPDU of a message, so that the next one begins a TCP segment.
     aligned: bool,
+    /// It copies no more than it must.
+    small: bool,
 }
 
 /// One run of bytes of a batch.
@@ -53,8 +55,21 @@ impl TxBatch {
     /// Whether it has all that one system call should carry.
     pub fn is_full(&self) -> bool {
         self.bytes >= bounds::TX_BATCH_BYTES
-            || self.own.len() >= bounds::TX_BATCH_COPIED
+            || self.own.len() >= self.copied_most()
             || self.pieces.len() >= bounds::TX_BATCH_PIECES
+    }
+
+    fn copied_most(&self) -> usize {
+        if self.small {
+            bounds::TX_BATCH_SMALL
+        } else {
+            bounds::TX_BATCH_COPIED
+        }
+    }
+
+    /// Says whether it shall copy as little as it can: memory is held by peers that take nothing.
+    pub fn keep_small(&mut self, small: bool) {
+        self.small = small;
     }
 
     /// Says whether messages shall begin with a TCP segment; it stays as it is when the batch is emptied.

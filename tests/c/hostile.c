@@ -1,0 +1,902 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Peers that break the rules, against a server that has a good connection too. For each class of attack three promises
+ * are held to: the attacker sees what the RFC says (a Terminate with its code, or the end), the log names peer and rule,
+ * and the good connection goes on as before. And thousands of peers that just hold on: what they make the server keep
+ * is bounded.
+ *
+ * The attackers are processes of their own that speak MPA, DDP and RDMAP through plain sockets.
+ */
+#include "ends.h"
+
+#include <arpa/inet.h>
+#include <endian.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <rdma/rdma_cma.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+static const struct want usual = { 0 };
+static FILE *log_file;
+
+/* ---------------------------------------------------------------- the server */
+
+#define OPEN_LEN (1u << 20)
+#define CLOSED_LEN 4096u
+
+static struct server {
+	struct rdma_event_channel *channel;
+	struct rdma_cm_id *listener;
+	struct ibv_pd *pd;
+	struct ibv_cq *cq;
+	struct region open, closed; /* for reading and writing; with no remote rights */
+	uint16_t port;
+	pthread_t thread;
+	volatile bool stop, failed;
+	volatile unsigned int accepted, gone;
+} server;
+
+/* What the attackers may know. */
+static struct {
+	uint16_t port;
+	uint32_t open, closed;
+	uint64_t open_at, closed_at;
+} target;
+
+static void drain(void)
+{
+	struct ibv_wc wc[64];
+
+	while (ibv_poll_cq(server.cq, COUNT(wc), wc) > 0)
+		;
+}
+
+static bool accept_one(struct rdma_cm_id *id)
+{
+	struct ibv_qp_init_attr init = {
+		.qp_type = IBV_QPT_RC, .send_cq = server.cq, .recv_cq = server.cq,
+		.cap = { .max_send_wr = 1, .max_recv_wr = 2, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+	struct rdma_conn_param param = { .responder_resources = 4, .initiator_depth = 4, .rnr_retry_count = 7 };
+
+	if (rdma_create_qp(id, server.pd, &init))
+		return false;
+	for (uint64_t i = 0; i < 2; i++)
+		if (post_recv(id->qp, i, NULL, 0))
+			return false;
+	/* A peer that has gone meanwhile is no failure. */
+	if (rdma_accept(id, &param)) {
+		rdma_destroy_qp(id);
+		return rdma_destroy_id(id) == 0;
+	}
+	server.accepted++;
+	return true;
+}
+
+static void *serve(void *arg)
+{
+	(void)arg;
+	while (!server.stop && !server.failed) {
+		struct pollfd p = { .fd = server.channel->fd, .events = POLLIN };
+		struct rdma_cm_event *event;
+		struct rdma_cm_id *id;
+		enum rdma_cm_event_type type;
+
+		drain();
+		if (poll(&p, 1, 20) != 1)
+			continue;
+		if (rdma_get_cm_event(server.channel, &event)) {
+			server.failed = true;
+			break;
+		}
+		id = event->id;
+		type = event->event;
+		rdma_ack_cm_event(event);
+		if (type == RDMA_CM_EVENT_CONNECT_REQUEST) {
+			server.failed = server.failed || !accept_one(id);
+		} else if (type == RDMA_CM_EVENT_DISCONNECTED || type == RDMA_CM_EVENT_CONNECT_ERROR) {
+			rdma_disconnect(id);
+			rdma_destroy_qp(id);
+			server.failed = server.failed || rdma_destroy_id(id);
+			server.gone++;
+		} else if (type != RDMA_CM_EVENT_ESTABLISHED) {
+			server.failed = true;
+		}
+	}
+	return NULL;
+}
+
+static int stop_server(void *arg)
+{
+	(void)arg;
+	server.stop = true;
+	pthread_join(server.thread, NULL);
+	return server.failed;
+}
+
+static int close_listener(void *id)
+{
+	int rc = rdma_destroy_id(id);
+
+	rdma_destroy_event_channel(server.channel);
+	return rc;
+}
+
+static const char *start_server(void)
+{
+	struct sockaddr_in address = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+
+	memset(&server, 0, sizeof server);
+	server.channel = rdma_create_event_channel();
+	ENSURE(server.channel && !rdma_create_id(server.channel, &server.listener, NULL, RDMA_PS_TCP),
+	       "rdma_create_id: %s", strerror(errno));
+	keep(close_listener, server.listener, "listener");
+	ENSURE(!rdma_bind_addr(server.listener, (struct sockaddr *)&address) && !rdma_listen(server.listener, 1024),
+	       "rdma_listen: %s", strerror(errno));
+	/* The device as the connection manager has it open. */
+	server.pd = ibv_alloc_pd(server.listener->verbs);
+	ENSURE(server.pd, "ibv_alloc_pd: %s", strerror(errno));
+	keep(close_pd, server.pd, "protection domain");
+	server.cq = ibv_create_cq(server.listener->verbs, 1 << 17, NULL, NULL, 0);
+	ENSURE(server.cq, "ibv_create_cq: %s", strerror(errno));
+	keep(close_cq, server.cq, "completion queue");
+	TRY(new_region(&server.open, server.pd, OPEN_LEN,
+		       IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ));
+	TRY(new_region(&server.closed, server.pd, CLOSED_LEN, IBV_ACCESS_LOCAL_WRITE));
+	target.port = ntohs(rdma_get_src_port(server.listener));
+	target.open = server.open.mr->rkey;
+	target.open_at = (uintptr_t)server.open.at;
+	target.closed = server.closed.mr->rkey;
+	target.closed_at = (uintptr_t)server.closed.at;
+	ENSURE(!pthread_create(&server.thread, NULL, serve, NULL), "pthread_create");
+	keep(stop_server, &server, "server");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- the wire */
+
+struct wire {
+	uint8_t at[70000];
+	size_t len;
+};
+
+static uint32_t crc_table[256];
+
+static uint32_t crc32c(const uint8_t *at, size_t len)
+{
+	uint32_t crc = ~0u;
+
+	if (!crc_table[1])
+		for (uint32_t n = 0; n < 256; n++) {
+			uint32_t c = n;
+
+			for (int bit = 0; bit < 8; bit++)
+				c = c >> 1 ^ (c & 1 ? 0x82f63b78u : 0);
+			crc_table[n] = c;
+		}
+	for (size_t i = 0; i < len; i++)
+		crc = crc >> 8 ^ crc_table[(crc ^ at[i]) & 0xff];
+	return ~crc;
+}
+
+static void put(struct wire *w, const void *bytes, size_t len)
+{
+	memcpy(w->at + w->len, bytes, len);
+	w->len += len;
+}
+
+static void put8(struct wire *w, uint8_t n) { put(w, &n, 1); }
+static void put32(struct wire *w, uint32_t n) { n = htobe32(n); put(w, &n, 4); }
+static void put64(struct wire *w, uint64_t n) { n = htobe64(n); put(w, &n, 8); }
+
+enum { WRITE = 0, READ = 1, RESPONSE = 2, SEND = 3, SEND_INVALIDATE = 4, TERMINATE = 7, FETCH_ADD = 8 };
+/* RDMAP version 1 and an opcode; RFC 7306 numbers the atomic request 10. */
+#define OPERATION(op) (0x40 | ((op) == FETCH_ADD ? 0x0a : (op)))
+
+/* Begins an FPDU; gives where. */
+static size_t begin_tagged(struct wire *w, int op, uint32_t stag, uint64_t to)
+{
+	size_t at = w->len;
+
+	w->len += 2;
+	put8(w, 0xc1);
+	put8(w, OPERATION(op));
+	put32(w, stag);
+	put64(w, to);
+	return at;
+}
+
+static size_t begin_untagged(struct wire *w, int op, uint32_t word, uint32_t qn, uint32_t msn, uint32_t mo)
+{
+	size_t at = w->len;
+
+	w->len += 2;
+	put8(w, 0x41);
+	put8(w, OPERATION(op));
+	put32(w, word);
+	put32(w, qn);
+	put32(w, msn);
+	put32(w, mo);
+	return at;
+}
+
+/* Ends it with length, padding and CRC; `more` makes the length wrong. */
+static void end_fpdu(struct wire *w, size_t at, int more)
+{
+	uint16_t len = htobe16((uint16_t)((int)(w->len - at - 2) + more));
+	uint32_t crc;
+
+	memcpy(w->at + at, &len, 2);
+	while ((w->len - at) % 4)
+		put8(w, 0);
+	crc = htole32(crc32c(w->at + at, w->len - at));
+	put(w, &crc, 4);
+}
+
+static void read_request(struct wire *w, uint32_t msn, uint32_t size, uint32_t stag, uint64_t to)
+{
+	size_t at = begin_untagged(w, READ, 0, 1, msn, 0);
+
+	put32(w, 0x700);
+	put64(w, 0x10);
+	put32(w, size);
+	put32(w, stag);
+	put64(w, to);
+	end_fpdu(w, at, 0);
+}
+
+static void send_message(struct wire *w, uint32_t qn, uint32_t msn, uint32_t mo, size_t len)
+{
+	size_t at = begin_untagged(w, SEND, 0, qn, msn, mo);
+
+	for (size_t i = 0; i < len; i++)
+		put8(w, 'x');
+	end_fpdu(w, at, 0);
+}
+
+static bool send_all(int fd, const void *bytes, size_t len)
+{
+	const uint8_t *at = bytes;
+
+	while (len > 0) {
+		ssize_t n = send(fd, at, len, MSG_NOSIGNAL);
+
+		if (n <= 0)
+			return false;
+		at += n;
+		len -= (size_t)n;
+	}
+	return true;
+}
+
+static bool receive_all(int fd, void *bytes, size_t len)
+{
+	return recv(fd, bytes, len, MSG_WAITALL) == (ssize_t)len;
+}
+
+/* A connection of TCP from one of many addresses, so that ports suffice. */
+static int dial(unsigned int which)
+{
+	struct sockaddr_in from = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f000002u + which % 8) };
+	struct sockaddr_in to = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK),
+				  .sin_port = htons(target.port) };
+	struct timeval patience = { .tv_sec = 5 };
+	int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+	if (fd < 0)
+		return -1;
+	setsockopt(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof one);
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+	if (bind(fd, (struct sockaddr *)&from, sizeof from) || connect(fd, (struct sockaddr *)&to, sizeof to)) {
+		close(fd);
+		return -1;
+	}
+	return fd;
+}
+
+/* A stream that is up: start-up, and the initiator's first message. */
+static int connect_peer(unsigned int which)
+{
+	static const uint8_t request[20] = "MPA ID Req Frame\x40\x01\x00\x00";
+	struct wire first = { .len = 0 };
+	uint8_t reply[20], rest[512];
+	int fd = dial(which);
+	size_t more;
+
+	if (fd < 0)
+		return -1;
+	send_message(&first, 0, 1, 0, 0);
+	if (!send_all(fd, request, sizeof request) || !receive_all(fd, reply, sizeof reply) ||
+	    memcmp(reply, "MPA ID Rep Frame", 16) || reply[16] & 0x20)
+		goto failed;
+	more = (size_t)reply[18] << 8 | reply[19];
+	if (more > sizeof rest || (more && !receive_all(fd, rest, more)) || !send_all(fd, first.at, first.len))
+		goto failed;
+	return fd;
+failed:
+	close(fd);
+	return -1;
+}
+
+/* ---------------------------------------------------------------- attacks that end in a Terminate */
+
+/* What the peer hears: layer, type and code of a Terminate; or only the end of the stream. */
+#define CODE(layer, etype, code) ((layer) << 12 | (etype) << 8 | (code))
+#define END_ONLY (-1)
+
+enum attack_kind {
+	CRC, UNDERFLOW_, CUT_HEADER, EMPTY, OVERFLOW_,
+	WRITE_STAG, WRITE_BOUNDS, WRITE_WRAP, WRITE_RIGHTS,
+	READ_STAG, READ_BOUNDS, READ_WRAP, READ_RIGHTS, READ_HUGE, ATOMIC_RIGHTS,
+	INVALIDATE_UNKNOWN, INVALIDATE_REGION,
+	RESPONSE_UNASKED, IRD_OVERRUN,
+	NUMBER_AGAIN, NUMBER_AHEAD, OFFSET, QUEUE, NO_RECEIVE, TOO_LONG, VERSION, OPCODE,
+	TERMINATE_STORM, TERMINATE_NONSENSE,
+	LONG_PRIVATE_DATA, LOUD_PRIVATE_DATA,
+};
+
+static const struct attack {
+	const char *name;
+	int expect;
+	const char *logged;
+} attacks[] = {
+	[CRC] = { "bad_crc", CODE(2, 0, 2), "crc mismatch" },
+	[UNDERFLOW_] = { "length_underflow", CODE(2, 0, 3), "shorter than its header" },
+	[CUT_HEADER] = { "header_cut", CODE(2, 0, 3), "shorter than its header" },
+	[EMPTY] = { "frame_of_nothing", CODE(2, 0, 3), "shorter than its header" },
+	[OVERFLOW_] = { "length_overflow", CODE(2, 0, 2), "crc mismatch" },
+	[WRITE_STAG] = { "write_stag", CODE(1, 1, 0), "not registered" },
+	[WRITE_BOUNDS] = { "write_bounds", CODE(1, 1, 1), "outside stag" },
+	[WRITE_WRAP] = { "write_wrap", CODE(1, 1, 3), "wraps" },
+	[WRITE_RIGHTS] = { "write_rights", CODE(1, 1, 0), "no remote write access" },
+	[READ_STAG] = { "read_stag", CODE(0, 1, 0), "not registered" },
+	[READ_BOUNDS] = { "read_bounds", CODE(0, 1, 1), "outside remote stag" },
+	[READ_WRAP] = { "read_wrap", CODE(0, 1, 4), "wraps" },
+	[READ_RIGHTS] = { "read_rights", CODE(0, 1, 2), "does not give the access" },
+	[READ_HUGE] = { "read_huge", CODE(0, 1, 1), "outside remote stag" },
+	[ATOMIC_RIGHTS] = { "atomic_rights", CODE(0, 1, 2), "does not give the access" },
+	[INVALIDATE_UNKNOWN] = { "invalidate_unknown", CODE(0, 1, 9), "may not be invalidated" },
+	[INVALIDATE_REGION] = { "invalidate_region", CODE(0, 1, 9), "may not be invalidated" },
+	[RESPONSE_UNASKED] = { "response_unasked", CODE(0, 2, 6), "nothing asked for" },
+	[IRD_OVERRUN] = { "ird_overrun", CODE(1, 2, 2), "reads and atomics outstanding" },
+	[NUMBER_AGAIN] = { "number_again", CODE(1, 2, 3), "out of range" },
+	[NUMBER_AHEAD] = { "number_ahead", CODE(1, 2, 3), "out of range" },
+	[OFFSET] = { "offset", CODE(1, 2, 4), "message offset 4" },
+	[QUEUE] = { "queue", CODE(1, 2, 1), "invalid queue 7" },
+	[NO_RECEIVE] = { "no_receive", CODE(1, 2, 2), "no buffer on queue 0" },
+	[TOO_LONG] = { "too_long", CODE(1, 2, 5), "message of 1 bytes" },
+	[VERSION] = { "version", CODE(0, 2, 5), "rdmap version 0" },
+	[OPCODE] = { "opcode", CODE(0, 2, 6), "unexpected opcode" },
+	[TERMINATE_STORM] = { "terminate_storm", END_ONLY, "terminated the connection" },
+	[TERMINATE_NONSENSE] = { "terminate_nonsense", END_ONLY, "terminated the connection" },
+	[LONG_PRIVATE_DATA] = { "private_data_too_long", END_ONLY, "not an MPA Request" },
+	[LOUD_PRIVATE_DATA] = { "more_than_was_announced", END_ONLY, "bytes behind the request" },
+};
+
+static void make_attack(enum attack_kind kind, struct wire *w)
+{
+	size_t at;
+
+	switch (kind) {
+	case CRC:
+		send_message(w, 0, 2, 0, 0);
+		w->at[w->len - 1] ^= 1;
+		break;
+	case UNDERFLOW_: /* a good CRC, and not even room for the two control bytes */
+		at = w->len;
+		w->len += 2;
+		put8(w, 0xc1);
+		end_fpdu(w, at, 0);
+		break;
+	case CUT_HEADER: /* all of the header but its last byte */
+		at = begin_tagged(w, WRITE, target.open, target.open_at);
+		w->len--;
+		end_fpdu(w, at, 0);
+		break;
+	case EMPTY:
+		at = w->len;
+		w->len += 2;
+		end_fpdu(w, at, 0);
+		break;
+	case OVERFLOW_: /* it says 65,535 and gives less */
+		at = begin_tagged(w, WRITE, target.open, target.open_at);
+		end_fpdu(w, at, 65535 - 14);
+		while (w->len < 66000)
+			put8(w, 0);
+		break;
+	case WRITE_STAG:
+	case WRITE_BOUNDS:
+	case WRITE_WRAP:
+	case WRITE_RIGHTS:
+		at = begin_tagged(w, WRITE, kind == WRITE_STAG ? target.open ^ 1 : kind == WRITE_RIGHTS ? target.closed : target.open,
+				  kind == WRITE_BOUNDS ? target.open_at + OPEN_LEN - 4
+				  : kind == WRITE_WRAP ? UINT64_MAX - 3
+				  : kind == WRITE_RIGHTS ? target.closed_at
+							 : target.open_at);
+		put64(w, 0);
+		end_fpdu(w, at, 0);
+		break;
+	case READ_STAG:
+		read_request(w, 1, 8, target.open ^ 0x100, target.open_at);
+		break;
+	case READ_BOUNDS:
+		read_request(w, 1, 8, target.open, target.open_at + OPEN_LEN - 7);
+		break;
+	case READ_WRAP:
+		read_request(w, 1, 8, target.open, UINT64_MAX);
+		break;
+	case READ_RIGHTS:
+		read_request(w, 1, 8, target.closed, target.closed_at);
+		break;
+	case READ_HUGE:
+		read_request(w, 1, UINT32_MAX, target.open, target.open_at);
+		break;
+	case ATOMIC_RIGHTS:
+		at = begin_untagged(w, FETCH_ADD, 0, 1, 1, 0);
+		put32(w, 0); /* FetchAdd */
+		put32(w, 7);
+		put32(w, target.open);
+		put64(w, target.open_at);
+		put64(w, 1);
+		put64(w, 0);
+		put64(w, 0);
+		put64(w, 0);
+		end_fpdu(w, at, 0);
+		break;
+	case INVALIDATE_UNKNOWN:
+	case INVALIDATE_REGION:
+		at = begin_untagged(w, SEND_INVALIDATE, kind == INVALIDATE_REGION ? target.open : 0x12345600, 0, 2, 0);
+		end_fpdu(w, at, 0);
+		break;
+	case RESPONSE_UNASKED:
+		at = begin_tagged(w, RESPONSE, target.open, target.open_at);
+		put64(w, 0);
+		end_fpdu(w, at, 0);
+		break;
+	case IRD_OVERRUN: /* the server serves four at once, and all of these come at once */
+		for (uint32_t msn = 1; msn <= 64; msn++)
+			read_request(w, msn, 8, target.open, target.open_at);
+		break;
+	case NUMBER_AGAIN:
+		send_message(w, 0, 1, 0, 0);
+		break;
+	case NUMBER_AHEAD:
+		send_message(w, 0, 0x80000000u, 0, 0);
+		break;
+	case OFFSET:
+		send_message(w, 0, 2, 4, 0);
+		break;
+	case QUEUE:
+		send_message(w, 7, 1, 0, 0);
+		break;
+	case NO_RECEIVE: /* there is one left */
+		send_message(w, 0, 2, 0, 0);
+		send_message(w, 0, 3, 0, 0);
+		break;
+	case TOO_LONG:
+		send_message(w, 0, 2, 0, 1);
+		break;
+	case VERSION:
+	case OPCODE:
+		at = begin_untagged(w, SEND, 0, 0, 2, 0);
+		w->at[at + 3] = kind == VERSION ? 0x03 : 0x4d;
+		end_fpdu(w, at, 0);
+		break;
+	case TERMINATE_STORM:
+		for (int i = 0; i < 500; i++) {
+			at = begin_untagged(w, TERMINATE, 0, 2, 1, 0);
+			put32(w, 0x01020000u);
+			end_fpdu(w, at, 0);
+		}
+		break;
+	case TERMINATE_NONSENSE:
+		at = begin_untagged(w, TERMINATE, 0, 2, 1, 0);
+		put32(w, 0xffffffffu);
+		end_fpdu(w, at, 0);
+		break;
+	case LONG_PRIVATE_DATA:
+		put(w, "MPA ID Req Frame\x40\x01\xff\xff", 20);
+		break;
+	case LOUD_PRIVATE_DATA:
+		put(w, "MPA ID Req Frame\x40\x01\x00\x04", 20);
+		for (int i = 0; i < 6000; i++)
+			put32(w, 0x41424344u);
+		break;
+	}
+}
+
+/* Reads until a Terminate or the end. Data that a Read brought is passed over. */
+static int hear(int fd)
+{
+	uint8_t head[2], body[65536 + 8];
+
+	errno = 0;
+	for (int i = 0; i < 100000; i++) {
+		size_t len, rest;
+
+		if (!receive_all(fd, head, 2))
+			return END_ONLY;
+		len = (size_t)head[0] << 8 | head[1];
+		rest = len + (4 - (len + 2) % 4) % 4 + 4;
+		if (!receive_all(fd, body, rest))
+			return END_ONLY;
+		if (len >= 20 && body[1] == OPERATION(TERMINATE))
+			return CODE(body[18] >> 4, body[18] & 0xf, body[19]);
+	}
+	return END_ONLY;
+}
+
+/* One attack; what the attacker heard, or -2: no connection. */
+static int attack(enum attack_kind kind, unsigned int which)
+{
+	bool early = kind == LONG_PRIVATE_DATA || kind == LOUD_PRIVATE_DATA;
+	static struct wire w;
+	int fd, heard;
+
+	w.len = 0;
+	make_attack(kind, &w);
+	fd = early ? dial(which) : connect_peer(which);
+	if (fd < 0)
+		return -2;
+	send_all(fd, w.at, w.len);
+	heard = hear(fd);
+	if (heard == END_ONLY && errno == EAGAIN)
+		heard = -3; /* nothing happened */
+	close(fd);
+	return heard;
+}
+
+/* What an attacking process tells. */
+static struct report {
+	volatile bool stop;
+	volatile unsigned int attacks;
+	volatile int wrong; /* what was heard instead */
+} *report;
+
+/* Attacks again and again: hard enough to be felt, with pauses, so that it is not the processor that is fought for. */
+static int attack_on(enum attack_kind kind)
+{
+	struct timespec pause = { 0, 3000000 };
+
+	while (!report->stop) {
+		int heard = attack(kind, report->attacks);
+
+		if (heard != attacks[kind].expect && !report->wrong)
+			report->wrong = heard ? heard : 0x10000;
+		report->attacks++;
+		nanosleep(&pause, NULL);
+	}
+	return 0;
+}
+
+/* ---------------------------------------------------------------- the good connection */
+
+static const char *talk(struct pair *p, size_t count)
+{
+	for (size_t i = 0; i < count; i++) {
+		struct ibv_send_wr wr = send_wr(i, IBV_WR_SEND, NULL, 0);
+
+		TRY(post_recv(p->b.qp, i, NULL, 0));
+		TRY(post(p->a.qp, &wr));
+		TRY(expect_ok(p->b.rcq, i, IBV_WC_RECV, NULL));
+		TRY(expect_ok(p->a.scq, i, IBV_WC_SEND, NULL));
+	}
+	return NULL;
+}
+
+/* Messages a second in the best of some windows: a busy machine spoils some, an attacker all. Ends when `enough`. */
+static const char *best_pace(struct pair *p, unsigned int windows, double enough, double *best)
+{
+	*best = 0;
+	for (unsigned int i = 0; i < windows && (i < 4 || *best < enough); i++) {
+		uint64_t begin = now_ns(), end = begin + 25000000;
+		size_t count = 0;
+		double pace;
+
+		while (now_ns() < end) {
+			TRY(talk(p, 20));
+			count += 20;
+		}
+		pace = (double)count * 1e9 / (double)(now_ns() - begin);
+		if (pace > *best)
+			*best = pace;
+	}
+	return NULL;
+}
+
+static pid_t start_attacker(int (*run)(enum attack_kind), enum attack_kind kind)
+{
+	pid_t pid;
+
+	fflush(stdout);
+	memset(report, 0, sizeof *report);
+	pid = fork();
+	if (pid == 0) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		_exit(run(kind));
+	}
+	return pid;
+}
+
+static long log_position(void)
+{
+	return log_file ? lseek(fileno(log_file), 0, SEEK_END) : 0;
+}
+
+/* Whether the log has, from there on, a line with both. */
+static bool is_logged(long from, const char *peer, const char *reason)
+{
+	char line[1024];
+
+	if (!log_file)
+		return true;
+	fseek(log_file, from, SEEK_SET);
+	while (fgets(line, sizeof line, log_file))
+		if (strstr(line, peer) && strstr(line, reason))
+			return true;
+	return false;
+}
+
+static const char *three_promises(size_t kind)
+{
+	const struct attack *a = &attacks[kind];
+	const char *peer = kind == LONG_PRIVATE_DATA || kind == LOUD_PRIVATE_DATA ? "127.0.0." : "peer 127.0.0.";
+	double calm, busy;
+	struct pair p;
+	uint64_t end;
+	pid_t pid;
+	long log;
+	int status;
+
+	TRY(open_pair(&p, &usual));
+	TRY(start_server());
+	log = log_position();
+	TRY(best_pace(&p, 4, 0, &calm));
+	pid = start_attacker(attack_on, (enum attack_kind)kind);
+	ENSURE(pid > 0, "fork: %s", strerror(errno));
+	end = now_ms() + WAIT_MS;
+	while (report->attacks < 2 && now_ms() < end)
+		TRY(talk(&p, 10));
+	TRY(best_pace(&p, 80, calm / 2, &busy));
+	/* Only so many lines are written in a second. */
+	end = now_ms() + WAIT_MS;
+	while (!is_logged(log, peer, a->logged) && now_ms() < end)
+		TRY(talk(&p, 100));
+	report->stop = true;
+	while (waitpid(pid, &status, WNOHANG) == 0)
+		TRY(talk(&p, 10));
+	ENSURE(!server.failed, "the server failed");
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the attacker ends with %#x", (unsigned int)status);
+	ENSURE(report->attacks >= 3, "%u attacks", report->attacks);
+	ENSURE(!report->wrong, "the attacker hears %#x, expected %#x", (unsigned int)report->wrong,
+	       (unsigned int)a->expect);
+	ENSURE(busy > calm / 2, "%.0f messages a second beside the attacker, %.0f without", busy, calm);
+	ENSURE(is_logged(log, peer, a->logged), "the log does not tell peer and reason");
+	/* Nothing of it touched memory. */
+	TRY(all_bytes(server.open.at, OPEN_LEN, FRESH, "the open region"));
+	TRY(all_bytes(server.closed.at, CLOSED_LEN, FRESH, "the closed region"));
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- peers that hold on */
+
+enum holder { SILENT, HALF_REQUEST, HALF_FPDU, TRICKLE, NEVER_READS };
+
+#define HALF 60000u
+
+/* What one connection may make the server keep, bytes: the library's limit and what a queue pair costs the program. */
+#define QP_COST (16u << 10)
+
+static const struct wave {
+	const char *name;
+	unsigned int count;
+	bool connected;
+	size_t each;
+} waves[] = {
+	/* Connections that say nothing, or half of it: a part of the descriptors, and a few hundred bytes. */
+	[SILENT] = { "silent", 2500, false, 2048 },
+	[HALF_REQUEST] = { "half_a_request", 2500, false, 2048 },
+	/* One FPDU, which cannot be used before its CRC is there. */
+	[HALF_FPDU] = { "half_an_fpdu", 2000, true, 65536 + 2 + 4 + QP_COST },
+	[TRICKLE] = { "a_byte_now_and_then", 1000, true, 4096 + QP_COST },
+	/* Answers that nobody takes. */
+	[NEVER_READS] = { "never_reads", 2000, true, 65536 + 4096 + QP_COST },
+};
+
+/* Those who never read share buffers beyond the first ones; and what malloc and the tables keep. */
+#define SHARED (80u << 20)
+
+static int hold_one(enum holder kind, unsigned int which, struct wire *w)
+{
+	int fd;
+
+	if (kind == SILENT || kind == HALF_REQUEST) {
+		fd = dial(which);
+		if (fd >= 0 && kind == HALF_REQUEST)
+			send_all(fd, "MPA ID Req", 10);
+		return fd;
+	}
+	fd = connect_peer(which);
+	w->len = 0;
+	if (fd >= 0 && kind == HALF_FPDU) {
+		size_t at = begin_tagged(w, WRITE, target.open, target.open_at);
+
+		while (w->len < HALF)
+			put64(w, 0);
+		end_fpdu(w, at, 65500 - (int)(w->len - 2));
+		send_all(fd, w->at, HALF);
+	} else if (fd >= 0 && kind == NEVER_READS) {
+		for (uint32_t msn = 1; msn <= 4; msn++)
+			read_request(w, msn, OPEN_LEN, target.open, target.open_at);
+		send_all(fd, w->at, w->len);
+	}
+	return fd;
+}
+
+/* Opens its connections and holds them until it is told to stop. */
+static int hold(enum attack_kind as)
+{
+	enum holder kind = (enum holder)as;
+	static int fds[4096];
+	static struct wire w;
+	unsigned int n = waves[kind].count;
+	uint8_t byte = 0;
+
+	for (unsigned int i = 0; i < n && !report->stop; i++) {
+		fds[i] = hold_one(kind, i, &w);
+		if (fds[i] >= 0)
+			report->attacks++;
+		else
+			report->wrong++;
+	}
+	for (size_t round = 0; !report->stop; round++) {
+		struct timespec pause = { 0, 50000000 };
+
+		/* 0x00, 0x40, ...: an FPDU of 64 bytes that never gets there. */
+		byte = round == 0 ? 0 : 0x40;
+		for (unsigned int i = 0; kind == TRICKLE && i < n && round < 40; i++)
+			if (fds[i] >= 0)
+				send(fds[i], &byte, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+		nanosleep(&pause, NULL);
+	}
+	return 0;
+}
+
+static long resident(void)
+{
+	long size = 0, pages = 0;
+	FILE *f = fopen("/proc/self/statm", "r");
+
+	if (!f || fscanf(f, "%ld %ld", &size, &pages) != 2)
+		pages = -1;
+	if (f)
+		fclose(f);
+	return pages * 4096;
+}
+
+static unsigned int descriptors(void)
+{
+	unsigned int n = 0;
+
+	for (int fd = 0; fd < 20000; fd++)
+		n += fcntl(fd, F_GETFD) >= 0;
+	return n;
+}
+
+static const char *holders(size_t kind)
+{
+	const struct wave *wave = &waves[kind];
+	unsigned int before_fds, fds, most;
+	long before, now, peak = 0;
+	struct rlimit limit;
+	struct pair p;
+	double calm, busy;
+	uint64_t end;
+	pid_t pid;
+	int status;
+
+	getrlimit(RLIMIT_NOFILE, &limit);
+	limit.rlim_cur = limit.rlim_max;
+	setrlimit(RLIMIT_NOFILE, &limit);
+	if (limit.rlim_cur < 2 * wave->count + 500)
+		SKIP("too few descriptors for so many connections: ulimit -n");
+	TRY(open_pair(&p, &usual));
+	TRY(start_server());
+	TRY(best_pace(&p, 4, 0, &calm));
+	before = resident();
+	before_fds = descriptors();
+	pid = start_attacker(hold, (enum attack_kind)kind);
+	ENSURE(pid > 0, "fork: %s", strerror(errno));
+	end = now_ms() + 40000;
+	while (report->attacks + (unsigned int)report->wrong < wave->count && now_ms() < end) {
+		TRY(talk(&p, 10));
+		now = resident();
+		peak = now > peak ? now : peak;
+	}
+	/* What they sent arrives while the good ones talk. */
+	TRY(best_pace(&p, 80, calm / 2, &busy));
+	now = resident();
+	peak = now > peak ? now : peak;
+	fds = descriptors();
+	printf("# %s: %u connections (%d failed), %ld bytes each, %u descriptors more; %.0f messages/s, %.0f before\n",
+	       wave->name, report->attacks, report->wrong, (peak - before) / (long)wave->count, fds - before_fds, busy,
+	       calm);
+	ENSURE(!wave->connected || report->attacks == wave->count, "%u of %u connections", report->attacks,
+	       wave->count);
+	ENSURE(peak - before <= (long)(wave->count * wave->each + SHARED), "%ld bytes more for %u connections", peak - before,
+	       wave->count);
+	most = wave->connected ? wave->count : 512;
+	ENSURE(fds - before_fds <= most + most / 100 + 64, "%u descriptors more", fds - before_fds);
+	ENSURE(busy > calm / 2, "%.0f messages a second beside them, %.0f without", busy, calm);
+	ENSURE(!server.failed, "the server failed");
+	report->stop = true;
+	while (waitpid(pid, &status, WNOHANG) == 0)
+		TRY(talk(&p, 10));
+	/* All of it is given back. */
+	end = now_ms() + 20000;
+	while ((fds = descriptors()) > before_fds && now_ms() < end)
+		TRY(talk(&p, 10));
+	ENSURE(fds <= before_fds, "%u descriptors, %u before", fds, before_fds);
+	return NULL;
+}
+
+#define ATTACK(kind, name) { name, three_promises, kind, 0, false }
+
+static const struct test tests[] = {
+	ATTACK(CRC, "bad_crc"),
+	ATTACK(UNDERFLOW_, "length_underflow"),
+	ATTACK(CUT_HEADER, "header_cut"),
+	ATTACK(EMPTY, "frame_of_nothing"),
+	ATTACK(OVERFLOW_, "length_overflow"),
+	ATTACK(WRITE_STAG, "write_stag"),
+	ATTACK(WRITE_BOUNDS, "write_bounds"),
+	ATTACK(WRITE_WRAP, "write_wrap"),
+	ATTACK(WRITE_RIGHTS, "write_rights"),
+	ATTACK(READ_STAG, "read_stag"),
+	ATTACK(READ_BOUNDS, "read_bounds"),
+	ATTACK(READ_WRAP, "read_wrap"),
+	ATTACK(READ_RIGHTS, "read_rights"),
+	ATTACK(READ_HUGE, "read_huge"),
+	ATTACK(ATOMIC_RIGHTS, "atomic_rights"),
+	ATTACK(INVALIDATE_UNKNOWN, "invalidate_unknown"),
+	ATTACK(INVALIDATE_REGION, "invalidate_region"),
+	ATTACK(RESPONSE_UNASKED, "response_unasked"),
+	ATTACK(IRD_OVERRUN, "ird_overrun"),
+	ATTACK(NUMBER_AGAIN, "number_again"),
+	ATTACK(NUMBER_AHEAD, "number_ahead"),
+	ATTACK(OFFSET, "offset"),
+	ATTACK(QUEUE, "queue"),
+	ATTACK(NO_RECEIVE, "no_receive"),
+	ATTACK(TOO_LONG, "too_long"),
+	ATTACK(VERSION, "version"),
+	ATTACK(OPCODE, "opcode"),
+	ATTACK(TERMINATE_STORM, "terminate_storm"),
+	ATTACK(TERMINATE_NONSENSE, "terminate_nonsense"),
+	ATTACK(LONG_PRIVATE_DATA, "private_data_too_long"),
+	ATTACK(LOUD_PRIVATE_DATA, "more_than_was_announced"),
+	{ "silent", holders, SILENT, 0, true },
+	{ "half_a_request", holders, HALF_REQUEST, 0, true },
+	{ "half_an_fpdu", holders, HALF_FPDU, 0, true },
+	{ "a_byte_now_and_then", holders, TRICKLE, 0, true },
+	{ "never_reads", holders, NEVER_READS, 0, true },
+};
+
+int main(int argc, char **argv)
+{
+	report = mmap(NULL, sizeof *report, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (report == MAP_FAILED)
+		return 2;
+	/* Its own log, to be read; or that of whoever looks. */
+	if (!getenv("ANYWARP_LOG") && (log_file = tmpfile())) {
+		setenv("ANYWARP_LOG", "info", 1);
+		/* Both have one file position: what is written goes to the end, wherever the reader is. */
+		fcntl(fileno(log_file), F_SETFL, O_APPEND);
+		dup2(fileno(log_file), STDERR_FILENO);
+	}
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
