@@ -138,7 +138,7 @@ fn an_aligned_batch_holds_one_message() {
     assert!(batch.is_empty());
 }
 
-/// RFC 5041 §4.3 [ddp-msn-wrap]: message numbers begin again behind the last one, and so do ours between two anywarp ends.
+/// RFC 5041 §4.3 [ddp-msn-modulo]: message numbers begin again behind the last one, and so do ours between two anywarp ends.
 #[test]
 fn numbers_wrap_and_nothing_is_lost_or_done_twice() {
     for setup in [Setup::standard(), Setup::anywarp()] {
