@@ -229,8 +229,8 @@ pub(crate) const VARIABLES: &[Variable] = &[
         value: "auto|standard|large",
         text: "How peers on rdma_cm connections are spoken to; auto when unset. Then a peer that is not anywarp gets \
                frames that fill one TCP segment each and begin with it, as hardware likes them, and two anywarp \
-               ends use large frames and messages of their own. standard: the side that connects lets no peer \
-               know that it is anywarp, so that only standard iWARP travels. large: peers that are not anywarp \
+               ends use large frames and messages of their own. standard: no peer is let know that \
+               this side is anywarp, so that only standard iWARP travels. large: peers that are not anywarp \
                get large frames too; software such as the kernel's siw takes them.",
     },
     Variable {

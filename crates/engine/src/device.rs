@@ -55,7 +55,7 @@ pub enum Profile {
     /// As what they are: FPDUs of one TCP segment, each message at the start of one, for those that are not anywarp;
     /// large FPDUs and private messages between two anywarp ends.
     Auto,
-    /// As strangers: an initiator does not let an anywarp know that it is one.
+    /// As strangers: no anywarp is let know that we are one.
     Standard,
     /// Strangers get FPDUs that are as large as RFC 5044 allows, too. Software takes them, as siw does.
     Large,

@@ -107,6 +107,7 @@ pub(crate) fn accept(
         }
         let limits = ResponderLimits {
             crc: device::wants_crc(),
+            known: device::profile() != device::Profile::Standard,
             ..ResponderLimits::default()
         };
         if let Ok(startup) = Startup::answer(engine, Arc::clone(owner), fd, peer, limits) {

@@ -99,6 +99,7 @@ fn two_ends_agree_whatever_each_of_them_wants() {
             markers: half(&mut rng),
             max_ird: *rng.pick(&depths),
             max_ord: *rng.pick(&depths),
+            known: half(&mut rng),
         };
         let wanted = (*rng.pick(&depths), *rng.pick(&depths));
         let Opened {
@@ -164,7 +165,8 @@ fn two_ends_agree_whatever_each_of_them_wants() {
             );
         }
         // Between two of ours the mark is seen by exactly those who may.
-        let all = config.rev == 2 && config.peer_to_peer && config.rtr == RtrForms::ALL;
+        let marked = config.rev == 2 && config.peer_to_peer && config.rtr == RtrForms::ALL;
+        let all = marked && limits.known;
         assert_eq!(accepted.peer_may_be_anywarp, all);
         assert_eq!(ours.peer_is_anywarp, all);
     });

@@ -22,6 +22,7 @@ fn limits(input: &mut Input<'_>) -> ResponderLimits {
     ResponderLimits {
         crc: choice & 1 != 0,
         markers: choice & 2 != 0,
+        known: choice & 4 == 0,
         max_ird: input.u16(),
         max_ord: input.u16(),
     }

@@ -401,6 +401,8 @@ pub struct ResponderLimits {
     pub max_ird: u16,
     /// Most outbound reads at once.
     pub max_ord: u16,
+    /// Let an anywarp know that we are one.
+    pub known: bool,
 }
 
 impl Default for ResponderLimits {
@@ -410,6 +412,7 @@ impl Default for ResponderLimits {
             markers: false,
             max_ird: 128,
             max_ord: 128,
+            known: true,
         }
     }
 }
@@ -551,7 +554,7 @@ impl Responder {
             ird: block.and_then(|b| negotiated(b.ird)),
             ord: block.and_then(|b| negotiated(b.ord)),
             private_data: frame.private_data,
-            peer_may_be_anywarp: rtr == RtrForms::ALL,
+            peer_may_be_anywarp: self.limits.known && rtr == RtrForms::ALL,
         };
         let (rev, crc, markers) = (frame.rev, frame.crc, frame.markers);
         self.state = State::Asking {
@@ -598,8 +601,8 @@ impl Responder {
         let block = enhanced.map(|asked| {
             let forms = if params.peer_to_peer {
                 let offered = RtrForms::of(&asked);
-                peer_may_be_anywarp = offered == RtrForms::ALL;
-                confirm(offered)
+                peer_may_be_anywarp = self.limits.known && offered == RtrForms::ALL;
+                confirm(offered, self.limits.known)
             } else {
                 RtrForms::NONE
             };
@@ -683,10 +686,10 @@ impl Responder {
 /// Which ready-to-receive messages a responder confirms. It can receive all of them.
 // RFC 6581 §9.2 would like every offered form that we can receive to be confirmed (mpa-rtr-confirm in the catalogue).
 // Outside anywarp we name a single one, as the stacks in the field do, so that no initiator has to choose.
-fn confirm(offered: RtrForms) -> RtrForms {
+fn confirm(offered: RtrForms, known: bool) -> RtrForms {
     match offered {
         // The mark by which an anywarp initiator knows us; see the head of this file.
-        RtrForms::ALL => RtrForms::ALL,
+        RtrForms::ALL if known => RtrForms::ALL,
         RtrForms {
             write: false,
             read: true,
@@ -1130,8 +1133,18 @@ mod tests {
             ((false, false, false), (false, true, false)),
         ] {
             let forms = |(send, write, read): (bool, bool, bool)| RtrForms { send, write, read };
-            assert_eq!(confirm(forms(offered)), forms(confirmed), "{offered:?}");
+            let (offered, confirmed) = (forms(offered), forms(confirmed));
+            assert_eq!(confirm(offered, true), confirmed, "{offered:?}");
+            if offered != RtrForms::ALL {
+                assert_eq!(confirm(offered, false), confirmed, "{offered:?}");
+            }
         }
+        // Who is not to be known confirms one form to an anywarp, too.
+        let write = RtrForms {
+            write: true,
+            ..RtrForms::NONE
+        };
+        assert_eq!(confirm(RtrForms::ALL, false), write);
     }
 
     #[test]
