@@ -1,4 +1,21 @@
 //! Every limit: name, unit, source and reason.
+//!
+//! Here are those of the card. What bounds a peer before and beside it has to do with sockets and time, and stands in the
+//! engine:
+//!
+//! | what | where | limit |
+//! | --- | --- | --- |
+//! | connections that have not said what they want, in a process | `lobby.rs` `MOST` | 512, or a quarter of the descriptors |
+//! | for how long | `startup.rs` `REQUEST_TIMEOUT` | 5 s |
+//! | for how long a Request waits for the program | `startup.rs` `ANSWER_TIMEOUT` | 120 s |
+//! | Requests that wait for the program, of a listener | `cm.rs` `backlog` | as `rdma_listen` says |
+//! | connections accepted in one turn | `lobby.rs` `TURN` | 16 |
+//! | closed connections that are read on, in a process | `net/tcp.rs` `linger` | 512, each 2 s |
+//! | peers that may wait for a queue pair to be told of them | `qp.rs` `PARKED_MAX` | 8 |
+//! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `TURN` | 4 MiB |
+//! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |
+//! | bytes that wait in the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in all |
+//! | lines of the log that peers cause | `log.rs` `LINES` | 20 a second |
 
 /// Largest message, bytes. The verbs report it as `max_msg_sz`; one DDP message could carry 2^32 - 1.
 pub const MAX_MESSAGE: u64 = 1 << 30;

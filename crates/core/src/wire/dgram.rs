@@ -560,6 +560,24 @@ mod tests {
         assert_eq!(parse(&[0; 4]), Err(DgramError::TooShort));
     }
 
+    /// What took a kernel's driver down: one datagram that is shorter than its headers, with a CRC that is right.
+    #[test]
+    fn a_datagram_shorter_than_its_headers_is_dropped_whatever_its_crc() {
+        let kinds = [
+            emit_head(&shim(1, 5), &send(1)),
+            emit_head(&record_shim(2, 8), &record(0x1000)),
+            vec![0; 48],
+            vec![0xff; 48],
+        ];
+        for head in kinds {
+            for len in 0..head.len() {
+                let mut bytes = head[..len].to_vec();
+                seal(&mut bytes);
+                assert!(parse(&bytes).is_err(), "{len} bytes of {head:02x?}");
+            }
+        }
+    }
+
     #[test]
     fn each_rule_has_its_reason() {
         let drop = |shim: Shim, header: Header, payload: &[u8]| {
