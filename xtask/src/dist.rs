@@ -110,7 +110,7 @@ fn generate(anywarp: &Path, share: &Path) -> Result {
 }
 
 /// Copies `from`, if it exists, to `to`.
-fn copy_tree(from: &Path, to: &Path) -> Result {
+pub(crate) fn copy_tree(from: &Path, to: &Path) -> Result {
     if !from.exists() {
         return Ok(());
     }

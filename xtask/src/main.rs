@@ -11,6 +11,7 @@ mod link;
 mod load;
 mod matrix;
 mod mpi;
+mod package;
 mod programs;
 mod pyverbs;
 mod sanitize;
@@ -26,6 +27,9 @@ usage: cargo xtask TASK
 
   check    formatting, lints and documentation, warnings as errors
   dist     build the libraries and the tool into target/dist
+  install --prefix DIR
+           copy what dist built below a folder
+  deb      make two Debian packages of it: one with the tool, one that makes it every program's device
   matrix   compare the built libraries' symbols with the distribution's; write crates/abi/MATRIX.md;
            load them in every way that programs do
   c-tests [PROGRAM [TEST…]]
@@ -60,6 +64,8 @@ fn main() -> ExitCode {
     let done = match *arguments {
         ["check"] => check::run(),
         ["dist"] => dist::run(),
+        ["install", "--prefix", prefix] => package::install(prefix),
+        ["deb"] => package::deb(),
         ["matrix"] => matrix::run(),
         ["c-tests", ref rest @ ..] => c_tests::run(rest),
         ["programs", ref rest @ ..] => programs::run(rest),

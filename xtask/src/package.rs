@@ -1,0 +1,136 @@
+//! `cargo xtask install --prefix DIR` and `cargo xtask deb`: what `cargo xtask dist` made, put where it is used.
+//!
+//! Two Debian packages: `anywarp` has the tool and the libraries in a folder of their own, and changes nothing else;
+//! `anywarp-system` puts that folder in front of the loader's path, so that every program finds the device without a
+//! launcher.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::{Result, dist, sh};
+
+/// Copies the result of `dist` below a prefix.
+pub(crate) fn install(prefix: &str) -> Result {
+    let prefix = PathBuf::from(prefix);
+    if !prefix.is_absolute() {
+        return Err("install --prefix: an absolute path".into());
+    }
+    let from = built()?;
+    dist::copy_tree(&from, &prefix)?;
+    println!("{}", prefix.display());
+    println!(
+        "for one program:   {}/bin/anywarp run -- PROGRAM",
+        prefix.display()
+    );
+    println!(
+        "for all programs:  echo {}/lib/anywarp > /etc/ld.so.conf.d/00-anywarp.conf && ldconfig",
+        prefix.display()
+    );
+    Ok(())
+}
+
+/// Makes the packages.
+pub(crate) fn deb() -> Result {
+    let from = built()?;
+    let work = sh::target().join("deb");
+    if work.exists() {
+        fs::remove_dir_all(&work)?;
+    }
+    let architecture = sh::output(Command::new("dpkg").arg("--print-architecture"))?;
+    let version = env!("CARGO_PKG_VERSION");
+
+    let tool = work.join("anywarp");
+    dist::copy_tree(&from, &tool.join("usr"))?;
+    let doc = tool.join("usr/share/doc/anywarp");
+    fs::create_dir_all(&doc)?;
+    for name in [
+        "README.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "LICENSE-APACHE",
+        "LICENSE-MIT",
+    ] {
+        fs::copy(sh::root().join(name), doc.join(name))?;
+    }
+    control(
+        &tool,
+        &[
+            ("Package", "anywarp"),
+            ("Version", version),
+            ("Architecture", architecture.trim()),
+            ("Section", "net"),
+            ("Priority", "optional"),
+            ("Maintainer", "the anywarp authors <anywarp@example.org>"),
+            ("Depends", "libc6 (>= 2.34)"),
+            (
+                "Description",
+                "RDMA on any machine: an RDMA network card made of software",
+            ),
+        ],
+    )?;
+    let first = build(
+        &tool,
+        &work,
+        &format!("anywarp_{version}_{}.deb", architecture.trim()),
+    )?;
+
+    let system = work.join("anywarp-system");
+    let conf = system.join("etc/ld.so.conf.d");
+    fs::create_dir_all(&conf)?;
+    fs::write(conf.join("00-anywarp.conf"), "/usr/lib/anywarp\n")?;
+    control(
+        &system,
+        &[
+            ("Package", "anywarp-system"),
+            ("Version", version),
+            ("Architecture", "all"),
+            ("Section", "net"),
+            ("Priority", "optional"),
+            ("Maintainer", "the anywarp authors <anywarp@example.org>"),
+            ("Depends", &format!("anywarp (= {version})")),
+            (
+                "Description",
+                "makes anywarp the RDMA device of every program on this machine",
+            ),
+        ],
+    )?;
+    // The loader's cache is made anew by a trigger of libc's, after this and after removal.
+    fs::write(
+        system.join("DEBIAN/triggers"),
+        "activate-noawait ldconfig\n",
+    )?;
+    let second = build(&system, &work, &format!("anywarp-system_{version}_all.deb"))?;
+    println!("{}\n{}", first.display(), second.display());
+    Ok(())
+}
+
+fn built() -> Result<PathBuf> {
+    let from = sh::dist();
+    if !from.join("bin/anywarp").exists() {
+        return Err("nothing is built: cargo xtask dist".into());
+    }
+    Ok(from)
+}
+
+fn control(package: &Path, fields: &[(&str, &str)]) -> Result {
+    let folder = package.join("DEBIAN");
+    fs::create_dir_all(&folder)?;
+    let text: String = fields
+        .iter()
+        .map(|(name, value)| format!("{name}: {value}\n"))
+        .collect();
+    Ok(fs::write(folder.join("control"), text)?)
+}
+
+fn build(package: &Path, work: &Path, name: &str) -> Result<PathBuf> {
+    let file = work.join(name);
+    sh::run(
+        Command::new("dpkg-deb")
+            .args(["--root-owner-group", "--build"])
+            .arg(package)
+            .arg(&file)
+            .stdout(std::process::Stdio::null()),
+    )?;
+    Ok(file)
+}
