@@ -11,11 +11,13 @@
 //   bad=WHAT      what is then done that must not be: write-bounds, write-stag, read-stag, send-long, send-none,
 //                 invalidated (a Write to memory that a Send has invalidated)
 //   by=END        who does it: client, server                                                   (client)
+//   rest=1        what siw does not know: atomics, Writes with immediate data, invalidating and soliciting Sends (0)
 //   end=HOW       disconnect, abort (the client dies in the middle of a Write)                  (disconnect)
 //   reject=1      the server does not want the connection
 //
 // What happens is printed, a line each; everything that arrives is compared with what was sent.
 
+#include <endian.h>
 #include <errno.h>
 #include <netdb.h>
 #include <poll.h>
@@ -37,7 +39,7 @@ struct told { // what the ends tell each other first
 };
 
 static struct {
-    bool server, reject;
+    bool server, reject, rest;
     const char *address, *port, *bad, *by, *end;
     int data, ird, ord, size, rounds;
 } opt = {.bad = "", .by = "client", .end = "disconnect", .ird = 1, .ord = 1, .size = 1000, .rounds = 2};
@@ -213,6 +215,91 @@ static void converse(void) {
     printf("rounds %d of %d bytes, %d reads at once\n", opt.rounds, opt.size, reads);
 }
 
+// ------------------------------------------------------------------ what siw does not know
+
+static struct ibv_mr *region(int size, int access);
+
+static const struct {
+    enum ibv_wr_opcode opcode;
+    bool solicited;
+} rest[] = {{IBV_WR_RDMA_WRITE_WITH_IMM, false}, {IBV_WR_RDMA_WRITE_WITH_IMM, true}, {IBV_WR_SEND, true},
+            {IBV_WR_SEND_WITH_INV, false},       {IBV_WR_SEND_WITH_INV, true}};
+enum { REST = sizeof(rest) / sizeof(rest[0]) };
+
+static uint64_t atomic(enum ibv_wr_opcode opcode, uint64_t compare_add, uint64_t swap) {
+    struct ibv_sge sge = {.addr = (uintptr_t)work->addr, .length = 8, .lkey = work->lkey};
+    struct ibv_send_wr wr = {.wr_id = 2, .sg_list = &sge, .num_sge = 1, .opcode = opcode}, *bad;
+    wr.send_flags = IBV_SEND_SIGNALED;
+    wr.wr.atomic.remote_addr = peer.addr;
+    wr.wr.atomic.rkey = peer.rkey;
+    wr.wr.atomic.compare_add = compare_add;
+    wr.wr.atomic.swap = swap;
+    if (ibv_post_send(id->qp, &wr, &bad)) fail("ibv_post_send of an atomic");
+    good_wc("the atomic");
+    return *(uint64_t *)work->addr;
+}
+
+static void do_the_rest(void) {
+    uint32_t keys[REST];
+    post(IBV_WR_SEND, 0, 8, 0, 0, true);
+    good_wc("the server's keys");
+    memcpy(keys, box->addr, sizeof(keys));
+    receive(opt.size);
+    uint64_t was = atomic(IBV_WR_ATOMIC_FETCH_AND_ADD, 5, 0);
+    if (was != 1000) fail("fetch and add: %llu, not 1000", (unsigned long long)was);
+    was = atomic(IBV_WR_ATOMIC_CMP_AND_SWP, 1005, 7);
+    if (was != 1005) fail("compare and swap: %llu, not 1005", (unsigned long long)was);
+    was = atomic(IBV_WR_ATOMIC_FETCH_AND_ADD, 0, 0);
+    if (was != 7) fail("what the swap left: %llu, not 7", (unsigned long long)was);
+    for (int i = 0; i < REST; i++) {
+        struct ibv_sge sge = {.addr = (uintptr_t)work->addr, .length = 40, .lkey = work->lkey};
+        struct ibv_send_wr wr = {.wr_id = 2, .sg_list = &sge, .num_sge = 1, .opcode = rest[i].opcode}, *bad;
+        wr.send_flags = IBV_SEND_SIGNALED | (rest[i].solicited ? IBV_SEND_SOLICITED : 0);
+        wr.wr.rdma.remote_addr = peer.addr + 8;
+        wr.wr.rdma.rkey = peer.rkey;
+        if (wr.opcode == IBV_WR_SEND_WITH_INV) wr.invalidate_rkey = keys[i];
+        if (wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) wr.imm_data = htobe32(0xabcd00 + (uint32_t)i);
+        if (ibv_post_send(id->qp, &wr, &bad)) fail("ibv_post_send of request %d", i);
+        good_wc("a request of the rest");
+    }
+}
+
+// What a peer may invalidate: a window of type 2.
+static uint32_t window(void) {
+    struct ibv_mr *mr = region(64, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
+    struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+    if (!mw) fail("ibv_alloc_mw: %s", strerror(errno));
+    struct ibv_send_wr wr = {.wr_id = 2, .opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED}, *bad;
+    wr.bind_mw.mw = mw;
+    wr.bind_mw.rkey = ibv_inc_rkey(mw->rkey);
+    wr.bind_mw.bind_info = (struct ibv_mw_bind_info){mr, (uintptr_t)mr->addr, 64, IBV_ACCESS_REMOTE_WRITE};
+    if (ibv_post_send(id->qp, &wr, &bad)) fail("ibv_post_send of a bind");
+    good_wc("the bind");
+    return wr.bind_mw.rkey;
+}
+
+static void take_the_rest(void) {
+    uint32_t *keys = work->addr;
+    good_wc("the client's word that it is ready");
+    receive(opt.size);
+    for (int i = 0; i < REST; i++) {
+        keys[i] = window();
+        receive(opt.size);
+    }
+    *(uint64_t *)mine->addr = 1000;
+    post(IBV_WR_SEND, 0, REST * sizeof(*keys), 0, 0, true);
+    for (int i = 0; i < REST; i++) {
+        struct ibv_wc wc = good_wc("a message of the rest");
+        bool imm = rest[i].opcode == IBV_WR_RDMA_WRITE_WITH_IMM, inv = rest[i].opcode == IBV_WR_SEND_WITH_INV;
+        if (wc.opcode != (imm ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV)) fail("message %d: opcode %d", i, wc.opcode);
+        if (imm && (!(wc.wc_flags & IBV_WC_WITH_IMM) || be32toh(wc.imm_data) != 0xabcd00 + (uint32_t)i))
+            fail("message %d: flags %x, immediate data %x", i, wc.wc_flags, be32toh(wc.imm_data));
+        if (inv && (!(wc.wc_flags & IBV_WC_WITH_INV) || wc.invalidated_rkey != keys[i]))
+            fail("message %d: flags %x, invalidated %x", i, wc.wc_flags, wc.invalidated_rkey);
+    }
+    printf("the rest was right\n");
+}
+
 // ------------------------------------------------------------------ what must not be done
 
 static void misbehave(void) {
@@ -289,7 +376,8 @@ static void prepare(void) {
     char *at = aligned_alloc(4096, ((size_t)opt.size + ROOM + 8191) & ~(size_t)4095);
     memset(at, 0xee, (size_t)opt.size + ROOM);
     mine = ibv_reg_mr(pd, at, (size_t)opt.size,
-                      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+                      IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
+                          (opt.rest ? IBV_ACCESS_REMOTE_ATOMIC : 0));
     if (!mine) fail("ibv_reg_mr: %s", strerror(errno));
     work = region(2 * opt.size + 64, IBV_ACCESS_LOCAL_WRITE);
     box = region(opt.size + 64, IBV_ACCESS_LOCAL_WRITE);
@@ -390,6 +478,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "bad")) opt.bad = value;
         else if (!strcmp(argv[i], "by")) opt.by = value;
         else if (!strcmp(argv[i], "end")) opt.end = value;
+        else if (!strcmp(argv[i], "rest")) opt.rest = number(value, 1);
         else if (!strcmp(argv[i], "reject")) opt.reject = number(value, 1);
         else fail("%s: no such key", argv[i]);
     }
@@ -402,6 +491,8 @@ int main(int argc, char **argv) {
     else ask(info);
     if (opt.reject) return 0;
     meet();
+    if (opt.rest && opt.server) take_the_rest();
+    else if (opt.rest) do_the_rest();
     converse();
     if (*opt.bad) {
         if (culprit) misbehave();
