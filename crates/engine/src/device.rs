@@ -234,10 +234,14 @@ pub mod event {
 
 /// The file that stands for the device in this process.
 fn command() -> io::Result<&'static OwnedFd> {
-    static FILE: PerProcess<OnceLock<Option<OwnedFd>>> = PerProcess::new(OnceLock::new);
-    FILE.get()
-        .get_or_init(|| rustix::fs::memfd_create("anywarp", rustix::fs::MemfdFlags::CLOEXEC).ok())
-        .as_ref()
+    static FILE: PerProcess<OnceLock<OwnedFd>> = PerProcess::new(OnceLock::new);
+    let file = FILE.get();
+    if file.get().is_none() {
+        // A failure is not kept: there may be a descriptor the next time.
+        let made = rustix::fs::memfd_create("anywarp", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let _another_thread_was_faster = file.set(made);
+    }
+    file.get()
         .ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))
 }
 
