@@ -7,6 +7,7 @@ use crate::programs::LOOK;
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -20,6 +21,10 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// Room for packets that tcpdump has not read yet: those of a long case, wherever it stands in the queue for a processor.
 const BUFFER_KIB: &str = "65536";
+
+/// What ends a capture, and where it goes: nobody listens there.
+const LAST: &[u8] = b"this is the last packet of the capture";
+const AFTER: (&str, u16) = (guest::GUEST, 9);
 
 /// ULPDUs from this length on are large: a single TCP segment holds no two of them.
 const LARGE: usize = 1000;
@@ -52,7 +57,7 @@ impl Capture {
                 "-w",
             ])
             .arg(file)
-            .args(["tcp", "port", &port.to_string()])
+            .arg(format!("tcp port {port} or udp port {}", AFTER.1))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&errors)?)
@@ -71,8 +76,17 @@ impl Capture {
         })
     }
 
-    /// Ends it and returns the file.
+    /// Ends it and returns the file. tcpdump would leave what it has not read yet; so the end of the capture is a packet
+    /// of our own, and awaited.
     pub(super) fn finish(mut self) -> Result<PathBuf> {
+        UdpSocket::bind((guest::HOST, 0))?.send_to(LAST, AFTER)?;
+        let latest = Instant::now() + LIMIT;
+        while !fs::read(&self.file)?.ends_with(LAST) {
+            if Instant::now() > latest {
+                return Err("tcpdump does not see the last packet".into());
+            }
+            sleep(LOOK);
+        }
         if let Some(pid) = Pid::from_raw(i32::try_from(self.tcpdump.id())?) {
             kill_process(pid, Signal::TERM)?;
         }
