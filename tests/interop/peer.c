@@ -302,6 +302,17 @@ static void take_the_rest(void) {
 
 // ------------------------------------------------------------------ what must not be done
 
+// The server spoke last: it must not go on before the client has its next receive.
+static void ready(void) {
+    if (strcmp(opt.by, "server") != 0) return;
+    if (opt.server) {
+        good_wc("the client's word that it is ready");
+        receive(opt.size);
+    } else {
+        post(IBV_WR_SEND, 0, 8, 0, 0, true);
+    }
+}
+
 static void misbehave(void) {
     // siw terminates nothing while it is still sending, and nobody is told when it has sent its last message.
     if (!is_siw()) usleep(100000);
@@ -495,6 +506,7 @@ int main(int argc, char **argv) {
     else if (opt.rest) do_the_rest();
     converse();
     if (*opt.bad) {
+        ready();
         if (culprit) misbehave();
         await_the_end(culprit);
         return 0;
