@@ -430,6 +430,35 @@ static const char *killed_peer(size_t arg)
 	return NULL;
 }
 
+/* A peer that was never there, whichever end it would be that connects: requests fail, and later ones as well. */
+static const char *nobody_there(size_t arg)
+{
+	(void)arg;
+	TRY(open_device());
+	for (int larger = 0; larger < 2; larger++) {
+		struct region r;
+		struct ibv_sge sge;
+		struct ibv_send_wr wr;
+		struct end e;
+
+		TRY(open_end(&e, &impatient));
+		TRY(new_region(&r, e.pd, 8, IBV_ACCESS_LOCAL_WRITE));
+		TRY(to_init(e.qp, &impatient));
+		TRY(to_rtr(e.qp, larger ? 0xffff01 : 0x000101, &impatient));
+		TRY(to_rts(e.qp, &impatient));
+		sge = sge_of(&r, 0, 8);
+		for (uint64_t id = 0; id < 2; id++) {
+			wr = send_wr(id, IBV_WR_SEND, &sge, 1);
+			TRY(post(e.qp, &wr));
+		}
+		TRY(expect_status(e.scq, 0, IBV_WC_RETRY_EXC_ERR));
+		TRY(expect_status(e.scq, 1, IBV_WC_WR_FLUSH_ERR));
+		TRY(state_is(e.qp, IBV_QPS_ERR));
+		TRY(close_all());
+	}
+	return NULL;
+}
+
 static int close_id(void *p)
 {
 	struct rdma_cm_id *id = p;
@@ -1100,6 +1129,7 @@ static const char *stopped_peer(size_t arg)
 static const struct test tests[] = {
 	{ "threads_cancelled", threads_cancelled, 20, 0, false },
 	{ "stopped_peer", stopped_peer, 0, 0, false },
+	{ "nobody_there", nobody_there, 0, 0, false },
 	{ "killed_peer", killed_peer, 0, 300, false },
 	{ "killed_cm_peer", killed_cm_peer, 0, 300, false },
 	{ "program_exits", program_ends, 0, 120, false },

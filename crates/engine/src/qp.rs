@@ -65,6 +65,8 @@ struct Inner {
     dialing: Option<Arc<Startup>>,
     dial_until: Option<Instant>,
     redial: Option<Instant>,
+    /// Until then the peer, whose part it is, should have dialed: afterwards nobody is there.
+    awaited_until: Option<Instant>,
     manager: Option<Weak<dyn Manager>>,
     managed: bool,
     destroyed: bool,
@@ -125,6 +127,7 @@ impl RcQp {
                 dialing: None,
                 dial_until: None,
                 redial: None,
+                awaited_until: None,
                 manager: None,
                 managed: false,
                 destroyed: false,
@@ -232,6 +235,14 @@ impl RcQp {
                         .unwrap_or(DIAL_AT_LEAST)
                         .max(DIAL_AT_LEAST),
                 );
+                let waits =
+                    inner.tcp.is_none() && inner.dialing.is_none() && inner.redial.is_none();
+                if let (true, Some(limit)) = (waits, inner.conn.silence_limit()) {
+                    // A card would repeat its requests until then, and give up.
+                    let until = now + limit.max(DIAL_AT_LEAST);
+                    inner.awaited_until = Some(until);
+                    self.ask_deadline(&mut inner, until);
+                }
             }
             _ => {}
         }
@@ -562,6 +573,7 @@ impl RcQp {
         let Some(me) = self.me.upgrade() else { return };
         inner.dialing = None;
         inner.redial = None;
+        inner.awaited_until = None;
         inner.conn.attach(config, now);
         self.drop_token(inner);
         inner.token = self.engine.reserve(me);
@@ -623,6 +635,7 @@ impl RcQp {
         }
         inner.route = None;
         inner.redial = None;
+        inner.awaited_until = None;
         inner.managed = false;
         inner.manager = None;
     }
@@ -824,6 +837,17 @@ impl Source for RcQp {
             }
         } else if let Some(at) = inner.redial {
             self.ask_deadline(&mut inner, at);
+        }
+        if let Some(until) = inner.awaited_until {
+            if inner.tcp.is_some() || inner.conn.state() == State::Error {
+                inner.awaited_until = None;
+            } else if until <= now {
+                inner.awaited_until = None;
+                log!(Info, "qp 0x{:06x}: the peer did not connect", self.number);
+                inner.conn.handle_connect_failed();
+            } else {
+                self.ask_deadline(&mut inner, until);
+            }
         }
         if let Some(by) = inner.first_by {
             if inner.conn.has_started() {
