@@ -343,6 +343,208 @@ static const char *atomic_write(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- XRC */
+
+static int close_xrcd(void *p) { return ibv_close_xrcd(p); }
+
+struct xrc_end {
+	struct ibv_xrcd *domain;
+	struct ibv_qp *sender, *receiver;
+	struct ibv_srq *srq[2];
+	struct ibv_cq *cq[2]; /* of each shared receive queue */
+	struct ibv_cq *scq;
+	uint32_t number[2];
+};
+
+static const char *open_xrc(struct xrc_end *e, struct ibv_pd *pd)
+{
+	struct ibv_xrcd_init_attr domain = {
+		.comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, .fd = -1, .oflags = O_CREAT
+	};
+	struct ibv_qp_init_attr_ex init = { .qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD };
+
+	e->domain = ibv_open_xrcd(device, &domain);
+	ENSURE(e->domain, "ibv_open_xrcd: %s", strerror(errno));
+	keep(close_xrcd, e->domain, "ibv_close_xrcd");
+	for (int i = 0; i < 2; i++) {
+		struct ibv_srq_init_attr_ex srq = {
+			.attr = { .max_wr = 16, .max_sge = 1 },
+			.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_XRCD |
+				     IBV_SRQ_INIT_ATTR_CQ,
+			.srq_type = IBV_SRQT_XRC,
+			.pd = pd,
+			.xrcd = e->domain,
+		};
+
+		e->cq[i] = new_cq(16, NULL);
+		srq.cq = e->cq[i];
+		e->srq[i] = ibv_create_srq_ex(device, &srq);
+		ENSURE(e->srq[i], "ibv_create_srq_ex: %s", strerror(errno));
+		keep(close_srq, e->srq[i], "ibv_destroy_srq");
+		ENSURE(!ibv_get_srq_num(e->srq[i], &e->number[i]), "ibv_get_srq_num");
+	}
+	ENSURE(e->number[0] != e->number[1], "two queues of one number");
+	init.xrcd = e->domain;
+	e->receiver = ibv_create_qp_ex(device, &init);
+	ENSURE(e->receiver, "the receiving end: %s", strerror(errno));
+	keep(close_qp, e->receiver, "ibv_destroy_qp");
+	e->scq = new_cq(16, NULL);
+	init = (struct ibv_qp_init_attr_ex){ .qp_type = IBV_QPT_XRC_SEND,
+					     .comp_mask = IBV_QP_INIT_ATTR_PD,
+					     .pd = pd,
+					     .send_cq = e->scq,
+					     .cap = { .max_send_wr = 16, .max_send_sge = 1 } };
+	e->sender = ibv_create_qp_ex(device, &init);
+	ENSURE(e->sender, "the sending end: %s", strerror(errno));
+	keep(close_qp, e->sender, "ibv_destroy_qp");
+	return NULL;
+}
+
+/* Connects a sending end with the other side's receiving end. */
+static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT,
+				    .port_num = PORT,
+				    .qp_access_flags = ALL_ACCESS,
+				    .path_mtu = IBV_MTU_4096,
+				    .min_rnr_timer = 12,
+				    .timeout = 14,
+				    .retry_cnt = 7,
+				    .rnr_retry = 7,
+				    .max_rd_atomic = 4,
+				    .max_dest_rd_atomic = 4 };
+	int init = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+	int rtr = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+	int rts = IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT;
+
+	ENSURE(!ibv_modify_qp(sender, &attr, init) && !ibv_modify_qp(receiver, &attr, init), "to INIT");
+	attr.ah_attr = address_of(&local_gid, port_attr.lid, false);
+	attr.qp_state = IBV_QPS_RTR;
+	attr.dest_qp_num = receiver->qp_num;
+	ENSURE(!ibv_modify_qp(sender, &attr, rtr), "the sender to RTR: %s", strerror(errno));
+	attr.dest_qp_num = sender->qp_num;
+	ENSURE(!ibv_modify_qp(receiver, &attr, rtr | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER),
+	       "the receiver to RTR: %s", strerror(errno));
+	attr.qp_state = IBV_QPS_RTS;
+	ENSURE(!ibv_modify_qp(receiver, &attr, rts), "the receiver to RTS");
+	ENSURE(!ibv_modify_qp(sender, &attr, rts | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC),
+	       "the sender to RTS");
+	return NULL;
+}
+
+/* One connection reaches both shared receive queues, and memory of their protection domain. */
+static const char *xrc(size_t arg)
+{
+	struct ibv_pd *pd = new_pd(), *other = new_pd();
+	struct region mine, theirs, foreign;
+	struct xrc_end a, b;
+	struct ibv_send_wr wr, *bad;
+	struct ibv_sge sge;
+	struct ibv_wc wc;
+
+	(void)arg;
+	ENSURE(pd && other, "set-up");
+	TRY(open_xrc(&a, pd));
+	TRY(open_xrc(&b, pd));
+	TRY(connect_xrc(a.sender, b.receiver));
+	TRY(new_region(&mine, pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, pd, 256, ALL_ACCESS));
+	TRY(new_region(&foreign, other, 64, ALL_ACCESS));
+	ENSURE(ibv_close_xrcd(b.domain) == EBUSY, "a domain in use was closed");
+	memset(mine.at, 0x42, 64);
+	for (int i = 0; i < 6; i++) {
+		int to = i % 3 == 2;
+
+		sge = sge_of(&theirs, 64, 64);
+		/* The last two find no receive at first. */
+		if (i < 4)
+			TRY(post_srq_recv(b.srq[to], (uint64_t)(100 + i), &sge, 1));
+		sge = sge_of(&mine, 0, 64);
+		wr = send_wr((uint64_t)i, i == 1 ? IBV_WR_SEND_WITH_IMM : IBV_WR_SEND, &sge, 1);
+		wr.imm_data = 77;
+		wr.qp_type.xrc.remote_srqn = b.number[to];
+		TRY(post(a.sender, &wr));
+		if (i >= 4) {
+			TRY(no_wc(a.scq, QUIET_MS));
+			sge = sge_of(&theirs, 64, 64);
+			TRY(post_srq_recv(b.srq[to], (uint64_t)(100 + i), &sge, 1));
+		}
+		TRY(expect_ok(b.cq[to], (uint64_t)(100 + i), IBV_WC_RECV, &wc));
+		ENSURE(wc.byte_len == 64 && wc.qp_num == b.receiver->qp_num, "byte_len %u", wc.byte_len);
+		ENSURE(i != 1 || (wc.wc_flags & IBV_WC_WITH_IMM && wc.imm_data == 77), "the immediate");
+		TRY(expect_ok(a.scq, (uint64_t)i, IBV_WC_SEND, NULL));
+	}
+	TRY(all_bytes(theirs.at + 64, 64, 0x42, "what was sent"));
+	wr = rdma_wr(10, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
+	sge = sge_of(&mine, 0, 64);
+	wr.qp_type.xrc.remote_srqn = b.number[0];
+	TRY(post(a.sender, &wr));
+	TRY(expect_ok(a.scq, 10, IBV_WC_RDMA_WRITE, NULL));
+	TRY(all_bytes(theirs.at, 64, 0x42, "what was written"));
+	ENSURE(ibv_post_send(b.receiver, &wr, &bad) == EINVAL, "the receiving end sends");
+	/* Memory of a domain that is not the queue's. */
+	wr = rdma_wr(11, IBV_WR_RDMA_WRITE, &sge, 1, &foreign, 0);
+	wr.qp_type.xrc.remote_srqn = b.number[0];
+	TRY(post(a.sender, &wr));
+	TRY(expect_status(a.scq, 11, IBV_WC_REM_ACCESS_ERR));
+	TRY(all_bytes(foreign.at, 64, FRESH, "memory of another domain"));
+	/* A queue that is not there. */
+	TRY(connect_xrc(b.sender, a.receiver));
+	wr = send_wr(12, IBV_WR_SEND, &sge, 1);
+	wr.qp_type.xrc.remote_srqn = 0xfffff0;
+	TRY(post(b.sender, &wr));
+	TRY(expect_status(b.scq, 12, IBV_WC_REM_INV_REQ_ERR));
+	return NULL;
+}
+
+/* Domains by file, and a receiving end that is opened once more. */
+static const char *xrc_domains(size_t arg)
+{
+	struct ibv_xrcd_init_attr init = { .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS };
+	struct ibv_qp_init_attr_ex qp_init = { .qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD };
+	struct ibv_qp_open_attr open = {
+		.comp_mask = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE,
+		.qp_type = IBV_QPT_XRC_RECV,
+	};
+	char name[] = "/tmp/anywarp-xrc-XXXXXX";
+	struct ibv_xrcd *one, *same;
+	struct ibv_qp *first, *second;
+	int fd = mkstemp(name);
+
+	(void)arg;
+	ENSURE(fd >= 0, "mkstemp");
+	unlink(name);
+	errno = 0;
+	init.fd = -1;
+	ENSURE(!ibv_open_xrcd(device, &init) && errno == EINVAL, "a domain of nobody: %s", strerror(errno));
+	init.fd = fd;
+	ENSURE(!ibv_open_xrcd(device, &init) && errno == ENOENT, "a domain that is not there: %s", strerror(errno));
+	init.oflags = O_CREAT;
+	one = ibv_open_xrcd(device, &init);
+	ENSURE(one, "ibv_open_xrcd: %s", strerror(errno));
+	keep(close_xrcd, one, "ibv_close_xrcd");
+	init.oflags = O_CREAT | O_EXCL;
+	ENSURE(!ibv_open_xrcd(device, &init) && errno == EEXIST, "a domain that is there: %s", strerror(errno));
+	init.oflags = 0;
+	same = ibv_open_xrcd(device, &init);
+	ENSURE(same, "ibv_open_xrcd: %s", strerror(errno));
+	keep(close_xrcd, same, "ibv_close_xrcd");
+	close(fd);
+	qp_init.xrcd = one;
+	first = ibv_create_qp_ex(device, &qp_init);
+	ENSURE(first, "ibv_create_qp_ex: %s", strerror(errno));
+	open.xrcd = same;
+	open.qp_num = first->qp_num;
+	second = ibv_open_qp(device, &open);
+	ENSURE(second && second->qp_num == first->qp_num, "ibv_open_qp: %s", strerror(errno));
+	ENSURE(ibv_close_xrcd(same) == EBUSY, "a domain with an opened queue pair was closed");
+	ENSURE(!ibv_destroy_qp(first), "ibv_destroy_qp");
+	TRY(state_is(second, IBV_QPS_RESET));
+	ENSURE(!ibv_destroy_qp(second), "ibv_destroy_qp");
+	ENSURE(!ibv_open_qp(device, &open) && errno == EINVAL, "a queue pair that is gone was opened");
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "device_memory", device_memory, 0, 0, false },
 	{ "device_memory_limits", device_memory_limits, 0, 0, false },
@@ -353,6 +555,8 @@ static const struct test tests[] = {
 	{ "domains", domains, 0, 0, false },
 	{ "imported", imported, 0, 0, false },
 	{ "atomic_write", atomic_write, 0, 0, false },
+	{ "xrc", xrc, 0, 0, false },
+	{ "xrc_domains", xrc_domains, 0, 0, false },
 };
 
 int main(int argc, char **argv)

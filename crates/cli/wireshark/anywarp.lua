@@ -12,7 +12,7 @@ local OPCODES = {
     "Atomic Request", "Atomic Response", [15] = "Write-Record or Control",
 }
 local KINDS = {
-    "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye",
+    "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye", "Select SRQ",
 }
 local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immediate", "error report" }
 
@@ -33,6 +33,8 @@ local function control_text(header)
         return string.format("%s seq %d status %d", name, seq, arg)
     elseif kind == 6 then
         return string.format("%s 0x%08x", name, extra)
+    elseif kind == 10 then
+        return string.format("%s %d", name, extra)
     end
     return name
 end

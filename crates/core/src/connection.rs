@@ -211,6 +211,8 @@ pub(crate) struct Stream {
     pub(crate) next_atomic_id: u32,
     pub(crate) acked: u32,
     pub(crate) ack_scan: u64,
+    /// The shared receive queue that the peer takes our requests to be for (XRC).
+    pub(crate) selected_srq: Option<u32>,
     pub(crate) reads: VecDeque<PendingRead>,
     pub(crate) atomics: VecDeque<PendingAtomic>,
     pub(crate) rnr_until: Option<Instant>,
@@ -482,6 +484,11 @@ impl Connection {
         ) {
             return Err(Misuse::InvalidArgument("inline data with a Read or atomic"));
         }
+        if self.rq.is_xrc() {
+            return Err(Misuse::InvalidArgument(
+                "post_send on the receiving end of an XRC connection",
+            ));
+        }
         if let Op::AtomicWrite { remote } = &request.op
             && (request.payload.len() != 8 || !remote.to.0.is_multiple_of(8))
         {
@@ -518,7 +525,12 @@ impl Connection {
         attr: &Attr,
     ) -> Result<State, Misuse> {
         let before = self.state;
-        let to = qp::check_modify(QpType::Rc, before, next, given, attr, assumed)?;
+        let kind = match &self.rq {
+            RecvQueue::None => QpType::XrcSend,
+            RecvQueue::Xrc { .. } => QpType::XrcRecv,
+            RecvQueue::Own { .. } | RecvQueue::Shared(_) => QpType::Rc,
+        };
+        let to = qp::check_modify(kind, before, next, given, attr, assumed)?;
         merge(&mut self.attr, given, attr);
         match to {
             State::Reset => self.reset(),
@@ -619,6 +631,7 @@ impl Connection {
             recv_atomic_response_msn: 1,
             receive: None,
             send_immediate: None,
+            selected_srq: None,
             write_bytes: 0,
             last_write: None,
             discarding: None,
@@ -919,7 +932,8 @@ impl Connection {
 
     pub(crate) fn complete_recv(&mut self, entry: Completion) {
         self.observe(&Step::Complete(&entry));
-        if self.recv_cq.complete(entry).is_err() {
+        let cq = self.rq.cq().unwrap_or(&self.recv_cq);
+        if cq.complete(entry).is_err() {
             self.overflowed = true;
         }
     }

@@ -993,6 +993,12 @@ pub fn duplicate(fd: RawFd) -> Option<OwnedFd> {
     (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
 }
 
+/// What tells a file from others: its device and inode.
+pub fn identity(file: &OwnedFd) -> Option<(u64, u64)> {
+    let stat = rustix::fs::fstat(file).ok()?;
+    Some((stat.st_dev, stat.st_ino))
+}
+
 /// Zeroed pages of this process.
 #[derive(Debug)]
 pub struct Pages {

@@ -483,6 +483,7 @@ fn request(id: u64, op: Op) -> WorkRequest {
         solicited: false,
         fence: false,
         destination: None,
+        srq: None,
     }
 }
 

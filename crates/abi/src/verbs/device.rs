@@ -14,7 +14,7 @@ use super::object::{
     set_cookie,
 };
 use super::types::*;
-use super::{dm, domain, extended, memory, ops, qp, queue};
+use super::{dm, domain, extended, memory, ops, qp, queue, xrc};
 use crate::held::Held;
 use crate::{entry, fail};
 
@@ -147,7 +147,10 @@ pub(crate) fn open() -> Result<*mut ibv_context, i32> {
         create_cq_ex: Some(extended::create_cq_ex),
         create_qp_ex: Some(qp::create_qp_ex),
         create_srq_ex: Some(extended::create_srq_ex),
-        get_srq_num: Some(extended::get_srq_num),
+        get_srq_num: Some(xrc::get_srq_num),
+        open_xrcd: Some(xrc::open_xrcd),
+        close_xrcd: Some(xrc::close_xrcd),
+        open_qp: Some(qp::open_qp),
         modify_cq: Some(extended::modify_cq),
         query_rt_values: Some(extended::query_rt_values),
         ..verbs_context::default()
@@ -261,7 +264,8 @@ pub(crate) fn attributes() -> ibv_device_attr {
             | IBV_DEVICE_SRQ_RESIZE
             | IBV_DEVICE_N_NOTIFY_CQ
             | IBV_DEVICE_MEM_WINDOW
-            | IBV_DEVICE_MEM_WINDOW_TYPE_2B,
+            | IBV_DEVICE_MEM_WINDOW_TYPE_2B
+            | IBV_DEVICE_XRC,
         max_sge: bounds::MAX_SGE as c_int,
         max_sge_rd: bounds::MAX_SGE as c_int,
         max_cq: 65_536,

@@ -218,34 +218,45 @@ pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify
 
 // ---------------------------------------------------------------------- shared receive queues, device
 
-/// `ibv_create_srq_ex(3)`: basic ones.
+/// `ibv_create_srq_ex(3)`: basic ones, and those of an XRC domain.
 pub(crate) unsafe extern "C" fn create_srq_ex(
     _context: *mut ibv_context,
     init: *mut ibv_srq_init_attr_ex,
 ) -> *mut ibv_srq {
     crate::guard(std::ptr::null_mut(), || {
+        const XRC: u32 = IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
         if init.is_null() {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
         // SAFETY: valid (the program's promise).
         let init = unsafe { &mut *init };
-        if init.comp_mask & IBV_SRQ_INIT_ATTR_TYPE != 0 && init.srq_type != IBV_SRQT_BASIC {
+        let kind = if init.comp_mask & IBV_SRQ_INIT_ATTR_TYPE != 0 {
+            init.srq_type
+        } else {
+            IBV_SRQT_BASIC
+        };
+        if kind != IBV_SRQT_BASIC && kind != IBV_SRQT_XRC {
             return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
         }
         if init.comp_mask & IBV_SRQ_INIT_ATTR_PD == 0 || init.pd.is_null() {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
+        let xrc = kind == IBV_SRQT_XRC;
+        if xrc && (init.comp_mask & XRC != XRC || init.xrcd.is_null() || init.cq.is_null()) {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
         // SAFETY: the program's promise.
         match unsafe { create_srq(init.pd, init.srq_context, &mut init.attr) } {
-            Ok(srq) => srq,
+            Ok(srq) => {
+                if xrc {
+                    // SAFETY: just made; the others live (the program's promise).
+                    unsafe { super::xrc::enter(srq, init.xrcd, init.cq) };
+                }
+                srq
+            }
             Err(e) => fail(e, std::ptr::null_mut()),
         }
     })
-}
-
-/// `ibv_get_srq_num(3)`: numbers exist for XRC only.
-pub(crate) unsafe extern "C" fn get_srq_num(_srq: *mut ibv_srq, _number: *mut u32) -> c_int {
-    libc::EOPNOTSUPP
 }
 
 /// `ibv_query_rt_values_ex(3)`.
@@ -294,6 +305,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
                 },
             },
             max_dm_size: bounds::DEVICE_MEMORY_MAX as u64,
+            xrc_odp_caps: unacknowledged | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC,
             completion_timestamp_mask: u64::MAX,
             hca_core_clock: 1_000_000,
             device_cap_flags_ex: device::attributes().device_cap_flags.into(),
@@ -335,7 +347,7 @@ pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
         | IBV_QP_EX_WITH_BIND_MW
         | IBV_QP_EX_WITH_SEND_WITH_INV;
     match kind {
-        IBV_QPT_RC => send | write | rest,
+        IBV_QPT_RC | IBV_QPT_XRC_SEND => send | write | rest,
         IBV_QPT_UC => send | write,
         IBV_QPT_UD => send,
         _ => 0,
@@ -353,6 +365,7 @@ pub(crate) fn fill(qp: &mut ibv_qp_ex, ops: u64) {
     qp.wr_set_inline_data = Some(wr_set_inline_data);
     qp.wr_set_inline_data_list = Some(wr_set_inline_data_list);
     qp.wr_set_ud_addr = Some(wr_set_ud_addr);
+    qp.wr_set_xrc_srqn = Some(wr_set_xrc_srqn);
     qp.wr_send = has(IBV_QP_EX_WITH_SEND).then_some(wr_send as _);
     qp.wr_send_imm = has(IBV_QP_EX_WITH_SEND_WITH_IMM).then_some(wr_send_imm as _);
     qp.wr_send_inv = has(IBV_QP_EX_WITH_SEND_WITH_INV).then_some(wr_send_inv as _);
@@ -394,6 +407,7 @@ unsafe fn begin(qp: *mut ibv_qp_ex, op: Op) {
         solicited: flags & IBV_SEND_SOLICITED != 0,
         fence: flags & IBV_SEND_FENCE != 0,
         destination: None,
+        srq: None,
     };
     // SAFETY: the program's promise.
     unsafe { with_builder(qp, |b| b.requests.push(request)) };
@@ -601,6 +615,19 @@ unsafe extern "C" fn wr_bind_mw(
     });
 }
 
+unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, number: u32) {
+    // SAFETY: the program's promise.
+    crate::guard((), || unsafe {
+        with_builder(qp, |b| match b.requests.last_mut() {
+            Some(request) => request.srq = Some(number),
+            None => {
+                b.error = Some(Misuse::WrongState(
+                    "wr_set_xrc_srqn before a wr_* operation",
+                ));
+            }
+        });
+    });
+}
 unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
     crate::guard((), || {
         // SAFETY: the handle lives (the program's promise).

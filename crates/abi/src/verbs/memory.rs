@@ -469,6 +469,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
             solicited: false,
             fence: what.send_flags & IBV_SEND_FENCE != 0,
             destination: None,
+            srq: None,
         };
         match object.engine.post_send(std::iter::once(Ok(request))) {
             Ok(()) => {

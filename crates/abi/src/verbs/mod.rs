@@ -16,3 +16,4 @@ pub mod queue;
 pub mod rate;
 pub mod text;
 pub mod types;
+pub(crate) mod xrc;

@@ -143,6 +143,8 @@ pub(crate) struct CqObject {
 #[repr(C)]
 pub(crate) struct SrqObject {
     pub(crate) c: ibv_srq,
+    /// Its place in an XRC domain.
+    pub(crate) xrc: Option<super::xrc::XrcPart>,
     pub(crate) engine: Arc<SharedReceive>,
     pub(crate) pd: Arc<Pd>,
     pub(crate) acks: Acks,
@@ -160,6 +162,8 @@ pub(crate) struct QpObject {
     pub(crate) ah: Mutex<ibv_ah_attr>,
     /// Requests of a `wr_start` … `wr_complete` bracket.
     pub(crate) builder: Mutex<super::extended::Builder>,
+    /// What a receiving queue pair of an XRC domain has besides.
+    pub(crate) xrc: Option<super::xrc::XrcReceiver>,
     /// Wrote extended operations: `ibv_qp_to_qp_ex` may be used.
     pub(crate) extended: bool,
 }

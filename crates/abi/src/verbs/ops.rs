@@ -83,7 +83,7 @@ pub(crate) unsafe fn destination_of(
 ///
 /// # Safety
 /// `wr` is valid with all it points to; `datagram` says which member of its union is meant.
-unsafe fn request_of(wr: &ibv_send_wr, datagram: bool) -> Result<WorkRequest, Misuse> {
+unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<WorkRequest, Misuse> {
     const KNOWN: c_uint = IBV_SEND_FENCE
         | IBV_SEND_SIGNALED
         | IBV_SEND_SOLICITED
@@ -189,6 +189,8 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool) -> Result<WorkRequest, Mi
         solicited: wr.send_flags & IBV_SEND_SOLICITED != 0,
         fence: wr.send_flags & IBV_SEND_FENCE != 0,
         destination,
+        // SAFETY: on a queue pair of this type the member is meant; it is a number.
+        srq: xrc.then(|| unsafe { wr.qp_type.xrc }.remote_srqn),
     })
 }
 
@@ -233,9 +235,10 @@ pub(crate) unsafe extern "C" fn post_send(
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<QpObject, _>(qp) };
         let datagram = object.c.qp_base.qp_type == IBV_QPT_UD;
+        let xrc = object.c.qp_base.qp_type == IBV_QPT_XRC_SEND;
         let next = |w: &ibv_send_wr| w.next;
         // SAFETY: each element is valid with all it points to (the program's promise).
-        let requests = List { at: wr, next }.map(|w| unsafe { request_of(&*w, datagram) });
+        let requests = List { at: wr, next }.map(|w| unsafe { request_of(&*w, datagram, xrc) });
         match object.engine.post_send(requests) {
             Ok(()) => 0,
             Err((n, e)) => {

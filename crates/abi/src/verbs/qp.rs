@@ -1,13 +1,15 @@
 //! Queue pairs: create, modify, query, destroy; multicast.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind;
 use anywarp_core::error::Misuse;
+use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_engine::device;
@@ -19,10 +21,11 @@ use super::device::{forget_events, gid_ip, own_ip};
 use super::extended::{self, Builder};
 use super::memory::remote_ip;
 use super::object::{
-    Acks, ContextObject, CqObject, PdObject, QpObject, SrqObject, from_c, into_c, is_lost, misuse,
-    of, os_errno, set_cookie,
+    Acks, ContextObject, CqObject, PdObject, QpObject, SrqObject, from_c, into_c, is_lost,
+    is_lost_context, misuse, of, os_errno, set_cookie,
 };
 use super::types::*;
+use super::xrc::{XrcReceiver, XrcdObject};
 use crate::{entry, fail};
 
 /// Makes a queue pair for C.
@@ -34,14 +37,21 @@ unsafe fn create(
     init: &mut ibv_qp_init_attr,
     send_ops: Option<u64>,
 ) -> Result<*mut ibv_qp, i32> {
-    if pd.is_null() || init.send_cq.is_null() || init.recv_cq.is_null() {
+    // The sending end of an XRC connection receives nothing, and has no queue for it.
+    let xrc_send = init.qp_type == IBV_QPT_XRC_SEND;
+    if xrc_send {
+        init.recv_cq = std::ptr::null_mut();
+        init.srq = std::ptr::null_mut();
+        (init.cap.max_recv_wr, init.cap.max_recv_sge) = (0, 0);
+    }
+    if pd.is_null() || init.send_cq.is_null() || init.recv_cq.is_null() && !xrc_send {
         return Err(libc::EINVAL);
     }
-    // SAFETY: they live (caller's promise).
+    // SAFETY: they live (caller's promise), those that are not null.
     let lost = unsafe {
         is_lost::<PdObject, _>(pd)
             || is_lost::<CqObject, _>(init.send_cq)
-            || is_lost::<CqObject, _>(init.recv_cq)
+            || !init.recv_cq.is_null() && is_lost::<CqObject, _>(init.recv_cq)
             || !init.srq.is_null() && is_lost::<SrqObject, _>(init.srq)
     };
     if lost {
@@ -55,7 +65,7 @@ unsafe fn create(
     let (send_cq, recv_cq) = unsafe {
         (
             of::<CqObject, _>(init.send_cq),
-            of::<CqObject, _>(init.recv_cq),
+            (!init.recv_cq.is_null()).then(|| of::<CqObject, _>(init.recv_cq)),
         )
     };
     // SAFETY: not null, so it lives (caller's promise).
@@ -77,6 +87,7 @@ unsafe fn create(
     };
     capacity.check().map_err(|e| misuse("ibv_create_qp", &e))?;
     let rq = match srq {
+        _ if xrc_send => RecvQueue::None,
         Some(srq) => RecvQueue::Shared(Arc::clone(&srq.engine.core)),
         None => RecvQueue::Own {
             requests: std::collections::VecDeque::new(),
@@ -89,14 +100,14 @@ unsafe fn create(
         qpn,
         pd: domain.engine.id(),
         send_cq: Arc::clone(&send_cq.engine.core),
-        recv_cq: Arc::clone(&recv_cq.engine.core),
+        recv_cq: recv_cq.map_or_else(no_cq, |cq| Arc::clone(&cq.engine.core)),
         rq,
         capacity,
         sig_all: init.sq_sig_all != 0,
     };
     let srq_cookie = srq.map(|s| Arc::clone(&s.engine.cookie));
     let engine = match init.qp_type {
-        IBV_QPT_RC => {
+        IBV_QPT_RC | IBV_QPT_XRC_SEND => {
             QueuePair::Rc(RcQp::new(&context.engine, srq_cookie, parts).map_err(|e| os_errno(&e))?)
         }
         IBV_QPT_UC | IBV_QPT_UD => {
@@ -118,7 +129,9 @@ unsafe fn create(
     };
     domain.engine.enter();
     send_cq.users.fetch_add(1, Ordering::AcqRel);
-    recv_cq.users.fetch_add(1, Ordering::AcqRel);
+    if let Some(recv_cq) = recv_cq {
+        recv_cq.users.fetch_add(1, Ordering::AcqRel);
+    }
     if let Some(srq) = srq {
         srq.users.fetch_add(1, Ordering::AcqRel);
     }
@@ -148,10 +161,124 @@ unsafe fn create(
         init: Mutex::new(*init),
         ah: Mutex::new(ibv_ah_attr::default()),
         builder: Mutex::new(Builder::default()),
+        xrc: None,
         extended: send_ops.is_some(),
     });
     set_cookie(engine.cookie(), qp);
     Ok(qp)
+}
+
+/// The completion queue of an end that has none.
+fn no_cq() -> Arc<Cq> {
+    Arc::new(Cq::new(1, None))
+}
+
+/// Makes the receiving end of an XRC connection, or another handle of the one with this number.
+///
+/// # Safety
+/// `context` is open, `xrcd` lives.
+unsafe fn create_xrc_receiver(
+    context: *mut ibv_context,
+    xrcd: *mut ibv_xrcd,
+    qp_context: *mut c_void,
+    open: Option<u32>,
+) -> Result<*mut ibv_qp, i32> {
+    if context.is_null() || xrcd.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: they live (caller's promise).
+    let (lost, of_context) = unsafe { (is_lost_context(context), ContextObject::of(context)) };
+    if lost {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: as above.
+    let xrcd = unsafe { of::<XrcdObject, _>(xrcd) };
+    let (engine, receiver) = match open {
+        Some(number) => {
+            let receiver = XrcReceiver::another(xrcd, number).ok_or(libc::EINVAL)?;
+            let qp = of_context.engine.engine.queue_pair(number);
+            (qp.ok_or(libc::EINVAL)?, receiver)
+        }
+        None => {
+            let parts = |qpn| Parts {
+                rnic: Arc::clone(&of_context.engine.engine.rnic),
+                qpn,
+                pd: 0,
+                send_cq: no_cq(),
+                recv_cq: no_cq(),
+                rq: RecvQueue::Xrc {
+                    domain: Arc::clone(&xrcd.domain),
+                    chosen: None,
+                },
+                capacity: Capacity::default(),
+                sig_all: false,
+            };
+            let qp = RcQp::new(&of_context.engine, None, parts).map_err(|e| os_errno(&e))?;
+            let receiver = XrcReceiver::first(xrcd, qp.number);
+            (qp, receiver)
+        }
+    };
+    let engine = QueuePair::Rc(engine);
+    let number = engine.number();
+    let mut c = ibv_qp_ex::default();
+    c.qp_base = ibv_qp {
+        context,
+        qp_context,
+        handle: number,
+        qp_num: number,
+        state: IBV_QPS_RESET,
+        qp_type: IBV_QPT_XRC_RECV,
+        ..ibv_qp::default()
+    };
+    let pd = Arc::new(Pd::new());
+    pd.enter();
+    let qp: *mut ibv_qp = into_c(QpObject {
+        c,
+        engine: engine.clone(),
+        pd,
+        acks: Acks::default(),
+        init: Mutex::new(ibv_qp_init_attr {
+            qp_context,
+            qp_type: IBV_QPT_XRC_RECV,
+            ..ibv_qp_init_attr::default()
+        }),
+        ah: Mutex::new(ibv_ah_attr::default()),
+        builder: Mutex::new(Builder::default()),
+        xrc: Some(receiver),
+        extended: false,
+    });
+    if open.is_none() {
+        set_cookie(engine.cookie(), qp);
+    }
+    Ok(qp)
+}
+
+/// `ibv_open_qp(3)`: receiving queue pairs of an XRC domain.
+pub(crate) unsafe extern "C" fn open_qp(
+    context: *mut ibv_context,
+    attr: *mut ibv_qp_open_attr,
+) -> *mut ibv_qp {
+    crate::guard(std::ptr::null_mut(), || {
+        const NEEDED: u32 = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
+        if attr.is_null() {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        // SAFETY: valid (the program's promise).
+        let attr = unsafe { &*attr };
+        if attr.comp_mask & NEEDED != NEEDED || attr.qp_type != IBV_QPT_XRC_RECV {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        let qp_context = if attr.comp_mask & IBV_QP_OPEN_ATTR_CONTEXT != 0 {
+            attr.qp_context
+        } else {
+            std::ptr::null_mut()
+        };
+        // SAFETY: the program's promise.
+        match unsafe { create_xrc_receiver(context, attr.xrcd, qp_context, Some(attr.qp_num)) } {
+            Ok(qp) => qp,
+            Err(e) => fail(e, std::ptr::null_mut()),
+        }
+    })
 }
 
 entry! {
@@ -173,12 +300,14 @@ entry! {
 
 /// `ibv_create_qp_ex(3)`.
 pub(crate) unsafe extern "C" fn create_qp_ex(
-    _context: *mut ibv_context,
+    context: *mut ibv_context,
     init: *mut ibv_qp_init_attr_ex,
 ) -> *mut ibv_qp {
     crate::guard(std::ptr::null_mut(), || {
-        const KNOWN: u32 =
-            IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+        const KNOWN: u32 = IBV_QP_INIT_ATTR_PD
+            | IBV_QP_INIT_ATTR_XRCD
+            | IBV_QP_INIT_ATTR_CREATE_FLAGS
+            | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
         if init.is_null() {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
@@ -186,6 +315,18 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
         let ex = unsafe { &mut *init };
         if ex.comp_mask & !KNOWN != 0 {
             return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        }
+        if ex.qp_type == IBV_QPT_XRC_RECV {
+            let xrcd = if ex.comp_mask & IBV_QP_INIT_ATTR_XRCD != 0 {
+                ex.xrcd
+            } else {
+                std::ptr::null_mut()
+            };
+            // SAFETY: the program's promise.
+            return match unsafe { create_xrc_receiver(context, xrcd, ex.qp_context, None) } {
+                Ok(qp) => qp,
+                Err(e) => fail(e, std::ptr::null_mut()),
+            };
         }
         if ex.comp_mask & IBV_QP_INIT_ATTR_PD == 0
             || ex.comp_mask & IBV_QP_INIT_ATTR_CREATE_FLAGS != 0 && ex.create_flags != 0
@@ -375,13 +516,18 @@ entry! {
         }
         // SAFETY: as above.
         let object = unsafe { of::<QpObject, _>(qp) };
-        object.engine.destroy();
+        if object.xrc.as_ref().is_none_or(XrcReceiver::is_last) {
+            object.engine.destroy();
+        }
         // SAFETY: its context is open while it lives.
         unsafe { forget_events(object.c.qp_base.context, qp.addr()) };
         object.acks.wait();
         object.pd.leave();
         let base = &object.c.qp_base;
         for cq in [base.send_cq, base.recv_cq] {
+            if cq.is_null() {
+                continue;
+            }
             // SAFETY: a completion queue lives while queue pairs use it.
             unsafe { of::<CqObject, _>(cq) }.users.fetch_sub(1, Ordering::AcqRel);
         }

@@ -341,6 +341,7 @@ pub(crate) unsafe fn create_srq(
     };
     let srq: *mut ibv_srq = into_c(SrqObject {
         c,
+        xrc: None,
         engine: Arc::clone(&engine),
         pd: Arc::clone(&domain.engine),
         acks: Acks::default(),
@@ -436,6 +437,9 @@ entry! {
         unsafe { forget_events(object.c.context, srq.addr()) };
         object.acks.wait();
         object.pd.leave();
+        if let Some(part) = &object.xrc {
+            part.leave();
+        }
         // SAFETY: the caller's promise.
         drop(unsafe { from_c::<SrqObject, _>(srq) });
         0

@@ -233,6 +233,7 @@ fn request(id: u64, op: Op, payload: Payload, to: &End) -> WorkRequest {
         solicited: false,
         fence: false,
         destination: Some(to.destination()),
+        srq: None,
     }
 }
 

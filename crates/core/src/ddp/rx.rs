@@ -665,7 +665,12 @@ impl Connection {
 
     /// The domain that the peer's STags must belong to.
     pub(crate) fn pd_of_peer(&self) -> u32 {
-        self.pd
+        if self.rq.is_xrc() {
+            // That of the queue that the peer chose; none is no domain at all.
+            self.rq.pd().unwrap_or(0)
+        } else {
+            self.pd
+        }
     }
 }
 

@@ -609,6 +609,14 @@ impl Connection {
                     s.send_immediate = Some(value);
                 }
             }
+            Control::SelectSrq { number } => {
+                if !self.rq.choose(number) {
+                    return Err(Fault::request(
+                        PeerError::Control("chooses a shared receive queue that is not there"),
+                        Status::RemoteInvalidRequest,
+                    ));
+                }
+            }
             Control::Bye => s.said_bye = true,
         }
         Ok(())

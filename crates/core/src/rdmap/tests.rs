@@ -104,6 +104,7 @@ fn post(conn: &mut Connection, id: u64, op: Op) {
         solicited: false,
         fence: false,
         destination: None,
+        srq: None,
     })
     .unwrap();
 }

@@ -259,11 +259,18 @@ impl Connection {
         if self.rnic.observer.is_some() {
             self.observe(&Step::Take(id));
         }
-        match self.build(number) {
-            Ok(mut parts) => {
+        let built = self.select_srq(number).and_then(|select| {
+            let parts = self.build(number)?;
+            Ok((select, parts))
+        });
+        match built {
+            Ok((select, mut parts)) => {
                 if let Some(posted) = self.sq.get_mut(number) {
                     let skip = std::mem::take(&mut posted.skip);
                     parts.drain(..parts.len().min(skip as usize));
+                }
+                if let Some(select) = select {
+                    parts.push_front(select);
                 }
                 if self.rnic.observer.is_some() {
                     for m in &parts {
@@ -309,6 +316,28 @@ impl Connection {
             s.atomics.retain(|a| a.request != number);
         }
         self.retire();
+    }
+
+    /// What tells the peer for which shared receive queue a request is, if it takes it to be for another (XRC).
+    fn select_srq(&mut self, number: u64) -> Result<Option<Message>, Unbuildable> {
+        let Some(posted) = self.sq.get_mut(number) else {
+            return Ok(None);
+        };
+        let Some(srq) = posted.request.srq else {
+            return Ok(None);
+        };
+        if posted.request.op.is_local() {
+            return Ok(None);
+        }
+        let s = self.stream_mut()?;
+        if s.peer != Peer::Anywarp {
+            return Err(Unbuildable(
+                Status::LocalQpOperation,
+                "XRC to a standard iWARP peer",
+            ));
+        }
+        let known = s.selected_srq.replace(srq) == Some(srq);
+        Ok((!known).then(|| control(Control::SelectSrq { number: srq })))
     }
 
     /// Builds the messages of a request.
@@ -670,6 +699,8 @@ impl Connection {
         let wait = std::time::Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
         s.rnr_until = Some(now + wait);
         s.restart = Some(seq);
+        // What is sent again says again for whom.
+        s.selected_srq = None;
         // While the queue drains, what was taken back counts as not begun.
         self.retire();
     }

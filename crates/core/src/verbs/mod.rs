@@ -9,3 +9,4 @@ pub mod sq;
 pub mod srq;
 pub mod wc;
 pub mod wr;
+pub mod xrc;

@@ -13,6 +13,10 @@ pub enum QpType {
     Uc = 3,
     /// Unreliable datagram.
     Ud = 4,
+    /// The sending end of an extended reliable connection.
+    XrcSend = 9,
+    /// Its receiving end.
+    XrcRecv = 10,
 }
 
 /// State of a queue pair; the numbers are those of `enum ibv_qp_state`.
@@ -192,19 +196,19 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
         (_, Reset) | (_, Error) => r(0, 0),
         (Reset, Init) => match kind {
             QpType::Ud => r(m::PKEY_INDEX | m::PORT | m::QKEY, 0),
-            QpType::Rc | QpType::Uc => r(m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS, 0),
+            _ => r(m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS, 0),
         },
         (Init, Init) => match kind {
             QpType::Ud => r(0, m::PKEY_INDEX | m::PORT | m::QKEY),
-            QpType::Rc | QpType::Uc => r(0, m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS),
+            _ => r(0, m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS),
         },
         (Init, Rtr) => match kind {
             QpType::Ud => r(0, m::PKEY_INDEX | m::QKEY),
-            QpType::Uc => r(
+            QpType::Uc | QpType::XrcSend => r(
                 m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN,
                 m::ALT_PATH | m::ACCESS_FLAGS | m::PKEY_INDEX,
             ),
-            QpType::Rc => r(
+            QpType::Rc | QpType::XrcRecv => r(
                 m::AV
                     | m::PATH_MTU
                     | m::DEST_QPN
@@ -220,7 +224,11 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
                 m::SQ_PSN,
                 m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::PATH_MIG_STATE,
             ),
-            QpType::Rc => r(
+            QpType::XrcRecv => r(
+                m::TIMEOUT | m::SQ_PSN,
+                m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::MIN_RNR_TIMER | m::PATH_MIG_STATE,
+            ),
+            QpType::Rc | QpType::XrcSend => r(
                 m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC,
                 m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::MIN_RNR_TIMER | m::PATH_MIG_STATE,
             ),
@@ -231,8 +239,8 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
                 0,
                 m::CUR_STATE | m::ACCESS_FLAGS | m::ALT_PATH | m::PATH_MIG_STATE,
             ),
-            QpType::Rc if from == Sqe => None,
-            QpType::Rc => r(
+            _ if from == Sqe => None,
+            _ => r(
                 0,
                 m::CUR_STATE | m::ACCESS_FLAGS | m::ALT_PATH | m::PATH_MIG_STATE | m::MIN_RNR_TIMER,
             ),
@@ -244,7 +252,7 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
                 0,
                 m::AV | m::ALT_PATH | m::ACCESS_FLAGS | m::PKEY_INDEX | m::PATH_MIG_STATE,
             ),
-            QpType::Rc => r(
+            _ => r(
                 0,
                 m::PORT
                     | m::AV

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::srq::Srq;
 use super::wr::RecvRequest;
+use super::xrc::{XrcDomain, XrcSrq};
 use crate::error::Misuse;
 
 /// Where a queue pair takes its receives from.
@@ -21,6 +22,15 @@ pub enum RecvQueue {
     },
     /// A shared queue.
     Shared(Arc<Srq>),
+    /// None: it sends only.
+    None,
+    /// Any queue of an XRC domain; the peer says which.
+    Xrc {
+        /// The domain.
+        domain: Arc<XrcDomain>,
+        /// The queue that the peer chose.
+        chosen: Option<Arc<XrcSrq>>,
+    },
 }
 
 /// What taking a receive gave.
@@ -53,6 +63,9 @@ impl RecvQueue {
             Self::Shared(_) => Err(Misuse::InvalidArgument(
                 "post_recv on a queue pair with a shared receive queue",
             )),
+            Self::None | Self::Xrc { .. } => Err(Misuse::InvalidArgument(
+                "post_recv on a queue pair without a receive queue",
+            )),
         }
     }
 
@@ -67,6 +80,34 @@ impl RecvQueue {
                 request: t.request,
                 srq_limit_reached: t.limit_reached,
             }),
+            Self::None => None,
+            // Whose limit it is the queue pair's owner would not know: no event.
+            Self::Xrc { chosen, .. } => chosen.as_ref()?.srq.take().map(|t| TakenRecv {
+                request: t.request,
+                srq_limit_reached: false,
+            }),
+        }
+    }
+
+    /// The peer names the queue that its next requests are for. False: there is no such queue, or nothing to choose.
+    pub fn choose(&mut self, number: u32) -> bool {
+        match self {
+            Self::Xrc { domain, chosen } => {
+                *chosen = domain.find(number);
+                chosen.is_some()
+            }
+            _ => false,
+        }
+    }
+
+    /// Where receives complete, if not in the queue pair's own queue.
+    pub fn cq(&self) -> Option<&Arc<super::cq::Cq>> {
+        match self {
+            Self::Xrc {
+                chosen: Some(queue),
+                ..
+            } => Some(&queue.cq),
+            _ => None,
         }
     }
 
@@ -75,6 +116,11 @@ impl RecvQueue {
         match self {
             Self::Own { requests, .. } => requests.push_front(request),
             Self::Shared(srq) => srq.put_back(request),
+            Self::Xrc {
+                chosen: Some(queue),
+                ..
+            } => queue.srq.put_back(request),
+            Self::None | Self::Xrc { chosen: None, .. } => {}
         }
     }
 
@@ -82,7 +128,7 @@ impl RecvQueue {
     pub fn take_own(&mut self) -> Option<RecvRequest> {
         match self {
             Self::Own { requests, .. } => requests.pop_front(),
-            Self::Shared(_) => None,
+            Self::Shared(_) | Self::None | Self::Xrc { .. } => None,
         }
     }
 
@@ -91,6 +137,8 @@ impl RecvQueue {
         match self {
             Self::Own { requests, .. } => requests.is_empty(),
             Self::Shared(srq) => srq.is_empty(),
+            Self::None => true,
+            Self::Xrc { chosen, .. } => chosen.as_ref().is_none_or(|q| q.srq.is_empty()),
         }
     }
 
@@ -99,11 +147,17 @@ impl RecvQueue {
         matches!(self, Self::Shared(_))
     }
 
+    /// Whether the peer chooses among shared queues.
+    pub fn is_xrc(&self) -> bool {
+        matches!(self, Self::Xrc { .. })
+    }
+
     /// Number of the protection domain that receive buffers belong to, if not the queue pair's.
     pub fn pd(&self) -> Option<u32> {
         match self {
-            Self::Own { .. } => None,
+            Self::Own { .. } | Self::None => None,
             Self::Shared(srq) => Some(srq.pd()),
+            Self::Xrc { chosen, .. } => chosen.as_ref().map(|q| q.srq.pd()),
         }
     }
 

@@ -251,6 +251,7 @@ mod tests {
             solicited: false,
             fence: false,
             destination: None,
+            srq: None,
         }
     }
 

@@ -178,6 +178,8 @@ pub struct WorkRequest {
     pub fence: bool,
     /// For datagram queue pairs: where to.
     pub destination: Option<Destination>,
+    /// For XRC: the shared receive queue at the peer.
+    pub srq: Option<u32>,
 }
 
 /// A posted receive.

@@ -61,6 +61,11 @@ pub enum Control {
         /// The four bytes as the application gave them.
         value: [u8; 4],
     },
+    /// The requests from here on are for this shared receive queue of the responder's XRC domain.
+    SelectSrq {
+        /// Its number.
+        number: u32,
+    },
     /// Asks for a [`Control::Pong`].
     Ping,
     /// Answers a [`Control::Ping`].
@@ -95,6 +100,7 @@ impl Control {
             KIND_SEND_IMMEDIATE => Self::SendImmediate {
                 value: header.mo.to_be_bytes(),
             },
+            KIND_SELECT_SRQ => Self::SelectSrq { number: header.mo },
             KIND_PING => Self::Ping,
             KIND_PONG => Self::Pong,
             KIND_BYE => Self::Bye,
@@ -111,6 +117,7 @@ impl Control {
             Self::Restart { seq } => (KIND_RESTART, 0, seq, 0),
             Self::Nak { seq, status } => (KIND_NAK, status, seq, 0),
             Self::SendImmediate { value } => (KIND_SEND_IMMEDIATE, 0, 0, u32::from_be_bytes(value)),
+            Self::SelectSrq { number } => (KIND_SELECT_SRQ, 0, 0, number),
             Self::Ping => (KIND_PING, 0, 0, 0),
             Self::Pong => (KIND_PONG, 0, 0, 0),
             Self::Bye => (KIND_BYE, 0, 0, 0),
@@ -135,6 +142,7 @@ const KIND_SEND_IMMEDIATE: u8 = 6;
 const KIND_PING: u8 = 7;
 const KIND_PONG: u8 = 8;
 const KIND_BYE: u8 = 9;
+const KIND_SELECT_SRQ: u8 = 10;
 
 #[cfg(test)]
 mod tests {

@@ -132,6 +132,7 @@ impl End {
             solicited: false,
             fence: false,
             destination: to,
+            srq: None,
         };
         self.qp.post_send(std::iter::once(Ok(request))).unwrap();
     }
@@ -219,6 +220,7 @@ fn ud_burst_goes_out_in_runs_and_arrives_in_order() {
             solicited: false,
             fence: false,
             destination: Some(b.destination()),
+            srq: None,
         })
     });
     a.qp.post_send(list).unwrap();

@@ -259,5 +259,6 @@ fn request(sides: &[Side; 2], which: usize, input: &mut Input<'_>) -> WorkReques
         solicited: flags & 2 != 0,
         fence: flags & 4 != 0,
         destination: None,
+        srq: None,
     }
 }
