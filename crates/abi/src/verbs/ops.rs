@@ -189,8 +189,8 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<Work
         solicited: wr.send_flags & IBV_SEND_SOLICITED != 0,
         fence: wr.send_flags & IBV_SEND_FENCE != 0,
         destination,
-        // SAFETY: on a queue pair of this type the member is meant; it is a number.
-        srq: xrc.then(|| unsafe { wr.qp_type.xrc }.remote_srqn),
+        // SAFETY: it is a number, whatever bytes it has; on a queue pair of this type the member is meant.
+        srq: xrc.then_some(unsafe { wr.qp_type.xrc }.remote_srqn),
     })
 }
 

@@ -220,15 +220,17 @@ unsafe fn create_xrc_receiver(
     };
     let engine = QueuePair::Rc(engine);
     let number = engine.number();
-    let mut c = ibv_qp_ex::default();
-    c.qp_base = ibv_qp {
-        context,
-        qp_context,
-        handle: number,
-        qp_num: number,
-        state: IBV_QPS_RESET,
-        qp_type: IBV_QPT_XRC_RECV,
-        ..ibv_qp::default()
+    let c = ibv_qp_ex {
+        qp_base: ibv_qp {
+            context,
+            qp_context,
+            handle: number,
+            qp_num: number,
+            state: IBV_QPS_RESET,
+            qp_type: IBV_QPT_XRC_RECV,
+            ..ibv_qp::default()
+        },
+        ..ibv_qp_ex::default()
     };
     let pd = Arc::new(Pd::new());
     pd.enter();
