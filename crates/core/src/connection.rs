@@ -489,6 +489,11 @@ impl Connection {
                 "post_send on the receiving end of an XRC connection",
             ));
         }
+        if !request.op.is_local() && request.srq.is_some() != matches!(self.rq, RecvQueue::None) {
+            return Err(Misuse::InvalidArgument(
+                "a shared receive queue's number goes with requests of an XRC sender, and with no others",
+            ));
+        }
         if let Op::AtomicWrite { remote } = &request.op
             && (request.payload.len() != 8 || !remote.to.0.is_multiple_of(8))
         {
@@ -644,12 +649,19 @@ impl Connection {
         if config.initiator {
             crate::rdmap::tx::queue_first(&mut stream);
         }
+        self.rq.forget_choice();
         self.deserted = false;
         self.desert_until = None;
         self.stream = Some(stream);
         if self.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
         }
+    }
+
+    /// The peer, whose part it is, did not connect: requests fail after the time that repeating them would take, unless it
+    /// does.
+    pub fn handle_not_connected(&mut self) {
+        self.deserted = true;
     }
 
     /// The stream cannot be made: nobody there, refused, or it failed.
@@ -932,8 +944,7 @@ impl Connection {
 
     pub(crate) fn complete_recv(&mut self, entry: Completion) {
         self.observe(&Step::Complete(&entry));
-        let cq = self.rq.cq().unwrap_or(&self.recv_cq);
-        if cq.complete(entry).is_err() {
+        if self.rq.complete(entry, &self.recv_cq).is_err() {
             self.overflowed = true;
         }
     }

@@ -170,6 +170,9 @@ impl Sink {
     /// Appends one packet.
     fn packet(&self, at: At, way: Way, packet: &[u8]) {
         let At(at) = at;
+        if self.stopped.load(Ordering::Relaxed) {
+            return;
+        }
         let kept = packet.get(..self.snap).unwrap_or(packet);
         let mut body = Vec::with_capacity(kept.len() + 48);
         body.extend(0_u32.to_ne_bytes());
@@ -197,10 +200,13 @@ impl Sink {
             return;
         }
         // One call: the kernel appends it whole.
-        if let Err(e) = (&self.file).write(&block)
-            && !self.stopped.swap(true, Ordering::Relaxed)
-        {
-            log!(Error, "the capture cannot be written: {e}");
+        let written = match (&self.file).write(&block) {
+            Ok(n) if n == block.len() => return,
+            Ok(n) => format!("{n} of {} bytes were written", block.len()),
+            Err(e) => e.to_string(),
+        };
+        if !self.stopped.swap(true, Ordering::Relaxed) {
+            log!(Error, "the capture ends here: {written}");
         }
     }
 }

@@ -844,7 +844,7 @@ impl Source for RcQp {
             } else if until <= now {
                 inner.awaited_until = None;
                 log!(Info, "qp 0x{:06x}: the peer did not connect", self.number);
-                inner.conn.handle_connect_failed();
+                inner.conn.handle_not_connected();
             } else {
                 self.ask_deadline(&mut inner, until);
             }

@@ -1071,22 +1071,53 @@ impl Drop for Pages {
 /// Brings the pages of a range in, for writing or for reading. A kernel that cannot (before 5.14) does it at the first
 /// access.
 pub fn populate(range: &Pinned<'_>, writes: bool) {
+    let _unless_it_is_gone = advise_populate(range.start(), range.len(), writes);
+}
+
+/// Whether the kernel knows `MADV_POPULATE_READ`: tried on memory that can certainly be read.
+fn can_populate() -> bool {
+    static KNOWN: AtomicU32 = AtomicU32::new(0);
+    match KNOWN.load(Ordering::Relaxed) {
+        0 => {
+            let here = (&raw const KNOWN).expose_provenance() as u64;
+            let known = advise_populate(here, 1, false).is_ok();
+            KNOWN.store(1 + u32::from(known), Ordering::Relaxed);
+            known
+        }
+        n => n == 2,
+    }
+}
+
+/// `MADV_POPULATE_READ` or `_WRITE` for the pages of a range; the errno says that one cannot be accessed like that.
+fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
     const PAGE: u64 = 4096;
     const READ: libc::c_int = 22;
     const WRITE: libc::c_int = 23;
-    let start = range.start() & !(PAGE - 1);
-    let len = (range.start() + range.len()).next_multiple_of(PAGE) - start;
-    let (Ok(start), Ok(len)) = (usize::try_from(start), usize::try_from(len)) else {
-        return;
+    let end = start
+        .checked_add(len)
+        .and_then(|e| e.checked_next_multiple_of(PAGE));
+    let from = start & !(PAGE - 1);
+    let (Some(end), Ok(at)) = (end, usize::try_from(from)) else {
+        return Err(libc::ENOMEM);
     };
-    let advice = if writes { WRITE } else { READ };
-    // SAFETY: changes no byte of the range, which is pinned.
-    unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(start), len, advice) };
+    let len = usize::try_from(end - from).map_err(|_| libc::ENOMEM)?;
+    let advice = if write { WRITE } else { READ };
+    // SAFETY: changes no byte; what is not mapped is an error.
+    match unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(at), len, advice) } {
+        0 => Ok(()),
+        _ => Err(errno()),
+    }
 }
 
-/// Whether every page of `[start, start + len)` is mapped now.
-pub fn is_there(start: u64, len: u64) -> bool {
+/// Whether every page of `[start, start + len)` can be read, or written, now. Brings them in, as paging on demand does.
+pub fn is_there(start: u64, len: u64, write: bool) -> bool {
     const PAGE: u64 = 4096;
+    match advise_populate(start, len, write) {
+        Ok(()) => return true,
+        // A kernel before 5.14, to which nothing is known but whether pages are mapped.
+        Err(libc::EINVAL) if !can_populate() => {}
+        Err(_) => return false,
+    }
     const PAGES: usize = 4096;
     let Some(end) = start.checked_add(len) else {
         return false;

@@ -361,12 +361,17 @@ impl SharedReceive {
             return Err(Misuse::InvalidArgument("max_wr"));
         }
         if self.core.modify(max_wr, limit)? {
-            self.context.events.push(AsyncItem {
-                event: event::SRQ_LIMIT_REACHED,
-                cookie: self.cookie.load(Ordering::Relaxed),
-            });
+            self.tell_limit();
         }
         Ok(())
+    }
+
+    /// Fewer receives are posted than the limit says.
+    pub fn tell_limit(&self) {
+        self.context.events.push(AsyncItem {
+            event: event::SRQ_LIMIT_REACHED,
+            cookie: self.cookie.load(Ordering::Relaxed),
+        });
     }
 }
 

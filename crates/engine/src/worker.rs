@@ -425,12 +425,6 @@ impl Engine {
         set_timer(&self.lease_timer, LEASE);
     }
 
-    /// The reliable queue pair of this number.
-    pub fn queue_pair(&self, number: u32) -> Option<Arc<RcQp>> {
-        let qps = self.qps.read().unwrap_or_else(PoisonError::into_inner);
-        qps.get(&number)?.upgrade()
-    }
-
     /// The address that a reliable queue pair is connected to.
     pub(crate) fn peer_of(&self, qpn: u32) -> Option<SocketAddr> {
         let qps = self.qps.read().unwrap_or_else(PoisonError::into_inner);

@@ -150,7 +150,6 @@ pub(crate) fn open() -> Result<*mut ibv_context, i32> {
         get_srq_num: Some(xrc::get_srq_num),
         open_xrcd: Some(xrc::open_xrcd),
         close_xrcd: Some(xrc::close_xrcd),
-        open_qp: Some(qp::open_qp),
         modify_cq: Some(extended::modify_cq),
         query_rt_values: Some(extended::query_rt_values),
         ..verbs_context::default()

@@ -162,8 +162,8 @@ pub(crate) struct QpObject {
     pub(crate) ah: Mutex<ibv_ah_attr>,
     /// Requests of a `wr_start` … `wr_complete` bracket.
     pub(crate) builder: Mutex<super::extended::Builder>,
-    /// What a receiving queue pair of an XRC domain has besides.
-    pub(crate) xrc: Option<super::xrc::XrcReceiver>,
+    /// Users of the XRC domain, of which a receiving queue pair is one.
+    pub(crate) xrc_users: Option<Arc<AtomicUsize>>,
     /// Wrote extended operations: `ibv_qp_to_qp_ex` may be used.
     pub(crate) extended: bool,
 }

@@ -25,7 +25,7 @@ use super::object::{
     is_lost_context, misuse, of, os_errno, set_cookie,
 };
 use super::types::*;
-use super::xrc::{XrcReceiver, XrcdObject};
+use super::xrc::XrcdObject;
 use crate::{entry, fail};
 
 /// Makes a queue pair for C.
@@ -37,6 +37,8 @@ unsafe fn create(
     init: &mut ibv_qp_init_attr,
     send_ops: Option<u64>,
 ) -> Result<*mut ibv_qp, i32> {
+    // The caller's stays as it is.
+    let init = &mut init.clone();
     // The sending end of an XRC connection receives nothing, and has no queue for it.
     let xrc_send = init.qp_type == IBV_QPT_XRC_SEND;
     if xrc_send {
@@ -161,7 +163,7 @@ unsafe fn create(
         init: Mutex::new(*init),
         ah: Mutex::new(ibv_ah_attr::default()),
         builder: Mutex::new(Builder::default()),
-        xrc: None,
+        xrc_users: None,
         extended: send_ops.is_some(),
     });
     set_cookie(engine.cookie(), qp);
@@ -173,7 +175,7 @@ fn no_cq() -> Arc<Cq> {
     Arc::new(Cq::new(1, None))
 }
 
-/// Makes the receiving end of an XRC connection, or another handle of the one with this number.
+/// Makes the receiving end of an XRC connection.
 ///
 /// # Safety
 /// `context` is open, `xrcd` lives.
@@ -181,7 +183,6 @@ unsafe fn create_xrc_receiver(
     context: *mut ibv_context,
     xrcd: *mut ibv_xrcd,
     qp_context: *mut c_void,
-    open: Option<u32>,
 ) -> Result<*mut ibv_qp, i32> {
     if context.is_null() || xrcd.is_null() {
         return Err(libc::EINVAL);
@@ -193,31 +194,23 @@ unsafe fn create_xrc_receiver(
     }
     // SAFETY: as above.
     let xrcd = unsafe { of::<XrcdObject, _>(xrcd) };
-    let (engine, receiver) = match open {
-        Some(number) => {
-            let receiver = XrcReceiver::another(xrcd, number).ok_or(libc::EINVAL)?;
-            let qp = of_context.engine.engine.queue_pair(number);
-            (qp.ok_or(libc::EINVAL)?, receiver)
-        }
-        None => {
-            let parts = |qpn| Parts {
-                rnic: Arc::clone(&of_context.engine.engine.rnic),
-                qpn,
-                pd: 0,
-                send_cq: no_cq(),
-                recv_cq: no_cq(),
-                rq: RecvQueue::Xrc {
-                    domain: Arc::clone(&xrcd.domain),
-                    chosen: None,
-                },
-                capacity: Capacity::default(),
-                sig_all: false,
-            };
-            let qp = RcQp::new(&of_context.engine, None, parts).map_err(|e| os_errno(&e))?;
-            let receiver = XrcReceiver::first(xrcd, qp.number);
-            (qp, receiver)
-        }
+    let parts = |qpn| Parts {
+        rnic: Arc::clone(&of_context.engine.engine.rnic),
+        qpn,
+        pd: 0,
+        send_cq: no_cq(),
+        recv_cq: no_cq(),
+        rq: RecvQueue::Xrc {
+            domain: Arc::clone(&xrcd.domain),
+            chosen: None,
+            taken: None,
+        },
+        capacity: Capacity::default(),
+        sig_all: false,
     };
+    let engine = RcQp::new(&of_context.engine, None, parts).map_err(|e| os_errno(&e))?;
+    xrcd.users.fetch_add(1, Ordering::AcqRel);
+    let users = Arc::clone(&xrcd.users);
     let engine = QueuePair::Rc(engine);
     let number = engine.number();
     let c = ibv_qp_ex {
@@ -246,41 +239,11 @@ unsafe fn create_xrc_receiver(
         }),
         ah: Mutex::new(ibv_ah_attr::default()),
         builder: Mutex::new(Builder::default()),
-        xrc: Some(receiver),
+        xrc_users: Some(users),
         extended: false,
     });
-    if open.is_none() {
-        set_cookie(engine.cookie(), qp);
-    }
+    set_cookie(engine.cookie(), qp);
     Ok(qp)
-}
-
-/// `ibv_open_qp(3)`: receiving queue pairs of an XRC domain.
-pub(crate) unsafe extern "C" fn open_qp(
-    context: *mut ibv_context,
-    attr: *mut ibv_qp_open_attr,
-) -> *mut ibv_qp {
-    crate::guard(std::ptr::null_mut(), || {
-        const NEEDED: u32 = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
-        if attr.is_null() {
-            return fail(libc::EINVAL, std::ptr::null_mut());
-        }
-        // SAFETY: valid (the program's promise).
-        let attr = unsafe { &*attr };
-        if attr.comp_mask & NEEDED != NEEDED || attr.qp_type != IBV_QPT_XRC_RECV {
-            return fail(libc::EINVAL, std::ptr::null_mut());
-        }
-        let qp_context = if attr.comp_mask & IBV_QP_OPEN_ATTR_CONTEXT != 0 {
-            attr.qp_context
-        } else {
-            std::ptr::null_mut()
-        };
-        // SAFETY: the program's promise.
-        match unsafe { create_xrc_receiver(context, attr.xrcd, qp_context, Some(attr.qp_num)) } {
-            Ok(qp) => qp,
-            Err(e) => fail(e, std::ptr::null_mut()),
-        }
-    })
 }
 
 entry! {
@@ -325,7 +288,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
                 std::ptr::null_mut()
             };
             // SAFETY: the program's promise.
-            return match unsafe { create_xrc_receiver(context, xrcd, ex.qp_context, None) } {
+            return match unsafe { create_xrc_receiver(context, xrcd, ex.qp_context) } {
                 Ok(qp) => qp,
                 Err(e) => fail(e, std::ptr::null_mut()),
             };
@@ -518,9 +481,7 @@ entry! {
         }
         // SAFETY: as above.
         let object = unsafe { of::<QpObject, _>(qp) };
-        if object.xrc.as_ref().is_none_or(XrcReceiver::is_last) {
-            object.engine.destroy();
-        }
+        object.engine.destroy();
         // SAFETY: its context is open while it lives.
         unsafe { forget_events(object.c.qp_base.context, qp.addr()) };
         object.acks.wait();
@@ -532,6 +493,9 @@ entry! {
             }
             // SAFETY: a completion queue lives while queue pairs use it.
             unsafe { of::<CqObject, _>(cq) }.users.fetch_sub(1, Ordering::AcqRel);
+        }
+        if let Some(users) = &object.xrc_users {
+            users.fetch_sub(1, Ordering::AcqRel);
         }
         if !base.srq.is_null() {
             // SAFETY: as above.

@@ -433,13 +433,13 @@ entry! {
         if object.users.load(Ordering::Acquire) > 0 {
             return libc::EBUSY;
         }
+        if let Some(part) = &object.xrc {
+            part.leave();
+        }
         // SAFETY: its context is open while it lives.
         unsafe { forget_events(object.c.context, srq.addr()) };
         object.acks.wait();
         object.pd.leave();
-        if let Some(part) = &object.xrc {
-            part.leave();
-        }
         // SAFETY: the caller's promise.
         drop(unsafe { from_c::<SrqObject, _>(srq) });
         0

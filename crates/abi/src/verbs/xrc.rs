@@ -133,11 +133,17 @@ pub(crate) unsafe fn enter(srq: *mut ibv_srq, xrcd: *mut ibv_xrcd, cq: *mut ibv_
             of::<CqObject, _>(cq),
         )
     };
-    let queue = Arc::new(XrcSrq {
-        number: NEXT.fetch_add(1, Ordering::Relaxed) & 0x00ff_ffff,
-        srq: Arc::clone(&object.engine.core),
-        cq: Arc::clone(&queue_of.engine.core),
-    });
+    let owner = Arc::downgrade(&object.engine);
+    let queue = Arc::new(XrcSrq::new(
+        NEXT.fetch_add(1, Ordering::Relaxed) & 0x00ff_ffff,
+        Arc::clone(&object.engine.core),
+        Arc::clone(&queue_of.engine.core),
+        Box::new(move || {
+            if let Some(owner) = owner.upgrade() {
+                owner.tell_limit();
+            }
+        }),
+    ));
     xrcd.domain.enter(&queue);
     xrcd.users.fetch_add(1, Ordering::AcqRel);
     queue_of.users.fetch_add(1, Ordering::AcqRel);
@@ -152,12 +158,13 @@ pub(crate) unsafe fn enter(srq: *mut ibv_srq, xrcd: *mut ibv_xrcd, cq: *mut ibv_
 impl XrcPart {
     /// The queue's number.
     pub(crate) fn number(&self) -> u32 {
-        self.queue.number
+        self.queue.number()
     }
 
-    /// The shared receive queue goes.
+    /// The shared receive queue goes: nothing of it is taken or told from now on.
     pub(crate) fn leave(&self) {
-        self.domain.leave(self.queue.number);
+        self.domain.leave(self.queue.number());
+        self.queue.close();
         self.users.fetch_sub(1, Ordering::AcqRel);
         // SAFETY: a completion queue lives while it is used.
         unsafe { of::<CqObject, _>(self.cq) }
@@ -168,69 +175,22 @@ impl XrcPart {
 
 /// `ibv_get_srq_num(3)`: numbers exist for XRC only.
 pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32) -> c_int {
-    if srq.is_null() || number.is_null() {
-        return libc::EINVAL;
-    }
-    // SAFETY: lives (the program's promise).
-    if unsafe { is_lost::<SrqObject, _>(srq) } {
-        return libc::ENODEV;
-    }
-    // SAFETY: as above.
-    match &unsafe { of::<SrqObject, _>(srq) }.xrc {
-        Some(part) => {
-            // SAFETY: not null, so valid (the program's promise).
-            unsafe { number.write(part.number()) };
-            0
+    crate::guard(libc::EIO, || {
+        if srq.is_null() || number.is_null() {
+            return libc::EINVAL;
         }
-        None => libc::EOPNOTSUPP,
-    }
-}
-
-/// What a receiving queue pair of a domain has besides.
-pub(crate) struct XrcReceiver {
-    users: Arc<AtomicUsize>,
-    /// Shared by all handles of the queue pair: it goes with the last one.
-    handles: Arc<()>,
-}
-
-/// The handles of receiving queue pairs by number, for `ibv_open_qp`.
-fn receivers() -> MutexGuard<'static, HashMap<u32, Weak<()>>> {
-    static ALL: PerProcess<Mutex<HashMap<u32, Weak<()>>>> = PerProcess::new(Mutex::default);
-    ALL.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl XrcReceiver {
-    /// The first handle of a queue pair.
-    pub(crate) fn first(xrcd: &XrcdObject, number: u32) -> Self {
-        let handles = Arc::new(());
-        let mut all = receivers();
-        all.retain(|_, h| h.strong_count() > 0);
-        all.insert(number, Arc::downgrade(&handles));
-        xrcd.users.fetch_add(1, Ordering::AcqRel);
-        Self {
-            users: Arc::clone(&xrcd.users),
-            handles,
+        // SAFETY: lives (the program's promise).
+        if unsafe { is_lost::<SrqObject, _>(srq) } {
+            return libc::ENODEV;
         }
-    }
-
-    /// One more handle of a queue pair that is there.
-    pub(crate) fn another(xrcd: &XrcdObject, number: u32) -> Option<Self> {
-        let handles = receivers().get(&number).and_then(Weak::upgrade)?;
-        xrcd.users.fetch_add(1, Ordering::AcqRel);
-        Some(Self {
-            users: Arc::clone(&xrcd.users),
-            handles,
-        })
-    }
-
-    /// Whether this is the last handle of its queue pair.
-    pub(crate) fn is_last(&self) -> bool {
-        Arc::strong_count(&self.handles) == 1
-    }
-}
-
-impl Drop for XrcReceiver {
-    fn drop(&mut self) {
-        self.users.fetch_sub(1, Ordering::AcqRel);
-    }
+        // SAFETY: as above.
+        match &unsafe { of::<SrqObject, _>(srq) }.xrc {
+            Some(part) => {
+                // SAFETY: not null, so valid (the program's promise).
+                unsafe { number.write(part.number()) };
+                0
+            }
+            None => libc::EOPNOTSUPP,
+        }
+    })
 }

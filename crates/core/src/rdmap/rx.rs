@@ -609,7 +609,14 @@ impl Connection {
                     s.send_immediate = Some(value);
                 }
             }
+            // What is dropped until a restart says it again then.
+            Control::SelectSrq { .. } if s.discarding.is_some() => {}
             Control::SelectSrq { number } => {
+                if s.receive.is_some() {
+                    return Err(Fault::answer(PeerError::Control(
+                        "chooses a shared receive queue inside a message",
+                    )));
+                }
                 if !self.rq.choose(number) {
                     return Err(Fault::request(
                         PeerError::Control("chooses a shared receive queue that is not there"),

@@ -125,8 +125,8 @@ pub struct Region {
     present: Option<Present>,
 }
 
-/// Whether the process has memory at `[start, start + len)` now.
-pub type Present = fn(start: u64, len: u64) -> bool;
+/// Whether the process can read, or write, its memory at `[start, start + len)` now.
+pub type Present = fn(start: u64, len: u64, write: bool) -> bool;
 
 /// Why memory may not be accessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -633,9 +633,11 @@ impl Regions {
         if end - region.base > region.len {
             return Err(AccessError::Bounds);
         }
+        let writes = Access::LOCAL_WRITE.0 | Access::REMOTE_WRITE.0 | Access::REMOTE_ATOMIC.0;
+        let writes = need.0 & writes != 0;
         let present = region
             .present
-            .is_none_or(|p| len == 0 || p(region.start + offset, len));
+            .is_none_or(|p| len == 0 || p(region.start + offset, len, writes));
         if !present {
             return Err(AccessError::Absent);
         }

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::cq::{Cq, Overflow};
 use super::srq::Srq;
+use super::wc::Completion;
 use super::wr::RecvRequest;
 use super::xrc::{XrcDomain, XrcSrq};
 use crate::error::Misuse;
@@ -30,6 +32,8 @@ pub enum RecvQueue {
         domain: Arc<XrcDomain>,
         /// The queue that the peer chose.
         chosen: Option<Arc<XrcSrq>>,
+        /// The queue that the receive which was taken last is from.
+        taken: Option<Arc<XrcSrq>>,
     },
 }
 
@@ -81,33 +85,47 @@ impl RecvQueue {
                 srq_limit_reached: t.limit_reached,
             }),
             Self::None => None,
-            // Whose limit it is the queue pair's owner would not know: no event.
-            Self::Xrc { chosen, .. } => chosen.as_ref()?.srq.take().map(|t| TakenRecv {
-                request: t.request,
-                srq_limit_reached: false,
-            }),
+            Self::Xrc { chosen, taken, .. } => {
+                let queue = chosen.as_ref()?;
+                let request = queue.take()?;
+                *taken = Some(Arc::clone(queue));
+                Some(TakenRecv {
+                    request,
+                    srq_limit_reached: false,
+                })
+            }
         }
     }
 
     /// The peer names the queue that its next requests are for. False: there is no such queue, or nothing to choose.
     pub fn choose(&mut self, number: u32) -> bool {
         match self {
-            Self::Xrc { domain, chosen } => {
-                *chosen = domain.find(number);
-                chosen.is_some()
-            }
+            Self::Xrc { domain, chosen, .. } => match domain.find(number) {
+                Some(queue) => {
+                    *chosen = Some(queue);
+                    true
+                }
+                None => false,
+            },
             _ => false,
         }
     }
 
-    /// Where receives complete, if not in the queue pair's own queue.
-    pub fn cq(&self) -> Option<&Arc<super::cq::Cq>> {
+    /// Completes the receive that was taken last, in the queue pair's own completion queue or the shared queue's.
+    pub fn complete(&self, entry: Completion, own: &Cq) -> Result<(), Overflow> {
         match self {
-            Self::Xrc {
-                chosen: Some(queue),
-                ..
-            } => Some(&queue.cq),
-            _ => None,
+            Self::Xrc { taken, .. } => match taken {
+                Some(queue) => queue.complete(entry),
+                None => Ok(()),
+            },
+            _ => own.complete(entry),
+        }
+    }
+
+    /// A new stream begins: its peer has chosen nothing yet.
+    pub fn forget_choice(&mut self) {
+        if let Self::Xrc { chosen, taken, .. } = self {
+            (*chosen, *taken) = (None, None);
         }
     }
 
@@ -116,11 +134,8 @@ impl RecvQueue {
         match self {
             Self::Own { requests, .. } => requests.push_front(request),
             Self::Shared(srq) => srq.put_back(request),
-            Self::Xrc {
-                chosen: Some(queue),
-                ..
-            } => queue.srq.put_back(request),
-            Self::None | Self::Xrc { chosen: None, .. } => {}
+            // Only datagram queue pairs give receives back.
+            Self::None | Self::Xrc { .. } => {}
         }
     }
 
@@ -138,7 +153,7 @@ impl RecvQueue {
             Self::Own { requests, .. } => requests.is_empty(),
             Self::Shared(srq) => srq.is_empty(),
             Self::None => true,
-            Self::Xrc { chosen, .. } => chosen.as_ref().is_none_or(|q| q.srq.is_empty()),
+            Self::Xrc { chosen, .. } => chosen.as_ref().is_none_or(|q| q.is_empty()),
         }
     }
 
@@ -157,7 +172,7 @@ impl RecvQueue {
         match self {
             Self::Own { .. } | Self::None => None,
             Self::Shared(srq) => Some(srq.pd()),
-            Self::Xrc { chosen, .. } => chosen.as_ref().map(|q| q.srq.pd()),
+            Self::Xrc { chosen, .. } => chosen.as_ref().map(|q| q.pd()),
         }
     }
 
@@ -166,5 +181,6 @@ impl RecvQueue {
         if let Self::Own { requests, .. } = self {
             requests.clear();
         }
+        self.forget_choice();
     }
 }

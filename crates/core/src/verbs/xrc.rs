@@ -10,18 +10,91 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::cq::Cq;
+use super::cq::{Cq, Overflow};
 use super::srq::Srq;
+use super::wc::Completion;
+use super::wr::RecvRequest;
 
 /// A shared receive queue of a domain.
-#[derive(Debug)]
 pub struct XrcSrq {
+    number: u32,
+    srq: Arc<Srq>,
+    cq: Arc<Cq>,
+    limit_reached: Box<dyn Fn() + Send + Sync>,
+    /// Whether the program still has it. Held while something is taken or completed, so that nothing is any more once it
+    /// was closed: queue pairs may remember it for longer.
+    open: Mutex<bool>,
+}
+
+impl std::fmt::Debug for XrcSrq {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("XrcSrq").field(&self.number).finish()
+    }
+}
+
+impl XrcSrq {
+    /// A queue by which peers know `srq`; its receives complete in `cq`. `limit_reached` tells the program.
+    pub fn new(
+        number: u32,
+        srq: Arc<Srq>,
+        cq: Arc<Cq>,
+        limit_reached: Box<dyn Fn() + Send + Sync>,
+    ) -> Self {
+        Self {
+            number,
+            srq,
+            cq,
+            limit_reached,
+            open: Mutex::new(true),
+        }
+    }
+
+    fn gate(&self) -> MutexGuard<'_, bool> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Its number, by which peers name it.
-    pub number: u32,
-    /// The receives.
-    pub srq: Arc<Srq>,
-    /// Where they complete.
-    pub cq: Arc<Cq>,
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// The protection domain of all memory that its requests name.
+    pub fn pd(&self) -> u32 {
+        self.srq.pd()
+    }
+
+    /// Takes the oldest receive.
+    pub(super) fn take(&self) -> Option<RecvRequest> {
+        let open = self.gate();
+        if !*open {
+            return None;
+        }
+        let taken = self.srq.take()?;
+        if taken.limit_reached {
+            (self.limit_reached)();
+        }
+        Some(taken.request)
+    }
+
+    /// Whether no receive is there to be taken.
+    pub(super) fn is_empty(&self) -> bool {
+        !*self.gate() || self.srq.is_empty()
+    }
+
+    /// A receive that was taken here is done. One whose queue is gone has nobody to be told to.
+    pub(super) fn complete(&self, entry: Completion) -> Result<(), Overflow> {
+        let open = self.gate();
+        if *open {
+            self.cq.complete(entry)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The program destroys it: when this returns nothing is taken and nothing completes any more.
+    pub fn close(&self) {
+        *self.gate() = false;
+    }
 }
 
 /// An XRC domain: the queues that its receiving queue pairs can reach.
@@ -37,7 +110,7 @@ impl XrcDomain {
 
     /// A queue can be reached from now on.
     pub fn enter(&self, queue: &Arc<XrcSrq>) {
-        self.queues().insert(queue.number, Arc::downgrade(queue));
+        self.queues().insert(queue.number(), Arc::downgrade(queue));
     }
 
     /// It cannot any more.
