@@ -50,14 +50,14 @@ need_nightly() {
         die "sanitizers and fuzzing need a nightly Rust: rustup toolchain install nightly"
 }
 
-# What building needs, and what the tests run.
+# What building needs, and the programs that are shown.
 BUILD_PACKAGES=(cc=gcc ld=binutils /usr/include/stdio.h=libc6-dev
     /usr/include/infiniband/verbs.h=libibverbs-dev /usr/include/rdma/rdma_cma.h=librdmacm-dev)
 PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perftest qperf=qperf ip=iproute2
-    unshare=util-linux setpriv=util-linux stdbuf=coreutils tshark=tshark
-    gunzip=gzip /usr/share/doc/rdma-core/tests/run_tests.py=python3-pyverbs)
-# The middleware that the tests run.
-MIDDLEWARE_PACKAGES=(ucx_perftest=ucx-utils fi_pingpong=libfabric-bin fio=fio mpiexec.mpich=mpich mpicc.mpich=libmpich-dev
+    unshare=util-linux setpriv=util-linux stdbuf=coreutils)
+# What the tests run besides: rdma-core's own tests, a judge of captures, middleware.
+TEST_PACKAGES=(tshark=tshark gunzip=gzip /usr/lib/python3/dist-packages/pyverbs=python3-pyverbs
+    ucx_perftest=ucx-utils fi_pingpong=libfabric-bin fio=fio mpiexec.mpich=mpich mpicc.mpich=libmpich-dev
     mpiexec.openmpi=openmpi-bin mpicc.openmpi=libopenmpi-dev)
 # What the guest of the interop suite is made and run with (tests/interop).
 INTEROP_PACKAGES=(qemu-system-x86_64=qemu-system-x86 gcc-12=gcc-12 make=make cpio=cpio xz=xz-utils

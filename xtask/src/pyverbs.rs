@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::{Result, sh};
@@ -220,6 +220,28 @@ fn matches(pattern: &str, text: &str) -> bool {
     }
 }
 
+/// The tests as they were installed, or out of the package where documentation is not (as in small containers).
+fn source(folder: &Path) -> Result<PathBuf> {
+    let installed = Path::new(SOURCE);
+    if installed.is_dir() {
+        return Ok(installed.into());
+    }
+    let package = folder.join("package");
+    if package.exists() {
+        fs::remove_dir_all(&package)?;
+    }
+    fs::create_dir_all(&package)?;
+    let mut download = Command::new("apt-get");
+    download.args(["download", "-q", "python3-pyverbs"]);
+    sh::run(download.current_dir(&package))?;
+    sh::run(
+        Command::new("sh")
+            .args(["-c", "dpkg-deb --extract ./*.deb ."])
+            .current_dir(&package),
+    )?;
+    Ok(package.join(SOURCE.trim_start_matches('/')))
+}
+
 /// Copies the tests and unpacks them: the distribution compresses what is large.
 fn unpack(folder: &Path) -> Result {
     let tests = folder.join("tests");
@@ -227,9 +249,8 @@ fn unpack(folder: &Path) -> Result {
         fs::remove_dir_all(&tests)?;
     }
     fs::create_dir_all(&tests)?;
-    for entry in
-        fs::read_dir(SOURCE).map_err(|e| format!("{SOURCE}: {e}; is python3-pyverbs there?"))?
-    {
+    let source = source(folder)?;
+    for entry in fs::read_dir(source)? {
         let path = entry?.path();
         if let Some(name) = path.file_name() {
             fs::copy(&path, tests.join(name))?;
