@@ -77,27 +77,29 @@ struct Sink {
 }
 
 fn sink() -> Option<&'static Sink> {
-    static SINK: OnceLock<Option<Sink>> = OnceLock::new();
-    SINK.get_or_init(|| {
-        let path = std::env::var_os("ANYWARP_CAPTURE").filter(|p| !p.is_empty())?;
-        let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
-        match open(Path::new(&path)) {
-            Ok(file) => Some(Sink {
-                file,
-                snap: number("ANYWARP_CAPTURE_SNAPLEN")
-                    .and_then(|n| usize::try_from(n).ok())
-                    .unwrap_or(usize::MAX),
-                limit: number("ANYWARP_CAPTURE_LIMIT").unwrap_or(LIMIT),
-                written: AtomicU64::new(0),
-                stopped: AtomicBool::new(false),
-            }),
-            Err(e) => {
-                log!(Error, "no capture: {}: {e}", path.to_string_lossy());
-                None
+    // Of each process: a fork while another thread opens the file must not leave the child waiting for it.
+    static SINK: PerProcess<OnceLock<Option<Sink>>> = PerProcess::new(OnceLock::new);
+    SINK.get()
+        .get_or_init(|| {
+            let path = std::env::var_os("ANYWARP_CAPTURE").filter(|p| !p.is_empty())?;
+            let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
+            match open(Path::new(&path)) {
+                Ok(file) => Some(Sink {
+                    file,
+                    snap: number("ANYWARP_CAPTURE_SNAPLEN")
+                        .and_then(|n| usize::try_from(n).ok())
+                        .unwrap_or(usize::MAX),
+                    limit: number("ANYWARP_CAPTURE_LIMIT").unwrap_or(LIMIT),
+                    written: AtomicU64::new(0),
+                    stopped: AtomicBool::new(false),
+                }),
+                Err(e) => {
+                    log!(Error, "no capture: {}: {e}", path.to_string_lossy());
+                    None
+                }
             }
-        }
-    })
-    .as_ref()
+        })
+        .as_ref()
 }
 
 /// Opens a file to append packets, and writes its head if it is new.

@@ -263,10 +263,7 @@ impl Context {
         let Some(copy) = sys::duplicate(fd) else {
             return false;
         };
-        let (Ok(a), Ok(b)) = (rustix::fs::fstat(own), rustix::fs::fstat(&copy)) else {
-            return false;
-        };
-        (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+        sys::identity(own).is_some_and(|file| sys::identity(&copy) == Some(file))
     }
 
     /// Sees to it that this context gets the event when the device breaks.

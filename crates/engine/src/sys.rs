@@ -1068,12 +1068,6 @@ impl Drop for Pages {
     }
 }
 
-/// Brings the pages of a range in, for writing or for reading. A kernel that cannot (before 5.14) does it at the first
-/// access.
-pub fn populate(range: &Pinned<'_>, writes: bool) {
-    let _unless_it_is_gone = advise_populate(range.start(), range.len(), writes);
-}
-
 /// Whether the kernel knows `MADV_POPULATE_READ`: tried on memory that can certainly be read.
 fn can_populate() -> bool {
     static KNOWN: AtomicU32 = AtomicU32::new(0);

@@ -1,7 +1,7 @@
 //! Objects that a context makes: regions, completion queues, shared receive queues.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
@@ -14,7 +14,7 @@ use anywarp_core::verbs::wr::RecvRequest;
 
 use crate::channel::Channel;
 use crate::device::{AsyncItem, Context, event};
-use crate::sys;
+use crate::sys::{self, PerProcess};
 use crate::worker::{Engine, random_u32};
 
 /// A completion channel: its events are cookies of completion queues.
@@ -168,10 +168,10 @@ impl MemoryRegion {
 
     /// A region that swallows what is written to it and gives zeroes.
     pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
-        static AREA: std::sync::OnceLock<Option<(sys::Pages, sys::Pages)>> =
-            std::sync::OnceLock::new();
+        type Areas = OnceLock<Option<(sys::Pages, sys::Pages)>>;
+        static AREA: PerProcess<Areas> = PerProcess::new(OnceLock::new);
         // One of each serves all: nobody reads the one, nobody writes the other.
-        let area = AREA.get_or_init(|| {
+        let area = AREA.get().get_or_init(|| {
             let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
             Some((sys::Pages::repeated(len)?, sys::Pages::zeroes(len)?))
         });

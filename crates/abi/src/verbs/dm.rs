@@ -120,15 +120,13 @@ pub(crate) unsafe fn import(context: *mut ibv_context, handle: u32) -> *mut ibv_
     }
 }
 
-/// Whether `[offset, offset + length)` is inside and made of words.
-fn fits(memory: &DeviceMemory, offset: u64, length: usize) -> bool {
-    const WORD: u64 = 4;
-    let length = length as u64;
-    offset.is_multiple_of(WORD)
-        && length.is_multiple_of(WORD)
-        && offset
-            .checked_add(length)
-            .is_some_and(|end| end <= memory.len() as u64)
+/// Address of `[offset, offset + length)`, if that is inside and made of words.
+fn place(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
+    const WORD: usize = 4;
+    let offset = usize::try_from(offset).ok()?;
+    let words = offset.is_multiple_of(WORD) && length.is_multiple_of(WORD);
+    let inside = offset.checked_add(length)? <= memory.len();
+    (words && inside).then(|| std::ptr::with_exposed_provenance_mut(memory.start() + offset))
 }
 
 unsafe extern "C" fn copy_to(
@@ -139,14 +137,11 @@ unsafe extern "C" fn copy_to(
 ) -> c_int {
     crate::guard(libc::EIO, || {
         // SAFETY: lives (the program's promise).
-        let memory = unsafe { &of::<DmObject, _>(dm).memory };
-        if !fits(memory, offset, length) {
+        let Some(to) = place(unsafe { &of::<DmObject, _>(dm).memory }, offset, length) else {
             return fail(libc::EINVAL, libc::EINVAL);
-        }
-        let to: *mut u8 = std::ptr::with_exposed_provenance_mut(memory.start());
-        let offset = usize::try_from(offset).unwrap_or(0);
+        };
         // SAFETY: inside of device memory (checked); `length` readable bytes (the program's promise).
-        unsafe { std::ptr::copy(from.cast::<u8>(), to.add(offset), length) };
+        unsafe { std::ptr::copy(from.cast::<u8>(), to, length) };
         0
     })
 }
@@ -159,14 +154,11 @@ unsafe extern "C" fn copy_from(
 ) -> c_int {
     crate::guard(libc::EIO, || {
         // SAFETY: lives (the program's promise).
-        let memory = unsafe { &of::<DmObject, _>(dm).memory };
-        if !fits(memory, offset, length) {
+        let Some(from) = place(unsafe { &of::<DmObject, _>(dm).memory }, offset, length) else {
             return fail(libc::EINVAL, libc::EINVAL);
-        }
-        let from: *const u8 = std::ptr::with_exposed_provenance(memory.start());
-        let offset = usize::try_from(offset).unwrap_or(0);
+        };
         // SAFETY: inside of device memory (checked); `length` writable bytes (the program's promise).
-        unsafe { std::ptr::copy(from.add(offset), to.cast::<u8>(), length) };
+        unsafe { std::ptr::copy(from, to.cast::<u8>(), length) };
         0
     })
 }
@@ -185,15 +177,13 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
         }
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<DmObject, _>(dm) };
-        if !fits(&object.memory, offset, length) {
+        let Some(addr) = place(&object.memory, offset, length) else {
             return fail(libc::EINVAL, std::ptr::null_mut());
-        }
-        let start = object.memory.start() + usize::try_from(offset).unwrap_or(0);
-        let addr = std::ptr::with_exposed_provenance_mut(start);
+        };
         object.regions.fetch_add(1, Ordering::AcqRel);
         let held = Some((Arc::clone(&object.memory), Arc::clone(&object.regions)));
         // SAFETY: the program's promise; the memory lives as long as the region, which holds it.
-        let mr = unsafe { register_in(pd, addr, length, 0, access, held) };
+        let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, held) };
         if mr.is_null() {
             object.regions.fetch_sub(1, Ordering::AcqRel);
         } else {

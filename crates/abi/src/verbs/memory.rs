@@ -10,7 +10,6 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
 use anywarp_core::wire::{Stag, To};
 use anywarp_engine::device::{gids, ip_of_lid};
-use anywarp_engine::sys::populate;
 use anywarp_engine::verbs::{DeviceMemory, MemoryRegion, Reregistration};
 use anywarp_engine::worker::random_u32;
 
@@ -256,10 +255,9 @@ pub(crate) unsafe extern "C" fn advise_mr(
         if pd.is_null() || list.is_null() || n == 0 || flags & !IBV_ADVISE_MR_FLAG_FLUSH != 0 {
             return libc::EINVAL;
         }
-        let (writes, faults) = match advice {
-            IBV_ADVISE_MR_ADVICE_PREFETCH => (false, true),
-            IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => (true, true),
-            IBV_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => (false, false),
+        let need = match advice {
+            IBV_ADVISE_MR_ADVICE_PREFETCH | IBV_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => Access::NONE,
+            IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => Access::LOCAL_WRITE,
             _ => return libc::EOPNOTSUPP,
         };
         // SAFETY: they live (the program's promise).
@@ -271,30 +269,18 @@ pub(crate) unsafe extern "C" fn advise_mr(
         };
         // SAFETY: its context is open while it lives.
         let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
-        let need = if writes {
-            Access::LOCAL_WRITE
-        } else {
-            Access::NONE
-        };
         // SAFETY: `n` elements (the program's promise).
         for sge in unsafe { sges_of(list, n) } {
             let to = To(sge.addr);
             let regions = &engine.rnic.regions;
             let id = domain.engine.id();
-            let Ok(place) = regions.check(
-                sge.lkey,
-                id,
-                0,
-                need | Access::ON_DEMAND,
-                to,
-                sge.len.into(),
-            ) else {
-                // Not paged on demand, not there, or not of this domain.
+            // Not paged on demand, not there, or not of this domain. The check itself brings the pages in.
+            let need = need | Access::ON_DEMAND;
+            if regions
+                .check(sge.lkey, id, 0, need, to, sge.len.into())
+                .is_err()
+            {
                 return libc::EINVAL;
-            };
-            // Without faults: pages that are there already stay, and nothing else is to be done.
-            if faults && let Some(pinned) = place.pin() {
-                populate(&pinned, writes);
             }
         }
         0
