@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 10] = [
+const PROGRAMS: [&str; 11] = [
     "selftest",
     "cm",
     "access",
     "chaos",
     "fork",
     "hostile",
+    "scale",
     "strangers",
     "surface",
     "vanish",

@@ -26,7 +26,7 @@ const UNIT: &str = "unit";
 ///
 /// Crowds at the door are measured against the clock, which means nothing when all is ten times slower: of `strangers`
 /// those tests run that send one at a time.
-const SHORT: [(&str, &[&str]); 10] = [
+const SHORT: [(&str, &[&str]); 11] = [
     (UNIT, &[]),
     ("selftest", &[]),
     ("cm", &[]),
@@ -37,6 +37,7 @@ const SHORT: [(&str, &[&str]); 10] = [
     ("vanish", &[]),
     ("strangers", &["bad_crc", "truncated", "reset", "too_long"]),
     ("chaos", &["--rounds", "3", "--cycles", "50"]),
+    ("scale", &["--qps=32", "--threads=8"]),
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
