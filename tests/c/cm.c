@@ -1083,6 +1083,92 @@ static const char *establish(size_t arg)
 	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
 }
 
+/* A queue pair that is there for its number only (UCX): private data both ways, then the end of the connection. */
+static const char *dummy_qp(struct rdma_cm_id *id, struct rdma_conn_param *p)
+{
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_UD);
+	struct ibv_cq *cq = ibv_create_cq(id->verbs, 1, NULL, NULL, 0);
+	struct ibv_qp *qp;
+
+	ENSURE(cq, "ibv_create_cq: %s", strerror(errno));
+	keep(close_cq, cq, "completion queue");
+	init.send_cq = init.recv_cq = cq;
+	qp = ibv_create_qp(id->pd, &init);
+	ENSURE(qp, "ibv_create_qp: %s", strerror(errno));
+	keep(close_qp, qp, "queue pair");
+	p->qp_num = qp->qp_num;
+	return NULL;
+}
+
+enum bare_end { CLIENT_DISCONNECTS, SERVER_DISCONNECTS, CLIENT_GOES, SERVER_GOES, CLIENT_GOES_EARLY, SERVER_REJECTS };
+
+static const char *bare(size_t how)
+{
+	struct rdma_conn_param ask = { .private_data = "question", .private_data_len = 8 };
+	struct rdma_conn_param answer = { .private_data = "answer", .private_data_len = 6 };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR };
+	struct rdma_event_channel *other;
+	struct scene s;
+	struct told t;
+	int mask;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	TRY(resolve(&s, s.client));
+	TRY(dummy_qp(s.client, &ask));
+	ENSURE(!rdma_connect(s.client, &ask), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+	TRY(data_is(&t, "question", 8));
+	s.server = t.id;
+	keep(close_id, s.server, "accepted rdma_cm_id");
+	ENSURE(!rdma_init_qp_attr(s.server, &attr, &mask), "rdma_init_qp_attr: %s", strerror(errno));
+	ENSURE(attr.ah_attr.is_global, "the peer's address has no GID");
+	if (how == SERVER_REJECTS) {
+		ENSURE(!rdma_reject(s.server, "no", 2), "rdma_reject: %s", strerror(errno));
+		TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, &t));
+		return data_is(&t, "no", 2);
+	}
+	TRY(dummy_qp(s.server, &answer));
+	ENSURE(!rdma_accept(s.server, &answer), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_RESPONSE, &t));
+	TRY(data_is(&t, "answer", 6));
+	if (how == CLIENT_GOES_EARLY) {
+		/* Before the server is told that it is connected: it hears that it will not be. */
+		ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+		return event(s.server_channel, RDMA_CM_EVENT_CONNECT_ERROR, NULL);
+	}
+	TRY(not_readable(s.server_channel->fd, QUIET_MS));
+	ENSURE(!rdma_establish(s.client), "rdma_establish: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	switch ((enum bare_end)how) {
+	case CLIENT_DISCONNECTS:
+		ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
+		TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		TRY(event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		break;
+	case SERVER_DISCONNECTS:
+		/* Through another channel, as UCX has its listeners' requests. */
+		TRY(new_event_channel(&other));
+		ENSURE(!rdma_migrate_id(s.server, other), "rdma_migrate_id: %s", strerror(errno));
+		ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
+		TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		TRY(event(other, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		ENSURE(!rdma_migrate_id(s.server, s.server_channel), "rdma_migrate_id: %s", strerror(errno));
+		break;
+	case CLIENT_GOES:
+		ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+		TRY(event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		break;
+	case SERVER_GOES:
+		ENSURE(!close_now(s.server), "rdma_destroy_id: %s", strerror(errno));
+		TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+		break;
+	default:
+		break;
+	}
+	return NULL;
+}
+
 /* Datagrams: the accepting side tells number and key of its queue pair, and the way to it. */
 static const char *datagrams(size_t family)
 {
@@ -1243,6 +1329,12 @@ static const struct test tests[] = {
 	{ "private_data_56", private_data, 56, 0, false },
 	{ "reject_0", reject, 0, 0, false },
 	{ "reject_19", reject, 19, 0, false },
+	{ "bare_client_disconnects", bare, CLIENT_DISCONNECTS, 0, false },
+	{ "bare_server_disconnects", bare, SERVER_DISCONNECTS, 0, false },
+	{ "bare_client_goes", bare, CLIENT_GOES, 0, false },
+	{ "bare_server_goes", bare, SERVER_GOES, 0, false },
+	{ "bare_client_goes_early", bare, CLIENT_GOES_EARLY, 0, false },
+	{ "bare_server_rejects", bare, SERVER_REJECTS, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "never_answered", never_answered, 0, 0, false },
 	{ "answered_with_nonsense", answered_with_nonsense, 0, 0, false },

@@ -9,6 +9,7 @@
 //! A TCP port space port is the TCP port of that number, private data is the MPA frame's, so that siw and hardware
 //! RNICs connect to and from it. Events of an identifier wait in the channel it was made with or moved to.
 
+mod bare;
 mod udp;
 
 use std::io;
@@ -172,6 +173,8 @@ struct State {
     /// Requests that the application has not answered.
     pending: Vec<Weak<CmId>>,
     qp: Option<Arc<RcQp>>,
+    /// The connection's own end, when the program brings no queue pair.
+    bare: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<udp::Side>,
     asker: Option<udp::Asker>,
@@ -236,6 +239,7 @@ impl CmId {
                 backlog: 0,
                 pending: Vec::new(),
                 qp: None,
+                bare: None,
                 datagram: None,
                 udp: None,
                 asker: None,
@@ -498,10 +502,17 @@ impl CmId {
         self.lock().datagram = Some((qp, qkey));
     }
 
-    /// The queue pair to connect: the identifier's own, or the one whose number the application gave.
+    /// The queue pair to connect: the identifier's own, or the one whose number the application gave, or the end that
+    /// was made because there is no such.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
-        if let Some(qp) = self.lock().qp.clone() {
-            return Some((qp, true));
+        {
+            let state = self.lock();
+            if let Some(qp) = &state.qp {
+                return Some((Arc::clone(qp), true));
+            }
+            if let Some(qp) = &state.bare {
+                return Some((Arc::clone(qp), false));
+            }
         }
         let qps = self
             .engine
@@ -569,7 +580,7 @@ impl CmId {
         if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
             return Err(os(libc::EINVAL));
         }
-        let qp = self.find_qp(param.qp_num);
+        let qp = self.find_or_make_qp(param.qp_num)?;
         let (remote, local) = {
             let mut state = self.lock();
             if state.phase != Phase::Routed {
@@ -686,7 +697,7 @@ impl CmId {
         if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
             return Err(os(libc::EINVAL));
         }
-        let qp = self.find_qp(param.qp_num);
+        let qp = self.find_or_make_qp(param.qp_num)?;
         let (startup, offered) = {
             let mut state = self.lock();
             if state.phase != Phase::Requested {
@@ -727,6 +738,7 @@ impl CmId {
             u8::try_from(opened.params.ord).unwrap_or(0),
         );
         qp.attach_managed(opened, false);
+        self.ready_bare();
         if at_once {
             self.established();
         }
@@ -808,13 +820,14 @@ impl CmId {
 
     /// The identifier goes away; its waiting events too.
     pub fn destroy(&self) {
-        let (listener, startup, phase, channel, pending, udp) = {
+        let (bare, listener, startup, phase, channel, pending, udp) = {
             let mut state = self.lock();
             state.destroyed = true;
             state.bound = None;
             state.qp = None;
             state.datagram = None;
             (
+                state.bare.take(),
                 state.listener.take(),
                 state.startup.take(),
                 std::mem::replace(&mut state.phase, Phase::Over),
@@ -824,6 +837,9 @@ impl CmId {
             )
         };
         self.drop_udp(udp);
+        if let Some(bare) = bare {
+            bare.destroy();
+        }
         if let Some((fd, token)) = listener {
             self.engine.remove(token, Some(fd.get()));
         }

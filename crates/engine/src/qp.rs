@@ -262,6 +262,10 @@ impl RcQp {
             // and acknowledged before the stream closes.
             self.turn(&mut inner, now, true, true);
             self.finish_message(&mut inner, now);
+            if !is_live(inner.conn.state()) {
+                // It was never ready, so it has said nothing: the peer is not told of a connection that begins and ends.
+                self.drop_stream(&mut inner);
+            }
             inner.conn.leave("destroyed");
             self.turn(&mut inner, now, false, true);
             self.drop_stream(&mut inner);
@@ -769,6 +773,10 @@ impl RcQp {
             (AsyncEvent::SrqLimit, Some(cookie)) => cookie.load(Ordering::Relaxed),
             _ => self.cookie.load(Ordering::Relaxed),
         };
+        if cookie == 0 {
+            // No program has it: it is the end of a bare connection (`cm`).
+            return;
+        }
         self.context.events.push(AsyncItem {
             event: number,
             cookie,

@@ -4,7 +4,7 @@
 //! which stays in `id->event` until the next step.
 
 use std::ffi::{c_int, c_void};
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -642,6 +642,14 @@ unsafe fn step(id: *mut rdma_cm_id, f: impl FnOnce(&CmId) -> std::io::Result<()>
 
 // ---------------------------------------------------------------------- steps
 
+/// Whether binding to an address binds to the device. A loopback address does not, as in the kernel's rdma_cm: libfabric
+/// asks for "localhost" to learn whether it may offer the device's other addresses. It does where it is the device's own.
+fn names_device(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    let at_home = || gids().first().is_some_and(|first| first.ip.is_loopback());
+    !ip.is_unspecified() && (!ip.is_loopback() || at_home())
+}
+
 entry! {
     /// `rdma_bind_addr(3)`.
     ///
@@ -662,7 +670,7 @@ entry! {
         if let Err(e) = engine.bind(address) {
             return fail(os_errno(&e), -1);
         }
-        if !address.ip().is_unspecified() {
+        if names_device(address.ip()) {
             // SAFETY: as above.
             if let Err(e) = unsafe { show_device(id) } {
                 return fail(e, -1);
@@ -877,7 +885,8 @@ entry! {
 }
 
 entry! {
-    /// `rdma_establish(3)`: the connection was made when its response came.
+    /// `rdma_establish(3)`: a queue pair that the program moves itself was connected when the response came; a connection
+    /// without one is now.
     ///
     /// # Safety
     /// `id` lives.
@@ -886,6 +895,12 @@ entry! {
         if id.is_null() || !unsafe { (*id).qp }.is_null() {
             return fail(libc::EINVAL, -1);
         }
+        // SAFETY: as above.
+        if unsafe { is_lost::<IdObject, _>(id) } {
+            return fail(libc::ENODEV, -1);
+        }
+        // SAFETY: as above.
+        unsafe { of::<IdObject, _>(id) }.engine.establish();
         0
     }
 }
