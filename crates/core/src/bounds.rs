@@ -28,6 +28,11 @@ pub const MAX_SGE: u32 = 32;
 
 /// Bytes of inline data in one work request; above it queue pair creation fails, as programs that probe expect.
 pub const MAX_INLINE: u32 = 1024;
+/// Bytes of inline data that a queue pair takes if its program asks for fewer.
+///
+/// A card's work queue elements have room for some, and programs have come to count on it: rdma_xclient sends 16 without
+/// having asked. 64 is what the smallest element of common cards leaves.
+pub const MIN_INLINE: u32 = 64;
 
 /// Work requests in one send or receive queue.
 pub const MAX_WR: u32 = 32_768;

@@ -20,14 +20,16 @@ use libc::{sockaddr, sockaddr_in, sockaddr_in6};
 use super::types::*;
 use crate::held::Held;
 use crate::verbs::device;
+use crate::verbs::extended::create_srq_ex;
 use crate::verbs::memory::ibv_alloc_pd;
 use crate::verbs::object::{Acks, QpObject, from_c, into_c, is_lost, of, os_errno, set_cookie};
-use crate::verbs::qp::{ibv_create_qp, ibv_destroy_qp, ibv_modify_qp};
+use crate::verbs::qp::{create_qp_ex, ibv_destroy_qp, ibv_modify_qp};
 use crate::verbs::queue::{
-    block_on, ibv_create_comp_channel, ibv_create_cq, ibv_create_srq, ibv_destroy_comp_channel,
-    ibv_destroy_cq, ibv_destroy_srq,
+    block_on, ibv_create_comp_channel, ibv_create_cq, ibv_destroy_comp_channel, ibv_destroy_cq,
+    ibv_destroy_srq,
 };
 use crate::verbs::types::*;
+use crate::verbs::xrc::open_xrcd;
 use crate::{entry, fail};
 
 /// Q_Key of datagram queue pairs made here, as every rdma_cm uses it.
@@ -71,6 +73,8 @@ struct EventObject {
 struct Shared {
     context: *mut ibv_context,
     pd: *mut ibv_pd,
+    /// Made when the first one asks for it.
+    xrcd: OnceLock<AtomicPtr<ibv_xrcd>>,
 }
 // SAFETY: both objects may be used from every thread, as the verbs allow.
 unsafe impl Send for Shared {}
@@ -96,7 +100,28 @@ fn shared() -> Result<&'static Shared, c_int> {
     let context = device::open()?;
     // SAFETY: just opened.
     let pd = unsafe { ibv_alloc_pd(context) };
-    Ok(home.shared.get_or_init(|| Shared { context, pd }))
+    let xrcd = OnceLock::new();
+    Ok(home.shared.get_or_init(|| Shared { context, pd, xrcd }))
+}
+
+/// The XRC domain of all identifiers whose programs give none.
+fn shared_xrcd() -> Result<*mut ibv_xrcd, c_int> {
+    let shared = shared()?;
+    let xrcd = shared.xrcd.get_or_init(|| {
+        let mut init = ibv_xrcd_init_attr {
+            comp_mask: IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
+            fd: -1,
+            oflags: libc::O_CREAT,
+        };
+        // SAFETY: the context stays open.
+        AtomicPtr::new(unsafe { open_xrcd(shared.context, &raw mut init) })
+    });
+    let xrcd = xrcd.load(Ordering::Relaxed);
+    if xrcd.is_null() {
+        Err(libc::ENODEV)
+    } else {
+        Ok(xrcd)
+    }
 }
 
 // ---------------------------------------------------------------------- addresses
@@ -1021,50 +1046,70 @@ entry! {
 
 // ---------------------------------------------------------------------- queue pairs
 
-/// Makes queues for an identifier whose program gave none.
+/// Why the verb that was just called failed.
+fn last_errno() -> c_int {
+    std::io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
+}
+
+/// A completion queue of `n` entries with a channel, for an identifier.
+///
+/// # Safety
+/// `id` lives and has a device.
+unsafe fn make_queue(
+    id: *mut rdma_cm_id,
+    n: u32,
+) -> Result<(*mut ibv_comp_channel, *mut ibv_cq), c_int> {
+    // SAFETY: lives (caller's promise).
+    let verbs = unsafe { (*id).verbs };
+    // SAFETY: an identifier's context stays open.
+    let channel = unsafe { ibv_create_comp_channel(verbs) };
+    if channel.is_null() {
+        return Err(last_errno());
+    }
+    let cqe = c_int::try_from(n.max(1)).unwrap_or(c_int::MAX);
+    // SAFETY: as above.
+    let cq = unsafe { ibv_create_cq(verbs, cqe, id.cast(), channel, 0) };
+    if cq.is_null() {
+        let e = last_errno();
+        // SAFETY: just made.
+        unsafe { ibv_destroy_comp_channel(channel) };
+        return Err(e);
+    }
+    Ok((channel, cq))
+}
+
+/// Makes queues for an identifier whose program gave none. An end of XRC has only those that it uses.
 ///
 /// # Safety
 /// `id` lives.
-unsafe fn make_queues(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr) -> Result<(), c_int> {
+unsafe fn make_queues(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Result<(), c_int> {
+    let sends = init.qp_type != IBV_QPT_XRC_RECV;
+    let receives = sends && init.qp_type != IBV_QPT_XRC_SEND;
     // SAFETY: lives; no other thread uses it now (the program's promise).
     let c = unsafe { &mut *id };
-    let failed = || {
-        std::io::Error::last_os_error()
-            .raw_os_error()
-            .unwrap_or(libc::EIO)
-    };
-    let make = |n: u32| {
-        // SAFETY: an identifier's context stays open.
-        let channel = unsafe { ibv_create_comp_channel(c.verbs) };
-        if channel.is_null() {
-            return Err(failed());
+    if init.send_cq.is_null() && sends {
+        if c.send_cq.is_null() {
+            // SAFETY: lives and has a device (`create_qp`).
+            (c.send_cq_channel, c.send_cq) = unsafe { make_queue(id, init.cap.max_send_wr) }?;
         }
-        let cqe = c_int::try_from(n.max(1)).unwrap_or(c_int::MAX);
-        // SAFETY: as above.
-        let cq = unsafe { ibv_create_cq(c.verbs, cqe, id.cast(), channel, 0) };
-        if cq.is_null() {
-            let e = failed();
-            // SAFETY: just made.
-            unsafe { ibv_destroy_comp_channel(channel) };
-            return Err(e);
-        }
-        Ok((channel, cq))
-    };
-    if init.send_cq.is_null() {
-        (c.send_cq_channel, c.send_cq) = make(init.cap.max_send_wr)?;
         init.send_cq = c.send_cq;
     }
-    if init.recv_cq.is_null() {
-        (c.recv_cq_channel, c.recv_cq) = make(init.cap.max_recv_wr)?;
+    if init.recv_cq.is_null() && receives {
+        if c.recv_cq.is_null() {
+            // SAFETY: as above.
+            (c.recv_cq_channel, c.recv_cq) = unsafe { make_queue(id, init.cap.max_recv_wr) }?;
+        }
         init.recv_cq = c.recv_cq;
     }
     Ok(())
 }
 
-/// Destroys the queues that were made here.
+/// Destroys the queues that were made here and that nothing uses any more.
 ///
 /// # Safety
-/// `id` lives, its queue pair is gone.
+/// `id` lives.
 unsafe fn drop_queues(id: *mut rdma_cm_id) {
     // SAFETY: as for `make_queues`.
     let c = unsafe { &mut *id };
@@ -1072,33 +1117,24 @@ unsafe fn drop_queues(id: *mut rdma_cm_id) {
         (&mut c.send_cq_channel, &mut c.send_cq),
         (&mut c.recv_cq_channel, &mut c.recv_cq),
     ] {
-        if !cq.is_null() {
-            // SAFETY: made here, not used any more.
-            unsafe { ibv_destroy_cq(*cq) };
-            *cq = std::ptr::null_mut();
+        // SAFETY: made here.
+        if !cq.is_null() && unsafe { ibv_destroy_cq(*cq) } != 0 {
+            continue;
         }
+        *cq = std::ptr::null_mut();
         if !channel.is_null() {
-            // SAFETY: as above.
+            // SAFETY: made here, its queue is gone.
             unsafe { ibv_destroy_comp_channel(*channel) };
             *channel = std::ptr::null_mut();
         }
     }
 }
 
-/// Makes the queue pair of an identifier.
+/// Makes the queue pair of an identifier; what the program left out is filled in.
 ///
 /// # Safety
 /// `id` and what `init` names live.
-unsafe fn create_qp(
-    id: *mut rdma_cm_id,
-    pd: *mut ibv_pd,
-    init: &mut ibv_qp_init_attr,
-) -> Result<(), c_int> {
-    let failed = || {
-        std::io::Error::last_os_error()
-            .raw_os_error()
-            .unwrap_or(libc::EIO)
-    };
+unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Result<(), c_int> {
     // SAFETY: lives (caller's promise).
     if unsafe { is_lost::<IdObject, _>(id) } {
         return Err(libc::ENODEV);
@@ -1108,27 +1144,36 @@ unsafe fn create_qp(
     if c.verbs.is_null() || !c.qp.is_null() || init.qp_type != c.qp_type {
         return Err(libc::EINVAL);
     }
-    let pd = if pd.is_null() { c.pd } else { pd };
+    if init.comp_mask & IBV_QP_INIT_ATTR_PD == 0 || init.pd.is_null() {
+        init.pd = c.pd;
+        init.comp_mask |= IBV_QP_INIT_ATTR_PD;
+    }
     // SAFETY: not null, so it lives.
-    if unsafe { (*pd).context } != c.verbs {
+    if unsafe { (*init.pd).context } != c.verbs {
         return Err(libc::EINVAL);
     }
+    let no_domain = init.comp_mask & IBV_QP_INIT_ATTR_XRCD == 0 || init.xrcd.is_null();
+    if init.qp_type == IBV_QPT_XRC_RECV && no_domain {
+        init.xrcd = shared_xrcd()?;
+        init.comp_mask |= IBV_QP_INIT_ATTR_XRCD;
+    }
+    let verbs = c.verbs;
     // SAFETY: the caller's promise.
     if let Err(e) = unsafe { make_queues(id, init) } {
-        // SAFETY: no queue pair uses them.
+        // SAFETY: lives.
         unsafe { drop_queues(id) };
         return Err(e);
     }
     // rdma_create_srq(3): the identifier's shared receive queue serves its queue pair.
-    if init.srq.is_null() {
+    if init.srq.is_null() && init.qp_type != IBV_QPT_XRC_RECV {
         // SAFETY: lives (caller's promise).
         init.srq = unsafe { (*id).srq };
     }
     // SAFETY: the caller's promise.
-    let qp = unsafe { ibv_create_qp(pd, init) };
+    let qp = unsafe { create_qp_ex(verbs, init) };
     if qp.is_null() {
-        let e = failed();
-        // SAFETY: no queue pair uses them.
+        let e = last_errno();
+        // SAFETY: lives.
         unsafe { drop_queues(id) };
         return Err(e);
     }
@@ -1150,16 +1195,45 @@ unsafe fn create_qp(
         }
     };
     if ready != 0 {
+        identifier.engine.set_qp(None);
         // SAFETY: just made, used by nobody.
         unsafe { ibv_destroy_qp(qp) };
-        // SAFETY: no queue pair uses them.
+        // SAFETY: lives.
         unsafe { drop_queues(id) };
         return Err(ready);
     }
     // SAFETY: lives; no reference to it is held.
     let c = unsafe { &mut *id };
     c.qp = qp;
-    c.pd = pd;
+    c.pd = init.pd;
+    Ok(())
+}
+
+/// The same with attributes of the first form.
+///
+/// # Safety
+/// `id`, `pd` and what `init` names live.
+unsafe fn create_plain_qp(
+    id: *mut rdma_cm_id,
+    pd: *mut ibv_pd,
+    init: &mut ibv_qp_init_attr,
+) -> Result<(), c_int> {
+    let mut ex = ibv_qp_init_attr_ex {
+        qp_context: init.qp_context,
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        cap: init.cap,
+        qp_type: init.qp_type,
+        sq_sig_all: init.sq_sig_all,
+        comp_mask: IBV_QP_INIT_ATTR_PD,
+        pd,
+        ..ibv_qp_init_attr_ex::default()
+    };
+    // SAFETY: the caller's promise.
+    unsafe { create_qp(id, &mut ex) }?;
+    (init.send_cq, init.recv_cq, init.srq) = (ex.send_cq, ex.recv_cq, ex.srq);
+    init.cap = ex.cap;
     Ok(())
 }
 
@@ -1215,7 +1289,7 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: the caller's promise.
-        match unsafe { create_qp(id, pd, &mut *init) } {
+        match unsafe { create_plain_qp(id, pd, &mut *init) } {
             Ok(()) => 0,
             Err(e) => fail(e, -1),
         }
@@ -1232,26 +1306,8 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: valid (caller's promise).
-        let ex = unsafe { &mut *init };
-        if ex.comp_mask & !IBV_QP_INIT_ATTR_PD != 0 {
-            return fail(libc::EOPNOTSUPP, -1);
-        }
-        let pd = if ex.comp_mask & IBV_QP_INIT_ATTR_PD != 0 { ex.pd } else { std::ptr::null_mut() };
-        let mut plain = ibv_qp_init_attr {
-            qp_context: ex.qp_context,
-            send_cq: ex.send_cq,
-            recv_cq: ex.recv_cq,
-            srq: ex.srq,
-            cap: ex.cap,
-            qp_type: ex.qp_type,
-            sq_sig_all: ex.sq_sig_all,
-        };
-        // SAFETY: the caller's promise.
-        match unsafe { create_qp(id, pd, &mut plain) } {
-            Ok(()) => {
-                ex.cap = plain.cap;
-                0
-            }
+        match unsafe { create_qp(id, &mut *init) } {
+            Ok(()) => 0,
             Err(e) => fail(e, -1),
         }
     }
@@ -1278,13 +1334,57 @@ entry! {
             // SAFETY: made by `rdma_create_qp`.
             unsafe { ibv_destroy_qp(qp) };
         }
-        // SAFETY: the queue pair is gone.
+        // SAFETY: lives.
         unsafe { drop_queues(id) };
     }
 }
 
+/// Makes the shared receive queue of an identifier; what the program left out is filled in.
+///
+/// # Safety
+/// `id` and what `init` names live.
+unsafe fn create_srq(id: *mut rdma_cm_id, init: &mut ibv_srq_init_attr_ex) -> Result<(), c_int> {
+    // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<IdObject, _>(id) } {
+        return Err(libc::ENODEV);
+    }
+    // SAFETY: as above.
+    let c = unsafe { &mut *id };
+    if c.verbs.is_null() || !c.srq.is_null() || init.comp_mask & IBV_SRQ_INIT_ATTR_TYPE == 0 {
+        return Err(libc::EINVAL);
+    }
+    if init.comp_mask & IBV_SRQ_INIT_ATTR_PD == 0 || init.pd.is_null() {
+        init.pd = c.pd;
+        init.comp_mask |= IBV_SRQ_INIT_ATTR_PD;
+    }
+    if init.srq_type == IBV_SRQT_XRC {
+        if init.comp_mask & IBV_SRQ_INIT_ATTR_XRCD == 0 || init.xrcd.is_null() {
+            init.xrcd = shared_xrcd()?;
+        }
+        if init.comp_mask & IBV_SRQ_INIT_ATTR_CQ == 0 || init.cq.is_null() {
+            if c.recv_cq.is_null() {
+                // SAFETY: lives and has a device (checked).
+                (c.recv_cq_channel, c.recv_cq) = unsafe { make_queue(id, init.attr.max_wr) }?;
+            }
+            init.cq = c.recv_cq;
+        }
+        init.comp_mask |= IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
+    }
+    // SAFETY: the caller's promise.
+    let srq = unsafe { create_srq_ex(c.verbs, init) };
+    if srq.is_null() {
+        let e = last_errno();
+        // SAFETY: lives; those that a queue pair uses stay.
+        unsafe { drop_queues(id) };
+        return Err(e);
+    }
+    c.srq = srq;
+    c.pd = init.pd;
+    Ok(())
+}
+
 entry! {
-    /// `rdma_create_srq(3)`.
+    /// `rdma_create_srq(3)`: one of an XRC domain for an identifier that receives XRC.
     ///
     /// # Safety
     /// `id` lives, `init` is valid.
@@ -1292,22 +1392,29 @@ entry! {
         if id.is_null() || init.is_null() {
             return fail(libc::EINVAL, -1);
         }
-        // SAFETY: lives (caller's promise).
-        let c = unsafe { &mut *id };
-        let pd = if pd.is_null() { c.pd } else { pd };
+        // SAFETY: they live (caller's promise).
+        let (receives_xrc, plain) = unsafe { ((*id).qp_type == IBV_QPT_XRC_RECV, &mut *init) };
+        let mut ex = ibv_srq_init_attr_ex {
+            srq_context: plain.srq_context,
+            attr: plain.attr,
+            comp_mask: IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD,
+            srq_type: if receives_xrc { IBV_SRQT_XRC } else { IBV_SRQT_BASIC },
+            pd,
+            ..ibv_srq_init_attr_ex::default()
+        };
         // SAFETY: the caller's promise.
-        let srq = unsafe { ibv_create_srq(pd, init) };
-        if srq.is_null() {
-            return -1;
+        match unsafe { create_srq(id, &mut ex) } {
+            Ok(()) => {
+                plain.attr = ex.attr;
+                0
+            }
+            Err(e) => fail(e, -1),
         }
-        c.srq = srq;
-        c.pd = pd;
-        0
     }
 }
 
 entry! {
-    /// `rdma_create_srq_ex`: basic ones.
+    /// `rdma_create_srq_ex`: basic ones, and those of an XRC domain.
     ///
     /// # Safety
     /// As for `rdma_create_srq`.
@@ -1316,14 +1423,10 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: valid (caller's promise).
-        let ex = unsafe { &*init };
-        if ex.comp_mask & IBV_SRQ_INIT_ATTR_TYPE != 0 && ex.srq_type != IBV_SRQT_BASIC {
-            return fail(libc::EOPNOTSUPP, -1);
+        match unsafe { create_srq(id, &mut *init) } {
+            Ok(()) => 0,
+            Err(e) => fail(e, -1),
         }
-        let pd = if ex.comp_mask & IBV_SRQ_INIT_ATTR_PD != 0 { ex.pd } else { std::ptr::null_mut() };
-        let mut plain = ibv_srq_init_attr { srq_context: ex.srq_context, attr: ex.attr };
-        // SAFETY: the caller's promise.
-        unsafe { rdma_create_srq(id, pd, &raw mut plain) }
     }
 }
 
@@ -1341,6 +1444,11 @@ entry! {
         if !srq.is_null() {
             // SAFETY: made by `rdma_create_srq`.
             unsafe { ibv_destroy_srq(srq) };
+        }
+        // SAFETY: lives (caller's promise).
+        if unsafe { (*id).qp.is_null() } {
+            // SAFETY: as above.
+            unsafe { drop_queues(id) };
         }
     }
 }
@@ -1436,11 +1544,10 @@ entry! {
             unsafe { rdma_destroy_ep(made) };
             fail(e, -1)
         };
-        let last = || std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
         if info.ai_flags & RAI_PASSIVE != 0 {
             // SAFETY: the addresses of `res` are valid.
             if unsafe { rdma_bind_addr(made, info.ai_src_addr) } != 0 {
-                return undo(last());
+                return undo(last_errno());
             }
             // SAFETY: not null, so valid (caller's promise).
             let template = (!init.is_null()).then(|| unsafe { *init });
@@ -1456,14 +1563,14 @@ entry! {
             // SAFETY: just made.
             || unsafe { rdma_resolve_route(made, STEP_MS) } != 0
         {
-            return undo(last());
+            return undo(last_errno());
         }
         if !init.is_null() {
             // SAFETY: valid (caller's promise).
             let init = unsafe { &mut *init };
             init.qp_type = info.ai_qp_type.cast_unsigned();
             // SAFETY: the caller's promise.
-            if let Err(e) = unsafe { create_qp(made, pd, init) } {
+            if let Err(e) = unsafe { create_plain_qp(made, pd, init) } {
                 return undo(e);
             }
         }
@@ -1542,7 +1649,7 @@ entry! {
             let c = unsafe { &*made };
             init.qp_type = c.qp_type;
             // SAFETY: as above.
-            if let Err(e) = unsafe { create_qp(made, pd, &mut init) } {
+            if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
                 // SAFETY: ours.
                 unsafe {
                     rdma_ack_cm_event(event);

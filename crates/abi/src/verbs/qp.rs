@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind;
 use anywarp_core::error::Misuse;
@@ -37,7 +38,11 @@ unsafe fn create(
     init: &mut ibv_qp_init_attr,
     send_ops: Option<u64>,
 ) -> Result<*mut ibv_qp, i32> {
-    // The caller's stays as it is.
+    if init.qp_type != IBV_QPT_XRC_RECV {
+        // ibv_create_qp(3): the caller learns what it has.
+        init.cap.max_inline_data = init.cap.max_inline_data.max(bounds::MIN_INLINE);
+    }
+    // The rest of the caller's stays as it is.
     let init = &mut init.clone();
     // The sending end of an XRC connection receives nothing, and has no queue for it.
     let xrc_send = init.qp_type == IBV_QPT_XRC_SEND;
