@@ -26,6 +26,10 @@ pub mod pending;
 pub mod refuse;
 pub mod verbs;
 
+/// Of our code alone: the libraries export no allocator.
+#[global_allocator]
+static MEMORY: anywarp_engine::reserve::Allocator = anywarp_engine::reserve::Allocator;
+
 use std::any::Any;
 use std::ffi::c_int;
 

@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::reserve;
 use crate::sys::EngineFd;
 
 /// A queue of events with a descriptor.
@@ -22,6 +23,9 @@ pub struct Channel<T> {
 impl<T> Channel<T> {
     /// An empty channel.
     pub fn new() -> io::Result<Self> {
+        if reserve::is_scarce() {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
         let fd = EngineFd::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?);
         Ok(Self {
             fd,

@@ -13,6 +13,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use anywarp_core::error::Misuse;
 
 use crate::log;
+use crate::reserve;
 use crate::worker::{Engine, current};
 
 /// What hears that the device is broken.
@@ -78,9 +79,27 @@ impl Engine {
         Ok(())
     }
 
-    /// [`Self::works`], for calls that answer with an I/O error.
-    pub(crate) fn works_io(&self) -> io::Result<()> {
-        self.works()
+    /// [`Self::works`], and there is memory to make something.
+    pub(crate) fn has_room(&self) -> Result<(), Misuse> {
+        self.works()?;
+        if reserve::is_scarce() {
+            return Err(Misuse::NoMemory);
+        }
+        Ok(())
+    }
+
+    /// [`Self::works`], and there is memory for requests.
+    pub(crate) fn takes_requests(&self) -> Result<(), Misuse> {
+        self.works()?;
+        if reserve::is_low() {
+            return Err(Misuse::NoMemory);
+        }
+        Ok(())
+    }
+
+    /// [`Self::has_room`], for calls that answer with an I/O error.
+    pub(crate) fn has_room_io(&self) -> io::Result<()> {
+        self.has_room()
             .map_err(|e| io::Error::from_raw_os_error(e.errno()))
     }
 }

@@ -13,7 +13,8 @@
 //! | [`cm`] | the connection manager |
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
 //! | [`channel`] | completion channels, asynchronous events |
-//! | `mem`, `sys` | the files with `unsafe` |
+//! | [`reserve`] | what is left when the host has no more memory |
+//! | `mem`, `sys`, `reserve` | the files with `unsafe` |
 
 mod capture;
 pub mod channel;
@@ -30,5 +31,6 @@ pub mod port;
 pub mod qp;
 pub mod startup;
 pub mod sys;
+pub mod reserve;
 pub mod verbs;
 pub mod worker;

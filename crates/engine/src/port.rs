@@ -51,6 +51,11 @@ impl std::fmt::Debug for Port {
     }
 }
 
+/// No port that is free for TCP and UDP: said with a number, for it becomes an errno.
+fn none_left() -> io::Error {
+    io::Error::from_raw_os_error(libc::EADDRINUSE)
+}
+
 /// A socket bound to every address of the host, IPv4 and IPv6 if it has that: each of them is a GID.
 fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -60,7 +65,7 @@ fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
         let any: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
         match rustix::net::bind(fd.get(), &any) {
             Ok(()) => return Ok((fd, true)),
-            Err(rustix::io::Errno::ADDRINUSE) => return Err(io::ErrorKind::AddrInUse.into()),
+            Err(e @ rustix::io::Errno::ADDRINUSE) => return Err(e.into()),
             Err(_) => {}
         }
     }
@@ -77,7 +82,7 @@ fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
 impl Port {
     /// A queue pair number: on a port that has room, or on a new one.
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
-        engine.works_io()?;
+        engine.has_room_io()?;
         let mut ports = engine.ports.lock().unwrap_or_else(PoisonError::into_inner);
         ports.retain(|p| p.strong_count() > 0);
         for port in ports.iter().filter_map(Weak::upgrade) {
@@ -86,13 +91,13 @@ impl Port {
             }
         }
         let port = Self::open(engine)?;
-        let qpn = port.take_index().ok_or(io::ErrorKind::AddrInUse)?;
+        let qpn = port.take_index().ok_or_else(none_left)?;
         ports.push(Arc::downgrade(&port));
         Ok((port, qpn))
     }
 
     fn open(engine: &'static Engine) -> io::Result<Arc<Self>> {
-        let mut last = io::Error::from(io::ErrorKind::AddrInUse);
+        let mut last = none_left();
         for _ in 0..TRIES {
             let (listener, _) = bound(SocketType::STREAM, 0)?;
             rustix::net::listen(listener.get(), BACKLOG)?;

@@ -157,7 +157,7 @@ impl RcQp {
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
-        self.engine.works().map_err(|e| (0, e))?;
+        self.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         let mut result = Ok(());
         for (i, request) in requests.enumerate() {
@@ -176,7 +176,7 @@ impl RcQp {
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
-        self.engine.works().map_err(|e| (0, e))?;
+        self.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         for (i, request) in requests.enumerate() {
             let request = request.inspect(|r| provoke::posted(r.id));

@@ -60,7 +60,7 @@ impl CompletionQueue {
         capacity: u32,
         channel: Option<Arc<CompChannel>>,
     ) -> Result<Arc<Self>, Misuse> {
-        context.engine.works()?;
+        context.engine.has_room()?;
         if capacity == 0 || capacity > bounds::MAX_CQE {
             return Err(Misuse::InvalidArgument("cqe"));
         }
@@ -137,7 +137,7 @@ impl MemoryRegion {
         iova: u64,
         access: u32,
     ) -> Result<Self, Option<Misuse>> {
-        engine.works()?;
+        engine.has_room()?;
         let access = Access::for_region(access)?;
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
@@ -328,7 +328,7 @@ impl SharedReceive {
         limit: u32,
         pd: &Pd,
     ) -> Result<Arc<Self>, Misuse> {
-        context.engine.works()?;
+        context.engine.has_room()?;
         if max_wr == 0 || max_wr > bounds::MAX_SRQ_WR || max_sge > bounds::MAX_SGE {
             return Err(Misuse::InvalidArgument(
                 "max_wr or max_sge of the shared receive queue",
@@ -346,7 +346,7 @@ impl SharedReceive {
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
-        self.context.engine.works().map_err(|e| (0, e))?;
+        self.context.engine.takes_requests().map_err(|e| (0, e))?;
         for (i, request) in requests.enumerate() {
             if let Err(e) = request.and_then(|r| self.core.post(r)) {
                 return Err((i, e));

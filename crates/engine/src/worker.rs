@@ -142,7 +142,7 @@ pub fn engine() -> io::Result<&'static Engine> {
     sys::watch_fork();
     let home = HOME.get();
     if let Some(engine) = home.engine.get() {
-        engine.works_io()?;
+        engine.has_room_io()?;
         return Ok(engine);
     }
     let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
@@ -150,8 +150,9 @@ pub fn engine() -> io::Result<&'static Engine> {
         return Ok(engine);
     }
     let engine = Box::new(Engine::new()?);
-    // Handed over when the thread is there: without it nothing may be left of the engine.
-    let (give, take) = std::sync::mpsc::sync_channel::<&'static Engine>(1);
+    // Handed over when the thread is there: without it nothing may be left of the engine. From hand to hand: a thread that
+    // begins later may find no memory for what it begins with, and that would end the process.
+    let (give, take) = std::sync::mpsc::sync_channel::<&'static Engine>(0);
     std::thread::Builder::new()
         .name(THREAD.into())
         .stack_size(512 * 1024)

@@ -10,6 +10,7 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
 use anywarp_core::wire::{Stag, To};
 use anywarp_engine::device::{gids, ip_of_lid};
+use anywarp_engine::reserve;
 use anywarp_engine::verbs::{DeviceMemory, MemoryRegion, Reregistration};
 use anywarp_engine::worker::random_u32;
 
@@ -35,6 +36,9 @@ entry! {
         // SAFETY: open (caller's promise).
         if unsafe { is_lost_context(context) } {
             return fail(libc::ENODEV, std::ptr::null_mut());
+        }
+        if reserve::is_scarce() {
+            return fail(libc::ENOMEM, std::ptr::null_mut());
         }
         let pd = Pd::new();
         let handle = pd.id();
@@ -339,6 +343,9 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
         let domain = unsafe { of::<PdObject, _>(pd) };
         // SAFETY: its context is open while it lives.
         let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
+        if reserve::is_scarce() {
+            return fail(libc::ENOMEM, std::ptr::null_mut());
+        }
         let regions = &engine.rnic.regions;
         match regions.alloc_window(domain.engine.id(), kind == IBV_MW_TYPE_2, &mut random_u32) {
             Ok(stag) => {
@@ -498,6 +505,9 @@ entry! {
         // SAFETY: lives (caller's promise).
         if unsafe { is_lost::<PdObject, _>(pd) } {
             return fail(libc::ENODEV, std::ptr::null_mut());
+        }
+        if reserve::is_scarce() {
+            return fail(libc::ENOMEM, std::ptr::null_mut());
         }
         // SAFETY: they live (caller's promise).
         let (domain, attr) = unsafe { (of::<PdObject, _>(pd), &*attr) };

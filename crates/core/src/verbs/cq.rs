@@ -48,7 +48,7 @@ impl Cq {
     pub fn new(capacity: usize, notify: Option<Arc<dyn Notify>>) -> Self {
         Self {
             state: Mutex::new(State {
-                entries: VecDeque::with_capacity(capacity.min(4096)),
+                entries: VecDeque::new(),
                 capacity,
                 armed: Armed::No,
                 broken: false,
@@ -69,7 +69,8 @@ impl Cq {
     /// wanted to complete fails.
     pub fn complete(&self, entry: Completion) -> Result<(), Overflow> {
         let mut state = self.state();
-        if state.entries.len() >= state.capacity {
+        // No memory for one more is no room, too.
+        if state.entries.len() >= state.capacity || state.entries.try_reserve(1).is_err() {
             if state.overrun_allowed {
                 return Ok(());
             }
