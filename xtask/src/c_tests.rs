@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 12] = [
+const PROGRAMS: [&str; 13] = [
     "selftest",
     "cm",
     "access",
+    "addresses",
     "chaos",
     "fork",
     "hostile",

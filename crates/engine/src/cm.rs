@@ -28,6 +28,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use crate::channel::Channel;
 use crate::device::{self, Profile};
 use crate::fatal::Mortal;
+use crate::gids;
 use crate::lobby;
 use crate::log;
 use crate::net::tcp;
@@ -254,6 +255,8 @@ impl CmId {
         });
         let mortal: Arc<dyn Mortal> = Arc::clone(&id) as _;
         engine.watch_over(Arc::downgrade(&mortal));
+        let listener: Arc<dyn gids::Listener> = Arc::clone(&id) as _;
+        gids::listen(engine, Arc::downgrade(&listener));
         id
     }
 
@@ -1054,6 +1057,21 @@ impl Mortal for CmId {
         // One that the program has not seen yet it need not give up.
         if self.cookie.load(Ordering::Relaxed) != 0 {
             self.push(EventKind::DeviceRemoval, 0);
+        }
+    }
+}
+
+impl gids::Listener for CmId {
+    /// The interface behind our address is another card now (`RDMA_CM_EVENT_ADDR_CHANGE`): a hint, as when bonding moves
+    /// traffic, for programs that want to connect anew.
+    fn port_changed(&self, news: &gids::News) {
+        let concerned = {
+            let state = self.lock();
+            let bound = !matches!(state.phase, Phase::Idle | Phase::Over);
+            bound && state.local.is_some_and(|l| news.moved.contains(&l.ip()))
+        };
+        if concerned && self.cookie.load(Ordering::Relaxed) != 0 {
+            self.push(EventKind::AddrChange, 0);
         }
     }
 }

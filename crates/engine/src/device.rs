@@ -14,6 +14,7 @@ use anywarp_core::connection::Peer;
 
 use crate::channel::Channel;
 use crate::fatal::Mortal;
+use crate::gids::{self, News};
 use crate::sys::{self, HostAddress, PerProcess};
 use crate::worker::{Engine, engine};
 
@@ -108,8 +109,9 @@ pub fn ip_of(gid: [u8; 16]) -> IpAddr {
     v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
 }
 
-/// The GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback last.
-pub fn gids() -> Vec<Gid> {
+/// The addresses of a new GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback
+/// last.
+pub(crate) fn listing() -> Vec<Gid> {
     let chosen: Option<IpAddr> = std::env::var("ANYWARP_ADDR")
         .ok()
         .and_then(|a| a.parse().ok());
@@ -173,8 +175,7 @@ pub fn lid_of(ip: IpAddr) -> u16 {
 /// The address that a LID means: the first one of this host if it has that LID, or the host of the same network whose
 /// address has those low 16 bits. (The other addresses of this host have no LID: that of 127.0.0.1 would hide x.y.0.1.)
 pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
-    let table = gids();
-    let first = table.first()?.ip;
+    let first = gids::gids().first()?.ip;
     if lid_of(first) == lid {
         return Some(first);
     }
@@ -227,9 +228,13 @@ pub mod event {
     pub const COMM_EST: u32 = 4;
     pub const SQ_DRAINED: u32 = 5;
     pub const DEVICE_FATAL: u32 = 8;
+    pub const PORT_ACTIVE: u32 = 9;
+    pub const PORT_ERR: u32 = 10;
+    pub const LID_CHANGE: u32 = 11;
     pub const SRQ_ERR: u32 = 14;
     pub const SRQ_LIMIT_REACHED: u32 = 15;
     pub const QP_LAST_WQE_REACHED: u32 = 16;
+    pub const GID_CHANGE: u32 = 18;
 }
 
 /// The file that stands for the device in this process.
@@ -266,10 +271,12 @@ impl Context {
         sys::identity(own).is_some_and(|file| sys::identity(&copy) == Some(file))
     }
 
-    /// Sees to it that this context gets the event when the device breaks.
+    /// Sees to it that this context gets the events of device and port.
     pub fn watch(self: &Arc<Self>) {
         let me: Arc<dyn Mortal> = Arc::clone(self) as _;
         self.engine.watch_over(Arc::downgrade(&me));
+        let me: Arc<dyn gids::Listener> = Arc::clone(self) as _;
+        gids::listen(self.engine, Arc::downgrade(&me));
     }
 
     /// Bytes of UD messages, as `enum ibv_mtu` counts: 5 is 4096.
@@ -288,11 +295,22 @@ impl Mortal for Context {
     }
 }
 
+impl gids::Listener for Context {
+    fn port_changed(&self, news: &News) {
+        for event in &news.events {
+            self.events.push(AsyncItem {
+                event: *event,
+                cookie: 0,
+            });
+        }
+    }
+}
+
 /// A number that tells hosts apart and does not change: from the first hardware address, or the first IP address.
 pub fn node_guid() -> u64 {
     static GUID: OnceLock<u64> = OnceLock::new();
     *GUID.get_or_init(|| {
-        let first = gids();
+        let first = gids::gids();
         let Some(gid) = first.first() else {
             return 0x0200_00ff_fe00_0001;
         };

@@ -9,6 +9,7 @@
 //! | [`port`] | QPN ports: a TCP listener and a UDP socket with one number |
 //! | [`startup`] | connections in MPA start-up, before a queue pair owns them |
 //! | `lobby` | connections of strangers, bounded |
+//! | [`gids`] | the GID table, and how it follows the host's addresses |
 //! | [`fatal`] | what happens after a panic |
 //! | [`cm`] | the connection manager |
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
@@ -23,14 +24,15 @@ pub mod cm;
 pub mod device;
 pub mod dgram;
 pub mod fatal;
+pub mod gids;
 mod lobby;
 pub mod log;
 mod mem;
 pub mod net;
 pub mod port;
 pub mod qp;
+pub mod reserve;
 pub mod startup;
 pub mod sys;
-pub mod reserve;
 pub mod verbs;
 pub mod worker;

@@ -824,7 +824,7 @@ fn attr_ird(attr: &Attr) -> u32 {
 
 /// Whether an address is one of this host.
 pub(crate) fn is_own(ip: IpAddr) -> bool {
-    ip.is_loopback() || device::gids().iter().any(|g| g.ip == ip)
+    ip.is_loopback() || crate::gids::place_of(ip).is_some()
 }
 
 impl Source for RcQp {

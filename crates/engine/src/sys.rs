@@ -746,6 +746,51 @@ pub fn host_addresses() -> Vec<HostAddress> {
     found
 }
 
+/// An interface of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostLink {
+    /// Its index.
+    pub index: u32,
+    /// It is up.
+    pub up: bool,
+    /// Its hardware address.
+    pub hardware: Vec<u8>,
+}
+
+/// All interfaces of this host.
+pub fn host_links() -> Vec<HostLink> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    let mut found = Vec::new();
+    // SAFETY: getifaddrs writes the head of a list that it allocates.
+    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
+        return found;
+    }
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: not null, and an element of the list that getifaddrs made.
+        let entry = unsafe { &*at };
+        at = entry.ifa_next;
+        if entry.ifa_addr.is_null() {
+            continue;
+        }
+        // SAFETY: not null, and every address begins with its family.
+        if i32::from(unsafe { (*entry.ifa_addr).sa_family }) != libc::AF_PACKET {
+            continue;
+        }
+        // SAFETY: an address of this family is a sockaddr_ll.
+        let link = unsafe { entry.ifa_addr.cast::<libc::sockaddr_ll>().read_unaligned() };
+        let len = usize::from(link.sll_halen).min(link.sll_addr.len());
+        found.push(HostLink {
+            index: u32::try_from(link.sll_ifindex).unwrap_or(0),
+            up: entry.ifa_flags & libc::IFF_UP as u32 != 0,
+            hardware: link.sll_addr.get(..len).unwrap_or(&[]).to_vec(),
+        });
+    }
+    // SAFETY: `list` came from getifaddrs and is freed once.
+    unsafe { libc::freeifaddrs(list) };
+    found
+}
+
 // ---------------------------------------------------------------------- fork
 
 /// Descriptors that a child must not keep: bit n of word n / 64.

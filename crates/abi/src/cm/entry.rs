@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use anywarp_core::bounds;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{self, CmId, ConnParam, Event, EventChannel, EventKind, PortSpace};
-use anywarp_engine::device::{gid_of, gids};
+use anywarp_engine::device::gid_of;
+use anywarp_engine::gids;
 use anywarp_engine::sys::PerProcess;
 use anywarp_engine::verbs::QueuePair;
 
@@ -506,16 +507,14 @@ unsafe fn c_event(
 
 /// An address vector to `remote`.
 fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah_attr {
-    let own = local
-        .and_then(|l| gids().iter().position(|g| g.ip == l.ip()))
-        .unwrap_or(0);
+    let own = local.and_then(|l| gids::place_of(l.ip())).unwrap_or(0);
     let mut attr = ibv_ah_attr {
         is_global: 1,
         port_num: 1,
         ..ibv_ah_attr::default()
     };
     attr.grh.dgid = device::c_gid(gid_of(remote.ip()));
-    attr.grh.sgid_index = u8::try_from(own).unwrap_or(0);
+    attr.grh.sgid_index = own;
     attr.grh.hop_limit = 64;
     attr
 }
@@ -671,7 +670,7 @@ unsafe fn step(id: *mut rdma_cm_id, f: impl FnOnce(&CmId) -> std::io::Result<()>
 /// asks for "localhost" to learn whether it may offer the device's other addresses. It does where it is the device's own.
 fn names_device(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
-    let at_home = || gids().first().is_some_and(|first| first.ip.is_loopback());
+    let at_home = || gids::at(0).is_some_and(|first| first.ip.is_loopback());
     !ip.is_unspecified() && (!ip.is_loopback() || at_home())
 }
 

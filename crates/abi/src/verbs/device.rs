@@ -7,7 +7,8 @@ use std::sync::OnceLock;
 
 use anywarp_core::bounds;
 use anywarp_engine::channel::Channel;
-use anywarp_engine::device::{self, AsyncItem, Context, Face, event, gids, lid_of};
+use anywarp_engine::device::{self, AsyncItem, Context, Face, event, lid_of};
+use anywarp_engine::gids;
 
 use super::object::{
     ContextObject, CqObject, QpObject, SrqObject, is_lost, is_lost_context, of, os_errno,
@@ -309,17 +310,17 @@ entry! {
 
 /// The attributes of the port.
 fn port_attributes() -> ibv_port_attr {
-    let table = gids();
-    let lid = table.first().map_or(1, |g| lid_of(g.ip));
+    let lid = gids::gids().first().map_or(1, |g| lid_of(g.ip));
+    let up = gids::is_up();
     let link_layer = match device::face() {
         Face::Ib => IBV_LINK_LAYER_INFINIBAND,
         Face::Roce | Face::Iwarp => IBV_LINK_LAYER_ETHERNET,
     };
     ibv_port_attr {
-        state: IBV_PORT_ACTIVE,
+        state: if up { IBV_PORT_ACTIVE } else { IBV_PORT_DOWN },
         max_mtu: IBV_MTU_4096,
         active_mtu: IBV_MTU_4096,
-        gid_tbl_len: c_int::try_from(table.len()).unwrap_or(1),
+        gid_tbl_len: gids::PLACES as c_int,
         max_msg_sz: u32::try_from(bounds::MAX_MESSAGE).unwrap_or(u32::MAX),
         pkey_tbl_len: 1,
         lid,
@@ -327,7 +328,8 @@ fn port_attributes() -> ibv_port_attr {
         max_vl_num: 1,
         active_width: 2,
         active_speed: 32,
-        phys_state: 5,
+        // LinkUp or Disabled.
+        phys_state: if up { 5 } else { 3 },
         link_layer: link_layer as u8,
         flags: IBV_QPF_GRH_REQUIRED,
         ..ibv_port_attr::default()
@@ -399,39 +401,38 @@ pub(crate) fn gid_ip(gid: &ibv_gid) -> IpAddr {
 
 /// Address of GID table entry `index`.
 pub(crate) fn own_ip(index: u8) -> Option<IpAddr> {
-    gids().get(usize::from(index)).map(|g| g.ip)
+    gids::at(index.into()).map(|g| g.ip)
 }
 
 entry! {
-    /// `ibv_query_gid(3)`.
+    /// `ibv_query_gid(3)`: an empty place gives zeroes.
     ///
     /// # Safety
     /// `gid` is a valid place.
     unsafe fn ibv_query_gid(_context: *mut ibv_context, port: u8, index: c_int, gid: *mut ibv_gid) -> c_int, on_panic = -1, {
-        let table = gids();
-        let found = usize::try_from(index).ok().and_then(|i| table.get(i));
-        match found {
-            Some(entry) if port == 1 && !gid.is_null() => {
-                // SAFETY: not null, so valid (caller's promise).
-                unsafe { gid.write(c_gid(entry.raw)) };
-                0
-            }
-            _ => fail(libc::EINVAL, -1),
+        let place = usize::try_from(index).unwrap_or(usize::MAX);
+        if port != 1 || gid.is_null() || place >= gids::PLACES {
+            return fail(libc::EINVAL, -1);
         }
+        let raw = gids::at(place).map_or([0; 16], |g| g.raw);
+        // SAFETY: not null, so valid (caller's promise).
+        unsafe { gid.write(c_gid(raw)) };
+        0
     }
 }
 
 entry! {
-    /// `ibv_query_gid_type`: RoCE v2 for every entry (private: `ibv_devinfo` and pyverbs use it).
+    /// `ibv_query_gid_type`: RoCE v2 for every address (private: `ibv_devinfo` and pyverbs use it).
     ///
     /// # Safety
     /// `kind` is a valid place.
     unsafe fn ibv_query_gid_type(_context: *mut ibv_context, port: u8, index: c_uint, kind: *mut c_uint) -> c_int, on_panic = -1, {
-        if port != 1 || kind.is_null() || index as usize >= gids().len() {
+        if port != 1 || kind.is_null() || index as usize >= gids::PLACES {
             return fail(libc::EINVAL, -1);
         }
+        let taken = gids::at(index as usize).is_some();
         // The private numbering: 0 InfiniBand or RoCE v1, 1 RoCE v2.
-        let number = c_uint::from(device::face() != Face::Ib);
+        let number = c_uint::from(taken && device::face() != Face::Ib);
         // SAFETY: not null, so valid (caller's promise).
         unsafe { kind.write(number) };
         0
@@ -452,7 +453,7 @@ fn c_gid_entry(index: usize, gid: &device::Gid) -> ibv_gid_entry {
 }
 
 entry! {
-    /// `ibv_query_gid_ex(3)`.
+    /// `ibv_query_gid_ex(3)`: ENODATA for an empty place.
     ///
     /// # Safety
     /// `out` has `size` bytes.
@@ -462,13 +463,14 @@ entry! {
         if port != 1 || flags != 0 || out.is_null() || size > size_of::<ibv_gid_entry>() {
             return libc::EINVAL;
         }
-        match gids().get(index as usize) {
+        match gids::at(index as usize) {
             Some(gid) => {
-                let all = c_gid_entry(index as usize, gid);
+                let all = c_gid_entry(index as usize, &gid);
                 // SAFETY: `out` has `size` bytes, which is at most ours.
                 unsafe { std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), out.cast::<u8>(), size) };
                 0
             }
+            None if (index as usize) < gids::PLACES => libc::ENODATA,
             None => libc::EINVAL,
         }
     }
@@ -482,18 +484,20 @@ entry! {
     unsafe fn _ibv_query_gid_table(
         _context: *mut ibv_context, out: *mut ibv_gid_entry, max: usize, flags: u32, size: usize,
     ) -> isize, on_panic = -(libc::EIO as isize), {
-        let table = gids();
-        if flags != 0 || out.is_null() || table.len() > max || size > size_of::<ibv_gid_entry>() {
+        let table = gids::table();
+        let taken = || table.iter().enumerate().filter_map(|(place, gid)| Some((place, gid.as_ref()?)));
+        let count = taken().count();
+        if flags != 0 || out.is_null() || count > max || size > size_of::<ibv_gid_entry>() {
             return -(libc::EINVAL as isize);
         }
-        for (i, gid) in table.iter().enumerate() {
-            let all = c_gid_entry(i, gid);
+        for (i, (place, gid)) in taken().enumerate() {
+            let all = c_gid_entry(place, gid);
             // SAFETY: entry `i` is below `max`, each has `size` bytes.
             unsafe {
                 std::ptr::copy_nonoverlapping((&raw const all).cast::<u8>(), out.cast::<u8>().add(i * size), size);
             }
         }
-        table.len().cast_signed()
+        count.cast_signed()
     }
 }
 

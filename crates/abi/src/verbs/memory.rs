@@ -9,7 +9,8 @@ use anywarp_core::verbs::mr::Access;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
 use anywarp_core::wire::{Stag, To};
-use anywarp_engine::device::{gids, ip_of_lid};
+use anywarp_engine::device::{ip_of, ip_of_lid};
+use anywarp_engine::gids;
 use anywarp_engine::reserve;
 use anywarp_engine::verbs::{DeviceMemory, MemoryRegion, Reregistration};
 use anywarp_engine::worker::random_u32;
@@ -482,8 +483,8 @@ pub(crate) fn remote_ip(attr: &ibv_ah_attr) -> Result<std::net::IpAddr, Misuse> 
         return Err(Misuse::InvalidArgument("port_num is not 1"));
     }
     if attr.is_global != 0 {
-        if usize::from(attr.grh.sgid_index) >= gids().len() {
-            return Err(Misuse::InvalidArgument("sgid_index beyond the GID table"));
+        if gids::at(attr.grh.sgid_index.into()).is_none() {
+            return Err(Misuse::InvalidArgument("no GID at sgid_index"));
         }
         return Ok(gid_ip(&attr.grh.dgid));
     }
@@ -601,10 +602,10 @@ unsafe fn answer(
         // SAFETY: 40 bytes (caller's promise).
         let bytes = unsafe { grh.cast::<[u8; 40]>().read_unaligned() };
         let (source, target, class, hops) = route_of(&bytes).ok_or(libc::EINVAL)?;
-        let own = gids().iter().position(|g| g.raw == target).unwrap_or(0);
+        let own = gids::place_of(ip_of(target)).unwrap_or(0);
         out.is_global = 1;
         out.grh.dgid = c_gid(source);
-        out.grh.sgid_index = u8::try_from(own).unwrap_or(0);
+        out.grh.sgid_index = own;
         out.grh.hop_limit = if hops == 0 { 0xff } else { hops };
         out.grh.traffic_class = class;
     }

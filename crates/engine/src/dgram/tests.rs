@@ -64,7 +64,7 @@ impl End {
             sig_all: true,
         })
         .unwrap();
-        let ip = device::gids()[0].ip;
+        let ip = crate::gids::gids()[0].ip;
         Self {
             qp,
             cq,
@@ -270,7 +270,7 @@ fn uc_messages_larger_than_a_datagram() {
 fn multicast_reaches_every_member_and_nobody_else() {
     for group in ["239.255.71.1", "ff12::7101"] {
         let group: IpAddr = group.parse().unwrap();
-        let table = device::gids();
+        let table = crate::gids::gids();
         let has_family = |g: &device::Gid| g.ip.is_ipv4() == group.is_ipv4() && !g.ip.is_loopback();
         // A port that is bound to loopback alone reaches no network.
         if table[0].ip.is_loopback() || !table.iter().any(has_family) {

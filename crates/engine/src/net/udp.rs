@@ -16,7 +16,6 @@ use anywarp_core::datagram::{Arrival, MULTICAST_QPN, TxDatagram};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use smallvec::SmallVec;
 
-use crate::device;
 use crate::dgram::DgramQp;
 use crate::log;
 use crate::port::Port;
@@ -78,7 +77,7 @@ fn tune(fd: &EngineFd, ipv6: bool) {
 
 /// The address and interface that multicast of a family uses: those of the first GID of the family.
 fn multicast_home(ipv4: bool) -> (IpAddr, u32) {
-    device::gids()
+    crate::gids::gids()
         .iter()
         .find(|g| g.ip.is_ipv4() == ipv4)
         .map_or_else(|| (Ipv4Addr::LOCALHOST.into(), 1), |g| (g.ip, g.interface))

@@ -1,0 +1,413 @@
+//! The GID table: the addresses of the host, each at a place that it keeps for as long as it is there.
+//!
+//! Address vectors name their source by its place, so no place may shift when an address comes or goes: what is gone
+//! leaves an empty place behind, what comes takes the first empty one. A netlink socket says that something changed; every
+//! reader looks at it first, so nobody sees an old table. The worker tells the open devices (`ibv_get_async_event(3)`).
+//!
+//! The port is the interface that the first place's address is on, and it is down while that interface is.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Instant;
+
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
+
+use crate::clock;
+use crate::device::{Gid, event, lid_of, listing};
+use crate::log;
+use crate::sys::{self, EngineFd, HostLink, PerProcess};
+use crate::worker::{Engine, Source, Token};
+
+/// Places of the table.
+///
+/// More than the addresses of almost every host, so that some are empty, as on a card; programs ask for each of them in
+/// turn, and an address vector has one byte for the place.
+pub const PLACES: usize = 64;
+/// Messages of the kernel that one look takes.
+const LOOK: usize = 256;
+/// `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR`.
+const GROUPS: u32 = 0x1 | 0x10 | 0x100;
+
+/// What changed of the port.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct News {
+    /// Numbers of asynchronous events, in the order in which they happened.
+    pub(crate) events: Vec<u32>,
+    /// Addresses of interfaces that have another hardware address now.
+    pub(crate) moved: Vec<IpAddr>,
+}
+
+impl News {
+    fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.moved.is_empty()
+    }
+}
+
+/// Who is told of changes.
+pub(crate) trait Listener: Send + Sync {
+    /// Something changed.
+    fn port_changed(&self, news: &News);
+}
+
+/// The table as it is.
+#[derive(Debug, Default)]
+struct Places {
+    entries: Vec<Option<Gid>>,
+    links: Vec<HostLink>,
+    /// The interface of the port.
+    home: Option<u32>,
+    up: bool,
+    news: News,
+}
+
+impl Places {
+    fn new(addresses: Vec<Gid>, links: Vec<HostLink>) -> Self {
+        let mut places = Self::default();
+        places.update(addresses, links);
+        places.news = News::default();
+        places
+    }
+
+    fn lid(&self) -> u16 {
+        let first = self.entries.iter().flatten().next();
+        first.map_or(1, |g| lid_of(g.ip))
+    }
+
+    /// Brings the table up to date, and notes what is new.
+    fn update(&mut self, addresses: Vec<Gid>, links: Vec<HostLink>) {
+        let lid = self.lid();
+        let mut changed = false;
+        for place in &mut self.entries {
+            if place.as_ref().is_some_and(|g| !addresses.contains(g)) {
+                *place = None;
+                changed = true;
+            }
+        }
+        for gid in addresses {
+            if self.entries.iter().flatten().any(|g| g.raw == gid.raw) {
+                continue;
+            }
+            let room = self.entries.len() < PLACES;
+            match self.entries.iter_mut().find(|place| place.is_none()) {
+                Some(place) => *place = Some(gid),
+                None if room => self.entries.push(Some(gid)),
+                // The host has more: those that were there first stay.
+                None => continue,
+            }
+            changed = true;
+        }
+        if let Some(Some(first)) = self.entries.first() {
+            self.home = Some(first.interface);
+        }
+        // Where links cannot be listed an address is all there is to go by.
+        let up = links.is_empty() || links.iter().any(|l| Some(l.index) == self.home && l.up);
+        if up != self.up {
+            self.up = up;
+            self.news.events.push(if up {
+                event::PORT_ACTIVE
+            } else {
+                event::PORT_ERR
+            });
+        }
+        if changed {
+            self.news.events.push(event::GID_CHANGE);
+        }
+        if self.lid() != lid {
+            self.news.events.push(event::LID_CHANGE);
+        }
+        for link in &links {
+            let before = self.links.iter().find(|l| l.index == link.index);
+            if before.is_some_and(|l| l.hardware != link.hardware) {
+                let here = self.entries.iter().flatten();
+                let here = here.filter(|g| g.interface == link.index);
+                self.news.moved.extend(here.map(|g| g.ip));
+            }
+        }
+        self.links = links;
+    }
+}
+
+/// Keeps the table of this process.
+struct Watch {
+    engine: &'static Engine,
+    /// Says that something changed; where there is no such socket every look is at the host itself.
+    fd: Option<EngineFd>,
+    token: OnceLock<Token>,
+    places: Mutex<Places>,
+    listeners: Mutex<Vec<Weak<dyn Listener>>>,
+}
+
+static WATCH: PerProcess<OnceLock<Arc<Watch>>> = PerProcess::new(OnceLock::new);
+
+fn socket() -> std::io::Result<EngineFd> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let family = AddressFamily::NETLINK;
+    // Protocol 0 is NETLINK_ROUTE.
+    let fd = rustix::net::socket_with(family, SocketType::RAW, flags, None)?;
+    rustix::net::bind(&fd, &SocketAddrNetlink::new(0, GROUPS))?;
+    Ok(EngineFd::new(fd))
+}
+
+impl Watch {
+    /// The one of this process, made with the first device that is opened.
+    fn of(engine: &'static Engine) -> &'static Arc<Self> {
+        WATCH.get().get_or_init(|| {
+            // The socket first: what changes meanwhile is looked at again.
+            let fd = socket()
+                .inspect_err(|e| log!(Info, "cannot watch the host's addresses: {e}"))
+                .ok();
+            let watch = Arc::new(Self {
+                engine,
+                fd,
+                token: OnceLock::new(),
+                places: Mutex::new(Places::new(listing(), sys::host_links())),
+                listeners: Mutex::new(Vec::new()),
+            });
+            let source = Arc::clone(&watch) as Arc<dyn Source>;
+            let token = engine.reserve(source);
+            let _ = watch.token.set(token);
+            if let Some(fd) = &watch.fd
+                && let Err(e) = engine.watch(token, fd.get(), false)
+            {
+                // The table follows all the same: its readers look.
+                log!(Info, "cannot wait for changes of the host's addresses: {e}");
+            }
+            watch
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the kernel says that something changed since the last look.
+    fn changed(&self) -> bool {
+        let Some(fd) = &self.fd else { return true };
+        let mut changed = false;
+        for _ in 0..LOOK {
+            // What it says is not read: the host is asked.
+            let mut message = [0_u8; 1];
+            match rustix::net::recv(fd.get(), &mut message, RecvFlags::TRUNC) {
+                Err(rustix::io::Errno::AGAIN) => break,
+                // More happened than the socket has room for.
+                Ok(_) | Err(rustix::io::Errno::NOBUFS) => changed = true,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return true,
+            }
+        }
+        changed
+    }
+
+    /// The table as it is now. Listeners are told by the worker: the caller may hold locks of theirs.
+    fn look(&self) -> MutexGuard<'_, Places> {
+        let mut places = self.lock();
+        if self.changed() {
+            places.update(listing(), sys::host_links());
+            if let (false, Some(token)) = (places.news.is_empty(), self.token.get()) {
+                self.engine.deadline(*token, clock::now());
+            }
+        }
+        places
+    }
+
+    fn tell(&self) {
+        let news = std::mem::take(&mut self.look().news);
+        if news.is_empty() {
+            return;
+        }
+        log!(Info, "addresses of the host: {news:?}");
+        let listeners: Vec<_> = {
+            let mut all = self
+                .listeners
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            all.retain(|l| l.strong_count() > 0);
+            all.iter().filter_map(Weak::upgrade).collect()
+        };
+        for listener in listeners {
+            listener.port_changed(&news);
+        }
+    }
+}
+
+impl Source for Watch {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        self.tell();
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        self.tell();
+    }
+}
+
+/// Tells `who` of changes from now on.
+pub(crate) fn listen(engine: &'static Engine, who: Weak<dyn Listener>) {
+    let mut all = Watch::of(engine)
+        .listeners
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    if all.len() == all.capacity() {
+        all.retain(|l| l.strong_count() > 0);
+    }
+    all.push(who);
+}
+
+fn look<R>(at: impl FnOnce(&Places) -> R) -> R {
+    match WATCH.get().get() {
+        Some(watch) => at(&watch.look()),
+        // Nobody opened the device yet.
+        None => at(&Places::new(listing(), sys::host_links())),
+    }
+}
+
+/// Every place up to the last one that was ever taken.
+pub fn table() -> Vec<Option<Gid>> {
+    look(|places| places.entries.clone())
+}
+
+/// The addresses that are there.
+pub fn gids() -> Vec<Gid> {
+    look(|places| places.entries.iter().flatten().cloned().collect())
+}
+
+/// The address at a place.
+pub fn at(place: usize) -> Option<Gid> {
+    look(|places| places.entries.get(place).cloned().flatten())
+}
+
+/// The place of an address.
+pub fn place_of(ip: IpAddr) -> Option<u8> {
+    look(|places| {
+        let mut entries = places.entries.iter();
+        let place = entries.position(|e| e.as_ref().is_some_and(|g| g.ip == ip))?;
+        u8::try_from(place).ok()
+    })
+}
+
+/// Whether the port's interface is up.
+pub fn is_up() -> bool {
+    look(|places| places.up)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::gid_of;
+
+    fn gid(ip: &str, interface: u32) -> Gid {
+        let ip: IpAddr = ip.parse().unwrap();
+        Gid {
+            raw: gid_of(ip),
+            ip,
+            interface,
+            name: format!("eth{interface}"),
+        }
+    }
+
+    fn link(index: u32, up: bool, last: u8) -> HostLink {
+        HostLink {
+            index,
+            up,
+            hardware: vec![2, 0, 0, 0, 0, last],
+        }
+    }
+
+    fn shown(places: &Places) -> Vec<Option<String>> {
+        let text = |g: &Gid| g.ip.to_string();
+        places
+            .entries
+            .iter()
+            .map(|e| e.as_ref().map(text))
+            .collect()
+    }
+
+    fn some(ips: &[&str]) -> Vec<Option<String>> {
+        let text = |ip: &&str| (!ip.is_empty()).then(|| (*ip).to_owned());
+        ips.iter().map(text).collect()
+    }
+
+    #[test]
+    fn an_address_keeps_its_place_and_a_new_one_takes_the_first_that_is_empty() {
+        let links = || vec![link(1, true, 1), link(2, true, 2)];
+        let (a, b, c, d) = (
+            gid("10.0.0.1", 1),
+            gid("10.0.0.2", 1),
+            gid("10.0.0.3", 2),
+            gid("10.0.0.4", 2),
+        );
+        let mut places = Places::new(vec![a.clone(), b.clone(), c.clone()], links());
+        assert_eq!(places.news, News::default());
+        places.update(vec![a.clone(), c.clone()], links());
+        assert_eq!(shown(&places), some(&["10.0.0.1", "", "10.0.0.3"]));
+        assert_eq!(std::mem::take(&mut places.news).events, [event::GID_CHANGE]);
+        // However the host lists them.
+        places.update(vec![c.clone(), a.clone()], links());
+        assert_eq!(shown(&places), some(&["10.0.0.1", "", "10.0.0.3"]));
+        assert!(places.news.is_empty());
+        places.update(vec![d, a, b, c], links());
+        assert_eq!(
+            shown(&places),
+            some(&["10.0.0.1", "10.0.0.4", "10.0.0.3", "10.0.0.2"])
+        );
+    }
+
+    #[test]
+    fn the_table_has_an_end() {
+        let many: Vec<_> = (0..200).map(|n| gid(&format!("10.1.0.{n}"), 1)).collect();
+        let mut places = Places::new(many.clone(), vec![link(1, true, 1)]);
+        assert_eq!(places.entries.len(), PLACES);
+        places.update(many.into_iter().skip(1).collect(), vec![link(1, true, 1)]);
+        assert_eq!(shown(&places).first(), some(&["10.1.0.64"]).first());
+        assert_eq!(places.entries.len(), PLACES);
+    }
+
+    #[test]
+    fn the_port_is_the_interface_of_the_first_place() {
+        let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 2));
+        let mut places = Places::new(
+            vec![a.clone(), b.clone()],
+            vec![link(1, true, 1), link(2, true, 2)],
+        );
+        let news = |places: &mut Places, addresses: &[&Gid], links: &[HostLink]| {
+            places.update(addresses.iter().copied().cloned().collect(), links.to_vec());
+            std::mem::take(&mut places.news).events
+        };
+        let two = link(2, true, 2);
+        // Its only address goes, the interface stays.
+        let events = news(&mut places, &[&b], &[link(1, true, 1), two.clone()]);
+        assert_eq!(events, [event::GID_CHANGE, event::LID_CHANGE]);
+        assert!(places.up);
+        let events = news(&mut places, &[&b], &[link(1, false, 1), two.clone()]);
+        assert_eq!(events, [event::PORT_ERR]);
+        let events = news(&mut places, &[&a, &b], &[link(1, true, 1), two.clone()]);
+        assert_eq!(
+            events,
+            [event::PORT_ACTIVE, event::GID_CHANGE, event::LID_CHANGE]
+        );
+        // The interface is gone; another one's new address takes the place, and the port is there.
+        let events = news(&mut places, &[&b], std::slice::from_ref(&two));
+        assert_eq!(
+            events,
+            [event::PORT_ERR, event::GID_CHANGE, event::LID_CHANGE]
+        );
+        let c = gid("10.0.0.3", 2);
+        let events = news(&mut places, &[&b, &c], &[two]);
+        assert_eq!(
+            events,
+            [event::PORT_ACTIVE, event::GID_CHANGE, event::LID_CHANGE]
+        );
+    }
+
+    #[test]
+    fn an_interface_with_another_hardware_address_has_moved() {
+        let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 2));
+        let mut places = Places::new(
+            vec![a.clone(), b.clone()],
+            vec![link(1, true, 1), link(2, true, 2)],
+        );
+        places.update(vec![a, b.clone()], vec![link(1, true, 1), link(2, true, 9)]);
+        assert_eq!(places.news.moved, [b.ip]);
+        assert!(places.news.events.is_empty());
+    }
+}

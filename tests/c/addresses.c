@@ -1,0 +1,260 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Addresses and interfaces of the host that come and go: the GID table, the port, and who is told.
+ *
+ * Everything happens in a network namespace of this process, which ends with it.
+ */
+#define _GNU_SOURCE
+#include "ends.h"
+
+#include <fcntl.h>
+#include <rdma/rdma_cma.h>
+#include <sched.h>
+
+static bool apart; /* we have a namespace of our own */
+
+static bool write_to(const char *path, const char *text)
+{
+	int fd = open(path, O_WRONLY);
+	bool good = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+
+	if (fd >= 0)
+		close(fd);
+	return good;
+}
+
+/* Before the device is opened: a namespace of users can be had by a process with one thread only. */
+static bool go_apart(void)
+{
+	char map[64];
+
+	if (geteuid() == 0 && !unshare(CLONE_NEWNET))
+		return true;
+	snprintf(map, sizeof map, "0 %u 1", geteuid());
+	return !unshare(CLONE_NEWUSER | CLONE_NEWNET) && write_to("/proc/self/uid_map", map);
+}
+
+static const char *shell(const char *command)
+{
+	int status = system(command);
+
+	ENSURE(status == 0, "%s: status %d", command, status);
+	return NULL;
+}
+
+/* Interfaces as each test finds them: lo, and a pair of which one end is called v0. */
+static const char *fresh(void)
+{
+	if (!apart)
+		SKIP("no network namespace of our own");
+	TRY(shell("ip link del v0 2>/dev/null; ip addr flush dev lo scope host; ip link set lo up; "
+		  "ip addr replace 127.0.0.1/8 dev lo; ip link add v0 type veth peer name v1 && "
+		  "ip link set v0 addrgenmode none && ip link set v1 addrgenmode none && "
+		  "ip link set v0 up && ip link set v1 up"));
+	TRY(open_device());
+	/* What came of that is history. */
+	for (;;) {
+		struct pollfd p = { .fd = device->async_fd, .events = POLLIN };
+		struct ibv_async_event event;
+
+		if (poll(&p, 1, (int)QUIET_MS) != 1)
+			return NULL;
+		ENSURE(!ibv_get_async_event(device, &event), "ibv_get_async_event: %s", strerror(errno));
+		ibv_ack_async_event(&event);
+	}
+}
+
+/* The next event; addresses may come one by one where an interface comes with several. */
+static const char *told(enum ibv_event_type type)
+{
+	struct ibv_async_event event;
+
+	do {
+		TRY(readable(device->async_fd, WAIT_MS));
+		ENSURE(!ibv_get_async_event(device, &event), "ibv_get_async_event: %s", strerror(errno));
+		ibv_ack_async_event(&event);
+	} while (event.event_type == IBV_EVENT_GID_CHANGE && type != IBV_EVENT_GID_CHANGE);
+	ENSURE(event.event_type == type, "%s, expected %s", ibv_event_type_str(event.event_type),
+	       ibv_event_type_str(type));
+	ENSURE(event.element.port_num == PORT, "port %d", event.element.port_num);
+	return NULL;
+}
+
+static const char *nothing_told(void)
+{
+	return not_readable(device->async_fd, QUIET_MS);
+}
+
+static const char *port_is(enum ibv_port_state state)
+{
+	struct ibv_port_attr attr;
+	int rc = ibv_query_port(device, PORT, &attr);
+
+	ENSURE(!rc, "ibv_query_port: %s", strerror(rc));
+	ENSURE(attr.state == state, "the port is %s, expected %s", ibv_port_state_str(attr.state),
+	       ibv_port_state_str(state));
+	return NULL;
+}
+
+/* The place of an address in the table, or -1; every way to ask must agree. */
+static int place_of(const char *ip)
+{
+	struct ibv_gid_entry entries[256], entry;
+	union ibv_gid wanted = { 0 }, gid;
+	int place = -1;
+	ssize_t count;
+
+	wanted.raw[10] = wanted.raw[11] = 0xff;
+	inet_pton(AF_INET, ip, wanted.raw + 12);
+	count = ibv_query_gid_table(device, entries, COUNT(entries), 0);
+	for (ssize_t i = 0; i < count; i++)
+		if (!memcmp(&entries[i].gid, &wanted, sizeof wanted))
+			place = (int)entries[i].gid_index;
+	for (int i = 0; i < port_attr.gid_tbl_len; i++) {
+		static const union ibv_gid none;
+		int rc = ibv_query_gid_ex(device, PORT, (uint32_t)i, &entry, 0);
+
+		if (ibv_query_gid(device, PORT, i, &gid))
+			return -2;
+		if (rc == ENODATA && !memcmp(&gid, &none, sizeof gid))
+			continue;
+		if (rc || memcmp(&gid, &entry.gid, sizeof gid) || (i == place) != !memcmp(&gid, &wanted, sizeof gid))
+			return -3;
+	}
+	return place;
+}
+
+/* An address vector with a source that is not there is refused. */
+static const char *source(uint8_t index, bool good)
+{
+	struct ibv_ah_attr attr = { .is_global = 1, .port_num = PORT, .grh = { .sgid_index = index, .hop_limit = 1 } };
+	struct ibv_pd *pd = new_pd();
+	struct ibv_ah *ah;
+
+	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
+	attr.grh.dgid = local_gid;
+	errno = 0;
+	ah = ibv_create_ah(pd, &attr);
+	if (ah)
+		keep(close_ah, ah, "address handle");
+	ENSURE(!!ah == good, "ibv_create_ah from place %u: %s", index, strerror(errno));
+	return NULL;
+}
+
+static const char *come_and_go(size_t arg)
+{
+	int first, second;
+
+	(void)arg;
+	TRY(fresh());
+	ENSURE(place_of("127.0.0.1") == 0, "127.0.0.1 is at %d", place_of("127.0.0.1"));
+	TRY(shell("ip addr add 10.99.0.1/24 dev v0"));
+	/* Who asks at once sees it, whatever the device has been told yet. */
+	first = place_of("10.99.0.1");
+	ENSURE(first > 0, "10.99.0.1 is at %d", first);
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	TRY(shell("ip addr add 10.99.0.2/24 dev v0"));
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	second = place_of("10.99.0.2");
+	ENSURE(second > 0 && second != first, "10.99.0.2 is at %d", second);
+	TRY(source((uint8_t)first, true));
+	TRY(shell("ip addr add 10.98.0.1/24 dev v1; ip addr del 10.99.0.2/24 dev v0"));
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	while (place_of("10.99.0.2") != -1 || place_of("10.98.0.1") == -1)
+		TRY(told(IBV_EVENT_GID_CHANGE));
+	ENSURE(place_of("10.99.0.1") == first, "10.99.0.1 moved from %d to %d", first, place_of("10.99.0.1"));
+	TRY(fresh());
+	ENSURE(place_of("10.99.0.1") == -1, "10.99.0.1 is still there");
+	TRY(source((uint8_t)first, false));
+	TRY(shell("ip addr add 10.99.0.3/24 dev v0"));
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	ENSURE(place_of("10.99.0.3") <= first, "10.99.0.3 is at %d, though %d is free", place_of("10.99.0.3"), first);
+	TRY(port_is(IBV_PORT_ACTIVE));
+	return nothing_told();
+}
+
+static const char *interface_down(size_t arg)
+{
+	(void)arg;
+	TRY(fresh());
+	TRY(shell("ip addr add 10.99.0.5/24 dev v0"));
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	TRY(port_is(IBV_PORT_ACTIVE));
+	TRY(shell("ip link set lo down"));
+	TRY(told(IBV_EVENT_PORT_ERR));
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	TRY(told(IBV_EVENT_LID_CHANGE)); /* that of the address that is first now */
+	TRY(port_is(IBV_PORT_DOWN));
+	ENSURE(place_of("127.0.0.1") == -1, "127.0.0.1 is at %d", place_of("127.0.0.1"));
+	TRY(shell("ip link set lo up"));
+	TRY(told(IBV_EVENT_PORT_ACTIVE));
+	TRY(told(IBV_EVENT_GID_CHANGE));
+	TRY(told(IBV_EVENT_LID_CHANGE));
+	ENSURE(place_of("127.0.0.1") == 0, "127.0.0.1 is at %d", place_of("127.0.0.1"));
+	return port_is(IBV_PORT_ACTIVE);
+}
+
+static const char *cm_event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct rdma_cm_id *id)
+{
+	struct rdma_cm_event *event;
+
+	TRY(readable(channel->fd, WAIT_MS));
+	ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
+	ENSURE(event->event == type && event->id == id, "%s", rdma_event_str(event->event));
+	rdma_ack_cm_event(event);
+	return NULL;
+}
+
+static int close_event_channel(void *p)
+{
+	rdma_destroy_event_channel(p);
+	return 0;
+}
+
+static int close_id(void *p)
+{
+	return rdma_destroy_id(p);
+}
+
+/* The card behind an address is another one: identifiers that are bound to it are told, others are not. */
+static const char *another_card(size_t arg)
+{
+	struct sockaddr_in here = { .sin_family = AF_INET }, peer = { .sin_family = AF_INET, .sin_port = htons(9) };
+	struct sockaddr_in other = { .sin_family = AF_INET };
+	struct rdma_event_channel *channel;
+	struct rdma_cm_id *id, *elsewhere;
+
+	(void)arg;
+	TRY(fresh());
+	TRY(shell("ip addr add 10.99.0.1/24 dev v0; ip addr add 10.98.0.1/24 dev v1"));
+	inet_pton(AF_INET, "10.99.0.1", &here.sin_addr);
+	inet_pton(AF_INET, "10.99.0.7", &peer.sin_addr);
+	inet_pton(AF_INET, "10.98.0.1", &other.sin_addr);
+	channel = rdma_create_event_channel();
+	ENSURE(channel, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, channel, "event channel");
+	ENSURE(!rdma_create_id(channel, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, id, "rdma_cm_id");
+	ENSURE(!rdma_create_id(channel, &elsewhere, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, elsewhere, "rdma_cm_id");
+	ENSURE(!rdma_bind_addr(elsewhere, (struct sockaddr *)&other), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_resolve_addr(id, (struct sockaddr *)&here, (struct sockaddr *)&peer, 1000), "rdma_resolve_addr: %s",
+	       strerror(errno));
+	TRY(cm_event(channel, RDMA_CM_EVENT_ADDR_RESOLVED, id));
+	ENSURE(place_of("10.99.0.1") > 0 && place_of("10.98.0.1") > 0, "the addresses are not there");
+	TRY(shell("ip link set v0 address 02:00:00:00:00:42"));
+	TRY(cm_event(channel, RDMA_CM_EVENT_ADDR_CHANGE, id));
+	return not_readable(channel->fd, QUIET_MS);
+}
+
+static const struct test tests[] = {
+	{ "come_and_go", come_and_go, 0, 0, false },
+	{ "interface_down", interface_down, 0, 0, false },
+	{ "another_card", another_card, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	apart = go_apart();
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
