@@ -20,7 +20,7 @@
 
 #define SHORT_MS 300u  /* how long a scarce end waits for what may not come */
 #define BYTES 3000u
-#define STAYS 8         /* descriptors that the engine keeps for the life of the process */
+#define STAYS 9         /* descriptors that the engine keeps for the life of the process */
 
 /* How a scene ended. */
 enum outcome { DONE, WITHOUT, WRONG };
