@@ -6,6 +6,8 @@
 //!
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries; their `types` mirror the C
 //!   headers and are held against them by the test in `layout`.
+//! - [`rsocket`]: sockets over RDMA, which librdmacm has too.
+//! - `profile`: the limits of other devices.
 //! - [`pending`]: public symbols that only fail so far; [`mod@refuse`]: how a symbol only fails.
 //! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
 //!   `cargo xtask matrix` compares with the distribution's libraries.
@@ -23,7 +25,9 @@ mod layout;
 
 pub mod cm;
 pub mod pending;
+mod profile;
 pub mod refuse;
+pub mod rsocket;
 pub mod verbs;
 
 /// Of our code alone: the libraries export no allocator.
@@ -186,12 +190,18 @@ mod tests {
         assert!(bare.is_empty(), "{}", bare.join("\n"));
     }
 
+    mod refused {
+        crate::refuse! { libc::ENOSYS;
+            minus_one { anywarp_test_refused }
+        }
+    }
+
     /// `-1` is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.
     #[test]
     fn refused_functions_fail_the_way_c_reads_it() {
         super::set_errno(0);
-        assert_eq!(super::pending::rread(), -1);
-        assert_eq!(super::pending::rread() as c_int, -1);
+        assert_eq!(refused::anywarp_test_refused(), -1);
+        assert_eq!(refused::anywarp_test_refused() as c_int, -1);
         let errno = std::io::Error::last_os_error().raw_os_error();
         assert_eq!(errno, Some(libc::ENOSYS));
         assert!(super::pending::ibv_reg_dmabuf_mr().is_null());

@@ -1,7 +1,7 @@
 //! Public symbols without an implementation yet.
 //!
-//! Every Debian binary is linked with BIND_NOW, so a program that never calls `rsocket` still does
-//! not start if `rsocket` is missing. Each function here fails the way its manual page says, with
+//! Every Debian binary is linked with BIND_NOW, so a program that never calls `ibv_reg_dmabuf_mr` still does
+//! not start if it is missing. Each function here fails the way its manual page says, with
 //! `ENOSYS`; none pretends success. When an entry point is written, its name leaves this file
 //! (the linker reports a name that is in both places).
 
@@ -12,11 +12,5 @@ refuse! { ENOSYS;
     // Return a pointer: null and errno.
     null {
         ibv_reg_dmabuf_mr,
-    }
-    // Return -1 and errno.
-    minus_one {
-        raccept, rbind, rclose, rconnect, rfcntl, rgetpeername, rgetsockname, rgetsockopt, riomap,
-        riounmap, riowrite, rlisten, rpoll, rread, rreadv, rrecv, rrecvfrom, rrecvmsg, rselect,
-        rsend, rsendmsg, rsendto, rsetsockopt, rshutdown, rsocket, rwrite, rwritev,
     }
 }

@@ -1,0 +1,175 @@
+//! Socket addresses of C, with the lengths that sockets give them.
+
+use std::ffi::c_int;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+
+use libc::{sockaddr, sockaddr_in, sockaddr_in6, socklen_t};
+
+/// Reads an address: `EINVAL` if it is too short, `EAFNOSUPPORT` if it is of another family than the socket takes.
+///
+/// # Safety
+/// `addr` is null or points to `len` bytes.
+pub(super) unsafe fn read(
+    addr: *const sockaddr,
+    len: socklen_t,
+    domain: c_int,
+) -> Result<SocketAddr, c_int> {
+    let len = len as usize;
+    if addr.is_null() || len < size_of::<libc::sa_family_t>() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: so many bytes are there.
+    let family = c_int::from(unsafe { (&raw const (*addr).sa_family).read_unaligned() });
+    match family {
+        libc::AF_INET if len >= size_of::<sockaddr_in>() => {
+            if domain != libc::AF_INET {
+                return Err(libc::EINVAL);
+            }
+            // SAFETY: an IPv4 address by its family and length.
+            let a = unsafe { addr.cast::<sockaddr_in>().read_unaligned() };
+            let ip = Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+            Ok((ip, u16::from_be(a.sin_port)).into())
+        }
+        libc::AF_INET6 if len >= size_of::<sockaddr_in6>() => {
+            if domain != libc::AF_INET6 {
+                return Err(libc::EAFNOSUPPORT);
+            }
+            // SAFETY: an IPv6 address by its family and length.
+            let a = unsafe { addr.cast::<sockaddr_in6>().read_unaligned() };
+            let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
+            let port = u16::from_be(a.sin6_port);
+            Ok(SocketAddrV6::new(ip, port, 0, a.sin6_scope_id).into())
+        }
+        libc::AF_INET | libc::AF_INET6 => Err(libc::EINVAL),
+        _ => Err(libc::EAFNOSUPPORT),
+    }
+}
+
+/// The address that a socket has before it has one.
+pub(super) fn unspecified(domain: c_int) -> SocketAddr {
+    if domain == libc::AF_INET6 {
+        (Ipv6Addr::UNSPECIFIED, 0).into()
+    } else {
+        (Ipv4Addr::UNSPECIFIED, 0).into()
+    }
+}
+
+/// Writes an address as a socket of `domain` shows it, cut to the room that there is; `len` becomes its whole length.
+///
+/// # Safety
+/// `addr` is null or has `*len` bytes; `len` is null or valid.
+pub(super) unsafe fn write(
+    addr: *mut sockaddr,
+    len: *mut socklen_t,
+    domain: c_int,
+    address: SocketAddr,
+) {
+    if len.is_null() {
+        return;
+    }
+    // SAFETY: valid (caller's promise).
+    let room = unsafe { len.read() } as usize;
+    let ip = match address.ip() {
+        IpAddr::V4(v4) if domain == libc::AF_INET6 => IpAddr::V6(v4.to_ipv6_mapped()),
+        ip => ip,
+    };
+    let whole = match ip {
+        IpAddr::V4(ip) => {
+            // SAFETY: all-zero is a valid sockaddr_in.
+            let mut sin: sockaddr_in = unsafe { std::mem::zeroed() };
+            sin.sin_family = libc::AF_INET as libc::sa_family_t;
+            sin.sin_port = address.port().to_be();
+            sin.sin_addr.s_addr = u32::from(ip).to_be();
+            // SAFETY: room for as much as is copied, from a local that is at least as long.
+            unsafe { copy(addr, room, &sin) }
+        }
+        IpAddr::V6(ip) => {
+            // SAFETY: all-zero is a valid sockaddr_in6.
+            let mut sin6: sockaddr_in6 = unsafe { std::mem::zeroed() };
+            sin6.sin6_family = libc::AF_INET6 as libc::sa_family_t;
+            sin6.sin6_port = address.port().to_be();
+            sin6.sin6_addr.s6_addr = ip.octets();
+            if let SocketAddr::V6(a) = address {
+                sin6.sin6_scope_id = a.scope_id();
+            }
+            // SAFETY: as above.
+            unsafe { copy(addr, room, &sin6) }
+        }
+    };
+    // SAFETY: valid (caller's promise).
+    unsafe { len.write(whole) };
+}
+
+/// Copies as much of `from` as there is room for; its whole length.
+///
+/// # Safety
+/// `to` is null or has `room` bytes.
+unsafe fn copy<T>(to: *mut sockaddr, room: usize, from: &T) -> socklen_t {
+    let len = size_of::<T>();
+    if !to.is_null() {
+        let from: *const T = from;
+        // SAFETY: no more than there is on both sides.
+        unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len.min(room)) };
+    }
+    len as socklen_t
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn there_and_back(address: &str, domain: c_int, expect: &str) {
+        let address: SocketAddr = address.parse().unwrap();
+        // SAFETY: all-zero is a valid address of no family.
+        let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+        let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
+        let at: *mut libc::sockaddr_storage = &raw mut storage;
+        // SAFETY: a local with its length.
+        unsafe { write(at.cast(), &raw mut len, domain, address) };
+        // SAFETY: as above.
+        let back = unsafe { read(at.cast(), len, domain) }.unwrap();
+        assert_eq!(back, expect.parse().unwrap());
+        // SAFETY: as above.
+        assert_eq!(
+            unsafe { read(at.cast(), len - 1, domain) },
+            Err(libc::EINVAL)
+        );
+        // SAFETY: as above.
+        assert_eq!(unsafe { read(at.cast(), 1, domain) }, Err(libc::EINVAL));
+    }
+
+    #[test]
+    fn addresses_go_to_c_and_back() {
+        there_and_back("10.1.2.3:77", libc::AF_INET, "10.1.2.3:77");
+        there_and_back("[fd00::1]:77", libc::AF_INET6, "[fd00::1]:77");
+        there_and_back("10.1.2.3:77", libc::AF_INET6, "[::ffff:10.1.2.3]:77");
+    }
+
+    #[test]
+    fn too_little_room_cuts_and_tells_the_length() {
+        let mut len: socklen_t = 0;
+        // SAFETY: no address is asked for.
+        unsafe {
+            write(
+                std::ptr::null_mut(),
+                &raw mut len,
+                libc::AF_INET6,
+                unspecified(libc::AF_INET6),
+            );
+        }
+        assert_eq!(len as usize, size_of::<sockaddr_in6>());
+        let mut two = [0_u8; 2];
+        let mut len: socklen_t = 2;
+        // SAFETY: two bytes are there.
+        unsafe {
+            write(
+                two.as_mut_ptr().cast(),
+                &raw mut len,
+                libc::AF_INET,
+                unspecified(libc::AF_INET),
+            );
+        }
+        assert_eq!(two, (libc::AF_INET as u16).to_ne_bytes());
+        assert_eq!(len as usize, size_of::<sockaddr_in>());
+    }
+}

@@ -1,0 +1,266 @@
+//! Memory that the device reads and writes for a socket, and the caller's memory beside it.
+//!
+//! A peer may write to registered memory at any moment, and the program's other threads to theirs, so no reference to
+//! either is ever made: bytes are copied by address, as in `engine/mem.rs`.
+
+use std::io;
+use std::sync::Arc;
+
+use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::pd::Pd;
+use anywarp_core::verbs::wr::Sge;
+use anywarp_core::wire::Stag;
+use anywarp_engine::sys::Pages;
+use anywarp_engine::verbs::MemoryRegion;
+use anywarp_engine::worker::Engine;
+
+use super::flow::Pieces;
+use crate::verbs::object::misuse;
+
+/// Pages that are registered.
+pub(super) struct Buffer {
+    pages: Pages,
+    region: MemoryRegion,
+    len: usize,
+}
+
+impl Buffer {
+    /// `len` zeroed bytes; the peer may write them if `remote`.
+    pub(super) fn new(
+        engine: &'static Engine,
+        pd: &Arc<Pd>,
+        len: usize,
+        remote: bool,
+    ) -> io::Result<Self> {
+        let no_memory = || io::Error::from_raw_os_error(libc::ENOMEM);
+        let len = len.max(1);
+        let pages = Pages::new(len).ok_or_else(no_memory)?;
+        let region = register(engine, pd, pages.start(), len, remote)?;
+        Ok(Self { pages, region, len })
+    }
+
+    /// Address of its first byte, as peers are told it.
+    pub(super) fn addr(&self) -> u64 {
+        self.pages.start() as u64
+    }
+
+    /// Its key: the same for us and for peers.
+    pub(super) fn key(&self) -> Stag {
+        self.region.region().stag()
+    }
+
+    /// A part of it, for a work request.
+    pub(super) fn sge(&self, at: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.addr() + at as u64,
+            len: u32::try_from(len).unwrap_or(0),
+            lkey: self.key(),
+        }
+    }
+
+    /// The address of `[at, at + len)`, if that is a part of it.
+    fn place(&self, at: usize, len: usize) -> Option<*mut u8> {
+        let end = at.checked_add(len)?;
+        (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.pages.start() + at))
+    }
+
+    /// Copies from the caller's memory, from its byte `skip` on.
+    pub(super) fn fill(&self, parts: Pieces, from: &Caller, mut skip: usize) {
+        for (at, len) in parts {
+            let Some(place) = self.place(at, len) else {
+                return;
+            };
+            from.read(skip, place, len);
+            skip += len;
+        }
+    }
+
+    /// Copies to the caller's memory, from its byte `skip` on.
+    pub(super) fn drain(&self, parts: Pieces, to: &Caller, mut skip: usize) {
+        for (at, len) in parts {
+            let Some(place) = self.place(at, len) else {
+                return;
+            };
+            to.write(skip, place, len);
+            skip += len;
+        }
+    }
+
+    /// Copies bytes of our own into it.
+    pub(super) fn store(&self, at: usize, bytes: &[u8]) {
+        if let Some(place) = self.place(at, bytes.len()) {
+            // SAFETY: `place` is that many bytes of pages that are ours; `bytes` is other memory.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
+        }
+    }
+
+    /// Copies bytes out of it; zeroes if it has none there.
+    pub(super) fn load<const N: usize>(&self, at: usize) -> [u8; N] {
+        let mut out = [0; N];
+        if let Some(place) = self.place(at, N) {
+            // SAFETY: `place` is `N` bytes of pages that are ours; `out` is a local.
+            unsafe { std::ptr::copy_nonoverlapping(place, out.as_mut_ptr(), N) };
+        }
+        out
+    }
+
+    /// Reads a 32-bit word that the peer writes after what stands before it.
+    pub(super) fn word(&self, at: usize) -> u32 {
+        match self.place(at, 4) {
+            Some(place) if place.addr().is_multiple_of(4) => {
+                // SAFETY: four aligned bytes of pages that are ours.
+                let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(place.cast()) };
+                u32::from_le(word.load(std::sync::atomic::Ordering::Acquire))
+            }
+            _ => 0,
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // Windows are not bound to it, so nothing keeps it.
+        let _ = self.region.deregister();
+    }
+}
+
+/// Registers memory.
+pub(super) fn register(
+    engine: &'static Engine,
+    pd: &Arc<Pd>,
+    start: usize,
+    len: usize,
+    remote: bool,
+) -> io::Result<MemoryRegion> {
+    let access = if remote {
+        Access::LOCAL_WRITE | Access::REMOTE_WRITE
+    } else {
+        Access::LOCAL_WRITE
+    };
+    let start = start as u64;
+    MemoryRegion::register(engine, pd, start, len as u64, start, access.0).map_err(|e| {
+        let errno = e.map_or(libc::EFAULT, |e| misuse("rsocket", &e));
+        io::Error::from_raw_os_error(errno)
+    })
+}
+
+/// Memory that the caller of a function gave, in one or more parts. It lives for that call only.
+pub(super) struct Caller {
+    first: (usize, usize),
+    rest: Vec<(usize, usize)>,
+    len: usize,
+}
+
+impl Caller {
+    /// One part.
+    ///
+    /// # Safety
+    /// `[start, start + len)` is memory of the caller that may be read, and written if it is received into, while this
+    /// lives.
+    pub(super) unsafe fn new(start: *const u8, len: usize) -> Self {
+        Self {
+            first: (start.expose_provenance(), len),
+            rest: Vec::new(),
+            len,
+        }
+    }
+
+    /// Several parts.
+    ///
+    /// # Safety
+    /// Each of `parts` is as [`Self::new`] says.
+    pub(super) unsafe fn gather(parts: impl Iterator<Item = (*const u8, usize)>) -> Option<Self> {
+        let mut all = Self {
+            first: (0, 0),
+            rest: Vec::new(),
+            len: 0,
+        };
+        for (i, (start, len)) in parts.enumerate() {
+            let part = (start.expose_provenance(), len);
+            all.len = all
+                .len
+                .checked_add(len)
+                .filter(|n| *n <= isize::MAX as usize)?;
+            if i == 0 {
+                all.first = part;
+            } else {
+                all.rest.push(part);
+            }
+        }
+        Some(all)
+    }
+
+    /// Bytes in all.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Up to `len` bytes from byte `skip` on, of our own.
+    pub(super) fn copy(&self, skip: usize, len: usize) -> Vec<u8> {
+        let len = len.min(self.len.saturating_sub(skip));
+        let mut out = vec![0_u8; len];
+        self.read(skip, out.as_mut_ptr(), len);
+        out
+    }
+
+    /// The parts of `[skip, skip + len)`: address, and length.
+    fn parts(&self, mut skip: usize, mut len: usize) -> impl Iterator<Item = (usize, usize)> {
+        std::iter::once(self.first)
+            .chain(self.rest.iter().copied())
+            .filter_map(move |(start, n)| {
+                let passed = skip.min(n);
+                skip -= passed;
+                let n = (n - passed).min(len);
+                len -= n;
+                (n > 0).then_some((start + passed, n))
+            })
+    }
+
+    /// Copies `[skip, skip + len)` to `to`, which has room for `len`.
+    fn read(&self, skip: usize, to: *mut u8, len: usize) {
+        let mut at = 0;
+        for (start, n) in self.parts(skip, len) {
+            let from: *const u8 = std::ptr::with_exposed_provenance(start);
+            // SAFETY: `from` is a part of the caller's memory (the promise of `new`), `to` has room for `len`, of which
+            // the parts are the sum at most. They may overlap only if the program named our memory.
+            unsafe { std::ptr::copy(from, to.wrapping_add(at), n) };
+            at += n;
+        }
+    }
+
+    /// Copies `len` bytes at `from` to `[skip, skip + len)`.
+    fn write(&self, skip: usize, from: *const u8, len: usize) {
+        let mut at = 0;
+        for (start, n) in self.parts(skip, len) {
+            let to: *mut u8 = std::ptr::with_exposed_provenance_mut(start);
+            // SAFETY: as in `read`, the other way round: `from` has `len` bytes.
+            unsafe { std::ptr::copy(from.wrapping_add(at), to, n) };
+            at += n;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_the_caller_are_one_range() {
+        let (a, b, c) = ([1_u8, 2, 3], [0_u8; 0], [4_u8, 5]);
+        let parts = [&a[..], &b[..], &c[..]];
+        // SAFETY: locals that live.
+        let all = unsafe { Caller::gather(parts.iter().map(|p| (p.as_ptr(), p.len()))) }.unwrap();
+        assert_eq!(all.len(), 5);
+        assert_eq!(all.copy(0, 9), [1, 2, 3, 4, 5]);
+        assert_eq!(all.copy(2, 2), [3, 4]);
+        assert_eq!(all.copy(4, 1), [5]);
+        assert_eq!(all.copy(7, 1), []);
+    }
+
+    #[test]
+    fn more_than_an_address_space_is_no_range() {
+        let parts = [(std::ptr::null(), usize::MAX / 2), (std::ptr::null(), 2)];
+        // SAFETY: nothing is read.
+        assert!(unsafe { Caller::gather(parts.into_iter()) }.is_none());
+    }
+}

@@ -1,0 +1,673 @@
+//! Datagram sockets: a UD queue pair, and the connection manager's question and answer to find the other one.
+//!
+//! A socket with a port listens at that UDP port for questions, and is answered for by whoever moves the device's
+//! bytes. Who sends to a port for the first time asks there which queue pair it is; datagrams wait meanwhile, and are
+//! lost if nobody answers. The answer is used for a while and then asked for again, because a port may change hands.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_int;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::connection::Parts;
+use anywarp_core::datagram::Kind as Service;
+use anywarp_core::verbs::cq::Cq;
+use anywarp_core::verbs::qp::{Capacity, State as QpState};
+use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_core::verbs::wc::{Completion, Status};
+use anywarp_core::verbs::wr::{Destination, Op, Payload, RecvRequest, WorkRequest};
+use anywarp_engine::cm::{CmId, ConnParam, Event, EventChannel, EventKind, PortSpace};
+use anywarp_engine::dgram::DgramQp;
+
+use super::address::unspecified;
+use super::buffer::{Buffer, Caller};
+use super::wire::{DATAGRAM_HEADER, datagram_header, datagram_port};
+use super::{Kind, Socket, lock};
+use crate::cm::types::RDMA_UDP_QKEY;
+use crate::verbs::object::{misuse, os_errno};
+
+/// Bytes of a datagram at most.
+pub(super) const MOST: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
+/// Bytes of the route header in front of what arrives.
+const ROUTE: usize = bounds::GRH_LEN as usize;
+/// Bytes of a place for a datagram that arrives, and that leaves.
+const IN: usize = 4160;
+const OUT: usize = 4096;
+/// Places for datagrams that leave.
+const SENDS: u32 = 256;
+/// Bytes of `SO_RCVBUF` for each place of one that arrives, and how many there are.
+const PER_PLACE: usize = 1024;
+const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
+/// Peers that are remembered.
+const PEERS: usize = 1024;
+/// Datagrams that wait for an answer, of one peer.
+const WAITING: usize = 32;
+/// How long an answer is used.
+const FRESH: Duration = Duration::from_secs(1);
+/// A request's number says whether it is a receive.
+const RECEIVE: u64 = 1 << 63;
+/// Questions that may wait to be answered.
+const QUESTIONS: c_int = 1024;
+
+/// Somebody that datagrams are sent to.
+struct Peer {
+    known: Option<Destination>,
+    since: Instant,
+    asking: Option<Arc<CmId>>,
+    /// Places of datagrams, and their lengths.
+    waiting: VecDeque<(u32, usize)>,
+}
+
+/// A datagram that arrived.
+#[derive(Debug, Clone, Copy)]
+struct Arrived {
+    place: u32,
+    len: usize,
+    from: SocketAddr,
+}
+
+/// A queue pair with its memory.
+struct End {
+    qp: Arc<DgramQp>,
+    cq: Arc<Cq>,
+    incoming: Buffer,
+    outgoing: Buffer,
+    /// Places of datagrams that leave which are free.
+    free: Vec<u32>,
+    arrived: VecDeque<Arrived>,
+}
+
+/// A datagram socket.
+pub(super) struct Datagrams {
+    closed: bool,
+    id: Arc<CmId>,
+    end: Option<End>,
+    peers: HashMap<SocketAddr, Peer>,
+    /// Whom `rconnect` named, and our address on the way there.
+    to: Option<SocketAddr>,
+    source: Option<IpAddr>,
+    error: c_int,
+}
+
+/// A datagram for the caller.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Got {
+    /// Bytes that were copied, and that there were.
+    pub(super) copied: usize,
+    pub(super) len: usize,
+    pub(super) from: SocketAddr,
+}
+
+impl End {
+    fn new(socket: &Socket) -> Result<Self, c_int> {
+        let device = socket.device;
+        let (engine, pd) = (device.context.engine, &device.pd);
+        let room = socket.options().recv_buffer / PER_PLACE;
+        let receives = room.clamp(*RECEIVES.start(), *RECEIVES.end());
+        let failed = |e: std::io::Error| os_errno(&e);
+        let incoming = Buffer::new(engine, pd, receives * IN, false).map_err(failed)?;
+        let outgoing = Buffer::new(engine, pd, SENDS as usize * OUT, false).map_err(failed)?;
+        let receives = u32::try_from(receives).unwrap_or(0);
+        let capacity = Capacity {
+            max_send_wr: SENDS,
+            max_recv_wr: receives,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
+        let cq = Arc::new(Cq::new((SENDS + receives) as usize, Some(socket.notify())));
+        let parts = |qpn| Parts {
+            rnic: Arc::clone(&engine.rnic),
+            qpn,
+            pd: pd.id(),
+            send_cq: Arc::clone(&cq),
+            recv_cq: Arc::clone(&cq),
+            rq: RecvQueue::Own {
+                requests: VecDeque::new(),
+                max_wr: receives,
+                max_sge: 1,
+            },
+            capacity,
+            sig_all: true,
+        };
+        let qp = DgramQp::new(&device.context, None, Service::Ud, parts).map_err(failed)?;
+        qp.with_attr(|attr| attr.qkey = RDMA_UDP_QKEY);
+        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            qp.set_state(state);
+        }
+        let end = Self {
+            qp,
+            cq,
+            incoming,
+            outgoing,
+            free: (0..SENDS).collect(),
+            arrived: VecDeque::new(),
+        };
+        end.post_receives(0..receives)?;
+        Ok(end)
+    }
+
+    fn post_receives(&self, places: impl Iterator<Item = u32>) -> Result<(), c_int> {
+        let requests = places.map(|place| {
+            Ok(RecvRequest {
+                id: RECEIVE | u64::from(place),
+                sges: [self.incoming.sge(place as usize * IN, IN)]
+                    .into_iter()
+                    .collect(),
+            })
+        });
+        let posted = self.qp.post_recv(requests);
+        posted.map_err(|(_, e)| misuse("rsocket", &e))
+    }
+
+    /// Sends what lies in a place; the place is free again when that is done.
+    fn post(&mut self, place: u32, len: usize, to: Destination) -> Result<(), c_int> {
+        let sge = self.outgoing.sge(place as usize * OUT, len);
+        let request = WorkRequest {
+            id: place.into(),
+            op: Op::Send {
+                imm: None,
+                invalidate: None,
+            },
+            payload: Payload::Sges([sge].into_iter().collect()),
+            signaled: true,
+            solicited: false,
+            fence: false,
+            destination: Some(to),
+            srq: None,
+        };
+        let posted = self.qp.post_send(std::iter::once(Ok(request)));
+        posted.map_err(|(_, e)| {
+            self.free.push(place);
+            misuse("rsocket", &e)
+        })
+    }
+
+    /// Looks at what has completed; only datagrams of `only` are kept, if it is given.
+    fn poll(&mut self, only: Option<SocketAddr>) {
+        let mut done: Vec<Completion> = Vec::new();
+        while self.cq.poll(64, |_, c| done.push(c)) > 0 {
+            let mut again = Vec::new();
+            for c in done.drain(..) {
+                if c.wr_id & RECEIVE == 0 {
+                    self.free.push(c.wr_id as u32);
+                    continue;
+                }
+                let place = c.wr_id as u32;
+                match self.judge(place, &c) {
+                    Some(arrived) if only.is_none_or(|o| o == arrived.from) => {
+                        self.arrived.push_back(arrived);
+                    }
+                    _ if c.status == Status::Success => again.push(place),
+                    _ => {}
+                }
+            }
+            if !again.is_empty() {
+                let _over = self.post_receives(again.into_iter());
+            }
+        }
+    }
+
+    /// What arrived in a place, if it is a datagram of a socket.
+    fn judge(&self, place: u32, c: &Completion) -> Option<Arrived> {
+        if c.status != Status::Success {
+            return None;
+        }
+        let len = (c.byte_len as usize).checked_sub(ROUTE + DATAGRAM_HEADER)?;
+        let at = place as usize * IN;
+        let route: [u8; ROUTE] = self.incoming.load(at);
+        let port = datagram_port(self.incoming.load(at + ROUTE))?;
+        let from = SocketAddr::new(source_of(&route, c.sl)?, port);
+        Some(Arrived { place, len, from })
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // Before its memory is given back.
+        self.qp.destroy();
+    }
+}
+
+/// The source in a route header; `kind` says which header it is ([`Completion::sl`]).
+fn source_of(route: &[u8; ROUTE], kind: u8) -> Option<IpAddr> {
+    let bytes = |at: usize| route.get(at..);
+    if kind & 3 == 1 {
+        let ip: &[u8; 16] = bytes(8)?.first_chunk()?;
+        return Some(Ipv6Addr::from(*ip).to_canonical());
+    }
+    let ip: &[u8; 4] = bytes(32)?.first_chunk()?;
+    Some(Ipv4Addr::from(*ip).into())
+}
+
+/// An address as peers are remembered by it.
+fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+impl Datagrams {
+    /// A new socket's, whose events go to `channel`.
+    pub(super) fn new(channel: &Arc<EventChannel>) -> Result<Self, c_int> {
+        Ok(Self {
+            closed: false,
+            id: identifier(channel)?,
+            end: None,
+            peers: HashMap::new(),
+            to: None,
+            source: None,
+            error: 0,
+        })
+    }
+
+    /// Binds to an address, and can be found there from now on.
+    pub(super) fn bind(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
+        if self.closed {
+            return Err(libc::EBADF);
+        }
+        if self.end.is_some() {
+            return Err(libc::EINVAL);
+        }
+        self.id.bind(to).map_err(|e| match os_errno(&e) {
+            libc::ENODEV => libc::EADDRNOTAVAIL,
+            e => e,
+        })?;
+        self.end = Some(End::new(socket)?);
+        self.id.listen(QUESTIONS).map_err(|e| os_errno(&e))
+    }
+
+    /// Sees to it that there is a port.
+    fn start(&mut self, socket: &Socket) -> Result<(), c_int> {
+        if self.end.is_none() {
+            self.bind(socket, unspecified(socket.domain))?;
+        }
+        Ok(())
+    }
+
+    /// Names the peer, or none any more.
+    pub(super) fn connect(&mut self, socket: &Socket, to: Option<SocketAddr>) -> Result<(), c_int> {
+        let Some(to) = to.map(plain) else {
+            (self.to, self.source) = (None, None);
+            return Ok(());
+        };
+        self.start(socket)?;
+        self.to = Some(to);
+        self.source = None;
+        if let Some(end) = &mut self.end {
+            // Nothing that somebody else sent before is received any more.
+            let others: Vec<u32> = end
+                .arrived
+                .iter()
+                .filter(|a| a.from != to)
+                .map(|a| a.place)
+                .collect();
+            end.arrived.retain(|a| a.from == to);
+            let _over = end.post_receives(others.into_iter());
+        }
+        self.ask(socket, to)?;
+        let asking = self.peers.get(&to).and_then(|p| p.asking.as_ref());
+        self.source = asking.and_then(|id| id.local()).map(|a| a.ip());
+        Ok(())
+    }
+
+    /// Whom `rconnect` named.
+    pub(super) fn remote(&self) -> Option<SocketAddr> {
+        self.to
+    }
+
+    /// Our address.
+    pub(super) fn local(&self) -> Option<SocketAddr> {
+        let local = self.id.local()?;
+        Some(match self.source {
+            Some(ip) if local.ip().is_unspecified() => SocketAddr::new(ip, local.port()),
+            _ => local,
+        })
+    }
+
+    /// The pending error, once.
+    pub(super) fn take_error(&mut self) -> c_int {
+        std::mem::take(&mut self.error)
+    }
+
+    /// Asks a peer for its queue pair, unless that is being done.
+    fn ask(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
+        if self.peers.get(&to).is_some_and(|p| p.asking.is_some()) {
+            return Ok(());
+        }
+        if self.peers.len() >= PEERS && !self.peers.contains_key(&to) {
+            self.forget_one();
+        }
+        let id = identifier(&socket.channel)?;
+        let failed = |e: std::io::Error| os_errno(&e);
+        id.resolve_addr(None, to).map_err(failed)?;
+        // Its outcome is there at once.
+        let mut unreachable = 0;
+        let mut rest = Vec::new();
+        while let Some(event) = socket.channel.pop() {
+            if Arc::ptr_eq(&event.id, &id) && event.kind == EventKind::AddrError {
+                unreachable = -event.status;
+            }
+            rest.push(event);
+        }
+        for event in rest {
+            self.event(&event);
+        }
+        if unreachable != 0 {
+            id.destroy();
+            return Err(unreachable);
+        }
+        id.resolve_route().map_err(failed)?;
+        id.connect(ConnParam::default()).map_err(failed)?;
+        let peer = self.peers.entry(to).or_insert_with(|| Peer {
+            known: None,
+            since: Instant::now(),
+            asking: None,
+            waiting: VecDeque::new(),
+        });
+        peer.asking = Some(id);
+        Ok(())
+    }
+
+    /// Makes room for a peer.
+    fn forget_one(&mut self) {
+        let oldest = self
+            .peers
+            .iter()
+            .min_by_key(|(_, p)| p.since)
+            .map(|(to, _)| *to);
+        if let Some(to) = oldest {
+            self.forget(to);
+        }
+    }
+
+    fn forget(&mut self, to: SocketAddr) {
+        if let Some(peer) = self.peers.remove(&to) {
+            if let Some(id) = peer.asking {
+                id.destroy();
+            }
+            if let Some(end) = &mut self.end {
+                end.free
+                    .extend(peer.waiting.iter().map(|(place, _)| *place));
+            }
+        }
+    }
+
+    /// What is new: questions, answers, and completions.
+    pub(super) fn step(&mut self, socket: &Socket) {
+        if self.closed {
+            return;
+        }
+        while let Some(event) = socket.channel.pop() {
+            self.event(&event);
+        }
+        if let Some(end) = &mut self.end {
+            end.poll(self.to);
+        }
+    }
+
+    fn event(&mut self, event: &Event) {
+        match event.kind {
+            EventKind::ConnectRequest => {
+                event.id.cookie.store(1, Ordering::Release);
+                if let Some(end) = &self.end {
+                    let param = ConnParam {
+                        qp_num: end.qp.number,
+                        ..ConnParam::default()
+                    };
+                    // One that cannot be answered asks again.
+                    let _ = event.id.accept(param);
+                }
+                event.id.destroy();
+            }
+            EventKind::Established => self.answered(event),
+            EventKind::Unreachable => {
+                if let Some(to) = self.asked(&event.id) {
+                    self.forget(to);
+                    if self.to == Some(to) {
+                        self.error = libc::ECONNREFUSED;
+                    }
+                }
+            }
+            EventKind::DeviceRemoval => self.error = libc::EIO,
+            _ => {}
+        }
+    }
+
+    /// Whom an identifier asks.
+    fn asked(&self, id: &Arc<CmId>) -> Option<SocketAddr> {
+        let is_it = |p: &Peer| p.asking.as_ref().is_some_and(|a| Arc::ptr_eq(a, id));
+        self.peers.iter().find(|(_, p)| is_it(p)).map(|(to, _)| *to)
+    }
+
+    /// An answer: what waited for it is sent.
+    fn answered(&mut self, event: &Event) {
+        let Some(to) = self.asked(&event.id) else {
+            return;
+        };
+        let (Some(peer), Some(said)) = (self.peers.get_mut(&to), event.peer) else {
+            return;
+        };
+        let destination = Destination {
+            addr: said.addr,
+            qpn: said.qpn,
+            qkey: said.qkey,
+            hop_limit: 0,
+            traffic_class: 0,
+        };
+        peer.known = Some(destination);
+        peer.since = Instant::now();
+        if let Some(id) = peer.asking.take() {
+            id.destroy();
+        }
+        let waiting = std::mem::take(&mut peer.waiting);
+        if let Some(end) = &mut self.end {
+            for (place, len) in waiting {
+                let _lost = end.post(place, len, destination);
+            }
+        }
+    }
+
+    /// Sends a datagram; `None` if that must wait.
+    fn send(
+        &mut self,
+        socket: &Socket,
+        from: &Caller,
+        to: SocketAddr,
+    ) -> Option<Result<usize, c_int>> {
+        if self.closed {
+            return Some(Err(libc::EBADF));
+        }
+        if self.error != 0 {
+            return Some(Err(self.take_error()));
+        }
+        if let Err(e) = self.start(socket) {
+            return Some(Err(e));
+        }
+        let now = Instant::now();
+        let fresh = |p: &Peer| p.known.is_some() && now.duration_since(p.since) < FRESH;
+        if !self.peers.get(&to).is_some_and(fresh)
+            && let Err(e) = self.ask(socket, to)
+        {
+            return Some(Err(e));
+        }
+        let port = self.id.local().map_or(0, |a| a.port());
+        let (end, peer) = (self.end.as_mut()?, self.peers.get_mut(&to)?);
+        let place = end.free.pop()?;
+        let (at, len) = (place as usize * OUT, DATAGRAM_HEADER + from.len());
+        let header = datagram_header(to.is_ipv6(), port);
+        end.outgoing.store(at, &header);
+        let body = [(at + DATAGRAM_HEADER, from.len()), (0, 0)];
+        end.outgoing.fill(body, from, 0);
+        match peer.known {
+            Some(destination) => {
+                if let Err(e) = end.post(place, len, destination) {
+                    return Some(Err(e));
+                }
+            }
+            None => {
+                peer.waiting.push_back((place, len));
+                if peer.waiting.len() > WAITING
+                    && let Some((lost, _)) = peer.waiting.pop_front()
+                {
+                    end.free.push(lost);
+                }
+            }
+        }
+        Some(Ok(from.len()))
+    }
+
+    /// Receives a datagram; `None` if there is none.
+    fn receive(&mut self, to: &Caller, peek: bool) -> Option<Result<Got, c_int>> {
+        if self.closed {
+            return Some(Err(libc::EBADF));
+        }
+        if self.error != 0 {
+            return Some(Err(self.take_error()));
+        }
+        let end = self.end.as_mut()?;
+        let arrived = *end.arrived.front()?;
+        let copied = arrived.len.min(to.len());
+        let at = arrived.place as usize * IN + ROUTE + DATAGRAM_HEADER;
+        end.incoming.drain([(at, copied), (0, 0)], to, 0);
+        if !peek {
+            end.arrived.pop_front();
+            let _over = end.post_receives(std::iter::once(arrived.place));
+        }
+        Some(Ok(Got {
+            copied,
+            len: arrived.len,
+            from: arrived.from,
+        }))
+    }
+
+    /// What `poll(2)` would say.
+    pub(super) fn readiness(&self) -> i16 {
+        if self.closed {
+            return libc::POLLNVAL;
+        }
+        let mut ready = 0;
+        let (arrived, full) = self.end.as_ref().map_or((false, false), |e| {
+            (!e.arrived.is_empty(), e.free.is_empty())
+        });
+        if arrived || self.error != 0 {
+            ready |= libc::POLLIN | libc::POLLRDNORM;
+        }
+        if !full {
+            ready |= libc::POLLOUT | libc::POLLWRNORM;
+        }
+        if self.error != 0 {
+            ready |= libc::POLLERR;
+        }
+        ready
+    }
+
+    /// Rings for the next completion.
+    pub(super) fn arm(&self) {
+        if let Some(end) = &self.end {
+            end.cq.arm(false);
+        }
+    }
+
+    /// Ends everything at once.
+    pub(super) fn abandon(&mut self) {
+        self.closed = true;
+        for (_, peer) in self.peers.drain() {
+            if let Some(id) = peer.asking {
+                id.destroy();
+            }
+        }
+        drop(self.end.take());
+        self.id.destroy();
+    }
+}
+
+fn identifier(channel: &Arc<EventChannel>) -> Result<Arc<CmId>, c_int> {
+    let id = CmId::new(channel, PortSpace::Udp).map_err(|e| os_errno(&e))?;
+    // Not zero: it hears when the device breaks.
+    id.cookie.store(1, Ordering::Release);
+    Ok(id)
+}
+
+// ---------------------------------------------------------------------- calls
+
+fn state(socket: &Socket) -> Result<MutexGuard<'_, Datagrams>, c_int> {
+    match &socket.kind {
+        Kind::Datagrams(state) => Ok(lock(state)),
+        Kind::Stream(_) => Err(libc::EOPNOTSUPP),
+    }
+}
+
+/// `rbind`.
+pub(super) fn bind(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
+    state(socket)?.bind(socket, to)
+}
+
+/// `rconnect`: none to be connected to nobody.
+pub(super) fn connect(socket: &Socket, to: Option<SocketAddr>) -> Result<(), c_int> {
+    state(socket)?.connect(socket, to)
+}
+
+/// `rsendto`, or `rsend` to whom `rconnect` named.
+pub(super) fn send(
+    socket: &Socket,
+    from: &Caller,
+    to: Option<SocketAddr>,
+    flags: c_int,
+) -> Result<usize, c_int> {
+    if from.len() > MOST {
+        return Err(libc::EMSGSIZE);
+    }
+    let to = match to {
+        Some(to) => plain(to),
+        None => state(socket)?.to.ok_or(libc::EDESTADDRREQ)?,
+    };
+    let patience = socket.patience(flags, socket.options().send_timeout);
+    socket.block(patience, |arm| {
+        let mut state = match state(socket) {
+            Ok(state) => state,
+            Err(e) => return Some(Err(e)),
+        };
+        if arm {
+            state.arm();
+        }
+        state.step(socket);
+        state.send(socket, from, to)
+    })
+}
+
+/// `rrecvfrom`.
+pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<Got, c_int> {
+    let patience = socket.patience(flags, socket.options().recv_timeout);
+    let peek = flags & libc::MSG_PEEK != 0;
+    socket.block(patience, |arm| {
+        let mut state = match state(socket) {
+            Ok(state) => state,
+            Err(e) => return Some(Err(e)),
+        };
+        if arm {
+            state.arm();
+        }
+        state.step(socket);
+        state.receive(to, peek)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_read_from_either_header() {
+        let mut v4 = [0_u8; ROUTE];
+        v4[20] = 0x45;
+        v4[32..36].copy_from_slice(&[10, 0, 0, 7]);
+        assert_eq!(source_of(&v4, 8 | 2), Some("10.0.0.7".parse().unwrap()));
+        let mut v6 = [0_u8; ROUTE];
+        v6[0] = 0x60;
+        let ip: Ipv6Addr = "fd00::7".parse().unwrap();
+        v6[8..24].copy_from_slice(&ip.octets());
+        assert_eq!(source_of(&v6, 8 | 1), Some(ip.into()));
+    }
+}

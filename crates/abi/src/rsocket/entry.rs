@@ -1,0 +1,694 @@
+//! The functions of `rdma/rsocket.h`.
+
+use std::ffi::{c_int, c_long, c_void};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use libc::{fd_set, iovec, msghdr, nfds_t, off_t, pollfd, sockaddr, socklen_t, ssize_t, timeval};
+
+use super::buffer::Caller;
+use super::dgram::{self, Datagrams};
+use super::options::{self, Options, Value};
+use super::poll::Asked;
+use super::stream::{self, Stream};
+use super::{Kind, Socket, address, find, insert, iomap, poll, remove};
+use crate::{entry, fail};
+
+/// Elements of a list of parts at most, as the kernel has it.
+const PARTS: usize = 1024;
+
+/// 0, or -1 and errno.
+fn done(result: Result<(), c_int>) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(e) => fail(e, -1),
+    }
+}
+
+/// A count, or -1 and errno.
+fn count(result: Result<usize, c_int>) -> ssize_t {
+    match result {
+        Ok(n) => ssize_t::try_from(n).unwrap_or(ssize_t::MAX),
+        Err(e) => fail(e, -1),
+    }
+}
+
+/// The caller's buffer: `EFAULT` if there is none.
+///
+/// # Safety
+/// `buf` is null or has `len` bytes, for as long as the answer lives.
+unsafe fn buffer(buf: *const c_void, len: usize) -> Result<Caller, c_int> {
+    if buf.is_null() && len > 0 {
+        return Err(libc::EFAULT);
+    }
+    // No buffer is longer.
+    let len = len.min(isize::MAX as usize);
+    // SAFETY: the caller's promise.
+    Ok(unsafe { Caller::new(buf.cast(), len) })
+}
+
+/// The caller's list of buffers.
+///
+/// # Safety
+/// `iov` is null or has `n` elements, each of them as [`buffer`] says.
+unsafe fn buffers(iov: *const iovec, n: usize) -> Result<Caller, c_int> {
+    if n > PARTS {
+        return Err(libc::EMSGSIZE);
+    }
+    if iov.is_null() && n > 0 {
+        return Err(libc::EFAULT);
+    }
+    let parts = (0..n).map(|i| {
+        // SAFETY: one of `n` elements.
+        let part = unsafe { iov.add(i).read_unaligned() };
+        (part.iov_base.cast::<u8>().cast_const(), part.iov_len)
+    });
+    // SAFETY: the caller's promise.
+    unsafe { Caller::gather(parts) }.ok_or(libc::EINVAL)
+}
+
+/// The length of a list as an `int`: `EINVAL` if it is none.
+fn parts(n: c_int) -> Result<usize, c_int> {
+    match usize::try_from(n) {
+        Ok(n) if n <= PARTS => Ok(n),
+        _ => Err(libc::EINVAL),
+    }
+}
+
+fn send(socket: c_int, from: Result<Caller, c_int>, flags: c_int) -> Result<usize, c_int> {
+    let (socket, from) = (find(socket)?, from?);
+    match socket.kind {
+        Kind::Stream(_) => stream::send(&socket, &from, flags),
+        Kind::Datagrams(_) => dgram::send(&socket, &from, None, flags),
+    }
+}
+
+fn receive(socket: c_int, to: Result<Caller, c_int>, flags: c_int) -> Result<usize, c_int> {
+    let (socket, to) = (find(socket)?, to?);
+    match socket.kind {
+        Kind::Stream(_) => stream::receive(&socket, &to, flags),
+        Kind::Datagrams(_) => {
+            let got = dgram::receive(&socket, &to, flags)?;
+            Ok(shown(&got, flags))
+        }
+    }
+}
+
+/// What receiving a datagram returns: its whole length if that was asked for.
+fn shown(got: &dgram::Got, flags: c_int) -> usize {
+    if flags & libc::MSG_TRUNC != 0 {
+        got.len
+    } else {
+        got.copied
+    }
+}
+
+fn make(domain: c_int, kind: c_int, protocol: c_int) -> Result<c_int, c_int> {
+    if !matches!(domain, libc::AF_INET | libc::AF_INET6) {
+        return Err(libc::EAFNOSUPPORT);
+    }
+    let flags = kind & (libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC);
+    let kind = kind & !flags;
+    let socket = match (kind, protocol) {
+        (libc::SOCK_STREAM, 0 | libc::IPPROTO_TCP) => {
+            Socket::make(domain, Options::fresh(), |channel| {
+                Ok(Kind::Stream(Mutex::new(Stream::new(channel)?)))
+            })?
+        }
+        (libc::SOCK_DGRAM, 0 | libc::IPPROTO_UDP) => {
+            Socket::make(domain, Options::fresh(), |channel| {
+                Ok(Kind::Datagrams(Mutex::new(Datagrams::new(channel)?)))
+            })?
+        }
+        (libc::SOCK_STREAM | libc::SOCK_DGRAM, _) => return Err(libc::EPROTONOSUPPORT),
+        _ => return Err(libc::ESOCKTNOSUPPORT),
+    };
+    let nonblocking = flags & libc::SOCK_NONBLOCK != 0;
+    socket.nonblocking.store(nonblocking, Ordering::Relaxed);
+    Ok(insert(socket))
+}
+
+entry! {
+    /// `rsocket`: `AF_INET` or `AF_INET6`, `SOCK_STREAM` or `SOCK_DGRAM`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rsocket(domain: c_int, kind: c_int, protocol: c_int) -> c_int, on_panic = -1, {
+        match make(domain, kind, protocol) {
+            Ok(number) => number,
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+/// A socket, and an address of its family.
+///
+/// # Safety
+/// `addr` is null or has `len` bytes.
+unsafe fn with_address(
+    socket: c_int,
+    addr: *const sockaddr,
+    len: socklen_t,
+) -> Result<(Arc<Socket>, std::net::SocketAddr), c_int> {
+    let socket = find(socket)?;
+    // SAFETY: the caller's promise.
+    let address = unsafe { address::read(addr, len, socket.domain) }?;
+    Ok((socket, address))
+}
+
+entry! {
+    /// `rbind`.
+    ///
+    /// # Safety
+    /// `addr` is null or has `len` bytes.
+    unsafe fn rbind(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let given = unsafe { with_address(socket, addr, len) };
+        done(given.and_then(|(socket, to)| match &socket.kind {
+            Kind::Stream(_) => socket.stream()?.bind(to),
+            Kind::Datagrams(_) => dgram::bind(&socket, to),
+        }))
+    }
+}
+
+entry! {
+    /// `rlisten`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rlisten(socket: c_int, backlog: c_int) -> c_int, on_panic = -1, {
+        done(find(socket).and_then(|socket| {
+            let any = address::unspecified(socket.domain);
+            socket.stream()?.listen(backlog, any)
+        }))
+    }
+}
+
+entry! {
+    /// `raccept`.
+    ///
+    /// # Safety
+    /// `addr` is null or has `*len` bytes, `len` is null or valid.
+    unsafe fn raccept(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, on_panic = -1, {
+        match find(socket).and_then(|socket| stream::accept_next(&socket)) {
+            Ok(made) => {
+                let peer = made.remote().unwrap_or_else(|| address::unspecified(made.domain));
+                if !addr.is_null() {
+                    // SAFETY: the caller's promise.
+                    unsafe { address::write(addr, len, made.domain, peer) };
+                }
+                insert(made)
+            }
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+entry! {
+    /// `rconnect`. A datagram socket with `AF_UNSPEC` is connected to nobody again.
+    ///
+    /// # Safety
+    /// `addr` is null or has `len` bytes.
+    unsafe fn rconnect(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let unspecified = len as usize >= size_of::<libc::sa_family_t>()
+            && !addr.is_null()
+            // SAFETY: as above.
+            && c_int::from(unsafe { (&raw const (*addr).sa_family).read_unaligned() }) == libc::AF_UNSPEC;
+        done(find(socket).and_then(|found| {
+            if let (Kind::Datagrams(_), true) = (&found.kind, unspecified) {
+                return dgram::connect(&found, None);
+            }
+            // SAFETY: the caller's promise.
+            let to = unsafe { address::read(addr, len, found.domain) }?;
+            match found.kind {
+                Kind::Stream(_) => stream::connect(&found, to),
+                Kind::Datagrams(_) => dgram::connect(&found, Some(to)),
+            }
+        }))
+    }
+}
+
+entry! {
+    /// `rshutdown`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rshutdown(socket: c_int, how: c_int) -> c_int, on_panic = -1, {
+        done(find(socket).and_then(|socket| match socket.kind {
+            Kind::Stream(_) => stream::shutdown(&socket, how),
+            // Nobody is told: there is nothing to shut.
+            Kind::Datagrams(_) => Ok(()),
+        }))
+    }
+}
+
+entry! {
+    /// `rclose`: waits until the peer has what was sent, five seconds at most.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rclose(socket: c_int) -> c_int, on_panic = -1, {
+        done(remove(socket).map(|socket| socket.close()))
+    }
+}
+
+entry! {
+    /// `rrecv`.
+    ///
+    /// # Safety
+    /// `buf` has `len` bytes.
+    unsafe fn rrecv(socket: c_int, buf: *mut c_void, len: usize, flags: c_int) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        count(receive(socket, unsafe { buffer(buf, len) }, flags))
+    }
+}
+
+/// `rrecvfrom`, and what `rrecvmsg` does: bytes, whether some were cut off, and the sender is written to `addr`.
+///
+/// # Safety
+/// `addr` is null or has `*len` bytes, `len` is null or valid.
+unsafe fn receive_from(
+    socket: c_int,
+    to: Result<Caller, c_int>,
+    flags: c_int,
+    addr: *mut sockaddr,
+    len: *mut socklen_t,
+) -> Result<(usize, bool), c_int> {
+    let (socket, to) = (find(socket)?, to?);
+    match socket.kind {
+        Kind::Stream(_) => {
+            let n = stream::receive(&socket, &to, flags)?;
+            if !len.is_null() {
+                // As of a TCP socket: no address comes with a stream.
+                // SAFETY: valid (caller's promise).
+                unsafe { len.write(0) };
+            }
+            Ok((n, false))
+        }
+        Kind::Datagrams(_) => {
+            let got = dgram::receive(&socket, &to, flags)?;
+            if !addr.is_null() {
+                // SAFETY: the caller's promise.
+                unsafe { address::write(addr, len, socket.domain, got.from) };
+            }
+            Ok((shown(&got, flags), got.copied < got.len))
+        }
+    }
+}
+
+entry! {
+    /// `rrecvfrom`.
+    ///
+    /// # Safety
+    /// `buf` has `n` bytes, `addr` is null or has `*len` bytes, `len` is null or valid.
+    unsafe fn rrecvfrom(
+        socket: c_int, buf: *mut c_void, n: usize, flags: c_int, addr: *mut sockaddr, len: *mut socklen_t,
+    ) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let to = unsafe { buffer(buf, n) };
+        // SAFETY: as above.
+        count(unsafe { receive_from(socket, to, flags, addr, len) }.map(|(n, _)| n))
+    }
+}
+
+entry! {
+    /// `rrecvmsg`. There is never ancillary data.
+    ///
+    /// # Safety
+    /// `msg` is valid, with all that it names.
+    unsafe fn rrecvmsg(socket: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t, on_panic = -1, {
+        if msg.is_null() {
+            return fail(libc::EFAULT, -1);
+        }
+        // SAFETY: valid (caller's promise).
+        let msg = unsafe { &mut *msg };
+        // SAFETY: as above.
+        let to = unsafe { buffers(msg.msg_iov, msg.msg_iovlen as usize) };
+        let (addr, len) = (msg.msg_name.cast(), &raw mut msg.msg_namelen);
+        // SAFETY: as above.
+        match unsafe { receive_from(socket, to, flags, addr, len) } {
+            Ok((n, cut)) => {
+                msg.msg_flags = if cut { libc::MSG_TRUNC } else { 0 };
+                msg.msg_controllen = 0;
+                count(Ok(n))
+            }
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+entry! {
+    /// `rread`.
+    ///
+    /// # Safety
+    /// `buf` has `len` bytes.
+    unsafe fn rread(socket: c_int, buf: *mut c_void, len: usize) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        count(receive(socket, unsafe { buffer(buf, len) }, 0))
+    }
+}
+
+entry! {
+    /// `rreadv`.
+    ///
+    /// # Safety
+    /// `iov` has `n` elements, each of a buffer.
+    unsafe fn rreadv(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        count(receive(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
+    }
+}
+
+entry! {
+    /// `rsend`.
+    ///
+    /// # Safety
+    /// `buf` has `len` bytes.
+    unsafe fn rsend(socket: c_int, buf: *const c_void, len: usize, flags: c_int) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        count(send(socket, unsafe { buffer(buf, len) }, flags))
+    }
+}
+
+/// `rsendto`, and what `rsendmsg` does.
+///
+/// # Safety
+/// `addr` is null or has `len` bytes.
+unsafe fn send_to(
+    socket: c_int,
+    from: Result<Caller, c_int>,
+    flags: c_int,
+    addr: *const sockaddr,
+    len: socklen_t,
+) -> Result<usize, c_int> {
+    let (found, from) = (find(socket)?, from?);
+    match found.kind {
+        // As of a TCP socket: the address is not looked at.
+        Kind::Stream(_) => stream::send(&found, &from, flags),
+        Kind::Datagrams(_) => {
+            let to = if addr.is_null() {
+                None
+            } else {
+                // SAFETY: the caller's promise.
+                Some(unsafe { address::read(addr, len, found.domain) }?)
+            };
+            dgram::send(&found, &from, to, flags)
+        }
+    }
+}
+
+entry! {
+    /// `rsendto`.
+    ///
+    /// # Safety
+    /// `buf` has `n` bytes, `addr` is null or has `len` bytes.
+    unsafe fn rsendto(
+        socket: c_int, buf: *const c_void, n: usize, flags: c_int, addr: *const sockaddr, len: socklen_t,
+    ) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        let from = unsafe { buffer(buf, n) };
+        // SAFETY: as above.
+        count(unsafe { send_to(socket, from, flags, addr, len) })
+    }
+}
+
+entry! {
+    /// `rsendmsg`. No ancillary data can be sent.
+    ///
+    /// # Safety
+    /// `msg` is valid, with all that it names.
+    unsafe fn rsendmsg(socket: c_int, msg: *const msghdr, flags: c_int) -> ssize_t, on_panic = -1, {
+        if msg.is_null() {
+            return fail(libc::EFAULT, -1);
+        }
+        // SAFETY: valid (caller's promise).
+        let msg = unsafe { &*msg };
+        if !msg.msg_control.is_null() && msg.msg_controllen > 0 {
+            return fail(libc::EOPNOTSUPP, -1);
+        }
+        // SAFETY: as above.
+        let from = unsafe { buffers(msg.msg_iov, msg.msg_iovlen as usize) };
+        // SAFETY: as above.
+        count(unsafe { send_to(socket, from, flags, msg.msg_name.cast(), msg.msg_namelen) })
+    }
+}
+
+entry! {
+    /// `rwrite`.
+    ///
+    /// # Safety
+    /// `buf` has `len` bytes.
+    unsafe fn rwrite(socket: c_int, buf: *const c_void, len: usize) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        count(send(socket, unsafe { buffer(buf, len) }, 0))
+    }
+}
+
+entry! {
+    /// `rwritev`.
+    ///
+    /// # Safety
+    /// `iov` has `n` elements, each of a buffer.
+    unsafe fn rwritev(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        count(send(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
+    }
+}
+
+// ---------------------------------------------------------------------- waiting
+
+entry! {
+    /// `rpoll`: sockets and other descriptors together.
+    ///
+    /// # Safety
+    /// `fds` has `n` elements.
+    unsafe fn rpoll(fds: *mut pollfd, n: nfds_t, timeout: c_int) -> c_int, on_panic = -1, {
+        let n = n as usize;
+        if fds.is_null() && n > 0 {
+            return fail(libc::EFAULT, -1);
+        }
+        let fds = if n == 0 {
+            &mut []
+        } else {
+            // SAFETY: `n` elements that nobody else uses during the call (caller's promise).
+            unsafe { std::slice::from_raw_parts_mut(fds, n) }
+        };
+        let time = u64::try_from(timeout).ok().map(Duration::from_millis);
+        match poll::poll(fds, time) {
+            Ok(n) => c_int::try_from(n).unwrap_or(c_int::MAX),
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+/// Whether a set has a descriptor.
+///
+/// # Safety
+/// `set` is null or valid.
+unsafe fn has(set: *const fd_set, fd: c_int) -> bool {
+    // SAFETY: valid (caller's promise), and `fd` is below its size.
+    !set.is_null() && unsafe { libc::FD_ISSET(fd, set) }
+}
+
+entry! {
+    /// `rselect`.
+    ///
+    /// # Safety
+    /// The sets and `timeout` are null or valid.
+    unsafe fn rselect(
+        n: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval,
+    ) -> c_int, on_panic = -1, {
+        if !(0..=libc::FD_SETSIZE as c_int).contains(&n) {
+            return fail(libc::EINVAL, -1);
+        }
+        let asked: Vec<Asked> = (0..n)
+            // SAFETY: the caller's promise; each number is below `FD_SETSIZE`.
+            .map(|fd| unsafe { Asked { fd, read: has(read, fd), write: has(write, fd), except: has(except, fd) } })
+            .filter(|a| a.read || a.write || a.except)
+            .collect();
+        let time = if timeout.is_null() {
+            None
+        } else {
+            // SAFETY: not null, so valid (caller's promise).
+            let t = unsafe { timeout.read() };
+            let (Ok(seconds), Ok(micros)) = (u64::try_from(t.tv_sec), u64::try_from(t.tv_usec)) else {
+                return fail(libc::EINVAL, -1);
+            };
+            Some(Duration::from_secs(seconds).saturating_add(Duration::from_micros(micros)))
+        };
+        let ready = match poll::select(&asked, time) {
+            Ok(ready) => ready,
+            Err(e) => return fail(e, -1),
+        };
+        let mut bits = 0;
+        for set in [read, write, except] {
+            if !set.is_null() {
+                // SAFETY: valid (caller's promise).
+                unsafe { libc::FD_ZERO(set) };
+            }
+        }
+        for a in &ready {
+            for (set, on) in [(read, a.read), (write, a.write), (except, a.except)] {
+                if on {
+                    // SAFETY: asked for, so the set is there and has this number.
+                    unsafe { libc::FD_SET(a.fd, set) };
+                    bits += 1;
+                }
+            }
+        }
+        bits
+    }
+}
+
+// ---------------------------------------------------------------------- names and options
+
+entry! {
+    /// `rgetpeername`.
+    ///
+    /// # Safety
+    /// `addr` is null or has `*len` bytes, `len` is valid.
+    unsafe fn rgetpeername(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, on_panic = -1, {
+        done(find(socket).and_then(|socket| {
+            let peer = socket.remote().ok_or(libc::ENOTCONN)?;
+            // SAFETY: the caller's promise.
+            unsafe { address::write(addr, len, socket.domain, peer) };
+            Ok(())
+        }))
+    }
+}
+
+entry! {
+    /// `rgetsockname`.
+    ///
+    /// # Safety
+    /// `addr` is null or has `*len` bytes, `len` is valid.
+    unsafe fn rgetsockname(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, on_panic = -1, {
+        done(find(socket).map(|socket| {
+            let own = socket.local().unwrap_or_else(|| address::unspecified(socket.domain));
+            // SAFETY: the caller's promise.
+            unsafe { address::write(addr, len, socket.domain, own) };
+        }))
+    }
+}
+
+entry! {
+    /// `rsetsockopt`.
+    ///
+    /// # Safety
+    /// `value` is null or has `len` bytes.
+    unsafe fn rsetsockopt(
+        socket: c_int, level: c_int, name: c_int, value: *const c_void, len: socklen_t,
+    ) -> c_int, on_panic = -1, {
+        done(find(socket).and_then(|socket| {
+            if value.is_null() {
+                return Err(libc::EFAULT);
+            }
+            let mut bytes = vec![0_u8; len as usize];
+            // SAFETY: `len` bytes (caller's promise) into a vector of that length.
+            unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), bytes.len()) };
+            options::set(&socket, level, name, &Value(&bytes))
+        }))
+    }
+}
+
+entry! {
+    /// `rgetsockopt`.
+    ///
+    /// # Safety
+    /// `value` has `*len` bytes, `len` is valid.
+    unsafe fn rgetsockopt(
+        socket: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut socklen_t,
+    ) -> c_int, on_panic = -1, {
+        done(find(socket).and_then(|socket| {
+            if value.is_null() || len.is_null() {
+                return Err(libc::EFAULT);
+            }
+            let bytes = options::get(&socket, level, name)?;
+            // SAFETY: valid (caller's promise).
+            let room = unsafe { len.read() } as usize;
+            let n = bytes.len().min(room);
+            // SAFETY: no more than there is on both sides.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), n) };
+            // SAFETY: valid (caller's promise).
+            unsafe { len.write(socklen_t::try_from(n).unwrap_or(0)) };
+            Ok(())
+        }))
+    }
+}
+
+entry! {
+    /// `rfcntl`: the flags that `fcntl(2)` gets and sets. It is variadic in C; its third argument travels like this one.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int, on_panic = -1, {
+        let socket = match find(socket) {
+            Ok(socket) => socket,
+            Err(e) => return fail(e, -1),
+        };
+        // An `int` for all of these: the upper half is not the caller's word.
+        let argument = argument as c_int;
+        match command {
+            libc::F_GETFL if socket.nonblocking.load(Ordering::Relaxed) => libc::O_RDWR | libc::O_NONBLOCK,
+            libc::F_GETFL => libc::O_RDWR,
+            libc::F_SETFL => {
+                socket.nonblocking.store(argument & libc::O_NONBLOCK != 0, Ordering::Relaxed);
+                0
+            }
+            libc::F_GETFD => socket.fd_flags.load(Ordering::Relaxed),
+            libc::F_SETFD => {
+                socket.fd_flags.store(argument, Ordering::Relaxed);
+                0
+            }
+            _ => fail(libc::EOPNOTSUPP, -1),
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- mapped memory
+
+entry! {
+    /// `riomap`.
+    ///
+    /// # Safety
+    /// `buf` has `len` bytes, and stays until `riounmap`.
+    unsafe fn riomap(
+        socket: c_int, buf: *mut c_void, len: usize, prot: c_int, _flags: c_int, offset: off_t,
+    ) -> off_t, on_panic = -1, {
+        let start = buf.expose_provenance();
+        match find(socket).and_then(|socket| iomap::map(&socket, start, len, prot, offset)) {
+            Ok(offset) => offset,
+            Err(e) => fail(e, -1),
+        }
+    }
+}
+
+entry! {
+    /// `riounmap`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn riounmap(socket: c_int, buf: *mut c_void, len: usize) -> c_int, on_panic = -1, {
+        done(find(socket).and_then(|socket| iomap::unmap(&socket, buf.addr(), len)))
+    }
+}
+
+entry! {
+    /// `riowrite`: fewer bytes than asked for if the peer's mapping ends before; -1, as a `size_t`, on error.
+    ///
+    /// # Safety
+    /// `buf` has `len` bytes.
+    unsafe fn riowrite(
+        socket: c_int, buf: *const c_void, len: usize, offset: off_t, flags: c_int,
+    ) -> usize, on_panic = usize::MAX, {
+        // SAFETY: the caller's promise.
+        let from = unsafe { buffer(buf, len) };
+        let written = find(socket).and_then(|socket| iomap::write(&socket, &from?, offset, flags));
+        match written {
+            Ok(n) => n,
+            Err(e) => fail(e, usize::MAX),
+        }
+    }
+}

@@ -1,0 +1,580 @@
+//! Who may send how much: the two halves of a stream, without I/O.
+//!
+//! Each end has a ring that the peer writes into, in two halves. The peer knows one half at first and is told of the
+//! next when the program has read as much. Besides, the peer may send a limited number of messages: each costs a
+//! receive that is posted. Both limits are the receiver's to keep ([`Receiver`]) and the sender's to respect
+//! ([`Sender`]); a peer that does not is cut off.
+
+use std::collections::VecDeque;
+
+use super::wire::{AREAS, Area};
+
+/// Messages of control that one end may have on their way: credits, and the end.
+pub(super) const CONTROL: u32 = 4;
+
+/// What a peer did wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Violation {
+    /// More bytes than it was given memory for.
+    Bytes {
+        /// As it says.
+        said: u32,
+        /// As it was allowed.
+        allowed: usize,
+    },
+    /// More messages than it had credits for.
+    Messages,
+    /// A message of another length, or of no known kind.
+    Message,
+}
+
+impl std::fmt::Display for Violation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Bytes { said, allowed } => {
+                write!(
+                    f,
+                    "the peer says that it wrote {said} bytes, and was given memory for {allowed}"
+                )
+            }
+            Self::Messages => f.write_str("the peer sent more messages than it had credits for"),
+            Self::Message => f.write_str("the peer sent a message that is none"),
+        }
+    }
+}
+
+/// A part of a ring, in up to two pieces: offset and length.
+pub(super) type Pieces = [(usize, usize); 2];
+
+/// `len` bytes from `at` on, in a ring of `size`.
+fn pieces(size: usize, at: usize, len: usize) -> Pieces {
+    let first = len.min(size - at.min(size));
+    [(at, first), (0, len - first)]
+}
+
+/// The sending half.
+#[derive(Debug)]
+pub(super) struct Sender {
+    /// Messages sent, and the number of the first that may not be sent.
+    sent: u16,
+    limit: u16,
+    /// Free memory of the peer.
+    target: Area,
+    /// Entry of the list that the peer fills next.
+    slot: usize,
+    /// Send requests that may be posted for data.
+    requests: u32,
+    /// Messages of control that may be sent.
+    control: u32,
+    /// Our copy of what is on its way.
+    size: usize,
+    at: usize,
+    free: usize,
+}
+
+impl Sender {
+    /// With `requests` places in the send queue and a ring of `size` bytes; nothing may be sent until the peer is known.
+    pub(super) fn new(requests: u32, size: usize) -> Self {
+        Self {
+            sent: 0,
+            limit: 0,
+            target: Area::default(),
+            slot: 0,
+            requests,
+            control: CONTROL,
+            size,
+            at: 0,
+            free: size,
+        }
+    }
+
+    /// The peer's first memory and credits.
+    pub(super) fn begin(&mut self, credits: u16, data: Area) {
+        self.limit = credits;
+        self.target = data;
+        self.slot = 1;
+    }
+
+    /// The peer's credits.
+    pub(super) fn set_limit(&mut self, limit: u16) {
+        self.limit = limit;
+    }
+
+    /// Whether a message may be sent that takes `requests` places. A few credits stay: a peer that posts no more
+    /// receives than it gives credits needs one for each message of control.
+    fn may_send(&self, requests: u32) -> bool {
+        self.requests >= requests && u32::from(self.limit.wrapping_sub(self.sent)) > CONTROL
+    }
+
+    /// Bytes of the ring that make it worthwhile to begin.
+    fn enough(&self) -> bool {
+        self.free >= (self.size / 4).min(2048)
+    }
+
+    /// Bytes of the stream that may be sent now. `next` takes an entry from the list, if the peer has filled it.
+    pub(super) fn room(&mut self, next: impl FnOnce(usize) -> Option<Area>) -> usize {
+        if !self.may_send(2) || !self.enough() {
+            return 0;
+        }
+        if self.target.len == 0
+            && let Some(area) = next(self.slot)
+        {
+            self.target = area;
+            self.slot = (self.slot + 1) % AREAS as usize;
+        }
+        self.free.min(self.target.len as usize)
+    }
+
+    /// Bytes that may be written to a mapping now.
+    pub(super) fn room_direct(&self) -> usize {
+        if self.may_send(2) && self.enough() {
+            self.free
+        } else {
+            0
+        }
+    }
+
+    /// Takes `len` bytes of the peer's memory, of those that `room` told of.
+    pub(super) fn take_target(&mut self, len: usize) -> Area {
+        let len = u32::try_from(len).unwrap_or(0).min(self.target.len);
+        let area = Area { len, ..self.target };
+        // Whatever the peer's numbers are: they are addresses of its own.
+        self.target.addr = self.target.addr.wrapping_add(len.into());
+        self.target.len -= len;
+        self.sent = self.sent.wrapping_add(1);
+        self.requests -= 2;
+        area
+    }
+
+    /// Takes a send request for a write to a mapping.
+    pub(super) fn take_direct(&mut self) {
+        self.requests -= 1;
+    }
+
+    /// Takes what a mapping needs that the peer is told of; false if that must wait.
+    pub(super) fn take_mapping(&mut self) -> bool {
+        if !self.may_send(2) {
+            return false;
+        }
+        self.sent = self.sent.wrapping_add(1);
+        self.requests -= 2;
+        true
+    }
+
+    /// Takes `len` bytes of the ring.
+    pub(super) fn take_ring(&mut self, len: usize) -> Pieces {
+        let len = len.min(self.free);
+        let taken = pieces(self.size, self.at, len);
+        self.at = (self.at + len) % self.size.max(1);
+        self.free -= len;
+        taken
+    }
+
+    /// Takes `n` messages of control; false if they must wait.
+    pub(super) fn take_control(&mut self, n: u32) -> bool {
+        if self.control < n {
+            return false;
+        }
+        self.control -= n;
+        true
+    }
+
+    /// What was taken is done with.
+    pub(super) fn done(&mut self, requests: u32, control: u32, ring: usize) {
+        self.requests += requests;
+        self.control += control;
+        self.free = (self.free + ring).min(self.size);
+    }
+}
+
+/// Word to the peer of what it may send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Grant {
+    /// The number of the first message that it may not send.
+    pub(super) limit: u16,
+    /// Memory of the ring, and which entry of the peer's list names it.
+    pub(super) memory: Option<(usize, usize, u32)>,
+}
+
+/// The receiving half.
+#[derive(Debug)]
+pub(super) struct Receiver {
+    size: usize,
+    at: usize,
+    readable: usize,
+    /// Bytes of each message that are not read yet.
+    messages: VecDeque<u32>,
+    credits: u16,
+    /// Messages that are read, and when the peer is told next.
+    read: u16,
+    tell_at: u16,
+    /// Messages that the peer may still send, and bytes that it may write.
+    allowed: u32,
+    granted: usize,
+    /// Bytes of the ring that are free and not granted.
+    free: usize,
+    grant_at: usize,
+    /// Entries of the peer's list, and the one that is filled next.
+    slots: u32,
+    slot: u32,
+}
+
+impl Receiver {
+    /// With a ring of `size` bytes and `credits` messages; half of the ring is the peer's from the start.
+    pub(super) fn new(credits: u16, size: usize) -> Self {
+        let half = size / 2;
+        Self {
+            size: half * 2,
+            at: 0,
+            readable: 0,
+            messages: VecDeque::new(),
+            credits,
+            read: 0,
+            tell_at: credits / 2,
+            allowed: credits.into(),
+            granted: half,
+            free: half,
+            grant_at: half,
+            slots: AREAS,
+            slot: 1,
+        }
+    }
+
+    /// Entries of the peer's list.
+    pub(super) fn begin(&mut self, slots: u32) {
+        self.slots = slots.max(1);
+        self.slot = 1 % self.slots;
+    }
+
+    /// Bytes that the peer may write.
+    pub(super) fn granted(&self) -> usize {
+        self.granted
+    }
+
+    /// Bytes that can be read.
+    pub(super) fn readable(&self) -> usize {
+        self.readable
+    }
+
+    // A peer may say no more than it was allowed: [rsock-credits].
+    fn count(&mut self) -> Result<(), Violation> {
+        self.allowed = self.allowed.checked_sub(1).ok_or(Violation::Messages)?;
+        Ok(())
+    }
+
+    /// The peer wrote `len` bytes.
+    // [rsock-bounds]: nothing is read that was not given to the peer to write.
+    pub(super) fn data(&mut self, len: u32) -> Result<(), Violation> {
+        self.count()?;
+        self.granted = self
+            .granted
+            .checked_sub(len as usize)
+            .ok_or(Violation::Bytes {
+                said: len,
+                allowed: self.granted,
+            })?;
+        self.readable += len as usize;
+        if len == 0 && self.messages.is_empty() {
+            self.read = self.read.wrapping_add(1);
+        } else {
+            self.messages.push_back(len);
+        }
+        Ok(())
+    }
+
+    /// The peer sent a message that counts and has no bytes.
+    pub(super) fn mapped(&mut self) -> Result<(), Violation> {
+        self.data(0)
+    }
+
+    /// The first `len` bytes that can be read, in pieces.
+    pub(super) fn front(&self, len: usize) -> Pieces {
+        pieces(self.size, self.at, len.min(self.readable))
+    }
+
+    /// `len` bytes were read.
+    pub(super) fn consume(&mut self, len: usize) {
+        let len = len.min(self.readable);
+        self.readable -= len;
+        self.free += len;
+        self.at = (self.at + len) % self.size.max(1);
+        let mut left = u32::try_from(len).unwrap_or(u32::MAX);
+        while let Some(first) = self.messages.front_mut() {
+            if *first > left {
+                *first -= left;
+                break;
+            }
+            left -= *first;
+            self.messages.pop_front();
+            self.read = self.read.wrapping_add(1);
+        }
+    }
+
+    /// Messages of control that the next grant takes: 0 if there is none to make.
+    pub(super) fn wants(&self) -> u32 {
+        let half = self.size / 2;
+        if half > 0 && self.free >= half {
+            2
+        } else {
+            u32::from(self.read.wrapping_sub(self.tell_at) < 1 << 15)
+        }
+    }
+
+    /// The next grant.
+    pub(super) fn grant(&mut self) -> Grant {
+        let half = self.size / 2;
+        let memory = (half > 0 && self.free >= half).then(|| {
+            let memory = (self.grant_at, half, self.slot);
+            self.free -= half;
+            self.granted += half;
+            self.grant_at = (self.grant_at + half) % self.size;
+            self.slot = (self.slot + 1) % self.slots;
+            memory
+        });
+        self.tell_at = self.read.wrapping_add(self.credits / 2);
+        let unread = u32::try_from(self.messages.len()).unwrap_or(u32::MAX);
+        self.allowed = u32::from(self.credits).saturating_sub(unread);
+        Grant {
+            limit: self.read.wrapping_add(self.credits),
+            memory,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ends: what is sent, in order, and what was promised.
+    struct Pair {
+        tx: Sender,
+        rx: Receiver,
+        list: [Option<Area>; 2],
+        on_the_way: VecDeque<(u32, Vec<u8>)>,
+        done: VecDeque<(u32, u32, usize)>,
+        ring: Vec<u8>,
+        memory: Vec<u8>,
+        words: VecDeque<Grant>,
+    }
+
+    const KEY: u32 = 77;
+    const BASE: u64 = 0x1000;
+
+    impl Pair {
+        fn new(credits: u16, requests: u32, tx: usize, rx: usize) -> Self {
+            let mut pair = Self {
+                tx: Sender::new(requests, tx),
+                rx: Receiver::new(credits, rx),
+                list: [None; 2],
+                on_the_way: VecDeque::new(),
+                done: VecDeque::new(),
+                ring: vec![0; tx],
+                memory: vec![0; rx],
+                words: VecDeque::new(),
+            };
+            assert_eq!(pair.tx.room(|_| None), 0, "the peer is not known");
+            let data = Area {
+                addr: BASE,
+                key: KEY,
+                len: (rx / 2) as u32,
+            };
+            pair.tx.begin(credits, data);
+            pair.rx.begin(2);
+            pair
+        }
+
+        fn send(&mut self, bytes: &[u8]) -> usize {
+            let list = &mut self.list;
+            let n = self.tx.room(|slot| list[slot].take()).min(bytes.len());
+            if n == 0 {
+                return 0;
+            }
+            let area = self.tx.take_target(n);
+            assert_eq!((area.key, area.len as usize), (KEY, n));
+            let parts = self.tx.take_ring(n);
+            let mut left = &bytes[..n];
+            let mut copied = Vec::new();
+            for (at, len) in parts {
+                self.ring[at..at + len].copy_from_slice(&left[..len]);
+                copied.extend_from_slice(&self.ring[at..at + len]);
+                left = &left[len..];
+            }
+            let at = (area.addr - BASE) as usize;
+            assert!(at + n <= self.memory.len(), "{at} + {n}");
+            self.on_the_way.push_back((at as u32, copied));
+            self.done.push_back((2, 0, n));
+            n
+        }
+
+        fn arrive(&mut self) {
+            if let Some((at, bytes)) = self.on_the_way.pop_front() {
+                let at = at as usize;
+                self.memory[at..at + bytes.len()].copy_from_slice(&bytes);
+                self.rx.data(bytes.len() as u32).unwrap();
+            }
+        }
+
+        fn read(&mut self, len: usize, out: &mut Vec<u8>) {
+            let len = len.min(self.rx.readable());
+            for (at, n) in self.rx.front(len) {
+                out.extend_from_slice(&self.memory[at..at + n]);
+            }
+            self.rx.consume(len);
+            while self.rx.wants() > 0 {
+                let grant = self.rx.grant();
+                self.words.push_back(grant);
+            }
+        }
+
+        fn told(&mut self) {
+            if let Some(grant) = self.words.pop_front() {
+                if let Some((at, len, slot)) = grant.memory {
+                    let area = Area {
+                        addr: BASE + at as u64,
+                        key: KEY,
+                        len: len as u32,
+                    };
+                    let before = self.list[slot as usize].replace(area);
+                    assert_eq!(before, None, "an entry that was not used is not written");
+                }
+                self.tx.set_limit(grant.limit);
+            }
+        }
+
+        fn complete(&mut self) {
+            if let Some((requests, control, ring)) = self.done.pop_front() {
+                self.tx.done(requests, control, ring);
+            }
+        }
+    }
+
+    fn random(state: &mut u64) -> usize {
+        *state ^= *state << 13;
+        *state ^= *state >> 7;
+        *state ^= *state << 17;
+        (*state >> 20) as usize
+    }
+
+    /// Whatever the order of things: every byte arrives once and in its place, and nothing stops for ever.
+    #[test]
+    fn a_stream_arrives_as_it_was_sent() {
+        for seed in 1..60_u64 {
+            let mut r = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let credits = 16 + (random(&mut r) % 50) as u16;
+            let requests = 16 + (random(&mut r) % 50) as u32;
+            let (tx, rx) = (64 + random(&mut r) % 5000, 2 * (8 + random(&mut r) % 3000));
+            let mut pair = Pair::new(credits, requests, tx, rx);
+            let total = 200_000;
+            let sent: Vec<u8> = (0..total).map(|i| (i * 7 + i / 251) as u8).collect();
+            let (mut at, mut got, mut turns) = (0, Vec::new(), 0);
+            while got.len() < total {
+                turns += 1;
+                assert!(
+                    turns < 4_000_000,
+                    "seed {seed}: stuck at {at}, {}",
+                    got.len()
+                );
+                match random(&mut r) % 5 {
+                    0 => {
+                        let n = 1 + random(&mut r) % 900;
+                        let end = (at + n).min(total);
+                        at += pair.send(&sent[at..end]);
+                    }
+                    1 => pair.arrive(),
+                    2 => pair.read(1 + random(&mut r) % 1500, &mut got),
+                    3 => pair.told(),
+                    _ => pair.complete(),
+                }
+            }
+            assert_eq!(got, sent, "seed {seed}");
+        }
+    }
+
+    // [rsock-bounds]
+    #[test]
+    fn a_peer_that_says_it_wrote_more_than_it_may_is_found_out() {
+        let mut rx = Receiver::new(16, 1000);
+        rx.data(400).unwrap();
+        let wrong = rx.data(101).unwrap_err();
+        assert_eq!(
+            wrong,
+            Violation::Bytes {
+                said: 101,
+                allowed: 100
+            }
+        );
+        // Reading frees memory, which is the peer's only when it is told so.
+        rx.consume(400);
+        assert_eq!(rx.wants(), 2);
+        assert!(rx.data(101).is_err());
+        let grant = rx.grant();
+        assert_eq!(grant.memory, Some((500, 500, 1)));
+        rx.data(101).unwrap();
+        assert!(rx.data(u32::MAX).is_err());
+    }
+
+    // [rsock-credits]
+    #[test]
+    fn a_peer_without_credits_is_found_out() {
+        let mut rx = Receiver::new(16, 1000);
+        for _ in 0..16 {
+            rx.data(1).unwrap();
+        }
+        assert_eq!(rx.data(1), Err(Violation::Messages));
+        rx.consume(8);
+        assert_eq!(rx.wants(), 1);
+        assert_eq!(
+            rx.grant(),
+            Grant {
+                limit: 24,
+                memory: None
+            }
+        );
+        for _ in 0..8 {
+            rx.data(1).unwrap();
+        }
+        assert_eq!(rx.data(1), Err(Violation::Messages));
+    }
+
+    /// Messages without bytes cost a credit and are no end of the stream.
+    #[test]
+    fn empty_messages_are_counted_and_not_read() {
+        let mut rx = Receiver::new(16, 1000);
+        for _ in 0..8 {
+            rx.data(0).unwrap();
+        }
+        assert_eq!((rx.readable(), rx.wants()), (0, 1));
+        rx.data(3).unwrap();
+        rx.mapped().unwrap();
+        rx.data(2).unwrap();
+        rx.consume(4);
+        assert_eq!(rx.readable(), 1);
+        assert_eq!(rx.grant().limit, 10 + 16);
+    }
+
+    #[test]
+    fn numbers_of_messages_wrap() {
+        let mut pair = Pair::new(16, 64, 4096, 4096);
+        let mut got = Vec::new();
+        for i in 0..70_000_u32 {
+            assert_eq!(pair.send(&[i as u8]), 1, "{i}");
+            pair.arrive();
+            pair.read(1, &mut got);
+            while !pair.words.is_empty() {
+                pair.told();
+            }
+            pair.complete();
+        }
+        assert_eq!(got.len(), 70_000);
+    }
+
+    #[test]
+    fn control_is_limited() {
+        let mut tx = Sender::new(16, 100);
+        assert!(tx.take_control(2));
+        assert!(tx.take_control(2));
+        assert!(!tx.take_control(1));
+        tx.done(0, 2, 0);
+        assert!(tx.take_control(1));
+    }
+}

@@ -1,0 +1,164 @@
+//! Memory of the program that the peer writes by offset: `riomap`, `riounmap`, `riowrite`.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+
+use anywarp_engine::verbs::MemoryRegion;
+
+use super::Socket;
+use super::buffer::{Caller, register};
+use super::wire::{Area, Mapping};
+use crate::verbs::object::os_errno;
+
+/// A mapping of ours.
+struct Map {
+    start: usize,
+    len: usize,
+    offset: u64,
+    region: MemoryRegion,
+    /// Its place in the peer's table; none if only we use it.
+    index: Option<usize>,
+    told: bool,
+}
+
+/// The mappings of a connection.
+#[derive(Default)]
+pub(super) struct Maps(Vec<Map>);
+
+impl Maps {
+    /// The next one that the peer must be told of: its place, and what to write there.
+    pub(super) fn next(&self) -> Option<(usize, Mapping)> {
+        let map = self.0.iter().find(|m| !m.told)?;
+        let mapping = Mapping {
+            offset: map.offset,
+            area: Area {
+                addr: map.start as u64,
+                key: map.region.region().stag().0,
+                len: u32::try_from(map.len).unwrap_or(u32::MAX),
+            },
+        };
+        Some((map.index?, mapping))
+    }
+
+    /// The peer was told of it.
+    pub(super) fn told(&mut self) {
+        if let Some(map) = self.0.iter_mut().find(|m| !m.told) {
+            map.told = true;
+        }
+    }
+}
+
+impl Drop for Maps {
+    fn drop(&mut self) {
+        for map in &self.0 {
+            let _ = map.region.deregister();
+        }
+    }
+}
+
+/// `riomap`: lets the peer write `[start, start + len)` if `prot` says so, under `offset`, or under its address if that
+/// is -1. The offset.
+pub(super) fn map(
+    socket: &Socket,
+    start: usize,
+    len: usize,
+    prot: c_int,
+    offset: i64,
+) -> Result<i64, c_int> {
+    let remote = prot & libc::PROT_WRITE != 0;
+    if prot & !libc::PROT_WRITE != 0 || len == 0 || u32::try_from(len).is_err() {
+        return Err(libc::EINVAL);
+    }
+    let offset = match offset {
+        -1 => i64::try_from(start).map_err(|_| libc::EINVAL)?,
+        offset if offset < 0 => return Err(libc::EINVAL),
+        offset => offset,
+    };
+    let mut stream = socket.stream()?;
+    stream.step(socket);
+    let end = stream.open_end()?;
+    let index = if remote {
+        let places = end.peer.map_or(0, |p| p.mappings as usize);
+        let free = (0..places).find(|i| end.maps.0.iter().all(|m| m.index != Some(*i)));
+        Some(free.ok_or(libc::ENOMEM)?)
+    } else {
+        None
+    };
+    let device = socket.device;
+    let region = register(
+        device.context.engine,
+        &Arc::clone(&device.pd),
+        start,
+        len,
+        remote,
+    )
+    .map_err(|e| os_errno(&e))?;
+    end.maps.0.push(Map {
+        start,
+        len,
+        offset: offset.cast_unsigned(),
+        region,
+        index,
+        told: index.is_none(),
+    });
+    Ok(offset)
+}
+
+/// `riounmap`: from when it returns nothing touches the memory.
+pub(super) fn unmap(socket: &Socket, start: usize, len: usize) -> Result<(), c_int> {
+    let mut stream = socket.stream()?;
+    let maps = &mut stream.any_end().ok_or(libc::EINVAL)?.maps.0;
+    let at = maps
+        .iter()
+        .position(|m| (m.start, m.len) == (start, len))
+        .ok_or(libc::EINVAL)?;
+    let map = maps.swap_remove(at);
+    map.region.deregister().map_err(|e| e.errno())
+}
+
+/// `riowrite`: writes to what the peer mapped. Bytes written; fewer if the mapping ends before.
+pub(super) fn write(
+    socket: &Socket,
+    from: &Caller,
+    offset: i64,
+    flags: c_int,
+) -> Result<usize, c_int> {
+    let mut offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
+    let patience = socket.patience(flags, socket.options().send_timeout);
+    let mut written = 0;
+    while written < from.len() {
+        let more = socket.block(patience, |arm| {
+            let mut stream = match socket.stream() {
+                Ok(stream) => stream,
+                Err(e) => return Some(Err(e)),
+            };
+            if arm {
+                stream.arm();
+            }
+            stream.step(socket);
+            if !stream.may_send() {
+                return Some(Err(libc::EPIPE));
+            }
+            let end = match stream.open_end() {
+                Ok(end) => end,
+                Err(e) => return Some(Err(e)),
+            };
+            match end.write(from, written, offset) {
+                Ok(Some(0)) => None,
+                Ok(n) => Some(Ok(n.unwrap_or(0))),
+                Err(e) => Some(Err(e)),
+            }
+        });
+        match more {
+            // No mapping has that offset.
+            Ok(0) => break,
+            Ok(n) => {
+                written += n;
+                offset += n as u64;
+            }
+            Err(_) if written > 0 => break,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(written)
+}

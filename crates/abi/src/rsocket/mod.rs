@@ -1,0 +1,334 @@
+//! Sockets over RDMA (`rsocket(7)`): stream and datagram sockets whose bytes travel through queue pairs.
+//!
+//! - [`entry`]: the functions of C; [`address`] and [`buffer`] have what they and the device do with memory.
+//! - [`stream`] over [`flow`] (who may send how much) and [`wire`] (what is said); [`iomap`] writes to mapped memory.
+//! - [`dgram`]: datagrams over UD.
+//! - [`poll`] and [`wait`]: waiting for one socket or many. [`options`]: what can be set.
+//!
+//! The number of a socket is that of its event channel's descriptor, so no other file of the process has it.
+//!
+//! Locks: a socket's state is one mutex. No *pass* over the device's sockets is made with it held, because a pass may
+//! end in [`Socket::ready`] of the same socket.
+
+mod address;
+mod buffer;
+mod dgram;
+pub mod entry;
+mod flow;
+mod iomap;
+mod options;
+mod poll;
+mod stream;
+mod wait;
+mod wire;
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::verbs::cq::Notify;
+use anywarp_core::verbs::pd::Pd;
+use anywarp_engine::channel::Channel;
+use anywarp_engine::cm::EventChannel;
+use anywarp_engine::device::Context;
+use anywarp_engine::sys::{self, PerProcess};
+use anywarp_engine::worker::{Engine, Source, Token};
+
+use dgram::Datagrams;
+use options::Options;
+use stream::Stream;
+use wait::{Bell, Bells};
+
+use crate::verbs::object::os_errno;
+
+/// The device of all sockets of a process, and their protection domain.
+struct Device {
+    context: Arc<Context>,
+    pd: Arc<Pd>,
+}
+
+fn device() -> Result<&'static Device, c_int> {
+    static DEVICE: PerProcess<OnceLock<Device>> = PerProcess::new(OnceLock::new);
+    let device = DEVICE.get();
+    if let Some(device) = device.get() {
+        if device.context.engine.is_broken() {
+            return Err(libc::EIO);
+        }
+        return Ok(device);
+    }
+    let context = Context::open().map_err(|e| os_errno(&e))?;
+    Ok(device.get_or_init(|| Device {
+        context,
+        pd: Arc::new(Pd::new()),
+    }))
+}
+
+/// The sockets of a process by number.
+fn table() -> &'static RwLock<HashMap<c_int, Arc<Socket>>> {
+    static TABLE: PerProcess<RwLock<HashMap<c_int, Arc<Socket>>>> =
+        PerProcess::new(|| RwLock::new(HashMap::new()));
+    TABLE.get()
+}
+
+/// The socket with a number: `EBADF` if there is none.
+fn find(number: c_int) -> Result<Arc<Socket>, c_int> {
+    let table = table().read().unwrap_or_else(PoisonError::into_inner);
+    table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
+}
+
+fn insert(socket: Arc<Socket>) -> c_int {
+    let number = socket.number;
+    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    table.insert(number, socket);
+    number
+}
+
+fn remove(number: c_int) -> Result<Arc<Socket>, c_int> {
+    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    table.remove(&number).ok_or(libc::EBADF)
+}
+
+/// Locks a part of a socket.
+fn lock<T>(part: &Mutex<T>) -> MutexGuard<'_, T> {
+    part.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+enum Kind {
+    Stream(Mutex<Stream>),
+    Datagrams(Mutex<Datagrams>),
+}
+
+/// A socket.
+struct Socket {
+    number: c_int,
+    /// `AF_INET` or `AF_INET6`.
+    domain: c_int,
+    device: &'static Device,
+    channel: Arc<EventChannel>,
+    bells: Arc<Bells>,
+    nonblocking: AtomicBool,
+    fd_flags: AtomicI32,
+    options: Mutex<Options>,
+    kind: Kind,
+    /// How the engine knows its channel.
+    token: Mutex<Token>,
+}
+
+/// Rings when a completion arrives.
+struct OnCompletion(Arc<Bells>);
+
+impl Notify for OnCompletion {
+    fn completion(&self) {
+        self.0.ring();
+    }
+
+    fn overflow(&self) {
+        self.0.ring();
+    }
+}
+
+/// The engine's view of a socket: events of the connection manager wait in its channel.
+struct Watch(Weak<Socket>);
+
+impl Source for Watch {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        if let Some(socket) = self.0.upgrade() {
+            socket.ready();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}
+
+/// A bell that hangs at a socket.
+struct Hung<'a>(&'a Bells, &'a Arc<Bell>);
+
+impl<'a> Hung<'a> {
+    fn at(bells: &'a Bells, bell: &'a Arc<Bell>) -> Self {
+        bells.hang_up(bell);
+        Self(bells, bell)
+    }
+}
+
+impl Drop for Hung<'_> {
+    fn drop(&mut self) {
+        self.0.take_down(self.1);
+    }
+}
+
+/// How long a call waits.
+#[derive(Debug, Clone, Copy)]
+enum Patience {
+    /// Not at all: `EAGAIN`.
+    None,
+    /// So long, or for ever.
+    Until(Option<Instant>),
+}
+
+impl Socket {
+    /// A socket of `domain`; `kind` gets its channel.
+    fn make(
+        domain: c_int,
+        options: Options,
+        kind: impl FnOnce(&Arc<EventChannel>) -> Result<Kind, c_int>,
+    ) -> Result<Arc<Self>, c_int> {
+        let device = device()?;
+        let channel: Arc<EventChannel> = Arc::new(Channel::new().map_err(|e| os_errno(&e))?);
+        let kind = kind(&channel)?;
+        let socket = Arc::new(Self {
+            number: channel.raw_fd(),
+            domain,
+            device,
+            channel,
+            bells: Arc::new(Bells::default()),
+            nonblocking: AtomicBool::new(false),
+            fd_flags: AtomicI32::new(0),
+            options: Mutex::new(options),
+            kind,
+            token: Mutex::new(Token::NONE),
+        });
+        let watch = Arc::new(Watch(Arc::downgrade(&socket)));
+        let token = socket
+            .engine()
+            .add(watch, socket.channel.fd(), false)
+            .map_err(|e| os_errno(&e))?;
+        *socket.token() = token;
+        Ok(socket)
+    }
+
+    fn engine(&self) -> &'static Engine {
+        self.device.context.engine
+    }
+
+    fn token(&self) -> MutexGuard<'_, Token> {
+        lock(&self.token)
+    }
+
+    fn options(&self) -> MutexGuard<'_, Options> {
+        lock(&self.options)
+    }
+
+    /// What a completion queue of this socket rings.
+    fn notify(&self) -> Arc<dyn Notify> {
+        Arc::new(OnCompletion(Arc::clone(&self.bells)))
+    }
+
+    /// A stream socket's state: `EOPNOTSUPP` for another.
+    fn stream(&self) -> Result<MutexGuard<'_, Stream>, c_int> {
+        match &self.kind {
+            Kind::Stream(stream) => Ok(lock(stream)),
+            Kind::Datagrams(_) => Err(libc::EOPNOTSUPP),
+        }
+    }
+
+    /// Events wait in the channel.
+    fn ready(&self) {
+        match &self.kind {
+            Kind::Stream(stream) => lock(stream).step(self),
+            Kind::Datagrams(state) => lock(state).step(self),
+        }
+        self.bells.ring();
+    }
+
+    /// Our address, if there is one.
+    fn local(&self) -> Option<SocketAddr> {
+        match &self.kind {
+            Kind::Stream(stream) => lock(stream).local(),
+            Kind::Datagrams(state) => lock(state).local(),
+        }
+    }
+
+    /// The peer's address, if it is connected.
+    fn remote(&self) -> Option<SocketAddr> {
+        match &self.kind {
+            Kind::Stream(stream) => lock(stream).remote(),
+            Kind::Datagrams(state) => lock(state).remote(),
+        }
+    }
+
+    /// The pending error, once.
+    fn take_error(&self) -> c_int {
+        match &self.kind {
+            Kind::Stream(stream) => {
+                let mut stream = lock(stream);
+                stream.step(self);
+                stream.take_error()
+            }
+            Kind::Datagrams(state) => {
+                let mut state = lock(state);
+                state.step(self);
+                state.take_error()
+            }
+        }
+    }
+
+    /// How long a call with these flags waits; `time` is the socket's time-out.
+    fn patience(&self, flags: c_int, time: Option<Duration>) -> Patience {
+        if flags & libc::MSG_DONTWAIT != 0 || self.nonblocking.load(Ordering::Relaxed) {
+            return Patience::None;
+        }
+        Patience::Until(time.and_then(|t| Instant::now().checked_add(t)))
+    }
+
+    /// Calls `attempt` until it has an answer. It is told whether completions must ring from now on.
+    fn block<T>(
+        &self,
+        patience: Patience,
+        mut attempt: impl FnMut(bool) -> Option<Result<T, c_int>>,
+    ) -> Result<T, c_int> {
+        if let Some(done) = attempt(false) {
+            return done;
+        }
+        self.engine().poll_pass();
+        if let Some(done) = attempt(false) {
+            return done;
+        }
+        let Patience::Until(until) = patience else {
+            return Err(libc::EAGAIN);
+        };
+        let bell = wait::bell().map_err(|e| os_errno(&e))?;
+        let _hung = Hung::at(&self.bells, &bell);
+        loop {
+            while bell.pop().is_some() {}
+            if let Some(done) = attempt(true) {
+                return done;
+            }
+            if until.is_some_and(|t| t <= Instant::now()) {
+                return Err(libc::EAGAIN);
+            }
+            let waited = wait::wait(self.engine(), &bell, &mut [], until);
+            if waited.is_err() && sys::handlers_interrupt() {
+                return Err(libc::EINTR);
+            }
+        }
+    }
+
+    /// The socket's number means nothing any more: its connection ends.
+    fn close(&self) {
+        if let Kind::Stream(_) = self.kind {
+            stream::finish(self);
+        }
+        self.abandon();
+        // Who waits for it hears that it is gone.
+        self.bells.ring();
+    }
+
+    /// Ends it as it is.
+    fn abandon(&self) {
+        let token = std::mem::replace(&mut *self.token(), Token::NONE);
+        self.engine().remove(token, Some(self.channel.fd()));
+        match &self.kind {
+            Kind::Stream(stream) => lock(stream).abandon(),
+            Kind::Datagrams(state) => lock(state).abandon(),
+        }
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}

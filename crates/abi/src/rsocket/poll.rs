@@ -1,0 +1,167 @@
+//! Waiting for many sockets, and other descriptors beside them: `rpoll`, `rselect`.
+
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anywarp_engine::worker::Engine;
+
+use super::{Hung, Kind, Socket, device, find, lock, wait};
+use crate::verbs::object::os_errno;
+
+/// What is always told.
+const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
+
+impl Socket {
+    /// What a caller that asks for `events` hears.
+    fn readiness(&self, events: i16, arm: bool) -> i16 {
+        let ready = match &self.kind {
+            Kind::Stream(stream) => {
+                let mut stream = lock(stream);
+                if arm {
+                    stream.arm();
+                }
+                stream.step(self);
+                stream.readiness()
+            }
+            Kind::Datagrams(state) => {
+                let mut state = lock(state);
+                if arm {
+                    state.arm();
+                }
+                state.step(self);
+                state.readiness()
+            }
+        };
+        ready & (events | ALWAYS)
+    }
+}
+
+/// The descriptors of a call, sockets apart from others.
+struct Set<'a> {
+    fds: &'a mut [libc::pollfd],
+    sockets: Vec<(usize, Arc<Socket>)>,
+    /// Places of the others, and they themselves.
+    places: Vec<usize>,
+    others: Vec<libc::pollfd>,
+}
+
+impl<'a> Set<'a> {
+    fn new(fds: &'a mut [libc::pollfd]) -> Self {
+        let mut set = Self {
+            sockets: Vec::new(),
+            places: Vec::new(),
+            others: Vec::new(),
+            fds,
+        };
+        for (i, fd) in set.fds.iter_mut().enumerate() {
+            fd.revents = 0;
+            match find(fd.fd) {
+                Ok(socket) => set.sockets.push((i, socket)),
+                Err(_) => {
+                    set.places.push(i);
+                    set.others.push(*fd);
+                }
+            }
+        }
+        set
+    }
+
+    /// Looks at everything; how many are ready.
+    fn look(&mut self, arm: bool) -> usize {
+        for (i, socket) in &self.sockets {
+            if let Some(fd) = self.fds.get_mut(*i) {
+                fd.revents = socket.readiness(fd.events, arm);
+            }
+        }
+        if !self.others.is_empty() {
+            let _at_once = wait::poll(&mut self.others, Some(Duration::ZERO));
+            self.show_others();
+        }
+        self.fds.iter().filter(|fd| fd.revents != 0).count()
+    }
+
+    fn show_others(&mut self) {
+        for (i, other) in self.places.iter().zip(&self.others) {
+            if let Some(fd) = self.fds.get_mut(*i) {
+                fd.revents = other.revents;
+            }
+        }
+    }
+}
+
+/// `rpoll`: how many of `fds` are ready, within `time`, or at last.
+pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<usize, c_int> {
+    let mut set = Set::new(fds);
+    if set.sockets.is_empty() {
+        wait::poll(set.fds, time).map_err(|_| libc::EINTR)?;
+        return Ok(set.fds.iter().filter(|fd| fd.revents != 0).count());
+    }
+    let engine: &Engine = device()?.context.engine;
+    for pass in [false, true] {
+        if pass {
+            engine.poll_pass();
+        }
+        let n = set.look(false);
+        if n > 0 {
+            return Ok(n);
+        }
+    }
+    if time == Some(Duration::ZERO) {
+        return Ok(0);
+    }
+    let until = time.and_then(|t| Instant::now().checked_add(t));
+    let bell = wait::bell().map_err(|e| os_errno(&e))?;
+    let sockets: Vec<Arc<Socket>> = set.sockets.iter().map(|(_, s)| Arc::clone(s)).collect();
+    let _hung: Vec<Hung<'_>> = sockets
+        .iter()
+        .map(|socket| Hung::at(&socket.bells, &bell))
+        .collect();
+    loop {
+        while bell.pop().is_some() {}
+        let n = set.look(true);
+        if n > 0 {
+            return Ok(n);
+        }
+        if until.is_some_and(|t| t <= Instant::now()) {
+            return Ok(0);
+        }
+        wait::wait(engine, &bell, &mut set.others, until).map_err(|_| libc::EINTR)?;
+    }
+}
+
+/// The three sets of `rselect` as bits of poll.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Asked {
+    pub(super) fd: c_int,
+    pub(super) read: bool,
+    pub(super) write: bool,
+    pub(super) except: bool,
+}
+
+/// `rselect`: of those that are asked for, which are ready for what.
+pub(super) fn select(asked: &[Asked], time: Option<Duration>) -> Result<Vec<Asked>, c_int> {
+    let bit = |on: bool, bits: i16| if on { bits } else { 0 };
+    let mut fds: Vec<libc::pollfd> = asked
+        .iter()
+        .map(|a| libc::pollfd {
+            fd: a.fd,
+            events: bit(a.read, libc::POLLIN)
+                | bit(a.write, libc::POLLOUT)
+                | bit(a.except, libc::POLLPRI),
+            revents: 0,
+        })
+        .collect();
+    poll(&mut fds, time)?;
+    if fds.iter().any(|fd| fd.revents & libc::POLLNVAL != 0) {
+        return Err(libc::EBADF);
+    }
+    let has = |fd: &libc::pollfd, bits: i16| fd.revents & bits != 0;
+    let ready = asked.iter().zip(&fds).map(|(a, fd)| Asked {
+        fd: a.fd,
+        read: a.read && has(fd, libc::POLLIN | libc::POLLHUP | libc::POLLERR),
+        write: a.write && has(fd, libc::POLLOUT | libc::POLLERR),
+        except: a.except && has(fd, libc::POLLPRI),
+    });
+    Ok(ready.filter(|a| a.read || a.write || a.except).collect())
+}

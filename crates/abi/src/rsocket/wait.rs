@@ -1,0 +1,185 @@
+//! How a thread waits for sockets.
+//!
+//! Each waiting thread has a bell of its own, a descriptor, and hangs it up at the sockets that it waits for. Whatever
+//! happens to a socket rings all bells there. So several threads may wait for one socket, and one thread for many,
+//! without one taking away the other's event.
+
+use std::cell::RefCell;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anywarp_engine::channel::Channel;
+use anywarp_engine::sys;
+use anywarp_engine::worker::{Engine, Interrupted, WAIT_WORKING};
+
+/// A bell: readable when it rang.
+pub(super) type Bell = Channel<()>;
+
+/// The bell of the calling thread.
+pub(super) fn bell() -> io::Result<Arc<Bell>> {
+    thread_local! {
+        /// With the generation of the process that it was made in.
+        static BELL: RefCell<Option<(u32, Arc<Bell>)>> = const { RefCell::new(None) };
+    }
+    let generation = sys::generation();
+    let kept = BELL.try_with(|kept| {
+        let kept = kept.try_borrow().ok()?;
+        let (made, bell) = kept.as_ref()?;
+        (*made == generation).then(|| Arc::clone(bell))
+    });
+    if let Ok(Some(bell)) = kept {
+        return Ok(bell);
+    }
+    let bell = Arc::new(Bell::new()?);
+    // A thread that is ending keeps none.
+    let _ended = BELL.try_with(|kept| {
+        if let Ok(mut kept) = kept.try_borrow_mut() {
+            *kept = Some((generation, Arc::clone(&bell)));
+        }
+    });
+    Ok(bell)
+}
+
+/// The bells at a socket.
+#[derive(Default)]
+pub(super) struct Bells(Mutex<Vec<Arc<Bell>>>);
+
+impl Bells {
+    fn all(&self) -> MutexGuard<'_, Vec<Arc<Bell>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Rings all.
+    pub(super) fn ring(&self) {
+        for bell in self.all().iter() {
+            if bell.is_empty() {
+                bell.push(());
+            }
+        }
+    }
+
+    /// Hangs up a bell, until [`Self::take_down`].
+    pub(super) fn hang_up(&self, bell: &Arc<Bell>) {
+        self.all().push(Arc::clone(bell));
+    }
+
+    /// Takes it down.
+    pub(super) fn take_down(&self, bell: &Arc<Bell>) {
+        let mut all = self.all();
+        if let Some(at) = all.iter().position(|b| Arc::ptr_eq(b, bell)) {
+            all.swap_remove(at);
+        }
+    }
+}
+
+/// Waits until the bell rings, one of `others` is ready, or time is up; the calling thread moves bytes meanwhile. The
+/// caller looks again in any case. `Err`: a signal handler ran.
+pub(super) fn wait(
+    engine: &Engine,
+    bell: &Bell,
+    others: &mut [libc::pollfd],
+    until: Option<Instant>,
+) -> Result<(), Interrupted> {
+    let left = |until: Instant| until.saturating_duration_since(Instant::now());
+    if others.is_empty() && until.is_none_or(|t| left(t) > WAIT_WORKING) {
+        engine.work_until_readable(bell.fd())?;
+        if !bell.is_empty() {
+            return Ok(());
+        }
+    }
+    engine.hand_over();
+    let mut fds = Vec::with_capacity(others.len() + 1);
+    fds.push(libc::pollfd {
+        fd: bell.raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    fds.extend_from_slice(others);
+    let result = poll(&mut fds, until.map(left));
+    for (other, fd) in others.iter_mut().zip(fds.iter().skip(1)) {
+        other.revents = fd.revents;
+    }
+    result
+}
+
+/// `poll(2)`, past the C library: its own may be a function of a preload library that calls us, and a thread may be
+/// cancelled in it.
+pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<(), Interrupted> {
+    let time = time.map(|t| libc::timespec {
+        tv_sec: t.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: t.subsec_nanos().into(),
+    });
+    let limit: *const libc::timespec = time.as_ref().map_or(std::ptr::null(), |t| t);
+    let no_mask = std::ptr::null::<libc::sigset_t>();
+    // SAFETY: `fds` and `limit` are valid for the call; no signal mask is given.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_ppoll,
+            fds.as_mut_ptr(),
+            fds.len(),
+            limit,
+            no_mask,
+            8_usize,
+        )
+    };
+    if n < 0 {
+        for fd in fds.iter_mut() {
+            fd.revents = 0;
+        }
+        if io::Error::last_os_error().raw_os_error() == Some(libc::EINTR) {
+            return Err(Interrupted);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_who_wait_hear_the_bells() {
+        let bells = Bells::default();
+        let (one, two) = (
+            Arc::new(Bell::new().unwrap()),
+            Arc::new(Bell::new().unwrap()),
+        );
+        bells.hang_up(&one);
+        bells.hang_up(&two);
+        bells.ring();
+        bells.ring();
+        assert!(one.pop().is_some() && one.pop().is_none());
+        assert!(two.pop().is_some() && two.pop().is_none());
+        bells.take_down(&one);
+        bells.ring();
+        assert!(one.is_empty() && !two.is_empty());
+    }
+
+    #[test]
+    fn a_thread_keeps_its_bell() {
+        let mine = bell().unwrap();
+        assert!(Arc::ptr_eq(&mine, &bell().unwrap()));
+        let other = std::thread::spawn(|| bell().unwrap()).join().unwrap();
+        assert!(!Arc::ptr_eq(&mine, &other));
+    }
+
+    #[test]
+    fn waiting_ends_with_the_time_the_bell_or_a_descriptor() {
+        let engine = anywarp_engine::worker::engine().unwrap();
+        let bell = Bell::new().unwrap();
+        let soon = || Some(Instant::now() + Duration::from_millis(5));
+        wait(engine, &bell, &mut [], soon()).unwrap();
+        let other = Bell::new().unwrap();
+        other.push(());
+        let mut fds = [libc::pollfd {
+            fd: other.raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        }];
+        wait(engine, &bell, &mut fds, None).unwrap();
+        assert_eq!(fds[0].revents, libc::POLLIN);
+        bell.push(());
+        wait(engine, &bell, &mut [], None).unwrap();
+    }
+}
