@@ -29,12 +29,14 @@ pub enum Face {
     Ib,
 }
 
-/// The face that `ANYWARP_FACE` asks for.
+/// The face that `ANYWARP_FACE` asks for, or else the device profile.
 pub fn face() -> Face {
     static FACE: OnceLock<Face> = OnceLock::new();
     *FACE.get_or_init(|| match std::env::var("ANYWARP_FACE").as_deref() {
         Ok("iwarp") => Face::Iwarp,
         Ok("ib") => Face::Ib,
+        // Whoever asks for the profile of an iWARP RNIC has its face, too.
+        _ if std::env::var("ANYWARP_DEVICE_PROFILE").as_deref() == Ok("siw") => Face::Iwarp,
         _ => Face::Roce,
     })
 }

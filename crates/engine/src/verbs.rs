@@ -404,6 +404,14 @@ impl QueuePair {
         }
     }
 
+    /// Whether the program told it itself whom to connect to, and not the connection manager.
+    pub fn names_its_peer(&self) -> bool {
+        match self {
+            Self::Rc(qp) => qp.route().is_some_and(|route| route.qpn != 0),
+            Self::Dgram(_) => false,
+        }
+    }
+
     /// Posts send requests until one is refused.
     pub fn post_send(
         &self,

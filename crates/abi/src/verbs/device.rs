@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 
-use anywarp_core::bounds;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::device::{self, AsyncItem, Context, Face, event, lid_of};
 use anywarp_engine::gids;
@@ -17,6 +16,7 @@ use super::object::{
 use super::types::*;
 use super::{dm, domain, extended, memory, ops, qp, queue, xrc};
 use crate::held::Held;
+use crate::profile::{self, profile};
 use crate::{entry, fail};
 
 /// The device as programs see it, with zeroes behind it: libmlx5 and libefa look there for their own mark.
@@ -47,10 +47,11 @@ pub(crate) fn the_device() -> *mut ibv_device {
                 c: ibv_device::default(),
                 behind: [0; 512],
             };
-            (object.c.node_type, object.c.transport_type) = match device::face() {
+            let by_face = match device::face() {
                 Face::Roce | Face::Ib => (IBV_NODE_CA, IBV_TRANSPORT_IB),
                 Face::Iwarp => (IBV_NODE_RNIC, IBV_TRANSPORT_IWARP),
             };
+            (object.c.node_type, object.c.transport_type) = profile().node.unwrap_or(by_face);
             put(&mut object.c.name, device::NAME);
             put(&mut object.c.dev_name, device::NAME);
             put(
@@ -131,28 +132,31 @@ unsafe extern "C" fn compat() -> *mut std::ffi::c_void {
 
 /// Opens the device for a C program. Errno on failure.
 pub(crate) fn open() -> Result<*mut ibv_context, i32> {
+    profile::check()?;
+    let has = &profile().has;
     let engine = Context::open().map_err(|e| os_errno(&e))?;
     engine.watch();
+    let xrc = profile().types.contains(&IBV_QPT_XRC_SEND);
     let mut c = verbs_context {
         sz: size_of::<verbs_context>(),
         query_port: Some(query_port),
-        advise_mr: Some(memory::advise_mr),
-        alloc_null_mr: Some(memory::alloc_null_mr),
-        reg_dm_mr: Some(dm::reg_dm_mr),
-        alloc_dm: Some(dm::alloc_dm),
-        free_dm: Some(dm::free_dm),
-        alloc_td: Some(domain::alloc_td),
-        dealloc_td: Some(domain::dealloc_td),
-        alloc_parent_domain: Some(domain::alloc_parent_domain),
+        advise_mr: (profile().odp.general_caps != 0).then_some(memory::advise_mr),
+        alloc_null_mr: has.null_region.then_some(memory::alloc_null_mr),
+        reg_dm_mr: (profile().max_dm_size > 0).then_some(dm::reg_dm_mr),
+        alloc_dm: (profile().max_dm_size > 0).then_some(dm::alloc_dm),
+        free_dm: (profile().max_dm_size > 0).then_some(dm::free_dm),
+        alloc_td: has.domains.then_some(domain::alloc_td),
+        dealloc_td: has.domains.then_some(domain::dealloc_td),
+        alloc_parent_domain: has.domains.then_some(domain::alloc_parent_domain),
         query_device_ex: Some(extended::query_device_ex),
-        create_cq_ex: Some(extended::create_cq_ex),
-        create_qp_ex: Some(qp::create_qp_ex),
-        create_srq_ex: Some(extended::create_srq_ex),
-        get_srq_num: Some(xrc::get_srq_num),
-        open_xrcd: Some(xrc::open_xrcd),
-        close_xrcd: Some(xrc::close_xrcd),
-        modify_cq: Some(extended::modify_cq),
-        query_rt_values: Some(extended::query_rt_values),
+        create_cq_ex: has.extended_cq.then_some(extended::create_cq_ex),
+        create_qp_ex: has.extended_qp.then_some(qp::create_qp_ex),
+        create_srq_ex: (profile().max_srq > 0).then_some(extended::create_srq_ex),
+        get_srq_num: xrc.then_some(xrc::get_srq_num),
+        open_xrcd: xrc.then_some(xrc::open_xrcd),
+        close_xrcd: xrc.then_some(xrc::close_xrcd),
+        modify_cq: has.extended_cq.then_some(extended::modify_cq),
+        query_rt_values: has.extended_cq.then_some(extended::query_rt_values),
         ..verbs_context::default()
     };
     let compat: compat_op = Some(compat);
@@ -248,42 +252,37 @@ entry! {
 
 /// The attributes of the device.
 pub(crate) fn attributes() -> ibv_device_attr {
+    let p = profile();
+    let number = |n: u32| c_int::try_from(n).unwrap_or(c_int::MAX);
     let mut attr = ibv_device_attr {
         node_guid: device::node_guid().to_be(),
         sys_image_guid: device::node_guid().to_be(),
         max_mr_size: u64::MAX,
         page_size_cap: 0xffff_f000,
-        vendor_id: 0x0a_7a_70,
-        vendor_part_id: 1,
+        vendor_id: p.vendor_id,
+        vendor_part_id: p.vendor_part_id,
         hw_ver: 1,
-        max_qp: 65_536,
-        max_qp_wr: bounds::MAX_WR as c_int,
-        device_cap_flags: IBV_DEVICE_CURR_QP_STATE_MOD
-            | IBV_DEVICE_SYS_IMAGE_GUID
-            | IBV_DEVICE_RC_RNR_NAK_GEN
-            | IBV_DEVICE_SRQ_RESIZE
-            | IBV_DEVICE_N_NOTIFY_CQ
-            | IBV_DEVICE_MEM_WINDOW
-            | IBV_DEVICE_MEM_WINDOW_TYPE_2B
-            | IBV_DEVICE_XRC,
-        max_sge: bounds::MAX_SGE as c_int,
-        max_sge_rd: bounds::MAX_SGE as c_int,
-        max_cq: 65_536,
-        max_cqe: bounds::MAX_CQE as c_int,
-        max_mr: 1 << 23,
-        max_pd: 65_536,
-        max_qp_rd_atom: c_int::from(bounds::MAX_RD_ATOMIC),
-        max_res_rd_atom: c_int::from(bounds::MAX_RD_ATOMIC) * 65_536,
-        max_qp_init_rd_atom: c_int::from(bounds::MAX_RD_ATOMIC),
-        atomic_cap: IBV_ATOMIC_GLOB,
-        max_mw: 1 << 23,
-        max_mcast_grp: 4096,
-        max_mcast_qp_attach: 256,
-        max_total_mcast_qp_attach: 65_536,
-        max_ah: 1 << 23,
-        max_srq: 65_536,
-        max_srq_wr: bounds::MAX_SRQ_WR as c_int,
-        max_srq_sge: bounds::MAX_SGE as c_int,
+        max_qp: number(p.max_qp),
+        max_qp_wr: number(p.max_qp_wr),
+        device_cap_flags: p.caps,
+        max_sge: number(p.max_sge),
+        max_sge_rd: number(p.max_sge_rd),
+        max_cq: number(p.max_cq),
+        max_cqe: number(p.max_cqe),
+        max_mr: number(p.max_mr),
+        max_pd: number(p.max_pd),
+        max_qp_rd_atom: number(p.max_rd_atom),
+        max_res_rd_atom: number(p.max_rd_atom.saturating_mul(p.max_qp)),
+        max_qp_init_rd_atom: number(p.max_rd_atom),
+        atomic_cap: p.atomic_cap,
+        max_mw: number(p.max_mw),
+        max_mcast_grp: number(p.max_mcast_grp),
+        max_mcast_qp_attach: number(p.max_mcast_qp_attach),
+        max_total_mcast_qp_attach: number(p.max_mcast_qp_attach.saturating_mul(p.max_mcast_grp)),
+        max_ah: number(p.max_ah),
+        max_srq: number(p.max_srq),
+        max_srq_wr: number(p.max_srq_wr),
+        max_srq_sge: number(p.max_srq_sge),
         max_pkeys: 1,
         local_ca_ack_delay: 15,
         phys_port_cnt: 1,
@@ -321,7 +320,7 @@ fn port_attributes() -> ibv_port_attr {
         max_mtu: IBV_MTU_4096,
         active_mtu: IBV_MTU_4096,
         gid_tbl_len: gids::PLACES as c_int,
-        max_msg_sz: u32::try_from(bounds::MAX_MESSAGE).unwrap_or(u32::MAX),
+        max_msg_sz: profile().max_msg_sz,
         pkey_tbl_len: 1,
         lid,
         sm_lid: 0,

@@ -10,6 +10,7 @@ use anywarp_core::verbs::pd::Pd;
 use super::object::{PdObject, TdObject, from_c, into_c, is_lost, is_lost_context, of};
 use super::types::*;
 use crate::fail;
+use crate::profile::{Counted, Place};
 
 /// `ibv_alloc_td(3)`.
 pub(crate) unsafe extern "C" fn alloc_td(
@@ -88,6 +89,10 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
         }
         // SAFETY: as above.
         let domain = unsafe { of::<PdObject, _>(attr.pd) };
+        let place = match Place::take(Counted::Pd) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         let pd = Pd::within(&domain.engine);
         into_c(PdObject {
             c: ibv_pd {
@@ -96,6 +101,7 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
             },
             engine: Arc::new(pd),
             _td: td,
+            _place: place,
         })
     })
 }

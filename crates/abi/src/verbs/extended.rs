@@ -16,6 +16,7 @@ use super::ops::{destination_of, flags_of, imm_of, sges_of};
 use super::queue::{create_cq, create_srq};
 use super::types::*;
 use crate::fail;
+use crate::profile::profile;
 
 // ---------------------------------------------------------------------- completion queues
 
@@ -292,30 +293,24 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         if attr.is_null() || !input.is_null() && unsafe { (*input).comp_mask } != 0 {
             return libc::EINVAL;
         }
-        let datagrams = IBV_ODP_SUPPORT_SEND | IBV_ODP_SUPPORT_RECV | IBV_ODP_SUPPORT_SRQ_RECV;
-        let unacknowledged = datagrams | IBV_ODP_SUPPORT_WRITE;
-        let all = ibv_device_attr_ex {
+        let p = profile();
+        let mut all = ibv_device_attr_ex {
             orig_attr: device::attributes(),
-            odp_caps: ibv_odp_caps {
-                general_caps: IBV_ODP_SUPPORT | IBV_ODP_SUPPORT_IMPLICIT,
-                per_transport_caps: ibv_odp_transport_caps {
-                    rc_odp_caps: unacknowledged | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC,
-                    uc_odp_caps: unacknowledged,
-                    ud_odp_caps: datagrams,
-                },
-            },
-            max_dm_size: bounds::DEVICE_MEMORY_MAX as u64,
-            xrc_odp_caps: unacknowledged | IBV_ODP_SUPPORT_READ | IBV_ODP_SUPPORT_ATOMIC,
-            completion_timestamp_mask: u64::MAX,
-            hca_core_clock: 1_000_000,
-            device_cap_flags_ex: device::attributes().device_cap_flags.into(),
-            cq_mod_caps: ibv_cq_moderation_caps {
-                max_cq_count: u16::MAX,
-                max_cq_period: u16::MAX,
-            },
+            odp_caps: p.odp,
+            max_dm_size: p.max_dm_size,
+            xrc_odp_caps: p.xrc_odp,
+            device_cap_flags_ex: p.caps.into(),
             phys_port_cnt_ex: 1,
             ..ibv_device_attr_ex::default()
         };
+        if p.has.extended_cq {
+            all.completion_timestamp_mask = u64::MAX;
+            all.hca_core_clock = 1_000_000;
+            all.cq_mod_caps = ibv_cq_moderation_caps {
+                max_cq_count: u16::MAX,
+                max_cq_period: u16::MAX,
+            };
+        }
         let size = size.min(size_of::<ibv_device_attr_ex>());
         // SAFETY: the caller's struct has `size` bytes, ours too.
         unsafe {
@@ -346,12 +341,13 @@ pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
         | IBV_QP_EX_WITH_LOCAL_INV
         | IBV_QP_EX_WITH_BIND_MW
         | IBV_QP_EX_WITH_SEND_WITH_INV;
-    match kind {
+    let all = match kind {
         IBV_QPT_RC | IBV_QPT_XRC_SEND => send | write | rest,
         IBV_QPT_UC => send | write,
         IBV_QPT_UD => send,
         _ => 0,
-    }
+    };
+    all & profile().send_ops()
 }
 
 /// Puts the functions in.

@@ -17,6 +17,7 @@ use super::object::{
 };
 use super::types::*;
 use super::{device, dm};
+use crate::profile::{Counted, Place};
 use crate::{entry, fail};
 
 /// Domains by handle.
@@ -51,11 +52,16 @@ entry! {
         if context.is_null() || unsafe { is_lost_context(context) } {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
+        let place = match Place::take(Counted::Pd) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         match domains().get(&handle).and_then(Weak::upgrade) {
             Some(pd) => into_c(PdObject {
                 c: ibv_pd { context, handle },
                 engine: Arc::new(Pd::within(&pd)),
                 _td: None,
+                _place: place,
             }),
             None => fail(libc::EINVAL, std::ptr::null_mut()),
         }
@@ -90,6 +96,10 @@ entry! {
         let domain = unsafe { of::<PdObject, _>(pd) };
         // SAFETY: its context is open while it lives.
         let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
+        let place = match Place::take(Counted::Mr) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         let Some(region) = MemoryRegion::import(engine, &domain.engine, handle) else {
             return fail(libc::EINVAL, std::ptr::null_mut());
         };
@@ -107,6 +117,7 @@ entry! {
             },
             engine: region,
             device_memory: None,
+            _place: place,
         })
     }
 }

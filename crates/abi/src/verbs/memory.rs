@@ -23,6 +23,7 @@ use super::object::{
 };
 use super::ops::sges_of;
 use super::types::*;
+use crate::profile::{Counted, Place, profile};
 use crate::{entry, fail};
 
 entry! {
@@ -41,6 +42,10 @@ entry! {
         if reserve::is_scarce() {
             return fail(libc::ENOMEM, std::ptr::null_mut());
         }
+        let place = match Place::take(Counted::Pd) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         let pd = Pd::new();
         let handle = pd.id();
         let engine = Arc::new(pd);
@@ -51,7 +56,7 @@ entry! {
         }
         domains.insert(handle, Arc::downgrade(&engine));
         drop(domains);
-        into_c(PdObject { c: ibv_pd { context, handle }, engine, _td: None })
+        into_c(PdObject { c: ibv_pd { context, handle }, engine, _td: None, _place: place })
     }
 }
 
@@ -120,6 +125,10 @@ pub(crate) unsafe fn register_in(
     // SAFETY: its context is open while it lives.
     let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
     let start = addr.expose_provenance() as u64;
+    let (place, access) = match (Place::take(Counted::Mr), profile().rights_of(access)) {
+        (Ok(place), Ok(access)) => (place, access),
+        (Err(e), _) | (_, Err(e)) => return fail(e, std::ptr::null_mut()),
+    };
     match MemoryRegion::register(engine, &domain.engine, start, length as u64, iova, access) {
         Ok(region) => {
             let key = region.region().stag().0;
@@ -136,6 +145,7 @@ pub(crate) unsafe fn register_in(
                 c,
                 engine: region,
                 device_memory,
+                _place: place,
             })
         }
         Err(Some(e)) => fail(misuse("ibv_reg_mr", &e), std::ptr::null_mut()),
@@ -211,6 +221,9 @@ entry! {
         mr: *mut ibv_mr, flags: c_int, pd: *mut ibv_pd, addr: *mut c_void, length: usize, access: c_int,
     ) -> c_int, on_panic = IBV_REREG_MR_ERR_CMD, {
         const ALL: c_int = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
+        if !profile().has.reregister {
+            return fail(libc::EOPNOTSUPP, IBV_REREG_MR_ERR_CMD);
+        }
         let translation = flags & IBV_REREG_MR_CHANGE_TRANSLATION != 0;
         let domain = flags & IBV_REREG_MR_CHANGE_PD != 0;
         if mr.is_null() || flags == 0 || flags & !ALL != 0 || (domain && pd.is_null())
@@ -306,6 +319,10 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
         let domain = unsafe { of::<PdObject, _>(pd) };
         // SAFETY: its context is open while it lives.
         let engine = unsafe { ContextObject::of(domain.c.context) }.engine.engine;
+        let place = match Place::take(Counted::Mr) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         match MemoryRegion::null(engine, &domain.engine) {
             Ok(region) => {
                 let key = region.region().stag().0;
@@ -321,6 +338,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
                     },
                     engine: region,
                     device_memory: None,
+                    _place: place,
                 })
             }
             Err(e) => fail(misuse("ibv_alloc_null_mr", &e), std::ptr::null_mut()),
@@ -348,6 +366,10 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
             return fail(libc::ENOMEM, std::ptr::null_mut());
         }
         let regions = &engine.rnic.regions;
+        let place = match Place::take(Counted::Mw) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         match regions.alloc_window(domain.engine.id(), kind == IBV_MW_TYPE_2, &mut random_u32) {
             Ok(stag) => {
                 domain.engine.enter();
@@ -361,6 +383,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
                 into_c(MwObject {
                     c,
                     pd: Arc::clone(&domain.engine),
+                    _place: place,
                 })
             }
             Err(e) => fail(misuse("ibv_alloc_mw", &e), std::ptr::null_mut()),
@@ -512,6 +535,10 @@ entry! {
         }
         // SAFETY: they live (caller's promise).
         let (domain, attr) = unsafe { (of::<PdObject, _>(pd), &*attr) };
+        let place = match Place::take(Counted::Ah) {
+            Ok(place) => place,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
         match remote_ip(attr) {
             Ok(ip) => {
                 domain.engine.enter();
@@ -521,6 +548,7 @@ entry! {
                     hop_limit: if attr.is_global != 0 { attr.grh.hop_limit } else { 0 },
                     traffic_class: if attr.is_global != 0 { attr.grh.traffic_class } else { 0 },
                     pd: Arc::clone(&domain.engine),
+                    _place: place,
                 })
             }
             Err(e) => fail(misuse("ibv_create_ah", &e), std::ptr::null_mut()),

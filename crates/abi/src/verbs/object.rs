@@ -15,6 +15,7 @@ use anywarp_engine::verbs::{
 };
 
 use super::types::*;
+use crate::profile::Place;
 
 /// An opened device: what the program sees is the `context` at the end of `c`.
 #[repr(C)]
@@ -42,6 +43,7 @@ pub(crate) struct PdObject {
     pub(crate) engine: Arc<Pd>,
     /// Keeps a parent domain's thread domain.
     pub(crate) _td: Option<Arc<()>>,
+    pub(crate) _place: Place,
 }
 
 /// A thread domain.
@@ -69,6 +71,7 @@ pub(crate) struct MrObject {
     pub(crate) engine: MemoryRegion,
     /// The device memory that it lies in, and how many regions do.
     pub(crate) device_memory: Option<(Arc<DeviceMemory>, Arc<AtomicUsize>)>,
+    pub(crate) _place: Place,
 }
 
 /// A memory window.
@@ -76,6 +79,7 @@ pub(crate) struct MrObject {
 pub(crate) struct MwObject {
     pub(crate) c: ibv_mw,
     pub(crate) pd: Arc<Pd>,
+    pub(crate) _place: Place,
 }
 
 /// An address handle.
@@ -86,6 +90,7 @@ pub(crate) struct AhObject {
     pub(crate) hop_limit: u8,
     pub(crate) traffic_class: u8,
     pub(crate) pd: Arc<Pd>,
+    pub(crate) _place: Place,
 }
 
 /// A completion channel.
@@ -137,6 +142,7 @@ pub(crate) struct CqObject {
     pub(crate) users: AtomicUsize,
     /// The completion that the extended interface shows.
     pub(crate) current: std::cell::UnsafeCell<Option<super::extended::Shown>>,
+    pub(crate) _place: Place,
 }
 
 /// A shared receive queue.
@@ -149,6 +155,7 @@ pub(crate) struct SrqObject {
     pub(crate) pd: Arc<Pd>,
     pub(crate) acks: Acks,
     pub(crate) users: AtomicUsize,
+    pub(crate) _place: Place,
 }
 
 /// A queue pair.
@@ -166,6 +173,7 @@ pub(crate) struct QpObject {
     pub(crate) xrc_users: Option<Arc<AtomicUsize>>,
     /// Wrote extended operations: `ibv_qp_to_qp_ex` may be used.
     pub(crate) extended: bool,
+    pub(crate) _place: Place,
 }
 
 // SAFETY: the C structs hold pointers that the program shares between threads as it sees fit; what is ours behind them

@@ -12,6 +12,7 @@ use anywarp_core::wire::{Stag, To};
 use super::memory::bind_of;
 use super::object::{AhObject, CqObject, QpObject, SrqObject, is_lost, misuse, of};
 use super::types::*;
+use crate::profile::profile;
 
 /// A scatter/gather list of C.
 ///
@@ -181,7 +182,7 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<Work
     } else {
         None
     };
-    Ok(WorkRequest {
+    let request = WorkRequest {
         id: wr.wr_id,
         op,
         payload,
@@ -191,7 +192,9 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<Work
         destination,
         // SAFETY: it is a number, whatever bytes it has; on a queue pair of this type the member is meant.
         srq: xrc.then_some(unsafe { wr.qp_type.xrc }.remote_srqn),
-    })
+    };
+    profile().admits(&request)?;
+    Ok(request)
 }
 
 /// Walks a linked list of C requests.

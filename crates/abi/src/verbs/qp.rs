@@ -27,6 +27,7 @@ use super::object::{
 };
 use super::types::*;
 use super::xrc::XrcdObject;
+use crate::profile::{Counted, Place, profile};
 use crate::{entry, fail};
 
 /// Makes a queue pair for C.
@@ -40,7 +41,10 @@ unsafe fn create(
 ) -> Result<*mut ibv_qp, i32> {
     if init.qp_type != IBV_QPT_XRC_RECV {
         // ibv_create_qp(3): the caller learns what it has.
-        init.cap.max_inline_data = init.cap.max_inline_data.max(bounds::MIN_INLINE);
+        init.cap.max_inline_data = init
+            .cap
+            .max_inline_data
+            .max(bounds::MIN_INLINE.min(profile().max_inline));
     }
     // The rest of the caller's stays as it is.
     let init = &mut init.clone();
@@ -77,6 +81,8 @@ unsafe fn create(
     };
     // SAFETY: not null, so it lives (caller's promise).
     let srq = (!init.srq.is_null()).then(|| unsafe { of::<SrqObject, _>(init.srq) });
+    profile().admits_qp(init)?;
+    let place = Place::take(Counted::Qp)?;
     let capacity = Capacity {
         max_send_wr: init.cap.max_send_wr,
         max_recv_wr: if srq.is_some() {
@@ -170,6 +176,7 @@ unsafe fn create(
         builder: Mutex::new(Builder::default()),
         xrc_users: None,
         extended: send_ops.is_some(),
+        _place: place,
     });
     set_cookie(engine.cookie(), qp);
     Ok(qp)
@@ -199,6 +206,7 @@ unsafe fn create_xrc_receiver(
     }
     // SAFETY: as above.
     let xrcd = unsafe { of::<XrcdObject, _>(xrcd) };
+    let place = Place::take(Counted::Qp)?;
     let parts = |qpn| Parts {
         rnic: Arc::clone(&of_context.engine.engine.rnic),
         qpn,
@@ -246,6 +254,7 @@ unsafe fn create_xrc_receiver(
         builder: Mutex::new(Builder::default()),
         xrc_users: Some(users),
         extended: false,
+        _place: place,
     });
     set_cookie(engine.cookie(), qp);
     Ok(qp)
@@ -399,6 +408,15 @@ entry! {
         } else {
             None
         };
+        let p = profile();
+        if given & mask::MAX_QP_RD_ATOMIC != 0 && u32::from(attr.max_rd_atomic) > p.max_rd_atom
+            || given & mask::MAX_DEST_RD_ATOMIC != 0 && u32::from(attr.max_dest_rd_atomic) > p.max_rd_atom
+        {
+            return misuse("ibv_modify_qp", &Misuse::InvalidArgument("more RDMA Reads at once than the device does"));
+        }
+        if next == Some(State::Rts) && !p.has.connects_itself && object.engine.names_its_peer() {
+            return misuse("ibv_modify_qp", &Misuse::InvalidArgument("the profile's device connects with rdma_cm only"));
+        }
         match object.engine.modify(given, next, assumed, &attr_of(attr), route) {
             Ok(()) => {
                 if given & mask::AV != 0 {
@@ -526,6 +544,9 @@ unsafe fn group(qp: *mut ibv_qp, gid: *const ibv_gid, join: bool) -> c_int {
     }
     // SAFETY: they live (caller's promise).
     let (object, gid) = unsafe { (of::<QpObject, _>(qp), &*gid) };
+    if profile().max_mcast_grp == 0 {
+        return libc::EOPNOTSUPP;
+    }
     match object.engine.multicast(gid_ip(gid), join) {
         Ok(()) => 0,
         Err(e) => misuse("ibv_attach_mcast", &e),

@@ -14,6 +14,7 @@ use super::object::{
 };
 use super::types::*;
 use crate::held::Held;
+use crate::profile::{Counted, Place, profile};
 use crate::{entry, fail};
 
 /// Waits until a descriptor is readable; the calling thread moves bytes meanwhile. False when a signal handler ran that
@@ -122,6 +123,10 @@ pub(crate) unsafe fn create_cq(
     }
     // SAFETY: not null, so it lives (caller's promise).
     let channel_object = (!channel.is_null()).then(|| unsafe { of::<ChannelObject, _>(channel) });
+    if cqe > profile().max_cqe {
+        return Err(libc::EINVAL);
+    }
+    let place = Place::take(Counted::Cq)?;
     let engine = CompletionQueue::new(
         &object.engine,
         cqe,
@@ -145,6 +150,7 @@ pub(crate) unsafe fn create_cq(
         async_acks: Acks::default(),
         users: AtomicUsize::new(0),
         current: std::cell::UnsafeCell::new(None),
+        _place: place,
     });
     set_cookie(&engine.cookie, cq);
     Ok(cq)
@@ -209,8 +215,11 @@ entry! {
     /// `cq` lives.
     unsafe fn ibv_resize_cq(cq: *mut ibv_cq, cqe: c_int) -> c_int, on_panic = libc::EIO, {
         let Ok(size) = u32::try_from(cqe) else { return libc::EINVAL };
-        if cq.is_null() || size == 0 || size > anywarp_core::bounds::MAX_CQE {
+        if cq.is_null() || size == 0 || size > profile().max_cqe {
             return libc::EINVAL;
+        }
+        if !profile().has.resize_cq {
+            return libc::EOPNOTSUPP;
         }
         // SAFETY: lives (caller's promise).
         if unsafe { is_lost::<CqObject, _>(cq) } {
@@ -324,6 +333,8 @@ pub(crate) unsafe fn create_srq(
     let domain = unsafe { of::<PdObject, _>(pd) };
     // SAFETY: its context is open while it lives.
     let object = unsafe { ContextObject::of(domain.c.context) };
+    profile().admits_srq(attr)?;
+    let place = Place::take(Counted::Srq)?;
     let engine = SharedReceive::new(
         &object.engine,
         attr.max_wr,
@@ -346,6 +357,7 @@ pub(crate) unsafe fn create_srq(
         pd: Arc::clone(&domain.engine),
         acks: Acks::default(),
         users: AtomicUsize::new(0),
+        _place: place,
     });
     set_cookie(&engine.cookie, srq);
     Ok(srq)
@@ -385,6 +397,9 @@ entry! {
         }
         // SAFETY: they live (caller's promise).
         let (object, attr) = unsafe { (of::<SrqObject, _>(srq), &*attr) };
+        if mask & IBV_SRQ_MAX_WR != 0 && (!profile().has.resize_srq || attr.max_wr > profile().max_srq_wr) {
+            return libc::EINVAL;
+        }
         let max_wr = (mask & IBV_SRQ_MAX_WR != 0).then_some(attr.max_wr);
         let limit = (mask & IBV_SRQ_LIMIT != 0).then_some(attr.srq_limit);
         match object.engine.modify(max_wr, limit) {
