@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 13] = [
+const PROGRAMS: [&str; 14] = [
     "selftest",
     "cm",
     "access",
@@ -15,6 +15,7 @@ const PROGRAMS: [&str; 13] = [
     "chaos",
     "fork",
     "hostile",
+    "profiles",
     "scale",
     "scarce",
     "strangers",
