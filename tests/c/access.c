@@ -355,6 +355,90 @@ static const char *rereg(size_t arg)
 	return all_bytes(other.at, 64, 0, "memory whose right was taken");
 }
 
+/* Whether a Write into a region, from a queue pair to one of another protection domain or of its own, is let in. */
+static const char *write_into(struct pair *p, const struct region *mine, struct ibv_mr *mr, void *at, bool good)
+{
+	struct ibv_sge sge = sge_of(mine, 0, 64);
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_RDMA_WRITE, &sge, 1);
+
+	wr.wr.rdma.remote_addr = (uintptr_t)at;
+	wr.wr.rdma.rkey = mr->rkey;
+	TRY(post(p->a.qp, &wr));
+	return expect_status(p->a.scq, 1, good ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR);
+}
+
+/* ibv_rereg_mr moves a region to another protection domain, alone and together with all else, under the same keys. */
+static const char *rereg_domain(size_t everything)
+{
+	struct region mine, theirs, other;
+	struct pair one, two;
+	uint32_t lkey, rkey;
+	int rc;
+
+	TRY(open_pair(&one, &usual));
+	TRY(open_pair(&two, &usual));
+	TRY(new_region(&mine, two.a.pd, 64, 0));
+	TRY(new_region(&other, two.b.pd, 64, 0));
+	TRY(new_region(&theirs, one.b.pd, 64, everything ? 0 : ALL_ACCESS));
+	lkey = theirs.mr->lkey;
+	rkey = theirs.mr->rkey;
+	memset(mine.at, 0x67, 64);
+	/* A domain that a region was moved to is in use; the one it left is not. */
+	if (everything)
+		rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD |
+				  IBV_REREG_MR_CHANGE_ACCESS, two.b.pd, other.at, 64, ALL_ACCESS);
+	else
+		rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_PD, two.b.pd, NULL, 0, 0);
+	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
+		SKIP("the device has no ibv_rereg_mr");
+	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	ENSURE(theirs.mr->pd == two.b.pd, "the region tells of its old domain");
+	ENSURE(theirs.mr->lkey == lkey && theirs.mr->rkey == rkey, "the region has other keys");
+	ENSURE(!everything || (theirs.mr->addr == other.at && theirs.mr->length == 64), "the region tells of its old place");
+	TRY(write_into(&two, &mine, theirs.mr, everything ? other.at : theirs.at, true));
+	TRY(all_bytes(everything ? other.at : theirs.at, 64, 0x67, "what was written"));
+	TRY(all_bytes(everything ? theirs.at : other.at, 64, FRESH, "what was not"));
+	/* The queue pair of the old domain cannot reach it any more. */
+	TRY(new_region(&mine, one.a.pd, 64, 0));
+	return write_into(&one, &mine, theirs.mr, theirs.at, false);
+}
+
+/* What ibv_rereg_mr refuses leaves the region as it was. */
+static const char *rereg_refused(size_t arg)
+{
+	const int all = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
+	struct region mine, theirs;
+	struct ibv_mr *null;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&mine, p.a.pd, 64, 0));
+	TRY(new_region(&theirs, p.b.pd, 64, ALL_ACCESS));
+	memset(mine.at, 0x68, 64);
+#define REFUSES(flags, pd, at, len, access) do { \
+		errno = 0; \
+		rc = ibv_rereg_mr(theirs.mr, flags, pd, at, len, access); \
+		ENSURE(rc && errno, "ibv_rereg_mr(" #flags ", " #pd ", " #at ", " #len ", " #access ") gives %d", rc); \
+	} while (0)
+	REFUSES(0, NULL, NULL, 0, 0);
+	REFUSES(all + 1, p.b.pd, theirs.at, 64, 0);
+	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, theirs.at, 0, 0);
+	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, (void *)4096, 64, 0); /* nothing is there */
+	REFUSES(IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE); /* and no local write */
+	ENSURE(theirs.mr->addr == theirs.at && theirs.mr->length == 64 && theirs.mr->pd == p.b.pd, "the region changed");
+	TRY(write_into(&p, &mine, theirs.mr, theirs.at, true));
+	TRY(all_bytes(theirs.at, 64, 0x68, "the region"));
+	null = ibv_alloc_null_mr(p.a.pd);
+	if (!null)
+		return NULL; /* few devices have it */
+	keep(close_mr, null, "null region");
+	rc = ibv_rereg_mr(null, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, mine.at, 64, 0);
+	ENSURE(rc == IBV_REREG_MR_ERR_INPUT, "ibv_rereg_mr of a null region gives %d", rc);
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- states and masks */
 
 /* What ibv_modify_qp(3) asks for, by type and step. */
@@ -880,6 +964,140 @@ static const char *nothing_left_behind(size_t arg)
 	return not_readable(device->async_fd, QUIET_MS);
 }
 
+/* ---------------------------------------------------------------- draining, migration, ECE */
+
+static const char *to_sqd(struct ibv_qp *qp, bool notify)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_SQD, .en_sqd_async_notify = notify };
+	int rc = ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY);
+
+	ENSURE(!rc, "ibv_modify_qp to SQD: %s", strerror(rc));
+	return NULL;
+}
+
+static const char *draining(struct ibv_qp *qp, bool expected)
+{
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	int rc = ibv_query_qp(qp, &attr, IBV_QP_STATE | IBV_QP_EN_SQD_ASYNC_NOTIFY, &init);
+
+	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
+	ENSURE(attr.qp_state == IBV_QPS_SQD, "state %d", attr.qp_state);
+	ENSURE(attr.sq_draining == expected, "sq_draining %d", attr.sq_draining);
+	return NULL;
+}
+
+/*
+ * SQD lets what was begun end, says so, and holds back what is posted then until the queue pair is in RTS again.
+ */
+static const char *drain(size_t notify)
+{
+	struct want w = { .min_rnr = 1 };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_SQD, .rnr_retry = 6 };
+	struct ibv_send_wr wr;
+	struct region from, to;
+	struct ibv_sge sge;
+	struct pair p;
+	int rc;
+
+	TRY(open_pair(&p, &w));
+	TRY(new_region(&from, p.a.pd, 1 << 20, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, p.b.pd, 1 << 20, ALL_ACCESS));
+	fill_pattern(to.at, to.len, 5);
+	/* Once they have talked, what is posted is begun at once. */
+	TRY(post_recv(p.b.qp, 11, NULL, 0));
+	wr = send_wr(0, IBV_WR_SEND, NULL, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 0, IBV_WC_SEND, NULL));
+	TRY(expect_ok(p.b.rcq, 11, IBV_WC_RECV, NULL));
+	sge = sge_of(&from, 0, from.len);
+	wr = rdma_wr(1, IBV_WR_RDMA_READ, &sge, 1, &to, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(to_sqd(p.a.qp, notify));
+	wr = send_wr(2, IBV_WR_SEND, NULL, 0);
+	TRY(post_recv(p.b.qp, 12, NULL, 0));
+	TRY(post(p.a.qp, &wr));
+	/* Changing an attribute meanwhile does not take the question back. */
+	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_RNR_RETRY);
+	ENSURE(!rc, "ibv_modify_qp in SQD: %s", strerror(rc));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_READ, NULL));
+	TRY(same_pattern(from.at, from.len, 5));
+	if (notify)
+		TRY(async_event(IBV_EVENT_SQ_DRAINED, p.a.qp));
+	TRY(draining(p.a.qp, false));
+	TRY(no_wc(p.b.rcq, QUIET_MS));
+	TRY(not_readable(device->async_fd, 0));
+	TRY(to_state(p.a.qp, IBV_QPS_RTS));
+	TRY(expect_ok(p.b.rcq, 12, IBV_WC_RECV, NULL));
+	return expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL);
+}
+
+/* With nothing outstanding it is drained at once, of every type. */
+static const char *drained_at_once(size_t type)
+{
+	struct want w = { .type = (enum ibv_qp_type)type };
+	struct pair p;
+
+	TRY(open_pair(&p, &w));
+	TRY(to_sqd(p.a.qp, true));
+	TRY(async_event(IBV_EVENT_SQ_DRAINED, p.a.qp));
+	return to_state(p.a.qp, IBV_QPS_RTS);
+}
+
+/* A device without IBV_DEVICE_AUTO_PATH_MIG takes no second path, and goes on with the first. */
+static const char *no_second_path(size_t arg)
+{
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_pair(&p, &usual));
+	if (device_attr.device_cap_flags & IBV_DEVICE_AUTO_PATH_MIG)
+		SKIP("the device migrates paths");
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .alt_port_num = PORT, .alt_timeout = 14,
+				     .alt_ah_attr = address_of(&local_gid, port_attr.lid, false) };
+	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_ALT_PATH);
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp with an alternate path gives %d", rc);
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .path_mig_state = IBV_MIG_REARM };
+	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_PATH_MIG_STATE);
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp to REARM gives %d", rc);
+	/* Where it is already it may stay. */
+	attr.path_mig_state = IBV_MIG_MIGRATED;
+	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_PATH_MIG_STATE);
+	ENSURE(!rc, "ibv_modify_qp to MIGRATED: %s", strerror(rc));
+	rc = ibv_query_qp(p.a.qp, &attr, IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH, &init);
+	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
+	ENSURE(attr.path_mig_state == IBV_MIG_MIGRATED && !attr.alt_port_num, "a path that was refused is there");
+	TRY(post_recv(p.b.qp, 2, NULL, 0));
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, 2, IBV_WC_RECV, NULL));
+	return expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL);
+}
+
+/* A device without options for enhanced connection establishment says so. */
+static const char *no_options(size_t arg)
+{
+	struct ibv_ece ece = { .vendor_id = 0x15b3, .options = 1 }, none = { 0 };
+	struct pair p;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_end(&p.a, &usual));
+	rc = ibv_query_ece(p.a.qp, &none);
+	if (!rc)
+		SKIP("the device has options");
+	ENSURE(rc == EOPNOTSUPP, "ibv_query_ece gives %d", rc);
+	rc = ibv_set_ece(p.a.qp, &ece);
+	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece gives %d", rc);
+	rc = ibv_set_ece(p.a.qp, &none);
+	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece of none gives %d", rc);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "flags_write", remote_flags, WRITE, 0, false },
 	{ "flags_read", remote_flags, READ, 0, false },
@@ -901,6 +1119,16 @@ static const struct test tests[] = {
 	{ "dereg_ends_access", dereg_ends_access, 20, 0, false },
 	{ "old_key", old_key, 0, 0, false },
 	{ "rereg", rereg, 0, 0, false },
+	{ "rereg_domain", rereg_domain, 0, 0, false },
+	{ "rereg_everything", rereg_domain, 1, 0, false },
+	{ "rereg_refused", rereg_refused, 0, 0, false },
+	{ "drain", drain, true, 0, false },
+	{ "drain_unasked", drain, false, 0, false },
+	{ "drained_rc", drained_at_once, IBV_QPT_RC, 0, false },
+	{ "drained_uc", drained_at_once, IBV_QPT_UC, 0, false },
+	{ "drained_ud", drained_at_once, IBV_QPT_UD, 0, false },
+	{ "no_second_path", no_second_path, 0, 0, false },
+	{ "no_options", no_options, 0, 0, false },
 	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
 	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },
 	{ "masks_ud", required_masks, IBV_QPT_UD, 0, false },

@@ -987,6 +987,7 @@ static const char *options(size_t arg)
 	struct rdma_conn_param p = params(NULL, 0);
 	struct ibv_qp_init_attr init;
 	struct ibv_qp_attr attr;
+	struct ibv_ece ece = { .vendor_id = 0x15b3, .options = 1 };
 	uint8_t timeout = 17, tos = 8;
 	struct scene s;
 	struct told t;
@@ -1000,6 +1001,9 @@ static const char *options(size_t arg)
 	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &timeout, sizeof timeout),
 	       "ACK_TIMEOUT: %s", strerror(errno));
 	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, 999, &tos, sizeof tos) == -1, "an unknown option is taken");
+	ENSURE(!rdma_set_local_ece(s.client, &ece), "rdma_set_local_ece: %s", strerror(errno));
+	ENSURE(!rdma_get_remote_ece(s.client, &ece) && !ece.vendor_id && !ece.options, "rdma_get_remote_ece");
+	ENSURE(rdma_set_local_ece(s.client, &ece) == -1 && errno == EINVAL, "options of no vendor are taken");
 	TRY(resolve(&s, s.client));
 	TRY(give_qp(s.client));
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));

@@ -546,7 +546,10 @@ impl Connection {
             }
             State::Sqd => {
                 self.state = State::Sqd;
-                self.drain_asked = given & mask::EN_SQD_ASYNC_NOTIFY != 0;
+                // A change of attributes while it drains does not take the question back.
+                if before != State::Sqd {
+                    self.drain_asked = given & mask::EN_SQD_ASYNC_NOTIFY != 0;
+                }
                 self.check_drained();
             }
             _ => self.state = to,
@@ -911,6 +914,11 @@ impl Connection {
             return;
         }
         self.check_drained();
+    }
+
+    /// Whether it is in SQD and requests that were begun are still under way.
+    pub fn is_draining(&self) -> bool {
+        self.state == State::Sqd && self.sq.has_outstanding()
     }
 
     fn check_drained(&mut self) {

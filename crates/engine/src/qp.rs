@@ -193,6 +193,11 @@ impl RcQp {
         (inner.conn.state(), *inner.conn.attr())
     }
 
+    /// Whether it is on its way to having nothing outstanding (`sq_draining`).
+    pub fn is_draining(&self) -> bool {
+        self.lock().conn.is_draining()
+    }
+
     /// Where its peer is, if it was told.
     pub fn route(&self) -> Option<Route> {
         self.lock().route

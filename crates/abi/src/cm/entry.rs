@@ -1741,13 +1741,17 @@ entry! {
 }
 
 entry! {
-    /// `rdma_set_local_ece`: only "none" can be set.
+    /// `rdma_set_local_ece(3)`: checked, and told to nobody: MPA has no field for it, and an iWARP peer knows none.
     ///
     /// # Safety
-    /// `ece` is null or valid.
+    /// `id` and `ece` are null or valid.
     unsafe fn rdma_set_local_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, on_panic = -1, {
+        if id.is_null() || ece.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
         // SAFETY: not null, so valid (caller's promise).
-        if id.is_null() || ece.is_null() || unsafe { (*ece).vendor_id } != 0 {
+        let (made, ece) = unsafe { (!(*id).qp.is_null(), &*ece) };
+        if made || ece.vendor_id == 0 || ece.comp_mask != 0 {
             return fail(libc::EINVAL, -1);
         }
         0
@@ -1755,12 +1759,13 @@ entry! {
 }
 
 entry! {
-    /// `rdma_get_remote_ece`: none.
+    /// `rdma_get_remote_ece(3)`: none.
     ///
     /// # Safety
-    /// `ece` is a valid place.
+    /// `id` is null or lives, `ece` is a valid place.
     unsafe fn rdma_get_remote_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, on_panic = -1, {
-        if id.is_null() || ece.is_null() {
+        // SAFETY: not null, so it lives (caller's promise).
+        if id.is_null() || ece.is_null() || !unsafe { (*id).qp }.is_null() {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: not null, so valid (caller's promise).

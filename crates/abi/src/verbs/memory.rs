@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anywarp_core::error::Misuse;
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::mr::{Access, Kind};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
 use anywarp_core::wire::{Stag, To};
@@ -234,6 +234,10 @@ entry! {
         // SAFETY: lives (caller's promise).
         if unsafe { is_lost::<MrObject, _>(mr) } {
             return fail(libc::ENODEV, IBV_REREG_MR_ERR_CMD);
+        }
+        // SAFETY: lives (caller's promise).
+        if matches!(unsafe { of::<MrObject, _>(mr) }.engine.region().kind(), Kind::Null { .. }) {
+            return fail(libc::EINVAL, IBV_REREG_MR_ERR_INPUT);
         }
         let change = Reregistration {
             range: translation.then(|| (addr.expose_provenance() as u64, length as u64)),

@@ -388,7 +388,14 @@ entry! {
         }
         // SAFETY: they live (caller's promise).
         let (object, attr) = unsafe { (of::<QpObject, _>(qp), &*attr) };
-        let given = given.cast_unsigned();
+        let mut given = given.cast_unsigned();
+        let migrates = given & mask::PATH_MIG_STATE != 0 && attr.path_mig_state != IBV_MIG_MIGRATED;
+        if given & mask::ALT_PATH != 0 || migrates {
+            return misuse("ibv_modify_qp", &Misuse::Unsupported("path migration: there is one path, and the kernel finds it"));
+        }
+        if attr.en_sqd_async_notify == 0 && attr.qp_state == IBV_QPS_SQD {
+            given &= !mask::EN_SQD_ASYNC_NOTIFY;
+        }
         let next = if given & mask::STATE != 0 {
             match State::from_number(attr.qp_state) {
                 Some(state) => Some(state),
@@ -455,7 +462,13 @@ entry! {
         let fresh = device::face() == device::Face::Iwarp && state == State::Reset;
         let state = if fresh { State::Init } else { state };
         let made = *object.init.lock().unwrap_or_else(PoisonError::into_inner);
+        let draining = match &object.engine {
+            QueuePair::Rc(rc) => rc.is_draining(),
+            // What is handed to UDP is done.
+            QueuePair::Dgram(_) => false,
+        };
         let out = ibv_qp_attr {
+            sq_draining: draining.into(),
             qp_state: state as ibv_qp_state,
             cur_qp_state: state as ibv_qp_state,
             path_mtu: a.path_mtu.into(),
@@ -576,32 +589,22 @@ entry! {
 }
 
 entry! {
-    /// `ibv_query_ece(3)`: no enhanced connection establishment.
+    /// `ibv_query_ece(3)`: the device has no options for enhanced connection establishment.
     ///
     /// # Safety
-    /// `ece` is a valid place.
-    unsafe fn ibv_query_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int, on_panic = libc::EIO, {
-        if ece.is_null() {
-            return libc::EINVAL;
-        }
-        // SAFETY: not null, so valid (caller's promise).
-        unsafe { ece.write(ibv_ece::default()) };
-        0
+    /// None needed.
+    unsafe fn ibv_query_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int, on_panic = libc::EIO, {
+        libc::EOPNOTSUPP
     }
 }
 
 entry! {
-    /// `ibv_set_ece(3)`: only "none" can be set.
+    /// `ibv_set_ece(3)`: as for `ibv_query_ece`.
     ///
     /// # Safety
-    /// `ece` is valid.
-    unsafe fn ibv_set_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int, on_panic = libc::EIO, {
-        if ece.is_null() {
-            return libc::EINVAL;
-        }
-        // SAFETY: not null, so valid (caller's promise).
-        let ece = unsafe { &*ece };
-        if ece.vendor_id == 0 { 0 } else { libc::EOPNOTSUPP }
+    /// None needed.
+    unsafe fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int, on_panic = libc::EIO, {
+        fail(libc::EOPNOTSUPP, libc::EOPNOTSUPP)
     }
 }
 
