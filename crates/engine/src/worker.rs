@@ -614,14 +614,20 @@ impl Engine {
     /// Returns after some time in any case, so that the caller can look again; `Err` when a signal handler ran that
     /// wants calls to be interrupted.
     pub fn work_until_readable(&self, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
+        self.work_for(WAIT_WORKING, fd)
+    }
+
+    /// The same, for `time` at most, which is no longer than [`WAIT_WORKING`].
+    pub fn work_for(&self, time: Duration, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
         use rustix::event::{PollFd, PollFlags};
-        let until = clock::now() + WAIT_WORKING;
+        let time = time.min(WAIT_WORKING);
+        let until = clock::now() + time;
         loop {
             let now = clock::now();
             if now >= until {
                 return Ok(());
             }
-            let lease = WAIT_WORKING + LEASE;
+            let lease = time + LEASE;
             self.lease_until
                 .store(self.nanos(now + lease), Ordering::Release);
             self.renew_at.store(self.nanos(now), Ordering::Relaxed);

@@ -866,12 +866,14 @@ impl Stream {
             Phase::Connecting => 0,
             Phase::Closed => libc::POLLNVAL,
             Phase::Over => {
-                let error = if self.broken.is_some() {
-                    libc::POLLERR
-                } else {
-                    0
+                // Programs take a hang-up for the end: it is told when all is read, as a TCP socket tells it late.
+                let unread = self.end.as_ref().is_some_and(|e| e.receiver.readable() > 0);
+                let end = match (unread, self.broken) {
+                    (true, _) => 0,
+                    (false, None) => libc::POLLHUP,
+                    (false, Some(_)) => libc::POLLHUP | libc::POLLERR,
                 };
-                input | output | libc::POLLHUP | libc::POLLRDHUP | error
+                input | output | libc::POLLRDHUP | end
             }
             Phase::Open => {
                 let mut ready = 0;

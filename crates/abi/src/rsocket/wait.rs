@@ -82,8 +82,8 @@ pub(super) fn wait(
     until: Option<Instant>,
 ) -> Result<(), Interrupted> {
     let left = |until: Instant| until.saturating_duration_since(Instant::now());
-    if others.is_empty() && until.is_none_or(|t| left(t) > WAIT_WORKING) {
-        engine.work_until_readable(bell.fd())?;
+    if others.is_empty() {
+        engine.work_for(until.map_or(WAIT_WORKING, left), bell.fd())?;
         if !bell.is_empty() {
             return Ok(());
         }
