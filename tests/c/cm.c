@@ -687,6 +687,57 @@ static const char *migrate(size_t arg)
 	return NULL;
 }
 
+struct mover {
+	struct rdma_cm_id *id;
+	struct rdma_event_channel *to;
+	int rc, done; /* a pipe's end */
+};
+
+static void *move_id(void *arg)
+{
+	struct mover *m = arg;
+
+	m->rc = rdma_migrate_id(m->id, m->to);
+	if (write(m->done, "x", 1) != 1)
+		m->rc = -2;
+	return NULL;
+}
+
+/* An id moves when nobody looks at an event from its old channel any more. */
+static const char *migrate_waits(size_t arg)
+{
+	struct rdma_event_channel *other;
+	struct rdma_cm_event *held;
+	const char *blocked;
+	struct mover m;
+	pthread_t thread;
+	struct scene s;
+	int ends[2];
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_event_channel(&other));
+	ENSURE(!pipe(ends), "pipe");
+	keep(close_fd, (void *)(intptr_t)ends[0], "pipe");
+	keep(close_fd, (void *)(intptr_t)ends[1], "pipe");
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	ENSURE(!rdma_resolve_addr(s.client, NULL, sa(&s.address), 2000), "rdma_resolve_addr: %s", strerror(errno));
+	TRY(readable(s.client_channel->fd, WAIT_MS));
+	ENSURE(!rdma_get_cm_event(s.client_channel, &held), "rdma_get_cm_event: %s", strerror(errno));
+	m = (struct mover){ .id = s.client, .to = other, .done = ends[1] };
+	ENSURE(!pthread_create(&thread, NULL, move_id, &m), "pthread_create");
+	blocked = not_readable(ends[0], QUIET_MS);
+	rdma_ack_cm_event(held);
+	ENSURE(!pthread_join(thread, NULL), "pthread_join");
+	if (blocked)
+		return "it moves while an event is held";
+	ENSURE(!m.rc, "rdma_migrate_id gives %d", m.rc);
+	ENSURE(!rdma_resolve_route(s.client, 2000), "rdma_resolve_route: %s", strerror(errno));
+	TRY(event(other, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL));
+	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+	return NULL;
+}
+
 /* A channel without events does not block who asks for that. */
 static const char *nonblocking_channel(size_t arg)
 {
@@ -1350,6 +1401,7 @@ static const struct test tests[] = {
 	{ "addresses", addresses, AF_INET, 0, false },
 	{ "addresses_ipv6", addresses, AF_INET6, 0, false },
 	{ "migrate", migrate, 0, 0, false },
+	{ "migrate_waits", migrate_waits, 0, 0, false },
 	{ "nonblocking_channel", nonblocking_channel, 0, 0, false },
 	{ "synchronous", synchronous, 0, 0, false },
 	{ "endpoints", endpoints, 0, 0, false },

@@ -972,7 +972,8 @@ entry! {
 }
 
 entry! {
-    /// `rdma_migrate_id(3)`: without a channel the identifier becomes synchronous.
+    /// `rdma_migrate_id(3)`: without a channel the identifier becomes synchronous. Waits until the events that were taken
+    /// from the old channel are acknowledged.
     ///
     /// # Safety
     /// `id` lives, `channel` is null or lives.
@@ -985,6 +986,10 @@ entry! {
             return fail(libc::ENODEV, -1);
         }
         let sync = channel.is_null();
+        // SAFETY: as above.
+        if sync && unsafe { of::<IdObject, _>(id) }.sync.load(Ordering::Relaxed) {
+            return fail(libc::EINVAL, -1);
+        }
         // SAFETY: none needed.
         let channel = if sync { unsafe { rdma_create_event_channel() } } else { channel };
         if channel.is_null() {
@@ -1002,6 +1007,8 @@ entry! {
             // SAFETY: made for this identifier alone.
             unsafe { rdma_destroy_event_channel(old) };
         }
+        // SAFETY: lives.
+        unsafe { of::<IdObject, _>(id) }.acks.wait_for_past();
         0
     }
 }

@@ -130,6 +130,18 @@ impl Acks {
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
+
+    /// Waits for those that were delivered before; more may be meanwhile.
+    pub(crate) fn wait_for_past(&self) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let delivered = counts.0;
+        while delivered > counts.1 {
+            counts = self
+                .changed
+                .wait(counts)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
 }
 
 /// A completion queue.
