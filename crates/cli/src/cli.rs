@@ -76,6 +76,10 @@ pub(crate) struct Run {
     #[arg(long, value_name = "LEVEL", value_enum)]
     pub(crate) log: Option<LogLevel>,
 
+    /// Give the device the limits of another one, and nothing that it lacks (sets ANYWARP_DEVICE_PROFILE)
+    #[arg(long, value_name = "DEVICE", value_enum)]
+    pub(crate) profile: Option<DeviceProfile>,
+
     /// Do not preload the path shim, which shows the device under /dev/infiniband and /sys/class/infiniband
     #[arg(long)]
     pub(crate) no_path_shim: bool,
@@ -179,6 +183,34 @@ impl LogLevel {
     }
 }
 
+/// Devices whose limits ours can have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceProfile {
+    /// None: all that there is
+    Anywarp,
+    /// Linux's software iWARP: reliable connections by rdma_cm, no atomics, no immediate data
+    Siw,
+    /// Linux's software RoCE
+    Rxe,
+    /// A ConnectX-6 Dx
+    Mlx5,
+    /// An Elastic Fabric Adapter: datagrams only
+    Efa,
+}
+
+impl DeviceProfile {
+    /// The value that ANYWARP_DEVICE_PROFILE takes.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Anywarp => "anywarp",
+            Self::Siw => "siw",
+            Self::Rxe => "rxe",
+            Self::Mlx5 => "mlx5",
+            Self::Efa => "efa",
+        }
+    }
+}
+
 /// A variable that the device or the command reads.
 pub(crate) struct Variable {
     /// Its name.
@@ -210,6 +242,14 @@ pub(crate) const VARIABLES: &[Variable] = &[
         value: "roce|iwarp|ib",
         text: "What the device calls itself; roce when unset. It changes only what queries report, for \
                programs that behave differently by type. What travels is the same.",
+    },
+    Variable {
+        name: "ANYWARP_DEVICE_PROFILE",
+        value: "anywarp|siw|rxe|mlx5|efa",
+        text: "A device whose limits are shown and enforced, and whose missing features are missing, so that \
+               code can be tried against it: Linux's software iWARP (siw) or software RoCE (rxe), a \
+               ConnectX-6 Dx (mlx5), an Elastic Fabric Adapter without SRD (efa). `anywarp run --profile` sets it. \
+               What travels is the same. With another value the device does not open.",
     },
     Variable {
         name: "ANYWARP_CRC",

@@ -51,6 +51,9 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     if let Some(level) = args.log {
         command.env("ANYWARP_LOG", level.as_str());
     }
+    if let Some(profile) = args.profile {
+        command.env("ANYWARP_DEVICE_PROFILE", profile.as_str());
+    }
     if let Some(address) = args.device_ip {
         command.env("ANYWARP_ADDR", address.to_string());
     }

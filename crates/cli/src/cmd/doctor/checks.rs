@@ -5,7 +5,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use clap::ValueEnum;
+
 use super::Line;
+use crate::cli::DeviceProfile;
 use crate::library::Library;
 use crate::sys;
 
@@ -132,6 +135,8 @@ pub(super) fn library(library: &Library) -> Vec<Line> {
             ));
         }
     }
+    let profile = std::env::var("ANYWARP_DEVICE_PROFILE").unwrap_or_default();
+    lines.extend(device_profile(&profile));
     if library.path_shim().is_none() {
         lines.push(Line::warn(
             "path shim",
@@ -140,6 +145,30 @@ pub(super) fn library(library: &Library) -> Vec<Line> {
         ));
     }
     lines
+}
+
+/// What the environment asks the device to be like.
+fn device_profile(name: &str) -> Option<Line> {
+    if name.is_empty() || name == DeviceProfile::Anywarp.as_str() {
+        return None;
+    }
+    let known: Vec<&str> = DeviceProfile::value_variants()
+        .iter()
+        .map(|p| p.as_str())
+        .collect();
+    Some(if known.contains(&name) {
+        Line::warn(
+            "device profile",
+            format!("{name}: programs find that device's limits, and not what it lacks"),
+            "unset ANYWARP_DEVICE_PROFILE for all that there is; the self-test goes without it",
+        )
+    } else {
+        Line::fail(
+            "device profile",
+            format!("ANYWARP_DEVICE_PROFILE={name}: no such profile, and no device opens"),
+            format!("set it to one of {}, or unset it", known.join(", ")),
+        )
+    })
 }
 
 /// A feature, whether it is there, and what is lost without it.
@@ -263,6 +292,16 @@ fn open_files(limits: &str) -> Option<(&str, &str)> {
 mod tests {
     use super::super::Level;
     use super::*;
+
+    #[test]
+    fn a_device_profile_is_told_and_an_unknown_one_is_a_fault() {
+        assert!(device_profile("").is_none());
+        assert!(device_profile("anywarp").is_none());
+        let known = device_profile("siw").unwrap();
+        assert!(known.found.starts_with("siw"), "{}", known.found);
+        let unknown = device_profile("siv").unwrap();
+        assert!(unknown.advice.unwrap().contains("siw"));
+    }
 
     #[test]
     fn limits_are_read() {

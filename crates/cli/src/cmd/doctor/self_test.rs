@@ -37,6 +37,8 @@ fn run_program(library: &Library, args: &[&str], time: Duration) -> io::Result<O
     let mut child = Command::new(program)
         .args(args)
         .envs(library.variables(false, |name| env::var_os(name)))
+        // All that there is, and not what another device has of it.
+        .env_remove("ANYWARP_DEVICE_PROFILE")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
