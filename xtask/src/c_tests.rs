@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 14] = [
+const PROGRAMS: [&str; 15] = [
     "selftest",
     "cm",
     "access",
@@ -15,6 +15,7 @@ const PROGRAMS: [&str; 14] = [
     "chaos",
     "fork",
     "hostile",
+    "nccl",
     "profiles",
     "scale",
     "scarce",

@@ -8,7 +8,7 @@
 //!   headers and are held against them by the test in `layout`.
 //! - [`rsocket`]: sockets over RDMA, which librdmacm has too.
 //! - `profile`: the limits of other devices.
-//! - [`pending`]: public symbols that only fail so far; [`mod@refuse`]: how a symbol only fails.
+//! - [`pending`]: public symbols of what this device does not have; [`mod@refuse`]: how a symbol only fails.
 //! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
 //!   `cargo xtask matrix` compares with the distribution's libraries.
 
@@ -37,6 +37,9 @@ static MEMORY: anywarp_engine::reserve::Allocator = anywarp_engine::reserve::All
 use std::any::Any;
 use std::ffi::c_int;
 
+#[doc(hidden)]
+pub use anywarp_engine::sys::Uncancelled;
+
 /// Exports a C entry point under its own name.
 ///
 /// ```text
@@ -50,7 +53,7 @@ use std::ffi::c_int;
 /// ```
 ///
 /// A panic must not cross into C: it is caught, the device counts as broken (`anywarp_engine::fatal`), `errno` becomes
-/// `EIO`, and the caller gets `on_panic`.
+/// `EIO`, and the caller gets `on_panic`. The thread is not cancelled in it.
 #[macro_export]
 macro_rules! entry {
     (
@@ -62,6 +65,7 @@ macro_rules! entry {
         // SAFETY: the symbol is ours: link/symbols.txt names it once, and the map exports nothing else.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $type),*) $(-> $ret)? {
+            let _inside = $crate::Uncancelled::new();
             // The caller's memory is plain bytes for us and our own state lies behind locks that know
             // poisoning, so nothing half-changed is observed after a panic.
             let body = std::panic::AssertUnwindSafe(move || $(-> $ret)? { $($body)* });
@@ -76,8 +80,15 @@ macro_rules! entry {
     };
 }
 
-/// Runs the body of a function that C calls through a pointer; after a panic gives `on_panic`.
+/// Runs the body of a function that C calls through a pointer; after a panic gives `on_panic`. The thread is not
+/// cancelled meanwhile.
 pub(crate) fn guard<T>(on_panic: T, body: impl FnOnce() -> T) -> T {
+    let _inside = Uncancelled::new();
+    quick_guard(on_panic, body)
+}
+
+/// The same for functions that make no system call in which a thread can be cancelled: those that post and poll.
+pub(crate) fn quick_guard<T>(on_panic: T, body: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
         Ok(value) => value,
         Err(payload) => {
@@ -205,5 +216,7 @@ mod tests {
         let errno = std::io::Error::last_os_error().raw_os_error();
         assert_eq!(errno, Some(libc::ENOSYS));
         assert!(super::pending::ibv_reg_dmabuf_mr().is_null());
+        let errno = std::io::Error::last_os_error().raw_os_error();
+        assert_eq!(errno, Some(libc::EOPNOTSUPP));
     }
 }

@@ -1,14 +1,13 @@
-//! Public symbols without an implementation yet.
+//! Public functions of what this device does not have.
 //!
 //! Every Debian binary is linked with BIND_NOW, so a program that never calls `ibv_reg_dmabuf_mr` still does
-//! not start if it is missing. Each function here fails the way its manual page says, with
-//! `ENOSYS`; none pretends success. When an entry point is written, its name leaves this file
-//! (the linker reports a name that is in both places).
+//! not start if it is missing. Each function here fails with the number that a device without it gives, by which programs
+//! learn that: NCCL takes any other than `EOPNOTSUPP` for a device that has dma-buf.
 
 use crate::refuse;
-use libc::ENOSYS;
+use libc::EOPNOTSUPP;
 
-refuse! { ENOSYS;
+refuse! { EOPNOTSUPP;
     // Return a pointer: null and errno.
     null {
         ibv_reg_dmabuf_mr,
