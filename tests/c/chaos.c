@@ -1084,6 +1084,112 @@ static const char *threads_cancelled(size_t count)
 	return nothing_grew(&before, "after cancelled threads");
 }
 
+struct doomed {
+	const char *reason;
+	bool done;
+};
+
+/* All kinds of verbs, none of which waits in poll(2) or the like: that is for the library to do or not. */
+static const char *work_of_the_doomed(void)
+{
+	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *info;
+	struct sockaddr_in peer = { .sin_family = AF_INET, .sin_port = htons(9), .sin_addr = { htonl(INADDR_LOOPBACK) } };
+	struct ibv_context *another = ibv_open_device(device->device);
+	struct rdma_cm_id *id, *listener;
+	struct ibv_port_attr attr;
+	struct region from, to;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct pair p;
+
+	ENSURE(another, "ibv_open_device: %s", strerror(errno));
+	ENSURE(!ibv_query_port(another, PORT, &attr), "ibv_query_port");
+	ibv_get_device_guid(another->device);
+	TRY(open_pair(&p, &usual));
+	TRY(new_region(&from, p.a.pd, 100000, ALL_ACCESS));
+	TRY(new_region(&to, p.b.pd, 100000, ALL_ACCESS));
+	sge = sge_of(&to, 0, to.len);
+	TRY(post_recv(p.b.qp, 1, &sge, 1));
+	sge = sge_of(&from, 0, from.len);
+	wr = send_wr(2, IBV_WR_SEND, &sge, 1);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, NULL));
+	TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
+	TRY(close_all());
+	ENSURE(!ibv_close_device(another), "ibv_close_device");
+	ENSURE(!rdma_getaddrinfo("localhost", "0", &hints, &info), "rdma_getaddrinfo");
+	ENSURE(!rdma_create_ep(&listener, info, NULL, NULL), "rdma_create_ep: %s", strerror(errno));
+	ENSURE(!rdma_listen(listener, 1), "rdma_listen: %s", strerror(errno));
+	rdma_freeaddrinfo(info);
+	ENSURE(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	/* Without a channel: it waits. */
+	ENSURE(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&peer, 1000), "rdma_resolve_addr: %s", strerror(errno));
+	ENSURE(!rdma_destroy_id(id), "rdma_destroy_id: %s", strerror(errno));
+	rdma_destroy_ep(listener);
+	return NULL;
+}
+
+static void *doomed(void *arg)
+{
+	struct doomed *d = arg;
+
+	pthread_cancel(pthread_self());
+	d->reason = work_of_the_doomed();
+	d->done = true;
+	pthread_testcancel();
+	d->reason = "the thread was not cancelled";
+	return NULL;
+}
+
+/* A thread that is to be cancelled gets through every verb, and is cancelled behind it. */
+static const char *cancelled_between_verbs(size_t arg)
+{
+	struct doomed d = { 0 };
+	pthread_t thread;
+	void *result;
+
+	(void)arg;
+	TRY(open_device());
+	ENSURE(!pthread_create(&thread, NULL, doomed, &d), "pthread_create");
+	ENSURE(!pthread_join(thread, &result), "pthread_join");
+	ENSURE(d.done, "the thread was cancelled in the middle of a verb");
+	ENSURE(!d.reason, "%s", d.reason);
+	ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled");
+	return NULL;
+}
+
+static void *take_requests(void *listener)
+{
+	struct rdma_cm_id *id;
+
+	rdma_get_request(listener, &id);
+	return NULL;
+}
+
+/* A server that waits for connections can be cancelled, whether it waits already or not. */
+static const char *request_cancelled(size_t count)
+{
+	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *info;
+	struct rdma_cm_id *listener;
+
+	TRY(open_device());
+	ENSURE(!rdma_getaddrinfo("localhost", "0", &hints, &info), "rdma_getaddrinfo");
+	ENSURE(!rdma_create_ep(&listener, info, NULL, NULL), "rdma_create_ep: %s", strerror(errno));
+	rdma_freeaddrinfo(info);
+	ENSURE(!rdma_listen(listener, 1), "rdma_listen: %s", strerror(errno));
+	for (size_t i = 0; i < count; i++) {
+		pthread_t thread;
+		void *result;
+
+		ENSURE(!pthread_create(&thread, NULL, take_requests, listener), "pthread_create");
+		sleep_ms((unsigned int)(next_random() % 60));
+		ENSURE(!pthread_cancel(thread) && !pthread_join(thread, &result), "pthread_cancel");
+		ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled");
+	}
+	rdma_destroy_ep(listener);
+	return NULL;
+}
+
 /* A peer is stopped for two seconds: with patience enough nothing is lost. */
 static const char *stopped_peer(size_t arg)
 {
@@ -1128,6 +1234,8 @@ static const char *stopped_peer(size_t arg)
 
 static const struct test tests[] = {
 	{ "threads_cancelled", threads_cancelled, 20, 0, false },
+	{ "cancelled_between_verbs", cancelled_between_verbs, 0, 0, false },
+	{ "request_cancelled", request_cancelled, 10, 0, false },
 	{ "stopped_peer", stopped_peer, 0, 0, false },
 	{ "nobody_there", nobody_there, 0, 0, false },
 	{ "killed_peer", killed_peer, 0, 300, false },

@@ -18,7 +18,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::log;
-use crate::sys::PerProcess;
+use crate::sys::{PerProcess, Uncancelled};
 
 /// Bytes of a file after which nothing is added, if the environment says nothing else.
 const LIMIT: u64 = 1 << 30;
@@ -77,6 +77,7 @@ struct Sink {
 }
 
 fn sink() -> Option<&'static Sink> {
+    let _inside = Uncancelled::new();
     // Of each process: a fork while another thread opens the file must not leave the child waiting for it.
     static SINK: PerProcess<OnceLock<Option<Sink>>> = PerProcess::new(OnceLock::new);
     SINK.get()
@@ -202,6 +203,7 @@ impl Sink {
             return;
         }
         // One call: the kernel appends it whole.
+        let _inside = Uncancelled::new();
         let written = match (&self.file).write(&block) {
             Ok(n) if n == block.len() => return,
             Ok(n) => format!("{n} of {} bytes were written", block.len()),

@@ -203,6 +203,8 @@ impl Watch {
     fn look(&self) -> MutexGuard<'_, Places> {
         let mut places = self.lock();
         if self.changed() {
+            // A thread that polls may be the one that looks.
+            let _inside = sys::Uncancelled::new();
             places.update(listing(), sys::host_links());
             if let (false, Some(token)) = (places.news.is_empty(), self.token.get()) {
                 self.engine.deadline(*token, clock::now());

@@ -1611,65 +1611,107 @@ entry! {
     }
 }
 
-entry! {
-    /// `rdma_get_request(3)`: the next connect request of a synchronous listener.
-    ///
-    /// # Safety
-    /// `listen` lives, `id` is a valid place.
-    unsafe fn rdma_get_request(listen: *mut rdma_cm_id, id: *mut *mut rdma_cm_id) -> c_int, on_panic = -1, {
-        if listen.is_null() || id.is_null() {
-            return fail(libc::EINVAL, -1);
-        }
-        // SAFETY: lives (caller's promise).
-        if unsafe { is_lost::<IdObject, _>(listen) } {
-            return fail(libc::ENODEV, -1);
-        }
-        // SAFETY: as above.
-        if !unsafe { of::<IdObject, _>(listen) }.sync.load(Ordering::Relaxed) {
-            return fail(libc::EINVAL, -1);
-        }
-        // SAFETY: as above.
-        unsafe { drop_event(listen) };
-        let mut event = std::ptr::null_mut();
-        // SAFETY: as above.
-        if unsafe { rdma_get_cm_event((*listen).channel, &raw mut event) } != 0 {
-            return -1;
-        }
-        // SAFETY: just made.
-        let (kind, status, made) = unsafe { ((*event).event, (*event).status, (*event).id) };
-        if status != 0 || kind != RDMA_CM_EVENT_CONNECT_REQUEST {
-            // SAFETY: ours to acknowledge.
-            unsafe { rdma_ack_cm_event(event) };
-            return fail(if status < 0 { -status } else { libc::EINVAL }, -1);
-        }
-        // SAFETY: the new identifier lives.
-        unsafe { rdma_migrate_id(made, std::ptr::null_mut()) };
-        // SAFETY: lives.
-        let parent = unsafe { of::<IdObject, _>(listen) };
-        let template = {
-            let held = parent.template.lock().unwrap_or_else(PoisonError::into_inner);
-            held.as_ref().and_then(|(pd, init)| init.map(|i| (pd.load(Ordering::Relaxed), i)))
-        };
-        if let Some((pd, mut init)) = template {
-            // SAFETY: what the template names lives while the listener does (the program's promise).
-            let c = unsafe { &*made };
-            init.qp_type = c.qp_type;
-            // SAFETY: as above.
-            if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
-                // SAFETY: ours.
-                unsafe {
-                    rdma_ack_cm_event(event);
-                    rdma_destroy_ep(made);
-                }
-                return fail(e, -1);
-            }
-        }
-        // SAFETY: lives, known to nobody else.
-        unsafe { (*made).event = event };
-        // SAFETY: not null, so valid (caller's promise).
-        unsafe { id.write(made) };
-        0
+/// The channel in which the connect requests of a synchronous listener come; null and errno for another one.
+///
+/// # Safety
+/// `listen` is null or lives; no other thread uses it now.
+unsafe fn request_channel(listen: *mut rdma_cm_id) -> *mut rdma_event_channel {
+    if listen.is_null() {
+        return fail(libc::EINVAL, std::ptr::null_mut());
     }
+    // SAFETY: lives (caller's promise).
+    if unsafe { is_lost::<IdObject, _>(listen) } {
+        return fail(libc::ENODEV, std::ptr::null_mut());
+    }
+    // SAFETY: as above.
+    if !unsafe { of::<IdObject, _>(listen) }
+        .sync
+        .load(Ordering::Relaxed)
+    {
+        return fail(libc::EINVAL, std::ptr::null_mut());
+    }
+    // SAFETY: as above.
+    unsafe { drop_event(listen) };
+    // SAFETY: as above.
+    unsafe { (*listen).channel }
+}
+
+/// Makes a synchronous identifier of a connect request, with a queue pair if the listener has a template.
+///
+/// # Safety
+/// `listen` lives, `event` is one of its channel and not acknowledged, `id` is a valid place.
+unsafe fn take_request(
+    listen: *mut rdma_cm_id,
+    event: *mut rdma_cm_event,
+    id: *mut *mut rdma_cm_id,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let (kind, status, made) = unsafe { ((*event).event, (*event).status, (*event).id) };
+    if status != 0 || kind != RDMA_CM_EVENT_CONNECT_REQUEST {
+        // SAFETY: ours to acknowledge.
+        unsafe { rdma_ack_cm_event(event) };
+        return fail(if status < 0 { -status } else { libc::EINVAL }, -1);
+    }
+    // SAFETY: the new identifier lives.
+    unsafe { rdma_migrate_id(made, std::ptr::null_mut()) };
+    // SAFETY: lives.
+    let parent = unsafe { of::<IdObject, _>(listen) };
+    let template = {
+        let held = parent
+            .template
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        held.as_ref()
+            .and_then(|(pd, init)| init.map(|i| (pd.load(Ordering::Relaxed), i)))
+    };
+    if let Some((pd, mut init)) = template {
+        // SAFETY: what the template names lives while the listener does (the program's promise).
+        let c = unsafe { &*made };
+        init.qp_type = c.qp_type;
+        // SAFETY: as above.
+        if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
+            // SAFETY: ours.
+            unsafe {
+                rdma_ack_cm_event(event);
+                rdma_destroy_ep(made);
+            }
+            return fail(e, -1);
+        }
+    }
+    // SAFETY: lives, known to nobody else.
+    unsafe { (*made).event = event };
+    // SAFETY: valid (caller's promise).
+    unsafe { id.write(made) };
+    0
+}
+
+/// `rdma_get_request(3)`: the next connect request of a synchronous listener.
+///
+/// Not an `entry!`: the thread may be cancelled while it waits, and that must not meet a `catch_unwind`.
+///
+/// # Safety
+/// `listen` lives, `id` is a valid place.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn rdma_get_request(
+    listen: *mut rdma_cm_id,
+    id: *mut *mut rdma_cm_id,
+) -> c_int {
+    if id.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: the caller's promise.
+    let channel = crate::guard(std::ptr::null_mut(), || unsafe { request_channel(listen) });
+    if channel.is_null() {
+        return -1;
+    }
+    let mut event = std::ptr::null_mut();
+    // SAFETY: the listener's channel lives as long as the listener.
+    if unsafe { rdma_get_cm_event(channel, &raw mut event) } != 0 {
+        return -1;
+    }
+    // SAFETY: the event was just taken; `id` is not null, so valid (caller's promise).
+    crate::guard(-1, || unsafe { take_request(listen, event, id) })
 }
 
 // ---------------------------------------------------------------------- lists, ports, ECE

@@ -68,7 +68,7 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> c_int {
 }
 
 unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> c_int {
-    crate::guard(libc::EIO, || {
+    crate::quick_guard(libc::EIO, || {
         // SAFETY: not null, so valid (the program's promise).
         if !attr.is_null() && unsafe { (*attr).comp_mask } != 0 {
             return libc::EINVAL;
@@ -80,7 +80,7 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
 
 unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
     // SAFETY: the program's promise.
-    crate::guard(libc::EIO, || unsafe { show_next(cq, false) })
+    crate::quick_guard(libc::EIO, || unsafe { show_next(cq, false) })
 }
 
 unsafe extern "C" fn end_poll(_cq: *mut ibv_cq_ex) {}
@@ -384,7 +384,7 @@ unsafe fn with_builder<T: Default>(qp: *mut ibv_qp_ex, f: impl FnOnce(&mut Build
     }
     // SAFETY: lives (the program's promise).
     let object = unsafe { of::<QpObject, _>(qp) };
-    crate::guard(T::default(), || {
+    crate::quick_guard(T::default(), || {
         f(&mut object
             .builder
             .lock()
@@ -442,7 +442,7 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
 }
 
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
-    crate::guard(libc::EIO, || {
+    crate::quick_guard(libc::EIO, || {
         // SAFETY: lives (the program's promise).
         if unsafe { is_lost::<QpObject, _>(qp) } {
             return libc::ENODEV;
@@ -600,7 +600,7 @@ unsafe extern "C" fn wr_bind_mw(
     rkey: u32,
     info: *const ibv_mw_bind_info,
 ) {
-    crate::guard((), || {
+    crate::quick_guard((), || {
         // SAFETY: valid (the program's promise).
         match unsafe { bind_of(mw, rkey, &*info) } {
             // SAFETY: as above.
@@ -613,7 +613,7 @@ unsafe extern "C" fn wr_bind_mw(
 
 unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, number: u32) {
     // SAFETY: the program's promise.
-    crate::guard((), || unsafe {
+    crate::quick_guard((), || unsafe {
         with_builder(qp, |b| match b.requests.last_mut() {
             Some(request) => request.srq = Some(number),
             None => {
@@ -625,7 +625,7 @@ unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, number: u32) {
     });
 }
 unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
-    crate::guard((), || {
+    crate::quick_guard((), || {
         // SAFETY: the handle lives (the program's promise).
         let to = unsafe { destination_of(ah, qpn, qkey) };
         // SAFETY: as above.
@@ -642,7 +642,7 @@ unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u3
 }
 
 unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, len: u32) {
-    crate::guard((), || {
+    crate::quick_guard((), || {
         let mut sges = Sges::new();
         sges.push(Sge {
             addr,
@@ -655,7 +655,7 @@ unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, len: u
 }
 
 unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, n: usize, list: *const ibv_sge) {
-    crate::guard((), || {
+    crate::quick_guard((), || {
         // SAFETY: the list has `n` elements (the program's promise).
         let sges = unsafe { sges_of(list, c_int::try_from(n).unwrap_or(c_int::MAX)) };
         // SAFETY: as above.
@@ -681,7 +681,7 @@ unsafe fn append(data: &mut InlineData, addr: *const c_void, len: usize) -> Resu
 }
 
 unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, len: usize) {
-    crate::guard((), || {
+    crate::quick_guard((), || {
         let mut data = InlineData::new();
         // SAFETY: the program's promise.
         let done = unsafe { append(&mut data, addr, len) };
@@ -695,7 +695,7 @@ unsafe extern "C" fn wr_set_inline_data_list(
     n: usize,
     list: *const ibv_data_buf,
 ) {
-    crate::guard((), || {
+    crate::quick_guard((), || {
         let mut data = InlineData::new();
         let mut done = Ok(());
         for i in 0..n {

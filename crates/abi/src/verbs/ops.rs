@@ -227,7 +227,7 @@ pub(crate) unsafe extern "C" fn post_send(
     wr: *mut ibv_send_wr,
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
-    crate::guard(libc::EIO, || {
+    crate::quick_guard(libc::EIO, || {
         if qp.is_null() {
             return libc::EINVAL;
         }
@@ -276,7 +276,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    crate::guard(libc::EIO, || {
+    crate::quick_guard(libc::EIO, || {
         if qp.is_null() {
             return libc::EINVAL;
         }
@@ -308,7 +308,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    crate::guard(libc::EIO, || {
+    crate::quick_guard(libc::EIO, || {
         if srq.is_null() {
             return libc::EINVAL;
         }
@@ -360,7 +360,7 @@ pub(crate) fn imm_of(c: &Completion) -> be32 {
 
 /// `ibv_poll_cq(3)`.
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_wc) -> c_int {
-    crate::guard(-1, || {
+    crate::quick_guard(-1, || {
         let Ok(max) = usize::try_from(n) else {
             return -1;
         };
@@ -401,7 +401,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
 
 /// `ibv_req_notify_cq(3)`.
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
-    crate::guard(libc::EIO, || {
+    crate::quick_guard(libc::EIO, || {
         if cq.is_null() {
             return libc::EINVAL;
         }
