@@ -50,6 +50,8 @@ pub(crate) struct Case {
     pub(crate) port: Option<u16>,
     /// Over IPv6.
     pub(crate) ipv6: bool,
+    /// Takes so long that it runs only when it is asked for.
+    pub(crate) nightly: bool,
     /// Why it cannot pass, by place.
     pub(crate) skip: [Option<String>; 2],
     /// What only `tests/interop` has.
@@ -142,6 +144,7 @@ impl Case {
             settle: None,
             port: None,
             ipv6: false,
+            nightly: false,
             skip: [None, None],
             interop: Interop::default(),
         }
@@ -282,6 +285,7 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
         "settle" => case.settle = Some(Duration::from_millis(value.parse()?)),
         "port" => case.port = Some(value.parse()?),
         "ipv6" => case.ipv6 = true,
+        "nightly" => case.nightly = true,
         "skip" => case.skip = [reason()?, reason()?],
         "only" => {
             case.interop.only = Some(match value {

@@ -34,7 +34,7 @@ usage: cargo xtask TASK
            load them in every way that programs do
   c-tests [PROGRAM [TEST…]]
            our own C programs in tests/c on the built libraries
-  programs [--netns] [--filter PART] [--log LEVEL] [--list]
+  programs [--netns] [--nightly] [--filter PART] [--log LEVEL] [--list]
            programs of the distribution, as tests/programs expects them; on loopback, or between two
            network namespaces
   interop [--filter PART] [--log LEVEL] [--list] [--keep FOLDER]

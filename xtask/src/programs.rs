@@ -4,7 +4,7 @@
 //! With `--netns` everything happens in namespaces that end with this process, so nothing stays behind.
 
 use crate::expect::{self, Case, Exit, Place, Program};
-use crate::{Result, sh};
+use crate::{Result, dist, sh};
 use rustix::process::{Pid, Signal, geteuid, kill_process_group};
 use std::env;
 use std::fs::{self, File};
@@ -44,6 +44,7 @@ struct Options {
     filter: Option<String>,
     log: Option<String>,
     netns: bool,
+    nightly: bool,
     list: bool,
 }
 
@@ -61,6 +62,7 @@ impl Options {
                 "--filter" => options.filter = Some(value()?),
                 "--log" => options.log = Some(value()?),
                 "--netns" => options.netns = true,
+                "--nightly" => options.nightly = true,
                 "--list" => options.list = true,
                 other => return Err(format!("programs: {other}: no such option").into()),
             }
@@ -91,7 +93,8 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     let stage = Stage::new(&options)?;
     let mut tally = Tally::default();
     for (program, case) in all(&programs) {
-        if options.selects(&format!("{}/{}", program.name, case.name)) {
+        let in_turn = options.nightly || !case.nightly;
+        if in_turn && options.selects(&format!("{}/{}", program.name, case.name)) {
             tally.judge(&stage, program, case)?;
         }
     }
@@ -264,6 +267,14 @@ impl Stage {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
             }
         }
+        // What commands name as files/NAME: they run in this folder.
+        dist::copy_tree(
+            &sh::root().join("tests/programs/files"),
+            &stage.work.join("files"),
+        )?;
+        let mut open = Command::new("chmod");
+        open.args(["-R", "a+rX"]).arg(stage.work.join("files"));
+        sh::run(&mut open)?;
         if options.netns {
             make_hosts()?;
         }
@@ -369,6 +380,7 @@ impl Stage {
             "ANYWARP_LOG",
             "ANYWARP_ADDR",
             "ANYWARP_FACE",
+            "ANYWARP_DEVICE_PROFILE",
             "ANYWARP_LIB",
             INSIDE,
         ] {
