@@ -211,6 +211,11 @@ static int close_event_channel(void *p)
 	return 0;
 }
 
+static int close_fd(void *p)
+{
+	return close((int)(intptr_t)p);
+}
+
 static int close_id(void *p)
 {
 	return rdma_destroy_id(p);
@@ -247,10 +252,100 @@ static const char *another_card(size_t arg)
 	return not_readable(channel->fd, QUIET_MS);
 }
 
+/* Waits for a UDP packet on the host and checks how its IP header has it; other packets are passed over. */
+static const char *seen(int raw, const char *from, uint8_t hops, uint8_t class)
+{
+	uint64_t end = now_ms() + WAIT_MS;
+	uint8_t packet[256];
+	struct in_addr source;
+
+	inet_pton(AF_INET, from, &source);
+	while (now_ms() < end) {
+		ssize_t n;
+
+		TRY(readable(raw, WAIT_MS));
+		n = recv(raw, packet, sizeof packet, 0);
+		ENSURE(n >= 28, "a packet of %zd bytes", n);
+		if (!memcmp(packet + 12, &source, 4) && packet[8] == hops && packet[1] == class)
+			return NULL;
+	}
+	ENSURE(false, "no packet from %s with hop limit %u and class %#x", from, hops, class);
+}
+
+/* An address vector's source, hop limit and traffic class are those of the packets, for UD and for UC. */
+static const char *packets(size_t type)
+{
+	const struct want w = { .type = (enum ibv_qp_type)type };
+	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
+	struct ibv_ah_attr vector;
+	struct region grh = { 0 };
+	struct ibv_wc wc;
+	struct pair p;
+	int raw, rc;
+
+	TRY(fresh());
+	TRY(shell("ip addr add 10.99.0.1/24 dev v0; ip addr add 10.99.0.2/24 dev v0"));
+	ENSURE(place_of("10.99.0.2") > 0 && place_of("10.99.0.1") > 0, "the addresses are not there");
+	raw = socket(AF_INET, SOCK_RAW, IPPROTO_UDP);
+	ENSURE(raw >= 0, "a raw socket in our own namespace: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)raw, "raw socket");
+	TRY(open_end(&p.a, &w));
+	TRY(open_end(&p.b, &w));
+	TRY(new_region(&grh, p.b.pd, 40, IBV_ACCESS_LOCAL_WRITE));
+	struct ibv_sge sge = sge_of(&grh, 0, 40);
+
+	/* From the second address to the first. */
+	vector = address_of(&local_gid, 0, false);
+	ENSURE(!ibv_query_gid(device, PORT, place_of("10.99.0.1"), &vector.grh.dgid), "ibv_query_gid");
+	vector.grh.sgid_index = (uint8_t)place_of("10.99.0.2");
+	vector.grh.hop_limit = 33;
+	vector.grh.traffic_class = 0x28;
+	TRY(to_init(p.a.qp, &w));
+	TRY(to_init(p.b.qp, &w));
+	if (type == IBV_QPT_UC) {
+		for (int way = 0; way < 2; way++) {
+			struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_1024, .ah_attr = vector,
+						    .dest_qp_num = (way ? p.a : p.b).qp->qp_num };
+
+			if (way) { /* and back */
+				attr.ah_attr.grh.sgid_index = (uint8_t)place_of("10.99.0.1");
+				ENSURE(!ibv_query_gid(device, PORT, place_of("10.99.0.2"), &attr.ah_attr.grh.dgid),
+				       "ibv_query_gid");
+			}
+			rc = ibv_modify_qp((way ? p.b : p.a).qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
+					   IBV_QP_DEST_QPN | IBV_QP_RQ_PSN);
+			ENSURE(!rc, "ibv_modify_qp to RTR: %s", strerror(rc));
+		}
+	} else {
+		TRY(to_rtr(p.a.qp, 0, &w));
+		TRY(to_rtr(p.b.qp, 0, &w));
+		wr.wr.ud.ah = ibv_create_ah(p.a.pd, &vector);
+		ENSURE(wr.wr.ud.ah, "ibv_create_ah: %s", strerror(errno));
+		keep(close_ah, wr.wr.ud.ah, "address handle");
+		wr.wr.ud.remote_qpn = p.b.qp->qp_num;
+		wr.wr.ud.remote_qkey = QKEY;
+	}
+	TRY(to_rts(p.a.qp, &w));
+	TRY(to_rts(p.b.qp, &w));
+	TRY(post_recv(p.b.qp, 2, &sge, 1));
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.b.rcq, 2, IBV_WC_RECV, &wc));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
+	if (type == IBV_QPT_UD) {
+		/* Whoever answers has the address that it came from, and its own that it came to. */
+		ENSURE(!ibv_init_ah_from_wc(device, PORT, &wc, (struct ibv_grh *)grh.at, &vector), "ibv_init_ah_from_wc");
+		ENSURE(vector.grh.dgid.raw[15] == 2, "it came from another address");
+		ENSURE(vector.grh.sgid_index == place_of("10.99.0.1"), "it came to another address");
+	}
+	return seen(raw, "10.99.0.2", 33, 0x28);
+}
+
 static const struct test tests[] = {
 	{ "come_and_go", come_and_go, 0, 0, false },
 	{ "interface_down", interface_down, 0, 0, false },
 	{ "another_card", another_card, 0, 0, false },
+	{ "packets_ud", packets, IBV_QPT_UD, 0, false },
+	{ "packets_uc", packets, IBV_QPT_UC, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -193,10 +193,11 @@ impl DgramQp {
             inner.source = (!route.local.is_unspecified()).then_some(route.local);
             inner.core.set_peer(Destination {
                 addr: SocketAddr::new(route.remote, port),
+                source: None,
                 qpn: route.qpn,
                 qkey: 0,
-                hop_limit: 0,
-                traffic_class: 0,
+                hop_limit: route.hop_limit,
+                traffic_class: route.traffic_class,
             });
         }
         self.changed(&mut inner);

@@ -53,6 +53,10 @@ pub struct Route {
     pub remote: IpAddr,
     /// The peer's queue pair number; 0: the connection manager finds it.
     pub qpn: u32,
+    /// Hop limit or time to live of datagrams, 0 for the system's default.
+    pub hop_limit: u8,
+    /// Traffic class or type of service of datagrams.
+    pub traffic_class: u8,
 }
 
 struct Inner {

@@ -451,6 +451,7 @@ impl Datagrams {
         };
         let destination = Destination {
             addr: said.addr,
+            source: None,
             qpn: said.qpn,
             qkey: said.qkey,
             hop_limit: 0,

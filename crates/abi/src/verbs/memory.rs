@@ -521,6 +521,14 @@ pub(crate) fn remote_ip(attr: &ibv_ah_attr) -> Result<std::net::IpAddr, Misuse> 
     ip_of_lid(attr.dlid).ok_or(Misuse::InvalidArgument("a LID of no host"))
 }
 
+/// The address that datagrams to `ip` come from: that of the table that the vector names. One of the loopback interface
+/// does not get out of the host: there the kernel chooses.
+fn source_to(ip: std::net::IpAddr, attr: &ibv_ah_attr) -> Option<std::net::IpAddr> {
+    let named = || gids::at(attr.grh.sgid_index.into());
+    let source = (attr.is_global != 0).then(named).flatten()?.ip;
+    (!source.is_loopback() || ip.is_loopback()).then_some(source)
+}
+
 entry! {
     /// `ibv_create_ah(3)`.
     ///
@@ -549,6 +557,7 @@ entry! {
                 into_c(AhObject {
                     c: ibv_ah { context: domain.c.context, pd, handle: 0 },
                     ip,
+                    source: source_to(ip, attr),
                     hop_limit: if attr.is_global != 0 { attr.grh.hop_limit } else { 0 },
                     traffic_class: if attr.is_global != 0 { attr.grh.traffic_class } else { 0 },
                     pd: Arc::clone(&domain.engine),

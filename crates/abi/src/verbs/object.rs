@@ -87,6 +87,7 @@ pub(crate) struct MwObject {
 pub(crate) struct AhObject {
     pub(crate) c: ibv_ah,
     pub(crate) ip: std::net::IpAddr,
+    pub(crate) source: Option<std::net::IpAddr>,
     pub(crate) hop_limit: u8,
     pub(crate) traffic_class: u8,
     pub(crate) pd: Arc<Pd>,

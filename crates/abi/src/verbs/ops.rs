@@ -73,6 +73,7 @@ pub(crate) unsafe fn destination_of(
     let ah = unsafe { of::<AhObject, _>(ah) };
     Ok(Destination {
         addr: std::net::SocketAddr::new(ah.ip, u16::try_from(qpn >> 8 & 0xffff).unwrap_or(0)),
+        source: ah.source,
         qpn,
         qkey,
         hop_limit: ah.hop_limit,

@@ -410,8 +410,14 @@ entry! {
                 Ok(ip) => ip,
                 Err(e) => return misuse("ibv_modify_qp", &e),
             };
-            let index = if attr.ah_attr.is_global != 0 { attr.ah_attr.grh.sgid_index } else { 0 };
-            own_ip(index).map(|local| Route { local, remote, qpn: attr.dest_qp_num })
+            let grh = if attr.ah_attr.is_global != 0 { attr.ah_attr.grh } else { ibv_global_route::default() };
+            own_ip(grh.sgid_index).map(|local| Route {
+                local,
+                remote,
+                qpn: attr.dest_qp_num,
+                hop_limit: grh.hop_limit,
+                traffic_class: grh.traffic_class,
+            })
         } else {
             None
         };

@@ -144,6 +144,7 @@ impl End {
     fn destination(&self) -> Destination {
         Destination {
             addr: self.addr,
+            source: None,
             qpn: self.qp.qpn,
             qkey: THE_QKEY,
             hop_limit: 9,

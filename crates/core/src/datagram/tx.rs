@@ -428,7 +428,7 @@ impl DatagramQp {
         }
         out.push(TxDatagram {
             to: current.to.addr,
-            from: None,
+            from: current.to.source,
             hop_limit: current.to.hop_limit,
             traffic_class: current.to.traffic_class,
             bytes,

@@ -151,6 +151,8 @@ impl Op {
 pub struct Destination {
     /// Address and port.
     pub addr: std::net::SocketAddr,
+    /// Which of our addresses it comes from, if that matters.
+    pub source: Option<std::net::IpAddr>,
     /// Queue pair number at that address.
     pub qpn: u32,
     /// The key that the destination queue pair must have.

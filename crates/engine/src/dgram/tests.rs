@@ -102,6 +102,7 @@ impl End {
     fn destination(&self) -> Destination {
         Destination {
             addr: SocketAddr::new(self.ip, (self.qp.number >> 8) as u16),
+            source: None,
             qpn: self.qp.number,
             qkey: THE_QKEY,
             hop_limit: 5,
@@ -242,6 +243,8 @@ fn uc_messages_larger_than_a_datagram() {
             local: from.ip,
             remote: to.ip,
             qpn: to.qp.number,
+            hop_limit: 5,
+            traffic_class: 0,
         })
     };
     a.go(route(&a, &b));

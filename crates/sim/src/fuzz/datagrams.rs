@@ -142,6 +142,7 @@ impl Ear {
 fn destination(peer: usize) -> Destination {
     Destination {
         addr: source(peer),
+        source: None,
         qpn: u32::from(source(peer).port()) << 8 | 3,
         qkey: QKEY,
         hop_limit: 0,
