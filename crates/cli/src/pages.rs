@@ -166,6 +166,10 @@ const DEVICE: &[(&str, &[&str])] = &[
             "Every address of the machine that is up becomes a GID of the port, IPv4 addresses in their IPv6-mapped \
              form. GID 0 is the one that most programs use; ANYWARP_ADDR chooses it. The port also has a LID, made \
              from the address, for programs that exchange nothing else.",
+            "An address that comes or goes while a program runs leaves the other GIDs where they are, and the program is \
+             told by an asynchronous event, GID_CHANGE. The port is down while the interface of GID 0 is. A program \
+             that binds to a loopback address with rdma_bind_addr(3) gets a device when a connection comes, unless GID \
+             0 is a loopback address.",
         ],
     ),
     (
