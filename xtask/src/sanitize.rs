@@ -26,11 +26,12 @@ const UNIT: &str = "unit";
 ///
 /// Crowds at the door are measured against the clock, which means nothing when all is ten times slower: of `strangers`
 /// those tests run that send one at a time.
-const SHORT: [(&str, &[&str]); 11] = [
+const SHORT: [(&str, &[&str]); 12] = [
     (UNIT, &[]),
     ("selftest", &[]),
     ("cm", &[]),
     ("access", &[]),
+    ("addresses", &[]),
     ("surface", &[]),
     ("panic", &[]),
     ("fork", &[]),
