@@ -687,6 +687,126 @@ static const char *migrate(size_t arg)
 	return NULL;
 }
 
+/* rdma_create_qp_ex takes what ibv_create_qp_ex does, and fills in queues and domain. */
+static const char *extended(size_t arg)
+{
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = IBV_QPT_RC, .cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 },
+		.comp_mask = IBV_QP_INIT_ATTR_SEND_OPS_FLAGS, .send_ops_flags = IBV_QP_EX_WITH_SEND,
+	};
+	struct rdma_conn_param p = params(NULL, 0);
+	struct ibv_qp_ex *qp;
+	struct scene s;
+	struct told t;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	TRY(resolve(&s, s.client));
+	ENSURE(!rdma_create_qp_ex(s.client, &init), "rdma_create_qp_ex: %s", strerror(errno));
+	ENSURE(s.client->qp && s.client->pd && s.client->send_cq && s.client->recv_cq, "something is left out");
+	ENSURE(init.pd == s.client->pd && init.send_cq == s.client->send_cq, "the program does not hear what it got");
+	qp = ibv_qp_to_qp_ex(s.client->qp);
+	ENSURE(qp, "it is not an extended queue pair");
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	TRY(post_recv(s.server->qp, 1, NULL, 0));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	ibv_wr_start(qp);
+	qp->wr_id = 2;
+	qp->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_send(qp);
+	ENSURE(!ibv_wr_complete(qp), "ibv_wr_complete");
+	TRY(expect_ok(s.server->recv_cq, 1, IBV_WC_RECV, NULL));
+	TRY(expect_ok(s.client->send_cq, 2, IBV_WC_SEND, NULL));
+	/* Once more, with the queues of an identifier that has none any more. */
+	rdma_destroy_qp(s.client);
+	ENSURE(!s.client->qp && !s.client->send_cq && !s.client->recv_cq, "rdma_destroy_qp leaves something");
+	init.comp_mask = init.send_ops_flags = 0;
+	init.send_cq = init.recv_cq = NULL;
+	init.qp_type = IBV_QPT_UD;
+	errno = 0;
+	ENSURE(rdma_create_qp_ex(s.client, &init) == -1 && errno == EINVAL, "a queue pair of another type");
+	ENSURE(!s.client->send_cq && !s.client->recv_cq, "queues without a queue pair");
+	return NULL;
+}
+
+/* Both ends of XRC: its sender, and its receiver with a shared receive queue that the identifiers' domain has. */
+static void *xrc_client(void *arg)
+{
+	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP, .ai_qp_type = IBV_QPT_XRC_SEND }, *info = NULL;
+	struct ibv_qp_init_attr init = { .cap = { .max_send_wr = 2, .max_send_sge = 1 }, .sq_sig_all = 1 };
+	struct ibv_send_wr wr = send_wr(2, IBV_WR_SEND, NULL, 0);
+	static char reason[128];
+	struct rdma_cm_id *id = NULL;
+	const char *step = "rdma_getaddrinfo";
+	struct ibv_wc wc;
+
+	if (!rdma_getaddrinfo("127.0.0.1", arg, &hints, &info)) {
+		step = "rdma_create_ep";
+		if (!rdma_create_ep(&id, info, NULL, &init)) {
+			step = id->recv_cq ? "a receive queue's completion queue" : "rdma_connect";
+			if (!id->recv_cq && !rdma_connect(id, NULL)) {
+				step = "post";
+				wr.qp_type.xrc.remote_srqn = *(const uint32_t *)id->event->param.conn.private_data;
+				if (!post(id->qp, &wr) && rdma_get_send_comp(id, &wc) == 1 && !wc.status)
+					step = NULL;
+				rdma_disconnect(id);
+			}
+			rdma_destroy_ep(id);
+		}
+		rdma_freeaddrinfo(info);
+	}
+	if (step)
+		snprintf(reason, sizeof reason, "%s: %s", step, strerror(errno));
+	return step ? reason : NULL;
+}
+
+static const char *xrc(size_t arg)
+{
+	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP,
+				       .ai_qp_type = IBV_QPT_XRC_RECV }, *info;
+	struct ibv_srq_init_attr srq = { .attr = { .max_wr = 8, .max_sge = 1 } };
+	struct ibv_qp_init_attr init = { .cap = { .max_recv_wr = 1, .max_recv_sge = 1 } };
+	struct ibv_recv_wr recv = { .wr_id = 1 }, *bad;
+	struct rdma_conn_param p = { 0 };
+	struct rdma_cm_id *listener, *id;
+	pthread_t thread;
+	struct ibv_wc wc;
+	void *reason;
+	char port[8];
+	uint32_t number;
+
+	(void)arg;
+	ENSURE(!rdma_getaddrinfo(NULL, "0", &hints, &info), "rdma_getaddrinfo");
+	ENSURE(!rdma_create_ep(&listener, info, NULL, &init), "rdma_create_ep: %s", strerror(errno));
+	rdma_freeaddrinfo(info);
+	ENSURE(!rdma_listen(listener, 1), "rdma_listen: %s", strerror(errno));
+	snprintf(port, sizeof port, "%u", ntohs(rdma_get_src_port(listener)));
+	ENSURE(!pthread_create(&thread, NULL, xrc_client, port), "pthread_create");
+	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
+	ENSURE(id->qp && id->qp->qp_type == IBV_QPT_XRC_RECV, "not an end that receives XRC");
+	ENSURE(!rdma_create_srq(id, NULL, &srq), "rdma_create_srq: %s", strerror(errno));
+	ENSURE(id->recv_cq && id->recv_cq->cqe >= 8, "no room for as many receives as there may be");
+	ENSURE(!ibv_get_srq_num(id->srq, &number), "ibv_get_srq_num");
+	ENSURE(!ibv_post_srq_recv(id->srq, &recv, &bad), "ibv_post_srq_recv");
+	p.private_data = &number;
+	p.private_data_len = sizeof number;
+	ENSURE(!rdma_accept(id, &p), "rdma_accept: %s", strerror(errno));
+	ENSURE(rdma_get_recv_comp(id, &wc) == 1 && wc.wr_id == 1 && !wc.status, "rdma_get_recv_comp: %s", strerror(errno));
+	ENSURE(!pthread_join(thread, &reason) && !reason, "client: %s", (char *)reason);
+	rdma_disconnect(id);
+	/* The queue of completions is the shared receive queue's: it outlives the queue pair. */
+	rdma_destroy_qp(id);
+	ENSURE(id->recv_cq, "the completion queue went with the queue pair");
+	rdma_destroy_srq(id);
+	ENSURE(!id->recv_cq && !id->recv_cq_channel, "the completion queue is left");
+	rdma_destroy_ep(id);
+	rdma_destroy_ep(listener);
+	return NULL;
+}
+
 struct mover {
 	struct rdma_cm_id *id;
 	struct rdma_event_channel *to;
@@ -1400,6 +1520,8 @@ static const struct test tests[] = {
 	{ "many_clients", many_clients, 16, 0, false },
 	{ "addresses", addresses, AF_INET, 0, false },
 	{ "addresses_ipv6", addresses, AF_INET6, 0, false },
+	{ "extended", extended, 0, 0, false },
+	{ "xrc", xrc, 0, 0, false },
 	{ "migrate", migrate, 0, 0, false },
 	{ "migrate_waits", migrate_waits, 0, 0, false },
 	{ "nonblocking_channel", nonblocking_channel, 0, 0, false },
