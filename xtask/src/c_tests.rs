@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The programs; each is one file in `tests/c`.
-const PROGRAMS: [&str; 15] = [
+const PROGRAMS: [&str; 16] = [
     "selftest",
     "cm",
     "access",
@@ -17,6 +17,7 @@ const PROGRAMS: [&str; 15] = [
     "hostile",
     "nccl",
     "profiles",
+    "rsockets",
     "scale",
     "scarce",
     "strangers",

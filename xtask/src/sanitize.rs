@@ -26,7 +26,7 @@ const UNIT: &str = "unit";
 ///
 /// Crowds at the door are measured against the clock, which means nothing when all is ten times slower: of `strangers`
 /// those tests run that send one at a time.
-const SHORT: [(&str, &[&str]); 12] = [
+const SHORT: [(&str, &[&str]); 13] = [
     (UNIT, &[]),
     ("selftest", &[]),
     ("cm", &[]),
@@ -34,6 +34,7 @@ const SHORT: [(&str, &[&str]); 12] = [
     ("addresses", &[]),
     ("surface", &[]),
     ("panic", &[]),
+    ("rsockets", &[]),
     ("fork", &[]),
     ("vanish", &[]),
     ("strangers", &["bad_crc", "truncated", "reset", "too_long"]),

@@ -146,7 +146,10 @@ pub(super) fn write(
             match end.write(from, written, offset) {
                 Ok(Some(0)) => None,
                 Ok(n) => Some(Ok(n.unwrap_or(0))),
-                Err(e) => Some(Err(e)),
+                Err(_) => {
+                    stream.cut_off();
+                    Some(Err(libc::ECONNRESET))
+                }
             }
         });
         match more {

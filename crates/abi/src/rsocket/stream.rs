@@ -681,19 +681,16 @@ impl Stream {
         let given = end.give();
         if let Some(violation) = news.violation {
             log!(Warn, "rsocket {}: {violation}", socket.number);
-            end.qp.disconnect();
-            self.over(Some(libc::ECONNRESET));
+            self.cut_off();
         } else if news.disconnect {
             self.over(None);
         } else if let Some(status) = news.failed {
-            self.over(Some(match status {
-                Status::RetryExceeded | Status::RnrRetryExceeded => libc::ETIMEDOUT,
-                _ => libc::ECONNRESET,
-            }));
+            log!(Info, "rsocket {}: a send failed: {status}", socket.number);
+            self.over(Some(libc::ECONNRESET));
         } else if let Some(errno) = gone {
             self.over((errno != 0).then_some(errno));
-        } else if let Err(errno) = given {
-            self.over(Some(errno));
+        } else if given.is_err() {
+            self.cut_off();
         } else if news.shutdown {
             self.receiving = false;
             if !self.sending {
@@ -755,6 +752,14 @@ impl Stream {
         self.sending = false;
         self.broken = broken;
         self.error = broken.unwrap_or(self.error);
+    }
+
+    /// Ends the connection from here: the peer broke the rules, or named memory that there cannot be.
+    pub(super) fn cut_off(&mut self) {
+        if let Some(end) = &self.end {
+            end.qp.disconnect();
+        }
+        self.over(Some(libc::ECONNRESET));
     }
 
     // ------------------------------------------------------------------ listening
@@ -825,7 +830,11 @@ impl Stream {
         };
         match end.send(from, skip) {
             Ok(0) => None,
-            done => Some(done),
+            Ok(n) => Some(Ok(n)),
+            Err(_) => {
+                self.cut_off();
+                Some(Err(libc::ECONNRESET))
+            }
         }
     }
 

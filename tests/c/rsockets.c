@@ -1,0 +1,760 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Sockets over RDMA (rdma/rsocket.h): streams, datagrams, mapped memory, waiting for many, and peers that die or lie.
+ *
+ * Both ends are in this process, at TEST_ADDR or else 127.0.0.1, but where the test is about another process.
+ */
+#include "ends.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <rdma/rsocket.h>
+#include <sys/mman.h>
+
+#define BIG (4u << 20)
+
+static int listener = -1, near = -1, far = -1;
+
+static int close_socket(void *p)
+{
+	int *fd = p, rc = *fd < 0 ? 0 : rclose(*fd);
+
+	*fd = -1;
+	return rc;
+}
+
+/* An address of this test, with a port. */
+static struct sockaddr_storage address(bool v6, uint16_t port, socklen_t *len)
+{
+	const char *host = getenv("TEST_ADDR");
+	struct sockaddr_storage s = { 0 };
+
+	if (v6) {
+		struct sockaddr_in6 *a = (struct sockaddr_in6 *)&s;
+
+		a->sin6_family = AF_INET6;
+		a->sin6_port = htons(port);
+		a->sin6_addr = in6addr_loopback;
+		*len = sizeof *a;
+	} else {
+		struct sockaddr_in *a = (struct sockaddr_in *)&s;
+
+		a->sin_family = AF_INET;
+		a->sin_port = htons(port);
+		inet_pton(AF_INET, host ? host : "127.0.0.1", &a->sin_addr);
+		*len = sizeof *a;
+	}
+	return s;
+}
+
+static uint16_t port_of(int fd)
+{
+	struct sockaddr_in6 a = { 0 };
+	socklen_t len = sizeof a;
+
+	return rgetsockname(fd, (struct sockaddr *)&a, &len) ? 0 : ntohs(a.sin6_port);
+}
+
+/* A socket that listens, or a datagram socket, on a free port. */
+static const char *bound(int *fd, bool v6, int type)
+{
+	socklen_t len;
+	struct sockaddr_storage a = address(v6, 0, &len);
+
+	*fd = rsocket(v6 ? AF_INET6 : AF_INET, type, 0);
+	ENSURE(*fd >= 0, "rsocket: %s", strerror(errno));
+	keep(close_socket, fd, "socket");
+	ENSURE(!rbind(*fd, (struct sockaddr *)&a, len), "rbind: %s", strerror(errno));
+	ENSURE(port_of(*fd), "no port");
+	if (type == SOCK_STREAM)
+		ENSURE(!rlisten(*fd, 8), "rlisten: %s", strerror(errno));
+	return NULL;
+}
+
+static int reach(int fd, bool v6, uint16_t port)
+{
+	socklen_t len;
+	struct sockaddr_storage a = address(v6, port, &len);
+
+	return rconnect(fd, (struct sockaddr *)&a, len);
+}
+
+/* Two ends of a stream. Who connects does not wait for raccept. */
+static const char *stream_pair(bool v6, int mappings)
+{
+	TRY(bound(&listener, v6, SOCK_STREAM));
+	near = rsocket(v6 ? AF_INET6 : AF_INET, SOCK_STREAM, 0);
+	ENSURE(near >= 0, "rsocket: %s", strerror(errno));
+	keep(close_socket, &near, "near");
+	if (mappings) {
+		ENSURE(!rsetsockopt(near, SOL_RDMA, RDMA_IOMAPSIZE, &mappings, sizeof mappings), "RDMA_IOMAPSIZE");
+		ENSURE(!rsetsockopt(listener, SOL_RDMA, RDMA_IOMAPSIZE, &mappings, sizeof mappings), "RDMA_IOMAPSIZE");
+	}
+	ENSURE(!reach(near, v6, port_of(listener)), "rconnect: %s", strerror(errno));
+	far = raccept(listener, NULL, NULL);
+	ENSURE(far >= 0, "raccept: %s", strerror(errno));
+	keep(close_socket, &far, "far");
+	return NULL;
+}
+
+static void pattern(unsigned char *p, size_t n, unsigned int seed)
+{
+	for (size_t i = 0; i < n; i++)
+		p[i] = (unsigned char)((i * 31 + i / 253) ^ seed);
+}
+
+static const char *send_all(int fd, const void *p, size_t n)
+{
+	ssize_t sent = rsend(fd, p, n, 0);
+
+	ENSURE(sent == (ssize_t)n, "rsend of %zu gives %zd: %s", n, sent, strerror(errno));
+	return NULL;
+}
+
+static const char *expect(int fd, const void *p, size_t n)
+{
+	static unsigned char got[BIG];
+	ssize_t r = rrecv(fd, got, n, MSG_WAITALL);
+
+	ENSURE(r == (ssize_t)n, "rrecv of %zu gives %zd: %s", n, r, strerror(errno));
+	ENSURE(!memcmp(got, p, n), "other bytes than were sent");
+	return NULL;
+}
+
+static const char *ends_of_a_stream(size_t v6)
+{
+	struct sockaddr_in6 a = { 0 }, b = { 0 };
+	socklen_t len = sizeof a, cut = 2;
+
+	TRY(stream_pair(v6, 0));
+	TRY(send_all(near, "ping", 4));
+	TRY(expect(far, "ping", 4));
+	TRY(send_all(far, "pong!", 5));
+	TRY(expect(near, "pong!", 5));
+	ENSURE(!rgetpeername(near, (struct sockaddr *)&a, &len), "rgetpeername: %s", strerror(errno));
+	ENSURE(len == (v6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in)), "length %u", len);
+	ENSURE(!rgetsockname(far, (struct sockaddr *)&b, &len) && !memcmp(&a, &b, len), "names differ");
+	ENSURE(!rgetsockname(near, NULL, &cut) && cut == len, "no address asked for: length %u", cut);
+	ENSURE(rgetpeername(listener, (struct sockaddr *)&a, &len) && errno == ENOTCONN, "a listener has a peer");
+	ENSURE(reach(near, v6, port_of(listener)) && errno == EISCONN, "connected twice: %s", strerror(errno));
+	return NULL;
+}
+
+static void *echo(void *arg)
+{
+	static unsigned char buf[70000];
+	int fd = *(int *)arg;
+	ssize_t n;
+
+	while ((n = rrecv(fd, buf, sizeof buf, 0)) > 0)
+		if (rsend(fd, buf, (size_t)n, 0) != n)
+			break;
+	return (void *)(intptr_t)n;
+}
+
+struct flow {
+	int fd;
+	const char *reason;
+};
+
+static unsigned char big[BIG];
+
+static void *push(void *arg)
+{
+	struct flow *flow = arg;
+
+	flow->reason = send_all(flow->fd, big, sizeof big);
+	return NULL;
+}
+
+/* Both ways at once, more than any buffer holds. */
+static const char *both_ways(size_t small)
+{
+	static struct flow flow;
+	pthread_t echoes, pushes;
+	void *last;
+	int size = 5000;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	near = rsocket(AF_INET, SOCK_STREAM, 0);
+	keep(close_socket, &near, "near");
+	if (small) {
+		ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_SNDBUF, &size, sizeof size), "SO_SNDBUF");
+		ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_RCVBUF, &size, sizeof size), "SO_RCVBUF");
+		size = 16;
+		ENSURE(!rsetsockopt(near, SOL_RDMA, RDMA_SQSIZE, &size, sizeof size), "RDMA_SQSIZE");
+		ENSURE(!rsetsockopt(listener, SOL_RDMA, RDMA_RQSIZE, &size, sizeof size), "RDMA_RQSIZE");
+	}
+	ENSURE(!reach(near, false, port_of(listener)), "rconnect: %s", strerror(errno));
+	far = raccept(listener, NULL, NULL);
+	ENSURE(far >= 0, "raccept: %s", strerror(errno));
+	keep(close_socket, &far, "far");
+	pattern(big, sizeof big, 7);
+	flow = (struct flow){ near, NULL };
+	ENSURE(!pthread_create(&echoes, NULL, echo, &far) && !pthread_create(&pushes, NULL, push, &flow), "threads");
+	TRY(expect(near, big, sizeof big));
+	pthread_join(pushes, NULL);
+	TRY(flow.reason);
+	ENSURE(!rshutdown(near, SHUT_WR), "rshutdown: %s", strerror(errno));
+	pthread_join(echoes, &last);
+	ENSURE(!last, "the echo ends with %ld", (long)(intptr_t)last);
+	return NULL;
+}
+
+static const char *one_after_the_other(size_t unused UNUSED)
+{
+	char buf[64];
+	struct iovec out[3] = { { "ab", 2 }, { "", 0 }, { "cdef", 4 } }, in[2] = { { buf, 1 }, { buf + 10, 9 } };
+
+	TRY(stream_pair(false, 0));
+	ENSURE(rwritev(near, out, 3) == 6, "rwritev: %s", strerror(errno));
+	ENSURE(rrecv(far, buf, 3, MSG_PEEK) == 3 && !memcmp(buf, "abc", 3), "peeked");
+	ENSURE(rreadv(far, in, 2) == 6 && buf[0] == 'a' && !memcmp(buf + 10, "bcdef", 5), "rreadv");
+	ENSURE(rrecv(far, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "nothing is there");
+	ENSURE(rread(far, NULL, 5) == -1 && errno == EFAULT, "no buffer");
+	/* Thousands of small ones: more messages than there are credits; half of them can always wait to be read. */
+	for (int i = 0; i < 3000; i++) {
+		char byte = (char)i;
+
+		TRY(send_all(near, &byte, 1));
+		if (i % 150 == 149)
+			for (int j = i - 149; j <= i; j++) {
+				ENSURE(rread(far, &byte, 1) == 1 && byte == (char)j, "byte %d", j);
+			}
+	}
+	return NULL;
+}
+
+static const char *no_waiting(size_t unused UNUSED)
+{
+	struct pollfd p[2];
+	int made[2], error = -1;
+	socklen_t len = sizeof error;
+	size_t sent = 0, got = 0;
+	ssize_t n;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	ENSURE(!rfcntl(listener, F_SETFL, O_NONBLOCK), "F_SETFL");
+	ENSURE(rfcntl(listener, F_GETFL) & O_NONBLOCK, "F_GETFL");
+	ENSURE(raccept(listener, NULL, NULL) == -1 && errno == EAGAIN, "raccept: %s", strerror(errno));
+	near = rsocket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+	keep(close_socket, &near, "near");
+	n = reach(near, false, port_of(listener));
+	ENSURE(!n || errno == EINPROGRESS, "rconnect: %s", strerror(errno));
+	p[0] = (struct pollfd){ near, POLLOUT, 0 };
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "connecting: %#x", (unsigned int)p[0].revents);
+	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_ERROR, &error, &len) && !error, "SO_ERROR %d", error);
+	p[0] = (struct pollfd){ listener, POLLIN, 0 };
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "nobody knocks");
+	far = raccept(listener, NULL, NULL);
+	ENSURE(far >= 0, "raccept: %s", strerror(errno));
+	keep(close_socket, &far, "far");
+	p[0] = (struct pollfd){ far, POLLIN | POLLOUT, 0 };
+	ENSURE(rpoll(p, 1, 0) == 1 && p[0].revents == POLLOUT, "%#x", (unsigned int)p[0].revents);
+	/* Until no more goes in, then until no more comes out. */
+	pattern(big, sizeof big, 1);
+	while ((n = rsend(near, big + sent, sizeof big - sent, 0)) > 0)
+		sent += (size_t)n;
+	ENSURE(n == -1 && errno == EAGAIN && sent > 1000 && sent < sizeof big, "%zu bytes: %s", sent, strerror(errno));
+	p[0] = (struct pollfd){ near, POLLOUT, 0 };
+	ENSURE(rpoll(p, 1, 20) == 0, "full, and can be written");
+	while (got < sent) {
+		static unsigned char part[10000];
+
+		n = rrecv(far, part, sizeof part, 0);
+		ENSURE(n > 0 && !memcmp(part, big + got, (size_t)n), "at %zu: %zd", got, n);
+		got += (size_t)n;
+	}
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "empty, and cannot be written");
+	/* Beside another descriptor. */
+	ENSURE(!pipe(made), "pipe");
+	p[0] = (struct pollfd){ far, POLLIN, 0 };
+	p[1] = (struct pollfd){ made[0], POLLIN, 0 };
+	ENSURE(rpoll(p, 2, 10) == 0, "neither is ready");
+	ENSURE(write(made[1], "x", 1) == 1, "write");
+	ENSURE(rpoll(p, 2, -1) == 1 && !p[0].revents && p[1].revents == POLLIN, "the pipe");
+	TRY(send_all(near, "y", 1));
+	ENSURE(rpoll(p, 2, -1) >= 1, "both");
+	close(made[0]);
+	close(made[1]);
+	return NULL;
+}
+
+static const char *select_sets(size_t unused UNUSED)
+{
+	struct timeval t = { 0, 20000 };
+	fd_set in, out;
+	int top;
+
+	TRY(stream_pair(false, 0));
+	top = (near > far ? near : far) + 1;
+	FD_ZERO(&in);
+	FD_SET(far, &in);
+	ENSURE(rselect(top, &in, NULL, NULL, &t) == 0 && !FD_ISSET(far, &in), "nothing is there");
+	TRY(send_all(near, "x", 1));
+	FD_SET(far, &in);
+	FD_ZERO(&out);
+	FD_SET(near, &out);
+	ENSURE(rselect(top, &in, &out, NULL, NULL) >= 1, "rselect: %s", strerror(errno));
+	ENSURE(FD_ISSET(near, &out), "can be written");
+	return NULL;
+}
+
+static const char *nobody_there(size_t unused UNUSED)
+{
+	uint16_t port;
+	char byte;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	port = port_of(listener);
+	ENSURE(!close_socket(&listener), "rclose");
+	near = rsocket(AF_INET, SOCK_STREAM, 0);
+	keep(close_socket, &near, "near");
+	ENSURE(rrecv(near, &byte, 1, 0) == -1 && errno == ENOTCONN, "not connected: %s", strerror(errno));
+	ENSURE(reach(near, false, port) == -1 && errno == ECONNREFUSED, "rconnect: %s", strerror(errno));
+	ENSURE(rsend(near, &byte, 1, 0) == -1, "sent to nobody");
+	return NULL;
+}
+
+static const char *half_closed(size_t unused UNUSED)
+{
+	struct pollfd p;
+	char byte;
+
+	TRY(stream_pair(false, 0));
+	TRY(send_all(near, "last", 4));
+	ENSURE(!rshutdown(near, SHUT_WR), "rshutdown: %s", strerror(errno));
+	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EPIPE, "sent after the end");
+	TRY(expect(far, "last", 4));
+	ENSURE(rrecv(far, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
+	p = (struct pollfd){ far, POLLIN, 0 };
+	ENSURE(rpoll(&p, 1, 0) == 1 && p.revents == POLLIN, "%#x", (unsigned int)p.revents);
+	/* The other way goes on. */
+	TRY(send_all(far, "answer", 6));
+	ENSURE(!rshutdown(far, SHUT_WR), "rshutdown: %s", strerror(errno));
+	TRY(expect(near, "answer", 6));
+	ENSURE(rrecv(near, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *closed(size_t unused UNUSED)
+{
+	struct pollfd p;
+	char byte;
+
+	TRY(stream_pair(false, 0));
+	pattern(big, 100000, 3);
+	TRY(send_all(near, big, 100000));
+	ENSURE(!close_socket(&near), "rclose: %s", strerror(errno));
+	TRY(expect(far, big, 100000));
+	ENSURE(rrecv(far, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
+	p = (struct pollfd){ far, POLLIN, 0 };
+	ENSURE(rpoll(&p, 1, 0) == 1 && (p.revents & POLLHUP), "%#x", (unsigned int)p.revents);
+	ENSURE(rsend(far, "x", 1, 0) == -1 && (errno == EPIPE || errno == ECONNRESET), "rsend: %s", strerror(errno));
+	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of none");
+	return NULL;
+}
+
+/* A child that connects and is killed: in the middle of the stream, or while it owes us the memory to send. */
+static const char *killed(size_t sending)
+{
+	static char word[BIG];
+	pid_t child;
+	int ready[2], status;
+	ssize_t n;
+	char byte;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	ENSURE(!pipe(ready), "pipe");
+	child = fork();
+	if (!child) {
+		int fd = rsocket(AF_INET, SOCK_STREAM, 0);
+		uint16_t port = 0;
+
+		if (read(ready[0], &port, sizeof port) != sizeof port || fd < 0 || reach(fd, false, port))
+			_exit(1);
+		if (rsend(fd, "here", 4, 0) != 4)
+			_exit(2);
+		pause();
+		_exit(3);
+	}
+	ENSURE(child > 0, "fork: %s", strerror(errno));
+	{
+		uint16_t port = port_of(listener);
+
+		ENSURE(write(ready[1], &port, sizeof port) == sizeof port, "write");
+	}
+	far = raccept(listener, NULL, NULL);
+	ENSURE(far >= 0, "raccept: %s", strerror(errno));
+	keep(close_socket, &far, "far");
+	TRY(expect(far, "here", 4));
+	if (sending) {
+		while ((n = rsend(far, word, sizeof word, MSG_DONTWAIT)) > 0)
+			;
+		ENSURE(errno == EAGAIN, "rsend: %s", strerror(errno));
+	}
+	kill(child, SIGKILL);
+	waitpid(child, &status, 0);
+	if (sending) {
+		n = rsend(far, word, sizeof word, 0);
+		ENSURE(n < 0 && (errno == ECONNRESET || errno == EPIPE), "rsend gives %zd: %s", n, strerror(errno));
+	}
+	n = rrecv(far, &byte, 1, 0);
+	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv gives %zd: %s", n, strerror(errno));
+	close(ready[0]);
+	close(ready[1]);
+	return NULL;
+}
+
+static void *blocked(void *arg)
+{
+	char byte;
+	ssize_t n = rrecv(*(int *)arg, &byte, 1, 0);
+
+	return (void *)(intptr_t)(n < 0 ? errno : 0);
+}
+
+static const char *closed_by_another_thread(size_t unused UNUSED)
+{
+	static int fd;
+	pthread_t thread;
+	void *error;
+
+	TRY(stream_pair(false, 0));
+	fd = near;
+	ENSURE(!pthread_create(&thread, NULL, blocked, &fd), "thread");
+	sleep_ms(30); /* in the call or before it: both end the same way */
+	ENSURE(!close_socket(&near), "rclose");
+	pthread_join(thread, &error);
+	ENSURE((intptr_t)error == EBADF || !error, "rrecv: %s", strerror((int)(intptr_t)error));
+	return NULL;
+}
+
+static const char *time_is_limited(size_t unused UNUSED)
+{
+	struct timeval t = { 0, 30000 };
+	uint64_t start = now_ms();
+	char byte;
+
+	TRY(stream_pair(false, 0));
+	ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_RCVTIMEO, &t, sizeof t), "SO_RCVTIMEO");
+	ENSURE(rrecv(near, &byte, 1, 0) == -1 && errno == EAGAIN, "rrecv: %s", strerror(errno));
+	ENSURE(now_ms() - start >= 30, "too soon");
+	return NULL;
+}
+
+static const char *options(size_t unused UNUSED)
+{
+	int value = 0, one = 1;
+	socklen_t len = sizeof value;
+	struct linger linger = { 1, 3 }, got = { 0, 0 };
+
+	near = rsocket(AF_INET, SOCK_STREAM, 0);
+	keep(close_socket, &near, "near");
+	ENSURE(!rsetsockopt(near, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one), "TCP_NODELAY");
+	ENSURE(!rgetsockopt(near, IPPROTO_TCP, TCP_NODELAY, &value, &len) && value == 1, "TCP_NODELAY %d", value);
+	ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_LINGER, &linger, sizeof linger), "SO_LINGER");
+	len = sizeof got;
+	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_LINGER, &got, &len) && got.l_linger == 3, "SO_LINGER");
+	value = 8192;
+	ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, sizeof value), "SO_SNDBUF");
+	len = sizeof value;
+	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, &len) && value == 16384, "SO_SNDBUF %d", value);
+	ENSURE(rsetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, 2) == -1 && errno == EINVAL, "two bytes");
+	ENSURE(rsetsockopt(near, 4711, 1, &value, sizeof value) == -1 && errno == ENOPROTOOPT, "no such level");
+	ENSURE(rsocket(AF_UNIX, SOCK_STREAM, 0) == -1 && errno == EAFNOSUPPORT, "AF_UNIX");
+	ENSURE(rsocket(AF_INET, SOCK_STREAM, IPPROTO_UDP) == -1 && errno == EPROTONOSUPPORT, "UDP as a stream");
+	ENSURE(rsend(4711, "", 1, 0) == -1 && errno == EBADF, "no such socket");
+	return NULL;
+}
+
+static const char *mapped_memory(size_t unused UNUSED)
+{
+	static unsigned char area[200000], from[200000];
+	char byte;
+
+	TRY(stream_pair(false, 2));
+	pattern(from, sizeof from, 9);
+	ENSURE(riomap(far, area, sizeof area, PROT_WRITE, 0, 1000) == 1000, "riomap: %s", strerror(errno));
+	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, -1) == (off_t)(uintptr_t)big, "riomap: %s", strerror(errno));
+	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, 5) == -1 && errno == ENOMEM, "a third of two");
+	ENSURE(riomap(far, big, 4096, PROT_READ, 0, 5) == -1 && errno == EINVAL, "for reading");
+	TRY(send_all(far, "m", 1));
+	TRY(expect(near, "m", 1));
+	ENSURE(riowrite(near, from, sizeof from, 1000, 0) == sizeof from, "riowrite: %s", strerror(errno));
+	ENSURE(riowrite(near, "far away", 8, (off_t)(uintptr_t)big + 16, 0) == 8, "riowrite: %s", strerror(errno));
+	/* It ends where the mapping ends, and is nothing where there is none. */
+	ENSURE(riowrite(near, from, 100, 1000 + sizeof area - 10, 0) == 10, "past the end");
+	ENSURE(riowrite(near, from, 100, 999, 0) == 0, "before the start");
+	TRY(send_all(near, "d", 1));
+	TRY(expect(far, "d", 1));
+	ENSURE(!memcmp(area, from, sizeof area - 10) && !memcmp(area + sizeof area - 10, from, 10), "the area");
+	ENSURE(!memcmp(big + 16, "far away", 8), "the second area");
+	ENSURE(!riounmap(far, area, sizeof area), "riounmap: %s", strerror(errno));
+	ENSURE(riounmap(far, area, sizeof area) == -1 && errno == EINVAL, "twice");
+	/* What was unmapped is out of reach: the connection ends, the memory stays as it is. */
+	memset(area, 0, sizeof area);
+	riowrite(near, from, 100, 1000, 0);
+	ENSURE(rrecv(near, &byte, 1, 0) <= 0, "received something");
+	for (size_t i = 0; i < 100; i++)
+		ENSURE(!area[i], "written after riounmap");
+	return NULL;
+}
+
+static const char *datagrams(size_t v6)
+{
+	static char buf[5000];
+	struct sockaddr_storage from;
+	struct iovec iov = { buf, 3 };
+	struct msghdr msg = { .msg_iov = &iov, .msg_iovlen = 1 };
+	socklen_t len = sizeof from, own;
+	struct sockaddr_storage to;
+	struct pollfd p;
+
+	TRY(bound(&listener, v6, SOCK_DGRAM));
+	near = rsocket(v6 ? AF_INET6 : AF_INET, SOCK_DGRAM, 0);
+	keep(close_socket, &near, "near");
+	to = address(v6, port_of(listener), &own);
+	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "to nobody: %s", strerror(errno));
+	ENSURE(rsendto(near, "hello", 5, 0, (struct sockaddr *)&to, own) == 5, "rsendto: %s", strerror(errno));
+	ENSURE(rrecvfrom(listener, buf, sizeof buf, 0, (struct sockaddr *)&from, &len) == 5, "rrecvfrom");
+	ENSURE(!memcmp(buf, "hello", 5) && len == own, "what arrived");
+	/* The answer goes to whom it came from. */
+	ENSURE(rsendto(listener, "hello yourself", 14, 0, (struct sockaddr *)&from, len) == 14, "rsendto");
+	p = (struct pollfd){ near, POLLIN, 0 };
+	ENSURE(rpoll(&p, 1, WAIT_MS) == 1 && p.revents == POLLIN, "%#x", (unsigned int)p.revents);
+	ENSURE(rrecvmsg(near, &msg, MSG_PEEK) == 3 && msg.msg_flags == MSG_TRUNC, "cut off");
+	ENSURE(rrecv(near, buf, sizeof buf, 0) == 14, "rrecv: %s", strerror(errno));
+	/* Sizes. */
+	ENSURE(!rconnect(near, (struct sockaddr *)&to, own), "rconnect: %s", strerror(errno));
+	ENSURE(rsend(near, buf, sizeof buf, 0) == -1 && errno == EMSGSIZE, "too long");
+	ENSURE(rsend(near, buf, 4092, 0) == 4092 && rsend(near, buf, 0, 0) == 0, "the longest and the shortest");
+	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 4092, "the longest");
+	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 0, "the shortest");
+	ENSURE(rrecv(listener, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "nothing is there");
+	return NULL;
+}
+
+static const char *only_from_the_peer(size_t unused UNUSED)
+{
+	static int third = -1;
+	socklen_t len;
+	struct sockaddr_storage to;
+	char buf[16];
+
+	TRY(bound(&listener, false, SOCK_DGRAM));
+	TRY(bound(&near, false, SOCK_DGRAM));
+	TRY(bound(&third, false, SOCK_DGRAM));
+	ENSURE(!reach(near, false, port_of(listener)), "rconnect");
+	to = address(false, port_of(near), &len);
+	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
+	/* So that the one before has certainly gone. */
+	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
+	ENSURE(rsendto(listener, "yes", 3, 0, (struct sockaddr *)&to, len) == 3, "rsendto: %s", strerror(errno));
+	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3 && !memcmp(buf, "yes", 3), "from somebody else");
+	return NULL;
+}
+
+/* ---- a peer that speaks the protocol by hand, and not always well */
+
+struct area {
+	uint64_t addr;
+	uint32_t key, len;
+} __attribute__((packed));
+
+struct hello {
+	uint8_t version, flags;
+	uint16_t credits;
+	uint8_t reserved[3], mappings;
+	struct area list, data;
+} __attribute__((packed));
+
+enum lie { NO_HELLO, OLD_VERSION, NO_LIST, TOO_MANY_BYTES, TOO_MANY_MESSAGES, WRONG_LENGTH, NO_KIND, WILD_MEMORY };
+
+static struct rdma_cm_id *id;
+static struct ibv_mr *mr;
+static unsigned char words[64];
+
+static int close_id(void *p UNUSED)
+{
+	if (mr)
+		ibv_dereg_mr(mr);
+	rdma_destroy_ep(id);
+	mr = NULL;
+	return 0;
+}
+
+static const char *say(uint32_t word, uint32_t len)
+{
+	struct ibv_sge sge = { (uintptr_t)words, len, mr->lkey };
+	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED }, *bad;
+	struct ibv_wc wc;
+	uint64_t end = now_ms() + WAIT_MS;
+
+	memcpy(words, &word, 4);
+	ENSURE(!ibv_post_send(id->qp, &wr, &bad), "ibv_post_send");
+	while (!ibv_poll_cq(id->send_cq, 1, &wc))
+		ENSURE(now_ms() < end, "no completion");
+	return NULL;
+}
+
+static const char *liar(size_t lie)
+{
+	struct ibv_qp_init_attr attr = { .cap = { 16, 16, 1, 1, 0 }, .qp_type = IBV_QPT_RC };
+	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP }, *info;
+	struct hello hello = { .version = 1, .flags = 2, .credits = htons(16) };
+	struct rdma_conn_param param = { .private_data = &hello, .private_data_len = sizeof hello, .responder_resources = 1,
+		.initiator_depth = 1, .retry_count = 7, .rnr_retry_count = 7 };
+	const char *host = getenv("TEST_ADDR");
+	char port[8], byte;
+	int rc;
+	ssize_t n;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	snprintf(port, sizeof port, "%u", port_of(listener));
+	ENSURE(!rdma_getaddrinfo(host ? host : "127.0.0.1", port, &hints, &info), "rdma_getaddrinfo");
+	rc = rdma_create_ep(&id, info, NULL, &attr);
+	rdma_freeaddrinfo(info);
+	ENSURE(!rc, "rdma_create_ep: %s", strerror(errno));
+	keep(close_id, &id, "identifier");
+	mr = ibv_reg_mr(id->pd, words, sizeof words, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	ENSURE(mr, "ibv_reg_mr");
+	for (int i = 0; i < 16; i++) {
+		struct ibv_sge sge = { (uintptr_t)words + 48, 4, mr->lkey };
+		struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
+
+		ENSURE(!ibv_post_recv(id->qp, &wr, &bad), "ibv_post_recv");
+	}
+	hello.list = (struct area){ htobe64((uintptr_t)words), htobe32(mr->rkey), htobe32(lie == NO_LIST ? 0 : 2) };
+	hello.data = (struct area){ htobe64((uintptr_t)words), htobe32(mr->rkey), htobe32(16) };
+	if (lie == WILD_MEMORY)
+		hello.data = (struct area){ htobe64(UINT64_MAX - 4), htobe32(4711), htobe32(UINT32_MAX) };
+	if (lie == NO_HELLO)
+		param.private_data_len = 8;
+	if (lie == OLD_VERSION)
+		hello.version = 0;
+	rc = rdma_connect(id, &param);
+	if (lie <= NO_LIST) {
+		ENSURE(rc, "a stranger was let in");
+		ENSURE(!rfcntl(listener, F_SETFL, O_NONBLOCK), "F_SETFL");
+		ENSURE(raccept(listener, NULL, NULL) == -1 && errno == EAGAIN, "raccept: %s", strerror(errno));
+		return NULL;
+	}
+	ENSURE(!rc, "rdma_connect: %s", strerror(errno));
+	far = raccept(listener, NULL, NULL);
+	ENSURE(far >= 0, "raccept: %s", strerror(errno));
+	keep(close_socket, &far, "far");
+	switch (lie) {
+	case TOO_MANY_BYTES:
+		TRY(say(0x1fffffff, 4));
+		break;
+	case TOO_MANY_MESSAGES:
+		/* One byte each, and none is read: rpoll looks at them. */
+		for (int i = 0; i < 800; i++) {
+			struct pollfd p = { far, POLLOUT | POLLRDHUP, 0 };
+
+			TRY(say(1, 4));
+			if (rpoll(&p, 1, 0) == 1 && (p.revents & POLLRDHUP))
+				break;
+		}
+		while ((n = rrecv(far, big, sizeof big, 0)) > 0)
+			ENSURE(n < 800, "%zd bytes", n);
+		ENSURE(n < 0 && errno == ECONNRESET, "rrecv gives %zd: %s", n, strerror(errno));
+		return NULL;
+	case WRONG_LENGTH:
+		TRY(say(0, 3));
+		break;
+	case NO_KIND:
+		TRY(say(5u << 29, 4));
+		break;
+	case WILD_MEMORY:
+		/* What we write there is refused by its owner, and is our loss. */
+		n = rsend(far, big, 100000, 0);
+		ENSURE(n != 0, "rsend gives 0");
+		break;
+	}
+	n = rrecv(far, &byte, 1, 0);
+	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv gives %zd: %s", n, strerror(errno));
+	ENSURE(lie == WILD_MEMORY || n < 0, "a liar's stream ends in order");
+	/* The listener goes on. */
+	near = rsocket(AF_INET, SOCK_STREAM, 0);
+	keep(close_socket, &near, "near");
+	ENSURE(!reach(near, false, port_of(listener)), "rconnect: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *crowd(size_t unused UNUSED)
+{
+	enum { MANY = 40 };
+	static int ends[2 * MANY];
+	struct pollfd p[MANY];
+	unsigned int seen = 0;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	for (int i = 0; i < 2 * MANY; i++)
+		ends[i] = -1;
+	for (int i = 0; i < MANY; i++) {
+		ends[i] = rsocket(AF_INET, SOCK_STREAM, 0);
+		keep(close_socket, &ends[i], "end");
+		ENSURE(!reach(ends[i], false, port_of(listener)), "rconnect %d: %s", i, strerror(errno));
+		ends[MANY + i] = raccept(listener, NULL, NULL);
+		ENSURE(ends[MANY + i] >= 0, "raccept %d: %s", i, strerror(errno));
+		keep(close_socket, &ends[MANY + i], "end");
+		p[i] = (struct pollfd){ ends[MANY + i], POLLIN, 0 };
+	}
+	for (int i = 0; i < MANY; i++) {
+		char byte = (char)i;
+
+		TRY(send_all(ends[i], &byte, 1));
+	}
+	while (seen < MANY) {
+		ENSURE(rpoll(p, MANY, WAIT_MS) > 0, "rpoll: %s", strerror(errno));
+		for (int i = 0; i < MANY; i++) {
+			char byte;
+
+			if (!p[i].revents)
+				continue;
+			ENSURE(rread(p[i].fd, &byte, 1) == 1 && byte == i, "of another");
+			p[i].fd = -1;
+			seen++;
+		}
+	}
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "stream", ends_of_a_stream, false, 0, false },
+	{ "stream_ipv6", ends_of_a_stream, true, 0, false },
+	{ "both_ways", both_ways, false, 0, false },
+	{ "both_ways_small", both_ways, true, 0, false },
+	{ "parts", one_after_the_other, 0, 0, false },
+	{ "nonblocking", no_waiting, 0, 0, false },
+	{ "select", select_sets, 0, 0, false },
+	{ "nobody", nobody_there, 0, 0, false },
+	{ "half_closed", half_closed, 0, 0, false },
+	{ "closed", closed, 0, 0, false },
+	{ "killed", killed, false, 0, false },
+	{ "killed_sending", killed, true, 0, false },
+	{ "closed_elsewhere", closed_by_another_thread, 0, 0, false },
+	{ "timeout", time_is_limited, 0, 0, false },
+	{ "options", options, 0, 0, false },
+	{ "mapped", mapped_memory, 0, 0, false },
+	{ "datagrams", datagrams, false, 0, false },
+	{ "datagrams_ipv6", datagrams, true, 0, false },
+	{ "datagrams_of_the_peer", only_from_the_peer, 0, 0, false },
+	{ "crowd", crowd, 0, 0, false },
+	{ "no_hello", liar, NO_HELLO, 0, false },
+	{ "old_version", liar, OLD_VERSION, 0, false },
+	{ "no_list", liar, NO_LIST, 0, false },
+	{ "too_many_bytes", liar, TOO_MANY_BYTES, 0, false },
+	{ "too_many_messages", liar, TOO_MANY_MESSAGES, 0, false },
+	{ "wrong_length", liar, WRONG_LENGTH, 0, false },
+	{ "no_kind", liar, NO_KIND, 0, false },
+	{ "wild_memory", liar, WILD_MEMORY, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
