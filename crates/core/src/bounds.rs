@@ -134,3 +134,41 @@ pub const DATAGRAM_PEERS: usize = 1024;
 ///
 /// Longer than a busy host lets a thread wait for its turn, shorter than a program takes for hanging.
 pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis(100);
+
+/// Peers that one queue pair of reliable datagrams knows.
+pub const RD_PEERS: usize = 65_536;
+
+/// Bytes of packets from one peer, and from all, that wait for others before them or for a receive.
+pub const RD_WAITING_PEER: usize = 16 << 20;
+/// See [`RD_WAITING_PEER`].
+pub const RD_WAITING: usize = 64 << 20;
+
+/// Answers to strangers that wait to be sent; more strangers at once get none.
+pub const RD_CHALLENGES: usize = 256;
+
+/// Sources whose messages of several datagrams, or recorded ones, one queue pair remembers.
+pub const RECORD_SOURCES: usize = 16_384;
+
+/// Messages of which not everything has arrived, of one queue pair and of one source.
+pub const OPEN_MESSAGES: usize = 1024;
+/// See [`OPEN_MESSAGES`].
+pub const OPEN_MESSAGES_SOURCE: usize = 64;
+
+/// Runs of bytes in all validity maps of a queue pair that wait for the program.
+pub const RECORD_RANGES: usize = 1 << 20;
+
+/// Runs of bytes of one recorded message that arrived with gaps between them: a loss of 1 % of the datagrams of the
+/// longest message makes half as many.
+pub const RECORD_GAPS: usize = 32_768;
+
+/// Errors that peers reported and the program has not read.
+pub const ERRORS_WAITING: usize = 256;
+
+/// Errors that are reported to peers, a second.
+pub const ERRORS_A_SECOND: u32 = 64;
+
+/// Peers whose cookies one queue pair keeps.
+pub const COOKIES: usize = 1024;
+
+/// Bytes of payload, and no more, that a request may be followed by to be worth an answer of its size.
+pub const READ_PADDING: usize = 1024;

@@ -25,6 +25,7 @@
 //! | `world.rs` | time, links, turns |
 //! | `end.rs` | one end, as an application sees it |
 //! | `pipe.rs` | one direction of a byte stream |
+//! | `ether.rs` | datagram queue pairs on a network that loses |
 //! | `memory.rs` | an address space |
 //! | `raw.rs` | a peer that speaks FPDUs by hand |
 //! | `script.rs` | conversations with such a peer as text |
@@ -43,6 +44,7 @@
 )]
 
 mod end;
+pub mod ether;
 pub mod fuzz;
 mod memory;
 mod pipe;

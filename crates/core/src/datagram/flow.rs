@@ -65,7 +65,7 @@ impl Report {
 
 /// What a datagram of `bytes` takes of a socket's room. The kernel counts the memory that it lies in, which is up to
 /// twice as much, and a structure of its own.
-pub(super) fn charge(bytes: usize) -> u32 {
+pub(crate) fn charge(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX / 4) * 2 + 1024
 }
 
@@ -151,6 +151,21 @@ impl Flow {
         !full
     }
 
+    /// Whether a datagram may be sent to `peer` now; nobody waits for it if not.
+    pub(super) fn is_open(&self, peer: &Peer) -> bool {
+        let window = self.windows.get(peer);
+        window.is_none_or(|w| w.is_silent() || w.charge < w.limit)
+    }
+
+    /// What is under way to `peer` counts as lost, since it says nothing.
+    pub(super) fn forgive(&mut self, peer: &Peer) {
+        if let Some(window) = self.windows.get_mut(peer) {
+            window.silence = window.silence.saturating_add(1);
+            window.under_way = VecDeque::new();
+            window.charge = 0;
+        }
+    }
+
     /// A datagram goes to `peer`.
     pub(super) fn sent(&mut self, peer: Peer, id: u32, end: u32, bytes: usize) {
         if self.windows.len() >= bounds::DATAGRAM_PEERS && !self.windows.contains_key(&peer) {
@@ -202,10 +217,8 @@ impl Flow {
 
     /// The peer has been silent for long enough: what was under way to it counts as lost.
     pub(super) fn give_up_waiting(&mut self) {
-        if let Some(window) = self.stalled.take().and_then(|p| self.windows.get_mut(&p)) {
-            window.silence = window.silence.saturating_add(1);
-            window.under_way = VecDeque::new();
-            window.charge = 0;
+        if let Some(peer) = self.stalled.take() {
+            self.forgive(&peer);
         }
     }
 

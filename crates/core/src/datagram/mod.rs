@@ -1,46 +1,64 @@
-//! Queue pairs without a stream: unreliable datagrams (UD), and the unreliable connection to one fixed peer (UC).
+//! Queue pairs without a stream: unreliable datagrams (UD), reliable ones (RD), and the unreliable connection to one fixed
+//! peer (UC).
 //!
-//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Nothing is
-//! acknowledged and nothing sent again: a request is complete when the socket took its datagrams, and what is lost is
-//! lost without a word.
+//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Without
+//! reliability nothing is acknowledged and nothing sent again: a request is complete when the socket took its datagrams,
+//! and what is lost is lost without a word. With it, datagrams travel in the packets of [`crate::wire::rd`], and a request
+//! is complete when its peer has all of it.
 //!
 //! | file | what |
 //! |---|---|
 //! | `mod.rs` | the queue pair: states, posting, completion, flush |
+//! | [`options`] | what may be chosen beyond verbs |
 //! | [`tx`] | requests into datagrams |
-//! | [`rx`] | datagrams into posted receives and registered memory |
-//! | `reassemble.rs` | which bytes of a segmented message are there, and which message is the next |
+//! | [`rx`] | datagrams into the hands of those below |
+//! | `deliver.rs` | into posted receives and registered memory; records |
+//! | `respond.rs` | Reads, atomics and errors, of us and of others |
+//! | `rd/` | each datagram once: numbers, acknowledgements, windows |
+//! | [`messages`] | which bytes of which messages are there, from many sources |
+//! | `reassemble.rs` | runs of bytes; the messages of a fixed peer |
+//! | `reads.rs` | requests that wait for their answers |
+//! | `parity.rs` | lost datagrams made from others |
+//! | `cookie.rs` | who has shown that it receives at its address |
 //! | `flow.rs` | not to send faster than the peer receives |
-//! | [`grh`] | the 40 bytes in front of a UD message |
+//! | [`grh`] | the 40 bytes in front of a message on UD and RD |
 //!
-//! What differs between the two kinds:
+//! What differs between the kinds:
 //!
-//! | | UD | UC |
-//! |---|---|---|
-//! | destination | in each request | [`DatagramQp::set_peer`] |
-//! | source | anybody with the Q_Key | the peer alone |
-//! | operations | Send | Send, Write, each with or without immediate |
-//! | message | one datagram, [`bounds::UD_MTU`] at most | segmented, [`bounds::MAX_MESSAGE`] at most |
+//! | | UD | RD | UC | RC over UDP |
+//! |---|---|---|---|---|
+//! | destination | in each request | in each request | [`DatagramQp::set_peer`] | the same |
+//! | source | anybody with the Q_Key | the same | the peer alone | the same |
+//! | operations | Send; Write-Record, Read | the same, atomics | Send, Write | Send, Write, Read, atomics |
+//! | a peer's error | a counter, a report | the queue pair stops | | the queue pair stops |
 //!
 //! Methods come in the four kinds of [`crate::connection`]: commands (`post_send`, `post_recv`, `modify`, `set_peer`),
-//! inputs (`handle_rx`, `handle_written`, `handle_send_error`, `handle_stall`), outputs (`poll_tx`, `wants_tx`, `stall`,
-//! `poll_event`) and getters. The only timeout is that of a stall; a message that stays incomplete costs one posted
-//! receive, and the next message gives it back.
+//! inputs (`set_now`, `handle_rx`, `handle_written`, `handle_send_error`, `handle_stall`, `handle_timeout`), outputs
+//! (`poll_tx`, `wants_tx`, `stall`, `poll_timeout`, `poll_event`, `records`, `poll_error`) and getters.
 
+mod cookie;
+mod deliver;
 mod flow;
+mod parity;
+mod rd;
+mod reads;
 mod reassemble;
+mod respond;
 
 pub mod grh;
+pub mod messages;
+pub mod options;
 pub mod rx;
 pub mod tx;
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::bounds;
 use crate::connection::{AsyncEvent, Parts, Rnic, Step, merge};
@@ -52,19 +70,28 @@ use crate::verbs::sq::{Phase, Posted, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Destination, Op, RecvRequest, WorkRequest};
 use crate::wire::dgram::DgramError;
-use flow::Flow;
+use cookie::Secret;
+use flow::{Flow, Peer};
+use messages::{Messages, Records};
+use options::Options;
+use rd::Reliable;
+use reads::Reads;
 use reassemble::Incoming;
 
 /// The queue pair number of every member of a multicast group.
 pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
 
-/// Which of the two services.
+/// Which of the services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Unreliable datagram.
     Ud,
     /// Unreliable connection.
     Uc,
+    /// Reliable datagram.
+    Rd,
+    /// Reliable connection, over reliable datagrams.
+    Rc,
 }
 
 impl Kind {
@@ -73,7 +100,19 @@ impl Kind {
         match self {
             Self::Ud => QpType::Ud,
             Self::Uc => QpType::Uc,
+            Self::Rd => QpType::Rd,
+            Self::Rc => QpType::Rc,
         }
+    }
+
+    /// Whether what is sent arrives.
+    pub const fn is_reliable(self) -> bool {
+        matches!(self, Self::Rd | Self::Rc)
+    }
+
+    /// Whether there is one peer only.
+    pub const fn is_connected(self) -> bool {
+        matches!(self, Self::Uc | Self::Rc)
     }
 }
 
@@ -139,6 +178,65 @@ pub enum Dropped {
     Gaps,
     /// The receive's own memory could not be written; the queue pair has failed.
     Local,
+    /// As many answers wait to be sent as may.
+    Busy,
+}
+
+impl Dropped {
+    /// How the sender's request ends, where it is told.
+    fn status(self) -> Status {
+        match self {
+            Self::Access => Status::RemoteAccess,
+            Self::Local => Status::RemoteOperation,
+            _ => Status::RemoteInvalidRequest,
+        }
+    }
+
+    /// Layer, type and code of a Terminate for it (RFC 5040 §4.8).
+    fn terminate(self) -> (u8, u8, u8) {
+        match self {
+            // RDMAP, remote protection error, access rights violation.
+            Self::Access => (0, 1, 2),
+            // DDP, untagged buffer error, message too long for the buffer.
+            Self::TooLong => (1, 2, 5),
+            // RDMAP, remote operation error, unexpected opcode.
+            Self::Operation => (0, 2, 6),
+            // RDMAP, remote operation error, unspecified.
+            _ => (0, 2, 0xff),
+        }
+    }
+}
+
+/// What a peer says went wrong with a message of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ErrorReport {
+    /// Who says so.
+    pub from: SocketAddr,
+    /// Its queue pair.
+    pub src_qpn: u32,
+    /// The message; of a Send that is its MSN as well.
+    pub id: u32,
+    /// Layer of the error, as in a Terminate (RFC 5040 §4.8).
+    pub layer: u8,
+    /// Its type.
+    pub etype: u8,
+    /// Its code.
+    pub code: u8,
+    /// How the request ended, if the peer's word ends it.
+    pub status: Status,
+}
+
+/// What was given out to be sent, and what it means for a request when it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Given {
+    /// It is of no request, or the request waits for more than that.
+    Nothing,
+    /// More of the request follows.
+    Part(u64),
+    /// The request is done.
+    End(u64),
+    /// The request waits for an answer.
+    Ask(u64),
 }
 
 /// What a queue pair has seen. Datagrams unless it says otherwise.
@@ -168,8 +266,22 @@ pub struct Counters {
     pub rx_stag: u64,
     /// Dropped: longer than the receive, or too many gaps.
     pub rx_bounds: u64,
-    /// Messages that stayed incomplete.
+    /// Datagrams that were lost and made from others.
+    pub rx_repaired: u64,
+    /// Messages that stayed incomplete, but those that have a record.
     pub evicted: u64,
+    /// Records of messages that are complete.
+    pub rec_full: u64,
+    /// Records of messages that are not, or of parts.
+    pub rec_partial: u64,
+    /// Records that found no room.
+    pub rec_overflow: u64,
+    /// Reads that were never answered.
+    pub reads_timeout: u64,
+    /// Errors that peers reported.
+    pub err_in: u64,
+    /// Errors reported to peers.
+    pub err_out: u64,
     /// Handed to the socket.
     pub tx_dgrams: u64,
     /// Refused by the socket.
@@ -180,7 +292,7 @@ pub struct Counters {
 
 impl Counters {
     /// All of them with their names.
-    pub fn named(&self) -> [(&'static str, u64); 16] {
+    pub fn named(&self) -> [(&'static str, u64); 23] {
         [
             ("rx_dgrams", self.rx_dgrams),
             ("rx_messages", self.rx_messages),
@@ -194,7 +306,14 @@ impl Counters {
             ("rx_no_recv", self.rx_no_recv),
             ("rx_stag", self.rx_stag),
             ("rx_bounds", self.rx_bounds),
+            ("rx_repaired", self.rx_repaired),
             ("evicted", self.evicted),
+            ("rec_full", self.rec_full),
+            ("rec_partial", self.rec_partial),
+            ("rec_overflow", self.rec_overflow),
+            ("reads_timeout", self.reads_timeout),
+            ("err_in", self.err_in),
+            ("err_out", self.err_out),
             ("tx_dgrams", self.tx_dgrams),
             ("tx_errors", self.tx_errors),
             ("tx_stalls", self.tx_stalls),
@@ -205,7 +324,7 @@ impl Counters {
         let counter = match why {
             Dropped::Wire(DgramError::Crc) => &mut self.rx_bad_crc,
             Dropped::Wire(_) | Dropped::Operation | Dropped::Mismatch => &mut self.rx_bad_hdr,
-            Dropped::State | Dropped::Local => &mut self.rx_state,
+            Dropped::State | Dropped::Local | Dropped::Busy => &mut self.rx_state,
             Dropped::Index | Dropped::Source => &mut self.rx_stray,
             Dropped::Qkey => &mut self.rx_qkey,
             Dropped::Duplicate => &mut self.rx_dup,
@@ -217,6 +336,9 @@ impl Counters {
         *counter += 1;
     }
 }
+
+/// How long one try lasts that finds no receive, of those that `rnr_retry` counts.
+const RNR_WAIT: Duration = Duration::from_millis(100);
 
 /// A datagram queue pair.
 pub struct DatagramQp {
@@ -240,14 +362,35 @@ pub struct DatagramQp {
     /// Payload bytes of a datagram of a segmented message.
     segment: usize,
     current: Option<tx::Current>,
-    /// For each datagram that was given out and not yet sent: its request if it has one, and whether it is the last one
-    /// of it.
-    given_out: VecDeque<(Option<u64>, bool)>,
+    /// Answers to others, and requests that go out once more.
+    answers: VecDeque<tx::Current>,
+    /// Datagrams of a few bytes that answer something.
+    outbox: VecDeque<TxDatagram>,
+    /// Ends of messages, to be said once more.
+    trailers: VecDeque<tx::Trailer>,
+    /// With reliability: messages by peer, how many in all, and the peers that may be sent to.
+    lanes: HashMap<Peer, tx::Lane>,
+    lanes_len: usize,
+    ready: VecDeque<Peer>,
+    last_tag: u64,
+    /// Each datagram that was given out and not yet sent.
+    given_out: VecDeque<Given>,
     flow: Flow,
+    reads: Reads,
     /// Requests that did not go well, by number, and how they end.
     failures: VecDeque<(u64, Status)>,
     // --- receive ---
     incoming: Incoming,
+    messages: Messages,
+    records: Records,
+    errors: VecDeque<ErrorReport>,
+    /// Second, and errors told to peers in it.
+    errors_told: (u64, u32),
+    // --- both ---
+    options: Options,
+    rd: Option<Reliable>,
+    secret: Secret,
+    now: Duration,
     events: VecDeque<AsyncEvent>,
     /// Sending stopped for the peer's sake.
     was_stalled: bool,
@@ -269,9 +412,16 @@ impl fmt::Debug for DatagramQp {
 }
 
 impl DatagramQp {
-    /// A queue pair in RESET. `random` makes its epoch, by which a peer tells it from one that had its number before.
-    pub fn new(parts: Parts, kind: Kind, random: u32) -> Self {
+    /// A queue pair in RESET. `random` makes its epoch, by which a peer tells it from one that had its number before, and
+    /// whatever else peers should not guess.
+    pub fn new(parts: Parts, kind: Kind, options: Options, random: [u64; 2]) -> Self {
         let c = &parts.capacity;
+        let secret = Secret::new(random);
+        let index = tx::index(parts.qpn);
+        let ordered = options.ordered || kind == Kind::Rc;
+        let rd = kind
+            .is_reliable()
+            .then(|| Reliable::new(secret, index, ordered, options.patience));
         Self {
             sq: SendQueue::new(c.max_send_wr, c.max_send_sge, c.max_inline),
             rnic: parts.rnic,
@@ -287,14 +437,30 @@ impl DatagramQp {
             peer: None,
             counters: Counters::default(),
             // 1 to 65535: 0 is not allowed on the wire.
-            epoch: u16::try_from(random % 0xffff + 1).unwrap_or(1),
-            next_id: 1,
+            epoch: u16::try_from(secret.start(1) % 0xffff + 1).unwrap_or(1),
+            next_id: secret.start(2),
             segment: bounds::DATAGRAM_PAYLOAD,
             current: None,
+            answers: VecDeque::new(),
+            outbox: VecDeque::new(),
+            trailers: VecDeque::new(),
+            lanes: HashMap::new(),
+            lanes_len: 0,
+            ready: VecDeque::new(),
+            last_tag: 0,
             given_out: VecDeque::new(),
             flow: Flow::new(),
+            reads: Reads::default(),
             failures: VecDeque::new(),
             incoming: Incoming::default(),
+            messages: Messages::default(),
+            records: Records::default(),
+            errors: VecDeque::new(),
+            errors_told: (0, 0),
+            options,
+            rd,
+            secret,
+            now: Duration::ZERO,
             events: VecDeque::new(),
             was_stalled: false,
             overflowed: false,
@@ -337,7 +503,45 @@ impl DatagramQp {
 
     /// Whether [`Self::poll_tx`] has something now that a datagram that came asked for.
     pub fn wants_tx(&self) -> bool {
-        self.flow.has_reports() || (self.flow.stall().is_none() && self.was_stalled)
+        let more = self.was_stalled || (self.sq.untaken() > 0 && self.state == State::Rts);
+        self.flow.has_reports()
+            || (self.flow.stall().is_none() && more)
+            || !self.outbox.is_empty()
+            || !self.ready.is_empty()
+            || self.has_open_answer()
+            || self.rd.as_ref().is_some_and(Reliable::wants_tx)
+    }
+
+    /// What was chosen for it.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Records of Write-Records that came in, and their maps. What is over by time alone is so now.
+    pub fn records(&mut self) -> &mut Records {
+        self.expire();
+        &mut self.records
+    }
+
+    /// The next error that a peer reported.
+    pub fn poll_error(&mut self) -> Option<ErrorReport> {
+        self.errors.pop_front()
+    }
+
+    /// Reliable: peers that are known.
+    pub fn peers(&self) -> usize {
+        self.rd.as_ref().map_or(0, Reliable::peers)
+    }
+
+    /// When [`Self::handle_timeout`] should be called, at the latest.
+    pub fn poll_timeout(&self) -> Option<Duration> {
+        let rd = self.rd.as_ref().and_then(Reliable::poll_timeout);
+        // Who polls records finds what is over by itself.
+        let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
+        let messages = self.messages.next_expiry().filter(|_| records);
+        let all = [rd, messages, self.reads.next_expiry(), self.answers_until()];
+        let first = all.into_iter().flatten().min();
+        first.filter(|at| *at < Duration::MAX)
     }
 
     /// The queue pair waits for its peer to say that it keeps up: the number of this wait. When one and the same has
@@ -368,6 +572,50 @@ impl DatagramQp {
     /// Sets how many bytes the socket holds for us, as the kernel counts them; peers are told.
     pub fn set_room(&mut self, room: u32) {
         self.flow.set_room(room);
+        if let Some(rd) = &mut self.rd {
+            rd.set_room(room);
+        }
+    }
+
+    /// Time since some moment: to be told before everything else, and never less than before.
+    pub fn set_now(&mut self, now: Duration) {
+        self.now = now;
+    }
+
+    /// Time has passed.
+    pub fn handle_timeout(&mut self) {
+        self.expire();
+        self.forgive_askers();
+        let starving = match self.attr.rnr_retry {
+            7 => None,
+            tries => Some(RNR_WAIT * u32::from(tries)),
+        };
+        let now = self.now;
+        if let Some(rd) = &mut self.rd {
+            rd.handle_timeout(now, starving);
+        }
+        self.handle_rd_events();
+        self.after();
+    }
+
+    /// What is over by time alone: messages with gaps, Reads without an answer.
+    fn expire(&mut self) {
+        if self.messages.next_expiry().is_some_and(|at| at <= self.now) {
+            let mut given_up = Vec::new();
+            self.messages.expire(self.now, &mut given_up);
+            self.give_up_all(given_up);
+        }
+        if !self.reads.is_empty() {
+            let expired = self.reads.expired(self.now);
+            for number in &expired {
+                self.counters.reads_timeout += 1;
+                self.condemn(*number, Status::RetryExceeded);
+                self.sent(*number);
+            }
+            if !expired.is_empty() {
+                self.retire();
+            }
+        }
     }
 
     /// Posts a send request (`ibv_post_send(3)`).
@@ -380,7 +628,7 @@ impl DatagramQp {
             }
             State::Rts | State::Sqd | State::Sqe | State::Error => {}
         }
-        tx::check(self.kind, &request)?;
+        self.check(&request)?;
         self.observe(&Step::Post(&request));
         self.sq.post(request)?;
         match self.state {
@@ -400,6 +648,9 @@ impl DatagramQp {
         self.rq.post(request)?;
         if self.state == State::Error {
             self.flush_rq();
+        } else if self.rd.is_some() {
+            self.feed();
+            self.after();
         }
         Ok(())
     }
@@ -445,12 +696,17 @@ impl DatagramQp {
             self.rq.put_back(request);
         }
         self.incoming = Incoming::default();
+        for (_, _, mut open) in self.messages.clear() {
+            if let Some(request) = open.receive.take() {
+                self.rq.put_back(request);
+            }
+        }
+        self.records.clear();
+        self.errors.clear();
         self.sq.clear();
         self.rq.clear();
-        self.current = None;
-        self.given_out.clear();
+        self.forget_tx();
         self.failures.clear();
-        self.flow.reset();
         self.peer = None;
         self.state = State::Reset;
         self.attr = Attr::default();
@@ -458,6 +714,23 @@ impl DatagramQp {
         self.drain_asked = false;
         self.send_cq.purge(self.qpn);
         self.recv_cq.purge(self.qpn);
+    }
+
+    /// Nothing is on its way out any more.
+    fn forget_tx(&mut self) {
+        self.current = None;
+        self.answers.clear();
+        self.outbox.clear();
+        self.trailers.clear();
+        self.lanes.clear();
+        self.lanes_len = 0;
+        self.ready.clear();
+        self.given_out.clear();
+        self.reads.clear();
+        self.flow.reset();
+        if let Some(rd) = &mut self.rd {
+            rd.abandon();
+        }
     }
 
     // ------------------------------------------------------------------ completion
@@ -544,14 +817,22 @@ impl DatagramQp {
         self.observe(&Step::Failed(why));
         self.events.extend(event);
         self.retire();
-        self.current = None;
-        self.given_out.clear();
-        self.flow.reset();
+        self.forget_tx();
         self.flush_sq();
         // The receive under way is older than all that are posted.
         let under_way = self.incoming.abandon().flatten();
         if let Some(request) = under_way {
             self.flush_recv(request.id);
+        }
+        for (_, _, mut open) in self.messages.clear() {
+            if let Some(request) = open.receive.take() {
+                // One of a shared queue is for another queue pair.
+                if self.rq.is_shared() {
+                    self.rq.put_back(request);
+                } else {
+                    self.flush_recv(request.id);
+                }
+            }
         }
         self.flush_rq();
         if self.rq.is_shared() && !self.last_wqe_told {
@@ -570,6 +851,8 @@ impl DatagramQp {
             };
             flushing |= posted.phase != Phase::Done;
             let status = match self.verdict(number) {
+                // A reliable queue pair fails by one of many, not by the oldest.
+                status if self.kind.is_reliable() && status != Status::Success => status,
                 _ if flushing => Status::Flushed,
                 status => status,
             };

@@ -7,7 +7,6 @@
 use smallvec::SmallVec;
 
 use super::Dropped;
-use crate::bounds;
 use crate::ddp::tx::Places;
 use crate::verbs::wr::RecvRequest;
 use crate::wire::rdmap::Opcode;
@@ -27,8 +26,13 @@ pub(crate) struct Coverage {
 pub(crate) struct TooManyGaps;
 
 impl Coverage {
-    /// Adds `[from, to)` and returns what of it is new.
-    pub(crate) fn add(&mut self, from: u32, to: u32) -> Result<SmallVec<[Range; 2]>, TooManyGaps> {
+    /// Adds `[from, to)` and returns what of it is new. There are never more than `most` runs.
+    pub(crate) fn add(
+        &mut self,
+        from: u32,
+        to: u32,
+        most: usize,
+    ) -> Result<SmallVec<[Range; 2]>, TooManyGaps> {
         let mut fresh = SmallVec::new();
         if from >= to {
             return Ok(fresh);
@@ -49,7 +53,7 @@ impl Coverage {
             fresh.push((at, to));
         }
         if first == behind {
-            if self.ranges.len() >= bounds::DATAGRAM_RANGES {
+            if self.ranges.len() >= most {
                 return Err(TooManyGaps);
             }
             self.ranges.insert(first, merged);
@@ -60,6 +64,16 @@ impl Coverage {
             }
         }
         Ok(fresh)
+    }
+
+    /// The runs, in order.
+    pub(crate) fn ranges(&self) -> &[Range] {
+        &self.ranges
+    }
+
+    /// Bytes that have arrived.
+    pub(crate) fn bytes(&self) -> u32 {
+        self.ranges.iter().map(|(from, to)| to - from).sum()
     }
 
     /// Whether all of `length` bytes have arrived.
@@ -80,6 +94,8 @@ pub(crate) struct Identity {
     /// Where a tagged message begins.
     pub(crate) base: Option<(Stag, To)>,
     pub(crate) imm: Option<[u8; 4]>,
+    /// The STag that a Send gives up.
+    pub(crate) invalidate: Option<Stag>,
     pub(crate) solicited: bool,
 }
 
@@ -179,7 +195,7 @@ mod tests {
             for _ in 0..60 {
                 let from = next(length + 1);
                 let to = from + next(length + 1 - from);
-                let fresh = coverage.add(from, to).unwrap();
+                let fresh = coverage.add(from, to, 64).unwrap();
                 let mut expected = Vec::new();
                 for at in from..to {
                     if !std::mem::replace(&mut model[at as usize], true) {
@@ -197,7 +213,7 @@ mod tests {
     #[test]
     fn a_message_of_no_bytes_is_complete_at_once() {
         let mut coverage = Coverage::default();
-        assert!(coverage.add(0, 0).unwrap().is_empty());
+        assert!(coverage.add(0, 0, 64).unwrap().is_empty());
         assert!(coverage.is_complete(0));
         assert!(!coverage.is_complete(1));
     }
@@ -205,14 +221,14 @@ mod tests {
     #[test]
     fn gaps_are_bounded() {
         let mut coverage = Coverage::default();
-        let max = bounds::DATAGRAM_RANGES as u32;
+        let max = 64;
         for i in 0..max {
-            assert!(coverage.add(2 * i, 2 * i + 1).is_ok());
+            assert!(coverage.add(2 * i, 2 * i + 1, 64).is_ok());
         }
-        assert_eq!(coverage.add(2 * max, 2 * max + 1), Err(TooManyGaps));
+        assert_eq!(coverage.add(2 * max, 2 * max + 1, 64), Err(TooManyGaps));
         // What closes a gap is always welcome.
-        assert!(coverage.add(1, 2).is_ok());
-        assert!(coverage.add(2 * max, 2 * max + 1).is_ok());
+        assert!(coverage.add(1, 2, 64).is_ok());
+        assert!(coverage.add(2 * max, 2 * max + 1, 64).is_ok());
     }
 
     #[test]

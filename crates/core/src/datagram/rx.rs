@@ -12,8 +12,9 @@ use std::net::SocketAddr;
 use smallvec::smallvec;
 
 use super::flow::{Peer, Report};
+use super::rd::{Reliable, Verdict};
 use super::reassemble::{Coverage, Fate, Identity, Open, Turn};
-use super::{Arrival, DatagramQp, Dropped, Kind, grh};
+use super::{Arrival, DatagramQp, Dropped, Kind};
 use crate::bounds;
 use crate::connection::{AsyncEvent, Step};
 use crate::ddp::tx::Places;
@@ -24,7 +25,9 @@ use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
 use crate::wire::To;
 use crate::wire::ddp::Header;
+use crate::wire::control::Control;
 use crate::wire::dgram::{self, ATTR_SOLICITED, Datagram, Shim};
+use crate::wire::rd;
 use crate::wire::rdmap::Opcode;
 
 impl DatagramQp {
@@ -34,7 +37,12 @@ impl DatagramQp {
     /// Why it was dropped; it is counted already.
     pub fn handle_rx(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.counters.rx_dgrams += 1;
-        let result = self.receive(arrival, bytes);
+        self.expire();
+        let result = if self.rd.is_some() {
+            self.receive_packet(arrival, bytes)
+        } else {
+            self.receive(arrival, bytes)
+        };
         if let Err(why) = result {
             self.counters.dropped(why);
         }
@@ -42,84 +50,203 @@ impl DatagramQp {
         result
     }
 
-    fn receive(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
+    fn receives(&self) -> Result<(), Dropped> {
         match self.state {
-            State::Rtr | State::Rts | State::Sqd | State::Sqe => {}
-            State::Reset | State::Init | State::Error => return Err(Dropped::State),
+            State::Rtr | State::Rts | State::Sqd | State::Sqe => Ok(()),
+            State::Reset | State::Init | State::Error => Err(Dropped::State),
         }
+    }
+
+    fn receive(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
+        self.receives()?;
         let datagram = dgram::parse(bytes).map_err(Dropped::Wire)?;
         self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
         // A multicast is for every queue pair that joined, so it names none.
-        let to_group = arrival
-            .to
-            .is_some_and(|to| to.to_canonical().is_multicast());
+        let to_group = arrival.to.is_some_and(super::tx::is_group);
         if !to_group && datagram.shim.dst_index != super::tx::index(self.qpn) {
             return Err(Dropped::Index);
         }
         if datagram.header.opcode() == Opcode::Control {
-            return self.receive_report(arrival, &datagram);
+            return self.receive_control(arrival, &datagram);
         }
-        match self.kind {
-            Kind::Ud => self.receive_ud(arrival, &datagram, bytes.len(), to_group),
-            Kind::Uc => self.receive_uc(arrival, &datagram, bytes.len()),
+        if self.kind == Kind::Uc {
+            return self.receive_uc(arrival, &datagram, bytes.len());
+        }
+        self.admit(arrival, &datagram, bytes.len(), to_group)
+    }
+
+    /// A packet of reliable datagrams.
+    fn receive_packet(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
+        self.receives()?;
+        let (packet, data) = rd::parse(bytes).map_err(Dropped::Wire)?;
+        if packet.dst_index != super::tx::index(self.qpn) {
+            return Err(Dropped::Index);
+        }
+        let from = SocketAddr::new(arrival.from.ip().to_canonical(), arrival.from.port());
+        let peer = (from, packet.src_index);
+        if self.kind.is_connected() && self.peer.as_ref().map(super::tx::peer_of) != Some(peer) {
+            return Err(Dropped::Source);
+        }
+        let now = self.now;
+        let Some(rd) = &mut self.rd else {
+            return Err(Dropped::Operation);
+        };
+        let verdict = rd.handle(&peer, arrival, &packet, data, now);
+        self.handle_rd_events();
+        self.make_ready(&peer);
+        let mut result = Ok(());
+        if let (Verdict::Deliver(seq), Some(data)) = (verdict, data) {
+            result = self.deliver_packet(arrival, &peer, seq, data);
+        }
+        if result != Err(Dropped::NoReceive) {
+            self.drain(arrival, &peer);
+        }
+        result
+    }
+
+    /// Delivers what waited behind a packet.
+    fn drain(&mut self, arrival: &Arrival, peer: &Peer) {
+        while self.receives().is_ok()
+            && let Some((seq, data)) = self.rd.as_mut().and_then(|rd| rd.take_waiting(peer))
+        {
+            match self.deliver_packet(arrival, peer, seq, &data) {
+                Err(Dropped::NoReceive) => break,
+                Err(why) => self.counters.dropped(why),
+                Ok(()) => {}
+            }
         }
     }
 
-    /// A peer says how far it heard us. Whoever it is: only what is under way to that address is looked at.
-    fn receive_report(&mut self, arrival: &Arrival, d: &Datagram<'_>) -> Result<(), Dropped> {
-        let report = match &d.header {
-            Header::Untagged(h) => Report::parse(h, d.payload),
-            Header::Tagged(_) => None,
+    /// A receive was posted: packets may have waited for it.
+    pub(super) fn feed(&mut self) {
+        while let Some(peer) = self.rd.as_mut().and_then(Reliable::next_starving) {
+            let arrival = Arrival {
+                from: peer.0,
+                to: None,
+                hop_limit: 0,
+                traffic_class: 0,
+            };
+            self.drain(&arrival, &peer);
+            let starving = self.rd.as_ref().is_some_and(|rd| rd.is_starving(&peer));
+            if starving {
+                break;
+            }
+        }
+    }
+
+    /// Delivers the datagram of a packet, and tells the reliability layer what became of it.
+    fn deliver_packet(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        seq: u64,
+        data: &[u8],
+    ) -> Result<(), Dropped> {
+        let result = dgram::parse_covered(data)
+            .map_err(Dropped::Wire)
+            .and_then(|datagram| {
+                self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
+                let ours = datagram.shim.dst_index == super::tx::index(self.qpn)
+                    && datagram.shim.src_index == peer.1;
+                if !ours || datagram.header.opcode() == Opcode::Control {
+                    return Err(Dropped::Operation);
+                }
+                self.admit(arrival, &datagram, data.len(), false)
+            });
+        let Some(rd) = &mut self.rd else {
+            return result;
         };
-        let report = report.ok_or(Dropped::Operation)?;
-        self.flow.handle_report(&source(arrival, &d.shim), &report);
-        Ok(())
+        match result {
+            Ok(()) | Err(Dropped::Late | Dropped::Duplicate | Dropped::Local | Dropped::State) => {
+                rd.delivered(peer, seq);
+            }
+            Err(Dropped::NoReceive | Dropped::Busy) => {
+                rd.starved(peer, seq, data);
+            }
+            Err(why) => rd.refused(peer, seq, why.status()),
+        }
+        result
+    }
+
+    /// A datagram that is for us: what is it?
+    fn admit(
+        &mut self,
+        arrival: &Arrival,
+        d: &Datagram<'_>,
+        len: usize,
+        to_group: bool,
+    ) -> Result<(), Dropped> {
+        let opcode = d.header.opcode();
+        let peer = source(arrival, &d.shim);
+        // What answers us is known by what it answers.
+        match opcode {
+            Opcode::ReadResponse => {
+                self.note_heard(arrival, d, len);
+                return self.receive_read_response(&peer, d);
+            }
+            Opcode::AtomicResponse => return self.receive_atomic_response(&peer, d),
+            Opcode::Terminate => return self.receive_error(&peer, d),
+            _ => {}
+        }
+        let qkey = if self.kind.is_connected() {
+            0
+        } else {
+            self.attr.qkey
+        };
+        if d.shim.qkey != qkey {
+            return Err(Dropped::Qkey);
+        }
+        if !to_group {
+            self.note_heard(arrival, d, len);
+        }
+        let one_sided = self.kind.is_reliable() || (self.options.one_sided && !to_group);
+        let result = match opcode {
+            Opcode::ReadRequest if one_sided => self.serve_read(arrival, &peer, d, len),
+            Opcode::AtomicRequest if self.kind.is_reliable() => {
+                self.serve_atomic(arrival, &peer, d)
+            }
+            Opcode::Write if self.kind.is_reliable() => self.receive_message(arrival, &peer, d, len),
+            Opcode::WriteRecord if one_sided && !self.kind.is_connected() => {
+                self.receive_message(arrival, &peer, d, len)
+            }
+            _ if opcode.is_send() => self.receive_message(arrival, &peer, d, len),
+            _ => Err(Dropped::Operation),
+        };
+        if let Err(why) = result {
+            self.report_error(arrival, &peer, d, why);
+        }
+        result
+    }
+
+    /// A control datagram: a report of how far a peer heard us, or a cookie.
+    fn receive_control(&mut self, arrival: &Arrival, d: &Datagram<'_>) -> Result<(), Dropped> {
+        let Header::Untagged(h) = &d.header else {
+            return Err(Dropped::Operation);
+        };
+        let peer = source(arrival, &d.shim);
+        if let Some(report) = Report::parse(h, d.payload) {
+            // Whoever it is: only what is under way to that address is looked at.
+            self.flow.handle_report(&peer, &report);
+            return Ok(());
+        }
+        match (Control::parse(h), d.payload.first_chunk()) {
+            (Ok(Control::Cookie), Some(cookie)) => {
+                self.ask_again(d.shim.id, &peer, u64::from_be_bytes(*cookie));
+                Ok(())
+            }
+            _ => Err(Dropped::Operation),
+        }
     }
 
     /// Notes for the sender's sake that a datagram got here, whatever becomes of it.
     fn note_heard(&mut self, arrival: &Arrival, d: &Datagram<'_>, len: usize) {
+        if self.rd.is_some() {
+            return;
+        }
         let payload = u32::try_from(d.payload.len()).unwrap_or(0);
         let end = d.shim.offset.saturating_add(payload);
         let peer = source(arrival, &d.shim);
         self.flow.heard(peer, arrival.to, d.shim.id, end, len);
-    }
-
-    // ------------------------------------------------------------------ UD
-
-    fn receive_ud(
-        &mut self,
-        arrival: &Arrival,
-        datagram: &Datagram<'_>,
-        len: usize,
-        to_group: bool,
-    ) -> Result<(), Dropped> {
-        let shim = &datagram.shim;
-        if shim.qkey != self.attr.qkey {
-            return Err(Dropped::Qkey);
-        }
-        if !to_group {
-            self.note_heard(arrival, datagram, len);
-        }
-        let identity = identity(datagram)?;
-        // One datagram is a message, and a Write has no place here.
-        if !datagram.header.last() || shim.offset != 0 || identity.base.is_some() {
-            return Err(Dropped::Operation);
-        }
-        let received = u64::from(bounds::GRH_LEN) + u64::from(shim.length);
-        let (request, places) = self.take_receive(received)?;
-        let grh = grh::build(arrival, len);
-        let whole = self.place(&places, 0, &grh)
-            && self.place(&places, u64::from(bounds::GRH_LEN), datagram.payload);
-        if !whole {
-            return Err(self.broken_receive(request.id));
-        }
-        let mut entry = Completion::new(request.id, Status::Success, WcOp::Recv, self.qpn);
-        entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
-        entry.src_qpn = source_qpn(arrival, shim);
-        entry.grh = true;
-        entry.sl = grh::kind(arrival);
-        self.deliver(entry, &identity);
-        Ok(())
     }
 
     // ------------------------------------------------------------------ UC
@@ -146,6 +273,9 @@ impl DatagramQp {
         }
         self.note_heard(arrival, datagram, len);
         let identity = identity(datagram)?;
+        if identity.opcode == Opcode::WriteRecord || identity.invalidate.is_some() {
+            return Err(Dropped::Operation);
+        }
         if u64::from(identity.length) > bounds::MAX_MESSAGE {
             return Err(Dropped::Operation);
         }
@@ -169,7 +299,7 @@ impl DatagramQp {
                 }
                 let from = shim.offset;
                 let to = from.saturating_add(u32::try_from(datagram.payload.len()).unwrap_or(0));
-                let fresh = open.coverage.add(from, to).map_err(|_| Dropped::Gaps)?;
+                let fresh = open.coverage.add(from, to, bounds::DATAGRAM_RANGES).map_err(|_| Dropped::Gaps)?;
                 let complete = open.coverage.is_complete(identity.length);
                 if fresh.is_empty() && !complete {
                     return Err(Dropped::Duplicate);
@@ -280,7 +410,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ both
 
-    fn take_request(&mut self) -> Option<RecvRequest> {
+    pub(super) fn take_request(&mut self) -> Option<RecvRequest> {
         let taken = self.rq.take()?;
         if taken.srq_limit_reached {
             self.events.push_back(AsyncEvent::SrqLimit);
@@ -289,7 +419,7 @@ impl DatagramQp {
     }
 
     /// Takes the oldest posted receive for a message of `len` bytes. One that is too short stays posted.
-    fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
+    pub(super) fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
         let request = self.take_request().ok_or(Dropped::NoReceive)?;
         let room: u64 = request.sges.iter().map(|s| u64::from(s.len)).sum();
         if len > room {
@@ -314,7 +444,7 @@ impl DatagramQp {
     }
 
     /// A receive names memory that may not be written: it completes so, and the queue pair fails.
-    fn broken_receive(&mut self, id: u64) -> Dropped {
+    pub(super) fn broken_receive(&mut self, id: u64) -> Dropped {
         self.complete_recv(Completion::new(
             id,
             Status::LocalProtection,
@@ -326,7 +456,7 @@ impl DatagramQp {
     }
 
     /// Copies `bytes` to `places`, from their byte `from` on; false if their memory is gone.
-    fn place(&self, places: &Places, from: u64, bytes: &[u8]) -> bool {
+    pub(super) fn place(&self, places: &Places, from: u64, bytes: &[u8]) -> bool {
         let mut rest = bytes;
         let whole = for_each_part(places, from, bytes.len() as u64, |place, at, len| {
             let Ok(len) = usize::try_from(len) else {
@@ -346,7 +476,7 @@ impl DatagramQp {
         whole
     }
 
-    fn deliver(&mut self, mut entry: Completion, identity: &Identity) {
+    pub(super) fn deliver(&mut self, mut entry: Completion, identity: &Identity) {
         self.counters.rx_messages += 1;
         self.observe(&Step::Deliver(identity.opcode));
         entry.imm = identity.imm;
@@ -355,43 +485,44 @@ impl DatagramQp {
     }
 }
 
-/// What the datagram says of its message, if that is something we do.
-fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
+/// What the datagram says of its message, if that is something that segmented messages do.
+pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     let shim = &datagram.shim;
-    if shim.commit || shim.parity {
+    let opcode = datagram.header.opcode();
+    let recorded = opcode == Opcode::WriteRecord;
+    if (shim.commit || shim.parity) && !recorded {
         return Err(Dropped::Operation);
     }
-    let base = match &datagram.header {
-        Header::Tagged(h) if h.opcode == Opcode::Write => {
+    let (base, invalidate) = match &datagram.header {
+        Header::Tagged(h) if h.opcode == Opcode::Write || recorded => {
             // The format makes sure that the offset lies in front of TO.
-            Some((h.stag, To(h.to.0.wrapping_sub(u64::from(shim.offset)))))
+            let base = To(h.to.0.wrapping_sub(u64::from(shim.offset)));
+            (Some((h.stag, base)), None)
         }
-        Header::Untagged(h)
-            if matches!(h.opcode, Opcode::Send | Opcode::SendSolicited) && h.msn.0 == shim.id =>
-        {
-            None
+        Header::Untagged(h) if h.opcode.is_send() && h.msn.0 == shim.id => {
+            (None, opcode.invalidates().then_some(h.inv_stag))
         }
         _ => return Err(Dropped::Operation),
     };
-    let opcode = datagram.header.opcode();
     Ok(Identity {
         opcode,
         length: shim.length,
         base,
         imm: shim.immediate,
+        invalidate,
         solicited: opcode.is_solicited() || shim.attributes & ATTR_SOLICITED != 0,
     })
 }
 
 /// The sender, as we would send to it.
-fn source(arrival: &Arrival, shim: &Shim) -> Peer {
+pub(super) fn source(arrival: &Arrival, shim: &Shim) -> Peer {
     let from = arrival.from;
     let from = SocketAddr::new(from.ip().to_canonical(), from.port());
     (from, shim.src_index)
 }
 
 /// The sender's queue pair number: its port, and which of the queue pairs there.
-fn source_qpn(arrival: &Arrival, shim: &Shim) -> u32 {
+pub(super) fn source_qpn(arrival: &Arrival, shim: &Shim) -> u32 {
     u32::from(arrival.from.port()) << 8 | u32::from(shim.src_index)
 }
 

@@ -65,6 +65,17 @@ fn numbers(seed: u32) -> impl FnMut() -> u32 {
 
 impl End {
     fn new(kind: Kind, host: u8, port: u16, index: u8, srq: Option<Arc<Srq>>) -> Self {
+        Self::with(kind, Options::default(), host, port, index, srq)
+    }
+
+    fn with(
+        kind: Kind,
+        options: Options,
+        host: u8,
+        port: u16,
+        index: u8,
+        srq: Option<Arc<Srq>>,
+    ) -> Self {
         let table = Table::default();
         table.0.lock().unwrap().resize(SIZE, 0);
         let rnic = Arc::new(Rnic {
@@ -108,7 +119,12 @@ impl End {
             sig_all: false,
         };
         Self {
-            qp: DatagramQp::new(parts, kind, random()),
+            qp: DatagramQp::new(
+                parts,
+                kind,
+                options,
+                [u64::from(random()), u64::from(host)],
+            ),
             addr: SocketAddr::new(IpAddr::from([10, 0, 0, host]), port),
             cq,
             table,
@@ -149,6 +165,7 @@ impl End {
             qkey: THE_QKEY,
             hop_limit: 9,
             traffic_class: 0x20,
+            mtu: 0,
         }
     }
 

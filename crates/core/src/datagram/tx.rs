@@ -2,13 +2,23 @@
 //!
 //! Requests are taken in order, and only while the queue pair is in RTS. A datagram is copied together and sealed
 //! when it is cut, so what is sent always fits its checksum, whatever the application does to its buffer meanwhile.
+//!
+//! Without reliability messages are cut one after the other, answers to others in turns with them. With it each peer has
+//! a lane of its own, so that one which does not answer holds up nobody else.
 
+use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::flow::{Peer, Report};
-use super::{DatagramQp, Kind, TxDatagram};
+use super::options::{RecordMode, Segment};
+use super::parity;
+use super::rd::{Tag, Way};
+use super::reads::{self, Reading, Wanted};
+use super::reassemble::Coverage;
+use super::{DatagramQp, Given, Kind, TxDatagram};
 use crate::bounds;
 use crate::connection::Step;
 use crate::ddp::tx::{Address, Message, Places, Source};
@@ -18,11 +28,15 @@ use crate::verbs::mr::{Access, Memory};
 use crate::verbs::qp::State;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
-use crate::verbs::wr::{Destination, Op, Payload, WorkRequest};
+use crate::verbs::wr::{Destination, Op, Payload, Remote, Sge, WorkRequest};
 use crate::wire::ddp::{Header, Tagged, Untagged};
-use crate::wire::dgram::{self, ATTR_SOLICITED, SUB_PLAIN, Shim};
-use crate::wire::rdmap::Opcode;
-use crate::wire::{Msn, QN_SEND, Stag, To};
+use crate::wire::dgram::{
+    self, ATTR_FINAL_COPY, ATTR_NOT_AGGREGATED, ATTR_RECORD, ATTR_SOLICITED, SUB_PLAIN, SUB_RECORD,
+    SUB_RECORD_IMMEDIATE, Shim,
+};
+use crate::wire::rd::Packet;
+use crate::wire::rdmap::{AtomicRequest, Opcode, ReadRequest};
+use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
 
 /// The STag of zero-length messages: it names nothing, and is not 0, which looks like a mistake.
 const NO_STAG: Stag = Stag(1);
@@ -30,74 +44,141 @@ const NO_STAG: Stag = Stag(1);
 /// Most bytes in front of a payload.
 const HEAD_MAX: usize = Shim::LEN + 8 + Untagged::LEN;
 
+/// Bytes of a UDP payload that every path is taken to carry: an Ethernet frame, less IPv6 and UDP.
+const PATH_MTU: usize = 1500 - 48;
+/// The same of jumbo frames.
+const JUMBO_MTU: usize = 9000 - 48;
+
 /// The message that is being cut into datagrams.
 #[derive(Debug)]
 pub(super) struct Current {
     message: Message,
-    /// Number of its request.
-    request: u64,
+    /// Number of its request; an answer to somebody else has none.
+    pub(super) request: Option<u64>,
+    /// It asks for an answer, which completes the request.
+    asks: bool,
+    /// What the reliability layer knows it by.
+    pub(super) tag: Tag,
     to: Destination,
     /// What all its datagrams have; the offset is set for each.
     shim: Shim,
     /// Payload bytes of a datagram.
     segment: u64,
+    /// The exclusive or of the datagrams of the group under way, how many they are, and where it begins.
+    group: (Vec<u8>, u8, u32),
+    /// Since when it waits for its peer.
+    waits: Option<Duration>,
 }
 
 impl Current {
     /// Whose pace it follows; a group has none.
     fn peer(&self) -> Option<Peer> {
-        let to = self.to.addr;
-        let ip = to.ip().to_canonical();
-        (!ip.is_multicast()).then(|| (SocketAddr::new(ip, to.port()), self.shim.dst_index))
+        (!is_group(self.to.addr.ip())).then(|| peer_of(&self.to))
     }
+}
+
+/// A destination as a peer is known by.
+pub(super) fn peer_of(to: &Destination) -> Peer {
+    let addr = SocketAddr::new(to.addr.ip().to_canonical(), to.addr.port());
+    (addr, index(to.qpn))
+}
+
+/// Whether an address is that of many.
+pub(super) fn is_group(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    ip.is_multicast() || matches!(ip, IpAddr::V4(ip) if ip.is_broadcast())
 }
 
 /// Why a request cannot be built.
 struct Unbuildable(Status, &'static str);
 
-/// What `ibv_post_send(3)` checks at once.
-pub(super) fn check(kind: Kind, request: &WorkRequest) -> Result<(), Misuse> {
-    match (&request.op, kind) {
-        (
+/// The end of a Write-Record, to be said once more.
+#[derive(Debug)]
+pub(super) struct Trailer {
+    datagram: TxDatagram,
+    left: u8,
+}
+
+impl DatagramQp {
+    /// What `ibv_post_send(3)` checks at once.
+    pub(super) fn check(&self, request: &WorkRequest) -> Result<(), Misuse> {
+        let kind = self.kind;
+        let fits = match &request.op {
             Op::Send {
                 invalidate: None, ..
-            },
-            _,
-        )
-        | (Op::Write { .. } | Op::LocalInvalidate { .. } | Op::Bind(_), Kind::Uc) => {}
-        _ => {
+            } => true,
+            Op::Write { .. } => kind != Kind::Ud || self.options.one_sided,
+            Op::Read { .. } => kind.is_reliable() || (kind == Kind::Ud && self.options.one_sided),
+            Op::LocalInvalidate { .. } | Op::Bind(_) => kind != Kind::Ud,
+            Op::Send { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => kind.is_reliable(),
+            Op::AtomicWrite { .. } => false,
+        };
+        if !fits {
             return Err(Misuse::InvalidArgument(
                 "an operation that datagram queue pairs of this kind do not do",
             ));
         }
+        if !kind.is_connected() && !request.op.is_local() {
+            let Some(to) = &request.destination else {
+                return Err(Misuse::InvalidArgument(
+                    "a request on a datagram queue pair without an address handle",
+                ));
+            };
+            let sends = matches!(request.op, Op::Send { .. });
+            if is_group(to.addr.ip()) && (kind.is_reliable() || !sends) {
+                return Err(Misuse::InvalidArgument(
+                    "something else than an unreliable Send to a group",
+                ));
+            }
+        }
+        Ok(())
     }
-    if kind == Kind::Ud && request.destination.is_none() {
-        return Err(Misuse::InvalidArgument(
-            "a send on a UD queue pair without an address handle",
-        ));
-    }
-    Ok(())
-}
 
-impl DatagramQp {
     /// Adds to `out` what can be sent now, up to one batch.
     ///
     /// Each is to be sent, in this order, and reported by [`Self::handle_written`] or [`Self::handle_send_error`].
     /// What the socket does not take yet (EAGAIN, ENOBUFS) is kept by the caller and tried again. When the queue pair
     /// goes to RESET or to the error state, what was not sent is to be thrown away.
     pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) {
-        let mut bytes = 0;
         self.was_stalled = false;
         while out.len() < bounds::DATAGRAM_BATCH
             && let Some((peer, from, report)) = self.flow.next_report()
         {
             let datagram = self.report(peer, from, &report);
-            self.given_out.push_back((None, false));
+            self.given_out.push_back(Given::Nothing);
             out.push(datagram);
         }
+        while out.len() < bounds::DATAGRAM_BATCH
+            && let Some(datagram) = self.outbox.pop_front()
+        {
+            self.given_out.push_back(Given::Nothing);
+            out.push(datagram);
+        }
+        if self.rd.is_some() {
+            self.poll_lanes(out);
+        } else {
+            self.poll_messages(out);
+        }
+        self.after();
+    }
+
+    // ------------------------------------------------------------------ without reliability
+
+    fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) {
+        let mut bytes = 0;
+        let mut answer = false;
         while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
+            answer = !answer;
+            if answer && let Some(current) = self.next_answer() {
+                bytes += self.cut(current, out);
+                continue;
+            }
             let Some(current) = self.current.take() else {
                 if self.take() {
+                    continue;
+                }
+                // Alone at last: the ends of messages may be said again.
+                if self.say_again(out) || self.has_open_answer() {
                     continue;
                 }
                 break;
@@ -105,13 +186,69 @@ impl DatagramQp {
             if let Some(peer) = current.peer()
                 && !self.flow.may_send(&peer)
             {
-                self.was_stalled = true;
                 self.current = Some(current);
+                if self.has_open_answer() {
+                    continue;
+                }
+                self.was_stalled = true;
                 break;
             }
             bytes += self.cut(current, out);
         }
-        self.after();
+    }
+
+    /// The next answer whose asker keeps up. Those that do not are never waited for: they wait themselves.
+    fn next_answer(&mut self) -> Option<Current> {
+        if self.state != State::Rts {
+            return None;
+        }
+        for _ in 0..self.answers.len() {
+            let mut current = self.answers.pop_front()?;
+            match current.peer() {
+                Some(peer) if !self.flow.is_open(&peer) => {
+                    current.waits.get_or_insert(self.now);
+                    self.answers.push_back(current);
+                }
+                _ => return Some(current),
+            }
+        }
+        None
+    }
+
+    pub(super) fn has_open_answer(&self) -> bool {
+        let open = |c: &Current| c.peer().is_none_or(|peer| self.flow.is_open(&peer));
+        self.state == State::Rts && self.answers.iter().any(open)
+    }
+
+    /// Answers to peers that have said nothing for too long go on without.
+    pub(super) fn forgive_askers(&mut self) {
+        for current in &mut self.answers {
+            let over = |since: Duration| since + bounds::DATAGRAM_STALL <= self.now;
+            if let (Some(peer), true) = (current.peer(), current.waits.is_some_and(over)) {
+                self.flow.forgive(&peer);
+                current.waits = None;
+            }
+        }
+    }
+
+    /// When [`Self::forgive_askers`] has something to do.
+    pub(super) fn answers_until(&self) -> Option<Duration> {
+        let waits = self.answers.iter().filter_map(|c| c.waits).min()?;
+        Some(waits + bounds::DATAGRAM_STALL)
+    }
+
+    /// Says the end of an earlier Write-Record once more.
+    fn say_again(&mut self, out: &mut Vec<TxDatagram>) -> bool {
+        let Some(mut trailer) = self.trailers.pop_front() else {
+            return false;
+        };
+        out.push(trailer.datagram.clone());
+        self.given_out.push_back(Given::Nothing);
+        trailer.left -= 1;
+        if trailer.left > 0 {
+            self.trailers.push_back(trailer);
+        }
+        true
     }
 
     /// A stall has lasted long enough: the peer does not report, and is sent to without.
@@ -122,28 +259,142 @@ impl DatagramQp {
         }
     }
 
+    // ------------------------------------------------------------------ with reliability
+
+    fn poll_lanes(&mut self, out: &mut Vec<TxDatagram>) {
+        let now = self.now;
+        let mut bytes = 0;
+        while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
+            let packet = self.rd.as_mut().and_then(|rd| rd.poll(now));
+            let Some((peer, way, packet)) = packet else {
+                break;
+            };
+            bytes += packet.len();
+            self.hand_out(&peer, way, packet, out);
+        }
+        while self.lanes_len < LANES && self.take() {}
+        while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
+            let Some(peer) = self.ready.front().copied() else {
+                break;
+            };
+            match self.next_of(&peer) {
+                Some(current) => bytes += self.cut(current, out),
+                None => {
+                    self.ready.pop_front();
+                    if let Some(lane) = self.lanes.get_mut(&peer) {
+                        lane.ready = false;
+                    }
+                    continue;
+                }
+            }
+            // A datagram for each in turn.
+            self.ready.rotate_left(1);
+            while self.lanes_len < LANES && self.take() {}
+        }
+        self.handle_rd_events();
+    }
+
+    /// The message of a lane that may go on now.
+    fn next_of(&mut self, peer: &Peer) -> Option<Current> {
+        if self.state != State::Rts {
+            return None;
+        }
+        let now = self.now;
+        let lane = self.lanes.get_mut(peer)?;
+        let Some(first) = lane.queue.front() else {
+            self.lanes.remove(peer);
+            return None;
+        };
+        let way = Way {
+            from: first.to.source,
+            hop_limit: first.to.hop_limit,
+            traffic_class: first.to.traffic_class,
+        };
+        if !self.rd.as_mut()?.may_send(peer, way, now) {
+            // An acknowledgement makes it ready again.
+            return None;
+        }
+        let lane = self.lanes.get_mut(peer)?;
+        self.lanes_len -= 1;
+        lane.queue.pop_front()
+    }
+
+    /// A message goes to the lane of its peer: its end, or its front if some of it has gone.
+    fn enter_lane(&mut self, current: Current, front: bool) {
+        let peer = peer_of(&current.to);
+        let lane = self.lanes.entry(peer).or_default();
+        self.lanes_len += 1;
+        if front {
+            lane.queue.push_front(current);
+        } else {
+            lane.queue.push_back(current);
+        }
+        self.make_ready(&peer);
+    }
+
+    /// A peer may be sent to again.
+    pub(super) fn make_ready(&mut self, peer: &Peer) {
+        if let Some(lane) = self.lanes.get_mut(peer)
+            && !lane.ready
+        {
+            lane.ready = true;
+            self.ready.push_back(*peer);
+        }
+    }
+
+    fn hand_out(&mut self, peer: &Peer, way: Way, bytes: Vec<u8>, out: &mut Vec<TxDatagram>) {
+        self.given_out.push_back(Given::Nothing);
+        out.push(TxDatagram {
+            to: peer.0,
+            from: way.from,
+            hop_limit: way.hop_limit,
+            traffic_class: way.traffic_class,
+            bytes,
+        });
+    }
+
+    // ------------------------------------------------------------------ control
+
     /// Tells a sender how far it was heard. To a queue pair, like everything else, but from no request.
-    fn report(&self, (to, dst_index): Peer, from: Option<IpAddr>, report: &Report) -> TxDatagram {
+    fn report(&self, peer: Peer, from: Option<IpAddr>, report: &Report) -> TxDatagram {
         let (header, payload) = report.emit();
+        self.control(&peer, from, report.id, header, &payload)
+    }
+
+    /// A control datagram.
+    pub(super) fn control(
+        &self,
+        peer: &Peer,
+        from: Option<IpAddr>,
+        id: u32,
+        header: Untagged,
+        payload: &[u8],
+    ) -> TxDatagram {
+        self.control_as(SUB_PLAIN, peer, from, id, header, payload)
+    }
+
+    /// A control datagram, or an error report.
+    pub(super) fn control_as(
+        &self,
+        sub_op: u8,
+        peer: &Peer,
+        from: Option<IpAddr>,
+        id: u32,
+        header: Untagged,
+        payload: &[u8],
+    ) -> TxDatagram {
         let shim = Shim {
-            epoch: self.epoch,
-            qkey: 0,
-            id: report.id,
-            length: Report::LEN as u32,
-            offset: 0,
-            sub_op: SUB_PLAIN,
-            attributes: 0,
-            dst_index,
-            src_index: index(self.qpn),
-            immediate: None,
-            commit: false,
-            parity: false,
+            sub_op,
+            id,
+            length: u32::try_from(payload.len()).unwrap_or(0),
+            dst_index: peer.1,
+            ..self.shim()
         };
         let mut bytes = dgram::emit_head(&shim, &Header::Untagged(header));
-        bytes.extend_from_slice(&payload);
+        bytes.extend_from_slice(payload);
         dgram::seal(&mut bytes);
         TxDatagram {
-            to,
+            to: peer.0,
             from,
             hop_limit: 0,
             traffic_class: 0,
@@ -151,14 +402,119 @@ impl DatagramQp {
         }
     }
 
+    /// What all our datagrams say.
+    fn shim(&self) -> Shim {
+        Shim {
+            epoch: self.epoch,
+            qkey: 0,
+            id: 0,
+            length: 0,
+            offset: 0,
+            sub_op: SUB_PLAIN,
+            attributes: 0,
+            dst_index: 0,
+            src_index: index(self.qpn),
+            immediate: None,
+            commit: false,
+            parity: false,
+            group: 0,
+            segment: 0,
+        }
+    }
+
+    /// A message of a few bytes to a peer, in answer to something: alone, or in the peer's lane.
+    pub(super) fn answer(
+        &mut self,
+        peer: &Peer,
+        from: Option<IpAddr>,
+        id: u32,
+        sub_op: u8,
+        opcode: Opcode,
+        payload: &[u8],
+    ) {
+        let address = Address::Untagged {
+            qn: opcode.queue().unwrap_or(0),
+            msn: Msn(id),
+            inv_stag: Stag(0),
+            mo: 0,
+        };
+        let source = Source::Bytes(SmallVec::from_slice(payload));
+        self.respond(
+            peer,
+            from,
+            id,
+            sub_op,
+            opcode,
+            address,
+            source,
+            payload.len() as u64,
+        );
+    }
+
+    /// A message to a peer that it asked for.
+    #[expect(clippy::too_many_arguments, reason = "what a message is made of")]
+    pub(super) fn respond(
+        &mut self,
+        peer: &Peer,
+        from: Option<IpAddr>,
+        id: u32,
+        sub_op: u8,
+        opcode: Opcode,
+        address: Address,
+        source: Source,
+        len: u64,
+    ) {
+        let to = Destination {
+            addr: peer.0,
+            source: from,
+            qpn: u32::from(peer.0.port()) << 8 | u32::from(peer.1),
+            qkey: 0,
+            hop_limit: 0,
+            traffic_class: 0,
+            mtu: 0,
+        };
+        let shim = Shim {
+            id,
+            length: u32::try_from(len).unwrap_or(u32::MAX),
+            sub_op,
+            dst_index: peer.1,
+            ..self.shim()
+        };
+        self.last_tag += 1;
+        let current = Current {
+            message: Message {
+                opcode,
+                address,
+                source,
+                len,
+                sent: 0,
+            },
+            request: None,
+            asks: false,
+            tag: OURS | self.last_tag,
+            to,
+            shim,
+            segment: self.segment_for(&to, false),
+            group: (Vec::new(), 0, 0),
+            waits: None,
+        };
+        if self.rd.is_some() {
+            self.enter_lane(current, false);
+        } else {
+            self.answers.push_back(current);
+        }
+    }
+
+    // ------------------------------------------------------------------ what became of it
+
     /// The next `datagrams` that were given out have been handed to the socket.
     pub fn handle_written(&mut self, datagrams: usize) {
         for _ in 0..datagrams {
-            let Some((request, last)) = self.given_out.pop_front() else {
+            let Some(given) = self.given_out.pop_front() else {
                 break;
             };
             self.counters.tx_dgrams += 1;
-            if let (Some(request), true) = (request, last) {
+            if let Given::End(request) = given {
                 self.sent(request);
             }
         }
@@ -167,35 +523,54 @@ impl DatagramQp {
     }
 
     /// The socket refused the next datagram for good, and it was thrown away: its request fails, the queue pair goes
-    /// on (with a lossy service an error of one destination is no business of the others).
+    /// on (with a lossy service an error of one destination is no business of the others). With reliability it is one
+    /// more lost packet.
     pub fn handle_send_error(&mut self) {
-        let Some((request, last)) = self.given_out.pop_front() else {
+        let Some(given) = self.given_out.pop_front() else {
             return;
         };
         self.counters.tx_errors += 1;
-        let Some(request) = request else { return };
-        self.condemn(request, Status::LocalQpOperation);
-        if last {
-            self.sent(request);
+        match given {
+            Given::Nothing => return,
+            Given::Part(request) => self.condemn(request, Status::LocalQpOperation),
+            Given::End(request) => {
+                self.condemn(request, Status::LocalQpOperation);
+                self.sent(request);
+            }
+            Given::Ask(request) => {
+                self.condemn(request, Status::LocalQpOperation);
+                self.reads.remove_number(request);
+                self.sent(request);
+            }
         }
         self.retire();
         self.after();
     }
 
-    fn sent(&mut self, request: u64) {
+    pub(super) fn sent(&mut self, request: u64) {
         if let Some(posted) = self.sq.get_mut(request) {
             posted.phase = Phase::Done;
         }
     }
 
+    // ------------------------------------------------------------------ take, build, cut
+
     /// Takes the next request of the send queue, if it may be sent now. False: nothing happened.
     fn take(&mut self) -> bool {
-        if self.state != State::Rts || (self.kind == Kind::Uc && self.peer.is_none()) {
+        if self.state != State::Rts || (self.kind.is_connected() && self.peer.is_none()) {
             return false;
         }
+        let reading = self.reads.len();
+        let most = usize::from(self.options.max_reads.max(1));
         let Some((number, posted)) = self.sq.peek() else {
             return false;
         };
+        if posted.request.fence && reading > 0 {
+            return false;
+        }
+        if posted.request.op.is_read_or_atomic() && reading >= most {
+            return false;
+        }
         posted.phase = Phase::Sending;
         let id = posted.request.id;
         self.sq.advance();
@@ -203,7 +578,11 @@ impl DatagramQp {
         match self.build(number) {
             Ok(Some(current)) => {
                 self.observe(&Step::Build(current.message.opcode, current.message.len));
-                self.current = Some(current);
+                if self.rd.is_some() {
+                    self.enter_lane(current, false);
+                } else {
+                    self.current = Some(current);
+                }
             }
             Ok(None) => {
                 self.sent(number);
@@ -219,10 +598,41 @@ impl DatagramQp {
     fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
         self.observe(&Step::Failed(why));
         self.condemn(number, status);
+        self.reads.remove_number(number);
         self.sent(number);
+        if self.rd.is_some() {
+            // A reliable service has no such state: its queue pair fails.
+            self.fail(why, None);
+            return;
+        }
         self.current = None;
         self.state = State::Sqe;
         self.flush_untaken();
+    }
+
+    /// Payload bytes of the datagrams of a message.
+    fn segment_for(&self, to: &Destination, immediate: bool) -> u64 {
+        if self.kind == Kind::Uc {
+            return self.segment as u64;
+        }
+        let udp = match self.options.segment {
+            Segment::PathMtu if to.mtu > 0 => usize::from(to.mtu),
+            Segment::PathMtu => PATH_MTU,
+            Segment::Jumbo => JUMBO_MTU,
+            Segment::Max => usize::MAX,
+        };
+        let mut heads = Shim::LEN + Untagged::LEN + dgram::CRC;
+        if immediate {
+            heads += 8;
+        }
+        if self.rd.is_some() {
+            heads += Packet::LEN + 8 * super::rd::RUNS_WITH_DATA;
+        }
+        let payload = udp
+            .saturating_sub(heads)
+            .clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
+        // Multiples of 8 keep what follows aligned at the receiver.
+        (payload & !7) as u64
     }
 
     /// Builds the message of a request; none if there was nothing to send for it.
@@ -231,9 +641,10 @@ impl DatagramQp {
             return Ok(None);
         };
         let len = posted.request.payload.len();
+        let sends = matches!(posted.request.op, Op::Send { .. });
         let limit = match self.kind {
-            Kind::Ud => u64::from(bounds::UD_MTU),
-            Kind::Uc => bounds::MAX_MESSAGE,
+            Kind::Ud | Kind::Rd if sends => u64::from(self.options.max_send),
+            _ => bounds::MAX_MESSAGE,
         };
         if len > limit {
             return Err(Unbuildable(
@@ -243,32 +654,53 @@ impl DatagramQp {
         }
         posted.bytes = len;
         let (op, solicited) = (posted.request.op, posted.request.solicited);
-        let destination = match self.kind {
-            Kind::Ud => posted.request.destination,
-            Kind::Uc => self.peer,
+        let destination = if self.kind.is_connected() {
+            self.peer
+        } else {
+            posted.request.destination
         };
         let id = self.next_id;
+        let send = |inv_stag| Address::Untagged {
+            qn: QN_SEND,
+            msn: Msn(id),
+            inv_stag,
+            mo: 0,
+        };
+        let records = match self.kind {
+            Kind::Ud => true,
+            Kind::Rd => !self.options.plain_writes,
+            Kind::Uc | Kind::Rc => false,
+        };
+        let mut shim = self.shim();
         let (opcode, address, imm) = match op {
-            Op::Send { imm, .. } => {
-                let opcode = if solicited {
-                    Opcode::SendSolicited
-                } else {
-                    Opcode::Send
+            Op::Send { imm, invalidate } => {
+                let opcode = match (solicited, invalidate) {
+                    (true, Some(_)) => Opcode::SendSolicitedInvalidate,
+                    (false, Some(_)) => Opcode::SendInvalidate,
+                    (true, None) => Opcode::SendSolicited,
+                    (false, None) => Opcode::Send,
                 };
-                let address = Address::Untagged {
-                    qn: QN_SEND,
-                    msn: Msn(id),
-                    inv_stag: Stag(0),
-                    mo: 0,
-                };
-                (opcode, address, imm)
+                (opcode, send(invalidate.unwrap_or(Stag(0))), imm)
             }
             Op::Write { remote, imm } => {
                 let (stag, to) = match len {
                     0 => (NO_STAG, To(0)),
                     _ => (remote.rkey, remote.to),
                 };
-                (Opcode::Write, Address::Tagged { stag, to }, imm)
+                let opcode = if records {
+                    shim.attributes = ATTR_RECORD;
+                    if self.options.record == RecordMode::Chunk {
+                        shim.attributes |= ATTR_NOT_AGGREGATED;
+                    }
+                    shim.sub_op = match imm {
+                        Some(_) => SUB_RECORD_IMMEDIATE,
+                        None => SUB_RECORD,
+                    };
+                    Opcode::WriteRecord
+                } else {
+                    Opcode::Write
+                };
+                (opcode, Address::Tagged { stag, to }, imm)
             }
             Op::LocalInvalidate { stag } => {
                 let done = self.rnic.regions.invalidate(stag, self.pd, self.qpn);
@@ -289,13 +721,16 @@ impl DatagramQp {
                     )),
                 };
             }
-            Op::AtomicWrite { .. }
-            | Op::Read { .. }
-            | Op::FetchAdd { .. }
-            | Op::CompareSwap { .. } => {
+            Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => {
+                let Some(to) = destination else {
+                    return Err(Unbuildable(Status::LocalQpOperation, "no destination"));
+                };
+                return self.build_asking(number, op, to).map(Some);
+            }
+            Op::AtomicWrite { .. } => {
                 return Err(Unbuildable(
                     Status::LocalQpOperation,
-                    "an operation that needs an answer",
+                    "an operation that datagram queue pairs do not do",
                 ));
             }
         };
@@ -304,20 +739,26 @@ impl DatagramQp {
             return Err(Unbuildable(Status::LocalQpOperation, "no destination"));
         };
         self.next_id = id.wrapping_add(1);
+        if solicited {
+            shim.attributes |= ATTR_SOLICITED;
+        }
+        let segment = match self.kind {
+            // What fits one datagram is one, whatever the path.
+            Kind::Ud if sends && len <= u64::from(bounds::UD_MTU) => u64::from(bounds::UD_MTU),
+            _ => self.segment_for(&to, imm.is_some()),
+        };
+        if opcode == Opcode::WriteRecord && self.rd.is_none() && self.options.parity > 0 {
+            shim.group = self.options.parity;
+            shim.segment = u16::try_from(segment).unwrap_or(u16::MAX);
+        }
         let shim = Shim {
-            epoch: self.epoch,
             qkey: self.qkey_for(&to),
             id,
             length: u32::try_from(len).unwrap_or(u32::MAX),
-            offset: 0,
-            sub_op: SUB_PLAIN,
-            attributes: if solicited { ATTR_SOLICITED } else { 0 },
             dst_index: index(to.qpn),
-            src_index: index(self.qpn),
             // In each datagram: any of them may be the one that completes the message.
             immediate: imm,
-            commit: false,
-            parity: false,
+            ..shim
         };
         Ok(Some(Current {
             message: Message {
@@ -327,23 +768,186 @@ impl DatagramQp {
                 len,
                 sent: 0,
             },
-            request: number,
+            request: Some(number),
+            asks: false,
+            tag: number,
             to,
             shim,
-            segment: match self.kind {
-                Kind::Ud => u64::from(bounds::UD_MTU),
-                Kind::Uc => self.segment as u64,
-            },
+            segment,
+            group: (Vec::new(), 0, 0),
+            waits: None,
         }))
+    }
+
+    /// Builds the request of an operation that waits for an answer, and remembers it.
+    fn build_asking(
+        &mut self,
+        number: u64,
+        op: Op,
+        to: Destination,
+    ) -> Result<Current, Unbuildable> {
+        let (places, size, sink) = self.sink(number)?;
+        let id = self.next_id;
+        self.next_id = id.wrapping_add(1);
+        let peer = peer_of(&to);
+        let unreliable = self.rd.is_none();
+        let atomic = |remote: Remote, make: fn(u32, Stag, To, u64, u64) -> AtomicRequest, a, b| {
+            let request = make(id, remote.rkey, remote.to, a, b);
+            (Opcode::AtomicRequest, request.emit().to_vec(), Wanted::Value)
+        };
+        let (opcode, payload, wanted) = match op {
+            Op::FetchAdd { remote, add } => atomic(
+                remote,
+                |id, stag, to, add, _| AtomicRequest::fetch_add(id, stag, to, add),
+                add,
+                0,
+            ),
+            Op::CompareSwap {
+                remote,
+                compare,
+                swap,
+            } => atomic(remote, AtomicRequest::cmp_swap, compare, swap),
+            Op::Read { remote } => {
+                let (sink_stag, sink_to) = sink.map_or((NO_STAG, To(0)), |s| (s.lkey, To(s.addr)));
+                let request = ReadRequest {
+                    sink_stag,
+                    sink_to,
+                    size,
+                    source_stag: remote.rkey,
+                    source_to: remote.to,
+                };
+                let cookie = self.reads.cookie(&peer).filter(|_| unreliable);
+                let payload = reads::request_payload(&request, cookie, unreliable);
+                let wanted = Wanted::Data {
+                    stag: sink_stag,
+                    to: sink_to,
+                    coverage: Coverage::default(),
+                    request,
+                    with_cookie: cookie.is_some(),
+                };
+                (Opcode::ReadRequest, payload, wanted)
+            }
+            _ => {
+                return Err(Unbuildable(
+                    Status::LocalQpOperation,
+                    "an operation without an answer",
+                ));
+            }
+        };
+        if wanted_is_value(&wanted) && size != 8 {
+            return Err(Unbuildable(
+                Status::LocalLength,
+                "an atomic whose local buffer is not 8 bytes",
+            ));
+        }
+        let reading = Reading {
+            number,
+            peer,
+            places,
+            size,
+            until: unreliable.then(|| self.now + self.options.read_timeout),
+            wanted,
+        };
+        self.reads.insert(id, reading);
+        Ok(self.asking(Some(number), id, to, opcode, &payload))
+    }
+
+    /// A request that asks for an answer.
+    fn asking(
+        &self,
+        number: Option<u64>,
+        id: u32,
+        to: Destination,
+        opcode: Opcode,
+        payload: &[u8],
+    ) -> Current {
+        let shim = Shim {
+            qkey: self.qkey_for(&to),
+            id,
+            length: u32::try_from(payload.len()).unwrap_or(u32::MAX),
+            dst_index: index(to.qpn),
+            ..self.shim()
+        };
+        Current {
+            message: Message {
+                opcode,
+                address: Address::Untagged {
+                    qn: QN_READ,
+                    msn: Msn(id),
+                    inv_stag: Stag(0),
+                    mo: 0,
+                },
+                source: Source::Bytes(SmallVec::from_slice(payload)),
+                len: payload.len() as u64,
+                sent: 0,
+            },
+            request: number,
+            asks: true,
+            tag: number.unwrap_or(OURS),
+            to,
+            shim,
+            segment: bounds::DATAGRAM_PAYLOAD as u64,
+            group: (Vec::new(), 0, 0),
+            waits: None,
+        }
+    }
+
+    /// The peer wants a cookie with the request `id`: it goes out once more.
+    pub(super) fn ask_again(&mut self, id: u32, peer: &Peer, cookie: u64) {
+        let Some(reading) = self.reads.get_mut(id, peer) else {
+            return;
+        };
+        let Wanted::Data {
+            request,
+            with_cookie,
+            ..
+        } = &mut reading.wanted
+        else {
+            return;
+        };
+        if std::mem::replace(with_cookie, true) {
+            // Once is enough: a second one would be a peer that makes us send.
+            return;
+        }
+        let (request, number) = (*request, reading.number);
+        self.reads.learn(*peer, cookie);
+        let to = self.sq.get_mut(number).and_then(|p| p.request.destination);
+        if let Some(to) = to {
+            let payload = reads::request_payload(&request, Some(cookie), false);
+            let current = self.asking(Some(number), id, to, Opcode::ReadRequest, &payload);
+            self.answers.push_back(current);
+        }
     }
 
     /// The key in the shim. IBA 10.2.5 [qkey-high]: a controlled key stands for the queue pair's own.
     fn qkey_for(&self, to: &Destination) -> u32 {
-        match self.kind {
-            Kind::Ud if to.qkey & 0x8000_0000 != 0 => self.attr.qkey,
-            Kind::Ud => to.qkey,
-            Kind::Uc => 0,
+        if self.kind.is_connected() {
+            0
+        } else if to.qkey & 0x8000_0000 != 0 {
+            self.attr.qkey
+        } else {
+            to.qkey
         }
+    }
+
+    /// The elements of a request's list, checked for what is needed.
+    fn places(&self, sges: &[Sge], need: Access) -> Result<Places, Unbuildable> {
+        let mut places = Places::new();
+        for sge in sges.iter().filter(|s| s.len > 0) {
+            let (at, len) = (To(sge.addr), u64::from(sge.len));
+            let place = self
+                .rnic
+                .regions
+                .check(sge.lkey, self.pd, self.qpn, need, at, len)
+                .map_err(|_| {
+                    Unbuildable(
+                        Status::LocalProtection,
+                        "a request with memory that its lkey does not allow",
+                    )
+                })?;
+            places.push(place);
+        }
+        Ok(places)
     }
 
     /// The payload of a request, checked.
@@ -353,27 +957,29 @@ impl DatagramQp {
         };
         let sges = match &posted.request.payload {
             Payload::Inline(data) => return Ok(Source::Bytes(data.clone())),
-            Payload::Sges(sges) => sges,
+            Payload::Sges(sges) => sges.clone(),
         };
-        let mut places = Places::new();
-        for sge in sges.iter().filter(|s| s.len > 0) {
-            let (at, len) = (To(sge.addr), u64::from(sge.len));
-            let place = self
-                .rnic
-                .regions
-                .check(sge.lkey, self.pd, self.qpn, Access::NONE, at, len)
-                .map_err(|_| {
-                    Unbuildable(
-                        Status::LocalProtection,
-                        "a send from memory that its lkey does not allow",
-                    )
-                })?;
-            places.push(place);
-        }
         Ok(Source::Memory {
-            places,
+            places: self.places(&sges, Access::NONE)?,
             volatile: true,
         })
+    }
+
+    /// The memory that an answer goes to, its length, and its first element.
+    fn sink(&mut self, number: u64) -> Result<(Places, u32, Option<Sge>), Unbuildable> {
+        let sges = match self.sq.get_mut(number).map(|p| &p.request.payload) {
+            Some(Payload::Sges(sges)) => sges.clone(),
+            _ => {
+                return Err(Unbuildable(
+                    Status::LocalQpOperation,
+                    "an answer into inline data",
+                ));
+            }
+        };
+        let places = self.places(&sges, Access::LOCAL_WRITE)?;
+        let size = sges.iter().map(|s| s.len).fold(0, u32::saturating_add);
+        let first = sges.iter().find(|s| s.len > 0).copied();
+        Ok((places, size, first))
     }
 
     /// Cuts the next datagram of a message; returns its length. The message goes on unless it ended or failed.
@@ -383,25 +989,7 @@ impl DatagramQp {
         let len = current.segment.min(message.len - from);
         let last = from + len == message.len;
         let offset = u32::try_from(from).unwrap_or(u32::MAX);
-        let opcode = message.opcode;
-        let header = match message.address {
-            Address::Tagged { stag, to } => Header::Tagged(Tagged {
-                last,
-                opcode,
-                stag,
-                to: To(to.0.wrapping_add(from)),
-            }),
-            Address::Untagged {
-                qn, msn, inv_stag, ..
-            } => Header::Untagged(Untagged {
-                last,
-                opcode,
-                inv_stag,
-                qn,
-                msn,
-                mo: offset,
-            }),
-        };
+        let header = header_at(message, offset, last);
         let shim = Shim {
             offset,
             ..current.shim
@@ -409,40 +997,196 @@ impl DatagramQp {
         let payload = usize::try_from(len).unwrap_or(0);
         let mut bytes = Vec::with_capacity(HEAD_MAX + payload + dgram::CRC);
         dgram::put_head(&shim, &header, &mut bytes);
+        let head = bytes.len();
         if !gather(&message.source, from, len, &*self.rnic.memory, &mut bytes) {
-            let gone = Unbuildable(
-                Status::LocalProtection,
-                "memory of a posted request was deregistered",
-            );
-            self.fail_request(current.request, gone);
+            let why = "memory of a posted request was deregistered";
+            match current.request {
+                Some(number) => {
+                    self.fail_request(number, Unbuildable(Status::LocalProtection, why));
+                }
+                // The asker's answer ends in the middle.
+                None => self.observe(&Step::Failed(why)),
+            }
             return 0;
         }
-        dgram::seal(&mut bytes);
         message.sent += len;
         self.observe(&Step::Segment(payload, last));
-        self.given_out.push_back((Some(current.request), last));
-        let size = bytes.len();
-        if let Some(peer) = current.peer() {
-            let end = u32::try_from(from + len).unwrap_or(u32::MAX);
-            self.flow.sent(peer, shim.id, end, size);
+        if current.shim.group > 0 {
+            let (sum, many, start) = &mut current.group;
+            if *many == 0 {
+                *start = offset;
+            }
+            *many += 1;
+            parity::add(sum, bytes.get(head..).unwrap_or(&[]));
         }
-        out.push(TxDatagram {
+        let size = if self.rd.is_some() {
+            self.cut_reliably(&mut current, bytes, last, out)
+        } else {
+            dgram::seal(&mut bytes);
+            self.cut_plainly(&mut current, bytes, last, out)
+        };
+        if last {
+            if let Some(posted) = current.request.and_then(|n| self.sq.get_mut(n)) {
+                posted.phase = Phase::Sent;
+            }
+        } else if self.rd.is_some() {
+            self.enter_lane(current, true);
+        } else if current.request.is_some() && !current.asks {
+            self.current = Some(current);
+        } else {
+            self.answers.push_front(current);
+        }
+        size
+    }
+
+    fn cut_plainly(
+        &mut self,
+        current: &mut Current,
+        bytes: Vec<u8>,
+        last: bool,
+        out: &mut Vec<TxDatagram>,
+    ) -> usize {
+        self.given_out.push_back(match current.request {
+            Some(request) if current.asks => Given::Ask(request),
+            Some(request) if last => Given::End(request),
+            Some(request) => Given::Part(request),
+            None => Given::Nothing,
+        });
+        let mut size = bytes.len();
+        let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
+        if let Some(peer) = current.peer() {
+            self.flow.sent(peer, current.shim.id, end, size);
+        }
+        out.push(self.datagram(current, bytes));
+        let group = current.shim.group;
+        if group > 0 && (last || current.group.1 == group) {
+            // A group of one would be sent twice for nothing but its loss: that is what it is for.
+            size += self.cut_parity(current, out);
+        }
+        if last && current.message.opcode == Opcode::WriteRecord && self.options.repeats > 0 {
+            let datagram = self.end_again(current);
+            if self.trailers.len() < TRAILERS {
+                self.trailers.push_back(Trailer {
+                    datagram,
+                    left: self.options.repeats,
+                });
+            }
+        } else if last && !self.trailers.is_empty() {
+            self.say_again(out);
+        }
+        size
+    }
+
+    fn cut_reliably(
+        &mut self,
+        current: &mut Current,
+        bytes: Vec<u8>,
+        last: bool,
+        out: &mut Vec<TxDatagram>,
+    ) -> usize {
+        let peer = peer_of(&current.to);
+        let alone = last && self.lanes.get(&peer).is_none_or(|l| l.queue.is_empty())
+            && self.sq.untaken() == 0;
+        let (now, tag) = (self.now, current.tag);
+        let pushed = self
+            .rd
+            .as_mut()
+            .and_then(|rd| rd.push(&peer, bytes, Some(tag), last, alone, now));
+        let Some((way, packet)) = pushed else {
+            return 0;
+        };
+        let size = packet.len();
+        self.hand_out(&peer, way, packet, out);
+        size
+    }
+
+    fn datagram(&self, current: &Current, bytes: Vec<u8>) -> TxDatagram {
+        TxDatagram {
             to: current.to.addr,
             from: current.to.source,
             hop_limit: current.to.hop_limit,
             traffic_class: current.to.traffic_class,
             bytes,
-        });
-        if last {
-            if let Some(posted) = self.sq.get_mut(current.request) {
-                posted.phase = Phase::Sent;
-            }
-        } else {
-            self.current = Some(current);
         }
+    }
+
+    /// The parity datagram of the group that is complete.
+    fn cut_parity(&mut self, current: &mut Current, out: &mut Vec<TxDatagram>) -> usize {
+        let (sum, _, start) = std::mem::take(&mut current.group);
+        let shim = Shim {
+            offset: start,
+            parity: true,
+            ..current.shim
+        };
+        let header = header_at(&current.message, start, false);
+        let mut bytes = dgram::emit_head(&shim, &header);
+        bytes.extend_from_slice(&sum);
+        dgram::seal(&mut bytes);
+        let size = bytes.len();
+        if let Some(peer) = current.peer() {
+            let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
+            self.flow.sent(peer, current.shim.id, end, size);
+        }
+        self.given_out.push_back(Given::Nothing);
+        out.push(self.datagram(current, bytes));
         size
     }
+
+    /// A datagram without payload that says where the message ended.
+    fn end_again(&self, current: &Current) -> TxDatagram {
+        let shim = Shim {
+            offset: current.shim.length,
+            attributes: current.shim.attributes | ATTR_FINAL_COPY,
+            commit: true,
+            ..current.shim
+        };
+        let header = header_at(&current.message, current.shim.length, true);
+        let mut bytes = dgram::emit_head(&shim, &header);
+        dgram::seal(&mut bytes);
+        self.datagram(current, bytes)
+    }
 }
+
+fn wanted_is_value(wanted: &Wanted) -> bool {
+    matches!(wanted, Wanted::Value)
+}
+
+/// The DDP header of a message's datagram at `offset`.
+fn header_at(message: &Message, offset: u32, last: bool) -> Header {
+    let opcode = message.opcode;
+    match message.address {
+        Address::Tagged { stag, to } => Header::Tagged(Tagged {
+            last,
+            opcode,
+            stag,
+            to: To(to.0.wrapping_add(u64::from(offset))),
+        }),
+        Address::Untagged {
+            qn, msn, inv_stag, ..
+        } => Header::Untagged(Untagged {
+            last,
+            opcode,
+            inv_stag,
+            qn,
+            msn,
+            mo: offset,
+        }),
+    }
+}
+
+/// Messages that go to one peer of a reliable queue pair.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    pub(super) queue: VecDeque<Current>,
+    pub(super) ready: bool,
+}
+
+/// Messages in all lanes: those behind them stay in the send queue.
+const LANES: usize = 4096;
+/// Ends of messages that wait to be said again.
+const TRAILERS: usize = 64;
+/// In a tag: it is no number of the send queue.
+pub(super) const OURS: Tag = 1 << 63;
 
 /// Which of the queue pairs of a port a number names.
 pub(super) fn index(qpn: u32) -> u8 {

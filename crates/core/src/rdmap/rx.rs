@@ -551,6 +551,9 @@ impl Connection {
         }
         match what {
             Control::Hello { .. } | Control::Pong => {}
+            Control::Cookie => {
+                return Err(Fault::answer(PeerError::Control("a cookie on a stream")));
+            }
             Control::Ping => {
                 if s.responses.len() < bounds::RESPONSES_MAX {
                     s.responses.push_back(Response::Control(Control::Pong));

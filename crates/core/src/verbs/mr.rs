@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::net::IpAddr;
 use std::ops::{BitAnd, BitOr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -123,6 +124,8 @@ pub struct Region {
     under: Option<Arc<Self>>,
     /// Says whether a range of memory is there.
     present: Option<Present>,
+    /// The one host, and queue pair if given, whose datagrams may reach it; without, all may.
+    only: RwLock<Option<(IpAddr, Option<u32>)>>,
 }
 
 /// Whether the process can read, or write, its memory at `[start, start + len)` now.
@@ -184,6 +187,19 @@ impl Region {
     /// Region or window.
     pub fn kind(&self) -> Kind {
         self.kind
+    }
+
+    /// From now on only datagrams of this host, and of this queue pair there if given, may reach it.
+    pub fn restrict(&self, only: Option<(IpAddr, Option<u32>)>) {
+        let only = only.map(|(ip, qpn)| (ip.to_canonical(), qpn));
+        *self.only.write().unwrap_or_else(PoisonError::into_inner) = only;
+    }
+
+    fn admits(&self, ip: IpAddr, qpn: u32) -> bool {
+        match *self.only.read().unwrap_or_else(PoisonError::into_inner) {
+            None => true,
+            Some((only, of)) => only == ip.to_canonical() && of.is_none_or(|of| of == qpn),
+        }
     }
 
     /// Keeps the memory in place while it is read or written. `None` once it was deregistered or invalidated.
@@ -251,6 +267,12 @@ impl Placement {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Whether a datagram of queue pair `qpn` at `ip` may reach it.
+    pub fn admits(&self, ip: IpAddr, qpn: u32) -> bool {
+        let under = self.region.under.as_ref();
+        self.region.admits(ip, qpn) && under.is_none_or(|under| under.admits(ip, qpn))
     }
 
     /// The part from `from`, of at most `len` bytes.
@@ -699,6 +721,7 @@ fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>
         windows: AtomicU32::new(0),
         under,
         present: what.present,
+        only: RwLock::new(None),
     }
 }
 

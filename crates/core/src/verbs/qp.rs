@@ -17,6 +17,8 @@ pub enum QpType {
     XrcSend = 9,
     /// Its receiving end.
     XrcRecv = 10,
+    /// Reliable datagram; verbs have it as a type of the driver's own.
+    Rd = 255,
 }
 
 /// State of a queue pair; the numbers are those of `enum ibv_qp_state`.
@@ -195,15 +197,15 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
     match (from, to) {
         (_, Reset) | (_, Error) => r(0, 0),
         (Reset, Init) => match kind {
-            QpType::Ud => r(m::PKEY_INDEX | m::PORT | m::QKEY, 0),
+            QpType::Ud | QpType::Rd => r(m::PKEY_INDEX | m::PORT | m::QKEY, 0),
             _ => r(m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS, 0),
         },
         (Init, Init) => match kind {
-            QpType::Ud => r(0, m::PKEY_INDEX | m::PORT | m::QKEY),
+            QpType::Ud | QpType::Rd => r(0, m::PKEY_INDEX | m::PORT | m::QKEY),
             _ => r(0, m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS),
         },
         (Init, Rtr) => match kind {
-            QpType::Ud => r(0, m::PKEY_INDEX | m::QKEY),
+            QpType::Ud | QpType::Rd => r(0, m::PKEY_INDEX | m::QKEY),
             QpType::Uc | QpType::XrcSend => r(
                 m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN,
                 m::ALT_PATH | m::ACCESS_FLAGS | m::PKEY_INDEX,
@@ -220,6 +222,7 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
         },
         (Rtr, Rts) => match kind {
             QpType::Ud => r(m::SQ_PSN, m::CUR_STATE | m::QKEY),
+            QpType::Rd => r(m::SQ_PSN, m::CUR_STATE | m::QKEY | m::RNR_RETRY),
             QpType::Uc => r(
                 m::SQ_PSN,
                 m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::PATH_MIG_STATE,
@@ -233,8 +236,10 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
                 m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::MIN_RNR_TIMER | m::PATH_MIG_STATE,
             ),
         },
+        // The thesis, section 5.3: an error stops a reliable datagram queue pair until the program says go on.
+        (Error, Rts) if kind == QpType::Rd => r(0, m::CUR_STATE | m::QKEY),
         (Rts | Sqd, Rts) | (Sqe, Rts) => match kind {
-            QpType::Ud => r(0, m::CUR_STATE | m::QKEY),
+            QpType::Ud | QpType::Rd => r(0, m::CUR_STATE | m::QKEY),
             QpType::Uc => r(
                 0,
                 m::CUR_STATE | m::ACCESS_FLAGS | m::ALT_PATH | m::PATH_MIG_STATE,
@@ -247,7 +252,7 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
         },
         (Rts, Sqd) => r(0, m::EN_SQD_ASYNC_NOTIFY),
         (Sqd, Sqd) => match kind {
-            QpType::Ud => r(0, m::PKEY_INDEX | m::QKEY),
+            QpType::Ud | QpType::Rd => r(0, m::PKEY_INDEX | m::QKEY),
             QpType::Uc => r(
                 0,
                 m::AV | m::ALT_PATH | m::ACCESS_FLAGS | m::PKEY_INDEX | m::PATH_MIG_STATE,

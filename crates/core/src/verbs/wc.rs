@@ -110,6 +110,8 @@ pub enum WcOp {
     Recv = 128,
     /// A receive, by a Write with immediate.
     RecvWriteImm = 129,
+    /// A Write-Record that came in; no receive was used. (`IBV_WC_DRIVER1`.)
+    Record = 135,
 }
 
 /// One entry of a completion queue.

@@ -72,6 +72,8 @@ pub enum Control {
     Pong,
     /// Orderly end without error.
     Bye,
+    /// In a datagram: the request that it answers has to bring the 8 bytes that follow.
+    Cookie,
 }
 
 impl Control {
@@ -104,6 +106,7 @@ impl Control {
             KIND_PING => Self::Ping,
             KIND_PONG => Self::Pong,
             KIND_BYE => Self::Bye,
+            KIND_COOKIE => Self::Cookie,
             _ => return Err(PeerError::Control("unknown kind")),
         })
     }
@@ -121,6 +124,7 @@ impl Control {
             Self::Ping => (KIND_PING, 0, 0, 0),
             Self::Pong => (KIND_PONG, 0, 0, 0),
             Self::Bye => (KIND_BYE, 0, 0, 0),
+            Self::Cookie => (KIND_COOKIE, 0, 0, 0),
         };
         Untagged {
             last: true,
@@ -143,6 +147,7 @@ const KIND_PING: u8 = 7;
 const KIND_PONG: u8 = 8;
 const KIND_BYE: u8 = 9;
 const KIND_SELECT_SRQ: u8 = 10;
+const KIND_COOKIE: u8 = 11;
 
 #[cfg(test)]
 mod tests {
@@ -166,6 +171,7 @@ mod tests {
             Control::Ping,
             Control::Pong,
             Control::Bye,
+            Control::Cookie,
         ] {
             let bytes = c.header().emit();
             let (Header::Untagged(h), 18) = Header::parse(&bytes).unwrap() else {

@@ -18,7 +18,7 @@ use crate::llp::mpa::crc::Crc32c;
 /// ```text
 ///  0    1    2       4          8          12         16         20   21   22   23   24   26
 /// +----+----+-------+----------+----------+----------+----------+----+----+----+----+----+
-/// |0xDC|1 fl| epoch |  Q_Key   |    id    |  length  |  offset  |sub |attr|dst |src | 0  |
+/// |0xDC|1 fl| epoch |  Q_Key   |    id    |  length  |  offset  |sub |attr|dst |src |seg |
 /// +----+----+-------+----------+----------+----------+----------+----+----+----+----+----+
 ///       fl: I 0x1  Z 0x2  P 0x4
 ///  then, if I:  immediate (4), zero (4)
@@ -50,8 +50,12 @@ pub struct Shim {
     pub immediate: Option<[u8; 4]>,
     /// Z: no payload, only says that the message ends here; `offset` is then its length.
     pub commit: bool,
-    /// P: the payload is the exclusive or of a group of others.
+    /// P: the payload is the exclusive or of the group of datagrams that begins at `offset`.
     pub parity: bool,
+    /// Datagrams in a group, in the upper half of the attributes; 0: there are no groups.
+    pub group: u8,
+    /// Payload of all datagrams of the message but the last, where there are groups.
+    pub segment: u16,
 }
 
 /// Sub-operation: what the opcode says.
@@ -141,7 +145,14 @@ impl core::error::Error for DgramError {}
 /// # Errors
 /// The first rule it breaks; drop it.
 pub fn parse(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
-    let bytes = checked(bytes)?;
+    parse_covered(checked(bytes)?)
+}
+
+/// Reads a datagram whose CRC is that of the packet around it ([`super::rd`]).
+///
+/// # Errors
+/// As [`parse`].
+pub fn parse_covered(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
     let Some((head, rest)) = bytes.split_first_chunk::<{ Shim::LEN }>() else {
         return Err(DgramError::TooShort);
     };
@@ -168,12 +179,14 @@ pub fn parse(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
         length: take32::<12, { Shim::LEN }>(head),
         offset: take32::<16, { Shim::LEN }>(head),
         sub_op,
-        attributes,
+        attributes: attributes & 0x0f,
         dst_index,
         src_index,
         immediate,
         commit: version & FLAG_COMMIT != 0,
         parity: version & FLAG_PARITY != 0,
+        group: attributes >> 4,
+        segment: take16::<24, { Shim::LEN }>(head),
     };
     if shim.epoch == 0 {
         return Err(DgramError::Epoch);
@@ -256,8 +269,10 @@ pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
     put::<8, { Shim::LEN }, 4>(&mut head, shim.id.to_be_bytes());
     put::<12, { Shim::LEN }, 4>(&mut head, shim.length.to_be_bytes());
     put::<16, { Shim::LEN }, 4>(&mut head, shim.offset.to_be_bytes());
-    let small = [shim.sub_op, shim.attributes, shim.dst_index, shim.src_index];
+    let attributes = shim.attributes & 0x0f | shim.group << 4;
+    let small = [shim.sub_op, attributes, shim.dst_index, shim.src_index];
     put::<20, { Shim::LEN }, 4>(&mut head, small);
+    put::<24, { Shim::LEN }, 2>(&mut head, shim.segment.to_be_bytes());
     out.extend_from_slice(&head);
     if let Some(value) = shim.immediate {
         out.extend_from_slice(&value);
@@ -402,7 +417,7 @@ impl Cm {
 
 /// All but the CRC, if that is right. It is the first thing to be looked at: nothing else in a damaged
 /// datagram means anything.
-fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
+pub(super) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
     let Some((covered, crc)) = bytes.split_last_chunk::<CRC>() else {
         return Err(DgramError::TooShort);
     };
@@ -460,6 +475,8 @@ mod tests {
             immediate: None,
             commit: false,
             parity: false,
+            group: 0,
+            segment: 0,
         }
     }
 

@@ -20,6 +20,7 @@ pub mod ddp;
 pub mod dgram;
 pub mod mpa;
 pub mod pretty;
+pub mod rd;
 pub mod rdmap;
 
 /// Steering tag: names a registered buffer to the other end.

@@ -409,6 +409,8 @@ mod tests {
             immediate: Some([0, 0, 0, 1]),
             commit: false,
             parity: false,
+            group: 0,
+            segment: 0,
         };
         let opcode = Opcode::WriteRecord;
         let header = Header::Tagged(Tagged {

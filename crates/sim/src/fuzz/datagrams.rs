@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use anywarp_core::connection::Parts;
+use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{self, Arrival, DatagramQp, Kind};
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State};
@@ -36,7 +37,7 @@ struct Ear {
 }
 
 impl Ear {
-    fn new(kind: Kind) -> Self {
+    fn new(kind: Kind, options: Options) -> Self {
         let host = World::new(1).host();
         let cq = Arc::new(Cq::new(512, None));
         let mut qp = DatagramQp::new(
@@ -61,7 +62,8 @@ impl Ear {
                 sig_all: true,
             },
             kind,
-            77,
+            options,
+            [77, 78],
         );
         let attr = qp.attr_mut();
         attr.qkey = QKEY;
@@ -147,6 +149,7 @@ fn destination(peer: usize) -> Destination {
         qkey: QKEY,
         hop_limit: 0,
         traffic_class: 0,
+        mtu: 0,
     }
 }
 
@@ -163,7 +166,7 @@ pub fn datagrams(data: &[u8]) {
     } else {
         Kind::Uc
     };
-    let mut ear = Ear::new(kind);
+    let mut ear = Ear::new(kind, Options::default());
     let mut steps = 0;
     while !input.is_done() && steps < 300 {
         steps += 1;
@@ -252,6 +255,8 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         immediate: (input.byte() < 60).then_some([1, 2, 3, 4]),
         commit: input.byte() > 240,
         parity: input.byte() > 250,
+        group: if input.byte() < 200 { 0 } else { input.byte() & 0x0f },
+        segment: input.u16() % 64,
     };
     let header = match opcode {
         Opcode::Write | Opcode::WriteRecord | Opcode::ReadResponse => {

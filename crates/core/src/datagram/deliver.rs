@@ -1,0 +1,551 @@
+//! Messages that come in: Sends into posted receives, Writes into registered memory, and what is said of them.
+//!
+//! A message of one datagram is delivered where it stands; of one that is longer, and of each Write-Record, account is
+//! kept in [`Messages`](super::messages::Messages) until it is over.
+
+use std::time::Duration;
+
+use smallvec::{SmallVec, smallvec};
+
+use super::flow::Peer;
+use super::messages::{GivenUp, Open, Record, Turn};
+use super::options::RecordMode;
+use super::parity::Groups;
+use super::reassemble::{Coverage, Identity, Range};
+use super::rx::{identity, source_qpn};
+use super::{Arrival, DatagramQp, Dropped, Kind, grh};
+use crate::bounds;
+use crate::connection::Step;
+use crate::ddp::tx::Places;
+use crate::verbs::mr::{Access, Placement};
+use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::wr::RecvRequest;
+use crate::wire::dgram::{ATTR_NOT_AGGREGATED, Datagram};
+use crate::wire::rdmap::Opcode;
+use crate::wire::{Stag, To};
+
+/// What one datagram did to its message.
+struct Progress {
+    fresh: SmallVec<[Range; 2]>,
+    complete: bool,
+}
+
+impl DatagramQp {
+    /// A datagram of a Send, a Write or a Write-Record.
+    pub(super) fn receive_message(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        len: usize,
+    ) -> Result<(), Dropped> {
+        let shim = &d.shim;
+        let identity = identity(d)?;
+        let record = identity.opcode == Opcode::WriteRecord;
+        let most = match identity.base {
+            None if !self.kind.is_connected() => u64::from(self.options.max_send.max(bounds::UD_MTU)),
+            _ => bounds::MAX_MESSAGE,
+        };
+        if u64::from(identity.length) > most {
+            return Err(Dropped::TooLong);
+        }
+        let single = d.header.last() && shim.offset == 0 && !shim.commit;
+        if single && !record {
+            return self.deliver_single(arrival, d, &identity, len);
+        }
+        if identity.opcode == Opcode::Write && identity.imm.is_none() {
+            // Nobody is told of it: its bytes go where they belong, in any order.
+            return self.place_write(peer, d, &identity);
+        }
+        let mut given_up = Vec::new();
+        let turn = self.messages.turn(peer, shim.epoch, shim.id);
+        let result = match turn {
+            Turn::Late => Err(Dropped::Late),
+            Turn::Open => self.go_on(arrival, peer, d, &identity),
+            Turn::New => self
+                .open_message(arrival, peer, &identity, len)
+                .and_then(|open| {
+                    self.messages
+                        .open(peer, shim.epoch, shim.id, open, self.now, &mut given_up);
+                    if self.rd.is_none() {
+                        self.messages.overtaken(peer, shim.id, &mut given_up);
+                    }
+                    self.go_on(arrival, peer, d, &identity)
+                }),
+        };
+        self.give_up_all(given_up);
+        result
+    }
+
+    /// Bytes of the route header in front of a Send.
+    fn lead(&self, identity: &Identity) -> u64 {
+        match identity.base {
+            None if !self.kind.is_connected() => bounds::GRH_LEN.into(),
+            _ => 0,
+        }
+    }
+
+    /// A message of one datagram that needs no account.
+    fn deliver_single(
+        &mut self,
+        arrival: &Arrival,
+        d: &Datagram<'_>,
+        identity: &Identity,
+        len: usize,
+    ) -> Result<(), Dropped> {
+        if identity.base.is_some() {
+            let place = self.target(&super::rx::source(arrival, &d.shim), identity)?;
+            let request = match identity.imm {
+                Some(_) => Some(self.take_request().ok_or(Dropped::NoReceive)?),
+                None => None,
+            };
+            let placed = place.is_none_or(|p| self.place(&smallvec![p], 0, d.payload));
+            if !placed {
+                if let Some(request) = request {
+                    self.rq.put_back(request);
+                }
+                return Err(Dropped::Access);
+            }
+            match request {
+                Some(request) => self.complete_message(arrival, d, request, identity, WcOp::RecvWriteImm),
+                None => {
+                    self.counters.rx_messages += 1;
+                    self.observe(&Step::Deliver(identity.opcode));
+                }
+            }
+            return Ok(());
+        }
+        let lead = self.lead(identity);
+        let (request, places) = self.take_receive(lead + u64::from(identity.length))?;
+        let header = grh::build(arrival, len);
+        let lead_bytes = if lead > 0 { &header[..] } else { &[] };
+        let whole = self.place(&places, 0, lead_bytes) && self.place(&places, lead, d.payload);
+        if !whole {
+            return Err(self.broken_receive(request.id));
+        }
+        if !self.invalidates(identity) {
+            self.rq.put_back(request);
+            return Err(Dropped::Access);
+        }
+        self.complete_message(arrival, d, request, identity, WcOp::Recv);
+        Ok(())
+    }
+
+    /// The STag that a Send gives up is given up. False: it may not be.
+    fn invalidates(&mut self, identity: &Identity) -> bool {
+        match identity.invalidate {
+            Some(stag) => {
+                let done = self.rnic.regions.invalidate(stag, self.pd, self.qpn);
+                done.is_ok()
+            }
+            None => true,
+        }
+    }
+
+    /// A datagram of an unrecorded Write that is one of several.
+    fn place_write(
+        &mut self,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        identity: &Identity,
+    ) -> Result<(), Dropped> {
+        let place = self.target(peer, identity)?;
+        let placed = place
+            .is_none_or(|p| self.place(&smallvec![p], u64::from(d.shim.offset), d.payload));
+        if !placed {
+            return Err(Dropped::Access);
+        }
+        if d.header.last() {
+            self.counters.rx_messages += 1;
+            self.observe(&Step::Deliver(identity.opcode));
+        }
+        Ok(())
+    }
+
+    /// The memory that a Write names, all of it: of one that would leave the region not even the beginning is placed.
+    fn target(&self, peer: &Peer, identity: &Identity) -> Result<Option<Placement>, Dropped> {
+        let Some((stag, to)) = identity.base else {
+            return Ok(None);
+        };
+        // RFC 5041 §5.2 [ddp-zero-len]: what has no bytes goes nowhere; STag and TO are not looked at.
+        if identity.length == 0 {
+            return Ok(None);
+        }
+        self.remote(peer, stag, to, identity.length.into(), Access::REMOTE_WRITE)
+            .map(Some)
+    }
+
+    /// Memory of ours that a peer names.
+    pub(super) fn remote(
+        &self,
+        peer: &Peer,
+        stag: Stag,
+        to: To,
+        len: u64,
+        need: Access,
+    ) -> Result<Placement, Dropped> {
+        if self.kind == Kind::Rc && !self.attr.access.has(need) {
+            return Err(Dropped::Access);
+        }
+        let place = self
+            .rnic
+            .regions
+            .check(stag, self.pd, self.qpn, need, to, len)
+            .map_err(|_| Dropped::Access)?;
+        let qpn = u32::from(peer.0.port()) << 8 | u32::from(peer.1);
+        if !place.admits(peer.0.ip(), qpn) {
+            return Err(Dropped::Access);
+        }
+        Ok(place)
+    }
+
+    /// Finds receive and memory for a new message.
+    fn open_message(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        identity: &Identity,
+        len: usize,
+    ) -> Result<Open, Dropped> {
+        let record = identity.opcode == Opcode::WriteRecord;
+        let (receive, places) = match identity.base {
+            None => {
+                let lead = self.lead(identity);
+                let (request, places) = self.take_receive(lead + u64::from(identity.length))?;
+                if lead > 0 && !self.place(&places, 0, &grh::build(arrival, len)) {
+                    return Err(self.broken_receive(request.id));
+                }
+                (Some(request), places)
+            }
+            Some(_) => {
+                let place = self.target(peer, identity)?;
+                (None, place.into_iter().collect::<Places>())
+            }
+        };
+        let until = match self.rd {
+            // What is missing comes, or the peer is lost.
+            Some(_) => Duration::MAX,
+            None => self.now + self.options.deadline,
+        };
+        Ok(Open {
+            identity: *identity,
+            coverage: Coverage::default(),
+            receive,
+            places,
+            record,
+            final_seen: false,
+            parity: None,
+            last: self.now,
+            until,
+            timer: until,
+        })
+    }
+
+    /// A datagram of a message that is open.
+    fn go_on(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        identity: &Identity,
+    ) -> Result<(), Dropped> {
+        let shim = &d.shim;
+        let (now, deadline, reliable) = (self.now, self.options.deadline, self.rd.is_some());
+        let Some(open) = self.messages.get_mut(peer, shim.id) else {
+            return Err(Dropped::Late);
+        };
+        if open.identity != *identity {
+            return Err(Dropped::Mismatch);
+        }
+        open.last = now;
+        if !reliable && !open.final_seen {
+            open.until = now + deadline;
+        }
+        let made = match shim.group {
+            0 => None,
+            group => open.group(shim.segment, group)?.came(shim.offset, d.payload, shim.parity),
+        };
+        let mut progress = Progress {
+            fresh: SmallVec::new(),
+            complete: open.coverage.is_complete(identity.length),
+        };
+        let mut result = Ok(());
+        if !shim.parity && !shim.commit {
+            match self.absorb(peer, shim.id, shim.offset, d.payload, identity) {
+                Ok(done) => progress = done,
+                Err(why) => result = Err(why),
+            }
+        }
+        if let Some((offset, bytes)) = made
+            && let Ok(done) = self.absorb(peer, shim.id, offset, &bytes, identity)
+        {
+            progress.fresh.extend(done.fresh);
+            progress.complete |= done.complete;
+            self.counters.rx_repaired += 1;
+        }
+        if result == Err(Dropped::Access) || result == Err(Dropped::Local) {
+            // The memory is gone, and with it the message.
+            self.messages.close(peer, shim.id);
+            return result;
+        }
+        if d.header.last() {
+            self.final_seen(peer, shim.id);
+        }
+        self.judge(arrival, peer, d, identity, &progress)?;
+        result
+    }
+
+    /// Places what is new of a datagram.
+    fn absorb(
+        &mut self,
+        peer: &Peer,
+        id: u32,
+        offset: u32,
+        payload: &[u8],
+        identity: &Identity,
+    ) -> Result<Progress, Dropped> {
+        let lead = self.lead(identity);
+        let Some(open) = self.messages.get_mut(peer, id) else {
+            return Err(Dropped::Late);
+        };
+        let end = offset.saturating_add(u32::try_from(payload.len()).unwrap_or(u32::MAX));
+        let most = if open.record {
+            bounds::RECORD_GAPS
+        } else {
+            bounds::DATAGRAM_RANGES
+        };
+        let fresh = open
+            .coverage
+            .add(offset, end, most)
+            .map_err(|_| Dropped::Gaps)?;
+        let complete = open.coverage.is_complete(identity.length);
+        if fresh.is_empty() && !complete && !payload.is_empty() {
+            return Err(Dropped::Duplicate);
+        }
+        let (places, receive) = (open.places.clone(), open.receive.as_ref().map(|r| r.id));
+        // Only what is new is placed: the application may have used the rest already.
+        for (from, to) in &fresh {
+            let part = (from - offset) as usize..(to - offset) as usize;
+            let bytes = payload.get(part).unwrap_or(&[]);
+            if !self.place(&places, lead + u64::from(*from), bytes) {
+                return Err(match receive {
+                    Some(id) => self.broken_receive(id),
+                    None => Dropped::Access,
+                });
+            }
+        }
+        Ok(Progress { fresh, complete })
+    }
+
+    /// The final datagram of a message, or the word that it ended, came.
+    fn final_seen(&mut self, peer: &Peer, id: u32) {
+        let until = self.now + self.options.grace;
+        let reliable = self.rd.is_some();
+        let Some(open) = self.messages.get_mut(peer, id) else {
+            return;
+        };
+        open.final_seen = true;
+        if !reliable {
+            self.messages.hasten(peer, id, until);
+        }
+    }
+
+    /// What follows from what has arrived of a message.
+    fn judge(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        identity: &Identity,
+        progress: &Progress,
+    ) -> Result<(), Dropped> {
+        let id = d.shim.id;
+        let record = identity.opcode == Opcode::WriteRecord;
+        let chunks = record
+            && (self.options.record == RecordMode::Chunk
+                || d.shim.attributes & ATTR_NOT_AGGREGATED != 0);
+        if chunks {
+            for (from, to) in &progress.fresh {
+                self.record_chunk(arrival, d, identity, *from, *to);
+            }
+            if identity.length == 0 {
+                self.record_chunk(arrival, d, identity, 0, 0);
+            }
+        }
+        if progress.complete {
+            if identity.base.is_some() && identity.imm.is_some() && !record {
+                // The receive of a Write with immediate is taken at its end; without one its last datagram comes again.
+                let Some(request) = self.take_request() else {
+                    return Err(Dropped::NoReceive);
+                };
+                self.messages.close(peer, id);
+                self.complete_message(arrival, d, request, identity, WcOp::RecvWriteImm);
+                return Ok(());
+            }
+            let Some(open) = self.messages.close(peer, id) else {
+                return Ok(());
+            };
+            if let Some(request) = open.receive {
+                if !self.invalidates(identity) {
+                    self.rq.put_back(request);
+                    return Err(Dropped::Access);
+                }
+                self.complete_message(arrival, d, request, identity, WcOp::Recv);
+            } else if !chunks {
+                self.record(peer, id, &open);
+            }
+            return Ok(());
+        }
+        let thesis = record && self.options.record == RecordMode::Thesis && !chunks;
+        if thesis
+            && d.header.last()
+            && let Some(open) = self.messages.close(peer, id)
+        {
+            // The thesis, section 6.6.1: what has come by then is all that counts.
+            self.record(peer, id, &open);
+        }
+        Ok(())
+    }
+
+    fn complete_message(
+        &mut self,
+        arrival: &Arrival,
+        d: &Datagram<'_>,
+        request: RecvRequest,
+        identity: &Identity,
+        op: WcOp,
+    ) {
+        let lead = self.lead(identity);
+        let mut entry = Completion::new(request.id, Status::Success, op, self.qpn);
+        let received = lead + u64::from(identity.length);
+        entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
+        entry.invalidated = identity.invalidate;
+        if !self.kind.is_connected() {
+            entry.src_qpn = source_qpn(arrival, &d.shim);
+            entry.grh = lead > 0;
+            entry.sl = grh::kind(arrival);
+        }
+        self.deliver(entry, identity);
+    }
+
+    // ------------------------------------------------------------------ records
+
+    /// Makes the record of a message that is over.
+    fn record(&mut self, peer: &Peer, id: u32, open: &Open) {
+        let identity = &open.identity;
+        let (stag, base) = identity.base.unwrap_or((Stag(0), To(0)));
+        let complete = open.coverage.is_complete(identity.length);
+        let record = Record {
+            from: peer.0,
+            src_qpn: u32::from(peer.0.port()) << 8 | u32::from(peer.1),
+            id,
+            stag,
+            base,
+            length: identity.length,
+            valid: open.coverage.bytes(),
+            offset: 0,
+            imm: identity.imm,
+            complete,
+            chunk: false,
+            final_seen: open.final_seen,
+            map: 0,
+        };
+        if complete {
+            self.counters.rx_messages += 1;
+            self.observe(&Step::Deliver(identity.opcode));
+        }
+        self.push_record(record, open.coverage.ranges(), identity.solicited);
+    }
+
+    fn record_chunk(
+        &mut self,
+        arrival: &Arrival,
+        d: &Datagram<'_>,
+        identity: &Identity,
+        from: u32,
+        to: u32,
+    ) {
+        let (stag, base) = identity.base.unwrap_or((Stag(0), To(0)));
+        let peer = super::rx::source(arrival, &d.shim);
+        let record = Record {
+            from: peer.0,
+            src_qpn: source_qpn(arrival, &d.shim),
+            id: d.shim.id,
+            stag,
+            base,
+            length: identity.length,
+            valid: to - from,
+            offset: from,
+            imm: identity.imm,
+            complete: to - from == identity.length,
+            chunk: true,
+            final_seen: d.header.last(),
+            map: 0,
+        };
+        self.push_record(record, &[], identity.solicited);
+    }
+
+    fn push_record(&mut self, record: Record, ranges: &[Range], solicited: bool) {
+        let mut entry = Completion::new(
+            record.id.into(),
+            Status::Success,
+            WcOp::Record,
+            self.qpn,
+        );
+        entry.byte_len = record.valid;
+        entry.src_qpn = record.src_qpn;
+        entry.imm = record.imm;
+        entry.solicited = solicited;
+        let whole = record.complete;
+        if !self.records.push(record, ranges, self.options.max_records) {
+            // The memory is written all the same.
+            self.counters.rec_overflow += 1;
+            return;
+        }
+        if whole {
+            self.counters.rec_full += 1;
+        } else {
+            self.counters.rec_partial += 1;
+        }
+        if self.options.records_complete {
+            self.complete_recv(entry);
+        }
+    }
+
+    /// Messages that are over and not complete.
+    pub(super) fn give_up_all(&mut self, given_up: Vec<GivenUp>) {
+        for (peer, id, mut open) in given_up {
+            if let Some(request) = open.receive.take() {
+                self.counters.evicted += 1;
+                self.rq.put_back(request);
+            } else if open.record {
+                match self.options.record {
+                    RecordMode::Robust => self.record(&peer, id, &open),
+                    // Its final datagram was lost: nobody learns of it.
+                    RecordMode::Thesis => self.counters.evicted += 1,
+                    // What has come was told.
+                    RecordMode::Chunk => {}
+                }
+            } else {
+                self.counters.evicted += 1;
+            }
+        }
+    }
+}
+
+impl Open {
+    /// The groups of the message; the first datagram says what they are.
+    fn group(&mut self, segment: u16, group: u8) -> Result<&mut Groups, Dropped> {
+        let length = self.identity.length;
+        if self.parity.as_ref().is_some_and(|g| !g.agrees(segment, group)) {
+            return Err(Dropped::Mismatch);
+        }
+        match &mut self.parity {
+            Some(groups) => Ok(groups),
+            none => {
+                let groups = Groups::new(length, segment, group).ok_or(Dropped::Operation)?;
+                Ok(none.insert(Box::new(groups)))
+            }
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! How much may be under way to a peer of reliable datagrams.
+//!
+//! The window follows a model of the path, not its losses: the highest rate at which packets were delivered over the
+//! last rounds, times the shortest round trip, and a little more. A packet lost at random costs that packet; a TCP that halves its
+//! window for each loses most of a path at 1 %. Only losses so many that a queue must be overflowing shrink the window.
+//! The rate is that of BBR (Cardwell and others, 2016), the packets kept in the queue are those of Vegas (Brakmo and
+//! others, 1994); there is no pacing, acknowledgements clock the packets out.
+//!
+//! ```text
+//!            rate grows by a quarter       three rounds without          silence
+//!   +-------+ in each round   +-------+     +--------+               +---------+
+//!   | start | --------------> | start | --> | steady | ------------> | 4 packets|
+//!   +-------+  window doubles +-------+     +--------+  two probes   +---------+
+//! ```
+
+use std::time::Duration;
+
+/// Packets of the largest size that may always be under way.
+const LEAST_PACKETS: u64 = 16;
+/// Packets of each sender that may wait in the queue of a full path.
+const QUEUED: u64 = 8;
+/// Bytes that may always be under way: less than one burst of a network card.
+const LEAST_BYTES: u64 = 64 * 1024;
+/// The first window, bytes.
+const FIRST: u64 = 128 * 1024;
+/// Above this nothing is gained.
+const MOST: u64 = 64 << 20;
+/// Rounds that the highest rate is remembered for.
+const RATE_ROUNDS: usize = 6;
+/// How long the shortest round trip is remembered.
+const RTT_MEMORY: Duration = Duration::from_secs(10);
+/// Part of a round's packets, in percent, above which losses mean a full queue.
+const TOO_MANY_LOST: u64 = 20;
+/// Delay above the shortest round trip that is the peer's scheduler and not a queue.
+const SLACK: Duration = Duration::from_millis(1);
+
+/// The state of one path; stays while a peer is idle.
+#[derive(Debug, Clone)]
+pub(super) struct Congestion {
+    window: u64,
+    starting: bool,
+    /// Highest delivery rates of the last rounds, bytes per second.
+    rates: [u64; RATE_ROUNDS],
+    round: usize,
+    /// The round ends when this much has been delivered.
+    round_end: u64,
+    lost_in_round: u64,
+    delivered_in_round: u64,
+    plateau: u64,
+    plateau_rounds: u8,
+    /// Bytes that the window may have while a queue overflows.
+    ceiling: u64,
+    largest: u64,
+    shortest: Option<Duration>,
+    shortest_at: Duration,
+    smoothed: Option<Duration>,
+    deviation: Duration,
+}
+
+/// What an acknowledgement told.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Acked {
+    /// Bytes that arrived, now.
+    pub(super) bytes: u64,
+    /// Bytes found lost, now.
+    pub(super) lost: u64,
+    /// Bytes delivered since the beginning.
+    pub(super) delivered: u64,
+    /// Bytes a second that arrived while the newest of them was under way.
+    pub(super) rate: Option<u64>,
+    /// The program gave less than the window had room for, so the rate says nothing of the path.
+    pub(super) app_limited: bool,
+}
+
+impl Congestion {
+    pub(super) fn new() -> Self {
+        Self {
+            window: FIRST,
+            starting: true,
+            rates: [0; RATE_ROUNDS],
+            round: 0,
+            round_end: 0,
+            lost_in_round: 0,
+            delivered_in_round: 0,
+            plateau: 0,
+            plateau_rounds: 0,
+            ceiling: MOST,
+            largest: 0,
+            shortest: None,
+            shortest_at: Duration::ZERO,
+            smoothed: None,
+            deviation: Duration::ZERO,
+        }
+    }
+
+    /// Bytes that may be under way.
+    pub(super) fn window(&self) -> u64 {
+        self.window
+    }
+
+    /// A packet that overtook another by this much means that the other is lost.
+    pub(super) fn reordering(&self) -> Duration {
+        let shortest = self.shortest.unwrap_or(Duration::from_millis(20));
+        (shortest / 4).max(Duration::from_micros(200)) + self.deviation
+    }
+
+    /// How long to wait for an acknowledgement before asking for one.
+    pub(super) fn patience(&self) -> Duration {
+        match self.smoothed {
+            // Both ends may be busy with other things for a while: a probe too many costs a packet.
+            Some(smoothed) => {
+                smoothed + (self.deviation * 4).max(Duration::from_millis(5)) + 5 * SLACK
+            }
+            None => Duration::from_millis(200),
+        }
+    }
+
+    /// A packet of this size is sent.
+    pub(super) fn sent(&mut self, bytes: u64) {
+        self.largest = self.largest.max(bytes);
+    }
+
+    /// A round trip was measured (RFC 6298 §2 for the smoothing).
+    pub(super) fn measured(&mut self, now: Duration, sample: Duration) {
+        let old = now.saturating_sub(self.shortest_at) > RTT_MEMORY;
+        if old || self.shortest.is_none_or(|s| sample <= s) {
+            self.shortest = Some(sample);
+            self.shortest_at = now;
+        }
+        match self.smoothed {
+            None => {
+                self.smoothed = Some(sample);
+                self.deviation = sample / 2;
+            }
+            Some(smoothed) => {
+                self.deviation = (self.deviation * 3 + smoothed.abs_diff(sample)) / 4;
+                self.smoothed = Some((smoothed * 7 + sample) / 8);
+            }
+        }
+    }
+
+    /// Packets arrived, and others were found lost.
+    pub(super) fn acked(&mut self, acked: &Acked) {
+        if let Some(rate) = acked.rate
+            && let Some(best) = self.rates.get_mut(self.round % RATE_ROUNDS)
+            && (!acked.app_limited || rate > *best)
+        {
+            *best = (*best).max(rate);
+        }
+        self.lost_in_round += acked.lost;
+        self.delivered_in_round += acked.bytes;
+        if acked.delivered >= self.round_end {
+            self.end_round(acked);
+        }
+        if self.starting {
+            // Twice as much in each round, as long as the rate follows.
+            self.window = (self.window + acked.bytes).min(MOST);
+        } else {
+            let target = self.target();
+            self.window = if self.window < target {
+                (self.window + acked.bytes).min(target)
+            } else {
+                target
+            };
+        }
+        self.window = self.window.min(self.ceiling).max(self.least());
+    }
+
+    /// Nothing was heard for two probes: what is under way is gone.
+    pub(super) fn silence(&mut self) {
+        self.window = 4 * self.largest.max(1500);
+    }
+
+    fn least(&self) -> u64 {
+        (LEAST_PACKETS * self.largest).min(LEAST_BYTES).max(4 * self.largest)
+    }
+
+    fn rate(&self) -> u64 {
+        self.rates.iter().copied().max().unwrap_or(0)
+    }
+
+    /// What fills the path, a quarter more, and some packets: so many of each sender wait in a queue that several share,
+    /// and that makes their rates equal.
+    fn target(&self) -> u64 {
+        let (Some(shortest), Some(smoothed)) = (self.shortest, self.smoothed) else {
+            return FIRST;
+        };
+        let trip = shortest + smoothed.saturating_sub(shortest).min(SLACK);
+        let fill = u128::from(self.rate()) * trip.as_nanos() / 1_000_000_000;
+        u64::try_from(fill + fill / 4).unwrap_or(MOST).min(MOST) + QUEUED * self.largest
+    }
+
+    fn end_round(&mut self, acked: &Acked) {
+        let rate = self.rate();
+        if self.starting && !acked.app_limited {
+            if rate * 4 >= self.plateau * 5 {
+                self.plateau = rate;
+                self.plateau_rounds = 0;
+            } else {
+                self.plateau_rounds += 1;
+                if self.plateau_rounds >= 3 {
+                    self.starting = false;
+                }
+            }
+        }
+        let all = self.lost_in_round + self.delivered_in_round;
+        if self.lost_in_round * 100 > all * TOO_MANY_LOST && all > 8 * self.largest {
+            self.starting = false;
+            self.ceiling = (self.window / 10 * 7).max(self.least());
+        } else if self.ceiling < MOST {
+            self.ceiling = (self.ceiling + self.ceiling / 8 + self.largest).min(MOST);
+        }
+        self.lost_in_round = 0;
+        self.delivered_in_round = 0;
+        self.round_end = acked.delivered + self.window;
+        self.round += 1;
+        if let Some(next) = self.rates.get_mut(self.round % RATE_ROUNDS) {
+            *next = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// A path of `rate` bytes a second and 10 ms that loses each `nth` packet; returns the window after some rounds.
+    fn run(rate: u64, nth: u64) -> Congestion {
+        let mut c = Congestion::new();
+        let (mut now, mut delivered) = (Duration::ZERO, 0);
+        for n in 0..4000_u64 {
+            c.sent(1500);
+            // A window's worth of packets in each round trip, or what the path carries.
+            let trip = 10 * MS;
+            let achieved = (c.window() * 100).min(rate);
+            now += Duration::from_nanos(1500 * 1_000_000_000 / achieved);
+            c.measured(now, trip);
+            let lost = if n % nth == 0 { 1500 } else { 0 };
+            delivered += 1500 - lost;
+            c.acked(&Acked {
+                bytes: 1500 - lost,
+                lost,
+                delivered,
+                rate: Some(achieved),
+                app_limited: false,
+            });
+        }
+        c
+    }
+
+    #[test]
+    fn the_window_fills_the_path_whatever_is_lost_at_random() {
+        for nth in [1_000_000, 100, 10] {
+            let window = run(10_000_000, nth).window();
+            // 10 MB/s for 10 ms are 100 kB.
+            assert!((120_000..160_000).contains(&window), "{window} for 1/{nth}");
+        }
+    }
+
+    #[test]
+    fn losses_of_a_full_queue_shrink_it() {
+        let window = run(10_000_000, 3).window();
+        assert!(window < 100_000, "{window}");
+        assert!(window >= 24_000, "{window}");
+    }
+
+    #[test]
+    fn silence_leaves_four_packets_and_the_first_answer_brings_it_back() {
+        let mut c = run(10_000_000, 1000);
+        c.silence();
+        assert_eq!(c.window(), 6000);
+        c.acked(&Acked {
+            bytes: 1500,
+            delivered: 10_000_000,
+            ..Acked::default()
+        });
+        assert!(c.window() >= 24_000);
+    }
+}

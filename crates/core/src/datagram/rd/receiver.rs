@@ -1,0 +1,240 @@
+//! The receiving half from one peer: which packets have arrived, and which of them wait.
+//!
+//! A packet is *delivered* when the queue pair has taken its datagram, and only then acknowledged for good. It *waits*
+//! when one before it is missing (ordered delivery) or when the queue pair has no receive for it.
+
+use std::collections::BTreeMap;
+
+use smallvec::SmallVec;
+
+use crate::wire::rd::{RUNS, Run};
+
+/// Packets beyond the first missing one that are looked at.
+const AHEAD: u64 = 1 << 16;
+
+/// What a packet is, by its number.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Arrived {
+    /// It was here before.
+    Again,
+    /// It is too far ahead, or there is no room for it.
+    Beyond,
+    /// It is the next one to be delivered.
+    Next,
+    /// It is new, but others are missing before it.
+    Ahead,
+}
+
+/// Packets from a peer.
+#[derive(Debug)]
+pub(super) struct Receiver {
+    /// All before it are delivered.
+    next: u64,
+    /// What has arrived beyond: `None` is delivered already.
+    beyond: BTreeMap<u64, Option<Vec<u8>>>,
+    /// Bytes that wait.
+    waiting: usize,
+    /// Packets since the last acknowledgement.
+    pub(super) unacknowledged: u32,
+    /// Charge of them.
+    pub(super) since: u64,
+    /// An acknowledgement is to be sent.
+    pub(super) due: bool,
+    /// The clock of the packet that is answered.
+    pub(super) time: u32,
+    /// The queue pair had no receive.
+    pub(super) starved: bool,
+    /// Packet `next` is refused for good: why.
+    pub(super) refused: Option<u8>,
+}
+
+impl Receiver {
+    pub(super) fn new(next: u64) -> Self {
+        Self {
+            next,
+            beyond: BTreeMap::new(),
+            waiting: 0,
+            unacknowledged: 0,
+            since: 0,
+            due: false,
+            time: 0,
+            starved: false,
+            refused: None,
+        }
+    }
+
+    pub(super) fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Bytes of packets that wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Nothing is remembered but the number.
+    pub(super) fn is_idle(&self) -> bool {
+        self.beyond.is_empty() && !self.due && !self.starved && self.refused.is_none()
+    }
+
+    pub(super) fn sort(&self, seq: u64) -> Arrived {
+        if seq < self.next || self.beyond.contains_key(&seq) {
+            Arrived::Again
+        } else if seq - self.next >= AHEAD || self.refused.is_some() {
+            Arrived::Beyond
+        } else if seq == self.next {
+            Arrived::Next
+        } else {
+            Arrived::Ahead
+        }
+    }
+
+    /// Packet `seq` waits.
+    pub(super) fn keep(&mut self, seq: u64, data: &[u8]) {
+        self.waiting += data.len();
+        self.beyond.insert(seq, Some(data.to_vec()));
+    }
+
+    /// Packet `seq` is delivered.
+    pub(super) fn delivered(&mut self, seq: u64) {
+        if seq != self.next {
+            self.beyond.insert(seq, None);
+            return;
+        }
+        self.next += 1;
+        while let Some(entry) = self.beyond.first_entry() {
+            if *entry.key() != self.next || entry.get().is_some() {
+                break;
+            }
+            entry.remove();
+            self.next += 1;
+        }
+    }
+
+    /// Takes a packet out that waits: the next one in order, or any if `unordered`.
+    pub(super) fn take_waiting(&mut self, unordered: bool) -> Option<(u64, Vec<u8>)> {
+        if self.refused.is_some() {
+            return None;
+        }
+        let seq = if unordered {
+            self.beyond
+                .iter()
+                .find_map(|(seq, data)| data.is_some().then_some(*seq))
+        } else {
+            Some(self.next).filter(|seq| self.beyond.contains_key(seq))
+        }?;
+        let data = self.beyond.remove(&seq).flatten()?;
+        self.waiting -= data.len();
+        Some((seq, data))
+    }
+
+    /// The sender will not send anything before `base` again. True: something is missing for ever.
+    pub(super) fn skip(&mut self, base: u64) -> bool {
+        if base <= self.next {
+            return false;
+        }
+        while let Some(entry) = self.beyond.first_entry() {
+            if *entry.key() >= base {
+                break;
+            }
+            self.waiting -= entry.remove().map_or(0, |d| d.len());
+        }
+        self.next = base;
+        self.refused = None;
+        // What comes right behind may have been delivered already.
+        while let Some(entry) = self.beyond.first_entry() {
+            if *entry.key() != self.next || entry.get().is_some() {
+                break;
+            }
+            entry.remove();
+            self.next += 1;
+        }
+        true
+    }
+
+    /// Packet `next` is refused; everything behind it waits until the sender gives it up. What was acknowledged is kept: it
+    /// will not be sent again.
+    pub(super) fn refuse(&mut self, why: u8) {
+        self.refused = Some(why);
+    }
+
+    /// The runs beyond `next` that have arrived: the last ones, since they tell of what is lost now, after the first.
+    pub(super) fn runs(&self) -> SmallVec<[Run; RUNS]> {
+        let mut all: SmallVec<[(u64, u64); 64]> = SmallVec::new();
+        for seq in self.beyond.keys().copied() {
+            match all.last_mut() {
+                Some((_, end)) if *end == seq => *end += 1,
+                _ => all.push((seq, seq + 1)),
+            }
+        }
+        let half = RUNS / 2;
+        let skip = all.len().saturating_sub(half);
+        let wire = |(start, end): &(u64, u64)| (*start as u32, *end as u32);
+        let first = all.iter().take(RUNS - half).map(wire);
+        let last = all.iter().skip(skip.max(RUNS - half)).map(wire);
+        first.chain(last).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_delivered_once_in_order() {
+        let mut rx = Receiver::new(10);
+        assert_eq!(rx.sort(9), Arrived::Again);
+        assert_eq!(rx.sort(11), Arrived::Ahead);
+        rx.keep(11, b"b");
+        assert_eq!(rx.sort(11), Arrived::Again);
+        assert_eq!(rx.runs().as_slice(), [(11, 12)]);
+        assert_eq!(rx.take_waiting(false), None);
+        assert_eq!(rx.sort(10), Arrived::Next);
+        rx.delivered(10);
+        assert_eq!(rx.take_waiting(false), Some((11, b"b".to_vec())));
+        rx.delivered(11);
+        assert_eq!((rx.next(), rx.waiting(), rx.is_idle()), (12, 0, true));
+        assert_eq!(rx.sort(12 + AHEAD), Arrived::Beyond);
+    }
+
+    #[test]
+    fn without_order_each_is_delivered_as_it_comes() {
+        let mut rx = Receiver::new(0);
+        for seq in [3, 1, 2] {
+            assert_eq!(rx.sort(seq), Arrived::Ahead);
+            rx.delivered(seq);
+            assert_eq!(rx.sort(seq), Arrived::Again);
+        }
+        assert_eq!(rx.runs().as_slice(), [(1, 4)]);
+        rx.delivered(0);
+        assert_eq!(rx.next(), 4);
+        rx.keep(6, b"waits");
+        assert_eq!(rx.take_waiting(true), Some((6, b"waits".to_vec())));
+    }
+
+    #[test]
+    fn what_is_given_up_is_skipped() {
+        let mut rx = Receiver::new(0);
+        rx.keep(1, b"x");
+        rx.delivered(5);
+        assert!(!rx.skip(0));
+        assert!(rx.skip(5));
+        assert_eq!((rx.next(), rx.waiting()), (6, 0));
+        rx.refuse(10);
+        assert_eq!(rx.sort(6), Arrived::Beyond);
+        assert!(rx.skip(8));
+        assert_eq!(rx.sort(8), Arrived::Next);
+    }
+
+    #[test]
+    fn many_gaps_are_told_of_at_both_ends() {
+        let mut rx = Receiver::new(0);
+        for n in 1..100 {
+            rx.delivered(2 * n);
+        }
+        let runs = rx.runs();
+        assert_eq!(runs.len(), RUNS);
+        assert_eq!(runs[0], (2, 3));
+        assert_eq!(runs[RUNS - 1], (198, 199));
+    }
+}

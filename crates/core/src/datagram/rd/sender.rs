@@ -1,0 +1,384 @@
+//! The sending half towards one peer: packets that are not acknowledged yet.
+//!
+//! A packet keeps its number when it is sent again, and its datagram is kept until it is acknowledged. What was lost is
+//! found as RFC 8985 (RACK) does: by a packet that was sent later and arrived; where nothing comes back at all, a probe
+//! asks.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::congestion::{Acked, Congestion};
+use crate::datagram::flow::charge;
+use crate::wire::rd::Run;
+
+/// What a packet is the end of, for its owner: a request's number.
+pub(crate) type Tag = u64;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    UnderWay,
+    Lost,
+    Arrived,
+}
+
+#[derive(Debug)]
+struct Sent {
+    /// The datagram in it.
+    data: Vec<u8>,
+    /// The message that it is of, and whether it ends it.
+    tag: Option<Tag>,
+    last: bool,
+    state: State,
+    /// Counts transmissions, of all packets.
+    order: u64,
+    at: Duration,
+    /// What had been delivered when it was sent, and when that was.
+    delivered: u64,
+    delivered_at: Duration,
+}
+
+/// Packets under way to a peer.
+#[derive(Debug)]
+pub(super) struct Sender {
+    sent: VecDeque<Sent>,
+    /// Number of the front packet.
+    first: u64,
+    /// Bytes, and charge of the peer's socket, under way.
+    flying: u64,
+    charge: u64,
+    lost: usize,
+    /// What the peer's socket takes, as charge.
+    room: u64,
+    order: u64,
+    delivered: u64,
+    delivered_at: Duration,
+    /// The window was not the reason that nothing was sent.
+    app_limited: bool,
+    /// Probes since something was heard.
+    probes: u32,
+    /// When to probe.
+    pub(super) deadline: Option<Duration>,
+    /// When the peer was last heard, or first asked.
+    pub(super) heard: Duration,
+    /// Since when the peer has had no receive.
+    pub(super) starved: Option<Duration>,
+    /// Packets since one asked for an acknowledgement.
+    unasked: u32,
+}
+
+/// A packet to send: its number, and its datagram.
+pub(super) struct Outgoing<'a> {
+    pub(super) seq: u64,
+    pub(super) data: Option<&'a [u8]>,
+}
+
+impl Sender {
+    pub(super) fn new(next: u64, room: u32, now: Duration) -> Self {
+        Self {
+            sent: VecDeque::new(),
+            first: next,
+            flying: 0,
+            charge: 0,
+            lost: 0,
+            room: room.into(),
+            order: 0,
+            delivered: 0,
+            delivered_at: now,
+            app_limited: true,
+            probes: 0,
+            deadline: None,
+            heard: now,
+            starved: None,
+            unasked: 0,
+        }
+    }
+
+    /// The first packet that is not acknowledged.
+    pub(super) fn base(&self) -> u64 {
+        self.first
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.sent.is_empty()
+    }
+
+    /// Whether a new packet may be sent.
+    pub(super) fn has_window(&mut self, cc: &Congestion) -> bool {
+        let open = self.lost == 0
+            && (self.flying == 0 || (self.flying < cc.window() && self.charge < self.room));
+        if !open {
+            self.app_limited = false;
+        }
+        open
+    }
+
+    /// Keeps a new packet that is being sent; says whether it should ask for an acknowledgement.
+    pub(super) fn push(
+        &mut self,
+        data: Vec<u8>,
+        tag: Option<Tag>,
+        last: bool,
+        alone: bool,
+        now: Duration,
+        cc: &mut Congestion,
+    ) -> bool {
+        let size = data.len() as u64;
+        if self.sent.is_empty() {
+            // It was quiet: the peer is asked anew.
+            self.heard = now;
+            self.delivered_at = now;
+            self.app_limited = true;
+        }
+        self.order += 1;
+        self.flying += size;
+        self.charge += u64::from(charge(data.len()));
+        cc.sent(size);
+        self.sent.push_back(Sent {
+            data,
+            tag,
+            last,
+            state: State::UnderWay,
+            order: self.order,
+            at: now,
+            delivered: self.delivered,
+            delivered_at: self.delivered_at,
+        });
+        self.arm(now, cc);
+        self.unasked += 1;
+        let full = self.flying + size >= cc.window() || self.charge * 2 >= self.room;
+        let ask = alone || full && self.unasked >= 4 || self.unasked >= 16;
+        if ask {
+            self.unasked = 0;
+        }
+        if !alone {
+            self.app_limited = false;
+        }
+        ask
+    }
+
+    /// The data of the packet that was pushed last.
+    pub(super) fn newest(&self) -> Option<Outgoing<'_>> {
+        let data = self.sent.back().map(|s| s.data.as_slice());
+        let seq = self.first + self.sent.len().saturating_sub(1) as u64;
+        data.map(|data| Outgoing {
+            seq,
+            data: Some(data),
+        })
+    }
+
+    fn arm(&mut self, now: Duration, cc: &Congestion) {
+        let wait = cc.patience().min(MOST_PATIENCE) * (1 << self.probes.min(6));
+        self.deadline = Some(now + wait.min(MOST_PATIENCE));
+    }
+
+    /// The peer says what has arrived: everything before `ack`, and `runs` beyond. Calls `done` with each message that is
+    /// acknowledged to its end; returns whether anything was new.
+    pub(super) fn acknowledged(
+        &mut self,
+        ack: u64,
+        runs: &[Run],
+        expand: impl Fn(u32) -> u64,
+        now: Duration,
+        cc: &mut Congestion,
+        mut done: impl FnMut(Tag),
+    ) -> bool {
+        let end = self.first + self.sent.len() as u64;
+        let ack = ack.min(end);
+        let mut acked = Acked::default();
+        // Of the packets that are new here the one that was sent last: rate and losses are told by it.
+        let mut newest: Option<(u64, Duration, u64, Duration)> = None;
+        let mut arrived = |s: &mut Sent, flying: &mut u64, charged: &mut u64, lost: &mut usize| {
+            match s.state {
+                State::Arrived => return,
+                State::Lost => *lost -= 1,
+                State::UnderWay => {
+                    *flying -= s.data.len() as u64;
+                    *charged -= u64::from(charge(s.data.len()));
+                }
+            }
+            s.state = State::Arrived;
+            acked.bytes += s.data.len() as u64;
+            if newest.is_none_or(|(order, ..)| order < s.order) {
+                newest = Some((s.order, s.at, s.delivered, s.delivered_at));
+            }
+        };
+        let mut moved = false;
+        while self.first < ack {
+            let Some(mut s) = self.sent.pop_front() else {
+                break;
+            };
+            arrived(
+                &mut s,
+                &mut self.flying,
+                &mut self.charge,
+                &mut self.lost,
+            );
+            self.first += 1;
+            moved = true;
+            if let (Some(tag), true) = (s.tag, s.last) {
+                done(tag);
+            }
+        }
+        for (start, stop) in runs {
+            let (start, stop) = (expand(*start).max(self.first), expand(*stop).min(end));
+            if start >= stop {
+                continue;
+            }
+            let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
+            let many = usize::try_from(stop - start).unwrap_or(0);
+            for s in self.sent.iter_mut().skip(from).take(many) {
+                arrived(s, &mut self.flying, &mut self.charge, &mut self.lost);
+            }
+        }
+        let new = acked.bytes > 0 || moved;
+        if new {
+            self.delivered += acked.bytes;
+            self.delivered_at = now;
+            self.probes = 0;
+        }
+        if let Some((order, at, delivered, delivered_at)) = newest {
+            if !runs.is_empty() {
+                acked.lost = self.find_lost(order, at, cc.reordering());
+            }
+            let took = now.saturating_sub(delivered_at);
+            if took > Duration::ZERO {
+                let bytes = u128::from(self.delivered - delivered);
+                let rate = bytes * 1_000_000_000 / took.as_nanos().max(1);
+                acked.rate = u64::try_from(rate).ok();
+            }
+            acked.delivered = self.delivered;
+            acked.app_limited = self.app_limited;
+            cc.acked(&acked);
+        }
+        if self.sent.is_empty() {
+            self.deadline = None;
+        } else if new {
+            self.arm(now, cc);
+        }
+        new
+    }
+
+    /// Marks what was sent long enough before a packet that arrived; returns its bytes.
+    fn find_lost(&mut self, order: u64, at: Duration, reordering: Duration) -> u64 {
+        let mut bytes = 0;
+        for s in &mut self.sent {
+            let overtaken = s.at + reordering <= at || s.order + OVERTAKEN <= order;
+            if s.state == State::UnderWay && s.order < order && overtaken {
+                s.state = State::Lost;
+                self.lost += 1;
+                self.flying -= s.data.len() as u64;
+                self.charge -= u64::from(charge(s.data.len()));
+                bytes += s.data.len() as u64;
+            }
+        }
+        bytes
+    }
+
+    /// The peer's socket takes this much.
+    pub(super) fn set_room(&mut self, room: u64) {
+        self.room = room;
+    }
+
+    /// The next lost packet, sent again, if the window allows.
+    pub(super) fn again(&mut self, now: Duration, cc: &Congestion) -> Option<Outgoing<'_>> {
+        if self.lost == 0 || (self.flying > 0 && self.flying >= cc.window()) {
+            return None;
+        }
+        let at = self.sent.iter().position(|s| s.state == State::Lost)?;
+        self.order += 1;
+        let (order, delivered, delivered_at) = (self.order, self.delivered, self.delivered_at);
+        let s = self.sent.get_mut(at)?;
+        s.state = State::UnderWay;
+        s.order = order;
+        s.at = now;
+        s.delivered = delivered;
+        s.delivered_at = delivered_at;
+        self.lost -= 1;
+        self.flying += s.data.len() as u64;
+        self.charge += u64::from(charge(s.data.len()));
+        let seq = self.first + at as u64;
+        let data = Some(s.data.as_slice());
+        Some(Outgoing { seq, data })
+    }
+
+    /// Nothing was heard for too long: what to send to be answered. The first packet that has not arrived, or an empty
+    /// packet if all have and wait for the peer's program.
+    pub(super) fn probe(&mut self, now: Duration, cc: &mut Congestion) -> Outgoing<'_> {
+        self.probes += 1;
+        if self.probes >= 2 {
+            cc.silence();
+            self.find_lost(u64::MAX, Duration::MAX, Duration::ZERO);
+        }
+        self.arm(now, cc);
+        let at = self.sent.iter().position(|s| s.state != State::Arrived);
+        self.order += 1;
+        let order = self.order;
+        let next = self.first + self.sent.len() as u64;
+        let found = at.and_then(|at| self.sent.get_mut(at).map(|s| (at, s)));
+        let Some((at, s)) = found else {
+            return Outgoing {
+                seq: next,
+                data: None,
+            };
+        };
+        if s.state == State::Lost {
+            s.state = State::UnderWay;
+            self.lost -= 1;
+            self.flying += s.data.len() as u64;
+            self.charge += u64::from(charge(s.data.len()));
+        }
+        s.order = order;
+        s.at = now;
+        Outgoing {
+            seq: self.first + at as u64,
+            data: Some(s.data.as_slice()),
+        }
+    }
+
+    /// Asks again later without a packet (a peer that is not known yet).
+    pub(super) fn wait(&mut self, now: Duration, cc: &Congestion) {
+        self.probes += 1;
+        self.arm(now, cc);
+    }
+
+    /// The message of packet `seq`, and the number behind the last packet that is of the same message.
+    pub(super) fn message_at(&self, seq: u64) -> Option<(Option<Tag>, u64)> {
+        let at = usize::try_from(seq.checked_sub(self.first)?).ok()?;
+        let tag = self.sent.get(at)?.tag;
+        let mut end = seq + 1;
+        for s in self.sent.iter().skip(at + 1) {
+            let same = tag.is_some() && s.tag == tag;
+            if !same {
+                break;
+            }
+            end += 1;
+        }
+        Some((tag, end))
+    }
+
+    /// Forgets the packets before `to`, arrived or not; they will not be sent again.
+    pub(super) fn skip(&mut self, to: u64) {
+        while self.first < to {
+            let Some(s) = self.sent.pop_front() else {
+                break;
+            };
+            match s.state {
+                State::UnderWay => {
+                    self.flying -= s.data.len() as u64;
+                    self.charge -= u64::from(charge(s.data.len()));
+                }
+                State::Lost => self.lost -= 1,
+                State::Arrived => {}
+            }
+            self.first += 1;
+        }
+        if self.sent.is_empty() {
+            self.deadline = None;
+        }
+    }
+}
+
+/// A packet that so many others overtook is lost, whatever the time.
+const OVERTAKEN: u64 = 16;
+/// Longest time between two probes.
+const MOST_PATIENCE: Duration = Duration::from_secs(1);

@@ -1,0 +1,400 @@
+//! What peers ask for, what they answer, and what they say went wrong.
+
+
+
+use super::flow::Peer;
+use super::rd::Event;
+use super::reads::{REQUEST, Wanted};
+
+use super::{Arrival, DatagramQp, Dropped, ErrorReport, Kind};
+use crate::bounds;
+use crate::ddp::tx::{Address, Places, Source};
+use crate::verbs::mr::Access;
+use crate::verbs::qp::State;
+use crate::verbs::wc::Status;
+use crate::wire::control::Control;
+use crate::wire::ddp::{Header, Tagged, Untagged};
+use crate::wire::dgram::{self, Datagram, SUB_ERROR, SUB_PLAIN, Shim};
+use crate::wire::rdmap::{AtomicRequest, AtomicResponse, Opcode, ReadRequest};
+use crate::wire::To;
+
+impl DatagramQp {
+    // ------------------------------------------------------------------ requests of others
+
+    /// A Read Request: the answer is queued.
+    pub(super) fn serve_read(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        len: usize,
+    ) -> Result<(), Dropped> {
+        let shim = &d.shim;
+        let (Some(request), true) = (d.payload.first_chunk(), d.header.last()) else {
+            return Err(Dropped::Operation);
+        };
+        if shim.offset != 0 || d.payload.len() < REQUEST {
+            return Err(Dropped::Operation);
+        }
+        let request = ReadRequest::parse(request);
+        let reliable = self.kind.is_reliable();
+        let most = if reliable {
+            bounds::MAX_MESSAGE
+        } else {
+            self.options.max_read.into()
+        };
+        if u64::from(request.size) > most {
+            return Err(Dropped::TooLong);
+        }
+        let mut places = Places::new();
+        if request.size > 0 {
+            let (stag, to) = (request.source_stag, request.source_to);
+            places.push(self.remote(
+                peer,
+                stag,
+                to,
+                request.size.into(),
+                Access::REMOTE_READ,
+            )?);
+        }
+        if !reliable {
+            let answer = Shim::LEN + Tagged::LEN + dgram::CRC + request.size as usize;
+            let cookie = d.payload.get(ReadRequest::LEN..).and_then(|c| c.first_chunk());
+            let cookie = cookie.map_or(0, |c| u64::from_be_bytes(*c));
+            if answer > len && !self.secret.knows(peer, cookie, self.now) {
+                self.send_cookie(arrival, peer, shim.id);
+                return Ok(());
+            }
+            if self.answers.len() >= usize::from(self.options.max_reads) {
+                return Err(Dropped::Busy);
+            }
+        }
+        let address = Address::Tagged {
+            stag: request.sink_stag,
+            to: request.sink_to,
+        };
+        let source = Source::Memory {
+            places,
+            volatile: true,
+        };
+        self.respond(
+            peer,
+            arrival.to,
+            shim.id,
+            SUB_PLAIN,
+            Opcode::ReadResponse,
+            address,
+            source,
+            request.size.into(),
+        );
+        Ok(())
+    }
+
+    /// Whoever asks for much first shows that it receives at its address.
+    fn send_cookie(&mut self, arrival: &Arrival, peer: &Peer, id: u32) {
+        if self.outbox.len() >= bounds::DATAGRAM_PEERS {
+            return;
+        }
+        let cookie = self.secret.cookie(peer, self.now).to_be_bytes();
+        let header = Control::Cookie.header();
+        let datagram = self.control(peer, arrival.to, id, header, &cookie);
+        self.outbox.push_back(datagram);
+    }
+
+    /// An Atomic Request: done at once, and its answer queued. It comes once: the reliability layer sees to that.
+    pub(super) fn serve_atomic(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+    ) -> Result<(), Dropped> {
+        let Ok(bytes) = <&[u8; AtomicRequest::LEN]>::try_from(d.payload) else {
+            return Err(Dropped::Operation);
+        };
+        if !d.header.last() || d.shim.offset != 0 {
+            return Err(Dropped::Operation);
+        }
+        let request = AtomicRequest::parse(bytes).map_err(|_| Dropped::Operation)?;
+        let place = self.remote(peer, request.stag, request.to, 8, Access::REMOTE_ATOMIC)?;
+        if place.misaligned() {
+            return Err(Dropped::Operation);
+        }
+        let value = {
+            let pinned = place.pin().ok_or(Dropped::Access)?;
+            let mut change = |old| request.apply(old);
+            self.rnic.memory.update(&pinned, &mut change)
+        };
+        let response = AtomicResponse {
+            id: request.id,
+            value,
+        };
+        let (id, opcode) = (d.shim.id, Opcode::AtomicResponse);
+        self.answer(peer, arrival.to, id, SUB_PLAIN, opcode, &response.emit());
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ answers of others
+
+    /// A piece of what we asked for. Placed only where the request said, and only while it waits.
+    pub(super) fn receive_read_response(
+        &mut self,
+        peer: &Peer,
+        d: &Datagram<'_>,
+    ) -> Result<(), Dropped> {
+        let shim = &d.shim;
+        let Some(reading) = self.reads.get_mut(shim.id, peer) else {
+            return Err(Dropped::Late);
+        };
+        let Wanted::Data {
+            stag, to, coverage, ..
+        } = &mut reading.wanted
+        else {
+            return Err(Dropped::Mismatch);
+        };
+        let begins = To(to.0.wrapping_add(shim.offset.into()));
+        let fits = matches!(&d.header, Header::Tagged(h) if h.stag == *stag && h.to == begins);
+        if !fits || shim.length != reading.size || shim.commit || shim.parity {
+            return Err(Dropped::Mismatch);
+        }
+        let end = shim
+            .offset
+            .saturating_add(u32::try_from(d.payload.len()).unwrap_or(0));
+        let fresh = coverage
+            .add(shim.offset, end, bounds::RECORD_GAPS)
+            .map_err(|_| Dropped::Gaps)?;
+        let complete = coverage.is_complete(reading.size);
+        let (places, number) = (reading.places.clone(), reading.number);
+        let whole = fresh.iter().all(|(from, to)| {
+            let part = (from - shim.offset) as usize..(to - shim.offset) as usize;
+            let bytes = d.payload.get(part).unwrap_or(&[]);
+            self.place(&places, u64::from(*from), bytes)
+        });
+        if !whole {
+            self.reads.remove(shim.id);
+            self.condemn(number, Status::LocalProtection);
+            self.answered(number);
+            return Err(Dropped::Access);
+        }
+        if complete {
+            self.reads.remove(shim.id);
+            self.answered(number);
+        } else if fresh.is_empty() {
+            return Err(Dropped::Duplicate);
+        }
+        Ok(())
+    }
+
+    /// The old value of an atomic of ours.
+    pub(super) fn receive_atomic_response(
+        &mut self,
+        peer: &Peer,
+        d: &Datagram<'_>,
+    ) -> Result<(), Dropped> {
+        let Ok(bytes) = <&[u8; AtomicResponse::LEN]>::try_from(d.payload) else {
+            return Err(Dropped::Operation);
+        };
+        let response = AtomicResponse::parse(bytes);
+        let Some(reading) = self.reads.get_mut(d.shim.id, peer) else {
+            return Err(Dropped::Late);
+        };
+        if response.id != d.shim.id || !matches!(reading.wanted, Wanted::Value) {
+            return Err(Dropped::Mismatch);
+        }
+        let (places, number) = (reading.places.clone(), reading.number);
+        self.reads.remove(d.shim.id);
+        // Host byte order in memory, network byte order on the wire.
+        if !self.place(&places, 0, &response.value.to_ne_bytes()) {
+            self.condemn(number, Status::LocalProtection);
+        }
+        self.answered(number);
+        Ok(())
+    }
+
+    /// A request that waited for an answer is over.
+    fn answered(&mut self, number: u64) {
+        self.sent(number);
+        self.retire();
+    }
+
+    // ------------------------------------------------------------------ errors
+
+    /// Tells a peer that its message was refused, if it is to be told. Reliable peers learn it from their own layer.
+    pub(super) fn report_error(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        why: Dropped,
+    ) {
+        let told = matches!(why, Dropped::Access | Dropped::TooLong | Dropped::Operation);
+        if !told || !self.options.report_errors || self.rd.is_some() {
+            return;
+        }
+        let second = self.now.as_secs();
+        if self.errors_told.0 != second {
+            self.errors_told = (second, 0);
+        }
+        if self.errors_told.1 >= bounds::ERRORS_A_SECOND || self.outbox.len() >= bounds::DATAGRAM_PEERS
+        {
+            return;
+        }
+        self.errors_told.1 += 1;
+        let (layer, etype, code) = why.terminate();
+        let payload = [layer << 4 | etype, code, 0, 0];
+        let header = Untagged {
+            last: true,
+            opcode: Opcode::Terminate,
+            inv_stag: crate::wire::Stag(0),
+            qn: crate::wire::QN_TERMINATE,
+            msn: crate::wire::Msn(d.shim.id),
+            mo: 0,
+        };
+        let shim = Shim {
+            sub_op: SUB_ERROR,
+            ..d.shim
+        };
+        let datagram = self.error_datagram(peer, arrival.to, shim.id, header, &payload);
+        self.counters.err_out += 1;
+        self.outbox.push_back(datagram);
+    }
+
+    /// A peer says that it refused a message of ours. On an unreliable queue pair it is a hint: nothing changes but the
+    /// fate of a Read that waits for this very peer.
+    pub(super) fn receive_error(&mut self, peer: &Peer, d: &Datagram<'_>) -> Result<(), Dropped> {
+        let Some([kind, code, ..]) = d.payload.first_chunk::<4>().copied() else {
+            return Err(Dropped::Operation);
+        };
+        self.counters.err_in += 1;
+        let report = ErrorReport {
+            from: peer.0,
+            src_qpn: u32::from(peer.0.port()) << 8 | u32::from(peer.1),
+            id: d.shim.id,
+            layer: kind >> 4,
+            etype: kind & 0x0f,
+            code,
+            status: Status::RemoteAccess,
+        };
+        self.push_error(report);
+        if let Some(reading) = self.reads.get_mut(d.shim.id, peer) {
+            let number = reading.number;
+            self.reads.remove(d.shim.id);
+            self.condemn(number, Status::RemoteAccess);
+            self.answered(number);
+        }
+        Ok(())
+    }
+
+    fn push_error(&mut self, report: ErrorReport) {
+        if self.errors.len() >= bounds::ERRORS_WAITING {
+            self.errors.pop_front();
+        }
+        self.errors.push_back(report);
+    }
+
+    // ------------------------------------------------------------------ the reliability layer
+
+    /// What the reliability layer has to say.
+    pub(super) fn handle_rd_events(&mut self) {
+        while let Some(event) = self.rd.as_mut().and_then(super::rd::Reliable::poll_event) {
+            match event {
+                Event::Done(tag) => {
+                    // A request that asked for an answer is done when that comes.
+                    let asks = self
+                        .sq
+                        .get_mut(tag)
+                        .is_some_and(|p| p.request.op.is_read_or_atomic());
+                    if tag & super::tx::OURS == 0 && !asks {
+                        self.sent(tag);
+                        self.retire();
+                    }
+                }
+                Event::Failed(peer, tag, status) => self.refused_by(&peer, tag, status),
+                Event::Lost(peer, status) => self.lost(&peer, status),
+                Event::Skipped(peer) => {
+                    let mut given_up = Vec::new();
+                    self.messages.skip(&peer, &mut given_up);
+                    self.give_up_all(given_up);
+                }
+            }
+        }
+    }
+
+    /// A peer refuses a message of ours for good.
+    fn refused_by(&mut self, peer: &Peer, tag: Option<u64>, status: Status) {
+        let Some(tag) = tag else { return };
+        if let Some(lane) = self.lanes.get_mut(peer) {
+            // What of it was not sent yet will not be.
+            let before = lane.queue.len();
+            lane.queue.retain(|c| c.tag != tag);
+            self.lanes_len -= before - lane.queue.len();
+        }
+        if tag & super::tx::OURS != 0 {
+            return;
+        }
+        let id = u32::try_from(tag & 0xffff_ffff).unwrap_or(0);
+        let (layer, etype, code) = Dropped::Access.terminate();
+        self.counters.err_in += 1;
+        self.push_error(ErrorReport {
+            from: peer.0,
+            src_qpn: u32::from(peer.0.port()) << 8 | u32::from(peer.1),
+            id,
+            layer,
+            etype,
+            code,
+            status,
+        });
+        self.reads.remove_number(tag);
+        self.condemn(tag, status);
+        self.sent(tag);
+        self.failed_towards(peer);
+    }
+
+    /// A peer is gone: what was for it fails.
+    fn lost(&mut self, peer: &Peer, status: Status) {
+        if let Some(lane) = self.lanes.remove(peer) {
+            self.lanes_len -= lane.queue.len();
+        }
+        let connected = self.kind.is_connected();
+        let theirs = |to: &Option<crate::verbs::wr::Destination>| {
+            connected || to.as_ref().map(super::tx::peer_of) == Some(*peer)
+        };
+        let numbers: Vec<u64> = self
+            .sq
+            .taken_mut()
+            .filter(|(_, p)| {
+                p.phase != crate::verbs::sq::Phase::Done && theirs(&p.request.destination)
+            })
+            .map(|(number, _)| number)
+            .collect();
+        for number in &numbers {
+            self.condemn(*number, status);
+            self.reads.remove_number(*number);
+            self.sent(*number);
+        }
+        if !numbers.is_empty() {
+            self.failed_towards(peer);
+        }
+    }
+
+    /// Something failed towards a peer. The thesis, section 5.3: the queue pair stops until the program says go on; or
+    /// it goes on with the others, if it was made so.
+    fn failed_towards(&mut self, _peer: &Peer) {
+        self.retire();
+        if self.kind == Kind::Rc || !self.options.keep_going {
+            self.fail("a request failed at its peer", None);
+        }
+        debug_assert!(self.state != State::Reset);
+    }
+
+    /// An error report as a datagram.
+    fn error_datagram(
+        &self,
+        peer: &Peer,
+        from: Option<std::net::IpAddr>,
+        id: u32,
+        header: Untagged,
+        payload: &[u8],
+    ) -> super::TxDatagram {
+        self.control_as(SUB_ERROR, peer, from, id, header, payload)
+    }
+}

@@ -1,0 +1,256 @@
+//! The packet of reliable datagrams (RD): what carries a datagram exactly once.
+//!
+//! A packet stands around a datagram of [`super::dgram`], which loses its own CRC to that of the packet. It has what a
+//! transport needs and nothing of DDP: number, acknowledgement, window, and two tokens by which either end knows that
+//! the other one receives at its address and remembers it.
+//!
+//! ```text
+//!  0    1    2    3    4          8          12         16         20      22   23   24
+//! +----+----+----+----+----------+----------+----------+----------+-------+----+----+
+//! |0xDE|1 fl| n  |why |  token   |   echo   |   seq    |   base   |fl2| 0 |dst |src |
+//! +----+----+----+----+----------+----------+----------+----------+-------+----+----+
+//!  24         28         32         36         40
+//! +----------+----------+----------+----------+----------------------------+
+//! |   ack    |  window  |   time   | time echo|  n ranges (start 4, end 4) |
+//! +----------+----------+----------+----------+----------------------------+
+//!  then, if D: a datagram without its CRC; then CRC32C (4)
+//!       fl:  D 0x1 data   C 0x2 challenge   R 0x4 not ready   A 0x8 acknowledge at once
+//!       fl2: K 0x01 the field ack counts
+//! ```
+
+use super::dgram::DgramError;
+use super::{put, take32};
+use smallvec::SmallVec;
+
+/// A run of packet numbers, the end excluded.
+pub type Run = (u32, u32);
+
+/// The header of a packet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packet {
+    /// What the receiver has to echo, so that the sender knows it is heard at this address.
+    pub token: u32,
+    /// The receiver's token as the sender knows it, 0 if it does not.
+    pub echo: u32,
+    /// Number of this packet if it has data, else of the next one that will.
+    pub seq: u32,
+    /// The first packet that the sender may still send again.
+    pub base: u32,
+    /// Which of the queue pairs on the destination port.
+    pub dst_index: u8,
+    /// Which of the queue pairs on the source port.
+    pub src_index: u8,
+    /// Everything before this number is delivered. None: nothing has come yet.
+    pub ack: Option<u32>,
+    /// What the receiver of data takes beyond that, as the kernel counts memory of sockets, in bytes.
+    pub window: u32,
+    /// The sender's clock, microseconds.
+    pub time: u32,
+    /// The clock of the packet that this one answers, 0 for none.
+    pub time_echo: u32,
+    /// Arrived beyond `ack`.
+    pub arrived: SmallVec<[Run; RUNS]>,
+    /// C: the receiver is unknown here; it has to echo the token first.
+    pub challenge: bool,
+    /// R: packets have arrived that no receive was posted for.
+    pub not_ready: bool,
+    /// A: asks for an acknowledgement at once.
+    pub ack_now: bool,
+    /// Why packet `ack` is refused for good, as a work completion status; 0: it is not.
+    pub refused: u8,
+}
+
+/// Runs that one packet tells of at most.
+pub const RUNS: usize = 16;
+
+impl Packet {
+    /// Bytes before runs and data.
+    pub const LEN: usize = 40;
+
+    /// Appends the header; `data` says whether a datagram follows.
+    pub fn put(&self, data: bool, out: &mut Vec<u8>) {
+        let mut flags = VERSION << 4;
+        for (set, flag) in [
+            (data, DATA),
+            (self.challenge, CHALLENGE),
+            (self.not_ready, NOT_READY),
+            (self.ack_now, ACK_NOW),
+        ] {
+            if set {
+                flags |= flag;
+            }
+        }
+        let runs = self.arrived.len().min(RUNS);
+        let mut head = [0; Self::LEN];
+        let first = [MAGIC, flags, runs as u8, self.refused];
+        put::<0, { Self::LEN }, 4>(&mut head, first);
+        put::<4, { Self::LEN }, 4>(&mut head, self.token.to_be_bytes());
+        put::<8, { Self::LEN }, 4>(&mut head, self.echo.to_be_bytes());
+        put::<12, { Self::LEN }, 4>(&mut head, self.seq.to_be_bytes());
+        put::<16, { Self::LEN }, 4>(&mut head, self.base.to_be_bytes());
+        let more = if self.ack.is_some() { ACK_COUNTS } else { 0 };
+        let small = [more, 0, self.dst_index, self.src_index];
+        put::<20, { Self::LEN }, 4>(&mut head, small);
+        put::<24, { Self::LEN }, 4>(&mut head, self.ack.unwrap_or(0).to_be_bytes());
+        put::<28, { Self::LEN }, 4>(&mut head, self.window.to_be_bytes());
+        put::<32, { Self::LEN }, 4>(&mut head, self.time.to_be_bytes());
+        put::<36, { Self::LEN }, 4>(&mut head, self.time_echo.to_be_bytes());
+        out.extend_from_slice(&head);
+        for (start, end) in self.arrived.iter().take(RUNS) {
+            out.extend_from_slice(&start.to_be_bytes());
+            out.extend_from_slice(&end.to_be_bytes());
+        }
+    }
+}
+
+/// Reads a packet: its header, and the datagram in it (which has no CRC of its own).
+///
+/// # Errors
+/// The first rule it breaks; drop it.
+pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
+    let bytes = super::dgram::checked(bytes)?;
+    let Some((head, mut rest)) = bytes.split_first_chunk::<{ Packet::LEN }>() else {
+        return Err(DgramError::TooShort);
+    };
+    let [magic, flags, runs, refused, ..] = *head;
+    if magic != MAGIC {
+        return Err(DgramError::Magic);
+    }
+    if flags >> 4 != VERSION {
+        return Err(DgramError::Version);
+    }
+    if usize::from(runs) > RUNS {
+        return Err(DgramError::Length);
+    }
+    let mut arrived = SmallVec::new();
+    for _ in 0..runs {
+        let Some((run, behind)) = rest.split_first_chunk::<8>() else {
+            return Err(DgramError::TooShort);
+        };
+        arrived.push((take32::<0, 8>(run), take32::<4, 8>(run)));
+        rest = behind;
+    }
+    let [more, _, dst_index, src_index] = super::take::<20, { Packet::LEN }, 4>(head);
+    let data = flags & DATA != 0;
+    if !data && !rest.is_empty() {
+        return Err(DgramError::Length);
+    }
+    let packet = Packet {
+        token: take32::<4, { Packet::LEN }>(head),
+        echo: take32::<8, { Packet::LEN }>(head),
+        seq: take32::<12, { Packet::LEN }>(head),
+        base: take32::<16, { Packet::LEN }>(head),
+        dst_index,
+        src_index,
+        ack: (more & ACK_COUNTS != 0).then(|| take32::<24, { Packet::LEN }>(head)),
+        window: take32::<28, { Packet::LEN }>(head),
+        time: take32::<32, { Packet::LEN }>(head),
+        time_echo: take32::<36, { Packet::LEN }>(head),
+        arrived,
+        challenge: flags & CHALLENGE != 0,
+        not_ready: flags & NOT_READY != 0,
+        ack_now: flags & ACK_NOW != 0,
+        refused,
+    };
+    // 0 means "none": nobody has it for a token.
+    if packet.token == 0 {
+        return Err(DgramError::Epoch);
+    }
+    Ok((packet, data.then_some(rest)))
+}
+
+/// Whether this is a packet rather than a bare datagram. Looks at the first byte only.
+pub fn is_packet(bytes: &[u8]) -> bool {
+    bytes.first() == Some(&MAGIC)
+}
+
+const MAGIC: u8 = 0xde;
+const VERSION: u8 = 1;
+const DATA: u8 = 0x1;
+const CHALLENGE: u8 = 0x2;
+const NOT_READY: u8 = 0x4;
+const ACK_NOW: u8 = 0x8;
+const ACK_COUNTS: u8 = 0x1;
+
+#[cfg(test)]
+mod tests {
+    use super::super::dgram::seal;
+    use super::*;
+
+    fn packet() -> Packet {
+        Packet {
+            token: 0x0102_0304,
+            echo: 0x0506_0708,
+            seq: 9,
+            base: 7,
+            dst_index: 3,
+            src_index: 7,
+            ack: Some(11),
+            window: 0x0010_0000,
+            time: 0x1000,
+            time_echo: 0x0fff,
+            arrived: SmallVec::from_slice(&[(13, 15)]),
+            challenge: false,
+            not_ready: false,
+            ack_now: true,
+            refused: 0,
+        }
+    }
+
+    fn whole(packet: &Packet, data: Option<&[u8]>) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        packet.put(data.is_some(), &mut bytes);
+        bytes.extend(data.unwrap_or(&[]));
+        seal(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn a_packet_reads_as_it_was_written() {
+        let cases = [
+            packet(),
+            Packet {
+                challenge: true,
+                not_ready: true,
+                ack_now: false,
+                refused: 10,
+                ack: None,
+                arrived: SmallVec::new(),
+                ..packet()
+            },
+        ];
+        for p in cases {
+            let with = whole(&p, Some(b"data"));
+            assert_eq!(parse(&with), Ok((p.clone(), Some(&b"data"[..]))));
+            assert!(is_packet(&with));
+            let without = whole(&p, None);
+            assert_eq!(parse(&without), Ok((p, None)));
+            for bit in 0..with.len() * 8 {
+                let mut bad = with.clone();
+                bad[bit / 8] ^= 1 << (bit % 8);
+                assert_eq!(parse(&bad), Err(DgramError::Crc));
+            }
+        }
+    }
+
+    #[test]
+    fn a_packet_shorter_than_it_says_is_dropped_whatever_its_crc() {
+        let good = whole(&packet(), None);
+        for len in 0..good.len() - 4 {
+            let mut bytes = good[..len].to_vec();
+            seal(&mut bytes);
+            assert_eq!(parse(&bytes), Err(DgramError::TooShort), "{len} bytes");
+        }
+        let refuse = |change: fn(&mut Vec<u8>)| {
+            let mut bytes = good[..good.len() - 4].to_vec();
+            change(&mut bytes);
+            seal(&mut bytes);
+            parse(&bytes).err()
+        };
+        assert_eq!(refuse(|b| b[0] = 0xdc), Some(DgramError::Magic));
+        assert_eq!(refuse(|b| b[1] = 0x28), Some(DgramError::Version));
+        assert_eq!(refuse(|b| b[2] = 17), Some(DgramError::Length));
+        assert_eq!(refuse(|b| b.push(0)), Some(DgramError::Length));
+        assert_eq!(refuse(|b| b[4..8].fill(0)), Some(DgramError::Epoch));
+    }
+}

@@ -1,0 +1,429 @@
+//! Reliable datagrams between two ends and more, on networks of every kind.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use std::time::Duration;
+
+use anywarp_core::datagram::Kind;
+use anywarp_core::datagram::options::{Options, Segment};
+use anywarp_core::verbs::qp::State;
+use anywarp_core::verbs::wc::{Status, WcOp};
+use anywarp_sim::ether::{Ether, Id, Link};
+use anywarp_sim::{
+    Request, Rng, access, compare_swap, each_seed, fetch_add, read, send, send_imm, write,
+};
+
+const MS: Duration = Duration::from_millis(1);
+const LONG: Duration = Duration::from_secs(600);
+
+fn options() -> Options {
+    Options {
+        one_sided: true,
+        segment: Segment::PathMtu,
+        max_send: 1 << 20,
+        ..Options::default()
+    }
+}
+
+/// Networks from good to bad.
+fn links() -> Vec<Link> {
+    let mut all = Vec::new();
+    for loss in [0.0, 0.01, 0.05, 0.1] {
+        for delay in [Duration::ZERO, 10 * MS, 100 * MS] {
+            all.push(Link {
+                loss,
+                delay,
+                ..Link::default()
+            });
+        }
+    }
+    all.push(Link {
+        loss: 0.05,
+        duplicate: 0.1,
+        reorder: 0.3,
+        corrupt: 0.05,
+        delay: 5 * MS,
+        ..Link::default()
+    });
+    all
+}
+
+fn pair(seed: u64, link: Link, options: Options) -> (Ether, Id, Id) {
+    let mut net = Ether::new(seed, link);
+    let a = net.join(Kind::Rd, options);
+    let b = net.join(Kind::Rd, options);
+    (net, a, b)
+}
+
+/// Sends of many lengths arrive once each, whole, and in order if that was asked for.
+#[test]
+fn every_message_arrives_exactly_once() {
+    each_seed(3, |seed| {
+        for (n, link) in links().into_iter().enumerate() {
+            for ordered in [true, false] {
+                let options = Options {
+                    ordered,
+                    ..options()
+                };
+                let (mut net, a, b) = pair(seed * 100 + n as u64, link, options);
+                let mut rng = Rng::new(seed + n as u64);
+                const MANY: u64 = 60;
+                const ROOM: usize = 20_040;
+                let lens: Vec<usize> = (0..MANY)
+                    .map(|_| *rng.pick(&[0, 1, 64, 1400, 4096, 20_000]))
+                    .collect();
+                let texts: Vec<Vec<u8>> = lens.iter().map(|n| rng.bytes(*n)).collect();
+                let inbox = net[b].host.register(ROOM * MANY as usize, access::ALL);
+                for id in 0..MANY {
+                    let at = ROOM * id as usize;
+                    net[b].recv(id, &[inbox.part(at, ROOM)]);
+                }
+                for (id, text) in texts.iter().enumerate() {
+                    let mr = net[a].host.register(text.len().max(1), access::ALL);
+                    net[a].host.fill(&mr, text);
+                    let imm = (id as u32).to_be_bytes();
+                    let request = send_imm(id as u64, imm).from(&[mr.part(0, text.len())]);
+                    net.post(a, b, request);
+                }
+                net.run(LONG);
+                let what = format!("seed {seed}, {link:?}, ordered {ordered}");
+                let sent = net[a].completed();
+                assert_eq!(sent.len(), MANY as usize, "{what}");
+                for (id, c) in sent.iter().enumerate() {
+                    assert_eq!((c.wr_id, c.status), (id as u64, Status::Success), "{what}");
+                }
+                let bytes = net[b].host.bytes(&inbox);
+                let mut seen = Vec::new();
+                for c in net[b].received() {
+                    assert_eq!((c.status, c.op), (Status::Success, WcOp::Recv), "{what}");
+                    let which = u32::from_be_bytes(c.imm.unwrap()) as usize;
+                    assert_eq!(c.byte_len as usize, 40 + lens[which], "{what}");
+                    let at = ROOM * c.wr_id as usize + 40;
+                    assert_eq!(bytes[at..at + lens[which]], texts[which], "{what}");
+                    seen.push(which);
+                }
+                if ordered {
+                    assert!(seen.is_sorted(), "{what}: {seen:?}");
+                }
+                seen.sort_unstable();
+                assert_eq!(seen, (0..MANY as usize).collect::<Vec<_>>(), "{what}");
+            }
+        }
+    });
+}
+
+/// Writes, Reads and atomics, each done once.
+#[test]
+fn every_operation_is_done_once() {
+    each_seed(3, |seed| {
+        for (n, link) in links().into_iter().enumerate() {
+            let (mut net, a, b) = pair(seed * 1000 + n as u64, link, options());
+            const LEN: usize = 30_000;
+            let what = format!("seed {seed}, {link:?}");
+            let text = Rng::new(seed).bytes(LEN);
+            let mine = net[a].host.register(LEN, access::ALL);
+            let back = net[a].host.register(LEN, access::ALL);
+            let old = net[a].host.register(8 * 20, access::ALL);
+            let theirs = net[b].host.register(LEN, access::ALL);
+            let word = net[b].host.register(8, access::ALL);
+            net[a].host.fill(&mine, &text);
+            net.post(a, b, write(1, theirs.remote(0)).from(&[mine.all()]));
+            let mut get = read(2, theirs.remote(0)).from(&[back.all()]);
+            get.fence = true;
+            net.post(a, b, get);
+            for n in 0..10 {
+                let add = fetch_add(3 + n, word.remote(0), 5);
+                net.post(a, b, add.from(&[old.part(8 * n as usize, 8)]));
+            }
+            let swap = compare_swap(13, word.remote(0), 50, 7).from(&[old.part(80, 8)]);
+            net.post(a, b, swap);
+            net.run(LONG);
+            let done = net[a].completed();
+            let ids: Vec<_> = done.iter().map(|c| (c.wr_id, c.status)).collect();
+            let good: Vec<_> = (1..=13).map(|id| (id, Status::Success)).collect();
+            assert_eq!(ids, good, "{what}");
+            assert_eq!(net[b].host.bytes(&theirs), text, "{what}");
+            assert_eq!(net[a].host.bytes(&back), text, "{what}");
+            assert_eq!(net[b].host.word(&word, 0), 7, "{what}");
+            let olds: Vec<u64> = (0..11).map(|n| net[a].host.word(&old, 8 * n)).collect();
+            assert_eq!(olds, [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50], "{what}");
+            // A Write leaves a record, which on a reliable queue pair is always complete.
+            let record = net[b].qp.records().poll().unwrap();
+            assert!(record.complete && record.valid as usize == LEN, "{record:?}");
+        }
+    });
+}
+
+/// A Send that finds no receive waits for one; the peer is not punished by losing anything.
+#[test]
+fn sends_wait_for_receives() {
+    for ordered in [true, false] {
+        let link = Link {
+            loss: 0.05,
+            delay: 2 * MS,
+            ..Link::default()
+        };
+        let options = Options {
+            ordered,
+            ..options()
+        };
+        let (mut net, a, b) = pair(5, link, options);
+        let mr = net[a].host.register(3000, access::ALL);
+        let inbox = net[b].host.register(4000, access::ALL);
+        for id in 0..20 {
+            net.post(a, b, send(id).from(&[mr.all()]));
+        }
+        for id in 0..20 {
+            net.run(300 * MS);
+            assert_eq!(net[b].received().len(), usize::from(id > 0));
+            net[b].recv(id, &[inbox.all()]);
+        }
+        net.run(LONG);
+        assert_eq!(net[b].received().len(), 1);
+        let done = net[a].completed();
+        assert_eq!(done.len(), 20);
+        assert!(done.iter().all(|c| c.status == Status::Success));
+        assert_eq!(net[a].qp.state(), State::Rts);
+    }
+}
+
+#[test]
+fn a_peer_that_never_has_a_receive_ends_the_request_when_it_may() {
+    let (mut net, a, b) = pair(6, Link::default(), options());
+    net[a].qp.attr_mut().rnr_retry = 3;
+    let mr = net[a].host.register(100, access::ALL);
+    net.post(a, b, send(1).from(&[mr.all()]));
+    let took = net.run(LONG);
+    let done = net[a].completed();
+    assert_eq!(done[0].status, Status::RnrRetryExceeded);
+    assert!(took >= 300 * MS && took < 3000 * MS, "{took:?}");
+    assert_eq!(net[a].qp.state(), State::Error);
+}
+
+/// A dead peer fails its requests; the queue pair stops, and goes on when it is told to (DG-14). Made so, it never stops.
+#[test]
+fn a_dead_peer_fails_its_requests_alone() {
+    for keep_going in [false, true] {
+        let options = Options {
+            keep_going,
+            ..options()
+        };
+        let (mut net, a, b) = pair(7, Link::default(), options);
+        let c = net.join(Kind::Rd, options);
+        let mr = net[a].host.register(100, access::ALL);
+        let inbox = net[c].host.register(1000, access::ALL);
+        for id in 0..4 {
+            net[c].recv(id, &[inbox.all()]);
+        }
+        net[b].dead = true;
+        net.post(a, b, send(1).from(&[mr.all()]));
+        net.post(a, c, send(2).from(&[mr.all()]));
+        let took = net.run(LONG);
+        assert!(took >= options.patience && took < options.patience * 3, "{took:?}");
+        let done = net[a].completed();
+        assert_eq!((done[0].wr_id, done[0].status), (1, Status::RetryExceeded));
+        assert_eq!((done[1].wr_id, done[1].status), (2, Status::Success));
+        let state = if keep_going { State::Rts } else { State::Error };
+        assert_eq!(net[a].qp.state(), state);
+        net[a].qp.set_state(State::Rts);
+        net.post(a, c, send(3).from(&[mr.all()]));
+        net.run(LONG);
+        assert_eq!(net[a].completed()[0].status, Status::Success);
+        assert_eq!(net[c].received().len(), 2);
+    }
+}
+
+/// What a peer may not do is refused, and told to it: its request fails, the queue pair of the refused one goes on.
+#[test]
+fn a_refused_write_fails_at_its_source() {
+    for keep_going in [false, true] {
+        let options = Options {
+            keep_going,
+            ..options()
+        };
+        let link = Link {
+            loss: 0.05,
+            delay: MS,
+            ..Link::default()
+        };
+        let (mut net, a, b) = pair(8, link, options);
+        let mr = net[a].host.register(9000, access::ALL);
+        let closed = net[b].host.register(9000, access::LOCAL);
+        let open = net[b].host.register(9000, access::ALL);
+        net[a].host.fill(&mr, &[7; 9000]);
+        net.post(a, b, write(1, open.remote(0)).from(&[mr.all()]));
+        net.post(a, b, write(2, closed.remote(0)).from(&[mr.all()]));
+        net.post(a, b, write(3, open.remote(0)).from(&[mr.all()]));
+        net.run(LONG);
+        let done: Vec<_> = net[a]
+            .completed()
+            .iter()
+            .map(|c| (c.wr_id, c.status))
+            .collect();
+        let third = if keep_going {
+            Status::Success
+        } else {
+            Status::Flushed
+        };
+        let good = [(1, Status::Success), (2, Status::RemoteAccess), (3, third)];
+        assert_eq!(done, good);
+        assert!(net[b].host.bytes(&closed).iter().all(|b| *b == 0));
+        assert_eq!(net[b].qp.state(), State::Rts);
+        let error = net[a].qp.poll_error().unwrap();
+        assert_eq!(error.from, net[b].addr);
+        // And it goes on after it.
+        net[a].qp.set_state(State::Rts);
+        net.post(a, b, write(4, open.remote(0)).from(&[mr.all()]));
+        net.run(LONG);
+        assert_eq!(net[a].completed()[0].status, Status::Success);
+    }
+}
+
+/// A peer that was made anew is told from the one before: what was under way to that one has failed, nothing of it is
+/// delivered to the new one.
+#[test]
+fn a_restarted_peer_is_noticed() {
+    let (mut net, a, b) = pair(9, Link::default(), options());
+    let mr = net[a].host.register(100, access::ALL);
+    let inbox = net[b].host.register(1000, access::ALL);
+    net[b].recv(1, &[inbox.all()]);
+    net.post(a, b, send(1).from(&[mr.all()]));
+    net.run(LONG);
+    assert_eq!(net[a].completed()[0].status, Status::Success);
+    // One is under way and finds nobody: its receive was never posted.
+    net.post(a, b, send(2).from(&[mr.all()]));
+    net.run(20 * MS);
+    net.restart(b, options());
+    net[b].recv(1, &[inbox.all()]);
+    net.run(LONG);
+    assert_eq!(net[a].completed()[0].status, Status::RemoteAborted);
+    assert!(net[b].received().is_empty());
+    net[a].qp.set_state(State::Rts);
+    net.post(a, b, send(3).from(&[mr.all()]));
+    net.run(LONG);
+    assert_eq!(net[a].completed()[0].status, Status::Success);
+    assert_eq!(net[b].received().len(), 1);
+}
+
+/// Bytes of payload a second that go from one end to the other over a link.
+fn goodput(seed: u64, link: Link, total: usize) -> f64 {
+    let (mut net, a, b) = pair(seed, link, options());
+    const MESSAGE: usize = 1 << 18;
+    let mine = net[a].host.register(MESSAGE, access::ALL);
+    let theirs = net[b].host.register(MESSAGE, access::ALL);
+    let many = total / MESSAGE;
+    for id in 0..many {
+        net.post(a, b, write(id as u64, theirs.remote(0)).from(&[mine.all()]));
+    }
+    let mut done = 0;
+    let took = net.run_until(LONG, |net| {
+        done += net[a].completed().len();
+        done == many
+    });
+    assert_eq!(done, many, "{link:?}");
+    total as f64 / took.as_secs_f64()
+}
+
+/// A TCP's rate over a path that loses at random, by the formula of Mathis and others (1997).
+fn tcp_model(loss: f64, trip: Duration) -> f64 {
+    1448.0 * 1.22 / (trip.as_secs_f64() * loss.sqrt())
+}
+
+#[test]
+fn random_loss_costs_what_was_lost_and_little_more() {
+    let link = |loss| Link {
+        loss,
+        delay: 5 * MS,
+        rate: 12_500_000,
+        queue: 125_000,
+        ..Link::default()
+    };
+    let clean = goodput(1, link(0.0), 32 << 20);
+    assert!(clean > 0.8 * 12_500_000.0, "{clean}");
+    for (loss, share) in [(0.001, 0.9), (0.01, 0.85), (0.05, 0.7)] {
+        let rate = goodput(2, link(loss), 32 << 20);
+        assert!(rate > share * clean, "{loss}: {rate} of {clean}");
+        assert!(rate > tcp_model(loss, 10 * MS), "{loss}: {rate}");
+    }
+}
+
+/// Two that share a link both get on, and the link is not flooded.
+#[test]
+fn a_shared_link_is_shared() {
+    let link = Link {
+        delay: 5 * MS,
+        rate: 12_500_000,
+        queue: 125_000,
+        ..Link::default()
+    };
+    let mut net = Ether::new(3, link);
+    let target = net.join(Kind::Rd, options());
+    let theirs = net[target].host.register(1 << 16, access::ALL);
+    let sources: Vec<Id> = (0..4).map(|_| net.join(Kind::Rd, options())).collect();
+    for source in &sources {
+        let mine = net[*source].host.register(1 << 16, access::ALL);
+        for id in 0..2000 {
+            let request = write(id, theirs.remote(0)).from(&[mine.all()]);
+            net.post(*source, target, request);
+        }
+    }
+    net.run(Duration::from_secs(5));
+    let done: Vec<usize> = sources.iter().map(|s| net[*s].completed().len()).collect();
+    let all: usize = done.iter().sum();
+    let rate = (all << 16) as f64 / 5.0;
+    assert!(rate > 0.6 * 12_500_000.0, "{rate} {done:?}");
+    assert!(done.iter().all(|n| *n * 12 > all), "{done:?}");
+    let sent = net.sent() as f64 * 1448.0;
+    assert!(sent < 2.0 * (all << 16) as f64 + 4e6, "{sent} for {done:?}");
+}
+
+/// One queue pair, many peers: each is known, none costs much, and none waits for another.
+#[test]
+fn a_thousand_peers_and_one_queue_pair() {
+    let link = Link {
+        loss: 0.01,
+        delay: MS,
+        ..Link::default()
+    };
+    let mut net = Ether::new(4, link);
+    let options = Options {
+        keep_going: true,
+        ..options()
+    };
+    let hub = net.join(Kind::Rd, options);
+    let many = 1000;
+    let inbox = net[hub].host.register(1000, access::ALL);
+    let peers: Vec<Id> = (0..many).map(|_| net.join(Kind::Rd, options)).collect();
+    for (n, peer) in peers.iter().enumerate() {
+        net[hub].recv(n as u64, &[inbox.all()]);
+        let mr = net[*peer].host.register(100, access::ALL);
+        net.post(*peer, hub, send(1).from(&[mr.all()]));
+    }
+    net.run(LONG);
+    assert_eq!(net[hub].received().len(), many);
+    assert_eq!(net[hub].qp.peers(), many);
+    // Every tenth is dead: the others get theirs all the same, and soon.
+    let mr = net[hub].host.register(100, access::ALL);
+    for (n, peer) in peers.iter().enumerate() {
+        net[*peer].dead = n % 10 == 0;
+        if n % 10 != 0 {
+            let inbox = net[*peer].host.register(200, access::ALL);
+            net[*peer].recv(9, &[inbox.all()]);
+        }
+    }
+    for peer in &peers {
+        net.post(hub, *peer, send(2).from(&[mr.all()]));
+    }
+    net.run(Duration::from_secs(2));
+    let got = peers.iter().filter(|p| net[**p].received().len() == 1);
+    assert_eq!(got.count(), many - many / 10);
+    net.run(LONG);
+    let done = net[hub].completed();
+    assert_eq!(done.len(), many);
+    let failed = done.iter().filter(|c| c.status == Status::RetryExceeded);
+    assert_eq!(failed.count(), many / 10);
+}
