@@ -13,6 +13,7 @@ const PROGRAMS: [&str; 16] = [
     "access",
     "addresses",
     "chaos",
+    "dv",
     "fork",
     "hostile",
     "nccl",

@@ -6,6 +6,7 @@
 //!
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries; their `types` mirror the C
 //!   headers and are held against them by the test in `layout`.
+//! - [`dv`]: what we have beyond both, `<infiniband/anywarpdv.h>`.
 //! - [`rsocket`]: sockets over RDMA, which librdmacm has too.
 //! - `profile`: the limits of other devices.
 //! - [`pending`]: public symbols of what this device does not have; [`mod@refuse`]: how a symbol only fails.
@@ -24,6 +25,7 @@ mod held;
 mod layout;
 
 pub mod cm;
+pub mod dv;
 pub mod pending;
 mod profile;
 pub mod refuse;

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use anywarp_core::bounds;
 use anywarp_core::connection::{AsyncEvent, Parts};
+use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::qp::{Attr, State};
@@ -19,7 +20,7 @@ use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::fatal::Mortal;
 use crate::log;
-use crate::net::udp::{Carrier, Group};
+use crate::net::udp::{Carrier, Group, is_group, path_mtu};
 use crate::port::Port;
 use crate::qp::Route;
 use crate::sys::Io;
@@ -42,8 +43,9 @@ struct Inner {
     groups: Vec<Arc<Group>>,
     /// The wait for the peer that is under way, and since when.
     stall: Option<(u64, Instant)>,
-    /// For deadlines.
+    /// For deadlines, and the one that is set.
     token: Token,
+    alarm: Option<Instant>,
     destroyed: bool,
 }
 
@@ -82,6 +84,7 @@ impl DgramQp {
         context: &Arc<Context>,
         srq_cookie: Option<Arc<AtomicUsize>>,
         kind: Kind,
+        options: Options,
         parts: impl FnOnce(u32) -> Parts,
     ) -> std::io::Result<Arc<Self>> {
         let (port, number) = Port::allocate(context.engine)?;
@@ -92,8 +95,10 @@ impl DgramQp {
                 return Err(e);
             }
         };
-        let mut core = DatagramQp::new(parts(number), kind, random_u32());
+        let random = || u64::from(random_u32()) << 32 | u64::from(random_u32());
+        let mut core = DatagramQp::new(parts(number), kind, options, [random(), random()]);
         core.set_room(carrier.room());
+        core.set_paths(path_mtu);
         let qp = Arc::new_cyclic(|me| Self {
             context: Arc::clone(context),
             number,
@@ -113,6 +118,7 @@ impl DgramQp {
                 groups: Vec::new(),
                 stall: None,
                 token: Token::NONE,
+                alarm: None,
                 destroyed: false,
             }),
         });
@@ -123,7 +129,9 @@ impl DgramQp {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.core.set_now(clock::elapsed());
+        inner
     }
 
     // ------------------------------------------------------------------ the application
@@ -161,7 +169,19 @@ impl DgramQp {
                 return Err((i, e));
             }
         }
+        if self.kind.is_reliable() {
+            // Somebody may have waited for it.
+            self.go_on(&mut inner);
+        }
         Ok(())
+    }
+
+    /// Does something with the core, and then what follows from it.
+    pub fn with<R>(&self, f: impl FnOnce(&mut DatagramQp) -> R) -> R {
+        let mut inner = self.lock();
+        let result = f(&mut inner.core);
+        self.go_on(&mut inner);
+        result
     }
 
     /// Its state and attributes.
@@ -187,7 +207,7 @@ impl DgramQp {
         self.context.engine.works()?;
         let mut inner = self.lock();
         inner.core.modify(given, next, assumed, attr)?;
-        if let (Kind::Uc, Some(route)) = (self.kind, route) {
+        if let (true, Some(route)) = (self.kind.is_connected(), route) {
             let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
             // The peer hears us only from the address that it was told.
             inner.source = (!route.local.is_unspecified()).then_some(route.local);
@@ -245,8 +265,10 @@ impl DgramQp {
                 "multicast on a connected queue pair",
             ));
         }
-        if !ip.is_multicast() {
-            return Err(Misuse::InvalidArgument("not a multicast address"));
+        if !is_group(ip) {
+            return Err(Misuse::InvalidArgument(
+                "neither a multicast nor a broadcast address",
+            ));
         }
         let mut inner = self.lock();
         let at = inner.groups.iter().position(|g| g.ip == ip);
@@ -290,6 +312,7 @@ impl DgramQp {
         if !inner.blocked && inner.core.wants_tx() {
             self.transmit(&mut inner);
         }
+        self.watch(&mut inner);
         self.settle(&mut inner);
     }
 
@@ -299,6 +322,16 @@ impl DgramQp {
         inner.blocked = false;
         self.transmit(&mut inner);
         self.settle(&mut inner);
+    }
+
+    /// Sends what there is to send, after something happened.
+    fn go_on(&self, inner: &mut Inner) {
+        if inner.core.wants_tx() || inner.core.state() == State::Error {
+            self.changed(inner);
+        } else {
+            self.watch(inner);
+            self.settle(inner);
+        }
     }
 
     /// The state may have changed: what must not be sent any more is thrown away, what may be now is sent.
@@ -322,7 +355,7 @@ impl DgramQp {
                 inner.sent = 0;
                 inner.core.poll_tx(&mut inner.pending);
                 if inner.pending.is_empty() {
-                    self.watch_stall(inner);
+                    self.watch(inner);
                     return;
                 }
                 if bytes >= TURN {
@@ -359,25 +392,31 @@ impl DgramQp {
         self.carrier.wait_writable(self.me.clone());
     }
 
-    /// Sees to it that a peer which says nothing is not waited for too long.
-    fn watch_stall(&self, inner: &mut Inner) {
-        let now = inner.core.stall();
-        if now == inner.stall.map(|(number, _)| number) || inner.destroyed {
+    /// Sees to it that somebody looks when time alone changes something: a peer that says nothing is not waited for too
+    /// long, and what the core has to do by the clock is done.
+    fn watch(&self, inner: &mut Inner) {
+        if inner.destroyed {
             return;
         }
-        let Some(number) = now else {
-            inner.stall = None;
+        let stall = inner.core.stall();
+        if stall != inner.stall.map(|(number, _)| number) {
+            inner.stall = stall.map(|number| (number, clock::now()));
+        }
+        let stall = inner.stall.map(|(_, since)| since + bounds::DATAGRAM_STALL);
+        let core = inner.core.poll_timeout().map(|at| clock::start() + at);
+        let Some(at) = stall.into_iter().chain(core).min() else {
             return;
         };
+        if inner.alarm.is_some_and(|alarm| alarm <= at) {
+            // It looks again then.
+            return;
+        }
         if inner.token == Token::NONE {
             let Some(me) = self.me.upgrade() else { return };
             inner.token = self.context.engine.reserve(me);
         }
-        let at = clock::now();
-        inner.stall = Some((number, at));
-        self.context
-            .engine
-            .deadline(inner.token, at + bounds::DATAGRAM_STALL);
+        inner.alarm = Some(at);
+        self.context.engine.deadline(inner.token, at);
     }
 
     // ------------------------------------------------------------------ events
@@ -420,6 +459,12 @@ impl Source for DgramQp {
 
     fn timeout(self: Arc<Self>, now: Instant) {
         let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        if inner.alarm.is_some_and(|alarm| alarm <= now) {
+            inner.alarm = None;
+        }
         // A deadline of an earlier stall that ended means nothing.
         if let (Some(present), Some((number, since))) = (inner.core.stall(), inner.stall)
             && present == number
@@ -433,10 +478,12 @@ impl Source for DgramQp {
             inner.stall = None;
             inner.core.handle_stall();
         }
-        if !inner.blocked && !inner.destroyed {
-            self.transmit(&mut inner);
+        let due = inner.core.poll_timeout();
+        if due.is_some_and(|at| clock::start() + at <= now) {
+            inner.core.handle_timeout();
         }
-        self.settle(&mut inner);
+        self.changed(&mut inner);
+        self.watch(&mut inner);
     }
 }
 

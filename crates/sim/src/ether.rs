@@ -115,7 +115,6 @@ impl Member {
             qkey: QKEY,
             hop_limit: 0,
             traffic_class: 0,
-            mtu: 0,
         }
     }
 
@@ -244,7 +243,8 @@ impl Ether {
         let host = World::new(self.seed ^ (number as u64 + 1) << 20).host();
         let addr = IpAddr::from([10, 0, (number >> 8) as u8, number as u8]);
         let addr = SocketAddr::new(addr, 4000);
-        self.members.push(make(kind, options, host, addr, self.rng.next()));
+        self.members
+            .push(make(kind, options, host, addr, self.rng.next()));
         self.at.insert(addr, number);
         Id(number)
     }
@@ -271,7 +271,11 @@ impl Ether {
     }
 
     /// The same, until `done`.
-    pub fn run_until(&mut self, most: Duration, mut done: impl FnMut(&mut Self) -> bool) -> Duration {
+    pub fn run_until(
+        &mut self,
+        most: Duration,
+        mut done: impl FnMut(&mut Self) -> bool,
+    ) -> Duration {
         let start = self.now;
         loop {
             for at in 0..self.members.len() {

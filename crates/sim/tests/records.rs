@@ -75,17 +75,15 @@ fn segment_len(net: &mut Ether, a: Id, b: Id) -> usize {
     net.filter = None;
     net[a].completed();
     records(net, b);
-    let len = *seen.borrow();
-    len
+    seen.take()
 }
 
 /// Loses the `nth` Write-Record datagram with data from now on.
 fn lose_nth(net: &mut Ether, nth: usize) {
     let mut count = 0;
     net.filter = Some(Box::new(move |d| {
-        let is_data = dgram::parse(&d.bytes).is_ok_and(|d| {
-            d.shim.sub_op != 0 && !d.shim.commit && !d.shim.parity
-        });
+        let is_data = dgram::parse(&d.bytes)
+            .is_ok_and(|d| d.shim.sub_op != 0 && !d.shim.commit && !d.shim.parity);
         count += usize::from(is_data);
         !(is_data && count == nth + 1)
     }));
@@ -419,7 +417,10 @@ fn a_region_can_be_for_one_source() {
     assert!(net[b].host.bytes(&theirs).iter().all(|b| *b == 1));
     assert_eq!(net[b].drops[&Dropped::Access], 1);
     let error = net[c].qp.poll_error().unwrap();
-    assert_eq!((error.from, error.layer, error.etype, error.code), (net[b].addr, 0, 1, 2));
+    assert_eq!(
+        (error.from, error.layer, error.etype, error.code),
+        (net[b].addr, 0, 1, 2)
+    );
     assert_eq!(net[c].qp.state(), State::Rts);
     assert!(net[a].qp.poll_error().is_none());
 }
@@ -531,7 +532,8 @@ fn a_responder_is_no_amplifier() {
     let store = Rc::clone(&requests);
     let responder = net[b].addr;
     net.filter = Some(Box::new(move |d| {
-        let asks = d.to == responder && dgram::parse(&d.bytes).is_ok_and(|d| d.header.opcode().queue() == Some(1));
+        let asks = d.to == responder
+            && dgram::parse(&d.bytes).is_ok_and(|d| d.header.opcode().queue() == Some(1));
         if asks {
             store.borrow_mut().push(d.bytes.clone());
         }
@@ -590,7 +592,10 @@ fn a_flood_from_many_sources_is_bounded() {
     // Whoever is pushed out leaves a record of what had come.
     let counters = *net[b].qp.counters();
     let recorded = counters.rec_partial + counters.rec_overflow;
-    assert!(recorded as usize >= many - bounds::OPEN_MESSAGES, "{counters:?}");
+    assert!(
+        recorded as usize >= many - bounds::OPEN_MESSAGES,
+        "{counters:?}"
+    );
     wait(&mut net, LONG);
     let all = records(&mut net, b).len();
     assert!(all <= Options::default().max_records as usize);

@@ -153,7 +153,10 @@ fn every_operation_is_done_once() {
             assert_eq!(olds, [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50], "{what}");
             // A Write leaves a record, which on a reliable queue pair is always complete.
             let record = net[b].qp.records().poll().unwrap();
-            assert!(record.complete && record.valid as usize == LEN, "{record:?}");
+            assert!(
+                record.complete && record.valid as usize == LEN,
+                "{record:?}"
+            );
         }
     });
 }
@@ -223,7 +226,10 @@ fn a_dead_peer_fails_its_requests_alone() {
         net.post(a, b, send(1).from(&[mr.all()]));
         net.post(a, c, send(2).from(&[mr.all()]));
         let took = net.run(LONG);
-        assert!(took >= options.patience && took < options.patience * 3, "{took:?}");
+        assert!(
+            took >= options.patience && took < options.patience * 3,
+            "{took:?}"
+        );
         let done = net[a].completed();
         assert_eq!((done[0].wr_id, done[0].status), (1, Status::RetryExceeded));
         assert_eq!((done[1].wr_id, done[1].status), (2, Status::Success));

@@ -131,7 +131,7 @@ fn shared_xrcd() -> Result<*mut ibv_xrcd, c_int> {
 ///
 /// # Safety
 /// `addr` is null or points to an address of its family.
-unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
+pub(crate) unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
     if addr.is_null() {
         return None;
     }
@@ -164,7 +164,7 @@ unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
 }
 
 /// A socket address for C.
-fn c_address(address: SocketAddr) -> rdma_sockaddr {
+pub(crate) fn c_address(address: SocketAddr) -> rdma_sockaddr {
     // SAFETY: all-zero is a valid address of no family.
     let mut out: rdma_sockaddr = unsafe { std::mem::zeroed() };
     match address {

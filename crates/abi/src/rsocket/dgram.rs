@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind as Service;
+use anywarp_core::datagram::options::Options;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State as QpState};
 use anywarp_core::verbs::rq::RecvQueue;
@@ -133,7 +134,14 @@ impl End {
             capacity,
             sig_all: true,
         };
-        let qp = DgramQp::new(&device.context, None, Service::Ud, parts).map_err(failed)?;
+        let qp = DgramQp::new(
+            &device.context,
+            None,
+            Service::Ud,
+            Options::default(),
+            parts,
+        )
+        .map_err(failed)?;
         qp.with_attr(|attr| attr.qkey = RDMA_UDP_QKEY);
         for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
             qp.set_state(state);

@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::PoisonError;
 
 use anywarp_core::bounds;
+use anywarp_core::datagram::Kind;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::{Immediate, InlineData, Op, Payload, Remote, Sge, Sges, WorkRequest};
@@ -348,6 +349,17 @@ pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
         _ => 0,
     };
     all & profile().send_ops()
+}
+
+/// Operations that a datagram queue pair of our own making has.
+pub(crate) fn known_datagram_ops(kind: Kind) -> u64 {
+    let sends = known_ops(IBV_QPT_UD);
+    let one_sided =
+        IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ;
+    match kind {
+        Kind::Rd => known_ops(IBV_QPT_RC) & !IBV_QP_EX_WITH_ATOMIC_WRITE,
+        _ => sends | one_sided,
+    }
 }
 
 /// Puts the functions in.

@@ -175,6 +175,12 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<Work
         // SAFETY: the caller's promise.
         Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) })
     };
+    if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
+        // The member of the union that tells where to has no room for memory of the peer.
+        return Err(Misuse::InvalidArgument(
+            "an operation that datagram queue pairs have in ibv_wr_* only",
+        ));
+    }
     let destination = if datagram {
         // SAFETY: on a datagram queue pair this member is meant.
         let ud = unsafe { wr.wr.ud };
@@ -238,7 +244,7 @@ pub(crate) unsafe extern "C" fn post_send(
         }
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<QpObject, _>(qp) };
-        let datagram = object.c.qp_base.qp_type == IBV_QPT_UD;
+        let datagram = matches!(object.c.qp_base.qp_type, IBV_QPT_UD | IBV_QPT_DRIVER);
         let xrc = object.c.qp_base.qp_type == IBV_QPT_XRC_SEND;
         let next = |w: &ibv_send_wr| w.next;
         // SAFETY: each element is valid with all it points to (the program's promise).

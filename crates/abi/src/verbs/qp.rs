@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind;
+use anywarp_core::datagram::options::Options;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::Access;
@@ -38,6 +39,7 @@ unsafe fn create(
     pd: *mut ibv_pd,
     init: &mut ibv_qp_init_attr,
     send_ops: Option<u64>,
+    chosen: Option<(Kind, Options)>,
 ) -> Result<*mut ibv_qp, i32> {
     if init.qp_type != IBV_QPT_XRC_RECV {
         // ibv_create_qp(3): the caller learns what it has.
@@ -81,7 +83,9 @@ unsafe fn create(
     };
     // SAFETY: not null, so it lives (caller's promise).
     let srq = (!init.srq.is_null()).then(|| unsafe { of::<SrqObject, _>(init.srq) });
-    profile().admits_qp(init)?;
+    if chosen.is_none() {
+        profile().admits_qp(init)?;
+    }
     let place = Place::take(Counted::Qp)?;
     let capacity = Capacity {
         max_send_wr: init.cap.max_send_wr,
@@ -123,14 +127,20 @@ unsafe fn create(
         IBV_QPT_RC | IBV_QPT_XRC_SEND => {
             QueuePair::Rc(RcQp::new(&context.engine, srq_cookie, parts).map_err(|e| os_errno(&e))?)
         }
+        _ if let Some((kind, options)) = chosen => QueuePair::Dgram(
+            DgramQp::new(&context.engine, srq_cookie, kind, options, parts)
+                .map_err(|e| os_errno(&e))?,
+        ),
         IBV_QPT_UC | IBV_QPT_UD => {
             let kind = if init.qp_type == IBV_QPT_UD {
                 Kind::Ud
             } else {
                 Kind::Uc
             };
+            let options = Options::default();
             QueuePair::Dgram(
-                DgramQp::new(&context.engine, srq_cookie, kind, parts).map_err(|e| os_errno(&e))?,
+                DgramQp::new(&context.engine, srq_cookie, kind, options, parts)
+                    .map_err(|e| os_errno(&e))?,
             )
         }
         _ => {
@@ -179,6 +189,31 @@ unsafe fn create(
         _place: place,
     });
     set_cookie(engine.cookie(), qp);
+    Ok(qp)
+}
+
+/// Makes a datagram queue pair with options of our own (`anywarpdv_create_qp_ex`).
+///
+/// # Safety
+/// What `ex` names lives.
+pub(crate) unsafe fn create_datagram_qp(
+    ex: &mut ibv_qp_init_attr_ex,
+    ops: Option<u64>,
+    kind: Kind,
+    options: Options,
+) -> Result<*mut ibv_qp, i32> {
+    let mut plain = ibv_qp_init_attr {
+        qp_context: ex.qp_context,
+        send_cq: ex.send_cq,
+        recv_cq: ex.recv_cq,
+        srq: ex.srq,
+        cap: ex.cap,
+        qp_type: ex.qp_type,
+        sq_sig_all: ex.sq_sig_all,
+    };
+    // SAFETY: the caller's promise.
+    let qp = unsafe { create(ex.pd, &mut plain, ops, Some((kind, options))) }?;
+    ex.cap = plain.cap;
     Ok(qp)
 }
 
@@ -270,7 +305,7 @@ entry! {
             return fail(libc::EINVAL, std::ptr::null_mut());
         }
         // SAFETY: valid (caller's promise).
-        match unsafe { create(pd, &mut *init, None) } {
+        match unsafe { create(pd, &mut *init, None, None) } {
             Ok(qp) => qp,
             Err(e) => fail(e, std::ptr::null_mut()),
         }
@@ -329,7 +364,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             sq_sig_all: ex.sq_sig_all,
         };
         // SAFETY: the program's promise.
-        match unsafe { create(ex.pd, &mut plain, ops) } {
+        match unsafe { create(ex.pd, &mut plain, ops, None) } {
             Ok(qp) => {
                 ex.cap = plain.cap;
                 qp

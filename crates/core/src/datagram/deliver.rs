@@ -43,7 +43,9 @@ impl DatagramQp {
         let identity = identity(d)?;
         let record = identity.opcode == Opcode::WriteRecord;
         let most = match identity.base {
-            None if !self.kind.is_connected() => u64::from(self.options.max_send.max(bounds::UD_MTU)),
+            None if !self.kind.is_connected() => {
+                u64::from(self.options.max_send.max(bounds::UD_MTU))
+            }
             _ => bounds::MAX_MESSAGE,
         };
         if u64::from(identity.length) > most {
@@ -107,7 +109,9 @@ impl DatagramQp {
                 return Err(Dropped::Access);
             }
             match request {
-                Some(request) => self.complete_message(arrival, d, request, identity, WcOp::RecvWriteImm),
+                Some(request) => {
+                    self.complete_message(arrival, d, request, identity, WcOp::RecvWriteImm);
+                }
                 None => {
                     self.counters.rx_messages += 1;
                     self.observe(&Step::Deliver(identity.opcode));
@@ -150,8 +154,8 @@ impl DatagramQp {
         identity: &Identity,
     ) -> Result<(), Dropped> {
         let place = self.target(peer, identity)?;
-        let placed = place
-            .is_none_or(|p| self.place(&smallvec![p], u64::from(d.shim.offset), d.payload));
+        let placed =
+            place.is_none_or(|p| self.place(&smallvec![p], u64::from(d.shim.offset), d.payload));
         if !placed {
             return Err(Dropped::Access);
         }
@@ -263,7 +267,9 @@ impl DatagramQp {
         }
         let made = match shim.group {
             0 => None,
-            group => open.group(shim.segment, group)?.came(shim.offset, d.payload, shim.parity),
+            group => open
+                .group(shim.segment, group)?
+                .came(shim.offset, d.payload, shim.parity),
         };
         let mut progress = Progress {
             fresh: SmallVec::new(),
@@ -486,12 +492,7 @@ impl DatagramQp {
     }
 
     fn push_record(&mut self, record: Record, ranges: &[Range], solicited: bool) {
-        let mut entry = Completion::new(
-            record.id.into(),
-            Status::Success,
-            WcOp::Record,
-            self.qpn,
-        );
+        let mut entry = Completion::new(record.id.into(), Status::Success, WcOp::Record, self.qpn);
         entry.byte_len = record.valid;
         entry.src_qpn = record.src_qpn;
         entry.imm = record.imm;
@@ -537,7 +538,11 @@ impl Open {
     /// The groups of the message; the first datagram says what they are.
     fn group(&mut self, segment: u16, group: u8) -> Result<&mut Groups, Dropped> {
         let length = self.identity.length;
-        if self.parity.as_ref().is_some_and(|g| !g.agrees(segment, group)) {
+        if self
+            .parity
+            .as_ref()
+            .is_some_and(|g| !g.agrees(segment, group))
+        {
             return Err(Dropped::Mismatch);
         }
         match &mut self.parity {

@@ -314,10 +314,9 @@ impl Messages {
     ) {
         if self.open >= bounds::OPEN_MESSAGES
             && let Some((_, peer, id)) = self.timers.first().copied()
+            && let Some(open) = self.close(&peer, id)
         {
-            if let Some(open) = self.close(&peer, id) {
-                given_up.push((peer, id, open));
-            }
+            given_up.push((peer, id, open));
         }
         let until = open.until;
         let Some(source) = self.enter(peer, epoch, now, given_up) else {

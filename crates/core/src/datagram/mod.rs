@@ -337,6 +337,9 @@ impl Counters {
     }
 }
 
+/// Bytes of a UDP payload that the path to an address carries whole.
+pub type PathMtu = fn(IpAddr) -> u16;
+
 /// How long one try lasts that finds no receive, of those that `rnr_retry` counts.
 const RNR_WAIT: Duration = Duration::from_millis(100);
 
@@ -390,6 +393,7 @@ pub struct DatagramQp {
     options: Options,
     rd: Option<Reliable>,
     secret: Secret,
+    paths: Option<PathMtu>,
     now: Duration,
     events: VecDeque<AsyncEvent>,
     /// Sending stopped for the peer's sake.
@@ -460,6 +464,7 @@ impl DatagramQp {
             options,
             rd,
             secret,
+            paths: None,
             now: Duration::ZERO,
             events: VecDeque::new(),
             was_stalled: false,
@@ -575,6 +580,11 @@ impl DatagramQp {
         if let Some(rd) = &mut self.rd {
             rd.set_room(room);
         }
+    }
+
+    /// Sets who knows what paths carry. Nobody: each carries an Ethernet frame.
+    pub fn set_paths(&mut self, paths: PathMtu) {
+        self.paths = Some(paths);
     }
 
     /// Time since some moment: to be told before everything else, and never less than before.

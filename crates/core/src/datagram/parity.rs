@@ -131,15 +131,15 @@ mod tests {
                 }
                 let parity = (group as u32 * 400, sum);
                 if !late {
-                    made = made.or(groups.came(parity.0, &parity.1, true));
+                    made = groups.came(parity.0, &parity.1, true).or(made);
                 }
                 for (at, (offset, bytes)) in cut.iter().enumerate() {
                     if at != lost {
-                        made = made.or(groups.came(*offset, bytes, false));
+                        made = groups.came(*offset, bytes, false).or(made);
                     }
                 }
                 if late {
-                    made = made.or(groups.came(parity.0, &parity.1, true));
+                    made = groups.came(parity.0, &parity.1, true).or(made);
                 }
                 let (offset, bytes) = cut[lost];
                 assert_eq!(made, Some((offset, bytes.to_vec())), "{lost} {late}");

@@ -114,7 +114,7 @@ pub(crate) struct Open {
 #[derive(Debug)]
 pub(crate) enum Fate {
     /// Not everything of it has arrived.
-    Open(Open),
+    Open(Box<Open>),
     /// It is complete.
     Done,
     /// It will not be placed, for this reason.

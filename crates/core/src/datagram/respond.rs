@@ -1,7 +1,5 @@
 //! What peers ask for, what they answer, and what they say went wrong.
 
-
-
 use super::flow::Peer;
 use super::rd::Event;
 use super::reads::{REQUEST, Wanted};
@@ -12,11 +10,11 @@ use crate::ddp::tx::{Address, Places, Source};
 use crate::verbs::mr::Access;
 use crate::verbs::qp::State;
 use crate::verbs::wc::Status;
+use crate::wire::To;
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::dgram::{self, Datagram, SUB_ERROR, SUB_PLAIN, Shim};
 use crate::wire::rdmap::{AtomicRequest, AtomicResponse, Opcode, ReadRequest};
-use crate::wire::To;
 
 impl DatagramQp {
     // ------------------------------------------------------------------ requests of others
@@ -49,17 +47,14 @@ impl DatagramQp {
         let mut places = Places::new();
         if request.size > 0 {
             let (stag, to) = (request.source_stag, request.source_to);
-            places.push(self.remote(
-                peer,
-                stag,
-                to,
-                request.size.into(),
-                Access::REMOTE_READ,
-            )?);
+            places.push(self.remote(peer, stag, to, request.size.into(), Access::REMOTE_READ)?);
         }
         if !reliable {
             let answer = Shim::LEN + Tagged::LEN + dgram::CRC + request.size as usize;
-            let cookie = d.payload.get(ReadRequest::LEN..).and_then(|c| c.first_chunk());
+            let cookie = d
+                .payload
+                .get(ReadRequest::LEN..)
+                .and_then(|c| c.first_chunk());
             let cookie = cookie.map_or(0, |c| u64::from_be_bytes(*c));
             if answer > len && !self.secret.knows(peer, cookie, self.now) {
                 self.send_cookie(arrival, peer, shim.id);
@@ -234,7 +229,8 @@ impl DatagramQp {
         if self.errors_told.0 != second {
             self.errors_told = (second, 0);
         }
-        if self.errors_told.1 >= bounds::ERRORS_A_SECOND || self.outbox.len() >= bounds::DATAGRAM_PEERS
+        if self.errors_told.1 >= bounds::ERRORS_A_SECOND
+            || self.outbox.len() >= bounds::DATAGRAM_PEERS
         {
             return;
         }

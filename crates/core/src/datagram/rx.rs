@@ -24,8 +24,8 @@ use crate::verbs::qp::State;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
 use crate::wire::To;
-use crate::wire::ddp::Header;
 use crate::wire::control::Control;
+use crate::wire::ddp::Header;
 use crate::wire::dgram::{self, ATTR_SOLICITED, Datagram, Shim};
 use crate::wire::rd;
 use crate::wire::rdmap::Opcode;
@@ -205,7 +205,9 @@ impl DatagramQp {
             Opcode::AtomicRequest if self.kind.is_reliable() => {
                 self.serve_atomic(arrival, &peer, d)
             }
-            Opcode::Write if self.kind.is_reliable() => self.receive_message(arrival, &peer, d, len),
+            Opcode::Write if self.kind.is_reliable() => {
+                self.receive_message(arrival, &peer, d, len)
+            }
             Opcode::WriteRecord if one_sided && !self.kind.is_connected() => {
                 self.receive_message(arrival, &peer, d, len)
             }
@@ -285,7 +287,7 @@ impl DatagramQp {
             Turn::Newer => {
                 self.give_up();
                 let fate = match self.open(identity) {
-                    Ok(open) => Fate::Open(open),
+                    Ok(open) => Fate::Open(Box::new(open)),
                     Err(Dropped::Local) => return Err(Dropped::Local),
                     Err(why) => Fate::Refused(why),
                 };
@@ -299,7 +301,10 @@ impl DatagramQp {
                 }
                 let from = shim.offset;
                 let to = from.saturating_add(u32::try_from(datagram.payload.len()).unwrap_or(0));
-                let fresh = open.coverage.add(from, to, bounds::DATAGRAM_RANGES).map_err(|_| Dropped::Gaps)?;
+                let fresh = open
+                    .coverage
+                    .add(from, to, bounds::DATAGRAM_RANGES)
+                    .map_err(|_| Dropped::Gaps)?;
                 let complete = open.coverage.is_complete(identity.length);
                 if fresh.is_empty() && !complete {
                     return Err(Dropped::Duplicate);

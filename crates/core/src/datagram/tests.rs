@@ -119,12 +119,7 @@ impl End {
             sig_all: false,
         };
         Self {
-            qp: DatagramQp::new(
-                parts,
-                kind,
-                options,
-                [u64::from(random()), u64::from(host)],
-            ),
+            qp: DatagramQp::new(parts, kind, options, [u64::from(random()), u64::from(host)]),
             addr: SocketAddr::new(IpAddr::from([10, 0, 0, host]), port),
             cq,
             table,
@@ -165,7 +160,6 @@ impl End {
             qkey: THE_QKEY,
             hop_limit: 9,
             traffic_class: 0x20,
-            mtu: 0,
         }
     }
 

@@ -84,7 +84,7 @@ pub(super) fn peer_of(to: &Destination) -> Peer {
 }
 
 /// Whether an address is that of many.
-pub(super) fn is_group(ip: IpAddr) -> bool {
+pub fn is_group(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     ip.is_multicast() || matches!(ip, IpAddr::V4(ip) if ip.is_broadcast())
 }
@@ -471,7 +471,6 @@ impl DatagramQp {
             qkey: 0,
             hop_limit: 0,
             traffic_class: 0,
-            mtu: 0,
         };
         let shim = Shim {
             id,
@@ -616,8 +615,9 @@ impl DatagramQp {
             return self.segment as u64;
         }
         let udp = match self.options.segment {
-            Segment::PathMtu if to.mtu > 0 => usize::from(to.mtu),
-            Segment::PathMtu => PATH_MTU,
+            Segment::PathMtu => self
+                .paths
+                .map_or(PATH_MTU, |mtu| usize::from(mtu(to.addr.ip()))),
             Segment::Jumbo => JUMBO_MTU,
             Segment::Max => usize::MAX,
         };
@@ -793,7 +793,11 @@ impl DatagramQp {
         let unreliable = self.rd.is_none();
         let atomic = |remote: Remote, make: fn(u32, Stag, To, u64, u64) -> AtomicRequest, a, b| {
             let request = make(id, remote.rkey, remote.to, a, b);
-            (Opcode::AtomicRequest, request.emit().to_vec(), Wanted::Value)
+            (
+                Opcode::AtomicRequest,
+                request.emit().to_vec(),
+                Wanted::Value,
+            )
         };
         let (opcode, payload, wanted) = match op {
             Op::FetchAdd { remote, add } => atomic(
@@ -1085,7 +1089,8 @@ impl DatagramQp {
         out: &mut Vec<TxDatagram>,
     ) -> usize {
         let peer = peer_of(&current.to);
-        let alone = last && self.lanes.get(&peer).is_none_or(|l| l.queue.is_empty())
+        let alone = last
+            && self.lanes.get(&peer).is_none_or(|l| l.queue.is_empty())
             && self.sq.untaken() == 0;
         let (now, tag) = (self.now, current.tag);
         let pushed = self

@@ -161,8 +161,6 @@ pub struct Destination {
     pub hop_limit: u8,
     /// Traffic class or type of service.
     pub traffic_class: u8,
-    /// Bytes of a UDP payload that the path carries whole; 0: not known.
-    pub mtu: u16,
 }
 
 /// A posted send-side work request.

@@ -43,7 +43,7 @@ impl End {
             present: None,
         };
         let region = rnic.regions.register(&what, &mut random_u32).unwrap();
-        let qp = DgramQp::new(&context, None, kind, |qpn| Parts {
+        let qp = DgramQp::new(&context, None, kind, Options::default(), |qpn| Parts {
             rnic,
             qpn,
             pd: PD,
@@ -321,8 +321,8 @@ fn a_destination_that_cannot_be_reached_fails_its_request_alone() {
     b.go(None);
     b.recv(1, 0, 4096);
     let mut nowhere = b.destination();
-    // Broadcast is not allowed on the socket.
-    nowhere.addr.set_ip(IpAddr::from([255, 255, 255, 255]));
+    // No datagram goes to port 0.
+    nowhere.addr.set_port(0);
     a.send(SEND, 0, 10, Some(nowhere));
     assert_eq!(a.next(false).unwrap().status, Status::LocalQpOperation);
     a.send(SEND, 0, 10, Some(b.destination()));

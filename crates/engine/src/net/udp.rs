@@ -8,8 +8,9 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV6};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anywarp_core::datagram::rx::destination_index;
 use anywarp_core::datagram::{Arrival, MULTICAST_QPN, TxDatagram};
@@ -50,6 +51,8 @@ fn tune(fd: &EngineFd, ipv6: bool) {
         }
     }
     set(libc::SOL_UDP, libc::UDP_GRO, 1);
+    // Who sends to a broadcast address means it: it stands in an address handle.
+    set(libc::SOL_SOCKET, libc::SO_BROADCAST, 1);
     // What the route header in front of a message tells. IPv4 may arrive on an IPv6 socket.
     set(libc::IPPROTO_IP, libc::IP_RECVTTL, 1);
     set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
@@ -81,6 +84,50 @@ fn multicast_home(ipv4: bool) -> (IpAddr, u32) {
         .iter()
         .find(|g| g.ip.is_ipv4() == ipv4)
         .map_or_else(|| (Ipv4Addr::LOCALHOST.into(), 1), |g| (g.ip, g.interface))
+}
+
+/// Whether an address is that of many.
+pub(crate) fn is_group(ip: IpAddr) -> bool {
+    anywarp_core::datagram::tx::is_group(ip)
+}
+
+/// How long what is known of a path is taken for true.
+const PATH_MEMORY: Duration = Duration::from_secs(10);
+/// Paths that are remembered.
+const PATHS: usize = 4096;
+
+/// Bytes of a UDP payload that the path to `ip` carries whole, as far as this host knows.
+pub(crate) fn path_mtu(ip: IpAddr) -> u16 {
+    type Paths = Mutex<HashMap<IpAddr, (u16, Instant)>>;
+    static ALL: PerProcess<Paths> = PerProcess::new(Mutex::default);
+    let now = crate::clock::now();
+    let mut all = lock(ALL.get());
+    if let Some((mtu, since)) = all.get(&ip)
+        && now.saturating_duration_since(*since) < PATH_MEMORY
+    {
+        return *mtu;
+    }
+    if all.len() >= PATHS {
+        all.clear();
+    }
+    let mtu = ask_path_mtu(ip).unwrap_or(1500);
+    let headers = if ip.to_canonical().is_ipv4() { 28 } else { 48 };
+    let mtu = u16::try_from(mtu.clamp(576, 65_535) - headers).unwrap_or(u16::MAX);
+    all.insert(ip, (mtu, now));
+    mtu
+}
+
+/// Asks the kernel, by a socket that is connected and never used.
+fn ask_path_mtu(ip: IpAddr) -> Option<i32> {
+    let ip = ip.to_canonical();
+    let (family, level, name) = match ip {
+        IpAddr::V4(_) => (AddressFamily::INET, libc::IPPROTO_IP, libc::IP_MTU),
+        IpAddr::V6(_) => (AddressFamily::INET6, libc::IPPROTO_IPV6, libc::IPV6_MTU),
+    };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let fd = rustix::net::socket_with(family, SocketType::DGRAM, flags, None).ok()?;
+    rustix::net::connect(&fd, &SocketAddr::new(ip, 9)).ok()?;
+    sys::get_option(fd.as_fd(), level, name)
 }
 
 /// Receives what waits on a socket and shows each datagram to `each`.
@@ -379,7 +426,8 @@ impl Group {
             IpAddr::V6(ip) => SocketAddrV6::new(ip, GROUP_PORT, 0, interface).into(),
         };
         rustix::net::bind(fd.get(), &at)?;
-        if !sys::multicast(fd.get(), ip, home, interface, true) {
+        // A broadcast comes to every host without being asked for.
+        if ip.is_multicast() && !sys::multicast(fd.get(), ip, home, interface, true) {
             return Err(io::Error::last_os_error());
         }
         let group = Arc::new(Self {

@@ -149,7 +149,6 @@ fn destination(peer: usize) -> Destination {
         qkey: QKEY,
         hop_limit: 0,
         traffic_class: 0,
-        mtu: 0,
     }
 }
 
@@ -255,7 +254,11 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         immediate: (input.byte() < 60).then_some([1, 2, 3, 4]),
         commit: input.byte() > 240,
         parity: input.byte() > 250,
-        group: if input.byte() < 200 { 0 } else { input.byte() & 0x0f },
+        group: if input.byte() < 200 {
+            0
+        } else {
+            input.byte() & 0x0f
+        },
         segment: input.u16() % 64,
     };
     let header = match opcode {

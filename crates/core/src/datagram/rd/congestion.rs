@@ -172,7 +172,9 @@ impl Congestion {
     }
 
     fn least(&self) -> u64 {
-        (LEAST_PACKETS * self.largest).min(LEAST_BYTES).max(4 * self.largest)
+        (LEAST_PACKETS * self.largest)
+            .min(LEAST_BYTES)
+            .max(4 * self.largest)
     }
 
     fn rate(&self) -> u64 {

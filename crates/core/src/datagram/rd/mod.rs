@@ -238,7 +238,10 @@ impl Reliable {
         header.ack_now = ask;
         let whole = header.arrived.len() <= RUNS_WITH_DATA;
         header.arrived.truncate(RUNS_WITH_DATA);
-        let bytes = state.tx.as_ref().and_then(|tx| tx.newest().map(|o| wrap(header, &o)))?;
+        let bytes = state
+            .tx
+            .as_ref()
+            .and_then(|tx| tx.newest().map(|o| wrap(header, &o)))?;
         // More runs than fit follow in a packet of their own.
         if let Some(rx) = &mut state.rx
             && whole
@@ -457,7 +460,9 @@ impl Reliable {
         }
         self.recognize(peer, packet.token, now);
         if let Some(state) = self.peers.get_mut(peer) {
-            state.room = packet.window.clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
+            state.room = packet
+                .window
+                .clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
             let room = state.room;
             if let Some(tx) = &mut state.tx {
                 tx.set_room(room.into());
@@ -522,9 +527,7 @@ impl Reliable {
         if packet.time_echo != 0 {
             let trip = micros(now).wrapping_sub(packet.time_echo);
             if trip < 1 << 30 {
-                state
-                    .path
-                    .measured(now, Duration::from_micros(trip.into()));
+                state.path.measured(now, Duration::from_micros(trip.into()));
             }
         }
         let near = tx.base();
@@ -556,12 +559,7 @@ impl Reliable {
         self.watch(peer);
     }
 
-    fn sort(
-        &mut self,
-        peer: &Peer,
-        packet: &Packet,
-        data: Option<&[u8]>,
-    ) -> Verdict {
+    fn sort(&mut self, peer: &Peer, packet: &Packet, data: Option<&[u8]>) -> Verdict {
         let ordered = self.ordered;
         let quarter = u64::from(self.room / 4);
         let Some(state) = self.peers.get_mut(peer) else {

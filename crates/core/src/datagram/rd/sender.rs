@@ -207,12 +207,7 @@ impl Sender {
             let Some(mut s) = self.sent.pop_front() else {
                 break;
             };
-            arrived(
-                &mut s,
-                &mut self.flying,
-                &mut self.charge,
-                &mut self.lost,
-            );
+            arrived(&mut s, &mut self.flying, &mut self.charge, &mut self.lost);
             self.first += 1;
             moved = true;
             if let (Some(tag), true) = (s.tag, s.last) {

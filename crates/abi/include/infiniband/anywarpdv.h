@@ -1,0 +1,206 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * What anywarp has beyond verbs: one-sided operations on datagrams.
+ *
+ * Units: lengths and offsets in bytes; times in the unit that their name says. Addresses and ports in host terms, as in
+ * the socket structures they stand in. Functions that return int give 0 or a count, or -1 with errno, unless they say
+ * otherwise. What a member 0 means is said there: a structure of zeroes asks for the defaults.
+ *
+ * Manual: anywarpdv(7) and a page for each function. Wire format: docs/datagram-iwarp.md.
+ */
+#ifndef INFINIBAND_ANYWARPDV_H
+#define INFINIBAND_ANYWARPDV_H
+
+#include <infiniband/verbs.h>
+#include <sys/socket.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Type of the queue pair. */
+enum anywarpdv_qp_type {
+	/* Unreliable datagrams; ibv_qp_init_attr_ex.qp_type is IBV_QPT_UD. */
+	ANYWARPDV_QPT_UD = 0,
+	/* Reliable datagrams; qp_type is IBV_QPT_DRIVER. */
+	ANYWARPDV_QPT_RD = 1,
+};
+
+/* How long the datagrams of a message that has several are. */
+enum anywarpdv_segment {
+	/* What the path carries whole: one lost packet costs one datagram. */
+	ANYWARPDV_SEGMENT_PATH_MTU = 0,
+	/* What jumbo frames of 9000 bytes carry. */
+	ANYWARPDV_SEGMENT_JUMBO = 1,
+	/* What IP allows; it cuts them, and one lost fragment costs all of up to 60 KiB. */
+	ANYWARPDV_SEGMENT_MAX = 2,
+};
+
+/* When the record of a Write-Record that came in is made. */
+enum anywarpdv_record_mode {
+	/* When the message is complete, or when nothing more of it will come: then with what has. */
+	ANYWARPDV_RECORD_ROBUST = 0,
+	/* When its final datagram arrives; without that one never. */
+	ANYWARPDV_RECORD_THESIS = 1,
+	/* For each datagram by itself. */
+	ANYWARPDV_RECORD_CHUNK = 2,
+};
+
+enum anywarpdv_qp_flags {
+	/* A record also makes a completion of opcode ANYWARPDV_WC_RECORD in the receive queue's completion queue. */
+	ANYWARPDV_QP_RECORD_COMPLETIONS = 1 << 0,
+	/* UD: tell peers, now and then, why their messages are refused. */
+	ANYWARPDV_QP_REPORT_ERRORS = 1 << 1,
+	/* RD: deliver messages of a peer as they come; otherwise in the order in which it sent them. */
+	ANYWARPDV_QP_UNORDERED = 1 << 2,
+	/* RD: what fails towards one peer leaves the queue pair in its state; otherwise it goes to the error state. */
+	ANYWARPDV_QP_KEEP_GOING = 1 << 3,
+	/* RD: Writes leave no record at the peer. */
+	ANYWARPDV_QP_PLAIN_WRITES = 1 << 4,
+};
+
+/* Opcode of the completion of a record: wr_id is the message, byte_len the bytes that are there. */
+#define ANYWARPDV_WC_RECORD IBV_WC_DRIVER1
+
+struct anywarpdv_qp_init_attr {
+	uint64_t comp_mask;		/* must be 0 */
+	uint32_t driver_qp_type;	/* enum anywarpdv_qp_type */
+	uint32_t flags;			/* enum anywarpdv_qp_flags */
+	uint8_t segment;		/* enum anywarpdv_segment */
+	uint8_t record_mode;		/* enum anywarpdv_record_mode, of records made here */
+	uint8_t repeats;		/* times that the end of a Write-Record is said again */
+	uint8_t parity;			/* datagrams to one parity datagram, 1 to 15; 0: none. UD */
+	uint32_t max_send_size;		/* longest Send, bytes; 0: 4096. More only if the peer says as much */
+	uint32_t max_records;		/* records that wait for the program; 0: 4096 */
+	uint32_t max_reads;		/* Reads and atomics outstanding, and answers that wait; 0: 16 */
+	uint32_t max_read_size;		/* most bytes that a peer may read at once, UD; 0: 1 MiB */
+	uint32_t grace_us;		/* how long datagrams may come behind the final one; 0: 2000 */
+	uint32_t deadline_us;		/* how long a message may go without a datagram; 0: 100000 */
+	uint32_t read_timeout_us;	/* how long a Read waits for its answer, UD; 0: 500000 */
+	uint32_t peer_timeout_ms;	/* how long a peer may be silent, RD; 0: 5000 */
+	uint32_t reserved[3];		/* must be 0 */
+};
+
+/* One record: what a peer wrote here by ibv_wr_rdma_write(3) or ibv_wr_rdma_write_imm(3) on a datagram queue pair. */
+struct anywarpdv_record {
+	struct sockaddr_storage source;	/* address and UDP port of the writer */
+	uint32_t src_qp;		/* its queue pair */
+	uint32_t message_id;		/* number of the message, of this writer */
+	uint32_t rkey;			/* memory written to */
+	uint32_t flags;			/* enum anywarpdv_record_flags */
+	uint64_t base;			/* address of the message's first byte, in the region's terms */
+	uint32_t length;		/* bytes of the message */
+	uint32_t valid;			/* bytes of it that are there */
+	uint32_t offset;		/* of a chunk: where in the message it begins */
+	__be32 imm_data;		/* if ANYWARPDV_RECORD_WITH_IMM */
+	uint64_t map;			/* names the validity map, to be released; 0: there is none and none is needed */
+};
+
+enum anywarpdv_record_flags {
+	/* All of the message is there. */
+	ANYWARPDV_RECORD_COMPLETE = 1 << 0,
+	/* Of one datagram; others of the message may have records of their own. */
+	ANYWARPDV_RECORD_IS_CHUNK = 1 << 1,
+	/* The final datagram, or the word that the message ended, came. */
+	ANYWARPDV_RECORD_FINAL_SEEN = 1 << 2,
+	ANYWARPDV_RECORD_WITH_IMM = 1 << 3,
+};
+
+/* Bytes of a message that are there: [from, to). */
+struct anywarpdv_range {
+	uint32_t from;
+	uint32_t to;
+};
+
+/* A peer says what went wrong with a message that was sent to it. */
+struct anywarpdv_error {
+	struct sockaddr_storage source;
+	uint32_t src_qp;
+	uint32_t message_id;
+	uint8_t layer;			/* of a Terminate message: RFC 5040 section 4.8 */
+	uint8_t type;
+	uint8_t code;
+	uint8_t reserved;
+	uint32_t status;		/* enum ibv_wc_status of the request, if that was still there */
+};
+
+/* What a queue pair has seen; datagrams unless it says otherwise. */
+struct anywarpdv_counters {
+	uint64_t rx_dgrams;		/* arrived */
+	uint64_t rx_messages;		/* messages delivered */
+	uint64_t rx_bad_crc;		/* dropped: damaged */
+	uint64_t rx_bad_hdr;		/* dropped: headers that break a rule */
+	uint64_t rx_qkey;		/* dropped: wrong Q_Key */
+	uint64_t rx_stray;		/* dropped: for somebody else */
+	uint64_t rx_state;		/* dropped: the queue pair was not ready */
+	uint64_t rx_dup;		/* dropped: had arrived before */
+	uint64_t rx_late;		/* dropped: of a message that was over */
+	uint64_t rx_no_recv;		/* dropped: no receive posted */
+	uint64_t rx_stag;		/* dropped: memory that may not be accessed */
+	uint64_t rx_bounds;		/* dropped: too long, or too many gaps */
+	uint64_t rx_repaired;		/* lost, and made from others by parity */
+	uint64_t evicted;		/* messages that stayed incomplete and have no record */
+	uint64_t rec_full;		/* records of complete messages */
+	uint64_t rec_partial;		/* records of others, or of chunks */
+	uint64_t rec_overflow;		/* records that found no room */
+	uint64_t reads_timeout;		/* Reads that were never answered */
+	uint64_t err_in;		/* errors that peers reported */
+	uint64_t err_out;		/* errors reported to peers */
+	uint64_t tx_dgrams;		/* handed to the socket */
+	uint64_t tx_errors;		/* refused by the socket */
+	uint64_t tx_stalls;		/* times that sending waited in vain for a peer that does not report */
+};
+
+/* Whether the device is of anywarp, so that these functions work on it. */
+bool anywarpdv_is_supported(struct ibv_device *device);
+
+/*
+ * Makes a datagram queue pair with one-sided operations. send_ops_flags of `attr_ex` may have, beside the Sends:
+ * RDMA_WRITE, RDMA_WRITE_WITH_IMM and RDMA_READ; on RD also the atomics, SEND_WITH_INV, LOCAL_INV and BIND_MW.
+ * `inlen` is sizeof(*attr). Null and errno on failure: EINVAL, EOPNOTSUPP for an operation or option that is not known.
+ */
+struct ibv_qp *anywarpdv_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr_ex,
+				      const struct anywarpdv_qp_init_attr *attr, uint32_t inlen);
+
+/*
+ * Takes up to `max` records. Waits for the first one for `timeout_ms`: 0 not at all, -1 for as long as it takes.
+ * Returns how many; 0 when the time is over.
+ */
+int anywarpdv_poll_records(struct ibv_qp *qp, int max, struct anywarpdv_record *records, int timeout_ms);
+
+/* Puts up to `max` ranges of a validity map in `ranges`, in order. Returns how many the map has. EINVAL: no such map. */
+int anywarpdv_read_map(struct ibv_qp *qp, uint64_t map, struct anywarpdv_range *ranges, int max);
+
+/*
+ * The map as bits: bit i % 8 of byte i / 8 says that all of [i * granularity, (i + 1) * granularity) is there, as far as
+ * the message goes; `length` is that of the record. Returns the number of bits. EINVAL, ENOSPC: `size` bytes are too few.
+ */
+int anywarpdv_read_bitmap(struct ibv_qp *qp, uint64_t map, uint32_t length, uint32_t granularity, uint8_t *bits,
+			  size_t size);
+
+/* The program has read the map. EINVAL: no such map. */
+int anywarpdv_release_map(struct ibv_qp *qp, uint64_t map);
+
+/* Takes up to `max` errors that peers reported, as anywarpdv_poll_records does records. */
+int anywarpdv_poll_errors(struct ibv_qp *qp, int max, struct anywarpdv_error *errors, int timeout_ms);
+
+/* ibv_poll_cq(3) that waits for the first completion for `timeout_ms`; never for ever unless that is -1. */
+int anywarpdv_poll_cq(struct ibv_cq *cq, int max, struct ibv_wc *wc, int timeout_ms);
+
+/* What the queue pair has seen. `inlen` is sizeof(*counters). */
+int anywarpdv_query_counters(struct ibv_qp *qp, struct anywarpdv_counters *counters, uint32_t inlen);
+
+/*
+ * From now on only datagrams from the host of `source` reach the region, and only from queue pair `src_qp` there unless
+ * that is 0. Null: from everybody again. Connected queue pairs over TCP are not asked.
+ */
+int anywarpdv_restrict_mr(struct ibv_mr *mr, const struct sockaddr *source, uint32_t src_qp);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,577 @@
+//! `<infiniband/anywarpdv.h>`: what we have beyond verbs.
+//!
+//! The structures are those of the header; `tests/c/dv.c` compares sizes and offsets.
+
+use std::ffi::{c_int, c_void};
+use std::time::{Duration, Instant};
+
+use anywarp_core::datagram::messages::Record;
+use anywarp_core::datagram::options::{MAX_PARITY, Options, RecordMode, Segment};
+use anywarp_core::datagram::{DatagramQp, ErrorReport, Kind};
+use anywarp_engine::verbs::QueuePair;
+
+use crate::cm::entry::{address_of, c_address};
+use crate::cm::types::rdma_sockaddr;
+use crate::verbs::extended;
+use crate::verbs::object::{CqObject, MrObject, QpObject, is_lost, of};
+use crate::verbs::qp::create_datagram_qp;
+use crate::verbs::types::*;
+use crate::{entry, fail, set_errno};
+
+const QPT_UD: u32 = 0;
+const QPT_RD: u32 = 1;
+
+const RECORD_COMPLETIONS: u32 = 1 << 0;
+const REPORT_ERRORS: u32 = 1 << 1;
+const UNORDERED: u32 = 1 << 2;
+const KEEP_GOING: u32 = 1 << 3;
+const PLAIN_WRITES: u32 = 1 << 4;
+const FLAGS: u32 = RECORD_COMPLETIONS | REPORT_ERRORS | UNORDERED | KEEP_GOING | PLAIN_WRITES;
+
+/// `struct anywarpdv_qp_init_attr`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+#[allow(
+    non_camel_case_types,
+    missing_docs,
+    reason = "names and meaning are those of the header"
+)]
+pub struct anywarpdv_qp_init_attr {
+    pub comp_mask: u64,
+    pub driver_qp_type: u32,
+    pub flags: u32,
+    pub segment: u8,
+    pub record_mode: u8,
+    pub repeats: u8,
+    pub parity: u8,
+    pub max_send_size: u32,
+    pub max_records: u32,
+    pub max_reads: u32,
+    pub max_read_size: u32,
+    pub grace_us: u32,
+    pub deadline_us: u32,
+    pub read_timeout_us: u32,
+    pub peer_timeout_ms: u32,
+    pub reserved: [u32; 3],
+}
+
+/// `struct anywarpdv_record`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_debug_implementations, reason = "it has a union of C")]
+#[allow(
+    non_camel_case_types,
+    missing_docs,
+    reason = "names and meaning are those of the header"
+)]
+pub struct anywarpdv_record {
+    pub source: rdma_sockaddr,
+    pub src_qp: u32,
+    pub message_id: u32,
+    pub rkey: u32,
+    pub flags: u32,
+    pub base: u64,
+    pub length: u32,
+    pub valid: u32,
+    pub offset: u32,
+    pub imm_data: be32,
+    pub map: u64,
+}
+
+/// `struct anywarpdv_range`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+#[allow(
+    non_camel_case_types,
+    missing_docs,
+    reason = "names and meaning are those of the header"
+)]
+pub struct anywarpdv_range {
+    pub from: u32,
+    pub to: u32,
+}
+
+/// `struct anywarpdv_error`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_debug_implementations, reason = "it has a union of C")]
+#[allow(
+    non_camel_case_types,
+    missing_docs,
+    reason = "names and meaning are those of the header"
+)]
+pub struct anywarpdv_error {
+    pub source: rdma_sockaddr,
+    pub src_qp: u32,
+    pub message_id: u32,
+    pub layer: u8,
+    pub kind: u8,
+    pub code: u8,
+    pub reserved: u8,
+    pub status: u32,
+}
+
+fn or_default(value: u32, default: u32) -> u32 {
+    if value == 0 { default } else { value }
+}
+
+fn micros(value: u32, default: Duration) -> Duration {
+    if value == 0 {
+        default
+    } else {
+        Duration::from_micros(value.into())
+    }
+}
+
+/// What the program chose.
+fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, i32> {
+    if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != [0; 3] {
+        return Err(libc::EOPNOTSUPP);
+    }
+    let segment = match attr.segment {
+        0 => Segment::PathMtu,
+        1 => Segment::Jumbo,
+        2 => Segment::Max,
+        _ => return Err(libc::EINVAL),
+    };
+    let record = match attr.record_mode {
+        0 => RecordMode::Robust,
+        1 => RecordMode::Thesis,
+        2 => RecordMode::Chunk,
+        _ => return Err(libc::EINVAL),
+    };
+    let max = u32::try_from(anywarp_core::bounds::MAX_MESSAGE).unwrap_or(u32::MAX);
+    if attr.parity > MAX_PARITY || attr.max_send_size > max || attr.max_read_size > max {
+        return Err(libc::EINVAL);
+    }
+    let has = |flag| attr.flags & flag != 0;
+    let usual = Options::default();
+    let reads = or_default(attr.max_reads, usual.max_reads.into());
+    Ok(Options {
+        one_sided: true,
+        segment,
+        max_send: or_default(attr.max_send_size, usual.max_send),
+        record,
+        grace: micros(attr.grace_us, usual.grace),
+        deadline: micros(attr.deadline_us, usual.deadline),
+        max_records: or_default(attr.max_records, usual.max_records),
+        records_complete: has(RECORD_COMPLETIONS),
+        repeats: attr.repeats,
+        parity: attr.parity,
+        read_timeout: micros(attr.read_timeout_us, usual.read_timeout),
+        max_reads: u16::try_from(reads).map_err(|_| libc::EINVAL)?,
+        max_read: or_default(attr.max_read_size, usual.max_read),
+        report_errors: has(REPORT_ERRORS),
+        ordered: !has(UNORDERED),
+        patience: match attr.peer_timeout_ms {
+            0 => usual.patience,
+            ms => Duration::from_millis(ms.into()),
+        },
+        keep_going: has(KEEP_GOING),
+        plain_writes: has(PLAIN_WRITES),
+    })
+}
+
+entry! {
+    /// `anywarpdv_is_supported`: the device is ours, for there is no other.
+    ///
+    /// # Safety
+    /// None: the pointer is only compared.
+    unsafe fn anywarpdv_is_supported(device: *mut ibv_device) -> bool, on_panic = false, {
+        !device.is_null()
+    }
+}
+
+entry! {
+    /// `anywarpdv_create_qp_ex`: see the header.
+    ///
+    /// # Safety
+    /// `context` is open, the attributes are valid and what they name lives.
+    unsafe fn anywarpdv_create_qp_ex(
+        context: *mut ibv_context,
+        attr_ex: *mut ibv_qp_init_attr_ex,
+        attr: *const anywarpdv_qp_init_attr,
+        inlen: u32,
+    ) -> *mut ibv_qp, on_panic = std::ptr::null_mut(), {
+        let size = usize::try_from(inlen).unwrap_or(usize::MAX);
+        if context.is_null() || attr_ex.is_null() || attr.is_null() || size > 4096 {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        let mut ours = anywarpdv_qp_init_attr::default();
+        let known = size.min(size_of::<anywarpdv_qp_init_attr>());
+        // SAFETY: the caller's structure has `inlen` bytes, ours at least `known`.
+        let rest = unsafe {
+            std::ptr::copy_nonoverlapping(attr.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
+            std::slice::from_raw_parts(attr.cast::<u8>().add(known), size - known)
+        };
+        // A newer program may have asked for something that we do not know.
+        if rest.iter().any(|b| *b != 0) {
+            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        }
+        // SAFETY: valid (caller's promise).
+        let ex = unsafe { &mut *attr_ex };
+        let kind = match (ex.qp_type, ours.driver_qp_type) {
+            (IBV_QPT_UD, QPT_UD) => Kind::Ud,
+            (IBV_QPT_DRIVER, QPT_RD) => Kind::Rd,
+            _ => return fail(libc::EOPNOTSUPP, std::ptr::null_mut()),
+        };
+        let options = match options_of(&ours) {
+            Ok(options) => options,
+            Err(e) => return fail(e, std::ptr::null_mut()),
+        };
+        if ex.comp_mask & !(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) != 0
+            || ex.comp_mask & IBV_QP_INIT_ATTR_PD == 0
+        {
+            return fail(libc::EINVAL, std::ptr::null_mut());
+        }
+        let ops = (ex.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0).then_some(ex.send_ops_flags);
+        if ops.is_some_and(|ops| ops & !extended::known_datagram_ops(kind) != 0) {
+            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        }
+        // SAFETY: the caller's promise.
+        match unsafe { create_datagram_qp(ex, ops, kind, options) } {
+            Ok(qp) => qp,
+            Err(e) => fail(e, std::ptr::null_mut()),
+        }
+    }
+}
+
+/// Does something with the datagram queue pair behind `qp`; `None` with errno if it is none, or the device is lost.
+///
+/// # Safety
+/// `qp` is null or lives.
+unsafe fn with<R>(qp: *mut ibv_qp, f: impl FnOnce(&mut DatagramQp) -> R) -> Option<R> {
+    if qp.is_null() {
+        set_errno(libc::EINVAL);
+        return None;
+    }
+    // SAFETY: not null, so it lives (caller's promise).
+    let (lost, object) = unsafe { (is_lost::<QpObject, _>(qp), of::<QpObject, _>(qp)) };
+    if lost {
+        set_errno(libc::ENODEV);
+        return None;
+    }
+    match &object.engine {
+        QueuePair::Dgram(qp) => Some(qp.with(f)),
+        QueuePair::Rc(_) => {
+            set_errno(libc::EOPNOTSUPP);
+            None
+        }
+    }
+}
+
+/// How long to look without a rest, and how long to rest.
+const SPIN: Duration = Duration::from_millis(1);
+const NAP: Duration = Duration::from_micros(100);
+
+/// Calls `take` until it has something or `timeout_ms` is over; bytes are moved meanwhile.
+fn wait_for(timeout_ms: c_int, mut take: impl FnMut() -> Option<c_int>) -> c_int {
+    let start = Instant::now();
+    let until = u64::try_from(timeout_ms)
+        .ok()
+        .map(|ms| start + Duration::from_millis(ms));
+    let Ok(engine) = anywarp_engine::worker::engine() else {
+        set_errno(libc::ENODEV);
+        return -1;
+    };
+    loop {
+        match take() {
+            None => return -1,
+            Some(0) => {}
+            Some(n) => return n,
+        }
+        engine.poll_pass();
+        match take() {
+            None => return -1,
+            Some(0) => {}
+            Some(n) => return n,
+        }
+        let now = Instant::now();
+        if until.is_some_and(|until| now >= until) {
+            return 0;
+        }
+        if now.saturating_duration_since(start) < SPIN {
+            std::thread::yield_now();
+        } else {
+            // The engine's own thread moves bytes now.
+            std::thread::sleep(NAP);
+        }
+    }
+}
+
+fn record_of(r: &Record) -> anywarpdv_record {
+    let flags = [r.complete, r.chunk, r.final_seen, r.imm.is_some()]
+        .into_iter()
+        .enumerate()
+        .map(|(bit, set)| u32::from(set) << bit)
+        .sum();
+    anywarpdv_record {
+        source: c_address(r.from),
+        src_qp: r.src_qpn,
+        message_id: r.id,
+        rkey: r.stag.0,
+        flags,
+        base: r.base.0,
+        length: r.length,
+        valid: r.valid,
+        offset: r.offset,
+        imm_data: r.imm.map_or(0, be32::from_ne_bytes),
+        map: r.map,
+    }
+}
+
+fn error_of(e: &ErrorReport) -> anywarpdv_error {
+    anywarpdv_error {
+        source: c_address(e.from),
+        src_qp: e.src_qpn,
+        message_id: e.id,
+        layer: e.layer,
+        kind: e.etype,
+        code: e.code,
+        reserved: 0,
+        status: e.status as u32,
+    }
+}
+
+/// Takes up to `max` things out of a queue pair.
+///
+/// # Safety
+/// `qp` is null or lives; `out` has room for `max`.
+unsafe fn poll<T>(
+    qp: *mut ibv_qp,
+    max: c_int,
+    out: *mut T,
+    timeout_ms: c_int,
+    mut next: impl FnMut(&mut DatagramQp) -> Option<T>,
+) -> c_int {
+    let Ok(max) = usize::try_from(max) else {
+        return fail(libc::EINVAL, -1);
+    };
+    if out.is_null() || max == 0 {
+        return fail(libc::EINVAL, -1);
+    }
+    wait_for(timeout_ms, || {
+        // SAFETY: the caller's promise.
+        unsafe {
+            with(qp, |core| {
+                let mut n = 0;
+                while n < max
+                    && let Some(thing) = next(core)
+                {
+                    out.add(n).write(thing);
+                    n += 1;
+                }
+                c_int::try_from(n).unwrap_or(c_int::MAX)
+            })
+        }
+    })
+}
+
+entry! {
+    /// `anywarpdv_poll_records`: see the header.
+    ///
+    /// # Safety
+    /// `qp` lives, `records` has room for `max`.
+    unsafe fn anywarpdv_poll_records(
+        qp: *mut ibv_qp,
+        max: c_int,
+        records: *mut anywarpdv_record,
+        timeout_ms: c_int,
+    ) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        unsafe { poll(qp, max, records, timeout_ms, |core| core.records().poll().map(|r| record_of(&r))) }
+    }
+}
+
+entry! {
+    /// `anywarpdv_poll_errors`: see the header.
+    ///
+    /// # Safety
+    /// `qp` lives, `errors` has room for `max`.
+    unsafe fn anywarpdv_poll_errors(
+        qp: *mut ibv_qp,
+        max: c_int,
+        errors: *mut anywarpdv_error,
+        timeout_ms: c_int,
+    ) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        unsafe { poll(qp, max, errors, timeout_ms, |core| core.poll_error().map(|e| error_of(&e))) }
+    }
+}
+
+entry! {
+    /// `anywarpdv_poll_cq`: see the header.
+    ///
+    /// # Safety
+    /// `cq` lives, `wc` has room for `max`.
+    unsafe fn anywarpdv_poll_cq(
+        cq: *mut ibv_cq,
+        max: c_int,
+        wc: *mut ibv_wc,
+        timeout_ms: c_int,
+    ) -> c_int, on_panic = -1, {
+        if cq.is_null() || wc.is_null() || max <= 0 {
+            return fail(libc::EINVAL, -1);
+        }
+        wait_for(timeout_ms, || {
+            // SAFETY: lives (caller's promise).
+            if unsafe { is_lost::<CqObject, _>(cq) } {
+                set_errno(libc::ENODEV);
+                return None;
+            }
+            // SAFETY: the caller's promise.
+            let n = unsafe { crate::verbs::ops::poll_cq(cq, max, wc) };
+            (n >= 0).then_some(n)
+        })
+    }
+}
+
+entry! {
+    /// `anywarpdv_read_map`: see the header.
+    ///
+    /// # Safety
+    /// `qp` lives, `ranges` has room for `max`.
+    unsafe fn anywarpdv_read_map(
+        qp: *mut ibv_qp,
+        map: u64,
+        ranges: *mut anywarpdv_range,
+        max: c_int,
+    ) -> c_int, on_panic = -1, {
+        let Ok(max) = usize::try_from(max) else {
+            return fail(libc::EINVAL, -1);
+        };
+        if ranges.is_null() && max > 0 {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        let n = unsafe {
+            with(qp, |core| {
+                core.records().map(map).map(|all| {
+                    for (at, (from, to)) in all.iter().take(max).enumerate() {
+                        ranges.add(at).write(anywarpdv_range { from: *from, to: *to });
+                    }
+                    c_int::try_from(all.len()).unwrap_or(c_int::MAX)
+                })
+            })
+        };
+        match n {
+            Some(Some(n)) => n,
+            Some(None) => fail(libc::EINVAL, -1),
+            None => -1,
+        }
+    }
+}
+
+entry! {
+    /// `anywarpdv_read_bitmap`: see the header.
+    ///
+    /// # Safety
+    /// `qp` lives, `bits` has `size` bytes.
+    unsafe fn anywarpdv_read_bitmap(
+        qp: *mut ibv_qp,
+        map: u64,
+        length: u32,
+        granularity: u32,
+        bits: *mut u8,
+        size: usize,
+    ) -> c_int, on_panic = -1, {
+        if bits.is_null() || granularity == 0 {
+            return fail(libc::EINVAL, -1);
+        }
+        let many = length.div_ceil(granularity);
+        if size < many.div_ceil(8) as usize {
+            return fail(libc::ENOSPC, -1);
+        }
+        // SAFETY: the caller's promise.
+        let all = unsafe { with(qp, |core| core.records().map(map).map(<[_]>::to_vec)) };
+        let ranges = match all {
+            Some(Some(ranges)) => ranges,
+            Some(None) => return fail(libc::EINVAL, -1),
+            None => return -1,
+        };
+        // SAFETY: `bits` has at least that many bytes (caller's promise).
+        unsafe { bits.write_bytes(0, many.div_ceil(8) as usize) };
+        for (from, to) in ranges {
+            // The blocks that lie in it whole; the message's last one may be short.
+            let first = from.div_ceil(granularity);
+            let end = if to >= length { many } else { to / granularity };
+            for block in first..end {
+                // SAFETY: below `many`.
+                unsafe { *bits.add((block / 8) as usize) |= 1 << (block % 8) };
+            }
+        }
+        c_int::try_from(many).unwrap_or(c_int::MAX)
+    }
+}
+
+entry! {
+    /// `anywarpdv_release_map`: see the header.
+    ///
+    /// # Safety
+    /// `qp` lives.
+    unsafe fn anywarpdv_release_map(qp: *mut ibv_qp, map: u64) -> c_int, on_panic = -1, {
+        // SAFETY: the caller's promise.
+        match unsafe { with(qp, |core| core.records().release(map)) } {
+            Some(true) => 0,
+            Some(false) => fail(libc::EINVAL, -1),
+            None => -1,
+        }
+    }
+}
+
+entry! {
+    /// `anywarpdv_query_counters`: see the header.
+    ///
+    /// # Safety
+    /// `qp` lives, `counters` has `inlen` bytes.
+    unsafe fn anywarpdv_query_counters(
+        qp: *mut ibv_qp,
+        counters: *mut u64,
+        inlen: u32,
+    ) -> c_int, on_panic = -1, {
+        if counters.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: the caller's promise.
+        let Some(seen) = (unsafe { with(qp, |core| *core.counters()) }) else {
+            return -1;
+        };
+        let room = usize::try_from(inlen).unwrap_or(0) / size_of::<u64>();
+        let named = seen.named();
+        for at in 0..room {
+            let value = named.get(at).map_or(0, |(_, n)| *n);
+            // SAFETY: inside what the caller gave.
+            unsafe { counters.add(at).write(value) };
+        }
+        0
+    }
+}
+
+entry! {
+    /// `anywarpdv_restrict_mr`: see the header.
+    ///
+    /// # Safety
+    /// `mr` lives, `source` is null or a socket address.
+    unsafe fn anywarpdv_restrict_mr(
+        mr: *mut ibv_mr,
+        source: *const c_void,
+        src_qp: u32,
+    ) -> c_int, on_panic = -1, {
+        if mr.is_null() {
+            return fail(libc::EINVAL, -1);
+        }
+        // SAFETY: lives (caller's promise).
+        let object = unsafe { of::<MrObject, _>(mr) };
+        let only = if source.is_null() {
+            None
+        } else {
+            // SAFETY: a socket address (caller's promise).
+            match unsafe { address_of(source.cast()) } {
+                Some(addr) => Some((addr.ip(), (src_qp != 0).then_some(src_qp))),
+                None => return fail(libc::EAFNOSUPPORT, -1),
+            }
+        };
+        object.engine.region().restrict(only);
+        0
+    }
+}
