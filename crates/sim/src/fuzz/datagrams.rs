@@ -1,23 +1,28 @@
-//! Datagrams from anybody to a UD queue pair and to a UC one.
+//! Datagrams from anybody to a queue pair of each kind: UD, UD with one-sided operations, UC, RD.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anywarp_core::connection::Parts;
-use anywarp_core::datagram::options::Options;
+use anywarp_core::datagram::options::{Options, RecordMode, Segment};
 use anywarp_core::datagram::{self, Arrival, DatagramQp, Kind};
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State};
 use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_core::verbs::wc::WcOp;
 use anywarp_core::verbs::wr::{Destination, RecvRequest};
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
 use anywarp_core::wire::dgram::{self, Cm, Shim};
+use anywarp_core::wire::rd::{self, Packet};
 use anywarp_core::wire::rdmap::Opcode;
 use anywarp_core::wire::{Msn, Stag, To};
 
 use crate::end::Host;
-use crate::{Mr, World, access, send};
+use crate::{Mr, World, access, fetch_add, read, send, write};
+
+use smallvec::SmallVec;
 
 use super::input::Input;
 
@@ -34,6 +39,10 @@ struct Ear {
     recvs: u64,
     sends: u64,
     delivered: Vec<u64>,
+    now: Duration,
+    /// What peers have to echo, and the number of their next packet.
+    tokens: [u32; 3],
+    next: u32,
 }
 
 impl Ear {
@@ -82,6 +91,37 @@ impl Ear {
             recvs: 0,
             sends: 0,
             delivered: Vec::new(),
+            now: Duration::from_secs(1),
+            tokens: [0; 3],
+            next: 1000,
+        }
+    }
+
+    /// Peers of a reliable queue pair learn what they have to echo.
+    fn meet(&mut self) {
+        self.qp.set_now(self.now);
+        for peer in 0..3 {
+            let hello = Packet {
+                seq: self.next,
+                base: self.next,
+                ..transport()
+            };
+            let arrival = Arrival {
+                from: source(peer),
+                to: Some(IpAddr::from([10, 0, 0, 9])),
+                hop_limit: 9,
+                traffic_class: 0,
+            };
+            let _ = self.qp.handle_rx(&arrival, &sealed(&hello, None));
+            let mut out = Vec::new();
+            self.qp.poll_tx(&mut out);
+            self.qp.handle_written(out.len());
+            for datagram in out {
+                if let Ok((answer, _)) = rd::parse(&datagram.bytes) {
+                    assert!(answer.challenge);
+                    self.tokens[peer] = answer.token;
+                }
+            }
         }
     }
 
@@ -99,7 +139,13 @@ impl Ear {
     fn send(&mut self, input: &mut Input<'_>) {
         let mut request = send(1_000 + self.sends);
         request.destination = Some(destination(input.below(3)));
-        let len = input.one_of(&[0, 8, 4_096]);
+        let len = input.one_of(&[0, 8, 4_096, 9_000]);
+        request.op = match input.byte() {
+            0..160 => request.op,
+            160..200 => write(0, self.writable.remote(0)).op,
+            200..230 => read(0, self.writable.remote(0)).op,
+            _ => fetch_add(0, self.writable.remote(0), 1).op,
+        };
         request.payload = anywarp_core::verbs::wr::Payload::Sges(
             [self.writable.part(0, len)].into_iter().collect(),
         );
@@ -119,7 +165,12 @@ impl Ear {
 
     fn collect(&mut self) {
         let seen = &mut self.delivered;
-        self.cq.poll(usize::MAX, |_, entry| seen.push(entry.wr_id));
+        self.cq.poll(usize::MAX, |_, entry| {
+            // A record is of no request.
+            if entry.op != WcOp::Record {
+                seen.push(entry.wr_id);
+            }
+        });
         while self.qp.poll_event().is_some() {}
     }
 
@@ -157,18 +208,42 @@ fn source(peer: usize) -> SocketAddr {
     SocketAddr::new(IpAddr::from([10, 0, 0, host]), port)
 }
 
+/// A kind of queue pair, and its options.
+fn chosen(input: &mut Input<'_>) -> (Kind, Options) {
+    let one_sided = Options {
+        one_sided: true,
+        segment: Segment::PathMtu,
+        max_send: 70_000,
+        record: input.one_of(&[RecordMode::Robust, RecordMode::Thesis, RecordMode::Chunk]),
+        max_records: 20,
+        records_complete: input.byte() < 64,
+        repeats: input.byte() % 3,
+        parity: input.byte() % 5,
+        report_errors: input.byte() < 128,
+        ordered: input.byte() < 128,
+        keep_going: input.byte() < 128,
+        plain_writes: input.byte() < 64,
+        ..Options::default()
+    };
+    match input.byte() % 4 {
+        0 => (Kind::Ud, Options::default()),
+        1 => (Kind::Uc, Options::default()),
+        2 => (Kind::Ud, one_sided),
+        _ => (Kind::Rd, one_sided),
+    }
+}
+
 /// A kind of queue pair, then datagrams and calls of the application.
 pub fn datagrams(data: &[u8]) {
     let mut input = Input::new(data);
-    let kind = if input.byte() & 1 == 0 {
-        Kind::Ud
-    } else {
-        Kind::Uc
-    };
-    let mut ear = Ear::new(kind, Options::default());
+    let (kind, options) = chosen(&mut input);
+    let mut ear = Ear::new(kind, options);
+    ear.meet();
     let mut steps = 0;
     while !input.is_done() && steps < 300 {
         steps += 1;
+        ear.now += Duration::from_micros(u64::from(input.byte()) * 37);
+        ear.qp.set_now(ear.now);
         match input.byte() {
             0..40 => ear.recv(&mut input),
             40..60 => ear.send(&mut input),
@@ -183,6 +258,25 @@ pub fn datagrams(data: &[u8]) {
                 hears(&mut ear, &mut input, &bytes);
             }
             70..75 => ear.qp.handle_stall(),
+            75..80 => {
+                ear.now += Duration::from_millis(u64::from(input.byte()) * 10);
+                ear.qp.set_now(ear.now);
+                ear.qp.handle_timeout();
+            }
+            80..85 => {
+                while let Some(record) = ear.qp.records().poll() {
+                    assert!(record.valid <= record.length);
+                    assert_eq!(record.map == 0, record.complete || record.chunk);
+                    if input.byte() < 200 {
+                        assert_eq!(ear.qp.records().release(record.map), record.map != 0);
+                    }
+                }
+                while ear.qp.poll_error().is_some() {}
+            }
+            _ if kind == Kind::Rd => {
+                let bytes = packet(&ear, &mut input);
+                hears(&mut ear, &mut input, &bytes);
+            }
             _ => {
                 let bytes = datagram(&ear, &mut input);
                 hears(&mut ear, &mut input, &bytes);
@@ -209,9 +303,73 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
     let kept = ear.qp.handle_rx(&arrival, bytes);
     let after = *ear.qp.counters();
     assert_eq!(after.rx_dgrams, before.rx_dgrams + 1);
-    if kept.is_err() {
+    // What waited behind a packet may be delivered though the packet is not.
+    if kept.is_err() && ear.qp.kind() != Kind::Rd {
         assert_eq!(after.rx_messages, before.rx_messages);
     }
+}
+
+/// A packet of nobody in particular.
+fn transport() -> Packet {
+    Packet {
+        token: 7,
+        echo: 0,
+        seq: 0,
+        base: 0,
+        dst_index: 5,
+        src_index: 3,
+        ack: None,
+        window: 1 << 20,
+        time: 1,
+        time_echo: 0,
+        arrived: SmallVec::new(),
+        challenge: false,
+        not_ready: false,
+        ack_now: false,
+        refused: 0,
+    }
+}
+
+fn sealed(packet: &Packet, data: Option<&[u8]>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    packet.put(data.is_some(), &mut bytes);
+    bytes.extend(data.unwrap_or(&[]));
+    dgram::seal(&mut bytes);
+    bytes
+}
+
+/// A packet whose fields are right, or almost, around a datagram of the same kind.
+fn packet(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
+    let ahead = u32::from(input.byte() % 8);
+    let mut arrived = SmallVec::new();
+    for _ in 0..input.byte() % 3 {
+        let start = input.u32();
+        arrived.push((start, start.wrapping_add(u32::from(input.byte()))));
+    }
+    let token = input_token(ear, input.byte());
+    let packet = Packet {
+        token: 7 + u32::from(input.byte() > 250),
+        echo: input.near(token),
+        seq: input.near(ear.next.wrapping_add(ahead)),
+        base: input.near(ear.next),
+        ack: (input.byte() < 128).then(|| input.u32()),
+        window: input.u32(),
+        time: input.u32(),
+        time_echo: if input.byte() < 128 { 0 } else { input.u32() },
+        challenge: input.byte() > 250,
+        not_ready: input.byte() > 200,
+        ack_now: input.byte() > 128,
+        refused: if input.byte() > 240 { input.byte() } else { 0 },
+        arrived,
+        ..transport()
+    };
+    let inner = datagram(ear, input);
+    let data = (input.byte() < 230).then(|| &inner[..inner.len() - 4]);
+    sealed(&packet, data)
+}
+
+fn input_token(ear: &Ear, which: u8) -> u32 {
+    ear.tokens[usize::from(which % 3)]
 }
 
 /// A datagram with a good checksum whose fields are right, or almost.
@@ -225,6 +383,9 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         Opcode::WriteRecord,
         Opcode::ReadRequest,
         Opcode::ReadResponse,
+        Opcode::AtomicRequest,
+        Opcode::AtomicResponse,
+        Opcode::SendInvalidate,
         Opcode::Control,
         Opcode::Terminate,
     ]);
