@@ -15,6 +15,7 @@ use anywarp_core::connection::Peer;
 use crate::channel::Channel;
 use crate::fatal::Mortal;
 use crate::gids::{self, News};
+use crate::log;
 use crate::sys::{self, HostAddress, PerProcess};
 use crate::worker::{Engine, engine};
 
@@ -38,6 +39,20 @@ pub fn face() -> Face {
         // Whoever asks for the profile of an iWARP RNIC has its face, too.
         _ if std::env::var("ANYWARP_DEVICE_PROFILE").as_deref() == Ok("siw") => Face::Iwarp,
         _ => Face::Roce,
+    })
+}
+
+/// Whether reliable connections that programs make by themselves go over reliable datagrams instead of TCP
+/// (`ANYWARP_RC=udp`). Both ends have to say so.
+pub fn rc_over_udp() -> bool {
+    static UDP: OnceLock<bool> = OnceLock::new();
+    *UDP.get_or_init(|| match std::env::var("ANYWARP_RC").as_deref() {
+        Ok("udp") => true,
+        Ok("tcp" | "") | Err(_) => false,
+        Ok(other) => {
+            log!(Warn, "ANYWARP_RC={other}: neither tcp nor udp; it is tcp");
+            false
+        }
     })
 }
 

@@ -24,7 +24,7 @@ use crate::verbs::device;
 use crate::verbs::extended::create_srq_ex;
 use crate::verbs::memory::ibv_alloc_pd;
 use crate::verbs::object::{Acks, QpObject, from_c, into_c, is_lost, of, os_errno, set_cookie};
-use crate::verbs::qp::{create_qp_ex, ibv_destroy_qp, ibv_modify_qp};
+use crate::verbs::qp::{create_qp_ex, ibv_destroy_qp, ibv_modify_qp, managed};
 use crate::verbs::queue::{
     block_on, ibv_create_comp_channel, ibv_create_cq, ibv_destroy_comp_channel, ibv_destroy_cq,
     ibv_destroy_srq,
@@ -1176,7 +1176,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
         init.srq = unsafe { (*id).srq };
     }
     // SAFETY: the caller's promise.
-    let qp = unsafe { create_qp_ex(verbs, init) };
+    let qp = managed(|| unsafe { create_qp_ex(verbs, init) });
     if qp.is_null() {
         let e = last_errno();
         // SAFETY: lives.

@@ -1,5 +1,6 @@
 //! Queue pairs: create, modify, query, destroy; multicast.
 
+use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind;
-use anywarp_core::datagram::options::Options;
+use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::Access;
@@ -15,6 +16,7 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_engine::device;
+use anywarp_engine::device as engine_device;
 use anywarp_engine::dgram::DgramQp;
 use anywarp_engine::qp::{RcQp, Route};
 use anywarp_engine::verbs::QueuePair;
@@ -124,6 +126,10 @@ unsafe fn create(
     };
     let srq_cookie = srq.map(|s| Arc::clone(&s.engine.cookie));
     let engine = match init.qp_type {
+        IBV_QPT_RC if engine_device::rc_over_udp() && !MANAGED.get() => QueuePair::Dgram(
+            DgramQp::new(&context.engine, srq_cookie, Kind::Rc, connected(), parts)
+                .map_err(|e| os_errno(&e))?,
+        ),
         IBV_QPT_RC | IBV_QPT_XRC_SEND => {
             QueuePair::Rc(RcQp::new(&context.engine, srq_cookie, parts).map_err(|e| os_errno(&e))?)
         }
@@ -190,6 +196,30 @@ unsafe fn create(
     });
     set_cookie(engine.cookie(), qp);
     Ok(qp)
+}
+
+thread_local! {
+    /// The connection manager makes the queue pair: it connects over TCP.
+    static MANAGED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `make`, which makes a queue pair for the connection manager.
+pub(crate) fn managed<R>(make: impl FnOnce() -> R) -> R {
+    let before = MANAGED.replace(true);
+    let result = make();
+    MANAGED.set(before);
+    result
+}
+
+/// Options of a reliable connection over datagrams.
+fn connected() -> Options {
+    Options {
+        one_sided: true,
+        segment: Segment::PathMtu,
+        max_reads: bounds::MAX_RD_ATOMIC.into(),
+        plain_writes: true,
+        ..Options::default()
+    }
 }
 
 /// Makes a datagram queue pair with options of our own (`anywarpdv_create_qp_ex`).

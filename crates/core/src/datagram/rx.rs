@@ -50,7 +50,8 @@ impl DatagramQp {
         result
     }
 
-    fn receives(&self) -> Result<(), Dropped> {
+    /// Whether its state lets it receive, and answer.
+    pub(super) fn receives(&self) -> Result<(), Dropped> {
         match self.state {
             State::Rtr | State::Rts | State::Sqd | State::Sqe => Ok(()),
             State::Reset | State::Init | State::Error => Err(Dropped::State),

@@ -199,7 +199,7 @@ impl DatagramQp {
 
     /// The next answer whose asker keeps up. Those that do not are never waited for: they wait themselves.
     fn next_answer(&mut self) -> Option<Current> {
-        if self.state != State::Rts {
+        if self.receives().is_err() {
             return None;
         }
         for _ in 0..self.answers.len() {
@@ -217,7 +217,7 @@ impl DatagramQp {
 
     pub(super) fn has_open_answer(&self) -> bool {
         let open = |c: &Current| c.peer().is_none_or(|peer| self.flow.is_open(&peer));
-        self.state == State::Rts && self.answers.iter().any(open)
+        self.receives().is_ok() && self.answers.iter().any(open)
     }
 
     /// Answers to peers that have said nothing for too long go on without.
@@ -296,7 +296,8 @@ impl DatagramQp {
 
     /// The message of a lane that may go on now.
     fn next_of(&mut self, peer: &Peer) -> Option<Current> {
-        if self.state != State::Rts {
+        // Who only receives answers all the same.
+        if self.receives().is_err() {
             return None;
         }
         let now = self.now;
