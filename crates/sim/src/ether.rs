@@ -111,6 +111,7 @@ impl Member {
     pub fn destination(&self) -> Destination {
         Destination {
             addr: self.addr,
+            source: None,
             qpn: self.qpn,
             qkey: QKEY,
             hop_limit: 0,
