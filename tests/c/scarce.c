@@ -522,6 +522,57 @@ static const char *no_memory_at_all(size_t arg)
 	return by_manager();
 }
 
+/* Queues that may become large, filled when there is no memory: each post is taken or refused with ENOMEM, none is lost. */
+static const char *deep_queues(size_t arg)
+{
+	enum { DEPTH = 32768, MOST = 1 << 17 };
+	static void *taken[MOST];
+	const struct want want = { 0 };
+	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC, .cap = { DEPTH, DEPTH, 1, 1, 0 } };
+	struct ibv_srq_init_attr shared = { .attr = { .max_wr = DEPTH, .max_sge = 1 } };
+	struct ibv_recv_wr recv = { .wr_id = 7 }, *bad_recv;
+	struct rlimit was, low;
+	struct ibv_pd *pd = NULL;
+	struct ibv_srq *srq;
+	struct ibv_qp *qp;
+	size_t n = 0, posted = 0;
+	int rc = 0, shared_rc = 0;
+
+	(void)arg;
+	own_memory();
+	TRY(open_base(&pd));
+	init.send_cq = init.recv_cq = new_cq(2 * DEPTH, NULL);
+	qp = new_qp(pd, &init);
+	srq = ibv_create_srq(pd, &shared);
+	ENSURE(init.send_cq && qp && srq, "%s", strerror(errno));
+	keep(close_srq, srq, "shared receive queue");
+	TRY(to_init(qp, &want));
+	getrlimit(RLIMIT_AS, &was);
+	low = was;
+	low.rlim_cur = (rlim_t)address_space();
+	ENSURE(!setrlimit(RLIMIT_AS, &low), "setrlimit: %s", strerror(errno));
+	for (size_t size = 1 << 20; size >= 16 && n < MOST; size /= 2)
+		while (n < MOST && (taken[n] = malloc(size)))
+			n++;
+	while (posted < DEPTH && !(rc = ibv_post_recv(qp, &recv, &bad_recv)))
+		posted++;
+	for (size_t i = 0; i < DEPTH && !shared_rc; i++)
+		shared_rc = ibv_post_srq_recv(srq, &recv, &bad_recv);
+	while (n > 0)
+		free(taken[--n]);
+	setrlimit(RLIMIT_AS, &was);
+	ENSURE(rc == ENOMEM && posted < DEPTH, "%zu receives, then %s", posted, strerror(rc));
+	ENSURE(shared_rc == ENOMEM, "a shared receive: %s", strerror(shared_rc));
+	/* What was taken completes, once each, and nothing else. */
+	TRY(to_state(qp, IBV_QPS_ERR));
+	for (size_t i = 0; i < posted; i++)
+		TRY(expect_status(init.recv_cq, 7, IBV_WC_WR_FLUSH_ERR));
+	TRY(no_wc(init.recv_cq, QUIET_MS));
+	rc = ibv_post_srq_recv(srq, &recv, &bad_recv);
+	ENSURE(!rc, "with memory again: %s", strerror(rc));
+	return NULL;
+}
+
 /* ---- ports ---- */
 
 static const char *write_file(const char *path, const char *text)
@@ -615,6 +666,7 @@ static const struct test tests[] = {
 	{ "few_descriptors", ever_more, 0, 200, true },
 	{ "little_memory", ever_more, 1, 300, true },
 	{ "no_memory_at_all", no_memory_at_all, 0, 60, true },
+	{ "deep_queues", deep_queues, 0, 60, true },
 	{ "few_ports", few_ports, 0, 200, true },
 };
 

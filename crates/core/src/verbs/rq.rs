@@ -61,6 +61,9 @@ impl RecvQueue {
                 if requests.len() >= *max_wr as usize {
                     return Err(Misuse::QueueFull);
                 }
+                if requests.try_reserve(1).is_err() {
+                    return Err(Misuse::NoMemory);
+                }
                 requests.push_back(request);
                 Ok(())
             }

@@ -94,6 +94,9 @@ impl SendQueue {
         if self.posted.len() >= self.max_wr as usize {
             return Err(Misuse::QueueFull);
         }
+        if self.posted.try_reserve(1).is_err() {
+            return Err(Misuse::NoMemory);
+        }
         self.posted.push_back(Posted {
             request,
             phase: Phase::Queued,

@@ -57,6 +57,9 @@ impl Srq {
         if state.requests.len() >= state.max_wr as usize {
             return Err(Misuse::QueueFull);
         }
+        if state.requests.try_reserve(1).is_err() {
+            return Err(Misuse::NoMemory);
+        }
         state.requests.push_back(request);
         Ok(())
     }
