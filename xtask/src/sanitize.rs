@@ -39,6 +39,8 @@ const SHORT: &[(&str, &[&str])] = &[
     ("vanish", &[]),
     ("strangers", &["bad_crc", "truncated", "reset", "too_long"]),
     ("chaos", &["--rounds", "3", "--cycles", "50"]),
+    ("nccl", &[]),
+    ("profiles", &[]),
     ("scale", &["--qps=32", "--threads=8"]),
 ];
 
