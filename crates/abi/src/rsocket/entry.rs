@@ -113,12 +113,14 @@ fn make(domain: c_int, kind: c_int, protocol: c_int) -> Result<c_int, c_int> {
     let socket = match (kind, protocol) {
         (libc::SOCK_STREAM, 0 | libc::IPPROTO_TCP) => {
             Socket::make(domain, Options::fresh(), |channel| {
-                Ok(Kind::Stream(Mutex::new(Stream::new(channel)?)))
+                Ok(Kind::Stream(Box::new(Mutex::new(Stream::new(channel)?))))
             })?
         }
         (libc::SOCK_DGRAM, 0 | libc::IPPROTO_UDP) => {
             Socket::make(domain, Options::fresh(), |channel| {
-                Ok(Kind::Datagrams(Mutex::new(Datagrams::new(channel)?)))
+                Ok(Kind::Datagrams(Box::new(Mutex::new(Datagrams::new(
+                    channel,
+                )?))))
             })?
         }
         (libc::SOCK_STREAM | libc::SOCK_DGRAM, _) => return Err(libc::EPROTONOSUPPORT),
@@ -325,7 +327,7 @@ entry! {
         // SAFETY: valid (caller's promise).
         let msg = unsafe { &mut *msg };
         // SAFETY: as above.
-        let to = unsafe { buffers(msg.msg_iov, msg.msg_iovlen as usize) };
+        let to = unsafe { buffers(msg.msg_iov, msg.msg_iovlen) };
         let (addr, len) = (msg.msg_name.cast(), &raw mut msg.msg_namelen);
         // SAFETY: as above.
         match unsafe { receive_from(socket, to, flags, addr, len) } {
@@ -429,7 +431,7 @@ entry! {
             return fail(libc::EOPNOTSUPP, -1);
         }
         // SAFETY: as above.
-        let from = unsafe { buffers(msg.msg_iov, msg.msg_iovlen as usize) };
+        let from = unsafe { buffers(msg.msg_iov, msg.msg_iovlen) };
         // SAFETY: as above.
         count(unsafe { send_to(socket, from, flags, msg.msg_name.cast(), msg.msg_namelen) })
     }

@@ -97,8 +97,8 @@ fn lock<T>(part: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 enum Kind {
-    Stream(Mutex<Stream>),
-    Datagrams(Mutex<Datagrams>),
+    Stream(Box<Mutex<Stream>>),
+    Datagrams(Box<Mutex<Datagrams>>),
 }
 
 /// A socket.

@@ -979,7 +979,7 @@ fn accept(listener: &Socket, event: &Event) -> Result<Arc<Socket>, c_int> {
     let options = listener.options().inherited();
     let socket = Socket::make(listener.domain, options, |channel| {
         id.migrate(channel);
-        Ok(Kind::Stream(Mutex::new(Stream::around(id))))
+        Ok(Kind::Stream(Box::new(Mutex::new(Stream::around(id)))))
     })?;
     {
         let mut stream = socket.stream()?;
