@@ -513,10 +513,19 @@ mod tests {
         assert!(rx.data(u32::MAX).is_err());
     }
 
+    /// A receiver that has given its peer all of its ring: the second half is free from the start.
+    fn begun() -> Receiver {
+        let mut rx = Receiver::new(16, 1000);
+        assert_eq!(rx.wants(), 2);
+        assert_eq!(rx.grant().memory, Some((500, 500, 1)));
+        assert_eq!(rx.wants(), 0);
+        rx
+    }
+
     // [rsock-credits]
     #[test]
     fn a_peer_without_credits_is_found_out() {
-        let mut rx = Receiver::new(16, 1000);
+        let mut rx = begun();
         for _ in 0..16 {
             rx.data(1).unwrap();
         }
@@ -539,7 +548,7 @@ mod tests {
     /// Messages without bytes cost a credit and are no end of the stream.
     #[test]
     fn empty_messages_are_counted_and_not_read() {
-        let mut rx = Receiver::new(16, 1000);
+        let mut rx = begun();
         for _ in 0..8 {
             rx.data(0).unwrap();
         }
