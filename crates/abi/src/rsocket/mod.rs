@@ -1,14 +1,14 @@
 //! Sockets over RDMA (`rsocket(7)`): stream and datagram sockets whose bytes travel through queue pairs.
 //!
-//! - [`entry`]: the functions of C; [`address`] and [`buffer`] have what they and the device do with memory.
-//! - [`stream`] over [`flow`] (who may send how much) and [`wire`] (what is said); [`iomap`] writes to mapped memory.
-//! - [`dgram`]: datagrams over UD.
-//! - [`poll`] and [`wait`]: waiting for one socket or many. [`options`]: what can be set.
+//! - `entry`: the functions of C; `address` and `buffer` have what they and the device do with memory.
+//! - `stream` over `flow` (who may send how much) and `wire` (what is said); `iomap` writes to mapped memory.
+//! - `dgram`: datagrams over UD.
+//! - `poll` and `wait`: waiting for one socket or many. `options`: what can be set.
 //!
 //! The number of a socket is that of its event channel's descriptor, so no other file of the process has it.
 //!
 //! Locks: a socket's state is one mutex. No *pass* over the device's sockets is made with it held, because a pass may
-//! end in [`Socket::ready`] of the same socket.
+//! end in `Socket::ready` of the same socket.
 
 mod address;
 mod buffer;
