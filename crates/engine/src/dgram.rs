@@ -4,7 +4,7 @@
 //! arrive come from the carrier (`net/udp.rs`), which finds the queue pair by the index in the shim.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ use crate::net::udp::{Carrier, Group, is_group, path_mtu};
 use crate::port::Port;
 use crate::qp::Route;
 use crate::sys::Io;
-use crate::worker::{Source, Token, random_u32};
+use crate::worker::{Owes, Source, Token, random_u32};
 
 /// Bytes that one queue pair sends in one turn, before others have theirs.
 const TURN: usize = 4 << 20;
@@ -63,6 +63,8 @@ pub struct DgramQp {
     port: Arc<Port>,
     carrier: Arc<Carrier>,
     me: Weak<Self>,
+    /// The engine knows that an acknowledgement waits for company.
+    owes: AtomicBool,
     inner: Mutex<Inner>,
 }
 
@@ -108,6 +110,7 @@ impl DgramQp {
             port,
             carrier,
             me: me.clone(),
+            owes: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 core,
                 pending: Vec::new(),
@@ -312,6 +315,12 @@ impl DgramQp {
         if !inner.blocked && inner.core.wants_tx() {
             self.transmit(&mut inner);
         }
+        if inner.core.owes()
+            && !self.owes.swap(true, Ordering::AcqRel)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.context.engine.owe(me);
+        }
         self.watch(&mut inner);
         self.settle(&mut inner);
     }
@@ -484,6 +493,18 @@ impl Source for DgramQp {
         }
         self.changed(&mut inner);
         self.watch(&mut inner);
+    }
+}
+
+impl Owes for DgramQp {
+    fn flush_ack(&self, _now: Instant) {
+        self.owes.store(false, Ordering::Release);
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        inner.core.flush();
+        self.go_on(&mut inner);
     }
 }
 

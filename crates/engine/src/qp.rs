@@ -25,7 +25,7 @@ use crate::net::tcp::{self, Outcome, Tcp, linger};
 use crate::port::{HELLO, Port};
 use crate::startup::{self, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::sys::{self, EngineFd};
-use crate::worker::{Engine, Source, Token};
+use crate::worker::{Engine, Owes, Source, Token};
 
 /// How long the peer's port may refuse us before the connection counts as failed, at least.
 const DIAL_AT_LEAST: Duration = Duration::from_secs(3);
@@ -792,15 +792,6 @@ impl RcQp {
         });
     }
 
-    /// Sends the acknowledgement that is owed.
-    pub(crate) fn flush_ack(&self, now: Instant) {
-        self.owes.store(false, Ordering::Release);
-        let mut inner = self.lock();
-        if inner.conn.owes_ack() {
-            self.turn(&mut inner, now, false, true);
-        }
-    }
-
     /// The address that it is, or was last, connected to.
     pub(crate) fn peer(&self) -> Option<SocketAddr> {
         *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
@@ -883,6 +874,16 @@ impl Source for RcQp {
         }
         inner.conn.handle_timeout(now);
         self.turn(&mut inner, now, false, false);
+    }
+}
+
+impl Owes for RcQp {
+    fn flush_ack(&self, now: Instant) {
+        self.owes.store(false, Ordering::Release);
+        let mut inner = self.lock();
+        if inner.conn.owes_ack() {
+            self.turn(&mut inner, now, false, true);
+        }
     }
 }
 

@@ -51,6 +51,12 @@ const SPARE_STAGES: usize = 4;
 /// Bytes of a receive buffer: several of the largest FPDUs.
 pub const STAGE: usize = 256 * 1024;
 
+/// What may owe its peer an acknowledgement that waits for company.
+pub(crate) trait Owes: Send + Sync {
+    /// Sends it without.
+    fn flush_ack(&self, now: Instant);
+}
+
 /// Something with a socket.
 pub trait Source: Send + Sync {
     /// Its socket is readable or writable, or has an error.
@@ -89,7 +95,7 @@ pub struct Engine {
     /// Nanoseconds since `start` until which a polling thread does the work.
     lease_until: AtomicU64,
     renew_at: AtomicU64,
-    owed: Mutex<Vec<Arc<RcQp>>>,
+    owed: Mutex<Vec<Arc<dyn Owes>>>,
     owed_count: AtomicUsize,
     stages: Mutex<Vec<Box<[u8]>>>,
     rooms: Mutex<Vec<Vec<u8>>>,
@@ -433,7 +439,7 @@ impl Engine {
     }
 
     /// Registers that a queue pair owes its peer an acknowledgement.
-    pub(crate) fn owe(&self, qp: Arc<RcQp>) {
+    pub(crate) fn owe(&self, qp: Arc<dyn Owes>) {
         self.owed
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

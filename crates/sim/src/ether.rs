@@ -321,6 +321,8 @@ impl Ether {
 
     fn transmit(&mut self, at: usize) {
         let now = self.now;
+        // Nothing else is about to be sent.
+        self.members[at].qp.flush();
         loop {
             let mut out = Vec::new();
             let m = &mut self.members[at];
@@ -369,7 +371,7 @@ impl Ether {
         }
         let copies = if self.happens(link.duplicate) { 2 } else { 1 };
         for _ in 0..copies {
-            let mut bytes = datagram.bytes.clone();
+            let mut bytes = datagram.bytes.to_vec();
             if self.happens(link.corrupt) {
                 let bit = self.rng.below(bytes.len() * 8);
                 bytes[bit / 8] ^= 1 << (bit % 8);

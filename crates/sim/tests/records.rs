@@ -252,7 +252,7 @@ fn late_copies_never_touch_memory() {
         let kept = Rc::new(RefCell::new(Vec::new()));
         let store = Rc::clone(&kept);
         net.filter = Some(Box::new(move |d| {
-            store.borrow_mut().push(d.bytes.clone());
+            store.borrow_mut().push(d.bytes.to_vec());
             true
         }));
         let mine = net[a].host.register(5000, access::ALL);
@@ -284,7 +284,7 @@ fn a_writer_made_anew_is_another_one() {
     let kept = Rc::new(RefCell::new(Vec::new()));
     let store = Rc::clone(&kept);
     net.filter = Some(Box::new(move |d| {
-        store.borrow_mut().push(d.bytes.clone());
+        store.borrow_mut().push(d.bytes.to_vec());
         // Nothing but the first datagram gets there.
         store.borrow().len() == 1
     }));
@@ -501,7 +501,7 @@ fn a_late_answer_is_not_placed() {
     net.filter = Some(Box::new(move |d| {
         let late = d.to == asker && d.bytes.len() > 300;
         if late {
-            store.borrow_mut().push(d.bytes.clone());
+            store.borrow_mut().push(d.bytes.to_vec());
         }
         !late
     }));
@@ -535,7 +535,7 @@ fn a_responder_is_no_amplifier() {
         let asks = d.to == responder
             && dgram::parse(&d.bytes).is_ok_and(|d| d.header.opcode().queue() == Some(1));
         if asks {
-            store.borrow_mut().push(d.bytes.clone());
+            store.borrow_mut().push(d.bytes.to_vec());
         }
         true
     }));
@@ -575,7 +575,7 @@ fn a_flood_from_many_sources_is_bounded() {
     let first = Rc::new(RefCell::new(Vec::new()));
     let store = Rc::clone(&first);
     net.filter = Some(Box::new(move |d| {
-        store.borrow_mut().push(d.bytes.clone());
+        store.borrow_mut().push(d.bytes.to_vec());
         false
     }));
     net.post(a, b, write(1, theirs.remote(0)).from(&[mine.all()]));

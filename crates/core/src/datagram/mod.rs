@@ -57,6 +57,7 @@ mod tests;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -144,8 +145,41 @@ pub struct TxDatagram {
     /// Traffic class or type of service.
     pub traffic_class: u8,
     /// All of it, checksum included.
-    pub bytes: Vec<u8>,
+    pub bytes: Bytes,
 }
+
+/// Bytes of a datagram: given away, or kept as well until they are acknowledged.
+#[derive(Debug, Clone)]
+pub enum Bytes {
+    /// Given away.
+    Own(Vec<u8>),
+    /// Kept.
+    Shared(Arc<Vec<u8>>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Shared(bytes) => bytes,
+        }
+    }
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::Own(bytes)
+    }
+}
+
+impl PartialEq for Bytes {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Bytes {}
 
 /// Why a datagram was dropped, or a part of it not placed. Nobody is told; each reason has its counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -515,6 +549,19 @@ impl DatagramQp {
             || !self.ready.is_empty()
             || self.has_open_answer()
             || self.rd.as_ref().is_some_and(Reliable::wants_tx)
+    }
+
+    /// Whether a peer waits for an acknowledgement that would rather travel with something else: [`Self::flush`] sends it
+    /// without.
+    pub fn owes(&self) -> bool {
+        self.rd.as_ref().is_some_and(Reliable::owes)
+    }
+
+    /// Nothing else is about to be sent.
+    pub fn flush(&mut self) {
+        if let Some(rd) = &mut self.rd {
+            rd.flush();
+        }
     }
 
     /// What was chosen for it.

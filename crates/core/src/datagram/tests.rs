@@ -1208,7 +1208,7 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
         }
         let mut heard = 0;
         for round in 0..30_000_u32 {
-            let mut bytes = seeds[next() as usize % seeds.len()].bytes.clone();
+            let mut bytes = seeds[next() as usize % seeds.len()].bytes.to_vec();
             bytes.truncate(bytes.len() - 4);
             for _ in 0..next() % 4 {
                 match next() % 4 {

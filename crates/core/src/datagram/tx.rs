@@ -18,7 +18,7 @@ use super::parity;
 use super::rd::{Tag, Way};
 use super::reads::{self, Reading, Wanted};
 use super::reassemble::Coverage;
-use super::{DatagramQp, Given, Kind, TxDatagram};
+use super::{Bytes, DatagramQp, Given, Kind, TxDatagram};
 use crate::bounds;
 use crate::connection::Step;
 use crate::ddp::tx::{Address, Message, Places, Source};
@@ -343,7 +343,7 @@ impl DatagramQp {
         }
     }
 
-    fn hand_out(&mut self, peer: &Peer, way: Way, bytes: Vec<u8>, out: &mut Vec<TxDatagram>) {
+    fn hand_out(&mut self, peer: &Peer, way: Way, bytes: Bytes, out: &mut Vec<TxDatagram>) {
         self.given_out.push_back(Given::Nothing);
         out.push(TxDatagram {
             to: peer.0,
@@ -399,7 +399,7 @@ impl DatagramQp {
             from,
             hop_limit: 0,
             traffic_class: 0,
-            bytes,
+            bytes: bytes.into(),
         }
     }
 
@@ -627,7 +627,7 @@ impl DatagramQp {
             heads += 8;
         }
         if self.rd.is_some() {
-            heads += Packet::LEN + 8 * super::rd::RUNS_WITH_DATA;
+            heads += Packet::LEN;
         }
         let payload = udp
             .saturating_sub(heads)
@@ -1000,7 +1000,10 @@ impl DatagramQp {
             ..current.shim
         };
         let payload = usize::try_from(len).unwrap_or(0);
-        let mut bytes = Vec::with_capacity(HEAD_MAX + payload + dgram::CRC);
+        // With reliability the header of the packet stands in front; it is written when its number is known.
+        let room = if self.rd.is_some() { Packet::LEN } else { 0 };
+        let mut bytes = Vec::with_capacity(room + HEAD_MAX + payload + dgram::CRC);
+        bytes.resize(room, 0);
         dgram::put_head(&shim, &header, &mut bytes);
         let head = bytes.len();
         if !gather(&message.source, from, len, &*self.rnic.memory, &mut bytes) {
@@ -1097,7 +1100,7 @@ impl DatagramQp {
         let pushed = self
             .rd
             .as_mut()
-            .and_then(|rd| rd.push(&peer, bytes, Some(tag), last, alone, now));
+            .and_then(|rd| rd.push(&peer, bytes, (tag, last, alone), now));
         let Some((way, packet)) = pushed else {
             return 0;
         };
@@ -1112,7 +1115,7 @@ impl DatagramQp {
             from: current.to.source,
             hop_limit: current.to.hop_limit,
             traffic_class: current.to.traffic_class,
-            bytes,
+            bytes: bytes.into(),
         }
     }
 

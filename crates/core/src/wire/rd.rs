@@ -15,7 +15,7 @@
 //! +----------+----------+----------+----------+----------------------------+
 //!  then, if D: a datagram without its CRC; then CRC32C (4)
 //!       fl:  D 0x1 data   C 0x2 challenge   R 0x4 not ready   A 0x8 acknowledge at once
-//!       fl2: K 0x01 the field ack counts
+//!       fl2: K 0x01 the field ack counts   S 0x02 acknowledge soon
 //! ```
 
 use super::dgram::DgramError;
@@ -56,6 +56,8 @@ pub struct Packet {
     pub not_ready: bool,
     /// A: asks for an acknowledgement at once.
     pub ack_now: bool,
+    /// S: asks for an acknowledgement when nothing else goes back meanwhile.
+    pub ack_soon: bool,
     /// Why packet `ack` is refused for good, as a work completion status; 0: it is not.
     pub refused: u8,
 }
@@ -69,6 +71,15 @@ impl Packet {
 
     /// Appends the header; `data` says whether a datagram follows.
     pub fn put(&self, data: bool, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.head(data));
+        for (start, end) in self.arrived.iter().take(RUNS) {
+            out.extend_from_slice(&start.to_be_bytes());
+            out.extend_from_slice(&end.to_be_bytes());
+        }
+    }
+
+    /// What stands before runs and data.
+    pub fn head(&self, data: bool) -> [u8; Self::LEN] {
         let mut flags = VERSION << 4;
         for (set, flag) in [
             (data, DATA),
@@ -88,18 +99,15 @@ impl Packet {
         put::<8, { Self::LEN }, 4>(&mut head, self.echo.to_be_bytes());
         put::<12, { Self::LEN }, 4>(&mut head, self.seq.to_be_bytes());
         put::<16, { Self::LEN }, 4>(&mut head, self.base.to_be_bytes());
-        let more = if self.ack.is_some() { ACK_COUNTS } else { 0 };
+        let more = if self.ack.is_some() { ACK_COUNTS } else { 0 }
+            | if self.ack_soon { ACK_SOON } else { 0 };
         let small = [more, 0, self.dst_index, self.src_index];
         put::<20, { Self::LEN }, 4>(&mut head, small);
         put::<24, { Self::LEN }, 4>(&mut head, self.ack.unwrap_or(0).to_be_bytes());
         put::<28, { Self::LEN }, 4>(&mut head, self.window.to_be_bytes());
         put::<32, { Self::LEN }, 4>(&mut head, self.time.to_be_bytes());
         put::<36, { Self::LEN }, 4>(&mut head, self.time_echo.to_be_bytes());
-        out.extend_from_slice(&head);
-        for (start, end) in self.arrived.iter().take(RUNS) {
-            out.extend_from_slice(&start.to_be_bytes());
-            out.extend_from_slice(&end.to_be_bytes());
-        }
+        head
     }
 }
 
@@ -150,6 +158,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
         challenge: flags & CHALLENGE != 0,
         not_ready: flags & NOT_READY != 0,
         ack_now: flags & ACK_NOW != 0,
+        ack_soon: more & ACK_SOON != 0,
         refused,
     };
     // 0 means "none": nobody has it for a token.
@@ -171,6 +180,7 @@ const CHALLENGE: u8 = 0x2;
 const NOT_READY: u8 = 0x4;
 const ACK_NOW: u8 = 0x8;
 const ACK_COUNTS: u8 = 0x1;
+const ACK_SOON: u8 = 0x2;
 
 #[cfg(test)]
 mod tests {
@@ -193,6 +203,7 @@ mod tests {
             challenge: false,
             not_ready: false,
             ack_now: true,
+            ack_soon: false,
             refused: 0,
         }
     }
@@ -213,6 +224,7 @@ mod tests {
                 challenge: true,
                 not_ready: true,
                 ack_now: false,
+                ack_soon: true,
                 refused: 10,
                 ack: None,
                 arrived: SmallVec::new(),

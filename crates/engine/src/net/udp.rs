@@ -507,7 +507,7 @@ mod tests {
             from: None,
             hop_limit: 0,
             traffic_class: 0,
-            bytes: vec![0; len],
+            bytes: vec![0; len].into(),
         }
     }
 

@@ -257,7 +257,8 @@ pub fn datagrams(data: &[u8]) {
                 let _ = datagram::rx::destination_index(&bytes);
                 hears(&mut ear, &mut input, &bytes);
             }
-            70..75 => ear.qp.handle_stall(),
+            70..72 => ear.qp.handle_stall(),
+            72..75 => ear.qp.flush(),
             75..80 => {
                 ear.now += Duration::from_millis(u64::from(input.byte()) * 10);
                 ear.qp.set_now(ear.now);
@@ -326,6 +327,7 @@ fn transport() -> Packet {
         challenge: false,
         not_ready: false,
         ack_now: false,
+        ack_soon: false,
         refused: 0,
     }
 }
@@ -359,6 +361,7 @@ fn packet(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         challenge: input.byte() > 250,
         not_ready: input.byte() > 200,
         ack_now: input.byte() > 128,
+        ack_soon: input.byte() > 128,
         refused: if input.byte() > 240 { input.byte() } else { 0 },
         arrived,
         ..transport()

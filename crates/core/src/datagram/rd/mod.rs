@@ -32,9 +32,11 @@ mod sender;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::Arrival;
+use super::Bytes;
 use super::cookie::Secret;
 use super::flow::{Peer, charge};
 use crate::bounds;
@@ -120,6 +122,8 @@ pub(super) struct Reliable {
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
     /// Peers whose packets wait for a receive.
     starving: VecDeque<Peer>,
+    /// Peers that wait for an acknowledgement.
+    soon: Vec<Peer>,
     /// Bytes that wait, of all peers.
     waiting: usize,
     room: u32,
@@ -149,6 +153,7 @@ impl Reliable {
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
             starving: VecDeque::new(),
+            soon: Vec::new(),
             waiting: 0,
             room: bounds::DATAGRAM_WINDOW,
             events: VecDeque::new(),
@@ -215,60 +220,60 @@ impl Reliable {
         }
     }
 
-    /// Gives out a datagram (without CRC): returns its packet. `last`: it ends the message `tag`; `alone`: nothing follows
-    /// it at once.
+    /// Gives out a datagram: `packet` has room for the header, then the datagram, and no CRC; it is returned whole. `last`:
+    /// it ends the message `tag`; `alone`: nothing follows it at once.
     pub(super) fn push(
         &mut self,
         peer: &Peer,
-        data: Vec<u8>,
-        tag: Option<Tag>,
-        last: bool,
-        alone: bool,
+        mut packet: Vec<u8>,
+        (tag, last, alone): (Tag, bool, bool),
         now: Duration,
-    ) -> Option<(Way, Vec<u8>)> {
+    ) -> Option<(Way, Bytes)> {
         let (index, room) = (self.index, self.room);
         let state = self.peers.get_mut(peer)?;
         state.used = now;
         let tx = state
             .tx
             .get_or_insert_with(|| Box::new(Sender::new(state.next, state.room, now)));
-        let ask = tx.push(data, tag, last, alone, now, &mut state.path);
+        let ask = tx.push(packet.len() + dgram::CRC, alone, now, &mut state.path);
+        let mut head = header(state, peer, index, room, now);
+        head.seq = state.next as u32;
+        head.ack_now = ask;
+        head.ack_soon = alone;
+        // Runs follow in a packet of their own, so that this one is never longer than its path carries.
+        let whole = head.arrived.is_empty();
+        head.arrived.clear();
+        if let Some(front) = packet.first_chunk_mut() {
+            *front = head.head(true);
+        }
+        dgram::seal(&mut packet);
+        let packet = Arc::new(packet);
         state.next += 1;
-        let mut header = header(state, peer, index, room, now);
-        header.ack_now = ask;
-        let whole = header.arrived.len() <= RUNS_WITH_DATA;
-        header.arrived.truncate(RUNS_WITH_DATA);
-        let bytes = state
-            .tx
-            .as_ref()
-            .and_then(|tx| tx.newest().map(|o| wrap(header, &o)))?;
-        // More runs than fit follow in a packet of their own.
-        if let Some(rx) = &mut state.rx
-            && whole
-        {
-            rx.due = false;
-            rx.unacknowledged = 0;
-            rx.since = 0;
+        if let Some(tx) = &mut state.tx {
+            tx.keep(Arc::clone(&packet), Some(tag), last, now, &state.path);
+        }
+        if let (true, Some(rx)) = (whole, &mut state.rx) {
+            rx.acknowledges();
         }
         let way = state.way;
         self.watch(peer);
-        Some((way, bytes))
+        Some((way, Bytes::Shared(packet)))
     }
 
     /// The next packet that the layer itself wants to send.
-    pub(super) fn poll(&mut self, now: Duration) -> Option<(Peer, Way, Vec<u8>)> {
+    pub(super) fn poll(&mut self, now: Duration) -> Option<(Peer, Way, Bytes)> {
         if let Some((peer, from, packet)) = self.challenges.pop_front() {
             let way = Way {
                 from,
                 ..Way::default()
             };
             let nothing = Outgoing { seq: 0, data: None };
-            return Some((peer, way, wrap(packet, &nothing)));
+            return Some((peer, way, wrap(packet, &nothing).into()));
         }
         while let Some(peer) = self.queued.front().copied() {
             if let Some((way, bytes)) = self.poll_peer(&peer, now) {
                 self.watch(&peer);
-                return Some((peer, way, bytes));
+                return Some((peer, way, bytes.into()));
             }
             self.queued.pop_front();
             if let Some(state) = self.peers.get_mut(&peer) {
@@ -290,6 +295,8 @@ impl Reliable {
         let state = self.peers.get_mut(peer)?;
         let mut packet = header(state, peer, index, room, now);
         let ask = std::mem::take(&mut state.ask);
+        // A packet with data has no room for runs: they follow.
+        let mut whole = true;
         let due = state.rx.as_ref().is_some_and(|rx| rx.due);
         let bytes = match &mut state.tx {
             _ if state.echo == 0 => {
@@ -303,13 +310,15 @@ impl Reliable {
             }
             Some(tx) if ask => {
                 packet.ack_now = true;
-                packet.arrived.truncate(RUNS_WITH_DATA);
+                whole = packet.arrived.is_empty();
+                packet.arrived.clear();
                 Some(wrap(packet, &tx.probe(now, &mut state.path)))
             }
             Some(tx) => match tx.again(now, &state.path) {
                 Some(again) => {
                     packet.ack_now = true;
-                    packet.arrived.truncate(RUNS_WITH_DATA);
+                    whole = packet.arrived.is_empty();
+                    packet.arrived.clear();
                     Some(wrap(packet, &again))
                 }
                 None => due.then(|| {
@@ -328,12 +337,29 @@ impl Reliable {
                 wrap(packet, &nothing)
             }),
         }?;
-        if let Some(rx) = &mut state.rx {
-            rx.due = false;
-            rx.unacknowledged = 0;
-            rx.since = 0;
+        if let Some(rx) = &mut state.rx
+            && whole
+        {
+            rx.acknowledges();
         }
         Some((state.way, bytes))
+    }
+
+    /// Whether acknowledgements wait for company.
+    pub(super) fn owes(&self) -> bool {
+        !self.soon.is_empty()
+    }
+
+    /// Acknowledgements that found no company go without.
+    pub(super) fn flush(&mut self) {
+        for peer in std::mem::take(&mut self.soon) {
+            if let Some(rx) = self.receiver(&peer)
+                && rx.soon
+            {
+                rx.due = true;
+                self.enqueue(peer);
+            }
+        }
     }
 
     /// Whether [`Self::poll`] may have something.
@@ -439,6 +465,7 @@ impl Reliable {
             challenge: true,
             not_ready: false,
             ack_now: false,
+            ack_soon: false,
             refused: 0,
         };
         self.challenges.push_back((*peer, arrival.to, answer));
@@ -536,6 +563,7 @@ impl Reliable {
         tx.acknowledged(
             ack.unwrap_or(near),
             &packet.arrived,
+            packet.time_echo,
             |n| expand(n, near),
             now,
             &mut state.path,
@@ -579,6 +607,10 @@ impl Reliable {
             self.events.push_back(Event::Skipped(*peer));
         }
         rx.due |= packet.ack_now;
+        if packet.ack_soon && !rx.soon {
+            rx.soon = true;
+            self.soon.push(*peer);
+        }
         let Some(data) = data else {
             rx.time = packet.time;
             return Verdict::Nothing;
@@ -769,7 +801,7 @@ fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -
     let rx = state.rx.as_deref();
     let next = rx.map(Receiver::next).or(state.expected);
     // Otherwise the time between would count as a round trip.
-    let answers = rx.filter(|rx| rx.due);
+    let answers = rx.filter(|rx| rx.due || rx.soon);
     Packet {
         token: state.token,
         echo: state.echo,
@@ -785,6 +817,7 @@ fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -
         challenge: false,
         not_ready: rx.is_some_and(|rx| rx.starved),
         ack_now: false,
+        ack_soon: false,
         refused: rx.and_then(|rx| rx.refused).unwrap_or(0),
     }
 }
@@ -801,7 +834,5 @@ fn wrap(mut packet: Packet, what: &Outgoing<'_>) -> Vec<u8> {
 
 /// Packets that are acknowledged together.
 const ACK_EACH: u32 = 32;
-/// Runs that a packet with data tells of, so that it is never longer than its path carries.
-pub(super) const RUNS_WITH_DATA: usize = 2;
 /// Longer than a datagram can be on its way.
 const IDLE: Duration = Duration::from_secs(60);

@@ -40,6 +40,8 @@ pub(super) struct Receiver {
     pub(super) since: u64,
     /// An acknowledgement is to be sent.
     pub(super) due: bool,
+    /// One is to be sent, with something else if there is anything.
+    pub(super) soon: bool,
     /// The clock of the packet that is answered.
     pub(super) time: u32,
     /// The queue pair had no receive.
@@ -57,6 +59,7 @@ impl Receiver {
             unacknowledged: 0,
             since: 0,
             due: false,
+            soon: false,
             time: 0,
             starved: false,
             refused: None,
@@ -74,7 +77,15 @@ impl Receiver {
 
     /// Nothing is remembered but the number.
     pub(super) fn is_idle(&self) -> bool {
-        self.beyond.is_empty() && !self.due && !self.starved && self.refused.is_none()
+        self.beyond.is_empty() && !self.due && !self.soon && !self.starved && self.refused.is_none()
+    }
+
+    /// An acknowledgement goes out.
+    pub(super) fn acknowledges(&mut self) {
+        self.due = false;
+        self.soon = false;
+        self.unacknowledged = 0;
+        self.since = 0;
     }
 
     pub(super) fn sort(&self, seq: u64) -> Arrived {

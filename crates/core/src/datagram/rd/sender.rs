@@ -5,11 +5,13 @@
 //! asks.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::congestion::{Acked, Congestion};
 use crate::datagram::flow::charge;
-use crate::wire::rd::Run;
+use crate::wire::dgram::CRC;
+use crate::wire::rd::{Packet, Run};
 
 /// What a packet is the end of, for its owner: a request's number.
 pub(crate) type Tag = u64;
@@ -23,18 +25,28 @@ enum State {
 
 #[derive(Debug)]
 struct Sent {
-    /// The datagram in it.
-    data: Vec<u8>,
+    /// The packet as it was sent first.
+    packet: Arc<Vec<u8>>,
     /// The message that it is of, and whether it ends it.
     tag: Option<Tag>,
     last: bool,
     state: State,
+    /// It was sent more than once.
+    again: bool,
     /// Counts transmissions, of all packets.
     order: u64,
     at: Duration,
     /// What had been delivered when it was sent, and when that was.
     delivered: u64,
     delivered_at: Duration,
+}
+
+impl Sent {
+    /// The datagram in it.
+    fn data(&self) -> &[u8] {
+        let end = self.packet.len().saturating_sub(CRC);
+        self.packet.get(Packet::LEN..end).unwrap_or(&[])
+    }
 }
 
 /// Packets under way to a peer.
@@ -112,17 +124,16 @@ impl Sender {
         open
     }
 
-    /// Keeps a new packet that is being sent; says whether it should ask for an acknowledgement.
+    /// A new packet of `len` bytes is being sent; says whether it should ask for an acknowledgement at once. To be followed by
+    /// [`Self::keep`].
     pub(super) fn push(
         &mut self,
-        data: Vec<u8>,
-        tag: Option<Tag>,
-        last: bool,
+        len: usize,
         alone: bool,
         now: Duration,
         cc: &mut Congestion,
     ) -> bool {
-        let size = data.len() as u64;
+        let size = len as u64;
         if self.sent.is_empty() {
             // It was quiet: the peer is asked anew.
             self.heard = now;
@@ -131,22 +142,11 @@ impl Sender {
         }
         self.order += 1;
         self.flying += size;
-        self.charge += u64::from(charge(data.len()));
+        self.charge += u64::from(charge(len));
         cc.sent(size);
-        self.sent.push_back(Sent {
-            data,
-            tag,
-            last,
-            state: State::UnderWay,
-            order: self.order,
-            at: now,
-            delivered: self.delivered,
-            delivered_at: self.delivered_at,
-        });
-        self.arm(now, cc);
         self.unasked += 1;
         let full = self.flying + size >= cc.window() || self.charge * 2 >= self.room;
-        let ask = alone || full && self.unasked >= 4 || self.unasked >= 16;
+        let ask = full && self.unasked >= 4 || self.unasked >= 16;
         if ask {
             self.unasked = 0;
         }
@@ -156,14 +156,27 @@ impl Sender {
         ask
     }
 
-    /// The data of the packet that was pushed last.
-    pub(super) fn newest(&self) -> Option<Outgoing<'_>> {
-        let data = self.sent.back().map(|s| s.data.as_slice());
-        let seq = self.first + self.sent.len().saturating_sub(1) as u64;
-        data.map(|data| Outgoing {
-            seq,
-            data: Some(data),
-        })
+    /// Keeps the packet, until it is acknowledged.
+    pub(super) fn keep(
+        &mut self,
+        packet: Arc<Vec<u8>>,
+        tag: Option<Tag>,
+        last: bool,
+        now: Duration,
+        cc: &Congestion,
+    ) {
+        self.sent.push_back(Sent {
+            packet,
+            tag,
+            last,
+            state: State::UnderWay,
+            again: false,
+            order: self.order,
+            at: now,
+            delivered: self.delivered,
+            delivered_at: self.delivered_at,
+        });
+        self.arm(now, cc);
     }
 
     fn arm(&mut self, now: Duration, cc: &Congestion) {
@@ -171,12 +184,14 @@ impl Sender {
         self.deadline = Some(now + wait.min(MOST_PATIENCE));
     }
 
-    /// The peer says what has arrived: everything before `ack`, and `runs` beyond. Calls `done` with each message that is
+    /// The peer says what has arrived: everything before `ack`, and `runs` beyond, in answer to a packet that was sent when
+    /// the clock showed `answers`. Calls `done` with each message that is
     /// acknowledged to its end; returns whether anything was new.
     pub(super) fn acknowledged(
         &mut self,
         ack: u64,
         runs: &[Run],
+        answers: u32,
         expand: impl Fn(u32) -> u64,
         now: Duration,
         cc: &mut Congestion,
@@ -192,12 +207,18 @@ impl Sender {
                 State::Arrived => return,
                 State::Lost => *lost -= 1,
                 State::UnderWay => {
-                    *flying -= s.data.len() as u64;
-                    *charged -= u64::from(charge(s.data.len()));
+                    *flying -= s.packet.len() as u64;
+                    *charged -= u64::from(charge(s.packet.len()));
                 }
             }
             s.state = State::Arrived;
-            acked.bytes += s.data.len() as u64;
+            acked.bytes += s.packet.len() as u64;
+            // Of a packet that was sent again it may be the first one that arrived: then it tells nothing of what was sent
+            // before the second.
+            let ahead = answers.wrapping_sub(super::micros(s.at)).cast_signed();
+            if s.again && (answers == 0 || ahead < 0) {
+                return;
+            }
             if newest.is_none_or(|(order, ..)| order < s.order) {
                 newest = Some((s.order, s.at, s.delivered, s.delivered_at));
             }
@@ -261,9 +282,9 @@ impl Sender {
             if s.state == State::UnderWay && s.order < order && overtaken {
                 s.state = State::Lost;
                 self.lost += 1;
-                self.flying -= s.data.len() as u64;
-                self.charge -= u64::from(charge(s.data.len()));
-                bytes += s.data.len() as u64;
+                self.flying -= s.packet.len() as u64;
+                self.charge -= u64::from(charge(s.packet.len()));
+                bytes += s.packet.len() as u64;
             }
         }
         bytes
@@ -284,15 +305,16 @@ impl Sender {
         let (order, delivered, delivered_at) = (self.order, self.delivered, self.delivered_at);
         let s = self.sent.get_mut(at)?;
         s.state = State::UnderWay;
+        s.again = true;
         s.order = order;
         s.at = now;
         s.delivered = delivered;
         s.delivered_at = delivered_at;
         self.lost -= 1;
-        self.flying += s.data.len() as u64;
-        self.charge += u64::from(charge(s.data.len()));
+        self.flying += s.packet.len() as u64;
+        self.charge += u64::from(charge(s.packet.len()));
         let seq = self.first + at as u64;
-        let data = Some(s.data.as_slice());
+        let data = Some(s.data());
         Some(Outgoing { seq, data })
     }
 
@@ -319,14 +341,15 @@ impl Sender {
         if s.state == State::Lost {
             s.state = State::UnderWay;
             self.lost -= 1;
-            self.flying += s.data.len() as u64;
-            self.charge += u64::from(charge(s.data.len()));
+            self.flying += s.packet.len() as u64;
+            self.charge += u64::from(charge(s.packet.len()));
         }
+        s.again = true;
         s.order = order;
         s.at = now;
         Outgoing {
             seq: self.first + at as u64,
-            data: Some(s.data.as_slice()),
+            data: Some(s.data()),
         }
     }
 
@@ -359,8 +382,8 @@ impl Sender {
             };
             match s.state {
                 State::UnderWay => {
-                    self.flying -= s.data.len() as u64;
-                    self.charge -= u64::from(charge(s.data.len()));
+                    self.flying -= s.packet.len() as u64;
+                    self.charge -= u64::from(charge(s.packet.len()));
                 }
                 State::Lost => self.lost -= 1,
                 State::Arrived => {}
