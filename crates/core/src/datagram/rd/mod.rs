@@ -560,15 +560,9 @@ impl Reliable {
         let near = tx.base();
         let events = &mut self.events;
         let ack = packet.ack.map(|ack| expand(ack, near));
-        tx.acknowledged(
-            ack.unwrap_or(near),
-            &packet.arrived,
-            packet.time_echo,
-            |n| expand(n, near),
-            now,
-            &mut state.path,
-            |tag| events.push_back(Event::Done(tag)),
-        );
+        tx.acknowledged(packet, now, &mut state.path, |tag| {
+            events.push_back(Event::Done(tag));
+        });
         tx.starved = match (packet.not_ready, tx.starved) {
             (true, None) => Some(now),
             (true, since) => since,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::congestion::{Acked, Congestion};
 use crate::datagram::flow::charge;
 use crate::wire::dgram::CRC;
-use crate::wire::rd::{Packet, Run};
+use crate::wire::rd::Packet;
 
 /// What a packet is the end of, for its owner: a request's number.
 pub(crate) type Tag = u64;
@@ -184,19 +184,19 @@ impl Sender {
         self.deadline = Some(now + wait.min(MOST_PATIENCE));
     }
 
-    /// The peer says what has arrived: everything before `ack`, and `runs` beyond, in answer to a packet that was sent when
-    /// the clock showed `answers`. Calls `done` with each message that is
-    /// acknowledged to its end; returns whether anything was new.
+    /// The peer says what has arrived. Calls `done` with each message that is acknowledged to its end; returns whether
+    /// anything was new.
     pub(super) fn acknowledged(
         &mut self,
-        ack: u64,
-        runs: &[Run],
-        answers: u32,
-        expand: impl Fn(u32) -> u64,
+        packet: &Packet,
         now: Duration,
         cc: &mut Congestion,
         mut done: impl FnMut(Tag),
     ) -> bool {
+        let near = self.first;
+        let expand = |n: u32| super::expand(n, near);
+        let ack = packet.ack.map_or(near, expand);
+        let (runs, answers) = (&packet.arrived, packet.time_echo);
         let end = self.first + self.sent.len() as u64;
         let ack = ack.min(end);
         let mut acked = Acked::default();
