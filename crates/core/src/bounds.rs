@@ -143,6 +143,11 @@ pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;
 
+/// Answers that wait to be sent to one reliable peer: twice the Reads and atomics that it may have outstanding.
+pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
+/// The same, to all peers.
+pub const RD_ANSWERS: usize = 16_384;
+
 /// Answers to strangers that wait to be sent; more strangers at once get none.
 pub const RD_CHALLENGES: usize = 256;
 
@@ -160,6 +165,9 @@ pub const RECORD_RANGES: usize = 1 << 20;
 /// Runs of bytes of one recorded message that arrived with gaps between them: a loss of 1 % of the datagrams of the
 /// longest message makes half as many.
 pub const RECORD_GAPS: usize = 32_768;
+
+/// Bytes of parity groups that are not complete, of one queue pair. What does not fit is not repaired.
+pub const PARITY_BYTES: usize = 16 << 20;
 
 /// Errors that peers reported and the program has not read.
 pub const ERRORS_WAITING: usize = 256;

@@ -10,7 +10,7 @@ use smallvec::{SmallVec, smallvec};
 use super::flow::Peer;
 use super::messages::{GivenUp, Open, Record, Turn};
 use super::options::RecordMode;
-use super::parity::Groups;
+use super::parity::{Budget, Groups};
 use super::reassemble::{Coverage, Identity, Range};
 use super::rx::{identity, source_qpn};
 use super::{Arrival, DatagramQp, Dropped, Kind, grh};
@@ -64,6 +64,8 @@ impl DatagramQp {
         let result = match turn {
             Turn::Late => Err(Dropped::Late),
             Turn::Open => self.go_on(arrival, peer, d, &identity),
+            // What is acknowledged is never given up: the packet waits.
+            Turn::New if self.rd.is_some() && self.messages.is_full(peer) => Err(Dropped::Busy),
             Turn::New => self
                 .open_message(arrival, peer, &identity, len)
                 .and_then(|open| {
@@ -267,9 +269,11 @@ impl DatagramQp {
         }
         let made = match shim.group {
             0 => None,
-            group => open
-                .group(shim.segment, group)?
-                .came(shim.offset, d.payload, shim.parity),
+            group => open.group(shim.segment, group, &self.parity)?.came(
+                shim.offset,
+                d.payload,
+                shim.parity,
+            ),
         };
         let mut progress = Progress {
             fresh: SmallVec::new(),
@@ -310,12 +314,13 @@ impl DatagramQp {
         payload: &[u8],
         identity: &Identity,
     ) -> Result<Progress, Dropped> {
-        let lead = self.lead(identity);
+        let (lead, reliable) = (self.lead(identity), self.rd.is_some());
         let Some(open) = self.messages.get_mut(peer, id) else {
             return Err(Dropped::Late);
         };
         let end = offset.saturating_add(u32::try_from(payload.len()).unwrap_or(u32::MAX));
-        let most = if open.record {
+        // A gap of a reliable message closes; the window of its sender bounds how many there are.
+        let most = if open.record || reliable {
             bounds::RECORD_GAPS
         } else {
             bounds::DATAGRAM_RANGES
@@ -536,7 +541,7 @@ impl DatagramQp {
 
 impl Open {
     /// The groups of the message; the first datagram says what they are.
-    fn group(&mut self, segment: u16, group: u8) -> Result<&mut Groups, Dropped> {
+    fn group(&mut self, segment: u16, group: u8, budget: &Budget) -> Result<&mut Groups, Dropped> {
         let length = self.identity.length;
         if self
             .parity
@@ -548,7 +553,8 @@ impl Open {
         match &mut self.parity {
             Some(groups) => Ok(groups),
             none => {
-                let groups = Groups::new(length, segment, group).ok_or(Dropped::Operation)?;
+                let groups =
+                    Groups::new(length, segment, group, budget).ok_or(Dropped::Operation)?;
                 Ok(none.insert(Box::new(groups)))
             }
         }

@@ -22,6 +22,7 @@ use crate::bounds;
 use crate::wire::Msn;
 use crate::wire::control::Control;
 use crate::wire::ddp::Untagged;
+use crate::wire::dgram::{self, Shim};
 
 /// A queue pair elsewhere: its address and port, and its index there.
 pub(super) type Peer = (SocketAddr, u8);
@@ -63,6 +64,9 @@ impl Report {
     }
 }
 
+/// Bytes of the datagram of a report.
+const REPORT: usize = Shim::LEN + Untagged::LEN + Report::LEN + dgram::CRC;
+
 /// What a datagram of `bytes` takes of a socket's room. The kernel counts the memory that it lies in, which is up to
 /// twice as much, and a structure of its own.
 pub(crate) fn charge(bytes: usize) -> u32 {
@@ -97,6 +101,8 @@ impl Window {
 struct Source {
     /// Charge since the last report.
     since: u64,
+    /// Bytes that came from it, less those that it was sent for them.
+    credit: u64,
     told: bool,
 }
 
@@ -224,27 +230,39 @@ impl Flow {
 
     // ------------------------------------------------------------------ receiver
 
-    /// A datagram came from `peer` to our address `from`: the first one is reported, and then a part of our room at a time.
-    pub(super) fn heard(
-        &mut self,
-        peer: Peer,
-        from: Option<IpAddr>,
-        id: u32,
-        end: u32,
-        bytes: usize,
-    ) {
+    /// A datagram of `bytes` came from `peer`.
+    pub(super) fn came(&mut self, peer: Peer, bytes: usize) {
         if self.sources.len() >= bounds::DATAGRAM_PEERS && !self.sources.contains_key(&peer) {
             self.sources.clear();
         }
         let source = self.sources.entry(peer).or_default();
         source.since += u64::from(charge(bytes));
-        if source.told && source.since < u64::from(self.room / 4) {
+        source.credit += bytes as u64;
+    }
+
+    /// Whether `bytes` may be sent to `peer` for what came from there: its address may be somebody else's, and no more goes
+    /// there than came from there.
+    pub(super) fn spend(&mut self, peer: &Peer, bytes: usize) -> bool {
+        let Some(source) = self.sources.get_mut(peer) else {
+            return false;
+        };
+        let left = source.credit.checked_sub(bytes as u64);
+        source.credit = left.unwrap_or(source.credit);
+        left.is_some()
+    }
+
+    /// A datagram that [`Self::came`] from `peer` to our address `from` is reported, if it is the first one or a part of our
+    /// room has come since.
+    pub(super) fn heard(&mut self, peer: Peer, from: Option<IpAddr>, id: u32, end: u32) {
+        let quarter = u64::from(self.room / 4);
+        let due = |s: &Source| !s.told || s.since >= quarter;
+        if !self.sources.get(&peer).is_some_and(due) || !self.spend(&peer, REPORT) {
             return;
         }
-        *source = Source {
-            since: 0,
-            told: true,
-        };
+        if let Some(source) = self.sources.get_mut(&peer) {
+            source.since = 0;
+            source.told = true;
+        }
         let report = Report {
             id,
             end,
@@ -363,7 +381,8 @@ mod tests {
         flow.set_room(1 << 20);
         let mut reported = Vec::new();
         for id in 1..=1000 {
-            flow.heard(peer(1), None, id, 5, 1000);
+            flow.came(peer(1), 1000);
+            flow.heard(peer(1), None, id, 5);
             if let Some((to, _, report)) = flow.next_report() {
                 assert_eq!(to, peer(1));
                 assert_eq!((report.id, report.room), (id, 1 << 20));
@@ -378,11 +397,32 @@ mod tests {
     fn strangers_cost_a_bounded_amount() {
         let mut flow = Flow::new();
         for port in 0..u16::MAX {
-            flow.heard(peer(port), None, 1, 1, 1);
+            flow.came(peer(port), 1000);
+            flow.heard(peer(port), None, 1, 1);
             flow.sent(peer(port), 1, 1, 1);
         }
         assert!(flow.sources.len() <= bounds::DATAGRAM_PEERS);
         assert!(flow.windows.len() <= bounds::DATAGRAM_PEERS);
         assert!(flow.reports.len() <= bounds::DATAGRAM_PEERS);
+    }
+
+    #[test]
+    fn nobody_is_sent_more_than_came_from_there() {
+        let mut flow = Flow::new();
+        let (mut came, mut went) = (0, 0);
+        for n in 0..100 {
+            flow.came(peer(1), 41);
+            came += 41;
+            for part in [30, REPORT, 20] {
+                if n % 3 == 0 && flow.spend(&peer(1), part) {
+                    went += part;
+                }
+            }
+            flow.heard(peer(1), None, n, 0);
+            went += flow.next_report().map_or(0, |_| REPORT);
+            assert!(went <= came, "{went} of {came}");
+        }
+        assert!(went >= REPORT && flow.sources[&peer(1)].told);
+        assert!(!flow.spend(&peer(2), 1));
     }
 }

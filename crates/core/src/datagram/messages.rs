@@ -229,12 +229,27 @@ pub(super) struct Messages {
     /// When a message may have to be given up; looked up again then, for it may have moved.
     timers: BTreeSet<(Duration, Peer, u32)>,
     open: usize,
+    /// Nothing that is open may be given up for something else.
+    reliable: bool,
 }
 
 /// A newer message than this many ahead says that nothing more of an older one will come.
 const AHEAD: u32 = 8;
 
 impl Messages {
+    pub(super) fn new(reliable: bool) -> Self {
+        Self {
+            reliable,
+            ..Self::default()
+        }
+    }
+
+    /// Whether one more message of `peer` would be one too many.
+    pub(super) fn is_full(&self, peer: &Peer) -> bool {
+        let theirs = self.sources.get(peer).map_or(0, |s| s.open.len());
+        theirs >= bounds::OPEN_MESSAGES_SOURCE || self.open >= bounds::OPEN_MESSAGES
+    }
+
     /// Sorts in a datagram.
     pub(super) fn turn(&self, peer: &Peer, epoch: u16, id: u32) -> Turn {
         let Some(source) = self.sources.get(peer) else {
@@ -276,7 +291,9 @@ impl Messages {
     ) -> Option<&mut Source> {
         if !self.sources.contains_key(peer) && self.sources.len() >= bounds::RECORD_SOURCES {
             // Near the oldest is good enough: the first ones of a table in random order.
-            let oldest = self.sources.iter().take(64).min_by_key(|(_, s)| s.used);
+            let may_go = |s: &Source| !self.reliable || s.open.is_empty();
+            let some = self.sources.iter().filter(|(_, s)| may_go(s)).take(64);
+            let oldest = some.min_by_key(|(_, s)| s.used);
             if let Some(oldest) = oldest.map(|(peer, _)| *peer) {
                 self.forget(&oldest, given_up);
             }

@@ -75,6 +75,7 @@ use cookie::Secret;
 use flow::{Flow, Peer};
 use messages::{Messages, Records};
 use options::Options;
+use parity::Budget;
 use rd::Reliable;
 use reads::Reads;
 use reassemble::Incoming;
@@ -405,9 +406,10 @@ pub struct DatagramQp {
     outbox: VecDeque<TxDatagram>,
     /// Ends of messages, to be said once more.
     trailers: VecDeque<tx::Trailer>,
-    /// With reliability: messages by peer, how many in all, and the peers that may be sent to.
+    /// With reliability: messages by peer, how many requests and answers in all, and the peers that may be sent to.
     lanes: HashMap<Peer, tx::Lane>,
     lanes_len: usize,
+    lanes_answers: usize,
     ready: VecDeque<Peer>,
     last_tag: u64,
     /// Each datagram that was given out and not yet sent.
@@ -419,6 +421,7 @@ pub struct DatagramQp {
     // --- receive ---
     incoming: Incoming,
     messages: Messages,
+    parity: Budget,
     records: Records,
     errors: VecDeque<ErrorReport>,
     /// Second, and errors told to peers in it.
@@ -435,6 +438,8 @@ pub struct DatagramQp {
     overflowed: bool,
     last_wqe_told: bool,
     drain_asked: bool,
+    /// With reliability: packets wait because there were too many open messages, or answers.
+    crowded: bool,
 }
 
 impl fmt::Debug for DatagramQp {
@@ -484,6 +489,8 @@ impl DatagramQp {
             trailers: VecDeque::new(),
             lanes: HashMap::new(),
             lanes_len: 0,
+            lanes_answers: 0,
+            crowded: false,
             ready: VecDeque::new(),
             last_tag: 0,
             given_out: VecDeque::new(),
@@ -491,7 +498,8 @@ impl DatagramQp {
             reads: Reads::default(),
             failures: VecDeque::new(),
             incoming: Incoming::default(),
-            messages: Messages::default(),
+            messages: Messages::new(rd.is_some()),
+            parity: Budget::default(),
             records: Records::default(),
             errors: VecDeque::new(),
             errors_told: (0, 0),
@@ -781,6 +789,7 @@ impl DatagramQp {
         self.trailers.clear();
         self.lanes.clear();
         self.lanes_len = 0;
+        self.lanes_answers = 0;
         self.ready.clear();
         self.given_out.clear();
         self.reads.clear();

@@ -4,6 +4,10 @@
 //! of a message have the same length; a shorter one counts as if zeroes followed.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::bounds;
 
 /// Groups of one message that are under way.
 const GROUPS: usize = 64;
@@ -15,6 +19,26 @@ pub(super) fn add(sum: &mut Vec<u8>, bytes: &[u8]) {
     }
     for (s, b) in sum.iter_mut().zip(bytes) {
         *s ^= b;
+    }
+}
+
+/// Bytes that the groups of all messages of a queue pair take together.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Budget(Arc<AtomicUsize>);
+
+impl Budget {
+    /// Takes `bytes`, if they are left.
+    fn take(&self, bytes: usize) -> bool {
+        let taken = self.0.load(Ordering::Relaxed) + bytes;
+        let fits = taken <= bounds::PARITY_BYTES;
+        if fits {
+            self.0.store(taken, Ordering::Relaxed);
+        }
+        fits
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.0.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 
@@ -33,17 +57,32 @@ pub(super) struct Groups {
     segment: u32,
     many: u32,
     open: BTreeMap<u32, Group>,
+    budget: Budget,
+}
+
+impl Drop for Groups {
+    fn drop(&mut self) {
+        self.budget
+            .give_back(self.open.values().map(|g| g.sum.len()).sum());
+    }
 }
 
 impl Groups {
     /// For a message of `length` bytes in datagrams of `segment`, `many` to a group. None: that makes no sense.
-    pub(super) fn new(length: u32, segment: u16, many: u8) -> Option<Self> {
+    pub(super) fn new(length: u32, segment: u16, many: u8, budget: &Budget) -> Option<Self> {
         (segment > 0 && many > 0).then(|| Self {
             length,
             segment: segment.into(),
             many: many.into(),
             open: BTreeMap::new(),
+            budget: budget.clone(),
         })
+    }
+
+    fn close(&mut self, number: u32) -> Option<Group> {
+        let group = self.open.remove(&number)?;
+        self.budget.give_back(group.sum.len());
+        Some(group)
     }
 
     /// Whether later datagrams say the same.
@@ -73,7 +112,10 @@ impl Groups {
             return None;
         }
         if !self.open.contains_key(&number) && self.open.len() >= GROUPS {
-            self.open.pop_first();
+            let oldest = self.open.first_key_value().map(|(number, _)| *number);
+            if let Some(oldest) = oldest {
+                self.close(oldest);
+            }
         }
         let first = number * self.many * self.segment;
         let left = self.length.saturating_sub(first);
@@ -90,17 +132,23 @@ impl Groups {
             }
             group.have |= bit;
         }
+        let more = payload.len().saturating_sub(group.sum.len());
+        if !self.budget.take(more) {
+            // What is lost of this group stays so.
+            self.close(number);
+            return None;
+        }
         add(&mut group.sum, payload);
         let missing = members - group.have.count_ones().min(members);
         if missing == 0 {
-            self.open.remove(&number);
+            self.close(number);
             return None;
         }
         if missing > 1 || !group.parity {
             return None;
         }
         let place = (0..members).find(|place| group.have & (1 << place) == 0)?;
-        let group = self.open.remove(&number)?;
+        let group = self.close(number)?;
         let offset = first + place * self.segment;
         let mut bytes = group.sum;
         bytes.truncate(usize::try_from(self.len_at(offset)).ok()?);
@@ -122,7 +170,7 @@ mod tests {
             .collect();
         for lost in 0..cut.len() {
             for late in [false, true] {
-                let mut groups = Groups::new(1050, 100, 4).unwrap();
+                let mut groups = Groups::new(1050, 100, 4, &Budget::default()).unwrap();
                 let mut made = None;
                 let group = lost / 4;
                 let mut sum = Vec::new();
@@ -149,7 +197,7 @@ mod tests {
 
     #[test]
     fn two_lost_ones_and_copies_make_nothing() {
-        let mut groups = Groups::new(400, 100, 4).unwrap();
+        let mut groups = Groups::new(400, 100, 4, &Budget::default()).unwrap();
         assert_eq!(groups.came(0, &[1; 100], false), None);
         assert_eq!(groups.came(0, &[1; 100], false), None);
         assert_eq!(groups.came(100, &[2; 100], false), None);
@@ -159,6 +207,32 @@ mod tests {
         assert_eq!(groups.came(100, &[3; 100], true), None);
         assert_eq!(groups.came(200, &[3; 99], false), None);
         assert!(groups.came(200, &[3; 100], false).is_some());
-        assert!(Groups::new(1, 0, 4).is_none());
+        assert!(Groups::new(1, 0, 4, &Budget::default()).is_none());
+    }
+
+    #[test]
+    fn groups_of_all_messages_together_are_bounded() {
+        let budget = Budget::default();
+        let new = || Groups::new(u32::MAX, 60_000, 15, &budget).unwrap();
+        let mut messages: Vec<Groups> = (0..100).map(|_| new()).collect();
+        for n in 0..GROUPS as u32 + 9 {
+            for message in &mut messages {
+                message.came(n * 15 * 60_000, &[1; 60_000], false);
+            }
+            let held: usize = messages
+                .iter()
+                .flat_map(|m| m.open.values())
+                .map(|g| g.sum.len())
+                .sum();
+            assert_eq!(held, budget.0.load(Ordering::Relaxed));
+            assert!(held <= bounds::PARITY_BYTES);
+        }
+        // What one gives up is there for another.
+        messages.clear();
+        assert_eq!(budget.0.load(Ordering::Relaxed), 0);
+        let mut message = Groups::new(200, 100, 2, &budget).unwrap();
+        assert_eq!(message.came(0, &[1; 100], false), None);
+        assert!(message.came(0, &[3; 100], true).is_some());
+        assert_eq!(budget.0.load(Ordering::Relaxed), 0);
     }
 }

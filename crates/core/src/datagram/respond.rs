@@ -56,13 +56,19 @@ impl DatagramQp {
                 .get(ReadRequest::LEN..)
                 .and_then(|c| c.first_chunk());
             let cookie = cookie.map_or(0, |c| u64::from_be_bytes(*c));
-            if answer > len && !self.secret.knows(peer, cookie, self.now) {
+            let proven = self.secret.knows(peer, cookie, self.now);
+            if answer > len && !proven {
                 self.send_cookie(arrival, peer, shim.id);
                 return Ok(());
             }
             if self.answers.len() >= usize::from(self.options.max_reads) {
                 return Err(Dropped::Busy);
             }
+            if !proven && !self.flow.spend(peer, answer) {
+                return Err(Dropped::Busy);
+            }
+        } else if self.has_enough_answers(peer) {
+            return Err(Dropped::Busy);
         }
         let address = Address::Tagged {
             stag: request.sink_stag,
@@ -85,9 +91,17 @@ impl DatagramQp {
         Ok(())
     }
 
+    /// Whether as many answers wait for a reliable peer, or for all, as may. A peer that does not acknowledge what it asked
+    /// for gets no more memory than that, and nobody else has to wait for it.
+    fn has_enough_answers(&self, peer: &Peer) -> bool {
+        let waiting = self.lanes.get(peer).map_or(0, |lane| lane.answers);
+        let most = bounds::RD_ANSWERS_PEER.max(self.options.max_reads.into());
+        waiting >= most || self.lanes_answers >= bounds::RD_ANSWERS
+    }
+
     /// Whoever asks for much first shows that it receives at its address.
     fn send_cookie(&mut self, arrival: &Arrival, peer: &Peer, id: u32) {
-        if self.outbox.len() >= bounds::DATAGRAM_PEERS {
+        if self.outbox.len() >= bounds::DATAGRAM_PEERS || !self.flow.spend(peer, COOKIE) {
             return;
         }
         let cookie = self.secret.cookie(peer, self.now).to_be_bytes();
@@ -108,6 +122,9 @@ impl DatagramQp {
         };
         if !d.header.last() || d.shim.offset != 0 {
             return Err(Dropped::Operation);
+        }
+        if self.has_enough_answers(peer) {
+            return Err(Dropped::Busy);
         }
         let request = AtomicRequest::parse(bytes).map_err(|_| Dropped::Operation)?;
         let place = self.remote(peer, request.stag, request.to, 8, Access::REMOTE_ATOMIC)?;
@@ -231,6 +248,7 @@ impl DatagramQp {
         }
         if self.errors_told.1 >= bounds::ERRORS_A_SECOND
             || self.outbox.len() >= bounds::DATAGRAM_PEERS
+            || !self.flow.spend(peer, ERROR_REPORT)
         {
             return;
         }
@@ -322,7 +340,13 @@ impl DatagramQp {
             // What of it was not sent yet will not be.
             let before = lane.queue.len();
             lane.queue.retain(|c| c.tag != tag);
-            self.lanes_len -= before - lane.queue.len();
+            let gone = before - lane.queue.len();
+            if tag & super::tx::OURS == 0 {
+                self.lanes_len -= gone;
+            } else {
+                lane.answers -= gone;
+                self.lanes_answers -= gone;
+            }
         }
         if tag & super::tx::OURS != 0 {
             return;
@@ -348,7 +372,8 @@ impl DatagramQp {
     /// A peer is gone: what was for it fails.
     fn lost(&mut self, peer: &Peer, status: Status) {
         if let Some(lane) = self.lanes.remove(peer) {
-            self.lanes_len -= lane.queue.len();
+            self.lanes_len -= lane.queue.len() - lane.answers;
+            self.lanes_answers -= lane.answers;
         }
         let connected = self.kind.is_connected();
         let theirs = |to: &Option<crate::verbs::wr::Destination>| {
@@ -394,3 +419,8 @@ impl DatagramQp {
         self.control_as(SUB_ERROR, peer, from, id, header, payload)
     }
 }
+
+/// Bytes of the datagram of a cookie.
+const COOKIE: usize = Shim::LEN + Untagged::LEN + 8 + dgram::CRC;
+/// Bytes of an error report.
+const ERROR_REPORT: usize = Shim::LEN + Untagged::LEN + 4 + dgram::CRC;

@@ -99,8 +99,9 @@ impl DatagramQp {
         if let (Verdict::Deliver(seq), Some(data)) = (verdict, data) {
             result = self.deliver_packet(arrival, &peer, seq, data);
         }
-        if result != Err(Dropped::NoReceive) {
+        if !matches!(result, Err(Dropped::NoReceive | Dropped::Busy)) {
             self.drain(arrival, &peer);
+            self.feed_crowded();
         }
         result
     }
@@ -111,23 +112,33 @@ impl DatagramQp {
             && let Some((seq, data)) = self.rd.as_mut().and_then(|rd| rd.take_waiting(peer))
         {
             match self.deliver_packet(arrival, peer, seq, &data) {
-                Err(Dropped::NoReceive) => break,
+                Err(Dropped::NoReceive | Dropped::Busy) => break,
                 Err(why) => self.counters.dropped(why),
                 Ok(()) => {}
             }
+            if self.rd.as_ref().is_some_and(|rd| rd.waits(peer, seq)) {
+                break;
+            }
+        }
+    }
+
+    /// There may be room again for packets that waited for some.
+    pub(super) fn feed_crowded(&mut self) {
+        if !std::mem::take(&mut self.crowded) {
+            return;
+        }
+        for _ in 0..CROWD {
+            let Some(peer) = self.rd.as_mut().and_then(Reliable::next_starving) else {
+                break;
+            };
+            self.drain(&waited(&peer), &peer);
         }
     }
 
     /// A receive was posted: packets may have waited for it.
     pub(super) fn feed(&mut self) {
         while let Some(peer) = self.rd.as_mut().and_then(Reliable::next_starving) {
-            let arrival = Arrival {
-                from: peer.0,
-                to: None,
-                hop_limit: 0,
-                traffic_class: 0,
-            };
-            self.drain(&arrival, &peer);
+            self.drain(&waited(&peer), &peer);
             let starving = self.rd.as_ref().is_some_and(|rd| rd.is_starving(&peer));
             if starving {
                 break;
@@ -161,10 +172,11 @@ impl DatagramQp {
             Ok(()) | Err(Dropped::Late | Dropped::Duplicate | Dropped::Local | Dropped::State) => {
                 rd.delivered(peer, seq);
             }
-            Err(Dropped::NoReceive | Dropped::Busy) => {
+            Err(why @ (Dropped::NoReceive | Dropped::Busy)) => {
                 rd.starved(peer, seq, data);
+                self.crowded |= why == Dropped::Busy;
             }
-            Err(why) => rd.refused(peer, seq, why.status()),
+            Err(why) => rd.refused(peer, seq, data, why.status()),
         }
         result
     }
@@ -182,7 +194,8 @@ impl DatagramQp {
         // What answers us is known by what it answers.
         match opcode {
             Opcode::ReadResponse => {
-                self.note_heard(arrival, d, len);
+                self.note_came(&peer, len);
+                self.note_heard(arrival, d);
                 return self.receive_read_response(&peer, d);
             }
             Opcode::AtomicResponse => return self.receive_atomic_response(&peer, d),
@@ -198,7 +211,7 @@ impl DatagramQp {
             return Err(Dropped::Qkey);
         }
         if !to_group {
-            self.note_heard(arrival, d, len);
+            self.note_came(&peer, len);
         }
         let one_sided = self.kind.is_reliable() || (self.options.one_sided && !to_group);
         let result = match opcode {
@@ -217,6 +230,9 @@ impl DatagramQp {
         };
         if let Err(why) = result {
             self.report_error(arrival, &peer, d, why);
+        }
+        if !to_group {
+            self.note_heard(arrival, d);
         }
         result
     }
@@ -241,15 +257,22 @@ impl DatagramQp {
         }
     }
 
-    /// Notes for the sender's sake that a datagram got here, whatever becomes of it.
-    fn note_heard(&mut self, arrival: &Arrival, d: &Datagram<'_>, len: usize) {
+    /// A datagram got here, whatever becomes of it.
+    fn note_came(&mut self, peer: &Peer, len: usize) {
+        if self.rd.is_none() {
+            self.flow.came(*peer, len);
+        }
+    }
+
+    /// Tells its sender so, now and then. To be called when the datagram has been answered otherwise.
+    fn note_heard(&mut self, arrival: &Arrival, d: &Datagram<'_>) {
         if self.rd.is_some() {
             return;
         }
         let payload = u32::try_from(d.payload.len()).unwrap_or(0);
         let end = d.shim.offset.saturating_add(payload);
         let peer = source(arrival, &d.shim);
-        self.flow.heard(peer, arrival.to, d.shim.id, end, len);
+        self.flow.heard(peer, arrival.to, d.shim.id, end);
     }
 
     // ------------------------------------------------------------------ UC
@@ -274,7 +297,8 @@ impl DatagramQp {
         if shim.qkey != 0 {
             return Err(Dropped::Qkey);
         }
-        self.note_heard(arrival, datagram, len);
+        self.note_came(&source(arrival, shim), len);
+        self.note_heard(arrival, datagram);
         let identity = identity(datagram)?;
         if identity.opcode == Opcode::WriteRecord || identity.invalidate.is_some() {
             return Err(Dropped::Operation);
@@ -519,6 +543,19 @@ pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
         solicited: opcode.is_solicited() || shim.attributes & ATTR_SOLICITED != 0,
     })
 }
+
+/// How a packet came that waited: nobody remembers.
+fn waited(peer: &Peer) -> Arrival {
+    Arrival {
+        from: peer.0,
+        to: None,
+        hop_limit: 0,
+        traffic_class: 0,
+    }
+}
+
+/// Peers whose packets are looked at again at once.
+const CROWD: usize = 64;
 
 /// The sender, as we would send to it.
 pub(super) fn source(arrival: &Arrival, shim: &Shim) -> Peer {

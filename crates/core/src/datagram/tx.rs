@@ -316,15 +316,26 @@ impl DatagramQp {
             return None;
         }
         let lane = self.lanes.get_mut(peer)?;
-        self.lanes_len -= 1;
-        lane.queue.pop_front()
+        let current = lane.queue.pop_front()?;
+        if current.tag & OURS == 0 {
+            self.lanes_len -= 1;
+        } else {
+            self.lanes_answers -= 1;
+            lane.answers -= 1;
+        }
+        Some(current)
     }
 
     /// A message goes to the lane of its peer: its end, or its front if some of it has gone.
     fn enter_lane(&mut self, current: Current, front: bool) {
         let peer = peer_of(&current.to);
         let lane = self.lanes.entry(peer).or_default();
-        self.lanes_len += 1;
+        if current.tag & OURS == 0 {
+            self.lanes_len += 1;
+        } else {
+            self.lanes_answers += 1;
+            lane.answers += 1;
+        }
         if front {
             lane.queue.push_front(current);
         } else {
@@ -1188,9 +1199,11 @@ fn header_at(message: &Message, offset: u32, last: bool) -> Header {
 pub(super) struct Lane {
     pub(super) queue: VecDeque<Current>,
     pub(super) ready: bool,
+    /// How many of the messages answer somebody.
+    pub(super) answers: usize,
 }
 
-/// Messages in all lanes: those behind them stay in the send queue.
+/// Requests in all lanes: those behind them stay in the send queue.
 const LANES: usize = 4096;
 /// Ends of messages that wait to be said again.
 const TRAILERS: usize = 64;

@@ -126,6 +126,8 @@ pub(super) struct Reliable {
     soon: Vec<Peer>,
     /// Bytes that wait, of all peers.
     waiting: usize,
+    /// When the table of peers was searched for idle ones.
+    swept: Duration,
     room: u32,
     events: VecDeque<Event>,
 }
@@ -155,6 +157,7 @@ impl Reliable {
             starving: VecDeque::new(),
             soon: Vec::new(),
             waiting: 0,
+            swept: Duration::ZERO,
             room: bounds::DATAGRAM_WINDOW,
             events: VecDeque::new(),
         }
@@ -408,6 +411,10 @@ impl Reliable {
             return true;
         }
         if self.peers.len() >= bounds::RD_PEERS {
+            if now.saturating_sub(self.swept) < SWEEP {
+                return false;
+            }
+            self.swept = now;
             // Those that have been idle for longer than a datagram can be on its way.
             self.peers.retain(|_, s| {
                 s.tx.is_some() || s.rx.is_some() || now.saturating_sub(s.used) < IDLE
@@ -664,13 +671,19 @@ impl Reliable {
     }
 
     /// The queue pair refuses the message of packet `seq`.
-    pub(super) fn refused(&mut self, peer: &Peer, seq: u64, why: Status) {
-        let ordered = self.ordered;
+    pub(super) fn refused(&mut self, peer: &Peer, seq: u64, data: &[u8], why: Status) {
+        let (ordered, waiting) = (self.ordered, self.waiting);
         let Some(rx) = self.receiver(peer) else {
             return;
         };
         if !ordered && seq != rx.next() {
-            // Only the next packet can be refused: it is dropped, and comes again.
+            // Only the next packet can be refused. It may be acknowledged already, so it waits for that.
+            if waiting + data.len() <= bounds::RD_WAITING
+                && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
+            {
+                rx.keep(seq, data);
+                self.waiting += data.len();
+            }
             return;
         }
         rx.refuse(why as u8);
@@ -697,6 +710,12 @@ impl Reliable {
     pub(super) fn is_starving(&self, peer: &Peer) -> bool {
         let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
         rx.is_some_and(|rx| rx.starved)
+    }
+
+    /// Whether packet `seq` of a peer waits.
+    pub(super) fn waits(&self, peer: &Peer, seq: u64) -> bool {
+        let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
+        rx.is_some_and(|rx| rx.waits(seq))
     }
 
     fn receiver(&mut self, peer: &Peer) -> Option<&mut Receiver> {
@@ -828,5 +847,7 @@ fn wrap(mut packet: Packet, what: &Outgoing<'_>) -> Vec<u8> {
 
 /// Packets that are acknowledged together.
 const ACK_EACH: u32 = 32;
+/// Time between two searches of a full table: who fills it cannot make each packet search it.
+const SWEEP: Duration = Duration::from_secs(1);
 /// Longer than a datagram can be on its way.
 const IDLE: Duration = Duration::from_secs(60);

@@ -122,6 +122,11 @@ impl Receiver {
         }
     }
 
+    /// Whether packet `seq` waits.
+    pub(super) fn waits(&self, seq: u64) -> bool {
+        self.beyond.get(&seq).is_some_and(Option::is_some)
+    }
+
     /// Takes a packet out that waits: the next one in order, or any if `unordered`.
     pub(super) fn take_waiting(&mut self, unordered: bool) -> Option<(u64, Vec<u8>)> {
         if self.refused.is_some() {
