@@ -180,3 +180,6 @@ pub const COOKIES: usize = 1024;
 
 /// Bytes of payload, and no more, that a request may be followed by to be worth an answer of its size.
 pub const READ_PADDING: usize = 1024;
+
+/// Bytes of buffers that a queue pair keeps for the next datagrams.
+pub const DATAGRAM_SPARE: usize = 4 << 20;

@@ -144,7 +144,7 @@ impl DgramQp {
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
-        self.context.engine.works().map_err(|e| (0, e))?;
+        self.context.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         let mut result = Ok(());
         for (i, request) in requests.enumerate() {
@@ -165,7 +165,7 @@ impl DgramQp {
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
-        self.context.engine.works().map_err(|e| (0, e))?;
+        self.context.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         for (i, request) in requests.enumerate() {
             if let Err(e) = request.and_then(|r| inner.core.post_recv(r)) {
@@ -360,7 +360,9 @@ impl DgramQp {
         let mut bytes = 0;
         loop {
             if inner.sent >= inner.pending.len() {
-                inner.pending.clear();
+                for datagram in inner.pending.drain(..) {
+                    inner.core.recycle(datagram);
+                }
                 inner.sent = 0;
                 inner.core.poll_tx(&mut inner.pending);
                 if inner.pending.is_empty() {

@@ -378,6 +378,35 @@ pub type PathMtu = fn(IpAddr) -> u16;
 /// How long one try lasts that finds no receive, of those that `rnr_retry` counts.
 const RNR_WAIT: Duration = Duration::from_millis(100);
 
+/// Buffers of datagrams that are sent, for those to come: memory that was touched costs less than new memory.
+#[derive(Debug, Default)]
+struct Spare {
+    buffers: Vec<Vec<u8>>,
+    bytes: usize,
+}
+
+impl Spare {
+    /// An empty buffer with room for `len` bytes.
+    fn take(&mut self, len: usize) -> Vec<u8> {
+        match self.buffers.pop() {
+            Some(mut buffer) => {
+                self.bytes -= buffer.capacity();
+                buffer.clear();
+                buffer.reserve(len);
+                buffer
+            }
+            None => Vec::with_capacity(len),
+        }
+    }
+
+    fn give(&mut self, buffer: Vec<u8>) {
+        if self.bytes + buffer.capacity() <= bounds::DATAGRAM_SPARE {
+            self.bytes += buffer.capacity();
+            self.buffers.push(buffer);
+        }
+    }
+}
+
 /// A datagram queue pair.
 pub struct DatagramQp {
     rnic: Arc<Rnic>,
@@ -431,6 +460,7 @@ pub struct DatagramQp {
     rd: Option<Reliable>,
     secret: Secret,
     paths: Option<PathMtu>,
+    spare: Spare,
     now: Duration,
     events: VecDeque<AsyncEvent>,
     /// Sending stopped for the peer's sake.
@@ -507,6 +537,7 @@ impl DatagramQp {
             rd,
             secret,
             paths: None,
+            spare: Spare::default(),
             now: Duration::ZERO,
             events: VecDeque::new(),
             was_stalled: false,
@@ -563,6 +594,17 @@ impl DatagramQp {
     /// without.
     pub fn owes(&self) -> bool {
         self.rd.as_ref().is_some_and(Reliable::owes)
+    }
+
+    /// A datagram was sent, and its buffer is free.
+    pub fn recycle(&mut self, datagram: TxDatagram) {
+        let buffer = match datagram.bytes {
+            Bytes::Own(buffer) => Some(buffer),
+            Bytes::Shared(packet) => Arc::try_unwrap(packet).ok(),
+        };
+        if let Some(buffer) = buffer {
+            self.spare.give(buffer);
+        }
     }
 
     /// Nothing else is about to be sent.

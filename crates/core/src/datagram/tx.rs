@@ -1013,7 +1013,10 @@ impl DatagramQp {
         let payload = usize::try_from(len).unwrap_or(0);
         // With reliability the header of the packet stands in front; it is written when its number is known.
         let room = if self.rd.is_some() { Packet::LEN } else { 0 };
-        let mut bytes = Vec::with_capacity(room + HEAD_MAX + payload + dgram::CRC);
+        if let Some(rd) = &mut self.rd {
+            rd.recycle(|buffer| self.spare.give(buffer));
+        }
+        let mut bytes = self.spare.take(room + HEAD_MAX + payload + dgram::CRC);
         bytes.resize(room, 0);
         dgram::put_head(&shim, &header, &mut bytes);
         let head = bytes.len();

@@ -124,6 +124,8 @@ pub(super) struct Reliable {
     starving: VecDeque<Peer>,
     /// Peers that wait for an acknowledgement.
     soon: Vec<Peer>,
+    /// Packets that were acknowledged.
+    spare: Vec<Arc<Vec<u8>>>,
     /// Bytes that wait, of all peers.
     waiting: usize,
     /// When the table of peers was searched for idle ones.
@@ -156,6 +158,7 @@ impl Reliable {
             challenges: VecDeque::new(),
             starving: VecDeque::new(),
             soon: Vec::new(),
+            spare: Vec::new(),
             waiting: 0,
             swept: Duration::ZERO,
             room: bounds::DATAGRAM_WINDOW,
@@ -346,6 +349,14 @@ impl Reliable {
             rx.acknowledges();
         }
         Some((state.way, bytes))
+    }
+
+    /// Gives back the buffers of packets that were acknowledged.
+    pub(super) fn recycle(&mut self, give: impl FnMut(Vec<u8>)) {
+        let spare = self.spare.drain(..);
+        spare
+            .filter_map(|packet| Arc::try_unwrap(packet).ok())
+            .for_each(give);
     }
 
     /// Whether acknowledgements wait for company.
@@ -567,7 +578,7 @@ impl Reliable {
         let near = tx.base();
         let events = &mut self.events;
         let ack = packet.ack.map(|ack| expand(ack, near));
-        tx.acknowledged(packet, now, &mut state.path, |tag| {
+        tx.acknowledged(packet, now, &mut state.path, &mut self.spare, |tag| {
             events.push_back(Event::Done(tag));
         });
         tx.starved = match (packet.not_ready, tx.starved) {

@@ -184,13 +184,14 @@ impl Sender {
         self.deadline = Some(now + wait.min(MOST_PATIENCE));
     }
 
-    /// The peer says what has arrived. Calls `done` with each message that is acknowledged to its end; returns whether
-    /// anything was new.
+    /// The peer says what has arrived. Calls `done` with each message that is acknowledged to its end, and gives packets
+    /// that are to `spare`; returns whether anything was new.
     pub(super) fn acknowledged(
         &mut self,
         packet: &Packet,
         now: Duration,
         cc: &mut Congestion,
+        spare: &mut Vec<Arc<Vec<u8>>>,
         mut done: impl FnMut(Tag),
     ) -> bool {
         let near = self.first;
@@ -233,6 +234,9 @@ impl Sender {
             moved = true;
             if let (Some(tag), true) = (s.tag, s.last) {
                 done(tag);
+            }
+            if spare.len() < SPARE {
+                spare.push(s.packet);
             }
         }
         for (start, stop) in runs {
@@ -398,5 +402,7 @@ impl Sender {
 
 /// A packet that so many others overtook is lost, whatever the time.
 const OVERTAKEN: u64 = 16;
+/// Acknowledged packets that wait for their buffers to be used again.
+const SPARE: usize = 256;
 /// Longest time between two probes.
 const MOST_PATIENCE: Duration = Duration::from_secs(1);
