@@ -42,6 +42,19 @@ pub fn face() -> Face {
     })
 }
 
+/// Whether unreliable connections go over reliable datagrams (`ANYWARP_UC=rd`). Both ends have to say so.
+pub fn uc_over_rd() -> bool {
+    static RD: OnceLock<bool> = OnceLock::new();
+    *RD.get_or_init(|| match std::env::var("ANYWARP_UC").as_deref() {
+        Ok("rd") => true,
+        Ok("udp" | "") | Err(_) => false,
+        Ok(other) => {
+            log!(Warn, "ANYWARP_UC={other}: neither udp nor rd; it is udp");
+            false
+        }
+    })
+}
+
 /// Whether reliable connections that programs make by themselves go over reliable datagrams instead of TCP
 /// (`ANYWARP_RC=udp`). Both ends have to say so.
 pub fn rc_over_udp() -> bool {

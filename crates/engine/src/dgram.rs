@@ -209,6 +209,9 @@ impl DgramQp {
     ) -> Result<(), Misuse> {
         self.context.engine.works()?;
         let mut inner = self.lock();
+        if matches!(next, Some(State::Reset | State::Error)) {
+            self.last_words(&mut inner);
+        }
         inner.core.modify(given, next, assumed, attr)?;
         if let (true, Some(route)) = (self.kind.is_connected(), route) {
             let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
@@ -235,6 +238,9 @@ impl DgramQp {
     /// Sets the state past the rules of `ibv_modify_qp`, as the connection manager does.
     pub fn set_state(&self, to: State) {
         let mut inner = self.lock();
+        if matches!(to, State::Reset | State::Error) {
+            self.last_words(&mut inner);
+        }
         inner.core.set_state(to);
         self.changed(&mut inner);
     }
@@ -244,6 +250,7 @@ impl DgramQp {
         self.carrier.leave(index(self.number));
         let groups = {
             let mut inner = self.lock();
+            self.last_words(&mut inner);
             inner.destroyed = true;
             let counters = *inner.core.counters();
             log!(Debug, "qp 0x{:06x}: {}", self.number, Said(&counters));
@@ -331,6 +338,16 @@ impl DgramQp {
         inner.blocked = false;
         self.transmit(&mut inner);
         self.settle(&mut inner);
+    }
+
+    /// Peers hear that what they sent has arrived, before there is nobody left to say so.
+    fn last_words(&self, inner: &mut Inner) {
+        if inner.core.owes() {
+            inner.core.flush();
+            if !inner.blocked {
+                self.transmit(inner);
+            }
+        }
     }
 
     /// Sends what there is to send, after something happened.

@@ -138,12 +138,11 @@ unsafe fn create(
                 .map_err(|e| os_errno(&e))?,
         ),
         IBV_QPT_UC | IBV_QPT_UD => {
-            let kind = if init.qp_type == IBV_QPT_UD {
-                Kind::Ud
-            } else {
-                Kind::Uc
+            let (kind, options) = match init.qp_type {
+                IBV_QPT_UD => (Kind::Ud, Options::default()),
+                _ if engine_device::uc_over_rd() => (Kind::ReliableUc, connected()),
+                _ => (Kind::Uc, Options::default()),
             };
-            let options = Options::default();
             QueuePair::Dgram(
                 DgramQp::new(&context.engine, srq_cookie, kind, options, parts)
                     .map_err(|e| os_errno(&e))?,

@@ -13,7 +13,7 @@ use super::options::RecordMode;
 use super::parity::{Budget, Groups};
 use super::reassemble::{Coverage, Identity, Range};
 use super::rx::{identity, source_qpn};
-use super::{Arrival, DatagramQp, Dropped, Kind, grh};
+use super::{Arrival, DatagramQp, Dropped, grh};
 use crate::bounds;
 use crate::connection::Step;
 use crate::ddp::tx::Places;
@@ -190,7 +190,7 @@ impl DatagramQp {
         len: u64,
         need: Access,
     ) -> Result<Placement, Dropped> {
-        if self.kind == Kind::Rc && !self.attr.access.has(need) {
+        if self.kind.is_connected() && !self.attr.access.has(need) {
             return Err(Dropped::Access);
         }
         let place = self

@@ -94,6 +94,8 @@ pub enum Kind {
     Rd,
     /// Reliable connection, over reliable datagrams.
     Rc,
+    /// What programs know as an unreliable connection, over reliable datagrams.
+    ReliableUc,
 }
 
 impl Kind {
@@ -101,7 +103,7 @@ impl Kind {
     pub const fn qp_type(self) -> QpType {
         match self {
             Self::Ud => QpType::Ud,
-            Self::Uc => QpType::Uc,
+            Self::Uc | Self::ReliableUc => QpType::Uc,
             Self::Rd => QpType::Rd,
             Self::Rc => QpType::Rc,
         }
@@ -109,12 +111,17 @@ impl Kind {
 
     /// Whether what is sent arrives.
     pub const fn is_reliable(self) -> bool {
+        matches!(self, Self::Rd | Self::Rc | Self::ReliableUc)
+    }
+
+    /// Whether it has operations that are answered, and Send with Invalidate.
+    pub const fn reads(self) -> bool {
         matches!(self, Self::Rd | Self::Rc)
     }
 
     /// Whether there is one peer only.
     pub const fn is_connected(self) -> bool {
-        matches!(self, Self::Uc | Self::Rc)
+        matches!(self, Self::Uc | Self::Rc | Self::ReliableUc)
     }
 }
 
@@ -491,7 +498,7 @@ impl DatagramQp {
         let c = &parts.capacity;
         let secret = Secret::new(random);
         let index = tx::index(parts.qpn);
-        let ordered = options.ordered || kind == Kind::Rc;
+        let ordered = options.ordered || kind.is_connected();
         let rd = kind
             .is_reliable()
             .then(|| Reliable::new(secret, index, ordered, options.patience));

@@ -4,7 +4,7 @@ use super::flow::Peer;
 use super::rd::Event;
 use super::reads::{REQUEST, Wanted};
 
-use super::{Arrival, DatagramQp, Dropped, ErrorReport, Kind};
+use super::{Arrival, DatagramQp, Dropped, ErrorReport};
 use crate::bounds;
 use crate::ddp::tx::{Address, Places, Source};
 use crate::verbs::mr::Access;
@@ -401,7 +401,7 @@ impl DatagramQp {
     /// it goes on with the others, if it was made so.
     fn failed_towards(&mut self, _peer: &Peer) {
         self.retire();
-        if self.kind == Kind::Rc || !self.options.keep_going {
+        if self.kind.is_connected() || !self.options.keep_going {
             self.fail("a request failed at its peer", None);
         }
         debug_assert!(self.state != State::Reset);

@@ -213,19 +213,18 @@ impl DatagramQp {
         if !to_group {
             self.note_came(&peer, len);
         }
-        let one_sided = self.kind.is_reliable() || (self.options.one_sided && !to_group);
+        let reads = self.kind.reads() || (self.options.one_sided && !to_group);
+        let records = !self.kind.is_connected() && reads;
         let result = match opcode {
-            Opcode::ReadRequest if one_sided => self.serve_read(arrival, &peer, d, len),
-            Opcode::AtomicRequest if self.kind.is_reliable() => {
-                self.serve_atomic(arrival, &peer, d)
-            }
+            Opcode::ReadRequest if reads => self.serve_read(arrival, &peer, d, len),
+            Opcode::AtomicRequest if self.kind.reads() => self.serve_atomic(arrival, &peer, d),
             Opcode::Write if self.kind.is_reliable() => {
                 self.receive_message(arrival, &peer, d, len)
             }
-            Opcode::WriteRecord if one_sided && !self.kind.is_connected() => {
+            Opcode::WriteRecord if records => self.receive_message(arrival, &peer, d, len),
+            _ if opcode.is_send() && (self.kind.reads() || !opcode.invalidates()) => {
                 self.receive_message(arrival, &peer, d, len)
             }
-            _ if opcode.is_send() => self.receive_message(arrival, &peer, d, len),
             _ => Err(Dropped::Operation),
         };
         if let Err(why) = result {

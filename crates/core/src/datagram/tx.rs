@@ -108,9 +108,9 @@ impl DatagramQp {
                 invalidate: None, ..
             } => true,
             Op::Write { .. } => kind != Kind::Ud || self.options.one_sided,
-            Op::Read { .. } => kind.is_reliable() || (kind == Kind::Ud && self.options.one_sided),
+            Op::Read { .. } => kind.reads() || (kind == Kind::Ud && self.options.one_sided),
             Op::LocalInvalidate { .. } | Op::Bind(_) => kind != Kind::Ud,
-            Op::Send { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => kind.is_reliable(),
+            Op::Send { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => kind.reads(),
             Op::AtomicWrite { .. } => false,
         };
         if !fits {
@@ -681,7 +681,7 @@ impl DatagramQp {
         let records = match self.kind {
             Kind::Ud => true,
             Kind::Rd => !self.options.plain_writes,
-            Kind::Uc | Kind::Rc => false,
+            Kind::Uc | Kind::ReliableUc | Kind::Rc => false,
         };
         let mut shim = self.shim();
         let (opcode, address, imm) = match op {
