@@ -113,6 +113,9 @@ pub const DATAGRAM_PAYLOAD_MIN: usize = 64;
 /// Datagrams that one call makes before they are handed to the socket.
 pub const DATAGRAM_BATCH: usize = 64;
 
+/// Bytes of buffers that a queue pair keeps for the next datagrams.
+pub const DATAGRAM_SPARE: usize = 4 << 20;
+
 /// Runs of bytes of a message that arrived with gaps between them.
 ///
 /// In order there is one; each datagram that overtakes another makes one more, and one that was lost dooms its
@@ -180,6 +183,3 @@ pub const COOKIES: usize = 1024;
 
 /// Bytes of payload, and no more, that a request may be followed by to be worth an answer of its size.
 pub const READ_PADDING: usize = 1024;
-
-/// Bytes of buffers that a queue pair keeps for the next datagrams.
-pub const DATAGRAM_SPARE: usize = 4 << 20;
