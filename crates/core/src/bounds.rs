@@ -148,7 +148,7 @@ pub const RD_WAITING: usize = 64 << 20;
 
 /// Answers that wait to be sent to one reliable peer: twice the Reads and atomics that it may have outstanding.
 pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
-/// The same, to all peers.
+/// The same, to all peers; then each has four more.
 pub const RD_ANSWERS: usize = 16_384;
 
 /// Answers to strangers that wait to be sent; more strangers at once get none.

@@ -233,6 +233,9 @@ pub(super) struct Messages {
     reliable: bool,
 }
 
+/// Messages that a reliable peer may have open when others have taken all the room: one, and an answer between.
+const FAIR: usize = 2;
+
 /// A newer message than this many ahead says that nothing more of an older one will come.
 const AHEAD: u32 = 8;
 
@@ -247,7 +250,8 @@ impl Messages {
     /// Whether one more message of `peer` would be one too many.
     pub(super) fn is_full(&self, peer: &Peer) -> bool {
         let theirs = self.sources.get(peer).map_or(0, |s| s.open.len());
-        theirs >= bounds::OPEN_MESSAGES_SOURCE || self.open >= bounds::OPEN_MESSAGES
+        theirs >= bounds::OPEN_MESSAGES_SOURCE
+            || (self.open >= bounds::OPEN_MESSAGES && theirs >= FAIR)
     }
 
     /// Sorts in a datagram.
@@ -330,6 +334,7 @@ impl Messages {
         given_up: &mut Vec<GivenUp>,
     ) {
         if self.open >= bounds::OPEN_MESSAGES
+            && !self.reliable
             && let Some((_, peer, id)) = self.timers.first().copied()
             && let Some(open) = self.close(&peer, id)
         {

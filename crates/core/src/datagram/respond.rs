@@ -96,7 +96,7 @@ impl DatagramQp {
     fn has_enough_answers(&self, peer: &Peer) -> bool {
         let waiting = self.lanes.get(peer).map_or(0, |lane| lane.answers);
         let most = bounds::RD_ANSWERS_PEER.max(self.options.max_reads.into());
-        waiting >= most || self.lanes_answers >= bounds::RD_ANSWERS
+        waiting >= most || (self.lanes_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
     }
 
     /// Whoever asks for much first shows that it receives at its address.
@@ -420,6 +420,8 @@ impl DatagramQp {
     }
 }
 
+/// Answers that a reliable peer may have waiting when others have taken all the room.
+const FAIR: usize = 4;
 /// Bytes of the datagram of a cookie.
 const COOKIE: usize = Shim::LEN + Untagged::LEN + 8 + dgram::CRC;
 /// Bytes of an error report.

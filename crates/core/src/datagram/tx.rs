@@ -262,16 +262,8 @@ impl DatagramQp {
     // ------------------------------------------------------------------ with reliability
 
     fn poll_lanes(&mut self, out: &mut Vec<TxDatagram>) {
-        let now = self.now;
         let mut bytes = 0;
-        while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
-            let packet = self.rd.as_mut().and_then(|rd| rd.poll(now));
-            let Some((peer, way, packet)) = packet else {
-                break;
-            };
-            bytes += packet.len();
-            self.hand_out(&peer, way, packet, out);
-        }
+        self.poll_reliable(&mut bytes, out);
         while self.lanes_len < LANES && self.take() {}
         while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
             let Some(peer) = self.ready.front().copied() else {
@@ -291,7 +283,22 @@ impl DatagramQp {
             self.ready.rotate_left(1);
             while self.lanes_len < LANES && self.take() {}
         }
+        // Peers that are not known are to be asked.
+        self.poll_reliable(&mut bytes, out);
         self.handle_rd_events();
+    }
+
+    /// What the reliability layer itself wants to send.
+    fn poll_reliable(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) {
+        let now = self.now;
+        while out.len() < bounds::DATAGRAM_BATCH && *bytes < bounds::TX_BATCH_BYTES {
+            let packet = self.rd.as_mut().and_then(|rd| rd.poll(now));
+            let Some((peer, way, packet)) = packet else {
+                break;
+            };
+            *bytes += packet.len();
+            self.hand_out(&peer, way, packet, out);
+        }
     }
 
     /// The message of a lane that may go on now.
