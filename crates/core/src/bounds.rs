@@ -183,3 +183,11 @@ pub const COOKIES: usize = 1024;
 
 /// Bytes of payload, and no more, that a request may be followed by to be worth an answer of its size.
 pub const READ_PADDING: usize = 1024;
+
+/// Datagrams that wait because a fault delays them, and their bytes: what 100 ms of a fast link hold. More are lost, as in a
+/// queue that is full.
+pub const FAULT_HELD: usize = 65_536;
+/// See [`FAULT_HELD`].
+pub const FAULT_HELD_BYTES: usize = 64 << 20;
+/// How long a datagram waits for the one that is to pass it.
+pub const FAULT_PASS: std::time::Duration = std::time::Duration::from_millis(10);

@@ -509,6 +509,29 @@ impl Connection {
         Ok(())
     }
 
+    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
+    pub fn plant(&mut self, status: Status) {
+        self.sq.plant(status);
+    }
+
+    /// The stream is cut with the request that was posted last: it fails as one that was never answered, if those before
+    /// it were.
+    pub fn cut(&mut self) {
+        self.plant(Status::RetryExceeded);
+        if self.stream.is_none() || self.state == State::Error {
+            return;
+        }
+        if !self.sq.has_outstanding()
+            && let Some((number, _)) = self.sq.peek()
+        {
+            // The first of the requests that were not sent has nothing before it that could be to blame.
+            self.sq.advance();
+            self.sq
+                .fail(number, Status::RetryExceeded, "the stream was cut");
+        }
+        self.handle_eof(true);
+    }
+
     /// Posts a receive (`ibv_post_recv(3)`).
     pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         if self.state == State::Reset {

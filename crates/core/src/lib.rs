@@ -13,7 +13,7 @@
 //!
 //! Read in this order: [`verbs`] (what the application sees), [`connection`] (one reliable queue pair and its
 //! stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes go), [`llp`] (how a segment travels),
-//! [`wire`] (byte layouts).
+//! [`wire`] (byte layouts). [`fault`] decides what goes wrong on demand.
 #![forbid(unsafe_code)]
 
 pub mod bounds;
@@ -21,6 +21,7 @@ pub mod connection;
 pub mod datagram;
 pub mod ddp;
 pub mod error;
+pub mod fault;
 pub mod llp;
 pub mod rdmap;
 pub mod verbs;

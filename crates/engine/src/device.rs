@@ -283,6 +283,7 @@ fn command() -> io::Result<&'static OwnedFd> {
 impl Context {
     /// Opens the device: starts the engine if this is the first time.
     pub fn open() -> io::Result<Arc<Self>> {
+        crate::fault::check()?;
         Ok(Arc::new(Self {
             engine: engine()?,
             events: Arc::new(Channel::new()?),

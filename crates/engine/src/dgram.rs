@@ -13,12 +13,14 @@ use anywarp_core::connection::{AsyncEvent, Parts};
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
+use anywarp_core::fault::{Service, What};
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest};
 
 use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::fatal::Mortal;
+use crate::fault::Faults;
 use crate::log;
 use crate::net::udp::{Carrier, Group, is_group, path_mtu};
 use crate::port::Port;
@@ -65,6 +67,8 @@ pub struct DgramQp {
     me: Weak<Self>,
     /// The engine knows that an acknowledgement waits for company.
     owes: AtomicBool,
+    /// What goes wrong on demand.
+    faults: Option<Box<Faults>>,
     inner: Mutex<Inner>,
 }
 
@@ -111,6 +115,7 @@ impl DgramQp {
             carrier,
             me: me.clone(),
             owes: AtomicBool::new(false),
+            faults: Faults::of(context.engine, number).map(Box::new),
             inner: Mutex::new(Inner {
                 core,
                 pending: Vec::new(),
@@ -148,7 +153,7 @@ impl DgramQp {
         let mut inner = self.lock();
         let mut result = Ok(());
         for (i, request) in requests.enumerate() {
-            if let Err(e) = request.and_then(|r| inner.core.post_send(r)) {
+            if let Err(e) = request.and_then(|r| self.post_one(&mut inner, r)) {
                 result = Err((i, e));
                 break;
             }
@@ -158,6 +163,40 @@ impl DgramQp {
         }
         self.settle(&mut inner);
         result
+    }
+
+    fn post_one(&self, inner: &mut Inner, request: WorkRequest) -> Result<(), Misuse> {
+        let Some(faults) = &self.faults else {
+            return inner.core.post_send(request);
+        };
+        let connected = self.kind.is_connected();
+        let what = What::of_request(&request.op, connected);
+        let peer = match &request.destination {
+            Some(destination) if !connected => Some(destination.addr),
+            _ => inner.core.peer().map(|p| p.addr),
+        };
+        let len = request.payload.len();
+        inner.core.post_send(request)?;
+        let service = if self.kind.is_reliable() {
+            Service::Reliable
+        } else {
+            Service::Unreliable
+        };
+        let attr = inner.core.attr();
+        let rnr = (attr.rnr_retry, attr.min_rnr_timer);
+        if let Some(status) = faults.request(what, peer, service, len, rnr).fails {
+            inner.core.plant(status);
+        }
+        Ok(())
+    }
+
+    /// What was not sent is thrown away.
+    fn throw_away(&self, inner: &mut Inner) {
+        inner.pending.clear();
+        inner.sent = 0;
+        if let Some(faults) = &self.faults {
+            faults.forget();
+        }
     }
 
     /// Posts receives until one is refused.
@@ -307,6 +346,14 @@ impl DgramQp {
 
     /// A datagram came for it.
     pub(crate) fn incoming(&self, arrival: &Arrival, bytes: &[u8]) {
+        match &self.faults {
+            None => self.deliver(arrival, bytes),
+            Some(faults) => faults.receive(&self.me, arrival, bytes),
+        }
+    }
+
+    /// A datagram came, and nothing went wrong with it.
+    pub(crate) fn deliver(&self, arrival: &Arrival, bytes: &[u8]) {
         let mut inner = self.lock();
         if inner.destroyed {
             return;
@@ -363,8 +410,7 @@ impl DgramQp {
     /// The state may have changed: what must not be sent any more is thrown away, what may be now is sent.
     fn changed(&self, inner: &mut Inner) {
         if matches!(inner.core.state(), State::Reset | State::Error) {
-            inner.pending.clear();
-            inner.sent = 0;
+            self.throw_away(inner);
         }
         if !inner.blocked {
             self.transmit(inner);
@@ -391,7 +437,11 @@ impl DgramQp {
                 }
             }
             let rest = inner.pending.get(inner.sent..).unwrap_or(&[]);
-            match self.carrier.send(rest, inner.source, &mut inner.run_max) {
+            let sent = match &self.faults {
+                None => self.carrier.send(rest, inner.source, &mut inner.run_max),
+                Some(faults) => faults.send(&self.carrier, rest, inner.source, &mut inner.run_max),
+            };
+            match sent {
                 Ok(n) => {
                     bytes += rest.iter().take(n).map(|d| d.bytes.len()).sum::<usize>();
                     inner.sent += n;
@@ -411,8 +461,7 @@ impl DgramQp {
             }
             if inner.core.state() == State::Error {
                 // A completion queue had no room.
-                inner.pending.clear();
-                inner.sent = 0;
+                self.throw_away(inner);
             }
         }
         // Goes on when the socket is writable, in the turn of whoever looks at sockets then.
@@ -534,8 +583,7 @@ impl Mortal for DgramQp {
             return;
         }
         inner.core.set_state(State::Error);
-        inner.pending.clear();
-        inner.sent = 0;
+        self.throw_away(&mut inner);
         self.settle(&mut inner);
     }
 }

@@ -11,6 +11,7 @@
 //! | `lobby` | connections of strangers, bounded |
 //! | [`gids`] | the GID table, and how it follows the host's addresses |
 //! | [`fatal`] | what happens after a panic |
+//! | `fault` | faults that somebody asked for |
 //! | [`cm`] | the connection manager |
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
 //! | [`channel`] | completion channels, asynchronous events |
@@ -24,6 +25,7 @@ pub mod cm;
 pub mod device;
 pub mod dgram;
 pub mod fatal;
+mod fault;
 pub mod gids;
 mod lobby;
 pub mod log;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anywarp_core::bounds;
 use anywarp_core::connection::{AsyncEvent, Connection, End, First, Parts, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
+use anywarp_core::fault::{Service, What};
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
@@ -20,6 +21,7 @@ use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 use crate::clock;
 use crate::device::{self, AsyncItem, Context, Profile, event};
 use crate::fatal::{Mortal, provoke};
+use crate::fault::{Faults, Ruling};
 use crate::log;
 use crate::net::tcp::{self, Outcome, Tcp, linger};
 use crate::port::{HELLO, Port};
@@ -79,6 +81,8 @@ struct Inner {
     /// When a peer that asked for a connection must have said something.
     first_by: Option<Instant>,
     deadline: Option<Instant>,
+    /// A fault: nothing is sent before then.
+    held_until: Option<Instant>,
 }
 
 /// A reliable queue pair.
@@ -97,6 +101,8 @@ pub struct RcQp {
     /// Whom it is connected to, for the log: beside `inner`, which is locked when something is said of a connection.
     peer: Mutex<Option<SocketAddr>>,
     owes: AtomicBool,
+    /// What goes wrong on demand.
+    faults: Option<Box<Faults>>,
 }
 
 impl std::fmt::Debug for RcQp {
@@ -138,9 +144,11 @@ impl RcQp {
                 unwatched: false,
                 first_by: None,
                 deadline: None,
+                held_until: None,
             }),
             peer: Mutex::new(None),
             owes: AtomicBool::new(false),
+            faults: Faults::of(engine, number).map(Box::new),
         });
         engine
             .qps
@@ -166,13 +174,66 @@ impl RcQp {
         let mut result = Ok(());
         for (i, request) in requests.enumerate() {
             let request = request.inspect(|r| provoke::posted(r.id));
-            if let Err(e) = request.and_then(|r| inner.conn.post_send(r)) {
+            if let Err(e) = request.and_then(|r| self.post_one(&mut inner, r)) {
                 result = Err((i, e));
                 break;
             }
         }
         self.turn(&mut inner, clock::now(), false, false);
         result
+    }
+
+    fn post_one(&self, inner: &mut Inner, request: WorkRequest) -> Result<(), Misuse> {
+        let Some(faults) = &self.faults else {
+            return inner.conn.post_send(request);
+        };
+        let what = What::of_request(&request.op, true);
+        let told = |r: Route| SocketAddr::new(r.remote, u16::try_from(r.qpn >> 8).unwrap_or(0));
+        let peer = self.peer().or_else(|| inner.route.map(told));
+        let len = request.payload.len();
+        inner.conn.post_send(request)?;
+        let attr = inner.conn.attr();
+        let rnr = (attr.rnr_retry, attr.min_rnr_timer);
+        let ruling: Ruling = faults.request(what, peer, Service::Stream, len, rnr);
+        if let Some(at) = ruling.not_before {
+            let waits = inner.held_until.filter(|until| *until > clock::now());
+            let until = match waits {
+                Some(until) if ruling.extends => until.max(at),
+                Some(until) => until,
+                None => at,
+            };
+            inner.held_until = Some(until);
+            self.ask_deadline(inner, until);
+        }
+        if let Some(status) = ruling.fails {
+            inner.conn.plant(status);
+        } else if ruling.kill {
+            self.cut(inner);
+        }
+        Ok(())
+    }
+
+    /// A fault: the connection is reset, as if the network or the peer's machine had done it.
+    fn cut(&self, inner: &mut Inner) {
+        inner.conn.cut();
+        if let Some(tcp) = &inner.tcp {
+            // Closing then is a reset to the peer.
+            let _ = rustix::net::sockopt::set_socket_linger(tcp.fd().get(), Some(Duration::ZERO));
+            self.settle(inner, Outcome::Broken(libc::ECONNRESET));
+        }
+    }
+
+    /// Whether nothing may be sent because a fault delays it.
+    fn is_held(&self, inner: &mut Inner, now: Instant) -> bool {
+        let Some(until) = inner.held_until else {
+            return false;
+        };
+        if until <= now || inner.destroyed {
+            inner.held_until = None;
+            return false;
+        }
+        self.ask_deadline(inner, until);
+        true
     }
 
     /// Posts receives until one is refused.
@@ -657,6 +718,7 @@ impl RcQp {
     fn turn(&self, inner: &mut Inner, now: Instant, receive: bool, flush: bool) {
         let mut outcome = Outcome::Open;
         let live = is_live(inner.conn.state());
+        let held = inner.held_until.is_some() && self.is_held(inner, now);
         let mut receive = receive;
         if inner.unwatched
             && live
@@ -673,9 +735,11 @@ impl RcQp {
                 outcome = tcp.receive(self.engine, &mut inner.conn, now);
             }
             let was_blocked = tcp.blocked;
-            let sent = tcp.transmit(self.engine, &mut inner.conn, now, flush);
-            if outcome == Outcome::Open {
-                outcome = sent;
+            if !held {
+                let sent = tcp.transmit(self.engine, &mut inner.conn, now, flush);
+                if outcome == Outcome::Open {
+                    outcome = sent;
+                }
             }
             if tcp.blocked != was_blocked {
                 self.engine
@@ -726,6 +790,7 @@ impl RcQp {
             self.ask_deadline(inner, at);
         }
         if inner.conn.owes_ack()
+            && inner.held_until.is_none()
             && !self.owes.swap(true, Ordering::AcqRel)
             && let Some(me) = self.me.upgrade()
         {
@@ -873,7 +938,9 @@ impl Source for RcQp {
             }
         }
         inner.conn.handle_timeout(now);
-        self.turn(&mut inner, now, false, false);
+        // Acknowledgements that were held go with the rest.
+        let flush = inner.held_until.is_some_and(|until| until <= now);
+        self.turn(&mut inner, now, false, flush);
     }
 }
 

@@ -806,6 +806,12 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
+/// Has `what` called when the process ends by `exit` or by returning from `main`.
+pub(crate) fn at_exit(what: extern "C" fn()) {
+    // SAFETY: a function of this library, which is never unloaded (`-z nodelete`).
+    unsafe { libc::atexit(what) };
+}
+
 /// Lets children know that the device is not theirs.
 pub(crate) fn watch_fork() {
     static WATCHED: AtomicBool = AtomicBool::new(false);

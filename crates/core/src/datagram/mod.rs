@@ -754,6 +754,11 @@ impl DatagramQp {
         Ok(())
     }
 
+    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
+    pub fn plant(&mut self, status: Status) {
+        self.sq.plant(status);
+    }
+
     /// Posts a receive (`ibv_post_recv(3)`).
     pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         if self.state == State::Reset {

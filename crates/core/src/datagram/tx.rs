@@ -591,8 +591,13 @@ impl DatagramQp {
         }
         posted.phase = Phase::Sending;
         let id = posted.request.id;
+        let planted = posted.planted;
         self.sq.advance();
         self.observe(&Step::Take(id));
+        if let Some(status) = planted {
+            self.fail_request(number, Unbuildable(status, "a fault was asked for"));
+            return true;
+        }
         match self.build(number) {
             Ok(Some(current)) => {
                 self.observe(&Step::Build(current.message.opcode, current.message.len));

@@ -232,6 +232,11 @@ impl Connection {
         if posted.request.fence && outstanding > 0 {
             return Taken::Nothing;
         }
+        if let Some(status) = posted.planted {
+            self.sq.advance();
+            self.fail_request(number, status, "a fault was asked for");
+            return Taken::Nothing;
+        }
         if posted.request.op.is_read_or_atomic() {
             if s.config.ord == 0 {
                 self.sq.advance();

@@ -45,6 +45,8 @@ pub struct Posted {
     pub skip: u32,
     /// What went wrong with it on our side, in numbers and for the log; told when all before it have completed.
     pub failed: Option<(Status, &'static str)>,
+    /// It is to fail like this when its turn comes ([`crate::fault`]).
+    pub planted: Option<Status>,
 }
 
 /// The send queue.
@@ -107,8 +109,18 @@ impl SendQueue {
             rnr_tries: 0,
             skip: 0,
             failed: None,
+            planted: None,
         });
         Ok(())
+    }
+
+    /// The request that was posted last will fail with `status` instead of being sent.
+    pub fn plant(&mut self, status: Status) {
+        if let Some(posted) = self.posted.back_mut()
+            && posted.phase == Phase::Queued
+        {
+            posted.planted = Some(status);
+        }
     }
 
     /// The next request to take, and its number.

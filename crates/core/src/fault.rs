@@ -1,0 +1,977 @@
+//! Faults on demand: what is to go wrong, and when.
+//!
+//! A [`Plan`] is read from text (`docs/faults.md`); a [`Lane`] decides for one queue pair. Decisions depend on the seed, on
+//! which queue pair of the process it is, and on how many requests and datagrams it has had: never on the clock. So the
+//! same program with the same seed has the same faults. Carrying them out is the engine's part.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::verbs::wc::Status;
+use crate::verbs::wr::Op;
+use crate::wire::rdmap::Opcode;
+use crate::wire::{dgram, rd};
+
+/// Everything that is to go wrong.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Same seed, same faults.
+    pub seed: u64,
+    /// What happens to everything.
+    pub link: Link,
+    /// What happens to some things.
+    pub rules: Vec<Rule>,
+    /// Whether what was done is told when the process ends.
+    pub summary: bool,
+}
+
+/// What happens to everything, as on a bad cable.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Link {
+    /// Probability that a datagram is lost.
+    pub loss: f64,
+    /// Probability that it comes twice.
+    pub dup: f64,
+    /// Probability that the next one passes it.
+    pub reorder: f64,
+    /// Probability that a bit of it is wrong.
+    pub corrupt: f64,
+    /// Probability that a request of a reliable queue pair ends its connection.
+    pub kill: f64,
+    /// How much later everything is.
+    pub delay: Duration,
+    /// How much that varies, either way.
+    pub jitter: Duration,
+    /// Bytes in a second.
+    pub rate: Option<u64>,
+    /// Which way.
+    pub dir: Option<Direction>,
+}
+
+/// Which way a datagram goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From this process.
+    Tx,
+    /// To this process.
+    Rx,
+}
+
+impl fmt::Display for Direction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tx => "tx",
+            Self::Rx => "rx",
+        })
+    }
+}
+
+/// Which queue pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WhichQp {
+    /// Every one.
+    Any,
+    /// The one that the process made as its Nth, from 1.
+    Nth(u32),
+    /// The one with this number.
+    Number(u32),
+}
+
+/// What a request or a datagram is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// Send, with or without immediate.
+    Send,
+    /// RDMA Write.
+    Write,
+    /// Write-Record.
+    WriteRecord,
+    /// RDMA Read: the request.
+    Read,
+    /// The answer to it.
+    ReadResponse,
+    /// An atomic: the request.
+    Atomic,
+    /// The answer to it.
+    AtomicResponse,
+    /// A report of an error.
+    Error,
+    /// Acknowledgements and what else the device says for itself.
+    Ack,
+    /// Bind of a memory window.
+    Bind,
+    /// Local invalidate.
+    Invalidate,
+    /// Nothing that can be read.
+    Unknown,
+}
+
+const WHATS: [(&str, What); 11] = [
+    ("send", What::Send),
+    ("write", What::Write),
+    ("write-record", What::WriteRecord),
+    ("read", What::Read),
+    ("read-response", What::ReadResponse),
+    ("atomic", What::Atomic),
+    ("atomic-response", What::AtomicResponse),
+    ("error", What::Error),
+    ("ack", What::Ack),
+    ("bind", What::Bind),
+    ("invalidate", What::Invalidate),
+];
+
+impl What {
+    /// What a posted request is about; Writes without a connection are Write-Records.
+    pub fn of_request(op: &Op, connected: bool) -> Self {
+        match op {
+            Op::Send { .. } => Self::Send,
+            Op::Write { .. } | Op::AtomicWrite { .. } if connected => Self::Write,
+            Op::Write { .. } | Op::AtomicWrite { .. } => Self::WriteRecord,
+            Op::Read { .. } => Self::Read,
+            Op::FetchAdd { .. } | Op::CompareSwap { .. } => Self::Atomic,
+            Op::LocalInvalidate { .. } => Self::Invalidate,
+            Op::Bind(_) => Self::Bind,
+        }
+    }
+
+    /// What a datagram is about.
+    pub fn of_datagram(bytes: &[u8]) -> Self {
+        let parsed = if rd::is_packet(bytes) {
+            match rd::parse(bytes) {
+                Ok((_, None)) => return Self::Ack,
+                Ok((_, Some(inner))) => dgram::parse_covered(inner),
+                Err(_) => return Self::Unknown,
+            }
+        } else {
+            dgram::parse(bytes)
+        };
+        let Ok(datagram) = parsed else {
+            return Self::Unknown;
+        };
+        match datagram.header.opcode() {
+            Opcode::Write => Self::Write,
+            Opcode::WriteRecord => Self::WriteRecord,
+            Opcode::ReadRequest => Self::Read,
+            Opcode::ReadResponse => Self::ReadResponse,
+            Opcode::Send
+            | Opcode::SendInvalidate
+            | Opcode::SendSolicited
+            | Opcode::SendSolicitedInvalidate
+            | Opcode::Immediate
+            | Opcode::ImmediateSolicited => Self::Send,
+            Opcode::Terminate => Self::Error,
+            Opcode::AtomicRequest => Self::Atomic,
+            Opcode::AtomicResponse => Self::AtomicResponse,
+            Opcode::Control => Self::Ack,
+        }
+    }
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = WHATS.iter().find(|(_, what)| what == self);
+        f.write_str(name.map_or("unknown", |(name, _)| name))
+    }
+}
+
+/// What happens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Action {
+    /// The datagram is lost.
+    Drop,
+    /// One bit of it is wrong.
+    Corrupt,
+    /// It comes twice.
+    Dup,
+    /// The next one passes it.
+    Reorder,
+    /// It comes, or the request is sent, later.
+    Delay(Duration),
+    /// No faster than so many bytes in a second.
+    Slow(u64),
+    /// The connection is reset.
+    Kill,
+    /// The request completes with this status and is not sent.
+    Fail(Status),
+    /// The peer is not ready to receive, so many times.
+    Rnr(u32),
+}
+
+impl Action {
+    /// Whether it is done to requests, whatever the queue pair.
+    fn is_of_requests(self) -> bool {
+        matches!(self, Self::Kill | Self::Fail(_) | Self::Rnr(_))
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Drop => f.write_str("drop"),
+            Self::Corrupt => f.write_str("corrupt"),
+            Self::Dup => f.write_str("dup"),
+            Self::Reorder => f.write_str("reorder"),
+            Self::Delay(by) => write!(f, "delay={}us", by.as_micros()),
+            Self::Slow(rate) => write!(f, "slow={rate}B/s"),
+            Self::Kill => f.write_str("kill"),
+            Self::Fail(status) => match STATUSES.iter().find(|(_, s)| s == status) {
+                Some((name, _)) => write!(f, "error={name}"),
+                None => write!(f, "error={status}"),
+            },
+            Self::Rnr(times) => write!(f, "rnr={times}"),
+        }
+    }
+}
+
+/// Completion errors that a rule can name.
+const STATUSES: [(&str, Status); 13] = [
+    ("local-length", Status::LocalLength),
+    ("local-qp-operation", Status::LocalQpOperation),
+    ("local-protection", Status::LocalProtection),
+    ("flushed", Status::Flushed),
+    ("window-bind", Status::WindowBind),
+    ("bad-response", Status::BadResponse),
+    ("remote-invalid-request", Status::RemoteInvalidRequest),
+    ("remote-access", Status::RemoteAccess),
+    ("remote-operation", Status::RemoteOperation),
+    ("retry-exceeded", Status::RetryExceeded),
+    ("rnr-retry-exceeded", Status::RnrRetryExceeded),
+    ("remote-aborted", Status::RemoteAborted),
+    ("general", Status::General),
+];
+
+/// One line of a rule file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rule {
+    /// Where it stands.
+    pub line: u32,
+    /// Which queue pair.
+    pub qp: WhichQp,
+    /// Whose address, and port.
+    pub peer: Option<(IpAddr, Option<u16>)>,
+    /// About what.
+    pub what: Option<What>,
+    /// Which way; both when none.
+    pub dir: Option<Direction>,
+    /// Only the Nth of those that match, from 1.
+    pub nth: Option<u64>,
+    /// Every Nth.
+    pub every: Option<u64>,
+    /// With this probability.
+    pub chance: Option<f64>,
+    /// Not more often than this in one queue pair.
+    pub times: u64,
+    /// What then happens.
+    pub action: Action,
+}
+
+/// What is wrong with the text of a plan, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wrong {
+    /// Line, from 1.
+    pub line: u32,
+    /// Character in it, from 1.
+    pub column: u32,
+    /// What is wrong, and what would be right.
+    pub what: String,
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "line {}, character {}: {}",
+            self.line, self.column, self.what
+        )
+    }
+}
+
+impl std::error::Error for Wrong {}
+
+// ---------------------------------------------------------------------- reading
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            link: Link {
+                dir: Some(Direction::Tx),
+                ..Link::default()
+            },
+            rules: Vec::new(),
+            summary: true,
+        }
+    }
+}
+
+/// A piece of text and where it stands.
+#[derive(Clone, Copy)]
+struct Word<'a> {
+    text: &'a str,
+    line: u32,
+    column: u32,
+}
+
+impl<'a> Word<'a> {
+    fn wrong(&self, what: impl Into<String>) -> Wrong {
+        Wrong {
+            line: self.line,
+            column: self.column,
+            what: what.into(),
+        }
+    }
+
+    /// The part behind byte `at`.
+    fn from(&self, at: usize) -> Self {
+        let (before, text) = self.text.split_at_checked(at).unwrap_or((self.text, ""));
+        let passed = u32::try_from(before.chars().count()).unwrap_or(u32::MAX);
+        Self {
+            text,
+            line: self.line,
+            column: self.column.saturating_add(passed),
+        }
+    }
+
+    /// The part before byte `at`.
+    fn until(&self, at: usize) -> Self {
+        Self {
+            text: self.text.get(..at).unwrap_or(self.text),
+            ..*self
+        }
+    }
+
+    /// The pieces between characters for which `is_border` holds; empty ones are left out.
+    fn pieces(self, is_border: fn(char) -> bool) -> impl Iterator<Item = Word<'a>> {
+        let mut rest = self;
+        std::iter::from_fn(move || {
+            loop {
+                let start = rest.text.find(|c| !is_border(c))?;
+                rest = rest.from(start);
+                let end = rest.text.find(is_border).unwrap_or(rest.text.len());
+                let piece = rest.until(end);
+                rest = rest.from(end);
+                if !piece.text.is_empty() {
+                    return Some(piece);
+                }
+            }
+        })
+    }
+
+    /// Name and value at the first `=`.
+    fn pair(self) -> Result<(Self, Self), Wrong> {
+        match self.text.find('=') {
+            Some(at) => Ok((self.until(at), self.from(at + 1))),
+            None => Err(self.wrong(format!("'{}' has no value: write NAME=VALUE", self.text))),
+        }
+    }
+
+    fn number(&self) -> Result<u64, Wrong> {
+        let parsed = match self.text.strip_prefix("0x") {
+            Some(digits) => u64::from_str_radix(digits, 16),
+            None => self.text.parse(),
+        };
+        parsed.map_err(|_| self.wrong(format!("'{}' is no whole number", self.text)))
+    }
+
+    fn count(&self) -> Result<u64, Wrong> {
+        match self.number()? {
+            0 => Err(self.wrong("must be 1 or more")),
+            n => Ok(n),
+        }
+    }
+
+    fn probability(&self) -> Result<f64, Wrong> {
+        let (digits, scale) = match self.text.strip_suffix('%') {
+            Some(digits) => (digits, 100.0),
+            None => (self.text, 1.0),
+        };
+        match digits.parse::<f64>() {
+            Ok(p) if (0.0..=scale).contains(&p) => Ok(p / scale),
+            _ => Err(self.wrong(format!(
+                "'{}' is no probability: give 0 to 1, or 0% to 100%",
+                self.text
+            ))),
+        }
+    }
+
+    /// A number and its unit.
+    fn measured(&self, units: &[(&str, f64)], what: &str) -> Result<f64, Wrong> {
+        let end = self
+            .text
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .unwrap_or(self.text.len());
+        let number = self.until(end).text.parse::<f64>();
+        let unit = self.from(end);
+        let scale = units.iter().find(|(name, _)| *name == unit.text);
+        match (number, scale) {
+            (Ok(n), Some((_, scale))) => Ok(n * scale),
+            _ => {
+                let names: Vec<_> = units.iter().map(|(name, _)| *name).collect();
+                Err(self.wrong(format!(
+                    "'{}' is no {what}: give a number and one of {}",
+                    self.text,
+                    names.join(", ")
+                )))
+            }
+        }
+    }
+
+    fn duration(&self) -> Result<Duration, Wrong> {
+        let seconds = self.measured(&[("us", 1e-6), ("ms", 1e-3), ("s", 1.0)], "duration")?;
+        if seconds > 60.0 {
+            return Err(self.wrong("is longer than 60s"));
+        }
+        Ok(Duration::from_secs_f64(seconds))
+    }
+
+    fn rate(&self) -> Result<u64, Wrong> {
+        let units = [
+            ("B/s", 1.0),
+            ("kB/s", 1e3),
+            ("MB/s", 1e6),
+            ("GB/s", 1e9),
+            ("kbit/s", 1e3 / 8.0),
+            ("Mbit/s", 1e6 / 8.0),
+            ("Gbit/s", 1e9 / 8.0),
+        ];
+        let rate = self.measured(&units, "rate")?;
+        if !(1.0..=1e12).contains(&rate) {
+            return Err(self.wrong("is not between 1B/s and 1000GB/s"));
+        }
+        Ok(rate as u64)
+    }
+
+    fn direction(&self) -> Result<Option<Direction>, Wrong> {
+        match self.text {
+            "tx" => Ok(Some(Direction::Tx)),
+            "rx" => Ok(Some(Direction::Rx)),
+            "both" => Ok(None),
+            other => Err(self.wrong(format!("'{other}' is no direction: tx, rx or both"))),
+        }
+    }
+
+    fn one_of<T: Copy>(&self, names: &[(&str, T)], what: &str) -> Result<T, Wrong> {
+        let found = names.iter().find(|(name, _)| *name == self.text);
+        found.map(|(_, value)| *value).ok_or_else(|| {
+            let all: Vec<_> = names.iter().map(|(name, _)| *name).collect();
+            self.wrong(format!(
+                "'{}' is no {what}: there are {}",
+                self.text,
+                all.join(", ")
+            ))
+        })
+    }
+}
+
+impl Plan {
+    /// Reads a plan: lines, or parts between semicolons, that are settings, rules or comments.
+    ///
+    /// # Errors
+    /// The first thing that is wrong.
+    pub fn parse(text: &str) -> Result<Self, Wrong> {
+        let mut plan = Self::default();
+        for (at, line) in text.lines().enumerate() {
+            let line = Word {
+                text: line,
+                line: u32::try_from(at + 1).unwrap_or(u32::MAX),
+                column: 1,
+            };
+            if line.text.trim_start().starts_with('#') {
+                continue;
+            }
+            for part in line.pieces(|c| c == ';') {
+                match part.text.find("->") {
+                    Some(arrow) => {
+                        let rule = rule(part.until(arrow), part.from(arrow + 2))?;
+                        plan.rules.push(rule);
+                    }
+                    None => {
+                        for setting in part.pieces(|c| c == ',' || c.is_whitespace()) {
+                            plan.set(setting)?;
+                        }
+                    }
+                }
+            }
+        }
+        Ok(plan)
+    }
+
+    fn set(&mut self, setting: Word<'_>) -> Result<(), Wrong> {
+        let (name, value) = setting.pair()?;
+        let link = &mut self.link;
+        match name.text {
+            "seed" => self.seed = value.number()?,
+            "loss" => link.loss = value.probability()?,
+            "dup" => link.dup = value.probability()?,
+            "reorder" => link.reorder = value.probability()?,
+            "corrupt" => link.corrupt = value.probability()?,
+            "kill" => link.kill = value.probability()?,
+            "delay" => link.delay = value.duration()?,
+            "jitter" => link.jitter = value.duration()?,
+            "rate" => link.rate = Some(value.rate()?),
+            "dir" => link.dir = value.direction()?,
+            "summary" => self.summary = value.one_of(&[("on", true), ("off", false)], "choice")?,
+            "qp" | "peer" | "op" | "nth" | "every" | "p" | "times" => {
+                return Err(name.wrong(format!(
+                    "'{}' belongs to a rule, which goes on with '-> ACTION'",
+                    name.text
+                )));
+            }
+            other => {
+                return Err(name.wrong(format!(
+                    "'{other}' is no setting: there are seed, loss, dup, reorder, corrupt, kill, delay, jitter, \
+                     rate, dir, summary"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn rule(matches: Word<'_>, action: Word<'_>) -> Result<Rule, Wrong> {
+    let mut rule = Rule {
+        line: matches.line,
+        qp: WhichQp::Any,
+        peer: None,
+        what: None,
+        dir: Some(Direction::Tx),
+        nth: None,
+        every: None,
+        chance: None,
+        times: u64::MAX,
+        action: Action::Drop,
+    };
+    let mut rx = None;
+    for word in matches.pieces(char::is_whitespace) {
+        let (name, value) = word.pair()?;
+        match name.text {
+            "qp" => rule.qp = which_qp(value)?,
+            "peer" => rule.peer = peer(value)?,
+            "op" if value.text == "any" => rule.what = None,
+            "op" => rule.what = Some(value.one_of(&WHATS, "operation")?),
+            "dir" => {
+                rule.dir = value.direction()?;
+                rx = (rule.dir != Some(Direction::Tx)).then_some(value);
+            }
+            "nth" => rule.nth = Some(value.count()?),
+            "every" => rule.every = Some(value.count()?),
+            "p" => rule.chance = Some(value.probability()?),
+            "times" => rule.times = value.count()?,
+            other => {
+                return Err(name.wrong(format!(
+                    "'{other}' is nothing to match: there are qp, peer, op, nth, every, p, times, dir"
+                )));
+            }
+        }
+    }
+    let mut words = action.pieces(char::is_whitespace);
+    let Some(word) = words.next() else {
+        return Err(action.wrong("an action is missing behind '->'"));
+    };
+    if let Some(more) = words.next() {
+        return Err(more.wrong(format!(
+            "'{}' is too much: a rule has one action",
+            more.text
+        )));
+    }
+    rule.action = self::action(word)?;
+    if let (true, Some(dir)) = (rule.action.is_of_requests(), rx) {
+        return Err(dir.wrong(format!(
+            "'{}' is done to requests that are posted here: dir=tx",
+            word.text
+        )));
+    }
+    Ok(rule)
+}
+
+fn which_qp(value: Word<'_>) -> Result<WhichQp, Wrong> {
+    if value.text == "any" {
+        return Ok(WhichQp::Any);
+    }
+    let small = |n: u64| u32::try_from(n).map_err(|_| value.wrong("is no queue pair number"));
+    if value.text.starts_with('#') {
+        return Ok(WhichQp::Nth(small(value.from(1).count()?)?));
+    }
+    Ok(WhichQp::Number(small(value.number()?)?))
+}
+
+fn peer(value: Word<'_>) -> Result<Option<(IpAddr, Option<u16>)>, Wrong> {
+    if value.text == "any" {
+        return Ok(None);
+    }
+    if let Ok(ip) = value.text.parse::<IpAddr>() {
+        return Ok(Some((ip, None)));
+    }
+    match value.text.parse::<SocketAddr>() {
+        Ok(addr) => Ok(Some((addr.ip(), Some(addr.port())))),
+        Err(_) => Err(value.wrong(format!(
+            "'{}' is no address: any, an IP address, or address:port ([address]:port for IPv6)",
+            value.text
+        ))),
+    }
+}
+
+fn action(word: Word<'_>) -> Result<Action, Wrong> {
+    match word.text {
+        "drop" => return Ok(Action::Drop),
+        "corrupt" => return Ok(Action::Corrupt),
+        "dup" => return Ok(Action::Dup),
+        "reorder" => return Ok(Action::Reorder),
+        "kill" => return Ok(Action::Kill),
+        "rnr" => return Ok(Action::Rnr(1)),
+        _ => {}
+    }
+    let unknown = || {
+        word.wrong(format!(
+            "'{}' is no action: there are drop, corrupt, dup, reorder, delay=TIME, slow=RATE, kill, error=STATUS, \
+             rnr, rnr=TIMES",
+            word.text
+        ))
+    };
+    let (name, value) = word.pair().map_err(|_| unknown())?;
+    match name.text {
+        "delay" => Ok(Action::Delay(value.duration()?)),
+        "slow" => Ok(Action::Slow(value.rate()?)),
+        "error" => Ok(Action::Fail(value.one_of(&STATUSES, "status")?)),
+        "rnr" => {
+            let times = value.count()?;
+            Ok(Action::Rnr(u32::try_from(times).unwrap_or(u32::MAX)))
+        }
+        _ => Err(unknown()),
+    }
+}
+
+// ---------------------------------------------------------------------- deciding
+
+/// What caused a fault.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cause {
+    /// What is done.
+    pub action: Action,
+    /// The line of the rule; none: the settings of the link.
+    pub line: Option<u32>,
+}
+
+/// What happens to one datagram or request; nothing when there is no cause.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Fate {
+    /// How many there were, with this one.
+    pub item: u64,
+    /// What is done, and why.
+    pub causes: SmallVec<[Cause; 2]>,
+    /// How much later it comes.
+    pub delay: Duration,
+    /// Bytes in a second, the least that anything says.
+    pub rate: Option<u64>,
+    /// Chooses the wrong bit.
+    pub dice: u64,
+}
+
+impl Fate {
+    /// Whether nothing happens.
+    pub fn is_nothing(&self) -> bool {
+        self.causes.is_empty()
+    }
+
+    /// Whether this is done.
+    pub fn does(&self, action: Action) -> bool {
+        self.causes.iter().any(|c| c.action == action)
+    }
+
+    /// How a request ends, when it does so without being sent.
+    pub fn failure(&self) -> Option<Status> {
+        self.causes.iter().find_map(|c| match c.action {
+            Action::Fail(status) => Some(status),
+            _ => None,
+        })
+    }
+
+    /// How often the peer is not ready.
+    pub fn not_ready(&self) -> u32 {
+        let times = self.causes.iter().filter_map(|c| match c.action {
+            Action::Rnr(times) => Some(times),
+            _ => None,
+        });
+        times.max().unwrap_or(0)
+    }
+
+    fn add(&mut self, action: Action, line: Option<u32>) {
+        match action {
+            Action::Delay(by) => self.delay += by,
+            Action::Slow(rate) => self.rate = Some(self.rate.map_or(rate, |r| r.min(rate))),
+            _ => {}
+        }
+        self.causes.push(Cause { action, line });
+    }
+
+    /// Turns one bit over.
+    pub fn corrupt(&self, bytes: &mut [u8]) {
+        let bits = (bytes.len() as u64).saturating_mul(8).max(1);
+        let bit = self.dice % bits;
+        let at = usize::try_from(bit / 8).unwrap_or(0);
+        if let Some(byte) = bytes.get_mut(at) {
+            *byte ^= 1 << (bit % 8);
+        }
+    }
+}
+
+/// How often a rule matched and was carried out.
+#[derive(Debug, Clone, Copy, Default)]
+struct Count {
+    matched: u64,
+    done: u64,
+}
+
+/// The decisions for one queue pair.
+#[derive(Debug)]
+pub struct Lane {
+    plan: &'static Plan,
+    /// Which queue pair of the process, from 1.
+    nth: u32,
+    number: u32,
+    requests: u64,
+    sent: u64,
+    received: u64,
+    counts: Vec<Count>,
+}
+
+/// How the requests of a queue pair travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Service {
+    /// In a stream: there are no datagrams, and what is late is the request.
+    Stream,
+    /// In reliable datagrams.
+    Reliable,
+    /// In datagrams that nobody answers for: nothing can be killed, and no peer says that it is not ready.
+    Unreliable,
+}
+
+/// What a decision is about.
+#[derive(Debug, Clone, Copy)]
+struct Item {
+    peer: Option<SocketAddr>,
+    what: What,
+    dir: Direction,
+    /// None: a datagram.
+    request: Option<Service>,
+    n: u64,
+}
+
+impl Item {
+    /// Whether an action is done to things like this.
+    fn takes(&self, action: Action) -> bool {
+        match (action, self.request) {
+            (Action::Kill | Action::Rnr(_), Some(service)) => service != Service::Unreliable,
+            (Action::Fail(_), Some(_)) => true,
+            (Action::Delay(_) | Action::Slow(_), Some(service)) => service == Service::Stream,
+            (Action::Kill | Action::Rnr(_) | Action::Fail(_), None) => false,
+            (Action::Drop | Action::Corrupt | Action::Dup | Action::Reorder, Some(_)) => false,
+            (_, None) => true,
+        }
+    }
+}
+
+impl Lane {
+    /// For the `nth` queue pair of the process, which has this number.
+    pub fn new(plan: &'static Plan, nth: u32, number: u32) -> Self {
+        Self {
+            plan,
+            nth,
+            number,
+            requests: 0,
+            sent: 0,
+            received: 0,
+            counts: vec![Count::default(); plan.rules.len()],
+        }
+    }
+
+    /// Which queue pair of the process this is.
+    pub fn nth(&self) -> u32 {
+        self.nth
+    }
+
+    /// A request is posted.
+    pub fn request(&mut self, what: What, peer: Option<SocketAddr>, service: Service) -> Fate {
+        self.requests += 1;
+        let item = Item {
+            peer,
+            what,
+            dir: Direction::Tx,
+            request: Some(service),
+            n: self.requests,
+        };
+        let mut fate = self.start(item);
+        let link = &self.plan.link;
+        if item.takes(Action::Kill) && self.strikes(link.kill, Die::Kill, item) {
+            fate.add(Action::Kill, None);
+        }
+        if service == Service::Stream && link.dir != Some(Direction::Rx) {
+            self.hold_up(item, &mut fate);
+        }
+        self.follow_rules(item, &mut fate);
+        fate
+    }
+
+    /// A datagram goes out or came in.
+    pub fn datagram(&mut self, dir: Direction, peer: SocketAddr, bytes: &[u8]) -> (Fate, What) {
+        let n = match dir {
+            Direction::Tx => &mut self.sent,
+            Direction::Rx => &mut self.received,
+        };
+        *n += 1;
+        let item = Item {
+            peer: Some(peer),
+            what: What::of_datagram(bytes),
+            dir,
+            request: None,
+            n: *n,
+        };
+        let mut fate = self.start(item);
+        let link = &self.plan.link;
+        if link.dir.is_none_or(|d| d == dir) {
+            for (chance, die, action) in [
+                (link.loss, Die::Loss, Action::Drop),
+                (link.corrupt, Die::Corrupt, Action::Corrupt),
+                (link.dup, Die::Dup, Action::Dup),
+                (link.reorder, Die::Reorder, Action::Reorder),
+            ] {
+                if self.strikes(chance, die, item) {
+                    fate.add(action, None);
+                }
+            }
+            self.hold_up(item, &mut fate);
+        }
+        self.follow_rules(item, &mut fate);
+        (fate, item.what)
+    }
+
+    fn start(&self, item: Item) -> Fate {
+        Fate {
+            item: item.n,
+            dice: self.roll(Die::Bit, item),
+            ..Fate::default()
+        }
+    }
+
+    /// Delay and rate of the link.
+    fn hold_up(&self, item: Item, fate: &mut Fate) {
+        let link = &self.plan.link;
+        if !link.delay.is_zero() || !link.jitter.is_zero() {
+            let way = fraction(self.roll(Die::Jitter, item)) * 2.0 - 1.0;
+            let seconds = link.delay.as_secs_f64() + way * link.jitter.as_secs_f64();
+            fate.add(
+                Action::Delay(Duration::from_secs_f64(seconds.max(0.0))),
+                None,
+            );
+        }
+        if let Some(rate) = link.rate {
+            fate.add(Action::Slow(rate), None);
+        }
+    }
+
+    fn follow_rules(&mut self, item: Item, fate: &mut Fate) {
+        let plan = self.plan;
+        for (at, rule) in plan.rules.iter().enumerate() {
+            if !item.takes(rule.action) || !self.matches(rule, item) {
+                continue;
+            }
+            let Some(count) = self.counts.get_mut(at) else {
+                continue;
+            };
+            count.matched += 1;
+            let Count { matched, done } = *count;
+            let now = rule.nth.is_none_or(|n| matched == n)
+                && rule.every.is_none_or(|n| matched.is_multiple_of(n))
+                && done < rule.times
+                && rule
+                    .chance
+                    .is_none_or(|p| self.strikes(p, Die::Rule(at), item));
+            if now {
+                if let Some(count) = self.counts.get_mut(at) {
+                    count.done += 1;
+                }
+                fate.add(rule.action, Some(rule.line));
+            }
+        }
+    }
+
+    fn matches(&self, rule: &Rule, item: Item) -> bool {
+        let qp = match rule.qp {
+            WhichQp::Any => true,
+            WhichQp::Nth(n) => n == self.nth,
+            WhichQp::Number(n) => n == self.number,
+        };
+        let peer = rule.peer.is_none_or(|(ip, port)| {
+            item.peer.is_some_and(|at| {
+                at.ip().to_canonical() == ip.to_canonical()
+                    && port.is_none_or(|port| port == at.port())
+            })
+        });
+        qp && peer
+            && rule.what.is_none_or(|what| what == item.what)
+            && rule.dir.is_none_or(|dir| dir == item.dir)
+    }
+
+    fn strikes(&self, chance: f64, die: Die, item: Item) -> bool {
+        chance > 0.0 && fraction(self.roll(die, item)) < chance
+    }
+
+    /// A number that depends on the seed, the queue pair, the item and what it is for.
+    fn roll(&self, die: Die, item: Item) -> u64 {
+        let kind = match (item.request, item.dir) {
+            (Some(_), _) => 1,
+            (None, Direction::Tx) => 2,
+            (None, Direction::Rx) => 3,
+        };
+        [u64::from(self.nth), kind, item.n, die.number()]
+            .into_iter()
+            .fold(mix(self.plan.seed), |state, next| mix(state ^ next))
+    }
+}
+
+/// What a random number is for.
+#[derive(Debug, Clone, Copy)]
+enum Die {
+    Loss,
+    Corrupt,
+    Dup,
+    Reorder,
+    Kill,
+    Jitter,
+    Bit,
+    Rule(usize),
+}
+
+impl Die {
+    fn number(self) -> u64 {
+        match self {
+            Self::Loss => 1,
+            Self::Corrupt => 2,
+            Self::Dup => 3,
+            Self::Reorder => 4,
+            Self::Kill => 5,
+            Self::Jitter => 6,
+            Self::Bit => 7,
+            Self::Rule(at) => 16 + at as u64,
+        }
+    }
+}
+
+/// Spreads the bits of a counter (SplitMix64).
+fn mix(n: u64) -> u64 {
+    let n = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let n = (n ^ (n >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let n = (n ^ (n >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    n ^ (n >> 31)
+}
+
+/// As a number from 0 to below 1.
+fn fraction(n: u64) -> f64 {
+    (n >> 11) as f64 / (1_u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,579 @@
+//! Faults on demand, carried out: `ANYWARP_FAULTS=SETTINGS` or `@FILE`, `ANYWARP_FAULTS_FILE=FILE`, or `anywarp run
+//! --faults`. What they mean is in [`anywarp_core::fault`] and `docs/faults.md`.
+//!
+//! Datagrams pass through here on their way to the socket and from it; what is to be late waits in one queue of the
+//! process. Requests to reliable connections pass when they are posted. Off by default: a queue pair then has nothing
+//! of this, and looks at that.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt::Write as _;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::datagram::{Arrival, Bytes, TxDatagram};
+use anywarp_core::fault::{Action, Direction, Fate, Lane, Plan, Service, What};
+
+use crate::clock;
+use crate::dgram::DgramQp;
+use crate::log;
+use crate::net::udp::Carrier;
+use crate::sys::{self, Io, PerProcess};
+use crate::worker::{Engine, Source, Token};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+// ---------------------------------------------------------------------- what is asked for
+
+/// What the environment asks for, read once. `Err`: it cannot be read, which is said once.
+fn plan() -> Result<Option<&'static Plan>, ()> {
+    static PLAN: OnceLock<Result<Option<Plan>, ()>> = OnceLock::new();
+    let plan = PLAN.get_or_init(|| match read() {
+        Ok(plan) => {
+            if plan.is_some() {
+                sys::at_exit(at_exit);
+            }
+            Ok(plan)
+        }
+        Err(why) => {
+            log::write(log::Level::Error, format_args!("{why}"));
+            Err(())
+        }
+    });
+    match plan {
+        Ok(plan) => Ok(plan.as_ref()),
+        Err(()) => Err(()),
+    }
+}
+
+/// `EINVAL` when the environment asks for faults that cannot be understood: a test without them would prove nothing.
+pub(crate) fn check() -> io::Result<()> {
+    match plan() {
+        Ok(_) => Ok(()),
+        Err(()) => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+    }
+}
+
+fn read() -> Result<Option<Plan>, String> {
+    let of = |name| std::env::var_os(name).filter(|v| !v.is_empty());
+    let (name, file) = match (of("ANYWARP_FAULTS"), of("ANYWARP_FAULTS_FILE")) {
+        (None, None) => return Ok(None),
+        (Some(_), Some(_)) => {
+            return Err("ANYWARP_FAULTS and ANYWARP_FAULTS_FILE: set one of the two".into());
+        }
+        (None, Some(file)) => ("ANYWARP_FAULTS_FILE", PathBuf::from(file)),
+        (Some(text), None) => {
+            let text = text.to_string_lossy().into_owned();
+            match text.strip_prefix('@') {
+                Some(file) => ("ANYWARP_FAULTS", PathBuf::from(file)),
+                None => {
+                    return Plan::parse(&text)
+                        .map(Some)
+                        .map_err(|e| format!("ANYWARP_FAULTS, {e}"));
+                }
+            }
+        }
+    };
+    from_file(&file)
+        .map(Some)
+        .map_err(|e| format!("{name}: {e}"))
+}
+
+fn from_file(path: &Path) -> Result<Plan, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    Plan::parse(&text).map_err(|e| format!("{}, {e}", path.display()))
+}
+
+// ---------------------------------------------------------------------- what was done
+
+/// Counters of this process.
+#[derive(Default)]
+struct Done {
+    queue_pairs: AtomicU32,
+    requests: AtomicU64,
+    datagrams: AtomicU64,
+    /// Datagrams that were lost because too many were late.
+    overflowed: AtomicU64,
+    /// By line of the rule, and action.
+    faults: Mutex<BTreeMap<(Option<u32>, String), u64>>,
+}
+
+static DONE: PerProcess<Done> = PerProcess::new(Done::default);
+
+/// What the summary says; nothing when there was no queue pair.
+fn summary(plan: &Plan, done: &Done) -> Option<String> {
+    let queue_pairs = done.queue_pairs.load(Ordering::Relaxed);
+    if queue_pairs == 0 {
+        return None;
+    }
+    let mut text = format!(
+        "seed {}, {queue_pairs} queue pairs, {} requests, {} datagrams:",
+        plan.seed,
+        done.requests.load(Ordering::Relaxed),
+        done.datagrams.load(Ordering::Relaxed),
+    );
+    // Somebody who is in the middle of counting will not go on.
+    let faults = done.faults.try_lock().ok()?;
+    if faults.is_empty() {
+        text.push_str(" no fault");
+    }
+    let mut comma = "";
+    for ((line, action), n) in faults.iter() {
+        let _ = match line {
+            Some(line) => write!(text, "{comma} {n} {action} (line {line})"),
+            None => write!(text, "{comma} {n} {action}"),
+        };
+        comma = ",";
+    }
+    let overflowed = done.overflowed.load(Ordering::Relaxed);
+    if overflowed > 0 {
+        let _ = write!(text, "; {overflowed} lost because too many were late");
+    }
+    Some(text)
+}
+
+/// The process ends: what is late leaves now, and what was done is told.
+extern "C" fn at_exit() {
+    let Ok(Some(plan)) = plan() else { return };
+    if let Ok(mut late) = LATE.get().try_lock() {
+        let held = std::mem::take(&mut late.held);
+        drop(late);
+        for (_, held) in held {
+            if let Held::Out(carrier, datagram, from) = held {
+                let _ = carrier.send(&[datagram], from, &mut 0);
+            }
+        }
+    }
+    if plan.summary
+        && let Some(text) = summary(plan, DONE.get())
+    {
+        let line = format!("anywarp[{}] faults: {text}\n", std::process::id());
+        let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+    }
+}
+
+/// Counts and logs what happens to one thing.
+fn note(lane: &Lane, fate: &Fate, thing: &str, what: What, len: u64) {
+    let mut faults = lock(&DONE.get().faults);
+    for cause in &fate.causes {
+        // How late it is differs from one to the next: counted as one.
+        let name = match cause.action {
+            Action::Delay(_) => "delay".to_owned(),
+            Action::Slow(_) => "slow".to_owned(),
+            other => other.to_string(),
+        };
+        *faults.entry((cause.line, name)).or_default() += 1;
+        let all_the_time =
+            cause.line.is_none() && matches!(cause.action, Action::Delay(_) | Action::Slow(_));
+        let level = if all_the_time {
+            log::Level::Debug
+        } else {
+            log::Level::Info
+        };
+        if log::wants(level) {
+            let why = cause
+                .line
+                .map_or_else(String::new, |line| format!(" (line {line})"));
+            // No number that another run would not have.
+            log::write(
+                level,
+                format_args!(
+                    "fault: qp #{} {thing} {}, {what}, {len} bytes: {}{why}",
+                    lane.nth(),
+                    fate.item,
+                    cause.action
+                ),
+            );
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- what is late
+
+/// A datagram that is late.
+enum Held {
+    Out(Arc<Carrier>, TxDatagram, Option<IpAddr>),
+    In(Weak<DgramQp>, Arrival, Vec<u8>),
+}
+
+impl Held {
+    fn len(&self) -> usize {
+        match self {
+            Self::Out(_, datagram, _) => datagram.bytes.len(),
+            Self::In(_, _, bytes) => bytes.len(),
+        }
+    }
+
+    /// Its time has come. False: the socket has no room.
+    fn go(&self) -> bool {
+        match self {
+            Self::Out(carrier, datagram, from) => !matches!(
+                carrier.send(std::slice::from_ref(datagram), *from, &mut 0),
+                Ok(0) | Err(Io::WouldBlock)
+            ),
+            Self::In(qp, arrival, bytes) => {
+                if let Some(qp) = qp.upgrade() {
+                    qp.deliver(arrival, bytes);
+                }
+                true
+            }
+        }
+    }
+}
+
+/// When a datagram goes, and its number: of two with one time the older is first.
+type Key = (Instant, u64);
+
+#[derive(Default)]
+struct Late {
+    held: BTreeMap<Key, Held>,
+    bytes: usize,
+    next: u64,
+    token: Option<Token>,
+    alarm: Option<Instant>,
+}
+
+static LATE: PerProcess<Mutex<Late>> = PerProcess::new(Mutex::default);
+
+/// Pause before a full socket is tried again.
+const AGAIN: Duration = Duration::from_millis(1);
+
+/// Keeps a datagram until `at`.
+fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
+    let mut late = lock(LATE.get());
+    let len = held.len();
+    if late.held.len() >= bounds::FAULT_HELD || late.bytes + len > bounds::FAULT_HELD_BYTES {
+        drop(late);
+        DONE.get().overflowed.fetch_add(1, Ordering::Relaxed);
+        return None;
+    }
+    late.next += 1;
+    let key = (at, late.next);
+    late.bytes += len;
+    late.held.insert(key, held);
+    late.watch(engine);
+    Some(key)
+}
+
+/// Takes one out before its time.
+fn release(key: Key) -> Option<Held> {
+    let mut late = lock(LATE.get());
+    let held = late.held.remove(&key)?;
+    late.bytes -= held.len();
+    Some(held)
+}
+
+impl Late {
+    fn watch(&mut self, engine: &'static Engine) {
+        let Some((&(at, _), _)) = self.held.first_key_value() else {
+            return;
+        };
+        if self.alarm.is_some_and(|alarm| alarm <= at) {
+            return;
+        }
+        let token = *self
+            .token
+            .get_or_insert_with(|| engine.reserve(Arc::new(Clock(engine))));
+        self.alarm = Some(at);
+        engine.deadline(token, at);
+    }
+
+    fn take_due(&mut self, now: Instant) -> Vec<Held> {
+        let mut due = Vec::new();
+        while let Some(first) = self.held.first_entry()
+            && first.key().0 <= now
+        {
+            let held = first.remove();
+            self.bytes -= held.len();
+            due.push(held);
+        }
+        due
+    }
+}
+
+/// Lets go what is due.
+struct Clock(&'static Engine);
+
+impl Source for Clock {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        // It has no socket.
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let due = {
+            let mut late = lock(LATE.get());
+            if late.alarm.is_some_and(|alarm| alarm <= now) {
+                late.alarm = None;
+            }
+            let due = late.take_due(now);
+            late.watch(self.0);
+            due
+        };
+        for held in due {
+            if !held.go() {
+                hold(self.0, now + AGAIN, held);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- a queue pair
+
+/// One way of a queue pair's datagrams.
+#[derive(Default)]
+struct Way {
+    /// What was decided of the next datagrams and could not be done yet.
+    decided: VecDeque<Fate>,
+    /// Waits for the next one to pass.
+    parked: Option<Key>,
+    /// When all that was sent before has left, at the rate that was set.
+    busy: Option<Instant>,
+}
+
+impl Way {
+    /// When something of `len` bytes that is to be late goes; none: at once.
+    fn due(&mut self, fate: &Fate, len: u64, now: Instant) -> Option<Instant> {
+        let mut at = now + fate.delay;
+        if let Some(rate) = fate.rate {
+            let from = self.busy.map_or(now, |busy| busy.max(now));
+            let done = from + time_of(len, rate);
+            self.busy = Some(done);
+            at += done - now;
+        }
+        (at > now).then_some(at)
+    }
+}
+
+/// How long `len` bytes take.
+fn time_of(len: u64, rate: u64) -> Duration {
+    Duration::from_secs_f64(len as f64 / rate.max(1) as f64)
+}
+
+/// What goes wrong in one queue pair.
+pub(crate) struct Faults {
+    engine: &'static Engine,
+    lane: Mutex<Lane>,
+    out: Mutex<Way>,
+    into: Mutex<Way>,
+}
+
+/// What becomes of a request to a stream.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Ruling {
+    /// It fails, and is not sent.
+    pub(crate) fails: Option<anywarp_core::verbs::wc::Status>,
+    /// The connection is cut.
+    pub(crate) kill: bool,
+    /// Nothing is sent before then.
+    pub(crate) not_before: Option<Instant>,
+    /// Also when sending waits already. The delay of the link does not: who posts without a pause would never send.
+    pub(crate) extends: bool,
+}
+
+impl Faults {
+    /// For a new queue pair; none when nothing is asked for.
+    pub(crate) fn of(engine: &'static Engine, number: u32) -> Option<Self> {
+        let plan = plan().ok().flatten()?;
+        let nth = DONE.get().queue_pairs.fetch_add(1, Ordering::Relaxed) + 1;
+        log!(Debug, "fault: qp #{nth} has the number 0x{number:06x}");
+        Some(Self {
+            engine,
+            lane: Mutex::new(Lane::new(plan, nth, number)),
+            out: Mutex::default(),
+            into: Mutex::default(),
+        })
+    }
+
+    /// A request of `len` bytes is posted. `rnr`: how often it may find the peer not ready, and for how long each time.
+    pub(crate) fn request(
+        &self,
+        what: What,
+        peer: Option<SocketAddr>,
+        service: Service,
+        len: u64,
+        rnr: (u8, u8),
+    ) -> Ruling {
+        DONE.get().requests.fetch_add(1, Ordering::Relaxed);
+        let mut lane = lock(&self.lane);
+        let mut fate = lane.request(what, peer, service);
+        if fate.is_nothing() {
+            return Ruling::default();
+        }
+        note(&lane, &fate, "request", what, len);
+        drop(lane);
+        let now = clock::now();
+        let mut ruling = Ruling {
+            fails: fate.failure(),
+            kill: fate.does(Action::Kill),
+            not_before: None,
+            extends: fate.rate.is_some() || fate.causes.iter().any(|c| c.line.is_some()),
+        };
+        let (retries, timer) = rnr;
+        let not_ready = fate.not_ready();
+        // IBA 9.7.5.2.8: seven means for ever.
+        if retries != 7 && not_ready > u32::from(retries) && ruling.fails.is_none() {
+            ruling.fails = Some(anywarp_core::verbs::wc::Status::RnrRetryExceeded);
+        } else {
+            let timer = Duration::from_micros(anywarp_core::verbs::qp::rnr_timer_us(timer));
+            fate.delay += timer.saturating_mul(not_ready);
+        }
+        if service == Service::Stream {
+            ruling.not_before = lock(&self.out).due(&fate, len, now);
+        } else if ruling.kill && ruling.fails.is_none() {
+            // Its peer is not heard of any more.
+            ruling.fails = Some(anywarp_core::verbs::wc::Status::RetryExceeded);
+        }
+        ruling
+    }
+
+    /// As [`Carrier::send`]: how many datagrams of the front of the list are on their way, or lost.
+    pub(crate) fn send(
+        &self,
+        carrier: &Arc<Carrier>,
+        datagrams: &[TxDatagram],
+        from: Option<IpAddr>,
+        run_max: &mut usize,
+    ) -> Result<usize, Io> {
+        let mut out = lock(&self.out);
+        {
+            let mut lane = lock(&self.lane);
+            for d in datagrams.iter().skip(out.decided.len()) {
+                DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
+                let (fate, what) = lane.datagram(Direction::Tx, d.to, &d.bytes);
+                note(&lane, &fate, "tx datagram", what, d.bytes.len() as u64);
+                out.decided.push_back(fate);
+            }
+        }
+        let clean = out.decided.iter().take_while(|f| f.is_nothing()).count();
+        let passed = match (datagrams.get(..clean), datagrams.first()) {
+            (Some(whole), _) if clean > 0 => {
+                let sent = carrier.send(whole, from, run_max);
+                let gone = match &sent {
+                    Ok(n) => *n,
+                    // The caller gives the first one up.
+                    Err(Io::Broken(_)) => 1,
+                    Err(_) => 0,
+                };
+                out.decided.drain(..gone.min(clean));
+                sent?
+            }
+            (_, Some(first)) => {
+                if let Some(fate) = out.decided.pop_front() {
+                    self.send_one(&mut out, carrier, first, from, &fate);
+                    if fate.does(Action::Drop) || fate.does(Action::Reorder) {
+                        return Ok(1);
+                    }
+                }
+                1
+            }
+            _ => return Ok(0),
+        };
+        let parked = out.parked.take().and_then(release);
+        if let Some(held) = parked.filter(|_| passed > 0)
+            && !held.go()
+        {
+            hold(self.engine, clock::now() + AGAIN, held);
+        }
+        Ok(passed)
+    }
+
+    /// One datagram that something happens to.
+    fn send_one(
+        &self,
+        out: &mut Way,
+        carrier: &Arc<Carrier>,
+        datagram: &TxDatagram,
+        from: Option<IpAddr>,
+        fate: &Fate,
+    ) {
+        if fate.does(Action::Drop) {
+            return;
+        }
+        let mut datagram = datagram.clone();
+        if fate.does(Action::Corrupt) {
+            let mut bytes = datagram.bytes.to_vec();
+            fate.corrupt(&mut bytes);
+            datagram.bytes = Bytes::Own(bytes);
+        }
+        let now = clock::now();
+        let len = datagram.bytes.len() as u64;
+        let copies = 1 + usize::from(fate.does(Action::Dup));
+        let late = out.due(fate, len, now);
+        let at = late.or_else(|| {
+            fate.does(Action::Reorder)
+                .then_some(now + bounds::FAULT_PASS)
+        });
+        for _ in 0..copies {
+            let held = Held::Out(Arc::clone(carrier), datagram.clone(), from);
+            match at {
+                Some(at) => {
+                    let key = hold(self.engine, at, held);
+                    if late.is_none() {
+                        out.parked = key;
+                    }
+                }
+                None => {
+                    if !held.go() {
+                        hold(self.engine, now + AGAIN, held);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What was to be sent and was decided of is thrown away.
+    pub(crate) fn forget(&self) {
+        lock(&self.out).decided.clear();
+    }
+
+    /// A datagram came for `qp`.
+    pub(crate) fn receive(&self, qp: &Weak<DgramQp>, arrival: &Arrival, bytes: &[u8]) {
+        DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
+        let fate = {
+            let mut lane = lock(&self.lane);
+            let (fate, what) = lane.datagram(Direction::Rx, arrival.from, bytes);
+            note(&lane, &fate, "rx datagram", what, bytes.len() as u64);
+            fate
+        };
+        if fate.does(Action::Drop) {
+            return;
+        }
+        let mut bytes = bytes.to_vec();
+        if fate.does(Action::Corrupt) {
+            fate.corrupt(&mut bytes);
+        }
+        let now = clock::now();
+        let copies = 1 + usize::from(fate.does(Action::Dup));
+        let passes = fate.does(Action::Reorder);
+        let (late, parked) = {
+            let mut into = lock(&self.into);
+            let late = into.due(&fate, bytes.len() as u64, now);
+            let parked = if passes { None } else { into.parked.take() };
+            (late, parked)
+        };
+        let at = late.or_else(|| passes.then_some(now + bounds::FAULT_PASS));
+        for _ in 0..copies {
+            let held = Held::In(Weak::clone(qp), *arrival, bytes.clone());
+            match at {
+                Some(at) => {
+                    let key = hold(self.engine, at, held);
+                    if late.is_none() {
+                        lock(&self.into).parked = key;
+                    }
+                }
+                None => {
+                    held.go();
+                }
+            }
+        }
+        if let Some(held) = parked.and_then(release) {
+            held.go();
+        }
+    }
+}
