@@ -122,6 +122,8 @@ pub(super) struct Reliable {
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
     /// Peers whose packets wait for a receive.
     starving: VecDeque<Peer>,
+    /// Number of the first packet to a peer that is new.
+    floor: u64,
     /// Peers that wait for an acknowledgement.
     soon: Vec<Peer>,
     /// Packets that were acknowledged.
@@ -157,6 +159,8 @@ impl Reliable {
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
             starving: VecDeque::new(),
+            // Above 2^32, so that numbers before it can be told.
+            floor: 1 << 32 | u64::from(secret.start(3)),
             soon: Vec::new(),
             spare: Vec::new(),
             waiting: 0,
@@ -426,10 +430,7 @@ impl Reliable {
                 return false;
             }
             self.swept = now;
-            // Those that have been idle for longer than a datagram can be on its way.
-            self.peers.retain(|_, s| {
-                s.tx.is_some() || s.rx.is_some() || now.saturating_sub(s.used) < IDLE
-            });
+            self.forget_idle(now);
             if self.peers.len() >= bounds::RD_PEERS {
                 return false;
             }
@@ -441,7 +442,7 @@ impl Reliable {
             echo: 0,
             echo_before: 0,
             // Above 2^32, so that numbers before it can be told.
-            next: 1 << 32 | u64::from(self.secret.start(3)),
+            next: self.floor,
             expected: None,
             tx: None,
             rx: None,
@@ -454,6 +455,19 @@ impl Reliable {
         };
         self.peers.insert(*peer, state);
         true
+    }
+
+    /// Forgets peers that have been idle for longer than a datagram can be on its way. They remember us: when one is known
+    /// again, its numbers go on beyond all that anybody was sent.
+    fn forget_idle(&mut self, now: Duration) {
+        let floor = &mut self.floor;
+        self.peers.retain(|_, s| {
+            let stays = s.tx.is_some() || s.rx.is_some() || now.saturating_sub(s.used) < IDLE;
+            if !stays {
+                *floor = (*floor).max(s.next);
+            }
+            stays
+        });
     }
 
     /// Somebody who does not know our token, or an old one: it is told, and nothing remembered.
@@ -862,3 +876,51 @@ const ACK_EACH: u32 = 32;
 const SWEEP: Duration = Duration::from_secs(1);
 /// Longer than a datagram can be on its way.
 const IDLE: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer() -> Peer {
+        (([10, 0, 0, 1], 4000).into(), 3)
+    }
+
+    /// A peer that was forgotten remembers the numbers that it was sent: those to come are beyond them.
+    #[test]
+    fn numbers_go_on_when_a_peer_was_forgotten() {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let at = Duration::from_secs;
+        assert!(!rd.may_send(&peer(), Way::default(), at(1)));
+        let first = rd.peers[&peer()].next;
+        let token = rd.peers[&peer()].token;
+        let arrival = Arrival {
+            from: peer().0,
+            to: None,
+            hop_limit: 0,
+            traffic_class: 0,
+        };
+        let (hello, _) = crate::wire::rd::parse(&rd.poll(at(1)).unwrap().2).unwrap();
+        let packet = Packet {
+            token: 77,
+            echo: token,
+            challenge: true,
+            ..hello
+        };
+        rd.handle(&peer(), &arrival, &packet, None, at(1));
+        for n in 0..5 {
+            assert!(rd.may_send(&peer(), Way::default(), at(1)));
+            let packet = vec![0; Packet::LEN + 50];
+            assert!(rd.push(&peer(), packet, (n, true, true), at(1)).is_some());
+        }
+        // What is under way is not forgotten.
+        rd.forget_idle(at(100));
+        assert_eq!(rd.peers(), 1);
+        rd.abandon();
+        rd.forget_idle(at(30));
+        assert_eq!(rd.peers(), 1);
+        rd.forget_idle(at(100));
+        assert_eq!(rd.peers(), 0);
+        rd.may_send(&peer(), Way::default(), at(100));
+        assert_eq!(rd.peers[&peer()].next, first + 5);
+    }
+}
