@@ -4,6 +4,7 @@
 //! bin/anywarp
 //! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
 //! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
+//! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! include/                     our own headers, if there are any
 //! share/                       manual pages and completions, if the tool can write them
@@ -39,7 +40,8 @@ pub(crate) fn run() -> Result {
         &lib,
         None,
     )?;
-    self_test(&lib)?;
+    verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib)?;
+    verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib)?;
     path_shim(&lib)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
@@ -57,12 +59,12 @@ pub(crate) fn run() -> Result {
     Ok(())
 }
 
-/// Builds the self-test, a plain verbs program, against the libraries in `lib`.
-fn self_test(lib: &Path) -> Result {
+/// Builds a plain verbs program against the libraries in `lib`.
+fn verbs_program(name: &str, source: &str, lib: &Path) -> Result {
     let mut cc = sh::cc();
     cc.args(["-O2", "-o"])
-        .arg(lib.join("anywarp-selftest"))
-        .arg(sh::root().join("tests/c/selftest.c"))
+        .arg(lib.join(name))
+        .arg(sh::root().join(source))
         .arg("-L")
         .arg(lib)
         .args(["-libverbs", "-lrdmacm", "-lpthread"]);

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
+use crate::perf::args::Perf;
+
 /// RDMA on any machine: runs unmodified RDMA programs without RDMA hardware
 ///
 /// anywarp is an RDMA network card made of software. It lives inside the process that uses it, needs no
@@ -59,6 +61,19 @@ pub(crate) enum Command {
     /// Each line is ok, warn or fail; a warn or fail says what to do. At the end a self-test moves real bytes
     /// with every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
     Doctor(Doctor),
+
+    /// Measure latency: a message goes there, and one comes back
+    ///
+    /// Run `anywarp ping --server` on one machine and `anywarp ping HOST` on another, or both on this one. The
+    /// program uses verbs alone, and compares every payload. The exit status is 1 if something failed or was wrong.
+    Ping(Perf),
+
+    /// Measure bandwidth: messages go one way, as many as the device takes
+    ///
+    /// Run `anywarp blast --server` on one machine and `anywarp blast HOST` on another, or both on this one. What
+    /// arrives is compared, byte by byte; of a Write-Record, also that its validity map says what is there. Of plain
+    /// Writes the last one of each buffer is compared, for nobody sees the others.
+    Blast(Perf),
 
     /// Write man pages and shell completions
     #[command(hide = true)]

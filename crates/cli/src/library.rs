@@ -16,6 +16,9 @@ const PATH_SHIM: &str = "libanywarp-path.so";
 const DISSECTOR: &str = "share/anywarp/wireshark/anywarp.lua";
 const SELF_TEST: &str = "anywarp-selftest";
 
+/// The verbs program of `anywarp ping` and `anywarp blast`.
+const PERF: &str = "anywarp-perf";
+
 /// The folder with the drop-in libraries, known to hold them.
 #[derive(Debug, Clone)]
 pub(crate) struct Library {
@@ -131,6 +134,11 @@ impl Library {
     /// The self-test program, if it is there.
     pub(crate) fn self_test(&self) -> Option<PathBuf> {
         Some(self.dir.join(SELF_TEST)).filter(|path| path.is_file())
+    }
+
+    /// The verbs program of `anywarp ping` and `anywarp blast`, if it is there.
+    pub(crate) fn perf(&self) -> Option<PathBuf> {
+        Some(self.dir.join(PERF)).filter(|path| path.is_file())
     }
 
     /// The files to preload.

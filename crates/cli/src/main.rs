@@ -10,6 +10,7 @@ mod elf;
 mod json;
 mod library;
 mod pages;
+mod perf;
 mod sys;
 
 use std::process::ExitCode;

@@ -242,6 +242,8 @@ mod tests {
                 "man1/anywarp-capture.1",
                 "man1/anywarp-env.1",
                 "man1/anywarp-doctor.1",
+                "man1/anywarp-ping.1",
+                "man1/anywarp-blast.1",
                 "man7/anywarp.7"
             ]
         );

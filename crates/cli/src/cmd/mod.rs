@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use crate::cli::{Cli, Command};
 use crate::library::Missing;
+use crate::perf;
 
 /// Runs what was asked for.
 pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
@@ -21,6 +22,8 @@ pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Capture(args) => capture::run(&args),
         Command::Env(args) => env::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Ping(args) => perf::run(&args, true),
+        Command::Blast(args) => perf::run(&args, false),
         Command::Generate(args) => generate::run(&args),
     }
 }

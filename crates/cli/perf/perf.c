@@ -1,0 +1,1220 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * One end of one run of `anywarp ping` or `anywarp blast`: a plain verbs program that the command starts, tells what to
+ * do, and ends if it does not answer. Arguments are NAME=NUMBER; what is said on standard input and output are lines:
+ *
+ *   out  hello qpn=… gid=… …      the queue pair is there
+ *   in   peer qpn=… gid=… …       the other end's hello
+ *   out  armed                    connected, receives posted
+ *   in   go
+ *   out  progress msgs=… bytes=…  each second
+ *   in   stop sent=…              to a client: end now; to a server: this many were sent, end when they are here
+ *   out  samples …                one-way times in nanoseconds
+ *   out  done …                   what was seen
+ *
+ * Message m is what the reference has from word m % WINDOW on, so a sender sends from where it is and a receiver compares.
+ * No two words of the reference are the same: the first one of a message names it, and no word of an older message looks
+ * like one of a newer.
+ */
+#define _GNU_SOURCE
+#include <infiniband/verbs.h>
+#include "../../abi/include/infiniband/anywarpdv.h"
+
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#define WINDOW 32749u /* words; a prime, so that it and the number of slots have no common factor */
+#define GRH 40u
+#define QKEY 0x11111111u
+#define PORT 1
+#define BATCH 64
+#define MAX_SGE 16
+#define SWEEP 64u /* messages that may still be under way behind the newest one */
+
+enum transport { RC, UC, UD, RD };
+enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ };
+
+static struct {
+	uint64_t server, blast, transport, op, size, depth, list, signal_every, inlined, event, slots, gather, iters,
+		duration_ms, warmup, segment, record_mode, parity, repeats, exact, idle_ms, wait_ms, gid_index, unordered,
+		mtu;
+} o = { .depth = 16, .list = 1, .signal_every = 1, .gather = 1, .size = 64, .idle_ms = 10000, .wait_ms = 200 };
+
+#define OPTION(x) { #x, &o.x }
+static const struct { const char *name; uint64_t *at; } options[] = {
+	OPTION(server), OPTION(blast), OPTION(transport), OPTION(op), OPTION(size), OPTION(depth), OPTION(list),
+	OPTION(signal_every), OPTION(inlined), OPTION(event), OPTION(slots), OPTION(gather), OPTION(iters),
+	OPTION(duration_ms), OPTION(warmup), OPTION(segment), OPTION(record_mode), OPTION(parity), OPTION(repeats),
+	OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(unordered), OPTION(mtu),
+};
+
+static struct ibv_context *device;
+static struct ibv_pd *pd;
+static struct ibv_comp_channel *schan, *rchan;
+static struct ibv_cq *scq, *rcq;
+static struct ibv_qp *qp;
+static struct ibv_qp_ex *ex;
+static struct ibv_ah *ah;
+static struct ibv_mr *ref_mr[2], *slot_mr;
+static uint8_t *ref[2], *slots;
+static uint64_t stride, receives;
+static struct { uint32_t qpn, lid, psn, rkey, slots; uint64_t addr, ref_addr, ref_rkey; union ibv_gid gid; } peer;
+static struct ibv_port_attr port_attr;
+
+static __typeof__(anywarpdv_create_qp_ex) *dv_create;
+static __typeof__(anywarpdv_poll_records) *dv_poll_records;
+static __typeof__(anywarpdv_read_map) *dv_read_map;
+static __typeof__(anywarpdv_release_map) *dv_release_map;
+static __typeof__(anywarpdv_query_counters) *dv_counters;
+
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...)
+{
+	va_list args;
+
+	va_start(args, format);
+	printf("error ");
+	vprintf(format, args);
+	printf("\n");
+	fflush(stdout);
+	va_end(args);
+	exit(1);
+}
+
+static uint64_t now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* ---------------------------------------------------------------- the reference */
+
+/* Every number has another image, and none is lost. */
+static uint64_t mix(uint64_t x)
+{
+	x ^= x >> 32;
+	x *= 0xd6e8feb86659fd93u;
+	x ^= x >> 32;
+	x *= 0xa0761d6478bd642fu;
+	x ^= x >> 32;
+	return x;
+}
+
+static uint64_t inverse(uint64_t a)
+{
+	uint64_t x = a;
+
+	for (int i = 0; i < 6; i++)
+		x *= 2 - a * x;
+	return x;
+}
+
+static uint64_t unmix(uint64_t x)
+{
+	static uint64_t first, second;
+
+	if (!first) {
+		first = inverse(0xd6e8feb86659fd93u);
+		second = inverse(0xa0761d6478bd642fu);
+	}
+	x ^= x >> 32;
+	x *= second;
+	x ^= x >> 32;
+	x *= first;
+	x ^= x >> 32;
+	return x;
+}
+
+static const uint8_t *content(uint64_t m)
+{
+	return ref[0] + m % WINDOW * 8;
+}
+
+/* Where message m lies at the receiver. */
+static uint8_t *slot_of(uint64_t m)
+{
+	return slots + m % o.slots * stride;
+}
+
+static void *memory(size_t size)
+{
+	void *at;
+
+	size = (size + 4095) & ~(size_t)4095;
+	if (posix_memalign(&at, 4096, size))
+		die("%zu bytes of memory: ask for fewer --buffers", size);
+	memset(at, 0, size);
+	return at;
+}
+
+/* What a slot has before message m comes: no byte as m has it. */
+static void prepare(uint64_t m)
+{
+	const uint8_t *from = content(m);
+	uint8_t *to = slot_of(m);
+
+	for (uint64_t i = 0; i < o.size; i++)
+		to[i] = (uint8_t)~from[i];
+}
+
+/* ---------------------------------------------------------------- what is seen */
+
+static struct {
+	uint64_t messages, bytes, complete, partial, duplicate, bad, overwritten, map_bad, map_checked, failed, first_at, last_at,
+		first_bytes, all;
+} seen;
+static uint64_t *seen_bits, seen_words, expected;
+
+static void note(uint64_t m, uint64_t bytes)
+{
+	seen.all++;
+	if (m >= expected)
+		expected = m + 1;
+	if (m < o.warmup)
+		return;
+	seen.last_at = now();
+	if (!seen.first_at) {
+		seen.first_at = seen.last_at;
+		seen.first_bytes = bytes;
+	}
+	seen.messages++;
+	seen.bytes += bytes;
+}
+
+/* Whether message m came for the first time. */
+static bool first_time(uint64_t m)
+{
+	uint64_t word = m / 64;
+
+	if (m > 1ull << 36)
+		die("a message with number %" PRIu64, m);
+	if (word >= seen_words) {
+		uint64_t more = word * 2 + 64;
+
+		seen_bits = realloc(seen_bits, more * 8);
+		if (!seen_bits)
+			die("no memory");
+		memset(seen_bits + seen_words, 0, (more - seen_words) * 8);
+		seen_words = more;
+	}
+	if (seen_bits[word] >> (m % 64) & 1) {
+		seen.duplicate++;
+		return false;
+	}
+	seen_bits[word] |= 1ull << (m % 64);
+	return true;
+}
+
+/* The message that begins with what is at `data`. */
+static uint64_t name(const uint8_t *data, uint64_t len)
+{
+	uint64_t word, guess = expected;
+
+	if (len >= 8) {
+		memcpy(&word, data, 8);
+		word = unmix(word) - 1;
+		if (word >= WINDOW)
+			return expected;
+		guess = expected - expected % WINDOW + word;
+		if (guess > expected + WINDOW / 2 && guess >= WINDOW)
+			guess -= WINDOW;
+		else if (guess + WINDOW / 2 < expected)
+			guess += WINDOW;
+		return guess;
+	}
+	for (guess = expected; guess < expected + 4096; guess++)
+		if (!memcmp(data, content(guess), len))
+			return guess;
+	return expected;
+}
+
+/* A whole message m at `data`. */
+static void arrived(uint64_t m, const uint8_t *data, uint64_t len)
+{
+	if (!first_time(m))
+		return;
+	if (len != o.size || memcmp(data, content(m), len))
+		seen.bad++;
+	seen.complete++;
+	note(m, len);
+}
+
+/* ---------------------------------------------------------------- requests */
+
+static uint64_t posted, completed;
+
+/* The pieces of message m, from both copies in turn. */
+static int pieces(uint64_t m, struct ibv_sge *sge)
+{
+	uint64_t piece = (o.size + o.gather - 1) / o.gather, at = 0;
+	int n = 0;
+
+	if (o.op == READ) {
+		sge[0] = (struct ibv_sge){ (uintptr_t)slot_of(m), (uint32_t)o.size, slot_mr->lkey };
+		return 1;
+	}
+	for (; at < o.size; at += piece, n++) {
+		uint64_t len = o.size - at < piece ? o.size - at : piece;
+		int copy = n % 2;
+
+		sge[n] = (struct ibv_sge){ (uintptr_t)(ref[copy] + m % WINDOW * 8 + at), (uint32_t)len, ref_mr[copy]->lkey };
+	}
+	return n;
+}
+
+static uint64_t target(uint64_t m)
+{
+	return o.op == READ ? peer.ref_addr + m % WINDOW * 8 : peer.addr + m % peer.slots * stride;
+}
+
+static uint32_t target_key(void)
+{
+	return o.op == READ ? (uint32_t)peer.ref_rkey : peer.rkey;
+}
+
+static void post_connected(uint64_t first, uint64_t count, bool last)
+{
+	static const enum ibv_wr_opcode opcodes[] = {
+		[SEND] = IBV_WR_SEND, [SEND_IMM] = IBV_WR_SEND_WITH_IMM, [WRITE] = IBV_WR_RDMA_WRITE,
+		[WRITE_IMM] = IBV_WR_RDMA_WRITE_WITH_IMM, [READ] = IBV_WR_RDMA_READ,
+	};
+	static struct ibv_send_wr wr[BATCH];
+	static struct ibv_sge sge[BATCH][MAX_SGE];
+	struct ibv_send_wr *bad;
+	int rc;
+
+	for (uint64_t i = 0; i < count; i++) {
+		uint64_t m = first + i;
+		bool signaled = (m + 1) % o.signal_every == 0 || (last && i + 1 == count);
+
+		wr[i] = (struct ibv_send_wr){
+			.wr_id = m,
+			.next = i + 1 < count ? &wr[i + 1] : NULL,
+			.sg_list = sge[i],
+			.num_sge = pieces(m, sge[i]),
+			.opcode = opcodes[o.op],
+			.send_flags = (signaled ? IBV_SEND_SIGNALED : 0) | (o.inlined ? IBV_SEND_INLINE : 0),
+			.imm_data = htonl((uint32_t)m),
+		};
+		wr[i].wr.rdma.remote_addr = target(m);
+		wr[i].wr.rdma.rkey = target_key();
+	}
+	rc = ibv_post_send(qp, wr, &bad);
+	if (rc)
+		die("ibv_post_send: %s", strerror(rc));
+}
+
+static void post_datagram(uint64_t first, uint64_t count, bool last)
+{
+	struct ibv_data_buf bufs[MAX_SGE];
+	struct ibv_sge sge[MAX_SGE];
+	int n, rc;
+
+	ibv_wr_start(ex);
+	for (uint64_t i = 0; i < count; i++) {
+		uint64_t m = first + i;
+		bool signaled = (m + 1) % o.signal_every == 0 || (last && i + 1 == count);
+
+		ex->wr_id = m;
+		ex->wr_flags = signaled ? IBV_SEND_SIGNALED : 0;
+		switch (o.op) {
+		case SEND: ibv_wr_send(ex); break;
+		case SEND_IMM: ibv_wr_send_imm(ex, htonl((uint32_t)m)); break;
+		case WRITE:
+		case WRITE_RECORD: ibv_wr_rdma_write(ex, target_key(), target(m)); break;
+		case WRITE_IMM: ibv_wr_rdma_write_imm(ex, target_key(), target(m), htonl((uint32_t)m)); break;
+		case READ: ibv_wr_rdma_read(ex, target_key(), target(m)); break;
+		}
+		ibv_wr_set_ud_addr(ex, ah, peer.qpn, QKEY);
+		n = pieces(m, sge);
+		if (o.inlined) {
+			for (int j = 0; j < n; j++)
+				bufs[j] = (struct ibv_data_buf){ (void *)(uintptr_t)sge[j].addr, sge[j].length };
+			ibv_wr_set_inline_data_list(ex, (size_t)n, bufs);
+		} else {
+			ibv_wr_set_sge_list(ex, (size_t)n, sge);
+		}
+	}
+	rc = ibv_wr_complete(ex);
+	if (rc)
+		die("ibv_wr_complete: %s", strerror(rc));
+}
+
+static void post(uint64_t count, bool last)
+{
+	if (ex)
+		post_datagram(posted, count, last);
+	else
+		post_connected(posted, count, last);
+	posted += count;
+}
+
+/* Receive number i; its buffer has room for a route header in front of a page or line of its own. */
+static void post_receives(uint64_t from, uint64_t count)
+{
+	static struct ibv_recv_wr wr[BATCH];
+	static struct ibv_sge sge[BATCH];
+	struct ibv_recv_wr *bad;
+	uint64_t header = ex ? GRH : 0;
+	bool to_memory = o.op == SEND || o.op == SEND_IMM;
+	int rc;
+
+	while (count) {
+		uint64_t n = count < BATCH ? count : BATCH;
+
+		for (uint64_t i = 0; i < n; i++) {
+			sge[i] = (struct ibv_sge){ (uintptr_t)(slot_of(from + i) + 64 - header), (uint32_t)(o.size + header),
+						   slot_mr->lkey };
+			wr[i] = (struct ibv_recv_wr){ .wr_id = from + i, .next = i + 1 < n ? &wr[i + 1] : NULL,
+						      .sg_list = &sge[i], .num_sge = to_memory };
+		}
+		rc = ibv_post_recv(qp, wr, &bad);
+		if (rc)
+			die("ibv_post_recv: %s", strerror(rc));
+		from += n;
+		count -= n;
+	}
+}
+
+static bool lossy(void)
+{
+	return o.transport == UC || o.transport == UD;
+}
+
+/* Completions of requests, into `completed`. Reads are compared. */
+static bool poll_sends(void)
+{
+	struct ibv_wc wc[BATCH];
+	int n = ibv_poll_cq(scq, BATCH, wc);
+
+	if (n < 0)
+		die("ibv_poll_cq: %s", strerror(errno));
+	for (int i = 0; i < n; i++) {
+		uint64_t m = wc[i].wr_id;
+		bool good = wc[i].status == IBV_WC_SUCCESS;
+
+		if (!good && !(o.op == READ && o.transport == UD && wc[i].status == IBV_WC_RETRY_EXC_ERR))
+			die("request %" PRIu64 " ended: %s", m, ibv_wc_status_str(wc[i].status));
+		if (o.op == READ) {
+			/* Those before it without a completion of their own are done too, and well. */
+			for (; completed <= m; completed++)
+				if (good || completed < m)
+					arrived(completed, slot_of(completed), o.size);
+				else
+					seen.failed++;
+		}
+		if (m + 1 > completed)
+			completed = m + 1;
+	}
+	return n > 0;
+}
+
+/* ---------------------------------------------------------------- arrivals */
+
+static bool records(void)
+{
+	return o.transport >= UD && (o.op == WRITE_RECORD || o.op == WRITE_IMM);
+}
+
+static uint64_t id_of_zero, swept;
+static uint64_t *prepared;
+static bool id_known;
+
+/*
+ * Compares bytes [from, to) of message m, which a peer may overwrite by a later message of the same place before they
+ * are looked at, for nothing holds it back. Then each word is of one or the other.
+ */
+static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64_t to)
+{
+	bool later = false;
+
+	if (!memcmp(data + from, content(m) + from, to - from))
+		return;
+	for (uint64_t at = from; at < to; at = (at + 8) & ~(uint64_t)7) {
+		uint64_t end = (at + 8) & ~(uint64_t)7, len = (end < to ? end : to) - at;
+		bool known = !memcmp(data + at, content(m) + at, len);
+
+		for (uint64_t round = 1; !known && round <= 4; round++)
+			known = later = !memcmp(data + at, content(m + round * o.slots) + at, len);
+		if (!known) {
+			seen.bad++;
+			return;
+		}
+	}
+	if (later)
+		seen.overwritten++;
+}
+
+static void one_record(const struct anywarpdv_record *r)
+{
+	static struct anywarpdv_range range[65536];
+	uint64_t in_region = r->base - (uintptr_t)slots, m;
+	uint8_t *data = slots + in_region;
+	int64_t ahead;
+	bool chunk = r->flags & ANYWARPDV_RECORD_IS_CHUNK;
+	uint64_t valid = 0, at = 0;
+	int n = 1;
+
+	if (in_region % stride || in_region / stride >= o.slots || r->length != o.size) {
+		seen.bad++;
+		goto release;
+	}
+	if (!id_known) {
+		id_of_zero = r->message_id - in_region / stride;
+		id_known = true;
+	}
+	/* Ids are 32 bits; messages are counted on. Answers leave numbers out: of them the slot says enough. */
+	ahead = (int32_t)(r->message_id - (uint32_t)id_of_zero - (uint32_t)expected);
+	if (!o.blast) {
+		ahead = (int64_t)((in_region / stride + o.slots - expected % o.slots) % o.slots);
+		if (ahead > (int64_t)o.slots / 2)
+			ahead -= (int64_t)o.slots;
+	}
+	m = expected + (uint64_t)ahead;
+	if (m % o.slots != in_region / stride || (r->flags & ANYWARPDV_RECORD_WITH_IMM && ntohl(r->imm_data) != (uint32_t)m)) {
+		seen.bad++;
+		goto release;
+	}
+	range[0] = (struct anywarpdv_range){ chunk ? r->offset : 0, chunk ? r->offset + r->valid : r->length };
+	if (!chunk && !(r->flags & ANYWARPDV_RECORD_COMPLETE)) {
+		n = r->map ? dv_read_map(qp, r->map, range, 65536) : 0;
+		if (n < 0 || n > 65536)
+			die("anywarpdv_read_map: %s", n < 0 ? strerror(errno) : "too many ranges");
+	}
+	if (!chunk && !first_time(m))
+		goto release;
+	for (int i = 0; i < n; i++) {
+		uint64_t to = range[i].to;
+
+		if (range[i].from < at || to < range[i].from || to > o.size) {
+			seen.map_bad++;
+			goto release;
+		}
+		if (o.exact && !chunk && prepared[m % o.slots] == m)
+			for (uint64_t j = at; j < range[i].from; j++)
+				if ((data[j] ^ content(m)[j]) != 0xff) {
+					seen.map_bad++;
+					goto release;
+				}
+		compare_place(m, data, range[i].from, to);
+		valid += to - range[i].from;
+		at = to;
+	}
+	if (o.exact && !chunk && prepared[m % o.slots] == m) {
+		seen.map_checked++;
+		for (uint64_t j = at; j < o.size; j++)
+			if ((data[j] ^ content(m)[j]) != 0xff) {
+				seen.map_bad++;
+				break;
+			}
+	}
+	if (valid != r->valid)
+		seen.map_bad++;
+	if (r->flags & ANYWARPDV_RECORD_COMPLETE)
+		seen.complete++;
+	else
+		seen.partial++;
+	note(m, valid);
+	if (o.exact && !chunk) {
+		prepare(m + o.slots);
+		prepared[m % o.slots] = m + o.slots;
+		/* Those of which no record will come: their slots, too, are made ready for whoever is next. */
+		for (; swept + SWEEP < m; swept++)
+			if (prepared[swept % o.slots] == swept) {
+				prepare(swept + o.slots);
+				prepared[swept % o.slots] = swept + o.slots;
+			}
+	}
+release:
+	if (r->map && dv_release_map(qp, r->map))
+		die("anywarpdv_release_map: %s", strerror(errno));
+}
+
+static bool poll_arrivals(uint64_t *newest)
+{
+	struct ibv_wc wc[BATCH];
+	bool to_memory = o.op == SEND || o.op == SEND_IMM;
+	uint64_t header = ex ? GRH : 0;
+	int n;
+
+	if (records()) {
+		struct anywarpdv_record r[BATCH];
+
+		n = dv_poll_records(qp, BATCH, r, 0);
+		if (n < 0)
+			die("anywarpdv_poll_records: %s", strerror(errno));
+		for (int i = 0; i < n; i++)
+			one_record(&r[i]);
+		*newest = expected - 1;
+		return n > 0;
+	}
+	if (o.op == WRITE) {
+		volatile uint8_t *last = slot_of(expected) + o.size - 1;
+		uint64_t end = now() + 100000000;
+
+		if (o.blast || *last != content(expected)[o.size - 1])
+			return false;
+		/* The last byte may be there before others of its line. */
+		while (memcmp(slot_of(expected), content(expected), o.size) && now() < end)
+			;
+		*newest = expected;
+		arrived(*newest, slot_of(*newest), o.size);
+		*(slot_of(*newest) + o.size - 1) = (uint8_t)~content(*newest + o.slots)[o.size - 1];
+		return true;
+	}
+	n = ibv_poll_cq(rcq, BATCH, wc);
+	if (n < 0)
+		die("ibv_poll_cq: %s", strerror(errno));
+	for (int i = 0; i < n; i++) {
+		uint8_t *data = slot_of(wc[i].wr_id) + 64;
+		uint64_t m = expected, len = to_memory ? wc[i].byte_len - header : wc[i].byte_len;
+
+		if (wc[i].status != IBV_WC_SUCCESS)
+			die("receive %" PRIu64 " ended: %s", wc[i].wr_id, ibv_wc_status_str(wc[i].status));
+		if (wc[i].wc_flags & IBV_WC_WITH_IMM)
+			m = expected + (uint64_t)(int64_t)(int32_t)(ntohl(wc[i].imm_data) - (uint32_t)expected);
+		else if (to_memory && (lossy() || o.unordered))
+			m = name(data, len);
+		*newest = m;
+		arrived(m, to_memory ? data : slot_of(m), len);
+		post_receives(wc[i].wr_id, 1);
+	}
+	return n > 0;
+}
+
+/* ---------------------------------------------------------------- standard input */
+
+static uint64_t look_again, sent = UINT64_MAX;
+static bool stopped;
+
+static void line(char *text, int size)
+{
+	int at = 0;
+
+	for (;;) {
+		char c;
+		ssize_t n = read(STDIN_FILENO, &c, 1);
+
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n <= 0)
+			exit(1); /* who started this is gone */
+		if (c == '\n' || at + 1 >= size)
+			break;
+		text[at++] = c;
+	}
+	text[at] = 0;
+}
+
+static uint64_t member(const char *text, const char *key)
+{
+	char with[32];
+	const char *at;
+
+	snprintf(with, sizeof(with), " %s=", key);
+	at = strstr(text, with);
+	if (!at)
+		die("the other end's words have no %s", key);
+	return strtoull(at + strlen(with), NULL, 0);
+}
+
+/* Looks for a word of the command, and says how far it is. */
+static void listen_now(uint64_t at)
+{
+	static uint64_t told;
+	struct pollfd in = { .fd = STDIN_FILENO, .events = POLLIN };
+	char text[256];
+
+	look_again = at + 2000000;
+	if (poll(&in, 1, 0) > 0) {
+		line(text, sizeof(text));
+		if (!strncmp(text, "stop", 4)) {
+			stopped = true;
+			if (strstr(text, " sent="))
+				sent = member(text, "sent");
+		}
+	}
+	if (!told)
+		told = at;
+	if (at - told >= 1000000000) {
+		uint64_t n = o.server || o.op == READ ? seen.all : completed;
+
+		told = at;
+		printf("progress msgs=%" PRIu64 " bytes=%" PRIu64 "\n", n, o.server ? seen.bytes : n * o.size);
+		fflush(stdout);
+	}
+}
+
+/* Waits until something may have happened: with events asleep, else not at all. */
+static void rest(struct ibv_cq *cq, struct ibv_comp_channel *channel, bool (*again)(void))
+{
+	struct pollfd fds[2] = { { .fd = channel ? channel->fd : -1, .events = POLLIN },
+				 { .fd = STDIN_FILENO, .events = POLLIN } };
+	struct ibv_cq *which;
+	void *context;
+
+	if (!o.event)
+		return;
+	if (ibv_req_notify_cq(cq, 0))
+		die("ibv_req_notify_cq: %s", strerror(errno));
+	if (again())
+		return;
+	if (poll(fds, 2, 50) > 0 && fds[0].revents & POLLIN) {
+		if (ibv_get_cq_event(channel, &which, &context))
+			die("ibv_get_cq_event: %s", strerror(errno));
+		ibv_ack_cq_events(which, 1);
+	}
+}
+
+static uint64_t newest;
+
+static bool sends_again(void)
+{
+	return poll_sends();
+}
+
+static bool arrivals_again(void)
+{
+	return poll_arrivals(&newest);
+}
+
+static bool wait_arrivals(void)
+{
+	if (poll_arrivals(&newest))
+		return true;
+	if (!o.event || o.op == WRITE)
+		return false;
+	if (records()) {
+		struct anywarpdv_record r;
+		int n = dv_poll_records(qp, 1, &r, 20);
+
+		if (n < 0)
+			die("anywarpdv_poll_records: %s", strerror(errno));
+		if (n)
+			one_record(&r);
+		newest = expected - 1;
+		return n > 0;
+	}
+	{
+		uint64_t before = seen.all;
+
+		rest(rcq, rchan, arrivals_again);
+		return seen.all != before || poll_arrivals(&newest);
+	}
+}
+
+/* ---------------------------------------------------------------- the four roles */
+
+static uint64_t begin_at, end_at;
+
+static void blast_client(void)
+{
+	uint64_t total = o.iters + o.warmup, limit = UINT64_MAX, moved = now();
+	bool ended = false;
+
+	begin_at = 0;
+	while (!ended || completed < posted) {
+		uint64_t at = now(), room = o.depth - (posted - completed), count;
+
+		if (at >= look_again)
+			listen_now(at);
+		if (!begin_at && completed >= o.warmup) {
+			begin_at = at;
+			if (o.duration_ms)
+				limit = at + o.duration_ms * 1000000;
+		}
+		/* Nothing of the measured part is posted before the warm-up has ended. */
+		count = (begin_at ? total : o.warmup) - posted;
+		if (count > o.list)
+			count = o.list;
+		if (!ended && count && count <= room) {
+			/* The last one has a completion, so that those before it are known to be done. */
+			ended = at >= limit || stopped || posted + count == total;
+			post(count, ended || posted + count == o.warmup);
+			moved = at;
+			room -= count;
+		}
+		if (poll_sends())
+			moved = now();
+		else if (room < o.list || ended || !count)
+			rest(scq, schan, sends_again);
+		if (completed < posted && now() - moved > o.idle_ms * 1000000)
+			die("no request has ended for %" PRIu64 " ms: is the other end alive and reachable?", o.idle_ms);
+	}
+	end_at = now();
+}
+
+/* Until all that was sent is here, or nothing more comes. */
+static void blast_server(void)
+{
+	uint64_t quiet_after = now();
+
+	for (;;) {
+		uint64_t at = now(), quiet;
+
+		if (o.op == READ || (o.op == WRITE && !records())) {
+			struct pollfd in = { .fd = STDIN_FILENO, .events = POLLIN };
+
+			poll(&in, 1, 100);
+			listen_now(now());
+			if (stopped)
+				break;
+			continue;
+		}
+		if (wait_arrivals()) {
+			quiet_after = now();
+			at = quiet_after;
+		}
+		if (at >= look_again) {
+			bool before = stopped;
+
+			listen_now(at);
+			if (stopped && !before)
+				quiet_after = at;
+		}
+		quiet = at - quiet_after;
+		if (stopped && seen.all >= sent && !(records() && o.record_mode == ANYWARPDV_RECORD_CHUNK))
+			break;
+		if (stopped && quiet > (lossy() ? 300000000u : o.idle_ms * 1000000))
+			break;
+	}
+	end_at = now();
+}
+
+/* Of plain Writes only the last one of each slot is there to be compared. */
+static void compare_slots(void)
+{
+	for (uint64_t s = 0; s < o.slots && s < sent; s++) {
+		uint64_t m = s + (sent - 1 - s) / o.slots * o.slots;
+		uint64_t end = now() + (o.transport == UC ? 300000000u : 0);
+		bool good;
+
+		while (!(good = !memcmp(slot_of(m), content(m), o.size)) && now() < end)
+			poll_sends();
+		if (good)
+			seen.complete++;
+		else if (o.transport == UC)
+			seen.partial++;
+		else
+			seen.bad++;
+	}
+}
+
+static uint32_t *samples;
+static uint64_t samples_n, samples_room;
+
+static void sample(uint64_t time)
+{
+	if (samples_n == samples_room) {
+		samples_room = 2 * samples_room + 4096;
+		samples = realloc(samples, samples_room * sizeof(*samples));
+		if (!samples)
+			die("no memory for %" PRIu64 " samples", samples_room);
+	}
+	samples[samples_n++] = time > UINT32_MAX ? UINT32_MAX : (uint32_t)time;
+}
+
+static void ping_client(void)
+{
+	uint64_t total = o.iters + o.warmup, limit = UINT64_MAX, patience = lossy() ? o.wait_ms : o.idle_ms;
+
+	for (uint64_t m = 0; m < total && !stopped; m++) {
+		uint64_t start = now(), at = start, before = seen.all;
+		bool back = false;
+
+		if (m == o.warmup) {
+			begin_at = start;
+			if (o.duration_ms)
+				limit = start + o.duration_ms * 1000000;
+		}
+		if (start >= limit)
+			break;
+		post(1, true);
+		while (!back) {
+			if (o.op == READ) {
+				if (!poll_sends())
+					rest(scq, schan, sends_again);
+				back = completed > m;
+			} else {
+				if (wait_arrivals())
+					back = seen.all > before && newest >= m;
+				else
+					poll_sends();
+			}
+			at = now();
+			if (at - start > patience * 1000000)
+				break;
+			if (at >= look_again)
+				listen_now(at);
+		}
+		if (!back && !lossy())
+			die("no answer for %" PRIu64 " ms: is the other end alive and reachable?", patience);
+		if (back && m >= o.warmup && !(o.op == READ && seen.all == before)) {
+			sample((at - start) / (o.op == READ ? 1 : 2));
+		} else if (!back) {
+			seen.failed++;
+			if (expected <= m && o.op != READ)
+				expected = m + 1;
+		}
+		/* A place in the send queue for the next one. */
+		while (posted - completed >= o.depth) {
+			if (!poll_sends() && now() - at > o.idle_ms * 1000000)
+				die("no request has ended for %" PRIu64 " ms", o.idle_ms);
+		}
+	}
+	end_at = now();
+}
+
+static void ping_server(void)
+{
+	uint64_t last = now();
+
+	while (!stopped) {
+		uint64_t at = now(), before = seen.all;
+
+		if (o.op == READ) {
+			struct pollfd in = { .fd = STDIN_FILENO, .events = POLLIN };
+
+			poll(&in, 1, 100);
+			listen_now(now());
+			continue;
+		}
+		if (wait_arrivals() && seen.all > before) {
+			/* Its number is that of the message it answers. */
+			posted = newest;
+			post(1, true);
+			poll_sends();
+			last = at;
+		} else {
+			poll_sends();
+		}
+		if (at >= look_again)
+			listen_now(at);
+		if (at - last > 60000000000u)
+			die("no message for a minute");
+	}
+	end_at = now();
+}
+
+/* ---------------------------------------------------------------- objects */
+
+static void find_dv(void)
+{
+	static const struct { const char *name; void **at; } all[] = {
+		{ "anywarpdv_create_qp_ex", (void **)&dv_create },
+		{ "anywarpdv_poll_records", (void **)&dv_poll_records },
+		{ "anywarpdv_read_map", (void **)&dv_read_map },
+		{ "anywarpdv_release_map", (void **)&dv_release_map },
+		{ "anywarpdv_query_counters", (void **)&dv_counters },
+	};
+
+	for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) {
+		*all[i].at = dlvsym(RTLD_DEFAULT, all[i].name, "ANYWARPDV_1.0");
+		if (!*all[i].at)
+			die("this libibverbs has no %s: ud and rd need anywarp's", all[i].name);
+	}
+}
+
+static void open_device(void)
+{
+	const char *wanted = getenv("ANYWARP_PERF_DEVICE");
+	int n = 0, which = -1;
+	struct ibv_device **list = ibv_get_device_list(&n);
+
+	for (int i = 0; i < n && which < 0; i++)
+		if (!wanted || !strcmp(wanted, ibv_get_device_name(list[i])))
+			which = i;
+	if (which < 0)
+		die("no RDMA device%s%s", wanted ? " named " : "", wanted ? wanted : "");
+	device = ibv_open_device(list[which]);
+	if (!device)
+		die("%s does not open: %s", ibv_get_device_name(list[which]), strerror(errno));
+	if (ibv_query_port(device, PORT, &port_attr))
+		die("ibv_query_port: %s", strerror(errno));
+}
+
+static void make_queue_pair(void)
+{
+	struct ibv_device_attr attr;
+	bool rd = o.transport == RD;
+	bool answers = !o.blast || o.server;
+
+	if (ibv_query_device(device, &attr))
+		die("ibv_query_device: %s", strerror(errno));
+	pd = ibv_alloc_pd(device);
+	if (!pd)
+		die("ibv_alloc_pd: %s", strerror(errno));
+	if (o.event) {
+		schan = ibv_create_comp_channel(device);
+		rchan = ibv_create_comp_channel(device);
+		if (!schan || !rchan)
+			die("ibv_create_comp_channel: %s", strerror(errno));
+	}
+	/* Receives only where they are needed; twice the places of one-sided messages that need one. */
+	receives = 0;
+	if (answers && (o.op == SEND || o.op == SEND_IMM))
+		receives = o.slots;
+	else if (answers && o.op == WRITE_IMM && !records())
+		receives = o.slots > o.depth ? o.slots - o.depth : 1;
+	if (receives > (uint64_t)attr.max_qp_wr)
+		receives = (uint64_t)attr.max_qp_wr;
+	if (receives > 8192)
+		receives = 8192;
+	scq = ibv_create_cq(device, (int)(o.depth + o.list + 16), NULL, schan, 0);
+	rcq = ibv_create_cq(device, (int)receives + 16, NULL, rchan, 0);
+	if (!scq || !rcq)
+		die("ibv_create_cq: %s", strerror(errno));
+
+	struct ibv_qp_cap cap = {
+		.max_send_wr = (uint32_t)(o.depth + o.list), .max_recv_wr = (uint32_t)receives + 1,
+		.max_send_sge = (uint32_t)o.gather, .max_recv_sge = 1, .max_inline_data = o.inlined ? (uint32_t)o.size : 0,
+	};
+	if (o.transport <= UC) {
+		struct ibv_qp_init_attr init = {
+			.send_cq = scq, .recv_cq = rcq, .cap = cap, .qp_type = o.transport == RC ? IBV_QPT_RC : IBV_QPT_UC,
+		};
+
+		qp = ibv_create_qp(pd, &init);
+		if (!qp)
+			die("ibv_create_qp: %s%s", strerror(errno), o.inlined ? " (is --size too long for --inline?)" : "");
+		return;
+	}
+	find_dv();
+
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = rd ? IBV_QPT_DRIVER : IBV_QPT_UD, .pd = pd, .send_cq = scq, .recv_cq = rcq, .cap = cap,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE |
+				  IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ,
+	};
+	struct anywarpdv_qp_init_attr dv = {
+		.driver_qp_type = rd ? ANYWARPDV_QPT_RD : ANYWARPDV_QPT_UD,
+		.flags = (rd && o.op == WRITE ? ANYWARPDV_QP_PLAIN_WRITES : 0) | (rd && o.unordered ? ANYWARPDV_QP_UNORDERED : 0),
+		.segment = (uint8_t)o.segment, .record_mode = (uint8_t)o.record_mode, .repeats = (uint8_t)o.repeats,
+		.parity = (uint8_t)o.parity, .max_send_size = o.size > 4096 ? (uint32_t)o.size : 0, .max_records = 65536,
+		.max_reads = o.depth > 16 ? (uint32_t)o.depth : 0, .max_read_size = o.size > 1 << 20 ? (uint32_t)o.size : 0,
+		.read_timeout_us = (uint32_t)o.wait_ms * 1000,
+	};
+
+	qp = dv_create(device, &init, &dv, sizeof(dv));
+	if (!qp)
+		die("anywarpdv_create_qp_ex: %s%s", strerror(errno), o.inlined ? " (is --size too long for --inline?)" : "");
+	ex = ibv_qp_to_qp_ex(qp);
+	if (!ex)
+		die("the queue pair has no extended operations");
+}
+
+static void make_memory(void)
+{
+	uint64_t words = WINDOW + o.size / 8 + 2;
+	uint64_t room = o.op == READ && o.server ? 1 : o.slots;
+
+	for (int copy = 0; copy < 2; copy++) {
+		ref[copy] = memory(words * 8);
+		for (uint64_t i = 0; i < words; i++) {
+			uint64_t word = mix(i + 1);
+
+			memcpy(ref[copy] + i * 8, &word, 8);
+		}
+		ref_mr[copy] = ibv_reg_mr(pd, ref[copy], words * 8, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+		if (!ref_mr[copy])
+			die("ibv_reg_mr: %s", strerror(errno));
+	}
+	slots = memory(room * stride);
+	slot_mr = ibv_reg_mr(pd, slots, room * stride, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	if (!slot_mr)
+		die("ibv_reg_mr: %s", strerror(errno));
+	if (o.op == WRITE && !o.blast)
+		for (uint64_t s = 0; s < o.slots; s++)
+			slot_of(s)[o.size - 1] = (uint8_t)~content(s)[o.size - 1];
+	if (o.exact && records() && (o.server || !o.blast)) {
+		prepared = calloc(o.slots, sizeof(*prepared));
+		if (!prepared)
+			die("no memory");
+		for (uint64_t s = 0; s < o.slots; s++) {
+			prepare(s);
+			prepared[s] = s;
+		}
+	} else {
+		o.exact = 0;
+	}
+}
+
+static void modify(struct ibv_qp_attr *attr, int mask, const char *what)
+{
+	int rc = ibv_modify_qp(qp, attr, mask);
+
+	if (rc)
+		die("%s: %s", what, strerror(rc));
+}
+
+static void connect_peer(uint32_t psn)
+{
+	static const enum ibv_mtu mtus[] = { IBV_MTU_1024, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096 };
+	struct ibv_ah_attr to = { .is_global = 1, .port_num = PORT, .dlid = (uint16_t)peer.lid };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = PORT, .qkey = QKEY };
+	bool connected = o.transport <= UC, rc = o.transport == RC;
+
+	to.grh.dgid = peer.gid;
+	to.grh.sgid_index = (uint8_t)o.gid_index;
+	to.grh.hop_limit = 64;
+	if (connected)
+		attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | (rc ? IBV_ACCESS_REMOTE_READ : 0);
+	modify(&attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | (connected ? IBV_QP_ACCESS_FLAGS : IBV_QP_QKEY), "to INIT");
+	if (receives)
+		post_receives(0, receives);
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR };
+	if (connected) {
+		attr.path_mtu = o.mtu >= 1 && o.mtu <= 5 ? mtus[o.mtu] : port_attr.active_mtu;
+		attr.dest_qp_num = peer.qpn;
+		attr.rq_psn = peer.psn;
+		attr.ah_attr = to;
+		attr.max_dest_rd_atomic = 16;
+		attr.min_rnr_timer = 12;
+		modify(&attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+				  (rc ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0), "to RTR");
+	} else {
+		modify(&attr, IBV_QP_STATE, "to RTR");
+		ah = ibv_create_ah(pd, &to);
+		if (!ah)
+			die("ibv_create_ah: %s", strerror(errno));
+	}
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
+				     .max_rd_atomic = 16 };
+	modify(&attr, IBV_QP_STATE | IBV_QP_SQ_PSN |
+			  (rc ? IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC : 0), "to RTS");
+}
+
+static void hello(uint32_t psn)
+{
+	union ibv_gid gid;
+
+	if (ibv_query_gid(device, PORT, (int)o.gid_index, &gid))
+		die("GID %" PRIu64 ": %s", o.gid_index, strerror(errno));
+	printf("hello qpn=%u lid=%u psn=%u rkey=%u addr=%" PRIu64 " slots=%" PRIu64 " ref_rkey=%u ref_addr=%" PRIu64
+	       " device=%s gid=", qp->qp_num, port_attr.lid, psn, slot_mr->rkey, (uint64_t)(uintptr_t)slots, o.slots,
+	       ref_mr[0]->rkey, (uint64_t)(uintptr_t)ref[0], ibv_get_device_name(device->device));
+	for (int i = 0; i < 16; i++)
+		printf("%02x", gid.raw[i]);
+	printf("\n");
+	fflush(stdout);
+}
+
+static void hear_peer(void)
+{
+	char text[1024];
+	const char *gid;
+
+	line(text, sizeof(text));
+	if (strncmp(text, "peer ", 5))
+		die("unexpected: %s", text);
+	peer.qpn = (uint32_t)member(text, "qpn");
+	peer.lid = (uint32_t)member(text, "lid");
+	peer.psn = (uint32_t)member(text, "psn");
+	peer.rkey = (uint32_t)member(text, "rkey");
+	peer.addr = member(text, "addr");
+	peer.slots = (uint32_t)member(text, "slots");
+	peer.ref_rkey = member(text, "ref_rkey");
+	peer.ref_addr = member(text, "ref_addr");
+	gid = strstr(text, " gid=");
+	if (!gid || strlen(gid) < 5 + 32 || !peer.slots)
+		die("the other end's words have no gid");
+	for (int i = 0; i < 16; i++) {
+		unsigned byte;
+
+		if (sscanf(gid + 5 + 2 * i, "%2x", &byte) != 1)
+			die("the other end's gid is not one");
+		peer.gid.raw[i] = (uint8_t)byte;
+	}
+}
+
+static void tell(void)
+{
+	struct rusage use;
+	struct anywarpdv_counters c = { 0 };
+
+	for (uint64_t i = 0; i < samples_n; i++)
+		printf("%s%u%s", i % 500 ? " " : "samples ", samples[i], i % 500 == 499 || i + 1 == samples_n ? "\n" : "");
+	getrusage(RUSAGE_SELF, &use);
+	printf("done posted=%" PRIu64 " warmup=%" PRIu64 " elapsed_ns=%" PRIu64 " messages=%" PRIu64 " bytes=%" PRIu64
+	       " complete=%" PRIu64 " partial=%" PRIu64 " duplicate=%" PRIu64 " bad=%" PRIu64 " overwritten=%" PRIu64 " map_bad=%" PRIu64
+	       " map_checked=%" PRIu64 " failed=%" PRIu64 " span_ns=%" PRIu64 " first_bytes=%" PRIu64 " cpu_us=%" PRIu64,
+	       o.server ? 0 : posted, o.warmup, end_at - begin_at, seen.messages, seen.bytes, seen.complete, seen.partial,
+	       seen.duplicate, seen.bad, seen.overwritten, seen.map_bad, seen.map_checked, seen.failed, seen.last_at - seen.first_at,
+	       seen.first_bytes,
+	       (uint64_t)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) * 1000000 + (uint64_t)(use.ru_utime.tv_usec + use.ru_stime.tv_usec));
+	if (ex && !dv_counters(qp, &c, sizeof(c)))
+		printf(" rx_dgrams=%" PRIu64 " tx_dgrams=%" PRIu64 " rx_no_recv=%" PRIu64 " rx_late=%" PRIu64 " rx_dup=%" PRIu64
+		       " rx_repaired=%" PRIu64 " evicted=%" PRIu64 " rec_full=%" PRIu64 " rec_partial=%" PRIu64
+		       " rec_overflow=%" PRIu64 " tx_stalls=%" PRIu64 " tx_errors=%" PRIu64 " reads_timeout=%" PRIu64, c.rx_dgrams,
+		       c.tx_dgrams, c.rx_no_recv, c.rx_late, c.rx_dup, c.rx_repaired, c.evicted, c.rec_full, c.rec_partial,
+		       c.rec_overflow, c.tx_stalls, c.tx_errors, c.reads_timeout);
+	printf("\n");
+	fflush(stdout);
+}
+
+int main(int argc, char **argv)
+{
+	uint32_t psn;
+	char text[64];
+
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	for (int i = 1; i < argc; i++) {
+		const char *value = strchr(argv[i], '=');
+		size_t j, n = sizeof(options) / sizeof(*options);
+
+		for (j = 0; value && j < n; j++)
+			if (!strncmp(argv[i], options[j].name, (size_t)(value - argv[i])) && !options[j].name[value - argv[i]])
+				break;
+		if (!value || j == n)
+			die("%s: no such argument; this program is run by `anywarp ping` and `anywarp blast`", argv[i]);
+		*options[j].at = strtoull(value + 1, NULL, 0);
+	}
+	if (!o.size || !o.depth || !o.list || !o.signal_every || !o.gather || !o.slots || o.list > BATCH || o.gather > MAX_SGE)
+		die("a number is out of range");
+	if (!o.iters)
+		o.iters = 1ull << 35;
+	if (o.list > o.depth)
+		o.list = o.depth;
+	if (o.signal_every > o.depth / 2)
+		o.signal_every = o.depth > 1 ? o.depth / 2 : 1;
+	stride = (o.size + 64 + 63) / 64 * 64; /* room for a route header */
+	psn = (uint32_t)now() & 0xffffff;
+	open_device();
+	make_queue_pair();
+	make_memory();
+	hello(psn);
+	hear_peer();
+	connect_peer(psn);
+	printf("armed\n");
+	fflush(stdout);
+	line(text, sizeof(text));
+	if (strcmp(text, "go"))
+		return 1;
+	begin_at = now();
+	if (!o.blast)
+		(o.server ? ping_server : ping_client)();
+	else if (!o.server)
+		blast_client();
+	else
+		blast_server();
+	if (o.server && o.blast && o.op == WRITE && !records() && sent != UINT64_MAX && sent)
+		compare_slots();
+	tell();
+	/* The other end may still need answers of this one. */
+	line(text, sizeof(text));
+	return 0;
+}

@@ -1,0 +1,569 @@
+//! `anywarp ping` and `anywarp blast`: latency and bandwidth of a device, with every payload compared.
+//!
+//! Each end is a command and, for each run, a verbs program of its own ([`end`], `perf/perf.c`), which measures. The two
+//! commands agree over TCP ([`side`]) on what to do; what the runs saw becomes a table and files ([`report`]).
+
+pub(crate) mod args;
+mod end;
+mod report;
+mod side;
+mod sizes;
+
+use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use self::args::{Op, Perf, Transport};
+use self::end::End;
+use self::report::{Report, Run};
+use self::side::{Event, Numbers, Side, Word};
+use crate::cmd::Failure;
+use crate::library::Library;
+
+/// How often an end looks whether it was interrupted.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How often an end says that it is alive.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Memory of the receiver for messages, when nothing else is asked for.
+const MEMORY: u64 = 32 << 20;
+
+/// The most memory that a client may ask a server for.
+const MOST: u64 = 4 << 30;
+
+/// Exit status when what was measured failed.
+const FAILED: u8 = 1;
+
+/// Exit status of wrong use.
+const MISUSE: u8 = 2;
+
+/// Set by SIGINT and SIGTERM.
+type Interrupted = Arc<AtomicBool>;
+
+/// Why a run came to nothing.
+#[derive(Debug)]
+enum Lost {
+    /// This run failed; both ends are there.
+    Run(String),
+    /// The other end is gone, or not one.
+    Peer(String),
+}
+
+/// Runs either end.
+pub(crate) fn run(args: &Perf, ping: bool) -> Result<ExitCode, Failure> {
+    if let Some(why) = args.contradiction(ping) {
+        eprintln!("anywarp: {why}");
+        return Ok(ExitCode::from(MISUSE));
+    }
+    let library = Library::find().map_err(Failure::Library)?;
+    let interrupted = Interrupted::default();
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        // A second one ends the command at once.
+        let set =
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&interrupted))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&interrupted)));
+        if let Err(e) = set {
+            eprintln!("anywarp: warning: an interrupt will lose what was measured: {e}");
+        }
+    }
+    let done = match &args.host {
+        Some(host) => client(args, ping, host, &library, &interrupted)?,
+        None => serve(args, &library, &interrupted),
+    };
+    Ok(match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(FAILED),
+        Err(why) => {
+            eprintln!("anywarp: {why}");
+            ExitCode::from(FAILED)
+        }
+    })
+}
+
+/// What happens to this end, with the clock that keeps the other one informed.
+struct Watch {
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    ticked: Instant,
+    /// Number of the run; words of the programs of earlier ones are not for it.
+    run: u64,
+}
+
+impl Watch {
+    fn new() -> Self {
+        let (sender, events) = mpsc::channel();
+        Self {
+            events,
+            sender,
+            ticked: Instant::now(),
+            run: 0,
+        }
+    }
+
+    /// The next event; none when it is time to look at something else.
+    fn next(&mut self, side: &mut Side) -> Result<Option<Event>, Lost> {
+        if self.ticked.elapsed() >= TICK {
+            self.ticked = Instant::now();
+            side.say(&Word::Tick).map_err(Lost::Peer)?;
+        }
+        match self.events.recv_timeout(LOOK) {
+            Ok(Event::Word(Word::Tick)) => Ok(None),
+            Ok(Event::Gone(why)) => Err(Lost::Peer(why)),
+            Ok(Event::Word(Word::Sorry(why))) => Err(Lost::Run(format!("the other end: {why}"))),
+            Ok(Event::Line { of, .. } | Event::Ended { of }) if of != self.run => Ok(None),
+            Ok(Event::Line { of, line }) => match line.strip_prefix("error ") {
+                Some(why) => Err(Lost::Run(why.to_owned())),
+                None => Ok(Some(Event::Line { of, line })),
+            },
+            Ok(event) => Ok(Some(event)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(Lost::Run("no events".to_owned())),
+        }
+    }
+
+    /// Waits for what `wanted` takes, at most `limit`.
+    fn until<T>(
+        &mut self,
+        side: &mut Side,
+        what: &str,
+        limit: Duration,
+        mut wanted: impl FnMut(Event) -> Option<T>,
+    ) -> Result<T, Lost> {
+        let end = Instant::now() + limit;
+        loop {
+            match self.next(side)? {
+                Some(Event::Ended { .. }) => {
+                    return Err(Lost::Run(
+                        "the verbs program ended without a word".to_owned(),
+                    ));
+                }
+                Some(event) => {
+                    if let Some(found) = wanted(event) {
+                        return Ok(found);
+                    }
+                }
+                None if Instant::now() >= end => {
+                    return Err(Lost::Run(format!("no {what} within {} s", limit.as_secs())));
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Starts the verbs program of a new run.
+    fn start(
+        &mut self,
+        args: &Perf,
+        library: &Library,
+        address: IpAddr,
+        plan: &Numbers,
+    ) -> Result<End, Lost> {
+        self.run += 1;
+        End::start(
+            library,
+            args.system,
+            address,
+            plan,
+            self.run,
+            self.sender.clone(),
+        )
+        .map_err(Lost::Run)
+    }
+}
+
+/// What a line of the verbs program that begins with `word` says.
+fn line(word: &'static str) -> impl Fn(Event) -> Option<String> {
+    move |event| match event {
+        Event::Line { line, .. } if line.split(' ').next() == Some(word) => Some(line),
+        _ => None,
+    }
+}
+
+/// All that the verbs program is told for messages of `size`.
+fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
+    let number = |flag: bool| u64::from(flag);
+    let stride = (size + 127) / 64 * 64;
+    let depth = if ping { args.depth.min(16) } else { args.depth };
+    // One-sided messages overwrite each other when the places are taken: never so few that those under way do.
+    let slots = args
+        .buffers
+        .unwrap_or_else(|| {
+            (MEMORY / stride).clamp(
+                if args.op == Op::WriteRecord {
+                    4 * depth
+                } else {
+                    8
+                },
+                65536,
+            )
+        })
+        .max(if args.op == Op::Send { 1 } else { 2 * depth });
+    [
+        ("blast", number(!ping)),
+        ("transport", args.transport as u64),
+        ("op", args.op as u64),
+        ("size", size),
+        ("depth", depth),
+        ("list", args.list),
+        ("signal_every", args.signal_every),
+        ("inlined", number(args.inline)),
+        ("event", number(args.event)),
+        ("slots", slots),
+        ("gather", args.gather),
+        (
+            "iters",
+            args.iters
+                .unwrap_or_else(|| if args.duration.is_some() { 0 } else { 1000 }),
+        ),
+        (
+            "duration_ms",
+            args.duration.map_or(0, |s| {
+                (Duration::try_from_secs_f64(s)
+                    .unwrap_or_default()
+                    .as_millis()) as u64
+            }),
+        ),
+        ("warmup", args.warmup),
+        ("segment", args.segment as u64),
+        ("record_mode", args.record_mode as u64),
+        ("parity", args.parity),
+        ("repeats", args.repeats),
+        ("unordered", number(args.unordered)),
+        ("exact", number(args.exact)),
+        ("gid_index", args.gid_index),
+        ("idle_ms", args.timeout * 1000),
+    ]
+    .into_iter()
+    .map(|(name, number)| (name.to_owned(), number))
+    .collect()
+}
+
+// ---------------------------------------------------------------- the client
+
+/// True when all went well and every byte was right.
+fn client(
+    args: &Perf,
+    ping: bool,
+    host: &str,
+    library: &Library,
+    interrupted: &Interrupted,
+) -> Result<Result<bool, String>, Failure> {
+    let mut report = Report::new(args, ping);
+    let done = measure(args, ping, host, library, interrupted, &mut report);
+    report.end(done.is_err() || interrupted.load(Ordering::Relaxed));
+    for (path, text) in [(&args.csv, report.csv()), (&args.json, report.json())] {
+        if let Some(path) = path {
+            std::fs::write(path, text).map_err(|e| Failure::Write(path.clone(), e))?;
+        }
+    }
+    Ok(done.map(|()| report.good()))
+}
+
+fn measure(
+    args: &Perf,
+    ping: bool,
+    host: &str,
+    library: &Library,
+    interrupted: &Interrupted,
+    report: &mut Report,
+) -> Result<(), String> {
+    let mut watch = Watch::new();
+    let stream = side::connect(host, args.port)?;
+    let address = stream.local_addr().map_err(|e| e.to_string())?.ip();
+    let mut side = Side::greet(stream, watch.sender.clone())
+        .map_err(|why| format!("{host}, port {}: {why}", args.port))?;
+    report.head();
+    for &size in &args.size.0 {
+        for number in 1..=args.runs {
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            let plan = plan(args, ping, size);
+            let what = format!("{} run {number} of {}", sizes::say(size), args.runs);
+            let run = one_run(
+                args,
+                &plan,
+                address,
+                library,
+                &mut watch,
+                &mut side,
+                interrupted,
+                |text| {
+                    report.progress(&what, text);
+                },
+            );
+            match run {
+                Ok(run) => report.add(size, run),
+                Err(Lost::Run(why) | Lost::Peer(why)) => {
+                    let _gone_already = side.say(&Word::End);
+                    return Err(format!("{what}: {why}"));
+                }
+            }
+        }
+        report.row(size);
+    }
+    let _gone_already = side.say(&Word::End);
+    Ok(())
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "what one run needs; a type of it would have one use"
+)]
+fn one_run(
+    args: &Perf,
+    plan: &Numbers,
+    address: IpAddr,
+    library: &Library,
+    watch: &mut Watch,
+    side: &mut Side,
+    interrupted: &Interrupted,
+    mut progress: impl FnMut(&str),
+) -> Result<Run, Lost> {
+    let patience = Duration::from_secs(args.timeout + 10);
+    side.say(&Word::Run(plan.clone())).map_err(Lost::Peer)?;
+    let mut end = watch.start(args, library, address, plan)?;
+    let told = (|| {
+        let (mut mine, mut theirs) = (None, None);
+        watch.until(side, "queue pair", patience, |event| {
+            match event {
+                Event::Line { line, .. } if line.starts_with("hello ") => mine = Some(line),
+                Event::Word(Word::Pair(pair)) => theirs = Some(pair),
+                _ => {}
+            }
+            (mine.is_some() && theirs.is_some()).then_some(())
+        })?;
+        let (mine, theirs) = (mine.unwrap_or_default(), theirs.unwrap_or_default());
+        side.say(&Word::Pair(mine)).map_err(Lost::Peer)?;
+        end.say(&theirs.replacen("hello", "peer", 1))
+            .map_err(Lost::Run)?;
+        let (mut here, mut there) = (false, false);
+        watch.until(side, "connection", patience, |event| {
+            match event {
+                Event::Line { line, .. } if line == "armed" => here = true,
+                Event::Word(Word::Armed) => there = true,
+                _ => {}
+            }
+            (here && there).then_some(())
+        })?;
+        end.say("go").map_err(Lost::Run)?;
+        let mut samples: Vec<u64> = Vec::new();
+        let mut stop_said = false;
+        let mine = loop {
+            if interrupted.load(Ordering::Relaxed) && !stop_said {
+                stop_said = true;
+                end.say("stop").map_err(Lost::Run)?;
+            }
+            match watch.next(side)? {
+                Some(Event::Line { line, .. }) => match line.split_once(' ') {
+                    Some(("done", rest)) => break end::numbers(rest),
+                    Some(("progress", rest)) => progress(rest),
+                    Some(("samples", rest)) => {
+                        samples.extend(rest.split(' ').filter_map(|n| n.parse::<u64>().ok()));
+                    }
+                    _ => {}
+                },
+                Some(Event::Ended { .. }) => {
+                    return Err(Lost::Run(
+                        "the verbs program ended without a word".to_owned(),
+                    ));
+                }
+                _ => {}
+            }
+        };
+        let sent = mine.get("posted").copied().unwrap_or_default();
+        side.say(&Word::Stop { sent }).map_err(Lost::Peer)?;
+        let theirs = watch.until(
+            side,
+            "result of the server",
+            patience,
+            |event| match event {
+                Event::Word(Word::Seen(seen)) => Some(seen),
+                _ => None,
+            },
+        )?;
+        Ok(Run {
+            client: mine,
+            server: theirs,
+            samples,
+        })
+    })();
+    if let Err(Lost::Run(why)) = &told {
+        let _gone_already = side.say(&Word::Sorry(why.clone()));
+    }
+    told
+}
+
+// ---------------------------------------------------------------- the server
+
+fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bool, String> {
+    let any: IpAddr = Ipv6Addr::UNSPECIFIED.into();
+    let listener = TcpListener::bind((any, args.port))
+        .or_else(|_| TcpListener::bind(("0.0.0.0", args.port)))
+        .map_err(|e| {
+            format!(
+                "port {} is not to be had: {e}; choose another with --port",
+                args.port
+            )
+        })?;
+    listener.set_nonblocking(true).map_err(|e| e.to_string())?;
+    if !args.quiet {
+        eprintln!("anywarp: waiting on port {}", args.port);
+    }
+    let mut all_well = true;
+    while !interrupted.load(Ordering::Relaxed) {
+        let (stream, from) = match listener.accept() {
+            Ok(accepted) => accepted,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                std::thread::sleep(LOOK / 5);
+                continue;
+            }
+            Err(e) => return Err(format!("port {}: {e}", args.port)),
+        };
+        let from = from.ip().to_canonical();
+        match session(args, stream, library, interrupted) {
+            Ok(None) => continue_or_warn(&format!("{from} is not a client: connection closed")),
+            Ok(Some(())) if !args.forever => return Ok(all_well),
+            Ok(Some(())) => {}
+            Err(why) => {
+                eprintln!("anywarp: {from}: {why}");
+                all_well = false;
+                if !args.forever {
+                    return Ok(false);
+                }
+            }
+        }
+    }
+    Ok(all_well)
+}
+
+fn continue_or_warn(what: &str) {
+    eprintln!("anywarp: warning: {what}");
+}
+
+/// One client. None if it was not one.
+fn session(
+    args: &Perf,
+    stream: TcpStream,
+    library: &Library,
+    interrupted: &Interrupted,
+) -> Result<Option<()>, String> {
+    let mut watch = Watch::new();
+    stream.set_nonblocking(false).map_err(|e| e.to_string())?;
+    let address = stream.local_addr().map_err(|e| e.to_string())?.ip();
+    let Ok(mut side) = Side::greet(stream, watch.sender.clone()) else {
+        return Ok(None);
+    };
+    let mut failed = None;
+    loop {
+        if interrupted.load(Ordering::Relaxed) {
+            let _gone_already = side.say(&Word::Sorry("interrupted".to_owned()));
+            return Err("interrupted".to_owned());
+        }
+        let event = match watch.next(&mut side) {
+            Ok(event) => event,
+            Err(Lost::Peer(why)) => return Err(failed.unwrap_or(why)),
+            Err(Lost::Run(why)) => {
+                failed = Some(why);
+                continue;
+            }
+        };
+        match event {
+            Some(Event::Word(Word::End)) => return failed.map_or(Ok(Some(())), Err),
+            Some(Event::Word(Word::Run(plan))) => {
+                match serve_run(
+                    args,
+                    plan,
+                    address,
+                    library,
+                    &mut watch,
+                    &mut side,
+                    interrupted,
+                ) {
+                    Ok(()) => {}
+                    Err(Lost::Peer(why)) => return Err(why),
+                    Err(Lost::Run(why)) => {
+                        let _gone_already = side.say(&Word::Sorry(why.clone()));
+                        failed = Some(why);
+                    }
+                }
+            }
+            _ => {} // of a run that failed
+        }
+    }
+}
+
+/// Whether a client's wish is one that this end will do.
+fn checked(mut plan: Numbers) -> Result<Numbers, Lost> {
+    let of = |name: &str| plan.get(name).copied().unwrap_or_default();
+    let memory = (of("size").saturating_add(128)).saturating_mul(of("slots"));
+    if of("size") > 1 << 30 || memory > MOST {
+        return Err(Lost::Run(format!(
+            "{memory} bytes of memory are more than {MOST}: ask for fewer --buffers"
+        )));
+    }
+    if of("transport") > Transport::Rd as u64 || of("op") > Op::Read as u64 {
+        return Err(Lost::Run(
+            "an operation that is not known: install the same version at both ends".to_owned(),
+        ));
+    }
+    plan.insert("server".to_owned(), 1);
+    Ok(plan)
+}
+
+fn serve_run(
+    args: &Perf,
+    plan: Numbers,
+    address: IpAddr,
+    library: &Library,
+    watch: &mut Watch,
+    side: &mut Side,
+    interrupted: &Interrupted,
+) -> Result<(), Lost> {
+    let mut plan = checked(plan)?;
+    plan.insert("gid_index".to_owned(), args.gid_index);
+    let patience = Duration::from_secs(args.timeout + 10);
+    let mut end = watch.start(args, library, address, &plan)?;
+    let mine = watch.until(side, "queue pair", patience, line("hello"))?;
+    side.say(&Word::Pair(mine)).map_err(Lost::Peer)?;
+    let theirs = watch.until(
+        side,
+        "queue pair of the client",
+        patience,
+        |event| match event {
+            Event::Word(Word::Pair(pair)) => Some(pair),
+            _ => None,
+        },
+    )?;
+    end.say(&theirs.replacen("hello", "peer", 1))
+        .map_err(Lost::Run)?;
+    watch.until(side, "connection", patience, line("armed"))?;
+    end.say("go").map_err(Lost::Run)?;
+    side.say(&Word::Armed).map_err(Lost::Peer)?;
+    // From now on the client is at work, for as long as it likes while it is alive.
+    loop {
+        match watch.next(side)? {
+            Some(Event::Word(Word::Stop { sent })) => {
+                end.say(&format!("stop sent={sent}")).map_err(Lost::Run)?;
+            }
+            Some(Event::Line { line, .. }) if line.starts_with("done ") => {
+                return side
+                    .say(&Word::Seen(end::numbers(&line)))
+                    .map_err(Lost::Peer);
+            }
+            Some(Event::Ended { .. }) => {
+                return Err(Lost::Run(
+                    "the verbs program ended without a word".to_owned(),
+                ));
+            }
+            _ if interrupted.load(Ordering::Relaxed) => {
+                return Err(Lost::Run("interrupted".to_owned()));
+            }
+            _ => {}
+        }
+    }
+}

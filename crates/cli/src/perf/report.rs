@@ -1,0 +1,498 @@
+//! What the runs saw: a table on standard output, CSV, JSON.
+
+use std::env;
+use std::fs;
+use std::io::{self, IsTerminal, Write};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use super::args::{Op, Perf, Transport, word};
+use super::side::Numbers;
+use super::sizes;
+
+/// What both ends of one run saw.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Run {
+    /// The client's numbers.
+    pub(crate) client: Numbers,
+    /// The server's.
+    pub(crate) server: Numbers,
+    /// Times of a ping, in nanoseconds.
+    pub(crate) samples: Vec<u64>,
+}
+
+/// The runs so far.
+#[derive(Debug)]
+pub(crate) struct Report {
+    ping: bool,
+    quiet: bool,
+    transport: Transport,
+    op: Op,
+    options: String,
+    conditions: Value,
+    points: Vec<(u64, Vec<Run>)>,
+    partial: bool,
+}
+
+/// Values of one size, by the name of their column.
+type Row = Vec<(&'static str, Option<f64>)>;
+
+fn of(numbers: &Numbers, name: &str) -> u64 {
+    numbers.get(name).copied().unwrap_or_default()
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people to read")]
+fn float(number: u64) -> f64 {
+    number as f64
+}
+
+/// The value below which `share` of the sorted values lie.
+fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "an index of the slice"
+    )]
+    let at = (last as f64 * share).round() as usize;
+    sorted.get(at.min(last)).copied()
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    quantile(&sorted(values), 0.5)
+}
+
+impl Run {
+    /// The end that saw the messages arrive.
+    fn receiver(&self, op: Op) -> &Numbers {
+        if op == Op::Read {
+            &self.client
+        } else {
+            &self.server
+        }
+    }
+
+    /// Messages of the measured part.
+    fn messages(&self) -> u64 {
+        of(&self.client, "posted").saturating_sub(of(&self.client, "warmup"))
+    }
+
+    /// Megabytes (10^6 bytes) a second, as the sender saw it; of a Read, as it was read.
+    fn sent_rate(&self, size: u64) -> Option<f64> {
+        let time = of(&self.client, "elapsed_ns");
+        (time > 0).then(|| float(self.messages() * size) * 1e3 / float(time))
+    }
+
+    /// Bytes of the measured part that arrived, as far as it can be known.
+    fn delivered(&self, op: Op, transport: Transport, size: u64) -> Option<u64> {
+        match (op, transport) {
+            // Nobody sees plain Writes arrive; on a reliable transport those acknowledged have.
+            (Op::Write, Transport::Uc) => None,
+            (Op::Write, _) => Some(self.messages() * size),
+            _ => Some(of(self.receiver(op), "bytes")),
+        }
+    }
+
+    /// Megabytes a second as they arrived: from the first message to the last, the first one's bytes left out.
+    fn delivered_rate(&self, op: Op, transport: Transport, size: u64) -> Option<f64> {
+        if op == Op::Write {
+            return self.sent_rate(size).filter(|_| transport != Transport::Uc);
+        }
+        let seen = self.receiver(op);
+        let time = of(seen, "span_ns");
+        (time > 0).then(|| float(of(seen, "bytes") - of(seen, "first_bytes")) * 1e3 / float(time))
+    }
+
+    /// Messages with a byte that is wrong, maps that do not say what is there, messages that came twice.
+    fn wrong(&self) -> u64 {
+        [&self.client, &self.server]
+            .into_iter()
+            .map(|end| of(end, "bad") + of(end, "map_bad") + of(end, "duplicate"))
+            .sum()
+    }
+}
+
+impl Report {
+    pub(crate) fn new(args: &Perf, ping: bool) -> Self {
+        Self {
+            ping,
+            quiet: args.quiet,
+            transport: args.transport,
+            op: args.op,
+            options: options(args),
+            conditions: conditions(),
+            points: Vec::new(),
+            partial: false,
+        }
+    }
+
+    /// The line above the table.
+    pub(crate) fn head(&self) {
+        println!(
+            "# {} {}",
+            if self.ping { "ping" } else { "blast" },
+            self.options
+        );
+        if self.ping {
+            println!(
+                "# one way, microseconds{}",
+                if self.op == Op::Read {
+                    " (read: there and back)"
+                } else {
+                    ""
+                }
+            );
+            println!(
+                "{:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6}",
+                "size", "samples", "median", "p90", "p99", "p99.9", "min", "max", "lost", "wrong"
+            );
+        } else {
+            println!("# MB/s are 10^6 bytes a second; median and spread over the runs");
+            println!(
+                "{:>9} {:>9} {:>9} {:>9} {:>19} {:>10} {:>8} {:>6} {:>5} {:>5}",
+                "size",
+                "messages",
+                "sent",
+                "arrived",
+                "least..most",
+                "delivered",
+                "partial",
+                "wrong",
+                "cpu",
+                "cpu'"
+            );
+        }
+    }
+
+    /// How far a long run is.
+    pub(crate) fn progress(&self, what: &str, text: &str) {
+        if !self.quiet && io::stderr().is_terminal() {
+            eprint!("\r{what}: {text}\x1b[K\r");
+        } else if !self.quiet {
+            eprintln!("{what}: {text}");
+        }
+    }
+
+    pub(crate) fn add(&mut self, size: u64, run: Run) {
+        match self.points.last_mut() {
+            Some((last, runs)) if *last == size => runs.push(run),
+            _ => self.points.push((size, vec![run])),
+        }
+    }
+
+    /// Nothing more comes; whether something is missing.
+    pub(crate) fn end(&mut self, partial: bool) {
+        self.partial = partial;
+    }
+
+    /// Whether every byte was right.
+    pub(crate) fn good(&self) -> bool {
+        self.points
+            .iter()
+            .flat_map(|(_, runs)| runs)
+            .all(|run| run.wrong() == 0)
+    }
+
+    /// All values of a size.
+    fn values(&self, size: u64, runs: &[Run]) -> Row {
+        let sum = |name: &'static str| {
+            float(runs.iter().map(|run| of(run.receiver(self.op), name)).sum())
+        };
+        let wrong = float(runs.iter().map(Run::wrong).sum());
+        if self.ping {
+            let all = sorted(
+                runs.iter()
+                    .flat_map(|run| &run.samples)
+                    .map(|&ns| float(ns) / 1e3),
+            );
+            let medians = sorted(
+                runs.iter()
+                    .filter_map(|run| median(run.samples.iter().map(|&ns| float(ns) / 1e3))),
+            );
+            return vec![
+                ("samples", Some(float(all.len() as u64))),
+                ("median_us", quantile(&all, 0.5)),
+                ("p90_us", quantile(&all, 0.9)),
+                ("p99_us", quantile(&all, 0.99)),
+                ("p999_us", quantile(&all, 0.999)),
+                ("min_us", all.first().copied()),
+                ("max_us", all.last().copied()),
+                ("least_median_us", medians.first().copied()),
+                ("most_median_us", medians.last().copied()),
+                (
+                    "lost",
+                    Some(float(
+                        runs.iter().map(|run| of(&run.client, "failed")).sum(),
+                    )),
+                ),
+                ("wrong", Some(wrong)),
+            ];
+        }
+        let arrived = sorted(
+            runs.iter()
+                .filter_map(|run| run.delivered_rate(self.op, self.transport, size)),
+        );
+        let delivered: Option<u64> = runs
+            .iter()
+            .map(|run| run.delivered(self.op, self.transport, size))
+            .sum();
+        let sent: u64 = runs.iter().map(|run| run.messages() * size).sum();
+        let cpu = |end: fn(&Run) -> &Numbers| {
+            median(runs.iter().map(|run| {
+                float(of(end(run), "cpu_us")) * 1e3 / float(of(end(run), "elapsed_ns").max(1))
+            }))
+        };
+        vec![
+            (
+                "messages",
+                Some(float(runs.iter().map(Run::messages).sum())),
+            ),
+            (
+                "sent_mb_s",
+                median(runs.iter().filter_map(|run| run.sent_rate(size))),
+            ),
+            ("arrived_mb_s", quantile(&arrived, 0.5)),
+            ("least_mb_s", arrived.first().copied()),
+            ("most_mb_s", arrived.last().copied()),
+            ("sent_bytes", Some(float(sent))),
+            ("delivered_bytes", delivered.map(float)),
+            (
+                "delivered_share",
+                delivered
+                    .filter(|_| sent > 0)
+                    .map(|bytes| float(bytes) / float(sent)),
+            ),
+            ("complete", Some(sum("complete"))),
+            ("partial", Some(sum("partial"))),
+            ("wrong", Some(wrong)),
+            ("overwritten", Some(sum("overwritten"))),
+            ("maps_checked", Some(sum("map_checked"))),
+            ("cpu_client", cpu(|run| &run.client)),
+            ("cpu_server", cpu(|run| &run.server)),
+        ]
+    }
+
+    /// The line of the table for `size`.
+    pub(crate) fn row(&self, size: u64) {
+        let Some((_, runs)) = self.points.last() else {
+            return;
+        };
+        let row = self.values(size, runs);
+        let get = |name: &str| {
+            row.iter()
+                .find(|(n, _)| *n == name)
+                .and_then(|(_, value)| *value)
+        };
+        let say = |name: &str, digits: usize| {
+            get(name).map_or_else(|| "-".to_owned(), |v| format!("{v:.digits$}"))
+        };
+        let size = sizes::say(size);
+        if self.ping {
+            println!(
+                "{size:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6}",
+                say("samples", 0),
+                say("median_us", 2),
+                say("p90_us", 2),
+                say("p99_us", 2),
+                say("p999_us", 2),
+                say("min_us", 2),
+                say("max_us", 2),
+                say("lost", 0),
+                say("wrong", 0)
+            );
+        } else {
+            let spread = format!("{}..{}", say("least_mb_s", 2), say("most_mb_s", 2));
+            let share = get("delivered_share")
+                .map_or_else(|| "-".to_owned(), |s| format!("{:.3} %", s * 100.0));
+            println!(
+                "{size:>9} {:>9} {:>9} {:>9} {spread:>19} {share:>10} {:>8} {:>6} {:>5} {:>5}",
+                say("messages", 0),
+                say("sent_mb_s", 2),
+                say("arrived_mb_s", 2),
+                say("partial", 0),
+                say("wrong", 0),
+                say("cpu_client", 2),
+                say("cpu_server", 2)
+            );
+        }
+        let _closed = io::stdout().flush();
+    }
+
+    /// One line for each size.
+    pub(crate) fn csv(&self) -> String {
+        let mut text = String::new();
+        for (size, runs) in &self.points {
+            let row = self.values(*size, runs);
+            if text.is_empty() {
+                let names: Vec<&str> = row.iter().map(|(name, _)| *name).collect();
+                text = format!("test,transport,op,size,runs,{}\n", names.join(","));
+            }
+            let values: Vec<String> = row
+                .iter()
+                .map(|(_, value)| value.map_or_else(String::new, |v| format!("{v}")))
+                .collect();
+            text.push_str(&format!(
+                "{},{},{},{size},{},{}\n",
+                if self.ping { "ping" } else { "blast" },
+                word(self.transport),
+                word(self.op),
+                runs.len(),
+                values.join(",")
+            ));
+        }
+        text
+    }
+
+    /// Everything.
+    pub(crate) fn json(&self) -> String {
+        let points: Vec<Value> = self
+            .points
+            .iter()
+            .map(|(size, runs)| {
+                let row: serde_json::Map<String, Value> =
+                    self.values(*size, runs).into_iter().map(|(name, value)| (name.to_owned(), json!(value))).collect();
+                let runs: Vec<Value> = runs
+                    .iter()
+                    .map(|run| json!({ "client": run.client, "server": run.server, "samples_ns": run.samples }))
+                    .collect();
+                json!({ "size": size, "result": row, "runs": runs })
+            })
+            .collect();
+        let all = json!({
+            "tool": "anywarp",
+            "version": env!("CARGO_PKG_VERSION"),
+            "test": if self.ping { "ping" } else { "blast" },
+            "transport": word(self.transport),
+            "op": word(self.op),
+            "options": self.options,
+            "conditions": self.conditions,
+            "partial": self.partial,
+            "points": points,
+        });
+        format!("{all:#}\n")
+    }
+}
+
+/// The options that differ from run to run, as they were given.
+fn options(args: &Perf) -> String {
+    let mut said = vec![format!(
+        "--transport {} --op {}",
+        word(args.transport),
+        word(args.op)
+    )];
+    let mut number = |name: &str, value: u64, usual: u64| {
+        if value != usual {
+            said.push(format!("--{name} {value}"));
+        }
+    };
+    number("depth", args.depth, 16);
+    number("list", args.list, 1);
+    number("signal-every", args.signal_every, 1);
+    number("gather", args.gather, 1);
+    number("parity", args.parity, 0);
+    number("repeats", args.repeats, 0);
+    number("warmup", args.warmup, 50);
+    number("buffers", args.buffers.unwrap_or_default(), 0);
+    number("iters", args.iters.unwrap_or_default(), 0);
+    if args.transport == Transport::Ud || args.transport == Transport::Rd {
+        said.push(format!("--segment {}", word(args.segment)));
+    }
+    if args.transport == Transport::Ud && matches!(args.op, Op::WriteRecord | Op::WriteImm) {
+        said.push(format!("--record-mode {}", word(args.record_mode)));
+    }
+    for (name, flag) in [
+        ("inline", args.inline),
+        ("event", args.event),
+        ("unordered", args.unordered),
+        ("exact", args.exact),
+        ("system", args.system),
+    ] {
+        if flag {
+            said.push(format!("--{name}"));
+        }
+    }
+    said.extend(args.duration.map(|s| format!("--duration {s}")));
+    said.push(format!("--runs {}", args.runs));
+    said.join(" ")
+}
+
+/// The machine, and what was set for the device.
+fn conditions() -> Value {
+    let read = |path: &str| {
+        fs::read_to_string(path)
+            .unwrap_or_default()
+            .trim()
+            .to_owned()
+    };
+    let cpu = read("/proc/cpuinfo").lines().find_map(|line| {
+        line.strip_prefix("model name")
+            .map(|rest| rest.trim_start_matches([' ', '\t', ':']).to_owned())
+    });
+    let variables: serde_json::Map<String, Value> = env::vars()
+        .filter(|(name, _)| name.starts_with("ANYWARP_") && name != "ANYWARP_LIB")
+        .map(|(name, value)| (name, json!(value)))
+        .collect();
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    json!({
+        "kernel": read("/proc/sys/kernel/osrelease"),
+        "architecture": env::consts::ARCH,
+        "cpu": cpu,
+        "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
+        "load": read("/proc/loadavg"),
+        "seconds_since_1970": since.as_secs(),
+        "variables": variables,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_values_that_were_seen() {
+        let values = sorted([5.0, 1.0, 3.0, 2.0, 4.0].into_iter());
+        assert_eq!(quantile(&values, 0.5), Some(3.0));
+        assert_eq!(quantile(&values, 0.0), Some(1.0));
+        assert_eq!(quantile(&values, 0.999), Some(5.0));
+        assert_eq!(quantile(&[], 0.5), None);
+    }
+
+    fn numbers(of: &[(&str, u64)]) -> Numbers {
+        of.iter()
+            .map(|(name, number)| ((*name).to_owned(), *number))
+            .collect()
+    }
+
+    #[test]
+    fn a_rate_leaves_out_the_first_message_that_nobody_waited_for() {
+        let run = Run {
+            client: numbers(&[("posted", 15), ("warmup", 5), ("elapsed_ns", 10_000)]),
+            server: numbers(&[
+                ("bytes", 1000),
+                ("first_bytes", 100),
+                ("span_ns", 9_000),
+                ("bad", 1),
+                ("map_bad", 2),
+            ]),
+            samples: Vec::new(),
+        };
+        assert_eq!(run.sent_rate(100), Some(100.0));
+        assert_eq!(
+            run.delivered_rate(Op::Send, Transport::Ud, 100),
+            Some(100.0)
+        );
+        assert_eq!(run.delivered(Op::Send, Transport::Ud, 100), Some(1000));
+        assert_eq!(run.delivered(Op::Write, Transport::Uc, 100), None);
+        assert_eq!(run.wrong(), 3);
+    }
+}
