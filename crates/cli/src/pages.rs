@@ -1,4 +1,6 @@
-//! Man pages: one per subcommand from the command line's own text, and one about the device.
+//! Man pages: one per subcommand from the command line's own text, one about the device, and those of its C header.
+
+mod dv;
 
 use std::io;
 
@@ -29,6 +31,7 @@ pub(crate) fn all() -> io::Result<Vec<(String, Vec<u8>)>> {
         pages.push((format!("man1/{name}.1"), command_page(sub, &name, &more)?));
     }
     pages.push(("man7/anywarp.7".to_owned(), device_page()?));
+    pages.extend(dv::all()?);
     Ok(pages)
 }
 
@@ -72,7 +75,8 @@ fn see_also() -> Roff {
     let mut roff = Roff::new();
     roff.control("SH", ["SEE ALSO"]);
     roff.text([roman(
-        "anywarp(1), anywarp-run(1), anywarp-env(1), anywarp-doctor(1), anywarp(7), rdma_cm(7), ibv_post_send(3), \
+        "anywarp(1), anywarp-run(1), anywarp-env(1), anywarp-doctor(1), anywarp(7), rdma_cm(7), \
+         anywarpdv(7), ibv_post_send(3), \
          ld.so(8)",
     )]);
     roff
@@ -232,7 +236,8 @@ mod tests {
 
     #[test]
     fn every_visible_subcommand_has_a_page_and_hidden_ones_have_none() {
-        let names: Vec<String> = all().unwrap().into_iter().map(|(name, _)| name).collect();
+        let all = all().unwrap().into_iter().map(|(name, _)| name);
+        let names: Vec<String> = all.filter(|name| !name.contains("anywarpdv")).collect();
 
         assert_eq!(
             names,
@@ -254,7 +259,7 @@ mod tests {
         for (name, page) in all().unwrap() {
             let text = String::from_utf8(page).unwrap();
             assert!(text.contains(".SH NAME"), "{name}");
-            if name.ends_with("anywarp.1") || name.ends_with(".7") {
+            if name.ends_with("anywarp.1") || name.ends_with("anywarp.7") {
                 for variable in VARIABLES {
                     assert!(
                         text.contains(variable.name),
