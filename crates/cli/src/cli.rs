@@ -95,6 +95,14 @@ pub(crate) struct Run {
     #[arg(long, value_name = "DEVICE", value_enum)]
     pub(crate) profile: Option<DeviceProfile>,
 
+    /// Let things go wrong: settings like loss=0.01,seed=7, rules, or @FILE with them (sets ANYWARP_FAULTS)
+    ///
+    /// Settings: loss, dup, reorder, corrupt, kill (probabilities), delay, jitter (5ms), rate (10MB/s), dir (tx, rx,
+    /// both), seed, summary (on, off). A rule is MATCHES -> ACTION, such as 'op=send nth=3 -> error=remote-access';
+    /// rules and settings stand in lines or between semicolons. docs/faults.md has all of them.
+    #[arg(long, value_name = "SPEC")]
+    pub(crate) faults: Option<OsString>,
+
     /// Do not preload the path shim, which shows the device under /dev/infiniband and /sys/class/infiniband
     #[arg(long)]
     pub(crate) no_path_shim: bool,
@@ -271,6 +279,16 @@ pub(crate) const VARIABLES: &[Variable] = &[
         value: "0|1",
         text: "Whether this side asks for a CRC32C in each frame on TCP; 1 when unset. It is left out only \
                where both sides ask for none.",
+    },
+    Variable {
+        name: "ANYWARP_FAULTS",
+        value: "SPEC|@FILE",
+        text: "What is to go wrong, for trying how a program takes it: settings of the link such as \
+               loss=0.01,dup=0.01,reorder=0.01,corrupt=0.01,kill=0.001,delay=5ms,jitter=1ms,rate=10MB/s,dir=both,seed=7, \
+               and rules such as 'op=send nth=3 -> error=remote-access'. The same seed brings the same faults. Each is \
+               logged at the level info, and a summary is written to stderr at exit unless it says summary=off. \
+               ANYWARP_FAULTS_FILE names a file with the same. `anywarp run --faults` sets it, after a check; with a text \
+               that cannot be understood the device does not open.",
     },
     Variable {
         name: "ANYWARP_CAPTURE",

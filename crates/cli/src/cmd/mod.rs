@@ -37,6 +37,8 @@ pub(crate) enum Failure {
     NotFound(String),
     /// The program is there, and cannot be executed.
     NotExecutable(PathBuf, io::Error),
+    /// What is to go wrong cannot be understood, or not be read.
+    Faults(String),
     /// Writing a file or the output failed.
     Write(PathBuf, io::Error),
 }
@@ -49,6 +51,7 @@ impl Failure {
             Self::NotFound(_) => 127,
             Self::NotExecutable(..) => 126,
             Self::Library(_) => 125,
+            Self::Faults(_) => 2,
             Self::Write(..) => 1,
         })
     }
@@ -58,6 +61,7 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Library(missing) => missing.fmt(f),
+            Self::Faults(why) => write!(f, "--faults: {why}"),
             Self::NotFound(program) => write!(f, "{program}: program not found"),
             Self::NotExecutable(path, e) => {
                 write!(f, "{}: cannot be executed: {e}", path.display())

@@ -1,13 +1,15 @@
 //! `anywarp run`: sets the variables and becomes the program.
 
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+
+use anywarp_core::fault::Plan;
 
 use super::Failure;
 use crate::cli::Run;
@@ -30,6 +32,7 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     let Some((name, rest)) = args.program.split_first() else {
         return Err(Failure::NotFound(String::new())); // clap asks for one
     };
+    let faults = args.faults.as_deref().map(check_faults).transpose()?;
     let program = find(name)?;
     let library = Library::find().map_err(Failure::Library)?;
 
@@ -54,10 +57,41 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     if let Some(profile) = args.profile {
         command.env("ANYWARP_DEVICE_PROFILE", profile.as_str());
     }
+    if let Some(faults) = faults {
+        command.env("ANYWARP_FAULTS", faults);
+        command.env_remove("ANYWARP_FAULTS_FILE");
+    }
     if let Some(address) = args.device_ip {
         command.env("ANYWARP_ADDR", address.to_string());
     }
     Ok(command)
+}
+
+/// Reads what is to go wrong, as the device will; a file gets its full name, for programs may go elsewhere.
+fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
+    let parse = |name: &str, text: &str| {
+        Plan::parse(text).map_err(|e| {
+            // The line itself, and a mark under what is wrong with it.
+            let line = text.lines().nth(e.line.saturating_sub(1) as usize);
+            let column = e.column.saturating_sub(1) as usize;
+            let shown = line.unwrap_or_default().replace('\t', " ");
+            Failure::Faults(format!("{name}{e}\n  {shown}\n  {:column$}^", ""))
+        })
+    };
+    let Some(file) = spec.as_bytes().strip_prefix(b"@") else {
+        let text = spec
+            .to_str()
+            .ok_or_else(|| Failure::Faults(format!("{}: not in UTF-8", spec.to_string_lossy())))?;
+        parse("", text)?;
+        return Ok(spec.into());
+    };
+    let file = Path::new(OsStr::from_bytes(file));
+    let unreadable = |e: io::Error| Failure::Faults(format!("{}: {e}", file.display()));
+    let text = std::fs::read_to_string(file).map_err(unreadable)?;
+    parse(&format!("{}, ", file.display()), &text)?;
+    let mut full = OsString::from("@");
+    full.push(std::path::absolute(file).map_err(unreadable)?);
+    Ok(full)
 }
 
 /// Looks a program up as a shell does: a name with a slash is a path, any other is searched for in PATH.
@@ -89,6 +123,44 @@ fn is_executable(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn faults_are_checked_before_anything_runs() {
+        assert_eq!(check_faults(OsStr::new("loss=1%")).unwrap(), "loss=1%");
+        let why = |spec: &str| match check_faults(OsStr::new(spec)) {
+            Err(failure @ Failure::Faults(_)) => failure.to_string(),
+            other => panic!("{spec}: {other:?}"),
+        };
+        let said = why("seed=1;op=send -> explode");
+        assert!(said.starts_with("--faults: line 1, character 19: 'explode' is no action"));
+        assert!(
+            said.ends_with("\n  seed=1;op=send -> explode\n                    ^"),
+            "{said}"
+        );
+        assert!(why("@/no/such/file").starts_with("--faults: /no/such/file: No such file"));
+    }
+
+    #[test]
+    fn a_file_of_faults_is_found_from_everywhere() {
+        let dir = env::temp_dir().join(format!("anywarp-faults-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("rules");
+        std::fs::write(&file, "# three\nseed=3\nop=send nth=1 -> kill\n").unwrap();
+        let mut spec = OsString::from("@");
+        spec.push(&file);
+        assert_eq!(check_faults(&spec).unwrap(), spec);
+        std::fs::write(&file, "seed=3\n\nop=send nth -> kill\n").unwrap();
+        let said = check_faults(&spec).unwrap_err().to_string();
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert!(
+            said.contains("rules, line 3, character 9: 'nth' has no value"),
+            "{said}"
+        );
+        assert!(
+            said.ends_with("\n  op=send nth -> kill\n          ^"),
+            "{said}"
+        );
+    }
 
     #[test]
     fn a_name_is_searched_for_and_a_path_is_taken_as_it_is() {

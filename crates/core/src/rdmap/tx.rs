@@ -199,7 +199,12 @@ impl Connection {
                 s.pinged = false;
             }
             match self.take() {
-                Taken::Nothing => return None,
+                Taken::Nothing => {
+                    // A request that cannot be done ends the connection, and the peer hears of it.
+                    if self.stream.as_ref().is_none_or(|s| s.responses.is_empty()) {
+                        return None;
+                    }
+                }
                 Taken::Parts | Taken::Local => {}
             }
         }
