@@ -135,17 +135,6 @@ static const char *done(struct dgram *d, uint64_t id, enum ibv_wc_status status)
 
 /* ---------------------------------------------------------------- what is exported */
 
-static const char *layout(size_t arg)
-{
-	(void)arg;
-	ENSURE(sizeof(struct anywarpdv_qp_init_attr) == 64, "attributes: %zu", sizeof(struct anywarpdv_qp_init_attr));
-	ENSURE(sizeof(struct anywarpdv_record) == 176, "record: %zu", sizeof(struct anywarpdv_record));
-	ENSURE(offsetof(struct anywarpdv_record, base) == 144, "base");
-	ENSURE(sizeof(struct anywarpdv_error) == 144, "error: %zu", sizeof(struct anywarpdv_error));
-	ENSURE(sizeof(struct anywarpdv_counters) == 23 * 8, "counters: %zu", sizeof(struct anywarpdv_counters));
-	return NULL;
-}
-
 static const char *refused(size_t arg)
 {
 	struct ibv_qp_init_attr_ex init = { .qp_type = IBV_QPT_UD, .comp_mask = IBV_QP_INIT_ATTR_PD };
@@ -412,7 +401,6 @@ static const char *waits_end(size_t arg)
 }
 
 static const struct test tests[] = {
-	{ "layout", layout, 0, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "record_path_mtu", write_record, 0, 0, false },
 	{ "record_jumbo", write_record, 1, 0, false },

@@ -1,6 +1,6 @@
 //! `<infiniband/anywarpdv.h>`: what we have beyond verbs.
 //!
-//! The structures are those of the header; `tests/c/dv.c` compares sizes and offsets.
+//! `tests/c/dv.c` tries it.
 
 use std::ffi::{c_int, c_void};
 use std::time::{Duration, Instant};
@@ -11,105 +11,127 @@ use anywarp_core::datagram::{DatagramQp, ErrorReport, Kind};
 use anywarp_engine::verbs::QueuePair;
 
 use crate::cm::entry::{address_of, c_address};
-use crate::cm::types::rdma_sockaddr;
 use crate::verbs::extended;
 use crate::verbs::object::{CqObject, MrObject, QpObject, is_lost, of};
 use crate::verbs::qp::create_datagram_qp;
 use crate::verbs::types::*;
 use crate::{entry, fail, set_errno};
 
-const QPT_UD: u32 = 0;
-const QPT_RD: u32 = 1;
+pub use c::*;
 
-const RECORD_COMPLETIONS: u32 = 1 << 0;
-const REPORT_ERRORS: u32 = 1 << 1;
-const UNORDERED: u32 = 1 << 2;
-const KEEP_GOING: u32 = 1 << 3;
-const PLAIN_WRITES: u32 = 1 << 4;
-const FLAGS: u32 = RECORD_COMPLETIONS | REPORT_ERRORS | UNORDERED | KEEP_GOING | PLAIN_WRITES;
-
-/// `struct anywarpdv_qp_init_attr`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
+/// What the header declares; the test of `layout.rs` holds it against that.
 #[allow(
-    non_camel_case_types,
     missing_docs,
+    missing_debug_implementations,
+    non_camel_case_types,
     reason = "names and meaning are those of the header"
 )]
-pub struct anywarpdv_qp_init_attr {
-    pub comp_mask: u64,
-    pub driver_qp_type: u32,
-    pub flags: u32,
-    pub segment: u8,
-    pub record_mode: u8,
-    pub repeats: u8,
-    pub parity: u8,
-    pub max_send_size: u32,
-    pub max_records: u32,
-    pub max_reads: u32,
-    pub max_read_size: u32,
-    pub grace_us: u32,
-    pub deadline_us: u32,
-    pub read_timeout_us: u32,
-    pub peer_timeout_ms: u32,
-    pub reserved: [u32; 3],
+mod c {
+    use crate::cm::types::rdma_sockaddr;
+    use crate::layout::{c_consts, c_types};
+    use crate::verbs::types::be32;
+
+    c_types! {
+        struct anywarpdv_qp_init_attr {
+            comp_mask: u64,
+            driver_qp_type: u32,
+            flags: u32,
+            segment: u8,
+            record_mode: u8,
+            repeats: u8,
+            parity: u8,
+            max_send_size: u32,
+            max_records: u32,
+            max_reads: u32,
+            max_read_size: u32,
+            grace_us: u32,
+            deadline_us: u32,
+            read_timeout_us: u32,
+            peer_timeout_ms: u32,
+            reserved: [u32; 3],
+        }
+        struct anywarpdv_record {
+            source: rdma_sockaddr,
+            src_qp: u32,
+            message_id: u32,
+            rkey: u32,
+            flags: u32,
+            base: u64,
+            length: u32,
+            valid: u32,
+            offset: u32,
+            imm_data: be32,
+            map: u64,
+        }
+        struct anywarpdv_range {
+            from: u32,
+            to: u32,
+        }
+        struct anywarpdv_error {
+            source: rdma_sockaddr,
+            src_qp: u32,
+            message_id: u32,
+            layer: u8,
+            kind: u8 => "type",
+            code: u8,
+            reserved: u8,
+            status: u32,
+        }
+    }
+
+    c_consts! {
+        u32 {
+            ANYWARPDV_QPT_UD = 0,
+            ANYWARPDV_QPT_RD = 1,
+            ANYWARPDV_QP_RECORD_COMPLETIONS = 1 << 0,
+            ANYWARPDV_QP_REPORT_ERRORS = 1 << 1,
+            ANYWARPDV_QP_UNORDERED = 1 << 2,
+            ANYWARPDV_QP_KEEP_GOING = 1 << 3,
+            ANYWARPDV_QP_PLAIN_WRITES = 1 << 4,
+            ANYWARPDV_RECORD_COMPLETE = 1 << 0,
+            ANYWARPDV_RECORD_IS_CHUNK = 1 << 1,
+            ANYWARPDV_RECORD_FINAL_SEEN = 1 << 2,
+            ANYWARPDV_RECORD_WITH_IMM = 1 << 3,
+        }
+        u8 {
+            ANYWARPDV_SEGMENT_PATH_MTU = 0,
+            ANYWARPDV_SEGMENT_JUMBO = 1,
+            ANYWARPDV_SEGMENT_MAX = 2,
+            ANYWARPDV_RECORD_ROBUST = 0,
+            ANYWARPDV_RECORD_THESIS = 1,
+            ANYWARPDV_RECORD_CHUNK = 2,
+        }
+    }
 }
 
-/// `struct anywarpdv_record`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-#[allow(missing_debug_implementations, reason = "it has a union of C")]
-#[allow(
-    non_camel_case_types,
-    missing_docs,
-    reason = "names and meaning are those of the header"
-)]
-pub struct anywarpdv_record {
-    pub source: rdma_sockaddr,
-    pub src_qp: u32,
-    pub message_id: u32,
-    pub rkey: u32,
-    pub flags: u32,
-    pub base: u64,
-    pub length: u32,
-    pub valid: u32,
-    pub offset: u32,
-    pub imm_data: be32,
-    pub map: u64,
+/// `struct anywarpdv_counters`, which has one member for each counter, in their order.
+#[cfg(test)]
+pub(crate) fn counters_layout() -> crate::layout::CType {
+    let named = anywarp_core::datagram::Counters::default().named();
+    let fields = named
+        .iter()
+        .enumerate()
+        .map(|(at, (name, _))| crate::layout::CField {
+            name: (*name).to_owned(),
+            offset: at * size_of::<u64>(),
+            size: size_of::<u64>(),
+        });
+    crate::layout::CType {
+        name: "struct anywarpdv_counters".to_owned(),
+        size: named.len() * size_of::<u64>(),
+        align: align_of::<u64>(),
+        fields: fields.collect(),
+    }
 }
 
-/// `struct anywarpdv_range`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-#[allow(
-    non_camel_case_types,
-    missing_docs,
-    reason = "names and meaning are those of the header"
-)]
-pub struct anywarpdv_range {
-    pub from: u32,
-    pub to: u32,
-}
+#[cfg(test)]
+pub(crate) use c::{constants, layout};
 
-/// `struct anywarpdv_error`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-#[allow(missing_debug_implementations, reason = "it has a union of C")]
-#[allow(
-    non_camel_case_types,
-    missing_docs,
-    reason = "names and meaning are those of the header"
-)]
-pub struct anywarpdv_error {
-    pub source: rdma_sockaddr,
-    pub src_qp: u32,
-    pub message_id: u32,
-    pub layer: u8,
-    pub kind: u8,
-    pub code: u8,
-    pub reserved: u8,
-    pub status: u32,
-}
+const FLAGS: u32 = ANYWARPDV_QP_RECORD_COMPLETIONS
+    | ANYWARPDV_QP_REPORT_ERRORS
+    | ANYWARPDV_QP_UNORDERED
+    | ANYWARPDV_QP_KEEP_GOING
+    | ANYWARPDV_QP_PLAIN_WRITES;
 
 fn or_default(value: u32, default: u32) -> u32 {
     if value == 0 { default } else { value }
@@ -129,15 +151,15 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, i32> {
         return Err(libc::EOPNOTSUPP);
     }
     let segment = match attr.segment {
-        0 => Segment::PathMtu,
-        1 => Segment::Jumbo,
-        2 => Segment::Max,
+        ANYWARPDV_SEGMENT_PATH_MTU => Segment::PathMtu,
+        ANYWARPDV_SEGMENT_JUMBO => Segment::Jumbo,
+        ANYWARPDV_SEGMENT_MAX => Segment::Max,
         _ => return Err(libc::EINVAL),
     };
     let record = match attr.record_mode {
-        0 => RecordMode::Robust,
-        1 => RecordMode::Thesis,
-        2 => RecordMode::Chunk,
+        ANYWARPDV_RECORD_ROBUST => RecordMode::Robust,
+        ANYWARPDV_RECORD_THESIS => RecordMode::Thesis,
+        ANYWARPDV_RECORD_CHUNK => RecordMode::Chunk,
         _ => return Err(libc::EINVAL),
     };
     let max = u32::try_from(anywarp_core::bounds::MAX_MESSAGE).unwrap_or(u32::MAX);
@@ -155,20 +177,20 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, i32> {
         grace: micros(attr.grace_us, usual.grace),
         deadline: micros(attr.deadline_us, usual.deadline),
         max_records: or_default(attr.max_records, usual.max_records),
-        records_complete: has(RECORD_COMPLETIONS),
+        records_complete: has(ANYWARPDV_QP_RECORD_COMPLETIONS),
         repeats: attr.repeats,
         parity: attr.parity,
         read_timeout: micros(attr.read_timeout_us, usual.read_timeout),
         max_reads: u16::try_from(reads).map_err(|_| libc::EINVAL)?,
         max_read: or_default(attr.max_read_size, usual.max_read),
-        report_errors: has(REPORT_ERRORS),
-        ordered: !has(UNORDERED),
+        report_errors: has(ANYWARPDV_QP_REPORT_ERRORS),
+        ordered: !has(ANYWARPDV_QP_UNORDERED),
         patience: match attr.peer_timeout_ms {
             0 => usual.patience,
             ms => Duration::from_millis(ms.into()),
         },
-        keep_going: has(KEEP_GOING),
-        plain_writes: has(PLAIN_WRITES),
+        keep_going: has(ANYWARPDV_QP_KEEP_GOING),
+        plain_writes: has(ANYWARPDV_QP_PLAIN_WRITES),
     })
 }
 
@@ -211,8 +233,8 @@ entry! {
         // SAFETY: valid (caller's promise).
         let ex = unsafe { &mut *attr_ex };
         let kind = match (ex.qp_type, ours.driver_qp_type) {
-            (IBV_QPT_UD, QPT_UD) => Kind::Ud,
-            (IBV_QPT_DRIVER, QPT_RD) => Kind::Rd,
+            (IBV_QPT_UD, ANYWARPDV_QPT_UD) => Kind::Ud,
+            (IBV_QPT_DRIVER, ANYWARPDV_QPT_RD) => Kind::Rd,
             _ => return fail(libc::EOPNOTSUPP, std::ptr::null_mut()),
         };
         let options = match options_of(&ours) {
@@ -300,17 +322,19 @@ fn wait_for(timeout_ms: c_int, mut take: impl FnMut() -> Option<c_int>) -> c_int
 }
 
 fn record_of(r: &Record) -> anywarpdv_record {
-    let flags = [r.complete, r.chunk, r.final_seen, r.imm.is_some()]
-        .into_iter()
-        .enumerate()
-        .map(|(bit, set)| u32::from(set) << bit)
-        .sum();
+    let flags = [
+        (r.complete, ANYWARPDV_RECORD_COMPLETE),
+        (r.chunk, ANYWARPDV_RECORD_IS_CHUNK),
+        (r.final_seen, ANYWARPDV_RECORD_FINAL_SEEN),
+        (r.imm.is_some(), ANYWARPDV_RECORD_WITH_IMM),
+    ];
+    let flags = flags.into_iter().filter(|(set, _)| *set);
     anywarpdv_record {
         source: c_address(r.from),
         src_qp: r.src_qpn,
         message_id: r.id,
         rkey: r.stag.0,
-        flags,
+        flags: flags.map(|(_, flag)| flag).sum(),
         base: r.base.0,
         length: r.length,
         valid: r.valid,

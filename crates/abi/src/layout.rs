@@ -128,6 +128,7 @@ mod tests {
              #include <rdma/rsocket.h>\n\
              #include <rdma/ib_user_verbs.h>\n\
              #include <rdma/ib_user_sa.h>\n\
+             #include <infiniband/anywarpdv.h>\n\
              #define P(x) printf(\"%lld\\n\", (long long)(x))\n\
              int main(void) {\n",
         );
@@ -154,14 +155,17 @@ mod tests {
         (source, questions)
     }
 
-    /// Every size, alignment, offset and constant equals what the distribution's headers say.
+    /// Every size, alignment, offset and constant equals what the distribution's headers and our own say.
     #[test]
     fn layout_and_constants_equal_the_headers() {
         let mut types = crate::verbs::types::layout();
         types.extend(crate::verbs::kern::layout());
         types.extend(crate::cm::types::layout());
+        types.extend(crate::dv::layout());
+        types.push(crate::dv::counters_layout());
         let mut constants = crate::verbs::types::constants();
         constants.extend(crate::cm::types::constants());
+        constants.extend(crate::dv::constants());
         let (source, questions) = program(&types, &constants);
 
         let dir = std::env::temp_dir().join(format!("anywarp-layout-{}", std::process::id()));
@@ -169,7 +173,12 @@ mod tests {
         let (c, exe) = (dir.join("layout.c"), dir.join("layout"));
         std::fs::write(&c, source).unwrap();
         let cc = Command::new("cc")
-            .args(["-w", "-o"])
+            .args([
+                "-w",
+                "-I",
+                concat!(env!("CARGO_MANIFEST_DIR"), "/include"),
+                "-o",
+            ])
             .args([&exe, &c])
             .output()
             .unwrap();
