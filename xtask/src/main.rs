@@ -4,6 +4,7 @@ mod c_tests;
 mod capture;
 mod check;
 mod conformance;
+mod count;
 mod dist;
 mod expect;
 mod interop;
@@ -45,6 +46,7 @@ usage: cargo xtask TASK
            rdma-core's own tests, as tests/pyverbs expects them
   sanitize address|thread [--long] [unit | PROGRAM [TEST…]]
            unit tests and our C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust
+  count [--write]     instructions of posting, against tests/c/count.expect
   valgrind [PROGRAM [TEST…]]
            our own C programs on the built libraries under memcheck
   capture  programs with their traffic captured, as tshark and our dissector understand it
@@ -74,6 +76,7 @@ fn main() -> ExitCode {
         ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
         ["sanitize", kind, ref rest @ ..] => sanitize::run(kind, rest),
         ["valgrind", ref rest @ ..] => valgrind::run(rest),
+        ["count", ref rest @ ..] => count::run(rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),

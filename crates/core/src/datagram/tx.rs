@@ -28,7 +28,7 @@ use crate::verbs::mr::{Access, Memory};
 use crate::verbs::qp::State;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
-use crate::verbs::wr::{Destination, Op, Payload, Remote, Sge, WorkRequest};
+use crate::verbs::wr::{Destination, InlineData, Op, Payload, Remote, Sge, WorkRequest};
 use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::dgram::{
     self, ATTR_FINAL_COPY, ATTR_NOT_AGGREGATED, ATTR_RECORD, ATTR_SOLICITED, SUB_PLAIN, SUB_RECORD,
@@ -984,7 +984,7 @@ impl DatagramQp {
             return Ok(Source::Bytes(SmallVec::new()));
         };
         let sges = match &posted.request.payload {
-            Payload::Inline(data) => return Ok(Source::Bytes(data.clone())),
+            Payload::Inline(data) => return Ok(Source::Bytes(InlineData::from_slice(data))),
             Payload::Sges(sges) => sges.clone(),
         };
         Ok(Source::Memory {

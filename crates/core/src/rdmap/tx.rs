@@ -16,7 +16,7 @@ use crate::verbs::mr::{Access, AccessError};
 use crate::verbs::qp::State;
 use crate::verbs::sq::{self, Phase};
 use crate::verbs::wc::Status;
-use crate::verbs::wr::{Op, Payload, Remote, Sge};
+use crate::verbs::wr::{InlineData, Op, Payload, Remote, Sge};
 use crate::wire::control::Control;
 use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest, Terminate};
 use crate::wire::{Msn, QN_READ, QN_SEND, QN_TERMINATE, Stag, To};
@@ -633,7 +633,7 @@ impl Connection {
             return Ok(Source::Bytes(SmallVec::new()));
         };
         match &posted.request.payload {
-            Payload::Inline(data) => Ok(Source::Bytes(data.clone())),
+            Payload::Inline(data) => Ok(Source::Bytes(InlineData::from_slice(data))),
             Payload::Sges(sges) => {
                 let mut places = Places::new();
                 for sge in sges.iter().filter(|s| s.len > 0) {

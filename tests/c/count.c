@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Instructions of posting, counted by callgrind: `cargo xtask count`. What the kernel does is not counted. (Receiving is
+ * not counted here: whether the program's thread or the engine's does it depends on time.)
+ *
+ * Each phase says its name and how many times it did its thing on stdout, in the order of callgrind's dumps; several
+ * times, for a thread that finds nothing yet and looks again counts more: the least is what the thing takes.
+ */
+#include "ends.h"
+
+#include <valgrind/callgrind.h>
+
+#define TIMES 50u
+#define ROUNDS 20u
+
+/* Does a thing `TIMES` times, and nothing but the thing is counted. */
+#define COUNTED(name, before, thing, after)                                                                            \
+	do {                                                                                                           \
+		for (unsigned int i_ = 0; i_ < (ROUNDS + 1) * TIMES; i_++) {                                           \
+			bool counts_ = i_ >= TIMES;                                                                    \
+                                                                                                                       \
+			before;                                                                                        \
+			if (counts_)                                                                                   \
+				CALLGRIND_TOGGLE_COLLECT;                                                              \
+			thing;                                                                                         \
+			if (counts_)                                                                                   \
+				CALLGRIND_TOGGLE_COLLECT;                                                              \
+			after;                                                                                         \
+			if (counts_ && (i_ + 1) % TIMES == 0) {                                                        \
+				CALLGRIND_DUMP_STATS_AT(name);                                                         \
+				printf("%s %u\n", name, TIMES);                                                       \
+			}                                                                                              \
+		}                                                                                                      \
+		fflush(stdout);                                                                                        \
+	} while (0)
+
+static int failed;
+
+#define MUST(expr)                                                                                                     \
+	do {                                                                                                           \
+		if (!(expr)) {                                                                                         \
+			fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #expr);                                     \
+			failed = 1;                                                                                    \
+			return;                                                                                        \
+		}                                                                                                      \
+	} while (0)
+
+static bool take(struct ibv_cq *cq, struct ibv_wc *wc)
+{
+	int n = 0;
+
+	for (unsigned int i = 0; i < 10000000 && n == 0; i++)
+		n = ibv_poll_cq(cq, 1, wc);
+	return n == 1 && wc->status == IBV_WC_SUCCESS;
+}
+
+static void receive(struct pair *p, struct region *to)
+{
+	struct ibv_sge sge = sge_of(to, 0, to->len);
+	struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
+
+	MUST(!ibv_post_recv(p->b.qp, &wr, &bad));
+}
+
+static void count(enum ibv_qp_type type, const char *const names[2])
+{
+	struct want want = { .type = type, .inline_data = 64 };
+	struct region from, to;
+	struct ibv_send_wr wr, *bad;
+	struct ibv_sge sge;
+	struct ibv_wc wc;
+	struct pair p;
+	const char *why;
+
+	why = open_pair(&p, &want);
+	if (!why)
+		why = new_region(&from, p.a.pd, 64, IBV_ACCESS_LOCAL_WRITE);
+	if (!why)
+		why = new_region(&to, p.b.pd, 64 + 40, ALL_ACCESS);
+	if (why)
+		fprintf(stderr, "%s\n", why);
+	MUST(!why);
+	sge = sge_of(&from, 0, 64);
+	wr = send_wr(1, IBV_WR_SEND, &sge, 1);
+	wr.send_flags |= IBV_SEND_INLINE;
+
+	COUNTED(names[0], (void)0, receive(&p, &to),
+		MUST(!ibv_post_send(p.a.qp, &wr, &bad) && take(p.b.rcq, &wc) && take(p.a.scq, &wc)));
+	COUNTED(names[1], receive(&p, &to), MUST(!ibv_post_send(p.a.qp, &wr, &bad)),
+		MUST(take(p.b.rcq, &wc) && take(p.a.scq, &wc)));
+}
+
+int main(void)
+{
+	static const char *const rc[] = { "rc/post_recv", "rc/post_send" };
+	static const char *const uc[] = { "uc/post_recv", "uc/post_send" };
+
+	count(IBV_QPT_RC, rc);
+	count(IBV_QPT_UC, uc);
+	return failed;
+}
