@@ -5,7 +5,7 @@
 //! has passed every check.
 //!
 //! A message is *open* from its first datagram on until it is complete or given up, and *closed* from then on: a window
-//! of the last [`WINDOW`] numbers remembers which are, so that a late copy of a datagram never touches memory that the
+//! of the last `WINDOW` numbers remembers which are, so that a late copy of a datagram never touches memory that the
 //! program has gone on to use.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
