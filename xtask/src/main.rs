@@ -42,11 +42,12 @@ usage: cargo xtask TASK
            programs and our own tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop
            expects them
   mpi      tests/mpi under the distribution's MPIs
+  count [--write]
+           instructions of posting, against tests/c/count.expect
   pyverbs [--filter PART]
            rdma-core's own tests, as tests/pyverbs expects them
   sanitize address|thread [--long] [unit | PROGRAM [TEST…]]
            unit tests and our C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust
-  count [--write]     instructions of posting, against tests/c/count.expect
   valgrind [PROGRAM [TEST…]]
            our own C programs on the built libraries under memcheck
   capture  programs with their traffic captured, as tshark and our dissector understand it
@@ -73,10 +74,10 @@ fn main() -> ExitCode {
         ["programs", ref rest @ ..] => programs::run(rest),
         ["interop", ref rest @ ..] => interop::run(rest),
         ["mpi"] => mpi::run(),
+        ["count", ref rest @ ..] => count::run(rest),
         ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
         ["sanitize", kind, ref rest @ ..] => sanitize::run(kind, rest),
         ["valgrind", ref rest @ ..] => valgrind::run(rest),
-        ["count", ref rest @ ..] => count::run(rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),
