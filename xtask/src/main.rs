@@ -7,6 +7,7 @@ mod conformance;
 mod count;
 mod dist;
 mod expect;
+mod experiments;
 mod interop;
 mod link;
 mod load;
@@ -50,6 +51,9 @@ usage: cargo xtask TASK
            unit tests and our C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust
   valgrind [PROGRAM [TEST…]]
            our own C programs on the built libraries under memcheck
+  experiments [--short] [--only latency|bandwidth|loss|reliable]
+           anywarp ping and blast in the modes of the thesis on datagram-iWARP, with loss and delay; the long form
+           writes docs/results
   capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
@@ -78,6 +82,8 @@ fn main() -> ExitCode {
         ["pyverbs", ref rest @ ..] => pyverbs::run(rest),
         ["sanitize", kind, ref rest @ ..] => sanitize::run(kind, rest),
         ["valgrind", ref rest @ ..] => valgrind::run(rest),
+        ["experiments", ref rest @ ..] => experiments::run(rest),
+        ["experiments-tcp", ref rest @ ..] => experiments::tcp(rest),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),

@@ -248,7 +248,8 @@ static void arrived(uint64_t m, const uint8_t *data, uint64_t len)
 		return;
 	if (len != o.size || memcmp(data, content(m), len))
 		seen.bad++;
-	seen.complete++;
+	if (m >= o.warmup)
+		seen.complete++;
 	note(m, len);
 }
 
@@ -523,10 +524,8 @@ static void one_record(const struct anywarpdv_record *r)
 	}
 	if (valid != r->valid)
 		seen.map_bad++;
-	if (r->flags & ANYWARPDV_RECORD_COMPLETE)
-		seen.complete++;
-	else
-		seen.partial++;
+	if (m >= o.warmup)
+		*(r->flags & ANYWARPDV_RECORD_COMPLETE ? &seen.complete : &seen.partial) += 1;
 	note(m, valid);
 	if (o.exact && !chunk) {
 		prepare(m + o.slots);
