@@ -14,7 +14,6 @@ const PROGRAMS: &[&str] = &[
     "addresses",
     "chaos",
     "dv",
-    "faults",
     "fork",
     "hostile",
     "nccl",
