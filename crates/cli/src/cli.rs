@@ -281,6 +281,19 @@ pub(crate) const VARIABLES: &[Variable] = &[
                where both sides ask for none.",
     },
     Variable {
+        name: "ANYWARP_RC",
+        value: "tcp|udp",
+        text: "What carries reliable connections that programs make by themselves, with ibv_modify_qp: standard iWARP \
+               over TCP (when unset), or the reliable datagrams of anywarp over UDP. Both sides have to choose the \
+               same. Connections of rdma_cm are always over TCP.",
+    },
+    Variable {
+        name: "ANYWARP_UC",
+        value: "udp|rd",
+        text: "What carries unreliable connections: datagrams that may be lost (when unset), or reliable ones. Both \
+               sides have to choose the same.",
+    },
+    Variable {
         name: "ANYWARP_FAULTS",
         value: "SPEC|@FILE",
         text: "What is to go wrong, for trying how a program takes it: settings of the link such as \
