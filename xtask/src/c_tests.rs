@@ -14,6 +14,7 @@ const PROGRAMS: &[&str] = &[
     "addresses",
     "chaos",
     "dv",
+    "faults",
     "fork",
     "hostile",
     "nccl",

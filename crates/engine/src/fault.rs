@@ -450,7 +450,10 @@ impl Faults {
                 out.decided.push_back(fate);
             }
         }
-        let clean = out.decided.iter().take_while(|f| f.is_nothing()).count();
+        // One alone passes what waits for that.
+        let most = if out.parked.is_some() { 1 } else { usize::MAX };
+        let clean = out.decided.iter().take(most);
+        let clean = clean.take_while(|f| f.is_nothing()).count();
         let passed = match (datagrams.get(..clean), datagrams.first()) {
             (Some(whole), _) if clean > 0 => {
                 let sent = carrier.send(whole, from, run_max);
@@ -575,5 +578,65 @@ impl Faults {
         if let Some(held) = parked.and_then(release) {
             held.go();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fate(delay: Duration, rate: Option<u64>) -> Fate {
+        Fate {
+            delay,
+            rate,
+            ..Fate::default()
+        }
+    }
+
+    #[test]
+    fn a_rate_holds_up_what_comes_behind_and_a_delay_does_not() {
+        let now = clock::now();
+        let mut way = Way::default();
+        let late = fate(Duration::from_millis(5), None);
+        for _ in 0..3 {
+            assert_eq!(
+                way.due(&late, 1000, now),
+                Some(now + Duration::from_millis(5))
+            );
+        }
+        assert_eq!(way.due(&Fate::default(), 1000, now), None);
+        let slow = fate(Duration::ZERO, Some(1_000_000));
+        for n in 1..4 {
+            assert_eq!(
+                way.due(&slow, 1000, now),
+                Some(now + Duration::from_millis(n))
+            );
+        }
+        // A pause is not made up for.
+        let later = now + Duration::from_secs(1);
+        assert_eq!(
+            way.due(&slow, 1000, later),
+            Some(later + Duration::from_millis(1))
+        );
+    }
+
+    #[test]
+    fn the_summary_counts_and_is_silent_about_nothing() {
+        let done = Done::default();
+        let plan = Plan::default();
+        assert_eq!(summary(&plan, &done), None);
+        done.queue_pairs.store(2, Ordering::Relaxed);
+        done.requests.store(5, Ordering::Relaxed);
+        let head = "seed 1, 2 queue pairs, 5 requests, 0 datagrams:";
+        assert_eq!(summary(&plan, &done), Some(format!("{head} no fault")));
+        lock(&done.faults).insert((None, "drop".into()), 3);
+        lock(&done.faults).insert((Some(4), "kill".into()), 1);
+        done.overflowed.store(7, Ordering::Relaxed);
+        assert_eq!(
+            summary(&plan, &done),
+            Some(format!(
+                "{head} 3 drop, 1 kill (line 4); 7 lost because too many were late"
+            ))
+        );
     }
 }
