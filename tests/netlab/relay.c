@@ -26,8 +26,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LONGEST 9216
-#define ROOM (16u << 10) /* packets under way in one direction */
+#define LONGEST 2048
+#define ROOM (64u << 10) /* packets under way in one direction */
 
 struct packet {
 	uint64_t due;
