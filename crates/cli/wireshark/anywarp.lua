@@ -12,7 +12,7 @@ local OPCODES = {
     "Atomic Request", "Atomic Response", [15] = "Write-Record or Control",
 }
 local KINDS = {
-    "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye", "Select SRQ",
+    "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye", "Select SRQ", "Cookie",
 }
 local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immediate", "error report" }
 
@@ -59,6 +59,27 @@ f.solicited = ProtoField.bool("anywarp.attributes.solicited", "Solicited event",
 f.record = ProtoField.bool("anywarp.attributes.record", "Record wanted", 8, nil, 0x02)
 f.final_copy = ProtoField.bool("anywarp.attributes.final_copy", "Copy of the final datagram", 8, nil, 0x04)
 f.single = ProtoField.bool("anywarp.attributes.not_aggregated", "Not aggregated", 8, nil, 0x08)
+f.group = ProtoField.uint8("anywarp.parity.group", "Datagrams to a parity datagram", base.DEC, nil, 0xf0)
+f.segment = ProtoField.uint16("anywarp.parity.segment", "Payload of each but the last")
+f.cookie = ProtoField.uint64("anywarp.cookie", "Cookie", base.HEX)
+f.rd_data = ProtoField.bool("anywarp.rd.data", "Data", 8, nil, 0x01)
+f.rd_challenge = ProtoField.bool("anywarp.rd.challenge", "Challenge", 8, nil, 0x02)
+f.rd_not_ready = ProtoField.bool("anywarp.rd.not_ready", "Not ready", 8, nil, 0x04)
+f.rd_ack_now = ProtoField.bool("anywarp.rd.ack_now", "Acknowledge at once", 8, nil, 0x08)
+f.rd_runs = ProtoField.uint8("anywarp.rd.runs", "Runs")
+f.rd_refused = ProtoField.uint8("anywarp.rd.refused", "Refused, with status")
+f.rd_token = ProtoField.uint32("anywarp.rd.token", "Token", base.HEX)
+f.rd_echo = ProtoField.uint32("anywarp.rd.echo", "Echo of the peer's token", base.HEX)
+f.rd_seq = ProtoField.uint32("anywarp.rd.seq", "Number")
+f.rd_base = ProtoField.uint32("anywarp.rd.base", "First that may be sent again")
+f.rd_ack_counts = ProtoField.bool("anywarp.rd.ack_counts", "Acknowledges", 8, nil, 0x01)
+f.rd_ack_soon = ProtoField.bool("anywarp.rd.ack_soon", "Acknowledge soon", 8, nil, 0x02)
+f.rd_ack = ProtoField.uint32("anywarp.rd.ack", "Delivered before")
+f.rd_window = ProtoField.uint32("anywarp.rd.window", "Window")
+f.rd_time = ProtoField.uint32("anywarp.rd.time", "Time, microseconds")
+f.rd_time_echo = ProtoField.uint32("anywarp.rd.time_echo", "Time answered")
+f.rd_run_start = ProtoField.uint32("anywarp.rd.run.start", "Arrived from")
+f.rd_run_end = ProtoField.uint32("anywarp.rd.run.end", "Arrived before")
 f.dst = ProtoField.uint8("anywarp.dst_index", "Destination index")
 f.src = ProtoField.uint8("anywarp.src_index", "Source index")
 f.immediate = ProtoField.uint32("anywarp.immediate", "Immediate data", base.HEX)
@@ -141,9 +162,10 @@ local function dissect_segment(tvb, tree)
     tree:add(f.offset, tvb(16, 4))
     tree:add(f.sub, tvb(20, 1))
     local attributes = tree:add(f.attributes, tvb(21, 1))
-    for _, field in ipairs({ f.solicited, f.record, f.final_copy, f.single }) do attributes:add(field, tvb(21, 1)) end
+    for _, field in ipairs({ f.solicited, f.record, f.final_copy, f.single, f.group }) do attributes:add(field, tvb(21, 1)) end
     tree:add(f.dst, tvb(22, 1))
     tree:add(f.src, tvb(23, 1))
+    if shift(tvb(21, 1):uint(), 4) > 0 then tree:add(f.segment, tvb(24, 2)) end
     local at = 26
     if band(flags:uint(), 0x01) ~= 0 then
         if tvb:len() < at + 8 + 4 then return nil end
@@ -175,7 +197,9 @@ local function dissect_segment(tvb, tree)
         what = "Write-Record"
     elseif opcode == 15 then
         what = control_text(header)
-        if len == 8 then
+        if header(2, 1):uint() == 11 and len == 8 then
+            tree:add(f.cookie, tvb(at, 8))
+        elseif len == 8 then
             tree:add(f.report_end, tvb(at, 4))
             tree:add(f.report_room, tvb(at + 4, 4))
         end
@@ -185,12 +209,60 @@ local function dissect_segment(tvb, tree)
         tvb(16, 4):uint() + len, tvb(12, 4):uint())
 end
 
+-- A packet of reliable datagrams: its header, and the datagram in it, which has no CRC of its own.
+local function dissect_packet(tvb, tree)
+    tree:add(f.kind, tvb(0, 1), "packet")
+    local flags = tvb(1, 1)
+    for _, field in ipairs({ f.version, f.rd_data, f.rd_challenge, f.rd_not_ready, f.rd_ack_now }) do
+        tree:add(field, flags)
+    end
+    local runs, refused = tvb(2, 1):uint(), tvb(3, 1):uint()
+    tree:add(f.rd_runs, tvb(2, 1))
+    if refused ~= 0 then tree:add(f.rd_refused, tvb(3, 1)) end
+    tree:add(f.rd_token, tvb(4, 4))
+    tree:add(f.rd_echo, tvb(8, 4))
+    tree:add(f.rd_seq, tvb(12, 4))
+    tree:add(f.rd_base, tvb(16, 4))
+    tree:add(f.rd_ack_counts, tvb(20, 1))
+    tree:add(f.rd_ack_soon, tvb(20, 1))
+    tree:add(f.dst, tvb(22, 1))
+    tree:add(f.src, tvb(23, 1))
+    tree:add(f.rd_ack, tvb(24, 4))
+    tree:add(f.rd_window, tvb(28, 4))
+    tree:add(f.rd_time, tvb(32, 4))
+    tree:add(f.rd_time_echo, tvb(36, 4))
+    local at = 40
+    if runs > 16 or tvb:len() < at + 8 * runs + 4 then return nil end
+    for _ = 1, runs do
+        tree:add(f.rd_run_start, tvb(at, 4))
+        tree:add(f.rd_run_end, tvb(at + 4, 4))
+        at = at + 8
+    end
+    local text = string.format("packet %d", tvb(12, 4):uint())
+    if band(flags:uint(), 0x02) ~= 0 then
+        text = "challenge"
+    elseif band(flags:uint(), 0x01) == 0 then
+        text = "no data"
+    end
+    if band(tvb(20, 1):uint(), 0x01) ~= 0 then text = text .. string.format(", ack %d", tvb(24, 4):uint()) end
+    if refused ~= 0 then text = text .. string.format(", refused with %d", refused) end
+    if band(flags:uint(), 0x01) ~= 0 then
+        -- Up to the end of the packet, whose CRC stands where its own would.
+        if tvb:len() < at + 44 then return nil end
+        local inner = dissect_segment(tvb(at):tvb(), tree:add(dg, tvb(at, tvb:len() - 4 - at), "datagram"))
+        if inner == nil then return nil end
+        text = text .. ": " .. inner
+    end
+    return text
+end
+
 function dg.dissector(tvb, pinfo, root)
-    local cm = tvb(0, 1):uint() == 0xdd
+    local kind = tvb(0, 1):uint()
+    local cm = kind == 0xdd
     local tree = root:add(dg, tvb())
     local text = nil
     if tvb:len() >= (cm and 12 or 44) then
-        text = (cm and dissect_cm or dissect_segment)(tvb, tree)
+        text = (cm and dissect_cm or kind == 0xde and dissect_packet or dissect_segment)(tvb, tree)
     end
     if text == nil then
         tree:add_proto_expert_info(malformed)
@@ -212,7 +284,7 @@ end
 local function is_ours(tvb, pinfo, root)
     if tvb:len() < 12 then return false end
     local kind, version = tvb(0, 1):uint(), tvb(1, 1):uint()
-    if (kind ~= 0xdc and kind ~= 0xdd) or shift(version, 4) ~= 1 then return false end
+    if kind < 0xdc or kind > 0xde or shift(version, 4) ~= 1 then return false end
     dg.dissector(tvb, pinfo, root)
     return true
 end

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anywarp_core::bounds;
 use anywarp_core::datagram::options::{Options, Segment};
-use anywarp_core::datagram::{Dropped, Kind};
+use anywarp_core::datagram::{Arrival, Dropped, Kind};
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
 use anywarp_core::wire::dgram::{self, Shim};
@@ -421,7 +421,13 @@ fn a_long_message_without_order_may_have_many_gaps() {
             plain_writes: !recorded,
             ..options()
         };
-        let mut net = Ether::new(5, Link::default());
+        let mut net = Ether::new(
+            5,
+            Link {
+                delay: 5 * MS,
+                ..Link::default()
+            },
+        );
         let a = net.join(Kind::Rd, options);
         let b = net.join(Kind::Rd, options);
         let len = 400_000;
@@ -430,6 +436,13 @@ fn a_long_message_without_order_may_have_many_gaps() {
         net[a].host.fill(&mr, &text);
         let inbox = net[b].host.register(len + 40, access::ALL);
         net[b].recv(1, &[inbox.all()]);
+        // The window grows first.
+        let warm = net[b].host.register(len, access::ALL);
+        for _ in 0..10 {
+            net.post(a, b, write(0, warm.remote(0)).from(&[mr.all()]));
+            net.run(LONG);
+        }
+        assert_eq!(net[a].completed().len(), 10);
         let (at, mut n) = (net[b].addr, 0);
         net.filter = Some(Box::new(move |d| {
             let data = d.to == at && d.bytes.len() > 1000;
@@ -446,4 +459,262 @@ fn a_long_message_without_order_may_have_many_gaps() {
         assert_eq!(net[a].completed()[0].status, Status::Success);
         assert_eq!(net[b].host.bytes(&inbox)[40..], text);
     }
+}
+
+/// A queue pair that hears datagrams made by hand, its memory, and what it is sent.
+fn ear(options: Options) -> (Ether, Id, Mr) {
+    let mut net = Ether::new(6, Link::default());
+    let b = net.join(Kind::Ud, options);
+    let mr = net[b].host.register(1 << 16, access::ALL);
+    (net, b, mr)
+}
+
+/// Eight bytes of a Write-Record to the beginning of `mr`.
+fn part(mr: &Mr, id: u32, length: u32, offset: u32) -> (Shim, Header, Vec<u8>) {
+    let last = offset + 8 == length;
+    let header = tagged(
+        Opcode::WriteRecord,
+        mr.stag(),
+        mr.remote(0).to.0 + u64::from(offset),
+        last,
+    );
+    let shim = Shim {
+        sub_op: dgram::SUB_RECORD,
+        attributes: dgram::ATTR_RECORD,
+        ..shim(id, length, offset)
+    };
+    (shim, header, vec![(id as u8).wrapping_add(1).max(1); 8])
+}
+
+fn hears(net: &mut Ether, to: Id, (shim, header, payload): (Shim, Header, Vec<u8>)) {
+    let addr = net[to].addr;
+    net.hear(stranger(1), addr, &sealed(body(&shim, &header, &payload)));
+}
+
+#[test]
+fn datagrams_of_a_message_that_contradict_it_are_dropped() {
+    let (mut net, b, mr) = ear(options());
+    hears(&mut net, b, part(&mr, 1, 24, 0));
+    let (good, header, payload) = part(&mr, 1, 24, 16);
+    let longer = (Shim { length: 32, ..good }, part(&mr, 1, 32, 16).1);
+    let moved = (
+        good,
+        tagged(Opcode::WriteRecord, mr.stag(), mr.remote(64).to.0, true),
+    );
+    let sub = dgram::SUB_RECORD_IMMEDIATE;
+    let immediate = Shim {
+        immediate: Some([1; 4]),
+        sub_op: sub,
+        ..good
+    };
+    for (shim, header) in [longer, moved, (immediate, header)] {
+        hears(&mut net, b, (shim, header, payload.clone()));
+    }
+    assert_eq!(net[b].drops.get(&Dropped::Mismatch), Some(&3));
+    assert!(net[b].host.bytes(&mr)[8..].iter().all(|b| *b == 0));
+    hears(&mut net, b, part(&mr, 1, 24, 16));
+    hears(&mut net, b, part(&mr, 1, 24, 8));
+    let record = net[b].qp.records().poll().unwrap();
+    assert!(record.complete && record.valid == 24);
+}
+
+#[test]
+fn a_send_longer_than_agreed_takes_no_receive() {
+    let options = Options {
+        max_send: 5000,
+        ..options()
+    };
+    for (length, fits) in [(5000, true), (5001, false)] {
+        let (mut net, b, mr) = ear(options);
+        net[b].recv(1, &[mr.all()]);
+        let header = untagged(Opcode::Send, QN_SEND, 1, 0, false);
+        hears(&mut net, b, (shim(1, length, 0), header, vec![1; 8]));
+        assert_eq!(net[b].drops.get(&Dropped::TooLong), (!fits).then_some(&1));
+    }
+}
+
+#[test]
+fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() {
+    // Numbers go down, so that none is overtaken.
+    let (mut net, b, mr) = ear(options());
+    let most = bounds::OPEN_MESSAGES_SOURCE as u32;
+    for id in 0..most {
+        hears(&mut net, b, part(&mr, 1000 - id, 16, 0));
+    }
+    assert!(net[b].qp.records().poll().is_none());
+    hears(&mut net, b, part(&mr, 1000 - most, 16, 0));
+    assert_eq!(net[b].qp.records().poll().unwrap().id, 1000);
+    assert!(net[b].qp.records().poll().is_none());
+    // Eight ahead may be reordering, nine are not.
+    let (mut net, b, mr) = ear(options());
+    hears(&mut net, b, part(&mr, u32::MAX, 16, 0));
+    hears(&mut net, b, part(&mr, 7, 16, 0));
+    assert!(net[b].qp.records().poll().is_none());
+    hears(&mut net, b, part(&mr, 8, 16, 0));
+    let record = net[b].qp.records().poll().unwrap();
+    assert_eq!(
+        (record.id, record.valid, record.complete),
+        (u32::MAX, 8, false)
+    );
+    assert_eq!(net[b].qp.records().map(record.map), Some(&[(0, 8)][..]));
+    assert!(net[b].qp.records().release(record.map));
+    assert!(!net[b].qp.records().release(record.map));
+}
+
+#[test]
+fn another_epoch_begins_with_any_number() {
+    let (mut net, b, mr) = ear(options());
+    for epoch in [1, 2] {
+        let (shim, header, payload) = part(&mr, 5, 8, 0);
+        hears(&mut net, b, (Shim { epoch, ..shim }, header, payload));
+        assert!(net[b].qp.records().poll().unwrap().complete, "{epoch}");
+    }
+}
+
+/// The thesis, section 5.5.1: nobody writes into the memory of a group.
+#[test]
+fn a_write_to_a_group_is_not_placed() {
+    let (mut net, b, mr) = ear(options());
+    let (shim, header, payload) = part(&mr, 5, 8, 0);
+    let bytes = sealed(body(&shim, &header, &payload));
+    for (to, fits) in [([239, 0, 0, 1], false), ([10, 0, 0, 9], true)] {
+        let arrival = Arrival {
+            from: stranger(1),
+            to: Some(IpAddr::from(to)),
+            hop_limit: 9,
+            traffic_class: 0,
+        };
+        assert_eq!(net[b].qp.handle_rx(&arrival, &bytes).is_ok(), fits);
+        assert_eq!(net[b].host.bytes(&mr)[0] != 0, fits);
+    }
+}
+
+#[test]
+fn bytes_that_are_there_are_not_placed_again() {
+    let (mut net, b, mr) = ear(options());
+    hears(&mut net, b, part(&mr, 1, 32, 0));
+    let (shim, header, _) = part(&mr, 1, 32, 0);
+    hears(&mut net, b, (shim, header, vec![9; 16]));
+    let bytes = net[b].host.bytes(&mr);
+    assert_eq!((&bytes[..8], &bytes[8..16]), (&[2; 8][..], &[9; 8][..]));
+}
+
+#[test]
+fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() {
+    let (mut net, b, mr) = ear(options());
+    let (start, arrival) = (
+        net.now(),
+        Arrival {
+            from: stranger(1),
+            to: Some(net[b].addr.ip()),
+            hop_limit: 9,
+            traffic_class: 0,
+        },
+    );
+    let mut comes = |at: Duration, id, offset| {
+        let qp = &mut net[b].qp;
+        qp.set_now(start + at);
+        if let Some(offset) = offset {
+            let (shim, header, payload) = part(&mr, id, 40, offset);
+            let bytes = sealed(body(&shim, &header, &payload));
+            qp.handle_rx(&arrival, &bytes).unwrap();
+        }
+        qp.records().poll().map(|r| (r.id, r.valid, r.final_seen))
+    };
+    let Options {
+        grace, deadline, ..
+    } = options();
+    assert_eq!(comes(Duration::ZERO, 1, Some(32)), None);
+    assert_eq!(comes(grace - MS, 1, Some(0)), None);
+    assert_eq!(comes(grace, 1, None), Some((1, 16, true)));
+    assert_eq!(comes(10 * MS, 2, Some(0)), None);
+    assert_eq!(comes(10 * MS + deadline - MS, 2, Some(8)), None);
+    assert_eq!(comes(10 * MS + 2 * deadline - 2 * MS, 2, None), None);
+    assert_eq!(
+        comes(10 * MS + 2 * deadline - MS, 2, None),
+        Some((2, 16, false))
+    );
+}
+
+#[test]
+fn a_writer_may_ask_for_a_record_of_each_datagram() {
+    let (mut net, b, mr) = ear(options());
+    let (shim, header, payload) = part(&mr, 1, 24, 8);
+    let attributes = dgram::ATTR_RECORD | dgram::ATTR_NOT_AGGREGATED;
+    hears(&mut net, b, (Shim { attributes, ..shim }, header, payload));
+    let record = net[b].qp.records().poll().unwrap();
+    assert!(record.chunk && !record.complete);
+    assert_eq!((record.offset, record.valid, record.map), (8, 8, 0));
+}
+
+#[test]
+fn a_read_is_of_no_more_than_may_be_read_at_once() {
+    let options = Options {
+        max_read: 1000,
+        ..options()
+    };
+    for (size, why) in [(1000, None), (1001, Some(&1))] {
+        let (mut net, b, mr) = ear(options);
+        let addr = net[b].addr;
+        net.hear(stranger(1), addr, &sealed(read_request(1, size, &mr, 0)));
+        assert_eq!(net[b].drops.get(&Dropped::TooLong), why);
+    }
+}
+
+/// An answer is placed only as it was asked for: from the peer, to the sink that the request named, of its length.
+#[test]
+fn an_answer_that_was_not_asked_for_is_not_placed() {
+    let mut net = Ether::new(7, Link::default());
+    let a = net.join(Kind::Ud, options());
+    let b = net.join(Kind::Ud, options());
+    net[b].dead = true;
+    let sink = net[a].host.register(64, access::ALL);
+    let asked = Rc::new(RefCell::new(None));
+    let (store, at) = (Rc::clone(&asked), net[b].addr);
+    net.filter = Some(Box::new(move |d| {
+        if d.to == at {
+            *store.borrow_mut() = Some(d.bytes.to_vec());
+        }
+        true
+    }));
+    let from = net[b].host.register(64, access::ALL);
+    net.post(a, b, read(1, from.remote(0)).from(&[sink.part(0, 16)]));
+    net.run(MS);
+    let bytes = asked.borrow_mut().take().unwrap();
+    let request = dgram::parse(&bytes).unwrap();
+    let id = request.shim.id;
+    let ReadRequest {
+        sink_stag, sink_to, ..
+    } = ReadRequest::parse(request.payload.first_chunk().unwrap());
+    let to = net[a].addr;
+    let answer = |id, length, stag, to: u64, src_index| {
+        let header = tagged(Opcode::ReadResponse, stag, to, length == 16);
+        let shim = Shim {
+            src_index,
+            qkey: 0,
+            ..shim(id, length, 0)
+        };
+        sealed(body(&shim, &header, &[7; 16]))
+    };
+    let (b_addr, right) = (net[b].addr, answer(id, 16, sink_stag, sink_to.0, 5));
+    net.hear(stranger(1), to, &right);
+    net.hear(b_addr, to, &answer(id, 16, sink_stag, sink_to.0, 6));
+    net.hear(b_addr, to, &answer(id + 1, 16, sink_stag, sink_to.0, 5));
+    net.hear(
+        b_addr,
+        to,
+        &answer(id, 16, Stag(sink_stag.0 ^ 1), sink_to.0, 5),
+    );
+    net.hear(b_addr, to, &answer(id, 16, sink_stag, sink_to.0 + 8, 5));
+    net.hear(b_addr, to, &answer(id, 24, sink_stag, sink_to.0, 5));
+    let drops = |net: &Ether, why| net[a].drops.get(&why).copied().unwrap_or(0);
+    assert_eq!(drops(&net, Dropped::Late), 3);
+    assert_eq!(drops(&net, Dropped::Mismatch), 3);
+    assert!(net[a].host.bytes(&sink).iter().all(|b| *b == 0));
+    assert!(net[a].completed().is_empty());
+    net.hear(b_addr, to, &right);
+    assert_eq!(net[a].completed()[0].status, Status::Success);
+    assert_eq!(net[a].host.bytes(&sink)[..16], [7; 16]);
+    net.hear(b_addr, to, &right);
+    assert_eq!(drops(&net, Dropped::Late), 4);
 }

@@ -923,4 +923,12 @@ mod tests {
         rd.may_send(&peer(), Way::default(), at(100));
         assert_eq!(rd.peers[&peer()].next, first + 5);
     }
+
+    #[test]
+    fn an_idle_peer_costs_less_than_a_kibibyte() {
+        // Its place in the table and one byte beside it; the table is 7/16 full at least.
+        let place = size_of::<(Peer, PeerState)>() + 1;
+        eprintln!("{place} bytes, {} at most", place * 16 / 7);
+        assert!(place * 16 / 7 <= 1024, "{place}");
+    }
 }
