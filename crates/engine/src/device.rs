@@ -140,8 +140,8 @@ pub fn ip_of(gid: [u8; 16]) -> IpAddr {
 }
 
 /// The addresses of a new GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback
-/// last.
-pub(crate) fn listing() -> Vec<Gid> {
+/// last. `None` if the host cannot be asked.
+pub(crate) fn listing() -> Option<Vec<Gid>> {
     let chosen: Option<IpAddr> = std::env::var("ANYWARP_ADDR")
         .ok()
         .and_then(|a| a.parse().ok());
@@ -152,7 +152,7 @@ pub(crate) fn listing() -> Vec<Gid> {
         IpAddr::V4(_) => 3,
         IpAddr::V6(_) => 4,
     };
-    let mut all: Vec<HostAddress> = sys::host_addresses()
+    let mut all: Vec<HostAddress> = sys::host_addresses()?
         .into_iter()
         .filter(|a| a.up && !is_link_local(a.ip))
         .collect();
@@ -170,14 +170,19 @@ pub(crate) fn listing() -> Vec<Gid> {
         }
     }
     if table.is_empty() {
-        table.push(Gid {
-            raw: gid_of(Ipv4Addr::LOCALHOST.into()),
-            ip: Ipv4Addr::LOCALHOST.into(),
-            interface: 1,
-            name: "lo".into(),
-        });
+        table.push(loopback());
     }
-    table
+    Some(table)
+}
+
+/// What there is on a host without addresses.
+pub(crate) fn loopback() -> Gid {
+    Gid {
+        raw: gid_of(Ipv4Addr::LOCALHOST.into()),
+        ip: Ipv4Addr::LOCALHOST.into(),
+        interface: 1,
+        name: "lo".into(),
+    }
 }
 
 fn is_link_local(ip: IpAddr) -> bool {

@@ -8,13 +8,13 @@
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 
 use crate::clock;
-use crate::device::{Gid, event, lid_of, listing};
+use crate::device::{Gid, event, lid_of, listing, loopback};
 use crate::log;
 use crate::sys::{self, EngineFd, HostLink, PerProcess};
 use crate::worker::{Engine, Source, Token};
@@ -24,6 +24,8 @@ use crate::worker::{Engine, Source, Token};
 /// More than the addresses of almost every host, so that some are empty, as on a card; programs ask for each of them in
 /// turn, and an address vector has one byte for the place.
 pub const PLACES: usize = 64;
+/// Pause before a host that could not be asked is asked again, if nobody looks.
+const AGAIN: Duration = Duration::from_secs(1);
 /// Messages of the kernel that one look takes.
 const LOOK: usize = 256;
 /// `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR`.
@@ -59,9 +61,33 @@ struct Places {
     home: Option<u32>,
     up: bool,
     news: News,
+    /// The host could not be asked: it is again.
+    stale: bool,
+    /// When the worker asks it.
+    again: Option<Instant>,
 }
 
 impl Places {
+    /// Those of the host.
+    fn of_host() -> Self {
+        let mut places = Self::default();
+        places.refresh(listing(), sys::host_links());
+        if places.stale {
+            places.update(vec![loopback()], Vec::new());
+        }
+        places.news = News::default();
+        places
+    }
+
+    /// What the host answered. One that did not answer has the addresses that it had.
+    fn refresh(&mut self, addresses: Option<Vec<Gid>>, links: Option<Vec<HostLink>>) {
+        self.stale = addresses.is_none() || links.is_none();
+        if let (Some(addresses), Some(links)) = (addresses, links) {
+            self.update(addresses, links);
+        }
+    }
+
+    #[cfg(test)]
     fn new(addresses: Vec<Gid>, links: Vec<HostLink>) -> Self {
         let mut places = Self::default();
         places.update(addresses, links);
@@ -161,7 +187,7 @@ impl Watch {
                 engine,
                 fd,
                 token: OnceLock::new(),
-                places: Mutex::new(Places::new(listing(), sys::host_links())),
+                places: Mutex::new(Places::of_host()),
                 listeners: Mutex::new(Vec::new()),
             });
             let source = Arc::clone(&watch) as Arc<dyn Source>;
@@ -202,12 +228,19 @@ impl Watch {
     /// The table as it is now. Listeners are told by the worker: the caller may hold locks of theirs.
     fn look(&self) -> MutexGuard<'_, Places> {
         let mut places = self.lock();
-        if self.changed() {
+        if self.changed() || places.stale {
             // A thread that polls may be the one that looks.
             let _inside = sys::Uncancelled::new();
-            places.update(listing(), sys::host_links());
-            if let (false, Some(token)) = (places.news.is_empty(), self.token.get()) {
-                self.engine.deadline(*token, clock::now());
+            places.refresh(listing(), sys::host_links());
+            let now = clock::now();
+            let waits = places.again.is_some_and(|at| at > now);
+            if let Some(token) = self.token.get() {
+                if places.stale && !waits {
+                    places.again = Some(now + AGAIN);
+                    self.engine.deadline(*token, now + AGAIN);
+                } else if !places.stale && !places.news.is_empty() {
+                    self.engine.deadline(*token, now);
+                }
             }
         }
         places
@@ -259,7 +292,7 @@ fn look<R>(at: impl FnOnce(&Places) -> R) -> R {
     match WATCH.get().get() {
         Some(watch) => at(&watch.look()),
         // Nobody opened the device yet.
-        None => at(&Places::new(listing(), sys::host_links())),
+        None => at(&Places::of_host()),
     }
 }
 
@@ -352,6 +385,23 @@ mod tests {
             shown(&places),
             some(&["10.0.0.1", "10.0.0.4", "10.0.0.3", "10.0.0.2"])
         );
+    }
+
+    /// There was no descriptor to ask with: nothing is known to have changed.
+    #[test]
+    fn a_host_that_does_not_answer_keeps_its_addresses() {
+        let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 1));
+        let links = || vec![link(1, true, 1)];
+        let mut places = Places::new(vec![a.clone(), b.clone()], links());
+        places.refresh(None, Some(links()));
+        assert!(places.stale && places.news.is_empty());
+        assert_eq!(shown(&places), some(&["10.0.0.1", "10.0.0.2"]));
+        places.refresh(Some(vec![a.clone(), b]), None);
+        assert!(places.stale);
+        places.refresh(Some(vec![a]), Some(links()));
+        assert!(!places.stale);
+        assert_eq!(shown(&places), some(&["10.0.0.1", ""]));
+        assert_eq!(places.news.events, [event::GID_CHANGE]);
     }
 
     #[test]

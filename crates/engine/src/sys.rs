@@ -694,14 +694,15 @@ pub struct HostAddress {
     pub loopback: bool,
 }
 
-/// All addresses of this host.
-pub fn host_addresses() -> Vec<HostAddress> {
+/// All addresses of this host; `None` if it cannot be asked, as when there is no descriptor left.
+pub fn host_addresses() -> Option<Vec<HostAddress>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     let mut found = Vec::new();
     // SAFETY: getifaddrs writes the head of a list that it allocates.
     if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
-        return found;
+        return None;
     }
+    let mut complete = true;
     let mut at = list;
     while !at.is_null() {
         // SAFETY: not null, and an element of the list that getifaddrs made.
@@ -734,6 +735,8 @@ pub fn host_addresses() -> Vec<HostAddress> {
         let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
         // SAFETY: a valid C string.
         let index = unsafe { libc::if_nametoindex(entry.ifa_name) };
+        // It asks with a descriptor of its own; the interface may also be gone.
+        complete &= index != 0;
         found.push(HostAddress {
             interface: name.to_string_lossy().into_owned(),
             index,
@@ -744,7 +747,7 @@ pub fn host_addresses() -> Vec<HostAddress> {
     }
     // SAFETY: `list` came from getifaddrs and is freed once.
     unsafe { libc::freeifaddrs(list) };
-    found
+    complete.then_some(found)
 }
 
 /// An interface of this host.
@@ -758,13 +761,13 @@ pub struct HostLink {
     pub hardware: Vec<u8>,
 }
 
-/// All interfaces of this host.
-pub fn host_links() -> Vec<HostLink> {
+/// All interfaces of this host; `None` if it cannot be asked.
+pub fn host_links() -> Option<Vec<HostLink>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     let mut found = Vec::new();
     // SAFETY: getifaddrs writes the head of a list that it allocates.
     if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
-        return found;
+        return None;
     }
     let mut at = list;
     while !at.is_null() {
@@ -789,7 +792,7 @@ pub fn host_links() -> Vec<HostLink> {
     }
     // SAFETY: `list` came from getifaddrs and is freed once.
     unsafe { libc::freeifaddrs(list) };
-    found
+    Some(found)
 }
 
 // ---------------------------------------------------------------------- fork
