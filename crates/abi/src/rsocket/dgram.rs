@@ -457,9 +457,11 @@ impl Datagrams {
         let (Some(peer), Some(said)) = (self.peers.get_mut(&to), event.peer) else {
             return;
         };
+        // They come from the address that the socket is bound to: the peer may receive from that one alone.
+        let bound = self.id.local().map(|a| a.ip().to_canonical());
         let destination = Destination {
             addr: said.addr,
-            source: None,
+            source: bound.filter(|ip| !ip.is_unspecified() && ip.is_ipv4() == to.is_ipv4()),
             qpn: said.qpn,
             qkey: said.qkey,
             hop_limit: 0,
@@ -665,7 +667,49 @@ pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<Got,
 
 #[cfg(test)]
 mod tests {
+    use super::super::options::Options as SocketOptions;
     use super::*;
+    use std::sync::Mutex;
+
+    fn socket() -> Arc<Socket> {
+        let mut options = SocketOptions::fresh();
+        options.recv_timeout = Some(Duration::from_secs(10));
+        let made = Socket::make(libc::AF_INET, options, |channel| {
+            let state = Datagrams::new(channel)?;
+            Ok(Kind::Datagrams(Box::new(Mutex::new(state))))
+        });
+        made.unwrap()
+    }
+
+    fn send_to(socket: &Socket, bytes: &[u8], to: Option<SocketAddr>) {
+        // SAFETY: it lives until the call returns.
+        let from = unsafe { Caller::new(bytes.as_ptr(), bytes.len()) };
+        assert_eq!(send(socket, &from, to, 0), Ok(bytes.len()));
+    }
+
+    fn receive_from(socket: &Socket) -> Result<(Vec<u8>, SocketAddr), c_int> {
+        let mut bytes = vec![0_u8; 100];
+        // SAFETY: it lives until the call returns.
+        let to = unsafe { Caller::new(bytes.as_mut_ptr(), bytes.len()) };
+        let got = receive(socket, &to, 0)?;
+        bytes.truncate(got.copied);
+        Ok((bytes, got.from))
+    }
+
+    /// Loopback has more addresses than the one that the kernel chooses.
+    #[test]
+    fn datagrams_come_from_the_address_that_their_socket_is_bound_to() {
+        let (server, client) = (socket(), socket());
+        bind(&server, "127.0.0.2:0".parse().unwrap()).unwrap();
+        let at = server.local().unwrap();
+        connect(&client, Some(at)).unwrap();
+        send_to(&client, b"ask", None);
+        let (bytes, from) = receive_from(&server).unwrap();
+        assert_eq!(bytes, b"ask");
+        send_to(&server, b"answer", Some(from));
+        // It receives from nobody else.
+        assert_eq!(receive_from(&client), Ok((b"answer".to_vec(), at)));
+    }
 
     #[test]
     fn a_source_is_read_from_either_header() {
