@@ -375,14 +375,13 @@ impl End {
     }
 
     /// Copies up to `[skip, …)` of what has arrived to the caller; it stays if `peek`.
-    fn receive(&mut self, to: &Caller, skip: usize, peek: bool) -> Result<usize, c_int> {
+    fn receive(&mut self, to: &Caller, skip: usize, peek: bool) -> usize {
         let len = self.receiver.readable().min(to.len().saturating_sub(skip));
         self.ring.drain(self.receiver.front(len), to, skip);
         if !peek {
             self.receiver.consume(len);
-            self.give()?;
         }
-        Ok(len)
+        len
     }
 
     /// Looks at what has completed.
@@ -849,7 +848,12 @@ impl Stream {
         if let Some(end) = &mut self.end
             && end.receiver.readable() > 0
         {
-            return Some(end.receive(to, skip, peek));
+            let len = end.receive(to, skip, peek);
+            // What was read is the caller's, also when the peer cannot be told: then the connection is over.
+            if self.phase == Phase::Open && end.give().is_err() {
+                self.cut_off();
+            }
+            return Some(Ok(len));
         }
         match self.broken {
             // Once: then it is the end of the stream, as with other sockets.
@@ -1173,3 +1177,54 @@ pub(super) fn finish(socket: &Socket) {
 }
 
 const _: () = assert!(TRANSFER <= bounds::MULPDU_ANYWARP);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn socket() -> Arc<Socket> {
+        let mut options = Options::fresh();
+        options.recv_timeout = Some(Duration::from_secs(10));
+        options.linger = Some(Duration::ZERO);
+        let made = Socket::make(libc::AF_INET, options, |channel| {
+            Ok(Kind::Stream(Box::new(Mutex::new(Stream::new(channel)?))))
+        });
+        made.unwrap()
+    }
+
+    /// Reading half of the ring is told to the peer. It cannot be: what was read is there all the same, and then the end.
+    #[test]
+    fn what_was_read_is_not_lost_when_the_peer_cannot_be_told() {
+        let (listener, near) = (socket(), socket());
+        let any = "127.0.0.1:0".parse().unwrap();
+        listener.stream().unwrap().listen(8, any).unwrap();
+        connect(&near, listener.local().unwrap()).unwrap();
+        let far = accept_next(&listener).unwrap();
+
+        let half = far.options().recv_buffer / 2;
+        let sent: Vec<u8> = (0..half).map(|i| (i % 251) as u8).collect();
+        // SAFETY: it lives until the call returns.
+        let from = unsafe { Caller::new(sent.as_ptr(), sent.len()) };
+        assert_eq!(send(&near, &from, 0), Ok(half));
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            far.engine().poll_pass();
+            let mut stream = far.stream().unwrap();
+            stream.step(&far);
+            if stream.any_end().unwrap().receiver.readable() == half {
+                break;
+            }
+            assert!(Instant::now() < until, "it does not arrive");
+        }
+
+        let mut stream = far.stream().unwrap();
+        stream.any_end().unwrap().qp.set_state(QpState::Reset);
+        let mut got = vec![0_u8; half];
+        // SAFETY: it lives until the call returns.
+        let to = unsafe { Caller::new(got.as_mut_ptr(), got.len()) };
+        assert_eq!(stream.receive(&to, 0, false), Some(Ok(half)));
+        assert!(got == sent);
+        assert_eq!(stream.receive(&to, 0, false), Some(Err(libc::ECONNRESET)));
+        assert_eq!(stream.receive(&to, 0, false), Some(Ok(0)));
+    }
+}
