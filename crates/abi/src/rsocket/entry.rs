@@ -587,8 +587,10 @@ entry! {
             if value.is_null() {
                 return Err(libc::EFAULT);
             }
-            let mut bytes = vec![0_u8; len as usize];
-            // SAFETY: `len` bytes (caller's promise) into a vector of that length.
+            // As the kernel takes it: a negative number is none.
+            let len = c_int::try_from(len).ok().and_then(|n| usize::try_from(n).ok());
+            let mut bytes = vec![0_u8; len.ok_or(libc::EINVAL)?.min(options::LONGEST)];
+            // SAFETY: of `len` bytes (caller's promise) into a vector of that length.
             unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), bytes.len()) };
             options::set(&socket, level, name, &Value(&bytes))
         }))
@@ -692,5 +694,29 @@ entry! {
             Ok(n) => n,
             Err(e) => fail(e, usize::MAX),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// No more of a value is read than an option has.
+    #[test]
+    fn the_length_of_an_option_is_believed_as_far_as_it_can_be() {
+        let socket = make(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();
+        let value = [0x10_u8; options::LONGEST];
+        let set = |len: socklen_t| {
+            let (level, name) = (libc::SOL_SOCKET, libc::SO_SNDBUF);
+            // SAFETY: so many bytes are looked at as the value has.
+            unsafe { rsetsockopt(socket, level, name, value.as_ptr().cast(), len) }
+        };
+        assert_eq!(set(4), 0);
+        assert_eq!(set(c_int::MAX.cast_unsigned()), 0);
+        assert_eq!(set(socklen_t::MAX), -1);
+        let errno = std::io::Error::last_os_error().raw_os_error();
+        assert_eq!(errno, Some(libc::EINVAL));
+        // SAFETY: none needed.
+        assert_eq!(unsafe { rclose(socket) }, 0);
     }
 }

@@ -19,6 +19,8 @@ const BUFFER: std::ops::RangeInclusive<usize> = 4096..=1 << 28;
 const QUEUE_MIN: u32 = 16;
 /// And at most.
 const QUEUE_MAX: u32 = 16_384;
+/// Bytes of a value that are looked at.
+pub(super) const LONGEST: usize = 64;
 /// Where an administrator can say what sockets begin with.
 const FOLDER: &str = "/etc/rdma/rsocket";
 
