@@ -299,9 +299,9 @@ impl Socket {
             if until.is_some_and(|t| t <= Instant::now()) {
                 return Err(libc::EAGAIN);
             }
-            let waited = wait::wait(self.engine(), &bell, &mut [], until);
-            if waited.is_err() && sys::handlers_interrupt() {
-                return Err(libc::EINTR);
+            match wait::wait(self.engine(), &bell, &mut [], until) {
+                Err(libc::EINTR) if !sys::handlers_interrupt() => {}
+                waited => waited?,
             }
         }
     }

@@ -68,17 +68,21 @@ impl<'a> Set<'a> {
     }
 
     /// Looks at everything; how many are ready.
-    fn look(&mut self, arm: bool) -> usize {
+    fn look(&mut self, arm: bool) -> Result<usize, c_int> {
         for (i, socket) in &self.sockets {
             if let Some(fd) = self.fds.get_mut(*i) {
                 fd.revents = socket.readiness(fd.events, arm);
             }
         }
         if !self.others.is_empty() {
-            let _at_once = wait::poll(&mut self.others, Some(Duration::ZERO));
+            match wait::poll(&mut self.others, Some(Duration::ZERO)) {
+                // The next look does it.
+                Err(libc::EINTR) => {}
+                polled => polled?,
+            }
             self.show_others();
         }
-        self.fds.iter().filter(|fd| fd.revents != 0).count()
+        Ok(self.fds.iter().filter(|fd| fd.revents != 0).count())
     }
 
     fn show_others(&mut self) {
@@ -94,7 +98,7 @@ impl<'a> Set<'a> {
 pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<usize, c_int> {
     let mut set = Set::new(fds);
     if set.sockets.is_empty() {
-        wait::poll(set.fds, time).map_err(|_| libc::EINTR)?;
+        wait::poll(set.fds, time)?;
         return Ok(set.fds.iter().filter(|fd| fd.revents != 0).count());
     }
     let engine: &Engine = device()?.context.engine;
@@ -102,7 +106,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<u
         if pass {
             engine.poll_pass();
         }
-        let n = set.look(false);
+        let n = set.look(false)?;
         if n > 0 {
             return Ok(n);
         }
@@ -119,14 +123,14 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<u
         .collect();
     loop {
         while bell.pop().is_some() {}
-        let n = set.look(true);
+        let n = set.look(true)?;
         if n > 0 {
             return Ok(n);
         }
         if until.is_some_and(|t| t <= Instant::now()) {
             return Ok(0);
         }
-        wait::wait(engine, &bell, &mut set.others, until).map_err(|_| libc::EINTR)?;
+        wait::wait(engine, &bell, &mut set.others, until)?;
     }
 }
 
@@ -164,4 +168,41 @@ pub(super) fn select(asked: &[Asked], time: Option<Duration>) -> Result<Vec<Aske
         except: a.except && has(fd, libc::POLLPRI),
     });
     Ok(ready.filter(|a| a.read || a.write || a.except).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sets how many files may be open, which is how many descriptors one call may have; how many it was.
+    fn limit(files: libc::rlim_t) -> libc::rlim_t {
+        let mut limit = libc::rlimit {
+            rlim_cur: 0,
+            rlim_max: 0,
+        };
+        // SAFETY: a local.
+        let got = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+        assert_eq!(got, 0);
+        let before = std::mem::replace(&mut limit.rlim_cur, files);
+        // SAFETY: a local.
+        let set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+        assert_eq!(set, 0);
+        before
+    }
+
+    #[test]
+    fn what_poll_refuses_is_refused() {
+        let ignored = libc::pollfd {
+            fd: -1,
+            events: 0,
+            revents: 0,
+        };
+        let mut fds = vec![ignored; 513];
+        // The other tests have fewer files.
+        let before = limit(512);
+        let refused = poll(&mut fds, None);
+        limit(before);
+        assert_eq!(refused, Err(libc::EINVAL));
+        assert_eq!(poll(&mut fds, Some(Duration::ZERO)), Ok(0));
+    }
 }

@@ -5,6 +5,7 @@
 //! without one taking away the other's event.
 
 use std::cell::RefCell;
+use std::ffi::c_int;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,6 +13,8 @@ use std::time::{Duration, Instant};
 use anywarp_engine::channel::Channel;
 use anywarp_engine::sys;
 use anywarp_engine::worker::{Engine, Interrupted, WAIT_WORKING};
+
+use crate::verbs::object::os_errno;
 
 /// A bell: readable when it rang.
 pub(super) type Bell = Channel<()>;
@@ -74,16 +77,19 @@ impl Bells {
 }
 
 /// Waits until the bell rings, one of `others` is ready, or time is up; the calling thread moves bytes meanwhile. The
-/// caller looks again in any case. `Err`: a signal handler ran.
+/// caller looks again in any case. `EINTR`: a signal handler ran.
 pub(super) fn wait(
     engine: &Engine,
     bell: &Bell,
     others: &mut [libc::pollfd],
     until: Option<Instant>,
-) -> Result<(), Interrupted> {
+) -> Result<(), c_int> {
     let left = |until: Instant| until.saturating_duration_since(Instant::now());
     if others.is_empty() {
-        engine.work_for(until.map_or(WAIT_WORKING, left), bell.fd())?;
+        let time = until.map_or(WAIT_WORKING, left);
+        engine
+            .work_for(time, bell.fd())
+            .map_err(|Interrupted| libc::EINTR)?;
         if !bell.is_empty() {
             return Ok(());
         }
@@ -105,7 +111,7 @@ pub(super) fn wait(
 
 /// `poll(2)`, past the C library: its own may be a function of a preload library that calls us, and a thread may be
 /// cancelled in it.
-pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<(), Interrupted> {
+pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<(), c_int> {
     let time = time.map(|t| libc::timespec {
         tv_sec: t.as_secs().try_into().unwrap_or(libc::time_t::MAX),
         tv_nsec: t.subsec_nanos().into(),
@@ -127,9 +133,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<(
         for fd in fds.iter_mut() {
             fd.revents = 0;
         }
-        if io::Error::last_os_error().raw_os_error() == Some(libc::EINTR) {
-            return Err(Interrupted);
-        }
+        return Err(os_errno(&io::Error::last_os_error()));
     }
     Ok(())
 }
