@@ -27,7 +27,7 @@ pub mod dgram;
 pub mod fatal;
 mod fault;
 pub mod gids;
-mod lobby;
+pub mod lobby;
 pub mod log;
 mod mem;
 pub mod net;

@@ -37,7 +37,7 @@ const REST: Duration = Duration::from_millis(100);
 pub(crate) struct Lobby(Mutex<VecDeque<Weak<Startup>>>);
 
 /// Descriptors that strangers may hold: a quarter of what the process may have.
-pub(crate) fn most() -> usize {
+pub fn most() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let quarter = limit.map_or(MOST, |n| usize::try_from(n / 4).unwrap_or(MOST));
     quarter.clamp(FEWEST, MOST)

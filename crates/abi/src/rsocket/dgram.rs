@@ -15,6 +15,7 @@ use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind as Service;
 use anywarp_core::datagram::options::Options;
+use anywarp_core::error::Misuse;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State as QpState};
 use anywarp_core::verbs::rq::RecvQueue;
@@ -79,6 +80,8 @@ struct End {
     /// Places of datagrams that leave which are free.
     free: Vec<u32>,
     arrived: VecDeque<Arrived>,
+    /// Places of receives that could not be posted.
+    unposted: Vec<u32>,
 }
 
 /// A datagram socket.
@@ -153,12 +156,14 @@ impl End {
             outgoing,
             free: (0..SENDS).collect(),
             arrived: VecDeque::new(),
+            unposted: Vec::new(),
         };
-        end.post_receives(0..receives)?;
+        end.post_receives(0..receives)
+            .map_err(|(_, e)| misuse("rsocket", &e))?;
         Ok(end)
     }
 
-    fn post_receives(&self, places: impl Iterator<Item = u32>) -> Result<(), c_int> {
+    fn post_receives(&self, places: impl Iterator<Item = u32>) -> Result<(), (usize, Misuse)> {
         let requests = places.map(|place| {
             Ok(RecvRequest {
                 id: RECEIVE | u64::from(place),
@@ -167,8 +172,16 @@ impl End {
                     .collect(),
             })
         });
-        let posted = self.qp.post_recv(requests);
-        posted.map_err(|(_, e)| misuse("rsocket", &e))
+        self.qp.post_recv(requests)
+    }
+
+    /// Posts receives again. Those that are refused, since memory is short or the queue pair is over, are tried again later.
+    fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
+        let mut all = std::mem::take(&mut self.unposted);
+        all.extend(again);
+        if let Err((posted, _)) = self.post_receives(all.iter().copied()) {
+            self.unposted = all.split_off(posted.min(all.len()));
+        }
     }
 
     /// Sends what lies in a place; the place is free again when that is done.
@@ -214,8 +227,11 @@ impl End {
                 }
             }
             if !again.is_empty() {
-                let _over = self.post_receives(again.into_iter());
+                self.repost(again);
             }
+        }
+        if !self.unposted.is_empty() {
+            self.repost([]);
         }
     }
 
@@ -312,7 +328,7 @@ impl Datagrams {
                 .map(|a| a.place)
                 .collect();
             end.arrived.retain(|a| a.from == to);
-            let _over = end.post_receives(others.into_iter());
+            end.repost(others);
         }
         self.ask(socket, to)?;
         let asking = self.peers.get(&to).and_then(|p| p.asking.as_ref());
@@ -544,7 +560,7 @@ impl Datagrams {
         end.incoming.drain([(at, copied), (0, 0)], to, 0);
         if !peek {
             end.arrived.pop_front();
-            let _over = end.post_receives(std::iter::once(arrived.place));
+            end.repost([arrived.place]);
         }
         Some(Ok(Got {
             copied,

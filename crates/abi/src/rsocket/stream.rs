@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
+use anywarp_core::error::Misuse;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State as QpState};
 use anywarp_core::verbs::rq::RecvQueue;
@@ -108,6 +109,8 @@ pub(super) struct End {
     pub(super) mappings: u32,
     pub(super) maps: Maps,
     arrived: Vec<Completion>,
+    /// Receives that could not be posted.
+    unposted: Vec<u32>,
     /// Sends that are not done.
     outstanding: usize,
 }
@@ -179,10 +182,12 @@ impl End {
             mappings: options.mappings,
             maps: Maps::default(),
             arrived: Vec::new(),
+            unposted: Vec::new(),
             outstanding: 0,
         };
         // From here on its queue pair goes with it.
-        end.post_receives(0..receives)?;
+        end.post_receives(0..receives)
+            .map_err(|(_, e)| misuse("rsocket", &e))?;
         Ok(end)
     }
 
@@ -208,7 +213,7 @@ impl End {
         self.peer = Some(peer);
     }
 
-    fn post_receives(&self, slots: impl Iterator<Item = u32>) -> Result<(), c_int> {
+    fn post_receives(&self, slots: impl Iterator<Item = u32>) -> Result<(), (usize, Misuse)> {
         let requests = slots.map(|slot| {
             Ok(RecvRequest {
                 id: RECEIVE | u64::from(slot),
@@ -217,8 +222,16 @@ impl End {
                     .collect(),
             })
         });
-        let posted = self.qp.post_recv(requests);
-        posted.map_err(|(_, e)| misuse("rsocket", &e))
+        self.qp.post_recv(requests)
+    }
+
+    /// Posts receives again. Those that are refused, since memory is short or the queue pair is over, are tried again later.
+    fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
+        let mut all = std::mem::take(&mut self.unposted);
+        all.extend(again);
+        if let Err((posted, _)) = self.post_receives(all.iter().copied()) {
+            self.unposted = all.split_off(posted.min(all.len()));
+        }
     }
 
     fn post<const N: usize>(&mut self, requests: [WorkRequest; N]) -> Result<(), c_int> {
@@ -405,9 +418,8 @@ impl End {
                 break;
             }
         }
-        if !again.is_empty() {
-            // A queue pair that is over takes none.
-            let _over = self.post_receives(again.into_iter());
+        if !again.is_empty() || !self.unposted.is_empty() {
+            self.repost(again);
         }
         news
     }
@@ -611,7 +623,10 @@ impl Stream {
         }
         self.backlog = usize::try_from(backlog)
             .unwrap_or(0)
-            .clamp(*BACKLOG.start(), *BACKLOG.end());
+            .clamp(*BACKLOG.start(), *BACKLOG.end())
+            // Each holds two descriptors until it is accepted: strangers get a part of them, and no more.
+            .min(anywarp_engine::lobby::most() / 2)
+            .max(*BACKLOG.start());
         self.id.listen(backlog).map_err(|e| os_errno(&e))?;
         self.phase = Phase::Listening;
         Ok(())
