@@ -161,7 +161,11 @@ impl Lab {
         const SCRIPT: &str = "set -e
 mount -t tmpfs tmpfs /run
 ip link set lo up
-for host in client server; do ip netns add $host; ip -n $host link set lo up; done";
+for host in client server; do ip netns add $host; ip -n $host link set lo up
+    # Datagrams that stay incomplete fill what the kernel keeps for putting fragments together, for 30 s each: then it drops
+    # all that are fragmented. Here they make room in time.
+    ip netns exec $host sh -c 'echo 1 > /proc/sys/net/ipv4/ipfrag_time; echo 268435456 > /proc/sys/net/ipv4/ipfrag_high_thresh'
+done";
         sh::run(Command::new("sh").args(["-c", SCRIPT]))?;
         let work = sh::target().join("experiments");
         fs::create_dir_all(&work)?;

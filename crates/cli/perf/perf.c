@@ -41,6 +41,7 @@
 #define PORT 1
 #define BATCH 64
 #define MAX_SGE 16
+#define LATE 1024u  /* messages by which one may be behind the newest */
 #define SWEEP 64u /* messages that may still be under way behind the newest one */
 
 enum transport { RC, UC, UD, RD };
@@ -229,9 +230,10 @@ static uint64_t name(const uint8_t *data, uint64_t len)
 		if (word >= WINDOW)
 			return expected;
 		guess = expected - expected % WINDOW + word;
-		if (guess > expected + WINDOW / 2 && guess >= WINDOW)
+		/* Many may be missing in a row; few come late. */
+		if (guess >= expected + WINDOW - LATE && guess >= WINDOW)
 			guess -= WINDOW;
-		else if (guess + WINDOW / 2 < expected)
+		else if (guess + LATE < expected)
 			guess += WINDOW;
 		return guess;
 	}
