@@ -464,7 +464,7 @@ pub struct DatagramQp {
     errors_told: (u64, u32),
     // --- both ---
     options: Options,
-    rd: Option<Reliable>,
+    rd: Option<Box<Reliable>>,
     secret: Secret,
     paths: Option<PathMtu>,
     spare: Spare,
@@ -501,7 +501,7 @@ impl DatagramQp {
         let ordered = options.ordered || kind.is_connected();
         let rd = kind
             .is_reliable()
-            .then(|| Reliable::new(secret, index, ordered, options.patience));
+            .then(|| Box::new(Reliable::new(secret, index, ordered, options.patience)));
         Self {
             sq: SendQueue::new(c.max_send_wr, c.max_send_sge, c.max_inline),
             rnic: parts.rnic,
@@ -594,13 +594,13 @@ impl DatagramQp {
             || !self.outbox.is_empty()
             || !self.ready.is_empty()
             || self.has_open_answer()
-            || self.rd.as_ref().is_some_and(Reliable::wants_tx)
+            || self.rd.as_deref().is_some_and(Reliable::wants_tx)
     }
 
     /// Whether a peer waits for an acknowledgement that would rather travel with something else: [`Self::flush`] sends it
     /// without.
     pub fn owes(&self) -> bool {
-        self.rd.as_ref().is_some_and(Reliable::owes)
+        self.rd.as_deref().is_some_and(Reliable::owes)
     }
 
     /// A datagram was sent, and its buffer is free.
@@ -639,12 +639,12 @@ impl DatagramQp {
 
     /// Reliable: peers that are known.
     pub fn peers(&self) -> usize {
-        self.rd.as_ref().map_or(0, Reliable::peers)
+        self.rd.as_deref().map_or(0, Reliable::peers)
     }
 
     /// When [`Self::handle_timeout`] should be called, at the latest.
     pub fn poll_timeout(&self) -> Option<Duration> {
-        let rd = self.rd.as_ref().and_then(Reliable::poll_timeout);
+        let rd = self.rd.as_deref().and_then(Reliable::poll_timeout);
         // Who polls records finds what is over by itself.
         let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
         let messages = self.messages.next_expiry().filter(|_| records);

@@ -309,7 +309,11 @@ impl DatagramQp {
 
     /// What the reliability layer has to say.
     pub(super) fn handle_rd_events(&mut self) {
-        while let Some(event) = self.rd.as_mut().and_then(super::rd::Reliable::poll_event) {
+        while let Some(event) = self
+            .rd
+            .as_deref_mut()
+            .and_then(super::rd::Reliable::poll_event)
+        {
             match event {
                 Event::Done(tag) => {
                     // A request that asked for an answer is done when that comes.

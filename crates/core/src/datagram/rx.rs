@@ -109,14 +109,14 @@ impl DatagramQp {
     /// Delivers what waited behind a packet.
     fn drain(&mut self, arrival: &Arrival, peer: &Peer) {
         while self.receives().is_ok()
-            && let Some((seq, data)) = self.rd.as_mut().and_then(|rd| rd.take_waiting(peer))
+            && let Some((seq, data)) = self.rd.as_deref_mut().and_then(|rd| rd.take_waiting(peer))
         {
             match self.deliver_packet(arrival, peer, seq, &data) {
                 Err(Dropped::NoReceive | Dropped::Busy) => break,
                 Err(why) => self.counters.dropped(why),
                 Ok(()) => {}
             }
-            if self.rd.as_ref().is_some_and(|rd| rd.waits(peer, seq)) {
+            if self.rd.as_deref().is_some_and(|rd| rd.waits(peer, seq)) {
                 break;
             }
         }
@@ -128,7 +128,7 @@ impl DatagramQp {
             return;
         }
         for _ in 0..CROWD {
-            let Some(peer) = self.rd.as_mut().and_then(Reliable::next_starving) else {
+            let Some(peer) = self.rd.as_deref_mut().and_then(Reliable::next_starving) else {
                 break;
             };
             self.drain(&waited(&peer), &peer);
@@ -137,9 +137,9 @@ impl DatagramQp {
 
     /// A receive was posted: packets may have waited for it.
     pub(super) fn feed(&mut self) {
-        while let Some(peer) = self.rd.as_mut().and_then(Reliable::next_starving) {
+        while let Some(peer) = self.rd.as_deref_mut().and_then(Reliable::next_starving) {
             self.drain(&waited(&peer), &peer);
-            let starving = self.rd.as_ref().is_some_and(|rd| rd.is_starving(&peer));
+            let starving = self.rd.as_deref().is_some_and(|rd| rd.is_starving(&peer));
             if starving {
                 break;
             }

@@ -292,7 +292,7 @@ impl DatagramQp {
     fn poll_reliable(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) {
         let now = self.now;
         while out.len() < bounds::DATAGRAM_BATCH && *bytes < bounds::TX_BATCH_BYTES {
-            let packet = self.rd.as_mut().and_then(|rd| rd.poll(now));
+            let packet = self.rd.as_deref_mut().and_then(|rd| rd.poll(now));
             let Some((peer, way, packet)) = packet else {
                 break;
             };
@@ -318,7 +318,7 @@ impl DatagramQp {
             hop_limit: first.to.hop_limit,
             traffic_class: first.to.traffic_class,
         };
-        if !self.rd.as_mut()?.may_send(peer, way, now) {
+        if !self.rd.as_deref_mut()?.may_send(peer, way, now) {
             // An acknowledgement makes it ready again.
             return None;
         }
