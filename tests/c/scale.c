@@ -1088,7 +1088,7 @@ static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 		TRY(to_rts(qps[i], &want));
 		numbers[i] = qps[i]->qp_num;
 	}
-	TRY(say_cost("(one) UD queue pair; the other end: each of them", before, n, 4));
+	TRY(say_cost("(one) UD queue pair; the other end: each of them", before, n, 5));
 	if (side == 0) {
 		TRY(tell(numbers, sizeof *numbers));
 		TRY(hear(numbers, n * sizeof *numbers));
