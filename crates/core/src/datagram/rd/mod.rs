@@ -653,7 +653,8 @@ impl Reliable {
             }
             Arrived::Next => Verdict::Deliver(seq),
             Arrived::Ahead => {
-                rx.due = true;
+                // A gap is told at once, and then now and then: each says all that the ones before did.
+                rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
                 if !ordered {
                     return Verdict::Deliver(seq);
                 }
@@ -870,8 +871,9 @@ fn wrap(mut packet: Packet, what: &Outgoing<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Packets that are acknowledged together.
+/// Packets that are acknowledged together: where none is missing, and where some are.
 const ACK_EACH: u32 = 32;
+const ACK_WITH_GAPS: u32 = 8;
 /// Time between two searches of a full table: who fills it cannot make each packet search it.
 const SWEEP: Duration = Duration::from_secs(1);
 /// Longer than a datagram can be on its way.

@@ -32,6 +32,8 @@ pub(super) struct Receiver {
     next: u64,
     /// What has arrived beyond: `None` is delivered already.
     beyond: BTreeMap<u64, Option<Vec<u8>>>,
+    /// The same as runs of numbers, in order: they are told with each acknowledgement.
+    arrived: Vec<(u64, u64)>,
     /// Bytes that wait.
     waiting: usize,
     /// Packets since the last acknowledgement.
@@ -55,6 +57,7 @@ impl Receiver {
         Self {
             next,
             beyond: BTreeMap::new(),
+            arrived: Vec::new(),
             waiting: 0,
             unacknowledged: 0,
             since: 0,
@@ -100,16 +103,52 @@ impl Receiver {
         }
     }
 
+    /// Nothing was beyond `next` before the packet that came.
+    pub(super) fn runs_are_news(&self) -> bool {
+        self.arrived.is_empty()
+    }
+
     /// Packet `seq` waits.
     pub(super) fn keep(&mut self, seq: u64, data: &[u8]) {
         self.waiting += data.len();
         self.beyond.insert(seq, Some(data.to_vec()));
+        self.note(seq);
+    }
+
+    /// Packet `seq` has arrived.
+    fn note(&mut self, seq: u64) {
+        let at = self.arrived.partition_point(|(_, end)| *end < seq);
+        match self.arrived.get_mut(at) {
+            Some((start, end)) if *start <= seq && seq < *end => {}
+            Some((_, end)) if *end == seq => {
+                *end += 1;
+                let behind = self.arrived.get(at + 1).copied();
+                if let (Some((start, to)), Some((_, end))) = (behind, self.arrived.get_mut(at))
+                    && start == *end
+                {
+                    *end = to;
+                    self.arrived.remove(at + 1);
+                }
+            }
+            Some((start, _)) if *start == seq + 1 => *start = seq,
+            _ => self.arrived.insert(at, (seq, seq + 1)),
+        }
+    }
+
+    /// Runs before `next` are over.
+    fn trim(&mut self) {
+        let over = self.arrived.partition_point(|(_, end)| *end <= self.next);
+        self.arrived.drain(..over);
+        if let Some((start, _)) = self.arrived.first_mut() {
+            *start = (*start).max(self.next);
+        }
     }
 
     /// Packet `seq` is delivered.
     pub(super) fn delivered(&mut self, seq: u64) {
         if seq != self.next {
             self.beyond.insert(seq, None);
+            self.note(seq);
             return;
         }
         self.next += 1;
@@ -120,6 +159,7 @@ impl Receiver {
             entry.remove();
             self.next += 1;
         }
+        self.trim();
     }
 
     /// Whether packet `seq` waits.
@@ -165,6 +205,7 @@ impl Receiver {
             entry.remove();
             self.next += 1;
         }
+        self.trim();
         true
     }
 
@@ -174,21 +215,16 @@ impl Receiver {
         self.refused = Some(why);
     }
 
-    /// The runs beyond `next` that have arrived: the last ones, since they tell of what is lost now, after the first.
+    /// The runs beyond `next` that have arrived: the first ones, and the last, since they tell of what is lost now.
     pub(super) fn runs(&self) -> SmallVec<[Run; RUNS]> {
-        let mut all: SmallVec<[(u64, u64); 64]> = SmallVec::new();
-        for seq in self.beyond.keys().copied() {
-            match all.last_mut() {
-                Some((_, end)) if *end == seq => *end += 1,
-                _ => all.push((seq, seq + 1)),
-            }
-        }
         let half = RUNS / 2;
-        let skip = all.len().saturating_sub(half);
+        let many = self.arrived.len();
+        let last = many.saturating_sub(half).max(RUNS - half).min(many);
         let wire = |(start, end): &(u64, u64)| (*start as u32, *end as u32);
-        let first = all.iter().take(RUNS - half).map(wire);
-        let last = all.iter().skip(skip.max(RUNS - half)).map(wire);
-        first.chain(last).collect()
+        let first = self.arrived.iter().take(RUNS - half).map(wire);
+        first
+            .chain(self.arrived.iter().skip(last).map(wire))
+            .collect()
     }
 }
 
@@ -240,6 +276,40 @@ mod tests {
         assert_eq!(rx.sort(6), Arrived::Beyond);
         assert!(rx.skip(8));
         assert_eq!(rx.sort(8), Arrived::Next);
+    }
+
+    /// Against a plain set, in any order.
+    #[test]
+    fn runs_are_what_has_arrived() {
+        let mut n = 1_u64;
+        for _ in 0..200 {
+            let mut rx = Receiver::new(0);
+            let mut set = std::collections::BTreeSet::new();
+            for _ in 0..40 {
+                n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let seq = (n >> 33) % 24;
+                match rx.sort(seq) {
+                    Arrived::Again => assert!(seq < rx.next() || set.contains(&seq)),
+                    Arrived::Ahead if n & 1 << 60 == 0 => rx.keep(seq, b"x"),
+                    _ => rx.delivered(seq),
+                }
+                set.insert(seq);
+                if n & 3 << 50 == 0 {
+                    rx.skip((n >> 40) % 24);
+                }
+                while let Some((seq, _)) = rx.take_waiting(n & 1 << 55 == 0) {
+                    rx.delivered(seq);
+                }
+                let mut runs: Vec<(u64, u64)> = Vec::new();
+                for seq in set.iter().copied().filter(|s| *s >= rx.next()) {
+                    match runs.last_mut() {
+                        Some((_, end)) if *end == seq => *end += 1,
+                        _ => runs.push((seq, seq + 1)),
+                    }
+                }
+                assert_eq!(rx.arrived, runs);
+            }
+        }
     }
 
     #[test]

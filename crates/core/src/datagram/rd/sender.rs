@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use super::congestion::{Acked, Congestion};
 use crate::datagram::flow::charge;
+use smallvec::SmallVec;
+
 use crate::wire::dgram::CRC;
 use crate::wire::rd::Packet;
 
@@ -59,6 +61,10 @@ pub(super) struct Sender {
     flying: u64,
     charge: u64,
     lost: usize,
+    /// No packet before this number is lost.
+    lost_from: u64,
+    /// What the peer has told of, beyond what it has whole.
+    told: SmallVec<[(u64, u64); 16]>,
     /// What the peer's socket takes, as charge.
     room: u64,
     order: u64,
@@ -92,6 +98,8 @@ impl Sender {
             flying: 0,
             charge: 0,
             lost: 0,
+            lost_from: next,
+            told: SmallVec::new(),
             room: room.into(),
             order: 0,
             delivered: 0,
@@ -239,11 +247,16 @@ impl Sender {
                 spare.push(s.packet);
             }
         }
+        let told = std::mem::take(&mut self.told);
         for (start, stop) in runs {
             let (start, stop) = (expand(*start).max(self.first), expand(*stop).min(end));
             if start >= stop {
                 continue;
             }
+            self.told.push((start, stop));
+            // What was told before needs no second look.
+            let known = told.iter().find(|(from, _)| *from == start);
+            let start = known.map_or(start, |(_, to)| (*to).min(stop));
             let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
             let many = usize::try_from(stop - start).unwrap_or(0);
             for s in self.sent.iter_mut().skip(from).take(many) {
@@ -281,11 +294,12 @@ impl Sender {
     /// Marks what was sent long enough before a packet that arrived; returns its bytes.
     fn find_lost(&mut self, order: u64, at: Duration, reordering: Duration) -> u64 {
         let mut bytes = 0;
-        for s in &mut self.sent {
+        for (place, s) in self.sent.iter_mut().enumerate() {
             let overtaken = s.at + reordering <= at || s.order + OVERTAKEN <= order;
             if s.state == State::UnderWay && s.order < order && overtaken {
                 s.state = State::Lost;
                 self.lost += 1;
+                self.lost_from = self.lost_from.min(self.first + place as u64);
                 self.flying -= s.packet.len() as u64;
                 self.charge -= u64::from(charge(s.packet.len()));
                 bytes += s.packet.len() as u64;
@@ -304,7 +318,10 @@ impl Sender {
         if self.lost == 0 || (self.flying > 0 && self.flying >= cc.window()) {
             return None;
         }
-        let at = self.sent.iter().position(|s| s.state == State::Lost)?;
+        let skip = usize::try_from(self.lost_from.saturating_sub(self.first)).unwrap_or(0);
+        let mut rest = self.sent.iter().skip(skip);
+        let at = skip + rest.position(|s| s.state == State::Lost)?;
+        self.lost_from = self.first + at as u64 + 1;
         self.order += 1;
         let (order, delivered, delivered_at) = (self.order, self.delivered, self.delivered_at);
         let s = self.sent.get_mut(at)?;
