@@ -9,6 +9,8 @@
 #include "../../crates/abi/include/infiniband/anywarpdv.h"
 
 #include <dlfcn.h>
+#include <poll.h>
+#include <sys/wait.h>
 #include <netinet/in.h>
 
 static __typeof__(anywarpdv_create_qp_ex) *create_qp;
@@ -383,6 +385,171 @@ static const char *refused_write(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- many peers of one queue pair */
+
+/* KiB of this process that are in memory. */
+static long resident(void)
+{
+	FILE *f = fopen("/proc/self/smaps_rollup", "r");
+	char line[128];
+	long kib = 0;
+
+	while (f && fgets(line, sizeof line, f))
+		sscanf(line, "Rss: %ld", &kib);
+	if (f)
+		fclose(f);
+	return kib;
+}
+
+static unsigned int many_peers(void)
+{
+	const char *text = getenv("DV_PEERS");
+
+	return text && atoi(text) > 0 ? (unsigned int)atoi(text) : 1000;
+}
+
+/* The process of the peers: each sends one message to the queue pair that the pipe names, in groups. */
+static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, int to)
+{
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = dv->driver_qp_type == ANYWARPDV_QPT_RD ? IBV_QPT_DRIVER : IBV_QPT_UD,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_SEND,
+		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64 },
+	};
+	struct ibv_qp_attr attr = { .port_num = PORT, .qkey = QKEY };
+	struct ibv_ah_attr ah_attr = { .is_global = 1, .port_num = PORT };
+	unsigned int many = many_peers();
+	struct ibv_qp **qps;
+	struct ibv_ah *ah;
+	struct ibv_cq *cq;
+	uint32_t hub;
+
+	TRY(find_all());
+	qps = calloc(many, sizeof *qps);
+	ENSURE(qps, "no memory");
+	keep(close_memory, qps, "memory");
+	init.pd = new_pd();
+	cq = init.send_cq = init.recv_cq = new_cq(1024, NULL);
+	ENSURE(init.pd && cq, "protection domain and queue: %s", strerror(errno));
+	ah_attr.grh.dgid = local_gid;
+	ah_attr.grh.sgid_index = gid_index;
+	ah = ibv_create_ah(init.pd, &ah_attr);
+	ENSURE(ah, "ibv_create_ah: %s", strerror(errno));
+	keep(close_ah, ah, "address handle");
+	for (unsigned int i = 0; i < many; i++) {
+		qps[i] = create_qp(device, &init, dv, sizeof(*dv));
+		ENSURE(qps[i], "queue pair %u: %s", i, strerror(errno));
+		keep(close_qp, qps[i], "queue pair");
+		attr.qp_state = IBV_QPS_INIT;
+		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "INIT");
+		attr.qp_state = IBV_QPS_RTR;
+		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE), "to RTR");
+		attr.qp_state = IBV_QPS_RTS;
+		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
+	}
+	/* Twice: the second time shows what is there to stay. */
+	for (int round = 0; round < 2; round++) {
+		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+		for (unsigned int i = 0; i < many; i++) {
+			struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qps[i]);
+			struct ibv_wc wc;
+
+			ibv_wr_start(ex);
+			ex->wr_id = i;
+			ex->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
+			ibv_wr_send(ex);
+			ibv_wr_set_ud_addr(ex, ah, hub, QKEY);
+			ibv_wr_set_inline_data(ex, &i, sizeof i);
+			ENSURE(!ibv_wr_complete(ex), "ibv_wr_complete");
+			/* A few at a time, for the receives of the other one. */
+			if (i % 16 != 15 && i != many - 1)
+				continue;
+			for (unsigned int n = i % 16 + 1; n > 0; n--) {
+				ENSURE(poll_cq_for(cq, 1, &wc, (int)WAIT_MS) == 1, "%u does not complete", i);
+				ENSURE(wc.status == IBV_WC_SUCCESS, "%u: %s", i, ibv_wc_status_str(wc.status));
+			}
+			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+		}
+		ENSURE(write(to, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+	}
+	return close_all() ? "cannot close" : NULL;
+}
+
+/* One queue pair and many that send to it: each message arrives, and what a peer costs is said. */
+static const char *peers(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg };
+	struct ibv_recv_wr wr = { .num_sge = 1 }, *bad;
+	unsigned int many = many_peers();
+	int there[2], back[2], status;
+	struct region inbox;
+	struct ibv_sge sge;
+	struct dgram hub;
+	long before = 0;
+	double each;
+	pid_t pid;
+
+	ENSURE(!pipe(there) && !pipe(back), "pipe: %s", strerror(errno));
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		const char *reason;
+
+		close(there[1]);
+		close(back[0]);
+		reason = be_peers(&dv, there[0], back[1]);
+		if (reason)
+			fprintf(stderr, "peers: %s [%s]\n", reason, failed_at);
+		_exit(reason ? 1 : 0);
+	}
+	close(there[0]);
+	close(back[1]);
+	TRY(find_all());
+	TRY(open_dgram(&hub, &dv));
+	TRY(new_region(&inbox, hub.pd, 128, IBV_ACCESS_LOCAL_WRITE));
+	sge = sge_of(&inbox, 0, 128);
+	wr.sg_list = &sge;
+	for (int i = 0; i < 200; i++)
+		ENSURE(!ibv_post_recv(hub.qp, &wr, &bad), "ibv_post_recv");
+	for (int round = 0; round < 2; round++) {
+		uint32_t number = hub.qp->qp_num;
+
+		ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the peers are gone");
+		if (round == 0)
+			before = resident();
+		for (unsigned int i = 0; i < many; i++) {
+			struct ibv_wc wc;
+
+			ENSURE(poll_cq_for(hub.rcq, 1, &wc, 60000) == 1, "%u of %u messages", i, many);
+			ENSURE(wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+			ENSURE(!ibv_post_recv(hub.qp, &wr, &bad), "ibv_post_recv");
+			if (i % 16 != 15 && i != many - 1)
+				continue;
+			/* Reliable ones wait for their acknowledgements first. */
+			ibv_poll_cq(hub.rcq, 0, &wc);
+			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the peers are gone");
+		}
+		/* The peers still wait for acknowledgements. */
+		for (struct pollfd fd = { .fd = back[0], .events = POLLIN }; poll(&fd, 1, 0) == 0;) {
+			struct ibv_wc wc;
+
+			ENSURE(ibv_poll_cq(hub.rcq, 1, &wc) == 0, "one message too many");
+		}
+		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the peers are gone");
+	}
+	each = (double)(resident() - before) / many;
+	printf("# %u peers of one %s queue pair: %.2f KiB each\n", many, arg ? "RD" : "UD", each);
+	fflush(stdout);
+	ENSURE(waitpid(pid, &status, 0) == pid && status == 0, "the peers end with %#x", (unsigned int)status);
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	/* What is there once, whatever their number, shows with few. */
+	ENSURE(each <= 1.0 + 1024.0 / many, "%.2f KiB for each peer", each);
+#endif
+	return NULL;
+}
+
 static const char *waits_end(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { 0 };
@@ -416,6 +583,8 @@ static const struct test tests[] = {
 	{ "atomics", atomics, 0, 0, false },
 	{ "refused_write", refused_write, 0, 0, false },
 	{ "waits_end", waits_end, 0, 0, false },
+	{ "peers", peers, ANYWARPDV_QPT_UD, 120, true },
+	{ "peers_reliable", peers, ANYWARPDV_QPT_RD, 120, true },
 };
 
 int main(int argc, char **argv)
