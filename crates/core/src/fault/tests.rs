@@ -1,7 +1,11 @@
 use super::*;
 
+/// A plan that lives as long as the process, as the real one does; the list keeps it reachable.
 fn plan(text: &str) -> &'static Plan {
-    Box::leak(Box::new(Plan::parse(text).unwrap()))
+    static KEPT: std::sync::Mutex<Vec<&'static Plan>> = std::sync::Mutex::new(Vec::new());
+    let plan: &'static Plan = Box::leak(Box::new(Plan::parse(text).unwrap()));
+    KEPT.lock().unwrap().push(plan);
+    plan
 }
 
 fn wrong(text: &str) -> (u32, u32, String) {
