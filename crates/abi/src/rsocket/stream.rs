@@ -508,14 +508,18 @@ fn write_to(key: u32, addr: u64) -> Op {
 
 /// Takes an entry from the list of the peer's memory, if the peer has filled it.
 ///
-/// Its length comes last and shows that it is there. It is zero from then on, until the peer fills it again.
+/// Its length comes last and shows that it is there. It is all zero from then on, until the peer fills it again.
 fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
     let (at, len_at) = (slot * AREA, slot * AREA + AREA - 4);
     if list.word(len_at) == 0 {
         return None;
     }
     let area = Area::parse(&list.load(at));
-    list.store(len_at, &[0; 4]);
+    if area.addr == 0 || area.key == 0 {
+        // The device may be in the middle of it: the next look finds all.
+        return None;
+    }
+    list.store(at, &[0; AREA]);
     (area.len > 0).then_some(area)
 }
 
