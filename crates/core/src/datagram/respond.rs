@@ -8,7 +8,6 @@ use super::{Arrival, DatagramQp, Dropped, ErrorReport};
 use crate::bounds;
 use crate::ddp::tx::{Address, Places, Source};
 use crate::verbs::mr::Access;
-use crate::verbs::qp::State;
 use crate::verbs::wc::Status;
 use crate::wire::To;
 use crate::wire::control::Control;
@@ -263,11 +262,8 @@ impl DatagramQp {
             msn: crate::wire::Msn(d.shim.id),
             mo: 0,
         };
-        let shim = Shim {
-            sub_op: SUB_ERROR,
-            ..d.shim
-        };
-        let datagram = self.error_datagram(peer, arrival.to, shim.id, header, &payload);
+        let id = d.shim.id;
+        let datagram = self.control_as(SUB_ERROR, peer, arrival.to, id, header, &payload);
         self.counters.err_out += 1;
         self.outbox.push_back(datagram);
     }
@@ -370,7 +366,7 @@ impl DatagramQp {
         self.reads.remove_number(tag);
         self.condemn(tag, status);
         self.sent(tag);
-        self.failed_towards(peer);
+        self.failed_towards_peer();
     }
 
     /// A peer is gone: what was for it fails.
@@ -397,30 +393,17 @@ impl DatagramQp {
             self.sent(*number);
         }
         if !numbers.is_empty() {
-            self.failed_towards(peer);
+            self.failed_towards_peer();
         }
     }
 
     /// Something failed towards a peer. The thesis, section 5.3: the queue pair stops until the program says go on; or
     /// it goes on with the others, if it was made so.
-    fn failed_towards(&mut self, _peer: &Peer) {
+    fn failed_towards_peer(&mut self) {
         self.retire();
         if self.kind.is_connected() || !self.options.keep_going {
             self.fail("a request failed at its peer", None);
         }
-        debug_assert!(self.state != State::Reset);
-    }
-
-    /// An error report as a datagram.
-    fn error_datagram(
-        &self,
-        peer: &Peer,
-        from: Option<std::net::IpAddr>,
-        id: u32,
-        header: Untagged,
-        payload: &[u8],
-    ) -> super::TxDatagram {
-        self.control_as(SUB_ERROR, peer, from, id, header, payload)
     }
 }
 
