@@ -25,6 +25,7 @@ use anywarp_engine::cm::{CmId, ConnParam, Event, EventChannel, EventKind, PortSp
 use anywarp_engine::dgram::DgramQp;
 
 use super::address::unspecified;
+use super::again::Refused;
 use super::buffer::{Buffer, Caller};
 use super::wire::{DATAGRAM_HEADER, datagram_header, datagram_port};
 use super::{Kind, Socket, lock};
@@ -80,8 +81,7 @@ struct End {
     /// Places of datagrams that leave which are free.
     free: Vec<u32>,
     arrived: VecDeque<Arrived>,
-    /// Places of receives that could not be posted.
-    unposted: Vec<u32>,
+    refused: Refused,
 }
 
 /// A datagram socket.
@@ -156,7 +156,7 @@ impl End {
             outgoing,
             free: (0..SENDS).collect(),
             arrived: VecDeque::new(),
-            unposted: Vec::new(),
+            refused: Refused::default(),
         };
         end.post_receives(0..receives)
             .map_err(|(_, e)| misuse("rsocket", &e))?;
@@ -175,13 +175,11 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Posts receives again. Those that are refused, since memory is short or the queue pair is over, are tried again later.
+    /// Posts receives again.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
-        let mut all = std::mem::take(&mut self.unposted);
-        all.extend(again);
-        if let Err((posted, _)) = self.post_receives(all.iter().copied()) {
-            self.unposted = all.split_off(posted.min(all.len()));
-        }
+        let mut refused = std::mem::take(&mut self.refused);
+        refused.post(again, |all| self.post_receives(all.iter().copied()));
+        self.refused = refused;
     }
 
     /// Sends what lies in a place; the place is free again when that is done.
@@ -226,13 +224,9 @@ impl End {
                     _ => {}
                 }
             }
-            if !again.is_empty() {
-                self.repost(again);
-            }
+            self.repost(again);
         }
-        if !self.unposted.is_empty() {
-            self.repost([]);
-        }
+        self.repost([]);
     }
 
     /// What arrived in a place, if it is a datagram of a socket.

@@ -11,6 +11,7 @@
 //! end in `Socket::ready` of the same socket.
 
 mod address;
+mod again;
 mod buffer;
 mod dgram;
 pub mod entry;

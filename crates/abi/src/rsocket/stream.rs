@@ -29,6 +29,7 @@ use anywarp_engine::cm::{self, CmId, ConnParam, Event, EventChannel, EventKind, 
 use anywarp_engine::log;
 use anywarp_engine::qp::RcQp;
 
+use super::again::Refused;
 use super::buffer::{Buffer, Caller};
 use super::flow::{CONTROL, Pieces, Receiver, Sender, Violation};
 use super::iomap::Maps;
@@ -109,8 +110,7 @@ pub(super) struct End {
     pub(super) mappings: u32,
     pub(super) maps: Maps,
     arrived: Vec<Completion>,
-    /// Receives that could not be posted.
-    unposted: Vec<u32>,
+    refused: Refused,
     /// Sends that are not done.
     outstanding: usize,
 }
@@ -182,7 +182,7 @@ impl End {
             mappings: options.mappings,
             maps: Maps::default(),
             arrived: Vec::new(),
-            unposted: Vec::new(),
+            refused: Refused::default(),
             outstanding: 0,
         };
         // From here on its queue pair goes with it.
@@ -225,13 +225,11 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Posts receives again. Those that are refused, since memory is short or the queue pair is over, are tried again later.
+    /// Posts receives again.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
-        let mut all = std::mem::take(&mut self.unposted);
-        all.extend(again);
-        if let Err((posted, _)) = self.post_receives(all.iter().copied()) {
-            self.unposted = all.split_off(posted.min(all.len()));
-        }
+        let mut refused = std::mem::take(&mut self.refused);
+        refused.post(again, |all| self.post_receives(all.iter().copied()));
+        self.refused = refused;
     }
 
     fn post<const N: usize>(&mut self, requests: [WorkRequest; N]) -> Result<(), c_int> {
@@ -418,9 +416,7 @@ impl End {
                 break;
             }
         }
-        if !again.is_empty() || !self.unposted.is_empty() {
-            self.repost(again);
-        }
+        self.repost(again);
         news
     }
 
