@@ -10,7 +10,8 @@
 //! | for how long a Request waits for the program | `startup.rs` `ANSWER_TIMEOUT` | 120 s |
 //! | Requests that wait for the program, of a listener | `cm.rs` `backlog` | as `rdma_listen` says |
 //! | connections accepted in one turn | `lobby.rs` `TURN` | 16 |
-//! | closed connections that are read on, in a process | `net/tcp.rs` `linger` | 512, each 2 s |
+//! | closed connections that are read on, in a process | `net/linger.rs` `linger` | 512, each 2 s |
+//! | how long a process that ends waits for them | `net/linger.rs` `LAST_WORDS` | 1 s |
 //! | peers that may wait for a queue pair to be told of them | `qp.rs` `PARKED_MAX` | 8 |
 //! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `TURN` | 4 MiB |
 //! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |
@@ -95,6 +96,44 @@ pub const DIRECT_MIN: usize = 8 * 1024;
 /// terminated before this is reached.
 pub const RESPONSES_MAX: usize = 1024;
 
+/// Requests of both ends after which a connection on one host is worth memory that its ends share.
+pub const CARRIER_AFTER: u32 = 64;
+
+/// Bytes of each direction's ring in memory that two ends share, a power of two.
+pub const CARRIER_RING: usize = 256 * 1024;
+
+/// Connections of a process that share memory with their peers; others stay with their sockets.
+///
+/// Whoever polls looks at each of them.
+pub const CARRIERS: usize = 64;
+
+/// Requests that the peer has yet to acknowledge, behind which a small one may wait for company.
+///
+/// A program that waits for one answer before its next request never has so many.
+pub const WAIT_BEHIND: usize = 4;
+
+/// What may wait for company before all is sent.
+#[derive(Debug, Clone, Copy)]
+pub struct Company {
+    /// Requests.
+    pub most: usize,
+    /// Payload bytes of one: above it does not wait.
+    pub small: u64,
+}
+
+/// Where one system call carries all.
+pub const COMPANY: Company = Company {
+    most: 64,
+    small: 16 * 1024,
+};
+/// Where none is needed.
+pub const COMPANY_IN_MEMORY: Company = Company {
+    most: 32,
+    small: 4096,
+};
+/// Bytes of all, if all are as long as the last.
+pub const COMPANY_BYTES: u64 = 128 * 1024;
+
 /// Requests done but not acknowledged before an acknowledgement is sent without waiting for company.
 pub const ACK_AFTER: u32 = 32;
 
@@ -114,7 +153,7 @@ pub const DATAGRAM_PAYLOAD_MIN: usize = 64;
 pub const DATAGRAM_BATCH: usize = 64;
 
 /// Bytes of buffers that a queue pair keeps for the next datagrams.
-pub const DATAGRAM_SPARE: usize = 4 << 20;
+pub const DATAGRAM_SPARE: usize = 8 << 20;
 
 /// Runs of bytes of a message that arrived with gaps between them.
 ///
@@ -139,6 +178,9 @@ pub const DATAGRAM_PEERS: usize = 1024;
 pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis(100);
 
 /// Peers that one queue pair of reliable datagrams knows.
+///
+/// A peer that comes of itself is taken only while its host (an IPv4 address, the first half of an IPv6 address) has fewer
+/// than there are places left: one host can have half of them, the next half of the rest, and a newcomer finds a place.
 pub const RD_PEERS: usize = 65_536;
 
 /// Bytes of packets from one peer, and from all, that wait for others before them or for a receive.
@@ -168,6 +210,12 @@ pub const RECORD_RANGES: usize = 1 << 20;
 /// Runs of bytes of one recorded message that arrived with gaps between them: a loss of 1 % of the datagrams of the
 /// longest message makes half as many.
 pub const RECORD_GAPS: usize = 32_768;
+
+/// Runs of bytes of all messages of a queue pair that are open, 8 bytes each, in a room of up to twice as many.
+///
+/// Thirty-two messages with as many gaps as one may have, or what a loss of 1 % makes of 130 messages of 1 GiB. Beyond it a message has [`DATAGRAM_RANGES`] at most, whatever others have; what would be one more is dropped, and
+/// waits on a reliable queue pair.
+pub const OPEN_RUNS: usize = 1 << 20;
 
 /// Bytes of parity groups that are not complete, of one queue pair. What does not fit is not repaired.
 pub const PARITY_BYTES: usize = 16 << 20;

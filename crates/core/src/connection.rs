@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
+use crate::carrier::Handover;
 use crate::ddp::rx::{Direct, Fault, Offender};
 use crate::ddp::tx::{Address, Message, Segment, Source, segment};
 use crate::error::{Misuse, PeerError, TermCode};
@@ -23,12 +24,12 @@ use crate::llp::mpa::marker::Inserter;
 use crate::rdmap::read::{PendingAtomic, PendingRead};
 use crate::rdmap::rx::ReceiveUnderWay;
 use crate::verbs::cq::Cq;
-use crate::verbs::mr::{Memory, Regions};
+use crate::verbs::mr::{LastRegion, Memory, Regions};
 use crate::verbs::qp::{self, Attr, QpType, State, mask};
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::sq::{Phase, Posted, SendQueue};
+use crate::verbs::sq::{Phase, Posted, Retired, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
-use crate::verbs::wr::{Op, RecvRequest, WorkRequest};
+use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::To;
 use crate::wire::control::Control;
 use crate::wire::rdmap::{Opcode, ReadRequest, Terminate};
@@ -143,6 +144,8 @@ pub struct StreamConfig {
     pub managed: bool,
     /// The peer wants markers in what we send.
     pub markers: bool,
+    /// The peer is on this host, and memory may be shared with it after so many requests.
+    pub carrier: Option<u32>,
 }
 
 /// What an initiator sends before anything else.
@@ -181,6 +184,17 @@ pub(crate) struct Outgoing {
     pub(crate) last: bool,
 }
 
+/// Where the message lies that is to be sent next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// There is none.
+    Nothing,
+    /// The one under way.
+    Current,
+    /// The first of the request that was taken last.
+    Part,
+}
+
 /// Something to send that is not on the send queue.
 #[derive(Debug)]
 pub(crate) enum Response {
@@ -196,6 +210,11 @@ pub(crate) struct Stream {
     pub(crate) config: StreamConfig,
     pub(crate) peer: Peer,
     pub(crate) end: End,
+    pub(crate) handover: Handover,
+    /// CRCs are made.
+    pub(crate) crc_tx: bool,
+    /// CRCs are checked.
+    pub(crate) crc_rx: bool,
     // --- transmit ---
     pub(crate) may_send: bool,
     pub(crate) current: Option<Outgoing>,
@@ -242,26 +261,27 @@ pub(crate) struct Stream {
     pub(crate) pinged: bool,
 }
 
-impl Stream {
-    /// Appends the FPDU of a segment to the batch, with markers if the peer wants them.
-    fn frame(
-        &mut self,
-        segment: &Segment,
-        source: &Source,
-        memory: &dyn Memory,
-        batch: &mut TxBatch,
-    ) -> Result<(), Invalidated> {
-        let Some(markers) = &mut self.markers else {
-            return frame(segment, source, self.config.crc, memory, batch);
-        };
-        let mut whole = TxBatch::default();
-        frame(segment, source, self.config.crc, memory, &mut whole)?;
-        let mut marked = Vec::with_capacity(whole.len() + whole.len() / 64);
-        markers.insert(whole.own(0, whole.len()), self.config.crc, &mut marked);
-        batch.push_raw(&marked);
-        Ok(())
-    }
+/// Appends the FPDU of a segment to the batch, with markers if the peer wants them.
+fn frame_marked(
+    markers: &mut Option<Inserter>,
+    crc: bool,
+    segment: &Segment,
+    source: &Source,
+    memory: &dyn Memory,
+    batch: &mut TxBatch,
+) -> Result<(), Invalidated> {
+    let Some(markers) = markers else {
+        return frame(segment, source, crc, memory, batch);
+    };
+    let mut whole = TxBatch::default();
+    frame(segment, source, crc, memory, &mut whole)?;
+    let mut marked = Vec::with_capacity(whole.len() + whole.len() / 64);
+    markers.insert(whole.own(0, whole.len()), crc, &mut marked);
+    batch.push_raw(&marked);
+    Ok(())
+}
 
+impl Stream {
     /// Before the end: the peer hears of everything of it that is done.
     fn push_ack(&mut self) {
         if self.peer == Peer::Anywarp && self.done != self.done_acked {
@@ -293,6 +313,12 @@ pub struct Connection {
     pub(crate) overflowed: bool,
     pub(crate) last_wqe_told: bool,
     pub(crate) drain_asked: bool,
+    /// Receives that have completed well.
+    received: u64,
+    pub(crate) not_ready: u64,
+    /// What was accessed last: to send it, and for the peer.
+    pub(crate) last_read: LastRegion,
+    pub(crate) last_written: LastRegion,
 }
 
 impl fmt::Debug for Connection {
@@ -349,10 +375,24 @@ impl Connection {
             overflowed: false,
             last_wqe_told: false,
             drain_asked: false,
+            received: 0,
+            not_ready: 0,
+            last_read: LastRegion::default(),
+            last_written: LastRegion::default(),
         }
     }
 
     // ------------------------------------------------------------------ getters
+
+    /// Messages that have used a receive.
+    pub fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Times that the peer had no receive, so that requests were sent again.
+    pub fn not_ready(&self) -> u64 {
+        self.not_ready
+    }
 
     /// Its state.
     pub fn state(&self) -> State {
@@ -388,14 +428,18 @@ impl Connection {
     pub fn has_bulk(&mut self) -> bool {
         const BULK: u64 = 2048;
         let Some(s) = &self.stream else { return false };
-        s.current.is_some()
-            || s.responses
-                .iter()
-                .any(|r| matches!(r, Response::Read(m) if m.len > BULK))
-            || self
-                .sq
-                .peek()
-                .is_some_and(|(_, p)| p.request.payload.len() > BULK)
+        if s.current.is_some() {
+            return true;
+        }
+        let is_long = |r: &Response| matches!(r, Response::Read(m) if m.len > BULK);
+        if !s.responses.is_empty() && s.responses.iter().any(is_long) {
+            return true;
+        }
+        // Inline data is never so much.
+        match self.sq.peek().map(|(_, posted)| &posted.request.payload) {
+            Some(payload @ Payload::Sges(_)) => payload.len() > BULK,
+            _ => false,
+        }
     }
 
     /// Whether the peer gets markers.
@@ -415,11 +459,52 @@ impl Connection {
             .is_some_and(|s| s.receive.is_some() || s.direct.is_some() || s.write_bytes > 0)
     }
 
-    /// Whether requests of the peer are done that it was not told of.
+    /// Requests of the peer that are done and that it was not told of.
+    fn owed_acks(&self) -> u32 {
+        let tells = |s: &&Stream| s.peer == Peer::Anywarp && s.end == End::Open;
+        let stream = self.stream.as_ref().filter(tells);
+        stream.map_or(0, |s| s.done.wrapping_sub(s.done_acked))
+    }
+
+    /// Whether there are any.
     pub fn owes_ack(&self) -> bool {
-        self.stream.as_ref().is_some_and(|s| {
-            s.peer == Peer::Anywarp && s.done != s.done_acked && s.end == End::Open
-        })
+        self.owed_acks() > 0
+    }
+
+    /// Whether there are so many that the peer is told without company.
+    pub fn must_ack(&self) -> bool {
+        self.owed_acks() >= bounds::ACK_AFTER
+    }
+
+    /// Whether what was posted may wait for company: fewer small requests than may, behind others that the peer has yet to
+    /// acknowledge.
+    ///
+    /// That acknowledgement brings the connection back to its sending side in any case; a thread that polls comes sooner.
+    pub fn may_wait(&self, company: &bounds::Company) -> bool {
+        self.sq.taken() >= bounds::WAIT_BEHIND && self.may_gather(company)
+    }
+
+    /// The same where somebody is sure to come soon.
+    pub fn may_gather(&self, company: &bounds::Company) -> bool {
+        let Some(s) = &self.stream else { return false };
+        let waiting = self.sq.untaken();
+        let is_small = |p: &Posted| {
+            let len = p.request.payload.len();
+            len <= company.small && waiting as u64 * len < bounds::COMPANY_BYTES
+        };
+        s.peer == Peer::Anywarp
+            && s.end == End::Open
+            && self.state == State::Rts
+            && s.current.is_none()
+            && s.rnr_until.is_none()
+            && s.responses.is_empty()
+            && waiting < company.most
+            && self.sq.last().is_some_and(is_small)
+    }
+
+    /// Whether requests wait to be taken.
+    pub fn has_untaken(&self) -> bool {
+        self.sq.untaken() > 0
     }
 
     /// Whether the time for a probe or retry may come: somebody should call [`Self::handle_timeout`].
@@ -427,12 +512,9 @@ impl Connection {
         let Some(s) = self.stream.as_ref() else {
             return self.desert_until;
         };
-        let probe = match (self.probe_after(), s.last_rx) {
-            (Some(after), Some(at))
-                if self.sq.has_outstanding() && !s.pinged && s.peer == Peer::Anywarp =>
-            {
-                Some(at + after)
-            }
+        let awaits = !s.pinged && s.peer == Peer::Anywarp && self.sq.has_outstanding();
+        let probe = match s.last_rx {
+            Some(at) if awaits => self.probe_after().map(|after| at + after),
             _ => None,
         };
         match (s.rnr_until, probe) {
@@ -444,14 +526,7 @@ impl Connection {
     /// How long the peer's machine may stay silent with requests outstanding: timeout and `retry_cnt` of the attributes.
     /// `None`: for ever.
     pub fn silence_limit(&self) -> Option<Duration> {
-        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout, and as many tries as retry_cnt says after the first.
-        let t = u64::from(self.attr.timeout & 31);
-        if t == 0 {
-            return None;
-        }
-        let once = Duration::from_nanos(4096_u64 << t);
-        let all = once * (u32::from(self.attr.retry_cnt) + 1);
-        Some(all.clamp(Duration::from_millis(200), Duration::from_secs(600)))
+        self.attr.silence_limit()
     }
 
     fn probe_after(&self) -> Option<Duration> {
@@ -467,42 +542,25 @@ impl Connection {
 
     /// Posts a send request (`ibv_post_send(3)`).
     pub fn post_send(&mut self, request: WorkRequest) -> Result<(), Misuse> {
-        match self.state {
-            State::Reset | State::Init | State::Rtr => {
-                return Err(Misuse::WrongState(
-                    "post_send before the queue pair is ready to send",
-                ));
-            }
-            State::Rts | State::Sqd | State::Sqe | State::Error => {}
-        }
-        if matches!(
-            (&request.op, &request.payload),
-            (
-                Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. },
-                crate::verbs::wr::Payload::Inline(_)
-            )
-        ) {
-            return Err(Misuse::InvalidArgument("inline data with a Read or atomic"));
-        }
-        if self.rq.is_xrc() {
-            return Err(Misuse::InvalidArgument(
-                "post_send on the receiving end of an XRC connection",
-            ));
-        }
-        if !request.op.is_local() && request.srq.is_some() != matches!(self.rq, RecvQueue::None) {
-            return Err(Misuse::InvalidArgument(
-                "a shared receive queue's number goes with requests of an XRC sender, and with no others",
-            ));
-        }
-        if let Op::AtomicWrite { remote } = &request.op
-            && (request.payload.len() != 8 || !remote.to.0.is_multiple_of(8))
+        self.post_send_with(given(Ok(request)))
+    }
+
+    /// The same with a request that `fill` makes where it will lie.
+    #[inline]
+    pub fn post_send_with(
+        &mut self,
+        fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
+        let (state, rq) = (self.state, &self.rq);
+        self.sq.post_with(|into| {
+            fill(into)?;
+            may_post(state, rq, into)
+        })?;
+        if self.rnic.observer.is_some()
+            && let Some(posted) = self.sq.last()
         {
-            return Err(Misuse::InvalidArgument(
-                "an atomic write of anything but one aligned 64-bit word",
-            ));
+            self.observe(&Step::Post(&posted.request));
         }
-        self.observe(&Step::Post(&request));
-        self.sq.post(request)?;
         if self.state == State::Error {
             self.flush_sq();
         }
@@ -634,6 +692,9 @@ impl Connection {
             markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
+            handover: Handover::default(),
+            crc_tx: config.crc,
+            crc_rx: config.crc,
             // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder is quiet until the first FPDU. One whose peer is known
             // to be anywarp before that (their queue pairs were told of each other) need not be: that peer can take it.
             may_send: config.initiator || config.peer == Peer::Anywarp,
@@ -754,80 +815,132 @@ impl Connection {
 
     // ------------------------------------------------------------------ outputs
 
-    /// Adds to `batch` what can be sent now; `flush` sends acknowledgements even without company.
-    pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) {
+    /// Adds to `batch` what can be sent now; `flush` sends acknowledgements even without company. Whether the batch was full
+    /// first: there may be more.
+    pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
         let before = batch.len();
+        let mut more = true;
         while !batch.is_full() {
-            let Some(mut out) = self.next_message(now) else {
-                break;
-            };
-            if !self.send_segment(&mut out, batch) {
+            if self.send_short(now, batch) {
+                more = self.has_untaken();
+                if !more || batch.is_aligned() {
+                    break;
+                }
                 continue;
             }
-            if out.message.sent < out.message.len {
-                if let Some(s) = &mut self.stream {
-                    s.current = Some(out);
-                }
-            } else if batch.is_aligned() {
+            let next = self.next_message(now);
+            if next == Next::Nothing {
+                more = false;
+                break;
+            }
+            let ended = self.send_segment(next, batch);
+            if ended && batch.is_aligned() {
                 // Its last FPDU seldom fills a segment: whoever sends the batch ends the segment there.
                 break;
             }
         }
+        let must_ack = self.must_ack();
         if self.owes_ack()
             && let Some(s) = &mut self.stream
             && s.may_send
+            && !s.handover.tx_sealed
+            && (flush || must_ack || batch.len() > before)
         {
-            let owed = s.done.wrapping_sub(s.done_acked);
-            if flush || owed >= bounds::ACK_AFTER || batch.len() > before {
-                s.done_acked = s.done;
-                let mut message = crate::rdmap::tx::control(Control::Ack { seq: s.done });
-                let segment = segment(&mut message, s.config.mulpdu);
-                let framed = s.frame(&segment, &message.source, &*self.rnic.memory, batch);
-                debug_assert!(framed.is_ok(), "a control message has no user memory");
-                if self.rnic.observer.is_some() {
-                    self.observe(&Step::Build(Opcode::Control, 0));
-                    self.observe(&Step::Segment(0, true));
-                    self.observe(&Step::Frame(segment.header.len()));
-                }
+            s.done_acked = s.done;
+            let mut message = crate::rdmap::tx::control(Control::Ack { seq: s.done });
+            let segment = segment(&mut message, s.config.mulpdu);
+            let framed = frame_marked(
+                &mut s.markers,
+                s.crc_tx,
+                &segment,
+                &message.source,
+                &*self.rnic.memory,
+                batch,
+            );
+            debug_assert!(framed.is_ok(), "a control message has no user memory");
+            if self.rnic.observer.is_some() {
+                self.observe(&Step::Build(Opcode::Control, 0));
+                self.observe(&Step::Segment(0, true));
+                self.observe(&Step::Frame(segment.header.len()));
             }
         }
         self.after();
+        more
     }
 
-    /// Cuts and frames one segment; false if its memory is gone, so that its message cannot be finished.
-    fn send_segment(&mut self, out: &mut Outgoing, batch: &mut TxBatch) -> bool {
+    /// Whether nothing is to be sent nor settled before something is received, posted, or due.
+    pub fn is_quiet(&self) -> bool {
+        let Some(s) = &self.stream else { return false };
+        s.end == End::Open
+            && matches!(self.state, State::Rtr | State::Rts)
+            && s.current.is_none()
+            && s.parts.is_empty()
+            && s.responses.is_empty()
+            && s.restart.is_none()
+            && self.sq.untaken() == 0
+            && self.events.is_empty()
+    }
+
+    /// Whether something is to be sent that is not of the send queue.
+    pub fn has_responses(&self) -> bool {
+        self.stream
+            .as_ref()
+            .is_some_and(|s| !s.responses.is_empty())
+    }
+
+    /// Cuts and frames one segment; whether its message ends with it. A message whose memory is gone cannot be finished.
+    fn send_segment(&mut self, next: Next, batch: &mut TxBatch) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
         };
-        let segment = segment(&mut out.message, s.config.mulpdu);
-        let framed = s.frame(&segment, &out.message.source, &*self.rnic.memory, batch);
-        if framed.is_err() {
-            // The buffer was deregistered in the meantime.
-            match out.request {
-                Some(number) => self.fail_request(
-                    number,
-                    Status::LocalProtection,
-                    "memory of a posted request was deregistered",
-                ),
-                None => {
-                    // The answers behind this one would be taken for it.
-                    s.responses.clear();
-                    let stag = out.message.source.stag().0;
-                    let fault = Fault::answer(PeerError::RemoteStag { stag });
-                    let offender = Offender::read(rest_of_read(&out.message, segment.from));
-                    self.fail_by_peer(fault, &offender);
-                }
+        let (message, request, last) = match (next, &mut s.current) {
+            (Next::Current, Some(out)) => (&mut out.message, out.request, out.last),
+            _ => {
+                let last = s.parts.len() == 1;
+                let Some(message) = s.parts.front_mut() else {
+                    return false;
+                };
+                (message, Some(s.parts_of), last)
             }
-            return false;
+        };
+        let segment = segment(message, s.config.mulpdu);
+        let (crc, memory) = (s.crc_tx, &*self.rnic.memory);
+        let framed = frame_marked(
+            &mut s.markers,
+            crc,
+            &segment,
+            &message.source,
+            memory,
+            batch,
+        );
+        let ended = message.sent >= message.len;
+        if framed.is_err() || next == Next::Part || ended {
+            // Out of its place, which is free then or has it as the message under way.
+            let message = match next {
+                Next::Part => s.parts.pop_front(),
+                _ => s.current.take().map(|out| out.message),
+            };
+            let Some(message) = message else { return false };
+            if framed.is_err() {
+                self.cannot_finish(request, &message, segment.from);
+                return false;
+            }
+            if !ended {
+                s.current = Some(Outgoing {
+                    message,
+                    request,
+                    last,
+                });
+            }
         }
-        if let Some(number) = out.request
+        if let Some(number) = request
             && segment.last
-            && out.last
+            && last
             && let Some(posted) = self.sq.get_mut(number)
         {
             posted.phase = Phase::Sent;
         }
-        if segment.last && out.request.is_none() && out.last {
+        if segment.last && request.is_none() && last {
             // `last` marks responses that hold an IRD slot.
             s.serving = s.serving.saturating_sub(1);
         }
@@ -835,7 +948,27 @@ impl Connection {
             self.observe(&Step::Segment(segment.len, segment.last));
             self.observe(&Step::Frame(segment.header.len() + segment.len));
         }
-        true
+        ended
+    }
+
+    /// The buffer behind a message was deregistered before byte `from` was sent.
+    fn cannot_finish(&mut self, request: Option<u64>, message: &Message, from: u64) {
+        if let Some(number) = request {
+            self.fail_request(
+                number,
+                Status::LocalProtection,
+                "memory of a posted request was deregistered",
+            );
+            return;
+        }
+        if let Some(s) = &mut self.stream {
+            // The answers behind this one would be taken for it.
+            s.responses.clear();
+        }
+        let stag = message.source.stag().0;
+        let fault = Fault::answer(PeerError::RemoteStag { stag });
+        let offender = Offender::read(rest_of_read(message, from));
+        self.fail_by_peer(fault, &offender);
     }
 
     /// Everything that was framed so far has been handed to the socket.
@@ -951,22 +1084,11 @@ impl Connection {
         }
     }
 
-    fn complete_send(&mut self, posted: &Posted, status: Status) {
-        if status == Status::Success && !posted.request.signaled && !self.sig_all {
+    fn complete_send(&mut self, retired: &Retired, status: Status) {
+        if status == Status::Success && !retired.signaled && !self.sig_all {
             return;
         }
-        let op = match posted.request.op {
-            Op::Send { .. } => WcOp::Send,
-            Op::Write { .. } => WcOp::Write,
-            Op::AtomicWrite { .. } => WcOp::AtomicWrite,
-            Op::Read { .. } => WcOp::Read,
-            Op::FetchAdd { .. } => WcOp::FetchAdd,
-            Op::CompareSwap { .. } => WcOp::CompareSwap,
-            Op::LocalInvalidate { .. } => WcOp::LocalInvalidate,
-            Op::Bind(_) => WcOp::Bind,
-        };
-        let mut entry = Completion::new(posted.request.id, status, op, self.qpn);
-        entry.byte_len = u32::try_from(posted.bytes).unwrap_or(u32::MAX);
+        let entry = retired.completion(status, self.qpn);
         self.observe(&Step::Complete(&entry));
         if self.send_cq.complete(entry).is_err() {
             self.overflowed = true;
@@ -975,6 +1097,7 @@ impl Connection {
 
     pub(crate) fn complete_recv(&mut self, entry: Completion) {
         self.observe(&Step::Complete(&entry));
+        self.received += u64::from(entry.status == Status::Success);
         if self.rq.complete(entry, &self.recv_cq).is_err() {
             self.overflowed = true;
         }
@@ -1036,7 +1159,7 @@ impl Connection {
         }
     }
 
-    fn next_posted(&mut self) -> Option<(u64, Posted)> {
+    fn next_posted(&mut self) -> Option<(u64, Retired)> {
         let number = self.sq.front_number();
         self.sq.pop().map(|p| (number, p))
     }
@@ -1137,6 +1260,45 @@ impl Connection {
             observer.step(self.qpn, step);
         }
     }
+}
+
+/// What `ibv_post_send(3)` checks at once and the send queue does not.
+fn may_post(state: State, rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
+    match state {
+        State::Reset | State::Init | State::Rtr => {
+            return Err(Misuse::WrongState(
+                "post_send before the queue pair is ready to send",
+            ));
+        }
+        State::Rts | State::Sqd | State::Sqe | State::Error => {}
+    }
+    if matches!(
+        (&request.op, &request.payload),
+        (
+            Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. },
+            Payload::Inline(_)
+        )
+    ) {
+        return Err(Misuse::InvalidArgument("inline data with a Read or atomic"));
+    }
+    if rq.is_xrc() {
+        return Err(Misuse::InvalidArgument(
+            "post_send on the receiving end of an XRC connection",
+        ));
+    }
+    if !request.op.is_local() && request.srq.is_some() != matches!(rq, RecvQueue::None) {
+        return Err(Misuse::InvalidArgument(
+            "a shared receive queue's number goes with requests of an XRC sender, and with no others",
+        ));
+    }
+    if let Op::AtomicWrite { remote } = &request.op
+        && (request.payload.len() != 8 || !remote.to.0.is_multiple_of(8))
+    {
+        return Err(Misuse::InvalidArgument(
+            "an atomic write of anything but one aligned 64-bit word",
+        ));
+    }
+    Ok(())
 }
 
 /// The Read Request that would ask for what a Read Response lacks from byte `from` on.

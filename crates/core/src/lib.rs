@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bounds;
+mod carrier;
 pub mod connection;
 pub mod datagram;
 pub mod ddp;

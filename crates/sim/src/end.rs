@@ -133,6 +133,7 @@ impl Setup {
             first: self.first,
             managed: self.managed,
             markers: self.markers,
+            carrier: None,
         }
     }
 }

@@ -16,6 +16,7 @@ use anywarp_core::bounds;
 use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::datagram::{Arrival, Dropped, Kind};
 use anywarp_core::verbs::wc::Status;
+use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
 use anywarp_core::wire::dgram::{self, Shim};
 use anywarp_core::wire::rd::{self, Packet};
@@ -168,16 +169,9 @@ impl Stranger {
             base: 1000,
             dst_index: 5,
             src_index: 9,
-            ack: None,
             window: 1 << 20,
             time: 1,
-            time_echo: 0,
-            arrived: Default::default(),
-            challenge: false,
-            not_ready: false,
-            ack_now: false,
-            ack_soon: false,
-            refused: 0,
+            ..Packet::default()
         }
     }
 
@@ -514,7 +508,7 @@ fn datagrams_of_a_message_that_contradict_it_are_dropped() {
     assert!(net[b].host.bytes(&mr)[8..].iter().all(|b| *b == 0));
     hears(&mut net, b, part(&mr, 1, 24, 16));
     hears(&mut net, b, part(&mr, 1, 24, 8));
-    let record = net[b].qp.records().poll().unwrap();
+    let record = net[b].qp.poll_record().unwrap();
     assert!(record.complete && record.valid == 24);
 }
 
@@ -541,24 +535,24 @@ fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() 
     for id in 0..most {
         hears(&mut net, b, part(&mr, 1000 - id, 16, 0));
     }
-    assert!(net[b].qp.records().poll().is_none());
+    assert!(net[b].qp.poll_record().is_none());
     hears(&mut net, b, part(&mr, 1000 - most, 16, 0));
-    assert_eq!(net[b].qp.records().poll().unwrap().id, 1000);
-    assert!(net[b].qp.records().poll().is_none());
+    assert_eq!(net[b].qp.poll_record().unwrap().id, 1000);
+    assert!(net[b].qp.poll_record().is_none());
     // Eight ahead may be reordering, nine are not.
     let (mut net, b, mr) = ear(options());
     hears(&mut net, b, part(&mr, u32::MAX, 16, 0));
     hears(&mut net, b, part(&mr, 7, 16, 0));
-    assert!(net[b].qp.records().poll().is_none());
+    assert!(net[b].qp.poll_record().is_none());
     hears(&mut net, b, part(&mr, 8, 16, 0));
-    let record = net[b].qp.records().poll().unwrap();
+    let record = net[b].qp.poll_record().unwrap();
     assert_eq!(
         (record.id, record.valid, record.complete),
         (u32::MAX, 8, false)
     );
     assert_eq!(net[b].qp.records().map(record.map), Some(&[(0, 8)][..]));
-    assert!(net[b].qp.records().release(record.map));
-    assert!(!net[b].qp.records().release(record.map));
+    assert!(net[b].qp.release_map(record.map));
+    assert!(!net[b].qp.release_map(record.map));
 }
 
 #[test]
@@ -567,7 +561,7 @@ fn another_epoch_begins_with_any_number() {
     for epoch in [1, 2] {
         let (shim, header, payload) = part(&mr, 5, 8, 0);
         hears(&mut net, b, (Shim { epoch, ..shim }, header, payload));
-        assert!(net[b].qp.records().poll().unwrap().complete, "{epoch}");
+        assert!(net[b].qp.poll_record().unwrap().complete, "{epoch}");
     }
 }
 
@@ -619,7 +613,7 @@ fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() 
             let bytes = sealed(body(&shim, &header, &payload));
             qp.handle_rx(&arrival, &bytes).unwrap();
         }
-        qp.records().poll().map(|r| (r.id, r.valid, r.final_seen))
+        qp.poll_record().map(|r| (r.id, r.valid, r.final_seen))
     };
     let Options {
         grace, deadline, ..
@@ -636,13 +630,185 @@ fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() 
     );
 }
 
+/// A receiver that did not look for longer than the deadline takes what came meanwhile before it gives a message up.
+#[test]
+fn what_came_while_nobody_looked_is_not_late() {
+    let (mut net, b, mr) = ear(options());
+    let arrival = Arrival {
+        from: stranger(1),
+        to: Some(net[b].addr.ip()),
+        hop_limit: 9,
+        traffic_class: 0,
+    };
+    let start = net.now();
+    let qp = &mut net[b].qp;
+    for (at, offset) in [(0, 0), (2, 8), (2, 16)] {
+        qp.set_now(start + at * options().deadline);
+        assert!(qp.gives_up() || offset != 8);
+        let (shim, header, payload) = part(&mr, 1, 24, offset);
+        let bytes = sealed(body(&shim, &header, &payload));
+        qp.handle_rx(&arrival, &bytes).unwrap();
+    }
+    assert!(qp.poll_record().unwrap().complete);
+}
+
+/// Nothing is sent for a datagram to a group, whatever its source has to its credit.
+#[test]
+fn what_is_sent_to_a_group_is_not_answered() {
+    let (mut net, b, mr) = ear(options());
+    let addr = net[b].addr;
+    for _ in 0..20 {
+        hears(&mut net, b, part(&mr, 1, 24, 0));
+    }
+    let mut out = Vec::new();
+    net[b].qp.poll_tx(&mut out);
+    net[b].qp.handle_written(out.len());
+    let (shim, header, payload) = part(&mr, 5, 8, 0);
+    let stag = Stag(mr.stag().0 ^ 0x0100);
+    let Header::Tagged(tagged) = header else {
+        panic!("a write")
+    };
+    let wrong = Header::Tagged(Tagged { stag, ..tagged });
+    let bytes = sealed(body(&shim, &wrong, &payload));
+    for (to, answers) in [(IpAddr::from([239, 0, 0, 1]), 0), (addr.ip(), 1)] {
+        let arrival = Arrival {
+            from: stranger(1),
+            to: Some(to),
+            hop_limit: 9,
+            traffic_class: 0,
+        };
+        assert!(net[b].qp.handle_rx(&arrival, &bytes).is_err());
+        let mut out = Vec::new();
+        net[b].qp.poll_tx(&mut out);
+        net[b].qp.handle_written(out.len());
+        assert_eq!(out.len(), answers, "{to}");
+    }
+}
+
+/// What one datagram says of the groups of its message the others have to say as well.
+#[test]
+fn groups_of_parity_are_those_of_the_first_datagram() {
+    let (mut net, b, mr) = ear(options());
+    let arrival = Arrival {
+        from: stranger(1),
+        to: Some(net[b].addr.ip()),
+        hop_limit: 9,
+        traffic_class: 0,
+    };
+    let mut says = |offset, group, segment| {
+        let (shim, header, payload) = part(&mr, 1, 40, offset);
+        let shim = Shim {
+            group,
+            segment,
+            ..shim
+        };
+        let bytes = sealed(body(&shim, &header, &payload));
+        net[b].qp.handle_rx(&arrival, &bytes)
+    };
+    assert_eq!(says(0, 2, 8), Ok(()));
+    assert_eq!(says(8, 3, 8), Err(Dropped::Mismatch));
+    assert_eq!(says(8, 2, 16), Err(Dropped::Mismatch));
+    assert_eq!(net[b].host.bytes(&mr)[8..16], [0; 8]);
+}
+
+/// What comes out of a queue pair now: opcodes.
+fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
+    let mut out = Vec::new();
+    net[of].qp.poll_tx(&mut out);
+    net[of].qp.handle_written(out.len());
+    let opcode = |d: &anywarp_core::datagram::TxDatagram| {
+        let datagram = dgram::parse(&d.bytes).unwrap();
+        (datagram.payload.len() != 8 || datagram.header.opcode() != Opcode::Control)
+            .then(|| datagram.header.opcode())
+    };
+    out.iter().filter_map(opcode).collect()
+}
+
+/// A Read whose answer is as long as the request needs no cookie; one octet more does.
+#[test]
+fn an_answer_without_a_cookie_is_as_long_as_its_question() {
+    for (more, answered) in [(0, true), (1, false)] {
+        let (mut net, b, mr) = ear(options());
+        let addr = net[b].addr;
+        // Something to its credit does not count.
+        for id in 10..20 {
+            hears(&mut net, b, part(&mr, id, 8, 0));
+        }
+        says(&mut net, b);
+        let request = sealed(read_request(1, 0, &mr, 0));
+        let fits = (request.len() - 44) as u32;
+        net.hear(
+            stranger(1),
+            addr,
+            &sealed(read_request(1, fits + more, &mr, 0)),
+        );
+        let said = says(&mut net, b);
+        assert_eq!(said.contains(&Opcode::ReadResponse), answered, "{said:?}");
+    }
+}
+
+/// Whatever is asked: no more bytes go to a source that has shown nothing than came from there.
+#[test]
+fn questions_are_answered_with_what_came_to_pay_for_it() {
+    for size in [0, 40, 41, 5000] {
+        let (mut net, b, mr) = ear(options());
+        let addr = net[b].addr;
+        let (mut came, mut went) = (0, 0);
+        for id in 0..40 {
+            let request = sealed(read_request(id, size, &mr, 0));
+            came += request.len();
+            net.hear(stranger(1), addr, &request);
+            let mut out = Vec::new();
+            net[b].qp.poll_tx(&mut out);
+            net[b].qp.handle_written(out.len());
+            went += out.iter().map(|d| d.bytes.len()).sum::<usize>();
+            assert!(went <= came, "{went} of {came}, {size}");
+        }
+        assert!(went > 0);
+    }
+}
+
+/// Errors are reported so many times a second, whoever asks for more.
+#[test]
+fn so_many_errors_are_reported_in_a_second() {
+    let (mut net, b, mr) = ear(options());
+    let (mut told, wrong) = (0, Stag(mr.stag().0 ^ 0x0100));
+    for id in 0..3 * bounds::ERRORS_A_SECOND {
+        let (shim, header, payload) = part(&mr, id, 8, 0);
+        let Header::Tagged(tagged) = header else {
+            panic!("a write")
+        };
+        let wrong = Header::Tagged(Tagged {
+            stag: wrong,
+            ..tagged
+        });
+        let addr = net[b].addr;
+        net.hear(stranger(1), addr, &sealed(body(&shim, &wrong, &payload)));
+        let said = says(&mut net, b);
+        told += said.iter().filter(|o| **o == Opcode::Terminate).count();
+    }
+    assert_eq!(told, bounds::ERRORS_A_SECOND as usize);
+}
+
+#[test]
+fn so_many_answers_of_reads_wait() {
+    let (mut net, b, mr) = ear(options());
+    let addr = net[b].addr;
+    let most = u32::from(options().max_reads);
+    for id in 0..most + 3 {
+        net.hear(stranger(1), addr, &sealed(read_request(id, 8, &mr, 0)));
+    }
+    assert_eq!(net[b].drops.get(&Dropped::Busy), Some(&3));
+    assert_eq!(says(&mut net, b).len() as u32, most);
+}
+
 #[test]
 fn a_writer_may_ask_for_a_record_of_each_datagram() {
     let (mut net, b, mr) = ear(options());
     let (shim, header, payload) = part(&mr, 1, 24, 8);
     let attributes = dgram::ATTR_RECORD | dgram::ATTR_NOT_AGGREGATED;
     hears(&mut net, b, (Shim { attributes, ..shim }, header, payload));
-    let record = net[b].qp.records().poll().unwrap();
+    let record = net[b].qp.poll_record().unwrap();
     assert!(record.chunk && !record.complete);
     assert_eq!((record.offset, record.valid, record.map), (8, 8, 0));
 }
@@ -717,4 +883,293 @@ fn an_answer_that_was_not_asked_for_is_not_placed() {
     assert_eq!(net[a].host.bytes(&sink)[..16], [7; 16]);
     net.hear(b_addr, to, &right);
     assert_eq!(drops(&net, Dropped::Late), 4);
+}
+
+/// A datagram inside a packet is for the queue pair that the packet is for, from the one that it is from, and has its key.
+#[test]
+fn a_packet_and_the_datagram_in_it_agree() {
+    // Where the index of the source, that of the destination and the key stand in the datagram; and nowhere.
+    for (at, status) in [
+        (None, Status::Success),
+        (Some(63), Status::RemoteInvalidRequest),
+        (Some(62), Status::RemoteInvalidRequest),
+        (Some(47), Status::RemoteInvalidRequest),
+    ] {
+        let options = Options {
+            keep_going: true,
+            ..options()
+        };
+        let mut net = Ether::new(8, Link::default());
+        let a = net.join(Kind::Rd, options);
+        let b = net.join(Kind::Rd, options);
+        let mine = net[a].host.register(8, access::ALL);
+        let theirs = net[b].host.register(8, access::ALL);
+        let held = Rc::new(RefCell::new(Vec::new()));
+        let hold = Rc::clone(&held);
+        // Packets with data get there by hand alone.
+        net.filter = Some(Box::new(move |datagram| {
+            let data = datagram.bytes[1] & 1 == 1;
+            if data {
+                *hold.borrow_mut() = datagram.bytes.to_vec();
+            }
+            !data
+        }));
+        net.post(a, b, write(1, theirs.remote(0)).from(&[mine.all()]));
+        net.run(20 * MS);
+        let mut bytes = held.borrow().clone();
+        bytes.truncate(bytes.len() - dgram::CRC);
+        if let Some(at) = at {
+            bytes[at] ^= 1;
+        }
+        let (from, to) = (net[a].addr, net[b].addr);
+        // Of another queue pair there, it is nobody's.
+        let mut stray = bytes.clone();
+        stray[22] ^= 1;
+        net.hear(from, to, &sealed(stray));
+        assert_eq!(net[b].drops.get(&Dropped::Index), Some(&1));
+        net.run(MS);
+        assert!(net[a].completed().is_empty());
+        net.hear(from, to, &sealed(bytes));
+        net.run(5 * MS);
+        let ends: Vec<_> = net[a].completed().iter().map(|c| c.status).collect();
+        assert_eq!(ends, [status], "{at:?}");
+    }
+}
+
+/// A challenge that does not echo our token is not of whom we asked.
+#[test]
+fn a_challenge_of_somebody_else_is_not_believed() {
+    let mut net = Ether::new(9, Link::default());
+    let a = net.join(Kind::Rd, options());
+    let b = net.join(Kind::Rd, options());
+    let mine = net[a].host.register(8, access::ALL);
+    net[b].dead = true;
+    let echoes = Rc::new(RefCell::new(Vec::new()));
+    let seen = Rc::clone(&echoes);
+    net.filter = Some(Box::new(move |datagram| {
+        let (packet, _) = rd::parse(&datagram.bytes).unwrap();
+        seen.borrow_mut().push((packet.token, packet.echo));
+        true
+    }));
+    net.post(a, b, send(1).from(&[mine.all()]));
+    net.run(50 * MS);
+    let (token, _) = echoes.borrow()[0];
+    let (from, to) = (net[b].addr, net[a].addr);
+    for (echo, believed) in [(token ^ 1, false), (token, true)] {
+        let challenge = Packet {
+            token: 99,
+            echo,
+            dst_index: 5,
+            src_index: 5,
+            time: 1,
+            challenge: true,
+            ..Packet::default()
+        };
+        let mut bytes = Vec::new();
+        challenge.put(false, &mut bytes);
+        net.hear(from, to, &sealed(bytes));
+        net.run(500 * MS);
+        let last = echoes.borrow().last().copied();
+        assert_eq!(last.map(|(_, echo)| echo == 99), Some(believed));
+    }
+}
+
+/// An answer that comes when its time is over is late, also when nobody has looked at the clock since.
+#[test]
+fn an_answer_behind_its_time_is_not_placed() {
+    for late in [false, true] {
+        let mut net = Ether::new(10, Link::default());
+        let a = net.join(Kind::Ud, options());
+        let b = net.join(Kind::Ud, options());
+        let mine = net[a].host.register(8, access::ALL);
+        let theirs = net[b].host.register(8, access::ALL);
+        net[b].host.fill(&theirs, &[9; 8]);
+        let held = Rc::new(RefCell::new(Vec::new()));
+        let hold = Rc::clone(&held);
+        net.filter = Some(Box::new(move |datagram| {
+            let answer = dgram::parse(&datagram.bytes)
+                .is_ok_and(|d| d.header.opcode() == Opcode::ReadResponse);
+            if answer {
+                *hold.borrow_mut() = datagram.bytes.to_vec();
+            }
+            !answer
+        }));
+        net.post(a, b, read(1, theirs.remote(0)).from(&[mine.all()]));
+        net.run(5 * MS);
+        let arrival = Arrival {
+            from: net[b].addr,
+            to: Some(net[a].addr.ip()),
+            hop_limit: 9,
+            traffic_class: 0,
+        };
+        let over = net.now() - 5 * MS + options().read_timeout;
+        let qp = &mut net[a].qp;
+        qp.set_now(if late { over } else { over - MS });
+        assert_eq!(qp.handle_rx(&arrival, &held.borrow()).is_err(), late);
+        let status = if late {
+            Status::RetryExceeded
+        } else {
+            Status::Success
+        };
+        assert_eq!(net[a].completed()[0].status, status);
+        assert_eq!(net[a].host.bytes(&mine)[0] == 9, !late);
+    }
+}
+
+/// Strangers that are told our token wait in a list that ends.
+#[test]
+fn so_many_challenges_wait() {
+    let mut net = Ether::new(11, Link::default());
+    let b = net.join(Kind::Rd, options());
+    let seen = watch(&mut net);
+    let to = net[b].addr;
+    for n in 0..bounds::RD_CHALLENGES as u32 + 7 {
+        let mut s = Stranger {
+            addr: stranger(n),
+            to,
+            echo: 0,
+            seq: 1,
+        };
+        s.says(&mut net, None);
+    }
+    net.run(Duration::ZERO);
+    assert_eq!(seen.borrow().len(), bounds::RD_CHALLENGES);
+    // They are remembered no more than that.
+    let late = Stranger::meets(&mut net, &seen, 1000, b);
+    assert_ne!(late.echo, 0);
+}
+
+/// Acknowledgements that nobody asks for come after so many packets, fewer while some are missing, or so much of the window.
+#[test]
+fn acknowledgements_come_in_time_and_seldom() {
+    let of = |len: usize| {
+        let mut net = Ether::new(12, Link::default());
+        let b = net.join(Kind::Rd, options());
+        let mr = net[b].host.register(1 << 16, access::ALL);
+        let seen = watch(&mut net);
+        let mut s = Stranger::meets(&mut net, &seen, 1, b);
+        let mut says = move |id: u32, missing: bool| {
+            let (shim, header, _) = part(&mr, id, 8, 0);
+            let length = len as u32;
+            let data = body(&Shim { length, ..shim }, &header, &vec![1; len]);
+            s.seq += u32::from(missing);
+            s.says(&mut net, Some(&data));
+            net.run(Duration::ZERO);
+            let answers = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
+            assert!(answers.len() <= 1);
+            let ack = answers.first().map(|a| rd::parse(a).unwrap().0);
+            ack.map(|p| (p.ack.unwrap(), p.arrived.to_vec(), p.window, data.len()))
+        };
+        let many = 80;
+        let mut answered = Vec::new();
+        for id in 0..many {
+            answered.extend(says(id, id == 40).map(|ack| (id + 1, ack)));
+        }
+        answered
+    };
+    let acks = of(8);
+    let times: Vec<u32> = acks.iter().map(|(after, _)| *after).collect();
+    // The one behind the gap at once.
+    assert_eq!(times, [32, 41, 57, 73]);
+    let told = |n: usize| (acks[n].1.0, acks[n].1.1.clone());
+    assert_eq!(told(0), (1032, vec![]));
+    assert_eq!(told(1), (1040, vec![(1041, 1042)]));
+    assert_eq!(told(3), (1040, vec![(1041, 1074)]));
+    // A socket counts twice their bytes, and more for each.
+    let acks = of(60_000);
+    let (_, _, window, len) = acks[0].1;
+    let quarter = (window / 4).div_ceil(2 * len as u32 + 1024);
+    assert!(quarter < 16, "{window}");
+    assert_eq!((acks[0].0, acks[1].0), (quarter, 2 * quarter));
+}
+
+/// Nothing is controlled from inside a packet.
+#[test]
+fn a_packet_holds_no_control() {
+    let mut net = Ether::new(13, Link::default());
+    let b = net.join(Kind::Rd, options());
+    let seen = watch(&mut net);
+    let mut s = Stranger::meets(&mut net, &seen, 1, b);
+    let mut header = Control::Cookie.header();
+    header.msn = Msn(1);
+    let data = body(&shim(1, 8, 0), &Header::Untagged(header), &[1; 8]);
+    s.says(&mut net, Some(&data));
+    assert_eq!(net[b].drops.get(&Dropped::Operation), Some(&1));
+    net.run(Duration::ZERO);
+    let answer = rd::parse(&seen.borrow()[&s.addr][0]).unwrap().0;
+    assert_eq!(answer.refused, Status::RemoteInvalidRequest as u8);
+}
+
+/// So many answers wait for one reliable peer, and where all places are taken, a few for each.
+#[test]
+fn so_many_answers_wait_for_each_and_for_all() {
+    let mut net = Ether::new(14, Link::default());
+    let b = net.join(Kind::Rd, options());
+    let mr = net[b].host.register(64, access::ALL);
+    let seen = watch(&mut net);
+    let all = (bounds::RD_ANSWERS / bounds::RD_ANSWERS_PEER) as u32;
+    let mut strangers: Vec<Stranger> = (0..all + 2)
+        .map(|n| Stranger::meets(&mut net, &seen, n, b))
+        .collect();
+    let busy = |net: &Ether| net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
+    let asks = |net: &mut Ether, s: &mut Stranger, many: usize| {
+        for id in 0..many {
+            s.says(net, Some(&read_request(id as u32, 8, &mr, 0)));
+        }
+    };
+    for (n, s) in strangers.iter_mut().enumerate().take(all as usize) {
+        asks(&mut net, s, bounds::RD_ANSWERS_PEER);
+        assert_eq!(busy(&net), n as u64);
+        // One too many waits until one of them has gone.
+        s.says(&mut net, Some(&read_request(999, 8, &mr, 0)));
+        assert_eq!(busy(&net), n as u64 + 1);
+    }
+    for s in strangers.iter_mut().skip(all as usize) {
+        let before = busy(&net);
+        asks(&mut net, s, 4);
+        assert_eq!(busy(&net), before);
+        s.says(&mut net, Some(&read_request(999, 8, &mr, 0)));
+        assert_eq!(busy(&net), before + 1);
+    }
+}
+
+/// A reader asks once more when it is given a cookie, and not for each one that comes.
+#[test]
+fn a_reader_asks_again_once() {
+    let mut net = Ether::new(15, Link::default());
+    let a = net.join(Kind::Ud, options());
+    let b = net.join(Kind::Ud, options());
+    net[b].dead = true;
+    let sink = net[a].host.register(4096, access::ALL);
+    let from = net[b].host.register(4096, access::ALL);
+    let asked = Rc::new(RefCell::new(Vec::new()));
+    let (store, far) = (Rc::clone(&asked), net[b].addr);
+    net.filter = Some(Box::new(move |d| {
+        if d.to == far {
+            store.borrow_mut().push(d.bytes.to_vec());
+        }
+        true
+    }));
+    net.post(a, b, read(1, from.remote(0)).from(&[sink.part(0, 4096)]));
+    net.run(MS);
+    let first = asked.borrow()[0].clone();
+    let request = dgram::parse(&first).unwrap();
+    let near = net[a].addr;
+    for cookie in [7_u64, 8, 9] {
+        let shim = Shim {
+            src_index: request.shim.dst_index,
+            dst_index: request.shim.src_index,
+            ..shim(request.shim.id, 8, 0)
+        };
+        let mut header = Control::Cookie.header();
+        header.msn = Msn(request.shim.id);
+        let bytes = body(&shim, &Header::Untagged(header), &cookie.to_be_bytes());
+        net.hear(far, near, &sealed(bytes));
+        net.run(MS);
+    }
+    let asked = asked.borrow();
+    assert_eq!(asked.len(), 2);
+    let again = dgram::parse(&asked[1]).unwrap();
+    let brought = again.payload.get(ReadRequest::LEN..).unwrap();
+    assert_eq!(brought.first_chunk(), Some(&7_u64.to_be_bytes()));
 }

@@ -6,7 +6,7 @@
     reason = "tests"
 )]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn pair(seed: u64, link: Link, options: Options) -> (Ether, Id, Id) {
 }
 
 fn records(net: &mut Ether, of: Id) -> Vec<Record> {
-    std::iter::from_fn(|| net[of].qp.records().poll()).collect()
+    std::iter::from_fn(|| net[of].qp.poll_record()).collect()
 }
 
 /// Lets time pass, as a program does that polls for what is over.
@@ -111,8 +111,8 @@ fn check_map(net: &mut Ether, of: Id, record: &Record, mr: &Mr, text: &[u8]) {
     }
     if record.map != 0 {
         let map = record.map;
-        assert!(net[of].qp.records().release(map));
-        assert!(!net[of].qp.records().release(map));
+        assert!(net[of].qp.release_map(map));
+        assert!(!net[of].qp.release_map(map));
     }
 }
 
@@ -326,6 +326,32 @@ fn the_end_said_again_closes_a_message() {
     let all = records(&mut net, b);
     assert_eq!(all.len(), 1);
     assert_eq!(all[0].valid as usize, 2 * segment);
+}
+
+#[test]
+fn the_end_is_said_again_as_often_as_was_asked() {
+    for repeats in [0, 1, 3] {
+        let options = Options {
+            repeats,
+            ..options(RecordMode::Robust)
+        };
+        let (mut net, a, b) = pair(11, Link::default(), options);
+        let mine = net[a].host.register(5000, access::ALL);
+        let theirs = net[b].host.register(5000, access::ALL);
+        let many = Rc::new(Cell::new(0));
+        let count = Rc::clone(&many);
+        net.filter = Some(Box::new(move |datagram| {
+            // Commits.
+            let commit = datagram.bytes[0] == 0xdc && datagram.bytes[1] & 2 != 0;
+            count.set(count.get() + u8::from(commit));
+            true
+        }));
+        for id in 0..3 {
+            net.post(a, b, write(id, theirs.remote(0)).from(&[mine.all()]));
+        }
+        net.run(LONG);
+        assert_eq!(many.get(), 3 * repeats);
+    }
 }
 
 /// With parity, one lost datagram of each group costs nothing.
@@ -590,7 +616,7 @@ fn a_flood_from_many_sources_is_bounded() {
         net.hear(from, to, &bytes);
     }
     // Whoever is pushed out leaves a record of what had come.
-    let counters = *net[b].qp.counters();
+    let counters = net[b].qp.counters();
     let recorded = counters.rec_partial + counters.rec_overflow;
     assert!(
         recorded as usize >= many - bounds::OPEN_MESSAGES,

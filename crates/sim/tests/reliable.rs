@@ -152,7 +152,7 @@ fn every_operation_is_done_once() {
             let olds: Vec<u64> = (0..11).map(|n| net[a].host.word(&old, 8 * n)).collect();
             assert_eq!(olds, [0, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50], "{what}");
             // A Write leaves a record, which on a reliable queue pair is always complete.
-            let record = net[b].qp.records().poll().unwrap();
+            let record = net[b].qp.poll_record().unwrap();
             assert!(
                 record.complete && record.valid as usize == LEN,
                 "{record:?}"

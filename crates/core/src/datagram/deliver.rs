@@ -11,7 +11,7 @@ use super::flow::Peer;
 use super::messages::{GivenUp, Open, Record, Turn};
 use super::options::RecordMode;
 use super::parity::{Budget, Groups};
-use super::reassemble::{Coverage, Identity, Range};
+use super::reassemble::{Coverage, Identity, Range, TooManyGaps};
 use super::rx::{identity, source_qpn};
 use super::{Arrival, DatagramQp, Dropped, grh};
 use crate::bounds;
@@ -64,6 +64,10 @@ impl DatagramQp {
         let result = match turn {
             Turn::Late => Err(Dropped::Late),
             Turn::Open => self.go_on(arrival, peer, d, &identity),
+            Turn::New if single && shim.group == 0 && !shim.parity => {
+                self.room_for_record()?;
+                self.record_single(arrival, peer, d, &identity, &mut given_up)
+            }
             // What is acknowledged is never given up: the packet waits.
             Turn::New if self.rd.is_some() && self.messages.is_full(peer) => Err(Dropped::Busy),
             Turn::New => self
@@ -125,7 +129,7 @@ impl DatagramQp {
         let (request, places) = self.take_receive(lead + u64::from(identity.length))?;
         let header = grh::build(arrival, len);
         let lead_bytes = if lead > 0 { &header[..] } else { &[] };
-        let whole = self.place(&places, 0, lead_bytes) && self.place(&places, lead, d.payload);
+        let whole = self.place_with_lead(&places, lead_bytes, d.payload);
         if !whole {
             return Err(self.broken_receive(request.id));
         }
@@ -135,6 +139,57 @@ impl DatagramQp {
         }
         self.complete_message(arrival, d, request, identity, WcOp::Recv);
         Ok(())
+    }
+
+    /// Copies what stands in front of a message, and the message behind it; false if their memory is gone.
+    fn place_with_lead(&self, places: &Places, lead: &[u8], payload: &[u8]) -> bool {
+        let at = lead.len() as u64;
+        // Most receives are one range: it is held once for both.
+        let [place] = places.as_slice() else {
+            return self.place(places, 0, lead) && self.place(places, at, payload);
+        };
+        let Some(pinned) = place.pin() else {
+            return false;
+        };
+        self.rnic.memory.place(&pinned, 0, lead);
+        self.rnic.memory.place(&pinned, at, payload);
+        if !payload.is_empty() {
+            self.observe(&Step::Place(payload.len() as u64));
+        }
+        true
+    }
+
+    /// A Write-Record of one datagram: over as soon as it has come.
+    fn record_single(
+        &mut self,
+        arrival: &Arrival,
+        peer: &Peer,
+        d: &Datagram<'_>,
+        identity: &Identity,
+        given_up: &mut Vec<GivenUp>,
+    ) -> Result<(), Dropped> {
+        let shim = &d.shim;
+        let place = self.target(peer, identity)?;
+        if self.rd.is_none() {
+            self.messages
+                .close_single(peer, shim.epoch, shim.id, self.now, given_up);
+            self.messages.overtaken(peer, shim.id, given_up);
+        }
+        let placed = place.is_none_or(|p| self.place(&smallvec![p], 0, d.payload));
+        if !placed {
+            return Err(Dropped::Access);
+        }
+        if self.in_chunks(d) {
+            self.record_chunk(arrival, d, identity, 0, identity.length);
+        } else {
+            self.record_of(peer, shim.id, identity, &[(0, identity.length)], true);
+        }
+        Ok(())
+    }
+
+    /// Whether each datagram of a Write-Record has a record of its own.
+    fn in_chunks(&self, d: &Datagram<'_>) -> bool {
+        self.options.record == RecordMode::Chunk || d.shim.attributes & ATTR_NOT_AGGREGATED != 0
     }
 
     /// The STag that a Send gives up is given up. False: it may not be.
@@ -242,9 +297,37 @@ impl DatagramQp {
             final_seen: false,
             parity: None,
             last: self.now,
+            packet: 0,
+            spoilt: None,
             until,
             timer: until,
         })
+    }
+
+    /// A message cannot be completed. Without reliability it is forgotten; else the rest of its packets are refused for
+    /// the same reason, in their turn, and then its sender gives it up.
+    fn spoil(&mut self, peer: &Peer, id: u32, why: Dropped) -> Dropped {
+        let receive = if self.rd.is_none() {
+            self.messages.close(peer, id).and_then(|open| open.receive)
+        } else if let Some(open) = self.messages.get_mut(peer, id) {
+            open.spoilt = Some(why);
+            open.receive.take()
+        } else {
+            None
+        };
+        if let Some(request) = receive.filter(|_| why == Dropped::Access) {
+            self.rq.put_back(request);
+        }
+        why
+    }
+
+    /// Whether a record of a reliable message has room. Its packet waits until it has: its sender takes it for done then.
+    /// Without reliability the message counts as what it is, and the record is lost.
+    fn room_for_record(&self) -> Result<(), Dropped> {
+        if self.rd.is_none() || self.records.has_room(self.options.max_records) {
+            return Ok(());
+        }
+        Err(Dropped::NoRecord)
     }
 
     /// A datagram of a message that is open.
@@ -263,6 +346,16 @@ impl DatagramQp {
         if open.identity != *identity {
             return Err(Dropped::Mismatch);
         }
+        if let Some(why) = open.spoilt {
+            return Err(why);
+        }
+        let record = open.record;
+        if record && self.in_chunks(d) {
+            self.room_for_record()?;
+        }
+        let Some(open) = self.messages.get_mut(peer, shim.id) else {
+            return Err(Dropped::Late);
+        };
         open.last = now;
         if !reliable && !open.final_seen {
             open.until = now + deadline;
@@ -293,10 +386,9 @@ impl DatagramQp {
             progress.complete |= done.complete;
             self.counters.rx_repaired += 1;
         }
-        if result == Err(Dropped::Access) || result == Err(Dropped::Local) {
+        if let Err(why @ (Dropped::Access | Dropped::Local)) = result {
             // The memory is gone, and with it the message.
-            self.messages.close(peer, shim.id);
-            return result;
+            return Err(self.spoil(peer, shim.id, why));
         }
         if d.header.last() {
             self.final_seen(peer, shim.id);
@@ -315,32 +407,40 @@ impl DatagramQp {
         identity: &Identity,
     ) -> Result<Progress, Dropped> {
         let (lead, reliable) = (self.lead(identity), self.rd.is_some());
+        let crowded = self.messages.has_too_many_runs();
         let Some(open) = self.messages.get_mut(peer, id) else {
             return Err(Dropped::Late);
         };
         let end = offset.saturating_add(u32::try_from(payload.len()).unwrap_or(u32::MAX));
         // A gap of a reliable message closes; the window of its sender bounds how many there are.
-        let most = if open.record || reliable {
+        let most = if (open.record || reliable) && !crowded {
             bounds::RECORD_GAPS
         } else {
             bounds::DATAGRAM_RANGES
         };
-        let fresh = open
-            .coverage
-            .add(offset, end, most)
-            .map_err(|_| Dropped::Gaps)?;
+        let before = open.coverage.ranges().len();
+        let fresh = match open.coverage.add(offset, end, most) {
+            Ok(fresh) => fresh,
+            // It may be acknowledged already: it waits until there are fewer gaps. What closes one always goes.
+            Err(TooManyGaps) if reliable && crowded => return Err(Dropped::Busy),
+            Err(TooManyGaps) => return Err(Dropped::Gaps),
+        };
+        let runs = open.coverage.ranges().len();
         let complete = open.coverage.is_complete(identity.length);
         if fresh.is_empty() && !complete && !payload.is_empty() {
             return Err(Dropped::Duplicate);
         }
-        let (places, receive) = (open.places.clone(), open.receive.as_ref().map(|r| r.id));
+        let places = open.places.clone();
+        self.messages.note_runs(before, runs);
         // Only what is new is placed: the application may have used the rest already.
         for (from, to) in &fresh {
             let part = (from - offset) as usize..(to - offset) as usize;
             let bytes = payload.get(part).unwrap_or(&[]);
             if !self.place(&places, lead + u64::from(*from), bytes) {
-                return Err(match receive {
-                    Some(id) => self.broken_receive(id),
+                // Taken out: what fails now flushes those that are left.
+                let receive = self.messages.get_mut(peer, id);
+                return Err(match receive.and_then(|open| open.receive.take()) {
+                    Some(request) => self.broken_receive(request.id),
                     None => Dropped::Access,
                 });
             }
@@ -372,9 +472,7 @@ impl DatagramQp {
     ) -> Result<(), Dropped> {
         let id = d.shim.id;
         let record = identity.opcode == Opcode::WriteRecord;
-        let chunks = record
-            && (self.options.record == RecordMode::Chunk
-                || d.shim.attributes & ATTR_NOT_AGGREGATED != 0);
+        let chunks = record && self.in_chunks(d);
         if chunks {
             for (from, to) in &progress.fresh {
                 self.record_chunk(arrival, d, identity, *from, *to);
@@ -393,22 +491,27 @@ impl DatagramQp {
                 self.complete_message(arrival, d, request, identity, WcOp::RecvWriteImm);
                 return Ok(());
             }
+            if record && !chunks {
+                // What is there stays there, and the record is made when its last datagram is tried again.
+                self.room_for_record()?;
+            }
+            if !self.invalidates(identity) {
+                return Err(self.spoil(peer, id, Dropped::Access));
+            }
             let Some(open) = self.messages.close(peer, id) else {
                 return Ok(());
             };
             if let Some(request) = open.receive {
-                if !self.invalidates(identity) {
-                    self.rq.put_back(request);
-                    return Err(Dropped::Access);
-                }
                 self.complete_message(arrival, d, request, identity, WcOp::Recv);
             } else if !chunks {
                 self.record(peer, id, &open);
             }
             return Ok(());
         }
+        // What is reliable becomes complete.
         let thesis = record && self.options.record == RecordMode::Thesis && !chunks;
         if thesis
+            && self.rd.is_none()
             && d.header.last()
             && let Some(open) = self.messages.close(peer, id)
         {
@@ -443,9 +546,22 @@ impl DatagramQp {
 
     /// Makes the record of a message that is over.
     fn record(&mut self, peer: &Peer, id: u32, open: &Open) {
-        let identity = &open.identity;
+        let ranges = open.coverage.ranges();
+        self.record_of(peer, id, &open.identity, ranges, open.final_seen);
+    }
+
+    /// The same of the runs of bytes that are there.
+    fn record_of(
+        &mut self,
+        peer: &Peer,
+        id: u32,
+        identity: &Identity,
+        ranges: &[Range],
+        final_seen: bool,
+    ) {
         let (stag, base) = identity.base.unwrap_or((Stag(0), To(0)));
-        let complete = open.coverage.is_complete(identity.length);
+        let valid = ranges.iter().map(|(from, to)| to - from).sum();
+        let complete = valid == identity.length;
         let record = Record {
             from: peer.0,
             src_qpn: u32::from(peer.0.port()) << 8 | u32::from(peer.1),
@@ -453,19 +569,19 @@ impl DatagramQp {
             stag,
             base,
             length: identity.length,
-            valid: open.coverage.bytes(),
+            valid,
             offset: 0,
             imm: identity.imm,
             complete,
             chunk: false,
-            final_seen: open.final_seen,
+            final_seen,
             map: 0,
         };
         if complete {
             self.counters.rx_messages += 1;
             self.observe(&Step::Deliver(identity.opcode));
         }
-        self.push_record(record, open.coverage.ranges(), identity.solicited);
+        self.push_record(record, ranges, identity.solicited);
     }
 
     fn record_chunk(

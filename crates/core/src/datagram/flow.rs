@@ -4,7 +4,8 @@
 //! most of them where no wire slows it down; hardware loses none of them. So a receiver *reports* now and then how far
 //! it has come and how much room its socket has, and a sender waits when more than that is under way. Reports are
 //! advice: one that is lost, false or missing costs time, never a message. A peer that stays silent is not waited for
-//! any more until it speaks again; one that never spoke is waited for once.
+//! any more until it speaks again, and one that never spoke is waited for once: then a clock sets the pace, slow enough
+//! that no queue on the way overflows of it.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
@@ -15,9 +16,11 @@
 //! +------------------------------+----------+
 //! ```
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
+use super::table::Table;
 use crate::bounds;
 use crate::wire::Msn;
 use crate::wire::control::Control;
@@ -80,6 +83,8 @@ struct Window {
     under_way: VecDeque<(u32, u32, u32)>,
     charge: u64,
     limit: u64,
+    /// When charge was taken off for the time that had passed, of a silent peer.
+    eased: Duration,
     /// Stalls since it reported last; none of it was heard yet at [`UNHEARD`].
     silence: u8,
 }
@@ -88,11 +93,44 @@ struct Window {
 const PATIENCE: u8 = 10;
 /// A peer that never reported; one stall is enough.
 const UNHEARD: u8 = PATIENCE - 1;
+/// Reports that a source gets early, so that one which is lost is not waited for.
+const EARLY: u8 = 4;
+/// Charge that a silent peer is taken to fetch in a second: of datagrams of 1,500 bytes some 32,000.
+const SILENT_RATE: u64 = 128 << 20;
+/// Charge that may be under way to it.
+const SILENT_WINDOW: u64 = 1 << 20;
+/// How long the queue pair waits at least when that is full.
+const SILENT_WAIT: Duration = Duration::from_millis(1);
 
 impl Window {
-    /// It does not report: never mind.
+    fn new() -> Self {
+        Self {
+            under_way: VecDeque::new(),
+            charge: 0,
+            limit: bounds::DATAGRAM_WINDOW.into(),
+            eased: Duration::ZERO,
+            silence: UNHEARD,
+        }
+    }
+
+    /// It does not report: the clock does.
     fn is_silent(&self) -> bool {
         self.silence >= PATIENCE
+    }
+
+    /// Charge that a silent peer has fetched since a look at the clock.
+    fn fetched(&self, now: Duration) -> u64 {
+        let time = now.saturating_sub(self.eased).min(Duration::from_secs(1));
+        let fetched = u128::from(SILENT_RATE) * time.as_nanos() / 1_000_000_000;
+        u64::try_from(fetched).unwrap_or(u64::MAX)
+    }
+
+    fn is_full(&self, now: Duration) -> bool {
+        if self.is_silent() {
+            self.charge.saturating_sub(self.fetched(now)) >= SILENT_WINDOW
+        } else {
+            self.charge >= self.limit
+        }
     }
 }
 
@@ -103,19 +141,22 @@ struct Source {
     since: u64,
     /// Bytes that came from it, less those that it was sent for them.
     credit: u64,
-    told: bool,
+    /// Reports, as far as they are counted.
+    told: u8,
 }
 
 /// Windows to all peers, and reports to them.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
-    windows: HashMap<Peer, Window>,
-    sources: HashMap<Peer, Source>,
+    windows: Table<Peer, Window>,
+    sources: Table<Peer, Source>,
     /// To whom, from which of our addresses, what.
     reports: VecDeque<(Peer, Option<IpAddr>, Report)>,
     /// Room that we announce.
     room: u32,
     stalled: Option<Peer>,
+    /// When the stall of a silent peer ends.
+    until: Option<Duration>,
     /// Counts stalls.
     stalls: u64,
 }
@@ -145,22 +186,23 @@ impl Flow {
     // ------------------------------------------------------------------ sender
 
     /// Whether a datagram may be sent to `peer` now. If not, the queue pair is stalled until a report comes.
-    pub(super) fn may_send(&mut self, peer: &Peer) -> bool {
-        let full = self
-            .windows
-            .get(peer)
-            .is_some_and(|w| !w.is_silent() && w.charge >= w.limit);
-        if full && self.stalled != Some(*peer) {
+    pub(super) fn may_send(&mut self, peer: &Peer, now: Duration) -> bool {
+        let window = self.windows.get(peer);
+        let Some(window) = window.filter(|w| w.is_full(now)) else {
+            return true;
+        };
+        if self.stalled != Some(*peer) {
+            self.until = window.is_silent().then_some(now + SILENT_WAIT);
             self.stalled = Some(*peer);
             self.stalls += 1;
         }
-        !full
+        false
     }
 
     /// Whether a datagram may be sent to `peer` now; nobody waits for it if not.
-    pub(super) fn is_open(&self, peer: &Peer) -> bool {
+    pub(super) fn is_open(&self, peer: &Peer, now: Duration) -> bool {
         let window = self.windows.get(peer);
-        window.is_none_or(|w| w.is_silent() || w.charge < w.limit)
+        window.is_none_or(|w| !w.is_full(now))
     }
 
     /// What is under way to `peer` counts as lost, since it says nothing.
@@ -173,22 +215,21 @@ impl Flow {
     }
 
     /// A datagram goes to `peer`.
-    pub(super) fn sent(&mut self, peer: Peer, id: u32, end: u32, bytes: usize) {
+    pub(super) fn sent(&mut self, peer: Peer, id: u32, end: u32, bytes: usize, now: Duration) {
         if self.windows.len() >= bounds::DATAGRAM_PEERS && !self.windows.contains_key(&peer) {
             self.windows.clear();
             self.stalled = None;
+            self.until = None;
         }
-        let window = self.windows.entry(peer).or_insert_with(|| Window {
-            under_way: VecDeque::new(),
-            charge: 0,
-            limit: bounds::DATAGRAM_WINDOW.into(),
-            silence: UNHEARD,
-        });
-        if !window.is_silent() {
-            let charge = charge(bytes);
+        let window = self.windows.entry(peer).or_insert_with(Window::new);
+        let charge = charge(bytes);
+        if window.is_silent() {
+            window.charge = window.charge.saturating_sub(window.fetched(now));
+            window.eased = now;
+        } else {
             window.under_way.push_back((id, end, charge));
-            window.charge += u64::from(charge);
         }
+        window.charge += u64::from(charge);
     }
 
     /// `peer` reports.
@@ -196,6 +237,9 @@ impl Flow {
         let Some(window) = self.windows.get_mut(peer) else {
             return;
         };
+        if window.is_silent() {
+            window.charge = 0;
+        }
         window.silence = 0;
         let room = report
             .room
@@ -213,6 +257,20 @@ impl Flow {
         }
         if self.stalled == Some(*peer) && window.charge < window.limit {
             self.stalled = None;
+            self.until = None;
+        }
+    }
+
+    /// When [`Self::ease`] ends a stall.
+    pub(super) fn eases(&self) -> Option<Duration> {
+        self.until
+    }
+
+    /// Time has passed, and a silent peer may be sent to again.
+    pub(super) fn ease(&mut self, now: Duration) {
+        if self.until.is_some_and(|until| until <= now) {
+            self.stalled = None;
+            self.until = None;
         }
     }
 
@@ -223,6 +281,7 @@ impl Flow {
 
     /// The peer has been silent for long enough: what was under way to it counts as lost.
     pub(super) fn give_up_waiting(&mut self) {
+        self.until = None;
         if let Some(peer) = self.stalled.take() {
             self.forgive(&peer);
         }
@@ -230,14 +289,21 @@ impl Flow {
 
     // ------------------------------------------------------------------ receiver
 
-    /// A datagram of `bytes` came from `peer`.
-    pub(super) fn came(&mut self, peer: Peer, bytes: usize) {
+    /// A datagram of `bytes` came from `peer`. Whether [`Self::heard`] is to be told of it: it is the first one, or a part of
+    /// our room has come since.
+    pub(super) fn came(&mut self, peer: Peer, bytes: usize) -> bool {
         if self.sources.len() >= bounds::DATAGRAM_PEERS && !self.sources.contains_key(&peer) {
             self.sources.clear();
         }
+        let quarter = u64::from(self.room / 4);
         let source = self.sources.entry(peer).or_default();
         source.since += u64::from(charge(bytes));
         source.credit += bytes as u64;
+        // Before the first report comes there, a sender sends no more than the least window; and it may be lost.
+        let early = u64::from(bounds::DATAGRAM_WINDOW / 4);
+        source.told == 0
+            || source.since >= quarter
+            || (source.told < EARLY && source.since >= early)
     }
 
     /// Whether `bytes` may be sent to `peer` for what came from there: its address may be somebody else's, and no more goes
@@ -251,17 +317,14 @@ impl Flow {
         left.is_some()
     }
 
-    /// A datagram that [`Self::came`] from `peer` to our address `from` is reported, if it is the first one or a part of our
-    /// room has come since.
+    /// A datagram that [`Self::came`] from `peer` to our address `from` is reported.
     pub(super) fn heard(&mut self, peer: Peer, from: Option<IpAddr>, id: u32, end: u32) {
-        let quarter = u64::from(self.room / 4);
-        let due = |s: &Source| !s.told || s.since >= quarter;
-        if !self.sources.get(&peer).is_some_and(due) || !self.spend(&peer, REPORT) {
+        if !self.spend(&peer, REPORT) {
             return;
         }
         if let Some(source) = self.sources.get_mut(&peer) {
             source.since = 0;
-            source.told = true;
+            source.told = source.told.saturating_add(1);
         }
         let report = Report {
             id,
@@ -291,6 +354,8 @@ impl Flow {
 mod tests {
     use super::*;
 
+    const NOW: Duration = Duration::from_secs(100);
+
     fn peer(port: u16) -> Peer {
         (SocketAddr::from(([10, 0, 0, 1], port)), 3)
     }
@@ -312,12 +377,12 @@ mod tests {
     fn a_full_window_opens_when_its_peer_reports() {
         let mut flow = Flow::new();
         let mut id = u32::MAX - 3;
-        while flow.may_send(&peer(1)) {
-            flow.sent(peer(1), id, 100, 1000);
+        while flow.may_send(&peer(1), NOW) {
+            flow.sent(peer(1), id, 100, 1000, NOW);
             id = id.wrapping_add(1);
         }
         assert_eq!(flow.stall(), Some(1));
-        assert!(flow.may_send(&peer(2)), "another peer has its own");
+        assert!(flow.may_send(&peer(2), NOW), "another peer has its own");
         let mut report = Report {
             id: id.wrapping_sub(1),
             end: 99,
@@ -335,62 +400,102 @@ mod tests {
         // A report of something that was not sent yet changes nothing to the worse.
         report.id = report.id.wrapping_add(1000);
         flow.handle_report(&peer(1), &report);
-        assert!(flow.may_send(&peer(1)));
+        assert!(flow.may_send(&peer(1), NOW));
+    }
+
+    /// Sends what may be sent at a time, and says how many datagrams that were.
+    fn fill(flow: &mut Flow, now: Duration) -> u64 {
+        let mut n = 0;
+        while n < 100_000 && flow.may_send(&peer(1), now) {
+            flow.sent(peer(1), 1, 100, 1000, now);
+            n += 1;
+        }
+        n
     }
 
     #[test]
     fn a_silent_peer_is_not_waited_for_until_it_speaks() {
         let mut flow = Flow::new();
-        let fill = |flow: &mut Flow| {
-            let mut n = 0;
-            while n < 10_000 && flow.may_send(&peer(1)) {
-                flow.sent(peer(1), 1, 100, 1000);
-                n += 1;
-            }
-            n
-        };
-        let n = fill(&mut flow);
+        let n = fill(&mut flow, NOW);
         assert!(n < 100);
         flow.give_up_waiting();
         assert_eq!(flow.stall(), None);
-        assert_eq!(fill(&mut flow), 10_000);
+        // By the clock from now on.
+        assert_eq!(
+            fill(&mut flow, NOW),
+            SILENT_WINDOW.div_ceil(charge(1000).into())
+        );
         let report = Report {
             id: 1,
             end: 100,
             room: 1 << 20,
         };
         flow.handle_report(&peer(1), &report);
-        let more = fill(&mut flow);
+        assert_eq!((flow.stall(), flow.eases()), (None, None));
+        let more = fill(&mut flow, NOW);
         assert!(more > n && more < 10_000);
-        assert_eq!(flow.stall(), Some(2));
+        assert_eq!((flow.stall(), flow.eases()), (Some(3), None));
         // It is known to report, so it has more patience.
-        for stall in 3..=PATIENCE.into() {
+        for stall in 4..=PATIENCE.into() {
             flow.give_up_waiting();
-            assert_eq!(fill(&mut flow), more);
+            assert_eq!(fill(&mut flow, NOW), more);
             assert_eq!(flow.stall(), Some(stall));
         }
+        for _ in 0..2 {
+            flow.give_up_waiting();
+            assert_eq!(fill(&mut flow, NOW), more);
+            assert_eq!(flow.eases(), None);
+        }
         flow.give_up_waiting();
-        assert_eq!(fill(&mut flow), more);
-        flow.give_up_waiting();
-        assert_eq!(fill(&mut flow), 10_000);
+        fill(&mut flow, NOW);
+        assert_eq!(flow.eases(), Some(NOW + SILENT_WAIT));
     }
 
     #[test]
-    fn the_first_datagram_is_reported_and_then_a_quarter_of_the_room_at_a_time() {
+    fn a_silent_peer_is_sent_to_at_the_pace_of_the_clock() {
+        let mut flow = Flow::new();
+        fill(&mut flow, NOW);
+        flow.give_up_waiting();
+        let (mut now, mut sent) = (NOW, fill(&mut flow, NOW));
+        while now < NOW + Duration::from_secs(1) {
+            let stall = flow.stall();
+            assert!(stall.is_some());
+            flow.ease(now + SILENT_WAIT / 2);
+            assert_eq!(flow.stall(), stall, "too early");
+            now += SILENT_WAIT;
+            flow.ease(now);
+            assert_eq!(flow.stall(), None);
+            sent += fill(&mut flow, now);
+        }
+        let charged = sent * u64::from(charge(1000));
+        let most = SILENT_RATE + 2 * SILENT_WINDOW;
+        assert!((SILENT_RATE..most).contains(&charged), "{charged}");
+    }
+
+    #[test]
+    fn the_first_datagram_is_reported_a_few_early_and_then_a_quarter_of_the_room_at_a_time() {
         let mut flow = Flow::new();
         flow.set_room(1 << 20);
         let mut reported = Vec::new();
         for id in 1..=1000 {
-            flow.came(peer(1), 1000);
-            flow.heard(peer(1), None, id, 5);
+            if flow.came(peer(1), 1000) {
+                flow.heard(peer(1), None, id, 5);
+            }
             if let Some((to, _, report)) = flow.next_report() {
                 assert_eq!(to, peer(1));
                 assert_eq!((report.id, report.room), (id, 1 << 20));
                 reported.push(id);
             }
         }
-        let each = (1 << 18) / charge(1000) + 1;
-        assert_eq!(reported[..3], [1, 1 + each, 1 + 2 * each]);
+        let each = (1_u32 << 18).div_ceil(charge(1000));
+        let early = (bounds::DATAGRAM_WINDOW / 4).div_ceil(charge(1000));
+        let steps: Vec<u32> = reported.windows(2).map(|two| two[1] - two[0]).collect();
+        assert_eq!(
+            (reported[0], &steps[..5]),
+            (1, &[early, early, early, each, each][..])
+        );
+        // Whichever of the first is lost, another comes before the sender has sent all that it may without.
+        assert!(2 * early * charge(1000) < bounds::DATAGRAM_WINDOW);
     }
 
     #[test]
@@ -399,7 +504,7 @@ mod tests {
         for port in 0..u16::MAX {
             flow.came(peer(port), 1000);
             flow.heard(peer(port), None, 1, 1);
-            flow.sent(peer(port), 1, 1, 1);
+            flow.sent(peer(port), 1, 1, 1, NOW);
         }
         assert!(flow.sources.len() <= bounds::DATAGRAM_PEERS);
         assert!(flow.windows.len() <= bounds::DATAGRAM_PEERS);
@@ -411,18 +516,20 @@ mod tests {
         let mut flow = Flow::new();
         let (mut came, mut went) = (0, 0);
         for n in 0..100 {
-            flow.came(peer(1), 41);
+            let due = flow.came(peer(1), 41);
             came += 41;
             for part in [30, REPORT, 20] {
                 if n % 3 == 0 && flow.spend(&peer(1), part) {
                     went += part;
                 }
             }
-            flow.heard(peer(1), None, n, 0);
+            if due {
+                flow.heard(peer(1), None, n, 0);
+            }
             went += flow.next_report().map_or(0, |_| REPORT);
             assert!(went <= came, "{went} of {came}");
         }
-        assert!(went >= REPORT && flow.sources[&peer(1)].told);
+        assert!(went >= REPORT && flow.sources[&peer(1)].told > 0);
         assert!(!flow.spend(&peer(2), 1));
     }
 }

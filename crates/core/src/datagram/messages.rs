@@ -12,9 +12,11 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use super::Dropped;
 use super::flow::Peer;
 use super::parity::Groups;
 use super::reassemble::{Coverage, Identity, Range};
+use super::table::Table;
 use crate::bounds;
 use crate::ddp::tx::Places;
 use crate::verbs::wr::RecvRequest;
@@ -62,7 +64,7 @@ pub struct Records {
 
 impl Records {
     /// The oldest record.
-    pub fn poll(&mut self) -> Option<Record> {
+    pub(super) fn poll(&mut self) -> Option<Record> {
         self.waiting.pop_front()
     }
 
@@ -82,7 +84,7 @@ impl Records {
     }
 
     /// The program has read a map.
-    pub fn release(&mut self, map: u64) -> bool {
+    pub(super) fn release(&mut self, map: u64) -> bool {
         match self.maps.remove(&map) {
             Some(ranges) => {
                 self.ranges -= ranges.len();
@@ -92,9 +94,14 @@ impl Records {
         }
     }
 
+    /// Whether there is room for one more record of a message that is complete, or of a chunk.
+    pub(super) fn has_room(&self, most: u32) -> bool {
+        self.waiting.len() + self.maps.len() < most as usize
+    }
+
     /// Adds a record; false if there is no room for it.
     pub(super) fn push(&mut self, mut record: Record, ranges: &[Range], most: u32) -> bool {
-        if self.waiting.len() + self.maps.len() >= most as usize {
+        if !self.has_room(most) {
             return false;
         }
         if !record.complete && !record.chunk {
@@ -192,6 +199,10 @@ pub(super) struct Open {
     pub(super) parity: Option<Box<Groups>>,
     /// When its newest datagram came.
     pub(super) last: Duration,
+    /// Reliable: number of its latest packet.
+    pub(super) packet: u64,
+    /// Reliable: it cannot be completed, and its sender is told when it is the turn of one of its packets.
+    pub(super) spoilt: Option<Dropped>,
     /// When it is given up, with what is there.
     pub(super) until: Duration,
     /// What stands in the list of timers.
@@ -225,10 +236,12 @@ pub(super) enum Turn {
 /// All messages under way.
 #[derive(Debug, Default)]
 pub(super) struct Messages {
-    sources: HashMap<Peer, Source>,
+    sources: Table<Peer, Source>,
     /// When a message may have to be given up; looked up again then, for it may have moved.
     timers: BTreeSet<(Duration, Peer, u32)>,
     open: usize,
+    /// Runs of bytes in all that are open.
+    runs: usize,
     /// Nothing that is open may be given up for something else.
     reliable: bool,
 }
@@ -254,20 +267,31 @@ impl Messages {
             || (self.open >= bounds::OPEN_MESSAGES && theirs >= FAIR)
     }
 
-    /// Sorts in a datagram.
+    /// Whether all messages together have as many gaps as they may.
+    pub(super) fn has_too_many_runs(&self) -> bool {
+        self.runs >= bounds::OPEN_RUNS
+    }
+
+    /// An open message that had `before` runs has `after`.
+    pub(super) fn note_runs(&mut self, before: usize, after: usize) {
+        self.runs = (self.runs + after).saturating_sub(before);
+    }
+
+    /// Sorts in a datagram. A reliable one comes once, and its sender takes it for done when it is not refused: none is late,
+    /// however old its number.
     pub(super) fn turn(&self, peer: &Peer, epoch: u16, id: u32) -> Turn {
         let Some(source) = self.sources.get(peer) else {
             return Turn::New;
         };
         if source.epoch != epoch {
             return match source.before {
-                Some(before) if before == epoch => Turn::Late,
+                Some(before) if before == epoch && !self.reliable => Turn::Late,
                 _ => Turn::New,
             };
         }
         if source.open.iter().any(|(n, _)| *n == id) {
             Turn::Open
-        } else if source.closed.has(id) {
+        } else if !self.reliable && source.closed.has(id) {
             Turn::Late
         } else {
             Turn::New
@@ -313,6 +337,7 @@ impl Messages {
         if source.epoch != epoch {
             self.open -= source.open.len();
             for (id, open) in source.open.drain(..) {
+                self.runs -= open.coverage.ranges().len();
                 self.timers.remove(&(open.timer, *peer, id));
                 given_up.push((*peer, id, open));
             }
@@ -357,6 +382,20 @@ impl Messages {
         }
     }
 
+    /// A message came and was over at once.
+    pub(super) fn close_single(
+        &mut self,
+        peer: &Peer,
+        epoch: u16,
+        id: u32,
+        now: Duration,
+        given_up: &mut Vec<GivenUp>,
+    ) {
+        if let Some(source) = self.enter(peer, epoch, now, given_up) {
+            source.closed.close(id);
+        }
+    }
+
     /// A message is over.
     pub(super) fn close(&mut self, peer: &Peer, id: u32) -> Option<Box<Open>> {
         let source = self.sources.get_mut(peer)?;
@@ -364,6 +403,7 @@ impl Messages {
         let (_, open) = source.open.remove(at);
         source.closed.close(id);
         self.open -= 1;
+        self.runs -= open.coverage.ranges().len();
         self.timers.remove(&(open.timer, *peer, id));
         Some(open)
     }
@@ -386,16 +426,25 @@ impl Messages {
         }
     }
 
-    /// The source has nothing under way any more; its closed numbers are remembered.
-    pub(super) fn skip(&mut self, peer: &Peer, given_up: &mut Vec<GivenUp>) {
-        let Some(source) = self.sources.get_mut(peer) else {
+    /// Packet `seq` of a reliable source was of message `id`.
+    pub(super) fn note_packet(&mut self, peer: &Peer, id: u32, seq: u64) {
+        if let Some(open) = self.get_mut(peer, id) {
+            open.packet = open.packet.max(seq);
+        }
+    }
+
+    /// Packets of a reliable source before `base` never come. What had others behind it has lost nothing: a message's
+    /// packets have numbers in a row, and the source gives up all or none of them.
+    pub(super) fn skip(&mut self, peer: &Peer, base: u64, given_up: &mut Vec<GivenUp>) {
+        let Some(source) = self.sources.get(peer) else {
             return;
         };
-        for (id, open) in source.open.drain(..) {
-            source.closed.close(id);
-            self.open -= 1;
-            self.timers.remove(&(open.timer, *peer, id));
-            given_up.push((*peer, id, open));
+        let open = source.open.iter().filter(|(_, open)| open.packet < base);
+        let ids: Vec<u32> = open.map(|(id, _)| *id).collect();
+        for id in ids {
+            if let Some(open) = self.close(peer, id) {
+                given_up.push((*peer, id, open));
+            }
         }
     }
 
@@ -403,6 +452,7 @@ impl Messages {
         if let Some(source) = self.sources.remove(peer) {
             self.open -= source.open.len();
             for (id, open) in source.open {
+                self.runs -= open.coverage.ranges().len();
                 self.timers.remove(&(open.timer, *peer, id));
                 given_up.push((*peer, id, open));
             }
@@ -455,6 +505,7 @@ impl Messages {
         }
         self.timers.clear();
         self.open = 0;
+        self.runs = 0;
         given_up
     }
 }
@@ -486,6 +537,137 @@ mod tests {
             }
             assert!(closed.has(top.wrapping_sub(WINDOW)));
             assert!(!closed.has(top.wrapping_add(1)));
+        }
+    }
+
+    /// Whatever ends messages: the runs that are counted are those of the ones that are open.
+    #[test]
+    fn runs_are_counted_as_long_as_their_message_is_open() {
+        let identity = Identity {
+            opcode: crate::wire::rdmap::Opcode::WriteRecord,
+            length: 1000,
+            base: Some((Stag(1), To(0))),
+            imm: None,
+            invalidate: None,
+            solicited: false,
+        };
+        let peer = |n: u16| -> Peer { (SocketAddr::from(([10, 0, 0, 1], n)), 1) };
+        let mut messages = Messages::new(false);
+        let mut given_up = Vec::new();
+        let mut n = 1_u32;
+        for step in 0..20_000_u32 {
+            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let now = Duration::from_millis(step.into());
+            let (who, id, what) = (peer((n >> 8) as u16 % 40), step / 7, n >> 24);
+            let epoch = (step / 5000) as u16 + 1;
+            match what {
+                0 => messages.skip(&who, u64::MAX, &mut given_up),
+                1 => messages.forget(&who, &mut given_up),
+                2 => messages.overtaken(&who, id + 20, &mut given_up),
+                3 => messages.expire(now, &mut given_up),
+                4 if step % 3000 < 10 => given_up.extend(messages.clear()),
+                5..60 => {
+                    messages.close(&who, id.saturating_sub(n % 3));
+                }
+                _ if messages.turn(&who, epoch, id) == Turn::New => {
+                    let until = now + Duration::from_millis(100);
+                    let open = Open {
+                        identity,
+                        coverage: Coverage::default(),
+                        receive: None,
+                        places: Places::new(),
+                        record: true,
+                        final_seen: false,
+                        parity: None,
+                        last: now,
+                        packet: 0,
+                        spoilt: None,
+                        until,
+                        timer: until,
+                    };
+                    messages.open(&who, epoch, id, open, now, &mut given_up);
+                }
+                _ => {
+                    if let Some(open) = messages.get_mut(&who, id) {
+                        let before = open.coverage.ranges().len();
+                        let from = (n >> 4) % 990;
+                        open.coverage.add(from, from + 5, 1000).unwrap();
+                        let after = open.coverage.ranges().len();
+                        messages.note_runs(before, after);
+                    }
+                }
+            }
+            let all = messages.sources.values().flat_map(|s| &s.open);
+            let (open, runs) = all.fold((0, 0), |(open, runs), (_, m)| {
+                (open + 1, runs + m.coverage.ranges().len())
+            });
+            assert_eq!((messages.open, messages.runs), (open, runs), "step {step}");
+        }
+        assert!(given_up.len() > 100, "{}", given_up.len());
+    }
+
+    fn open() -> Open {
+        Open {
+            identity: Identity {
+                opcode: crate::wire::rdmap::Opcode::WriteRecord,
+                length: 1000,
+                base: Some((Stag(1), To(0))),
+                imm: None,
+                invalidate: None,
+                solicited: false,
+            },
+            coverage: Coverage::default(),
+            receive: None,
+            places: Places::new(),
+            record: true,
+            final_seen: false,
+            parity: None,
+            last: Duration::ZERO,
+            packet: 0,
+            spoilt: None,
+            until: Duration::MAX,
+            timer: Duration::MAX,
+        }
+    }
+
+    fn nth(n: usize) -> Peer {
+        let [.., a, b, c, d] = n.to_be_bytes();
+        (SocketAddr::from(([10, a, b, c], 4000)), d)
+    }
+
+    /// One reliable source has no more than its share, and leaves the others theirs.
+    #[test]
+    fn one_source_has_so_many_open_messages() {
+        let mut messages = Messages::new(true);
+        let mut given_up = Vec::new();
+        for id in 0..bounds::OPEN_MESSAGES_SOURCE as u32 {
+            assert!(!messages.is_full(&nth(0)), "{id}");
+            messages.open(&nth(0), 1, id, open(), Duration::ZERO, &mut given_up);
+        }
+        assert!(messages.is_full(&nth(0)));
+        assert!(!messages.is_full(&nth(1)));
+        assert!(given_up.is_empty());
+    }
+
+    /// Sources are bounded; of reliable ones those that have nothing open go.
+    #[test]
+    fn so_many_sources_are_remembered() {
+        for reliable in [false, true] {
+            let mut messages = Messages::new(reliable);
+            let mut given_up = Vec::new();
+            for n in 0..bounds::RECORD_SOURCES + 500 {
+                let now = Duration::from_millis(n as u64);
+                if n < 5 {
+                    messages.open(&nth(n), 1, 7, open(), now, &mut given_up);
+                } else {
+                    messages.close_single(&nth(n), 1, 7, now, &mut given_up);
+                }
+                assert!(messages.sources.len() <= bounds::RECORD_SOURCES, "{n}");
+            }
+            if reliable {
+                assert!((0..5).all(|n| messages.get_mut(&nth(n), 7).is_some()));
+                assert!(given_up.is_empty());
+            }
         }
     }
 

@@ -21,6 +21,7 @@
 //! | `parity.rs` | lost datagrams made from others |
 //! | `cookie.rs` | who has shown that it receives at its address |
 //! | `flow.rs` | not to send faster than the peer receives |
+//! | `table.rs` | tables by peer |
 //! | [`grh`] | the 40 bytes in front of a message on UD and RD |
 //!
 //! What differs between the kinds:
@@ -44,6 +45,7 @@ mod rd;
 mod reads;
 mod reassemble;
 mod respond;
+mod table;
 
 pub mod grh;
 pub mod messages;
@@ -54,7 +56,7 @@ pub mod tx;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
@@ -65,20 +67,22 @@ use crate::bounds;
 use crate::connection::{AsyncEvent, Parts, Rnic, Step, merge};
 use crate::error::Misuse;
 use crate::verbs::cq::Cq;
+use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{self, Attr, QpType, State, mask};
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::sq::{Phase, Posted, SendQueue};
+use crate::verbs::sq::{Phase, Retired, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
-use crate::verbs::wr::{Destination, Op, RecvRequest, WorkRequest};
+use crate::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use crate::wire::dgram::DgramError;
 use cookie::Secret;
 use flow::{Flow, Peer};
-use messages::{Messages, Records};
+use messages::{Messages, Record, Records};
 use options::Options;
 use parity::Budget;
-use rd::Reliable;
+use rd::{Reliable, Want};
 use reads::Reads;
 use reassemble::Incoming;
+use table::Table;
 
 /// The queue pair number of every member of a multicast group.
 pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
@@ -222,9 +226,21 @@ pub enum Dropped {
     Local,
     /// As many answers wait to be sent as may.
     Busy,
+    /// Reliable: as many records wait for the program as may.
+    NoRecord,
 }
 
 impl Dropped {
+    /// What a reliable packet waits for that is not refused.
+    fn want(self) -> Option<Want> {
+        match self {
+            Self::NoReceive => Some(Want::Receive),
+            Self::Busy => Some(Want::Room),
+            Self::NoRecord => Some(Want::Record),
+            _ => None,
+        }
+    }
+
     /// How the sender's request ends, where it is told.
     fn status(self) -> Status {
         match self {
@@ -302,7 +318,7 @@ pub struct Counters {
     pub rx_dup: u64,
     /// Dropped: of a message that was over.
     pub rx_late: u64,
-    /// Dropped: no receive posted.
+    /// Dropped: no receive posted. Reliable: packets that waited, for a receive or for room for a record.
     pub rx_no_recv: u64,
     /// Dropped: memory that may not be written.
     pub rx_stag: u64,
@@ -330,11 +346,17 @@ pub struct Counters {
     pub tx_errors: u64,
     /// Times that sending stopped for a peer that never said it might go on.
     pub tx_stalls: u64,
+    /// Reliable: packets that were sent once more.
+    pub rd_again: u64,
+    /// Reliable: packets that asked a silent peer.
+    pub rd_probes: u64,
+    /// Reliable: packets that only acknowledged.
+    pub rd_acks: u64,
 }
 
 impl Counters {
     /// All of them with their names.
-    pub fn named(&self) -> [(&'static str, u64); 23] {
+    pub fn named(&self) -> [(&'static str, u64); 26] {
         [
             ("rx_dgrams", self.rx_dgrams),
             ("rx_messages", self.rx_messages),
@@ -359,6 +381,9 @@ impl Counters {
             ("tx_dgrams", self.tx_dgrams),
             ("tx_errors", self.tx_errors),
             ("tx_stalls", self.tx_stalls),
+            ("rd_again", self.rd_again),
+            ("rd_probes", self.rd_probes),
+            ("rd_acks", self.rd_acks),
         ]
     }
 
@@ -371,7 +396,7 @@ impl Counters {
             Dropped::Qkey => &mut self.rx_qkey,
             Dropped::Duplicate => &mut self.rx_dup,
             Dropped::Late => &mut self.rx_late,
-            Dropped::NoReceive => &mut self.rx_no_recv,
+            Dropped::NoReceive | Dropped::NoRecord => &mut self.rx_no_recv,
             Dropped::Access => &mut self.rx_stag,
             Dropped::TooLong | Dropped::Gaps => &mut self.rx_bounds,
         };
@@ -388,14 +413,24 @@ const RNR_WAIT: Duration = Duration::from_millis(100);
 /// Buffers of datagrams that are sent, for those to come: memory that was touched costs less than new memory.
 #[derive(Debug, Default)]
 struct Spare {
-    buffers: Vec<Vec<u8>>,
+    /// Those that are large, and others: a small datagram in a large buffer would leave too little for large ones.
+    large: Vec<Vec<u8>>,
+    small: Vec<Vec<u8>>,
     bytes: usize,
 }
 
 impl Spare {
+    /// Bytes from which on a buffer is large.
+    const LARGE: usize = 8 << 10;
+
     /// An empty buffer with room for `len` bytes.
     fn take(&mut self, len: usize) -> Vec<u8> {
-        match self.buffers.pop() {
+        let buffers = if len >= Self::LARGE {
+            &mut self.large
+        } else {
+            &mut self.small
+        };
+        match buffers.pop() {
             Some(mut buffer) => {
                 self.bytes -= buffer.capacity();
                 buffer.clear();
@@ -407,9 +442,14 @@ impl Spare {
     }
 
     fn give(&mut self, buffer: Vec<u8>) {
-        if self.bytes + buffer.capacity() <= bounds::DATAGRAM_SPARE {
-            self.bytes += buffer.capacity();
-            self.buffers.push(buffer);
+        if self.bytes + buffer.capacity() > bounds::DATAGRAM_SPARE {
+            return;
+        }
+        self.bytes += buffer.capacity();
+        if buffer.capacity() >= Self::LARGE {
+            self.large.push(buffer);
+        } else {
+            self.small.push(buffer);
         }
     }
 }
@@ -429,6 +469,8 @@ pub struct DatagramQp {
     rq: RecvQueue,
     peer: Option<Destination>,
     counters: Counters,
+    /// The memory that was sent from last.
+    last_read: LastRegion,
     // --- transmit ---
     epoch: u16,
     /// Number of the next message.
@@ -443,7 +485,7 @@ pub struct DatagramQp {
     /// Ends of messages, to be said once more.
     trailers: VecDeque<tx::Trailer>,
     /// With reliability: messages by peer, how many requests and answers in all, and the peers that may be sent to.
-    lanes: HashMap<Peer, tx::Lane>,
+    lanes: Table<Peer, tx::Lane>,
     lanes_len: usize,
     lanes_answers: usize,
     ready: VecDeque<Peer>,
@@ -454,9 +496,13 @@ pub struct DatagramQp {
     reads: Reads,
     /// Requests that did not go well, by number, and how they end.
     failures: VecDeque<(u64, Status)>,
+    /// A reliable connection has failed: what completes from now on is flushed, also what had arrived.
+    broken: bool,
     // --- receive ---
     incoming: Incoming,
     messages: Messages,
+    /// Addresses that it gets what is for everybody from.
+    joined: Vec<IpAddr>,
     parity: Budget,
     records: Records,
     errors: VecDeque<ErrorReport>,
@@ -467,6 +513,8 @@ pub struct DatagramQp {
     rd: Option<Box<Reliable>>,
     secret: Secret,
     paths: Option<PathMtu>,
+    /// What it said last: of which address, when.
+    path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
     events: VecDeque<AsyncEvent>,
@@ -517,6 +565,7 @@ impl DatagramQp {
             peer: None,
             counters: Counters::default(),
             // 1 to 65535: 0 is not allowed on the wire.
+            last_read: LastRegion::default(),
             epoch: u16::try_from(secret.start(1) % 0xffff + 1).unwrap_or(1),
             next_id: secret.start(2),
             segment: bounds::DATAGRAM_PAYLOAD,
@@ -524,7 +573,7 @@ impl DatagramQp {
             answers: VecDeque::new(),
             outbox: VecDeque::new(),
             trailers: VecDeque::new(),
-            lanes: HashMap::new(),
+            lanes: Table::default(),
             lanes_len: 0,
             lanes_answers: 0,
             crowded: false,
@@ -534,8 +583,10 @@ impl DatagramQp {
             flow: Flow::new(),
             reads: Reads::default(),
             failures: VecDeque::new(),
+            broken: false,
             incoming: Incoming::default(),
             messages: Messages::new(rd.is_some()),
+            joined: Vec::new(),
             parity: Budget::default(),
             records: Records::default(),
             errors: VecDeque::new(),
@@ -544,6 +595,7 @@ impl DatagramQp {
             rd,
             secret,
             paths: None,
+            path: None,
             spare: Spare::default(),
             now: Duration::ZERO,
             events: VecDeque::new(),
@@ -582,8 +634,14 @@ impl DatagramQp {
     }
 
     /// What it has seen.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    pub fn counters(&self) -> Counters {
+        let told = self.rd.as_deref().map(|rd| rd.told).unwrap_or_default();
+        Counters {
+            rd_again: told.again,
+            rd_probes: told.probes,
+            rd_acks: told.acks,
+            ..self.counters
+        }
     }
 
     /// Whether [`Self::poll_tx`] has something now that a datagram that came asked for.
@@ -617,7 +675,14 @@ impl DatagramQp {
     /// Nothing else is about to be sent.
     pub fn flush(&mut self) {
         if let Some(rd) = &mut self.rd {
-            rd.flush();
+            rd.flush(Duration::MAX);
+        }
+    }
+
+    /// Nothing else is about to be sent now, and somebody will look again soon.
+    pub fn flush_due(&mut self) {
+        if let Some(rd) = &mut self.rd {
+            rd.flush(self.now);
         }
     }
 
@@ -627,9 +692,32 @@ impl DatagramQp {
     }
 
     /// Records of Write-Records that came in, and their maps. What is over by time alone is so now.
-    pub fn records(&mut self) -> &mut Records {
+    pub fn records(&mut self) -> &Records {
         self.expire();
-        &mut self.records
+        &self.records
+    }
+
+    /// The oldest record of a Write-Record that came in.
+    pub fn poll_record(&mut self) -> Option<Record> {
+        self.expire();
+        let record = self.records.poll()?;
+        self.feed_records();
+        Some(record)
+    }
+
+    /// The program has read a map. False: there is no such map.
+    pub fn release_map(&mut self, map: u64) -> bool {
+        let released = self.records.release(map);
+        self.feed_records();
+        released
+    }
+
+    /// There is room for a record: reliable peers may have waited for it.
+    fn feed_records(&mut self) {
+        if self.rd.is_some() {
+            self.feed(Want::Record);
+            self.after();
+        }
     }
 
     /// The next error that a peer reported.
@@ -648,7 +736,8 @@ impl DatagramQp {
         // Who polls records finds what is over by itself.
         let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
         let messages = self.messages.next_expiry().filter(|_| records);
-        let all = [rd, messages, self.reads.next_expiry(), self.answers_until()];
+        let (reads, answers) = (self.reads.next_expiry(), self.answers_until());
+        let all = [rd, messages, reads, answers, self.flow.eases()];
         let first = all.into_iter().flatten().min();
         first.filter(|at| *at < Duration::MAX)
     }
@@ -671,6 +760,17 @@ impl DatagramQp {
         self.peer = Some(peer);
     }
 
+    /// What is sent to `group` is for it too, whatever index it names. Only of the broadcast address of a subnet this
+    /// has to be told: others show that they are of many.
+    pub fn join(&mut self, group: IpAddr) {
+        self.joined.push(group);
+    }
+
+    /// The opposite of [`Self::join`].
+    pub fn leave(&mut self, group: IpAddr) {
+        self.joined.retain(|ip| *ip != group);
+    }
+
     /// Sets how many payload bytes a datagram of a segmented message has, for a path that should not see fragments.
     pub fn set_segment(&mut self, payload: usize) {
         let payload = payload.clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
@@ -689,6 +789,7 @@ impl DatagramQp {
     /// Sets who knows what paths carry. Nobody: each carries an Ethernet frame.
     pub fn set_paths(&mut self, paths: PathMtu) {
         self.paths = Some(paths);
+        self.path = None;
     }
 
     /// Time since some moment: to be told before everything else, and never less than before.
@@ -699,6 +800,7 @@ impl DatagramQp {
     /// Time has passed.
     pub fn handle_timeout(&mut self) {
         self.expire();
+        self.flow.ease(self.now);
         self.forgive_askers();
         let starving = match self.attr.rnr_retry {
             7 => None,
@@ -712,14 +814,29 @@ impl DatagramQp {
         self.after();
     }
 
+    /// Whether a message is about to be given up because nothing more of it came. What waits in the socket should be handed
+    /// over first: who did not look for a while does not know what came meanwhile.
+    pub fn gives_up(&self) -> bool {
+        self.messages.next_expiry().is_some_and(|at| at <= self.now)
+    }
+
     /// What is over by time alone: messages with gaps, Reads without an answer.
     fn expire(&mut self) {
-        if self.messages.next_expiry().is_some_and(|at| at <= self.now) {
+        if self.gives_up() {
             let mut given_up = Vec::new();
             self.messages.expire(self.now, &mut given_up);
             self.give_up_all(given_up);
         }
-        if !self.reads.is_empty() {
+        self.expire_reads();
+    }
+
+    fn expire_reads(&mut self) {
+        if let Some(rd) = &mut self.rd {
+            // What was asked for is acknowledged, so nothing is under way that would tell that the peer has died.
+            for peer in self.reads.overdue(self.now, self.now + reads::ASK) {
+                rd.ask(&peer, self.now);
+            }
+        } else if !self.reads.is_empty() {
             let expired = self.reads.expired(self.now);
             for number in &expired {
                 self.counters.reads_timeout += 1;
@@ -734,6 +851,15 @@ impl DatagramQp {
 
     /// Posts a send request (`ibv_post_send(3)`).
     pub fn post_send(&mut self, request: WorkRequest) -> Result<(), Misuse> {
+        self.post_send_with(given(Ok(request)))
+    }
+
+    /// The same with a request that `fill` makes where it will lie.
+    #[inline]
+    pub fn post_send_with(
+        &mut self,
+        fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
         match self.state {
             State::Reset | State::Init | State::Rtr => {
                 return Err(Misuse::WrongState(
@@ -742,9 +868,16 @@ impl DatagramQp {
             }
             State::Rts | State::Sqd | State::Sqe | State::Error => {}
         }
-        self.check(&request)?;
-        self.observe(&Step::Post(&request));
-        self.sq.post(request)?;
+        let (kind, options) = (self.kind, &self.options);
+        self.sq.post_with(|into| {
+            fill(into)?;
+            tx::check(kind, options, into)
+        })?;
+        if self.rnic.observer.is_some()
+            && let Some(posted) = self.sq.last()
+        {
+            self.observe(&Step::Post(&posted.request));
+        }
         match self.state {
             State::Error => self.flush_sq(),
             State::Sqe => self.flush_untaken(),
@@ -768,7 +901,7 @@ impl DatagramQp {
         if self.state == State::Error {
             self.flush_rq();
         } else if self.rd.is_some() {
-            self.feed();
+            self.feed(Want::Receive);
             self.after();
         }
         Ok(())
@@ -786,6 +919,13 @@ impl DatagramQp {
         let kind = self.kind.qp_type();
         let to = qp::check_modify(kind, before, next, given, attr, assumed)?;
         merge(&mut self.attr, given, attr);
+        if let (Kind::Rc, Some(rd)) = (self.kind, &mut self.rd)
+            && given & mask::TIMEOUT != 0
+        {
+            // Acknowledgements come from a program, which may have to wait for its turn: no less than what we take ourselves.
+            let limit = self.attr.silence_limit();
+            rd.set_patience(limit.map_or(Duration::MAX, |t| t.max(self.options.patience)));
+        }
         match to {
             State::Reset => self.reset(),
             State::Error => self.fail("moved to the error state", None),
@@ -826,6 +966,7 @@ impl DatagramQp {
         self.rq.clear();
         self.forget_tx();
         self.failures.clear();
+        self.broken = false;
         self.peer = None;
         self.state = State::Reset;
         self.attr = Attr::default();
@@ -882,14 +1023,20 @@ impl DatagramQp {
 
     /// How request `number`, the oldest, ends when it is done.
     fn verdict(&mut self, number: u64) -> Status {
-        match self.failures.front() {
+        let status = match self.failures.front() {
             Some((n, status)) if *n == number => {
                 let status = *status;
                 self.failures.pop_front();
                 status
             }
             _ => Status::Success,
+        };
+        if self.broken {
+            return Status::Flushed;
         }
+        self.broken =
+            status != Status::Success && self.kind.is_connected() && self.kind.is_reliable();
+        status
     }
 
     fn check_drained(&mut self) {
@@ -899,22 +1046,11 @@ impl DatagramQp {
         }
     }
 
-    fn complete_send(&mut self, posted: &Posted, status: Status) {
-        if status == Status::Success && !posted.request.signaled && !self.sig_all {
+    fn complete_send(&mut self, retired: &Retired, status: Status) {
+        if status == Status::Success && !retired.signaled && !self.sig_all {
             return;
         }
-        let op = match posted.request.op {
-            Op::Send { .. } => WcOp::Send,
-            Op::Write { .. } => WcOp::Write,
-            Op::AtomicWrite { .. } => WcOp::AtomicWrite,
-            Op::Read { .. } => WcOp::Read,
-            Op::FetchAdd { .. } => WcOp::FetchAdd,
-            Op::CompareSwap { .. } => WcOp::CompareSwap,
-            Op::LocalInvalidate { .. } => WcOp::LocalInvalidate,
-            Op::Bind(_) => WcOp::Bind,
-        };
-        let mut entry = Completion::new(posted.request.id, status, op, self.qpn);
-        entry.byte_len = u32::try_from(posted.bytes).unwrap_or(u32::MAX);
+        let entry = retired.completion(status, self.qpn);
         self.observe(&Step::Complete(&entry));
         if self.send_cq.complete(entry).is_err() {
             self.overflowed = true;

@@ -195,6 +195,15 @@ mod tests {
         }
     }
 
+    /// A parity datagram stands at the first of its group; nothing is made from one that does not.
+    #[test]
+    fn parity_that_is_out_of_place_counts_for_nothing() {
+        let mut groups = Groups::new(400, 100, 2, &Budget::default()).unwrap();
+        assert_eq!(groups.came(100, &[3; 100], true), None);
+        assert_eq!(groups.came(0, &[1; 100], false), None);
+        assert_eq!(groups.came(0, &[3; 100], true), Some((100, vec![2; 100])));
+    }
+
     #[test]
     fn two_lost_ones_and_copies_make_nothing() {
         let mut groups = Groups::new(400, 100, 4, &Budget::default()).unwrap();

@@ -15,11 +15,14 @@
 //! +--------------------+----------+-----------------------+
 //! ```
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::time::Duration;
+
+use smallvec::SmallVec;
 
 use super::flow::Peer;
 use super::reassemble::Coverage;
+use super::table::Table;
 use crate::bounds;
 use crate::ddp::tx::Places;
 use crate::wire::rdmap::ReadRequest;
@@ -46,6 +49,9 @@ pub(super) enum Wanted {
     Value,
 }
 
+/// How long a reliable peer is waited for before it is asked whether it is still there, and between two such questions.
+pub(super) const ASK: Duration = Duration::from_secs(1);
+
 /// A request that waits for its answer.
 #[derive(Debug)]
 pub(super) struct Reading {
@@ -54,7 +60,8 @@ pub(super) struct Reading {
     pub(super) peer: Peer,
     pub(super) places: Places,
     pub(super) size: u32,
-    pub(super) until: Option<Duration>,
+    /// When it has failed; a reliable one: when its peer is asked whether it is still there.
+    pub(super) until: Duration,
     pub(super) wanted: Wanted,
 }
 
@@ -62,7 +69,7 @@ pub(super) struct Reading {
 #[derive(Debug, Default)]
 pub(super) struct Reads {
     waiting: BTreeMap<u32, Reading>,
-    cookies: HashMap<Peer, u64>,
+    cookies: Table<Peer, u64>,
 }
 
 impl Reads {
@@ -94,7 +101,7 @@ impl Reads {
 
     /// Requests whose time is over.
     pub(super) fn expired(&mut self, now: Duration) -> Vec<u64> {
-        let over = |r: &Reading| r.until.is_some_and(|until| until <= now);
+        let over = |r: &Reading| r.until <= now;
         let ids: Vec<u32> = self
             .waiting
             .iter()
@@ -107,9 +114,26 @@ impl Reads {
             .collect()
     }
 
+    /// Peers that are to be asked whether they are still there, and again when `next` comes.
+    pub(super) fn overdue(&mut self, now: Duration, next: Duration) -> SmallVec<[Peer; 4]> {
+        let mut peers = SmallVec::new();
+        for reading in self.waiting.values_mut().filter(|r| r.until <= now) {
+            reading.until = next;
+            if !peers.contains(&reading.peer) {
+                peers.push(reading.peer);
+            }
+        }
+        peers
+    }
+
+    /// Whether anything is wanted of a peer.
+    pub(super) fn awaits(&self, peer: &Peer) -> bool {
+        self.waiting.values().any(|r| r.peer == *peer)
+    }
+
     /// When the next time is over.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
-        self.waiting.values().filter_map(|r| r.until).min()
+        self.waiting.values().map(|r| r.until).min()
     }
 
     pub(super) fn cookie(&self, peer: &Peer) -> Option<u64> {

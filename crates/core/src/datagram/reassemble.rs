@@ -71,11 +71,6 @@ impl Coverage {
         &self.ranges
     }
 
-    /// Bytes that have arrived.
-    pub(crate) fn bytes(&self) -> u32 {
-        self.ranges.iter().map(|(from, to)| to - from).sum()
-    }
-
     /// Whether all of `length` bytes have arrived.
     pub(crate) fn is_complete(&self, length: u32) -> bool {
         match self.ranges.as_slice() {

@@ -1,5 +1,7 @@
 //! What peers ask for, what they answer, and what they say went wrong.
 
+use std::net::IpAddr;
+
 use super::flow::Peer;
 use super::rd::Event;
 use super::reads::{REQUEST, Wanted};
@@ -8,6 +10,7 @@ use super::{Arrival, DatagramQp, Dropped, ErrorReport};
 use crate::bounds;
 use crate::ddp::tx::{Address, Places, Source};
 use crate::verbs::mr::Access;
+use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::wire::To;
 use crate::wire::control::Control;
@@ -290,8 +293,19 @@ impl DatagramQp {
             self.reads.remove(d.shim.id);
             self.condemn(number, Status::RemoteAccess);
             self.answered(number);
+            if self.rd.is_some() {
+                self.failed_towards_peer();
+            }
         }
         Ok(())
+    }
+
+    /// The memory that an answer to a reliable peer comes from is gone: it is told, for it waits for the rest.
+    pub(super) fn answer_broken(&mut self, peer: &Peer, from: Option<IpAddr>, id: u32) {
+        let (layer, etype, code) = Dropped::Access.terminate();
+        let payload = [layer << 4 | etype, code, 0, 0];
+        self.counters.err_out += 1;
+        self.answer(peer, from, id, SUB_ERROR, Opcode::Terminate, &payload);
     }
 
     fn push_error(&mut self, report: ErrorReport) {
@@ -311,22 +325,28 @@ impl DatagramQp {
             .and_then(super::rd::Reliable::poll_event)
         {
             match event {
-                Event::Done(tag) => {
-                    // A request that asked for an answer is done when that comes.
-                    let asks = self
-                        .sq
-                        .get_mut(tag)
-                        .is_some_and(|p| p.request.op.is_read_or_atomic());
-                    if tag & super::tx::OURS == 0 && !asks {
-                        self.sent(tag);
-                        self.retire();
+                Event::Done(first, _) if first & super::tx::OURS != 0 => {}
+                Event::Done(first, last) => {
+                    for tag in first..=last {
+                        // A request that asked for an answer is done when that comes.
+                        if let Some(posted) = self.sq.get_mut(tag)
+                            && !posted.request.op.is_read_or_atomic()
+                        {
+                            posted.phase = Phase::Done;
+                        }
                     }
+                    self.retire();
                 }
                 Event::Failed(peer, tag, status) => self.refused_by(&peer, tag, status),
                 Event::Lost(peer, status) => self.lost(&peer, status),
-                Event::Skipped(peer) => {
+                // It knows nothing of what it was asked for.
+                Event::Restarted(peer) if self.reads.awaits(&peer) => {
+                    self.lost(&peer, Status::RemoteAborted);
+                }
+                Event::Restarted(_) => {}
+                Event::Skipped(peer, base) => {
                     let mut given_up = Vec::new();
-                    self.messages.skip(&peer, &mut given_up);
+                    self.messages.skip(&peer, base, &mut given_up);
                     self.give_up_all(given_up);
                 }
             }
@@ -382,9 +402,7 @@ impl DatagramQp {
         let numbers: Vec<u64> = self
             .sq
             .taken_mut()
-            .filter(|(_, p)| {
-                p.phase != crate::verbs::sq::Phase::Done && theirs(&p.request.destination)
-            })
+            .filter(|(_, p)| p.phase != Phase::Done && theirs(&p.request.destination))
             .map(|(number, _)| number)
             .collect();
         for number in &numbers {

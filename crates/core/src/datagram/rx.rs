@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 use smallvec::smallvec;
 
 use super::flow::{Peer, Report};
-use super::rd::{Reliable, Verdict};
+use super::rd::{Verdict, Want};
 use super::reassemble::{Coverage, Fate, Identity, Open, Turn};
 use super::{Arrival, DatagramQp, Dropped, Kind};
 use crate::bounds;
@@ -37,7 +37,8 @@ impl DatagramQp {
     /// Why it was dropped; it is counted already.
     pub fn handle_rx(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.counters.rx_dgrams += 1;
-        self.expire();
+        // Not messages: what was missing of one may come with this, or be the next that comes.
+        self.expire_reads();
         let result = if self.rd.is_some() {
             self.receive_packet(arrival, bytes)
         } else {
@@ -63,7 +64,8 @@ impl DatagramQp {
         let datagram = dgram::parse(bytes).map_err(Dropped::Wire)?;
         self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
         // A multicast is for every queue pair that joined, so it names none.
-        let to_group = arrival.to.is_some_and(super::tx::is_group);
+        let to_group = |ip| super::tx::is_group(ip) || self.joined.contains(&ip);
+        let to_group = arrival.to.is_some_and(to_group);
         if !to_group && datagram.shim.dst_index != super::tx::index(self.qpn) {
             return Err(Dropped::Index);
         }
@@ -95,15 +97,18 @@ impl DatagramQp {
         let verdict = rd.handle(&peer, arrival, &packet, data, now);
         self.handle_rd_events();
         self.make_ready(&peer);
-        let mut result = Ok(());
-        if let (Verdict::Deliver(seq), Some(data)) = (verdict, data) {
-            result = self.deliver_packet(arrival, &peer, seq, data);
-        }
-        if !matches!(result, Err(Dropped::NoReceive | Dropped::Busy)) {
-            self.drain(arrival, &peer);
+        let result = match (verdict, data) {
+            (Verdict::Deliver(seq), Some(data)) => self.deliver_packet(arrival, &peer, seq, data),
+            // It may have told that others are never to come.
+            _ => Ok(true),
+        };
+        if result.err().and_then(Dropped::want).is_none() {
+            if result != Ok(false) {
+                self.drain(arrival, &peer);
+            }
             self.feed_crowded();
         }
-        result
+        result.map(|_| ())
     }
 
     /// Delivers what waited behind a packet.
@@ -112,9 +117,9 @@ impl DatagramQp {
             && let Some((seq, data)) = self.rd.as_deref_mut().and_then(|rd| rd.take_waiting(peer))
         {
             match self.deliver_packet(arrival, peer, seq, &data) {
-                Err(Dropped::NoReceive | Dropped::Busy) => break,
+                Err(why) if why.want().is_some() => break,
                 Err(why) => self.counters.dropped(why),
-                Ok(()) => {}
+                Ok(_) => {}
             }
             if self.rd.as_deref().is_some_and(|rd| rd.waits(peer, seq)) {
                 break;
@@ -128,57 +133,67 @@ impl DatagramQp {
             return;
         }
         for _ in 0..CROWD {
-            let Some(peer) = self.rd.as_deref_mut().and_then(Reliable::next_starving) else {
+            let Some(peer) = self.next_starving(Want::Room) else {
                 break;
             };
             self.drain(&waited(&peer), &peer);
         }
     }
 
-    /// A receive was posted: packets may have waited for it.
-    pub(super) fn feed(&mut self) {
-        while let Some(peer) = self.rd.as_deref_mut().and_then(Reliable::next_starving) {
+    /// There is something that packets may have waited for.
+    pub(super) fn feed(&mut self, want: Want) {
+        while let Some(peer) = self.next_starving(want) {
             self.drain(&waited(&peer), &peer);
-            let starving = self.rd.as_deref().is_some_and(|rd| rd.is_starving(&peer));
-            if starving {
+            let rd = self.rd.as_deref();
+            if rd.is_some_and(|rd| rd.is_starving(&peer, want)) {
                 break;
             }
         }
     }
 
-    /// Delivers the datagram of a packet, and tells the reliability layer what became of it.
+    fn next_starving(&mut self, want: Want) -> Option<Peer> {
+        self.rd.as_deref_mut()?.next_starving(want)
+    }
+
+    /// Delivers the datagram of a packet, and tells the reliability layer what became of it. Whether others of its peer may wait.
     fn deliver_packet(
         &mut self,
         arrival: &Arrival,
         peer: &Peer,
         seq: u64,
         data: &[u8],
-    ) -> Result<(), Dropped> {
+    ) -> Result<bool, Dropped> {
         let result = dgram::parse_covered(data)
             .map_err(Dropped::Wire)
             .and_then(|datagram| {
                 self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
                 let ours = datagram.shim.dst_index == super::tx::index(self.qpn)
                     && datagram.shim.src_index == peer.1;
-                if !ours || datagram.header.opcode() == Opcode::Control {
+                if !ours {
                     return Err(Dropped::Operation);
                 }
-                self.admit(arrival, &datagram, data.len(), false)
+                let result = self.admit(arrival, &datagram, data.len(), false);
+                if !self.options.ordered {
+                    self.messages.note_packet(peer, datagram.shim.id, seq);
+                }
+                result
             });
+        let mut waits = true;
         let Some(rd) = &mut self.rd else {
-            return result;
+            return result.map(|()| waits);
         };
+        // What is acknowledged counts as done at its sender: only what was done, or had been, may be.
         match result {
-            Ok(()) | Err(Dropped::Late | Dropped::Duplicate | Dropped::Local | Dropped::State) => {
-                rd.delivered(peer, seq);
-            }
-            Err(why @ (Dropped::NoReceive | Dropped::Busy)) => {
-                rd.starved(peer, seq, data);
-                self.crowded |= why == Dropped::Busy;
-            }
-            Err(why) => rd.refused(peer, seq, data, why.status()),
+            Ok(()) | Err(Dropped::Late | Dropped::Duplicate) => waits = rd.delivered(peer, seq),
+            Err(why) => match why.want() {
+                Some(want) => {
+                    rd.starved(peer, seq, data, want);
+                    self.crowded |= want == Want::Room;
+                }
+                None => rd.refused(peer, seq, data, why.status()),
+            },
         }
-        result
+        result.map(|()| waits)
     }
 
     /// A datagram that is for us: what is it?
@@ -194,8 +209,9 @@ impl DatagramQp {
         // What answers us is known by what it answers.
         match opcode {
             Opcode::ReadResponse => {
-                self.note_came(&peer, len);
-                self.note_heard(arrival, d);
+                if self.note_came(&peer, len) {
+                    self.note_heard(&peer, arrival, d);
+                }
                 return self.receive_read_response(&peer, d);
             }
             Opcode::AtomicResponse => return self.receive_atomic_response(&peer, d),
@@ -210,9 +226,7 @@ impl DatagramQp {
         if d.shim.qkey != qkey {
             return Err(Dropped::Qkey);
         }
-        if !to_group {
-            self.note_came(&peer, len);
-        }
+        let tell = !to_group && self.note_came(&peer, len);
         let reads = self.kind.reads() || (self.options.one_sided && !to_group);
         let records = !self.kind.is_connected() && reads;
         let result = match opcode {
@@ -227,11 +241,11 @@ impl DatagramQp {
             }
             _ => Err(Dropped::Operation),
         };
-        if let Err(why) = result {
+        if !to_group && let Err(why) = result {
             self.report_error(arrival, &peer, d, why);
         }
-        if !to_group {
-            self.note_heard(arrival, d);
+        if tell {
+            self.note_heard(&peer, arrival, d);
         }
         result
     }
@@ -256,22 +270,16 @@ impl DatagramQp {
         }
     }
 
-    /// A datagram got here, whatever becomes of it.
-    fn note_came(&mut self, peer: &Peer, len: usize) {
-        if self.rd.is_none() {
-            self.flow.came(*peer, len);
-        }
+    /// A datagram got here, whatever becomes of it. Whether its sender is to be told, with [`Self::note_heard`].
+    fn note_came(&mut self, peer: &Peer, len: usize) -> bool {
+        self.rd.is_none() && self.flow.came(*peer, len)
     }
 
-    /// Tells its sender so, now and then. To be called when the datagram has been answered otherwise.
-    fn note_heard(&mut self, arrival: &Arrival, d: &Datagram<'_>) {
-        if self.rd.is_some() {
-            return;
-        }
+    /// Tells the sender of a datagram how far it was heard. To be called when the datagram has been answered otherwise.
+    fn note_heard(&mut self, peer: &Peer, arrival: &Arrival, d: &Datagram<'_>) {
         let payload = u32::try_from(d.payload.len()).unwrap_or(0);
         let end = d.shim.offset.saturating_add(payload);
-        let peer = source(arrival, &d.shim);
-        self.flow.heard(peer, arrival.to, d.shim.id, end);
+        self.flow.heard(*peer, arrival.to, d.shim.id, end);
     }
 
     // ------------------------------------------------------------------ UC
@@ -296,8 +304,10 @@ impl DatagramQp {
         if shim.qkey != 0 {
             return Err(Dropped::Qkey);
         }
-        self.note_came(&source(arrival, shim), len);
-        self.note_heard(arrival, datagram);
+        let from = source(arrival, shim);
+        if self.note_came(&from, len) {
+            self.note_heard(&from, arrival, datagram);
+        }
         let identity = identity(datagram)?;
         if identity.opcode == Opcode::WriteRecord || identity.invalidate.is_some() {
             return Err(Dropped::Operation);

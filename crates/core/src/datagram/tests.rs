@@ -8,10 +8,10 @@ use super::grh::tests::read;
 use super::*;
 use crate::verbs::mr::{Access, Memory, Pinned, Region, Registration};
 use crate::verbs::srq::Srq;
-use crate::verbs::wr::{Bind, Payload, Remote, Sge};
+use crate::verbs::wr::{Bind, Op, Payload, Remote, Sge};
 use crate::wire::dgram::{self, Shim};
 use crate::wire::rdmap::Opcode;
-use crate::wire::{Stag, To};
+use crate::wire::{Stag, To, ddp};
 
 const PD: u32 = 3;
 const THE_QKEY: u32 = 0x1111_1111;
@@ -435,6 +435,20 @@ fn ud_multicast_reaches_a_queue_pair_whatever_its_index() {
     assert_eq!(b.qp.handle_rx(&arrival, &sent[0].bytes), Ok(()));
     let (_, to, ..) = read(&b.table.read(0, 40)).unwrap();
     assert_eq!(to, group.ip());
+    // The broadcast address of a subnet is a group for who has joined it.
+    let subnet = IpAddr::from([10, 0, 0, 255]);
+    arrival.to = Some(subnet);
+    b.recv(2, 0, 100);
+    for joined in [false, true, false] {
+        if joined {
+            b.qp.join(subnet);
+        } else {
+            b.qp.leave(subnet);
+        }
+        let heard = b.qp.handle_rx(&arrival, &sent[0].bytes);
+        let wanted = if joined { Ok(()) } else { Err(Dropped::Index) };
+        assert_eq!(heard, wanted);
+    }
 }
 
 fn destination_index(bytes: &[u8]) -> Option<u8> {
@@ -1180,8 +1194,19 @@ fn a_receiver_that_never_reports_stalls_its_sender_once() {
     assert_eq!((a.qp.stall(), a.qp.wants_tx()), (Some(1), false));
     a.qp.handle_stall();
     assert_eq!((a.qp.stall(), a.qp.wants_tx()), (None, true));
-    while a.qp.wants_tx() {
+    let mut before = 0;
+    while sent.len() > before {
+        before = sent.len();
         a.qp.poll_tx(&mut sent);
+    }
+    assert!((8..16).contains(&sent.len()), "{}", sent.len());
+    // The rest when the clock says so.
+    for _ in 0..16 {
+        if let Some(at) = a.qp.poll_timeout() {
+            a.qp.set_now(at);
+            a.qp.handle_timeout();
+            a.qp.poll_tx(&mut sent);
+        }
     }
     assert_eq!(sent.len(), 16);
     assert_eq!(a.qp.counters().tx_stalls, 1);
@@ -1253,5 +1278,231 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
             .map(|(_, n)| n)
             .sum();
         assert_eq!(sum + heard as u64, counters.rx_dgrams);
+    }
+}
+
+/// A queue pair whose messages have as many gaps as they may together: each still has a few, and what closes one goes.
+#[test]
+fn gaps_of_all_messages_together_are_bounded() {
+    let options = Options {
+        one_sided: true,
+        ..Options::default()
+    };
+    let a = End::new(Kind::Ud, 1, 4000, 5, None);
+    let mut b = End::with(Kind::Ud, options, 2, 5000, 6, None);
+    b.go(State::Rts);
+    let (stag, base) = (b.region.stag(), b.region.base());
+    let hears = |qp: &mut DatagramQp, offset: u32| {
+        let shim = Shim {
+            epoch: 1,
+            qkey: THE_QKEY,
+            id: 9,
+            length: 8192,
+            offset,
+            sub_op: dgram::SUB_RECORD,
+            attributes: dgram::ATTR_RECORD,
+            dst_index: 6,
+            src_index: 5,
+            immediate: None,
+            commit: false,
+            parity: false,
+            group: 0,
+            segment: 0,
+        };
+        let header = ddp::Header::Tagged(ddp::Tagged {
+            last: false,
+            opcode: Opcode::WriteRecord,
+            stag,
+            to: To(base + u64::from(offset)),
+        });
+        let mut bytes = dgram::emit_head(&shim, &header);
+        bytes.extend([7; 8]);
+        dgram::seal(&mut bytes);
+        let arrival = Arrival {
+            from: a.addr,
+            to: None,
+            hop_limit: 9,
+            traffic_class: 0,
+        };
+        qp.handle_rx(&arrival, &bytes)
+    };
+    b.qp.messages.note_runs(0, bounds::OPEN_RUNS - 1);
+    for n in 0..bounds::DATAGRAM_RANGES as u32 {
+        assert_eq!(hears(&mut b.qp, 16 * n), Ok(()), "gap {n}");
+    }
+    let one_more = 16 * bounds::DATAGRAM_RANGES as u32;
+    assert_eq!(hears(&mut b.qp, one_more), Err(Dropped::Gaps));
+    assert_eq!(hears(&mut b.qp, 8), Ok(()));
+    assert_eq!(hears(&mut b.qp, one_more), Ok(()));
+    assert_eq!(hears(&mut b.qp, one_more + 16), Err(Dropped::Gaps));
+    // Others have closed theirs.
+    b.qp.messages.note_runs(bounds::OPEN_RUNS - 1, 0);
+    assert_eq!(hears(&mut b.qp, one_more + 16), Ok(()));
+}
+
+/// The same with reliability: what would be one gap too many waits until there are fewer.
+#[test]
+fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
+    const PARTS: usize = 3 * bounds::DATAGRAM_RANGES;
+    let options = Options {
+        one_sided: true,
+        ordered: false,
+        segment: options::Segment::PathMtu,
+        ..Options::default()
+    };
+    let mut a = End::with(Kind::Rd, options, 1, 4000, 5, None);
+    let mut b = End::with(Kind::Rd, options, 2, 5000, 6, None);
+    a.go(State::Rts);
+    b.go(State::Rts);
+    a.qp.set_paths(|_| 64);
+    b.qp.set_room(bounds::DATAGRAM_WINDOW_MAX);
+    let text = pattern(64 * PARTS);
+    let mut now = Duration::ZERO;
+    let mut both = |a: &mut End, b: &mut End| {
+        now += Duration::from_millis(1);
+        a.qp.set_now(now);
+        b.qp.set_now(now);
+        a.qp.handle_timeout();
+        b.qp.handle_timeout();
+    };
+    let mut parts = Vec::new();
+    // The first ones make the window wide enough for all of the last one.
+    for id in 0..10 {
+        a.table.write(0, &text);
+        a.table.write(0, &[id]);
+        let payload = Payload::Sges(smallvec![a.sge(0, text.len() as u32)]);
+        let all = request(id.into(), write(&b, 20_000, None), payload, &b);
+        a.qp.post_send(all).unwrap();
+        for _ in 0..1000 {
+            both(&mut a, &mut b);
+            for packet in a.tx() {
+                if id == 9 {
+                    parts.push(packet);
+                } else {
+                    b.hears(&a, &packet.bytes).unwrap();
+                }
+            }
+            both(&mut a, &mut b);
+            for packet in b.tx() {
+                a.hears(&b, &packet.bytes).unwrap();
+            }
+            if id == 9 || !a.done().is_empty() {
+                break;
+            }
+        }
+    }
+    assert_eq!(parts.len(), PARTS);
+    b.qp.messages.note_runs(0, bounds::OPEN_RUNS - 1);
+    let mut busy = 0;
+    for first in [0, 1] {
+        for packet in parts.iter().skip(first).step_by(2) {
+            match b.hears(&a, &packet.bytes) {
+                Ok(()) => {}
+                Err(why) => {
+                    assert_eq!(why, Dropped::Busy);
+                    busy += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(busy, PARTS / 2 - bounds::DATAGRAM_RANGES);
+    assert_eq!(b.table.read(20_000, 1), [9]);
+    assert_eq!(b.table.read(20_001, text.len() - 1), text[1..]);
+    for packet in b.tx() {
+        a.hears(&b, &packet.bytes).unwrap();
+    }
+    assert_eq!(statuses(&a.done()), [(9, Status::Success)]);
+}
+
+/// One request of a reliable connection fails, with the reason, and all behind it are flushed: also one that had overtaken it.
+#[test]
+fn behind_a_failed_request_of_a_reliable_connection_all_are_flushed() {
+    let mut a = End::new(Kind::Rc, 1, 4000, 5, None);
+    let mut b = End::new(Kind::Rc, 2, 5000, 6, None);
+    for end in [&mut a, &mut b] {
+        end.qp.attr_mut().access = ALL;
+        end.qp.set_state(State::Rts);
+    }
+    a.qp.set_peer(b.destination());
+    b.qp.set_peer(a.destination());
+    for id in 0..4 {
+        b.recv(id, 2000, 100);
+        a.qp.post_send(request(id, SEND, inline(&pattern(50)), &b))
+            .unwrap();
+    }
+    let mut lost = 0;
+    for ms in 0..20 {
+        a.qp.set_now(Duration::from_millis(ms));
+        b.qp.set_now(Duration::from_millis(ms));
+        for packet in a.tx() {
+            let (head, data) = crate::wire::rd::parse(&packet.bytes).unwrap();
+            // The second one never arrives.
+            if data.is_some() && head.seq.wrapping_sub(head.base) == 1 && lost == 0 {
+                lost = head.seq;
+            }
+            if data.is_none() || head.seq != lost {
+                b.hears(&a, &packet.bytes).unwrap();
+            }
+        }
+        for packet in b.tx() {
+            a.hears(&b, &packet.bytes).unwrap();
+        }
+    }
+    assert_ne!(lost, 0);
+    assert_eq!(statuses(&a.done()), [(0, Status::Success)]);
+    // And the peer falls silent.
+    for s in 1..100 {
+        a.qp.set_now(Duration::from_secs(s));
+        a.qp.handle_timeout();
+        a.tx();
+    }
+    let all = [
+        (1, Status::RetryExceeded),
+        (2, Status::Flushed),
+        (3, Status::Flushed),
+    ];
+    assert_eq!(statuses(&a.done()), all);
+    assert_eq!(a.qp.state(), State::Error);
+}
+
+/// The attributes of a reliable connection say how long a silent peer is waited for, but for at least what we take ourselves.
+#[test]
+fn a_silent_peer_is_waited_for_as_the_attributes_say() {
+    // 4.096 µs × 2^timeout, eight times.
+    for (timeout, from, to) in [(20, 34, 37), (10, 5, 8), (0, 90, 100)] {
+        use mask::*;
+        let mut a = End::new(Kind::Rc, 1, 4000, 5, None);
+        let b = End::new(Kind::Rc, 2, 5000, 6, None);
+        let attr = Attr {
+            timeout,
+            retry_cnt: 7,
+            access: ALL,
+            dest_qpn: 7,
+            ..Attr::default()
+        };
+        let steps = [
+            (State::Init, PKEY_INDEX | PORT | ACCESS_FLAGS),
+            (
+                State::Rtr,
+                AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER,
+            ),
+            (
+                State::Rts,
+                SQ_PSN | TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC,
+            ),
+        ];
+        for (next, given) in steps {
+            a.qp.modify(STATE | given, Some(next), None, &attr).unwrap();
+        }
+        a.qp.set_peer(b.destination());
+        a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
+        let mut gave_up = 0;
+        while gave_up < 95 && a.qp.state() == State::Rts {
+            gave_up += 1;
+            a.qp.set_now(Duration::from_secs(gave_up));
+            a.qp.handle_timeout();
+            a.tx();
+        }
+        assert!(from <= gave_up && gave_up <= to, "{timeout}: {gave_up} s");
     }
 }

@@ -13,18 +13,18 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::flow::{Peer, Report};
-use super::options::{RecordMode, Segment};
+use super::options::{Options, RecordMode, Segment};
 use super::parity;
 use super::rd::{Tag, Way};
 use super::reads::{self, Reading, Wanted};
 use super::reassemble::Coverage;
-use super::{Bytes, DatagramQp, Given, Kind, TxDatagram};
+use super::{Bytes, DatagramQp, Given, Kind, MULTICAST_QPN, TxDatagram};
 use crate::bounds;
-use crate::connection::Step;
+use crate::connection::{Rnic, Step};
 use crate::ddp::tx::{Address, Message, Places, Source};
 use crate::error::Misuse;
 use crate::llp::mpa::frame::for_each_part;
-use crate::verbs::mr::{Access, Memory};
+use crate::verbs::mr::{Access, LastRegion, Memory, Placement};
 use crate::verbs::qp::State;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
@@ -48,6 +48,8 @@ const HEAD_MAX: usize = Shim::LEN + 8 + Untagged::LEN;
 const PATH_MTU: usize = 1500 - 48;
 /// The same of jumbo frames.
 const JUMBO_MTU: usize = 9000 - 48;
+/// How long a queue pair believes what it was told of a path.
+const PATH_MEMORY: Duration = Duration::from_millis(100);
 
 /// The message that is being cut into datagrams.
 #[derive(Debug)]
@@ -71,10 +73,15 @@ pub(super) struct Current {
 }
 
 impl Current {
-    /// Whose pace it follows; a group has none.
+    /// Whose pace it follows.
     fn peer(&self) -> Option<Peer> {
-        (!is_group(self.to.addr.ip())).then(|| peer_of(&self.to))
+        (!is_many(&self.to)).then(|| peer_of(&self.to))
     }
+}
+
+/// Whether a destination has no pace: a group, or everybody on a subnet.
+fn is_many(to: &Destination) -> bool {
+    is_group(to.addr.ip()) || to.qpn == MULTICAST_QPN
 }
 
 /// A destination as a peer is known by.
@@ -83,14 +90,40 @@ pub(super) fn peer_of(to: &Destination) -> Peer {
     (addr, index(to.qpn))
 }
 
+/// How a datagram to a destination travels.
+fn way_of(to: &Destination) -> Way {
+    Way {
+        from: to.source,
+        hop_limit: to.hop_limit,
+        traffic_class: to.traffic_class,
+    }
+}
+
 /// Whether an address is that of many.
 pub fn is_group(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     ip.is_multicast() || matches!(ip, IpAddr::V4(ip) if ip.is_broadcast())
 }
 
+/// What became of the request whose turn it was.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "it is taken apart at once, and every message would pay for a box"
+)]
+enum Taken {
+    /// Its message is to be cut.
+    Message(Current),
+    /// It is over, or has failed.
+    Done,
+    /// There is none, or it has to wait.
+    Nothing,
+}
+
 /// Why a request cannot be built.
 struct Unbuildable(Status, &'static str);
+
+/// Why, where it was there when the request was built.
+const DEREGISTERED: &str = "memory of a posted request was deregistered";
 
 /// The end of a Write-Record, to be said once more.
 #[derive(Debug)]
@@ -99,41 +132,40 @@ pub(super) struct Trailer {
     left: u8,
 }
 
-impl DatagramQp {
-    /// What `ibv_post_send(3)` checks at once.
-    pub(super) fn check(&self, request: &WorkRequest) -> Result<(), Misuse> {
-        let kind = self.kind;
-        let fits = match &request.op {
-            Op::Send {
-                invalidate: None, ..
-            } => true,
-            Op::Write { .. } => kind != Kind::Ud || self.options.one_sided,
-            Op::Read { .. } => kind.reads() || (kind == Kind::Ud && self.options.one_sided),
-            Op::LocalInvalidate { .. } | Op::Bind(_) => kind != Kind::Ud,
-            Op::Send { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => kind.reads(),
-            Op::AtomicWrite { .. } => false,
-        };
-        if !fits {
+/// What `ibv_post_send(3)` checks at once.
+pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Result<(), Misuse> {
+    let fits = match &request.op {
+        Op::Send {
+            invalidate: None, ..
+        } => true,
+        Op::Write { .. } => kind != Kind::Ud || options.one_sided,
+        Op::Read { .. } => kind.reads() || (kind == Kind::Ud && options.one_sided),
+        Op::LocalInvalidate { .. } | Op::Bind(_) => kind != Kind::Ud,
+        Op::Send { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => kind.reads(),
+        Op::AtomicWrite { .. } => false,
+    };
+    if !fits {
+        return Err(Misuse::InvalidArgument(
+            "an operation that datagram queue pairs of this kind do not do",
+        ));
+    }
+    if !kind.is_connected() && !request.op.is_local() {
+        let Some(to) = &request.destination else {
             return Err(Misuse::InvalidArgument(
-                "an operation that datagram queue pairs of this kind do not do",
+                "a request on a datagram queue pair without an address handle",
+            ));
+        };
+        let sends = matches!(request.op, Op::Send { .. });
+        if is_group(to.addr.ip()) && (kind.is_reliable() || !sends) {
+            return Err(Misuse::InvalidArgument(
+                "something else than an unreliable Send to a group",
             ));
         }
-        if !kind.is_connected() && !request.op.is_local() {
-            let Some(to) = &request.destination else {
-                return Err(Misuse::InvalidArgument(
-                    "a request on a datagram queue pair without an address handle",
-                ));
-            };
-            let sends = matches!(request.op, Op::Send { .. });
-            if is_group(to.addr.ip()) && (kind.is_reliable() || !sends) {
-                return Err(Misuse::InvalidArgument(
-                    "something else than an unreliable Send to a group",
-                ));
-            }
-        }
-        Ok(())
     }
+    Ok(())
+}
 
+impl DatagramQp {
     /// Adds to `out` what can be sent now, up to one batch.
     ///
     /// Each is to be sent, in this order, and reported by [`Self::handle_written`] or [`Self::handle_send_error`].
@@ -167,34 +199,175 @@ impl DatagramQp {
     fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) {
         let mut bytes = 0;
         let mut answer = false;
-        while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
+        while has_room(bytes, out) {
             answer = !answer;
-            if answer && let Some(current) = self.next_answer() {
-                bytes += self.cut(current, out);
+            if answer && let Some(mut current) = self.next_answer() {
+                let goes_on = self.cut(&mut current, &mut bytes, out);
+                if goes_on {
+                    self.answers.push_front(current);
+                }
                 continue;
             }
-            let Some(current) = self.current.take() else {
-                if self.take() {
-                    continue;
-                }
-                // Alone at last: the ends of messages may be said again.
-                if self.say_again(out) || self.has_open_answer() {
-                    continue;
-                }
-                break;
+            let taken = match self.current.take() {
+                Some(current) => Taken::Message(current),
+                None if self.send_single(&mut bytes, out) => Taken::Done,
+                None => self.take(),
             };
-            if let Some(peer) = current.peer()
-                && !self.flow.may_send(&peer)
-            {
-                self.current = Some(current);
-                if self.has_open_answer() {
-                    continue;
+            let mut current = match taken {
+                Taken::Message(current) => current,
+                Taken::Done => continue,
+                // Alone at last: the ends of messages may be said again.
+                Taken::Nothing if self.say_again(out) || self.has_open_answer() => continue,
+                Taken::Nothing => break,
+            };
+            let peer = current.peer();
+            // To its end, unless answers want their turn.
+            let (mut goes_on, mut open) = (true, true);
+            while goes_on && has_room(bytes, out) {
+                open = peer.is_none_or(|peer| self.flow.may_send(&peer, self.now));
+                if !open {
+                    break;
                 }
+                goes_on = self.cut(&mut current, &mut bytes, out);
+                if !self.answers.is_empty() {
+                    break;
+                }
+            }
+            if goes_on {
+                self.current = Some(current);
+            }
+            if !open && !self.has_open_answer() {
                 self.was_stalled = true;
                 break;
             }
-            bytes += self.cut(current, out);
         }
+    }
+
+    /// Sends the next request if it is a Send or a Write of one datagram, as most are: its bytes go where they are sent from,
+    /// and no account is kept of what is left. False: it is something else, or has to wait.
+    fn send_single(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
+        if !matches!(self.kind, Kind::Ud | Kind::Rd) || self.state != State::Rts {
+            return false;
+        }
+        let reading = !self.reads.is_empty();
+        let Some((number, posted)) = self.sq.peek() else {
+            return false;
+        };
+        let request = &posted.request;
+        let plain = posted.planted.is_none() && !(request.fence && reading);
+        let Some(to) = request.destination.filter(|_| plain) else {
+            return false;
+        };
+        let (request_id, op, solicited) = (request.id, request.op, request.solicited);
+        let len = request.payload.len();
+        let reliable = self.rd.is_some();
+        let peer = peer_of(&to);
+        let pace = (!reliable && !is_many(&to)).then_some(peer);
+        if !self.is_single(&op, len, &to) {
+            return false;
+        }
+        let open = if reliable {
+            // Who waits for a turn, or for a window, is not overtaken.
+            self.ready.is_empty()
+                && !self.lanes.contains_key(&peer)
+                && self.has_window(&peer, way_of(&to))
+        } else {
+            pace.is_none_or(|peer| self.flow.is_open(&peer, self.now))
+        };
+        let Some((shim, opcode, address)) = self.head_of(&op, solicited, len).filter(|_| open)
+        else {
+            return false;
+        };
+        let shim = Shim {
+            qkey: self.qkey_for(&to),
+            dst_index: index(to.qpn),
+            ..shim
+        };
+        self.observe(&Step::Take(request_id));
+        self.sq.advance();
+        let payload = usize::try_from(len).unwrap_or(0);
+        let mut datagram = self.buffer(payload);
+        dgram::put_head(&shim, &header_of(opcode, address, 0, true), &mut datagram);
+        let Some(posted) = self.sq.get_mut(number) else {
+            return true;
+        };
+        posted.phase = Phase::Sent;
+        posted.bytes = len;
+        let gathered = match &posted.request.payload {
+            Payload::Inline(data) => {
+                datagram.extend_from_slice(data);
+                Ok(())
+            }
+            Payload::Sges(sges) => {
+                let last = &mut self.last_read;
+                gather_at_once(&self.rnic, last, sges, self.pd, self.qpn, &mut datagram)
+            }
+        };
+        if let Err(error) = gathered {
+            self.spare.give(datagram);
+            self.fail_request(number, error);
+            return true;
+        }
+        self.observe(&Step::Build(opcode, len));
+        self.observe(&Step::Segment(payload, true));
+        self.next_id = shim.id.wrapping_add(1);
+        let now = self.now;
+        if let Some(rd) = &mut self.rd {
+            let alone = self.sq.untaken() == 0;
+            if let Some((way, packet)) = rd.push(&peer, datagram, (number, true, alone), now) {
+                *bytes += packet.len();
+                self.hand_out(&peer, way, packet, out);
+            }
+            return true;
+        }
+        dgram::seal(&mut datagram);
+        self.given_out.push_back(Given::End(number));
+        if let Some(peer) = pace {
+            self.flow
+                .sent(peer, shim.id, shim.length, datagram.len(), now);
+        }
+        *bytes += datagram.len();
+        out.push(TxDatagram {
+            to: to.addr,
+            from: to.source,
+            hop_limit: to.hop_limit,
+            traffic_class: to.traffic_class,
+            bytes: datagram.into(),
+        });
+        if !self.trailers.is_empty() {
+            self.say_again(out);
+        }
+        true
+    }
+
+    /// Whether it is a Send or a Write of one datagram, with nothing behind it.
+    fn is_single(&mut self, op: &Op, len: u64, to: &Destination) -> bool {
+        let most = match op {
+            Op::Send { .. } if self.kind == Kind::Ud => bounds::UD_MTU.into(),
+            Op::Send { imm, .. } => self.segment_for(to, imm.is_some()),
+            // Their ends may be said again, and parity follows them.
+            Op::Write { .. } if self.options.repeats > 0 || self.options.parity > 0 => {
+                return false;
+            }
+            Op::Write { imm, .. } => self.segment_for(to, imm.is_some()),
+            _ => return false,
+        };
+        let sends = matches!(op, Op::Send { .. });
+        len <= most && !(sends && len > u64::from(self.options.max_send))
+    }
+
+    /// A buffer for a datagram with so many bytes of payload. With reliability there is room for the packet's header, which is
+    /// written when its number is known.
+    fn buffer(&mut self, payload: usize) -> Vec<u8> {
+        let Some(rd) = &mut self.rd else {
+            return self.spare.take(HEAD_MAX + payload + dgram::CRC);
+        };
+        rd.recycle(|buffer| self.spare.give(buffer));
+        let mut buffer = self
+            .spare
+            .take(Packet::LEN + HEAD_MAX + payload + dgram::CRC);
+        buffer.extend_from_slice(&[0; Packet::LEN]);
+        buffer
     }
 
     /// The next answer whose asker keeps up. Those that do not are never waited for: they wait themselves.
@@ -205,7 +378,7 @@ impl DatagramQp {
         for _ in 0..self.answers.len() {
             let mut current = self.answers.pop_front()?;
             match current.peer() {
-                Some(peer) if !self.flow.is_open(&peer) => {
+                Some(peer) if !self.flow.is_open(&peer, self.now) => {
                     current.waits.get_or_insert(self.now);
                     self.answers.push_back(current);
                 }
@@ -216,7 +389,10 @@ impl DatagramQp {
     }
 
     pub(super) fn has_open_answer(&self) -> bool {
-        let open = |c: &Current| c.peer().is_none_or(|peer| self.flow.is_open(&peer));
+        let open = |c: &Current| {
+            c.peer()
+                .is_none_or(|peer| self.flow.is_open(&peer, self.now))
+        };
         self.receives().is_ok() && self.answers.iter().any(open)
     }
 
@@ -264,24 +440,30 @@ impl DatagramQp {
     fn poll_lanes(&mut self, out: &mut Vec<TxDatagram>) {
         let mut bytes = 0;
         self.poll_reliable(&mut bytes, out);
-        while self.lanes_len < LANES && self.take() {}
-        while out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_BYTES {
-            let Some(peer) = self.ready.front().copied() else {
-                break;
-            };
-            match self.next_of(&peer) {
-                Some(current) => bytes += self.cut(current, out),
-                None => {
-                    self.ready.pop_front();
-                    if let Some(lane) = self.lanes.get_mut(&peer) {
-                        lane.ready = false;
-                    }
+        loop {
+            while self.lanes_len < LANES && has_room(bytes, out) {
+                if self.send_single(&mut bytes, out) {
                     continue;
                 }
+                match self.take() {
+                    Taken::Message(current) => self.cut_at_once(current, &mut bytes, out),
+                    Taken::Done => {}
+                    Taken::Nothing => break,
+                }
             }
-            // A datagram for each in turn.
-            self.ready.rotate_left(1);
-            while self.lanes_len < LANES && self.take() {}
+            let Some(peer) = self.ready.front().copied().filter(|_| has_room(bytes, out)) else {
+                break;
+            };
+            let goes_on = self.lane_turn(&peer, &mut bytes, out);
+            // The queue pair may have failed, and nothing be left.
+            let Some(peer) = self.ready.pop_front() else {
+                break;
+            };
+            if goes_on {
+                self.ready.push_back(peer);
+            } else if let Some(lane) = self.lanes.get_mut(&peer) {
+                lane.ready = false;
+            }
         }
         // Peers that are not known are to be asked.
         self.poll_reliable(&mut bytes, out);
@@ -291,7 +473,7 @@ impl DatagramQp {
     /// What the reliability layer itself wants to send.
     fn poll_reliable(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) {
         let now = self.now;
-        while out.len() < bounds::DATAGRAM_BATCH && *bytes < bounds::TX_BATCH_BYTES {
+        while has_room(*bytes, out) {
             let packet = self.rd.as_deref_mut().and_then(|rd| rd.poll(now));
             let Some((peer, way, packet)) = packet else {
                 break;
@@ -301,24 +483,74 @@ impl DatagramQp {
         }
     }
 
+    /// Some datagrams to one peer: as many as make a run for the kernel, and few enough that other peers have their
+    /// turn. False: there are no more now.
+    fn lane_turn(&mut self, peer: &Peer, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
+        let begin = out.len();
+        let in_turn = |out: &Vec<TxDatagram>| out.len() < begin + LANE_TURN;
+        while in_turn(out) && has_room(*bytes, out) {
+            let Some((mut current, way)) = self.next_of(peer) else {
+                return false;
+            };
+            let mut goes_on = true;
+            let mut open = true;
+            while goes_on && open && in_turn(out) && has_room(*bytes, out) {
+                goes_on = self.cut(&mut current, bytes, out);
+                open = goes_on && self.has_window(peer, way);
+            }
+            if goes_on {
+                self.enter_lane(current, true, true);
+            }
+            if !open && goes_on {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Sends what can be sent of a message that was taken just now; the rest waits in the lane of its peer. Where others wait
+    /// for their turn it goes there at once.
+    fn cut_at_once(&mut self, mut current: Current, bytes: &mut usize, out: &mut Vec<TxDatagram>) {
+        let peer = peer_of(&current.to);
+        if !self.ready.is_empty() || self.lanes.contains_key(&peer) {
+            self.enter_lane(current, false, true);
+            return;
+        }
+        let way = way_of(&current.to);
+        if !self.has_window(&peer, way) {
+            // An acknowledgement makes it ready.
+            self.enter_lane(current, false, false);
+            return;
+        }
+        let (mut goes_on, mut open) = (true, true);
+        while goes_on && open && has_room(*bytes, out) {
+            goes_on = self.cut(&mut current, bytes, out);
+            open = goes_on && self.has_window(&peer, way);
+        }
+        if goes_on {
+            self.enter_lane(current, true, open);
+        }
+    }
+
+    fn has_window(&mut self, peer: &Peer, way: Way) -> bool {
+        let now = self.now;
+        let rd = self.rd.as_deref_mut();
+        rd.is_some_and(|rd| rd.may_send(peer, way, now))
+    }
+
     /// The message of a lane that may go on now.
-    fn next_of(&mut self, peer: &Peer) -> Option<Current> {
+    fn next_of(&mut self, peer: &Peer) -> Option<(Current, Way)> {
         // Who only receives answers all the same.
         if self.receives().is_err() {
             return None;
         }
-        let now = self.now;
         let lane = self.lanes.get_mut(peer)?;
         let Some(first) = lane.queue.front() else {
             self.lanes.remove(peer);
             return None;
         };
-        let way = Way {
-            from: first.to.source,
-            hop_limit: first.to.hop_limit,
-            traffic_class: first.to.traffic_class,
-        };
-        if !self.rd.as_deref_mut()?.may_send(peer, way, now) {
+        let way = way_of(&first.to);
+        if !self.has_window(peer, way) {
             // An acknowledgement makes it ready again.
             return None;
         }
@@ -330,11 +562,11 @@ impl DatagramQp {
             self.lanes_answers -= 1;
             lane.answers -= 1;
         }
-        Some(current)
+        Some((current, way))
     }
 
-    /// A message goes to the lane of its peer: its end, or its front if some of it has gone.
-    fn enter_lane(&mut self, current: Current, front: bool) {
+    /// A message goes to the lane of its peer: its end, or its front if some of it has gone. `ready`: it may be sent now.
+    fn enter_lane(&mut self, current: Current, front: bool, ready: bool) {
         let peer = peer_of(&current.to);
         let lane = self.lanes.entry(peer).or_default();
         if current.tag & OURS == 0 {
@@ -348,7 +580,10 @@ impl DatagramQp {
         } else {
             lane.queue.push_back(current);
         }
-        self.make_ready(&peer);
+        if ready && !lane.ready {
+            lane.ready = true;
+            self.ready.push_back(peer);
+        }
     }
 
     /// A peer may be sent to again.
@@ -517,7 +752,7 @@ impl DatagramQp {
             waits: None,
         };
         if self.rd.is_some() {
-            self.enter_lane(current, false);
+            self.enter_lane(current, false, true);
         } else {
             self.answers.push_back(current);
         }
@@ -573,21 +808,21 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ take, build, cut
 
-    /// Takes the next request of the send queue, if it may be sent now. False: nothing happened.
-    fn take(&mut self) -> bool {
+    /// Takes the next request of the send queue, if it may be sent now.
+    fn take(&mut self) -> Taken {
         if self.state != State::Rts || (self.kind.is_connected() && self.peer.is_none()) {
-            return false;
+            return Taken::Nothing;
         }
         let reading = self.reads.len();
         let most = usize::from(self.options.max_reads.max(1));
         let Some((number, posted)) = self.sq.peek() else {
-            return false;
+            return Taken::Nothing;
         };
         if posted.request.fence && reading > 0 {
-            return false;
+            return Taken::Nothing;
         }
         if posted.request.op.is_read_or_atomic() && reading >= most {
-            return false;
+            return Taken::Nothing;
         }
         posted.phase = Phase::Sending;
         let id = posted.request.id;
@@ -596,16 +831,12 @@ impl DatagramQp {
         self.observe(&Step::Take(id));
         if let Some(status) = planted {
             self.fail_request(number, Unbuildable(status, "a fault was asked for"));
-            return true;
+            return Taken::Done;
         }
         match self.build(number) {
             Ok(Some(current)) => {
                 self.observe(&Step::Build(current.message.opcode, current.message.len));
-                if self.rd.is_some() {
-                    self.enter_lane(current, false);
-                } else {
-                    self.current = Some(current);
-                }
+                return Taken::Message(current);
             }
             Ok(None) => {
                 self.sent(number);
@@ -613,7 +844,7 @@ impl DatagramQp {
             }
             Err(error) => self.fail_request(number, error),
         }
-        true
+        Taken::Done
     }
 
     /// A request fails by our own side's fault. Those before it finish, those behind it are flushed, receiving goes on.
@@ -633,15 +864,83 @@ impl DatagramQp {
         self.flush_untaken();
     }
 
+    /// What the datagrams of a Send or a Write of `len` bytes say, but for whom they are for. `None`: it is something else.
+    fn head_of(&self, op: &Op, solicited: bool, len: u64) -> Option<(Shim, Opcode, Address)> {
+        let mut shim = Shim {
+            id: self.next_id,
+            length: u32::try_from(len).unwrap_or(u32::MAX),
+            ..self.shim()
+        };
+        let records = match self.kind {
+            Kind::Ud => true,
+            Kind::Rd => !self.options.plain_writes,
+            Kind::Uc | Kind::ReliableUc | Kind::Rc => false,
+        };
+        let (opcode, address, imm) = match *op {
+            Op::Send { imm, invalidate } => {
+                let opcode = Opcode::send(invalidate.is_some(), solicited);
+                let address = Address::Untagged {
+                    qn: QN_SEND,
+                    msn: Msn(shim.id),
+                    inv_stag: invalidate.unwrap_or(Stag(0)),
+                    mo: 0,
+                };
+                (opcode, address, imm)
+            }
+            Op::Write { remote, imm } => {
+                let (stag, to) = match len {
+                    0 => (NO_STAG, To(0)),
+                    _ => (remote.rkey, remote.to),
+                };
+                let opcode = if records {
+                    shim.attributes = ATTR_RECORD;
+                    if self.options.record == RecordMode::Chunk {
+                        shim.attributes |= ATTR_NOT_AGGREGATED;
+                    }
+                    shim.sub_op = match imm {
+                        Some(_) => SUB_RECORD_IMMEDIATE,
+                        None => SUB_RECORD,
+                    };
+                    Opcode::WriteRecord
+                } else {
+                    Opcode::Write
+                };
+                (opcode, Address::Tagged { stag, to }, imm)
+            }
+            _ => return None,
+        };
+        if solicited {
+            shim.attributes |= ATTR_SOLICITED;
+        }
+        // In each datagram: any of them may be the one that completes the message.
+        shim.immediate = imm;
+        Some((shim, opcode, address))
+    }
+
+    /// Bytes of a UDP payload that the path to an address carries. Asked now and then: who knows has a lock for it.
+    fn path_mtu(&mut self, ip: IpAddr) -> usize {
+        let Some(ask) = self.paths else {
+            return PATH_MTU;
+        };
+        match self.path {
+            Some((of, at, mtu)) if of == ip && self.now.saturating_sub(at) < PATH_MEMORY => {
+                mtu.into()
+            }
+            _ => {
+                let mtu = ask(ip);
+                self.path = Some((ip, self.now, mtu));
+                mtu.into()
+            }
+        }
+    }
+
     /// Payload bytes of the datagrams of a message.
-    fn segment_for(&self, to: &Destination, immediate: bool) -> u64 {
+    fn segment_for(&mut self, to: &Destination, immediate: bool) -> u64 {
         if self.kind == Kind::Uc {
             return self.segment as u64;
         }
         let udp = match self.options.segment {
-            Segment::PathMtu => self
-                .paths
-                .map_or(PATH_MTU, |mtu| usize::from(mtu(to.addr.ip()))),
+            Segment::PathMtu => self.path_mtu(to.addr.ip()),
             Segment::Jumbo => JUMBO_MTU,
             Segment::Max => usize::MAX,
         };
@@ -683,93 +982,18 @@ impl DatagramQp {
         } else {
             posted.request.destination
         };
-        let id = self.next_id;
-        let send = |inv_stag| Address::Untagged {
-            qn: QN_SEND,
-            msn: Msn(id),
-            inv_stag,
-            mo: 0,
-        };
-        let records = match self.kind {
-            Kind::Ud => true,
-            Kind::Rd => !self.options.plain_writes,
-            Kind::Uc | Kind::ReliableUc | Kind::Rc => false,
-        };
-        let mut shim = self.shim();
-        let (opcode, address, imm) = match op {
-            Op::Send { imm, invalidate } => {
-                let opcode = match (solicited, invalidate) {
-                    (true, Some(_)) => Opcode::SendSolicitedInvalidate,
-                    (false, Some(_)) => Opcode::SendInvalidate,
-                    (true, None) => Opcode::SendSolicited,
-                    (false, None) => Opcode::Send,
-                };
-                (opcode, send(invalidate.unwrap_or(Stag(0))), imm)
-            }
-            Op::Write { remote, imm } => {
-                let (stag, to) = match len {
-                    0 => (NO_STAG, To(0)),
-                    _ => (remote.rkey, remote.to),
-                };
-                let opcode = if records {
-                    shim.attributes = ATTR_RECORD;
-                    if self.options.record == RecordMode::Chunk {
-                        shim.attributes |= ATTR_NOT_AGGREGATED;
-                    }
-                    shim.sub_op = match imm {
-                        Some(_) => SUB_RECORD_IMMEDIATE,
-                        None => SUB_RECORD,
-                    };
-                    Opcode::WriteRecord
-                } else {
-                    Opcode::Write
-                };
-                (opcode, Address::Tagged { stag, to }, imm)
-            }
-            Op::LocalInvalidate { stag } => {
-                let done = self.rnic.regions.invalidate(stag, self.pd, self.qpn);
-                return match done {
-                    Ok(()) => Ok(None),
-                    Err(_) => Err(Unbuildable(
-                        Status::LocalProtection,
-                        "local invalidate of an STag that may not be",
-                    )),
-                };
-            }
-            Op::Bind(bind) => {
-                return match self.rnic.regions.bind(&bind, self.pd, self.qpn) {
-                    Ok(()) => Ok(None),
-                    Err(_) => Err(Unbuildable(
-                        Status::WindowBind,
-                        "a memory window that cannot be bound like this",
-                    )),
-                };
-            }
-            Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => {
-                let Some(to) = destination else {
-                    return Err(Unbuildable(Status::LocalQpOperation, "no destination"));
-                };
-                return self.build_asking(number, op, to).map(Some);
-            }
-            Op::AtomicWrite { .. } => {
-                return Err(Unbuildable(
-                    Status::LocalQpOperation,
-                    "an operation that datagram queue pairs do not do",
-                ));
-            }
+        let Some((mut shim, opcode, address)) = self.head_of(&op, solicited, len) else {
+            return self.build_other(number, op, destination);
         };
         let source = self.source(number)?;
         let Some(to) = destination else {
             return Err(Unbuildable(Status::LocalQpOperation, "no destination"));
         };
-        self.next_id = id.wrapping_add(1);
-        if solicited {
-            shim.attributes |= ATTR_SOLICITED;
-        }
+        self.next_id = shim.id.wrapping_add(1);
         let segment = match self.kind {
             // What fits one datagram is one, whatever the path.
             Kind::Ud if sends && len <= u64::from(bounds::UD_MTU) => u64::from(bounds::UD_MTU),
-            _ => self.segment_for(&to, imm.is_some()),
+            _ => self.segment_for(&to, shim.immediate.is_some()),
         };
         if opcode == Opcode::WriteRecord && self.rd.is_none() && self.options.parity > 0 {
             shim.group = self.options.parity;
@@ -777,11 +1001,7 @@ impl DatagramQp {
         }
         let shim = Shim {
             qkey: self.qkey_for(&to),
-            id,
-            length: u32::try_from(len).unwrap_or(u32::MAX),
             dst_index: index(to.qpn),
-            // In each datagram: any of them may be the one that completes the message.
-            immediate: imm,
             ..shim
         };
         Ok(Some(Current {
@@ -801,6 +1021,39 @@ impl DatagramQp {
             group: (Vec::new(), 0, 0),
             waits: None,
         }))
+    }
+
+    /// The same for what is neither a Send nor a Write.
+    fn build_other(
+        &mut self,
+        number: u64,
+        op: Op,
+        destination: Option<Destination>,
+    ) -> Result<Option<Current>, Unbuildable> {
+        match op {
+            Op::LocalInvalidate { stag } => {
+                let done = self.rnic.regions.invalidate(stag, self.pd, self.qpn);
+                let why = "local invalidate of an STag that may not be";
+                done.map(|()| None)
+                    .map_err(|_| Unbuildable(Status::LocalProtection, why))
+            }
+            Op::Bind(bind) => {
+                let done = self.rnic.regions.bind(&bind, self.pd, self.qpn);
+                let why = "a memory window that cannot be bound like this";
+                done.map(|()| None)
+                    .map_err(|_| Unbuildable(Status::WindowBind, why))
+            }
+            Op::Read { .. } | Op::FetchAdd { .. } | Op::CompareSwap { .. } => {
+                let Some(to) = destination else {
+                    return Err(Unbuildable(Status::LocalQpOperation, "no destination"));
+                };
+                self.build_asking(number, op, to).map(Some)
+            }
+            Op::AtomicWrite { .. } | Op::Send { .. } | Op::Write { .. } => Err(Unbuildable(
+                Status::LocalQpOperation,
+                "an operation that datagram queue pairs do not do",
+            )),
+        }
     }
 
     /// Builds the request of an operation that waits for an answer, and remembers it.
@@ -873,7 +1126,12 @@ impl DatagramQp {
             peer,
             places,
             size,
-            until: unreliable.then(|| self.now + self.options.read_timeout),
+            until: self.now
+                + if unreliable {
+                    self.options.read_timeout
+                } else {
+                    reads::ASK
+                },
             wanted,
         };
         self.reads.insert(id, reading);
@@ -958,90 +1216,74 @@ impl DatagramQp {
         }
     }
 
-    /// The elements of a request's list, checked for what is needed.
-    fn places(&self, sges: &[Sge], need: Access) -> Result<Places, Unbuildable> {
-        let mut places = Places::new();
-        for sge in sges.iter().filter(|s| s.len > 0) {
-            let (at, len) = (To(sge.addr), u64::from(sge.len));
-            let place = self
-                .rnic
-                .regions
-                .check(sge.lkey, self.pd, self.qpn, need, at, len)
-                .map_err(|_| {
-                    Unbuildable(
-                        Status::LocalProtection,
-                        "a request with memory that its lkey does not allow",
-                    )
-                })?;
-            places.push(place);
-        }
-        Ok(places)
-    }
-
     /// The payload of a request, checked.
     fn source(&mut self, number: u64) -> Result<Source, Unbuildable> {
         let Some(posted) = self.sq.get_mut(number) else {
             return Ok(Source::Bytes(SmallVec::new()));
         };
-        let sges = match &posted.request.payload {
-            Payload::Inline(data) => return Ok(Source::Bytes(InlineData::from_slice(data))),
-            Payload::Sges(sges) => sges.clone(),
-        };
-        Ok(Source::Memory {
-            places: self.places(&sges, Access::NONE)?,
-            volatile: true,
-        })
+        match &posted.request.payload {
+            Payload::Inline(data) => Ok(Source::Bytes(InlineData::from_slice(data))),
+            Payload::Sges(sges) => Ok(Source::Memory {
+                places: checked(&self.rnic, sges, self.pd, self.qpn, Access::NONE)?,
+                volatile: true,
+            }),
+        }
     }
 
     /// The memory that an answer goes to, its length, and its first element.
     fn sink(&mut self, number: u64) -> Result<(Places, u32, Option<Sge>), Unbuildable> {
-        let sges = match self.sq.get_mut(number).map(|p| &p.request.payload) {
-            Some(Payload::Sges(sges)) => sges.clone(),
-            _ => {
-                return Err(Unbuildable(
-                    Status::LocalQpOperation,
-                    "an answer into inline data",
-                ));
-            }
+        let payload = self.sq.get_mut(number).map(|p| &p.request.payload);
+        let Some(Payload::Sges(sges)) = payload else {
+            return Err(Unbuildable(
+                Status::LocalQpOperation,
+                "an answer into inline data",
+            ));
         };
-        let places = self.places(&sges, Access::LOCAL_WRITE)?;
+        let places = checked(&self.rnic, sges, self.pd, self.qpn, Access::LOCAL_WRITE)?;
         let size = sges.iter().map(|s| s.len).fold(0, u32::saturating_add);
         let first = sges.iter().find(|s| s.len > 0).copied();
         Ok((places, size, first))
     }
 
-    /// Cuts the next datagram of a message; returns its length. The message goes on unless it ended or failed.
-    fn cut(&mut self, mut current: Current, out: &mut Vec<TxDatagram>) -> usize {
+    /// Cuts the next datagram of a message, and adds its length to `bytes`. True: the message goes on; else it ended, or
+    /// failed.
+    fn cut(&mut self, current: &mut Current, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
         let message = &mut current.message;
         let from = message.sent;
         let len = current.segment.min(message.len - from);
         let last = from + len == message.len;
         let offset = u32::try_from(from).unwrap_or(u32::MAX);
-        let header = header_at(message, offset, last);
+        let header = header_of(message.opcode, message.address, offset, last);
         let shim = Shim {
             offset,
             ..current.shim
         };
         let payload = usize::try_from(len).unwrap_or(0);
-        // With reliability the header of the packet stands in front; it is written when its number is known.
-        let room = if self.rd.is_some() { Packet::LEN } else { 0 };
-        if let Some(rd) = &mut self.rd {
-            rd.recycle(|buffer| self.spare.give(buffer));
-        }
-        let mut bytes = self.spare.take(room + HEAD_MAX + payload + dgram::CRC);
-        bytes.resize(room, 0);
-        dgram::put_head(&shim, &header, &mut bytes);
-        let head = bytes.len();
-        if !gather(&message.source, from, len, &*self.rnic.memory, &mut bytes) {
-            let why = "memory of a posted request was deregistered";
+        let mut datagram = self.buffer(payload);
+        dgram::put_head(&shim, &header, &mut datagram);
+        let head = datagram.len();
+        if !gather(
+            &message.source,
+            from,
+            len,
+            &*self.rnic.memory,
+            &mut datagram,
+        ) {
+            let why = DEREGISTERED;
             match current.request {
                 Some(number) => {
                     self.fail_request(number, Unbuildable(Status::LocalProtection, why));
                 }
                 // The asker's answer ends in the middle.
-                None => self.observe(&Step::Failed(why)),
+                None => {
+                    self.observe(&Step::Failed(why));
+                    if self.rd.is_some() {
+                        let to = &current.to;
+                        self.answer_broken(&peer_of(to), to.source, current.shim.id);
+                    }
+                }
             }
-            return 0;
+            return false;
         }
         message.sent += len;
         self.observe(&Step::Segment(payload, last));
@@ -1051,26 +1293,18 @@ impl DatagramQp {
                 *start = offset;
             }
             *many += 1;
-            parity::add(sum, bytes.get(head..).unwrap_or(&[]));
+            parity::add(sum, datagram.get(head..).unwrap_or(&[]));
         }
-        let size = if self.rd.is_some() {
-            self.cut_reliably(&mut current, bytes, last, out)
+        *bytes += if self.rd.is_some() {
+            self.cut_reliably(current, datagram, last, out)
         } else {
-            dgram::seal(&mut bytes);
-            self.cut_plainly(&mut current, bytes, last, out)
+            dgram::seal(&mut datagram);
+            self.cut_plainly(current, datagram, last, out)
         };
-        if last {
-            if let Some(posted) = current.request.and_then(|n| self.sq.get_mut(n)) {
-                posted.phase = Phase::Sent;
-            }
-        } else if self.rd.is_some() {
-            self.enter_lane(current, true);
-        } else if current.request.is_some() && !current.asks {
-            self.current = Some(current);
-        } else {
-            self.answers.push_front(current);
+        if last && let Some(posted) = current.request.and_then(|n| self.sq.get_mut(n)) {
+            posted.phase = Phase::Sent;
         }
-        size
+        !last
     }
 
     fn cut_plainly(
@@ -1089,7 +1323,7 @@ impl DatagramQp {
         let mut size = bytes.len();
         let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
         if let Some(peer) = current.peer() {
-            self.flow.sent(peer, current.shim.id, end, size);
+            self.flow.sent(peer, current.shim.id, end, size, self.now);
         }
         out.push(self.datagram(current, bytes));
         let group = current.shim.group;
@@ -1153,14 +1387,19 @@ impl DatagramQp {
             parity: true,
             ..current.shim
         };
-        let header = header_at(&current.message, start, false);
+        let header = header_of(
+            current.message.opcode,
+            current.message.address,
+            start,
+            false,
+        );
         let mut bytes = dgram::emit_head(&shim, &header);
         bytes.extend_from_slice(&sum);
         dgram::seal(&mut bytes);
         let size = bytes.len();
         if let Some(peer) = current.peer() {
             let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
-            self.flow.sent(peer, current.shim.id, end, size);
+            self.flow.sent(peer, current.shim.id, end, size, self.now);
         }
         self.given_out.push_back(Given::Nothing);
         out.push(self.datagram(current, bytes));
@@ -1169,13 +1408,14 @@ impl DatagramQp {
 
     /// A datagram without payload that says where the message ended.
     fn end_again(&self, current: &Current) -> TxDatagram {
+        let message = &current.message;
         let shim = Shim {
             offset: current.shim.length,
             attributes: current.shim.attributes | ATTR_FINAL_COPY,
             commit: true,
             ..current.shim
         };
-        let header = header_at(&current.message, current.shim.length, true);
+        let header = header_of(message.opcode, message.address, current.shim.length, true);
         let mut bytes = dgram::emit_head(&shim, &header);
         dgram::seal(&mut bytes);
         self.datagram(current, bytes)
@@ -1187,9 +1427,8 @@ fn wanted_is_value(wanted: &Wanted) -> bool {
 }
 
 /// The DDP header of a message's datagram at `offset`.
-fn header_at(message: &Message, offset: u32, last: bool) -> Header {
-    let opcode = message.opcode;
-    match message.address {
+fn header_of(opcode: Opcode, address: Address, offset: u32, last: bool) -> Header {
+    match address {
         Address::Tagged { stag, to } => Header::Tagged(Tagged {
             last,
             opcode,
@@ -1218,6 +1457,13 @@ pub(super) struct Lane {
     pub(super) answers: usize,
 }
 
+/// Whether a batch takes one more datagram.
+fn has_room(bytes: usize, out: &[TxDatagram]) -> bool {
+    out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_COPIED
+}
+
+/// Datagrams to a peer before other peers have their turn.
+const LANE_TURN: usize = 16;
 /// Requests in all lanes: those behind them stay in the send queue.
 const LANES: usize = 4096;
 /// Ends of messages that wait to be said again.
@@ -1229,6 +1475,60 @@ pub(super) const OURS: Tag = 1 << 63;
 pub(super) fn index(qpn: u32) -> u8 {
     let [.., index] = qpn.to_be_bytes();
     index
+}
+
+/// The elements of a request's list, checked for what is needed.
+fn checked(
+    rnic: &Rnic,
+    sges: &[Sge],
+    pd: u32,
+    qpn: u32,
+    need: Access,
+) -> Result<Places, Unbuildable> {
+    let some = sges.iter().filter(|s| s.len > 0);
+    some.map(|sge| checked_one(rnic, sge, pd, qpn, need))
+        .collect()
+}
+
+/// The same of one element.
+fn checked_one(
+    rnic: &Rnic,
+    sge: &Sge,
+    pd: u32,
+    qpn: u32,
+    need: Access,
+) -> Result<Placement, Unbuildable> {
+    let (at, len) = (To(sge.addr), u64::from(sge.len));
+    rnic.regions
+        .check(sge.lkey, pd, qpn, need, at, len)
+        .map_err(|_| not_allowed())
+}
+
+fn not_allowed() -> Unbuildable {
+    Unbuildable(
+        Status::LocalProtection,
+        "a request with memory that its lkey does not allow",
+    )
+}
+
+/// Appends the elements of a request's list, checked.
+fn gather_at_once(
+    rnic: &Rnic,
+    last: &mut LastRegion,
+    sges: &[Sge],
+    pd: u32,
+    qpn: u32,
+    out: &mut Vec<u8>,
+) -> Result<(), Unbuildable> {
+    for sge in sges.iter().filter(|s| s.len > 0) {
+        let (at, len) = (To(sge.addr), u64::from(sge.len));
+        let pinned = rnic
+            .regions
+            .pin(last, sge.lkey, pd, qpn, Access::NONE, at, len)
+            .map_err(|_| not_allowed())?;
+        rnic.memory.gather(&pinned, 0, len, out);
+    }
+    Ok(())
 }
 
 /// Appends `len` bytes of `source` from `from` on; false if their memory is gone.

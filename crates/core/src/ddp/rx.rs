@@ -179,6 +179,9 @@ impl Connection {
                 // RFC 5041 §7.1 [ddp-silent]: after an error everything that follows is dropped.
                 return bytes.len();
             }
+            if s.handover.rx_sealed {
+                break;
+            }
             if s.direct.is_some() {
                 match self.continue_direct(rest) {
                     Some(n) => {
@@ -191,7 +194,7 @@ impl Connection {
             let Some(extent) = Extent::of(rest) else {
                 break;
             };
-            match deframe(rest, extent, s.config.crc) {
+            match deframe(rest, extent, s.crc_rx) {
                 Ok(Some(ulpdu)) => {
                     used += extent.total();
                     self.handle_ulpdu(now, ulpdu);
@@ -229,7 +232,7 @@ impl Connection {
         if self.rnic.observer.is_some() {
             self.observe(&Step::Deframe(&header, payload.len()));
         }
-        if self.note_first(&header, payload.len()) {
+        if self.note_first(&header, payload.len()) || self.receive_short(&header, payload) {
             return;
         }
         let result = match self.admit(now, &header, payload.len() as u64) {
@@ -549,7 +552,7 @@ impl Connection {
     fn begin_direct(&mut self, now: Instant, rest: &[u8], extent: Extent) -> bool {
         // With CRCs the bytes must be the ones that were received when they are checked; in user memory somebody else may
         // have written to them by then (docs/decisions/003).
-        if self.stream.as_ref().is_none_or(|s| s.config.crc) {
+        if self.stream.as_ref().is_none_or(|s| s.crc_rx) {
             return false;
         }
         if extent.total() - rest.len() < bounds::DIRECT_MIN {

@@ -8,6 +8,7 @@ use crate::ddp::rx::{Fault, remote_error};
 use crate::ddp::tx::{Address, Message, Places, Source};
 use crate::error::PeerError;
 use crate::verbs::mr::Access;
+use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
@@ -16,7 +17,7 @@ use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::rdmap::{
     AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
 };
-use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag};
+use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag, To};
 
 /// A Send that is arriving.
 #[derive(Debug)]
@@ -187,21 +188,103 @@ impl Connection {
             }
             invalidated = Some(stag);
         }
+        let receive = self.stream.as_mut().and_then(|s| s.receive.take());
+        let receive = receive.map(|r| (r.request_id, r.received));
+        self.send_is_received(h, receive, invalidated);
+        Ok(())
+    }
+
+    /// A Send is complete: `receive` says which receive it used, and how many bytes of it.
+    fn send_is_received(
+        &mut self,
+        h: &Untagged,
+        receive: Option<(u64, u64)>,
+        invalidated: Option<Stag>,
+    ) {
         self.request_done();
-        let Some(s) = &mut self.stream else {
-            return Ok(());
+        let imm = self.stream.as_mut().and_then(|s| s.send_immediate.take());
+        let Some((id, received)) = receive else {
+            return;
         };
-        let imm = s.send_immediate.take();
-        let Some(receive) = s.receive.take() else {
-            return Ok(());
-        };
-        let mut entry = Completion::new(receive.request_id, Status::Success, WcOp::Recv, self.qpn);
-        entry.byte_len = u32::try_from(receive.received).unwrap_or(u32::MAX);
+        let mut entry = Completion::new(id, Status::Success, WcOp::Recv, self.qpn);
+        entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
         entry.imm = imm;
         entry.invalidated = invalidated;
         entry.solicited = h.opcode.is_solicited();
         self.complete_recv(entry);
-        Ok(())
+    }
+
+    /// Admits, places and delivers a segment at once, if it is of a Write, or a whole Send for which the next receive is one
+    /// range of memory with room, as most are. False: it goes the way of all others, and nothing has happened yet.
+    pub(crate) fn receive_short(&mut self, header: &Header, payload: &[u8]) -> bool {
+        match header {
+            Header::Tagged(h) => self.receive_short_write(h, payload),
+            Header::Untagged(h) => self.receive_short_send(h, payload),
+        }
+    }
+
+    fn receive_short_write(&mut self, h: &Tagged, payload: &[u8]) -> bool {
+        let is_write = h.opcode == Opcode::Write && self.attr.access.has(Access::REMOTE_WRITE);
+        if !is_write || payload.is_empty() || self.rnic.observer.is_some() {
+            return false;
+        }
+        let (need, pd, len) = (
+            Access::REMOTE_WRITE,
+            self.pd_of_peer(),
+            payload.len() as u64,
+        );
+        let Some(s) = self.stream.as_mut().filter(|s| s.discarding.is_none()) else {
+            return false;
+        };
+        let last = &mut self.last_written;
+        let regions = &self.rnic.regions;
+        let Ok(pinned) = regions.pin(last, h.stag, pd, self.qpn, need, h.to, len) else {
+            return false;
+        };
+        self.rnic.memory.place(&pinned, 0, payload);
+        drop(pinned);
+        s.write_bytes += len;
+        self.deliver_write(h);
+        true
+    }
+
+    fn receive_short_send(&mut self, h: &Untagged, payload: &[u8]) -> bool {
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
+        let is_whole = h.last && h.mo == 0;
+        let is_plain = matches!(h.opcode, Opcode::Send | Opcode::SendSolicited);
+        let is_next = s.receive.is_none() && s.discarding.is_none() && h.msn.0 == s.recv_send_msn;
+        if !is_whole || !is_plain || !is_next || self.rnic.observer.is_some() {
+            return false;
+        }
+        let RecvQueue::Own { requests, .. } = &mut self.rq else {
+            return false;
+        };
+        let Some(request) = requests.front() else {
+            return false;
+        };
+        let [sge] = request.sges.as_slice() else {
+            return false;
+        };
+        let (to, room) = (To(sge.addr), u64::from(sge.len));
+        let len = payload.len() as u64;
+        if len > room {
+            return false;
+        }
+        let (regions, need) = (&self.rnic.regions, Access::LOCAL_WRITE);
+        let last = &mut self.last_written;
+        let Ok(pinned) = regions.pin(last, sge.lkey, self.pd, self.qpn, need, to, room) else {
+            return false;
+        };
+        self.rnic.memory.place(&pinned, 0, payload);
+        drop(pinned);
+        let id = request.id;
+        requests.pop_front();
+        s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
+        s.last_write = None;
+        self.send_is_received(h, Some((id, len)), None);
+        true
     }
 
     /// The receive under way ends without its message.
@@ -550,7 +633,9 @@ impl Connection {
             ));
         }
         match what {
-            Control::Hello { .. } | Control::Pong => {}
+            Control::Hello { features, .. } => s.heard_features(features),
+            Control::Pong => {}
+            Control::Carrier(what) => s.heard_carrier(what)?,
             Control::Cookie => {
                 return Err(Fault::answer(PeerError::Control("a cookie on a stream")));
             }

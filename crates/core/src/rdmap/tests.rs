@@ -1,4 +1,4 @@
-//! What takes four thousand million messages to see: numbers that wrap.
+//! What takes many messages to see: numbers that wrap, acknowledgements that go by themselves.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::bounds;
 use crate::connection::{Connection, First, Parts, Peer, Rnic, StreamConfig};
 use crate::ddp::tx::{Address, Message, Source, segment};
 use crate::llp::mpa::deframe::{Extent, LENGTH};
@@ -81,6 +82,7 @@ fn near_the_end() -> (Connection, Arc<Cq>) {
         first: First::Nothing,
         managed: true,
         markers: false,
+        carrier: None,
     };
     conn.attach(config, now());
     let s = conn.stream.as_mut().unwrap();
@@ -196,4 +198,24 @@ fn zero_follows_the_last_number_of_what_arrives() {
     says(&mut conn, Opcode::Send, 1, &[]);
     assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
     assert_eq!(conn.state(), State::Error);
+}
+
+/// Acknowledgements wait for company until so many are owed; a standard peer is owed none.
+#[test]
+fn so_many_acknowledgements_go_without_company() {
+    for (peer, owed, goes) in [
+        (Peer::Anywarp, bounds::ACK_AFTER - 1, false),
+        (Peer::Anywarp, bounds::ACK_AFTER, true),
+        (Peer::Standard, 2 * bounds::ACK_AFTER, false),
+    ] {
+        let (mut conn, _cq) = near_the_end();
+        let s = conn.stream.as_mut().unwrap();
+        s.peer = peer;
+        s.done = s.done_acked.wrapping_add(owed);
+        assert_eq!(conn.must_ack(), goes);
+        let mut batch = TxBatch::default();
+        conn.poll_tx(now(), false, &mut batch);
+        assert_eq!(!batch.is_empty(), goes, "{peer:?}, {owed}");
+        assert_eq!(conn.owes_ack(), peer == Peer::Anywarp && !goes);
+    }
 }

@@ -10,14 +10,19 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::read::{PendingAtomic, PendingRead};
-use crate::connection::{Connection, End, First, Outgoing, Peer, Response, Step, Stream};
+use crate::bounds;
+use crate::connection::{
+    Connection, End, First, Next, Outgoing, Peer, Response, Rnic, Step, Stream,
+};
 use crate::ddp::tx::{Address, Message, Places, Source};
-use crate::verbs::mr::{Access, AccessError};
+use crate::llp::mpa::frame::TxBatch;
+use crate::verbs::mr::{Access, AccessError, LastRegion};
 use crate::verbs::qp::State;
 use crate::verbs::sq::{self, Phase};
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{InlineData, Op, Payload, Remote, Sge};
 use crate::wire::control::Control;
+use crate::wire::ddp::{Tagged, Untagged};
 use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest, Terminate};
 use crate::wire::{Msn, QN_READ, QN_SEND, QN_TERMINATE, Stag, To};
 
@@ -83,7 +88,7 @@ pub(crate) fn queue_first(s: &mut Stream) {
         First::Nothing => {}
         First::Hello => s.responses.push_back(Response::Control(Control::Hello {
             version: HELLO_VERSION,
-            features: 0,
+            features: s.features(),
         })),
         First::Write => s
             .responses
@@ -142,56 +147,60 @@ struct Unbuildable(Status, &'static str);
 
 impl Connection {
     /// The next message to send: the one under way, a response, or the next of the send queue.
-    pub(crate) fn next_message(&mut self, now: Instant) -> Option<Outgoing> {
+    pub(crate) fn next_message(&mut self, now: Instant) -> Next {
         loop {
-            let s = self.stream.as_mut()?;
+            let Some(s) = self.stream.as_mut() else {
+                return Next::Nothing;
+            };
             if s.end == End::Dead || !s.may_send {
-                return None;
+                return Next::Nothing;
             }
-            if let Some(current) = s.current.take() {
-                return Some(current);
+            if s.current.is_some() {
+                return Next::Current;
+            }
+            if s.handover.tx_sealed {
+                return Next::Nothing;
             }
             if let Some(response) = s.responses.pop_front() {
                 let (message, last) = match response {
                     Response::Read(m) | Response::Atomic(m) => (m, true),
-                    Response::Control(c) => (control(c), false),
+                    Response::Control(c) => {
+                        s.handover.tx_sealed = matches!(c, Control::Carrier(w) if w.is_last());
+                        (control(c), false)
+                    }
                     Response::Terminate(m) | Response::Rtr(m) => (m, false),
                 };
-                if self.rnic.observer.is_some() {
-                    self.observe(&Step::Build(message.opcode, message.len));
-                }
-                return Some(Outgoing {
+                let (opcode, len) = (message.opcode, message.len);
+                s.current = Some(Outgoing {
                     message,
                     request: None,
                     last,
                 });
+                if self.rnic.observer.is_some() {
+                    self.observe(&Step::Build(opcode, len));
+                }
+                return Next::Current;
             }
             if s.end != End::Open || s.rnr_until.is_some_and(|t| t > now) {
-                return None;
+                return Next::Nothing;
             }
             s.rnr_until = None;
             if let Some(seq) = s.restart.take() {
-                return Some(Outgoing {
+                s.current = Some(Outgoing {
                     message: control(Control::Restart { seq }),
                     request: None,
                     last: false,
                 });
+                return Next::Current;
             }
             if let Some(next) = s.parts.front() {
                 let waits = matches!(next.opcode, Opcode::ReadRequest | Opcode::AtomicRequest)
                     && s.reads.len() + s.atomics.len() > s.config.ord as usize;
                 // The entries of this request are in `reads` already: one above the limit means "no free slot".
                 if waits && !self.first_unsent_fits() {
-                    return None;
+                    return Next::Nothing;
                 }
-                let s = self.stream.as_mut()?;
-                let message = s.parts.pop_front()?;
-                let last = s.parts.is_empty();
-                return Some(Outgoing {
-                    message,
-                    request: Some(s.parts_of),
-                    last,
-                });
+                return Next::Part;
             }
             // The peer's silence counts from the first request that it owes an answer to.
             if !self.sq.has_outstanding() {
@@ -202,12 +211,100 @@ impl Connection {
                 Taken::Nothing => {
                     // A request that cannot be done ends the connection, and the peer hears of it.
                     if self.stream.as_ref().is_none_or(|s| s.responses.is_empty()) {
-                        return None;
+                        return Next::Nothing;
                     }
                 }
                 Taken::Parts | Taken::Local => {}
             }
         }
+    }
+
+    /// Takes, builds and frames the next request at once if it is one short message and nothing comes before it, as with
+    /// most. False: it goes the way of all others ([`Self::next_message`]), where the same would become of it.
+    pub(crate) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
+        let outstanding = self.sq.has_outstanding();
+        let (Some(s), Some((_, posted))) = (&mut self.stream, self.sq.peek()) else {
+            return false;
+        };
+        let request = &posted.request;
+        let is_next = self.state == State::Rts
+            && s.end == End::Open
+            && s.may_send
+            && s.current.is_none()
+            && s.parts.is_empty()
+            && s.responses.is_empty()
+            && s.restart.is_none()
+            && s.rnr_until.is_none()
+            && s.markers.is_none()
+            && !s.handover.tx_sealed;
+        let is_plain = posted.phase == Phase::Queued
+            && posted.skip == 0
+            && posted.planted.is_none()
+            && request.srq.is_none()
+            && !(request.fence && (!s.reads.is_empty() || !s.atomics.is_empty()));
+        let len = request.payload.len();
+        let room = s.config.mulpdu.saturating_sub(Untagged::LEN);
+        if !is_next || !is_plain || len > room.min(bounds::COPY_LIMIT - 1) as u64 {
+            return false;
+        }
+        let size = usize::try_from(len).unwrap_or(usize::MAX);
+        let (rnic, pd, qpn) = (&*self.rnic, self.pd, self.qpn);
+        let last = &mut self.last_read;
+        let fill = |own: &mut Vec<u8>| append(&request.payload, rnic, last, pd, qpn, own);
+        let (opcode, header, framed) = match request.op {
+            Op::Send {
+                imm: None,
+                invalidate,
+            } => {
+                let header = Untagged {
+                    last: true,
+                    opcode: Opcode::send(invalidate.is_some(), request.solicited),
+                    inv_stag: invalidate.unwrap_or(Stag(0)),
+                    qn: QN_SEND,
+                    msn: Msn(s.next_send_msn),
+                    mo: 0,
+                };
+                let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
+                (header.opcode, Untagged::LEN, framed)
+            }
+            Op::Write { remote, imm: None } => {
+                let header = Tagged {
+                    last: true,
+                    opcode: Opcode::Write,
+                    stag: write_stag(remote, len),
+                    to: remote.to,
+                };
+                let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
+                (header.opcode, Tagged::LEN, framed)
+            }
+            _ => return false,
+        };
+        if !framed {
+            return false;
+        }
+        if !outstanding {
+            // As in `next_message`.
+            s.last_rx = Some(now);
+            s.pinged = false;
+        }
+        let seq = s.seq.wrapping_add(1);
+        s.seq = seq;
+        posted.msn_before = (s.next_send_msn, s.next_read_msn);
+        posted.seq = (seq, seq);
+        posted.bytes = len;
+        posted.phase = Phase::Sent;
+        if opcode != Opcode::Write {
+            s.next_send_msn = s.next_send_msn.wrapping_add(1);
+        }
+        let id = request.id;
+        self.sq.advance();
+        if self.rnic.observer.is_some() {
+            self.observe(&Step::Take(id));
+            self.observe(&Step::Build(opcode, len));
+            self.observe(&Step::Segment(size, true));
+            self.observe(&Step::Frame(header + size));
+        }
+        true
     }
 
     /// Whether the next unsent Read Request still finds an ORD slot: outstanding ones before it are counted.
@@ -269,13 +366,23 @@ impl Connection {
         if self.rnic.observer.is_some() {
             self.observe(&Step::Take(id));
         }
+        // They are empty now, and keep their room.
+        let mut parts = self
+            .stream
+            .as_mut()
+            .map(|s| std::mem::take(&mut s.parts))
+            .unwrap_or_default();
+        // Most requests are one message.
+        parts.reserve_exact(1);
         let built = self.select_srq(number).and_then(|select| {
-            let parts = self.build(number)?;
-            Ok((select, parts))
+            self.build(number, &mut parts)?;
+            Ok(select)
         });
         match built {
-            Ok((select, mut parts)) => {
-                if let Some(posted) = self.sq.get_mut(number) {
+            Ok(select) => {
+                if let Some(posted) = self.sq.get_mut(number)
+                    && posted.skip > 0
+                {
                     let skip = std::mem::take(&mut posted.skip);
                     parts.drain(..parts.len().min(skip as usize));
                 }
@@ -299,11 +406,12 @@ impl Connection {
                         Phase::Sending
                     };
                 }
-                if parts.is_empty() {
+                let is_local = parts.is_empty();
+                s.parts = parts;
+                if is_local {
                     self.retire();
                     return Taken::Local;
                 }
-                s.parts = parts;
                 s.parts_of = number;
                 Taken::Parts
             }
@@ -351,10 +459,9 @@ impl Connection {
     }
 
     /// Builds the messages of a request.
-    fn build(&mut self, number: u64) -> Result<VecDeque<Message>, Unbuildable> {
-        let mut parts = VecDeque::with_capacity(2);
+    fn build(&mut self, number: u64, parts: &mut VecDeque<Message>) -> Result<(), Unbuildable> {
         let Some(posted) = self.sq.get_mut(number) else {
-            return Ok(parts);
+            return Ok(());
         };
         let op = posted.request.op;
         let solicited = posted.request.solicited;
@@ -382,14 +489,8 @@ impl Connection {
                 let msn = s.next_send_msn;
                 s.next_send_msn = msn.wrapping_add(1);
                 s.seq = s.seq.wrapping_add(1);
-                let opcode = match (invalidate.is_some(), solicited) {
-                    (false, false) => Opcode::Send,
-                    (false, true) => Opcode::SendSolicited,
-                    (true, false) => Opcode::SendInvalidate,
-                    (true, true) => Opcode::SendSolicitedInvalidate,
-                };
                 parts.push_back(Message {
-                    opcode,
+                    opcode: Opcode::send(invalidate.is_some(), solicited),
                     address: Address::Untagged {
                         qn: QN_SEND,
                         msn: Msn(msn),
@@ -410,8 +511,7 @@ impl Connection {
                 let source = self.source(number)?;
                 let s = self.stream_mut()?;
                 s.seq = s.seq.wrapping_add(1);
-                // Sheet 4.5: a Write of length 0 names no memory; STag 0 would upset some receivers.
-                let stag = if len == 0 { NO_STAG } else { remote.rkey };
+                let stag = write_stag(remote, len);
                 parts.push_back(Message {
                     opcode: Opcode::Write,
                     address: Address::Tagged {
@@ -440,10 +540,10 @@ impl Connection {
                     ));
                 }
             }
-            Op::Read { remote } => self.build_read(number, remote, len, &mut parts)?,
+            Op::Read { remote } => self.build_read(number, remote, len, parts)?,
             Op::FetchAdd { remote, add } => {
                 let sink = self.atomic_sink(number)?;
-                self.build_atomic(number, sink, &mut parts, |id| {
+                self.build_atomic(number, sink, parts, |id| {
                     AtomicRequest::fetch_add(id, remote.rkey, remote.to, add)
                 })?;
             }
@@ -453,7 +553,7 @@ impl Connection {
                 swap,
             } => {
                 let sink = self.atomic_sink(number)?;
-                self.build_atomic(number, sink, &mut parts, |id| {
+                self.build_atomic(number, sink, parts, |id| {
                     AtomicRequest::cmp_swap(id, remote.rkey, remote.to, compare, swap)
                 })?;
             }
@@ -476,7 +576,7 @@ impl Connection {
                 })?;
             }
         }
-        Ok(parts)
+        Ok(())
     }
 
     fn stream_mut(&mut self) -> Result<&mut Stream, Unbuildable> {
@@ -706,6 +806,7 @@ impl Connection {
         let Some(s) = self.stream.as_mut() else {
             return;
         };
+        self.not_ready += 1;
         let wait = std::time::Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
         s.rnr_until = Some(now + wait);
         s.restart = Some(seq);
@@ -757,6 +858,38 @@ impl Connection {
     }
 }
 
+/// Appends what is to be sent. False: it is not allowed, or is no longer there.
+fn append(
+    payload: &Payload,
+    rnic: &Rnic,
+    last: &mut LastRegion,
+    pd: u32,
+    qpn: u32,
+    own: &mut Vec<u8>,
+) -> bool {
+    match payload {
+        Payload::Inline(data) => {
+            own.extend_from_slice(data);
+            true
+        }
+        Payload::Sges(sges) => sges.iter().filter(|s| s.len > 0).all(|sge| {
+            let (to, len) = (To(sge.addr), u64::from(sge.len));
+            let pinned = rnic
+                .regions
+                .pin(last, sge.lkey, pd, qpn, Access::NONE, to, len);
+            pinned.is_ok_and(|pinned| {
+                rnic.memory.gather(&pinned, 0, len, own);
+                true
+            })
+        }),
+    }
+}
+
+/// Sheet 4.5: a Write of length 0 names no memory; STag 0 would upset some receivers.
+fn write_stag(remote: Remote, len: u64) -> Stag {
+    if len == 0 { NO_STAG } else { remote.rkey }
+}
+
 /// What [`Connection::take`] found.
 enum Taken {
     Nothing,
@@ -769,6 +902,6 @@ enum Taken {
 /// A Terminate as one whole FPDU, for ends that have no queue pair yet.
 pub fn terminate_fpdu(what: &Terminate, with_crc: bool) -> Vec<u8> {
     let mut message = terminate(what);
-    let segment = crate::ddp::tx::segment(&mut message, crate::bounds::MULPDU_MIN);
+    let segment = crate::ddp::tx::segment(&mut message, bounds::MULPDU_MIN);
     crate::llp::mpa::frame::frame_bytes(&segment, &message.source, with_crc)
 }

@@ -128,6 +128,10 @@ pub struct Region {
     only: RwLock<Option<(IpAddr, Option<u32>)>>,
 }
 
+/// The region that somebody accessed last.
+#[derive(Debug, Default)]
+pub struct LastRegion(Option<Arc<Region>>);
+
 /// Whether the process can read, or write, its memory at `[start, start + len)` now.
 pub type Present = fn(start: u64, len: u64, write: bool) -> bool;
 
@@ -200,6 +204,49 @@ impl Region {
             None => true,
             Some((only, of)) => only == ip.to_canonical() && of.is_none_or(|of| of == qpn),
         }
+    }
+
+    /// What is left of the access check once the STag is found: offset in the region, and address.
+    fn grant(
+        &self,
+        pd: u32,
+        qpn: u32,
+        need: Access,
+        to: To,
+        len: u64,
+    ) -> Result<(u64, u64), AccessError> {
+        // RFC 5041 §8.2 [stag-pd]: an STag is good for the streams of its protection domain, or for one stream.
+        if self.pd != pd || matches!(self.kind, Kind::WindowType2 { qpn: of } if of != qpn) {
+            return Err(AccessError::NotAssociated);
+        }
+        if !self.access.has(need) {
+            return Err(AccessError::Rights);
+        }
+        // RFC 5041 §7.1 [ddp-to-wrap]: offset plus length stays below 2^64.
+        let end = to.0.checked_add(len).ok_or(AccessError::Wrap)?;
+        // RFC 5041 §7.1 [ddp-bounds]: both ends inside the region.
+        let offset = to.0.checked_sub(self.base).ok_or(AccessError::Bounds)?;
+        if end - self.base > self.len {
+            return Err(AccessError::Bounds);
+        }
+        let writes = Access::LOCAL_WRITE.0 | Access::REMOTE_WRITE.0 | Access::REMOTE_ATOMIC.0;
+        let writes = need.0 & writes != 0;
+        let present = self
+            .present
+            .is_none_or(|p| len == 0 || p(self.start + offset, len, writes));
+        if !present {
+            return Err(AccessError::Absent);
+        }
+        let at = match self.kind {
+            // What is written is gone, what is read is zero: each has memory of its own.
+            Kind::Null { zeroes, .. } if !need.has(Access::LOCAL_WRITE) => zeroes,
+            Kind::Null { sink, .. } => sink,
+            _ => self.start + offset,
+        };
+        if matches!(self.kind, Kind::Null { len: most, .. } if len > most) {
+            return Err(AccessError::Bounds);
+        }
+        Ok((offset, at))
     }
 
     /// Keeps the memory in place while it is read or written. `None` once it was deregistered or invalidated.
@@ -624,6 +671,28 @@ impl Regions {
         Ok(())
     }
 
+    /// The region or window with this STag.
+    fn live(&self, stag: Stag) -> Result<Arc<Region>, AccessError> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        match table.get(&(stag.0 >> 8)) {
+            Some(Entry::Live(r)) if r.stag == stag => Ok(Arc::clone(r)),
+            _ => Err(AccessError::Invalid),
+        }
+    }
+
+    /// The same for who asks often: the table is looked into only if it is another region than last time, or that is gone.
+    fn live_again<'a>(
+        &self,
+        last: &'a mut LastRegion,
+        stag: Stag,
+    ) -> Result<&'a Arc<Region>, AccessError> {
+        let region = match last.0.take() {
+            Some(r) if r.stag == stag && r.valid.load(Ordering::Acquire) => r,
+            _ => self.live(stag)?,
+        };
+        Ok(last.0.insert(region))
+    }
+
     /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in its order: exists, associated, rights, bounds, wrap.
     pub fn check(
         &self,
@@ -634,48 +703,38 @@ impl Regions {
         to: To,
         len: u64,
     ) -> Result<Placement, AccessError> {
-        let region = {
-            let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
-            match table.get(&(stag.0 >> 8)) {
-                Some(Entry::Live(r)) if r.stag == stag => Arc::clone(r),
-                _ => return Err(AccessError::Invalid),
-            }
-        };
-        // RFC 5041 §8.2 [stag-pd]: an STag is good for the streams of its protection domain, or for one stream.
-        if region.pd != pd || matches!(region.kind, Kind::WindowType2 { qpn: of } if of != qpn) {
-            return Err(AccessError::NotAssociated);
-        }
-        if !region.access.has(need) {
-            return Err(AccessError::Rights);
-        }
-        // RFC 5041 §7.1 [ddp-to-wrap]: offset plus length stays below 2^64.
-        let end = to.0.checked_add(len).ok_or(AccessError::Wrap)?;
-        // RFC 5041 §7.1 [ddp-bounds]: both ends inside the region.
-        let offset = to.0.checked_sub(region.base).ok_or(AccessError::Bounds)?;
-        if end - region.base > region.len {
-            return Err(AccessError::Bounds);
-        }
-        let writes = Access::LOCAL_WRITE.0 | Access::REMOTE_WRITE.0 | Access::REMOTE_ATOMIC.0;
-        let writes = need.0 & writes != 0;
-        let present = region
-            .present
-            .is_none_or(|p| len == 0 || p(region.start + offset, len, writes));
-        if !present {
-            return Err(AccessError::Absent);
-        }
-        let at = match region.kind {
-            // What is written is gone, what is read is zero: each has memory of its own.
-            Kind::Null { zeroes, .. } if !need.has(Access::LOCAL_WRITE) => zeroes,
-            Kind::Null { sink, .. } => sink,
-            _ => region.start + offset,
-        };
-        if matches!(region.kind, Kind::Null { len: most, .. } if len > most) {
-            return Err(AccessError::Bounds);
-        }
+        let region = self.live(stag)?;
+        let (offset, at) = region.grant(pd, qpn, need, to, len)?;
         Ok(Placement {
             region,
             offset,
             at,
+            len,
+        })
+    }
+
+    /// The same check for who touches the memory at once and asks for the same region again and again, as most do.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "what an access is, and what was last"
+    )]
+    #[inline]
+    pub fn pin<'a>(
+        &self,
+        last: &'a mut LastRegion,
+        stag: Stag,
+        pd: u32,
+        qpn: u32,
+        need: Access,
+        to: To,
+        len: u64,
+    ) -> Result<Pinned<'a>, AccessError> {
+        let region = self.live_again(last, stag)?;
+        let (_, start) = region.grant(pd, qpn, need, to, len)?;
+        let pin = region.pin().ok_or(AccessError::Invalid)?;
+        Ok(Pinned {
+            _pin: pin,
+            start,
             len,
         })
     }
@@ -805,6 +864,50 @@ mod tests {
             regions
                 .check(Stag(r.stag().0 ^ 1), 1, 0, Access::NONE, To(0x10_000), 8)
                 .map(|p| p.len()),
+            Err(AccessError::Invalid)
+        );
+    }
+
+    /// Who found a region once is checked anew each time, and does not find it when it is gone.
+    #[test]
+    fn what_was_accessed_last_is_checked_again() {
+        let (regions, r) = registered(Access::LOCAL_WRITE);
+        let mut last = LastRegion::default();
+        let mut pin = |stag, pd, need, to| {
+            let pinned = regions.pin(&mut last, stag, pd, 0, need, To(to), 8);
+            pinned.map(|p| p.start())
+        };
+        let (write, none) = (Access::LOCAL_WRITE, Access::NONE);
+        assert_eq!(pin(r.stag(), 1, write, 0x10_008), Ok(0x10_008));
+        assert_eq!(
+            pin(r.stag(), 2, write, 0x10_000),
+            Err(AccessError::NotAssociated)
+        );
+        assert_eq!(
+            pin(r.stag(), 1, Access::REMOTE_WRITE, 0x10_000),
+            Err(AccessError::Rights)
+        );
+        assert_eq!(
+            pin(r.stag(), 1, none, 0x10_000 + 4090),
+            Err(AccessError::Bounds)
+        );
+        // Another key of the same index.
+        let other = Stag(r.stag().0 ^ 1);
+        assert_eq!(pin(other, 1, none, 0x10_000), Err(AccessError::Invalid));
+        assert_eq!(pin(r.stag(), 1, none, 0x10_000), Ok(0x10_000));
+        let moved = Registration {
+            start: 0x50_000,
+            len: 4096,
+            base: 0x10_000,
+            access: write,
+            pd: 1,
+            present: None,
+        };
+        let new = regions.reregister(&r, &moved).unwrap();
+        assert_eq!(pin(new.stag(), 1, none, 0x10_000), Ok(0x50_000));
+        regions.deregister(&new).unwrap();
+        assert_eq!(
+            pin(new.stag(), 1, none, 0x10_000),
             Err(AccessError::Invalid)
         );
     }

@@ -1,5 +1,7 @@
 //! Queue pairs: the state machine, and what `ibv_modify_qp(3)` may change in which state.
 
+use std::time::Duration;
+
 use super::mr::Access;
 use crate::bounds;
 use crate::error::Misuse;
@@ -160,6 +162,22 @@ pub struct Attr {
     pub max_dest_rd_atomic: u8,
     /// The peer's queue pair number.
     pub dest_qpn: u32,
+}
+
+impl Attr {
+    /// How long the peer may stay silent with requests outstanding: timeout and `retry_cnt`. `None`: for ever.
+    pub fn silence_limit(&self) -> Option<Duration> {
+        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout, and as many tries as retry_cnt says after the first.
+        let t = u64::from(self.timeout & 31);
+        if t == 0 {
+            return None;
+        }
+        // In nanoseconds, far below 2^64: a Duration's own arithmetic is slow, and this is asked for with each request.
+        let all = (4096_u64 << t) * (u64::from(self.retry_cnt) + 1);
+        Some(Duration::from_nanos(
+            all.clamp(200_000_000, 600_000_000_000),
+        ))
+    }
 }
 
 impl Default for Attr {

@@ -6,8 +6,8 @@
 
 use std::collections::VecDeque;
 
-use super::wc::Status;
-use super::wr::WorkRequest;
+use super::wc::{Completion, Status, WcOp};
+use super::wr::{Op, Payload, WorkRequest, given};
 use crate::bounds;
 use crate::error::Misuse;
 
@@ -49,6 +49,54 @@ pub struct Posted {
     pub planted: Option<Status>,
 }
 
+/// What completes: all that is left of a request that leaves the queue.
+#[derive(Debug, Clone, Copy)]
+pub struct Retired {
+    /// The application's number.
+    pub id: u64,
+    /// What was done.
+    pub op: WcOp,
+    /// Make a completion on success too.
+    pub signaled: bool,
+    /// Bytes that it moved.
+    pub bytes: u64,
+    /// How far it came.
+    pub phase: Phase,
+    /// What went wrong with it on our side.
+    pub failed: Option<(Status, &'static str)>,
+}
+
+impl From<&Posted> for Retired {
+    fn from(posted: &Posted) -> Self {
+        Self {
+            id: posted.request.id,
+            op: match posted.request.op {
+                Op::Send { .. } => WcOp::Send,
+                Op::Write { .. } => WcOp::Write,
+                Op::AtomicWrite { .. } => WcOp::AtomicWrite,
+                Op::Read { .. } => WcOp::Read,
+                Op::FetchAdd { .. } => WcOp::FetchAdd,
+                Op::CompareSwap { .. } => WcOp::CompareSwap,
+                Op::LocalInvalidate { .. } => WcOp::LocalInvalidate,
+                Op::Bind(_) => WcOp::Bind,
+            },
+            signaled: posted.request.signaled,
+            bytes: posted.bytes,
+            phase: posted.phase,
+            failed: posted.failed,
+        }
+    }
+}
+
+impl Retired {
+    /// Its completion.
+    pub fn completion(&self, status: Status, qpn: u32) -> Completion {
+        let mut entry = Completion::new(self.id, status, self.op, qpn);
+        entry.byte_len = u32::try_from(self.bytes).unwrap_or(u32::MAX);
+        entry
+    }
+}
+
 /// The send queue.
 #[derive(Debug)]
 pub struct SendQueue {
@@ -80,27 +128,21 @@ impl SendQueue {
 
     /// Adds a request, with what `ibv_post_send(3)` checks at once.
     pub fn post(&mut self, request: WorkRequest) -> Result<(), Misuse> {
-        match &request.payload {
-            super::wr::Payload::Sges(sges) if sges.len() > self.max_sge as usize => {
-                return Err(Misuse::TooManySge);
-            }
-            // The word of an atomic write is part of the request, not of its data.
-            super::wr::Payload::Inline(data)
-                if data.len() > self.max_inline as usize
-                    && !matches!(request.op, super::wr::Op::AtomicWrite { .. }) =>
-            {
-                return Err(Misuse::InlineTooLarge);
-            }
-            _ => {}
-        }
-        if self.posted.len() >= self.max_wr as usize {
-            return Err(Misuse::QueueFull);
-        }
+        self.post_with(given(Ok(request)))
+    }
+
+    /// The same with a request that `fill` makes where it will lie: it is some two hundred bytes, and each move of it costs.
+    #[inline]
+    pub fn post_with(
+        &mut self,
+        fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
+        let is_full = self.posted.len() >= self.max_wr as usize;
         if self.posted.try_reserve(1).is_err() {
             return Err(Misuse::NoMemory);
         }
         self.posted.push_back(Posted {
-            request,
+            request: WorkRequest::blank(),
             phase: Phase::Queued,
             seq: (0, 0),
             msn_before: (0, 0),
@@ -111,7 +153,34 @@ impl SendQueue {
             failed: None,
             planted: None,
         });
+        let (max_sge, max_inline) = (self.max_sge, self.max_inline);
+        let mut making = Making {
+            posted: &mut self.posted,
+            is_made: false,
+        };
+        if let Some(posted) = making.posted.back_mut() {
+            fill(&mut posted.request)?;
+            Self::fits(&posted.request, max_sge, max_inline)?;
+        }
+        if is_full {
+            return Err(Misuse::QueueFull);
+        }
+        making.is_made = true;
         Ok(())
+    }
+
+    fn fits(request: &WorkRequest, max_sge: u32, max_inline: u32) -> Result<(), Misuse> {
+        match &request.payload {
+            Payload::Sges(sges) if sges.len() > max_sge as usize => Err(Misuse::TooManySge),
+            // The word of an atomic write is part of the request, not of its data.
+            Payload::Inline(data)
+                if data.len() > max_inline as usize
+                    && !matches!(request.op, Op::AtomicWrite { .. }) =>
+            {
+                Err(Misuse::InlineTooLarge)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The request that was posted last will fail with `status` instead of being sent.
@@ -172,7 +241,7 @@ impl SendQueue {
     }
 
     /// Removes the front request if it is done and did not fail.
-    pub fn retire(&mut self) -> Option<Posted> {
+    pub fn retire(&mut self) -> Option<Retired> {
         let first = self.posted.front()?;
         if first.phase != Phase::Done || first.failed.is_some() {
             return None;
@@ -181,8 +250,9 @@ impl SendQueue {
     }
 
     /// Removes the front request whatever its phase (flush).
-    pub fn pop(&mut self) -> Option<Posted> {
-        let first = self.posted.pop_front()?;
+    pub fn pop(&mut self) -> Option<Retired> {
+        let first = Retired::from(self.posted.front()?);
+        self.posted.pop_front();
         self.front += 1;
         self.next = self.next.max(self.front);
         Some(first)
@@ -238,9 +308,33 @@ impl SendQueue {
         self.posted.clear();
     }
 
+    /// How many requests were taken and have not retired.
+    pub fn taken(&self) -> usize {
+        usize::try_from(self.next - self.front).unwrap_or(0)
+    }
+
+    /// The request that was posted last.
+    pub fn last(&self) -> Option<&Posted> {
+        self.posted.back()
+    }
+
     /// Sizes, for checks outside.
     pub fn limits(&self) -> (u32, u32, u32) {
         (self.max_wr, self.max_sge, self.max_inline)
+    }
+}
+
+/// A request that is being made. It goes again if that does not succeed, also by a panic.
+struct Making<'a> {
+    posted: &'a mut VecDeque<Posted>,
+    is_made: bool,
+}
+
+impl Drop for Making<'_> {
+    fn drop(&mut self) {
+        if !self.is_made {
+            self.posted.pop_back();
+        }
     }
 }
 
@@ -251,7 +345,6 @@ pub fn fits(len: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::wr::{Op, Payload};
     use super::*;
 
     fn request(id: u64) -> WorkRequest {
@@ -281,8 +374,8 @@ mod tests {
         sq.get_mut(1).unwrap().phase = Phase::Done;
         assert!(sq.retire().is_none());
         sq.get_mut(0).unwrap().phase = Phase::Done;
-        assert_eq!(sq.retire().unwrap().request.id, 0);
-        assert_eq!(sq.retire().unwrap().request.id, 1);
+        assert_eq!(sq.retire().unwrap().id, 0);
+        assert_eq!(sq.retire().unwrap().id, 1);
         assert!(sq.retire().is_none());
     }
 
@@ -296,6 +389,24 @@ mod tests {
         sq.rewind(1);
         assert_eq!(sq.peek().unwrap().1.request.id, 1);
         assert_eq!(sq.untaken(), 2);
+    }
+
+    #[test]
+    fn a_request_that_is_not_made_leaves_nothing_behind() {
+        let mut sq = SendQueue::new(2, 1, 0);
+        let refused = sq.post_with(|_| Err(Misuse::InvalidArgument("opcode")));
+        assert!(matches!(refused, Err(Misuse::InvalidArgument(_))) && sq.is_empty());
+        let panics = std::panic::AssertUnwindSafe(|| sq.post_with(|_| panic!("asked to")));
+        assert!(std::panic::catch_unwind(panics).is_err());
+        assert!(sq.is_empty());
+        sq.post(request(0)).unwrap();
+        let too_long = Payload::Inline([0; 1].into_iter().collect());
+        let refused = sq.post(WorkRequest {
+            payload: too_long,
+            ..request(1)
+        });
+        assert!(matches!(refused, Err(Misuse::InlineTooLarge)));
+        assert_eq!(sq.untaken(), 1);
     }
 
     #[test]

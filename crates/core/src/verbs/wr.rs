@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use crate::error::Misuse;
 use crate::wire::{Stag, To};
 
 /// One element of a scatter/gather list.
@@ -182,6 +183,37 @@ pub struct WorkRequest {
     pub destination: Option<Destination>,
     /// For XRC: the shared receive queue at the peer.
     pub srq: Option<u32>,
+}
+
+/// A request that is made already, for who takes functions that make one where it will lie.
+#[inline]
+pub fn given(
+    request: Result<WorkRequest, Misuse>,
+) -> impl FnOnce(&mut WorkRequest) -> Result<(), Misuse> {
+    move |into| {
+        *into = request?;
+        Ok(())
+    }
+}
+
+impl WorkRequest {
+    /// A Send of nothing, that nobody hears of.
+    #[inline]
+    pub fn blank() -> Self {
+        Self {
+            id: 0,
+            op: Op::Send {
+                imm: None,
+                invalidate: None,
+            },
+            payload: Payload::Sges(SmallVec::new()),
+            signaled: false,
+            solicited: false,
+            fence: false,
+            destination: None,
+            srq: None,
+        }
+    }
 }
 
 /// A posted receive.

@@ -72,8 +72,35 @@ pub enum Control {
     Pong,
     /// Orderly end without error.
     Bye,
+    /// About shared memory that carries the stream from here on, when both ends are on one host.
+    Carrier(Carrier),
     /// In a datagram: the request that it answers has to bring the 8 bytes that follow.
     Cookie,
+}
+
+/// How two ends on one host agree on shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Carrier {
+    /// There is memory behind this descriptor of this process.
+    Offer {
+        /// The process.
+        pid: u32,
+        /// Its descriptor.
+        fd: u32,
+    },
+    /// The peer has it too. What it says next is there.
+    Take,
+    /// The peer cannot have it: everything stays as it is.
+    Refuse,
+    /// What the end that offered says next is there.
+    Switch,
+}
+
+impl Carrier {
+    /// Whether nothing more comes on the connection behind it.
+    pub const fn is_last(&self) -> bool {
+        matches!(self, Self::Take | Self::Switch)
+    }
 }
 
 impl Control {
@@ -107,6 +134,16 @@ impl Control {
             KIND_PONG => Self::Pong,
             KIND_BYE => Self::Bye,
             KIND_COOKIE => Self::Cookie,
+            KIND_CARRIER => Self::Carrier(match arg {
+                0 => Carrier::Offer {
+                    pid: seq,
+                    fd: header.mo,
+                },
+                1 => Carrier::Take,
+                2 => Carrier::Refuse,
+                3 => Carrier::Switch,
+                _ => return Err(PeerError::Control("unknown word about a carrier")),
+            }),
             _ => return Err(PeerError::Control("unknown kind")),
         })
     }
@@ -125,6 +162,10 @@ impl Control {
             Self::Pong => (KIND_PONG, 0, 0, 0),
             Self::Bye => (KIND_BYE, 0, 0, 0),
             Self::Cookie => (KIND_COOKIE, 0, 0, 0),
+            Self::Carrier(Carrier::Offer { pid, fd }) => (KIND_CARRIER, 0, pid, fd),
+            Self::Carrier(Carrier::Take) => (KIND_CARRIER, 1, 0, 0),
+            Self::Carrier(Carrier::Refuse) => (KIND_CARRIER, 2, 0, 0),
+            Self::Carrier(Carrier::Switch) => (KIND_CARRIER, 3, 0, 0),
         };
         Untagged {
             last: true,
@@ -148,6 +189,7 @@ const KIND_PONG: u8 = 8;
 const KIND_BYE: u8 = 9;
 const KIND_SELECT_SRQ: u8 = 10;
 const KIND_COOKIE: u8 = 11;
+const KIND_CARRIER: u8 = 12;
 
 #[cfg(test)]
 mod tests {
@@ -172,6 +214,13 @@ mod tests {
             Control::Pong,
             Control::Bye,
             Control::Cookie,
+            Control::Carrier(Carrier::Offer {
+                pid: 4_000_000,
+                fd: 77,
+            }),
+            Control::Carrier(Carrier::Take),
+            Control::Carrier(Carrier::Refuse),
+            Control::Carrier(Carrier::Switch),
         ] {
             let bytes = c.header().emit();
             let (Header::Untagged(h), 18) = Header::parse(&bytes).unwrap() else {

@@ -7,14 +7,17 @@
 //! Read Request msn 1 size 4096 source 0x00abcd01+0x1000 sink 0x00000200+0x0
 //! Terminate 1/1/00 (ddp tagged: invalid stag) segment 22 [Write stag 0x00abcd01 to 0x1000 last]
 //! MPA Request rev 2 crc p2p rtr write+read ird 16 ord 16 private 0
+//! Write-Record stag 0x00abcd01 to 0x1008 len 8 last id 3 offset 8 of 16 index 7->3
+//! packet 9 base 7 index 7->3 token 0x01020304 echo 0x05060708 ack 11 runs 13-15 [Send msn 1 …]
 //! ```
 
 use core::fmt::{self, Write as _};
 
 use super::control::Control;
 use super::ddp::{Header, Tagged, Untagged};
-use super::dgram::Datagram;
+use super::dgram::{self, Cm, Datagram, SUB_ERROR};
 use super::mpa::{DEPTH_NOT_NEGOTIATED, StartupFrame};
+use super::rd::{self, Packet};
 use super::rdmap::{
     AtomicOp, AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
 };
@@ -31,22 +34,116 @@ pub fn fpdu(ulpdu: &[u8]) -> String {
     })
 }
 
+/// Describes whatever came in a UDP datagram. Never fails; what cannot be read is said to be so.
+pub fn udp(bytes: &[u8]) -> String {
+    line(|out| {
+        let error = if rd::is_packet(bytes) {
+            match rd::parse(bytes) {
+                Ok((head, data)) => return packet(out, &head, data),
+                Err(error) => error,
+            }
+        } else if dgram::is_cm(bytes) {
+            match Cm::parse(bytes) {
+                Ok(message) => return manager(out, &message),
+                Err(error) => error,
+            }
+        } else {
+            match dgram::parse(bytes) {
+                Ok(datagram) => return shimmed(out, &datagram),
+                Err(error) => error,
+            }
+        };
+        write!(out, "malformed len {}: {error}", bytes.len())
+    })
+}
+
 /// Describes a datagram: the segment in it, and what the shim says.
 pub fn datagram(datagram: &Datagram<'_>) -> String {
+    line(|out| shimmed(out, datagram))
+}
+
+fn shimmed(out: &mut String, datagram: &Datagram<'_>) -> fmt::Result {
     let shim = &datagram.shim;
-    line(|out| {
-        segment(out, &datagram.header, datagram.payload)?;
-        write!(
-            out,
-            " id {} offset {} of {}",
-            shim.id, shim.offset, shim.length
-        )?;
-        write!(out, " index {}->{}", shim.src_index, shim.dst_index)?;
-        if let Some(value) = shim.immediate {
-            write!(out, " imm 0x{:08x}", u32::from_be_bytes(value))?;
+    if shim.sub_op == SUB_ERROR {
+        out.push_str("error report: ");
+    }
+    segment(out, &datagram.header, datagram.payload)?;
+    write!(out, " id {}", shim.id)?;
+    write!(out, " offset {} of {}", shim.offset, shim.length)?;
+    write!(out, " index {}->{}", shim.src_index, shim.dst_index)?;
+    if let Some(value) = shim.immediate {
+        write!(out, " imm 0x{:08x}", u32::from_be_bytes(value))?;
+    }
+    let has = |attribute| shim.attributes & attribute != 0;
+    words(
+        out,
+        &[
+            (shim.commit, "commit"),
+            (shim.parity, "parity"),
+            (has(dgram::ATTR_FINAL_COPY), "again"),
+            (has(dgram::ATTR_NOT_AGGREGATED), "chunks"),
+        ],
+    )?;
+    match shim.group {
+        0 => Ok(()),
+        group => write!(out, " group {group}x{}", shim.segment),
+    }
+}
+
+/// A packet of reliable datagrams, and what it carries.
+fn packet(out: &mut String, head: &Packet, data: Option<&[u8]>) -> fmt::Result {
+    let kind = if head.challenge {
+        "challenge"
+    } else {
+        "packet"
+    };
+    write!(out, "{kind} {} base {}", head.seq, head.base)?;
+    write!(out, " index {}->{}", head.src_index, head.dst_index)?;
+    write!(out, " token 0x{:08x} echo 0x{:08x}", head.token, head.echo)?;
+    if let Some(ack) = head.ack {
+        write!(out, " ack {ack}")?;
+    }
+    for (at, (start, end)) in head.arrived.iter().enumerate() {
+        let before = if at == 0 { " runs " } else { "," };
+        write!(out, "{before}{start}-{end}")?;
+    }
+    write!(out, " window {}", head.window)?;
+    if head.refused != 0 {
+        write!(out, " refused {}", head.refused)?;
+    }
+    words(
+        out,
+        &[
+            (head.not_ready, "not-ready"),
+            (head.ack_now, "ack-now"),
+            (head.ack_soon, "ack-soon"),
+        ],
+    )?;
+    match data.map(dgram::parse_covered) {
+        None => Ok(()),
+        Some(Ok(inner)) => {
+            out.push_str(" [");
+            shimmed(out, &inner)?;
+            out.push(']');
+            Ok(())
         }
-        words(out, &[(shim.commit, "commit"), (shim.parity, "parity")])
-    })
+        Some(Err(error)) => write!(out, " [malformed: {error}]"),
+    }
+}
+
+/// A question or an answer of the connection manager.
+fn manager(out: &mut String, message: &Cm) -> fmt::Result {
+    match message {
+        Cm::Request(m) => {
+            let private = m.private_data.len();
+            write!(out, "CM Request id {} private {private}", m.id)
+        }
+        Cm::Reply(m) => {
+            write!(out, "CM Reply id {} status {}", m.id, m.status)?;
+            write!(out, " qp 0x{:06x}", m.qpn)?;
+            write!(out, " private {}", m.private_data.len())
+        }
+    }
 }
 
 /// Describes a Request or a Reply.
@@ -430,5 +527,74 @@ mod tests {
             text
         );
         assert_eq!(Msn::FIRST.to_string(), "1");
+    }
+
+    /// The vectors of docs/datagram-iwarp.md, and packets.
+    #[test]
+    fn whatever_comes_over_udp() {
+        let table = [
+            (
+                "dc101234 11111111 00000001 00000005 00000000 0000 0307 0000 4143 00000000 00000000 00000001 00000000 68656c6c6f 46b83bd7",
+                "Send msn 1 mo 0 len 5 last id 1 offset 0 of 5 index 7->3",
+            ),
+            (
+                "dc101234 11111111 00000003 00000010 00000008 0102 0307 0000 c14f 00abcd01 0000000000001008 08090a0b0c0d0e0f ba734475",
+                "Write-Record stag 0x00abcd01 to 0x1008 len 8 last id 3 offset 8 of 16 index 7->3",
+            ),
+            (
+                "dd110002 01020304 6869 9836b8b1",
+                "CM Request id 16909060 private 2",
+            ),
+            (
+                "dd120002 01020304 00000000 00123405 11111111 6869 b6de65e0",
+                "CM Reply id 16909060 status 0 qp 0x123405 private 2",
+            ),
+            (
+                "dd120002 01020304 00000000 00123405 11111111 6869 b6de65e1",
+                "malformed len 26: datagram crc mismatch",
+            ),
+            ("", "malformed len 0: datagram shorter than its headers"),
+        ];
+        for (bytes, text) in table {
+            assert_eq!(udp(&hex(bytes)), text);
+        }
+        let sealed = |head: &Packet, data: Option<&[u8]>| {
+            let mut bytes = Vec::new();
+            head.put(data.is_some(), &mut bytes);
+            bytes.extend_from_slice(data.unwrap_or_default());
+            dgram::seal(&mut bytes);
+            udp(&bytes)
+        };
+        let mut head = Packet {
+            token: 0x0102_0304,
+            echo: 0x0506_0708,
+            seq: 9,
+            base: 7,
+            dst_index: 3,
+            src_index: 7,
+            ack: Some(11),
+            window: 4096,
+            time: 1,
+            time_echo: 0,
+            arrived: [(13, 15), (17, 18)].into_iter().collect(),
+            challenge: false,
+            not_ready: true,
+            ack_now: true,
+            ack_soon: false,
+            refused: 10,
+        };
+        let whole = hex(table[0].0);
+        let bare = &whole[..whole.len() - dgram::CRC];
+        let text = "packet 9 base 7 index 7->3 token 0x01020304 echo 0x05060708 ack 11 runs 13-15,17-18 window 4096 \
+                    refused 10 not-ready ack-now";
+        assert_eq!(sealed(&head, None), text);
+        assert_eq!(
+            sealed(&head, Some(bare)),
+            format!("{text} [{}]", table[0].1)
+        );
+        let text_of_none = format!("{text} [malformed: datagram shorter than its headers]");
+        assert_eq!(sealed(&head, Some(&bare[..20])), text_of_none);
+        head.challenge = true;
+        assert!(sealed(&head, None).starts_with("challenge 9 "));
     }
 }

@@ -26,7 +26,7 @@ use smallvec::SmallVec;
 pub type Run = (u32, u32);
 
 /// The header of a packet.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Packet {
     /// What the receiver has to echo, so that the sender knows it is heard at this address.
     pub token: u32,

@@ -43,6 +43,16 @@ pub enum Opcode {
 }
 
 impl Opcode {
+    /// The kind of Send (RFC 5040 §4.3, table of opcodes).
+    pub const fn send(invalidates: bool, solicited: bool) -> Self {
+        match (invalidates, solicited) {
+            (false, false) => Self::Send,
+            (false, true) => Self::SendSolicited,
+            (true, false) => Self::SendInvalidate,
+            (true, true) => Self::SendSolicitedInvalidate,
+        }
+    }
+
     /// The opcode of these four bits on a stream; `None` if nobody assigned them.
     pub const fn from_bits(bits: u8) -> Option<Self> {
         Some(match bits {

@@ -13,10 +13,11 @@ use anywarp_core::verbs::qp::{Capacity, State};
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::WcOp;
 use anywarp_core::verbs::wr::{Destination, RecvRequest};
+use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
 use anywarp_core::wire::dgram::{self, Cm, Shim};
 use anywarp_core::wire::rd::{self, Packet};
-use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::rdmap::{AtomicRequest, Opcode, ReadRequest};
 use anywarp_core::wire::{Msn, Stag, To};
 
 use crate::end::Host;
@@ -36,6 +37,9 @@ struct Ear {
     inbox: Mr,
     writable: Mr,
     closed: Mr,
+    readable: Mr,
+    /// The newest one that was sent to a reader.
+    cookie: u64,
     recvs: u64,
     sends: u64,
     delivered: Vec<u64>,
@@ -86,6 +90,8 @@ impl Ear {
             inbox: host.register(20_000, access::LOCAL),
             writable: host.register(70_000, access::WRITE),
             closed: host.register(4096, access::LOCAL),
+            readable: host.register(4096, access::ALL),
+            cookie: 0,
             host,
             cq,
             recvs: 0,
@@ -154,6 +160,15 @@ impl Ear {
         }
         let mut out = Vec::new();
         self.qp.poll_tx(&mut out);
+        for sent in &out {
+            if let Ok(d) = dgram::parse(&sent.bytes)
+                && let Header::Untagged(h) = &d.header
+                && Control::parse(h) == Ok(Control::Cookie)
+                && let Some(cookie) = d.payload.first_chunk()
+            {
+                self.cookie = u64::from_be_bytes(*cookie);
+            }
+        }
         if input.byte() < 200 {
             self.qp.handle_written(out.len());
         } else {
@@ -176,7 +191,7 @@ impl Ear {
 
     fn check(mut self) {
         assert!(self.host.bytes(&self.closed).iter().all(|b| *b == 0));
-        let all = [&self.inbox, &self.writable, &self.closed];
+        let all = [&self.inbox, &self.writable, &self.closed, &self.readable];
         self.host.check_guards(&all);
         let state = format!("{:?}", self.qp).len();
         assert!(state < 1 << 18, "{state} bytes of state");
@@ -265,11 +280,11 @@ pub fn datagrams(data: &[u8]) {
                 ear.qp.handle_timeout();
             }
             80..85 => {
-                while let Some(record) = ear.qp.records().poll() {
+                while let Some(record) = ear.qp.poll_record() {
                     assert!(record.valid <= record.length);
                     assert_eq!(record.map == 0, record.complete || record.chunk);
                     if input.byte() < 200 {
-                        assert_eq!(ear.qp.records().release(record.map), record.map != 0);
+                        assert_eq!(ear.qp.release_map(record.map), record.map != 0);
                     }
                 }
                 while ear.qp.poll_error().is_some() {}
@@ -300,9 +315,9 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
         hop_limit: 9,
         traffic_class: 0,
     };
-    let before = *ear.qp.counters();
+    let before = ear.qp.counters();
     let kept = ear.qp.handle_rx(&arrival, bytes);
-    let after = *ear.qp.counters();
+    let after = ear.qp.counters();
     assert_eq!(after.rx_dgrams, before.rx_dgrams + 1);
     // What waited behind a packet may be delivered though the packet is not.
     if kept.is_err() && ear.qp.kind() != Kind::Rd {
@@ -319,16 +334,9 @@ fn transport() -> Packet {
         base: 0,
         dst_index: 5,
         src_index: 3,
-        ack: None,
         window: 1 << 20,
         time: 1,
-        time_echo: 0,
-        arrived: SmallVec::new(),
-        challenge: false,
-        not_ready: false,
-        ack_now: false,
-        ack_soon: false,
-        refused: 0,
+        ..Packet::default()
     }
 }
 
@@ -375,6 +383,34 @@ fn input_token(ear: &Ear, which: u8) -> u32 {
     ear.tokens[usize::from(which % 3)]
 }
 
+/// The payload of a Read Request or an atomic one for memory that is there, mostly.
+fn request(ear: &Ear, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> {
+    if !matches!(opcode, Opcode::ReadRequest | Opcode::AtomicRequest) || input.byte() < 60 {
+        return None;
+    }
+    let mr = input.one_of(&[&ear.readable, &ear.readable, &ear.readable, &ear.closed]);
+    let (stag, to) = (
+        Stag(input.near(mr.stag().0)),
+        To(mr.all().addr + u64::from(input.u16() % 4200)),
+    );
+    if opcode == Opcode::AtomicRequest {
+        let asked = AtomicRequest::fetch_add(u32::from(input.byte()), stag, to, 1);
+        return Some(asked.emit().to_vec());
+    }
+    let asked = ReadRequest {
+        sink_stag: Stag(input.u32()),
+        sink_to: To(u64::from(input.u32())),
+        size: input.one_of(&[0, 1, 100, 1000, 4096, 4097]),
+        source_stag: stag,
+        source_to: to,
+    };
+    let mut bytes = asked.emit().to_vec();
+    // One cookie in so many is the right one: it was sent before.
+    let cookie = input.one_of(&[0, 0, ear.cookie, 1]);
+    bytes.extend_from_slice(&cookie.to_be_bytes());
+    Some(bytes)
+}
+
 /// A datagram with a good checksum whose fields are right, or almost.
 fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     let opcode = input.one_of(&[
@@ -392,7 +428,10 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         Opcode::Control,
         Opcode::Terminate,
     ]);
+    let asked = request(ear, input, opcode);
     let len = usize::from(input.byte()) * input.one_of(&[1, 16, 250]);
+    // A request that is right fills its datagram, with padding behind it.
+    let len = asked.as_ref().map_or(len, |r| r.len() + len % 1100);
     let offset = u32::from(input.u16()) % 60_000;
     let offset = if input.byte() < 128 { 0 } else { offset };
     let last = input.byte() < 140;
@@ -453,7 +492,10 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     };
     let mut bytes = dgram::emit_head(&shim, &header);
     let fill = input.byte();
-    if input.byte() < 200 {
+    if let Some(asked) = asked {
+        bytes.extend_from_slice(&asked);
+        bytes.resize(bytes.len() + len - asked.len(), 0);
+    } else if input.byte() < 200 {
         bytes.resize(bytes.len() + len, fill);
     } else {
         bytes.extend_from_slice(input.take(len));

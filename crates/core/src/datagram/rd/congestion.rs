@@ -23,6 +23,8 @@ const QUEUED: u64 = 8;
 const LEAST_BYTES: u64 = 64 * 1024;
 /// The first window, bytes.
 const FIRST: u64 = 128 * 1024;
+/// How many times what fills the path the window has at first.
+const START: u64 = 3;
 /// Above this nothing is gained.
 const MOST: u64 = 64 << 20;
 /// Rounds that the highest rate is remembered for.
@@ -31,8 +33,15 @@ const RATE_ROUNDS: usize = 6;
 const RTT_MEMORY: Duration = Duration::from_secs(10);
 /// Part of a round's packets, in percent, above which losses mean a full queue.
 const TOO_MANY_LOST: u64 = 20;
-/// Delay above the shortest round trip that is the peer's scheduler and not a queue.
+/// Delay above the shortest round trip that all packets of a round may have: it is small for a queue. Less on a path of
+/// less than half of that, where what waits would only leave the processors' caches.
 const SLACK: Duration = Duration::from_millis(1);
+/// Delay above that of the quickest packet of a round: a queue delays all alike, and a scheduler, which runs both ends and
+/// what is between them in turns of some milliseconds, now and then one. What arrives meanwhile should not be all there is.
+const TURNS: Duration = Duration::from_millis(8);
+
+/// A round trip within a host, or between neighbours.
+const SHORT: Duration = Duration::from_micros(500);
 
 /// The state of one path; stays while a peer is idle.
 #[derive(Debug, Clone)]
@@ -53,6 +62,8 @@ pub(super) struct Congestion {
     largest: u64,
     shortest: Option<Duration>,
     shortest_at: Duration,
+    /// The shortest round trips of this round and of the one before.
+    quickest: [Duration; 2],
     smoothed: Option<Duration>,
     deviation: Duration,
 }
@@ -88,6 +99,7 @@ impl Congestion {
             largest: 0,
             shortest: None,
             shortest_at: Duration::ZERO,
+            quickest: [Duration::MAX; 2],
             smoothed: None,
             deviation: Duration::ZERO,
         }
@@ -102,6 +114,11 @@ impl Congestion {
     pub(super) fn reordering(&self) -> Duration {
         let shortest = self.shortest.unwrap_or(Duration::from_millis(20));
         (shortest / 4).max(Duration::from_micros(200)) + self.deviation
+    }
+
+    /// No network is in between, or a small one.
+    pub(super) fn is_short(&self) -> bool {
+        self.shortest.is_some_and(|shortest| shortest < SHORT)
     }
 
     /// How long to wait for an acknowledgement before asking for one.
@@ -127,6 +144,8 @@ impl Congestion {
             self.shortest = Some(sample);
             self.shortest_at = now;
         }
+        let [this, _] = &mut self.quickest;
+        *this = sample.min(*this);
         match self.smoothed {
             None => {
                 self.smoothed = Some(sample);
@@ -153,8 +172,9 @@ impl Congestion {
             self.end_round(acked);
         }
         if self.starting {
-            // Twice as much in each round, as long as the rate follows.
-            self.window = (self.window + acked.bytes).min(MOST);
+            // Twice as much in each round, as long as the rate follows; a few times what the path has shown to carry.
+            let most = (START * self.target()).clamp(FIRST, MOST);
+            self.window = (self.window + acked.bytes).min(most.max(self.window));
         } else {
             let target = self.target();
             self.window = if self.window < target {
@@ -187,7 +207,13 @@ impl Congestion {
         let (Some(shortest), Some(smoothed)) = (self.shortest, self.smoothed) else {
             return FIRST;
         };
-        let trip = shortest + smoothed.saturating_sub(shortest).min(SLACK);
+        let quickest = self.quickest.iter().copied().min();
+        let quickest = quickest
+            .unwrap_or(smoothed)
+            .clamp(shortest, smoothed.max(shortest));
+        let queue = (quickest - shortest).min(SLACK.min(SLACK / 8 + 2 * shortest));
+        let turns = smoothed.saturating_sub(quickest).min(TURNS);
+        let trip = shortest + queue + turns;
         let fill = u128::from(self.rate()) * trip.as_nanos() / 1_000_000_000;
         u64::try_from(fill + fill / 4).unwrap_or(MOST).min(MOST) + QUEUED * self.largest
     }
@@ -214,6 +240,8 @@ impl Congestion {
         }
         self.lost_in_round = 0;
         self.delivered_in_round = 0;
+        let [this, before] = &mut self.quickest;
+        *before = std::mem::replace(this, Duration::MAX);
         self.round_end = acked.delivered + self.window;
         self.round += 1;
         if let Some(next) = self.rates.get_mut(self.round % RATE_ROUNDS) {

@@ -30,7 +30,7 @@ mod congestion;
 mod receiver;
 mod sender;
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,6 +39,7 @@ use super::Arrival;
 use super::Bytes;
 use super::cookie::Secret;
 use super::flow::{Peer, charge};
+use super::table::Table;
 use crate::bounds;
 use crate::verbs::wc::Status;
 use crate::wire::dgram;
@@ -60,14 +61,52 @@ pub(super) struct Way {
 /// What became known.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A message arrived and was delivered.
-    Done(Tag),
+    /// Messages arrived and were delivered: those from the first to the last.
+    Done(Tag, Tag),
     /// The peer refuses a message, or the message that was under way when it fell silent. None: it had none of ours.
     Failed(Peer, Option<Tag>, Status),
     /// Everything to this peer is off.
     Lost(Peer, Status),
-    /// Messages from this peer that are not complete never will be.
-    Skipped(Peer),
+    /// It is another one than before, and nothing was under way to it.
+    Restarted(Peer),
+    /// Packets from this peer before this number never come: messages of which no later one came will not be complete.
+    Skipped(Peer, u64),
+}
+
+/// What packets that wait are without. They are tried again when there may be some.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Want {
+    /// A receive.
+    Receive,
+    /// Room for an open message, or for an answer.
+    Room,
+    /// Room for a record.
+    Record,
+}
+
+impl Want {
+    /// Its bit in [`PeerState::stands`].
+    fn bit(self) -> u8 {
+        1 << self as u8
+    }
+}
+
+/// Peers whose packets wait, by what they wait for.
+#[derive(Debug, Default)]
+struct Starving {
+    receive: VecDeque<Peer>,
+    room: VecDeque<Peer>,
+    record: VecDeque<Peer>,
+}
+
+impl Starving {
+    fn of(&mut self, want: Want) -> &mut VecDeque<Peer> {
+        match want {
+            Want::Receive => &mut self.receive,
+            Want::Room => &mut self.room,
+            Want::Record => &mut self.record,
+        }
+    }
 }
 
 /// What to do with the datagram of a packet.
@@ -100,34 +139,59 @@ struct PeerState {
     used: Duration,
     /// Stands in the list of those that have something to send.
     queued: bool,
+    /// In which lists of those that wait it stands.
+    stands: u8,
     /// An empty packet that asks for something is to be sent.
     ask: bool,
-    /// The deadline that stands in the list of timers.
+    /// What stands in the list of timers: its sender's deadline, or earlier.
     timer: Option<Duration>,
+}
+
+impl PeerState {
+    /// What each packet of it tells.
+    fn hears(&mut self, packet: &Packet, now: Duration) {
+        self.used = now;
+        let room = packet.window;
+        self.room = room.clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
+    }
+}
+
+/// What the layer sent of itself.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Told {
+    /// Packets with data, once more.
+    pub(super) again: u64,
+    /// Packets that ask a silent peer.
+    pub(super) probes: u64,
+    /// Packets that only acknowledge.
+    pub(super) acks: u64,
 }
 
 /// The reliability layer of one queue pair.
 #[derive(Debug)]
 pub(super) struct Reliable {
+    pub(super) told: Told,
     secret: Secret,
     index: u8,
     /// Deliver packets of a peer in the order in which it sent them.
     ordered: bool,
     /// How long a peer may be silent.
     patience: Duration,
-    peers: HashMap<Peer, PeerState>,
+    peers: Table<Peer, PeerState>,
+    /// Peers of each host.
+    hosts: Table<IpAddr, usize>,
     queued: VecDeque<Peer>,
     timers: BTreeSet<(Duration, Peer)>,
     /// Answers to strangers.
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
-    /// Peers whose packets wait for a receive.
-    starving: VecDeque<Peer>,
+    starving: Starving,
     /// Number of the first packet to a peer that is new.
     floor: u64,
     /// Peers that wait for an acknowledgement.
     soon: Vec<Peer>,
-    /// Packets that were acknowledged.
+    /// Packets that were acknowledged, and those of them whose bytes were given back.
     spare: Vec<Arc<Vec<u8>>>,
+    shells: Vec<Arc<Vec<u8>>>,
     /// Bytes that wait, of all peers.
     waiting: usize,
     /// When the table of peers was searched for idle ones.
@@ -141,6 +205,17 @@ fn micros(at: Duration) -> u32 {
     (at.as_micros() as u32).max(1)
 }
 
+/// Whose peer it is. A host has as many IPv6 addresses as it likes, with one first half.
+fn host(peer: &Peer) -> IpAddr {
+    match peer.0.ip().to_canonical() {
+        IpAddr::V6(ip) => {
+            let [a, b, c, d, ..] = ip.segments();
+            IpAddr::from([a, b, c, d, 0, 0, 0, 0])
+        }
+        four @ IpAddr::V4(_) => four,
+    }
+}
+
 /// The number near `near` whose lower half is `wire`.
 fn expand(wire: u32, near: u64) -> u64 {
     let ahead = wire.wrapping_sub(near as u32).cast_signed();
@@ -150,19 +225,22 @@ fn expand(wire: u32, near: u64) -> u64 {
 impl Reliable {
     pub(super) fn new(secret: Secret, index: u8, ordered: bool, patience: Duration) -> Self {
         Self {
+            told: Told::default(),
             secret,
             index,
             ordered,
             patience,
-            peers: HashMap::new(),
+            peers: Table::default(),
+            hosts: Table::default(),
             queued: VecDeque::new(),
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
-            starving: VecDeque::new(),
+            starving: Starving::default(),
             // Above 2^32, so that numbers before it can be told.
             floor: 1 << 32 | u64::from(secret.start(3)),
             soon: Vec::new(),
             spare: Vec::new(),
+            shells: Vec::new(),
             waiting: 0,
             swept: Duration::ZERO,
             room: bounds::DATAGRAM_WINDOW,
@@ -204,30 +282,32 @@ impl Reliable {
 
     /// Whether a datagram may be given out to `peer` now. A peer that is not known is asked for its token first.
     pub(super) fn may_send(&mut self, peer: &Peer, way: Way, now: Duration) -> bool {
-        if !self.enter(peer, way, now) {
+        if let Some(state) = self.peers.get_mut(peer)
+            && state.echo != 0
+        {
+            state.used = now;
+            return match &mut state.tx {
+                Some(tx) => tx.has_window(&state.path),
+                None => true,
+            };
+        }
+        if !self.enter(peer, way, false, now) {
             self.events
                 .push_back(Event::Lost(*peer, Status::LocalQpOperation));
             return false;
         }
         let room = self.room;
-        let Some(state) = self.peers.get_mut(peer) else {
-            return false;
-        };
-        if state.echo == 0 {
-            if state.tx.is_none() {
-                let mut tx = Sender::new(state.next, room, now);
-                tx.wait(now, &state.path);
-                state.tx = Some(Box::new(tx));
-                state.ask = true;
-                self.enqueue(*peer);
-                self.watch(peer);
-            }
-            return false;
+        if let Some(state) = self.peers.get_mut(peer)
+            && state.tx.is_none()
+        {
+            let mut tx = Sender::new(state.next, room, now);
+            tx.wait(now, &state.path);
+            state.tx = Some(Box::new(tx));
+            state.ask = true;
+            watch(&mut self.timers, peer, state);
+            enqueue(&mut self.queued, peer, state);
         }
-        match &mut state.tx {
-            Some(tx) => tx.has_window(&state.path),
-            None => true,
-        }
+        false
     }
 
     /// Gives out a datagram: `packet` has room for the header, then the datagram, and no CRC; it is returned whole. `last`:
@@ -257,17 +337,20 @@ impl Reliable {
             *front = head.head(true);
         }
         dgram::seal(&mut packet);
-        let packet = Arc::new(packet);
+        let mut kept = self.shells.pop().unwrap_or_default();
+        match Arc::get_mut(&mut kept) {
+            Some(bytes) => *bytes = packet,
+            None => kept = Arc::new(packet),
+        }
         state.next += 1;
         if let Some(tx) = &mut state.tx {
-            tx.keep(Arc::clone(&packet), Some(tag), last, now, &state.path);
+            tx.keep(Arc::clone(&kept), Some(tag), last, now, &state.path);
         }
         if let (true, Some(rx)) = (whole, &mut state.rx) {
             rx.acknowledges();
         }
-        let way = state.way;
-        self.watch(peer);
-        Some((way, Bytes::Shared(packet)))
+        watch(&mut self.timers, peer, state);
+        Some((state.way, Bytes::Shared(kept)))
     }
 
     /// The next packet that the layer itself wants to send.
@@ -282,7 +365,6 @@ impl Reliable {
         }
         while let Some(peer) = self.queued.front().copied() {
             if let Some((way, bytes)) = self.poll_peer(&peer, now) {
-                self.watch(&peer);
                 return Some((peer, way, bytes.into()));
             }
             self.queued.pop_front();
@@ -291,11 +373,11 @@ impl Reliable {
                 if state.rx.as_ref().is_some_and(|rx| rx.is_idle()) {
                     state.expected = state.rx.take().map(|rx| rx.next());
                 }
-                if state.tx.as_ref().is_some_and(|tx| tx.is_empty()) && state.echo != 0 {
+                let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
+                if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
                     state.tx = None;
                 }
             }
-            self.watch(&peer);
         }
         None
     }
@@ -303,11 +385,22 @@ impl Reliable {
     fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(Way, Vec<u8>)> {
         let (index, room) = (self.index, self.room);
         let state = self.peers.get_mut(peer)?;
+        let told = &mut self.told;
         let mut packet = header(state, peer, index, room, now);
         let ask = std::mem::take(&mut state.ask);
         // A packet with data has no room for runs: they follow.
         let mut whole = true;
         let due = state.rx.as_ref().is_some_and(|rx| rx.due);
+        let ack = |told: &mut Told, packet: Packet| {
+            due.then(|| {
+                told.acks += 1;
+                let nothing = Outgoing {
+                    seq: state.next,
+                    data: None,
+                };
+                wrap(packet, &nothing)
+            })
+        };
         let bytes = match &mut state.tx {
             _ if state.echo == 0 => {
                 // Nothing but the token is sent to somebody who may not be there.
@@ -322,6 +415,7 @@ impl Reliable {
                 packet.ack_now = true;
                 whole = packet.arrived.is_empty();
                 packet.arrived.clear();
+                told.probes += 1;
                 Some(wrap(packet, &tx.probe(now, &mut state.path)))
             }
             Some(tx) => match tx.again(now, &state.path) {
@@ -329,38 +423,33 @@ impl Reliable {
                     packet.ack_now = true;
                     whole = packet.arrived.is_empty();
                     packet.arrived.clear();
+                    told.again += 1;
                     Some(wrap(packet, &again))
                 }
-                None => due.then(|| {
-                    let nothing = Outgoing {
-                        seq: state.next,
-                        data: None,
-                    };
-                    wrap(packet, &nothing)
-                }),
+                None => ack(told, packet),
             },
-            None => due.then(|| {
-                let nothing = Outgoing {
-                    seq: state.next,
-                    data: None,
-                };
-                wrap(packet, &nothing)
-            }),
+            None => ack(told, packet),
         }?;
         if let Some(rx) = &mut state.rx
             && whole
         {
             rx.acknowledges();
         }
+        watch(&mut self.timers, peer, state);
         Some((state.way, bytes))
     }
 
     /// Gives back the buffers of packets that were acknowledged.
-    pub(super) fn recycle(&mut self, give: impl FnMut(Vec<u8>)) {
-        let spare = self.spare.drain(..);
-        spare
-            .filter_map(|packet| Arc::try_unwrap(packet).ok())
-            .for_each(give);
+    pub(super) fn recycle(&mut self, mut give: impl FnMut(Vec<u8>)) {
+        for mut packet in self.spare.drain(..) {
+            // Otherwise it waits to be sent once more.
+            if let Some(bytes) = Arc::get_mut(&mut packet) {
+                give(std::mem::take(bytes));
+                if self.shells.len() < sender::SPARE {
+                    self.shells.push(packet);
+                }
+            }
+        }
     }
 
     /// Whether acknowledgements wait for company.
@@ -368,16 +457,25 @@ impl Reliable {
         !self.soon.is_empty()
     }
 
-    /// Acknowledgements that found no company go without.
-    pub(super) fn flush(&mut self) {
-        for peer in std::mem::take(&mut self.soon) {
-            if let Some(rx) = self.receiver(&peer)
-                && rx.soon
-            {
-                rx.due = true;
-                self.enqueue(peer);
+    /// Acknowledgements that found no company go without: those whose time has come by `now`.
+    pub(super) fn flush(&mut self, now: Duration) {
+        let mut later = std::mem::take(&mut self.soon);
+        later.retain(|peer| {
+            let Some(state) = self.peers.get_mut(peer) else {
+                return false;
+            };
+            let Some(at) = state.rx.as_mut().and_then(|rx| rx.soon.map(|at| (rx, at))) else {
+                return false;
+            };
+            let (rx, at) = at;
+            if at > now {
+                return true;
             }
-        }
+            rx.due = true;
+            enqueue(&mut self.queued, peer, state);
+            false
+        });
+        self.soon = later;
     }
 
     /// Whether [`Self::poll`] may have something.
@@ -396,45 +494,66 @@ impl Reliable {
         data: Option<&[u8]>,
         now: Duration,
     ) -> Verdict {
+        let is_known = |s: &PeerState| packet.echo == s.token && packet.token == s.echo;
+        let known = self.peers.get_mut(peer).filter(|s| is_known(s));
+        let sends_to = known.filter(|_| !packet.challenge).map(|state| {
+            state.hears(packet, now);
+            state.tx.is_some()
+        });
+        match sends_to {
+            // Who is sent nothing has nothing to acknowledge.
+            Some(false) => {}
+            Some(true) => self.acknowledged(peer, packet, now),
+            None if self.meet(peer, arrival, packet, now) => self.acknowledged(peer, packet, now),
+            None => return Verdict::Nothing,
+        }
+        self.sort(peer, packet, data, now)
+    }
+
+    /// A packet with tokens that are not those of a peer that is known. True: it is one from now on.
+    fn meet(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) -> bool {
         let known = self.peers.get(peer).map(|s| s.token);
         let token = known.unwrap_or_else(|| self.secret.token(peer));
         if packet.challenge {
             self.challenged(peer, packet, token, now);
-            return Verdict::Nothing;
+            return false;
         }
         if packet.echo != token {
             self.challenge(peer, arrival, packet, token, now);
-            return Verdict::Nothing;
+            return false;
         }
         let way = Way {
             from: arrival.to,
             ..Way::default()
         };
-        if !self.enter(peer, way, now) || !self.recognize(peer, packet.token, now) {
-            return Verdict::Nothing;
-        }
-        self.acknowledged(peer, packet, now);
-        let verdict = self.sort(peer, packet, data);
-        self.enqueue_if_due(peer);
-        verdict
+        self.enter(peer, way, true, now) && self.recognize(peer, packet.token, now)
+    }
+
+    /// Whether there is room for a peer of `host`; `comes`: it comes of itself.
+    fn has_room(&self, host: &IpAddr, comes: bool) -> bool {
+        let left = bounds::RD_PEERS.saturating_sub(self.peers.len());
+        let theirs = self.hosts.get(host).copied().unwrap_or(0);
+        left > 0 && (!comes || theirs < left)
     }
 
     /// A peer is known from now on, if there is room for one more.
-    fn enter(&mut self, peer: &Peer, way: Way, now: Duration) -> bool {
+    fn enter(&mut self, peer: &Peer, way: Way, comes: bool, now: Duration) -> bool {
         if let Some(state) = self.peers.get_mut(peer) {
             state.used = now;
             return true;
         }
-        if self.peers.len() >= bounds::RD_PEERS {
+        let host = host(peer);
+        if !self.has_room(&host, comes) {
             if now.saturating_sub(self.swept) < SWEEP {
                 return false;
             }
             self.swept = now;
             self.forget_idle(now);
-            if self.peers.len() >= bounds::RD_PEERS {
+            if !self.has_room(&host, comes) {
                 return false;
             }
         }
+        *self.hosts.entry(host).or_default() += 1;
         let token = self.secret.token(peer);
         let state = PeerState {
             way,
@@ -450,6 +569,7 @@ impl Reliable {
             room: bounds::DATAGRAM_WINDOW,
             used: now,
             queued: false,
+            stands: 0,
             ask: false,
             timer: None,
         };
@@ -460,14 +580,18 @@ impl Reliable {
     /// Forgets peers that have been idle for longer than a datagram can be on its way. They remember us: when one is known
     /// again, its numbers go on beyond all that anybody was sent.
     fn forget_idle(&mut self, now: Duration) {
-        let floor = &mut self.floor;
-        self.peers.retain(|_, s| {
+        let (floor, hosts) = (&mut self.floor, &mut self.hosts);
+        self.peers.retain(|peer, s| {
             let stays = s.tx.is_some() || s.rx.is_some() || now.saturating_sub(s.used) < IDLE;
             if !stays {
                 *floor = (*floor).max(s.next);
+                if let Some(theirs) = hosts.get_mut(&host(peer)) {
+                    *theirs -= 1;
+                }
             }
             stays
         });
+        hosts.retain(|_, theirs| *theirs > 0);
     }
 
     /// Somebody who does not know our token, or an old one: it is told, and nothing remembered.
@@ -485,20 +609,13 @@ impl Reliable {
         let answer = Packet {
             token,
             echo: packet.token,
-            seq: 0,
-            base: 0,
             dst_index: peer.1,
             src_index: self.index,
-            ack: None,
             window: self.room,
             time: micros(now),
             time_echo: packet.time,
-            arrived: smallvec::SmallVec::new(),
             challenge: true,
-            not_ready: false,
-            ack_now: false,
-            ack_soon: false,
-            refused: 0,
+            ..Packet::default()
         };
         self.challenges.push_back((*peer, arrival.to, answer));
     }
@@ -555,11 +672,12 @@ impl Reliable {
             }
             let under_way = state.tx.as_ref().is_some_and(|tx| !tx.is_empty());
             state.tx = None;
-            self.events.push_back(Event::Skipped(*peer));
-            if under_way {
-                self.events
-                    .push_back(Event::Lost(*peer, Status::RemoteAborted));
-            }
+            self.events.push_back(Event::Skipped(*peer, u64::MAX));
+            self.events.push_back(if under_way {
+                Event::Lost(*peer, Status::RemoteAborted)
+            } else {
+                Event::Restarted(*peer)
+            });
         } else if let Some(tx) = &mut state.tx
             && tx.is_empty()
         {
@@ -575,9 +693,7 @@ impl Reliable {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
         };
-        state.room = packet
-            .window
-            .clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
+        state.hears(packet, now);
         let Some(tx) = &mut state.tx else {
             return;
         };
@@ -592,9 +708,16 @@ impl Reliable {
         let near = tx.base();
         let events = &mut self.events;
         let ack = packet.ack.map(|ack| expand(ack, near));
-        tx.acknowledged(packet, now, &mut state.path, &mut self.spare, |tag| {
-            events.push_back(Event::Done(tag));
-        });
+        tx.acknowledged(
+            packet,
+            now,
+            &mut state.path,
+            &mut self.spare,
+            |tag| match events.back_mut() {
+                Some(Event::Done(_, last)) if *last + 1 == tag => *last = tag,
+                _ => events.push_back(Event::Done(tag, tag)),
+            },
+        );
         tx.starved = match (packet.not_ready, tx.starved) {
             (true, None) => Some(now),
             (true, since) => since,
@@ -609,13 +732,21 @@ impl Reliable {
             let status = Status::from_number(packet.refused).unwrap_or(Status::General);
             self.events.push_back(Event::Failed(*peer, tag, status));
         }
-        self.enqueue(*peer);
-        self.watch(peer);
+        watch(&mut self.timers, peer, state);
+        enqueue(&mut self.queued, peer, state);
     }
 
-    fn sort(&mut self, peer: &Peer, packet: &Packet, data: Option<&[u8]>) -> Verdict {
+    /// What becomes of the datagram of a packet.
+    fn sort(
+        &mut self,
+        peer: &Peer,
+        packet: &Packet,
+        data: Option<&[u8]>,
+        now: Duration,
+    ) -> Verdict {
         let ordered = self.ordered;
         let quarter = u64::from(self.room / 4);
+        let (known, mut crowded) = (self.peers.len(), false);
         let Some(state) = self.peers.get_mut(peer) else {
             return Verdict::Nothing;
         };
@@ -628,72 +759,103 @@ impl Reliable {
         state.expected = Some(rx.next());
         let near = rx.next();
         let before = rx.waiting();
-        if rx.skip(expand(packet.base, near)) {
+        let base = expand(packet.base, near);
+        if rx.skip(base) {
             self.waiting -= before - rx.waiting();
-            self.events.push_back(Event::Skipped(*peer));
+            self.events.push_back(Event::Skipped(*peer, base));
         }
         rx.due |= packet.ack_now;
-        if packet.ack_soon && !rx.soon {
-            rx.soon = true;
-            self.soon.push(*peer);
+        // What was under way to us, or was acknowledged since.
+        let ahead = packet.seq.wrapping_sub(packet.base);
+        if packet.ack_soon {
+            // Who has sent much since what we have acknowledged does not wait for each packet: the next one is about to come.
+            let next = COMPANY + COMPANY_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
+            let wait = if ahead < PIPELINE {
+                Duration::ZERO
+            } else if ahead >= MANY && rx.unacknowledged < ahead / PART {
+                next + COMPANY_OF_MANY
+            } else {
+                next
+            };
+            if rx.soon.is_none() {
+                rx.soon = Some(now + wait);
+                self.soon.push(*peer);
+                crowded = self.soon.len() > 2 * known + 64;
+            }
         }
-        let Some(data) = data else {
-            rx.time = packet.time;
-            return Verdict::Nothing;
-        };
-        let seq = expand(packet.seq, near);
         rx.time = packet.time;
-        rx.unacknowledged += 1;
-        rx.since += u64::from(charge(data.len()));
-        rx.due |= rx.unacknowledged >= ACK_EACH || rx.since >= quarter;
-        match rx.sort(seq) {
-            Arrived::Again | Arrived::Beyond => {
-                rx.due = true;
-                Verdict::Nothing
-            }
-            Arrived::Next => Verdict::Deliver(seq),
-            Arrived::Ahead => {
-                // A gap is told at once, and then now and then: each says all that the ones before did.
-                rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
-                if !ordered {
-                    return Verdict::Deliver(seq);
+        let mut verdict = Verdict::Nothing;
+        if let Some(data) = data {
+            let seq = expand(packet.seq, near);
+            rx.unacknowledged += 1;
+            rx.since += u64::from(charge(data.len()));
+            rx.due |= rx.unacknowledged >= together(ahead) || rx.since >= quarter;
+            match rx.sort(seq) {
+                Arrived::Again | Arrived::Beyond => rx.due = true,
+                Arrived::Next => verdict = Verdict::Deliver(seq),
+                Arrived::Ahead => {
+                    // A gap is told at once, and then now and then: each says all that the ones before did.
+                    rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
+                    if !ordered {
+                        verdict = Verdict::Deliver(seq);
+                    } else if self.waiting + data.len() <= bounds::RD_WAITING
+                        && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
+                    {
+                        rx.keep(seq, data);
+                        self.waiting += data.len();
+                    }
                 }
-                if self.waiting + data.len() <= bounds::RD_WAITING
-                    && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
-                {
-                    rx.keep(seq, data);
-                    self.waiting += data.len();
-                }
-                Verdict::Nothing
             }
         }
-    }
-
-    /// The queue pair took the datagram of packet `seq`.
-    pub(super) fn delivered(&mut self, peer: &Peer, seq: u64) {
-        if let Some(rx) = self.receiver(peer) {
-            rx.delivered(seq);
-            rx.starved = false;
+        if rx.due {
+            enqueue(&mut self.queued, peer, state);
         }
-        self.enqueue_if_due(peer);
+        if crowded {
+            // Those that found company meanwhile, and are owed again, stand there more than once.
+            self.soon.sort_unstable();
+            self.soon.dedup();
+        }
+        verdict
     }
 
-    /// The queue pair has no receive for the datagram of packet `seq`: it waits.
-    pub(super) fn starved(&mut self, peer: &Peer, seq: u64, data: &[u8]) {
+    /// The queue pair took the datagram of packet `seq`. Whether others of the peer wait.
+    pub(super) fn delivered(&mut self, peer: &Peer, seq: u64) -> bool {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return false;
+        };
+        let Some(rx) = &mut state.rx else {
+            return false;
+        };
+        rx.delivered(seq);
+        // What waited is told of at once: its sender would ask for it seldom.
+        rx.due |= rx.starved.take().is_some();
+        let waits = rx.has_kept();
+        if rx.due {
+            enqueue(&mut self.queued, peer, state);
+        }
+        waits
+    }
+
+    /// The queue pair lacks something for the datagram of packet `seq`: it waits.
+    pub(super) fn starved(&mut self, peer: &Peer, seq: u64, data: &[u8], want: Want) {
         let full = self.waiting + data.len() > bounds::RD_WAITING;
-        let Some(rx) = self.receiver(peer) else {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return;
+        };
+        let Some(rx) = state.rx.as_deref_mut() else {
             return;
         };
         if !full && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER {
             rx.keep(seq, data);
-            rx.starved = true;
+            rx.starved = Some(want);
             rx.due = true;
             self.waiting += data.len();
         }
-        if !self.starving.contains(peer) && self.starving.len() < bounds::RD_PEERS {
-            self.starving.push_back(*peer);
+        if state.stands & want.bit() == 0 && self.starving.of(want).len() < bounds::RD_PEERS {
+            state.stands |= want.bit();
+            self.starving.of(want).push_back(*peer);
         }
-        self.enqueue(*peer);
+        enqueue(&mut self.queued, peer, state);
     }
 
     /// The queue pair refuses the message of packet `seq`.
@@ -727,15 +889,19 @@ impl Reliable {
         taken
     }
 
-    /// A peer whose packets wait for a receive, which may be there now.
-    pub(super) fn next_starving(&mut self) -> Option<Peer> {
-        self.starving.pop_front()
+    /// A peer whose packets wait for something that may be there now.
+    pub(super) fn next_starving(&mut self, want: Want) -> Option<Peer> {
+        let peer = self.starving.of(want).pop_front()?;
+        if let Some(state) = self.peers.get_mut(&peer) {
+            state.stands &= !want.bit();
+        }
+        Some(peer)
     }
 
-    /// Whether packets of a peer wait for a receive.
-    pub(super) fn is_starving(&self, peer: &Peer) -> bool {
+    /// Whether packets of a peer wait for such a thing.
+    pub(super) fn is_starving(&self, peer: &Peer, want: Want) -> bool {
         let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
-        rx.is_some_and(|rx| rx.starved)
+        rx.is_some_and(|rx| rx.starved == Some(want))
     }
 
     /// Whether packet `seq` of a peer waits.
@@ -755,6 +921,11 @@ impl Reliable {
         self.timers.first().map(|(at, _)| *at)
     }
 
+    /// How long a peer may be silent before it is given up.
+    pub(super) fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
     /// Time has passed.
     pub(super) fn handle_timeout(&mut self, now: Duration, starving: Option<Duration>) {
         while let Some((at, peer)) = self.timers.first().copied() {
@@ -770,6 +941,11 @@ impl Reliable {
             let Some(tx) = &mut state.tx else {
                 continue;
             };
+            if tx.deadline.is_none_or(|deadline| deadline > now) {
+                // It has moved.
+                watch(&mut self.timers, &peer, state);
+                continue;
+            }
             let hungry = tx
                 .starved
                 .zip(starving)
@@ -796,43 +972,52 @@ impl Reliable {
         }
     }
 
-    /// Keeps the timer of a peer where its sender wants it.
-    fn watch(&mut self, peer: &Peer) {
+    /// Asks a peer whether it is still there. Where packets are under way to it, they do.
+    pub(super) fn ask(&mut self, peer: &Peer, now: Duration) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
         };
-        let wanted = state.tx.as_ref().and_then(|tx| tx.deadline);
-        if state.timer == wanted {
-            return;
+        if state.tx.is_none() {
+            state.tx = Some(Box::new(Sender::new(state.next, state.room, now)));
+            state.ask = true;
+            enqueue(&mut self.queued, peer, state);
         }
-        if let Some(old) = state.timer.take() {
-            self.timers.remove(&(old, *peer));
-        }
-        if let Some(at) = wanted {
-            self.timers.insert((at, *peer));
-            state.timer = Some(at);
+    }
+
+    /// Sees to it that the timer of a peer is not later than its sender wants it.
+    fn watch(&mut self, peer: &Peer) {
+        if let Some(state) = self.peers.get_mut(peer) {
+            watch(&mut self.timers, peer, state);
         }
     }
 
     fn enqueue(&mut self, peer: Peer) {
-        if let Some(state) = self.peers.get_mut(&peer)
-            && !state.queued
-        {
-            state.queued = true;
-            self.queued.push_back(peer);
+        if let Some(state) = self.peers.get_mut(&peer) {
+            enqueue(&mut self.queued, &peer, state);
         }
     }
+}
 
-    fn enqueue_if_due(&mut self, peer: &Peer) {
-        let due = self
-            .peers
-            .get(peer)
-            .and_then(|s| s.rx.as_ref())
-            .is_some_and(|rx| rx.due);
-        if due {
-            self.enqueue(*peer);
-        }
+/// The peer has something to send.
+fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut PeerState) {
+    if !state.queued {
+        state.queued = true;
+        queued.push_back(*peer);
     }
+}
+
+/// A timer that is too early is left where it is: with most packets the deadline moves away, and seldom comes.
+fn watch(timers: &mut BTreeSet<(Duration, Peer)>, peer: &Peer, state: &mut PeerState) {
+    let Some(wanted) = state.tx.as_ref().and_then(|tx| tx.deadline) else {
+        return;
+    };
+    if state.timer.is_some_and(|at| at <= wanted) {
+        return;
+    }
+    if let Some(old) = state.timer.replace(wanted) {
+        timers.remove(&(old, *peer));
+    }
+    timers.insert((wanted, *peer));
 }
 
 /// The header of the next packet to a peer.
@@ -840,7 +1025,7 @@ fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -
     let rx = state.rx.as_deref();
     let next = rx.map(Receiver::next).or(state.expected);
     // Otherwise the time between would count as a round trip.
-    let answers = rx.filter(|rx| rx.due || rx.soon);
+    let answers = rx.filter(|rx| rx.due || rx.soon.is_some());
     Packet {
         token: state.token,
         echo: state.echo,
@@ -854,7 +1039,7 @@ fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -
         time_echo: answers.map_or(0, |rx| rx.time),
         arrived: answers.map(Receiver::runs).unwrap_or_default(),
         challenge: false,
-        not_ready: rx.is_some_and(|rx| rx.starved),
+        not_ready: rx.is_some_and(|rx| rx.starved.is_some()),
         ack_now: false,
         ack_soon: false,
         refused: rx.and_then(|rx| rx.refused).unwrap_or(0),
@@ -871,9 +1056,24 @@ fn wrap(mut packet: Packet, what: &Outgoing<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Packets that are acknowledged together: where none is missing, and where some are.
+/// Packets that are acknowledged together: where none is missing a part of what is under way, so that their sender goes on
+/// meanwhile, with its least and its most; and where some are.
+fn together(under_way: u32) -> u32 {
+    (under_way / PART).clamp(ACK_EACH, ACK_MOST)
+}
+
+const PART: u32 = 4;
 const ACK_EACH: u32 = 32;
-const ACK_WITH_GAPS: u32 = 8;
+const ACK_MOST: u32 = 128;
+const ACK_WITH_GAPS: u32 = 16;
+/// Packets under way from which on an acknowledgement waits for company, and how long: some time, and more for each 1,000
+/// bytes of a packet.
+const PIPELINE: u32 = 4;
+const COMPANY: Duration = Duration::from_micros(5);
+const COMPANY_KILOBYTE: Duration = Duration::from_nanos(300);
+/// The same where the sender has many more under way than are to be acknowledged: until its next run comes.
+const MANY: u32 = 128;
+const COMPANY_OF_MANY: Duration = Duration::from_micros(60);
 /// Time between two searches of a full table: who fills it cannot make each packet search it.
 const SWEEP: Duration = Duration::from_secs(1);
 /// Longer than a datagram can be on its way.
@@ -887,6 +1087,41 @@ mod tests {
         (([10, 0, 0, 1], 4000).into(), 3)
     }
 
+    fn arrival(peer: &Peer) -> Arrival {
+        Arrival {
+            from: peer.0,
+            to: None,
+            hop_limit: 0,
+            traffic_class: 0,
+        }
+    }
+
+    /// A packet of a peer that knows our token.
+    fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
+        Packet {
+            token,
+            echo: rd.secret.token(peer),
+            seq,
+            dst_index: 5,
+            src_index: 3,
+            time: 1,
+            ..Packet::default()
+        }
+    }
+
+    /// A packet with data, the next one, is delivered.
+    fn takes(rd: &mut Reliable, seq: u32, ack_soon: bool, now: Duration) {
+        let packet = Packet {
+            ack_soon,
+            ..packet(rd, &peer(), 77, seq)
+        };
+        let verdict = rd.handle(&peer(), &arrival(&peer()), &packet, Some(b"data"), now);
+        let Verdict::Deliver(n) = verdict else {
+            panic!("packet {seq} is not the next: {verdict:?}")
+        };
+        rd.delivered(&peer(), n);
+    }
+
     /// A peer that was forgotten remembers the numbers that it was sent: those to come are beyond them.
     #[test]
     fn numbers_go_on_when_a_peer_was_forgotten() {
@@ -895,12 +1130,6 @@ mod tests {
         assert!(!rd.may_send(&peer(), Way::default(), at(1)));
         let first = rd.peers[&peer()].next;
         let token = rd.peers[&peer()].token;
-        let arrival = Arrival {
-            from: peer().0,
-            to: None,
-            hop_limit: 0,
-            traffic_class: 0,
-        };
         let (hello, _) = crate::wire::rd::parse(&rd.poll(at(1)).unwrap().2).unwrap();
         let packet = Packet {
             token: 77,
@@ -908,7 +1137,7 @@ mod tests {
             challenge: true,
             ..hello
         };
-        rd.handle(&peer(), &arrival, &packet, None, at(1));
+        rd.handle(&peer(), &arrival(&peer()), &packet, None, at(1));
         for n in 0..5 {
             assert!(rd.may_send(&peer(), Way::default(), at(1)));
             let packet = vec![0; Packet::LEN + 50];
@@ -926,10 +1155,165 @@ mod tests {
         assert_eq!(rd.peers[&peer()].next, first + 5);
     }
 
+    /// One host can have half of all places, the next a third of all; a newcomer finds one. Our own choice is not limited.
+    #[test]
+    fn no_host_takes_all_places() {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let now = Duration::from_secs(5);
+        let of = |host: u8, n: usize| -> Peer {
+            let ip = if host.is_multiple_of(2) {
+                IpAddr::from([10, 0, 0, host])
+            } else {
+                // Another address each time.
+                IpAddr::from([0xfd00, 0, 0, host.into(), 0, 0, 0, n as u16 + 1])
+            };
+            ((ip, (n % 60_000) as u16 + 1).into(), (n / 60_000) as u8)
+        };
+        let fill = |rd: &mut Reliable, host| {
+            (0..bounds::RD_PEERS)
+                .take_while(|n| rd.enter(&of(host, *n), Way::default(), true, now))
+                .count()
+        };
+        assert_eq!(fill(&mut rd, 0), bounds::RD_PEERS / 2);
+        assert_eq!(fill(&mut rd, 1), bounds::RD_PEERS / 4);
+        for host in 2..10 {
+            assert!(fill(&mut rd, host) > 0, "host {host}");
+        }
+        let one_more = of(0, 65_000);
+        assert!(!rd.enter(&one_more, Way::default(), true, now));
+        assert!(rd.enter(&one_more, Way::default(), false, now));
+        // Who is known stays known, and what is forgotten is counted no more.
+        assert!(rd.enter(&of(0, 7), Way::default(), true, now));
+        rd.forget_idle(now + 2 * IDLE);
+        assert_eq!((rd.peers(), rd.hosts.len()), (0, 0));
+        assert_eq!(fill(&mut rd, 0), bounds::RD_PEERS / 2);
+    }
+
+    /// Of few packets under way 32 are acknowledged together, of many a quarter, and never more than 128.
+    #[test]
+    fn the_more_is_under_way_the_more_is_acknowledged_together() {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        rd.set_room(bounds::DATAGRAM_WINDOW_MAX);
+        let now = Duration::from_secs(5);
+        let mut told = Vec::new();
+        for seq in 0..1000 {
+            takes(&mut rd, seq, false, now);
+            while rd.poll(now).is_some() {
+                told.push(seq + 1);
+            }
+        }
+        assert_eq!(rd.told.acks, told.len() as u64);
+        assert_eq!(told[..4], [32, 64, 96, 128]);
+        let between: Vec<u32> = told.windows(2).map(|w| w[1] - w[0]).collect();
+        assert!(between.is_sorted(), "{between:?}");
+        assert_eq!(between.last(), Some(&ACK_MOST));
+    }
+
+    /// The acknowledgement of a last packet goes at once where little is under way, waits a little for the next packet where
+    /// there is more, and for the next run where there is much.
+    #[test]
+    fn a_last_packet_waits_for_company_as_long_as_some_is_likely() {
+        for (seq, least, most) in [(PIPELINE - 1, 0, 0), (PIPELINE, 1, 10), (MANY, 60, 70)] {
+            let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+            let now = Duration::from_secs(5);
+            // What came before it is acknowledged.
+            for before in 0..seq {
+                takes(&mut rd, before, false, now);
+            }
+            if let Some(rx) = rd.receiver(&peer()) {
+                rx.acknowledges();
+            }
+            while rd.poll(now).is_some() {}
+            takes(&mut rd, seq, true, now);
+            let goes = |rd: &mut Reliable, micros| {
+                rd.flush(now + Duration::from_micros(micros));
+                rd.poll(now).is_some()
+            };
+            assert!(rd.poll(now).is_none() && rd.owes());
+            assert!(least == 0 || !goes(&mut rd, least - 1), "{seq}: too soon");
+            assert!(goes(&mut rd, most), "{seq}: too late");
+        }
+    }
+
+    /// Where the round trip is short each half of what is under way asks to be acknowledged, else each 32 packets.
+    #[test]
+    fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
+        let asks = |trip: Duration| {
+            let now = Duration::from_secs(5);
+            let mut path = Congestion::new();
+            path.measured(now, trip);
+            let mut tx = Sender::new(1, bounds::DATAGRAM_WINDOW_MAX, now);
+            let all: Vec<usize> = (1..=1000)
+                .filter(|_| tx.push(100, false, now, &mut path))
+                .collect();
+            all.windows(2).map(|w| w[1] - w[0]).collect::<Vec<_>>()
+        };
+        assert!(asks(Duration::from_millis(5)).iter().all(|n| *n == 32));
+        let short = asks(Duration::from_micros(50));
+        assert!(short.iter().all(|n| (32..=128).contains(n)), "{short:?}");
+        assert_eq!(short.last(), Some(&128));
+    }
+
+    /// Packets that wait are bounded, of one peer and of all; what a peer that was made anew had waiting is forgotten, and a
+    /// token that it had before is nobody's.
+    #[test]
+    fn what_waits_is_bounded_and_counted() {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let now = Duration::from_secs(5);
+        let data = vec![0; 60_000];
+        let of = |n: u8| -> Peer { (([10, 0, 0, n], 4000).into(), 3) };
+        let comes = |rd: &mut Reliable, who: u8, token: u32, seq: u32| {
+            let peer = of(who);
+            let packet = Packet {
+                base: 100,
+                ..packet(rd, &peer, token, seq)
+            };
+            rd.handle(&peer, &arrival(&peer), &packet, Some(&data), now)
+        };
+        // The next in order has no receive, and those behind it wait for it.
+        for who in 1..=8 {
+            let Verdict::Deliver(seq) = comes(&mut rd, who, 77, 100) else {
+                panic!("not the next")
+            };
+            rd.starved(&of(who), seq, &data, Want::Receive);
+            for seq in 101..500 {
+                assert_eq!(comes(&mut rd, who, 77, seq), Verdict::Nothing);
+            }
+            let theirs = rd.peers[&of(who)].rx.as_ref().unwrap().waiting();
+            assert!(theirs <= bounds::RD_WAITING_PEER, "{theirs}");
+            assert!(rd.waiting <= bounds::RD_WAITING, "{}", rd.waiting);
+            let each: usize = (1..=who)
+                .map(|who| rd.peers[&of(who)].rx.as_ref().unwrap().waiting())
+                .sum();
+            assert_eq!(rd.waiting, each);
+        }
+        assert!(rd.waiting > bounds::RD_WAITING - data.len());
+        // One that is starved out of order is bounded too.
+        let before = rd.waiting;
+        rd.starved(&of(8), 1 << 32 | 499, &data, Want::Receive);
+        assert_eq!(rd.waiting, before);
+        for who in 1..=8 {
+            assert!(matches!(comes(&mut rd, who, 78, 100), Verdict::Deliver(_)));
+        }
+        assert_eq!(rd.waiting, 0);
+        // Packets of before.
+        assert_eq!(comes(&mut rd, 1, 77, 100), Verdict::Nothing);
+        assert_eq!(rd.peers[&of(1)].echo, 78);
+        for seq in 100..500 {
+            if let Verdict::Deliver(seq) = comes(&mut rd, 1, 78, seq) {
+                rd.starved(&of(1), seq, &data, Want::Receive);
+            }
+        }
+        let before = rd.waiting;
+        assert!(before > bounds::RD_WAITING_PEER - data.len() && before <= bounds::RD_WAITING_PEER);
+        rd.starved(&of(1), 1 << 32 | 600, &data, Want::Receive);
+        assert_eq!(rd.waiting, before);
+    }
+
     #[test]
     fn an_idle_peer_costs_less_than_a_kibibyte() {
-        // Its place in the table and one byte beside it; the table is 7/16 full at least.
-        let place = size_of::<(Peer, PeerState)>() + 1;
+        // Its place in the table and one byte beside it, and that of its host; the tables are 7/16 full at least.
+        let place = size_of::<(Peer, PeerState)>() + 1 + size_of::<(IpAddr, usize)>() + 1;
         eprintln!("{place} bytes, {} at most", place * 16 / 7);
         assert!(place * 16 / 7 <= 1024, "{place}");
     }

@@ -4,9 +4,11 @@
 //! when one before it is missing (ordered delivery) or when the queue pair has no receive for it.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::Want;
 use crate::wire::rd::{RUNS, Run};
 
 /// Packets beyond the first missing one that are looked at.
@@ -30,10 +32,10 @@ pub(super) enum Arrived {
 pub(super) struct Receiver {
     /// All before it are delivered.
     next: u64,
-    /// What has arrived beyond: `None` is delivered already.
-    beyond: BTreeMap<u64, Option<Vec<u8>>>,
-    /// The same as runs of numbers, in order: they are told with each acknowledgement.
+    /// What has arrived from there on, as runs of numbers in order: they are told with each acknowledgement.
     arrived: Vec<(u64, u64)>,
+    /// Those of them that wait; one that was taken out and not delivered yet is empty.
+    kept: BTreeMap<u64, Vec<u8>>,
     /// Bytes that wait.
     waiting: usize,
     /// Packets since the last acknowledgement.
@@ -42,12 +44,12 @@ pub(super) struct Receiver {
     pub(super) since: u64,
     /// An acknowledgement is to be sent.
     pub(super) due: bool,
-    /// One is to be sent, with something else if there is anything.
-    pub(super) soon: bool,
+    /// One is to be sent, with something else if there is anything by then.
+    pub(super) soon: Option<Duration>,
     /// The clock of the packet that is answered.
     pub(super) time: u32,
-    /// The queue pair had no receive.
-    pub(super) starved: bool,
+    /// The queue pair lacked this for a packet that waits.
+    pub(super) starved: Option<Want>,
     /// Packet `next` is refused for good: why.
     pub(super) refused: Option<u8>,
 }
@@ -56,15 +58,15 @@ impl Receiver {
     pub(super) fn new(next: u64) -> Self {
         Self {
             next,
-            beyond: BTreeMap::new(),
             arrived: Vec::new(),
+            kept: BTreeMap::new(),
             waiting: 0,
             unacknowledged: 0,
             since: 0,
             due: false,
-            soon: false,
+            soon: None,
             time: 0,
-            starved: false,
+            starved: None,
             refused: None,
         }
     }
@@ -80,19 +82,23 @@ impl Receiver {
 
     /// Nothing is remembered but the number.
     pub(super) fn is_idle(&self) -> bool {
-        self.beyond.is_empty() && !self.due && !self.soon && !self.starved && self.refused.is_none()
+        self.arrived.is_empty()
+            && !self.due
+            && self.soon.is_none()
+            && self.starved.is_none()
+            && self.refused.is_none()
     }
 
     /// An acknowledgement goes out.
     pub(super) fn acknowledges(&mut self) {
         self.due = false;
-        self.soon = false;
+        self.soon = None;
         self.unacknowledged = 0;
         self.since = 0;
     }
 
     pub(super) fn sort(&self, seq: u64) -> Arrived {
-        if seq < self.next || self.beyond.contains_key(&seq) {
+        if seq < self.next || self.has(seq) {
             Arrived::Again
         } else if seq - self.next >= AHEAD || self.refused.is_some() {
             Arrived::Beyond
@@ -103,6 +109,12 @@ impl Receiver {
         }
     }
 
+    /// Whether packet `seq`, which is not before `next`, has arrived.
+    fn has(&self, seq: u64) -> bool {
+        let at = self.arrived.partition_point(|(_, end)| *end <= seq);
+        self.arrived.get(at).is_some_and(|(start, _)| *start <= seq)
+    }
+
     /// Nothing was beyond `next` before the packet that came.
     pub(super) fn runs_are_news(&self) -> bool {
         self.arrived.is_empty()
@@ -111,7 +123,7 @@ impl Receiver {
     /// Packet `seq` waits.
     pub(super) fn keep(&mut self, seq: u64, data: &[u8]) {
         self.waiting += data.len();
-        self.beyond.insert(seq, Some(data.to_vec()));
+        self.kept.insert(seq, data.to_vec());
         self.note(seq);
     }
 
@@ -135,6 +147,21 @@ impl Receiver {
         }
     }
 
+    /// What is delivered right behind `next` belongs to what is before it.
+    fn advance(&mut self) {
+        self.trim();
+        if let Some((start, end)) = self.arrived.first().copied()
+            && start == self.next
+        {
+            let waits = self
+                .kept
+                .first_key_value()
+                .map_or(u64::MAX, |(seq, _)| *seq);
+            self.next = end.min(waits);
+            self.trim();
+        }
+    }
+
     /// Runs before `next` are over.
     fn trim(&mut self) {
         let over = self.arrived.partition_point(|(_, end)| *end <= self.next);
@@ -146,25 +173,25 @@ impl Receiver {
 
     /// Packet `seq` is delivered.
     pub(super) fn delivered(&mut self, seq: u64) {
+        self.kept.remove(&seq);
         if seq != self.next {
-            self.beyond.insert(seq, None);
             self.note(seq);
             return;
         }
         self.next += 1;
-        while let Some(entry) = self.beyond.first_entry() {
-            if *entry.key() != self.next || entry.get().is_some() {
-                break;
-            }
-            entry.remove();
-            self.next += 1;
+        if !self.arrived.is_empty() {
+            self.advance();
         }
-        self.trim();
+    }
+
+    /// Whether any packet waits.
+    pub(super) fn has_kept(&self) -> bool {
+        !self.kept.is_empty()
     }
 
     /// Whether packet `seq` waits.
     pub(super) fn waits(&self, seq: u64) -> bool {
-        self.beyond.get(&seq).is_some_and(Option::is_some)
+        self.kept.contains_key(&seq)
     }
 
     /// Takes a packet out that waits: the next one in order, or any if `unordered`.
@@ -172,14 +199,12 @@ impl Receiver {
         if self.refused.is_some() {
             return None;
         }
-        let seq = if unordered {
-            self.beyond
-                .iter()
-                .find_map(|(seq, data)| data.is_some().then_some(*seq))
-        } else {
-            Some(self.next).filter(|seq| self.beyond.contains_key(seq))
-        }?;
-        let data = self.beyond.remove(&seq).flatten()?;
+        let mut first = self.kept.first_entry()?;
+        let seq = *first.key();
+        if !unordered && seq != self.next {
+            return None;
+        }
+        let data = std::mem::take(first.get_mut());
         self.waiting -= data.len();
         Some((seq, data))
     }
@@ -189,23 +214,16 @@ impl Receiver {
         if base <= self.next {
             return false;
         }
-        while let Some(entry) = self.beyond.first_entry() {
+        while let Some(entry) = self.kept.first_entry() {
             if *entry.key() >= base {
                 break;
             }
-            self.waiting -= entry.remove().map_or(0, |d| d.len());
+            self.waiting -= entry.remove().len();
         }
         self.next = base;
         self.refused = None;
         // What comes right behind may have been delivered already.
-        while let Some(entry) = self.beyond.first_entry() {
-            if *entry.key() != self.next || entry.get().is_some() {
-                break;
-            }
-            entry.remove();
-            self.next += 1;
-        }
-        self.trim();
+        self.advance();
         true
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::congestion::{Acked, Congestion};
+use super::{ACK_EACH, ACK_MOST};
 use crate::datagram::flow::charge;
 use smallvec::SmallVec;
 
@@ -38,9 +39,33 @@ struct Sent {
     /// Counts transmissions, of all packets.
     order: u64,
     at: Duration,
-    /// What had been delivered when it was sent, and when that was.
+    /// What had been delivered when it was sent, when that was, and when the newest packet of that had been sent.
     delivered: u64,
     delivered_at: Duration,
+    before: Duration,
+}
+
+impl Sent {
+    /// What a rate is told by, when it arrives.
+    fn sample(&self) -> Sample {
+        Sample {
+            order: self.order,
+            at: self.at,
+            delivered: self.delivered,
+            delivered_at: self.delivered_at,
+            before: self.before,
+        }
+    }
+}
+
+/// Of a packet that arrived: when it was sent, and what had been delivered then.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    order: u64,
+    at: Duration,
+    delivered: u64,
+    delivered_at: Duration,
+    before: Duration,
 }
 
 impl Sent {
@@ -68,8 +93,12 @@ pub(super) struct Sender {
     /// What the peer's socket takes, as charge.
     room: u64,
     order: u64,
+    /// Each transmission of a packet, by its count: the oldest that is not acknowledged, lost or repeated is in front.
+    transmissions: VecDeque<(u64, u64)>,
     delivered: u64,
     delivered_at: Duration,
+    /// When the newest packet that was delivered had been sent.
+    newest_at: Duration,
     /// The window was not the reason that nothing was sent.
     app_limited: bool,
     /// Probes since something was heard.
@@ -102,8 +131,10 @@ impl Sender {
             told: SmallVec::new(),
             room: room.into(),
             order: 0,
+            transmissions: VecDeque::new(),
             delivered: 0,
             delivered_at: now,
+            newest_at: now,
             app_limited: true,
             probes: 0,
             deadline: None,
@@ -146,6 +177,7 @@ impl Sender {
             // It was quiet: the peer is asked anew.
             self.heard = now;
             self.delivered_at = now;
+            self.newest_at = now;
             self.app_limited = true;
         }
         self.order += 1;
@@ -154,7 +186,9 @@ impl Sender {
         cc.sent(size);
         self.unasked += 1;
         let full = self.flying + size >= cc.window() || self.charge * 2 >= self.room;
-        let ask = full && self.unasked >= 4 || self.unasked >= 16;
+        // Some acknowledgements in each round trip, and not many more: each costs as much as a packet, at both ends.
+        let ask = self.unasked >= ACK_EACH && self.unasked >= self.together(len, cc)
+            || full && self.unasked >= self.under_way(len, 4).clamp(4, ACK_EACH);
         if ask {
             self.unasked = 0;
         }
@@ -162,6 +196,22 @@ impl Sender {
             self.app_limited = false;
         }
         ask
+    }
+
+    /// A part of the packets that are under way, if all are as long as this one.
+    fn under_way(&self, len: usize, part: u32) -> u32 {
+        let bytes = u32::try_from(self.flying).unwrap_or(u32::MAX);
+        let len = u32::try_from(len).unwrap_or(u32::MAX).max(1);
+        bytes / len / part
+    }
+
+    /// Packets after which an acknowledgement is asked for. On a long path they clock the packets out, and there must be many.
+    fn together(&self, len: usize, cc: &Congestion) -> u32 {
+        if cc.is_short() {
+            self.under_way(len, 2).clamp(ACK_EACH, ACK_MOST)
+        } else {
+            ACK_EACH
+        }
     }
 
     /// Keeps the packet, until it is acknowledged.
@@ -173,6 +223,10 @@ impl Sender {
         now: Duration,
         cc: &Congestion,
     ) {
+        let seq = self.first + self.sent.len() as u64;
+        // What is sent together is waited for together.
+        let is_more = self.sent.back().is_some_and(|s| s.at == now) && self.deadline.is_some();
+        self.transmissions.push_back((self.order, seq));
         self.sent.push_back(Sent {
             packet,
             tag,
@@ -183,8 +237,11 @@ impl Sender {
             at: now,
             delivered: self.delivered,
             delivered_at: self.delivered_at,
+            before: self.newest_at,
         });
-        self.arm(now, cc);
+        if !is_more {
+            self.arm(now, cc);
+        }
     }
 
     fn arm(&mut self, now: Duration, cc: &Congestion) {
@@ -210,7 +267,7 @@ impl Sender {
         let ack = ack.min(end);
         let mut acked = Acked::default();
         // Of the packets that are new here the one that was sent last: rate and losses are told by it.
-        let mut newest: Option<(u64, Duration, u64, Duration)> = None;
+        let mut newest: Option<Sample> = None;
         let mut arrived = |s: &mut Sent, flying: &mut u64, charged: &mut u64, lost: &mut usize| {
             match s.state {
                 State::Arrived => return,
@@ -228,8 +285,8 @@ impl Sender {
             if s.again && (answers == 0 || ahead < 0) {
                 return;
             }
-            if newest.is_none_or(|(order, ..)| order < s.order) {
-                newest = Some((s.order, s.at, s.delivered, s.delivered_at));
+            if newest.is_none_or(|n| n.order < s.order) {
+                newest = Some(s.sample());
             }
         };
         let mut moved = false;
@@ -269,19 +326,27 @@ impl Sender {
             self.delivered_at = now;
             self.probes = 0;
         }
-        if let Some((order, at, delivered, delivered_at)) = newest {
+        if let Some(newest) = newest {
             if !runs.is_empty() {
-                acked.lost = self.find_lost(order, at, cc.reordering());
+                acked.lost = self.find_lost(newest.order, newest.at, cc.reordering());
             }
-            let took = now.saturating_sub(delivered_at);
+            // Acknowledgements may come in a bunch, and so may packets have gone: the longer time is that of the path.
+            let arriving = now.saturating_sub(newest.delivered_at);
+            let took = arriving.max(newest.at.saturating_sub(newest.before));
+            self.newest_at = newest.at;
             if took > Duration::ZERO {
-                let bytes = u128::from(self.delivered - delivered);
+                let bytes = u128::from(self.delivered - newest.delivered);
                 let rate = bytes * 1_000_000_000 / took.as_nanos().max(1);
                 acked.rate = u64::try_from(rate).ok();
             }
             acked.delivered = self.delivered;
             acked.app_limited = self.app_limited;
             cc.acked(&acked);
+        }
+        while let Some((_, seq)) = self.transmissions.front()
+            && *seq < self.first
+        {
+            self.transmissions.pop_front();
         }
         if self.sent.is_empty() {
             self.deadline = None;
@@ -294,16 +359,25 @@ impl Sender {
     /// Marks what was sent long enough before a packet that arrived; returns its bytes.
     fn find_lost(&mut self, order: u64, at: Duration, reordering: Duration) -> u64 {
         let mut bytes = 0;
-        for (place, s) in self.sent.iter_mut().enumerate() {
-            let overtaken = s.at + reordering <= at || s.order + OVERTAKEN <= order;
-            if s.state == State::UnderWay && s.order < order && overtaken {
+        // They stand in the order in which they were sent: behind the first that is not overtaken none is.
+        while let Some((of, seq)) = self.transmissions.front().copied() {
+            let place = seq.checked_sub(self.first);
+            let place = place.and_then(|place| usize::try_from(place).ok());
+            let sent = place.and_then(|place| self.sent.get_mut(place));
+            if let Some(s) = sent.filter(|s| s.state == State::UnderWay && s.order == of) {
+                let overtaken =
+                    s.at + reordering <= at || s.order.saturating_add(OVERTAKEN) <= order;
+                if !overtaken {
+                    break;
+                }
                 s.state = State::Lost;
                 self.lost += 1;
-                self.lost_from = self.lost_from.min(self.first + place as u64);
+                self.lost_from = self.lost_from.min(seq);
                 self.flying -= s.packet.len() as u64;
                 self.charge -= u64::from(charge(s.packet.len()));
                 bytes += s.packet.len() as u64;
             }
+            self.transmissions.pop_front();
         }
         bytes
     }
@@ -324,6 +398,7 @@ impl Sender {
         self.lost_from = self.first + at as u64 + 1;
         self.order += 1;
         let (order, delivered, delivered_at) = (self.order, self.delivered, self.delivered_at);
+        let before = self.newest_at;
         let s = self.sent.get_mut(at)?;
         s.state = State::UnderWay;
         s.again = true;
@@ -331,10 +406,12 @@ impl Sender {
         s.at = now;
         s.delivered = delivered;
         s.delivered_at = delivered_at;
+        s.before = before;
         self.lost -= 1;
         self.flying += s.packet.len() as u64;
         self.charge += u64::from(charge(s.packet.len()));
         let seq = self.first + at as u64;
+        self.transmissions.push_back((order, seq));
         let data = Some(s.data());
         Some(Outgoing { seq, data })
     }
@@ -368,8 +445,10 @@ impl Sender {
         s.again = true;
         s.order = order;
         s.at = now;
+        let seq = self.first + at as u64;
+        self.transmissions.push_back((order, seq));
         Outgoing {
-            seq: self.first + at as u64,
+            seq,
             data: Some(s.data()),
         }
     }
@@ -420,6 +499,6 @@ impl Sender {
 /// A packet that so many others overtook is lost, whatever the time.
 const OVERTAKEN: u64 = 16;
 /// Acknowledged packets that wait for their buffers to be used again.
-const SPARE: usize = 256;
+pub(super) const SPARE: usize = 256;
 /// Longest time between two probes.
 const MOST_PATIENCE: Duration = Duration::from_secs(1);

@@ -1,6 +1,6 @@
 //! CRC32C, the checksum of FPDUs and of datagrams (RFC 5044 §4.4).
 
-use crc_fast::{CrcAlgorithm, Digest};
+use crc_fast::{CrcAlgorithm, Digest, crc32_iscsi};
 
 /// A CRC32C that grows with the bytes it is shown, in any number of pieces.
 ///
@@ -24,8 +24,20 @@ impl Crc32c {
     }
 
     /// Takes more bytes in.
+    ///
+    /// Headers, and all on a processor that cannot multiply without carries, go through the instruction for this very
+    /// polynomial: setting up the multiplication costs more than a header does, and in software it is ten times slower.
     #[inline]
     pub fn update(&mut self, bytes: &[u8]) {
+        if bytes.len() < SHORT || !folds() {
+            self.state = !crc32c::crc32c_append(!self.state, bytes);
+            return;
+        }
+        if self.state == u32::MAX {
+            // The usual case: one piece. A digest would bring its tables along, some hundred bytes.
+            self.state = !crc32_iscsi(bytes);
+            return;
+        }
         let mut digest =
             Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(self.state));
         digest.update(bytes);
@@ -42,6 +54,18 @@ impl Crc32c {
     pub const fn finish(self) -> [u8; 4] {
         self.value().to_le_bytes()
     }
+}
+
+/// Bytes from which on folding is faster.
+const SHORT: usize = 64;
+
+/// Whether `crc_fast` has instructions to fold with here.
+#[inline]
+fn folds() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("pclmulqdq");
+    #[cfg(not(target_arch = "x86_64"))]
+    return true;
 }
 
 impl Default for Crc32c {

@@ -8,7 +8,7 @@
 //! ```
 
 use super::crc::Crc32c;
-use super::deframe::CRC;
+use super::deframe::{CRC, LENGTH};
 use super::marker::{INTERVAL, MARKER};
 use crate::bounds;
 use crate::ddp::tx::{Segment, Source};
@@ -92,6 +92,20 @@ impl TxBatch {
         &self.pieces
     }
 
+    /// What is left of the runs when `skip` bytes are gone: each with the bytes of it that are gone, and those that are left.
+    pub fn rest(&self, skip: usize) -> impl Iterator<Item = (&Piece, usize, usize)> {
+        let mut skip = skip;
+        self.pieces.iter().filter_map(move |piece| {
+            let len = match piece {
+                Piece::Own { from, to } => to - from,
+                Piece::User(place) => usize::try_from(place.len()).unwrap_or(0),
+            };
+            let gone = skip.min(len);
+            skip -= gone;
+            (gone < len).then_some((piece, gone, len - gone))
+        })
+    }
+
     /// The bytes of a run of our own.
     pub fn own(&self, from: usize, to: usize) -> &[u8] {
         self.own.get(from..to).unwrap_or(&[])
@@ -157,58 +171,79 @@ pub fn frame(
     memory: &dyn Memory,
     batch: &mut TxBatch,
 ) -> Result<(), Invalidated> {
-    let ulpdu = segment.header.len() + segment.len;
-    let pad = (4 - (2 + ulpdu) % 4) % 4;
-    let start = batch.own.len();
-    // RFC 5044 §4.1 [mpa-fpdu-length]: the length counts the ULPDU alone.
-    batch
-        .own
-        .extend_from_slice(&u16::try_from(ulpdu).unwrap_or(u16::MAX).to_be_bytes());
-    batch.own.extend_from_slice(&segment.header);
-    match source {
+    let framed = match source {
         Source::Bytes(bytes) => {
             let from = usize::try_from(segment.from).unwrap_or(usize::MAX);
-            batch
-                .own
-                .extend_from_slice(bytes.get(from..from + segment.len).unwrap_or(&[]));
+            let payload = bytes.get(from..from + segment.len).unwrap_or(&[]);
+            batch.push_fpdu(&segment.header, segment.len, with_crc, |own| {
+                own.extend_from_slice(payload);
+                true
+            })
         }
         Source::Memory { places, volatile }
             if *volatile || with_crc || segment.len < bounds::COPY_LIMIT =>
         {
-            let whole = for_each_part(
-                places,
-                segment.from,
-                segment.len as u64,
-                |place, from, len| {
+            let (from, len) = (segment.from, segment.len as u64);
+            batch.push_fpdu(&segment.header, segment.len, with_crc, |own| {
+                for_each_part(places, from, len, |place, from, len| {
                     let Some(pinned) = place.pin() else {
                         return false;
                     };
-                    memory.gather(&pinned, from, len, &mut batch.own);
+                    memory.gather(&pinned, from, len, own);
                     true
-                },
-            );
-            if !whole {
-                batch.own.truncate(start);
-                return Err(Invalidated);
-            }
+                })
+            })
         }
         Source::Memory { places, .. } => {
-            frame_by_reference(segment, places, pad, batch, start);
-            return Ok(());
+            frame_by_reference(segment, places, batch);
+            true
         }
-    }
-    batch.own.resize(batch.own.len() + pad, 0);
-    // RFC 5044 §4.4 [mpa-fpdu-crc]: length field to padding; when it is off the field is there all the same.
-    let crc = if with_crc {
-        let mut crc = Crc32c::new();
-        crc.update(batch.own.get(start..).unwrap_or(&[]));
-        crc.finish()
-    } else {
-        [0; 4]
     };
-    batch.own.extend_from_slice(&crc);
-    batch.own_since(start);
-    Ok(())
+    if framed { Ok(()) } else { Err(Invalidated) }
+}
+
+/// What an FPDU begins with, and how many bytes of padding it ends with.
+fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
+    // RFC 5044 §4.1 [mpa-fpdu-length]: the length counts the ULPDU alone.
+    let length = u16::try_from(ulpdu).unwrap_or(u16::MAX);
+    (length.to_be_bytes(), (4 - (LENGTH + ulpdu) % 4) % 4)
+}
+
+impl TxBatch {
+    /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. False, and the batch is as it was,
+    /// if that says that it cannot.
+    // Where the length of the header is known, copying it is two instructions.
+    #[inline(always)]
+    pub(crate) fn push_fpdu(
+        &mut self,
+        header: &[u8],
+        len: usize,
+        with_crc: bool,
+        fill: impl FnOnce(&mut Vec<u8>) -> bool,
+    ) -> bool {
+        let start = self.own.len();
+        let ulpdu = header.len() + len;
+        let (length, pad) = length_and_pad(ulpdu);
+        self.own.reserve(LENGTH + ulpdu + pad + CRC);
+        self.own.extend_from_slice(&length);
+        self.own.extend_from_slice(header);
+        if !fill(&mut self.own) {
+            self.own.truncate(start);
+            return false;
+        }
+        if pad > 0 {
+            self.own.resize(self.own.len() + pad, 0);
+        }
+        // RFC 5044 §4.4 [mpa-fpdu-crc]: length field to padding; when it is off the field is there all the same.
+        let crc = if with_crc {
+            Crc32c::of(self.own.get(start..).unwrap_or(&[]))
+        } else {
+            [0; CRC]
+        };
+        self.own.extend_from_slice(&crc);
+        self.own_since(start);
+        true
+    }
 }
 
 /// The FPDU of a segment whose payload is bytes of our own.
@@ -227,13 +262,11 @@ pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8
 }
 
 /// Without CRC the payload goes to the kernel from where it lies.
-fn frame_by_reference(
-    segment: &Segment,
-    places: &[Placement],
-    pad: usize,
-    batch: &mut TxBatch,
-    start: usize,
-) {
+fn frame_by_reference(segment: &Segment, places: &[Placement], batch: &mut TxBatch) {
+    let start = batch.own.len();
+    let (length, pad) = length_and_pad(segment.header.len() + segment.len);
+    batch.own.extend_from_slice(&length);
+    batch.own.extend_from_slice(&segment.header);
     batch.own_since(start);
     for_each_part(
         places,

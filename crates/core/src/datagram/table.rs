@@ -1,0 +1,142 @@
+//! Tables by peer: each datagram is looked up in several of them.
+//!
+//! Who sends datagrams chooses the addresses that they seem to come from, so the hash has a secret key, drawn for each
+//! table. It is a product of 128 bits folded to 64 for each word: far quicker than the standard one, and who cannot
+//! see the places of a table cannot choose addresses that share one.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+/// A table whose keys others choose.
+pub(super) type Table<K, V> = HashMap<K, V, Key>;
+
+/// The secret of one table.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Key([u64; 2]);
+
+impl Default for Key {
+    fn default() -> Self {
+        let random = RandomState::new();
+        // Odd, so that no bit of a word is lost.
+        Self([random.hash_one(1_u8), random.hash_one(2_u8) | 1])
+    }
+}
+
+impl BuildHasher for Key {
+    type Hasher = Mixer;
+
+    fn build_hasher(&self) -> Mixer {
+        let Self([state, factor]) = *self;
+        Mixer { state, factor }
+    }
+}
+
+/// The hash of one key under way.
+#[derive(Debug)]
+pub(super) struct Mixer {
+    state: u64,
+    factor: u64,
+}
+
+impl Mixer {
+    fn mix(&mut self, word: u64) {
+        let product = u128::from(self.state ^ word) * u128::from(self.factor);
+        // The state goes in again: a word that makes the product 0 does not make what was before it forgotten.
+        self.state = product as u64 ^ (product >> 64) as u64 ^ self.state.rotate_left(29);
+    }
+}
+
+impl Hasher for Mixer {
+    fn write(&mut self, bytes: &[u8]) {
+        let mut words = bytes.chunks_exact(8);
+        for word in &mut words {
+            self.mix(word.first_chunk().map_or(0, |w| u64::from_le_bytes(*w)));
+        }
+        let rest = words.remainder();
+        if !rest.is_empty() {
+            let mut word = [0; 8];
+            for (to, from) in word.iter_mut().zip(rest) {
+                *to = *from;
+            }
+            self.mix(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u8(&mut self, n: u8) {
+        self.mix(n.into());
+    }
+
+    fn write_u16(&mut self, n: u16) {
+        self.mix(n.into());
+    }
+
+    fn write_u32(&mut self, n: u32) {
+        self.mix(n.into());
+    }
+
+    fn write_u64(&mut self, n: u64) {
+        self.mix(n);
+    }
+
+    fn write_usize(&mut self, n: usize) {
+        self.mix(n as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        let product = u128::from(self.state) * u128::from(self.factor);
+        product as u64 ^ (product >> 64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::flow::Peer;
+    use super::*;
+    use std::collections::HashSet;
+    use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+    fn spread(peers: impl Iterator<Item = Peer>, key: Key) {
+        let hashes: Vec<u64> = peers.map(|p| key.hash_one(p)).collect();
+        assert_eq!(
+            hashes.iter().collect::<HashSet<_>>().len(),
+            hashes.len(),
+            "no two are alike"
+        );
+        // A table looks at the upper 7 bits and at as many of the lower ones as it needs.
+        for shift in [0, 8, 57] {
+            let mut places = [0_usize; 128];
+            for hash in &hashes {
+                places[(hash >> shift) as usize % 128] += 1;
+            }
+            let mean = hashes.len() / 128;
+            let fair = |n: &usize| (mean / 2..mean * 2).contains(n);
+            assert!(places.iter().all(fair), "{places:?}");
+        }
+    }
+
+    #[test]
+    fn peers_that_differ_in_little_are_spread_over_a_table() {
+        for key in [
+            Key([0x1234_5678_9abc_def0, 0x9e37_79b9_7f4a_7c15]),
+            Key::default(),
+        ] {
+            let ports = |n: u16| (SocketAddr::from(([10, 0, 0, 1], n)), 3);
+            spread((0..u16::MAX).map(ports), key);
+            let hosts = |n: u32| (SocketAddr::from((n.to_be_bytes(), 4791)), 0);
+            spread((0x0a00_0000..0x0a01_0000).map(hosts), key);
+            let far = |n: u32| {
+                let ip = IpAddr::V6(Ipv6Addr::from(u128::from(n) << 64 | 1));
+                (SocketAddr::new(ip, 4791), 0)
+            };
+            spread((0..0x1_0000).map(far), key);
+            let indices = |n: u32| (SocketAddr::from(([10, 0, (n >> 8) as u8, 1], 9)), n as u8);
+            spread((0..0x1_0000).map(indices), key);
+        }
+    }
+
+    #[test]
+    fn each_table_has_its_own_key() {
+        let peer: Peer = (SocketAddr::from(([10, 0, 0, 1], 1)), 3);
+        assert_ne!(Key::default().hash_one(peer), Key::default().hash_one(peer));
+    }
+}

@@ -1,0 +1,202 @@
+//! Two conversations, datagram by datagram: bytes and what [`pretty::udp`] makes of them, against files that are kept.
+//!
+//! The format is frozen, so the bytes are; with virtual time and a seed nothing else in them changes. `cargo xtask capture`
+//! gives the same bytes to tshark and compares what the dissector makes of them. After a change that is meant, run with
+//! `ANYWARP_BLESS=1` and look at the difference.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use std::cell::RefCell;
+use std::fmt::Write as _;
+use std::path::Path;
+use std::rc::Rc;
+use std::time::Duration;
+
+use anywarp_core::datagram::Kind;
+use anywarp_core::datagram::options::{Options, Segment};
+use anywarp_core::verbs::wc::Status;
+use anywarp_core::wire::pretty;
+use anywarp_sim::ether::{Ether, Id, Link};
+use anywarp_sim::{
+    Request, Rng, access, compare_swap, fetch_add, read, send, send_imm, write, write_imm,
+};
+
+const MS: Duration = Duration::from_millis(1);
+
+/// A datagram: whether it goes from the first end to the second, and its bytes.
+type Said = (bool, Vec<u8>);
+
+/// Two ends, and all that they say.
+struct Talk {
+    net: Ether,
+    a: Id,
+    b: Id,
+    said: Rc<RefCell<Vec<Said>>>,
+    lose: Rc<RefCell<Vec<usize>>>,
+}
+
+impl Talk {
+    fn new(kind: Kind, options: Options) -> Self {
+        let mut net = Ether::new(7, Link::default());
+        let a = net.join(kind, options);
+        let b = net.join(kind, options);
+        for end in [a, b] {
+            // Short datagrams: several make a message that a reader can still follow.
+            net[end].qp.set_paths(|_| 0);
+        }
+        let said = Rc::new(RefCell::new(Vec::new()));
+        let lose = Rc::new(RefCell::new(Vec::new()));
+        let (log, lost, to_b) = (Rc::clone(&said), Rc::clone(&lose), net[b].addr);
+        net.filter = Some(Box::new(move |datagram| {
+            let mut log = log.borrow_mut();
+            log.push((datagram.to == to_b, datagram.bytes.to_vec()));
+            !lost.borrow().contains(&log.len())
+        }));
+        Self {
+            net,
+            a,
+            b,
+            said,
+            lose,
+        }
+    }
+
+    /// The `nth` datagram from now on is lost.
+    fn lose(&self, nth: usize) {
+        self.lose.borrow_mut().push(self.said.borrow().len() + nth);
+    }
+
+    /// Lets a request happen, which has to end so.
+    fn end(&mut self, id: u64, status: Status) {
+        self.net.run(400 * MS);
+        let ends = self.net[self.a].completed();
+        let ends: Vec<_> = ends.iter().map(|c| (c.wr_id, c.status)).collect();
+        assert_eq!(ends, [(id, status)]);
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::new();
+        for (to_b, bytes) in self.said.borrow().iter() {
+            let (from, to) = if *to_b { ("a", "b") } else { ("b", "a") };
+            writeln!(text, "{from} {to} {}", pretty::udp(bytes)).unwrap();
+            for line in bytes.chunks(64) {
+                text.push_str("   ");
+                line.iter().for_each(|b| write!(text, "{b:02x}").unwrap());
+                text.push('\n');
+            }
+        }
+        text
+    }
+
+    fn compare(&self, name: &str) {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/conversations")
+            .join(name);
+        let text = self.text();
+        if std::env::var_os("ANYWARP_BLESS").is_some() {
+            std::fs::write(&file, &text).unwrap();
+        }
+        let kept = std::fs::read_to_string(&file).unwrap();
+        for (n, (new, old)) in text.lines().zip(kept.lines()).enumerate() {
+            assert_eq!(new, old, "{name}, line {}", n + 1);
+        }
+        assert_eq!(text.lines().count(), kept.lines().count(), "{name}");
+        // Nothing that the decoder does not know.
+        assert!(!text.contains("malformed") && !text.contains("unknown"));
+    }
+}
+
+fn options() -> Options {
+    Options {
+        one_sided: true,
+        segment: Segment::PathMtu,
+        max_send: 1 << 16,
+        report_errors: true,
+        keep_going: true,
+        ..Options::default()
+    }
+}
+
+#[test]
+fn unreliable_datagrams() {
+    let options = Options {
+        parity: 2,
+        repeats: 1,
+        ..options()
+    };
+    let mut talk = Talk::new(Kind::Ud, options);
+    let (a, b) = (talk.a, talk.b);
+    const LEN: usize = 1300;
+    const MESSAGE: usize = 300;
+    let mine = talk.net[a].host.register(LEN, access::ALL);
+    let theirs = talk.net[b].host.register(LEN, access::ALL);
+    let closed = talk.net[b].host.register(LEN, access::LOCAL);
+    talk.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
+    talk.net[b].recv(1, &[theirs.all()]);
+    let part = mine.part(0, 20);
+    talk.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
+    talk.end(1, Status::Success);
+    talk.net
+        .post(a, b, write(2, theirs.remote(0)).from(&[part]));
+    talk.end(2, Status::Success);
+    // Of many datagrams, one of which is lost and made from the others.
+    talk.lose(2);
+    let request = write_imm(3, theirs.remote(0), [1, 2, 3, 4]);
+    talk.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
+    talk.end(3, Status::Success);
+    assert_eq!(talk.net[b].qp.counters().rx_repaired, 1);
+    assert_eq!(talk.net[b].qp.records().len(), 2);
+    // A Read of more than came from there has to bring a cookie.
+    talk.net
+        .post(a, b, read(4, theirs.remote(0)).from(&[mine.all()]));
+    talk.end(4, Status::Success);
+    talk.net
+        .post(a, b, write(5, closed.remote(0)).from(&[part]));
+    talk.end(5, Status::Success);
+    assert!(talk.net[a].qp.poll_error().is_some());
+    talk.compare("ud.txt");
+}
+
+#[test]
+fn reliable_datagrams() {
+    let mut talk = Talk::new(Kind::Rd, options());
+    let (a, b) = (talk.a, talk.b);
+    const LEN: usize = 1300;
+    const MESSAGE: usize = 300;
+    let mine = talk.net[a].host.register(LEN, access::ALL);
+    let theirs = talk.net[b].host.register(LEN, access::ALL);
+    let closed = talk.net[b].host.register(LEN, access::LOCAL);
+    talk.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
+    // They meet, and the Send waits for a receive.
+    let part = mine.part(0, 20);
+    talk.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
+    talk.net.run(100 * MS);
+    talk.net[b].recv(1, &[theirs.all()]);
+    talk.end(1, Status::Success);
+    // Of many datagrams, one of which is lost.
+    talk.lose(2);
+    let request = write_imm(2, theirs.remote(0), [1, 2, 3, 4]);
+    talk.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
+    talk.end(2, Status::Success);
+    talk.net
+        .post(a, b, read(3, theirs.remote(0)).from(&[mine.part(0, 200)]));
+    talk.end(3, Status::Success);
+    let word = mine.part(0, 8);
+    talk.net
+        .post(a, b, fetch_add(4, theirs.remote(8), 5).from(&[word]));
+    talk.end(4, Status::Success);
+    talk.net
+        .post(a, b, compare_swap(5, theirs.remote(8), 0, 1).from(&[word]));
+    talk.end(5, Status::Success);
+    talk.net
+        .post(a, b, write(6, closed.remote(0)).from(&[part]));
+    talk.end(6, Status::RemoteAccess);
+    talk.net[b].recv(2, &[theirs.all()]);
+    talk.net.post(a, b, send(7).from(&[part]));
+    talk.end(7, Status::Success);
+    talk.compare("rd.txt");
+}

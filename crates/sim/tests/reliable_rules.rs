@@ -1,0 +1,222 @@
+//! Rules of reliable datagrams, each tried by a peer that is made by hand: it hears packets and says what it likes.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use anywarp_core::datagram::Kind;
+use anywarp_core::datagram::options::Options;
+use anywarp_core::verbs::wc::Status;
+use anywarp_core::wire::dgram;
+use anywarp_core::wire::rd::{self, Packet};
+use anywarp_sim::ether::{Ether, Id, Link};
+use anywarp_sim::{Mr, Request, access, fetch_add, send};
+
+const MS: Duration = Duration::from_millis(1);
+
+fn options() -> Options {
+    Options {
+        one_sided: true,
+        patience: 60 * 1000 * MS,
+        ..Options::default()
+    }
+}
+
+/// A queue pair that sends to a peer of which only the address is there, and the packets that go to it.
+struct Far {
+    net: Ether,
+    near: Id,
+    far: Id,
+    mr: Mr,
+    heard: Rc<RefCell<Vec<(Packet, usize)>>>,
+}
+
+/// Its token.
+const TOKEN: u32 = 99;
+
+impl Far {
+    fn new() -> Self {
+        let mut net = Ether::new(1, Link::default());
+        let near = net.join(Kind::Rd, options());
+        let far = net.join(Kind::Rd, options());
+        net[far].dead = true;
+        let mr = net[near].host.register(64, access::ALL);
+        let heard = Rc::new(RefCell::new(Vec::new()));
+        let (store, at) = (Rc::clone(&heard), net[far].addr);
+        net.filter = Some(Box::new(move |d| {
+            if d.to == at {
+                let (packet, data) = rd::parse(&d.bytes).unwrap();
+                store
+                    .borrow_mut()
+                    .push((packet, data.map_or(0, <[u8]>::len)));
+            }
+            true
+        }));
+        Self {
+            net,
+            near,
+            far,
+            mr,
+            heard,
+        }
+    }
+
+    /// It has told its token to who asked for it.
+    fn met() -> Self {
+        let mut far = Self::new();
+        far.sends(0..1);
+        let asked = far.hears();
+        let (asking, len) = &asked[0];
+        assert!(asked.len() == 1 && asking.echo == 0 && *len == 0);
+        let challenge = Packet {
+            challenge: true,
+            echo: asking.token,
+            time_echo: asking.time,
+            ..blank()
+        };
+        far.says(&challenge);
+        far
+    }
+
+    fn sends(&mut self, ids: std::ops::Range<u64>) {
+        for id in ids {
+            let sges = [self.mr.part(0, 8)];
+            self.net.post(self.near, self.far, send(id).from(&sges));
+        }
+    }
+
+    /// What has come since the last time.
+    fn hears(&mut self) -> Vec<(Packet, usize)> {
+        self.net.run(MS / 2);
+        std::mem::take(&mut self.heard.borrow_mut())
+    }
+
+    fn says(&mut self, packet: &Packet) {
+        let mut bytes = Vec::new();
+        packet.put(false, &mut bytes);
+        dgram::seal(&mut bytes);
+        let (from, to) = (self.net[self.far].addr, self.net[self.near].addr);
+        self.net.hear(from, to, &bytes);
+    }
+
+    fn statuses(&mut self) -> Vec<(u64, Status)> {
+        let done = self.net[self.near].completed();
+        done.iter().map(|c| (c.wr_id, c.status)).collect()
+    }
+}
+
+fn blank() -> Packet {
+    Packet {
+        token: TOKEN,
+        dst_index: 5,
+        src_index: 5,
+        window: 1 << 20,
+        time: 1,
+        ..Packet::default()
+    }
+}
+
+/// Packets of the same time: one is lost when the sixteenth behind it has arrived, and not before; those behind that are not.
+#[test]
+fn a_packet_that_sixteen_overtook_is_lost() {
+    let mut far = Far::met();
+    far.sends(1..20);
+    let sent = far.hears();
+    assert_eq!(sent.len(), 20);
+    let (first, token) = (sent[0].0.seq, sent[0].0.token);
+    for (arrived, again) in [
+        (15, vec![]),
+        (16, vec![first]),
+        (18, vec![first + 1, first + 2]),
+    ] {
+        let ack = Packet {
+            echo: token,
+            ack: Some(first),
+            arrived: [(first + arrived, first + arrived + 1)]
+                .into_iter()
+                .collect(),
+            ..blank()
+        };
+        far.says(&ack);
+        let heard: Vec<u32> = far.hears().iter().map(|(p, _)| p.seq).collect();
+        assert_eq!(heard, again, "{arrived} behind it");
+    }
+    let counters = far.net[far.near].qp.counters();
+    assert_eq!((counters.rd_again, counters.rd_probes), (3, 0));
+    // Silence.
+    far.net.run(1000 * MS);
+    assert!(far.net[far.near].qp.counters().rd_probes > 0);
+}
+
+/// Messages are done as far as the peer has all before; what arrived beyond waits.
+#[test]
+fn what_is_acknowledged_is_done() {
+    let mut far = Far::met();
+    far.sends(1..4);
+    let sent = far.hears();
+    let (first, token) = (sent[0].0.seq, sent[0].0.token);
+    let says = |ack, runs: &[(u32, u32)]| Packet {
+        echo: token,
+        ack: Some(ack),
+        arrived: runs.iter().copied().collect(),
+        ..blank()
+    };
+    far.says(&says(first, &[(first + 1, first + 4)]));
+    assert_eq!(far.statuses(), []);
+    far.says(&says(first + 2, &[(first + 3, first + 4)]));
+    let done = [(0, Status::Success), (1, Status::Success)];
+    assert_eq!(far.statuses(), done);
+    // More than was sent.
+    far.says(&says(first + 9, &[]));
+    let done = [(2, Status::Success), (3, Status::Success)];
+    assert_eq!(far.statuses(), done);
+}
+
+/// A challenge is believed by who asked for the token, and by nobody else.
+#[test]
+fn a_challenge_that_nobody_asked_for_is_not_believed() {
+    let mut far = Far::met();
+    let sent = far.hears();
+    let (packet, _) = &sent[0];
+    let ack = Packet {
+        echo: packet.token,
+        ack: Some(packet.seq + 1),
+        ..blank()
+    };
+    far.says(&ack);
+    assert_eq!(far.statuses(), [(0, Status::Success)]);
+    assert_eq!(far.hears(), []);
+    let other = Packet {
+        token: TOKEN + 1,
+        challenge: true,
+        echo: packet.token,
+        ..blank()
+    };
+    far.says(&other);
+    far.sends(1..2);
+    let echoes: Vec<u32> = far.hears().iter().map(|(p, _)| p.echo).collect();
+    assert_eq!(echoes, [TOKEN]);
+}
+
+/// An atomic on an address that is none of eight bytes is refused, on the wire too.
+#[test]
+fn an_atomic_beside_its_place_is_refused() {
+    for (at, status) in [(0, Status::Success), (4, Status::RemoteInvalidRequest)] {
+        let mut net = Ether::new(2, Link::default());
+        let a = net.join(Kind::Rd, options());
+        let b = net.join(Kind::Rd, options());
+        let mine = net[a].host.register(8, access::ALL);
+        let theirs = net[b].host.register(64, access::ALL);
+        net.post(a, b, fetch_add(1, theirs.remote(at), 5).from(&[mine.all()]));
+        net.run(1000 * MS);
+        assert_eq!(net[a].completed()[0].status, status);
+        assert_eq!(net[b].host.bytes(&theirs)[0] == 5, at == 0);
+        assert_eq!(net[b].host.bytes(&theirs)[4], 0);
+    }
+}
