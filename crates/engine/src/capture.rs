@@ -49,7 +49,8 @@ pub(crate) fn begin() -> Option<At> {
     })
 }
 
-fn is_on() -> bool {
+/// Whether there is one.
+pub(crate) fn is_on() -> bool {
     const UNKNOWN: u8 = 0;
     const OFF: u8 = 1;
     const ON: u8 = 2;

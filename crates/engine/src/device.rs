@@ -69,6 +69,56 @@ pub fn rc_over_udp() -> bool {
     })
 }
 
+/// What carries streams between processes of one host (`ANYWARP_CARRIER`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Carrier {
+    /// Their connections.
+    Tcp,
+    /// Memory that they share, after some requests.
+    Auto,
+    /// The same from the first request on.
+    Eager,
+    /// The same, but no process is copied from: payload goes through the memory that is shared.
+    Copy,
+}
+
+impl Carrier {
+    /// After how many requests memory is shared.
+    pub fn after(self) -> Option<u32> {
+        match self {
+            Self::Tcp => None,
+            Self::Auto => Some(bounds::CARRIER_AFTER),
+            Self::Eager | Self::Copy => Some(0),
+        }
+    }
+}
+
+/// What carries streams between processes of one host. A capture shows what is sent, so with one it is always TCP.
+pub fn carrier() -> Carrier {
+    static CARRIER: OnceLock<Carrier> = OnceLock::new();
+    *CARRIER.get_or_init(|| match std::env::var("ANYWARP_CARRIER").as_deref() {
+        _ if crate::capture::is_on() => Carrier::Tcp,
+        Ok("auto" | "") | Err(_) => Carrier::Auto,
+        Ok("tcp") => Carrier::Tcp,
+        Ok("eager") => Carrier::Eager,
+        Ok("copy") => Carrier::Copy,
+        Ok(other) => {
+            log!(
+                Warn,
+                "ANYWARP_CARRIER={other}: none of tcp, auto, eager, copy; it is auto"
+            );
+            Carrier::Auto
+        }
+    })
+}
+
+/// The congestion control of our connections (`ANYWARP_CC`); `None` for the host's.
+pub fn congestion_control() -> Option<&'static str> {
+    static NAME: OnceLock<Option<String>> = OnceLock::new();
+    NAME.get_or_init(|| std::env::var("ANYWARP_CC").ok().filter(|v| !v.is_empty()))
+        .as_deref()
+}
+
 /// Whether CRC32C is asked for on connections: yes, unless `ANYWARP_CRC=0`.
 pub fn wants_crc() -> bool {
     static CRC: OnceLock<bool> = OnceLock::new();

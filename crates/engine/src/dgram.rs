@@ -6,7 +6,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::connection::{AsyncEvent, Parts};
@@ -15,19 +15,32 @@ use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
 use anywarp_core::verbs::qp::{Attr, State};
-use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest};
+use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
+use anywarp_core::wire::pretty;
 
 use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::fatal::Mortal;
 use crate::fault::Faults;
 use crate::log;
-use crate::net::udp::{Carrier, Group, is_group, path_mtu};
+use crate::net::udp::{Carrier, Group, is_broadcast, is_group, path_mtu};
 use crate::port::Port;
 use crate::qp::Route;
 use crate::sys::Io;
-use crate::worker::{Owes, Source, Token, random_u32};
+use crate::worker::{LEASE, Owes, Source, Token, random_u32};
 
+/// Bytes that are posted and wait for no more: about a run of the kernel.
+const HOLD: u64 = 48 << 10;
+/// Who sends again within this time, and has polled in between, is busy sending.
+const BUSY: Duration = if cfg!(test) {
+    LEASE
+} else {
+    Duration::from_micros(50)
+};
+/// Datagrams of a run that are answered together. Reliable ones say when they want to be answered: once at the end of a run,
+/// for an answer costs its receiver as much as some datagrams do.
+const ANSWER: usize = 24;
+const RUN: usize = 64;
 /// Bytes that one queue pair sends in one turn, before others have theirs.
 const TURN: usize = 4 << 20;
 
@@ -38,6 +51,16 @@ struct Inner {
     sent: usize,
     /// Waits for room in the socket.
     blocked: bool,
+    /// What was posted and is not with the core's datagrams yet: requests and bytes.
+    held: (usize, u64),
+    /// The engine knows of it.
+    holds: bool,
+    /// Polls when the first of it was held back.
+    held_after: u64,
+    /// Polls in vain when something was posted last, and all polls when something was sent last, and when that was.
+    posted: u64,
+    sent_after: u64,
+    sent_at: Instant,
     /// Longest datagram that may be sent in a run.
     run_max: usize,
     /// Address to send from, if it matters to the peer.
@@ -49,6 +72,8 @@ struct Inner {
     token: Token,
     alarm: Option<Instant>,
     destroyed: bool,
+    /// System calls that sent.
+    calls: u64,
 }
 
 /// A datagram queue pair, UD or UC.
@@ -121,6 +146,12 @@ impl DgramQp {
                 pending: Vec::new(),
                 sent: 0,
                 blocked: false,
+                held: (0, 0),
+                holds: false,
+                held_after: 0,
+                posted: 0,
+                sent_after: 0,
+                sent_at: clock::start(),
                 run_max: usize::MAX,
                 source: None,
                 groups: Vec::new(),
@@ -128,6 +159,7 @@ impl DgramQp {
                 token: Token::NONE,
                 alarm: None,
                 destroyed: false,
+                calls: 0,
             }),
         });
         qp.carrier.enter(index(number), qp.me.clone());
@@ -137,9 +169,36 @@ impl DgramQp {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.core.set_now(clock::elapsed());
+        self.lock_now().0
+    }
+
+    /// The same, and what time it is.
+    fn lock_now(&self) -> (MutexGuard<'_, Inner>, Instant) {
+        let mut inner = self.lock_timeless();
+        let now = clock::now();
         inner
+            .core
+            .set_now(now.saturating_duration_since(clock::start()));
+        (inner, now)
+    }
+
+    /// For what does not depend on time: to read the clock costs as much as to post a receive.
+    fn lock_timeless(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, once what came is handed over, if something is about to be given up because nothing came.
+    fn lock_caught_up(&self) -> MutexGuard<'_, Inner> {
+        let inner = self.lock();
+        let waited = inner.stall.is_some_and(|(_, since)| {
+            clock::now().saturating_duration_since(since) >= bounds::DATAGRAM_STALL
+        });
+        if !waited && !inner.core.gives_up() {
+            return inner;
+        }
+        drop(inner);
+        self.carrier.catch_up();
+        self.lock()
     }
 
     // ------------------------------------------------------------------ the application
@@ -149,26 +208,77 @@ impl DgramQp {
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.post_sends(requests.map(given))
+    }
+
+    /// The same with functions that make a request where it will lie.
+    #[inline]
+    pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    {
         self.context.engine.takes_requests().map_err(|e| (0, e))?;
-        let mut inner = self.lock();
+        let (mut inner, now) = self.lock_now();
         let mut result = Ok(());
-        for (i, request) in requests.enumerate() {
-            if let Err(e) = request.and_then(|r| self.post_one(&mut inner, r)) {
+        for (i, fill) in requests.enumerate() {
+            let mut len = 0;
+            let fill = |into: &mut WorkRequest| {
+                fill(into)?;
+                len = into.payload.len();
+                Ok(())
+            };
+            let posted = match &self.faults {
+                None => inner.core.post_send_with(fill),
+                Some(faults) => crate::verbs::made(fill)
+                    .and_then(|r| self.post_with_faults(&mut inner, r, faults)),
+            };
+            if let Err(e) = posted {
                 result = Err((i, e));
                 break;
             }
+            inner.held.0 += 1;
+            inner.held.1 += len;
         }
-        if !inner.blocked {
+        if !inner.blocked && !self.waits_for_more(&mut inner, now) {
             self.transmit(&mut inner);
         }
         self.settle(&mut inner);
         result
     }
 
-    fn post_one(&self, inner: &mut Inner, request: WorkRequest) -> Result<(), Misuse> {
-        let Some(faults) = &self.faults else {
-            return inner.core.post_send(request);
-        };
+    /// Whether what was posted may wait for more, to go in one run with it. Who posts and polls in turns will post again; who
+    /// has polled twice in vain since waits for something, and what he posts goes at once.
+    fn waits_for_more(&self, inner: &mut Inner, now: Instant) -> bool {
+        let engine = self.context.engine;
+        let (polls, idle) = engine.polls();
+        let waited = idle.saturating_sub(std::mem::replace(&mut inner.posted, idle)) > 1;
+        let (requests, bytes) = inner.held;
+        let full = requests >= bounds::DATAGRAM_BATCH || bytes >= HOLD;
+        // Who has not polled since, or not for long, may do something else than to poll.
+        let busy = polls != inner.sent_after && now.duration_since(inner.sent_at) < BUSY;
+        if waited || full || !busy {
+            // A full run goes for its length alone: what is posted behind it waits for the rest of its own run.
+            if !full {
+                inner.sent_after = polls;
+            }
+            inner.sent_at = now;
+            return false;
+        }
+        let tell = !std::mem::replace(&mut inner.holds, true);
+        if tell {
+            inner.held_after = polls;
+        }
+        let me = self.me.upgrade().filter(|_| tell);
+        engine.hold_since(idle, now, me.map(|me| me as Arc<dyn Owes>));
+        true
+    }
+
+    fn post_with_faults(
+        &self,
+        inner: &mut Inner,
+        request: WorkRequest,
+        faults: &Faults,
+    ) -> Result<(), Misuse> {
         let connected = self.kind.is_connected();
         let what = What::of_request(&request.op, connected);
         let peer = match &request.destination {
@@ -205,14 +315,19 @@ impl DgramQp {
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
         self.context.engine.takes_requests().map_err(|e| (0, e))?;
-        let mut inner = self.lock();
+        // Somebody may have waited for it, if the queue pair is reliable.
+        let feeds = self.kind.is_reliable();
+        let mut inner = if feeds {
+            self.lock()
+        } else {
+            self.lock_timeless()
+        };
         for (i, request) in requests.enumerate() {
             if let Err(e) = request.and_then(|r| inner.core.post_recv(r)) {
                 return Err((i, e));
             }
         }
-        if self.kind.is_reliable() {
-            // Somebody may have waited for it.
+        if feeds {
             self.go_on(&mut inner);
         }
         Ok(())
@@ -220,7 +335,7 @@ impl DgramQp {
 
     /// Does something with the core, and then what follows from it.
     pub fn with<R>(&self, f: impl FnOnce(&mut DatagramQp) -> R) -> R {
-        let mut inner = self.lock();
+        let mut inner = self.lock_caught_up();
         let result = f(&mut inner.core);
         self.go_on(&mut inner);
         result
@@ -232,9 +347,15 @@ impl DgramQp {
         (inner.core.state(), *inner.core.attr())
     }
 
+    /// System calls that sent, and those that received for all queue pairs of the port: with something, without.
+    pub(crate) fn calls(&self) -> (u64, u64, u64) {
+        let (found, empty) = self.carrier.calls();
+        (self.lock().calls, found, empty)
+    }
+
     /// What it has seen.
     pub fn counters(&self) -> Counters {
-        *self.lock().core.counters()
+        self.lock().core.counters()
     }
 
     /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change of UC to RTR.
@@ -291,7 +412,7 @@ impl DgramQp {
             let mut inner = self.lock();
             self.last_words(&mut inner);
             inner.destroyed = true;
-            let counters = *inner.core.counters();
+            let counters = inner.core.counters();
             log!(Debug, "qp 0x{:06x}: {}", self.number, Said(&counters));
             inner.core.reset();
             inner.pending = Vec::new();
@@ -314,7 +435,7 @@ impl DgramQp {
                 "multicast on a connected queue pair",
             ));
         }
-        if !is_group(ip) {
+        if !is_group(ip) && !is_broadcast(ip) {
             return Err(Misuse::InvalidArgument(
                 "neither a multicast nor a broadcast address",
             ));
@@ -330,10 +451,12 @@ impl DgramQp {
                 })?;
                 group.enter(self.me.clone());
                 inner.groups.push(group);
+                inner.core.join(ip);
                 Ok(())
             }
             (false, Some(at)) => {
                 let group = inner.groups.swap_remove(at);
+                inner.core.leave(ip);
                 drop(inner);
                 group.leave(&self.me);
                 Ok(())
@@ -344,39 +467,56 @@ impl DgramQp {
 
     // ------------------------------------------------------------------ the socket
 
-    /// A datagram came for it.
-    pub(crate) fn incoming(&self, arrival: &Arrival, bytes: &[u8]) {
+    /// Datagrams came for it, all the same way.
+    pub(crate) fn incoming<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
         match &self.faults {
-            None => self.deliver(arrival, bytes),
-            Some(faults) => faults.receive(&self.me, arrival, bytes),
+            None => self.deliver(arrival, run),
+            Some(faults) => run.for_each(|bytes| faults.receive(&self.me, arrival, bytes)),
         }
     }
 
-    /// A datagram came, and nothing went wrong with it.
-    pub(crate) fn deliver(&self, arrival: &Arrival, bytes: &[u8]) {
+    /// Datagrams came, and nothing went wrong with them.
+    pub(crate) fn deliver<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
         let mut inner = self.lock();
         if inner.destroyed {
             return;
         }
-        if let Err(why) = inner.core.handle_rx(arrival, bytes) {
+        let (number, from) = (self.number, arrival.from);
+        let answer = if self.kind.is_reliable() { RUN } else { ANSWER };
+        for (n, bytes) in run.enumerate() {
+            // What is to be answered is answered once for many, but soon enough that the sender goes on meanwhile.
+            if n % answer == answer - 1 && !inner.blocked && inner.core.wants_tx() {
+                self.transmit(&mut inner);
+            }
             log!(
-                Debug,
-                "qp 0x{:06x}: dropped a datagram from {}: {why:?}",
-                self.number,
-                arrival.from
+                Trace,
+                "qp 0x{number:06x}: from {from}: {}",
+                pretty::udp(bytes)
             );
+            if let Err(why) = inner.core.handle_rx(arrival, bytes) {
+                log!(
+                    Debug,
+                    "qp 0x{number:06x}: dropped a datagram from {from}: {why:?}: {}",
+                    pretty::udp(bytes)
+                );
+            }
         }
         if !inner.blocked && inner.core.wants_tx() {
             self.transmit(&mut inner);
         }
+        self.remember_owed(&inner);
+        self.watch(&mut inner);
+        self.settle(&mut inner);
+    }
+
+    /// The engine is told if an acknowledgement waits for company.
+    fn remember_owed(&self, inner: &Inner) {
         if inner.core.owes()
             && !self.owes.swap(true, Ordering::AcqRel)
             && let Some(me) = self.me.upgrade()
         {
             self.context.engine.owe(me);
         }
-        self.watch(&mut inner);
-        self.settle(&mut inner);
     }
 
     /// The socket has room again.
@@ -387,13 +527,15 @@ impl DgramQp {
         self.settle(&mut inner);
     }
 
-    /// Peers hear that what they sent has arrived, before there is nobody left to say so.
+    /// Peers hear that what they sent has arrived, before there is nobody left to say so, and what waits for a poll goes.
     fn last_words(&self, inner: &mut Inner) {
         if inner.core.owes() {
             inner.core.flush();
-            if !inner.blocked {
-                self.transmit(inner);
-            }
+        } else if inner.held.0 == 0 {
+            return;
+        }
+        if !inner.blocked {
+            self.transmit(inner);
         }
     }
 
@@ -421,6 +563,7 @@ impl DgramQp {
     /// Sends what can be sent.
     fn transmit(&self, inner: &mut Inner) {
         let mut bytes = 0;
+        inner.held = (0, 0);
         loop {
             if inner.sent >= inner.pending.len() {
                 for datagram in inner.pending.drain(..) {
@@ -437,6 +580,7 @@ impl DgramQp {
                 }
             }
             let rest = inner.pending.get(inner.sent..).unwrap_or(&[]);
+            inner.calls += 1;
             let sent = match &self.faults {
                 None => self.carrier.send(rest, inner.source, &mut inner.run_max),
                 Some(faults) => faults.send(&self.carrier, rest, inner.source, &mut inner.run_max),
@@ -535,7 +679,7 @@ impl Source for DgramQp {
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
-        let mut inner = self.lock();
+        let mut inner = self.lock_caught_up();
         if inner.destroyed {
             return;
         }
@@ -565,14 +709,35 @@ impl Source for DgramQp {
 }
 
 impl Owes for DgramQp {
-    fn flush_ack(&self, _now: Instant) {
+    fn flush_ack(&self, now: Instant) {
         self.owes.store(false, Ordering::Release);
         let mut inner = self.lock();
+        if std::mem::take(&mut inner.holds) {
+            let (polls, idle) = self.context.engine.polls();
+            inner.sent_at = now;
+            inner.sent_after = polls;
+            if polls != inner.held_after {
+                // The polls in vain were for what was held: no wait for something else, and no end of polling.
+                inner.posted = idle;
+                inner.sent_after = polls.wrapping_sub(1);
+            }
+        }
         if inner.destroyed {
             return;
         }
         inner.core.flush();
         self.go_on(&mut inner);
+    }
+
+    fn flush_ack_due(&self, _now: Instant) {
+        self.owes.store(false, Ordering::Release);
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        inner.core.flush_due();
+        self.go_on(&mut inner);
+        self.remember_owed(&inner);
     }
 }
 

@@ -219,7 +219,7 @@ impl Held {
             ),
             Self::In(qp, arrival, bytes) => {
                 if let Some(qp) = qp.upgrade() {
-                    qp.deliver(arrival, bytes);
+                    qp.deliver(arrival, std::iter::once(bytes.as_slice()));
                 }
                 true
             }

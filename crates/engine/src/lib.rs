@@ -16,7 +16,7 @@
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
 //! | [`channel`] | completion channels, asynchronous events |
 //! | [`reserve`] | what is left when the host has no more memory |
-//! | `mem`, `sys`, `reserve` | the files with `unsafe` |
+//! | `mem`, `sys`, `reserve`, `shared` | the files with `unsafe` |
 
 mod capture;
 pub mod channel;
@@ -31,10 +31,13 @@ pub mod lobby;
 pub mod log;
 mod mem;
 pub mod net;
+mod pin;
 pub mod port;
 pub mod qp;
 pub mod reserve;
+mod shared;
 pub mod startup;
+pub mod stat;
 pub mod sys;
 pub mod verbs;
 pub mod worker;

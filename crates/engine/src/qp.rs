@@ -4,6 +4,7 @@
 //! end with the smaller (address, number) dials the other's QPN port; the other waits for it. Work requests may be
 //! posted at once and wait. A queue pair that is connected to itself gets a socket pair.
 
+use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -16,17 +17,20 @@ use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
 use anywarp_core::verbs::qp::{Attr, State};
-use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
+use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 
 use crate::clock;
 use crate::device::{self, AsyncItem, Context, Profile, event};
 use crate::fatal::{Mortal, provoke};
 use crate::fault::{Faults, Ruling};
 use crate::log;
-use crate::net::tcp::{self, Outcome, Tcp, linger};
+use crate::net::linger::{LastWords, linger};
+use crate::net::tcp::{self, Outcome, Tcp};
 use crate::port::{HELLO, Port};
 use crate::startup::{self, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::stat::{self, Counted};
 use crate::sys::{self, EngineFd};
+use crate::verbs::made;
 use crate::worker::{Engine, Owes, Source, Token};
 
 /// How long the peer's port may refuse us before the connection counts as failed, at least.
@@ -83,6 +87,12 @@ struct Inner {
     deadline: Option<Instant>,
     /// A fault: nothing is sent before then.
     held_until: Option<Instant>,
+    /// Requests wait for more, and the engine knows.
+    holds: bool,
+    /// Requests that were posted, and their bytes.
+    requests: (u64, u64),
+    /// What the last connection was closed with.
+    last_words: LastWords,
 }
 
 /// A reliable queue pair.
@@ -145,6 +155,9 @@ impl RcQp {
                 first_by: None,
                 deadline: None,
                 held_until: None,
+                holds: false,
+                requests: (0, 0),
+                last_words: LastWords::default(),
             }),
             peer: Mutex::new(None),
             owes: AtomicBool::new(false),
@@ -155,6 +168,7 @@ impl RcQp {
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .insert(number, qp.me.clone());
+        stat::know(engine, || qp.me.clone());
         Ok(qp)
     }
 
@@ -169,24 +183,87 @@ impl RcQp {
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.post_sends(requests.map(given))
+    }
+
+    /// Posts send requests, which functions make where they will lie, until one is refused; gives its place in the list and
+    /// why.
+    #[inline]
+    pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    {
         self.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         let mut result = Ok(());
-        for (i, request) in requests.enumerate() {
-            let request = request.inspect(|r| provoke::posted(r.id));
-            if let Err(e) = request.and_then(|r| self.post_one(&mut inner, r)) {
+        let mut longest = 0;
+        for (i, fill) in requests.enumerate() {
+            let mut len = 0;
+            let fill = |into: &mut WorkRequest| {
+                fill(into)?;
+                provoke::posted(into.id);
+                len = into.payload.len();
+                Ok(())
+            };
+            let posted = match &self.faults {
+                None => inner.conn.post_send_with(fill),
+                Some(faults) => {
+                    made(fill).and_then(|r| self.post_with_faults(&mut inner, r, faults))
+                }
+            };
+            if let Err(e) = posted {
                 result = Err((i, e));
                 break;
             }
+            inner.requests.0 += 1;
+            inner.requests.1 += len;
+            longest = len.max(longest);
         }
-        self.turn(&mut inner, clock::now(), false, false);
+        let burst = self.engine.is_burst();
+        let company = match &inner.tcp {
+            Some(tcp) if !tcp.sends_by_socket() => &bounds::COMPANY_IN_MEMORY,
+            _ => &bounds::COMPANY,
+        };
+        // What is long does not wait behind a short last one.
+        let may_wait = self.faults.is_none() && inner.tcp.is_some() && longest <= company.small;
+        if may_wait && burst && inner.conn.may_gather(company) && self.hold(&mut inner) {
+            // The second poll in vain sends it.
+        } else if may_wait && inner.conn.may_wait(company) {
+            self.owe();
+        } else {
+            let now = clock::now();
+            self.turn(&mut inner, now, Receive::Nothing, false);
+            self.engine.extend_lease(now);
+        }
         result
     }
 
-    fn post_one(&self, inner: &mut Inner, request: WorkRequest) -> Result<(), Misuse> {
-        let Some(faults) = &self.faults else {
-            return inner.conn.post_send(request);
-        };
+    /// Says that something is to be sent when a thread looks for work.
+    fn owe(&self) {
+        if !self.owes.swap(true, Ordering::AcqRel)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.engine.owe(me);
+        }
+    }
+
+    /// Has it sent with what is posted next. False: nobody polls, and it is to be sent now.
+    fn hold(&self, inner: &mut Inner) -> bool {
+        if inner.holds {
+            self.engine.hold_more();
+            return true;
+        }
+        let me = self.me.upgrade();
+        inner.holds = self.engine.hold(me.map(|me| me as Arc<dyn Owes>));
+        inner.holds
+    }
+
+    fn post_with_faults(
+        &self,
+        inner: &mut Inner,
+        request: WorkRequest,
+        faults: &Faults,
+    ) -> Result<(), Misuse> {
         let what = What::of_request(&request.op, true);
         let told = |r: Route| SocketAddr::new(r.remote, u16::try_from(r.qpn >> 8).unwrap_or(0));
         let peer = self.peer().or_else(|| inner.route.map(told));
@@ -281,7 +358,7 @@ impl RcQp {
         let now = clock::now();
         let mut inner = self.lock();
         if matches!(next, Some(State::Error | State::Reset)) {
-            self.turn(&mut inner, now, true, true);
+            self.turn(&mut inner, now, Receive::All, true);
         }
         let before = inner.conn.modify(given, next, assumed, attr)?;
         let state = inner.conn.state();
@@ -317,7 +394,7 @@ impl RcQp {
             _ => {}
         }
         self.set_user_timeout(&inner);
-        self.turn(&mut inner, now, false, false);
+        self.turn(&mut inner, now, Receive::Nothing, false);
         Ok(())
     }
 
@@ -330,14 +407,14 @@ impl RcQp {
             inner.manager = None;
             // What has arrived was received as far as the peer knows, as with a card that works by itself: it is taken
             // and acknowledged before the stream closes.
-            self.turn(&mut inner, now, true, true);
+            self.turn(&mut inner, now, Receive::All, true);
             self.finish_message(&mut inner, now);
             if !is_live(inner.conn.state()) {
                 // It was never ready, so it has said nothing: the peer is not told of a connection that begins and ends.
                 self.drop_stream(&mut inner);
             }
             inner.conn.leave("destroyed");
-            self.turn(&mut inner, now, false, true);
+            self.turn(&mut inner, now, Receive::Nothing, true);
             self.drop_stream(&mut inner);
             inner.conn.purge();
         }
@@ -349,6 +426,19 @@ impl RcQp {
         self.port.release(self.number);
     }
 
+    /// Whether it is connected to a peer that does not tell when it has done what was asked.
+    pub fn has_standard_peer(&self) -> bool {
+        let inner = self.lock();
+        inner.conn.end() == End::Open && inner.conn.peer() == Some(Peer::Standard)
+    }
+
+    /// Waits, if that comes in time, until the peer has what was sent over a connection that is closed now. Towards standard
+    /// peers a request is complete before.
+    pub fn hear_out(&self, until: Option<Instant>) {
+        let words = self.lock().last_words.clone();
+        words.hear_out(until);
+    }
+
     /// Takes the rest of a message that is half here, if it comes soon: a card would go on receiving while the program is
     /// on its way to destroying the queue pair.
     fn finish_message(&self, inner: &mut Inner, since: Instant) {
@@ -356,10 +446,10 @@ impl RcQp {
         while inner.conn.is_receiving() && inner.conn.state() != State::Error {
             let left = until.saturating_duration_since(clock::now());
             let Some(tcp) = &inner.tcp else { return };
-            if left.is_zero() || !sys::wait_readable(tcp.fd().get(), left) {
+            if left.is_zero() || !tcp.wait(left) {
                 return;
             }
-            self.turn(inner, clock::now(), true, true);
+            self.turn(inner, clock::now(), Receive::All, true);
         }
     }
 
@@ -505,6 +595,7 @@ impl RcQp {
             first: First::Nothing,
             managed: false,
             markers: false,
+            carrier: None,
         };
         self.start(
             inner,
@@ -533,7 +624,7 @@ impl RcQp {
         let now = clock::now();
         let mut inner = self.lock();
         if inner.destroyed || inner.tcp.is_some() {
-            linger(self.engine, opened.fd);
+            let _none = linger(self.engine, opened.fd);
             return;
         }
         inner.managed = true;
@@ -557,7 +648,7 @@ impl RcQp {
         let now = clock::now();
         let mut inner = self.lock();
         inner.conn.set_state(to);
-        self.turn(&mut inner, now, false, true);
+        self.turn(&mut inner, now, Receive::Nothing, true);
     }
 
     /// Ends the connection in order: everything is flushed, the peer hears of it.
@@ -565,9 +656,9 @@ impl RcQp {
         let now = clock::now();
         let mut inner = self.lock();
         // What has arrived is taken and acknowledged first, as in `destroy`.
-        self.turn(&mut inner, now, true, true);
+        self.turn(&mut inner, now, Receive::All, true);
         inner.conn.leave("disconnected");
-        self.turn(&mut inner, now, false, true);
+        self.turn(&mut inner, now, Receive::Nothing, true);
     }
 
     fn attach(&self, inner: &mut Inner, opened: Opened, side: Side, now: Instant) {
@@ -620,6 +711,7 @@ impl RcQp {
             },
             managed,
             markers: params.send_markers,
+            carrier: self.may_share(address),
         };
         log!(
             Info,
@@ -672,7 +764,28 @@ impl RcQp {
         }
         inner.tcp = Some(tcp);
         self.set_user_timeout(inner);
-        self.turn(inner, now, true, false);
+        self.turn(inner, now, Receive::All, false);
+    }
+
+    /// Whether the peer at `address` may be offered shared memory, or offer us some.
+    fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
+        let may = self.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
+        device::carrier().after().filter(|_| may)
+    }
+
+    /// There is something in shared memory.
+    pub(crate) fn carried(&self, now: Instant) {
+        let mut inner = self.lock();
+        self.turn(&mut inner, now, Receive::Carried, false);
+    }
+
+    /// Takes the stream away from the queue pair.
+    fn take_tcp(&self, inner: &mut Inner) -> Option<Tcp> {
+        let tcp = inner.tcp.take()?;
+        if let Some(watch) = tcp.watch() {
+            self.engine.look_away(watch);
+        }
+        Some(tcp)
     }
 
     /// Tells the kernel how long the peer's machine may stay silent.
@@ -704,8 +817,8 @@ impl RcQp {
         for (startup, _) in std::mem::take(&mut inner.parked) {
             let _ = startup.reject(&[]);
         }
-        if let Some(tcp) = inner.tcp.take() {
-            linger(self.engine, tcp.into_fd());
+        if let Some(tcp) = self.take_tcp(inner) {
+            inner.last_words = linger(self.engine, tcp.into_fd());
         }
         inner.route = None;
         inner.redial = None;
@@ -715,7 +828,7 @@ impl RcQp {
     }
 
     /// One turn: receive if there is something, send what can be sent, settle the consequences.
-    fn turn(&self, inner: &mut Inner, now: Instant, receive: bool, flush: bool) {
+    fn turn(&self, inner: &mut Inner, now: Instant, receive: Receive, flush: bool) {
         let mut outcome = Outcome::Open;
         let live = is_live(inner.conn.state());
         let held = inner.held_until.is_some() && self.is_held(inner, now);
@@ -725,14 +838,33 @@ impl RcQp {
             && let Some(tcp) = &inner.tcp
         {
             inner.unwatched = false;
-            receive = true;
+            receive = Receive::All;
             let _ = self.engine.watch(inner.token, tcp.fd().get(), false);
         }
         if let Some(tcp) = &mut inner.tcp
             && live
         {
-            if receive {
-                outcome = tcp.receive(self.engine, &mut inner.conn, now);
+            let was_carried = tcp.watch().is_some();
+            if receive != Receive::Nothing {
+                let socket = receive == Receive::All;
+                let before = tcp.came();
+                outcome = tcp.receive(self.engine, &mut inner.conn, now, socket);
+                // Who polls looks often in vain.
+                let in_vain = before == Some(tcp.counts.rx_bytes) && outcome == Outcome::Open;
+                if !flush && tcp.is_drained() && inner.conn.is_quiet() {
+                    if in_vain {
+                        return;
+                    }
+                    // Nor is anything to be sent: the program hears sooner of what came.
+                    let simple = outcome == Outcome::Open && !tcp.blocked && tcp.watch().is_none();
+                    if simple && !inner.conn.wants_carrier() && !inner.conn.must_ack() {
+                        self.look_ahead(inner);
+                        return;
+                    }
+                }
+            }
+            if inner.conn.wants_carrier() {
+                tcp.offer_carrier(&mut inner.conn);
             }
             let was_blocked = tcp.blocked;
             if !held {
@@ -741,7 +873,16 @@ impl RcQp {
                     outcome = sent;
                 }
             }
-            if tcp.blocked != was_blocked {
+            if let (false, Some(watch)) = (was_carried, tcp.watch()) {
+                log!(
+                    Info,
+                    "qp 0x{:06x}: shares memory with its peer{}",
+                    self.number,
+                    if tcp.pulls() { "" } else { ", copying twice" }
+                );
+                self.engine.look_at(watch, &self.me);
+            }
+            if tcp.blocked != was_blocked && tcp.sends_by_socket() {
                 self.engine
                     .want_write(inner.token, tcp.fd().get(), tcp.blocked);
             }
@@ -775,26 +916,27 @@ impl RcQp {
         };
         if (done || over) && inner.tcp.is_some() {
             self.drop_token(inner);
-            if let Some(tcp) = inner.tcp.take() {
+            if let Some(tcp) = self.take_tcp(inner) {
                 if over {
                     drop(tcp);
                 } else {
-                    linger(self.engine, tcp.into_fd());
+                    inner.last_words = linger(self.engine, tcp.into_fd());
                 }
             }
             if let Some(manager) = inner.manager.as_ref().and_then(Weak::upgrade) {
                 manager.gone();
             }
         }
+        self.look_ahead(inner);
+    }
+
+    /// Says when time has to pass, and that an acknowledgement is owed.
+    fn look_ahead(&self, inner: &mut Inner) {
         if let Some(at) = inner.conn.poll_timeout() {
             self.ask_deadline(inner, at);
         }
-        if inner.conn.owes_ack()
-            && inner.held_until.is_none()
-            && !self.owes.swap(true, Ordering::AcqRel)
-            && let Some(me) = self.me.upgrade()
-        {
-            self.engine.owe(me);
+        if inner.conn.owes_ack() && inner.held_until.is_none() {
+            self.owe();
         }
     }
 
@@ -868,6 +1010,17 @@ impl RcQp {
     }
 }
 
+/// Where a turn looks for what came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Receive {
+    /// Nowhere.
+    Nothing,
+    /// In shared memory.
+    Carried,
+    /// There and at the socket.
+    All,
+}
+
 /// How a connection came about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
@@ -892,11 +1045,63 @@ pub(crate) fn is_own(ip: IpAddr) -> bool {
     ip.is_loopback() || crate::gids::place_of(ip).is_some()
 }
 
+impl Counted for RcQp {
+    fn tell(&self, line: &mut String) {
+        let inner = self.lock();
+        let _ = write!(
+            line,
+            "rc 0x{:06x} state={:?} requests={} request_bytes={} received={} rnr={}",
+            self.number,
+            inner.conn.state(),
+            inner.requests.0,
+            inner.requests.1,
+            inner.conn.received(),
+            inner.conn.not_ready(),
+        );
+        if let Some(tcp) = &inner.tcp {
+            if let Some(peer) = self.peer() {
+                let _ = write!(line, " peer={peer}");
+            }
+            let _ = write!(line, " memory={}", u8::from(tcp.watch().is_some()));
+            stat::tell_stream(line, &tcp.counts, tcp.fd().get());
+        }
+    }
+}
+
 impl Source for RcQp {
     fn ready(self: Arc<Self>, readable: bool, _writable: bool, now: Instant) {
         let mut inner = self.lock();
         provoke::working();
-        self.turn(&mut inner, now, readable, false);
+        let receive = if readable {
+            Receive::All
+        } else {
+            Receive::Nothing
+        };
+        self.turn(&mut inner, now, receive, false);
+    }
+
+    fn glance(self: Arc<Self>, now: Instant) -> Option<bool> {
+        let mut inner = self.lock();
+        provoke::working();
+        let received = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
+        let before = received(&inner);
+        self.turn(&mut inner, now, Receive::All, false);
+        Some(received(&inner) != before)
+    }
+
+    fn mute(&self, muted: bool) {
+        let inner = self.lock();
+        let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
+            return;
+        };
+        // What waits to be sent needs the set, and so does what wakes who looks at shared memory.
+        if !muted {
+            let writable = tcp.blocked && tcp.sends_by_socket();
+            self.engine
+                .want_write(inner.token, tcp.fd().get(), writable);
+        } else if !tcp.blocked && tcp.watch().is_none() {
+            self.engine.watch_nothing(inner.token, tcp.fd().get());
+        }
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -940,7 +1145,7 @@ impl Source for RcQp {
         inner.conn.handle_timeout(now);
         // Acknowledgements that were held go with the rest.
         let flush = inner.held_until.is_some_and(|until| until <= now);
-        self.turn(&mut inner, now, false, flush);
+        self.turn(&mut inner, now, Receive::Nothing, flush);
     }
 }
 
@@ -948,8 +1153,9 @@ impl Owes for RcQp {
     fn flush_ack(&self, now: Instant) {
         self.owes.store(false, Ordering::Release);
         let mut inner = self.lock();
-        if inner.conn.owes_ack() {
-            self.turn(&mut inner, now, false, true);
+        inner.holds = false;
+        if inner.conn.owes_ack() || inner.conn.has_untaken() {
+            self.turn(&mut inner, now, Receive::Nothing, true);
         }
     }
 }
@@ -961,7 +1167,7 @@ impl Mortal for RcQp {
         inner.conn.leave("internal error");
         self.settle(&mut inner, Outcome::Broken(libc::EIO));
         self.drop_token(&mut inner);
-        drop(inner.tcp.take());
+        drop(self.take_tcp(&mut inner));
     }
 }
 
@@ -1000,7 +1206,7 @@ impl Owner for Dialer {
                 startup.peer
             );
             qp.dial_failed(&mut inner, now);
-            qp.turn(&mut inner, now, false, false);
+            qp.turn(&mut inner, now, Receive::Nothing, false);
         }
     }
 }

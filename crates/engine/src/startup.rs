@@ -25,6 +25,7 @@ use anywarp_core::llp::mpa::startup::{
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::clock;
+use crate::device;
 use crate::log;
 use crate::sys::{self, EngineFd};
 use crate::worker::{Engine, Source, Token};
@@ -167,6 +168,17 @@ pub(crate) fn tune(fd: &EngineFd) {
     sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
     sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
     sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
+    if let Some(name) = device::congestion_control()
+        && let Err(e) = rustix::net::sockopt::set_tcp_congestion(fd.get(), name)
+    {
+        static SAID: log::Rarely = log::Rarely::new();
+        if SAID.now() {
+            log!(
+                Warn,
+                "ANYWARP_CC={name}: {e}; it is the host's (net.ipv4.tcp_allowed_congestion_control has what may be named)"
+            );
+        }
+    }
 }
 
 impl Startup {
@@ -330,7 +342,7 @@ impl Startup {
         if let Some(fd) = fd {
             self.engine.remove(token, Some(fd.get()));
             send_all(&fd, &reply)?;
-            crate::net::tcp::linger(self.engine, fd);
+            let _words = crate::net::linger::linger(self.engine, fd);
         }
         Ok(())
     }

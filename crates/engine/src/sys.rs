@@ -4,6 +4,7 @@ use std::io;
 use std::mem::ManuallyDrop;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use anywarp_core::datagram::TxDatagram;
@@ -44,59 +45,71 @@ fn failed() -> Io {
 // RFC 5044 §5.1 [mpa-align]: behind an aligned batch a TCP segment ends, whatever is sent next.
 pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     let record = if batch.is_aligned() { libc::MSG_EOR } else { 0 };
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | record;
+    let run = |bytes: &[u8]| libc::iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    if let [Piece::Own { from, to }] = batch.pieces() {
+        let mut one = [run(batch.own(from + skip, *to))];
+        // SAFETY: the vector points into `batch`, which is borrowed.
+        return unsafe { send_vectors(fd, &mut one, flags) };
+    }
     let mut pins: SmallVec<[Pinned<'_>; 8]> = SmallVec::new();
     let mut iov: SmallVec<[libc::iovec; 16]> = SmallVec::new();
-    let mut skip = skip;
-    for piece in batch.pieces() {
-        let len = match piece {
-            Piece::Own { from, to } => to - from,
-            Piece::User(place) => usize::try_from(place.len()).unwrap_or(0),
-        };
-        if skip >= len {
-            skip -= len;
-            continue;
-        }
+    for (piece, gone, left) in batch.rest(skip) {
         match piece {
-            Piece::Own { from, to } => {
-                let bytes = batch.own(from + skip, *to);
-                iov.push(libc::iovec {
-                    iov_base: bytes.as_ptr().cast_mut().cast(),
-                    iov_len: bytes.len(),
-                });
-            }
+            Piece::Own { from, to } => iov.push(run(batch.own(from + gone, *to))),
             Piece::User(place) => {
                 let Some(pinned) = place.pin() else {
                     return Io::Invalidated;
                 };
-                iov.push(mem::iovec(&pinned, skip as u64, place.len()));
+                iov.push(mem::iovec(&pinned, gone as u64, left as u64));
                 pins.push(pinned);
             }
         }
-        skip = 0;
         if iov.len() >= 512 {
             break;
         }
     }
-    if iov.is_empty() {
-        return Io::Done(0);
-    }
-    let mut msg = empty_msghdr();
-    msg.msg_iov = iov.as_mut_ptr();
-    msg.msg_iovlen = iov.len() as _;
+    // SAFETY: the vectors point into `batch`, which is borrowed, or into pinned regions.
+    let sent = unsafe { send_vectors(fd, &mut iov, flags) };
+    drop(pins);
+    sent
+}
+
+/// Sends runs of bytes.
+///
+/// # Safety
+/// The kernel may read what the vectors name.
+unsafe fn send_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec], flags: libc::c_int) -> Io {
     let seen = capture::begin();
-    // SAFETY: the vectors point into `batch`, which is borrowed, or into pinned regions; the kernel only reads them.
-    let n = unsafe {
-        libc::syscall(
-            libc::SYS_sendmsg,
-            fd.as_raw_fd(),
-            &raw const msg,
-            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | record,
-        )
+    let n = match &mut *iov {
+        [] => return Io::Done(0),
+        // The usual case, and the kernel's shortest way for it.
+        // SAFETY: the caller's promise.
+        [one] => unsafe {
+            libc::syscall(
+                libc::SYS_sendto,
+                fd.as_raw_fd(),
+                one.iov_base,
+                one.iov_len,
+                flags,
+                std::ptr::null::<libc::sockaddr>(),
+                0,
+            )
+        },
+        several => {
+            let mut msg = empty_msghdr();
+            msg.msg_iov = several.as_mut_ptr();
+            msg.msg_iovlen = several.len() as _;
+            // SAFETY: the caller's promise.
+            unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const msg, flags) }
+        }
     };
     if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {
-        capture::stream(fd, at, Way::Out, &moved(&iov, n));
+        capture::stream(fd, at, Way::Out, &moved(iov, n));
     }
-    drop(pins);
     usize::try_from(n).map_or_else(|_| failed(), Io::Done)
 }
 
@@ -117,6 +130,33 @@ fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
     out
 }
 
+/// Pins what is to be filled of ranges of user memory (the ranges, how much of them is filled, how many bytes are missing)
+/// and adds vectors for it: not more than one system call takes. Returns their bytes.
+pub(crate) fn pin_rest<'a>(
+    (places, filled, missing): (&'a [Placement], u64, u64),
+    pins: &mut SmallVec<[Pinned<'a>; 4]>,
+    iov: &mut SmallVec<[libc::iovec; 5]>,
+) -> Result<usize, Io> {
+    let (mut skip, mut left, mut bytes) = (filled, missing, 0);
+    for place in places {
+        if skip >= place.len() {
+            skip -= place.len();
+            continue;
+        }
+        let n = left.min(place.len() - skip);
+        let pinned = place.pin().ok_or(Io::Invalidated)?;
+        iov.push(mem::iovec(&pinned, skip, n));
+        pins.push(pinned);
+        skip = 0;
+        left -= n;
+        bytes += usize::try_from(n).unwrap_or(0);
+        if left == 0 || iov.len() > 500 {
+            break;
+        }
+    }
+    Ok(bytes)
+}
+
 /// Receives into `stage[filled..]`; with `direct` first into user memory: the ranges, how much of them is filled, and
 /// how many bytes are missing. Returns bytes in user memory and bytes in the stage.
 pub fn receive(
@@ -124,56 +164,65 @@ pub fn receive(
     direct: Option<(&[Placement], u64, u64)>,
     stage: &mut [u8],
 ) -> Result<(usize, usize), Io> {
+    let own = libc::iovec {
+        iov_base: stage.as_mut_ptr().cast(),
+        iov_len: stage.len(),
+    };
+    let Some(direct) = direct else {
+        // SAFETY: the vector points into `stage`, borrowed mutably.
+        return unsafe { receive_vectors(fd, &mut [own]) }.map(|n| (0, n));
+    };
     let mut pins: SmallVec<[Pinned<'_>; 4]> = SmallVec::new();
     let mut iov: SmallVec<[libc::iovec; 5]> = SmallVec::new();
-    let mut user = 0_usize;
-    if let Some((places, placed, left)) = direct {
-        let mut skip = placed;
-        let mut left = left;
-        for place in places {
-            if skip >= place.len() {
-                skip -= place.len();
-                continue;
-            }
-            let n = left.min(place.len() - skip);
-            let Some(pinned) = place.pin() else {
-                return Err(Io::Invalidated);
-            };
-            iov.push(mem::iovec(&pinned, skip, n));
-            pins.push(pinned);
-            skip = 0;
-            left -= n;
-            user += usize::try_from(n).unwrap_or(0);
-            if left == 0 || iov.len() > 500 {
-                break;
+    let user = pin_rest(direct, &mut pins, &mut iov)?;
+    if own.iov_len > 0 {
+        iov.push(own);
+    }
+    // SAFETY: the vectors point into pinned regions whose check allowed writing, and into `stage`, borrowed mutably.
+    let n = unsafe { receive_vectors(fd, &mut iov) };
+    drop(pins);
+    n.map(|n| (n.min(user), n - n.min(user)))
+}
+
+/// Receives into runs of bytes; not 0.
+///
+/// # Safety
+/// The kernel may write where the vectors say.
+unsafe fn receive_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec]) -> Result<usize, Io> {
+    let n = match &mut *iov {
+        // SAFETY: the caller's promise.
+        [one] => unsafe {
+            libc::syscall(
+                libc::SYS_recvfrom,
+                fd.as_raw_fd(),
+                one.iov_base,
+                one.iov_len,
+                libc::MSG_DONTWAIT,
+                std::ptr::null_mut::<libc::sockaddr>(),
+                std::ptr::null_mut::<libc::socklen_t>(),
+            )
+        },
+        several => {
+            let mut msg = empty_msghdr();
+            msg.msg_iov = several.as_mut_ptr();
+            msg.msg_iovlen = several.len() as _;
+            // SAFETY: the caller's promise.
+            unsafe {
+                libc::syscall(
+                    libc::SYS_recvmsg,
+                    fd.as_raw_fd(),
+                    &raw mut msg,
+                    libc::MSG_DONTWAIT,
+                )
             }
         }
-    }
-    if !stage.is_empty() {
-        iov.push(libc::iovec {
-            iov_base: stage.as_mut_ptr().cast(),
-            iov_len: stage.len(),
-        });
-    }
-    let mut msg = empty_msghdr();
-    msg.msg_iov = iov.as_mut_ptr();
-    msg.msg_iovlen = iov.len() as _;
-    // SAFETY: the vectors point into pinned regions whose check allowed writing, and into `stage`, borrowed mutably.
-    let n = unsafe {
-        libc::syscall(
-            libc::SYS_recvmsg,
-            fd.as_raw_fd(),
-            &raw mut msg,
-            libc::MSG_DONTWAIT,
-        )
     };
     if let (Some(at), Ok(n)) = (capture::begin(), usize::try_from(n)) {
-        capture::stream(fd, at, Way::In, &moved(&iov, n));
+        capture::stream(fd, at, Way::In, &moved(iov, n));
     }
-    drop(pins);
     let result = match usize::try_from(n) {
         Ok(0) => Err(Io::Eof),
-        Ok(n) => Ok((n.min(user), n - n.min(user))),
+        Ok(n) => Ok(n),
         Err(_) => Err(failed()),
     };
     if let Err(Io::Eof | Io::Broken(_)) = result {
@@ -219,9 +268,13 @@ pub fn receive_datagrams(
     slot: usize,
     out: &mut SmallVec<[Datagram; DATAGRAMS]>,
 ) -> Result<(), Io> {
-    // SAFETY: all-zero is valid for these plain C structures.
-    let mut names: [libc::sockaddr_storage; DATAGRAMS] = unsafe { std::mem::zeroed() };
-    let mut controls = [[0_u64; CONTROL]; DATAGRAMS];
+    // As many as are used: a lone datagram should not pay for sixteen.
+    let slots = (buffer.len() / slot.max(1)).min(DATAGRAMS);
+    // SAFETY: all-zero is valid for this plain C structure.
+    let name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let mut names: SmallVec<[libc::sockaddr_storage; DATAGRAMS]> = SmallVec::from_elem(name, slots);
+    let mut controls: SmallVec<[[u64; CONTROL]; DATAGRAMS]> =
+        SmallVec::from_elem([0; CONTROL], slots);
     let mut iov: SmallVec<[libc::iovec; DATAGRAMS]> = SmallVec::new();
     let mut msgs: SmallVec<[libc::mmsghdr; DATAGRAMS]> = SmallVec::new();
     for room in buffer.chunks_exact_mut(slot.max(1)).take(DATAGRAMS) {
@@ -243,16 +296,32 @@ pub fn receive_datagrams(
             msg_len: 0,
         });
     }
-    // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its length.
-    let n = unsafe {
-        libc::syscall(
-            libc::SYS_recvmmsg,
-            fd.as_raw_fd(),
-            msgs.as_mut_ptr(),
-            msgs.len(),
-            libc::MSG_DONTWAIT,
-            std::ptr::null_mut::<libc::timespec>(),
-        )
+    let n = match msgs.as_mut_slice() {
+        // The plain call costs less, and most looks are for one alone.
+        [one] => {
+            // SAFETY: as below.
+            let n = unsafe {
+                libc::syscall(
+                    libc::SYS_recvmsg,
+                    fd.as_raw_fd(),
+                    &raw mut one.msg_hdr,
+                    libc::MSG_DONTWAIT,
+                )
+            };
+            one.msg_len = u32::try_from(n).unwrap_or(0);
+            if n < 0 { n } else { 1 }
+        }
+        // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its length.
+        several => unsafe {
+            libc::syscall(
+                libc::SYS_recvmmsg,
+                fd.as_raw_fd(),
+                several.as_mut_ptr(),
+                several.len(),
+                libc::MSG_DONTWAIT,
+                std::ptr::null_mut::<libc::timespec>(),
+            )
+        },
     };
     let Ok(n) = usize::try_from(n) else {
         return Err(failed());
@@ -439,6 +508,77 @@ impl Control {
 
 /// Sends up to [`DATAGRAMS`] runs; returns how many the kernel took.
 pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
+    let seen = capture::begin();
+    let sent = match runs {
+        [run] => send_run(fd, ipv6, run),
+        _ => send_some(fd, ipv6, runs),
+    };
+    if let (Some(at), Ok(n)) = (seen, sent) {
+        for run in runs.iter().take(n) {
+            for d in run.datagrams {
+                capture::datagram(fd, at, Way::Out, run.from, d.to, &d.bytes);
+            }
+        }
+    }
+    sent
+}
+
+fn parts<'a>(run: &'a Run<'_>) -> impl Iterator<Item = libc::iovec> + 'a {
+    run.datagrams.iter().map(|d| libc::iovec {
+        iov_base: d.bytes.as_ptr().cast_mut().cast(),
+        iov_len: d.bytes.len(),
+    })
+}
+
+/// Datagrams up to this length are copied together when they go as a run: the kernel takes longer for a piece than we for
+/// so many bytes. And the room for the usual run of those.
+const SMALL: usize = 256;
+const FLAT: usize = 64 * SMALL;
+
+/// One run alone, which most are: the plain call costs less than that for several.
+fn send_run(fd: BorrowedFd<'_>, ipv6: bool, run: &Run<'_>) -> Result<usize, Io> {
+    let Some(first) = run.datagrams.first() else {
+        return Ok(0);
+    };
+    let (mut name, name_len) = storage(first.to, ipv6);
+    let mut control = Control::of(run, first);
+    // Neither is collected: what is collected is moved, and these are large.
+    let mut flat: SmallVec<[u8; FLAT]> = SmallVec::new();
+    let mut iov: SmallVec<[libc::iovec; 64]> = SmallVec::new();
+    if run.datagrams.len() > 1 && first.bytes.len() <= SMALL {
+        for d in run.datagrams {
+            flat.extend_from_slice(&d.bytes);
+        }
+        iov.push(libc::iovec {
+            iov_base: flat.as_mut_ptr().cast(),
+            iov_len: flat.len(),
+        });
+    } else {
+        iov.extend(parts(run));
+    }
+    let mut msg = empty_msghdr();
+    msg.msg_name = (&raw mut name).cast();
+    msg.msg_namelen = name_len;
+    msg.msg_iov = iov.as_mut_ptr();
+    msg.msg_iovlen = iov.len() as _;
+    if control.len > 0 {
+        msg.msg_control = control.words.as_mut_ptr().cast();
+        msg.msg_controllen = control.len as _;
+    }
+    // SAFETY: every pointer in `msg` is to a local or to bytes that `run` borrows, with its length; the kernel only reads
+    // them.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_sendmsg,
+            fd.as_raw_fd(),
+            &raw const msg,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+        )
+    };
+    if n < 0 { Err(failed()) } else { Ok(1) }
+}
+
+fn send_some(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
     let mut names: SmallVec<[(libc::sockaddr_storage, libc::socklen_t); DATAGRAMS]> =
         SmallVec::new();
     let mut controls: SmallVec<[Control; DATAGRAMS]> = SmallVec::new();
@@ -451,10 +591,7 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
         names.push(storage(first.to, ipv6));
         controls.push(Control::of(run, first));
         starts.push((iov.len(), run.datagrams.len()));
-        iov.extend(run.datagrams.iter().map(|d| libc::iovec {
-            iov_base: d.bytes.as_ptr().cast_mut().cast(),
-            iov_len: d.bytes.len(),
-        }));
+        iov.extend(parts(run));
     }
     let mut msgs: SmallVec<[libc::mmsghdr; DATAGRAMS]> = SmallVec::new();
     for ((name, control), (start, len)) in names.iter_mut().zip(&mut controls).zip(starts) {
@@ -474,7 +611,6 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
             msg_len: 0,
         });
     }
-    let seen = capture::begin();
     // SAFETY: every pointer in `msgs` is to a local or to bytes that `runs` borrows, with its length; the kernel only
     // reads them.
     let n = unsafe {
@@ -486,13 +622,6 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
             libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
         )
     };
-    if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {
-        for run in runs.iter().take(n) {
-            for d in run.datagrams {
-                capture::datagram(fd, at, Way::Out, run.from, d.to, &d.bytes);
-            }
-        }
-    }
     usize::try_from(n).map_err(|_| failed())
 }
 
@@ -923,6 +1052,36 @@ fn fd_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
     FDS.get(n / 64).map(|w| (w, 1 << (n % 64)))
 }
 
+/// Bytes that were given to a TCP socket and that its peer has not acknowledged. 0 for one that is closed.
+pub(crate) fn unacknowledged(fd: BorrowedFd<'_>) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes an `int`, which is what `bytes` is.
+    let r = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if r == 0 {
+        usize::try_from(bytes).unwrap_or(0)
+    } else {
+        0
+    }
+}
+
+/// Segments that a TCP connection has sent again.
+pub(crate) fn tcp_retransmissions(fd: BorrowedFd<'_>) -> Option<u32> {
+    let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: `info` and `len` live through the call and `len` is the size of `info`.
+    let r = unsafe {
+        libc::getsockopt(
+            fd.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    // SAFETY: zeros are a value of this type of plain numbers, and the kernel has written none but numbers.
+    (r == 0).then(|| unsafe { info.assume_init() }.tcpi_total_retrans)
+}
+
 /// A descriptor of the engine's: forked children have a dead socket in its place, so that they keep no connection alive.
 #[derive(Debug)]
 pub struct EngineFd(ManuallyDrop<OwnedFd>);
@@ -1159,6 +1318,11 @@ impl Drop for Pages {
     }
 }
 
+/// Bytes of a page of this host.
+pub fn page_size() -> u64 {
+    u64::try_from(rustix::param::page_size()).unwrap_or(4096)
+}
+
 /// Whether the kernel knows `MADV_POPULATE_READ`: tried on memory that can certainly be read.
 fn can_populate() -> bool {
     static KNOWN: AtomicU32 = AtomicU32::new(0);
@@ -1175,13 +1339,13 @@ fn can_populate() -> bool {
 
 /// `MADV_POPULATE_READ` or `_WRITE` for the pages of a range; the errno says that one cannot be accessed like that.
 fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
-    const PAGE: u64 = 4096;
     const READ: libc::c_int = 22;
     const WRITE: libc::c_int = 23;
+    let page = page_size();
     let end = start
         .checked_add(len)
-        .and_then(|e| e.checked_next_multiple_of(PAGE));
-    let from = start & !(PAGE - 1);
+        .and_then(|e| e.checked_next_multiple_of(page));
+    let from = start & !(page - 1);
     let (Some(end), Ok(at)) = (end, usize::try_from(from)) else {
         return Err(libc::ENOMEM);
     };
@@ -1196,21 +1360,26 @@ fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
 
 /// Whether every page of `[start, start + len)` can be read, or written, now. Brings them in, as paging on demand does.
 pub fn is_there(start: u64, len: u64, write: bool) -> bool {
-    const PAGE: u64 = 4096;
     match advise_populate(start, len, write) {
         Ok(()) => return true,
         // A kernel before 5.14, to which nothing is known but whether pages are mapped.
         Err(libc::EINVAL) if !can_populate() => {}
         Err(_) => return false,
     }
+    pages_mapped(start, len)
+}
+
+/// Whether each page is mapped: asks for all of them, one by one.
+fn pages_mapped(start: u64, len: u64) -> bool {
     const PAGES: usize = 4096;
+    let size = page_size();
     let Some(end) = start.checked_add(len) else {
         return false;
     };
-    let mut at = start & !(PAGE - 1);
+    let mut at = start & !(size - 1);
     let mut resident = [0_u8; PAGES];
     while at < end {
-        let n = (end - at).min(PAGES as u64 * PAGE);
+        let n = (end - at).min(PAGES as u64 * size);
         let (Ok(page), Ok(bytes)) = (usize::try_from(at), usize::try_from(n)) else {
             return false;
         };
@@ -1230,23 +1399,41 @@ pub fn is_there(start: u64, len: u64, write: bool) -> bool {
     true
 }
 
-/// Whether `[start, start + len)` is mapped, as far as a look at its first and last page tells.
-pub fn is_mapped(start: u64, len: u64) -> bool {
-    const PAGE: u64 = 4096;
-    let mapped = |at: u64| {
-        let page = usize::try_from(at & !(PAGE - 1)).unwrap_or(0);
-        let mut resident = 0_u8;
-        // SAFETY: mincore only inspects the mapping; `resident` has room for the one page asked for.
-        let r = unsafe {
-            libc::mincore(
-                std::ptr::with_exposed_provenance_mut(page),
-                1,
-                &raw mut resident,
-            )
-        };
-        r == 0
+/// Brings pages in and keeps them there, within the limit of the process.
+pub fn lock_pages(start: u64, len: u64) -> Result<(), i32> {
+    let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) else {
+        return Err(libc::ENOMEM);
     };
-    len == 0 || mapped(start) && mapped(start + len - 1)
+    // SAFETY: changes no byte; what is not mapped is an error.
+    match unsafe { libc::mlock(std::ptr::with_exposed_provenance(at), len) } {
+        0 => Ok(()),
+        _ => Err(errno()),
+    }
+}
+
+/// Lets pages go that were locked. They may be unmapped since.
+pub fn unlock_pages(start: u64, len: u64) {
+    if let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) {
+        // SAFETY: changes no byte; what is not mapped is an error, which says that nothing is locked there.
+        unsafe { libc::munlock(std::ptr::with_exposed_provenance(at), len) };
+    }
+}
+
+/// Whether all of `[start, start + len)` is mapped.
+pub fn is_mapped(start: u64, len: u64) -> bool {
+    // Valgrind takes the call below for a read of the memory, and whole pages for more than the program has.
+    static WATCHED: OnceLock<bool> = OnceLock::new();
+    if *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload"))) {
+        return len == 0 || pages_mapped(start, len);
+    }
+    let first = start & !(page_size() - 1);
+    let (Ok(at), Ok(bytes)) = (usize::try_from(first), usize::try_from(start - first + len)) else {
+        return false;
+    };
+    // Nothing is written back by this, and no page is looked at: the kernel goes through its list of mappings, and says
+    // whether there is a gap. (`mincore` takes two calls to look at the ends alone.)
+    // SAFETY: the kernel only inspects the mappings.
+    len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }
 
 /// Waits until a socket is readable, at most for `time`.

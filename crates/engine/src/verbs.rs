@@ -1,7 +1,7 @@
 //! Objects that a context makes: regions, completion queues, shared receive queues.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
@@ -10,10 +10,13 @@ use anywarp_core::verbs::mr::{Access, Kind, Present, Region, Registration};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::Completion;
-use anywarp_core::verbs::wr::RecvRequest;
+use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
 use crate::channel::Channel;
+use crate::clock;
 use crate::device::{AsyncItem, Context, event};
+use crate::log;
+use crate::pin::{self, Pin};
 use crate::sys::{self, PerProcess};
 use crate::worker::{Engine, random_u32};
 
@@ -80,6 +83,7 @@ impl CompletionQueue {
 
     /// Takes up to `max` completions; an empty queue makes one pass over the sockets first.
     pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
+        self.engine.note_poll();
         let n = self.core.poll(max, &mut each);
         if n > 0 || max == 0 {
             return n;
@@ -96,6 +100,9 @@ impl CompletionQueue {
     /// Asks for an event at the next completion (`ibv_req_notify_cq(3)`).
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
+        self.engine.note_arm();
+        // Who arms is about to sleep: nothing waits for company any longer.
+        self.engine.flush_owed(clock::now());
     }
 }
 
@@ -105,6 +112,7 @@ pub struct MemoryRegion {
     engine: &'static Engine,
     region: Mutex<Arc<Region>>,
     pd: Mutex<Arc<Pd>>,
+    pin: Mutex<Option<Pin>>,
 }
 
 /// What may be changed of a region (`ibv_rereg_mr(3)`).
@@ -127,6 +135,31 @@ fn check_range(start: u64, len: u64) -> Result<(), Misuse> {
     Ok(())
 }
 
+/// Bytes that the process may lock.
+fn lock_limit() -> u64 {
+    rustix::process::getrlimit(rustix::process::Resource::Memlock)
+        .current
+        .unwrap_or(u64::MAX)
+}
+
+/// Pins or brings in what a region without paging on demand has, as the environment asks.
+fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Misuse>> {
+    if access.has(Access::ON_DEMAND) {
+        return Ok(None);
+    }
+    Pin::take(start, len, access.has(Access::LOCAL_WRITE)).map_err(|e| match e {
+        pin::Refused::NotMapped => None,
+        pin::Refused::Limit => {
+            log!(
+                Warn,
+                "ANYWARP_PIN: {len} bytes more cannot be locked: raise the limit (ulimit -l, now {} KiB)",
+                lock_limit() / 1024
+            );
+            Some(Misuse::NoMemory)
+        }
+    })
+}
+
 impl MemoryRegion {
     /// Registers `[start, start + len)`, known to peers from offset `iova` on. `Err(None)`: the memory is not mapped.
     pub fn register(
@@ -144,6 +177,7 @@ impl MemoryRegion {
         if !on_demand && !sys::is_mapped(start, len) {
             return Err(None);
         }
+        let pin = pinned(start, len, access)?;
         let base = if access.has(Access::ZERO_BASED) {
             0
         } else {
@@ -163,7 +197,12 @@ impl MemoryRegion {
             engine,
             region: Mutex::new(region),
             pd: Mutex::new(Arc::clone(pd)),
+            pin: Mutex::new(pin),
         })
+    }
+
+    fn pin(&self) -> MutexGuard<'_, Option<Pin>> {
+        self.pin.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A region that swallows what is written to it and gives zeroes.
@@ -190,6 +229,7 @@ impl MemoryRegion {
             engine,
             region: Mutex::new(region),
             pd: Mutex::new(Arc::clone(pd)),
+            pin: Mutex::new(None),
         })
     }
 
@@ -200,6 +240,7 @@ impl MemoryRegion {
             engine,
             region: Mutex::new(region),
             pd: Mutex::new(Arc::clone(pd)),
+            pin: Mutex::new(None),
         })
     }
 
@@ -224,6 +265,7 @@ impl MemoryRegion {
         if !on_demand && !sys::is_mapped(start, len) {
             return Err(None);
         }
+        let pin = pinned(start, len, access)?;
         let pd = change.pd.as_ref().map_or_else(|| region.pd(), |p| p.id());
         let what = Registration {
             start,
@@ -238,6 +280,7 @@ impl MemoryRegion {
             present: on_demand.then_some(sys::is_there as Present),
         };
         *region = self.engine.rnic.regions.reregister(&region, &what)?;
+        *self.pin() = pin;
         if let Some(new) = &change.pd {
             new.enter();
             let mut pd = self.pd.lock().unwrap_or_else(PoisonError::into_inner);
@@ -251,6 +294,7 @@ impl MemoryRegion {
     pub fn deregister(&self) -> Result<(), Misuse> {
         let region = self.region();
         self.engine.rnic.regions.deregister(&region)?;
+        *self.pin() = None;
         self.pd
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -387,6 +431,15 @@ pub enum QueuePair {
 /// What to say of work that was refused: its place in the list and why.
 pub type Refused = (usize, Misuse);
 
+/// The request that a function makes.
+pub(crate) fn made(
+    fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+) -> Result<WorkRequest, Misuse> {
+    let mut request = WorkRequest::blank();
+    fill(&mut request)?;
+    Ok(request)
+}
+
 impl QueuePair {
     /// Its number.
     pub fn number(&self) -> u32 {
@@ -415,11 +468,23 @@ impl QueuePair {
     /// Posts send requests until one is refused.
     pub fn post_send(
         &self,
-        requests: impl Iterator<Item = Result<anywarp_core::verbs::wr::WorkRequest, Misuse>>,
+        requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
     ) -> Result<(), Refused> {
         match self {
             Self::Rc(qp) => qp.post_send(requests),
             Self::Dgram(qp) => qp.post_send(requests),
+        }
+    }
+
+    /// The same with functions that make a request where it will lie.
+    #[inline]
+    pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), Refused>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    {
+        match self {
+            Self::Rc(qp) => qp.post_sends(requests),
+            Self::Dgram(qp) => qp.post_sends(requests),
         }
     }
 

@@ -26,6 +26,10 @@ const AGAIN: Duration = Duration::from_millis(100);
 const TRIES: u32 = 50;
 /// Answers that a listener remembers, for requests that come again.
 const ANSWERS: usize = 256;
+/// Bytes of the IPv4 and UDP headers in front of each message.
+const HEADERS: usize = 28;
+/// Bytes that an asker may be sent for each one that came from it: its address may be somebody else's (compare RFC 9000 §8.1).
+const FOR_EACH: usize = 3;
 /// Datagrams that one turn looks at.
 const TURN: usize = 64;
 /// Q_Key of queue pairs that identifiers own, as every rdma_cm uses it.
@@ -39,8 +43,50 @@ pub(super) struct Side {
     token: Token,
     /// The active side's question.
     question: Option<Question>,
-    /// The passive side's answers: to whom, to which request, what.
-    answers: VecDeque<(SocketAddr, u32, Vec<u8>)>,
+    /// The passive side's answers.
+    answers: VecDeque<Answer>,
+}
+
+/// What an asker is told, and again when it asks again.
+struct Answer {
+    to: SocketAddr,
+    /// Which request.
+    id: u32,
+    bytes: Vec<u8>,
+    account: Account,
+}
+
+/// Bytes that came from an asker, and that went there.
+#[derive(Debug, Clone, Copy, Default)]
+struct Account {
+    came: usize,
+    went: usize,
+}
+
+impl Account {
+    fn came(&mut self, bytes: usize) {
+        self.came += HEADERS + bytes;
+    }
+
+    /// Whether an answer may be sent now; else when the asker has asked once more.
+    fn may_send(&mut self, bytes: usize) -> bool {
+        let went = self.went + HEADERS + bytes;
+        let may = went <= FOR_EACH * self.came;
+        if may {
+            self.went = went;
+        }
+        may
+    }
+}
+
+impl Answer {
+    /// Sends it, if the asker may be sent that much.
+    fn send(&mut self, fd: &EngineFd) {
+        if self.account.may_send(self.bytes.len()) {
+            // A socket without room: the asker asks again.
+            let _ = fd.send_to(&self.bytes, self.to);
+        }
+    }
 }
 
 struct Question {
@@ -54,6 +100,7 @@ struct Question {
 pub(super) struct Asker {
     from: SocketAddr,
     id: u32,
+    account: Account,
     listener: Weak<CmId>,
 }
 
@@ -197,27 +244,28 @@ impl CmId {
             };
             let Some((n, from)) = got else { continue };
             match Cm::parse(buffer.get(..n).unwrap_or(&[])) {
-                Ok(Cm::Request(request)) => self.asked(from, request),
+                Ok(Cm::Request(request)) => self.asked(from, request, n),
                 Ok(Cm::Reply(reply)) => self.answered(from, reply),
                 Err(_) => {}
             }
         }
     }
 
-    /// Somebody asks.
-    fn asked(&self, from: SocketAddr, request: CmRequest) {
+    /// Somebody asks, in `bytes` bytes.
+    fn asked(&self, from: SocketAddr, request: CmRequest, bytes: usize) {
         let channel = {
             let mut state = self.lock();
             if state.phase != Phase::Listening {
                 return;
             }
-            if let Some(side) = &state.udp
-                && let Some((_, _, bytes)) = side
+            if let Some(side) = &mut state.udp
+                && let Some(answer) = side
                     .answers
-                    .iter()
-                    .find(|(to, id, _)| *to == from && *id == request.id)
+                    .iter_mut()
+                    .find(|a| a.to == from && a.id == request.id)
             {
-                let _ = side.fd.send_to(bytes, from);
+                answer.account.came(bytes);
+                answer.send(&side.fd);
                 return;
             }
             state.pending.retain(|p| {
@@ -225,10 +273,11 @@ impl CmId {
                     .is_some_and(|id| id.lock().phase == Phase::Requested)
             });
             let known = state.pending.iter().filter_map(Weak::upgrade).any(|id| {
-                let asker = &id.lock().asker;
-                asker
-                    .as_ref()
-                    .is_some_and(|a| a.from == from && a.id == request.id)
+                let asker = &mut id.lock().asker;
+                let asker = asker
+                    .as_mut()
+                    .filter(|a| a.from == from && a.id == request.id);
+                asker.map(|a| a.account.came(bytes)).is_some()
             });
             if known || state.pending.len() >= state.backlog {
                 // The application has it already, or has too many: the asker tries again.
@@ -248,9 +297,12 @@ impl CmId {
                 other => other,
             };
             state.remote = Some(from);
+            let mut account = Account::default();
+            account.came(bytes);
             state.asker = Some(Asker {
                 from,
                 id: request.id,
+                account,
                 listener: self.me.clone(),
             });
         }
@@ -297,8 +349,14 @@ impl CmId {
         .emit();
         let mut state = listener.lock();
         let side = state.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
-        let _ = side.fd.send_to(&bytes, asker.from);
-        side.answers.push_back((asker.from, asker.id, bytes));
+        let mut answer = Answer {
+            to: asker.from,
+            id: asker.id,
+            bytes,
+            account: asker.account,
+        };
+        answer.send(&side.fd);
+        side.answers.push_back(answer);
         if side.answers.len() > ANSWERS {
             side.answers.pop_front();
         }
@@ -394,5 +452,33 @@ impl CmId {
             .clone()
             .ok_or_else(|| os(libc::EINVAL))?;
         qp.multicast(group, false).map_err(|e| os(e.errno()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An answer without private data goes at once, the longest one when the third request came; in all never more than
+    /// three times what came.
+    #[test]
+    fn an_asker_is_sent_no_more_than_three_times_what_came_from_it() {
+        let (request, shortest) = (12, 24);
+        for (reply, asked) in [(shortest, 1), (shortest + CM_PRIVATE_DATA, 3)] {
+            let mut account = Account::default();
+            let mut first = None;
+            let (mut came, mut went) = (0, 0);
+            for n in 1..100 {
+                account.came(request);
+                came += HEADERS + request;
+                if account.may_send(reply) {
+                    went += HEADERS + reply;
+                    first = first.or(Some(n));
+                }
+                assert!(went <= FOR_EACH * came, "{went} for {came}");
+            }
+            assert_eq!(first, Some(asked));
+            assert!(went > FOR_EACH * came / 2 || reply == shortest);
+        }
     }
 }

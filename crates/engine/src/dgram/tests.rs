@@ -232,6 +232,92 @@ fn ud_burst_goes_out_in_runs_and_arrives_in_order() {
     assert_eq!(b.qp.counters().rx_messages, 400);
 }
 
+/// Tries: polls of other tests are polls of this process, and who polls in vain waits for something.
+fn while_others_poll() -> impl Iterator<Item = ()> {
+    let until = clock::now() + Duration::from_secs(30);
+    std::iter::from_fn(move || {
+        std::thread::sleep(Duration::from_millis(1));
+        (clock::now() < until).then_some(())
+    })
+}
+
+/// Posts until something is held back for company, and returns how many requests that were.
+fn post_until_held(a: &End, b: &End) -> usize {
+    for n in 1..=40_000 {
+        // Somebody who polls in between and finds something.
+        a.qp.context.engine.note_poll();
+        a.send(SEND, 0, 100, Some(b.destination()));
+        if a.qp.lock().held.0 > 0 {
+            return n;
+        }
+    }
+    panic!("nothing is ever held back");
+}
+
+#[test]
+fn what_is_held_back_goes_when_nobody_polls_any_more() {
+    let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
+    a.go(None);
+    b.go(None);
+    let posted = post_until_held(&a, &b);
+    let until = clock::now() + Duration::from_secs(5);
+    let mut done = 0;
+    while done < posted && clock::now() < until {
+        // A look at the queue, and no pass over the sockets.
+        done +=
+            a.cq.poll(64, |_, entry| assert_eq!(entry.status, Status::Success));
+        std::thread::yield_now();
+    }
+    assert_eq!(done, posted);
+}
+
+/// Whether a request is held back that is posted when `go` has brought those before it on their way.
+fn is_held_behind(go: impl Fn(&End, &End)) -> bool {
+    let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
+    a.go(None);
+    b.go(None);
+    while_others_poll().any(|()| {
+        post_until_held(&a, &b);
+        while a.qp.lock().held.0 > 0 {
+            go(&a, &b);
+        }
+        a.send(SEND, 0, 100, Some(b.destination()));
+        let held = a.qp.lock().held.0;
+        while a.cq.poll(64, |_, _| ()) > 0 {}
+        held > 0
+    })
+}
+
+#[test]
+fn what_is_posted_behind_a_full_run_waits_for_company_too() {
+    // The run is full, or somebody else sends it; nobody polls.
+    assert!(is_held_behind(|a, b| a.send(
+        SEND,
+        0,
+        100,
+        Some(b.destination())
+    )));
+}
+
+#[test]
+fn polls_for_what_is_held_back_are_no_wait() {
+    assert!(is_held_behind(|a, _| {
+        a.qp.context.engine.note_poll();
+        a.qp.context.engine.poll_pass();
+    }));
+}
+
+#[test]
+fn what_is_held_back_goes_before_its_queue_pair_does() {
+    let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
+    a.go(None);
+    b.go(None);
+    let posted = post_until_held(&a, &b);
+    a.qp.set_state(State::Error);
+    let all = a.qp.counters().tx_dgrams;
+    assert_eq!(all, posted as u64);
+}
+
 #[test]
 fn uc_messages_larger_than_a_datagram() {
     const BIG: usize = 1 << 20;

@@ -1,7 +1,7 @@
 //! TCP: the socket of a reliable queue pair.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
@@ -10,19 +10,23 @@ use anywarp_core::error::{PeerError, TermCode};
 use anywarp_core::llp::mpa::frame::{self, TxBatch};
 use anywarp_core::llp::mpa::marker::Inserter;
 use anywarp_core::llp::mpa::startup::StreamParams;
+use anywarp_core::verbs::mr::Placement;
 use anywarp_core::verbs::qp::State;
+use anywarp_core::wire::control::Carrier;
 use anywarp_core::wire::rdmap::Terminate;
 
 use crate::device::Profile;
+use crate::net::linger::linger;
+use crate::net::shm::{Shm, Watch};
+use crate::startup;
+use crate::stat;
 use crate::sys::{self, EngineFd, Io, PerProcess};
-use crate::worker::{Engine, STAGE, Source, Token};
+use crate::worker::{Engine, STAGE};
 
 /// Bytes that one queue pair receives in one turn, before others have theirs.
 const TURN: usize = 4 << 20;
 /// Transmit buffer that an idle queue pair keeps, bytes.
 const KEEP: usize = 4 * 1024;
-/// How long a closed connection is read on, so that what we sent last is not lost to a reset.
-const LINGER: Duration = Duration::from_secs(2);
 
 /// A connected socket and what is half way in or out.
 #[derive(Debug)]
@@ -39,6 +43,12 @@ pub struct Tcp {
     pub(crate) blocked: bool,
     /// Its batch waits for the peer.
     waiting: Option<Waiting>,
+    /// What was sent and received.
+    pub(crate) counts: stat::Stream,
+    /// Memory that carries the stream, or will.
+    carrier: Option<Shm>,
+    tx_carried: bool,
+    rx_carried: bool,
 }
 
 /// A batch that the peer does not take now, counted.
@@ -91,6 +101,122 @@ impl Tcp {
             profile,
             blocked: false,
             waiting: None,
+            counts: stat::Stream::default(),
+            carrier: None,
+            tx_carried: false,
+            rx_carried: false,
+        }
+    }
+
+    // ------------------------------------------------------------------ shared memory
+
+    /// Offers the peer memory to share.
+    pub(crate) fn offer_carrier(&mut self, conn: &mut Connection) {
+        // A thread that posts or polls does this, and files are opened and closed.
+        let _inside = sys::Uncancelled::new();
+        let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
+        let (Some(local), Some(remote)) = ends else {
+            return conn.forgo_carrier();
+        };
+        self.carrier = Shm::offer(local, remote);
+        match self.carrier.as_ref().and_then(Shm::name) {
+            Some((pid, fd)) => conn.say_carrier(Carrier::Offer { pid, fd }),
+            None => conn.forgo_carrier(),
+        }
+    }
+
+    /// What is looked at for work, when the stream comes through memory.
+    pub(crate) fn watch(&self) -> Option<&Arc<Watch>> {
+        let carrier = self.carrier.as_ref()?;
+        (self.rx_carried || self.tx_carried).then(|| carrier.watch())
+    }
+
+    /// Whether payload is copied from the peer's process.
+    pub(crate) fn pulls(&self) -> bool {
+        self.carrier.as_ref().is_some_and(Shm::pulls)
+    }
+
+    /// Whether its batch is sent as soon as the socket takes it, and not through memory.
+    pub(crate) fn sends_by_socket(&self) -> bool {
+        !self.tx_carried
+    }
+
+    /// Does what the peer said of memory to share; whether the stream comes through it from here on.
+    fn hear_carrier(&mut self, conn: &mut Connection) -> bool {
+        conn.has_carrier_word() && self.answer_carrier(conn)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn answer_carrier(&mut self, conn: &mut Connection) -> bool {
+        // As in `offer_carrier`.
+        let _inside = sys::Uncancelled::new();
+        match conn.poll_carrier() {
+            None => false,
+            Some(Carrier::Offer { pid, fd }) => {
+                let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
+                if let (Some(local), Some(remote)) = ends {
+                    self.carrier = Shm::take(pid, fd, local, remote);
+                }
+                let takes = self.carrier.is_some();
+                conn.say_carrier(if takes {
+                    Carrier::Take
+                } else {
+                    Carrier::Refuse
+                });
+                false
+            }
+            Some(Carrier::Refuse) => {
+                self.carrier = None;
+                false
+            }
+            Some(what @ (Carrier::Take | Carrier::Switch)) => {
+                let Some(carrier) = &mut self.carrier else {
+                    return false;
+                };
+                if what == Carrier::Take {
+                    carrier.taken_by_peer();
+                    conn.say_carrier(Carrier::Switch);
+                }
+                self.rx_carried = true;
+                conn.change_rx();
+                true
+            }
+        }
+    }
+
+    /// Wakes the peer. A byte that the socket does not take is one of many that are there.
+    fn wake(&self) {
+        let _ = self.fd.send(&[0]);
+    }
+
+    /// Takes the bytes that woke us.
+    fn awake(&self) -> Outcome {
+        let mut bytes = [0; 64];
+        loop {
+            match self.fd.recv(&mut bytes) {
+                Ok(0) => return Outcome::Eof,
+                Ok(n) if n < bytes.len() => return Outcome::Open,
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Outcome::Open,
+                Err(e) => return Outcome::Broken(e.raw_os_error()),
+            }
+        }
+    }
+
+    /// Waits until something can be received; false when `time` passed first.
+    pub(crate) fn wait(&self, time: Duration) -> bool {
+        self.watch().is_some_and(|w| w.sleep()) || sys::wait_readable(self.fd.get(), time)
+    }
+
+    fn read(
+        &mut self,
+        direct: Option<(&[Placement], u64, u64)>,
+        room: &mut [u8],
+    ) -> Result<(usize, usize), Io> {
+        match &mut self.carrier {
+            Some(carrier) if self.rx_carried => carrier.receive(direct, room),
+            _ => sys::receive(self.fd.get(), direct, room),
         }
     }
 
@@ -108,17 +234,51 @@ impl Tcp {
         self.batch.is_empty()
     }
 
+    /// Bytes that were received so far, if all of them were used.
+    pub(crate) fn came(&self) -> Option<u64> {
+        self.rest.is_empty().then_some(self.counts.rx_bytes)
+    }
+
     /// Gives the descriptor up.
     pub fn into_fd(self) -> EngineFd {
         self.fd
     }
 
-    /// Receives what is there: *recv*, then hands it to *deframe* and up.
-    pub fn receive(&mut self, engine: &Engine, conn: &mut Connection, now: Instant) -> Outcome {
+    /// Receives what is there: *recv*, then hands it to *deframe* and up. `socket`: it may be readable.
+    pub fn receive(
+        &mut self,
+        engine: &Engine,
+        conn: &mut Connection,
+        now: Instant,
+        socket: bool,
+    ) -> Outcome {
+        // The connection's end is the stream's when all that is in memory was taken.
+        let connection = if self.rx_carried && socket {
+            self.awake()
+        } else {
+            Outcome::Open
+        };
         let mut stage = engine.stage();
         let outcome = self.receive_into(&mut stage, conn, now);
         engine.return_stage(stage);
-        outcome
+        // Until our last word is on the connection every byte there is of the stream: that word wakes the peer too.
+        if let Some(carrier) = &self.carrier
+            && self.rx_carried
+            && self.tx_carried
+            && carrier.must_wake_for_room()
+        {
+            self.wake();
+        }
+        if outcome == Outcome::Open && !self.has_more() {
+            connection
+        } else {
+            outcome
+        }
+    }
+
+    /// Whether memory has more than one turn took.
+    fn has_more(&self) -> bool {
+        self.rx_carried && self.watch().is_some_and(|w| w.has_bytes())
     }
 
     fn receive_into(&mut self, stage: &mut [u8], conn: &mut Connection, now: Instant) -> Outcome {
@@ -137,6 +297,10 @@ impl Tcp {
                 let used = used.min(filled);
                 stage.copy_within(used..filled, 0);
                 filled -= used;
+                if self.hear_carrier(conn) {
+                    // What the socket brought behind the peer's last word on it was to wake us.
+                    filled = 0;
+                }
             }
             if turn >= TURN {
                 break;
@@ -149,25 +313,33 @@ impl Tcp {
                 break;
             };
             let asked = room.len().saturating_add(wanted);
-            match sys::receive(self.fd.get(), direct, room) {
+            self.counts.rx_calls += u64::from(!self.rx_carried);
+            match self.read(direct, room) {
                 Ok((user, own)) => {
+                    self.counts.rx_bytes += (user + own) as u64;
                     if user > 0 {
                         conn.handle_direct(now, user as u64);
                     }
                     filled += own;
                     turn += user + own;
                     fresh = true;
-                    if user + own < asked {
+                    if user + own < asked && !self.rx_carried {
                         // The socket is empty: no need to ask it.
                         let used = conn
                             .handle_rx(now, stage.get(..filled).unwrap_or(&[]))
                             .min(filled);
                         stage.copy_within(used..filled, 0);
                         filled -= used;
-                        break;
+                        if !self.hear_carrier(conn) {
+                            break;
+                        }
+                        (filled, fresh) = (0, false);
                     }
                 }
-                Err(Io::WouldBlock) => break,
+                Err(Io::WouldBlock) => {
+                    self.counts.rx_empty += 1;
+                    break;
+                }
                 Err(Io::Eof) => {
                     outcome = Outcome::Eof;
                     break;
@@ -175,11 +347,7 @@ impl Tcp {
                 Err(Io::Invalidated) => {
                     // The buffer was deregistered while its message arrives: receive the rest beside it; placing
                     // fails there and ends the stream.
-                    match sys::receive(
-                        self.fd.get(),
-                        None,
-                        stage.get_mut(filled..).unwrap_or(&mut []),
-                    ) {
+                    match self.read(None, stage.get_mut(filled..).unwrap_or(&mut [])) {
                         Ok((_, own)) => {
                             filled += own;
                             turn += own;
@@ -216,17 +384,54 @@ impl Tcp {
         now: Instant,
         flush: bool,
     ) -> Outcome {
+        let outcome = self.transmit_batches(engine, conn, now, flush);
+        if self.tx_carried
+            && let Some(carrier) = &self.carrier
+            && carrier.must_wake()
+        {
+            self.wake();
+        }
+        outcome
+    }
+
+    /// There is nothing to send, and the batch is empty.
+    fn all_sent(&mut self, engine: &Engine) -> Outcome {
+        self.waiting = None;
+        self.blocked = false;
+        if self.batch.room() > KEEP {
+            engine.return_room(self.batch.take_room());
+        }
+        Outcome::Open
+    }
+
+    fn transmit_batches(
+        &mut self,
+        engine: &Engine,
+        conn: &mut Connection,
+        now: Instant,
+        flush: bool,
+    ) -> Outcome {
         let mut turn = 0;
+        let mut more = true;
+        if conn.state() == State::Error
+            && let Some(carrier) = &self.carrier
+            && carrier.lends()
+        {
+            // As below: what the peer has not copied yet is the program's again.
+            carrier.withdraw();
+            return Outcome::Broken(libc::ECANCELED);
+        }
         loop {
-            if turn >= TURN {
+            if turn >= TURN && !self.tx_carried {
                 // Others have their turn; the socket is writable still, or will be, and brings us back.
                 self.blocked = true;
                 return Outcome::Open;
             }
             if self.batch.is_empty() {
                 self.waiting = None;
-                self.batch.keep_small(Waiting::many());
-                if self.batch.room() < KEEP && conn.has_bulk() && !Waiting::many() {
+                let many = Waiting::many();
+                self.batch.keep_small(many);
+                if self.batch.room() < KEEP && !many && conn.has_bulk() {
                     self.batch.give_room(engine.room());
                 }
                 let aligned = self.profile.aligns(conn.peer());
@@ -234,30 +439,41 @@ impl Tcp {
                 if aligned && conn.has_bulk() {
                     conn.set_mulpdu(mulpdu(self.tx(), conn.sends_markers()));
                 }
-                conn.poll_tx(now, flush, &mut self.batch);
+                more = conn.poll_tx(now, flush, &mut self.batch);
                 if self.batch.is_empty() {
-                    if self.batch.room() > KEEP {
-                        engine.return_room(self.batch.take_room());
-                    }
-                    self.blocked = false;
-                    return Outcome::Open;
+                    return self.all_sent(engine);
                 }
             }
             if conn.state() == State::Error && self.batch.has_user_memory() {
                 // Its requests have completed, their memory is the program's again: the rest of the message is not sent.
                 return Outcome::Broken(libc::ECANCELED);
             }
-            match sys::send_batch(self.tx().get(), &self.batch, self.sent) {
+            self.counts.tx_calls += u64::from(!self.tx_carried);
+            let sent = match &mut self.carrier {
+                Some(carrier) if self.tx_carried => carrier.send(&self.batch, self.sent),
+                _ => sys::send_batch(self.tx().get(), &self.batch, self.sent),
+            };
+            match sent {
                 Io::Done(n) => {
+                    self.counts.tx_bytes += n as u64;
                     turn += n;
                     self.sent += n;
                     if self.sent >= self.batch.len() {
                         self.batch.clear();
                         self.sent = 0;
+                        if conn.tx_is_sealed() && self.carrier.is_some() {
+                            self.tx_carried = true;
+                            conn.change_tx();
+                            more = true;
+                        }
                         conn.handle_written();
+                        if !more && !conn.has_responses() {
+                            return self.all_sent(engine);
+                        }
                     }
                 }
                 Io::WouldBlock => {
+                    self.counts.tx_full += 1;
                     self.blocked = true;
                     self.waiting.get_or_insert_with(Waiting::new);
                     return Outcome::Open;
@@ -292,7 +508,7 @@ pub(crate) fn refuse(
     // A few dozen bytes behind a Request that was answered: they fit the socket's buffer.
     let frame = terminate_frame(error, params);
     let _ = fd.send(&frame);
-    linger(engine, fd);
+    let _words = linger(engine, fd);
 }
 
 /// A Terminate for an error of start-up, as the first FPDU of a stream.
@@ -313,70 +529,4 @@ fn terminate_frame(error: &PeerError, params: &StreamParams) -> Vec<u8> {
     let mut marked = Vec::new();
     Inserter::new().insert(&fpdu, params.crc, &mut marked);
     marked
-}
-
-/// A connection that is closed for sending: read until the peer closes too, then dropped.
-struct Linger {
-    engine: &'static Engine,
-    fd: Mutex<Option<(EngineFd, Token)>>,
-}
-
-/// Closes a connection in order: what was sent gets there, what still comes is dropped.
-pub(crate) fn linger(engine: &'static Engine, fd: EngineFd) {
-    let _ = rustix::net::shutdown(fd.get(), rustix::net::Shutdown::Write);
-    if engine.lingering.load(Ordering::Relaxed) >= crate::lobby::most() {
-        // So many at once: descriptors matter more than the last words.
-        return;
-    }
-    engine.lingering.fetch_add(1, Ordering::Relaxed);
-    let linger = Arc::new(Linger {
-        engine,
-        fd: Mutex::new(None),
-    });
-    let token = engine.reserve(Arc::clone(&linger) as Arc<dyn Source>);
-    let watched = engine.watch(token, fd.get(), false);
-    *linger.fd.lock().unwrap_or_else(PoisonError::into_inner) = Some((fd, token));
-    if watched.is_err() {
-        linger.finish();
-        return;
-    }
-    engine.deadline(token, crate::clock::now() + LINGER);
-    // It may be over already.
-    linger.ready(true, false, crate::clock::now());
-}
-
-impl Linger {
-    fn finish(&self) {
-        let gone = self
-            .fd
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        if let Some((fd, token)) = gone {
-            self.engine.lingering.fetch_sub(1, Ordering::Relaxed);
-            self.engine.remove(token, Some(fd.get()));
-        }
-    }
-}
-
-impl Source for Linger {
-    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        let mut stage = self.engine.stage();
-        let over = {
-            let held = self.fd.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some((fd, _)) = &*held else { return };
-            matches!(
-                sys::receive(fd.get(), None, &mut stage),
-                Err(Io::Eof | Io::Broken(_))
-            )
-        };
-        self.engine.return_stage(stage);
-        if over {
-            self.finish();
-        }
-    }
-
-    fn timeout(self: Arc<Self>, _now: Instant) {
-        self.finish();
-    }
 }

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ const SEND_BUFFER: i32 = 4 << 20;
 const SLOT: usize = 1 << 16;
 /// Calls that one turn makes, before other sockets have theirs.
 const CALLS: usize = 16;
+/// Turns in which a socket that nobody looked at for a while is emptied.
+const TURNS: usize = 16;
 /// Datagrams in one run, and bytes of it with the headers of IP and UDP: limits of the kernel.
 const RUN_MAX: usize = 64;
 const RUN_BYTES: usize = 65_000;
@@ -91,6 +94,21 @@ pub(crate) fn is_group(ip: IpAddr) -> bool {
     anywarp_core::datagram::tx::is_group(ip)
 }
 
+/// Whether it is the broadcast address of a network that this host is on: the kernel lets nobody send there who did not ask
+/// for it.
+pub(crate) fn is_broadcast(ip: IpAddr) -> bool {
+    if !ip.is_ipv4() {
+        return false;
+    }
+    let flags = SocketFlags::CLOEXEC;
+    let made = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, flags, None);
+    let Ok(fd) = made.map(EngineFd::new) else {
+        return false;
+    };
+    let to = SocketAddr::from((ip, GROUP_PORT));
+    rustix::net::connect(fd.get(), &to) == Err(rustix::io::Errno::ACCESS)
+}
+
 /// How long what is known of a path is taken for true.
 const PATH_MEMORY: Duration = Duration::from_secs(10);
 /// Paths that are remembered.
@@ -130,15 +148,53 @@ fn ask_path_mtu(ip: IpAddr) -> Option<i32> {
     sys::get_option(fd.as_fd(), level, name)
 }
 
-/// Receives what waits on a socket and shows each datagram to `each`.
-fn receive(engine: &Engine, fd: &EngineFd, mut each: impl FnMut(&Arrival, &[u8])) {
+/// How much of what waits on a socket is received in one call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Look {
+    /// One datagram, and the rest only if it turns out that there is more.
+    One,
+    /// As much as there is room for.
+    All,
+}
+
+/// What a look at a socket found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Found {
+    /// There was something.
+    any: bool,
+    /// There was more than a lone datagram, and the next look is likely to find more than one as well.
+    many: bool,
+    /// System calls that found something, and whether the last did not.
+    calls: u64,
+    empty: bool,
+}
+
+/// Receives what waits on a socket and shows it to `each`: what came together, and the length of its datagrams, of which the
+/// last may be shorter.
+fn receive(
+    engine: &Engine,
+    fd: &EngineFd,
+    look: Look,
+    mut each: impl FnMut(&Arrival, &[u8], usize),
+) -> Found {
     let mut stage = engine.stage();
-    let slots = (stage.len() / SLOT).min(DATAGRAMS);
+    let most = (stage.len() / SLOT).min(DATAGRAMS);
+    let mut slots = if look == Look::One { 1 } else { most };
+    let mut found = Found {
+        any: false,
+        many: false,
+        calls: 0,
+        empty: false,
+    };
     for _ in 0..CALLS {
         let mut got: SmallVec<[sys::Datagram; DATAGRAMS]> = SmallVec::new();
-        if sys::receive_datagrams(fd.get(), &mut stage, SLOT, &mut got).is_err() {
+        let room = stage.get_mut(..slots * SLOT).unwrap_or(&mut []);
+        if sys::receive_datagrams(fd.get(), room, SLOT, &mut got).is_err() {
+            found.empty = true;
             break;
         }
+        found.any = true;
+        found.calls += 1;
         for d in &got {
             let arrival = Arrival {
                 from: crate::startup::plain(d.from),
@@ -148,15 +204,17 @@ fn receive(engine: &Engine, fd: &EngineFd, mut each: impl FnMut(&Arrival, &[u8])
             };
             let bytes = stage.get(d.at..d.at + d.len).unwrap_or(&[]);
             let size = if d.segment == 0 { SLOT } else { d.segment };
-            for datagram in bytes.chunks(size) {
-                each(&arrival, datagram);
-            }
+            found.many |= size < bytes.len();
+            each(&arrival, bytes, size);
         }
-        if got.len() < slots {
+        found.many |= got.len() > 1;
+        if got.len() < slots || (slots == 1 && !found.many) {
             break;
         }
+        slots = most;
     }
     engine.return_stage(stage);
+    found
 }
 
 // ---------------------------------------------------------------------- the socket of a port
@@ -168,7 +226,10 @@ pub(crate) struct Carrier {
     members: RwLock<HashMap<u8, Weak<DgramQp>>>,
     /// Who wait for room in the socket.
     waiting: Mutex<Vec<Weak<DgramQp>>>,
-    receiving: Mutex<()>,
+    /// Held by who receives: system calls that found something, and those that did not.
+    receiving: Mutex<(u64, u64)>,
+    /// The last look found many datagrams.
+    many: AtomicBool,
     token: Mutex<Token>,
 }
 
@@ -209,7 +270,8 @@ impl Carrier {
             port: Arc::clone(port),
             members: RwLock::new(HashMap::new()),
             waiting: Mutex::new(Vec::new()),
-            receiving: Mutex::new(()),
+            receiving: Mutex::default(),
+            many: AtomicBool::new(false),
             token: Mutex::new(Token::NONE),
         });
         let listener = Arc::new(Listener(Arc::downgrade(&carrier)));
@@ -275,6 +337,11 @@ impl Carrier {
         }
     }
 
+    /// System calls that received: with something, without.
+    pub(crate) fn calls(&self) -> (u64, u64) {
+        *lock(&self.receiving)
+    }
+
     /// Calls `qp` when the socket has room again.
     pub(crate) fn wait_writable(&self, qp: Weak<DgramQp>) {
         let mut waiting = lock(&self.waiting);
@@ -297,26 +364,61 @@ impl Carrier {
         }
     }
 
-    fn readable(&self) {
+    /// Takes what waits in the socket, up to all that it has room for.
+    pub(crate) fn catch_up(&self) {
+        for _ in 0..TURNS {
+            if !self.readable(Look::All) {
+                break;
+            }
+        }
+    }
+
+    /// Receives what waits; whether there was something.
+    fn readable(&self, look: Look) -> bool {
         // Somebody who receives already takes this as well, and what comes later makes the socket readable again.
-        let _receiving = match self.receiving.try_lock() {
+        let mut calls = match self.receiving.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(p)) => p.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
+            Err(TryLockError::WouldBlock) => return false,
         };
-        receive(self.engine, &self.port.udp, |arrival, bytes| {
-            let Some(index) = destination_index(bytes) else {
-                return;
-            };
-            let qp = {
-                let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
-                members.get(&index).and_then(Weak::upgrade)
-            };
-            if let Some(qp) = qp {
-                qp.incoming(arrival, bytes);
+        let found = receive(self.engine, &self.port.udp, look, |arrival, bytes, size| {
+            let mut rest = bytes;
+            while !rest.is_empty() {
+                let (index, run, behind) = split_by_index(rest, size);
+                rest = behind;
+                let member = |index| {
+                    let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+                    members.get(&index).and_then(Weak::upgrade)
+                };
+                if let Some(qp) = index.and_then(member) {
+                    qp.incoming(arrival, run.chunks(size));
+                }
             }
         });
+        calls.0 += found.calls;
+        calls.1 += u64::from(found.empty);
+        if found.any {
+            self.many.store(found.many, Ordering::Relaxed);
+        }
+        found.any
     }
+
+    /// Looks for what may have come, without a word of the kernel's that something has.
+    fn glance(&self) -> bool {
+        let many = self.many.load(Ordering::Relaxed);
+        self.readable(if many { Look::All } else { Look::One })
+    }
+}
+
+/// The datagrams of `size` bytes at the front that are for one queue pair, whose index that is, and those behind them.
+fn split_by_index(bytes: &[u8], size: usize) -> (Option<u8>, &[u8], &[u8]) {
+    let mut datagrams = bytes.chunks(size);
+    let index = datagrams.next().and_then(destination_index);
+    let more = datagrams
+        .take_while(|d| destination_index(d) == index)
+        .count();
+    let (run, behind) = bytes.split_at(bytes.len().min((1 + more) * size));
+    (index, run, behind)
 }
 
 impl Drop for Carrier {
@@ -363,11 +465,15 @@ impl Source for Listener {
             return;
         };
         if readable {
-            carrier.readable();
+            carrier.readable(Look::All);
         }
         if writable {
             carrier.writable(now);
         }
+    }
+
+    fn glance(self: Arc<Self>, _now: Instant) -> Option<bool> {
+        Some(self.0.upgrade()?.glance())
     }
 
     fn timeout(self: Arc<Self>, _now: Instant) {}
@@ -462,7 +568,7 @@ impl Group {
             Err(TryLockError::Poisoned(p)) => p.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
-        receive(self.engine, &self.fd, |arrival, bytes| {
+        receive(self.engine, &self.fd, Look::All, |arrival, bytes, size| {
             let arrival = Arrival {
                 to: Some(self.ip),
                 ..*arrival
@@ -472,7 +578,7 @@ impl Group {
                 .filter_map(Weak::upgrade)
                 .collect();
             for qp in members {
-                qp.incoming(&arrival, bytes);
+                qp.incoming(&arrival, bytes.chunks(size));
             }
         });
     }
@@ -509,6 +615,71 @@ mod tests {
             traffic_class: 0,
             bytes: vec![0; len].into(),
         }
+    }
+
+    #[test]
+    fn a_glance_takes_a_lone_datagram_and_all_of_many() {
+        let engine = crate::worker::engine().unwrap();
+        let socket = || {
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            let fd = rustix::net::socket_with(AddressFamily::INET, SocketType::DGRAM, flags, None);
+            let fd = EngineFd::new(fd.unwrap());
+            tune(&fd, false);
+            rustix::net::bind(fd.get(), &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+            fd
+        };
+        let (from, to) = (socket(), socket());
+        let port = rustix::net::getsockname(to.get()).unwrap();
+        let port = SocketAddr::try_from(port).unwrap().port();
+        let send = |lens: &[usize]| {
+            let list: Vec<_> = lens.iter().map(|len| datagram(port, *len)).collect();
+            let run = Run {
+                datagrams: &list,
+                from: None,
+            };
+            assert_eq!(sys::send_runs(from.get(), false, &[run]), Ok(1));
+        };
+        let glance = || {
+            let mut lens = Vec::new();
+            let found = receive(engine, &to, Look::One, |_, bytes, size| {
+                lens.extend(bytes.chunks(size).map(<[u8]>::len));
+            });
+            (found.any, found.many, lens)
+        };
+        assert_eq!(glance(), (false, false, vec![]));
+        send(&[100]);
+        send(&[200]);
+        // The second one is for the next look: it may as well not be there yet.
+        assert_eq!(glance(), (true, false, vec![100]));
+        assert_eq!(glance(), (true, false, vec![200]));
+        send(&[100, 100, 60]);
+        send(&[300]);
+        assert_eq!(glance(), (true, true, vec![100, 100, 60, 300]));
+        assert_eq!(glance(), (false, false, vec![]));
+    }
+
+    #[test]
+    fn what_came_together_goes_to_each_queue_pair_in_runs() {
+        let of = |list: &[u8], size: usize, last: usize| {
+            let mut bytes: Vec<u8> = list.iter().flat_map(|i| vec![*i; size]).collect();
+            bytes.truncate(bytes.len() - size + last);
+            let (mut runs, mut rest) = (Vec::new(), &bytes[..]);
+            while !rest.is_empty() {
+                let (index, run, behind) = split_by_index(rest, size);
+                runs.push((index, run.len()));
+                rest = behind;
+            }
+            runs
+        };
+        assert_eq!(of(&[1], 50, 30), [(Some(1), 30)]);
+        assert_eq!(of(&[1, 1, 1], 50, 50), [(Some(1), 150)]);
+        assert_eq!(
+            of(&[1, 2, 2, 1], 50, 30),
+            [(Some(1), 50), (Some(2), 100), (Some(1), 30)]
+        );
+        // Too short to name a queue pair.
+        assert_eq!(of(&[1, 1], 50, 9), [(Some(1), 50), (None, 9)]);
+        assert_eq!(of(&[1, 1], 9, 9), [(None, 18)]);
     }
 
     #[test]

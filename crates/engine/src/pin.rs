@@ -1,0 +1,215 @@
+//! Memory that stays: pages pinned (`ANYWARP_PIN=1`) or brought in (`ANYWARP_PREFAULT=1`) when they are registered.
+//!
+//! The kernel does not count how often a page is locked: the first `munlock` frees it. So the ranges are counted here, and a
+//! page is unlocked with the last region that has it.
+
+use crate::sys::{self, PerProcess};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// What registering does about the pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Policy {
+    /// Nothing: they come when they are needed.
+    Leave,
+    /// They are brought in.
+    Prefault,
+    /// They are brought in and stay.
+    Pin,
+}
+
+fn policy() -> Policy {
+    static POLICY: OnceLock<Policy> = OnceLock::new();
+    let says = |name: &str| std::env::var(name).is_ok_and(|v| !v.is_empty() && v != "0");
+    *POLICY.get_or_init(|| {
+        if says("ANYWARP_PIN") {
+            Policy::Pin
+        } else if says("ANYWARP_PREFAULT") {
+            Policy::Prefault
+        } else {
+            Policy::Leave
+        }
+    })
+}
+
+/// Why pages could not be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// No page is there, or not with these rights.
+    NotMapped,
+    /// More would be locked than the process may lock (`ulimit -l`).
+    Limit,
+}
+
+/// Pages that a region keeps locked, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Pin {
+    start: u64,
+    end: u64,
+}
+
+impl Pin {
+    /// Does with the pages of a region what the environment asks for.
+    pub(crate) fn take(start: u64, len: u64, write: bool) -> Result<Option<Self>, Refused> {
+        match policy() {
+            Policy::Leave => return Ok(None),
+            Policy::Prefault => {
+                return if sys::is_there(start, len, write) {
+                    Ok(None)
+                } else {
+                    Err(Refused::NotMapped)
+                };
+            }
+            Policy::Pin => {}
+        }
+        let page = sys::page_size();
+        let end = start
+            .checked_add(len)
+            .and_then(|e| e.checked_next_multiple_of(page));
+        let end = end.ok_or(Refused::NotMapped)?;
+        let start = start & !(page - 1);
+        // With the counts held: else another thread might unlock in between what is locked here.
+        let mut counts = counts();
+        counts.add(start, end);
+        if sys::lock_pages(start, end - start).is_ok() {
+            return Ok(Some(Self { start, end }));
+        }
+        // The kernel leaves locked what it came to before it failed.
+        counts.unlock(start, end);
+        // Both are said with the same errno: what is not there cannot be brought in either.
+        Err(if sys::is_there(start, end - start, false) {
+            Refused::Limit
+        } else {
+            Refused::NotMapped
+        })
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        counts().unlock(self.start, self.end);
+    }
+}
+
+fn counts() -> std::sync::MutexGuard<'static, Counts> {
+    // A child of fork has none of its parent's locks.
+    static COUNTS: PerProcess<Mutex<Counts>> = PerProcess::new(Mutex::default);
+    COUNTS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How many regions lock each page: ranges that do not overlap, by their start.
+#[derive(Debug, Default)]
+struct Counts {
+    ranges: BTreeMap<u64, (u64, u32)>,
+}
+
+impl Counts {
+    /// Makes a range begin at `at`, if one has it inside.
+    fn split(&mut self, at: u64) {
+        let Some((&start, &(end, n))) = self.ranges.range(..at).next_back() else {
+            return;
+        };
+        if end > at {
+            self.ranges.insert(start, (at, n));
+            self.ranges.insert(at, (end, n));
+        }
+    }
+
+    fn add(&mut self, start: u64, end: u64) {
+        self.split(start);
+        self.split(end);
+        let mut gaps = Vec::new();
+        let mut at = start;
+        for (&from, (to, n)) in self.ranges.range_mut(start..end) {
+            if from > at {
+                gaps.push((at, from));
+            }
+            *n = n.saturating_add(1);
+            at = *to;
+        }
+        if at < end {
+            gaps.push((at, end));
+        }
+        self.ranges
+            .extend(gaps.into_iter().map(|(from, to)| (from, (to, 1))));
+    }
+
+    /// Unlocks what nobody has any more.
+    fn unlock(&mut self, start: u64, end: u64) {
+        for (start, end) in self.remove(start, end) {
+            sys::unlock_pages(start, end - start);
+        }
+    }
+
+    /// What nobody has any more.
+    fn remove(&mut self, start: u64, end: u64) -> Vec<(u64, u64)> {
+        self.split(start);
+        self.split(end);
+        let mut free = Vec::new();
+        for (&from, (to, n)) in self.ranges.range_mut(start..end) {
+            *n = n.saturating_sub(1);
+            if *n == 0 {
+                free.push((from, *to));
+            }
+        }
+        for (from, _) in &free {
+            self.ranges.remove(from);
+        }
+        free
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_free_with_its_last_region() {
+        let mut counts = Counts::default();
+        counts.add(0, 40);
+        counts.add(20, 60);
+        counts.add(30, 35);
+        assert_eq!(counts.remove(0, 40), [(0, 20)]);
+        assert_eq!(counts.remove(20, 60), [(20, 30), (35, 40), (40, 60)]);
+        assert_eq!(counts.remove(30, 35), [(30, 35)]);
+        assert!(counts.ranges.is_empty());
+    }
+
+    #[test]
+    fn counts_agree_with_counting_each_page() {
+        let mut counts = Counts::default();
+        let mut pages = [0_u32; 64];
+        let mut have: Vec<(u64, u64)> = Vec::new();
+        let mut random = 7_u64;
+        for _ in 0..3000 {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            if have.len() > 12 || (random & 1 == 0 && !have.is_empty()) {
+                let (start, end) = have.swap_remove((random >> 8) as usize % have.len());
+                let mut free = [false; 64];
+                for (from, to) in counts.remove(start, end) {
+                    free[from as usize..to as usize].fill(true);
+                }
+                for at in start as usize..end as usize {
+                    pages[at] -= 1;
+                    assert_eq!(free[at], pages[at] == 0, "page {at}");
+                }
+                assert_eq!(
+                    free.iter().filter(|f| **f).count(),
+                    (start as usize..end as usize)
+                        .filter(|at| pages[*at] == 0)
+                        .count()
+                );
+            } else {
+                let start = (random >> 8) % 60;
+                let end = start + 1 + (random >> 20) % (64 - start - 1);
+                counts.add(start, end);
+                have.push((start, end));
+                for page in &mut pages[start as usize..end as usize] {
+                    *page += 1;
+                }
+            }
+        }
+    }
+}
