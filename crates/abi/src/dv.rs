@@ -403,7 +403,7 @@ entry! {
         timeout_ms: c_int,
     ) -> c_int, on_panic = -1, {
         // SAFETY: the caller's promise.
-        unsafe { poll(qp, max, records, timeout_ms, |core| core.records().poll().map(|r| record_of(&r))) }
+        unsafe { poll(qp, max, records, timeout_ms, |core| core.poll_record().map(|r| record_of(&r))) }
     }
 }
 
@@ -535,7 +535,7 @@ entry! {
     /// `qp` lives.
     unsafe fn anywarpdv_release_map(qp: *mut ibv_qp, map: u64) -> c_int, on_panic = -1, {
         // SAFETY: the caller's promise.
-        match unsafe { with(qp, |core| core.records().release(map)) } {
+        match unsafe { with(qp, |core| core.release_map(map)) } {
             Some(true) => 0,
             Some(false) => fail(libc::EINVAL, -1),
             None => -1,
@@ -557,7 +557,7 @@ entry! {
             return fail(libc::EINVAL, -1);
         }
         // SAFETY: the caller's promise.
-        let Some(seen) = (unsafe { with(qp, |core| *core.counters()) }) else {
+        let Some(seen) = (unsafe { with(qp, |core| core.counters()) }) else {
             return -1;
         };
         let room = usize::try_from(inlen).unwrap_or(0) / size_of::<u64>();

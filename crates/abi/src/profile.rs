@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
-use anywarp_core::verbs::wr::{Op, Payload, WorkRequest};
+use anywarp_core::verbs::wr::{Op, Payload};
 use anywarp_engine::sys::PerProcess;
 
 use crate::verbs::types::*;
@@ -421,9 +421,10 @@ impl Profile {
     }
 
     /// What may be posted.
-    pub(crate) fn admits(&self, request: &WorkRequest) -> Result<(), Misuse> {
+    #[inline]
+    pub(crate) fn admits(&self, op: &Op, payload: &Payload) -> Result<(), Misuse> {
         let has = &self.has;
-        let known = match &request.op {
+        let known = match op {
             Op::Send { imm, .. } => imm.is_none() || has.immediate,
             Op::Write { imm, .. } => imm.is_none() || has.immediate,
             Op::AtomicWrite { .. } => has.atomic_write,
@@ -437,14 +438,14 @@ impl Profile {
                 "an operation that the profile's device does not have",
             ));
         }
-        let (elements, bytes) = match &request.payload {
+        let (elements, bytes) = match payload {
             Payload::Sges(sges) => (
                 sges.len(),
                 sges.iter().map(|s| u64::from(s.len)).sum::<u64>(),
             ),
             Payload::Inline(data) => (0, data.len() as u64),
         };
-        if matches!(request.op, Op::Read { .. }) && elements > self.max_sge_rd as usize {
+        if matches!(op, Op::Read { .. }) && elements > self.max_sge_rd as usize {
             return Err(Misuse::InvalidArgument(
                 "more elements than a Read of the profile's device has",
             ));

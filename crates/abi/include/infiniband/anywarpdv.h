@@ -74,7 +74,7 @@ struct anywarpdv_qp_init_attr {
 	uint8_t repeats;		/* times that the end of a Write-Record is said again */
 	uint8_t parity;			/* datagrams to one parity datagram, 1 to 15; 0: none. UD */
 	uint32_t max_send_size;		/* longest Send, bytes; 0: 4096. More only if the peer says as much */
-	uint32_t max_records;		/* records that wait for the program; 0: 4096 */
+	uint32_t max_records;		/* records that wait for the program, and RD writers for them; 0: 4096 */
 	uint32_t max_reads;		/* Reads and atomics outstanding, and answers that wait; 0: 16 */
 	uint32_t max_read_size;		/* most bytes that a peer may read at once, UD; 0: 1 MiB */
 	uint32_t grace_us;		/* how long datagrams may come behind the final one; 0: 2000 */
@@ -138,20 +138,23 @@ struct anywarpdv_counters {
 	uint64_t rx_state;		/* dropped: the queue pair was not ready */
 	uint64_t rx_dup;		/* dropped: had arrived before */
 	uint64_t rx_late;		/* dropped: of a message that was over */
-	uint64_t rx_no_recv;		/* dropped: no receive posted */
+	uint64_t rx_no_recv;		/* dropped: no receive posted. RD: waited, for one or for room for a record */
 	uint64_t rx_stag;		/* dropped: memory that may not be accessed */
 	uint64_t rx_bounds;		/* dropped: too long, or too many gaps */
 	uint64_t rx_repaired;		/* lost, and made from others by parity */
 	uint64_t evicted;		/* messages that stayed incomplete and have no record */
 	uint64_t rec_full;		/* records of complete messages */
 	uint64_t rec_partial;		/* records of others, or of chunks */
-	uint64_t rec_overflow;		/* records that found no room */
+	uint64_t rec_overflow;		/* records that found no room, UD */
 	uint64_t reads_timeout;		/* Reads that were never answered */
 	uint64_t err_in;		/* errors that peers reported */
 	uint64_t err_out;		/* errors reported to peers */
 	uint64_t tx_dgrams;		/* handed to the socket */
 	uint64_t tx_errors;		/* refused by the socket */
 	uint64_t tx_stalls;		/* times that sending waited in vain for a peer that does not report */
+	uint64_t rd_again;		/* RD: packets that were sent once more */
+	uint64_t rd_probes;		/* RD: packets that asked a silent peer */
+	uint64_t rd_acks;		/* RD: packets that only acknowledged */
 };
 
 /* Whether the device is of anywarp, so that these functions work on it. */

@@ -44,6 +44,9 @@ pub(super) const TRANSFER: usize = 64_000;
 const BESIDE: u32 = 2 * CONTROL;
 /// How long closing waits until the peer has what was sent, unless `SO_LINGER` says so.
 const LINGER: Duration = Duration::from_secs(5);
+/// How long of that it waits for librdmacm's own end to close too: what that end still sends fails once we have closed,
+/// and librdmacm then forgets what it has received.
+const ANSWER: Duration = Duration::from_millis(100);
 /// Connections that wait in a listener, whatever its backlog says: at least, and at most.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 
@@ -978,6 +981,13 @@ impl Stream {
         }
     }
 
+    /// Whether the peer has heard of our end as far as we can know.
+    fn is_answered(&mut self) -> bool {
+        self.end
+            .as_mut()
+            .is_none_or(|end| end.poll().disconnect || !end.qp.has_standard_peer())
+    }
+
     /// Ends everything at once.
     pub(super) fn abandon(&mut self) {
         self.phase = Phase::Closed;
@@ -1175,20 +1185,39 @@ pub(super) fn finish(socket: &Socket) {
     if linger.is_zero() {
         return;
     }
-    if open {
-        let _said = shutdown(socket, libc::SHUT_RDWR);
-    }
+    let wait = |until, done: fn(&mut Stream) -> bool| {
+        let _done = socket.block(Patience::Until(until), |arm| {
+            let Kind::Stream(stream) = &socket.kind else {
+                return Some(Ok(()));
+            };
+            let mut stream = lock(stream);
+            if arm {
+                stream.arm();
+            }
+            done(&mut stream).then_some(Ok(()))
+        });
+    };
     let until = Instant::now().checked_add(linger);
-    let _sent = socket.block(Patience::Until(until), |arm| {
-        let Kind::Stream(stream) = &socket.kind else {
-            return Some(Ok(()));
-        };
+    let said = open && shutdown(socket, libc::SHUT_RDWR).is_ok();
+    wait(until, Stream::is_sent);
+    if said {
+        let answer = Instant::now().checked_add(ANSWER);
+        wait(until.min(answer).or(answer), Stream::is_answered);
+    }
+    // Towards librdmacm's own end what was sent is with the kernel by now. It arrives as long as somebody reads what
+    // still comes, and our process may be about to end.
+    let Kind::Stream(stream) = &socket.kind else {
+        return;
+    };
+    let qp = {
         let mut stream = lock(stream);
-        if arm {
-            stream.arm();
-        }
-        stream.is_sent().then_some(Ok(()))
-    });
+        let qp = stream.end.as_ref().map(|end| Arc::clone(&end.qp));
+        stream.abandon();
+        qp
+    };
+    if let Some(qp) = qp {
+        qp.hear_out(until);
+    }
 }
 
 const _: () = assert!(TRANSFER <= bounds::MULPDU_ANYWARP);

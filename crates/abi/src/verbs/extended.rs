@@ -460,14 +460,24 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
             return libc::ENODEV;
         }
         // SAFETY: as above.
-        let (requests, error) =
+        let (mut requests, error) =
             unsafe { with_builder(qp, |b| (std::mem::take(&mut b.requests), b.error.take())) };
         if let Some(e) = error {
             return misuse("ibv_wr_complete", &e);
         }
         // SAFETY: lives (the program's promise).
         let object = unsafe { of::<QpObject, _>(qp) };
-        match object.engine.post_send(requests.into_iter().map(Ok)) {
+        let posted = object.engine.post_send(requests.drain(..).map(Ok));
+        // The next ones have room there, if another thread has not begun with them.
+        // SAFETY: as above.
+        unsafe {
+            with_builder(qp, |b| {
+                if b.requests.is_empty() {
+                    b.requests = requests;
+                }
+            });
+        }
+        match posted {
             Ok(()) => 0,
             Err((_, e)) => misuse("ibv_wr_complete", &e),
         }

@@ -4,7 +4,7 @@
 //! what is ours follows. It is made by [`into_c`] and ends in [`from_c`].
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::pd::Pd;
@@ -105,43 +105,57 @@ pub(crate) struct ChannelObject {
 /// Events that were handed to the program, and those that it acknowledged: an object may only go when they are equal.
 #[derive(Debug, Default)]
 pub(crate) struct Acks {
-    counts: Mutex<(u64, u64)>,
+    counts: Mutex<AckCounts>,
     changed: Condvar,
 }
 
+#[derive(Debug, Default)]
+struct AckCounts {
+    delivered: u64,
+    acknowledged: u64,
+    /// Threads that wait: to wake nobody is a system call too.
+    waiting: u32,
+}
+
 impl Acks {
+    fn counts(&self) -> MutexGuard<'_, AckCounts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn delivered(&self) {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
+        self.counts().delivered += 1;
     }
 
     pub(crate) fn acknowledged(&self, n: u64) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        counts.1 += n;
-        // Before the lock is given back: whoever waits frees the object as soon as it has the lock.
-        self.changed.notify_all();
+        let mut counts = self.counts();
+        counts.acknowledged += n;
+        if counts.waiting > 0 {
+            // Before the lock is given back: whoever waits frees the object as soon as it has the lock.
+            self.changed.notify_all();
+        }
         drop(counts);
     }
 
     pub(crate) fn wait(&self) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        while counts.0 > counts.1 {
-            counts = self
-                .changed
-                .wait(counts)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+        self.wait_while(|counts| counts.delivered > counts.acknowledged);
     }
 
     /// Waits for those that were delivered before; more may be meanwhile.
     pub(crate) fn wait_for_past(&self) {
-        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        let delivered = counts.0;
-        while delivered > counts.1 {
+        let delivered = self.counts().delivered;
+        self.wait_while(|counts| delivered > counts.acknowledged);
+    }
+
+    fn wait_while(&self, unfinished: impl Fn(&AckCounts) -> bool) {
+        let mut counts = self.counts();
+        counts.waiting += 1;
+        while unfinished(&counts) {
             counts = self
                 .changed
                 .wait(counts)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+        counts.waiting -= 1;
     }
 }
 

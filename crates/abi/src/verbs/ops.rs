@@ -36,21 +36,20 @@ pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
 ///
 /// # Safety
 /// `list` has `n` elements, each names readable memory.
-unsafe fn inline_of(list: *const ibv_sge, n: c_int) -> Result<InlineData, Misuse> {
-    let mut data = InlineData::new();
+unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Result<(), Misuse> {
     for i in 0..usize::try_from(n).unwrap_or(0) {
         // SAFETY: element `i` of `n` (caller's promise).
         let sge = unsafe { &*list.add(i) };
         let len = sge.length as usize;
-        if data.len() + len > anywarp_core::bounds::MAX_INLINE as usize {
+        let end = data.len();
+        if end + len > anywarp_core::bounds::MAX_INLINE as usize {
             return Err(Misuse::InlineTooLarge);
         }
         let from: *const u8 =
             std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
-        let end = data.len();
         if end == 0 && len <= INLINE_SHORT {
             // The usual case: no loop over bytes, as `resize` is.
-            data = InlineData::from_buf_and_len([0; INLINE_SHORT], len);
+            *data = InlineData::from_buf_and_len([0; INLINE_SHORT], len);
         } else {
             data.resize(end + len, 0);
         }
@@ -59,7 +58,7 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int) -> Result<InlineData, Misuse
             unsafe { std::ptr::copy_nonoverlapping(from, room.as_mut_ptr(), len) };
         }
     }
-    Ok(data)
+    Ok(())
 }
 
 /// Inline data of which `InlineData` allocates nothing.
@@ -89,11 +88,16 @@ pub(crate) unsafe fn destination_of(
     })
 }
 
-/// A work request of C.
+/// Makes a work request of C one of ours, which is blank before.
 ///
 /// # Safety
 /// `wr` is valid with all it points to; `datagram` says which member of its union is meant.
-unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<WorkRequest, Misuse> {
+unsafe fn request_of(
+    wr: &ibv_send_wr,
+    datagram: bool,
+    xrc: bool,
+    into: &mut WorkRequest,
+) -> Result<(), Misuse> {
     const KNOWN: c_uint = IBV_SEND_FENCE
         | IBV_SEND_SIGNALED
         | IBV_SEND_SOLICITED
@@ -176,40 +180,39 @@ unsafe fn request_of(wr: &ibv_send_wr, datagram: bool, xrc: bool) -> Result<Work
         op,
         Op::Send { .. } | Op::Write { .. } | Op::AtomicWrite { .. }
     );
-    let payload = if wr.send_flags & IBV_SEND_INLINE != 0 && sendable {
-        // SAFETY: the caller's promise.
-        Payload::Inline(unsafe { inline_of(wr.sg_list, wr.num_sge) }?)
+    if wr.send_flags & IBV_SEND_INLINE != 0 && sendable {
+        into.payload = Payload::Inline(InlineData::new());
+        if let Payload::Inline(data) = &mut into.payload {
+            // SAFETY: the caller's promise.
+            unsafe { inline_of(wr.sg_list, wr.num_sge, data) }?;
+        }
     } else {
         // SAFETY: the caller's promise.
-        Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) })
-    };
+        into.payload = Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) });
+    }
     if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
         // The member of the union that tells where to has no room for memory of the peer.
         return Err(Misuse::InvalidArgument(
             "an operation that datagram queue pairs have in ibv_wr_* only",
         ));
     }
-    let destination = if datagram {
+    if datagram {
         // SAFETY: on a datagram queue pair this member is meant.
         let ud = unsafe { wr.wr.ud };
         // SAFETY: the handle lives (caller's promise).
-        Some(unsafe { destination_of(ud.ah, ud.remote_qpn, ud.remote_qkey) }?)
-    } else {
-        None
-    };
-    let request = WorkRequest {
-        id: wr.wr_id,
-        op,
-        payload,
-        signaled: wr.send_flags & IBV_SEND_SIGNALED != 0,
-        solicited: wr.send_flags & IBV_SEND_SOLICITED != 0,
-        fence: wr.send_flags & IBV_SEND_FENCE != 0,
-        destination,
+        into.destination = Some(unsafe { destination_of(ud.ah, ud.remote_qpn, ud.remote_qkey) }?);
+    }
+    profile().admits(&op, &into.payload)?;
+    into.id = wr.wr_id;
+    into.op = op;
+    into.signaled = wr.send_flags & IBV_SEND_SIGNALED != 0;
+    into.solicited = wr.send_flags & IBV_SEND_SOLICITED != 0;
+    into.fence = wr.send_flags & IBV_SEND_FENCE != 0;
+    if xrc {
         // SAFETY: it is a number, whatever bytes it has; on a queue pair of this type the member is meant.
-        srq: xrc.then_some(unsafe { wr.qp_type.xrc }.remote_srqn),
-    };
-    profile().admits(&request)?;
-    Ok(request)
+        into.srq = Some(unsafe { wr.qp_type.xrc }.remote_srqn);
+    }
+    Ok(())
 }
 
 /// Walks a linked list of C requests.
@@ -256,8 +259,11 @@ pub(crate) unsafe extern "C" fn post_send(
         let xrc = object.c.qp_base.qp_type == IBV_QPT_XRC_SEND;
         let next = |w: &ibv_send_wr| w.next;
         // SAFETY: each element is valid with all it points to (the program's promise).
-        let requests = List { at: wr, next }.map(|w| unsafe { request_of(&*w, datagram, xrc) });
-        match object.engine.post_send(requests) {
+        let requests = List { at: wr, next }.map(|w| {
+            // SAFETY: as above.
+            move |into: &mut WorkRequest| unsafe { request_of(&*w, datagram, xrc, into) }
+        });
+        match object.engine.post_sends(requests) {
             Ok(()) => 0,
             Err((n, e)) => {
                 if !bad.is_null() {

@@ -155,6 +155,9 @@ unsafe fn create(
             ));
         }
     };
+    if let QueuePair::Dgram(qp) = &engine {
+        anywarp_engine::stat::know_datagrams(context.engine.engine, qp);
+    }
     domain.engine.enter();
     send_cq.users.fetch_add(1, Ordering::AcqRel);
     if let Some(recv_cq) = recv_cq {
