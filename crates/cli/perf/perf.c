@@ -31,6 +31,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/time.h>
 #include <signal.h>
 #include <time.h>
 #include <unistd.h>
@@ -49,7 +50,7 @@ enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ };
 
 static struct {
 	uint64_t server, blast, transport, op, size, depth, list, signal_every, inlined, event, slots, gather, iters,
-		duration_ms, warmup, segment, record_mode, parity, repeats, exact, idle_ms, wait_ms, gid_index, unordered,
+		duration_ms, warmup, segment, record_mode, parity, repeats, deadline_ms, exact, idle_ms, wait_ms, gid_index, unordered,
 		mtu;
 } o = { .depth = 16, .list = 1, .signal_every = 1, .gather = 1, .size = 64, .idle_ms = 10000, .wait_ms = 200 };
 
@@ -58,7 +59,7 @@ static const struct { const char *name; uint64_t *at; } options[] = {
 	OPTION(server), OPTION(blast), OPTION(transport), OPTION(op), OPTION(size), OPTION(depth), OPTION(list),
 	OPTION(signal_every), OPTION(inlined), OPTION(event), OPTION(slots), OPTION(gather), OPTION(iters),
 	OPTION(duration_ms), OPTION(warmup), OPTION(segment), OPTION(record_mode), OPTION(parity), OPTION(repeats),
-	OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(unordered), OPTION(mtu),
+	OPTION(deadline_ms), OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(unordered), OPTION(mtu),
 };
 
 static struct ibv_context *device;
@@ -169,6 +170,17 @@ static void prepare(uint64_t m)
 
 	for (uint64_t i = 0; i < o.size; i++)
 		to[i] = (uint8_t)~from[i];
+}
+
+/* Whether bytes [from, to) of the slot are as they were prepared for m. */
+static bool is_ready(uint64_t m, uint64_t from, uint64_t to)
+{
+	const uint8_t *good = content(m), *is = slot_of(m);
+
+	for (; from < to; from++)
+		if ((is[from] ^ good[from]) != 0xff)
+			return false;
+	return true;
 }
 
 /* ---------------------------------------------------------------- what is seen */
@@ -433,25 +445,45 @@ static bool records(void)
 }
 
 static uint64_t id_of_zero, swept;
-static uint64_t *prepared;
+static uint64_t *prepared, *spoilt, processed;
 static bool id_known;
+
+/* Records that wait to be looked at, that of this message not counted. */
+static uint64_t behind(void)
+{
+	struct anywarpdv_counters c;
+	int rc = dv_counters(qp, &c, sizeof(c));
+
+	if (rc)
+		die("anywarpdv_query_counters: %s", strerror(rc));
+	return c.rec_full + c.rec_partial + c.rec_overflow - processed;
+}
 
 /*
  * Compares bytes [from, to) of message m, which a peer may overwrite by a later message of the same place before they
- * are looked at, for nothing holds it back. Then each word is of one or the other.
+ * are looked at, for nothing holds it back. Then each word is of one or the other. The device's own thread takes what comes
+ * while this one has no processor, so it may be many rounds of the places: as many as records wait for, and one or two that
+ * have begun.
  */
 static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64_t to)
 {
+	uint64_t most = 0;
 	bool later = false;
 
 	if (!memcmp(data + from, content(m) + from, to - from))
 		return;
 	for (uint64_t at = from; at < to; at = (at + 8) & ~(uint64_t)7) {
-		uint64_t end = (at + 8) & ~(uint64_t)7, len = (end < to ? end : to) - at;
+		uint64_t end = (at + 8) & ~(uint64_t)7, len = (end < to ? end : to) - at, word;
 		bool known = !memcmp(data + at, content(m) + at, len);
 
-		for (uint64_t round = 1; !known && round <= 4; round++)
-			known = later = !memcmp(data + at, content(m + round * o.slots) + at, len);
+		/* Not seen as a later one: either it is wrong, or there are more rounds by now. */
+		for (int look = 0; !known && look < 3; look++) {
+			memcpy(&word, data + at, len);
+			if (look || !most)
+				most = behind() / o.slots + 4;
+			for (uint64_t round = 1; !known && round <= most; round++)
+				known = later = !memcmp(&word, content(m + round * o.slots) + at, len);
+		}
 		if (!known) {
 			seen.bad++;
 			return;
@@ -461,6 +493,27 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 		seen.overwritten++;
 }
 
+/*
+ * Whether later messages may have been written to the slots of those that are looked at: nearly as many records wait then as
+ * there are slots.
+ */
+static bool lapped(void)
+{
+	return behind() > o.slots / 2;
+}
+
+/* Makes the slot of message m ready for it. What of m is there already is spoilt. */
+static void make_ready(uint64_t m)
+{
+	prepare(m);
+	if (lapped()) {
+		spoilt[m % o.slots] = m;
+		prepared[m % o.slots] = UINT64_MAX;
+	} else {
+		prepared[m % o.slots] = m;
+	}
+}
+
 static void one_record(const struct anywarpdv_record *r)
 {
 	static struct anywarpdv_range range[65536];
@@ -468,9 +521,11 @@ static void one_record(const struct anywarpdv_record *r)
 	uint8_t *data = slots + in_region;
 	int64_t ahead;
 	bool chunk = r->flags & ANYWARPDV_RECORD_IS_CHUNK;
-	uint64_t valid = 0, at = 0;
+	uint64_t valid = 0, at = 0, bad;
+	bool gaps, written = false;
 	int n = 1;
 
+	processed++;
 	if (in_region % stride || in_region / stride >= o.slots || r->length != o.size) {
 		seen.bad++;
 		goto release;
@@ -499,6 +554,8 @@ static void one_record(const struct anywarpdv_record *r)
 	}
 	if (!chunk && !first_time(m))
 		goto release;
+	bad = seen.bad;
+	gaps = o.exact && !chunk && prepared[m % o.slots] == m;
 	for (int i = 0; i < n; i++) {
 		uint64_t to = range[i].to;
 
@@ -506,23 +563,20 @@ static void one_record(const struct anywarpdv_record *r)
 			seen.map_bad++;
 			goto release;
 		}
-		if (o.exact && !chunk && prepared[m % o.slots] == m)
-			for (uint64_t j = at; j < range[i].from; j++)
-				if ((data[j] ^ content(m)[j]) != 0xff) {
-					seen.map_bad++;
-					goto release;
-				}
-		compare_place(m, data, range[i].from, to);
+		written |= gaps && !is_ready(m, at, range[i].from);
+		if (!o.exact || spoilt[m % o.slots] != m)
+			compare_place(m, data, range[i].from, to);
 		valid += to - range[i].from;
 		at = to;
 	}
-	if (o.exact && !chunk && prepared[m % o.slots] == m) {
-		seen.map_checked++;
-		for (uint64_t j = at; j < o.size; j++)
-			if ((data[j] ^ content(m)[j]) != 0xff) {
-				seen.map_bad++;
-				break;
-			}
+	written |= gaps && !is_ready(m, at, o.size);
+	if ((written || seen.bad > bad) && o.exact && !chunk && lapped()) {
+		/* What differs may be of a later message. */
+		seen.bad = bad;
+		seen.overwritten++;
+	} else {
+		seen.map_bad += written;
+		seen.map_checked += gaps;
 	}
 	if (valid != r->valid)
 		seen.map_bad++;
@@ -530,14 +584,13 @@ static void one_record(const struct anywarpdv_record *r)
 		*(r->flags & ANYWARPDV_RECORD_COMPLETE ? &seen.complete : &seen.partial) += 1;
 	note(m, valid);
 	if (o.exact && !chunk) {
-		prepare(m + o.slots);
-		prepared[m % o.slots] = m + o.slots;
+		if (spoilt[m % o.slots] == m)
+			seen.overwritten++;
+		make_ready(m + o.slots);
 		/* Those of which no record will come: their slots, too, are made ready for whoever is next. */
 		for (; swept + SWEEP < m; swept++)
-			if (prepared[swept % o.slots] == swept) {
-				prepare(swept + o.slots);
-				prepared[swept % o.slots] = swept + o.slots;
-			}
+			if (prepared[swept % o.slots] == swept)
+				make_ready(swept + o.slots);
 	}
 release:
 	if (r->map && dv_release_map(qp, r->map))
@@ -659,25 +712,51 @@ static void listen_now(uint64_t at)
 	}
 }
 
+static void on_alarm(int signal)
+{
+	(void)signal;
+}
+
+/* Waits for an event, at most 50 ms: an alarm interrupts it, and nothing else, since it is blocked everywhere else. To wait
+ * in poll(2), which could look at more than this channel, costs a library that brings its own packets a switch of threads. */
+static void event_comes(struct ibv_comp_channel *channel)
+{
+	static bool ticks;
+	struct ibv_cq *which;
+	sigset_t alarm;
+	void *context;
+	int failed, why;
+
+	sigemptyset(&alarm);
+	sigaddset(&alarm, SIGALRM);
+	if (!ticks) {
+		struct sigaction act = { .sa_handler = on_alarm }; /* no SA_RESTART */
+		struct itimerval every = { { 0, 50000 }, { 0, 50000 } };
+
+		sigprocmask(SIG_BLOCK, &alarm, NULL);
+		if (sigaction(SIGALRM, &act, NULL) || setitimer(ITIMER_REAL, &every, NULL))
+			die("setitimer: %s", strerror(errno));
+		ticks = true;
+	}
+	sigprocmask(SIG_UNBLOCK, &alarm, NULL);
+	failed = ibv_get_cq_event(channel, &which, &context);
+	why = errno;
+	sigprocmask(SIG_BLOCK, &alarm, NULL);
+	if (!failed)
+		ibv_ack_cq_events(which, 1);
+	else if (why != EINTR)
+		die("ibv_get_cq_event: %s", strerror(why));
+}
+
 /* Waits until something may have happened: with events asleep, else not at all. */
 static void rest(struct ibv_cq *cq, struct ibv_comp_channel *channel, bool (*again)(void))
 {
-	struct pollfd fds[2] = { { .fd = channel ? channel->fd : -1, .events = POLLIN },
-				 { .fd = STDIN_FILENO, .events = POLLIN } };
-	struct ibv_cq *which;
-	void *context;
-
 	if (!o.event)
 		return;
 	if (ibv_req_notify_cq(cq, 0))
 		die("ibv_req_notify_cq: %s", strerror(errno));
-	if (again())
-		return;
-	if (poll(fds, 2, 50) > 0 && fds[0].revents & POLLIN) {
-		if (ibv_get_cq_event(channel, &which, &context))
-			die("ibv_get_cq_event: %s", strerror(errno));
-		ibv_ack_cq_events(which, 1);
-	}
+	if (!again())
+		event_comes(channel);
 }
 
 static uint64_t newest;
@@ -1007,7 +1086,7 @@ static void make_queue_pair(void)
 		.segment = (uint8_t)o.segment, .record_mode = (uint8_t)o.record_mode, .repeats = (uint8_t)o.repeats,
 		.parity = (uint8_t)o.parity, .max_send_size = o.size > 4096 ? (uint32_t)o.size : 0, .max_records = 65536,
 		.max_reads = o.depth > 16 ? (uint32_t)o.depth : 0, .max_read_size = o.size > 1 << 20 ? (uint32_t)o.size : 0,
-		.read_timeout_us = (uint32_t)o.wait_ms * 1000,
+		.read_timeout_us = (uint32_t)o.wait_ms * 1000, .deadline_us = (uint32_t)o.deadline_ms * 1000,
 	};
 
 	qp = dv_create(device, &init, &dv, sizeof(dv));
@@ -1043,11 +1122,13 @@ static void make_memory(void)
 			slot_of(s)[o.size - 1] = (uint8_t)~content(s)[o.size - 1];
 	if (o.exact && records() && (o.server || !o.blast)) {
 		prepared = calloc(o.slots, sizeof(*prepared));
-		if (!prepared)
+		spoilt = malloc(o.slots * sizeof(*spoilt));
+		if (!prepared || !spoilt)
 			die("no memory");
 		for (uint64_t s = 0; s < o.slots; s++) {
 			prepare(s);
 			prepared[s] = s;
+			spoilt[s] = UINT64_MAX;
 		}
 	} else {
 		o.exact = 0;

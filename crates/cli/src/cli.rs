@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 
+use crate::bench::args::Bench;
+use crate::bench::raw::Raw;
 use crate::perf::args::Perf;
 
 /// RDMA on any machine: runs unmodified RDMA programs without RDMA hardware
@@ -75,6 +77,24 @@ pub(crate) enum Command {
     /// Writes the last one of each buffer is compared, for nobody sees the others.
     Blast(Perf),
 
+    /// Measure this machine: plain sockets, the device, and what else is installed, side by side
+    ///
+    /// Without options it takes less than two minutes and starts both ends itself, on this machine. Each value is the
+    /// median of some runs, and all that is compared was measured in turn. Programs of perftest, libfabric and UCX take
+    /// part if they are installed; the plain sockets are part of this command. The exit status is 1 if something could
+    /// not be measured.
+    Bench(Bench),
+
+    /// Say what the queue pairs of a running program have done
+    ///
+    /// For programs that were started with ANYWARP_STAT=1 (`anywarp run --stat`). For each queue pair: requests and
+    /// messages, bytes, system calls and what each of them moved, what was sent again, what was dropped and why.
+    Stat(Stat),
+
+    /// One end of a plain socket's measurement
+    #[command(hide = true)]
+    BenchRaw(Raw),
+
     /// Write man pages and shell completions
     #[command(hide = true)]
     Generate(Generate),
@@ -103,6 +123,10 @@ pub(crate) struct Run {
     #[arg(long, value_name = "SPEC")]
     pub(crate) faults: Option<OsString>,
 
+    /// Let `anywarp stat` ask the program for its counters (sets ANYWARP_STAT)
+    #[arg(long)]
+    pub(crate) stat: bool,
+
     /// Do not preload the path shim, which shows the device under /dev/infiniband and /sys/class/infiniband
     #[arg(long)]
     pub(crate) no_path_shim: bool,
@@ -116,6 +140,25 @@ pub(crate) struct Run {
         value_hint = ValueHint::CommandWithArguments
     )]
     pub(crate) program: Vec<OsString>,
+}
+
+/// Arguments of `anywarp stat`.
+#[derive(Debug, Args)]
+pub(crate) struct Stat {
+    /// The program
+    pub(crate) pid: u32,
+
+    /// Again every so many seconds, with what was added in the meantime
+    #[arg(short, long, value_name = "SECONDS")]
+    pub(crate) interval: Option<f64>,
+
+    /// Times to look, with --interval; without it until the program ends
+    #[arg(short = 'n', long, requires = "interval")]
+    pub(crate) count: Option<u64>,
+
+    /// One JSON object a look
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Arguments of `anywarp capture`.
@@ -281,6 +324,32 @@ pub(crate) const VARIABLES: &[Variable] = &[
                where both sides ask for none.",
     },
     Variable {
+        name: "ANYWARP_CARRIER",
+        value: "tcp|auto|eager|copy",
+        text: "What carries reliable connections between two processes of one user on one host, begun over TCP: memory \
+               that they share, once a connection has carried some requests (auto, when unset) or from the first on \
+               (eager); shared memory without copying from one process to the other, which hardened systems forbid \
+               and auto then leaves out by itself (copy); TCP all the time (tcp). One that says tcp is enough for TCP.",
+    },
+    Variable {
+        name: "ANYWARP_PIN",
+        value: "1",
+        text: "Registering memory locks its pages, as a card's driver does, within the limit of `ulimit -l`: more is \
+               ENOMEM. A page is unlocked with the last region that has it. Regions paged on demand are left alone.",
+    },
+    Variable {
+        name: "ANYWARP_PREFAULT",
+        value: "1",
+        text: "Registering memory brings its pages in, so that the first transfer does not wait for them. They are not \
+               locked.",
+    },
+    Variable {
+        name: "ANYWARP_CC",
+        value: "NAME",
+        text: "The congestion control of this side's connections over TCP (reno, cubic, bbr, …), of those that \
+               net.ipv4.tcp_allowed_congestion_control names; the host's when unset. `anywarp stat` shows it.",
+    },
+    Variable {
         name: "ANYWARP_RC",
         value: "tcp|udp",
         text: "What carries reliable connections that programs make by themselves, with ibv_modify_qp: standard iWARP \
@@ -302,6 +371,12 @@ pub(crate) const VARIABLES: &[Variable] = &[
                logged at the level info, and a summary is written to stderr at exit unless it says summary=off. \
                ANYWARP_FAULTS_FILE names a file with the same. `anywarp run --faults` sets it, after a check; with a text \
                that cannot be understood the device does not open.",
+    },
+    Variable {
+        name: "ANYWARP_STAT",
+        value: "0|1",
+        text: "Whether `anywarp stat PID` may ask the program for the counters of its queue pairs; 0 when unset. With 1 \
+               the device listens on an abstract socket, anywarp-stat-PID, for processes of the same user.",
     },
     Variable {
         name: "ANYWARP_CAPTURE",

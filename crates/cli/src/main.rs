@@ -1,9 +1,11 @@
 //! The `anywarp` command: runs unmodified RDMA programs on any machine, and says what this one offers.
 //!
 //! Order to read in: [`cli`] (what can be asked), [`library`] (where the drop-in libraries are and which
-//! variables put them in front), then one file per subcommand in [`cmd`]. All `unsafe` is in [`sys`].
+//! variables put them in front), then one file per subcommand in [`cmd`]. All `unsafe` is in [`sys`] and
+//! `bench/door.rs`.
 #![deny(unsafe_code)]
 
+mod bench;
 mod cli;
 mod cmd;
 mod elf;

@@ -249,6 +249,8 @@ mod tests {
                 "man1/anywarp-doctor.1",
                 "man1/anywarp-ping.1",
                 "man1/anywarp-blast.1",
+                "man1/anywarp-bench.1",
+                "man1/anywarp-stat.1",
                 "man7/anywarp.7"
             ]
         );

@@ -1,4 +1,5 @@
-//! The kernel features that the device uses, tried one by one. The only unsafe file of this crate.
+//! The kernel features that the device uses, tried one by one. Unsafe code of this crate is here and in
+//! `bench/door.rs`.
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer; each is made once, with plain arguments"
@@ -64,8 +65,17 @@ pub(crate) fn epoll_pwait2() -> io::Result<()> {
     }
 }
 
+/// The error of a call that says -1.
+pub(crate) fn result(rc: libc::c_int) -> io::Result<()> {
+    if rc < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
 /// Sets a socket option that is a number.
-fn set_option(
+pub(crate) fn set_option(
     socket: &impl AsRawFd,
     level: libc::c_int,
     name: libc::c_int,
@@ -73,7 +83,7 @@ fn set_option(
 ) -> io::Result<()> {
     let size = libc::socklen_t::try_from(size_of_val(&value)).unwrap_or_default();
     // SAFETY: `value` outlives the call and `size` is its size.
-    let rc = unsafe {
+    result(unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
             level,
@@ -81,12 +91,7 @@ fn set_option(
             (&raw const value).cast(),
             size,
         )
-    };
-    if rc < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
+    })
 }
 
 /// Whether UDP sockets segment large sends themselves.

@@ -5,6 +5,7 @@ mod doctor;
 mod env;
 mod generate;
 mod run;
+mod stat;
 
 use std::fmt;
 use std::io;
@@ -13,7 +14,7 @@ use std::process::ExitCode;
 
 use crate::cli::{Cli, Command};
 use crate::library::Missing;
-use crate::perf;
+use crate::{bench, perf};
 
 /// Runs what was asked for.
 pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
@@ -24,6 +25,9 @@ pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Doctor(args) => doctor::run(&args),
         Command::Ping(args) => perf::run(&args, true),
         Command::Blast(args) => perf::run(&args, false),
+        Command::Bench(args) => bench::run(&args),
+        Command::BenchRaw(args) => Ok(bench::raw::run(&args)),
+        Command::Stat(args) => stat::run(&args),
         Command::Generate(args) => generate::run(&args),
     }
 }
@@ -39,6 +43,8 @@ pub(crate) enum Failure {
     NotExecutable(PathBuf, io::Error),
     /// What is to go wrong cannot be understood, or not be read.
     Faults(String),
+    /// Counters of a process are not to be had.
+    Stat(String),
     /// Writing a file or the output failed.
     Write(PathBuf, io::Error),
 }
@@ -52,7 +58,7 @@ impl Failure {
             Self::NotExecutable(..) => 126,
             Self::Library(_) => 125,
             Self::Faults(_) => 2,
-            Self::Write(..) => 1,
+            Self::Write(..) | Self::Stat(_) => 1,
         })
     }
 }
@@ -62,6 +68,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Library(missing) => missing.fmt(f),
             Self::Faults(why) => write!(f, "--faults: {why}"),
+            Self::Stat(why) => f.write_str(why),
             Self::NotFound(program) => write!(f, "{program}: program not found"),
             Self::NotExecutable(path, e) => {
                 write!(f, "{}: cannot be executed: {e}", path.display())

@@ -61,6 +61,9 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
         command.env("ANYWARP_FAULTS", faults);
         command.env_remove("ANYWARP_FAULTS_FILE");
     }
+    if args.stat {
+        command.env("ANYWARP_STAT", "1");
+    }
     if let Some(address) = args.device_ip {
         command.env("ANYWARP_ADDR", address.to_string());
     }

@@ -48,7 +48,7 @@ const FUNCTIONS: &[Function] = &[
             "Requests are made with ibv_wr_start(3), ibv_wr_rdma_write(3) or another, ibv_wr_set_ud_addr(3) and \
              ibv_wr_set_sge_list(3) or ibv_wr_set_inline_data(3). On UD a Send or Write-Record is complete when the kernel took \
              it; a Read when all of the answer is there, or in error with IBV_WC_RETRY_EXC_ERR after read_timeout_us. On \
-             RD every request is complete when its peer has all of it, or in error: IBV_WC_RETRY_EXC_ERR when the peer was \
+             RD every request is complete when its peer has delivered all of it, which waits for a receive or for room for the record, or in error: IBV_WC_RETRY_EXC_ERR when the peer was \
              silent for peer_timeout_ms, IBV_WC_REM_ACCESS_ERR and IBV_WC_REM_INV_REQ_ERR when it refused, \
              IBV_WC_REM_ABORT_ERR when it was made anew meanwhile.",
         ],
@@ -75,6 +75,11 @@ const FUNCTIONS: &[Function] = &[
             "With ANYWARPDV_RECORD_COMPLETE all bytes are there. Otherwise, and unless ANYWARPDV_RECORD_IS_CHUNK is set, map names \
              the validity map: which bytes are there. It is kept until anywarpdv_release_map(3). A chunk is its own map: \
              valid bytes from offset.",
+            "At most max_records wait to be taken. On UD what comes then is written to memory and its record is lost \
+             (rec_overflow). On RD nothing is lost: the message that has no room for its record waits, with all that its writer sent \
+             behind it (with ANYWARPDV_QP_UNORDERED it alone), until this function makes room, as a Send waits for a receive. A program that \
+             does not want to take records asks its writers for ANYWARPDV_QP_PLAIN_WRITES. All records of RD are of complete \
+             messages, or chunks.",
             "Messages that are over by time alone, grace_us or deadline_us, are found when a datagram comes or this function is \
              called; no thread watches them unless records make completions as well.",
         ],
@@ -125,7 +130,8 @@ const FUNCTIONS: &[Function] = &[
         does: "give a validity map back",
         text: &[
             "The program has read the map. Records that wait and maps that are not released together are at most max_records of \
-             the queue pair; a record beyond is lost and counted (rec_overflow), though its bytes are in memory.",
+             the queue pair. On UD a record beyond is lost and counted (rec_overflow), though its bytes are in memory; on RD its \
+             writer waits: anywarpdv_poll_records(3).",
         ],
         returns: "0, or -1 with errno.",
         errors: &[("EINVAL", "There is no such map."), NOT_DATAGRAMS, LOST],

@@ -108,6 +108,10 @@ pub(crate) struct Perf {
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=255))]
     pub(crate) repeats: u64,
 
+    /// ud: how long a Write-Record may go without a datagram before it is recorded as it is; the usual is 100
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000), hide_default_value = true)]
+    pub(crate) deadline: u64,
+
     /// rd: deliver messages as they come
     #[arg(long)]
     pub(crate) unordered: bool,
@@ -128,7 +132,7 @@ pub(crate) struct Perf {
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..3600))]
     pub(crate) timeout: u64,
 
-    /// One line for each size into this file
+    /// One line for each size into this file; the column `unfinished` is 1 if the command was ended before it had measured all
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) csv: Option<PathBuf>,
 

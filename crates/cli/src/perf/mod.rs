@@ -41,6 +41,9 @@ const FAILED: u8 = 1;
 /// Exit status of wrong use.
 const MISUSE: u8 = 2;
 
+/// Exit status of a client that was interrupted, as of a program that the signal ends.
+const INTERRUPTED: u8 = 130;
+
 /// Set by SIGINT and SIGTERM.
 type Interrupted = Arc<AtomicBool>;
 
@@ -53,6 +56,18 @@ enum Lost {
     Peer(String),
 }
 
+/// From here on SIGINT and SIGTERM set `interrupted`; a second one ends the command at once.
+pub(crate) fn note_interrupts(interrupted: &Arc<AtomicBool>) {
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        let set =
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(interrupted))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(interrupted)));
+        if let Err(e) = set {
+            eprintln!("anywarp: warning: an interrupt will lose what was measured: {e}");
+        }
+    }
+}
+
 /// Runs either end.
 pub(crate) fn run(args: &Perf, ping: bool) -> Result<ExitCode, Failure> {
     if let Some(why) = args.contradiction(ping) {
@@ -61,20 +76,16 @@ pub(crate) fn run(args: &Perf, ping: bool) -> Result<ExitCode, Failure> {
     }
     let library = Library::find().map_err(Failure::Library)?;
     let interrupted = Interrupted::default();
-    for signal in [libc::SIGINT, libc::SIGTERM] {
-        // A second one ends the command at once.
-        let set =
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&interrupted))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&interrupted)));
-        if let Err(e) = set {
-            eprintln!("anywarp: warning: an interrupt will lose what was measured: {e}");
-        }
-    }
+    note_interrupts(&interrupted);
     let done = match &args.host {
         Some(host) => client(args, ping, host, &library, &interrupted)?,
         None => serve(args, &library, &interrupted),
     };
     Ok(match done {
+        Ok(_) if args.host.is_some() && interrupted.load(Ordering::Relaxed) => {
+            eprintln!("anywarp: interrupted: not all was measured that was asked for");
+            ExitCode::from(INTERRUPTED)
+        }
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(FAILED),
         Err(why) => {
@@ -232,6 +243,7 @@ fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
         ("record_mode", args.record_mode as u64),
         ("parity", args.parity),
         ("repeats", args.repeats),
+        ("deadline_ms", args.deadline),
         ("unordered", number(args.unordered)),
         ("exact", number(args.exact)),
         ("gid_index", args.gid_index),

@@ -326,26 +326,28 @@ impl Report {
         let _closed = io::stdout().flush();
     }
 
-    /// One line for each size.
+    /// One line for each size. The last column says whether the command was ended before it had measured all.
     pub(crate) fn csv(&self) -> String {
-        let mut text = String::new();
+        let names = self.values(0, &[]);
+        let names: Vec<&str> = names.iter().map(|(name, _)| *name).collect();
+        let mut text = format!(
+            "test,transport,op,size,runs,{},unfinished\n",
+            names.join(",")
+        );
         for (size, runs) in &self.points {
             let row = self.values(*size, runs);
-            if text.is_empty() {
-                let names: Vec<&str> = row.iter().map(|(name, _)| *name).collect();
-                text = format!("test,transport,op,size,runs,{}\n", names.join(","));
-            }
             let values: Vec<String> = row
                 .iter()
                 .map(|(_, value)| value.map_or_else(String::new, |v| format!("{v}")))
                 .collect();
             text.push_str(&format!(
-                "{},{},{},{size},{},{}\n",
+                "{},{},{},{size},{},{},{}\n",
                 if self.ping { "ping" } else { "blast" },
                 word(self.transport),
                 word(self.op),
                 runs.len(),
-                values.join(",")
+                values.join(","),
+                u8::from(self.partial)
             ));
         }
         text
@@ -399,6 +401,7 @@ fn options(args: &Perf) -> String {
     number("gather", args.gather, 1);
     number("parity", args.parity, 0);
     number("repeats", args.repeats, 0);
+    number("deadline", args.deadline, 0);
     number("warmup", args.warmup, 50);
     number("buffers", args.buffers.unwrap_or_default(), 0);
     number("iters", args.iters.unwrap_or_default(), 0);
@@ -456,7 +459,10 @@ fn conditions() -> Value {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
+    use crate::cli::{Cli, Command};
 
     #[test]
     fn quantiles_are_values_that_were_seen() {
@@ -471,6 +477,34 @@ mod tests {
         of.iter()
             .map(|(name, number)| ((*name).to_owned(), *number))
             .collect()
+    }
+
+    #[test]
+    fn a_table_says_whether_all_of_it_was_measured() {
+        let words = ["anywarp", "blast", "127.0.0.1", "-t", "ud"];
+        let Command::Blast(args) = Cli::try_parse_from(words).unwrap().command else {
+            panic!("not blast")
+        };
+        for ping in [false, true] {
+            for partial in [false, true] {
+                let mut report = Report::new(&args, ping);
+                let columns = |line: &str| line.split(',').count();
+                let head = report.csv();
+                assert!(head.ends_with(",unfinished\n"), "{head}");
+                report.add(64, Run::default());
+                report.add(128, Run::default());
+                report.end(partial);
+                let text = report.csv();
+                assert!(text.starts_with(&head), "{text}");
+                let lines: Vec<&str> = text.lines().skip(1).collect();
+                assert_eq!(lines.len(), 2, "{text}");
+                for line in lines {
+                    let last = if partial { ",1" } else { ",0" };
+                    assert!(line.ends_with(last), "{line}");
+                    assert_eq!(columns(line), columns(&head), "{line}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -1,0 +1,196 @@
+//! System calls of the raw peers that std does not offer. Unsafe code of this crate is here and in [`crate::sys`].
+#![allow(
+    unsafe_code,
+    reason = "system calls that std does not offer, and memory that two processes share"
+)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::sys::{result, set_option};
+
+/// `SOL_UDP` option of the kernel's datagram segmentation.
+const UDP_SEGMENT: libc::c_int = 103;
+
+/// `SOL_UDP` option of the kernel's datagram coalescing.
+const UDP_GRO: libc::c_int = 104;
+
+/// Lets the kernel cut what is sent into datagrams of `size`.
+pub(crate) fn segment(socket: &impl AsRawFd, size: u16) -> io::Result<()> {
+    set_option(socket, libc::SOL_UDP, UDP_SEGMENT, size.into())
+}
+
+/// Lets the kernel hand over many datagrams as one.
+pub(crate) fn coalesce(socket: &impl AsRawFd) -> io::Result<()> {
+    set_option(socket, libc::SOL_UDP, UDP_GRO, 1)
+}
+
+/// Asks for room to receive and to send, in bytes, beyond the host's limit if we may.
+pub(crate) fn room(socket: &impl AsRawFd, (receive, send): (i32, i32)) -> io::Result<()> {
+    for (forced, asked, bytes) in [
+        (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, receive),
+        (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, send),
+    ] {
+        set_option(socket, libc::SOL_SOCKET, forced, bytes)
+            .or_else(|_| set_option(socket, libc::SOL_SOCKET, asked, bytes))?;
+    }
+    Ok(())
+}
+
+/// Chooses how a TCP socket controls congestion.
+pub(crate) fn choose_congestion(socket: &impl AsRawFd, name: &str) -> io::Result<()> {
+    let size = libc::socklen_t::try_from(name.len()).unwrap_or_default();
+    // SAFETY: `name` outlives the call and `size` is its size.
+    result(unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_CONGESTION,
+            name.as_ptr().cast(),
+            size,
+        )
+    })
+}
+
+/// How a TCP socket controls congestion.
+pub(crate) fn congestion(socket: &impl AsRawFd) -> io::Result<String> {
+    let mut name = [0u8; 16];
+    let mut size = libc::socklen_t::try_from(name.len()).unwrap_or_default();
+    // SAFETY: `name` has `size` bytes, and both outlive the call.
+    result(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_CONGESTION,
+            name.as_mut_ptr().cast(),
+            &raw mut size,
+        )
+    })?;
+    let name = name.split(|&b| b == 0).next().unwrap_or_default();
+    Ok(String::from_utf8_lossy(name).into_owned())
+}
+
+/// Lets any process of this user write into this one.
+pub(crate) fn allow_access() {
+    // SAFETY: takes numbers and touches no memory of ours. Hosts that do not restrict access know nothing of it and say so.
+    let _not_restricted = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY) };
+}
+
+/// Writes `from` into another process, or fails.
+pub(crate) fn write_into(pid: i32, to: u64, from: &[u8]) -> io::Result<()> {
+    let local = libc::iovec {
+        iov_base: from.as_ptr().cast_mut().cast(),
+        iov_len: from.len(),
+    };
+    let remote = libc::iovec {
+        iov_base: std::ptr::with_exposed_provenance_mut(to as usize),
+        iov_len: from.len(),
+    };
+    // SAFETY: `local` is only read; the other address is looked up in the other process by the kernel.
+    let n = unsafe { libc::process_vm_writev(pid, &raw const local, 1, &raw const remote, 1, 0) };
+    whole(n, from.len())
+}
+
+/// Reads `to.len()` bytes out of another process, or fails.
+pub(crate) fn read_from(pid: i32, from: u64, to: &mut [u8]) -> io::Result<()> {
+    let local = libc::iovec {
+        iov_base: to.as_mut_ptr().cast(),
+        iov_len: to.len(),
+    };
+    let remote = libc::iovec {
+        iov_base: std::ptr::with_exposed_provenance_mut(from as usize),
+        iov_len: to.len(),
+    };
+    // SAFETY: `local` is `to`, which nothing else uses meanwhile; the other address is looked up in the other process.
+    let n = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
+    whole(n, to.len())
+}
+
+fn whole(n: isize, wanted: usize) -> io::Result<()> {
+    match usize::try_from(n) {
+        Err(_) => Err(io::Error::last_os_error()),
+        Ok(n) if n == wanted => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+/// Memory of a file that two processes have mapped.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+impl Shared {
+    /// Maps the first `len` bytes of `file`, which has them.
+    pub(crate) fn map(file: &File, len: usize) -> io::Result<Self> {
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let at = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(at.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { start, len })
+    }
+
+    /// The eight bytes at `at`.
+    pub(crate) fn flag(&self, at: usize) -> &AtomicU64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= self.len);
+        // SAFETY: inside the mapping and aligned (checked above; mappings begin with a page), which lives as long as
+        // `self`; both processes use these bytes as an atomic number only.
+        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
+    }
+
+    /// Copies `from` to `at`; the other process does not look before a flag says so.
+    pub(crate) fn put(&self, at: usize, from: &[u8]) {
+        assert!(at + from.len() <= self.len);
+        // SAFETY: inside the mapping (checked above), and `from` is a slice, so it is elsewhere.
+        unsafe {
+            self.start
+                .as_ptr()
+                .add(at)
+                .copy_from_nonoverlapping(from.as_ptr(), from.len());
+        }
+    }
+
+    /// Copies from `at`; the other process does not write before a flag says so.
+    pub(crate) fn get(&self, at: usize, to: &mut [u8]) {
+        assert!(at + to.len() <= self.len);
+        // SAFETY: inside the mapping (checked above), and `to` is a slice, so it is elsewhere.
+        unsafe {
+            to.as_mut_ptr()
+                .copy_from_nonoverlapping(self.start.as_ptr().add(at), to.len());
+        }
+    }
+
+    /// Waits, without sleeping, until the flag at `at` is `wanted`; false when it took too long.
+    pub(crate) fn spin(&self, at: usize, wanted: u64, turns: u64) -> bool {
+        let flag = self.flag(at);
+        for _ in 0..turns {
+            if flag.load(Ordering::Acquire) == wanted {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        false
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: this mapping was made by `map`, and nothing refers to it any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}

@@ -1,0 +1,213 @@
+//! `anywarp bench`: what this machine does with plain sockets, with our device and with what else is installed, in turn.
+//!
+//! `rows` says what is measured and held against what, `run` measures once, `raw` are the plain sockets (`door`
+//! has their system calls), `report` says and draws what was seen. Only values of one run are compared: each
+//! repetition measures all parties of a row one after the other, and medians are over repetitions.
+
+pub(crate) mod args;
+mod door;
+mod plot;
+pub(crate) mod raw;
+mod report;
+mod rows;
+mod run;
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use std::{fs, io};
+
+use self::args::Bench;
+use self::report::{Report, Seen};
+use self::rows::Row;
+use self::run::{Lost, Stage};
+use crate::cmd::Failure;
+
+/// Repetitions when nothing else is asked for: of everything, and of the usual rows.
+const REPEAT: (u64, u64) = (7, 3);
+
+/// Exit status when something could not be measured, or a bar that has to be met is not.
+const FAILED: u8 = 1;
+
+/// Exit status of wrong use.
+const MISUSE: u8 = 2;
+
+/// Exit status after an interrupt.
+const INTERRUPTED: u8 = 130;
+
+/// Runs the command.
+pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
+    let write = |path: &Path, e: io::Error| Failure::Write(path.to_owned(), e);
+    if let (Some(from), Some(to)) = (&args.from, &args.report) {
+        let text = fs::read_to_string(from).map_err(|e| write(from, e))?;
+        return match Report::parse(&text) {
+            Ok(report) => {
+                plot::draw(&report, to).map_err(|e| write(to, e))?;
+                Ok(ExitCode::SUCCESS)
+            }
+            Err(why) => {
+                eprintln!("anywarp: {}: {why}", from.display());
+                Ok(ExitCode::from(MISUSE))
+            }
+        };
+    }
+    let all = rows::all(args.mtu.unwrap_or_else(loopback_mtu));
+    if args.list {
+        for row in &all {
+            println!("{:<14} {}", row.name, row.what);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let chosen = match choose(args, all) {
+        Ok(chosen) => chosen,
+        Err(why) => {
+            eprintln!("anywarp: {why}");
+            return Ok(ExitCode::from(MISUSE));
+        }
+    };
+    let interrupted = Arc::new(AtomicBool::new(false));
+    crate::perf::note_interrupts(&interrupted);
+    let stage = match Stage::new(args, Arc::clone(&interrupted)) {
+        Ok(stage) => stage,
+        Err(why) => {
+            eprintln!("anywarp: {why}");
+            return Ok(ExitCode::from(MISUSE));
+        }
+    };
+    let usual = if args.all || !args.only.is_empty() {
+        REPEAT.0
+    } else {
+        REPEAT.1
+    };
+    let repeat = args.repeat.unwrap_or(usual);
+    let mut report = Report::new(&args.cpus, args.short, repeat);
+    let keep = |report: &Report| match &args.json {
+        Some(path) => report.save(path).map_err(|e| write(path, e)),
+        None => Ok(()),
+    };
+    println!("{}", report.head());
+    let began = Instant::now();
+    let count = chosen.len();
+    for (at, row) in chosen.iter().enumerate() {
+        let seen = measure(
+            row,
+            &stage,
+            repeat,
+            &format!("{} of {count}", at + 1),
+            &mut |seen| {
+                report.now = Some(seen.clone());
+                keep(&report)
+            },
+        )?;
+        report.rows.push(seen);
+        report.now = None;
+        if let Some(seen) = report.rows.last() {
+            println!("{}", seen.table());
+        }
+        keep(&report)?;
+        if interrupted.load(Ordering::Relaxed) {
+            break;
+        }
+    }
+    report.partial = interrupted.load(Ordering::Relaxed);
+    keep(&report)?;
+    if let Some(path) = &args.report {
+        plot::draw(&report, path).map_err(|e| write(path, e))?;
+    }
+    println!("{}", report.summary(began.elapsed()));
+    Ok(if report.partial {
+        ExitCode::from(INTERRUPTED)
+    } else if report.failures() > 0 || args.strict && report.missed() > 0 {
+        ExitCode::from(FAILED)
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// The rows that were asked for.
+fn choose(args: &Bench, all: Vec<Row>) -> Result<Vec<Row>, String> {
+    if args.only.is_empty() {
+        return Ok(all
+            .into_iter()
+            .filter(|row| args.all || row.usual)
+            .collect());
+    }
+    for name in &args.only {
+        if !all.iter().any(|row| row.name.starts_with(name.as_str())) {
+            return Err(format!(
+                "there is no row {name}; `anywarp bench --list` has them"
+            ));
+        }
+    }
+    // A whole name means that row alone.
+    let exact = |name: &String| all.iter().any(|row| row.name == name);
+    let exact: Vec<bool> = args.only.iter().map(exact).collect();
+    Ok(all
+        .iter()
+        .filter(|row| {
+            args.only.iter().zip(&exact).any(|(name, exact)| {
+                if *exact {
+                    row.name == name
+                } else {
+                    row.name.starts_with(name.as_str())
+                }
+            })
+        })
+        .cloned()
+        .collect())
+}
+
+/// Measures all parties of a row in turn, `repeat` times.
+fn measure(
+    row: &Row,
+    stage: &Stage,
+    repeat: u64,
+    place: &str,
+    keep: &mut impl FnMut(&Seen) -> Result<(), Failure>,
+) -> Result<Seen, Failure> {
+    let mut seen = Seen::new(row, stage);
+    let terminal = io::stderr().is_terminal();
+    for number in 1..=repeat {
+        for (at, party) in row.parties.iter().enumerate() {
+            // What is not there, or has failed twice, is not tried again.
+            if !seen.goes_on(at) {
+                continue;
+            }
+            let text = format!(
+                "{} ({place}), {number} of {repeat}: {}",
+                row.name, party.name
+            );
+            if terminal {
+                eprint!("\r{text}\x1b[K");
+            } else if at == 0 {
+                eprintln!("{text}");
+            }
+            match stage.measure(party, row.unit) {
+                Ok(sample) => seen.add(at, sample),
+                Err(Lost::Interrupted) => {
+                    if terminal {
+                        eprintln!();
+                    }
+                    return Ok(seen);
+                }
+                Err(Lost::Failed(why)) => seen.fail(at, why),
+            }
+            keep(&seen)?;
+        }
+    }
+    if terminal {
+        eprint!("\r\x1b[K");
+    }
+    Ok(seen)
+}
+
+/// The MTU of the loopback.
+fn loopback_mtu() -> u32 {
+    fs::read_to_string("/sys/class/net/lo/mtu")
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(65536)
+}

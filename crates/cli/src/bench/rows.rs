@@ -1,0 +1,677 @@
+//! What is measured, in which way, and what it is held against.
+
+/// What the values of a row are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unit {
+    /// Microseconds, one way; less is better.
+    Us,
+    /// 10^9 bytes a second.
+    Gbs,
+    /// Million messages a second.
+    Ms,
+    /// A number of something that costs; less is better.
+    Count,
+    /// A share of 1; less is better.
+    Share,
+}
+
+impl Unit {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Us => "µs",
+            Self::Gbs => "GB/s",
+            Self::Ms => "M/s",
+            Self::Count => "",
+            Self::Share => "%",
+        }
+    }
+
+    /// True if more is worse.
+    pub(crate) fn costs(self) -> bool {
+        matches!(self, Self::Us | Self::Count | Self::Share)
+    }
+}
+
+/// How a value comes about. In the words of a command `{host}`, `{port}` and `{word}` are filled in, and `N:1000` is a
+/// count that --short makes smaller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum How {
+    /// `anywarp bench-raw`
+    Raw(String),
+    /// A program of perftest, unmodified, on our device.
+    Perftest(&'static str, String),
+    /// `anywarp ping` or `blast`
+    Ours(&'static str, String),
+    /// Something else that is installed: the program, and the words of its server and its client.
+    Peer(&'static str, &'static str, &'static str),
+    /// The verbs program of the tests, at two ends.
+    Verbs(String),
+    /// The same, alone.
+    VerbsAlone(String),
+    /// The MPI program of the tests: two ranks that an MPI's own command starts, with the words in front of the program
+    /// and those behind it.
+    Mpi(&'static str, &'static str),
+}
+
+/// One of those that are measured side by side.
+#[derive(Debug, Clone)]
+pub(crate) struct Party {
+    pub(crate) name: String,
+    pub(crate) how: How,
+    pub(crate) env: Vec<(&'static str, &'static str)>,
+    /// Which of the program's numbers, if it is not the one that the unit of the row tells.
+    pub(crate) value: Option<&'static str>,
+    /// What that is multiplied with.
+    pub(crate) factor: f64,
+}
+
+/// What must hold.
+#[derive(Debug, Clone)]
+pub(crate) struct Bar {
+    /// Whose value.
+    pub(crate) of: &'static str,
+    /// Divided by whose, or the value itself.
+    pub(crate) by: By,
+    /// At most this for what costs, at least this for what is gained.
+    pub(crate) limit: f64,
+    /// What one would like.
+    pub(crate) aim: Option<f64>,
+}
+
+/// What a value is held against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum By {
+    /// Divided by another's.
+    Ratio(&'static str),
+    /// Another's taken away.
+    Beyond(&'static str),
+    /// Nothing.
+    Itself,
+}
+
+/// Values that belong together.
+#[derive(Debug, Clone)]
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
+    pub(crate) what: &'static str,
+    pub(crate) unit: Unit,
+    /// True for those that are measured when nothing else is asked for.
+    pub(crate) usual: bool,
+    pub(crate) parties: Vec<Party>,
+    pub(crate) bars: Vec<Bar>,
+}
+
+fn party(name: &str, how: How) -> Party {
+    Party {
+        name: name.to_owned(),
+        how,
+        env: Vec::new(),
+        value: None,
+        factor: 1.0,
+    }
+}
+
+impl Party {
+    fn env(mut self, name: &'static str, value: &'static str) -> Self {
+        self.env.push((name, value));
+        self
+    }
+
+    /// Takes another number of the program, times a factor.
+    fn takes(mut self, value: &'static str, factor: f64) -> Self {
+        self.value = Some(value);
+        self.factor = factor;
+        self
+    }
+
+    /// Multiplies: there and back is twice one way.
+    fn times(mut self, factor: f64) -> Self {
+        self.factor *= factor;
+        self
+    }
+}
+
+fn raw(name: &str, words: &str) -> Party {
+    party(name, How::Raw(words.to_owned()))
+}
+
+fn perftest(name: &str, program: &'static str, words: &str) -> Party {
+    party(name, How::Perftest(program, words.to_owned())).env(LOCAL.0, LOCAL.1)
+}
+
+fn ping(name: &str, words: &str) -> Party {
+    party(name, How::Ours("ping", words.to_owned()))
+        .env(LOCAL.0, LOCAL.1)
+        .takes("median_us", 1.0)
+}
+
+fn blast(name: &str, words: &str) -> Party {
+    party(name, How::Ours("blast", words.to_owned()))
+        .env(LOCAL.0, LOCAL.1)
+        .takes("arrived_mb_s", 1e-3)
+}
+
+fn verbs(name: &str, words: &str) -> Party {
+    party(name, How::Verbs(words.to_owned())).env(LOCAL.0, LOCAL.1)
+}
+
+fn fi_pingpong(name: &str, server: &'static str, client: &'static str) -> Party {
+    party(name, How::Peer("fi_pingpong", server, client))
+}
+
+fn ucx(name: &str, server: &'static str, client: &'static str) -> Party {
+    // UCX looks for devices; only the one that is named may be found.
+    party(name, How::Peer("ucx_perftest", server, client)).env("UCX_TLS", "tcp")
+}
+
+/// Open MPI over the kernel's TCP of this host.
+fn openmpi(words: &'static str) -> Party {
+    const LAUNCH: &str = "mpiexec.openmpi -n 2 --use-hwthread-cpus --oversubscribe --bind-to hwthread:overload-allowed --mca pml ob1 --mca btl self,tcp \
+         --mca btl_tcp_if_include lo";
+    // Containers have no other user.
+    party("Open MPI tcp", How::Mpi(LAUNCH, words))
+        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+}
+
+fn bar(of: &'static str, by: By, limit: f64, aim: impl Into<Option<f64>>) -> Bar {
+    Bar {
+        of,
+        by,
+        limit,
+        aim: aim.into(),
+    }
+}
+
+/// Keeps two processes on one host on the network.
+const LOCAL: (&str, &str) = ("ANYWARP_CARRIER", "tcp");
+
+/// Turns the checksum off.
+const NO_CRC: (&str, &str) = ("ANYWARP_CRC", "0");
+
+/// Names of parties that bars refer to.
+const RAW: &str = "raw TCP";
+const UDP: &str = "raw UDP";
+const SEND: &str = "Send";
+const WRITE: &str = "Write";
+const READ: &str = "Read";
+const FI: &str = "libfabric tcp";
+const UCX: &str = "UCX tcp";
+
+/// All rows. `mtu` is that of the link, for raw datagrams as long as those of the device.
+pub(crate) fn all(mtu: u32) -> Vec<Row> {
+    let datagram = mtu.saturating_sub(28).clamp(64, 65507);
+    let latency = |name, what, size: u32, count: u32, usual, fi: [&'static str; 2]| {
+        let words = format!("-s {size} -n N:{count}");
+        Row {
+            name,
+            what,
+            unit: Unit::Us,
+            usual,
+            parties: vec![
+                raw(RAW, &format!("tcp-spin --size {size} --millis N:500")),
+                perftest(SEND, "ib_send_lat", &words),
+                perftest(WRITE, "ib_write_lat", &words),
+                ping("ping", &format!("-t rc -o send -s {size} -n N:{count}")),
+                fi_pingpong(FI, fi[0], fi[1]),
+            ],
+            bars: Vec::new(),
+        }
+    };
+    let mut rows = Vec::new();
+
+    let mut row = latency(
+        "lat-64",
+        "RC one way, 64 B, both ends polling",
+        64,
+        30000,
+        true,
+        [
+            "-p tcp -e msg -B {port} -I N:30000 -S 64",
+            "-p tcp -e msg -P {port} -I N:30000 -S 64 {host}",
+        ],
+    );
+    row.parties.push(ucx(
+        UCX,
+        "-p {port}",
+        "{host} -p {port} -t ucp_put_lat -s 64 -n N:20000 -f",
+    ));
+    row.parties.push(openmpi("lat 64 N:20000"));
+    for of in [SEND, WRITE] {
+        row.bars.extend([
+            bar(of, By::Ratio(RAW), 1.2, 1.1),
+            bar(of, By::Ratio(FI), 0.95, None),
+            bar(of, By::Ratio(UCX), 0.5, None),
+        ]);
+    }
+    rows.push(row);
+
+    let mut row = latency(
+        "lat-4k",
+        "RC one way, 4 KiB",
+        4096,
+        20000,
+        false,
+        [
+            "-p tcp -e msg -B {port} -I N:20000 -S 4096",
+            "-p tcp -e msg -P {port} -I N:20000 -S 4096 {host}",
+        ],
+    );
+    row.parties.push(openmpi("lat 4096 N:20000"));
+    for of in [SEND, WRITE] {
+        row.bars.extend([
+            bar(of, By::Ratio(RAW), 1.2, 1.1),
+            bar(of, By::Ratio(FI), 1.0, None),
+        ]);
+    }
+    rows.push(row);
+
+    let mut row = latency(
+        "lat-64k",
+        "RC one way, 64 KiB",
+        65536,
+        6000,
+        false,
+        [
+            "-p tcp -e msg -B {port} -I N:6000 -S 65536",
+            "-p tcp -e msg -P {port} -I N:6000 -S 65536 {host}",
+        ],
+    );
+    row.parties.push(openmpi("lat 65536 N:6000"));
+    for of in [SEND, WRITE] {
+        row.bars.extend([
+            bar(of, By::Ratio(RAW), 1.15, 1.1),
+            bar(of, By::Ratio(FI), 1.0, None),
+        ]);
+    }
+    rows.push(row);
+
+    rows.push(Row {
+        name: "event-64",
+        what: "RC one way, 64 B, both ends sleeping until something comes",
+        unit: Unit::Us,
+        usual: true,
+        parties: vec![
+            raw(RAW, "tcp-sleep --size 64 --millis N:500"),
+            perftest(SEND, "ib_send_lat", "-e -s 64 -n N:10000"),
+            ping("ping", "-t rc -o send --event -s 64 -n N:10000"),
+        ],
+        bars: vec![bar(SEND, By::Ratio(RAW), 1.3, 1.1)],
+    });
+
+    rows.push(Row {
+        name: "idle-qps",
+        what: "RC one way, 64 B, beside 64 idle queue pairs",
+        unit: Unit::Us,
+        usual: false,
+        parties: vec![
+            verbs("alone", "ping --idle 0 --count N:30000"),
+            verbs("64 idle", "ping --idle 64 --count N:30000"),
+        ],
+        bars: vec![bar("64 idle", By::Beyond("alone"), 0.5, 0.3)],
+    });
+
+    rows.push(Row {
+        name: "ud-64",
+        what: "UD one way, 64 B, both ends polling",
+        unit: Unit::Us,
+        usual: true,
+        parties: vec![
+            raw(UDP, "udp-spin --size 64 --millis N:500"),
+            perftest("UD Send", "ib_send_lat", "-c UD -s 64 -n N:30000"),
+            ping("UD ping", "-t ud -o send -s 64 -n N:30000"),
+            perftest("RC Send", "ib_send_lat", "-s 64 -n N:30000"),
+            fi_pingpong(
+                "libfabric udp",
+                "-p udp -e dgram -B {port} -I N:20000 -S 64",
+                "-p udp -e dgram -P {port} -I N:20000 -S 64 {host}",
+            ),
+        ],
+        bars: vec![
+            bar("UD Send", By::Ratio(UDP), 1.2, 1.1),
+            bar("UD Send", By::Ratio("libfabric udp"), 0.85, None),
+            bar("UD Send", By::Ratio("RC Send"), 0.75, None),
+        ],
+    });
+
+    rows.push(Row {
+        name: "read-64",
+        what: "RDMA Read of 64 B, there and back",
+        unit: Unit::Us,
+        usual: true,
+        parties: vec![
+            raw(RAW, "tcp-spin --size 64 --millis N:500").times(2.0),
+            verbs(READ, "read --count N:20000"),
+            raw("raw TCP asleep", "tcp-sleep --size 64 --millis N:500").times(2.0),
+            perftest("Read, target asleep", "ib_read_lat", "-s 64 -n N:10000"),
+        ],
+        bars: vec![
+            bar(READ, By::Ratio(RAW), 1.25, None),
+            bar(
+                "Read, target asleep",
+                By::Ratio("raw TCP asleep"),
+                1.6,
+                None,
+            ),
+        ],
+    });
+
+    let bulk = "-s 1048576 -t 16 -r 16 -n N:3000";
+    rows.push(Row {
+        name: "bw-1m",
+        what: "RC bandwidth, 1 MiB, depth 16",
+        unit: Unit::Gbs,
+        usual: true,
+        parties: vec![
+            raw(RAW, "tcp-stream --size 1048576 --millis N:600"),
+            perftest(WRITE, "ib_write_bw", "-s 1048576 -t 16 -n N:3000"),
+            perftest(SEND, "ib_send_bw", bulk),
+            perftest("Write, no CRC", "ib_write_bw", "-s 1048576 -t 16 -n N:3000")
+                .env(NO_CRC.0, NO_CRC.1),
+            perftest("Send, no CRC", "ib_send_bw", bulk).env(NO_CRC.0, NO_CRC.1),
+            blast("blast", "-t rc -o write -s 1M --depth 16 -n N:3000"),
+            ucx(
+                UCX,
+                "-p {port}",
+                "{host} -p {port} -t ucp_put_bw -s 1048576 -n N:3000 -f",
+            ),
+            openmpi("bw 1048576 N:3000 16"),
+        ],
+        bars: vec![
+            bar(WRITE, By::Ratio(RAW), 0.7, 0.85),
+            bar(SEND, By::Ratio(RAW), 0.7, 0.85),
+            bar("Write, no CRC", By::Ratio(RAW), 0.85, 0.95),
+            bar("Send, no CRC", By::Ratio(RAW), 0.85, 0.95),
+        ],
+    });
+
+    rows.push(Row {
+        name: "bw-64k",
+        what: "RC bandwidth, 64 KiB, depth 64",
+        unit: Unit::Gbs,
+        usual: true,
+        parties: vec![
+            raw(RAW, "tcp-stream --size 65536 --millis N:600"),
+            perftest(WRITE, "ib_write_bw", "-s 65536 -t 64 -n N:30000"),
+            perftest(SEND, "ib_send_bw", "-s 65536 -t 64 -r 128 -n N:30000"),
+            ucx(
+                UCX,
+                "-p {port}",
+                "{host} -p {port} -t ucp_put_bw -s 65536 -n N:30000 -f",
+            ),
+            openmpi("bw 65536 N:30000 64"),
+        ],
+        bars: vec![
+            bar(WRITE, By::Ratio(RAW), 1.0, 1.1),
+            bar(SEND, By::Ratio(RAW), 1.0, 1.1),
+            bar(WRITE, By::Ratio(UCX), 1.0, None),
+        ],
+    });
+
+    rows.push(Row {
+        name: "bw-read-1m",
+        what: "RDMA Read bandwidth, 1 MiB",
+        unit: Unit::Gbs,
+        usual: false,
+        parties: vec![
+            raw(RAW, "tcp-stream --size 1048576 --millis N:600"),
+            perftest(READ, "ib_read_bw", "-s 1048576 -t 16 -n N:3000"),
+            ucx(
+                UCX,
+                "-p {port}",
+                "{host} -p {port} -t ucp_get -s 1048576 -n N:2000 -f",
+            ),
+        ],
+        bars: vec![bar(READ, By::Ratio(RAW), 0.65, 0.85)],
+    });
+
+    rows.push(Row {
+        name: "rate-64",
+        what: "RC messages of 64 B, depth 128, one post each",
+        unit: Unit::Ms,
+        usual: true,
+        parties: vec![
+            raw(RAW, "tcp-stream --size 64 --millis N:500"),
+            perftest(SEND, "ib_send_bw", "-s 64 -n N:1000000"),
+            perftest(WRITE, "ib_write_bw", "-s 64 -n N:1000000"),
+            ucx(
+                UCX,
+                "-p {port}",
+                "{host} -p {port} -t ucp_put_bw -s 64 -n N:500000 -f",
+            ),
+        ],
+        bars: vec![
+            bar(SEND, By::Ratio(RAW), 5.0, 12.0),
+            bar(WRITE, By::Ratio(RAW), 5.0, 12.0),
+        ],
+    });
+
+    rows.push(Row {
+        name: "rate-64-lists",
+        what: "RC messages of 64 B, lists of 32",
+        unit: Unit::Ms,
+        usual: false,
+        parties: vec![
+            raw(RAW, "tcp-stream --size 64 --list 32 --millis N:500"),
+            perftest(SEND, "ib_send_bw", "-s 64 -l 32 -n N:3200000"),
+            perftest(WRITE, "ib_write_bw", "-s 64 -l 32 -n N:3200000"),
+        ],
+        bars: vec![
+            bar(SEND, By::Ratio(RAW), 0.7, 1.0),
+            bar(WRITE, By::Ratio(RAW), 0.7, 1.0),
+        ],
+    });
+
+    for (name, what, size, usual, limits) in [
+        (
+            "ud-rate-64",
+            "UD messages of 64 B, depth 128",
+            64,
+            true,
+            [10.0, 0.4, 0.6],
+        ),
+        (
+            "ud-rate-1k",
+            "UD messages of 1 KiB, depth 128",
+            1024,
+            false,
+            [6.0, 0.6, 0.75],
+        ),
+    ] {
+        rows.push(Row {
+            name,
+            what,
+            unit: Unit::Ms,
+            usual,
+            parties: vec![
+                raw(UDP, &format!("udp-messages --size {size} --millis N:500")),
+                raw(
+                    "raw GSO+GRO",
+                    &format!("udp-gso --size {size} --millis N:500"),
+                ),
+                perftest(
+                    "UD Send",
+                    "ib_send_bw",
+                    &format!("-c UD -s {size} -n N:1000000"),
+                ),
+                blast(
+                    "UD blast",
+                    &format!("-t ud -o send -s {size} --depth 128 -n N:1000000"),
+                )
+                .times(1e3 / f64::from(size)),
+            ],
+            bars: vec![
+                bar("UD Send", By::Ratio(UDP), limits[0], None),
+                bar("UD Send", By::Ratio("raw GSO+GRO"), limits[1], limits[2]),
+            ],
+        });
+    }
+
+    rows.push(Row {
+        name: "record-1m",
+        what: "Write-Record, 1 MiB in datagrams of the path's MTU",
+        unit: Unit::Gbs,
+        usual: true,
+        parties: vec![
+            raw(
+                "raw GSO+GRO",
+                &format!("udp-gso --size {datagram} --millis N:600"),
+            ),
+            blast(
+                "Write-Record",
+                "-t ud -o write-record -s 1M --depth 16 -n N:2000",
+            ),
+        ],
+        bars: vec![bar("Write-Record", By::Ratio("raw GSO+GRO"), 0.6, 0.75)],
+    });
+
+    rows.push(Row {
+        name: "qps-64",
+        what: "Writes of 4 KiB on 64 RC queue pairs in turn",
+        unit: Unit::Ms,
+        usual: false,
+        parties: vec![
+            verbs("1", "spread --qps 1 --count N:400000"),
+            verbs("64", "spread --qps 64 --count N:400000"),
+        ],
+        bars: vec![bar("64", By::Ratio("1"), 0.8, None)],
+    });
+
+    rows.push(Row {
+        name: "qps-64-fair",
+        what: "how far the share of the best served of 64 queue pairs is from that of the worst",
+        unit: Unit::Share,
+        usual: false,
+        parties: vec![verbs("64", "spread --qps 64 --count N:400000").takes("unfairness", 100.0)],
+        bars: vec![bar("64", By::Itself, 10.0, None)],
+    });
+
+    rows.push(Row {
+        name: "passive",
+        what: "system calls and wake-ups of the target's thread during 20,000 Writes and Reads",
+        unit: Unit::Count,
+        usual: false,
+        parties: vec![
+            verbs("wake-ups", "passive --count N:20000").takes("wakeups", 1.0),
+            verbs("system calls", "passive --count N:20000").takes("calls", 1.0),
+        ],
+        bars: vec![
+            bar("wake-ups", By::Itself, 0.0, None),
+            bar("system calls", By::Itself, 0.0, None),
+        ],
+    });
+
+    rows.push(Row {
+        name: "idle-1000",
+        what: "processor time of a process with 1,000 idle RC queue pairs",
+        unit: Unit::Share,
+        usual: false,
+        parties: vec![verbs("asleep", "idle --qps 1000 --millis N:5000").takes("share", 100.0)],
+        bars: vec![bar("asleep", By::Itself, 0.1, None)],
+    });
+
+    rows.push(Row {
+        name: "idle-polling",
+        what: "wake-ups of the engine's thread while the program polls beside 1,000 idle RC queue pairs",
+        unit: Unit::Count,
+        usual: false,
+        parties: vec![
+            verbs("worker", "idle --qps 1000 --poll 1 --millis N:2000").takes("wakeups", 1.0),
+        ],
+        bars: vec![bar("worker", By::Itself, 0.0, None)],
+    });
+
+    for (name, what, size) in [
+        ("reg-4k", "ibv_reg_mr of 4 KiB", "4096"),
+        ("reg-1m", "ibv_reg_mr of 1 MiB", "1048576"),
+        ("reg-1g", "ibv_reg_mr of 1 GiB", "1073741824"),
+    ] {
+        let words = format!("reg --size {size} --count N:20000");
+        rows.push(Row {
+            name,
+            what,
+            unit: Unit::Us,
+            usual: false,
+            parties: vec![
+                party("reg_mr", How::VerbsAlone(words.clone())),
+                party("dereg_mr", How::VerbsAlone(words)).takes("dereg_us", 1.0),
+            ],
+            bars: vec![
+                bar("reg_mr", By::Itself, 1.0, None),
+                bar("dereg_mr", By::Itself, 1.0, None),
+            ],
+        });
+    }
+
+    rows.push(Row {
+        name: "shm-64",
+        what: "one way between two processes of one host, 64 B",
+        unit: Unit::Us,
+        usual: true,
+        parties: vec![
+            raw("raw memory", "shm --size 64 --millis N:300"),
+            near(perftest(SEND, "ib_send_lat", "-s 64 -n N:50000")),
+            fi_pingpong(
+                "libfabric shm",
+                "-p shm -e rdm -B {port} -I N:50000 -S 64",
+                "-p shm -e rdm -P {port} -I N:50000 -S 64 {host}",
+            ),
+        ],
+        bars: vec![
+            bar(SEND, By::Ratio("raw memory"), 2.0, None),
+            bar(SEND, By::Ratio("libfabric shm"), 1.0, 0.65),
+        ],
+    });
+
+    rows.push(Row {
+        name: "shm-1m",
+        what: "Writes of 1 MiB from private memory between two processes of one host",
+        unit: Unit::Gbs,
+        usual: false,
+        parties: vec![
+            raw("process_vm_writev", "cma --size 1048576 --millis N:500"),
+            near(perftest(WRITE, "ib_write_bw", "-s 1048576 -t 16 -n N:5000")),
+        ],
+        bars: vec![bar(WRITE, By::Ratio("process_vm_writev"), 0.9, None)],
+    });
+
+    rows.push(Row {
+        name: "shm-rate",
+        what: "messages of 64 B between two processes of one host",
+        unit: Unit::Ms,
+        usual: false,
+        parties: vec![near(perftest(SEND, "ib_send_bw", "-s 64 -n N:3000000"))],
+        bars: vec![bar(SEND, By::Itself, 5.0, 10.0)],
+    });
+
+    rows
+}
+
+/// Lets two processes of one host use its memory.
+fn near(mut party: Party) -> Party {
+    party.env.retain(|(name, _)| *name != LOCAL.0);
+    party.env.push((LOCAL.0, "auto"));
+    party
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn bars_name_parties_of_their_row() {
+        let mut names = BTreeSet::new();
+        for row in all(1500) {
+            assert!(names.insert(row.name), "{} is there twice", row.name);
+            let parties: BTreeSet<&str> = row.parties.iter().map(|p| p.name.as_str()).collect();
+            assert_eq!(parties.len(), row.parties.len(), "{}", row.name);
+            for bar in &row.bars {
+                assert!(parties.contains(bar.of), "{}: {}", row.name, bar.of);
+                if let By::Ratio(other) | By::Beyond(other) = bar.by {
+                    assert!(parties.contains(other), "{}: {other}", row.name);
+                }
+            }
+        }
+    }
+}

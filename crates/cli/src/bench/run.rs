@@ -1,0 +1,700 @@
+//! One measurement: a server and a client, started, waited for, understood, ended.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::args::Bench;
+use super::rows::{How, Party, Unit};
+
+/// Longest wait for a server to be ready.
+const READY: Duration = Duration::from_secs(15);
+
+/// Longest time of one measurement.
+const LIMIT: Duration = Duration::from_secs(40);
+
+/// How long a server may take to end when its client has.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// How often processes are looked at.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// What one measurement says.
+#[derive(Debug, Clone)]
+pub(crate) struct Sample {
+    /// In the unit of the row.
+    pub(crate) value: f64,
+    /// Share of the client's time that other programs had its processor, as far as it is known.
+    pub(crate) waited: Option<f64>,
+    /// All numbers that the program said.
+    pub(crate) said: BTreeMap<String, f64>,
+    /// How its TCP controls congestion, if it says so.
+    pub(crate) congestion: Option<String>,
+}
+
+/// Where and how everything runs.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    /// This program.
+    pub(crate) anywarp: PathBuf,
+    /// The verbs program of the tests.
+    pub(crate) verbs: Option<PathBuf>,
+    /// The MPI program of the tests, where both ends are on this host.
+    mpi: Option<PathBuf>,
+    /// Words in front of all servers.
+    server: Vec<String>,
+    /// Words in front of all clients.
+    client: Vec<String>,
+    /// The server's address.
+    host: String,
+    /// A tenth of everything.
+    pub(crate) short: bool,
+    /// Set by an interrupt.
+    pub(crate) interrupted: Arc<AtomicBool>,
+}
+
+/// Why there is no value.
+#[derive(Debug)]
+pub(crate) enum Lost {
+    /// The user wants it to end.
+    Interrupted,
+    /// In words.
+    Failed(String),
+}
+
+impl From<std::io::Error> for Lost {
+    fn from(e: std::io::Error) -> Self {
+        Self::Failed(e.to_string())
+    }
+}
+
+impl Stage {
+    pub(crate) fn new(args: &Bench, interrupted: Arc<AtomicBool>) -> Result<Self, String> {
+        let words = |text: &str| {
+            text.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let mut ends = [words(&args.server_prefix), words(&args.client_prefix)];
+        if args.cpus != "none" {
+            let (server, client) = args
+                .cpus
+                .split_once(',')
+                .ok_or("--cpus takes two numbers, such as 0,1, or none")?;
+            for (end, cpu) in ends.iter_mut().zip([server, client]) {
+                let _: u16 = cpu
+                    .parse()
+                    .map_err(|_| format!("--cpus: {cpu} is no processor"))?;
+                end.extend(words("taskset -c"));
+                end.push(cpu.to_owned());
+            }
+        }
+        if args.first {
+            for end in &mut ends {
+                end.extend(words("nice -n -20"));
+            }
+        }
+        let [server, client] = ends;
+        Ok(Self {
+            anywarp: std::env::current_exe().map_err(|e| e.to_string())?,
+            verbs: args.verbs.clone(),
+            mpi: args.mpi.clone().filter(|_| args.server_prefix.is_empty()),
+            server,
+            client,
+            host: args.host.clone(),
+            short: args.short,
+            interrupted,
+        })
+    }
+
+    /// True if what `how` needs is on this machine.
+    pub(crate) fn has(&self, how: &How) -> bool {
+        match how {
+            How::Raw(_) | How::Ours(..) => true,
+            How::Verbs(_) | How::VerbsAlone(_) => self.verbs.is_some(),
+            How::Perftest(program, _) | How::Peer(program, ..) => in_path(program),
+            How::Mpi(launch, _) => {
+                self.mpi.is_some() && launch.split(' ').next().is_some_and(in_path)
+            }
+        }
+    }
+
+    /// The commands of both ends; `{port}` and `{word}` are filled in later, `{host}` here.
+    fn commands(&self, how: &How) -> (Option<Vec<String>>, Vec<String>) {
+        let own = self.anywarp.display().to_string();
+        let split = |text: &str| -> Vec<String> {
+            text.split_whitespace()
+                .map(|word| self.scaled(word))
+                .collect()
+        };
+        let run = |words: Vec<String>| -> Vec<String> {
+            [vec![own.clone(), "run".to_owned(), "--".to_owned()], words].concat()
+        };
+        match how {
+            How::Raw(words) => {
+                let words = split(words);
+                let server = [vec![own.clone(), "bench-raw".to_owned()], words.clone()].concat();
+                let client = [
+                    vec![own.clone(), "bench-raw".to_owned()],
+                    words,
+                    split("--connect {host} {word}"),
+                ]
+                .concat();
+                (Some(server), client)
+            }
+            How::Perftest(program, words) => {
+                let server = [split(program), split("-F -p {port}"), split(words)].concat();
+                let client = [server.clone(), split("{host}")].concat();
+                (Some(run(server)), run(client))
+            }
+            How::Ours(test, words) => {
+                let server = [
+                    vec![own.clone(), (*test).to_owned()],
+                    split("--server --quiet -p {port}"),
+                ]
+                .concat();
+                let client = [
+                    vec![own.clone(), (*test).to_owned()],
+                    split("{host} --quiet --runs 1 -p {port} --csv /dev/stdout"),
+                    split(words),
+                ]
+                .concat();
+                (Some(server), client)
+            }
+            How::Peer(program, server, client) => (
+                Some([split(program), split(server)].concat()),
+                [split(program), split(client)].concat(),
+            ),
+            How::Mpi(launch, words) => {
+                let program = self.mpi.as_ref().map(|p| p.display().to_string());
+                (
+                    None,
+                    [split(launch), program.into_iter().collect(), split(words)].concat(),
+                )
+            }
+            How::Verbs(words) => {
+                let program = self.verbs.as_ref().map(|p| p.display().to_string());
+                let server = [
+                    program.into_iter().collect::<Vec<_>>(),
+                    split(words),
+                    split("--port {port}"),
+                ]
+                .concat();
+                let client = [server.clone(), split("{host}")].concat();
+                (Some(run(server)), run(client))
+            }
+            How::VerbsAlone(words) => {
+                let program = self.verbs.as_ref().map(|p| p.display().to_string());
+                (
+                    None,
+                    run([program.into_iter().collect::<Vec<_>>(), split(words)].concat()),
+                )
+            }
+        }
+    }
+
+    /// A word of a command: `N:20000` is a count, which --short makes smaller.
+    fn scaled(&self, word: &str) -> String {
+        let word = word.replace("{host}", &self.host);
+        match word.strip_prefix("N:").and_then(|n| n.parse::<u64>().ok()) {
+            Some(n) if self.short => (n / 10).max(50).to_string(),
+            Some(n) => n.to_string(),
+            None => word,
+        }
+    }
+
+    /// The client's command as one would type it.
+    pub(crate) fn say(&self, party: &Party) -> String {
+        let (_, client) = self.commands(&party.how);
+        let variables: Vec<String> = party
+            .env
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        let own = self.anywarp.display().to_string();
+        let verbs = self.verbs.as_ref().map(|path| path.display().to_string());
+        let mpi = self.mpi.as_ref().map(|path| path.display().to_string());
+        let before = self.before_client(&party.how);
+        let words = before.iter().chain(&client).map(|word| {
+            if *word == own {
+                "anywarp".to_owned()
+            } else if Some(word) == verbs.as_ref() {
+                "bench-verbs".to_owned()
+            } else if Some(word) == mpi.as_ref() {
+                "bench-mpi".to_owned()
+            } else {
+                word.clone()
+            }
+        });
+        variables
+            .into_iter()
+            .chain(words)
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+
+    /// Words in front of the client. An MPI has both ends, and gives each its processor.
+    fn before_client(&self, how: &How) -> &[String] {
+        match how {
+            How::Mpi(..) => &[],
+            _ => &self.client,
+        }
+    }
+
+    /// Measures once.
+    pub(crate) fn measure(&self, party: &Party, unit: Unit) -> Result<Sample, Lost> {
+        let port = free_port(&party.how)?;
+        let (server, client) = self.commands(&party.how);
+        let fill = |words: &[String], word: &str| -> Vec<String> {
+            words
+                .iter()
+                .map(|w| {
+                    w.replace("{port}", &port.to_string())
+                        .replace("{word}", word)
+                })
+                .collect()
+        };
+        let mut word = String::new();
+        let mut running = None;
+        if let Some(server) = &server {
+            let mut end = End::start(&self.server, &fill(server, ""), party, "server")?;
+            word = match party.how {
+                How::Raw(_) => end.word(self)?,
+                _ => {
+                    end.listens(port, self)?;
+                    String::new()
+                }
+            };
+            running = Some(end);
+        }
+        let prefix = self.before_client(&party.how);
+        let mut end = End::start(prefix, &fill(&client, &word), party, "client")?;
+        let (output, waited) = end.finish(LIMIT, self, running.as_mut())?;
+        let theirs = match running {
+            Some(mut server) => server.last_words(),
+            None => String::new(),
+        };
+        let (mut said, congestion) = understand(&party.how, &output, &theirs)
+            .map_err(|why| Lost::Failed(format!("{why}: {}", excerpt(&output))))?;
+        let name = party.value.unwrap_or(match unit {
+            Unit::Us => "us",
+            Unit::Gbs => "gb_s",
+            Unit::Ms => "m_s",
+            Unit::Count | Unit::Share => "value",
+        });
+        let value = said
+            .get(name)
+            .copied()
+            .filter(|v| v.is_finite())
+            .ok_or_else(|| Lost::Failed(format!("no {name} in: {}", excerpt(&output))))?
+            * party.factor;
+        said.remove(name);
+        Ok(Sample {
+            value,
+            waited,
+            said,
+            congestion,
+        })
+    }
+}
+
+fn excerpt(text: &str) -> String {
+    let text = text.trim();
+    let last: Vec<&str> = text.lines().rev().take(3).collect();
+    let last: Vec<&str> = last.into_iter().rev().collect();
+    last.join(" / ").chars().take(300).collect()
+}
+
+fn in_path(program: &str) -> bool {
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+}
+
+/// A port that nobody has, for programs that have to be told one.
+fn free_port(how: &How) -> Result<u16, Lost> {
+    if matches!(how, How::Raw(_) | How::VerbsAlone(_) | How::Mpi(..)) {
+        return Ok(0);
+    }
+    // Below those that the kernel gives away, so that no connection of the device takes it meanwhile.
+    let start = 20000 + (std::process::id() % 8000) as u16;
+    for _ in 0..4000u16 {
+        static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(0);
+        let n = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = start.wrapping_add(n % 4000).max(1024);
+        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
+            return Ok(port);
+        }
+    }
+    Err(Lost::Failed("no port is free".to_owned()))
+}
+
+/// One program. It ends with this value.
+struct End {
+    child: Child,
+    what: String,
+    lines: Receiver<String>,
+    errors: Receiver<String>,
+    output: String,
+}
+
+impl End {
+    fn start(prefix: &[String], words: &[String], party: &Party, side: &str) -> Result<Self, Lost> {
+        let mut all = prefix.iter().chain(words);
+        let program = all.next().cloned().unwrap_or_default();
+        let mut child = Command::new(&program)
+            .args(all)
+            .envs(party.env.iter().copied())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|e| Lost::Failed(format!("{program}: {e}")))?;
+        let lines = child.stdout.take().map(listen);
+        let errors = child.stderr.take().map(listen);
+        let (Some(lines), Some(errors)) = (lines, errors) else {
+            return Err(Lost::Failed("no pipes".to_owned()));
+        };
+        Ok(Self {
+            child,
+            what: format!(
+                "the {side} ({})",
+                words.get(2..).unwrap_or_default().join(" ")
+            ),
+            lines,
+            errors,
+            output: String::new(),
+        })
+    }
+
+    fn complaint(&mut self, why: &str) -> Lost {
+        self.drain();
+        let errors: Vec<String> = self.errors.try_iter().collect();
+        let text = if errors.is_empty() {
+            excerpt(&self.output)
+        } else {
+            excerpt(&errors.join("\n"))
+        };
+        Lost::Failed(format!("{} {why}: {text}", self.what))
+    }
+
+    fn drain(&mut self) {
+        for line in self.lines.try_iter() {
+            self.output.push_str(&line);
+            self.output.push('\n');
+        }
+    }
+
+    fn gone(&mut self) -> Result<Option<i32>, Lost> {
+        Ok(self
+            .child
+            .try_wait()?
+            .map(|status| status.code().unwrap_or(-1)))
+    }
+
+    /// What a raw server says when it is ready.
+    fn word(&mut self, stage: &Stage) -> Result<String, Lost> {
+        let end = Instant::now() + READY;
+        loop {
+            self.drain();
+            if let Some(word) = self.output.lines().find_map(|l| l.strip_prefix("ready ")) {
+                return Ok(word.to_owned());
+            }
+            self.pause(stage, end, "is not ready")?;
+        }
+    }
+
+    /// Waits until the program listens on `port`.
+    fn listens(&mut self, port: u16, stage: &Stage) -> Result<(), Lost> {
+        let end = Instant::now() + READY;
+        let wanted = format!(":{port:04X}");
+        loop {
+            for table in ["tcp", "tcp6"] {
+                // In the network namespace of the program.
+                let path = format!("/proc/{}/net/{table}", self.child.id());
+                let text = fs::read_to_string(path).unwrap_or_default();
+                let found = text.lines().any(|line| {
+                    let mut fields = line.split_whitespace().skip(1);
+                    let local = fields.next().unwrap_or_default();
+                    local.ends_with(&wanted) && fields.nth(1) == Some("0A")
+                });
+                if found {
+                    return Ok(());
+                }
+            }
+            self.pause(stage, end, &format!("does not listen on port {port}"))?;
+        }
+    }
+
+    fn pause(&mut self, stage: &Stage, end: Instant, why: &str) -> Result<(), Lost> {
+        if stage.interrupted.load(Ordering::Relaxed) {
+            return Err(Lost::Interrupted);
+        }
+        if let Some(code) = self.gone()? {
+            thread::sleep(LOOK);
+            return Err(self.complaint(&format!("ended with {code}")));
+        }
+        if Instant::now() >= end {
+            return Err(self.complaint(why));
+        }
+        thread::sleep(LOOK);
+        Ok(())
+    }
+
+    /// Time that the first thread could have run and did not.
+    fn held_up(&self) -> Option<u64> {
+        let text = fs::read_to_string(format!("/proc/{}/schedstat", self.child.id())).ok()?;
+        text.split_whitespace().nth(1)?.parse().ok()
+    }
+
+    /// Waits for the client to end; its output, and the share of its time that it was held up.
+    fn finish(
+        &mut self,
+        limit: Duration,
+        stage: &Stage,
+        mut server: Option<&mut Self>,
+    ) -> Result<(String, Option<f64>), Lost> {
+        let began = Instant::now();
+        let mut held_up = None;
+        loop {
+            held_up = self.held_up().filter(|&ns| ns > 0).or(held_up);
+            self.drain();
+            if let Some(code) = self.gone()? {
+                // The reader is a thread: it ends at the end of the pipe.
+                while let Ok(line) = self.lines.recv_timeout(GRACE) {
+                    self.output.push_str(&line);
+                    self.output.push('\n');
+                }
+                if code != 0 {
+                    if let Some(server) = server.as_deref_mut()
+                        && server.gone()?.is_some_and(|code| code != 0)
+                    {
+                        return Err(server.complaint("failed"));
+                    }
+                    return Err(self.complaint(&format!("ended with {code}")));
+                }
+                let took = began.elapsed().as_nanos() as f64;
+                return Ok((
+                    std::mem::take(&mut self.output),
+                    held_up.map(|ns| ns as f64 / took),
+                ));
+            }
+            if stage.interrupted.load(Ordering::Relaxed) {
+                return Err(Lost::Interrupted);
+            }
+            if began.elapsed() >= limit {
+                return Err(self.complaint(&format!("has not ended after {} s", limit.as_secs())));
+            }
+            if let Some(server) = server.as_deref_mut() {
+                server.drain();
+            }
+            thread::sleep(LOOK);
+        }
+    }
+
+    /// What a server has said when it has ended, or is ended.
+    fn last_words(&mut self) -> String {
+        drop(self.child.stdin.take());
+        let end = Instant::now() + GRACE;
+        while Instant::now() < end && matches!(self.child.try_wait(), Ok(None)) {
+            thread::sleep(LOOK);
+        }
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            while let Ok(line) = self.lines.recv_timeout(GRACE) {
+                self.output.push_str(&line);
+                self.output.push('\n');
+            }
+        }
+        std::mem::take(&mut self.output)
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        let _ended_already = self.child.kill();
+        let _nothing_to_do = self.child.wait();
+    }
+}
+
+/// Lines of a pipe, as they come.
+fn listen(pipe: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(pipe).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    lines
+}
+
+type Understood = (BTreeMap<String, f64>, Option<String>);
+
+/// The numbers in what the programs print.
+fn understand(how: &How, client: &str, server: &str) -> Result<Understood, String> {
+    match how {
+        How::Raw(_) | How::Verbs(_) | How::VerbsAlone(_) | How::Mpi(..) => {
+            let line = client
+                .lines()
+                .rev()
+                .find(|line| line.starts_with('{'))
+                .ok_or("no result")?;
+            let value: Value = serde_json::from_str(line).map_err(|e| e.to_string())?;
+            let members = value.as_object().ok_or("no result")?;
+            let numbers = members
+                .iter()
+                .filter_map(|(name, value)| Some((name.clone(), value.as_f64()?)))
+                .collect();
+            let congestion = value.get("congestion").and_then(Value::as_str);
+            Ok((numbers, congestion.map(str::to_owned)))
+        }
+        How::Perftest(program, _) => {
+            let mut numbers = perftest(program, client).ok_or("no line of results")?;
+            // Of datagrams, what arrived.
+            if let Some(theirs) = perftest(program, server) {
+                for (name, value) in theirs {
+                    numbers.insert(format!("server_{name}"), value);
+                }
+            }
+            Ok((numbers, None))
+        }
+        How::Ours(..) => Ok((ours(client).ok_or("no line of results")?, None)),
+        How::Peer("fi_pingpong", ..) => {
+            let line = client
+                .lines()
+                .rev()
+                .find(|line| line.starts_with(|c: char| c.is_ascii_digit()))
+                .ok_or("no line of results")?;
+            // bytes, sent, acknowledged, total, time, MB/sec, usec/xfer, Mxfers/sec
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let us = fields
+                .get(6)
+                .and_then(|us| us.parse().ok())
+                .ok_or("no line of results")?;
+            Ok(([("us".to_owned(), us)].into(), None))
+        }
+        How::Peer("ucx_perftest", ..) => {
+            // iterations, latency (median, average, overall), MB/s (average, overall), messages/s (average, overall)
+            let fields: Vec<f64> = client
+                .lines()
+                .rev()
+                .find_map(|line| {
+                    let line = line.trim().trim_start_matches("Final:");
+                    let words: Vec<&str> = line.split_whitespace().collect();
+                    let numbers: Vec<f64> = words.iter().filter_map(|w| w.parse().ok()).collect();
+                    (numbers.len() == 8 && words.len() == 8).then_some(numbers)
+                })
+                .ok_or("no line of results")?;
+            let at = |i: usize| fields.get(i).copied().unwrap_or(f64::NAN);
+            Ok((
+                [
+                    ("us".to_owned(), at(1)),
+                    ("gb_s".to_owned(), at(5) * 1048576.0 / 1e9),
+                    ("m_s".to_owned(), at(7) / 1e6),
+                ]
+                .into(),
+                None,
+            ))
+        }
+        How::Peer(..) => {
+            let mut last = client
+                .lines()
+                .rev()
+                .filter_map(|line| line.trim().parse().ok());
+            let value = last.next().ok_or("no result")?;
+            Ok(([("value".to_owned(), value)].into(), None))
+        }
+    }
+}
+
+/// The line of results of a perftest program.
+fn perftest(program: &str, text: &str) -> Option<BTreeMap<String, f64>> {
+    let fields: Vec<f64> = text.lines().rev().find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let numbers: Vec<f64> = fields.iter().filter_map(|w| w.parse().ok()).collect();
+        (numbers.len() >= 5 && numbers.len() == fields.len()).then_some(numbers)
+    })?;
+    let at = |i: usize| fields.get(i).copied();
+    let named: Vec<(&str, Option<f64>)> = if program.ends_with("_lat") {
+        // bytes, iterations, least, most, typical, average, deviation, 99 %, 99.9 %
+        vec![
+            ("us_least", at(2)),
+            ("us", at(4)),
+            ("us_average", at(5)),
+            ("us_p99", at(7)),
+        ]
+    } else {
+        // bytes, iterations, peak, average in MiB/s, million messages a second
+        vec![
+            ("gb_s", at(3).map(|mib| mib * 1048576.0 / 1e9)),
+            ("m_s", at(4)),
+        ]
+    };
+    Some(
+        named
+            .into_iter()
+            .filter_map(|(name, value)| Some((name.to_owned(), value?)))
+            .collect(),
+    )
+}
+
+/// What `anywarp ping` and `blast` write with --csv.
+fn ours(text: &str) -> Option<BTreeMap<String, f64>> {
+    let mut lines = text.lines().skip_while(|line| !line.starts_with("test,"));
+    let (names, values) = (lines.next()?, lines.next()?);
+    Some(
+        names
+            .split(',')
+            .zip(values.split(','))
+            .filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?)))
+            .collect(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_perftest_are_understood() {
+        let latency = "\
+ #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]    t_stdev[usec]   99% percentile[usec]   99.9% percentile[usec] 
+ 64      1000          4.05           33.18        4.27     	       4.41        	1.00   		5.65    		33.18  
+---";
+        let seen = perftest("ib_send_lat", latency).unwrap();
+        assert_eq!(seen.get("us"), Some(&4.27));
+        assert_eq!(seen.get("us_p99"), Some(&5.65));
+        let bandwidth = "\
+ #bytes     #iterations    BW peak[MiB/sec]    BW average[MiB/sec]   MsgRate[Mpps]
+ 65536      5000             5240.21            5209.22\t\t   0.083348
+---";
+        let seen = perftest("ib_write_bw", bandwidth).unwrap();
+        assert_eq!(seen.get("m_s"), Some(&0.083348));
+        assert_eq!(
+            perftest("ib_write_bw", "Couldn't connect to 127.0.0.1:1"),
+            None
+        );
+    }
+
+    #[test]
+    fn peers_are_understood() {
+        let fi = "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n\
+                  64      2k      =2k      250k        0.02s     11.34       5.64       0.18\n";
+        let how = How::Peer("fi_pingpong", "", "");
+        assert_eq!(understand(&how, fi, "").unwrap().0.get("us"), Some(&5.64));
+        let ucx = "Final:                  5000     11.970    12.050    12.050        5.06       5.06       82988       82988\n";
+        let how = How::Peer("ucx_perftest", "", "");
+        let (seen, _) = understand(&how, ucx, "").unwrap();
+        assert_eq!(seen.get("us"), Some(&11.97));
+    }
+}

@@ -1,0 +1,301 @@
+//! `anywarp stat`: the counters of a running program's queue pairs.
+//!
+//! The device in that program hands over a descriptor with a line for each queue pair: a word for its kind, its number,
+//! then `NAME=VALUE`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{IoSliceMut, Read, Seek, SeekFrom};
+use std::mem::MaybeUninit;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde_json::{Value, json};
+
+use super::Failure;
+use crate::cli::Stat;
+
+/// Longest wait for an answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// First word of an answer, with the number of its format.
+const HEAD: &str = "anywarp-stat 1";
+
+/// The line of the device's own thread.
+const WORKER: &str = "worker";
+
+/// One queue pair.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Line {
+    kind: String,
+    number: String,
+    words: BTreeMap<String, String>,
+    numbers: BTreeMap<String, u64>,
+}
+
+pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
+    let interval = match args.interval.map(Duration::try_from_secs_f64) {
+        None => None,
+        Some(Ok(time)) if time >= Duration::from_millis(10) => Some(time),
+        Some(_) => {
+            return Err(Failure::Stat(
+                "--interval is at least 0.01 seconds".to_owned(),
+            ));
+        }
+    };
+    let mut before: Option<Vec<Line>> = None;
+    for look in 1.. {
+        let text = match ask(args.pid) {
+            Ok(text) => text,
+            // A program that was there and has ended.
+            Err(_) if before.is_some() => return Ok(ExitCode::SUCCESS),
+            Err(why) => return Err(Failure::Stat(why)),
+        };
+        let (head, now) = parse(&text).map_err(Failure::Stat)?;
+        if args.json {
+            println!("{}", as_json(&head, &now));
+        } else {
+            let added = before.as_deref().map(|before| since(before, &now));
+            print!(
+                "{}",
+                table(
+                    &head,
+                    added.as_deref().unwrap_or(&now),
+                    interval.filter(|_| before.is_some())
+                )
+            );
+        }
+        let Some(interval) = interval else { break };
+        if args.count.is_some_and(|count| look >= count) {
+            break;
+        }
+        before = Some(now);
+        thread::sleep(interval);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What the device in a process says.
+fn ask(pid: u32) -> Result<String, String> {
+    let text = |e: &dyn std::fmt::Display| format!("process {pid}: {e}");
+    let name = format!("anywarp-stat-{pid}");
+    let address = SocketAddr::from_abstract_name(name).map_err(|e| text(&e))?;
+    let stream = UnixStream::connect_addr(&address).map_err(|_| {
+        format!(
+            "process {pid} tells nobody its counters: start it with `anywarp run --stat` or ANYWARP_STAT=1 (and it has to \
+             have a queue pair, and the same network namespace)"
+        )
+    })?;
+    stream
+        .set_read_timeout(Some(PATIENCE))
+        .map_err(|e| text(&e))?;
+    let mut byte = [0];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut beside = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(
+        &stream,
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut beside,
+        RecvFlags::CMSG_CLOEXEC,
+    )
+    .map_err(|e| text(&e))?;
+    let memory = beside
+        .drain()
+        .find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+            _ => None,
+        })
+        .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
+    let mut memory = File::from(memory);
+    let mut said = String::new();
+    memory.seek(SeekFrom::Start(0)).map_err(|e| text(&e))?;
+    memory.read_to_string(&mut said).map_err(|e| text(&e))?;
+    Ok(said)
+}
+
+fn parse(text: &str) -> Result<(String, Vec<Line>), String> {
+    let mut lines = text.lines();
+    let head = lines
+        .next()
+        .and_then(|line| line.strip_prefix(HEAD))
+        .ok_or("the process has another version of anywarp")?;
+    let pairs = lines
+        .filter_map(|line| {
+            let mut words = line.split(' ');
+            let (kind, number) = (words.next()?.to_owned(), words.next()?.to_owned());
+            let mut one = Line {
+                kind,
+                number,
+                words: BTreeMap::new(),
+                numbers: BTreeMap::new(),
+            };
+            for (name, value) in words.filter_map(|word| word.split_once('=')) {
+                match value.parse() {
+                    Ok(number) => {
+                        one.numbers.insert(name.to_owned(), number);
+                    }
+                    Err(_) => {
+                        one.words.insert(name.to_owned(), value.to_owned());
+                    }
+                }
+            }
+            Some(one)
+        })
+        .collect();
+    Ok((head.trim().to_owned(), pairs))
+}
+
+/// What was added. A queue pair that connected anew begins at nothing.
+fn since(before: &[Line], now: &[Line]) -> Vec<Line> {
+    let old: BTreeMap<&str, &Line> = before.iter().map(|l| (l.number.as_str(), l)).collect();
+    now.iter()
+        .map(|line| {
+            let mut line = line.clone();
+            if let Some(old) = old.get(line.number.as_str()) {
+                for (name, value) in &mut line.numbers {
+                    let was = old.numbers.get(name).copied().unwrap_or_default();
+                    *value = value.checked_sub(was).unwrap_or(*value);
+                }
+            }
+            line
+        })
+        .collect()
+}
+
+/// `a` for each `b`.
+fn each(line: &Line, a: &str, b: &str) -> String {
+    let get = |name: &str| line.numbers.get(name).copied().unwrap_or_default() as f64;
+    if get(b) > 0.0 {
+        format!("{:.1}", get(a) / get(b))
+    } else {
+        "-".to_owned()
+    }
+}
+
+fn table(head: &str, lines: &[Line], interval: Option<Duration>) -> String {
+    let pairs = lines.iter().filter(|line| line.kind != WORKER).count();
+    let mut text = format!("{head}, {pairs} queue pairs");
+    if let Some(interval) = interval {
+        let _ = write!(text, ", in {} s", interval.as_secs_f64());
+    }
+    text.push('\n');
+    let mut headed = false;
+    for line in lines.iter().filter(|line| line.kind == "rc") {
+        if !headed {
+            headed = true;
+            let _ = writeln!(
+                text,
+                "{:<10} {:<6} {:>10} {:>10} {:>10} {:>10} {:>9} {:>6} {:>10} {:>9} {:>6} {:>6} {:>6} peer",
+                "rc",
+                "state",
+                "requests",
+                "received",
+                "MB sent",
+                "sends",
+                "B/send",
+                "full",
+                "recvs",
+                "B/recv",
+                "empty",
+                "again",
+                "rnr"
+            );
+        }
+        let get = |name: &str| line.numbers.get(name).copied().unwrap_or_default();
+        let word = |name: &str| line.words.get(name).map_or("-", String::as_str);
+        let _ = writeln!(
+            text,
+            "{:<10} {:<6} {:>10} {:>10} {:>10.1} {:>10} {:>9} {:>6} {:>10} {:>9} {:>6} {:>6} {:>6} {} {}",
+            line.number,
+            word("state"),
+            get("requests"),
+            get("received"),
+            get("tx_bytes") as f64 / 1e6,
+            get("tx_calls"),
+            each(line, "tx_bytes", "tx_calls"),
+            get("tx_full"),
+            get("rx_calls"),
+            each(line, "rx_bytes", "rx_calls"),
+            get("rx_empty"),
+            get("retransmissions"),
+            get("rnr"),
+            word("peer"),
+            word("congestion"),
+        );
+    }
+    for line in lines.iter().filter(|line| line.kind != "rc") {
+        let _ = write!(text, "{} {}", line.kind, line.number);
+        for (name, value) in line.numbers.iter().filter(|(_, value)| **value > 0) {
+            let _ = write!(text, " {name} {value}");
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn as_json(head: &str, lines: &[Line]) -> Value {
+    let about: BTreeMap<&str, &str> = head
+        .split(' ')
+        .filter_map(|word| word.split_once('='))
+        .collect();
+    let is_worker = |line: &&Line| line.kind == WORKER;
+    let worker = lines.iter().find(is_worker).map(|line| &line.numbers);
+    let pairs: Vec<Value> = lines
+        .iter()
+        .filter(|line| !is_worker(line))
+        .map(|line| {
+            let mut all = json!({ "kind": line.kind, "number": line.number });
+            if let Some(members) = all.as_object_mut() {
+                members.extend(line.words.iter().map(|(n, v)| (n.clone(), json!(v))));
+                members.extend(line.numbers.iter().map(|(n, v)| (n.clone(), json!(v))));
+            }
+            all
+        })
+        .collect();
+    json!({ "process": about, "worker": worker, "queue_pairs": pairs })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "anywarp-stat 1 pid=7 program=x\n\
+        worker 0 wakes=5\n\
+        rc 0x001200 state=Rts requests=10 request_bytes=640 received=0 peer=127.0.0.1:1 tx_calls=2 tx_bytes=900 \
+        tx_full=0 rx_calls=4 rx_bytes=100 rx_empty=2 retransmissions=1 congestion=reno\n\
+        ud 0x001300 rx_dgrams=3 rx_dup=0\n";
+
+    #[test]
+    fn lines_become_a_table_and_json() {
+        let (head, lines) = parse(TEXT).unwrap();
+        let text = table(&head, &lines, None);
+        assert!(text.contains("0x001200") && text.contains("450.0") && text.contains("reno"));
+        assert!(text.contains("ud 0x001300 rx_dgrams 3\n"), "{text}");
+        let value = as_json(&head, &lines);
+        assert_eq!(value["process"]["pid"], "7");
+        assert_eq!(value["queue_pairs"][0]["tx_calls"], 2);
+        assert_eq!(value["worker"]["wakes"], 5);
+        assert!(text.contains("2 queue pairs") && text.contains("worker 0 wakes 5\n"));
+        assert!(parse("anywarp-stat 2 pid=7\n").is_err());
+    }
+
+    #[test]
+    fn what_was_added_is_told() {
+        let (_, before) = parse(TEXT).unwrap();
+        let (_, now) = parse(&TEXT.replace("requests=10", "requests=25")).unwrap();
+        let added = since(&before, &now);
+        assert_eq!(added[1].numbers["requests"], 15);
+        assert_eq!(added[1].numbers["tx_calls"], 0);
+    }
+
+    #[test]
+    fn a_process_without_counters_is_told_in_words() {
+        let why = ask(std::process::id()).unwrap_err();
+        assert!(why.contains("--stat"), "{why}");
+    }
+}
