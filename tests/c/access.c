@@ -811,8 +811,10 @@ static const char *too_large(size_t arg)
 static const char *bad_regions(size_t arg)
 {
 	static uint8_t bytes[64];
+	const size_t part = 64 * 1024; /* whole pages, whatever their size */
 	struct ibv_pd *pd;
 	struct ibv_mr *mr;
+	uint8_t *at;
 
 	(void)arg;
 	TRY(open_device());
@@ -831,6 +833,15 @@ static const char *bad_regions(size_t arg)
 	mr = ibv_reg_mr(pd, bytes, 1, 0);
 	ENSURE(mr && mr->length == 1 && mr->addr == bytes && mr->pd == pd, "the fields of a region");
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	at = mmap(NULL, 3 * part, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED && !munmap(at + part, part), "mmap: %s", strerror(errno));
+	errno = 0;
+	ENSURE(!ibv_reg_mr(pd, at, 3 * part, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "a hole is registered: %s",
+	       strerror(errno));
+	mr = ibv_reg_mr(pd, at + 2 * part, part, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(mr, "what is behind the hole: %s", strerror(errno));
+	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	munmap(at, 3 * part);
 	return NULL;
 }
 

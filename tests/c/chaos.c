@@ -370,7 +370,7 @@ static const char *outlive(struct end *e, struct region *mine, const struct hell
 		TRY(wait_event(m->channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
 		rdma_disconnect(m->id); /* its answer, with which a program ends its own side */
 	}
-	end = now_ms() + 20000;
+	end = now_ms() + 40000;
 	while (l->sends_done < l->sends && now_ms() < end)
 		TRY(settle(e, l));
 	ENSURE(l->sends_done == l->sends, "%llu of %llu sends complete after the peer's death",
@@ -1232,6 +1232,18 @@ static const char *stopped_peer(size_t arg)
 	return NULL;
 }
 
+/* The same with RC over reliable datagrams, where the device has that, on a good network and on a bad one. */
+static const char *over_datagrams(size_t bad)
+{
+	setenv("ANYWARP_RC", "udp", 1);
+	if (bad)
+		setenv("ANYWARP_FAULTS", "loss=2%,dup=2%,reorder=2%,seed=3", 1);
+	/* A dead peer is waited for longer than by TCP. */
+	rounds = rounds < 2 ? rounds : 2;
+	TRY(killed_peer(0));
+	return nobody_there(0);
+}
+
 static const struct test tests[] = {
 	{ "threads_cancelled", threads_cancelled, 20, 0, false },
 	{ "cancelled_between_verbs", cancelled_between_verbs, 0, 0, false },
@@ -1240,6 +1252,8 @@ static const struct test tests[] = {
 	{ "nobody_there", nobody_there, 0, 0, false },
 	{ "killed_peer", killed_peer, 0, 300, false },
 	{ "killed_cm_peer", killed_cm_peer, 0, 300, false },
+	{ "killed_peer_over_datagrams", over_datagrams, 0, 120, true },
+	{ "killed_peer_on_a_bad_network", over_datagrams, 1, 120, true },
 	{ "program_exits", program_ends, 0, 120, false },
 	{ "program_exits_at_once", program_ends, 1, 120, false },
 	{ "program_closes", program_ends, 2, 120, false },

@@ -92,6 +92,7 @@ UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const ch
 	} while (0)
 
 #define SKIP_MARK '\001'
+#define SKIPPED 77 /* the exit status of a test in a process of its own that is skipped */
 
 /* Ends the test as skipped: what it checks is not offered by this device. */
 #define SKIP(reason) return "\001" reason
@@ -238,6 +239,8 @@ static const char *run_alone(const struct test *t)
 		return "no process";
 	if (WIFSIGNALED(status))
 		snprintf(text, sizeof text, "dies of signal %d", WTERMSIG(status));
+	else if (WEXITSTATUS(status) == SKIPPED)
+		snprintf(text, sizeof text, "%cas the line before says", SKIP_MARK);
 	else if (WEXITSTATUS(status))
 		snprintf(text, sizeof text, "fails as the line before says");
 	else
@@ -288,6 +291,10 @@ UNUSED static int run_tests(const struct test *tests, size_t count, int argc, ch
 		for (size_t i = 0; i < count; i++)
 			if (!strcmp(tests[i].name, argv[2]))
 				reason = tests[i].run(tests[i].arg);
+		if (reason && reason[0] == SKIP_MARK) {
+			printf("# %s: %s\n", argv[2], reason + 1);
+			return SKIPPED;
+		}
 		if (reason)
 			printf("# %s: %s [%s]\n", argv[2], reason, failed_at);
 		return reason ? 1 : 0;

@@ -1,139 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/*
- * <infiniband/anywarpdv.h>: Write-Record, Read and reliable datagrams as a program uses them. The functions are found by
- * name, so that the program links with any libibverbs.
- */
-#define _GNU_SOURCE
-#include "ends.h"
+/* <infiniband/anywarpdv.h>: Write-Record, Read and reliable datagrams as a program uses them. */
+#include "dgrams.h"
 
-#include "../../crates/abi/include/infiniband/anywarpdv.h"
+#include "crc.h"
 
-#include <dlfcn.h>
-#include <poll.h>
-#include <sys/wait.h>
+#include <dirent.h>
 #include <netinet/in.h>
-
-static __typeof__(anywarpdv_create_qp_ex) *create_qp;
-static __typeof__(anywarpdv_poll_records) *poll_records;
-static __typeof__(anywarpdv_poll_errors) *poll_errors;
-static __typeof__(anywarpdv_poll_cq) *poll_cq_for;
-static __typeof__(anywarpdv_read_map) *read_map;
-static __typeof__(anywarpdv_read_bitmap) *read_bitmap;
-static __typeof__(anywarpdv_release_map) *release_map;
-static __typeof__(anywarpdv_query_counters) *query_counters;
-static __typeof__(anywarpdv_restrict_mr) *restrict_mr;
-static __typeof__(anywarpdv_is_supported) *is_supported;
-
-static const char *find_all(void)
-{
-	static const struct {
-		const char *name;
-		void **at;
-	} all[] = {
-		{ "anywarpdv_create_qp_ex", (void **)&create_qp },
-		{ "anywarpdv_poll_records", (void **)&poll_records },
-		{ "anywarpdv_poll_errors", (void **)&poll_errors },
-		{ "anywarpdv_poll_cq", (void **)&poll_cq_for },
-		{ "anywarpdv_read_map", (void **)&read_map },
-		{ "anywarpdv_read_bitmap", (void **)&read_bitmap },
-		{ "anywarpdv_release_map", (void **)&release_map },
-		{ "anywarpdv_query_counters", (void **)&query_counters },
-		{ "anywarpdv_restrict_mr", (void **)&restrict_mr },
-		{ "anywarpdv_is_supported", (void **)&is_supported },
-	};
-
-	TRY(open_device());
-	for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) {
-		*all[i].at = dlvsym(RTLD_DEFAULT, all[i].name, "ANYWARPDV_1.0");
-		ENSURE(*all[i].at, "%s is not exported", all[i].name);
-	}
-	ENSURE(is_supported(device->device), "the device is not supported");
-	return NULL;
-}
-
-struct dgram {
-	struct ibv_pd *pd;
-	struct ibv_cq *scq, *rcq;
-	struct ibv_qp *qp;
-	struct ibv_qp_ex *ex;
-	struct ibv_ah *ah; /* to this very host */
-};
-
-/* A queue pair in RTS with every operation that its kind has. */
-static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_init_attr *dv)
-{
-	bool rd = dv->driver_qp_type == ANYWARPDV_QPT_RD;
-	struct ibv_qp_init_attr_ex init = {
-		.qp_type = rd ? IBV_QPT_DRIVER : IBV_QPT_UD,
-		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
-		.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE |
-				  IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ,
-		.cap = { .max_send_wr = 256, .max_recv_wr = 256, .max_send_sge = 4, .max_recv_sge = 4, .max_inline_data = 128 },
-	};
-	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = PORT, .qkey = QKEY };
-	struct ibv_ah_attr to = { .is_global = 1, .port_num = PORT };
-
-	if (rd)
-		init.send_ops_flags |= IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP;
-	*d = (struct dgram){ 0 };
-	d->pd = new_pd();
-	d->scq = new_cq(512, NULL);
-	d->rcq = new_cq(512, NULL);
-	ENSURE(d->pd && d->scq && d->rcq, "protection domain and queues: %s", strerror(errno));
-	init.pd = d->pd;
-	init.send_cq = d->scq;
-	init.recv_cq = d->rcq;
-	d->qp = create_qp(device, &init, dv, sizeof(*dv));
-	ENSURE(d->qp, "anywarpdv_create_qp_ex: %s", strerror(errno));
-	keep(close_qp, d->qp, "queue pair");
-	d->ex = ibv_qp_to_qp_ex(d->qp);
-	ENSURE(d->ex, "no extended operations");
-	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "to INIT");
-	attr.qp_state = IBV_QPS_RTR;
-	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE), "to RTR");
-	attr.qp_state = IBV_QPS_RTS;
-	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
-	to.grh.dgid = local_gid;
-	to.grh.sgid_index = gid_index;
-	d->ah = ibv_create_ah(d->pd, &to);
-	ENSURE(d->ah, "ibv_create_ah: %s", strerror(errno));
-	keep(close_ah, d->ah, "address handle");
-	return NULL;
-}
-
-enum what { SEND, WRITE, WRITE_IMM, READ };
-
-/* Posts one request of `a` to `b`. */
-static const char *request(struct dgram *a, const struct dgram *b, enum what what, uint64_t id, const struct region *mine,
-			   size_t len, const struct region *theirs)
-{
-	int rc;
-
-	ibv_wr_start(a->ex);
-	a->ex->wr_id = id;
-	a->ex->wr_flags = IBV_SEND_SIGNALED;
-	switch (what) {
-	case SEND: ibv_wr_send(a->ex); break;
-	case WRITE: ibv_wr_rdma_write(a->ex, theirs->mr->rkey, (uintptr_t)theirs->at); break;
-	case WRITE_IMM: ibv_wr_rdma_write_imm(a->ex, theirs->mr->rkey, (uintptr_t)theirs->at, htonl(0x01020304)); break;
-	case READ: ibv_wr_rdma_read(a->ex, theirs->mr->rkey, (uintptr_t)theirs->at); break;
-	}
-	ibv_wr_set_ud_addr(a->ex, a->ah, b->qp->qp_num, QKEY);
-	ibv_wr_set_sge(a->ex, mine->mr->lkey, (uintptr_t)mine->at, (uint32_t)len);
-	rc = ibv_wr_complete(a->ex);
-	ENSURE(!rc, "ibv_wr_complete: %s", strerror(rc));
-	return NULL;
-}
-
-static const char *done(struct dgram *d, uint64_t id, enum ibv_wc_status status)
-{
-	struct ibv_wc wc;
-
-	ENSURE(poll_cq_for(d->scq, 1, &wc, (int)WAIT_MS) == 1, "request %llu does not complete", (unsigned long long)id);
-	ENSURE(wc.wr_id == id, "completion of %llu", (unsigned long long)wc.wr_id);
-	ENSURE(wc.status == status, "%llu: %s", (unsigned long long)id, ibv_wc_status_str(wc.status));
-	return NULL;
-}
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 
 /* ---------------------------------------------------------------- what is exported */
 
@@ -216,6 +93,48 @@ static const char *write_record(size_t arg)
 	errno = 0;
 	ENSURE(read_bitmap(b.qp, 1, 100, 10, bits, sizeof(bits)) == -1 && errno == EINVAL, "a map that is not there");
 	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "a map that is not there is released");
+	return NULL;
+}
+
+/* Records that are not taken hold their writers up; nothing is lost, and who takes one lets one more come. */
+static const char *record_waits(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = {
+		.driver_qp_type = ANYWARPDV_QPT_RD,
+		.flags = (uint32_t)arg,
+		.max_records = 2,
+	};
+	const unsigned int many = 8;
+	struct anywarpdv_counters seen;
+	struct anywarpdv_record record;
+	struct region mine, theirs;
+	struct dgram a, b;
+	unsigned int at = 0;
+	struct ibv_wc wc;
+
+	TRY(find_all());
+	TRY(open_dgram(&a, &dv));
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&mine, a.pd, 5000, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, b.pd, 5000, ALL_ACCESS));
+	/* Of one datagram and of several. */
+	for (uint64_t i = 0; i < many; i++)
+		TRY(request(&a, &b, WRITE_IMM, i, &mine, i % 2 ? 5000 : 64, &theirs));
+	for (uint64_t i = 0; i < 2; i++)
+		TRY(done(&a, i, IBV_WC_SUCCESS));
+	ENSURE(poll_cq_for(a.scq, 1, &wc, 300) == 0, "a Write is done that has no record");
+	for (unsigned int taken = 0; taken < many; taken++) {
+		ENSURE(poll_records(b.qp, 1, &record, (int)WAIT_MS) == 1, "%u of %u records", taken, many);
+		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "not complete");
+		at += record.length == 64;
+		if (taken + 2 < many)
+			TRY(done(&a, taken + 2, IBV_WC_SUCCESS));
+	}
+	ENSURE(at == many / 2, "%u of one datagram", at);
+	ENSURE(poll_records(b.qp, 1, &record, 0) == 0, "one record too many");
+	ENSURE(!query_counters(b.qp, &seen, sizeof(seen)), "counters");
+	ENSURE(seen.rec_full == many && seen.rec_overflow == 0, "%llu records, %llu lost", (unsigned long long)seen.rec_full,
+	       (unsigned long long)seen.rec_overflow);
 	return NULL;
 }
 
@@ -304,6 +223,262 @@ static const char *nobody(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- who polls sees to deadlines */
+
+/* The device's own thread of process `pid`, in its wait for events; 0: not now. */
+static pid_t waiting_worker(pid_t pid)
+{
+	char path[64], text[64];
+	struct dirent *entry;
+	pid_t found = 0;
+	DIR *tasks;
+
+	snprintf(path, sizeof path, "/proc/%d/task", pid);
+	tasks = opendir(path);
+	while (tasks && !found && (entry = readdir(tasks))) {
+		pid_t tid = atoi(entry->d_name);
+		long call = -1;
+		FILE *f;
+
+		for (int i = 0; tid && i < 2; i++) {
+			snprintf(path, sizeof path, "/proc/%d/task/%d/%s", pid, tid, i ? "syscall" : "comm");
+			f = fopen(path, "r");
+			if (!f || !fgets(text, sizeof text, f))
+				text[0] = 0;
+			if (f)
+				fclose(f);
+			if (i == 0 && strncmp(text, "anywarp", 7))
+				tid = 0;
+		}
+		if (tid && sscanf(text, "%ld", &call) == 1)
+			switch (call) {
+#ifdef SYS_epoll_wait
+			case SYS_epoll_wait:
+#endif
+#ifdef SYS_epoll_pwait2
+			case SYS_epoll_pwait2:
+#endif
+			case SYS_epoll_pwait: found = tid;
+			}
+	}
+	if (tasks)
+		closedir(tasks);
+	return found;
+}
+
+/* Stops the device's thread of process `pid`, where it holds nothing, until `go` is closed. */
+static void hold_worker(pid_t pid, int told, int go)
+{
+	char how = 'n';
+	pid_t tid = 0;
+
+	for (uint64_t end = now_ms() + WAIT_MS; how == 'n' && now_ms() < end; sleep_ms(1)) {
+		int status;
+
+		tid = waiting_worker(pid);
+		if (!tid)
+			continue;
+		if (ptrace(PTRACE_SEIZE, tid, NULL, NULL)) {
+			how = 's';
+			break;
+		}
+		if (!ptrace(PTRACE_INTERRUPT, tid, NULL, NULL) && waitpid(tid, &status, __WALL) == tid && WIFSTOPPED(status) &&
+		    waiting_worker(pid) == tid)
+			how = 'y';
+		else
+			ptrace(PTRACE_DETACH, tid, NULL, NULL);
+	}
+	if (write(told, &how, 1) == 1 && how == 'y')
+		while (read(go, &how, 1) > 0)
+			;
+	if (tid)
+		ptrace(PTRACE_DETACH, tid, NULL, NULL);
+	_exit(0);
+}
+
+/* The first or second half of a Write-Record of 16 bytes, by hand. */
+static const char *send_half(const struct dgram *to, const struct region *theirs, bool second)
+{
+	uint32_t number = to->qp->qp_num;
+	const uint8_t from = second ? 8 : 0;
+	uint64_t at = (uintptr_t)theirs->at + from;
+	const uint32_t words[] = { QKEY, 3, 16, from };
+	struct sockaddr_in6 addr = { .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)(number >> 8)) };
+	uint8_t d[52] = { 0xdc, 0x10, 0x12, 0x34, [20] = 1, 2, (uint8_t)number, 7, [26] = second ? 0xc1 : 0x81, 0x4f };
+	/* Of one source, as long as this process lives. */
+	static int fd = -1;
+	uint32_t crc;
+	ssize_t sent;
+
+	if (fd < 0)
+		fd = socket(AF_INET6, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+	for (int i = 0; i < 16; i++)
+		d[4 + i] = (uint8_t)(words[i / 4] >> (24 - 8 * (i % 4)));
+	for (int i = 0; i < 4; i++)
+		d[28 + i] = (uint8_t)(theirs->mr->rkey >> (24 - 8 * i));
+	for (int i = 0; i < 8; i++) {
+		d[32 + i] = (uint8_t)(at >> (56 - 8 * i));
+		d[40 + i] = (uint8_t)(from + i);
+	}
+	crc = crc32c(d, 48);
+	for (int i = 0; i < 4; i++)
+		d[48 + i] = (uint8_t)(crc >> (8 * i));
+	memcpy(&addr.sin6_addr, &local_gid, 16);
+	sent = sendto(fd, d, sizeof d, 0, (struct sockaddr *)&addr, sizeof addr);
+	ENSURE(sent == sizeof d, "sendto: %s", strerror(errno));
+	return NULL;
+}
+
+/* Polls, and nothing else, until there is a completion. */
+static const char *only_poll(struct ibv_cq *cq, struct ibv_wc *wc)
+{
+	for (uint64_t end = now_ms() + WAIT_MS; ibv_poll_cq(cq, 1, wc) == 0;)
+		ENSURE(now_ms() < end, "no completion");
+	return NULL;
+}
+
+/* The device's own thread, held by another process. */
+struct held {
+	pid_t helper;
+	int go, told;
+	char how; /* y: it is; s: that is not allowed here; n: it never waits */
+};
+
+static const char *hold(struct held *held)
+{
+	int told[2], go[2];
+
+	ENSURE(!pipe(told) && !pipe(go), "pipe: %s", strerror(errno));
+	fflush(stdout);
+	held->helper = fork();
+	ENSURE(held->helper >= 0, "fork: %s", strerror(errno));
+	if (held->helper == 0) {
+		close(go[1]);
+		/* Not before it may. */
+		if (read(go[0], &held->how, 1) == 1)
+			hold_worker(getppid(), told[1], go[0]);
+		_exit(1);
+	}
+	close(told[1]);
+	close(go[0]);
+	held->go = go[1];
+	held->told = told[0];
+	prctl(PR_SET_PTRACER, held->helper, 0, 0, 0);
+	ENSURE(write(go[1], "", 1) == 1 && read(told[0], &held->how, 1) == 1, "the helper is gone");
+	return NULL;
+}
+
+static void let_go(struct held *held)
+{
+	close(held->go);
+	close(held->told);
+	waitpid(held->helper, NULL, 0);
+}
+
+/* A Read of somebody who is not there, a record that stays incomplete, a reliable peer that is silent: only by polling. */
+static const char *end_by_polling(struct dgram *a, struct dgram *b, struct dgram *c, struct dgram *d, const struct region *mine,
+				  const struct region *theirs)
+{
+	struct ibv_wc wc;
+
+	TRY(request(a, b, READ, 1, mine, 64, mine));
+	TRY(only_poll(a->scq, &wc));
+	ENSURE(wc.wr_id == 1 && wc.status == IBV_WC_RETRY_EXC_ERR, "the Read: %s", ibv_wc_status_str(wc.status));
+	TRY(send_half(a, mine, true));
+	TRY(only_poll(a->rcq, &wc));
+	ENSURE(wc.opcode == (enum ibv_wc_opcode)ANYWARPDV_WC_RECORD && wc.byte_len == 8, "the record: opcode %d, %u bytes",
+	       wc.opcode, wc.byte_len);
+	TRY(request(c, d, SEND, 2, theirs, 64, NULL));
+	TRY(only_poll(c->scq, &wc));
+	ENSURE(wc.wr_id == 2 && wc.status == IBV_WC_RETRY_EXC_ERR, "the reliable Send: %s", ibv_wc_status_str(wc.status));
+	return NULL;
+}
+
+/* The device's own thread gets no processor: deadlines pass all the same for who polls. */
+static const char *polled_deadlines(size_t arg)
+{
+	struct anywarpdv_qp_init_attr ud = {
+		.flags = ANYWARPDV_QP_RECORD_COMPLETIONS,
+		.read_timeout_us = 20000,
+		.deadline_us = 20000,
+	};
+	struct anywarpdv_qp_init_attr rd = { .driver_qp_type = ANYWARPDV_QPT_RD, .peer_timeout_ms = 50 };
+	struct dgram a, b, c, d, *dead[] = { &b, &d };
+	struct anywarpdv_record record;
+	struct region mine, theirs;
+	const char *reason = NULL;
+	struct held held;
+
+	(void)arg;
+	TRY(find_all());
+	TRY(open_dgram(&a, &ud));
+	TRY(open_dgram(&b, &ud));
+	TRY(open_dgram(&c, &rd));
+	TRY(open_dgram(&d, &rd));
+	TRY(new_region(&mine, a.pd, 64, ALL_ACCESS));
+	TRY(new_region(&theirs, c.pd, 64, ALL_ACCESS));
+	for (int i = 0; i < 2; i++) {
+		struct ibv_qp_attr attr = { .qp_state = IBV_QPS_ERR };
+
+		ENSURE(!ibv_modify_qp(dead[i]->qp, &attr, IBV_QP_STATE), "to ERR");
+	}
+	TRY(hold(&held));
+	if (held.how == 'y')
+		reason = end_by_polling(&a, &b, &c, &d, &mine, &theirs);
+	let_go(&held);
+	if (held.how == 's')
+		SKIP("a process may not hold a thread of another here (ptrace)");
+	ENSURE(held.how == 'y', "the device's thread never waits");
+	TRY(reason);
+	ENSURE(poll_records(a.qp, 1, &record, 0) == 1 && record.valid == 8, "the record");
+	return NULL;
+}
+
+/* Half of a message comes, nobody looks for longer than its deadline, and the other half waits in the socket: it is whole. */
+static const char *look_away(struct dgram *a, const struct region *mine)
+{
+	struct anywarpdv_record record;
+	struct anywarpdv_counters seen;
+
+	TRY(send_half(a, mine, true));
+	for (uint64_t end = now_ms() + WAIT_MS;;) {
+		struct ibv_wc wc;
+
+		ENSURE(ibv_poll_cq(a->rcq, 1, &wc) == 0 && !query_counters(a->qp, &seen, sizeof seen), "ibv_poll_cq, counters");
+		if (seen.rx_dgrams)
+			break;
+		ENSURE(now_ms() < end, "nothing comes");
+	}
+	TRY(send_half(a, mine, false));
+	sleep_ms(1500);
+	ENSURE(poll_records(a->qp, 1, &record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "%u of %u bytes", record.valid, record.length);
+	return NULL;
+}
+
+static const char *looks_before_it_gives_up(size_t arg)
+{
+	/* So long that it does not pass while nothing but the scheduler is in the way. */
+	struct anywarpdv_qp_init_attr ud = { .grace_us = 1000000, .deadline_us = 1000000 };
+	const char *reason = NULL;
+	struct region mine;
+	struct held held;
+	struct dgram a;
+
+	(void)arg;
+	TRY(find_all());
+	TRY(open_dgram(&a, &ud));
+	TRY(new_region(&mine, a.pd, 64, ALL_ACCESS));
+	TRY(hold(&held));
+	if (held.how == 'y')
+		reason = look_away(&a, &mine);
+	let_go(&held);
+	if (held.how == 's')
+		SKIP("a process may not hold a thread of another here (ptrace)");
+	ENSURE(held.how == 'y', "the device's thread never waits");
+	return reason;
+}
+
 static const char *long_sends(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg, .max_send_size = 1 << 20 };
@@ -386,20 +561,6 @@ static const char *refused_write(size_t arg)
 }
 
 /* ---------------------------------------------------------------- many peers of one queue pair */
-
-/* KiB of this process that are in memory. */
-static long resident(void)
-{
-	FILE *f = fopen("/proc/self/smaps_rollup", "r");
-	char line[128];
-	long kib = 0;
-
-	while (f && fgets(line, sizeof line, f))
-		sscanf(line, "Rss: %ld", &kib);
-	if (f)
-		fclose(f);
-	return kib;
-}
 
 static unsigned int many_peers(void)
 {
@@ -573,11 +734,15 @@ static const struct test tests[] = {
 	{ "record_jumbo", write_record, 1, 0, false },
 	{ "record_max", write_record, 2, 0, false },
 	{ "record_reliable", write_record, 3, 0, false },
+	{ "record_waits", record_waits, 0, 0, false },
+	{ "record_waits_unordered", record_waits, ANYWARPDV_QP_UNORDERED, 0, false },
 	{ "restricted", restricted, 0, 0, false },
 	{ "reads", reads, ANYWARPDV_QPT_UD, 0, false },
 	{ "reads_reliable", reads, ANYWARPDV_QPT_RD, 0, false },
 	{ "nobody", nobody, ANYWARPDV_QPT_UD, 0, false },
 	{ "nobody_reliable", nobody, ANYWARPDV_QPT_RD, 0, false },
+	{ "polled_deadlines", polled_deadlines, 0, 0, false },
+	{ "looks_before_it_gives_up", looks_before_it_gives_up, 0, 0, false },
 	{ "long_sends", long_sends, ANYWARPDV_QPT_UD, 0, false },
 	{ "long_sends_reliable", long_sends, ANYWARPDV_QPT_RD, 0, false },
 	{ "atomics", atomics, 0, 0, false },

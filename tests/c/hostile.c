@@ -8,6 +8,7 @@
  * The attackers are processes of their own that speak MPA, DDP and RDMAP through plain sockets.
  */
 #include "ends.h"
+#include "crc.h"
 
 #include <arpa/inet.h>
 #include <endian.h>
@@ -162,25 +163,6 @@ struct wire {
 	uint8_t at[70000];
 	size_t len;
 };
-
-static uint32_t crc_table[256];
-
-static uint32_t crc32c(const uint8_t *at, size_t len)
-{
-	uint32_t crc = ~0u;
-
-	if (!crc_table[1])
-		for (uint32_t n = 0; n < 256; n++) {
-			uint32_t c = n;
-
-			for (int bit = 0; bit < 8; bit++)
-				c = c >> 1 ^ (c & 1 ? 0x82f63b78u : 0);
-			crc_table[n] = c;
-		}
-	for (size_t i = 0; i < len; i++)
-		crc = crc >> 8 ^ crc_table[(crc ^ at[i]) & 0xff];
-	return ~crc;
-}
 
 static void put(struct wire *w, const void *bytes, size_t len)
 {
@@ -891,6 +873,8 @@ int main(int argc, char **argv)
 	report = mmap(NULL, sizeof *report, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (report == MAP_FAILED)
 		return 2;
+	/* Attackers come over the network; what good peers keep beside them is told by one that is on it too. */
+	setenv("ANYWARP_CARRIER", "tcp", 0);
 	/* Its own log, to be read; or that of whoever looks. */
 	if (!getenv("ANYWARP_LOG") && (log_file = tmpfile())) {
 		setenv("ANYWARP_LOG", "info", 1);

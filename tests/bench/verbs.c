@@ -1,0 +1,668 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * What no other program measures, over the public verbs alone: `cargo xtask bench` runs both ends.
+ *
+ *   ping    latency of a 64-byte Send, beside --idle queue pairs that are connected and do nothing
+ *   read    a 64-byte RDMA Read, while the target polls
+ *   spread  4 KiB Writes on --qps queue pairs, each refilled as it completes: rate, and how even
+ *   passive what one-sided traffic costs the target's thread: system calls while it looks at its memory, wake-ups while
+ *           it sleeps
+ *   idle    what --qps queue pairs that do nothing cost a process
+ *   reg     ibv_reg_mr and ibv_dereg_mr; one process
+ *
+ * Without a host it is the server. The client prints one line of JSON. Every payload is compared.
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <errno.h>
+#include <infiniband/verbs.h>
+#include <inttypes.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MESSAGE 64u
+#define BLOCK 4096u
+#define WAIT_NS 20000000000ull /* longest wait for anything */
+#define MOST 4096u             /* queue pairs */
+
+#ifndef PR_SET_SYSCALL_USER_DISPATCH
+#define PR_SET_SYSCALL_USER_DISPATCH 59
+#define PR_SYS_DISPATCH_OFF 0
+#define PR_SYS_DISPATCH_ON 1
+#define SYSCALL_DISPATCH_FILTER_ALLOW 0
+#define SYSCALL_DISPATCH_FILTER_BLOCK 1
+#endif
+
+static const char *test, *host;
+static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port;
+static int control = -1;
+
+static struct ibv_context *device;
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static struct ibv_mr *mr;
+static struct ibv_qp *qp[MOST];
+static unsigned long n_qps;
+static uint8_t *memory;
+
+struct info {
+	union ibv_gid gid;
+	uint64_t addr;
+	uint32_t rkey, lid;
+	uint32_t qpn[MOST];
+};
+static struct info mine, theirs;
+
+__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...)
+{
+	va_list args;
+
+	va_start(args, format);
+	vfprintf(stderr, format, args);
+	va_end(args);
+	fputc('\n', stderr);
+	exit(1);
+}
+
+#define MUST(expr) ((expr) ? (void)0 : die("%s:%d: %s: %s", __FILE__, __LINE__, #expr, strerror(errno)))
+
+static uint64_t now_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* ---------------------------------------------------------------- the two processes */
+
+static void meet(void)
+{
+	int one = 1;
+
+	if (host) {
+		struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *found;
+		char service[16];
+
+		snprintf(service, sizeof(service), "%lu", port);
+		MUST(!getaddrinfo(host, service, &hints, &found));
+		control = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		MUST(control >= 0);
+		MUST(!connect(control, found->ai_addr, found->ai_addrlen));
+		freeaddrinfo(found);
+	} else {
+		struct sockaddr_in any = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port) };
+		int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		struct pollfd p = { .fd = listener, .events = POLLIN };
+
+		MUST(listener >= 0);
+		setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
+		MUST(!bind(listener, (struct sockaddr *)&any, sizeof(any)));
+		MUST(!listen(listener, 1));
+		MUST(poll(&p, 1, 20000) == 1);
+		control = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+		MUST(control >= 0);
+		close(listener);
+	}
+	setsockopt(control, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+}
+
+static void tell(const void *from, size_t len)
+{
+	MUST(send(control, from, len, MSG_NOSIGNAL) == (ssize_t)len);
+}
+
+static void hear(void *to, size_t len)
+{
+	struct pollfd p = { .fd = control, .events = POLLIN };
+
+	if (poll(&p, 1, (int)(WAIT_NS / 1000000)) != 1)
+		die("the other end says nothing");
+	if (recv(control, to, len, MSG_WAITALL) != (ssize_t)len)
+		die("the other end is gone");
+}
+
+/* Both are here. */
+static void together(void)
+{
+	char byte = '.';
+
+	tell(&byte, 1);
+	hear(&byte, 1);
+}
+
+/* ---------------------------------------------------------------- verbs */
+
+static void open_device(void)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+
+	MUST(list && list[0]);
+	device = ibv_open_device(list[0]);
+	MUST(device);
+	ibv_free_device_list(list);
+	pd = ibv_alloc_pd(device);
+	MUST(pd);
+}
+
+static void make(unsigned long n, unsigned int depth, size_t len)
+{
+	struct ibv_port_attr attr;
+	unsigned long entries = n * depth * 2;
+
+	open_device();
+	if (n > MOST)
+		die("at most %u queue pairs", MOST);
+	n_qps = n;
+	cq = ibv_create_cq(device, entries > 60000 ? 60000 : (int)entries, NULL, NULL, 0);
+	MUST(cq);
+	memory = aligned_alloc(4096, (len + 4095) & ~(size_t)4095);
+	MUST(memory);
+	memset(memory, 0, len);
+	mr = ibv_reg_mr(pd, memory, len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
+	MUST(mr);
+	MUST(!ibv_query_port(device, 1, &attr));
+	MUST(!ibv_query_gid(device, 1, 0, &mine.gid));
+	mine.lid = attr.lid;
+	mine.addr = (uintptr_t)memory;
+	mine.rkey = mr->rkey;
+	for (unsigned long i = 0; i < n; i++) {
+		struct ibv_qp_init_attr init = {
+			.send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC,
+			.cap = { .max_send_wr = depth, .max_recv_wr = depth, .max_send_sge = 1, .max_recv_sge = 1,
+				 .max_inline_data = MESSAGE },
+		};
+		struct ibv_qp_attr to_init = { .qp_state = IBV_QPS_INIT, .port_num = 1,
+			.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ };
+
+		qp[i] = ibv_create_qp(pd, &init);
+		MUST(qp[i]);
+		MUST(!ibv_modify_qp(qp[i], &to_init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
+				    IBV_QP_ACCESS_FLAGS));
+		mine.qpn[i] = qp[i]->qp_num;
+	}
+}
+
+static void join(void)
+{
+	tell(&mine, sizeof(mine));
+	hear(&theirs, sizeof(theirs));
+	for (unsigned long i = 0; i < n_qps; i++) {
+		struct ibv_qp_attr rtr = {
+			.qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_1024, .dest_qp_num = theirs.qpn[i],
+			.max_dest_rd_atomic = 16, .min_rnr_timer = 12,
+			.ah_attr = { .is_global = 1, .port_num = 1, .dlid = (uint16_t)theirs.lid,
+				     .grh = { .dgid = theirs.gid, .hop_limit = 64 } },
+		};
+		struct ibv_qp_attr rts = { .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
+					   .max_rd_atomic = 16 };
+
+		MUST(!ibv_modify_qp(qp[i], &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+				    IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
+		MUST(!ibv_modify_qp(qp[i], &rts, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+				    IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
+	}
+	together();
+}
+
+static void post(unsigned long which, enum ibv_wr_opcode opcode, uint64_t wr_id, void *at, uint32_t len, uint64_t to,
+		 unsigned int flags)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)at, .length = len, .lkey = mr->lkey };
+	struct ibv_send_wr wr = { .wr_id = wr_id, .sg_list = &sge, .num_sge = 1, .opcode = opcode,
+				  .send_flags = IBV_SEND_SIGNALED | flags }, *bad;
+	int rc;
+
+	wr.wr.rdma.remote_addr = theirs.addr + to;
+	wr.wr.rdma.rkey = theirs.rkey;
+	rc = ibv_post_send(qp[which], &wr, &bad);
+	if (rc)
+		die("ibv_post_send: %s", strerror(rc));
+}
+
+static void receive(unsigned long which, void *at, uint32_t len)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)at, .length = len, .lkey = mr->lkey };
+	struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
+	int rc = ibv_post_recv(qp[which], &wr, &bad);
+
+	if (rc)
+		die("ibv_post_recv: %s", strerror(rc));
+}
+
+/* The next completions; dies when there are none for too long. */
+static int completions(struct ibv_wc *wc, int most)
+{
+	uint64_t began = 0;
+
+	for (unsigned long looks = 1;; looks++) {
+		int n = ibv_poll_cq(cq, most, wc);
+
+		if (n < 0)
+			die("ibv_poll_cq gives %d", n);
+		for (int i = 0; i < n; i++)
+			if (wc[i].status)
+				die("a request ended: %s", ibv_wc_status_str(wc[i].status));
+		if (n)
+			return n;
+		if (looks % 65536 == 0) {
+			if (!began)
+				began = now_ns();
+			else if (now_ns() - began > WAIT_NS)
+				die("no completion");
+		}
+	}
+}
+
+static uint8_t pattern(uint64_t i)
+{
+	return (uint8_t)(i * 131 + (i >> 8) * 7 + 1);
+}
+
+static int ascending(const void *a, const void *b)
+{
+	uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+
+	return x < y ? -1 : x > y;
+}
+
+static double median_us(uint64_t *ns, unsigned long n)
+{
+	qsort(ns, n, sizeof(*ns), ascending);
+	return (double)ns[n / 2] / 1000;
+}
+
+/* ---------------------------------------------------------------- the tests */
+
+static void ping(void)
+{
+	unsigned long warmup = count / 10 + 1, sends = 0, done = 0;
+	uint64_t *samples = calloc(count, sizeof(*samples)), began = 0;
+	uint8_t *in = memory, *out = memory + 4096;
+	struct ibv_wc wc[8];
+
+	MUST(samples);
+	make(1 + idle_qps, 64, 8192);
+	in = memory;
+	out = memory + 4096;
+	receive(0, in, MESSAGE);
+	join();
+	for (unsigned long m = 0; m < count + warmup; m++) {
+		bool got = false;
+
+		memset(out, (int)(m & 0xff), MESSAGE);
+		if (host) {
+			began = now_ns();
+			post(0, IBV_WR_SEND, 1, out, MESSAGE, 0, IBV_SEND_INLINE);
+			sends++;
+		}
+		while (!got) {
+			int n = completions(wc, 8);
+
+			for (int i = 0; i < n; i++) {
+				if (wc[i].opcode & IBV_WC_RECV)
+					got = true;
+				else
+					done++;
+			}
+		}
+		if (in[0] != (uint8_t)m || memcmp(in, in + 1, MESSAGE - 1))
+			die("message %lu came wrong", m);
+		if (host && m >= warmup)
+			samples[m - warmup] = now_ns() - began;
+		receive(0, in, MESSAGE);
+		if (!host) {
+			post(0, IBV_WR_SEND, 1, out, MESSAGE, 0, IBV_SEND_INLINE);
+			sends++;
+		}
+		/* Room for the next. */
+		while (sends - done > 32)
+			done += (unsigned long)completions(wc, 1);
+	}
+	while (done < sends)
+		done += (unsigned long)completions(wc, 1);
+	together();
+	if (host)
+		printf("{\"us\": %.4f}\n", median_us(samples, count) / 2);
+}
+
+static void reads(void)
+{
+	uint64_t *samples = calloc(count, sizeof(*samples));
+	unsigned long warmup = count / 10 + 1;
+	struct ibv_wc wc;
+	char byte;
+
+	MUST(samples);
+	make(1, 64, 4096);
+	if (!host)
+		for (unsigned int i = 0; i < 4096; i++)
+			memory[i] = pattern(i);
+	join();
+	if (!host) {
+		/* Polls, as a target does that has other things to wait for. */
+		for (unsigned long looks = 0;; looks++) {
+			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
+			if (looks % 4096 == 0 && recv(control, &byte, 1, MSG_DONTWAIT) >= 0)
+				break;
+		}
+		tell(&byte, 1);
+		return;
+	}
+	for (unsigned long m = 0; m < count + warmup; m++) {
+		uint64_t began, at = m % 63 * MESSAGE;
+
+		memset(memory, 0, MESSAGE);
+		began = now_ns();
+		post(0, IBV_WR_RDMA_READ, 1, memory, MESSAGE, at, 0);
+		completions(&wc, 1);
+		if (m >= warmup)
+			samples[m - warmup] = now_ns() - began;
+		for (unsigned int i = 0; i < MESSAGE; i++)
+			if (memory[i] != pattern(at + i))
+				die("read %lu is wrong at byte %u", m, i);
+	}
+	together();
+	printf("{\"us\": %.4f}\n", median_us(samples, count));
+}
+
+static void spread(void)
+{
+	unsigned long depth = 128 / qps < 2 ? 2 : 128 / qps, done = 0, each[MOST] = { 0 }, least, most;
+	uint64_t began, took;
+	struct ibv_wc wc[64];
+	char verdict = 'y';
+
+	make(qps, (unsigned int)depth, qps * BLOCK);
+	if (host)
+		for (uint64_t i = 0; i < qps * BLOCK; i++)
+			memory[i] = pattern(i);
+	join();
+	if (!host) {
+		hear(&verdict, 1);
+		for (uint64_t i = 0; i < qps * BLOCK; i++)
+			if (memory[i] != pattern(i))
+				verdict = 'n';
+		tell(&verdict, 1);
+		return;
+	}
+	began = now_ns();
+	for (unsigned long d = 0; d < depth; d++)
+		for (unsigned long i = 0; i < qps; i++)
+			post(i, IBV_WR_RDMA_WRITE, i, memory + i * BLOCK, BLOCK, i * BLOCK, 0);
+	while (done < count) {
+		int n = completions(wc, 64);
+
+		for (int i = 0; i < n; i++) {
+			unsigned long which = wc[i].wr_id;
+
+			each[which]++;
+			post(which, IBV_WR_RDMA_WRITE, which, memory + which * BLOCK, BLOCK, which * BLOCK, 0);
+		}
+		done += (unsigned long)n;
+	}
+	took = now_ns() - began;
+	least = most = each[0];
+	for (unsigned long i = 1; i < qps; i++) {
+		least = each[i] < least ? each[i] : least;
+		most = each[i] > most ? each[i] : most;
+	}
+	for (unsigned long left = depth * qps; left;)
+		left -= (unsigned long)completions(wc, 64);
+	tell(&verdict, 1);
+	hear(&verdict, 1);
+	if (verdict != 'y')
+		die("what was written is not there");
+	printf("{\"m_s\": %.6f, \"unfairness\": %.4f}\n", (double)done * 1000 / (double)took,
+	       (double)(most - least) / (double)most);
+}
+
+static volatile char selector = SYSCALL_DISPATCH_FILTER_ALLOW;
+static volatile unsigned long calls;
+
+static void called(int signal)
+{
+	(void)signal;
+	/* The first is enough; the call itself is not made, and fails. */
+	selector = SYSCALL_DISPATCH_FILTER_ALLOW;
+	calls++;
+}
+
+static long wakeups(void)
+{
+	struct rusage usage;
+
+	MUST(!getrusage(RUSAGE_THREAD, &usage));
+	return usage.ru_nvcsw;
+}
+
+static void traffic(unsigned long times, uint64_t last)
+{
+	unsigned long posted = 0, done = 0;
+	struct ibv_wc wc[16];
+
+	while (done < times) {
+		while (posted < times && posted - done < 16) {
+			bool write = posted % 2 == 0;
+
+			post(0, write ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ, posted, memory + 4096, BLOCK, write ? 4096 : 8192, 0);
+			posted++;
+		}
+		done += (unsigned long)completions(wc, 16);
+	}
+	memcpy(memory, &last, sizeof(last));
+	post(0, IBV_WR_RDMA_WRITE, 0, memory, sizeof(last), 0, 0);
+	completions(wc, 1);
+}
+
+static void passive(void)
+{
+	long results[2];
+	char byte;
+
+	make(1, 64, 3 * 4096);
+	join();
+	if (host) {
+		traffic(count, 1);
+		hear(&byte, 1);
+		traffic(count, 2);
+		tell(&byte, 1);
+		hear(results, sizeof(results));
+		printf("{\"calls\": %ld, \"wakeups\": %ld}\n", results[0], results[1]);
+		return;
+	}
+	/* A thread that computes. Each system call of it would be a signal. */
+	struct sigaction action = { .sa_handler = called };
+	volatile uint64_t *flag = (volatile uint64_t *)(void *)memory;
+	uint64_t began = now_ns();
+
+	MUST(!sigaction(SIGSYS, &action, NULL));
+	MUST(!prctl(PR_SET_SYSCALL_USER_DISPATCH, PR_SYS_DISPATCH_ON, 0ul, 0ul, &selector));
+	selector = SYSCALL_DISPATCH_FILTER_BLOCK;
+	syscall(SYS_getppid);
+	if (calls != 1)
+		die("system calls are not seen");
+	calls = 0;
+	selector = SYSCALL_DISPATCH_FILTER_BLOCK;
+	for (unsigned long turns = 0; *flag != 1; turns++)
+		if (turns % (1 << 20) == 0 && now_ns() - began > WAIT_NS) /* the clock is no system call (vDSO) */
+			break;
+	selector = SYSCALL_DISPATCH_FILTER_ALLOW;
+	MUST(!prctl(PR_SET_SYSCALL_USER_DISPATCH, PR_SYS_DISPATCH_OFF, 0ul, 0ul, 0ul));
+	if (*flag != 1)
+		die("nothing was written");
+	results[0] = (long)calls;
+	/* A thread that sleeps: it wakes once, for the byte. */
+	tell("", 1);
+	results[1] = wakeups();
+	if (recv(control, &byte, 1, MSG_WAITALL) != 1)
+		die("the other end is gone");
+	results[1] = wakeups() - results[1] - 1;
+	if (results[1] < 0)
+		results[1] = 0;
+	if (*flag != 2)
+		die("nothing was written");
+	tell(results, sizeof(results));
+}
+
+/* Times that threads other than this one have waited for something. */
+static long others_waits(void)
+{
+	DIR *tasks = opendir("/proc/self/task");
+	struct dirent *entry;
+	long all = 0;
+
+	MUST(tasks);
+	while ((entry = readdir(tasks))) {
+		char path[300], line[200];
+		long n;
+		FILE *f;
+
+		if (entry->d_name[0] == '.' || atoi(entry->d_name) == (int)syscall(SYS_gettid))
+			continue;
+		snprintf(path, sizeof(path), "/proc/self/task/%s/status", entry->d_name);
+		f = fopen(path, "r");
+		while (f && fgets(line, sizeof(line), f))
+			if (sscanf(line, "voluntary_ctxt_switches: %ld", &n) == 1)
+				all += n;
+		if (f)
+			fclose(f);
+	}
+	closedir(tasks);
+	return all;
+}
+
+static double cpu_s(void)
+{
+	struct rusage u;
+
+	MUST(!getrusage(RUSAGE_SELF, &u));
+	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
+}
+
+/* Counts while the other threads go on: who has stopped to poll is soon relieved, and that is a wake-up. */
+static void *watch(void *waits)
+{
+	long before = others_waits();
+
+	usleep((useconds_t)(millis * 1000));
+	*(long *)waits = others_waits() - before;
+	return NULL;
+}
+
+static void idle(void)
+{
+	struct ibv_wc wc;
+	pthread_t watcher;
+	uint64_t began;
+	double cpu;
+	long waits = 0;
+
+	make(qps, 4, 4096);
+	join();
+	/* Whatever connecting left to do is done. */
+	usleep(300000);
+	began = now_ns();
+	cpu = cpu_s();
+	if (polls) {
+		/* It watches the middle of the time. */
+		uint64_t until = began + millis * 1000000 + 200000000;
+		bool watched = false;
+
+		while (now_ns() < until) {
+			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
+			if (!watched && now_ns() > began + 100000000) {
+				watched = true;
+				MUST(!pthread_create(&watcher, NULL, watch, &waits));
+			}
+		}
+		MUST(watched && !pthread_join(watcher, NULL));
+	} else {
+		waits = others_waits();
+		usleep((useconds_t)(millis * 1000));
+		waits = others_waits() - waits;
+	}
+	cpu = cpu_s() - cpu;
+	if (host)
+		printf("{\"share\": %.6f, \"wakeups\": %ld}\n", cpu * 1e9 / (double)(now_ns() - began), waits);
+	together();
+}
+
+static void reg(void)
+{
+	uint64_t *ns = calloc(2 * count, sizeof(*ns));
+	void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+	MUST(ns && at != MAP_FAILED);
+	open_device();
+	for (unsigned long i = 0; i < count; i++) {
+		uint64_t began = now_ns(), middle;
+		struct ibv_mr *one = ibv_reg_mr(pd, at, size, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+
+		middle = now_ns();
+		MUST(one);
+		MUST(!ibv_dereg_mr(one));
+		ns[i] = middle - began;
+		ns[count + i] = now_ns() - middle;
+	}
+	printf("{\"us\": %.4f, ", median_us(ns, count));
+	printf("\"dereg_us\": %.4f}\n", median_us(ns + count, count));
+}
+
+int main(int argc, char **argv)
+{
+	static const struct {
+		const char *name;
+		void (*run)(void);
+		bool two;
+	} tests[] = {
+		{ "ping", ping, true }, { "read", reads, true }, { "spread", spread, true }, { "passive", passive, true },
+		{ "idle", idle, true }, { "reg", reg, false },
+	};
+	struct {
+		const char *name;
+		unsigned long *to;
+	} options[] = {
+		{ "--idle", &idle_qps }, { "--qps", &qps }, { "--count", &count }, { "--millis", &millis },
+		{ "--size", &size }, { "--poll", &polls }, { "--port", &port },
+	};
+
+	test = argc > 1 ? argv[1] : "";
+	for (int i = 2; i < argc; i++) {
+		bool known = false;
+
+		for (size_t o = 0; o < sizeof(options) / sizeof(*options) && i + 1 < argc && !known; o++)
+			if (!strcmp(argv[i], options[o].name)) {
+				*options[o].to = strtoul(argv[++i], NULL, 10);
+				known = true;
+			}
+		if (!known)
+			host = argv[i];
+	}
+	if (!count || !qps)
+		die("--count and --qps are at least 1");
+	for (size_t t = 0; t < sizeof(tests) / sizeof(*tests); t++)
+		if (!strcmp(test, tests[t].name)) {
+			if (tests[t].two)
+				meet();
+			tests[t].run();
+			return 0;
+		}
+	die("usage: %s ping|read|spread|passive|idle|reg [options] [HOST]", argv[0]);
+}

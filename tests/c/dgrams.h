@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Datagram queue pairs with every operation that their kind has, as <infiniband/anywarpdv.h> offers them. The functions
+ * are found by name, so that a program links with any libibverbs.
+ */
+#ifndef ANYWARP_TESTS_DGRAMS_H
+#define ANYWARP_TESTS_DGRAMS_H
+
+#include "ends.h"
+
+#include "../../crates/abi/include/infiniband/anywarpdv.h"
+
+#include <dlfcn.h>
+
+UNUSED static __typeof__(anywarpdv_create_qp_ex) *create_qp;
+UNUSED static __typeof__(anywarpdv_poll_records) *poll_records;
+UNUSED static __typeof__(anywarpdv_poll_errors) *poll_errors;
+UNUSED static __typeof__(anywarpdv_poll_cq) *poll_cq_for;
+UNUSED static __typeof__(anywarpdv_read_map) *read_map;
+UNUSED static __typeof__(anywarpdv_read_bitmap) *read_bitmap;
+UNUSED static __typeof__(anywarpdv_release_map) *release_map;
+UNUSED static __typeof__(anywarpdv_query_counters) *query_counters;
+UNUSED static __typeof__(anywarpdv_restrict_mr) *restrict_mr;
+UNUSED static __typeof__(anywarpdv_is_supported) *is_supported;
+
+UNUSED static const char *find_all(void)
+{
+	static const struct {
+		const char *name;
+		void **at;
+	} all[] = {
+		{ "anywarpdv_create_qp_ex", (void **)&create_qp },
+		{ "anywarpdv_poll_records", (void **)&poll_records },
+		{ "anywarpdv_poll_errors", (void **)&poll_errors },
+		{ "anywarpdv_poll_cq", (void **)&poll_cq_for },
+		{ "anywarpdv_read_map", (void **)&read_map },
+		{ "anywarpdv_read_bitmap", (void **)&read_bitmap },
+		{ "anywarpdv_release_map", (void **)&release_map },
+		{ "anywarpdv_query_counters", (void **)&query_counters },
+		{ "anywarpdv_restrict_mr", (void **)&restrict_mr },
+		{ "anywarpdv_is_supported", (void **)&is_supported },
+	};
+
+	TRY(open_device());
+	for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) {
+		*all[i].at = dlvsym(RTLD_DEFAULT, all[i].name, "ANYWARPDV_1.0");
+		ENSURE(*all[i].at, "%s is not exported", all[i].name);
+	}
+	ENSURE(is_supported(device->device), "the device is not supported");
+	return NULL;
+}
+
+struct dgram {
+	struct ibv_pd *pd;
+	struct ibv_cq *scq, *rcq;
+	struct ibv_qp *qp;
+	struct ibv_qp_ex *ex;
+	struct ibv_ah *ah; /* to this very host */
+};
+
+/* A queue pair in RTS with every operation that its kind has. */
+UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_init_attr *dv)
+{
+	bool rd = dv->driver_qp_type == ANYWARPDV_QPT_RD;
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = rd ? IBV_QPT_DRIVER : IBV_QPT_UD,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_WRITE |
+				  IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ,
+		.cap = { .max_send_wr = 256, .max_recv_wr = 256, .max_send_sge = 4, .max_recv_sge = 4, .max_inline_data = 128 },
+	};
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = PORT, .qkey = QKEY };
+	struct ibv_ah_attr to = { .is_global = 1, .port_num = PORT };
+
+	if (rd)
+		init.send_ops_flags |= IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP;
+	*d = (struct dgram){ 0 };
+	d->pd = new_pd();
+	d->scq = new_cq(512, NULL);
+	d->rcq = new_cq(512, NULL);
+	ENSURE(d->pd && d->scq && d->rcq, "protection domain and queues: %s", strerror(errno));
+	init.pd = d->pd;
+	init.send_cq = d->scq;
+	init.recv_cq = d->rcq;
+	d->qp = create_qp(device, &init, dv, sizeof(*dv));
+	ENSURE(d->qp, "anywarpdv_create_qp_ex: %s", strerror(errno));
+	keep(close_qp, d->qp, "queue pair");
+	d->ex = ibv_qp_to_qp_ex(d->qp);
+	ENSURE(d->ex, "no extended operations");
+	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "to INIT");
+	attr.qp_state = IBV_QPS_RTR;
+	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE), "to RTR");
+	attr.qp_state = IBV_QPS_RTS;
+	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
+	to.grh.dgid = local_gid;
+	to.grh.sgid_index = gid_index;
+	d->ah = ibv_create_ah(d->pd, &to);
+	ENSURE(d->ah, "ibv_create_ah: %s", strerror(errno));
+	keep(close_ah, d->ah, "address handle");
+	return NULL;
+}
+
+enum what { SEND, WRITE, WRITE_IMM, READ };
+
+/* Memory of a peer. */
+struct there {
+	uint32_t rkey;
+	uint64_t at;
+};
+
+/* Posts one request of `a` to queue pair `qpn` of this host. */
+UNUSED static const char *request_to(struct dgram *a, uint32_t qpn, enum what what, uint64_t id, const struct region *mine,
+				     size_t len, struct there to)
+{
+	int rc;
+
+	ibv_wr_start(a->ex);
+	a->ex->wr_id = id;
+	a->ex->wr_flags = IBV_SEND_SIGNALED;
+	switch (what) {
+	case SEND: ibv_wr_send(a->ex); break;
+	case WRITE: ibv_wr_rdma_write(a->ex, to.rkey, to.at); break;
+	case WRITE_IMM: ibv_wr_rdma_write_imm(a->ex, to.rkey, to.at, htonl(0x01020304)); break;
+	case READ: ibv_wr_rdma_read(a->ex, to.rkey, to.at); break;
+	}
+	ibv_wr_set_ud_addr(a->ex, a->ah, qpn, QKEY);
+	ibv_wr_set_sge(a->ex, mine->mr->lkey, (uintptr_t)mine->at, (uint32_t)len);
+	rc = ibv_wr_complete(a->ex);
+	ENSURE(!rc, "ibv_wr_complete: %s", strerror(rc));
+	return NULL;
+}
+
+/* The same, in one process. */
+UNUSED static const char *request(struct dgram *a, const struct dgram *b, enum what what, uint64_t id,
+				  const struct region *mine, size_t len, const struct region *theirs)
+{
+	struct there to = { 0 };
+
+	if (theirs)
+		to = (struct there){ theirs->mr->rkey, (uintptr_t)theirs->at };
+	return request_to(a, b->qp->qp_num, what, id, mine, len, to);
+}
+
+UNUSED static const char *done(struct dgram *d, uint64_t id, enum ibv_wc_status status)
+{
+	struct ibv_wc wc;
+
+	ENSURE(poll_cq_for(d->scq, 1, &wc, (int)WAIT_MS) == 1, "request %llu does not complete", (unsigned long long)id);
+	ENSURE(wc.wr_id == id, "completion of %llu", (unsigned long long)wc.wr_id);
+	ENSURE(wc.status == status, "%llu: %s", (unsigned long long)id, ibv_wc_status_str(wc.status));
+	return NULL;
+}
+
+/* KiB of this process that are in memory. */
+UNUSED static long resident(void)
+{
+	FILE *f = fopen("/proc/self/smaps_rollup", "r");
+	char line[128];
+	long kib = 0;
+
+	while (f && fgets(line, sizeof line, f))
+		sscanf(line, "Rss: %ld", &kib);
+	if (f)
+		fclose(f);
+	return kib;
+}
+
+#endif

@@ -1,0 +1,709 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Floods of datagrams at a queue pair of unreliable and one of reliable datagrams, through real sockets: noise, and
+ * datagrams that are right but for one thing, from any address of this host's network and, where the kernel allows raw
+ * sockets, under the address of a good peer. What is held to: nothing of it is placed or delivered, the memory that it
+ * takes is bounded, the good peer goes on, and nobody is sent more than came from there.
+ *
+ * The victim is the process of the test; the good peer and the flood are processes of their own.
+ */
+#include "dgrams.h"
+#include "crc.h"
+
+#include <netinet/in.h>
+#include <netinet/ip.h>
+#include <netinet/udp.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+
+#define READABLE_LEN (1u << 20)
+#define CLOSED_LEN 4096u
+#define WRITABLE_LEN 4096u
+#define MESSAGE 256u
+#define DEPTH 8u
+#define RECEIVES 128u
+
+/* Datagrams of the flood, a second; enough to fill every table many times over. */
+#define PACE 20000u
+/* How long the good peer works at a time, and how often: with the flood and without in turn. */
+#define TURN_MS 100u
+#define TURNS 5u
+/* What the good peer reaches under the flood at least, of what it reaches without. */
+#define SHARE 0.1
+/* What the flood may make the victim hold, KiB. */
+#define HOLDS (32 * 1024)
+
+enum work { IDLE, READS, RECORDS, RELIABLE, STOP };
+enum flood { QUIET, STRANGERS, SPOOFED, AMPLIFIED };
+
+/* What the processes know of each other. */
+static struct shared {
+	uint32_t victim[2], good[2]; /* queue pairs: UD, RD */
+	struct there readable, writable, closed;
+	_Atomic bool good_is_there;
+	_Atomic int work;   /* enum work, for the good peer */
+	_Atomic int flood;  /* enum flood, for the flood */
+	_Atomic uint64_t done, lost, sent, bytes_sent, bytes_back;
+	_Atomic int no_raw;
+	_Atomic int most_over; /* bytes that a source got beyond what it sent, at worst */
+} *shared;
+
+/* ---------------------------------------------------------------- the good peer */
+
+static void be_good(void)
+{
+	struct anywarpdv_qp_init_attr dv[2] = {
+		{ .read_timeout_us = 50000 },
+		{ .driver_qp_type = ANYWARPDV_QPT_RD, .flags = ANYWARPDV_QP_KEEP_GOING },
+	};
+	struct region mine[2];
+	struct dgram ends[2];
+	const char *reason;
+	unsigned int under_way = 0;
+
+#define OR_DIE(step)                                                                                           \
+	do {                                                                                                   \
+		reason = (step);                                                                               \
+		if (reason) {                                                                                  \
+			fprintf(stderr, "good peer: %s [%s]\n", reason, failed_at);                            \
+			_exit(1);                                                                              \
+		}                                                                                              \
+	} while (0)
+	OR_DIE(find_all());
+	for (int i = 0; i < 2; i++) {
+		OR_DIE(open_dgram(&ends[i], &dv[i]));
+		shared->good[i] = ends[i].qp->qp_num;
+		OR_DIE(new_region(&mine[i], ends[i].pd, WRITABLE_LEN, IBV_ACCESS_LOCAL_WRITE));
+		fill_pattern(mine[i].at, WRITABLE_LEN, 1);
+	}
+	shared->good_is_there = true;
+	for (int work; (work = shared->work) != STOP;) {
+		bool reliable = work == RELIABLE;
+		struct dgram *d = &ends[reliable];
+		struct ibv_wc wc;
+
+		if (work == IDLE && !under_way) {
+			sleep_ms(1);
+			continue;
+		}
+		for (; work != IDLE && under_way < DEPTH; under_way++) {
+			enum what what = work == READS ? READ : work == RECORDS ? WRITE : SEND;
+			struct there to = work == READS ? shared->readable : shared->writable;
+			size_t len = work == READS ? 1024 : work == RECORDS ? WRITABLE_LEN : MESSAGE;
+
+			OR_DIE(request_to(d, shared->victim[reliable], what, (uint64_t)work, &mine[reliable], len, to));
+		}
+		for (int i = 0; i < 2; i++) {
+			while (ibv_poll_cq(ends[i].scq, 1, &wc) == 1) {
+				under_way--;
+				/* A Read that the flood made the kernel lose is one that is not counted. */
+				if (wc.status == IBV_WC_SUCCESS) {
+					shared->done++;
+				} else if (wc.wr_id == READS && wc.status == IBV_WC_RETRY_EXC_ERR) {
+					shared->lost++;
+				} else {
+					fprintf(stderr, "good peer: %s\n", ibv_wc_status_str(wc.status));
+					_exit(1);
+				}
+			}
+		}
+	}
+	_exit(0);
+}
+
+/* ---------------------------------------------------------------- the flood */
+
+struct packet {
+	uint8_t at[1500];
+	size_t len;
+};
+
+static uint64_t dice_state = 0x2545f4914f6cdd1d;
+
+static uint32_t dice(uint32_t below)
+{
+	dice_state ^= dice_state << 13;
+	dice_state ^= dice_state >> 7;
+	dice_state ^= dice_state << 17;
+	return (uint32_t)((dice_state >> 16) % below);
+}
+
+static uint32_t any32(void) { return dice(UINT32_MAX); }
+
+static void put(struct packet *p, const void *bytes, size_t len)
+{
+	memcpy(p->at + p->len, bytes, len);
+	p->len += len;
+}
+
+static void put8(struct packet *p, uint8_t n) { put(p, &n, 1); }
+static void put16(struct packet *p, uint16_t n) { n = htons(n); put(p, &n, 2); }
+static void put32(struct packet *p, uint32_t n) { n = htonl(n); put(p, &n, 4); }
+static void put64(struct packet *p, uint64_t n) { put32(p, (uint32_t)(n >> 32)); put32(p, (uint32_t)n); }
+
+static void fill(struct packet *p, uint8_t value, size_t len)
+{
+	memset(p->at + p->len, value, len);
+	p->len += len;
+}
+
+static void seal(struct packet *p)
+{
+	uint32_t crc = crc32c(p->at, p->len);
+	uint8_t last[4] = { (uint8_t)crc, (uint8_t)(crc >> 8), (uint8_t)(crc >> 16), (uint8_t)(crc >> 24) };
+
+	put(p, last, 4);
+}
+
+/* Section 2 of docs/datagram-iwarp.md. */
+static void shim(struct packet *p, uint32_t qkey, uint32_t id, uint32_t length, uint32_t offset, uint8_t sub, uint8_t dst,
+		 uint8_t src)
+{
+	put8(p, 0xdc);
+	put8(p, 0x10);
+	put16(p, 0x1234);
+	put32(p, qkey);
+	put32(p, id);
+	put32(p, length);
+	put32(p, offset);
+	put8(p, sub);
+	put8(p, sub == 1 ? 0x02 : 0);
+	put8(p, dst);
+	put8(p, src);
+	put16(p, 0);
+}
+
+static void tagged(struct packet *p, bool last, uint8_t opcode, uint32_t stag, uint64_t to)
+{
+	put8(p, last ? 0xc1 : 0x81);
+	put8(p, 0x40 | opcode);
+	put32(p, stag);
+	put64(p, to);
+}
+
+static void untagged(struct packet *p, uint8_t opcode, uint32_t first, uint32_t qn, uint32_t msn, uint32_t mo)
+{
+	put8(p, 0x41);
+	put8(p, 0x40 | opcode);
+	put32(p, first);
+	put32(p, qn);
+	put32(p, msn);
+	put32(p, mo);
+}
+
+/* A packet of reliable datagrams (section 6) with whatever numbers. */
+static void packet_head(struct packet *p, uint8_t flags, uint32_t echo, uint8_t dst, uint8_t src)
+{
+	put8(p, 0xde);
+	put8(p, 0x10 | flags);
+	put16(p, 0);
+	put32(p, any32() | 1);
+	put32(p, echo);
+	put32(p, dice(1000));
+	put32(p, 0);
+	put8(p, 1);
+	put8(p, 0);
+	put8(p, dst);
+	put8(p, src);
+	put32(p, any32());
+	put32(p, any32());
+	put32(p, any32());
+	put32(p, any32());
+}
+
+static void read_request(struct packet *p, uint8_t dst, uint8_t src, uint32_t id, struct there from, uint32_t size, size_t padding)
+{
+	shim(p, QKEY, id, (uint32_t)(36 + padding), 0, 0, dst, src);
+	untagged(p, 1, 0, 1, id, 0);
+	put32(p, 1);
+	put64(p, 0);
+	put32(p, size);
+	put32(p, from.rkey);
+	put64(p, from.at);
+	put64(p, 0);
+	fill(p, 0, padding);
+}
+
+/*
+ * One datagram that nobody may take. A stranger may know every key: what it may not touch is then what is not for its
+ * address. One that is spoofed comes from the right address, and knows no keys.
+ */
+static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofed)
+{
+	struct there writable = shared->writable;
+	uint32_t id = any32();
+	bool wrong_twice = false;
+
+	p->len = 0;
+	if (spoofed)
+		writable.rkey = any32();
+	switch (dice(16)) {
+	case 0: case 1:
+		/* Noise that looks like something. */
+		fill(p, 0, dice(1400));
+		for (size_t i = 0; i < p->len; i++)
+			p->at[i] = (uint8_t)dice(256);
+		if (p->len > 30 && dice(4)) {
+			p->at[0] = (uint8_t)(0xdc + dice(3));
+			p->at[1] = (uint8_t)(0x10 | dice(16));
+			p->at[22] = dst;
+		}
+		break;
+	case 2:
+		shim(p, ~QKEY, id, 64, 0, 0, dst, src);
+		untagged(p, 3, 0, 0, id, 0);
+		fill(p, 0x66, 64);
+		break;
+	case 3:
+		/* Longer than it says, and somewhere else than it says. */
+		shim(p, QKEY, id, 32, 16, 0, dst, src);
+		untagged(p, 3, 0, 0, id, 8);
+		fill(p, 0x66, 64);
+		wrong_twice = true;
+		break;
+	case 4:
+		shim(p, QKEY, id, 64, 0, 1, dst, src);
+		tagged(p, true, 15, any32(), writable.at);
+		fill(p, 0x66, 64);
+		break;
+	case 5:
+		shim(p, QKEY, id, 64, 0, 1, dst, src);
+		tagged(p, true, 15, shared->closed.rkey, shared->closed.at);
+		fill(p, 0x66, 64);
+		break;
+	case 6:
+		shim(p, QKEY, id, WRITABLE_LEN, 64, 1, dst, src);
+		tagged(p, false, 15, writable.rkey, writable.at + 64);
+		fill(p, 0x66, 1024);
+		break;
+	case 7:
+		shim(p, QKEY, id, 1u << 31, 0, 1, dst, src);
+		tagged(p, false, 15, writable.rkey, writable.at);
+		fill(p, 0x66, 1024);
+		break;
+	case 8:
+		read_request(p, dst, src, id, (struct there){ any32(), 0 }, READABLE_LEN, 0);
+		break;
+	case 9:
+		read_request(p, dst, src, id, spoofed ? (struct there){ any32(), 0 } : shared->readable, READABLE_LEN,
+			     dice(500));
+		break;
+	case 10:
+		/* An answer that nobody asked for. */
+		shim(p, 0, id, 64, 0, 0, dst, src);
+		tagged(p, true, 2, spoofed ? any32() : shared->closed.rkey, shared->closed.at);
+		fill(p, 0x66, 64);
+		break;
+	case 11:
+		/* An error, a cookie, a report. */
+		shim(p, 0, id, 8, 0, dice(2) ? 3 : 0, dst, src);
+		untagged(p, dice(2) ? 7 : 15, (dice(2) ? 11u : 2u) << 24, dice(2) ? 2 : 4, id, 0);
+		put64(p, (uint64_t)any32() << 32 | any32());
+		break;
+	case 12: case 13:
+		packet_head(p, (uint8_t)(dice(2) ? 0x8 : 0x2), 0, dst, src);
+		break;
+	case 14:
+		/* A Send in a packet, with a token that is not the one. */
+		packet_head(p, 1, any32(), dst, src);
+		shim(p, QKEY, id, 64, 0, 0, dst, src);
+		untagged(p, 3, 0, 0, id, 0);
+		fill(p, 0x66, 64);
+		break;
+	case 15:
+		put8(p, 0xdd);
+		put8(p, (uint8_t)(0x10 | (1 + dice(2))));
+		put16(p, 2);
+		put32(p, id);
+		put16(p, 0x6869);
+		break;
+	}
+	/* Some with one byte changed, sealed as if nothing were wrong; some damaged. */
+	if (!wrong_twice && p->len && dice(4) == 0)
+		p->at[dice((uint32_t)p->len)] ^= (uint8_t)(1 + dice(255));
+	seal(p);
+	if (dice(8) == 0)
+		p->at[dice((uint32_t)p->len)] ^= (uint8_t)(1 << dice(8));
+}
+
+static uint16_t checksum(const void *at, size_t len)
+{
+	const uint8_t *b = at;
+	uint32_t sum = 0;
+
+	for (size_t i = 0; i + 1 < len; i += 2)
+		sum += (uint32_t)b[i] << 8 | b[i + 1];
+	while (sum >> 16)
+		sum = (sum & 0xffff) + (sum >> 16);
+	return htons((uint16_t)~sum);
+}
+
+/* Sends under the address of somebody else. */
+static void send_as(int raw, uint16_t from, uint16_t to, const struct packet *p)
+{
+	struct {
+		struct iphdr ip;
+		struct udphdr udp;
+		uint8_t data[sizeof p->at];
+	} all = { 0 };
+	size_t len = sizeof all.ip + sizeof all.udp + p->len;
+	struct sockaddr_in address = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+
+	all.ip = (struct iphdr){ .version = 4, .ihl = 5, .ttl = 64, .protocol = IPPROTO_UDP,
+				 .tot_len = htons((uint16_t)len), .saddr = htonl(INADDR_LOOPBACK),
+				 .daddr = htonl(INADDR_LOOPBACK) };
+	all.ip.check = checksum(&all.ip, sizeof all.ip);
+	all.udp = (struct udphdr){ .source = htons(from), .dest = htons(to),
+				   .len = htons((uint16_t)(sizeof all.udp + p->len)) };
+	memcpy(all.data, p->at, p->len);
+	sendto(raw, &all, len, 0, (struct sockaddr *)&address, sizeof address);
+}
+
+/* Sends from an address of the loopback network: all of them are this host's. */
+static void send_from(int fd, uint32_t from, uint16_t to, const struct packet *p)
+{
+	struct sockaddr_in address = { .sin_family = AF_INET, .sin_port = htons(to), .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	struct iovec part = { (void *)p->at, p->len };
+	union {
+		struct cmsghdr head;
+		char room[CMSG_SPACE(sizeof(struct in_pktinfo))];
+	} control = { 0 };
+	struct msghdr message = { .msg_name = &address, .msg_namelen = sizeof address, .msg_iov = &part, .msg_iovlen = 1,
+				  .msg_control = &control, .msg_controllen = sizeof control };
+	struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+	struct in_pktinfo info = { .ipi_spec_dst.s_addr = htonl(from) };
+
+	head->cmsg_level = IPPROTO_IP;
+	head->cmsg_type = IP_PKTINFO;
+	head->cmsg_len = CMSG_LEN(sizeof info);
+	memcpy(CMSG_DATA(head), &info, sizeof info);
+	sendmsg(fd, &message, MSG_DONTWAIT);
+}
+
+static int udp_socket(uint32_t address)
+{
+	struct sockaddr_in name = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(address) };
+	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0), room = 4 << 20;
+
+	setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &room, sizeof room);
+	return fd >= 0 && bind(fd, (struct sockaddr *)&name, sizeof name) == 0 ? fd : -1;
+}
+
+/* Asks for much from some addresses and counts what comes back to each. */
+static void amplify(int *sources, size_t many, uint64_t *sent, uint64_t *back)
+{
+	static const uint32_t sizes[] = { READABLE_LEN, 65536, 4096, 100, 1 };
+	uint8_t answer[65536];
+
+	for (size_t i = 0; i < many; i++) {
+		struct sockaddr_in to = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+		uint32_t victim = shared->victim[dice(2)];
+		struct packet p = { .len = 0 };
+		ssize_t n;
+
+		to.sin_port = htons((uint16_t)(victim >> 8));
+		if (dice(2)) {
+			read_request(&p, (uint8_t)victim, 1, any32(), shared->readable, sizes[dice(COUNT(sizes))], dice(200));
+			seal(&p);
+		} else {
+			almost_valid(&p, (uint8_t)victim, 1, false);
+		}
+		if (sendto(sources[i], p.at, p.len, 0, (struct sockaddr *)&to, sizeof to) == (ssize_t)p.len)
+			sent[i] += p.len;
+		while ((n = recv(sources[i], answer, sizeof answer, 0)) >= 0)
+			back[i] += (uint64_t)n;
+		if (back[i] > sent[i] && (int)(back[i] - sent[i]) > shared->most_over)
+			shared->most_over = (int)(back[i] - sent[i]);
+		shared->bytes_sent += p.len;
+	}
+	shared->bytes_back = 0;
+	for (size_t i = 0; i < many; i++)
+		shared->bytes_back += back[i];
+}
+
+static void be_flood(void)
+{
+	int fd = udp_socket(INADDR_ANY), raw = socket(AF_INET, SOCK_RAW, IPPROTO_RAW);
+	uint64_t begin = 0, count = 0, sent[16] = { 0 }, back[16] = { 0 };
+	int sources[16];
+
+	for (size_t i = 0; i < COUNT(sources); i++) {
+		sources[i] = udp_socket((127u << 24) + 0x010203u + (uint32_t)i);
+		if (sources[i] < 0 || fd < 0) {
+			perror("flood: socket");
+			_exit(1);
+		}
+	}
+	shared->no_raw = raw < 0;
+	for (int kind, last = QUIET;; last = kind) {
+		kind = shared->flood;
+		if (kind == QUIET) {
+			sleep_ms(1);
+			continue;
+		}
+		if (kind != last) {
+			begin = now_ns();
+			count = 0;
+		}
+		if (count * 1000000000u / PACE > now_ns() - begin) {
+			sleep_ms(1);
+			continue;
+		}
+		for (int i = 0; i < 32; i++, count++) {
+			uint32_t victim = shared->victim[dice(2)], peer = shared->good[dice(2)];
+			struct packet p;
+
+			if (kind == AMPLIFIED) {
+				amplify(sources, COUNT(sources), sent, back);
+			} else if (kind == SPOOFED) {
+				almost_valid(&p, (uint8_t)victim, (uint8_t)peer, true);
+				send_as(raw, (uint16_t)(peer >> 8), (uint16_t)(victim >> 8), &p);
+			} else {
+				almost_valid(&p, (uint8_t)victim, (uint8_t)dice(256), false);
+				send_from(fd, (127u << 24) + dice(1u << 20) + 2, (uint16_t)(victim >> 8), &p);
+			}
+			shared->sent++;
+		}
+	}
+}
+
+/* ---------------------------------------------------------------- the victim */
+
+static struct victim {
+	struct dgram ends[2];
+	struct region readable, writable, closed, inbox;
+	uint64_t records, received;
+	pid_t good, flood;
+} v;
+
+static int end_process(void *pid)
+{
+	int status;
+
+	kill((pid_t)(intptr_t)pid, SIGKILL);
+	return waitpid((pid_t)(intptr_t)pid, &status, 0) == (pid_t)(intptr_t)pid ? 0 : ECHILD;
+}
+
+static pid_t start(void (*be)(void))
+{
+	pid_t pid, parent = getpid();
+
+	fflush(stdout);
+	pid = fork();
+	if (pid == 0) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		if (getppid() == parent)
+			be();
+		_exit(1);
+	}
+	if (pid > 0)
+		keep(end_process, (void *)(intptr_t)pid, "process");
+	return pid;
+}
+
+static const char *post_one_receive(int end)
+{
+	struct ibv_sge sge = sge_of(&v.inbox, 0, 40 + MESSAGE);
+	struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
+
+	ENSURE(!ibv_post_recv(v.ends[end].qp, &wr, &bad), "ibv_post_recv");
+	return NULL;
+}
+
+/* Takes what has come; whatever is not of the good peer is a fault. */
+static const char *take(void)
+{
+	struct anywarpdv_record record[16];
+	struct ibv_wc wc;
+	int n;
+
+	while ((n = poll_records(v.ends[0].qp, COUNT(record), record, 0)) > 0)
+		for (int i = 0; i < n; i++) {
+			ENSURE(record[i].src_qp == shared->good[0], "a record of 0x%x", record[i].src_qp);
+			if (record[i].map)
+				ENSURE(!release_map(v.ends[0].qp, record[i].map), "release of a map");
+			v.records++;
+		}
+	ENSURE(n == 0, "records: %s", strerror(errno));
+	ENSURE(poll_records(v.ends[1].qp, 1, record, 0) == 0, "a reliable record");
+	ENSURE(ibv_poll_cq(v.ends[0].rcq, 1, &wc) == 0, "a Send of 0x%x was delivered", wc.src_qp);
+	while (ibv_poll_cq(v.ends[1].rcq, 1, &wc) == 1) {
+		ENSURE(wc.status == IBV_WC_SUCCESS && wc.src_qp == shared->good[1], "from 0x%x: %s", wc.src_qp,
+		       ibv_wc_status_str(wc.status));
+		TRY(same_pattern(v.inbox.at + 40, MESSAGE, 1));
+		TRY(post_one_receive(1));
+		v.received++;
+	}
+	return NULL;
+}
+
+static const char *serve(unsigned int ms)
+{
+	uint64_t end = now_ms() + ms;
+
+	do {
+		TRY(take());
+	} while (now_ms() < end);
+	ENSURE(waitpid(v.good, NULL, WNOHANG) == 0, "the good peer is gone");
+	ENSURE(waitpid(v.flood, NULL, WNOHANG) == 0, "the flood is gone");
+	return NULL;
+}
+
+static const char *open_victim(void)
+{
+	struct anywarpdv_qp_init_attr dv[2] = {
+		{ .flags = ANYWARPDV_QP_REPORT_ERRORS, .max_records = 1 << 16 },
+		{ .driver_qp_type = ANYWARPDV_QPT_RD, .flags = ANYWARPDV_QP_KEEP_GOING },
+	};
+	struct sockaddr_in6 six = { .sin6_family = AF_INET6 };
+
+	memset(&v, 0, sizeof v);
+	shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	ENSURE(shared != MAP_FAILED, "mmap: %s", strerror(errno));
+	v.good = start(be_good);
+	v.flood = start(be_flood);
+	ENSURE(v.good > 0 && v.flood > 0, "fork: %s", strerror(errno));
+	TRY(find_all());
+	ENSURE(IN6_IS_ADDR_V4MAPPED((struct in6_addr *)&local_gid), "the device's address is not IPv4");
+	for (int i = 0; i < 2; i++) {
+		TRY(open_dgram(&v.ends[i], &dv[i]));
+		shared->victim[i] = v.ends[i].qp->qp_num;
+	}
+	TRY(new_region(&v.readable, v.ends[0].pd, READABLE_LEN, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ));
+	TRY(new_region(&v.writable, v.ends[0].pd, WRITABLE_LEN, ALL_ACCESS));
+	TRY(new_region(&v.closed, v.ends[0].pd, CLOSED_LEN, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&v.inbox, v.ends[1].pd, 40 + MESSAGE, IBV_ACCESS_LOCAL_WRITE));
+	shared->readable = (struct there){ v.readable.mr->rkey, (uintptr_t)v.readable.at };
+	shared->writable = (struct there){ v.writable.mr->rkey, (uintptr_t)v.writable.at };
+	shared->closed = (struct there){ v.closed.mr->rkey, (uintptr_t)v.closed.at };
+	for (unsigned int i = 0; i < RECEIVES; i++)
+		TRY(post_one_receive(1));
+	/* Receives that nothing may fill. */
+	{
+		struct ibv_sge sge = sge_of(&v.closed, 0, CLOSED_LEN);
+		struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
+
+		for (int i = 0; i < 8; i++)
+			ENSURE(!ibv_post_recv(v.ends[0].qp, &wr, &bad), "ibv_post_recv");
+	}
+	for (uint64_t end = now_ms() + WAIT_MS; !shared->good_is_there;) {
+		ENSURE(now_ms() < end, "the good peer does not come");
+		sleep_ms(1);
+	}
+	memcpy(&six.sin6_addr, &local_gid, 16);
+	ENSURE(!restrict_mr(v.writable.mr, (struct sockaddr *)&six, shared->good[0]), "restrict: %s", strerror(errno));
+	return NULL;
+}
+
+/* What the good peer gets done in one turn, a second. */
+static const char *turn(enum work work, enum flood flood, double *rate)
+{
+	uint64_t before, begin;
+
+	shared->flood = flood;
+	shared->work = work;
+	/* It begins, and the flood does. */
+	TRY(serve(20));
+	before = work == RECORDS ? v.records : shared->done;
+	begin = now_ns();
+	TRY(serve(TURN_MS));
+	*rate = (double)((work == RECORDS ? v.records : shared->done) - before) * 1e9 / (double)(now_ns() - begin);
+	shared->work = IDLE;
+	shared->flood = QUIET;
+	/* What is under way ends. */
+	return serve(60);
+}
+
+static int by_value(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+
+	return x < y ? -1 : x > y;
+}
+
+static const char *nothing_was_placed(void)
+{
+	TRY(all_bytes(v.readable.at, READABLE_LEN, FRESH, "the readable region"));
+	TRY(all_bytes(v.closed.at, CLOSED_LEN, FRESH, "the closed region"));
+	if (v.records)
+		TRY(same_pattern(v.writable.at, WRITABLE_LEN, 1));
+	else
+		TRY(all_bytes(v.writable.at, WRITABLE_LEN, FRESH, "the region of the good peer"));
+	TRY(guards_untouched(&v.readable));
+	TRY(guards_untouched(&v.writable));
+	TRY(guards_untouched(&v.closed));
+	return guards_untouched(&v.inbox);
+}
+
+static const char *goes_on(size_t arg)
+{
+	enum work work = (enum work)(arg & 7);
+	enum flood flood = (enum flood)(arg >> 3);
+	struct anywarpdv_counters seen[2];
+	double with[TURNS], without[TURNS], share[TURNS];
+	uint64_t dropped = 0;
+	long before, grown;
+
+	TRY(open_victim());
+	TRY(turn(work, QUIET, &without[0]));
+	if (flood == SPOOFED && shared->no_raw)
+		SKIP("no raw sockets: not the rights for them");
+	before = resident();
+	for (unsigned int i = 0; i < TURNS; i++) {
+		TRY(turn(work, QUIET, &without[i]));
+		TRY(turn(work, flood, &with[i]));
+		ENSURE(without[i] > 0, "the good peer does nothing even without a flood");
+		share[i] = with[i] / without[i];
+	}
+	grown = resident() - before;
+	TRY(nothing_was_placed());
+	for (int i = 0; i < 2; i++) {
+		ENSURE(!query_counters(v.ends[i].qp, &seen[i], sizeof seen[i]), "counters");
+		dropped += seen[i].rx_bad_crc + seen[i].rx_bad_hdr + seen[i].rx_qkey + seen[i].rx_stag;
+	}
+	qsort(share, TURNS, sizeof *share, by_value);
+	printf("# flood of %llu datagrams, %llu dropped for what they are; the good peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
+	       (unsigned long long)shared->sent, (unsigned long long)dropped, without[TURNS / 2], 100 * share[TURNS / 2],
+	       (unsigned long long)shared->lost, grown);
+	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu were looked at",
+	       (unsigned long long)shared->sent, (unsigned long long)dropped);
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	ENSURE(share[TURNS / 2] >= SHARE, "the good peer reaches %.0f %% of what it does without the flood",
+	       100 * share[TURNS / 2]);
+	ENSURE(grown <= HOLDS, "%ld KiB more", grown);
+#endif
+	return NULL;
+}
+
+/* Whatever is asked for: no more goes to an address than came from there. */
+static const char *no_amplifier(size_t arg)
+{
+	(void)arg;
+	TRY(open_victim());
+	shared->flood = AMPLIFIED;
+	TRY(serve(2 * TURN_MS));
+	shared->flood = QUIET;
+	TRY(serve(60));
+	printf("# %llu bytes asked, %llu bytes back\n", (unsigned long long)shared->bytes_sent,
+	       (unsigned long long)shared->bytes_back);
+	ENSURE(shared->bytes_back > 1000, "nothing came back at all: %llu bytes", (unsigned long long)shared->bytes_back);
+	ENSURE(shared->most_over <= 0, "a source got %d bytes more than it had sent", shared->most_over);
+	return nothing_was_placed();
+}
+
+static const struct test tests[] = {
+	{ "strangers_reads", goes_on, STRANGERS << 3 | READS, 0, true },
+	{ "strangers_records", goes_on, STRANGERS << 3 | RECORDS, 0, true },
+	{ "strangers_reliable", goes_on, STRANGERS << 3 | RELIABLE, 0, true },
+	{ "spoofed_reads", goes_on, SPOOFED << 3 | READS, 0, true },
+	{ "spoofed_records", goes_on, SPOOFED << 3 | RECORDS, 0, true },
+	{ "spoofed_reliable", goes_on, SPOOFED << 3 | RELIABLE, 0, true },
+	{ "no_amplifier", no_amplifier, 0, 0, true },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}

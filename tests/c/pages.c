@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * What registering does with the pages: nothing, or ANYWARP_PREFAULT brings them in, or ANYWARP_PIN keeps them in too.
+ *
+ * Each test is a process of its own, which says what it wants before the library asks.
+ */
+#include "ends.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#define PAGE ((size_t)4096)
+#define PAGES ((size_t)64)
+
+static struct ibv_pd *pd;
+static uint8_t *at;
+
+/* Pages that nobody has touched. */
+static const char *fresh(const char *variable)
+{
+	if (variable)
+		setenv(variable, "1", 1);
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "%s", strerror(errno));
+	at = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
+	/* One page at a time is what is counted here. */
+	madvise(at, PAGES * PAGE, MADV_NOHUGEPAGE);
+	return NULL;
+}
+
+static size_t resident(void)
+{
+	unsigned char pages[PAGES];
+	size_t n = 0;
+
+	if (mincore(at, PAGES * PAGE, pages))
+		return 0;
+	for (size_t i = 0; i < PAGES; i++)
+		n += pages[i] & 1;
+	return n;
+}
+
+/* Pages that are locked, as the kernel counts them. */
+static size_t locked(void)
+{
+	FILE *f = fopen("/proc/self/status", "re");
+	char line[256];
+	size_t kib = 0;
+
+	while (f && fgets(line, sizeof line, f))
+		if (sscanf(line, "VmLck: %zu kB", &kib) == 1)
+			break;
+	if (f)
+		fclose(f);
+	return kib * 1024 / PAGE;
+}
+
+/* A page that nobody may read, and then a hole: neither is registered, and of those before it none stays locked. */
+static const char *refused(bool there)
+{
+	ENSURE(!(there ? mprotect(at + 8 * PAGE, PAGE, PROT_NONE) : munmap(at + 8 * PAGE, PAGE)), "%s", strerror(errno));
+	errno = 0;
+	ENSURE(!ibv_reg_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "%s is registered: %s",
+	       there ? "what nobody may read" : "a hole", strerror(errno));
+	ENSURE(!locked(), "%zu pages are locked of what was refused", locked());
+	return NULL;
+}
+
+static const char *left(size_t arg)
+{
+	(void)arg;
+	TRY(fresh(NULL));
+	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
+	ENSURE(!resident() && !locked(), "%zu pages are there, %zu locked", resident(), locked());
+	return NULL;
+}
+
+static const char *brought_in(size_t arg)
+{
+	(void)arg;
+	TRY(fresh("ANYWARP_PREFAULT"));
+	ENSURE(new_mr(pd, at + PAGE + 1, PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
+	ENSURE(resident() == 2, "%zu pages are there of the two that the region touches", resident());
+	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
+	ENSURE(resident() == PAGES && !locked(), "%zu pages are there, %zu locked", resident(), locked());
+	return refused(false);
+}
+
+static const char *pinned(size_t arg)
+{
+	struct ibv_mr *all, *some, *demand;
+
+	(void)arg;
+	TRY(fresh("ANYWARP_PIN"));
+	all = ibv_reg_mr(pd, at, 20 * PAGE, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(all, "ibv_reg_mr: %s", strerror(errno));
+	ENSURE(locked() == 20 && resident() == 20, "%zu pages are locked, %zu there", locked(), resident());
+	some = ibv_reg_mr(pd, at + 10 * PAGE, 20 * PAGE, 0);
+	ENSURE(some, "ibv_reg_mr: %s", strerror(errno));
+	ENSURE(locked() == 30, "%zu pages are locked by both", locked());
+	ENSURE(!ibv_dereg_mr(all), "ibv_dereg_mr");
+	ENSURE(locked() == 20, "%zu pages are locked by the second", locked());
+	ENSURE(!ibv_rereg_mr(some, IBV_REREG_MR_CHANGE_TRANSLATION, pd, at + 40 * PAGE, 5 * PAGE, 0), "ibv_rereg_mr: %s",
+	       strerror(errno));
+	ENSURE(locked() == 5, "%zu pages are locked when it moved", locked());
+	demand = ibv_reg_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND);
+	ENSURE(demand, "ibv_reg_mr on demand: %s", strerror(errno));
+	ENSURE(locked() == 5, "%zu pages are locked with those on demand", locked());
+	ENSURE(!ibv_dereg_mr(demand) && !ibv_dereg_mr(some), "ibv_dereg_mr");
+	ENSURE(!locked(), "%zu pages are locked by nobody", locked());
+	TRY(refused(true));
+	return refused(false);
+}
+
+/* As registering is refused by the kernel: ENOMEM, and less still works. */
+static const char *limit(size_t arg)
+{
+	struct rlimit most = { 16 * PAGE, 16 * PAGE };
+
+	(void)arg;
+	ENSURE(!setrlimit(RLIMIT_MEMLOCK, &most), "setrlimit: %s", strerror(errno));
+	/* Root may lock what it likes. */
+	if (!geteuid())
+		ENSURE(!setgid(65534) && !setuid(65534), "setuid: %s", strerror(errno));
+	TRY(fresh("ANYWARP_PIN"));
+	ENSURE(new_mr(pd, at, 10 * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
+	errno = 0;
+	ENSURE(!ibv_reg_mr(pd, at + 10 * PAGE, 10 * PAGE, IBV_ACCESS_LOCAL_WRITE) && errno == ENOMEM,
+	       "more than may be locked: %s", strerror(errno));
+	ENSURE(locked() == 10, "%zu pages are locked", locked());
+	ENSURE(new_mr(pd, at + 10 * PAGE, 6 * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "left", left, 0, 0, true },
+	{ "brought_in", brought_in, 0, 0, true },
+	{ "pinned", pinned, 0, 0, true },
+	{ "limit", limit, 0, 0, true },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}

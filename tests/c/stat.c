@@ -1,0 +1,416 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * What `anywarp stat` reads: counters of queue pairs, from a socket that is there only when ANYWARP_STAT says so, and that
+ * answers the same user alone.
+ */
+#include "ends.h"
+
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#define MESSAGES 20u
+#define LENGTH 100u
+#define BURST 60u
+#define PAIRS 8u
+
+/* Asks process `pid`; the answer, or NULL when there is none (then *connected says whether somebody listens). */
+static char *ask(pid_t pid, bool *connected)
+{
+	static char text[65536];
+	struct sockaddr_un name = { .sun_family = AF_UNIX };
+	int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), memory = -1;
+	union {
+		struct cmsghdr header;
+		char space[CMSG_SPACE(sizeof(int))];
+	} control;
+	char byte;
+	struct iovec iov = { &byte, 1 };
+	struct msghdr msg = { .msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control,
+			      .msg_controllen = sizeof control };
+	struct timeval patience = { .tv_sec = 10 };
+	int len = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "anywarp-stat-%d", (int)pid);
+	ssize_t n;
+
+	*connected = !connect(fd, (struct sockaddr *)&name,
+			      (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)len));
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+	if (*connected && recvmsg(fd, &msg, MSG_CMSG_CLOEXEC) == 1) {
+		struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
+
+		if (c && c->cmsg_type == SCM_RIGHTS)
+			memcpy(&memory, CMSG_DATA(c), sizeof memory);
+	}
+	close(fd);
+	if (memory < 0)
+		return NULL;
+	n = pread(memory, text, sizeof text - 1, 0);
+	close(memory);
+	if (n < 0)
+		return NULL;
+	text[n] = 0;
+	return text;
+}
+
+/* The number behind `name` in the line of a queue pair; -1 if it is not there. */
+static long long number(const char *text, uint32_t qpn, const char *name)
+{
+	char qp[16], word[40], line[2048];
+	const char *at, *end;
+
+	snprintf(qp, sizeof qp, " 0x%06x ", qpn);
+	snprintf(word, sizeof word, " %s=", name);
+	at = strstr(text, qp);
+	if (!at)
+		return -1;
+	end = strchr(at, '\n');
+	snprintf(line, sizeof line, "%.*s", end ? (int)(end - at) : 2000, at);
+	at = strstr(line, word);
+	return at ? atoll(at + strlen(word)) : -1;
+}
+
+static const char *exchange(enum ibv_qp_type type, struct pair *p)
+{
+	struct want want = { .type = type };
+	struct region from, to;
+
+	TRY(open_pair(p, &want));
+	TRY(new_region(&from, p->a.pd, LENGTH, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, p->b.pd, LENGTH + 40, ALL_ACCESS));
+	for (uint64_t i = 0; i < MESSAGES; i++) {
+		struct ibv_sge in = sge_of(&to, 0, to.len), out = sge_of(&from, 0, LENGTH);
+		struct ibv_send_wr wr = send_wr(i, IBV_WR_SEND, &out, 1);
+
+		TRY(post_recv(p->b.qp, i, &in, 1));
+		TRY(post(p->a.qp, &wr));
+		TRY(expect_ok(p->a.scq, i, IBV_WC_SEND, NULL));
+		TRY(expect_ok(p->b.rcq, i, IBV_WC_RECV, NULL));
+	}
+	return NULL;
+}
+
+static const char *counts(size_t arg)
+{
+	struct pair p;
+	bool connected;
+	char *text;
+
+	(void)arg;
+	setenv("ANYWARP_STAT", "1", 1);
+	TRY(exchange(IBV_QPT_RC, &p));
+	text = ask(getpid(), &connected);
+	ENSURE(text, "nobody answers");
+	ENSURE(number(text, p.a.qp->qp_num, "requests") == MESSAGES, "other requests in: %s", text);
+	ENSURE(number(text, p.a.qp->qp_num, "request_bytes") == MESSAGES * LENGTH, "other bytes in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "requests") == 0, "other requests in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "received") == MESSAGES, "other messages in: %s", text);
+	ENSURE(number(text, p.a.qp->qp_num, "tx_bytes") >= MESSAGES * LENGTH, "too few bytes in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "rx_bytes") >= MESSAGES * LENGTH, "too few bytes in: %s", text);
+	ENSURE(number(text, p.a.qp->qp_num, "tx_calls") >= 1, "no calls in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "rx_calls") >= 1, "no calls in: %s", text);
+	return NULL;
+}
+
+static const char *counts_datagrams(size_t arg)
+{
+	struct pair p;
+	bool connected;
+	char *text;
+
+	(void)arg;
+	setenv("ANYWARP_STAT", "1", 1);
+	TRY(exchange(IBV_QPT_UC, &p));
+	text = ask(getpid(), &connected);
+	ENSURE(text, "nobody answers");
+	ENSURE(number(text, p.a.qp->qp_num, "tx_dgrams") >= MESSAGES, "too few datagrams in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "rx_messages") == MESSAGES, "other messages in: %s", text);
+	ENSURE(number(text, p.a.qp->qp_num, "tx_calls") >= 1, "no calls in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "port_rx_calls") > number(text, p.b.qp->qp_num, "port_rx_empty"),
+	       "no calls in: %s", text);
+	ENSURE(strstr(text, "\nworker 0 wakes="), "nothing of the device's thread in: %s", text);
+	return NULL;
+}
+
+/* A Send that comes before its receive: how often the peer was not ready. */
+static const char *not_ready(size_t arg)
+{
+	struct want want = { .type = IBV_QPT_RC };
+	struct region from, to;
+	struct ibv_sge in, out;
+	struct ibv_send_wr wr;
+	struct pair p;
+	bool connected;
+	char *text;
+
+	(void)arg;
+	setenv("ANYWARP_STAT", "1", 1);
+	TRY(open_pair(&p, &want));
+	TRY(new_region(&from, p.a.pd, LENGTH, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, p.b.pd, LENGTH, ALL_ACCESS));
+	in = sge_of(&to, 0, LENGTH);
+	out = sge_of(&from, 0, LENGTH);
+	wr = send_wr(1, IBV_WR_SEND, &out, 1);
+	TRY(post(p.a.qp, &wr));
+	for (unsigned int tries = 0; tries < 500; tries++) {
+		text = ask(getpid(), &connected);
+		ENSURE(text, "nobody answers");
+		if (number(text, p.a.qp->qp_num, "rnr") > 0)
+			break;
+		sleep_ms(10);
+	}
+	ENSURE(number(text, p.a.qp->qp_num, "rnr") > 0, "the peer is always ready: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "rnr") == 0, "the peer sends nothing: %s", text);
+	TRY(post_recv(p.b.qp, 1, &in, 1));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
+	return NULL;
+}
+
+/* A congestion control that everybody may name, and one that nobody has: then it is the host's. */
+static const char *congestion(size_t arg)
+{
+	static const char *const names[] = { "reno", "none-of-them" };
+	char hosts[64] = "", want[80];
+	bool connected;
+	struct pair p;
+	char *text;
+	FILE *f = fopen("/proc/sys/net/ipv4/tcp_congestion_control", "re");
+
+	ENSURE(f && fscanf(f, "%63s", hosts) == 1, "the host does not say what it has");
+	fclose(f);
+	setenv("ANYWARP_STAT", "1", 1);
+	setenv("ANYWARP_CC", names[arg], 1);
+	TRY(exchange(IBV_QPT_RC, &p));
+	text = ask(getpid(), &connected);
+	ENSURE(text, "nobody answers");
+	snprintf(want, sizeof want, " congestion=%s", arg ? hosts : names[arg]);
+	ENSURE(strstr(text, want), "not%s in: %s", want, text);
+	return NULL;
+}
+
+/* Posts as fast as it can what goes one by one, and polls in turns with it if asked to; gives the calls that sent it. */
+static const char *burst(bool in_turns, long long *calls)
+{
+	uint64_t done = 0;
+	struct want want = { .type = IBV_QPT_RC };
+	struct region from, to;
+	struct ibv_wc wc;
+	struct pair p;
+	bool connected;
+	char *text;
+
+	TRY(open_pair(&p, &want));
+	TRY(new_region(&from, p.a.pd, BURST, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, p.b.pd, BURST, ALL_ACCESS));
+	for (uint64_t i = 0; i < BURST; i++) {
+		struct ibv_sge in = sge_of(&to, i, 1);
+
+		TRY(post_recv(p.b.qp, i, &in, 1));
+	}
+	/* For a while after a poll the device's own thread stays away, and acknowledges nothing. */
+	ENSURE(ibv_poll_cq(p.a.scq, 1, &wc) == 0, "a completion of nothing");
+	for (uint64_t i = 0; i < BURST; i++) {
+		struct ibv_sge out = sge_of(&from, i, 1);
+		struct ibv_send_wr wr = send_wr(i, IBV_WR_SEND, &out, 1);
+
+		TRY(post(p.a.qp, &wr));
+		if (in_turns && ibv_poll_cq(p.a.scq, 1, &wc) == 1) {
+			ENSURE(wc.status == IBV_WC_SUCCESS && wc.wr_id == done, "request %d", (int)wc.wr_id);
+			done++;
+		}
+	}
+	sleep_ms(100);
+	text = ask(getpid(), &connected);
+	ENSURE(text, "nobody answers");
+	ENSURE(number(text, p.b.qp->qp_num, "received") == BURST, "not all went without a poll: %s", text);
+	*calls = number(text, p.a.qp->qp_num, "tx_calls");
+	for (uint64_t i = 0; i < BURST; i++) {
+		if (i >= done)
+			TRY(expect_ok(p.a.scq, i, IBV_WC_SEND, NULL));
+		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
+	}
+	return NULL;
+}
+
+/*
+ * Small requests that are posted one by one wait for company behind four that are not acknowledged, and go without a poll
+ * all the same. So do those behind four others with no more than one poll in vain each. Several bursts: this thread may lose
+ * its processor in the middle of one.
+ */
+static const char *company(size_t in_turns)
+{
+	long long calls = BURST;
+
+	setenv("ANYWARP_STAT", "1", 1);
+	for (unsigned int tries = 0; tries < 10 && calls > BURST / 4; tries++)
+		TRY(burst(in_turns, &calls));
+	ENSURE(calls <= BURST / 4, "%lld calls for %u requests", calls, BURST);
+	return NULL;
+}
+
+/*
+ * One end only receives and stays in RTR: the stream changes to shared memory all the same, whichever of them dialed, which
+ * the numbers of the queue pairs decide.
+ */
+static const char *memory(size_t passive)
+{
+	struct want want = { .type = IBV_QPT_RC };
+	struct end *from, *to;
+	struct region out, in;
+	struct pair p;
+	bool connected;
+	char *text;
+
+	setenv("ANYWARP_STAT", "1", 1);
+	setenv("ANYWARP_CARRIER", "eager", 1);
+	TRY(open_device());
+	TRY(open_end(&p.a, &want));
+	TRY(open_end(&p.b, &want));
+	from = passive ? &p.b : &p.a;
+	to = passive ? &p.a : &p.b;
+	TRY(to_init(from->qp, &want));
+	TRY(to_init(to->qp, &want));
+	TRY(to_rtr(from->qp, to->qp->qp_num, &want));
+	TRY(to_rtr(to->qp, from->qp->qp_num, &want));
+	TRY(to_rts(from->qp, &want));
+	TRY(new_region(&out, from->pd, LENGTH, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&in, to->pd, LENGTH, ALL_ACCESS));
+	for (uint64_t i = 0; i < MESSAGES; i++) {
+		struct ibv_sge received = sge_of(&in, 0, in.len), sent = sge_of(&out, 0, LENGTH);
+		struct ibv_send_wr wr = send_wr(i, IBV_WR_SEND, &sent, 1);
+
+		memset(out.at, (int)i + 1, LENGTH);
+		TRY(post_recv(to->qp, i, &received, 1));
+		TRY(post(from->qp, &wr));
+		TRY(expect_ok(from->scq, i, IBV_WC_SEND, NULL));
+		TRY(expect_ok(to->rcq, i, IBV_WC_RECV, NULL));
+		ENSURE(!memcmp(out.at, in.at, LENGTH), "other bytes in message %u", (unsigned int)i);
+	}
+	text = ask(getpid(), &connected);
+	ENSURE(text, "nobody answers");
+	ENSURE(number(text, from->qp->qp_num, "memory") == 1, "not in memory: %s", text);
+	ENSURE(number(text, to->qp->qp_num, "memory") == 1, "not in memory: %s", text);
+	return NULL;
+}
+
+/* Posts two requests to each of some queue pairs, and gives the calls that sent them. */
+static const char *round_of_posts(struct pair *pairs, struct region *from, struct region *to, long long *calls)
+{
+	long long before = 0, after = 0, received = 0;
+	struct ibv_wc wc;
+	bool connected;
+	char *text = ask(getpid(), &connected);
+
+	ENSURE(text, "nobody answers");
+	for (unsigned int i = 0; i < PAIRS; i++) {
+		before += number(text, pairs[i].a.qp->qp_num, "tx_calls");
+		received -= number(text, pairs[i].b.qp->qp_num, "received");
+		for (uint64_t j = 0; j < 2; j++) {
+			struct ibv_sge in = sge_of(&to[i], j, 1);
+
+			TRY(post_recv(pairs[i].b.qp, j, &in, 1));
+		}
+	}
+	ENSURE(ibv_poll_cq(pairs[0].a.scq, 1, &wc) == 0, "a completion of nothing");
+	for (unsigned int i = 0; i < PAIRS; i++)
+		for (uint64_t j = 0; j < 2; j++) {
+			struct ibv_sge out = sge_of(&from[i], j, 1);
+			struct ibv_send_wr wr = send_wr(j, IBV_WR_SEND, &out, 1);
+
+			TRY(post(pairs[i].a.qp, &wr));
+		}
+	sleep_ms(100);
+	text = ask(getpid(), &connected);
+	ENSURE(text, "nobody answers");
+	for (unsigned int i = 0; i < PAIRS; i++) {
+		after += number(text, pairs[i].a.qp->qp_num, "tx_calls");
+		received += number(text, pairs[i].b.qp->qp_num, "received");
+	}
+	ENSURE(received == 2 * PAIRS, "not all went without a poll: %s", text);
+	*calls = after - before;
+	for (unsigned int i = 0; i < PAIRS; i++)
+		for (uint64_t j = 0; j < 2; j++) {
+			TRY(expect_ok(pairs[i].a.scq, j, IBV_WC_SEND, NULL));
+			TRY(expect_ok(pairs[i].b.rcq, j, IBV_WC_RECV, NULL));
+		}
+	return NULL;
+}
+
+/*
+ * Behind four posts, to whichever queue pair, a small request waits for what else its own gets, and goes without a poll all
+ * the same.
+ */
+static const char *company_of_many(size_t arg)
+{
+	struct want want = { .type = IBV_QPT_RC };
+	struct region from[PAIRS], to[PAIRS];
+	long long calls = 2 * PAIRS;
+	struct pair pairs[PAIRS];
+
+	(void)arg;
+	setenv("ANYWARP_STAT", "1", 1);
+	for (unsigned int i = 0; i < PAIRS; i++) {
+		TRY(open_pair(&pairs[i], &want));
+		TRY(new_region(&from[i], pairs[i].a.pd, 2, IBV_ACCESS_LOCAL_WRITE));
+		TRY(new_region(&to[i], pairs[i].b.pd, 2, ALL_ACCESS));
+	}
+	for (unsigned int tries = 0; tries < 20 && calls > PAIRS + 2; tries++)
+		TRY(round_of_posts(pairs, from, to, &calls));
+	ENSURE(calls <= PAIRS + 2, "%lld calls for %u requests", calls, 2 * PAIRS);
+	return NULL;
+}
+
+static const char *silent_unless_asked(size_t arg)
+{
+	struct pair p;
+	bool connected;
+
+	(void)arg;
+	unsetenv("ANYWARP_STAT");
+	TRY(exchange(IBV_QPT_RC, &p));
+	ask(getpid(), &connected);
+	ENSURE(!connected, "a socket is there that nobody asked for");
+	return NULL;
+}
+
+static const char *another_user_hears_nothing(size_t arg)
+{
+	struct pair p;
+	pid_t me = getpid(), child;
+	int status;
+
+	(void)arg;
+	if (getuid())
+		SKIP("only root can become somebody else");
+	setenv("ANYWARP_STAT", "1", 1);
+	TRY(exchange(IBV_QPT_RC, &p));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		bool connected;
+
+		if (setgid(65534) || setuid(65534))
+			_exit(2);
+		_exit(ask(me, &connected) ? 1 : connected ? 0 : 3);
+	}
+	ENSURE(waitpid(child, &status, 0) == child && WIFEXITED(status), "the child does not end");
+	ENSURE(WEXITSTATUS(status) != 1, "another user gets the counters");
+	ENSURE(WEXITSTATUS(status) == 0, "the child ends with %d", WEXITSTATUS(status));
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "counts", counts, 0, 0, true },
+	{ "congestion", congestion, 0, 0, true },
+	{ "congestion_of_nobody", congestion, 1, 0, true },
+	{ "counts_datagrams", counts_datagrams, 0, 0, true },
+	{ "not_ready", not_ready, 0, 0, true },
+	{ "company", company, 0, 0, true },
+	{ "company_in_turns", company, 1, 0, true },
+	{ "memory", memory, 0, 0, true },
+	{ "memory_other_way", memory, 1, 0, true },
+	{ "company_of_many", company_of_many, 0, 0, true },
+	{ "silent_unless_asked", silent_unless_asked, 0, 0, true },
+	{ "another_user_hears_nothing", another_user_hears_nothing, 0, 0, true },
+};
+
+int main(int argc, char **argv) { return run_tests(tests, COUNT(tests), argc, argv); }
