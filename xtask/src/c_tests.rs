@@ -15,13 +15,17 @@ const PROGRAMS: &[&str] = &[
     "chaos",
     "dv",
     "faults",
+    "flood",
     "fork",
+    "group",
     "hostile",
     "nccl",
+    "pages",
     "profiles",
     "rsockets",
     "scale",
     "scarce",
+    "stat",
     "strangers",
     "surface",
     "vanish",
@@ -30,6 +34,22 @@ const PROGRAMS: &[&str] = &[
 
 /// The one that needs a library which panics when it is asked to: a build with debug assertions.
 const PANIC: &str = "panic";
+
+/// Programs that run once more, and what carries their connections then. In most tests `auto`, as it is when nothing is
+/// said, is TCP: they end before it changes over.
+const CARRIERS: &[(&str, &str)] = &[
+    ("selftest", "eager"),
+    ("selftest", "copy"),
+    ("selftest", "tcp"),
+    ("cm", "eager"),
+    ("access", "eager"),
+    ("access", "copy"),
+    ("chaos", "eager"),
+    ("chaos", "tcp"),
+    ("vanish", "eager"),
+    ("vanish", "tcp"),
+    ("fork", "eager"),
+];
 
 /// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {
@@ -65,7 +85,13 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         };
         command.args(tests);
         if !command.status()?.success() {
-            failed.push(*name);
+            failed.push((*name).to_owned());
+        }
+        for (_, carrier) in CARRIERS.iter().filter(|(n, _)| n == name) {
+            println!("== {name} by {carrier}");
+            if !command.env("ANYWARP_CARRIER", carrier).status()?.success() {
+                failed.push(format!("{name} by {carrier}"));
+            }
         }
     }
     if failed.is_empty() {

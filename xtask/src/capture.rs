@@ -3,6 +3,9 @@
 //! Each pair of programs runs with `anywarp capture`; then tshark must find what the programs did, and nothing that is
 //! malformed, damaged or unknown. The one thing that it does not know by itself, control messages, must be explained by
 //! the dissector. With `ANYWARP_PROFILE=standard` there are none: tshark then knows everything without it.
+//!
+//! Of datagrams the dissector alone knows what they are. It is held against our own decoder as well, datagram by datagram: on
+//! the conversations of `crates/sim/tests/conversations`, whose bytes are kept together with what that says of them.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -73,6 +76,57 @@ const CASES: &[Case] = &[
                 20,
             ),
             ("anywarp.report.room", 1),
+        ],
+    },
+    // Write-Record and Read without a connection; and reliable ones with atomics.
+    Case {
+        name: "records",
+        server: "{dv} record_path_mtu reads restricted",
+        client: "{dv} record_max",
+        standard: false,
+        finds: &[
+            (
+                "anywarp.opcode == 15 && anywarp.ddp.tagged == 1 && anywarp.sub_operation == 1",
+                3,
+            ),
+            (
+                "anywarp.opcode == 15 && anywarp.sub_operation == 2 && anywarp.immediate == 0x01020304",
+                3,
+            ),
+            (
+                "anywarp.opcode == 15 && anywarp.offset > 0 && anywarp.ddp.last == 1 && anywarp.length == 1048576",
+                1,
+            ),
+        ],
+    },
+    Case {
+        name: "reads",
+        server: "{dv} reads",
+        client: "{dv} reads",
+        standard: false,
+        finds: &[
+            ("anywarp.opcode == 1", 6),
+            ("anywarp.cookie", 1),
+            (
+                "anywarp.opcode == 2 && anywarp.length == 1048576 && anywarp.ddp.last == 1",
+                1,
+            ),
+        ],
+    },
+    Case {
+        name: "reliable",
+        server: "{dv} reads_reliable atomics",
+        client: "{dv} record_reliable long_sends_reliable atomics refused_write",
+        standard: false,
+        finds: &[
+            ("anywarp.rd.challenge == 1", 2),
+            ("anywarp.rd.ack_counts == 1 && anywarp.rd.ack > 0", 10),
+            (
+                "anywarp.rd.data == 1 && anywarp.length == 1048576 && anywarp.ddp.last == 1",
+                1,
+            ),
+            ("anywarp.opcode == 10", 10),
+            ("anywarp.opcode == 11", 10),
         ],
     },
     Case {
@@ -165,17 +219,24 @@ pub(crate) fn run() -> Result {
         &sh::root().join("tests/interop/peer.c"),
         &folder.join("peer"),
     )?;
+    c_tests::build_from(&sh::root().join("tests/c/dv.c"), &folder.join("dv"))?;
     let mut failed = 0;
-    for case in CASES {
-        match case.run(&anywarp, &script, &folder) {
-            Ok(()) => println!("ok    {}", case.name),
-            Err(e) => {
-                println!("FAIL  {}: {e}", case.name);
-                failed += 1;
-            }
+    let mut tell = |name: &str, done: Result| match done {
+        Ok(()) => println!("ok    {name}"),
+        Err(e) => {
+            println!("FAIL  {name}: {e}");
+            failed += 1;
         }
+    };
+    for name in CONVERSATIONS {
+        let done = conversation(name, &script, &folder);
+        tell(&format!("conversation {name}"), done);
     }
-    println!("{} passed, {failed} failed", CASES.len() - failed);
+    for case in CASES {
+        tell(case.name, case.run(&anywarp, &script, &folder));
+    }
+    let all = CASES.len() + CONVERSATIONS.len();
+    println!("{} passed, {failed} failed", all - failed);
     if failed > 0 {
         return Err(format!("{failed} captures are not as they should be").into());
     }
@@ -221,7 +282,7 @@ impl Case {
 
     fn start(&self, anywarp: &Path, file: &Path, line: &str) -> Result<Child> {
         let log = std::fs::File::create(file.with_extension("log"))?;
-        let peer = file.with_file_name("peer");
+        let (peer, dv) = (file.with_file_name("peer"), file.with_file_name("dv"));
         let profile = if self.standard { "standard" } else { "auto" };
         Ok(Command::new(anywarp)
             .args(["capture", "--write"])
@@ -229,6 +290,7 @@ impl Case {
             .arg("--")
             .args(
                 line.replace("{peer}", &peer.display().to_string())
+                    .replace("{dv}", &dv.display().to_string())
                     .split(' '),
             )
             .env("ANYWARP_ADDR", "127.0.0.1")
@@ -251,6 +313,203 @@ impl Case {
             std::thread::sleep(Duration::from_millis(100));
         }
     }
+}
+
+// ---------------------------------------------------------------- conversations that are kept
+
+/// Files of `crates/sim/tests/conversations`.
+const CONVERSATIONS: [&str; 2] = ["ud", "rd"];
+
+/// What the dissector is asked for, of each datagram.
+const FIELDS: [&str; 22] = [
+    "anywarp.kind",
+    "anywarp.id",
+    "anywarp.offset",
+    "anywarp.length",
+    "anywarp.opcode",
+    "anywarp.src_index",
+    "anywarp.dst_index",
+    "anywarp.immediate",
+    "anywarp.flags.commit",
+    "anywarp.flags.parity",
+    "anywarp.ddp.tagged",
+    "anywarp.ddp.stag",
+    "anywarp.ddp.to",
+    "anywarp.ddp.msn",
+    "anywarp.ddp.mo",
+    "anywarp.rd.seq",
+    "anywarp.rd.base",
+    "anywarp.rd.token",
+    "anywarp.rd.echo",
+    "anywarp.rd.ack_counts",
+    "anywarp.rd.ack",
+    "anywarp.rd.run.start",
+];
+
+/// A datagram of a conversation.
+struct Said {
+    from_a: bool,
+    /// What our decoder says.
+    line: String,
+    bytes: Vec<u8>,
+}
+
+/// The dissector understands each datagram of a conversation as our decoder does.
+fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
+    let kept = sh::root().join(format!("crates/sim/tests/conversations/{name}.txt"));
+    let mut all: Vec<Said> = Vec::new();
+    for line in std::fs::read_to_string(kept)?.lines() {
+        if let Some(hex) = line.strip_prefix("   ") {
+            let said = all.last_mut().ok_or("bytes of nothing")?;
+            for at in (0..hex.len()).step_by(2) {
+                let byte = hex.get(at..at + 2).ok_or("half a byte")?;
+                said.bytes.push(u8::from_str_radix(byte, 16)?);
+            }
+        } else {
+            all.push(Said {
+                from_a: line.starts_with("a b "),
+                line: line.get(4..).unwrap_or_default().to_owned(),
+                bytes: Vec::new(),
+            });
+        }
+    }
+    let file = folder.join(format!("conversation-{name}.pcap"));
+    std::fs::write(&file, pcap(&all))?;
+    let wrong = tshark(Some(script), &file, NEVER)?;
+    if !wrong.is_empty() {
+        return Err(format!("{}: unexpected:\n{wrong}", file.display()).into());
+    }
+    let mut command = Command::new("tshark");
+    command.arg("-X");
+    command.arg(format!("lua_script:{}", script.display()));
+    command.arg("-r").arg(&file).args(["-T", "fields"]);
+    command.args(["-E", "separator=;", "-E", "aggregator=,"]);
+    for field in FIELDS {
+        command.args(["-e", field]);
+    }
+    let told = output(&mut command)?;
+    if told.lines().count() != all.len() {
+        return Err(format!("{} datagrams of {}", told.lines().count(), all.len()).into());
+    }
+    for (n, (said, told)) in all.iter().zip(told.lines()).enumerate() {
+        let values: Vec<&str> = told.split(';').collect();
+        let get = |name: &str| {
+            let at = FIELDS.iter().position(|f| f.ends_with(name));
+            at.and_then(|at| values.get(at)).copied().unwrap_or("")
+        };
+        for words in expected(&get) {
+            if !format!("{} ", said.line).contains(&words) {
+                let ours = &said.line;
+                return Err(format!("datagram {}: {words:?} is not in: {ours}", n + 1).into());
+            }
+        }
+        let acks = said.line.contains(" ack ");
+        if acks != (get(".ack_counts") == "1" || get(".ack_counts") == "True") {
+            return Err(format!("datagram {}: acknowledges: {}", n + 1, said.line).into());
+        }
+    }
+    Ok(())
+}
+
+/// What our decoder has to say of a datagram of which the dissector says this.
+fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
+    let mut all = Vec::new();
+    let first = |name| get(name).split(',').next().unwrap_or("");
+    let set = |name| matches!(first(name), "1" | "True");
+    all.push(format!(
+        " index {}->{} ",
+        first(".src_index"),
+        first(".dst_index")
+    ));
+    if get(".kind").contains("packet") {
+        all.push(format!(" {} base {} ", get("rd.seq"), get("rd.base")));
+        all.push(format!(" token {} echo {} ", get(".token"), get(".echo")));
+        let runs = get(".run.start")
+            .split(',')
+            .filter(|start| !start.is_empty());
+        all.extend(runs.map(|start| format!("{start}-")));
+        if set(".ack_counts") {
+            all.push(format!(" ack {} ", get("rd.ack")));
+        }
+    }
+    if !get(".kind").contains("segment") {
+        return all;
+    }
+    // In brackets behind a packet.
+    let (id, offset, length) = (get("anywarp.id"), get(".offset"), get("anywarp.length"));
+    all.push(format!(" id {id} offset {offset} of {length} index "));
+    let tagged = set(".tagged");
+    let name = match get(".opcode") {
+        "0x01" => "Read Request ",
+        "0x02" => "Read Response ",
+        "0x03" => "Send ",
+        "0x07" => "error report: Terminate ",
+        "0x0a" => " target ",
+        "0x0b" => "Atomic Response ",
+        "0x0f" if tagged => "Write-Record ",
+        "0x0f" => "Control ",
+        _ => "an opcode that no conversation has",
+    };
+    all.push(name.to_owned());
+    if tagged {
+        let to = u64::from_str_radix(get("ddp.to").trim_start_matches("0x"), 16).unwrap_or(0);
+        all.push(format!("stag {} to 0x{to:x} ", get(".stag")));
+    } else if matches!(get(".opcode"), "0x01" | "0x03") {
+        all.push(format!(" msn {} mo {} ", get(".msn"), get(".mo")));
+    }
+    if !get(".immediate").is_empty() {
+        all.push(format!(" imm {}", get(".immediate")));
+    }
+    for (field, word) in [(".commit", " commit"), (".parity", " parity")] {
+        if set(field) {
+            all.push(word.to_owned());
+        }
+    }
+    all
+}
+
+/// Datagrams between two hosts as a file of libpcap's: IPv4 packets, a millisecond apart.
+fn pcap(all: &[Said]) -> Vec<u8> {
+    let mut file = Vec::new();
+    // Version 2.4, no time zone, whole packets, IP without a link layer.
+    for word in [0xa1b2_c3d4_u32, 0x0004_0002, 0, 0, 0xffff, 101] {
+        file.extend_from_slice(&word.to_le_bytes());
+    }
+    for (time, said) in (0_u32..).zip(all) {
+        let udp = u16::try_from(said.bytes.len() + 8).unwrap_or(u16::MAX);
+        let (from, to) = if said.from_a { (1, 2) } else { (2, 1) };
+        let mut packet = vec![0x45, 0];
+        packet.extend_from_slice(&(udp + 20).to_be_bytes());
+        packet.extend_from_slice(&[0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, from, 10, 0, 0, to]);
+        let sum = checksum(&packet, 0).to_be_bytes();
+        packet.splice(10..12, sum);
+        let head = packet.len();
+        packet.extend_from_slice(&[4000_u16.to_be_bytes(), 4000_u16.to_be_bytes()].concat());
+        packet.extend_from_slice(&udp.to_be_bytes());
+        packet.extend_from_slice(&[0, 0]);
+        packet.extend_from_slice(&said.bytes);
+        // Over addresses, protocol and length as well.
+        let covered: Vec<u8> = packet.iter().skip(12).copied().collect();
+        let sum = checksum(&covered, u32::from(udp) + 17).to_be_bytes();
+        packet.splice(head + 6..head + 8, sum);
+        let len = u32::try_from(packet.len()).unwrap_or(0);
+        for word in [time / 1000, time % 1000 * 1000, len, len] {
+            file.extend_from_slice(&word.to_le_bytes());
+        }
+        file.extend_from_slice(&packet);
+    }
+    file
+}
+
+/// The checksum of IP (RFC 1071), with `more` added.
+fn checksum(bytes: &[u8], more: u32) -> u16 {
+    let words = bytes.chunks(2).map(|pair| {
+        let [high, low] = [pair.first(), pair.get(1)].map(|b| u32::from(b.copied().unwrap_or(0)));
+        high << 8 | low
+    });
+    let sum: u32 = words.sum::<u32>() + more;
+    let folded = (sum & 0xffff) + (sum >> 16);
+    !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap_or(0)
 }
 
 fn wait(child: &mut Child, line: &str) -> Result {

@@ -1,4 +1,4 @@
-//! `cargo xtask count`: instructions of posting, counted by callgrind and held against the figures in
+//! `cargo xtask count`: instructions of posting and of receiving, counted by callgrind and held against the figures in
 //! `tests/c/count.expect`. A count does not depend on what else the machine does, as times do.
 //!
 //! `cargo xtask count --write` takes what was counted as the new figures.
@@ -20,7 +20,11 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         fs::remove_dir_all(&work)?;
     }
     fs::create_dir_all(&work)?;
-    let counted = count(&work)?;
+    // By sockets, and by memory from the first request on.
+    let mut counted = count(&work, "tcp", "")?;
+    let near = count(&work, "eager", "near/")?;
+    counted.extend(near.into_iter().filter(|(n, _)| n.starts_with("near/rc")));
+    counted.extend(core(&work)?);
     let path = sh::root().join("tests/c/count.expect");
     let expected = parse(&fs::read_to_string(&path)?)?;
     let mut table = String::from(HEAD);
@@ -56,21 +60,23 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     .into())
 }
 
-const HEAD: &str = "# Instructions of library and libc to post 64 bytes, without the kernel's: what, how many, percent that may come on\n\
-# top. Written by `cargo xtask count --write`.\n";
+const HEAD: &str = "# Instructions of library and libc to post 64 bytes, and of the core to receive an FPDU and for the ways of a datagram, without\n\
+# the kernel's: what, how many, percent that may come on top. Written by `cargo xtask count --write`.\n";
 /// For a figure that is new, percent.
 const SLACK: u64 = 15;
 
-/// Runs the program; gives each phase and its instructions for one time, the least of several rounds.
-fn count(work: &Path) -> Result<Vec<(String, u64)>> {
+/// Runs the program with this carrier; gives each phase, its name behind `prefix`, and its instructions for one time, the
+/// least of several rounds.
+fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>> {
     let binary = c_tests::build("count", &work.join("count"))?;
-    let out = work.join("callgrind.out");
+    let out = work.join(format!("callgrind.{carrier}"));
     let run = Command::new("valgrind")
         .args(["--tool=callgrind", "--quiet", "--collect-atstart=no"])
         .arg(format!("--callgrind-out-file={}", out.display()))
         .arg(binary)
         .env("LD_LIBRARY_PATH", sh::dist().join("lib/anywarp"))
         .env("ANYWARP_ADDR", "127.0.0.1")
+        .env("ANYWARP_CARRIER", carrier)
         .output()
         .map_err(|e| format!("valgrind: {e}: install the package valgrind"))?;
     if !run.status.success() {
@@ -81,19 +87,67 @@ fn count(work: &Path) -> Result<Vec<(String, u64)>> {
         let (name, times) = line
             .split_once(' ')
             .ok_or("count: a line without a number")?;
-        let dump = fs::read_to_string(format!("{}.{}", out.display(), at + 1))?;
-        let total = dump
-            .lines()
-            .find_map(|l| l.strip_prefix("totals: "))
-            .ok_or("count: a dump without totals")?;
-        let total: u64 = total.trim().parse()?;
+        let total = total(Path::new(&format!("{}.{}", out.display(), at + 1)))?;
         let each = total / times.parse::<u64>()?;
-        match counted.iter_mut().find(|(n, _)| n == name) {
+        let name = format!("{prefix}{name}");
+        match counted.iter_mut().find(|(n, _)| *n == name) {
             Some((_, least)) => *least = each.min(*least),
-            None => counted.push((name.to_owned(), each)),
+            None => counted.push((name, each)),
         }
     }
     Ok(counted)
+}
+
+/// What of `crates/sim/examples` is counted: the name, the example and its arguments, and the function.
+const OF_CORE: [(&str, &str, &[&str], &str); 11] = [
+    ("rx/send/64", "receive", &["send/64"], "counted"),
+    ("rx/write/64", "receive", &["write/64"], "counted"),
+    ("rx/write/1024", "receive", &["write/1024"], "counted"),
+    ("ud/tx/64", "datagram", &["ud", "64"], "sent"),
+    ("ud/tx/1024", "datagram", &["ud", "1024"], "sent"),
+    ("ud/rx/64", "datagram", &["ud", "64"], "came"),
+    ("ud/rx/1024", "datagram", &["ud", "1024"], "came"),
+    ("rd/tx/64", "datagram", &["rd", "64"], "sent"),
+    ("rd/rx/64", "datagram", &["rd", "64"], "came"),
+    ("rd/rx/1024", "datagram", &["rd", "1024"], "came"),
+    ("rd/ack/64", "datagram", &["rd", "64"], "told"),
+];
+
+/// The ways of one message through the core alone: no thread and no socket has a part in it.
+fn core(work: &Path) -> Result<Vec<(String, u64)>> {
+    sh::run(sh::cargo().args(["build", "--release", "--package=anywarp-sim", "--examples"]))?;
+    let mut counted = Vec::new();
+    for (name, example, arguments, function) in OF_CORE {
+        let out = work.join(name.replace('/', "-"));
+        let run = Command::new("valgrind")
+            .args(["--tool=callgrind", "--quiet", "--collect-atstart=no"])
+            .arg(format!("--toggle-collect={example}::{function}*"))
+            .arg(format!("--callgrind-out-file={}", out.display()))
+            .arg(sh::target().join("release/examples").join(example))
+            .args(arguments)
+            .output()
+            .map_err(|e| format!("valgrind: {e}: install the package valgrind"))?;
+        if !run.status.success() {
+            return Err(format!("count: {}", String::from_utf8_lossy(&run.stderr)).into());
+        }
+        let times: u64 = String::from_utf8(run.stdout)?.trim().parse()?;
+        let total = total(&out)?;
+        if total == 0 {
+            return Err(format!("count: nothing of {name} was counted").into());
+        }
+        counted.push((name.to_owned(), total / times));
+    }
+    Ok(counted)
+}
+
+/// Instructions in a dump of callgrind.
+fn total(dump: &Path) -> Result<u64> {
+    let text = fs::read_to_string(dump)?;
+    let total = text
+        .lines()
+        .find_map(|line| line.strip_prefix("totals: "))
+        .ok_or("count: a dump without totals")?;
+    Ok(total.trim().parse()?)
 }
 
 fn parse(text: &str) -> Result<Vec<(String, u64, u64)>> {

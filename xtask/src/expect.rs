@@ -140,7 +140,7 @@ impl Case {
             server_stdout: Vec::new(),
             never: Vec::new(),
             env: Vec::new(),
-            timeout: Duration::from_secs(30),
+            timeout: Duration::from_secs(60),
             settle: None,
             port: None,
             ipv6: false,

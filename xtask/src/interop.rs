@@ -4,6 +4,7 @@
 //! in it runs what a case wants there. All of it, with the wire between guest and host, is in namespaces that end with
 //! this process.
 
+pub(crate) mod bench;
 mod guest;
 mod wire;
 

@@ -1,5 +1,6 @@
 //! Build and check tasks: `cargo xtask TASK`.
 
+mod bench;
 mod c_tests;
 mod capture;
 mod check;
@@ -14,6 +15,7 @@ mod load;
 mod matrix;
 mod mpi;
 mod package;
+mod perf;
 mod programs;
 mod pyverbs;
 mod sanitize;
@@ -44,16 +46,22 @@ usage: cargo xtask TASK
            expects them
   mpi      tests/mpi under the distribution's MPIs
   count [--write]
-           instructions of posting, against tests/c/count.expect
+           instructions of posting and of receiving, against tests/c/count.expect
   pyverbs [--filter PART]
            rdma-core's own tests, as tests/pyverbs expects them
   sanitize address|thread [--long] [unit | PROGRAM [TEST…]]
            unit tests and our C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust
   valgrind [PROGRAM [TEST…]]
            our own C programs on the built libraries under memcheck
-  experiments [--short] [--only latency|bandwidth|loss|reliable]
+  experiments [--short] [--only latency|bandwidth|reasons|loss|reliable]
            anywarp ping and blast in the modes of the thesis on datagram-iWARP, with loss and delay; the long form
            writes docs/results
+  bench [--netns] [--only ROW…] [--repeat N] [--short] [--json FILE] [--strict] …
+           what `anywarp bench` measures, all of it, and what tests/bench adds, against the bars; on loopback, or
+           between two network namespaces (MTU 1500, then 9000); --write: the results go to docs/results
+  bench --guest [--repeat N] [--filter PART]
+           anywarp, siw and rxe side by side in a QEMU guest
+  perf     anywarp ping and blast in every way, shortly; interrupts and wrong ports
   capture  programs with their traffic captured, as tshark and our dissector understand it
   table [--check]
            write the table of programs in README.md, or say whether it is up to date
@@ -84,6 +92,8 @@ fn main() -> ExitCode {
         ["valgrind", ref rest @ ..] => valgrind::run(rest),
         ["experiments", ref rest @ ..] => experiments::run(rest),
         ["experiments-tcp", ref rest @ ..] => experiments::tcp(rest),
+        ["bench", ref rest @ ..] => bench::run(rest),
+        ["perf"] => perf::run(),
         ["capture"] => capture::run(),
         ["table"] => table::run(false),
         ["table", "--check"] => table::run(true),

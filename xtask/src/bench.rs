@@ -1,0 +1,162 @@
+//! `cargo xtask bench`: all that `anywarp bench` measures, and what needs a verbs program of the tests.
+//!
+//! With `--guest` three stacks are measured in a virtual machine: see `interop/bench.rs`. With `--netns` the two ends are in network namespaces joined by a veth pair, which vanish with the run.
+
+use crate::programs::{self, INSIDE};
+use crate::{Result, interop, sh};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+/// Address of the server's end of the link.
+const FAR: &str = "10.79.0.2";
+
+/// MTUs of the link.
+const MTUS: [u32; 2] = [1500, 9000];
+
+pub(crate) fn run(arguments: &[&str]) -> Result {
+    let anywarp = sh::dist().join("bin/anywarp");
+    if !anywarp.exists() {
+        return Err("the built libraries are not there: run `cargo xtask dist` first".into());
+    }
+    if let Some((&"--guest", rest)) = arguments.split_first() {
+        return interop::bench::run(rest);
+    }
+    let netns = arguments.contains(&"--netns");
+    if netns && env::var_os(INSIDE).is_none() {
+        return programs::in_namespaces("bench", arguments);
+    }
+    let rest: Vec<&str> = arguments
+        .iter()
+        .copied()
+        .filter(|argument| *argument != "--netns")
+        .collect();
+    let verbs = build()?;
+    if rest.contains(&"--write") {
+        return write(&anywarp, &verbs, &rest);
+    }
+    if !netns {
+        return bench(&anywarp, &verbs, &rest, None);
+    }
+    link()?;
+    for mtu in MTUS {
+        for (host, device) in [("client", "near"), ("server", "wire")] {
+            sh::run(Command::new("ip").args([
+                "-n",
+                host,
+                "link",
+                "set",
+                "dev",
+                device,
+                "mtu",
+                &mtu.to_string(),
+            ]))?;
+        }
+        println!("MTU {mtu}");
+        bench(&anywarp, &verbs, &rest, Some(mtu))?;
+    }
+    Ok(())
+}
+
+/// Measures, and writes the results into the tree.
+fn write(anywarp: &Path, verbs: &Path, rest: &[&str]) -> Result {
+    let json = sh::target().join("bench.json");
+    let file = json.display().to_string();
+    let mut words: Vec<&str> = rest
+        .iter()
+        .copied()
+        .filter(|word| *word != "--write")
+        .collect();
+    words.extend(["--json", file.as_str()]);
+    bench(anywarp, verbs, &words, None)?;
+    let folder = sh::root().join("docs/results");
+    fs::create_dir_all(&folder)?;
+    for name in ["bench.md", "bench.svg"] {
+        sh::run(
+            Command::new(anywarp)
+                .arg("bench")
+                .arg("--from")
+                .arg(&json)
+                .arg("--report")
+                .arg(folder.join(name)),
+        )?;
+    }
+    Ok(())
+}
+
+/// Builds the verbs program that measures what no other does.
+fn build() -> Result<PathBuf> {
+    let program = sh::target().join("bench-verbs");
+    let lib = sh::dist().join("lib/anywarp");
+    let mut cc = sh::cc();
+    cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+        .arg(&program)
+        .arg(sh::root().join("tests/bench/verbs.c"))
+        .arg("-L")
+        .arg(lib)
+        .args(["-libverbs", "-lpthread"]);
+    sh::run(&mut cc)?;
+    Ok(program)
+}
+
+/// Two hosts, client and server, with a link between them.
+fn link() -> Result {
+    const SCRIPT: &str = "set -e
+mount -t tmpfs tmpfs /run
+ip link set lo up
+for host in client server; do ip netns add $host; ip -n $host link set lo up; done
+ip link add near netns client type veth peer name wire netns server
+ip -n client addr add 10.79.0.1/24 dev near
+ip -n server addr add 10.79.0.2/24 dev wire
+ip -n client link set near up
+ip -n server link set wire up";
+    sh::run(Command::new("sh").args(["-c", SCRIPT]))
+}
+
+/// Builds the MPI program, where there is an MPI for it.
+fn build_mpi() -> Result<Option<PathBuf>> {
+    const COMPILER: &str = "mpicc.openmpi";
+    let program = sh::target().join("bench-mpi");
+    let mut cc = Command::new(COMPILER);
+    // The constant for "no statuses" looks like an array that is too short.
+    cc.args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
+        .arg(&program)
+        .arg(sh::root().join("tests/bench/mpi.c"));
+    match cc.status() {
+        Ok(status) if status.success() => Ok(Some(program)),
+        Ok(_) => Err("tests/bench/mpi.c does not compile".into()),
+        Err(_) => {
+            println!("no Open MPI in the rows: {COMPILER} is not installed");
+            Ok(None)
+        }
+    }
+}
+
+fn bench(anywarp: &Path, verbs: &Path, rest: &[&str], mtu: Option<u32>) -> Result {
+    let mut command = Command::new(anywarp);
+    command.arg("bench").arg("--verbs").arg(verbs);
+    if let Some(mpi) = build_mpi()? {
+        command.arg("--mpi").arg(mpi);
+    }
+    if !rest.contains(&"--only") {
+        command.arg("--all");
+    }
+    if let Some(mtu) = mtu {
+        command
+            .args(["--host", FAR, "--mtu", &mtu.to_string()])
+            .args(["--server-prefix", "ip netns exec server"])
+            .args(["--client-prefix", "ip netns exec client"]);
+    }
+    // One file for each MTU.
+    let mut words = rest.iter();
+    while let Some(word) = words.next() {
+        command.arg(word);
+        if let ("--json" | "--report", Some(mtu)) = (*word, mtu) {
+            let path = Path::new(words.next().ok_or("--json takes a file")?);
+            let name = path.file_stem().unwrap_or_default().to_string_lossy();
+            let kind = path.extension().unwrap_or_default().to_string_lossy();
+            command.arg(path.with_file_name(format!("{name}-{mtu}.{kind}")));
+        }
+    }
+    sh::run(&mut command)
+}

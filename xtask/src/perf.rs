@@ -1,0 +1,313 @@
+//! `cargo xtask perf`: `anywarp ping` and `anywarp blast` with every kind of queue pair, operation and way to ask, shortly;
+//! what an interrupt leaves, and what a port says that is none of theirs. What they measure is for
+//! `cargo xtask experiments`; here it is only held against floors.
+
+use std::io::{BufRead, BufReader, Read, Write as _};
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::{Result, sh};
+
+/// What each kind of queue pair does.
+const OPERATIONS: [(&str, &[&str]); 4] = [
+    ("rc", &["send", "send-imm", "write", "write-imm", "read"]),
+    ("uc", &["send", "send-imm", "write", "write-imm"]),
+    ("ud", &["send", "send-imm", "write-record", "read"]),
+    (
+        "rd",
+        &[
+            "send",
+            "send-imm",
+            "write",
+            "write-imm",
+            "write-record",
+            "read",
+        ],
+    ),
+];
+
+/// Ways to ask: whether for blast alone, whether for what is sent alone, and how.
+const WAYS: [(bool, bool, &str); 5] = [
+    (false, false, "-s 64,5000"),
+    (false, false, "-s 64,5000 --event"),
+    (false, true, "-s 5000 --gather 3"),
+    (false, true, "-s 64 --inline"),
+    (
+        true,
+        false,
+        "-s 64,5000 --list 4 --signal-every 3 --event --unordered",
+    ),
+];
+
+/// What blast reaches at least where the scheduler places both ends, MB/s, the best of a few runs: an eighth of what two slow
+/// processors do. Below it somebody waits for a processor, or for a timer.
+const FLOORS: [(&str, &str, u32); 9] = [
+    ("tcp", "-t rc -o write -s 1K --list 16", 80),
+    ("tcp", "-t rc -o send -s 64", 4),
+    ("tcp", "-t rc -o write -s 64K", 400),
+    ("tcp", "-t rc -o read -s 64K", 400),
+    ("tcp", "-t ud -o send -s 1K", 100),
+    ("tcp", "-t rd -o send -s 1K", 40),
+    ("tcp", "-t ud -o write-record -s 1M", 500),
+    ("auto", "-t rc -o send -s 64", 8),
+    ("auto", "-t rc -o write -s 64K", 500),
+];
+
+/// How long a short run may take, and both ends after an interrupt or at a wrong port.
+const PATIENCE: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(8);
+
+pub(crate) fn run() -> Result {
+    let mut failed = 0;
+    let mut tell = |name: &str, done: Result| match done {
+        Ok(()) => println!("ok    {name}"),
+        Err(e) => {
+            println!("FAIL  {name}: {e}");
+            failed += 1;
+        }
+    };
+    for command in ["ping", "blast"] {
+        for (kind, operations) in OPERATIONS {
+            let name = format!("{command} {kind}");
+            tell(&name, every_way(command, kind, operations));
+        }
+    }
+    for (carrier, words, floor) in FLOORS {
+        tell(
+            &format!("blast {words}, {carrier}"),
+            reaches(carrier, words, floor),
+        );
+    }
+    tell("interrupted client", interrupted(true));
+    tell("interrupted server", interrupted(false));
+    tell("nobody's port", nobodys_port());
+    tell(
+        "foreign port",
+        foreign_port(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    );
+    tell("silent port", foreign_port(b""));
+    match failed {
+        0 => Ok(()),
+        n => Err(format!("{n} of ping and blast are not as they should be").into()),
+    }
+}
+
+/// A server, which ends with this.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start(command: &str) -> Result<Self> {
+        Self::start_over("auto", command)
+    }
+
+    fn start_over(carrier: &str, command: &str) -> Result<Self> {
+        let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+        let mut child = anywarp()
+            .env("ANYWARP_CARRIER", carrier)
+            .args([command, "--server", "--forever", "-p", &port.to_string()])
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()?;
+        let mut line = String::new();
+        let mut said = BufReader::new(child.stderr.take().ok_or("no stderr")?);
+        said.read_line(&mut line)?;
+        let server = Self { child, port };
+        if !line.contains("waiting on port") {
+            return Err(format!("the server says: {line}").into());
+        }
+        // What else it says must not fill the pipe.
+        std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+        Ok(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _gone_already = self.child.kill();
+        let _gone_already = self.child.wait();
+    }
+}
+
+fn anywarp() -> Command {
+    let mut command = Command::new(sh::dist().join("bin/anywarp"));
+    command
+        .env("ANYWARP_ADDR", "127.0.0.1")
+        .stdin(Stdio::null());
+    command
+}
+
+fn client(command: &str, port: u16, words: &str) -> Result<Child> {
+    Ok(anywarp()
+        .args([command, "-p", &port.to_string(), "127.0.0.1"])
+        .args(words.split(' '))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?)
+}
+
+/// The end of a process, which must come.
+fn end_of(mut child: Child, most: Duration) -> Result<Output> {
+    let begin = Instant::now();
+    while child.try_wait()?.is_none() {
+        if begin.elapsed() > most {
+            child.kill()?;
+            let output = child.wait_with_output()?;
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            return Err(format!("not over after {most:?}: {said}").into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(child.wait_with_output()?)
+}
+
+fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
+    let server = Server::start(command)?;
+    for operation in operations {
+        for (of_blast, of_sent, way) in WAYS {
+            if (of_blast && command == "ping") || (of_sent && *operation == "read") {
+                continue;
+            }
+            let words = format!("-t {kind} -o {operation} -n 60 --warmup 5 -r 1 -q {way}");
+            let output = end_of(client(command, server.port, &words)?, PATIENCE)?;
+            if !output.status.success() {
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                return Err(format!("{words}: {}: {said}", output.status).into());
+            }
+            let table = String::from_utf8_lossy(&output.stdout).into_owned();
+            let sizes = if way.contains(',') { 2 } else { 1 };
+            let rows = table.lines().filter(|line| line.starts_with(' '));
+            // One line names the columns.
+            if rows.count() != sizes + 1 {
+                return Err(format!("{words}: not a line for each size:\n{table}").into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A rate is above its floor.
+fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
+    let server = Server::start_over(carrier, "blast")?;
+    let csv = sh::target().join("perf-floor.csv");
+    let client = anywarp()
+        .env("ANYWARP_CARRIER", carrier)
+        .args(["blast", "-p", &server.port.to_string(), "127.0.0.1"])
+        .args("-q -d 0.1 -r 5 --csv".split(' '))
+        .arg(&csv)
+        .args(words.split(' '))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let output = end_of(client, PATIENCE)?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(format!("{}: {said}", output.status).into());
+    }
+    let table = std::fs::read_to_string(&csv)?;
+    let mut lines = table.lines().map(|line| line.split(','));
+    let names = lines.next().ok_or("no table")?;
+    let most = names.zip(lines.next().ok_or("no line")?);
+    let most = most.into_iter().find(|(name, _)| *name == "most_mb_s");
+    let most: f64 = most.ok_or("no column most_mb_s")?.1.parse()?;
+    println!("      {most:.0} MB/s, at least {floor}");
+    if most < f64::from(floor) {
+        return Err(format!("{most} MB/s in the best of five runs").into());
+    }
+    Ok(())
+}
+
+/// One end is interrupted in the middle: both end soon, and what was measured is marked.
+fn interrupted(the_client: bool) -> Result {
+    let mut server = Server::start("blast")?;
+    let json = sh::target().join("perf-interrupted.json");
+    let csv = json.with_extension("csv");
+    let words = format!(
+        "-t rd -o send -s 4K -d 60 -r 1 --json {} --csv {}",
+        json.to_str().ok_or("a path that is no text")?,
+        csv.to_str().ok_or("a path that is no text")?
+    );
+    let mut client = client("blast", server.port, &words)?;
+    // It tells how far it is once it is under way.
+    let mut said = BufReader::new(client.stderr.take().ok_or("no stderr")?);
+    let mut line = String::new();
+    said.read_line(&mut line)?;
+    if !line.contains("msgs=") {
+        return Err(format!("instead of how far it is: {line}").into());
+    }
+    let whom = if the_client { &client } else { &server.child };
+    let pid = i32::try_from(whom.id())?;
+    kill_process(Pid::from_raw(pid).ok_or("no process")?, Signal::INT)?;
+    let output = end_of(client, SOON)?;
+    said.read_to_string(&mut line)?;
+    let expected = if the_client { 130 } else { 1 };
+    if output.status.code() != Some(expected) || !line.contains("interrupted") {
+        return Err(format!("{}: {line}", output.status).into());
+    }
+    let written = std::fs::read_to_string(&json)?;
+    if !written.contains("\"partial\": true") {
+        return Err(format!("not marked as partial: {written}").into());
+    }
+    let table = std::fs::read_to_string(&csv)?;
+    let mut lines = table.lines();
+    let marked = lines.next().is_some_and(|l| l.ends_with(",unfinished"))
+        && lines.clone().all(|l| l.ends_with(",1"));
+    // Of a server that ended nobody knows what came there.
+    if !marked || lines.count() != usize::from(the_client) {
+        return Err(format!("not marked as unfinished: {table}").into());
+    }
+    if the_client {
+        // The server goes on with the next one.
+        let next = "-t rd -o send -n 10 -r 1 -q";
+        let output = end_of(self::client("blast", server.port, next)?, PATIENCE)?;
+        if !output.status.success() {
+            return Err(format!("the next client: {}", output.status).into());
+        }
+        return Ok(());
+    }
+    let begin = Instant::now();
+    while server.child.try_wait()?.is_none() {
+        if begin.elapsed() > SOON {
+            return Err("the server does not end".into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// Nobody listens.
+fn nobodys_port() -> Result {
+    let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+    says(port, "does not answer")
+}
+
+/// Somebody else listens, who says this, or nothing.
+fn foreign_port(greeting: &'static [u8]) -> Result {
+    let listener = TcpListener::bind(("127.0.0.1", 0))?;
+    let port = listener.local_addr()?.port();
+    let other = std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut stream, _) = listener.accept()?;
+        stream.write_all(greeting)?;
+        // Until the client has gone.
+        std::io::copy(&mut stream, &mut std::io::sink())?;
+        Ok(())
+    });
+    let done = says(port, "is the port right?");
+    // It ends with the client's connection, however that ended.
+    let _reset_or_not = other.join();
+    done
+}
+
+fn says(port: u16, what: &str) -> Result {
+    let output = end_of(client("ping", port, "-n 1")?, SOON)?;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.code() == Some(1) && said.contains(what) {
+        return Ok(());
+    }
+    Err(format!("{}: {said}", output.status).into())
+}
