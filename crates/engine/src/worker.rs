@@ -640,14 +640,9 @@ impl Engine {
         if !self.is_polled() {
             return false;
         }
-        self.held
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(qp);
-        self.hold_more();
-        // Whoever ends the lease looks for what is held afterwards, as we look for the lease: one sees the other.
-        fence(Ordering::SeqCst);
-        self.is_polled()
+        let idle_polls = self.idle_polls.load(Ordering::Relaxed);
+        self.hold_since(idle_polls, clock::now(), qp);
+        true
     }
 
     /// More was posted for a queue pair that is held already.
@@ -659,12 +654,20 @@ impl Engine {
     /// Something was posted after so many polls in vain, and waits for more. It goes after two more of them; if nobody polls
     /// any more the worker sends it when the lease ends. `qp`: who is to be told, if that is not known.
     pub(crate) fn hold_since(&self, idle_polls: u64, now: Instant, qp: Option<Arc<dyn Owes>>) {
-        if qp.is_some() {
+        let first = qp.is_some();
+        if first {
             let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
             held.extend(qp);
         }
         self.held_at.store(idle_polls, Ordering::Release);
         self.renew_lease(self.nanos(now), true);
+        if first {
+            // Whoever ends the lease looks for what is held afterwards, as we look for the lease: one sees the other.
+            fence(Ordering::SeqCst);
+            if !self.is_polled() {
+                self.give_lease(self.nanos(clock::now()), true);
+            }
+        }
     }
 
     /// What is held goes.
@@ -836,7 +839,11 @@ impl Engine {
             self.burst.store(0, Ordering::Relaxed);
             return false;
         }
-        let waited = idle.wrapping_sub(self.burst_at.swap(idle, Ordering::Relaxed)) > 1;
+        let before = self.burst_at.load(Ordering::Relaxed);
+        if before != idle {
+            self.burst_at.store(idle, Ordering::Relaxed);
+        }
+        let waited = idle.wrapping_sub(before) > 1;
         let before = match self.burst.load(Ordering::Relaxed) {
             before if !waited => before,
             before if before > BURST_BEGINS => BURST_BEGINS - 1,
@@ -865,7 +872,7 @@ impl Engine {
 
     /// Sends acknowledgements that found no company, and what is held.
     pub fn flush_owed(&self, now: Instant) {
-        // See `hold`.
+        // See `hold_since`.
         fence(Ordering::SeqCst);
         if self.held_at.load(Ordering::Acquire) != NOTHING_HELD {
             self.flush_held(now);
@@ -1219,7 +1226,7 @@ impl Stays {
         if self.credit > 0 {
             return true;
         }
-        self.sleeps += 1;
+        self.sleeps = self.sleeps.wrapping_add(1);
         self.sleeps.is_multiple_of(Self::TRY)
     }
 
@@ -1358,11 +1365,31 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_held_when_the_lease_has_ended() {
+    fn nothing_is_held_where_nobody_polls() {
         let engine = Engine::new().unwrap();
         assert!(!engine.hold(None));
         engine.renew_lease(engine.nanos(clock::now()), false);
         assert!(engine.hold(None));
+    }
+
+    /// The lease ends between a look at it and the request that is held for it: nobody else would send that.
+    #[test]
+    fn what_is_held_when_the_lease_has_ended_brings_the_worker_back() {
+        use std::os::fd::AsFd;
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let owing = Arc::new(Owing(ours, Duration::ZERO));
+        let engine = Engine::new().unwrap();
+        let looked = clock::now();
+        engine.give_lease(engine.nanos(looked), false);
+        let timer = engine.lease_timer.get();
+        assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
+        engine.turn(&mut Stays::default());
+        let at = engine.idle_polls.load(Ordering::Relaxed);
+        engine.hold_since(at, looked, Some(owing as Arc<dyn Owes>));
+        assert!(engine.is_polled());
+        assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
+        engine.turn(&mut Stays::default());
+        assert_eq!(engine.held_at.load(Ordering::Relaxed), NOTHING_HELD);
     }
 
     /// As where the worker receives all that completes: each poll finds something, and none looks at sockets.
@@ -1422,11 +1449,12 @@ mod tests {
         assert_eq!(tries(&mut stays), 2);
     }
 
-    /// Owes something that is said with a byte to a socket.
-    struct Owing(std::os::unix::net::UnixStream);
+    /// Owes something that is said with a byte to a socket, which takes some time.
+    struct Owing(std::os::unix::net::UnixStream, Duration);
 
     impl Owes for Owing {
         fn flush_ack(&self, _now: Instant) {
+            std::thread::sleep(self.1);
             assert_eq!(rustix::io::write(&self.0, &[1]), Ok(1));
         }
     }
@@ -1434,17 +1462,22 @@ mod tests {
     /// What is owed is said before the worker waits for more, and what that brings is received in the same turn.
     #[test]
     fn who_stays_awake_receives_what_comes_meanwhile() {
-        for credit in [0, 1] {
+        let (soon, late) = (Duration::ZERO, 2 * STAY);
+        // What came in time paid for one stay, and the next was in vain; late it paid for none.
+        let cases = [
+            (0, soon, (true, 0)),
+            (1, soon, (false, 1)),
+            (2, late, (false, 0)),
+        ];
+        for (credit, delay, after) in cases {
             let (engine, bytes, other) = quiet();
             assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
-            let owing = Arc::new(Owing(other));
+            let owing = Arc::new(Owing(other, delay));
             engine.owe(Arc::clone(&owing) as Arc<dyn Owes>);
             let mut stays = Stays { credit, sleeps: 0 };
             engine.turn(&mut stays);
             assert!(engine.take_owed().is_empty());
             let left = bytes.take();
-            // What came paid for one stay, and the next was in vain.
-            let after = if credit == 0 { (true, 0) } else { (false, 1) };
             assert_eq!((left, stays.credit), after);
         }
     }
@@ -1457,7 +1490,7 @@ mod tests {
             for _ in 0..passes {
                 assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
             }
-            let owing = Arc::new(Owing(other));
+            let owing = Arc::new(Owing(other, Duration::ZERO));
             engine.owe(Arc::clone(&owing) as Arc<dyn Owes>);
             engine.turn(&mut Stays::default());
             assert!(engine.take_owed().is_empty(), "behind {passes} passes");
