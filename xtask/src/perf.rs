@@ -42,7 +42,7 @@ const WAYS: [(bool, bool, &str); 5] = [
     ),
 ];
 
-/// What blast reaches at least where the scheduler places both ends, MB/s, the best of a few runs: an eighth of what two slow
+/// What blast reaches at least where the scheduler places both ends, MB/s, the best of a few runs: a tenth or less of what two slow
 /// processors do. Below it somebody waits for a processor, or for a timer.
 const FLOORS: [(&str, &str, u32); 9] = [
     ("tcp", "-t rc -o write -s 1K --list 16", 80),

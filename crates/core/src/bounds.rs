@@ -131,7 +131,7 @@ pub const COMPANY_IN_MEMORY: Company = Company {
     most: 32,
     small: 4096,
 };
-/// Bytes of all, if all are as long as the last.
+/// Bytes of all, if all are as long as the longest that was posted last.
 pub const COMPANY_BYTES: u64 = 128 * 1024;
 
 /// Requests done but not acknowledged before an acknowledgement is sent without waiting for company.

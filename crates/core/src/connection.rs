@@ -27,7 +27,7 @@ use crate::verbs::cq::Cq;
 use crate::verbs::mr::{LastRegion, Memory, Regions};
 use crate::verbs::qp::{self, Attr, QpType, State, mask};
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::sq::{Phase, Posted, Retired, SendQueue};
+use crate::verbs::sq::{Phase, Retired, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::To;
@@ -480,18 +480,16 @@ impl Connection {
     /// acknowledge.
     ///
     /// That acknowledgement brings the connection back to its sending side in any case; a thread that polls comes sooner.
-    pub fn may_wait(&self, company: &bounds::Company) -> bool {
-        self.sq.taken() >= bounds::WAIT_BEHIND && self.may_gather(company)
+    /// `longest`: payload bytes of the longest request of the list that was posted.
+    pub fn may_wait(&self, company: &bounds::Company, longest: u64) -> bool {
+        self.sq.taken() >= bounds::WAIT_BEHIND && self.may_gather(company, longest)
     }
 
     /// The same where somebody is sure to come soon.
-    pub fn may_gather(&self, company: &bounds::Company) -> bool {
+    pub fn may_gather(&self, company: &bounds::Company, longest: u64) -> bool {
         let Some(s) = &self.stream else { return false };
         let waiting = self.sq.untaken();
-        let is_small = |p: &Posted| {
-            let len = p.request.payload.len();
-            len <= company.small && waiting as u64 * len < bounds::COMPANY_BYTES
-        };
+        let is_small = longest <= company.small && waiting as u64 * longest < bounds::COMPANY_BYTES;
         s.peer == Peer::Anywarp
             && s.end == End::Open
             && self.state == State::Rts
@@ -499,7 +497,8 @@ impl Connection {
             && s.rnr_until.is_none()
             && s.responses.is_empty()
             && waiting < company.most
-            && self.sq.last().is_some_and(is_small)
+            && waiting > 0
+            && is_small
     }
 
     /// Whether requests wait to be taken.

@@ -224,11 +224,10 @@ impl RcQp {
             Some(tcp) if !tcp.sends_by_socket() => &bounds::COMPANY_IN_MEMORY,
             _ => &bounds::COMPANY,
         };
-        // What is long does not wait behind a short last one.
-        let may_wait = self.faults.is_none() && inner.tcp.is_some() && longest <= company.small;
-        if may_wait && burst && inner.conn.may_gather(company) && self.hold(&mut inner) {
+        let may_wait = self.faults.is_none() && inner.tcp.is_some();
+        if may_wait && burst && inner.conn.may_gather(company, longest) && self.hold(&mut inner) {
             // The second poll in vain sends it.
-        } else if may_wait && inner.conn.may_wait(company) {
+        } else if may_wait && inner.conn.may_wait(company, longest) {
             self.owe();
         } else {
             let now = clock::now();

@@ -233,9 +233,9 @@ impl Connection {
             self.pd_of_peer(),
             payload.len() as u64,
         );
-        let Some(s) = self.stream.as_mut().filter(|s| s.discarding.is_none()) else {
+        if self.stream.as_ref().is_none_or(|s| s.discarding.is_some()) {
             return false;
-        };
+        }
         let last = &mut self.last_written;
         let regions = &self.rnic.regions;
         let Ok(pinned) = regions.pin(last, h.stag, pd, self.qpn, need, h.to, len) else {
@@ -243,7 +243,7 @@ impl Connection {
         };
         self.rnic.memory.place(&pinned, 0, payload);
         drop(pinned);
-        s.write_bytes += len;
+        self.count_write(len);
         self.deliver_write(h);
         true
     }
