@@ -831,12 +831,15 @@ impl DatagramQp {
     }
 
     fn expire_reads(&mut self) {
+        if self.reads.is_empty() {
+            return;
+        }
         if let Some(rd) = &mut self.rd {
             // What was asked for is acknowledged, so nothing is under way that would tell that the peer has died.
             for peer in self.reads.overdue(self.now, self.now + reads::ASK) {
                 rd.ask(&peer, self.now);
             }
-        } else if !self.reads.is_empty() {
+        } else {
             let expired = self.reads.expired(self.now);
             for number in &expired {
                 self.counters.reads_timeout += 1;
