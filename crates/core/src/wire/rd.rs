@@ -25,6 +25,9 @@ use smallvec::SmallVec;
 /// A run of packet numbers, the end excluded.
 pub type Run = (u32, u32);
 
+/// Runs of one packet. Mostly there are none, and room for all would be moved with each packet.
+pub type Runs = SmallVec<[Run; 2]>;
+
 /// The header of a packet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Packet {
@@ -49,7 +52,7 @@ pub struct Packet {
     /// The clock of the packet that this one answers, 0 for none.
     pub time_echo: u32,
     /// Arrived beyond `ack`.
-    pub arrived: SmallVec<[Run; RUNS]>,
+    pub arrived: Runs,
     /// C: the receiver is unknown here; it has to echo the token first.
     pub challenge: bool,
     /// R: packets have arrived that no receive was posted for.
@@ -130,7 +133,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
     if usize::from(runs) > RUNS {
         return Err(DgramError::Length);
     }
-    let mut arrived = SmallVec::new();
+    let mut arrived = Runs::new();
     for _ in 0..runs {
         let Some((run, behind)) = rest.split_first_chunk::<8>() else {
             return Err(DgramError::TooShort);

@@ -494,20 +494,36 @@ impl Reliable {
         data: Option<&[u8]>,
         now: Duration,
     ) -> Verdict {
-        let is_known = |s: &PeerState| packet.echo == s.token && packet.token == s.echo;
-        let known = self.peers.get_mut(peer).filter(|s| is_known(s));
-        let sends_to = known.filter(|_| !packet.challenge).map(|state| {
-            state.hears(packet, now);
-            state.tx.is_some()
-        });
-        match sends_to {
-            // Who is sent nothing has nothing to acknowledge.
-            Some(false) => {}
-            Some(true) => self.acknowledged(peer, packet, now),
-            None if self.meet(peer, arrival, packet, now) => self.acknowledged(peer, packet, now),
-            None => return Verdict::Nothing,
+        let is_known =
+            |s: &PeerState| packet.echo == s.token && packet.token == s.echo && !packet.challenge;
+        let (peers, desk) = self.desk();
+        if let Some(state) = peers.get_mut(peer).filter(|s| is_known(s)) {
+            return desk.take(peer, state, packet, data, now);
         }
-        self.sort(peer, packet, data, now)
+        if !self.meet(peer, arrival, packet, now) {
+            return Verdict::Nothing;
+        }
+        let (peers, desk) = self.desk();
+        match peers.get_mut(peer) {
+            Some(state) => desk.take(peer, state, packet, data, now),
+            None => Verdict::Nothing,
+        }
+    }
+
+    /// The peers, and what else a packet of one of them changes.
+    fn desk(&mut self) -> (&mut Table<Peer, PeerState>, Desk<'_>) {
+        let desk = Desk {
+            ordered: self.ordered,
+            quarter: u64::from(self.room / 4),
+            known: self.peers.len(),
+            waiting: &mut self.waiting,
+            soon: &mut self.soon,
+            queued: &mut self.queued,
+            timers: &mut self.timers,
+            events: &mut self.events,
+            spare: &mut self.spare,
+        };
+        (&mut self.peers, desk)
     }
 
     /// A packet with tokens that are not those of a peer that is known. True: it is one from now on.
@@ -688,136 +704,6 @@ impl Reliable {
         true
     }
 
-    /// What the packet acknowledges.
-    fn acknowledged(&mut self, peer: &Peer, packet: &Packet, now: Duration) {
-        let Some(state) = self.peers.get_mut(peer) else {
-            return;
-        };
-        state.hears(packet, now);
-        let Some(tx) = &mut state.tx else {
-            return;
-        };
-        tx.heard = now;
-        tx.set_room(state.room.into());
-        if packet.time_echo != 0 {
-            let trip = micros(now).wrapping_sub(packet.time_echo);
-            if trip < 1 << 30 {
-                state.path.measured(now, Duration::from_micros(trip.into()));
-            }
-        }
-        let near = tx.base();
-        let events = &mut self.events;
-        let ack = packet.ack.map(|ack| expand(ack, near));
-        tx.acknowledged(
-            packet,
-            now,
-            &mut state.path,
-            &mut self.spare,
-            |tag| match events.back_mut() {
-                Some(Event::Done(_, last)) if *last + 1 == tag => *last = tag,
-                _ => events.push_back(Event::Done(tag, tag)),
-            },
-        );
-        tx.starved = match (packet.not_ready, tx.starved) {
-            (true, None) => Some(now),
-            (true, since) => since,
-            (false, _) => None,
-        };
-        if packet.refused != 0
-            && let Some((tag, end)) = ack.and_then(|ack| tx.message_at(ack))
-        {
-            // Its packets are not sent again, and the next one says so.
-            tx.skip(end);
-            state.ask = true;
-            let status = Status::from_number(packet.refused).unwrap_or(Status::General);
-            self.events.push_back(Event::Failed(*peer, tag, status));
-        }
-        watch(&mut self.timers, peer, state);
-        enqueue(&mut self.queued, peer, state);
-    }
-
-    /// What becomes of the datagram of a packet.
-    fn sort(
-        &mut self,
-        peer: &Peer,
-        packet: &Packet,
-        data: Option<&[u8]>,
-        now: Duration,
-    ) -> Verdict {
-        let ordered = self.ordered;
-        let quarter = u64::from(self.room / 4);
-        let (known, mut crowded) = (self.peers.len(), false);
-        let Some(state) = self.peers.get_mut(peer) else {
-            return Verdict::Nothing;
-        };
-        let expected = state.expected;
-        // The first packet of all tells where numbers begin.
-        let start = || 1 << 32 | u64::from(packet.base);
-        let rx = state
-            .rx
-            .get_or_insert_with(|| Box::new(Receiver::new(expected.unwrap_or_else(start))));
-        state.expected = Some(rx.next());
-        let near = rx.next();
-        let before = rx.waiting();
-        let base = expand(packet.base, near);
-        if rx.skip(base) {
-            self.waiting -= before - rx.waiting();
-            self.events.push_back(Event::Skipped(*peer, base));
-        }
-        rx.due |= packet.ack_now;
-        // What was under way to us, or was acknowledged since.
-        let ahead = packet.seq.wrapping_sub(packet.base);
-        if packet.ack_soon {
-            // Who has sent much since what we have acknowledged does not wait for each packet: the next one is about to come.
-            let next = COMPANY + COMPANY_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
-            let wait = if ahead < PIPELINE {
-                Duration::ZERO
-            } else if ahead >= MANY && rx.unacknowledged < ahead / PART {
-                next + COMPANY_OF_MANY
-            } else {
-                next
-            };
-            if rx.soon.is_none() {
-                rx.soon = Some(now + wait);
-                self.soon.push(*peer);
-                crowded = self.soon.len() > 2 * known + 64;
-            }
-        }
-        rx.time = packet.time;
-        let mut verdict = Verdict::Nothing;
-        if let Some(data) = data {
-            let seq = expand(packet.seq, near);
-            rx.unacknowledged += 1;
-            rx.since += u64::from(charge(data.len()));
-            rx.due |= rx.unacknowledged >= together(ahead) || rx.since >= quarter;
-            match rx.sort(seq) {
-                Arrived::Again | Arrived::Beyond => rx.due = true,
-                Arrived::Next => verdict = Verdict::Deliver(seq),
-                Arrived::Ahead => {
-                    // A gap is told at once, and then now and then: each says all that the ones before did.
-                    rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
-                    if !ordered {
-                        verdict = Verdict::Deliver(seq);
-                    } else if self.waiting + data.len() <= bounds::RD_WAITING
-                        && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
-                    {
-                        rx.keep(seq, data);
-                        self.waiting += data.len();
-                    }
-                }
-            }
-        }
-        if rx.due {
-            enqueue(&mut self.queued, peer, state);
-        }
-        if crowded {
-            // Those that found company meanwhile, and are owed again, stand there more than once.
-            self.soon.sort_unstable();
-            self.soon.dedup();
-        }
-        verdict
-    }
-
     /// The queue pair took the datagram of packet `seq`. Whether others of the peer wait.
     pub(super) fn delivered(&mut self, peer: &Peer, seq: u64) -> bool {
         let Some(state) = self.peers.get_mut(peer) else {
@@ -995,6 +881,162 @@ impl Reliable {
         if let Some(state) = self.peers.get_mut(&peer) {
             enqueue(&mut self.queued, &peer, state);
         }
+    }
+}
+
+/// What a packet changes besides its peer, so that it is looked up once.
+struct Desk<'a> {
+    ordered: bool,
+    /// A part of the room: an acknowledgement is due behind as much.
+    quarter: u64,
+    /// How many peers there are.
+    known: usize,
+    waiting: &'a mut usize,
+    soon: &'a mut Vec<Peer>,
+    queued: &'a mut VecDeque<Peer>,
+    timers: &'a mut BTreeSet<(Duration, Peer)>,
+    events: &'a mut VecDeque<Event>,
+    spare: &'a mut Vec<Arc<Vec<u8>>>,
+}
+
+impl Desk<'_> {
+    /// A packet of a peer that is known.
+    fn take(
+        mut self,
+        peer: &Peer,
+        state: &mut PeerState,
+        packet: &Packet,
+        data: Option<&[u8]>,
+        now: Duration,
+    ) -> Verdict {
+        state.hears(packet, now);
+        // Who is sent nothing has nothing to acknowledge.
+        if state.tx.is_some() {
+            self.acknowledged(peer, state, packet, now);
+        }
+        self.sort(peer, state, packet, data, now)
+    }
+
+    /// What the packet acknowledges.
+    fn acknowledged(&mut self, peer: &Peer, state: &mut PeerState, packet: &Packet, now: Duration) {
+        let Some(tx) = &mut state.tx else {
+            return;
+        };
+        tx.heard = now;
+        tx.set_room(state.room.into());
+        if packet.time_echo != 0 {
+            let trip = micros(now).wrapping_sub(packet.time_echo);
+            if trip < 1 << 30 {
+                state.path.measured(now, Duration::from_micros(trip.into()));
+            }
+        }
+        let near = tx.base();
+        let events = &mut *self.events;
+        let ack = packet.ack.map(|ack| expand(ack, near));
+        tx.acknowledged(
+            packet,
+            now,
+            &mut state.path,
+            self.spare,
+            |tag| match events.back_mut() {
+                Some(Event::Done(_, last)) if *last + 1 == tag => *last = tag,
+                _ => events.push_back(Event::Done(tag, tag)),
+            },
+        );
+        tx.starved = match (packet.not_ready, tx.starved) {
+            (true, None) => Some(now),
+            (true, since) => since,
+            (false, _) => None,
+        };
+        if packet.refused != 0
+            && let Some((tag, end)) = ack.and_then(|ack| tx.message_at(ack))
+        {
+            // Its packets are not sent again, and the next one says so.
+            tx.skip(end);
+            state.ask = true;
+            let status = Status::from_number(packet.refused).unwrap_or(Status::General);
+            self.events.push_back(Event::Failed(*peer, tag, status));
+        }
+        watch(self.timers, peer, state);
+        enqueue(self.queued, peer, state);
+    }
+
+    /// What becomes of the datagram of a packet.
+    fn sort(
+        &mut self,
+        peer: &Peer,
+        state: &mut PeerState,
+        packet: &Packet,
+        data: Option<&[u8]>,
+        now: Duration,
+    ) -> Verdict {
+        let mut crowded = false;
+        let expected = state.expected;
+        // The first packet of all tells where numbers begin.
+        let start = || 1 << 32 | u64::from(packet.base);
+        let rx = state
+            .rx
+            .get_or_insert_with(|| Box::new(Receiver::new(expected.unwrap_or_else(start))));
+        state.expected = Some(rx.next());
+        let near = rx.next();
+        let before = rx.waiting();
+        let base = expand(packet.base, near);
+        if rx.skip(base) {
+            *self.waiting -= before - rx.waiting();
+            self.events.push_back(Event::Skipped(*peer, base));
+        }
+        rx.due |= packet.ack_now;
+        // What was under way to us, or was acknowledged since.
+        let ahead = packet.seq.wrapping_sub(packet.base);
+        if packet.ack_soon {
+            // Who has sent much since what we have acknowledged does not wait for each packet: the next one is about to come.
+            let next = COMPANY + COMPANY_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
+            let wait = if ahead < PIPELINE {
+                Duration::ZERO
+            } else if ahead >= MANY && rx.unacknowledged < ahead / PART {
+                next + COMPANY_OF_MANY
+            } else {
+                next
+            };
+            if rx.soon.is_none() {
+                rx.soon = Some(now + wait);
+                self.soon.push(*peer);
+                crowded = self.soon.len() > 2 * self.known + 64;
+            }
+        }
+        rx.time = packet.time;
+        let mut verdict = Verdict::Nothing;
+        if let Some(data) = data {
+            let seq = expand(packet.seq, near);
+            rx.unacknowledged += 1;
+            rx.since += u64::from(charge(data.len()));
+            rx.due |= rx.unacknowledged >= together(ahead) || rx.since >= self.quarter;
+            match rx.sort(seq) {
+                Arrived::Again | Arrived::Beyond => rx.due = true,
+                Arrived::Next => verdict = Verdict::Deliver(seq),
+                Arrived::Ahead => {
+                    // A gap is told at once, and then now and then: each says all that the ones before did.
+                    rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
+                    if !self.ordered {
+                        verdict = Verdict::Deliver(seq);
+                    } else if *self.waiting + data.len() <= bounds::RD_WAITING
+                        && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
+                    {
+                        rx.keep(seq, data);
+                        *self.waiting += data.len();
+                    }
+                }
+            }
+        }
+        if rx.due {
+            enqueue(self.queued, peer, state);
+        }
+        if crowded {
+            // Those that found company meanwhile, and are owed again, stand there more than once.
+            self.soon.sort_unstable();
+            self.soon.dedup();
+        }
+        verdict
     }
 }
 

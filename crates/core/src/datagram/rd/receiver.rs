@@ -6,10 +6,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use smallvec::SmallVec;
-
 use super::Want;
-use crate::wire::rd::{RUNS, Run};
+use crate::wire::rd::{RUNS, Runs};
 
 /// Packets beyond the first missing one that are looked at.
 const AHEAD: u64 = 1 << 16;
@@ -234,7 +232,7 @@ impl Receiver {
     }
 
     /// The runs beyond `next` that have arrived: the first ones, and the last, since they tell of what is lost now.
-    pub(super) fn runs(&self) -> SmallVec<[Run; RUNS]> {
+    pub(super) fn runs(&self) -> Runs {
         let half = RUNS / 2;
         let many = self.arrived.len();
         let last = many.saturating_sub(half).max(RUNS - half).min(many);
