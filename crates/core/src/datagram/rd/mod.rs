@@ -343,13 +343,15 @@ impl Reliable {
             None => kept = Arc::new(packet),
         }
         state.next += 1;
-        if let Some(tx) = &mut state.tx {
-            tx.keep(Arc::clone(&kept), Some(tag), last, now, &state.path);
-        }
+        let tx = state.tx.as_mut();
+        let armed =
+            tx.is_some_and(|tx| tx.keep(Arc::clone(&kept), Some(tag), last, now, &state.path));
         if let (true, Some(rx)) = (whole, &mut state.rx) {
             rx.acknowledges();
         }
-        watch(&mut self.timers, peer, state);
+        if armed {
+            watch(&mut self.timers, peer, state);
+        }
         Some((state.way, Bytes::Shared(kept)))
     }
 

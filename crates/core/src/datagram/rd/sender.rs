@@ -214,7 +214,7 @@ impl Sender {
         }
     }
 
-    /// Keeps the packet, until it is acknowledged.
+    /// Keeps the packet, until it is acknowledged. Whether the deadline is another one now.
     pub(super) fn keep(
         &mut self,
         packet: Arc<Vec<u8>>,
@@ -222,7 +222,7 @@ impl Sender {
         last: bool,
         now: Duration,
         cc: &Congestion,
-    ) {
+    ) -> bool {
         let seq = self.first + self.sent.len() as u64;
         // What is sent together is waited for together.
         let is_more = self.sent.back().is_some_and(|s| s.at == now) && self.deadline.is_some();
@@ -242,6 +242,7 @@ impl Sender {
         if !is_more {
             self.arm(now, cc);
         }
+        !is_more
     }
 
     fn arm(&mut self, now: Duration, cc: &Congestion) {
