@@ -54,7 +54,11 @@ pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
             }
         };
     }
-    let all = rows::all(args.mtu.unwrap_or_else(loopback_mtu));
+    let mut all = rows::all(args.mtu.unwrap_or_else(loopback_mtu));
+    if args.server_prefix != args.client_prefix {
+        // The two ends are on two hosts.
+        all.retain(|row| !row.name.starts_with("shm-"));
+    }
     if args.list {
         for row in &all {
             println!("{:<14} {}", row.name, row.what);
