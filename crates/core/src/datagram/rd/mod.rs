@@ -912,15 +912,13 @@ impl Desk<'_> {
         now: Duration,
     ) -> Verdict {
         state.hears(packet, now);
-        // Who is sent nothing has nothing to acknowledge.
-        if state.tx.is_some() {
-            self.acknowledged(peer, state, packet, now);
-        }
+        self.acknowledged(peer, state, packet, now);
         self.sort(peer, state, packet, data, now)
     }
 
     /// What the packet acknowledges.
     fn acknowledged(&mut self, peer: &Peer, state: &mut PeerState, packet: &Packet, now: Duration) {
+        // Who is sent nothing has nothing to acknowledge.
         let Some(tx) = &mut state.tx else {
             return;
         };
@@ -1167,6 +1165,40 @@ mod tests {
     }
 
     /// A peer that was forgotten remembers the numbers that it was sent: those to come are beyond them.
+    /// A challenge that comes once more is no packet: it tells no numbers.
+    #[test]
+    fn a_challenge_that_was_answered_changes_nothing() {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let now = Duration::from_secs(1);
+        takes(&mut rd, 0, false, now);
+        let known = &rd.peers[&peer()];
+        let next = known.rx.as_ref().unwrap().next();
+        let challenge = Packet {
+            challenge: true,
+            base: next as u32 + 100,
+            ..packet(&rd, &peer(), known.echo, next as u32)
+        };
+        let verdict = rd.handle(&peer(), &arrival(&peer()), &challenge, None, now);
+        assert_eq!(verdict, Verdict::Nothing);
+        assert_eq!(rd.peers[&peer()].rx.as_ref().unwrap().next(), next);
+    }
+
+    /// Each packet says that its sender is there, and how much it takes.
+    #[test]
+    fn who_is_heard_is_not_forgotten_and_is_sent_as_much_as_it_takes() {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let at = Duration::from_secs;
+        takes(&mut rd, 0, false, at(1));
+        takes(&mut rd, 1, false, at(50));
+        assert_eq!(rd.peers[&peer()].used, at(50));
+        let told = Packet {
+            window: 2 * bounds::DATAGRAM_WINDOW,
+            ..packet(&rd, &peer(), rd.peers[&peer()].echo, 2)
+        };
+        rd.handle(&peer(), &arrival(&peer()), &told, None, at(51));
+        assert_eq!(rd.peers[&peer()].room, 2 * bounds::DATAGRAM_WINDOW);
+    }
+
     #[test]
     fn numbers_go_on_when_a_peer_was_forgotten() {
         let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
