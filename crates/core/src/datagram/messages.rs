@@ -543,14 +543,7 @@ mod tests {
     /// Whatever ends messages: the runs that are counted are those of the ones that are open.
     #[test]
     fn runs_are_counted_as_long_as_their_message_is_open() {
-        let identity = Identity {
-            opcode: crate::wire::rdmap::Opcode::WriteRecord,
-            length: 1000,
-            base: Some((Stag(1), To(0))),
-            imm: None,
-            invalidate: None,
-            solicited: false,
-        };
+        let identity = identity();
         let peer = |n: u16| -> Peer { (SocketAddr::from(([10, 0, 0, 1], n)), 1) };
         let mut messages = Messages::new(false);
         let mut given_up = Vec::new();
@@ -606,16 +599,20 @@ mod tests {
         assert!(given_up.len() > 100, "{}", given_up.len());
     }
 
+    fn identity() -> Identity {
+        Identity {
+            opcode: crate::wire::rdmap::Opcode::WriteRecord,
+            length: 1000,
+            base: Some((Stag(1), To(0))),
+            imm: None,
+            invalidate: None,
+            solicited: false,
+        }
+    }
+
     fn open() -> Open {
         Open {
-            identity: Identity {
-                opcode: crate::wire::rdmap::Opcode::WriteRecord,
-                length: 1000,
-                base: Some((Stag(1), To(0))),
-                imm: None,
-                invalidate: None,
-                solicited: false,
-            },
+            identity: identity(),
             coverage: Coverage::default(),
             receive: None,
             places: Places::new(),
