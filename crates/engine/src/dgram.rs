@@ -268,7 +268,7 @@ impl DgramQp {
         if tell {
             inner.held_after = polls;
         }
-        let me = self.me.upgrade().filter(|_| tell);
+        let me = if tell { self.me.upgrade() } else { None };
         engine.hold_since(idle, now, me.map(|me| me as Arc<dyn Owes>));
         true
     }
