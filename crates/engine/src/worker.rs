@@ -637,11 +637,12 @@ impl Engine {
 
     /// What was posted waits for more, while somebody polls. False: nobody does, and it is to be sent now.
     pub(crate) fn hold(&self, qp: Option<Arc<dyn Owes>>) -> bool {
-        if !self.is_polled() {
+        let now = clock::now();
+        if !self.is_polled(now) {
             return false;
         }
         let idle_polls = self.idle_polls.load(Ordering::Relaxed);
-        self.hold_since(idle_polls, clock::now(), qp);
+        self.hold_since(idle_polls, now, qp);
         true
     }
 
@@ -664,8 +665,9 @@ impl Engine {
         if first {
             // Whoever ends the lease looks for what is held afterwards, as we look for the lease: one sees the other.
             fence(Ordering::SeqCst);
-            if !self.is_polled() {
-                self.give_lease(self.nanos(clock::now()), true);
+            let now = clock::now();
+            if !self.is_polled(now) {
+                self.give_lease(self.nanos(now), true);
             }
         }
     }
@@ -854,8 +856,8 @@ impl Engine {
     }
 
     /// Whether somebody polls, and the worker comes if that ends.
-    pub(crate) fn is_polled(&self) -> bool {
-        let t = self.nanos(clock::now());
+    pub(crate) fn is_polled(&self, now: Instant) -> bool {
+        let t = self.nanos(now);
         let until = self.lease_until.load(Ordering::Acquire);
         // The longer lease is of a thread that waits for an event.
         t < until && until <= t + STEADY_LEASE.as_nanos() as u64
@@ -1386,7 +1388,7 @@ mod tests {
         engine.turn(&mut Stays::default());
         let at = engine.idle_polls.load(Ordering::Relaxed);
         engine.hold_since(at, looked, Some(owing as Arc<dyn Owes>));
-        assert!(engine.is_polled());
+        assert!(engine.is_polled(clock::now()));
         assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
         engine.turn(&mut Stays::default());
         assert_eq!(engine.held_at.load(Ordering::Relaxed), NOTHING_HELD);
