@@ -220,27 +220,15 @@ pub(crate) fn run() -> Result {
         &folder.join("peer"),
     )?;
     c_tests::build_from(&sh::root().join("tests/c/dv.c"), &folder.join("dv"))?;
-    let mut failed = 0;
-    let mut tell = |name: &str, done: Result| match done {
-        Ok(()) => println!("ok    {name}"),
-        Err(e) => {
-            println!("FAIL  {name}: {e}");
-            failed += 1;
-        }
-    };
+    let mut tally = sh::Tally::default();
     for name in CONVERSATIONS {
         let done = conversation(name, &script, &folder);
-        tell(&format!("conversation {name}"), done);
+        tally.tell(&format!("conversation {name}"), done);
     }
     for case in CASES {
-        tell(case.name, case.run(&anywarp, &script, &folder));
+        tally.tell(case.name, case.run(&anywarp, &script, &folder));
     }
-    let all = CASES.len() + CONVERSATIONS.len();
-    println!("{} passed, {failed} failed", all - failed);
-    if failed > 0 {
-        return Err(format!("{failed} captures are not as they should be").into());
-    }
-    Ok(())
+    tally.end("captures")
 }
 
 impl Case {

@@ -61,38 +61,28 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(8);
 
 pub(crate) fn run() -> Result {
-    let mut failed = 0;
-    let mut tell = |name: &str, done: Result| match done {
-        Ok(()) => println!("ok    {name}"),
-        Err(e) => {
-            println!("FAIL  {name}: {e}");
-            failed += 1;
-        }
-    };
+    let mut tally = sh::Tally::default();
     for command in ["ping", "blast"] {
         for (kind, operations) in OPERATIONS {
             let name = format!("{command} {kind}");
-            tell(&name, every_way(command, kind, operations));
+            tally.tell(&name, every_way(command, kind, operations));
         }
     }
     for (carrier, words, floor) in FLOORS {
-        tell(
+        tally.tell(
             &format!("blast {words}, {carrier}"),
             reaches(carrier, words, floor),
         );
     }
-    tell("interrupted client", interrupted(true));
-    tell("interrupted server", interrupted(false));
-    tell("nobody's port", nobodys_port());
-    tell(
+    tally.tell("interrupted client", interrupted(true));
+    tally.tell("interrupted server", interrupted(false));
+    tally.tell("nobody's port", nobodys_port());
+    tally.tell(
         "foreign port",
         foreign_port(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     );
-    tell("silent port", foreign_port(b""));
-    match failed {
-        0 => Ok(()),
-        n => Err(format!("{n} of ping and blast are not as they should be").into()),
-    }
+    tally.tell("silent port", foreign_port(b""));
+    tally.end("of ping and blast")
 }
 
 /// A server, which ends with this.

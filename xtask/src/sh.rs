@@ -65,3 +65,35 @@ fn name(command: &Command) -> String {
     let words: Vec<_> = words.map(|w| w.to_string_lossy()).collect();
     words.join(" ")
 }
+
+/// Tells what became of each of several things, and in the end whether all went well.
+#[derive(Default)]
+pub(crate) struct Tally {
+    passed: usize,
+    failed: usize,
+}
+
+impl Tally {
+    /// What became of one.
+    pub(crate) fn tell(&mut self, name: &str, done: Result) {
+        match done {
+            Ok(()) => {
+                println!("ok    {name}");
+                self.passed += 1;
+            }
+            Err(e) => {
+                println!("FAIL  {name}: {e}");
+                self.failed += 1;
+            }
+        }
+    }
+
+    /// What became of all `things`.
+    pub(crate) fn end(self, things: &str) -> Result {
+        println!("{} passed, {} failed", self.passed, self.failed);
+        match self.failed {
+            0 => Ok(()),
+            n => Err(format!("{n} {things} are not as they should be").into()),
+        }
+    }
+}
