@@ -9,6 +9,7 @@ mod count;
 mod dist;
 mod expect;
 mod experiments;
+mod floors;
 mod interop;
 mod link;
 mod load;
@@ -30,6 +31,9 @@ const USAGE: &str = "\
 usage: cargo xtask TASK
 
   check    formatting, lints and documentation, warnings as errors
+  floors [--check]
+           check that files name only modules of lower floors, as xtask/floors.toml lists them, and none in a circle;
+           write the table of files in ARCHITECTURE.md, or say whether it is up to date
   dist     build the libraries and the tool into target/dist
   install --prefix DIR
            copy what dist built below a folder
@@ -78,6 +82,8 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let done = match *arguments {
         ["check"] => check::run(),
+        ["floors"] => floors::run(false),
+        ["floors", "--check"] => floors::run(true),
         ["dist"] => dist::run(),
         ["install", "--prefix", prefix] => package::install(prefix),
         ["deb"] => package::deb(),
