@@ -110,29 +110,29 @@ pub const CARRIERS: usize = 64;
 /// Requests that the peer has yet to acknowledge, behind which a small one may wait for company.
 ///
 /// A program that waits for one answer before its next request never has so many.
-pub const WAIT_BEHIND: usize = 4;
+pub const COALESCE_BEHIND: usize = 4;
 
 /// What may wait for company before all is sent.
 #[derive(Debug, Clone, Copy)]
-pub struct Company {
+pub struct Coalesce {
     /// Requests.
-    pub most: usize,
+    pub max_requests: usize,
     /// Payload bytes of one: above it does not wait.
-    pub small: u64,
+    pub max_payload: u64,
 }
 
 /// Where one system call carries all.
-pub const COMPANY: Company = Company {
-    most: 64,
-    small: 16 * 1024,
+pub const COALESCE_TCP: Coalesce = Coalesce {
+    max_requests: 64,
+    max_payload: 16 * 1024,
 };
 /// Where none is needed.
-pub const COMPANY_IN_MEMORY: Company = Company {
-    most: 32,
-    small: 4096,
+pub const COALESCE_SHM: Coalesce = Coalesce {
+    max_requests: 32,
+    max_payload: 4096,
 };
 /// Bytes of all, if all are as long as the longest that was posted last.
-pub const COMPANY_BYTES: u64 = 128 * 1024;
+pub const COALESCE_BYTES: u64 = 128 * 1024;
 
 /// Requests done but not acknowledged before an acknowledgement is sent without waiting for company.
 pub const ACK_AFTER: u32 = 32;

@@ -15,100 +15,27 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
-use crate::carrier::Handover;
-use crate::ddp::rx::{Direct, Fault, Offender};
+use crate::ddp::rx::{Direct, TermContext, Violation};
 use crate::ddp::tx::{Address, Message, Segment, Source, segment};
 use crate::error::{Misuse, PeerError, TermCode};
 use crate::llp::mpa::frame::{Invalidated, TxBatch, frame};
 use crate::llp::mpa::marker::Inserter;
+use crate::observe::Step;
 use crate::rdmap::read::{PendingAtomic, PendingRead};
 use crate::rdmap::rx::ReceiveUnderWay;
+use crate::shm_handover::ShmHandover;
 use crate::verbs::cq::Cq;
-use crate::verbs::mr::{LastRegion, Memory, Regions};
+use crate::verbs::event::AsyncEvent;
+use crate::verbs::mr::{LastRegion, Memory};
 use crate::verbs::qp::{self, Attr, QpType, State, mask};
+use crate::verbs::rnic::Rnic;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{Phase, Retired, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::To;
 use crate::wire::control::Control;
-use crate::wire::rdmap::{Opcode, ReadRequest, Terminate};
-
-/// What all queue pairs of the device share.
-pub struct Rnic {
-    /// The STag table.
-    pub regions: Regions,
-    /// User memory.
-    pub memory: Box<dyn Memory + Send + Sync>,
-    /// Who is told of every step, if anybody.
-    pub observer: Option<Arc<dyn Observer>>,
-}
-
-impl fmt::Debug for Rnic {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Rnic")
-            .field("regions", &self.regions.len())
-            .finish_non_exhaustive()
-    }
-}
-
-/// A step of the data path, for logs, counters and the tour test.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Step<'a> {
-    /// The application posted a request.
-    Post(&'a WorkRequest),
-    /// The request is the next to be sent.
-    Take(u64),
-    /// It became a message of this opcode and length.
-    Build(Opcode, u64),
-    /// A segment was cut: payload bytes, last of its message.
-    Segment(usize, bool),
-    /// An FPDU stands in the batch: ULPDU bytes.
-    Frame(usize),
-    /// An FPDU came out of the stream: its header.
-    Deframe(&'a crate::wire::ddp::Header, usize),
-    /// Its payload may be placed: bytes.
-    Admit(u64),
-    /// Bytes were placed.
-    Place(u64),
-    /// A message was delivered.
-    Deliver(Opcode),
-    /// A completion was made.
-    Complete(&'a Completion),
-    /// The peer broke a rule; the stream ends.
-    Fault(&'a PeerError),
-    /// The peer terminated the stream.
-    Terminated(&'a Terminate),
-    /// The queue pair failed and everything is flushed.
-    Failed(&'static str),
-}
-
-/// Is told of steps.
-pub trait Observer: Send + Sync {
-    /// Queue pair `qpn` did `step`.
-    fn step(&self, qpn: u32, step: &Step<'_>);
-}
-
-/// Something that the application hears of asynchronously.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AsyncEvent {
-    /// The queue pair failed.
-    QpFatal,
-    /// The peer's request made no sense.
-    QpRequest,
-    /// The peer's request was not allowed.
-    QpAccess,
-    /// The send queue is drained (after a change to SQD).
-    SqDrained,
-    /// No more receives of the shared queue will complete for this queue pair.
-    LastWqe,
-    /// The shared receive queue fell below its limit.
-    SrqLimit,
-    /// First message of the peer arrived: the stream is up for both ends.
-    Started,
-    /// The peer ended the stream, in order or not.
-    PeerGone,
-}
+use crate::wire::rdmap::{Opcode, ReadRequest};
 
 /// What the peer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -145,7 +72,7 @@ pub struct StreamConfig {
     /// The peer wants markers in what we send.
     pub markers: bool,
     /// The peer is on this host, and memory may be shared with it after so many requests.
-    pub carrier: Option<u32>,
+    pub shm_handover: Option<u32>,
 }
 
 /// What an initiator sends before anything else.
@@ -210,7 +137,7 @@ pub(crate) struct Stream {
     pub(crate) config: StreamConfig,
     pub(crate) peer: Peer,
     pub(crate) end: End,
-    pub(crate) handover: Handover,
+    pub(crate) handover: ShmHandover,
     /// CRCs are made.
     pub(crate) crc_tx: bool,
     /// CRCs are checked.
@@ -242,7 +169,7 @@ pub(crate) struct Stream {
     pub(crate) markers: Option<Inserter>,
     // --- receive ---
     pub(crate) started: bool,
-    pub(crate) said_bye: bool,
+    pub(crate) bye_received: bool,
     /// Request messages of the peer that are done.
     pub(crate) done: u32,
     pub(crate) done_acked: u32,
@@ -306,13 +233,13 @@ pub struct Connection {
     pub(crate) rq: RecvQueue,
     pub(crate) stream: Option<Stream>,
     /// The peer of a stream that was not managed has left in order: requests posted now find nobody.
-    pub(crate) deserted: bool,
+    pub(crate) peer_left: bool,
     /// Until when requests wait for a peer that has left, as a card would repeat them.
-    pub(crate) desert_until: Option<Instant>,
+    pub(crate) give_up_at: Option<Instant>,
     pub(crate) events: VecDeque<AsyncEvent>,
     pub(crate) overflowed: bool,
-    pub(crate) last_wqe_told: bool,
-    pub(crate) drain_asked: bool,
+    pub(crate) last_wqe_raised: bool,
+    pub(crate) drain_event_wanted: bool,
     /// Receives that have completed well.
     received: u64,
     pub(crate) not_ready: u64,
@@ -369,12 +296,12 @@ impl Connection {
             attr: Attr::default(),
             rq: parts.rq,
             stream: None,
-            deserted: false,
-            desert_until: None,
+            peer_left: false,
+            give_up_at: None,
             events: VecDeque::new(),
             overflowed: false,
-            last_wqe_told: false,
-            drain_asked: false,
+            last_wqe_raised: false,
+            drain_event_wanted: false,
             received: 0,
             not_ready: 0,
             last_read: LastRegion::default(),
@@ -460,20 +387,20 @@ impl Connection {
     }
 
     /// Requests of the peer that are done and that it was not told of.
-    fn owed_acks(&self) -> u32 {
+    fn unacknowledged(&self) -> u32 {
         let tells = |s: &&Stream| s.peer == Peer::Anywarp && s.end == End::Open;
         let stream = self.stream.as_ref().filter(tells);
         stream.map_or(0, |s| s.done.wrapping_sub(s.done_acked))
     }
 
-    /// Whether there are any.
-    pub fn owes_ack(&self) -> bool {
-        self.owed_acks() > 0
+    /// Whether an acknowledgement is due.
+    pub fn ack_due(&self) -> bool {
+        self.unacknowledged() > 0
     }
 
     /// Whether there are so many that the peer is told without company.
     pub fn must_ack(&self) -> bool {
-        self.owed_acks() >= bounds::ACK_AFTER
+        self.unacknowledged() >= bounds::ACK_AFTER
     }
 
     /// Whether what was posted may wait for company: fewer small requests than may, behind others that the peer has yet to
@@ -481,22 +408,23 @@ impl Connection {
     ///
     /// That acknowledgement brings the connection back to its sending side in any case; a thread that polls comes sooner.
     /// `longest`: payload bytes of the longest request of the list that was posted.
-    pub fn may_wait(&self, company: &bounds::Company, longest: u64) -> bool {
-        self.sq.taken() >= bounds::WAIT_BEHIND && self.may_gather(company, longest)
+    pub fn may_coalesce_behind_ack(&self, limits: &bounds::Coalesce, longest: u64) -> bool {
+        self.sq.taken() >= bounds::COALESCE_BEHIND && self.may_coalesce_burst(limits, longest)
     }
 
     /// The same where somebody is sure to come soon.
-    pub fn may_gather(&self, company: &bounds::Company, longest: u64) -> bool {
+    pub fn may_coalesce_burst(&self, limits: &bounds::Coalesce, longest: u64) -> bool {
         let Some(s) = &self.stream else { return false };
         let waiting = self.sq.untaken();
-        let is_small = longest <= company.small && waiting as u64 * longest < bounds::COMPANY_BYTES;
+        let is_small =
+            longest <= limits.max_payload && waiting as u64 * longest < bounds::COALESCE_BYTES;
         s.peer == Peer::Anywarp
             && s.end == End::Open
             && self.state == State::Rts
             && s.current.is_none()
             && s.rnr_until.is_none()
             && s.responses.is_empty()
-            && waiting < company.most
+            && waiting < limits.max_requests
             && waiting > 0
             && is_small
     }
@@ -509,7 +437,7 @@ impl Connection {
     /// Whether the time for a probe or retry may come: somebody should call [`Self::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Instant> {
         let Some(s) = self.stream.as_ref() else {
-            return self.desert_until;
+            return self.give_up_at;
         };
         let awaits = !s.pinged && s.peer == Peer::Anywarp && self.sq.has_outstanding();
         let probe = match s.last_rx {
@@ -566,15 +494,15 @@ impl Connection {
         Ok(())
     }
 
-    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
-    pub fn plant(&mut self, status: Status) {
-        self.sq.plant(status);
+    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::violation`]).
+    pub fn inject_error(&mut self, status: Status) {
+        self.sq.inject_error(status);
     }
 
     /// The stream is cut with the request that was posted last: it fails as one that was never answered, if those before
     /// it were.
     pub fn cut(&mut self) {
-        self.plant(Status::RetryExceeded);
+        self.inject_error(Status::RetryExceeded);
         if self.stream.is_none() || self.state == State::Error {
             return;
         }
@@ -604,9 +532,9 @@ impl Connection {
     /// Changes attributes and state (`ibv_modify_qp(3)`); returns the state before.
     pub fn modify(
         &mut self,
-        given: u32,
+        attr_mask: u32,
         next: Option<State>,
-        assumed: Option<State>,
+        expected_state: Option<State>,
         attr: &Attr,
     ) -> Result<State, Misuse> {
         let before = self.state;
@@ -615,8 +543,8 @@ impl Connection {
             RecvQueue::Xrc { .. } => QpType::XrcRecv,
             RecvQueue::Own { .. } | RecvQueue::Shared(_) => QpType::Rc,
         };
-        let to = qp::check_modify(kind, before, next, given, attr, assumed)?;
-        merge(&mut self.attr, given, attr);
+        let to = qp::check_modify(kind, before, next, attr_mask, attr, expected_state)?;
+        merge(&mut self.attr, attr_mask, attr);
         match to {
             State::Reset => self.reset(),
             State::Error => {
@@ -628,7 +556,7 @@ impl Connection {
                 self.state = State::Sqd;
                 // A change of attributes while it drains does not take the question back.
                 if before != State::Sqd {
-                    self.drain_asked = given & mask::EN_SQD_ASYNC_NOTIFY != 0;
+                    self.drain_event_wanted = attr_mask & mask::EN_SQD_ASYNC_NOTIFY != 0;
                 }
                 self.check_drained();
             }
@@ -650,13 +578,13 @@ impl Connection {
         self.sq.clear();
         self.rq.clear();
         self.stream = None;
-        self.deserted = false;
-        self.desert_until = None;
+        self.peer_left = false;
+        self.give_up_at = None;
         self.state = State::Reset;
         self.attr = Attr::default();
-        self.last_wqe_told = false;
+        self.last_wqe_raised = false;
         self.overflowed = false;
-        self.drain_asked = false;
+        self.drain_event_wanted = false;
         self.send_cq.purge(self.qpn);
         self.recv_cq.purge(self.qpn);
     }
@@ -691,7 +619,7 @@ impl Connection {
             markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
-            handover: Handover::default(),
+            handover: ShmHandover::default(),
             crc_tx: config.crc,
             crc_rx: config.crc,
             // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder is quiet until the first FPDU. One whose peer is known
@@ -714,7 +642,7 @@ impl Connection {
             restart: None,
             terminated: false,
             started: false,
-            said_bye: false,
+            bye_received: false,
             done: 0,
             done_acked: 0,
             recv_send_msn: 1,
@@ -736,8 +664,8 @@ impl Connection {
             crate::rdmap::tx::queue_first(&mut stream);
         }
         self.rq.forget_choice();
-        self.deserted = false;
-        self.desert_until = None;
+        self.peer_left = false;
+        self.give_up_at = None;
         self.stream = Some(stream);
         if self.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
@@ -747,12 +675,12 @@ impl Connection {
     /// The peer, whose part it is, did not connect: requests fail after the time that repeating them would take, unless it
     /// does.
     pub fn handle_not_connected(&mut self) {
-        self.deserted = true;
+        self.peer_left = true;
     }
 
     /// The stream cannot be made: nobody there, refused, or it failed.
     pub fn handle_connect_failed(&mut self) {
-        self.deserted = true;
+        self.peer_left = true;
         if !self.sq.is_empty() {
             self.fail(
                 Some((None, Status::RetryExceeded)),
@@ -839,7 +767,7 @@ impl Connection {
             }
         }
         let must_ack = self.must_ack();
-        if self.owes_ack()
+        if self.ack_due()
             && let Some(s) = &mut self.stream
             && s.may_send
             && !s.handover.tx_sealed
@@ -965,9 +893,9 @@ impl Connection {
             s.responses.clear();
         }
         let stag = message.source.stag().0;
-        let fault = Fault::answer(PeerError::RemoteStag { stag });
-        let offender = Offender::read(rest_of_read(message, from));
-        self.fail_by_peer(fault, &offender);
+        let violation = Violation::answer(PeerError::RemoteStag { stag });
+        let context = TermContext::read_response(rest_of_read(message, from));
+        self.fail_by_peer(violation, &context);
     }
 
     /// Everything that was framed so far has been handed to the socket.
@@ -988,7 +916,7 @@ impl Connection {
 
     /// Time has passed.
     pub fn handle_timeout(&mut self, now: Instant) {
-        self.check_deserted(now);
+        self.check_peer_left(now);
         let after = self.probe_after();
         let outstanding = self.sq.has_outstanding();
         let Some(s) = &mut self.stream else { return };
@@ -1014,7 +942,7 @@ impl Connection {
     pub fn handle_eof(&mut self, reset: bool) {
         let Some(s) = &mut self.stream else { return };
         // RFC 5040 §6.2 [ddp-fatal-told]: an end in the middle of a message is no orderly one.
-        let quiet = s.said_bye && s.receive.is_none() && s.direct.is_none();
+        let quiet = s.bye_received && s.receive.is_none() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;
         self.events.push_back(AsyncEvent::PeerGone);
@@ -1028,9 +956,9 @@ impl Connection {
             self.fail(first, "the peer closed the connection", None);
         } else if quiet {
             // The other program destroyed its queue pair. As with hardware only requests notice, and those when they
-            // were repeated in vain: see `check_deserted`.
+            // were repeated in vain: see `check_peer_left`.
             self.stream = None;
-            self.deserted = true;
+            self.peer_left = true;
         } else {
             let first = (!self.sq.is_empty()).then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
@@ -1038,15 +966,15 @@ impl Connection {
     }
 
     /// Requests for a peer that has left fail after the time that repeating them would take.
-    pub fn check_deserted(&mut self, now: Instant) {
-        if !self.deserted || self.sq.is_empty() || self.state == State::Error {
-            self.desert_until = None;
+    pub fn check_peer_left(&mut self, now: Instant) {
+        if !self.peer_left || self.sq.is_empty() || self.state == State::Error {
+            self.give_up_at = None;
             return;
         }
-        match self.desert_until {
-            None => self.desert_until = self.silence_limit().map(|limit| now + limit),
+        match self.give_up_at {
+            None => self.give_up_at = self.silence_limit().map(|limit| now + limit),
             Some(at) if at <= now => {
-                self.desert_until = None;
+                self.give_up_at = None;
                 self.fail(
                     Some((None, Status::RetryExceeded)),
                     "the peer has left",
@@ -1077,8 +1005,8 @@ impl Connection {
     }
 
     fn check_drained(&mut self) {
-        if self.state == State::Sqd && self.drain_asked && !self.sq.has_outstanding() {
-            self.drain_asked = false;
+        if self.state == State::Sqd && self.drain_event_wanted && !self.sq.has_outstanding() {
+            self.drain_event_wanted = false;
             self.events.push_back(AsyncEvent::SqDrained);
         }
     }
@@ -1117,7 +1045,7 @@ impl Connection {
             return;
         }
         self.state = State::Error;
-        self.desert_until = None;
+        self.give_up_at = None;
         self.observe(&Step::Failed(why));
         if let Some(event) = event {
             self.events.push_back(event);
@@ -1152,8 +1080,8 @@ impl Connection {
             self.complete_recv(entry);
         }
         self.flush_rq();
-        if self.rq.is_shared() && !self.last_wqe_told {
-            self.last_wqe_told = true;
+        if self.rq.is_shared() && !self.last_wqe_raised {
+            self.last_wqe_raised = true;
             self.events.push_back(AsyncEvent::LastWqe);
         }
     }
@@ -1177,14 +1105,14 @@ impl Connection {
     }
 
     /// The peer broke a rule: it is told, the queue pair fails, the stream closes.
-    pub(crate) fn fail_by_peer(&mut self, fault: Fault, offender: &Offender) {
-        let Fault {
+    pub(crate) fn fail_by_peer(&mut self, violation: Violation, context: &TermContext) {
+        let Violation {
             error,
             status,
             receive,
             own,
-        } = fault;
-        self.observe(&Step::Fault(&error));
+        } = violation;
+        self.observe(&Step::Violation(&error));
         if let Some(status) = receive {
             self.finish_receive(status);
         }
@@ -1208,7 +1136,7 @@ impl Connection {
                 _ => s.push_ack(),
             }
             let code = TermCode::from(&error);
-            let terminate = offender.terminate(code);
+            let terminate = context.terminate(code);
             // RFC 5044 §7.1.2 [mpa-responder-waits]: before the first FPDU was received no Terminate may be sent.
             if s.may_send {
                 s.responses
@@ -1238,7 +1166,7 @@ impl Connection {
         {
             // RFC 5040 §7.1 (1) [term-local]: instead of the request a Terminate, without headers.
             let code = TermCode::from(&PeerError::RdmapLocal);
-            let terminate = Offender::none().terminate(code);
+            let terminate = TermContext::local().terminate(code);
             s.terminated = true;
             s.responses.clear();
             s.responses
@@ -1318,8 +1246,8 @@ fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
 }
 
 /// Takes the given attributes over.
-pub fn merge(into: &mut Attr, given: u32, from: &Attr) {
-    let has = |bit| given & bit != 0;
+pub fn merge(into: &mut Attr, attr_mask: u32, from: &Attr) {
+    let has = |bit| attr_mask & bit != 0;
     if has(mask::ACCESS_FLAGS) {
         into.access = from.access;
     }

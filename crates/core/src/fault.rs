@@ -657,7 +657,7 @@ pub struct Cause {
 
 /// What happens to one datagram or request; nothing when there is no cause.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Fate {
+pub struct Decision {
     /// How many there were, with this one.
     pub item: u64,
     /// What is done, and why.
@@ -667,10 +667,10 @@ pub struct Fate {
     /// Bytes in a second, the least that anything says.
     pub rate: Option<u64>,
     /// Chooses the wrong bit.
-    pub dice: u64,
+    pub random: u64,
 }
 
-impl Fate {
+impl Decision {
     /// Whether nothing happens.
     pub fn is_nothing(&self) -> bool {
         self.causes.is_empty()
@@ -710,7 +710,7 @@ impl Fate {
     /// Turns one bit over.
     pub fn corrupt(&self, bytes: &mut [u8]) {
         let bits = (bytes.len() as u64).saturating_mul(8).max(1);
-        let bit = self.dice % bits;
+        let bit = self.random % bits;
         let at = usize::try_from(bit / 8).unwrap_or(0);
         if let Some(byte) = bytes.get_mut(at) {
             *byte ^= 1 << (bit % 8);
@@ -794,7 +794,7 @@ impl Lane {
     }
 
     /// A request is posted.
-    pub fn request(&mut self, what: What, peer: Option<SocketAddr>, service: Service) -> Fate {
+    pub fn request(&mut self, what: What, peer: Option<SocketAddr>, service: Service) -> Decision {
         self.requests += 1;
         let item = Item {
             peer,
@@ -803,20 +803,20 @@ impl Lane {
             request: Some(service),
             n: self.requests,
         };
-        let mut fate = self.start(item);
+        let mut decision = self.start(item);
         let link = &self.plan.link;
-        if item.takes(Action::Kill) && self.strikes(link.kill, Die::Kill, item) {
-            fate.add(Action::Kill, None);
+        if item.takes(Action::Kill) && self.draw(link.kill, Draw::Kill, item) {
+            decision.add(Action::Kill, None);
         }
         if service == Service::Stream && link.dir != Some(Direction::Rx) {
-            self.hold_up(item, &mut fate);
+            self.hold_up(item, &mut decision);
         }
-        self.follow_rules(item, &mut fate);
-        fate
+        self.follow_rules(item, &mut decision);
+        decision
     }
 
     /// A datagram goes out or came in.
-    pub fn datagram(&mut self, dir: Direction, peer: SocketAddr, bytes: &[u8]) -> (Fate, What) {
+    pub fn datagram(&mut self, dir: Direction, peer: SocketAddr, bytes: &[u8]) -> (Decision, What) {
         let n = match dir {
             Direction::Tx => &mut self.sent,
             Direction::Rx => &mut self.received,
@@ -829,50 +829,50 @@ impl Lane {
             request: None,
             n: *n,
         };
-        let mut fate = self.start(item);
+        let mut decision = self.start(item);
         let link = &self.plan.link;
         if link.dir.is_none_or(|d| d == dir) {
-            for (chance, die, action) in [
-                (link.loss, Die::Loss, Action::Drop),
-                (link.corrupt, Die::Corrupt, Action::Corrupt),
-                (link.dup, Die::Dup, Action::Dup),
-                (link.reorder, Die::Reorder, Action::Reorder),
+            for (chance, purpose, action) in [
+                (link.loss, Draw::Loss, Action::Drop),
+                (link.corrupt, Draw::Corrupt, Action::Corrupt),
+                (link.dup, Draw::Dup, Action::Dup),
+                (link.reorder, Draw::Reorder, Action::Reorder),
             ] {
-                if self.strikes(chance, die, item) {
-                    fate.add(action, None);
+                if self.draw(chance, purpose, item) {
+                    decision.add(action, None);
                 }
             }
-            self.hold_up(item, &mut fate);
+            self.hold_up(item, &mut decision);
         }
-        self.follow_rules(item, &mut fate);
-        (fate, item.what)
+        self.follow_rules(item, &mut decision);
+        (decision, item.what)
     }
 
-    fn start(&self, item: Item) -> Fate {
-        Fate {
+    fn start(&self, item: Item) -> Decision {
+        Decision {
             item: item.n,
-            dice: self.roll(Die::Bit, item),
-            ..Fate::default()
+            random: self.roll(Draw::Bit, item),
+            ..Decision::default()
         }
     }
 
     /// Delay and rate of the link.
-    fn hold_up(&self, item: Item, fate: &mut Fate) {
+    fn hold_up(&self, item: Item, decision: &mut Decision) {
         let link = &self.plan.link;
         if !link.delay.is_zero() || !link.jitter.is_zero() {
-            let way = fraction(self.roll(Die::Jitter, item)) * 2.0 - 1.0;
+            let way = fraction(self.roll(Draw::Jitter, item)) * 2.0 - 1.0;
             let seconds = link.delay.as_secs_f64() + way * link.jitter.as_secs_f64();
-            fate.add(
+            decision.add(
                 Action::Delay(Duration::from_secs_f64(seconds.max(0.0))),
                 None,
             );
         }
         if let Some(rate) = link.rate {
-            fate.add(Action::Slow(rate), None);
+            decision.add(Action::Slow(rate), None);
         }
     }
 
-    fn follow_rules(&mut self, item: Item, fate: &mut Fate) {
+    fn follow_rules(&mut self, item: Item, decision: &mut Decision) {
         let plan = self.plan;
         for (at, rule) in plan.rules.iter().enumerate() {
             if !item.takes(rule.action) || !self.matches(rule, item) {
@@ -888,12 +888,12 @@ impl Lane {
                 && done < rule.times
                 && rule
                     .chance
-                    .is_none_or(|p| self.strikes(p, Die::Rule(at), item));
+                    .is_none_or(|p| self.draw(p, Draw::Rule(at), item));
             if now {
                 if let Some(count) = self.counts.get_mut(at) {
                     count.done += 1;
                 }
-                fate.add(rule.action, Some(rule.line));
+                decision.add(rule.action, Some(rule.line));
             }
         }
     }
@@ -915,18 +915,18 @@ impl Lane {
             && rule.dir.is_none_or(|dir| dir == item.dir)
     }
 
-    fn strikes(&self, chance: f64, die: Die, item: Item) -> bool {
-        chance > 0.0 && fraction(self.roll(die, item)) < chance
+    fn draw(&self, chance: f64, purpose: Draw, item: Item) -> bool {
+        chance > 0.0 && fraction(self.roll(purpose, item)) < chance
     }
 
     /// A number that depends on the seed, the queue pair, the item and what it is for.
-    fn roll(&self, die: Die, item: Item) -> u64 {
+    fn roll(&self, purpose: Draw, item: Item) -> u64 {
         let kind = match (item.request, item.dir) {
             (Some(_), _) => 1,
             (None, Direction::Tx) => 2,
             (None, Direction::Rx) => 3,
         };
-        [u64::from(self.nth), kind, item.n, die.number()]
+        [u64::from(self.nth), kind, item.n, purpose.number()]
             .into_iter()
             .fold(mix(self.plan.seed), |state, next| mix(state ^ next))
     }
@@ -934,7 +934,7 @@ impl Lane {
 
 /// What a random number is for.
 #[derive(Debug, Clone, Copy)]
-enum Die {
+enum Draw {
     Loss,
     Corrupt,
     Dup,
@@ -945,7 +945,7 @@ enum Die {
     Rule(usize),
 }
 
-impl Die {
+impl Draw {
     fn number(self) -> u64 {
         match self {
             Self::Loss => 1,

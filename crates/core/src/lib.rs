@@ -17,13 +17,14 @@
 #![forbid(unsafe_code)]
 
 pub mod bounds;
-mod carrier;
 pub mod connection;
 pub mod datagram;
 pub mod ddp;
 pub mod error;
 pub mod fault;
 pub mod llp;
+pub mod observe;
 pub mod rdmap;
+mod shm_handover;
 pub mod verbs;
 pub mod wire;

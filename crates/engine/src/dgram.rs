@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::{AsyncEvent, Parts};
+use anywarp_core::connection::Parts;
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use anywarp_core::wire::pretty;
@@ -295,7 +296,7 @@ impl DgramQp {
         let attr = inner.core.attr();
         let rnr = (attr.rnr_retry, attr.min_rnr_timer);
         if let Some(status) = faults.request(what, peer, service, len, rnr).fails {
-            inner.core.plant(status);
+            inner.core.inject_error(status);
         }
         Ok(())
     }
@@ -511,7 +512,7 @@ impl DgramQp {
 
     /// The engine is told if an acknowledgement waits for company.
     fn remember_owed(&self, inner: &Inner) {
-        if inner.core.owes()
+        if inner.core.ack_due()
             && !self.owes.swap(true, Ordering::AcqRel)
             && let Some(me) = self.me.upgrade()
         {
@@ -529,7 +530,7 @@ impl DgramQp {
 
     /// Peers hear that what they sent has arrived, before there is nobody left to say so, and what waits for a poll goes.
     fn last_words(&self, inner: &mut Inner) {
-        if inner.core.owes() {
+        if inner.core.ack_due() {
             inner.core.flush();
         } else if inner.held.0 == 0 {
             return;

@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::datagram::{Arrival, Bytes, TxDatagram};
-use anywarp_core::fault::{Action, Direction, Fate, Lane, Plan, Service, What};
+use anywarp_core::fault::{Action, Decision, Direction, Lane, Plan, Service, What};
 
 use crate::clock;
 use crate::dgram::DgramQp;
 use crate::log;
 use crate::net::udp::Carrier;
-use crate::sys::{Io, PerProcess, thread};
+use crate::sys::{self, Io, PerProcess};
 use crate::worker::{Engine, Source, Token};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -37,7 +37,7 @@ fn plan() -> Result<Option<&'static Plan>, ()> {
     let plan = PLAN.get_or_init(|| match read() {
         Ok(plan) => {
             if plan.is_some() {
-                thread::at_exit(at_exit);
+                sys::at_exit(at_exit);
             }
             Ok(plan)
         }
@@ -159,9 +159,9 @@ extern "C" fn at_exit() {
 }
 
 /// Counts and logs what happens to one thing.
-fn note(lane: &Lane, fate: &Fate, thing: &str, what: What, len: u64) {
+fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
     let mut faults = lock(&DONE.get().faults);
-    for cause in &fate.causes {
+    for cause in &decision.causes {
         // How late it is differs from one to the next: counted as one.
         let name = match cause.action {
             Action::Delay(_) => "delay".to_owned(),
@@ -186,7 +186,7 @@ fn note(lane: &Lane, fate: &Fate, thing: &str, what: What, len: u64) {
                 format_args!(
                     "fault: qp #{} {thing} {}, {what}, {len} bytes: {}{why}",
                     lane.nth(),
-                    fate.item,
+                    decision.item,
                     cause.action
                 ),
             );
@@ -329,7 +329,7 @@ impl Source for Clock {
 #[derive(Default)]
 struct Way {
     /// What was decided of the next datagrams and could not be done yet.
-    decided: VecDeque<Fate>,
+    decided: VecDeque<Decision>,
     /// Waits for the next one to pass.
     parked: Option<Key>,
     /// When all that was sent before has left, at the rate that was set.
@@ -338,9 +338,9 @@ struct Way {
 
 impl Way {
     /// When something of `len` bytes that is to be late goes; none: at once.
-    fn due(&mut self, fate: &Fate, len: u64, now: Instant) -> Option<Instant> {
-        let mut at = now + fate.delay;
-        if let Some(rate) = fate.rate {
+    fn due(&mut self, decision: &Decision, len: u64, now: Instant) -> Option<Instant> {
+        let mut at = now + decision.delay;
+        if let Some(rate) = decision.rate {
             let from = self.busy.map_or(now, |busy| busy.max(now));
             let done = from + time_of(len, rate);
             self.busy = Some(done);
@@ -365,7 +365,7 @@ pub(crate) struct Faults {
 
 /// What becomes of a request to a stream.
 #[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Ruling {
+pub(crate) struct RequestEffect {
     /// It fails, and is not sent.
     pub(crate) fails: Option<anywarp_core::verbs::wc::Status>,
     /// The connection is cut.
@@ -398,38 +398,38 @@ impl Faults {
         service: Service,
         len: u64,
         rnr: (u8, u8),
-    ) -> Ruling {
+    ) -> RequestEffect {
         DONE.get().requests.fetch_add(1, Ordering::Relaxed);
         let mut lane = lock(&self.lane);
-        let mut fate = lane.request(what, peer, service);
-        if fate.is_nothing() {
-            return Ruling::default();
+        let mut decision = lane.request(what, peer, service);
+        if decision.is_nothing() {
+            return RequestEffect::default();
         }
-        note(&lane, &fate, "request", what, len);
+        note(&lane, &decision, "request", what, len);
         drop(lane);
         let now = clock::now();
-        let mut ruling = Ruling {
-            fails: fate.failure(),
-            kill: fate.does(Action::Kill),
+        let mut effect = RequestEffect {
+            fails: decision.failure(),
+            kill: decision.does(Action::Kill),
             not_before: None,
-            extends: fate.rate.is_some() || fate.causes.iter().any(|c| c.line.is_some()),
+            extends: decision.rate.is_some() || decision.causes.iter().any(|c| c.line.is_some()),
         };
         let (retries, timer) = rnr;
-        let not_ready = fate.not_ready();
+        let not_ready = decision.not_ready();
         // IBA 9.7.5.2.8: seven means for ever.
-        if retries != 7 && not_ready > u32::from(retries) && ruling.fails.is_none() {
-            ruling.fails = Some(anywarp_core::verbs::wc::Status::RnrRetryExceeded);
+        if retries != 7 && not_ready > u32::from(retries) && effect.fails.is_none() {
+            effect.fails = Some(anywarp_core::verbs::wc::Status::RnrRetryExceeded);
         } else {
             let timer = Duration::from_micros(anywarp_core::verbs::qp::rnr_timer_us(timer));
-            fate.delay += timer.saturating_mul(not_ready);
+            decision.delay += timer.saturating_mul(not_ready);
         }
         if service == Service::Stream {
-            ruling.not_before = lock(&self.out).due(&fate, len, now);
-        } else if ruling.kill && ruling.fails.is_none() {
+            effect.not_before = lock(&self.out).due(&decision, len, now);
+        } else if effect.kill && effect.fails.is_none() {
             // Its peer is not heard of any more.
-            ruling.fails = Some(anywarp_core::verbs::wc::Status::RetryExceeded);
+            effect.fails = Some(anywarp_core::verbs::wc::Status::RetryExceeded);
         }
-        ruling
+        effect
     }
 
     /// As [`Carrier::send`]: how many datagrams of the front of the list are on their way, or lost.
@@ -445,9 +445,9 @@ impl Faults {
             let mut lane = lock(&self.lane);
             for d in datagrams.iter().skip(out.decided.len()) {
                 DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
-                let (fate, what) = lane.datagram(Direction::Tx, d.to, &d.bytes);
-                note(&lane, &fate, "tx datagram", what, d.bytes.len() as u64);
-                out.decided.push_back(fate);
+                let (decision, what) = lane.datagram(Direction::Tx, d.to, &d.bytes);
+                note(&lane, &decision, "tx datagram", what, d.bytes.len() as u64);
+                out.decided.push_back(decision);
             }
         }
         // One alone passes what waits for that.
@@ -467,9 +467,9 @@ impl Faults {
                 sent?
             }
             (_, Some(first)) => {
-                if let Some(fate) = out.decided.pop_front() {
-                    self.send_one(&mut out, carrier, first, from, &fate);
-                    if fate.does(Action::Drop) || fate.does(Action::Reorder) {
+                if let Some(decision) = out.decided.pop_front() {
+                    self.send_one(&mut out, carrier, first, from, &decision);
+                    if decision.does(Action::Drop) || decision.does(Action::Reorder) {
                         return Ok(1);
                     }
                 }
@@ -493,23 +493,24 @@ impl Faults {
         carrier: &Arc<Carrier>,
         datagram: &TxDatagram,
         from: Option<IpAddr>,
-        fate: &Fate,
+        decision: &Decision,
     ) {
-        if fate.does(Action::Drop) {
+        if decision.does(Action::Drop) {
             return;
         }
         let mut datagram = datagram.clone();
-        if fate.does(Action::Corrupt) {
+        if decision.does(Action::Corrupt) {
             let mut bytes = datagram.bytes.to_vec();
-            fate.corrupt(&mut bytes);
+            decision.corrupt(&mut bytes);
             datagram.bytes = Bytes::Own(bytes);
         }
         let now = clock::now();
         let len = datagram.bytes.len() as u64;
-        let copies = 1 + usize::from(fate.does(Action::Dup));
-        let late = out.due(fate, len, now);
+        let copies = 1 + usize::from(decision.does(Action::Dup));
+        let late = out.due(decision, len, now);
         let at = late.or_else(|| {
-            fate.does(Action::Reorder)
+            decision
+                .does(Action::Reorder)
                 .then_some(now + bounds::FAULT_PASS)
         });
         for _ in 0..copies {
@@ -538,25 +539,25 @@ impl Faults {
     /// A datagram came for `qp`.
     pub(crate) fn receive(&self, qp: &Weak<DgramQp>, arrival: &Arrival, bytes: &[u8]) {
         DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
-        let fate = {
+        let decision = {
             let mut lane = lock(&self.lane);
-            let (fate, what) = lane.datagram(Direction::Rx, arrival.from, bytes);
-            note(&lane, &fate, "rx datagram", what, bytes.len() as u64);
-            fate
+            let (decision, what) = lane.datagram(Direction::Rx, arrival.from, bytes);
+            note(&lane, &decision, "rx datagram", what, bytes.len() as u64);
+            decision
         };
-        if fate.does(Action::Drop) {
+        if decision.does(Action::Drop) {
             return;
         }
         let mut bytes = bytes.to_vec();
-        if fate.does(Action::Corrupt) {
-            fate.corrupt(&mut bytes);
+        if decision.does(Action::Corrupt) {
+            decision.corrupt(&mut bytes);
         }
         let now = clock::now();
-        let copies = 1 + usize::from(fate.does(Action::Dup));
-        let passes = fate.does(Action::Reorder);
+        let copies = 1 + usize::from(decision.does(Action::Dup));
+        let passes = decision.does(Action::Reorder);
         let (late, parked) = {
             let mut into = lock(&self.into);
-            let late = into.due(&fate, bytes.len() as u64, now);
+            let late = into.due(&decision, bytes.len() as u64, now);
             let parked = if passes { None } else { into.parked.take() };
             (late, parked)
         };
@@ -585,11 +586,11 @@ impl Faults {
 mod tests {
     use super::*;
 
-    fn fate(delay: Duration, rate: Option<u64>) -> Fate {
-        Fate {
+    fn decision(delay: Duration, rate: Option<u64>) -> Decision {
+        Decision {
             delay,
             rate,
-            ..Fate::default()
+            ..Decision::default()
         }
     }
 
@@ -597,15 +598,15 @@ mod tests {
     fn a_rate_holds_up_what_comes_behind_and_a_delay_does_not() {
         let now = clock::now();
         let mut way = Way::default();
-        let late = fate(Duration::from_millis(5), None);
+        let late = decision(Duration::from_millis(5), None);
         for _ in 0..3 {
             assert_eq!(
                 way.due(&late, 1000, now),
                 Some(now + Duration::from_millis(5))
             );
         }
-        assert_eq!(way.due(&Fate::default(), 1000, now), None);
-        let slow = fate(Duration::ZERO, Some(1_000_000));
+        assert_eq!(way.due(&Decision::default(), 1000, now), None);
+        let slow = decision(Duration::ZERO, Some(1_000_000));
         for n in 1..4 {
             assert_eq!(
                 way.due(&slow, 1000, now),

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use anywarp_core::connection::{Observer, Step};
+use anywarp_core::observe::{Observer, Step};
 
 use crate::clock;
 
@@ -144,7 +144,7 @@ pub(crate) struct StepLog;
 impl Observer for StepLog {
     fn step(&self, qpn: u32, step: &Step<'_>) {
         match step {
-            Step::Fault(error) => {
+            Step::Violation(error) => {
                 of_a_peer(
                     qpn,
                     format_args!("the peer broke a rule: {error}; terminating the connection"),

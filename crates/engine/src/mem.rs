@@ -81,7 +81,8 @@ pub(crate) fn iovec(of: &Pinned<'_>, offset: u64, len: u64) -> libc::iovec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use anywarp_core::verbs::mr::{Access, Registration};
+    use anywarp_core::verbs::access::Access;
+    use anywarp_core::verbs::mr::Registration;
     use anywarp_core::wire::To;
 
     // RFC 7306 §5 [atomic-exclusive]

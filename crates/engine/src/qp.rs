@@ -12,25 +12,25 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::{AsyncEvent, Connection, End, First, Parts, Peer, StreamConfig};
+use anywarp_core::connection::{Connection, End, First, Parts, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 
 use crate::clock;
 use crate::device::{self, AsyncItem, Context, Profile, event};
 use crate::fatal::{Mortal, provoke};
-use crate::fault::{Faults, Ruling};
-use crate::fd::EngineFd;
+use crate::fault::{Faults, RequestEffect};
 use crate::log;
 use crate::net::linger::{LastWords, linger};
 use crate::net::tcp::{self, Outcome, Tcp};
 use crate::port::{HELLO, Port};
 use crate::startup::{self, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::stat::{self, Counted};
-use crate::sys::socket;
+use crate::sys::{self, EngineFd};
 use crate::verbs::made;
 use crate::worker::{Engine, Owes, Source, Token};
 
@@ -221,14 +221,18 @@ impl RcQp {
             longest = len.max(longest);
         }
         let burst = self.engine.is_burst();
-        let company = match &inner.tcp {
-            Some(tcp) if !tcp.sends_by_socket() => &bounds::COMPANY_IN_MEMORY,
-            _ => &bounds::COMPANY,
+        let limits = match &inner.tcp {
+            Some(tcp) if !tcp.sends_by_socket() => &bounds::COALESCE_SHM,
+            _ => &bounds::COALESCE_TCP,
         };
         let may_wait = self.faults.is_none() && inner.tcp.is_some();
-        if may_wait && burst && inner.conn.may_gather(company, longest) && self.hold(&mut inner) {
+        if may_wait
+            && burst
+            && inner.conn.may_coalesce_burst(limits, longest)
+            && self.hold(&mut inner)
+        {
             // The second poll in vain sends it.
-        } else if may_wait && inner.conn.may_wait(company, longest) {
+        } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
             self.owe();
         } else {
             let now = clock::now();
@@ -271,20 +275,20 @@ impl RcQp {
         inner.conn.post_send(request)?;
         let attr = inner.conn.attr();
         let rnr = (attr.rnr_retry, attr.min_rnr_timer);
-        let ruling: Ruling = faults.request(what, peer, Service::Stream, len, rnr);
-        if let Some(at) = ruling.not_before {
+        let effect: RequestEffect = faults.request(what, peer, Service::Stream, len, rnr);
+        if let Some(at) = effect.not_before {
             let waits = inner.held_until.filter(|until| *until > clock::now());
             let until = match waits {
-                Some(until) if ruling.extends => until.max(at),
+                Some(until) if effect.extends => until.max(at),
                 Some(until) => until,
                 None => at,
             };
             inner.held_until = Some(until);
             self.ask_deadline(inner, until);
         }
-        if let Some(status) = ruling.fails {
-            inner.conn.plant(status);
-        } else if ruling.kill {
+        if let Some(status) = effect.fails {
+            inner.conn.inject_error(status);
+        } else if effect.kill {
             self.cut(inner);
         }
         Ok(())
@@ -595,7 +599,7 @@ impl RcQp {
             first: First::Nothing,
             managed: false,
             markers: false,
-            carrier: None,
+            shm_handover: None,
         };
         self.start(
             inner,
@@ -711,7 +715,7 @@ impl RcQp {
             },
             managed,
             markers: params.send_markers,
-            carrier: self.may_share(address),
+            shm_handover: self.may_share(address),
         };
         log!(
             Info,
@@ -792,7 +796,7 @@ impl RcQp {
     fn set_user_timeout(&self, inner: &Inner) {
         if let (Some(tcp), Some(limit)) = (&inner.tcp, inner.conn.silence_limit()) {
             let ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
-            socket::set_option(
+            sys::set_option(
                 tcp.fd().get(),
                 libc::IPPROTO_TCP,
                 libc::TCP_USER_TIMEOUT,
@@ -857,13 +861,13 @@ impl RcQp {
                     }
                     // Nor is anything to be sent: the program hears sooner of what came.
                     let simple = outcome == Outcome::Open && !tcp.blocked && tcp.watch().is_none();
-                    if simple && !inner.conn.wants_carrier() && !inner.conn.must_ack() {
+                    if simple && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
                         self.look_ahead(inner);
                         return;
                     }
                 }
             }
-            if inner.conn.wants_carrier() {
+            if inner.conn.wants_shm_offer() {
                 tcp.offer_carrier(&mut inner.conn);
             }
             let was_blocked = tcp.blocked;
@@ -900,7 +904,7 @@ impl RcQp {
                 inner.conn.handle_eof(true);
             }
         }
-        inner.conn.check_deserted(now);
+        inner.conn.check_peer_left(now);
         self.settle(inner, outcome);
     }
 
@@ -935,7 +939,7 @@ impl RcQp {
         if let Some(at) = inner.conn.poll_timeout() {
             self.ask_deadline(inner, at);
         }
-        if inner.conn.owes_ack() && inner.held_until.is_none() {
+        if inner.conn.ack_due() && inner.held_until.is_none() {
             self.owe();
         }
     }
@@ -1154,7 +1158,7 @@ impl Owes for RcQp {
         self.owes.store(false, Ordering::Release);
         let mut inner = self.lock();
         inner.holds = false;
-        if inner.conn.owes_ack() || inner.conn.has_untaken() {
+        if inner.conn.ack_due() || inner.conn.has_untaken() {
             self.turn(&mut inner, now, Receive::Nothing, true);
         }
     }

@@ -17,9 +17,8 @@ use rustix::net::{
 };
 
 use crate::dgram::DgramQp;
-use crate::fd::EngineFd;
 use crate::log;
-use crate::sys::{PerProcess, socket};
+use crate::sys::{self, EngineFd, PerProcess};
 use crate::worker::{Engine, Source};
 
 /// Those who ask at once; the others wait in the kernel for the next look.
@@ -227,7 +226,7 @@ pub(crate) fn tell_stream(line: &mut String, counts: &Stream, fd: BorrowedFd<'_>
     for (name, value) in counts.named() {
         let _ = write!(line, " {name}={value}");
     }
-    if let Some(n) = socket::tcp_retransmissions(fd) {
+    if let Some(n) = sys::tcp_retransmissions(fd) {
         let _ = write!(line, " retransmissions={n}");
     }
     if let Ok(name) = sockopt::tcp_congestion(fd) {

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
+use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::{Cq, Notify};
-use anywarp_core::verbs::mr::{Access, Kind, Present, Region, Registration};
+use anywarp_core::verbs::mr::{Kind, Present, Region, Registration};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::Completion;
@@ -17,8 +18,7 @@ use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::log;
 use crate::pin::{self, Pin};
-use crate::sys::pages::Pages;
-use crate::sys::{PerProcess, pages};
+use crate::sys::{self, PerProcess};
 use crate::worker::{Engine, random_u32};
 
 /// A completion channel: its events are cookies of completion queues.
@@ -175,7 +175,7 @@ impl MemoryRegion {
         let access = Access::for_region(access)?;
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
-        if !on_demand && !pages::is_mapped(start, len) {
+        if !on_demand && !sys::is_mapped(start, len) {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;
@@ -190,7 +190,7 @@ impl MemoryRegion {
             base,
             access,
             pd: pd.id(),
-            present: on_demand.then_some(pages::is_there as Present),
+            present: on_demand.then_some(sys::is_there as Present),
         };
         let region = engine.rnic.regions.register(&what, &mut random_u32)?;
         pd.enter();
@@ -208,12 +208,12 @@ impl MemoryRegion {
 
     /// A region that swallows what is written to it and gives zeroes.
     pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
-        type Areas = OnceLock<Option<(Pages, Pages)>>;
+        type Areas = OnceLock<Option<(sys::Pages, sys::Pages)>>;
         static AREA: PerProcess<Areas> = PerProcess::new(OnceLock::new);
         // One of each serves all: nobody reads the one, nobody writes the other.
         let area = AREA.get().get_or_init(|| {
             let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
-            Some((Pages::repeated(len)?, Pages::zeroes(len)?))
+            Some((sys::Pages::repeated(len)?, sys::Pages::zeroes(len)?))
         });
         let Some((sink, zeroes)) = area else {
             return Err(Misuse::NoMemory);
@@ -263,7 +263,7 @@ impl MemoryRegion {
         };
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
-        if !on_demand && !pages::is_mapped(start, len) {
+        if !on_demand && !sys::is_mapped(start, len) {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;
@@ -278,7 +278,7 @@ impl MemoryRegion {
             },
             access,
             pd,
-            present: on_demand.then_some(pages::is_there as Present),
+            present: on_demand.then_some(sys::is_there as Present),
         };
         *region = self.engine.rnic.regions.reregister(&region, &what)?;
         *self.pin() = pin;
@@ -307,7 +307,7 @@ impl MemoryRegion {
 /// Memory of the device: zeroed pages of this process that only copying functions and regions reach.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    pages: Pages,
+    pages: sys::Pages,
     len: usize,
 }
 
@@ -323,7 +323,7 @@ impl DeviceMemory {
                 used.checked_add(len).filter(|sum| *sum <= most)
             })
             .ok()?;
-        match Pages::new(len) {
+        match sys::Pages::new(len) {
             Some(pages) => Some(Self { pages, len }),
             None => {
                 DEVICE_MEMORY.fetch_sub(len, Ordering::AcqRel);

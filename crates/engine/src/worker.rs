@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak};
 use std::time::{Duration, Instant};
 
-use anywarp_core::connection::Rnic;
 use anywarp_core::verbs::mr::Regions;
+use anywarp_core::verbs::rnic::Rnic;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::time::{
@@ -30,14 +30,13 @@ use smallvec::SmallVec;
 
 use crate::clock;
 use crate::fatal::{self, Mortal};
-use crate::fd::EngineFd;
 use crate::lobby::Lobby;
 use crate::log;
 use crate::mem::UserMemory;
 use crate::net::shm::Watch;
 use crate::port::Port;
 use crate::qp::RcQp;
-use crate::sys::{self, PerProcess, socket, thread};
+use crate::sys::{self, EngineFd, PerProcess};
 
 /// How long the worker stays away after the last poll. Tests of it do not depend on how fast the machine is.
 pub const LEASE: Duration = if cfg!(test) {
@@ -244,7 +243,7 @@ pub fn engine() -> io::Result<&'static Engine> {
         .name(THREAD.into())
         .stack_size(512 * 1024)
         .spawn(move || {
-            thread::block_signals();
+            sys::block_signals();
             if let Ok(engine) = take.recv() {
                 engine.work();
             }
@@ -1141,7 +1140,7 @@ impl Engine {
             self.flush_owed(now);
             if self.carriers_sleep() {
                 self.carrier_pass(now);
-                if socket::wait_readable(fd, Duration::ZERO) {
+                if sys::wait_readable(fd, Duration::ZERO) {
                     break;
                 }
                 now = clock::now();
@@ -1161,7 +1160,7 @@ impl Engine {
             match rustix::event::poll(watched, Some(&left)) {
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => {
-                    if thread::handlers_interrupt() {
+                    if sys::handlers_interrupt() {
                         return Err(Interrupted);
                     }
                 }
@@ -1385,12 +1384,12 @@ mod tests {
         let looked = clock::now();
         engine.give_lease(engine.nanos(looked), false);
         let timer = engine.lease_timer.get();
-        assert!(socket::wait_readable(timer.as_fd(), 100 * LEASE));
+        assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
         engine.turn(&mut Stays::default());
         let at = engine.idle_polls.load(Ordering::Relaxed);
         engine.hold_since(at, looked, Some(owing as Arc<dyn Owes>));
         assert!(engine.is_polled(clock::now()));
-        assert!(socket::wait_readable(timer.as_fd(), 100 * LEASE));
+        assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
         engine.turn(&mut Stays::default());
         assert_eq!(engine.held_at.load(Ordering::Relaxed), NOTHING_HELD);
     }
@@ -1430,8 +1429,8 @@ mod tests {
         set_timer(&engine.lease_timer, Duration::ZERO);
         engine.turn(&mut Stays::default());
         let timer = engine.lease_timer.get();
-        assert!(!socket::wait_readable(timer.as_fd(), Duration::ZERO));
-        assert!(socket::wait_readable(timer.as_fd(), 100 * lease));
+        assert!(!sys::wait_readable(timer.as_fd(), Duration::ZERO));
+        assert!(sys::wait_readable(timer.as_fd(), 100 * lease));
         assert!(engine.nanos(clock::now()) >= t + lease.as_nanos() as u64);
     }
 

@@ -4,16 +4,18 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use anywarp_core::connection::{
-    AsyncEvent, Connection, First, Observer, Parts, Peer, Rnic, StreamConfig,
-};
+use anywarp_core::connection::{Connection, First, Parts, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
 use anywarp_core::llp::mpa::frame::TxBatch;
 use anywarp_core::llp::mpa::marker::Stripper;
+use anywarp_core::observe::Observer;
+use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
-use anywarp_core::verbs::mr::{Access, Region, Regions, Registration};
+use anywarp_core::verbs::event::AsyncEvent;
+use anywarp_core::verbs::mr::{Region, Regions, Registration};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::rnic::Rnic;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::Completion;
@@ -133,7 +135,7 @@ impl Setup {
             first: self.first,
             managed: self.managed,
             markers: self.markers,
-            carrier: None,
+            shm_handover: None,
         }
     }
 }

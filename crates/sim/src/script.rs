@@ -41,8 +41,9 @@ use std::collections::BTreeMap;
 use std::iter::Peekable;
 use std::str::SplitWhitespace;
 
-use anywarp_core::connection::{AsyncEvent, End as StreamEnd, First, Peer};
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::connection::{End as StreamEnd, First, Peer};
+use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use anywarp_core::connection::{Observer, Step};
+use anywarp_core::observe::{Observer, Step};
 use anywarp_core::verbs::wr::Op;
 use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::Header;
@@ -72,7 +72,7 @@ pub fn render(step: &Step<'_>) -> String {
         Step::Place(len) => format!("place     {len} bytes"),
         Step::Deliver(opcode) => format!("deliver   {opcode}"),
         Step::Complete(c) => format!("complete  request {}: {}", c.wr_id, c.status),
-        Step::Fault(error) => format!("fault     {error}"),
+        Step::Violation(error) => format!("fault     {error}"),
         Step::Terminated(t) => format!("terminated {}/{}/{:02x}", t.layer, t.etype, t.code),
         Step::Failed(why) => format!("failed    {why}"),
     }

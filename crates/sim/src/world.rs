@@ -4,8 +4,9 @@ use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anywarp_core::connection::{End as StreamEnd, Observer};
+use anywarp_core::connection::End as StreamEnd;
 use anywarp_core::llp::mpa::frame::Piece;
+use anywarp_core::observe::Observer;
 use anywarp_core::verbs::mr::Memory;
 
 use crate::end::{End, Host, Setup};

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anywarp_core::connection::AsyncEvent;
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::{Completion, Status};
@@ -367,7 +367,7 @@ fn after_the_peer_has_left_only_a_new_request_fails() {
     w[a].post(send(3));
     // Not at once: a card would repeat them, and a program that is done meanwhile never hears of it.
     let now = w.now();
-    w[a].conn.check_deserted(now);
+    w[a].conn.check_peer_left(now);
     assert!(w[a].completed().is_empty());
     let Some(limit) = w[a].conn.silence_limit() else {
         panic!("the pair has a time-out")

@@ -6,10 +6,11 @@
     reason = "tests"
 )]
 
-use anywarp_core::bounds::{COMPANY, COMPANY_BYTES, COPY_LIMIT, WAIT_BEHIND};
-use anywarp_core::connection::{AsyncEvent, First, Peer};
+use anywarp_core::bounds::{COALESCE_BEHIND, COALESCE_BYTES, COALESCE_TCP, COPY_LIMIT};
+use anywarp_core::connection::{First, Peer};
 use anywarp_core::llp::mpa::frame::{TxBatch, mulpdu};
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};
 use anywarp_core::verbs::wr::{Bind, Op, Sge, WorkRequest};
@@ -1065,31 +1066,49 @@ fn an_unknown_peer_gets_small_segments_until_its_hello() {
 /// The longest of the list that was posted counts, and none waits for company alone.
 #[test]
 fn few_and_short_requests_wait_for_company() {
-    let (small, gathered) = (COMPANY.small, COMPANY_BYTES / COMPANY.small);
+    let (small, gathered) = (
+        COALESCE_TCP.max_payload,
+        COALESCE_BYTES / COALESCE_TCP.max_payload,
+    );
     let mut w = World::new(3);
     let (a, b) = w.pair(&Setup::anywarp());
     let there = w[b].register(64, access::ALL);
     let here = w[a].register(64, access::LOCAL);
     w[a].post(write(0, there.remote(0)).from(&[here.all()]));
     w.run();
-    assert!(!w[a].conn.may_gather(&COMPANY, 1), "nothing was posted");
-    for id in 1..COMPANY.most as u64 {
+    assert!(
+        !w[a].conn.may_coalesce_burst(&COALESCE_TCP, 1),
+        "nothing was posted"
+    );
+    for id in 1..COALESCE_TCP.max_requests as u64 {
         w[a].post(write(id, there.remote(0)).from(&[here.all()]));
-        assert_eq!(w[a].conn.may_gather(&COMPANY, small), id < gathered);
-        assert!(!w[a].conn.may_gather(&COMPANY, small + 1));
-        assert!(w[a].conn.may_gather(&COMPANY, 64), "behind {id}");
-        assert!(!w[a].conn.may_wait(&COMPANY, 64), "behind nothing");
+        assert_eq!(
+            w[a].conn.may_coalesce_burst(&COALESCE_TCP, small),
+            id < gathered
+        );
+        assert!(!w[a].conn.may_coalesce_burst(&COALESCE_TCP, small + 1));
+        assert!(
+            w[a].conn.may_coalesce_burst(&COALESCE_TCP, 64),
+            "behind {id}"
+        );
+        assert!(
+            !w[a].conn.may_coalesce_behind_ack(&COALESCE_TCP, 64),
+            "behind nothing"
+        );
     }
     w[a].post(write(99, there.remote(0)).from(&[here.all()]));
-    assert!(!w[a].conn.may_gather(&COMPANY, 64), "too many");
+    assert!(!w[a].conn.may_coalesce_burst(&COALESCE_TCP, 64), "too many");
     // They are taken, and nobody acknowledges them.
     let now = w.now();
     w[a].conn.poll_tx(now, true, &mut TxBatch::default());
     w[a].post(write(100, there.remote(0)).from(&[here.all()]));
-    assert!(COMPANY.most >= WAIT_BEHIND && w[a].conn.may_wait(&COMPANY, 64));
-    assert!(!w[a].conn.may_wait(&COMPANY, small + 1));
+    assert!(
+        COALESCE_TCP.max_requests >= COALESCE_BEHIND
+            && w[a].conn.may_coalesce_behind_ack(&COALESCE_TCP, 64)
+    );
+    assert!(!w[a].conn.may_coalesce_behind_ack(&COALESCE_TCP, small + 1));
     // Towards a standard peer each goes as it is posted.
     let (end, _peer) = w.raw(&Setup::standard(), true);
     w[end].post(write(1, there.remote(0)).from(&[here.all()]));
-    assert!(!w[end].conn.may_gather(&COMPANY, 64));
+    assert!(!w[end].conn.may_coalesce_burst(&COALESCE_TCP, 64));
 }

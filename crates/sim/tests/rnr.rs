@@ -9,8 +9,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anywarp_core::connection::AsyncEvent;
 use anywarp_core::error::TermCode;
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{State, rnr_timer_us};
 use anywarp_core::verbs::srq::Srq;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};

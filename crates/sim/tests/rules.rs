@@ -9,8 +9,9 @@
 
 use std::time::Duration;
 
-use anywarp_core::connection::{AsyncEvent, First};
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::connection::First;
+use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status};
 use anywarp_core::verbs::wr::{Remote, Sge};

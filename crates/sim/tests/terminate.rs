@@ -11,7 +11,7 @@
 use std::path::Path;
 
 use anywarp_core::bounds;
-use anywarp_core::connection::AsyncEvent;
+use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::wire::ddp::{Tagged, Untagged};

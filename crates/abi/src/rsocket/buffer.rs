@@ -6,11 +6,11 @@
 use std::io;
 use std::sync::Arc;
 
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::Sge;
 use anywarp_core::wire::Stag;
-use anywarp_engine::sys::pages::Pages;
+use anywarp_engine::sys::Pages;
 use anywarp_engine::verbs::MemoryRegion;
 use anywarp_engine::worker::Engine;
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::bounds;
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::access::Access;
 use anywarp_engine::sys::PerProcess;
 use anywarp_engine::verbs::DeviceMemory;
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anywarp_core::error::Misuse;
-use anywarp_core::verbs::mr::{Access, Kind};
+use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::mr::Kind;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
 use anywarp_core::wire::{Stag, To};

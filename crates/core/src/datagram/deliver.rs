@@ -15,9 +15,10 @@ use super::reassemble::{Coverage, Identity, Range, TooManyGaps};
 use super::rx::{identity, source_qpn};
 use super::{Arrival, DatagramQp, Dropped, grh};
 use crate::bounds;
-use crate::connection::Step;
 use crate::ddp::tx::Places;
-use crate::verbs::mr::{Access, Placement};
+use crate::observe::Step;
+use crate::verbs::access::Access;
+use crate::verbs::mr::Placement;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
 use crate::wire::dgram::{ATTR_NOT_AGGREGATED, Datagram};
@@ -407,13 +408,13 @@ impl DatagramQp {
         identity: &Identity,
     ) -> Result<Progress, Dropped> {
         let (lead, reliable) = (self.lead(identity), self.rd.is_some());
-        let crowded = self.messages.has_too_many_runs();
+        let rx_full = self.messages.has_too_many_runs();
         let Some(open) = self.messages.get_mut(peer, id) else {
             return Err(Dropped::Late);
         };
         let end = offset.saturating_add(u32::try_from(payload.len()).unwrap_or(u32::MAX));
         // A gap of a reliable message closes; the window of its sender bounds how many there are.
-        let most = if (open.record || reliable) && !crowded {
+        let most = if (open.record || reliable) && !rx_full {
             bounds::RECORD_GAPS
         } else {
             bounds::DATAGRAM_RANGES
@@ -422,7 +423,7 @@ impl DatagramQp {
         let fresh = match open.coverage.add(offset, end, most) {
             Ok(fresh) => fresh,
             // It may be acknowledged already: it waits until there are fewer gaps. What closes one always goes.
-            Err(TooManyGaps) if reliable && crowded => return Err(Dropped::Busy),
+            Err(TooManyGaps) if reliable && rx_full => return Err(Dropped::Busy),
             Err(TooManyGaps) => return Err(Dropped::Gaps),
         };
         let runs = open.coverage.ranges().len();

@@ -64,11 +64,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bounds;
-use crate::connection::{AsyncEvent, Parts, Rnic, Step, merge};
+use crate::connection::{Parts, merge};
 use crate::error::Misuse;
+use crate::observe::Step;
 use crate::verbs::cq::Cq;
+use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{self, Attr, QpType, State, mask};
+use crate::verbs::rnic::Rnic;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{Phase, Retired, SendQueue};
 use crate::verbs::wc::{Completion, Status, WcOp};
@@ -79,7 +82,7 @@ use flow::{Flow, Peer};
 use messages::{Messages, Record, Records};
 use options::Options;
 use parity::Budget;
-use rd::{Reliable, Want};
+use rd::{Reliable, Resource};
 use reads::Reads;
 use reassemble::Incoming;
 use table::Table;
@@ -232,11 +235,11 @@ pub enum Dropped {
 
 impl Dropped {
     /// What a reliable packet waits for that is not refused.
-    fn want(self) -> Option<Want> {
+    fn resource(self) -> Option<Resource> {
         match self {
-            Self::NoReceive => Some(Want::Receive),
-            Self::Busy => Some(Want::Room),
-            Self::NoRecord => Some(Want::Record),
+            Self::NoReceive => Some(Resource::Receive),
+            Self::Busy => Some(Resource::Room),
+            Self::NoRecord => Some(Resource::Record),
             _ => None,
         }
     }
@@ -507,7 +510,7 @@ pub struct DatagramQp {
     records: Records,
     errors: VecDeque<ErrorReport>,
     /// Second, and errors told to peers in it.
-    errors_told: (u64, u32),
+    errors_reported: (u64, u32),
     // --- both ---
     options: Options,
     rd: Option<Box<Reliable>>,
@@ -521,10 +524,10 @@ pub struct DatagramQp {
     /// Sending stopped for the peer's sake.
     was_stalled: bool,
     overflowed: bool,
-    last_wqe_told: bool,
-    drain_asked: bool,
+    last_wqe_raised: bool,
+    drain_event_wanted: bool,
     /// With reliability: packets wait because there were too many open messages, or answers.
-    crowded: bool,
+    rx_full: bool,
 }
 
 impl fmt::Debug for DatagramQp {
@@ -576,7 +579,7 @@ impl DatagramQp {
             lanes: Table::default(),
             lanes_len: 0,
             lanes_answers: 0,
-            crowded: false,
+            rx_full: false,
             ready: VecDeque::new(),
             last_tag: 0,
             given_out: VecDeque::new(),
@@ -590,7 +593,7 @@ impl DatagramQp {
             parity: Budget::default(),
             records: Records::default(),
             errors: VecDeque::new(),
-            errors_told: (0, 0),
+            errors_reported: (0, 0),
             options,
             rd,
             secret,
@@ -601,8 +604,8 @@ impl DatagramQp {
             events: VecDeque::new(),
             was_stalled: false,
             overflowed: false,
-            last_wqe_told: false,
-            drain_asked: false,
+            last_wqe_raised: false,
+            drain_event_wanted: false,
         }
     }
 
@@ -635,7 +638,7 @@ impl DatagramQp {
 
     /// What it has seen.
     pub fn counters(&self) -> Counters {
-        let told = self.rd.as_deref().map(|rd| rd.told).unwrap_or_default();
+        let told = self.rd.as_deref().map(|rd| rd.counts).unwrap_or_default();
         Counters {
             rd_again: told.again,
             rd_probes: told.probes,
@@ -657,8 +660,8 @@ impl DatagramQp {
 
     /// Whether a peer waits for an acknowledgement that would rather travel with something else: [`Self::flush`] sends it
     /// without.
-    pub fn owes(&self) -> bool {
-        self.rd.as_deref().is_some_and(Reliable::owes)
+    pub fn ack_due(&self) -> bool {
+        self.rd.as_deref().is_some_and(Reliable::ack_due)
     }
 
     /// A datagram was sent, and its buffer is free.
@@ -715,7 +718,7 @@ impl DatagramQp {
     /// There is room for a record: reliable peers may have waited for it.
     fn feed_records(&mut self) {
         if self.rd.is_some() {
-            self.feed(Want::Record);
+            self.feed(Resource::Record);
             self.after();
         }
     }
@@ -802,13 +805,13 @@ impl DatagramQp {
         self.expire();
         self.flow.ease(self.now);
         self.forgive_askers();
-        let starving = match self.attr.rnr_retry {
+        let blocked = match self.attr.rnr_retry {
             7 => None,
             tries => Some(RNR_WAIT * u32::from(tries)),
         };
         let now = self.now;
         if let Some(rd) = &mut self.rd {
-            rd.handle_timeout(now, starving);
+            rd.handle_timeout(now, blocked);
         }
         self.handle_rd_events();
         self.after();
@@ -843,7 +846,7 @@ impl DatagramQp {
             let expired = self.reads.expired(self.now);
             for number in &expired {
                 self.counters.reads_timeout += 1;
-                self.condemn(*number, Status::RetryExceeded);
+                self.mark_failed(*number, Status::RetryExceeded);
                 self.sent(*number);
             }
             if !expired.is_empty() {
@@ -891,8 +894,8 @@ impl DatagramQp {
     }
 
     /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
-    pub fn plant(&mut self, status: Status) {
-        self.sq.plant(status);
+    pub fn inject_error(&mut self, status: Status) {
+        self.sq.inject_error(status);
     }
 
     /// Posts a receive (`ibv_post_recv(3)`).
@@ -904,7 +907,7 @@ impl DatagramQp {
         if self.state == State::Error {
             self.flush_rq();
         } else if self.rd.is_some() {
-            self.feed(Want::Receive);
+            self.feed(Resource::Receive);
             self.after();
         }
         Ok(())
@@ -913,17 +916,17 @@ impl DatagramQp {
     /// Changes attributes and state (`ibv_modify_qp(3)`); returns the state before.
     pub fn modify(
         &mut self,
-        given: u32,
+        attr_mask: u32,
         next: Option<State>,
-        assumed: Option<State>,
+        expected_state: Option<State>,
         attr: &Attr,
     ) -> Result<State, Misuse> {
         let before = self.state;
         let kind = self.kind.qp_type();
-        let to = qp::check_modify(kind, before, next, given, attr, assumed)?;
-        merge(&mut self.attr, given, attr);
+        let to = qp::check_modify(kind, before, next, attr_mask, attr, expected_state)?;
+        merge(&mut self.attr, attr_mask, attr);
         if let (Kind::Rc, Some(rd)) = (self.kind, &mut self.rd)
-            && given & mask::TIMEOUT != 0
+            && attr_mask & mask::TIMEOUT != 0
         {
             // Acknowledgements come from a program, which may have to wait for its turn: no less than what we take ourselves.
             let limit = self.attr.silence_limit();
@@ -934,7 +937,7 @@ impl DatagramQp {
             State::Error => self.fail("moved to the error state", None),
             State::Sqd => {
                 self.state = State::Sqd;
-                self.drain_asked = given & mask::EN_SQD_ASYNC_NOTIFY != 0;
+                self.drain_event_wanted = attr_mask & mask::EN_SQD_ASYNC_NOTIFY != 0;
                 self.check_drained();
             }
             _ => self.state = to,
@@ -973,8 +976,8 @@ impl DatagramQp {
         self.peer = None;
         self.state = State::Reset;
         self.attr = Attr::default();
-        self.last_wqe_told = false;
-        self.drain_asked = false;
+        self.last_wqe_raised = false;
+        self.drain_event_wanted = false;
         self.send_cq.purge(self.qpn);
         self.recv_cq.purge(self.qpn);
     }
@@ -1006,14 +1009,14 @@ impl DatagramQp {
             let Some(posted) = self.sq.retire() else {
                 break;
             };
-            let status = self.verdict(number);
+            let status = self.final_status(number);
             self.complete_send(&posted, status);
         }
         self.check_drained();
     }
 
     /// Request `number` does not go well. The first reason counts.
-    fn condemn(&mut self, number: u64, status: Status) {
+    fn mark_failed(&mut self, number: u64, status: Status) {
         if self.sq.get_mut(number).is_none() {
             // It is over already: a datagram of a message that was cut short came back.
             return;
@@ -1025,7 +1028,7 @@ impl DatagramQp {
     }
 
     /// How request `number`, the oldest, ends when it is done.
-    fn verdict(&mut self, number: u64) -> Status {
+    fn final_status(&mut self, number: u64) -> Status {
         let status = match self.failures.front() {
             Some((n, status)) if *n == number => {
                 let status = *status;
@@ -1043,8 +1046,8 @@ impl DatagramQp {
     }
 
     fn check_drained(&mut self) {
-        if self.state == State::Sqd && self.drain_asked && !self.sq.has_outstanding() {
-            self.drain_asked = false;
+        if self.state == State::Sqd && self.drain_event_wanted && !self.sq.has_outstanding() {
+            self.drain_event_wanted = false;
             self.events.push_back(AsyncEvent::SqDrained);
         }
     }
@@ -1094,8 +1097,8 @@ impl DatagramQp {
             }
         }
         self.flush_rq();
-        if self.rq.is_shared() && !self.last_wqe_told {
-            self.last_wqe_told = true;
+        if self.rq.is_shared() && !self.last_wqe_raised {
+            self.last_wqe_raised = true;
             self.events.push_back(AsyncEvent::LastWqe);
         }
     }
@@ -1109,7 +1112,7 @@ impl DatagramQp {
                 break;
             };
             flushing |= posted.phase != Phase::Done;
-            let status = match self.verdict(number) {
+            let status = match self.final_status(number) {
                 // A reliable queue pair fails by one of many, not by the oldest.
                 status if self.kind.is_reliable() && status != Status::Success => status,
                 _ if flushing => Status::Flushed,
@@ -1124,7 +1127,7 @@ impl DatagramQp {
         while let Some((number, posted)) = self.sq.peek() {
             posted.phase = Phase::Done;
             self.sq.advance();
-            self.condemn(number, Status::Flushed);
+            self.mark_failed(number, Status::Flushed);
         }
         self.retire();
     }

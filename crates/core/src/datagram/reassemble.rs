@@ -107,7 +107,7 @@ pub(crate) struct Open {
 
 /// The message that is the newest one of the peer.
 #[derive(Debug)]
-pub(crate) enum Fate {
+pub(crate) enum MessageState {
     /// Not everything of it has arrived.
     Open(Box<Open>),
     /// It is complete.
@@ -118,7 +118,7 @@ pub(crate) enum Fate {
 
 /// What a datagram is, by epoch and message number alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum Order {
     /// Of the newest message.
     Newest,
     /// Of a newer one than any before.
@@ -134,38 +134,38 @@ pub(crate) struct Incoming {
     /// The epoch before; datagrams that still come from it are late.
     before: Option<u16>,
     newest: Option<u32>,
-    pub(crate) fate: Option<Fate>,
+    pub(crate) state: Option<MessageState>,
 }
 
 impl Incoming {
     /// Sorts in a datagram. Changes nothing unless it is the first one of a newer message, which it opens: what was
-    /// under way is then to be taken out of `fate`.
-    pub(crate) fn turn(&mut self, epoch: u16, id: u32) -> Turn {
+    /// under way is then to be taken out of `state`.
+    pub(crate) fn classify(&mut self, epoch: u16, id: u32) -> Order {
         if self.epoch != Some(epoch) {
             if self.before == Some(epoch) {
-                return Turn::Late;
+                return Order::Late;
             }
             // The peer's queue pair is another one than before: its numbers start anew.
             self.before = self.epoch;
             self.epoch = Some(epoch);
             self.newest = Some(id);
-            return Turn::Newer;
+            return Order::Newer;
         }
         match self.newest {
-            Some(newest) if newest == id => Turn::Newest,
+            Some(newest) if newest == id => Order::Newest,
             // Numbers wrap: newer is what lies ahead by less than half of them.
-            Some(newest) if id.wrapping_sub(newest) >= 1 << 31 => Turn::Late,
+            Some(newest) if id.wrapping_sub(newest) >= 1 << 31 => Order::Late,
             _ => {
                 self.newest = Some(id);
-                Turn::Newer
+                Order::Newer
             }
         }
     }
 
     /// The receive of the message under way, which is given up.
     pub(crate) fn abandon(&mut self) -> Option<Option<RecvRequest>> {
-        match self.fate.take() {
-            Some(Fate::Open(open)) => Some(open.receive),
+        match self.state.take() {
+            Some(MessageState::Open(open)) => Some(open.receive),
             _ => None,
         }
     }
@@ -229,20 +229,20 @@ mod tests {
     #[test]
     fn newer_is_ahead_by_less_than_half_of_the_numbers() {
         let mut rx = Incoming::default();
-        assert_eq!(rx.turn(7, u32::MAX), Turn::Newer);
-        assert_eq!(rx.turn(7, u32::MAX), Turn::Newest);
-        assert_eq!(rx.turn(7, 0), Turn::Newer);
-        assert_eq!(rx.turn(7, u32::MAX), Turn::Late);
-        assert_eq!(rx.turn(7, 0x7fff_ffff), Turn::Newer);
-        assert_eq!(rx.turn(7, 0xffff_ffff), Turn::Late);
+        assert_eq!(rx.classify(7, u32::MAX), Order::Newer);
+        assert_eq!(rx.classify(7, u32::MAX), Order::Newest);
+        assert_eq!(rx.classify(7, 0), Order::Newer);
+        assert_eq!(rx.classify(7, u32::MAX), Order::Late);
+        assert_eq!(rx.classify(7, 0x7fff_ffff), Order::Newer);
+        assert_eq!(rx.classify(7, 0xffff_ffff), Order::Late);
     }
 
     #[test]
     fn a_new_epoch_starts_anew_and_the_old_one_is_late() {
         let mut rx = Incoming::default();
-        assert_eq!(rx.turn(7, 100), Turn::Newer);
-        assert_eq!(rx.turn(8, 1), Turn::Newer);
-        assert_eq!(rx.turn(7, 101), Turn::Late);
-        assert_eq!(rx.turn(8, 2), Turn::Newer);
+        assert_eq!(rx.classify(7, 100), Order::Newer);
+        assert_eq!(rx.classify(8, 1), Order::Newer);
+        assert_eq!(rx.classify(7, 101), Order::Late);
+        assert_eq!(rx.classify(8, 2), Order::Newer);
     }
 }

@@ -9,7 +9,7 @@ use super::reads::{REQUEST, Wanted};
 use super::{Arrival, DatagramQp, Dropped, ErrorReport};
 use crate::bounds;
 use crate::ddp::tx::{Address, Places, Source};
-use crate::verbs::mr::Access;
+use crate::verbs::access::Access;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::wire::To;
@@ -185,7 +185,7 @@ impl DatagramQp {
         });
         if !whole {
             self.reads.remove(shim.id);
-            self.condemn(number, Status::LocalProtection);
+            self.mark_failed(number, Status::LocalProtection);
             self.answered(number);
             return Err(Dropped::Access);
         }
@@ -218,7 +218,7 @@ impl DatagramQp {
         self.reads.remove(d.shim.id);
         // Host byte order in memory, network byte order on the wire.
         if !self.place(&places, 0, &response.value.to_ne_bytes()) {
-            self.condemn(number, Status::LocalProtection);
+            self.mark_failed(number, Status::LocalProtection);
         }
         self.answered(number);
         Ok(())
@@ -245,16 +245,16 @@ impl DatagramQp {
             return;
         }
         let second = self.now.as_secs();
-        if self.errors_told.0 != second {
-            self.errors_told = (second, 0);
+        if self.errors_reported.0 != second {
+            self.errors_reported = (second, 0);
         }
-        if self.errors_told.1 >= bounds::ERRORS_A_SECOND
+        if self.errors_reported.1 >= bounds::ERRORS_A_SECOND
             || self.outbox.len() >= bounds::DATAGRAM_PEERS
             || !self.flow.spend(peer, ERROR_REPORT)
         {
             return;
         }
-        self.errors_told.1 += 1;
+        self.errors_reported.1 += 1;
         let (layer, etype, code) = why.terminate();
         let payload = [layer << 4 | etype, code, 0, 0];
         let header = Untagged {
@@ -291,7 +291,7 @@ impl DatagramQp {
         if let Some(reading) = self.reads.get_mut(d.shim.id, peer) {
             let number = reading.number;
             self.reads.remove(d.shim.id);
-            self.condemn(number, Status::RemoteAccess);
+            self.mark_failed(number, Status::RemoteAccess);
             self.answered(number);
             if self.rd.is_some() {
                 self.failed_towards_peer();
@@ -384,7 +384,7 @@ impl DatagramQp {
             status,
         });
         self.reads.remove_number(tag);
-        self.condemn(tag, status);
+        self.mark_failed(tag, status);
         self.sent(tag);
         self.failed_towards_peer();
     }
@@ -406,7 +406,7 @@ impl DatagramQp {
             .map(|(number, _)| number)
             .collect();
         for number in &numbers {
-            self.condemn(*number, status);
+            self.mark_failed(*number, status);
             self.reads.remove_number(*number);
             self.sent(*number);
         }

@@ -12,14 +12,15 @@ use std::net::SocketAddr;
 use smallvec::smallvec;
 
 use super::flow::{Peer, Report};
-use super::rd::{Verdict, Want};
-use super::reassemble::{Coverage, Fate, Identity, Open, Turn};
+use super::rd::{Resource, RxOutcome};
+use super::reassemble::{Coverage, Identity, MessageState, Open, Order};
 use super::{Arrival, DatagramQp, Dropped, Kind};
 use crate::bounds;
-use crate::connection::{AsyncEvent, Step};
 use crate::ddp::tx::Places;
 use crate::llp::mpa::frame::for_each_part;
-use crate::verbs::mr::Access;
+use crate::observe::Step;
+use crate::verbs::access::Access;
+use crate::verbs::event::AsyncEvent;
 use crate::verbs::qp::State;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
@@ -98,15 +99,15 @@ impl DatagramQp {
         self.handle_rd_events();
         self.make_ready(&peer);
         let result = match (verdict, data) {
-            (Verdict::Deliver(seq), Some(data)) => self.deliver_packet(arrival, &peer, seq, data),
+            (RxOutcome::Deliver(seq), Some(data)) => self.deliver_packet(arrival, &peer, seq, data),
             // It may have told that others are never to come.
             _ => Ok(true),
         };
-        if result.err().and_then(Dropped::want).is_none() {
+        if result.err().and_then(Dropped::resource).is_none() {
             if result != Ok(false) {
                 self.drain(arrival, &peer);
             }
-            self.feed_crowded();
+            self.feed_rx_full();
         }
         result.map(|_| ())
     }
@@ -117,7 +118,7 @@ impl DatagramQp {
             && let Some((seq, data)) = self.rd.as_deref_mut().and_then(|rd| rd.take_waiting(peer))
         {
             match self.deliver_packet(arrival, peer, seq, &data) {
-                Err(why) if why.want().is_some() => break,
+                Err(why) if why.resource().is_some() => break,
                 Err(why) => self.counters.dropped(why),
                 Ok(_) => {}
             }
@@ -128,12 +129,12 @@ impl DatagramQp {
     }
 
     /// There may be room again for packets that waited for some.
-    pub(super) fn feed_crowded(&mut self) {
-        if !std::mem::take(&mut self.crowded) {
+    pub(super) fn feed_rx_full(&mut self) {
+        if !std::mem::take(&mut self.rx_full) {
             return;
         }
         for _ in 0..CROWD {
-            let Some(peer) = self.next_starving(Want::Room) else {
+            let Some(peer) = self.next_blocked(Resource::Room) else {
                 break;
             };
             self.drain(&waited(&peer), &peer);
@@ -141,18 +142,18 @@ impl DatagramQp {
     }
 
     /// There is something that packets may have waited for.
-    pub(super) fn feed(&mut self, want: Want) {
-        while let Some(peer) = self.next_starving(want) {
+    pub(super) fn feed(&mut self, want: Resource) {
+        while let Some(peer) = self.next_blocked(want) {
             self.drain(&waited(&peer), &peer);
             let rd = self.rd.as_deref();
-            if rd.is_some_and(|rd| rd.is_starving(&peer, want)) {
+            if rd.is_some_and(|rd| rd.is_blocked(&peer, want)) {
                 break;
             }
         }
     }
 
-    fn next_starving(&mut self, want: Want) -> Option<Peer> {
-        self.rd.as_deref_mut()?.next_starving(want)
+    fn next_blocked(&mut self, want: Resource) -> Option<Peer> {
+        self.rd.as_deref_mut()?.next_blocked(want)
     }
 
     /// Delivers the datagram of a packet, and tells the reliability layer what became of it. Whether others of its peer may wait.
@@ -185,10 +186,10 @@ impl DatagramQp {
         // What is acknowledged counts as done at its sender: only what was done, or had been, may be.
         match result {
             Ok(()) | Err(Dropped::Late | Dropped::Duplicate) => waits = rd.delivered(peer, seq),
-            Err(why) => match why.want() {
+            Err(why) => match why.resource() {
                 Some(want) => {
-                    rd.starved(peer, seq, data, want);
-                    self.crowded |= want == Want::Room;
+                    rd.mark_blocked(peer, seq, data, want);
+                    self.rx_full |= want == Resource::Room;
                 }
                 None => rd.refused(peer, seq, data, why.status()),
             },
@@ -315,21 +316,21 @@ impl DatagramQp {
         if u64::from(identity.length) > bounds::MAX_MESSAGE {
             return Err(Dropped::Operation);
         }
-        match self.incoming.turn(shim.epoch, shim.id) {
-            Turn::Late => return Err(Dropped::Late),
-            Turn::Newest => {}
-            Turn::Newer => {
+        match self.incoming.classify(shim.epoch, shim.id) {
+            Order::Late => return Err(Dropped::Late),
+            Order::Newest => {}
+            Order::Newer => {
                 self.give_up();
-                let fate = match self.open(identity) {
-                    Ok(open) => Fate::Open(Box::new(open)),
+                let state = match self.open(identity) {
+                    Ok(open) => MessageState::Open(Box::new(open)),
                     Err(Dropped::Local) => return Err(Dropped::Local),
-                    Err(why) => Fate::Refused(why),
+                    Err(why) => MessageState::Refused(why),
                 };
-                self.incoming.fate = Some(fate);
+                self.incoming.state = Some(state);
             }
         }
-        let (targets, complete) = match &mut self.incoming.fate {
-            Some(Fate::Open(open)) => {
+        let (targets, complete) = match &mut self.incoming.state {
+            Some(MessageState::Open(open)) => {
                 if open.identity != identity {
                     return Err(Dropped::Mismatch);
                 }
@@ -345,13 +346,13 @@ impl DatagramQp {
                 }
                 (fresh, complete)
             }
-            Some(Fate::Refused(why)) => return Err(*why),
-            Some(Fate::Done) => return Err(Dropped::Duplicate),
+            Some(MessageState::Refused(why)) => return Err(*why),
+            Some(MessageState::Done) => return Err(Dropped::Duplicate),
             None => return Err(Dropped::Late),
         };
         // Only what is new is placed: the application may have used the rest already, if it is a Write.
-        let whole = match &self.incoming.fate {
-            Some(Fate::Open(open)) => targets.iter().all(|(from, to)| {
+        let whole = match &self.incoming.state {
+            Some(MessageState::Open(open)) => targets.iter().all(|(from, to)| {
                 let payload = (from - shim.offset) as usize..(to - shim.offset) as usize;
                 let bytes = datagram.payload.get(payload).unwrap_or(&[]);
                 self.place(&open.places, u64::from(*from), bytes)
@@ -411,7 +412,7 @@ impl DatagramQp {
 
     /// Every byte of the message is in its place.
     fn finish(&mut self) -> Result<(), Dropped> {
-        let Some(Fate::Open(open)) = self.incoming.fate.replace(Fate::Done) else {
+        let Some(MessageState::Open(open)) = self.incoming.state.replace(MessageState::Done) else {
             return Ok(());
         };
         let identity = open.identity;
@@ -420,7 +421,7 @@ impl DatagramQp {
             (None, Some(_)) => match self.take_request() {
                 Some(request) => (request, WcOp::RecvWriteImm),
                 None => {
-                    self.incoming.fate = Some(Fate::Refused(Dropped::NoReceive));
+                    self.incoming.state = Some(MessageState::Refused(Dropped::NoReceive));
                     return Err(Dropped::NoReceive);
                 }
             },
@@ -441,7 +442,7 @@ impl DatagramQp {
         match self.incoming.abandon() {
             Some(Some(request)) => self.broken_receive(request.id),
             _ => {
-                self.incoming.fate = Some(Fate::Refused(Dropped::Access));
+                self.incoming.state = Some(MessageState::Refused(Dropped::Access));
                 Dropped::Access
             }
         }

@@ -6,7 +6,8 @@ use smallvec::smallvec;
 
 use super::grh::tests::read;
 use super::*;
-use crate::verbs::mr::{Access, Memory, Pinned, Region, Registration};
+use crate::verbs::access::Access;
+use crate::verbs::mr::{Memory, Pinned, Region, Registration};
 use crate::verbs::srq::Srq;
 use crate::verbs::wr::{Bind, Op, Payload, Remote, Sge};
 use crate::wire::dgram::{self, Shim};

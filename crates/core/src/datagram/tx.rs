@@ -20,12 +20,14 @@ use super::reads::{self, Reading, Wanted};
 use super::reassemble::Coverage;
 use super::{Bytes, DatagramQp, Given, Kind, MULTICAST_QPN, TxDatagram};
 use crate::bounds;
-use crate::connection::{Rnic, Step};
 use crate::ddp::tx::{Address, Message, Places, Source};
 use crate::error::Misuse;
 use crate::llp::mpa::frame::for_each_part;
-use crate::verbs::mr::{Access, LastRegion, Memory, Placement};
+use crate::observe::Step;
+use crate::verbs::access::Access;
+use crate::verbs::mr::{LastRegion, Memory, Placement};
 use crate::verbs::qp::State;
+use crate::verbs::rnic::Rnic;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{Destination, InlineData, Op, Payload, Remote, Sge, WorkRequest};
@@ -254,7 +256,7 @@ impl DatagramQp {
             return false;
         };
         let request = &posted.request;
-        let plain = posted.planted.is_none() && !(request.fence && reading);
+        let plain = posted.injected.is_none() && !(request.fence && reading);
         let Some(to) = request.destination.filter(|_| plain) else {
             return false;
         };
@@ -785,13 +787,13 @@ impl DatagramQp {
         self.counters.tx_errors += 1;
         match given {
             Given::Nothing => return,
-            Given::Part(request) => self.condemn(request, Status::LocalQpOperation),
+            Given::Part(request) => self.mark_failed(request, Status::LocalQpOperation),
             Given::End(request) => {
-                self.condemn(request, Status::LocalQpOperation);
+                self.mark_failed(request, Status::LocalQpOperation);
                 self.sent(request);
             }
             Given::Ask(request) => {
-                self.condemn(request, Status::LocalQpOperation);
+                self.mark_failed(request, Status::LocalQpOperation);
                 self.reads.remove_number(request);
                 self.sent(request);
             }
@@ -826,10 +828,10 @@ impl DatagramQp {
         }
         posted.phase = Phase::Sending;
         let id = posted.request.id;
-        let planted = posted.planted;
+        let injected = posted.injected;
         self.sq.advance();
         self.observe(&Step::Take(id));
-        if let Some(status) = planted {
+        if let Some(status) = injected {
             self.fail_request(number, Unbuildable(status, "a fault was asked for"));
             return Taken::Done;
         }
@@ -851,7 +853,7 @@ impl DatagramQp {
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
         self.observe(&Step::Failed(why));
-        self.condemn(number, status);
+        self.mark_failed(number, status);
         self.reads.remove_number(number);
         self.sent(number);
         if self.rd.is_some() {

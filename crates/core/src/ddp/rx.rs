@@ -10,13 +10,15 @@ use smallvec::smallvec;
 use std::time::Instant;
 
 use crate::bounds;
-use crate::connection::{Connection, End, Peer, Response, Step};
+use crate::connection::{Connection, End, Peer, Response};
 use crate::ddp::tx::Places;
 use crate::error::{PeerError, TermCode};
 use crate::llp::mpa::deframe::{CRC, Extent, LENGTH, deframe};
 use crate::llp::mpa::frame::for_each_part;
+use crate::observe::Step;
 use crate::rdmap::rx::ReceiveUnderWay;
-use crate::verbs::mr::{Access, AccessError, Placement};
+use crate::verbs::access::Access;
+use crate::verbs::mr::{AccessError, Placement};
 use crate::verbs::qp::State;
 use crate::verbs::wc::Status;
 use crate::wire::control::Control;
@@ -28,7 +30,7 @@ use crate::wire::{Stag, To};
 #[derive(Debug)]
 pub(crate) struct Direct {
     pub(crate) header: Header,
-    pub(crate) offender: Offender,
+    pub(crate) context: TermContext,
     pub(crate) targets: Places,
     /// Payload bytes placed.
     pub(crate) placed: u64,
@@ -37,12 +39,12 @@ pub(crate) struct Direct {
     pub(crate) pad: usize,
     /// A rule that it broke: nothing (more) of it is placed. Told when its CRC is known to be right, since otherwise
     /// the damage may be the reason.
-    pub(crate) fault: Option<Fault>,
+    pub(crate) violation: Option<Violation>,
 }
 
 /// Why a segment was not admitted.
 #[derive(Debug)]
-pub(crate) struct Fault {
+pub(crate) struct Violation {
     /// The rule that it broke.
     pub(crate) error: PeerError,
     /// What the peer's request ends with, if it was a request.
@@ -53,7 +55,7 @@ pub(crate) struct Fault {
     pub(crate) own: Option<(u64, Status)>,
 }
 
-impl Fault {
+impl Violation {
     /// A request of the peer was wrong.
     pub(crate) fn request(error: PeerError, status: Status) -> Self {
         Self {
@@ -91,28 +93,28 @@ impl Fault {
     }
 }
 
-/// The segment at fault, as a Terminate describes it.
+/// The segment at violation, as a Terminate describes it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Offender {
+pub(crate) struct TermContext {
     header: RawHeader,
     /// Bytes of the segment, header and payload.
     len: u16,
     read: Option<[u8; ReadRequest::LEN]>,
 }
 
-impl Offender {
+impl TermContext {
     /// No segment in particular.
-    pub(crate) fn none() -> Self {
-        Self::of(&[])
+    pub(crate) fn local() -> Self {
+        Self::segment(&[])
     }
 
     /// A whole segment.
-    pub(crate) fn of(ulpdu: &[u8]) -> Self {
-        Self::begun(ulpdu, ulpdu.len())
+    pub(crate) fn segment(ulpdu: &[u8]) -> Self {
+        Self::partial_segment(ulpdu, ulpdu.len())
     }
 
     /// A segment of `len` bytes, of which the front is here.
-    pub(crate) fn begun(front: &[u8], len: usize) -> Self {
+    pub(crate) fn partial_segment(front: &[u8], len: usize) -> Self {
         let is_read = matches!(
             Header::parse(front),
             Ok((header, _)) if header.opcode() == Opcode::ReadRequest
@@ -126,10 +128,10 @@ impl Offender {
     }
 
     /// No segment, but a Read that was being answered, of which this is left.
-    pub(crate) fn read(left: Option<ReadRequest>) -> Self {
+    pub(crate) fn read_response(left: Option<ReadRequest>) -> Self {
         Self {
             read: left.map(|left| left.emit()),
-            ..Self::none()
+            ..Self::local()
         }
     }
 
@@ -206,7 +208,7 @@ impl Connection {
                     used += rest.len().min(LENGTH + extent.ulpdu);
                 }
                 Err(error) => {
-                    self.fail_by_peer(Fault::answer(error), &Offender::none());
+                    self.fail_by_peer(Violation::answer(error), &TermContext::local());
                     return bytes.len();
                 }
             }
@@ -223,8 +225,8 @@ impl Connection {
         let (header, at) = match Header::parse(ulpdu) {
             Ok(parsed) => parsed,
             Err(error) => {
-                let fault = Fault::request(error, Status::RemoteInvalidRequest);
-                self.fail_by_peer(fault, &Offender::of(ulpdu));
+                let violation = Violation::request(error, Status::RemoteInvalidRequest);
+                self.fail_by_peer(violation, &TermContext::segment(ulpdu));
                 return;
             }
         };
@@ -245,10 +247,10 @@ impl Connection {
             }
             Ok(Admitted::Inspect) => self.deliver(now, &header, payload),
             Ok(Admitted::Drop) => Ok(()),
-            Err(fault) => Err(fault),
+            Err(violation) => Err(violation),
         };
-        if let Err(fault) = result {
-            self.fail_by_peer(fault, &Offender::of(ulpdu));
+        if let Err(violation) = result {
+            self.fail_by_peer(violation, &TermContext::segment(ulpdu));
         }
     }
 
@@ -258,7 +260,7 @@ impl Connection {
         now: Instant,
         header: &Header,
         len: u64,
-    ) -> Result<Admitted, Fault> {
+    ) -> Result<Admitted, Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(Admitted::Drop);
         };
@@ -275,7 +277,7 @@ impl Connection {
             Header::Untagged(h) => {
                 // RFC 5040 §4.2 [rdmap-headers]: all other untagged messages are a single segment.
                 if h.opcode != Opcode::Control && (!h.last || h.mo != 0) {
-                    return Err(Fault::request(
+                    return Err(Violation::request(
                         PeerError::UntaggedOffset {
                             expected: 0,
                             got: h.mo,
@@ -288,14 +290,14 @@ impl Connection {
         }
     }
 
-    fn admit_write(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Fault> {
+    fn admit_write(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Violation> {
         // RFC 5041 §5.2 [ddp-zero-len]: a segment of length zero is placed nowhere; STag and TO are not looked at.
         if len == 0 {
             return Ok(Admitted::Place(Places::new()));
         }
         self.count_write(len);
         if !self.attr.access.has(Access::REMOTE_WRITE) {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::TaggedAccess { stag: h.stag.0 },
                 Status::RemoteAccess,
             ));
@@ -312,25 +314,25 @@ impl Connection {
                 len,
             )
             .map_err(|e| {
-                Fault::request(tagged_error(e, h.stag, h.to, len), Status::RemoteAccess)
+                Violation::request(tagged_error(e, h.stag, h.to, len), Status::RemoteAccess)
             })?;
         Ok(Admitted::Place(smallvec![place]))
     }
 
-    fn admit_read_response(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Fault> {
+    fn admit_read_response(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(Admitted::Drop);
         };
         // RFC 5040 §5.2 [read-order]: responses come in the order of the requests, so this is for the oldest.
         let Some(read) = s.reads.front() else {
-            return Err(Fault::answer(PeerError::UnexpectedResponse {
+            return Err(Violation::answer(PeerError::UnexpectedResponse {
                 opcode: h.opcode.bits(),
             }));
         };
         let number = read.request;
         let mismatch = |what| {
             let error = PeerError::ResponseMismatch(what);
-            Err(Fault::answer_to(number, error, Status::BadResponse))
+            Err(Violation::answer_to(number, error, Status::BadResponse))
         };
         if h.stag != read.stag {
             return mismatch("sink stag");
@@ -352,13 +354,13 @@ impl Connection {
         Ok(Admitted::Place(targets))
     }
 
-    fn admit_send(&mut self, now: Instant, h: &Untagged, len: u64) -> Result<Admitted, Fault> {
+    fn admit_send(&mut self, now: Instant, h: &Untagged, len: u64) -> Result<Admitted, Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(Admitted::Drop);
         };
         if s.receive.is_none() {
             if h.msn.0 != s.recv_send_msn {
-                return Err(Fault::request(
+                return Err(Violation::request(
                     PeerError::UntaggedMsn {
                         expected: s.recv_send_msn,
                         got: h.msn.0,
@@ -367,7 +369,7 @@ impl Connection {
                 ));
             }
             if h.mo != 0 {
-                return Err(Fault::request(
+                return Err(Violation::request(
                     PeerError::UntaggedOffset {
                         expected: 0,
                         got: h.mo,
@@ -384,7 +386,7 @@ impl Connection {
             return Ok(Admitted::Drop);
         };
         if h.msn != receive.msn || h.opcode != receive.opcode {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::UntaggedMsn {
                     expected: receive.msn.0,
                     got: h.msn.0,
@@ -394,7 +396,7 @@ impl Connection {
         }
         // RFC 5041 §7.1 [ddp-mo-order]: over TCP segments come in order, so each continues where the last one ended.
         if u64::from(h.mo) != receive.received {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::UntaggedOffset {
                     expected: u32::try_from(receive.received).unwrap_or(u32::MAX),
                     got: h.mo,
@@ -404,7 +406,7 @@ impl Connection {
         }
         let after = receive.received + len;
         if after > receive.room {
-            return Err(Fault::receive(
+            return Err(Violation::receive(
                 PeerError::UntaggedTooLong {
                     buffer: receive.room,
                     message: after,
@@ -423,7 +425,7 @@ impl Connection {
     }
 
     /// Takes a posted receive for a Send that begins. False: there is none, and the peer was told to wait.
-    fn open_receive(&mut self, h: &Untagged, _now: Instant) -> Result<bool, Fault> {
+    fn open_receive(&mut self, h: &Untagged, _now: Instant) -> Result<bool, Violation> {
         let Some(taken) = self.take_receive() else {
             return self.no_receive(h).map(|()| false);
         };
@@ -457,7 +459,7 @@ impl Connection {
             });
         }
         if refused {
-            return Err(Fault::receive(
+            return Err(Violation::receive(
                 PeerError::RdmapLocal,
                 Status::RemoteOperation,
                 Status::LocalProtection,
@@ -467,7 +469,7 @@ impl Connection {
     }
 
     /// No receive is posted for a Send or an immediate.
-    pub(crate) fn no_receive(&mut self, h: &Untagged) -> Result<(), Fault> {
+    pub(crate) fn no_receive(&mut self, h: &Untagged) -> Result<(), Violation> {
         let timer = self.attr.min_rnr_timer;
         let Some(s) = &mut self.stream else {
             return Ok(());
@@ -481,7 +483,7 @@ impl Connection {
             return Ok(());
         }
         // RFC 5041 §7.1 [ddp-no-buffer]: a message without a buffer ends the stream.
-        Err(Fault::request(
+        Err(Violation::request(
             PeerError::UntaggedNoBuffer {
                 qn: h.qn,
                 msn: h.msn.0,
@@ -497,7 +499,7 @@ impl Connection {
         targets: &Places,
         from: u64,
         payload: &[u8],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), Violation> {
         let mut at = 0_usize;
         let memory = &self.rnic.memory;
         let mut stag = Stag(0);
@@ -529,16 +531,16 @@ impl Connection {
     }
 
     /// The place of a segment was deregistered or invalidated since it was checked.
-    fn gone(&self, header: &Header, stag: Stag) -> Fault {
+    fn gone(&self, header: &Header, stag: Stag) -> Violation {
         let error = PeerError::TaggedStag { stag: stag.0 };
         let read = self.stream.as_ref().and_then(|s| s.reads.front());
         match (header.opcode(), read) {
-            (Opcode::Write, _) => Fault::request(error, Status::RemoteAccess),
+            (Opcode::Write, _) => Violation::request(error, Status::RemoteAccess),
             (Opcode::ReadResponse, Some(read)) => {
-                Fault::answer_to(read.request, error, Status::LocalProtection)
+                Violation::answer_to(read.request, error, Status::LocalProtection)
             }
-            (Opcode::ReadResponse, None) => Fault::answer(error),
-            _ => Fault::receive(
+            (Opcode::ReadResponse, None) => Violation::answer(error),
+            _ => Violation::receive(
                 PeerError::RdmapLocal,
                 Status::RemoteOperation,
                 Status::LocalProtection,
@@ -587,23 +589,23 @@ impl Connection {
                 self.place(&header, &targets, 0, payload).map(|()| targets)
             }
             Ok(_) => return false,
-            Err(fault) => Err(fault),
+            Err(violation) => Err(violation),
         };
-        let (targets, fault) = match admitted {
+        let (targets, violation) = match admitted {
             Ok(targets) => (targets, None),
-            Err(fault) => (Places::new(), Some(fault)),
+            Err(violation) => (Places::new(), Some(violation)),
         };
         let Some(s) = &mut self.stream else {
             return false;
         };
         s.direct = Some(Direct {
             header,
-            offender: Offender::begun(have, extent.ulpdu),
+            context: TermContext::partial_segment(have, extent.ulpdu),
             targets,
             placed: payload.len() as u64,
             left: len - payload.len() as u64,
             pad: extent.pad,
-            fault,
+            violation,
         });
         true
     }
@@ -621,9 +623,9 @@ impl Connection {
                 return None;
             }
             let bytes = rest.get(..n).unwrap_or(&[]);
-            if direct.fault.is_none() {
+            if direct.violation.is_none() {
                 let placed = self.place(&direct.header, &direct.targets, direct.placed, bytes);
-                direct.fault = placed.err();
+                direct.violation = placed.err();
             }
             direct.placed += n as u64;
             direct.left -= n as u64;
@@ -635,12 +637,12 @@ impl Connection {
             self.stream.as_mut()?.direct = Some(direct);
             return None;
         }
-        let result = match direct.fault {
-            Some(fault) => Err(fault),
+        let result = match direct.violation {
+            Some(violation) => Err(violation),
             None => self.deliver(now, &direct.header, &[]),
         };
-        if let Err(fault) = result {
-            self.fail_by_peer(fault, &direct.offender);
+        if let Err(violation) = result {
+            self.fail_by_peer(violation, &direct.context);
         }
         Some(tail)
     }
@@ -649,7 +651,7 @@ impl Connection {
     /// much of them is filled, and how many bytes are missing.
     pub fn direct(&self) -> Option<(&[Placement], u64, u64)> {
         let d = self.stream.as_ref()?.direct.as_ref()?;
-        (d.left > 0 && d.fault.is_none()).then_some((d.targets.as_slice(), d.placed, d.left))
+        (d.left > 0 && d.violation.is_none()).then_some((d.targets.as_slice(), d.placed, d.left))
     }
 
     /// `n` bytes were received to where [`Self::direct`] said.

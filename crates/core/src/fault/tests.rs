@@ -130,10 +130,10 @@ fn probabilities_are_met() {
     let mut lane = Lane::new(plan("loss=0.01,dup=0.1,seed=5"), 1, 0);
     let (mut lost, mut twice, mut both) = (0, 0, 0);
     for _ in 0..100_000 {
-        let (fate, _) = lane.datagram(Direction::Tx, peer(), b"x");
-        lost += u32::from(fate.does(Action::Drop));
-        twice += u32::from(fate.does(Action::Dup));
-        both += u32::from(fate.does(Action::Drop) && fate.does(Action::Dup));
+        let (decision, _) = lane.datagram(Direction::Tx, peer(), b"x");
+        lost += u32::from(decision.does(Action::Drop));
+        twice += u32::from(decision.does(Action::Dup));
+        both += u32::from(decision.does(Action::Drop) && decision.does(Action::Dup));
     }
     // Four standard deviations.
     assert!((874..=1126).contains(&lost), "{lost}");
@@ -172,9 +172,9 @@ fn rules_count_what_they_match() {
     let mut ask = |what| lane.request(what, None, Service::Stream);
     assert!(ask(What::Send).is_nothing());
     assert!(ask(What::Write).is_nothing());
-    let fate = ask(What::Send);
-    assert!(fate.does(Action::Kill));
-    assert_eq!((fate.item, fate.causes[0].line), (3, Some(1)));
+    let decision = ask(What::Send);
+    assert!(decision.does(Action::Kill));
+    assert_eq!((decision.item, decision.causes[0].line), (3, Some(1)));
     assert!(ask(What::Send).is_nothing());
     let failures: Vec<_> = (0..6)
         .map(|_| ask(What::Write).failure().is_some())
@@ -207,19 +207,19 @@ fn queue_pair_and_peer_select() {
 fn streams_have_no_datagrams_to_lose_and_datagrams_are_late_by_themselves() {
     let text = "loss=1,delay=5ms,rate=1MB/s\n-> drop\n-> delay=1ms";
     let mut stream = Lane::new(plan(text), 1, 0);
-    let fate = stream.request(What::Send, None, Service::Stream);
-    assert!(!fate.does(Action::Drop));
-    assert_eq!(fate.delay, Duration::from_millis(6));
-    assert_eq!(fate.rate, Some(1_000_000));
+    let decision = stream.request(What::Send, None, Service::Stream);
+    assert!(!decision.does(Action::Drop));
+    assert_eq!(decision.delay, Duration::from_millis(6));
+    assert_eq!(decision.rate, Some(1_000_000));
     let mut datagrams = Lane::new(plan(text), 1, 0);
     assert!(
         datagrams
             .request(What::Send, None, Service::Unreliable)
             .is_nothing()
     );
-    let (fate, _) = datagrams.datagram(Direction::Tx, peer(), b"x");
-    assert!(fate.does(Action::Drop));
-    assert_eq!(fate.delay, Duration::from_millis(6));
+    let (decision, _) = datagrams.datagram(Direction::Tx, peer(), b"x");
+    assert!(decision.does(Action::Drop));
+    assert_eq!(decision.delay, Duration::from_millis(6));
 }
 
 #[test]
@@ -231,12 +231,12 @@ fn only_who_answers_can_be_killed_or_not_ready() {
     ] {
         for text in ["kill=1", "-> kill", "-> rnr=3"] {
             let mut lane = Lane::new(plan(text), 1, 0);
-            let fate = lane.request(What::Send, None, service);
-            assert_eq!(!fate.is_nothing(), hit, "{text} {service:?}");
+            let decision = lane.request(What::Send, None, service);
+            assert_eq!(!decision.is_nothing(), hit, "{text} {service:?}");
         }
         let mut lane = Lane::new(plan("-> error=general"), 1, 0);
-        let fate = lane.request(What::Send, None, service);
-        assert_eq!(fate.failure(), Some(Status::General));
+        let decision = lane.request(What::Send, None, service);
+        assert_eq!(decision.failure(), Some(Status::General));
     }
 }
 
@@ -244,12 +244,12 @@ fn only_who_answers_can_be_killed_or_not_ready() {
 fn one_bit_is_wrong() {
     let mut lane = Lane::new(plan("corrupt=1"), 1, 0);
     for _ in 0..100 {
-        let (fate, _) = lane.datagram(Direction::Tx, peer(), &[0; 9]);
+        let (decision, _) = lane.datagram(Direction::Tx, peer(), &[0; 9]);
         let mut bytes = [0; 9];
-        fate.corrupt(&mut bytes);
+        decision.corrupt(&mut bytes);
         assert_eq!(bytes.iter().map(|b| b.count_ones()).sum::<u32>(), 1);
     }
-    Fate::default().corrupt(&mut []);
+    Decision::default().corrupt(&mut []);
 }
 
 #[test]

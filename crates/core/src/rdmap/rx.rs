@@ -2,12 +2,14 @@
 
 use std::time::Instant;
 
-use super::super::connection::{AsyncEvent, Connection, End, First, Peer, Response, Step};
 use crate::bounds;
-use crate::ddp::rx::{Fault, remote_error};
+use crate::connection::{Connection, End, First, Peer, Response};
+use crate::ddp::rx::{Violation, remote_error};
 use crate::ddp::tx::{Address, Message, Places, Source};
 use crate::error::PeerError;
-use crate::verbs::mr::Access;
+use crate::observe::Step;
+use crate::verbs::access::Access;
+use crate::verbs::event::AsyncEvent;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::{Completion, Status, WcOp};
@@ -37,7 +39,7 @@ impl Connection {
         now: Instant,
         header: &Header,
         payload: &[u8],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), Violation> {
         let opcode = header.opcode();
         if header.last() && self.rnic.observer.is_some() {
             self.observe(&Step::Deliver(opcode));
@@ -64,7 +66,7 @@ impl Connection {
                 Opcode::AtomicResponse => self.deliver_atomic_response(h, payload),
                 Opcode::Terminate => self.deliver_terminate(h, payload),
                 Opcode::Control => self.deliver_control(now, h),
-                _ => Err(Fault::request(
+                _ => Err(Violation::request(
                     PeerError::Opcode {
                         opcode: opcode.bits(),
                     },
@@ -163,7 +165,7 @@ impl Connection {
         }
     }
 
-    fn deliver_send(&mut self, h: &Untagged) -> Result<(), Fault> {
+    fn deliver_send(&mut self, h: &Untagged) -> Result<(), Violation> {
         if !h.last {
             return Ok(());
         }
@@ -181,7 +183,7 @@ impl Connection {
                 .invalidate(stag, self.pd_of_peer(), self.qpn)
                 .is_err()
             {
-                return Err(Fault::request(
+                return Err(Violation::request(
                     PeerError::CannotInvalidate { stag: stag.0 },
                     Status::RemoteAccess,
                 ));
@@ -296,19 +298,19 @@ impl Connection {
         }
     }
 
-    fn deliver_immediate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+    fn deliver_immediate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
         let Ok(bytes) = <&[u8; Immediate::LEN]>::try_from(payload) else {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::MessageShape("immediate data is not 8 bytes"),
                 Status::RemoteInvalidRequest,
             ));
         };
         // In the middle of a Send its number is taken, and the next one cannot come yet.
         if h.msn.0 != s.recv_send_msn || s.receive.is_some() {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::UntaggedMsn {
                     expected: s.recv_send_msn,
                     got: h.msn.0,
@@ -336,12 +338,12 @@ impl Connection {
     // ------------------------------------------------------------------ reads
 
     /// Checks number and limit of a request that needs an answer, and counts it.
-    fn open_service(&mut self, h: &Untagged) -> Result<(), Fault> {
+    fn open_service(&mut self, h: &Untagged) -> Result<(), Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
         if h.msn.0 != s.recv_read_msn {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::UntaggedMsn {
                     expected: s.recv_read_msn,
                     got: h.msn.0,
@@ -354,7 +356,7 @@ impl Connection {
         // RFC 5040 §6.1 [read-ird-limit]. A peer whose ready-to-receive message is a Read needs one slot in any case.
         let limit = s.config.ird.max(1);
         if s.serving >= limit || s.responses.len() >= bounds::RESPONSES_MAX {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::IrdOverrun { limit },
                 Status::RemoteInvalidRequest,
             ));
@@ -363,9 +365,9 @@ impl Connection {
         Ok(())
     }
 
-    fn deliver_read_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+    fn deliver_read_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
         let Ok(bytes) = <&[u8; ReadRequest::LEN]>::try_from(payload) else {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::MessageShape("read request is not 28 bytes"),
                 Status::RemoteInvalidRequest,
             ));
@@ -378,7 +380,7 @@ impl Connection {
         if len > 0 {
             let (stag, to) = (request.source_stag, request.source_to);
             if !self.attr.access.has(Access::REMOTE_READ) {
-                return Err(Fault::request(
+                return Err(Violation::request(
                     PeerError::RemoteAccess { stag: stag.0 },
                     Status::RemoteAccess,
                 ));
@@ -395,7 +397,7 @@ impl Connection {
                     len,
                 )
                 .map_err(|e| {
-                    Fault::request(remote_error(e, stag, to, len), Status::RemoteAccess)
+                    Violation::request(remote_error(e, stag, to, len), Status::RemoteAccess)
                 })?;
             places.push(place);
         }
@@ -448,19 +450,19 @@ impl Connection {
 
     // ------------------------------------------------------------------ atomics
 
-    fn deliver_atomic_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+    fn deliver_atomic_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
         let Ok(bytes) = <&[u8; AtomicRequest::LEN]>::try_from(payload) else {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::MessageShape("atomic request is not 52 bytes"),
                 Status::RemoteInvalidRequest,
             ));
         };
         let request = AtomicRequest::parse(bytes)
-            .map_err(|e| Fault::request(e, Status::RemoteInvalidRequest))?;
+            .map_err(|e| Violation::request(e, Status::RemoteInvalidRequest))?;
         self.open_service(h)?;
         let (stag, to) = (request.stag, request.to);
         if !self.attr.access.has(Access::REMOTE_ATOMIC) {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::RemoteAccess { stag: stag.0 },
                 Status::RemoteAccess,
             ));
@@ -476,16 +478,16 @@ impl Connection {
                 to,
                 8,
             )
-            .map_err(|e| Fault::request(remote_error(e, stag, to, 8), Status::RemoteAccess))?;
+            .map_err(|e| Violation::request(remote_error(e, stag, to, 8), Status::RemoteAccess))?;
         // RFC 7306 §5.1 [atomic-aligned]: the word is a multiple of eight.
         if place.misaligned() {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::AtomicMisaligned { to: to.0 },
                 Status::RemoteInvalidRequest,
             ));
         }
         let Some(pinned) = place.pin() else {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::RemoteStag { stag: stag.0 },
                 Status::RemoteAccess,
             ));
@@ -520,24 +522,24 @@ impl Connection {
         Ok(())
     }
 
-    fn deliver_atomic_response(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+    fn deliver_atomic_response(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
         let Some(pending) = s.atomics.pop_front() else {
-            return Err(Fault::answer(PeerError::UnexpectedResponse {
+            return Err(Violation::answer(PeerError::UnexpectedResponse {
                 opcode: h.opcode.bits(),
             }));
         };
         let number = pending.request;
         let Ok(bytes) = <&[u8; AtomicResponse::LEN]>::try_from(payload) else {
             let error = PeerError::MessageShape("atomic response is not 12 bytes");
-            return Err(Fault::answer_to(number, error, Status::BadResponse));
+            return Err(Violation::answer_to(number, error, Status::BadResponse));
         };
         let response = AtomicResponse::parse(bytes);
         if h.msn.0 != s.recv_atomic_response_msn || response.id != pending.id {
             let error = PeerError::ResponseMismatch("atomic request identifier");
-            return Err(Fault::answer_to(number, error, Status::BadResponse));
+            return Err(Violation::answer_to(number, error, Status::BadResponse));
         }
         s.recv_atomic_response_msn = s.recv_atomic_response_msn.wrapping_add(1);
         match pending.sink.pin() {
@@ -548,7 +550,7 @@ impl Connection {
                 .place(&pinned, 0, &response.value.to_ne_bytes()),
             None => {
                 let error = PeerError::RdmapLocal;
-                return Err(Fault::answer_to(number, error, Status::LocalProtection));
+                return Err(Violation::answer_to(number, error, Status::LocalProtection));
             }
         }
         self.answered(pending.request);
@@ -557,10 +559,10 @@ impl Connection {
 
     // ------------------------------------------------------------------ ends and private messages
 
-    fn deliver_terminate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Fault> {
+    fn deliver_terminate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
         // RFC 5041 §7.1 [ddp-msn-range]: the one message of queue 2.
         if h.msn != Msn::FIRST {
-            return Err(Fault::answer(PeerError::UntaggedMsn {
+            return Err(Violation::answer(PeerError::UntaggedMsn {
                 expected: Msn::FIRST.0,
                 got: h.msn.0,
             }));
@@ -618,14 +620,14 @@ impl Connection {
         }
     }
 
-    fn deliver_control(&mut self, now: Instant, h: &Untagged) -> Result<(), Fault> {
-        let what = Control::parse(h).map_err(Fault::answer)?;
+    fn deliver_control(&mut self, now: Instant, h: &Untagged) -> Result<(), Violation> {
+        let what = Control::parse(h).map_err(Violation::answer)?;
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
         // To a standard peer these messages do not exist.
         if s.peer != Peer::Anywarp {
-            return Err(Fault::request(
+            return Err(Violation::request(
                 PeerError::Opcode {
                     opcode: Opcode::Control.bits(),
                 },
@@ -633,11 +635,13 @@ impl Connection {
             ));
         }
         match what {
-            Control::Hello { features, .. } => s.heard_features(features),
+            Control::Hello { features, .. } => s.set_peer_features(features),
             Control::Pong => {}
-            Control::Carrier(what) => s.heard_carrier(what)?,
+            Control::Handover(what) => s.receive_handover(what)?,
             Control::Cookie => {
-                return Err(Fault::answer(PeerError::Control("a cookie on a stream")));
+                return Err(Violation::answer(PeerError::Control(
+                    "a cookie on a stream",
+                )));
             }
             Control::Ping => {
                 if s.responses.len() < bounds::RESPONSES_MAX {
@@ -646,14 +650,14 @@ impl Connection {
             }
             Control::Ack { seq } => {
                 if !self.handle_ack(seq) {
-                    return Err(Fault::answer(PeerError::Control(
+                    return Err(Violation::answer(PeerError::Control(
                         "acknowledges what was not sent",
                     )));
                 }
             }
             Control::Rnr { seq, timer } => {
                 if !self.handle_ack(seq.wrapping_sub(1)) {
-                    return Err(Fault::answer(PeerError::Control(
+                    return Err(Violation::answer(PeerError::Control(
                         "not ready for what was not sent",
                     )));
                 }
@@ -665,7 +669,7 @@ impl Connection {
                     .iter()
                     .any(|r| matches!(r, Response::Control(Control::Rnr { .. })));
                 if s.discarding != Some(seq) || unsaid {
-                    return Err(Fault::answer(PeerError::Control(
+                    return Err(Violation::answer(PeerError::Control(
                         "restart that nobody asked for",
                     )));
                 }
@@ -674,7 +678,7 @@ impl Connection {
             Control::Nak { seq, status } => {
                 let status = Status::from_number(status).unwrap_or(Status::RemoteOperation);
                 if !self.handle_ack(seq.wrapping_sub(1)) {
-                    return Err(Fault::answer(PeerError::Control(
+                    return Err(Violation::answer(PeerError::Control(
                         "refuses what was not sent",
                     )));
                 }
@@ -701,18 +705,18 @@ impl Connection {
             Control::SelectSrq { .. } if s.discarding.is_some() => {}
             Control::SelectSrq { number } => {
                 if s.receive.is_some() {
-                    return Err(Fault::answer(PeerError::Control(
+                    return Err(Violation::answer(PeerError::Control(
                         "chooses a shared receive queue inside a message",
                     )));
                 }
                 if !self.rq.choose(number) {
-                    return Err(Fault::request(
+                    return Err(Violation::request(
                         PeerError::Control("chooses a shared receive queue that is not there"),
                         Status::RemoteInvalidRequest,
                     ));
                 }
             }
-            Control::Bye => s.said_bye = true,
+            Control::Bye => s.bye_received = true,
         }
         Ok(())
     }

@@ -7,13 +7,14 @@ use std::time::Instant;
 use smallvec::{SmallVec, smallvec};
 
 use crate::bounds;
-use crate::connection::{Connection, First, Parts, Peer, Rnic, StreamConfig};
+use crate::connection::{Connection, First, Parts, Peer, StreamConfig};
 use crate::ddp::tx::{Address, Message, Source, segment};
 use crate::llp::mpa::deframe::{Extent, LENGTH};
 use crate::llp::mpa::frame::{TxBatch, frame_bytes};
 use crate::verbs::cq::Cq;
 use crate::verbs::mr::{Memory, Pinned, Regions};
 use crate::verbs::qp::{Capacity, State};
+use crate::verbs::rnic::Rnic;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::wc::{Completion, Status};
 use crate::verbs::wr::{Op, Payload, RecvRequest, Remote, WorkRequest};
@@ -82,7 +83,7 @@ fn near_the_end() -> (Connection, Arc<Cq>) {
         first: First::Nothing,
         managed: true,
         markers: false,
-        carrier: None,
+        shm_handover: None,
     };
     conn.attach(config, now());
     let s = conn.stream.as_mut().unwrap();
@@ -216,6 +217,6 @@ fn so_many_acknowledgements_go_without_company() {
         let mut batch = TxBatch::default();
         conn.poll_tx(now(), false, &mut batch);
         assert_eq!(!batch.is_empty(), goes, "{peer:?}, {owed}");
-        assert_eq!(conn.owes_ack(), peer == Peer::Anywarp && !goes);
+        assert_eq!(conn.ack_due(), peer == Peer::Anywarp && !goes);
     }
 }

@@ -11,13 +11,14 @@ use smallvec::SmallVec;
 
 use super::read::{PendingAtomic, PendingRead};
 use crate::bounds;
-use crate::connection::{
-    Connection, End, First, Next, Outgoing, Peer, Response, Rnic, Step, Stream,
-};
+use crate::connection::{Connection, End, First, Next, Outgoing, Peer, Response, Stream};
 use crate::ddp::tx::{Address, Message, Places, Source};
 use crate::llp::mpa::frame::TxBatch;
-use crate::verbs::mr::{Access, AccessError, LastRegion};
+use crate::observe::Step;
+use crate::verbs::access::Access;
+use crate::verbs::mr::{AccessError, LastRegion};
 use crate::verbs::qp::State;
+use crate::verbs::rnic::Rnic;
 use crate::verbs::sq::{self, Phase};
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{InlineData, Op, Payload, Remote, Sge};
@@ -165,7 +166,7 @@ impl Connection {
                 let (message, last) = match response {
                     Response::Read(m) | Response::Atomic(m) => (m, true),
                     Response::Control(c) => {
-                        s.handover.tx_sealed = matches!(c, Control::Carrier(w) if w.is_last());
+                        s.handover.tx_sealed = matches!(c, Control::Handover(w) if w.is_last());
                         (control(c), false)
                     }
                     Response::Terminate(m) | Response::Rtr(m) => (m, false),
@@ -239,7 +240,7 @@ impl Connection {
             && !s.handover.tx_sealed;
         let is_plain = posted.phase == Phase::Queued
             && posted.skip == 0
-            && posted.planted.is_none()
+            && posted.injected.is_none()
             && request.srq.is_none()
             && !(request.fence && (!s.reads.is_empty() || !s.atomics.is_empty()));
         let len = request.payload.len();
@@ -334,7 +335,7 @@ impl Connection {
         if posted.request.fence && outstanding > 0 {
             return Taken::Nothing;
         }
-        if let Some(status) = posted.planted {
+        if let Some(status) = posted.injected {
             self.sq.advance();
             self.fail_request(number, status, "a fault was asked for");
             return Taken::Nothing;

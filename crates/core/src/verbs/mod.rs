@@ -1,9 +1,12 @@
 //! What the application sees: work requests, completions, protection domains, memory regions, queues.
 
+pub mod access;
 pub mod cq;
+pub mod event;
 pub mod mr;
 pub mod pd;
 pub mod qp;
+pub mod rnic;
 pub mod rq;
 pub mod sq;
 pub mod srq;

@@ -7,79 +7,13 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::IpAddr;
-use std::ops::{BitAnd, BitOr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use super::access::Access;
 use super::wr::Bind;
 use crate::error::Misuse;
 use crate::wire::{Stag, To};
-
-/// Access rights; the bits are those of `enum ibv_access_flags`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Access(pub u32);
-
-impl Access {
-    /// Local Read only.
-    pub const NONE: Self = Self(0);
-    /// Received data may be placed.
-    pub const LOCAL_WRITE: Self = Self(1);
-    /// The peer may write.
-    pub const REMOTE_WRITE: Self = Self(1 << 1);
-    /// The peer may read.
-    pub const REMOTE_READ: Self = Self(1 << 2);
-    /// The peer may do atomics.
-    pub const REMOTE_ATOMIC: Self = Self(1 << 3);
-    /// Windows may be bound to it.
-    pub const MW_BIND: Self = Self(1 << 4);
-    /// Offsets start at zero instead of the virtual address.
-    pub const ZERO_BASED: Self = Self(1 << 5);
-    /// On demand paging: the memory may come and go while it is registered; each access looks whether it is there.
-    pub const ON_DEMAND: Self = Self(1 << 6);
-    /// Huge pages: no difference here.
-    pub const HUGETLB: Self = Self(1 << 7);
-    /// Relaxed ordering: no difference here.
-    pub const RELAXED_ORDERING: Self = Self(1 << 20);
-
-    /// Every bit that this device knows. Optional access flags (bits 20 to 29) are allowed to be unknown.
-    const KNOWN: u32 = 0xff | 0x3ff0_0000;
-
-    /// Whether all of `other` is in here.
-    pub fn has(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
-    }
-
-    /// The rights as a registration may ask for them (`ibv_reg_mr(3)`).
-    pub fn for_region(bits: u32) -> Result<Self, Misuse> {
-        if bits & !Self::KNOWN != 0 {
-            return Err(Misuse::InvalidArgument("unknown access flag"));
-        }
-        let access = Self(bits);
-        // ibv_reg_mr(3): remote write and atomics need local write.
-        if (access.has(Self::REMOTE_WRITE) || access.has(Self::REMOTE_ATOMIC))
-            && !access.has(Self::LOCAL_WRITE)
-        {
-            return Err(Misuse::InvalidArgument(
-                "remote write or atomic access without local write",
-            ));
-        }
-        Ok(access)
-    }
-}
-
-impl BitOr for Access {
-    type Output = Self;
-    fn bitor(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-}
-
-impl BitAnd for Access {
-    type Output = Self;
-    fn bitand(self, other: Self) -> Self {
-        Self(self.0 & other.0)
-    }
-}
 
 /// What kind of thing an STag names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::mr::Access;
+use super::access::Access;
 use crate::bounds;
 use crate::error::Misuse;
 
@@ -300,13 +300,13 @@ pub fn check_modify(
     kind: QpType,
     current: State,
     next: Option<State>,
-    given: u32,
+    attr_mask: u32,
     attr: &Attr,
-    assumed: Option<State>,
+    expected_state: Option<State>,
 ) -> Result<State, Misuse> {
-    if let Some(assumed) = assumed
-        && given & mask::CUR_STATE != 0
-        && assumed != current
+    if let Some(expected_state) = expected_state
+        && attr_mask & mask::CUR_STATE != 0
+        && expected_state != current
         && current != State::Reset
     {
         return Err(Misuse::WrongState(
@@ -318,43 +318,44 @@ pub fn check_modify(
         return Err(Misuse::WrongState("no such transition of the queue pair"));
     };
     let free = mask::STATE | mask::CUR_STATE | mask::RATE_LIMIT;
-    if given & rule.required != rule.required {
+    if attr_mask & rule.required != rule.required {
         return Err(Misuse::InvalidArgument(
             "an attribute that this transition needs is missing",
         ));
     }
-    if given & !(rule.required | rule.optional | free) != 0 {
+    if attr_mask & !(rule.required | rule.optional | free) != 0 {
         return Err(Misuse::InvalidArgument(
             "an attribute that this transition does not allow",
         ));
     }
-    if given & mask::PORT != 0 && attr.port != 1 {
+    if attr_mask & mask::PORT != 0 && attr.port != 1 {
         return Err(Misuse::InvalidArgument("port_num is not 1"));
     }
-    if given & mask::PKEY_INDEX != 0 && attr.pkey_index != 0 {
+    if attr_mask & mask::PKEY_INDEX != 0 && attr.pkey_index != 0 {
         return Err(Misuse::InvalidArgument("pkey_index is not 0"));
     }
-    if given & mask::PATH_MTU != 0 && !(1..=5).contains(&attr.path_mtu) {
+    if attr_mask & mask::PATH_MTU != 0 && !(1..=5).contains(&attr.path_mtu) {
         return Err(Misuse::InvalidArgument("path_mtu out of range"));
     }
-    if given & mask::RETRY_CNT != 0 && attr.retry_cnt > 7
-        || given & mask::RNR_RETRY != 0 && attr.rnr_retry > 7
+    if attr_mask & mask::RETRY_CNT != 0 && attr.retry_cnt > 7
+        || attr_mask & mask::RNR_RETRY != 0 && attr.rnr_retry > 7
     {
         return Err(Misuse::InvalidArgument("retry_cnt or rnr_retry above 7"));
     }
-    if given & mask::TIMEOUT != 0 && attr.timeout > 31
-        || given & mask::MIN_RNR_TIMER != 0 && attr.min_rnr_timer > 31
+    if attr_mask & mask::TIMEOUT != 0 && attr.timeout > 31
+        || attr_mask & mask::MIN_RNR_TIMER != 0 && attr.min_rnr_timer > 31
     {
         return Err(Misuse::InvalidArgument("timeout or min_rnr_timer above 31"));
     }
-    if given & mask::MAX_QP_RD_ATOMIC != 0 && attr.max_rd_atomic > bounds::MAX_RD_ATOMIC
-        || given & mask::MAX_DEST_RD_ATOMIC != 0 && attr.max_dest_rd_atomic > bounds::MAX_RD_ATOMIC
+    if attr_mask & mask::MAX_QP_RD_ATOMIC != 0 && attr.max_rd_atomic > bounds::MAX_RD_ATOMIC
+        || attr_mask & mask::MAX_DEST_RD_ATOMIC != 0
+            && attr.max_dest_rd_atomic > bounds::MAX_RD_ATOMIC
     {
         return Err(Misuse::InvalidArgument(
             "max_rd_atomic above the device's limit",
         ));
     }
-    if given & mask::DEST_QPN != 0 && attr.dest_qpn > 0x00ff_ffff {
+    if attr_mask & mask::DEST_QPN != 0 && attr.dest_qpn > 0x00ff_ffff {
         return Err(Misuse::InvalidArgument("dest_qp_num above 24 bits"));
     }
     Ok(to)

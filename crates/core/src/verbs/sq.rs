@@ -46,7 +46,7 @@ pub struct Posted {
     /// What went wrong with it on our side, in numbers and for the log; told when all before it have completed.
     pub failed: Option<(Status, &'static str)>,
     /// It is to fail like this when its turn comes ([`crate::fault`]).
-    pub planted: Option<Status>,
+    pub injected: Option<Status>,
 }
 
 /// What completes: all that is left of a request that leaves the queue.
@@ -151,7 +151,7 @@ impl SendQueue {
             rnr_tries: 0,
             skip: 0,
             failed: None,
-            planted: None,
+            injected: None,
         });
         let (max_sge, max_inline) = (self.max_sge, self.max_inline);
         let mut making = Making {
@@ -184,11 +184,11 @@ impl SendQueue {
     }
 
     /// The request that was posted last will fail with `status` instead of being sent.
-    pub fn plant(&mut self, status: Status) {
+    pub fn inject_error(&mut self, status: Status) {
         if let Some(posted) = self.posted.back_mut()
             && posted.phase == Phase::Queued
         {
-            posted.planted = Some(status);
+            posted.injected = Some(status);
         }
     }
 

@@ -129,7 +129,7 @@ pub struct Bind {
     /// Length in bytes; 0 unbinds.
     pub len: u64,
     /// Access rights of the window.
-    pub access: super::mr::Access,
+    pub access: super::access::Access,
 }
 
 impl Op {

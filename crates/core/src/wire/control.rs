@@ -73,14 +73,14 @@ pub enum Control {
     /// Orderly end without error.
     Bye,
     /// About shared memory that carries the stream from here on, when both ends are on one host.
-    Carrier(Carrier),
+    Handover(Handover),
     /// In a datagram: the request that it answers has to bring the 8 bytes that follow.
     Cookie,
 }
 
 /// How two ends on one host agree on shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Carrier {
+pub enum Handover {
     /// There is memory behind this descriptor of this process.
     Offer {
         /// The process.
@@ -96,7 +96,7 @@ pub enum Carrier {
     Switch,
 }
 
-impl Carrier {
+impl Handover {
     /// Whether nothing more comes on the connection behind it.
     pub const fn is_last(&self) -> bool {
         matches!(self, Self::Take | Self::Switch)
@@ -134,14 +134,14 @@ impl Control {
             KIND_PONG => Self::Pong,
             KIND_BYE => Self::Bye,
             KIND_COOKIE => Self::Cookie,
-            KIND_CARRIER => Self::Carrier(match arg {
-                0 => Carrier::Offer {
+            KIND_CARRIER => Self::Handover(match arg {
+                0 => Handover::Offer {
                     pid: seq,
                     fd: header.mo,
                 },
-                1 => Carrier::Take,
-                2 => Carrier::Refuse,
-                3 => Carrier::Switch,
+                1 => Handover::Take,
+                2 => Handover::Refuse,
+                3 => Handover::Switch,
                 _ => return Err(PeerError::Control("unknown word about a carrier")),
             }),
             _ => return Err(PeerError::Control("unknown kind")),
@@ -162,10 +162,10 @@ impl Control {
             Self::Pong => (KIND_PONG, 0, 0, 0),
             Self::Bye => (KIND_BYE, 0, 0, 0),
             Self::Cookie => (KIND_COOKIE, 0, 0, 0),
-            Self::Carrier(Carrier::Offer { pid, fd }) => (KIND_CARRIER, 0, pid, fd),
-            Self::Carrier(Carrier::Take) => (KIND_CARRIER, 1, 0, 0),
-            Self::Carrier(Carrier::Refuse) => (KIND_CARRIER, 2, 0, 0),
-            Self::Carrier(Carrier::Switch) => (KIND_CARRIER, 3, 0, 0),
+            Self::Handover(Handover::Offer { pid, fd }) => (KIND_CARRIER, 0, pid, fd),
+            Self::Handover(Handover::Take) => (KIND_CARRIER, 1, 0, 0),
+            Self::Handover(Handover::Refuse) => (KIND_CARRIER, 2, 0, 0),
+            Self::Handover(Handover::Switch) => (KIND_CARRIER, 3, 0, 0),
         };
         Untagged {
             last: true,
@@ -214,13 +214,13 @@ mod tests {
             Control::Pong,
             Control::Bye,
             Control::Cookie,
-            Control::Carrier(Carrier::Offer {
+            Control::Handover(Handover::Offer {
                 pid: 4_000_000,
                 fd: 77,
             }),
-            Control::Carrier(Carrier::Take),
-            Control::Carrier(Carrier::Refuse),
-            Control::Carrier(Carrier::Switch),
+            Control::Handover(Handover::Take),
+            Control::Handover(Handover::Refuse),
+            Control::Handover(Handover::Switch),
         ] {
             let bytes = c.header().emit();
             let (Header::Untagged(h), 18) = Header::parse(&bytes).unwrap() else {

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use anywarp_core::datagram::MULTICAST_QPN;
+use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
-use anywarp_core::verbs::mr::{Access, Region, Registration};
+use anywarp_core::verbs::mr::{Region, Registration};
 use anywarp_core::verbs::qp::{Capacity, mask};
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};

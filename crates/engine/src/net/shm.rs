@@ -28,8 +28,7 @@ use smallvec::SmallVec;
 use crate::device;
 use crate::mem;
 use crate::shared::{Shared, pull};
-use crate::sys::thread::Uncancelled;
-use crate::sys::{self, Io, PerProcess, stream};
+use crate::sys::{self, Io, PerProcess};
 use crate::worker::random_u32;
 
 const LEN: usize = PAGE + 2 * RING;
@@ -458,7 +457,7 @@ impl Shm {
         let user = match direct {
             Some((places, filled, missing)) => {
                 let missing = missing.min(record.left as u64);
-                stream::pin_rest((places, filled, missing), &mut pins, &mut to)?
+                sys::pin_rest((places, filled, missing), &mut pins, &mut to)?
             }
             None => 0,
         };
@@ -592,7 +591,7 @@ impl Shm {
 impl Drop for Shm {
     fn drop(&mut self) {
         // A thread that posts or polls may find that a connection is over.
-        let _inside = Uncancelled::new();
+        let _inside = sys::Uncancelled::new();
         self.file = None;
         let count = COUNT.get();
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));

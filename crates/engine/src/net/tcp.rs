@@ -12,17 +12,15 @@ use anywarp_core::llp::mpa::marker::Inserter;
 use anywarp_core::llp::mpa::startup::StreamParams;
 use anywarp_core::verbs::mr::Placement;
 use anywarp_core::verbs::qp::State;
-use anywarp_core::wire::control::Carrier;
+use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
 
 use crate::device::Profile;
-use crate::fd::EngineFd;
 use crate::net::linger::linger;
 use crate::net::shm::{Shm, Watch};
 use crate::startup;
 use crate::stat;
-use crate::sys::thread::Uncancelled;
-use crate::sys::{Io, PerProcess, socket, stream};
+use crate::sys::{self, EngineFd, Io, PerProcess};
 use crate::worker::{Engine, STAGE};
 
 /// Bytes that one queue pair receives in one turn, before others have theirs.
@@ -115,15 +113,15 @@ impl Tcp {
     /// Offers the peer memory to share.
     pub(crate) fn offer_carrier(&mut self, conn: &mut Connection) {
         // A thread that posts or polls does this, and files are opened and closed.
-        let _inside = Uncancelled::new();
+        let _inside = sys::Uncancelled::new();
         let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
         let (Some(local), Some(remote)) = ends else {
-            return conn.forgo_carrier();
+            return conn.decline_shm();
         };
         self.carrier = Shm::offer(local, remote);
         match self.carrier.as_ref().and_then(Shm::name) {
-            Some((pid, fd)) => conn.say_carrier(Carrier::Offer { pid, fd }),
-            None => conn.forgo_carrier(),
+            Some((pid, fd)) => conn.send_handover(Handover::Offer { pid, fd }),
+            None => conn.decline_shm(),
         }
     }
 
@@ -145,43 +143,43 @@ impl Tcp {
 
     /// Does what the peer said of memory to share; whether the stream comes through it from here on.
     fn hear_carrier(&mut self, conn: &mut Connection) -> bool {
-        conn.has_carrier_word() && self.answer_carrier(conn)
+        conn.has_handover_message() && self.answer_carrier(conn)
     }
 
     #[cold]
     #[inline(never)]
     fn answer_carrier(&mut self, conn: &mut Connection) -> bool {
         // As in `offer_carrier`.
-        let _inside = Uncancelled::new();
-        match conn.poll_carrier() {
+        let _inside = sys::Uncancelled::new();
+        match conn.poll_handover() {
             None => false,
-            Some(Carrier::Offer { pid, fd }) => {
+            Some(Handover::Offer { pid, fd }) => {
                 let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
                 if let (Some(local), Some(remote)) = ends {
                     self.carrier = Shm::take(pid, fd, local, remote);
                 }
                 let takes = self.carrier.is_some();
-                conn.say_carrier(if takes {
-                    Carrier::Take
+                conn.send_handover(if takes {
+                    Handover::Take
                 } else {
-                    Carrier::Refuse
+                    Handover::Refuse
                 });
                 false
             }
-            Some(Carrier::Refuse) => {
+            Some(Handover::Refuse) => {
                 self.carrier = None;
                 false
             }
-            Some(what @ (Carrier::Take | Carrier::Switch)) => {
+            Some(what @ (Handover::Take | Handover::Switch)) => {
                 let Some(carrier) = &mut self.carrier else {
                     return false;
                 };
-                if what == Carrier::Take {
+                if what == Handover::Take {
                     carrier.taken_by_peer();
-                    conn.say_carrier(Carrier::Switch);
+                    conn.send_handover(Handover::Switch);
                 }
                 self.rx_carried = true;
-                conn.change_rx();
+                conn.switch_rx_to_shm();
                 true
             }
         }
@@ -208,7 +206,7 @@ impl Tcp {
 
     /// Waits until something can be received; false when `time` passed first.
     pub(crate) fn wait(&self, time: Duration) -> bool {
-        self.watch().is_some_and(|w| w.sleep()) || socket::wait_readable(self.fd.get(), time)
+        self.watch().is_some_and(|w| w.sleep()) || sys::wait_readable(self.fd.get(), time)
     }
 
     fn read(
@@ -218,7 +216,7 @@ impl Tcp {
     ) -> Result<(usize, usize), Io> {
         match &mut self.carrier {
             Some(carrier) if self.rx_carried => carrier.receive(direct, room),
-            _ => stream::receive(self.fd.get(), direct, room),
+            _ => sys::receive(self.fd.get(), direct, room),
         }
     }
 
@@ -453,7 +451,7 @@ impl Tcp {
             self.counts.tx_calls += u64::from(!self.tx_carried);
             let sent = match &mut self.carrier {
                 Some(carrier) if self.tx_carried => carrier.send(&self.batch, self.sent),
-                _ => stream::send_batch(self.tx().get(), &self.batch, self.sent),
+                _ => sys::send_batch(self.tx().get(), &self.batch, self.sent),
             };
             match sent {
                 Io::Done(n) => {
@@ -465,7 +463,7 @@ impl Tcp {
                         self.sent = 0;
                         if conn.tx_is_sealed() && self.carrier.is_some() {
                             self.tx_carried = true;
-                            conn.change_tx();
+                            conn.switch_tx_to_shm();
                             more = true;
                         }
                         conn.handle_written();
@@ -495,7 +493,7 @@ impl Tcp {
 // RFC 5044 §5.1 [mpa-emss]: the segment size is the one that TCP says it uses.
 pub(crate) fn mulpdu(fd: &EngineFd, markers: bool) -> usize {
     const EVERY_PATH: usize = 536;
-    let emss = socket::get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+    let emss = sys::get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
     let emss = emss.and_then(|n| usize::try_from(n).ok());
     frame::mulpdu(emss.unwrap_or(EVERY_PATH), markers)
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anywarp_core::verbs::mr::Access;
+use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::{Attr, State, mask};
 use anywarp_core::verbs::wr::{Bind, Op, Payload, RecvRequest, Remote, Sge, WorkRequest};
 use anywarp_core::wire::{Stag, To};

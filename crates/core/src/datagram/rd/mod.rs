@@ -75,7 +75,7 @@ pub(super) enum Event {
 
 /// What packets that wait are without. They are tried again when there may be some.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Want {
+pub(super) enum Resource {
     /// A receive.
     Receive,
     /// Room for an open message, or for an answer.
@@ -84,7 +84,7 @@ pub(super) enum Want {
     Record,
 }
 
-impl Want {
+impl Resource {
     /// Its bit in [`PeerState::stands`].
     fn bit(self) -> u8 {
         1 << self as u8
@@ -93,28 +93,28 @@ impl Want {
 
 /// Peers whose packets wait, by what they wait for.
 #[derive(Debug, Default)]
-struct Starving {
+struct Blocked {
     receive: VecDeque<Peer>,
     room: VecDeque<Peer>,
     record: VecDeque<Peer>,
 }
 
-impl Starving {
-    fn of(&mut self, want: Want) -> &mut VecDeque<Peer> {
+impl Blocked {
+    fn of(&mut self, want: Resource) -> &mut VecDeque<Peer> {
         match want {
-            Want::Receive => &mut self.receive,
-            Want::Room => &mut self.room,
-            Want::Record => &mut self.record,
+            Resource::Receive => &mut self.receive,
+            Resource::Room => &mut self.room,
+            Resource::Record => &mut self.record,
         }
     }
 }
 
 /// What to do with the datagram of a packet.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum RxOutcome {
     /// Nothing: there is none, or it is not new, or it waits.
     Nothing,
-    /// Deliver it, and say so with [`Reliable::delivered`], [`Reliable::starved`] or [`Reliable::refused`].
+    /// Deliver it, and say so with [`Reliable::delivered`], [`Reliable::blocked_on`] or [`Reliable::refused`].
     Deliver(u64),
 }
 
@@ -158,7 +158,7 @@ impl PeerState {
 
 /// What the layer sent of itself.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Told {
+pub(super) struct RdCounts {
     /// Packets with data, once more.
     pub(super) again: u64,
     /// Packets that ask a silent peer.
@@ -170,7 +170,7 @@ pub(super) struct Told {
 /// The reliability layer of one queue pair.
 #[derive(Debug)]
 pub(super) struct Reliable {
-    pub(super) told: Told,
+    pub(super) counts: RdCounts,
     secret: Secret,
     index: u8,
     /// Deliver packets of a peer in the order in which it sent them.
@@ -184,7 +184,7 @@ pub(super) struct Reliable {
     timers: BTreeSet<(Duration, Peer)>,
     /// Answers to strangers.
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
-    starving: Starving,
+    blocked: Blocked,
     /// Number of the first packet to a peer that is new.
     floor: u64,
     /// Peers that wait for an acknowledgement.
@@ -225,7 +225,7 @@ fn expand(wire: u32, near: u64) -> u64 {
 impl Reliable {
     pub(super) fn new(secret: Secret, index: u8, ordered: bool, patience: Duration) -> Self {
         Self {
-            told: Told::default(),
+            counts: RdCounts::default(),
             secret,
             index,
             ordered,
@@ -235,7 +235,7 @@ impl Reliable {
             queued: VecDeque::new(),
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
-            starving: Starving::default(),
+            blocked: Blocked::default(),
             // Above 2^32, so that numbers before it can be told.
             floor: 1 << 32 | u64::from(secret.start(3)),
             soon: Vec::new(),
@@ -387,15 +387,15 @@ impl Reliable {
     fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(Way, Vec<u8>)> {
         let (index, room) = (self.index, self.room);
         let state = self.peers.get_mut(peer)?;
-        let told = &mut self.told;
+        let counts = &mut self.counts;
         let mut packet = header(state, peer, index, room, now);
         let ask = std::mem::take(&mut state.ask);
         // A packet with data has no room for runs: they follow.
         let mut whole = true;
         let due = state.rx.as_ref().is_some_and(|rx| rx.due);
-        let ack = |told: &mut Told, packet: Packet| {
+        let ack = |counts: &mut RdCounts, packet: Packet| {
             due.then(|| {
-                told.acks += 1;
+                counts.acks += 1;
                 let nothing = Outgoing {
                     seq: state.next,
                     data: None,
@@ -417,7 +417,7 @@ impl Reliable {
                 packet.ack_now = true;
                 whole = packet.arrived.is_empty();
                 packet.arrived.clear();
-                told.probes += 1;
+                counts.probes += 1;
                 Some(wrap(packet, &tx.probe(now, &mut state.path)))
             }
             Some(tx) => match tx.again(now, &state.path) {
@@ -425,12 +425,12 @@ impl Reliable {
                     packet.ack_now = true;
                     whole = packet.arrived.is_empty();
                     packet.arrived.clear();
-                    told.again += 1;
+                    counts.again += 1;
                     Some(wrap(packet, &again))
                 }
-                None => ack(told, packet),
+                None => ack(counts, packet),
             },
-            None => ack(told, packet),
+            None => ack(counts, packet),
         }?;
         if let Some(rx) = &mut state.rx
             && whole
@@ -455,7 +455,7 @@ impl Reliable {
     }
 
     /// Whether acknowledgements wait for company.
-    pub(super) fn owes(&self) -> bool {
+    pub(super) fn ack_due(&self) -> bool {
         !self.soon.is_empty()
     }
 
@@ -495,26 +495,26 @@ impl Reliable {
         packet: &Packet,
         data: Option<&[u8]>,
         now: Duration,
-    ) -> Verdict {
+    ) -> RxOutcome {
         let is_known =
             |s: &PeerState| packet.echo == s.token && packet.token == s.echo && !packet.challenge;
-        let (peers, desk) = self.desk();
+        let (peers, context) = self.rx_context();
         if let Some(state) = peers.get_mut(peer).filter(|s| is_known(s)) {
-            return desk.take(peer, state, packet, data, now);
+            return context.take(peer, state, packet, data, now);
         }
         if !self.meet(peer, arrival, packet, now) {
-            return Verdict::Nothing;
+            return RxOutcome::Nothing;
         }
-        let (peers, desk) = self.desk();
+        let (peers, context) = self.rx_context();
         match peers.get_mut(peer) {
-            Some(state) => desk.take(peer, state, packet, data, now),
-            None => Verdict::Nothing,
+            Some(state) => context.take(peer, state, packet, data, now),
+            None => RxOutcome::Nothing,
         }
     }
 
     /// The peers, and what else a packet of one of them changes.
-    fn desk(&mut self) -> (&mut Table<Peer, PeerState>, Desk<'_>) {
-        let desk = Desk {
+    fn rx_context(&mut self) -> (&mut Table<Peer, PeerState>, RxContext<'_>) {
+        let context = RxContext {
             ordered: self.ordered,
             quarter: u64::from(self.room / 4),
             known: self.peers.len(),
@@ -525,7 +525,7 @@ impl Reliable {
             events: &mut self.events,
             spare: &mut self.spare,
         };
-        (&mut self.peers, desk)
+        (&mut self.peers, context)
     }
 
     /// A packet with tokens that are not those of a peer that is known. True: it is one from now on.
@@ -716,7 +716,7 @@ impl Reliable {
         };
         rx.delivered(seq);
         // What waited is told of at once: its sender would ask for it seldom.
-        rx.due |= rx.starved.take().is_some();
+        rx.due |= rx.blocked_on.take().is_some();
         let waits = rx.has_kept();
         if rx.due {
             enqueue(&mut self.queued, peer, state);
@@ -725,7 +725,7 @@ impl Reliable {
     }
 
     /// The queue pair lacks something for the datagram of packet `seq`: it waits.
-    pub(super) fn starved(&mut self, peer: &Peer, seq: u64, data: &[u8], want: Want) {
+    pub(super) fn mark_blocked(&mut self, peer: &Peer, seq: u64, data: &[u8], want: Resource) {
         let full = self.waiting + data.len() > bounds::RD_WAITING;
         let Some(state) = self.peers.get_mut(peer) else {
             return;
@@ -735,13 +735,13 @@ impl Reliable {
         };
         if !full && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER {
             rx.keep(seq, data);
-            rx.starved = Some(want);
+            rx.blocked_on = Some(want);
             rx.due = true;
             self.waiting += data.len();
         }
-        if state.stands & want.bit() == 0 && self.starving.of(want).len() < bounds::RD_PEERS {
+        if state.stands & want.bit() == 0 && self.blocked.of(want).len() < bounds::RD_PEERS {
             state.stands |= want.bit();
-            self.starving.of(want).push_back(*peer);
+            self.blocked.of(want).push_back(*peer);
         }
         enqueue(&mut self.queued, peer, state);
     }
@@ -778,8 +778,8 @@ impl Reliable {
     }
 
     /// A peer whose packets wait for something that may be there now.
-    pub(super) fn next_starving(&mut self, want: Want) -> Option<Peer> {
-        let peer = self.starving.of(want).pop_front()?;
+    pub(super) fn next_blocked(&mut self, want: Resource) -> Option<Peer> {
+        let peer = self.blocked.of(want).pop_front()?;
         if let Some(state) = self.peers.get_mut(&peer) {
             state.stands &= !want.bit();
         }
@@ -787,9 +787,9 @@ impl Reliable {
     }
 
     /// Whether packets of a peer wait for such a thing.
-    pub(super) fn is_starving(&self, peer: &Peer, want: Want) -> bool {
+    pub(super) fn is_blocked(&self, peer: &Peer, want: Resource) -> bool {
         let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
-        rx.is_some_and(|rx| rx.starved == Some(want))
+        rx.is_some_and(|rx| rx.blocked_on == Some(want))
     }
 
     /// Whether packet `seq` of a peer waits.
@@ -815,7 +815,7 @@ impl Reliable {
     }
 
     /// Time has passed.
-    pub(super) fn handle_timeout(&mut self, now: Duration, starving: Option<Duration>) {
+    pub(super) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
         while let Some((at, peer)) = self.timers.first().copied() {
             if at > now {
                 break;
@@ -835,8 +835,8 @@ impl Reliable {
                 continue;
             }
             let hungry = tx
-                .starved
-                .zip(starving)
+                .blocked_on
+                .zip(blocked)
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if hungry || now.saturating_sub(tx.heard) >= patience {
                 state.tx = None;
@@ -887,7 +887,7 @@ impl Reliable {
 }
 
 /// What a packet changes besides its peer, so that it is looked up once.
-struct Desk<'a> {
+struct RxContext<'a> {
     ordered: bool,
     /// A part of the room: an acknowledgement is due behind as much.
     quarter: u64,
@@ -901,7 +901,7 @@ struct Desk<'a> {
     spare: &'a mut Vec<Arc<Vec<u8>>>,
 }
 
-impl Desk<'_> {
+impl RxContext<'_> {
     /// A packet of a peer that is known.
     fn take(
         mut self,
@@ -910,7 +910,7 @@ impl Desk<'_> {
         packet: &Packet,
         data: Option<&[u8]>,
         now: Duration,
-    ) -> Verdict {
+    ) -> RxOutcome {
         state.hears(packet, now);
         self.acknowledged(peer, state, packet, now);
         self.sort(peer, state, packet, data, now)
@@ -943,7 +943,7 @@ impl Desk<'_> {
                 _ => events.push_back(Event::Done(tag, tag)),
             },
         );
-        tx.starved = match (packet.not_ready, tx.starved) {
+        tx.blocked_on = match (packet.not_ready, tx.blocked_on) {
             (true, None) => Some(now),
             (true, since) => since,
             (false, _) => None,
@@ -969,7 +969,7 @@ impl Desk<'_> {
         packet: &Packet,
         data: Option<&[u8]>,
         now: Duration,
-    ) -> Verdict {
+    ) -> RxOutcome {
         let mut crowded = false;
         let expected = state.expected;
         // The first packet of all tells where numbers begin.
@@ -990,11 +990,12 @@ impl Desk<'_> {
         let ahead = packet.seq.wrapping_sub(packet.base);
         if packet.ack_soon {
             // Who has sent much since what we have acknowledged does not wait for each packet: the next one is about to come.
-            let next = COMPANY + COMPANY_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
+            let next =
+                ACK_DELAY + ACK_DELAY_PER_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
             let wait = if ahead < PIPELINE {
                 Duration::ZERO
             } else if ahead >= MANY && rx.unacknowledged < ahead / PART {
-                next + COMPANY_OF_MANY
+                next + ACK_DELAY_MANY_PEERS
             } else {
                 next
             };
@@ -1005,7 +1006,7 @@ impl Desk<'_> {
             }
         }
         rx.time = packet.time;
-        let mut verdict = Verdict::Nothing;
+        let mut outcome = RxOutcome::Nothing;
         if let Some(data) = data {
             let seq = expand(packet.seq, near);
             rx.unacknowledged += 1;
@@ -1013,12 +1014,12 @@ impl Desk<'_> {
             rx.due |= rx.unacknowledged >= together(ahead) || rx.since >= self.quarter;
             match rx.sort(seq) {
                 Arrived::Again | Arrived::Beyond => rx.due = true,
-                Arrived::Next => verdict = Verdict::Deliver(seq),
+                Arrived::Next => outcome = RxOutcome::Deliver(seq),
                 Arrived::Ahead => {
                     // A gap is told at once, and then now and then: each says all that the ones before did.
                     rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
                     if !self.ordered {
-                        verdict = Verdict::Deliver(seq);
+                        outcome = RxOutcome::Deliver(seq);
                     } else if *self.waiting + data.len() <= bounds::RD_WAITING
                         && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
                     {
@@ -1036,7 +1037,7 @@ impl Desk<'_> {
             self.soon.sort_unstable();
             self.soon.dedup();
         }
-        verdict
+        outcome
     }
 }
 
@@ -1081,7 +1082,7 @@ fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -
         time_echo: answers.map_or(0, |rx| rx.time),
         arrived: answers.map(Receiver::runs).unwrap_or_default(),
         challenge: false,
-        not_ready: rx.is_some_and(|rx| rx.starved.is_some()),
+        not_ready: rx.is_some_and(|rx| rx.blocked_on.is_some()),
         ack_now: false,
         ack_soon: false,
         refused: rx.and_then(|rx| rx.refused).unwrap_or(0),
@@ -1111,11 +1112,11 @@ const ACK_WITH_GAPS: u32 = 16;
 /// Packets under way from which on an acknowledgement waits for company, and how long: some time, and more for each 1,000
 /// bytes of a packet.
 const PIPELINE: u32 = 4;
-const COMPANY: Duration = Duration::from_micros(5);
-const COMPANY_KILOBYTE: Duration = Duration::from_nanos(300);
+const ACK_DELAY: Duration = Duration::from_micros(5);
+const ACK_DELAY_PER_KILOBYTE: Duration = Duration::from_nanos(300);
 /// The same where the sender has many more under way than are to be acknowledged: until its next run comes.
 const MANY: u32 = 128;
-const COMPANY_OF_MANY: Duration = Duration::from_micros(60);
+const ACK_DELAY_MANY_PEERS: Duration = Duration::from_micros(60);
 /// Time between two searches of a full table: who fills it cannot make each packet search it.
 const SWEEP: Duration = Duration::from_secs(1);
 /// Longer than a datagram can be on its way.
@@ -1157,9 +1158,9 @@ mod tests {
             ack_soon,
             ..packet(rd, &peer(), 77, seq)
         };
-        let verdict = rd.handle(&peer(), &arrival(&peer()), &packet, Some(b"data"), now);
-        let Verdict::Deliver(n) = verdict else {
-            panic!("packet {seq} is not the next: {verdict:?}")
+        let outcome = rd.handle(&peer(), &arrival(&peer()), &packet, Some(b"data"), now);
+        let RxOutcome::Deliver(n) = outcome else {
+            panic!("packet {seq} is not the next: {outcome:?}")
         };
         rd.delivered(&peer(), n);
     }
@@ -1178,8 +1179,8 @@ mod tests {
             base: next as u32 + 100,
             ..packet(&rd, &peer(), known.echo, next as u32)
         };
-        let verdict = rd.handle(&peer(), &arrival(&peer()), &challenge, None, now);
-        assert_eq!(verdict, Verdict::Nothing);
+        let outcome = rd.handle(&peer(), &arrival(&peer()), &challenge, None, now);
+        assert_eq!(outcome, RxOutcome::Nothing);
         assert_eq!(rd.peers[&peer()].rx.as_ref().unwrap().next(), next);
     }
 
@@ -1278,7 +1279,7 @@ mod tests {
                 told.push(seq + 1);
             }
         }
-        assert_eq!(rd.told.acks, told.len() as u64);
+        assert_eq!(rd.counts.acks, told.len() as u64);
         assert_eq!(told[..4], [32, 64, 96, 128]);
         let between: Vec<u32> = told.windows(2).map(|w| w[1] - w[0]).collect();
         assert!(between.is_sorted(), "{between:?}");
@@ -1305,7 +1306,7 @@ mod tests {
                 rd.flush(now + Duration::from_micros(micros));
                 rd.poll(now).is_some()
             };
-            assert!(rd.poll(now).is_none() && rd.owes());
+            assert!(rd.poll(now).is_none() && rd.ack_due());
             assert!(least == 0 || !goes(&mut rd, least - 1), "{seq}: too soon");
             assert!(goes(&mut rd, most), "{seq}: too late");
         }
@@ -1348,12 +1349,12 @@ mod tests {
         };
         // The next in order has no receive, and those behind it wait for it.
         for who in 1..=8 {
-            let Verdict::Deliver(seq) = comes(&mut rd, who, 77, 100) else {
+            let RxOutcome::Deliver(seq) = comes(&mut rd, who, 77, 100) else {
                 panic!("not the next")
             };
-            rd.starved(&of(who), seq, &data, Want::Receive);
+            rd.mark_blocked(&of(who), seq, &data, Resource::Receive);
             for seq in 101..500 {
-                assert_eq!(comes(&mut rd, who, 77, seq), Verdict::Nothing);
+                assert_eq!(comes(&mut rd, who, 77, seq), RxOutcome::Nothing);
             }
             let theirs = rd.peers[&of(who)].rx.as_ref().unwrap().waiting();
             assert!(theirs <= bounds::RD_WAITING_PEER, "{theirs}");
@@ -1364,25 +1365,28 @@ mod tests {
             assert_eq!(rd.waiting, each);
         }
         assert!(rd.waiting > bounds::RD_WAITING - data.len());
-        // One that is starved out of order is bounded too.
+        // One that is blocked_on out of order is bounded too.
         let before = rd.waiting;
-        rd.starved(&of(8), 1 << 32 | 499, &data, Want::Receive);
+        rd.mark_blocked(&of(8), 1 << 32 | 499, &data, Resource::Receive);
         assert_eq!(rd.waiting, before);
         for who in 1..=8 {
-            assert!(matches!(comes(&mut rd, who, 78, 100), Verdict::Deliver(_)));
+            assert!(matches!(
+                comes(&mut rd, who, 78, 100),
+                RxOutcome::Deliver(_)
+            ));
         }
         assert_eq!(rd.waiting, 0);
         // Packets of before.
-        assert_eq!(comes(&mut rd, 1, 77, 100), Verdict::Nothing);
+        assert_eq!(comes(&mut rd, 1, 77, 100), RxOutcome::Nothing);
         assert_eq!(rd.peers[&of(1)].echo, 78);
         for seq in 100..500 {
-            if let Verdict::Deliver(seq) = comes(&mut rd, 1, 78, seq) {
-                rd.starved(&of(1), seq, &data, Want::Receive);
+            if let RxOutcome::Deliver(seq) = comes(&mut rd, 1, 78, seq) {
+                rd.mark_blocked(&of(1), seq, &data, Resource::Receive);
             }
         }
         let before = rd.waiting;
         assert!(before > bounds::RD_WAITING_PEER - data.len() && before <= bounds::RD_WAITING_PEER);
-        rd.starved(&of(1), 1 << 32 | 600, &data, Want::Receive);
+        rd.mark_blocked(&of(1), 1 << 32 | 600, &data, Resource::Receive);
         assert_eq!(rd.waiting, before);
     }
 

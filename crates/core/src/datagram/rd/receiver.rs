@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::Want;
+use super::Resource;
 use crate::wire::rd::{RUNS, Runs};
 
 /// Packets beyond the first missing one that are looked at.
@@ -47,7 +47,7 @@ pub(super) struct Receiver {
     /// The clock of the packet that is answered.
     pub(super) time: u32,
     /// The queue pair lacked this for a packet that waits.
-    pub(super) starved: Option<Want>,
+    pub(super) blocked_on: Option<Resource>,
     /// Packet `next` is refused for good: why.
     pub(super) refused: Option<u8>,
 }
@@ -64,7 +64,7 @@ impl Receiver {
             due: false,
             soon: None,
             time: 0,
-            starved: None,
+            blocked_on: None,
             refused: None,
         }
     }
@@ -83,7 +83,7 @@ impl Receiver {
         self.arrived.is_empty()
             && !self.due
             && self.soon.is_none()
-            && self.starved.is_none()
+            && self.blocked_on.is_none()
             && self.refused.is_none()
     }
 

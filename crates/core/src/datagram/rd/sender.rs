@@ -108,7 +108,7 @@ pub(super) struct Sender {
     /// When the peer was last heard, or first asked.
     pub(super) heard: Duration,
     /// Since when the peer has had no receive.
-    pub(super) starved: Option<Duration>,
+    pub(super) blocked_on: Option<Duration>,
     /// Packets since one asked for an acknowledgement.
     unasked: u32,
 }
@@ -139,7 +139,7 @@ impl Sender {
             probes: 0,
             deadline: None,
             heard: now,
-            starved: None,
+            blocked_on: None,
             unasked: 0,
         }
     }

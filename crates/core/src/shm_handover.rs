@@ -14,10 +14,10 @@
 //! are no CRCs: nothing damages the bytes on their way. Which memory it is, is the engine's matter.
 
 use crate::connection::{Connection, End, First, Peer, Response, Stream};
-use crate::ddp::rx::Fault;
+use crate::ddp::rx::Violation;
 use crate::error::PeerError;
 use crate::verbs::qp::State;
-use crate::wire::control::{Carrier, Control};
+use crate::wire::control::{Control, Handover};
 
 /// The bit of Hello that says that the end can have shared memory.
 pub(crate) const FEATURE: u32 = 1;
@@ -40,12 +40,12 @@ enum Phase {
 
 /// The hand-over of one stream.
 #[derive(Debug, Default)]
-pub(crate) struct Handover {
+pub(crate) struct ShmHandover {
     phase: Phase,
     /// The peer said that it can.
     peer_can: bool,
     /// What the peer said, for the engine.
-    said: Option<Carrier>,
+    received: Option<Handover>,
     /// Our last word on the connection is framed: nothing is until the engine has changed over.
     pub(crate) tx_sealed: bool,
     /// The peer's last word on the connection came.
@@ -55,7 +55,7 @@ pub(crate) struct Handover {
 impl Stream {
     /// The bits of our Hello.
     pub(crate) fn features(&self) -> u32 {
-        if self.config.carrier.is_some() {
+        if self.config.shm_handover.is_some() {
             FEATURE
         } else {
             0
@@ -63,38 +63,37 @@ impl Stream {
     }
 
     /// The peer's Hello came.
-    pub(crate) fn heard_features(&mut self, features: u32) {
+    pub(crate) fn set_peer_features(&mut self, features: u32) {
         self.handover.peer_can = features & FEATURE != 0;
     }
 
     /// The peer said something of a carrier.
-    pub(crate) fn heard_carrier(&mut self, what: Carrier) -> Result<(), Fault> {
+    pub(crate) fn receive_handover(&mut self, what: Handover) -> Result<(), Violation> {
         let h = &mut self.handover;
         let next = match (what, h.phase) {
-            (Carrier::Offer { .. }, Phase::Before)
-                if self.config.carrier.is_some() && self.config.first == First::Hello =>
+            (Handover::Offer { .. }, Phase::Before)
+                if self.config.shm_handover.is_some() && self.config.first == First::Hello =>
             {
                 Phase::Asked
             }
-            (Carrier::Take | Carrier::Refuse, Phase::Offered) | (Carrier::Switch, Phase::Taken) => {
-                Phase::Over
-            }
+            (Handover::Take | Handover::Refuse, Phase::Offered)
+            | (Handover::Switch, Phase::Taken) => Phase::Over,
             _ => {
-                return Err(Fault::answer(PeerError::Control(
+                return Err(Violation::answer(PeerError::Control(
                     "a word about a carrier that does not fit",
                 )));
             }
         };
         h.phase = next;
         h.rx_sealed = what.is_last();
-        h.said = Some(what);
+        h.received = Some(what);
         Ok(())
     }
 }
 
 impl Connection {
     /// Whether shared memory is to be offered to the peer now: it can have it, and uses the connection.
-    pub fn wants_carrier(&self) -> bool {
+    pub fn wants_shm_offer(&self) -> bool {
         let Some(s) = &self.stream else { return false };
         s.handover.peer_can
             && s.handover.phase == Phase::Before
@@ -103,39 +102,39 @@ impl Connection {
             && s.end == End::Open
             && matches!(self.state, State::Rtr | State::Rts)
             && s.config
-                .carrier
+                .shm_handover
                 .is_some_and(|after| s.seq.wrapping_add(s.done) >= after)
     }
 
     /// Says something of a carrier to the peer.
-    pub fn say_carrier(&mut self, what: Carrier) {
+    pub fn send_handover(&mut self, what: Handover) {
         let Some(s) = &mut self.stream else { return };
         s.handover.phase = match what {
-            Carrier::Offer { .. } => Phase::Offered,
-            Carrier::Take => Phase::Taken,
-            Carrier::Refuse | Carrier::Switch => Phase::Over,
+            Handover::Offer { .. } => Phase::Offered,
+            Handover::Take => Phase::Taken,
+            Handover::Refuse | Handover::Switch => Phase::Over,
         };
         s.responses
-            .push_back(Response::Control(Control::Carrier(what)));
+            .push_back(Response::Control(Control::Handover(what)));
     }
 
     /// None will be offered on this connection.
-    pub fn forgo_carrier(&mut self) {
+    pub fn decline_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.phase = Phase::Over;
         }
     }
 
     /// Whether the peer said something of a carrier.
-    pub fn has_carrier_word(&self) -> bool {
+    pub fn has_handover_message(&self) -> bool {
         self.stream
             .as_ref()
-            .is_some_and(|s| s.handover.said.is_some())
+            .is_some_and(|s| s.handover.received.is_some())
     }
 
     /// What the peer said of a carrier.
-    pub fn poll_carrier(&mut self) -> Option<Carrier> {
-        self.stream.as_mut()?.handover.said.take()
+    pub fn poll_handover(&mut self) -> Option<Handover> {
+        self.stream.as_mut()?.handover.received.take()
     }
 
     /// Whether everything that is framed goes to the connection, and what follows not.
@@ -144,7 +143,7 @@ impl Connection {
     }
 
     /// What is framed from here on goes to shared memory.
-    pub fn change_tx(&mut self) {
+    pub fn switch_tx_to_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.tx_sealed = false;
             s.crc_tx = false;
@@ -152,7 +151,7 @@ impl Connection {
     }
 
     /// What is received from here on comes from shared memory.
-    pub fn change_rx(&mut self) {
+    pub fn switch_rx_to_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.rx_sealed = false;
             s.crc_rx = false;

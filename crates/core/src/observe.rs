@@ -1,0 +1,44 @@
+//! Steps of the data path, reported to an observer for logs, counters and tests.
+
+use crate::error::PeerError;
+use crate::verbs::wc::Completion;
+use crate::verbs::wr::WorkRequest;
+use crate::wire::ddp::Header;
+use crate::wire::rdmap::{Opcode, Terminate};
+
+/// One step of the data path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step<'a> {
+    /// The application posted a request.
+    Post(&'a WorkRequest),
+    /// The request is the next to be sent.
+    Take(u64),
+    /// It became a message of this opcode and length.
+    Build(Opcode, u64),
+    /// A segment was cut: payload bytes, last of its message.
+    Segment(usize, bool),
+    /// An FPDU stands in the batch: ULPDU bytes.
+    Frame(usize),
+    /// An FPDU came out of the stream: its header.
+    Deframe(&'a Header, usize),
+    /// Its payload may be placed: bytes.
+    Admit(u64),
+    /// Bytes were placed.
+    Place(u64),
+    /// A message was delivered.
+    Deliver(Opcode),
+    /// A completion was made.
+    Complete(&'a Completion),
+    /// The peer broke a rule; the stream ends.
+    Violation(&'a PeerError),
+    /// The peer terminated the stream.
+    Terminated(&'a Terminate),
+    /// The queue pair failed and everything is flushed.
+    Failed(&'static str),
+}
+
+/// Receives the steps of all queue pairs of a device.
+pub trait Observer: Send + Sync {
+    /// Called when queue pair `qpn` has done `step`.
+    fn step(&self, qpn: u32, step: &Step<'_>);
+}
