@@ -40,7 +40,7 @@ use std::any::Any;
 use std::ffi::c_int;
 
 #[doc(hidden)]
-pub use anywarp_engine::sys::Uncancelled;
+pub use anywarp_engine::sys::thread::Uncancelled;
 
 /// Exports a C entry point under its own name.
 ///

@@ -18,7 +18,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::log;
-use crate::sys::{PerProcess, Uncancelled};
+use crate::sys::PerProcess;
+use crate::sys::thread::Uncancelled;
 
 /// Bytes of a file after which nothing is added, if the environment says nothing else.
 const LIMIT: u64 = 1 << 30;

@@ -10,8 +10,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::fd::EngineFd;
 use crate::reserve;
-use crate::sys::EngineFd;
 
 /// A queue of events with a descriptor.
 #[derive(Debug)]
@@ -93,7 +93,7 @@ impl<T> Channel<T> {
 
     /// Whether the application made the descriptor non-blocking.
     pub fn is_nonblocking(&self) -> bool {
-        crate::sys::is_nonblocking(self.fd.get())
+        crate::sys::socket::is_nonblocking(self.fd.get())
     }
 }
 

@@ -28,13 +28,14 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use crate::channel::Channel;
 use crate::device::{self, Profile};
 use crate::fatal::Mortal;
+use crate::fd::EngineFd;
 use crate::gids;
 use crate::lobby;
 use crate::log;
 use crate::net::tcp;
 use crate::qp::{Manager, RcQp};
 use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup, local_addr, plain};
-use crate::sys::{self, EngineFd};
+use crate::sys::socket;
 use crate::verbs::QueuePair;
 use crate::worker::{Engine, Source, Token, engine};
 
@@ -328,7 +329,7 @@ impl CmId {
         )?);
         if to.is_ipv6() {
             let v6only = state.v6only || !to.ip().is_unspecified();
-            sys::set_option(
+            socket::set_option(
                 fd.get(),
                 libc::IPPROTO_IPV6,
                 libc::IPV6_V6ONLY,
@@ -338,7 +339,7 @@ impl CmId {
         if kind == SocketType::STREAM {
             // As for every server: a restart does not have to wait for the old connections' TIME-WAIT. Two listeners on
             // one port still collide.
-            sys::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+            socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
         }
         match rustix::net::bind(fd.get(), &to) {
             Ok(()) => {}

@@ -14,9 +14,11 @@ use anywarp_core::connection::Peer;
 
 use crate::channel::Channel;
 use crate::fatal::Mortal;
+use crate::fd;
 use crate::gids::{self, News};
 use crate::log;
-use crate::sys::{self, HostAddress, PerProcess};
+use crate::sys::host::HostAddress;
+use crate::sys::{PerProcess, host};
 use crate::worker::{Engine, engine};
 
 /// What the device looks like: a label, never what travels.
@@ -202,7 +204,7 @@ pub(crate) fn listing() -> Option<Vec<Gid>> {
         IpAddr::V4(_) => 3,
         IpAddr::V6(_) => 4,
     };
-    let mut all: Vec<HostAddress> = sys::host_addresses()?
+    let mut all: Vec<HostAddress> = host::host_addresses()?
         .into_iter()
         .filter(|a| a.up && !is_link_local(a.ip))
         .collect();
@@ -351,10 +353,10 @@ impl Context {
     pub fn is_own_descriptor(fd: RawFd) -> bool {
         let Ok(own) = command() else { return false };
         // A copy: the program's own may be closed at any time.
-        let Some(copy) = sys::duplicate(fd) else {
+        let Some(copy) = fd::duplicate(fd) else {
             return false;
         };
-        sys::identity(own).is_some_and(|file| sys::identity(&copy) == Some(file))
+        fd::identity(own).is_some_and(|file| fd::identity(&copy) == Some(file))
     }
 
     /// Sees to it that this context gets the events of device and port.

@@ -22,7 +22,7 @@ use crate::clock;
 use crate::dgram::DgramQp;
 use crate::log;
 use crate::net::udp::Carrier;
-use crate::sys::{self, Io, PerProcess};
+use crate::sys::{Io, PerProcess, thread};
 use crate::worker::{Engine, Source, Token};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -37,7 +37,7 @@ fn plan() -> Result<Option<&'static Plan>, ()> {
     let plan = PLAN.get_or_init(|| match read() {
         Ok(plan) => {
             if plan.is_some() {
-                sys::at_exit(at_exit);
+                thread::at_exit(at_exit);
             }
             Ok(plan)
         }

@@ -15,8 +15,11 @@ use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 
 use crate::clock;
 use crate::device::{Gid, event, lid_of, listing, loopback};
+use crate::fd::EngineFd;
 use crate::log;
-use crate::sys::{self, EngineFd, HostLink, PerProcess};
+use crate::sys::host::HostLink;
+use crate::sys::thread::Uncancelled;
+use crate::sys::{PerProcess, host};
 use crate::worker::{Engine, Source, Token};
 
 /// Places of the table.
@@ -71,7 +74,7 @@ impl Places {
     /// Those of the host.
     fn of_host() -> Self {
         let mut places = Self::default();
-        places.refresh(listing(), sys::host_links());
+        places.refresh(listing(), host::host_links());
         if places.stale {
             places.update(vec![loopback()], Vec::new());
         }
@@ -230,8 +233,8 @@ impl Watch {
         let mut places = self.lock();
         if self.changed() || places.stale {
             // A thread that polls may be the one that looks.
-            let _inside = sys::Uncancelled::new();
-            places.refresh(listing(), sys::host_links());
+            let _inside = Uncancelled::new();
+            places.refresh(listing(), host::host_links());
             let now = clock::now();
             let waits = places.again.is_some_and(|at| at > now);
             if let Some(token) = self.token.get() {

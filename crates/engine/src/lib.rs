@@ -16,7 +16,7 @@
 //! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
 //! | [`channel`] | completion channels, asynchronous events |
 //! | [`reserve`] | what is left when the host has no more memory |
-//! | `mem`, `sys`, `reserve`, `shared` | the files with `unsafe` |
+//! | `mem`, `sys`, `fd`, `reserve`, `shared` | the files with `unsafe` |
 
 mod capture;
 pub mod channel;
@@ -26,6 +26,7 @@ pub mod device;
 pub mod dgram;
 pub mod fatal;
 mod fault;
+pub mod fd;
 pub mod gids;
 pub mod lobby;
 pub mod log;

@@ -18,9 +18,9 @@ use rustix::net::SocketFlags;
 
 use crate::clock;
 use crate::device;
+use crate::fd::EngineFd;
 use crate::log;
 use crate::startup::{Owner, Startup, plain};
-use crate::sys::EngineFd;
 use crate::worker::{Engine, Token};
 
 /// Connections in the lobby, at most.

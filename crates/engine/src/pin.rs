@@ -3,7 +3,7 @@
 //! The kernel does not count how often a page is locked: the first `munlock` frees it. So the ranges are counted here, and a
 //! page is unlocked with the last region that has it.
 
-use crate::sys::{self, PerProcess};
+use crate::sys::{PerProcess, pages};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -54,7 +54,7 @@ impl Pin {
         match policy() {
             Policy::Leave => return Ok(None),
             Policy::Prefault => {
-                return if sys::is_there(start, len, write) {
+                return if pages::is_there(start, len, write) {
                     Ok(None)
                 } else {
                     Err(Refused::NotMapped)
@@ -62,7 +62,7 @@ impl Pin {
             }
             Policy::Pin => {}
         }
-        let page = sys::page_size();
+        let page = pages::page_size();
         let end = start
             .checked_add(len)
             .and_then(|e| e.checked_next_multiple_of(page));
@@ -71,13 +71,13 @@ impl Pin {
         // With the counts held: else another thread might unlock in between what is locked here.
         let mut counts = counts();
         counts.add(start, end);
-        if sys::lock_pages(start, end - start).is_ok() {
+        if pages::lock_pages(start, end - start).is_ok() {
             return Ok(Some(Self { start, end }));
         }
         // The kernel leaves locked what it came to before it failed.
         counts.unlock(start, end);
         // Both are said with the same errno: what is not there cannot be brought in either.
-        Err(if sys::is_there(start, end - start, false) {
+        Err(if pages::is_there(start, end - start, false) {
             Refused::Limit
         } else {
             Refused::NotMapped
@@ -137,7 +137,7 @@ impl Counts {
     /// Unlocks what nobody has any more.
     fn unlock(&mut self, start: u64, end: u64) {
         for (start, end) in self.remove(start, end) {
-            sys::unlock_pages(start, end - start);
+            pages::unlock_pages(start, end - start);
         }
     }
 

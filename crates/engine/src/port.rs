@@ -11,9 +11,10 @@ use std::time::Instant;
 use anywarp_core::llp::mpa::startup::Request;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
+use crate::fd::EngineFd;
 use crate::lobby;
 use crate::startup::{Failure, Opened, Owner, Startup};
-use crate::sys::{self, EngineFd};
+use crate::sys::socket;
 use crate::worker::{Engine, Source, Token, random_u32};
 
 /// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
@@ -61,7 +62,7 @@ fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     if let Ok(fd) = rustix::net::socket_with(AddressFamily::INET6, kind, flags, None) {
         let fd = EngineFd::new(fd);
-        sys::set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
+        socket::set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
         let any: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
         match rustix::net::bind(fd.get(), &any) {
             Ok(()) => return Ok((fd, true)),

@@ -24,13 +24,14 @@ use crate::clock;
 use crate::device::{self, AsyncItem, Context, Profile, event};
 use crate::fatal::{Mortal, provoke};
 use crate::fault::{Faults, RequestEffect};
+use crate::fd::EngineFd;
 use crate::log;
 use crate::net::linger::{LastWords, linger};
 use crate::net::tcp::{self, Outcome, Tcp};
 use crate::port::{HELLO, Port};
 use crate::startup::{self, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::stat::{self, Counted};
-use crate::sys::{self, EngineFd};
+use crate::sys::socket;
 use crate::verbs::made;
 use crate::worker::{Engine, Owes, Source, Token};
 
@@ -796,7 +797,7 @@ impl RcQp {
     fn set_user_timeout(&self, inner: &Inner) {
         if let (Some(tcp), Some(limit)) = (&inner.tcp, inner.conn.silence_limit()) {
             let ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
-            sys::set_option(
+            socket::set_option(
                 tcp.fd().get(),
                 libc::IPPROTO_TCP,
                 libc::TCP_USER_TIMEOUT,

@@ -26,8 +26,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::clock;
 use crate::device;
+use crate::fd::EngineFd;
 use crate::log;
-use crate::sys::{self, EngineFd};
+use crate::sys::socket;
 use crate::worker::{Engine, Source, Token};
 
 /// How long a responder waits for a Request: what siw does.
@@ -162,12 +163,12 @@ fn tcp_socket(to: SocketAddr) -> io::Result<EngineFd> {
 
 /// Options of every connection.
 pub(crate) fn tune(fd: &EngineFd) {
-    sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
     // RFC 5042 §6.4 via the sheet 9: a peer that vanished is noticed although nothing is sent.
-    sys::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
-    sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
-    sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
-    sys::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
+    socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
+    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
+    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
+    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
     if let Some(name) = device::congestion_control()
         && let Err(e) = rustix::net::sockopt::set_tcp_congestion(fd.get(), name)
     {
@@ -224,9 +225,9 @@ impl Startup {
         let mut state = self.lock();
         if let Some(bind) = state.bind {
             if bind.port() != 0 {
-                sys::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+                socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
             } else {
-                sys::set_option(fd.get(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
+                socket::set_option(fd.get(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
             }
             rustix::net::bind(fd.get(), &bind)?;
         }
@@ -386,7 +387,7 @@ impl Startup {
         if let Phase::Dialing(_) = state.phase
             && (writable || readable)
         {
-            match sys::get_option(fd.get(), libc::SOL_SOCKET, libc::SO_ERROR) {
+            match socket::get_option(fd.get(), libc::SOL_SOCKET, libc::SO_ERROR) {
                 Some(0) => {
                     state.local = local_addr(fd);
                     if let Phase::Dialing(machine) =

@@ -17,8 +17,9 @@ use rustix::net::{
 };
 
 use crate::dgram::DgramQp;
+use crate::fd::EngineFd;
 use crate::log;
-use crate::sys::{self, EngineFd, PerProcess};
+use crate::sys::{PerProcess, socket};
 use crate::worker::{Engine, Source};
 
 /// Those who ask at once; the others wait in the kernel for the next look.
@@ -226,7 +227,7 @@ pub(crate) fn tell_stream(line: &mut String, counts: &Stream, fd: BorrowedFd<'_>
     for (name, value) in counts.named() {
         let _ = write!(line, " {name}={value}");
     }
-    if let Some(n) = sys::tcp_retransmissions(fd) {
+    if let Some(n) = socket::tcp_retransmissions(fd) {
         let _ = write!(line, " retransmissions={n}");
     }
     if let Ok(name) = sockopt::tcp_congestion(fd) {

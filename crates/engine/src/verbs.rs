@@ -18,7 +18,8 @@ use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::log;
 use crate::pin::{self, Pin};
-use crate::sys::{self, PerProcess};
+use crate::sys::pages::Pages;
+use crate::sys::{PerProcess, pages};
 use crate::worker::{Engine, random_u32};
 
 /// A completion channel: its events are cookies of completion queues.
@@ -175,7 +176,7 @@ impl MemoryRegion {
         let access = Access::for_region(access)?;
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
-        if !on_demand && !sys::is_mapped(start, len) {
+        if !on_demand && !pages::is_mapped(start, len) {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;
@@ -190,7 +191,7 @@ impl MemoryRegion {
             base,
             access,
             pd: pd.id(),
-            present: on_demand.then_some(sys::is_there as Present),
+            present: on_demand.then_some(pages::is_there as Present),
         };
         let region = engine.rnic.regions.register(&what, &mut random_u32)?;
         pd.enter();
@@ -208,12 +209,12 @@ impl MemoryRegion {
 
     /// A region that swallows what is written to it and gives zeroes.
     pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
-        type Areas = OnceLock<Option<(sys::Pages, sys::Pages)>>;
+        type Areas = OnceLock<Option<(Pages, Pages)>>;
         static AREA: PerProcess<Areas> = PerProcess::new(OnceLock::new);
         // One of each serves all: nobody reads the one, nobody writes the other.
         let area = AREA.get().get_or_init(|| {
             let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
-            Some((sys::Pages::repeated(len)?, sys::Pages::zeroes(len)?))
+            Some((Pages::repeated(len)?, Pages::zeroes(len)?))
         });
         let Some((sink, zeroes)) = area else {
             return Err(Misuse::NoMemory);
@@ -263,7 +264,7 @@ impl MemoryRegion {
         };
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
-        if !on_demand && !sys::is_mapped(start, len) {
+        if !on_demand && !pages::is_mapped(start, len) {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;
@@ -278,7 +279,7 @@ impl MemoryRegion {
             },
             access,
             pd,
-            present: on_demand.then_some(sys::is_there as Present),
+            present: on_demand.then_some(pages::is_there as Present),
         };
         *region = self.engine.rnic.regions.reregister(&region, &what)?;
         *self.pin() = pin;
@@ -307,7 +308,7 @@ impl MemoryRegion {
 /// Memory of the device: zeroed pages of this process that only copying functions and regions reach.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    pages: sys::Pages,
+    pages: Pages,
     len: usize,
 }
 
@@ -323,7 +324,7 @@ impl DeviceMemory {
                 used.checked_add(len).filter(|sum| *sum <= most)
             })
             .ok()?;
-        match sys::Pages::new(len) {
+        match Pages::new(len) {
             Some(pages) => Some(Self { pages, len }),
             None => {
                 DEVICE_MEMORY.fetch_sub(len, Ordering::AcqRel);

@@ -30,13 +30,14 @@ use smallvec::SmallVec;
 
 use crate::clock;
 use crate::fatal::{self, Mortal};
+use crate::fd::EngineFd;
 use crate::lobby::Lobby;
 use crate::log;
 use crate::mem::UserMemory;
 use crate::net::shm::Watch;
 use crate::port::Port;
 use crate::qp::RcQp;
-use crate::sys::{self, EngineFd, PerProcess};
+use crate::sys::{self, PerProcess, socket, thread};
 
 /// How long the worker stays away after the last poll. Tests of it do not depend on how fast the machine is.
 pub const LEASE: Duration = if cfg!(test) {
@@ -243,7 +244,7 @@ pub fn engine() -> io::Result<&'static Engine> {
         .name(THREAD.into())
         .stack_size(512 * 1024)
         .spawn(move || {
-            sys::block_signals();
+            thread::block_signals();
             if let Ok(engine) = take.recv() {
                 engine.work();
             }
@@ -1140,7 +1141,7 @@ impl Engine {
             self.flush_owed(now);
             if self.carriers_sleep() {
                 self.carrier_pass(now);
-                if sys::wait_readable(fd, Duration::ZERO) {
+                if socket::wait_readable(fd, Duration::ZERO) {
                     break;
                 }
                 now = clock::now();
@@ -1160,7 +1161,7 @@ impl Engine {
             match rustix::event::poll(watched, Some(&left)) {
                 Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => {
-                    if sys::handlers_interrupt() {
+                    if thread::handlers_interrupt() {
                         return Err(Interrupted);
                     }
                 }
@@ -1384,12 +1385,12 @@ mod tests {
         let looked = clock::now();
         engine.give_lease(engine.nanos(looked), false);
         let timer = engine.lease_timer.get();
-        assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
+        assert!(socket::wait_readable(timer.as_fd(), 100 * LEASE));
         engine.turn(&mut Stays::default());
         let at = engine.idle_polls.load(Ordering::Relaxed);
         engine.hold_since(at, looked, Some(owing as Arc<dyn Owes>));
         assert!(engine.is_polled(clock::now()));
-        assert!(sys::wait_readable(timer.as_fd(), 100 * LEASE));
+        assert!(socket::wait_readable(timer.as_fd(), 100 * LEASE));
         engine.turn(&mut Stays::default());
         assert_eq!(engine.held_at.load(Ordering::Relaxed), NOTHING_HELD);
     }
@@ -1429,8 +1430,8 @@ mod tests {
         set_timer(&engine.lease_timer, Duration::ZERO);
         engine.turn(&mut Stays::default());
         let timer = engine.lease_timer.get();
-        assert!(!sys::wait_readable(timer.as_fd(), Duration::ZERO));
-        assert!(sys::wait_readable(timer.as_fd(), 100 * lease));
+        assert!(!socket::wait_readable(timer.as_fd(), Duration::ZERO));
+        assert!(socket::wait_readable(timer.as_fd(), 100 * lease));
         assert!(engine.nanos(clock::now()) >= t + lease.as_nanos() as u64);
     }
 

@@ -10,7 +10,7 @@ use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::Sge;
 use anywarp_core::wire::Stag;
-use anywarp_engine::sys::Pages;
+use anywarp_engine::sys::pages::Pages;
 use anywarp_engine::verbs::MemoryRegion;
 use anywarp_engine::worker::Engine;
 

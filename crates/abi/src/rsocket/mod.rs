@@ -35,7 +35,7 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::EventChannel;
 use anywarp_engine::device::Context;
-use anywarp_engine::sys::{self, PerProcess};
+use anywarp_engine::sys::{PerProcess, thread};
 use anywarp_engine::worker::{Engine, Source, Token};
 
 use dgram::Datagrams;
@@ -301,7 +301,7 @@ impl Socket {
                 return Err(libc::EAGAIN);
             }
             match wait::wait(self.engine(), &bell, &mut [], until) {
-                Err(libc::EINTR) if !sys::handlers_interrupt() => {}
+                Err(libc::EINTR) if !thread::handlers_interrupt() => {}
                 waited => waited?,
             }
         }

@@ -35,7 +35,7 @@ pub(crate) fn block_on(fd: c_int) -> bool {
     }
     if wait(fd, 0) == 0 {
         engine.hand_over();
-        return wait(fd, -1) >= 0 || !anywarp_engine::sys::handlers_interrupt();
+        return wait(fd, -1) >= 0 || !anywarp_engine::sys::thread::handlers_interrupt();
     }
     true
 }

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
-use anywarp_engine::sys::{self, PerProcess};
+use anywarp_engine::fd;
+use anywarp_engine::sys::PerProcess;
 
 use super::object::{CqObject, SrqObject, from_c, into_c, is_lost, is_lost_context, of};
 use super::types::*;
@@ -79,8 +80,8 @@ fn domain(fd: c_int, flags: c_int) -> Result<Arc<XrcDomain>, i32> {
             Err(libc::EINVAL)
         };
     }
-    let file = sys::duplicate(fd).ok_or(libc::EBADF)?;
-    let key = sys::identity(&file).ok_or(libc::EBADF)?;
+    let file = fd::duplicate(fd).ok_or(libc::EBADF)?;
+    let key = fd::identity(&file).ok_or(libc::EBADF)?;
     let mut files = files();
     files.retain(|_, d| d.strong_count() > 0);
     match files.get(&key).and_then(Weak::upgrade) {

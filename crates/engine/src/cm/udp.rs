@@ -15,9 +15,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::{CmId, ConnParam, Event, EventKind, Peer, Phase, State, os};
 use crate::clock;
+use crate::fd::EngineFd;
 use crate::net::udp::GROUP_PORT;
 use crate::startup::plain;
-use crate::sys::EngineFd;
 use crate::worker::{Source, Token, random_u32};
 
 /// Pause before a request is sent again.

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::sys::{self, EngineFd, Io, PerProcess};
+use crate::fd::EngineFd;
+use crate::sys::{Io, PerProcess, socket, stream, thread};
 use crate::worker::{Engine, Source, Token};
 
 /// How long a closed connection is read on.
@@ -63,7 +64,7 @@ pub(crate) fn linger(engine: &'static Engine, fd: EngineFd) -> LastWords {
         closed.push(Arc::clone(&linger));
         linger
     };
-    AT_EXIT.call_once(|| sys::at_exit(at_exit));
+    AT_EXIT.call_once(|| thread::at_exit(at_exit));
     let token = engine.reserve(Arc::clone(&linger) as Arc<dyn Source>);
     let watched = engine.watch(token, fd.get(), false);
     *lock(&linger.fd) = Some((fd, token));
@@ -103,7 +104,7 @@ fn some_have_more() -> bool {
 }
 
 fn is_on_its_way(held: Option<&(EngineFd, Token)>) -> bool {
-    held.is_some_and(|(fd, _)| sys::unacknowledged(fd.get()) > 0)
+    held.is_some_and(|(fd, _)| socket::unacknowledged(fd.get()) > 0)
 }
 
 impl std::fmt::Debug for Linger {
@@ -134,7 +135,7 @@ impl Source for Linger {
             let held = lock(&self.fd);
             let Some((fd, _)) = &*held else { return };
             matches!(
-                sys::receive(fd.get(), None, &mut stage),
+                stream::receive(fd.get(), None, &mut stage),
                 Err(Io::Eof | Io::Broken(_))
             )
         };

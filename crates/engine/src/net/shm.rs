@@ -28,7 +28,8 @@ use smallvec::SmallVec;
 use crate::device;
 use crate::mem;
 use crate::shared::{Shared, pull};
-use crate::sys::{self, Io, PerProcess};
+use crate::sys::thread::Uncancelled;
+use crate::sys::{self, Io, PerProcess, stream};
 use crate::worker::random_u32;
 
 const LEN: usize = PAGE + 2 * RING;
@@ -457,7 +458,7 @@ impl Shm {
         let user = match direct {
             Some((places, filled, missing)) => {
                 let missing = missing.min(record.left as u64);
-                sys::pin_rest((places, filled, missing), &mut pins, &mut to)?
+                stream::pin_rest((places, filled, missing), &mut pins, &mut to)?
             }
             None => 0,
         };
@@ -591,7 +592,7 @@ impl Shm {
 impl Drop for Shm {
     fn drop(&mut self) {
         // A thread that posts or polls may find that a connection is over.
-        let _inside = sys::Uncancelled::new();
+        let _inside = Uncancelled::new();
         self.file = None;
         let count = COUNT.get();
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));

@@ -16,11 +16,13 @@ use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
 
 use crate::device::Profile;
+use crate::fd::EngineFd;
 use crate::net::linger::linger;
 use crate::net::shm::{Shm, Watch};
 use crate::startup;
 use crate::stat;
-use crate::sys::{self, EngineFd, Io, PerProcess};
+use crate::sys::thread::Uncancelled;
+use crate::sys::{Io, PerProcess, socket, stream};
 use crate::worker::{Engine, STAGE};
 
 /// Bytes that one queue pair receives in one turn, before others have theirs.
@@ -113,7 +115,7 @@ impl Tcp {
     /// Offers the peer memory to share.
     pub(crate) fn offer_carrier(&mut self, conn: &mut Connection) {
         // A thread that posts or polls does this, and files are opened and closed.
-        let _inside = sys::Uncancelled::new();
+        let _inside = Uncancelled::new();
         let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
         let (Some(local), Some(remote)) = ends else {
             return conn.decline_shm();
@@ -150,7 +152,7 @@ impl Tcp {
     #[inline(never)]
     fn answer_carrier(&mut self, conn: &mut Connection) -> bool {
         // As in `offer_carrier`.
-        let _inside = sys::Uncancelled::new();
+        let _inside = Uncancelled::new();
         match conn.poll_handover() {
             None => false,
             Some(Handover::Offer { pid, fd }) => {
@@ -206,7 +208,7 @@ impl Tcp {
 
     /// Waits until something can be received; false when `time` passed first.
     pub(crate) fn wait(&self, time: Duration) -> bool {
-        self.watch().is_some_and(|w| w.sleep()) || sys::wait_readable(self.fd.get(), time)
+        self.watch().is_some_and(|w| w.sleep()) || socket::wait_readable(self.fd.get(), time)
     }
 
     fn read(
@@ -216,7 +218,7 @@ impl Tcp {
     ) -> Result<(usize, usize), Io> {
         match &mut self.carrier {
             Some(carrier) if self.rx_carried => carrier.receive(direct, room),
-            _ => sys::receive(self.fd.get(), direct, room),
+            _ => stream::receive(self.fd.get(), direct, room),
         }
     }
 
@@ -451,7 +453,7 @@ impl Tcp {
             self.counts.tx_calls += u64::from(!self.tx_carried);
             let sent = match &mut self.carrier {
                 Some(carrier) if self.tx_carried => carrier.send(&self.batch, self.sent),
-                _ => sys::send_batch(self.tx().get(), &self.batch, self.sent),
+                _ => stream::send_batch(self.tx().get(), &self.batch, self.sent),
             };
             match sent {
                 Io::Done(n) => {
@@ -493,7 +495,7 @@ impl Tcp {
 // RFC 5044 §5.1 [mpa-emss]: the segment size is the one that TCP says it uses.
 pub(crate) fn mulpdu(fd: &EngineFd, markers: bool) -> usize {
     const EVERY_PATH: usize = 536;
-    let emss = sys::get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+    let emss = socket::get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
     let emss = emss.and_then(|n| usize::try_from(n).ok());
     frame::mulpdu(emss.unwrap_or(EVERY_PATH), markers)
 }

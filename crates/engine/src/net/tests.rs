@@ -15,8 +15,9 @@ use anywarp_core::wire::ddp::Untagged;
 use anywarp_core::wire::rdmap::Terminate;
 
 use super::{linger, tcp};
+use crate::fd;
 use crate::startup::{Failure, Opened, Owner, Startup};
-use crate::sys;
+use crate::sys::socket;
 use crate::worker::engine;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -57,7 +58,7 @@ fn dial(
 ) -> (End, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     if let Some(bytes) = segment {
-        sys::set_option(listener.as_fd(), libc::IPPROTO_TCP, libc::TCP_MAXSEG, bytes);
+        socket::set_option(listener.as_fd(), libc::IPPROTO_TCP, libc::TCP_MAXSEG, bytes);
     }
     let to = listener.local_addr().unwrap();
     let peer = thread::spawn(move || {
@@ -163,7 +164,7 @@ fn a_frame_fills_the_segments_that_tcp_uses() {
             panic!("{end:?}");
         };
         let fd = opened.fd.get();
-        let emss = sys::get_option(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).unwrap();
+        let emss = socket::get_option(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).unwrap();
         if let Some(segment) = segment {
             // Timestamps take twelve bytes of it.
             assert!((segment - 40..=segment).contains(&emss), "{emss}");
@@ -183,7 +184,7 @@ fn a_frame_is_not_held_back() {
         panic!("{end:?}");
     };
     let fd = opened.fd.get();
-    let no_delay = sys::get_option(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY);
+    let no_delay = socket::get_option(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY);
     assert_eq!(no_delay, Some(1));
 }
 
@@ -248,7 +249,7 @@ fn closed_behind_much() -> (linger::LastWords, TcpStream, usize) {
     while let Ok(n) = ours.write(&[7; 4096]) {
         sent += n;
     }
-    let words = linger::linger(engine().unwrap(), sys::EngineFd::new(ours.into()));
+    let words = linger::linger(engine().unwrap(), fd::EngineFd::new(ours.into()));
     (words, peer, sent)
 }
 

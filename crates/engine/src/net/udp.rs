@@ -19,9 +19,11 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use smallvec::SmallVec;
 
 use crate::dgram::DgramQp;
+use crate::fd::EngineFd;
 use crate::log;
 use crate::port::Port;
-use crate::sys::{self, DATAGRAMS, EngineFd, Io, PerProcess, Run};
+use crate::sys::datagram::{DATAGRAMS, Datagram, Run};
+use crate::sys::{Io, PerProcess, datagram, socket};
 use crate::worker::{Engine, Source, Token};
 
 /// Room for datagrams that nobody has received yet, bytes; the kernel may grant less.
@@ -43,7 +45,7 @@ pub const GROUP_PORT: u16 = (MULTICAST_QPN >> 8) as u16;
 /// Makes a socket fit for datagram queue pairs.
 fn tune(fd: &EngineFd, ipv6: bool) {
     let fd = fd.get();
-    let set = |level, name, value| sys::set_option(fd, level, name, value);
+    let set = |level, name, value| socket::set_option(fd, level, name, value);
     // As the owner of the host, past the limit that others have.
     for (force, plain, bytes) in [
         (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, RECEIVE_BUFFER),
@@ -145,7 +147,7 @@ fn ask_path_mtu(ip: IpAddr) -> Option<i32> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(family, SocketType::DGRAM, flags, None).ok()?;
     rustix::net::connect(&fd, &SocketAddr::new(ip, 9)).ok()?;
-    sys::get_option(fd.as_fd(), level, name)
+    socket::get_option(fd.as_fd(), level, name)
 }
 
 /// How much of what waits on a socket is received in one call.
@@ -187,9 +189,9 @@ fn receive(
         empty: false,
     };
     for _ in 0..CALLS {
-        let mut got: SmallVec<[sys::Datagram; DATAGRAMS]> = SmallVec::new();
+        let mut got: SmallVec<[Datagram; DATAGRAMS]> = SmallVec::new();
         let room = stage.get_mut(..slots * SLOT).unwrap_or(&mut []);
-        if sys::receive_datagrams(fd.get(), room, SLOT, &mut got).is_err() {
+        if datagram::receive_datagrams(fd.get(), room, SLOT, &mut got).is_err() {
             found.empty = true;
             break;
         }
@@ -262,7 +264,7 @@ impl Carrier {
         for ipv4 in [true, false] {
             let (ip, interface) = multicast_home(ipv4);
             if ip.is_ipv4() == ipv4 && (ipv4 || port.ipv6) {
-                sys::multicast_interface(port.udp.get(), ip, interface);
+                socket::multicast_interface(port.udp.get(), ip, interface);
             }
         }
         let carrier = Arc::new(Self {
@@ -283,7 +285,7 @@ impl Carrier {
 
     /// Bytes that the socket holds for a queue pair, as the kernel counts them: half of all, since they share it.
     pub(crate) fn room(&self) -> u32 {
-        let all = sys::get_option(self.port.udp.get(), libc::SOL_SOCKET, libc::SO_RCVBUF);
+        let all = socket::get_option(self.port.udp.get(), libc::SOL_SOCKET, libc::SO_RCVBUF);
         u32::try_from(all.unwrap_or(0) / 2).unwrap_or(0)
     }
 
@@ -323,7 +325,7 @@ impl Carrier {
                 });
                 rest = behind;
             }
-            match sys::send_runs(self.port.udp.get(), self.port.ipv6, &runs) {
+            match datagram::send_runs(self.port.udp.get(), self.port.ipv6, &runs) {
                 Ok(n) => return Ok(runs.iter().take(n).map(|r| r.datagrams.len()).sum()),
                 Err(Io::Broken(libc::EINVAL | libc::EIO | libc::EMSGSIZE))
                     if runs.first().is_some_and(|r| r.datagrams.len() > 1) =>
@@ -523,7 +525,7 @@ impl Group {
             None,
         )?);
         // Every process of the host that joins has its own socket and gets its own copy.
-        sys::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+        socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
         tune(&fd, ip.is_ipv6());
         let (home, interface) = multicast_home(ip.is_ipv4());
         let at = match ip {
@@ -533,7 +535,7 @@ impl Group {
         };
         rustix::net::bind(fd.get(), &at)?;
         // A broadcast comes to every host without being asked for.
-        if ip.is_multicast() && !sys::multicast(fd.get(), ip, home, interface, true) {
+        if ip.is_multicast() && !socket::multicast(fd.get(), ip, home, interface, true) {
             return Err(io::Error::last_os_error());
         }
         let group = Arc::new(Self {
@@ -637,7 +639,7 @@ mod tests {
                 datagrams: &list,
                 from: None,
             };
-            assert_eq!(sys::send_runs(from.get(), false, &[run]), Ok(1));
+            assert_eq!(datagram::send_runs(from.get(), false, &[run]), Ok(1));
         };
         let glance = || {
             let mut lens = Vec::new();

@@ -1,0 +1,118 @@
+//! File descriptors of the engine, which a forked child must not share.
+
+use std::mem::ManuallyDrop;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::Ordering;
+
+use crate::capture::{self, Way};
+use crate::sys::fd_bit;
+use crate::sys::thread::Uncancelled;
+
+/// A descriptor of the engine's: forked children have a dead socket in its place, so that they keep no connection alive.
+#[derive(Debug)]
+pub struct EngineFd(ManuallyDrop<OwnedFd>);
+
+impl EngineFd {
+    /// Takes a descriptor.
+    pub fn new(fd: OwnedFd) -> Self {
+        if let Some((word, bit)) = fd_bit(fd.as_raw_fd()) {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+        Self(ManuallyDrop::new(fd))
+    }
+
+    /// Sends a few bytes of start-up.
+    pub(crate) fn send(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
+        let seen = capture::begin();
+        let n = rustix::net::send(self, bytes, rustix::net::SendFlags::NOSIGNAL)?;
+        if let Some(at) = seen {
+            capture::stream(self.get(), at, Way::Out, bytes.get(..n).unwrap_or(bytes));
+        }
+        Ok(n)
+    }
+
+    /// Receives a few bytes of start-up; 0 at the end.
+    pub(crate) fn recv(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
+        let flags = rustix::net::RecvFlags::DONTWAIT;
+        let result = rustix::net::recv(self, &mut *buffer, flags).map(|(n, _)| n);
+        match result {
+            Ok(0) => capture::stream_ended(self.get(), false),
+            Ok(n) => {
+                if let Some(at) = capture::begin() {
+                    capture::stream(self.get(), at, Way::In, buffer.get(..n).unwrap_or(&[]));
+                }
+            }
+            Err(_) => {}
+        }
+        result
+    }
+
+    /// Sends a datagram of the connection manager.
+    pub(crate) fn send_to(&self, bytes: &[u8], to: SocketAddr) -> rustix::io::Result<()> {
+        let seen = capture::begin();
+        rustix::net::sendto(self, bytes, rustix::net::SendFlags::NOSIGNAL, &to)?;
+        if let Some(at) = seen {
+            capture::datagram(self.get(), at, Way::Out, None, to, bytes);
+        }
+        Ok(())
+    }
+
+    /// Receives a datagram of the connection manager: its length and, if it is an IP address, its source.
+    pub(crate) fn recv_from(
+        &self,
+        buffer: &mut [u8],
+    ) -> rustix::io::Result<(usize, Option<SocketAddr>)> {
+        let flags = rustix::net::RecvFlags::DONTWAIT;
+        let (_, n, from) = rustix::net::recvfrom(self, &mut *buffer, flags)?;
+        let from = from.and_then(|f| SocketAddr::try_from(f).ok());
+        if let (Some(at), Some(from)) = (capture::begin(), from) {
+            let bytes = buffer.get(..n).unwrap_or(&[]);
+            capture::datagram(self.get(), at, Way::In, None, from, bytes);
+        }
+        Ok((n, from))
+    }
+
+    /// Borrows it.
+    pub fn get(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+
+    /// Its number.
+    pub fn raw(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl AsFd for EngineFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for EngineFd {
+    fn drop(&mut self) {
+        capture::closed(self.0.as_raw_fd());
+        if let Some((word, bit)) = fd_bit(self.0.as_raw_fd()) {
+            word.fetch_and(!bit, Ordering::Relaxed);
+        }
+        // A thread that posts or polls may find that a connection is over.
+        let _inside = Uncancelled::new();
+        // SAFETY: dropped once, and not used any more.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
+    }
+}
+
+/// A copy of a descriptor that the program named; `None` if there is none.
+pub fn duplicate(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: takes a number; the kernel says whether it is a descriptor.
+    let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    // SAFETY: just made, and nobody else's.
+    (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
+}
+
+/// What tells a file from others: its device and inode.
+pub fn identity(file: &OwnedFd) -> Option<(u64, u64)> {
+    let stat = rustix::fs::fstat(file).ok()?;
+    Some((stat.st_dev, stat.st_ino))
+}

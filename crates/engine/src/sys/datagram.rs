@@ -1,0 +1,272 @@
+//! Sends and receives several datagrams, and runs of datagrams, in one system call.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use anywarp_core::datagram::TxDatagram;
+use smallvec::SmallVec;
+
+use super::address::{from_sockaddr, to_sockaddr};
+use super::cmsg::{self, CONTROL_WORDS, Control};
+use super::{Io, empty_msghdr, failed};
+use crate::capture::{self, Way};
+
+/// A datagram that was received: its bytes, where it came from, where it was sent to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Datagram {
+    /// Where in the buffer its bytes are.
+    pub at: usize,
+    /// Bytes.
+    pub len: usize,
+    /// Source.
+    pub from: SocketAddr,
+    /// Our address that it was sent to, where the socket tells (`IP_PKTINFO`).
+    pub to: Option<IpAddr>,
+    /// Hop limit or time to live, where the socket tells; else 64.
+    pub hop_limit: u8,
+    /// Traffic class or type of service, where the socket tells.
+    pub traffic_class: u8,
+    /// Bytes of one datagram in a run that the kernel coalesced (GRO); 0: a single one.
+    pub segment: usize,
+}
+
+/// Datagrams, or runs of them, that one system call receives or sends at most.
+pub const DATAGRAMS: usize = 16;
+
+/// Receives what waits, each datagram (or run of equal ones, when the socket coalesces) in its own `slot` bytes of
+/// `buffer`. What is longer than its slot is cut.
+pub fn receive_datagrams(
+    fd: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    slot: usize,
+    out: &mut SmallVec<[Datagram; DATAGRAMS]>,
+) -> Result<(), Io> {
+    // As many as are used: a lone datagram should not pay for sixteen.
+    let slots = (buffer.len() / slot.max(1)).min(DATAGRAMS);
+    // SAFETY: all-zero is valid for this plain C structure.
+    let name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let mut names: SmallVec<[libc::sockaddr_storage; DATAGRAMS]> = SmallVec::from_elem(name, slots);
+    let mut controls: SmallVec<[[u64; CONTROL_WORDS]; DATAGRAMS]> =
+        SmallVec::from_elem([0; CONTROL_WORDS], slots);
+    let mut iov: SmallVec<[libc::iovec; DATAGRAMS]> = SmallVec::new();
+    let mut msgs: SmallVec<[libc::mmsghdr; DATAGRAMS]> = SmallVec::new();
+    for room in buffer.chunks_exact_mut(slot.max(1)).take(DATAGRAMS) {
+        iov.push(libc::iovec {
+            iov_base: room.as_mut_ptr().cast(),
+            iov_len: room.len(),
+        });
+    }
+    for ((iov, name), control) in iov.iter_mut().zip(&mut names).zip(&mut controls) {
+        let mut msg = empty_msghdr();
+        msg.msg_name = (&raw mut *name).cast();
+        msg.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
+        msg.msg_iov = &raw mut *iov;
+        msg.msg_iovlen = 1;
+        msg.msg_control = control.as_mut_ptr().cast();
+        msg.msg_controllen = size_of_val(control) as _;
+        msgs.push(libc::mmsghdr {
+            msg_hdr: msg,
+            msg_len: 0,
+        });
+    }
+    let n = match msgs.as_mut_slice() {
+        // The plain call costs less, and most looks are for one alone.
+        [one] => {
+            // SAFETY: as below.
+            let n = unsafe {
+                libc::syscall(
+                    libc::SYS_recvmsg,
+                    fd.as_raw_fd(),
+                    &raw mut one.msg_hdr,
+                    libc::MSG_DONTWAIT,
+                )
+            };
+            one.msg_len = u32::try_from(n).unwrap_or(0);
+            if n < 0 { n } else { 1 }
+        }
+        // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its length.
+        several => unsafe {
+            libc::syscall(
+                libc::SYS_recvmmsg,
+                fd.as_raw_fd(),
+                several.as_mut_ptr(),
+                several.len(),
+                libc::MSG_DONTWAIT,
+                std::ptr::null_mut::<libc::timespec>(),
+            )
+        },
+    };
+    let Ok(n) = usize::try_from(n) else {
+        return Err(failed());
+    };
+    for (i, (msg, name)) in msgs.iter().zip(&names).take(n).enumerate() {
+        // A source that is no IP address cannot be: skip it.
+        let Some(from) = from_sockaddr(name) else {
+            continue;
+        };
+        let control = cmsg::read(&msg.msg_hdr);
+        let datagram = Datagram {
+            at: i * slot,
+            len: slot.min(msg.msg_len as usize),
+            from,
+            to: control.to,
+            hop_limit: control.hop_limit,
+            traffic_class: control.traffic_class,
+            segment: control.segment,
+        };
+        if let Some(at) = capture::begin() {
+            let bytes = buffer
+                .get(datagram.at..datagram.at + datagram.len)
+                .unwrap_or(&[]);
+            let size = if datagram.segment == 0 {
+                slot
+            } else {
+                datagram.segment
+            };
+            for one in bytes.chunks(size.max(1)) {
+                capture::datagram(fd, at, Way::In, datagram.to, datagram.from, one);
+            }
+        }
+        out.push(datagram);
+    }
+    Ok(())
+}
+
+/// Receives one datagram, or a run of equal ones when the socket coalesces.
+pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
+    let mut out = SmallVec::new();
+    let len = buffer.len();
+    receive_datagrams(fd, buffer, len, &mut out)?;
+    out.pop().ok_or(Io::WouldBlock)
+}
+
+/// Datagrams to one destination that go to the kernel as one.
+#[derive(Debug)]
+pub struct Run<'a> {
+    /// They have the same destination; all but the last have the same length, and the last is not longer.
+    pub datagrams: &'a [TxDatagram],
+    /// Our address to send from.
+    pub from: Option<IpAddr>,
+}
+
+impl Run<'_> {
+    #[inline]
+    fn control(&self, first: &TxDatagram) -> Control {
+        let segment = (self.datagrams.len() > 1)
+            .then(|| u16::try_from(first.bytes.len()).unwrap_or(u16::MAX));
+        Control::new(self.from, first, segment)
+    }
+}
+
+/// Sends up to [`DATAGRAMS`] runs; returns how many the kernel took.
+pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
+    let seen = capture::begin();
+    let sent = match runs {
+        [run] => send_run(fd, ipv6, run),
+        _ => send_some(fd, ipv6, runs),
+    };
+    if let (Some(at), Ok(n)) = (seen, sent) {
+        for run in runs.iter().take(n) {
+            for d in run.datagrams {
+                capture::datagram(fd, at, Way::Out, run.from, d.to, &d.bytes);
+            }
+        }
+    }
+    sent
+}
+
+fn parts<'a>(run: &'a Run<'_>) -> impl Iterator<Item = libc::iovec> + 'a {
+    run.datagrams.iter().map(|d| libc::iovec {
+        iov_base: d.bytes.as_ptr().cast_mut().cast(),
+        iov_len: d.bytes.len(),
+    })
+}
+
+/// Datagrams up to this length are copied together when they go as a run: the kernel takes longer for a piece than we for
+/// so many bytes. And the room for the usual run of those.
+const SMALL: usize = 256;
+const FLAT: usize = 64 * SMALL;
+
+/// One run alone, which most are: the plain call costs less than that for several.
+fn send_run(fd: BorrowedFd<'_>, ipv6: bool, run: &Run<'_>) -> Result<usize, Io> {
+    let Some(first) = run.datagrams.first() else {
+        return Ok(0);
+    };
+    let (mut name, name_len) = to_sockaddr(first.to, ipv6);
+    let mut control = run.control(first);
+    // Neither is collected: what is collected is moved, and these are large.
+    let mut flat: SmallVec<[u8; FLAT]> = SmallVec::new();
+    let mut iov: SmallVec<[libc::iovec; 64]> = SmallVec::new();
+    if run.datagrams.len() > 1 && first.bytes.len() <= SMALL {
+        for d in run.datagrams {
+            flat.extend_from_slice(&d.bytes);
+        }
+        iov.push(libc::iovec {
+            iov_base: flat.as_mut_ptr().cast(),
+            iov_len: flat.len(),
+        });
+    } else {
+        iov.extend(parts(run));
+    }
+    let mut msg = empty_msghdr();
+    msg.msg_name = (&raw mut name).cast();
+    msg.msg_namelen = name_len;
+    msg.msg_iov = iov.as_mut_ptr();
+    msg.msg_iovlen = iov.len() as _;
+    control.attach(&mut msg);
+    // SAFETY: every pointer in `msg` is to a local or to bytes that `run` borrows, with its length; the kernel only reads
+    // them.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_sendmsg,
+            fd.as_raw_fd(),
+            &raw const msg,
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+        )
+    };
+    if n < 0 { Err(failed()) } else { Ok(1) }
+}
+
+fn send_some(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
+    let mut names: SmallVec<[(libc::sockaddr_storage, libc::socklen_t); DATAGRAMS]> =
+        SmallVec::new();
+    let mut controls: SmallVec<[Control; DATAGRAMS]> = SmallVec::new();
+    let mut iov: SmallVec<[libc::iovec; 64]> = SmallVec::new();
+    let mut starts: SmallVec<[(usize, usize); DATAGRAMS]> = SmallVec::new();
+    for run in runs.iter().take(DATAGRAMS) {
+        let Some(first) = run.datagrams.first() else {
+            break;
+        };
+        names.push(to_sockaddr(first.to, ipv6));
+        controls.push(run.control(first));
+        starts.push((iov.len(), run.datagrams.len()));
+        iov.extend(parts(run));
+    }
+    let mut msgs: SmallVec<[libc::mmsghdr; DATAGRAMS]> = SmallVec::new();
+    for ((name, control), (start, len)) in names.iter_mut().zip(&mut controls).zip(starts) {
+        let mut msg = empty_msghdr();
+        msg.msg_name = (&raw mut name.0).cast();
+        msg.msg_namelen = name.1;
+        msg.msg_iov = iov
+            .get_mut(start..)
+            .map_or(std::ptr::null_mut(), <[_]>::as_mut_ptr);
+        msg.msg_iovlen = len as _;
+        control.attach(&mut msg);
+        msgs.push(libc::mmsghdr {
+            msg_hdr: msg,
+            msg_len: 0,
+        });
+    }
+    // SAFETY: every pointer in `msgs` is to a local or to bytes that `runs` borrows, with its length; the kernel only
+    // reads them.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_sendmmsg,
+            fd.as_raw_fd(),
+            msgs.as_mut_ptr(),
+            msgs.len(),
+            libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+        )
+    };
+    usize::try_from(n).map_err(|_| failed())
+}

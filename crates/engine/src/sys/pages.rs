@@ -1,0 +1,194 @@
+//! Page-aligned memory of this process, and questions about the pages of user memory.
+
+use std::os::fd::AsRawFd;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::errno;
+
+/// Zeroed pages of this process.
+#[derive(Debug)]
+pub struct Pages {
+    start: usize,
+    len: usize,
+}
+
+impl Pages {
+    /// At least `len` bytes.
+    pub fn new(len: usize) -> Option<Self> {
+        let (read_write, private) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        // SAFETY: a new mapping, where the kernel finds room.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, read_write, private, -1, 0) };
+        (start != libc::MAP_FAILED).then(|| Self {
+            start: start.expose_provenance(),
+            len,
+        })
+    }
+
+    /// `len` bytes that are zero and cannot be written; they take no memory.
+    pub fn zeroes(len: usize) -> Option<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping, where the kernel finds room.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, -1, 0) };
+        (start != libc::MAP_FAILED).then(|| Self {
+            start: start.expose_provenance(),
+            len,
+        })
+    }
+
+    /// `len` bytes that are the same 2 MiB again and again: written at will, they take no more memory than that.
+    pub fn repeated(len: usize) -> Option<Self> {
+        const PIECE: usize = 2 << 20;
+        let file =
+            rustix::fs::memfd_create("anywarp-null", rustix::fs::MemfdFlags::CLOEXEC).ok()?;
+        rustix::fs::ftruncate(&file, PIECE as u64).ok()?;
+        let area = Self::zeroes(len)?;
+        let (access, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+        );
+        for at in (0..len).step_by(PIECE) {
+            let place = std::ptr::with_exposed_provenance_mut(area.start + at);
+            let n = PIECE.min(len - at);
+            // SAFETY: replaces a part of the mapping that was just made, of which nobody knows.
+            let r = unsafe { libc::mmap(place, n, access, flags, file.as_raw_fd(), 0) };
+            if r == libc::MAP_FAILED {
+                return None;
+            }
+        }
+        Some(area)
+    }
+
+    /// Address of the first byte.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`, and nobody has it any more.
+        unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(self.start), self.len) };
+    }
+}
+
+/// Bytes of a page of this host.
+pub fn page_size() -> u64 {
+    u64::try_from(rustix::param::page_size()).unwrap_or(4096)
+}
+
+/// Whether the kernel knows `MADV_POPULATE_READ`: tried on memory that can certainly be read.
+fn can_populate() -> bool {
+    static KNOWN: AtomicU32 = AtomicU32::new(0);
+    match KNOWN.load(Ordering::Relaxed) {
+        0 => {
+            let here = (&raw const KNOWN).expose_provenance() as u64;
+            let known = advise_populate(here, 1, false).is_ok();
+            KNOWN.store(1 + u32::from(known), Ordering::Relaxed);
+            known
+        }
+        n => n == 2,
+    }
+}
+
+/// `MADV_POPULATE_READ` or `_WRITE` for the pages of a range; the errno says that one cannot be accessed like that.
+fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
+    const READ: libc::c_int = 22;
+    const WRITE: libc::c_int = 23;
+    let page = page_size();
+    let end = start
+        .checked_add(len)
+        .and_then(|e| e.checked_next_multiple_of(page));
+    let from = start & !(page - 1);
+    let (Some(end), Ok(at)) = (end, usize::try_from(from)) else {
+        return Err(libc::ENOMEM);
+    };
+    let len = usize::try_from(end - from).map_err(|_| libc::ENOMEM)?;
+    let advice = if write { WRITE } else { READ };
+    // SAFETY: changes no byte; what is not mapped is an error.
+    match unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(at), len, advice) } {
+        0 => Ok(()),
+        _ => Err(errno()),
+    }
+}
+
+/// Whether every page of `[start, start + len)` can be read, or written, now. Brings them in, as paging on demand does.
+pub fn is_there(start: u64, len: u64, write: bool) -> bool {
+    match advise_populate(start, len, write) {
+        Ok(()) => return true,
+        // A kernel before 5.14, to which nothing is known but whether pages are mapped.
+        Err(libc::EINVAL) if !can_populate() => {}
+        Err(_) => return false,
+    }
+    pages_mapped(start, len)
+}
+
+/// Whether each page is mapped: asks for all of them, one by one.
+fn pages_mapped(start: u64, len: u64) -> bool {
+    const PAGES: usize = 4096;
+    let size = page_size();
+    let Some(end) = start.checked_add(len) else {
+        return false;
+    };
+    let mut at = start & !(size - 1);
+    let mut resident = [0_u8; PAGES];
+    while at < end {
+        let n = (end - at).min(PAGES as u64 * size);
+        let (Ok(page), Ok(bytes)) = (usize::try_from(at), usize::try_from(n)) else {
+            return false;
+        };
+        // SAFETY: mincore reads no user memory but writes a byte a page into `resident`, which has room for them.
+        let r = unsafe {
+            libc::mincore(
+                std::ptr::with_exposed_provenance_mut(page),
+                bytes,
+                resident.as_mut_ptr(),
+            )
+        };
+        if r != 0 {
+            return false;
+        }
+        at += n;
+    }
+    true
+}
+
+/// Brings pages in and keeps them there, within the limit of the process.
+pub fn lock_pages(start: u64, len: u64) -> Result<(), i32> {
+    let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) else {
+        return Err(libc::ENOMEM);
+    };
+    // SAFETY: changes no byte; what is not mapped is an error.
+    match unsafe { libc::mlock(std::ptr::with_exposed_provenance(at), len) } {
+        0 => Ok(()),
+        _ => Err(errno()),
+    }
+}
+
+/// Lets pages go that were locked. They may be unmapped since.
+pub fn unlock_pages(start: u64, len: u64) {
+    if let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) {
+        // SAFETY: changes no byte; what is not mapped is an error, which says that nothing is locked there.
+        unsafe { libc::munlock(std::ptr::with_exposed_provenance(at), len) };
+    }
+}
+
+/// Whether all of `[start, start + len)` is mapped.
+pub fn is_mapped(start: u64, len: u64) -> bool {
+    // Valgrind takes the call below for a read of the memory, and whole pages for more than the program has.
+    static WATCHED: OnceLock<bool> = OnceLock::new();
+    if *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload"))) {
+        return len == 0 || pages_mapped(start, len);
+    }
+    let first = start & !(page_size() - 1);
+    let (Ok(at), Ok(bytes)) = (usize::try_from(first), usize::try_from(start - first + len)) else {
+        return false;
+    };
+    // Nothing is written back by this, and no page is looked at: the kernel goes through its list of mappings, and says
+    // whether there is a gap. (`mincore` takes two calls to look at the ends alone.)
+    // SAFETY: the kernel only inspects the mappings.
+    len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
+}
