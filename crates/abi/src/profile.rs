@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::wr::{Op, Payload};
-use anywarp_engine::sys::PerProcess;
 
 use crate::verbs::types::*;
+use anywarp_engine::process::PerProcess;
 
 /// What a device has, beside numbers.
 #[derive(Debug, Clone, Copy)]

@@ -18,7 +18,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::log;
-use crate::sys::PerProcess;
+use crate::process::PerProcess;
 use crate::sys::thread::Uncancelled;
 
 /// Bytes of a file after which nothing is added, if the environment says nothing else.

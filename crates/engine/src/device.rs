@@ -17,8 +17,9 @@ use crate::fatal::Mortal;
 use crate::fd;
 use crate::gids::{self, News};
 use crate::log;
+use crate::process::PerProcess;
+use crate::sys::host;
 use crate::sys::host::HostAddress;
-use crate::sys::{PerProcess, host};
 use crate::worker::{Engine, engine};
 
 /// What the device looks like: a label, never what travels.

@@ -27,8 +27,9 @@ use crate::log;
 use crate::net::udp::{Carrier, Group, is_broadcast, is_group, path_mtu};
 use crate::port::Port;
 use crate::qp::Route;
+use crate::random::random_u32;
 use crate::sys::Io;
-use crate::worker::{LEASE, Owes, Source, Token, random_u32};
+use crate::worker::{LEASE, Owes, Source, Token};
 
 /// Bytes that are posted and wait for no more: about a run of the kernel.
 const HOLD: u64 = 48 << 10;

@@ -22,7 +22,8 @@ use crate::clock;
 use crate::dgram::DgramQp;
 use crate::log;
 use crate::net::udp::Carrier;
-use crate::sys::{Io, PerProcess, thread};
+use crate::process::PerProcess;
+use crate::sys::{Io, thread};
 use crate::worker::{Engine, Source, Token};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

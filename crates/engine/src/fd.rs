@@ -3,10 +3,9 @@
 use std::mem::ManuallyDrop;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::atomic::Ordering;
 
 use crate::capture::{self, Way};
-use crate::sys::fd_bit;
+use crate::process;
 use crate::sys::thread::Uncancelled;
 
 /// A descriptor of the engine's: forked children have a dead socket in its place, so that they keep no connection alive.
@@ -16,9 +15,7 @@ pub struct EngineFd(ManuallyDrop<OwnedFd>);
 impl EngineFd {
     /// Takes a descriptor.
     pub fn new(fd: OwnedFd) -> Self {
-        if let Some((word, bit)) = fd_bit(fd.as_raw_fd()) {
-            word.fetch_or(bit, Ordering::Relaxed);
-        }
+        process::record_fd(fd.as_raw_fd());
         Self(ManuallyDrop::new(fd))
     }
 
@@ -93,9 +90,7 @@ impl AsFd for EngineFd {
 impl Drop for EngineFd {
     fn drop(&mut self) {
         capture::closed(self.0.as_raw_fd());
-        if let Some((word, bit)) = fd_bit(self.0.as_raw_fd()) {
-            word.fetch_and(!bit, Ordering::Relaxed);
-        }
+        process::forget_fd(self.0.as_raw_fd());
         // A thread that posts or polls may find that a connection is over.
         let _inside = Uncancelled::new();
         // SAFETY: dropped once, and not used any more.

@@ -17,9 +17,10 @@ use crate::clock;
 use crate::device::{Gid, event, lid_of, listing, loopback};
 use crate::fd::EngineFd;
 use crate::log;
+use crate::process::PerProcess;
+use crate::sys::host;
 use crate::sys::host::HostLink;
 use crate::sys::thread::Uncancelled;
-use crate::sys::{PerProcess, host};
 use crate::worker::{Engine, Source, Token};
 
 /// Places of the table.

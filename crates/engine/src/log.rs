@@ -1,13 +1,9 @@
-//! The log: `ANYWARP_LOG=error|warn|info|debug|trace`, to standard error. Off by default, and then one load and a branch.
+//! The log: lines on standard error, up to the level that `ANYWARP_LOG` names. Off by default: then a call is a load and a branch.
 
 use std::fmt::Arguments;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
-
-use anywarp_core::observe::{Observer, Step};
-
-use crate::clock;
 
 /// How much is said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -122,108 +118,10 @@ impl Throttle {
     }
 }
 
-/// What a peer did, with its address.
-fn of_a_peer(qpn: u32, text: Arguments<'_>) {
-    static THROTTLE: Throttle = Throttle::new();
-    if let Some(left_out) = THROTTLE.line(clock::now()) {
-        let peer = crate::worker::current().and_then(|e| e.peer_of(qpn));
-        let peer = peer.map_or_else(|| "unknown".to_owned(), |p| p.to_string());
-        let more = if left_out > 0 {
-            format!(" ({left_out} lines like this left out)")
-        } else {
-            String::new()
-        };
-        log!(Info, "qp 0x{qpn:06x}, peer {peer}: {text}{more}");
-    }
-}
-
-/// Writes the steps of the data path.
-#[derive(Debug)]
-pub(crate) struct StepLog;
-
-impl Observer for StepLog {
-    fn step(&self, qpn: u32, step: &Step<'_>) {
-        match step {
-            Step::Violation(error) => {
-                of_a_peer(
-                    qpn,
-                    format_args!("the peer broke a rule: {error}; terminating the connection"),
-                );
-            }
-            Step::Terminated(t) => {
-                of_a_peer(
-                    qpn,
-                    format_args!("the peer terminated the connection: {}", describe(t)),
-                );
-            }
-            Step::Failed(why) => of_a_peer(qpn, format_args!("error state: {why}")),
-            Step::Complete(c) if c.status != anywarp_core::verbs::wc::Status::Success => {
-                log!(
-                    Debug,
-                    "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} completed with {}",
-                    c.wr_id,
-                    c.op,
-                    c.status
-                );
-            }
-            Step::Complete(c) => {
-                log!(
-                    Debug,
-                    "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} done, {} bytes",
-                    c.wr_id,
-                    c.op,
-                    c.byte_len
-                );
-            }
-            Step::Post(wr) => log!(
-                Debug,
-                "qp 0x{qpn:06x}: post wr_id 0x{:x} {:?}",
-                wr.id,
-                wr.op
-            ),
-            other => log!(Trace, "qp 0x{qpn:06x}: {other:?}"),
-        }
-    }
-}
-
-/// A Terminate in words.
-fn describe(t: &anywarp_core::wire::rdmap::Terminate) -> String {
-    let what = match (t.layer, t.etype, t.code) {
-        (0, 0, _) => "local catastrophic error",
-        (0, 1, 0) | (1, 1, 0) => "invalid stag",
-        (0, 1, 1) | (1, 1, 1) => "base or bounds violation",
-        (0, 1, 2) => "access rights violation",
-        (0, 1, 3) | (1, 1, 2) => "stag not associated with the stream",
-        (0, 1, 4) | (1, 1, 3) => "offset wrap",
-        (0, 1, 9) | (0, 2, 9) => "stag cannot be invalidated",
-        (0, 2, 5) => "rdmap version",
-        (0, 2, 6) => "unexpected opcode",
-        (0, 2, _) => "remote operation error",
-        (1, 2, 1) => "invalid queue number",
-        (1, 2, 2) => "no receive posted",
-        (1, 2, 3) => "message number out of range",
-        (1, 2, 4) => "message offset",
-        (1, 2, 5) => "message too long for the receive",
-        (2, 0, 2) => "crc error",
-        (2, 0, 3) => "framing error",
-        (2, 0, 6) => "insufficient ird",
-        (2, 0, 7) => "no common ready-to-receive message",
-        _ => "error",
-    };
-    format!(
-        "{what} (layer {} type {} code 0x{:02x})",
-        t.layer, t.etype, t.code
-    )
-}
-
-/// The observer that the level asks for, if any.
-pub(crate) fn observer() -> Option<std::sync::Arc<dyn Observer>> {
-    wants(Level::Info).then(|| std::sync::Arc::new(StepLog) as std::sync::Arc<dyn Observer>)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::clock;
 
     #[test]
     fn a_peer_cannot_fill_the_log() {

@@ -3,7 +3,8 @@
 //! The kernel does not count how often a page is locked: the first `munlock` frees it. So the ranges are counted here, and a
 //! page is unlocked with the last region that has it.
 
-use crate::sys::{PerProcess, pages};
+use crate::process::PerProcess;
+use crate::sys::pages;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
 

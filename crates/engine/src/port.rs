@@ -13,9 +13,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::fd::EngineFd;
 use crate::lobby;
+use crate::random::random_u32;
 use crate::startup::{Failure, Opened, Owner, Startup};
 use crate::sys::socket;
-use crate::worker::{Engine, Source, Token, random_u32};
+use crate::worker::{Engine, Source, Token};
 
 /// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
 /// and of the source queue pair.

@@ -19,7 +19,8 @@ use rustix::net::{
 use crate::dgram::DgramQp;
 use crate::fd::EngineFd;
 use crate::log;
-use crate::sys::{PerProcess, socket};
+use crate::process::PerProcess;
+use crate::sys::socket;
 use crate::worker::{Engine, Source};
 
 /// Those who ask at once; the others wait in the kernel for the next look.

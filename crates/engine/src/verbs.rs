@@ -18,9 +18,11 @@ use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::log;
 use crate::pin::{self, Pin};
+use crate::process::PerProcess;
+use crate::random::random_u32;
+use crate::sys::pages;
 use crate::sys::pages::Pages;
-use crate::sys::{PerProcess, pages};
-use crate::worker::{Engine, random_u32};
+use crate::worker::Engine;
 
 /// A completion channel: its events are cookies of completion queues.
 pub type CompChannel = Channel<usize>;

@@ -32,12 +32,14 @@ use crate::clock;
 use crate::fatal::{self, Mortal};
 use crate::fd::EngineFd;
 use crate::lobby::Lobby;
-use crate::log;
 use crate::mem::UserMemory;
 use crate::net::shm::Watch;
 use crate::port::Port;
+use crate::process;
+use crate::process::PerProcess;
 use crate::qp::RcQp;
-use crate::sys::{self, PerProcess, socket, thread};
+use crate::sys::{socket, thread};
+use crate::trace;
 
 /// How long the worker stays away after the last poll. Tests of it do not depend on how fast the machine is.
 pub const LEASE: Duration = if cfg!(test) {
@@ -226,7 +228,7 @@ pub(crate) const THREAD: &str = "anywarp";
 
 /// The engine of this process; made, with its thread, at the first call. A forked child makes its own. `EIO` when it broke.
 pub fn engine() -> io::Result<&'static Engine> {
-    sys::watch_fork();
+    process::watch_fork();
     let home = HOME.get();
     if let Some(engine) = home.engine.get() {
         engine.has_room_io()?;
@@ -255,26 +257,6 @@ pub fn engine() -> io::Result<&'static Engine> {
     Ok(engine)
 }
 
-/// Unpredictable numbers from the kernel.
-pub fn random_u32() -> u32 {
-    // Not inherited: parent and child would hand out the same keys.
-    static POOL: PerProcess<Mutex<(usize, [u8; 256])>> =
-        PerProcess::new(|| Mutex::new((256, [0; 256])));
-    let mut pool = POOL.get().lock().unwrap_or_else(PoisonError::into_inner);
-    if pool.0 + 4 > 256 {
-        let mut fresh = [0_u8; 256];
-        // With no flags getrandom fails only before the kernel's pool is ready; then it blocks.
-        let _ = rustix::rand::getrandom(&mut fresh, rustix::rand::GetRandomFlags::empty());
-        *pool = (0, fresh);
-    }
-    let at = pool.0;
-    pool.0 += 4;
-    pool.1
-        .get(at..)
-        .and_then(|b| b.first_chunk::<4>())
-        .map_or(0, |b| u32::from_ne_bytes(*b))
-}
-
 fn add(set: &EngineFd, fd: BorrowedFd<'_>, token: u64, flags: EventFlags) -> io::Result<()> {
     Ok(epoll::add(set.get(), fd, EventData::new_u64(token), flags)?)
 }
@@ -291,7 +273,7 @@ impl Engine {
             rnic: Arc::new(Rnic {
                 regions: Regions::new(),
                 memory: Box::new(UserMemory),
-                observer: log::observer(),
+                observer: trace::observer(),
             }),
             sockets: EngineFd::new(epoll::create(CreateFlags::CLOEXEC)?),
             worker: EngineFd::new(epoll::create(CreateFlags::CLOEXEC)?),
@@ -334,7 +316,7 @@ impl Engine {
             mutes: AtomicBool::new(false),
             waiting: AtomicUsize::new(0),
             broken: AtomicBool::new(false),
-            generation: sys::generation(),
+            generation: process::generation(),
         };
         add(
             &engine.worker,
@@ -365,7 +347,7 @@ impl Engine {
 
     /// Whether it was made by this process, and not by one that this process was forked from.
     pub fn is_current(&self) -> bool {
-        self.generation == sys::generation()
+        self.generation == process::generation()
     }
 
     // ------------------------------------------------------------------ sources

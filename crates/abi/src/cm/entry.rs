@@ -13,7 +13,7 @@ use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{self, CmId, ConnParam, Event, EventChannel, EventKind, PortSpace};
 use anywarp_engine::device::gid_of;
 use anywarp_engine::gids;
-use anywarp_engine::sys::PerProcess;
+use anywarp_engine::process::PerProcess;
 use anywarp_engine::verbs::QueuePair;
 
 use libc::{sockaddr, sockaddr_in, sockaddr_in6};

@@ -35,7 +35,8 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::EventChannel;
 use anywarp_engine::device::Context;
-use anywarp_engine::sys::{PerProcess, thread};
+use anywarp_engine::process::PerProcess;
+use anywarp_engine::sys::thread;
 use anywarp_engine::worker::{Engine, Source, Token};
 
 use dgram::Datagrams;

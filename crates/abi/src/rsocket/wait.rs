@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anywarp_engine::channel::Channel;
-use anywarp_engine::sys;
+use anywarp_engine::process;
 use anywarp_engine::worker::{Engine, Interrupted, WAIT_WORKING};
 
 use crate::verbs::object::os_errno;
@@ -25,7 +25,7 @@ pub(super) fn bell() -> io::Result<Arc<Bell>> {
         /// With the generation of the process that it was made in.
         static BELL: RefCell<Option<(u32, Arc<Bell>)>> = const { RefCell::new(None) };
     }
-    let generation = sys::generation();
+    let generation = process::generation();
     let kept = BELL.try_with(|kept| {
         let kept = kept.try_borrow().ok()?;
         let (made, bell) = kept.as_ref()?;

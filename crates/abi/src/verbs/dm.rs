@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::bounds;
 use anywarp_core::verbs::access::Access;
-use anywarp_engine::sys::PerProcess;
+use anywarp_engine::process::PerProcess;
 use anywarp_engine::verbs::DeviceMemory;
 
 use super::memory::register_in;

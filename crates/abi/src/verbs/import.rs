@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::device::Context;
-use anywarp_engine::sys::PerProcess;
+use anywarp_engine::process::PerProcess;
 use anywarp_engine::verbs::MemoryRegion;
 
 use super::object::{

@@ -12,9 +12,9 @@ use anywarp_core::verbs::wr::{Bind, Op, Payload, WorkRequest};
 use anywarp_core::wire::{Stag, To};
 use anywarp_engine::device::{ip_of, ip_of_lid};
 use anywarp_engine::gids;
+use anywarp_engine::random::random_u32;
 use anywarp_engine::reserve;
 use anywarp_engine::verbs::{DeviceMemory, MemoryRegion, Reregistration};
-use anywarp_engine::worker::random_u32;
 
 use super::device::{c_gid, gid_ip};
 use super::import;

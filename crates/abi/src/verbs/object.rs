@@ -218,7 +218,7 @@ struct Owned<T> {
 
 /// Gives an object to the program.
 pub(crate) fn into_c<T, C>(object: T) -> *mut C {
-    let generation = anywarp_engine::sys::generation();
+    let generation = anywarp_engine::process::generation();
     Box::into_raw(Box::new(Owned { object, generation })).cast()
 }
 
@@ -230,7 +230,7 @@ pub(crate) fn into_c<T, C>(object: T) -> *mut C {
 pub(crate) unsafe fn is_lost<T, C>(pointer: *mut C) -> bool {
     // SAFETY: the caller's promise; only the number is read.
     let made_in = unsafe { (*pointer.cast::<Owned<T>>()).generation };
-    made_in != anywarp_engine::sys::generation()
+    made_in != anywarp_engine::process::generation()
 }
 
 /// [`is_lost`] for an open device.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
 use anywarp_engine::fd;
-use anywarp_engine::sys::PerProcess;
+use anywarp_engine::process::PerProcess;
 
 use super::object::{CqObject, SrqObject, from_c, into_c, is_lost, is_lost_context, of};
 use super::types::*;

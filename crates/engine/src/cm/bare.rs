@@ -15,8 +15,8 @@ use anywarp_core::verbs::rq::RecvQueue;
 
 use super::{CmId, Phase, os};
 use crate::device::Context;
+use crate::process::PerProcess;
 use crate::qp::RcQp;
-use crate::sys::PerProcess;
 
 /// A context for queue pairs that no program has: nothing is ever told to it.
 fn context() -> io::Result<&'static Arc<Context>> {

@@ -17,8 +17,9 @@ use super::{CmId, ConnParam, Event, EventKind, Peer, Phase, State, os};
 use crate::clock;
 use crate::fd::EngineFd;
 use crate::net::udp::GROUP_PORT;
+use crate::random::random_u32;
 use crate::startup::plain;
-use crate::worker::{Source, Token, random_u32};
+use crate::worker::{Source, Token};
 
 /// Pause before a request is sent again.
 const AGAIN: Duration = Duration::from_millis(100);

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::fd::EngineFd;
-use crate::sys::{Io, PerProcess, socket, stream, thread};
+use crate::process::PerProcess;
+use crate::sys::{Io, socket, stream, thread};
 use crate::worker::{Engine, Source, Token};
 
 /// How long a closed connection is read on.

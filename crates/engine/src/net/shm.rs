@@ -27,10 +27,12 @@ use smallvec::SmallVec;
 
 use crate::device;
 use crate::mem;
+use crate::process;
+use crate::process::PerProcess;
+use crate::random::random_u32;
 use crate::shared::{Shared, pull};
 use crate::sys::thread::Uncancelled;
-use crate::sys::{self, Io, PerProcess, stream};
-use crate::worker::random_u32;
+use crate::sys::{Io, stream};
 
 const LEN: usize = PAGE + 2 * RING;
 const PAGE: usize = 4096;
@@ -236,7 +238,7 @@ impl Shm {
             current: None,
             places_until: 0,
             file,
-            generation: sys::generation(),
+            generation: process::generation(),
         }
     }
 
@@ -597,7 +599,7 @@ impl Drop for Shm {
         let count = COUNT.get();
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
         // A child that was forked leaves its parent's alone.
-        if self.generation == sys::generation() {
+        if self.generation == process::generation() {
             self.withdraw();
         }
     }

@@ -19,10 +19,11 @@ use crate::device::Profile;
 use crate::fd::EngineFd;
 use crate::net::linger::linger;
 use crate::net::shm::{Shm, Watch};
+use crate::process::PerProcess;
 use crate::startup;
 use crate::stat;
 use crate::sys::thread::Uncancelled;
-use crate::sys::{Io, PerProcess, socket, stream};
+use crate::sys::{Io, socket, stream};
 use crate::worker::{Engine, STAGE};
 
 /// Bytes that one queue pair receives in one turn, before others have theirs.

@@ -22,8 +22,9 @@ use crate::dgram::DgramQp;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::port::Port;
+use crate::process::PerProcess;
 use crate::sys::datagram::{DATAGRAMS, Datagram, Run};
-use crate::sys::{Io, PerProcess, datagram, socket};
+use crate::sys::{Io, datagram, socket};
 use crate::worker::{Engine, Source, Token};
 
 /// Room for datagrams that nobody has received yet, bytes; the kernel may grant less.

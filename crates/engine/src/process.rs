@@ -1,0 +1,144 @@
+//! What belongs to one process: a value for each process ([`PerProcess`]), and what a forked child does with its parent's.
+//!
+//! A forked child starts with copies of its parent's objects, but not with the parent's threads: a lock may be held for ever
+//! and a connection is still the parent's. So each object records the [`generation`] that it was made in, the child makes
+//! its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
+
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+/// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` stands for descriptor `n`.
+static ENGINE_FDS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
+static GENERATION: AtomicU32 = AtomicU32::new(0);
+
+/// The number of forks between the process that first opened the device and this one.
+///
+/// An object of another generation belongs to an ancestor: its locks may be held by threads that do not exist here, and its
+/// sockets are replaced. It must not be used.
+pub fn generation() -> u32 {
+    GENERATION.load(Ordering::Relaxed)
+}
+
+/// Installs the handler that increments [`generation`] and replaces the engine's descriptors in a forked child.
+pub(crate) fn watch_fork() {
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    if !INSTALLED.swap(true, Ordering::AcqRel) {
+        // SAFETY: the handler is async-signal-safe: atomics and system calls only.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    }
+}
+
+/// An unconnected socket that never becomes readable or writable; -1 if no descriptor is left.
+fn dead_socket() -> RawFd {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: makes a descriptor, and touches no memory.
+    unsafe { libc::socket(libc::AF_UNIX, kind, 0) }
+}
+
+/// Replaces each descriptor of the engine by a dead socket.
+///
+/// The connections stay the parent's alone, and the numbers stay taken: the child's own files cannot get a number that a copy
+/// of one of the parent's objects still names.
+extern "C" fn in_child() {
+    GENERATION.fetch_add(1, Ordering::Relaxed);
+    let mut dead = -1;
+    let mut extra = false;
+    for (word, bits) in ENGINE_FDS.iter().enumerate() {
+        let mut bits = bits.swap(0, Ordering::Relaxed);
+        while bits != 0 {
+            let fd = (word * 64 + bits.trailing_zeros() as usize) as RawFd;
+            bits &= bits - 1;
+            if dead < 0 {
+                dead = dead_socket();
+                extra = dead >= 0;
+            }
+            if dead < 0 {
+                // No descriptor is free: closing this one frees its number for the dead socket.
+                // SAFETY: a descriptor of the parent's engine, which the child does not use.
+                unsafe { libc::close(fd) };
+                dead = dead_socket();
+                extra = dead >= 0 && dead != fd;
+            }
+            if dead >= 0 && dead != fd {
+                // SAFETY: a descriptor of the parent's engine, which the child does not use; `dup3` closes it.
+                unsafe { libc::dup3(dead, fd, libc::O_CLOEXEC) };
+            }
+        }
+    }
+    if extra {
+        // SAFETY: made above; no other copy of the number exists.
+        unsafe { libc::close(dead) };
+    }
+}
+
+/// The word and the bit of [`ENGINE_FDS`] for a descriptor; `None` if the number is too large to be recorded.
+fn fd_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+    let n = usize::try_from(fd).ok()?;
+    ENGINE_FDS.get(n / 64).map(|w| (w, 1 << (n % 64)))
+}
+
+/// Records a descriptor that a forked child must not keep.
+pub(crate) fn record_fd(fd: RawFd) {
+    if let Some((word, bit)) = fd_bit(fd) {
+        word.fetch_or(bit, Ordering::Relaxed);
+    }
+}
+
+/// Forgets a descriptor, which is about to be closed.
+pub(crate) fn forget_fd(fd: RawFd) {
+    if let Some((word, bit)) = fd_bit(fd) {
+        word.fetch_and(!bit, Ordering::Relaxed);
+    }
+}
+
+struct Made<T> {
+    generation: u32,
+    value: T,
+}
+
+/// A global value that a forked child does not inherit: each process makes its own at first use.
+///
+/// The parent's value stays allocated and unused in the child: another thread may have held its locks at the moment of the
+/// fork.
+#[derive(Debug)]
+pub struct PerProcess<T> {
+    made: AtomicPtr<Made<T>>,
+    fresh: fn() -> T,
+}
+
+impl<T: Send + Sync + 'static> PerProcess<T> {
+    /// A value that `fresh` makes at first use in each process.
+    pub const fn new(fresh: fn() -> T) -> Self {
+        Self {
+            made: AtomicPtr::new(std::ptr::null_mut()),
+            fresh,
+        }
+    }
+
+    /// The value of this process.
+    pub fn get(&self) -> &'static T {
+        let generation = generation();
+        loop {
+            let old = self.made.load(Ordering::Acquire);
+            // SAFETY: null, or made below and never freed; no `&mut` to it exists.
+            if let Some(made) = unsafe { old.as_ref() }
+                && made.generation == generation
+            {
+                return &made.value;
+            }
+            let new = Box::into_raw(Box::new(Made {
+                generation,
+                value: (self.fresh)(),
+            }));
+            match self
+                .made
+                .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+            {
+                // SAFETY: never freed once it is published.
+                Ok(_) => return unsafe { &(*new).value },
+                // SAFETY: another thread published its value first; this one has no other reference.
+                Err(_) => drop(unsafe { Box::from_raw(new) }),
+            }
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Unpredictable numbers from the kernel.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::process::PerProcess;
+
+/// Bytes that are fetched from the kernel in one system call.
+const POOL_BYTES: usize = 256;
+
+struct Pool {
+    used: usize,
+    bytes: [u8; POOL_BYTES],
+}
+
+/// Not inherited by a forked child: parent and child would hand out the same keys.
+static POOL: PerProcess<Mutex<Pool>> = PerProcess::new(|| {
+    Mutex::new(Pool {
+        used: POOL_BYTES,
+        bytes: [0; POOL_BYTES],
+    })
+});
+
+/// 32 unpredictable bits.
+pub fn random_u32() -> u32 {
+    let mut pool = POOL.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if pool.used + 4 > POOL_BYTES {
+        let mut bytes = [0_u8; POOL_BYTES];
+        // With no flags getrandom fails only before the kernel's pool is ready; then it blocks.
+        let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+        *pool = Pool { used: 0, bytes };
+    }
+    let at = pool.used;
+    pool.used += 4;
+    pool.bytes
+        .get(at..)
+        .and_then(|b| b.first_chunk::<4>())
+        .map_or(0, |b| u32::from_ne_bytes(*b))
+}
+
+/// 64 unpredictable bits.
+pub fn random_u64() -> u64 {
+    u64::from(random_u32()) << 32 | u64::from(random_u32())
+}

@@ -1,0 +1,103 @@
+//! Log lines for the observed steps of queue pairs.
+
+use std::fmt::Arguments;
+use std::sync::Arc;
+
+use anywarp_core::observe::{Observer, Step};
+use anywarp_core::verbs::wc::Status;
+use anywarp_core::wire::rdmap::Terminate;
+
+use crate::clock;
+use crate::log;
+use crate::log::{Level, Throttle};
+
+/// An observer that logs, or `None` when the log level is too low for any of its lines.
+pub(crate) fn observer() -> Option<Arc<dyn Observer>> {
+    log::wants(Level::Info).then(|| Arc::new(StepLog) as Arc<dyn Observer>)
+}
+
+/// Logs each step: the end of a connection at `info`, requests at `debug`, frames at `trace`.
+#[derive(Debug)]
+struct StepLog;
+
+impl Observer for StepLog {
+    fn step(&self, qpn: u32, step: &Step<'_>) {
+        match step {
+            Step::Violation(error) => log_peer_event(
+                qpn,
+                format_args!("the peer broke a rule: {error}; terminating the connection"),
+            ),
+            Step::Terminated(t) => log_peer_event(
+                qpn,
+                format_args!("the peer terminated the connection: {}", describe(t)),
+            ),
+            Step::Failed(why) => log_peer_event(qpn, format_args!("error state: {why}")),
+            Step::Complete(c) if c.status != Status::Success => log!(
+                Debug,
+                "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} completed with {}",
+                c.wr_id,
+                c.op,
+                c.status
+            ),
+            Step::Complete(c) => log!(
+                Debug,
+                "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} done, {} bytes",
+                c.wr_id,
+                c.op,
+                c.byte_len
+            ),
+            Step::Post(wr) => log!(
+                Debug,
+                "qp 0x{qpn:06x}: post wr_id 0x{:x} {:?}",
+                wr.id,
+                wr.op
+            ),
+            other => log!(Trace, "qp 0x{qpn:06x}: {other:?}"),
+        }
+    }
+}
+
+/// Logs what a peer did, with the peer's address. A peer can cause such lines as often as it likes, so their rate is limited.
+fn log_peer_event(qpn: u32, text: Arguments<'_>) {
+    static THROTTLE: Throttle = Throttle::new();
+    if let Some(left_out) = THROTTLE.line(clock::now()) {
+        let peer = crate::worker::current().and_then(|e| e.peer_of(qpn));
+        let peer = peer.map_or_else(|| "unknown".to_owned(), |p| p.to_string());
+        let more = if left_out > 0 {
+            format!(" ({left_out} lines like this left out)")
+        } else {
+            String::new()
+        };
+        log!(Info, "qp 0x{qpn:06x}, peer {peer}: {text}{more}");
+    }
+}
+
+/// The name of a Terminate's error (RFC 5040 section 4.8).
+fn describe(t: &Terminate) -> String {
+    let what = match (t.layer, t.etype, t.code) {
+        (0, 0, _) => "local catastrophic error",
+        (0, 1, 0) | (1, 1, 0) => "invalid stag",
+        (0, 1, 1) | (1, 1, 1) => "base or bounds violation",
+        (0, 1, 2) => "access rights violation",
+        (0, 1, 3) | (1, 1, 2) => "stag not associated with the stream",
+        (0, 1, 4) | (1, 1, 3) => "offset wrap",
+        (0, 1, 9) | (0, 2, 9) => "stag cannot be invalidated",
+        (0, 2, 5) => "rdmap version",
+        (0, 2, 6) => "unexpected opcode",
+        (0, 2, _) => "remote operation error",
+        (1, 2, 1) => "invalid queue number",
+        (1, 2, 2) => "no receive posted",
+        (1, 2, 3) => "message number out of range",
+        (1, 2, 4) => "message offset",
+        (1, 2, 5) => "message too long for the receive",
+        (2, 0, 2) => "crc error",
+        (2, 0, 3) => "framing error",
+        (2, 0, 6) => "insufficient ird",
+        (2, 0, 7) => "no common ready-to-receive message",
+        _ => "error",
+    };
+    format!(
+        "{what} (layer {} type {} code 0x{:02x})",
+        t.layer, t.etype, t.code
+    )
+}
