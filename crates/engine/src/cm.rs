@@ -23,7 +23,7 @@ use anywarp_core::error::PeerError;
 use anywarp_core::llp::mpa::startup::{Depths, InitiatorConfig, Request, RtrForms};
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::State as QpState;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::net::SocketType;
 
 use crate::channel::Channel;
 use crate::device::{self, Profile};
@@ -32,10 +32,12 @@ use crate::fd::EngineFd;
 use crate::gids;
 use crate::lobby;
 use crate::log;
+use crate::net::route::source_for;
+use crate::net::socket::{self, local_addr, unmapped};
 use crate::net::tcp;
 use crate::qp::{Manager, RcQp};
-use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup, local_addr, plain};
-use crate::sys::socket;
+use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::sys::socket::set_option;
 use crate::verbs::QueuePair;
 use crate::worker::{Engine, Source, Token, engine};
 
@@ -311,25 +313,15 @@ impl CmId {
         if state.phase != Phase::Idle {
             return Err(os(libc::EINVAL));
         }
-        let to = plain(to);
+        let to = unmapped(to);
         let kind = match self.port_space {
             PortSpace::Udp | PortSpace::Ipoib => SocketType::DGRAM,
             PortSpace::Tcp | PortSpace::Ib => SocketType::STREAM,
         };
-        let family = if to.is_ipv4() {
-            AddressFamily::INET
-        } else {
-            AddressFamily::INET6
-        };
-        let fd = EngineFd::new(rustix::net::socket_with(
-            family,
-            kind,
-            SocketFlags::NONBLOCK | SocketFlags::CLOEXEC,
-            None,
-        )?);
+        let fd = socket::open(to.ip(), kind)?;
         if to.is_ipv6() {
             let v6only = state.v6only || !to.ip().is_unspecified();
-            socket::set_option(
+            set_option(
                 fd.get(),
                 libc::IPPROTO_IPV6,
                 libc::IPV6_V6ONLY,
@@ -339,7 +331,7 @@ impl CmId {
         if kind == SocketType::STREAM {
             // As for every server: a restart does not have to wait for the old connections' TIME-WAIT. Two listeners on
             // one port still collide.
-            socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
         }
         match rustix::net::bind(fd.get(), &to) {
             Ok(()) => {}
@@ -363,7 +355,7 @@ impl CmId {
         if !matches!(state.phase, Phase::Idle | Phase::Bound) {
             return Err(os(libc::EINVAL));
         }
-        let to = plain(to);
+        let to = unmapped(to);
         // The wildcard address means this host, as for connect(2).
         let target = match to.ip() {
             IpAddr::V4(ip) if ip.is_unspecified() => {
@@ -874,26 +866,6 @@ pub fn rights(ird: u8) -> Access {
     } else {
         Access::REMOTE_WRITE
     }
-}
-
-/// Our address on the way to `to`, from the kernel's routing.
-fn source_for(to: SocketAddr) -> io::Result<IpAddr> {
-    let family = if to.is_ipv4() {
-        AddressFamily::INET
-    } else {
-        AddressFamily::INET6
-    };
-    let fd = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    let to = if to.port() == 0 {
-        SocketAddr::new(to.ip(), 9)
-    } else {
-        to
-    };
-    rustix::net::connect(&fd, &to)?;
-    let any = rustix::net::getsockname(&fd)?;
-    SocketAddr::try_from(any)
-        .map(|a| plain(a).ip())
-        .map_err(|_| os(libc::EAFNOSUPPORT))
 }
 
 /// The peer's depths as an event tells them: its outbound is our inbound and the other way round.

@@ -4,6 +4,7 @@
 //! arrive come from the carrier (`net/udp.rs`), which finds the queue pair by the index in the shim.
 
 use std::net::{IpAddr, SocketAddr};
+use std::slice::Chunks;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 use anywarp_core::bounds;
 use anywarp_core::connection::Parts;
 use anywarp_core::datagram::options::Options;
+use anywarp_core::datagram::tx::is_group;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
@@ -19,17 +21,26 @@ use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use anywarp_core::wire::pretty;
 
+use smallvec::SmallVec;
+
 use crate::clock;
 use crate::device::{AsyncItem, Context, event};
 use crate::fatal::Mortal;
-use crate::fault::Faults;
+use crate::fault::{Deliver, Faults};
+use crate::gids;
 use crate::log;
-use crate::net::udp::{Carrier, Group, is_broadcast, is_group, path_mtu};
+use crate::net::route::{MulticastHome, is_broadcast, path_mtu};
+use crate::net::udp::{self, DatagramSink, ReceiveCalls, UdpPort};
 use crate::port::Port;
+use crate::process::PerProcess;
 use crate::qp::Route;
 use crate::random::random_u32;
 use crate::sys::Io;
 use crate::worker::{LEASE, Owes, Source, Token};
+
+mod group;
+
+use group::Group;
 
 /// Bytes that are posted and wait for no more: about a run of the kernel.
 const HOLD: u64 = 48 << 10;
@@ -67,7 +78,7 @@ struct Inner {
     run_max: usize,
     /// Address to send from, if it matters to the peer.
     source: Option<IpAddr>,
-    groups: Vec<Arc<Group>>,
+    groups: Vec<Arc<Group<DgramQp>>>,
     /// The wait for the peer that is under way, and since when.
     stall: Option<(u64, Instant)>,
     /// For deadlines, and the one that is set.
@@ -90,7 +101,7 @@ pub struct DgramQp {
     /// Address of the shared receive queue's C object.
     srq_cookie: Option<Arc<AtomicUsize>>,
     port: Arc<Port>,
-    carrier: Arc<Carrier>,
+    udp: Arc<UdpPort<Self>>,
     me: Weak<Self>,
     /// The engine knows that an acknowledgement waits for company.
     owes: AtomicBool,
@@ -111,6 +122,22 @@ fn index(number: u32) -> u8 {
     index
 }
 
+/// The UDP ports of this process that have datagram queue pairs.
+static PORTS: udp::Registry<DgramQp> = PerProcess::new(Mutex::default);
+/// The multicast groups that queue pairs of this process are members of.
+static GROUPS: group::Registry<DgramQp> = PerProcess::new(Mutex::default);
+
+/// The address and interface that multicast of a family uses: those of the first GID of the family.
+fn multicast_home(ipv4: bool) -> Option<MulticastHome> {
+    gids::gids()
+        .iter()
+        .find(|g| g.ip.is_ipv4() == ipv4)
+        .map(|g| MulticastHome {
+            ip: g.ip,
+            interface: g.interface,
+        })
+}
+
 impl DgramQp {
     /// Makes a queue pair. `parts` gets the number.
     pub fn new(
@@ -121,8 +148,10 @@ impl DgramQp {
         parts: impl FnOnce(u32) -> Parts,
     ) -> std::io::Result<Arc<Self>> {
         let (port, number) = Port::allocate(context.engine)?;
-        let carrier = match Carrier::of(context.engine, &port) {
-            Ok(carrier) => carrier,
+        let ipv4 = multicast_home(true).unwrap_or(MulticastHome::LOOPBACK);
+        let homes: SmallVec<[_; 2]> = multicast_home(false).into_iter().chain([ipv4]).collect();
+        let udp = match UdpPort::of(&PORTS, context.engine, &port.udp, &homes) {
+            Ok(udp) => udp,
             Err(e) => {
                 port.release(number);
                 return Err(e);
@@ -130,7 +159,7 @@ impl DgramQp {
         };
         let random = || u64::from(random_u32()) << 32 | u64::from(random_u32());
         let mut core = DatagramQp::new(parts(number), kind, options, [random(), random()]);
-        core.set_room(carrier.room());
+        core.set_room(udp.socket().receive_buffer());
         core.set_paths(path_mtu);
         let qp = Arc::new_cyclic(|me| Self {
             context: Arc::clone(context),
@@ -139,7 +168,7 @@ impl DgramQp {
             cookie: Arc::new(AtomicUsize::new(0)),
             srq_cookie,
             port,
-            carrier,
+            udp,
             me: me.clone(),
             owes: AtomicBool::new(false),
             faults: Faults::of(context.engine, number).map(Box::new),
@@ -164,7 +193,7 @@ impl DgramQp {
                 calls: 0,
             }),
         });
-        qp.carrier.enter(index(number), qp.me.clone());
+        qp.udp.enter(index(number), qp.me.clone());
         let mortal: Arc<dyn Mortal> = Arc::clone(&qp) as _;
         context.engine.watch_over(Arc::downgrade(&mortal));
         Ok(qp)
@@ -199,7 +228,7 @@ impl DgramQp {
             return inner;
         }
         drop(inner);
-        self.carrier.catch_up();
+        self.udp.catch_up();
         self.lock()
     }
 
@@ -351,7 +380,7 @@ impl DgramQp {
 
     /// System calls that sent, and those that received for all queue pairs of the port: with something, without.
     pub(crate) fn calls(&self) -> (u64, u64, u64) {
-        let (found, empty) = self.carrier.calls();
+        let ReceiveCalls { found, empty } = self.udp.calls();
         (self.lock().calls, found, empty)
     }
 
@@ -409,7 +438,7 @@ impl DgramQp {
 
     /// The queue pair goes away: requests and completions are dropped.
     pub fn destroy(&self) {
-        self.carrier.leave(index(self.number));
+        self.udp.leave(index(self.number));
         let groups = {
             let mut inner = self.lock();
             self.last_words(&mut inner);
@@ -447,7 +476,8 @@ impl DgramQp {
         match (join, at) {
             (true, Some(_)) => Ok(()),
             (true, None) => {
-                let group = Group::of(self.context.engine, ip).map_err(|e| {
+                let home = multicast_home(ip.is_ipv4()).unwrap_or(MulticastHome::LOOPBACK);
+                let group = Group::of(&GROUPS, self.context.engine, ip, home).map_err(|e| {
                     log!(Warn, "qp 0x{:06x}: cannot join {ip}: {e}", self.number);
                     Misuse::NoMemory
                 })?;
@@ -469,16 +499,8 @@ impl DgramQp {
 
     // ------------------------------------------------------------------ the socket
 
-    /// Datagrams came for it, all the same way.
-    pub(crate) fn incoming<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
-        match &self.faults {
-            None => self.deliver(arrival, run),
-            Some(faults) => run.for_each(|bytes| faults.receive(&self.me, arrival, bytes)),
-        }
-    }
-
-    /// Datagrams came, and nothing went wrong with them.
-    pub(crate) fn deliver<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
+    /// Receives datagrams that no fault was injected into.
+    fn deliver_run<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
         let mut inner = self.lock();
         if inner.destroyed {
             return;
@@ -519,14 +541,6 @@ impl DgramQp {
         {
             self.context.engine.owe(me);
         }
-    }
-
-    /// The socket has room again.
-    pub(crate) fn writable(&self, _now: Instant) {
-        let mut inner = self.lock();
-        inner.blocked = false;
-        self.transmit(&mut inner);
-        self.settle(&mut inner);
     }
 
     /// Peers hear that what they sent has arrived, before there is nobody left to say so, and what waits for a poll goes.
@@ -584,8 +598,13 @@ impl DgramQp {
             let rest = inner.pending.get(inner.sent..).unwrap_or(&[]);
             inner.calls += 1;
             let sent = match &self.faults {
-                None => self.carrier.send(rest, inner.source, &mut inner.run_max),
-                Some(faults) => faults.send(&self.carrier, rest, inner.source, &mut inner.run_max),
+                None => self
+                    .udp
+                    .socket()
+                    .send(rest, inner.source, &mut inner.run_max),
+                Some(faults) => {
+                    faults.send(self.udp.socket(), rest, inner.source, &mut inner.run_max)
+                }
             };
             match sent {
                 Ok(n) => {
@@ -612,7 +631,7 @@ impl DgramQp {
         }
         // Goes on when the socket is writable, in the turn of whoever looks at sockets then.
         inner.blocked = true;
-        self.carrier.wait_writable(self.me.clone());
+        self.udp.wait_writable(self.me.clone());
     }
 
     /// Sees to it that somebody looks when time alone changes something: a peer that says nothing is not waited for too
@@ -672,6 +691,31 @@ impl DgramQp {
             event: number,
             cookie,
         });
+    }
+}
+
+impl DatagramSink for DgramQp {
+    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>) {
+        match &self.faults {
+            None => self.deliver_run(arrival, run),
+            Some(faults) => run.for_each(|bytes| {
+                let sink: Weak<dyn Deliver> = self.me.clone();
+                faults.receive(&sink, arrival, bytes);
+            }),
+        }
+    }
+
+    fn writable(&self) {
+        let mut inner = self.lock();
+        inner.blocked = false;
+        self.transmit(&mut inner);
+        self.settle(&mut inner);
+    }
+}
+
+impl Deliver for DgramQp {
+    fn deliver(&self, arrival: &Arrival, bytes: &[u8]) {
+        self.deliver_run(arrival, std::iter::once(bytes));
     }
 }
 

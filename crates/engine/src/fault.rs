@@ -19,9 +19,8 @@ use anywarp_core::datagram::{Arrival, Bytes, TxDatagram};
 use anywarp_core::fault::{Action, Decision, Direction, Lane, Plan, Service, What};
 
 use crate::clock;
-use crate::dgram::DgramQp;
 use crate::log;
-use crate::net::udp::Carrier;
+use crate::net::udp::UdpSocket;
 use crate::process::PerProcess;
 use crate::sys::{Io, thread};
 use crate::worker::{Engine, Source, Token};
@@ -146,8 +145,8 @@ extern "C" fn at_exit() {
         let held = std::mem::take(&mut late.held);
         drop(late);
         for (_, held) in held {
-            if let Held::Out(carrier, datagram, from) = held {
-                let _ = carrier.send(&[datagram], from, &mut 0);
+            if let Held::Out(socket, datagram, from) = held {
+                let _ = socket.send(&[datagram], from, &mut 0);
             }
         }
     }
@@ -197,10 +196,16 @@ fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
 
 // ---------------------------------------------------------------------- what is late
 
+/// Receives datagrams that passed the faults.
+pub(crate) trait Deliver: Send + Sync {
+    /// A datagram arrived.
+    fn deliver(&self, arrival: &Arrival, bytes: &[u8]);
+}
+
 /// A datagram that is late.
 enum Held {
-    Out(Arc<Carrier>, TxDatagram, Option<IpAddr>),
-    In(Weak<DgramQp>, Arrival, Vec<u8>),
+    Out(Arc<UdpSocket>, TxDatagram, Option<IpAddr>),
+    In(Weak<dyn Deliver>, Arrival, Vec<u8>),
 }
 
 impl Held {
@@ -214,13 +219,13 @@ impl Held {
     /// Its time has come. False: the socket has no room.
     fn go(&self) -> bool {
         match self {
-            Self::Out(carrier, datagram, from) => !matches!(
-                carrier.send(std::slice::from_ref(datagram), *from, &mut 0),
+            Self::Out(socket, datagram, from) => !matches!(
+                socket.send(std::slice::from_ref(datagram), *from, &mut 0),
                 Ok(0) | Err(Io::WouldBlock)
             ),
-            Self::In(qp, arrival, bytes) => {
-                if let Some(qp) = qp.upgrade() {
-                    qp.deliver(arrival, std::iter::once(bytes.as_slice()));
+            Self::In(sink, arrival, bytes) => {
+                if let Some(sink) = sink.upgrade() {
+                    sink.deliver(arrival, bytes);
                 }
                 true
             }
@@ -433,10 +438,10 @@ impl Faults {
         effect
     }
 
-    /// As [`Carrier::send`]: how many datagrams of the front of the list are on their way, or lost.
+    /// As [`UdpSocket::send`]: how many datagrams of the front of the list are on their way, or lost.
     pub(crate) fn send(
         &self,
-        carrier: &Arc<Carrier>,
+        socket: &Arc<UdpSocket>,
         datagrams: &[TxDatagram],
         from: Option<IpAddr>,
         run_max: &mut usize,
@@ -457,7 +462,7 @@ impl Faults {
         let clean = clean.take_while(|f| f.is_nothing()).count();
         let passed = match (datagrams.get(..clean), datagrams.first()) {
             (Some(whole), _) if clean > 0 => {
-                let sent = carrier.send(whole, from, run_max);
+                let sent = socket.send(whole, from, run_max);
                 let gone = match &sent {
                     Ok(n) => *n,
                     // The caller gives the first one up.
@@ -469,7 +474,7 @@ impl Faults {
             }
             (_, Some(first)) => {
                 if let Some(decision) = out.decided.pop_front() {
-                    self.send_one(&mut out, carrier, first, from, &decision);
+                    self.send_one(&mut out, socket, first, from, &decision);
                     if decision.does(Action::Drop) || decision.does(Action::Reorder) {
                         return Ok(1);
                     }
@@ -491,7 +496,7 @@ impl Faults {
     fn send_one(
         &self,
         out: &mut Way,
-        carrier: &Arc<Carrier>,
+        socket: &Arc<UdpSocket>,
         datagram: &TxDatagram,
         from: Option<IpAddr>,
         decision: &Decision,
@@ -515,7 +520,7 @@ impl Faults {
                 .then_some(now + bounds::FAULT_PASS)
         });
         for _ in 0..copies {
-            let held = Held::Out(Arc::clone(carrier), datagram.clone(), from);
+            let held = Held::Out(Arc::clone(socket), datagram.clone(), from);
             match at {
                 Some(at) => {
                     let key = hold(self.engine, at, held);
@@ -537,8 +542,8 @@ impl Faults {
         lock(&self.out).decided.clear();
     }
 
-    /// A datagram came for `qp`.
-    pub(crate) fn receive(&self, qp: &Weak<DgramQp>, arrival: &Arrival, bytes: &[u8]) {
+    /// A datagram arrived for `sink`.
+    pub(crate) fn receive(&self, sink: &Weak<dyn Deliver>, arrival: &Arrival, bytes: &[u8]) {
         DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
         let decision = {
             let mut lane = lock(&self.lane);
@@ -564,7 +569,7 @@ impl Faults {
         };
         let at = late.or_else(|| passes.then_some(now + bounds::FAULT_PASS));
         for _ in 0..copies {
-            let held = Held::In(Weak::clone(qp), *arrival, bytes.clone());
+            let held = Held::In(Weak::clone(sink), *arrival, bytes.clone());
             match at {
                 Some(at) => {
                     let key = hold(self.engine, at, held);

@@ -28,6 +28,7 @@ pub mod fatal;
 mod fault;
 pub mod fd;
 pub mod gids;
+pub mod limits;
 pub mod lobby;
 pub mod log;
 mod mem;

@@ -19,14 +19,12 @@ use rustix::net::SocketFlags;
 use crate::clock;
 use crate::device;
 use crate::fd::EngineFd;
+use crate::limits::peer_descriptors;
 use crate::log;
-use crate::startup::{Owner, Startup, plain};
+use crate::net::socket::unmapped;
+use crate::startup::{Owner, Startup};
 use crate::worker::{Engine, Token};
 
-/// Connections in the lobby, at most.
-const MOST: usize = 512;
-/// Connections in the lobby however few descriptors the process may have.
-const FEWEST: usize = 8;
 /// Connections that are accepted in one turn, so that a storm of them does not keep others waiting.
 const TURN: usize = 16;
 /// How long a listener rests when the process has no descriptor left.
@@ -35,13 +33,6 @@ const REST: Duration = Duration::from_millis(100);
 /// Who is in the lobby, the longest first.
 #[derive(Debug, Default)]
 pub(crate) struct Lobby(Mutex<VecDeque<Weak<Startup>>>);
-
-/// Descriptors that strangers may hold: a quarter of what the process may have.
-pub fn most() -> usize {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    let quarter = limit.map_or(MOST, |n| usize::try_from(n / 4).unwrap_or(MOST));
-    quarter.clamp(FEWEST, MOST)
-}
 
 impl Lobby {
     /// Makes room for one more; gives who has to go for it.
@@ -89,10 +80,13 @@ pub(crate) fn accept(
             // The connection was gone before we came to it.
             Err(_) => continue,
         };
-        let Some(peer) = peer.and_then(|p| SocketAddr::try_from(p).ok()).map(plain) else {
+        let Some(peer) = peer
+            .and_then(|p| SocketAddr::try_from(p).ok())
+            .map(unmapped)
+        else {
             continue;
         };
-        let most = most();
+        let most = peer_descriptors();
         if let Some(oldest) = engine.lobby.make_room(most)
             && oldest.turn_away()
         {

@@ -4,18 +4,18 @@
 //! same number, and a peer that knows address and number knows where to connect or send to.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use anywarp_core::llp::mpa::startup::Request;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::net::SocketType;
 
 use crate::fd::EngineFd;
 use crate::lobby;
+use crate::net::socket;
+use crate::net::udp::UdpSocket;
 use crate::random::random_u32;
 use crate::startup::{Failure, Opened, Owner, Startup};
-use crate::sys::socket;
 use crate::worker::{Engine, Source, Token};
 
 /// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
@@ -33,9 +33,7 @@ pub struct Port {
     pub number: u16,
     listener: EngineFd,
     /// The UDP socket of the same number.
-    pub udp: EngineFd,
-    /// Whether the UDP socket is IPv6 (and takes IPv4 mapped).
-    pub ipv6: bool,
+    pub udp: Arc<UdpSocket>,
     state: Mutex<State>,
     me: Weak<Self>,
 }
@@ -58,29 +56,6 @@ fn none_left() -> io::Error {
     io::Error::from_raw_os_error(libc::EADDRINUSE)
 }
 
-/// A socket bound to every address of the host, IPv4 and IPv6 if it has that: each of them is a GID.
-fn bound(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    if let Ok(fd) = rustix::net::socket_with(AddressFamily::INET6, kind, flags, None) {
-        let fd = EngineFd::new(fd);
-        socket::set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
-        let any: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
-        match rustix::net::bind(fd.get(), &any) {
-            Ok(()) => return Ok((fd, true)),
-            Err(e @ rustix::io::Errno::ADDRINUSE) => return Err(e.into()),
-            Err(_) => {}
-        }
-    }
-    let fd = EngineFd::new(rustix::net::socket_with(
-        AddressFamily::INET,
-        kind,
-        flags,
-        None,
-    )?);
-    rustix::net::bind(fd.get(), &SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)))?;
-    Ok((fd, false))
-}
-
 impl Port {
     /// A queue pair number: on a port that has room, or on a new one.
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
@@ -101,11 +76,11 @@ impl Port {
     fn open(engine: &'static Engine) -> io::Result<Arc<Self>> {
         let mut last = none_left();
         for _ in 0..TRIES {
-            let (listener, _) = bound(SocketType::STREAM, 0)?;
+            let (listener, _) = socket::open_on_every_address(SocketType::STREAM, 0)?;
             rustix::net::listen(listener.get(), BACKLOG)?;
-            let number = crate::startup::local_addr(&listener).map_or(0, |a| a.port());
-            let (udp, ipv6) = match bound(SocketType::DGRAM, number) {
-                Ok(bound) => bound,
+            let number = socket::local_addr(&listener).map_or(0, |a| a.port());
+            let udp = match UdpSocket::bind(number) {
+                Ok(udp) => Arc::new(udp),
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
                     last = e;
                     continue;
@@ -117,7 +92,6 @@ impl Port {
                 number,
                 listener,
                 udp,
-                ipv6,
                 state: Mutex::new(State {
                     used: [false; 256],
                     token: Token::NONE,

@@ -26,12 +26,13 @@ use crate::fatal::{Mortal, provoke};
 use crate::fault::{Faults, RequestEffect};
 use crate::fd::EngineFd;
 use crate::log;
-use crate::net::linger::{LastWords, linger};
+use crate::net::drain::{Draining, drain};
+use crate::net::socket;
 use crate::net::tcp::{self, Outcome, Tcp};
 use crate::port::{HELLO, Port};
-use crate::startup::{self, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::stat::{self, Counted};
-use crate::sys::socket;
+use crate::sys::socket::set_option;
 use crate::verbs::made;
 use crate::worker::{Engine, Owes, Source, Token};
 
@@ -94,7 +95,7 @@ struct Inner {
     /// Requests that were posted, and their bytes.
     requests: (u64, u64),
     /// What the last connection was closed with.
-    last_words: LastWords,
+    draining: Draining,
 }
 
 /// A reliable queue pair.
@@ -159,7 +160,7 @@ impl RcQp {
                 held_until: None,
                 holds: false,
                 requests: (0, 0),
-                last_words: LastWords::default(),
+                draining: Draining::default(),
             }),
             peer: Mutex::new(None),
             owes: AtomicBool::new(false),
@@ -439,9 +440,9 @@ impl RcQp {
 
     /// Waits, if that comes in time, until the peer has what was sent over a connection that is closed now. Towards standard
     /// peers a request is complete before.
-    pub fn hear_out(&self, until: Option<Instant>) {
-        let words = self.lock().last_words.clone();
-        words.hear_out(until);
+    pub fn wait_drained(&self, until: Option<Instant>) {
+        let draining = self.lock().draining.clone();
+        draining.wait_drained(until);
     }
 
     /// Takes the rest of a message that is half here, if it comes soon: a card would go on receiving while the program is
@@ -629,7 +630,7 @@ impl RcQp {
         let now = clock::now();
         let mut inner = self.lock();
         if inner.destroyed || inner.tcp.is_some() {
-            let _none = linger(self.engine, opened.fd);
+            let _none = drain(self.engine, opened.fd);
             return;
         }
         inner.managed = true;
@@ -684,7 +685,7 @@ impl RcQp {
             (_, Some(Rtr::Send)) => First::Send,
             (_, None) => First::Nothing,
         };
-        let address = startup::peer_addr(&opened.fd);
+        let address = socket::peer_addr(&opened.fd);
         *self.peer.lock().unwrap_or_else(PoisonError::into_inner) = address;
         let (ird, ord) = if managed {
             (u32::from(params.ird), u32::from(params.ord))
@@ -797,7 +798,7 @@ impl RcQp {
     fn set_user_timeout(&self, inner: &Inner) {
         if let (Some(tcp), Some(limit)) = (&inner.tcp, inner.conn.silence_limit()) {
             let ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
-            socket::set_option(
+            set_option(
                 tcp.fd().get(),
                 libc::IPPROTO_TCP,
                 libc::TCP_USER_TIMEOUT,
@@ -823,7 +824,7 @@ impl RcQp {
             let _ = startup.reject(&[]);
         }
         if let Some(tcp) = self.take_tcp(inner) {
-            inner.last_words = linger(self.engine, tcp.into_fd());
+            inner.draining = drain(self.engine, tcp.into_fd());
         }
         inner.route = None;
         inner.redial = None;
@@ -925,7 +926,7 @@ impl RcQp {
                 if over {
                     drop(tcp);
                 } else {
-                    inner.last_words = linger(self.engine, tcp.into_fd());
+                    inner.draining = drain(self.engine, tcp.into_fd());
                 }
             }
             if let Some(manager) = inner.manager.as_ref().and_then(Weak::upgrade) {

@@ -22,13 +22,15 @@ use anywarp_core::llp::mpa::startup::{
     Accepted, Depths, Incoming, Initiator, InitiatorConfig, Progress, Request, Responder,
     ResponderLimits, StreamParams,
 };
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::net::SocketType;
 
 use crate::clock;
 use crate::device;
 use crate::fd::EngineFd;
 use crate::log;
-use crate::sys::socket;
+use crate::net::drain::drain;
+use crate::net::socket::{self, local_addr};
+use crate::sys::socket::{get_option, set_option};
 use crate::worker::{Engine, Source, Token};
 
 /// How long a responder waits for a Request: what siw does.
@@ -145,43 +147,6 @@ enum After {
     Again(Box<InitiatorConfig>),
 }
 
-/// A TCP socket for `to`, not blocking, without delay.
-fn tcp_socket(to: SocketAddr) -> io::Result<EngineFd> {
-    let family = if to.is_ipv4() {
-        AddressFamily::INET
-    } else {
-        AddressFamily::INET6
-    };
-    let fd = rustix::net::socket_with(
-        family,
-        SocketType::STREAM,
-        SocketFlags::NONBLOCK | SocketFlags::CLOEXEC,
-        None,
-    )?;
-    Ok(EngineFd::new(fd))
-}
-
-/// Options of every connection.
-pub(crate) fn tune(fd: &EngineFd) {
-    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
-    // RFC 5042 §6.4 via the sheet 9: a peer that vanished is noticed although nothing is sent.
-    socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
-    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
-    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
-    socket::set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
-    if let Some(name) = device::congestion_control()
-        && let Err(e) = rustix::net::sockopt::set_tcp_congestion(fd.get(), name)
-    {
-        static SAID: log::Rarely = log::Rarely::new();
-        if SAID.now() {
-            log!(
-                Warn,
-                "ANYWARP_CC={name}: {e}; it is the host's (net.ipv4.tcp_allowed_congestion_control has what may be named)"
-            );
-        }
-    }
-}
-
 impl Startup {
     /// Connects to `peer`, from `bind` if given, and opens an MPA stream.
     ///
@@ -220,14 +185,14 @@ impl Startup {
     fn start_dialing(self: &Arc<Self>, config: InitiatorConfig) -> io::Result<()> {
         let machine =
             Initiator::new(config.clone()).map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
-        let fd = tcp_socket(self.peer)?;
-        tune(&fd);
+        let fd = socket::open(self.peer.ip(), SocketType::STREAM)?;
+        socket::tune_stream(&fd, device::congestion_control());
         let mut state = self.lock();
         if let Some(bind) = state.bind {
             if bind.port() != 0 {
-                socket::set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+                set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
             } else {
-                socket::set_option(fd.get(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
+                set_option(fd.get(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
             }
             rustix::net::bind(fd.get(), &bind)?;
         }
@@ -255,7 +220,7 @@ impl Startup {
         peer: SocketAddr,
         limits: ResponderLimits,
     ) -> io::Result<Arc<Self>> {
-        tune(&fd);
+        socket::tune_stream(&fd, device::congestion_control());
         let startup = Arc::new(Self {
             engine,
             owner,
@@ -343,7 +308,7 @@ impl Startup {
         if let Some(fd) = fd {
             self.engine.remove(token, Some(fd.get()));
             send_all(&fd, &reply)?;
-            let _words = crate::net::linger::linger(self.engine, fd);
+            let _draining = drain(self.engine, fd);
         }
         Ok(())
     }
@@ -387,7 +352,7 @@ impl Startup {
         if let Phase::Dialing(_) = state.phase
             && (writable || readable)
         {
-            match socket::get_option(fd.get(), libc::SOL_SOCKET, libc::SO_ERROR) {
+            match get_option(fd.get(), libc::SOL_SOCKET, libc::SO_ERROR) {
                 Some(0) => {
                     state.local = local_addr(fd);
                     if let Phase::Dialing(machine) =
@@ -693,29 +658,6 @@ impl Source for Startup {
             }
         };
         self.finish(after);
-    }
-}
-
-/// Our address of a socket.
-pub(crate) fn local_addr(fd: &EngineFd) -> Option<SocketAddr> {
-    let any = rustix::net::getsockname(fd.get()).ok()?;
-    SocketAddr::try_from(any).ok().map(plain)
-}
-
-/// The peer's address of a socket.
-pub(crate) fn peer_addr(fd: &EngineFd) -> Option<SocketAddr> {
-    let any = rustix::net::getpeername(fd.get()).ok()??;
-    SocketAddr::try_from(any).ok().map(plain)
-}
-
-/// An IPv4 address that came mapped into IPv6, as IPv4.
-pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
-    match address {
-        SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
-            Some(v4) => (v4, v6.port()).into(),
-            None => address,
-        },
-        SocketAddr::V4(_) => address,
     }
 }
 

@@ -628,7 +628,7 @@ impl Stream {
             .unwrap_or(0)
             .clamp(*BACKLOG.start(), *BACKLOG.end())
             // Each holds two descriptors until it is accepted: strangers get a part of them, and no more.
-            .min(anywarp_engine::lobby::most() / 2)
+            .min(anywarp_engine::limits::peer_descriptors() / 2)
             .max(*BACKLOG.start());
         self.id.listen(backlog).map_err(|e| os_errno(&e))?;
         self.phase = Phase::Listening;
@@ -1216,7 +1216,7 @@ pub(super) fn finish(socket: &Socket) {
         qp
     };
     if let Some(qp) = qp {
-        qp.hear_out(until);
+        qp.wait_drained(until);
     }
 }
 

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::datagram::MULTICAST_QPN;
 use anywarp_core::wire::dgram::{CM_PRIVATE_DATA, Cm, CmReply, CmRequest};
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::net::SocketType;
 
 use super::{CmId, ConnParam, Event, EventKind, Peer, Phase, State, os};
 use crate::clock;
 use crate::fd::EngineFd;
-use crate::net::udp::GROUP_PORT;
+use crate::net::route::{GROUP_PORT, source_for};
+use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
-use crate::startup::plain;
 use crate::worker::{Source, Token};
 
 /// Pause before a request is sent again.
@@ -161,25 +161,14 @@ impl CmId {
         let fd = match state.bound.take() {
             Some(fd) => fd,
             None => {
-                let family = if remote.is_ipv4() {
-                    AddressFamily::INET
-                } else {
-                    AddressFamily::INET6
-                };
-                let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-                let fd = EngineFd::new(rustix::net::socket_with(
-                    family,
-                    SocketType::DGRAM,
-                    flags,
-                    None,
-                )?);
+                let fd = socket::open(remote.ip(), SocketType::DGRAM)?;
                 if let Some(local) = state.local {
                     rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
                 }
                 fd
             }
         };
-        if let Some(local) = crate::startup::local_addr(&fd) {
+        if let Some(local) = socket::local_addr(&fd) {
             let ip = state.local.map_or_else(|| local.ip(), |l| l.ip());
             state.local = Some(SocketAddr::new(ip, local.port()));
         }
@@ -237,7 +226,7 @@ impl CmId {
                 let state = self.lock();
                 let Some(side) = &state.udp else { return };
                 match side.fd.recv_from(&mut buffer) {
-                    Ok((n, from)) => from.map(|f| (n, plain(f))),
+                    Ok((n, from)) => from.map(|f| (n, unmapped(f))),
                     Err(rustix::io::Errno::AGAIN) => return,
                     // An ICMP error for something sent earlier: looked at, gone.
                     Err(_) => continue,
@@ -292,7 +281,7 @@ impl CmId {
             let mut state = child.lock();
             state.phase = Phase::Requested;
             state.local = match local {
-                Some(l) if l.ip().is_unspecified() => super::source_for(from)
+                Some(l) if l.ip().is_unspecified() => source_for(from)
                     .ok()
                     .map(|ip| SocketAddr::new(ip, l.port())),
                 other => other,

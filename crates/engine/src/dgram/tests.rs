@@ -15,7 +15,7 @@ use smallvec::smallvec;
 
 use super::*;
 use crate::device;
-use crate::net::udp::GROUP_PORT;
+use crate::net::route::GROUP_PORT;
 
 const PD: u32 = 7;
 const THE_QKEY: u32 = 0x1234;
@@ -65,7 +65,7 @@ impl End {
             sig_all: true,
         })
         .unwrap();
-        let ip = crate::gids::gids()[0].ip;
+        let ip = gids::gids()[0].ip;
         Self {
             qp,
             cq,
@@ -360,7 +360,7 @@ fn uc_messages_larger_than_a_datagram() {
 fn multicast_reaches_every_member_and_nobody_else() {
     for group in ["239.255.71.1", "ff12::7101"] {
         let group: IpAddr = group.parse().unwrap();
-        let table = crate::gids::gids();
+        let table = gids::gids();
         let has_family = |g: &device::Gid| g.ip.is_ipv4() == group.is_ipv4() && !g.ip.is_loopback();
         // A port that is bound to loopback alone reaches no network.
         if table[0].ip.is_loopback() || !table.iter().any(has_family) {

@@ -1,7 +1,9 @@
-//! Carriers: how bytes travel between two hosts, one file each.
+//! Carriers: TCP, shared memory and UDP, and the sockets and routes that they use.
 
-pub(crate) mod linger;
+pub(crate) mod drain;
+pub mod route;
 pub(crate) mod shm;
+pub(crate) mod socket;
 pub mod tcp;
 pub mod udp;
 

@@ -17,13 +17,14 @@ use anywarp_core::wire::rdmap::Terminate;
 
 use crate::device::Profile;
 use crate::fd::EngineFd;
-use crate::net::linger::linger;
+use crate::net::drain::drain;
 use crate::net::shm::{Shm, Watch};
+use crate::net::socket;
 use crate::process::PerProcess;
-use crate::startup;
 use crate::stat;
+use crate::sys::socket::{get_option, wait_readable};
 use crate::sys::thread::Uncancelled;
-use crate::sys::{Io, socket, stream};
+use crate::sys::{Io, stream};
 use crate::worker::{Engine, STAGE};
 
 /// Bytes that one queue pair receives in one turn, before others have theirs.
@@ -117,7 +118,7 @@ impl Tcp {
     pub(crate) fn offer_carrier(&mut self, conn: &mut Connection) {
         // A thread that posts or polls does this, and files are opened and closed.
         let _inside = Uncancelled::new();
-        let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
+        let ends = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
         let (Some(local), Some(remote)) = ends else {
             return conn.decline_shm();
         };
@@ -157,7 +158,7 @@ impl Tcp {
         match conn.poll_handover() {
             None => false,
             Some(Handover::Offer { pid, fd }) => {
-                let ends = (startup::local_addr(&self.fd), startup::peer_addr(&self.fd));
+                let ends = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
                 if let (Some(local), Some(remote)) = ends {
                     self.carrier = Shm::take(pid, fd, local, remote);
                 }
@@ -209,7 +210,7 @@ impl Tcp {
 
     /// Waits until something can be received; false when `time` passed first.
     pub(crate) fn wait(&self, time: Duration) -> bool {
-        self.watch().is_some_and(|w| w.sleep()) || socket::wait_readable(self.fd.get(), time)
+        self.watch().is_some_and(|w| w.sleep()) || wait_readable(self.fd.get(), time)
     }
 
     fn read(
@@ -496,7 +497,7 @@ impl Tcp {
 // RFC 5044 §5.1 [mpa-emss]: the segment size is the one that TCP says it uses.
 pub(crate) fn mulpdu(fd: &EngineFd, markers: bool) -> usize {
     const EVERY_PATH: usize = 536;
-    let emss = socket::get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+    let emss = get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
     let emss = emss.and_then(|n| usize::try_from(n).ok());
     frame::mulpdu(emss.unwrap_or(EVERY_PATH), markers)
 }
@@ -511,7 +512,7 @@ pub(crate) fn refuse(
     // A few dozen bytes behind a Request that was answered: they fit the socket's buffer.
     let frame = terminate_frame(error, params);
     let _ = fd.send(&frame);
-    let _words = linger(engine, fd);
+    let _draining = drain(engine, fd);
 }
 
 /// A Terminate for an error of start-up, as the first FPDU of a stream.

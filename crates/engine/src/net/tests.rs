@@ -14,7 +14,7 @@ use anywarp_core::llp::mpa::startup::{Depths, InitiatorConfig, Request, RtrForms
 use anywarp_core::wire::ddp::Untagged;
 use anywarp_core::wire::rdmap::Terminate;
 
-use super::{linger, tcp};
+use super::{drain, tcp};
 use crate::fd;
 use crate::startup::{Failure, Opened, Owner, Startup};
 use crate::sys::socket;
@@ -240,7 +240,7 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
 }
 
 /// A connection whose peer does not read, closed behind more than the peer's buffer holds; and the peer.
-fn closed_behind_much() -> (linger::LastWords, TcpStream, usize) {
+fn closed_behind_much() -> (drain::Draining, TcpStream, usize) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (peer, _) = listener.accept().unwrap();
@@ -249,14 +249,17 @@ fn closed_behind_much() -> (linger::LastWords, TcpStream, usize) {
     while let Ok(n) = ours.write(&[7; 4096]) {
         sent += n;
     }
-    let words = linger::linger(engine().unwrap(), fd::EngineFd::new(ours.into()));
-    (words, peer, sent)
+    let draining = drain::drain(engine().unwrap(), fd::EngineFd::new(ours.into()));
+    (draining, peer, sent)
 }
 
 #[test]
-fn what_was_sent_last_arrives_although_the_peer_still_sends() {
-    let (words, mut peer, sent) = closed_behind_much();
-    assert!(!words.are_over(), "{sent} bytes are with nobody who reads");
+fn the_last_bytes_arrive_although_the_peer_still_sends() {
+    let (draining, mut peer, sent) = closed_behind_much();
+    assert!(
+        !draining.is_drained(),
+        "{sent} bytes are with nobody who reads"
+    );
     let mut came = 0;
     let mut buffer = vec![0; 64 * 1024];
     loop {
@@ -269,41 +272,41 @@ fn what_was_sent_last_arrives_although_the_peer_still_sends() {
     }
     assert_eq!(came, sent);
     // What was read may be acknowledged a moment later.
-    words.hear_out(Some(std::time::Instant::now() + PATIENCE));
-    assert!(words.are_over());
+    draining.wait_drained(Some(std::time::Instant::now() + PATIENCE));
+    assert!(draining.is_drained());
 }
 
 #[test]
-fn a_process_does_not_end_before_its_last_words_have_arrived() {
-    let (words, mut peer, sent) = closed_behind_much();
+fn a_process_exits_when_its_last_bytes_have_arrived() {
+    let (draining, mut peer, sent) = closed_behind_much();
     let reader = thread::spawn(move || {
         thread::sleep(Duration::from_millis(100));
         let mut all = Vec::new();
         peer.read_to_end(&mut all).unwrap();
         all.len()
     });
-    linger::at_exit();
-    assert!(words.are_over());
+    drain::at_exit();
+    assert!(draining.is_drained());
     assert_eq!(reader.join().unwrap(), sent);
 }
 
 #[test]
-fn who_waits_for_the_last_words_waits_as_long_as_asked() {
-    let (words, mut peer, _) = closed_behind_much();
+fn waiting_for_the_last_bytes_ends_at_its_deadline() {
+    let (draining, mut peer, _) = closed_behind_much();
     let soon = std::time::Instant::now() + Duration::from_millis(50);
-    words.hear_out(Some(soon));
-    assert!(std::time::Instant::now() >= soon && !words.are_over());
+    draining.wait_drained(Some(soon));
+    assert!(std::time::Instant::now() >= soon && !draining.is_drained());
     let reader = thread::spawn(move || peer.read_to_end(&mut Vec::new()).unwrap());
-    words.hear_out(Some(soon + PATIENCE));
-    assert!(words.are_over());
+    draining.wait_drained(Some(soon + PATIENCE));
+    assert!(draining.is_drained());
     reader.join().unwrap();
 }
 
 #[test]
-fn a_process_ends_although_a_peer_does_not_read() {
-    let (words, _peer, _) = closed_behind_much();
+fn a_process_exits_although_a_peer_does_not_read() {
+    let (draining, _peer, _) = closed_behind_much();
     let start = std::time::Instant::now();
-    linger::at_exit();
+    drain::at_exit();
     assert!(start.elapsed() < PATIENCE / 4);
-    assert!(!words.are_over());
+    assert!(!draining.is_drained());
 }

@@ -1,0 +1,146 @@
+//! Multicast groups, each with one socket that all member queue pairs of the process share.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::time::Instant;
+
+use anywarp_core::datagram::Arrival;
+use rustix::net::SocketType;
+use smallvec::SmallVec;
+
+use crate::fd::EngineFd;
+use crate::log;
+use crate::net::route::{GROUP_PORT, MulticastHome};
+use crate::net::socket;
+use crate::net::udp::{self, Batch, DatagramSink};
+use crate::process::PerProcess;
+use crate::sys::socket::{multicast, set_option};
+use crate::worker::{Engine, Source, Token};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A multicast group that queue pairs of this process are members of.
+pub(super) struct Group<S> {
+    engine: &'static Engine,
+    pub(super) ip: IpAddr,
+    fd: EngineFd,
+    members: Mutex<Vec<Weak<S>>>,
+    receiving: Mutex<()>,
+    token: Mutex<Token>,
+}
+
+impl<S> std::fmt::Debug for Group<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Group").field(&self.ip).finish()
+    }
+}
+
+/// The groups of a process whose members are of type `S`.
+pub(super) type Registry<S> = PerProcess<Mutex<Vec<Weak<Group<S>>>>>;
+
+impl<S: DatagramSink> Group<S> {
+    /// The group `ip`: from the registry, or joined for the first member on the interface `home`.
+    pub(super) fn of(
+        registry: &Registry<S>,
+        engine: &'static Engine,
+        ip: IpAddr,
+        home: MulticastHome,
+    ) -> io::Result<Arc<Self>> {
+        let mut all = lock(registry.get());
+        all.retain(|group| group.strong_count() > 0);
+        if let Some(group) = all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|group| group.ip == ip)
+        {
+            return Ok(group);
+        }
+        let fd = socket::open(ip, SocketType::DGRAM)?;
+        // Each process of the host that joins has a socket of its own on this port, and gets its own copy.
+        set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+        socket::tune_datagram(&fd, ip.is_ipv6());
+        let at = match ip {
+            IpAddr::V4(ip) => SocketAddr::from((ip, GROUP_PORT)),
+            // A group of link-local scope exists on one interface.
+            IpAddr::V6(ip) => SocketAddrV6::new(ip, GROUP_PORT, 0, home.interface).into(),
+        };
+        rustix::net::bind(fd.get(), &at)?;
+        // A host receives broadcasts without joining.
+        if ip.is_multicast() && !multicast(fd.get(), ip, home.ip, home.interface, true) {
+            return Err(io::Error::last_os_error());
+        }
+        let group = Arc::new(Self {
+            engine,
+            ip,
+            fd,
+            members: Mutex::new(Vec::new()),
+            receiving: Mutex::new(()),
+            token: Mutex::new(Token::NONE),
+        });
+        let listener = Arc::new(Listener(Arc::downgrade(&group)));
+        let token = engine.add(listener, group.fd.get(), false)?;
+        *lock(&group.token) = token;
+        log!(Info, "joined multicast group {ip} at {}", home.ip);
+        all.push(Arc::downgrade(&group));
+        Ok(group)
+    }
+
+    /// Datagrams to the group go to `sink` too.
+    pub(super) fn enter(&self, sink: Weak<S>) {
+        lock(&self.members).push(sink);
+    }
+
+    /// Removes a member. The group is left when its last member drops it.
+    pub(super) fn leave(&self, sink: &Weak<S>) {
+        lock(&self.members).retain(|m| !m.ptr_eq(sink));
+    }
+
+    fn readable(&self) {
+        let _receiving = match self.receiving.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(p)) => p.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        udp::receive(
+            self.engine,
+            &self.fd,
+            Batch::Full,
+            |arrival, bytes, size| {
+                let arrival = Arrival {
+                    to: Some(self.ip),
+                    ..*arrival
+                };
+                let members: SmallVec<[Arc<S>; 4]> = lock(&self.members)
+                    .iter()
+                    .filter_map(Weak::upgrade)
+                    .collect();
+                for sink in members {
+                    sink.incoming(&arrival, bytes.chunks(size));
+                }
+            },
+        );
+    }
+}
+
+impl<S> Drop for Group<S> {
+    fn drop(&mut self) {
+        let token = *lock(&self.token);
+        self.engine.remove(token, Some(self.fd.get()));
+    }
+}
+
+/// Refers to the group weakly: the group is dropped with its last member.
+struct Listener<S>(Weak<Group<S>>);
+
+impl<S: DatagramSink> Source for Listener<S> {
+    fn ready(self: Arc<Self>, readable: bool, _writable: bool, _now: Instant) {
+        if readable && let Some(group) = self.0.upgrade() {
+            group.readable();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}

@@ -1,0 +1,106 @@
+//! What the host's routing table says of an address: source address, path MTU, broadcast.
+//!
+//! All of it is found by connecting a UDP socket, which sends nothing.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anywarp_core::datagram::MULTICAST_QPN;
+use rustix::net::SocketType;
+
+use super::socket;
+use crate::clock;
+use crate::process::PerProcess;
+use crate::sys::socket::get_option;
+
+/// The UDP port of every multicast group: that of the queue pair number that all members have.
+pub const GROUP_PORT: u16 = (MULTICAST_QPN >> 8) as u16;
+/// The port of lookups (`discard`): nothing is sent there, and a port of 0 could not be connected to.
+const LOOKUP_PORT: u16 = 9;
+/// How long a path MTU is remembered: a route that changes is noticed after this time.
+const PATH_MTU_LIFETIME: Duration = Duration::from_secs(10);
+/// Paths whose MTU is remembered; a host with more peers looks them up again.
+const PATHS_MAX: usize = 4096;
+/// Bytes of IP and UDP headers in front of a payload.
+const IPV4_HEADERS: i32 = 28;
+const IPV6_HEADERS: i32 = 48;
+
+/// The address that this host sends from to `to`.
+pub(crate) fn source_for(mut to: SocketAddr) -> io::Result<IpAddr> {
+    let fd = socket::open(to.ip(), SocketType::DGRAM)?;
+    if to.port() == 0 {
+        to.set_port(LOOKUP_PORT);
+    }
+    rustix::net::connect(fd.get(), &to)?;
+    let local = socket::local_addr(&fd).map(|local| local.ip());
+    local.ok_or_else(|| io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
+}
+
+/// Whether `ip` is the broadcast address of a network of this host: the kernel refuses to connect a socket to one that has
+/// not set `SO_BROADCAST`.
+pub(crate) fn is_broadcast(ip: IpAddr) -> bool {
+    if !ip.is_ipv4() {
+        return false;
+    }
+    let Ok(fd) = socket::open(ip, SocketType::DGRAM) else {
+        return false;
+    };
+    let to = SocketAddr::from((ip, GROUP_PORT));
+    rustix::net::connect(fd.get(), &to) == Err(rustix::io::Errno::ACCESS)
+}
+
+/// Bytes of UDP payload that the path to `ip` carries without fragments, as far as this host knows.
+pub(crate) fn path_mtu(ip: IpAddr) -> u16 {
+    type Paths = Mutex<HashMap<IpAddr, (u16, Instant)>>;
+    static PATHS: PerProcess<Paths> = PerProcess::new(Mutex::default);
+    let now = clock::now();
+    let mut paths = PATHS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((mtu, since)) = paths.get(&ip)
+        && now.saturating_duration_since(*since) < PATH_MTU_LIFETIME
+    {
+        return *mtu;
+    }
+    if paths.len() >= PATHS_MAX {
+        paths.clear();
+    }
+    let mtu = lookup_path_mtu(ip).unwrap_or(1500);
+    let headers = if ip.to_canonical().is_ipv4() {
+        IPV4_HEADERS
+    } else {
+        IPV6_HEADERS
+    };
+    let mtu = u16::try_from(mtu.clamp(576, 65_535) - headers).unwrap_or(u16::MAX);
+    paths.insert(ip, (mtu, now));
+    mtu
+}
+
+fn lookup_path_mtu(ip: IpAddr) -> Option<i32> {
+    let ip = ip.to_canonical();
+    let (level, name) = match ip {
+        IpAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_MTU),
+        IpAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_MTU),
+    };
+    let fd = socket::open(ip, SocketType::DGRAM).ok()?;
+    rustix::net::connect(fd.get(), &SocketAddr::new(ip, LOOKUP_PORT)).ok()?;
+    get_option(fd.get(), level, name)
+}
+
+/// Address and interface index that multicast of a family uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MulticastHome {
+    /// An address of the interface.
+    pub(crate) ip: IpAddr,
+    /// The interface's index.
+    pub(crate) interface: u32,
+}
+
+impl MulticastHome {
+    /// The loopback interface, for a host without an address of the family.
+    pub(crate) const LOOPBACK: Self = Self {
+        ip: IpAddr::V4(Ipv4Addr::LOCALHOST),
+        interface: 1,
+    };
+}

@@ -1,0 +1,134 @@
+//! Sockets of the engine: how they are made, their options and addresses.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use crate::fd::EngineFd;
+use crate::log;
+use crate::sys::socket::set_option;
+
+/// Receive buffer of a datagram socket, bytes; the kernel may grant less.
+const DATAGRAM_RECEIVE_BUFFER: i32 = 16 << 20;
+/// Send buffer of a datagram socket, bytes; the kernel may grant less.
+const DATAGRAM_SEND_BUFFER: i32 = 4 << 20;
+
+/// A non-blocking socket for addresses of the family of `ip`.
+pub(crate) fn open(ip: IpAddr, kind: SocketType) -> io::Result<EngineFd> {
+    let family = if ip.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let fd = rustix::net::socket_with(family, kind, flags, None)?;
+    Ok(EngineFd::new(fd))
+}
+
+/// A socket bound to `port` on every address of this host, and whether it is IPv6.
+///
+/// An IPv6 socket takes IPv4 too, since each address of the host is a GID. A host without IPv6 gets an IPv4 socket.
+pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
+    if let Ok(fd) = open(Ipv6Addr::UNSPECIFIED.into(), kind) {
+        set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
+        let any: SocketAddr = (Ipv6Addr::UNSPECIFIED, port).into();
+        match rustix::net::bind(fd.get(), &any) {
+            Ok(()) => return Ok((fd, true)),
+            Err(e @ rustix::io::Errno::ADDRINUSE) => return Err(e.into()),
+            Err(_) => {}
+        }
+    }
+    let fd = open(Ipv4Addr::UNSPECIFIED.into(), kind)?;
+    rustix::net::bind(fd.get(), &SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)))?;
+    Ok((fd, false))
+}
+
+/// Sets the options of a TCP connection that carries MPA. `congestion` names a congestion control; `None` is the host's.
+pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
+    set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
+    // RFC 5042 §6.4: the end of a peer is noticed although nothing is sent to it, so that it holds no resources for ever.
+    set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
+    set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
+    set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
+    set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
+    if let Some(name) = congestion
+        && let Err(e) = rustix::net::sockopt::set_tcp_congestion(fd.get(), name)
+    {
+        static LIMIT: log::Rarely = log::Rarely::new();
+        if LIMIT.now() {
+            log!(
+                Warn,
+                "ANYWARP_CC={name}: {e}; using the host's congestion control (net.ipv4.tcp_allowed_congestion_control lists the allowed ones)"
+            );
+        }
+    }
+}
+
+/// Sets the options of a UDP socket that carries datagram queue pairs.
+pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
+    let fd = fd.get();
+    let set = |level, name, value| set_option(fd, level, name, value);
+    // The first one of each pair may exceed the host's limit and needs CAP_NET_ADMIN.
+    for (force, plain, bytes) in [
+        (
+            libc::SO_RCVBUFFORCE,
+            libc::SO_RCVBUF,
+            DATAGRAM_RECEIVE_BUFFER,
+        ),
+        (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, DATAGRAM_SEND_BUFFER),
+    ] {
+        if !set(libc::SOL_SOCKET, force, bytes) {
+            set(libc::SOL_SOCKET, plain, bytes);
+        }
+    }
+    set(libc::SOL_UDP, libc::UDP_GRO, 1);
+    // A program that names a broadcast address in an address handle wants to send there.
+    set(libc::SOL_SOCKET, libc::SO_BROADCAST, 1);
+    // For the Global Route Header in front of a received message. IPv4 may arrive on an IPv6 socket.
+    set(libc::IPPROTO_IP, libc::IP_RECVTTL, 1);
+    set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
+    if ipv6 {
+        set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO, 1);
+        set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT, 1);
+        set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1);
+    } else {
+        set(libc::IPPROTO_IP, libc::IP_PKTINFO, 1);
+    }
+    // IP fragments a datagram that is longer than the link's MTU, whatever path MTU the kernel has recorded.
+    set(
+        libc::IPPROTO_IP,
+        libc::IP_MTU_DISCOVER,
+        libc::IP_PMTUDISC_DONT,
+    );
+    if ipv6 {
+        set(
+            libc::IPPROTO_IPV6,
+            libc::IPV6_MTU_DISCOVER,
+            libc::IPV6_PMTUDISC_DONT,
+        );
+    }
+}
+
+/// The local address of a socket.
+pub(crate) fn local_addr(fd: &EngineFd) -> Option<SocketAddr> {
+    let any = rustix::net::getsockname(fd.get()).ok()?;
+    SocketAddr::try_from(any).ok().map(unmapped)
+}
+
+/// The address of the peer that a socket is connected to.
+pub(crate) fn peer_addr(fd: &EngineFd) -> Option<SocketAddr> {
+    let any = rustix::net::getpeername(fd.get()).ok()??;
+    SocketAddr::try_from(any).ok().map(unmapped)
+}
+
+/// `address`, as IPv4 if it is an IPv4 address mapped into IPv6.
+pub(crate) fn unmapped(address: SocketAddr) -> SocketAddr {
+    match address {
+        SocketAddr::V6(v6) => match v6.ip().to_ipv4_mapped() {
+            Some(v4) => (v4, v6.port()).into(),
+            None => address,
+        },
+        SocketAddr::V4(_) => address,
+    }
+}
