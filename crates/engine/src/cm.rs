@@ -26,6 +26,7 @@ use anywarp_core::verbs::qp::State as QpState;
 use rustix::net::SocketType;
 
 use crate::channel::Channel;
+use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::device::{self, Profile};
 use crate::fatal::Mortal;
 use crate::fd::EngineFd;
@@ -36,7 +37,6 @@ use crate::net::route::source_for;
 use crate::net::socket::{self, local_addr, unmapped};
 use crate::net::tcp;
 use crate::qp::{Manager, RcQp};
-use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::sys::socket::set_option;
 use crate::verbs::QueuePair;
 use crate::worker::{Engine, Source, Token, engine};
@@ -139,7 +139,7 @@ pub const REJECT_NO_LISTENER: i32 = 8;
 /// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). With
 /// hardware the request takes milliseconds to get there, through management datagrams; a TCP connection is refused in
 /// microseconds. See docs/decisions/004.
-const REFUSED_PATIENCE: Duration = Duration::from_millis(400);
+const RETRY_REFUSED: Duration = Duration::from_millis(400);
 /// `min_rnr_timer` of connections made here: 10.24 ms.
 ///
 /// The kernel's connection manager asks for 655 ms. Programs that count on a few repeats (five, in rdma-core's tests) do
@@ -612,15 +612,14 @@ impl CmId {
             },
             ..InitiatorConfig::default()
         };
-        match Startup::dial(
-            self.engine,
-            me,
-            remote,
-            local,
+        let dial = Dial {
+            peer: remote,
+            bind: local,
             config,
-            REPLY_TIMEOUT,
-            REFUSED_PATIENCE,
-        ) {
+            timeout: REPLY_TIMEOUT,
+            retry_refused: RETRY_REFUSED,
+        };
+        match Startup::dial(self.engine, me, dial) {
             Ok(startup) => {
                 self.lock().startup = Some(startup);
                 Ok(())

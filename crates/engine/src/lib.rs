@@ -7,7 +7,7 @@
 //! | [`qp`] | a reliable queue pair and its TCP connection |
 //! | [`dgram`] | datagram queue pairs |
 //! | [`port`] | QPN ports: a TCP listener and a UDP socket with one number |
-//! | [`startup`] | connections in MPA start-up, before a queue pair owns them |
+//! | [`connect::startup`] | connections in MPA start-up, before a queue pair owns them |
 //! | `lobby` | connections of strangers, bounded |
 //! | [`gids`] | the GID table, and how it follows the host's addresses |
 //! | [`fatal`] | what happens after a panic |
@@ -22,6 +22,7 @@ mod capture;
 pub mod channel;
 pub mod clock;
 pub mod cm;
+pub mod connect;
 pub mod device;
 pub mod dgram;
 pub mod fatal;
@@ -40,7 +41,6 @@ pub mod qp;
 pub mod random;
 pub mod reserve;
 mod shared;
-pub mod startup;
 pub mod stat;
 pub mod sys;
 mod trace;

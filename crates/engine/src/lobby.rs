@@ -5,7 +5,7 @@
 //! that has been silent the longest goes, so that strangers who say nothing keep nobody out who does. When the
 //! process has no descriptor left the listener rests: an epoll set would report it over and over.
 //!
-//! [`REQUEST_TIMEOUT`]: crate::startup::REQUEST_TIMEOUT
+//! [`REQUEST_TIMEOUT`]: crate::connect::startup::REQUEST_TIMEOUT
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -17,12 +17,12 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use crate::clock;
+use crate::connect::startup::{Owner, Startup};
 use crate::device;
 use crate::fd::EngineFd;
 use crate::limits::peer_descriptors;
 use crate::log;
 use crate::net::socket::unmapped;
-use crate::startup::{Owner, Startup};
 use crate::worker::{Engine, Token};
 
 /// Connections that are accepted in one turn, so that a storm of them does not keep others waiting.
@@ -41,7 +41,7 @@ impl Lobby {
         if all.len() < most {
             return None;
         }
-        all.retain(|s| s.upgrade().is_some_and(|s| s.is_silent()));
+        all.retain(|s| s.upgrade().is_some_and(|s| s.awaits_request()));
         if all.len() < most {
             return None;
         }
@@ -88,7 +88,7 @@ pub(crate) fn accept(
         };
         let most = peer_descriptors();
         if let Some(oldest) = engine.lobby.make_room(most)
-            && oldest.turn_away()
+            && oldest.close_if_silent()
         {
             static SAID: log::Rarely = log::Rarely::new();
             if SAID.now() {

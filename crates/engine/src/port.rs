@@ -10,12 +10,12 @@ use std::time::Instant;
 use anywarp_core::llp::mpa::startup::Request;
 use rustix::net::SocketType;
 
+use crate::connect::startup::{Failure, Opened, Owner, Startup};
 use crate::fd::EngineFd;
 use crate::lobby;
 use crate::net::socket;
 use crate::net::udp::UdpSocket;
 use crate::random::random_u32;
-use crate::startup::{Failure, Opened, Owner, Startup};
 use crate::worker::{Engine, Source, Token};
 
 /// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target

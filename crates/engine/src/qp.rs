@@ -21,6 +21,7 @@ use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 
 use crate::clock;
+use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::device::{self, AsyncItem, Context, Profile, event};
 use crate::fatal::{Mortal, provoke};
 use crate::fault::{Faults, RequestEffect};
@@ -30,7 +31,6 @@ use crate::net::drain::{Draining, drain};
 use crate::net::socket;
 use crate::net::tcp::{self, Outcome, Tcp};
 use crate::port::{HELLO, Port};
-use crate::startup::{Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::stat::{self, Counted};
 use crate::sys::socket::set_option;
 use crate::verbs::made;
@@ -503,15 +503,14 @@ impl RcQp {
         let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
         let peer = SocketAddr::new(route.remote, port);
         let owner = Arc::new(Dialer(Arc::downgrade(&me)));
-        match Startup::dial(
-            self.engine,
-            owner,
+        let dial = Dial {
             peer,
-            Some(SocketAddr::new(route.local, 0)),
+            bind: Some(SocketAddr::new(route.local, 0)),
             config,
-            REPLY_TIMEOUT,
-            Duration::ZERO,
-        ) {
+            timeout: REPLY_TIMEOUT,
+            retry_refused: Duration::ZERO,
+        };
+        match Startup::dial(self.engine, owner, dial) {
             Ok(startup) => inner.dialing = Some(startup),
             Err(e) => {
                 log!(Info, "qp 0x{:06x}: cannot dial {peer}: {e}", self.number);

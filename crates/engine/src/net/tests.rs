@@ -1,7 +1,7 @@
 //! Streams of this process to peers that are plain sockets.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -15,8 +15,8 @@ use anywarp_core::wire::ddp::Untagged;
 use anywarp_core::wire::rdmap::Terminate;
 
 use super::{drain, tcp};
+use crate::connect::startup::{Dial, Failure, Opened, Owner, Startup};
 use crate::fd;
-use crate::startup::{Failure, Opened, Owner, Startup};
 use crate::sys::socket;
 use crate::worker::engine;
 
@@ -49,6 +49,16 @@ impl Owner for Tells {
     }
 }
 
+fn to_peer(peer: SocketAddr, config: InitiatorConfig) -> Dial {
+    Dial {
+        peer,
+        bind: None,
+        config,
+        timeout: PATIENCE,
+        retry_refused: Duration::ZERO,
+    }
+}
+
 /// Dials a peer that answers with these flags and this enhanced block; how that ended, and the peer's socket.
 fn dial(
     config: InitiatorConfig,
@@ -75,7 +85,7 @@ fn dial(
     let (told, tells) = mpsc::channel();
     let owner = Arc::new(Tells(Mutex::new(told)));
     let engine = engine().unwrap();
-    let startup = Startup::dial(engine, owner, to, None, config, PATIENCE, Duration::ZERO).unwrap();
+    let startup = Startup::dial(engine, owner, to_peer(to, config)).unwrap();
     let end = tells.recv_timeout(PATIENCE).unwrap();
     drop(startup);
     (end, peer.join().unwrap())
@@ -219,8 +229,7 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
         };
         let owner = Arc::new(Tells(Mutex::new(told)));
         let engine = engine().unwrap();
-        let startup =
-            Startup::dial(engine, owner, to, None, config, PATIENCE, Duration::ZERO).unwrap();
+        let startup = Startup::dial(engine, owner, to_peer(to, config)).unwrap();
         let end = tells.recv_timeout(PATIENCE).unwrap();
         drop(startup);
         let (frames, no_third) = peer.join().unwrap();

@@ -1,0 +1,684 @@
+//! Connections in MPA start-up: from `connect` or `accept` until a queue pair owns the socket.
+//!
+//! ```text
+//!               connected                Reply
+//!  +------------+       +------------+          +------+
+//!  | Connecting | ----> | Requesting | -------> | Done |   the owner gets the socket
+//!  +------------+       +------------+          +------+
+//!    ^  | refused, retry     | closed without a Reply: retry with an older MPA revision
+//!    +--+--------------------+
+//!
+//!               Request                  accept, reject
+//!  +------------+       +------------+          +------+
+//!  | Listening  | ----> | Answering  | -------> | Done |
+//!  +------------+       +------------+          +------+
+//!
+//!  any state: time-out, end of the connection, malformed frame -> Done, the owner gets a Failure
+//! ```
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::error::Misuse;
+use anywarp_core::llp::mpa::startup::{
+    Accepted, Depths, Incoming, Initiator, InitiatorConfig, Progress, Request, Responder,
+    ResponderLimits, StreamParams,
+};
+use rustix::net::SocketType;
+
+use crate::clock;
+use crate::device;
+use crate::fd::EngineFd;
+use crate::log;
+use crate::net::drain::drain;
+use crate::net::socket::{self, local_addr};
+use crate::net::tcp;
+use crate::sys::socket::{get_option, set_option};
+use crate::worker::{Engine, Source, Token};
+
+/// How long a responder waits for a Request: what siw does.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an initiator waits for connection and Reply: what siw does.
+pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause before a port that refused the connection is dialed again.
+const REFUSED_RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// How long a Request may wait for the application's answer.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// End of log lines that any peer can cause as often as it likes.
+const LOGGED_ONCE: &str = "(repeats are counted, not logged)";
+
+/// A connection whose start-up succeeded.
+#[derive(Debug)]
+pub struct Opened {
+    /// The socket.
+    pub fd: EngineFd,
+    /// What both ends agreed on.
+    pub params: StreamParams,
+    /// Bytes that were received behind the Reply.
+    pub leftover: Vec<u8>,
+    /// Private data of the Reply.
+    pub private_data: Vec<u8>,
+    /// The depths that the Reply names, from the peer's point of view.
+    pub peer_depths: Option<Depths>,
+    /// The peer may be an anywarp (a responder learns it from the first message).
+    pub may_be_anywarp: bool,
+    /// The first message is a ready-to-receive message.
+    pub expects_rtr: bool,
+}
+
+/// Why a start-up ended without a connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// The port is closed, or the peer's application rejected the Request.
+    Rejected {
+        /// Private data of the Reply.
+        private_data: Vec<u8>,
+        /// The depths that the Reply names, from the peer's point of view.
+        peer_depths: Option<Depths>,
+        /// `ECONNREFUSED`.
+        errno: i32,
+    },
+    /// There is no route, or the peer did not answer in time.
+    Unreachable {
+        /// Why.
+        errno: i32,
+    },
+    /// The connection broke, or the peer sent a malformed frame.
+    Broken {
+        /// Why.
+        errno: i32,
+    },
+}
+
+/// Receives the outcome of start-ups.
+pub trait Owner: Send + Sync {
+    /// The initiator's connection is open.
+    fn opened(&self, startup: &Arc<Startup>, opened: Opened);
+    /// The responder received a Request: to be answered with [`Startup::accept`] or [`Startup::reject`].
+    fn requested(&self, startup: &Arc<Startup>, request: Request);
+    /// The start-up ended without a connection.
+    fn failed(&self, startup: &Arc<Startup>, failure: Failure);
+}
+
+/// Where and how an initiator connects.
+#[derive(Debug)]
+pub struct Dial {
+    /// The peer.
+    pub peer: SocketAddr,
+    /// The local address, if it matters.
+    pub bind: Option<SocketAddr>,
+    /// The MPA Request.
+    pub config: InitiatorConfig,
+    /// How long connection and Reply may take.
+    pub timeout: Duration,
+    /// How long a port that refuses the connection is dialed again.
+    pub retry_refused: Duration,
+}
+
+/// The initiator's part of a start-up.
+struct Initiating {
+    machine: Initiator,
+    /// For a second attempt.
+    config: InitiatorConfig,
+    /// What is left to send of the Request.
+    unsent: Vec<u8>,
+    /// When a port that refused the connection is dialed again.
+    retry_at: Option<Instant>,
+}
+
+enum Phase {
+    Connecting(Box<Initiating>),
+    Requesting(Box<Initiating>),
+    Listening(Box<Responder>),
+    Answering(Box<Responder>),
+    Done,
+}
+
+struct State {
+    phase: Phase,
+    fd: Option<EngineFd>,
+    token: Token,
+    received: Vec<u8>,
+    deadline: Instant,
+    local: Option<SocketAddr>,
+}
+
+impl State {
+    fn new(phase: Phase, deadline: Instant) -> Self {
+        Self {
+            phase,
+            fd: None,
+            token: Token::NONE,
+            received: Vec::new(),
+            deadline,
+            local: None,
+        }
+    }
+}
+
+/// A connection in start-up.
+pub struct Startup {
+    engine: &'static Engine,
+    owner: Arc<dyn Owner>,
+    /// The peer.
+    pub peer: SocketAddr,
+    /// An initiator's local address, if it matters.
+    bind: Option<SocketAddr>,
+    /// Until when an initiator dials a port again that refuses the connection.
+    retry_until: Option<Instant>,
+    state: Mutex<State>,
+}
+
+impl std::fmt::Debug for Startup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Startup")
+            .field("peer", &self.peer)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a step of the state machine leads to. It is done after the lock is released, because it calls the owner.
+enum Effect {
+    None,
+    Opened(Opened),
+    Requested(Request),
+    Failed(Failure),
+    /// Dial again, with this Request.
+    Redial(Box<InitiatorConfig>),
+}
+
+impl Startup {
+    /// Connects to a peer and opens an MPA stream.
+    pub fn dial(
+        engine: &'static Engine,
+        owner: Arc<dyn Owner>,
+        dial: Dial,
+    ) -> io::Result<Arc<Self>> {
+        let now = clock::now();
+        let startup = Arc::new(Self {
+            engine,
+            owner,
+            peer: dial.peer,
+            bind: dial.bind,
+            retry_until: Some(now + dial.retry_refused),
+            state: Mutex::new(State::new(Phase::Done, now + dial.timeout)),
+        });
+        startup.connect(dial.config)?;
+        Ok(startup)
+    }
+
+    fn connect(self: &Arc<Self>, config: InitiatorConfig) -> io::Result<()> {
+        let machine =
+            Initiator::new(config.clone()).map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+        let fd = socket::open(self.peer.ip(), SocketType::STREAM)?;
+        socket::tune_stream(&fd, device::congestion_control());
+        let mut state = self.lock();
+        if let Some(bind) = self.bind {
+            if bind.port() != 0 {
+                set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+            } else {
+                set_option(fd.get(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
+            }
+            rustix::net::bind(fd.get(), &bind)?;
+        }
+        match rustix::net::connect(fd.get(), &self.peer) {
+            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let token = self.engine.reserve(Arc::clone(self) as Arc<dyn Source>);
+        state.token = token;
+        state.received.clear();
+        state.phase = Phase::Connecting(Box::new(Initiating {
+            unsent: machine.request(),
+            machine,
+            config,
+            retry_at: None,
+        }));
+        self.engine.deadline(token, state.deadline);
+        let watched = self.engine.watch(token, fd.get(), true);
+        state.fd = Some(fd);
+        watched
+    }
+
+    /// Takes a connection that was accepted and waits for its Request.
+    pub fn answer(
+        engine: &'static Engine,
+        owner: Arc<dyn Owner>,
+        fd: EngineFd,
+        peer: SocketAddr,
+        limits: ResponderLimits,
+    ) -> io::Result<Arc<Self>> {
+        socket::tune_stream(&fd, device::congestion_control());
+        let listening = Phase::Listening(Box::new(Responder::new(limits)));
+        let startup = Arc::new(Self {
+            engine,
+            owner,
+            peer,
+            bind: None,
+            retry_until: None,
+            state: Mutex::new(State::new(listening, clock::now() + REQUEST_TIMEOUT)),
+        });
+        let token = engine.reserve(Arc::clone(&startup) as Arc<dyn Source>);
+        let mut state = startup.lock();
+        state.token = token;
+        state.local = local_addr(&fd);
+        engine.deadline(token, state.deadline);
+        let watched = engine.watch(token, fd.get(), false);
+        state.fd = Some(fd);
+        drop(state);
+        watched?;
+        Ok(startup)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The local address of the connection.
+    pub fn local(&self) -> Option<SocketAddr> {
+        let state = self.lock();
+        state
+            .local
+            .or_else(|| state.fd.as_ref().and_then(local_addr))
+    }
+
+    /// Accepts the Request: sends the Reply and returns the connection.
+    pub fn accept(&self, ird: u16, ord: u16, private_data: &[u8]) -> io::Result<Opened> {
+        let (fd, accepted): (_, Accepted) =
+            self.finish_answering(|responder| responder.accept(ird, ord, private_data))?;
+        send_all(&fd, &accepted.reply)?;
+        Ok(Opened {
+            fd,
+            params: accepted.params,
+            leftover: Vec::new(),
+            private_data: Vec::new(),
+            peer_depths: None,
+            may_be_anywarp: accepted.peer_may_be_anywarp,
+            expects_rtr: accepted.expects_rtr,
+        })
+    }
+
+    /// Rejects the Request and closes the connection in order.
+    pub fn reject(&self, private_data: &[u8]) -> io::Result<()> {
+        let (fd, reply) = self.finish_answering(|responder| responder.reject(private_data))?;
+        send_all(&fd, &reply)?;
+        let _draining = drain(self.engine, fd);
+        Ok(())
+    }
+
+    /// Makes a Reply and takes the socket out of the start-up.
+    fn finish_answering<T>(
+        &self,
+        reply: impl FnOnce(&mut Responder) -> Result<T, Misuse>,
+    ) -> io::Result<(EngineFd, T)> {
+        let mut state = self.lock();
+        let Phase::Answering(responder) = &mut state.phase else {
+            return Err(io::Error::from_raw_os_error(libc::ECONNRESET));
+        };
+        let reply = reply(responder).map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
+        let fd = self.finish(&mut state);
+        let fd = fd.ok_or_else(|| io::Error::from_raw_os_error(libc::ECONNRESET))?;
+        Ok((fd, reply))
+    }
+
+    /// Whether an initiator's TCP connection was never established.
+    pub fn never_connected(&self) -> bool {
+        self.lock().local.is_none()
+    }
+
+    /// Whether this is a responder that still waits for the Request.
+    pub(crate) fn awaits_request(&self) -> bool {
+        matches!(self.lock().phase, Phase::Listening(_))
+    }
+
+    /// Closes the connection if its Request has not arrived; whether it did.
+    pub(crate) fn close_if_silent(&self) -> bool {
+        let mut state = self.lock();
+        let silent = matches!(state.phase, Phase::Listening(_));
+        if silent {
+            drop(self.finish(&mut state));
+        }
+        silent
+    }
+
+    /// Closes the connection without a call of the owner.
+    pub fn cancel(&self) {
+        drop(self.finish(&mut self.lock()));
+    }
+
+    /// Ends the start-up, and stops watching the socket.
+    fn finish(&self, state: &mut State) -> Option<EngineFd> {
+        state.phase = Phase::Done;
+        let fd = state.fd.take();
+        let token = std::mem::replace(&mut state.token, Token::NONE);
+        self.engine.remove(token, fd.as_ref().map(EngineFd::get));
+        fd
+    }
+
+    fn fail(&self, state: &mut State, failure: Failure) -> Effect {
+        drop(self.finish(state));
+        Effect::Failed(failure)
+    }
+
+    fn broken(&self, state: &mut State, errno: i32) -> Effect {
+        self.fail(state, Failure::Broken { errno })
+    }
+
+    // ------------------------------------------------------------------ the state machine
+
+    fn step(&self, readable: bool, writable: bool) -> Effect {
+        let mut state = self.lock();
+        let state = &mut *state;
+        if state.fd.is_none() {
+            return Effect::None;
+        }
+        let connecting = matches!(state.phase, Phase::Connecting(_));
+        if connecting
+            && (writable || readable)
+            && let Err(effect) = self.finish_connecting(state)
+        {
+            return effect;
+        }
+        if let Err(effect) = self.send_request(state) {
+            return effect;
+        }
+        if !readable {
+            return Effect::None;
+        }
+        if let Err(effect) = self.receive(state) {
+            return effect;
+        }
+        match state.phase {
+            Phase::Requesting(_) => self.handle_reply(state),
+            Phase::Listening(_) => self.handle_request(state),
+            Phase::Answering(_) => {
+                static LIMIT: log::Rarely = log::Rarely::new();
+                if LIMIT.now() {
+                    log!(
+                        Warn,
+                        "{}: sent more before its MPA Request was answered; closed {LOGGED_ONCE}",
+                        self.peer
+                    );
+                }
+                self.broken(state, libc::EPROTO)
+            }
+            Phase::Connecting(_) | Phase::Done => Effect::None,
+        }
+    }
+
+    /// The socket's connection attempt is over.
+    fn finish_connecting(&self, state: &mut State) -> Result<(), Effect> {
+        let Some(fd) = &state.fd else { return Ok(()) };
+        match get_option(fd.get(), libc::SOL_SOCKET, libc::SO_ERROR) {
+            Some(0) => {
+                state.local = local_addr(fd);
+                let phase = std::mem::replace(&mut state.phase, Phase::Done);
+                if let Phase::Connecting(initiating) = phase {
+                    state.phase = Phase::Requesting(initiating);
+                }
+                Ok(())
+            }
+            Some(libc::ECONNREFUSED) => {
+                let now = clock::now();
+                if let Phase::Connecting(initiating) = &mut state.phase
+                    && self.retry_until.is_some_and(|until| now < until)
+                {
+                    self.engine.unwatch(fd.get());
+                    state.fd = None;
+                    let at = now + REFUSED_RETRY_INTERVAL;
+                    initiating.retry_at = Some(at);
+                    self.engine.deadline(state.token, at);
+                    return Err(Effect::None);
+                }
+                let failure = Failure::Rejected {
+                    private_data: Vec::new(),
+                    peer_depths: None,
+                    errno: libc::ECONNREFUSED,
+                };
+                Err(self.fail(state, failure))
+            }
+            e => {
+                let errno = e.unwrap_or(libc::EIO);
+                Err(self.fail(state, Failure::Unreachable { errno }))
+            }
+        }
+    }
+
+    /// Sends what is left of the Request.
+    fn send_request(&self, state: &mut State) -> Result<(), Effect> {
+        let (Phase::Requesting(initiating), Some(fd)) = (&mut state.phase, &state.fd) else {
+            return Ok(());
+        };
+        let unsent = &mut initiating.unsent;
+        if unsent.is_empty() {
+            return Ok(());
+        }
+        match fd.send(unsent) {
+            Ok(n) => {
+                unsent.drain(..n.min(unsent.len()));
+                if unsent.is_empty() {
+                    self.engine.want_write(state.token, fd.get(), false);
+                }
+                Ok(())
+            }
+            Err(rustix::io::Errno::AGAIN) => Ok(()),
+            Err(e) => Err(self.broken(state, e.raw_os_error())),
+        }
+    }
+
+    /// Receives one frame, and no more than what may follow it of the first messages.
+    fn receive(&self, state: &mut State) -> Result<(), Effect> {
+        let Some(fd) = &state.fd else {
+            return Err(Effect::None);
+        };
+        let mut buffer = [0_u8; bounds::STARTUP_FRAME_MAX];
+        match fd.recv(&mut buffer) {
+            Ok(0) => Err(self.handle_eof(state)),
+            Ok(n) => {
+                let received = buffer.get(..n).unwrap_or(&[]);
+                state.received.extend_from_slice(received);
+                Ok(())
+            }
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Err(Effect::None),
+            Err(e) => Err(self.broken(state, e.raw_os_error())),
+        }
+    }
+
+    /// The peer closed the connection.
+    fn handle_eof(&self, state: &mut State) -> Effect {
+        match &state.phase {
+            // A stack that does not know MPA revision 2 closes without a Reply.
+            Phase::Requesting(initiating) if state.received.is_empty() => {
+                if let Some(older) = initiating.config.older() {
+                    drop(self.finish(state));
+                    return Effect::Redial(Box::new(older));
+                }
+            }
+            Phase::Listening(_) => {
+                static LIMIT: log::Rarely = log::Rarely::new();
+                if LIMIT.now() {
+                    log!(
+                        Warn,
+                        "{}: closed before an MPA Request came; a port scan? {LOGGED_ONCE}",
+                        self.peer
+                    );
+                }
+            }
+            _ => {}
+        }
+        self.broken(state, libc::ECONNRESET)
+    }
+
+    fn handle_reply(&self, state: &mut State) -> Effect {
+        let Phase::Requesting(initiating) = &mut state.phase else {
+            return Effect::None;
+        };
+        match initiating.machine.handle_rx(&state.received) {
+            Ok(Progress::NeedMore) => Effect::None,
+            Ok(Progress::Established {
+                consumed,
+                params,
+                private_data,
+                peer_depths,
+                crc_unconfirmed,
+                ..
+            }) => {
+                if crc_unconfirmed {
+                    log!(
+                        Info,
+                        "{}: the peer did not confirm CRCs; they are used all the same",
+                        self.peer
+                    );
+                }
+                let leftover = state.received.split_off(consumed.min(state.received.len()));
+                let Some(fd) = self.finish(state) else {
+                    return Effect::None;
+                };
+                Effect::Opened(Opened {
+                    fd,
+                    may_be_anywarp: params.peer_is_anywarp,
+                    params,
+                    leftover,
+                    private_data,
+                    peer_depths,
+                    expects_rtr: false,
+                })
+            }
+            Ok(Progress::Rejected {
+                private_data,
+                peer_depths,
+                ..
+            }) => {
+                let failure = Failure::Rejected {
+                    private_data,
+                    peer_depths,
+                    errno: libc::ECONNREFUSED,
+                };
+                self.fail(state, failure)
+            }
+            Ok(other) => {
+                if let Some(error) = other.error() {
+                    log!(Info, "{}: start-up failed: {error}", self.peer);
+                    // RFC 6581 §9.1, §9.2 [mpa-startup-terminated]: a Terminate is sent before the connection is closed.
+                    if let Progress::NoCommonRtr { params, .. }
+                    | Progress::InsufficientIrd { params, .. } = &other
+                        && let Some(fd) = self.finish(state)
+                    {
+                        tcp::refuse(self.engine, fd, params, &error);
+                    }
+                }
+                self.broken(state, libc::EPROTO)
+            }
+            Err(error) => {
+                log!(Info, "{}: bad MPA Reply: {error}", self.peer);
+                self.broken(state, libc::EPROTO)
+            }
+        }
+    }
+
+    fn handle_request(&self, state: &mut State) -> Effect {
+        let Phase::Listening(machine) = &mut state.phase else {
+            return Effect::None;
+        };
+        match machine.handle_rx(&state.received) {
+            Ok(Incoming::NeedMore) => Effect::None,
+            Ok(Incoming::Request(request)) => {
+                let phase = std::mem::replace(&mut state.phase, Phase::Done);
+                if let Phase::Listening(machine) = phase {
+                    state.phase = Phase::Answering(machine);
+                }
+                state.received.clear();
+                state.deadline = clock::now() + ANSWER_TIMEOUT;
+                self.engine.deadline(state.token, state.deadline);
+                Effect::Requested(request)
+            }
+            Err(error) => {
+                static LIMIT: log::Rarely = log::Rarely::new();
+                if LIMIT.now() {
+                    log!(
+                        Warn,
+                        "{}: not an MPA Request: {error}; closed {LOGGED_ONCE}",
+                        self.peer
+                    );
+                }
+                self.broken(state, libc::EPROTO)
+            }
+        }
+    }
+
+    fn handle_timeout(&self, now: Instant) -> Effect {
+        let mut state = self.lock();
+        let state = &mut *state;
+        match &mut state.phase {
+            Phase::Done => return Effect::None,
+            Phase::Connecting(initiating) if initiating.retry_at.is_some_and(|at| at <= now) => {
+                let config = initiating.config.clone();
+                drop(self.finish(state));
+                return Effect::Redial(Box::new(config));
+            }
+            _ if state.deadline > now => return Effect::None,
+            Phase::Listening(_) => {
+                static LIMIT: log::Rarely = log::Rarely::new();
+                if LIMIT.now() {
+                    log!(
+                        Warn,
+                        "{}: no MPA Request within {} s; closed {LOGGED_ONCE}",
+                        self.peer,
+                        REQUEST_TIMEOUT.as_secs()
+                    );
+                }
+            }
+            _ => {}
+        }
+        let errno = libc::ETIMEDOUT;
+        self.fail(state, Failure::Unreachable { errno })
+    }
+
+    fn carry_out(self: &Arc<Self>, effect: Effect) {
+        match effect {
+            Effect::None => {}
+            Effect::Opened(opened) => self.owner.opened(self, opened),
+            Effect::Requested(request) => self.owner.requested(self, request),
+            Effect::Failed(failure) => self.owner.failed(self, failure),
+            Effect::Redial(config) => {
+                if config.rev < 2 {
+                    log!(
+                        Info,
+                        "{}: no answer to MPA revision 2, trying revision 1",
+                        self.peer
+                    );
+                }
+                if let Err(e) = self.connect(*config) {
+                    let errno = e.raw_os_error().unwrap_or(libc::EIO);
+                    self.owner.failed(self, Failure::Unreachable { errno });
+                }
+            }
+        }
+    }
+}
+
+impl Source for Startup {
+    fn ready(self: Arc<Self>, readable: bool, writable: bool, _now: Instant) {
+        let effect = self.step(readable, writable);
+        self.carry_out(effect);
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let effect = self.handle_timeout(now);
+        self.carry_out(effect);
+    }
+}
+
+/// Sends a Reply. It has a few hundred bytes and is the first on its connection, so the socket's buffer has room.
+fn send_all(fd: &EngineFd, bytes: &[u8]) -> io::Result<()> {
+    let n = fd.send(bytes)?;
+    if n == bytes.len() {
+        Ok(())
+    } else {
+        Err(io::Error::from_raw_os_error(libc::ECONNRESET))
+    }
+}
