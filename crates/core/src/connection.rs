@@ -11,7 +11,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
@@ -24,13 +23,12 @@ use crate::observe::Step;
 use crate::rdmap::read::{PendingAtomic, PendingRead};
 use crate::rdmap::rx::ReceiveUnderWay;
 use crate::shm_handover::ShmHandover;
-use crate::verbs::cq::Cq;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::{LastRegion, Memory};
-use crate::verbs::qp::{self, Attr, QpType, State, mask};
-use crate::verbs::rnic::Rnic;
+use crate::verbs::qp::{Attr, QpType, State};
+use crate::verbs::qp_base::{Parts, QpBase};
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::sq::{Phase, Retired, SendQueue};
+use crate::verbs::sq::{Phase, Retired};
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::To;
@@ -221,25 +219,12 @@ impl Stream {
 
 /// A reliable queue pair.
 pub struct Connection {
-    pub(crate) rnic: Arc<Rnic>,
-    pub(crate) qpn: u32,
-    pub(crate) pd: u32,
-    pub(crate) send_cq: Arc<Cq>,
-    pub(crate) recv_cq: Arc<Cq>,
-    pub(crate) sig_all: bool,
-    pub(crate) state: State,
-    pub(crate) attr: Attr,
-    pub(crate) sq: SendQueue,
-    pub(crate) rq: RecvQueue,
+    pub(crate) base: QpBase,
     pub(crate) stream: Option<Stream>,
     /// The peer of a stream that was not managed has left in order: requests posted now find nobody.
     pub(crate) peer_left: bool,
     /// Until when requests wait for a peer that has left, as a card would repeat them.
     pub(crate) give_up_at: Option<Instant>,
-    pub(crate) events: VecDeque<AsyncEvent>,
-    pub(crate) overflowed: bool,
-    pub(crate) last_wqe_raised: bool,
-    pub(crate) drain_event_wanted: bool,
     /// Receives that have completed well.
     received: u64,
     pub(crate) not_ready: u64,
@@ -251,57 +236,22 @@ pub struct Connection {
 impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Connection")
-            .field("qpn", &self.qpn)
-            .field("state", &self.state)
-            .field("sq", &self.sq)
+            .field("qpn", &self.base.qpn)
+            .field("state", &self.base.state)
+            .field("sq", &self.base.sq)
             .field("stream", &self.stream)
             .finish_non_exhaustive()
     }
 }
 
-/// What a queue pair is made of.
-#[derive(Debug)]
-pub struct Parts {
-    /// The device.
-    pub rnic: Arc<Rnic>,
-    /// Its number.
-    pub qpn: u32,
-    /// Its protection domain.
-    pub pd: u32,
-    /// Where sends complete.
-    pub send_cq: Arc<Cq>,
-    /// Where receives complete.
-    pub recv_cq: Arc<Cq>,
-    /// Where receives come from.
-    pub rq: RecvQueue,
-    /// Sizes.
-    pub capacity: qp::Capacity,
-    /// Every send request makes a completion.
-    pub sig_all: bool,
-}
-
 impl Connection {
     /// A queue pair in RESET.
     pub fn new(parts: Parts) -> Self {
-        let c = &parts.capacity;
         Self {
-            sq: SendQueue::new(c.max_send_wr, c.max_send_sge, c.max_inline),
-            rnic: parts.rnic,
-            qpn: parts.qpn,
-            pd: parts.pd,
-            send_cq: parts.send_cq,
-            recv_cq: parts.recv_cq,
-            sig_all: parts.sig_all,
-            state: State::Reset,
-            attr: Attr::default(),
-            rq: parts.rq,
+            base: QpBase::new(parts),
             stream: None,
             peer_left: false,
             give_up_at: None,
-            events: VecDeque::new(),
-            overflowed: false,
-            last_wqe_raised: false,
-            drain_event_wanted: false,
             received: 0,
             not_ready: 0,
             last_read: LastRegion::default(),
@@ -323,17 +273,17 @@ impl Connection {
 
     /// Its state.
     pub fn state(&self) -> State {
-        self.state
+        self.base.state
     }
 
     /// Its attributes.
     pub fn attr(&self) -> &Attr {
-        &self.attr
+        &self.base.attr
     }
 
     /// Attributes that the connection manager sets past the state machine (`retry_cnt` and the like).
     pub fn attr_mut(&mut self) -> &mut Attr {
-        &mut self.attr
+        &mut self.base.attr
     }
 
     /// Whether a stream is attached.
@@ -363,7 +313,12 @@ impl Connection {
             return true;
         }
         // Inline data is never so much.
-        match self.sq.peek().map(|(_, posted)| &posted.request.payload) {
+        match self
+            .base
+            .sq
+            .peek()
+            .map(|(_, posted)| &posted.request.payload)
+        {
             Some(payload @ Payload::Sges(_)) => payload.len() > BULK,
             _ => false,
         }
@@ -409,18 +364,18 @@ impl Connection {
     /// That acknowledgement brings the connection back to its sending side in any case; a thread that polls comes sooner.
     /// `longest`: payload bytes of the longest request of the list that was posted.
     pub fn may_coalesce_behind_ack(&self, limits: &bounds::Coalesce, longest: u64) -> bool {
-        self.sq.taken() >= bounds::COALESCE_BEHIND && self.may_coalesce_burst(limits, longest)
+        self.base.sq.taken() >= bounds::COALESCE_BEHIND && self.may_coalesce_burst(limits, longest)
     }
 
     /// The same where somebody is sure to come soon.
     pub fn may_coalesce_burst(&self, limits: &bounds::Coalesce, longest: u64) -> bool {
         let Some(s) = &self.stream else { return false };
-        let waiting = self.sq.untaken();
+        let waiting = self.base.sq.untaken();
         let is_small =
             longest <= limits.max_payload && waiting as u64 * longest < bounds::COALESCE_BYTES;
         s.peer == Peer::Anywarp
             && s.end == End::Open
-            && self.state == State::Rts
+            && self.base.state == State::Rts
             && s.current.is_none()
             && s.rnr_until.is_none()
             && s.responses.is_empty()
@@ -431,7 +386,7 @@ impl Connection {
 
     /// Whether requests wait to be taken.
     pub fn has_untaken(&self) -> bool {
-        self.sq.untaken() > 0
+        self.base.sq.untaken() > 0
     }
 
     /// Whether the time for a probe or retry may come: somebody should call [`Self::handle_timeout`].
@@ -439,7 +394,7 @@ impl Connection {
         let Some(s) = self.stream.as_ref() else {
             return self.give_up_at;
         };
-        let awaits = !s.pinged && s.peer == Peer::Anywarp && self.sq.has_outstanding();
+        let awaits = !s.pinged && s.peer == Peer::Anywarp && self.base.sq.has_outstanding();
         let probe = match s.last_rx {
             Some(at) if awaits => self.probe_after().map(|after| at + after),
             _ => None,
@@ -453,7 +408,7 @@ impl Connection {
     /// How long the peer's machine may stay silent with requests outstanding: timeout and `retry_cnt` of the attributes.
     /// `None`: for ever.
     pub fn silence_limit(&self) -> Option<Duration> {
-        self.attr.silence_limit()
+        self.base.attr.silence_limit()
     }
 
     fn probe_after(&self) -> Option<Duration> {
@@ -462,7 +417,7 @@ impl Connection {
 
     /// The next asynchronous event.
     pub fn poll_event(&mut self) -> Option<AsyncEvent> {
-        self.events.pop_front()
+        self.base.events.pop_front()
     }
 
     // ------------------------------------------------------------------ commands
@@ -478,17 +433,11 @@ impl Connection {
         &mut self,
         fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
     ) -> Result<(), Misuse> {
-        let (state, rq) = (self.state, &self.rq);
-        self.sq.post_with(|into| {
+        self.base.post_send_with(|into, rq| {
             fill(into)?;
-            may_post(state, rq, into)
+            may_post(rq, into)
         })?;
-        if self.rnic.observer.is_some()
-            && let Some(posted) = self.sq.last()
-        {
-            self.observe(&Step::Post(&posted.request));
-        }
-        if self.state == State::Error {
+        if self.base.state == State::Error {
             self.flush_sq();
         }
         Ok(())
@@ -496,22 +445,23 @@ impl Connection {
 
     /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::violation`]).
     pub fn inject_error(&mut self, status: Status) {
-        self.sq.inject_error(status);
+        self.base.sq.inject_error(status);
     }
 
     /// The stream is cut with the request that was posted last: it fails as one that was never answered, if those before
     /// it were.
     pub fn cut(&mut self) {
         self.inject_error(Status::RetryExceeded);
-        if self.stream.is_none() || self.state == State::Error {
+        if self.stream.is_none() || self.base.state == State::Error {
             return;
         }
-        if !self.sq.has_outstanding()
-            && let Some((number, _)) = self.sq.peek()
+        if !self.base.sq.has_outstanding()
+            && let Some((number, _)) = self.base.sq.peek()
         {
             // The first of the requests that were not sent has nothing before it that could be to blame.
-            self.sq.advance();
-            self.sq
+            self.base.sq.advance();
+            self.base
+                .sq
                 .fail(number, Status::RetryExceeded, "the stream was cut");
         }
         self.handle_eof(true);
@@ -519,14 +469,7 @@ impl Connection {
 
     /// Posts a receive (`ibv_post_recv(3)`).
     pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
-        if self.state == State::Reset {
-            return Err(Misuse::WrongState("post_recv on a queue pair in RESET"));
-        }
-        self.rq.post(request)?;
-        if self.state == State::Error {
-            self.flush_rq();
-        }
-        Ok(())
+        self.base.post_recv(request)
     }
 
     /// Changes attributes and state (`ibv_modify_qp(3)`); returns the state before.
@@ -537,14 +480,15 @@ impl Connection {
         expected_state: Option<State>,
         attr: &Attr,
     ) -> Result<State, Misuse> {
-        let before = self.state;
-        let kind = match &self.rq {
+        let before = self.base.state;
+        let kind = match &self.base.rq {
             RecvQueue::None => QpType::XrcSend,
             RecvQueue::Xrc { .. } => QpType::XrcRecv,
             RecvQueue::Own { .. } | RecvQueue::Shared(_) => QpType::Rc,
         };
-        let to = qp::check_modify(kind, before, next, attr_mask, attr, expected_state)?;
-        merge(&mut self.attr, attr_mask, attr);
+        let to = self
+            .base
+            .modify(kind, attr_mask, next, expected_state, attr)?;
         match to {
             State::Reset => self.reset(),
             State::Error => {
@@ -552,15 +496,8 @@ impl Connection {
                     self.leave("moved to the error state");
                 }
             }
-            State::Sqd => {
-                self.state = State::Sqd;
-                // A change of attributes while it drains does not take the question back.
-                if before != State::Sqd {
-                    self.drain_event_wanted = attr_mask & mask::EN_SQD_ASYNC_NOTIFY != 0;
-                }
-                self.check_drained();
-            }
-            _ => self.state = to,
+            State::Sqd => self.base.enter_sqd(attr_mask),
+            _ => self.base.state = to,
         }
         Ok(before)
     }
@@ -570,23 +507,15 @@ impl Connection {
         match to {
             State::Reset => self.reset(),
             State::Error => self.leave("disconnected"),
-            _ => self.state = to,
+            _ => self.base.state = to,
         }
     }
 
     fn reset(&mut self) {
-        self.sq.clear();
-        self.rq.clear();
+        self.base.reset();
         self.stream = None;
         self.peer_left = false;
         self.give_up_at = None;
-        self.state = State::Reset;
-        self.attr = Attr::default();
-        self.last_wqe_raised = false;
-        self.overflowed = false;
-        self.drain_event_wanted = false;
-        self.send_cq.purge(self.qpn);
-        self.recv_cq.purge(self.qpn);
     }
 
     /// Everything is flushed, the peer is told, the stream closes when that is sent.
@@ -663,11 +592,11 @@ impl Connection {
         if config.initiator {
             crate::rdmap::tx::queue_first(&mut stream);
         }
-        self.rq.forget_choice();
+        self.base.rq.forget_choice();
         self.peer_left = false;
         self.give_up_at = None;
         self.stream = Some(stream);
-        if self.state == State::Error {
+        if self.base.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
         }
     }
@@ -681,7 +610,7 @@ impl Connection {
     /// The stream cannot be made: nobody there, refused, or it failed.
     pub fn handle_connect_failed(&mut self) {
         self.peer_left = true;
-        if !self.sq.is_empty() {
+        if !self.base.sq.is_empty() {
             self.fail(
                 Some((None, Status::RetryExceeded)),
                 "the peer cannot be reached",
@@ -736,8 +665,7 @@ impl Connection {
 
     /// Drops the completions that were not polled: the queue pair is going away (`ibv_destroy_qp(3)`).
     pub fn purge(&mut self) {
-        self.send_cq.purge(self.qpn);
-        self.recv_cq.purge(self.qpn);
+        self.base.purge();
     }
 
     // ------------------------------------------------------------------ outputs
@@ -781,14 +709,14 @@ impl Connection {
                 s.crc_tx,
                 &segment,
                 &message.source,
-                &*self.rnic.memory,
+                &*self.base.rnic.memory,
                 batch,
             );
             debug_assert!(framed.is_ok(), "a control message has no user memory");
-            if self.rnic.observer.is_some() {
-                self.observe(&Step::Build(Opcode::Control, 0));
-                self.observe(&Step::Segment(0, true));
-                self.observe(&Step::Frame(segment.header.len()));
+            if self.base.rnic.observer.is_some() {
+                self.base.observe(&Step::Build(Opcode::Control, 0));
+                self.base.observe(&Step::Segment(0, true));
+                self.base.observe(&Step::Frame(segment.header.len()));
             }
         }
         self.after();
@@ -799,13 +727,13 @@ impl Connection {
     pub fn is_quiet(&self) -> bool {
         let Some(s) = &self.stream else { return false };
         s.end == End::Open
-            && matches!(self.state, State::Rtr | State::Rts)
+            && matches!(self.base.state, State::Rtr | State::Rts)
             && s.current.is_none()
             && s.parts.is_empty()
             && s.responses.is_empty()
             && s.restart.is_none()
-            && self.sq.untaken() == 0
-            && self.events.is_empty()
+            && self.base.sq.untaken() == 0
+            && self.base.events.is_empty()
     }
 
     /// Whether something is to be sent that is not of the send queue.
@@ -831,7 +759,7 @@ impl Connection {
             }
         };
         let segment = segment(message, s.config.mulpdu);
-        let (crc, memory) = (s.crc_tx, &*self.rnic.memory);
+        let (crc, memory) = (s.crc_tx, &*self.base.rnic.memory);
         let framed = frame_marked(
             &mut s.markers,
             crc,
@@ -863,7 +791,7 @@ impl Connection {
         if let Some(number) = request
             && segment.last
             && last
-            && let Some(posted) = self.sq.get_mut(number)
+            && let Some(posted) = self.base.sq.get_mut(number)
         {
             posted.phase = Phase::Sent;
         }
@@ -871,9 +799,10 @@ impl Connection {
             // `last` marks responses that hold an IRD slot.
             s.serving = s.serving.saturating_sub(1);
         }
-        if self.rnic.observer.is_some() {
-            self.observe(&Step::Segment(segment.len, segment.last));
-            self.observe(&Step::Frame(segment.header.len() + segment.len));
+        if self.base.rnic.observer.is_some() {
+            self.base.observe(&Step::Segment(segment.len, segment.last));
+            self.base
+                .observe(&Step::Frame(segment.header.len() + segment.len));
         }
         ended
     }
@@ -904,7 +833,7 @@ impl Connection {
         // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]: towards a standard peer a Send or Write is complete when the
         // LLP has it.
         if s.peer == Peer::Standard {
-            for (_, posted) in self.sq.taken_mut() {
+            for (_, posted) in self.base.sq.taken_mut() {
                 if posted.phase == Phase::Sent && posted.answers == 0 {
                     posted.phase = Phase::Done;
                 }
@@ -918,7 +847,7 @@ impl Connection {
     pub fn handle_timeout(&mut self, now: Instant) {
         self.check_peer_left(now);
         let after = self.probe_after();
-        let outstanding = self.sq.has_outstanding();
+        let outstanding = self.base.sq.has_outstanding();
         let Some(s) = &mut self.stream else { return };
         if let Some(until) = s.rnr_until
             && until <= now
@@ -945,13 +874,13 @@ impl Connection {
         let quiet = s.bye_received && s.receive.is_none() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;
-        self.events.push_back(AsyncEvent::PeerGone);
-        if self.state == State::Error {
+        self.base.events.push_back(AsyncEvent::PeerGone);
+        if self.base.state == State::Error {
             return;
         }
         if managed {
             // RFC 5040 §6.2: operations that were not finished complete in error.
-            let first = (!quiet && self.sq.has_outstanding() && reset)
+            let first = (!quiet && self.base.sq.has_outstanding() && reset)
                 .then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer closed the connection", None);
         } else if quiet {
@@ -960,14 +889,14 @@ impl Connection {
             self.stream = None;
             self.peer_left = true;
         } else {
-            let first = (!self.sq.is_empty()).then_some((None, Status::RetryExceeded));
+            let first = (!self.base.sq.is_empty()).then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
         }
     }
 
     /// Requests for a peer that has left fail after the time that repeating them would take.
     pub fn check_peer_left(&mut self, now: Instant) {
-        if !self.peer_left || self.sq.is_empty() || self.state == State::Error {
+        if !self.peer_left || self.base.sq.is_empty() || self.base.state == State::Error {
             self.give_up_at = None;
             return;
         }
@@ -989,45 +918,24 @@ impl Connection {
 
     /// Retires what is done, in order.
     pub(crate) fn retire(&mut self) {
-        while let Some(posted) = self.sq.retire() {
-            self.complete_send(&posted, Status::Success);
+        while let Some(posted) = self.base.sq.retire() {
+            self.base.complete_send(&posted, Status::Success);
         }
-        if let Some(why) = self.sq.front_failed() {
+        if let Some(why) = self.base.sq.front_failed() {
             self.give_up(why, None);
             return;
         }
-        self.check_drained();
+        self.base.check_drained();
     }
 
     /// Whether it is in SQD and requests that were begun are still under way.
     pub fn is_draining(&self) -> bool {
-        self.state == State::Sqd && self.sq.has_outstanding()
-    }
-
-    fn check_drained(&mut self) {
-        if self.state == State::Sqd && self.drain_event_wanted && !self.sq.has_outstanding() {
-            self.drain_event_wanted = false;
-            self.events.push_back(AsyncEvent::SqDrained);
-        }
-    }
-
-    fn complete_send(&mut self, retired: &Retired, status: Status) {
-        if status == Status::Success && !retired.signaled && !self.sig_all {
-            return;
-        }
-        let entry = retired.completion(status, self.qpn);
-        self.observe(&Step::Complete(&entry));
-        if self.send_cq.complete(entry).is_err() {
-            self.overflowed = true;
-        }
+        self.base.state == State::Sqd && self.base.sq.has_outstanding()
     }
 
     pub(crate) fn complete_recv(&mut self, entry: Completion) {
-        self.observe(&Step::Complete(&entry));
         self.received += u64::from(entry.status == Status::Success);
-        if self.rq.complete(entry, &self.recv_cq).is_err() {
-            self.overflowed = true;
-        }
+        self.base.complete_recv(entry);
     }
 
     /// The queue pair fails: every posted request completes, in order.
@@ -1039,16 +947,16 @@ impl Connection {
         why: &'static str,
         event: Option<AsyncEvent>,
     ) {
-        if self.state == State::Error {
+        if self.base.state == State::Error {
             self.flush_sq();
-            self.flush_rq();
+            self.base.flush_rq();
             return;
         }
-        self.state = State::Error;
+        self.base.state = State::Error;
         self.give_up_at = None;
-        self.observe(&Step::Failed(why));
+        self.base.observe(&Step::Failed(why));
         if let Some(event) = event {
-            self.events.push_back(event);
+            self.base.events.push_back(event);
         }
         let mut flushing = false;
         while let Some((number, posted)) = self.next_posted() {
@@ -1062,7 +970,7 @@ impl Connection {
             };
             // What comes after a request that was not done is not known to be done.
             flushing |= status != Status::Success;
-            self.complete_send(&posted, status);
+            self.base.complete_send(&posted, status);
         }
         if let Some(s) = &mut self.stream {
             s.reads.clear();
@@ -1076,31 +984,25 @@ impl Connection {
             }
         }
         if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
-            let entry = Completion::new(receive.request_id, Status::Flushed, WcOp::Recv, self.qpn);
+            let entry = Completion::new(
+                receive.request_id,
+                Status::Flushed,
+                WcOp::Recv,
+                self.base.qpn,
+            );
             self.complete_recv(entry);
         }
-        self.flush_rq();
-        if self.rq.is_shared() && !self.last_wqe_raised {
-            self.last_wqe_raised = true;
-            self.events.push_back(AsyncEvent::LastWqe);
-        }
+        self.base.end_rq();
     }
 
     fn next_posted(&mut self) -> Option<(u64, Retired)> {
-        let number = self.sq.front_number();
-        self.sq.pop().map(|p| (number, p))
+        let number = self.base.sq.front_number();
+        self.base.sq.pop().map(|p| (number, p))
     }
 
     fn flush_sq(&mut self) {
-        while let Some(posted) = self.sq.pop() {
-            self.complete_send(&posted, Status::Flushed);
-        }
-    }
-
-    fn flush_rq(&mut self) {
-        while let Some(request) = self.rq.take_own() {
-            let entry = Completion::new(request.id, Status::Flushed, WcOp::Recv, self.qpn);
-            self.complete_recv(entry);
+        while let Some(posted) = self.base.sq.pop() {
+            self.base.complete_send(&posted, Status::Flushed);
         }
     }
 
@@ -1112,7 +1014,7 @@ impl Connection {
             receive,
             own,
         } = violation;
-        self.observe(&Step::Violation(&error));
+        self.base.observe(&Step::Violation(&error));
         if let Some(status) = receive {
             self.finish_receive(status);
         }
@@ -1177,28 +1079,14 @@ impl Connection {
 
     /// What must not happen in the middle of something else.
     pub(crate) fn after(&mut self) {
-        if self.overflowed && self.state != State::Error {
+        if self.base.must_fail() {
             self.give_up("a completion queue overflowed", Some(AsyncEvent::QpFatal));
-        }
-    }
-
-    pub(crate) fn observe(&self, step: &Step<'_>) {
-        if let Some(observer) = &self.rnic.observer {
-            observer.step(self.qpn, step);
         }
     }
 }
 
 /// What `ibv_post_send(3)` checks at once and the send queue does not.
-fn may_post(state: State, rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
-    match state {
-        State::Reset | State::Init | State::Rtr => {
-            return Err(Misuse::WrongState(
-                "post_send before the queue pair is ready to send",
-            ));
-        }
-        State::Rts | State::Sqd | State::Sqe | State::Error => {}
-    }
+fn may_post(rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
     if matches!(
         (&request.op, &request.payload),
         (
@@ -1243,51 +1131,4 @@ fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
         source_stag: source.stag(),
         source_to: To(source.to().0.wrapping_add(from)),
     })
-}
-
-/// Takes the given attributes over.
-pub fn merge(into: &mut Attr, attr_mask: u32, from: &Attr) {
-    let has = |bit| attr_mask & bit != 0;
-    if has(mask::ACCESS_FLAGS) {
-        into.access = from.access;
-    }
-    if has(mask::PKEY_INDEX) {
-        into.pkey_index = from.pkey_index;
-    }
-    if has(mask::PORT) {
-        into.port = from.port;
-    }
-    if has(mask::QKEY) {
-        into.qkey = from.qkey;
-    }
-    if has(mask::PATH_MTU) {
-        into.path_mtu = from.path_mtu;
-    }
-    if has(mask::TIMEOUT) {
-        into.timeout = from.timeout;
-    }
-    if has(mask::RETRY_CNT) {
-        into.retry_cnt = from.retry_cnt;
-    }
-    if has(mask::RNR_RETRY) {
-        into.rnr_retry = from.rnr_retry;
-    }
-    if has(mask::MIN_RNR_TIMER) {
-        into.min_rnr_timer = from.min_rnr_timer;
-    }
-    if has(mask::RQ_PSN) {
-        into.rq_psn = from.rq_psn;
-    }
-    if has(mask::SQ_PSN) {
-        into.sq_psn = from.sq_psn;
-    }
-    if has(mask::MAX_QP_RD_ATOMIC) {
-        into.max_rd_atomic = from.max_rd_atomic;
-    }
-    if has(mask::MAX_DEST_RD_ATOMIC) {
-        into.max_dest_rd_atomic = from.max_dest_rd_atomic;
-    }
-    if has(mask::DEST_QPN) {
-        into.dest_qpn = from.dest_qpn;
-    }
 }

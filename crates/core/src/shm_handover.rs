@@ -100,7 +100,7 @@ impl Connection {
             && s.peer == Peer::Anywarp
             && s.started
             && s.end == End::Open
-            && matches!(self.state, State::Rtr | State::Rts)
+            && matches!(self.base.state, State::Rtr | State::Rts)
             && s.config
                 .shm_handover
                 .is_some_and(|after| s.seq.wrapping_add(s.done) >= after)

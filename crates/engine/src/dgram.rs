@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::Parts;
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::tx::is_group;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
@@ -18,6 +17,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{Attr, State};
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use anywarp_core::wire::pretty;
 

@@ -12,12 +12,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::{Connection, End, First, Parts, Peer, StreamConfig};
+use anywarp_core::connection::{Connection, End, First, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{Attr, State};
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 
 use crate::clock;

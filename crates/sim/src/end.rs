@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use anywarp_core::connection::{Connection, First, Parts, Peer, StreamConfig};
+use anywarp_core::connection::{Connection, First, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
 use anywarp_core::llp::mpa::frame::TxBatch;
 use anywarp_core::llp::mpa::marker::Stripper;
@@ -15,6 +15,7 @@ use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::mr::{Region, Regions, Registration};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rnic::Rnic;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::srq::Srq;

@@ -26,12 +26,12 @@ use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anywarp_core::connection::Parts;
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, DatagramQp, Dropped, Kind, TxDatagram};
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::{Destination, RecvRequest, Sge, WorkRequest};

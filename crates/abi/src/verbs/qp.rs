@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::Parts;
 use anywarp_core::datagram::Kind;
 use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::error::Misuse;
@@ -14,6 +13,7 @@ use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_engine::device;
 use anywarp_engine::device as engine_device;

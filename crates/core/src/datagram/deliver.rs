@@ -105,13 +105,13 @@ impl DatagramQp {
         if identity.base.is_some() {
             let place = self.target(&super::rx::source(arrival, &d.shim), identity)?;
             let request = match identity.imm {
-                Some(_) => Some(self.take_request().ok_or(Dropped::NoReceive)?),
+                Some(_) => Some(self.base.take_receive().ok_or(Dropped::NoReceive)?),
                 None => None,
             };
             let placed = place.is_none_or(|p| self.place(&smallvec![p], 0, d.payload));
             if !placed {
                 if let Some(request) = request {
-                    self.rq.put_back(request);
+                    self.base.rq.put_back(request);
                 }
                 return Err(Dropped::Access);
             }
@@ -121,7 +121,7 @@ impl DatagramQp {
                 }
                 None => {
                     self.counters.rx_messages += 1;
-                    self.observe(&Step::Deliver(identity.opcode));
+                    self.base.observe(&Step::Deliver(identity.opcode));
                 }
             }
             return Ok(());
@@ -135,7 +135,7 @@ impl DatagramQp {
             return Err(self.broken_receive(request.id));
         }
         if !self.invalidates(identity) {
-            self.rq.put_back(request);
+            self.base.rq.put_back(request);
             return Err(Dropped::Access);
         }
         self.complete_message(arrival, d, request, identity, WcOp::Recv);
@@ -152,10 +152,10 @@ impl DatagramQp {
         let Some(pinned) = place.pin() else {
             return false;
         };
-        self.rnic.memory.place(&pinned, 0, lead);
-        self.rnic.memory.place(&pinned, at, payload);
+        self.base.rnic.memory.place(&pinned, 0, lead);
+        self.base.rnic.memory.place(&pinned, at, payload);
         if !payload.is_empty() {
-            self.observe(&Step::Place(payload.len() as u64));
+            self.base.observe(&Step::Place(payload.len() as u64));
         }
         true
     }
@@ -197,7 +197,11 @@ impl DatagramQp {
     fn invalidates(&mut self, identity: &Identity) -> bool {
         match identity.invalidate {
             Some(stag) => {
-                let done = self.rnic.regions.invalidate(stag, self.pd, self.qpn);
+                let done = self
+                    .base
+                    .rnic
+                    .regions
+                    .invalidate(stag, self.base.pd, self.base.qpn);
                 done.is_ok()
             }
             None => true,
@@ -219,7 +223,7 @@ impl DatagramQp {
         }
         if d.header.last() {
             self.counters.rx_messages += 1;
-            self.observe(&Step::Deliver(identity.opcode));
+            self.base.observe(&Step::Deliver(identity.opcode));
         }
         Ok(())
     }
@@ -246,13 +250,14 @@ impl DatagramQp {
         len: u64,
         need: Access,
     ) -> Result<Placement, Dropped> {
-        if self.kind.is_connected() && !self.attr.access.has(need) {
+        if self.kind.is_connected() && !self.base.attr.access.has(need) {
             return Err(Dropped::Access);
         }
         let place = self
+            .base
             .rnic
             .regions
-            .check(stag, self.pd, self.qpn, need, to, len)
+            .check(stag, self.base.pd, self.base.qpn, need, to, len)
             .map_err(|_| Dropped::Access)?;
         let qpn = u32::from(peer.0.port()) << 8 | u32::from(peer.1);
         if !place.admits(peer.0.ip(), qpn) {
@@ -317,7 +322,7 @@ impl DatagramQp {
             None
         };
         if let Some(request) = receive.filter(|_| why == Dropped::Access) {
-            self.rq.put_back(request);
+            self.base.rq.put_back(request);
         }
         why
     }
@@ -485,7 +490,7 @@ impl DatagramQp {
         if progress.complete {
             if identity.base.is_some() && identity.imm.is_some() && !record {
                 // The receive of a Write with immediate is taken at its end; without one its last datagram comes again.
-                let Some(request) = self.take_request() else {
+                let Some(request) = self.base.take_receive() else {
                     return Err(Dropped::NoReceive);
                 };
                 self.messages.close(peer, id);
@@ -531,7 +536,7 @@ impl DatagramQp {
         op: WcOp,
     ) {
         let lead = self.lead(identity);
-        let mut entry = Completion::new(request.id, Status::Success, op, self.qpn);
+        let mut entry = Completion::new(request.id, Status::Success, op, self.base.qpn);
         let received = lead + u64::from(identity.length);
         entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
         entry.invalidated = identity.invalidate;
@@ -580,7 +585,7 @@ impl DatagramQp {
         };
         if complete {
             self.counters.rx_messages += 1;
-            self.observe(&Step::Deliver(identity.opcode));
+            self.base.observe(&Step::Deliver(identity.opcode));
         }
         self.push_record(record, ranges, identity.solicited);
     }
@@ -614,7 +619,12 @@ impl DatagramQp {
     }
 
     fn push_record(&mut self, record: Record, ranges: &[Range], solicited: bool) {
-        let mut entry = Completion::new(record.id.into(), Status::Success, WcOp::Record, self.qpn);
+        let mut entry = Completion::new(
+            record.id.into(),
+            Status::Success,
+            WcOp::Record,
+            self.base.qpn,
+        );
         entry.byte_len = record.valid;
         entry.src_qpn = record.src_qpn;
         entry.imm = record.imm;
@@ -631,7 +641,7 @@ impl DatagramQp {
             self.counters.rec_partial += 1;
         }
         if self.options.records_complete {
-            self.complete_recv(entry);
+            self.base.complete_recv(entry);
         }
     }
 
@@ -640,7 +650,7 @@ impl DatagramQp {
         for (peer, id, mut open) in given_up {
             if let Some(request) = open.receive.take() {
                 self.counters.evicted += 1;
-                self.rq.put_back(request);
+                self.base.rq.put_back(request);
             } else if open.record {
                 match self.options.record {
                     RecordMode::Robust => self.record(&peer, id, &open),

@@ -64,17 +64,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bounds;
-use crate::connection::{Parts, merge};
 use crate::error::Misuse;
 use crate::observe::Step;
-use crate::verbs::cq::Cq;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
-use crate::verbs::qp::{self, Attr, QpType, State, mask};
-use crate::verbs::rnic::Rnic;
-use crate::verbs::rq::RecvQueue;
-use crate::verbs::sq::{Phase, Retired, SendQueue};
-use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::qp::{Attr, QpType, State, mask};
+use crate::verbs::qp_base::{Parts, QpBase};
+use crate::verbs::sq::Phase;
+use crate::verbs::wc::Status;
 use crate::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use crate::wire::dgram::DgramError;
 use cookie::Secret;
@@ -459,17 +456,8 @@ impl Spare {
 
 /// A datagram queue pair.
 pub struct DatagramQp {
-    rnic: Arc<Rnic>,
+    base: QpBase,
     kind: Kind,
-    qpn: u32,
-    pd: u32,
-    send_cq: Arc<Cq>,
-    recv_cq: Arc<Cq>,
-    sig_all: bool,
-    state: State,
-    attr: Attr,
-    sq: SendQueue,
-    rq: RecvQueue,
     peer: Option<Destination>,
     counters: Counters,
     /// The memory that was sent from last.
@@ -520,12 +508,8 @@ pub struct DatagramQp {
     path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
-    events: VecDeque<AsyncEvent>,
     /// Sending stopped for the peer's sake.
     was_stalled: bool,
-    overflowed: bool,
-    last_wqe_raised: bool,
-    drain_event_wanted: bool,
     /// With reliability: packets wait because there were too many open messages, or answers.
     rx_full: bool,
 }
@@ -534,9 +518,9 @@ impl fmt::Debug for DatagramQp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DatagramQp")
             .field("kind", &self.kind)
-            .field("qpn", &self.qpn)
-            .field("state", &self.state)
-            .field("sq", &self.sq)
+            .field("qpn", &self.base.qpn)
+            .field("state", &self.base.state)
+            .field("sq", &self.base.sq)
             .field("counters", &self.counters)
             .finish_non_exhaustive()
     }
@@ -546,7 +530,6 @@ impl DatagramQp {
     /// A queue pair in RESET. `random` makes its epoch, by which a peer tells it from one that had its number before, and
     /// whatever else peers should not guess.
     pub fn new(parts: Parts, kind: Kind, options: Options, random: [u64; 2]) -> Self {
-        let c = &parts.capacity;
         let secret = Secret::new(random);
         let index = tx::index(parts.qpn);
         let ordered = options.ordered || kind.is_connected();
@@ -554,17 +537,8 @@ impl DatagramQp {
             .is_reliable()
             .then(|| Box::new(Reliable::new(secret, index, ordered, options.patience)));
         Self {
-            sq: SendQueue::new(c.max_send_wr, c.max_send_sge, c.max_inline),
-            rnic: parts.rnic,
+            base: QpBase::new(parts),
             kind,
-            qpn: parts.qpn,
-            pd: parts.pd,
-            send_cq: parts.send_cq,
-            recv_cq: parts.recv_cq,
-            sig_all: parts.sig_all,
-            state: State::Reset,
-            attr: Attr::default(),
-            rq: parts.rq,
             peer: None,
             counters: Counters::default(),
             // 1 to 65535: 0 is not allowed on the wire.
@@ -601,11 +575,7 @@ impl DatagramQp {
             path: None,
             spare: Spare::default(),
             now: Duration::ZERO,
-            events: VecDeque::new(),
             was_stalled: false,
-            overflowed: false,
-            last_wqe_raised: false,
-            drain_event_wanted: false,
         }
     }
 
@@ -618,17 +588,17 @@ impl DatagramQp {
 
     /// Its state.
     pub fn state(&self) -> State {
-        self.state
+        self.base.state
     }
 
     /// Its attributes.
     pub fn attr(&self) -> &Attr {
-        &self.attr
+        &self.base.attr
     }
 
     /// Attributes that the connection manager sets past the state machine.
     pub fn attr_mut(&mut self) -> &mut Attr {
-        &mut self.attr
+        &mut self.base.attr
     }
 
     /// The peer of an unreliable connection.
@@ -649,7 +619,8 @@ impl DatagramQp {
 
     /// Whether [`Self::poll_tx`] has something now that a datagram that came asked for.
     pub fn wants_tx(&self) -> bool {
-        let more = self.was_stalled || (self.sq.untaken() > 0 && self.state == State::Rts);
+        let more =
+            self.was_stalled || (self.base.sq.untaken() > 0 && self.base.state == State::Rts);
         self.flow.has_reports()
             || (self.flow.stall().is_none() && more)
             || !self.outbox.is_empty()
@@ -753,7 +724,7 @@ impl DatagramQp {
 
     /// The next asynchronous event.
     pub fn poll_event(&mut self) -> Option<AsyncEvent> {
-        self.events.pop_front()
+        self.base.events.pop_front()
     }
 
     // ------------------------------------------------------------------ commands
@@ -805,7 +776,7 @@ impl DatagramQp {
         self.expire();
         self.flow.ease(self.now);
         self.forgive_askers();
-        let blocked = match self.attr.rnr_retry {
+        let blocked = match self.base.attr.rnr_retry {
             7 => None,
             tries => Some(RNR_WAIT * u32::from(tries)),
         };
@@ -866,25 +837,12 @@ impl DatagramQp {
         &mut self,
         fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
     ) -> Result<(), Misuse> {
-        match self.state {
-            State::Reset | State::Init | State::Rtr => {
-                return Err(Misuse::WrongState(
-                    "post_send before the queue pair is ready to send",
-                ));
-            }
-            State::Rts | State::Sqd | State::Sqe | State::Error => {}
-        }
         let (kind, options) = (self.kind, &self.options);
-        self.sq.post_with(|into| {
+        self.base.post_send_with(|into, _| {
             fill(into)?;
             tx::check(kind, options, into)
         })?;
-        if self.rnic.observer.is_some()
-            && let Some(posted) = self.sq.last()
-        {
-            self.observe(&Step::Post(&posted.request));
-        }
-        match self.state {
+        match self.base.state {
             State::Error => self.flush_sq(),
             State::Sqe => self.flush_untaken(),
             _ => {}
@@ -895,18 +853,13 @@ impl DatagramQp {
 
     /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
     pub fn inject_error(&mut self, status: Status) {
-        self.sq.inject_error(status);
+        self.base.sq.inject_error(status);
     }
 
     /// Posts a receive (`ibv_post_recv(3)`).
     pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
-        if self.state == State::Reset {
-            return Err(Misuse::WrongState("post_recv on a queue pair in RESET"));
-        }
-        self.rq.post(request)?;
-        if self.state == State::Error {
-            self.flush_rq();
-        } else if self.rd.is_some() {
+        self.base.post_recv(request)?;
+        if self.base.state != State::Error && self.rd.is_some() {
             self.feed(Resource::Receive);
             self.after();
         }
@@ -921,26 +874,23 @@ impl DatagramQp {
         expected_state: Option<State>,
         attr: &Attr,
     ) -> Result<State, Misuse> {
-        let before = self.state;
+        let before = self.base.state;
         let kind = self.kind.qp_type();
-        let to = qp::check_modify(kind, before, next, attr_mask, attr, expected_state)?;
-        merge(&mut self.attr, attr_mask, attr);
+        let to = self
+            .base
+            .modify(kind, attr_mask, next, expected_state, attr)?;
         if let (Kind::Rc, Some(rd)) = (self.kind, &mut self.rd)
             && attr_mask & mask::TIMEOUT != 0
         {
             // Acknowledgements come from a program, which may have to wait for its turn: no less than what we take ourselves.
-            let limit = self.attr.silence_limit();
+            let limit = self.base.attr.silence_limit();
             rd.set_patience(limit.map_or(Duration::MAX, |t| t.max(self.options.patience)));
         }
         match to {
             State::Reset => self.reset(),
             State::Error => self.fail("moved to the error state", None),
-            State::Sqd => {
-                self.state = State::Sqd;
-                self.drain_event_wanted = attr_mask & mask::EN_SQD_ASYNC_NOTIFY != 0;
-                self.check_drained();
-            }
-            _ => self.state = to,
+            State::Sqd => self.base.enter_sqd(attr_mask),
+            _ => self.base.state = to,
         }
         Ok(before)
     }
@@ -950,7 +900,7 @@ impl DatagramQp {
         match to {
             State::Reset => self.reset(),
             State::Error => self.fail("disconnected", None),
-            _ => self.state = to,
+            _ => self.base.state = to,
         }
     }
 
@@ -958,28 +908,21 @@ impl DatagramQp {
     /// queue pair is destroyed as well: it gives a receive under way back to the shared queue.
     pub fn reset(&mut self) {
         if let Some(request) = self.incoming.abandon().flatten() {
-            self.rq.put_back(request);
+            self.base.rq.put_back(request);
         }
         self.incoming = Incoming::default();
         for (_, _, mut open) in self.messages.clear() {
             if let Some(request) = open.receive.take() {
-                self.rq.put_back(request);
+                self.base.rq.put_back(request);
             }
         }
         self.records.clear();
         self.errors.clear();
-        self.sq.clear();
-        self.rq.clear();
         self.forget_tx();
         self.failures.clear();
         self.broken = false;
         self.peer = None;
-        self.state = State::Reset;
-        self.attr = Attr::default();
-        self.last_wqe_raised = false;
-        self.drain_event_wanted = false;
-        self.send_cq.purge(self.qpn);
-        self.recv_cq.purge(self.qpn);
+        self.base.reset();
     }
 
     /// Nothing is on its way out any more.
@@ -1005,19 +948,19 @@ impl DatagramQp {
     /// Retires what is done, in order.
     fn retire(&mut self) {
         loop {
-            let number = self.sq.front_number();
-            let Some(posted) = self.sq.retire() else {
+            let number = self.base.sq.front_number();
+            let Some(posted) = self.base.sq.retire() else {
                 break;
             };
             let status = self.final_status(number);
-            self.complete_send(&posted, status);
+            self.base.complete_send(&posted, status);
         }
-        self.check_drained();
+        self.base.check_drained();
     }
 
     /// Request `number` does not go well. The first reason counts.
     fn mark_failed(&mut self, number: u64, status: Status) {
-        if self.sq.get_mut(number).is_none() {
+        if self.base.sq.get_mut(number).is_none() {
             // It is over already: a datagram of a message that was cut short came back.
             return;
         }
@@ -1045,70 +988,41 @@ impl DatagramQp {
         status
     }
 
-    fn check_drained(&mut self) {
-        if self.state == State::Sqd && self.drain_event_wanted && !self.sq.has_outstanding() {
-            self.drain_event_wanted = false;
-            self.events.push_back(AsyncEvent::SqDrained);
-        }
-    }
-
-    fn complete_send(&mut self, retired: &Retired, status: Status) {
-        if status == Status::Success && !retired.signaled && !self.sig_all {
-            return;
-        }
-        let entry = retired.completion(status, self.qpn);
-        self.observe(&Step::Complete(&entry));
-        if self.send_cq.complete(entry).is_err() {
-            self.overflowed = true;
-        }
-    }
-
-    fn complete_recv(&mut self, entry: Completion) {
-        self.observe(&Step::Complete(&entry));
-        if self.recv_cq.complete(entry).is_err() {
-            self.overflowed = true;
-        }
-    }
-
     /// The queue pair fails: every posted request completes, in order.
     fn fail(&mut self, why: &'static str, event: Option<AsyncEvent>) {
-        if self.state == State::Error {
+        if self.base.state == State::Error {
             return;
         }
-        self.state = State::Error;
-        self.observe(&Step::Failed(why));
-        self.events.extend(event);
+        self.base.state = State::Error;
+        self.base.observe(&Step::Failed(why));
+        self.base.events.extend(event);
         self.retire();
         self.forget_tx();
         self.flush_sq();
         // The receive under way is older than all that are posted.
         let under_way = self.incoming.abandon().flatten();
         if let Some(request) = under_way {
-            self.flush_recv(request.id);
+            self.base.flush_recv(request.id);
         }
         for (_, _, mut open) in self.messages.clear() {
             if let Some(request) = open.receive.take() {
                 // One of a shared queue is for another queue pair.
-                if self.rq.is_shared() {
-                    self.rq.put_back(request);
+                if self.base.rq.is_shared() {
+                    self.base.rq.put_back(request);
                 } else {
-                    self.flush_recv(request.id);
+                    self.base.flush_recv(request.id);
                 }
             }
         }
-        self.flush_rq();
-        if self.rq.is_shared() && !self.last_wqe_raised {
-            self.last_wqe_raised = true;
-            self.events.push_back(AsyncEvent::LastWqe);
-        }
+        self.base.end_rq();
     }
 
     /// All send requests complete, behind the first that is not done as flushed.
     fn flush_sq(&mut self) {
         let mut flushing = false;
         loop {
-            let number = self.sq.front_number();
-            let Some(posted) = self.sq.pop() else {
+            let number = self.base.sq.front_number();
+            let Some(posted) = self.base.sq.pop() else {
                 break;
             };
             flushing |= posted.phase != Phase::Done;
@@ -1118,40 +1032,24 @@ impl DatagramQp {
                 _ if flushing => Status::Flushed,
                 status => status,
             };
-            self.complete_send(&posted, status);
+            self.base.complete_send(&posted, status);
         }
     }
 
     /// Send requests that were not taken complete as flushed, once those before them are done.
     fn flush_untaken(&mut self) {
-        while let Some((number, posted)) = self.sq.peek() {
+        while let Some((number, posted)) = self.base.sq.peek() {
             posted.phase = Phase::Done;
-            self.sq.advance();
+            self.base.sq.advance();
             self.mark_failed(number, Status::Flushed);
         }
         self.retire();
     }
 
-    fn flush_rq(&mut self) {
-        while let Some(request) = self.rq.take_own() {
-            self.flush_recv(request.id);
-        }
-    }
-
-    fn flush_recv(&mut self, id: u64) {
-        self.complete_recv(Completion::new(id, Status::Flushed, WcOp::Recv, self.qpn));
-    }
-
     /// What must not happen in the middle of something else.
     fn after(&mut self) {
-        if self.overflowed && self.state != State::Error {
+        if self.base.must_fail() {
             self.fail("a completion queue overflowed", Some(AsyncEvent::QpFatal));
-        }
-    }
-
-    fn observe(&self, step: &Step<'_>) {
-        if let Some(observer) = &self.rnic.observer {
-            observer.step(self.qpn, step);
         }
     }
 }

@@ -136,7 +136,7 @@ impl DatagramQp {
         let value = {
             let pinned = place.pin().ok_or(Dropped::Access)?;
             let mut change = |old| request.apply(old);
-            self.rnic.memory.update(&pinned, &mut change)
+            self.base.rnic.memory.update(&pinned, &mut change)
         };
         let response = AtomicResponse {
             id: request.id,
@@ -329,7 +329,7 @@ impl DatagramQp {
                 Event::Done(first, last) => {
                     for tag in first..=last {
                         // A request that asked for an answer is done when that comes.
-                        if let Some(posted) = self.sq.get_mut(tag)
+                        if let Some(posted) = self.base.sq.get_mut(tag)
                             && !posted.request.op.is_read_or_atomic()
                         {
                             posted.phase = Phase::Done;
@@ -400,6 +400,7 @@ impl DatagramQp {
             connected || to.as_ref().map(super::tx::peer_of) == Some(*peer)
         };
         let numbers: Vec<u64> = self
+            .base
             .sq
             .taken_mut()
             .filter(|(_, p)| p.phase != Phase::Done && theirs(&p.request.destination))

@@ -20,7 +20,6 @@ use crate::ddp::tx::Places;
 use crate::llp::mpa::frame::for_each_part;
 use crate::observe::Step;
 use crate::verbs::access::Access;
-use crate::verbs::event::AsyncEvent;
 use crate::verbs::qp::State;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
@@ -54,7 +53,7 @@ impl DatagramQp {
 
     /// Whether its state lets it receive, and answer.
     pub(super) fn receives(&self) -> Result<(), Dropped> {
-        match self.state {
+        match self.base.state {
             State::Rtr | State::Rts | State::Sqd | State::Sqe => Ok(()),
             State::Reset | State::Init | State::Error => Err(Dropped::State),
         }
@@ -63,11 +62,12 @@ impl DatagramQp {
     fn receive(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.receives()?;
         let datagram = dgram::parse(bytes).map_err(Dropped::Wire)?;
-        self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
+        self.base
+            .observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
         // A multicast is for every queue pair that joined, so it names none.
         let to_group = |ip| super::tx::is_group(ip) || self.joined.contains(&ip);
         let to_group = arrival.to.is_some_and(to_group);
-        if !to_group && datagram.shim.dst_index != super::tx::index(self.qpn) {
+        if !to_group && datagram.shim.dst_index != super::tx::index(self.base.qpn) {
             return Err(Dropped::Index);
         }
         if datagram.header.opcode() == Opcode::Control {
@@ -83,7 +83,7 @@ impl DatagramQp {
     fn receive_packet(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.receives()?;
         let (packet, data) = rd::parse(bytes).map_err(Dropped::Wire)?;
-        if packet.dst_index != super::tx::index(self.qpn) {
+        if packet.dst_index != super::tx::index(self.base.qpn) {
             return Err(Dropped::Index);
         }
         let from = SocketAddr::new(arrival.from.ip().to_canonical(), arrival.from.port());
@@ -167,8 +167,9 @@ impl DatagramQp {
         let result = dgram::parse_covered(data)
             .map_err(Dropped::Wire)
             .and_then(|datagram| {
-                self.observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
-                let ours = datagram.shim.dst_index == super::tx::index(self.qpn)
+                self.base
+                    .observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
+                let ours = datagram.shim.dst_index == super::tx::index(self.base.qpn)
                     && datagram.shim.src_index == peer.1;
                 if !ours {
                     return Err(Dropped::Operation);
@@ -222,7 +223,7 @@ impl DatagramQp {
         let qkey = if self.kind.is_connected() {
             0
         } else {
-            self.attr.qkey
+            self.base.attr.qkey
         };
         if d.shim.qkey != qkey {
             return Err(Dropped::Qkey);
@@ -373,7 +374,7 @@ impl DatagramQp {
         if let Some(receive) = self.incoming.abandon() {
             self.counters.evicted += 1;
             if let Some(request) = receive {
-                self.rq.put_back(request);
+                self.base.rq.put_back(request);
             }
         }
     }
@@ -390,14 +391,15 @@ impl DatagramQp {
             Some(_) if length == 0 => (None, Places::new()),
             Some((stag, to)) => {
                 let need = Access::REMOTE_WRITE;
-                if !self.attr.access.has(need) {
+                if !self.base.attr.access.has(need) {
                     return Err(Dropped::Access);
                 }
                 // The whole message at once: of one that would leave the region not even the beginning is placed.
                 let place = self
+                    .base
                     .rnic
                     .regions
-                    .check(stag, self.pd, self.qpn, need, to, length)
+                    .check(stag, self.base.pd, self.base.qpn, need, to, length)
                     .map_err(|_| Dropped::Access)?;
                 (None, smallvec![place])
             }
@@ -418,7 +420,7 @@ impl DatagramQp {
         let identity = open.identity;
         let (request, op) = match (open.receive, identity.imm) {
             (Some(request), _) => (request, WcOp::Recv),
-            (None, Some(_)) => match self.take_request() {
+            (None, Some(_)) => match self.base.take_receive() {
                 Some(request) => (request, WcOp::RecvWriteImm),
                 None => {
                     self.incoming.state = Some(MessageState::Refused(Dropped::NoReceive));
@@ -427,11 +429,11 @@ impl DatagramQp {
             },
             (None, None) => {
                 self.counters.rx_messages += 1;
-                self.observe(&Step::Deliver(identity.opcode));
+                self.base.observe(&Step::Deliver(identity.opcode));
                 return Ok(());
             }
         };
-        let mut entry = Completion::new(request.id, Status::Success, op, self.qpn);
+        let mut entry = Completion::new(request.id, Status::Success, op, self.base.qpn);
         entry.byte_len = identity.length;
         self.deliver(entry, &identity);
         Ok(())
@@ -450,31 +452,24 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ both
 
-    pub(super) fn take_request(&mut self) -> Option<RecvRequest> {
-        let taken = self.rq.take()?;
-        if taken.srq_limit_reached {
-            self.events.push_back(AsyncEvent::SrqLimit);
-        }
-        Some(taken.request)
-    }
-
     /// Takes the oldest posted receive for a message of `len` bytes. One that is too short stays posted.
     pub(super) fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
-        let request = self.take_request().ok_or(Dropped::NoReceive)?;
+        let request = self.base.take_receive().ok_or(Dropped::NoReceive)?;
         let room: u64 = request.sges.iter().map(|s| u64::from(s.len)).sum();
         if len > room {
-            self.rq.put_back(request);
+            self.base.rq.put_back(request);
             return Err(Dropped::TooLong);
         }
-        let pd = self.rq.pd().unwrap_or(self.pd);
+        let pd = self.base.rq.pd().unwrap_or(self.base.pd);
         let mut places = Places::new();
         for sge in request.sges.iter().filter(|s| s.len > 0) {
             let (at, len) = (To(sge.addr), u64::from(sge.len));
             let need = Access::LOCAL_WRITE;
             let place = self
+                .base
                 .rnic
                 .regions
-                .check(sge.lkey, pd, self.qpn, need, at, len);
+                .check(sge.lkey, pd, self.base.qpn, need, at, len);
             match place {
                 Ok(place) => places.push(place),
                 Err(_) => return Err(self.broken_receive(request.id)),
@@ -485,11 +480,11 @@ impl DatagramQp {
 
     /// A receive names memory that may not be written: it completes so, and the queue pair fails.
     pub(super) fn broken_receive(&mut self, id: u64) -> Dropped {
-        self.complete_recv(Completion::new(
+        self.base.complete_recv(Completion::new(
             id,
             Status::LocalProtection,
             WcOp::Recv,
-            self.qpn,
+            self.base.qpn,
         ));
         self.fail("a receive into memory that may not be written", None);
         Dropped::Local
@@ -506,22 +501,22 @@ impl DatagramQp {
                 return false;
             };
             let (now, later) = rest.split_at(len.min(rest.len()));
-            self.rnic.memory.place(&pinned, at, now);
+            self.base.rnic.memory.place(&pinned, at, now);
             rest = later;
             true
         });
         if !bytes.is_empty() {
-            self.observe(&Step::Place(bytes.len() as u64));
+            self.base.observe(&Step::Place(bytes.len() as u64));
         }
         whole
     }
 
     pub(super) fn deliver(&mut self, mut entry: Completion, identity: &Identity) {
         self.counters.rx_messages += 1;
-        self.observe(&Step::Deliver(identity.opcode));
+        self.base.observe(&Step::Deliver(identity.opcode));
         entry.imm = identity.imm;
         entry.solicited = identity.solicited;
-        self.complete_recv(entry);
+        self.base.complete_recv(entry);
     }
 }
 

@@ -7,9 +7,14 @@ use smallvec::smallvec;
 use super::grh::tests::read;
 use super::*;
 use crate::verbs::access::Access;
+use crate::verbs::cq::Cq;
 use crate::verbs::mr::{Memory, Pinned, Region, Registration};
+use crate::verbs::qp;
+use crate::verbs::rnic::Rnic;
+use crate::verbs::rq::RecvQueue;
 use crate::verbs::srq::Srq;
-use crate::verbs::wr::{Bind, Op, Payload, Remote, Sge};
+use crate::verbs::wc::{Completion, WcOp};
+use crate::verbs::wr::{Bind, Op, Payload, RecvRequest, Remote, Sge};
 use crate::wire::dgram::{self, Shim};
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To, ddp};
@@ -157,7 +162,7 @@ impl End {
         Destination {
             addr: self.addr,
             source: None,
-            qpn: self.qp.qpn,
+            qpn: self.qp.base.qpn,
             qkey: THE_QKEY,
             hop_limit: 9,
             traffic_class: 0x20,
@@ -311,9 +316,9 @@ fn ud_send_of_every_form_arrives_behind_its_route_header() {
                 let got = &got[0];
                 assert_eq!(
                     (got.op, got.byte_len as usize, got.qpn),
-                    (WcOp::Recv, len + 40, b.qp.qpn)
+                    (WcOp::Recv, len + 40, b.qp.base.qpn)
                 );
-                assert_eq!((got.src_qpn, got.grh), (a.qp.qpn, true));
+                assert_eq!((got.src_qpn, got.grh), (a.qp.base.qpn, true));
                 assert_eq!(got.imm.is_some(), op == SEND_IMM);
                 assert_eq!(got.solicited, solicited);
                 assert_eq!(b.table.read(1040, len), bytes[..len]);
@@ -642,7 +647,7 @@ fn memory_that_is_gone_fails_the_request_that_names_it() {
         .unwrap();
     let sent = a.tx();
     a.qp.post_send(request(2, SEND, payload, &b)).unwrap();
-    a.qp.rnic.regions.deregister(&a.region).unwrap();
+    a.qp.base.rnic.regions.deregister(&a.region).unwrap();
     assert!(a.tx().is_empty());
     assert_eq!(
         statuses(&a.done()),
@@ -650,7 +655,7 @@ fn memory_that_is_gone_fails_the_request_that_names_it() {
     );
     assert_eq!(a.qp.state(), State::Sqe);
 
-    b.qp.rnic.regions.deregister(&b.region).unwrap();
+    b.qp.base.rnic.regions.deregister(&b.region).unwrap();
     assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::Local));
     assert_eq!(statuses(&b.done()), [(9, Status::LocalProtection)]);
     assert_eq!(b.qp.state(), State::Error);
@@ -665,7 +670,7 @@ fn a_message_cut_short_fails_once_and_leaves_nothing_behind() {
     a.qp.post_send(request(1, op, payload, &b)).unwrap();
     let mut out = Vec::new();
     a.qp.poll_tx(&mut out);
-    a.qp.rnic.regions.deregister(&a.region).unwrap();
+    a.qp.base.rnic.regions.deregister(&a.region).unwrap();
     assert!(!out.is_empty());
     let mut more = Vec::new();
     a.qp.poll_tx(&mut more);
@@ -953,7 +958,7 @@ fn uc_write_is_placed_only_where_it_may_be() {
     assert_eq!(writes(&|_| (end + 1, ALL)), bad);
     assert_eq!(writes(&|_| (0, Access::LOCAL_WRITE)), bad);
     let gone = writes(&|b| {
-        b.qp.rnic.regions.deregister(&b.region).unwrap();
+        b.qp.base.rnic.regions.deregister(&b.region).unwrap();
         (0, ALL)
     });
     assert_eq!(gone, bad);
@@ -1057,7 +1062,8 @@ fn uc_memory_operations_are_local() {
     let (mut a, b) = pair(Kind::Uc);
     let mut random = numbers(9);
     let window =
-        a.qp.rnic
+        a.qp.base
+            .rnic
             .regions
             .alloc_window(PD, true, &mut random)
             .unwrap();
@@ -1070,7 +1076,7 @@ fn uc_memory_operations_are_local() {
         pd: PD,
         present: None,
     };
-    let mr = a.qp.rnic.regions.register(&what, &mut random).unwrap();
+    let mr = a.qp.base.rnic.regions.register(&what, &mut random).unwrap();
     let bind = Op::Bind(Bind {
         window,
         rkey: window,
@@ -1262,7 +1268,7 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
             heard += usize::from(b.hears(&a, &bytes).is_ok());
             if round % 64 == 0 {
                 b.done();
-                b.qp.rq.clear();
+                b.qp.base.rq.clear();
                 // A damaged number may have closed the door to all that follow.
                 b.qp.incoming = Incoming::default();
             }

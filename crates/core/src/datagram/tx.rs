@@ -248,11 +248,11 @@ impl DatagramQp {
     /// Sends the next request if it is a Send or a Write of one datagram, as most are: its bytes go where they are sent from,
     /// and no account is kept of what is left. False: it is something else, or has to wait.
     fn send_single(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
-        if !matches!(self.kind, Kind::Ud | Kind::Rd) || self.state != State::Rts {
+        if !matches!(self.kind, Kind::Ud | Kind::Rd) || self.base.state != State::Rts {
             return false;
         }
         let reading = !self.reads.is_empty();
-        let Some((number, posted)) = self.sq.peek() else {
+        let Some((number, posted)) = self.base.sq.peek() else {
             return false;
         };
         let request = &posted.request;
@@ -285,12 +285,12 @@ impl DatagramQp {
             dst_index: index(to.qpn),
             ..shim
         };
-        self.observe(&Step::Take(request_id));
-        self.sq.advance();
+        self.base.observe(&Step::Take(request_id));
+        self.base.sq.advance();
         let payload = usize::try_from(len).unwrap_or(0);
         let mut datagram = self.buffer(payload);
         dgram::put_head(&shim, &header_of(opcode, address, 0, true), &mut datagram);
-        let Some(posted) = self.sq.get_mut(number) else {
+        let Some(posted) = self.base.sq.get_mut(number) else {
             return true;
         };
         posted.phase = Phase::Sent;
@@ -302,7 +302,14 @@ impl DatagramQp {
             }
             Payload::Sges(sges) => {
                 let last = &mut self.last_read;
-                gather_at_once(&self.rnic, last, sges, self.pd, self.qpn, &mut datagram)
+                gather_at_once(
+                    &self.base.rnic,
+                    last,
+                    sges,
+                    self.base.pd,
+                    self.base.qpn,
+                    &mut datagram,
+                )
             }
         };
         if let Err(error) = gathered {
@@ -310,12 +317,12 @@ impl DatagramQp {
             self.fail_request(number, error);
             return true;
         }
-        self.observe(&Step::Build(opcode, len));
-        self.observe(&Step::Segment(payload, true));
+        self.base.observe(&Step::Build(opcode, len));
+        self.base.observe(&Step::Segment(payload, true));
         self.next_id = shim.id.wrapping_add(1);
         let now = self.now;
         if let Some(rd) = &mut self.rd {
-            let alone = self.sq.untaken() == 0;
+            let alone = self.base.sq.untaken() == 0;
             if let Some((way, packet)) = rd.push(&peer, datagram, (number, true, alone), now) {
                 *bytes += packet.len();
                 self.hand_out(&peer, way, packet, out);
@@ -669,7 +676,7 @@ impl DatagramQp {
             sub_op: SUB_PLAIN,
             attributes: 0,
             dst_index: 0,
-            src_index: index(self.qpn),
+            src_index: index(self.base.qpn),
             immediate: None,
             commit: false,
             parity: false,
@@ -803,7 +810,7 @@ impl DatagramQp {
     }
 
     pub(super) fn sent(&mut self, request: u64) {
-        if let Some(posted) = self.sq.get_mut(request) {
+        if let Some(posted) = self.base.sq.get_mut(request) {
             posted.phase = Phase::Done;
         }
     }
@@ -812,12 +819,12 @@ impl DatagramQp {
 
     /// Takes the next request of the send queue, if it may be sent now.
     fn take(&mut self) -> Taken {
-        if self.state != State::Rts || (self.kind.is_connected() && self.peer.is_none()) {
+        if self.base.state != State::Rts || (self.kind.is_connected() && self.peer.is_none()) {
             return Taken::Nothing;
         }
         let reading = self.reads.len();
         let most = usize::from(self.options.max_reads.max(1));
-        let Some((number, posted)) = self.sq.peek() else {
+        let Some((number, posted)) = self.base.sq.peek() else {
             return Taken::Nothing;
         };
         if posted.request.fence && reading > 0 {
@@ -829,15 +836,16 @@ impl DatagramQp {
         posted.phase = Phase::Sending;
         let id = posted.request.id;
         let injected = posted.injected;
-        self.sq.advance();
-        self.observe(&Step::Take(id));
+        self.base.sq.advance();
+        self.base.observe(&Step::Take(id));
         if let Some(status) = injected {
             self.fail_request(number, Unbuildable(status, "a fault was asked for"));
             return Taken::Done;
         }
         match self.build(number) {
             Ok(Some(current)) => {
-                self.observe(&Step::Build(current.message.opcode, current.message.len));
+                self.base
+                    .observe(&Step::Build(current.message.opcode, current.message.len));
                 return Taken::Message(current);
             }
             Ok(None) => {
@@ -852,7 +860,7 @@ impl DatagramQp {
     /// A request fails by our own side's fault. Those before it finish, those behind it are flushed, receiving goes on.
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
-        self.observe(&Step::Failed(why));
+        self.base.observe(&Step::Failed(why));
         self.mark_failed(number, status);
         self.reads.remove_number(number);
         self.sent(number);
@@ -862,7 +870,7 @@ impl DatagramQp {
             return;
         }
         self.current = None;
-        self.state = State::Sqe;
+        self.base.state = State::Sqe;
         self.flush_untaken();
     }
 
@@ -962,7 +970,7 @@ impl DatagramQp {
 
     /// Builds the message of a request; none if there was nothing to send for it.
     fn build(&mut self, number: u64) -> Result<Option<Current>, Unbuildable> {
-        let Some(posted) = self.sq.get_mut(number) else {
+        let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(None);
         };
         let len = posted.request.payload.len();
@@ -1034,13 +1042,21 @@ impl DatagramQp {
     ) -> Result<Option<Current>, Unbuildable> {
         match op {
             Op::LocalInvalidate { stag } => {
-                let done = self.rnic.regions.invalidate(stag, self.pd, self.qpn);
+                let done = self
+                    .base
+                    .rnic
+                    .regions
+                    .invalidate(stag, self.base.pd, self.base.qpn);
                 let why = "local invalidate of an STag that may not be";
                 done.map(|()| None)
                     .map_err(|_| Unbuildable(Status::LocalProtection, why))
             }
             Op::Bind(bind) => {
-                let done = self.rnic.regions.bind(&bind, self.pd, self.qpn);
+                let done = self
+                    .base
+                    .rnic
+                    .regions
+                    .bind(&bind, self.base.pd, self.base.qpn);
                 let why = "a memory window that cannot be bound like this";
                 done.map(|()| None)
                     .map_err(|_| Unbuildable(Status::WindowBind, why))
@@ -1199,7 +1215,11 @@ impl DatagramQp {
         }
         let (request, number) = (*request, reading.number);
         self.reads.learn(*peer, cookie);
-        let to = self.sq.get_mut(number).and_then(|p| p.request.destination);
+        let to = self
+            .base
+            .sq
+            .get_mut(number)
+            .and_then(|p| p.request.destination);
         if let Some(to) = to {
             let payload = reads::request_payload(&request, Some(cookie), false);
             let current = self.asking(Some(number), id, to, Opcode::ReadRequest, &payload);
@@ -1212,7 +1232,7 @@ impl DatagramQp {
         if self.kind.is_connected() {
             0
         } else if to.qkey & 0x8000_0000 != 0 {
-            self.attr.qkey
+            self.base.attr.qkey
         } else {
             to.qkey
         }
@@ -1220,13 +1240,19 @@ impl DatagramQp {
 
     /// The payload of a request, checked.
     fn source(&mut self, number: u64) -> Result<Source, Unbuildable> {
-        let Some(posted) = self.sq.get_mut(number) else {
+        let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(Source::Bytes(SmallVec::new()));
         };
         match &posted.request.payload {
             Payload::Inline(data) => Ok(Source::Bytes(InlineData::from_slice(data))),
             Payload::Sges(sges) => Ok(Source::Memory {
-                places: checked(&self.rnic, sges, self.pd, self.qpn, Access::NONE)?,
+                places: checked(
+                    &self.base.rnic,
+                    sges,
+                    self.base.pd,
+                    self.base.qpn,
+                    Access::NONE,
+                )?,
                 volatile: true,
             }),
         }
@@ -1234,14 +1260,20 @@ impl DatagramQp {
 
     /// The memory that an answer goes to, its length, and its first element.
     fn sink(&mut self, number: u64) -> Result<(Places, u32, Option<Sge>), Unbuildable> {
-        let payload = self.sq.get_mut(number).map(|p| &p.request.payload);
+        let payload = self.base.sq.get_mut(number).map(|p| &p.request.payload);
         let Some(Payload::Sges(sges)) = payload else {
             return Err(Unbuildable(
                 Status::LocalQpOperation,
                 "an answer into inline data",
             ));
         };
-        let places = checked(&self.rnic, sges, self.pd, self.qpn, Access::LOCAL_WRITE)?;
+        let places = checked(
+            &self.base.rnic,
+            sges,
+            self.base.pd,
+            self.base.qpn,
+            Access::LOCAL_WRITE,
+        )?;
         let size = sges.iter().map(|s| s.len).fold(0, u32::saturating_add);
         let first = sges.iter().find(|s| s.len > 0).copied();
         Ok((places, size, first))
@@ -1268,7 +1300,7 @@ impl DatagramQp {
             &message.source,
             from,
             len,
-            &*self.rnic.memory,
+            &*self.base.rnic.memory,
             &mut datagram,
         ) {
             let why = DEREGISTERED;
@@ -1278,7 +1310,7 @@ impl DatagramQp {
                 }
                 // The asker's answer ends in the middle.
                 None => {
-                    self.observe(&Step::Failed(why));
+                    self.base.observe(&Step::Failed(why));
                     if self.rd.is_some() {
                         let to = &current.to;
                         self.answer_broken(&peer_of(to), to.source, current.shim.id);
@@ -1288,7 +1320,7 @@ impl DatagramQp {
             return false;
         }
         message.sent += len;
-        self.observe(&Step::Segment(payload, last));
+        self.base.observe(&Step::Segment(payload, last));
         if current.shim.group > 0 {
             let (sum, many, start) = &mut current.group;
             if *many == 0 {
@@ -1303,7 +1335,7 @@ impl DatagramQp {
             dgram::seal(&mut datagram);
             self.cut_plainly(current, datagram, last, out)
         };
-        if last && let Some(posted) = current.request.and_then(|n| self.sq.get_mut(n)) {
+        if last && let Some(posted) = current.request.and_then(|n| self.base.sq.get_mut(n)) {
             posted.phase = Phase::Sent;
         }
         !last
@@ -1357,7 +1389,7 @@ impl DatagramQp {
         let peer = peer_of(&current.to);
         let alone = last
             && self.lanes.get(&peer).is_none_or(|l| l.queue.is_empty())
-            && self.sq.untaken() == 0;
+            && self.base.sq.untaken() == 0;
         let (now, tag) = (self.now, current.tag);
         let pushed = self
             .rd

@@ -177,7 +177,7 @@ impl Connection {
             let Some(s) = &mut self.stream else {
                 return bytes.len();
             };
-            if self.state == State::Error || s.end != End::Open {
+            if self.base.state == State::Error || s.end != End::Open {
                 // RFC 5041 §7.1 [ddp-silent]: after an error everything that follows is dropped.
                 return bytes.len();
             }
@@ -231,16 +231,16 @@ impl Connection {
             }
         };
         let payload = ulpdu.get(at..).unwrap_or(&[]);
-        if self.rnic.observer.is_some() {
-            self.observe(&Step::Deframe(&header, payload.len()));
+        if self.base.rnic.observer.is_some() {
+            self.base.observe(&Step::Deframe(&header, payload.len()));
         }
         if self.note_first(&header, payload.len()) || self.receive_short(&header, payload) {
             return;
         }
         let result = match self.admit(now, &header, payload.len() as u64) {
             Ok(Admitted::Place(targets)) => {
-                if self.rnic.observer.is_some() {
-                    self.observe(&Step::Admit(payload.len() as u64));
+                if self.base.rnic.observer.is_some() {
+                    self.base.observe(&Step::Admit(payload.len() as u64));
                 }
                 self.place(&header, &targets, 0, payload)
                     .and_then(|()| self.deliver(now, &header, payload))
@@ -296,19 +296,20 @@ impl Connection {
             return Ok(Admitted::Place(Places::new()));
         }
         self.count_write(len);
-        if !self.attr.access.has(Access::REMOTE_WRITE) {
+        if !self.base.attr.access.has(Access::REMOTE_WRITE) {
             return Err(Violation::request(
                 PeerError::TaggedAccess { stag: h.stag.0 },
                 Status::RemoteAccess,
             ));
         }
         let place = self
+            .base
             .rnic
             .regions
             .check(
                 h.stag,
                 self.pd_of_peer(),
-                self.qpn,
+                self.base.qpn,
                 Access::REMOTE_WRITE,
                 h.to,
                 len,
@@ -426,18 +427,18 @@ impl Connection {
 
     /// Takes a posted receive for a Send that begins. False: there is none, and the peer was told to wait.
     fn open_receive(&mut self, h: &Untagged, _now: Instant) -> Result<bool, Violation> {
-        let Some(taken) = self.take_receive() else {
+        let Some(taken) = self.base.take_receive() else {
             return self.no_receive(h).map(|()| false);
         };
         let mut places = Places::new();
         let mut room = 0_u64;
         let mut refused = false;
-        let pd = self.rq.pd().unwrap_or(self.pd);
+        let pd = self.base.rq.pd().unwrap_or(self.base.pd);
         for sge in taken.sges.iter().filter(|s| s.len > 0) {
-            let place = self.rnic.regions.check(
+            let place = self.base.rnic.regions.check(
                 sge.lkey,
                 pd,
-                self.qpn,
+                self.base.qpn,
                 Access::LOCAL_WRITE,
                 To(sge.addr),
                 u64::from(sge.len),
@@ -470,7 +471,7 @@ impl Connection {
 
     /// No receive is posted for a Send or an immediate.
     pub(crate) fn no_receive(&mut self, h: &Untagged) -> Result<(), Violation> {
-        let timer = self.attr.min_rnr_timer;
+        let timer = self.base.attr.min_rnr_timer;
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
@@ -501,7 +502,7 @@ impl Connection {
         payload: &[u8],
     ) -> Result<(), Violation> {
         let mut at = 0_usize;
-        let memory = &self.rnic.memory;
+        let memory = &self.base.rnic.memory;
         let mut stag = Stag(0);
         let whole = for_each_part(
             targets,
@@ -520,8 +521,8 @@ impl Connection {
                 true
             },
         );
-        if self.rnic.observer.is_some() && !payload.is_empty() {
-            self.observe(&Step::Place(payload.len() as u64));
+        if self.base.rnic.observer.is_some() && !payload.is_empty() {
+            self.base.observe(&Step::Place(payload.len() as u64));
         }
         if whole {
             Ok(())
@@ -572,19 +573,20 @@ impl Connection {
         let opcode = header.opcode();
         let data = opcode == Opcode::Write || opcode == Opcode::ReadResponse || opcode.is_send();
         // What the first message changes, and that a receive is missing, is said of good frames only.
-        let waits = opcode.is_send() && s.receive.is_none() && self.rq.is_empty();
+        let waits = opcode.is_send() && s.receive.is_none() && self.base.rq.is_empty();
         if !data || !s.started || s.discarding.is_some() || waits {
             return false;
         }
         let len = (extent.ulpdu - at) as u64;
         let payload = have.get(at..).unwrap_or(&[]);
-        if self.rnic.observer.is_some() {
-            self.observe(&Step::Deframe(&header, extent.ulpdu - at));
+        if self.base.rnic.observer.is_some() {
+            self.base
+                .observe(&Step::Deframe(&header, extent.ulpdu - at));
         }
         let admitted = match self.admit(now, &header, len) {
             Ok(Admitted::Place(targets)) => {
-                if self.rnic.observer.is_some() {
-                    self.observe(&Step::Admit(len));
+                if self.base.rnic.observer.is_some() {
+                    self.base.observe(&Step::Admit(len));
                 }
                 self.place(&header, &targets, 0, payload).map(|()| targets)
             }
@@ -663,18 +665,18 @@ impl Connection {
         let n = n.min(d.left);
         d.placed += n;
         d.left -= n;
-        if self.rnic.observer.is_some() {
-            self.observe(&Step::Place(n));
+        if self.base.rnic.observer.is_some() {
+            self.base.observe(&Step::Place(n));
         }
     }
 
     /// The domain that the peer's STags must belong to.
     pub(crate) fn pd_of_peer(&self) -> u32 {
-        if self.rq.is_xrc() {
+        if self.base.rq.is_xrc() {
             // That of the queue that the peer chose; none is no domain at all.
-            self.rq.pd().unwrap_or(0)
+            self.base.rq.pd().unwrap_or(0)
         } else {
-            self.pd
+            self.base.pd
         }
     }
 }

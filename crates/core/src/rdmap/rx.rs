@@ -13,7 +13,6 @@ use crate::verbs::event::AsyncEvent;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::{Completion, Status, WcOp};
-use crate::verbs::wr::RecvRequest;
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::rdmap::{
@@ -41,8 +40,8 @@ impl Connection {
         payload: &[u8],
     ) -> Result<(), Violation> {
         let opcode = header.opcode();
-        if header.last() && self.rnic.observer.is_some() {
-            self.observe(&Step::Deliver(opcode));
+        if header.last() && self.base.rnic.observer.is_some() {
+            self.base.observe(&Step::Deliver(opcode));
         }
         match header {
             Header::Tagged(h) if h.opcode == Opcode::ReadResponse => {
@@ -112,7 +111,7 @@ impl Connection {
         if expected && rtr {
             s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
         }
-        self.events.push_back(AsyncEvent::Started);
+        self.base.events.push_back(AsyncEvent::Started);
         expected && rtr
     }
 
@@ -130,7 +129,7 @@ impl Connection {
         if s.peer == Peer::Unknown {
             s.peer = Peer::Standard;
         }
-        self.events.push_back(AsyncEvent::Started);
+        self.base.events.push_back(AsyncEvent::Started);
         true
     }
 
@@ -139,14 +138,6 @@ impl Connection {
         if let Some(s) = &mut self.stream {
             s.done = s.done.wrapping_add(1);
         }
-    }
-
-    pub(crate) fn take_receive(&mut self) -> Option<RecvRequest> {
-        let taken = self.rq.take()?;
-        if taken.srq_limit_reached {
-            self.events.push_back(AsyncEvent::SrqLimit);
-        }
-        Some(taken.request)
     }
 
     fn deliver_write(&mut self, h: &Tagged) {
@@ -178,9 +169,10 @@ impl Connection {
         if h.opcode.invalidates() {
             let stag = h.inv_stag;
             if self
+                .base
                 .rnic
                 .regions
-                .invalidate(stag, self.pd_of_peer(), self.qpn)
+                .invalidate(stag, self.pd_of_peer(), self.base.qpn)
                 .is_err()
             {
                 return Err(Violation::request(
@@ -208,7 +200,7 @@ impl Connection {
         let Some((id, received)) = receive else {
             return;
         };
-        let mut entry = Completion::new(id, Status::Success, WcOp::Recv, self.qpn);
+        let mut entry = Completion::new(id, Status::Success, WcOp::Recv, self.base.qpn);
         entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);
         entry.imm = imm;
         entry.invalidated = invalidated;
@@ -226,8 +218,8 @@ impl Connection {
     }
 
     fn receive_short_write(&mut self, h: &Tagged, payload: &[u8]) -> bool {
-        let is_write = h.opcode == Opcode::Write && self.attr.access.has(Access::REMOTE_WRITE);
-        if !is_write || payload.is_empty() || self.rnic.observer.is_some() {
+        let is_write = h.opcode == Opcode::Write && self.base.attr.access.has(Access::REMOTE_WRITE);
+        if !is_write || payload.is_empty() || self.base.rnic.observer.is_some() {
             return false;
         }
         let (need, pd, len) = (
@@ -239,11 +231,11 @@ impl Connection {
             return false;
         }
         let last = &mut self.last_written;
-        let regions = &self.rnic.regions;
-        let Ok(pinned) = regions.pin(last, h.stag, pd, self.qpn, need, h.to, len) else {
+        let regions = &self.base.rnic.regions;
+        let Ok(pinned) = regions.pin(last, h.stag, pd, self.base.qpn, need, h.to, len) else {
             return false;
         };
-        self.rnic.memory.place(&pinned, 0, payload);
+        self.base.rnic.memory.place(&pinned, 0, payload);
         drop(pinned);
         self.count_write(len);
         self.deliver_write(h);
@@ -257,10 +249,10 @@ impl Connection {
         let is_whole = h.last && h.mo == 0;
         let is_plain = matches!(h.opcode, Opcode::Send | Opcode::SendSolicited);
         let is_next = s.receive.is_none() && s.discarding.is_none() && h.msn.0 == s.recv_send_msn;
-        if !is_whole || !is_plain || !is_next || self.rnic.observer.is_some() {
+        if !is_whole || !is_plain || !is_next || self.base.rnic.observer.is_some() {
             return false;
         }
-        let RecvQueue::Own { requests, .. } = &mut self.rq else {
+        let RecvQueue::Own { requests, .. } = &mut self.base.rq else {
             return false;
         };
         let Some(request) = requests.front() else {
@@ -274,12 +266,13 @@ impl Connection {
         if len > room {
             return false;
         }
-        let (regions, need) = (&self.rnic.regions, Access::LOCAL_WRITE);
+        let (regions, need) = (&self.base.rnic.regions, Access::LOCAL_WRITE);
         let last = &mut self.last_written;
-        let Ok(pinned) = regions.pin(last, sge.lkey, self.pd, self.qpn, need, to, room) else {
+        let Ok(pinned) = regions.pin(last, sge.lkey, self.base.pd, self.base.qpn, need, to, room)
+        else {
             return false;
         };
-        self.rnic.memory.place(&pinned, 0, payload);
+        self.base.rnic.memory.place(&pinned, 0, payload);
         drop(pinned);
         let id = request.id;
         requests.pop_front();
@@ -292,7 +285,7 @@ impl Connection {
     /// The receive under way ends without its message.
     pub(crate) fn finish_receive(&mut self, status: Status) {
         if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
-            let mut entry = Completion::new(receive.request_id, status, WcOp::Recv, self.qpn);
+            let mut entry = Completion::new(receive.request_id, status, WcOp::Recv, self.base.qpn);
             entry.byte_len = u32::try_from(receive.received).unwrap_or(u32::MAX);
             self.complete_recv(entry);
         }
@@ -318,7 +311,7 @@ impl Connection {
                 Status::RemoteInvalidRequest,
             ));
         }
-        let Some(request) = self.take_receive() else {
+        let Some(request) = self.base.take_receive() else {
             return self.no_receive(h);
         };
         let Some(s) = &mut self.stream else {
@@ -327,7 +320,12 @@ impl Connection {
         s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
         let written = s.last_write.take().unwrap_or(0);
         self.request_done();
-        let mut entry = Completion::new(request.id, Status::Success, WcOp::RecvWriteImm, self.qpn);
+        let mut entry = Completion::new(
+            request.id,
+            Status::Success,
+            WcOp::RecvWriteImm,
+            self.base.qpn,
+        );
         entry.byte_len = written;
         entry.imm = Some(Immediate::parse(bytes).value);
         entry.solicited = h.opcode.is_solicited();
@@ -379,19 +377,20 @@ impl Connection {
         // RFC 5040 §5.2 [read-zero]: a Read of length 0 looks at no memory.
         if len > 0 {
             let (stag, to) = (request.source_stag, request.source_to);
-            if !self.attr.access.has(Access::REMOTE_READ) {
+            if !self.base.attr.access.has(Access::REMOTE_READ) {
                 return Err(Violation::request(
                     PeerError::RemoteAccess { stag: stag.0 },
                     Status::RemoteAccess,
                 ));
             }
             let place = self
+                .base
                 .rnic
                 .regions
                 .check(
                     stag,
                     self.pd_of_peer(),
-                    self.qpn,
+                    self.base.qpn,
                     Access::REMOTE_READ,
                     to,
                     len,
@@ -439,7 +438,7 @@ impl Connection {
 
     /// An answer for send request `number` has come completely.
     fn answered(&mut self, number: u64) {
-        if let Some(posted) = self.sq.get_mut(number) {
+        if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = posted.answers.saturating_sub(1);
             if posted.answers == 0 && posted.phase == Phase::Sent {
                 posted.phase = Phase::Done;
@@ -461,19 +460,20 @@ impl Connection {
             .map_err(|e| Violation::request(e, Status::RemoteInvalidRequest))?;
         self.open_service(h)?;
         let (stag, to) = (request.stag, request.to);
-        if !self.attr.access.has(Access::REMOTE_ATOMIC) {
+        if !self.base.attr.access.has(Access::REMOTE_ATOMIC) {
             return Err(Violation::request(
                 PeerError::RemoteAccess { stag: stag.0 },
                 Status::RemoteAccess,
             ));
         }
         let place = self
+            .base
             .rnic
             .regions
             .check(
                 stag,
                 self.pd_of_peer(),
-                self.qpn,
+                self.base.qpn,
                 Access::REMOTE_ATOMIC,
                 to,
                 8,
@@ -494,6 +494,7 @@ impl Connection {
         };
         // RFC 7306 §5.1 [atomic-once]: done once, in the order of arrival; the answer carries the old value.
         let value = self
+            .base
             .rnic
             .memory
             .update(&pinned, &mut |old| request.apply(old));
@@ -545,6 +546,7 @@ impl Connection {
         match pending.sink.pin() {
             // Host byte order in memory, network byte order on the wire.
             Some(pinned) => self
+                .base
                 .rnic
                 .memory
                 .place(&pinned, 0, &response.value.to_ne_bytes()),
@@ -568,7 +570,7 @@ impl Connection {
             }));
         }
         let terminate = Terminate::parse(payload);
-        self.observe(&Step::Terminated(&terminate));
+        self.base.observe(&Step::Terminated(&terminate));
         let blamed = self.blamed_by(&terminate);
         let status = match (terminate.layer, terminate.etype, terminate.code) {
             (0, 1, _) | (1, 1, _) => Status::RemoteAccess,
@@ -602,7 +604,7 @@ impl Connection {
             Header::Untagged(h) if h.qn == QN_READ || h.qn == QN_SEND => {
                 let of_reads = h.qn == QN_READ;
                 // The last request whose numbers began at or before this one.
-                let found = self.sq.taken_mut().filter(|(_, p)| {
+                let found = self.base.sq.taken_mut().filter(|(_, p)| {
                     let first = if of_reads {
                         p.msn_before.1
                     } else {
@@ -682,7 +684,7 @@ impl Connection {
                         "refuses what was not sent",
                     )));
                 }
-                let blamed = self.sq.taken_mut().find(|(_, p)| {
+                let blamed = self.base.sq.taken_mut().find(|(_, p)| {
                     p.phase != Phase::Done && p.seq.1.wrapping_sub(seq) < u32::MAX / 2
                 });
                 let blamed = blamed.map(|(number, _)| number);
@@ -709,7 +711,7 @@ impl Connection {
                         "chooses a shared receive queue inside a message",
                     )));
                 }
-                if !self.rq.choose(number) {
+                if !self.base.rq.choose(number) {
                     return Err(Violation::request(
                         PeerError::Control("chooses a shared receive queue that is not there"),
                         Status::RemoteInvalidRequest,

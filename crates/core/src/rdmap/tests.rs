@@ -7,13 +7,14 @@ use std::time::Instant;
 use smallvec::{SmallVec, smallvec};
 
 use crate::bounds;
-use crate::connection::{Connection, First, Parts, Peer, StreamConfig};
+use crate::connection::{Connection, First, Peer, StreamConfig};
 use crate::ddp::tx::{Address, Message, Source, segment};
 use crate::llp::mpa::deframe::{Extent, LENGTH};
 use crate::llp::mpa::frame::{TxBatch, frame_bytes};
 use crate::verbs::cq::Cq;
 use crate::verbs::mr::{Memory, Pinned, Regions};
 use crate::verbs::qp::{Capacity, State};
+use crate::verbs::qp_base::Parts;
 use crate::verbs::rnic::Rnic;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::wc::{Completion, Status};

@@ -177,8 +177,8 @@ impl Connection {
                     request: None,
                     last,
                 });
-                if self.rnic.observer.is_some() {
-                    self.observe(&Step::Build(opcode, len));
+                if self.base.rnic.observer.is_some() {
+                    self.base.observe(&Step::Build(opcode, len));
                 }
                 return Next::Current;
             }
@@ -204,7 +204,7 @@ impl Connection {
                 return Next::Part;
             }
             // The peer's silence counts from the first request that it owes an answer to.
-            if !self.sq.has_outstanding() {
+            if !self.base.sq.has_outstanding() {
                 s.last_rx = Some(now);
                 s.pinged = false;
             }
@@ -223,12 +223,12 @@ impl Connection {
     /// Takes, builds and frames the next request at once if it is one short message and nothing comes before it, as with
     /// most. False: it goes the way of all others ([`Self::next_message`]), where the same would become of it.
     pub(crate) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
-        let outstanding = self.sq.has_outstanding();
-        let (Some(s), Some((_, posted))) = (&mut self.stream, self.sq.peek()) else {
+        let outstanding = self.base.sq.has_outstanding();
+        let (Some(s), Some((_, posted))) = (&mut self.stream, self.base.sq.peek()) else {
             return false;
         };
         let request = &posted.request;
-        let is_next = self.state == State::Rts
+        let is_next = self.base.state == State::Rts
             && s.end == End::Open
             && s.may_send
             && s.current.is_none()
@@ -249,7 +249,7 @@ impl Connection {
             return false;
         }
         let size = usize::try_from(len).unwrap_or(usize::MAX);
-        let (rnic, pd, qpn) = (&*self.rnic, self.pd, self.qpn);
+        let (rnic, pd, qpn) = (&*self.base.rnic, self.base.pd, self.base.qpn);
         let last = &mut self.last_read;
         let fill = |own: &mut Vec<u8>| append(&request.payload, rnic, last, pd, qpn, own);
         let (opcode, header, framed) = match request.op {
@@ -298,12 +298,12 @@ impl Connection {
             s.next_send_msn = s.next_send_msn.wrapping_add(1);
         }
         let id = request.id;
-        self.sq.advance();
-        if self.rnic.observer.is_some() {
-            self.observe(&Step::Take(id));
-            self.observe(&Step::Build(opcode, len));
-            self.observe(&Step::Segment(size, true));
-            self.observe(&Step::Frame(header + size));
+        self.base.sq.advance();
+        if self.base.rnic.observer.is_some() {
+            self.base.observe(&Step::Take(id));
+            self.base.observe(&Step::Build(opcode, len));
+            self.base.observe(&Step::Segment(size, true));
+            self.base.observe(&Step::Frame(header + size));
         }
         true
     }
@@ -322,27 +322,27 @@ impl Connection {
 
     /// Takes the next request of the send queue, if it may be sent now.
     fn take(&mut self) -> Taken {
-        if self.state != State::Rts {
+        if self.base.state != State::Rts {
             return Taken::Nothing;
         }
         let Some(s) = self.stream.as_mut() else {
             return Taken::Nothing;
         };
         let outstanding = s.reads.len() + s.atomics.len();
-        let Some((number, posted)) = self.sq.peek() else {
+        let Some((number, posted)) = self.base.sq.peek() else {
             return Taken::Nothing;
         };
         if posted.request.fence && outstanding > 0 {
             return Taken::Nothing;
         }
         if let Some(status) = posted.injected {
-            self.sq.advance();
+            self.base.sq.advance();
             self.fail_request(number, status, "a fault was asked for");
             return Taken::Nothing;
         }
         if posted.request.op.is_read_or_atomic() {
             if s.config.ord == 0 {
-                self.sq.advance();
+                self.base.sq.advance();
                 self.fail_request(
                     number,
                     Status::LocalQpOperation,
@@ -359,13 +359,13 @@ impl Connection {
         posted.seq = (s.seq.wrapping_add(1), s.seq);
         if posted.phase == Phase::Done {
             // A bind or invalidate that was done before the queue went back.
-            self.sq.advance();
+            self.base.sq.advance();
             self.retire();
             return Taken::Local;
         }
-        self.sq.advance();
-        if self.rnic.observer.is_some() {
-            self.observe(&Step::Take(id));
+        self.base.sq.advance();
+        if self.base.rnic.observer.is_some() {
+            self.base.observe(&Step::Take(id));
         }
         // They are empty now, and keep their room.
         let mut parts = self
@@ -381,7 +381,7 @@ impl Connection {
         });
         match built {
             Ok(select) => {
-                if let Some(posted) = self.sq.get_mut(number)
+                if let Some(posted) = self.base.sq.get_mut(number)
                     && posted.skip > 0
                 {
                     let skip = std::mem::take(&mut posted.skip);
@@ -390,16 +390,16 @@ impl Connection {
                 if let Some(select) = select {
                     parts.push_front(select);
                 }
-                if self.rnic.observer.is_some() {
+                if self.base.rnic.observer.is_some() {
                     for m in &parts {
-                        self.observe(&Step::Build(m.opcode, m.len));
+                        self.base.observe(&Step::Build(m.opcode, m.len));
                     }
                 }
                 let Some(s) = self.stream.as_mut() else {
                     return Taken::Nothing;
                 };
                 let seq = s.seq;
-                if let Some(posted) = self.sq.get_mut(number) {
+                if let Some(posted) = self.base.sq.get_mut(number) {
                     posted.seq.1 = seq;
                     posted.phase = if parts.is_empty() {
                         Phase::Done
@@ -426,7 +426,7 @@ impl Connection {
     /// Request `number`, the last one that was taken, cannot be done. When all before it have completed it fails, and
     /// the queue pair with it; until then nothing more is sent but answers.
     pub(crate) fn fail_request(&mut self, number: u64, status: Status, why: &'static str) {
-        self.sq.fail(number, status, why);
+        self.base.sq.fail(number, status, why);
         if let Some(s) = self.stream.as_mut() {
             s.parts.clear();
             s.restart = None;
@@ -439,7 +439,7 @@ impl Connection {
 
     /// What tells the peer for which shared receive queue a request is, if it takes it to be for another (XRC).
     fn select_srq(&mut self, number: u64) -> Result<Option<Message>, Unbuildable> {
-        let Some(posted) = self.sq.get_mut(number) else {
+        let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(None);
         };
         let Some(srq) = posted.request.srq else {
@@ -461,7 +461,7 @@ impl Connection {
 
     /// Builds the messages of a request.
     fn build(&mut self, number: u64, parts: &mut VecDeque<Message>) -> Result<(), Unbuildable> {
-        let Some(posted) = self.sq.get_mut(number) else {
+        let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(());
         };
         let op = posted.request.op;
@@ -559,17 +559,21 @@ impl Connection {
                 })?;
             }
             Op::LocalInvalidate { stag } => {
-                let (pd, qpn) = (self.pd, self.qpn);
-                self.rnic.regions.invalidate(stag, pd, qpn).map_err(|_| {
-                    Unbuildable(
-                        Status::LocalProtection,
-                        "local invalidate of an STag that may not be",
-                    )
-                })?;
+                let (pd, qpn) = (self.base.pd, self.base.qpn);
+                self.base
+                    .rnic
+                    .regions
+                    .invalidate(stag, pd, qpn)
+                    .map_err(|_| {
+                        Unbuildable(
+                            Status::LocalProtection,
+                            "local invalidate of an STag that may not be",
+                        )
+                    })?;
             }
             Op::Bind(bind) => {
-                let (pd, qpn) = (self.pd, self.qpn);
-                self.rnic.regions.bind(&bind, pd, qpn).map_err(|_| {
+                let (pd, qpn) = (self.base.pd, self.base.qpn);
+                self.base.rnic.regions.bind(&bind, pd, qpn).map_err(|_| {
                     Unbuildable(
                         Status::WindowBind,
                         "a memory window that cannot be bound like this",
@@ -594,22 +598,24 @@ impl Connection {
         len: u64,
         parts: &mut VecDeque<Message>,
     ) -> Result<(), Unbuildable> {
-        let list: SmallVec<[Sge; 4]> = match self.sq.get_mut(number).map(|p| &p.request.payload) {
-            Some(Payload::Sges(sges)) => sges.iter().copied().filter(|s| s.len > 0).collect(),
-            _ => SmallVec::new(),
-        };
+        let list: SmallVec<[Sge; 4]> =
+            match self.base.sq.get_mut(number).map(|p| &p.request.payload) {
+                Some(Payload::Sges(sges)) => sges.iter().copied().filter(|s| s.len > 0).collect(),
+                _ => SmallVec::new(),
+            };
         let mut from = remote.to;
         if len == 0 {
             self.push_read(number, None, remote.rkey, from, 0, parts)?;
         }
         for sge in &list {
             let sink = self
+                .base
                 .rnic
                 .regions
                 .check(
                     sge.lkey,
-                    self.pd,
-                    self.qpn,
+                    self.base.pd,
+                    self.base.qpn,
                     Access::LOCAL_WRITE,
                     To(sge.addr),
                     u64::from(sge.len),
@@ -623,7 +629,7 @@ impl Connection {
             self.push_read(number, Some(sink), remote.rkey, from, sge.len, parts)?;
             from = To(from.0.wrapping_add(u64::from(sge.len)));
         }
-        if let Some(posted) = self.sq.get_mut(number) {
+        if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = u32::try_from(parts.len()).unwrap_or(u32::MAX);
         }
         Ok(())
@@ -693,7 +699,7 @@ impl Connection {
             msn,
             &request(id).emit(),
         ));
-        if let Some(posted) = self.sq.get_mut(number) {
+        if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = 1;
             posted.bytes = 8;
         }
@@ -702,7 +708,7 @@ impl Connection {
 
     /// The eight bytes that an atomic's old value goes to.
     fn atomic_sink(&mut self, number: u64) -> Result<crate::verbs::mr::Placement, Unbuildable> {
-        let sge = match self.sq.get_mut(number).map(|p| &p.request.payload) {
+        let sge = match self.base.sq.get_mut(number).map(|p| &p.request.payload) {
             Some(Payload::Sges(sges)) => sges.first().copied(),
             _ => None,
         };
@@ -710,12 +716,13 @@ impl Connection {
             Status::LocalLength,
             "an atomic without 8 bytes of memory for its result",
         ))?;
-        self.rnic
+        self.base
+            .rnic
             .regions
             .check(
                 sge.lkey,
-                self.pd,
-                self.qpn,
+                self.base.pd,
+                self.base.qpn,
                 Access::LOCAL_WRITE,
                 To(sge.addr),
                 8,
@@ -730,7 +737,7 @@ impl Connection {
 
     /// The payload of a Send or Write, checked.
     fn source(&mut self, number: u64) -> Result<Source, Unbuildable> {
-        let Some(posted) = self.sq.get_mut(number) else {
+        let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(Source::Bytes(SmallVec::new()));
         };
         match &posted.request.payload {
@@ -739,12 +746,13 @@ impl Connection {
                 let mut places = Places::new();
                 for sge in sges.iter().filter(|s| s.len > 0) {
                     let place = self
+                        .base
                         .rnic
                         .regions
                         .check(
                             sge.lkey,
-                            self.pd,
-                            self.qpn,
+                            self.base.pd,
+                            self.base.qpn,
                             Access::NONE,
                             To(sge.addr),
                             u64::from(sge.len),
@@ -767,12 +775,12 @@ impl Connection {
 
     /// The peer has no receive for request message `seq`: go back to the request it belongs to and wait.
     pub(crate) fn handle_rnr(&mut self, seq: u32, timer: u8, now: Instant) {
-        let rnr_retry = self.attr.rnr_retry;
+        let rnr_retry = self.base.attr.rnr_retry;
         let Some(s) = self.stream.as_mut() else {
             return;
         };
         let acked = s.acked;
-        let found = self.sq.taken_mut().find(|(_, p)| {
+        let found = self.base.sq.taken_mut().find(|(_, p)| {
             let first = p.seq.0.wrapping_sub(acked);
             let last = p.seq.1.wrapping_sub(acked);
             let at = seq.wrapping_sub(acked);
@@ -785,8 +793,8 @@ impl Connection {
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
                 // Nothing behind it was done: take it all back, so that this is the last one taken.
-                self.sq.rewind(number);
-                self.sq.advance();
+                self.base.sq.rewind(number);
+                self.base.sq.advance();
                 self.drop_from(number);
                 self.fail_request(
                     number,
@@ -800,7 +808,7 @@ impl Connection {
         let (first, msn) = (posted.seq.0, posted.msn_before);
         // A Write with immediate whose Write was done already repeats the immediate alone.
         posted.skip = seq.wrapping_sub(first);
-        self.sq.rewind(number);
+        self.base.sq.rewind(number);
         s.seq = first.wrapping_sub(1);
         (s.next_send_msn, s.next_read_msn) = msn;
         self.drop_from(number);
@@ -841,8 +849,8 @@ impl Connection {
             return false;
         }
         s.acked = seq;
-        s.ack_scan = s.ack_scan.max(self.sq.front_number());
-        while let Some(posted) = self.sq.get_mut(s.ack_scan) {
+        s.ack_scan = s.ack_scan.max(self.base.sq.front_number());
+        while let Some(posted) = self.base.sq.get_mut(s.ack_scan) {
             let known = matches!(posted.phase, Phase::Sent | Phase::Done);
             // Serial arithmetic: whether its last message comes after what is acknowledged.
             let after = posted.seq.1.wrapping_sub(s.acked);

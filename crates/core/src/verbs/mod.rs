@@ -6,6 +6,7 @@ pub mod event;
 pub mod mr;
 pub mod pd;
 pub mod qp;
+pub mod qp_base;
 pub mod rnic;
 pub mod rq;
 pub mod sq;

@@ -178,6 +178,53 @@ impl Attr {
             all.clamp(200_000_000, 600_000_000_000),
         ))
     }
+
+    /// Takes the attributes that `attr_mask` names from `from`.
+    pub(crate) fn merge(&mut self, attr_mask: u32, from: &Self) {
+        let has = |bit| attr_mask & bit != 0;
+        if has(mask::ACCESS_FLAGS) {
+            self.access = from.access;
+        }
+        if has(mask::PKEY_INDEX) {
+            self.pkey_index = from.pkey_index;
+        }
+        if has(mask::PORT) {
+            self.port = from.port;
+        }
+        if has(mask::QKEY) {
+            self.qkey = from.qkey;
+        }
+        if has(mask::PATH_MTU) {
+            self.path_mtu = from.path_mtu;
+        }
+        if has(mask::TIMEOUT) {
+            self.timeout = from.timeout;
+        }
+        if has(mask::RETRY_CNT) {
+            self.retry_cnt = from.retry_cnt;
+        }
+        if has(mask::RNR_RETRY) {
+            self.rnr_retry = from.rnr_retry;
+        }
+        if has(mask::MIN_RNR_TIMER) {
+            self.min_rnr_timer = from.min_rnr_timer;
+        }
+        if has(mask::RQ_PSN) {
+            self.rq_psn = from.rq_psn;
+        }
+        if has(mask::SQ_PSN) {
+            self.sq_psn = from.sq_psn;
+        }
+        if has(mask::MAX_QP_RD_ATOMIC) {
+            self.max_rd_atomic = from.max_rd_atomic;
+        }
+        if has(mask::MAX_DEST_RD_ATOMIC) {
+            self.max_dest_rd_atomic = from.max_dest_rd_atomic;
+        }
+        if has(mask::DEST_QPN) {
+            self.dest_qpn = from.dest_qpn;
+        }
+    }
 }
 
 impl Default for Attr {

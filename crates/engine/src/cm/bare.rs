@@ -8,9 +8,9 @@
 use std::io;
 use std::sync::{Arc, OnceLock};
 
-use anywarp_core::connection::Parts;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::Capacity;
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 
 use super::{CmId, Phase, os};

@@ -5,11 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anywarp_core::connection::Parts;
 use anywarp_core::datagram::options::{Options, RecordMode, Segment};
 use anywarp_core::datagram::{self, Arrival, DatagramQp, Kind};
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::WcOp;
 use anywarp_core::verbs::wr::{Destination, RecvRequest};

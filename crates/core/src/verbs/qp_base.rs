@@ -1,0 +1,243 @@
+//! State and queues that a queue pair of every kind has: attributes, requests, completions and events.
+//!
+//! [`Connection`](crate::connection::Connection) and [`DatagramQp`](crate::datagram::DatagramQp) each contain one
+//! [`QpBase`] and add how requests reach the peer.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::cq::Cq;
+use super::event::AsyncEvent;
+use super::qp::{self, Attr, QpType, State, mask};
+use super::rnic::Rnic;
+use super::rq::RecvQueue;
+use super::sq::{Retired, SendQueue};
+use super::wc::{Completion, Status, WcOp};
+use super::wr::{RecvRequest, WorkRequest};
+use crate::error::Misuse;
+use crate::observe::Step;
+
+/// The parts that a queue pair is created from.
+#[derive(Debug)]
+pub struct Parts {
+    /// The device.
+    pub rnic: Arc<Rnic>,
+    /// Queue pair number.
+    pub qpn: u32,
+    /// Number of the protection domain.
+    pub pd: u32,
+    /// Completion queue of send requests.
+    pub send_cq: Arc<Cq>,
+    /// Completion queue of receives.
+    pub recv_cq: Arc<Cq>,
+    /// Source of posted receives.
+    pub rq: RecvQueue,
+    /// Sizes of the queues.
+    pub capacity: qp::Capacity,
+    /// Every send request makes a completion (`sq_sig_all`).
+    pub sig_all: bool,
+}
+
+/// The part that queue pairs of all kinds have in common.
+#[derive(Debug)]
+pub(crate) struct QpBase {
+    pub(crate) rnic: Arc<Rnic>,
+    pub(crate) qpn: u32,
+    pub(crate) pd: u32,
+    send_cq: Arc<Cq>,
+    recv_cq: Arc<Cq>,
+    sig_all: bool,
+    pub(crate) state: State,
+    pub(crate) attr: Attr,
+    pub(crate) sq: SendQueue,
+    pub(crate) rq: RecvQueue,
+    /// Asynchronous events that were not polled yet.
+    pub(crate) events: VecDeque<AsyncEvent>,
+    /// A completion found no room in its queue.
+    overflowed: bool,
+    /// [`AsyncEvent::LastWqe`] was raised since the last reset.
+    last_wqe_raised: bool,
+    /// [`AsyncEvent::SqDrained`] is to be raised when no request is outstanding.
+    drain_event_wanted: bool,
+}
+
+impl QpBase {
+    /// A queue pair in RESET.
+    pub(crate) fn new(parts: Parts) -> Self {
+        let c = &parts.capacity;
+        Self {
+            sq: SendQueue::new(c.max_send_wr, c.max_send_sge, c.max_inline),
+            rnic: parts.rnic,
+            qpn: parts.qpn,
+            pd: parts.pd,
+            send_cq: parts.send_cq,
+            recv_cq: parts.recv_cq,
+            sig_all: parts.sig_all,
+            state: State::Reset,
+            attr: Attr::default(),
+            rq: parts.rq,
+            events: VecDeque::new(),
+            overflowed: false,
+            last_wqe_raised: false,
+            drain_event_wanted: false,
+        }
+    }
+
+    // ------------------------------------------------------------------ posting
+
+    /// Adds a send request that `fill` makes in place, if the state allows posting (`ibv_post_send(3)`).
+    #[inline]
+    pub(crate) fn post_send_with(
+        &mut self,
+        fill: impl FnOnce(&mut WorkRequest, &RecvQueue) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
+        match self.state {
+            State::Reset | State::Init | State::Rtr => {
+                return Err(Misuse::WrongState(
+                    "post_send before the queue pair is ready to send",
+                ));
+            }
+            State::Rts | State::Sqd | State::Sqe | State::Error => {}
+        }
+        let rq = &self.rq;
+        self.sq.post_with(|into| fill(into, rq))?;
+        if self.rnic.observer.is_some()
+            && let Some(posted) = self.sq.last()
+        {
+            self.observe(&Step::Post(&posted.request));
+        }
+        Ok(())
+    }
+
+    /// Adds a receive (`ibv_post_recv(3)`).
+    pub(crate) fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
+        if self.state == State::Reset {
+            return Err(Misuse::WrongState("post_recv on a queue pair in RESET"));
+        }
+        self.rq.post(request)?;
+        if self.state == State::Error {
+            self.flush_rq();
+        }
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ states
+
+    /// Checks a change of attributes and takes them over (`ibv_modify_qp(3)`); returns the state that it leads to, which
+    /// the caller enters.
+    pub(crate) fn modify(
+        &mut self,
+        kind: QpType,
+        attr_mask: u32,
+        next: Option<State>,
+        expected_state: Option<State>,
+        attr: &Attr,
+    ) -> Result<State, Misuse> {
+        let to = qp::check_modify(kind, self.state, next, attr_mask, attr, expected_state)?;
+        self.attr.merge(attr_mask, attr);
+        Ok(to)
+    }
+
+    /// Enters SQD, or changes attributes in it.
+    pub(crate) fn enter_sqd(&mut self, attr_mask: u32) {
+        // Only the change that enters the state says whether SQ_DRAINED is wanted: one while the queue drains must not
+        // lose it.
+        if self.state != State::Sqd {
+            self.drain_event_wanted = attr_mask & mask::EN_SQD_ASYNC_NOTIFY != 0;
+        }
+        self.state = State::Sqd;
+        self.check_drained();
+    }
+
+    /// Raises SQ_DRAINED when it is wanted and nothing is outstanding.
+    pub(crate) fn check_drained(&mut self) {
+        if self.state == State::Sqd && self.drain_event_wanted && !self.sq.has_outstanding() {
+            self.drain_event_wanted = false;
+            self.events.push_back(AsyncEvent::SqDrained);
+        }
+    }
+
+    /// Returns to RESET: posted requests, attributes, and completions that were not polled are gone.
+    pub(crate) fn reset(&mut self) {
+        self.sq.clear();
+        self.rq.clear();
+        self.state = State::Reset;
+        self.attr = Attr::default();
+        self.overflowed = false;
+        self.last_wqe_raised = false;
+        self.drain_event_wanted = false;
+        self.purge();
+    }
+
+    /// Drops the completions that were not polled.
+    pub(crate) fn purge(&self) {
+        self.send_cq.purge(self.qpn);
+        self.recv_cq.purge(self.qpn);
+    }
+
+    /// Whether a completion was lost, so that the queue pair has to fail.
+    #[inline]
+    pub(crate) fn must_fail(&self) -> bool {
+        self.overflowed && self.state != State::Error
+    }
+
+    // ------------------------------------------------------------------ completion
+
+    /// Completes a send request; one that succeeds only if it asked for a completion.
+    pub(crate) fn complete_send(&mut self, retired: &Retired, status: Status) {
+        if status == Status::Success && !retired.signaled && !self.sig_all {
+            return;
+        }
+        let entry = retired.completion(status, self.qpn);
+        self.observe(&Step::Complete(&entry));
+        if self.send_cq.complete(entry).is_err() {
+            self.overflowed = true;
+        }
+    }
+
+    /// Completes a receive.
+    pub(crate) fn complete_recv(&mut self, entry: Completion) {
+        self.observe(&Step::Complete(&entry));
+        if self.rq.complete(entry, &self.recv_cq).is_err() {
+            self.overflowed = true;
+        }
+    }
+
+    /// Completes receive `id` as flushed.
+    pub(crate) fn flush_recv(&mut self, id: u64) {
+        self.complete_recv(Completion::new(id, Status::Flushed, WcOp::Recv, self.qpn));
+    }
+
+    /// Completes all posted receives of the queue pair's own queue as flushed.
+    pub(crate) fn flush_rq(&mut self) {
+        while let Some(request) = self.rq.take_own() {
+            self.flush_recv(request.id);
+        }
+    }
+
+    /// Flushes the receive queue of a queue pair that has failed: no receive completes for it after this.
+    pub(crate) fn end_rq(&mut self) {
+        self.flush_rq();
+        if self.rq.is_shared() && !self.last_wqe_raised {
+            self.last_wqe_raised = true;
+            self.events.push_back(AsyncEvent::LastWqe);
+        }
+    }
+
+    /// Takes the oldest receive.
+    pub(crate) fn take_receive(&mut self) -> Option<RecvRequest> {
+        let taken = self.rq.take()?;
+        if taken.srq_limit_reached {
+            self.events.push_back(AsyncEvent::SrqLimit);
+        }
+        Some(taken.request)
+    }
+
+    /// Reports a step to the observer, if there is one.
+    #[inline]
+    pub(crate) fn observe(&self, step: &Step<'_>) {
+        if let Some(observer) = &self.rnic.observer {
+            observer.step(self.qpn, step);
+        }
+    }
+}
