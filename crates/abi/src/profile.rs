@@ -12,6 +12,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::wr::{Op, Payload};
 
 use crate::verbs::types::*;
+use anywarp_engine::config::config;
 use anywarp_engine::process::PerProcess;
 
 /// What a device has, beside numbers.
@@ -362,8 +363,8 @@ pub(crate) fn profile() -> &'static Profile {
 fn chosen() -> Option<&'static Profile> {
     static PROFILE: OnceLock<Option<&Profile>> = OnceLock::new();
     *PROFILE.get_or_init(|| {
-        let name = std::env::var("ANYWARP_DEVICE_PROFILE").ok();
-        let found = by_name(name.as_deref());
+        let name = config().device_profile.as_deref();
+        let found = by_name(name);
         if found.is_none() {
             anywarp_engine::log::write(
                 anywarp_engine::log::Level::Error,

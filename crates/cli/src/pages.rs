@@ -8,7 +8,9 @@ use clap::{Command, CommandFactory};
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
-use crate::cli::{Cli, VARIABLES};
+use anywarp_core::env::VARIABLES;
+
+use crate::cli::Cli;
 
 /// File name below `man/` and content of each page.
 pub(crate) fn all() -> io::Result<Vec<(String, Vec<u8>)>> {

@@ -20,6 +20,7 @@ pub mod bounds;
 pub mod connection;
 pub mod datagram;
 pub mod ddp;
+pub mod env;
 pub mod error;
 pub mod fault;
 pub mod llp;

@@ -17,12 +17,11 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use crate::config::config;
 use crate::log;
 use crate::process::PerProcess;
 use crate::sys::thread::Uncancelled;
 
-/// Bytes of a file after which nothing is added, if the environment says nothing else.
-const LIMIT: u64 = 1 << 30;
 /// Payload of one packet that is made up: with headers it stays below what IP can name.
 const PAYLOAD_MAX: usize = 65_400;
 /// Connections whose sequence numbers are kept; of more than these only the first ones are captured.
@@ -84,20 +83,17 @@ fn sink() -> Option<&'static Sink> {
     static SINK: PerProcess<OnceLock<Option<Sink>>> = PerProcess::new(OnceLock::new);
     SINK.get()
         .get_or_init(|| {
-            let path = std::env::var_os("ANYWARP_CAPTURE").filter(|p| !p.is_empty())?;
-            let number = |name| std::env::var(name).ok()?.parse::<u64>().ok();
-            match open(Path::new(&path)) {
+            let wanted = config().capture.as_ref()?;
+            match open(&wanted.path) {
                 Ok(file) => Some(Sink {
                     file,
-                    snap: number("ANYWARP_CAPTURE_SNAPLEN")
-                        .and_then(|n| usize::try_from(n).ok())
-                        .unwrap_or(usize::MAX),
-                    limit: number("ANYWARP_CAPTURE_LIMIT").unwrap_or(LIMIT),
+                    snap: wanted.snap_len,
+                    limit: wanted.limit,
                     written: AtomicU64::new(0),
                     stopped: AtomicBool::new(false),
                 }),
                 Err(e) => {
-                    log!(Error, "no capture: {}: {e}", path.to_string_lossy());
+                    log!(Error, "no capture: {}: {e}", wanted.path.display());
                     None
                 }
             }

@@ -26,8 +26,8 @@ use anywarp_core::verbs::qp::State as QpState;
 use rustix::net::SocketType;
 
 use crate::channel::Channel;
+use crate::config::{Framing, config};
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
-use crate::device::{self, Profile};
 use crate::fatal::Mortal;
 use crate::fd::EngineFd;
 use crate::gids;
@@ -597,18 +597,18 @@ impl CmId {
         }
         let me: Arc<dyn Owner> = self.me.upgrade().ok_or_else(|| os(libc::EINVAL))?;
         let config = InitiatorConfig {
-            crc: device::wants_crc(),
+            crc: config().crc,
             ird: u16::from(param.responder_resources.min(bounds::MAX_RD_ATOMIC)),
             max_ird: u16::from(bounds::MAX_RD_ATOMIC),
             ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
             private_data: param.private_data,
             // All three are the mark by which two anywarp ends know each other.
-            rtr: match device::profile() {
-                Profile::Standard => RtrForms {
+            rtr: match config().framing {
+                Framing::Standard => RtrForms {
                     send: false,
                     ..RtrForms::ALL
                 },
-                Profile::Auto | Profile::Large => RtrForms::ALL,
+                Framing::Aligned | Framing::Large => RtrForms::ALL,
             },
             ..InitiatorConfig::default()
         };

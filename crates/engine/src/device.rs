@@ -10,156 +10,25 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::Peer;
 
+use crate::capture;
 use crate::channel::Channel;
+use crate::config::{Transport, config};
 use crate::fatal::Mortal;
 use crate::fd;
 use crate::gids::{self, News};
-use crate::log;
 use crate::process::PerProcess;
 use crate::sys::host;
 use crate::sys::host::HostAddress;
 use crate::worker::{Engine, engine};
 
-/// What the device looks like: a label, never what travels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Face {
-    /// A RoCE v2 channel adapter on Ethernet: what most programs take.
-    Roce,
-    /// An iWARP RNIC on Ethernet.
-    Iwarp,
-    /// A channel adapter on InfiniBand.
-    Ib,
-}
-
-/// The face that `ANYWARP_FACE` asks for, or else the device profile.
-pub fn face() -> Face {
-    static FACE: OnceLock<Face> = OnceLock::new();
-    *FACE.get_or_init(|| match std::env::var("ANYWARP_FACE").as_deref() {
-        Ok("iwarp") => Face::Iwarp,
-        Ok("ib") => Face::Ib,
-        // Whoever asks for the profile of an iWARP RNIC has its face, too.
-        _ if std::env::var("ANYWARP_DEVICE_PROFILE").as_deref() == Ok("siw") => Face::Iwarp,
-        _ => Face::Roce,
-    })
-}
-
-/// Whether unreliable connections go over reliable datagrams (`ANYWARP_UC=rd`). Both ends have to say so.
-pub fn uc_over_rd() -> bool {
-    static RD: OnceLock<bool> = OnceLock::new();
-    *RD.get_or_init(|| match std::env::var("ANYWARP_UC").as_deref() {
-        Ok("rd") => true,
-        Ok("udp" | "") | Err(_) => false,
-        Ok(other) => {
-            log!(Warn, "ANYWARP_UC={other}: neither udp nor rd; it is udp");
-            false
-        }
-    })
-}
-
-/// Whether reliable connections that programs make by themselves go over reliable datagrams instead of TCP
-/// (`ANYWARP_RC=udp`). Both ends have to say so.
-pub fn rc_over_udp() -> bool {
-    static UDP: OnceLock<bool> = OnceLock::new();
-    *UDP.get_or_init(|| match std::env::var("ANYWARP_RC").as_deref() {
-        Ok("udp") => true,
-        Ok("tcp" | "") | Err(_) => false,
-        Ok(other) => {
-            log!(Warn, "ANYWARP_RC={other}: neither tcp nor udp; it is tcp");
-            false
-        }
-    })
-}
-
-/// What carries streams between processes of one host (`ANYWARP_CARRIER`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Carrier {
-    /// Their connections.
-    Tcp,
-    /// Memory that they share, after some requests.
-    Auto,
-    /// The same from the first request on.
-    Eager,
-    /// The same, but no process is copied from: payload goes through the memory that is shared.
-    Copy,
-}
-
-impl Carrier {
-    /// After how many requests memory is shared.
-    pub fn after(self) -> Option<u32> {
-        match self {
-            Self::Tcp => None,
-            Self::Auto => Some(bounds::CARRIER_AFTER),
-            Self::Eager | Self::Copy => Some(0),
-        }
+/// What carries streams between processes of one host. A capture shows what sockets carry, so with one it is always TCP.
+pub fn transport() -> Transport {
+    if capture::is_on() {
+        Transport::Tcp
+    } else {
+        config().transport
     }
-}
-
-/// What carries streams between processes of one host. A capture shows what is sent, so with one it is always TCP.
-pub fn carrier() -> Carrier {
-    static CARRIER: OnceLock<Carrier> = OnceLock::new();
-    *CARRIER.get_or_init(|| match std::env::var("ANYWARP_CARRIER").as_deref() {
-        _ if crate::capture::is_on() => Carrier::Tcp,
-        Ok("auto" | "") | Err(_) => Carrier::Auto,
-        Ok("tcp") => Carrier::Tcp,
-        Ok("eager") => Carrier::Eager,
-        Ok("copy") => Carrier::Copy,
-        Ok(other) => {
-            log!(
-                Warn,
-                "ANYWARP_CARRIER={other}: none of tcp, auto, eager, copy; it is auto"
-            );
-            Carrier::Auto
-        }
-    })
-}
-
-/// The congestion control of our connections (`ANYWARP_CC`); `None` for the host's.
-pub fn congestion_control() -> Option<&'static str> {
-    static NAME: OnceLock<Option<String>> = OnceLock::new();
-    NAME.get_or_init(|| std::env::var("ANYWARP_CC").ok().filter(|v| !v.is_empty()))
-        .as_deref()
-}
-
-/// Whether CRC32C is asked for on connections: yes, unless `ANYWARP_CRC=0`.
-pub fn wants_crc() -> bool {
-    static CRC: OnceLock<bool> = OnceLock::new();
-    *CRC.get_or_init(|| crc_by(std::env::var("ANYWARP_CRC").ok().as_deref()))
-}
-
-// RFC 5044 §4.4 [mpa-crc-default]: only who says so goes without.
-fn crc_by(variable: Option<&str>) -> bool {
-    variable != Some("0")
-}
-
-/// How peers are spoken to over TCP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Profile {
-    /// As what they are: FPDUs of one TCP segment, each message at the start of one, for those that are not anywarp;
-    /// large FPDUs and private messages between two anywarp ends.
-    Auto,
-    /// As strangers: no anywarp is let know that we are one.
-    Standard,
-    /// Strangers get FPDUs that are as large as RFC 5044 allows, too. Software takes them, as siw does.
-    Large,
-}
-
-impl Profile {
-    /// Whether a peer gets FPDUs that are aligned with TCP segments.
-    pub fn aligns(self, peer: Option<Peer>) -> bool {
-        self != Self::Large && peer != Some(Peer::Anywarp)
-    }
-}
-
-/// The profile that `ANYWARP_PROFILE` asks for.
-pub fn profile() -> Profile {
-    static PROFILE: OnceLock<Profile> = OnceLock::new();
-    *PROFILE.get_or_init(|| match std::env::var("ANYWARP_PROFILE").as_deref() {
-        Ok("standard") => Profile::Standard,
-        Ok("large") => Profile::Large,
-        _ => Profile::Auto,
-    })
 }
 
 /// The device's name.
@@ -195,9 +64,7 @@ pub fn ip_of(gid: [u8; 16]) -> IpAddr {
 /// The addresses of a new GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback
 /// last. `None` if the host cannot be asked.
 pub(crate) fn listing() -> Option<Vec<Gid>> {
-    let chosen: Option<IpAddr> = std::env::var("ANYWARP_ADDR")
-        .ok()
-        .and_then(|a| a.parse().ok());
+    let chosen = config().address;
     let rank = |a: &HostAddress| match a.ip {
         ip if Some(ip) == chosen => 0,
         IpAddr::V4(_) if !a.loopback => 1,
@@ -429,15 +296,6 @@ pub fn node_guid() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn crcs_are_on_unless_they_are_switched_off() {
-        // RFC 5044 §4.4 [mpa-crc-default]
-        for said in [None, Some(""), Some("1"), Some("no")] {
-            assert!(crc_by(said), "{said:?}");
-        }
-        assert!(!crc_by(Some("0")));
-    }
 
     #[test]
     fn a_lid_has_the_low_bits_of_the_address_and_is_never_zero_or_multicast() {

@@ -114,8 +114,6 @@ impl Engine {
 /// [`IN_WORKER`]: provoke::IN_WORKER
 pub(crate) mod provoke {
     #[cfg(debug_assertions)]
-    use std::sync::OnceLock;
-    #[cfg(debug_assertions)]
     use std::sync::atomic::{AtomicBool, Ordering};
 
     /// "panic in call".
@@ -132,10 +130,7 @@ pub(crate) mod provoke {
     #[cfg(debug_assertions)]
     #[allow(clippy::panic, reason = "a test asks for it")]
     pub(crate) fn posted(id: u64) {
-        static WANTED: OnceLock<bool> = OnceLock::new();
-        if !matches!(id, IN_CALL | IN_WORKER)
-            || !*WANTED.get_or_init(|| std::env::var_os("ANYWARP_TEST_PANIC").is_some())
-        {
+        if !matches!(id, IN_CALL | IN_WORKER) || !crate::config::config().test_panic {
             return;
         }
         if id == IN_CALL {

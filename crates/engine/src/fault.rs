@@ -19,6 +19,7 @@ use anywarp_core::datagram::{Arrival, Bytes, TxDatagram};
 use anywarp_core::fault::{Action, Decision, Direction, Lane, Plan, Service, What};
 
 use crate::clock;
+use crate::config::config;
 use crate::log;
 use crate::net::udp::UdpSocket;
 use crate::process::PerProcess;
@@ -61,13 +62,12 @@ pub(crate) fn check() -> io::Result<()> {
 }
 
 fn read() -> Result<Option<Plan>, String> {
-    let of = |name| std::env::var_os(name).filter(|v| !v.is_empty());
-    let (name, file) = match (of("ANYWARP_FAULTS"), of("ANYWARP_FAULTS_FILE")) {
+    let (name, file) = match (&config().faults, &config().faults_file) {
         (None, None) => return Ok(None),
         (Some(_), Some(_)) => {
             return Err("ANYWARP_FAULTS and ANYWARP_FAULTS_FILE: set one of the two".into());
         }
-        (None, Some(file)) => ("ANYWARP_FAULTS_FILE", PathBuf::from(file)),
+        (None, Some(file)) => ("ANYWARP_FAULTS_FILE", file.clone()),
         (Some(text), None) => {
             let text = text.to_string_lossy().into_owned();
             match text.strip_prefix('@') {

@@ -22,6 +22,7 @@ mod capture;
 pub mod channel;
 pub mod clock;
 pub mod cm;
+pub mod config;
 pub mod connect;
 pub mod device;
 pub mod dgram;

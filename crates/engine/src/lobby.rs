@@ -17,8 +17,8 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
 use crate::clock;
+use crate::config::{Framing, config};
 use crate::connect::startup::{Owner, Startup};
-use crate::device;
 use crate::fd::EngineFd;
 use crate::limits::peer_descriptors;
 use crate::log;
@@ -100,8 +100,8 @@ pub(crate) fn accept(
             }
         }
         let limits = ResponderLimits {
-            crc: device::wants_crc(),
-            known: device::profile() != device::Profile::Standard,
+            crc: config().crc,
+            known: config().framing != Framing::Standard,
             ..ResponderLimits::default()
         };
         if let Ok(startup) = Startup::answer(engine, Arc::clone(owner), fd, peer, limits) {

@@ -1,49 +1,31 @@
 //! The log: lines on standard error, up to the level that `ANYWARP_LOG` names. Off by default: then a call is a load and a branch.
 
 use std::fmt::Arguments;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How much is said.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
-    /// Nothing.
-    Off,
-    /// What makes the device or a queue pair unusable.
-    Error,
-    /// Misuse, refused connections.
-    Warn,
-    /// Connections made and lost.
-    Info,
-    /// Every message.
-    Debug,
-    /// Every step.
-    Trace,
+use crate::config::config;
+
+pub use crate::config::Level;
+
+/// The level of the log: 0 until it is read from the configuration, then one more than the [`Level`].
+static LEVEL: AtomicU8 = AtomicU8::new(0);
+
+#[cold]
+fn read_level() -> u8 {
+    let level = config().log as u8 + 1;
+    LEVEL.store(level, Ordering::Relaxed);
+    level
 }
 
-/// The level that the environment asks for; read once.
-pub fn level() -> Level {
-    static LEVEL: OnceLock<Level> = OnceLock::new();
-    *LEVEL.get_or_init(|| {
-        match std::env::var("ANYWARP_LOG")
-            .unwrap_or_default()
-            .to_ascii_lowercase()
-            .as_str()
-        {
-            "error" => Level::Error,
-            "warn" | "warning" => Level::Warn,
-            "info" => Level::Info,
-            "debug" => Level::Debug,
-            "trace" => Level::Trace,
-            _ => Level::Off,
-        }
-    })
-}
-
-/// Whether messages of this level are wanted.
+/// Whether lines of this level are written.
 pub fn wants(at: Level) -> bool {
-    at <= level()
+    let level = match LEVEL.load(Ordering::Relaxed) {
+        0 => read_level(),
+        level => level,
+    };
+    (at as u8) < level
 }
 
 /// Writes one line.

@@ -3,35 +3,11 @@
 //! The kernel does not count how often a page is locked: the first `munlock` frees it. So the ranges are counted here, and a
 //! page is unlocked with the last region that has it.
 
+use crate::config::{Pages, config};
 use crate::process::PerProcess;
 use crate::sys::pages;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
-
-/// What registering does about the pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Policy {
-    /// Nothing: they come when they are needed.
-    Leave,
-    /// They are brought in.
-    Prefault,
-    /// They are brought in and stay.
-    Pin,
-}
-
-fn policy() -> Policy {
-    static POLICY: OnceLock<Policy> = OnceLock::new();
-    let says = |name: &str| std::env::var(name).is_ok_and(|v| !v.is_empty() && v != "0");
-    *POLICY.get_or_init(|| {
-        if says("ANYWARP_PIN") {
-            Policy::Pin
-        } else if says("ANYWARP_PREFAULT") {
-            Policy::Prefault
-        } else {
-            Policy::Leave
-        }
-    })
-}
+use std::sync::{Mutex, PoisonError};
 
 /// Why pages could not be had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,16 +28,16 @@ pub(crate) struct Pin {
 impl Pin {
     /// Does with the pages of a region what the environment asks for.
     pub(crate) fn take(start: u64, len: u64, write: bool) -> Result<Option<Self>, Refused> {
-        match policy() {
-            Policy::Leave => return Ok(None),
-            Policy::Prefault => {
+        match config().pages {
+            Pages::Leave => return Ok(None),
+            Pages::Prefault => {
                 return if pages::is_there(start, len, write) {
                     Ok(None)
                 } else {
                     Err(Refused::NotMapped)
                 };
             }
-            Policy::Pin => {}
+            Pages::Pin => {}
         }
         let page = pages::page_size();
         let end = start

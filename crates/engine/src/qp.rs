@@ -22,8 +22,9 @@ use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 
 use crate::clock;
+use crate::config::{Framing, config};
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
-use crate::device::{self, AsyncItem, Context, Profile, event};
+use crate::device::{self, AsyncItem, Context, event};
 use crate::fatal::{Mortal, provoke};
 use crate::fault::{Faults, RequestEffect};
 use crate::fd::EngineFd;
@@ -494,7 +495,7 @@ impl RcQp {
         private_data.extend_from_slice(&route.qpn.to_be_bytes());
         private_data.extend_from_slice(&self.number.to_be_bytes());
         let config = InitiatorConfig {
-            crc: device::wants_crc(),
+            crc: config().crc,
             ird: u16::from(bounds::MAX_RD_ATOMIC),
             max_ird: u16::from(bounds::MAX_RD_ATOMIC),
             ord: u16::from(bounds::MAX_RD_ATOMIC),
@@ -609,7 +610,7 @@ impl RcQp {
                 EngineFd::new(a),
                 Some(EngineFd::new(b)),
                 Vec::new(),
-                Profile::Auto,
+                Framing::Aligned,
             ),
             config,
             now,
@@ -696,8 +697,8 @@ impl RcQp {
             )
         };
         // A peer that is still unknown gets what every peer takes; its Hello raises that.
-        let profile = device::profile();
-        let mulpdu = if profile.aligns(Some(peer)) {
+        let framing = config().framing;
+        let mulpdu = if framing.aligns(Some(peer)) {
             tcp::mulpdu(&opened.fd, params.send_markers)
         } else {
             bounds::MULPDU_ANYWARP
@@ -733,7 +734,7 @@ impl RcQp {
             if config.crc { "on" } else { "off" },
         );
         let silent = side == Side::ManagedAcceptor && opened.expects_rtr;
-        let tcp = Tcp::new(opened.fd, None, opened.leftover, profile);
+        let tcp = Tcp::new(opened.fd, None, opened.leftover, framing);
         self.start(inner, tcp, config, now);
         if silent && !inner.conn.has_started() {
             inner.first_by = Some(now + REPLY_TIMEOUT);
@@ -776,7 +777,7 @@ impl RcQp {
     /// Whether the peer at `address` may be offered shared memory, or offer us some.
     fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
         let may = self.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
-        device::carrier().after().filter(|_| may)
+        device::transport().share_after().filter(|_| may)
     }
 
     /// There is something in shared memory.

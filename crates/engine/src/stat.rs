@@ -16,6 +16,7 @@ use rustix::net::{
     SocketFlags, SocketType, acceptfrom_with, bind, listen, sendmsg, socket_with, sockopt,
 };
 
+use crate::config::config;
 use crate::dgram::DgramQp;
 use crate::fd::EngineFd;
 use crate::log;
@@ -74,16 +75,9 @@ struct Known {
 
 static KNOWN: PerProcess<Known> = PerProcess::new(Known::default);
 
-/// Whether anybody may ask.
-fn wanted() -> bool {
-    static WANTED: OnceLock<bool> = OnceLock::new();
-    *WANTED
-        .get_or_init(|| std::env::var_os("ANYWARP_STAT").is_some_and(|v| !v.is_empty() && v != "0"))
-}
-
 /// A queue pair was made.
 pub(crate) fn know(engine: &'static Engine, who: impl FnOnce() -> Weak<dyn Counted>) {
-    if !wanted() {
+    if !config().stat {
         return;
     }
     let known = KNOWN.get();

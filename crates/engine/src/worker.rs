@@ -29,9 +29,11 @@ use rustix::time::{
 use smallvec::SmallVec;
 
 use crate::clock;
+use crate::config::config;
 use crate::fatal::{self, Mortal};
 use crate::fd::EngineFd;
 use crate::lobby::Lobby;
+use crate::log;
 use crate::mem::UserMemory;
 use crate::net::shm::Watch;
 use crate::port::Port;
@@ -237,6 +239,9 @@ pub fn engine() -> io::Result<&'static Engine> {
     let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(engine) = home.engine.get() {
         return Ok(engine);
+    }
+    for warning in &config().warnings {
+        log!(Warn, "{warning}");
     }
     let engine = Box::new(Engine::new()?);
     // Handed over when the thread is there: without it nothing may be left of the engine. From hand to hand: a thread that

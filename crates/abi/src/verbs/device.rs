@@ -6,7 +6,8 @@ use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 
 use anywarp_engine::channel::Channel;
-use anywarp_engine::device::{self, AsyncItem, Context, Face, event, lid_of};
+use anywarp_engine::config::{Face, config};
+use anywarp_engine::device::{self, AsyncItem, Context, event, lid_of};
 use anywarp_engine::gids;
 
 use super::object::{
@@ -47,7 +48,7 @@ pub(crate) fn the_device() -> *mut ibv_device {
                 c: ibv_device::default(),
                 behind: [0; 512],
             };
-            let by_face = match device::face() {
+            let by_face = match config().face {
                 Face::Roce | Face::Ib => (IBV_NODE_CA, IBV_TRANSPORT_IB),
                 Face::Iwarp => (IBV_NODE_RNIC, IBV_TRANSPORT_IWARP),
             };
@@ -311,7 +312,7 @@ entry! {
 fn port_attributes() -> ibv_port_attr {
     let lid = gids::gids().first().map_or(1, |g| lid_of(g.ip));
     let up = gids::is_up();
-    let link_layer = match device::face() {
+    let link_layer = match config().face {
         Face::Ib => IBV_LINK_LAYER_INFINIBAND,
         Face::Roce | Face::Iwarp => IBV_LINK_LAYER_ETHERNET,
     };
@@ -431,7 +432,7 @@ entry! {
         }
         let taken = gids::at(index as usize).is_some();
         // The private numbering: 0 InfiniBand or RoCE v1, 1 RoCE v2.
-        let number = c_uint::from(taken && device::face() != Face::Ib);
+        let number = c_uint::from(taken && config().face != Face::Ib);
         // SAFETY: not null, so valid (caller's promise).
         unsafe { kind.write(number) };
         0
@@ -443,7 +444,7 @@ fn c_gid_entry(index: usize, gid: &device::Gid) -> ibv_gid_entry {
         gid: c_gid(gid.raw),
         gid_index: u32::try_from(index).unwrap_or(0),
         port_num: 1,
-        gid_type: match device::face() {
+        gid_type: match config().face {
             Face::Ib => IBV_GID_TYPE_IB,
             Face::Roce | Face::Iwarp => IBV_GID_TYPE_ROCE_V2,
         },

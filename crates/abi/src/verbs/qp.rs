@@ -15,8 +15,7 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
-use anywarp_engine::device;
-use anywarp_engine::device as engine_device;
+use anywarp_engine::config::{Face, config};
 use anywarp_engine::dgram::DgramQp;
 use anywarp_engine::qp::{RcQp, Route};
 use anywarp_engine::verbs::QueuePair;
@@ -126,7 +125,7 @@ unsafe fn create(
     };
     let srq_cookie = srq.map(|s| Arc::clone(&s.engine.cookie));
     let engine = match init.qp_type {
-        IBV_QPT_RC if engine_device::rc_over_udp() && !MANAGED.get() => QueuePair::Dgram(
+        IBV_QPT_RC if config().rc_over_udp && !MANAGED.get() => QueuePair::Dgram(
             DgramQp::new(&context.engine, srq_cookie, Kind::Rc, connected(), parts)
                 .map_err(|e| os_errno(&e))?,
         ),
@@ -140,7 +139,7 @@ unsafe fn create(
         IBV_QPT_UC | IBV_QPT_UD => {
             let (kind, options) = match init.qp_type {
                 IBV_QPT_UD => (Kind::Ud, Options::default()),
-                _ if engine_device::uc_over_rd() => (Kind::ReliableUc, connected()),
+                _ if config().uc_over_rd => (Kind::ReliableUc, connected()),
                 _ => (Kind::Uc, Options::default()),
             };
             QueuePair::Dgram(
@@ -532,7 +531,7 @@ entry! {
         let object = unsafe { of::<QpObject, _>(qp) };
         let (state, a) = object.engine.query();
         // On iWARP a queue pair is initialized from the start: the kernel's drivers know no state before that.
-        let fresh = device::face() == device::Face::Iwarp && state == State::Reset;
+        let fresh = config().face == Face::Iwarp && state == State::Reset;
         let state = if fresh { State::Init } else { state };
         let made = *object.init.lock().unwrap_or_else(PoisonError::into_inner);
         let draining = match &object.engine {

@@ -30,7 +30,6 @@ use anywarp_core::llp::mpa::startup::{
 use rustix::net::SocketType;
 
 use crate::clock;
-use crate::device;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::net::drain::drain;
@@ -215,7 +214,7 @@ impl Startup {
         let machine =
             Initiator::new(config.clone()).map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
         let fd = socket::open(self.peer.ip(), SocketType::STREAM)?;
-        socket::tune_stream(&fd, device::congestion_control());
+        socket::tune_stream(&fd, crate::config::config().congestion_control.as_deref());
         let mut state = self.lock();
         if let Some(bind) = self.bind {
             if bind.port() != 0 {
@@ -252,7 +251,7 @@ impl Startup {
         peer: SocketAddr,
         limits: ResponderLimits,
     ) -> io::Result<Arc<Self>> {
-        socket::tune_stream(&fd, device::congestion_control());
+        socket::tune_stream(&fd, crate::config::config().congestion_control.as_deref());
         let listening = Phase::Listening(Box::new(Responder::new(limits)));
         let startup = Arc::new(Self {
             engine,

@@ -25,7 +25,7 @@ use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
 use anywarp_core::verbs::mr::{Pinned, Placement};
 use smallvec::SmallVec;
 
-use crate::device;
+use crate::config::{Transport, config};
 use crate::mem;
 use crate::process;
 use crate::process::PerProcess;
@@ -265,7 +265,7 @@ impl Shm {
     }
 
     fn try_pulling(&mut self) {
-        if device::carrier() == device::Carrier::Copy {
+        if config().transport == Transport::Copy {
             return;
         }
         let (shared, us, them) = (&self.watch.shared, self.watch.us, self.watch.them);

@@ -15,7 +15,7 @@ use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
 
-use crate::device::Profile;
+use crate::config::Framing;
 use crate::fd::EngineFd;
 use crate::net::drain::drain;
 use crate::net::shm::{Shm, Watch};
@@ -42,7 +42,7 @@ pub struct Tcp {
     sent: usize,
     /// Bytes of an incomplete FPDU.
     rest: Vec<u8>,
-    profile: Profile,
+    framing: Framing,
     /// The socket was full: waits to be writable.
     pub(crate) blocked: bool,
     /// Its batch waits for the peer.
@@ -95,14 +95,14 @@ pub enum Outcome {
 
 impl Tcp {
     /// Takes a connected socket, and bytes that were read from it already.
-    pub fn new(fd: EngineFd, tx: Option<EngineFd>, leftover: Vec<u8>, profile: Profile) -> Self {
+    pub fn new(fd: EngineFd, tx: Option<EngineFd>, leftover: Vec<u8>, framing: Framing) -> Self {
         Self {
             fd,
             tx,
             batch: TxBatch::default(),
             sent: 0,
             rest: leftover,
-            profile,
+            framing,
             blocked: false,
             waiting: None,
             counts: stat::Stream::default(),
@@ -438,7 +438,7 @@ impl Tcp {
                 if self.batch.room() < KEEP && !many && conn.has_bulk() {
                     self.batch.give_room(engine.room());
                 }
-                let aligned = self.profile.aligns(conn.peer());
+                let aligned = self.framing.aligns(conn.peer());
                 self.batch.align(aligned);
                 if aligned && conn.has_bulk() {
                     conn.set_mulpdu(mulpdu(self.tx(), conn.sends_markers()));

@@ -1,0 +1,389 @@
+//! The configuration of the device, read once from the environment.
+//!
+//! [`anywarp_core::env::VARIABLES`] documents each variable; this file is the only one of the library that reads them.
+
+use std::ffi::OsString;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use anywarp_core::bounds;
+use anywarp_core::connection::Peer;
+
+/// The configuration of this process. The environment is read at the first call.
+pub fn config() -> &'static Config {
+    static CONFIG: OnceLock<Config> = OnceLock::new();
+    CONFIG.get_or_init(|| Config::from_variables(|name| std::env::var_os(name)))
+}
+
+/// All that the environment can set.
+#[derive(Debug)]
+pub struct Config {
+    /// `ANYWARP_LOG`: the most verbose level that is written.
+    pub log: Level,
+    /// `ANYWARP_ADDR`: the address that becomes GID 0.
+    pub address: Option<IpAddr>,
+    /// `ANYWARP_FACE`: the node type and transport that queries report.
+    pub face: Face,
+    /// `ANYWARP_DEVICE_PROFILE`: the name of the device whose limits are enforced.
+    pub device_profile: Option<String>,
+    /// `ANYWARP_CRC`: whether CRC32C is requested on connections.
+    pub crc: bool,
+    /// `ANYWARP_CARRIER`: what carries streams between processes of one host.
+    pub transport: Transport,
+    /// `ANYWARP_PIN` and `ANYWARP_PREFAULT`: what registering memory does with its pages.
+    pub pages: Pages,
+    /// `ANYWARP_CC`: the TCP congestion control; `None` for the host's.
+    pub congestion_control: Option<String>,
+    /// `ANYWARP_RC=udp`: reliable connections made by `ibv_modify_qp` use reliable datagrams. Both ends must choose it.
+    pub rc_over_udp: bool,
+    /// `ANYWARP_UC=rd`: unreliable connections use reliable datagrams. Both ends must choose it.
+    pub uc_over_rd: bool,
+    /// `ANYWARP_FAULTS`: a fault plan, or `@` and the name of a file that holds one.
+    pub faults: Option<OsString>,
+    /// `ANYWARP_FAULTS_FILE`: the name of a file that holds a fault plan.
+    pub faults_file: Option<PathBuf>,
+    /// `ANYWARP_STAT`: whether `anywarp stat` may read the counters of this process.
+    pub stat: bool,
+    /// `ANYWARP_CAPTURE` and its limits.
+    pub capture: Option<Capture>,
+    /// `ANYWARP_PROFILE`: how the stream to a peer is cut into FPDUs.
+    pub framing: Framing,
+    /// `ANYWARP_TEST_PANIC`: whether the tests of builds with debug assertions may cause a panic.
+    pub test_panic: bool,
+    /// One line for each variable whose value is not one of its choices. The device logs them when it is opened.
+    pub warnings: Vec<String>,
+}
+
+/// Severity of a log line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Level {
+    /// Nothing is written.
+    Off,
+    /// The device or a queue pair became unusable.
+    Error,
+    /// Misuse, refused connections.
+    Warn,
+    /// Connections made and lost.
+    Info,
+    /// Each work request.
+    Debug,
+    /// Each frame.
+    Trace,
+}
+
+/// What the device reports to be. It changes what queries report, not what is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Face {
+    /// A RoCE v2 channel adapter on Ethernet, which most programs accept.
+    Roce,
+    /// An iWARP RNIC on Ethernet.
+    Iwarp,
+    /// A channel adapter on InfiniBand.
+    Ib,
+}
+
+/// What carries streams between processes of one host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// Their TCP connections.
+    Tcp,
+    /// Shared memory, after [`bounds::CARRIER_AFTER`] requests.
+    Auto,
+    /// Shared memory from the first request on.
+    Eager,
+    /// Shared memory from the first request on, and all payload goes through it: no process reads another's memory.
+    Copy,
+}
+
+impl Transport {
+    /// The number of requests after which a connection moves to shared memory; `None` for never.
+    pub fn share_after(self) -> Option<u32> {
+        match self {
+            Self::Tcp => None,
+            Self::Auto => Some(bounds::CARRIER_AFTER),
+            Self::Eager | Self::Copy => Some(0),
+        }
+    }
+}
+
+/// What registering memory does with its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pages {
+    /// Nothing: they are brought in at first access.
+    Leave,
+    /// They are brought in.
+    Prefault,
+    /// They are brought in and locked.
+    Pin,
+}
+
+/// How the stream to a peer is cut into FPDUs (RFC 5044 section 4.5).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Framing {
+    /// A peer that is not anywarp gets FPDUs of one TCP segment each; two anywarp ends use large FPDUs and messages of
+    /// their own.
+    Aligned,
+    /// As `Aligned`, and this end does not identify itself as anywarp.
+    Standard,
+    /// Each peer gets FPDUs that are as large as RFC 5044 allows.
+    Large,
+}
+
+impl Framing {
+    /// Whether FPDUs to a peer are aligned with TCP segments.
+    pub fn aligns(self, peer: Option<Peer>) -> bool {
+        self != Self::Large && peer != Some(Peer::Anywarp)
+    }
+}
+
+/// Where packets are captured.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capture {
+    /// The pcapng file.
+    pub path: PathBuf,
+    /// Bytes of a packet that are kept.
+    pub snap_len: usize,
+    /// Bytes that one process writes to the file at most.
+    pub limit: u64,
+}
+
+/// Bytes that one process writes to a capture file when `ANYWARP_CAPTURE_LIMIT` is unset.
+const CAPTURE_LIMIT_DEFAULT: u64 = 1 << 30;
+
+impl Config {
+    /// Reads the variables through `lookup`.
+    fn from_variables(lookup: impl Fn(&str) -> Option<OsString>) -> Self {
+        let lookup = |name: &str| lookup(name).filter(|value| !value.is_empty());
+        let text = |name| lookup(name).map(|value| value.to_string_lossy().into_owned());
+        let number = |name| text(name)?.parse::<u64>().ok();
+        let is_on = |name| lookup(name).is_some_and(|value| value != "0");
+        let mut reader = Choices {
+            text: &text,
+            warnings: Vec::new(),
+        };
+        let device_profile = text("ANYWARP_DEVICE_PROFILE");
+        // The profile of an iWARP RNIC implies its face.
+        let face_default = if device_profile.as_deref() == Some("siw") {
+            Face::Iwarp
+        } else {
+            Face::Roce
+        };
+        Self {
+            log: match text("ANYWARP_LOG")
+                .map(|v| v.to_ascii_lowercase())
+                .as_deref()
+            {
+                Some("error") => Level::Error,
+                Some("warn" | "warning") => Level::Warn,
+                Some("info") => Level::Info,
+                Some("debug") => Level::Debug,
+                Some("trace") => Level::Trace,
+                _ => Level::Off,
+            },
+            address: text("ANYWARP_ADDR").and_then(|a| a.parse().ok()),
+            face: reader.choice(
+                "ANYWARP_FACE",
+                face_default,
+                &[
+                    ("roce", Face::Roce),
+                    ("iwarp", Face::Iwarp),
+                    ("ib", Face::Ib),
+                ],
+            ),
+            // RFC 5044 §4.4 [mpa-crc-default]: CRCs are on unless they are switched off explicitly.
+            crc: text("ANYWARP_CRC").as_deref() != Some("0"),
+            transport: reader.choice(
+                "ANYWARP_CARRIER",
+                Transport::Auto,
+                &[
+                    ("auto", Transport::Auto),
+                    ("tcp", Transport::Tcp),
+                    ("eager", Transport::Eager),
+                    ("copy", Transport::Copy),
+                ],
+            ),
+            pages: if is_on("ANYWARP_PIN") {
+                Pages::Pin
+            } else if is_on("ANYWARP_PREFAULT") {
+                Pages::Prefault
+            } else {
+                Pages::Leave
+            },
+            congestion_control: text("ANYWARP_CC"),
+            rc_over_udp: reader.choice("ANYWARP_RC", false, &[("tcp", false), ("udp", true)]),
+            uc_over_rd: reader.choice("ANYWARP_UC", false, &[("udp", false), ("rd", true)]),
+            faults: lookup("ANYWARP_FAULTS"),
+            faults_file: lookup("ANYWARP_FAULTS_FILE").map(PathBuf::from),
+            stat: is_on("ANYWARP_STAT"),
+            capture: lookup("ANYWARP_CAPTURE").map(|path| Capture {
+                path: PathBuf::from(path),
+                snap_len: number("ANYWARP_CAPTURE_SNAPLEN")
+                    .and_then(|n| usize::try_from(n).ok())
+                    .unwrap_or(usize::MAX),
+                limit: number("ANYWARP_CAPTURE_LIMIT").unwrap_or(CAPTURE_LIMIT_DEFAULT),
+            }),
+            framing: reader.choice(
+                "ANYWARP_PROFILE",
+                Framing::Aligned,
+                &[
+                    ("auto", Framing::Aligned),
+                    ("standard", Framing::Standard),
+                    ("large", Framing::Large),
+                ],
+            ),
+            test_panic: lookup("ANYWARP_TEST_PANIC").is_some(),
+            device_profile,
+            warnings: reader.warnings,
+        }
+    }
+}
+
+/// Reads variables that take one of a few words.
+struct Choices<'a> {
+    text: &'a dyn Fn(&'static str) -> Option<String>,
+    warnings: Vec<String>,
+}
+
+impl Choices<'_> {
+    /// The value of `name`; `default` when it is unset or, with a warning, not one of `choices`.
+    fn choice<T: Copy>(
+        &mut self,
+        name: &'static str,
+        default: T,
+        choices: &[(&'static str, T)],
+    ) -> T {
+        let Some(value) = (self.text)(name) else {
+            return default;
+        };
+        if let Some((_, chosen)) = choices.iter().find(|(word, _)| *word == value) {
+            return *chosen;
+        }
+        let words: Vec<_> = choices.iter().map(|(word, _)| *word).collect();
+        self.warnings.push(format!(
+            "{name}: unknown value '{value}', the default is used; the values are {}",
+            words.join(", ")
+        ));
+        default
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use anywarp_core::env::{Reader, VARIABLES};
+
+    use super::*;
+
+    fn with(variables: &[(&str, &str)]) -> Config {
+        Config::from_variables(|name| {
+            let found = variables.iter().find(|(n, _)| *n == name);
+            found.map(|(_, value)| OsString::from(value))
+        })
+    }
+
+    #[test]
+    fn crcs_are_on_unless_they_are_switched_off() {
+        // RFC 5044 §4.4 [mpa-crc-default]
+        assert!(with(&[]).crc);
+        for value in ["", "1", "no"] {
+            assert!(with(&[("ANYWARP_CRC", value)]).crc, "{value:?}");
+        }
+        assert!(!with(&[("ANYWARP_CRC", "0")]).crc);
+    }
+
+    #[test]
+    fn an_unknown_value_is_reported_and_the_default_used() {
+        let config = with(&[("ANYWARP_CARRIER", "pigeon"), ("ANYWARP_UC", "rd")]);
+        assert_eq!(config.transport, Transport::Auto);
+        assert!(config.uc_over_rd);
+        assert_eq!(
+            config.warnings,
+            [
+                "ANYWARP_CARRIER: unknown value 'pigeon', the default is used; the values are auto, tcp, eager, copy"
+            ]
+        );
+        assert!(with(&[("ANYWARP_CARRIER", "")]).warnings.is_empty());
+    }
+
+    #[test]
+    fn the_profile_of_an_iwarp_rnic_implies_its_face() {
+        let profile = ("ANYWARP_DEVICE_PROFILE", "siw");
+        assert_eq!(with(&[profile]).face, Face::Iwarp);
+        assert_eq!(with(&[profile, ("ANYWARP_FACE", "ib")]).face, Face::Ib);
+        assert_eq!(with(&[]).face, Face::Roce);
+    }
+
+    #[test]
+    fn exactly_the_documented_variables_of_the_library_are_read() {
+        let read = RefCell::new(BTreeSet::new());
+        let _ = Config::from_variables(|name| {
+            read.borrow_mut().insert(name.to_owned());
+            // The limits of a capture are read only with a file.
+            (name == "ANYWARP_CAPTURE").then(|| "file".into())
+        });
+        let documented = VARIABLES.iter().filter(|v| v.reader == Reader::Device);
+        let documented: BTreeSet<_> = documented.map(|v| v.name.to_owned()).collect();
+        assert_eq!(read.into_inner(), documented);
+    }
+
+    /// Calls `each` with every line of the source files below `folder`.
+    fn lines(folder: &Path, each: &mut dyn FnMut(&Path, &str)) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                lines(&path, each);
+            } else if path.extension().is_some_and(|e| e == "rs" || e == "c") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                text.lines().for_each(|line| each(&path, line));
+            }
+        }
+    }
+
+    /// `host.rs` reads SYSFS_PATH as libibverbs does, `pages.rs` looks for valgrind.
+    #[test]
+    fn no_other_file_of_the_library_reads_the_environment() {
+        let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let others = ["engine/src/config.rs", "verbs/host.rs", "sys/pages.rs"];
+        for krate in ["core", "engine", "abi"] {
+            lines(&crates.join(krate).join("src"), &mut |path, line| {
+                let reads = ["env::var", "var_os(", "getenv("];
+                if reads.iter().any(|r| line.contains(r)) {
+                    assert!(
+                        others.iter().any(|o| path.ends_with(o)),
+                        "{}: {line}",
+                        path.display()
+                    );
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn each_variable_that_a_program_of_ours_names_is_documented() {
+        let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let mut found = 0;
+        for folder in ["core/src", "engine/src", "abi/src", "cli"] {
+            lines(&crates.join(folder), &mut |path, line| {
+                for word in line.split('"').skip(1).step_by(2) {
+                    let name = word.strip_prefix("ANYWARP_").unwrap_or_default();
+                    if name.is_empty() || !name.bytes().all(|b| b.is_ascii_uppercase() || b == b'_')
+                    {
+                        continue;
+                    }
+                    found += 1;
+                    assert!(
+                        VARIABLES.iter().any(|v| v.name == word),
+                        "{}: {word}",
+                        path.display()
+                    );
+                }
+            });
+        }
+        assert!(found > 20, "{found}");
+    }
+}
