@@ -1,6 +1,6 @@
-//! `<infiniband/anywarpdv.h>`: what we have beyond verbs.
+//! The extensions of verbs in `<infiniband/anywarpdv.h>`: RDMA Write-Record and reliable datagrams.
 //!
-//! `tests/c/dv.c` tries it.
+//! `tests/c/dv.c` tests them.
 
 use std::ffi::{c_int, c_void};
 use std::time::{Duration, Instant};
@@ -10,12 +10,15 @@ use anywarp_core::datagram::options::{MAX_PARITY, Options, RecordMode, Segment};
 use anywarp_core::datagram::{DatagramQp, ErrorReport, Kind};
 use anywarp_engine::verbs::QueuePair;
 
-use crate::cm::entry::{address_of, c_address};
-use crate::verbs::extended;
-use crate::verbs::object::{CqObject, MrObject, QpObject, is_lost, of};
+use crate::cm::address::{address_of, c_address};
+use crate::entry;
+use crate::ffi::{Errno, arg_mut};
+use crate::verbs::handle::live;
+use crate::verbs::object::{CqObject, MrObject, QpObject};
+use crate::verbs::ops::poll_cq;
 use crate::verbs::qp::create_datagram_qp;
 use crate::verbs::types::*;
-use crate::{entry, fail, set_errno};
+use crate::verbs::wr_ex;
 
 pub use c::*;
 
@@ -145,8 +148,8 @@ fn micros(value: u32, default: Duration) -> Duration {
     }
 }
 
-/// What the program chose.
-fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, i32> {
+/// The options of a queue pair.
+fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
     if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != [0; 3] {
         return Err(libc::EOPNOTSUPP);
     }
@@ -195,128 +198,122 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, i32> {
 }
 
 entry! {
-    /// `anywarpdv_is_supported`: the device is ours, for there is no other.
+    /// `anywarpdv_is_supported`: true for the device of this library, the only one that a program of it sees.
     ///
     /// # Safety
     /// None: the pointer is only compared.
-    unsafe fn anywarpdv_is_supported(device: *mut ibv_device) -> bool, on_panic = false, {
+    unsafe fn anywarpdv_is_supported(device: *mut ibv_device) -> bool, value(false), {
         !device.is_null()
     }
+}
+
+/// The attributes of a program that may be older or newer than this library: `EOPNOTSUPP` if it sets a field that this
+/// library does not know.
+///
+/// # Safety
+/// `attr` has `size` octets.
+unsafe fn known_attr(
+    attr: *const anywarpdv_qp_init_attr,
+    size: usize,
+) -> Result<anywarpdv_qp_init_attr, Errno> {
+    if attr.is_null() || size > 4096 {
+        return Err(libc::EINVAL);
+    }
+    let mut ours = anywarpdv_qp_init_attr::default();
+    let known = size.min(size_of::<anywarpdv_qp_init_attr>());
+    // SAFETY: the program's structure has `size` octets (caller's promise), this library's at least `known`.
+    let rest = unsafe {
+        std::ptr::copy_nonoverlapping(attr.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
+        std::slice::from_raw_parts(attr.cast::<u8>().add(known), size - known)
+    };
+    if rest.iter().any(|octet| *octet != 0) {
+        return Err(libc::EOPNOTSUPP);
+    }
+    Ok(ours)
 }
 
 entry! {
     /// `anywarpdv_create_qp_ex`: see the header.
     ///
     /// # Safety
-    /// `context` is open, the attributes are valid and what they name lives.
+    /// `context` is open, the attributes are null or valid, and what they name lives.
     unsafe fn anywarpdv_create_qp_ex(
         context: *mut ibv_context,
         attr_ex: *mut ibv_qp_init_attr_ex,
         attr: *const anywarpdv_qp_init_attr,
         inlen: u32,
-    ) -> *mut ibv_qp, on_panic = std::ptr::null_mut(), {
+    ) -> *mut ibv_qp, null, {
+        if context.is_null() {
+            return Err(libc::EINVAL);
+        }
         let size = usize::try_from(inlen).unwrap_or(usize::MAX);
-        if context.is_null() || attr_ex.is_null() || attr.is_null() || size > 4096 {
-            return fail(libc::EINVAL, std::ptr::null_mut());
-        }
-        let mut ours = anywarpdv_qp_init_attr::default();
-        let known = size.min(size_of::<anywarpdv_qp_init_attr>());
-        // SAFETY: the caller's structure has `inlen` bytes, ours at least `known`.
-        let rest = unsafe {
-            std::ptr::copy_nonoverlapping(attr.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
-            std::slice::from_raw_parts(attr.cast::<u8>().add(known), size - known)
-        };
-        // A newer program may have asked for something that we do not know.
-        if rest.iter().any(|b| *b != 0) {
-            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
-        }
-        // SAFETY: valid (caller's promise).
-        let ex = unsafe { &mut *attr_ex };
+        // SAFETY: the caller's promise.
+        let (ex, ours) = unsafe { (arg_mut(attr_ex)?, known_attr(attr, size)?) };
         let kind = match (ex.qp_type, ours.driver_qp_type) {
             (IBV_QPT_UD, ANYWARPDV_QPT_UD) => Kind::Ud,
             (IBV_QPT_DRIVER, ANYWARPDV_QPT_RD) => Kind::Rd,
-            _ => return fail(libc::EOPNOTSUPP, std::ptr::null_mut()),
+            _ => return Err(libc::EOPNOTSUPP),
         };
-        let options = match options_of(&ours) {
-            Ok(options) => options,
-            Err(e) => return fail(e, std::ptr::null_mut()),
-        };
+        let options = options_of(&ours)?;
         if ex.comp_mask & !(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) != 0
             || ex.comp_mask & IBV_QP_INIT_ATTR_PD == 0
         {
-            return fail(libc::EINVAL, std::ptr::null_mut());
+            return Err(libc::EINVAL);
         }
         let ops = (ex.comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS != 0).then_some(ex.send_ops_flags);
-        if ops.is_some_and(|ops| ops & !extended::known_datagram_ops(kind) != 0) {
-            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+        if ops.is_some_and(|ops| ops & !wr_ex::known_datagram_ops(kind) != 0) {
+            return Err(libc::EOPNOTSUPP);
         }
         // SAFETY: the caller's promise.
-        match unsafe { create_datagram_qp(ex, ops, kind, options) } {
-            Ok(qp) => qp,
-            Err(e) => fail(e, std::ptr::null_mut()),
-        }
+        unsafe { create_datagram_qp(ex, ops, kind, options) }
     }
 }
 
-/// Does something with the datagram queue pair behind `qp`; `None` with errno if it is none, or the device is lost.
+/// Calls `f` with the datagram queue pair behind `qp`: `EOPNOTSUPP` if it is a connected one.
 ///
 /// # Safety
 /// `qp` is null or lives.
-unsafe fn with<R>(qp: *mut ibv_qp, f: impl FnOnce(&mut DatagramQp) -> R) -> Option<R> {
-    if qp.is_null() {
-        set_errno(libc::EINVAL);
-        return None;
-    }
-    // SAFETY: not null, so it lives (caller's promise).
-    let (lost, object) = unsafe { (is_lost::<QpObject, _>(qp), of::<QpObject, _>(qp)) };
-    if lost {
-        set_errno(libc::ENODEV);
-        return None;
-    }
-    match &object.engine {
-        QueuePair::Dgram(qp) => Some(qp.with(f)),
-        QueuePair::Rc(_) => {
-            set_errno(libc::EOPNOTSUPP);
-            None
-        }
+unsafe fn with<R>(qp: *mut ibv_qp, f: impl FnOnce(&mut DatagramQp) -> R) -> Result<R, Errno> {
+    // SAFETY: the caller's promise.
+    match &unsafe { live::<QpObject, _>(qp) }?.engine {
+        QueuePair::Dgram(qp) => Ok(qp.with(f)),
+        QueuePair::Rc(_) => Err(libc::EOPNOTSUPP),
     }
 }
 
-/// How long to look without a rest, and how long to rest.
-const SPIN: Duration = Duration::from_millis(1);
-const NAP: Duration = Duration::from_micros(100);
+/// How long a call polls without a pause.
+const SPIN_FOR: Duration = Duration::from_millis(1);
+/// The pause between polls after that, in which the engine's thread moves bytes.
+const PAUSE: Duration = Duration::from_micros(100);
 
-/// Calls `take` until it has something or `timeout_ms` is over; bytes are moved meanwhile.
-fn wait_for(timeout_ms: c_int, mut take: impl FnMut() -> Option<c_int>) -> c_int {
+/// Calls `take` until it returns more than 0 or `timeout_ms` is over (negative: no limit). Moves bytes meanwhile.
+fn wait_for(
+    timeout_ms: c_int,
+    mut take: impl FnMut() -> Result<c_int, Errno>,
+) -> Result<c_int, Errno> {
     let start = Instant::now();
     let until = u64::try_from(timeout_ms)
         .ok()
         .map(|ms| start + Duration::from_millis(ms));
-    let Ok(engine) = anywarp_engine::worker::engine() else {
-        set_errno(libc::ENODEV);
-        return -1;
-    };
+    let engine = anywarp_engine::worker::engine().map_err(|_broken| libc::ENODEV)?;
     loop {
-        match take() {
-            None => return -1,
-            Some(0) => {}
-            Some(n) => return n,
+        let n = take()?;
+        if n != 0 {
+            return Ok(n);
         }
         engine.poll_pass();
-        match take() {
-            None => return -1,
-            Some(0) => {}
-            Some(n) => return n,
+        let n = take()?;
+        if n != 0 {
+            return Ok(n);
         }
         let now = Instant::now();
         if until.is_some_and(|until| now >= until) {
-            return 0;
+            return Ok(0);
         }
-        if now.saturating_duration_since(start) < SPIN {
+        if now.saturating_duration_since(start) < SPIN_FOR {
             std::thread::yield_now();
         } else {
-            // The engine's own thread moves bytes now.
-            std::thread::sleep(NAP);
+            std::thread::sleep(PAUSE);
         }
     }
 }
@@ -357,37 +354,33 @@ fn error_of(e: &ErrorReport) -> anywarpdv_error {
     }
 }
 
-/// Takes up to `max` things out of a queue pair.
+/// Takes up to `max` items out of a queue pair.
 ///
 /// # Safety
-/// `qp` is null or lives; `out` has room for `max`.
+/// `qp` is null or lives; `out` is null or has room for `max`.
 unsafe fn poll<T>(
     qp: *mut ibv_qp,
     max: c_int,
     out: *mut T,
     timeout_ms: c_int,
     mut next: impl FnMut(&mut DatagramQp) -> Option<T>,
-) -> c_int {
-    let Ok(max) = usize::try_from(max) else {
-        return fail(libc::EINVAL, -1);
-    };
+) -> Result<c_int, Errno> {
+    let max = usize::try_from(max).map_err(|_negative| libc::EINVAL)?;
     if out.is_null() || max == 0 {
-        return fail(libc::EINVAL, -1);
+        return Err(libc::EINVAL);
     }
-    wait_for(timeout_ms, || {
-        // SAFETY: the caller's promise.
-        unsafe {
-            with(qp, |core| {
-                let mut n = 0;
-                while n < max
-                    && let Some(thing) = next(core)
-                {
-                    out.add(n).write(thing);
-                    n += 1;
-                }
-                c_int::try_from(n).unwrap_or(c_int::MAX)
-            })
-        }
+    // SAFETY: the caller's promise.
+    wait_for(timeout_ms, || unsafe {
+        with(qp, |core| {
+            let mut n = 0;
+            while n < max
+                && let Some(item) = next(core)
+            {
+                out.add(n).write(item);
+                n += 1;
+            }
+            c_int::try_from(n).unwrap_or(c_int::MAX)
+        })
     })
 }
 
@@ -395,13 +388,13 @@ entry! {
     /// `anywarpdv_poll_records`: see the header.
     ///
     /// # Safety
-    /// `qp` lives, `records` has room for `max`.
+    /// `qp` is null or lives, `records` is null or has room for `max`.
     unsafe fn anywarpdv_poll_records(
         qp: *mut ibv_qp,
         max: c_int,
         records: *mut anywarpdv_record,
         timeout_ms: c_int,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
         unsafe { poll(qp, max, records, timeout_ms, |core| core.poll_record().map(|r| record_of(&r))) }
     }
@@ -411,13 +404,13 @@ entry! {
     /// `anywarpdv_poll_errors`: see the header.
     ///
     /// # Safety
-    /// `qp` lives, `errors` has room for `max`.
+    /// `qp` is null or lives, `errors` is null or has room for `max`.
     unsafe fn anywarpdv_poll_errors(
         qp: *mut ibv_qp,
         max: c_int,
         errors: *mut anywarpdv_error,
         timeout_ms: c_int,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
         unsafe { poll(qp, max, errors, timeout_ms, |core| core.poll_error().map(|e| error_of(&e))) }
     }
@@ -427,62 +420,58 @@ entry! {
     /// `anywarpdv_poll_cq`: see the header.
     ///
     /// # Safety
-    /// `cq` lives, `wc` has room for `max`.
+    /// `cq` is null or lives, `wc` is null or has room for `max`.
     unsafe fn anywarpdv_poll_cq(
         cq: *mut ibv_cq,
         max: c_int,
         wc: *mut ibv_wc,
         timeout_ms: c_int,
-    ) -> c_int, on_panic = -1, {
-        if cq.is_null() || wc.is_null() || max <= 0 {
-            return fail(libc::EINVAL, -1);
+    ) -> c_int, minus_one, {
+        if wc.is_null() || max <= 0 {
+            return Err(libc::EINVAL);
         }
         wait_for(timeout_ms, || {
-            // SAFETY: lives (caller's promise).
-            if unsafe { is_lost::<CqObject, _>(cq) } {
-                set_errno(libc::ENODEV);
-                return None;
-            }
             // SAFETY: the caller's promise.
-            let n = unsafe { crate::verbs::ops::poll_cq(cq, max, wc) };
-            (n >= 0).then_some(n)
+            let n = unsafe {
+                live::<CqObject, _>(cq)?;
+                poll_cq(cq, max, wc)
+            };
+            if n < 0 { Err(libc::EIO) } else { Ok(n) }
         })
     }
+}
+
+/// The ranges of a validity map: `EINVAL` if the queue pair has none of this number.
+///
+/// # Safety
+/// `qp` is null or lives.
+unsafe fn ranges_of(qp: *mut ibv_qp, map: u64) -> Result<Vec<(u32, u32)>, Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { with(qp, |core| core.records().map(map).map(<[_]>::to_vec)) }?.ok_or(libc::EINVAL)
 }
 
 entry! {
     /// `anywarpdv_read_map`: see the header.
     ///
     /// # Safety
-    /// `qp` lives, `ranges` has room for `max`.
+    /// `qp` is null or lives, `ranges` is null or has room for `max`.
     unsafe fn anywarpdv_read_map(
         qp: *mut ibv_qp,
         map: u64,
         ranges: *mut anywarpdv_range,
         max: c_int,
-    ) -> c_int, on_panic = -1, {
-        let Ok(max) = usize::try_from(max) else {
-            return fail(libc::EINVAL, -1);
-        };
+    ) -> c_int, minus_one, {
+        let max = usize::try_from(max).map_err(|_negative| libc::EINVAL)?;
         if ranges.is_null() && max > 0 {
-            return fail(libc::EINVAL, -1);
+            return Err(libc::EINVAL);
         }
         // SAFETY: the caller's promise.
-        let n = unsafe {
-            with(qp, |core| {
-                core.records().map(map).map(|all| {
-                    for (at, (from, to)) in all.iter().take(max).enumerate() {
-                        ranges.add(at).write(anywarpdv_range { from: *from, to: *to });
-                    }
-                    c_int::try_from(all.len()).unwrap_or(c_int::MAX)
-                })
-            })
-        };
-        match n {
-            Some(Some(n)) => n,
-            Some(None) => fail(libc::EINVAL, -1),
-            None => -1,
+        let all = unsafe { ranges_of(qp, map) }?;
+        for (at, (from, to)) in all.iter().take(max).enumerate() {
+            // SAFETY: below `max`, for which there is room (caller's promise).
+            unsafe { ranges.add(at).write(anywarpdv_range { from: *from, to: *to }) };
         }
+        Ok(c_int::try_from(all.len()).unwrap_or(c_int::MAX))
     }
 }
 
@@ -490,7 +479,7 @@ entry! {
     /// `anywarpdv_read_bitmap`: see the header.
     ///
     /// # Safety
-    /// `qp` lives, `bits` has `size` bytes.
+    /// `qp` is null or lives, `bits` is null or has `size` octets.
     unsafe fn anywarpdv_read_bitmap(
         qp: *mut ibv_qp,
         map: u64,
@@ -498,33 +487,31 @@ entry! {
         granularity: u32,
         bits: *mut u8,
         size: usize,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         if bits.is_null() || granularity == 0 {
-            return fail(libc::EINVAL, -1);
+            return Err(libc::EINVAL);
         }
-        let many = length.div_ceil(granularity);
-        if size < many.div_ceil(8) as usize {
-            return fail(libc::ENOSPC, -1);
+        let blocks = length.div_ceil(granularity);
+        let octets = blocks.div_ceil(8) as usize;
+        if size < octets {
+            return Err(libc::ENOSPC);
         }
         // SAFETY: the caller's promise.
-        let all = unsafe { with(qp, |core| core.records().map(map).map(<[_]>::to_vec)) };
-        let ranges = match all {
-            Some(Some(ranges)) => ranges,
-            Some(None) => return fail(libc::EINVAL, -1),
-            None => return -1,
-        };
-        // SAFETY: `bits` has at least that many bytes (caller's promise).
-        unsafe { bits.write_bytes(0, many.div_ceil(8) as usize) };
+        let ranges = unsafe { ranges_of(qp, map) }?;
+        let mut bitmap = vec![0_u8; octets];
         for (from, to) in ranges {
-            // The blocks that lie in it whole; the message's last one may be short.
+            // The blocks that lie in it whole; the last one of the message may be short.
             let first = from.div_ceil(granularity);
-            let end = if to >= length { many } else { to / granularity };
+            let end = if to >= length { blocks } else { to / granularity };
             for block in first..end {
-                // SAFETY: below `many`.
-                unsafe { *bits.add((block / 8) as usize) |= 1 << (block % 8) };
+                if let Some(octet) = bitmap.get_mut((block / 8) as usize) {
+                    *octet |= 1 << (block % 8);
+                }
             }
         }
-        c_int::try_from(many).unwrap_or(c_int::MAX)
+        // SAFETY: there is room for `octets` (checked; caller's promise).
+        unsafe { std::ptr::copy_nonoverlapping(bitmap.as_ptr(), bits, octets) };
+        Ok(c_int::try_from(blocks).unwrap_or(c_int::MAX))
     }
 }
 
@@ -532,14 +519,11 @@ entry! {
     /// `anywarpdv_release_map`: see the header.
     ///
     /// # Safety
-    /// `qp` lives.
-    unsafe fn anywarpdv_release_map(qp: *mut ibv_qp, map: u64) -> c_int, on_panic = -1, {
+    /// `qp` is null or lives.
+    unsafe fn anywarpdv_release_map(qp: *mut ibv_qp, map: u64) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
-        match unsafe { with(qp, |core| core.release_map(map)) } {
-            Some(true) => 0,
-            Some(false) => fail(libc::EINVAL, -1),
-            None => -1,
-        }
+        let released = unsafe { with(qp, |core| core.release_map(map)) }?;
+        if released { Ok(0) } else { Err(libc::EINVAL) }
     }
 }
 
@@ -547,27 +531,24 @@ entry! {
     /// `anywarpdv_query_counters`: see the header.
     ///
     /// # Safety
-    /// `qp` lives, `counters` has `inlen` bytes.
+    /// `qp` is null or lives, `counters` is null or has `inlen` octets.
     unsafe fn anywarpdv_query_counters(
         qp: *mut ibv_qp,
         counters: *mut u64,
         inlen: u32,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         if counters.is_null() {
-            return fail(libc::EINVAL, -1);
+            return Err(libc::EINVAL);
         }
         // SAFETY: the caller's promise.
-        let Some(seen) = (unsafe { with(qp, |core| core.counters()) }) else {
-            return -1;
-        };
+        let named = unsafe { with(qp, |core| core.counters()) }?.named();
         let room = usize::try_from(inlen).unwrap_or(0) / size_of::<u64>();
-        let named = seen.named();
         for at in 0..room {
             let value = named.get(at).map_or(0, |(_, n)| *n);
-            // SAFETY: inside what the caller gave.
+            // SAFETY: inside of the program's structure (caller's promise).
             unsafe { counters.add(at).write(value) };
         }
-        0
+        Ok(0)
     }
 }
 
@@ -575,27 +556,19 @@ entry! {
     /// `anywarpdv_restrict_mr`: see the header.
     ///
     /// # Safety
-    /// `mr` lives, `source` is null or a socket address.
+    /// `mr` is null or lives, `source` is null or a socket address.
     unsafe fn anywarpdv_restrict_mr(
         mr: *mut ibv_mr,
         source: *const c_void,
         src_qp: u32,
-    ) -> c_int, on_panic = -1, {
-        if mr.is_null() {
-            return fail(libc::EINVAL, -1);
+    ) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (region, address) = unsafe { (live::<MrObject, _>(mr)?, address_of(source.cast())) };
+        if address.is_none() && !source.is_null() {
+            return Err(libc::EAFNOSUPPORT);
         }
-        // SAFETY: lives (caller's promise).
-        let object = unsafe { of::<MrObject, _>(mr) };
-        let only = if source.is_null() {
-            None
-        } else {
-            // SAFETY: a socket address (caller's promise).
-            match unsafe { address_of(source.cast()) } {
-                Some(addr) => Some((addr.ip(), (src_qp != 0).then_some(src_qp))),
-                None => return fail(libc::EAFNOSUPPORT, -1),
-            }
-        };
-        object.engine.region().restrict(only);
-        0
+        let only = address.map(|address| (address.ip(), (src_qp != 0).then_some(src_qp)));
+        region.engine.region().restrict(only);
+        Ok(0)
     }
 }

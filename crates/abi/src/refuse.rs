@@ -13,20 +13,20 @@ macro_rules! refuse {
         $($( $crate::refuse!(@ $how $errno, $name); )*)*
     };
     (@ null $errno:expr, $name:ident) => {
-        $crate::refuse!(@fn $name, *mut std::ffi::c_void, $crate::fail($errno, std::ptr::null_mut()));
+        $crate::refuse!(@fn $name, *mut std::ffi::c_void, $crate::ffi::fail($errno, std::ptr::null_mut()));
     };
     (@ code $errno:expr, $name:ident) => {
         $crate::refuse!(@fn $name, std::ffi::c_int, $errno);
     };
     // Wide, so that the answer is -1 in `int`, `ssize_t` and `off_t` alike.
     (@ minus_one $errno:expr, $name:ident) => {
-        $crate::refuse!(@fn $name, isize, $crate::fail($errno, -1));
+        $crate::refuse!(@fn $name, isize, $crate::ffi::fail($errno, -1));
     };
     (@ minus_code $errno:expr, $name:ident) => {
         $crate::refuse!(@fn $name, isize, -($errno as isize));
     };
     (@ zero $errno:expr, $name:ident) => {
-        $crate::refuse!(@fn $name, u64, $crate::fail($errno, 0));
+        $crate::refuse!(@fn $name, u64, $crate::ffi::fail($errno, 0));
     };
     (@ void $errno:expr, $name:ident) => {
         $crate::refuse!(@fn $name, (), ());
@@ -41,7 +41,7 @@ macro_rules! refuse {
     };
 }
 
-use crate::set_errno;
+use crate::ffi::set_errno;
 use libc::ENOSYS;
 use std::ffi::{c_int, c_void};
 

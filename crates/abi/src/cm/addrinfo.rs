@@ -5,8 +5,9 @@ use std::ffi::{c_char, c_int};
 use libc::{addrinfo, sockaddr, socklen_t};
 
 use super::types::*;
+use crate::entry;
+use crate::ffi::put;
 use crate::verbs::types::*;
-use crate::{entry, fail};
 
 /// Copies an address for the caller to free.
 ///
@@ -120,23 +121,21 @@ entry! {
     /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is a valid place.
     unsafe fn rdma_getaddrinfo(
         node: *const c_char, service: *const c_char, hints: *const rdma_addrinfo, res: *mut *mut rdma_addrinfo,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         if res.is_null() {
-            return fail(libc::EINVAL, -1);
+            return Err(libc::EINVAL);
         }
-        // SAFETY: not null, so valid (caller's promise).
-        let hints = (!hints.is_null()).then(|| unsafe { &*hints });
+        // SAFETY: null or valid (caller's promise).
+        let hints = unsafe { hints.as_ref() };
         let flags = hints.map_or(0, |h| h.ai_flags);
         if node.is_null() && service.is_null() {
             let given = hints.is_some_and(|h| !h.ai_src_addr.is_null() || !h.ai_dst_addr.is_null());
             if !given {
-                return fail(libc::EINVAL, -1);
+                return Err(libc::EINVAL);
             }
-            // SAFETY: the program's addresses are valid.
-            let made = unsafe { answer(None, hints) };
-            // SAFETY: not null, so valid (caller's promise).
-            unsafe { res.write(made) };
-            return 0;
+            // SAFETY: the addresses of the hints are valid (caller's promise).
+            unsafe { put(res, answer(None, hints)) }?;
+            return Ok(0);
         }
         // SAFETY: all-zero is a valid addrinfo.
         let mut ask: addrinfo = unsafe { std::mem::zeroed() };
@@ -161,7 +160,7 @@ entry! {
         // SAFETY: C strings or null, and places of our own.
         let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };
         if code != 0 {
-            return code;
+            return Ok(code);
         }
         let mut first: *mut rdma_addrinfo = std::ptr::null_mut();
         let mut last: *mut rdma_addrinfo = std::ptr::null_mut();
@@ -180,11 +179,12 @@ entry! {
             last = made;
             at = entry.ai_next;
         }
-        // SAFETY: from getaddrinfo, freed once.
-        unsafe { libc::freeaddrinfo(found) };
-        // SAFETY: not null, so valid (caller's promise).
-        unsafe { res.write(first) };
-        0
+        // SAFETY: from getaddrinfo, freed once; the place is valid (caller's promise).
+        unsafe {
+            libc::freeaddrinfo(found);
+            put(res, first)?;
+        }
+        Ok(0)
     }
 }
 
@@ -193,7 +193,7 @@ entry! {
     ///
     /// # Safety
     /// `res` is null or came from `rdma_getaddrinfo`, and is not used again.
-    unsafe fn rdma_freeaddrinfo(res: *mut rdma_addrinfo), on_panic = (), {
+    unsafe fn rdma_freeaddrinfo(res: *mut rdma_addrinfo), nothing, {
         let mut at = res;
         while !at.is_null() {
             // SAFETY: made by `answer`.
@@ -207,5 +207,6 @@ entry! {
                 libc::free(entry.ai_dst_canonname.cast());
             }
         }
+        Ok(())
     }
 }

@@ -1,6 +1,12 @@
-//! librdmacm: types and entry points.
+//! librdmacm: its types, and its functions by subject.
 
+pub(crate) mod address;
 pub mod addrinfo;
-pub mod entry;
+pub mod connect;
+pub mod device;
+pub mod endpoint;
+pub mod event;
+pub mod id;
+pub mod qp;
 pub mod text;
 pub mod types;

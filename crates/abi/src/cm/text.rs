@@ -30,7 +30,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn rdma_event_str(event: rdma_cm_event_type) -> *const c_char, on_panic = std::ptr::null(), {
+    unsafe fn rdma_event_str(event: rdma_cm_event_type) -> *const c_char, value(std::ptr::null()), {
         text(&EVENT, event, c"UNKNOWN EVENT")
     }
 }

@@ -15,7 +15,7 @@ use anywarp_engine::verbs::MemoryRegion;
 use anywarp_engine::worker::Engine;
 
 use super::flow::Pieces;
-use crate::verbs::object::misuse;
+use crate::ffi::misuse;
 
 /// Pages that are registered.
 pub(super) struct Buffer {

@@ -30,7 +30,7 @@ use super::buffer::{Buffer, Caller};
 use super::wire::{DATAGRAM_HEADER, datagram_header, datagram_port};
 use super::{Kind, Socket, lock};
 use crate::cm::types::RDMA_UDP_QKEY;
-use crate::verbs::object::{misuse, os_errno};
+use crate::ffi::{misuse, os_errno};
 
 /// Bytes of a datagram at most.
 pub(super) const MOST: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;

@@ -13,25 +13,20 @@ use super::options::{self, Options, Value};
 use super::poll::Asked;
 use super::stream::{self, Stream};
 use super::{Kind, Socket, address, find, insert, iomap, poll, remove};
-use crate::{entry, fail};
+use crate::entry;
+use crate::ffi::{arg, arg_mut};
 
 /// Elements of a list of parts at most, as the kernel has it.
 const PARTS: usize = 1024;
 
-/// 0, or -1 and errno.
-fn done(result: Result<(), c_int>) -> c_int {
-    match result {
-        Ok(()) => 0,
-        Err(e) => fail(e, -1),
-    }
+/// The result of a call that returns 0.
+fn done(result: Result<(), c_int>) -> Result<c_int, c_int> {
+    result.map(|()| 0)
 }
 
-/// A count, or -1 and errno.
-fn count(result: Result<usize, c_int>) -> ssize_t {
-    match result {
-        Ok(n) => ssize_t::try_from(n).unwrap_or(ssize_t::MAX),
-        Err(e) => fail(e, -1),
-    }
+/// The result of a call that returns a number of octets.
+fn count(result: Result<usize, c_int>) -> Result<ssize_t, c_int> {
+    result.map(|n| ssize_t::try_from(n).unwrap_or(ssize_t::MAX))
 }
 
 /// The caller's buffer: `EFAULT` if there is none.
@@ -136,11 +131,8 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn rsocket(domain: c_int, kind: c_int, protocol: c_int) -> c_int, on_panic = -1, {
-        match make(domain, kind, protocol) {
-            Ok(number) => number,
-            Err(e) => fail(e, -1),
-        }
+    unsafe fn rsocket(domain: c_int, kind: c_int, protocol: c_int) -> c_int, minus_one, {
+        make(domain, kind, protocol)
     }
 }
 
@@ -164,7 +156,7 @@ entry! {
     ///
     /// # Safety
     /// `addr` is null or has `len` bytes.
-    unsafe fn rbind(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, on_panic = -1, {
+    unsafe fn rbind(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
         let given = unsafe { with_address(socket, addr, len) };
         done(given.and_then(|(socket, to)| match &socket.kind {
@@ -179,7 +171,7 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn rlisten(socket: c_int, backlog: c_int) -> c_int, on_panic = -1, {
+    unsafe fn rlisten(socket: c_int, backlog: c_int) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             let any = address::unspecified(socket.domain);
             socket.stream()?.listen(backlog, any)
@@ -192,27 +184,24 @@ entry! {
     ///
     /// # Safety
     /// `addr` is null or has `*len` bytes, `len` is null or valid.
-    unsafe fn raccept(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, on_panic = -1, {
-        match find(socket).and_then(|socket| stream::accept_next(&socket)) {
-            Ok(made) => {
-                let peer = made.remote().unwrap_or_else(|| address::unspecified(made.domain));
-                if !addr.is_null() {
-                    // SAFETY: the caller's promise.
-                    unsafe { address::write(addr, len, made.domain, peer) };
-                }
-                insert(made)
-            }
-            Err(e) => fail(e, -1),
+    unsafe fn raccept(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
+        let listener = find(socket)?;
+        let made = stream::accept_next(&listener)?;
+        if !addr.is_null() {
+            let peer = made.remote().unwrap_or_else(|| address::unspecified(made.domain));
+            // SAFETY: the caller's promise.
+            unsafe { address::write(addr, len, made.domain, peer) };
         }
+        Ok(insert(made))
     }
 }
 
 entry! {
-    /// `rconnect`. A datagram socket with `AF_UNSPEC` is connected to nobody again.
+    /// `rconnect`. A datagram socket with `AF_UNSPEC` is disconnected.
     ///
     /// # Safety
     /// `addr` is null or has `len` bytes.
-    unsafe fn rconnect(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, on_panic = -1, {
+    unsafe fn rconnect(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
         let unspecified = len as usize >= size_of::<libc::sa_family_t>()
             && !addr.is_null()
@@ -237,10 +226,10 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn rshutdown(socket: c_int, how: c_int) -> c_int, on_panic = -1, {
+    unsafe fn rshutdown(socket: c_int, how: c_int) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| match socket.kind {
             Kind::Stream(_) => stream::shutdown(&socket, how),
-            // Nobody is told: there is nothing to shut.
+            // UDP has no shutdown that a peer notices.
             Kind::Datagrams(_) => Ok(()),
         }))
     }
@@ -251,7 +240,7 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn rclose(socket: c_int) -> c_int, on_panic = -1, {
+    unsafe fn rclose(socket: c_int) -> c_int, minus_one, {
         done(remove(socket).map(|socket| socket.close()))
     }
 }
@@ -261,7 +250,7 @@ entry! {
     ///
     /// # Safety
     /// `buf` has `len` bytes.
-    unsafe fn rrecv(socket: c_int, buf: *mut c_void, len: usize, flags: c_int) -> ssize_t, on_panic = -1, {
+    unsafe fn rrecv(socket: c_int, buf: *mut c_void, len: usize, flags: c_int) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         count(receive(socket, unsafe { buffer(buf, len) }, flags))
     }
@@ -283,7 +272,7 @@ unsafe fn receive_from(
         Kind::Stream(_) => {
             let n = stream::receive(&socket, &to, flags)?;
             if !len.is_null() {
-                // As of a TCP socket: no address comes with a stream.
+                // A stream has no sender address; TCP sockets do not return one either.
                 // SAFETY: valid (caller's promise).
                 unsafe { len.write(0) };
             }
@@ -307,7 +296,7 @@ entry! {
     /// `buf` has `n` bytes, `addr` is null or has `*len` bytes, `len` is null or valid.
     unsafe fn rrecvfrom(
         socket: c_int, buf: *mut c_void, n: usize, flags: c_int, addr: *mut sockaddr, len: *mut socklen_t,
-    ) -> ssize_t, on_panic = -1, {
+    ) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         let to = unsafe { buffer(buf, n) };
         // SAFETY: as above.
@@ -320,23 +309,16 @@ entry! {
     ///
     /// # Safety
     /// `msg` is valid, with all that it names.
-    unsafe fn rrecvmsg(socket: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t, on_panic = -1, {
-        if msg.is_null() {
-            return fail(libc::EFAULT, -1);
-        }
-        // SAFETY: valid (caller's promise).
-        let msg = unsafe { &mut *msg };
-        // SAFETY: as above.
-        let to = unsafe { buffers(msg.msg_iov, msg.msg_iovlen) };
-        let (addr, len) = (msg.msg_name.cast(), &raw mut msg.msg_namelen);
-        // SAFETY: as above.
-        match unsafe { receive_from(socket, to, flags, addr, len) } {
-            Ok((n, cut)) => {
-                msg.msg_flags = if cut { libc::MSG_TRUNC } else { 0 };
-                msg.msg_controllen = 0;
-                count(Ok(n))
-            }
-            Err(e) => fail(e, -1),
+    unsafe fn rrecvmsg(socket: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t, minus_one, {
+        // SAFETY: null or valid, with all that it names (caller's promise).
+        unsafe {
+            let msg = arg_mut(msg).map_err(|_null| libc::EFAULT)?;
+            let to = buffers(msg.msg_iov, msg.msg_iovlen);
+            let (addr, len) = (msg.msg_name.cast(), &raw mut msg.msg_namelen);
+            let (n, cut) = receive_from(socket, to, flags, addr, len)?;
+            msg.msg_flags = if cut { libc::MSG_TRUNC } else { 0 };
+            msg.msg_controllen = 0;
+            count(Ok(n))
         }
     }
 }
@@ -346,7 +328,7 @@ entry! {
     ///
     /// # Safety
     /// `buf` has `len` bytes.
-    unsafe fn rread(socket: c_int, buf: *mut c_void, len: usize) -> ssize_t, on_panic = -1, {
+    unsafe fn rread(socket: c_int, buf: *mut c_void, len: usize) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         count(receive(socket, unsafe { buffer(buf, len) }, 0))
     }
@@ -357,7 +339,7 @@ entry! {
     ///
     /// # Safety
     /// `iov` has `n` elements, each of a buffer.
-    unsafe fn rreadv(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, on_panic = -1, {
+    unsafe fn rreadv(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         count(receive(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
     }
@@ -368,7 +350,7 @@ entry! {
     ///
     /// # Safety
     /// `buf` has `len` bytes.
-    unsafe fn rsend(socket: c_int, buf: *const c_void, len: usize, flags: c_int) -> ssize_t, on_panic = -1, {
+    unsafe fn rsend(socket: c_int, buf: *const c_void, len: usize, flags: c_int) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         count(send(socket, unsafe { buffer(buf, len) }, flags))
     }
@@ -387,7 +369,7 @@ unsafe fn send_to(
 ) -> Result<usize, c_int> {
     let (found, from) = (find(socket)?, from?);
     match found.kind {
-        // As of a TCP socket: the address is not looked at.
+        // The address is ignored, as TCP sockets do.
         Kind::Stream(_) => stream::send(&found, &from, flags),
         Kind::Datagrams(_) => {
             let to = if addr.is_null() {
@@ -408,7 +390,7 @@ entry! {
     /// `buf` has `n` bytes, `addr` is null or has `len` bytes.
     unsafe fn rsendto(
         socket: c_int, buf: *const c_void, n: usize, flags: c_int, addr: *const sockaddr, len: socklen_t,
-    ) -> ssize_t, on_panic = -1, {
+    ) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         let from = unsafe { buffer(buf, n) };
         // SAFETY: as above.
@@ -421,19 +403,16 @@ entry! {
     ///
     /// # Safety
     /// `msg` is valid, with all that it names.
-    unsafe fn rsendmsg(socket: c_int, msg: *const msghdr, flags: c_int) -> ssize_t, on_panic = -1, {
-        if msg.is_null() {
-            return fail(libc::EFAULT, -1);
+    unsafe fn rsendmsg(socket: c_int, msg: *const msghdr, flags: c_int) -> ssize_t, minus_one, {
+        // SAFETY: null or valid, with all that it names (caller's promise).
+        unsafe {
+            let msg = arg(msg).map_err(|_null| libc::EFAULT)?;
+            if !msg.msg_control.is_null() && msg.msg_controllen > 0 {
+                return Err(libc::EOPNOTSUPP);
+            }
+            let from = buffers(msg.msg_iov, msg.msg_iovlen);
+            count(send_to(socket, from, flags, msg.msg_name.cast(), msg.msg_namelen))
         }
-        // SAFETY: valid (caller's promise).
-        let msg = unsafe { &*msg };
-        if !msg.msg_control.is_null() && msg.msg_controllen > 0 {
-            return fail(libc::EOPNOTSUPP, -1);
-        }
-        // SAFETY: as above.
-        let from = unsafe { buffers(msg.msg_iov, msg.msg_iovlen) };
-        // SAFETY: as above.
-        count(unsafe { send_to(socket, from, flags, msg.msg_name.cast(), msg.msg_namelen) })
     }
 }
 
@@ -442,7 +421,7 @@ entry! {
     ///
     /// # Safety
     /// `buf` has `len` bytes.
-    unsafe fn rwrite(socket: c_int, buf: *const c_void, len: usize) -> ssize_t, on_panic = -1, {
+    unsafe fn rwrite(socket: c_int, buf: *const c_void, len: usize) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         count(send(socket, unsafe { buffer(buf, len) }, 0))
     }
@@ -453,7 +432,7 @@ entry! {
     ///
     /// # Safety
     /// `iov` has `n` elements, each of a buffer.
-    unsafe fn rwritev(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, on_panic = -1, {
+    unsafe fn rwritev(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, minus_one, {
         // SAFETY: the caller's promise.
         count(send(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
     }
@@ -466,10 +445,10 @@ entry! {
     ///
     /// # Safety
     /// `fds` has `n` elements.
-    unsafe fn rpoll(fds: *mut pollfd, n: nfds_t, timeout: c_int) -> c_int, on_panic = -1, {
+    unsafe fn rpoll(fds: *mut pollfd, n: nfds_t, timeout: c_int) -> c_int, minus_one, {
         let n = n as usize;
         if fds.is_null() && n > 0 {
-            return fail(libc::EFAULT, -1);
+            return Err(libc::EFAULT);
         }
         let fds = if n == 0 {
             &mut []
@@ -478,10 +457,7 @@ entry! {
             unsafe { std::slice::from_raw_parts_mut(fds, n) }
         };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);
-        match poll::poll(fds, time) {
-            Ok(n) => c_int::try_from(n).unwrap_or(c_int::MAX),
-            Err(e) => fail(e, -1),
-        }
+        poll::poll(fds, time).map(|n| c_int::try_from(n).unwrap_or(c_int::MAX))
     }
 }
 
@@ -501,29 +477,25 @@ entry! {
     /// The sets and `timeout` are null or valid.
     unsafe fn rselect(
         n: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         if !(0..=libc::FD_SETSIZE as c_int).contains(&n) {
-            return fail(libc::EINVAL, -1);
+            return Err(libc::EINVAL);
         }
         let asked: Vec<Asked> = (0..n)
             // SAFETY: the caller's promise; each number is below `FD_SETSIZE`.
             .map(|fd| unsafe { Asked { fd, read: has(read, fd), write: has(write, fd), except: has(except, fd) } })
             .filter(|a| a.read || a.write || a.except)
             .collect();
-        let time = if timeout.is_null() {
-            None
-        } else {
-            // SAFETY: not null, so valid (caller's promise).
-            let t = unsafe { timeout.read() };
+        // SAFETY: null or valid (caller's promise).
+        let time = if let Some(t) = unsafe { timeout.as_ref() } {
             let (Ok(seconds), Ok(micros)) = (u64::try_from(t.tv_sec), u64::try_from(t.tv_usec)) else {
-                return fail(libc::EINVAL, -1);
+                return Err(libc::EINVAL);
             };
             Some(Duration::from_secs(seconds).saturating_add(Duration::from_micros(micros)))
+        } else {
+            None
         };
-        let ready = match poll::select(&asked, time) {
-            Ok(ready) => ready,
-            Err(e) => return fail(e, -1),
-        };
+        let ready = poll::select(&asked, time)?;
         let mut bits = 0;
         for set in [read, write, except] {
             if !set.is_null() {
@@ -540,7 +512,7 @@ entry! {
                 }
             }
         }
-        bits
+        Ok(bits)
     }
 }
 
@@ -551,7 +523,7 @@ entry! {
     ///
     /// # Safety
     /// `addr` is null or has `*len` bytes, `len` is valid.
-    unsafe fn rgetpeername(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, on_panic = -1, {
+    unsafe fn rgetpeername(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             let peer = socket.remote().ok_or(libc::ENOTCONN)?;
             // SAFETY: the caller's promise.
@@ -566,7 +538,7 @@ entry! {
     ///
     /// # Safety
     /// `addr` is null or has `*len` bytes, `len` is valid.
-    unsafe fn rgetsockname(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, on_panic = -1, {
+    unsafe fn rgetsockname(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         done(find(socket).map(|socket| {
             let own = socket.local().unwrap_or_else(|| address::unspecified(socket.domain));
             // SAFETY: the caller's promise.
@@ -582,12 +554,12 @@ entry! {
     /// `value` is null or has `len` bytes.
     unsafe fn rsetsockopt(
         socket: c_int, level: c_int, name: c_int, value: *const c_void, len: socklen_t,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             if value.is_null() {
                 return Err(libc::EFAULT);
             }
-            // As the kernel takes it: a negative number is none.
+            // The kernel takes the length as an `int` and refuses negative ones.
             let len = c_int::try_from(len).ok().and_then(|n| usize::try_from(n).ok());
             let mut bytes = vec![0_u8; len.ok_or(libc::EINVAL)?.min(options::LONGEST)];
             // SAFETY: of `len` bytes (caller's promise) into a vector of that length.
@@ -604,7 +576,7 @@ entry! {
     /// `value` has `*len` bytes, `len` is valid.
     unsafe fn rgetsockopt(
         socket: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut socklen_t,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             if value.is_null() || len.is_null() {
                 return Err(libc::EFAULT);
@@ -627,26 +599,23 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int, on_panic = -1, {
-        let socket = match find(socket) {
-            Ok(socket) => socket,
-            Err(e) => return fail(e, -1),
-        };
-        // An `int` for all of these: the upper half is not the caller's word.
+    unsafe fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int, minus_one, {
+        let socket = find(socket)?;
+        // All of these take an `int`; the upper half is undefined.
         let argument = argument as c_int;
         match command {
-            libc::F_GETFL if socket.nonblocking.load(Ordering::Relaxed) => libc::O_RDWR | libc::O_NONBLOCK,
-            libc::F_GETFL => libc::O_RDWR,
+            libc::F_GETFL if socket.nonblocking.load(Ordering::Relaxed) => Ok(libc::O_RDWR | libc::O_NONBLOCK),
+            libc::F_GETFL => Ok(libc::O_RDWR),
             libc::F_SETFL => {
                 socket.nonblocking.store(argument & libc::O_NONBLOCK != 0, Ordering::Relaxed);
-                0
+                Ok(0)
             }
-            libc::F_GETFD => socket.fd_flags.load(Ordering::Relaxed),
+            libc::F_GETFD => Ok(socket.fd_flags.load(Ordering::Relaxed)),
             libc::F_SETFD => {
                 socket.fd_flags.store(argument, Ordering::Relaxed);
-                0
+                Ok(0)
             }
-            _ => fail(libc::EOPNOTSUPP, -1),
+            _ => Err(libc::EOPNOTSUPP),
         }
     }
 }
@@ -660,12 +629,10 @@ entry! {
     /// `buf` has `len` bytes, and stays until `riounmap`.
     unsafe fn riomap(
         socket: c_int, buf: *mut c_void, len: usize, prot: c_int, _flags: c_int, offset: off_t,
-    ) -> off_t, on_panic = -1, {
+    ) -> off_t, minus_one, {
         let start = buf.expose_provenance();
-        match find(socket).and_then(|socket| iomap::map(&socket, start, len, prot, offset)) {
-            Ok(offset) => offset,
-            Err(e) => fail(e, -1),
-        }
+        let socket = find(socket)?;
+        iomap::map(&socket, start, len, prot, offset)
     }
 }
 
@@ -674,7 +641,7 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn riounmap(socket: c_int, buf: *mut c_void, len: usize) -> c_int, on_panic = -1, {
+    unsafe fn riounmap(socket: c_int, buf: *mut c_void, len: usize) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| iomap::unmap(&socket, buf.addr(), len)))
     }
 }
@@ -686,14 +653,11 @@ entry! {
     /// `buf` has `len` bytes.
     unsafe fn riowrite(
         socket: c_int, buf: *const c_void, len: usize, offset: off_t, flags: c_int,
-    ) -> usize, on_panic = usize::MAX, {
+    ) -> usize, or(usize::MAX), {
         // SAFETY: the caller's promise.
         let from = unsafe { buffer(buf, len) };
-        let written = find(socket).and_then(|socket| iomap::write(&socket, &from?, offset, flags));
-        match written {
-            Ok(n) => n,
-            Err(e) => fail(e, usize::MAX),
-        }
+        let socket = find(socket)?;
+        iomap::write(&socket, &from?, offset, flags)
     }
 }
 

@@ -8,7 +8,7 @@ use anywarp_engine::verbs::MemoryRegion;
 use super::Socket;
 use super::buffer::{Caller, register};
 use super::wire::{Area, Mapping};
-use crate::verbs::object::os_errno;
+use crate::ffi::os_errno;
 
 /// A mapping of ours.
 struct Map {

@@ -44,7 +44,7 @@ use options::Options;
 use stream::Stream;
 use wait::{Bell, Bells};
 
-use crate::verbs::object::os_errno;
+use crate::ffi::os_errno;
 
 /// The device of all sockets of a process, and their protection domain.
 struct Device {

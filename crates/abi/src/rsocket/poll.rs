@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anywarp_engine::worker::Engine;
 
 use super::{Hung, Kind, Socket, device, find, lock, wait};
-use crate::verbs::object::os_errno;
+use crate::ffi::os_errno;
 
 /// What is always told.
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;

@@ -36,7 +36,7 @@ use super::iomap::Maps;
 use super::options::Options;
 use super::wire::{self, AREA, AREAS, Area, Hello, MAPPING, MESSAGE, Message};
 use super::{Kind, Patience, Socket, lock};
-use crate::verbs::object::{misuse, os_errno};
+use crate::ffi::{misuse, os_errno};
 
 /// Bytes of one write of the stream: with its header one FPDU.
 pub(super) const TRANSFER: usize = 64_000;

@@ -14,7 +14,7 @@ use anywarp_engine::channel::Channel;
 use anywarp_engine::process;
 use anywarp_engine::worker::{Engine, Interrupted, WAIT_WORKING};
 
-use crate::verbs::object::os_errno;
+use crate::ffi::os_errno;
 
 /// A bell: readable when it rang.
 pub(super) type Bell = Channel<()>;

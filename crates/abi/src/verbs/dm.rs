@@ -1,11 +1,11 @@
-//! Device memory: a few pages that belong to the device, reached by the copying functions and as a region.
+//! Device memory: a few pages of the device's own, reached by copying functions and as a region.
 //!
-//! Hardware wants its accesses in words of four bytes, and programs are written for that; so here too an offset or a
-//! length that is no multiple of four is refused.
+//! Hardware accesses this memory in words of four octets. Programs are written for that, so an offset or a length that is
+//! not a multiple of four is refused here too.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::bounds;
@@ -13,120 +13,136 @@ use anywarp_core::verbs::access::Access;
 use anywarp_engine::process::PerProcess;
 use anywarp_engine::verbs::DeviceMemory;
 
+use super::handle::{CStruct, into_c, known, live, returned};
 use super::memory::register_in;
-use super::object::{DmObject, from_c, into_c, is_lost, of};
+use super::object::{ContextObject, DmObject, MrObject, Users};
 use super::types::*;
-use crate::fail;
+use crate::entry;
+use crate::ffi::{Errno, arg, errno, null, set_errno};
 
-/// All pieces by handle, for `ibv_import_dm`.
-fn table() -> MutexGuard<'static, HashMap<u32, Weak<DeviceMemory>>> {
+/// Device memory by handle, for `ibv_import_dm`.
+fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<DeviceMemory>>> {
     static TABLE: PerProcess<Mutex<HashMap<u32, Weak<DeviceMemory>>>> =
         PerProcess::new(Mutex::default);
     TABLE.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn object(
+fn make(
     context: *mut ibv_context,
     handle: u32,
     memory: Arc<DeviceMemory>,
     imported: bool,
-) -> DmObject {
-    DmObject {
-        c: ibv_dm {
-            context,
-            memcpy_to_dm: Some(copy_to),
-            memcpy_from_dm: Some(copy_from),
-            comp_mask: 0,
-            handle,
-        },
+) -> *mut ibv_dm {
+    let c = ibv_dm {
+        context,
+        memcpy_to_dm: Some(copy_to),
+        memcpy_from_dm: Some(copy_from),
+        comp_mask: 0,
+        handle,
+    };
+    into_c(DmObject {
+        c: CStruct::new(c),
         memory,
-        regions: Arc::new(AtomicUsize::new(0)),
+        regions: Users::default(),
         imported,
-    }
+    })
 }
 
-/// `ibv_alloc_dm(3)`.
+/// `ibv_alloc_dm(3)`. A child of fork(2) may call it with a context of its parent: it needs nothing of the engine.
 pub(crate) unsafe extern "C" fn alloc_dm(
     context: *mut ibv_context,
     attr: *mut ibv_alloc_dm_attr,
 ) -> *mut ibv_dm {
-    crate::guard(std::ptr::null_mut(), || {
+    null("ibv_alloc_dm", || {
         static NEXT: AtomicU32 = AtomicU32::new(1);
-        if context.is_null() || attr.is_null() {
-            return fail(libc::EINVAL, std::ptr::null_mut());
-        }
-        // A forked child may do this with its parent's context: nothing of the engine is needed.
-        // SAFETY: valid (the program's promise).
-        let attr = unsafe { &*attr };
+        // SAFETY: null or valid (the program's promise).
+        let attr = unsafe { arg(attr) }?;
         if attr.comp_mask != 0 {
-            return fail(libc::EOPNOTSUPP, std::ptr::null_mut());
+            return Err(libc::EOPNOTSUPP);
         }
-        if attr.length == 0 || attr.log_align_req > bounds::DEVICE_MEMORY_ALIGN_LOG {
-            return fail(libc::EINVAL, std::ptr::null_mut());
+        let aligned = attr.log_align_req <= bounds::DEVICE_MEMORY_ALIGN_LOG;
+        if context.is_null() || attr.length == 0 || !aligned {
+            return Err(libc::EINVAL);
         }
-        let Some(memory) = DeviceMemory::new(attr.length) else {
-            return fail(libc::ENOMEM, std::ptr::null_mut());
-        };
-        let (handle, memory) = (NEXT.fetch_add(1, Ordering::Relaxed), Arc::new(memory));
-        let mut all = table();
-        all.retain(|_, m| m.strong_count() > 0);
+        let memory = Arc::new(DeviceMemory::new(attr.length).ok_or(libc::ENOMEM)?);
+        let handle = NEXT.fetch_add(1, Ordering::Relaxed);
+        let mut all = by_handle();
+        all.retain(|_, memory| memory.strong_count() > 0);
         all.insert(handle, Arc::downgrade(&memory));
         drop(all);
-        into_c(object(context, handle, memory, false))
+        Ok(make(context, handle, memory, false))
     })
+}
+
+/// Frees what `ibv_alloc_dm` or `ibv_import_dm` gave: EBUSY while a region lies in it.
+///
+/// # Safety
+/// `dm` is null or lives, and is not used again when this succeeds.
+unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let Some(dm) = unsafe { returned::<DmObject, _>(dm) }? else {
+        return Ok(());
+    };
+    if dm.imported != imported {
+        return Err(libc::EINVAL);
+    }
+    if dm.regions.any() {
+        return Err(libc::EBUSY);
+    }
+    drop(dm.take());
+    Ok(())
 }
 
 /// `ibv_free_dm(3)`: EBUSY while a region lies in it.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
-    crate::guard(libc::EIO, || {
-        // SAFETY: the program's promise.
-        unsafe { end(dm, false) }
-    })
+    // SAFETY: the program's promise.
+    errno("ibv_free_dm", || unsafe { free(dm, false) })
 }
 
-/// Ends what `ibv_alloc_dm` or `ibv_import_dm` gave.
-///
-/// # Safety
-/// `dm` lives and is not used again when this returns 0.
-pub(crate) unsafe fn end(dm: *mut ibv_dm, imported: bool) -> c_int {
-    if dm.is_null() {
-        return libc::EINVAL;
-    }
-    // SAFETY: lives (caller's promise).
-    if unsafe { is_lost::<DmObject, _>(dm) } {
-        return 0;
-    }
-    // SAFETY: as above.
-    let object = unsafe { of::<DmObject, _>(dm) };
-    if object.imported != imported {
-        return libc::EINVAL;
-    }
-    if object.regions.load(Ordering::Acquire) > 0 {
-        return libc::EBUSY;
-    }
-    // SAFETY: not used again (caller's promise).
-    drop(unsafe { from_c::<DmObject, _>(dm) });
-    0
-}
-
-/// `ibv_import_dm(3)`.
-///
-/// # Safety
-/// `context` is open.
-pub(crate) unsafe fn import(context: *mut ibv_context, handle: u32) -> *mut ibv_dm {
-    match table().get(&handle).and_then(Weak::upgrade) {
-        Some(memory) => into_c(object(context, handle, memory, true)),
-        None => fail(libc::EINVAL, std::ptr::null_mut()),
+entry! {
+    /// `ibv_import_dm(3)`.
+    ///
+    /// # Safety
+    /// `context` is null or open.
+    unsafe fn ibv_import_dm(context: *mut ibv_context, handle: u32) -> *mut ibv_dm, null, {
+        // SAFETY: the caller's promise.
+        unsafe { ContextObject::live(context) }.map_err(|_any| libc::EINVAL)?;
+        let memory = by_handle().get(&handle).and_then(Weak::upgrade).ok_or(libc::EINVAL)?;
+        Ok(make(context, handle, memory, true))
     }
 }
 
-/// Address of `[offset, offset + length)`, if that is inside and made of words.
-fn place(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
+entry! {
+    /// `ibv_unimport_dm(3)`.
+    ///
+    /// # Safety
+    /// `dm` is null or came from `ibv_import_dm`, and is not used again.
+    unsafe fn ibv_unimport_dm(dm: *mut ibv_dm), nothing, {
+        // SAFETY: the caller's promise.
+        unsafe { free(dm, true) }
+    }
+}
+
+/// The address of `[offset, offset + length)`, if it lies inside and consists of words.
+fn at(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
     const WORD: usize = 4;
     let offset = usize::try_from(offset).ok()?;
     let words = offset.is_multiple_of(WORD) && length.is_multiple_of(WORD);
     let inside = offset.checked_add(length)? <= memory.len();
     (words && inside).then(|| std::ptr::with_exposed_provenance_mut(memory.start() + offset))
+}
+
+/// [`at`] for the copying functions, which return an errno value and set `errno` too.
+///
+/// # Safety
+/// `dm` lives.
+unsafe fn window(dm: *mut ibv_dm, offset: u64, length: usize) -> Result<*mut u8, Errno> {
+    // SAFETY: lives (caller's promise). A child of fork(2) may copy: the memory is its own.
+    let memory = unsafe { &known::<DmObject, _>(dm).memory };
+    at(memory, offset, length).ok_or_else(|| {
+        set_errno(libc::EINVAL);
+        libc::EINVAL
+    })
 }
 
 unsafe extern "C" fn copy_to(
@@ -135,14 +151,10 @@ unsafe extern "C" fn copy_to(
     from: *const c_void,
     length: usize,
 ) -> c_int {
-    crate::guard(libc::EIO, || {
-        // SAFETY: lives (the program's promise).
-        let Some(to) = place(unsafe { &of::<DmObject, _>(dm).memory }, offset, length) else {
-            return fail(libc::EINVAL, libc::EINVAL);
-        };
-        // SAFETY: inside of device memory (checked); `length` readable bytes (the program's promise).
-        unsafe { std::ptr::copy(from.cast::<u8>(), to, length) };
-        0
+    errno("ibv_memcpy_to_dm", || {
+        // SAFETY: `dm` lives, `from` has `length` readable bytes (the program's promise); the window is inside.
+        unsafe { std::ptr::copy(from.cast(), window(dm, offset, length)?, length) };
+        Ok(())
     })
 }
 
@@ -152,14 +164,10 @@ unsafe extern "C" fn copy_from(
     offset: u64,
     length: usize,
 ) -> c_int {
-    crate::guard(libc::EIO, || {
-        // SAFETY: lives (the program's promise).
-        let Some(from) = place(unsafe { &of::<DmObject, _>(dm).memory }, offset, length) else {
-            return fail(libc::EINVAL, libc::EINVAL);
-        };
-        // SAFETY: inside of device memory (checked); `length` writable bytes (the program's promise).
-        unsafe { std::ptr::copy(from, to.cast::<u8>(), length) };
-        0
+    errno("ibv_memcpy_from_dm", || {
+        // SAFETY: `dm` lives, `to` has `length` writable bytes (the program's promise); the window is inside.
+        unsafe { std::ptr::copy(window(dm, offset, length)?, to.cast(), length) };
+        Ok(())
     })
 }
 
@@ -171,25 +179,21 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
     length: usize,
     access: c_uint,
 ) -> *mut ibv_mr {
-    crate::guard(std::ptr::null_mut(), || {
-        if pd.is_null() || dm.is_null() || !Access(access).has(Access::ZERO_BASED) {
-            return fail(libc::EINVAL, std::ptr::null_mut());
+    null("ibv_reg_dm_mr", || {
+        if pd.is_null() || !Access(access).has(Access::ZERO_BASED) {
+            return Err(libc::EINVAL);
         }
-        // SAFETY: lives (the program's promise).
-        let object = unsafe { of::<DmObject, _>(dm) };
-        let Some(addr) = place(&object.memory, offset, length) else {
-            return fail(libc::EINVAL, std::ptr::null_mut());
-        };
-        object.regions.fetch_add(1, Ordering::AcqRel);
-        let held = Some((Arc::clone(&object.memory), Arc::clone(&object.regions)));
-        // SAFETY: the program's promise; the memory lives as long as the region, which holds it.
-        let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, held) };
-        if mr.is_null() {
-            object.regions.fetch_sub(1, Ordering::AcqRel);
-        } else {
-            // SAFETY: just made. The memory has no address of the program's.
-            unsafe { (*mr).addr = std::ptr::null_mut() };
-        }
-        mr
+        // SAFETY: null or live (the program's promise).
+        let dm = unsafe { live::<DmObject, _>(dm) }?;
+        let addr = at(&dm.memory, offset, length).ok_or(libc::EINVAL)?;
+        let held = (Arc::clone(&dm.memory), dm.regions.enter());
+        // SAFETY: `pd` lives (the program's promise); the region keeps the memory.
+        let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, Some(held)) }?;
+        // The memory has no address in the program.
+        // SAFETY: just made.
+        unsafe { known::<MrObject, _>(mr) }
+            .c
+            .set(|c| c.addr = std::ptr::null_mut());
+        Ok(mr)
     })
 }

@@ -1,7 +1,8 @@
 //! What libibverbs tells of the host rather than of a device: sysfs and fork.
 
 use super::types::{IBV_FORK_UNNEEDED, ibv_fork_status};
-use crate::{entry, fail};
+use crate::entry;
+use crate::ffi::os_errno;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::fs::File;
 use std::io::Read as _;
@@ -36,7 +37,7 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn ibv_get_sysfs_path() -> *const c_char, on_panic = c"/sys".as_ptr(), {
+    unsafe fn ibv_get_sysfs_path() -> *const c_char, value(c"/sys".as_ptr()), {
         sysfs_path().as_ptr()
     }
 }
@@ -51,28 +52,23 @@ entry! {
     /// `dir` and `file` are C strings, `buf` has room for `size` octets.
     unsafe fn ibv_read_sysfs_file(
         dir: *const c_char, file: *const c_char, buf: *mut c_char, size: usize,
-    ) -> c_int, on_panic = -1, {
+    ) -> c_int, minus_one, {
         if dir.is_null() || file.is_null() || buf.is_null() {
-            return fail(libc::EINVAL, -1);
+            return Err(libc::EINVAL);
         }
-        // SAFETY: a C string (caller's promise).
-        let dir = unsafe { CStr::from_ptr(dir) };
-        // SAFETY: a C string (caller's promise).
-        let file = unsafe { CStr::from_ptr(file) };
+        // SAFETY: C strings (caller's promise).
+        let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
         let path = Path::new(OsStr::from_bytes(dir.to_bytes())).join(OsStr::from_bytes(file.to_bytes()));
         let Some(room) = size.checked_sub(1) else {
-            return 0;
+            return Ok(0);
         };
-        match read_line(&path, room) {
-            Ok(text) => {
-                // SAFETY: `text` is at most `size - 1` octets long and `buf` has room for `size`.
-                unsafe { buf.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len()) };
-                // SAFETY: as above; the NUL is at most octet `size - 1`.
-                unsafe { buf.add(text.len()).write(0) };
-                c_int::try_from(text.len()).unwrap_or(c_int::MAX)
-            }
-            Err(e) => fail(e.raw_os_error().unwrap_or(libc::EIO), -1),
+        let text = read_line(&path, room).map_err(|e| os_errno(&e))?;
+        // SAFETY: `text` has at most `size - 1` octets, and `buf` has room for `size` (caller's promise).
+        unsafe {
+            buf.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
+            buf.add(text.len()).write(0);
         }
+        Ok(c_int::try_from(text.len()).unwrap_or(c_int::MAX))
     }
 }
 
@@ -98,7 +94,7 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn ibv_fork_init() -> c_int, on_panic = libc::EIO, { 0 }
+    unsafe fn ibv_fork_init() -> c_int, value(libc::EIO), { 0 }
 }
 
 entry! {
@@ -106,7 +102,7 @@ entry! {
     ///
     /// # Safety
     /// None needed.
-    unsafe fn ibv_is_fork_initialized() -> ibv_fork_status, on_panic = IBV_FORK_UNNEEDED, { IBV_FORK_UNNEEDED }
+    unsafe fn ibv_is_fork_initialized() -> ibv_fork_status, value(IBV_FORK_UNNEEDED), { IBV_FORK_UNNEEDED }
 }
 
 entry! {
@@ -114,7 +110,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: the range is not looked at.
-    unsafe fn ibv_dontfork_range(_base: *mut c_void, _size: usize) -> c_int, on_panic = -1, { 0 }
+    unsafe fn ibv_dontfork_range(_base: *mut c_void, _size: usize) -> c_int, value(-1), { 0 }
 }
 
 entry! {
@@ -122,7 +118,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: the range is not looked at.
-    unsafe fn ibv_dofork_range(_base: *mut c_void, _size: usize) -> c_int, on_panic = -1, { 0 }
+    unsafe fn ibv_dofork_range(_base: *mut c_void, _size: usize) -> c_int, value(-1), { 0 }
 }
 
 #[cfg(test)]

@@ -217,7 +217,7 @@ entry! {
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
-    unsafe fn ibv_copy_ah_attr_from_kern(dst: *mut ibv_ah_attr, src: *const ib_uverbs_ah_attr), on_panic = (), {
+    unsafe fn ibv_copy_ah_attr_from_kern(dst: *mut ibv_ah_attr, src: *const ib_uverbs_ah_attr), value(()), {
         // SAFETY: readable (caller's promise).
         let attr = unsafe { src.read() };
         // SAFETY: writable (caller's promise).
@@ -230,7 +230,7 @@ entry! {
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
-    unsafe fn ibv_copy_qp_attr_from_kern(dst: *mut ibv_qp_attr, src: *const ib_uverbs_qp_attr), on_panic = (), {
+    unsafe fn ibv_copy_qp_attr_from_kern(dst: *mut ibv_qp_attr, src: *const ib_uverbs_qp_attr), value(()), {
         // SAFETY: readable (caller's promise).
         let attr = unsafe { src.read() };
         // SAFETY: writable (caller's promise).
@@ -243,7 +243,7 @@ entry! {
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
-    unsafe fn ibv_copy_path_rec_from_kern(dst: *mut ibv_sa_path_rec, src: *const ib_user_path_rec), on_panic = (), {
+    unsafe fn ibv_copy_path_rec_from_kern(dst: *mut ibv_sa_path_rec, src: *const ib_user_path_rec), value(()), {
         // SAFETY: readable (caller's promise).
         let path = unsafe { src.read() };
         // SAFETY: writable (caller's promise).
@@ -256,7 +256,7 @@ entry! {
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
-    unsafe fn ibv_copy_path_rec_to_kern(dst: *mut ib_user_path_rec, src: *const ibv_sa_path_rec), on_panic = (), {
+    unsafe fn ibv_copy_path_rec_to_kern(dst: *mut ib_user_path_rec, src: *const ibv_sa_path_rec), value(()), {
         // SAFETY: readable (caller's promise).
         let path = unsafe { src.read() };
         // SAFETY: writable (caller's promise).

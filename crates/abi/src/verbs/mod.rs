@@ -1,19 +1,26 @@
-//! libibverbs: types, entry points, and what the header's inline functions call.
+//! libibverbs: its types, and its functions by the object that they are about.
 
-pub mod device;
-pub(crate) mod dm;
-pub(crate) mod domain;
-pub mod extended;
+pub mod address;
+pub mod async_event;
+pub mod attributes;
+pub(crate) mod convert;
+pub mod cq;
+pub(crate) mod cq_ex;
+pub mod dm;
+pub(crate) mod handle;
 pub mod host;
-pub mod import;
 pub mod kern;
 pub mod memory;
 pub(crate) mod object;
+pub mod open;
 pub mod ops;
+pub mod pd;
 pub mod private;
 pub mod qp;
-pub mod queue;
 pub mod rate;
+pub mod srq;
 pub mod text;
 pub mod types;
-pub(crate) mod xrc;
+pub(crate) mod wait;
+pub(crate) mod window;
+pub(crate) mod wr_ex;

@@ -1,23 +1,54 @@
-//! C objects and the engine's objects behind them.
-//!
-//! Each object that a program holds begins with the struct of the header, so that its address serves as the C pointer;
-//! what is ours follows. It is made by [`into_c`] and ends in [`from_c`].
+//! The object behind each C pointer of the verbs: what the program sees, then what belongs to this library.
 
+use std::cell::UnsafeCell;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::pd::Pd;
+use anywarp_core::verbs::wc::Completion;
+use anywarp_core::verbs::wr::WorkRequest;
+use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
 use anywarp_engine::channel::Channel;
 use anywarp_engine::device::Context;
 use anywarp_engine::verbs::{
     CompletionQueue, DeviceMemory, MemoryRegion, QueuePair, SharedReceive,
 };
 
+use super::handle::{CStruct, Object};
 use super::types::*;
+use crate::ffi::Errno;
 use crate::profile::Place;
 
-/// An opened device: what the program sees is the `context` at the end of `c`.
+/// Counts the objects that use another one, which must not be destroyed before them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Users(Arc<AtomicUsize>);
+
+impl Users {
+    /// Whether anything uses the object.
+    pub(crate) fn any(&self) -> bool {
+        self.0.load(Ordering::Acquire) > 0
+    }
+
+    /// Counts one more user, until the value is dropped.
+    pub(crate) fn enter(&self) -> Use {
+        self.0.fetch_add(1, Ordering::AcqRel);
+        Use(Arc::clone(&self.0))
+    }
+}
+
+/// One user of an object.
+#[derive(Debug)]
+pub(crate) struct Use(Arc<AtomicUsize>);
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// An opened device. The program's pointer is the `context` at the end of `c`.
 #[repr(C)]
 pub(crate) struct ContextObject {
     pub(crate) c: verbs_context,
@@ -25,84 +56,146 @@ pub(crate) struct ContextObject {
 }
 
 impl ContextObject {
-    /// The object around a context that `ibv_open_device` gave.
+    /// The object around a context: `EINVAL` for null, `ENODEV` if a process opened it that this one was forked from.
     ///
     /// # Safety
-    /// `context` came from there and was not closed.
-    pub(crate) unsafe fn of<'a>(context: *mut ibv_context) -> &'a Self {
-        let at = std::mem::offset_of!(Self, c) + std::mem::offset_of!(verbs_context, context);
-        // SAFETY: the context lies `at` bytes into its object (caller's promise), which lives.
-        unsafe { &*context.cast::<u8>().sub(at).cast::<Self>() }
+    /// `context` is null or came from `ibv_open_device` and was not closed.
+    pub(crate) unsafe fn live<'a>(context: *mut ibv_context) -> Result<&'a Self, Errno> {
+        if context.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: not null, so open (caller's promise).
+        let object = unsafe { &*Self::around(context) };
+        if !object.engine.engine.is_current() {
+            return Err(libc::ENODEV);
+        }
+        Ok(object)
     }
+
+    /// The address of the object around a context.
+    pub(crate) fn around(context: *mut ibv_context) -> *mut Self {
+        let at = std::mem::offset_of!(Self, c) + std::mem::offset_of!(verbs_context, context);
+        context.cast::<u8>().wrapping_sub(at).cast()
+    }
+}
+
+/// The device that the objects of an open context belong to.
+///
+/// Objects keep the pointer of their context, as the header has it. `ibv_close_device(3)` forbids to close a context before
+/// its objects are destroyed.
+fn device_of<'a>(context: *mut ibv_context) -> &'a Arc<Context> {
+    // SAFETY: the context of a live object is open (see above).
+    unsafe { &(*ContextObject::around(context)).engine }
 }
 
 /// A protection domain, or a parent domain around one.
 #[repr(C)]
 pub(crate) struct PdObject {
-    pub(crate) c: ibv_pd,
+    pub(crate) c: CStruct<ibv_pd>,
     pub(crate) engine: Arc<Pd>,
     /// Keeps a parent domain's thread domain.
     pub(crate) _td: Option<Arc<()>>,
     pub(crate) _place: Place,
 }
 
+// SAFETY: `repr(C)`; an `ibv_pd` comes first.
+unsafe impl Object<ibv_pd> for PdObject {}
+
+impl PdObject {
+    pub(crate) fn context(&self) -> *mut ibv_context {
+        self.c.get(|c| c.context)
+    }
+
+    /// The device that it belongs to.
+    pub(crate) fn device(&self) -> &Arc<Context> {
+        device_of(self.context())
+    }
+}
+
 /// A thread domain.
 #[repr(C)]
 pub(crate) struct TdObject {
-    pub(crate) c: ibv_td,
+    pub(crate) c: CStruct<ibv_td>,
     /// Shared by the parent domains that have it.
     pub(crate) users: Arc<()>,
 }
 
+// SAFETY: `repr(C)`; an `ibv_td` comes first.
+unsafe impl Object<ibv_td> for TdObject {}
+
 /// A piece of device memory.
 #[repr(C)]
 pub(crate) struct DmObject {
-    pub(crate) c: ibv_dm,
+    pub(crate) c: CStruct<ibv_dm>,
     pub(crate) memory: Arc<DeviceMemory>,
-    /// Regions that lie in it.
-    pub(crate) regions: Arc<AtomicUsize>,
+    /// The regions that lie in it.
+    pub(crate) regions: Users,
     pub(crate) imported: bool,
 }
+
+// SAFETY: `repr(C)`; an `ibv_dm` comes first.
+unsafe impl Object<ibv_dm> for DmObject {}
 
 /// A memory region.
 #[repr(C)]
 pub(crate) struct MrObject {
-    pub(crate) c: ibv_mr,
+    pub(crate) c: CStruct<ibv_mr>,
     pub(crate) engine: MemoryRegion,
-    /// The device memory that it lies in, and how many regions do.
-    pub(crate) device_memory: Option<(Arc<DeviceMemory>, Arc<AtomicUsize>)>,
+    /// The device memory that it lies in.
+    pub(crate) _device_memory: Option<(Arc<DeviceMemory>, Use)>,
     pub(crate) _place: Place,
 }
+
+// SAFETY: `repr(C)`; an `ibv_mr` comes first.
+unsafe impl Object<ibv_mr> for MrObject {}
 
 /// A memory window.
 #[repr(C)]
 pub(crate) struct MwObject {
-    pub(crate) c: ibv_mw,
+    pub(crate) c: CStruct<ibv_mw>,
     pub(crate) pd: Arc<Pd>,
     pub(crate) _place: Place,
+}
+
+// SAFETY: `repr(C)`; an `ibv_mw` comes first.
+unsafe impl Object<ibv_mw> for MwObject {}
+
+impl MwObject {
+    /// The device that it belongs to.
+    pub(crate) fn device(&self) -> &Arc<Context> {
+        device_of(self.c.get(|c| c.context))
+    }
 }
 
 /// An address handle.
 #[repr(C)]
 pub(crate) struct AhObject {
-    pub(crate) c: ibv_ah,
-    pub(crate) ip: std::net::IpAddr,
-    pub(crate) source: Option<std::net::IpAddr>,
+    pub(crate) c: CStruct<ibv_ah>,
+    pub(crate) ip: IpAddr,
+    pub(crate) source: Option<IpAddr>,
     pub(crate) hop_limit: u8,
     pub(crate) traffic_class: u8,
     pub(crate) pd: Arc<Pd>,
     pub(crate) _place: Place,
 }
 
+// SAFETY: `repr(C)`; an `ibv_ah` comes first.
+unsafe impl Object<ibv_ah> for AhObject {}
+
 /// A completion channel.
 #[repr(C)]
 pub(crate) struct ChannelObject {
-    pub(crate) c: ibv_comp_channel,
+    pub(crate) c: CStruct<ibv_comp_channel>,
     pub(crate) engine: Arc<Channel<usize>>,
-    pub(crate) users: AtomicUsize,
+    /// Completion queues.
+    pub(crate) users: Users,
 }
 
-/// Events that were handed to the program, and those that it acknowledged: an object may only go when they are equal.
+// SAFETY: `repr(C)`; an `ibv_comp_channel` comes first.
+unsafe impl Object<ibv_comp_channel> for ChannelObject {}
+
+/// Counts the events of an object that the program took and those that it acknowledged. The object is destroyed only when
+/// both are equal.
 #[derive(Debug, Default)]
 pub(crate) struct Acks {
     counts: Mutex<AckCounts>,
@@ -113,7 +206,7 @@ pub(crate) struct Acks {
 struct AckCounts {
     delivered: u64,
     acknowledged: u64,
-    /// Threads that wait: to wake nobody is a system call too.
+    /// Threads in `wait`. Waking is a system call even if there are none.
     waiting: u32,
 }
 
@@ -122,25 +215,28 @@ impl Acks {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The program takes an event.
     pub(crate) fn delivered(&self) {
         self.counts().delivered += 1;
     }
 
+    /// The program acknowledges `n` events.
     pub(crate) fn acknowledged(&self, n: u64) {
         let mut counts = self.counts();
         counts.acknowledged += n;
         if counts.waiting > 0 {
-            // Before the lock is given back: whoever waits frees the object as soon as it has the lock.
+            // While the lock is held: the waiting thread frees the object, and the lock, as soon as it gets it.
             self.changed.notify_all();
         }
         drop(counts);
     }
 
+    /// Waits until every delivered event is acknowledged.
     pub(crate) fn wait(&self) {
         self.wait_while(|counts| counts.delivered > counts.acknowledged);
     }
 
-    /// Waits for those that were delivered before; more may be meanwhile.
+    /// Waits until the events delivered before this call are acknowledged.
     pub(crate) fn wait_for_past(&self) {
         let delivered = self.counts().delivered;
         self.wait_while(|counts| delivered > counts.acknowledged);
@@ -159,127 +255,142 @@ impl Acks {
     }
 }
 
+/// The completion that the reading functions of an `ibv_cq_ex` show.
+#[derive(Debug)]
+pub(crate) struct Shown {
+    pub(crate) completion: Completion,
+    /// Nanoseconds of the real-time clock when it was polled.
+    pub(crate) at: u64,
+}
+
 /// A completion queue.
 #[repr(C)]
 pub(crate) struct CqObject {
-    pub(crate) c: ibv_cq_ex,
+    pub(crate) c: CStruct<ibv_cq_ex>,
     pub(crate) engine: Arc<CompletionQueue>,
     pub(crate) comp_acks: Acks,
     pub(crate) async_acks: Acks,
-    pub(crate) users: AtomicUsize,
-    /// The completion that the extended interface shows.
-    pub(crate) current: std::cell::UnsafeCell<Option<super::extended::Shown>>,
+    /// Queue pairs, and shared receive queues of XRC domains.
+    pub(crate) users: Users,
+    pub(crate) _channel: Option<Use>,
+    /// The completion that the extended interface shows. Only the thread between `start_poll` and `end_poll` uses it.
+    pub(crate) current: UnsafeCell<Option<Shown>>,
     pub(crate) _place: Place,
 }
+
+// SAFETY: `repr(C)`; an `ibv_cq_ex` comes first, which begins with the fields of an `ibv_cq`.
+unsafe impl Object<ibv_cq> for CqObject {}
+// SAFETY: as above.
+unsafe impl Object<ibv_cq_ex> for CqObject {}
+
+impl CqObject {
+    /// The device that it belongs to.
+    pub(crate) fn device(&self) -> &Arc<Context> {
+        device_of(self.c.get(|c| c.context))
+    }
+}
+
+/// What a shared receive queue of an XRC domain has besides.
+#[derive(Debug)]
+pub(crate) struct XrcPart {
+    pub(crate) queue: Arc<XrcSrq>,
+    pub(crate) domain: Arc<XrcDomain>,
+    /// Of the domain and of the completion queue.
+    pub(crate) _uses: [Use; 2],
+}
+
+impl XrcPart {
+    /// Takes the shared receive queue out of its domain: no receive of it is used from now on.
+    pub(crate) fn leave(&self) {
+        self.domain.leave(self.queue.number());
+        self.queue.close();
+    }
+}
+
+/// An XRC domain as one caller has it.
+#[repr(C)]
+pub(crate) struct XrcdObject {
+    pub(crate) c: CStruct<ibv_xrcd>,
+    pub(crate) domain: Arc<XrcDomain>,
+    /// Queue pairs and shared receive queues that were made with it.
+    pub(crate) users: Users,
+}
+
+// SAFETY: `repr(C)`; an `ibv_xrcd` comes first.
+unsafe impl Object<ibv_xrcd> for XrcdObject {}
 
 /// A shared receive queue.
 #[repr(C)]
 pub(crate) struct SrqObject {
-    pub(crate) c: ibv_srq,
-    /// Its place in an XRC domain.
-    pub(crate) xrc: Option<super::xrc::XrcPart>,
+    pub(crate) c: CStruct<ibv_srq>,
+    /// Its place in an XRC domain, if it has one.
+    pub(crate) xrc: Option<XrcPart>,
     pub(crate) engine: Arc<SharedReceive>,
     pub(crate) pd: Arc<Pd>,
     pub(crate) acks: Acks,
-    pub(crate) users: AtomicUsize,
+    /// Queue pairs.
+    pub(crate) users: Users,
     pub(crate) _place: Place,
+}
+
+// SAFETY: `repr(C)`; an `ibv_srq` comes first.
+unsafe impl Object<ibv_srq> for SrqObject {}
+
+impl SrqObject {
+    /// The device that it belongs to.
+    pub(crate) fn device(&self) -> &Arc<Context> {
+        device_of(self.c.get(|c| c.context))
+    }
+}
+
+/// Requests between `ibv_wr_start` and `ibv_wr_complete`. The bracket holds no lock that other verbs take, so they may be
+/// called in it.
+#[derive(Debug, Default)]
+pub(crate) struct Builder {
+    pub(crate) requests: Vec<WorkRequest>,
+    pub(crate) error: Option<Misuse>,
 }
 
 /// A queue pair.
 #[repr(C)]
 pub(crate) struct QpObject {
-    pub(crate) c: ibv_qp_ex,
+    pub(crate) c: CStruct<ibv_qp_ex>,
     pub(crate) engine: QueuePair,
     pub(crate) pd: Arc<Pd>,
     pub(crate) acks: Acks,
     pub(crate) init: Mutex<ibv_qp_init_attr>,
     pub(crate) ah: Mutex<ibv_ah_attr>,
-    /// Requests of a `wr_start` … `wr_complete` bracket.
-    pub(crate) builder: Mutex<super::extended::Builder>,
-    /// Users of the XRC domain, of which a receiving queue pair is one.
-    pub(crate) xrc_users: Option<Arc<AtomicUsize>>,
-    /// Wrote extended operations: `ibv_qp_to_qp_ex` may be used.
+    pub(crate) builder: Mutex<Builder>,
+    /// Of its two completion queues, its shared receive queue and its XRC domain, as far as it has them.
+    pub(crate) _uses: [Option<Use>; 4],
+    /// Has the functions of the extended interface: `ibv_qp_to_qp_ex` may be used.
     pub(crate) extended: bool,
     pub(crate) _place: Place,
 }
 
-// SAFETY: the C structs hold pointers that the program shares between threads as it sees fit; what is ours behind them
-// is behind locks. `init` holds such pointers too and is only copied.
+// SAFETY: `repr(C)`; an `ibv_qp_ex` comes first, which begins with an `ibv_qp`.
+unsafe impl Object<ibv_qp> for QpObject {}
+// SAFETY: as above.
+unsafe impl Object<ibv_qp_ex> for QpObject {}
+
+// SAFETY: `init` holds pointers that are copied and never followed; everything else may be used from every thread.
 unsafe impl Sync for QpObject {}
 // SAFETY: as above.
 unsafe impl Send for QpObject {}
 
-/// An object as it lies in memory: behind it stands which process made it.
-#[repr(C)]
-struct Owned<T> {
-    object: T,
-    generation: u32,
-}
-
-/// Gives an object to the program.
-pub(crate) fn into_c<T, C>(object: T) -> *mut C {
-    let generation = anywarp_engine::process::generation();
-    Box::into_raw(Box::new(Owned { object, generation })).cast()
-}
-
-/// Whether an object was made by a process that this one was forked from: it is gone here, and nothing of it may be
-/// touched. Calls fail with ENODEV; a destroy call has nothing to do.
-///
-/// # Safety
-/// As for [`of`].
-pub(crate) unsafe fn is_lost<T, C>(pointer: *mut C) -> bool {
-    // SAFETY: the caller's promise; only the number is read.
-    let made_in = unsafe { (*pointer.cast::<Owned<T>>()).generation };
-    made_in != anywarp_engine::process::generation()
-}
-
-/// [`is_lost`] for an open device.
-///
-/// # Safety
-/// As for [`ContextObject::of`].
-pub(crate) unsafe fn is_lost_context(context: *mut ibv_context) -> bool {
-    // SAFETY: the caller's promise.
-    !unsafe { ContextObject::of(context) }
-        .engine
-        .engine
-        .is_current()
-}
-
-/// Looks at the object behind a C pointer.
-///
-/// # Safety
-/// `pointer` came from [`into_c`] for this `T` and was not given back.
-pub(crate) unsafe fn of<'a, T, C>(pointer: *mut C) -> &'a T {
-    // SAFETY: the caller's promise.
-    unsafe { &*pointer.cast::<T>() }
-}
-
-/// Takes an object back from the program.
-///
-/// # Safety
-/// As for [`of`], and the program does not use it any more.
-pub(crate) unsafe fn from_c<T, C>(pointer: *mut C) -> T {
-    // SAFETY: the caller's promise.
-    unsafe { Box::from_raw(pointer.cast::<Owned<T>>()) }.object
-}
-
-/// The errno of a misuse; logged, so that a person sees which rule it was.
-pub(crate) fn misuse(call: &str, e: &Misuse) -> i32 {
-    if anywarp_engine::log::wants(anywarp_engine::log::Level::Warn) {
-        anywarp_engine::log::write(
-            anywarp_engine::log::Level::Warn,
-            format_args!("{call}: {e}"),
-        );
+impl QpObject {
+    /// The device that it belongs to.
+    pub(crate) fn device(&self) -> &Arc<Context> {
+        device_of(self.base().context)
     }
-    e.errno()
-}
 
-/// The errno of an I/O error.
-pub(crate) fn os_errno(e: &std::io::Error) -> i32 {
-    e.raw_os_error().unwrap_or(libc::EIO)
-}
+    /// A copy of the structure that the program sees.
+    pub(crate) fn base(&self) -> ibv_qp {
+        self.c.get(|c| c.qp_base)
+    }
 
-/// Notes that a C object has this address.
-pub(crate) fn set_cookie<C>(cookie: &AtomicUsize, pointer: *mut C) {
-    cookie.store(pointer.expose_provenance(), Ordering::Release);
+    /// Writes the state where the program sees it.
+    pub(crate) fn show_state(&self, state: ibv_qp_state) {
+        self.c.set(|c| c.qp_base.state = state);
+    }
 }

@@ -1,36 +1,17 @@
-//! The data path's entry: what the header's inline functions call. *Post* begins here, *poll* ends here.
+//! The data path's entry: the functions behind the inline functions of the header. *Post* begins here, *poll* ends here.
 
 use std::ffi::{c_int, c_uint};
 
 use anywarp_core::error::Misuse;
-use anywarp_core::verbs::wc::Completion;
-use anywarp_core::verbs::wr::{
-    Destination, InlineData, Op, Payload, RecvRequest, Remote, Sge, Sges, WorkRequest,
-};
+use anywarp_core::verbs::wr::{InlineData, Op, Payload, RecvRequest, Remote, WorkRequest};
 use anywarp_core::wire::{Stag, To};
 
-use super::memory::bind_of;
-use super::object::{AhObject, CqObject, QpObject, SrqObject, is_lost, misuse, of};
+use super::convert::{append_inline, bind_of, destination_of, flags_of, imm_of, sges_of};
+use super::handle::live;
+use super::object::{CqObject, QpObject, SrqObject};
 use super::types::*;
+use crate::ffi::{Errno, errno_fast, misuse, or_fast};
 use crate::profile::profile;
-
-/// A scatter/gather list of C.
-///
-/// # Safety
-/// `list` has `n` elements.
-pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
-    let mut sges = Sges::new();
-    for i in 0..usize::try_from(n).unwrap_or(0) {
-        // SAFETY: element `i` of `n` (caller's promise).
-        let sge = unsafe { &*list.add(i) };
-        sges.push(Sge {
-            addr: sge.addr,
-            len: sge.length,
-            lkey: Stag(sge.lkey),
-        });
-    }
-    sges
-}
 
 /// The bytes of an inline list.
 ///
@@ -40,55 +21,14 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
     for i in 0..usize::try_from(n).unwrap_or(0) {
         // SAFETY: element `i` of `n` (caller's promise).
         let sge = unsafe { &*list.add(i) };
-        let len = sge.length as usize;
-        let end = data.len();
-        if end + len > anywarp_core::bounds::MAX_INLINE as usize {
-            return Err(Misuse::InlineTooLarge);
-        }
-        let from: *const u8 =
-            std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
-        if end == 0 && len <= INLINE_SHORT {
-            // The usual case: no loop over bytes, as `resize` is.
-            *data = InlineData::from_buf_and_len([0; INLINE_SHORT], len);
-        } else {
-            data.resize(end + len, 0);
-        }
-        if let Some(room) = data.get_mut(end..) {
-            // SAFETY: `len` readable bytes (caller's promise); `room` is ours and as long.
-            unsafe { std::ptr::copy_nonoverlapping(from, room.as_mut_ptr(), len) };
-        }
+        let from = std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
+        // SAFETY: readable memory (caller's promise).
+        unsafe { append_inline(data, from, sge.length as usize) }?;
     }
     Ok(())
 }
 
-/// Inline data of which `InlineData` allocates nothing.
-const INLINE_SHORT: usize = 64;
-
-/// Where a datagram goes.
-///
-/// # Safety
-/// `ah` is null or lives.
-pub(crate) unsafe fn destination_of(
-    ah: *mut ibv_ah,
-    qpn: u32,
-    qkey: u32,
-) -> Result<Destination, Misuse> {
-    if ah.is_null() {
-        return Err(Misuse::InvalidArgument("no address handle"));
-    }
-    // SAFETY: not null, so it lives (caller's promise).
-    let ah = unsafe { of::<AhObject, _>(ah) };
-    Ok(Destination {
-        addr: std::net::SocketAddr::new(ah.ip, u16::try_from(qpn >> 8 & 0xffff).unwrap_or(0)),
-        source: ah.source,
-        qpn,
-        qkey,
-        hop_limit: ah.hop_limit,
-        traffic_class: ah.traffic_class,
-    })
-}
-
-/// Makes a work request of C one of ours, which is blank before.
+/// Fills `into`, a blank request, from a request of C.
 ///
 /// # Safety
 /// `wr` is valid with all it points to; `datagram` says which member of its union is meant.
@@ -171,7 +111,7 @@ unsafe fn request_of(
         IBV_WR_BIND_MW => {
             // SAFETY: the opcode says that this member is meant.
             let bind = unsafe { wr.op.bind_mw };
-            // SAFETY: the objects live (caller's promise).
+            // SAFETY: null or live (caller's promise).
             Op::Bind(unsafe { bind_of(bind.mw, bind.rkey, &bind.bind_info) }?)
         }
         _ => return Err(Misuse::InvalidArgument("opcode")),
@@ -191,7 +131,7 @@ unsafe fn request_of(
         into.payload = Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) });
     }
     if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
-        // The member of the union that tells where to has no room for memory of the peer.
+        // The member of the union with the destination has no room for an address in the peer's memory.
         return Err(Misuse::InvalidArgument(
             "an operation that datagram queue pairs have in ibv_wr_* only",
         ));
@@ -234,9 +174,24 @@ impl<T> Iterator for List<T> {
     }
 }
 
-/// Element `n` of a list.
-fn nth<T>(first: *mut T, next: fn(&T) -> *mut T, n: usize) -> *mut T {
-    List { at: first, next }.nth(n).unwrap_or(first)
+/// Reports the outcome of posting a list: of a failure, the errno and the first request that was not posted.
+///
+/// # Safety
+/// The list is valid, `bad` is null or a valid place.
+unsafe fn posted<T>(
+    call: &str,
+    result: Result<(), (usize, Misuse)>,
+    list: List<T>,
+    bad: *mut *mut T,
+) -> Result<(), Errno> {
+    result.map_err(|(n, e)| {
+        let first = list.at;
+        // SAFETY: null or valid (caller's promise).
+        if let Some(bad) = unsafe { bad.as_mut() } {
+            *bad = { list }.nth(n).unwrap_or(first);
+        }
+        misuse(call, &e)
+    })
 }
 
 /// `ibv_post_send(3)`.
@@ -245,34 +200,23 @@ pub(crate) unsafe extern "C" fn post_send(
     wr: *mut ibv_send_wr,
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
-    crate::quick_guard(libc::EIO, || {
-        if qp.is_null() {
-            return libc::EINVAL;
-        }
-        // SAFETY: lives (the program's promise).
-        if unsafe { is_lost::<QpObject, _>(qp) } {
-            return libc::ENODEV;
-        }
-        // SAFETY: lives (the program's promise).
-        let object = unsafe { of::<QpObject, _>(qp) };
-        let datagram = matches!(object.c.qp_base.qp_type, IBV_QPT_UD | IBV_QPT_DRIVER);
-        let xrc = object.c.qp_base.qp_type == IBV_QPT_XRC_SEND;
-        let next = |w: &ibv_send_wr| w.next;
-        // SAFETY: each element is valid with all it points to (the program's promise).
-        let requests = List { at: wr, next }.map(|w| {
-            // SAFETY: as above.
+    errno_fast("ibv_post_send", || {
+        // SAFETY: null or live (the program's promise).
+        let qp = unsafe { live::<QpObject, _>(qp) }?;
+        let kind = qp.c.get(|c| c.qp_base.qp_type);
+        let datagram = matches!(kind, IBV_QPT_UD | IBV_QPT_DRIVER);
+        let xrc = kind == IBV_QPT_XRC_SEND;
+        let list = || List {
+            at: wr,
+            next: |w: &ibv_send_wr| w.next,
+        };
+        let requests = list().map(|w| {
+            // SAFETY: each element is valid with all it points to (the program's promise).
             move |into: &mut WorkRequest| unsafe { request_of(&*w, datagram, xrc, into) }
         });
-        match object.engine.post_sends(requests) {
-            Ok(()) => 0,
-            Err((n, e)) => {
-                if !bad.is_null() {
-                    // SAFETY: not null, so valid (the program's promise).
-                    unsafe { bad.write(nth(wr, next, n)) };
-                }
-                misuse("ibv_post_send", &e)
-            }
-        }
+        let result = qp.engine.post_sends(requests);
+        // SAFETY: valid (the program's promise).
+        unsafe { posted("ibv_post_send", result, list(), bad) }
     })
 }
 
@@ -291,35 +235,32 @@ unsafe fn recv_of(wr: &ibv_recv_wr) -> Result<RecvRequest, Misuse> {
     })
 }
 
+fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
+    List {
+        at: wr,
+        next: |w| w.next,
+    }
+}
+
+/// The receives of a list of C.
+///
+/// # Safety
+/// Each element is valid with its list.
+unsafe fn receives(wr: *mut ibv_recv_wr) -> impl Iterator<Item = Result<RecvRequest, Misuse>> {
+    // SAFETY: the caller's promise.
+    receive_list(wr).map(|w| unsafe { recv_of(&*w) })
+}
+
 /// `ibv_post_recv(3)`.
 pub(crate) unsafe extern "C" fn post_recv(
     qp: *mut ibv_qp,
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    crate::quick_guard(libc::EIO, || {
-        if qp.is_null() {
-            return libc::EINVAL;
-        }
-        // SAFETY: lives (the program's promise).
-        if unsafe { is_lost::<QpObject, _>(qp) } {
-            return libc::ENODEV;
-        }
-        // SAFETY: lives (the program's promise).
-        let object = unsafe { of::<QpObject, _>(qp) };
-        let next = |w: &ibv_recv_wr| w.next;
-        // SAFETY: each element is valid (the program's promise).
-        let requests = List { at: wr, next }.map(|w| unsafe { recv_of(&*w) });
-        match object.engine.post_recv(requests) {
-            Ok(()) => 0,
-            Err((n, e)) => {
-                if !bad.is_null() {
-                    // SAFETY: not null, so valid (the program's promise).
-                    unsafe { bad.write(nth(wr, next, n)) };
-                }
-                misuse("ibv_post_recv", &e)
-            }
-        }
+    // SAFETY: null or live, with a valid list (the program's promise).
+    errno_fast("ibv_post_recv", || unsafe {
+        let result = live::<QpObject, _>(qp)?.engine.post_recv(receives(wr));
+        posted("ibv_post_recv", result, receive_list(wr), bad)
     })
 }
 
@@ -329,72 +270,20 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    crate::quick_guard(libc::EIO, || {
-        if srq.is_null() {
-            return libc::EINVAL;
-        }
-        // SAFETY: lives (the program's promise).
-        if unsafe { is_lost::<SrqObject, _>(srq) } {
-            return libc::ENODEV;
-        }
-        // SAFETY: lives (the program's promise).
-        let object = unsafe { of::<SrqObject, _>(srq) };
-        let next = |w: &ibv_recv_wr| w.next;
-        // SAFETY: each element is valid (the program's promise).
-        let requests = List { at: wr, next }.map(|w| unsafe { recv_of(&*w) });
-        match object.engine.post(requests) {
-            Ok(()) => 0,
-            Err((n, e)) => {
-                if !bad.is_null() {
-                    // SAFETY: not null, so valid (the program's promise).
-                    unsafe { bad.write(nth(wr, next, n)) };
-                }
-                misuse("ibv_post_srq_recv", &e)
-            }
-        }
+    // SAFETY: null or live, with a valid list (the program's promise).
+    errno_fast("ibv_post_srq_recv", || unsafe {
+        let result = live::<SrqObject, _>(srq)?.engine.post(receives(wr));
+        posted("ibv_post_srq_recv", result, receive_list(wr), bad)
     })
-}
-
-/// The flags of a completion.
-pub(crate) fn flags_of(c: &Completion) -> c_uint {
-    let mut flags = 0;
-    if c.grh {
-        flags |= IBV_WC_GRH;
-    }
-    if c.imm.is_some() {
-        flags |= IBV_WC_WITH_IMM;
-    }
-    if c.invalidated.is_some() {
-        flags |= IBV_WC_WITH_INV;
-    }
-    flags
-}
-
-/// Immediate data or invalidated key, as the header's union has them.
-pub(crate) fn imm_of(c: &Completion) -> be32 {
-    match (c.imm, c.invalidated) {
-        (Some(imm), _) => u32::from_ne_bytes(imm),
-        (None, Some(stag)) => stag.0,
-        (None, None) => 0,
-    }
 }
 
 /// `ibv_poll_cq(3)`.
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_wc) -> c_int {
-    crate::quick_guard(-1, || {
-        let Ok(max) = usize::try_from(n) else {
-            return -1;
-        };
-        if cq.is_null() {
-            return -1;
-        }
-        // SAFETY: lives (the program's promise).
-        if unsafe { is_lost::<CqObject, _>(cq) } {
-            return -1;
-        }
-        // SAFETY: lives (the program's promise).
-        let object = unsafe { of::<CqObject, _>(cq) };
-        let got = object.engine.poll(max, |i, c| {
+    or_fast("ibv_poll_cq", -1, || {
+        let max = usize::try_from(n).map_err(|_negative| libc::EINVAL)?;
+        // SAFETY: null or live (the program's promise).
+        let queue = unsafe { live::<CqObject, _>(cq) }?;
+        let got = queue.engine.poll(max, |i, c| {
             let entry = ibv_wc {
                 wr_id: c.wr_id,
                 status: c.status as u32,
@@ -413,27 +302,19 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
             // SAFETY: `i` is below `max`, for which the program has room.
             unsafe { wc.add(i).write(entry) };
         });
-        if got == 0 && object.engine.core.is_broken() {
-            return -1;
+        if got == 0 && queue.engine.core.is_broken() {
+            return Ok(-1);
         }
-        c_int::try_from(got).unwrap_or(c_int::MAX)
+        Ok(c_int::try_from(got).unwrap_or(c_int::MAX))
     })
 }
 
 /// `ibv_req_notify_cq(3)`.
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
-    crate::quick_guard(libc::EIO, || {
-        if cq.is_null() {
-            return libc::EINVAL;
-        }
-        // SAFETY: lives (the program's promise).
-        if unsafe { is_lost::<CqObject, _>(cq) } {
-            return libc::ENODEV;
-        }
-        // SAFETY: lives (the program's promise).
-        unsafe { of::<CqObject, _>(cq) }
-            .engine
-            .arm(solicited_only != 0);
-        0
+    errno_fast("ibv_req_notify_cq", || {
+        // SAFETY: null or live (the program's promise).
+        let queue = unsafe { live::<CqObject, _>(cq) }?;
+        queue.engine.arm(solicited_only != 0);
+        Ok(())
     })
 }

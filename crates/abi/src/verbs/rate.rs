@@ -45,7 +45,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn ibv_rate_to_mult(rate: ibv_rate) -> c_int, on_panic = -1, {
+    unsafe fn ibv_rate_to_mult(rate: ibv_rate) -> c_int, value(-1), {
         RATES.iter().find(|r| r.0 == rate).and_then(|r| r.1).unwrap_or(-1)
     }
 }
@@ -55,7 +55,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn mult_to_ibv_rate(mult: c_int) -> ibv_rate, on_panic = IBV_RATE_MAX, {
+    unsafe fn mult_to_ibv_rate(mult: c_int) -> ibv_rate, value(IBV_RATE_MAX), {
         RATES.iter().find(|r| r.1 == Some(mult)).map_or(IBV_RATE_MAX, |r| r.0)
     }
 }
@@ -65,7 +65,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn ibv_rate_to_mbps(rate: ibv_rate) -> c_int, on_panic = -1, {
+    unsafe fn ibv_rate_to_mbps(rate: ibv_rate) -> c_int, value(-1), {
         RATES.iter().find(|r| r.0 == rate).map_or(-1, |r| r.2)
     }
 }
@@ -75,7 +75,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn mbps_to_ibv_rate(mbps: c_int) -> ibv_rate, on_panic = IBV_RATE_MAX, {
+    unsafe fn mbps_to_ibv_rate(mbps: c_int) -> ibv_rate, value(IBV_RATE_MAX), {
         RATES.iter().find(|r| r.2 == mbps).map_or(IBV_RATE_MAX, |r| r.0)
     }
 }

@@ -98,7 +98,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn ibv_wc_status_str(status: ibv_wc_status) -> *const c_char, on_panic = std::ptr::null(), {
+    unsafe fn ibv_wc_status_str(status: ibv_wc_status) -> *const c_char, value(std::ptr::null()), {
         text(&WC_STATUS, status, c"unknown")
     }
 }
@@ -108,7 +108,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn ibv_node_type_str(node_type: ibv_node_type) -> *const c_char, on_panic = std::ptr::null(), {
+    unsafe fn ibv_node_type_str(node_type: ibv_node_type) -> *const c_char, value(std::ptr::null()), {
         text(&NODE_TYPE, node_type.wrapping_sub(IBV_NODE_CA), c"unknown")
     }
 }
@@ -118,7 +118,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn ibv_port_state_str(port_state: ibv_port_state) -> *const c_char, on_panic = std::ptr::null(), {
+    unsafe fn ibv_port_state_str(port_state: ibv_port_state) -> *const c_char, value(std::ptr::null()), {
         text(&PORT_STATE, port_state, c"unknown")
     }
 }
@@ -128,7 +128,7 @@ entry! {
     ///
     /// # Safety
     /// None needed: any number may be passed.
-    unsafe fn ibv_event_type_str(event: ibv_event_type) -> *const c_char, on_panic = std::ptr::null(), {
+    unsafe fn ibv_event_type_str(event: ibv_event_type) -> *const c_char, value(std::ptr::null()), {
         text(&EVENT_TYPE, event, c"unknown")
     }
 }

@@ -1,0 +1,118 @@
+//! Socket addresses of C.
+
+use std::ffi::{c_int, c_void};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+
+use anywarp_engine::device::gid_of;
+use anywarp_engine::gids;
+use libc::{sockaddr, sockaddr_in, sockaddr_in6};
+
+use super::types::*;
+use crate::ffi::Errno;
+use crate::verbs::convert::c_gid;
+use crate::verbs::types::*;
+
+/// A socket address of C; `None` for null and for a family other than IPv4 and IPv6.
+///
+/// # Safety
+/// `addr` is null or points to an address of its family.
+pub(crate) unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
+    if addr.is_null() {
+        return None;
+    }
+    // SAFETY: not null, so an address, of the size that its family says; it may lie anywhere.
+    unsafe {
+        match c_int::from((&raw const (*addr).sa_family).read_unaligned()) {
+            libc::AF_INET => {
+                let a = addr.cast::<sockaddr_in>().read_unaligned();
+                let ip = Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+                Some((ip, u16::from_be(a.sin_port)).into())
+            }
+            libc::AF_INET6 => {
+                let a = addr.cast::<sockaddr_in6>().read_unaligned();
+                let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
+                let port = u16::from_be(a.sin6_port);
+                Some(SocketAddrV6::new(ip, port, 0, a.sin6_scope_id).into())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// [`address_of`] for a call that needs an address: `EINVAL` without.
+///
+/// # Safety
+/// As for [`address_of`].
+pub(super) unsafe fn needed_address(addr: *const sockaddr) -> Result<SocketAddr, Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { address_of(addr) }.ok_or(libc::EINVAL)
+}
+
+/// A socket address for C.
+pub(crate) fn c_address(address: SocketAddr) -> rdma_sockaddr {
+    // SAFETY: all-zero is a valid address of no family.
+    let mut out: rdma_sockaddr = unsafe { std::mem::zeroed() };
+    match address {
+        SocketAddr::V4(a) => {
+            out.sin = sockaddr_in {
+                sin_family: libc::AF_INET as u16,
+                sin_port: a.port().to_be(),
+                sin_addr: libc::in_addr {
+                    s_addr: u32::from(*a.ip()).to_be(),
+                },
+                sin_zero: [0; 8],
+            };
+        }
+        SocketAddr::V6(a) => {
+            out.sin6 = sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as u16,
+                sin6_port: a.port().to_be(),
+                sin6_flowinfo: 0,
+                sin6_addr: libc::in6_addr {
+                    s6_addr: a.ip().octets(),
+                },
+                sin6_scope_id: a.scope_id(),
+            };
+        }
+    }
+    out
+}
+
+/// The port of an address, in network byte order; 0 without address.
+pub(super) fn c_port(address: Option<SocketAddr>) -> be16 {
+    address.map_or(0, |a| a.port().to_be())
+}
+
+/// An address vector to `remote`.
+pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah_attr {
+    let own = local.and_then(|l| gids::place_of(l.ip())).unwrap_or(0);
+    let mut attr = ibv_ah_attr {
+        is_global: 1,
+        port_num: 1,
+        ..ibv_ah_attr::default()
+    };
+    attr.grh.dgid = c_gid(gid_of(remote.ip()));
+    attr.grh.sgid_index = own;
+    attr.grh.hop_limit = 64;
+    attr
+}
+
+/// Whether binding to an address binds to the device. A loopback address does not, as in the kernel's rdma_cm: libfabric
+/// resolves "localhost" to learn whether it may offer the device's other addresses. It does if it is the device's own.
+pub(super) fn names_device(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    let own = || gids::at(0).is_some_and(|first| first.ip.is_loopback());
+    !ip.is_unspecified() && (!ip.is_loopback() || own())
+}
+
+/// Copies private data.
+///
+/// # Safety
+/// `data` is null or has `len` readable bytes.
+pub(super) unsafe fn bytes_of(data: *const c_void, len: u8) -> Vec<u8> {
+    if data.is_null() || len == 0 {
+        return Vec::new();
+    }
+    // SAFETY: the caller's promise; the slice lives for this statement.
+    unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
+}

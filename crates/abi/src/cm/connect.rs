@@ -1,0 +1,312 @@
+//! The steps of a connection: bind, resolve, listen, connect, accept, reject, disconnect; multicast.
+
+use std::ffi::{c_int, c_void};
+
+use anywarp_core::bounds;
+use anywarp_engine::cm::{CmId, ConnParam};
+use libc::sockaddr;
+
+use super::address::{address_of, bytes_of, names_device, needed_address};
+use super::event::{complete, step};
+use super::id::IdObject;
+use super::types::*;
+use crate::entry;
+use crate::ffi::{Errno, arg, os_errno};
+use crate::verbs::handle::{known, live};
+use crate::verbs::object::QpObject;
+use crate::verbs::types::*;
+
+/// Binds an identifier to an address.
+///
+/// # Safety
+/// `addr` is null or an address.
+pub(super) unsafe fn bind(id: &IdObject, addr: *const sockaddr) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let address = unsafe { needed_address(addr) }?;
+    id.engine.bind(address).map_err(|e| os_errno(&e))?;
+    if names_device(address.ip()) {
+        id.show_device()?;
+    }
+    id.show_addresses();
+    Ok(())
+}
+
+entry! {
+    /// `rdma_bind_addr(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `addr` is null or an address.
+    unsafe fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { bind(live(id)?, addr) }?;
+        Ok(0)
+    }
+}
+
+/// Resolves an address: binds the identifier to the device from which it is reached.
+///
+/// # Safety
+/// `src` is null or an address, and so is `dst`.
+pub(super) unsafe fn resolve(
+    id: &IdObject,
+    src: *const sockaddr,
+    dst: *const sockaddr,
+) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let (src, dst) = unsafe { (address_of(src), needed_address(dst)?) };
+    step(id, |engine| engine.resolve_addr(src, dst))
+}
+
+entry! {
+    /// `rdma_resolve_addr(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `src` and `dst` are null or addresses.
+    unsafe fn rdma_resolve_addr(
+        id: *mut rdma_cm_id, src: *mut sockaddr, dst: *mut sockaddr, _timeout_ms: c_int,
+    ) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { resolve(live(id)?, src, dst) }?;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_resolve_route(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_resolve_route(id: *mut rdma_cm_id, _timeout_ms: c_int) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        step(unsafe { live(id) }?, CmId::resolve_route)?;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_listen(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let id = unsafe { live::<IdObject, _>(id) }?;
+        id.engine.listen(backlog).map_err(|e| os_errno(&e))?;
+        id.show_addresses();
+        Ok(0)
+    }
+}
+
+/// Connection parameters; without them the largest that the device has.
+///
+/// # Safety
+/// `param` is null or valid with its private data.
+unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
+    let qp_num = if id.qp().is_null() {
+        0
+    } else {
+        // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+        unsafe { known::<QpObject, _>(id.qp()) }.base().qp_num
+    };
+    // SAFETY: the caller's promise.
+    let Ok(p) = (unsafe { arg(param) }) else {
+        return ConnParam {
+            private_data: id.connect_data(),
+            responder_resources: bounds::MAX_RD_ATOMIC,
+            initiator_depth: bounds::MAX_RD_ATOMIC,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            qp_num,
+        };
+    };
+    let depth = |n: u8| {
+        if n == RDMA_MAX_RESP_RES {
+            bounds::MAX_RD_ATOMIC
+        } else {
+            n
+        }
+    };
+    ConnParam {
+        // SAFETY: the private data has the length that stands beside it (caller's promise).
+        private_data: unsafe { bytes_of(p.private_data, p.private_data_len) },
+        responder_resources: depth(p.responder_resources),
+        initiator_depth: depth(p.initiator_depth),
+        retry_count: p.retry_count,
+        rnr_retry_count: p.rnr_retry_count,
+        qp_num: if qp_num != 0 { qp_num } else { p.qp_num },
+    }
+}
+
+entry! {
+    /// `rdma_connect(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `param` is null or valid.
+    unsafe fn rdma_connect(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (id, param) = unsafe {
+            let id = live::<IdObject, _>(id)?;
+            (id, param_of(param, id))
+        };
+        step(id, |engine| engine.connect(param))?;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_accept(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `param` is null or valid.
+    unsafe fn rdma_accept(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (id, param) = unsafe {
+            let id = live::<IdObject, _>(id)?;
+            (id, param_of(param, id))
+        };
+        if id.is_datagram() {
+            // The answer is a datagram: no event follows.
+            id.engine.accept(param).map_err(|e| os_errno(&e))?;
+            return Ok(0);
+        }
+        step(id, |engine| engine.accept(param))?;
+        if !id.qp().is_null() {
+            // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+            unsafe { known::<QpObject, _>(id.qp()) }.show_state(IBV_QPS_RTS);
+        }
+        Ok(0)
+    }
+}
+
+/// Rejects a connect request.
+///
+/// # Safety
+/// `id` is null or lives, `data` is null or has `len` bytes.
+unsafe fn reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> Result<c_int, Errno> {
+    // SAFETY: the caller's promise.
+    let (id, data) = unsafe { (live::<IdObject, _>(id)?, bytes_of(data, len)) };
+    id.engine.reject(&data).map_err(|e| os_errno(&e))?;
+    Ok(0)
+}
+
+entry! {
+    /// `rdma_reject(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `data` is null or has `len` bytes.
+    unsafe fn rdma_reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { reject(id, data, len) }
+    }
+}
+
+entry! {
+    /// `rdma_reject_ece`: a reject. The device has no options for enhanced connection establishment.
+    ///
+    /// # Safety
+    /// As for `rdma_reject`.
+    unsafe fn rdma_reject_ece(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { reject(id, data, len) }
+    }
+}
+
+entry! {
+    /// `rdma_establish(3)`: for a connection without a queue pair of the identifier. A queue pair that the program moves
+    /// through its states itself was connected when the response came.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_establish(id: *mut rdma_cm_id) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let id = unsafe { live::<IdObject, _>(id) }?;
+        if !id.qp().is_null() {
+            return Err(libc::EINVAL);
+        }
+        id.engine.establish();
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_notify(3)`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rdma_notify(_id: *mut rdma_cm_id, event: ibv_event_type) -> c_int, minus_one, {
+        if event == IBV_EVENT_COMM_EST { Ok(0) } else { Err(libc::EINVAL) }
+    }
+}
+
+entry! {
+    /// `rdma_disconnect(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let id = unsafe { live::<IdObject, _>(id) }?;
+        let event_follows = id.engine.disconnect().map_err(|e| os_errno(&e))?;
+        // No event follows if the connection is over and its event was taken.
+        if event_follows || id.is_synchronous() && id.has_events() {
+            complete(id)?;
+        }
+        Ok(0)
+    }
+}
+
+// ---------------------------------------------------------------------- multicast
+
+/// Joins a group; the outcome is an event.
+///
+/// # Safety
+/// `id` is null or lives, `addr` is null or an address.
+unsafe fn join(
+    id: *mut rdma_cm_id,
+    addr: *const sockaddr,
+    context: *mut c_void,
+) -> Result<c_int, Errno> {
+    // SAFETY: the caller's promise.
+    let (group, id) = unsafe { (needed_address(addr)?, live::<IdObject, _>(id)?) };
+    step(id, |engine| {
+        engine.join(group.ip(), context.expose_provenance())
+    })?;
+    Ok(0)
+}
+
+entry! {
+    /// `rdma_join_multicast(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `addr` is null or an address.
+    unsafe fn rdma_join_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr, context: *mut c_void) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { join(id, addr, context) }
+    }
+}
+
+entry! {
+    /// `rdma_join_multicast_ex(3)`: full members.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `attr` is null or valid.
+    unsafe fn rdma_join_multicast_ex(
+        id: *mut rdma_cm_id, attr: *mut rdma_cm_join_mc_attr_ex, context: *mut c_void,
+    ) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { join(id, arg(attr)?.addr, context) }
+    }
+}
+
+entry! {
+    /// `rdma_leave_multicast(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `addr` is null or an address.
+    unsafe fn rdma_leave_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (group, id) = unsafe { (needed_address(addr)?, live::<IdObject, _>(id)?) };
+        id.engine.leave(group.ip()).map_err(|e| os_errno(&e))?;
+        Ok(0)
+    }
+}

@@ -1,0 +1,105 @@
+//! The context, protection domain and XRC domain that identifiers share, and the list of devices.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use anywarp_engine::process::PerProcess;
+
+use crate::entry;
+use crate::ffi::{Errno, last_errno, put};
+use crate::verbs::open::{free_list, list_of_one, open};
+use crate::verbs::pd::ibv_alloc_pd;
+use crate::verbs::srq::open_xrcd;
+use crate::verbs::types::*;
+
+/// The context of all identifiers, and its protection domain for programs that name none.
+#[derive(Debug)]
+pub(super) struct Shared {
+    context: AtomicPtr<ibv_context>,
+    pd: AtomicPtr<ibv_pd>,
+    /// Opened when it is needed first.
+    xrcd: OnceLock<AtomicPtr<ibv_xrcd>>,
+}
+
+#[derive(Default)]
+struct Home {
+    shared: OnceLock<Shared>,
+    making: Mutex<()>,
+}
+
+/// Opens the device when the first identifier needs it.
+pub(super) fn shared() -> Result<&'static Shared, Errno> {
+    static HOME: PerProcess<Home> = PerProcess::new(Home::default);
+    let home = HOME.get();
+    if let Some(shared) = home.shared.get() {
+        return Ok(shared);
+    }
+    let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(shared) = home.shared.get() {
+        return Ok(shared);
+    }
+    let context = open()?;
+    // SAFETY: just opened.
+    let pd = unsafe { ibv_alloc_pd(context) };
+    Ok(home.shared.get_or_init(|| Shared {
+        context: AtomicPtr::new(context),
+        pd: AtomicPtr::new(pd),
+        xrcd: OnceLock::new(),
+    }))
+}
+
+impl Shared {
+    pub(super) fn context(&self) -> *mut ibv_context {
+        self.context.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn pd(&self) -> *mut ibv_pd {
+        self.pd.load(Ordering::Relaxed)
+    }
+
+    /// The XRC domain for identifiers whose programs name none.
+    pub(super) fn xrcd(&self) -> Result<*mut ibv_xrcd, Errno> {
+        let xrcd = self.xrcd.get_or_init(|| {
+            let mut init = ibv_xrcd_init_attr {
+                comp_mask: IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
+                fd: -1,
+                oflags: libc::O_CREAT,
+            };
+            // SAFETY: the context stays open.
+            AtomicPtr::new(unsafe { open_xrcd(self.context(), &raw mut init) })
+        });
+        let xrcd = xrcd.load(Ordering::Relaxed);
+        if xrcd.is_null() {
+            return Err(last_errno());
+        }
+        Ok(xrcd)
+    }
+}
+
+entry! {
+    /// `rdma_get_devices(3)`.
+    ///
+    /// # Safety
+    /// `num` is null or a valid place.
+    unsafe fn rdma_get_devices(num: *mut c_int) -> *mut *mut ibv_context, null, {
+        let shared = shared()?;
+        if !num.is_null() {
+            // SAFETY: not null, so valid (caller's promise).
+            unsafe { put(num, 1) }?;
+        }
+        Ok(list_of_one(shared.context()))
+    }
+}
+
+entry! {
+    /// `rdma_free_devices(3)`.
+    ///
+    /// # Safety
+    /// `list` is null or came from `rdma_get_devices`, and is not used again.
+    unsafe fn rdma_free_devices(list: *mut *mut ibv_context), nothing, {
+        // SAFETY: the caller's promise.
+        unsafe { free_list(list) };
+        Ok(())
+    }
+}

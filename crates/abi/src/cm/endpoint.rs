@@ -1,0 +1,202 @@
+//! Endpoints: `rdma_create_ep(3)`, which does all steps before connecting, and `rdma_get_request(3)`.
+
+use std::ffi::c_int;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use anywarp_engine::cm::CmId;
+
+use super::address::bytes_of;
+use super::connect::{bind, resolve};
+use super::event::{rdma_get_cm_event, step};
+use super::id::{IdObject, Template, acknowledge, create_id, destroy_id, migrate};
+use super::qp::{create_plain_qp, destroy_qp, destroy_srq};
+use super::types::*;
+use crate::entry;
+use crate::ffi::{Errno, arg, minus_one, null, put};
+use crate::verbs::handle::{known, live};
+use crate::verbs::types::*;
+
+/// Prepares a new identifier as `rdma_create_ep` was told.
+///
+/// # Safety
+/// As for `rdma_create_ep`; `id` lives.
+unsafe fn prepare(
+    id: *mut rdma_cm_id,
+    info: &rdma_addrinfo,
+    pd: *mut ibv_pd,
+    init: *mut ibv_qp_init_attr,
+) -> Result<(), Errno> {
+    // SAFETY: lives; `init` is null or valid (caller's promise).
+    let (object, init) = unsafe { (live::<IdObject, _>(id)?, init.as_mut()) };
+    if info.ai_flags & RAI_PASSIVE != 0 {
+        // SAFETY: the addresses of `info` are valid (caller's promise).
+        unsafe { bind(object, info.ai_src_addr) }?;
+        let template = Template {
+            pd: AtomicPtr::new(pd),
+            init: init.copied(),
+        };
+        *object
+            .template
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(template);
+        return Ok(());
+    }
+    // SAFETY: the addresses of `info` are valid (caller's promise).
+    unsafe { resolve(object, info.ai_src_addr, info.ai_dst_addr) }?;
+    step(object, CmId::resolve_route)?;
+    if let Some(init) = init {
+        init.qp_type = info.ai_qp_type.cast_unsigned();
+        // SAFETY: the caller's promise.
+        unsafe { create_plain_qp(id, pd, init) }?;
+    }
+    let len = u8::try_from(info.ai_connect_len).unwrap_or(u8::MAX);
+    // SAFETY: null, or of the length beside it (caller's promise).
+    let data = unsafe { bytes_of(info.ai_connect, len) };
+    if !data.is_empty() {
+        object.set_connect_data(data);
+    }
+    Ok(())
+}
+
+entry! {
+    /// `rdma_create_ep(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or a valid place, `res` is null or came from `rdma_getaddrinfo`, `pd` and what `init` names are null or
+    /// live.
+    unsafe fn rdma_create_ep(
+        id: *mut *mut rdma_cm_id, res: *mut rdma_addrinfo, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
+    ) -> c_int, minus_one, {
+        if id.is_null() {
+            return Err(libc::EINVAL);
+        }
+        let none = std::ptr::null_mut();
+        // SAFETY: the caller's promise; the identifier was just made, and nothing else knows it.
+        unsafe {
+            let info = arg(res)?;
+            let (space, kind) = (info.ai_port_space.cast_unsigned(), info.ai_qp_type.cast_unsigned());
+            let made = create_id(none, none.cast(), space, Some(kind))?;
+            if let Err(e) = prepare(made, info, pd, init) {
+                destroy_ep(made)?;
+                return Err(e);
+            }
+            put(id, made)?;
+        }
+        Ok(0)
+    }
+}
+
+/// Destroys an identifier with its queues.
+///
+/// # Safety
+/// `id` is null or lives, and is not used again.
+unsafe fn destroy_ep(id: *mut rdma_cm_id) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    if let Ok(object) = unsafe { live::<IdObject, _>(id) } {
+        destroy_qp(object);
+        destroy_srq(object);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { destroy_id(id) }
+}
+
+entry! {
+    /// `rdma_destroy_ep(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or came from `rdma_create_ep` or `rdma_get_request`, and is not used again.
+    unsafe fn rdma_destroy_ep(id: *mut rdma_cm_id), nothing, {
+        // SAFETY: the caller's promise.
+        unsafe { destroy_ep(id) }
+    }
+}
+
+/// The channel to which the connect requests of a synchronous listener come.
+fn request_channel(listen: &IdObject) -> Result<*mut rdma_event_channel, Errno> {
+    if !listen.is_synchronous() {
+        return Err(libc::EINVAL);
+    }
+    listen.drop_event();
+    Ok(listen.channel())
+}
+
+/// Makes a synchronous identifier of a connect request, with a queue pair if the listener has a template.
+///
+/// # Safety
+/// `listen` lives, `event` is one of its channel and not acknowledged.
+unsafe fn take_request(
+    listen: *mut rdma_cm_id,
+    event: *mut rdma_cm_event,
+) -> Result<*mut rdma_cm_id, Errno> {
+    // SAFETY: the caller's promise.
+    let (parent, kind, status, made) = unsafe {
+        let event = &*event;
+        (
+            known::<IdObject, _>(listen),
+            event.event,
+            event.status,
+            event.id,
+        )
+    };
+    if status != 0 || kind != RDMA_CM_EVENT_CONNECT_REQUEST {
+        // SAFETY: not acknowledged yet (caller's promise).
+        unsafe { acknowledge(event) }?;
+        return Err(if status < 0 { -status } else { libc::EINVAL });
+    }
+    // SAFETY: the identifier of the request lives.
+    let child = unsafe { known::<IdObject, _>(made) };
+    // SAFETY: no channel: it becomes synchronous.
+    unsafe { migrate(child, std::ptr::null_mut()) }?;
+    let template = parent
+        .template
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .as_ref()
+        .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
+    if let Some((pd, mut init)) = template {
+        init.qp_type = child.c.get(|c| c.qp_type);
+        // SAFETY: what the template names lives while the listener does (the program's promise).
+        if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
+            // SAFETY: not acknowledged yet; nothing else knows the identifier.
+            unsafe {
+                acknowledge(event)?;
+                destroy_ep(made)?;
+            }
+            return Err(e);
+        }
+    }
+    child.c.set(|c| c.event = event);
+    Ok(made)
+}
+
+/// `rdma_get_request(3)`: the next connect request of a synchronous listener.
+///
+/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`.
+///
+/// # Safety
+/// `listen` is null or lives, `id` is null or a valid place.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn rdma_get_request(
+    listen: *mut rdma_cm_id,
+    id: *mut *mut rdma_cm_id,
+) -> c_int {
+    let channel = null("rdma_get_request", || {
+        if id.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        request_channel(unsafe { live(listen) }?)
+    });
+    let mut event = std::ptr::null_mut();
+    // SAFETY: the listener's channel lives as long as the listener.
+    if channel.is_null() || unsafe { rdma_get_cm_event(channel, &raw mut event) } != 0 {
+        return -1;
+    }
+    minus_one("rdma_get_request", || {
+        // SAFETY: the event was just taken; `id` is not null, so valid (caller's promise).
+        unsafe { put(id, take_request(listen, event)?) }?;
+        Ok(0)
+    })
+}

@@ -1,0 +1,207 @@
+//! Events: from the engine's to the program's, and waiting for them.
+
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+
+use anywarp_engine::cm::{CmId, Event, EventChannel, EventKind};
+
+use super::address::vector_to;
+use super::id::{ChannelObject, EventObject, IdObject, acknowledge, c_id, make_id};
+use super::types::*;
+use crate::cancel_safe::Held;
+use crate::entry;
+use crate::ffi::{Errno, fail, or, os_errno};
+use crate::verbs::handle::{known, live};
+use crate::verbs::object::QpObject;
+use crate::verbs::types::*;
+use crate::verbs::wait::block_on;
+
+/// Finds the C identifiers of an event and counts it as delivered; a connect request gets its identifier here.
+///
+/// Called while the event is taken out of its channel, so that destroying an identifier either takes the event away or
+/// waits for its acknowledgement.
+///
+/// # Safety
+/// The identifiers of the event live.
+unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
+    let owner = c_id(event.listener.as_ref().unwrap_or(&event.id));
+    // SAFETY: an identifier lives while its events wait: destroying it takes them away.
+    let object = unsafe { known::<IdObject, _>(owner) };
+    object.acks.delivered();
+    if event.listener.is_none() {
+        return (owner, std::ptr::null_mut());
+    }
+    let (channel, context, qp_type) = object.c.get(|c| (c.channel, c.context, c.qp_type));
+    let made = make_id(Arc::clone(&event.id), channel, context, qp_type, false);
+    (made, owner)
+}
+
+/// Makes the C event.
+///
+/// # Safety
+/// The identifiers live: the event counts as delivered.
+unsafe fn c_event(
+    event: Event,
+    id: *mut rdma_cm_id,
+    listen_id: *mut rdma_cm_id,
+) -> Result<*mut rdma_cm_event, Errno> {
+    // SAFETY: lives (caller's promise).
+    let object = unsafe { known::<IdObject, _>(id) };
+    object.show_device()?;
+    object.show_addresses();
+    if event.kind == EventKind::RouteResolved {
+        object.c.set(|c| c.route.num_paths = 1);
+    }
+    // A program does not destroy a queue pair whose connection is being made. One whose connection ended may be destroyed
+    // by another thread right now, so it is not touched.
+    if event.kind == EventKind::Established && !object.qp().is_null() {
+        // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+        let qp = unsafe { known::<QpObject, _>(object.qp()) };
+        qp.show_state(qp.engine.query().0 as ibv_qp_state);
+    }
+    let mut made = Box::new(EventObject {
+        c: rdma_cm_event {
+            id,
+            listen_id,
+            event: event.kind as rdma_cm_event_type,
+            status: event.status,
+            ..rdma_cm_event::default()
+        },
+        data: event.private_data,
+    });
+    let private_data: *const c_void = if made.data.is_empty() {
+        std::ptr::null()
+    } else {
+        made.data.as_ptr().cast()
+    };
+    let private_data_len = u8::try_from(made.data.len()).unwrap_or(u8::MAX);
+    if object.is_datagram() {
+        let mut ud = rdma_ud_param {
+            private_data,
+            private_data_len,
+            ..rdma_ud_param::default()
+        };
+        if let Some(peer) = event.peer {
+            ud.qp_num = peer.qpn;
+            ud.qkey = peer.qkey;
+            ud.ah_attr = vector_to(peer.addr, event.id.local());
+        }
+        if event.context != 0 {
+            // The `context` argument of `rdma_join_multicast`.
+            ud.private_data = std::ptr::with_exposed_provenance(event.context);
+        }
+        made.c.param.ud = ud;
+    } else {
+        made.c.param.conn = rdma_conn_param {
+            private_data,
+            private_data_len,
+            responder_resources: event.responder_resources,
+            initiator_depth: event.initiator_depth,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            ..rdma_conn_param::default()
+        };
+    }
+    Ok(Box::into_raw(made).cast())
+}
+
+/// Takes the next event of a channel: `None` if there is none and the caller is to wait.
+///
+/// # Safety
+/// `out` is a valid place.
+unsafe fn try_event(
+    events: &EventChannel,
+    out: *mut *mut rdma_cm_event,
+) -> Result<Option<c_int>, Errno> {
+    // SAFETY: the identifiers of a waiting event live.
+    let taken = events.pop_with(|event| unsafe { deliver(event) });
+    match taken {
+        // SAFETY: the event counts as delivered; the place is valid (caller's promise).
+        Some((event, (id, listen_id))) => unsafe {
+            out.write(c_event(event, id, listen_id)?);
+            Ok(Some(0))
+        },
+        None if events.is_nonblocking() => Err(libc::EAGAIN),
+        None => Ok(None),
+    }
+}
+
+/// `rdma_get_cm_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
+///
+/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`. The
+/// thread holds the events: a program may destroy the channel while a thread waits in it (rping does). That thread then
+/// waits for ever, as it would in a `read` of the descriptor.
+///
+/// # Safety
+/// `channel` is null or lives when this is called, `event` is null or a valid place.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn rdma_get_cm_event(
+    channel: *mut rdma_event_channel,
+    event: *mut *mut rdma_cm_event,
+) -> c_int {
+    if event.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: the caller's promise.
+    let events = match unsafe { live::<ChannelObject, _>(channel) } {
+        Ok(channel) => Held::new(&channel.engine),
+        Err(e) => return fail(e, -1),
+    };
+    loop {
+        let done = or("rdma_get_cm_event", Some(-1), || {
+            // SAFETY: not null, so valid (caller's promise).
+            unsafe { try_event(events.get(), event) }
+        });
+        let done = match done {
+            Some(done) => done,
+            None if block_on(events.get().raw_fd()) => continue,
+            None => fail(libc::EINTR, -1),
+        };
+        events.release();
+        return done;
+    }
+}
+
+entry! {
+    /// `rdma_ack_cm_event(3)`.
+    ///
+    /// # Safety
+    /// `event` is null or came from `rdma_get_cm_event`, and is not used again.
+    unsafe fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int, minus_one, {
+        // SAFETY: the caller's promise; identifiers live until their events are acknowledged.
+        unsafe { acknowledge(event) }.map(|()| 0)
+    }
+}
+
+// ---------------------------------------------------------------------- steps of synchronous identifiers
+
+/// Ends a step: a synchronous identifier waits for its event and keeps it.
+pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
+    if !id.is_synchronous() {
+        return Ok(());
+    }
+    id.drop_event();
+    let mut event = std::ptr::null_mut();
+    // SAFETY: a synchronous identifier has its own channel.
+    if unsafe { rdma_get_cm_event(id.channel(), &raw mut event) } != 0 {
+        return Err(crate::ffi::last_errno());
+    }
+    id.c.set(|c| c.event = event);
+    // SAFETY: just made.
+    let (kind, status) = unsafe { ((*event).event, (*event).status) };
+    match (kind, status) {
+        (_, 0) => Ok(()),
+        (RDMA_CM_EVENT_REJECTED, _) => Err(libc::ECONNREFUSED),
+        (_, status) => Err(status.abs()),
+    }
+}
+
+/// Runs a step of the engine, then waits if the identifier is synchronous.
+pub(super) fn step(
+    id: &IdObject,
+    step: impl FnOnce(&CmId) -> std::io::Result<()>,
+) -> Result<(), Errno> {
+    step(&id.engine).map_err(|e| os_errno(&e))?;
+    complete(id)
+}

@@ -1,0 +1,464 @@
+//! Identifiers and event channels: the objects, and the calls that make, move and destroy them.
+//!
+//! An identifier without a channel of the program's is *synchronous*: it has a channel of its own, and each step waits for
+//! its event, which stays in `id->event` until the next step.
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anywarp_engine::channel::Channel;
+use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
+use anywarp_engine::device::gid_of;
+
+use super::address::{c_address, c_port};
+use super::device::shared;
+use super::types::*;
+use crate::entry;
+use crate::ffi::{Errno, arg, os_errno, put};
+use crate::verbs::convert::c_gid;
+use crate::verbs::handle::{
+    CStruct, Object, c_object, into_c, known, live, returned, set_c_object,
+};
+use crate::verbs::object::Acks;
+use crate::verbs::types::*;
+
+/// An event channel.
+#[repr(C)]
+pub(super) struct ChannelObject {
+    c: CStruct<rdma_event_channel>,
+    pub(super) engine: Arc<EventChannel>,
+}
+
+// SAFETY: `repr(C)`; an `rdma_event_channel` comes first.
+unsafe impl Object<rdma_event_channel> for ChannelObject {}
+
+/// What `rdma_create_ep` keeps for the queue pairs of connect requests.
+pub(super) struct Template {
+    pub(super) pd: AtomicPtr<ibv_pd>,
+    pub(super) init: Option<ibv_qp_init_attr>,
+}
+
+/// An identifier.
+#[repr(C)]
+pub(super) struct IdObject {
+    pub(super) c: CStruct<rdma_cm_id>,
+    pub(super) engine: Arc<CmId>,
+    sync: AtomicBool,
+    pub(super) acks: Acks,
+    pub(super) template: Mutex<Option<Template>>,
+    connect_data: Mutex<Vec<u8>>,
+}
+
+// SAFETY: `repr(C)`; an `rdma_cm_id` comes first.
+unsafe impl Object<rdma_cm_id> for IdObject {}
+// SAFETY: `template` holds pointers that are copied and never followed; everything else may be used from every thread.
+unsafe impl Sync for IdObject {}
+// SAFETY: as above.
+unsafe impl Send for IdObject {}
+
+impl IdObject {
+    /// Whether each step waits for its event.
+    pub(super) fn is_synchronous(&self) -> bool {
+        self.sync.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_datagram(&self) -> bool {
+        self.c.get(|c| c.qp_type) == IBV_QPT_UD
+    }
+
+    /// The channel that its events come to.
+    pub(super) fn channel(&self) -> *mut rdma_event_channel {
+        self.c.get(|c| c.channel)
+    }
+
+    /// The queue pair that `rdma_create_qp` made, or null.
+    pub(super) fn qp(&self) -> *mut ibv_qp {
+        self.c.get(|c| c.qp)
+    }
+
+    /// Data of the connect request, as `rdma_create_ep` was given it.
+    pub(super) fn connect_data(&self) -> Vec<u8> {
+        self.connect_data
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    pub(super) fn set_connect_data(&self, data: Vec<u8>) {
+        *self
+            .connect_data
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = data;
+    }
+
+    /// Writes the addresses that the engine knows into the C structure.
+    pub(super) fn show_addresses(&self) {
+        let (local, remote) = (self.engine.local(), self.engine.remote());
+        self.c.set(|c| {
+            let addr = &mut c.route.addr;
+            if let Some(local) = local {
+                addr.src = c_address(local);
+                if !local.ip().is_unspecified() {
+                    addr.addr.ibaddr.sgid = c_gid(gid_of(local.ip()));
+                }
+            }
+            if let Some(remote) = remote {
+                addr.dst = c_address(remote);
+                addr.addr.ibaddr.dgid = c_gid(gid_of(remote.ip()));
+            }
+            addr.addr.ibaddr.pkey = 0xffff;
+        });
+    }
+
+    /// Writes the device into the C structure, if it has none yet.
+    pub(super) fn show_device(&self) -> Result<(), Errno> {
+        let shared = shared()?;
+        self.c.set(|c| {
+            if c.verbs.is_null() {
+                c.verbs = shared.context();
+                c.pd = shared.pd();
+                c.port_num = 1;
+            }
+        });
+        Ok(())
+    }
+}
+
+/// The C identifier of an identifier of the engine.
+pub(super) fn c_id(engine: &CmId) -> *mut rdma_cm_id {
+    c_object(engine.cookie.load(Ordering::Acquire))
+}
+
+// ---------------------------------------------------------------------- channels
+
+entry! {
+    /// `rdma_create_event_channel(3)`.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn rdma_create_event_channel() -> *mut rdma_event_channel, null, {
+        create_channel()
+    }
+}
+
+fn create_channel() -> Result<*mut rdma_event_channel, Errno> {
+    anywarp_engine::worker::engine().map_err(|e| os_errno(&e))?;
+    let channel = Channel::new().map_err(|e| os_errno(&e))?;
+    let c = rdma_event_channel {
+        fd: channel.raw_fd(),
+    };
+    Ok(into_c(ChannelObject {
+        c: CStruct::new(c),
+        engine: Arc::new(channel),
+    }))
+}
+
+/// Destroys a channel.
+///
+/// # Safety
+/// `channel` is null or lives, and is not used again.
+unsafe fn destroy_channel(channel: *mut rdma_event_channel) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let channel = unsafe { returned::<ChannelObject, _>(channel) }?;
+    drop(channel.map(|channel| channel.take()));
+    Ok(())
+}
+
+entry! {
+    /// `rdma_destroy_event_channel(3)`.
+    ///
+    /// # Safety
+    /// `channel` is null or came from `rdma_create_event_channel`, and is not used again.
+    unsafe fn rdma_destroy_event_channel(channel: *mut rdma_event_channel), nothing, {
+        // SAFETY: the caller's promise.
+        unsafe { destroy_channel(channel) }
+    }
+}
+
+// ---------------------------------------------------------------------- identifiers
+
+/// Makes a C identifier around one of the engine.
+pub(super) fn make_id(
+    engine: Arc<CmId>,
+    channel: *mut rdma_event_channel,
+    context: *mut c_void,
+    qp_type: ibv_qp_type,
+    sync: bool,
+) -> *mut rdma_cm_id {
+    let c = rdma_cm_id {
+        channel,
+        context,
+        ps: engine.port_space as rdma_port_space,
+        qp_type,
+        ..rdma_cm_id::default()
+    };
+    let id: *mut rdma_cm_id = into_c(IdObject {
+        c: CStruct::new(c),
+        engine: Arc::clone(&engine),
+        sync: AtomicBool::new(sync),
+        acks: Acks::default(),
+        template: Mutex::new(None),
+        connect_data: Mutex::new(Vec::new()),
+    });
+    set_c_object(&engine.cookie, id);
+    id
+}
+
+/// Makes an identifier. Its type of queue pairs is the one of the port space, unless `qp_type` says otherwise.
+///
+/// # Safety
+/// `channel` is null or lives.
+pub(super) unsafe fn create_id(
+    channel: *mut rdma_event_channel,
+    context: *mut c_void,
+    ps: rdma_port_space,
+    qp_type: Option<ibv_qp_type>,
+) -> Result<*mut rdma_cm_id, Errno> {
+    let (space, usual) = match ps {
+        RDMA_PS_TCP => (PortSpace::Tcp, IBV_QPT_RC),
+        RDMA_PS_IB => (PortSpace::Ib, IBV_QPT_RC),
+        RDMA_PS_UDP => (PortSpace::Udp, IBV_QPT_UD),
+        RDMA_PS_IPOIB => (PortSpace::Ipoib, IBV_QPT_UD),
+        _ => return Err(libc::EPROTONOSUPPORT),
+    };
+    let sync = channel.is_null();
+    let channel = if sync { create_channel()? } else { channel };
+    // SAFETY: just made, or lives (caller's promise).
+    let events = unsafe { live::<ChannelObject, _>(channel) }?;
+    let engine = CmId::new(&events.engine, space).map_err(|e| os_errno(&e))?;
+    let qp_type = qp_type.unwrap_or(usual);
+    Ok(make_id(engine, channel, context, qp_type, sync))
+}
+
+entry! {
+    /// `rdma_create_id(3)`: without a channel the identifier is synchronous.
+    ///
+    /// # Safety
+    /// `channel` is null or lives, `id` is null or a valid place.
+    unsafe fn rdma_create_id(
+        channel: *mut rdma_event_channel, id: *mut *mut rdma_cm_id, context: *mut c_void, ps: rdma_port_space,
+    ) -> c_int, minus_one, {
+        if id.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { put(id, create_id(channel, context, ps, None)?) }?;
+        Ok(0)
+    }
+}
+
+/// Destroys an identifier: waits until its events are acknowledged.
+///
+/// # Safety
+/// `id` is null or lives, and is not used again.
+pub(super) unsafe fn destroy_id(id: *mut rdma_cm_id) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let Some(object) = unsafe { returned::<IdObject, _>(id) }? else {
+        return Ok(());
+    };
+    object.drop_event();
+    object.engine.destroy();
+    object.acks.wait();
+    let object = object.take();
+    if object.is_synchronous() {
+        // SAFETY: made for this identifier alone.
+        unsafe { destroy_channel(object.channel()) }?;
+    }
+    Ok(())
+}
+
+entry! {
+    /// `rdma_destroy_id(3)`: waits until its events are acknowledged.
+    ///
+    /// # Safety
+    /// `id` came from `rdma_create_id` or an event, and is not used again.
+    unsafe fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { destroy_id(id) }.map(|()| 0)
+    }
+}
+
+// ---------------------------------------------------------------------- events that the program took
+
+/// An event, with the private data that it points to.
+#[repr(C)]
+pub(super) struct EventObject {
+    pub(super) c: rdma_cm_event,
+    pub(super) data: Vec<u8>,
+}
+
+/// Acknowledges an event.
+///
+/// # Safety
+/// `event` came from `rdma_get_cm_event` and is not used again; its identifiers live.
+pub(super) unsafe fn acknowledge(event: *mut rdma_cm_event) -> Result<(), Errno> {
+    if event.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: the caller's promise.
+    let event = unsafe { Box::from_raw(event.cast::<EventObject>()) };
+    // A connect request belongs to the listener until it is acknowledged.
+    let owner = if event.c.listen_id.is_null() {
+        event.c.id
+    } else {
+        event.c.listen_id
+    };
+    // SAFETY: an identifier lives until its events are acknowledged.
+    if let Ok(owner) = unsafe { live::<IdObject, _>(owner) } {
+        owner.acks.acknowledged(1);
+    }
+    Ok(())
+}
+
+impl IdObject {
+    /// Acknowledges the event that a synchronous identifier holds.
+    pub(super) fn drop_event(&self) {
+        let event = self
+            .c
+            .set(|c| std::mem::replace(&mut c.event, std::ptr::null_mut()));
+        if !event.is_null() {
+            // SAFETY: only this identifier holds it. The acknowledgement of an event cannot fail.
+            let _done = unsafe { acknowledge(event) };
+        }
+    }
+
+    /// Whether events wait in its channel.
+    pub(super) fn has_events(&self) -> bool {
+        // SAFETY: the channel of an identifier lives.
+        !unsafe { known::<ChannelObject, _>(self.channel()) }
+            .engine
+            .is_empty()
+    }
+}
+
+entry! {
+    /// `rdma_migrate_id(3)`: without a channel the identifier becomes synchronous. Waits until the events that were taken
+    /// from the old channel are acknowledged.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `channel` is null or lives.
+    unsafe fn rdma_migrate_id(id: *mut rdma_cm_id, channel: *mut rdma_event_channel) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { migrate(live(id)?, channel) }.map(|()| 0)
+    }
+}
+
+/// Moves an identifier to another channel.
+///
+/// # Safety
+/// `channel` is null or lives.
+pub(super) unsafe fn migrate(id: &IdObject, channel: *mut rdma_event_channel) -> Result<(), Errno> {
+    let sync = channel.is_null();
+    if sync && id.is_synchronous() {
+        return Err(libc::EINVAL);
+    }
+    let channel = if sync { create_channel()? } else { channel };
+    // SAFETY: just made, or lives (caller's promise).
+    let to = unsafe { live::<ChannelObject, _>(channel) }?;
+    id.engine.migrate(&to.engine);
+    let was_sync = id.sync.swap(sync, Ordering::Relaxed);
+    let old = id.c.set(|c| std::mem::replace(&mut c.channel, channel));
+    if was_sync {
+        id.drop_event();
+        // SAFETY: made for this identifier alone.
+        unsafe { destroy_channel(old) }?;
+    }
+    id.acks.wait_for_past();
+    Ok(())
+}
+
+// ---------------------------------------------------------------------- properties
+
+entry! {
+    /// `rdma_set_option(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `value` is null or has `len` bytes.
+    unsafe fn rdma_set_option(
+        id: *mut rdma_cm_id, level: c_int, name: c_int, value: *mut c_void, len: usize,
+    ) -> c_int, minus_one, {
+        if value.is_null() || len == 0 {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise; an int is read if `len` says that there is one.
+        let (id, byte, int) = unsafe {
+            let int = (len >= size_of::<c_int>()).then(|| value.cast::<c_int>().read_unaligned());
+            (live::<IdObject, _>(id)?, value.cast::<u8>().read(), int)
+        };
+        let options = &id.engine;
+        match (level, name, int) {
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, _) => Ok(()),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, Some(on)) => options.set_options(Some(on != 0), None, None),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, Some(on)) => options.set_options(None, Some(on != 0), None),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, _) => options.set_options(None, None, Some(byte & 31)),
+            // The kernel routes.
+            (RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, _) => Ok(()),
+            _ => return Err(libc::ENOSYS),
+        }
+        .map_err(|e| os_errno(&e))?;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_get_src_port(3)`, in network byte order.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_get_src_port(id: *mut rdma_cm_id) -> be16, or(0), {
+        // SAFETY: the caller's promise.
+        Ok(c_port(unsafe { live::<IdObject, _>(id) }?.engine.local()))
+    }
+}
+
+entry! {
+    /// `rdma_get_dst_port(3)`, in network byte order.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_get_dst_port(id: *mut rdma_cm_id) -> be16, or(0), {
+        // SAFETY: the caller's promise.
+        Ok(c_port(unsafe { live::<IdObject, _>(id) }?.engine.remote()))
+    }
+}
+
+/// Whether an identifier has a queue pair: enhanced connection establishment is agreed before.
+///
+/// # Safety
+/// `id` is null or lives.
+unsafe fn has_qp(id: *mut rdma_cm_id) -> Result<bool, Errno> {
+    // SAFETY: the caller's promise. A child of fork(2) may ask: only the structure is read.
+    Ok(!unsafe { arg(id) }?.qp.is_null())
+}
+
+entry! {
+    /// `rdma_set_local_ece(3)`: checked and not sent. MPA has no field for it, and iWARP peers do not know it.
+    ///
+    /// # Safety
+    /// `id` and `ece` are null or valid.
+    unsafe fn rdma_set_local_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (late, ece) = unsafe { (has_qp(id)?, arg(ece)?) };
+        if late || ece.vendor_id == 0 || ece.comp_mask != 0 {
+            return Err(libc::EINVAL);
+        }
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_get_remote_ece(3)`: all zero, which means none.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `ece` is null or a valid place.
+    unsafe fn rdma_get_remote_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        if unsafe { has_qp(id) }? {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { put(ece, ibv_ece::default()) }?;
+        Ok(0)
+    }
+}

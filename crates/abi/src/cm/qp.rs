@@ -1,0 +1,429 @@
+//! Queue pairs and shared receive queues of identifiers, with the completion queues that the program did not make.
+
+use std::ffi::c_int;
+
+use anywarp_engine::cm;
+use anywarp_engine::verbs::QueuePair;
+
+use super::address::vector_to;
+use super::device::shared;
+use super::id::IdObject;
+use super::types::*;
+use crate::entry;
+use crate::ffi::{Errno, arg, arg_mut, last_errno, put};
+use crate::verbs::cq::{
+    ibv_create_comp_channel, ibv_create_cq, ibv_destroy_comp_channel, ibv_destroy_cq,
+};
+use crate::verbs::handle::{known, live};
+use crate::verbs::object::QpObject;
+use crate::verbs::qp::{create_qp_ex, ibv_destroy_qp, ibv_modify_qp, managed};
+use crate::verbs::srq::{create_srq_ex, ibv_destroy_srq};
+use crate::verbs::types::*;
+
+/// Q_Key of the datagram queue pairs of rdma_cm, the same in every implementation.
+const UDP_QKEY: u32 = 0x0123_4567;
+
+/// The pointer that a verb returned, or its errno if it is null.
+fn made<T>(pointer: *mut T) -> Result<*mut T, Errno> {
+    if pointer.is_null() {
+        return Err(last_errno());
+    }
+    Ok(pointer)
+}
+
+// ---------------------------------------------------------------------- completion queues
+
+/// A completion queue and its channel.
+type Queue = (*mut ibv_comp_channel, *mut ibv_cq);
+
+/// Makes a completion queue of `n` entries with a channel, for an identifier.
+fn make_queue(id: *mut rdma_cm_id, verbs: *mut ibv_context, n: u32) -> Result<Queue, Errno> {
+    let cqe = c_int::try_from(n.max(1)).unwrap_or(c_int::MAX);
+    // SAFETY: the context of an identifier stays open, and the channel was just made.
+    unsafe {
+        let channel = made(ibv_create_comp_channel(verbs))?;
+        match made(ibv_create_cq(verbs, cqe, id.cast(), channel, 0)) {
+            Ok(cq) => Ok((channel, cq)),
+            Err(e) => {
+                ibv_destroy_comp_channel(channel);
+                Err(e)
+            }
+        }
+    }
+}
+
+/// Makes the completion queues that the program did not name. An end of XRC has only those that it uses.
+fn make_queues(
+    id: *mut rdma_cm_id,
+    object: &IdObject,
+    init: &mut ibv_qp_init_attr_ex,
+) -> Result<(), Errno> {
+    let sends = init.qp_type != IBV_QPT_XRC_RECV;
+    let receives = sends && init.qp_type != IBV_QPT_XRC_SEND;
+    let verbs = object.c.get(|c| c.verbs);
+    if init.send_cq.is_null() && sends {
+        if object.c.get(|c| c.send_cq).is_null() {
+            let queue = make_queue(id, verbs, init.cap.max_send_wr)?;
+            object.c.set(|c| (c.send_cq_channel, c.send_cq) = queue);
+        }
+        init.send_cq = object.c.get(|c| c.send_cq);
+    }
+    if init.recv_cq.is_null() && receives {
+        if object.c.get(|c| c.recv_cq).is_null() {
+            let queue = make_queue(id, verbs, init.cap.max_recv_wr)?;
+            object.c.set(|c| (c.recv_cq_channel, c.recv_cq) = queue);
+        }
+        init.recv_cq = object.c.get(|c| c.recv_cq);
+    }
+    Ok(())
+}
+
+/// Destroys a completion queue and its channel, unless the queue is in use. Returns what is left.
+fn drop_queue((channel, cq): Queue) -> Queue {
+    // SAFETY: made by `make_queue` for this identifier, or null.
+    unsafe {
+        if !cq.is_null() && ibv_destroy_cq(cq) != 0 {
+            return (channel, cq);
+        }
+        if !channel.is_null() {
+            ibv_destroy_comp_channel(channel);
+        }
+    }
+    (std::ptr::null_mut(), std::ptr::null_mut())
+}
+
+/// Destroys the completion queues that [`make_queues`] made and that nothing uses any more.
+fn drop_queues(object: &IdObject) {
+    let (send, recv) = object.c.get(|c| {
+        (
+            (c.send_cq_channel, c.send_cq),
+            (c.recv_cq_channel, c.recv_cq),
+        )
+    });
+    let (send, recv) = (drop_queue(send), drop_queue(recv));
+    object.c.set(|c| {
+        (c.send_cq_channel, c.send_cq) = send;
+        (c.recv_cq_channel, c.recv_cq) = recv;
+    });
+}
+
+// ---------------------------------------------------------------------- queue pairs
+
+/// Makes the queue pair of an identifier and fills in what the program left out.
+///
+/// # Safety
+/// `id` and what `init` names are null or live.
+unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let object = unsafe { live::<IdObject, _>(id) }?;
+    let c = object.c.get(|c| *c);
+    if c.verbs.is_null() || !c.qp.is_null() || init.qp_type != c.qp_type {
+        return Err(libc::EINVAL);
+    }
+    if init.comp_mask & IBV_QP_INIT_ATTR_PD == 0 || init.pd.is_null() {
+        init.pd = c.pd;
+        init.comp_mask |= IBV_QP_INIT_ATTR_PD;
+    }
+    // SAFETY: null or live (caller's promise).
+    if unsafe { arg(init.pd) }?.context != c.verbs {
+        return Err(libc::EINVAL);
+    }
+    let no_domain = init.comp_mask & IBV_QP_INIT_ATTR_XRCD == 0 || init.xrcd.is_null();
+    if init.qp_type == IBV_QPT_XRC_RECV && no_domain {
+        init.xrcd = shared()?.xrcd()?;
+        init.comp_mask |= IBV_QP_INIT_ATTR_XRCD;
+    }
+    let created = make_queues(id, object, init).and_then(|()| {
+        // rdma_create_srq(3): the shared receive queue of the identifier serves its queue pair.
+        if init.srq.is_null() && init.qp_type != IBV_QPT_XRC_RECV {
+            init.srq = c.srq;
+        }
+        // SAFETY: the caller's promise.
+        made(managed(|| unsafe { create_qp_ex(c.verbs, init) }))
+    });
+    let qp = created.inspect_err(|_e| drop_queues(object))?;
+    if let Err(e) = attach(object, qp) {
+        object.engine.set_qp(None);
+        // SAFETY: just made, and nothing uses it.
+        unsafe { ibv_destroy_qp(qp) };
+        drop_queues(object);
+        return Err(e);
+    }
+    object.c.set(|c| (c.qp, c.pd) = (qp, init.pd));
+    Ok(())
+}
+
+/// Gives a new queue pair to its identifier and moves it as far as it goes without a connection.
+fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
+    let mut attr = ibv_qp_attr {
+        port_num: 1,
+        ..ibv_qp_attr::default()
+    };
+    // SAFETY: just made.
+    let engine = unsafe { known::<QpObject, _>(qp) }.engine.clone();
+    let steps: &[(ibv_qp_state, c_int)] = match engine {
+        QueuePair::Rc(rc) => {
+            object.engine.set_qp(Some(rc));
+            attr.qp_access_flags = cm::rights(1).0;
+            &[(
+                IBV_QPS_INIT,
+                IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS,
+            )]
+        }
+        datagram @ QueuePair::Dgram(_) => {
+            object.engine.set_datagram(datagram, UDP_QKEY);
+            attr.qkey = UDP_QKEY;
+            &[
+                (
+                    IBV_QPS_INIT,
+                    IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY,
+                ),
+                (IBV_QPS_RTR, IBV_QP_STATE),
+                (IBV_QPS_RTS, IBV_QP_STATE | IBV_QP_SQ_PSN),
+            ]
+        }
+    };
+    for (state, mask) in steps {
+        attr.qp_state = *state;
+        // SAFETY: just made.
+        match unsafe { ibv_modify_qp(qp, &raw mut attr, *mask) } {
+            0 => {}
+            e => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// [`create_qp`] with attributes of the first form.
+///
+/// # Safety
+/// `id`, `pd` and what `init` names are null or live.
+pub(super) unsafe fn create_plain_qp(
+    id: *mut rdma_cm_id,
+    pd: *mut ibv_pd,
+    init: &mut ibv_qp_init_attr,
+) -> Result<(), Errno> {
+    let mut ex = ibv_qp_init_attr_ex {
+        qp_context: init.qp_context,
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        cap: init.cap,
+        qp_type: init.qp_type,
+        sq_sig_all: init.sq_sig_all,
+        comp_mask: IBV_QP_INIT_ATTR_PD,
+        pd,
+        ..ibv_qp_init_attr_ex::default()
+    };
+    // SAFETY: the caller's promise.
+    unsafe { create_qp(id, &mut ex) }?;
+    (init.send_cq, init.recv_cq, init.srq) = (ex.send_cq, ex.recv_cq, ex.srq);
+    init.cap = ex.cap;
+    Ok(())
+}
+
+entry! {
+    /// `rdma_create_qp(3)`.
+    ///
+    /// # Safety
+    /// `id`, `pd` and what `init` names are null or live.
+    unsafe fn rdma_create_qp(
+        id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
+    ) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { create_plain_qp(id, pd, arg_mut(init)?) }?;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_create_qp_ex`.
+    ///
+    /// # Safety
+    /// As for `rdma_create_qp`.
+    unsafe fn rdma_create_qp_ex(id: *mut rdma_cm_id, init: *mut ibv_qp_init_attr_ex) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { create_qp(id, arg_mut(init)?) }?;
+        Ok(0)
+    }
+}
+
+/// Destroys the queue pair of an identifier, if it has one.
+pub(super) fn destroy_qp(object: &IdObject) {
+    object.engine.set_qp(None);
+    let qp = object
+        .c
+        .set(|c| std::mem::replace(&mut c.qp, std::ptr::null_mut()));
+    if !qp.is_null() {
+        // SAFETY: made by `create_qp`.
+        unsafe { ibv_destroy_qp(qp) };
+    }
+    drop_queues(object);
+}
+
+entry! {
+    /// `rdma_destroy_qp(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_destroy_qp(id: *mut rdma_cm_id), nothing, {
+        // SAFETY: the caller's promise.
+        destroy_qp(unsafe { live(id) }?);
+        Ok(())
+    }
+}
+
+// ---------------------------------------------------------------------- shared receive queues
+
+/// Makes the shared receive queue of an identifier and fills in what the program left out.
+///
+/// # Safety
+/// `id` and what `init` names are null or live.
+unsafe fn create_srq(id: *mut rdma_cm_id, init: &mut ibv_srq_init_attr_ex) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    let object = unsafe { live::<IdObject, _>(id) }?;
+    let c = object.c.get(|c| *c);
+    if c.verbs.is_null() || !c.srq.is_null() || init.comp_mask & IBV_SRQ_INIT_ATTR_TYPE == 0 {
+        return Err(libc::EINVAL);
+    }
+    if init.comp_mask & IBV_SRQ_INIT_ATTR_PD == 0 || init.pd.is_null() {
+        init.pd = c.pd;
+        init.comp_mask |= IBV_SRQ_INIT_ATTR_PD;
+    }
+    if init.srq_type == IBV_SRQT_XRC {
+        if init.comp_mask & IBV_SRQ_INIT_ATTR_XRCD == 0 || init.xrcd.is_null() {
+            init.xrcd = shared()?.xrcd()?;
+        }
+        if init.comp_mask & IBV_SRQ_INIT_ATTR_CQ == 0 || init.cq.is_null() {
+            if c.recv_cq.is_null() {
+                let queue = make_queue(id, c.verbs, init.attr.max_wr)?;
+                object.c.set(|c| (c.recv_cq_channel, c.recv_cq) = queue);
+            }
+            init.cq = object.c.get(|c| c.recv_cq);
+        }
+        init.comp_mask |= IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
+    }
+    // SAFETY: the caller's promise.
+    let srq = made(unsafe { create_srq_ex(c.verbs, init) })
+        // Queues that a queue pair uses stay.
+        .inspect_err(|_e| drop_queues(object))?;
+    object.c.set(|c| (c.srq, c.pd) = (srq, init.pd));
+    Ok(())
+}
+
+entry! {
+    /// `rdma_create_srq(3)`: one of an XRC domain for an identifier that receives XRC.
+    ///
+    /// # Safety
+    /// `id` is null or lives, `init` is null or valid.
+    unsafe fn rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (qp_type, plain) = unsafe { (arg(id)?.qp_type, arg_mut(init)?) };
+        let receives_xrc = qp_type == IBV_QPT_XRC_RECV;
+        let mut ex = ibv_srq_init_attr_ex {
+            srq_context: plain.srq_context,
+            attr: plain.attr,
+            comp_mask: IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD,
+            srq_type: if receives_xrc { IBV_SRQT_XRC } else { IBV_SRQT_BASIC },
+            pd,
+            ..ibv_srq_init_attr_ex::default()
+        };
+        // SAFETY: the caller's promise.
+        unsafe { create_srq(id, &mut ex) }?;
+        plain.attr = ex.attr;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_create_srq_ex`: basic queues, and those of an XRC domain.
+    ///
+    /// # Safety
+    /// As for `rdma_create_srq`.
+    unsafe fn rdma_create_srq_ex(id: *mut rdma_cm_id, init: *mut ibv_srq_init_attr_ex) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        unsafe { create_srq(id, arg_mut(init)?) }?;
+        Ok(0)
+    }
+}
+
+/// Destroys the shared receive queue of an identifier, if it has one.
+pub(super) fn destroy_srq(object: &IdObject) {
+    let srq = object
+        .c
+        .set(|c| std::mem::replace(&mut c.srq, std::ptr::null_mut()));
+    if !srq.is_null() {
+        // SAFETY: made by `create_srq`.
+        unsafe { ibv_destroy_srq(srq) };
+    }
+    if object.qp().is_null() {
+        drop_queues(object);
+    }
+}
+
+entry! {
+    /// `rdma_destroy_srq(3)`.
+    ///
+    /// # Safety
+    /// `id` is null or lives.
+    unsafe fn rdma_destroy_srq(id: *mut rdma_cm_id), nothing, {
+        // SAFETY: the caller's promise.
+        destroy_srq(unsafe { live(id) }?);
+        Ok(())
+    }
+}
+
+// ---------------------------------------------------------------------- attributes
+
+entry! {
+    /// `rdma_init_qp_attr(3)`: attributes for a program that moves its queue pair through its states itself.
+    ///
+    /// # Safety
+    /// `id` is null or lives, the others are null or valid places.
+    unsafe fn rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut c_int) -> c_int, minus_one, {
+        if mask.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        let (object, attr) = unsafe { (live::<IdObject, _>(id)?, arg_mut(attr)?) };
+        let (ird, ord, retry, rnr) = object.engine.agreed();
+        let state = attr.qp_state;
+        *attr = ibv_qp_attr { qp_state: state, port_num: 1, ..ibv_qp_attr::default() };
+        let bits = match (state, object.is_datagram()) {
+            (IBV_QPS_INIT, false) => {
+                attr.qp_access_flags = cm::rights(1).0;
+                IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS
+            }
+            (IBV_QPS_INIT, true) => {
+                attr.qkey = UDP_QKEY;
+                IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY
+            }
+            (IBV_QPS_RTR, false) => {
+                if let Some(remote) = object.engine.remote() {
+                    attr.ah_attr = vector_to(remote, object.engine.local());
+                }
+                attr.path_mtu = IBV_MTU_4096;
+                // 0: the connection of this identifier, whatever number the peer's queue pair has.
+                attr.dest_qp_num = 0;
+                attr.max_dest_rd_atomic = ird;
+                attr.min_rnr_timer = cm::MIN_RNR_TIMER;
+                IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN
+                    | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER
+            }
+            (IBV_QPS_RTR, true) => IBV_QP_STATE,
+            (IBV_QPS_RTS, false) => {
+                attr.timeout = object.engine.ack_timeout();
+                attr.retry_cnt = retry.min(7);
+                attr.rnr_retry = rnr.min(7);
+                attr.max_rd_atomic = ord;
+                IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN
+                    | IBV_QP_MAX_QP_RD_ATOMIC
+            }
+            (IBV_QPS_RTS, true) => IBV_QP_STATE | IBV_QP_SQ_PSN,
+            _ => return Err(libc::EINVAL),
+        };
+        // SAFETY: the caller's promise.
+        unsafe { put(mask, bits) }?;
+        Ok(0)
+    }
+}

@@ -1,0 +1,178 @@
+//! How a function that C calls begins and ends.
+//!
+//! The body of every such function runs inside [`errno`], [`minus_one`], [`null`], [`nothing`], [`or`] or [`value`]. Their
+//! names say how C learns of a failure: [`errno`] returns the number, the others set `errno` and return what C expects. A
+//! panic stops here: it must not unwind into C. The device counts as broken from then on (`anywarp_engine::fatal`), and the
+//! call fails with `EIO`.
+//!
+//! The `_fast` forms are for the data path. They make no system call that is a cancellation point, so they need not
+//! disable the cancellation of the thread.
+
+use std::any::Any;
+use std::ffi::c_int;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use anywarp_core::error::Misuse;
+use anywarp_engine::log;
+use anywarp_engine::sys::thread::Uncancelled;
+
+/// A value of `errno`.
+pub type Errno = c_int;
+
+/// Runs a body; a panic becomes `EIO`.
+#[inline]
+fn catch<T>(name: &'static str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
+    // The caller's memory is plain bytes to this library, and its own state lies behind locks that recover from
+    // poisoning, so no broken invariant is observed after a panic.
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(result) => result,
+        Err(payload) => {
+            panicked(name, payload);
+            Err(libc::EIO)
+        }
+    }
+}
+
+/// For functions that return 0 or an errno value.
+pub fn errno(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
+    let _inside = Uncancelled::new();
+    errno_fast(name, body)
+}
+
+/// [`errno`] for the data path.
+#[inline]
+pub fn errno_fast(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) -> c_int {
+    match catch(name, body) {
+        Ok(()) => 0,
+        Err(e) => e,
+    }
+}
+
+/// For functions that return a number, or -1 with `errno`.
+pub fn minus_one<T: From<i8>>(name: &'static str, body: impl FnOnce() -> Result<T, Errno>) -> T {
+    or(name, T::from(-1), body)
+}
+
+/// For functions that return a pointer, or null with `errno`.
+pub fn null<T>(name: &'static str, body: impl FnOnce() -> Result<*mut T, Errno>) -> *mut T {
+    or(name, std::ptr::null_mut(), body)
+}
+
+/// For functions that return nothing.
+pub fn nothing(name: &'static str, body: impl FnOnce() -> Result<(), Errno>) {
+    or(name, (), body);
+}
+
+/// For functions that return `failed` with `errno`.
+pub fn or<T>(name: &'static str, failed: T, body: impl FnOnce() -> Result<T, Errno>) -> T {
+    let _inside = Uncancelled::new();
+    or_fast(name, failed, body)
+}
+
+/// For functions that cannot fail; `panicked` is the result after a panic.
+pub fn value<T>(name: &'static str, panicked: T, body: impl FnOnce() -> T) -> T {
+    or(name, panicked, || Ok(body()))
+}
+
+/// [`or`] for the data path.
+#[inline]
+pub fn or_fast<T>(name: &'static str, failed: T, body: impl FnOnce() -> Result<T, Errno>) -> T {
+    match catch(name, body) {
+        Ok(value) => value,
+        Err(e) => fail(e, failed),
+    }
+}
+
+/// Sets the caller's `errno`.
+pub fn set_errno(errno: Errno) {
+    // SAFETY: the C library gives every thread a valid place for its errno.
+    unsafe { libc::__errno_location().write(errno) };
+}
+
+/// Sets `errno` and returns `value`.
+pub fn fail<T>(errno: Errno, value: T) -> T {
+    set_errno(errno);
+    value
+}
+
+/// The `errno` that the C function called last has set.
+pub(crate) fn last_errno() -> Errno {
+    std::io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
+}
+
+/// Marks the device as broken after a panic and sets `errno` to `EIO`; the process goes on.
+#[doc(hidden)]
+#[cold]
+pub fn panicked(name: &'static str, payload: Box<dyn Any + Send>) {
+    anywarp_engine::fatal::caught(name, &*payload);
+    // Dropping a foreign payload may panic again; a leak of a few bytes is the lesser evil.
+    let _leaked = std::mem::ManuallyDrop::new(payload);
+    set_errno(libc::EIO);
+}
+
+/// The errno of a call that broke a rule. The rule is logged, because the number alone seldom says which it was.
+#[cold]
+pub(crate) fn misuse(call: &str, e: &Misuse) -> Errno {
+    if log::wants(log::Level::Warn) {
+        log::write(log::Level::Warn, format_args!("{call}: {e}"));
+    }
+    e.errno()
+}
+
+/// The errno of an I/O error.
+pub(crate) fn os_errno(e: &std::io::Error) -> Errno {
+    e.raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// A structure that C passes by pointer: `EINVAL` for null.
+///
+/// # Safety
+/// `place` is null or valid for reads, and C does not write it while the reference lives.
+pub(crate) unsafe fn arg<'a, T>(place: *const T) -> Result<&'a T, Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { place.as_ref() }.ok_or(libc::EINVAL)
+}
+
+/// A structure that C passes by pointer and that the call changes: `EINVAL` for null.
+///
+/// # Safety
+/// `place` is null or valid, and C does not touch it while the reference lives.
+pub(crate) unsafe fn arg_mut<'a, T>(place: *mut T) -> Result<&'a mut T, Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { place.as_mut() }.ok_or(libc::EINVAL)
+}
+
+/// Writes a result where C wants it: `EINVAL` for null.
+///
+/// # Safety
+/// `place` is null or valid for writes.
+pub(crate) unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Errno> {
+    if place.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: not null, so valid (caller's promise).
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// Writes the first `len` bytes of a structure, for a caller that was compiled with an older and shorter one.
+///
+/// # Safety
+/// `place` is null or has `len` bytes.
+pub(crate) unsafe fn put_prefix<T: Copy>(
+    place: *mut T,
+    value: &T,
+    len: usize,
+) -> Result<(), Errno> {
+    if place.is_null() {
+        return Err(libc::EINVAL);
+    }
+    let len = len.min(size_of::<T>());
+    // SAFETY: the caller's structure has `len` bytes (its promise), and so has `value`.
+    unsafe {
+        std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), place.cast(), len);
+    }
+    Ok(())
+}

@@ -1,0 +1,152 @@
+//! Asynchronous events.
+
+use std::ffi::c_int;
+
+use anywarp_engine::channel::Channel;
+use anywarp_engine::device::{AsyncItem, Context, event};
+
+use super::handle::{c_object, known, live};
+use super::object::{Acks, ContextObject, CqObject, QpObject, SrqObject};
+use super::types::*;
+use super::wait::block_on;
+use crate::cancel_safe::Held;
+use crate::entry;
+use crate::ffi::{Errno, fail, or};
+
+/// Which object an event is about.
+enum About {
+    Cq,
+    Srq,
+    Qp,
+    Port,
+}
+
+impl About {
+    fn of(kind: ibv_event_type) -> Self {
+        match kind {
+            event::CQ_ERR => Self::Cq,
+            event::SRQ_LIMIT_REACHED | event::SRQ_ERR => Self::Srq,
+            event::QP_FATAL..=event::SQ_DRAINED | event::QP_LAST_WQE_REACHED => Self::Qp,
+            _ => Self::Port,
+        }
+    }
+}
+
+/// The event as the program sees it; the object counts it as delivered.
+///
+/// # Safety
+/// The object of the event lives.
+unsafe fn deliver(item: &AsyncItem) -> ibv_async_event {
+    let mut c = ibv_async_event {
+        event_type: item.event,
+        ..ibv_async_event::default()
+    };
+    // SAFETY: the object lives (caller's promise).
+    let acks: &Acks = unsafe {
+        match About::of(item.event) {
+            About::Cq => {
+                c.element.cq = c_object(item.cookie);
+                &known::<CqObject, ibv_cq>(c_object(item.cookie)).async_acks
+            }
+            About::Srq => {
+                c.element.srq = c_object(item.cookie);
+                &known::<SrqObject, ibv_srq>(c_object(item.cookie)).acks
+            }
+            About::Qp => {
+                c.element.qp = c_object(item.cookie);
+                &known::<QpObject, ibv_qp>(c_object(item.cookie)).acks
+            }
+            About::Port => {
+                c.element.port_num = 1;
+                return c;
+            }
+        }
+    };
+    acks.delivered();
+    c
+}
+
+/// Takes the next asynchronous event: `None` if there is none and the caller is to wait.
+///
+/// # Safety
+/// `out` is a valid place.
+unsafe fn try_event(
+    events: &Channel<AsyncItem>,
+    out: *mut ibv_async_event,
+) -> Result<Option<c_int>, Errno> {
+    // SAFETY: destroying an object takes its events out of the queue, under the lock that is held here, so it lives; from
+    // here on destroying it waits for the acknowledgement.
+    let taken = events.pop_with(|item| unsafe { deliver(item) });
+    match taken {
+        Some((_, c)) => {
+            // SAFETY: valid (caller's promise).
+            unsafe { out.write(c) };
+            Ok(Some(0))
+        }
+        None if events.is_nonblocking() => Err(libc::EAGAIN),
+        None => Ok(None),
+    }
+}
+
+/// `ibv_get_async_event(3)`: waits, unless the program made `async_fd` non-blocking.
+///
+/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`. The
+/// thread holds the events: a program may close the device while a thread waits here.
+///
+/// # Safety
+/// `context` is null or open, `out` is null or a valid place.
+// SAFETY: the symbol is ours: link/symbols.txt names it once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn ibv_get_async_event(
+    context: *mut ibv_context,
+    out: *mut ibv_async_event,
+) -> c_int {
+    if out.is_null() {
+        return fail(libc::EINVAL, -1);
+    }
+    // SAFETY: the caller's promise.
+    let events = match unsafe { ContextObject::live(context) } {
+        Ok(context) => Held::new(&context.engine.events),
+        Err(e) => return fail(e, -1),
+    };
+    loop {
+        let done = or("ibv_get_async_event", Some(-1), || {
+            // SAFETY: not null, so valid (caller's promise).
+            unsafe { try_event(events.get(), out) }
+        });
+        let done = match done {
+            Some(done) => done,
+            None if block_on(events.get().raw_fd()) => continue,
+            None => fail(libc::EINTR, -1),
+        };
+        events.release();
+        return done;
+    }
+}
+
+entry! {
+    /// `ibv_ack_async_event(3)`.
+    ///
+    /// # Safety
+    /// `event` is null or came from `ibv_get_async_event`, and its object lives.
+    unsafe fn ibv_ack_async_event(event: *mut ibv_async_event), nothing, {
+        // SAFETY: null or valid (caller's promise).
+        let Some(event) = (unsafe { event.as_ref() }) else { return Ok(()) };
+        // SAFETY: the element that `ibv_get_async_event` wrote for this type; its object lives (caller's promise).
+        let acks: &Acks = unsafe {
+            match About::of(event.event_type) {
+                About::Cq => &live::<CqObject, _>(event.element.cq)?.async_acks,
+                About::Srq => &live::<SrqObject, _>(event.element.srq)?.acks,
+                About::Qp => &live::<QpObject, _>(event.element.qp)?.acks,
+                About::Port => return Ok(()),
+            }
+        };
+        acks.acknowledged(1);
+        Ok(())
+    }
+}
+
+/// Takes the events of an object that is being destroyed out of the queue.
+pub(crate) fn forget_events(device: &Context, object: usize) {
+    device.events.purge(|event| event.cookie == object);
+}

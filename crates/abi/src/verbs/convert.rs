@@ -1,0 +1,213 @@
+//! From the header's structures to the engine's values, and back.
+
+use std::ffi::{c_char, c_int, c_uint};
+use std::net::{IpAddr, SocketAddr};
+
+use anywarp_core::bounds;
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::qp::Attr;
+use anywarp_core::verbs::wc::Completion;
+use anywarp_core::verbs::wr::{Bind, Destination, InlineData, Sge, Sges};
+use anywarp_core::wire::Stag;
+use anywarp_engine::device::{ip_of, ip_of_lid};
+use anywarp_engine::gids;
+
+use super::handle::known;
+use super::object::AhObject;
+use super::types::*;
+use crate::ffi::arg;
+
+/// Writes a text into a fixed array, with a zero behind it.
+pub(crate) fn put_text<const N: usize>(into: &mut [c_char; N], text: &str) {
+    for (to, from) in into.iter_mut().zip(text.bytes().take(N - 1)) {
+        *to = c_char::from_ne_bytes([from]);
+    }
+}
+
+/// A GID for C.
+pub(crate) fn c_gid(raw: [u8; 16]) -> ibv_gid {
+    ibv_gid { raw }
+}
+
+/// The IP address in a GID of a C program.
+pub(crate) fn gid_ip(gid: &ibv_gid) -> IpAddr {
+    // SAFETY: every byte pattern is a valid `raw`.
+    ip_of(unsafe { gid.raw })
+}
+
+/// The IP address of an entry of the GID table.
+pub(crate) fn own_ip(index: u8) -> Option<IpAddr> {
+    gids::at(index.into()).map(|g| g.ip)
+}
+
+/// The peer's IP address in an address vector.
+pub(crate) fn remote_ip(attr: &ibv_ah_attr) -> Result<IpAddr, Misuse> {
+    if attr.port_num != 1 {
+        return Err(Misuse::InvalidArgument("port_num is not 1"));
+    }
+    if attr.is_global != 0 {
+        if gids::at(attr.grh.sgid_index.into()).is_none() {
+            return Err(Misuse::InvalidArgument("no GID at sgid_index"));
+        }
+        return Ok(gid_ip(&attr.grh.dgid));
+    }
+    if attr.dlid == 0 {
+        return Err(Misuse::InvalidArgument(
+            "an address vector without GID and LID",
+        ));
+    }
+    ip_of_lid(attr.dlid).ok_or(Misuse::InvalidArgument("no host has this LID"))
+}
+
+/// The source address of datagrams to `ip`: the GID that the address vector names. `None` leaves the choice to the kernel,
+/// as for a loopback source and a destination outside the host.
+pub(crate) fn source_to(ip: IpAddr, attr: &ibv_ah_attr) -> Option<IpAddr> {
+    let named = || gids::at(attr.grh.sgid_index.into());
+    let source = (attr.is_global != 0).then(named).flatten()?.ip;
+    (!source.is_loopback() || ip.is_loopback()).then_some(source)
+}
+
+/// Attributes of a queue pair.
+pub(crate) fn attr_of(c: &ibv_qp_attr) -> Attr {
+    Attr {
+        access: Access(c.qp_access_flags),
+        pkey_index: c.pkey_index,
+        port: c.port_num,
+        qkey: c.qkey,
+        path_mtu: u8::try_from(c.path_mtu).unwrap_or(0),
+        timeout: c.timeout,
+        retry_cnt: c.retry_cnt,
+        rnr_retry: c.rnr_retry,
+        min_rnr_timer: c.min_rnr_timer,
+        rq_psn: c.rq_psn,
+        sq_psn: c.sq_psn,
+        max_rd_atomic: c.max_rd_atomic,
+        max_dest_rd_atomic: c.max_dest_rd_atomic,
+        dest_qpn: c.dest_qp_num,
+    }
+}
+
+/// A scatter/gather list.
+///
+/// # Safety
+/// `list` has `n` elements.
+#[inline]
+pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
+    let mut sges = Sges::new();
+    for i in 0..usize::try_from(n).unwrap_or(0) {
+        // SAFETY: element `i` of `n` (caller's promise).
+        let sge = unsafe { &*list.add(i) };
+        sges.push(Sge {
+            addr: sge.addr,
+            len: sge.length,
+            lkey: Stag(sge.lkey),
+        });
+    }
+    sges
+}
+
+/// Lengths up to which [`InlineData`] needs no allocation, in bytes.
+const INLINE_WITHOUT_ALLOCATION: usize = 64;
+
+/// Appends the bytes of a buffer of the program's to inline data.
+///
+/// # Safety
+/// `from` has `len` readable bytes.
+#[inline]
+pub(crate) unsafe fn append_inline(
+    data: &mut InlineData,
+    from: *const u8,
+    len: usize,
+) -> Result<(), Misuse> {
+    let end = data.len();
+    if len > (bounds::MAX_INLINE as usize).saturating_sub(end) {
+        return Err(Misuse::InlineTooLarge);
+    }
+    if end == 0 && len <= INLINE_WITHOUT_ALLOCATION {
+        // The usual case. `resize` would loop over single bytes.
+        *data = InlineData::from_buf_and_len([0; INLINE_WITHOUT_ALLOCATION], len);
+    } else {
+        data.resize(end + len, 0);
+    }
+    if let Some(to) = data.get_mut(end..) {
+        // SAFETY: `len` readable bytes (caller's promise); `to` is this library's and as long.
+        unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), len) };
+    }
+    Ok(())
+}
+
+/// The destination of a datagram.
+///
+/// # Safety
+/// `ah` is null or lives.
+pub(crate) unsafe fn destination_of(
+    ah: *mut ibv_ah,
+    qpn: u32,
+    qkey: u32,
+) -> Result<Destination, Misuse> {
+    if ah.is_null() {
+        return Err(Misuse::InvalidArgument("no address handle"));
+    }
+    // SAFETY: not null, so it lives (caller's promise).
+    let ah = unsafe { known::<AhObject, _>(ah) };
+    Ok(Destination {
+        addr: SocketAddr::new(ah.ip, u16::try_from(qpn >> 8 & 0xffff).unwrap_or(0)),
+        source: ah.source,
+        qpn,
+        qkey,
+        hop_limit: ah.hop_limit,
+        traffic_class: ah.traffic_class,
+    })
+}
+
+/// The operation that binds a memory window.
+///
+/// # Safety
+/// `mw` and `info.mr` are null or live.
+pub(crate) unsafe fn bind_of(
+    mw: *const ibv_mw,
+    rkey: u32,
+    info: &ibv_mw_bind_info,
+) -> Result<Bind, Misuse> {
+    // SAFETY: null or live (caller's promise).
+    let (window, region) = unsafe { (arg(mw), info.mr.as_ref()) };
+    let window = window.map_err(|_null| Misuse::InvalidArgument("no memory window"))?;
+    if region.is_none() && info.length != 0 {
+        return Err(Misuse::InvalidArgument("a bind without a region"));
+    }
+    Ok(Bind {
+        window: Stag(window.rkey),
+        rkey: Stag(rkey),
+        mr: Stag(region.map_or(0, |region| region.lkey)),
+        addr: info.addr,
+        len: info.length,
+        access: Access(info.mw_access_flags),
+    })
+}
+
+/// The flags of a completion.
+#[inline]
+pub(crate) fn flags_of(c: &Completion) -> c_uint {
+    let mut flags = 0;
+    if c.grh {
+        flags |= IBV_WC_GRH;
+    }
+    if c.imm.is_some() {
+        flags |= IBV_WC_WITH_IMM;
+    }
+    if c.invalidated.is_some() {
+        flags |= IBV_WC_WITH_INV;
+    }
+    flags
+}
+
+/// Immediate data or the invalidated key: one union in the header.
+#[inline]
+pub(crate) fn imm_of(c: &Completion) -> be32 {
+    match (c.imm, c.invalidated) {
+        (Some(imm), _) => u32::from_ne_bytes(imm),
+        (None, Some(stag)) => stag.0,
+        (None, None) => 0,
+    }
+}

@@ -1,0 +1,171 @@
+//! Protection domains, and the parent and thread domains of `ibv_alloc_parent_domain(3)`.
+//!
+//! Thread and parent domains tell a device which objects only one thread uses, and where the program wants their memory.
+//! This device allows all calls from every thread and keeps its queues in memory of its own. A parent domain is therefore
+//! its protection domain under another name, and its allocators are never called, which the manual page allows.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::pd::Pd;
+use anywarp_engine::process::PerProcess;
+use anywarp_engine::reserve;
+
+use super::handle::{CStruct, into_c, live, live_if_any, returned};
+use super::object::{ContextObject, PdObject, TdObject};
+use super::types::*;
+use crate::entry;
+use crate::ffi::{arg, errno, misuse, null};
+use crate::profile::{Counted, Place};
+
+/// Protection domains by handle, for `ibv_import_pd`.
+fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<Pd>>> {
+    static TABLE: PerProcess<Mutex<HashMap<u32, Weak<Pd>>>> = PerProcess::new(Mutex::default);
+    TABLE.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+entry! {
+    /// `ibv_alloc_pd(3)`.
+    ///
+    /// # Safety
+    /// `context` is null or open.
+    unsafe fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd, null, {
+        // SAFETY: the caller's promise.
+        unsafe { ContextObject::live(context) }?;
+        if reserve::is_scarce() {
+            return Err(libc::ENOMEM);
+        }
+        let place = Place::take(Counted::Pd)?;
+        let pd = Pd::new();
+        let handle = pd.id();
+        let engine = Arc::new(pd);
+        let mut domains = by_handle();
+        if domains.len() >= domains.capacity() {
+            // Before the table grows: drop the entries of domains that are gone.
+            domains.retain(|_, pd| pd.strong_count() > 0);
+        }
+        domains.insert(handle, Arc::downgrade(&engine));
+        drop(domains);
+        let c = CStruct::new(ibv_pd { context, handle });
+        Ok(into_c(PdObject { c, engine, _td: None, _place: place }))
+    }
+}
+
+entry! {
+    /// `ibv_dealloc_pd(3)`: EBUSY while something belongs to it.
+    ///
+    /// # Safety
+    /// `pd` came from `ibv_alloc_pd` and is not used after this returns 0.
+    unsafe fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int, errno, {
+        // SAFETY: the caller's promise.
+        let Some(pd) = unsafe { returned::<PdObject, _>(pd) }? else { return Ok(()) };
+        if pd.engine.in_use() {
+            return Err(misuse("ibv_dealloc_pd", &Misuse::Busy));
+        }
+        drop(pd.take());
+        Ok(())
+    }
+}
+
+entry! {
+    /// `ibv_import_pd(3)`.
+    ///
+    /// # Safety
+    /// `context` is null or open.
+    unsafe fn ibv_import_pd(context: *mut ibv_context, handle: u32) -> *mut ibv_pd, null, {
+        // SAFETY: the caller's promise.
+        unsafe { ContextObject::live(context) }.map_err(|_any| libc::EINVAL)?;
+        let place = Place::take(Counted::Pd)?;
+        let pd = by_handle().get(&handle).and_then(Weak::upgrade).ok_or(libc::EINVAL)?;
+        Ok(into_c(PdObject {
+            c: CStruct::new(ibv_pd { context, handle }),
+            engine: Arc::new(Pd::within(&pd)),
+            _td: None,
+            _place: place,
+        }))
+    }
+}
+
+entry! {
+    /// `ibv_unimport_pd(3)`.
+    ///
+    /// # Safety
+    /// `pd` is null or came from `ibv_import_pd`, and is not used again.
+    unsafe fn ibv_unimport_pd(pd: *mut ibv_pd), nothing, {
+        // SAFETY: the caller's promise.
+        let pd = unsafe { returned::<PdObject, _>(pd) }?;
+        drop(pd.map(|pd| pd.take()));
+        Ok(())
+    }
+}
+
+// ---------------------------------------------------------------------- thread and parent domains
+
+/// `ibv_alloc_td(3)`.
+pub(crate) unsafe extern "C" fn alloc_td(
+    context: *mut ibv_context,
+    init: *mut ibv_td_init_attr,
+) -> *mut ibv_td {
+    null("ibv_alloc_td", || {
+        // SAFETY: null, or open and valid (the program's promise).
+        let (_open, init) = unsafe { (ContextObject::live(context)?, arg(init)?) };
+        if init.comp_mask != 0 {
+            return Err(libc::EINVAL);
+        }
+        Ok(into_c(TdObject {
+            c: CStruct::new(ibv_td { context }),
+            users: Arc::new(()),
+        }))
+    })
+}
+
+/// `ibv_dealloc_td(3)`: EBUSY while a parent domain has it.
+pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
+    errno("ibv_dealloc_td", || {
+        // SAFETY: null or a thread domain that is not used again (the program's promise).
+        let Some(td) = unsafe { returned::<TdObject, _>(td) }? else {
+            return Ok(());
+        };
+        if Arc::strong_count(&td.users) > 1 {
+            return Err(libc::EBUSY);
+        }
+        drop(td.take());
+        Ok(())
+    })
+}
+
+/// `ibv_alloc_parent_domain(3)`.
+pub(crate) unsafe extern "C" fn alloc_parent_domain(
+    context: *mut ibv_context,
+    attr: *mut ibv_parent_domain_init_attr,
+) -> *mut ibv_pd {
+    null("ibv_alloc_parent_domain", || {
+        const KNOWN: u32 =
+            IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+        // SAFETY: null or valid (the program's promise).
+        let attr = unsafe { arg(attr) }?;
+        let one_allocator = attr.comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS != 0
+            && (attr.alloc.is_none() || attr.free.is_none());
+        if context.is_null() || attr.comp_mask & !KNOWN != 0 || one_allocator {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: null or live (the program's promise).
+        let (domain, td) = unsafe {
+            (
+                live::<PdObject, _>(attr.pd)?,
+                live_if_any::<TdObject, _>(attr.td)?,
+            )
+        };
+        let place = Place::take(Counted::Pd)?;
+        let pd = Pd::within(&domain.engine);
+        let handle = pd.id();
+        Ok(into_c(PdObject {
+            c: CStruct::new(ibv_pd { context, handle }),
+            engine: Arc::new(pd),
+            _td: td.map(|td| Arc::clone(&td.users)),
+            _place: place,
+        }))
+    })
+}

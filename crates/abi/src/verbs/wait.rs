@@ -1,0 +1,42 @@
+//! Waiting for an event descriptor: the calling thread moves bytes meanwhile.
+
+use std::ffi::c_int;
+use std::os::fd::BorrowedFd;
+
+use crate::ffi::or;
+
+/// Waits until a descriptor is readable. False if a signal handler ran that wants calls to be interrupted: the caller fails
+/// with EINTR.
+///
+/// A true result may be premature: the caller tries again. The second half waits in `poll(2)` of the C library, a
+/// cancellation point: no lock is held there, and nothing has to be undone.
+pub(crate) fn block_on(fd: c_int) -> bool {
+    let Ok(engine) = anywarp_engine::worker::engine() else {
+        return poll(fd, 100) >= 0;
+    };
+    // SAFETY: the descriptor belongs to a channel that the caller keeps alive.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    // This makes no system call that is a cancellation point.
+    let worked = or("waiting for an event", false, || {
+        Ok(engine.work_until_readable(borrowed).is_ok())
+    });
+    if !worked {
+        return false;
+    }
+    if poll(fd, 0) == 0 {
+        engine.hand_over();
+        return poll(fd, -1) >= 0 || !anywarp_engine::sys::thread::handlers_interrupt();
+    }
+    true
+}
+
+/// `poll(2)` for one descriptor.
+fn poll(fd: c_int, timeout: c_int) -> c_int {
+    let mut fds = libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one valid pollfd.
+    unsafe { libc::poll(&raw mut fds, 1, timeout) }
+}
