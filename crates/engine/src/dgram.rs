@@ -260,7 +260,7 @@ impl DgramQp {
             };
             let posted = match &self.faults {
                 None => inner.core.post_send_with(fill),
-                Some(faults) => crate::verbs::made(fill)
+                Some(faults) => WorkRequest::build(fill)
                     .and_then(|r| self.post_with_faults(&mut inner, r, faults)),
             };
             if let Err(e) = posted {

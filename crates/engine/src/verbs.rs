@@ -435,15 +435,6 @@ pub enum QueuePair {
 /// What to say of work that was refused: its place in the list and why.
 pub type Refused = (usize, Misuse);
 
-/// The request that a function makes.
-pub(crate) fn made(
-    fill: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
-) -> Result<WorkRequest, Misuse> {
-    let mut request = WorkRequest::blank();
-    fill(&mut request)?;
-    Ok(request)
-}
-
 impl QueuePair {
     /// Its number.
     pub fn number(&self) -> u32 {

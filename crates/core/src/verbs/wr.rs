@@ -197,6 +197,13 @@ pub fn given(
 }
 
 impl WorkRequest {
+    /// The request that `fill` writes.
+    pub fn build(fill: impl FnOnce(&mut Self) -> Result<(), Misuse>) -> Result<Self, Misuse> {
+        let mut request = Self::blank();
+        fill(&mut request)?;
+        Ok(request)
+    }
+
     /// A Send of nothing, that nobody hears of.
     #[inline]
     pub fn blank() -> Self {

@@ -115,7 +115,7 @@ impl Tcp {
     // ------------------------------------------------------------------ shared memory
 
     /// Offers the peer memory to share.
-    pub(crate) fn offer_carrier(&mut self, conn: &mut Connection) {
+    pub(crate) fn offer_shm(&mut self, conn: &mut Connection) {
         // A thread that posts or polls does this, and files are opened and closed.
         let _inside = Uncancelled::new();
         let ends = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
@@ -153,7 +153,7 @@ impl Tcp {
     #[cold]
     #[inline(never)]
     fn answer_carrier(&mut self, conn: &mut Connection) -> bool {
-        // As in `offer_carrier`.
+        // As in `offer_shm`.
         let _inside = Uncancelled::new();
         match conn.poll_handover() {
             None => false,
@@ -239,7 +239,7 @@ impl Tcp {
     }
 
     /// Bytes that were received so far, if all of them were used.
-    pub(crate) fn came(&self) -> Option<u64> {
+    pub(crate) fn received_bytes(&self) -> Option<u64> {
         self.rest.is_empty().then_some(self.counts.rx_bytes)
     }
 

@@ -1,0 +1,395 @@
+//! How a reliable queue pair gets its connection.
+//!
+//! Without the connection manager the program tells both ends the other's address and number (`ibv_modify_qp(3)`). The end
+//! with the smaller (address, number) dials the other's QPN port; the other end waits for it. Work requests may be posted
+//! meanwhile. A queue pair that is connected to itself gets a socket pair. With the connection manager, that one opens the
+//! connection and passes it to [`RcQp::attach_managed`].
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::connection::{First, Peer, StreamConfig};
+use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
+use anywarp_core::verbs::qp::{Attr, State};
+
+use super::timers::Timer;
+use super::{Inner, Manager, RcQp, Receive, is_live};
+use crate::clock;
+use crate::config::{Framing, config};
+use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::device;
+use crate::fd::EngineFd;
+use crate::gids;
+use crate::log;
+use crate::net::drain::drain;
+use crate::net::socket;
+use crate::net::tcp::{self, Tcp};
+use crate::port::HELLO;
+
+/// How long attempts to dial the peer are repeated, at least.
+const DIAL_TIMEOUT_MIN: Duration = Duration::from_secs(3);
+/// Pause before a peer is dialed again.
+const REDIAL_INTERVAL: Duration = Duration::from_millis(20);
+/// Connections that wait until the program names the peer, at most; further ones are rejected.
+const PARKED_MAX: usize = 8;
+
+impl RcQp {
+    /// Connects to the peer that the program named, or waits for its connection.
+    pub(super) fn find_peer(&self, inner: &mut Inner, now: Instant) {
+        if inner.managed || inner.tcp.is_some() {
+            return;
+        }
+        let Some(route) = inner.route else { return };
+        if route.qpn == 0 {
+            // The connection manager brings the connection.
+            return;
+        }
+        inner.dial_until = Some(now + DIAL_TIMEOUT_MIN);
+        let own = (device::gid_of(route.local), self.number);
+        let peer = (device::gid_of(route.remote), route.qpn);
+        if self.number == route.qpn && is_own(route.remote) {
+            self.connect_to_itself(inner, now);
+        } else if own < peer {
+            self.dial(inner, now);
+        } else {
+            let parked = std::mem::take(&mut inner.parked);
+            for (startup, source) in parked {
+                // Those that are not the peer are rejected.
+                self.accept_peer(inner, &startup, source, now);
+            }
+        }
+    }
+
+    pub(super) fn dial(&self, inner: &mut Inner, now: Instant) {
+        let Some(route) = inner.route else { return };
+        let Some(me) = self.me.upgrade() else { return };
+        let mut private_data = HELLO.to_vec();
+        private_data.extend_from_slice(&route.qpn.to_be_bytes());
+        private_data.extend_from_slice(&self.number.to_be_bytes());
+        let config = InitiatorConfig {
+            crc: config().crc,
+            ird: u16::from(bounds::MAX_RD_ATOMIC),
+            max_ird: u16::from(bounds::MAX_RD_ATOMIC),
+            ord: u16::from(bounds::MAX_RD_ATOMIC),
+            private_data,
+            ..InitiatorConfig::default()
+        };
+        let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
+        let peer = SocketAddr::new(route.remote, port);
+        let owner = Arc::new(Dialer(Arc::downgrade(&me)));
+        let dial = Dial {
+            peer,
+            bind: Some(SocketAddr::new(route.local, 0)),
+            config,
+            timeout: REPLY_TIMEOUT,
+            retry_refused: Duration::ZERO,
+        };
+        match Startup::dial(self.engine, owner, dial) {
+            Ok(startup) => inner.dialing = Some(startup),
+            Err(e) => {
+                log!(Info, "qp 0x{:06x}: cannot dial {peer}: {e}", self.number);
+                self.dial_failed(inner, now);
+            }
+        }
+    }
+
+    fn dial_failed(&self, inner: &mut Inner, now: Instant) {
+        inner.dialing = None;
+        if inner.dial_until.is_some_and(|t| now < t) {
+            self.start_timer(inner, Timer::Redial, now + REDIAL_INTERVAL);
+        } else {
+            log!(Info, "qp 0x{:06x}: the peer cannot be reached", self.number);
+            inner.conn.handle_connect_failed();
+        }
+    }
+
+    /// Queue pair `source` of another process dialed this one.
+    pub(crate) fn incoming(&self, startup: &Arc<Startup>, source: u32) {
+        let now = clock::now();
+        self.with(|inner| match inner.conn.state() {
+            State::Rtr | State::Rts | State::Sqd => {
+                self.accept_peer(inner, startup, source, now);
+            }
+            // The program has not said yet which of them is the peer.
+            State::Reset | State::Init if inner.parked.len() < PARKED_MAX => {
+                inner.parked.push((Arc::clone(startup), source));
+            }
+            State::Reset | State::Init | State::Sqe | State::Error => {
+                let _ = startup.reject(&[]);
+            }
+        });
+    }
+
+    fn accept_peer(&self, inner: &mut Inner, startup: &Arc<Startup>, source: u32, now: Instant) {
+        let expected = inner.route.is_some_and(|r| {
+            r.qpn == source
+                && (r.remote == startup.peer.ip() || is_own(r.remote) && is_own(startup.peer.ip()))
+        });
+        if !expected || inner.tcp.is_some() || inner.managed {
+            log!(
+                Info,
+                "qp 0x{:06x}: rejected queue pair 0x{source:06x} of {}: not the peer",
+                self.number,
+                startup.peer
+            );
+            let _ = startup.reject(&[]);
+            return;
+        }
+        let depth = u16::from(bounds::MAX_RD_ATOMIC);
+        match startup.accept(depth, depth, &[]) {
+            Ok(opened) => self.attach(inner, opened, Side::Acceptor, now),
+            Err(e) => log!(
+                Info,
+                "qp 0x{:06x}: the peer's connection broke: {e}",
+                self.number
+            ),
+        }
+    }
+
+    /// Connects to itself by a socket pair.
+    fn connect_to_itself(&self, inner: &mut Inner, now: Instant) {
+        let pair = rustix::net::socketpair(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            rustix::net::SocketFlags::NONBLOCK | rustix::net::SocketFlags::CLOEXEC,
+            None,
+        );
+        let Ok((a, b)) = pair else {
+            inner.conn.handle_connect_failed();
+            return;
+        };
+        let (ird, ord) = depths(inner.conn.attr());
+        let config = StreamConfig {
+            crc: false,
+            mulpdu: bounds::MULPDU_ANYWARP,
+            mulpdu_anywarp: bounds::MULPDU_ANYWARP,
+            peer: Peer::Anywarp,
+            ird,
+            ord,
+            initiator: true,
+            first: First::Nothing,
+            managed: false,
+            markers: false,
+            shm_handover: None,
+        };
+        self.start(
+            inner,
+            Tcp::new(
+                EngineFd::new(a),
+                Some(EngineFd::new(b)),
+                Vec::new(),
+                Framing::Aligned,
+            ),
+            config,
+            now,
+        );
+    }
+
+    /// Sets how long the peer is dialed, or has time to dial, when the queue pair moves to RTS: as long as an adapter would
+    /// repeat its first request.
+    pub(super) fn limit_dialing(&self, inner: &mut Inner, now: Instant) {
+        let (ird, ord) = depths(inner.conn.attr());
+        inner.conn.set_depths(ird, ord);
+        let limit = inner.conn.silence_limit();
+        let until = now + limit.unwrap_or(DIAL_TIMEOUT_MIN).max(DIAL_TIMEOUT_MIN);
+        inner.dial_until = Some(until);
+        let dials = inner.dialing.is_some() || inner.timers.get(Timer::Redial).is_some();
+        if inner.tcp.is_none() && !dials && limit.is_some() {
+            self.start_timer(inner, Timer::PeerDials, until);
+        }
+    }
+
+    /// Leaves the connection to a connection manager: the queue pair does not dial.
+    pub fn manage(&self, manager: Weak<dyn Manager>) {
+        let mut inner = self.lock();
+        inner.managed = true;
+        inner.manager = Some(manager);
+    }
+
+    /// Takes a connection that the connection manager opened or accepted.
+    pub fn attach_managed(&self, opened: Opened, initiator: bool) {
+        let now = clock::now();
+        self.with(|inner| {
+            if inner.destroyed || inner.tcp.is_some() {
+                let _draining = drain(self.engine, opened.fd);
+                return;
+            }
+            inner.managed = true;
+            let side = if initiator {
+                Side::ManagedInitiator
+            } else {
+                Side::ManagedAcceptor
+            };
+            self.attach(inner, opened, side, now);
+        });
+    }
+
+    fn attach(&self, inner: &mut Inner, opened: Opened, side: Side, now: Instant) {
+        let params: &StreamParams = &opened.params;
+        let managed = matches!(side, Side::ManagedInitiator | Side::ManagedAcceptor);
+        let initiator = matches!(side, Side::Initiator | Side::ManagedInitiator);
+        let peer = match (managed, initiator, opened.may_be_anywarp) {
+            (false, ..) => Peer::Anywarp,
+            (true, true, true) => Peer::Anywarp,
+            (true, true, false) => Peer::Standard,
+            (true, false, true) => Peer::Unknown,
+            (true, false, false) => Peer::Standard,
+        };
+        let first = match (peer, params.rtr) {
+            (Peer::Anywarp, _) if initiator => First::Hello,
+            (_, Some(Rtr::Write)) => First::Write,
+            (_, Some(Rtr::Read)) => First::Read,
+            (_, Some(Rtr::Send)) => First::Send,
+            (_, None) => First::Nothing,
+        };
+        let address = socket::peer_addr(&opened.fd);
+        *self.peer.lock().unwrap_or_else(PoisonError::into_inner) = address;
+        let (ird, ord) = if managed {
+            (u32::from(params.ird), u32::from(params.ord))
+        } else {
+            depths(inner.conn.attr())
+        };
+        // A peer whose kind is unknown gets FPDUs that every peer takes, until its Hello arrives.
+        let framing = config().framing;
+        let mulpdu = if framing.aligns(Some(peer)) {
+            tcp::mulpdu(&opened.fd, params.send_markers)
+        } else {
+            bounds::MULPDU_ANYWARP
+        };
+        let config = StreamConfig {
+            crc: params.crc,
+            mulpdu,
+            mulpdu_anywarp: bounds::MULPDU_ANYWARP,
+            peer,
+            ird,
+            ord,
+            initiator,
+            first: if initiator || peer != Peer::Anywarp {
+                first
+            } else {
+                First::Nothing
+            },
+            managed,
+            markers: params.send_markers,
+            shm_handover: self.may_share(address),
+        };
+        log!(
+            Info,
+            "qp 0x{:06x}: connected to {} ({}), {:?} peer, crc {}, ird {ird}, ord {ord}",
+            self.number,
+            address.map_or_else(|| "itself".to_owned(), |a| a.to_string()),
+            if initiator { "initiator" } else { "responder" },
+            config.peer,
+            if config.crc { "on" } else { "off" },
+        );
+        let must_send_first = side == Side::ManagedAcceptor && opened.expects_rtr;
+        let tcp = Tcp::new(opened.fd, None, opened.leftover, framing);
+        self.start(inner, tcp, config, now);
+        if must_send_first && !inner.conn.has_started() {
+            self.start_timer(inner, Timer::FirstMessage, now + REPLY_TIMEOUT);
+        }
+    }
+
+    fn start(&self, inner: &mut Inner, tcp: Tcp, config: StreamConfig, now: Instant) {
+        let Some(me) = self.me.upgrade() else { return };
+        inner.dialing = None;
+        inner.timers.stop(Timer::Redial);
+        inner.timers.stop(Timer::PeerDials);
+        inner.conn.attach(config, now);
+        self.drop_token(inner);
+        inner.token = self.engine.reserve(me);
+        // The socket is watched from state RTR on: before, nothing is received.
+        inner.unwatched = !is_live(inner.conn.state());
+        let watched = if inner.unwatched {
+            Ok(())
+        } else {
+            self.engine.watch(inner.token, tcp.fd().get(), false)
+        };
+        match watched {
+            Ok(()) => {}
+            Err(e) => {
+                log!(
+                    Error,
+                    "qp 0x{:06x}: cannot watch its socket: {e}",
+                    self.number
+                );
+                inner.conn.handle_connect_failed();
+                return;
+            }
+        }
+        inner.tcp = Some(tcp);
+        self.set_user_timeout(inner);
+        self.progress(inner, now, Receive::All, false);
+    }
+
+    /// After how many requests the peer at `address` is offered shared memory; `None`: never.
+    fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
+        let may = self.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
+        device::transport().share_after().filter(|_| may)
+    }
+}
+
+/// Which end opened a connection, and whether a connection manager did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Initiator,
+    Acceptor,
+    ManagedInitiator,
+    ManagedAcceptor,
+}
+
+/// The inbound and outbound RDMA Read depths of the attributes: those that the queue pair serves and issues.
+fn depths(attr: &Attr) -> (u32, u32) {
+    let (ird, ord) = (attr.max_dest_rd_atomic, attr.max_rd_atomic);
+    (ird.into(), ord.into())
+}
+
+/// Whether an address is one of this host.
+fn is_own(ip: IpAddr) -> bool {
+    ip.is_loopback() || gids::place_of(ip).is_some()
+}
+
+/// Receives the outcome of [`RcQp::dial`].
+struct Dialer(Weak<RcQp>);
+
+impl Dialer {
+    /// Calls `f` with the queue pair, if it still waits for this start-up.
+    fn with(&self, startup: &Arc<Startup>, f: impl FnOnce(&RcQp, &mut Inner)) {
+        let Some(qp) = self.0.upgrade() else { return };
+        qp.with(|inner| {
+            let dialing = inner.dialing.as_ref();
+            if dialing.is_some_and(|dialing| Arc::ptr_eq(dialing, startup)) {
+                f(&qp, inner);
+            }
+        });
+    }
+}
+
+impl Owner for Dialer {
+    fn opened(&self, startup: &Arc<Startup>, opened: Opened) {
+        let now = clock::now();
+        self.with(startup, |qp, inner| {
+            if inner.tcp.is_none() && !inner.destroyed {
+                qp.attach(inner, opened, Side::Initiator, now);
+            }
+        });
+    }
+
+    fn requested(&self, _startup: &Arc<Startup>, _request: Request) {}
+
+    fn failed(&self, startup: &Arc<Startup>, failure: Failure) {
+        let now = clock::now();
+        self.with(startup, |qp, inner| {
+            log!(
+                Debug,
+                "qp 0x{:06x}: dialing {}: {failure:?}",
+                qp.number,
+                startup.peer
+            );
+            qp.dial_failed(inner, now);
+            qp.progress(inner, now, Receive::Nothing, false);
+        });
+    }
+}

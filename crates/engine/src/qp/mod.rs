@@ -1,0 +1,665 @@
+//! A reliable queue pair: the core's [`Connection`] and the TCP connection that carries it.
+//!
+//! `dial` connects it to its peer, `progress` moves its bytes, `timers` has what it does by the clock. All state is behind
+//! one lock. What the connection manager is notified of is queued under that lock and delivered after it is released
+//! ([`RcQp::unlock`]).
+
+mod dial;
+mod progress;
+mod timers;
+
+use std::collections::VecDeque;
+
+use std::fmt::Write as _;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::connection::{Connection, End, Peer};
+use anywarp_core::error::Misuse;
+use anywarp_core::fault::{Service, What};
+use anywarp_core::verbs::qp::{Attr, State};
+use anywarp_core::verbs::qp_base::Parts;
+use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
+
+use crate::clock;
+use crate::connect::startup::Startup;
+use crate::device::Context;
+use crate::fatal::{Mortal, provoke};
+use crate::fault::{Faults, RequestEffect};
+use crate::net::drain::{Draining, drain};
+use crate::net::tcp::{Outcome, Tcp};
+use crate::port::Port;
+use crate::stat::{self, Counted};
+use crate::sys::socket::set_option;
+use crate::worker::{Engine, Owes, Source, Token};
+use timers::{Timer, Timers};
+
+/// How long the destruction of a queue pair waits for the rest of a message that has been received in part.
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
+
+/// The connection manager of a queue pair. It is called without any lock of the queue pair.
+pub trait Manager: Send + Sync {
+    /// The peer's first message arrived: the connection works in both directions.
+    fn started(&self);
+    /// The connection is over.
+    fn gone(&self);
+}
+
+/// A call of the [`Manager`] that is due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Notice {
+    Started,
+    Gone,
+}
+
+/// Where a queue pair's peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's address.
+    pub remote: IpAddr,
+    /// The peer's queue pair number; 0: the connection manager finds it.
+    pub qpn: u32,
+    /// Hop limit or time to live of datagrams, 0 for the system's default.
+    pub hop_limit: u8,
+    /// Traffic class or type of service of datagrams.
+    pub traffic_class: u8,
+}
+
+struct Inner {
+    conn: Connection,
+    tcp: Option<Tcp>,
+    token: Token,
+    route: Option<Route>,
+    /// Peers, with their queue pair numbers, that dialed before the program moved this queue pair to RTR.
+    parked: Vec<(Arc<Startup>, u32)>,
+    dialing: Option<Arc<Startup>>,
+    /// Until when failed attempts to dial are repeated.
+    dial_until: Option<Instant>,
+    timers: Timers,
+    /// When the engine calls `timeout`.
+    deadline: Option<Instant>,
+    manager: Option<Weak<dyn Manager>>,
+    /// Calls of the manager that are due, in their order.
+    notices: VecDeque<(Weak<dyn Manager>, Notice)>,
+    /// A thread is calling the manager.
+    notifying: bool,
+    /// The connection manager brings the connection.
+    managed: bool,
+    destroyed: bool,
+    /// The socket is not in the engine's set yet.
+    unwatched: bool,
+    /// Requests are corked, and the engine has this queue pair in its list.
+    corked: bool,
+    /// Requests that were posted, and their bytes.
+    requests: (u64, u64),
+    /// The last connection, while it is being drained.
+    draining: Draining,
+}
+
+/// A reliable queue pair.
+pub struct RcQp {
+    engine: &'static Engine,
+    context: Arc<Context>,
+    /// Its number.
+    pub number: u32,
+    /// Address of the C object.
+    pub cookie: Arc<AtomicUsize>,
+    /// Address of the shared receive queue's C object.
+    srq_cookie: Option<Arc<AtomicUsize>>,
+    port: Arc<Port>,
+    me: Weak<Self>,
+    inner: Mutex<Inner>,
+    /// The peer's address. Not in `inner`, because that is locked when lines about a connection are logged.
+    peer: Mutex<Option<SocketAddr>>,
+    owes: AtomicBool,
+    /// Injected faults.
+    faults: Option<Box<Faults>>,
+}
+
+impl std::fmt::Debug for RcQp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RcQp(0x{:06x})", self.number)
+    }
+}
+
+impl RcQp {
+    /// Makes a queue pair; `parts` is called with its number.
+    pub fn new(
+        context: &Arc<Context>,
+        srq_cookie: Option<Arc<AtomicUsize>>,
+        parts: impl FnOnce(u32) -> Parts,
+    ) -> std::io::Result<Arc<Self>> {
+        let engine = context.engine;
+        let (port, number) = Port::allocate(engine)?;
+        let qp = Arc::new_cyclic(|me| Self {
+            engine,
+            context: Arc::clone(context),
+            number,
+            cookie: Arc::new(AtomicUsize::new(0)),
+            srq_cookie,
+            port,
+            me: me.clone(),
+            inner: Mutex::new(Inner {
+                conn: Connection::new(parts(number)),
+                tcp: None,
+                token: Token::NONE,
+                route: None,
+                parked: Vec::new(),
+                dialing: None,
+                dial_until: None,
+                timers: Timers::default(),
+                deadline: None,
+                manager: None,
+                notices: VecDeque::new(),
+                notifying: false,
+                managed: false,
+                destroyed: false,
+                unwatched: false,
+                corked: false,
+                requests: (0, 0),
+                draining: Draining::default(),
+            }),
+            peer: Mutex::new(None),
+            owes: AtomicBool::new(false),
+            faults: Faults::of(engine, number).map(Box::new),
+        });
+        engine
+            .qps
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(number, qp.me.clone());
+        stat::know(engine, || qp.me.clone());
+        Ok(qp)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Releases the lock and calls the manager as often as is due.
+    ///
+    /// One thread at a time does that, so that the calls keep their order. To be used instead of dropping the guard wherever
+    /// [`RcQp::progress`] or [`RcQp::deliver_events`] was called.
+    #[inline]
+    fn unlock<'a>(&'a self, inner: MutexGuard<'a, Inner>) {
+        if !inner.notices.is_empty() {
+            self.notify(inner);
+        }
+    }
+
+    #[cold]
+    fn notify<'a>(&'a self, mut inner: MutexGuard<'a, Inner>) {
+        while !inner.notifying
+            && let Some((manager, notice)) = inner.notices.pop_front()
+        {
+            inner.notifying = true;
+            drop(inner);
+            if let Some(manager) = manager.upgrade() {
+                match notice {
+                    Notice::Started => manager.started(),
+                    Notice::Gone => manager.gone(),
+                }
+            }
+            inner = self.lock();
+            inner.notifying = false;
+        }
+    }
+
+    /// Locks the queue pair, does something and releases the lock.
+    fn with<R>(&self, f: impl FnOnce(&mut Inner) -> R) -> R {
+        let mut inner = self.lock();
+        let result = f(&mut inner);
+        self.unlock(inner);
+        result
+    }
+
+    // ------------------------------------------------------------------ the application
+
+    /// Posts send requests until one is refused; returns its place in the list and the reason.
+    pub fn post_send(
+        &self,
+        requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        self.post_sends(requests.map(given))
+    }
+
+    /// Posts send requests, which functions write to their place in the send queue, until one is refused; returns its place in
+    /// the list and the reason.
+    #[inline]
+    pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    {
+        self.engine.takes_requests().map_err(|e| (0, e))?;
+        let mut inner = self.lock();
+        let mut result = Ok(());
+        let mut longest = 0;
+        for (i, fill) in requests.enumerate() {
+            let mut len = 0;
+            let fill = |into: &mut WorkRequest| {
+                fill(into)?;
+                provoke::posted(into.id);
+                len = into.payload.len();
+                Ok(())
+            };
+            let posted = match &self.faults {
+                None => inner.conn.post_send_with(fill),
+                Some(faults) => WorkRequest::build(fill)
+                    .and_then(|r| self.post_with_faults(&mut inner, r, faults)),
+            };
+            if let Err(e) = posted {
+                result = Err((i, e));
+                break;
+            }
+            inner.requests.0 += 1;
+            inner.requests.1 += len;
+            longest = len.max(longest);
+        }
+        let burst = self.engine.is_burst();
+        let limits = match &inner.tcp {
+            Some(tcp) if !tcp.sends_by_socket() => &bounds::COALESCE_SHM,
+            _ => &bounds::COALESCE_TCP,
+        };
+        let may_wait = self.faults.is_none() && inner.tcp.is_some();
+        if may_wait
+            && burst
+            && inner.conn.may_coalesce_burst(limits, longest)
+            && self.cork(&mut inner)
+        {
+            // The second poll that finds nothing sends it.
+        } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
+            self.schedule_ack();
+        } else {
+            let now = clock::now();
+            self.progress(&mut inner, now, Receive::Nothing, false);
+            self.engine.extend_lease(now);
+        }
+        self.unlock(inner);
+        result
+    }
+
+    /// Has the next thread that polls send an acknowledgement, and requests that go with it.
+    fn schedule_ack(&self) {
+        if !self.owes.swap(true, Ordering::AcqRel)
+            && let Some(me) = self.me.upgrade()
+        {
+            self.engine.owe(me);
+        }
+    }
+
+    /// Holds requests back until more are posted. False if no thread polls: then they are to be sent now.
+    fn cork(&self, inner: &mut Inner) -> bool {
+        if inner.corked {
+            self.engine.hold_more();
+            return true;
+        }
+        let me = self.me.upgrade();
+        inner.corked = self.engine.hold(me.map(|me| me as Arc<dyn Owes>));
+        inner.corked
+    }
+
+    fn post_with_faults(
+        &self,
+        inner: &mut Inner,
+        request: WorkRequest,
+        faults: &Faults,
+    ) -> Result<(), Misuse> {
+        let what = What::of_request(&request.op, true);
+        let address = |r: Route| SocketAddr::new(r.remote, u16::try_from(r.qpn >> 8).unwrap_or(0));
+        let peer = self.peer().or_else(|| inner.route.map(address));
+        let len = request.payload.len();
+        inner.conn.post_send(request)?;
+        let attr = inner.conn.attr();
+        let rnr = (attr.rnr_retry, attr.min_rnr_timer);
+        let effect: RequestEffect = faults.request(what, peer, Service::Stream, len, rnr);
+        if let Some(at) = effect.not_before {
+            let running = inner.timers.get(Timer::Delay);
+            let until = match running.filter(|until| *until > clock::now()) {
+                Some(until) if effect.extends => until.max(at),
+                Some(until) => until,
+                None => at,
+            };
+            self.start_timer(inner, Timer::Delay, until);
+        }
+        if let Some(status) = effect.fails {
+            inner.conn.inject_error(status);
+        } else if effect.kill {
+            self.cut(inner);
+        }
+        Ok(())
+    }
+
+    /// Injects a fault: resets the connection, as if the network or the peer's machine had done it.
+    fn cut(&self, inner: &mut Inner) {
+        inner.conn.cut();
+        if let Some(tcp) = &inner.tcp {
+            // Closing the socket sends a reset.
+            let _ = rustix::net::sockopt::set_socket_linger(tcp.fd().get(), Some(Duration::ZERO));
+            self.deliver_events(inner, Outcome::Broken(libc::ECONNRESET));
+        }
+    }
+
+    /// Posts receive requests until one is refused; returns its place in the list and the reason.
+    pub fn post_recv(
+        &self,
+        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        self.engine.takes_requests().map_err(|e| (0, e))?;
+        let mut inner = self.lock();
+        for (i, request) in requests.enumerate() {
+            let request = request.inspect(|r| provoke::posted(r.id));
+            if let Err(e) = request.and_then(|r| inner.conn.post_recv(r)) {
+                return Err((i, e));
+            }
+        }
+        Ok(())
+    }
+
+    /// Its state and attributes.
+    pub fn query(&self) -> (State, Attr) {
+        let inner = self.lock();
+        (inner.conn.state(), *inner.conn.attr())
+    }
+
+    /// Whether the send queue has outstanding requests in state SQD (`sq_draining` of `ibv_query_qp(3)`).
+    pub fn is_draining(&self) -> bool {
+        self.lock().conn.is_draining()
+    }
+
+    /// Where its peer is, if the program has said so.
+    pub fn route(&self) -> Option<Route> {
+        self.lock().route
+    }
+
+    /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change to RTR.
+    pub fn modify(
+        &self,
+        attr_mask: u32,
+        next: Option<State>,
+        expected_state: Option<State>,
+        attr: &Attr,
+        route: Option<Route>,
+    ) -> Result<(), Misuse> {
+        self.engine.works()?;
+        let now = clock::now();
+        self.with(|inner| {
+            if matches!(next, Some(State::Error | State::Reset)) {
+                self.progress(inner, now, Receive::All, true);
+            }
+            let before = inner.conn.modify(attr_mask, next, expected_state, attr)?;
+            match inner.conn.state() {
+                State::Reset => self.drop_stream(inner),
+                State::Rtr if before != State::Rtr => {
+                    inner.route = route;
+                    self.find_peer(inner, now);
+                }
+                State::Rts if !inner.managed => self.limit_dialing(inner, now),
+                _ => {}
+            }
+            self.set_user_timeout(inner);
+            self.progress(inner, now, Receive::Nothing, false);
+            Ok(())
+        })
+    }
+
+    /// Destroys the queue pair: outstanding requests are dropped, the connection is closed in order.
+    pub fn destroy(&self) {
+        let now = clock::now();
+        self.with(|inner| {
+            inner.destroyed = true;
+            inner.manager = None;
+            // The peer takes what has arrived here for received, as with an adapter that works by itself: it is placed and
+            // acknowledged before the stream closes.
+            self.progress(inner, now, Receive::All, true);
+            self.finish_message(inner, now);
+            if !is_live(inner.conn.state()) {
+                // Nothing was sent in this state: the peer is not to see a stream that begins and ends at once.
+                self.drop_stream(inner);
+            }
+            inner.conn.leave("destroyed");
+            self.progress(inner, now, Receive::Nothing, true);
+            self.drop_stream(inner);
+            inner.conn.purge();
+        });
+        self.engine
+            .qps
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.number);
+        self.port.release(self.number);
+    }
+
+    /// Sets the state regardless of the rules of `ibv_modify_qp`, for the connection manager.
+    pub fn set_state(&self, to: State) {
+        let now = clock::now();
+        self.with(|inner| {
+            inner.conn.set_state(to);
+            self.progress(inner, now, Receive::Nothing, true);
+        });
+    }
+
+    /// Changes attributes that the connection manager decides: access rights, depths, retries.
+    pub fn with_attr(&self, change: impl FnOnce(&mut Attr)) {
+        let mut inner = self.lock();
+        change(inner.conn.attr_mut());
+        self.set_user_timeout(&inner);
+    }
+
+    /// Ends the connection in order: outstanding requests are flushed, the stream is closed.
+    pub fn disconnect(&self) {
+        let now = clock::now();
+        self.with(|inner| {
+            // What has arrived is placed and acknowledged first, as in `destroy`.
+            self.progress(inner, now, Receive::All, true);
+            inner.conn.leave("disconnected");
+            self.progress(inner, now, Receive::Nothing, true);
+        });
+    }
+
+    /// Whether it is connected to a peer that is not an anywarp and so does not acknowledge messages.
+    pub fn has_standard_peer(&self) -> bool {
+        let inner = self.lock();
+        inner.conn.end() == End::Open && inner.conn.peer() == Some(Peer::Standard)
+    }
+
+    /// Blocks until the peer has acknowledged all bytes of the connection that was closed last, but not longer than `until`.
+    ///
+    /// Requests to a standard peer complete before their bytes have arrived.
+    pub fn wait_drained(&self, until: Option<Instant>) {
+        let draining = self.lock().draining.clone();
+        draining.wait_drained(until);
+    }
+
+    /// Receives the rest of a message that has been received in part, if it arrives soon: an adapter would go on receiving
+    /// while the program is about to destroy the queue pair.
+    fn finish_message(&self, inner: &mut Inner, since: Instant) {
+        let until = since + LAST_MESSAGE_TIMEOUT;
+        while inner.conn.is_receiving() && inner.conn.state() != State::Error {
+            let left = until.saturating_duration_since(clock::now());
+            let Some(tcp) = &inner.tcp else { return };
+            if left.is_zero() || !tcp.wait(left) {
+                return;
+            }
+            self.progress(inner, clock::now(), Receive::All, true);
+        }
+    }
+
+    /// The peer wrote to, or read from, the memory that carries the stream.
+    pub(crate) fn carried(&self, now: Instant) {
+        self.with(|inner| self.progress(inner, now, Receive::SharedMemory, false));
+    }
+
+    /// Detaches the connection from the queue pair.
+    fn take_tcp(&self, inner: &mut Inner) -> Option<Tcp> {
+        let tcp = inner.tcp.take()?;
+        if let Some(watch) = tcp.watch() {
+            self.engine.look_away(watch);
+        }
+        Some(tcp)
+    }
+
+    /// Sets how long TCP waits for the peer's host to acknowledge data.
+    fn set_user_timeout(&self, inner: &Inner) {
+        if let (Some(tcp), Some(limit)) = (&inner.tcp, inner.conn.silence_limit()) {
+            let ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
+            set_option(
+                tcp.fd().get(),
+                libc::IPPROTO_TCP,
+                libc::TCP_USER_TIMEOUT,
+                ms,
+            );
+        }
+    }
+
+    fn drop_token(&self, inner: &mut Inner) {
+        let fd = inner.tcp.as_ref().map(|t| t.fd().get());
+        self.engine.remove(inner.token, fd);
+        inner.token = Token::NONE;
+        inner.deadline = None;
+    }
+
+    /// Closes the connection in order, and forgets peer and manager.
+    fn drop_stream(&self, inner: &mut Inner) {
+        self.drop_token(inner);
+        if let Some(startup) = inner.dialing.take() {
+            startup.cancel();
+        }
+        for (startup, _) in std::mem::take(&mut inner.parked) {
+            let _ = startup.reject(&[]);
+        }
+        if let Some(tcp) = self.take_tcp(inner) {
+            inner.draining = drain(self.engine, tcp.into_fd());
+        }
+        inner.route = None;
+        for timer in [Timer::Redial, Timer::PeerDials, Timer::FirstMessage] {
+            inner.timers.stop(timer);
+        }
+        inner.managed = false;
+        inner.manager = None;
+    }
+
+    /// The address of its peer, or of the last one.
+    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+        *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The descriptor of its connection, for tests and diagnosis.
+    pub fn raw_fd(&self) -> Option<i32> {
+        self.lock().tcp.as_ref().map(|t| t.fd().get().as_raw_fd())
+    }
+}
+
+/// Where [`RcQp::progress`] receives from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Receive {
+    /// Nowhere.
+    Nothing,
+    /// The memory that carries the stream.
+    SharedMemory,
+    /// That memory and the socket.
+    All,
+}
+
+/// Whether a queue pair in this state sends and receives.
+fn is_live(state: State) -> bool {
+    matches!(state, State::Rtr | State::Rts | State::Sqd | State::Error)
+}
+
+impl Counted for RcQp {
+    fn tell(&self, line: &mut String) {
+        let inner = self.lock();
+        let _ = write!(
+            line,
+            "rc 0x{:06x} state={:?} requests={} request_bytes={} received={} rnr={}",
+            self.number,
+            inner.conn.state(),
+            inner.requests.0,
+            inner.requests.1,
+            inner.conn.received(),
+            inner.conn.not_ready(),
+        );
+        if let Some(tcp) = &inner.tcp {
+            if let Some(peer) = self.peer() {
+                let _ = write!(line, " peer={peer}");
+            }
+            let _ = write!(line, " memory={}", u8::from(tcp.watch().is_some()));
+            stat::tell_stream(line, &tcp.counts, tcp.fd().get());
+        }
+    }
+}
+
+impl Source for RcQp {
+    fn ready(self: Arc<Self>, readable: bool, _writable: bool, now: Instant) {
+        let receive = if readable {
+            Receive::All
+        } else {
+            Receive::Nothing
+        };
+        self.with(|inner| {
+            provoke::working();
+            self.progress(inner, now, receive, false);
+        });
+    }
+
+    fn glance(self: Arc<Self>, now: Instant) -> Option<bool> {
+        let received = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
+        self.with(|inner| {
+            provoke::working();
+            let before = received(inner);
+            self.progress(inner, now, Receive::All, false);
+            Some(received(inner) != before)
+        })
+    }
+
+    fn mute(&self, muted: bool) {
+        let inner = self.lock();
+        let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
+            return;
+        };
+        // A blocked socket has to be reported when it is writable, and a peer that shares memory wakes us by the socket.
+        if !muted {
+            let writable = tcp.blocked && tcp.sends_by_socket();
+            self.engine
+                .want_write(inner.token, tcp.fd().get(), writable);
+        } else if !tcp.blocked && tcp.watch().is_none() {
+            self.engine.watch_nothing(inner.token, tcp.fd().get());
+        }
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        self.with(|inner| {
+            provoke::working();
+            self.handle_timeout(inner, now);
+        });
+    }
+}
+
+impl Owes for RcQp {
+    fn flush_ack(&self, now: Instant) {
+        self.owes.store(false, Ordering::Release);
+        self.with(|inner| {
+            inner.corked = false;
+            if inner.conn.ack_due() || inner.conn.has_untaken() {
+                self.progress(inner, now, Receive::Nothing, true);
+            }
+        });
+    }
+}
+
+impl Mortal for RcQp {
+    /// Flushes all requests. The connection is closed without a Terminate, since what the core knows of it may be wrong.
+    fn device_broke(&self) {
+        self.with(|inner| {
+            inner.conn.leave("internal error");
+            self.deliver_events(inner, Outcome::Broken(libc::EIO));
+            self.drop_token(inner);
+            drop(self.take_tcp(inner));
+        });
+    }
+}

@@ -1,0 +1,253 @@
+//! Moves the bytes of a reliable queue pair: receives, sends, and delivers what follows from that.
+
+use std::sync::Weak;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use anywarp_core::connection::End;
+use anywarp_core::verbs::event::AsyncEvent;
+use anywarp_core::verbs::qp::State;
+
+use super::timers::Timer;
+use super::{Inner, Notice, RcQp, Receive, is_live};
+use crate::device::{AsyncItem, event};
+use crate::log;
+use crate::net::drain::drain;
+use crate::net::tcp::{Outcome, Tcp};
+use crate::worker::Token;
+
+impl Inner {
+    /// Has the manager called when the lock is released.
+    fn notify(&mut self, notice: Notice) {
+        if let Some(manager) = &self.manager {
+            self.notices.push_back((Weak::clone(manager), notice));
+        }
+    }
+}
+
+impl RcQp {
+    /// Receives if there is something, sends what can be sent, and delivers events.
+    ///
+    /// `flush`: acknowledgements and requests that wait for company are sent too.
+    pub(super) fn progress(&self, inner: &mut Inner, now: Instant, receive: Receive, flush: bool) {
+        let mut outcome = Outcome::Open;
+        let mut receive = receive;
+        let live = is_live(inner.conn.state());
+        let delayed = inner.timers.get(Timer::Delay).is_some() && self.is_delayed(inner, now);
+        if inner.unwatched
+            && live
+            && let Some(tcp) = &inner.tcp
+        {
+            inner.unwatched = false;
+            receive = Receive::All;
+            let _ = self.engine.watch(inner.token, tcp.fd().get(), false);
+        }
+        if let Some(tcp) = &mut inner.tcp
+            && live
+        {
+            let was_shared = tcp.watch().is_some();
+            if receive != Receive::Nothing {
+                let socket = receive == Receive::All;
+                let before = tcp.received_bytes();
+                outcome = tcp.receive(self.engine, &mut inner.conn, now, socket);
+                let open = outcome == Outcome::Open;
+                let in_vain = open && before == Some(tcp.counts.rx_bytes);
+                if !flush && tcp.is_drained() && inner.conn.is_quiet() {
+                    // A thread that polls often finds nothing.
+                    if in_vain {
+                        return;
+                    }
+                    // Nothing is to be sent: the program gets the completion of what was received sooner without the rest.
+                    let idle = open && !tcp.blocked && tcp.watch().is_none();
+                    if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
+                        self.schedule(inner);
+                        return;
+                    }
+                }
+            }
+            if inner.conn.wants_shm_offer() {
+                tcp.offer_shm(&mut inner.conn);
+            }
+            let was_blocked = tcp.blocked;
+            if !delayed {
+                let sent = tcp.transmit(self.engine, &mut inner.conn, now, flush);
+                if outcome == Outcome::Open {
+                    outcome = sent;
+                }
+            }
+            if let (false, Some(watch)) = (was_shared, tcp.watch()) {
+                log!(
+                    Info,
+                    "qp 0x{:06x}: shares memory with its peer{}",
+                    self.number,
+                    if tcp.pulls() { "" } else { ", copying twice" }
+                );
+                self.engine.look_at(watch, &self.me);
+            }
+            if tcp.blocked != was_blocked && tcp.sends_by_socket() {
+                self.engine
+                    .want_write(inner.token, tcp.fd().get(), tcp.blocked);
+            }
+        }
+        match outcome {
+            Outcome::Open => {}
+            Outcome::Eof => inner.conn.handle_eof(false),
+            Outcome::Broken(e) => {
+                log!(
+                    Info,
+                    "qp 0x{:06x}: connection lost: {}",
+                    self.number,
+                    std::io::Error::from_raw_os_error(e)
+                );
+                inner.conn.handle_eof(true);
+            }
+        }
+        inner.conn.check_peer_left(now);
+        self.deliver_events(inner, outcome);
+    }
+
+    /// Raises the events of the connection, and closes the socket of one that is over.
+    pub(super) fn deliver_events(&self, inner: &mut Inner, outcome: Outcome) {
+        while let Some(event) = inner.conn.poll_event() {
+            self.raise_event(inner, event);
+        }
+        let ended = outcome != Outcome::Open;
+        let done = match inner.conn.end() {
+            End::Closing => inner.tcp.as_ref().is_some_and(Tcp::is_drained),
+            End::Dead => inner.conn.is_attached() || ended,
+            End::Open => false,
+        };
+        if (done || ended) && inner.tcp.is_some() {
+            self.drop_token(inner);
+            if let Some(tcp) = self.take_tcp(inner) {
+                if ended {
+                    drop(tcp);
+                } else {
+                    inner.draining = drain(self.engine, tcp.into_fd());
+                }
+            }
+            inner.notify(Notice::Gone);
+        }
+        self.schedule(inner);
+    }
+
+    /// Arms the deadline that the connection asks for, and schedules a delayed acknowledgement.
+    fn schedule(&self, inner: &mut Inner) {
+        if let Some(at) = inner.conn.poll_timeout() {
+            self.arm_deadline(inner, at);
+        }
+        if inner.conn.ack_due() && inner.timers.get(Timer::Delay).is_none() {
+            self.schedule_ack();
+        }
+    }
+
+    /// Starts a timer.
+    pub(super) fn start_timer(&self, inner: &mut Inner, timer: Timer, at: Instant) {
+        inner.timers.set(timer, at);
+        self.arm_deadline(inner, at);
+    }
+
+    /// Has [`Source::timeout`](crate::worker::Source::timeout) called at `at` at the latest.
+    fn arm_deadline(&self, inner: &mut Inner, at: Instant) {
+        if inner.deadline.is_some_and(|t| t <= at) {
+            return;
+        }
+        if inner.token == Token::NONE {
+            let Some(me) = self.me.upgrade() else { return };
+            inner.token = self.engine.reserve(me);
+        }
+        inner.deadline = Some(at);
+        self.engine.deadline(inner.token, at);
+    }
+
+    /// Whether nothing may be sent because of an injected delay.
+    fn is_delayed(&self, inner: &mut Inner, now: Instant) -> bool {
+        let Some(until) = inner.timers.get(Timer::Delay) else {
+            return false;
+        };
+        if until <= now || inner.destroyed {
+            inner.timers.stop(Timer::Delay);
+            return false;
+        }
+        self.arm_deadline(inner, until);
+        true
+    }
+
+    /// Does what the expired timers are for.
+    pub(super) fn handle_timeout(&self, inner: &mut Inner, now: Instant) {
+        inner.deadline = None;
+        let mut flush = false;
+        while let Some(timer) = inner.timers.take_expired(now) {
+            let failed = inner.conn.state() == State::Error;
+            match timer {
+                Timer::Redial => {
+                    if inner.tcp.is_none() && inner.route.is_some() && !failed {
+                        self.dial(inner, now);
+                    }
+                }
+                Timer::PeerDials => {
+                    if inner.tcp.is_none() && !failed {
+                        log!(Info, "qp 0x{:06x}: the peer did not connect", self.number);
+                        inner.conn.handle_not_connected();
+                    }
+                }
+                Timer::FirstMessage => {
+                    if !inner.conn.has_started() {
+                        log!(
+                            Info,
+                            "qp 0x{:06x}: the peer asked for a connection and sent no message",
+                            self.number
+                        );
+                        inner.conn.leave("the peer sent no message");
+                    }
+                }
+                // Acknowledgements that were delayed go with the rest.
+                Timer::Delay => flush = true,
+            }
+        }
+        if let Some(at) = inner.timers.next() {
+            self.arm_deadline(inner, at);
+        }
+        inner.conn.handle_timeout(now);
+        self.progress(inner, now, Receive::Nothing, flush);
+    }
+
+    // ------------------------------------------------------------------ events
+
+    fn raise_event(&self, inner: &mut Inner, what: AsyncEvent) {
+        // The shared receive queue outlives the queue pair.
+        if inner.destroyed && what != AsyncEvent::SrqLimit {
+            return;
+        }
+        // A connection that breaks with the device raises no event of its own: the device raises one.
+        let error = matches!(
+            what,
+            AsyncEvent::QpFatal | AsyncEvent::QpRequest | AsyncEvent::QpAccess
+        );
+        if error && self.engine.is_broken() {
+            return;
+        }
+        let number = match what {
+            AsyncEvent::QpFatal => event::QP_FATAL,
+            AsyncEvent::QpRequest => event::QP_REQ_ERR,
+            AsyncEvent::QpAccess => event::QP_ACCESS_ERR,
+            AsyncEvent::SqDrained => event::SQ_DRAINED,
+            AsyncEvent::LastWqe => event::QP_LAST_WQE_REACHED,
+            AsyncEvent::SrqLimit => event::SRQ_LIMIT_REACHED,
+            AsyncEvent::Started => return inner.notify(Notice::Started),
+            AsyncEvent::PeerGone => return inner.notify(Notice::Gone),
+        };
+        let c_object = match (what, &self.srq_cookie) {
+            (AsyncEvent::SrqLimit, Some(srq)) => srq.load(Ordering::Relaxed),
+            _ => self.cookie.load(Ordering::Relaxed),
+        };
+        if c_object == 0 {
+            // The queue pair of a bare connection (`cm`), which no program sees.
+            return;
+        }
+        self.context.events.push(AsyncItem {
+            event: number,
+            cookie: c_object,
+        });
+    }
+}
