@@ -27,5 +27,6 @@ pub mod llp;
 pub mod observe;
 pub mod rdmap;
 mod shm_handover;
+mod sync;
 pub mod verbs;
 pub mod wire;

@@ -7,12 +7,14 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 use super::access::Access;
 use super::wr::Bind;
 use crate::error::Misuse;
+use crate::sync::{
+    AtomicBool, AtomicU32, Ordering, RwLock, fence, spin_loop, store_load_fence, yield_now,
+};
 use crate::wire::{Stag, To};
 
 /// What kind of thing an STag names.
@@ -185,7 +187,10 @@ impl Region {
 
     /// Keeps the memory in place while it is read or written. `None` once it was deregistered or invalidated.
     pub fn pin(&self) -> Option<Pin<'_>> {
+        // Pairs with `retire`: this publishes the pin, then reads `valid`; `retire` writes `valid`, then reads the pins. At
+        // least one of the two sees the other.
         self.pins.fetch_add(1, Ordering::SeqCst);
+        store_load_fence();
         let pin = Pin { region: self };
         if !self.valid.load(Ordering::SeqCst) {
             return None;
@@ -198,6 +203,17 @@ impl Region {
         Some(pin)
     }
 
+    /// Whether no window is bound to it, so that it may be deregistered (`ibv_dereg_mr(3)`).
+    ///
+    /// The caller holds the table's lock for writing, as [`Regions::bind`] does, and takes the region out of the table
+    /// before it lets go: a window that is bound in between would give access to memory that the program has back.
+    fn check_unbound(&self) -> Result<(), Misuse> {
+        match self.windows.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            _ => Err(Misuse::Busy),
+        }
+    }
+
     /// Forbids further access and waits for the accesses under way, which last at most one system call.
     fn retire(&self) {
         self.valid.store(false, Ordering::SeqCst);
@@ -206,9 +222,9 @@ impl Region {
         while self.pins.load(Ordering::SeqCst) != 0 {
             spins = spins.wrapping_add(1);
             if spins.is_multiple_of(64) {
-                std::thread::yield_now();
+                yield_now();
             } else {
-                std::hint::spin_loop();
+                spin_loop();
             }
         }
         if let Some(under) = &self.under {
@@ -449,31 +465,24 @@ impl Regions {
                 "region passes the end of the address space",
             ));
         }
-        if old.windows.load(Ordering::SeqCst) != 0 {
-            return Err(Misuse::Busy);
-        }
         let new = Arc::new(region(old.stag, Kind::Region, what, None));
-        self.table
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(old.stag.0 >> 8, Entry::Live(Arc::clone(&new)));
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        old.check_unbound()?;
+        table.insert(old.stag.0 >> 8, Entry::Live(Arc::clone(&new)));
+        drop(table);
         old.retire();
         Ok(new)
     }
 
     /// Deregisters. After it returns, nothing touches the memory any more.
     pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
-        // ibv_dereg_mr(3): not while a window is bound to it.
-        if old.windows.load(Ordering::SeqCst) != 0 {
-            return Err(Misuse::Busy);
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        old.check_unbound()?;
+        let index = old.stag.0 >> 8;
+        if matches!(table.get(&index), Some(Entry::Live(r)) if Arc::ptr_eq(r, old)) {
+            table.remove(&index);
         }
-        {
-            let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-            let index = old.stag.0 >> 8;
-            if matches!(table.get(&index), Some(Entry::Live(r)) if Arc::ptr_eq(r, old)) {
-                table.remove(&index);
-            }
-        }
+        drop(table);
         if old.valid.load(Ordering::SeqCst) {
             old.retire();
         }
@@ -738,205 +747,7 @@ impl Stag {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
+mod tests;
 
-    fn numbers() -> impl FnMut() -> u32 {
-        let mut n = 0x1234_5601_u32;
-        move || {
-            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            n
-        }
-    }
-
-    fn registered(access: Access) -> (Regions, Arc<Region>) {
-        let regions = Regions::new();
-        let what = Registration {
-            start: 0x10_000,
-            len: 4096,
-            base: 0x10_000,
-            access,
-            pd: 1,
-            present: None,
-        };
-        let region = regions.register(&what, &mut numbers()).unwrap();
-        (regions, region)
-    }
-
-    #[test]
-    fn the_last_octet_is_inside_and_the_next_is_not() {
-        let (regions, r) = registered(Access::REMOTE_WRITE | Access::LOCAL_WRITE);
-        let check = |to, len| {
-            regions
-                .check(r.stag(), 1, 0, Access::REMOTE_WRITE, To(to), len)
-                .map(|p| p.len())
-        };
-        assert_eq!(check(0x10_000 + 4095, 1), Ok(1));
-        assert_eq!(check(0x10_000 + 4095, 2), Err(AccessError::Bounds));
-        assert_eq!(check(0x10_000, 4096), Ok(4096));
-        assert_eq!(check(0x10_000 - 1, 1), Err(AccessError::Bounds));
-        assert_eq!(check(u64::MAX, 1), Err(AccessError::Wrap));
-        assert_eq!(check(u64::MAX, 0), Err(AccessError::Bounds));
-    }
-
-    #[test]
-    fn every_right_is_asked_for() {
-        let (regions, r) = registered(Access::LOCAL_WRITE | Access::REMOTE_READ);
-        let check = |need, pd| {
-            regions
-                .check(r.stag(), pd, 0, need, To(0x10_000), 8)
-                .map(|p| p.len())
-        };
-        assert_eq!(check(Access::REMOTE_READ, 1), Ok(8));
-        assert_eq!(check(Access::REMOTE_WRITE, 1), Err(AccessError::Rights));
-        assert_eq!(check(Access::REMOTE_ATOMIC, 1), Err(AccessError::Rights));
-        assert_eq!(
-            check(Access::REMOTE_READ, 2),
-            Err(AccessError::NotAssociated)
-        );
-        assert_eq!(
-            regions
-                .check(Stag(r.stag().0 ^ 1), 1, 0, Access::NONE, To(0x10_000), 8)
-                .map(|p| p.len()),
-            Err(AccessError::Invalid)
-        );
-    }
-
-    /// Who found a region once is checked anew each time, and does not find it when it is gone.
-    #[test]
-    fn what_was_accessed_last_is_checked_again() {
-        let (regions, r) = registered(Access::LOCAL_WRITE);
-        let mut last = LastRegion::default();
-        let mut pin = |stag, pd, need, to| {
-            let pinned = regions.pin(&mut last, stag, pd, 0, need, To(to), 8);
-            pinned.map(|p| p.start())
-        };
-        let (write, none) = (Access::LOCAL_WRITE, Access::NONE);
-        assert_eq!(pin(r.stag(), 1, write, 0x10_008), Ok(0x10_008));
-        assert_eq!(
-            pin(r.stag(), 2, write, 0x10_000),
-            Err(AccessError::NotAssociated)
-        );
-        assert_eq!(
-            pin(r.stag(), 1, Access::REMOTE_WRITE, 0x10_000),
-            Err(AccessError::Rights)
-        );
-        assert_eq!(
-            pin(r.stag(), 1, none, 0x10_000 + 4090),
-            Err(AccessError::Bounds)
-        );
-        // Another key of the same index.
-        let other = Stag(r.stag().0 ^ 1);
-        assert_eq!(pin(other, 1, none, 0x10_000), Err(AccessError::Invalid));
-        assert_eq!(pin(r.stag(), 1, none, 0x10_000), Ok(0x10_000));
-        let moved = Registration {
-            start: 0x50_000,
-            len: 4096,
-            base: 0x10_000,
-            access: write,
-            pd: 1,
-            present: None,
-        };
-        let new = regions.reregister(&r, &moved).unwrap();
-        assert_eq!(pin(new.stag(), 1, none, 0x10_000), Ok(0x50_000));
-        regions.deregister(&new).unwrap();
-        assert_eq!(
-            pin(new.stag(), 1, none, 0x10_000),
-            Err(AccessError::Invalid)
-        );
-    }
-
-    #[test]
-    fn an_stag_is_any_number_of_the_random_source_that_is_free() {
-        // RFC 5040 §8.1.1 (8) [stag-random]: nothing of it is counted up, and all of the range is used.
-        let regions = Regions::new();
-        let what = Registration {
-            start: 0x10_000,
-            len: 4096,
-            base: 0x10_000,
-            access: Access::NONE,
-            pd: 1,
-            present: None,
-        };
-        let mut random = [
-            0x8000_0001,
-            0xffff_fe7f,
-            0x0000_0133,
-            // Taken, none, and the index of local keys: another is asked for.
-            0x8000_0002,
-            0x0000_0012,
-            0xffff_ff12,
-            0x7654_3210,
-        ]
-        .into_iter();
-        let mut stags = Vec::new();
-        for _ in 0..4 {
-            let region = regions.register(&what, &mut || random.next().unwrap());
-            stags.push(region.unwrap().stag().0);
-        }
-        assert_eq!(stags, [0x8000_0001, 0xffff_fe7f, 0x0000_0133, 0x7654_3210]);
-    }
-
-    #[test]
-    fn after_deregister_a_placement_cannot_be_pinned() {
-        let (regions, r) = registered(Access::LOCAL_WRITE);
-        let placement = regions
-            .check(r.stag(), 1, 0, Access::LOCAL_WRITE, To(0x10_000), 8)
-            .unwrap();
-        assert!(placement.pin().is_some());
-        regions.deregister(&r).unwrap();
-        assert!(placement.pin().is_none());
-        assert!(regions.is_empty());
-    }
-
-    #[test]
-    fn a_window_of_type_2_serves_its_queue_pair_until_invalidated() {
-        let (regions, r) = registered(Access::LOCAL_WRITE | Access::MW_BIND);
-        let window = regions
-            .alloc_window(1, true, &mut numbers_from(77))
-            .unwrap();
-        let rkey = Stag((window.0 & !0xff) | u32::from(window.key().wrapping_add(1)));
-        let bind = Bind {
-            window,
-            rkey,
-            mr: r.stag(),
-            addr: 0x10_100,
-            len: 16,
-            access: Access::REMOTE_WRITE,
-        };
-        regions.bind(&bind, 1, 9).unwrap();
-        let check = |qpn, to, len| {
-            regions
-                .check(rkey, 1, qpn, Access::REMOTE_WRITE, To(to), len)
-                .map(|p| p.len())
-        };
-        assert_eq!(check(9, 0x10_100, 16), Ok(16));
-        assert_eq!(check(9, 0x10_100, 17), Err(AccessError::Bounds));
-        assert_eq!(check(8, 0x10_100, 16), Err(AccessError::NotAssociated));
-        assert!(matches!(regions.deregister(&r), Err(Misuse::Busy)));
-        assert_eq!(
-            regions.invalidate(rkey, 1, 8),
-            Err(AccessError::NotAssociated)
-        );
-        assert_eq!(regions.invalidate(rkey, 1, 9), Ok(()));
-        assert_eq!(check(9, 0x10_100, 16), Err(AccessError::Invalid));
-        assert!(regions.deregister(&r).is_ok());
-    }
-
-    fn numbers_from(seed: u32) -> impl FnMut() -> u32 {
-        let mut n = seed;
-        move || {
-            n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            n
-        }
-    }
-
-    #[test]
-    fn remote_write_without_local_write_is_refused() {
-        assert!(Access::for_region(2).is_err());
-        assert!(Access::for_region(8).is_err());
-        assert!(Access::for_region(4).is_ok());
-        assert!(Access::for_region(0xf).is_ok());
-        assert!(Access::for_region(1 << 8).is_err());
-    }
-}
+#[cfg(all(test, loom))]
+mod loom_tests;
