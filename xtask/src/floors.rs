@@ -30,6 +30,9 @@ struct List {
 #[serde(deny_unknown_fields)]
 struct Crate {
     name: String,
+    /// Modules whose files are not looked at one by one: circles between them are not errors.
+    #[serde(default)]
+    whole: Vec<String>,
     /// From the ground up.
     floor: Vec<Floor>,
 }
@@ -306,18 +309,19 @@ fn resolve(
     files
 }
 
+/// Whether a module's path is `entry`, or one below it.
+fn is_below(path: &str, entry: &str) -> bool {
+    path.strip_prefix(entry)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
+}
+
 /// The floor of a module: that of the longest entry that it is, or is below.
 fn floor_of(crate_: &Crate, module: &Module) -> Option<usize> {
     let path = module.join("::");
     let entries = crate_.floor.iter().enumerate();
     entries
         .flat_map(|(floor, f)| f.modules.iter().map(move |entry| (floor, entry)))
-        .filter(|(_, entry)| {
-            path == **entry
-                || path
-                    .strip_prefix(*entry)
-                    .is_some_and(|r| r.starts_with("::"))
-        })
+        .filter(|(_, entry)| is_below(&path, entry))
         .max_by_key(|(_, entry)| entry.len())
         .map(|(floor, _)| floor)
 }
@@ -355,6 +359,10 @@ fn judge(crate_: &Crate, files: &BTreeMap<Module, File>, errors: &mut Vec<String
     }
     for circle in circles(files) {
         let circle: Vec<String> = circle.iter().map(|m| m.join("::")).collect();
+        let inside = |whole: &String| circle.iter().all(|module| is_below(module, whole));
+        if crate_.whole.iter().any(inside) {
+            continue;
+        }
         errors.push(format!(
             "crates/{}: circle: {}",
             crate_.name,
@@ -513,6 +521,7 @@ mod tests {
         };
         let crate_ = Crate {
             name: "c".into(),
+            whole: vec!["w".into()],
             floor: vec![floor("ground", &["low", "low2"]), floor("first", &["high"])],
         };
         let mut errors = Vec::new();
@@ -534,6 +543,34 @@ mod tests {
     fn circles_on_one_floor_are_found_once() {
         let errors = judged(&[("low", &["low2"]), ("low2", &["low"]), ("high", &[])]);
         assert_eq!(errors, ["crates/c: circle: low -> low2 -> low"]);
+    }
+
+    #[test]
+    fn circles_inside_a_whole_are_not_looked_for() {
+        let circle = |a: &str| {
+            let b = format!("{a}::b");
+            let names = |other: &str| {
+                let path = other.split("::").map(str::to_owned).collect();
+                File {
+                    names: BTreeMap::from([(path, 1)]),
+                    ..File::default()
+                }
+            };
+            let module = |path: &str| path.split("::").map(str::to_owned).collect::<Module>();
+            let files = BTreeMap::from([(module(a), names(&b)), (module(&b), names(a))]);
+            let mut errors = Vec::new();
+            let crate_ = Crate {
+                name: "c".into(),
+                whole: vec!["w".into()],
+                floor: vec![Floor {
+                    name: "ground".into(),
+                    modules: vec![a.into()],
+                }],
+            };
+            judge(&crate_, &files, &mut errors);
+            errors.len()
+        };
+        assert_eq!((circle("w"), circle("x")), (0, 1));
     }
 
     #[test]

@@ -484,6 +484,7 @@ impl QueuePair {
     }
 
     /// Posts receives until one is refused.
+    #[inline]
     pub fn post_recv(
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,

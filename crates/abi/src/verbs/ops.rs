@@ -224,6 +224,7 @@ pub(crate) unsafe extern "C" fn post_send(
 ///
 /// # Safety
 /// `wr` is valid with its list.
+#[inline(always)]
 unsafe fn recv_of(wr: &ibv_recv_wr) -> Result<RecvRequest, Misuse> {
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
         return Err(Misuse::InvalidArgument("num_sge or sg_list"));
