@@ -33,6 +33,7 @@ use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::To;
 use crate::wire::control::Control;
+use crate::wire::ddp::Untagged;
 use crate::wire::rdmap::{Opcode, ReadRequest};
 
 /// What the peer is.
@@ -136,6 +137,8 @@ pub(crate) struct Stream {
     pub(crate) peer: Peer,
     pub(crate) end: End,
     pub(crate) handover: ShmHandover,
+    /// A message with fewer payload bytes may be sent by the shortcut `send_short`; 0 turns that off.
+    pub(crate) short_limit: u64,
     /// CRCs are made.
     pub(crate) crc_tx: bool,
     /// CRCs are checked.
@@ -207,6 +210,15 @@ fn frame_marked(
 }
 
 impl Stream {
+    /// Sets the limit of the shortcut for sending: one segment, of which the payload is copied, and no markers.
+    pub(crate) fn set_short_limit(&mut self, shortcuts: bool) {
+        let room = self.config.mulpdu.saturating_sub(Untagged::LEN);
+        self.short_limit = match &self.markers {
+            None if shortcuts => (room + 1).min(bounds::COPY_LIMIT) as u64,
+            _ => 0,
+        };
+    }
+
     /// Before the end: the peer hears of everything of it that is done.
     fn push_ack(&mut self) {
         if self.peer == Peer::Anywarp && self.done != self.done_acked {
@@ -225,7 +237,9 @@ pub struct Connection {
     pub(crate) peer_left: bool,
     /// Until when requests wait for a peer that has left, as a card would repeat them.
     pub(crate) give_up_at: Option<Instant>,
-    /// Receives that have completed well.
+    /// Short messages may take the shortcuts `send_short` and `receive_short`.
+    pub(crate) shortcuts: bool,
+    /// Receives that have completed with success.
     received: u64,
     pub(crate) not_ready: u64,
     /// What was accessed last: to send it, and for the peer.
@@ -252,6 +266,7 @@ impl Connection {
             stream: None,
             peer_left: false,
             give_up_at: None,
+            shortcuts: true,
             received: 0,
             not_ready: 0,
             last_read: LastRegion::default(),
@@ -549,6 +564,7 @@ impl Connection {
             peer: config.peer,
             end: End::Open,
             handover: ShmHandover::default(),
+            short_limit: 0,
             crc_tx: config.crc,
             crc_rx: config.crc,
             // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder is quiet until the first FPDU. One whose peer is known
@@ -589,6 +605,7 @@ impl Connection {
             pinged: false,
             config,
         };
+        stream.set_short_limit(self.shortcuts);
         if config.initiator {
             crate::rdmap::tx::queue_first(&mut stream);
         }
@@ -638,6 +655,16 @@ impl Connection {
             } else {
                 mulpdu
             };
+            s.set_short_limit(self.shortcuts);
+        }
+    }
+
+    /// For tests: whether short messages may take the shortcuts past the general data path, as they do at first.
+    #[doc(hidden)]
+    pub fn set_shortcuts(&mut self, shortcuts: bool) {
+        self.shortcuts = shortcuts;
+        if let Some(s) = &mut self.stream {
+            s.set_short_limit(shortcuts);
         }
     }
 
@@ -713,11 +740,13 @@ impl Connection {
                 batch,
             );
             debug_assert!(framed.is_ok(), "a control message has no user memory");
-            if self.base.rnic.observer.is_some() {
-                self.base.observe(&Step::Build(Opcode::Control, 0));
-                self.base.observe(&Step::Segment(0, true));
-                self.base.observe(&Step::Frame(segment.header.len()));
-            }
+            self.base.observe_all(|| {
+                [
+                    Step::Build(Opcode::Control, 0),
+                    Step::Segment(0, true),
+                    Step::Frame(segment.header.len()),
+                ]
+            });
         }
         self.after();
         more
@@ -799,11 +828,12 @@ impl Connection {
             // `last` marks responses that hold an IRD slot.
             s.serving = s.serving.saturating_sub(1);
         }
-        if self.base.rnic.observer.is_some() {
-            self.base.observe(&Step::Segment(segment.len, segment.last));
-            self.base
-                .observe(&Step::Frame(segment.header.len() + segment.len));
-        }
+        self.base.observe_all(|| {
+            [
+                Step::Segment(segment.len, segment.last),
+                Step::Frame(segment.header.len() + segment.len),
+            ]
+        });
         ended
     }
 
@@ -954,7 +984,7 @@ impl Connection {
         }
         self.base.state = State::Error;
         self.give_up_at = None;
-        self.base.observe(&Step::Failed(why));
+        self.base.observe(|| Step::Failed(why));
         if let Some(event) = event {
             self.base.events.push_back(event);
         }
@@ -1014,7 +1044,7 @@ impl Connection {
             receive,
             own,
         } = violation;
-        self.base.observe(&Step::Violation(&error));
+        self.base.observe(|| Step::Violation(&error));
         if let Some(status) = receive {
             self.finish_receive(status);
         }

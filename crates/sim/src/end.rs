@@ -78,6 +78,8 @@ pub struct Setup {
     pub sig_all: bool,
     /// The shared receive queue, if there is one.
     pub srq: Option<Arc<Srq>>,
+    /// Short messages may take the shortcuts of the data path, as in production.
+    pub shortcuts: bool,
 }
 
 impl Setup {
@@ -106,6 +108,7 @@ impl Setup {
             },
             sig_all: false,
             srq: None,
+            shortcuts: true,
         }
     }
 
@@ -332,6 +335,7 @@ impl End {
             capacity: setup.capacity,
             sig_all: setup.sig_all,
         });
+        conn.set_shortcuts(setup.shortcuts);
         conn.set_state(State::Rts);
         let attr = conn.attr_mut();
         attr.access = setup.access;
@@ -391,12 +395,13 @@ impl End {
 
     /// Posts a receive.
     pub fn recv(&mut self, id: u64, sges: &[Sge]) {
-        self.conn
-            .post_recv(RecvRequest {
-                id,
-                sges: sges.into(),
-            })
-            .expect("post_recv");
+        self.try_recv(id, sges).expect("post_recv");
+    }
+
+    /// Posts a receive that may be refused.
+    pub fn try_recv(&mut self, id: u64, sges: &[Sge]) -> Result<(), Misuse> {
+        let sges = sges.into();
+        self.conn.post_recv(RecvRequest { id, sges })
     }
 
     /// Takes the completions of send requests.

@@ -27,8 +27,10 @@ pub struct Pipe {
     pub delay: Duration,
     /// The connection breaks behind this many bytes.
     pub dies_at: Option<u64>,
-    /// Bytes written so far.
+    /// Number of bytes written so far.
     pub written: u64,
+    /// The bytes written so far, if they are to be kept.
+    pub kept: Option<Vec<u8>>,
     closed: bool,
 }
 
@@ -43,6 +45,7 @@ impl Pipe {
             delay: Duration::from_micros(rng.below(200) as u64),
             dies_at: None,
             written: 0,
+            kept: None,
             closed: false,
         }
     }
@@ -68,6 +71,9 @@ impl Pipe {
             dies = true;
         }
         self.written += bytes.len() as u64;
+        if let Some(kept) = &mut self.kept {
+            kept.extend_from_slice(bytes);
+        }
         while !bytes.is_empty() {
             let most = *rng.pick(&[3, 40, 1_500, 20_000, 300_000]);
             let (piece, rest) = bytes.split_at((1 + rng.below(most)).min(bytes.len()));

@@ -121,7 +121,7 @@ impl DatagramQp {
                 }
                 None => {
                     self.counters.rx_messages += 1;
-                    self.base.observe(&Step::Deliver(identity.opcode));
+                    self.base.observe(|| Step::Deliver(identity.opcode));
                 }
             }
             return Ok(());
@@ -155,7 +155,7 @@ impl DatagramQp {
         self.base.rnic.memory.place(&pinned, 0, lead);
         self.base.rnic.memory.place(&pinned, at, payload);
         if !payload.is_empty() {
-            self.base.observe(&Step::Place(payload.len() as u64));
+            self.base.observe(|| Step::Place(payload.len() as u64));
         }
         true
     }
@@ -223,7 +223,7 @@ impl DatagramQp {
         }
         if d.header.last() {
             self.counters.rx_messages += 1;
-            self.base.observe(&Step::Deliver(identity.opcode));
+            self.base.observe(|| Step::Deliver(identity.opcode));
         }
         Ok(())
     }
@@ -585,7 +585,7 @@ impl DatagramQp {
         };
         if complete {
             self.counters.rx_messages += 1;
-            self.base.observe(&Step::Deliver(identity.opcode));
+            self.base.observe(|| Step::Deliver(identity.opcode));
         }
         self.push_record(record, ranges, identity.solicited);
     }

@@ -994,7 +994,7 @@ impl DatagramQp {
             return;
         }
         self.base.state = State::Error;
-        self.base.observe(&Step::Failed(why));
+        self.base.observe(|| Step::Failed(why));
         self.base.events.extend(event);
         self.retire();
         self.forget_tx();

@@ -63,7 +63,7 @@ impl DatagramQp {
         self.receives()?;
         let datagram = dgram::parse(bytes).map_err(Dropped::Wire)?;
         self.base
-            .observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
+            .observe(|| Step::Deframe(&datagram.header, datagram.payload.len()));
         // A multicast is for every queue pair that joined, so it names none.
         let to_group = |ip| super::tx::is_group(ip) || self.joined.contains(&ip);
         let to_group = arrival.to.is_some_and(to_group);
@@ -168,7 +168,7 @@ impl DatagramQp {
             .map_err(Dropped::Wire)
             .and_then(|datagram| {
                 self.base
-                    .observe(&Step::Deframe(&datagram.header, datagram.payload.len()));
+                    .observe(|| Step::Deframe(&datagram.header, datagram.payload.len()));
                 let ours = datagram.shim.dst_index == super::tx::index(self.base.qpn)
                     && datagram.shim.src_index == peer.1;
                 if !ours {
@@ -429,7 +429,7 @@ impl DatagramQp {
             },
             (None, None) => {
                 self.counters.rx_messages += 1;
-                self.base.observe(&Step::Deliver(identity.opcode));
+                self.base.observe(|| Step::Deliver(identity.opcode));
                 return Ok(());
             }
         };
@@ -506,14 +506,14 @@ impl DatagramQp {
             true
         });
         if !bytes.is_empty() {
-            self.base.observe(&Step::Place(bytes.len() as u64));
+            self.base.observe(|| Step::Place(bytes.len() as u64));
         }
         whole
     }
 
     pub(super) fn deliver(&mut self, mut entry: Completion, identity: &Identity) {
         self.counters.rx_messages += 1;
-        self.base.observe(&Step::Deliver(identity.opcode));
+        self.base.observe(|| Step::Deliver(identity.opcode));
         entry.imm = identity.imm;
         entry.solicited = identity.solicited;
         self.base.complete_recv(entry);

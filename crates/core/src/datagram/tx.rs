@@ -285,7 +285,7 @@ impl DatagramQp {
             dst_index: index(to.qpn),
             ..shim
         };
-        self.base.observe(&Step::Take(request_id));
+        self.base.observe(|| Step::Take(request_id));
         self.base.sq.advance();
         let payload = usize::try_from(len).unwrap_or(0);
         let mut datagram = self.buffer(payload);
@@ -317,8 +317,8 @@ impl DatagramQp {
             self.fail_request(number, error);
             return true;
         }
-        self.base.observe(&Step::Build(opcode, len));
-        self.base.observe(&Step::Segment(payload, true));
+        self.base.observe(|| Step::Build(opcode, len));
+        self.base.observe(|| Step::Segment(payload, true));
         self.next_id = shim.id.wrapping_add(1);
         let now = self.now;
         if let Some(rd) = &mut self.rd {
@@ -837,7 +837,7 @@ impl DatagramQp {
         let id = posted.request.id;
         let injected = posted.injected;
         self.base.sq.advance();
-        self.base.observe(&Step::Take(id));
+        self.base.observe(|| Step::Take(id));
         if let Some(status) = injected {
             self.fail_request(number, Unbuildable(status, "a fault was asked for"));
             return Taken::Done;
@@ -845,7 +845,7 @@ impl DatagramQp {
         match self.build(number) {
             Ok(Some(current)) => {
                 self.base
-                    .observe(&Step::Build(current.message.opcode, current.message.len));
+                    .observe(|| Step::Build(current.message.opcode, current.message.len));
                 return Taken::Message(current);
             }
             Ok(None) => {
@@ -860,7 +860,7 @@ impl DatagramQp {
     /// A request fails by our own side's fault. Those before it finish, those behind it are flushed, receiving goes on.
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
-        self.base.observe(&Step::Failed(why));
+        self.base.observe(|| Step::Failed(why));
         self.mark_failed(number, status);
         self.reads.remove_number(number);
         self.sent(number);
@@ -1310,7 +1310,7 @@ impl DatagramQp {
                 }
                 // The asker's answer ends in the middle.
                 None => {
-                    self.base.observe(&Step::Failed(why));
+                    self.base.observe(|| Step::Failed(why));
                     if self.rd.is_some() {
                         let to = &current.to;
                         self.answer_broken(&peer_of(to), to.source, current.shim.id);
@@ -1320,7 +1320,7 @@ impl DatagramQp {
             return false;
         }
         message.sent += len;
-        self.base.observe(&Step::Segment(payload, last));
+        self.base.observe(|| Step::Segment(payload, last));
         if current.shim.group > 0 {
             let (sum, many, start) = &mut current.group;
             if *many == 0 {

@@ -231,17 +231,13 @@ impl Connection {
             }
         };
         let payload = ulpdu.get(at..).unwrap_or(&[]);
-        if self.base.rnic.observer.is_some() {
-            self.base.observe(&Step::Deframe(&header, payload.len()));
-        }
+        self.base.observe(|| Step::Deframe(&header, payload.len()));
         if self.note_first(&header, payload.len()) || self.receive_short(&header, payload) {
             return;
         }
         let result = match self.admit(now, &header, payload.len() as u64) {
             Ok(Admitted::Place(targets)) => {
-                if self.base.rnic.observer.is_some() {
-                    self.base.observe(&Step::Admit(payload.len() as u64));
-                }
+                self.base.observe(|| Step::Admit(payload.len() as u64));
                 self.place(&header, &targets, 0, payload)
                     .and_then(|()| self.deliver(now, &header, payload))
             }
@@ -521,8 +517,8 @@ impl Connection {
                 true
             },
         );
-        if self.base.rnic.observer.is_some() && !payload.is_empty() {
-            self.base.observe(&Step::Place(payload.len() as u64));
+        if self.base.is_observed() && !payload.is_empty() {
+            self.base.observe(|| Step::Place(payload.len() as u64));
         }
         if whole {
             Ok(())
@@ -579,15 +575,11 @@ impl Connection {
         }
         let len = (extent.ulpdu - at) as u64;
         let payload = have.get(at..).unwrap_or(&[]);
-        if self.base.rnic.observer.is_some() {
-            self.base
-                .observe(&Step::Deframe(&header, extent.ulpdu - at));
-        }
+        self.base
+            .observe(|| Step::Deframe(&header, extent.ulpdu - at));
         let admitted = match self.admit(now, &header, len) {
             Ok(Admitted::Place(targets)) => {
-                if self.base.rnic.observer.is_some() {
-                    self.base.observe(&Step::Admit(len));
-                }
+                self.base.observe(|| Step::Admit(len));
                 self.place(&header, &targets, 0, payload).map(|()| targets)
             }
             Ok(_) => return false,
@@ -665,9 +657,7 @@ impl Connection {
         let n = n.min(d.left);
         d.placed += n;
         d.left -= n;
-        if self.base.rnic.observer.is_some() {
-            self.base.observe(&Step::Place(n));
-        }
+        self.base.observe(|| Step::Place(n));
     }
 
     /// The domain that the peer's STags must belong to.

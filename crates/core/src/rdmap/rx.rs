@@ -40,8 +40,8 @@ impl Connection {
         payload: &[u8],
     ) -> Result<(), Violation> {
         let opcode = header.opcode();
-        if header.last() && self.base.rnic.observer.is_some() {
-            self.base.observe(&Step::Deliver(opcode));
+        if self.base.is_observed() && header.last() {
+            self.base.observe(|| Step::Deliver(opcode));
         }
         match header {
             Header::Tagged(h) if h.opcode == Opcode::ReadResponse => {
@@ -91,6 +91,7 @@ impl Connection {
             s.peer = if header.opcode() == Opcode::Control {
                 // One of us takes FPDUs that are larger than a segment.
                 s.config.mulpdu = s.config.mulpdu_anywarp;
+                s.set_short_limit(self.shortcuts);
                 Peer::Anywarp
             } else {
                 Peer::Standard
@@ -208,8 +209,25 @@ impl Connection {
         self.complete_recv(entry);
     }
 
-    /// Admits, places and delivers a segment at once, if it is of a Write, or a whole Send for which the next receive is one
-    /// range of memory with room, as most are. False: it goes the way of all others, and nothing has happened yet.
+    /// Reports the steps of a segment that a shortcut has received.
+    #[inline]
+    fn observe_received(&self, opcode: Opcode, len: u64, last: bool) {
+        if self.base.is_observed() {
+            self.base.observe(|| Step::Admit(len));
+            if len > 0 {
+                self.base.observe(|| Step::Place(len));
+            }
+            if last {
+                self.base.observe(|| Step::Deliver(opcode));
+            }
+        }
+    }
+
+    /// Admits, places and delivers a segment in one step, if it belongs to a Write, or is a whole Send and the next receive
+    /// is one range of memory that is long enough, as is usual.
+    ///
+    /// Returns false, and has changed nothing, if the segment has to take the general path ([`Self::admit`]). Memory,
+    /// completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
     pub(crate) fn receive_short(&mut self, header: &Header, payload: &[u8]) -> bool {
         match header {
             Header::Tagged(h) => self.receive_short_write(h, payload),
@@ -219,7 +237,7 @@ impl Connection {
 
     fn receive_short_write(&mut self, h: &Tagged, payload: &[u8]) -> bool {
         let is_write = h.opcode == Opcode::Write && self.base.attr.access.has(Access::REMOTE_WRITE);
-        if !is_write || payload.is_empty() || self.base.rnic.observer.is_some() {
+        if !is_write || payload.is_empty() || !self.shortcuts {
             return false;
         }
         let (need, pd, len) = (
@@ -237,6 +255,7 @@ impl Connection {
         };
         self.base.rnic.memory.place(&pinned, 0, payload);
         drop(pinned);
+        self.observe_received(h.opcode, len, h.last);
         self.count_write(len);
         self.deliver_write(h);
         true
@@ -249,7 +268,7 @@ impl Connection {
         let is_whole = h.last && h.mo == 0;
         let is_plain = matches!(h.opcode, Opcode::Send | Opcode::SendSolicited);
         let is_next = s.receive.is_none() && s.discarding.is_none() && h.msn.0 == s.recv_send_msn;
-        if !is_whole || !is_plain || !is_next || self.base.rnic.observer.is_some() {
+        if !is_whole || !is_plain || !is_next || !self.shortcuts {
             return false;
         }
         let RecvQueue::Own { requests, .. } = &mut self.base.rq else {
@@ -278,6 +297,7 @@ impl Connection {
         requests.pop_front();
         s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
         s.last_write = None;
+        self.observe_received(h.opcode, len, true);
         self.send_is_received(h, Some((id, len)), None);
         true
     }
@@ -570,7 +590,7 @@ impl Connection {
             }));
         }
         let terminate = Terminate::parse(payload);
-        self.base.observe(&Step::Terminated(&terminate));
+        self.base.observe(|| Step::Terminated(&terminate));
         let blamed = self.blamed_by(&terminate);
         let status = match (terminate.layer, terminate.etype, terminate.code) {
             (0, 1, _) | (1, 1, _) => Status::RemoteAccess,

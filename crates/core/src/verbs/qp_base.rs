@@ -101,10 +101,8 @@ impl QpBase {
         }
         let rq = &self.rq;
         self.sq.post_with(|into| fill(into, rq))?;
-        if self.rnic.observer.is_some()
-            && let Some(posted) = self.sq.last()
-        {
-            self.observe(&Step::Post(&posted.request));
+        if let (Some(observer), Some(posted)) = (&self.rnic.observer, self.sq.last()) {
+            observer.step(self.qpn, &Step::Post(&posted.request));
         }
         Ok(())
     }
@@ -189,7 +187,7 @@ impl QpBase {
             return;
         }
         let entry = retired.completion(status, self.qpn);
-        self.observe(&Step::Complete(&entry));
+        self.observe(|| Step::Complete(&entry));
         if self.send_cq.complete(entry).is_err() {
             self.overflowed = true;
         }
@@ -197,7 +195,7 @@ impl QpBase {
 
     /// Completes a receive.
     pub(crate) fn complete_recv(&mut self, entry: Completion) {
-        self.observe(&Step::Complete(&entry));
+        self.observe(|| Step::Complete(&entry));
         if self.rq.complete(entry, &self.recv_cq).is_err() {
             self.overflowed = true;
         }
@@ -233,11 +231,27 @@ impl QpBase {
         Some(taken.request)
     }
 
-    /// Reports a step to the observer, if there is one.
+    /// Whether steps are reported.
     #[inline]
-    pub(crate) fn observe(&self, step: &Step<'_>) {
+    pub(crate) fn is_observed(&self) -> bool {
+        self.rnic.observer.is_some()
+    }
+
+    /// Reports the step that `step` makes, if the device has an observer.
+    #[inline]
+    pub(crate) fn observe<'a>(&self, step: impl FnOnce() -> Step<'a>) {
         if let Some(observer) = &self.rnic.observer {
-            observer.step(self.qpn, step);
+            observer.step(self.qpn, &step());
+        }
+    }
+
+    /// Reports several steps, if the device has an observer.
+    #[inline]
+    pub(crate) fn observe_all<'a, const N: usize>(&self, steps: impl FnOnce() -> [Step<'a>; N]) {
+        if let Some(observer) = &self.rnic.observer {
+            for step in steps() {
+                observer.step(self.qpn, &step);
+            }
         }
     }
 }
