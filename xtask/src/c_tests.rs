@@ -2,6 +2,7 @@
 //! on ours.
 
 use crate::{Result, link, sh, symbols};
+use rustix::process::geteuid;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -66,6 +67,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     };
     let work = sh::target().join("c-tests");
     fs::create_dir_all(&work)?;
+    let skips = Skips::read()?;
     let mut failed = Vec::new();
     for name in PROGRAMS
         .iter()
@@ -84,12 +86,12 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
             command
         };
         command.args(tests);
-        if !command.status()?.success() {
+        if !run_one(&mut command, name, &work, &skips)? {
             failed.push((*name).to_owned());
         }
         for (_, carrier) in CARRIERS.iter().filter(|(n, _)| n == name) {
             println!("== {name} by {carrier}");
-            if !command.env("ANYWARP_CARRIER", carrier).status()?.success() {
+            if !run_one(command.env("ANYWARP_CARRIER", carrier), name, &work, &skips)? {
                 failed.push(format!("{name} by {carrier}"));
             }
         }
@@ -98,6 +100,81 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         return Ok(());
     }
     Err(format!("C tests fail: {}", failed.join(", ")).into())
+}
+
+/// Runs a program; whether it passed, and skipped nothing that it should not have.
+fn run_one(command: &mut Command, program: &str, work: &Path, skips: &Skips) -> Result<bool> {
+    let skipped = work.join("skipped");
+    fs::write(&skipped, "")?;
+    let mut passed = command.env("CHECK_SKIPS", &skipped).status()?.success();
+    for line in fs::read_to_string(&skipped)?.lines() {
+        let test = line.split_whitespace().next().unwrap_or_default();
+        if !skips.allow(program, test) {
+            println!("FAIL {program} skips {line}: not in tests/c/skips.expect for this machine");
+            passed = false;
+        }
+    }
+    Ok(passed)
+}
+
+/// The tests that may skip themselves on this machine.
+struct Skips(Vec<(String, String)>);
+
+impl Skips {
+    fn read() -> Result<Self> {
+        let text = fs::read_to_string(sh::root().join("tests/c/skips.expect"))?;
+        Self::parse(&text, holds)
+    }
+
+    /// The entries whose condition `holds`.
+    fn parse(text: &str, holds: impl Fn(&str) -> Option<bool>) -> Result<Self> {
+        let mut allowed = Vec::new();
+        for line in text
+            .lines()
+            .filter(|l| !l.starts_with('#') && !l.is_empty())
+        {
+            let mut words = line.split_whitespace();
+            let (Some(program), Some(test), Some(when), Some(_why)) =
+                (words.next(), words.next(), words.next(), words.next())
+            else {
+                return Err(
+                    format!("tests/c/skips.expect: {line}: program, test, when, why").into(),
+                );
+            };
+            match holds(when) {
+                Some(true) => allowed.push((program.to_owned(), test.to_owned())),
+                Some(false) => {}
+                None => {
+                    return Err(format!("tests/c/skips.expect: {when}: no such condition").into());
+                }
+            }
+        }
+        Ok(Self(allowed))
+    }
+
+    fn allow(&self, program: &str, test: &str) -> bool {
+        let matches = |(p, t): &(String, String)| p == program && (t == "*" || t == test);
+        self.0.iter().any(matches)
+    }
+}
+
+/// Whether a condition of `skips.expect` holds on this machine; `None` if there is no such condition.
+fn holds(when: &str) -> Option<bool> {
+    let fails = |program: &str, arguments: &[&str]| {
+        let made = Command::new(program).args(arguments).output();
+        !made.is_ok_and(|output| output.status.success())
+    };
+    let bridge = "ip link add anywarp0 type bridge";
+    Some(match when {
+        "unprivileged" => !geteuid().is_root(),
+        "no-netns" => fails("unshare", &["--net", "sh", "-c", bridge]),
+        "no-ptrace" => {
+            fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| {
+                scope.trim() != "0" && !(scope.trim() == "1" && geteuid().is_root())
+            })
+        }
+        _ => return None,
+    })
 }
 
 /// Runs a program on libraries with debug assertions, which are built for it.
@@ -146,4 +223,20 @@ pub(crate) fn build_from(source: &Path, to: &Path) -> Result<PathBuf> {
     .args(["-libverbs", "-lrdmacm", "-lpthread"]);
     sh::run(&mut cc)?;
     Ok(to.to_path_buf())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_listed_tests_may_skip_themselves_where_their_condition_holds() {
+        let text = "# why\n\na * yes because\nb one yes because\nc * no because\n";
+        let holds = |when: &str| Some(when == "yes");
+        let skips = Skips::parse(text, holds).unwrap();
+        assert!(skips.allow("a", "x") && skips.allow("b", "one"));
+        assert!(!skips.allow("b", "two") && !skips.allow("c", "x") && !skips.allow("d", "x"));
+        assert!(Skips::parse("a *", holds).is_err());
+        assert!(Skips::parse("a * when why", |_| None).is_err());
+    }
 }

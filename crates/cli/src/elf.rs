@@ -1,11 +1,15 @@
-//! Why a preload would not reach a program: looks at the file, never runs it.
+//! Reasons why a preloaded library would not reach a program, read from its file without running it.
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use object::elf::{FileHeader32, FileHeader64, PT_INTERP};
+use object::read::FileKind;
+use object::read::elf::{FileHeader, ProgramHeader};
 
 /// What stands at the start of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,20 +64,16 @@ impl std::fmt::Display for Obstacle {
     }
 }
 
-const MAGIC: [u8; 4] = *b"\x7fELF";
-const PT_INTERP: u32 = 3;
+/// Octets that are read of a file: the program headers lie behind the ELF header, at the beginning.
+const HEAD: u64 = 64 * 1024;
 
-/// Program headers looked at; a real program has about a dozen.
-const MAX_PROGRAM_HEADERS: u16 = 256;
-
-/// Scripts whose interpreters are scripts, at most; the kernel stops at the same depth.
+/// Scripts whose interpreters are scripts again: the kernel stops at this depth.
 const MAX_SCRIPT_DEPTH: usize = 4;
 
 /// Reads what kind of file this is.
 pub(crate) fn kind(path: &Path) -> io::Result<Kind> {
-    let mut file = File::open(path)?;
     let mut head = Vec::new();
-    file.by_ref().take(256).read_to_end(&mut head)?;
+    File::open(path)?.take(HEAD).read_to_end(&mut head)?;
 
     if let Some(line) = head.strip_prefix(b"#!") {
         let line = line.split(|b| *b == b'\n').next().unwrap_or_default();
@@ -84,68 +84,31 @@ pub(crate) fn kind(path: &Path) -> io::Result<Kind> {
             Kind::Script(PathBuf::from(OsStr::from_bytes(name)))
         }));
     }
-    elf(&mut file, &head).map(|kind| kind.unwrap_or(Kind::Other))
+    Ok(elf(&head).unwrap_or(Kind::Other))
 }
 
-/// Reads the ELF header in `head`, and the program headers from the file.
-fn elf(file: &mut File, head: &[u8]) -> io::Result<Option<Kind>> {
-    if !head.starts_with(&MAGIC) || head.get(5) != Some(&1) {
-        return Ok(None); // not ELF, or big-endian: not ours
+/// What an ELF file in the byte order of this machine says about itself; `None` for other files.
+fn elf(data: &[u8]) -> Option<Kind> {
+    let endian = object::NativeEndian;
+    match FileKind::parse(data).ok()? {
+        FileKind::Elf64 => header::<FileHeader64<object::NativeEndian>>(data, endian),
+        FileKind::Elf32 => header::<FileHeader32<object::NativeEndian>>(data, endian),
+        _ => None,
     }
-    let Some(class @ (1 | 2)) = head.get(4).copied() else {
-        return Ok(None);
-    };
-    let (offset, size_at, count_at) = if class == 2 {
-        (u64_at(head, 32), 54, 56)
-    } else {
-        (u32_at(head, 28).map(u64::from), 42, 44)
-    };
-    let (Some(machine), Some(offset), Some(size), Some(count)) = (
-        u16_at(head, 18),
-        offset,
-        u16_at(head, size_at),
-        u16_at(head, count_at),
-    ) else {
-        return Ok(None);
-    };
-
-    let mut table = Vec::new();
-    let length = u64::from(size) * u64::from(count.min(MAX_PROGRAM_HEADERS));
-    file.seek(SeekFrom::Start(offset))?;
-    file.take(length).read_to_end(&mut table)?;
-    let dynamic = size > 0
-        && table
-            .chunks(usize::from(size))
-            .any(|entry| u32_at(entry, 0) == Some(PT_INTERP));
-    Ok(Some(Kind::Elf {
-        machine,
-        class,
-        dynamic,
-    }))
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    bytes
-        .get(at..)?
-        .first_chunk()
-        .copied()
-        .map(u16::from_le_bytes)
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes
-        .get(at..)?
-        .first_chunk()
-        .copied()
-        .map(u32::from_le_bytes)
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    bytes
-        .get(at..)?
-        .first_chunk()
-        .copied()
-        .map(u64::from_le_bytes)
+fn header<H: FileHeader<Endian = object::NativeEndian>>(
+    data: &[u8],
+    endian: object::NativeEndian,
+) -> Option<Kind> {
+    let header = H::parse(data).ok()?;
+    header.endian().ok()?;
+    let mut segments = header.program_headers(endian, data).ok()?.iter();
+    Some(Kind::Elf {
+        machine: header.e_machine(endian),
+        class: header.e_ident().class,
+        dynamic: segments.any(|segment| segment.p_type(endian) == PT_INTERP),
+    })
 }
 
 /// Looks for reasons why `program`, or the interpreter that runs it, will not load `library`.
@@ -169,7 +132,7 @@ pub(crate) fn obstacles(program: &Path, library: &Path) -> Vec<Obstacle> {
                 }
                 break;
             }
-            Ok(Kind::Other) | Err(_) => break, // executing it will tell
+            Ok(Kind::Other) | Err(_) => break, // executing it reports the error
         }
     }
     if gains_privileges(&path) {
@@ -220,7 +183,7 @@ mod tests {
         std::fs::create_dir_all(&dir).unwrap();
         let (program, library) = (dir.join("program"), dir.join("library"));
         let mut head = [0u8; 64];
-        head[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        head[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
         head[18] = 0xb7;
         std::fs::write(&program, head).unwrap();
         head[18] = 0x3e;

@@ -9,7 +9,6 @@ mod bench;
 mod cli;
 mod cmd;
 mod elf;
-mod json;
 mod library;
 mod pages;
 mod perf;

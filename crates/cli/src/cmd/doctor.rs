@@ -5,9 +5,10 @@ mod self_test;
 
 use std::process::ExitCode;
 
+use serde_json::{Value, json};
+
 use super::Failure;
 use crate::cli::Doctor;
-use crate::json;
 use crate::library::Library;
 
 /// How well a thing is.
@@ -76,17 +77,13 @@ impl Line {
         }
     }
 
-    fn to_json(&self) -> String {
-        let advice = self
-            .advice
-            .as_deref()
-            .map_or_else(|| "null".to_owned(), json::string);
-        json::object([
-            ("level", json::string(self.level.as_str())),
-            ("topic", json::string(self.topic)),
-            ("found", json::string(&self.found)),
-            ("advice", advice),
-        ])
+    fn to_json(&self) -> Value {
+        json!({
+            "level": self.level.as_str(),
+            "topic": self.topic,
+            "found": self.found,
+            "advice": self.advice,
+        })
     }
 }
 
@@ -111,12 +108,8 @@ impl Report {
     fn finish(&self) -> ExitCode {
         let failed = self.count(Level::Fail);
         if self.json {
-            let lines: Vec<String> = self.lines.iter().map(Line::to_json).collect();
-            let members = [
-                ("ok", (failed == 0).to_string()),
-                ("lines", format!("[{}]", lines.join(", "))),
-            ];
-            println!("{}", json::object(members));
+            let lines: Vec<Value> = self.lines.iter().map(Line::to_json).collect();
+            println!("{}", json!({ "ok": failed == 0, "lines": lines }));
         } else {
             println!(
                 "{} ok, {} warn, {failed} fail",

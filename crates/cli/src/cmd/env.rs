@@ -3,26 +3,27 @@
 use std::fmt::Write;
 use std::process::ExitCode;
 
+use serde_json::Value;
+
 use super::Failure;
 use crate::cli::Env;
-use crate::json;
 use crate::library::Library;
 
 /// Prints the variables in the form asked for.
 pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
     let library = Library::find().map_err(Failure::Library)?;
-    // The shell and the image add what they have themselves, so nothing is inherited here.
+    // The lines for a shell append its own values, so nothing of this process's environment is inherited.
     let variables: Vec<(&str, String)> = library
         .variables(!args.no_path_shim, |_| None)
         .into_iter()
         .map(|(name, value)| (name, value.to_string_lossy().into_owned()))
         .collect();
     let text = if args.json {
-        json::object(
-            variables
-                .iter()
-                .map(|(name, value)| (name, json::string(value))),
-        ) + "\n"
+        let object: serde_json::Map<String, Value> = variables
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.as_str().into()))
+            .collect();
+        Value::Object(object).to_string() + "\n"
     } else if args.docker {
         docker(&variables)
     } else {
@@ -32,7 +33,7 @@ pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lines for `eval`; what the shell has set stays behind ours.
+/// Lines for `eval`. Values that the shell has already stay, behind the new ones.
 fn shell(variables: &[(&str, String)]) -> String {
     let mut text = String::new();
     for (name, value) in variables {
@@ -42,11 +43,11 @@ fn shell(variables: &[(&str, String)]) -> String {
     text
 }
 
-/// `ENV` lines; an image that sets the variables otherwise must be told by hand.
+/// `ENV` lines. A variable that the image sets elsewhere is overwritten.
 fn docker(variables: &[(&str, String)]) -> String {
     let mut text = String::new();
     for (name, value) in variables {
-        let _infallible = writeln!(text, "ENV {name}={}", json::string(value));
+        let _infallible = writeln!(text, "ENV {name}={}", Value::from(value.as_str()));
     }
     text
 }
