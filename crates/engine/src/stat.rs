@@ -20,6 +20,7 @@ use crate::config::config;
 use crate::dgram::DgramQp;
 use crate::fd::EngineFd;
 use crate::log;
+use crate::net::tcp;
 use crate::process::PerProcess;
 use crate::sys::socket;
 use crate::worker::{Engine, Source};
@@ -29,37 +30,6 @@ const TURN: usize = 8;
 
 /// First word of what is told, with the number of its format.
 const HEAD: &str = "anywarp-stat 1";
-
-/// Numbers of a stream, since its connection.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Stream {
-    /// System calls that sent.
-    pub tx_calls: u64,
-    /// Bytes that they took.
-    pub tx_bytes: u64,
-    /// Of these calls, those for which the socket was full.
-    pub tx_full: u64,
-    /// System calls that received.
-    pub rx_calls: u64,
-    /// Bytes that they brought.
-    pub rx_bytes: u64,
-    /// Of these calls, those that found nothing.
-    pub rx_empty: u64,
-}
-
-impl Stream {
-    /// All of them with their names.
-    pub fn named(&self) -> [(&'static str, u64); 6] {
-        [
-            ("tx_calls", self.tx_calls),
-            ("tx_bytes", self.tx_bytes),
-            ("tx_full", self.tx_full),
-            ("rx_calls", self.rx_calls),
-            ("rx_bytes", self.rx_bytes),
-            ("rx_empty", self.rx_empty),
-        ]
-    }
-}
 
 /// Something with counters.
 pub(crate) trait Counted: Send + Sync {
@@ -218,7 +188,7 @@ fn text(engine: &Engine) -> String {
 }
 
 /// Adds what is counted of a stream, and what the kernel knows of its connection.
-pub(crate) fn tell_stream(line: &mut String, counts: &Stream, fd: BorrowedFd<'_>) {
+pub(crate) fn tell_stream(line: &mut String, counts: &tcp::Counters, fd: BorrowedFd<'_>) {
     for (name, value) in counts.named() {
         let _ = write!(line, " {name}={value}");
     }

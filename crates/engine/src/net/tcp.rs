@@ -1,4 +1,4 @@
-//! TCP: the socket of a reliable queue pair.
+//! The TCP connection of a reliable queue pair, and the hand-over of its stream to shared memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,45 +21,76 @@ use crate::net::drain::drain;
 use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
 use crate::process::PerProcess;
-use crate::stat;
 use crate::sys::socket::{get_option, wait_readable};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
 use crate::worker::{Engine, STAGE};
 
-/// Bytes that one queue pair receives in one turn, before others have theirs.
-const TURN: usize = 4 << 20;
-/// Transmit buffer that an idle queue pair keeps, bytes.
-const KEEP: usize = 4 * 1024;
+/// Bytes that a queue pair receives or sends in one turn, so that one busy connection does not keep others waiting.
+const TURN_BYTES: usize = 4 << 20;
+/// Bytes of transmit buffer that an idle queue pair keeps; a larger buffer goes back to the engine for reuse.
+const IDLE_TX_BUFFER: usize = 4 * 1024;
 
-/// A connected socket and what is half way in or out.
+/// System calls and bytes of a connection.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// System calls that sent.
+    pub tx_calls: u64,
+    /// Bytes that were sent.
+    pub tx_bytes: u64,
+    /// Attempts to send for which the socket or the shared ring was full.
+    pub tx_full: u64,
+    /// System calls that received.
+    pub rx_calls: u64,
+    /// Bytes that were received.
+    pub rx_bytes: u64,
+    /// Attempts to receive that found nothing.
+    pub rx_empty: u64,
+}
+
+impl Counters {
+    /// All counters with their names.
+    pub fn named(&self) -> [(&'static str, u64); 6] {
+        [
+            ("tx_calls", self.tx_calls),
+            ("tx_bytes", self.tx_bytes),
+            ("tx_full", self.tx_full),
+            ("rx_calls", self.rx_calls),
+            ("rx_bytes", self.rx_bytes),
+            ("rx_empty", self.rx_empty),
+        ]
+    }
+}
+
+/// A connection, with what has been received or framed in part.
 #[derive(Debug)]
 pub struct Tcp {
     fd: EngineFd,
     /// A queue pair that is connected to itself sends here and receives from `fd`.
     tx: Option<EngineFd>,
     batch: TxBatch,
+    /// Bytes of `batch` that were sent.
     sent: usize,
-    /// Bytes of an incomplete FPDU.
+    /// Bytes of an incomplete FPDU that were received.
     rest: Vec<u8>,
     framing: Framing,
-    /// The socket was full: waits to be writable.
+    /// The last batch was not sent whole. The socket is watched for being writable.
     pub(crate) blocked: bool,
-    /// Its batch waits for the peer.
     waiting: Option<Waiting>,
-    /// What was sent and received.
-    pub(crate) counts: stat::Stream,
-    /// Memory that carries the stream, or will.
-    carrier: Option<Shm>,
-    tx_carried: bool,
-    rx_carried: bool,
+    pub(crate) counts: Counters,
+    /// Memory shared with the peer, from its offer on.
+    shm: Option<Shm>,
+    /// The stream to the peer goes through `shm`.
+    tx_shm: bool,
+    /// The stream from the peer comes through `shm`.
+    rx_shm: bool,
 }
 
-/// A batch that the peer does not take now, counted.
+/// Counts a batch for which the socket or ring has no room.
 #[derive(Debug)]
 struct Waiting;
 
-/// Batches of this process that wait for their peers.
+/// Batches of this process for which there was no room.
 static WAITING: PerProcess<AtomicUsize> = PerProcess::new(|| AtomicUsize::new(0));
 
 impl Waiting {
@@ -68,7 +99,7 @@ impl Waiting {
         Self
     }
 
-    /// Whether there are so many that memory matters more than speed.
+    /// Whether there are so many that new batches are kept small, to save memory.
     fn many() -> bool {
         WAITING.get().load(Ordering::Relaxed) >= bounds::TX_LARGE_WAITING
     }
@@ -77,24 +108,24 @@ impl Waiting {
 impl Drop for Waiting {
     fn drop(&mut self) {
         let count = WAITING.get();
-        // One of the process that this one was forked from is not counted here.
+        // A batch that was counted before a fork is not in the count of the child.
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
     }
 }
 
-/// What a turn of receiving or sending found.
+/// State of the connection after a turn of receiving or sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// Go on.
+    /// The connection works.
     Open,
-    /// The peer closed its side.
+    /// The peer closed its direction.
     Eof,
-    /// The connection broke.
+    /// The connection failed with this errno.
     Broken(i32),
 }
 
 impl Tcp {
-    /// Takes a connected socket, and bytes that were read from it already.
+    /// Takes a connected socket and bytes that were received from it during start-up. With `tx`, sends to that socket.
     pub fn new(fd: EngineFd, tx: Option<EngineFd>, leftover: Vec<u8>, framing: Framing) -> Self {
         Self {
             fd,
@@ -105,65 +136,66 @@ impl Tcp {
             framing,
             blocked: false,
             waiting: None,
-            counts: stat::Stream::default(),
-            carrier: None,
-            tx_carried: false,
-            rx_carried: false,
+            counts: Counters::default(),
+            shm: None,
+            tx_shm: false,
+            rx_shm: false,
         }
     }
 
     // ------------------------------------------------------------------ shared memory
 
-    /// Offers the peer memory to share.
+    /// Offers the peer shared memory for the stream.
     pub(crate) fn offer_shm(&mut self, conn: &mut Connection) {
-        // A thread that posts or polls does this, and files are opened and closed.
+        // The thread that posts or polls opens and closes files here, which are cancellation points.
         let _inside = Uncancelled::new();
-        let ends = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
-        let (Some(local), Some(remote)) = ends else {
+        let addresses = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
+        let (Some(local), Some(remote)) = addresses else {
             return conn.decline_shm();
         };
-        self.carrier = Shm::offer(local, remote);
-        match self.carrier.as_ref().and_then(Shm::name) {
+        self.shm = Shm::offer(local, remote);
+        match self.shm.as_ref().and_then(Shm::name) {
             Some((pid, fd)) => conn.send_handover(Handover::Offer { pid, fd }),
             None => conn.decline_shm(),
         }
     }
 
-    /// What is looked at for work, when the stream comes through memory.
+    /// What is polled for work while shared memory carries a direction of the stream.
     pub(crate) fn watch(&self) -> Option<&Arc<Watch>> {
-        let carrier = self.carrier.as_ref()?;
-        (self.rx_carried || self.tx_carried).then(|| carrier.watch())
+        let shm = self.shm.as_ref()?;
+        (self.rx_shm || self.tx_shm).then(|| shm.watch())
     }
 
-    /// Whether payload is copied from the peer's process.
+    /// Whether payload is copied directly from the peer's process.
     pub(crate) fn pulls(&self) -> bool {
-        self.carrier.as_ref().is_some_and(Shm::pulls)
+        self.shm.as_ref().is_some_and(Shm::pulls)
     }
 
-    /// Whether its batch is sent as soon as the socket takes it, and not through memory.
+    /// Whether batches are sent by the socket, and not through shared memory.
     pub(crate) fn sends_by_socket(&self) -> bool {
-        !self.tx_carried
+        !self.tx_shm
     }
 
-    /// Does what the peer said of memory to share; whether the stream comes through it from here on.
-    fn hear_carrier(&mut self, conn: &mut Connection) -> bool {
-        conn.has_handover_message() && self.answer_carrier(conn)
+    /// Handles a hand-over message of the peer, if there is one; whether the peer's stream comes through shared memory from
+    /// here on.
+    fn handle_handover(&mut self, conn: &mut Connection) -> bool {
+        conn.has_handover_message() && self.answer_handover(conn)
     }
 
     #[cold]
     #[inline(never)]
-    fn answer_carrier(&mut self, conn: &mut Connection) -> bool {
+    fn answer_handover(&mut self, conn: &mut Connection) -> bool {
         // As in `offer_shm`.
         let _inside = Uncancelled::new();
         match conn.poll_handover() {
             None => false,
             Some(Handover::Offer { pid, fd }) => {
-                let ends = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
-                if let (Some(local), Some(remote)) = ends {
-                    self.carrier = Shm::take(pid, fd, local, remote);
+                let addresses = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
+                if let (Some(local), Some(remote)) = addresses {
+                    self.shm = Shm::take(pid, fd, local, remote);
                 }
-                let takes = self.carrier.is_some();
-                conn.send_handover(if takes {
+                let accepted = self.shm.is_some();
+                conn.send_handover(if accepted {
                     Handover::Take
                 } else {
                     Handover::Refuse
@@ -171,31 +203,31 @@ impl Tcp {
                 false
             }
             Some(Handover::Refuse) => {
-                self.carrier = None;
+                self.shm = None;
                 false
             }
             Some(what @ (Handover::Take | Handover::Switch)) => {
-                let Some(carrier) = &mut self.carrier else {
+                let Some(shm) = &mut self.shm else {
                     return false;
                 };
                 if what == Handover::Take {
-                    carrier.taken_by_peer();
+                    shm.taken_by_peer();
                     conn.send_handover(Handover::Switch);
                 }
-                self.rx_carried = true;
+                self.rx_shm = true;
                 conn.switch_rx_to_shm();
                 true
             }
         }
     }
 
-    /// Wakes the peer. A byte that the socket does not take is one of many that are there.
+    /// Wakes the peer with a byte on the socket. If the socket is full there are bytes that wake the peer.
     fn wake(&self) {
         let _ = self.fd.send(&[0]);
     }
 
-    /// Takes the bytes that woke us.
-    fn awake(&self) -> Outcome {
+    /// Takes the bytes of [`Tcp::wake`] from the socket.
+    fn take_wakeups(&self) -> Outcome {
         let mut bytes = [0; 64];
         loop {
             match self.fd.recv(&mut bytes) {
@@ -208,7 +240,7 @@ impl Tcp {
         }
     }
 
-    /// Waits until something can be received; false when `time` passed first.
+    /// Blocks until something can be received; false if `time` passed first.
     pub(crate) fn wait(&self, time: Duration) -> bool {
         self.watch().is_some_and(|w| w.sleep()) || wait_readable(self.fd.get(), time)
     }
@@ -218,8 +250,8 @@ impl Tcp {
         direct: Option<(&[Placement], u64, u64)>,
         room: &mut [u8],
     ) -> Result<(usize, usize), Io> {
-        match &mut self.carrier {
-            Some(carrier) if self.rx_carried => carrier.receive(direct, room),
+        match &mut self.shm {
+            Some(shm) if self.rx_shm => shm.receive(direct, room),
             _ => stream::receive(self.fd.get(), direct, room),
         }
     }
@@ -233,22 +265,22 @@ impl Tcp {
         self.tx.as_ref().unwrap_or(&self.fd)
     }
 
-    /// Whether everything framed is with the kernel.
+    /// Whether all that was framed is sent.
     pub fn is_drained(&self) -> bool {
         self.batch.is_empty()
     }
 
-    /// Bytes that were received so far, if all of them were used.
+    /// Bytes that were received so far, if the core has taken all of them.
     pub(crate) fn received_bytes(&self) -> Option<u64> {
         self.rest.is_empty().then_some(self.counts.rx_bytes)
     }
 
-    /// Gives the descriptor up.
+    /// Returns the socket and drops the rest.
     pub fn into_fd(self) -> EngineFd {
         self.fd
     }
 
-    /// Receives what is there: *recv*, then hands it to *deframe* and up. `socket`: it may be readable.
+    /// Receives what has arrived: *recv*, then hands it to *deframe* and up. `socket`: the socket may be readable.
     pub fn receive(
         &mut self,
         engine: &Engine,
@@ -256,20 +288,20 @@ impl Tcp {
         now: Instant,
         socket: bool,
     ) -> Outcome {
-        // The connection's end is the stream's when all that is in memory was taken.
-        let connection = if self.rx_carried && socket {
-            self.awake()
+        // The end of the connection is the end of the stream when all that is in shared memory was taken.
+        let connection = if self.rx_shm && socket {
+            self.take_wakeups()
         } else {
             Outcome::Open
         };
         let mut stage = engine.stage();
         let outcome = self.receive_into(&mut stage, conn, now);
         engine.return_stage(stage);
-        // Until our last word is on the connection every byte there is of the stream: that word wakes the peer too.
-        if let Some(carrier) = &self.carrier
-            && self.rx_carried
-            && self.tx_carried
-            && carrier.must_wake_for_room()
+        // Before our last hand-over message is sent, each byte on the socket is one of the stream, and wakes the peer.
+        if let Some(shm) = &self.shm
+            && self.rx_shm
+            && self.tx_shm
+            && shm.must_wake_for_room()
         {
             self.wake();
         }
@@ -280,9 +312,9 @@ impl Tcp {
         }
     }
 
-    /// Whether memory has more than one turn took.
+    /// Whether shared memory holds more than one turn took.
     fn has_more(&self) -> bool {
-        self.rx_carried && self.watch().is_some_and(|w| w.has_bytes())
+        self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
     }
 
     fn receive_into(&mut self, stage: &mut [u8], conn: &mut Connection, now: Instant) -> Outcome {
@@ -293,7 +325,7 @@ impl Tcp {
         self.rest.clear();
         let mut outcome = Outcome::Open;
         let mut turn = 0;
-        // Bytes behind the Reply of start-up may wait already.
+        // Bytes that were received behind the Reply of start-up count as new.
         let mut fresh = filled > 0;
         loop {
             if fresh {
@@ -301,12 +333,12 @@ impl Tcp {
                 let used = used.min(filled);
                 stage.copy_within(used..filled, 0);
                 filled -= used;
-                if self.hear_carrier(conn) {
-                    // What the socket brought behind the peer's last word on it was to wake us.
+                if self.handle_handover(conn) {
+                    // Bytes behind the peer's last hand-over message only wake this end.
                     filled = 0;
                 }
             }
-            if turn >= TURN {
+            if turn >= TURN_BYTES {
                 break;
             }
             let direct = conn.direct();
@@ -316,8 +348,8 @@ impl Tcp {
             let Some(room) = stage.get_mut(filled..) else {
                 break;
             };
-            let asked = room.len().saturating_add(wanted);
-            self.counts.rx_calls += u64::from(!self.rx_carried);
+            let requested = room.len().saturating_add(wanted);
+            self.counts.rx_calls += u64::from(!self.rx_shm);
             match self.read(direct, room) {
                 Ok((user, own)) => {
                     self.counts.rx_bytes += (user + own) as u64;
@@ -327,14 +359,14 @@ impl Tcp {
                     filled += own;
                     turn += user + own;
                     fresh = true;
-                    if user + own < asked && !self.rx_carried {
-                        // The socket is empty: no need to ask it.
+                    if user + own < requested && !self.rx_shm {
+                        // The socket is empty: another call would find nothing.
                         let used = conn
                             .handle_rx(now, stage.get(..filled).unwrap_or(&[]))
                             .min(filled);
                         stage.copy_within(used..filled, 0);
                         filled -= used;
-                        if !self.hear_carrier(conn) {
+                        if !self.handle_handover(conn) {
                             break;
                         }
                         (filled, fresh) = (0, false);
@@ -349,8 +381,8 @@ impl Tcp {
                     break;
                 }
                 Err(Io::Invalidated) => {
-                    // The buffer was deregistered while its message arrives: receive the rest beside it; placing
-                    // fails there and ends the stream.
+                    // The buffer was deregistered while its message arrives. The rest is received into our own buffer; placing
+                    // it fails, which ends the stream.
                     match self.read(None, stage.get_mut(filled..).unwrap_or(&mut [])) {
                         Ok((_, own)) => {
                             filled += own;
@@ -389,20 +421,20 @@ impl Tcp {
         flush: bool,
     ) -> Outcome {
         let outcome = self.transmit_batches(engine, conn, now, flush);
-        if self.tx_carried
-            && let Some(carrier) = &self.carrier
-            && carrier.must_wake()
+        if self.tx_shm
+            && let Some(shm) = &self.shm
+            && shm.must_wake()
         {
             self.wake();
         }
         outcome
     }
 
-    /// There is nothing to send, and the batch is empty.
+    /// Cleans up when the batch is empty and nothing is left to send.
     fn all_sent(&mut self, engine: &Engine) -> Outcome {
         self.waiting = None;
         self.blocked = false;
-        if self.batch.room() > KEEP {
+        if self.batch.room() > IDLE_TX_BUFFER {
             engine.return_room(self.batch.take_room());
         }
         Outcome::Open
@@ -418,16 +450,16 @@ impl Tcp {
         let mut turn = 0;
         let mut more = true;
         if conn.state() == State::Error
-            && let Some(carrier) = &self.carrier
-            && carrier.lends()
+            && let Some(shm) = &self.shm
+            && shm.lends()
         {
-            // As below: what the peer has not copied yet is the program's again.
-            carrier.withdraw();
+            // The peer copies from memory whose requests have completed, as below.
+            shm.withdraw();
             return Outcome::Broken(libc::ECANCELED);
         }
         loop {
-            if turn >= TURN && !self.tx_carried {
-                // Others have their turn; the socket is writable still, or will be, and brings us back.
+            if turn >= TURN_BYTES && !self.tx_shm {
+                // The next turn begins when the socket is reported writable.
                 self.blocked = true;
                 return Outcome::Open;
             }
@@ -435,7 +467,7 @@ impl Tcp {
                 self.waiting = None;
                 let many = Waiting::many();
                 self.batch.keep_small(many);
-                if self.batch.room() < KEEP && !many && conn.has_bulk() {
+                if self.batch.room() < IDLE_TX_BUFFER && !many && conn.has_bulk() {
                     self.batch.give_room(engine.room());
                 }
                 let aligned = self.framing.aligns(conn.peer());
@@ -449,12 +481,12 @@ impl Tcp {
                 }
             }
             if conn.state() == State::Error && self.batch.has_user_memory() {
-                // Its requests have completed, their memory is the program's again: the rest of the message is not sent.
+                // The requests have completed and the program may reuse their memory: the rest of the message is not sent.
                 return Outcome::Broken(libc::ECANCELED);
             }
-            self.counts.tx_calls += u64::from(!self.tx_carried);
-            let sent = match &mut self.carrier {
-                Some(carrier) if self.tx_carried => carrier.send(&self.batch, self.sent),
+            self.counts.tx_calls += u64::from(!self.tx_shm);
+            let sent = match &mut self.shm {
+                Some(shm) if self.tx_shm => shm.send(&self.batch, self.sent),
                 _ => stream::send_batch(self.tx().get(), &self.batch, self.sent),
             };
             match sent {
@@ -465,8 +497,8 @@ impl Tcp {
                     if self.sent >= self.batch.len() {
                         self.batch.clear();
                         self.sent = 0;
-                        if conn.tx_is_sealed() && self.carrier.is_some() {
-                            self.tx_carried = true;
+                        if conn.tx_is_sealed() && self.shm.is_some() {
+                            self.tx_shm = true;
                             conn.switch_tx_to_shm();
                             more = true;
                         }
@@ -483,7 +515,7 @@ impl Tcp {
                     return Outcome::Open;
                 }
                 Io::Invalidated => {
-                    // The message cannot be finished, and nothing else can be said in the middle of it.
+                    // The message cannot be finished, and nothing else can be sent in the middle of it.
                     return Outcome::Broken(libc::EFAULT);
                 }
                 Io::Eof => return Outcome::Broken(libc::EPIPE),
@@ -493,23 +525,24 @@ impl Tcp {
     }
 }
 
-/// The largest ULPDU for a standard peer: a frame fills one segment of the connection as it is now.
-// RFC 5044 §5.1 [mpa-emss]: the segment size is the one that TCP says it uses.
+/// The MULPDU for a standard peer: with it an FPDU fills one segment of the connection.
+// RFC 5044 §5.1 [mpa-emss]: the segment size is the effective maximum segment size of TCP.
 pub(crate) fn mulpdu(fd: &EngineFd, markers: bool) -> usize {
-    const EVERY_PATH: usize = 536;
+    // What every IPv4 host takes (RFC 9293, 3.7.1).
+    const EMSS_DEFAULT: usize = 536;
     let emss = get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
     let emss = emss.and_then(|n| usize::try_from(n).ok());
-    frame::mulpdu(emss.unwrap_or(EVERY_PATH), markers)
+    frame::mulpdu(emss.unwrap_or(EMSS_DEFAULT), markers)
 }
 
-/// Ends a connection that an initiator cannot use although start-up succeeded: the peer hears why.
+/// Closes a connection that an initiator cannot use although start-up succeeded, with a Terminate that says why.
 pub(crate) fn refuse(
     engine: &'static Engine,
     fd: EngineFd,
     params: &StreamParams,
     error: &PeerError,
 ) {
-    // A few dozen bytes behind a Request that was answered: they fit the socket's buffer.
+    // A few dozen bytes on a connection that carried only a Request: the socket's buffer has room.
     let frame = terminate_frame(error, params);
     let _ = fd.send(&frame);
     let _draining = drain(engine, fd);
