@@ -195,7 +195,7 @@ struct State {
 pub struct CmId {
     engine: &'static Engine,
     /// Address of the C object.
-    pub cookie: AtomicUsize,
+    pub c_object: AtomicUsize,
     /// Its port space.
     pub port_space: PortSpace,
     me: Weak<Self>,
@@ -230,7 +230,7 @@ impl CmId {
     ) -> Arc<Self> {
         let id = Arc::new_cyclic(|me| Self {
             engine,
-            cookie: AtomicUsize::new(0),
+            c_object: AtomicUsize::new(0),
             port_space,
             me: me.clone(),
             state: Mutex::new(State {
@@ -851,7 +851,7 @@ impl CmId {
         });
         // Requests that the application never saw.
         for child in pending.iter().filter_map(Weak::upgrade) {
-            if child.cookie.load(Ordering::Relaxed) == 0 {
+            if child.c_object.load(Ordering::Relaxed) == 0 {
                 child.destroy();
             }
         }
@@ -1027,7 +1027,7 @@ impl Mortal for CmId {
             startup.cancel();
         }
         // One that the program has not seen yet it need not give up.
-        if self.cookie.load(Ordering::Relaxed) != 0 {
+        if self.c_object.load(Ordering::Relaxed) != 0 {
             self.push(EventKind::DeviceRemoval, 0);
         }
     }
@@ -1042,7 +1042,7 @@ impl gids::Listener for CmId {
             let bound = !matches!(state.phase, Phase::Idle | Phase::Over);
             bound && state.local.is_some_and(|l| news.moved.contains(&l.ip()))
         };
-        if concerned && self.cookie.load(Ordering::Relaxed) != 0 {
+        if concerned && self.c_object.load(Ordering::Relaxed) != 0 {
             self.push(EventKind::AddrChange, 0);
         }
     }

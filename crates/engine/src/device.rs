@@ -152,7 +152,7 @@ pub struct Context {
     /// Asynchronous events.
     pub events: Arc<Channel<AsyncItem>>,
     /// Address of the C object, for the ABI layer.
-    pub cookie: AtomicUsize,
+    pub c_object: AtomicUsize,
     /// Stands for the device in this process where a program passes a descriptor on (`ibv_import_device(3)`). It is an
     /// empty file in memory; what tells it from others is its inode.
     pub command: OwnedFd,
@@ -170,7 +170,7 @@ pub struct AsyncItem {
     /// Event type.
     pub event: u32,
     /// Cookie of the queue pair, completion queue or shared receive queue; port number for port events.
-    pub cookie: usize,
+    pub c_object: usize,
 }
 
 /// Numbers of `enum ibv_event_type`.
@@ -212,7 +212,7 @@ impl Context {
         Ok(Arc::new(Self {
             engine: engine()?,
             events: Arc::new(Channel::new()?),
-            cookie: AtomicUsize::new(0),
+            c_object: AtomicUsize::new(0),
             command: command()?.try_clone()?,
         }))
     }
@@ -246,7 +246,7 @@ impl Mortal for Context {
     fn device_broke(&self) {
         self.events.push(AsyncItem {
             event: event::DEVICE_FATAL,
-            cookie: 0,
+            c_object: 0,
         });
     }
 }
@@ -256,7 +256,7 @@ impl gids::Listener for Context {
         for event in &news.events {
             self.events.push(AsyncItem {
                 event: *event,
-                cookie: 0,
+                c_object: 0,
             });
         }
     }

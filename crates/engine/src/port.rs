@@ -110,7 +110,8 @@ impl Port {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take_index(&self) -> Option<u32> {
+    /// A queue pair number of this port; `None` if all are taken.
+    pub(crate) fn take_index(&self) -> Option<u32> {
         let mut state = self.lock();
         // RFC 5042 §5.1.1 [sec-number-guess]: whoever knows one number does not know the next.
         let [first, ..] = random_u32().to_ne_bytes();

@@ -82,7 +82,7 @@ impl Counted for DgramQp {
             Kind::ReliableUc => "uc/rd",
             Kind::Rc => "rc/rd",
         };
-        let _ = write!(line, "{kind} 0x{:06x}", self.number);
+        let _ = write!(line, "{kind} 0x{:06x}", self.number());
         for (name, value) in self.counters().named() {
             let _ = write!(line, " {name}={value}");
         }

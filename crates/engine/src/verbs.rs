@@ -24,7 +24,7 @@ use crate::sys::pages;
 use crate::sys::pages::Pages;
 use crate::worker::Engine;
 
-/// A completion channel: its events are cookies of completion queues.
+/// A completion channel: its events are C objects of completion queues.
 pub type CompChannel = Channel<usize>;
 
 /// A completion queue.
@@ -34,7 +34,7 @@ pub struct CompletionQueue {
     /// The queue itself.
     pub core: Arc<Cq>,
     /// Address of the C object.
-    pub cookie: Arc<AtomicUsize>,
+    pub c_object: Arc<AtomicUsize>,
     /// Where its events go.
     pub channel: Option<Arc<CompChannel>>,
 }
@@ -42,20 +42,20 @@ pub struct CompletionQueue {
 struct Tell {
     context: Arc<Context>,
     channel: Option<Arc<CompChannel>>,
-    cookie: Arc<AtomicUsize>,
+    c_object: Arc<AtomicUsize>,
 }
 
 impl Notify for Tell {
     fn completion(&self) {
         if let Some(channel) = &self.channel {
-            channel.push(self.cookie.load(Ordering::Relaxed));
+            channel.push(self.c_object.load(Ordering::Relaxed));
         }
     }
 
     fn overflow(&self) {
         self.context.events.push(AsyncItem {
             event: event::CQ_ERR,
-            cookie: self.cookie.load(Ordering::Relaxed),
+            c_object: self.c_object.load(Ordering::Relaxed),
         });
     }
 }
@@ -71,16 +71,16 @@ impl CompletionQueue {
         if capacity == 0 || capacity > bounds::MAX_CQE {
             return Err(Misuse::InvalidArgument("cqe"));
         }
-        let cookie = Arc::new(AtomicUsize::new(0));
+        let c_object = Arc::new(AtomicUsize::new(0));
         let tell = Tell {
             context: Arc::clone(context),
             channel: channel.clone(),
-            cookie: Arc::clone(&cookie),
+            c_object: Arc::clone(&c_object),
         };
         Ok(Arc::new(Self {
             engine: context.engine,
             core: Arc::new(Cq::new(capacity as usize, Some(Arc::new(tell)))),
-            cookie,
+            c_object,
             channel,
         }))
     }
@@ -364,7 +364,7 @@ pub struct SharedReceive {
     /// The queue itself.
     pub core: Arc<Srq>,
     /// Address of the C object.
-    pub cookie: Arc<AtomicUsize>,
+    pub c_object: Arc<AtomicUsize>,
 }
 
 impl SharedReceive {
@@ -385,7 +385,7 @@ impl SharedReceive {
         Ok(Arc::new(Self {
             context: Arc::clone(context),
             core: Arc::new(Srq::new(max_wr, max_sge, limit, pd.id())),
-            cookie: Arc::new(AtomicUsize::new(0)),
+            c_object: Arc::new(AtomicUsize::new(0)),
         }))
     }
 
@@ -418,7 +418,7 @@ impl SharedReceive {
     pub fn tell_limit(&self) {
         self.context.events.push(AsyncItem {
             event: event::SRQ_LIMIT_REACHED,
-            cookie: self.cookie.load(Ordering::Relaxed),
+            c_object: self.c_object.load(Ordering::Relaxed),
         });
     }
 }
@@ -439,16 +439,16 @@ impl QueuePair {
     /// Its number.
     pub fn number(&self) -> u32 {
         match self {
-            Self::Rc(qp) => qp.number,
-            Self::Dgram(qp) => qp.number,
+            Self::Rc(qp) => qp.number(),
+            Self::Dgram(qp) => qp.number(),
         }
     }
 
     /// Address of its C object.
-    pub fn cookie(&self) -> &AtomicUsize {
+    pub fn c_object(&self) -> &AtomicUsize {
         match self {
-            Self::Rc(qp) => &qp.cookie,
-            Self::Dgram(qp) => &qp.cookie,
+            Self::Rc(qp) => &qp.common.c_object,
+            Self::Dgram(qp) => &qp.common.c_object,
         }
     }
 

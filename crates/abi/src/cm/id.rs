@@ -127,7 +127,7 @@ impl IdObject {
 
 /// The C identifier of an identifier of the engine.
 pub(super) fn c_id(engine: &CmId) -> *mut rdma_cm_id {
-    c_object(engine.cookie.load(Ordering::Acquire))
+    c_object(engine.c_object.load(Ordering::Acquire))
 }
 
 // ---------------------------------------------------------------------- channels
@@ -201,7 +201,7 @@ pub(super) fn make_id(
         template: Mutex::new(None),
         connect_data: Mutex::new(Vec::new()),
     });
-    set_c_object(&engine.cookie, id);
+    set_c_object(&engine.c_object, id);
     id
 }
 

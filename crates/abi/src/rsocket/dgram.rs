@@ -428,10 +428,10 @@ impl Datagrams {
     fn event(&mut self, event: &Event) {
         match event.kind {
             EventKind::ConnectRequest => {
-                event.id.cookie.store(1, Ordering::Release);
+                event.id.c_object.store(1, Ordering::Release);
                 if let Some(end) = &self.end {
                     let param = ConnParam {
-                        qp_num: end.qp.number,
+                        qp_num: end.qp.number(),
                         ..ConnParam::default()
                     };
                     // One that cannot be answered asks again.
@@ -607,7 +607,7 @@ impl Datagrams {
 fn identifier(channel: &Arc<EventChannel>) -> Result<Arc<CmId>, c_int> {
     let id = CmId::new(channel, PortSpace::Udp).map_err(|e| os_errno(&e))?;
     // Not zero: it hears when the device breaks.
-    id.cookie.store(1, Ordering::Release);
+    id.c_object.store(1, Ordering::Release);
     Ok(id)
 }
 

@@ -527,7 +527,7 @@ impl Stream {
     pub(super) fn new(channel: &Arc<EventChannel>) -> Result<Self, c_int> {
         let id = CmId::new(channel, PortSpace::Tcp).map_err(|e| os_errno(&e))?;
         // Not zero: it hears when the device breaks.
-        id.cookie.store(1, Ordering::Release);
+        id.c_object.store(1, Ordering::Release);
         Ok(Self::around(id))
     }
 
@@ -1004,7 +1004,7 @@ fn accept(listener: &Socket, event: &Event) -> Result<Arc<Socket>, c_int> {
         log!(Warn, "raccept: {strange}");
         libc::EPROTO
     })?;
-    id.cookie.store(1, Ordering::Release);
+    id.c_object.store(1, Ordering::Release);
     let options = listener.options().inherited();
     let socket = Socket::make(listener.domain, options, |channel| {
         id.migrate(channel);

@@ -45,16 +45,16 @@ unsafe fn deliver(item: &AsyncItem) -> ibv_async_event {
     let acks: &Acks = unsafe {
         match About::of(item.event) {
             About::Cq => {
-                c.element.cq = c_object(item.cookie);
-                &known::<CqObject, ibv_cq>(c_object(item.cookie)).async_acks
+                c.element.cq = c_object(item.c_object);
+                &known::<CqObject, ibv_cq>(c_object(item.c_object)).async_acks
             }
             About::Srq => {
-                c.element.srq = c_object(item.cookie);
-                &known::<SrqObject, ibv_srq>(c_object(item.cookie)).acks
+                c.element.srq = c_object(item.c_object);
+                &known::<SrqObject, ibv_srq>(c_object(item.c_object)).acks
             }
             About::Qp => {
-                c.element.qp = c_object(item.cookie);
-                &known::<QpObject, ibv_qp>(c_object(item.cookie)).acks
+                c.element.qp = c_object(item.c_object);
+                &known::<QpObject, ibv_qp>(c_object(item.c_object)).acks
             }
             About::Port => {
                 c.element.port_num = 1;
@@ -148,5 +148,5 @@ entry! {
 
 /// Takes the events of an object that is being destroyed out of the queue.
 pub(crate) fn forget_events(device: &Context, object: usize) {
-    device.events.purge(|event| event.cookie == object);
+    device.events.purge(|event| event.c_object == object);
 }

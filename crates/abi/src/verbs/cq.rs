@@ -92,7 +92,7 @@ pub(crate) unsafe fn create_cq(
         current: UnsafeCell::new(None),
         _place: place,
     });
-    set_c_object(&engine.cookie, cq);
+    set_c_object(&engine.c_object, cq);
     Ok(cq)
 }
 

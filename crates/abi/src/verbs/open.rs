@@ -213,7 +213,7 @@ pub(crate) fn open() -> Result<*mut ibv_context, Errno> {
     let object = Box::into_raw(Box::new(ContextObject { c, engine }));
     // SAFETY: just made; the field's address lies inside the object.
     let (context, engine) = unsafe { (&raw mut (*object).c.context, &(*object).engine) };
-    set_c_object(&engine.cookie, context);
+    set_c_object(&engine.c_object, context);
     Ok(context)
 }
 

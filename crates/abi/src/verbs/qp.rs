@@ -120,7 +120,7 @@ unsafe fn create(
         capacity,
         sig_all: init.sq_sig_all != 0,
     };
-    let srq_object = srq.map(|s| Arc::clone(&s.engine.cookie));
+    let srq_object = srq.map(|s| Arc::clone(&s.engine.c_object));
     let engine = match kind_of(init.qp_type, chosen)? {
         None => RcQp::new(device, srq_object, parts).map(QueuePair::Rc),
         Some((kind, options)) => {
@@ -206,7 +206,7 @@ fn finish(
         extended: send_ops.is_some(),
         _place: place,
     });
-    set_c_object(engine.cookie(), qp);
+    set_c_object(engine.c_object(), qp);
     qp
 }
 

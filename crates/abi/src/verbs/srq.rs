@@ -61,7 +61,7 @@ unsafe fn create(
         users: Users::default(),
         _place: place,
     });
-    set_c_object(&engine.cookie, srq);
+    set_c_object(&engine.c_object, srq);
     Ok(srq)
 }
 

@@ -47,9 +47,9 @@ impl RcQp {
             return;
         }
         inner.dial_until = Some(now + DIAL_TIMEOUT_MIN);
-        let own = (device::gid_of(route.local), self.number);
+        let own = (device::gid_of(route.local), self.common.number);
         let peer = (device::gid_of(route.remote), route.qpn);
-        if self.number == route.qpn && is_own(route.remote) {
+        if self.common.number == route.qpn && is_own(route.remote) {
             self.connect_to_itself(inner, now);
         } else if own < peer {
             self.dial(inner, now);
@@ -67,7 +67,7 @@ impl RcQp {
         let Some(me) = self.me.upgrade() else { return };
         let mut private_data = HELLO.to_vec();
         private_data.extend_from_slice(&route.qpn.to_be_bytes());
-        private_data.extend_from_slice(&self.number.to_be_bytes());
+        private_data.extend_from_slice(&self.common.number.to_be_bytes());
         let config = InitiatorConfig {
             crc: config().crc,
             ird: u16::from(bounds::MAX_RD_ATOMIC),
@@ -89,7 +89,11 @@ impl RcQp {
         match Startup::dial(self.engine, owner, dial) {
             Ok(startup) => inner.dialing = Some(startup),
             Err(e) => {
-                log!(Info, "qp 0x{:06x}: cannot dial {peer}: {e}", self.number);
+                log!(
+                    Info,
+                    "qp 0x{:06x}: cannot dial {peer}: {e}",
+                    self.common.number
+                );
                 self.dial_failed(inner, now);
             }
         }
@@ -100,7 +104,11 @@ impl RcQp {
         if inner.dial_until.is_some_and(|t| now < t) {
             self.start_timer(inner, Timer::Redial, now + REDIAL_INTERVAL);
         } else {
-            log!(Info, "qp 0x{:06x}: the peer cannot be reached", self.number);
+            log!(
+                Info,
+                "qp 0x{:06x}: the peer cannot be reached",
+                self.common.number
+            );
             inner.conn.handle_connect_failed();
         }
     }
@@ -131,7 +139,7 @@ impl RcQp {
             log!(
                 Info,
                 "qp 0x{:06x}: rejected queue pair 0x{source:06x} of {}: not the peer",
-                self.number,
+                self.common.number,
                 startup.peer
             );
             let _ = startup.reject(&[]);
@@ -143,7 +151,7 @@ impl RcQp {
             Err(e) => log!(
                 Info,
                 "qp 0x{:06x}: the peer's connection broke: {e}",
-                self.number
+                self.common.number
             ),
         }
     }
@@ -278,7 +286,7 @@ impl RcQp {
         log!(
             Info,
             "qp 0x{:06x}: connected to {} ({}), {:?} peer, crc {}, ird {ird}, ord {ord}",
-            self.number,
+            self.common.number,
             address.map_or_else(|| "itself".to_owned(), |a| a.to_string()),
             if initiator { "initiator" } else { "responder" },
             config.peer,
@@ -313,7 +321,7 @@ impl RcQp {
                 log!(
                     Error,
                     "qp 0x{:06x}: cannot watch its socket: {e}",
-                    self.number
+                    self.common.number
                 );
                 inner.conn.handle_connect_failed();
                 return;
@@ -326,7 +334,7 @@ impl RcQp {
 
     /// After how many requests the peer at `address` is offered shared memory; `None`: never.
     fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
-        let may = self.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
+        let may = self.common.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
         device::transport().share_after().filter(|_| may)
     }
 }
@@ -385,7 +393,7 @@ impl Owner for Dialer {
             log!(
                 Debug,
                 "qp 0x{:06x}: dialing {}: {failure:?}",
-                qp.number,
+                qp.common.number,
                 startup.peer
             );
             qp.dial_failed(inner, now);

@@ -4,6 +4,7 @@
 //! one lock. What the connection manager is notified of is queued under that lock and delivered after it is released
 //! ([`RcQp::unlock`]).
 
+pub mod common;
 mod dial;
 mod progress;
 mod timers;
@@ -13,7 +14,7 @@ use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -32,10 +33,10 @@ use crate::fatal::{Mortal, provoke};
 use crate::fault::{Faults, RequestEffect};
 use crate::net::drain::{Draining, drain};
 use crate::net::tcp::{Outcome, Tcp};
-use crate::port::Port;
 use crate::stat::{self, Counted};
 use crate::sys::socket::set_option;
 use crate::worker::{Engine, Owes, Source, Token};
+use common::Common;
 use timers::{Timer, Timers};
 
 /// How long the destruction of a queue pair waits for the rest of a message that has been received in part.
@@ -105,26 +106,17 @@ struct Inner {
 /// A reliable queue pair.
 pub struct RcQp {
     engine: &'static Engine,
-    context: Arc<Context>,
-    /// Its number.
-    pub number: u32,
-    /// Address of the C object.
-    pub cookie: Arc<AtomicUsize>,
-    /// Address of the shared receive queue's C object.
-    srq_cookie: Option<Arc<AtomicUsize>>,
-    port: Arc<Port>,
+    /// Number, events and faults.
+    pub common: Common,
     me: Weak<Self>,
     inner: Mutex<Inner>,
     /// The peer's address. Not in `inner`, because that is locked when lines about a connection are logged.
     peer: Mutex<Option<SocketAddr>>,
-    owes: AtomicBool,
-    /// Injected faults.
-    faults: Option<Box<Faults>>,
 }
 
 impl std::fmt::Debug for RcQp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RcQp(0x{:06x})", self.number)
+        write!(f, "RcQp(0x{:06x})", self.common.number)
     }
 }
 
@@ -132,18 +124,15 @@ impl RcQp {
     /// Makes a queue pair; `parts` is called with its number.
     pub fn new(
         context: &Arc<Context>,
-        srq_cookie: Option<Arc<AtomicUsize>>,
+        srq_c_object: Option<Arc<AtomicUsize>>,
         parts: impl FnOnce(u32) -> Parts,
     ) -> std::io::Result<Arc<Self>> {
         let engine = context.engine;
-        let (port, number) = Port::allocate(engine)?;
+        let common = Common::allocate(context, srq_c_object)?;
+        let number = common.number;
         let qp = Arc::new_cyclic(|me| Self {
             engine,
-            context: Arc::clone(context),
-            number,
-            cookie: Arc::new(AtomicUsize::new(0)),
-            srq_cookie,
-            port,
+            common,
             me: me.clone(),
             inner: Mutex::new(Inner {
                 conn: Connection::new(parts(number)),
@@ -166,8 +155,6 @@ impl RcQp {
                 draining: Draining::default(),
             }),
             peer: Mutex::new(None),
-            owes: AtomicBool::new(false),
-            faults: Faults::of(engine, number).map(Box::new),
         });
         engine
             .qps
@@ -248,7 +235,7 @@ impl RcQp {
                 len = into.payload.len();
                 Ok(())
             };
-            let posted = match &self.faults {
+            let posted = match &self.common.faults {
                 None => inner.conn.post_send_with(fill),
                 Some(faults) => WorkRequest::build(fill)
                     .and_then(|r| self.post_with_faults(&mut inner, r, faults)),
@@ -266,7 +253,7 @@ impl RcQp {
             Some(tcp) if !tcp.sends_by_socket() => &bounds::COALESCE_SHM,
             _ => &bounds::COALESCE_TCP,
         };
-        let may_wait = self.faults.is_none() && inner.tcp.is_some();
+        let may_wait = self.common.faults.is_none() && inner.tcp.is_some();
         if may_wait
             && burst
             && inner.conn.may_coalesce_burst(limits, longest)
@@ -286,11 +273,7 @@ impl RcQp {
 
     /// Has the next thread that polls send an acknowledgement, and requests that go with it.
     fn schedule_ack(&self) {
-        if !self.owes.swap(true, Ordering::AcqRel)
-            && let Some(me) = self.me.upgrade()
-        {
-            self.engine.owe(me);
-        }
+        self.common.schedule_ack(|| self.me.upgrade());
     }
 
     /// Holds requests back until more are posted. False if no thread polls: then they are to be sent now.
@@ -359,6 +342,11 @@ impl RcQp {
             }
         }
         Ok(())
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.common.number
     }
 
     /// Its state and attributes.
@@ -431,8 +419,8 @@ impl RcQp {
             .qps
             .write()
             .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.number);
-        self.port.release(self.number);
+            .remove(&self.common.number);
+        self.common.release_number();
     }
 
     /// Sets the state regardless of the rules of `ibv_modify_qp`, for the connection manager.
@@ -577,7 +565,7 @@ impl Counted for RcQp {
         let _ = write!(
             line,
             "rc 0x{:06x} state={:?} requests={} request_bytes={} received={} rnr={}",
-            self.number,
+            self.common.number,
             inner.conn.state(),
             inner.requests.0,
             inner.requests.1,
@@ -642,7 +630,7 @@ impl Source for RcQp {
 
 impl Owes for RcQp {
     fn flush_ack(&self, now: Instant) {
-        self.owes.store(false, Ordering::Release);
+        self.common.take_scheduled_ack();
         self.with(|inner| {
             inner.corked = false;
             if inner.conn.ack_due() || inner.conn.has_untaken() {

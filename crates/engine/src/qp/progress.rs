@@ -1,7 +1,6 @@
 //! Moves the bytes of a reliable queue pair: receives, sends, and delivers what follows from that.
 
 use std::sync::Weak;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anywarp_core::connection::End;
@@ -10,7 +9,6 @@ use anywarp_core::verbs::qp::State;
 
 use super::timers::Timer;
 use super::{Inner, Notice, RcQp, Receive, is_live};
-use crate::device::{AsyncItem, event};
 use crate::log;
 use crate::net::drain::drain;
 use crate::net::tcp::{Outcome, Tcp};
@@ -79,7 +77,7 @@ impl RcQp {
                 log!(
                     Info,
                     "qp 0x{:06x}: shares memory with its peer{}",
-                    self.number,
+                    self.common.number,
                     if tcp.pulls() { "" } else { ", copying twice" }
                 );
                 self.engine.look_at(watch, &self.me);
@@ -96,7 +94,7 @@ impl RcQp {
                 log!(
                     Info,
                     "qp 0x{:06x}: connection lost: {}",
-                    self.number,
+                    self.common.number,
                     std::io::Error::from_raw_os_error(e)
                 );
                 inner.conn.handle_eof(true);
@@ -187,7 +185,11 @@ impl RcQp {
                 }
                 Timer::PeerDials => {
                     if inner.tcp.is_none() && !failed {
-                        log!(Info, "qp 0x{:06x}: the peer did not connect", self.number);
+                        log!(
+                            Info,
+                            "qp 0x{:06x}: the peer did not connect",
+                            self.common.number
+                        );
                         inner.conn.handle_not_connected();
                     }
                 }
@@ -196,7 +198,7 @@ impl RcQp {
                         log!(
                             Info,
                             "qp 0x{:06x}: the peer asked for a connection and sent no message",
-                            self.number
+                            self.common.number
                         );
                         inner.conn.leave("the peer sent no message");
                     }
@@ -227,27 +229,10 @@ impl RcQp {
         if error && self.engine.is_broken() {
             return;
         }
-        let number = match what {
-            AsyncEvent::QpFatal => event::QP_FATAL,
-            AsyncEvent::QpRequest => event::QP_REQ_ERR,
-            AsyncEvent::QpAccess => event::QP_ACCESS_ERR,
-            AsyncEvent::SqDrained => event::SQ_DRAINED,
-            AsyncEvent::LastWqe => event::QP_LAST_WQE_REACHED,
-            AsyncEvent::SrqLimit => event::SRQ_LIMIT_REACHED,
-            AsyncEvent::Started => return inner.notify(Notice::Started),
-            AsyncEvent::PeerGone => return inner.notify(Notice::Gone),
-        };
-        let c_object = match (what, &self.srq_cookie) {
-            (AsyncEvent::SrqLimit, Some(srq)) => srq.load(Ordering::Relaxed),
-            _ => self.cookie.load(Ordering::Relaxed),
-        };
-        if c_object == 0 {
-            // The queue pair of a bare connection (`cm`), which no program sees.
-            return;
+        match what {
+            AsyncEvent::Started => inner.notify(Notice::Started),
+            AsyncEvent::PeerGone => inner.notify(Notice::Gone),
+            _ => self.common.raise_event(what),
         }
-        self.context.events.push(AsyncItem {
-            event: number,
-            cookie: c_object,
-        });
     }
 }

@@ -1,0 +1,191 @@
+//! Decides whether posted datagrams are sent at once, or corked to go in one run with those that are posted next.
+//!
+//! A program that posts and polls in turns will post again; one that has polled twice and found nothing since its last post
+//! waits for something, and what it posts then is sent at once.
+
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+
+use crate::worker::LEASE;
+
+/// Posted bytes that are sent without waiting for more: about one run.
+const RUN_BYTES: u64 = 48 << 10;
+/// A program whose last transmission is longer ago than this is not busy sending.
+const BUSY_FOR: Duration = if cfg!(test) {
+    LEASE
+} else {
+    Duration::from_micros(50)
+};
+
+/// Polls of completion queues by all threads of the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Polls {
+    pub(super) all: u64,
+    /// Those that found nothing.
+    pub(super) idle: u64,
+}
+
+/// What is to be done with posted datagrams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Decision {
+    SendNow,
+    /// They are corked. `first`: none were before.
+    Cork {
+        first: bool,
+    },
+}
+
+/// What the decision depends on.
+#[derive(Debug)]
+pub(super) struct Cork {
+    /// Requests and bytes that were posted since the last transmission.
+    requests: usize,
+    bytes: u64,
+    corked: bool,
+    /// All polls when the first request was corked.
+    polls_at_cork: u64,
+    /// Idle polls at the last post.
+    idle_polls_at_post: u64,
+    /// All polls at the last transmission.
+    polls_at_send: u64,
+    sent_at: Instant,
+}
+
+impl Cork {
+    /// Nothing was posted or sent. `start`: a time long ago.
+    pub(super) fn new(start: Instant) -> Self {
+        Self {
+            requests: 0,
+            bytes: 0,
+            corked: false,
+            polls_at_cork: 0,
+            idle_polls_at_post: 0,
+            polls_at_send: 0,
+            sent_at: start,
+        }
+    }
+
+    /// A request was posted.
+    #[inline]
+    pub(super) fn posted(&mut self, bytes: u64) {
+        self.requests += 1;
+        self.bytes += bytes;
+    }
+
+    /// Whether requests were posted since the last transmission.
+    pub(super) fn has_posted(&self) -> bool {
+        self.requests > 0
+    }
+
+    /// Requests that were posted since the last transmission.
+    #[cfg(test)]
+    pub(super) fn posted_requests(&self) -> usize {
+        self.requests
+    }
+
+    /// What was posted is being sent.
+    #[inline]
+    pub(super) fn sending(&mut self) {
+        (self.requests, self.bytes) = (0, 0);
+    }
+
+    /// Decides after a list of requests was posted.
+    pub(super) fn decide(&mut self, polls: Polls, now: Instant) -> Decision {
+        let idle_before = std::mem::replace(&mut self.idle_polls_at_post, polls.idle);
+        let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
+        let full = self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES;
+        // A program that has not polled since the last transmission, or not for long, may be doing something else.
+        let busy = polls.all != self.polls_at_send && now.duration_since(self.sent_at) < BUSY_FOR;
+        if waits_for_something || full || !busy {
+            // A full run is sent for its length alone: what is posted behind it waits for the rest of its own run.
+            if !full {
+                self.polls_at_send = polls.all;
+            }
+            self.sent_at = now;
+            return Decision::SendNow;
+        }
+        let first = !std::mem::replace(&mut self.corked, true);
+        if first {
+            self.polls_at_cork = polls.all;
+        }
+        Decision::Cork { first }
+    }
+
+    /// What was corked is sent because of polls that found nothing, or because polling ended.
+    pub(super) fn uncork(&mut self, polls: Polls, now: Instant) {
+        if !std::mem::take(&mut self.corked) {
+            return;
+        }
+        self.sent_at = now;
+        self.polls_at_send = polls.all;
+        if polls.all != self.polls_at_cork {
+            // The idle polls were for the corked datagrams: the program neither waits for something else nor stopped polling.
+            self.idle_polls_at_post = polls.idle;
+            self.polls_at_send = polls.all.wrapping_sub(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIRST: Decision = Decision::Cork { first: true };
+    const MORE: Decision = Decision::Cork { first: false };
+
+    fn polls(all: u64, idle: u64) -> Polls {
+        Polls { all, idle }
+    }
+
+    /// A program that posted one datagram, which was sent, and has polled since.
+    fn busy() -> (Cork, Instant) {
+        let start = crate::clock::now();
+        let mut cork = Cork::new(start);
+        let now = start + 10 * BUSY_FOR;
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
+        cork.sending();
+        (cork, now)
+    }
+
+    #[test]
+    fn a_program_that_posts_and_polls_in_turns_is_corked() {
+        let (mut cork, now) = busy();
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(6, 1), now), FIRST);
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(7, 2), now), MORE);
+        cork.uncork(polls(8, 4), now);
+        cork.sending();
+        // The two idle polls that ended this do not count as waiting.
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(8, 4), now), FIRST);
+    }
+
+    #[test]
+    fn two_idle_polls_since_the_last_post_send_at_once() {
+        let (mut cork, now) = busy();
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(7, 2), now), Decision::SendNow);
+    }
+
+    #[test]
+    fn without_a_poll_or_after_a_pause_datagrams_are_sent_at_once() {
+        let (mut cork, now) = busy();
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(6, 1), now + BUSY_FOR), Decision::SendNow);
+    }
+
+    #[test]
+    fn a_full_run_is_sent_and_what_follows_is_corked() {
+        let (mut cork, now) = busy();
+        cork.posted(RUN_BYTES);
+        assert_eq!(cork.decide(polls(6, 1), now), Decision::SendNow);
+        cork.sending();
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(6, 1), now), FIRST);
+    }
+}

@@ -1,0 +1,559 @@
+//! A datagram queue pair: the core's [`DatagramQp`] and the UDP port that carries it.
+//!
+//! `cork` decides when posted datagrams are sent, `progress` receives and sends, `group` has the multicast groups. Datagrams
+//! that arrive come from [`UdpPort`], which finds the queue pair by the index in the datagram's header.
+
+mod cork;
+mod group;
+mod progress;
+
+use std::net::{IpAddr, SocketAddr};
+use std::slice::Chunks;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use anywarp_core::bounds;
+use anywarp_core::datagram::options::Options;
+use anywarp_core::datagram::tx::is_group;
+use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
+use anywarp_core::error::Misuse;
+use anywarp_core::fault::{Service, What};
+use anywarp_core::verbs::qp::{Attr, State};
+use anywarp_core::verbs::qp_base::Parts;
+use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
+
+use smallvec::SmallVec;
+
+use crate::clock;
+use crate::device::Context;
+use crate::fatal::Mortal;
+use crate::fault::{Deliver, Faults};
+use crate::gids;
+use crate::log;
+use crate::net::route::{MulticastHome, is_broadcast, path_mtu};
+use crate::net::udp::{self, DatagramSink, ReceiveCalls, UdpPort};
+use crate::process::PerProcess;
+use crate::qp::Route;
+use crate::qp::common::Common;
+use crate::random::random_u32;
+use crate::worker::{Owes, Source, Token};
+use cork::Cork;
+use group::Group;
+
+struct Inner {
+    core: DatagramQp,
+    /// Datagrams of the core, of which the first `sent` are with the kernel.
+    pending: Vec<TxDatagram>,
+    sent: usize,
+    /// The socket had no room.
+    blocked: bool,
+    cork: Cork,
+    /// Length of the longest datagram that may be part of a run.
+    run_max: usize,
+    /// The address that a connected peer expects datagrams from.
+    source: Option<IpAddr>,
+    groups: Vec<Arc<Group<DgramQp>>>,
+    /// The wait for the peer that is under way, and its begin.
+    stall: Option<(u64, Instant)>,
+    token: Token,
+    /// When the engine calls `timeout`.
+    deadline: Option<Instant>,
+    destroyed: bool,
+    /// System calls that sent.
+    calls: u64,
+}
+
+/// A datagram queue pair.
+pub struct DgramQp {
+    /// Number, events and faults.
+    pub common: Common,
+    /// Its service.
+    pub kind: Kind,
+    udp: Arc<UdpPort<Self>>,
+    me: Weak<Self>,
+    inner: Mutex<Inner>,
+}
+
+impl std::fmt::Debug for DgramQp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DgramQp({:?} 0x{:06x})", self.kind, self.common.number)
+    }
+}
+
+/// The index of a queue pair on its port.
+fn index(number: u32) -> u8 {
+    let [.., index] = number.to_be_bytes();
+    index
+}
+
+/// The UDP ports of this process that have datagram queue pairs.
+static PORTS: udp::Registry<DgramQp> = PerProcess::new(Mutex::default);
+/// The multicast groups that queue pairs of this process are members of.
+static GROUPS: group::Registry<DgramQp> = PerProcess::new(Mutex::default);
+
+/// The address and interface that multicast of a family uses: those of the first GID of the family.
+fn multicast_home(ipv4: bool) -> Option<MulticastHome> {
+    gids::gids()
+        .iter()
+        .find(|g| g.ip.is_ipv4() == ipv4)
+        .map(|g| MulticastHome {
+            ip: g.ip,
+            interface: g.interface,
+        })
+}
+
+impl DgramQp {
+    /// Makes a queue pair; `parts` is called with its number.
+    pub fn new(
+        context: &Arc<Context>,
+        srq_c_object: Option<Arc<AtomicUsize>>,
+        kind: Kind,
+        options: Options,
+        parts: impl FnOnce(u32) -> Parts,
+    ) -> std::io::Result<Arc<Self>> {
+        let common = Common::allocate(context, srq_c_object)?;
+        let number = common.number;
+        let ipv4 = multicast_home(true).unwrap_or(MulticastHome::LOOPBACK);
+        let homes: SmallVec<[_; 2]> = multicast_home(false).into_iter().chain([ipv4]).collect();
+        let udp = match UdpPort::of(&PORTS, context.engine, &common.port.udp, &homes) {
+            Ok(udp) => udp,
+            Err(e) => {
+                common.release_number();
+                return Err(e);
+            }
+        };
+        let random = || u64::from(random_u32()) << 32 | u64::from(random_u32());
+        let mut core = DatagramQp::new(parts(number), kind, options, [random(), random()]);
+        core.set_room(udp.socket().receive_buffer());
+        core.set_paths(path_mtu);
+        let qp = Arc::new_cyclic(|me| Self {
+            common,
+            kind,
+            udp,
+            me: me.clone(),
+            inner: Mutex::new(Inner {
+                core,
+                pending: Vec::new(),
+                sent: 0,
+                blocked: false,
+                cork: Cork::new(clock::start()),
+                run_max: usize::MAX,
+                source: None,
+                groups: Vec::new(),
+                stall: None,
+                token: Token::NONE,
+                deadline: None,
+                destroyed: false,
+                calls: 0,
+            }),
+        });
+        qp.udp.enter(index(number), qp.me.clone());
+        let mortal: Arc<dyn Mortal> = Arc::clone(&qp) as _;
+        context.engine.watch_over(Arc::downgrade(&mortal));
+        Ok(qp)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.lock_now().0
+    }
+
+    /// Locks the state and tells the core the time, which is returned too.
+    fn lock_now(&self) -> (MutexGuard<'_, Inner>, Instant) {
+        let mut inner = self.lock_timeless();
+        let now = clock::now();
+        inner
+            .core
+            .set_now(now.saturating_duration_since(clock::start()));
+        (inner, now)
+    }
+
+    /// Locks the state for what does not depend on the time. Reading the clock costs as much as posting a receive request.
+    fn lock_timeless(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the state. If the core is about to give something up because nothing arrived, what the socket holds is received
+    /// first: the process may not have had a processor.
+    fn lock_caught_up(&self) -> MutexGuard<'_, Inner> {
+        let inner = self.lock();
+        let waited = inner.stall.is_some_and(|(_, since)| {
+            clock::now().saturating_duration_since(since) >= bounds::DATAGRAM_STALL
+        });
+        if !waited && !inner.core.gives_up() {
+            return inner;
+        }
+        drop(inner);
+        self.udp.catch_up();
+        self.lock()
+    }
+
+    // ------------------------------------------------------------------ the application
+
+    /// Posts send requests until one is refused; returns its place in the list and the reason.
+    pub fn post_send(
+        &self,
+        requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        self.post_sends(requests.map(given))
+    }
+
+    /// Posts send requests, which functions write to their place in the send queue, until one is refused; returns its place in
+    /// the list and the reason.
+    #[inline]
+    pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+    {
+        self.common
+            .context
+            .engine
+            .takes_requests()
+            .map_err(|e| (0, e))?;
+        let (mut inner, now) = self.lock_now();
+        let mut result = Ok(());
+        for (i, fill) in requests.enumerate() {
+            let mut len = 0;
+            let fill = |into: &mut WorkRequest| {
+                fill(into)?;
+                len = into.payload.len();
+                Ok(())
+            };
+            let posted = match &self.common.faults {
+                None => inner.core.post_send_with(fill),
+                Some(faults) => WorkRequest::build(fill)
+                    .and_then(|r| self.post_with_faults(&mut inner, r, faults)),
+            };
+            if let Err(e) = posted {
+                result = Err((i, e));
+                break;
+            }
+            inner.cork.posted(len);
+        }
+        if !inner.blocked {
+            self.send_or_cork(&mut inner, now);
+        }
+        self.deliver_events(&mut inner);
+        result
+    }
+
+    fn post_with_faults(
+        &self,
+        inner: &mut Inner,
+        request: WorkRequest,
+        faults: &Faults,
+    ) -> Result<(), Misuse> {
+        let connected = self.kind.is_connected();
+        let what = What::of_request(&request.op, connected);
+        let peer = match &request.destination {
+            Some(destination) if !connected => Some(destination.addr),
+            _ => inner.core.peer().map(|p| p.addr),
+        };
+        let len = request.payload.len();
+        inner.core.post_send(request)?;
+        let service = if self.kind.is_reliable() {
+            Service::Reliable
+        } else {
+            Service::Unreliable
+        };
+        let attr = inner.core.attr();
+        let rnr = (attr.rnr_retry, attr.min_rnr_timer);
+        if let Some(status) = faults.request(what, peer, service, len, rnr).fails {
+            inner.core.inject_error(status);
+        }
+        Ok(())
+    }
+
+    /// Posts receive requests until one is refused; returns its place in the list and the reason.
+    pub fn post_recv(
+        &self,
+        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+    ) -> Result<(), (usize, Misuse)> {
+        self.common
+            .context
+            .engine
+            .takes_requests()
+            .map_err(|e| (0, e))?;
+        // A reliable peer may wait for a receive request.
+        let reliable = self.kind.is_reliable();
+        let mut inner = if reliable {
+            self.lock()
+        } else {
+            self.lock_timeless()
+        };
+        for (i, request) in requests.enumerate() {
+            if let Err(e) = request.and_then(|r| inner.core.post_recv(r)) {
+                return Err((i, e));
+            }
+        }
+        if reliable {
+            self.send_pending(&mut inner);
+        }
+        Ok(())
+    }
+
+    /// Does something with the core, and sends what follows from it.
+    pub fn with<R>(&self, f: impl FnOnce(&mut DatagramQp) -> R) -> R {
+        let mut inner = self.lock_caught_up();
+        let result = f(&mut inner.core);
+        self.send_pending(&mut inner);
+        result
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.common.number
+    }
+
+    /// Its state and attributes.
+    pub fn query(&self) -> (State, Attr) {
+        let inner = self.lock();
+        (inner.core.state(), *inner.core.attr())
+    }
+
+    /// Numbers of system calls: those that sent, and of all queue pairs of the port those that received something or nothing.
+    pub(crate) fn calls(&self) -> (u64, u64, u64) {
+        let ReceiveCalls { found, empty } = self.udp.calls();
+        (self.lock().calls, found, empty)
+    }
+
+    /// Counters of messages and datagrams.
+    pub fn counters(&self) -> Counters {
+        self.lock().core.counters()
+    }
+
+    /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change of UC to RTR.
+    pub fn modify(
+        &self,
+        attr_mask: u32,
+        next: Option<State>,
+        expected_state: Option<State>,
+        attr: &Attr,
+        route: Option<Route>,
+    ) -> Result<(), Misuse> {
+        self.common.context.engine.works()?;
+        let mut inner = self.lock();
+        if matches!(next, Some(State::Reset | State::Error)) {
+            self.flush_before_end(&mut inner);
+        }
+        inner.core.modify(attr_mask, next, expected_state, attr)?;
+        if let (true, Some(route)) = (self.kind.is_connected(), route) {
+            let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
+            // The peer takes datagrams only from the address that its program named.
+            inner.source = (!route.local.is_unspecified()).then_some(route.local);
+            inner.core.set_peer(Destination {
+                addr: SocketAddr::new(route.remote, port),
+                source: None,
+                qpn: route.qpn,
+                qkey: 0,
+                hop_limit: route.hop_limit,
+                traffic_class: route.traffic_class,
+            });
+        }
+        self.state_changed(&mut inner);
+        Ok(())
+    }
+
+    /// Changes attributes that the connection manager decides.
+    pub fn with_attr(&self, change: impl FnOnce(&mut Attr)) {
+        change(self.lock().core.attr_mut());
+    }
+
+    /// Sets the state regardless of the rules of `ibv_modify_qp`, for the connection manager.
+    pub fn set_state(&self, to: State) {
+        let mut inner = self.lock();
+        if matches!(to, State::Reset | State::Error) {
+            self.flush_before_end(&mut inner);
+        }
+        inner.core.set_state(to);
+        self.state_changed(&mut inner);
+    }
+
+    /// Destroys the queue pair: outstanding requests and their completions are dropped.
+    pub fn destroy(&self) {
+        self.udp.leave(index(self.common.number));
+        let groups = {
+            let mut inner = self.lock();
+            self.flush_before_end(&mut inner);
+            inner.destroyed = true;
+            let counters = inner.core.counters();
+            log!(
+                Debug,
+                "qp 0x{:06x}: {}",
+                self.common.number,
+                NotZero(&counters)
+            );
+            inner.core.reset();
+            inner.pending = Vec::new();
+            inner.sent = 0;
+            let token = std::mem::replace(&mut inner.token, Token::NONE);
+            self.common.context.engine.remove(token, None);
+            std::mem::take(&mut inner.groups)
+        };
+        for group in groups {
+            group.leave(&self.me);
+        }
+        self.common.release_number();
+    }
+
+    /// Joins or leaves a multicast group (`ibv_attach_mcast(3)`, `ibv_detach_mcast(3)`).
+    pub fn multicast(&self, ip: IpAddr, join: bool) -> Result<(), Misuse> {
+        let ip = ip.to_canonical();
+        if self.kind != Kind::Ud {
+            return Err(Misuse::InvalidArgument(
+                "multicast on a connected queue pair",
+            ));
+        }
+        if !is_group(ip) && !is_broadcast(ip) {
+            return Err(Misuse::InvalidArgument(
+                "neither a multicast nor a broadcast address",
+            ));
+        }
+        let mut inner = self.lock();
+        let at = inner.groups.iter().position(|g| g.ip == ip);
+        match (join, at) {
+            (true, Some(_)) => Ok(()),
+            (true, None) => {
+                let home = multicast_home(ip.is_ipv4()).unwrap_or(MulticastHome::LOOPBACK);
+                let group =
+                    Group::of(&GROUPS, self.common.context.engine, ip, home).map_err(|e| {
+                        log!(
+                            Warn,
+                            "qp 0x{:06x}: cannot join {ip}: {e}",
+                            self.common.number
+                        );
+                        Misuse::NoMemory
+                    })?;
+                group.enter(self.me.clone());
+                inner.groups.push(group);
+                inner.core.join(ip);
+                Ok(())
+            }
+            (false, Some(at)) => {
+                let group = inner.groups.swap_remove(at);
+                inner.core.leave(ip);
+                drop(inner);
+                group.leave(&self.me);
+                Ok(())
+            }
+            (false, None) => Err(Misuse::InvalidArgument("not a member of the group")),
+        }
+    }
+}
+
+impl DatagramSink for DgramQp {
+    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>) {
+        match &self.common.faults {
+            None => self.deliver_run(arrival, run),
+            Some(faults) => run.for_each(|bytes| {
+                let sink: Weak<dyn Deliver> = self.me.clone();
+                faults.receive(&sink, arrival, bytes);
+            }),
+        }
+    }
+
+    fn writable(&self) {
+        let mut inner = self.lock();
+        inner.blocked = false;
+        self.transmit(&mut inner);
+        self.deliver_events(&mut inner);
+    }
+}
+
+impl Deliver for DgramQp {
+    fn deliver(&self, arrival: &Arrival, bytes: &[u8]) {
+        self.deliver_run(arrival, std::iter::once(bytes));
+    }
+}
+
+impl Source for DgramQp {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        // The UDP port has the socket.
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let mut inner = self.lock_caught_up();
+        if inner.destroyed {
+            return;
+        }
+        if inner.deadline.is_some_and(|at| at <= now) {
+            inner.deadline = None;
+        }
+        // The deadline may be that of an earlier stall.
+        if let (Some(present), Some((number, since))) = (inner.core.stall(), inner.stall)
+            && present == number
+            && since + bounds::DATAGRAM_STALL <= now
+        {
+            log!(
+                Debug,
+                "qp 0x{:06x}: the peer does not acknowledge in time",
+                self.common.number
+            );
+            inner.stall = None;
+            inner.core.handle_stall();
+        }
+        let due = inner.core.poll_timeout();
+        if due.is_some_and(|at| clock::start() + at <= now) {
+            inner.core.handle_timeout();
+        }
+        self.state_changed(&mut inner);
+        self.schedule(&mut inner);
+    }
+}
+
+impl Owes for DgramQp {
+    fn flush_ack(&self, now: Instant) {
+        self.common.take_scheduled_ack();
+        let mut inner = self.lock();
+        inner.cork.uncork(self.polls(), now);
+        if inner.destroyed {
+            return;
+        }
+        inner.core.flush();
+        self.send_pending(&mut inner);
+    }
+
+    fn flush_ack_due(&self, _now: Instant) {
+        self.common.take_scheduled_ack();
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        inner.core.flush_due();
+        self.send_pending(&mut inner);
+        self.schedule_ack(&inner);
+    }
+}
+
+impl Mortal for DgramQp {
+    fn device_broke(&self) {
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        inner.core.set_state(State::Error);
+        self.discard_pending(&mut inner);
+        self.deliver_events(&mut inner);
+    }
+}
+
+/// Shows the counters that are not zero.
+struct NotZero<'a>(&'a Counters);
+
+impl std::fmt::Display for NotZero<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut first = true;
+        for (name, n) in self.0.named().into_iter().filter(|(_, n)| *n > 0) {
+            write!(f, "{}{name} {n}", if first { "" } else { ", " })?;
+            first = false;
+        }
+        if first {
+            f.write_str("nothing")
+        } else {
+            Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,230 @@
+//! Receives and sends the datagrams of a queue pair.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anywarp_core::bounds;
+use anywarp_core::datagram::Arrival;
+use anywarp_core::verbs::event::AsyncEvent;
+use anywarp_core::verbs::qp::State;
+use anywarp_core::wire::pretty;
+
+use super::cork::{Decision, Polls};
+use super::{DgramQp, Inner};
+use crate::clock;
+use crate::log;
+use crate::sys::Io;
+use crate::worker::{Owes, Token};
+
+/// Datagrams of a run after which what they caused is sent, for unreliable services.
+const ANSWER_EACH: usize = 24;
+/// Datagrams of a run after which what they caused is sent, for reliable services: they ask for an acknowledgement once at
+/// the end of a run, because an acknowledgement costs its receiver as much as several datagrams.
+const RELIABLE_ANSWER_EACH: usize = 64;
+/// Bytes that a queue pair sends in one turn, so that one busy queue pair does not keep others waiting.
+const TURN_BYTES: usize = 4 << 20;
+
+impl DgramQp {
+    /// Polls of this process so far.
+    pub(super) fn polls(&self) -> Polls {
+        let (all, idle) = self.common.context.engine.polls();
+        Polls { all, idle }
+    }
+
+    /// Sends what was posted, or corks it.
+    pub(super) fn send_or_cork(&self, inner: &mut Inner, now: Instant) {
+        let polls = self.polls();
+        match inner.cork.decide(polls, now) {
+            Decision::SendNow => self.transmit(inner),
+            Decision::Cork { first } => {
+                let me = if first { self.me.upgrade() } else { None };
+                let me = me.map(|me| me as Arc<dyn Owes>);
+                self.common.context.engine.hold_since(polls.idle, now, me);
+            }
+        }
+    }
+
+    /// Drops what is not sent yet.
+    pub(super) fn discard_pending(&self, inner: &mut Inner) {
+        inner.pending.clear();
+        inner.sent = 0;
+        if let Some(faults) = &self.common.faults {
+            faults.forget();
+        }
+    }
+
+    /// Receives datagrams that no fault was injected into.
+    pub(super) fn deliver_run<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        let (number, from) = (self.common.number, arrival.from);
+        let answer = if self.kind.is_reliable() {
+            RELIABLE_ANSWER_EACH
+        } else {
+            ANSWER_EACH
+        };
+        for (n, bytes) in run.enumerate() {
+            // One answer for many datagrams saves work, but it must be soon enough that the sender does not stop.
+            if n % answer == answer - 1 && !inner.blocked && inner.core.wants_tx() {
+                self.transmit(&mut inner);
+            }
+            log!(
+                Trace,
+                "qp 0x{number:06x}: from {from}: {}",
+                pretty::udp(bytes)
+            );
+            if let Err(why) = inner.core.handle_rx(arrival, bytes) {
+                log!(
+                    Debug,
+                    "qp 0x{number:06x}: dropped a datagram from {from}: {why:?}: {}",
+                    pretty::udp(bytes)
+                );
+            }
+        }
+        if !inner.blocked && inner.core.wants_tx() {
+            self.transmit(&mut inner);
+        }
+        self.schedule_ack(&inner);
+        self.schedule(&mut inner);
+        self.deliver_events(&mut inner);
+    }
+
+    /// Schedules a delayed acknowledgement, if there is one.
+    pub(super) fn schedule_ack(&self, inner: &Inner) {
+        if inner.core.ack_due() {
+            self.common.schedule_ack(|| self.me.upgrade());
+        }
+    }
+
+    /// Sends acknowledgements and corked datagrams before the queue pair ends.
+    pub(super) fn flush_before_end(&self, inner: &mut Inner) {
+        if inner.core.ack_due() {
+            inner.core.flush();
+        } else if !inner.cork.has_posted() {
+            return;
+        }
+        if !inner.blocked {
+            self.transmit(inner);
+        }
+    }
+
+    /// Sends what there is to send, after an event of the core.
+    pub(super) fn send_pending(&self, inner: &mut Inner) {
+        if inner.core.wants_tx() || inner.core.state() == State::Error {
+            self.state_changed(inner);
+        } else {
+            self.schedule(inner);
+            self.deliver_events(inner);
+        }
+    }
+
+    /// Discards or sends what is pending, after the state may have changed.
+    pub(super) fn state_changed(&self, inner: &mut Inner) {
+        if matches!(inner.core.state(), State::Reset | State::Error) {
+            self.discard_pending(inner);
+        }
+        if !inner.blocked {
+            self.transmit(inner);
+        }
+        self.deliver_events(inner);
+    }
+
+    /// Sends what can be sent.
+    pub(super) fn transmit(&self, inner: &mut Inner) {
+        let mut bytes = 0;
+        inner.cork.sending();
+        loop {
+            if inner.sent >= inner.pending.len() {
+                for datagram in inner.pending.drain(..) {
+                    inner.core.recycle(datagram);
+                }
+                inner.sent = 0;
+                inner.core.poll_tx(&mut inner.pending);
+                if inner.pending.is_empty() {
+                    self.schedule(inner);
+                    return;
+                }
+                if bytes >= TURN_BYTES {
+                    break;
+                }
+            }
+            let rest = inner.pending.get(inner.sent..).unwrap_or(&[]);
+            inner.calls += 1;
+            let sent = match &self.common.faults {
+                None => self
+                    .udp
+                    .socket()
+                    .send(rest, inner.source, &mut inner.run_max),
+                Some(faults) => {
+                    faults.send(self.udp.socket(), rest, inner.source, &mut inner.run_max)
+                }
+            };
+            match sent {
+                Ok(n) => {
+                    bytes += rest.iter().take(n).map(|d| d.bytes.len()).sum::<usize>();
+                    inner.sent += n;
+                    inner.core.handle_written(n);
+                }
+                Err(Io::Broken(e)) => {
+                    static LIMIT: log::Rarely = log::Rarely::new();
+                    if LIMIT.now() {
+                        let to = rest.first().map(|d| d.to);
+                        let e = std::io::Error::from_raw_os_error(e);
+                        log!(
+                            Warn,
+                            "qp 0x{:06x}: cannot send to {to:?}: {e}",
+                            self.common.number
+                        );
+                    }
+                    inner.sent += 1;
+                    inner.core.handle_send_error();
+                }
+                Err(_) => break,
+            }
+            if inner.core.state() == State::Error {
+                // A completion queue overflowed.
+                self.discard_pending(inner);
+            }
+        }
+        // Continues when the socket is writable.
+        inner.blocked = true;
+        self.udp.wait_writable(self.me.clone());
+    }
+
+    /// Arms the deadline of the core's timers and of a peer that does not acknowledge.
+    pub(super) fn schedule(&self, inner: &mut Inner) {
+        if inner.destroyed {
+            return;
+        }
+        let stall = inner.core.stall();
+        if stall != inner.stall.map(|(number, _)| number) {
+            inner.stall = stall.map(|number| (number, clock::now()));
+        }
+        let stall = inner.stall.map(|(_, since)| since + bounds::DATAGRAM_STALL);
+        let core = inner.core.poll_timeout().map(|at| clock::start() + at);
+        let Some(at) = stall.into_iter().chain(core).min() else {
+            return;
+        };
+        if inner.deadline.is_some_and(|t| t <= at) {
+            return;
+        }
+        if inner.token == Token::NONE {
+            let Some(me) = self.me.upgrade() else { return };
+            inner.token = self.common.context.engine.reserve(me);
+        }
+        inner.deadline = Some(at);
+        self.common.context.engine.deadline(inner.token, at);
+    }
+
+    /// Raises the events of the core.
+    pub(super) fn deliver_events(&self, inner: &mut Inner) {
+        while let Some(what) = inner.core.poll_event() {
+            // The shared receive queue outlives the queue pair.
+            if !inner.destroyed || what == AsyncEvent::SrqLimit {
+                self.common.raise_event(what);
+            }
+        }
+    }
+}
