@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What no other program measures, over the public verbs alone: `cargo xtask bench` runs both ends.
+ * What no other program measures, over the public verbs alone: `cargo lab bench` runs both ends.
  *
  *   ping    latency of a 64-byte Send, beside --idle queue pairs that are connected and do nothing
  *   read    a 64-byte RDMA Read, while the target polls

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Instructions of posting, counted by callgrind: `cargo xtask count`. What the kernel does is not counted. (Receiving is
+ * Instructions of posting, counted by callgrind: `cargo lab count`. What the kernel does is not counted. (Receiving is
  * not counted here: whether the program's thread or the engine's does it depends on time.)
  *
  * Each phase says its name and how many times it did its thing on stdout, in the order of callgrind's dumps; several

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Errors made on purpose, for the tools that look for errors: `cargo xtask sanitize` and `cargo xtask valgrind` run
+ * Errors made on purpose, for the tools that look for errors: `cargo lab sanitize` and `cargo lab valgrind` run
  * this program first and go on only when it was found out. Each error needs the program and the library together to
  * be seen: memory of the one, touched by the other.
  *

@@ -1,6 +1,6 @@
 //! `cargo xtask check`: what every change must pass before its tests are worth running.
 
-use crate::{Result, sh};
+use xtask::{Result, sh};
 
 /// Formatting, lints and documentation of the whole workspace; warnings are errors.
 pub(crate) fn run() -> Result {

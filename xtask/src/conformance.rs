@@ -3,16 +3,16 @@
 //! The rules stand in `conformance/*.toml`; what keeps and what tries them is named there, or says so itself in a
 //! comment with the rule's id in brackets. `conformance/README.md` is made from both.
 
-use crate::{Result, sh};
 use regex_lite::Regex;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
+use xtask::{Result, sh};
 
 /// Where what keeps and what tries the rules is looked for.
-const FOLDERS: [&str; 4] = ["crates", "tests", "fuzz", "xtask/src"];
+const FOLDERS: [&str; 4] = ["crates", "tests", "fuzz", "lab/src"];
 /// How an id begins.
 const PREFIXES: &str = "mpa|ddp|rdmap|mr|read|stag|term|atomic|imm|sec";
 
@@ -127,7 +127,7 @@ impl Marks {
         ))?;
         let mut marks = Self::default();
         for (path, text) in tree {
-            if path.starts_with("xtask/") {
+            if path.starts_with("lab/") {
                 continue;
             }
             let lines: Vec<&str> = text.lines().collect();

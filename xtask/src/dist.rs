@@ -17,7 +17,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Builds everything and puts it in place at once.
-pub(crate) fn run() -> Result {
+pub fn run() -> Result {
     let symbols = symbols::read()?;
     sh::run(sh::cargo().args([
         "build",
@@ -112,7 +112,7 @@ fn generate(anywarp: &Path, share: &Path) -> Result {
 }
 
 /// Copies `from`, if it exists, to `to`.
-pub(crate) fn copy_tree(from: &Path, to: &Path) -> Result {
+pub fn copy_tree(from: &Path, to: &Path) -> Result {
     if !from.exists() {
         return Ok(());
     }

@@ -11,80 +11,80 @@ use std::time::Duration;
 
 /// One file: a program and its cases.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Program {
+pub struct Program {
     /// Its name, as it is typed.
-    pub(crate) name: String,
+    pub name: String,
     /// The Debian package that has it.
-    pub(crate) package: String,
+    pub package: String,
     /// What it shows, in a few words.
-    pub(crate) shows: String,
+    pub shows: String,
     /// What is run, in order.
-    pub(crate) cases: Vec<Case>,
+    pub cases: Vec<Case>,
 }
 
 /// One run of a program, or of a server and its clients.
 #[derive(Debug, Clone)]
-pub(crate) struct Case {
+pub struct Case {
     /// Unique in its file.
-    pub(crate) name: String,
+    pub name: String,
     /// Started first, and awaited until it listens; none: the clients need no server.
-    pub(crate) server: Option<String>,
+    pub server: Option<String>,
     /// Run one after the other; each must exit with 0.
-    pub(crate) clients: Vec<String>,
+    pub clients: Vec<String>,
     /// What the server must have exited with, or `None`: it does not end by itself, and is ended.
-    pub(crate) server_exit: Option<Exit>,
+    pub server_exit: Option<Exit>,
     /// What each client must exit with, or `None`: as with the server.
-    pub(crate) client_exit: Option<Exit>,
+    pub client_exit: Option<Exit>,
     /// Must match what the clients print, and the server.
-    pub(crate) stdout: Vec<Regex>,
-    pub(crate) server_stdout: Vec<Regex>,
+    pub stdout: Vec<Regex>,
+    pub server_stdout: Vec<Regex>,
     /// Must match nothing that anybody prints.
-    pub(crate) never: Vec<Regex>,
+    pub never: Vec<Regex>,
     /// Variables for both sides.
-    pub(crate) env: Vec<(String, String)>,
+    pub env: Vec<(String, String)>,
     /// Longest time for the whole case.
-    pub(crate) timeout: Duration,
+    pub timeout: Duration,
     /// How to know that the server is ready: this long after its start, or else when its port is bound.
-    pub(crate) settle: Option<Duration>,
+    pub settle: Option<Duration>,
     /// The port, of a program that has it built in.
-    pub(crate) port: Option<u16>,
+    pub port: Option<u16>,
     /// Over IPv6.
-    pub(crate) ipv6: bool,
+    pub ipv6: bool,
     /// Takes so long that it runs only when it is asked for.
-    pub(crate) nightly: bool,
+    pub nightly: bool,
     /// Why it cannot pass, by place.
-    pub(crate) skip: [Option<String>; 2],
+    pub skip: [Option<String>; 2],
     /// What only `tests/interop` has.
-    pub(crate) interop: Interop,
+    pub interop: Interop,
 }
 
 /// What a case with siw at the other end says besides.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Interop {
+pub struct Interop {
     /// Who serves, if not each of both in turn.
-    pub(crate) only: Option<Server>,
+    pub only: Option<Server>,
     /// Parameters of siw.
-    pub(crate) siw: Vec<(String, String)>,
+    pub siw: Vec<(String, String)>,
     /// Must match what anywarp writes to its log.
-    pub(crate) log: Vec<Regex>,
+    pub log: Vec<Regex>,
     /// Filters of tshark, each of which some packet of the connection must pass.
-    pub(crate) wire: Vec<String>,
+    pub wire: Vec<String>,
     /// And those that no packet may pass.
-    pub(crate) never_wire: Vec<String>,
+    pub never_wire: Vec<String>,
     /// How many of anywarp's large FPDUs, in percent, must begin with a TCP segment.
-    pub(crate) aligned: Option<usize>,
+    pub aligned: Option<usize>,
 }
 
 impl Interop {
     /// Whether the case is about what crosses the wire.
-    pub(crate) fn looks_at_the_wire(&self) -> bool {
+    pub fn looks_at_the_wire(&self) -> bool {
         !self.wire.is_empty() || !self.never_wire.is_empty() || self.aligned.is_some()
     }
 }
 
 /// Whose program is the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Server {
+pub enum Server {
     /// The guest's, which the kernel's siw serves.
     Siw,
     /// The host's, on anywarp.
@@ -102,7 +102,7 @@ impl fmt::Display for Server {
 
 /// An exit status that is accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Exit {
+pub enum Exit {
     /// Exactly this one.
     Code(i32),
     /// Any, as long as it ends.
@@ -111,7 +111,7 @@ pub(crate) enum Exit {
 
 /// Where a case runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub enum Place {
     /// Both ends on the loopback interface.
     Loopback,
     /// Each end in a network namespace of its own.
@@ -151,7 +151,7 @@ impl Case {
     }
 
     /// Why it is not expected to pass at `place`.
-    pub(crate) fn skipped(&self, place: Place) -> Option<&str> {
+    pub fn skipped(&self, place: Place) -> Option<&str> {
         let [loopback, namespaces] = &self.skip;
         match place {
             Place::Loopback => loopback.as_deref(),
@@ -161,12 +161,12 @@ impl Case {
 }
 
 /// Reads all files of `tests/programs`, in the order of their names.
-pub(crate) fn read() -> Result<Vec<Program>> {
+pub fn read() -> Result<Vec<Program>> {
     read_folder("tests/programs")
 }
 
 /// Reads all files of a folder, in the order of their names.
-pub(crate) fn read_folder(folder: &str) -> Result<Vec<Program>> {
+pub fn read_folder(folder: &str) -> Result<Vec<Program>> {
     let dir = sh::root().join(folder);
     let mut files: Vec<_> = fs::read_dir(&dir)?
         .map(|entry| entry.map(|e| e.path()))

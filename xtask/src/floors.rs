@@ -7,13 +7,13 @@
 //!
 //! The table of files in ARCHITECTURE.md is made from the same list, with the first sentence of each file.
 
-use crate::{Result, sh};
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
+use xtask::{Result, sh};
 
 /// Between these lines stands the table in ARCHITECTURE.md.
 const BEGIN: &str = "<!-- floors: made by `cargo xtask floors` -->\n";

@@ -32,7 +32,7 @@ fn inner(name: &str) -> String {
 /// Links `archive` into the two libraries, in `out`; intermediate files go to `work`.
 ///
 /// With `sanitizer`, what is linked in for it; the program brings its runtime, and reports need line numbers.
-pub(crate) fn run(
+pub fn run(
     symbols: &[Symbol],
     archive: &Path,
     work: &Path,

@@ -1,11 +1,11 @@
 //! Whether the loader finds the built libraries: `tests/c/load.c` in many environments, and the
 //! programs of the distribution.
 
-use crate::symbols::{IBVERBS, RDMACM};
-use crate::{Result, sh};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use xtask::symbols::{IBVERBS, RDMACM};
+use xtask::{Result, sh};
 
 /// Installed programs and drivers whose every reference must resolve; those not installed are left out.
 const PROGRAMS: [&str; 24] = [

@@ -1,12 +1,13 @@
 //! `cargo xtask matrix`: our symbols against the distribution's, and `crates/abi/MATRIX.md`.
 
-use crate::symbols::{IBVERBS, RDMACM, Symbol};
-use crate::{Result, load, sh, symbols};
+use crate::load;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use xtask::symbols::{IBVERBS, RDMACM, Symbol};
+use xtask::{Result, sh, symbols};
 
 /// A symbol as `objdump -T` shows it: name, version node, and whether that is the default.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]

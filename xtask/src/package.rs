@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::{Result, dist, sh};
+use xtask::{Result, dist, sh};
 
 /// Copies the result of `dist` below a prefix.
 pub(crate) fn install(prefix: &str) -> Result {

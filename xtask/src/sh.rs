@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// The workspace's folder.
-pub(crate) fn root() -> PathBuf {
+pub fn root() -> PathBuf {
     // As cargo says it now, not as it was when this was built: a shared build folder serves copies.
     let mut path = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
@@ -14,18 +14,18 @@ pub(crate) fn root() -> PathBuf {
 }
 
 /// Where cargo builds: `CARGO_TARGET_DIR`, else `target`.
-pub(crate) fn target() -> PathBuf {
+pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
 /// Where `cargo xtask dist` puts its result.
-pub(crate) fn dist() -> PathBuf {
+pub fn dist() -> PathBuf {
     target().join("dist")
 }
 
 /// The cargo that runs us.
-pub(crate) fn cargo() -> Command {
+pub fn cargo() -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.current_dir(root());
@@ -33,12 +33,12 @@ pub(crate) fn cargo() -> Command {
 }
 
 /// The C compiler: `CC`, else `cc`.
-pub(crate) fn cc() -> Command {
+pub fn cc() -> Command {
     Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
 }
 
 /// Runs a program; that it fails is an error that names it.
-pub(crate) fn run(command: &mut Command) -> Result {
+pub fn run(command: &mut Command) -> Result {
     let status = command
         .status()
         .map_err(|e| format!("{}: {e}", name(command)))?;
@@ -49,7 +49,7 @@ pub(crate) fn run(command: &mut Command) -> Result {
 }
 
 /// Runs a program and returns what it prints.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
+pub fn output(command: &mut Command) -> Result<String> {
     let output = command
         .stderr(Stdio::inherit())
         .output()
@@ -67,15 +67,15 @@ fn name(command: &Command) -> String {
 }
 
 /// Tells what became of each of several things, and in the end whether all went well.
-#[derive(Default)]
-pub(crate) struct Tally {
+#[derive(Debug, Default)]
+pub struct Tally {
     passed: usize,
     failed: usize,
 }
 
 impl Tally {
     /// What became of one.
-    pub(crate) fn tell(&mut self, name: &str, done: Result) {
+    pub fn tell(&mut self, name: &str, done: Result) {
         match done {
             Ok(()) => {
                 println!("ok    {name}");
@@ -89,7 +89,7 @@ impl Tally {
     }
 
     /// What became of all `things`.
-    pub(crate) fn end(self, things: &str) -> Result {
+    pub fn end(self, things: &str) -> Result {
         println!("{} passed, {} failed", self.passed, self.failed);
         match self.failed {
             0 => Ok(()),

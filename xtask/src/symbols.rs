@@ -3,22 +3,22 @@
 use crate::{Result, sh};
 use std::collections::BTreeSet;
 
-pub(crate) const IBVERBS: &str = "libibverbs.so.1";
-pub(crate) const RDMACM: &str = "librdmacm.so.1";
+pub const IBVERBS: &str = "libibverbs.so.1";
+pub const RDMACM: &str = "librdmacm.so.1";
 
 /// One exported symbol.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Symbol {
-    pub(crate) library: String,
-    pub(crate) node: String,
-    pub(crate) name: String,
+pub struct Symbol {
+    pub library: String,
+    pub node: String,
+    pub name: String,
     /// `None`: the default version. Otherwise an old one, and how it fails.
-    pub(crate) legacy: Option<Legacy>,
+    pub legacy: Option<Legacy>,
 }
 
 /// How the old version of a symbol fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Legacy {
+pub enum Legacy {
     /// Returns a null pointer.
     Null,
     /// Returns an errno value.
@@ -28,7 +28,7 @@ pub(crate) enum Legacy {
 }
 
 /// All exported symbols, in the file's order.
-pub(crate) fn read() -> Result<Vec<Symbol>> {
+pub fn read() -> Result<Vec<Symbol>> {
     let path = sh::root().join("crates/abi/link/symbols.txt");
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let symbols = parse(&text)?;
@@ -79,7 +79,7 @@ fn parse(text: &str) -> Result<Vec<Symbol>> {
 }
 
 /// The version nodes of `library`, in the file's order.
-pub(crate) fn nodes<'a>(symbols: &'a [Symbol], library: &str) -> Vec<&'a str> {
+pub fn nodes<'a>(symbols: &'a [Symbol], library: &str) -> Vec<&'a str> {
     let mut nodes = Vec::new();
     for s in symbols.iter().filter(|s| s.library == library) {
         if !nodes.contains(&s.node.as_str()) {

@@ -1,9 +1,9 @@
 //! `cargo xtask table`: the table of programs in the README, made from the expectation files.
 
-use crate::expect::{self, Place, Program};
-use crate::{Result, sh};
 use std::fmt::Write;
 use std::fs;
+use xtask::expect::{self, Place, Program};
+use xtask::{Result, sh};
 
 const BEGIN: &str = "<!-- programs: made by `cargo xtask table` -->";
 const END: &str = "<!-- end of programs -->";

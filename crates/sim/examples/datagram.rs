@@ -1,4 +1,4 @@
-//! Datagrams from one queue pair to another, for callgrind: `cargo xtask count`.
+//! Datagrams from one queue pair to another, for callgrind: `cargo lab count`.
 //!
 //! What is counted is the way of one message from its posting to its datagram (`sent`), from the datagram to the completion of
 //! its receive (`came`), and what the receiver says of it to the sender (`told`), with what they call: 32 messages at a time,

@@ -1,4 +1,4 @@
-//! Receives one FPDU after the other, for callgrind: `cargo xtask count`.
+//! Receives one FPDU after the other, for callgrind: `cargo lab count`.
 //!
 //! What is counted is the way of one FPDU from the stream to its completion: `counted` and what it calls, the copy into
 //! memory included. The argument says which, the output how many times.

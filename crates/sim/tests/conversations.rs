@@ -1,6 +1,6 @@
 //! Two conversations, datagram by datagram: bytes and what [`pretty::udp`] makes of them, against files that are kept.
 //!
-//! The format is frozen, so the bytes are; with virtual time and a seed nothing else in them changes. `cargo xtask capture`
+//! The format is frozen, so the bytes are; with virtual time and a seed nothing else in them changes. `cargo lab capture`
 //! gives the same bytes to tshark and compares what the dissector makes of them. After a change that is meant, run with
 //! `ANYWARP_BLESS=1` and look at the difference.
 #![allow(

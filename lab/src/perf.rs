@@ -1,6 +1,6 @@
-//! `cargo xtask perf`: `anywarp ping` and `anywarp blast` with every kind of queue pair, operation and way to ask, shortly;
+//! `cargo lab perf`: `anywarp ping` and `anywarp blast` with every kind of queue pair, operation and way to ask, shortly;
 //! what an interrupt leaves, and what a port says that is none of theirs. What they measure is for
-//! `cargo xtask experiments`; here it is only held against floors.
+//! `cargo lab experiments`; here it is only held against floors.
 
 use std::io::{BufRead, BufReader, Read, Write as _};
 use std::net::TcpListener;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{Result, sh};
+use xtask::{Result, sh};
 
 /// What each kind of queue pair does.
 const OPERATIONS: [(&str, &[&str]); 4] = [

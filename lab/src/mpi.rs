@@ -1,11 +1,11 @@
-//! `cargo xtask mpi`: the program of tests/mpi under the distribution's MPIs, over the device alone.
+//! `cargo lab mpi`: the program of tests/mpi under the distribution's MPIs, over the device alone.
 //!
 //! Shared memory and plain TCP are switched off, so that what the ranks say to each other goes through verbs.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use crate::{Result, sh};
+use xtask::{Result, sh};
 
 /// Seconds that one run may take.
 const PATIENCE: &str = "120";

@@ -1,12 +1,13 @@
-//! `cargo xtask bench`: all that `anywarp bench` measures, and what needs a verbs program of the tests.
+//! `cargo lab bench`: all that `anywarp bench` measures, and what needs a verbs program of the tests.
 //!
-//! With `--guest` three stacks are measured in a virtual machine: see `interop/bench.rs`. With `--netns` the two ends are in network namespaces joined by a veth pair, which vanish with the run.
+//! With `--netns` the two ends are in network namespaces joined by a veth pair, which vanish with the run. What is measured
+//! in a virtual machine is in `interop/bench.rs`.
 
 use crate::programs::{self, INSIDE};
-use crate::{Result, interop, sh};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
+use xtask::{Result, sh};
 
 /// Address of the server's end of the link.
 const FAR: &str = "10.79.0.2";
@@ -14,28 +15,35 @@ const FAR: &str = "10.79.0.2";
 /// MTUs of the link.
 const MTUS: [u32; 2] = [1500, 9000];
 
-pub(crate) fn run(arguments: &[&str]) -> Result {
+/// Options of `cargo lab bench`.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Between two network namespaces, with an MTU of 1500, then of 9000.
+    #[arg(long)]
+    netns: bool,
+    /// Write the results to docs/results.
+    #[arg(long)]
+    write: bool,
+    /// Options of `anywarp bench`: --only ROW…, --repeat N, --short, --json FILE, --strict and others.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    rest: Vec<String>,
+}
+
+/// Measures everything that `rest` selects, against the bars.
+pub(crate) fn run(options: &Options) -> Result {
     let anywarp = sh::dist().join("bin/anywarp");
     if !anywarp.exists() {
         return Err("the built libraries are not there: run `cargo xtask dist` first".into());
     }
-    if let Some((&"--guest", rest)) = arguments.split_first() {
-        return interop::bench::run(rest);
+    if options.netns && env::var_os(INSIDE).is_none() {
+        return programs::in_namespaces();
     }
-    let netns = arguments.contains(&"--netns");
-    if netns && env::var_os(INSIDE).is_none() {
-        return programs::in_namespaces("bench", arguments);
-    }
-    let rest: Vec<&str> = arguments
-        .iter()
-        .copied()
-        .filter(|argument| *argument != "--netns")
-        .collect();
+    let rest: Vec<&str> = options.rest.iter().map(String::as_str).collect();
     let verbs = build()?;
-    if rest.contains(&"--write") {
+    if options.write {
         return write(&anywarp, &verbs, &rest);
     }
-    if !netns {
+    if !options.netns {
         return bench(&anywarp, &verbs, &rest, None);
     }
     link()?;
@@ -62,11 +70,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
 fn write(anywarp: &Path, verbs: &Path, rest: &[&str]) -> Result {
     let json = sh::target().join("bench.json");
     let file = json.display().to_string();
-    let mut words: Vec<&str> = rest
-        .iter()
-        .copied()
-        .filter(|word| *word != "--write")
-        .collect();
+    let mut words = rest.to_vec();
     words.extend(["--json", file.as_str()]);
     bench(anywarp, verbs, &words, None)?;
     let folder = sh::root().join("docs/results");

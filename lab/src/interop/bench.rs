@@ -1,15 +1,15 @@
-//! `cargo xtask bench --guest`: anywarp, the kernel's siw and its rxe in one guest, by the same programs of perftest, in
+//! `cargo lab bench-guest`: anywarp, the kernel's siw and its rxe in one guest, by the same programs of perftest, in
 //! turn. Without hardware support its processors are emulated: what is compared are these stacks on this slow machine.
 
 use super::guest::{self, GUEST, Guest, Remote};
-use crate::expect::Exit;
 use crate::programs::{self, INSIDE};
-use crate::{Result, sh};
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use xtask::expect::Exit;
+use xtask::{Result, sh};
 
 /// Longest time of one program.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -60,18 +60,9 @@ const STACKS: [(&str, &str, &str, &str); 4] = [
 const ANYWARP: &str =
     "LD_PRELOAD=/anywarp/libibverbs.so.1:/anywarp/librdmacm.so.1 ANYWARP_ADDR=10.88.0.2";
 
-pub(crate) fn run(arguments: &[&str]) -> Result {
-    let (mut repeat, mut filter) = (REPEAT, "");
-    let mut rest = arguments.iter();
-    while let Some(argument) = rest.next() {
-        match (*argument, rest.next()) {
-            ("--repeat", Some(n)) => repeat = n.parse()?,
-            ("--filter", Some(part)) => filter = part,
-            _ => {
-                return Err("usage: cargo xtask bench --guest [--repeat N] [--filter PART]".into());
-            }
-        }
-    }
+/// Measures the rows with `filter` in their name, `repeat` times each.
+pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
+    let (repeat, filter) = (repeat.unwrap_or(REPEAT), filter.unwrap_or(""));
     let rows: Vec<_> = ROWS
         .iter()
         .filter(|(name, program, ..)| name.contains(filter) || program.contains(filter))
@@ -82,8 +73,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     if env::var_os(INSIDE).is_none() {
         // Before the namespaces: packages come from the network.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
-        let all: Vec<&str> = ["--guest"].iter().chain(arguments).copied().collect();
-        return programs::in_namespaces("bench", &all);
+        return programs::in_namespaces();
     }
     let work = programs::new_folder()?;
     let done = measure(&work, &rows, repeat);

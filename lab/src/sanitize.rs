@@ -1,4 +1,4 @@
-//! `cargo xtask sanitize`: unit tests, the simulation and our C programs under AddressSanitizer or ThreadSanitizer.
+//! `cargo lab sanitize`: unit tests, the simulation and our C programs under AddressSanitizer or ThreadSanitizer.
 //!
 //! ```text
 //!   C program, compiled with the sanitizer by cc  ──┐
@@ -7,17 +7,17 @@
 //! ```
 //!
 //! One runtime serves both compilers. The standard library comes as it is, without the sanitizer in it: nothing to
-//! AddressSanitizer, which sees its allocations all the same; for ThreadSanitizer `xtask/sanitize/sync.rs` says what
+//! AddressSanitizer, which sees its allocations all the same; for ThreadSanitizer `lab/sanitize/sync.rs` says what
 //! its locks do. System calls are made as in earnest, not through libc: there a thread could be cancelled in the middle
 //! of a verb, and would be by our tests.
 //!
 //! Reports go to files, one for each process: that a child process reported something is found also when its parent
 //! has killed it, or nobody looks at how it ended.
 
-use crate::{Result, link, sh, symbols};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use xtask::{Result, link, sh, symbols};
 
 /// A run of the unit tests, among the names of programs.
 const UNIT: &str = "unit";
@@ -44,8 +44,9 @@ const SHORT: &[(&str, &[&str])] = &[
     ("scale", &["--qps=32", "--threads=8"]),
 ];
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+/// Which sanitizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Kind {
     Address,
     Thread,
 }
@@ -61,7 +62,7 @@ impl Kind {
 
     /// The variables that the runtime reads, and what we say in them.
     fn options(self, name: &str, reports: &Path) -> Vec<(&'static str, String)> {
-        let folder = sh::root().join("xtask/sanitize");
+        let folder = sh::root().join("lab/sanitize");
         let supp = |name: &str| {
             let file = folder.join(name).with_extension("supp");
             format!("suppressions={}:print_suppressions=0", file.display())
@@ -109,16 +110,7 @@ struct Build {
 }
 
 /// Builds and runs what `arguments` name: programs, and for one program its arguments.
-pub(crate) fn run(kind: &str, arguments: &[&str]) -> Result {
-    let kind = match kind {
-        "address" => Kind::Address,
-        "thread" => Kind::Thread,
-        _ => return Err(format!("sanitize: {kind}: neither address nor thread").into()),
-    };
-    let (long, arguments) = match arguments.split_first() {
-        Some((&"--long", rest)) => (true, rest),
-        _ => (false, arguments),
-    };
+pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
     let known = |name: &str| SHORT.iter().any(|(program, _)| *program == name);
     let names: Vec<&str> = arguments.iter().copied().take_while(|a| known(a)).collect();
     let rest = arguments.get(names.len()..).unwrap_or_default();
@@ -376,7 +368,7 @@ fn sync(rustlib: &Path, work: &Path) -> Result<Vec<String>> {
                 "-o",
             ])
             .arg(&object)
-            .arg(sh::root().join("xtask/sanitize/sync.rs")),
+            .arg(sh::root().join("lab/sanitize/sync.rs")),
     )?;
     let mut names = Command::new("objcopy");
     let mut link = vec![

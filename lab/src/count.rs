@@ -1,20 +1,16 @@
-//! `cargo xtask count`: instructions of posting and of receiving, counted by callgrind and held against the figures in
+//! `cargo lab count`: instructions of posting and of receiving, counted by callgrind and held against the figures in
 //! `tests/c/count.expect`. A count does not depend on what else the machine does, as times do.
 //!
-//! `cargo xtask count --write` takes what was counted as the new figures.
+//! `cargo lab count --write` takes what was counted as the new figures.
 
-use crate::{Result, c_tests, sh};
+use crate::c_tests;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use xtask::{Result, sh};
 
 /// Counts and compares.
-pub(crate) fn run(arguments: &[&str]) -> Result {
-    let write = match arguments {
-        [] => false,
-        ["--write"] => true,
-        _ => return Err("usage: cargo xtask count [--write]".into()),
-    };
+pub(crate) fn run(write: bool) -> Result {
     let work = sh::target().join("count");
     if work.exists() {
         fs::remove_dir_all(&work)?;
@@ -54,14 +50,14 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         return Ok(());
     }
     Err(format!(
-        "more instructions than before: {} (if that is right: cargo xtask count --write)",
+        "more instructions than before: {} (if that is right: cargo lab count --write)",
         worse.join(", ")
     )
     .into())
 }
 
 const HEAD: &str = "# Instructions of library and libc to post 64 bytes, and of the core to receive an FPDU and for the ways of a datagram, without\n\
-# the kernel's: what, how many, percent that may come on top. Written by `cargo xtask count --write`.\n";
+# the kernel's: what, how many, percent that may come on top. Written by `cargo lab count --write`.\n";
 /// For a figure that is new, percent.
 const SLACK: u64 = 15;
 

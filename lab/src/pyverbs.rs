@@ -1,4 +1,4 @@
-//! `cargo xtask pyverbs`: rdma-core's own tests, as the distribution ships them, on our libraries.
+//! `cargo lab pyverbs`: rdma-core's own tests, as the distribution ships them, on our libraries.
 //!
 //! Three times: as they are, with the GID of an IPv6 address, and with the face of an iWARP RNIC. `tests/pyverbs/expect`
 //! says which tests do not pass and why; anything else that does not pass fails the run, and so does a line there that
@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::{Result, sh};
+use xtask::{Result, sh};
 
 /// Where Debian's python3-pyverbs has them.
 const SOURCE: &str = "/usr/share/doc/rdma-core/tests";
@@ -64,12 +64,7 @@ struct Line {
     used: bool,
 }
 
-pub(crate) fn run(arguments: &[&str]) -> Result {
-    let only = match arguments {
-        [] => None,
-        ["--filter", part] => Some(*part),
-        _ => return Err("usage: cargo xtask pyverbs [--filter PART]".into()),
-    };
+pub(crate) fn run(only: Option<&str>) -> Result {
     let folder = sh::target().join("pyverbs");
     unpack(&folder)?;
     huge_pages();

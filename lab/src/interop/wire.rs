@@ -1,8 +1,6 @@
 //! What crosses the wire, as tshark sees it: an independent decoder of MPA, DDP and RDMAP.
 
 use super::{guest, shown};
-use crate::Result;
-use crate::expect::Interop;
 use crate::programs::LOOK;
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
@@ -12,6 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use xtask::Result;
+use xtask::expect::Interop;
 
 /// What tshark says of packets that it cannot decode.
 const UNDECODED: &str = "_ws.malformed || _ws.unreassembled || _ws.expert.severity == \"Error\" || iwarp_mpa.bad_length";

@@ -1,4 +1,4 @@
-//! `cargo xtask capture`: captures of real programs, as tshark understands them.
+//! `cargo lab capture`: captures of real programs, as tshark understands them.
 //!
 //! Each pair of programs runs with `anywarp capture`; then tshark must find what the programs did, and nothing that is
 //! malformed, damaged or unknown. The one thing that it does not know by itself, control messages, must be explained by
@@ -11,7 +11,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::{Result, c_tests, sh};
+use crate::c_tests;
+use xtask::{Result, sh};
 
 /// Two programs, and what must be found of them how often at least: a display filter of Wireshark's.
 struct Case {

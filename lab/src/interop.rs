@@ -1,4 +1,4 @@
-//! `cargo xtask interop`: anywarp and the kernel's siw talk to each other, and both have to be content.
+//! `cargo lab interop`: anywarp and the kernel's siw talk to each other, and both have to be content.
 //!
 //! siw runs in a QEMU guest that `tests/interop/make-guest` makes out of Debian's packages. It is booted once; an agent
 //! in it runs what a case wants there. All of it, with the wire between guest and host, is in namespaces that end with
@@ -8,9 +8,8 @@ pub(crate) mod bench;
 mod guest;
 mod wire;
 
-use crate::expect::{self, Case, Exit, Program, Server};
+use crate::c_tests;
 use crate::programs::{self, Failed, Host, INSIDE, LOOK, Player, plain};
-use crate::{Result, c_tests, sh};
 use guest::{Guest, Remote};
 use std::env;
 use std::fs;
@@ -20,6 +19,8 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use wire::Capture;
+use xtask::expect::{self, Case, Exit, Program, Server};
+use xtask::{Result, sh};
 
 /// Longest time until a server listens.
 const READY: Duration = Duration::from_secs(10);
@@ -30,35 +31,21 @@ const RUN: Duration = Duration::from_secs(15 * 60);
 /// How often a guest that is lost is replaced in one run.
 const REBOOTS: u32 = 4;
 
-/// What the command line asks for.
-#[derive(Debug, Default)]
-struct Options {
+/// Options of `cargo lab interop`.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Only cases with this in their name.
+    #[arg(long, value_name = "PART")]
     filter: Option<String>,
+    /// Log level of the device; shown when a case fails.
+    #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
+    /// Keep the captures in this folder.
+    #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
+    /// List the cases and run none.
+    #[arg(long)]
     list: bool,
-}
-
-impl Options {
-    fn parse(arguments: &[&str]) -> Result<Self> {
-        let mut options = Self::default();
-        let mut rest = arguments.iter();
-        while let Some(argument) = rest.next() {
-            let mut value = || {
-                rest.next()
-                    .map(|v| (*v).to_owned())
-                    .ok_or("a value is missing")
-            };
-            match *argument {
-                "--filter" => options.filter = Some(value()?),
-                "--log" => options.log = Some(value()?),
-                "--keep" => options.keep = Some(value()?.into()),
-                "--list" => options.list = true,
-                other => return Err(format!("interop: {other}: no such option").into()),
-            }
-        }
-        Ok(options)
-    }
 }
 
 /// A case in one direction.
@@ -88,10 +75,9 @@ fn scenes<'a>(programs: &'a [Program], options: &Options) -> Vec<Scene<'a>> {
 }
 
 /// Runs the cases that the arguments select.
-pub(crate) fn run(arguments: &[&str]) -> Result {
-    let options = Options::parse(arguments)?;
+pub(crate) fn run(options: &Options) -> Result {
     let programs = expect::read_folder("tests/interop")?;
-    let scenes = scenes(&programs, &options);
+    let scenes = scenes(&programs, options);
     if options.list {
         for scene in &scenes {
             println!("{}", scene.name);
@@ -104,10 +90,10 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     if env::var_os(INSIDE).is_none() {
         // Before the namespaces: packages come from the network.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
-        return programs::in_namespaces("interop", arguments);
+        return programs::in_namespaces();
     }
     let start = Instant::now();
-    let mut stage = Stage::new(&options)?;
+    let mut stage = Stage::new(options)?;
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     for (number, scene) in scenes.iter().enumerate() {
         if start.elapsed() > RUN {

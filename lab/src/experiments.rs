@@ -1,4 +1,4 @@
-//! `cargo xtask experiments [--short] [--only PART]`: latency, bandwidth, loss and reliability of datagrams beside
+//! `cargo lab experiments [--short] [--only PART]`: latency, bandwidth, loss and reliability of datagrams beside
 //! connections, as chapter 6 of the thesis on datagram-iWARP has them (figures 6.4 to 6.7), on this machine.
 //!
 //! All in namespaces that end with this process. Loss and delay are those of `tests/netlab/relay.c`, which decides for each
@@ -15,7 +15,6 @@
 mod plot;
 
 use crate::programs::{self, INSIDE};
-use crate::{Result, sh};
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write as _;
@@ -27,6 +26,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
+use xtask::{Result, sh};
 
 /// Longest time of one measurement.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -68,11 +68,25 @@ const LINES: [(&str, &str, bool); 12] = [
     ("RC/UDP Read", "-t rc -o read", true),
 ];
 
-/// What is run.
-#[derive(Debug, Default)]
-struct Options {
+/// A part of the experiments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Part {
+    Latency,
+    Bandwidth,
+    Reasons,
+    Loss,
+    Reliable,
+}
+
+/// Options of `cargo lab experiments`.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Few sizes and short runs; writes nothing.
+    #[arg(long)]
     short: bool,
-    only: Option<String>,
+    /// Only one part.
+    #[arg(long, value_name = "PART")]
+    only: Option<Part>,
 }
 
 /// Values of one size by the name of their column.
@@ -98,39 +112,29 @@ struct Lab {
     short: bool,
 }
 
-pub(crate) fn run(arguments: &[&str]) -> Result {
-    let mut options = Options::default();
-    let mut rest = arguments.iter();
-    while let Some(argument) = rest.next() {
-        match *argument {
-            "--short" => options.short = true,
-            "--only" => {
-                let part = rest
-                    .next()
-                    .ok_or("--only takes a part: latency, bandwidth, reasons, loss, reliable")?;
-                options.only = Some((*part).to_owned());
-            }
-            other => return Err(format!("experiments: {other}: no such option").into()),
-        }
-    }
+pub(crate) fn run(options: &Options) -> Result {
     if !sh::dist().join("bin/anywarp").exists() {
         return Err("target/dist is not there: run `cargo xtask dist` first".into());
     }
     if env::var_os(INSIDE).is_none() {
-        return programs::in_namespaces("experiments", arguments);
+        return programs::in_namespaces();
     }
     let mut lab = Lab::new(options.short)?;
     let mut page = String::new();
-    let wanted = |part: &str| options.only.as_ref().is_none_or(|only| only == part);
-    for (part, make) in [
-        ("latency", latency as fn(&mut Lab, bool) -> Result<String>),
-        ("bandwidth", bandwidth),
-        ("reasons", reasons),
-        ("loss", loss),
-        ("reliable", reliable),
+    let wanted = |part| options.only.is_none_or(|only| only == part);
+    for (part, name, make) in [
+        (
+            Part::Latency,
+            "latency",
+            latency as fn(&mut Lab, bool) -> Result<String>,
+        ),
+        (Part::Bandwidth, "bandwidth", bandwidth),
+        (Part::Reasons, "reasons", reasons),
+        (Part::Loss, "loss", loss),
+        (Part::Reliable, "reliable", reliable),
     ] {
         // What differs from the thesis, and why, takes many runs.
-        let long_alone = part == "reasons" && options.short && options.only.is_none();
+        let long_alone = part == Part::Reasons && options.short && options.only.is_none();
         if wanted(part) && !long_alone {
             let text = make(&mut lab, options.short)?;
             println!("{text}");
@@ -139,15 +143,15 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
                 let folder = sh::root().join("docs/results");
                 fs::create_dir_all(&folder)?;
                 let head = format!(
-                    "<!-- made by `cargo xtask experiments --only {part}` -->\n{}",
+                    "<!-- made by `cargo lab experiments --only {name}` -->\n{}",
                     machine()
                 );
                 fs::write(
-                    folder.join(format!("{part}.md")),
+                    folder.join(format!("{name}.md")),
                     text.replacen("\n\n", &format!("\n\n{head}\n"), 1),
                 )?;
                 fs::write(
-                    folder.join(format!("{part}.csv")),
+                    folder.join(format!("{name}.csv")),
                     std::mem::take(&mut lab.csv),
                 )?;
                 for (name, svg) in lab.drawings.drain(..) {
@@ -155,9 +159,6 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
                 }
             }
         }
-    }
-    if page.is_empty() {
-        return Err("no part has such a name: latency, bandwidth, reasons, loss, reliable".into());
     }
     if lab.failures.is_empty() {
         return Ok(());

@@ -1,11 +1,12 @@
-//! `cargo xtask valgrind`: our C programs on the libraries as they are installed, under valgrind's memcheck.
+//! `cargo lab valgrind`: our C programs on the libraries as they are installed, under valgrind's memcheck.
 //!
 //! What memcheck sees and AddressSanitizer does not: bytes that nobody wrote, in what we hand to system calls and in
 //! what programs get from us, also in the standard library and in assembler.
 
-use crate::{Result, c_tests, sh};
+use crate::c_tests;
 use std::fs;
 use std::process::Command;
+use xtask::{Result, sh};
 
 /// The programs when none is named: those of one process. In a child of fork(2) all that the threads of the parent
 /// held counts as lost.

@@ -1,9 +1,7 @@
 //! The guest: QEMU, a wire to it, and the agent in it.
 
 use super::shown;
-use crate::expect::Exit;
 use crate::programs::LOOK;
-use crate::{Result, sh};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -11,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use xtask::expect::Exit;
+use xtask::{Result, sh};
 
 /// Addresses of the two ends of the wire.
 pub(super) const HOST: &str = "10.88.0.1";

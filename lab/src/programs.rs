@@ -1,10 +1,8 @@
-//! `cargo xtask programs`: runs programs that no one here wrote, as an ordinary user, and judges what they do.
+//! `cargo lab programs`: runs programs that no one here wrote, as an ordinary user, and judges what they do.
 //!
 //! A case that is skipped with a reason is run as well: if it passes, the reason is stale and the run fails.
 //! With `--netns` everything happens in namespaces that end with this process, so nothing stays behind.
 
-use crate::expect::{self, Case, Exit, Place, Program};
-use crate::{Result, dist, sh};
 use rustix::process::{Pid, Signal, geteuid, kill_process_group};
 use std::env;
 use std::fs::{self, File};
@@ -16,6 +14,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use xtask::expect::{self, Case, Exit, Place, Program};
+use xtask::{Result, dist, sh};
 
 /// Ports handed to cases: below the range from which the kernel takes its own.
 const PORTS: std::ops::Range<u16> = 20_000..30_000;
@@ -36,40 +36,29 @@ const SKIPPED: Duration = Duration::from_secs(8);
 const TAIL: usize = 12;
 
 /// The variable that tells a re-executed process that its namespaces are there.
-pub(crate) const INSIDE: &str = "ANYWARP_XTASK_INSIDE";
+pub(crate) const INSIDE: &str = "ANYWARP_LAB_INSIDE";
 
-/// What the command line asks for.
-#[derive(Debug, Default)]
-struct Options {
+/// Options of `cargo lab programs`.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Options {
+    /// Only cases with this in their name, as `PROGRAM/CASE`.
+    #[arg(long, value_name = "PART")]
     filter: Option<String>,
+    /// Log level of the device; shown when a case fails.
+    #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
+    /// Between two network namespaces instead of on loopback.
+    #[arg(long)]
     netns: bool,
+    /// Also the cases that are marked `nightly`.
+    #[arg(long)]
     nightly: bool,
+    /// List the cases and run none.
+    #[arg(long)]
     list: bool,
 }
 
 impl Options {
-    fn parse(arguments: &[&str]) -> Result<Self> {
-        let mut options = Self::default();
-        let mut rest = arguments.iter();
-        while let Some(argument) = rest.next() {
-            let mut value = || {
-                rest.next()
-                    .map(|v| (*v).to_owned())
-                    .ok_or("a value is missing")
-            };
-            match *argument {
-                "--filter" => options.filter = Some(value()?),
-                "--log" => options.log = Some(value()?),
-                "--netns" => options.netns = true,
-                "--nightly" => options.nightly = true,
-                "--list" => options.list = true,
-                other => return Err(format!("programs: {other}: no such option").into()),
-            }
-        }
-        Ok(options)
-    }
-
     fn selects(&self, name: &str) -> bool {
         self.filter
             .as_ref()
@@ -78,8 +67,7 @@ impl Options {
 }
 
 /// Runs the cases that the arguments select.
-pub(crate) fn run(arguments: &[&str]) -> Result {
-    let options = Options::parse(arguments)?;
+pub(crate) fn run(options: &Options) -> Result {
     let programs = expect::read()?;
     if options.list {
         for (program, case) in all(&programs) {
@@ -88,9 +76,9 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         return Ok(());
     }
     if options.netns && env::var_os(INSIDE).is_none() {
-        return in_namespaces("programs", arguments);
+        return in_namespaces();
     }
-    let stage = Stage::new(&options)?;
+    let stage = Stage::new(options)?;
     let mut tally = Tally::default();
     for (program, case) in all(&programs) {
         let in_turn = options.nightly || !case.nightly;
@@ -119,7 +107,7 @@ pub(crate) fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case
 
 /// Runs this task again in network, mount and process namespaces of its own. They vanish with their first
 /// process, however it ends, and take every process in them along.
-pub(crate) fn in_namespaces(task: &str, arguments: &[&str]) -> Result {
+pub(crate) fn in_namespaces() -> Result {
     let mut command = Command::new("unshare");
     if !geteuid().is_root() {
         command.args(["--user", "--map-root-user"]);
@@ -134,8 +122,7 @@ pub(crate) fn in_namespaces(task: &str, arguments: &[&str]) -> Result {
             "--mount-proc",
         ])
         .arg(env::current_exe()?)
-        .arg(task)
-        .args(arguments)
+        .args(env::args_os().skip(1))
         .env(INSIDE, "1");
     sh::run(&mut command)
 }
@@ -673,14 +660,5 @@ mod tests {
         drop(listener);
         let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
         assert!(!has_bound_port(&table, "tcp", port));
-    }
-
-    #[test]
-    fn options_are_read() {
-        let options = Options::parse(&["--filter", "rping", "--netns"]).unwrap();
-
-        assert!(options.netns && options.selects("rping/plain") && !options.selects("qperf/x"));
-        assert!(Options::parse(&["--what"]).is_err());
-        assert!(Options::parse(&["--filter"]).is_err());
     }
 }

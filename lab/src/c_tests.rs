@@ -1,11 +1,11 @@
-//! `cargo xtask c-tests`: our own C programs, compiled against the distribution's headers and libraries and run
+//! `cargo lab c-tests`: our own C programs, compiled against the distribution's headers and libraries and run
 //! on ours.
 
-use crate::{Result, link, sh, symbols};
 use rustix::process::geteuid;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use xtask::{Result, link, sh, symbols};
 
 /// The programs; each is one file in `tests/c`.
 const PROGRAMS: &[&str] = &[
