@@ -295,13 +295,13 @@ fn wait_for(
     let until = u64::try_from(timeout_ms)
         .ok()
         .map(|ms| start + Duration::from_millis(ms));
-    let engine = anywarp_engine::worker::engine().map_err(|_broken| libc::ENODEV)?;
+    let engine = anywarp_engine::engine::engine().map_err(|_broken| libc::ENODEV)?;
     loop {
         let n = take()?;
         if n != 0 {
             return Ok(n);
         }
-        engine.poll_pass();
+        engine.on_idle_poll();
         let n = take()?;
         if n != 0 {
             return Ok(n);

@@ -106,7 +106,7 @@ pub(crate) fn last_errno() -> Errno {
 #[doc(hidden)]
 #[cold]
 pub fn panicked(name: &'static str, payload: Box<dyn Any + Send>) {
-    anywarp_engine::fatal::caught(name, &*payload);
+    anywarp_engine::engine::caught(name, &*payload);
     // Dropping a foreign payload may panic again; a leak of a few bytes is the lesser evil.
     let _leaked = std::mem::ManuallyDrop::new(payload);
     set_errno(libc::EIO);

@@ -27,19 +27,20 @@ use rustix::net::SocketType;
 
 use crate::channel::Channel;
 use crate::config::{Framing, config};
+use crate::connect::half_open;
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
-use crate::fatal::Mortal;
+use crate::engine::DeviceListener;
+use crate::engine::{Engine, engine};
 use crate::fd::EngineFd;
 use crate::gids;
-use crate::lobby;
 use crate::log;
 use crate::net::route::source_for;
 use crate::net::socket::{self, local_addr, unmapped};
 use crate::net::tcp;
 use crate::qp::{Manager, RcQp};
+use crate::reactor::{Source, Token};
 use crate::sys::socket::set_option;
 use crate::verbs::QueuePair;
-use crate::worker::{Engine, Source, Token, engine};
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -256,8 +257,8 @@ impl CmId {
                 destroyed: false,
             }),
         });
-        let mortal: Arc<dyn Mortal> = Arc::clone(&id) as _;
-        engine.watch_over(Arc::downgrade(&mortal));
+        let listener: Arc<dyn DeviceListener> = Arc::clone(&id) as _;
+        engine.subscribe(Arc::downgrade(&listener));
         let listener: Arc<dyn gids::Listener> = Arc::clone(&id) as _;
         gids::listen(engine, Arc::downgrade(&listener));
         id
@@ -510,14 +511,7 @@ impl CmId {
                 return Some((Arc::clone(qp), false));
             }
         }
-        let qps = self
-            .engine
-            .qps
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        qps.get(&number)
-            .and_then(Weak::upgrade)
-            .map(|qp| (qp, false))
+        RcQp::find(number).map(|qp| (qp, false))
     }
 
     /// Brings the identifier's queue pair to ready-to-send, as the kernel does when a connection is made.
@@ -672,13 +666,13 @@ impl CmId {
         let owner: Arc<dyn Owner> = owner;
         let state = self.lock();
         if let Some((listener, token)) = &state.listener {
-            lobby::accept(self.engine, listener, *token, &owner);
+            half_open::accept(self.engine, listener, *token, &owner);
         }
     }
 
     fn resume_listening(&self) {
         if let Some((listener, token)) = &self.lock().listener {
-            lobby::resume(self.engine, listener, *token);
+            half_open::resume(self.engine, listener, *token);
         }
     }
 
@@ -1012,8 +1006,8 @@ impl Owner for CmId {
     }
 }
 
-impl Mortal for CmId {
-    fn device_broke(&self) {
+impl DeviceListener for CmId {
+    fn device_fatal(&self) {
         let startup = {
             let mut state = self.lock();
             if matches!(state.phase, Phase::Idle | Phase::Bound) {

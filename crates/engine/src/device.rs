@@ -14,13 +14,13 @@ use anywarp_core::bounds;
 use crate::capture;
 use crate::channel::Channel;
 use crate::config::{Transport, config};
-use crate::fatal::Mortal;
+use crate::engine::DeviceListener;
+use crate::engine::{Engine, engine};
 use crate::fd;
 use crate::gids::{self, News};
 use crate::process::PerProcess;
 use crate::sys::host;
 use crate::sys::host::HostAddress;
-use crate::worker::{Engine, engine};
 
 /// What carries streams between processes of one host. A capture shows what sockets carry, so with one it is always TCP.
 pub fn transport() -> Transport {
@@ -229,8 +229,8 @@ impl Context {
 
     /// Sees to it that this context gets the events of device and port.
     pub fn watch(self: &Arc<Self>) {
-        let me: Arc<dyn Mortal> = Arc::clone(self) as _;
-        self.engine.watch_over(Arc::downgrade(&me));
+        let me: Arc<dyn DeviceListener> = Arc::clone(self) as _;
+        self.engine.subscribe(Arc::downgrade(&me));
         let me: Arc<dyn gids::Listener> = Arc::clone(self) as _;
         gids::listen(self.engine, Arc::downgrade(&me));
     }
@@ -242,8 +242,8 @@ impl Context {
     }
 }
 
-impl Mortal for Context {
-    fn device_broke(&self) {
+impl DeviceListener for Context {
+    fn device_fatal(&self) {
         self.events.push(AsyncItem {
             event: event::DEVICE_FATAL,
             c_object: 0,

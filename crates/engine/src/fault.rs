@@ -20,11 +20,12 @@ use anywarp_core::fault::{Action, Decision, Direction, Lane, Plan, Service, What
 
 use crate::clock;
 use crate::config::config;
+use crate::engine::Engine;
 use crate::log;
 use crate::net::udp::UdpSocket;
 use crate::process::PerProcess;
+use crate::reactor::{Source, Token};
 use crate::sys::{Io, thread};
-use crate::worker::{Engine, Source, Token};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

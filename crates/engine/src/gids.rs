@@ -15,13 +15,14 @@ use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 
 use crate::clock;
 use crate::device::{Gid, event, lid_of, listing, loopback};
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::process::PerProcess;
+use crate::reactor::{Source, Token};
 use crate::sys::host;
 use crate::sys::host::HostLink;
 use crate::sys::thread::Uncancelled;
-use crate::worker::{Engine, Source, Token};
 
 /// Places of the table.
 ///

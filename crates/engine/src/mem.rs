@@ -88,7 +88,7 @@ mod tests {
     // RFC 7306 §5 [atomic-exclusive]
     #[test]
     fn an_atomic_of_another_stream_in_the_middle_of_one_is_not_lost() {
-        let engine = crate::worker::engine().unwrap();
+        let engine = crate::engine::engine().unwrap();
         let word = Box::new(AtomicU64::new(0));
         let base = word.as_ptr().expose_provenance() as u64;
         let what = Registration {

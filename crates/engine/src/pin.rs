@@ -4,10 +4,10 @@
 //! page is unlocked with the last region that has it.
 
 use crate::config::{Pages, config};
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::process::PerProcess;
 use crate::sys::pages;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
 
 /// Why pages could not be had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,10 +68,11 @@ impl Drop for Pin {
     }
 }
 
-fn counts() -> std::sync::MutexGuard<'static, Counts> {
+fn counts() -> MutexGuard<'static, Counts> {
     // A child of fork has none of its parent's locks.
-    static COUNTS: PerProcess<Mutex<Counts>> = PerProcess::new(Mutex::default);
-    COUNTS.get().lock().unwrap_or_else(PoisonError::into_inner)
+    static COUNTS: PerProcess<Mutex<Counts>> =
+        PerProcess::new(|| Mutex::new(Rank::PageCounts, Counts::default()));
+    COUNTS.get().lock()
 }
 
 /// How many regions lock each page: ranges that do not overlap, by their start.

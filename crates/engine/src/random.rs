@@ -1,7 +1,6 @@
 //! Unpredictable numbers from the kernel.
 
-use std::sync::{Mutex, PoisonError};
-
+use crate::locks::{Mutex, Rank};
 use crate::process::PerProcess;
 
 /// Bytes that are fetched from the kernel in one system call.
@@ -14,15 +13,16 @@ struct Pool {
 
 /// Not inherited by a forked child: parent and child would hand out the same keys.
 static POOL: PerProcess<Mutex<Pool>> = PerProcess::new(|| {
-    Mutex::new(Pool {
+    let empty = Pool {
         used: POOL_BYTES,
         bytes: [0; POOL_BYTES],
-    })
+    };
+    Mutex::new(Rank::RandomPool, empty)
 });
 
 /// 32 unpredictable bits.
 pub fn random_u32() -> u32 {
-    let mut pool = POOL.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut pool = POOL.get().lock();
     if pool.used + 4 > POOL_BYTES {
         let mut bytes = [0_u8; POOL_BYTES];
         // With no flags getrandom fails only before the kernel's pool is ready; then it blocks.

@@ -24,7 +24,7 @@ struct Class {
 }
 
 /// Sizes, and how many of each: small things of a few hundred calls, buffers of a few threads that send, and receive
-/// buffers ([`crate::worker::STAGE`]) of a few that poll.
+/// buffers ([`crate::reactor::RX_BUFFER_LEN`]) of a few that poll.
 #[allow(
     clippy::indexing_slicing,
     reason = "computed by the compiler, which would say so"

@@ -18,12 +18,13 @@ use rustix::net::{
 
 use crate::config::config;
 use crate::dgram::DgramQp;
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::net::tcp;
 use crate::process::PerProcess;
+use crate::reactor::Source;
 use crate::sys::socket;
-use crate::worker::{Engine, Source};
 
 /// Those who ask at once; the others wait in the kernel for the next look.
 const TURN: usize = 8;

@@ -1,7 +1,8 @@
 //! Log lines for the observed steps of queue pairs.
 
 use std::fmt::Arguments;
-use std::sync::Arc;
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
 
 use anywarp_core::observe::{Observer, Step};
 use anywarp_core::verbs::wc::Status;
@@ -57,11 +58,19 @@ impl Observer for StepLog {
     }
 }
 
+/// Finds the address of a queue pair's peer.
+static PEER_OF: OnceLock<fn(u32) -> Option<SocketAddr>> = OnceLock::new();
+
+/// Sets the function that finds the address of a queue pair's peer, so that lines name it.
+pub(crate) fn set_peer_lookup(peer_of: fn(u32) -> Option<SocketAddr>) {
+    let _ = PEER_OF.set(peer_of);
+}
+
 /// Logs what a peer did, with the peer's address. A peer can cause such lines as often as it likes, so their rate is limited.
 fn log_peer_event(qpn: u32, text: Arguments<'_>) {
     static THROTTLE: Throttle = Throttle::new();
     if let Some(left_out) = THROTTLE.line(clock::now()) {
-        let peer = crate::worker::current().and_then(|e| e.peer_of(qpn));
+        let peer = PEER_OF.get().and_then(|peer_of| peer_of(qpn));
         let peer = peer.map_or_else(|| "unknown".to_owned(), |p| p.to_string());
         let more = if left_out > 0 {
             format!(" ({left_out} lines like this left out)")

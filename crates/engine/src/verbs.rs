@@ -14,15 +14,14 @@ use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
 use crate::channel::Channel;
-use crate::clock;
 use crate::device::{AsyncItem, Context, event};
+use crate::engine::Engine;
 use crate::log;
 use crate::pin::{self, Pin};
 use crate::process::PerProcess;
 use crate::random::random_u32;
 use crate::sys::pages;
 use crate::sys::pages::Pages;
-use crate::worker::Engine;
 
 /// A completion channel: its events are C objects of completion queues.
 pub type CompChannel = Channel<usize>;
@@ -87,12 +86,12 @@ impl CompletionQueue {
 
     /// Takes up to `max` completions; an empty queue makes one pass over the sockets first.
     pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
-        self.engine.note_poll();
+        self.engine.count_poll();
         let n = self.core.poll(max, &mut each);
         if n > 0 || max == 0 {
             return n;
         }
-        self.engine.poll_pass();
+        self.engine.on_idle_poll();
         self.core.poll(max, each)
     }
 
@@ -104,9 +103,7 @@ impl CompletionQueue {
     /// Asks for an event at the next completion (`ibv_req_notify_cq(3)`).
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
-        self.engine.note_arm();
-        // Who arms is about to sleep: nothing waits for company any longer.
-        self.engine.flush_owed(clock::now());
+        self.engine.on_arm();
     }
 }
 
@@ -545,7 +542,7 @@ impl QueuePair {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::engine;
+    use crate::engine::engine;
 
     /// Each bit of index and key is set in half of them, none tells of the one before, and none comes twice.
     #[test]

@@ -143,7 +143,7 @@ entry! {
 }
 
 fn create_channel() -> Result<*mut rdma_event_channel, Errno> {
-    anywarp_engine::worker::engine().map_err(|e| os_errno(&e))?;
+    anywarp_engine::engine::engine().map_err(|e| os_errno(&e))?;
     let channel = Channel::new().map_err(|e| os_errno(&e))?;
     let c = rdma_event_channel {
         fd: channel.raw_fd(),

@@ -35,9 +35,10 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::EventChannel;
 use anywarp_engine::device::Context;
+use anywarp_engine::engine::Engine;
 use anywarp_engine::process::PerProcess;
+use anywarp_engine::reactor::{Source, Token};
 use anywarp_engine::sys::thread;
-use anywarp_engine::worker::{Engine, Source, Token};
 
 use dgram::Datagrams;
 use options::Options;
@@ -284,7 +285,7 @@ impl Socket {
         if let Some(done) = attempt(false) {
             return done;
         }
-        self.engine().poll_pass();
+        self.engine().on_idle_poll();
         if let Some(done) = attempt(false) {
             return done;
         }

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anywarp_engine::worker::Engine;
+use anywarp_engine::engine::Engine;
 
 use super::{Hung, Kind, Socket, device, find, lock, wait};
 use crate::ffi::os_errno;
@@ -104,7 +104,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<u
     let engine: &Engine = device()?.context.engine;
     for pass in [false, true] {
         if pass {
-            engine.poll_pass();
+            engine.on_idle_poll();
         }
         let n = set.look(false)?;
         if n > 0 {

@@ -1252,7 +1252,7 @@ mod tests {
         assert_eq!(send(&near, &from, 0), Ok(half));
         let until = Instant::now() + Duration::from_secs(10);
         loop {
-            far.engine().poll_pass();
+            far.engine().on_idle_poll();
             let mut stream = far.stream().unwrap();
             stream.step(&far);
             if stream.any_end().unwrap().receiver.readable() == half {

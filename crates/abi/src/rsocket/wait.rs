@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anywarp_engine::channel::Channel;
+use anywarp_engine::engine::Engine;
 use anywarp_engine::process;
-use anywarp_engine::worker::{Engine, Interrupted, WAIT_WORKING};
+use anywarp_engine::reactor::{Interrupted, WAIT_WORKING};
 
 use crate::ffi::os_errno;
 
@@ -170,7 +171,7 @@ mod tests {
 
     #[test]
     fn waiting_ends_with_the_time_the_bell_or_a_descriptor() {
-        let engine = anywarp_engine::worker::engine().unwrap();
+        let engine = anywarp_engine::engine::engine().unwrap();
         let bell = Bell::new().unwrap();
         let soon = || Some(Instant::now() + Duration::from_millis(5));
         wait(engine, &bell, &mut [], soon()).unwrap();

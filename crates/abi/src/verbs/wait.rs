@@ -11,7 +11,7 @@ use crate::ffi::or;
 /// A true result may be premature: the caller tries again. The second half waits in `poll(2)` of the C library, a
 /// cancellation point: no lock is held there, and nothing has to be undone.
 pub(crate) fn block_on(fd: c_int) -> bool {
-    let Ok(engine) = anywarp_engine::worker::engine() else {
+    let Ok(engine) = anywarp_engine::engine::engine() else {
         return poll(fd, 100) >= 0;
     };
     // SAFETY: the descriptor belongs to a channel that the caller keeps alive.

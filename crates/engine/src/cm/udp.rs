@@ -19,7 +19,7 @@ use crate::fd::EngineFd;
 use crate::net::route::{GROUP_PORT, source_for};
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
-use crate::worker::{Source, Token};
+use crate::reactor::{Source, Token};
 
 /// Pause before a request is sent again.
 const AGAIN: Duration = Duration::from_millis(100);

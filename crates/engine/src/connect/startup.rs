@@ -30,13 +30,14 @@ use anywarp_core::llp::mpa::startup::{
 use rustix::net::SocketType;
 
 use crate::clock;
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::net::drain::drain;
 use crate::net::socket::{self, local_addr};
 use crate::net::tcp;
+use crate::reactor::{Source, Token};
 use crate::sys::socket::{get_option, set_option};
-use crate::worker::{Engine, Source, Token};
 
 /// How long a responder waits for a Request: what siw does.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);

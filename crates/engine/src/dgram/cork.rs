@@ -7,24 +7,12 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 
-use crate::worker::LEASE;
+use crate::reactor::Polls;
 
 /// Posted bytes that are sent without waiting for more: about one run.
 const RUN_BYTES: u64 = 48 << 10;
 /// A program whose last transmission is longer ago than this is not busy sending.
-const BUSY_FOR: Duration = if cfg!(test) {
-    LEASE
-} else {
-    Duration::from_micros(50)
-};
-
-/// Polls of completion queues by all threads of the process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Polls {
-    pub(super) all: u64,
-    /// Those that found nothing.
-    pub(super) idle: u64,
-}
+const BUSY_FOR: Duration = Duration::from_micros(50);
 
 /// What is to be done with posted datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,14 +9,15 @@ use anywarp_core::datagram::Arrival;
 use rustix::net::SocketType;
 use smallvec::SmallVec;
 
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::net::route::{GROUP_PORT, MulticastHome};
 use crate::net::socket;
 use crate::net::udp::{self, Batch, DatagramSink};
 use crate::process::PerProcess;
+use crate::reactor::{Source, Token};
 use crate::sys::socket::{multicast, set_option};
-use crate::worker::{Engine, Source, Token};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

@@ -27,7 +27,7 @@ use smallvec::SmallVec;
 
 use crate::clock;
 use crate::device::Context;
-use crate::fatal::Mortal;
+use crate::engine::DeviceListener;
 use crate::fault::{Deliver, Faults};
 use crate::gids;
 use crate::log;
@@ -37,7 +37,7 @@ use crate::process::PerProcess;
 use crate::qp::Route;
 use crate::qp::common::Common;
 use crate::random::random_u32;
-use crate::worker::{Owes, Source, Token};
+use crate::reactor::{DelayedAck, Source, Token};
 use cork::Cork;
 use group::Group;
 
@@ -149,8 +149,8 @@ impl DgramQp {
             }),
         });
         qp.udp.enter(index(number), qp.me.clone());
-        let mortal: Arc<dyn Mortal> = Arc::clone(&qp) as _;
-        context.engine.watch_over(Arc::downgrade(&mortal));
+        let listener: Arc<dyn DeviceListener> = Arc::clone(&qp) as _;
+        context.engine.subscribe(Arc::downgrade(&listener));
         Ok(qp)
     }
 
@@ -501,11 +501,11 @@ impl Source for DgramQp {
     }
 }
 
-impl Owes for DgramQp {
-    fn flush_ack(&self, now: Instant) {
+impl DelayedAck for DgramQp {
+    fn flush(&self, now: Instant) {
         self.common.take_scheduled_ack();
         let mut inner = self.lock();
-        inner.cork.uncork(self.polls(), now);
+        inner.cork.uncork(self.common.context.engine.polls(), now);
         if inner.destroyed {
             return;
         }
@@ -513,7 +513,7 @@ impl Owes for DgramQp {
         self.send_pending(&mut inner);
     }
 
-    fn flush_ack_due(&self, _now: Instant) {
+    fn flush_due(&self, _now: Instant) {
         self.common.take_scheduled_ack();
         let mut inner = self.lock();
         if inner.destroyed {
@@ -525,8 +525,8 @@ impl Owes for DgramQp {
     }
 }
 
-impl Mortal for DgramQp {
-    fn device_broke(&self) {
+impl DeviceListener for DgramQp {
+    fn device_fatal(&self) {
         let mut inner = self.lock();
         if inner.destroyed {
             return;

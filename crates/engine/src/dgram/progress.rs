@@ -9,12 +9,12 @@ use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::pretty;
 
-use super::cork::{Decision, Polls};
+use super::cork::Decision;
 use super::{DgramQp, Inner};
 use crate::clock;
 use crate::log;
+use crate::reactor::{DelayedAck, Token};
 use crate::sys::Io;
-use crate::worker::{Owes, Token};
 
 /// Datagrams of a run after which what they caused is sent, for unreliable services.
 const ANSWER_EACH: usize = 24;
@@ -25,21 +25,15 @@ const RELIABLE_ANSWER_EACH: usize = 64;
 const TURN_BYTES: usize = 4 << 20;
 
 impl DgramQp {
-    /// Polls of this process so far.
-    pub(super) fn polls(&self) -> Polls {
-        let (all, idle) = self.common.context.engine.polls();
-        Polls { all, idle }
-    }
-
     /// Sends what was posted, or corks it.
     pub(super) fn send_or_cork(&self, inner: &mut Inner, now: Instant) {
-        let polls = self.polls();
+        let polls = self.common.context.engine.polls();
         match inner.cork.decide(polls, now) {
             Decision::SendNow => self.transmit(inner),
             Decision::Cork { first } => {
                 let me = if first { self.me.upgrade() } else { None };
-                let me = me.map(|me| me as Arc<dyn Owes>);
-                self.common.context.engine.hold_since(polls.idle, now, me);
+                let me = me.map(|me| me as Arc<dyn DelayedAck>);
+                self.common.context.engine.cork_since(polls.idle, now, me);
             }
         }
     }

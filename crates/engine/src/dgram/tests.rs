@@ -148,7 +148,7 @@ impl End {
             let wanted =
                 |e: &Completion| matches!(e.op, WcOp::Recv | WcOp::RecvWriteImm) == receive;
             found = found.filter(wanted);
-            self.qp.common.context.engine.poll_pass();
+            self.qp.common.context.engine.on_idle_poll();
         }
         found
     }
@@ -256,7 +256,7 @@ fn while_others_poll() -> impl Iterator<Item = ()> {
 fn post_until_held(a: &End, b: &End) -> usize {
     for n in 1..=40_000 {
         // Somebody who polls in between and finds something.
-        a.qp.common.context.engine.note_poll();
+        a.qp.common.context.engine.count_poll();
         a.send(SEND, 0, 100, Some(b.destination()));
         if a.qp.lock().cork.has_posted() {
             return n;
@@ -313,8 +313,8 @@ fn what_is_posted_behind_a_full_run_waits_for_company_too() {
 #[test]
 fn polls_for_what_is_held_back_are_no_wait() {
     assert!(is_held_behind(|a, _| {
-        a.qp.common.context.engine.note_poll();
-        a.qp.common.context.engine.poll_pass();
+        a.qp.common.context.engine.count_poll();
+        a.qp.common.context.engine.on_idle_poll();
     }));
 }
 

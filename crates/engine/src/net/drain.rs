@@ -8,11 +8,12 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::clock;
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::limits;
 use crate::process::PerProcess;
+use crate::reactor::{Source, Token};
 use crate::sys::{Io, socket, stream, thread};
-use crate::worker::{Engine, Source, Token};
 
 /// How long a closed connection is read. A peer that has not closed its side by then gets a reset.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -135,7 +136,7 @@ impl Drain {
 
 impl Source for Drain {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        let mut stage = self.engine.stage();
+        let mut stage = self.engine.rx_buffer();
         let ended = {
             let connection = lock(&self.fd);
             let Some((fd, _)) = &*connection else { return };
@@ -144,7 +145,7 @@ impl Source for Drain {
                 Err(Io::Eof | Io::Broken(_))
             )
         };
-        self.engine.return_stage(stage);
+        self.engine.return_rx_buffer(stage);
         if ended {
             self.finish();
         }

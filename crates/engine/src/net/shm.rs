@@ -30,6 +30,7 @@ use crate::mem;
 use crate::process;
 use crate::process::PerProcess;
 use crate::random::random_u32;
+use crate::reactor::PolledMemory;
 use crate::shared::{Shared, pull};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
@@ -126,9 +127,10 @@ impl Watch {
         let written = self.shared.word(self.them.written());
         written.load(Ordering::Acquire) != self.taken.load(Ordering::Relaxed)
     }
+}
 
-    /// Whether there is something to receive, or room again to send.
-    pub(crate) fn is_ready(&self) -> bool {
+impl PolledMemory for Watch {
+    fn is_ready(&self) -> bool {
         if self.has_bytes() {
             return true;
         }
@@ -137,8 +139,7 @@ impl Watch {
             && self.shared.word(self.them.taken()).load(Ordering::Acquire) != full_at
     }
 
-    /// We stop looking. Whether there is something all the same.
-    pub(crate) fn sleep(&self) -> bool {
+    fn prepare_sleep(&self) -> bool {
         self.shared
             .flag(self.us.asleep())
             .store(1, Ordering::Relaxed);
@@ -664,7 +665,10 @@ mod tests {
                 match one.send(&batch, done) {
                     Io::Done(n) => done += n,
                     Io::WouldBlock => {
-                        assert!(!one.watch().sleep(), "full, and nobody took anything");
+                        assert!(
+                            !one.watch().prepare_sleep(),
+                            "full, and nobody took anything"
+                        );
                         drain(&mut other, &mut got).unwrap();
                         assert!(one.watch().is_ready(), "there is room again");
                         assert!(other.must_wake_for_room());
@@ -683,10 +687,10 @@ mod tests {
         let (mut one, mut other) = pair();
         let mut batch = TxBatch::default();
         batch.push_raw(b"some");
-        assert!(!other.watch().sleep(), "there is nothing");
+        assert!(!other.watch().prepare_sleep(), "there is nothing");
         assert_eq!(one.send(&batch, 0), Io::Done(4));
         assert!(one.must_wake() && !one.must_wake());
-        assert!(other.watch().sleep(), "there is something");
+        assert!(other.watch().prepare_sleep(), "there is something");
         let mut out = Vec::new();
         drain(&mut other, &mut out).unwrap();
         assert_eq!(out, b"some");

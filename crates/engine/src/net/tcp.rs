@@ -16,15 +16,16 @@ use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
 
 use crate::config::Framing;
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::net::drain::drain;
 use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
 use crate::process::PerProcess;
+use crate::reactor::{PolledMemory, RX_BUFFER_LEN};
 use crate::sys::socket::{get_option, wait_readable};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
-use crate::worker::{Engine, STAGE};
 
 /// Bytes that a queue pair receives or sends in one turn, so that one busy connection does not keep others waiting.
 const TURN_BYTES: usize = 4 << 20;
@@ -242,7 +243,7 @@ impl Tcp {
 
     /// Blocks until something can be received; false if `time` passed first.
     pub(crate) fn wait(&self, time: Duration) -> bool {
-        self.watch().is_some_and(|w| w.sleep()) || wait_readable(self.fd.get(), time)
+        self.watch().is_some_and(|w| w.prepare_sleep()) || wait_readable(self.fd.get(), time)
     }
 
     fn read(
@@ -294,9 +295,9 @@ impl Tcp {
         } else {
             Outcome::Open
         };
-        let mut stage = engine.stage();
+        let mut stage = engine.rx_buffer();
         let outcome = self.receive_into(&mut stage, conn, now);
-        engine.return_stage(stage);
+        engine.return_rx_buffer(stage);
         // Before our last hand-over message is sent, each byte on the socket is one of the stream, and wakes the peer.
         if let Some(shm) = &self.shm
             && self.rx_shm
@@ -405,7 +406,7 @@ impl Tcp {
         }
         if filled > 0 {
             self.rest
-                .extend_from_slice(stage.get(..filled.min(STAGE)).unwrap_or(&[]));
+                .extend_from_slice(stage.get(..filled.min(RX_BUFFER_LEN)).unwrap_or(&[]));
         } else {
             self.rest = Vec::new();
         }
@@ -435,7 +436,7 @@ impl Tcp {
         self.waiting = None;
         self.blocked = false;
         if self.batch.room() > IDLE_TX_BUFFER {
-            engine.return_room(self.batch.take_room());
+            engine.return_tx_buffer(self.batch.take_room());
         }
         Outcome::Open
     }
@@ -468,7 +469,7 @@ impl Tcp {
                 let many = Waiting::many();
                 self.batch.keep_small(many);
                 if self.batch.room() < IDLE_TX_BUFFER && !many && conn.has_bulk() {
-                    self.batch.give_room(engine.room());
+                    self.batch.give_room(engine.tx_buffer());
                 }
                 let aligned = self.framing.aligns(conn.peer());
                 self.batch.align(aligned);

@@ -16,9 +16,9 @@ use anywarp_core::wire::rdmap::Terminate;
 
 use super::{drain, tcp};
 use crate::connect::startup::{Dial, Failure, Opened, Owner, Startup};
+use crate::engine::engine;
 use crate::fd;
 use crate::sys::socket;
-use crate::worker::engine;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Flags of a start-up frame.

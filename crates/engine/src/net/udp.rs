@@ -19,12 +19,13 @@ use smallvec::SmallVec;
 
 use super::route::MulticastHome;
 use super::socket::{self, unmapped};
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::process::PerProcess;
+use crate::reactor::{Source, Token};
 use crate::sys::Io;
 use crate::sys::datagram::{self, DATAGRAMS, Datagram, Run};
 use crate::sys::socket::{get_option, multicast_interface};
-use crate::worker::{Engine, Source, Token};
 
 /// Bytes of receive buffer for the largest datagram, or run of datagrams.
 const SLOT_BYTES: usize = 1 << 16;
@@ -166,7 +167,7 @@ pub(crate) fn receive(
     batch: Batch,
     mut each: impl FnMut(&Arrival, &[u8], usize),
 ) -> Received {
-    let mut stage = engine.stage();
+    let mut stage = engine.rx_buffer();
     let most = (stage.len() / SLOT_BYTES).min(DATAGRAMS);
     let mut slots = if batch == Batch::One { 1 } else { most };
     let mut found = Received {
@@ -206,7 +207,7 @@ pub(crate) fn receive(
         }
         slots = most;
     }
-    engine.return_stage(stage);
+    engine.return_rx_buffer(stage);
     found
 }
 
@@ -417,7 +418,7 @@ impl<S: DatagramSink> Source for Listener<S> {
         }
     }
 
-    fn glance(self: Arc<Self>, _now: Instant) -> Option<bool> {
+    fn try_recv_hot(self: Arc<Self>, _now: Instant) -> Option<bool> {
         Some(self.0.upgrade()?.try_recv())
     }
 
@@ -441,7 +442,7 @@ mod tests {
 
     #[test]
     fn a_small_batch_takes_a_lone_datagram_and_all_of_a_run() {
-        let engine = crate::worker::engine().unwrap();
+        let engine = crate::engine::engine().unwrap();
         let socket = || {
             let localhost = IpAddr::from([127, 0, 0, 1]);
             let fd = socket::open(localhost, SocketType::DGRAM).unwrap();

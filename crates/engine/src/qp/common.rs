@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anywarp_core::verbs::event::AsyncEvent;
 
+use crate::connect::qpn_port::Port;
 use crate::device::{AsyncItem, Context, event};
 use crate::fault::Faults;
-use crate::port::Port;
-use crate::worker::Owes;
+use crate::reactor::DelayedAck;
 
 /// The part of a queue pair that does not depend on its kind.
 pub struct Common {
@@ -56,11 +56,14 @@ impl Common {
     }
 
     /// Has the next thread that polls send an acknowledgement, and requests that go with it. `me`: the queue pair.
-    pub(crate) fn schedule_ack<T: Owes + 'static>(&self, me: impl FnOnce() -> Option<Arc<T>>) {
+    pub(crate) fn schedule_ack<T: DelayedAck + 'static>(
+        &self,
+        me: impl FnOnce() -> Option<Arc<T>>,
+    ) {
         if !self.ack_scheduled.swap(true, Ordering::AcqRel)
             && let Some(me) = me()
         {
-            self.context.engine.owe(me);
+            self.context.engine.schedule_ack(me);
         }
     }
 

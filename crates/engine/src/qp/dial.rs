@@ -18,6 +18,7 @@ use super::timers::Timer;
 use super::{Inner, Manager, RcQp, Receive, is_live};
 use crate::clock;
 use crate::config::{Framing, config};
+use crate::connect::qpn_port::HELLO;
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::device;
 use crate::fd::EngineFd;
@@ -26,7 +27,6 @@ use crate::log;
 use crate::net::drain::drain;
 use crate::net::socket;
 use crate::net::tcp::{self, Tcp};
-use crate::port::HELLO;
 
 /// How long attempts to dial the peer are repeated, at least.
 const DIAL_TIMEOUT_MIN: Duration = Duration::from_secs(3);

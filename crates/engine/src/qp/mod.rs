@@ -9,7 +9,7 @@ mod dial;
 mod progress;
 mod timers;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
@@ -27,15 +27,20 @@ use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 
 use crate::clock;
+use crate::connect::qpn_port;
 use crate::connect::startup::Startup;
 use crate::device::Context;
-use crate::fatal::{Mortal, provoke};
+use crate::engine::{DeviceListener, Engine};
 use crate::fault::{Faults, RequestEffect};
+use crate::locks::{Rank, RwLock};
 use crate::net::drain::{Draining, drain};
 use crate::net::tcp::{Outcome, Tcp};
+use crate::process::PerProcess;
+use crate::provoke;
+use crate::reactor::{DelayedAck, PolledMemory, Source, Token};
 use crate::stat::{self, Counted};
 use crate::sys::socket::set_option;
-use crate::worker::{Engine, Owes, Source, Token};
+use crate::trace;
 use common::Common;
 use timers::{Timer, Timers};
 
@@ -120,7 +125,30 @@ impl std::fmt::Debug for RcQp {
     }
 }
 
+/// The reliable queue pairs of this process by number.
+static QUEUE_PAIRS: PerProcess<RwLock<HashMap<u32, Weak<RcQp>>>> =
+    PerProcess::new(|| RwLock::new(Rank::QueuePairs, HashMap::new()));
+
 impl RcQp {
+    /// The queue pair with a number.
+    pub(crate) fn find(number: u32) -> Option<Arc<Self>> {
+        QUEUE_PAIRS.get().read().get(&number)?.upgrade()
+    }
+
+    /// Gives a connection for queue pair `target` to it; false if there is no such queue pair.
+    fn dispatch_incoming(target: u32, startup: &Arc<Startup>, source: u32) -> bool {
+        let Some(qp) = Self::find(target) else {
+            return false;
+        };
+        qp.incoming(startup, source);
+        true
+    }
+
+    /// The address of the peer of the queue pair with a number.
+    fn peer_of(number: u32) -> Option<SocketAddr> {
+        Self::find(number)?.peer()
+    }
+
     /// Makes a queue pair; `parts` is called with its number.
     pub fn new(
         context: &Arc<Context>,
@@ -156,11 +184,10 @@ impl RcQp {
             }),
             peer: Mutex::new(None),
         });
-        engine
-            .qps
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(number, qp.me.clone());
+        qpn_port::set_incoming(Self::dispatch_incoming);
+        trace::set_peer_lookup(Self::peer_of);
+        QUEUE_PAIRS.get().write().insert(number, qp.me.clone());
+        engine.subscribe(qp.me.clone());
         stat::know(engine, || qp.me.clone());
         Ok(qp)
     }
@@ -248,7 +275,7 @@ impl RcQp {
             inner.requests.1 += len;
             longest = len.max(longest);
         }
-        let burst = self.engine.is_burst();
+        let burst = self.engine.may_cork();
         let limits = match &inner.tcp {
             Some(tcp) if !tcp.sends_by_socket() => &bounds::COALESCE_SHM,
             _ => &bounds::COALESCE_TCP,
@@ -265,7 +292,7 @@ impl RcQp {
         } else {
             let now = clock::now();
             self.progress(&mut inner, now, Receive::Nothing, false);
-            self.engine.extend_lease(now);
+            self.engine.on_post(now);
         }
         self.unlock(inner);
         result
@@ -279,11 +306,11 @@ impl RcQp {
     /// Holds requests back until more are posted. False if no thread polls: then they are to be sent now.
     fn cork(&self, inner: &mut Inner) -> bool {
         if inner.corked {
-            self.engine.hold_more();
+            self.engine.cork_more();
             return true;
         }
         let me = self.me.upgrade();
-        inner.corked = self.engine.hold(me.map(|me| me as Arc<dyn Owes>));
+        inner.corked = self.engine.cork(me.map(|me| me as Arc<dyn DelayedAck>));
         inner.corked
     }
 
@@ -415,11 +442,7 @@ impl RcQp {
             self.drop_stream(inner);
             inner.conn.purge();
         });
-        self.engine
-            .qps
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.common.number);
+        QUEUE_PAIRS.get().write().remove(&self.common.number);
         self.common.release_number();
     }
 
@@ -478,16 +501,12 @@ impl RcQp {
         }
     }
 
-    /// The peer wrote to, or read from, the memory that carries the stream.
-    pub(crate) fn carried(&self, now: Instant) {
-        self.with(|inner| self.progress(inner, now, Receive::SharedMemory, false));
-    }
-
     /// Detaches the connection from the queue pair.
     fn take_tcp(&self, inner: &mut Inner) -> Option<Tcp> {
         let tcp = inner.tcp.take()?;
         if let Some(watch) = tcp.watch() {
-            self.engine.look_away(watch);
+            let memory: Arc<dyn PolledMemory> = Arc::clone(watch) as _;
+            self.engine.remove_memory(&memory);
         }
         Some(tcp)
     }
@@ -595,7 +614,7 @@ impl Source for RcQp {
         });
     }
 
-    fn glance(self: Arc<Self>, now: Instant) -> Option<bool> {
+    fn try_recv_hot(self: Arc<Self>, now: Instant) -> Option<bool> {
         let received = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
         self.with(|inner| {
             provoke::working();
@@ -605,19 +624,24 @@ impl Source for RcQp {
         })
     }
 
-    fn mute(&self, muted: bool) {
+    fn set_armed(&self, armed: bool) {
         let inner = self.lock();
         let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
             return;
         };
         // A blocked socket has to be reported when it is writable, and a peer that shares memory wakes us by the socket.
-        if !muted {
+        if armed {
             let writable = tcp.blocked && tcp.sends_by_socket();
             self.engine
                 .want_write(inner.token, tcp.fd().get(), writable);
         } else if !tcp.blocked && tcp.watch().is_none() {
-            self.engine.watch_nothing(inner.token, tcp.fd().get());
+            self.engine.disarm(inner.token, tcp.fd().get());
         }
+    }
+
+    /// The peer wrote to, or read from, the memory that carries the stream.
+    fn memory_ready(self: Arc<Self>, now: Instant) {
+        self.with(|inner| self.progress(inner, now, Receive::SharedMemory, false));
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -628,8 +652,8 @@ impl Source for RcQp {
     }
 }
 
-impl Owes for RcQp {
-    fn flush_ack(&self, now: Instant) {
+impl DelayedAck for RcQp {
+    fn flush(&self, now: Instant) {
         self.common.take_scheduled_ack();
         self.with(|inner| {
             inner.corked = false;
@@ -640,9 +664,9 @@ impl Owes for RcQp {
     }
 }
 
-impl Mortal for RcQp {
+impl DeviceListener for RcQp {
     /// Flushes all requests. The connection is closed without a Terminate, since what the core knows of it may be wrong.
-    fn device_broke(&self) {
+    fn device_fatal(&self) {
         self.with(|inner| {
             inner.conn.leave("internal error");
             self.deliver_events(inner, Outcome::Broken(libc::EIO));

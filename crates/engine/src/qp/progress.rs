@@ -1,5 +1,6 @@
 //! Moves the bytes of a reliable queue pair: receives, sends, and delivers what follows from that.
 
+use std::sync::Arc;
 use std::sync::Weak;
 use std::time::Instant;
 
@@ -12,7 +13,8 @@ use super::{Inner, Notice, RcQp, Receive, is_live};
 use crate::log;
 use crate::net::drain::drain;
 use crate::net::tcp::{Outcome, Tcp};
-use crate::worker::Token;
+use crate::reactor::PolledMemory;
+use crate::reactor::Token;
 
 impl Inner {
     /// Has the manager called when the lock is released.
@@ -80,7 +82,8 @@ impl RcQp {
                     self.common.number,
                     if tcp.pulls() { "" } else { ", copying twice" }
                 );
-                self.engine.look_at(watch, &self.me);
+                let memory: Arc<dyn PolledMemory> = Arc::clone(watch) as _;
+                self.engine.add_memory(memory, self.me.clone());
             }
             if tcp.blocked != was_blocked && tcp.sends_by_socket() {
                 self.engine
@@ -145,7 +148,7 @@ impl RcQp {
         self.arm_deadline(inner, at);
     }
 
-    /// Has [`Source::timeout`](crate::worker::Source::timeout) called at `at` at the latest.
+    /// Has [`Source::timeout`](crate::reactor::Source::timeout) called at `at` at the latest.
     fn arm_deadline(&self, inner: &mut Inner, at: Instant) {
         if inner.deadline.is_some_and(|t| t <= at) {
             return;

@@ -4,19 +4,22 @@
 //! same number, and a peer that knows address and number knows where to connect or send to.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use anywarp_core::llp::mpa::startup::Request;
 use rustix::net::SocketType;
 
+use crate::connect::half_open;
 use crate::connect::startup::{Failure, Opened, Owner, Startup};
+use crate::engine::Engine;
 use crate::fd::EngineFd;
-use crate::lobby;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::net::socket;
 use crate::net::udp::UdpSocket;
+use crate::process::PerProcess;
 use crate::random::random_u32;
-use crate::worker::{Engine, Source, Token};
+use crate::reactor::{Source, Token};
 
 /// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
 /// and of the source queue pair.
@@ -25,6 +28,20 @@ pub const HELLO: [u8; 4] = *b"aWQ1";
 const BACKLOG: i32 = 512;
 /// Tries to find a number that is free for TCP and UDP.
 const TRIES: u32 = 64;
+
+/// The open ports of this process.
+static PORTS: PerProcess<Mutex<Vec<Weak<Port>>>> =
+    PerProcess::new(|| Mutex::new(Rank::Ports, Vec::new()));
+
+/// Takes a connection for queue pair `target` from queue pair `source`; false if there is no such target.
+type Incoming = fn(target: u32, startup: &Arc<Startup>, source: u32) -> bool;
+
+static INCOMING: OnceLock<Incoming> = OnceLock::new();
+
+/// Sets the function that gives accepted connections to their queue pairs. Without one they are rejected.
+pub(crate) fn set_incoming(incoming: Incoming) {
+    let _ = INCOMING.set(incoming);
+}
 
 /// A QPN port.
 pub struct Port {
@@ -60,7 +77,7 @@ impl Port {
     /// A queue pair number: on a port that has room, or on a new one.
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
-        let mut ports = engine.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ports = PORTS.get().lock();
         ports.retain(|p| p.strong_count() > 0);
         for port in ports.iter().filter_map(Weak::upgrade) {
             if let Some(qpn) = port.take_index() {
@@ -92,10 +109,13 @@ impl Port {
                 number,
                 listener,
                 udp,
-                state: Mutex::new(State {
-                    used: [false; 256],
-                    token: Token::NONE,
-                }),
+                state: Mutex::new(
+                    Rank::PortIndexes,
+                    State {
+                        used: [false; 256],
+                        token: Token::NONE,
+                    },
+                ),
                 me: me.clone(),
             });
             let accept = Arc::new(Acceptor(Arc::downgrade(&port)));
@@ -107,7 +127,7 @@ impl Port {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// A queue pair number of this port; `None` if all are taken.
@@ -138,8 +158,8 @@ impl Port {
     fn accept(&self) {
         let Some(me) = self.me.upgrade() else { return };
         let token = self.lock().token;
-        let owner: Arc<dyn Owner> = Arc::new(PortOwner(me));
-        lobby::accept(self.engine, &self.listener, token, &owner);
+        let owner: Arc<dyn Owner> = Arc::new(PortOwner { _port: me });
+        half_open::accept(self.engine, &self.listener, token, &owner);
     }
 }
 
@@ -162,13 +182,16 @@ impl Source for Acceptor {
     fn timeout(self: Arc<Self>, _now: Instant) {
         if let Some(port) = self.0.upgrade() {
             let token = port.lock().token;
-            lobby::resume(port.engine, &port.listener, token);
+            half_open::resume(port.engine, &port.listener, token);
         }
     }
 }
 
 /// Takes connections of other queue pairs.
-struct PortOwner(Arc<Port>);
+struct PortOwner {
+    /// A port stays open while connections to it start up.
+    _port: Arc<Port>,
+}
 
 impl Owner for PortOwner {
     fn opened(&self, _startup: &Arc<Startup>, _opened: Opened) {}
@@ -185,20 +208,11 @@ impl Owner for PortOwner {
             let _ = startup.reject(&[]);
             return;
         };
-        let qp = {
-            let qps = self
-                .0
-                .engine
-                .qps
-                .read()
-                .unwrap_or_else(PoisonError::into_inner);
-            qps.get(&target).and_then(Weak::upgrade)
-        };
-        match qp {
-            Some(qp) => qp.incoming(startup, source),
-            None => {
-                let _ = startup.reject(&[]);
-            }
+        let is_taken = INCOMING
+            .get()
+            .is_some_and(|incoming| incoming(target, startup, source));
+        if !is_taken {
+            let _ = startup.reject(&[]);
         }
     }
 
@@ -208,7 +222,7 @@ impl Owner for PortOwner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::engine;
+    use crate::engine::engine;
 
     /// [sec-number-guess]
     #[test]

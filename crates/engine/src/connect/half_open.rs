@@ -1,15 +1,15 @@
-//! The lobby: connections that were accepted and have not said yet what they want.
+//! Half-open connections: accepted, and their MPA Request has not arrived.
 //!
-//! Anybody can connect to a listening port. What strangers can take from the program is bounded here, for all listeners
-//! of the process together: a number of connections, each for [`REQUEST_TIMEOUT`]. When the lobby is full the one
-//! that has been silent the longest goes, so that strangers who say nothing keep nobody out who does. When the
-//! process has no descriptor left the listener rests: an epoll set would report it over and over.
+//! Any host can connect to a listening port. What such peers can take from the program is limited here, for all listeners of
+//! the process together: a number of connections, each for [`REQUEST_TIMEOUT`]. When there are so many, the oldest one is
+//! closed, so that silent connections do not keep others out. When the process has no descriptor left, the listener pauses:
+//! an epoll set would report it over and over.
 //!
 //! [`REQUEST_TIMEOUT`]: crate::connect::startup::REQUEST_TIMEOUT
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anywarp_core::llp::mpa::startup::ResponderLimits;
@@ -19,65 +19,68 @@ use rustix::net::SocketFlags;
 use crate::clock;
 use crate::config::{Framing, config};
 use crate::connect::startup::{Owner, Startup};
+use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::limits::peer_descriptors;
+use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::socket::unmapped;
-use crate::worker::{Engine, Token};
+use crate::process::PerProcess;
+use crate::reactor::Token;
 
-/// Connections that are accepted in one turn, so that a storm of them does not keep others waiting.
-const TURN: usize = 16;
-/// How long a listener rests when the process has no descriptor left.
-const REST: Duration = Duration::from_millis(100);
+/// Connections that are accepted in one turn, so that many of them do not delay others.
+const ACCEPTS_PER_TURN: usize = 16;
+/// How long a listener pauses when the process has no descriptor left.
+const LISTENER_PAUSE: Duration = Duration::from_millis(100);
 
-/// Who is in the lobby, the longest first.
-#[derive(Debug, Default)]
-pub(crate) struct Lobby(Mutex<VecDeque<Weak<Startup>>>);
+/// Half-open connections, the oldest first.
+#[derive(Debug)]
+struct HalfOpen(Mutex<VecDeque<Weak<Startup>>>);
 
-impl Lobby {
-    /// Makes room for one more; gives who has to go for it.
-    fn make_room(&self, most: usize) -> Option<Arc<Startup>> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if all.len() < most {
+static HALF_OPEN: PerProcess<HalfOpen> =
+    PerProcess::new(|| HalfOpen(Mutex::new(Rank::HalfOpen, VecDeque::new())));
+
+impl HalfOpen {
+    /// Makes room for one more of at most `max`; returns the one that must be closed for it.
+    fn make_room(&self, max: usize) -> Option<Arc<Startup>> {
+        let mut all = self.0.lock();
+        if all.len() < max {
             return None;
         }
         all.retain(|s| s.upgrade().is_some_and(|s| s.awaits_request()));
-        if all.len() < most {
+        if all.len() < max {
             return None;
         }
         all.pop_front()?.upgrade()
     }
 
-    fn enter(&self, startup: &Arc<Startup>) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push_back(Arc::downgrade(startup));
+    fn insert(&self, startup: &Arc<Startup>) {
+        self.0.lock().push_back(Arc::downgrade(startup));
     }
 }
 
-/// Accepts what waits at a listener; each connection belongs to `owner`.
+/// Accepts the connections that wait at a listener, for `owner`.
 pub(crate) fn accept(
     engine: &'static Engine,
     listener: &EngineFd,
     token: Token,
     owner: &Arc<dyn Owner>,
 ) {
-    for _ in 0..TURN {
+    for _ in 0..ACCEPTS_PER_TURN {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let (fd, peer) = match rustix::net::acceptfrom_with(listener.get(), flags) {
             Ok((fd, peer)) => (EngineFd::new(fd), peer),
             Err(Errno::AGAIN) => return,
             Err(e @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
-                static SAID: log::Rarely = log::Rarely::new();
-                if SAID.now() {
+                static OCCURRED: log::Rarely = log::Rarely::new();
+                if OCCURRED.now() {
                     log!(Warn, "cannot accept a connection: {e}; trying again later");
                 }
-                engine.watch_nothing(token, listener.get());
-                engine.deadline(token, clock::now() + REST);
+                engine.disarm(token, listener.get());
+                engine.deadline(token, clock::now() + LISTENER_PAUSE);
                 return;
             }
-            // The connection was gone before we came to it.
+            // The connection was closed before it was accepted.
             Err(_) => continue,
         };
         let Some(peer) = peer
@@ -87,11 +90,11 @@ pub(crate) fn accept(
             continue;
         };
         let most = peer_descriptors();
-        if let Some(oldest) = engine.lobby.make_room(most)
+        if let Some(oldest) = HALF_OPEN.get().make_room(most)
             && oldest.close_if_silent()
         {
-            static SAID: log::Rarely = log::Rarely::new();
-            if SAID.now() {
+            static OCCURRED: log::Rarely = log::Rarely::new();
+            if OCCURRED.now() {
                 log!(
                     Warn,
                     "{most} connections that say nothing; closing the oldest, of {}",
@@ -105,12 +108,12 @@ pub(crate) fn accept(
             ..ResponderLimits::default()
         };
         if let Ok(startup) = Startup::answer(engine, Arc::clone(owner), fd, peer, limits) {
-            engine.lobby.enter(&startup);
+            HALF_OPEN.get().insert(&startup);
         }
     }
 }
 
-/// A listener has rested.
+/// The pause of a listener is over.
 pub(crate) fn resume(engine: &Engine, listener: &EngineFd, token: Token) {
     engine.want_write(token, listener.get(), false);
 }

@@ -1,0 +1,198 @@
+//! The engine of a process: the software RNIC, the reactor that drives it, and what happens when it fails.
+//!
+//! A panic never leaves the library: it ends at the C border (`anywarp-abi`) or in the worker's loop, and is reported to
+//! [`caught`]. Its state is not trusted afterwards: the device is *broken* from then on. Each queue pair enters the error
+//! state and flushes, each open device gets `IBV_EVENT_DEVICE_FATAL`, identifiers of the connection manager get the device's
+//! removal, nothing is sent or received, and calls that would create or change an object fail with EIO. Objects can still be
+//! destroyed.
+
+use std::any::Any;
+use std::fmt;
+use std::io;
+use std::ops::Deref;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock, Weak};
+
+use anywarp_core::error::Misuse;
+use anywarp_core::verbs::mr::Regions;
+use anywarp_core::verbs::rnic::Rnic;
+
+use crate::config::config;
+use crate::locks::{Mutex, Rank};
+use crate::log;
+use crate::mem::UserMemory;
+use crate::process::{self, PerProcess};
+use crate::reactor::{self, Reactor};
+use crate::reserve;
+use crate::trace;
+
+/// An object that is notified when the device fails.
+pub(crate) trait DeviceListener: Send + Sync {
+    /// The device failed. Called without locks.
+    fn device_fatal(&self);
+}
+
+/// The engine: one in a process. Dereferences to its [`Reactor`].
+pub struct Engine {
+    /// The software RNIC.
+    pub rnic: Arc<Rnic>,
+    reactor: Reactor,
+    listeners: Mutex<Vec<Weak<dyn DeviceListener>>>,
+    generation: u32,
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("rnic", &self.rnic)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Deref for Engine {
+    type Target = Reactor;
+
+    #[inline]
+    fn deref(&self) -> &Reactor {
+        &self.reactor
+    }
+}
+
+/// The engine of a process, and the lock of the thread that creates it.
+struct Home {
+    engine: OnceLock<&'static Engine>,
+    creation: Mutex<()>,
+}
+
+static HOME: PerProcess<Home> = PerProcess::new(|| Home {
+    engine: OnceLock::new(),
+    creation: Mutex::new(Rank::EngineCreation, ()),
+});
+
+/// The engine of this process, if it was created.
+pub(crate) fn current() -> Option<&'static Engine> {
+    HOME.get().engine.get().copied()
+}
+
+/// The engine of this process. The first call creates it and its thread; a forked child creates its own. `EIO` when the
+/// device is broken.
+pub fn engine() -> io::Result<&'static Engine> {
+    process::watch_fork();
+    let home = HOME.get();
+    if let Some(engine) = home.engine.get() {
+        engine.has_room_io()?;
+        return Ok(engine);
+    }
+    let _creation = home.creation.lock();
+    if let Some(engine) = home.engine.get() {
+        return Ok(engine);
+    }
+    for warning in &config().warnings {
+        log!(Warn, "{warning}");
+    }
+    let engine = Box::new(Engine::new()?);
+    // The thread is created first, and gets the reactor when it runs: if it cannot be created, nothing of the engine is left.
+    // The channel has no buffer, so that the receiver allocates nothing: a thread that fails to allocate while it starts
+    // would end the process.
+    let (give, take) = std::sync::mpsc::sync_channel::<&'static Reactor>(0);
+    reactor::spawn(take, |payload| caught("the worker", payload))?;
+    let engine: &'static Engine = Box::leak(engine);
+    let _ = give.send(&engine.reactor);
+    let _ = home.engine.set(engine);
+    Ok(engine)
+}
+
+/// A panic was caught. `place` names the function it was caught in, `payload` is what it carried.
+#[cold]
+pub fn caught(place: &str, payload: &(dyn Any + Send)) {
+    let why = payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no reason given");
+    log!(
+        Error,
+        "internal error in {place}: {why}; the device is unusable from now on"
+    );
+    if let Some(engine) = current() {
+        engine.fail();
+    }
+}
+
+impl Engine {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            rnic: Arc::new(Rnic {
+                regions: Regions::new(),
+                memory: Box::new(UserMemory),
+                observer: trace::observer(),
+            }),
+            reactor: Reactor::new()?,
+            listeners: Mutex::new(Rank::DeviceListeners, Vec::new()),
+            generation: process::generation(),
+        })
+    }
+
+    /// Whether this process created it, and not one that this process was forked from.
+    pub fn is_current(&self) -> bool {
+        self.generation == process::generation()
+    }
+
+    /// Registers an object that is notified when the device fails.
+    pub(crate) fn subscribe(&self, listener: Weak<dyn DeviceListener>) {
+        let mut listeners = self.listeners.lock();
+        if listeners.len() == listeners.capacity() {
+            listeners.retain(|l| l.strong_count() > 0);
+        }
+        listeners.push(listener);
+    }
+
+    /// Marks the device as broken, and notifies all listeners.
+    fn fail(&self) {
+        if self.reactor.set_broken() {
+            return;
+        }
+        // The newest first: a device is older than its queue pairs, so a thread that reads its event finds them flushed.
+        let listeners: Vec<_> = {
+            let listeners = self.listeners.lock();
+            listeners.iter().rev().filter_map(Weak::upgrade).collect()
+        };
+        for listener in listeners {
+            // The panic may have come from this one, and may come again.
+            let _ = catch_unwind(AssertUnwindSafe(|| listener.device_fatal()));
+        }
+        self.reactor.hand_over();
+    }
+
+    /// `Err` on a broken device.
+    pub(crate) fn works(&self) -> Result<(), Misuse> {
+        if self.reactor.is_broken() {
+            return Err(Misuse::DeviceBroken);
+        }
+        Ok(())
+    }
+
+    /// `Err` on a broken device, or when there is no memory to create an object.
+    pub(crate) fn has_room(&self) -> Result<(), Misuse> {
+        self.works()?;
+        if reserve::is_scarce() {
+            return Err(Misuse::NoMemory);
+        }
+        Ok(())
+    }
+
+    /// `Err` on a broken device, or when there is no memory for requests.
+    pub(crate) fn takes_requests(&self) -> Result<(), Misuse> {
+        self.works()?;
+        if reserve::is_low() {
+            return Err(Misuse::NoMemory);
+        }
+        Ok(())
+    }
+
+    /// [`Self::has_room`] with an I/O error.
+    pub(crate) fn has_room_io(&self) -> io::Result<()> {
+        self.has_room()
+            .map_err(|e| io::Error::from_raw_os_error(e.errno()))
+    }
+}

@@ -1,0 +1,228 @@
+//! Locks that are acquired in the order of their ranks, which builds with debug assertions check.
+//!
+//! A thread that holds a lock may acquire only locks of a higher [`Rank`]. So no two threads can each hold a lock that the
+//! other one waits for. In release builds the types are those of the standard library and nothing is checked.
+//!
+//! Poisoning is ignored, here and only here: a panic while a lock is held is caught at the border of the library, and the
+//! device is unusable from then on (see `fatal`), so that no invariant is relied on afterwards.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{self, PoisonError};
+
+/// The order in which locks are acquired: the first variant first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Rank {
+    /// The creation of the engine.
+    EngineCreation,
+    /// The list of QPN ports, held while one is opened.
+    Ports,
+    /// The numbers in use of one QPN port.
+    PortIndexes,
+    /// The list of half-open connections, held while each is asked for its state.
+    HalfOpen,
+    /// The socket whose readiness events are off, held while they are changed by its queue pair.
+    DisarmedSocket,
+    /// Shared memory that is polled.
+    PolledMemory,
+    /// The map from numbers to reliable queue pairs.
+    QueuePairs,
+    /// The objects that are notified when the device fails.
+    DeviceListeners,
+    /// The free slots of the table of sources.
+    FreeSlots,
+    /// The deadlines of sources.
+    Deadlines,
+    /// The table of sources.
+    Sources,
+    /// Queue pairs with corked requests.
+    Corked,
+    /// Queue pairs with delayed acknowledgements.
+    DelayedAcks,
+    /// Spare buffers.
+    Buffers,
+    /// How often each page is locked.
+    PageCounts,
+    /// Unused random bytes.
+    RandomPool,
+}
+
+#[cfg(debug_assertions)]
+mod held {
+    use std::cell::RefCell;
+
+    use super::Rank;
+
+    thread_local! {
+        static HELD: RefCell<Vec<Rank>> = const { RefCell::new(Vec::new()) };
+    }
+
+    /// The record that this thread holds a lock of this rank.
+    #[derive(Debug)]
+    pub(super) struct Held(Rank);
+
+    impl Held {
+        #[allow(
+            clippy::panic,
+            reason = "a wrong order of locks is an error of this library"
+        )]
+        pub(super) fn new(rank: Rank) -> Self {
+            let higher = HELD.try_with(|held| held.borrow().iter().copied().find(|h| *h >= rank));
+            if let Ok(Some(higher)) = higher
+                && !std::thread::panicking()
+            {
+                panic!("lock {rank:?} is acquired while {higher:?} is held");
+            }
+            let _ = HELD.try_with(|held| held.borrow_mut().push(rank));
+            Self(rank)
+        }
+    }
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            let _ = HELD.try_with(|held| {
+                let mut held = held.borrow_mut();
+                if let Some(at) = held.iter().rposition(|h| *h == self.0) {
+                    held.remove(at);
+                }
+            });
+        }
+    }
+}
+
+#[cfg(not(debug_assertions))]
+mod held {
+    use super::Rank;
+
+    /// Nothing: release builds do not record which locks are held.
+    #[derive(Debug)]
+    pub(super) struct Held;
+
+    impl Held {
+        #[inline]
+        pub(super) fn new(_rank: Rank) -> Self {
+            Self
+        }
+    }
+}
+
+/// A mutual exclusion lock with a rank.
+#[derive(Debug)]
+pub struct Mutex<T> {
+    rank: Rank,
+    lock: sync::Mutex<T>,
+}
+
+/// A reader-writer lock with a rank.
+#[derive(Debug)]
+pub struct RwLock<T> {
+    rank: Rank,
+    lock: sync::RwLock<T>,
+}
+
+/// A held lock: releases it when dropped.
+#[derive(Debug)]
+pub struct Guard<G> {
+    // Dropped in this order: the lock is released first.
+    guard: G,
+    _held: held::Held,
+}
+
+/// A held [`Mutex`].
+pub type MutexGuard<'a, T> = Guard<sync::MutexGuard<'a, T>>;
+
+impl<T> Mutex<T> {
+    /// An unlocked mutex.
+    pub const fn new(rank: Rank, value: T) -> Self {
+        Self {
+            rank,
+            lock: sync::Mutex::new(value),
+        }
+    }
+
+    /// Acquires the lock.
+    #[inline]
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        let held = held::Held::new(self.rank);
+        Guard {
+            guard: self.lock.lock().unwrap_or_else(PoisonError::into_inner),
+            _held: held,
+        }
+    }
+}
+
+impl<T> RwLock<T> {
+    /// An unlocked lock.
+    pub const fn new(rank: Rank, value: T) -> Self {
+        Self {
+            rank,
+            lock: sync::RwLock::new(value),
+        }
+    }
+
+    /// Acquires the lock for reading.
+    #[inline]
+    pub fn read(&self) -> Guard<sync::RwLockReadGuard<'_, T>> {
+        let held = held::Held::new(self.rank);
+        Guard {
+            guard: self.lock.read().unwrap_or_else(PoisonError::into_inner),
+            _held: held,
+        }
+    }
+
+    /// Acquires the lock for writing.
+    #[inline]
+    pub fn write(&self) -> Guard<sync::RwLockWriteGuard<'_, T>> {
+        let held = held::Held::new(self.rank);
+        Guard {
+            guard: self.lock.write().unwrap_or_else(PoisonError::into_inner),
+            _held: held,
+        }
+    }
+}
+
+impl<G: Deref> Deref for Guard<G> {
+    type Target = G::Target;
+
+    #[inline]
+    fn deref(&self) -> &Self::Target {
+        &self.guard
+    }
+}
+
+impl<G: DerefMut> DerefMut for Guard<G> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.guard
+    }
+}
+
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn a_lock_of_a_lower_rank_is_refused_while_a_higher_one_is_held() {
+        let low = Mutex::new(Rank::Ports, 1);
+        let high = RwLock::new(Rank::Sources, 2);
+        // In order, in any number, and again after both are released.
+        for _ in 0..2 {
+            let (one, two) = (low.lock(), high.read());
+            assert_eq!(*one + *two, 3);
+        }
+        let held = high.write();
+        let wrong = catch_unwind(AssertUnwindSafe(|| drop(low.lock())));
+        assert!(wrong.is_err());
+        drop(held);
+        // Nothing of the failed attempt is left.
+        drop(low.lock());
+    }
+
+    #[test]
+    fn two_locks_of_one_rank_are_refused() {
+        let (one, other) = (Mutex::new(Rank::Buffers, ()), Mutex::new(Rank::Buffers, ()));
+        let _held = one.lock();
+        assert!(catch_unwind(AssertUnwindSafe(|| drop(other.lock()))).is_err());
+    }
+}

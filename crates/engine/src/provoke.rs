@@ -1,0 +1,50 @@
+//! Panics on demand, for tests of what follows an internal error.
+//!
+//! In builds with debug assertions only, and there only when `ANYWARP_TEST_PANIC` is set. A request that is posted with the
+//! identifier [`IN_CALL`] panics in the call; one with [`IN_WORKER`] makes the worker panic when it next handles the socket or
+//! a timeout of a reliable queue pair.
+
+#[cfg(debug_assertions)]
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// "panic in call".
+#[cfg(debug_assertions)]
+pub(crate) const IN_CALL: u64 = 0x7061_6e69_6300_0001;
+/// "panic in worker".
+#[cfg(debug_assertions)]
+pub(crate) const IN_WORKER: u64 = 0x7061_6e69_6300_0002;
+
+#[cfg(debug_assertions)]
+static ARMED: AtomicBool = AtomicBool::new(false);
+
+/// A request is posted.
+#[cfg(debug_assertions)]
+#[allow(clippy::panic, reason = "a test asks for it")]
+pub(crate) fn posted(id: u64) {
+    if !matches!(id, IN_CALL | IN_WORKER) || !crate::config::config().test_panic {
+        return;
+    }
+    if id == IN_CALL {
+        panic!("a test asks for it");
+    }
+    ARMED.store(true, Ordering::Relaxed);
+}
+
+/// The worker, or a thread in its place, handles a queue pair.
+#[cfg(debug_assertions)]
+#[allow(clippy::panic, reason = "a test asks for it")]
+pub(crate) fn working() {
+    if std::thread::current().name() == Some(crate::reactor::THREAD_NAME)
+        && ARMED.swap(false, Ordering::Relaxed)
+    {
+        panic!("a test asks for it");
+    }
+}
+
+/// A request is posted.
+#[cfg(not(debug_assertions))]
+pub(crate) fn posted(_id: u64) {}
+
+/// The worker handles a queue pair.
+#[cfg(not(debug_assertions))]
+pub(crate) fn working() {}

@@ -1,0 +1,196 @@
+//! Send now or cork: whether a posted request is sent at once or waits for more to be sent with it in one system call.
+//!
+//! A request may wait only while a thread polls, since that thread sends it: at the second poll in a row that finds nothing.
+//! (The first one may stand between two posts of a program that posts and polls in turns.) If the thread stops polling, the
+//! worker sends what is corked when the lease ends. All decisions depend on one input: how many polls have found nothing,
+//! *idle polls*.
+//!
+//! - Streams: [`Cork::on_post`] detects a burst, four posts with at most one idle poll between them. What the program waits
+//!   for behind two idle polls is sent at once.
+//! - Datagrams: the machine of each queue pair (`dgram::cork`) also asks how long ago the last run was sent: no
+//!   acknowledgement of the peer brings the queue pair back to its sending side.
+//!
+//! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// The value of [`Cork::corked_at`] when nothing is corked: no number of polls.
+const NOTHING_CORKED: u64 = u64::MAX;
+/// Posts with at most one idle poll between them after which the next ones are corked.
+const BURST_MIN_POSTS: u64 = 4;
+
+/// What a poll that found nothing has to do about corked requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum IdlePoll {
+    /// Requests were corked since the last idle poll: return at once. The next poll shows whether more are posted.
+    Wait,
+    /// Send what is corked, if anything, and handle the sockets.
+    Proceed {
+        /// Whether requests are corked.
+        flush: bool,
+    },
+}
+
+/// The state of all queue pairs together.
+#[derive(Debug)]
+pub(super) struct Cork {
+    /// Polls that found nothing.
+    idle_polls: AtomicU64,
+    /// The number of idle polls when the last request was corked.
+    corked_at: AtomicU64,
+    /// Posts since the program waited, and the number of idle polls at the last one.
+    burst_posts: AtomicU64,
+    burst_polls: AtomicU64,
+    /// The number of idle polls when a completion queue was armed.
+    armed_at: AtomicU64,
+}
+
+impl Cork {
+    pub(super) fn new() -> Self {
+        Self {
+            idle_polls: AtomicU64::new(0),
+            corked_at: AtomicU64::new(NOTHING_CORKED),
+            burst_posts: AtomicU64::new(0),
+            burst_polls: AtomicU64::new(0),
+            // As if long ago.
+            armed_at: AtomicU64::new(1 << 63),
+        }
+    }
+
+    #[inline]
+    pub(super) fn idle_polls(&self) -> u64 {
+        self.idle_polls.load(Ordering::Relaxed)
+    }
+
+    /// A poll found nothing. Returns also the number of idle polls before it.
+    #[inline]
+    pub(super) fn on_idle_poll(&self) -> (u64, IdlePoll) {
+        let before = self.idle_polls.fetch_add(1, Ordering::Relaxed);
+        let corked_at = self.corked_at.load(Ordering::Acquire);
+        let then = if before == corked_at {
+            IdlePoll::Wait
+        } else {
+            IdlePoll::Proceed {
+                flush: before > corked_at,
+            }
+        };
+        (before, then)
+    }
+
+    /// A program posts to a stream; whether the request may be corked: it is part of a burst.
+    pub(super) fn on_post(&self) -> bool {
+        let idle = self.idle_polls.load(Ordering::Relaxed);
+        // A program that waits for events polls once in vain after each and then sleeps, and would not send what is corked.
+        if idle.wrapping_sub(self.armed_at.load(Ordering::Relaxed)) <= 1 {
+            self.burst_posts.store(0, Ordering::Relaxed);
+            return false;
+        }
+        let before = self.burst_polls.load(Ordering::Relaxed);
+        if before != idle {
+            self.burst_polls.store(idle, Ordering::Relaxed);
+        }
+        let waited = idle.wrapping_sub(before) > 1;
+        let posts = match self.burst_posts.load(Ordering::Relaxed) {
+            posts if !waited => posts,
+            // One post goes at once after a wait, and the burst goes on.
+            posts if posts > BURST_MIN_POSTS => BURST_MIN_POSTS - 1,
+            _ => 0,
+        };
+        self.burst_posts.store(posts + 1, Ordering::Relaxed);
+        posts >= BURST_MIN_POSTS
+    }
+
+    /// A completion queue is armed.
+    pub(super) fn on_arm(&self) {
+        let idle = self.idle_polls.load(Ordering::Relaxed);
+        self.armed_at.store(idle, Ordering::Relaxed);
+    }
+
+    /// A request is corked that was posted after so many idle polls.
+    #[inline]
+    pub(super) fn corked(&self, idle_polls: u64) {
+        self.corked_at.store(idle_polls, Ordering::Release);
+    }
+
+    /// Whether requests are corked.
+    #[inline]
+    pub(super) fn is_corked(&self) -> bool {
+        self.corked_at.load(Ordering::Acquire) != NOTHING_CORKED
+    }
+
+    /// What is corked is about to be sent.
+    pub(super) fn uncork(&self) {
+        self.corked_at.store(NOTHING_CORKED, Ordering::Release);
+    }
+}
+
+/// How often completion queues were polled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Polls {
+    /// All polls.
+    pub(crate) all: u64,
+    /// Those that found nothing.
+    pub(crate) idle: u64,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_posts_and_polls_in_turns_posts_a_burst() {
+        let cork = Cork::new();
+        let polls = |n| {
+            for _ in 0..n {
+                cork.on_idle_poll();
+            }
+        };
+        for _ in 0..BURST_MIN_POSTS {
+            assert!(!cork.on_post());
+            polls(1);
+        }
+        assert!(cork.on_post());
+        // One post goes at once after a wait, and the next ones wait again.
+        polls(2);
+        assert!(!cork.on_post());
+        polls(1);
+        assert!(cork.on_post());
+        // A program that waits after each post is no longer busy.
+        for _ in 0..2 * BURST_MIN_POSTS {
+            polls(2);
+            assert!(!cork.on_post());
+        }
+        for _ in 1..BURST_MIN_POSTS {
+            assert!(!cork.on_post());
+        }
+        assert!(cork.on_post());
+        // A program that waits for events polls once in vain after each.
+        for _ in 0..2 * BURST_MIN_POSTS {
+            cork.on_arm();
+            assert!(!cork.on_post());
+            polls(1);
+            assert!(!cork.on_post());
+        }
+        // And is like any other when it polls on.
+        polls(2);
+        for _ in 0..BURST_MIN_POSTS {
+            assert!(!cork.on_post());
+        }
+        assert!(cork.on_post());
+    }
+
+    #[test]
+    fn corked_requests_go_at_the_second_idle_poll() {
+        let cork = Cork::new();
+        let next = || cork.on_idle_poll().1;
+        assert_eq!(next(), IdlePoll::Proceed { flush: false });
+        cork.corked(cork.idle_polls());
+        assert_eq!(next(), IdlePoll::Wait);
+        // More is posted in between: it waits again.
+        cork.corked(cork.idle_polls());
+        assert_eq!(next(), IdlePoll::Wait);
+        assert_eq!(next(), IdlePoll::Proceed { flush: true });
+        cork.uncork();
+        assert_eq!(next(), IdlePoll::Proceed { flush: false });
+    }
+}

@@ -1,0 +1,365 @@
+//! The lease: which thread handles the sockets, the polling ones or the worker.
+//!
+//! A thread that polls a completion queue handles the sockets itself and renews a lease. While the lease runs, the worker
+//! sleeps; a timer wakes it when the lease ends. This file decides and does nothing: each event returns the [`Actions`] that
+//! the caller has to carry out. It reads no clock and sets no timer, so tests run it in virtual time.
+//!
+//! All fields are atomics, since each poll and each post comes here and must take no lock. Several threads may poll at once:
+//! each of them may renew the lease, and a lost update only renews it once more or once less.
+
+use std::time::Duration;
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// How long the worker stays away after a poll: longer than a thread pauses between two polls of a busy loop.
+pub(super) const LEASE: Duration = Duration::from_micros(150);
+/// How long after a renewal the next poll renews the lease again. Setting a timer is a system call.
+const RENEW_AFTER: Duration = Duration::from_micros(60);
+/// How long a thread must poll without a pause to get the longer lease.
+const STEADY_AFTER: Duration = Duration::from_millis(2);
+/// The lease of a thread that has polled for [`STEADY_AFTER`]. A timer that is the next one of its processor to fire costs
+/// 12 µs to set in a virtual machine, so it is set less often.
+const STEADY_LEASE: Duration = Duration::from_millis(1);
+/// [`RENEW_AFTER`] for the longer lease.
+const STEADY_RENEW_AFTER: Duration = Duration::from_micros(700);
+/// How long posts alone keep up the lease after the last poll that found nothing.
+const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
+
+const fn nanos(duration: Duration) -> u64 {
+    duration.as_nanos() as u64
+}
+
+/// What the caller of an event has to do, in this order.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[must_use]
+pub(super) struct Actions {
+    /// Stop waking the worker for sockets: they were its task until now.
+    pub(super) take_sockets: bool,
+    /// Set the timer that wakes the worker. It must be the last action: a thread that is preempted in between must not have
+    /// taken the sockets from a worker that no timer wakes.
+    pub(super) set_timer: Option<Duration>,
+}
+
+impl Actions {
+    const NONE: Self = Self {
+        take_sockets: false,
+        set_timer: None,
+    };
+}
+
+/// The lease. Times are nanoseconds.
+#[derive(Debug)]
+pub(super) struct Lease {
+    /// The worker handles the sockets from this time on.
+    until: AtomicU64,
+    /// Events before this time do not renew the lease.
+    renew_at: AtomicU64,
+    /// The start of the current polling without a pause.
+    steady_since: AtomicU64,
+    /// The end of the lease by polls alone, without that of a thread that waits for an event: such a thread does not run
+    /// deadlines.
+    polled_until: AtomicU64,
+    /// The last post at which no lease ran; 0 after a completion queue was armed.
+    posted_at: AtomicU64,
+    /// The number of polls at that post.
+    polls_at_post: AtomicU64,
+    /// Polls of completion queues, those that found something too.
+    polls: AtomicU64,
+}
+
+impl Lease {
+    pub(super) fn new() -> Self {
+        Self {
+            until: AtomicU64::new(0),
+            renew_at: AtomicU64::new(0),
+            steady_since: AtomicU64::new(0),
+            polled_until: AtomicU64::new(0),
+            posted_at: AtomicU64::new(0),
+            polls_at_post: AtomicU64::new(0),
+            polls: AtomicU64::new(0),
+        }
+    }
+
+    /// A completion queue is polled.
+    #[inline]
+    pub(super) fn count_poll(&self) {
+        self.polls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often completion queues were polled.
+    pub(super) fn polls(&self) -> u64 {
+        self.polls.load(Ordering::Relaxed)
+    }
+
+    /// A poll found nothing: the thread handles the sockets.
+    #[inline]
+    pub(super) fn on_poll(&self, t: u64) -> Actions {
+        if t < self.renew_at.load(Ordering::Relaxed) {
+            return Actions::NONE;
+        }
+        self.grant(t, false)
+    }
+
+    /// A request was corked. Its delay must end with the lease of a polling thread, so the longer lease of a thread that
+    /// waits for an event is shortened.
+    #[inline]
+    pub(super) fn on_cork(&self, t: u64) -> Actions {
+        if t < self.renew_at.load(Ordering::Relaxed) {
+            return Actions::NONE;
+        }
+        self.grant(t, true)
+    }
+
+    /// Starts or renews the lease.
+    pub(super) fn grant(&self, t: u64, shorten: bool) -> Actions {
+        let lease = self.duration(t);
+        let until = t + nanos(lease);
+        self.polled_until.store(until, Ordering::Relaxed);
+        if !shorten && self.until.load(Ordering::Acquire) >= until {
+            // The longer lease of a thread that waited for an event.
+            self.renew_at
+                .store(t + nanos(RENEW_AFTER), Ordering::Relaxed);
+            return Actions::NONE;
+        }
+        let before = self.until.swap(until, Ordering::AcqRel);
+        let ended = before < t;
+        if ended {
+            self.steady_since.store(t, Ordering::Relaxed);
+        }
+        self.renewed(t, lease, ended)
+    }
+
+    /// The length of a lease that is granted at `t`.
+    fn duration(&self, t: u64) -> Duration {
+        let runs = t <= self.until.load(Ordering::Acquire);
+        let since = self.steady_since.load(Ordering::Relaxed);
+        if runs && t.saturating_sub(since) >= nanos(STEADY_AFTER) {
+            STEADY_LEASE
+        } else {
+            LEASE
+        }
+    }
+
+    fn renewed(&self, t: u64, lease: Duration, take_sockets: bool) -> Actions {
+        let after = if lease > LEASE {
+            STEADY_RENEW_AFTER
+        } else {
+            RENEW_AFTER
+        };
+        self.renew_at.store(t + nanos(after), Ordering::Relaxed);
+        Actions {
+            take_sockets,
+            set_timer: Some(lease),
+        }
+    }
+
+    /// A request was posted and sent. A thread that polls will poll again, but a list of posts may take longer than a lease,
+    /// with a system call for each. So posts renew the lease, for [`POSTS_EXTEND_FOR`] after the last poll: they handle
+    /// neither sockets nor deadlines.
+    #[inline]
+    pub(super) fn on_post(&self, t: u64) -> Actions {
+        if t < self.renew_at.load(Ordering::Relaxed) {
+            return Actions::NONE;
+        }
+        let until = self.until.load(Ordering::Acquire);
+        if posts_extend(t, until, self.polled_until.load(Ordering::Relaxed)) {
+            let lease = self.duration(t);
+            self.until.store(t + nanos(lease), Ordering::Release);
+            return self.renewed(t, lease, false);
+        }
+        if until > t {
+            return Actions::NONE;
+        }
+        // No lease runs. A thread whose polls always find something, since the worker receives what completes, would never
+        // get one by polls, and it and the worker would contend for the sockets for ever.
+        let polls = self.polls.load(Ordering::Relaxed);
+        let before = self.posted_at.swap(t, Ordering::Relaxed);
+        let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
+        if polled && t <= before + nanos(POSTS_EXTEND_FOR) {
+            return self.grant(t, false);
+        }
+        Actions::NONE
+    }
+
+    /// A completion queue is armed: the thread is about to sleep, and its posts get no lease until it has polled again.
+    pub(super) fn on_arm(&self) {
+        self.posted_at.store(0, Ordering::Relaxed);
+    }
+
+    /// A thread that waits for an event handles the sockets for `slice`. The lease covers the next waits too, since each
+    /// message has one.
+    pub(super) fn on_wait(&self, t: u64, slice: Duration) -> Actions {
+        let needed = t + nanos(slice + LEASE);
+        if self.until.load(Ordering::Acquire) >= needed {
+            return Actions::NONE;
+        }
+        let lease = 2 * super::WAIT_SLICE + LEASE;
+        self.until.store(t + nanos(lease), Ordering::Release);
+        self.renew_at.store(t, Ordering::Relaxed);
+        self.steady_since.store(t, Ordering::Relaxed);
+        Actions {
+            take_sockets: false,
+            set_timer: Some(lease),
+        }
+    }
+
+    /// The worker is awake. `Some`: a lease runs for so long, and the worker leaves the sockets alone.
+    pub(super) fn on_wake(&self, t: u64) -> Option<Duration> {
+        let until = self.until.load(Ordering::Acquire);
+        (t < until).then(|| Duration::from_nanos(until - t))
+    }
+
+    /// Ends the lease now: no thread handles the sockets any more.
+    pub(super) fn end(&self) {
+        self.until.store(0, Ordering::Release);
+        self.renew_at.store(0, Ordering::Relaxed);
+    }
+
+    /// Whether the lease of a polling thread runs: that thread sends corked requests, or the worker when the lease ends. The
+    /// lease of a thread that waits for an event is longer and does not count.
+    #[inline]
+    pub(super) fn is_polled(&self, t: u64) -> bool {
+        let until = self.until.load(Ordering::Acquire);
+        t < until && until <= t + nanos(STEADY_LEASE)
+    }
+
+    /// Whether polling threads run deadlines at `t`.
+    pub(super) fn runs_deadlines(&self, t: u64) -> bool {
+        t < self.polled_until.load(Ordering::Relaxed)
+    }
+}
+
+/// Whether a post at `t` extends a lease that ends at `until`, where polls alone had it until `polled`.
+fn posts_extend(t: u64, until: u64, polled: u64) -> bool {
+    // The lease runs, it is not the longer one of a thread that waits for an event, and a poll was not long ago.
+    t < until && until <= t + nanos(STEADY_LEASE) && t <= polled + nanos(POSTS_EXTEND_FOR)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const MICROSECOND: u64 = 1_000;
+    const MILLISECOND: u64 = 1_000_000;
+
+    fn set_timer(actions: Actions) -> Option<Duration> {
+        actions.set_timer
+    }
+
+    #[test]
+    fn posts_extend_the_lease_of_polls_for_a_while() {
+        let (lease, posting) = (nanos(STEADY_LEASE), nanos(POSTS_EXTEND_FOR));
+        let polled = 10 * posting;
+        assert!(posts_extend(polled - 1, polled, polled));
+        assert!(posts_extend(polled + posting, polled + posting + 1, polled));
+        // Too long after the last poll; a lease that has ended; the longer one of a thread that waits for an event.
+        assert!(!posts_extend(
+            polled + posting + 1,
+            polled + posting + 2,
+            polled
+        ));
+        assert!(!posts_extend(polled, polled, polled));
+        assert!(!posts_extend(polled, polled + lease + 1, polled));
+    }
+
+    #[test]
+    fn a_first_poll_takes_the_sockets_and_sets_the_timer_last() {
+        let lease = Lease::new();
+        let t = MILLISECOND;
+        let actions = lease.on_poll(t);
+        assert_eq!(
+            actions,
+            Actions {
+                take_sockets: true,
+                set_timer: Some(LEASE)
+            }
+        );
+        // The next renewal finds a lease that runs: the sockets are this thread's already.
+        assert_eq!(lease.on_poll(t + nanos(RENEW_AFTER) - 1), Actions::NONE);
+        let renewed = lease.on_poll(t + nanos(RENEW_AFTER));
+        assert_eq!(renewed.set_timer, Some(LEASE));
+        assert!(!renewed.take_sockets);
+        // The worker leaves the sockets alone until it ends, and takes them then.
+        let end = t + nanos(RENEW_AFTER) + nanos(LEASE);
+        assert_eq!(lease.on_wake(end - 1), Some(Duration::from_nanos(1)));
+        assert_eq!(lease.on_wake(end), None);
+        assert!(lease.on_poll(end + 1).take_sockets);
+    }
+
+    #[test]
+    fn a_thread_that_polls_without_a_pause_gets_the_longer_lease_until_it_pauses() {
+        let lease = Lease::new();
+        // The second run begins behind a pause that is longer than a lease.
+        for start in [MILLISECOND, 1000 * MILLISECOND] {
+            let mut t = start;
+            while t < start + nanos(STEADY_AFTER) {
+                assert_eq!(set_timer(lease.on_poll(t)), Some(LEASE), "at {t}");
+                t += nanos(RENEW_AFTER);
+            }
+            assert_eq!(set_timer(lease.on_poll(t)), Some(STEADY_LEASE));
+            assert_eq!(
+                lease.on_poll(t + nanos(STEADY_RENEW_AFTER) - 1),
+                Actions::NONE
+            );
+        }
+    }
+
+    #[test]
+    fn corked_requests_shorten_the_lease_of_a_waiting_thread_and_polls_do_not() {
+        let lease = Lease::new();
+        let t = MILLISECOND;
+        let wait = lease.on_wait(t, super::super::WAIT_SLICE);
+        assert!(wait.set_timer > Some(STEADY_LEASE));
+        assert!(!lease.is_polled(t), "only a waiting thread has it");
+        assert_eq!(lease.on_poll(t + 1), Actions::NONE);
+        let t = t + 1 + nanos(RENEW_AFTER);
+        assert_eq!(lease.on_cork(t).set_timer, Some(LEASE));
+        assert!(lease.is_polled(t));
+        assert_eq!(lease.on_wake(t + nanos(LEASE)), None);
+    }
+
+    #[test]
+    fn waits_share_a_lease() {
+        let lease = Lease::new();
+        let slice = super::super::WAIT_SLICE;
+        let mut timers = 0;
+        for message in 0..1000 {
+            let t = MILLISECOND + message * 10 * MICROSECOND;
+            timers += usize::from(set_timer(lease.on_wait(t, slice)).is_some());
+        }
+        assert_eq!(timers, 3, "ten milliseconds, and a timer for each slice");
+    }
+
+    /// As where the worker receives all that completes: each poll finds something, and none handles sockets.
+    #[test]
+    fn a_thread_that_posts_and_polls_without_an_idle_poll_gets_the_lease_back() {
+        let lease = Lease::new();
+        let has_lease = |t: u64| lease.on_wake(t).is_some();
+        let later = |n: u64| 1000 * MILLISECOND + n * MILLISECOND;
+        let _ = lease.on_post(later(1));
+        let _ = lease.on_post(later(2));
+        assert!(!has_lease(later(2)), "it only posts");
+        lease.count_poll();
+        lease.on_arm();
+        let _ = lease.on_post(later(3));
+        assert!(!has_lease(later(3)), "it waits for events");
+        lease.count_poll();
+        let posting = nanos(POSTS_EXTEND_FOR);
+        let _ = lease.on_post(later(4) + posting);
+        assert!(!has_lease(later(4) + posting), "it posted long ago");
+        lease.count_poll();
+        let actions = lease.on_post(later(5) + posting);
+        assert!(has_lease(later(5) + posting));
+        assert!(actions.take_sockets);
+    }
+
+    #[test]
+    fn a_lease_that_is_ended_is_granted_by_the_next_poll() {
+        let lease = Lease::new();
+        let t = MILLISECOND;
+        let _ = lease.on_poll(t);
+        lease.end();
+        assert_eq!(lease.on_wake(t + 1), None);
+        assert!(lease.on_poll(t + 1).take_sockets);
+    }
+}

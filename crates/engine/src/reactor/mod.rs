@@ -1,0 +1,697 @@
+//! Progress: who receives, sends and runs deadlines, the threads of the program or the worker thread.
+//!
+//! 1. A thread that posts sends at once, or corks the request ([`cork`]).
+//! 2. A thread that polls an empty completion queue handles all sockets that are ready, and holds a [`lease`] for it.
+//! 3. The worker thread ([`worker`]) does it when no thread polls. It is not woken while the lease runs.
+//!
+//! Two epoll sets: `sockets` has every socket. `worker` is what the worker sleeps in: it has `sockets` (one shot), the timers
+//! of the lease and of the first deadline, and an eventfd.
+//!
+//! The reactor knows nothing of queue pairs. They are [`Source`]s with a [`Token`], and may be [`DelayedAck`]s and users of
+//! [`PolledMemory`].
+
+mod buffers;
+mod cork;
+mod deadlines;
+mod hot;
+mod lease;
+mod sources;
+#[cfg(test)]
+mod tests;
+mod time;
+mod worker;
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
+use smallvec::SmallVec;
+
+use crate::clock;
+use crate::fd::EngineFd;
+use crate::locks::{Mutex, Rank, RwLock};
+use crate::sync::fence;
+use crate::sys::{socket, thread};
+use buffers::Buffers;
+pub use buffers::RX_BUFFER_LEN;
+pub(crate) use cork::Polls;
+use cork::{Cork, IdlePoll};
+use deadlines::Deadlines;
+use hot::{HotSocket, Tried};
+use lease::{Actions, LEASE, Lease};
+use sources::Sources;
+pub use sources::{Source, Token};
+use time::Epoch;
+pub(crate) use worker::{THREAD_NAME, spawn};
+
+/// Ready sockets that are asked for in one system call.
+const READY_MAX: usize = 32;
+/// While shared memory is polled and has something, sockets are asked for at each of so many idle polls: that is a system
+/// call, and polling memory is not.
+const SOCKETS_EACH_HIT: u64 = 64;
+/// The same while it has nothing.
+const SOCKETS_EACH_MISS: u64 = 8;
+
+/// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
+pub const WAIT_WORKING: Duration = Duration::from_millis(20);
+/// How long such a thread sleeps at a time. Its lease is twice that, which is how long the worker stays away when the thread
+/// does something else. A timer that is not the next one of its processor to fire costs little to set.
+const WAIT_SLICE: Duration = Duration::from_millis(4);
+
+/// A queue pair with delayed acknowledgements, or corked requests.
+pub(crate) trait DelayedAck: Send + Sync {
+    /// Sends them.
+    fn flush(&self, now: Instant);
+
+    /// Sends those that are due. The others are scheduled again: the calling thread polls and comes back soon.
+    fn flush_due(&self, now: Instant) {
+        self.flush(now);
+    }
+}
+
+/// Memory that a peer process writes to: it is polled, since a write to it makes no socket readable.
+pub(crate) trait PolledMemory: Send + Sync {
+    /// Whether there is something to receive, or room again to send.
+    fn is_ready(&self) -> bool;
+    /// Asks the peer for a wake-up through the socket from now on. Whether the memory is ready all the same.
+    fn prepare_sleep(&self) -> bool;
+}
+
+/// Polled memory and the source that uses it.
+type PolledMemories = Vec<(Arc<dyn PolledMemory>, Weak<dyn Source>)>;
+/// Mostly one, which then takes no allocation: each message schedules one.
+type DelayedAcks = SmallVec<[Arc<dyn DelayedAck>; 4]>;
+
+const TOKEN_SOCKETS: u64 = 1;
+const TOKEN_LEASE: u64 = 2;
+const TOKEN_DEADLINE: u64 = 3;
+const TOKEN_WAKE: u64 = 4;
+
+/// Drives the sources of a process.
+pub struct Reactor {
+    sockets: EngineFd,
+    worker: EngineFd,
+    wake: EngineFd,
+    lease_timer: EngineFd,
+    deadline_timer: EngineFd,
+    epoch: Epoch,
+    sources: Sources,
+    deadlines: Deadlines,
+    lease: Lease,
+    cork: Cork,
+    hot: HotSocket,
+    buffers: Buffers,
+    /// Queue pairs with corked requests.
+    corked: Mutex<Vec<Arc<dyn DelayedAck>>>,
+    delayed: Mutex<DelayedAcks>,
+    delayed_count: AtomicUsize,
+    memories: RwLock<PolledMemories>,
+    memory_count: AtomicUsize,
+    /// Times that the worker returned from the kernel.
+    wakes: AtomicU64,
+    /// An internal error was caught: nothing is sent or received any more.
+    broken: AtomicBool,
+}
+
+impl std::fmt::Debug for Reactor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reactor")
+            .field("lease", &self.lease)
+            .field("cork", &self.cork)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Reactor {
+    /// A reactor without sources. Its worker is started by [`spawn`].
+    pub(crate) fn new() -> io::Result<Self> {
+        let timer = || {
+            timerfd_create(
+                TimerfdClockId::Monotonic,
+                TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
+            )
+        };
+        let reactor = Self {
+            sockets: EngineFd::new(epoll::create(CreateFlags::CLOEXEC)?),
+            worker: EngineFd::new(epoll::create(CreateFlags::CLOEXEC)?),
+            wake: EngineFd::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
+            lease_timer: EngineFd::new(timer()?),
+            deadline_timer: EngineFd::new(timer()?),
+            epoch: Epoch::new(clock::now()),
+            sources: Sources::new(),
+            deadlines: Deadlines::new(),
+            lease: Lease::new(),
+            cork: Cork::new(),
+            hot: HotSocket::new(),
+            buffers: Buffers::new(),
+            corked: Mutex::new(Rank::Corked, Vec::new()),
+            delayed: Mutex::new(Rank::DelayedAcks, DelayedAcks::new()),
+            delayed_count: AtomicUsize::new(0),
+            memories: RwLock::new(Rank::PolledMemory, Vec::new()),
+            memory_count: AtomicUsize::new(0),
+            wakes: AtomicU64::new(0),
+            broken: AtomicBool::new(false),
+        };
+        for (fd, token, flags) in [
+            (
+                &reactor.sockets,
+                TOKEN_SOCKETS,
+                EventFlags::IN | EventFlags::ONESHOT,
+            ),
+            (&reactor.lease_timer, TOKEN_LEASE, EventFlags::IN),
+            (&reactor.deadline_timer, TOKEN_DEADLINE, EventFlags::IN),
+            (&reactor.wake, TOKEN_WAKE, EventFlags::IN),
+        ] {
+            add(&reactor.worker, fd.get(), token, flags)?;
+        }
+        Ok(reactor)
+    }
+
+    // ------------------------------------------------------------------ sources
+
+    /// Registers a source and its socket.
+    pub fn add(
+        &self,
+        source: Arc<dyn Source>,
+        fd: BorrowedFd<'_>,
+        writable: bool,
+    ) -> io::Result<Token> {
+        let token = self.reserve(source);
+        if let Err(e) = self.watch(token, fd, writable) {
+            self.remove(token, None);
+            return Err(e);
+        }
+        Ok(token)
+    }
+
+    /// Registers a source without a socket: it gets deadlines.
+    pub fn reserve(&self, source: Arc<dyn Source>) -> Token {
+        self.sources.insert(source)
+    }
+
+    /// Watches a socket for a registered source.
+    pub fn watch(&self, token: Token, fd: BorrowedFd<'_>, writable: bool) -> io::Result<()> {
+        add(&self.sockets, fd, token.0, interest(writable))
+    }
+
+    /// Sets whether a source waits for its socket to be writable. The socket is armed.
+    pub fn want_write(&self, token: Token, fd: BorrowedFd<'_>, writable: bool) {
+        let _ = epoll::modify(
+            self.sockets.get(),
+            fd,
+            EventData::new_u64(token.0),
+            interest(writable),
+        );
+    }
+
+    /// Turns readiness events of a socket off until [`Self::want_write`].
+    pub(crate) fn disarm(&self, token: Token, fd: BorrowedFd<'_>) {
+        let data = EventData::new_u64(token.0);
+        let _ = epoll::modify(self.sockets.get(), fd, data, EventFlags::empty());
+    }
+
+    /// No longer watches a socket.
+    pub fn unwatch(&self, fd: BorrowedFd<'_>) {
+        let _ = epoll::delete(self.sockets.get(), fd);
+    }
+
+    /// Removes a source.
+    pub fn remove(&self, token: Token, fd: Option<BorrowedFd<'_>>) {
+        if token == Token::NONE {
+            return;
+        }
+        if let Some(fd) = fd {
+            self.unwatch(fd);
+        }
+        drop(self.sources.remove(token));
+    }
+
+    // ------------------------------------------------------------------ sockets
+
+    /// Handles all sockets that are ready; whether there were any.
+    pub fn poll_all(&self, now: Instant) -> bool {
+        if self.is_broken() {
+            return false;
+        }
+        let mut events: [epoll::Event; READY_MAX] = [epoll::Event {
+            flags: EventFlags::empty(),
+            data: EventData::new_u64(0),
+        }; READY_MAX];
+        let at_once = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let Ok(n) = epoll::wait(self.sockets.get(), events.as_mut_slice(), Some(&at_once)) else {
+            return false;
+        };
+        if let Some(event) = events.first().filter(|_| n == 1) {
+            self.hot.set(&self.sources, Token(event.data.u64()));
+        } else if n > 1 {
+            self.hot.set(&self.sources, Token::NONE);
+        }
+        for event in events.iter().take(n) {
+            // Broken by one of the sources, or by another thread: the others are notified of that, not of closed connections.
+            if self.is_broken() {
+                return false;
+            }
+            if let Some(source) = self.sources.get(Token(event.data.u64())) {
+                let flags = event.flags;
+                let failed = flags.intersects(EventFlags::ERR | EventFlags::HUP);
+                source.ready(
+                    failed || flags.intersects(EventFlags::IN | EventFlags::RDHUP),
+                    failed || flags.contains(EventFlags::OUT),
+                    now,
+                );
+            }
+        }
+        n > 0
+    }
+
+    /// Handles the hot socket, or all that are ready; whether there was something. `turn` counts idle polls.
+    fn poll_ready(&self, turn: u64, now: Instant) -> bool {
+        let Tried { found, poll_all } = self.hot.try_recv(&self.sources, turn, now);
+        // What was received stays found if the other sockets have nothing.
+        let others = poll_all && self.poll_all(now);
+        found || others
+    }
+
+    // ------------------------------------------------------------------ polls and posts
+
+    /// A completion queue is polled.
+    #[inline]
+    pub(crate) fn count_poll(&self) {
+        self.lease.count_poll();
+    }
+
+    /// How often completion queues were polled, and how often in vain.
+    pub(crate) fn polls(&self) -> Polls {
+        Polls {
+            all: self.lease.polls(),
+            idle: self.cork.idle_polls(),
+        }
+    }
+
+    /// A poll found its completion queue empty: the calling thread handles what is ready.
+    pub fn on_idle_poll(&self) {
+        let (idle_polls, then) = self.cork.on_idle_poll();
+        let IdlePoll::Proceed { flush } = then else {
+            return;
+        };
+        let now = clock::now();
+        let t = self.epoch.nanos(now);
+        self.perform(self.lease.on_poll(t));
+        if flush {
+            self.flush_corked(now);
+        }
+        let from_memory = self.poll_memory(now);
+        let sockets_each = if from_memory {
+            SOCKETS_EACH_HIT
+        } else {
+            SOCKETS_EACH_MISS
+        };
+        let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
+        let from_sockets = sockets && self.poll_ready(idle_polls, now);
+        if !from_sockets && !from_memory {
+            for qp in self.take_delayed() {
+                qp.flush_due(now);
+            }
+        }
+        // Polling threads run deadlines too: the worker may not get a processor as long as this thread has one.
+        if self.deadlines.is_due(t) {
+            self.run_deadlines();
+        }
+    }
+
+    /// A request was posted and sent.
+    #[inline]
+    pub(crate) fn on_post(&self, now: Instant) {
+        self.perform(self.lease.on_post(self.epoch.nanos(now)));
+    }
+
+    /// A completion queue is armed: the program is about to sleep, so nothing may wait for its next poll.
+    pub(crate) fn on_arm(&self) {
+        self.lease.on_arm();
+        self.cork.on_arm();
+        self.flush_delayed(clock::now());
+    }
+
+    /// Carries out what the lease decided.
+    #[inline]
+    fn perform(&self, actions: Actions) {
+        if actions.take_sockets {
+            // The next ready socket would wake the worker for nothing.
+            let _ = epoll::modify(
+                self.worker.get(),
+                self.sockets.get(),
+                EventData::new_u64(TOKEN_SOCKETS),
+                EventFlags::ONESHOT,
+            );
+        }
+        if let Some(after) = actions.set_timer {
+            set_timer(&self.lease_timer, after);
+        }
+    }
+
+    /// The calling thread will not handle the sockets for a while: the worker takes over now.
+    pub fn hand_over(&self) {
+        self.lease.end();
+        self.wake();
+    }
+
+    fn wake(&self) {
+        let _ = rustix::io::write(self.wake.get(), &1_u64.to_ne_bytes());
+    }
+
+    // ------------------------------------------------------------------ corked requests, delayed acknowledgements
+
+    /// Whether a request that is posted to a stream now may be corked ([`cork`]).
+    pub(crate) fn may_cork(&self) -> bool {
+        self.cork.on_post()
+    }
+
+    /// Corks what was posted. False: no thread polls, and it has to be sent now.
+    pub(crate) fn cork(&self, qp: Option<Arc<dyn DelayedAck>>) -> bool {
+        let now = clock::now();
+        if !self.lease.is_polled(self.epoch.nanos(now)) {
+            return false;
+        }
+        self.cork_since(self.cork.idle_polls(), now, qp);
+        true
+    }
+
+    /// Corks more of a queue pair that has corked requests.
+    pub(crate) fn cork_more(&self) {
+        self.cork.corked(self.cork.idle_polls());
+    }
+
+    /// Corks what was posted after so many idle polls. `qp`: the queue pair, if it is not registered as corked yet.
+    pub(crate) fn cork_since(
+        &self,
+        idle_polls: u64,
+        now: Instant,
+        qp: Option<Arc<dyn DelayedAck>>,
+    ) {
+        let is_first = qp.is_some();
+        if is_first {
+            self.corked.lock().extend(qp);
+        }
+        self.cork.corked(idle_polls);
+        self.perform(self.lease.on_cork(self.epoch.nanos(now)));
+        if is_first {
+            // Store-load pair with the end of a lease: this thread stores what is corked, then loads the lease; the worker
+            // finds the lease over, then loads what is corked (`flush_delayed`). One of the two sees the other.
+            fence(Ordering::SeqCst);
+            let t = self.epoch.nanos(clock::now());
+            if !self.lease.is_polled(t) {
+                self.perform(self.lease.grant(t, true));
+            }
+        }
+    }
+
+    fn flush_corked(&self, now: Instant) {
+        self.cork.uncork();
+        let corked = std::mem::take(&mut *self.corked.lock());
+        for qp in corked {
+            qp.flush(now);
+        }
+    }
+
+    /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by the next poll that finds
+    /// nothing, or by the worker before it sleeps.
+    pub(crate) fn schedule_ack(&self, qp: Arc<dyn DelayedAck>) {
+        self.delayed.lock().push(qp);
+        self.delayed_count.fetch_add(1, Ordering::Release);
+    }
+
+    /// Sends corked requests and all delayed acknowledgements.
+    pub fn flush_delayed(&self, now: Instant) {
+        // See `cork_since`.
+        fence(Ordering::SeqCst);
+        if self.cork.is_corked() {
+            self.flush_corked(now);
+        }
+        for qp in self.take_delayed() {
+            qp.flush(now);
+        }
+    }
+
+    fn take_delayed(&self) -> DelayedAcks {
+        if self.delayed_count.load(Ordering::Acquire) == 0 {
+            return DelayedAcks::new();
+        }
+        let delayed = std::mem::take(&mut *self.delayed.lock());
+        self.delayed_count
+            .fetch_sub(delayed.len(), Ordering::AcqRel);
+        delayed
+    }
+
+    // ------------------------------------------------------------------ polled memory
+
+    #[inline]
+    fn has_memories(&self) -> bool {
+        self.memory_count.load(Ordering::Relaxed) > 0
+    }
+
+    /// Polls memory for a source, which gets [`Source::memory_ready`].
+    pub(crate) fn add_memory(&self, memory: Arc<dyn PolledMemory>, source: Weak<dyn Source>) {
+        let mut memories = self.memories.write();
+        memories.push((memory, source));
+        self.memory_count.store(memories.len(), Ordering::Relaxed);
+    }
+
+    /// Polls it no longer.
+    pub(crate) fn remove_memory(&self, memory: &Arc<dyn PolledMemory>) {
+        let mut memories = self.memories.write();
+        memories.retain(|(m, _)| !Arc::ptr_eq(m, memory));
+        self.memory_count.store(memories.len(), Ordering::Relaxed);
+    }
+
+    /// Handles memory that is ready; whether there was any.
+    fn poll_memory(&self, now: Instant) -> bool {
+        if !self.has_memories() || self.is_broken() {
+            return false;
+        }
+        let ready: SmallVec<[Weak<dyn Source>; 8]> = {
+            let memories = self.memories.read();
+            let ready = memories.iter().filter(|(memory, _)| memory.is_ready());
+            ready.map(|(_, source)| Weak::clone(source)).collect()
+        };
+        for source in &ready {
+            if let Some(source) = source.upgrade() {
+                source.memory_ready(now);
+            }
+        }
+        !ready.is_empty()
+    }
+
+    /// Asks the peers for wake-ups from now on. Whether there is something to do all the same.
+    fn memory_prepare_sleep(&self) -> bool {
+        self.has_memories()
+            && !self.is_broken()
+            && self
+                .memories
+                .read()
+                .iter()
+                .fold(false, |any, (memory, _)| memory.prepare_sleep() || any)
+    }
+
+    // ------------------------------------------------------------------ buffers
+
+    /// A receive buffer of [`RX_BUFFER_LEN`] bytes.
+    pub(crate) fn rx_buffer(&self) -> Box<[u8]> {
+        self.buffers.take_rx()
+    }
+
+    /// Returns a receive buffer for reuse.
+    pub(crate) fn return_rx_buffer(&self, buffer: Box<[u8]>) {
+        self.buffers.return_rx(buffer);
+    }
+
+    /// A transmit buffer.
+    pub(crate) fn tx_buffer(&self) -> Vec<u8> {
+        self.buffers.take_tx()
+    }
+
+    /// Returns a transmit buffer for reuse.
+    pub(crate) fn return_tx_buffer(&self, buffer: Vec<u8>) {
+        self.buffers.return_tx(buffer);
+    }
+
+    // ------------------------------------------------------------------ deadlines
+
+    /// Requests [`Source::timeout`] of `token` at `at`.
+    pub fn deadline(&self, token: Token, at: Instant) {
+        let set_timer = || self.wake_worker_at(at, clock::now());
+        self.deadlines
+            .add(token, at, &self.sources, self.epoch, set_timer);
+    }
+
+    /// Sets the timer of the first deadline. While a thread polls, and so runs deadlines, it is set a lease later: the worker
+    /// runs the deadline only if the polling ends just then.
+    fn wake_worker_at(&self, at: Instant, now: Instant) {
+        let polled = self.lease.runs_deadlines(self.epoch.nanos(now));
+        let at = if polled { at + LEASE } else { at };
+        set_timer(&self.deadline_timer, at.saturating_duration_since(now));
+    }
+
+    fn run_deadlines(&self) {
+        // The clock is read once: a deadline that passes meanwhile waits for the next turn.
+        let now = clock::now();
+        let set_timer = |at| self.wake_worker_at(at, now);
+        while let Some(token) = self.deadlines.pop_due(now, self.epoch, set_timer) {
+            if let Some(source) = self.sources.get(token) {
+                source.timeout(now);
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ state
+
+    fn count_wake(&self) {
+        self.wakes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Times that the worker returned from the kernel.
+    pub(crate) fn wakes(&self) -> u64 {
+        self.wakes.load(Ordering::Relaxed)
+    }
+
+    /// Whether an internal error was caught: nothing is sent or received any more.
+    #[inline]
+    pub fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// Marks the device as broken; whether it was before.
+    pub(crate) fn set_broken(&self) -> bool {
+        self.broken.swap(true, Ordering::AcqRel)
+    }
+
+    // ------------------------------------------------------------------ threads that wait for an event
+
+    /// Blocks until `fd` is readable, and handles the sockets meanwhile. For threads that wait for an event.
+    ///
+    /// Returns after [`WAIT_WORKING`] in any case, so that the caller can check its condition. `Err` when a signal handler
+    /// ran that interrupts system calls.
+    pub fn work_until_readable(&self, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
+        self.work_for(WAIT_WORKING, fd)
+    }
+
+    /// [`Self::work_until_readable`] for `time`, or [`WAIT_WORKING`] if that is shorter.
+    pub fn work_for(&self, time: Duration, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
+        self.hot.begin_sleep(&self.sources);
+        let worked = self.work_and_wait(time, fd);
+        self.hot.end_sleep();
+        worked
+    }
+
+    fn work_and_wait(&self, time: Duration, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
+        use rustix::event::{PollFd, PollFlags};
+        let time = time.min(WAIT_WORKING);
+        let mut now = clock::now();
+        let until = now + time;
+        for turn in 1.. {
+            if now >= until {
+                break;
+            }
+            let slice = until.saturating_duration_since(now).min(WAIT_SLICE);
+            self.perform(self.lease.on_wait(self.epoch.nanos(now), slice));
+            self.flush_delayed(now);
+            if self.memory_prepare_sleep() {
+                self.poll_memory(now);
+                if socket::wait_readable(fd, Duration::ZERO) {
+                    break;
+                }
+                now = clock::now();
+                continue;
+            }
+            let mut fds = [
+                PollFd::from_borrowed_fd(fd, PollFlags::IN),
+                PollFd::from_borrowed_fd(self.sockets.get(), PollFlags::IN),
+            ];
+            let left = Timespec {
+                tv_sec: 0,
+                tv_nsec: slice.subsec_nanos().into(),
+            };
+            // The sockets of a broken device are not handled.
+            let watched = if self.is_broken() { 1 } else { fds.len() };
+            let watched = fds.get_mut(..watched).unwrap_or(&mut []);
+            match rustix::event::poll(watched, Some(&left)) {
+                Ok(_) => {}
+                Err(rustix::io::Errno::INTR) => {
+                    if thread::handlers_interrupt() {
+                        return Err(Interrupted);
+                    }
+                }
+                Err(_) => break,
+            }
+            now = clock::now();
+            let [event, sockets] = &fds;
+            if !event.revents().is_empty() {
+                if !sockets.revents().is_empty() {
+                    self.poll_all(now);
+                }
+                break;
+            }
+            if !sockets.revents().is_empty() {
+                let Tried { found, poll_all } = self.hot.try_recv(&self.sources, turn, now);
+                if poll_all || !found {
+                    self.poll_all(now);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A signal handler ran that interrupts system calls (one without `SA_RESTART`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Interrupted;
+
+fn add(set: &EngineFd, fd: BorrowedFd<'_>, token: u64, flags: EventFlags) -> io::Result<()> {
+    Ok(epoll::add(set.get(), fd, EventData::new_u64(token), flags)?)
+}
+
+fn interest(writable: bool) -> EventFlags {
+    let flags = EventFlags::IN | EventFlags::RDHUP;
+    if writable {
+        flags | EventFlags::OUT
+    } else {
+        flags
+    }
+}
+
+/// Reads the counter of a timer or eventfd, which makes it unreadable again.
+fn drain_counter(fd: &EngineFd) {
+    let mut count = [0_u8; 8];
+    let _ = rustix::io::read(fd.get(), &mut count);
+}
+
+/// Sets a one-shot timer. After zero time it fires at once.
+fn set_timer(timer: &EngineFd, after: Duration) {
+    // Zero would stop the timer.
+    let after = after.max(Duration::from_nanos(1));
+    let value = Timespec {
+        tv_sec: after.as_secs().try_into().unwrap_or(i64::MAX),
+        tv_nsec: after.subsec_nanos().into(),
+    };
+    let once = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let _ = timerfd_settime(
+        timer.get(),
+        TimerfdTimerFlags::empty(),
+        &Itimerspec {
+            it_interval: once,
+            it_value: value,
+        },
+    );
+}

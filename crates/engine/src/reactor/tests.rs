@@ -1,0 +1,283 @@
+//! Tests of the reactor with real sockets and timers, without a worker thread.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, Weak};
+
+use super::hot::DISARM_AFTER_HITS;
+use super::worker::{ROUNDS_MAX, SpinBudget};
+use super::*;
+
+/// Longer than any delay of a loaded machine between two lines of a test.
+const LONG: Duration = Duration::from_millis(20);
+
+/// A budget that spins so long that what a test sends meanwhile arrives in time.
+fn budget() -> SpinBudget {
+    SpinBudget::new(LONG)
+}
+
+/// Writes a byte to a socket when it is flushed, after a delay.
+struct Acknowledges(UnixStream, Duration);
+
+impl DelayedAck for Acknowledges {
+    fn flush(&self, _now: Instant) {
+        std::thread::sleep(self.1);
+        assert_eq!(rustix::io::write(&self.0, &[1]), Ok(1));
+    }
+}
+
+/// Receives one byte at a time; records what it was called for.
+struct Bytes {
+    reactor: &'static Reactor,
+    token: Mutex<Token>,
+    fd: UnixStream,
+    calls: Mutex<Vec<&'static str>>,
+}
+
+impl Bytes {
+    fn record(&self, what: &'static str) {
+        let mut calls = self.calls.lock().unwrap();
+        if calls.last() != Some(&what) {
+            calls.push(what);
+        }
+    }
+
+    fn calls(&self) -> Vec<&'static str> {
+        std::mem::take(&mut *self.calls.lock().unwrap())
+    }
+
+    fn recv(&self) -> bool {
+        rustix::io::read(&self.fd, &mut [0]).is_ok()
+    }
+}
+
+impl Source for Bytes {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        self.record("ready");
+        self.recv();
+    }
+
+    fn try_recv_hot(self: Arc<Self>, _now: Instant) -> Option<bool> {
+        self.record("tried");
+        Some(self.recv())
+    }
+
+    fn set_armed(&self, armed: bool) {
+        let token = *self.token.lock().unwrap();
+        if armed {
+            self.record("rearmed");
+            self.reactor.want_write(token, self.fd.as_fd(), false);
+        } else {
+            self.record("disarmed");
+            self.reactor.disarm(token, self.fd.as_fd());
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+}
+
+fn reactor() -> &'static Reactor {
+    // Reactor and source refer to each other: a static list keeps leak detection from reporting them.
+    static ALL: Mutex<Vec<&Reactor>> = Mutex::new(Vec::new());
+    let reactor: &'static Reactor = Box::leak(Box::new(Reactor::new().unwrap()));
+    ALL.lock().unwrap().push(reactor);
+    reactor
+}
+
+/// A reactor without a thread, a source, and the other end of its socket.
+fn idle() -> (&'static Reactor, Arc<Bytes>, UnixStream) {
+    let reactor = reactor();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let bytes = Arc::new(Bytes {
+        reactor,
+        token: Mutex::new(Token::NONE),
+        fd: ours,
+        calls: Mutex::default(),
+    });
+    let source = Arc::clone(&bytes) as Arc<dyn Source>;
+    let token = reactor.add(source, bytes.fd.as_fd(), false).unwrap();
+    *bytes.token.lock().unwrap() = token;
+    (reactor, bytes, theirs)
+}
+
+/// A reactor whose socket became hot and was disarmed; `send` sends it a byte.
+fn hot() -> (&'static Reactor, Arc<Bytes>, impl Fn()) {
+    let (reactor, bytes, theirs) = idle();
+    let send = move || assert_eq!(rustix::io::write(&theirs, &[1]), Ok(1));
+    for _ in 0..=DISARM_AFTER_HITS {
+        send();
+        assert!(reactor.poll_ready(1, clock::now()));
+    }
+    (reactor, bytes, send)
+}
+
+#[test]
+fn nothing_is_corked_while_no_thread_polls() {
+    let reactor = reactor();
+    assert!(!reactor.cork(None));
+    // A preempted test may find the lease over again.
+    let corked = (0..100).any(|_| {
+        reactor.on_idle_poll();
+        reactor.cork(None)
+    });
+    assert!(corked);
+}
+
+/// The lease ends between the check of it and the request that is corked: no other thread would send that request.
+#[test]
+fn what_is_corked_when_the_lease_has_ended_sets_the_timer_again() {
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let qp = Arc::new(Acknowledges(ours, Duration::ZERO));
+    let reactor = reactor();
+    let checked = clock::now();
+    reactor.perform(reactor.lease.grant(reactor.epoch.nanos(checked), false));
+    let timer = reactor.lease_timer.get();
+    assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
+    reactor.sleep_and_work(&mut budget());
+    let idle_polls = reactor.cork.idle_polls();
+    reactor.cork_since(idle_polls, checked, Some(qp as Arc<dyn DelayedAck>));
+    assert!(reactor.cork.is_corked());
+    assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
+    reactor.sleep_and_work(&mut budget());
+    assert!(!reactor.cork.is_corked());
+}
+
+/// Two leases overlap, and the timer of the shorter one was set last.
+#[test]
+fn a_timer_that_fires_during_a_lease_is_set_again() {
+    let reactor = reactor();
+    let start = clock::now();
+    let wait = reactor.lease.on_wait(reactor.epoch.nanos(start), 5 * LONG);
+    let lease = wait.set_timer.unwrap();
+    set_timer(&reactor.lease_timer, Duration::ZERO);
+    reactor.sleep_and_work(&mut budget());
+    let timer = reactor.lease_timer.get();
+    assert!(socket::wait_readable(timer.as_fd(), 100 * lease));
+    assert!(clock::now() >= start + lease);
+}
+
+/// Delayed acknowledgements are sent before the worker spins, and what they bring is received in the same turn.
+#[test]
+fn a_worker_that_spins_receives_what_arrives_meanwhile() {
+    let (soon, late) = (Duration::ZERO, 2 * LONG);
+    // What arrived in time paid for one spin, and the next was in vain; what arrived late paid for none.
+    let cases = [
+        (0, soon, (true, 0)),
+        (1, soon, (false, 1)),
+        (2, late, (false, 0)),
+    ];
+    for (credit, delay, after) in cases {
+        let (reactor, bytes, other) = idle();
+        assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
+        // Kept: dropping it would close the socket, which is ready from then on.
+        let qp = Arc::new(Acknowledges(other, delay));
+        reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
+        let mut spin = SpinBudget::with_credit(LONG, credit);
+        reactor.sleep_and_work(&mut spin);
+        assert!(reactor.take_delayed().is_empty());
+        let left = bytes.recv();
+        assert_eq!((left, spin.credit()), after);
+    }
+}
+
+/// A peer that waits for its acknowledgement sends nothing that would wake the worker, however much it sent before.
+#[test]
+fn delayed_acknowledgements_are_sent_behind_any_number_of_rounds() {
+    for rounds in [1, ROUNDS_MAX - 1, ROUNDS_MAX, ROUNDS_MAX + 1] {
+        let (reactor, _bytes, other) = idle();
+        for _ in 0..rounds {
+            assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
+        }
+        let qp = Arc::new(Acknowledges(other, Duration::ZERO));
+        reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
+        reactor.sleep_and_work(&mut budget());
+        assert!(reactor.take_delayed().is_empty(), "behind {rounds} rounds");
+    }
+}
+
+#[test]
+fn a_hot_socket_is_disarmed_until_the_worker_takes_over() {
+    let (reactor, bytes, send) = hot();
+    assert_eq!(bytes.calls(), ["ready", "tried", "disarmed"]);
+    send();
+    assert!(!reactor.poll_all(clock::now()));
+    reactor.hand_over();
+    reactor.sleep_and_work(&mut budget());
+    assert_eq!(bytes.calls(), ["rearmed", "ready"]);
+    // The worker left it armed.
+    send();
+    assert!(reactor.poll_all(clock::now()));
+}
+
+#[test]
+fn another_ready_socket_rearms_the_hot_one() {
+    let (reactor, bytes, send) = hot();
+    let (other, end) = UnixStream::pair().unwrap();
+    let source = Arc::clone(&bytes) as Arc<dyn Source>;
+    reactor.add(source, other.as_fd(), false).unwrap();
+    rustix::io::write(&end, &[1]).unwrap();
+    assert!(reactor.poll_all(clock::now()));
+    assert!(bytes.calls().contains(&"rearmed"));
+    send();
+    assert!(reactor.poll_all(clock::now()));
+}
+
+#[test]
+fn a_thread_that_sleeps_until_a_socket_is_ready_is_woken() {
+    let (reactor, bytes, send) = hot();
+    send();
+    let (quiet, _end) = UnixStream::pair().unwrap();
+    bytes.calls();
+    reactor
+        .work_for(Duration::from_millis(1), quiet.as_fd())
+        .unwrap();
+    assert_eq!(bytes.calls(), ["rearmed", "tried"]);
+    // Nothing is disarmed while a thread sleeps.
+    reactor.hot.begin_sleep(&reactor.sources);
+    for _ in 0..=2 * DISARM_AFTER_HITS {
+        send();
+        assert!(reactor.poll_ready(1, clock::now()));
+    }
+    assert!(!bytes.calls().contains(&"disarmed"));
+    reactor.hot.end_sleep();
+}
+
+/// Memory with something to receive, until it is received.
+struct Memory(AtomicBool);
+
+impl PolledMemory for Memory {
+    fn is_ready(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    fn prepare_sleep(&self) -> bool {
+        self.is_ready()
+    }
+}
+
+struct MemoryUser(Arc<Memory>);
+
+impl Source for MemoryUser {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn memory_ready(self: Arc<Self>, _now: Instant) {
+        self.0.0.store(false, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn a_poll_handles_memory_that_is_ready() {
+    let reactor = reactor();
+    let memory = Arc::new(Memory(AtomicBool::new(true)));
+    let user: Arc<dyn Source> = Arc::new(MemoryUser(Arc::clone(&memory)));
+    let polled = Arc::clone(&memory) as Arc<dyn PolledMemory>;
+    let weak: Weak<dyn Source> = Arc::downgrade(&user);
+    reactor.add_memory(Arc::clone(&polled), weak);
+    reactor.on_idle_poll();
+    assert!(!memory.is_ready());
+    memory.0.store(true, Ordering::SeqCst);
+    reactor.remove_memory(&polled);
+    reactor.on_idle_poll();
+    assert!(memory.is_ready(), "it is no longer polled");
+}

@@ -1,0 +1,231 @@
+//! The worker thread: handles sockets and deadlines while no thread polls.
+
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use rustix::event::epoll::{self, EventData, EventFlags};
+
+use super::{
+    Reactor, TOKEN_DEADLINE, TOKEN_LEASE, TOKEN_SOCKETS, TOKEN_WAKE, Token, drain_counter,
+    set_timer,
+};
+use crate::clock;
+use crate::sys::thread;
+
+/// The name of the worker thread.
+pub(crate) const THREAD_NAME: &str = "anywarp";
+/// Bytes of the worker's stack.
+const STACK_BYTES: usize = 512 * 1024;
+/// Times in a row that the worker handles ready sockets before it looks at its timers again.
+pub(super) const ROUNDS_MAX: usize = 64;
+/// How long the worker spins for more before it sleeps: waking it takes longer, and part of that is the sender's time.
+const SPIN_FOR: Duration = Duration::from_micros(25);
+/// The time between two looks of a spinning worker: what arrives meanwhile is received, and acknowledged, together.
+const SPIN_PAUSE: Duration = Duration::from_nanos(1000);
+
+/// Decides whether the worker spins before it sleeps: while that brings something. It brings nothing where the sender shares
+/// the worker's processor or sends seldom; there it is tried only now and then.
+#[derive(Debug)]
+pub(super) struct SpinBudget {
+    spin_for: Duration,
+    credit: u32,
+    /// Sleeps without spinning.
+    sleeps: u32,
+}
+
+impl SpinBudget {
+    /// The largest credit: five spins in vain use it up.
+    const CREDIT_MAX: u32 = 16;
+    /// Credit for each spin that brought something.
+    const CREDIT_PER_HIT: u32 = 2;
+    /// Without credit the worker spins once in so many sleeps.
+    const TRY_EACH: u32 = 64;
+
+    pub(super) fn new(spin_for: Duration) -> Self {
+        Self {
+            spin_for,
+            credit: 0,
+            sleeps: 0,
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn with_credit(spin_for: Duration, credit: u32) -> Self {
+        Self {
+            credit,
+            ..Self::new(spin_for)
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn credit(&self) -> u32 {
+        self.credit
+    }
+
+    /// The worker has nothing to do; whether it spins.
+    fn may_spin(&mut self) -> bool {
+        if self.credit > 0 {
+            return true;
+        }
+        self.sleeps = self.sleeps.wrapping_add(1);
+        self.sleeps.is_multiple_of(Self::TRY_EACH)
+    }
+
+    /// A spin is over. `hit`: something arrived in time. What arrived later may have done so because another thread had the
+    /// processor meanwhile, perhaps the sender.
+    fn record(&mut self, hit: bool) {
+        self.credit = if hit {
+            Self::CREDIT_MAX.min(self.credit + Self::CREDIT_PER_HIT)
+        } else {
+            self.credit / 2
+        };
+    }
+}
+
+/// Starts the worker of a reactor. It begins when `take` delivers the reactor, and ends when the sender is dropped without.
+/// `on_panic` receives the payload of a panic.
+pub(crate) fn spawn(
+    take: std::sync::mpsc::Receiver<&'static Reactor>,
+    on_panic: fn(&(dyn Any + Send)),
+) -> io::Result<()> {
+    std::thread::Builder::new()
+        .name(THREAD_NAME.into())
+        .stack_size(STACK_BYTES)
+        .spawn(move || {
+            thread::block_signals();
+            if let Ok(reactor) = take.recv() {
+                reactor.work(on_panic);
+            }
+        })?;
+    Ok(())
+}
+
+impl Reactor {
+    /// The worker's loop. A panic in it makes the device unusable; the process goes on.
+    fn work(&self, on_panic: fn(&(dyn Any + Send))) {
+        let mut spin = SpinBudget::new(SPIN_FOR);
+        loop {
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| self.sleep_and_work(&mut spin)))
+            {
+                on_panic(&*payload);
+                // Dropping the payload of a panic may panic again.
+                let _leaked = std::mem::ManuallyDrop::new(payload);
+            }
+        }
+    }
+
+    /// Sleeps until the worker is needed, and does what is to be done.
+    pub(super) fn sleep_and_work(&self, spin: &mut SpinBudget) {
+        let mut events: [epoll::Event; 8] = [epoll::Event {
+            flags: EventFlags::empty(),
+            data: EventData::new_u64(0),
+        }; 8];
+        let n = epoll::wait(self.worker.get(), events.as_mut_slice(), None).unwrap_or(0);
+        self.count_wake();
+        let mut lease_timer_fired = false;
+        for event in events.iter().take(n) {
+            match event.data.u64() {
+                TOKEN_LEASE => {
+                    drain_counter(&self.lease_timer);
+                    lease_timer_fired = true;
+                }
+                TOKEN_DEADLINE => {
+                    drain_counter(&self.deadline_timer);
+                    self.run_deadlines();
+                }
+                TOKEN_WAKE => drain_counter(&self.wake),
+                _ => {}
+            }
+        }
+        let (mut rounds, mut spin_until) = (0, None);
+        while rounds < ROUNDS_MAX {
+            let now = clock::now();
+            let t = self.epoch.nanos(now);
+            if let Some(left) = self.lease.on_wake(t) {
+                // A thread polls: the lease timer wakes the worker when the lease ends.
+                if lease_timer_fired {
+                    // Two leases overlapped, and the timer of the shorter one was set last.
+                    set_timer(&self.lease_timer, left);
+                }
+                return;
+            }
+            self.hot.set(&self.sources, Token::NONE);
+            let from_memory = self.poll_memory(now);
+            if self.poll_all(now) || from_memory {
+                rounds += 1;
+                if let Some(until) = spin_until.take() {
+                    spin.record(now < until);
+                }
+                continue;
+            }
+            match spin_until {
+                None => {
+                    self.flush_delayed(now);
+                    if rounds == 0 || self.is_broken() || !spin.may_spin() {
+                        break;
+                    }
+                    spin_until = Some(now + spin.spin_for);
+                }
+                Some(until) if now >= until => {
+                    spin.record(false);
+                    break;
+                }
+                Some(_) => {}
+            }
+            if self.deadlines.is_due(t) {
+                self.run_deadlines();
+            }
+            // Without yielding: a thread that yields gives away its whole share of a processor that others want.
+            let next = now + SPIN_PAUSE;
+            while clock::now() < next {
+                std::hint::spin_loop();
+            }
+        }
+        if rounds >= ROUNDS_MAX {
+            // The peer may wait for a delayed acknowledgement, and send nothing more that would wake the worker.
+            self.flush_delayed(clock::now());
+        }
+        if self.memory_prepare_sleep() {
+            // Something arrived meanwhile: wake up at once.
+            self.wake();
+        }
+        if self.is_broken() {
+            // The sockets of a broken device are not read: they would wake the worker for ever.
+            return;
+        }
+        let _ = epoll::modify(
+            self.worker.get(),
+            self.sockets.get(),
+            EventData::new_u64(TOKEN_SOCKETS),
+            EventFlags::IN | EventFlags::ONESHOT,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worker_spins_while_that_brings_something() {
+        let mut spin = SpinBudget::new(SPIN_FOR);
+        let tries = |spin: &mut SpinBudget| {
+            (0..2 * SpinBudget::TRY_EACH)
+                .filter(|_| spin.may_spin())
+                .count()
+        };
+        assert_eq!(tries(&mut spin), 2);
+        spin.record(true);
+        assert!(spin.may_spin());
+        for _ in 0..100 {
+            spin.record(true);
+        }
+        for _ in 0..5 {
+            assert!(spin.may_spin());
+            spin.record(false);
+        }
+        assert_eq!(tries(&mut spin), 2);
+    }
+}

@@ -1,0 +1,6 @@
+//! The atomics of the state machines that loom checks: those of loom in builds with `--cfg loom`, else the standard ones.
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{AtomicU64, Ordering, fence};
