@@ -6,9 +6,9 @@
 //!
 //! ```text
 //!  down: post -> take -> build -> segment -> frame -> gather -> send
-//!        sq.rs   sq.rs   rdmap/tx  ddp/tx    llp/mpa/frame     engine
+//!        sq.rs   connection/tx  connection/build  ddp/tx  llp/mpa/frame  Memory  engine
 //!  up:   recv -> deframe -> admit -> place -> deliver -> complete -> poll
-//!        engine  llp/mpa/deframe  ddp/rx  Memory  rdmap/rx  verbs/cq
+//!        engine  llp/mpa/deframe  connection/rx  Memory  connection/deliver  verbs/cq
 //! ```
 //!
 //! Read in this order: [`verbs`] (what the application sees), [`connection`] (one reliable queue pair and its
@@ -26,7 +26,6 @@ pub mod fault;
 pub mod llp;
 pub mod observe;
 pub mod rdmap;
-mod shm_handover;
 mod sync;
 pub mod verbs;
 pub mod wire;

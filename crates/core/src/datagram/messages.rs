@@ -18,7 +18,7 @@ use super::parity::Groups;
 use super::reassemble::{Coverage, Identity, Range};
 use super::table::Table;
 use crate::bounds;
-use crate::ddp::tx::Places;
+use crate::verbs::source::Places;
 use crate::verbs::wr::RecvRequest;
 use crate::wire::{Stag, To};
 

@@ -24,7 +24,7 @@ use super::flow::Peer;
 use super::reassemble::Coverage;
 use super::table::Table;
 use crate::bounds;
-use crate::ddp::tx::Places;
+use crate::verbs::source::Places;
 use crate::wire::rdmap::ReadRequest;
 use crate::wire::{Stag, To};
 

@@ -7,7 +7,7 @@
 use smallvec::SmallVec;
 
 use super::Dropped;
-use crate::ddp::tx::Places;
+use crate::verbs::source::Places;
 use crate::verbs::wr::RecvRequest;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};

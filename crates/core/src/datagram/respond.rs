@@ -8,8 +8,9 @@ use super::reads::{REQUEST, Wanted};
 
 use super::{Arrival, DatagramQp, Dropped, ErrorReport};
 use crate::bounds;
-use crate::ddp::tx::{Address, Places, Source};
+use crate::ddp::tx::Address;
 use crate::verbs::access::Access;
+use crate::verbs::source::{Places, Source};
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::wire::To;

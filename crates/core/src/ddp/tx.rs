@@ -5,38 +5,11 @@
 
 use smallvec::SmallVec;
 
-use crate::verbs::mr::Placement;
-use crate::verbs::wr::InlineData;
+use crate::llp::mpa::frame::Segment;
+use crate::verbs::source::Source;
 use crate::wire::ddp::{Tagged, Untagged};
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Msn, Stag, To};
-
-/// Ranges of registered memory, in order.
-pub type Places = SmallVec<[Placement; 2]>;
-
-/// Where the payload of a message comes from.
-#[derive(Debug, Clone)]
-pub enum Source {
-    /// Bytes of our own: headers, inline data.
-    Bytes(InlineData),
-    /// User memory.
-    Memory {
-        /// The ranges, in order.
-        places: Places,
-        /// The bytes may change while they are sent, so a segment is always copied before its CRC is made.
-        volatile: bool,
-    },
-}
-
-impl Source {
-    /// The STag of the memory, 0 for bytes of our own.
-    pub(crate) fn stag(&self) -> Stag {
-        match self {
-            Self::Memory { places, .. } => places.first().map_or(Stag(0), Placement::stag),
-            Self::Bytes(_) => Stag(0),
-        }
-    }
-}
 
 /// How the segments of a message are addressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,19 +47,6 @@ pub struct Message {
     pub len: u64,
     /// Payload bytes already in segments.
     pub sent: u64,
-}
-
-/// A segment: header bytes, and which bytes of the message's source follow.
-#[derive(Debug, Clone)]
-pub struct Segment {
-    /// DDP and RDMAP header.
-    pub header: SmallVec<[u8; 18]>,
-    /// First payload byte in the message.
-    pub from: u64,
-    /// Payload bytes.
-    pub len: usize,
-    /// Whether it ends the message.
-    pub last: bool,
 }
 
 /// Cuts the next segment from `message`. A message of length zero is one segment.

@@ -1,8 +1,5 @@
-//! What an operation means (RFC 5040, RFC 7306): work requests become messages, segments become deliveries.
+//! RDMAP: what the messages of RFC 5040 and RFC 7306 mean.
 
-pub mod read;
-pub mod rx;
-pub mod tx;
-
-#[cfg(test)]
-mod tests;
+pub(crate) mod message;
+pub(crate) mod read;
+pub mod terminate;

@@ -5,7 +5,7 @@ use crate::wire::{Stag, To};
 
 /// An RDMA Read Request whose Response has not come completely.
 #[derive(Debug)]
-pub struct PendingRead {
+pub(crate) struct PendingRead {
     /// Number of the send request.
     pub request: u64,
     /// Where the data goes; none for a Read of length 0.
@@ -22,7 +22,7 @@ pub struct PendingRead {
 
 /// An Atomic Request whose Response has not come.
 #[derive(Debug)]
-pub struct PendingAtomic {
+pub(crate) struct PendingAtomic {
     /// Number of the send request.
     pub request: u64,
     /// Request identifier on the wire.

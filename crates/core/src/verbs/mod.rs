@@ -9,6 +9,7 @@ pub mod qp;
 pub mod qp_base;
 pub mod rnic;
 pub mod rq;
+pub mod source;
 pub mod sq;
 pub mod srq;
 pub mod wc;

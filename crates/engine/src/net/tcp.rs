@@ -560,7 +560,7 @@ fn terminate_frame(error: &PeerError, params: &StreamParams) -> Vec<u8> {
         ddp_header: None,
         read_request: None,
     };
-    let fpdu = anywarp_core::rdmap::tx::terminate_fpdu(&body, params.crc);
+    let fpdu = anywarp_core::rdmap::terminate::terminate_fpdu(&body, params.crc);
     if !params.send_markers {
         return fpdu;
     }

@@ -11,8 +11,10 @@ use super::crc::Crc32c;
 use super::deframe::{CRC, LENGTH};
 use super::marker::{INTERVAL, MARKER};
 use crate::bounds;
-use crate::ddp::tx::{Segment, Source};
+use smallvec::SmallVec;
+
 use crate::verbs::mr::{Memory, Placement};
+use crate::verbs::source::Source;
 
 /// Bytes to send, in order: our own, and user memory by reference.
 #[derive(Debug, Default)]
@@ -155,6 +157,19 @@ impl TxBatch {
             self.pieces.push(Piece::Own { from, to });
         }
     }
+}
+
+/// A segment: header bytes, and which bytes of the message's source follow.
+#[derive(Debug, Clone)]
+pub struct Segment {
+    /// DDP and RDMAP header.
+    pub header: SmallVec<[u8; 18]>,
+    /// First payload byte in the message.
+    pub from: u64,
+    /// Payload bytes.
+    pub len: usize,
+    /// Whether it ends the message.
+    pub last: bool,
 }
 
 /// The memory behind a segment is no longer registered.

@@ -1,16 +1,19 @@
-//! RDMAP receive side: *deliver* messages whose segments are placed, and do what requests ask for.
+//! Delivers complete messages: completes receives, serves requests, finishes our own requests.
 
 use std::time::Instant;
 
+use super::Connection;
+use super::stream::{End, First, Peer, Response};
 use crate::bounds;
-use crate::connection::{Connection, End, First, Peer, Response};
-use crate::ddp::rx::{Violation, remote_error};
-use crate::ddp::tx::{Address, Message, Places, Source};
+use crate::ddp::rx::Violation;
+use crate::ddp::tx::{Address, Message};
 use crate::error::PeerError;
 use crate::observe::Step;
+use crate::rdmap::terminate::remote_error;
 use crate::verbs::access::Access;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::rq::RecvQueue;
+use crate::verbs::source::{Places, Source};
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::wire::control::Control;
@@ -20,20 +23,9 @@ use crate::wire::rdmap::{
 };
 use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag, To};
 
-/// A Send that is arriving.
-#[derive(Debug)]
-pub(crate) struct ReceiveUnderWay {
-    pub(crate) request_id: u64,
-    pub(crate) places: Places,
-    pub(crate) room: u64,
-    pub(crate) received: u64,
-    pub(crate) msn: Msn,
-    pub(crate) opcode: Opcode,
-}
-
 impl Connection {
     /// A segment is placed (or is a message for the stack): if it ends its message, the message is delivered.
-    pub(crate) fn deliver(
+    pub(super) fn deliver(
         &mut self,
         now: Instant,
         header: &Header,
@@ -77,7 +69,7 @@ impl Connection {
 
     /// The peer's first message: the stream works in both directions now, and we learn what the peer is. True if the
     /// message was for that alone.
-    pub(crate) fn note_first(&mut self, header: &Header, len: usize) -> bool {
+    pub(super) fn note_first(&mut self, header: &Header, len: usize) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
         };
@@ -117,7 +109,7 @@ impl Connection {
     }
 
     /// An FPDU without a ULPDU: one reading of "zero-length FPDU" as ready-to-receive message (RFC 6581 §4.3 via the sheet 1.2).
-    pub(crate) fn take_empty_rtr(&mut self) -> bool {
+    pub(super) fn take_empty_rtr(&mut self) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
         };
@@ -151,7 +143,7 @@ impl Connection {
     }
 
     /// Counts the payload of a Write that was admitted, for the completion of an immediate behind it.
-    pub(crate) fn count_write(&mut self, len: u64) {
+    pub(super) fn count_write(&mut self, len: u64) {
         if let Some(s) = &mut self.stream {
             s.write_bytes += len;
         }
@@ -228,7 +220,7 @@ impl Connection {
     ///
     /// Returns false, and has changed nothing, if the segment has to take the general path ([`Self::admit`]). Memory,
     /// completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
-    pub(crate) fn receive_short(&mut self, header: &Header, payload: &[u8]) -> bool {
+    pub(super) fn receive_short(&mut self, header: &Header, payload: &[u8]) -> bool {
         match header {
             Header::Tagged(h) => self.receive_short_write(h, payload),
             Header::Untagged(h) => self.receive_short_send(h, payload),
@@ -303,7 +295,7 @@ impl Connection {
     }
 
     /// The receive under way ends without its message.
-    pub(crate) fn finish_receive(&mut self, status: Status) {
+    pub(super) fn finish_receive(&mut self, status: Status) {
         if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
             let mut entry = Completion::new(receive.request_id, status, WcOp::Recv, self.base.qpn);
             entry.byte_len = u32::try_from(receive.received).unwrap_or(u32::MAX);
@@ -450,7 +442,7 @@ impl Connection {
     }
 
     /// Counts the payload of a Read Response that was admitted.
-    pub(crate) fn count_read(&mut self, len: u64) {
+    pub(super) fn count_read(&mut self, len: u64) {
         if let Some(read) = self.stream.as_mut().and_then(|s| s.reads.front_mut()) {
             read.received += len;
         }
@@ -657,9 +649,9 @@ impl Connection {
             ));
         }
         match what {
-            Control::Hello { features, .. } => s.set_peer_features(features),
+            Control::Hello { features, .. } => s.handover.set_peer_features(features),
             Control::Pong => {}
-            Control::Handover(what) => s.receive_handover(what)?,
+            Control::Handover(what) => s.handover.receive(what)?,
             Control::Cookie => {
                 return Err(Violation::answer(PeerError::Control(
                     "a cookie on a stream",

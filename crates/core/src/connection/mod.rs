@@ -1,4 +1,4 @@
-//! One reliable queue pair and its stream: the machine that the engine drives.
+//! A reliable queue pair (RC, XRC) and its stream, as a state machine without I/O.
 //!
 //! Methods come in four kinds. *Commands* of the application: [`Connection::post_send`], [`Connection::post_recv`],
 //! [`Connection::modify`]. *Inputs*: [`Connection::handle_rx`], [`Connection::handle_written`],
@@ -6,245 +6,60 @@
 //! [`Connection::poll_event`], [`Connection::poll_timeout`], [`Connection::end`]; they may change after any command or
 //! input. Completions go straight to the completion queues. *Getters* change nothing.
 //!
-//! The steps of the data path are in the files named after them: `rdmap/tx.rs` (take, build), `ddp/tx.rs` (segment),
-//! `llp/mpa/frame.rs` (frame), `llp/mpa/deframe.rs` (deframe), `ddp/rx.rs` (admit), `rdmap/rx.rs` (deliver).
+//! | file | steps |
+//! |---|---|
+//! | `stream.rs` | the state of one stream |
+//! | `tx.rs` | take; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
+//! | `build.rs` | build the messages of a request |
+//! | `rx.rs` | calls deframe (`llp/mpa/deframe.rs`); admit, place |
+//! | `deliver.rs` | deliver a message |
+//! | `complete.rs` | complete requests; acknowledgements; failure |
+//! | `shm_handover.rs` | from TCP to shared memory |
+
+mod build;
+mod complete;
+mod deliver;
+mod rx;
+mod shm_handover;
+mod stream;
+mod tx;
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
-use crate::ddp::rx::{Direct, TermContext, Violation};
-use crate::ddp::tx::{Address, Message, Segment, Source, segment};
-use crate::error::{Misuse, PeerError, TermCode};
-use crate::llp::mpa::frame::{Invalidated, TxBatch, frame};
+use crate::error::Misuse;
 use crate::llp::mpa::marker::Inserter;
-use crate::observe::Step;
-use crate::rdmap::read::{PendingAtomic, PendingRead};
-use crate::rdmap::rx::ReceiveUnderWay;
-use crate::shm_handover::ShmHandover;
 use crate::verbs::event::AsyncEvent;
-use crate::verbs::mr::{LastRegion, Memory};
+use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{Attr, QpType, State};
 use crate::verbs::qp_base::{Parts, QpBase};
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::sq::{Phase, Retired};
-use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::verbs::sq::Phase;
+use crate::verbs::wc::Status;
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
-use crate::wire::To;
-use crate::wire::control::Control;
-use crate::wire::ddp::Untagged;
-use crate::wire::rdmap::{Opcode, ReadRequest};
-
-/// What the peer is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Peer {
-    /// Standard iWARP: completions at the socket, no RNR, no Send with immediate.
-    Standard,
-    /// Another anywarp: acknowledgements, RNR, Send with immediate.
-    Anywarp,
-    /// The first message will tell.
-    Unknown,
-}
-
-/// What start-up agreed on.
-#[derive(Debug, Clone, Copy)]
-pub struct StreamConfig {
-    /// CRCs are made and checked.
-    pub crc: bool,
-    /// Largest ULPDU to send.
-    pub mulpdu: usize,
-    /// The same towards a peer that was unknown and turns out to be an anywarp.
-    pub mulpdu_anywarp: usize,
-    /// What the peer is.
-    pub peer: Peer,
-    /// Reads and atomics of the peer that we serve at once.
-    pub ird: u32,
-    /// Reads and atomics that we have outstanding at most.
-    pub ord: u32,
-    /// We began: we send first. Otherwise nothing is sent before the peer's first message.
-    pub initiator: bool,
-    /// The message that makes the stream ready, to be sent first.
-    pub first: First,
-    /// Made through the connection manager: its end fails the queue pair, as the manager's user expects.
-    pub managed: bool,
-    /// The peer wants markers in what we send.
-    pub markers: bool,
-    /// The peer is on this host, and memory may be shared with it after so many requests.
-    pub shm_handover: Option<u32>,
-}
-
-/// What an initiator sends before anything else.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum First {
-    /// Nothing.
-    Nothing,
-    /// Our Hello.
-    Hello,
-    /// An RDMA Write of length 0.
-    Write,
-    /// An RDMA Read of length 0.
-    Read,
-    /// A Send of length 0.
-    Send,
-}
-
-/// How far the end of the stream is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// It goes on.
-    Open,
-    /// What is queued is to be sent, then the stream to be closed for sending.
-    Closing,
-    /// It is of no use any more.
-    Dead,
-}
-
-/// A message in transmission, and whose it is.
-#[derive(Debug)]
-pub(crate) struct Outgoing {
-    pub(crate) message: Message,
-    /// Number of the request that it belongs to; none for responses.
-    pub(crate) request: Option<u64>,
-    /// Last message of its request.
-    pub(crate) last: bool,
-}
-
-/// Where the message lies that is to be sent next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Next {
-    /// There is none.
-    Nothing,
-    /// The one under way.
-    Current,
-    /// The first of the request that was taken last.
-    Part,
-}
-
-/// Something to send that is not on the send queue.
-#[derive(Debug)]
-pub(crate) enum Response {
-    Read(Message),
-    Atomic(Message),
-    Control(Control),
-    Terminate(Message),
-    Rtr(Message),
-}
-
-#[derive(Debug)]
-pub(crate) struct Stream {
-    pub(crate) config: StreamConfig,
-    pub(crate) peer: Peer,
-    pub(crate) end: End,
-    pub(crate) handover: ShmHandover,
-    /// A message with fewer payload bytes may be sent by the shortcut `send_short`; 0 turns that off.
-    pub(crate) short_limit: u64,
-    /// CRCs are made.
-    pub(crate) crc_tx: bool,
-    /// CRCs are checked.
-    pub(crate) crc_rx: bool,
-    // --- transmit ---
-    pub(crate) may_send: bool,
-    pub(crate) current: Option<Outgoing>,
-    /// Messages of the request that was taken last, still to be sent.
-    pub(crate) parts: VecDeque<Message>,
-    pub(crate) parts_of: u64,
-    pub(crate) responses: VecDeque<Response>,
-    /// Sequence number of the last request message.
-    pub(crate) seq: u32,
-    pub(crate) next_send_msn: u32,
-    pub(crate) next_read_msn: u32,
-    pub(crate) next_atomic_response_msn: u32,
-    pub(crate) next_atomic_id: u32,
-    pub(crate) acked: u32,
-    pub(crate) ack_scan: u64,
-    /// The shared receive queue that the peer takes our requests to be for (XRC).
-    pub(crate) selected_srq: Option<u32>,
-    pub(crate) reads: VecDeque<PendingRead>,
-    pub(crate) atomics: VecDeque<PendingAtomic>,
-    pub(crate) rnr_until: Option<Instant>,
-    /// The peer waits for a Restart at this number.
-    pub(crate) restart: Option<u32>,
-    pub(crate) terminated: bool,
-    /// Puts markers into what we send, if the peer wants them.
-    pub(crate) markers: Option<Inserter>,
-    // --- receive ---
-    pub(crate) started: bool,
-    pub(crate) bye_received: bool,
-    /// Request messages of the peer that are done.
-    pub(crate) done: u32,
-    pub(crate) done_acked: u32,
-    pub(crate) recv_send_msn: u32,
-    pub(crate) recv_read_msn: u32,
-    pub(crate) recv_atomic_response_msn: u32,
-    pub(crate) receive: Option<ReceiveUnderWay>,
-    pub(crate) send_immediate: Option<[u8; 4]>,
-    pub(crate) write_bytes: u64,
-    pub(crate) last_write: Option<u32>,
-    /// Requests are dropped until the peer restarts at this number.
-    pub(crate) discarding: Option<u32>,
-    pub(crate) serving: u32,
-    pub(crate) direct: Option<Direct>,
-    pub(crate) last_rx: Option<Instant>,
-    pub(crate) pinged: bool,
-}
-
-/// Appends the FPDU of a segment to the batch, with markers if the peer wants them.
-fn frame_marked(
-    markers: &mut Option<Inserter>,
-    crc: bool,
-    segment: &Segment,
-    source: &Source,
-    memory: &dyn Memory,
-    batch: &mut TxBatch,
-) -> Result<(), Invalidated> {
-    let Some(markers) = markers else {
-        return frame(segment, source, crc, memory, batch);
-    };
-    let mut whole = TxBatch::default();
-    frame(segment, source, crc, memory, &mut whole)?;
-    let mut marked = Vec::with_capacity(whole.len() + whole.len() / 64);
-    markers.insert(whole.own(0, whole.len()), crc, &mut marked);
-    batch.push_raw(&marked);
-    Ok(())
-}
-
-impl Stream {
-    /// Sets the limit of the shortcut for sending: one segment, of which the payload is copied, and no markers.
-    pub(crate) fn set_short_limit(&mut self, shortcuts: bool) {
-        let room = self.config.mulpdu.saturating_sub(Untagged::LEN);
-        self.short_limit = match &self.markers {
-            None if shortcuts => (room + 1).min(bounds::COPY_LIMIT) as u64,
-            _ => 0,
-        };
-    }
-
-    /// Before the end: the peer hears of everything of it that is done.
-    fn push_ack(&mut self) {
-        if self.peer == Peer::Anywarp && self.done != self.done_acked {
-            self.done_acked = self.done;
-            self.responses
-                .push_back(Response::Control(Control::Ack { seq: self.done }));
-        }
-    }
-}
+use crate::wire::control::{Control, Handover};
+use shm_handover::ShmHandover;
+pub use stream::{End, First, Peer, StreamConfig};
+use stream::{Response, Stream};
 
 /// A reliable queue pair.
 pub struct Connection {
-    pub(crate) base: QpBase,
-    pub(crate) stream: Option<Stream>,
+    base: QpBase,
+    stream: Option<Stream>,
     /// The peer of a stream that was not managed has left in order: requests posted now find nobody.
-    pub(crate) peer_left: bool,
+    peer_left: bool,
     /// Until when requests wait for a peer that has left, as a card would repeat them.
-    pub(crate) give_up_at: Option<Instant>,
+    give_up_at: Option<Instant>,
     /// Short messages may take the shortcuts `send_short` and `receive_short`.
-    pub(crate) shortcuts: bool,
+    shortcuts: bool,
     /// Receives that have completed with success.
     received: u64,
-    pub(crate) not_ready: u64,
+    not_ready: u64,
     /// What was accessed last: to send it, and for the peer.
-    pub(crate) last_read: LastRegion,
-    pub(crate) last_written: LastRegion,
+    last_read: LastRegion,
+    last_written: LastRegion,
 }
 
 impl fmt::Debug for Connection {
@@ -563,7 +378,7 @@ impl Connection {
             markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
-            handover: ShmHandover::default(),
+            handover: ShmHandover::new(config.shm_handover, config.first == First::Hello),
             short_limit: 0,
             crc_tx: config.crc,
             crc_rx: config.crc,
@@ -607,7 +422,7 @@ impl Connection {
         };
         stream.set_short_limit(self.shortcuts);
         if config.initiator {
-            crate::rdmap::tx::queue_first(&mut stream);
+            stream.queue_first();
         }
         self.base.rq.forget_choice();
         self.peer_left = false;
@@ -697,61 +512,6 @@ impl Connection {
 
     // ------------------------------------------------------------------ outputs
 
-    /// Adds to `batch` what can be sent now; `flush` sends acknowledgements even without company. Whether the batch was full
-    /// first: there may be more.
-    pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
-        let before = batch.len();
-        let mut more = true;
-        while !batch.is_full() {
-            if self.send_short(now, batch) {
-                more = self.has_untaken();
-                if !more || batch.is_aligned() {
-                    break;
-                }
-                continue;
-            }
-            let next = self.next_message(now);
-            if next == Next::Nothing {
-                more = false;
-                break;
-            }
-            let ended = self.send_segment(next, batch);
-            if ended && batch.is_aligned() {
-                // Its last FPDU seldom fills a segment: whoever sends the batch ends the segment there.
-                break;
-            }
-        }
-        let must_ack = self.must_ack();
-        if self.ack_due()
-            && let Some(s) = &mut self.stream
-            && s.may_send
-            && !s.handover.tx_sealed
-            && (flush || must_ack || batch.len() > before)
-        {
-            s.done_acked = s.done;
-            let mut message = crate::rdmap::tx::control(Control::Ack { seq: s.done });
-            let segment = segment(&mut message, s.config.mulpdu);
-            let framed = frame_marked(
-                &mut s.markers,
-                s.crc_tx,
-                &segment,
-                &message.source,
-                &*self.base.rnic.memory,
-                batch,
-            );
-            debug_assert!(framed.is_ok(), "a control message has no user memory");
-            self.base.observe_all(|| {
-                [
-                    Step::Build(Opcode::Control, 0),
-                    Step::Segment(0, true),
-                    Step::Frame(segment.header.len()),
-                ]
-            });
-        }
-        self.after();
-        more
-    }
-
     /// Whether nothing is to be sent nor settled before something is received, posted, or due.
     pub fn is_quiet(&self) -> bool {
         let Some(s) = &self.stream else { return false };
@@ -770,91 +530,6 @@ impl Connection {
         self.stream
             .as_ref()
             .is_some_and(|s| !s.responses.is_empty())
-    }
-
-    /// Cuts and frames one segment; whether its message ends with it. A message whose memory is gone cannot be finished.
-    fn send_segment(&mut self, next: Next, batch: &mut TxBatch) -> bool {
-        let Some(s) = &mut self.stream else {
-            return false;
-        };
-        let (message, request, last) = match (next, &mut s.current) {
-            (Next::Current, Some(out)) => (&mut out.message, out.request, out.last),
-            _ => {
-                let last = s.parts.len() == 1;
-                let Some(message) = s.parts.front_mut() else {
-                    return false;
-                };
-                (message, Some(s.parts_of), last)
-            }
-        };
-        let segment = segment(message, s.config.mulpdu);
-        let (crc, memory) = (s.crc_tx, &*self.base.rnic.memory);
-        let framed = frame_marked(
-            &mut s.markers,
-            crc,
-            &segment,
-            &message.source,
-            memory,
-            batch,
-        );
-        let ended = message.sent >= message.len;
-        if framed.is_err() || next == Next::Part || ended {
-            // Out of its place, which is free then or has it as the message under way.
-            let message = match next {
-                Next::Part => s.parts.pop_front(),
-                _ => s.current.take().map(|out| out.message),
-            };
-            let Some(message) = message else { return false };
-            if framed.is_err() {
-                self.cannot_finish(request, &message, segment.from);
-                return false;
-            }
-            if !ended {
-                s.current = Some(Outgoing {
-                    message,
-                    request,
-                    last,
-                });
-            }
-        }
-        if let Some(number) = request
-            && segment.last
-            && last
-            && let Some(posted) = self.base.sq.get_mut(number)
-        {
-            posted.phase = Phase::Sent;
-        }
-        if segment.last && request.is_none() && last {
-            // `last` marks responses that hold an IRD slot.
-            s.serving = s.serving.saturating_sub(1);
-        }
-        self.base.observe_all(|| {
-            [
-                Step::Segment(segment.len, segment.last),
-                Step::Frame(segment.header.len() + segment.len),
-            ]
-        });
-        ended
-    }
-
-    /// The buffer behind a message was deregistered before byte `from` was sent.
-    fn cannot_finish(&mut self, request: Option<u64>, message: &Message, from: u64) {
-        if let Some(number) = request {
-            self.fail_request(
-                number,
-                Status::LocalProtection,
-                "memory of a posted request was deregistered",
-            );
-            return;
-        }
-        if let Some(s) = &mut self.stream {
-            // The answers behind this one would be taken for it.
-            s.responses.clear();
-        }
-        let stag = message.source.stag().0;
-        let violation = Violation::answer(PeerError::RemoteStag { stag });
-        let context = TermContext::read_response(rest_of_read(message, from));
-        self.fail_by_peer(violation, &context);
     }
 
     /// Everything that was framed so far has been handed to the socket.
@@ -946,171 +621,72 @@ impl Connection {
 
     // ------------------------------------------------------------------ completion
 
-    /// Retires what is done, in order.
-    pub(crate) fn retire(&mut self) {
-        while let Some(posted) = self.base.sq.retire() {
-            self.base.complete_send(&posted, Status::Success);
-        }
-        if let Some(why) = self.base.sq.front_failed() {
-            self.give_up(why, None);
-            return;
-        }
-        self.base.check_drained();
-    }
-
     /// Whether it is in SQD and requests that were begun are still under way.
     pub fn is_draining(&self) -> bool {
         self.base.state == State::Sqd && self.base.sq.has_outstanding()
     }
+}
 
-    pub(crate) fn complete_recv(&mut self, entry: Completion) {
-        self.received += u64::from(entry.status == Status::Success);
-        self.base.complete_recv(entry);
+// ---------------------------------------------------------------------- hand-over to shared memory
+
+impl Connection {
+    /// Whether shared memory is to be offered to the peer now: it can have it, and uses the connection.
+    pub fn wants_shm_offer(&self) -> bool {
+        let Some(s) = &self.stream else { return false };
+        s.handover.may_offer(s.seq.wrapping_add(s.done))
+            && s.peer == Peer::Anywarp
+            && s.started
+            && s.end == End::Open
+            && matches!(self.base.state, State::Rtr | State::Rts)
     }
 
-    /// The queue pair fails: every posted request completes, in order.
-    ///
-    /// `first` names the request that is to blame and its status; without a number it is the oldest that is not done.
-    pub(crate) fn fail(
-        &mut self,
-        first: Option<(Option<u64>, Status)>,
-        why: &'static str,
-        event: Option<AsyncEvent>,
-    ) {
-        if self.base.state == State::Error {
-            self.flush_sq();
-            self.base.flush_rq();
-            return;
-        }
-        self.base.state = State::Error;
-        self.give_up_at = None;
-        self.base.observe(|| Step::Failed(why));
-        if let Some(event) = event {
-            self.base.events.push_back(event);
-        }
-        let mut flushing = false;
-        while let Some((number, posted)) = self.next_posted() {
-            let done = posted.phase == Phase::Done && !flushing;
-            let status = match (first, posted.failed) {
-                (_, None) if done => Status::Success,
-                (_, Some((status, _))) if done => status,
-                (Some((None, status)), _) if !flushing => status,
-                (Some((Some(to_blame), status)), _) if to_blame == number => status,
-                _ => Status::Flushed,
-            };
-            // What comes after a request that was not done is not known to be done.
-            flushing |= status != Status::Success;
-            self.base.complete_send(&posted, status);
-        }
+    /// Says something of a carrier to the peer.
+    pub fn send_handover(&mut self, what: Handover) {
+        let Some(s) = &mut self.stream else { return };
+        s.handover.sent(what);
+        s.responses
+            .push_back(Response::Control(Control::Handover(what)));
+    }
+
+    /// None will be offered on this connection.
+    pub fn decline_shm(&mut self) {
         if let Some(s) = &mut self.stream {
-            s.reads.clear();
-            s.atomics.clear();
-            s.parts.clear();
-            s.rnr_until = None;
-            s.direct = None;
-            if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
-                // A message cut short: nothing that follows would make sense to the peer but our private messages.
-                s.current = None;
-            }
-        }
-        if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
-            let entry = Completion::new(
-                receive.request_id,
-                Status::Flushed,
-                WcOp::Recv,
-                self.base.qpn,
-            );
-            self.complete_recv(entry);
-        }
-        self.base.end_rq();
-    }
-
-    fn next_posted(&mut self) -> Option<(u64, Retired)> {
-        let number = self.base.sq.front_number();
-        self.base.sq.pop().map(|p| (number, p))
-    }
-
-    fn flush_sq(&mut self) {
-        while let Some(posted) = self.base.sq.pop() {
-            self.base.complete_send(&posted, Status::Flushed);
+            s.handover.decline();
         }
     }
 
-    /// The peer broke a rule: it is told, the queue pair fails, the stream closes.
-    pub(crate) fn fail_by_peer(&mut self, violation: Violation, context: &TermContext) {
-        let Violation {
-            error,
-            status,
-            receive,
-            own,
-        } = violation;
-        self.base.observe(|| Step::Violation(&error));
-        if let Some(status) = receive {
-            self.finish_receive(status);
-        }
-        if let Some(s) = &mut self.stream
-            && s.end == End::Open
-            && !s.terminated
-        {
-            s.terminated = true;
-            s.parts.clear();
-            if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
-                s.current = None;
-            }
-            // What the peer asked for before is still answered: those requests of it were good.
-            match (s.peer, status) {
-                (Peer::Anywarp, Some(status)) => {
-                    s.responses.push_back(Response::Control(Control::Nak {
-                        seq: s.done.wrapping_add(1),
-                        status: status as u8,
-                    }));
-                }
-                _ => s.push_ack(),
-            }
-            let code = TermCode::from(&error);
-            let terminate = context.terminate(code);
-            // RFC 5044 §7.1.2 [mpa-responder-waits]: before the first FPDU was received no Terminate may be sent.
-            if s.may_send {
-                s.responses
-                    .push_back(Response::Terminate(crate::rdmap::tx::terminate(&terminate)));
-            } else {
-                s.responses.clear();
-            }
-            s.end = End::Closing;
-        }
-        let event = match status {
-            Some(Status::RemoteAccess) => AsyncEvent::QpAccess,
-            Some(_) => AsyncEvent::QpRequest,
-            None => AsyncEvent::QpFatal,
-        };
-        let own = own.map(|(number, status)| (Some(number), status));
-        self.fail(own, "the peer broke a rule", Some(event));
+    /// Whether the peer said something of a carrier.
+    pub fn has_handover_message(&self) -> bool {
+        self.stream
+            .as_ref()
+            .is_some_and(|s| s.handover.has_message())
     }
 
-    /// Something went wrong on our side: the queue pair fails, and the peer hears that the stream ends.
-    fn give_up(&mut self, why: &'static str, event: Option<AsyncEvent>) {
-        self.fail(None, why, event);
-        if let Some(s) = &mut self.stream
-            && s.peer == Peer::Standard
-            && s.end == End::Open
-            && s.may_send
-            && !s.terminated
-        {
-            // RFC 5040 §7.1 (1) [term-local]: instead of the request a Terminate, without headers.
-            let code = TermCode::from(&PeerError::RdmapLocal);
-            let terminate = TermContext::local().terminate(code);
-            s.terminated = true;
-            s.responses.clear();
-            s.responses
-                .push_back(Response::Terminate(crate::rdmap::tx::terminate(&terminate)));
-        }
-        self.leave(why);
+    /// What the peer said of a carrier.
+    pub fn poll_handover(&mut self) -> Option<Handover> {
+        self.stream.as_mut()?.handover.poll()
     }
 
-    /// What must not happen in the middle of something else.
-    pub(crate) fn after(&mut self) {
-        if self.base.must_fail() {
-            self.give_up("a completion queue overflowed", Some(AsyncEvent::QpFatal));
+    /// Whether everything that is framed goes to the connection, and what follows not.
+    pub fn tx_is_sealed(&self) -> bool {
+        self.stream
+            .as_ref()
+            .is_some_and(|s| s.handover.is_tx_sealed())
+    }
+
+    /// What is framed from here on goes to shared memory.
+    pub fn switch_tx_to_shm(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.handover.resume_tx();
+            s.crc_tx = false;
+        }
+    }
+
+    /// What is received from here on comes from shared memory.
+    pub fn switch_rx_to_shm(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.handover.resume_rx();
+            s.crc_rx = false;
         }
     }
 }
@@ -1146,19 +722,5 @@ fn may_post(rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
     Ok(())
 }
 
-/// The Read Request that would ask for what a Read Response lacks from byte `from` on.
-fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
-    let (Address::Tagged { stag, to }, Source::Memory { places, .. }) =
-        (response.address, &response.source)
-    else {
-        return None;
-    };
-    let source = places.first()?;
-    Some(ReadRequest {
-        sink_stag: stag,
-        sink_to: To(to.0.wrapping_add(from)),
-        size: u32::try_from(response.len - from).unwrap_or(u32::MAX),
-        source_stag: source.stag(),
-        source_to: To(source.to().0.wrapping_add(from)),
-    })
-}
+#[cfg(test)]
+mod tests;

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
+use super::{Connection, First, Peer, StreamConfig};
 use crate::bounds;
-use crate::connection::{Connection, First, Peer, StreamConfig};
-use crate::ddp::tx::{Address, Message, Source, segment};
+use crate::ddp::tx::{Address, Message, segment};
 use crate::llp::mpa::deframe::{Extent, LENGTH};
 use crate::llp::mpa::frame::{TxBatch, frame_bytes};
 use crate::verbs::cq::Cq;
@@ -17,6 +17,7 @@ use crate::verbs::qp::{Capacity, State};
 use crate::verbs::qp_base::Parts;
 use crate::verbs::rnic::Rnic;
 use crate::verbs::rq::RecvQueue;
+use crate::verbs::source::Source;
 use crate::verbs::wc::{Completion, Status};
 use crate::verbs::wr::{Op, Payload, RecvRequest, Remote, WorkRequest};
 use crate::wire::ddp::Header;

@@ -1,0 +1,379 @@
+//! Builds the messages of a work request, and repeats requests for which the peer had no receive.
+
+use std::collections::VecDeque;
+
+use smallvec::SmallVec;
+
+use super::Connection;
+use super::stream::{Peer, Stream};
+use crate::ddp::tx::{Address, Message};
+use crate::rdmap::message::{NO_STAG, bytes_message, control, write_stag};
+use crate::rdmap::read::{PendingAtomic, PendingRead};
+use crate::verbs::access::Access;
+use crate::verbs::mr::{AccessError, Placement};
+use crate::verbs::source::{Places, Source};
+use crate::verbs::sq::{self};
+use crate::verbs::wc::Status;
+use crate::verbs::wr::{InlineData, Op, Payload, Remote, Sge};
+use crate::wire::control::Control;
+use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest};
+use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
+
+/// Why a request cannot be built.
+pub(super) struct Unbuildable(pub(super) Status, pub(super) &'static str);
+
+impl Connection {
+    /// Request `number`, the last one that was taken, cannot be done. When all before it have completed it fails, and
+    /// the queue pair with it; until then nothing more is sent but answers.
+    pub(super) fn fail_request(&mut self, number: u64, status: Status, why: &'static str) {
+        self.base.sq.fail(number, status, why);
+        if let Some(s) = self.stream.as_mut() {
+            s.parts.clear();
+            s.restart = None;
+            s.rnr_until = None;
+            s.reads.retain(|r| r.request != number);
+            s.atomics.retain(|a| a.request != number);
+        }
+        self.retire();
+    }
+
+    /// What tells the peer for which shared receive queue a request is, if it takes it to be for another (XRC).
+    pub(super) fn select_srq(&mut self, number: u64) -> Result<Option<Message>, Unbuildable> {
+        let Some(posted) = self.base.sq.get_mut(number) else {
+            return Ok(None);
+        };
+        let Some(srq) = posted.request.srq else {
+            return Ok(None);
+        };
+        if posted.request.op.is_local() {
+            return Ok(None);
+        }
+        let s = self.stream_mut()?;
+        if s.peer != Peer::Anywarp {
+            return Err(Unbuildable(
+                Status::LocalQpOperation,
+                "XRC to a standard iWARP peer",
+            ));
+        }
+        let known = s.selected_srq.replace(srq) == Some(srq);
+        Ok((!known).then(|| control(Control::SelectSrq { number: srq })))
+    }
+
+    /// Builds the messages of a request.
+    pub(super) fn build(
+        &mut self,
+        number: u64,
+        parts: &mut VecDeque<Message>,
+    ) -> Result<(), Unbuildable> {
+        let Some(posted) = self.base.sq.get_mut(number) else {
+            return Ok(());
+        };
+        let op = posted.request.op;
+        let solicited = posted.request.solicited;
+        let len = posted.request.payload.len();
+        if !sq::fits(len) {
+            return Err(Unbuildable(
+                Status::LocalLength,
+                "a message above max_msg_sz",
+            ));
+        }
+        posted.bytes = len;
+        match op {
+            Op::Send { imm, invalidate } => {
+                let source = self.source(number)?;
+                let s = self.stream_mut()?;
+                if let Some(value) = imm {
+                    if s.peer != Peer::Anywarp {
+                        return Err(Unbuildable(
+                            Status::LocalQpOperation,
+                            "Send with immediate to a standard iWARP peer",
+                        ));
+                    }
+                    parts.push_back(control(Control::SendImmediate { value }));
+                }
+                let msn = s.next_send_msn;
+                s.next_send_msn = msn.wrapping_add(1);
+                s.seq = s.seq.wrapping_add(1);
+                parts.push_back(Message {
+                    opcode: Opcode::send(invalidate.is_some(), solicited),
+                    address: Address::Untagged {
+                        qn: QN_SEND,
+                        msn: Msn(msn),
+                        inv_stag: invalidate.unwrap_or(Stag(0)),
+                        mo: 0,
+                    },
+                    source,
+                    len,
+                    sent: 0,
+                });
+            }
+            // On the wire an atomic write is a Write: one segment, which the receiver places as one word.
+            Op::Write { remote, .. } | Op::AtomicWrite { remote } => {
+                let imm = match op {
+                    Op::Write { imm, .. } => imm,
+                    _ => None,
+                };
+                let source = self.source(number)?;
+                let s = self.stream_mut()?;
+                s.seq = s.seq.wrapping_add(1);
+                let stag = write_stag(remote, len);
+                parts.push_back(Message {
+                    opcode: Opcode::Write,
+                    address: Address::Tagged {
+                        stag,
+                        to: remote.to,
+                    },
+                    source,
+                    len,
+                    sent: 0,
+                });
+                if let Some(value) = imm {
+                    let msn = s.next_send_msn;
+                    s.next_send_msn = msn.wrapping_add(1);
+                    s.seq = s.seq.wrapping_add(1);
+                    // RFC 7306 §6 [imm-data]: eight bytes on queue 0; the verbs' four come first.
+                    let opcode = if solicited {
+                        Opcode::ImmediateSolicited
+                    } else {
+                        Opcode::Immediate
+                    };
+                    parts.push_back(bytes_message(
+                        opcode,
+                        QN_SEND,
+                        msn,
+                        &Immediate { value }.emit(),
+                    ));
+                }
+            }
+            Op::Read { remote } => self.build_read(number, remote, len, parts)?,
+            Op::FetchAdd { remote, add } => {
+                let sink = self.atomic_sink(number)?;
+                self.build_atomic(number, sink, parts, |id| {
+                    AtomicRequest::fetch_add(id, remote.rkey, remote.to, add)
+                })?;
+            }
+            Op::CompareSwap {
+                remote,
+                compare,
+                swap,
+            } => {
+                let sink = self.atomic_sink(number)?;
+                self.build_atomic(number, sink, parts, |id| {
+                    AtomicRequest::cmp_swap(id, remote.rkey, remote.to, compare, swap)
+                })?;
+            }
+            Op::LocalInvalidate { stag } => {
+                let (pd, qpn) = (self.base.pd, self.base.qpn);
+                self.base
+                    .rnic
+                    .regions
+                    .invalidate(stag, pd, qpn)
+                    .map_err(|_| {
+                        Unbuildable(
+                            Status::LocalProtection,
+                            "local invalidate of an STag that may not be",
+                        )
+                    })?;
+            }
+            Op::Bind(bind) => {
+                let (pd, qpn) = (self.base.pd, self.base.qpn);
+                self.base.rnic.regions.bind(&bind, pd, qpn).map_err(|_| {
+                    Unbuildable(
+                        Status::WindowBind,
+                        "a memory window that cannot be bound like this",
+                    )
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn stream_mut(&mut self) -> Result<&mut Stream, Unbuildable> {
+        self.stream
+            .as_mut()
+            .ok_or(Unbuildable(Status::Flushed, "the stream is gone"))
+    }
+
+    /// One Read Request for each element of the list: the wire has a single sink STag.
+    fn build_read(
+        &mut self,
+        number: u64,
+        remote: Remote,
+        len: u64,
+        parts: &mut VecDeque<Message>,
+    ) -> Result<(), Unbuildable> {
+        let list: SmallVec<[Sge; 4]> =
+            match self.base.sq.get_mut(number).map(|p| &p.request.payload) {
+                Some(Payload::Sges(sges)) => sges.iter().copied().filter(|s| s.len > 0).collect(),
+                _ => SmallVec::new(),
+            };
+        let mut from = remote.to;
+        if len == 0 {
+            self.push_read(number, None, remote.rkey, from, 0, parts)?;
+        }
+        for sge in &list {
+            let sink = self
+                .base
+                .rnic
+                .regions
+                .check(
+                    sge.lkey,
+                    self.base.pd,
+                    self.base.qpn,
+                    Access::LOCAL_WRITE,
+                    To(sge.addr),
+                    u64::from(sge.len),
+                )
+                .map_err(|_| {
+                    Unbuildable(
+                        Status::LocalProtection,
+                        "a Read into memory that its lkey does not allow",
+                    )
+                })?;
+            self.push_read(number, Some(sink), remote.rkey, from, sge.len, parts)?;
+            from = To(from.0.wrapping_add(u64::from(sge.len)));
+        }
+        if let Some(posted) = self.base.sq.get_mut(number) {
+            posted.answers = u32::try_from(parts.len()).unwrap_or(u32::MAX);
+        }
+        Ok(())
+    }
+
+    fn push_read(
+        &mut self,
+        number: u64,
+        sink: Option<Placement>,
+        rkey: Stag,
+        from: To,
+        size: u32,
+        parts: &mut VecDeque<Message>,
+    ) -> Result<(), Unbuildable> {
+        let (stag, to) = sink
+            .as_ref()
+            .map_or((NO_STAG, To(0)), |p| (p.stag(), p.to()));
+        let s = self.stream_mut()?;
+        let request = ReadRequest {
+            sink_stag: stag,
+            sink_to: to,
+            size,
+            source_stag: if size == 0 { NO_STAG } else { rkey },
+            source_to: from,
+        };
+        let msn = s.next_read_msn;
+        s.next_read_msn = msn.wrapping_add(1);
+        s.seq = s.seq.wrapping_add(1);
+        s.reads.push_back(PendingRead {
+            request: number,
+            sink,
+            stag,
+            to,
+            len: u64::from(size),
+            received: 0,
+        });
+        parts.push_back(bytes_message(
+            Opcode::ReadRequest,
+            QN_READ,
+            msn,
+            &request.emit(),
+        ));
+        Ok(())
+    }
+
+    fn build_atomic(
+        &mut self,
+        number: u64,
+        sink: Placement,
+        parts: &mut VecDeque<Message>,
+        request: impl FnOnce(u32) -> AtomicRequest,
+    ) -> Result<(), Unbuildable> {
+        let s = self.stream_mut()?;
+        let id = s.next_atomic_id;
+        s.next_atomic_id = id.wrapping_add(1);
+        let msn = s.next_read_msn;
+        s.next_read_msn = msn.wrapping_add(1);
+        s.seq = s.seq.wrapping_add(1);
+        s.atomics.push_back(PendingAtomic {
+            request: number,
+            id,
+            sink,
+        });
+        parts.push_back(bytes_message(
+            Opcode::AtomicRequest,
+            QN_READ,
+            msn,
+            &request(id).emit(),
+        ));
+        if let Some(posted) = self.base.sq.get_mut(number) {
+            posted.answers = 1;
+            posted.bytes = 8;
+        }
+        Ok(())
+    }
+
+    /// The eight bytes that an atomic's old value goes to.
+    fn atomic_sink(&mut self, number: u64) -> Result<Placement, Unbuildable> {
+        let sge = match self.base.sq.get_mut(number).map(|p| &p.request.payload) {
+            Some(Payload::Sges(sges)) => sges.first().copied(),
+            _ => None,
+        };
+        let sge = sge.filter(|s| s.len >= 8).ok_or(Unbuildable(
+            Status::LocalLength,
+            "an atomic without 8 bytes of memory for its result",
+        ))?;
+        self.base
+            .rnic
+            .regions
+            .check(
+                sge.lkey,
+                self.base.pd,
+                self.base.qpn,
+                Access::LOCAL_WRITE,
+                To(sge.addr),
+                8,
+            )
+            .map_err(|_| {
+                Unbuildable(
+                    Status::LocalProtection,
+                    "an atomic's result into memory that its lkey does not allow",
+                )
+            })
+    }
+
+    /// The payload of a Send or Write, checked.
+    fn source(&mut self, number: u64) -> Result<Source, Unbuildable> {
+        let Some(posted) = self.base.sq.get_mut(number) else {
+            return Ok(Source::Bytes(SmallVec::new()));
+        };
+        match &posted.request.payload {
+            Payload::Inline(data) => Ok(Source::Bytes(InlineData::from_slice(data))),
+            Payload::Sges(sges) => {
+                let mut places = Places::new();
+                for sge in sges.iter().filter(|s| s.len > 0) {
+                    let place = self
+                        .base
+                        .rnic
+                        .regions
+                        .check(
+                            sge.lkey,
+                            self.base.pd,
+                            self.base.qpn,
+                            Access::NONE,
+                            To(sge.addr),
+                            u64::from(sge.len),
+                        )
+                        .map_err(|_: AccessError| {
+                            Unbuildable(
+                                Status::LocalProtection,
+                                "a send from memory that its lkey does not allow",
+                            )
+                        })?;
+                    places.push(place);
+                }
+                Ok(Source::Memory {
+                    places,
+                    volatile: false,
+                })
+            }
+        }
+    }
+}

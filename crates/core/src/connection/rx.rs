@@ -1,0 +1,548 @@
+//! Receive side of a connection: deframes, admits and places segments.
+//!
+//! A segment names its own destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Placing (bytes
+//! reach memory) is done segment by segment; delivering (the application learns of it) is `rdmap/rx.rs`.
+//!
+//! With CRCs an FPDU is checked as a whole before anything else. Without, the payload of a large one that is not complete
+//! yet goes straight to user memory while it arrives (docs/decisions/003).
+
+use std::time::Instant;
+
+use smallvec::smallvec;
+
+use super::Connection;
+use super::stream::{Direct, End, Peer, ReceiveUnderWay, Response};
+use crate::bounds;
+use crate::ddp::rx::{Admitted, Violation, tagged_error};
+use crate::error::PeerError;
+use crate::llp::mpa::deframe::{CRC, Extent, LENGTH, deframe};
+use crate::llp::mpa::frame::for_each_part;
+use crate::observe::Step;
+use crate::rdmap::terminate::TermContext;
+use crate::verbs::access::Access;
+use crate::verbs::mr::Placement;
+use crate::verbs::qp::State;
+use crate::verbs::source::Places;
+use crate::verbs::wc::Status;
+use crate::wire::control::Control;
+use crate::wire::ddp::{Header, Tagged, Untagged};
+use crate::wire::rdmap::Opcode;
+use crate::wire::{Stag, To};
+
+impl Connection {
+    /// Bytes arrived from the stream. Returns how many of them are used up; the rest is to be shown again with more
+    /// behind it.
+    pub fn handle_rx(&mut self, now: Instant, bytes: &[u8]) -> usize {
+        let mut used = 0;
+        if let Some(s) = &mut self.stream {
+            s.last_rx = Some(now);
+            s.pinged = false;
+        }
+        loop {
+            let rest = bytes.get(used..).unwrap_or(&[]);
+            let Some(s) = &mut self.stream else {
+                return bytes.len();
+            };
+            if self.base.state == State::Error || s.end != End::Open {
+                // RFC 5041 §7.1 [ddp-silent]: after an error everything that follows is dropped.
+                return bytes.len();
+            }
+            if s.handover.is_rx_sealed() {
+                break;
+            }
+            if s.direct.is_some() {
+                match self.continue_direct(rest) {
+                    Some(n) => {
+                        used += n;
+                        continue;
+                    }
+                    None => break,
+                }
+            }
+            let Some(extent) = Extent::of(rest) else {
+                break;
+            };
+            match deframe(rest, extent, s.crc_rx) {
+                Ok(Some(ulpdu)) => {
+                    used += extent.total();
+                    self.handle_ulpdu(now, ulpdu);
+                }
+                Ok(None) => {
+                    if !self.begin_direct(now, rest, extent) {
+                        break;
+                    }
+                    used += rest.len().min(LENGTH + extent.ulpdu);
+                }
+                Err(error) => {
+                    self.fail_by_peer(Violation::answer(error), &TermContext::local());
+                    return bytes.len();
+                }
+            }
+        }
+        self.after();
+        used
+    }
+
+    /// One complete segment.
+    pub(super) fn handle_ulpdu(&mut self, now: Instant, ulpdu: &[u8]) {
+        if ulpdu.is_empty() && self.take_empty_rtr() {
+            return;
+        }
+        let (header, at) = match Header::parse(ulpdu) {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                let violation = Violation::request(error, Status::RemoteInvalidRequest);
+                self.fail_by_peer(violation, &TermContext::segment(ulpdu));
+                return;
+            }
+        };
+        let payload = ulpdu.get(at..).unwrap_or(&[]);
+        self.base.observe(|| Step::Deframe(&header, payload.len()));
+        if self.note_first(&header, payload.len()) || self.receive_short(&header, payload) {
+            return;
+        }
+        let result = match self.admit(now, &header, payload.len() as u64) {
+            Ok(Admitted::Place(targets)) => {
+                self.base.observe(|| Step::Admit(payload.len() as u64));
+                self.place(&header, &targets, 0, payload)
+                    .and_then(|()| self.deliver(now, &header, payload))
+            }
+            Ok(Admitted::Inspect) => self.deliver(now, &header, payload),
+            Ok(Admitted::Drop) => Ok(()),
+            Err(violation) => Err(violation),
+        };
+        if let Err(violation) = result {
+            self.fail_by_peer(violation, &TermContext::segment(ulpdu));
+        }
+    }
+
+    /// Decides where the payload of a segment goes.
+    pub(super) fn admit(
+        &mut self,
+        now: Instant,
+        header: &Header,
+        len: u64,
+    ) -> Result<Admitted, Violation> {
+        let Some(s) = &mut self.stream else {
+            return Ok(Admitted::Drop);
+        };
+        let opcode = header.opcode();
+        if s.discarding.is_some() && is_request(opcode) {
+            return Ok(Admitted::Drop);
+        }
+        match header {
+            Header::Tagged(h) if h.opcode == Opcode::ReadResponse => {
+                self.admit_read_response(h, len)
+            }
+            Header::Tagged(h) => self.admit_write(h, len),
+            Header::Untagged(h) if h.opcode.is_send() => self.admit_send(now, h, len),
+            Header::Untagged(h) => {
+                // RFC 5040 §4.2 [rdmap-headers]: all other untagged messages are a single segment.
+                if h.opcode != Opcode::Control && (!h.last || h.mo != 0) {
+                    return Err(Violation::request(
+                        PeerError::UntaggedOffset {
+                            expected: 0,
+                            got: h.mo,
+                        },
+                        Status::RemoteInvalidRequest,
+                    ));
+                }
+                Ok(Admitted::Inspect)
+            }
+        }
+    }
+
+    fn admit_write(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Violation> {
+        // RFC 5041 §5.2 [ddp-zero-len]: a segment of length zero is placed nowhere; STag and TO are not looked at.
+        if len == 0 {
+            return Ok(Admitted::Place(Places::new()));
+        }
+        self.count_write(len);
+        if !self.base.attr.access.has(Access::REMOTE_WRITE) {
+            return Err(Violation::request(
+                PeerError::TaggedAccess { stag: h.stag.0 },
+                Status::RemoteAccess,
+            ));
+        }
+        let place = self
+            .base
+            .rnic
+            .regions
+            .check(
+                h.stag,
+                self.pd_of_peer(),
+                self.base.qpn,
+                Access::REMOTE_WRITE,
+                h.to,
+                len,
+            )
+            .map_err(|e| {
+                Violation::request(tagged_error(e, h.stag, h.to, len), Status::RemoteAccess)
+            })?;
+        Ok(Admitted::Place(smallvec![place]))
+    }
+
+    fn admit_read_response(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Violation> {
+        let Some(s) = &mut self.stream else {
+            return Ok(Admitted::Drop);
+        };
+        // RFC 5040 §5.2 [read-order]: responses come in the order of the requests, so this is for the oldest.
+        let Some(read) = s.reads.front() else {
+            return Err(Violation::answer(PeerError::UnexpectedResponse {
+                opcode: h.opcode.bits(),
+            }));
+        };
+        let number = read.request;
+        let mismatch = |what| {
+            let error = PeerError::ResponseMismatch(what);
+            Err(Violation::answer_to(number, error, Status::BadResponse))
+        };
+        if h.stag != read.stag {
+            return mismatch("sink stag");
+        }
+        if h.to.0 != read.to.0.wrapping_add(read.received) {
+            return mismatch("sink offset");
+        }
+        let after = read.received + len;
+        if after > read.len || h.last != (after == read.len) || (len == 0 && read.len != 0) {
+            return mismatch("length");
+        }
+        let mut targets = Places::new();
+        if let Some(sink) = &read.sink
+            && len > 0
+        {
+            targets.push(sink.part(read.received, len));
+        }
+        self.count_read(len);
+        Ok(Admitted::Place(targets))
+    }
+
+    fn admit_send(&mut self, now: Instant, h: &Untagged, len: u64) -> Result<Admitted, Violation> {
+        let Some(s) = &mut self.stream else {
+            return Ok(Admitted::Drop);
+        };
+        if s.receive.is_none() {
+            if h.msn.0 != s.recv_send_msn {
+                return Err(Violation::request(
+                    PeerError::UntaggedMsn {
+                        expected: s.recv_send_msn,
+                        got: h.msn.0,
+                    },
+                    Status::RemoteInvalidRequest,
+                ));
+            }
+            if h.mo != 0 {
+                return Err(Violation::request(
+                    PeerError::UntaggedOffset {
+                        expected: 0,
+                        got: h.mo,
+                    },
+                    Status::RemoteInvalidRequest,
+                ));
+            }
+            match self.open_receive(h, now)? {
+                true => {}
+                false => return Ok(Admitted::Drop),
+            }
+        }
+        let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.as_mut()) else {
+            return Ok(Admitted::Drop);
+        };
+        if h.msn != receive.msn || h.opcode != receive.opcode {
+            return Err(Violation::request(
+                PeerError::UntaggedMsn {
+                    expected: receive.msn.0,
+                    got: h.msn.0,
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        // RFC 5041 §7.1 [ddp-mo-order]: over TCP segments come in order, so each continues where the last one ended.
+        if u64::from(h.mo) != receive.received {
+            return Err(Violation::request(
+                PeerError::UntaggedOffset {
+                    expected: u32::try_from(receive.received).unwrap_or(u32::MAX),
+                    got: h.mo,
+                },
+                Status::RemoteInvalidRequest,
+            ));
+        }
+        let after = receive.received + len;
+        if after > receive.room {
+            return Err(Violation::receive(
+                PeerError::UntaggedTooLong {
+                    buffer: receive.room,
+                    message: after,
+                },
+                Status::RemoteInvalidRequest,
+                Status::LocalLength,
+            ));
+        }
+        let mut targets = Places::new();
+        for_each_part(&receive.places, receive.received, len, |place, from, n| {
+            targets.push(place.part(from, n));
+            true
+        });
+        receive.received = after;
+        Ok(Admitted::Place(targets))
+    }
+
+    /// Takes a posted receive for a Send that begins. False: there is none, and the peer was told to wait.
+    fn open_receive(&mut self, h: &Untagged, _now: Instant) -> Result<bool, Violation> {
+        let Some(taken) = self.base.take_receive() else {
+            return self.no_receive(h).map(|()| false);
+        };
+        let mut places = Places::new();
+        let mut room = 0_u64;
+        let mut refused = false;
+        let pd = self.base.rq.pd().unwrap_or(self.base.pd);
+        for sge in taken.sges.iter().filter(|s| s.len > 0) {
+            let place = self.base.rnic.regions.check(
+                sge.lkey,
+                pd,
+                self.base.qpn,
+                Access::LOCAL_WRITE,
+                To(sge.addr),
+                u64::from(sge.len),
+            );
+            match place {
+                Ok(place) => places.push(place),
+                Err(_) => refused = true,
+            }
+            room += u64::from(sge.len);
+        }
+        if let Some(s) = &mut self.stream {
+            s.receive = Some(ReceiveUnderWay {
+                request_id: taken.id,
+                places,
+                room,
+                received: 0,
+                msn: h.msn,
+                opcode: h.opcode,
+            });
+        }
+        if refused {
+            return Err(Violation::receive(
+                PeerError::RdmapLocal,
+                Status::RemoteOperation,
+                Status::LocalProtection,
+            ));
+        }
+        Ok(true)
+    }
+
+    /// No receive is posted for a Send or an immediate.
+    pub(super) fn no_receive(&mut self, h: &Untagged) -> Result<(), Violation> {
+        let timer = self.base.attr.min_rnr_timer;
+        let Some(s) = &mut self.stream else {
+            return Ok(());
+        };
+        if s.peer == Peer::Anywarp {
+            let seq = s.done.wrapping_add(1);
+            s.discarding = Some(seq);
+            s.send_immediate = None;
+            s.responses
+                .push_back(Response::Control(Control::Rnr { seq, timer }));
+            return Ok(());
+        }
+        // RFC 5041 §7.1 [ddp-no-buffer]: a message without a buffer ends the stream.
+        Err(Violation::request(
+            PeerError::UntaggedNoBuffer {
+                qn: h.qn,
+                msn: h.msn.0,
+            },
+            Status::RnrRetryExceeded,
+        ))
+    }
+
+    /// Copies `payload` to the admitted place.
+    fn place(
+        &mut self,
+        header: &Header,
+        targets: &Places,
+        from: u64,
+        payload: &[u8],
+    ) -> Result<(), Violation> {
+        let mut at = 0_usize;
+        let memory = &self.base.rnic.memory;
+        let mut stag = Stag(0);
+        let whole = for_each_part(
+            targets,
+            from,
+            payload.len() as u64,
+            |place: &Placement, offset, len| {
+                let Ok(n) = usize::try_from(len) else {
+                    return false;
+                };
+                let Some(pinned) = place.pin() else {
+                    stag = place.stag();
+                    return false;
+                };
+                memory.place(&pinned, offset, payload.get(at..at + n).unwrap_or(&[]));
+                at += n;
+                true
+            },
+        );
+        if self.base.is_observed() && !payload.is_empty() {
+            self.base.observe(|| Step::Place(payload.len() as u64));
+        }
+        if whole {
+            Ok(())
+        } else {
+            Err(self.gone(header, stag))
+        }
+    }
+
+    /// The place of a segment was deregistered or invalidated since it was checked.
+    fn gone(&self, header: &Header, stag: Stag) -> Violation {
+        let error = PeerError::TaggedStag { stag: stag.0 };
+        let read = self.stream.as_ref().and_then(|s| s.reads.front());
+        match (header.opcode(), read) {
+            (Opcode::Write, _) => Violation::request(error, Status::RemoteAccess),
+            (Opcode::ReadResponse, Some(read)) => {
+                Violation::answer_to(read.request, error, Status::LocalProtection)
+            }
+            (Opcode::ReadResponse, None) => Violation::answer(error),
+            _ => Violation::receive(
+                PeerError::RdmapLocal,
+                Status::RemoteOperation,
+                Status::LocalProtection,
+            ),
+        }
+    }
+
+    // ------------------------------------------------------------------ straight to user memory
+
+    /// Starts to receive the FPDU at the front of `rest` straight to user memory, if that is worth it.
+    fn begin_direct(&mut self, now: Instant, rest: &[u8], extent: Extent) -> bool {
+        // With CRCs the bytes must be the ones that were received when they are checked; in user memory somebody else may
+        // have written to them by then (docs/decisions/003).
+        if self.stream.as_ref().is_none_or(|s| s.crc_rx) {
+            return false;
+        }
+        if extent.total() - rest.len() < bounds::DIRECT_MIN {
+            return false;
+        }
+        let have = rest.get(LENGTH..).unwrap_or(&[]);
+        let have = have.get(..have.len().min(extent.ulpdu)).unwrap_or(&[]);
+        if have.len() < Untagged::LEN {
+            return false;
+        }
+        let Ok((header, at)) = Header::parse(have) else {
+            return false;
+        };
+        let Some(s) = &self.stream else { return false };
+        let opcode = header.opcode();
+        let data = opcode == Opcode::Write || opcode == Opcode::ReadResponse || opcode.is_send();
+        // What the first message changes, and that a receive is missing, is said of good frames only.
+        let waits = opcode.is_send() && s.receive.is_none() && self.base.rq.is_empty();
+        if !data || !s.started || s.discarding.is_some() || waits {
+            return false;
+        }
+        let len = (extent.ulpdu - at) as u64;
+        let payload = have.get(at..).unwrap_or(&[]);
+        self.base
+            .observe(|| Step::Deframe(&header, extent.ulpdu - at));
+        let admitted = match self.admit(now, &header, len) {
+            Ok(Admitted::Place(targets)) => {
+                self.base.observe(|| Step::Admit(len));
+                self.place(&header, &targets, 0, payload).map(|()| targets)
+            }
+            Ok(_) => return false,
+            Err(violation) => Err(violation),
+        };
+        let (targets, violation) = match admitted {
+            Ok(targets) => (targets, None),
+            Err(violation) => (Places::new(), Some(violation)),
+        };
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
+        s.direct = Some(Direct {
+            header,
+            context: TermContext::partial_segment(have, extent.ulpdu),
+            targets,
+            placed: payload.len() as u64,
+            left: len - payload.len() as u64,
+            pad: extent.pad,
+            violation,
+        });
+        true
+    }
+
+    /// Goes on with a direct FPDU from `rest`; `None` when more bytes are needed.
+    fn continue_direct(&mut self, rest: &[u8]) -> Option<usize> {
+        let now = self.stream.as_ref()?.last_rx?;
+        let mut direct = self.stream.as_mut()?.direct.take()?;
+        if direct.left > 0 {
+            let n = rest
+                .len()
+                .min(usize::try_from(direct.left).unwrap_or(usize::MAX));
+            if n == 0 {
+                self.stream.as_mut()?.direct = Some(direct);
+                return None;
+            }
+            let bytes = rest.get(..n).unwrap_or(&[]);
+            if direct.violation.is_none() {
+                let placed = self.place(&direct.header, &direct.targets, direct.placed, bytes);
+                direct.violation = placed.err();
+            }
+            direct.placed += n as u64;
+            direct.left -= n as u64;
+            self.stream.as_mut()?.direct = Some(direct);
+            return Some(n);
+        }
+        let tail = direct.pad + CRC;
+        if rest.len() < tail {
+            self.stream.as_mut()?.direct = Some(direct);
+            return None;
+        }
+        let result = match direct.violation {
+            Some(violation) => Err(violation),
+            None => self.deliver(now, &direct.header, &[]),
+        };
+        if let Err(violation) = result {
+            self.fail_by_peer(violation, &direct.context);
+        }
+        Some(tail)
+    }
+
+    /// Where the next bytes of the stream go, if they are payload that goes straight to user memory: the ranges, how
+    /// much of them is filled, and how many bytes are missing.
+    pub fn direct(&self) -> Option<(&[Placement], u64, u64)> {
+        let d = self.stream.as_ref()?.direct.as_ref()?;
+        (d.left > 0 && d.violation.is_none()).then_some((d.targets.as_slice(), d.placed, d.left))
+    }
+
+    /// `n` bytes were received to where [`Self::direct`] said.
+    pub fn handle_direct(&mut self, now: Instant, n: u64) {
+        let Some(s) = &mut self.stream else { return };
+        s.last_rx = Some(now);
+        s.pinged = false;
+        let Some(d) = &mut s.direct else { return };
+        let n = n.min(d.left);
+        d.placed += n;
+        d.left -= n;
+        self.base.observe(|| Step::Place(n));
+    }
+
+    /// The domain that the peer's STags must belong to.
+    pub(super) fn pd_of_peer(&self) -> u32 {
+        if self.base.rq.is_xrc() {
+            // That of the queue that the peer chose; none is no domain at all.
+            self.base.rq.pd().unwrap_or(0)
+        } else {
+            self.base.pd
+        }
+    }
+}
+
+/// Whether a message is a request, which is dropped while a restart is awaited.
+fn is_request(opcode: Opcode) -> bool {
+    opcode.is_send()
+        || opcode.is_immediate()
+        || matches!(
+            opcode,
+            Opcode::Write | Opcode::ReadRequest | Opcode::AtomicRequest
+        )
+}

@@ -1,0 +1,159 @@
+//! Hand-over of a stream from TCP to memory that both ends share, when they are on one host.
+//!
+//! Each direction changes by itself, between two FPDUs. The responder of the connection makes the offer:
+//!
+//! ```text
+//!  responder                          initiator
+//!     | <---------- Hello (SHM feature) -- |
+//!     | -- Offer ------------------------> |   maps the memory
+//!     | <------------------------- Take -- |   its last FPDU on the connection
+//!     | -- Switch -----------------------> |   the responder's last FPDU on the connection
+//! ```
+//!
+//! The connection stays open: its end is the end of the stream, and a byte on it wakes an end that sleeps. FPDUs in shared
+//! memory have no CRC, since nothing damages them. The engine makes and maps the memory.
+
+use crate::ddp::rx::Violation;
+use crate::error::PeerError;
+use crate::wire::control::Handover;
+
+/// The bit of Hello that says that the end can use shared memory.
+const FEATURE: u32 = 1;
+
+/// How far the hand-over is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Phase {
+    /// No message was exchanged.
+    #[default]
+    Before,
+    /// We made an offer.
+    Offered,
+    /// The peer made an offer.
+    Asked,
+    /// We accepted the peer's offer.
+    Taken,
+    /// Completed or declined.
+    Over,
+}
+
+/// The hand-over of one stream.
+#[derive(Debug, Default)]
+pub(super) struct ShmHandover {
+    phase: Phase,
+    /// Number of requests after which memory is offered. `None`: this end does not use shared memory.
+    offer_after: Option<u32>,
+    /// The peer may make an offer.
+    accepts_offer: bool,
+    /// The peer's Hello had the feature bit.
+    peer_can: bool,
+    /// The peer's last message, for the engine.
+    received: Option<Handover>,
+    /// Our last FPDU on the connection is framed: no other is until the engine has switched.
+    tx_sealed: bool,
+    /// The peer's last FPDU on the connection arrived.
+    rx_sealed: bool,
+}
+
+impl ShmHandover {
+    pub(super) fn new(offer_after: Option<u32>, accepts_offer: bool) -> Self {
+        Self {
+            offer_after,
+            accepts_offer,
+            ..Self::default()
+        }
+    }
+
+    /// The feature bits of our Hello.
+    pub(super) fn features(&self) -> u32 {
+        if self.offer_after.is_some() {
+            FEATURE
+        } else {
+            0
+        }
+    }
+
+    /// Takes the feature bits of the peer's Hello.
+    pub(super) fn set_peer_features(&mut self, features: u32) {
+        self.peer_can = features & FEATURE != 0;
+    }
+
+    /// Whether to offer memory now that `requests` messages were exchanged.
+    pub(super) fn may_offer(&self, requests: u32) -> bool {
+        self.peer_can
+            && self.phase == Phase::Before
+            && self.offer_after.is_some_and(|after| requests >= after)
+    }
+
+    /// Takes a message of the peer.
+    pub(super) fn receive(&mut self, message: Handover) -> Result<(), Violation> {
+        let next = match (message, self.phase) {
+            (Handover::Offer { .. }, Phase::Before)
+                if self.offer_after.is_some() && self.accepts_offer =>
+            {
+                Phase::Asked
+            }
+            (Handover::Take | Handover::Refuse, Phase::Offered)
+            | (Handover::Switch, Phase::Taken) => Phase::Over,
+            _ => {
+                return Err(Violation::answer(PeerError::Control(
+                    "a hand-over message out of order",
+                )));
+            }
+        };
+        self.phase = next;
+        self.rx_sealed = message.is_last();
+        self.received = Some(message);
+        Ok(())
+    }
+
+    /// Notes that `message` is queued for the peer.
+    pub(super) fn sent(&mut self, message: Handover) {
+        self.phase = match message {
+            Handover::Offer { .. } => Phase::Offered,
+            Handover::Take => Phase::Taken,
+            Handover::Refuse | Handover::Switch => Phase::Over,
+        };
+    }
+
+    /// Makes no offer on this stream.
+    pub(super) fn decline(&mut self) {
+        self.phase = Phase::Over;
+    }
+
+    /// Whether a message of the peer waits for the engine.
+    pub(super) fn has_message(&self) -> bool {
+        self.received.is_some()
+    }
+
+    /// The message of the peer that waits for the engine.
+    pub(super) fn poll(&mut self) -> Option<Handover> {
+        self.received.take()
+    }
+
+    /// Notes that `message` is framed: it may be the last FPDU on the connection.
+    pub(super) fn framed(&mut self, message: Handover) {
+        self.tx_sealed = message.is_last();
+    }
+
+    /// Whether nothing is framed until the engine has switched.
+    #[inline]
+    pub(super) fn is_tx_sealed(&self) -> bool {
+        self.tx_sealed
+    }
+
+    /// Whether nothing is received until the engine has switched.
+    #[inline]
+    pub(super) fn is_rx_sealed(&self) -> bool {
+        self.rx_sealed
+    }
+
+    /// The engine has switched: framing goes on.
+    pub(super) fn resume_tx(&mut self) {
+        self.tx_sealed = false;
+    }
+
+    /// The engine has switched: receiving goes on.
+    pub(super) fn resume_rx(&mut self) {
+        self.rx_sealed = false;
+    }
+}

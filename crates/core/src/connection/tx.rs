@@ -1,0 +1,533 @@
+//! Transmit side of a connection: takes the next request or response, and segments and frames it.
+//! Requests are taken in order. One waits, and everything behind it, while it is fenced and an earlier Read or atomic
+//! is not done, while all ORD slots are taken, or while an RNR timer runs. Responses to the peer never wait for them,
+//! so that two ends that stall cannot block each other (RFC 5040 §5.3 via the sheet).
+
+use std::time::Instant;
+
+use super::Connection;
+use super::build::Unbuildable;
+use super::stream::{End, Outgoing, Response};
+use crate::ddp::rx::Violation;
+use crate::ddp::tx::{Address, Message, segment};
+use crate::error::PeerError;
+use crate::llp::mpa::frame::{Invalidated, Segment, TxBatch, frame};
+use crate::llp::mpa::marker::Inserter;
+use crate::observe::Step;
+use crate::rdmap::message::{control, write_stag};
+use crate::rdmap::terminate::TermContext;
+use crate::verbs::access::Access;
+use crate::verbs::mr::{LastRegion, Memory};
+use crate::verbs::qp::State;
+use crate::verbs::rnic::Rnic;
+use crate::verbs::source::Source;
+use crate::verbs::sq::Phase;
+use crate::verbs::wc::Status;
+use crate::verbs::wr::{Op, Payload};
+use crate::wire::control::Control;
+use crate::wire::ddp::{Tagged, Untagged};
+use crate::wire::rdmap::{Opcode, ReadRequest};
+use crate::wire::{Msn, QN_SEND, Stag, To};
+
+/// Where the message lies that is to be sent next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Next {
+    /// There is none.
+    Nothing,
+    /// The one under way.
+    Current,
+    /// The first of the request that was taken last.
+    Part,
+}
+
+/// What [`Connection::take`] found.
+enum Taken {
+    Nothing,
+    /// Messages wait in `parts`.
+    Parts,
+    /// A request with nothing on the wire was done.
+    Local,
+}
+
+impl Connection {
+    /// Adds to `batch` what can be sent now; `flush` sends acknowledgements even without company. Whether the batch was full
+    /// first: there may be more.
+    pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
+        let before = batch.len();
+        let mut more = true;
+        while !batch.is_full() {
+            if self.send_short(now, batch) {
+                more = self.has_untaken();
+                if !more || batch.is_aligned() {
+                    break;
+                }
+                continue;
+            }
+            let next = self.next_message(now);
+            if next == Next::Nothing {
+                more = false;
+                break;
+            }
+            let ended = self.send_segment(next, batch);
+            if ended && batch.is_aligned() {
+                // Its last FPDU seldom fills a segment: whoever sends the batch ends the segment there.
+                break;
+            }
+        }
+        let must_ack = self.must_ack();
+        if self.ack_due()
+            && let Some(s) = &mut self.stream
+            && s.may_send
+            && !s.handover.is_tx_sealed()
+            && (flush || must_ack || batch.len() > before)
+        {
+            s.done_acked = s.done;
+            let mut message = control(Control::Ack { seq: s.done });
+            let segment = segment(&mut message, s.config.mulpdu);
+            let framed = frame_marked(
+                &mut s.markers,
+                s.crc_tx,
+                &segment,
+                &message.source,
+                &*self.base.rnic.memory,
+                batch,
+            );
+            debug_assert!(framed.is_ok(), "a control message has no user memory");
+            self.base.observe_all(|| {
+                [
+                    Step::Build(Opcode::Control, 0),
+                    Step::Segment(0, true),
+                    Step::Frame(segment.header.len()),
+                ]
+            });
+        }
+        self.after();
+        more
+    }
+
+    /// Cuts and frames one segment; whether its message ends with it. A message whose memory is gone cannot be finished.
+    fn send_segment(&mut self, next: Next, batch: &mut TxBatch) -> bool {
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
+        let (message, request, last) = match (next, &mut s.current) {
+            (Next::Current, Some(out)) => (&mut out.message, out.request, out.last),
+            _ => {
+                let last = s.parts.len() == 1;
+                let Some(message) = s.parts.front_mut() else {
+                    return false;
+                };
+                (message, Some(s.parts_of), last)
+            }
+        };
+        let segment = segment(message, s.config.mulpdu);
+        let (crc, memory) = (s.crc_tx, &*self.base.rnic.memory);
+        let framed = frame_marked(
+            &mut s.markers,
+            crc,
+            &segment,
+            &message.source,
+            memory,
+            batch,
+        );
+        let ended = message.sent >= message.len;
+        if framed.is_err() || next == Next::Part || ended {
+            // Out of its place, which is free then or has it as the message under way.
+            let message = match next {
+                Next::Part => s.parts.pop_front(),
+                _ => s.current.take().map(|out| out.message),
+            };
+            let Some(message) = message else { return false };
+            if framed.is_err() {
+                self.cannot_finish(request, &message, segment.from);
+                return false;
+            }
+            if !ended {
+                s.current = Some(Outgoing {
+                    message,
+                    request,
+                    last,
+                });
+            }
+        }
+        if let Some(number) = request
+            && segment.last
+            && last
+            && let Some(posted) = self.base.sq.get_mut(number)
+        {
+            posted.phase = Phase::Sent;
+        }
+        if segment.last && request.is_none() && last {
+            // `last` marks responses that hold an IRD slot.
+            s.serving = s.serving.saturating_sub(1);
+        }
+        self.base.observe_all(|| {
+            [
+                Step::Segment(segment.len, segment.last),
+                Step::Frame(segment.header.len() + segment.len),
+            ]
+        });
+        ended
+    }
+
+    /// The buffer behind a message was deregistered before byte `from` was sent.
+    fn cannot_finish(&mut self, request: Option<u64>, message: &Message, from: u64) {
+        if let Some(number) = request {
+            self.fail_request(
+                number,
+                Status::LocalProtection,
+                "memory of a posted request was deregistered",
+            );
+            return;
+        }
+        if let Some(s) = &mut self.stream {
+            // The answers behind this one would be taken for it.
+            s.responses.clear();
+        }
+        let stag = message.source.stag().0;
+        let violation = Violation::answer(PeerError::RemoteStag { stag });
+        let context = TermContext::read_response(rest_of_read(message, from));
+        self.fail_by_peer(violation, &context);
+    }
+
+    /// The next message to send: the one under way, a response, or the next of the send queue.
+    fn next_message(&mut self, now: Instant) -> Next {
+        loop {
+            let Some(s) = self.stream.as_mut() else {
+                return Next::Nothing;
+            };
+            if s.end == End::Dead || !s.may_send {
+                return Next::Nothing;
+            }
+            if s.current.is_some() {
+                return Next::Current;
+            }
+            if s.handover.is_tx_sealed() {
+                return Next::Nothing;
+            }
+            if let Some(response) = s.responses.pop_front() {
+                let (message, last) = match response {
+                    Response::Read(m) | Response::Atomic(m) => (m, true),
+                    Response::Control(c) => {
+                        if let Control::Handover(message) = c {
+                            s.handover.framed(message);
+                        }
+                        (control(c), false)
+                    }
+                    Response::Terminate(m) | Response::Rtr(m) => (m, false),
+                };
+                let (opcode, len) = (message.opcode, message.len);
+                s.current = Some(Outgoing {
+                    message,
+                    request: None,
+                    last,
+                });
+                self.base.observe(|| Step::Build(opcode, len));
+                return Next::Current;
+            }
+            if s.end != End::Open || s.rnr_until.is_some_and(|t| t > now) {
+                return Next::Nothing;
+            }
+            s.rnr_until = None;
+            if let Some(seq) = s.restart.take() {
+                s.current = Some(Outgoing {
+                    message: control(Control::Restart { seq }),
+                    request: None,
+                    last: false,
+                });
+                return Next::Current;
+            }
+            if let Some(next) = s.parts.front() {
+                let waits = matches!(next.opcode, Opcode::ReadRequest | Opcode::AtomicRequest)
+                    && s.reads.len() + s.atomics.len() > s.config.ord as usize;
+                // The entries of this request are in `reads` already: one above the limit means "no free slot".
+                if waits && !self.first_unsent_fits() {
+                    return Next::Nothing;
+                }
+                return Next::Part;
+            }
+            // The peer's silence counts from the first request that it owes an answer to.
+            if !self.base.sq.has_outstanding() {
+                s.last_rx = Some(now);
+                s.pinged = false;
+            }
+            match self.take() {
+                Taken::Nothing => {
+                    // A request that cannot be done ends the connection, and the peer hears of it.
+                    if self.stream.as_ref().is_none_or(|s| s.responses.is_empty()) {
+                        return Next::Nothing;
+                    }
+                }
+                Taken::Parts | Taken::Local => {}
+            }
+        }
+    }
+
+    /// Takes, builds and frames the next request in one step, if it is one short message and nothing is to be sent before
+    /// it, as is usual.
+    ///
+    /// Returns false, and has changed nothing, if the request has to take the general path ([`Self::next_message`]). Bytes,
+    /// completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
+    pub(super) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
+        let outstanding = self.base.sq.has_outstanding();
+        let (Some(s), Some((_, posted))) = (&mut self.stream, self.base.sq.peek()) else {
+            return false;
+        };
+        let request = &posted.request;
+        let is_next = self.base.state == State::Rts
+            && s.end == End::Open
+            && s.may_send
+            && s.current.is_none()
+            && s.parts.is_empty()
+            && s.responses.is_empty()
+            && s.restart.is_none()
+            && s.rnr_until.is_none()
+            && !s.handover.is_tx_sealed();
+        let is_plain = posted.phase == Phase::Queued
+            && posted.skip == 0
+            && posted.injected.is_none()
+            && request.srq.is_none()
+            && !(request.fence && (!s.reads.is_empty() || !s.atomics.is_empty()));
+        let len = request.payload.len();
+        if !is_next || !is_plain || len >= s.short_limit {
+            return false;
+        }
+        let size = usize::try_from(len).unwrap_or(usize::MAX);
+        let (rnic, pd, qpn) = (&*self.base.rnic, self.base.pd, self.base.qpn);
+        let last = &mut self.last_read;
+        let fill = |own: &mut Vec<u8>| append(&request.payload, rnic, last, pd, qpn, own);
+        let (opcode, header, framed) = match request.op {
+            Op::Send {
+                imm: None,
+                invalidate,
+            } => {
+                let header = Untagged {
+                    last: true,
+                    opcode: Opcode::send(invalidate.is_some(), request.solicited),
+                    inv_stag: invalidate.unwrap_or(Stag(0)),
+                    qn: QN_SEND,
+                    msn: Msn(s.next_send_msn),
+                    mo: 0,
+                };
+                let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
+                (header.opcode, Untagged::LEN, framed)
+            }
+            Op::Write { remote, imm: None } => {
+                let header = Tagged {
+                    last: true,
+                    opcode: Opcode::Write,
+                    stag: write_stag(remote, len),
+                    to: remote.to,
+                };
+                let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
+                (header.opcode, Tagged::LEN, framed)
+            }
+            _ => return false,
+        };
+        if !framed {
+            return false;
+        }
+        if !outstanding {
+            // As in `next_message`.
+            s.last_rx = Some(now);
+            s.pinged = false;
+        }
+        let seq = s.seq.wrapping_add(1);
+        s.seq = seq;
+        posted.msn_before = (s.next_send_msn, s.next_read_msn);
+        posted.seq = (seq, seq);
+        posted.bytes = len;
+        posted.phase = Phase::Sent;
+        if opcode != Opcode::Write {
+            s.next_send_msn = s.next_send_msn.wrapping_add(1);
+        }
+        let id = request.id;
+        self.base.sq.advance();
+        self.base.observe_all(|| {
+            [
+                Step::Take(id),
+                Step::Build(opcode, len),
+                Step::Segment(size, true),
+                Step::Frame(header + size),
+            ]
+        });
+        true
+    }
+
+    /// Whether the next unsent Read Request still finds an ORD slot: outstanding ones before it are counted.
+    fn first_unsent_fits(&self) -> bool {
+        let Some(s) = &self.stream else { return false };
+        let unsent = s
+            .parts
+            .iter()
+            .filter(|m| matches!(m.opcode, Opcode::ReadRequest | Opcode::AtomicRequest))
+            .count();
+        let outstanding = (s.reads.len() + s.atomics.len()).saturating_sub(unsent);
+        outstanding < s.config.ord as usize
+    }
+
+    /// Takes the next request of the send queue, if it may be sent now.
+    fn take(&mut self) -> Taken {
+        if self.base.state != State::Rts {
+            return Taken::Nothing;
+        }
+        let Some(s) = self.stream.as_mut() else {
+            return Taken::Nothing;
+        };
+        let outstanding = s.reads.len() + s.atomics.len();
+        let Some((number, posted)) = self.base.sq.peek() else {
+            return Taken::Nothing;
+        };
+        if posted.request.fence && outstanding > 0 {
+            return Taken::Nothing;
+        }
+        if let Some(status) = posted.injected {
+            self.base.sq.advance();
+            self.fail_request(number, status, "a fault was asked for");
+            return Taken::Nothing;
+        }
+        if posted.request.op.is_read_or_atomic() {
+            if s.config.ord == 0 {
+                self.base.sq.advance();
+                self.fail_request(
+                    number,
+                    Status::LocalQpOperation,
+                    "a Read or atomic with max_rd_atomic 0",
+                );
+                return Taken::Nothing;
+            }
+            if outstanding >= s.config.ord as usize {
+                return Taken::Nothing;
+            }
+        }
+        let id = posted.request.id;
+        posted.msn_before = (s.next_send_msn, s.next_read_msn);
+        posted.seq = (s.seq.wrapping_add(1), s.seq);
+        if posted.phase == Phase::Done {
+            // A bind or invalidate that was done before the queue went back.
+            self.base.sq.advance();
+            self.retire();
+            return Taken::Local;
+        }
+        self.base.sq.advance();
+        self.base.observe(|| Step::Take(id));
+        // They are empty now, and keep their room.
+        let mut parts = self
+            .stream
+            .as_mut()
+            .map(|s| std::mem::take(&mut s.parts))
+            .unwrap_or_default();
+        // Most requests are one message.
+        parts.reserve_exact(1);
+        let built = self.select_srq(number).and_then(|select| {
+            self.build(number, &mut parts)?;
+            Ok(select)
+        });
+        match built {
+            Ok(select) => {
+                if let Some(posted) = self.base.sq.get_mut(number)
+                    && posted.skip > 0
+                {
+                    let skip = std::mem::take(&mut posted.skip);
+                    parts.drain(..parts.len().min(skip as usize));
+                }
+                if let Some(select) = select {
+                    parts.push_front(select);
+                }
+                if self.base.is_observed() {
+                    for m in &parts {
+                        self.base.observe(|| Step::Build(m.opcode, m.len));
+                    }
+                }
+                let Some(s) = self.stream.as_mut() else {
+                    return Taken::Nothing;
+                };
+                let seq = s.seq;
+                if let Some(posted) = self.base.sq.get_mut(number) {
+                    posted.seq.1 = seq;
+                    posted.phase = if parts.is_empty() {
+                        Phase::Done
+                    } else {
+                        Phase::Sending
+                    };
+                }
+                let is_local = parts.is_empty();
+                s.parts = parts;
+                if is_local {
+                    self.retire();
+                    return Taken::Local;
+                }
+                s.parts_of = number;
+                Taken::Parts
+            }
+            Err(Unbuildable(status, why)) => {
+                self.fail_request(number, status, why);
+                Taken::Nothing
+            }
+        }
+    }
+}
+
+/// Appends what is to be sent. False: it is not allowed, or is no longer there.
+fn append(
+    payload: &Payload,
+    rnic: &Rnic,
+    last: &mut LastRegion,
+    pd: u32,
+    qpn: u32,
+    own: &mut Vec<u8>,
+) -> bool {
+    match payload {
+        Payload::Inline(data) => {
+            own.extend_from_slice(data);
+            true
+        }
+        Payload::Sges(sges) => sges.iter().filter(|s| s.len > 0).all(|sge| {
+            let (to, len) = (To(sge.addr), u64::from(sge.len));
+            let pinned = rnic
+                .regions
+                .pin(last, sge.lkey, pd, qpn, Access::NONE, to, len);
+            pinned.is_ok_and(|pinned| {
+                rnic.memory.gather(&pinned, 0, len, own);
+                true
+            })
+        }),
+    }
+}
+
+/// The Read Request that would ask for what a Read Response lacks from byte `from` on.
+fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
+    let (Address::Tagged { stag, to }, Source::Memory { places, .. }) =
+        (response.address, &response.source)
+    else {
+        return None;
+    };
+    let source = places.first()?;
+    Some(ReadRequest {
+        sink_stag: stag,
+        sink_to: To(to.0.wrapping_add(from)),
+        size: u32::try_from(response.len - from).unwrap_or(u32::MAX),
+        source_stag: source.stag(),
+        source_to: To(source.to().0.wrapping_add(from)),
+    })
+}
+
+/// Appends the FPDU of a segment to the batch, with markers if the peer wants them.
+fn frame_marked(
+    markers: &mut Option<Inserter>,
+    crc: bool,
+    segment: &Segment,
+    source: &Source,
+    memory: &dyn Memory,
+    batch: &mut TxBatch,
+) -> Result<(), Invalidated> {
+    let Some(markers) = markers else {
+        return frame(segment, source, crc, memory, batch);
+    };
+    let mut whole = TxBatch::default();
+    frame(segment, source, crc, memory, &mut whole)?;
+    let mut marked = Vec::with_capacity(whole.len() + whole.len() / 64);
+    markers.insert(whole.own(0, whole.len()), crc, &mut marked);
+    batch.push_raw(&marked);
+    Ok(())
+}

@@ -1,0 +1,63 @@
+//! Messages without user memory: control messages, requests for a response, messages of length zero.
+
+use smallvec::SmallVec;
+
+use crate::ddp::tx::{Address, Message};
+use crate::verbs::source::Source;
+use crate::verbs::wr::Remote;
+use crate::wire::control::Control;
+use crate::wire::rdmap::Opcode;
+use crate::wire::{Msn, Stag, To};
+
+/// The STag of zero-length messages: any will do but 0, which some hardware refuses.
+pub(crate) const NO_STAG: Stag = Stag(1);
+
+/// Version of our Hello.
+pub(crate) const HELLO_VERSION: u8 = 1;
+
+/// A private control message.
+pub(crate) fn control(what: Control) -> Message {
+    let header = what.header();
+    Message {
+        opcode: header.opcode,
+        address: Address::Untagged {
+            qn: header.qn,
+            msn: header.msn,
+            inv_stag: header.inv_stag,
+            mo: header.mo,
+        },
+        source: Source::Bytes(SmallVec::new()),
+        len: 0,
+        sent: 0,
+    }
+}
+
+pub(crate) fn bytes_message(opcode: Opcode, qn: u32, msn: u32, bytes: &[u8]) -> Message {
+    Message {
+        opcode,
+        address: Address::Untagged {
+            qn,
+            msn: Msn(msn),
+            inv_stag: Stag(0),
+            mo: 0,
+        },
+        len: bytes.len() as u64,
+        source: Source::Bytes(SmallVec::from_slice(bytes)),
+        sent: 0,
+    }
+}
+
+pub(crate) fn tagged(opcode: Opcode, stag: Stag, to: To) -> Message {
+    Message {
+        opcode,
+        address: Address::Tagged { stag, to },
+        source: Source::Bytes(SmallVec::new()),
+        len: 0,
+        sent: 0,
+    }
+}
+
+/// Sheet 4.5: a Write of length 0 names no memory; STag 0 would upset some receivers.
+pub(crate) fn write_stag(remote: Remote, len: u64) -> Stag {
+    if len == 0 { NO_STAG } else { remote.rkey }
+}
