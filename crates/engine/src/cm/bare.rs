@@ -13,7 +13,8 @@ use anywarp_core::verbs::qp::Capacity;
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 
-use super::{CmId, Phase, os};
+use super::state::Phase;
+use super::{CmId, os};
 use crate::device::Context;
 use crate::process::PerProcess;
 use crate::qp::RcQp;

@@ -1,110 +1,33 @@
-//! Datagram identifiers: one question and one answer instead of a connection, as the SIDR protocol of InfiniBand.
+//! Datagram identifiers: one request and one reply instead of a connection.
 //!
-//! The active side sends its request to the UDP port that the passive side listens on, again and again until the answer
-//! comes; the answer names queue pair and Q_Key. Groups are joined here too.
+//! The active side sends its request to the UDP port that the passive side listens on, until the reply arrives, which names a
+//! queue pair and its Q_Key. Multicast groups are joined here too.
 
-use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anywarp_core::datagram::MULTICAST_QPN;
 use anywarp_core::wire::dgram::{CM_PRIVATE_DATA, Cm, CmReply, CmRequest};
 use rustix::net::SocketType;
 
-use super::{CmId, ConnParam, Event, EventKind, Peer, Phase, State, os};
+use super::sidr::{self, Budget, Endpoint, Outstanding, RequestId};
+use super::state::{Input, Phase};
+use super::{CmId, ConnParam, Event, EventKind, Peer, Requester, State, os};
 use crate::clock;
 use crate::fd::EngineFd;
 use crate::net::route::{GROUP_PORT, source_for};
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
-use crate::reactor::{Source, Token};
+use crate::reactor::Source;
 
-/// Pause before a request is sent again.
-const AGAIN: Duration = Duration::from_millis(100);
-/// Times it is sent: five seconds in all.
-const TRIES: u32 = 50;
-/// Answers that a listener remembers, for requests that come again.
-const ANSWERS: usize = 256;
-/// Bytes of the IPv4 and UDP headers in front of each message.
-const HEADERS: usize = 28;
-/// Bytes that an asker may be sent for each one that came from it: its address may be somebody else's (compare RFC 9000 §8.1).
-const FOR_EACH: usize = 3;
-/// Datagrams that one turn looks at.
-const TURN: usize = 64;
-/// Q_Key of queue pairs that identifiers own, as every rdma_cm uses it.
+/// Datagrams that one turn receives, so that one busy socket does not keep others waiting.
+const TURN_DATAGRAMS: usize = 64;
+/// Q_Key of queue pairs that belong to identifiers, as every rdma_cm uses it (`RDMA_UDP_QKEY`).
 const UDP_QKEY: u32 = 0x0123_4567;
-/// Status of an answer that says no (the reject of SIDR).
-pub(super) const SIDR_REJECT: u8 = 2;
 
-/// The socket of a datagram identifier.
-pub(super) struct Side {
-    fd: EngineFd,
-    token: Token,
-    /// The active side's question.
-    question: Option<Question>,
-    /// The passive side's answers.
-    answers: VecDeque<Answer>,
-}
-
-/// What an asker is told, and again when it asks again.
-struct Answer {
-    to: SocketAddr,
-    /// Which request.
-    id: u32,
-    bytes: Vec<u8>,
-    account: Account,
-}
-
-/// Bytes that came from an asker, and that went there.
-#[derive(Debug, Clone, Copy, Default)]
-struct Account {
-    came: usize,
-    went: usize,
-}
-
-impl Account {
-    fn came(&mut self, bytes: usize) {
-        self.came += HEADERS + bytes;
-    }
-
-    /// Whether an answer may be sent now; else when the asker has asked once more.
-    fn may_send(&mut self, bytes: usize) -> bool {
-        let went = self.went + HEADERS + bytes;
-        let may = went <= FOR_EACH * self.came;
-        if may {
-            self.went = went;
-        }
-        may
-    }
-}
-
-impl Answer {
-    /// Sends it, if the asker may be sent that much.
-    fn send(&mut self, fd: &EngineFd) {
-        if self.account.may_send(self.bytes.len()) {
-            // A socket without room: the asker asks again.
-            let _ = fd.send_to(&self.bytes, self.to);
-        }
-    }
-}
-
-struct Question {
-    id: u32,
-    bytes: Vec<u8>,
-    tries: u32,
-}
-
-/// Whom a requested identifier answers, and through which listener.
-#[derive(Debug, Clone)]
-pub(super) struct Asker {
-    from: SocketAddr,
-    id: u32,
-    account: Account,
-    listener: Weak<CmId>,
-}
-
+/// The UDP socket of an identifier.
 struct UdpSource(Weak<CmId>);
 
 impl Source for UdpSource {
@@ -122,41 +45,34 @@ impl Source for UdpSource {
 }
 
 impl CmId {
-    fn watch_udp(&self, fd: EngineFd, question: Option<Question>) -> io::Result<Side> {
+    fn watch_udp(&self, fd: EngineFd, request: Option<Outstanding>) -> io::Result<Endpoint> {
         let source = Arc::new(UdpSource(self.me.clone()));
         let token = self.engine.add(source, fd.get(), false)?;
-        Ok(Side {
-            fd,
-            token,
-            question,
-            answers: VecDeque::new(),
-        })
+        Ok(Endpoint::new(fd, token, request))
     }
 
-    pub(super) fn drop_udp(&self, side: Option<Side>) {
-        if let Some(side) = side {
-            self.engine.remove(side.token, Some(side.fd.get()));
+    /// Closes a socket.
+    pub(super) fn drop_udp(&self, endpoint: Option<Endpoint>) {
+        if let Some(endpoint) = endpoint {
+            self.engine.remove(endpoint.token, Some(endpoint.fd.get()));
         }
     }
 
-    /// Listens for requests.
+    /// Listens for datagram requests.
     pub(super) fn listen_udp(&self, state: &mut State, backlog: i32) -> io::Result<()> {
         let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
         state.udp = Some(self.watch_udp(fd, None)?);
         state.backlog = usize::try_from(backlog).unwrap_or(0).clamp(16, 1024);
-        state.phase = Phase::Listening;
-        Ok(())
+        state.step(Input::Listen)
     }
 
-    /// Asks the peer for its queue pair.
-    pub(super) fn ask(&self, param: ConnParam) -> io::Result<()> {
+    /// Requests the peer's queue pair (`rdma_connect(3)`).
+    pub(super) fn request_qp(&self, param: ConnParam) -> io::Result<()> {
         if param.private_data.len() > CM_PRIVATE_DATA {
             return Err(os(libc::EINVAL));
         }
         let mut state = self.lock();
-        if state.phase != Phase::Routed {
-            return Err(os(libc::EINVAL));
-        }
+        state.allows(Input::Connect)?;
         let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
         let fd = match state.bound.take() {
             Some(fd) => fd,
@@ -177,20 +93,16 @@ impl CmId {
             id,
             private_data: param.private_data.clone(),
         });
-        let question = Question {
-            id,
-            bytes: request.emit(),
-            tries: 0,
-        };
+        let request = Outstanding::new(id, request.emit());
         state.param = param;
-        state.phase = Phase::Connecting;
-        state.udp = Some(self.watch_udp(fd, Some(question))?);
+        state.step(Input::Connect)?;
+        state.udp = Some(self.watch_udp(fd, Some(request))?);
         drop(state);
         self.udp_timeout();
         Ok(())
     }
 
-    /// Sends the question, or gives up.
+    /// Sends the request again, or fails.
     fn udp_timeout(&self) {
         {
             let mut state = self.lock();
@@ -198,64 +110,57 @@ impl CmId {
                 return;
             }
             let remote = state.remote;
-            let Some(side) = &mut state.udp else { return };
-            let Some(question) = &mut side.question else {
+            let Some(endpoint) = &mut state.udp else {
                 return;
             };
-            if question.tries < TRIES {
-                question.tries += 1;
-                if let Some(remote) = remote {
-                    // A socket without room, or a peer that is not there yet: the next try does it.
-                    let _ = side.fd.send_to(&question.bytes, remote);
-                }
-                self.engine.deadline(side.token, clock::now() + AGAIN);
+            if let Some(pause) = endpoint.send_request(remote) {
+                self.engine.deadline(endpoint.token, clock::now() + pause);
                 return;
             }
-            let side = state.udp.take();
-            state.phase = Phase::Over;
+            let endpoint = state.udp.take();
+            state.end();
             drop(state);
-            self.drop_udp(side);
+            self.drop_udp(endpoint);
         }
         self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
     }
 
     fn udp_ready(&self) {
-        for _ in 0..TURN {
+        for _ in 0..TURN_DATAGRAMS {
             let mut buffer = [0_u8; 2048];
             let got = {
                 let state = self.lock();
-                let Some(side) = &state.udp else { return };
-                match side.fd.recv_from(&mut buffer) {
+                let Some(endpoint) = &state.udp else { return };
+                match endpoint.fd.recv_from(&mut buffer) {
                     Ok((n, from)) => from.map(|f| (n, unmapped(f))),
                     Err(rustix::io::Errno::AGAIN) => return,
-                    // An ICMP error for something sent earlier: looked at, gone.
+                    // An ICMP error for an earlier datagram, which this call has cleared.
                     Err(_) => continue,
                 }
             };
             let Some((n, from)) = got else { continue };
             match Cm::parse(buffer.get(..n).unwrap_or(&[])) {
-                Ok(Cm::Request(request)) => self.asked(from, request, n),
-                Ok(Cm::Reply(reply)) => self.answered(from, reply),
+                Ok(Cm::Request(request)) => self.handle_udp_request(from, request, n),
+                Ok(Cm::Reply(reply)) => self.handle_udp_reply(from, reply),
                 Err(_) => {}
             }
         }
     }
 
-    /// Somebody asks, in `bytes` bytes.
-    fn asked(&self, from: SocketAddr, request: CmRequest, bytes: usize) {
+    /// A request of `bytes` bytes arrived.
+    fn handle_udp_request(&self, from: SocketAddr, request: CmRequest, bytes: usize) {
+        let received = RequestId {
+            from,
+            id: request.id,
+        };
         let channel = {
             let mut state = self.lock();
             if state.phase != Phase::Listening {
                 return;
             }
-            if let Some(side) = &mut state.udp
-                && let Some(answer) = side
-                    .answers
-                    .iter_mut()
-                    .find(|a| a.to == from && a.id == request.id)
+            if let Some(endpoint) = &mut state.udp
+                && endpoint.reply_again(received, bytes)
             {
-                answer.account.came(bytes);
-                answer.send(&side.fd);
                 return;
             }
             state.pending.retain(|p| {
@@ -263,14 +168,12 @@ impl CmId {
                     .is_some_and(|id| id.lock().phase == Phase::Requested)
             });
             let known = state.pending.iter().filter_map(Weak::upgrade).any(|id| {
-                let asker = &mut id.lock().asker;
-                let asker = asker
-                    .as_mut()
-                    .filter(|a| a.from == from && a.id == request.id);
-                asker.map(|a| a.account.came(bytes)).is_some()
+                let requester = &mut id.lock().requester;
+                let requester = requester.as_mut().filter(|r| r.request == received);
+                requester.map(|r| r.budget.received(bytes)).is_some()
             });
             if known || state.pending.len() >= state.backlog {
-                // The application has it already, or has too many: the asker tries again.
+                // The program has not answered it yet, or has too many to answer: the requester tries again.
                 return;
             }
             Arc::clone(&state.channel)
@@ -279,7 +182,7 @@ impl CmId {
         {
             let local = self.lock().local;
             let mut state = child.lock();
-            state.phase = Phase::Requested;
+            let _always_from_idle = state.step(Input::Request);
             state.local = match local {
                 Some(l) if l.ip().is_unspecified() => source_for(from)
                     .ok()
@@ -287,94 +190,75 @@ impl CmId {
                 other => other,
             };
             state.remote = Some(from);
-            let mut account = Account::default();
-            account.came(bytes);
-            state.asker = Some(Asker {
-                from,
-                id: request.id,
-                account,
+            let mut budget = Budget::default();
+            budget.received(bytes);
+            state.requester = Some(Requester {
+                request: received,
+                budget,
                 listener: self.me.clone(),
             });
         }
-        // A listener that is going away leaves the asker to its time-out.
+        // A listener that is being destroyed does not reply: the requester times out.
         let _ = self.offer(&child, |e| e.private_data = request.private_data);
     }
 
-    /// Answers the request of this identifier.
-    pub(super) fn answer(&self, status: u8, private_data: &[u8]) -> io::Result<()> {
+    /// Accepts or rejects the request that this identifier was made for.
+    pub(super) fn reply(&self, accept: bool, private_data: &[u8]) -> io::Result<()> {
         if private_data.len() > CM_PRIVATE_DATA {
             return Err(os(libc::EINVAL));
         }
-        let (asker, qpn, qkey) = {
+        let (requester, qpn, qkey) = {
             let mut state = self.lock();
-            if state.phase != Phase::Requested {
-                return Err(os(libc::EINVAL));
-            }
+            state.allows(Input::Answer)?;
             let (qpn, qkey) = match &state.datagram {
                 Some((qp, qkey)) => (qp.number(), *qkey),
                 None => (state.param.qp_num, UDP_QKEY),
             };
-            if status == 0 && qpn == 0 {
+            if accept && qpn == 0 {
                 return Err(os(libc::EINVAL));
             }
-            state.phase = if status == 0 {
-                Phase::Connected
-            } else {
-                Phase::Over
-            };
-            (
-                state.asker.clone().ok_or_else(|| os(libc::EINVAL))?,
-                qpn,
-                qkey,
-            )
+            state.step(if accept { Input::Answer } else { Input::End })?;
+            let requester = state.requester.clone();
+            (requester.ok_or_else(|| os(libc::EINVAL))?, qpn, qkey)
         };
-        let listener = asker.listener.upgrade().ok_or_else(|| os(libc::ENOTCONN))?;
         let bytes = Cm::Reply(CmReply {
-            id: asker.id,
-            status,
+            id: requester.request.id,
+            status: if accept { 0 } else { sidr::REJECT },
             qpn,
             qkey,
             private_data: private_data.to_vec(),
         })
         .emit();
+        let listener = requester.listener.upgrade();
+        let listener = listener.ok_or_else(|| os(libc::ENOTCONN))?;
         let mut state = listener.lock();
-        let side = state.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
-        let mut answer = Answer {
-            to: asker.from,
-            id: asker.id,
-            bytes,
-            account: asker.account,
-        };
-        answer.send(&side.fd);
-        side.answers.push_back(answer);
-        if side.answers.len() > ANSWERS {
-            side.answers.pop_front();
-        }
+        let endpoint = state.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
+        endpoint.reply(requester.request, requester.budget, bytes);
         Ok(())
     }
 
-    /// The answer came.
-    fn answered(&self, from: SocketAddr, reply: CmReply) {
+    /// A reply arrived.
+    fn handle_udp_reply(&self, from: SocketAddr, reply: CmReply) {
         {
             let mut state = self.lock();
-            let asked = state
-                .udp
-                .as_ref()
-                .and_then(|s| s.question.as_ref())
-                .map(|q| q.id);
+            let request = state.udp.as_ref().and_then(|e| e.request.as_ref());
+            let id = request.map(|r| r.id);
             let ip = state.remote.map(|r| r.ip());
-            if state.phase != Phase::Connecting || asked != Some(reply.id) || ip != Some(from.ip())
-            {
+            if state.phase != Phase::Connecting || id != Some(reply.id) || ip != Some(from.ip()) {
                 return;
             }
-            state.phase = if reply.status == 0 {
-                Phase::Connected
+            let accepted = reply.status == 0;
+            let input = if accepted {
+                Input::Established
             } else {
-                Phase::Over
+                Input::End
             };
-            let side = state.udp.take();
+            if state.step(input).is_err() {
+                return;
+            }
+            let endpoint = state.udp.take();
             drop(state);
-            self.drop_udp(side);
+            self.drop_udp(endpoint);
         }
         if reply.status != 0 {
             let status = i32::from(reply.status);
@@ -442,33 +326,5 @@ impl CmId {
             .clone()
             .ok_or_else(|| os(libc::EINVAL))?;
         qp.multicast(group, false).map_err(|e| os(e.errno()))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// An answer without private data goes at once, the longest one when the third request came; in all never more than
-    /// three times what came.
-    #[test]
-    fn an_asker_is_sent_no_more_than_three_times_what_came_from_it() {
-        let (request, shortest) = (12, 24);
-        for (reply, asked) in [(shortest, 1), (shortest + CM_PRIVATE_DATA, 3)] {
-            let mut account = Account::default();
-            let mut first = None;
-            let (mut came, mut went) = (0, 0);
-            for n in 1..100 {
-                account.came(request);
-                came += HEADERS + request;
-                if account.may_send(reply) {
-                    went += HEADERS + reply;
-                    first = first.or(Some(n));
-                }
-                assert!(went <= FOR_EACH * came, "{went} for {came}");
-            }
-            assert_eq!(first, Some(asked));
-            assert!(went > FOR_EACH * came / 2 || reply == shortest);
-        }
     }
 }

@@ -1,0 +1,191 @@
+//! The side that connects.
+
+use std::io;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use anywarp_core::bounds;
+use anywarp_core::error::PeerError;
+use anywarp_core::llp::mpa::startup::{InitiatorConfig, RtrForms};
+
+use super::state::{Input, Phase};
+use super::{CmId, ConnParam, EventKind, REJECT_CONSUMER, REJECT_NO_LISTENER, event_depths, os};
+use crate::config::{Framing, config};
+use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::log;
+use crate::net::socket::local_addr;
+use crate::net::tcp;
+use crate::qp::Manager;
+
+/// How long a closed port is dialed again.
+///
+/// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). An adapter's
+/// request takes milliseconds to arrive, in management datagrams; a TCP connection is refused after microseconds. See
+/// docs/decisions/004.
+const RETRY_REFUSED: Duration = Duration::from_millis(400);
+
+impl CmId {
+    /// Connects (`rdma_connect(3)`).
+    pub fn connect(&self, param: ConnParam) -> io::Result<()> {
+        if self.is_datagram() {
+            return self.request_qp(param);
+        }
+        if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
+            return Err(os(libc::EINVAL));
+        }
+        let qp = self.find_or_make_qp(param.qp_num)?;
+        let (remote, local) = {
+            let mut state = self.lock();
+            state.allows(Input::Connect)?;
+            let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
+            state.step(Input::Connect)?;
+            state.param = param.clone();
+            // The connection binds to the port itself.
+            state.bound = None;
+            (remote, state.local)
+        };
+        if let Some((qp, _)) = &qp
+            && let Some(me) = self.me.upgrade()
+        {
+            let manager: Weak<dyn Manager> = Arc::downgrade(&(me as Arc<dyn Manager>));
+            qp.manage(manager);
+        }
+        let me: Arc<dyn Owner> = self.me.upgrade().ok_or_else(|| os(libc::EINVAL))?;
+        let config = InitiatorConfig {
+            crc: config().crc,
+            ird: u16::from(param.responder_resources.min(bounds::MAX_RD_ATOMIC)),
+            max_ird: u16::from(bounds::MAX_RD_ATOMIC),
+            ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
+            private_data: param.private_data,
+            // A Request that offers all three forms is how two anywarp ends recognize each other.
+            rtr: match config().framing {
+                Framing::Standard => RtrForms {
+                    send: false,
+                    ..RtrForms::ALL
+                },
+                Framing::Aligned | Framing::Large => RtrForms::ALL,
+            },
+            ..InitiatorConfig::default()
+        };
+        let dial = Dial {
+            peer: remote,
+            bind: local,
+            config,
+            timeout: REPLY_TIMEOUT,
+            retry_refused: RETRY_REFUSED,
+        };
+        match Startup::dial(self.engine, me, dial) {
+            Ok(startup) => {
+                self.lock().startup = Some(startup);
+                Ok(())
+            }
+            Err(e) => {
+                self.lock().end();
+                self.push(
+                    EventKind::Unreachable,
+                    -e.raw_os_error().unwrap_or(libc::EHOSTUNREACH),
+                );
+                Ok(())
+            }
+        }
+    }
+
+    /// The connection to the listener is open.
+    pub(super) fn handle_opened(&self, startup: &Arc<Startup>, opened: Opened) {
+        let number = {
+            let mut state = self.lock();
+            if state.destroyed
+                || !state
+                    .startup
+                    .as_ref()
+                    .is_none_or(|s| Arc::ptr_eq(s, startup))
+            {
+                return;
+            }
+            state.startup = None;
+            if let Some(local) = local_addr(&opened.fd) {
+                state.local = Some(local);
+            }
+            if state.step(Input::Established).is_err() {
+                return;
+            }
+            state.param.responder_resources = u8::try_from(opened.params.ird).unwrap_or(u8::MAX);
+            state.param.initiator_depth = u8::try_from(opened.params.ord).unwrap_or(u8::MAX);
+            state.param.qp_num
+        };
+        let (ird, ord, ..) = self.agreed();
+        let private_data = opened.private_data.clone();
+        match self.find_qp(number) {
+            Some((qp, own)) => {
+                self.make_ready(&qp, own, ird, ord);
+                // This event has to precede those that the first bytes may raise.
+                let kind = if own {
+                    EventKind::Established
+                } else {
+                    EventKind::ConnectResponse
+                };
+                self.push_agreed(kind, private_data, opened.peer_depths);
+                qp.attach_managed(opened, true);
+            }
+            None => {
+                self.lock().end();
+                // RFC 6581 §9.3 [mpa-local-error]: the peer has an open connection and gets a Terminate.
+                let error = PeerError::MpaLocal;
+                tcp::refuse(self.engine, opened.fd, &opened.params, &error);
+                self.push(EventKind::ConnectError, -libc::EINVAL);
+            }
+        }
+    }
+
+    /// There is no connection to the listener.
+    pub(super) fn handle_failure(&self, startup: &Arc<Startup>, failure: Failure) {
+        {
+            let mut state = self.lock();
+            if state.phase != Phase::Connecting {
+                // It was a connection to this listener, which the program never learned of.
+                return;
+            }
+            if !state
+                .startup
+                .as_ref()
+                .is_none_or(|s| Arc::ptr_eq(s, startup))
+            {
+                return;
+            }
+            state.startup = None;
+            state.end();
+        }
+        log!(
+            Info,
+            "cm: connecting to {} failed: {failure:?}",
+            startup.peer
+        );
+        match failure {
+            Failure::Rejected {
+                private_data,
+                peer_depths,
+                errno,
+            } => {
+                let refused_by_tcp = private_data.is_empty()
+                    && errno == libc::ECONNREFUSED
+                    && startup.never_connected();
+                let reason = if refused_by_tcp {
+                    REJECT_NO_LISTENER
+                } else {
+                    REJECT_CONSUMER
+                };
+                self.push_event(
+                    |e| {
+                        e.private_data = private_data;
+                        (e.responder_resources, e.initiator_depth) =
+                            peer_depths.map_or((0, 0), event_depths);
+                    },
+                    EventKind::Rejected,
+                    reason,
+                );
+            }
+            Failure::Unreachable { errno } => self.push(EventKind::Unreachable, -errno),
+            Failure::Broken { errno } => self.push(EventKind::ConnectError, -errno),
+        }
+    }
+}

@@ -1,0 +1,708 @@
+//! The connection manager (`rdma_cm(7)`): identifiers that listen, connect, accept, reject and disconnect.
+//!
+//! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram identifiers
+//! in `udp`, and connections without a queue pair of the program in `bare`.
+//!
+//! A port of the TCP port space is the TCP port of that number, and private data is that of the MPA frame, so that siw and
+//! hardware RNICs connect to and from it. Events of an identifier wait in the channel that it was made with or moved to.
+//!
+//! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without locks of their own. An identifier's lock may be
+//! held while that of a connection request it received is taken, and never the other way round.
+
+mod active;
+mod bare;
+mod passive;
+mod sidr;
+mod state;
+mod udp;
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use anywarp_core::bounds;
+use anywarp_core::llp::mpa::startup::{Depths, Request};
+use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::qp::State as QpState;
+use rustix::net::SocketType;
+
+use crate::channel::Channel;
+use crate::connect::startup::{Failure, Opened, Owner, Startup};
+use crate::engine::{DeviceListener, Engine, engine};
+use crate::fd::EngineFd;
+use crate::gids;
+use crate::log;
+use crate::net::route::source_for;
+use crate::net::socket::{self, local_addr, unmapped};
+use crate::qp::{Manager, RcQp};
+use crate::reactor::Token;
+use crate::sys::socket::set_option;
+use crate::verbs::QueuePair;
+use state::{Input, Phase};
+
+/// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PortSpace {
+    /// Reliable connections.
+    Tcp = 0x0106,
+    /// Datagrams.
+    Udp = 0x0111,
+    /// IPoIB multicast: as datagrams.
+    Ipoib = 0x0002,
+    /// Any service of InfiniBand: as connections.
+    Ib = 0x013f,
+}
+
+/// Kind of an event. The numbers are those of `enum rdma_cm_event_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names are those of rdma_get_cm_event(3)")]
+pub enum EventKind {
+    AddrResolved = 0,
+    AddrError = 1,
+    RouteResolved = 2,
+    RouteError = 3,
+    ConnectRequest = 4,
+    ConnectResponse = 5,
+    ConnectError = 6,
+    Unreachable = 7,
+    Rejected = 8,
+    Established = 9,
+    Disconnected = 10,
+    DeviceRemoval = 11,
+    MulticastJoin = 12,
+    MulticastError = 13,
+    AddrChange = 14,
+    TimewaitExit = 15,
+}
+
+/// The destination that a datagram peer named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Address and port of its QPN port.
+    pub addr: SocketAddr,
+    /// Its queue pair number.
+    pub qpn: u32,
+    /// Its Q_Key.
+    pub qkey: u32,
+}
+
+/// An event (`rdma_get_cm_event(3)`).
+#[derive(Debug, Clone)]
+pub struct Event {
+    /// Its kind.
+    pub kind: EventKind,
+    /// The identifier.
+    pub id: Arc<CmId>,
+    /// For a connect request: the listening identifier.
+    pub listener: Option<Arc<CmId>>,
+    /// 0 for success, else a negative errno or a reject reason of the InfiniBand CM.
+    pub status: i32,
+    /// Private data of the peer.
+    pub private_data: Vec<u8>,
+    /// RDMA Reads and atomics that this end serves at once.
+    pub responder_resources: u8,
+    /// RDMA Reads and atomics that this end may have outstanding.
+    pub initiator_depth: u8,
+    /// For datagrams: the destination.
+    pub peer: Option<Peer>,
+    /// The context that the program passed when it joined a group.
+    pub context: usize,
+}
+
+/// A channel of events.
+pub type EventChannel = Channel<Event>;
+
+/// Parameters of connecting and accepting (`struct rdma_conn_param`).
+#[derive(Debug, Clone, Default)]
+pub struct ConnParam {
+    /// Private data for the peer.
+    pub private_data: Vec<u8>,
+    /// RDMA Reads and atomics that this end serves at once.
+    pub responder_resources: u8,
+    /// RDMA Reads and atomics that this end may have outstanding.
+    pub initiator_depth: u8,
+    /// Retries when the peer does not answer.
+    pub retry_count: u8,
+    /// Retries when the peer has no receive posted.
+    pub rnr_retry_count: u8,
+    /// The number of the queue pair, if it was not made with `rdma_create_qp(3)`.
+    pub qp_num: u32,
+}
+
+/// Reject reason for a reject by the peer's program (InfiniBand CM: consumer reject).
+pub const REJECT_CONSUMER: i32 = 28;
+/// Reject reason for a closed port (InfiniBand CM: invalid service ID).
+pub const REJECT_NO_LISTENER: i32 = 8;
+/// `min_rnr_timer` of connections made here: 10.24 ms.
+///
+/// The kernel's connection manager sets 655 ms. Programs that rely on few retries (five, in rdma-core's tests) expect a long
+/// timer; programs whose receive queue is often empty need a short one.
+pub const MIN_RNR_TIMER: u8 = 20;
+/// `timeout` of connections made here: 4.096 µs × 2^18, about a second.
+const TIMEOUT: u8 = 18;
+
+struct State {
+    phase: Phase,
+    channel: Arc<EventChannel>,
+    local: Option<SocketAddr>,
+    remote: Option<SocketAddr>,
+    /// Reserves the port between bind and listen or connect.
+    bound: Option<EngineFd>,
+    listener: Option<(EngineFd, Token)>,
+    backlog: usize,
+    /// Connect requests that the program has not answered.
+    pending: Vec<Weak<CmId>>,
+    qp: Option<Arc<RcQp>>,
+    /// The queue pair of a bare connection.
+    bare: Option<Arc<RcQp>>,
+    datagram: Option<(QueuePair, u32)>,
+    udp: Option<sidr::Endpoint>,
+    requester: Option<Requester>,
+    startup: Option<Arc<Startup>>,
+    param: ConnParam,
+    /// The depths that a connect request names: RDMA Reads that the peer issues, and those that it serves.
+    offered: (u8, u8),
+    reuse: bool,
+    v6only: bool,
+    ack_timeout: Option<u8>,
+    destroyed: bool,
+}
+
+/// The sender of a datagram request, which this identifier was made for.
+#[derive(Debug, Clone)]
+struct Requester {
+    request: sidr::RequestId,
+    budget: sidr::Budget,
+    /// The identifier whose socket the reply is sent from.
+    listener: Weak<CmId>,
+}
+
+impl State {
+    /// Changes the phase; `EINVAL` if `input` is not allowed in it.
+    fn step(&mut self, input: Input) -> io::Result<()> {
+        self.phase = self.phase.step(input).ok_or_else(|| os(libc::EINVAL))?;
+        Ok(())
+    }
+
+    /// `EINVAL` if `input` is not allowed in this phase.
+    fn allows(&self, input: Input) -> io::Result<()> {
+        match self.phase.step(input) {
+            Some(_) => Ok(()),
+            None => Err(os(libc::EINVAL)),
+        }
+    }
+
+    /// Ends the connection; returns the phase before.
+    fn end(&mut self) -> Phase {
+        std::mem::replace(&mut self.phase, Phase::Over)
+    }
+}
+
+/// An identifier (`rdma_cm_id`).
+pub struct CmId {
+    engine: &'static Engine,
+    /// Address of the C object.
+    pub c_object: AtomicUsize,
+    /// Its port space.
+    pub port_space: PortSpace,
+    me: Weak<Self>,
+    state: Mutex<State>,
+}
+
+impl std::fmt::Debug for CmId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let state = self.lock();
+        f.debug_struct("CmId")
+            .field("phase", &state.phase)
+            .field("local", &state.local)
+            .field("remote", &state.remote)
+            .finish_non_exhaustive()
+    }
+}
+
+fn os(errno: i32) -> io::Error {
+    io::Error::from_raw_os_error(errno)
+}
+
+impl CmId {
+    /// A new identifier whose events go to `channel`.
+    pub fn new(channel: &Arc<EventChannel>, port_space: PortSpace) -> io::Result<Arc<Self>> {
+        Ok(Self::make(engine()?, channel, port_space))
+    }
+
+    fn make(
+        engine: &'static Engine,
+        channel: &Arc<EventChannel>,
+        port_space: PortSpace,
+    ) -> Arc<Self> {
+        let id = Arc::new_cyclic(|me| Self {
+            engine,
+            c_object: AtomicUsize::new(0),
+            port_space,
+            me: me.clone(),
+            state: Mutex::new(State {
+                phase: Phase::Idle,
+                channel: Arc::clone(channel),
+                local: None,
+                remote: None,
+                bound: None,
+                listener: None,
+                backlog: 0,
+                pending: Vec::new(),
+                qp: None,
+                bare: None,
+                datagram: None,
+                udp: None,
+                requester: None,
+                startup: None,
+                param: ConnParam::default(),
+                offered: (0, 0),
+                reuse: false,
+                v6only: false,
+                ack_timeout: None,
+                destroyed: false,
+            }),
+        });
+        let listener: Arc<dyn DeviceListener> = Arc::clone(&id) as _;
+        engine.subscribe(Arc::downgrade(&listener));
+        let listener: Arc<dyn gids::Listener> = Arc::clone(&id) as _;
+        gids::listen(engine, Arc::downgrade(&listener));
+        id
+    }
+
+    fn is_datagram(&self) -> bool {
+        matches!(self.port_space, PortSpace::Udp | PortSpace::Ipoib)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ------------------------------------------------------------------ addresses
+
+    /// The local address.
+    pub fn local(&self) -> Option<SocketAddr> {
+        self.lock().local
+    }
+
+    /// The peer's address.
+    pub fn remote(&self) -> Option<SocketAddr> {
+        self.lock().remote
+    }
+
+    /// `RDMA_OPTION_ID_REUSEADDR`, `RDMA_OPTION_ID_AFONLY`, `RDMA_OPTION_ID_ACK_TIMEOUT`.
+    pub fn set_options(
+        &self,
+        reuse: Option<bool>,
+        v6only: Option<bool>,
+        ack_timeout: Option<u8>,
+    ) -> io::Result<()> {
+        let mut state = self.lock();
+        if (reuse.is_some() || v6only.is_some()) && state.phase != Phase::Idle {
+            return Err(os(libc::EINVAL));
+        }
+        state.reuse = reuse.unwrap_or(state.reuse);
+        state.v6only = v6only.unwrap_or(state.v6only);
+        if ack_timeout.is_some() {
+            state.ack_timeout = ack_timeout;
+        }
+        Ok(())
+    }
+
+    /// The acknowledgement timeout that was set, or the default.
+    pub fn ack_timeout(&self) -> u8 {
+        self.lock().ack_timeout.unwrap_or(TIMEOUT)
+    }
+
+    /// Binds to an address (`rdma_bind_addr(3)`); port 0 takes a free one.
+    pub fn bind(&self, to: SocketAddr) -> io::Result<()> {
+        let mut state = self.lock();
+        state.allows(Input::Bind)?;
+        let to = unmapped(to);
+        let kind = match self.port_space {
+            PortSpace::Udp | PortSpace::Ipoib => SocketType::DGRAM,
+            PortSpace::Tcp | PortSpace::Ib => SocketType::STREAM,
+        };
+        let fd = socket::open(to.ip(), kind)?;
+        if to.is_ipv6() {
+            let v6only = state.v6only || !to.ip().is_unspecified();
+            set_option(
+                fd.get(),
+                libc::IPPROTO_IPV6,
+                libc::IPV6_V6ONLY,
+                i32::from(v6only),
+            );
+        }
+        if kind == SocketType::STREAM {
+            // As for most servers: a restart does not wait for the TIME-WAIT of old connections. A second listener on the port
+            // still fails.
+            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+        }
+        match rustix::net::bind(fd.get(), &to) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::ADDRNOTAVAIL) => return Err(os(libc::ENODEV)),
+            Err(e) => return Err(e.into()),
+        }
+        state.local = local_addr(&fd).map(|a| SocketAddr::new(to.ip(), a.port()));
+        state.bound = Some(fd);
+        state.step(Input::Bind)
+    }
+
+    /// Finds the local address for a peer (`rdma_resolve_addr(3)`); the outcome is an event.
+    pub fn resolve_addr(&self, from: Option<SocketAddr>, to: SocketAddr) -> io::Result<()> {
+        if let Some(from) = from
+            && self.lock().phase == Phase::Idle
+        {
+            self.bind(from)?;
+        }
+        let mut state = self.lock();
+        state.allows(Input::ResolveAddr)?;
+        let to = unmapped(to);
+        // The wildcard address means this host, as for connect(2).
+        let target = match to.ip() {
+            IpAddr::V4(ip) if ip.is_unspecified() => {
+                SocketAddr::new(Ipv4Addr::LOCALHOST.into(), to.port())
+            }
+            IpAddr::V6(ip) if ip.is_unspecified() => {
+                SocketAddr::new(Ipv6Addr::LOCALHOST.into(), to.port())
+            }
+            _ => to,
+        };
+        match source_for(target) {
+            Ok(source) => {
+                let (ip, port) = match state.local {
+                    Some(local) if !local.ip().is_unspecified() => (local.ip(), local.port()),
+                    Some(local) => (source, local.port()),
+                    None => (source, 0),
+                };
+                state.local = Some(SocketAddr::new(ip, port));
+                state.remote = Some(target);
+                state.step(Input::ResolveAddr)?;
+                drop(state);
+                self.push(EventKind::AddrResolved, 0);
+            }
+            Err(e) => {
+                drop(state);
+                self.push(
+                    EventKind::AddrError,
+                    -e.raw_os_error().unwrap_or(libc::EHOSTUNREACH),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Resolves the route (`rdma_resolve_route(3)`): the kernel's routing has done so already.
+    pub fn resolve_route(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        state.step(Input::ResolveRoute)?;
+        drop(state);
+        self.push(EventKind::RouteResolved, 0);
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------ events
+
+    fn push(&self, kind: EventKind, status: i32) {
+        self.push_event(|_| {}, kind, status);
+    }
+
+    fn push_event(&self, fill: impl FnOnce(&mut Event), kind: EventKind, status: i32) {
+        let Some(id) = self.me.upgrade() else { return };
+        let mut event = Event {
+            kind,
+            id,
+            listener: None,
+            status,
+            private_data: Vec::new(),
+            responder_resources: 0,
+            initiator_depth: 0,
+            peer: None,
+            context: 0,
+        };
+        fill(&mut event);
+        log!(
+            Debug,
+            "cm: {kind:?} status {status} for {:?}",
+            self.remote()
+        );
+        let state = self.lock();
+        if !state.destroyed {
+            state.channel.push(event);
+        }
+    }
+
+    /// Moves the identifier and its waiting events to another channel (`rdma_migrate_id(3)`).
+    pub fn migrate(&self, to: &Arc<EventChannel>) {
+        let mut state = self.lock();
+        let from = std::mem::replace(&mut state.channel, Arc::clone(to));
+        if Arc::ptr_eq(&from, to) {
+            return;
+        }
+        let mut moved = Vec::new();
+        from.purge(|e| {
+            let about = |id: &Arc<Self>| std::ptr::eq(Arc::as_ptr(id), self);
+            let mine = about(&e.id) || e.listener.as_ref().is_some_and(about);
+            if mine {
+                moved.push(e.clone());
+            }
+            mine
+        });
+        for event in moved {
+            if event.listener.is_some() {
+                // A request that the program has not received moves with its listener.
+                event.id.lock().channel = Arc::clone(to);
+            }
+            to.push(event);
+        }
+    }
+
+    // ------------------------------------------------------------------ queue pair
+
+    /// Sets the queue pair of this identifier (`rdma_create_qp(3)`), or removes it (`rdma_destroy_qp(3)`).
+    pub fn set_qp(&self, qp: Option<Arc<RcQp>>) {
+        let mut state = self.lock();
+        if qp.is_none() {
+            state.datagram = None;
+        }
+        state.qp = qp;
+    }
+
+    /// Sets the datagram queue pair of this identifier, and the Q_Key that replies name.
+    pub fn set_datagram(&self, qp: QueuePair, qkey: u32) {
+        self.lock().datagram = Some((qp, qkey));
+    }
+
+    /// The queue pair to connect: the identifier's own, or that of a bare connection, or the one with this number. True for the
+    /// first, whose states the identifier changes.
+    fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
+        {
+            let state = self.lock();
+            if let Some(qp) = &state.qp {
+                return Some((Arc::clone(qp), true));
+            }
+            if let Some(qp) = &state.bare {
+                return Some((Arc::clone(qp), false));
+            }
+        }
+        RcQp::find(number).map(|qp| (qp, false))
+    }
+
+    /// Moves the identifier's own queue pair to state RTS, as the kernel does when a connection is established.
+    fn make_ready(&self, qp: &RcQp, own: bool, ird: u8, ord: u8) {
+        let (param, timeout) = {
+            let state = self.lock();
+            (state.param.clone(), state.ack_timeout.unwrap_or(TIMEOUT))
+        };
+        if !own {
+            // The program changes its states (`rdma_init_qp_attr(3)`).
+            return;
+        }
+        qp.with_attr(|attr| {
+            attr.access = rights(ird);
+            attr.timeout = timeout;
+            attr.retry_cnt = param.retry_count.min(7);
+            attr.rnr_retry = match param.rnr_retry_count {
+                // Most programs that pass 0 did not set the field: iWARP ignores it (rdma_connect(3)). With 0 retries, a message
+                // that arrives before its receive request would end the connection.
+                0 => 7,
+                n => n.min(7),
+            };
+            attr.min_rnr_timer = MIN_RNR_TIMER;
+            attr.max_rd_atomic = ord;
+            attr.max_dest_rd_atomic = ird;
+        });
+        if qp.query().0 != QpState::Error {
+            qp.set_state(QpState::Rts);
+        }
+    }
+
+    /// The agreed parameters, for `rdma_init_qp_attr(3)`: responder resources, initiator depth, retries, RNR retries.
+    pub fn agreed(&self) -> (u8, u8, u8, u8) {
+        let state = self.lock();
+        // Before it is accepted: what the peer asked for. An MPA Request names no retries, so there is no limit.
+        let (retry, rnr_retry) = match state.phase {
+            Phase::Requested => (7, 7),
+            _ => (state.param.retry_count, state.param.rnr_retry_count),
+        };
+        (
+            state.param.responder_resources,
+            state.param.initiator_depth,
+            retry,
+            rnr_retry,
+        )
+    }
+
+    /// Pushes an event of an established connection with the depths that the peer named, or else the agreed ones.
+    // RFC 6581 §9.1 [mpa-depths-told]: the event has what the peer named, not what both ends agreed on.
+    fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>, peer: Option<Depths>) {
+        let (ird, ord) = peer.map_or_else(
+            || {
+                let state = self.lock();
+                (state.param.responder_resources, state.param.initiator_depth)
+            },
+            event_depths,
+        );
+        self.push_event(
+            |e| {
+                e.private_data = private_data;
+                e.responder_resources = ird;
+                e.initiator_depth = ord;
+            },
+            kind,
+            0,
+        );
+    }
+
+    // ------------------------------------------------------------------ the end
+
+    /// Disconnects (`rdma_disconnect(3)`). Both ends get an event.
+    ///
+    /// False if the connection is over already and there is no further event.
+    pub fn disconnect(&self) -> io::Result<bool> {
+        let number = {
+            let state = self.lock();
+            match state.phase {
+                Phase::Connected | Phase::Accepting => state.param.qp_num,
+                Phase::Over => return Ok(false),
+                _ => return Err(os(libc::EINVAL)),
+            }
+        };
+        match self.find_qp(number) {
+            Some((qp, _)) => qp.disconnect(),
+            // The program destroyed the queue pair before.
+            None => self.gone(),
+        }
+        Ok(true)
+    }
+
+    /// Destroys the identifier and drops its waiting events.
+    pub fn destroy(&self) {
+        let (bare, listener, startup, phase, channel, pending, udp) = {
+            let mut state = self.lock();
+            state.destroyed = true;
+            state.bound = None;
+            state.qp = None;
+            state.datagram = None;
+            (
+                state.bare.take(),
+                state.listener.take(),
+                state.startup.take(),
+                state.end(),
+                Arc::clone(&state.channel),
+                std::mem::take(&mut state.pending),
+                state.udp.take(),
+            )
+        };
+        self.drop_udp(udp);
+        if let Some(bare) = bare {
+            bare.destroy();
+        }
+        if let Some((fd, token)) = listener {
+            self.engine.remove(token, Some(fd.get()));
+        }
+        if let Some(startup) = startup {
+            if phase == Phase::Requested {
+                let _ = startup.reject(&[]);
+            } else {
+                startup.cancel();
+            }
+        }
+        channel.purge(|e| {
+            let about = |id: &Arc<Self>| std::ptr::eq(Arc::as_ptr(id), self);
+            about(&e.id) || e.listener.as_ref().is_some_and(about)
+        });
+        // Requests whose event the program has not received.
+        for child in pending.iter().filter_map(Weak::upgrade) {
+            if child.c_object.load(Ordering::Relaxed) == 0 {
+                child.destroy();
+            }
+        }
+    }
+}
+
+/// The access rights of a peer, as the kernel's connection manager sets them.
+pub fn rights(ird: u8) -> Access {
+    if ird > 0 {
+        Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC
+    } else {
+        Access::REMOTE_WRITE
+    }
+}
+
+/// Responder resources and initiator depth of an event, from depths that the peer named: its outbound is our inbound depth
+/// and the other way round.
+fn event_depths(peer: Depths) -> (u8, u8) {
+    let limit = |n: u16| {
+        u8::try_from(n)
+            .unwrap_or(u8::MAX)
+            .min(bounds::MAX_RD_ATOMIC)
+    };
+    (limit(peer.ord), limit(peer.ird))
+}
+
+impl Owner for CmId {
+    fn opened(&self, startup: &Arc<Startup>, opened: Opened) {
+        self.handle_opened(startup, opened);
+    }
+
+    fn requested(&self, startup: &Arc<Startup>, request: Request) {
+        self.handle_request(startup, request);
+    }
+
+    fn failed(&self, startup: &Arc<Startup>, failure: Failure) {
+        self.handle_failure(startup, failure);
+    }
+}
+
+impl DeviceListener for CmId {
+    fn device_fatal(&self) {
+        let startup = {
+            let mut state = self.lock();
+            if matches!(state.phase, Phase::Idle | Phase::Bound) {
+                // Not bound to the device yet.
+                return;
+            }
+            state.end();
+            state.startup.take()
+        };
+        if let Some(startup) = startup {
+            startup.cancel();
+        }
+        // The program has to destroy only identifiers that it knows.
+        if self.c_object.load(Ordering::Relaxed) != 0 {
+            self.push(EventKind::DeviceRemoval, 0);
+        }
+    }
+}
+
+impl gids::Listener for CmId {
+    /// Another interface has the local address now (`RDMA_CM_EVENT_ADDR_CHANGE`), as when bonding moves traffic: a program
+    /// may want to connect again.
+    fn port_changed(&self, news: &gids::News) {
+        let affected = {
+            let state = self.lock();
+            let bound = !matches!(state.phase, Phase::Idle | Phase::Over);
+            bound && state.local.is_some_and(|l| news.moved.contains(&l.ip()))
+        };
+        if affected && self.c_object.load(Ordering::Relaxed) != 0 {
+            self.push(EventKind::AddrChange, 0);
+        }
+    }
+}
+
+impl Manager for CmId {
+    fn started(&self) {
+        self.established();
+    }
+
+    fn gone(&self) {
+        let before = self.lock().end();
+        match before {
+            Phase::Connected => self.push(EventKind::Disconnected, 0),
+            Phase::Accepting => self.push(EventKind::ConnectError, -libc::ECONNRESET),
+            _ => {}
+        }
+    }
+}

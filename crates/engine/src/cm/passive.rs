@@ -1,0 +1,231 @@
+//! The side that listens, and accepts or rejects.
+
+use std::io;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use anywarp_core::bounds;
+use anywarp_core::llp::mpa::startup::{Depths, Request};
+
+use super::state::{Input, Phase};
+use super::{CmId, ConnParam, Event, EventKind, event_depths, os};
+use crate::connect::half_open;
+use crate::connect::startup::{Owner, Startup};
+use crate::log;
+use crate::qp::Manager;
+use crate::reactor::Source;
+
+/// Connections that the kernel queues for a listener, at least.
+const KERNEL_BACKLOG: i32 = 512;
+
+impl CmId {
+    /// Listens (`rdma_listen(3)`).
+    pub fn listen(&self, backlog: i32) -> io::Result<()> {
+        if self.lock().phase == Phase::Idle {
+            self.bind((Ipv4Addr::UNSPECIFIED, 0).into())?;
+        }
+        let mut state = self.lock();
+        state.allows(Input::Listen)?;
+        if self.is_datagram() {
+            return self.listen_udp(&mut state, backlog);
+        }
+        let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
+        let backlog = if backlog <= 0 { 1024 } else { backlog };
+        // The program's number bounds the requests that it has to answer. The kernel's queue holds all connections, and a
+        // peer that finds it full retries after a second.
+        if let Err(e) = rustix::net::listen(fd.get(), backlog.max(KERNEL_BACKLOG)) {
+            state.bound = Some(fd);
+            return Err(e.into());
+        }
+        state.backlog = usize::try_from(backlog).unwrap_or(1024).max(16);
+        state.step(Input::Listen)?;
+        let source = Arc::new(ListenSource(self.me.clone()));
+        let token = self.engine.add(source, fd.get(), false)?;
+        state.listener = Some((fd, token));
+        Ok(())
+    }
+
+    fn accept_sockets(&self) {
+        let Some(owner) = self.me.upgrade() else {
+            return;
+        };
+        let owner: Arc<dyn Owner> = owner;
+        let state = self.lock();
+        if let Some((listener, token)) = &state.listener {
+            half_open::accept(self.engine, listener, *token, &owner);
+        }
+    }
+
+    fn resume_listening(&self) {
+        if let Some((listener, token)) = &self.lock().listener {
+            half_open::resume(self.engine, listener, *token);
+        }
+    }
+
+    /// Accepts a connect request (`rdma_accept(3)`).
+    pub fn accept(&self, param: ConnParam) -> io::Result<()> {
+        if self.is_datagram() {
+            let private_data = param.private_data.clone();
+            self.lock().param = param;
+            return self.reply(true, &private_data);
+        }
+        if param.private_data.len() > bounds::PRIVATE_DATA_MAX {
+            return Err(os(libc::EINVAL));
+        }
+        let qp = self.find_or_make_qp(param.qp_num)?;
+        let (startup, offered) = {
+            let mut state = self.lock();
+            state.allows(Input::Accept)?;
+            let startup = state.startup.take().ok_or_else(|| os(libc::EINVAL))?;
+            state.param = param.clone();
+            state.step(Input::Accept)?;
+            (startup, state.offered)
+        };
+        let Some((qp, own)) = qp else {
+            self.lock().end();
+            let _ = startup.reject(&[]);
+            return Err(os(libc::EINVAL));
+        };
+        let ird = param.responder_resources.min(bounds::MAX_RD_ATOMIC);
+        let ord = param
+            .initiator_depth
+            .min(bounds::MAX_RD_ATOMIC)
+            .min(offered.1);
+        if let Some(me) = self.me.upgrade() {
+            let manager: Weak<dyn Manager> = Arc::downgrade(&(me as Arc<dyn Manager>));
+            qp.manage(manager);
+        }
+        let opened = match startup.accept(ird.into(), ord.into(), &param.private_data) {
+            Ok(opened) => opened,
+            Err(e) => {
+                self.lock().end();
+                return Err(e);
+            }
+        };
+        let at_once = !opened.expects_rtr;
+        self.make_ready(
+            &qp,
+            own,
+            u8::try_from(opened.params.ird).unwrap_or(0),
+            u8::try_from(opened.params.ord).unwrap_or(0),
+        );
+        qp.attach_managed(opened, false);
+        self.ready_bare();
+        if at_once {
+            self.established();
+        }
+        Ok(())
+    }
+
+    /// Rejects a connect request (`rdma_reject(3)`).
+    pub fn reject(&self, private_data: &[u8]) -> io::Result<()> {
+        if self.is_datagram() {
+            return self.reply(false, private_data);
+        }
+        if private_data.len() > bounds::PRIVATE_DATA_MAX {
+            return Err(os(libc::EINVAL));
+        }
+        let startup = {
+            let mut state = self.lock();
+            if state.phase != Phase::Requested {
+                return Err(os(libc::EINVAL));
+            }
+            state.end();
+            state.startup.take().ok_or_else(|| os(libc::EINVAL))?
+        };
+        startup.reject(private_data)
+    }
+
+    /// The connection works in both directions.
+    pub(super) fn established(&self) {
+        {
+            let mut state = self.lock();
+            // An initiator is established when it has the Reply.
+            if state.phase != Phase::Accepting || state.step(Input::Established).is_err() {
+                return;
+            }
+        }
+        self.push_agreed(EventKind::Established, Vec::new(), None);
+    }
+
+    /// Pushes a connect request with the identifier `child` that was made for it. False if the listener is being destroyed.
+    ///
+    /// The listener stays locked meanwhile: its destruction either comes first or removes the event.
+    pub(super) fn offer(&self, child: &Arc<Self>, fill: impl FnOnce(&mut Event)) -> bool {
+        let Some(me) = self.me.upgrade() else {
+            return false;
+        };
+        let mut state = self.lock();
+        if state.destroyed || state.phase != Phase::Listening {
+            return false;
+        }
+        child.lock().channel = Arc::clone(&state.channel);
+        state.pending.push(Arc::downgrade(child));
+        child.push_event(
+            |e| {
+                e.listener = Some(me);
+                fill(e);
+            },
+            EventKind::ConnectRequest,
+            0,
+        );
+        true
+    }
+
+    /// A connection was accepted and its Request has arrived.
+    pub(super) fn handle_request(&self, startup: &Arc<Startup>, request: Request) {
+        let (channel, full) = {
+            let mut state = self.lock();
+            state.pending.retain(|p| {
+                p.upgrade()
+                    .is_some_and(|id| id.lock().phase == Phase::Requested)
+            });
+            let full = state.pending.len() >= state.backlog || state.phase != Phase::Listening;
+            (Arc::clone(&state.channel), full)
+        };
+        if full {
+            log!(Info, "cm: backlog is full, refusing {}", startup.peer);
+            let _ = startup.reject(&[]);
+            return;
+        }
+        let child = Self::make(self.engine, &channel, self.port_space);
+        let (responder_resources, initiator_depth) = event_depths(Depths {
+            ird: request.ird.unwrap_or(u16::MAX),
+            ord: request.ord.unwrap_or(u16::MAX),
+        });
+        {
+            let mut state = child.lock();
+            let _always_from_idle = state.step(Input::Request);
+            state.local = startup.local();
+            state.remote = Some(startup.peer);
+            state.startup = Some(Arc::clone(startup));
+            state.offered = (responder_resources, initiator_depth);
+        }
+        let offered = self.offer(&child, |e| {
+            e.private_data = request.private_data;
+            e.responder_resources = responder_resources;
+            e.initiator_depth = initiator_depth;
+        });
+        if !offered {
+            let _ = startup.reject(&[]);
+        }
+    }
+}
+
+/// The listening socket of an identifier.
+struct ListenSource(Weak<CmId>);
+
+impl Source for ListenSource {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        if let Some(id) = self.0.upgrade() {
+            id.accept_sockets();
+        }
+    }
+
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        if let Some(id) = self.0.upgrade() {
+            id.resume_listening();
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Requests and replies of datagram identifiers on a UDP socket, as the SIDR protocol of InfiniBand: retries and limits.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use crate::fd::EngineFd;
+use crate::reactor::Token;
+
+/// Pause before a request is sent again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// How often a request is sent: for five seconds.
+const TRIES: u32 = 50;
+/// Replies that a listener keeps, for requests that arrive again.
+const REPLIES_MAX: usize = 256;
+/// Bytes of the IPv4 and UDP headers in front of each message.
+const HEADER_BYTES: usize = 28;
+/// Bytes that are sent to a requester for each byte received from it. Its address is not verified and may be that of a
+/// victim (compare RFC 9000 §8.1).
+const AMPLIFICATION_MAX: usize = 3;
+/// Status of a reply that rejects a request.
+pub(super) const REJECT: u8 = 2;
+
+/// The socket of a datagram identifier.
+pub(super) struct Endpoint {
+    pub(super) fd: EngineFd,
+    pub(super) token: Token,
+    /// The request of the active side.
+    pub(super) request: Option<Outstanding>,
+    /// The replies of the passive side, the oldest first.
+    replies: VecDeque<Reply>,
+}
+
+impl Endpoint {
+    /// A socket that the engine watches as `token`.
+    pub(super) fn new(fd: EngineFd, token: Token, request: Option<Outstanding>) -> Self {
+        Self {
+            fd,
+            token,
+            request,
+            replies: VecDeque::new(),
+        }
+    }
+
+    /// Sends the reply to a request that was answered before and has arrived again, in `bytes` bytes. False if it was not
+    /// answered.
+    pub(super) fn reply_again(&mut self, request: RequestId, bytes: usize) -> bool {
+        let reply = self.replies.iter_mut().find(|r| r.request == request);
+        let Some(reply) = reply else { return false };
+        reply.budget.received(bytes);
+        reply.send(&self.fd);
+        true
+    }
+
+    /// Sends a reply, and keeps it for when the request arrives again.
+    pub(super) fn reply(&mut self, request: RequestId, budget: Budget, bytes: Vec<u8>) {
+        let mut reply = Reply {
+            request,
+            bytes,
+            budget,
+        };
+        reply.send(&self.fd);
+        self.replies.push_back(reply);
+        if self.replies.len() > REPLIES_MAX {
+            self.replies.pop_front();
+        }
+    }
+
+    /// Sends the outstanding request once more; returns when to do so again. `None`: it was sent often enough.
+    pub(super) fn send_request(&mut self, to: Option<SocketAddr>) -> Option<Duration> {
+        let request = self.request.as_mut().filter(|r| r.tries < TRIES)?;
+        request.tries += 1;
+        if let Some(to) = to {
+            // A socket without room, or a peer that is not listening yet: the next try may succeed.
+            let _ = self.fd.send_to(&request.bytes, to);
+        }
+        Some(RETRY_INTERVAL)
+    }
+}
+
+/// A request that has not been answered.
+pub(super) struct Outstanding {
+    pub(super) id: u32,
+    bytes: Vec<u8>,
+    tries: u32,
+}
+
+impl Outstanding {
+    pub(super) fn new(id: u32, bytes: Vec<u8>) -> Self {
+        Self {
+            id,
+            bytes,
+            tries: 0,
+        }
+    }
+}
+
+/// Identifies a request that was received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RequestId {
+    /// Its sender.
+    pub(super) from: SocketAddr,
+    /// The number that the sender gave it.
+    pub(super) id: u32,
+}
+
+struct Reply {
+    request: RequestId,
+    bytes: Vec<u8>,
+    budget: Budget,
+}
+
+impl Reply {
+    /// Sends the reply, if the budget allows.
+    fn send(&mut self, fd: &EngineFd) {
+        if self.budget.may_send(self.bytes.len()) {
+            // If the socket has no room, the requester's next try gets the reply.
+            let _ = fd.send_to(&self.bytes, self.request.from);
+        }
+    }
+}
+
+/// Bytes that were received from a requester and sent to it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Budget {
+    received: usize,
+    sent: usize,
+}
+
+impl Budget {
+    /// A request of `bytes` bytes was received.
+    pub(super) fn received(&mut self, bytes: usize) {
+        self.received += HEADER_BYTES + bytes;
+    }
+
+    /// Whether a reply of `bytes` bytes may be sent now, which is then accounted for.
+    fn may_send(&mut self, bytes: usize) -> bool {
+        let sent = self.sent + HEADER_BYTES + bytes;
+        let may = sent <= AMPLIFICATION_MAX * self.received;
+        if may {
+            self.sent = sent;
+        }
+        may
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anywarp_core::wire::dgram::CM_PRIVATE_DATA;
+
+    /// A reply without private data is sent at once, the longest one with the third request; in all never more than three
+    /// times what was received.
+    #[test]
+    fn a_requester_is_sent_no_more_than_three_times_what_it_sent() {
+        let (request, shortest) = (12, 24);
+        for (reply, expected) in [(shortest, 1), (shortest + CM_PRIVATE_DATA, 3)] {
+            let mut budget = Budget::default();
+            let mut first = None;
+            let (mut came, mut went) = (0, 0);
+            for n in 1..100 {
+                budget.received(request);
+                came += HEADER_BYTES + request;
+                if budget.may_send(reply) {
+                    went += HEADER_BYTES + reply;
+                    first = first.or(Some(n));
+                }
+                assert!(went <= AMPLIFICATION_MAX * came, "{went} for {came}");
+            }
+            assert_eq!(first, Some(expected));
+            assert!(went > AMPLIFICATION_MAX * came / 2 || reply == shortest);
+        }
+    }
+}
