@@ -12,7 +12,7 @@
 use std::hash::{Hash, Hasher, SipHasher};
 use std::time::Duration;
 
-use super::flow::Peer;
+use super::types::Peer;
 
 /// How long a cookie is good at least; at most twice as long.
 const LIFE: u64 = 60;

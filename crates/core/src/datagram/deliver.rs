@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::flow::Peer;
 use super::messages::{GivenUp, Open, Record, Turn};
 use super::options::RecordMode;
 use super::parity::{Budget, Groups};
 use super::reassemble::{Coverage, Identity, Range, TooManyGaps};
 use super::rx::{identity, source_qpn};
-use super::{Arrival, DatagramQp, Dropped, grh};
+use super::types::{Arrival, Dropped, Peer};
+use super::{DatagramQp, grh};
 use crate::bounds;
 use crate::observe::Step;
 use crate::verbs::access::Access;

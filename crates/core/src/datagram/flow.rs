@@ -17,18 +17,16 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use super::table::Table;
+use super::types::Peer;
 use crate::bounds;
 use crate::wire::Msn;
 use crate::wire::control::Control;
 use crate::wire::ddp::Untagged;
 use crate::wire::dgram::{self, Shim};
-
-/// A queue pair elsewhere: its address and port, and its index there.
-pub(super) type Peer = (SocketAddr, u8);
 
 /// How far a receiver has come with a sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -353,6 +351,7 @@ impl Flow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::SocketAddr;
 
     const NOW: Duration = Duration::from_secs(100);
 

@@ -18,7 +18,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::Arrival;
+use super::types::Arrival;
 use crate::bounds;
 
 /// Bytes of the header.

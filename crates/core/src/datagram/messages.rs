@@ -12,11 +12,10 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use super::Dropped;
-use super::flow::Peer;
 use super::parity::Groups;
 use super::reassemble::{Coverage, Identity, Range};
 use super::table::Table;
+use super::types::{Dropped, Peer};
 use crate::bounds;
 use crate::verbs::source::Places;
 use crate::verbs::wr::RecvRequest;

@@ -6,22 +6,25 @@
 //! and what is lost is lost without a word. With it, datagrams travel in the packets of [`crate::wire::rd`], and a request
 //! is complete when its peer has all of it.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
 //! | `mod.rs` | the queue pair: states, posting, completion, flush |
-//! | [`options`] | what may be chosen beyond verbs |
-//! | [`tx`] | requests into datagrams |
-//! | [`rx`] | datagrams into the hands of those below |
-//! | `deliver.rs` | into posted receives and registered memory; records |
-//! | `respond.rs` | Reads, atomics and errors, of us and of others |
-//! | `rd/` | each datagram once: numbers, acknowledgements, windows |
-//! | [`messages`] | which bytes of which messages are there, from many sources |
-//! | `reassemble.rs` | runs of bytes; the messages of a fixed peer |
-//! | `reads.rs` | requests that wait for their answers |
-//! | `parity.rs` | lost datagrams made from others |
-//! | `cookie.rs` | who has shown that it receives at its address |
-//! | `flow.rs` | not to send faster than the peer receives |
-//! | `table.rs` | tables by peer |
+//! | `types.rs` | kinds, datagrams, reasons to drop one, counters |
+//! | [`options`] | settings beyond those of verbs |
+//! | `outgoing.rs` | messages to send, destinations |
+//! | `tx/` | requests into datagrams: `build`, `cut`, then `unreliable` or `lanes`; `control` |
+//! | [`rx`] | arriving datagrams: checks, dispatch |
+//! | `deliver.rs` | placing into receives and registered memory; records |
+//! | `respond.rs` | Reads, atomics and errors, of this end and of peers |
+//! | `rd/` | reliability: numbers, acknowledgements, windows |
+//! | [`messages`] | reassembly of messages from many sources |
+//! | `reassemble.rs` | runs of bytes; reassembly of messages from one fixed peer |
+//! | `reads.rs` | requests that wait for a response |
+//! | `parity.rs` | recovery of lost datagrams from parity |
+//! | `cookie.rs` | proof that a peer receives at its address |
+//! | `flow.rs` | sending no faster than the peer receives |
+//! | `table.rs` | hash tables keyed by peer |
+//! | `spare.rs` | reuse of buffers |
 //! | [`grh`] | the 40 bytes in front of a message on UD and RD |
 //!
 //! What differs between the kinds:
@@ -40,26 +43,33 @@
 mod cookie;
 mod deliver;
 mod flow;
+mod outgoing;
 mod parity;
 mod rd;
 mod reads;
 mod reassemble;
 mod respond;
+mod spare;
 mod table;
 
 pub mod grh;
 pub mod messages;
 pub mod options;
 pub mod rx;
-pub mod tx;
+mod tx;
+mod types;
 
 #[cfg(test)]
 mod tests;
 
+pub use outgoing::is_group;
+pub use types::{
+    Arrival, Bytes, Counters, Dropped, ErrorReport, Kind, MULTICAST_QPN, PathMtu, TxDatagram,
+};
+
 use std::collections::VecDeque;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
-use std::ops::Deref;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -68,391 +78,26 @@ use crate::error::Misuse;
 use crate::observe::Step;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
-use crate::verbs::qp::{Attr, QpType, State, mask};
+use crate::verbs::qp::{Attr, State, mask};
 use crate::verbs::qp_base::{Parts, QpBase};
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
-use crate::wire::dgram::DgramError;
 use cookie::Secret;
-use flow::{Flow, Peer};
+use flow::Flow;
 use messages::{Messages, Record, Records};
 use options::Options;
+use outgoing::{Current, Lane, Trailer, check, index};
 use parity::Budget;
-use rd::{Reliable, Resource};
+use rd::Reliable;
 use reads::Reads;
 use reassemble::Incoming;
+use spare::Spare;
 use table::Table;
-
-/// The queue pair number of every member of a multicast group.
-pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
-
-/// Which of the services.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// Unreliable datagram.
-    Ud,
-    /// Unreliable connection.
-    Uc,
-    /// Reliable datagram.
-    Rd,
-    /// Reliable connection, over reliable datagrams.
-    Rc,
-    /// What programs know as an unreliable connection, over reliable datagrams.
-    ReliableUc,
-}
-
-impl Kind {
-    /// The type of queue pair.
-    pub const fn qp_type(self) -> QpType {
-        match self {
-            Self::Ud => QpType::Ud,
-            Self::Uc | Self::ReliableUc => QpType::Uc,
-            Self::Rd => QpType::Rd,
-            Self::Rc => QpType::Rc,
-        }
-    }
-
-    /// Whether what is sent arrives.
-    pub const fn is_reliable(self) -> bool {
-        matches!(self, Self::Rd | Self::Rc | Self::ReliableUc)
-    }
-
-    /// Whether it has operations that are answered, and Send with Invalidate.
-    pub const fn reads(self) -> bool {
-        matches!(self, Self::Rd | Self::Rc)
-    }
-
-    /// Whether there is one peer only.
-    pub const fn is_connected(self) -> bool {
-        matches!(self, Self::Uc | Self::Rc | Self::ReliableUc)
-    }
-}
-
-/// How a datagram came.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrival {
-    /// Who sent it.
-    pub from: SocketAddr,
-    /// Our address that it was sent to, or the group, if the socket tells.
-    pub to: Option<IpAddr>,
-    /// Its hop limit or time to live.
-    pub hop_limit: u8,
-    /// Its traffic class or type of service.
-    pub traffic_class: u8,
-}
-
-/// A datagram to send.
-///
-/// One call of the socket sends one of these; datagrams of one message are alike but for the last and have the same
-/// destination, so that an engine may hand a run of them to the kernel at once.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TxDatagram {
-    /// Where to.
-    pub to: SocketAddr,
-    /// Which of our addresses it must come from, if that matters.
-    pub from: Option<IpAddr>,
-    /// Hop limit or time to live, 0 for the system's default.
-    pub hop_limit: u8,
-    /// Traffic class or type of service.
-    pub traffic_class: u8,
-    /// All of it, checksum included.
-    pub bytes: Bytes,
-}
-
-/// Bytes of a datagram: given away, or kept as well until they are acknowledged.
-#[derive(Debug, Clone)]
-pub enum Bytes {
-    /// Given away.
-    Own(Vec<u8>),
-    /// Kept.
-    Shared(Arc<Vec<u8>>),
-}
-
-impl Deref for Bytes {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Own(bytes) => bytes,
-            Self::Shared(bytes) => bytes,
-        }
-    }
-}
-
-impl From<Vec<u8>> for Bytes {
-    fn from(bytes: Vec<u8>) -> Self {
-        Self::Own(bytes)
-    }
-}
-
-impl PartialEq for Bytes {
-    fn eq(&self, other: &Self) -> bool {
-        **self == **other
-    }
-}
-
-impl Eq for Bytes {}
-
-/// Why a datagram was dropped, or a part of it not placed. Nobody is told; each reason has its counter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Dropped {
-    /// It breaks a rule of the format.
-    Wire(DgramError),
-    /// The queue pair does not receive in its state.
-    State,
-    /// It is for another queue pair.
-    Index,
-    /// It has another Q_Key.
-    Qkey,
-    /// It does not come from the peer.
-    Source,
-    /// Something that this kind of queue pair does not do.
-    Operation,
-    /// It contradicts an earlier datagram of its message.
-    Mismatch,
-    /// All of it had arrived before.
-    Duplicate,
-    /// Its message was given up, or a newer one has begun.
-    Late,
-    /// No receive was posted.
-    NoReceive,
-    /// The memory that it names may not be written.
-    Access,
-    /// Its message is longer than the receive.
-    TooLong,
-    /// Its message has more gaps than are kept account of.
-    Gaps,
-    /// The receive's own memory could not be written; the queue pair has failed.
-    Local,
-    /// As many answers wait to be sent as may.
-    Busy,
-    /// Reliable: as many records wait for the program as may.
-    NoRecord,
-}
-
-impl Dropped {
-    /// What a reliable packet waits for that is not refused.
-    fn resource(self) -> Option<Resource> {
-        match self {
-            Self::NoReceive => Some(Resource::Receive),
-            Self::Busy => Some(Resource::Room),
-            Self::NoRecord => Some(Resource::Record),
-            _ => None,
-        }
-    }
-
-    /// How the sender's request ends, where it is told.
-    fn status(self) -> Status {
-        match self {
-            Self::Access => Status::RemoteAccess,
-            Self::Local => Status::RemoteOperation,
-            _ => Status::RemoteInvalidRequest,
-        }
-    }
-
-    /// Layer, type and code of a Terminate for it (RFC 5040 §4.8).
-    fn terminate(self) -> (u8, u8, u8) {
-        match self {
-            // RDMAP, remote protection error, access rights violation.
-            Self::Access => (0, 1, 2),
-            // DDP, untagged buffer error, message too long for the buffer.
-            Self::TooLong => (1, 2, 5),
-            // RDMAP, remote operation error, unexpected opcode.
-            Self::Operation => (0, 2, 6),
-            // RDMAP, remote operation error, unspecified.
-            _ => (0, 2, 0xff),
-        }
-    }
-}
-
-/// What a peer says went wrong with a message of ours.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ErrorReport {
-    /// Who says so.
-    pub from: SocketAddr,
-    /// Its queue pair.
-    pub src_qpn: u32,
-    /// The message; of a Send that is its MSN as well.
-    pub id: u32,
-    /// Layer of the error, as in a Terminate (RFC 5040 §4.8).
-    pub layer: u8,
-    /// Its type.
-    pub etype: u8,
-    /// Its code.
-    pub code: u8,
-    /// How the request ended, if the peer's word ends it.
-    pub status: Status,
-}
-
-/// What was given out to be sent, and what it means for a request when it was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Given {
-    /// It is of no request, or the request waits for more than that.
-    Nothing,
-    /// More of the request follows.
-    Part(u64),
-    /// The request is done.
-    End(u64),
-    /// The request waits for an answer.
-    Ask(u64),
-}
-
-/// What a queue pair has seen. Datagrams unless it says otherwise.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// Arrived.
-    pub rx_dgrams: u64,
-    /// Messages that were delivered.
-    pub rx_messages: u64,
-    /// Dropped: damaged.
-    pub rx_bad_crc: u64,
-    /// Dropped: headers that break a rule, contradict each other, or ask for what is not done.
-    pub rx_bad_hdr: u64,
-    /// Dropped: wrong Q_Key.
-    pub rx_qkey: u64,
-    /// Dropped: for another queue pair, or not from the peer.
-    pub rx_stray: u64,
-    /// Dropped: the queue pair was not ready.
-    pub rx_state: u64,
-    /// Dropped: had arrived before.
-    pub rx_dup: u64,
-    /// Dropped: of a message that was over.
-    pub rx_late: u64,
-    /// Dropped: no receive posted. Reliable: packets that waited, for a receive or for room for a record.
-    pub rx_no_recv: u64,
-    /// Dropped: memory that may not be written.
-    pub rx_stag: u64,
-    /// Dropped: longer than the receive, or too many gaps.
-    pub rx_bounds: u64,
-    /// Datagrams that were lost and made from others.
-    pub rx_repaired: u64,
-    /// Messages that stayed incomplete, but those that have a record.
-    pub evicted: u64,
-    /// Records of messages that are complete.
-    pub rec_full: u64,
-    /// Records of messages that are not, or of parts.
-    pub rec_partial: u64,
-    /// Records that found no room.
-    pub rec_overflow: u64,
-    /// Reads that were never answered.
-    pub reads_timeout: u64,
-    /// Errors that peers reported.
-    pub err_in: u64,
-    /// Errors reported to peers.
-    pub err_out: u64,
-    /// Handed to the socket.
-    pub tx_dgrams: u64,
-    /// Refused by the socket.
-    pub tx_errors: u64,
-    /// Times that sending stopped for a peer that never said it might go on.
-    pub tx_stalls: u64,
-    /// Reliable: packets that were sent once more.
-    pub rd_again: u64,
-    /// Reliable: packets that asked a silent peer.
-    pub rd_probes: u64,
-    /// Reliable: packets that only acknowledged.
-    pub rd_acks: u64,
-}
-
-impl Counters {
-    /// All of them with their names.
-    pub fn named(&self) -> [(&'static str, u64); 26] {
-        [
-            ("rx_dgrams", self.rx_dgrams),
-            ("rx_messages", self.rx_messages),
-            ("rx_bad_crc", self.rx_bad_crc),
-            ("rx_bad_hdr", self.rx_bad_hdr),
-            ("rx_qkey", self.rx_qkey),
-            ("rx_stray", self.rx_stray),
-            ("rx_state", self.rx_state),
-            ("rx_dup", self.rx_dup),
-            ("rx_late", self.rx_late),
-            ("rx_no_recv", self.rx_no_recv),
-            ("rx_stag", self.rx_stag),
-            ("rx_bounds", self.rx_bounds),
-            ("rx_repaired", self.rx_repaired),
-            ("evicted", self.evicted),
-            ("rec_full", self.rec_full),
-            ("rec_partial", self.rec_partial),
-            ("rec_overflow", self.rec_overflow),
-            ("reads_timeout", self.reads_timeout),
-            ("err_in", self.err_in),
-            ("err_out", self.err_out),
-            ("tx_dgrams", self.tx_dgrams),
-            ("tx_errors", self.tx_errors),
-            ("tx_stalls", self.tx_stalls),
-            ("rd_again", self.rd_again),
-            ("rd_probes", self.rd_probes),
-            ("rd_acks", self.rd_acks),
-        ]
-    }
-
-    fn dropped(&mut self, why: Dropped) {
-        let counter = match why {
-            Dropped::Wire(DgramError::Crc) => &mut self.rx_bad_crc,
-            Dropped::Wire(_) | Dropped::Operation | Dropped::Mismatch => &mut self.rx_bad_hdr,
-            Dropped::State | Dropped::Local | Dropped::Busy => &mut self.rx_state,
-            Dropped::Index | Dropped::Source => &mut self.rx_stray,
-            Dropped::Qkey => &mut self.rx_qkey,
-            Dropped::Duplicate => &mut self.rx_dup,
-            Dropped::Late => &mut self.rx_late,
-            Dropped::NoReceive | Dropped::NoRecord => &mut self.rx_no_recv,
-            Dropped::Access => &mut self.rx_stag,
-            Dropped::TooLong | Dropped::Gaps => &mut self.rx_bounds,
-        };
-        *counter += 1;
-    }
-}
-
-/// Bytes of a UDP payload that the path to an address carries whole.
-pub type PathMtu = fn(IpAddr) -> u16;
+use types::{Given, Peer, Resource};
 
 /// How long one try lasts that finds no receive, of those that `rnr_retry` counts.
 const RNR_WAIT: Duration = Duration::from_millis(100);
-
-/// Buffers of datagrams that are sent, for those to come: memory that was touched costs less than new memory.
-#[derive(Debug, Default)]
-struct Spare {
-    /// Those that are large, and others: a small datagram in a large buffer would leave too little for large ones.
-    large: Vec<Vec<u8>>,
-    small: Vec<Vec<u8>>,
-    bytes: usize,
-}
-
-impl Spare {
-    /// Bytes from which on a buffer is large.
-    const LARGE: usize = 8 << 10;
-
-    /// An empty buffer with room for `len` bytes.
-    fn take(&mut self, len: usize) -> Vec<u8> {
-        let buffers = if len >= Self::LARGE {
-            &mut self.large
-        } else {
-            &mut self.small
-        };
-        match buffers.pop() {
-            Some(mut buffer) => {
-                self.bytes -= buffer.capacity();
-                buffer.clear();
-                buffer.reserve(len);
-                buffer
-            }
-            None => Vec::with_capacity(len),
-        }
-    }
-
-    fn give(&mut self, buffer: Vec<u8>) {
-        if self.bytes + buffer.capacity() > bounds::DATAGRAM_SPARE {
-            return;
-        }
-        self.bytes += buffer.capacity();
-        if buffer.capacity() >= Self::LARGE {
-            self.large.push(buffer);
-        } else {
-            self.small.push(buffer);
-        }
-    }
-}
 
 /// A datagram queue pair.
 pub struct DatagramQp {
@@ -468,15 +113,15 @@ pub struct DatagramQp {
     next_id: u32,
     /// Payload bytes of a datagram of a segmented message.
     segment: usize,
-    current: Option<tx::Current>,
+    current: Option<Current>,
     /// Answers to others, and requests that go out once more.
-    answers: VecDeque<tx::Current>,
+    answers: VecDeque<Current>,
     /// Datagrams of a few bytes that answer something.
     outbox: VecDeque<TxDatagram>,
     /// Ends of messages, to be said once more.
-    trailers: VecDeque<tx::Trailer>,
+    trailers: VecDeque<Trailer>,
     /// With reliability: messages by peer, how many requests and answers in all, and the peers that may be sent to.
-    lanes: Table<Peer, tx::Lane>,
+    lanes: Table<Peer, Lane>,
     lanes_len: usize,
     lanes_answers: usize,
     ready: VecDeque<Peer>,
@@ -531,7 +176,7 @@ impl DatagramQp {
     /// whatever else peers should not guess.
     pub fn new(parts: Parts, kind: Kind, options: Options, random: [u64; 2]) -> Self {
         let secret = Secret::new(random);
-        let index = tx::index(parts.qpn);
+        let index = index(parts.qpn);
         let ordered = options.ordered || kind.is_connected();
         let rd = kind
             .is_reliable()
@@ -840,7 +485,7 @@ impl DatagramQp {
         let (kind, options) = (self.kind, &self.options);
         self.base.post_send_with(|into, _| {
             fill(into)?;
-            tx::check(kind, options, into)
+            check(kind, options, into)
         })?;
         match self.base.state {
             State::Error => self.flush_sq(),

@@ -20,9 +20,9 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::flow::Peer;
 use super::reassemble::Coverage;
 use super::table::Table;
+use super::types::Peer;
 use crate::bounds;
 use crate::verbs::source::Places;
 use crate::wire::rdmap::ReadRequest;

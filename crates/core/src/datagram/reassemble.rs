@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use super::Dropped;
+use super::types::Dropped;
 use crate::verbs::source::Places;
 use crate::verbs::wr::RecvRequest;
 use crate::wire::rdmap::Opcode;

@@ -2,11 +2,12 @@
 
 use std::net::IpAddr;
 
-use super::flow::Peer;
 use super::rd::Event;
 use super::reads::{REQUEST, Wanted};
 
-use super::{Arrival, DatagramQp, Dropped, ErrorReport};
+use super::DatagramQp;
+use super::outgoing::{OURS, peer_of};
+use super::types::{Arrival, Dropped, ErrorReport, Peer};
 use crate::bounds;
 use crate::ddp::tx::Address;
 use crate::verbs::access::Access;
@@ -326,7 +327,7 @@ impl DatagramQp {
             .and_then(super::rd::Reliable::poll_event)
         {
             match event {
-                Event::Done(first, _) if first & super::tx::OURS != 0 => {}
+                Event::Done(first, _) if first & OURS != 0 => {}
                 Event::Done(first, last) => {
                     for tag in first..=last {
                         // A request that asked for an answer is done when that comes.
@@ -362,14 +363,14 @@ impl DatagramQp {
             let before = lane.queue.len();
             lane.queue.retain(|c| c.tag != tag);
             let gone = before - lane.queue.len();
-            if tag & super::tx::OURS == 0 {
+            if tag & OURS == 0 {
                 self.lanes_len -= gone;
             } else {
                 lane.answers -= gone;
                 self.lanes_answers -= gone;
             }
         }
-        if tag & super::tx::OURS != 0 {
+        if tag & OURS != 0 {
             return;
         }
         let id = u32::try_from(tag & 0xffff_ffff).unwrap_or(0);
@@ -398,7 +399,7 @@ impl DatagramQp {
         }
         let connected = self.kind.is_connected();
         let theirs = |to: &Option<crate::verbs::wr::Destination>| {
-            connected || to.as_ref().map(super::tx::peer_of) == Some(*peer)
+            connected || to.as_ref().map(peer_of) == Some(*peer)
         };
         let numbers: Vec<u64> = self
             .base

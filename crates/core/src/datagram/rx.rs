@@ -11,10 +11,12 @@ use std::net::SocketAddr;
 
 use smallvec::smallvec;
 
-use super::flow::{Peer, Report};
-use super::rd::{Resource, RxOutcome};
+use super::DatagramQp;
+use super::flow::Report;
+use super::outgoing::{index, is_group, peer_of};
+use super::rd::RxOutcome;
 use super::reassemble::{Coverage, Identity, MessageState, Open, Order};
-use super::{Arrival, DatagramQp, Dropped, Kind};
+use super::types::{Arrival, Dropped, Kind, Peer, Resource};
 use crate::bounds;
 use crate::llp::mpa::frame::for_each_part;
 use crate::observe::Step;
@@ -65,9 +67,9 @@ impl DatagramQp {
         self.base
             .observe(|| Step::Deframe(&datagram.header, datagram.payload.len()));
         // A multicast is for every queue pair that joined, so it names none.
-        let to_group = |ip| super::tx::is_group(ip) || self.joined.contains(&ip);
+        let to_group = |ip| is_group(ip) || self.joined.contains(&ip);
         let to_group = arrival.to.is_some_and(to_group);
-        if !to_group && datagram.shim.dst_index != super::tx::index(self.base.qpn) {
+        if !to_group && datagram.shim.dst_index != index(self.base.qpn) {
             return Err(Dropped::Index);
         }
         if datagram.header.opcode() == Opcode::Control {
@@ -83,12 +85,12 @@ impl DatagramQp {
     fn receive_packet(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.receives()?;
         let (packet, data) = rd::parse(bytes).map_err(Dropped::Wire)?;
-        if packet.dst_index != super::tx::index(self.base.qpn) {
+        if packet.dst_index != index(self.base.qpn) {
             return Err(Dropped::Index);
         }
         let from = SocketAddr::new(arrival.from.ip().to_canonical(), arrival.from.port());
         let peer = (from, packet.src_index);
-        if self.kind.is_connected() && self.peer.as_ref().map(super::tx::peer_of) != Some(peer) {
+        if self.kind.is_connected() && self.peer.as_ref().map(peer_of) != Some(peer) {
             return Err(Dropped::Source);
         }
         let now = self.now;
@@ -169,7 +171,7 @@ impl DatagramQp {
             .and_then(|datagram| {
                 self.base
                     .observe(|| Step::Deframe(&datagram.header, datagram.payload.len()));
-                let ours = datagram.shim.dst_index == super::tx::index(self.base.qpn)
+                let ours = datagram.shim.dst_index == index(self.base.qpn)
                     && datagram.shim.src_index == peer.1;
                 if !ours {
                     return Err(Dropped::Operation);
@@ -299,7 +301,7 @@ impl DatagramQp {
         let same_host = peer.addr.ip().to_canonical() == arrival.from.ip().to_canonical();
         if !same_host
             || peer.addr.port() != arrival.from.port()
-            || super::tx::index(peer.qpn) != shim.src_index
+            || index(peer.qpn) != shim.src_index
         {
             return Err(Dropped::Source);
         }

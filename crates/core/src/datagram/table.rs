@@ -90,8 +90,8 @@ impl Hasher for Mixer {
 
 #[cfg(test)]
 mod tests {
-    use super::super::flow::Peer;
     use super::*;
+    use crate::datagram::types::Peer;
     use std::collections::HashSet;
     use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 

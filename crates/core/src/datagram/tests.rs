@@ -1,5 +1,6 @@
 //! Two queue pairs with a table for memory and a list for a network.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 
 use smallvec::smallvec;

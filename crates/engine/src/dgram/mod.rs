@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use anywarp_core::bounds;
+use anywarp_core::datagram::is_group;
 use anywarp_core::datagram::options::Options;
-use anywarp_core::datagram::tx::is_group;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};

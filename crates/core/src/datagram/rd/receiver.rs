@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::Resource;
+use crate::datagram::types::Resource;
 use crate::wire::rd::{RUNS, Runs};
 
 /// Packets beyond the first missing one that are looked at.

@@ -8,16 +8,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::ack::{ACK_EACH, ACK_MOST};
 use super::congestion::{Acked, Congestion};
-use super::{ACK_EACH, ACK_MOST};
+use super::numbers::{expand as expand_near, micros};
 use crate::datagram::flow::charge;
+use crate::datagram::types::Tag;
 use smallvec::SmallVec;
 
 use crate::wire::dgram::CRC;
 use crate::wire::rd::Packet;
-
-/// What a packet is the end of, for its owner: a request's number.
-pub(crate) type Tag = u64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -261,7 +260,7 @@ impl Sender {
         mut done: impl FnMut(Tag),
     ) -> bool {
         let near = self.first;
-        let expand = |n: u32| super::expand(n, near);
+        let expand = |n: u32| expand_near(n, near);
         let ack = packet.ack.map_or(near, expand);
         let (runs, answers) = (&packet.arrived, packet.time_echo);
         let end = self.first + self.sent.len() as u64;
@@ -282,7 +281,7 @@ impl Sender {
             acked.bytes += s.packet.len() as u64;
             // Of a packet that was sent again it may be the first one that arrived: then it tells nothing of what was sent
             // before the second.
-            let ahead = answers.wrapping_sub(super::micros(s.at)).cast_signed();
+            let ahead = answers.wrapping_sub(micros(s.at)).cast_signed();
             if s.again && (answers == 0 || ahead < 0) {
                 return;
             }

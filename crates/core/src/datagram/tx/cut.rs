@@ -1,0 +1,201 @@
+//! Cuts messages into datagrams, with parity if that was chosen.
+
+use super::gather::{Unbuildable, gather};
+use super::head::header_of;
+use crate::datagram::DatagramQp;
+use crate::datagram::outgoing::{Current, Trailer, peer_of};
+use crate::datagram::parity;
+use crate::datagram::types::{Given, TxDatagram};
+use crate::observe::Step;
+use crate::verbs::sq::Phase;
+use crate::verbs::wc::Status;
+use crate::wire::dgram::{self, ATTR_FINAL_COPY, Shim};
+use crate::wire::rdmap::Opcode;
+
+/// Why, where it was there when the request was built.
+const DEREGISTERED: &str = "memory of a posted request was deregistered";
+/// Ends of messages that wait to be said again.
+const TRAILERS: usize = 64;
+
+impl DatagramQp {
+    /// Cuts the next datagram of a message, and adds its length to `bytes`. True: the message goes on; else it ended, or
+    /// failed.
+    pub(super) fn cut(
+        &mut self,
+        current: &mut Current,
+        bytes: &mut usize,
+        out: &mut Vec<TxDatagram>,
+    ) -> bool {
+        let message = &mut current.message;
+        let from = message.sent;
+        let len = current.segment.min(message.len - from);
+        let last = from + len == message.len;
+        let offset = u32::try_from(from).unwrap_or(u32::MAX);
+        let header = header_of(message.opcode, message.address, offset, last);
+        let shim = Shim {
+            offset,
+            ..current.shim
+        };
+        let payload = usize::try_from(len).unwrap_or(0);
+        let mut datagram = self.buffer(payload);
+        dgram::put_head(&shim, &header, &mut datagram);
+        let head = datagram.len();
+        if !gather(
+            &message.source,
+            from,
+            len,
+            &*self.base.rnic.memory,
+            &mut datagram,
+        ) {
+            let why = DEREGISTERED;
+            match current.request {
+                Some(number) => {
+                    self.fail_request(number, Unbuildable(Status::LocalProtection, why));
+                }
+                // The asker's answer ends in the middle.
+                None => {
+                    self.base.observe(|| Step::Failed(why));
+                    if self.rd.is_some() {
+                        let to = &current.to;
+                        self.answer_broken(&peer_of(to), to.source, current.shim.id);
+                    }
+                }
+            }
+            return false;
+        }
+        message.sent += len;
+        self.base.observe(|| Step::Segment(payload, last));
+        if current.shim.group > 0 {
+            let (sum, many, start) = &mut current.group;
+            if *many == 0 {
+                *start = offset;
+            }
+            *many += 1;
+            parity::add(sum, datagram.get(head..).unwrap_or(&[]));
+        }
+        *bytes += if self.rd.is_some() {
+            self.cut_reliably(current, datagram, last, out)
+        } else {
+            dgram::seal(&mut datagram);
+            self.cut_plainly(current, datagram, last, out)
+        };
+        if last && let Some(posted) = current.request.and_then(|n| self.base.sq.get_mut(n)) {
+            posted.phase = Phase::Sent;
+        }
+        !last
+    }
+
+    pub(super) fn cut_plainly(
+        &mut self,
+        current: &mut Current,
+        bytes: Vec<u8>,
+        last: bool,
+        out: &mut Vec<TxDatagram>,
+    ) -> usize {
+        self.given_out.push_back(match current.request {
+            Some(request) if current.asks => Given::Ask(request),
+            Some(request) if last => Given::End(request),
+            Some(request) => Given::Part(request),
+            None => Given::Nothing,
+        });
+        let mut size = bytes.len();
+        let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
+        if let Some(peer) = current.peer() {
+            self.flow.sent(peer, current.shim.id, end, size, self.now);
+        }
+        out.push(self.datagram(current, bytes));
+        let group = current.shim.group;
+        if group > 0 && (last || current.group.1 == group) {
+            // A group of one would be sent twice for nothing but its loss: that is what it is for.
+            size += self.cut_parity(current, out);
+        }
+        if last && current.message.opcode == Opcode::WriteRecord && self.options.repeats > 0 {
+            let datagram = self.end_again(current);
+            if self.trailers.len() < TRAILERS {
+                self.trailers.push_back(Trailer {
+                    datagram,
+                    left: self.options.repeats,
+                });
+            }
+        } else if last && !self.trailers.is_empty() {
+            self.say_again(out);
+        }
+        size
+    }
+
+    pub(super) fn cut_reliably(
+        &mut self,
+        current: &mut Current,
+        bytes: Vec<u8>,
+        last: bool,
+        out: &mut Vec<TxDatagram>,
+    ) -> usize {
+        let peer = peer_of(&current.to);
+        let alone = last
+            && self.lanes.get(&peer).is_none_or(|l| l.queue.is_empty())
+            && self.base.sq.untaken() == 0;
+        let (now, tag) = (self.now, current.tag);
+        let pushed = self
+            .rd
+            .as_mut()
+            .and_then(|rd| rd.push(&peer, bytes, (tag, last, alone), now));
+        let Some((way, packet)) = pushed else {
+            return 0;
+        };
+        let size = packet.len();
+        self.hand_out(&peer, way, packet, out);
+        size
+    }
+
+    pub(super) fn datagram(&self, current: &Current, bytes: Vec<u8>) -> TxDatagram {
+        TxDatagram {
+            to: current.to.addr,
+            from: current.to.source,
+            hop_limit: current.to.hop_limit,
+            traffic_class: current.to.traffic_class,
+            bytes: bytes.into(),
+        }
+    }
+
+    /// The parity datagram of the group that is complete.
+    pub(super) fn cut_parity(&mut self, current: &mut Current, out: &mut Vec<TxDatagram>) -> usize {
+        let (sum, _, start) = std::mem::take(&mut current.group);
+        let shim = Shim {
+            offset: start,
+            parity: true,
+            ..current.shim
+        };
+        let header = header_of(
+            current.message.opcode,
+            current.message.address,
+            start,
+            false,
+        );
+        let mut bytes = dgram::emit_head(&shim, &header);
+        bytes.extend_from_slice(&sum);
+        dgram::seal(&mut bytes);
+        let size = bytes.len();
+        if let Some(peer) = current.peer() {
+            let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
+            self.flow.sent(peer, current.shim.id, end, size, self.now);
+        }
+        self.given_out.push_back(Given::Nothing);
+        out.push(self.datagram(current, bytes));
+        size
+    }
+
+    /// A datagram without payload that says where the message ended.
+    pub(super) fn end_again(&self, current: &Current) -> TxDatagram {
+        let message = &current.message;
+        let shim = Shim {
+            offset: current.shim.length,
+            attributes: current.shim.attributes | ATTR_FINAL_COPY,
+            commit: true,
+            ..current.shim
+        };
+        let header = header_of(message.opcode, message.address, current.shim.length, true);
+        let mut bytes = dgram::emit_head(&shim, &header);
+        dgram::seal(&mut bytes);
+        self.datagram(current, bytes)
+    }
+}

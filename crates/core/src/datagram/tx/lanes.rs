@@ -1,0 +1,198 @@
+//! Sends messages of reliable queue pairs: one lane for each peer, in turns.
+
+use crate::datagram::DatagramQp;
+use crate::datagram::outgoing::{Current, OURS, Taken, Way, has_room, peer_of, way_of};
+use crate::datagram::types::{Bytes, Given, Peer, TxDatagram};
+
+/// Datagrams to a peer before other peers have their turn.
+const LANE_TURN: usize = 16;
+/// Requests in all lanes: those behind them stay in the send queue.
+const LANES: usize = 4096;
+
+impl DatagramQp {
+    pub(super) fn poll_lanes(&mut self, out: &mut Vec<TxDatagram>) {
+        let mut bytes = 0;
+        self.poll_reliable(&mut bytes, out);
+        loop {
+            while self.lanes_len < LANES && has_room(bytes, out) {
+                if self.send_single(&mut bytes, out) {
+                    continue;
+                }
+                match self.take() {
+                    Taken::Message(current) => self.cut_at_once(current, &mut bytes, out),
+                    Taken::Done => {}
+                    Taken::Nothing => break,
+                }
+            }
+            let Some(peer) = self.ready.front().copied().filter(|_| has_room(bytes, out)) else {
+                break;
+            };
+            let goes_on = self.lane_turn(&peer, &mut bytes, out);
+            // The queue pair may have failed, and nothing be left.
+            let Some(peer) = self.ready.pop_front() else {
+                break;
+            };
+            if goes_on {
+                self.ready.push_back(peer);
+            } else if let Some(lane) = self.lanes.get_mut(&peer) {
+                lane.ready = false;
+            }
+        }
+        // Peers that are not known are to be asked.
+        self.poll_reliable(&mut bytes, out);
+        self.handle_rd_events();
+    }
+
+    /// What the reliability layer itself wants to send.
+    pub(super) fn poll_reliable(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) {
+        let now = self.now;
+        while has_room(*bytes, out) {
+            let packet = self.rd.as_deref_mut().and_then(|rd| rd.poll(now));
+            let Some((peer, way, packet)) = packet else {
+                break;
+            };
+            *bytes += packet.len();
+            self.hand_out(&peer, way, packet, out);
+        }
+    }
+
+    /// Some datagrams to one peer: as many as make a run for the kernel, and few enough that other peers have their
+    /// turn. False: there are no more now.
+    pub(super) fn lane_turn(
+        &mut self,
+        peer: &Peer,
+        bytes: &mut usize,
+        out: &mut Vec<TxDatagram>,
+    ) -> bool {
+        let begin = out.len();
+        let in_turn = |out: &Vec<TxDatagram>| out.len() < begin + LANE_TURN;
+        while in_turn(out) && has_room(*bytes, out) {
+            let Some((mut current, way)) = self.next_of(peer) else {
+                return false;
+            };
+            let mut goes_on = true;
+            let mut open = true;
+            while goes_on && open && in_turn(out) && has_room(*bytes, out) {
+                goes_on = self.cut(&mut current, bytes, out);
+                open = goes_on && self.has_window(peer, way);
+            }
+            if goes_on {
+                self.enter_lane(current, true, true);
+            }
+            if !open && goes_on {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Sends what can be sent of a message that was taken just now; the rest waits in the lane of its peer. Where others wait
+    /// for their turn it goes there at once.
+    pub(super) fn cut_at_once(
+        &mut self,
+        mut current: Current,
+        bytes: &mut usize,
+        out: &mut Vec<TxDatagram>,
+    ) {
+        let peer = peer_of(&current.to);
+        if !self.ready.is_empty() || self.lanes.contains_key(&peer) {
+            self.enter_lane(current, false, true);
+            return;
+        }
+        let way = way_of(&current.to);
+        if !self.has_window(&peer, way) {
+            // An acknowledgement makes it ready.
+            self.enter_lane(current, false, false);
+            return;
+        }
+        let (mut goes_on, mut open) = (true, true);
+        while goes_on && open && has_room(*bytes, out) {
+            goes_on = self.cut(&mut current, bytes, out);
+            open = goes_on && self.has_window(&peer, way);
+        }
+        if goes_on {
+            self.enter_lane(current, true, open);
+        }
+    }
+
+    pub(super) fn has_window(&mut self, peer: &Peer, way: Way) -> bool {
+        let now = self.now;
+        let rd = self.rd.as_deref_mut();
+        rd.is_some_and(|rd| rd.may_send(peer, way, now))
+    }
+
+    /// The message of a lane that may go on now.
+    pub(super) fn next_of(&mut self, peer: &Peer) -> Option<(Current, Way)> {
+        // Who only receives answers all the same.
+        if self.receives().is_err() {
+            return None;
+        }
+        let lane = self.lanes.get_mut(peer)?;
+        let Some(first) = lane.queue.front() else {
+            self.lanes.remove(peer);
+            return None;
+        };
+        let way = way_of(&first.to);
+        if !self.has_window(peer, way) {
+            // An acknowledgement makes it ready again.
+            return None;
+        }
+        let lane = self.lanes.get_mut(peer)?;
+        let current = lane.queue.pop_front()?;
+        if current.tag & OURS == 0 {
+            self.lanes_len -= 1;
+        } else {
+            self.lanes_answers -= 1;
+            lane.answers -= 1;
+        }
+        Some((current, way))
+    }
+
+    /// A message goes to the lane of its peer: its end, or its front if some of it has gone. `ready`: it may be sent now.
+    pub(super) fn enter_lane(&mut self, current: Current, front: bool, ready: bool) {
+        let peer = peer_of(&current.to);
+        let lane = self.lanes.entry(peer).or_default();
+        if current.tag & OURS == 0 {
+            self.lanes_len += 1;
+        } else {
+            self.lanes_answers += 1;
+            lane.answers += 1;
+        }
+        if front {
+            lane.queue.push_front(current);
+        } else {
+            lane.queue.push_back(current);
+        }
+        if ready && !lane.ready {
+            lane.ready = true;
+            self.ready.push_back(peer);
+        }
+    }
+
+    /// A peer may be sent to again.
+    pub(in crate::datagram) fn make_ready(&mut self, peer: &Peer) {
+        if let Some(lane) = self.lanes.get_mut(peer)
+            && !lane.ready
+        {
+            lane.ready = true;
+            self.ready.push_back(*peer);
+        }
+    }
+
+    pub(super) fn hand_out(
+        &mut self,
+        peer: &Peer,
+        way: Way,
+        bytes: Bytes,
+        out: &mut Vec<TxDatagram>,
+    ) {
+        self.given_out.push_back(Given::Nothing);
+        out.push(TxDatagram {
+            to: peer.0,
+            from: way.from,
+            hop_limit: way.hop_limit,
+            traffic_class: way.traffic_class,
+            bytes,
+        });
+    }
+}

@@ -1,0 +1,256 @@
+//! Sends messages of queue pairs without reliability: each datagram once.
+
+use std::time::Duration;
+
+use super::gather::gather_at_once;
+use super::head::{HEAD_MAX, header_of};
+use crate::bounds;
+use crate::datagram::DatagramQp;
+use crate::datagram::outgoing::{Current, Taken, has_room, index, is_many, peer_of, way_of};
+use crate::datagram::types::{Given, Kind, TxDatagram};
+use crate::observe::Step;
+use crate::verbs::qp::State;
+use crate::verbs::sq::Phase;
+use crate::verbs::wr::{Destination, Op, Payload};
+use crate::wire::dgram::{self, Shim};
+use crate::wire::rd::Packet;
+
+impl DatagramQp {
+    pub(super) fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) {
+        let mut bytes = 0;
+        let mut answer = false;
+        while has_room(bytes, out) {
+            answer = !answer;
+            if answer && let Some(mut current) = self.next_answer() {
+                let goes_on = self.cut(&mut current, &mut bytes, out);
+                if goes_on {
+                    self.answers.push_front(current);
+                }
+                continue;
+            }
+            let taken = match self.current.take() {
+                Some(current) => Taken::Message(current),
+                None if self.send_single(&mut bytes, out) => Taken::Done,
+                None => self.take(),
+            };
+            let mut current = match taken {
+                Taken::Message(current) => current,
+                Taken::Done => continue,
+                // Alone at last: the ends of messages may be said again.
+                Taken::Nothing if self.say_again(out) || self.has_open_answer() => continue,
+                Taken::Nothing => break,
+            };
+            let peer = current.peer();
+            // To its end, unless answers want their turn.
+            let (mut goes_on, mut open) = (true, true);
+            while goes_on && has_room(bytes, out) {
+                open = peer.is_none_or(|peer| self.flow.may_send(&peer, self.now));
+                if !open {
+                    break;
+                }
+                goes_on = self.cut(&mut current, &mut bytes, out);
+                if !self.answers.is_empty() {
+                    break;
+                }
+            }
+            if goes_on {
+                self.current = Some(current);
+            }
+            if !open && !self.has_open_answer() {
+                self.was_stalled = true;
+                break;
+            }
+        }
+    }
+
+    /// Sends the next request if it is a Send or a Write of one datagram, as most are: its bytes go where they are sent from,
+    /// and no account is kept of what is left. False: it is something else, or has to wait.
+    pub(super) fn send_single(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
+        if !matches!(self.kind, Kind::Ud | Kind::Rd) || self.base.state != State::Rts {
+            return false;
+        }
+        let reading = !self.reads.is_empty();
+        let Some((number, posted)) = self.base.sq.peek() else {
+            return false;
+        };
+        let request = &posted.request;
+        let plain = posted.injected.is_none() && !(request.fence && reading);
+        let Some(to) = request.destination.filter(|_| plain) else {
+            return false;
+        };
+        let (request_id, op, solicited) = (request.id, request.op, request.solicited);
+        let len = request.payload.len();
+        let reliable = self.rd.is_some();
+        let peer = peer_of(&to);
+        let pace = (!reliable && !is_many(&to)).then_some(peer);
+        if !self.is_single(&op, len, &to) {
+            return false;
+        }
+        let open = if reliable {
+            // Who waits for a turn, or for a window, is not overtaken.
+            self.ready.is_empty()
+                && !self.lanes.contains_key(&peer)
+                && self.has_window(&peer, way_of(&to))
+        } else {
+            pace.is_none_or(|peer| self.flow.is_open(&peer, self.now))
+        };
+        let Some((shim, opcode, address)) = self.head_of(&op, solicited, len).filter(|_| open)
+        else {
+            return false;
+        };
+        let shim = Shim {
+            qkey: self.qkey_for(&to),
+            dst_index: index(to.qpn),
+            ..shim
+        };
+        self.base.observe(|| Step::Take(request_id));
+        self.base.sq.advance();
+        let payload = usize::try_from(len).unwrap_or(0);
+        let mut datagram = self.buffer(payload);
+        dgram::put_head(&shim, &header_of(opcode, address, 0, true), &mut datagram);
+        let Some(posted) = self.base.sq.get_mut(number) else {
+            return true;
+        };
+        posted.phase = Phase::Sent;
+        posted.bytes = len;
+        let gathered = match &posted.request.payload {
+            Payload::Inline(data) => {
+                datagram.extend_from_slice(data);
+                Ok(())
+            }
+            Payload::Sges(sges) => {
+                let last = &mut self.last_read;
+                gather_at_once(
+                    &self.base.rnic,
+                    last,
+                    sges,
+                    self.base.pd,
+                    self.base.qpn,
+                    &mut datagram,
+                )
+            }
+        };
+        if let Err(error) = gathered {
+            self.spare.give(datagram);
+            self.fail_request(number, error);
+            return true;
+        }
+        self.base.observe(|| Step::Build(opcode, len));
+        self.base.observe(|| Step::Segment(payload, true));
+        self.next_id = shim.id.wrapping_add(1);
+        let now = self.now;
+        if let Some(rd) = &mut self.rd {
+            let alone = self.base.sq.untaken() == 0;
+            if let Some((way, packet)) = rd.push(&peer, datagram, (number, true, alone), now) {
+                *bytes += packet.len();
+                self.hand_out(&peer, way, packet, out);
+            }
+            return true;
+        }
+        dgram::seal(&mut datagram);
+        self.given_out.push_back(Given::End(number));
+        if let Some(peer) = pace {
+            self.flow
+                .sent(peer, shim.id, shim.length, datagram.len(), now);
+        }
+        *bytes += datagram.len();
+        out.push(TxDatagram {
+            to: to.addr,
+            from: to.source,
+            hop_limit: to.hop_limit,
+            traffic_class: to.traffic_class,
+            bytes: datagram.into(),
+        });
+        if !self.trailers.is_empty() {
+            self.say_again(out);
+        }
+        true
+    }
+
+    /// Whether it is a Send or a Write of one datagram, with nothing behind it.
+    pub(super) fn is_single(&mut self, op: &Op, len: u64, to: &Destination) -> bool {
+        let most = match op {
+            Op::Send { .. } if self.kind == Kind::Ud => bounds::UD_MTU.into(),
+            Op::Send { imm, .. } => self.segment_for(to, imm.is_some()),
+            // Their ends may be said again, and parity follows them.
+            Op::Write { .. } if self.options.repeats > 0 || self.options.parity > 0 => {
+                return false;
+            }
+            Op::Write { imm, .. } => self.segment_for(to, imm.is_some()),
+            _ => return false,
+        };
+        let sends = matches!(op, Op::Send { .. });
+        len <= most && !(sends && len > u64::from(self.options.max_send))
+    }
+
+    /// A buffer for a datagram with so many bytes of payload. With reliability there is room for the packet's header, which is
+    /// written when its number is known.
+    pub(super) fn buffer(&mut self, payload: usize) -> Vec<u8> {
+        let Some(rd) = &mut self.rd else {
+            return self.spare.take(HEAD_MAX + payload + dgram::CRC);
+        };
+        rd.recycle(|buffer| self.spare.give(buffer));
+        let mut buffer = self
+            .spare
+            .take(Packet::LEN + HEAD_MAX + payload + dgram::CRC);
+        buffer.extend_from_slice(&[0; Packet::LEN]);
+        buffer
+    }
+
+    /// The next answer whose asker keeps up. Those that do not are never waited for: they wait themselves.
+    pub(super) fn next_answer(&mut self) -> Option<Current> {
+        if self.receives().is_err() {
+            return None;
+        }
+        for _ in 0..self.answers.len() {
+            let mut current = self.answers.pop_front()?;
+            match current.peer() {
+                Some(peer) if !self.flow.is_open(&peer, self.now) => {
+                    current.waits.get_or_insert(self.now);
+                    self.answers.push_back(current);
+                }
+                _ => return Some(current),
+            }
+        }
+        None
+    }
+
+    pub(in crate::datagram) fn has_open_answer(&self) -> bool {
+        let open = |c: &Current| {
+            c.peer()
+                .is_none_or(|peer| self.flow.is_open(&peer, self.now))
+        };
+        self.receives().is_ok() && self.answers.iter().any(open)
+    }
+
+    /// Answers to peers that have said nothing for too long go on without.
+    pub(in crate::datagram) fn forgive_askers(&mut self) {
+        for current in &mut self.answers {
+            let over = |since: Duration| since + bounds::DATAGRAM_STALL <= self.now;
+            if let (Some(peer), true) = (current.peer(), current.waits.is_some_and(over)) {
+                self.flow.forgive(&peer);
+                current.waits = None;
+            }
+        }
+    }
+
+    /// When [`Self::forgive_askers`] has something to do.
+    pub(in crate::datagram) fn answers_until(&self) -> Option<Duration> {
+        let waits = self.answers.iter().filter_map(|c| c.waits).min()?;
+        Some(waits + bounds::DATAGRAM_STALL)
+    }
+
+    /// Says the end of an earlier Write-Record once more.
+    pub(super) fn say_again(&mut self, out: &mut Vec<TxDatagram>) -> bool {
+        let Some(mut trailer) = self.trailers.pop_front() else {
+            return false;
+        };
+        out.push(trailer.datagram.clone());
+        self.given_out.push_back(Given::Nothing);
+        trailer.left -= 1;
+        if trailer.left > 0 {
+            self.trailers.push_back(trailer);
+        }
+        true
+    }
+}

@@ -1,0 +1,356 @@
+//! The words of datagram queue pairs: kinds, datagrams, reasons to drop one, counters.
+
+use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
+use std::sync::Arc;
+
+use crate::verbs::qp::QpType;
+use crate::verbs::wc::Status;
+use crate::wire::dgram::DgramError;
+
+/// A queue pair elsewhere: its address and port, and its index there.
+pub(super) type Peer = (SocketAddr, u8);
+
+/// The queue pair number of every member of a multicast group.
+pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
+
+/// Which of the services.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Unreliable datagram.
+    Ud,
+    /// Unreliable connection.
+    Uc,
+    /// Reliable datagram.
+    Rd,
+    /// Reliable connection, over reliable datagrams.
+    Rc,
+    /// What programs know as an unreliable connection, over reliable datagrams.
+    ReliableUc,
+}
+
+impl Kind {
+    /// The type of queue pair.
+    pub const fn qp_type(self) -> QpType {
+        match self {
+            Self::Ud => QpType::Ud,
+            Self::Uc | Self::ReliableUc => QpType::Uc,
+            Self::Rd => QpType::Rd,
+            Self::Rc => QpType::Rc,
+        }
+    }
+
+    /// Whether what is sent arrives.
+    pub const fn is_reliable(self) -> bool {
+        matches!(self, Self::Rd | Self::Rc | Self::ReliableUc)
+    }
+
+    /// Whether it has operations that are answered, and Send with Invalidate.
+    pub const fn reads(self) -> bool {
+        matches!(self, Self::Rd | Self::Rc)
+    }
+
+    /// Whether there is one peer only.
+    pub const fn is_connected(self) -> bool {
+        matches!(self, Self::Uc | Self::Rc | Self::ReliableUc)
+    }
+}
+
+/// How a datagram came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrival {
+    /// Who sent it.
+    pub from: SocketAddr,
+    /// Our address that it was sent to, or the group, if the socket tells.
+    pub to: Option<IpAddr>,
+    /// Its hop limit or time to live.
+    pub hop_limit: u8,
+    /// Its traffic class or type of service.
+    pub traffic_class: u8,
+}
+
+/// A datagram to send.
+///
+/// One call of the socket sends one of these; datagrams of one message are alike but for the last and have the same
+/// destination, so that an engine may hand a run of them to the kernel at once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TxDatagram {
+    /// Where to.
+    pub to: SocketAddr,
+    /// Which of our addresses it must come from, if that matters.
+    pub from: Option<IpAddr>,
+    /// Hop limit or time to live, 0 for the system's default.
+    pub hop_limit: u8,
+    /// Traffic class or type of service.
+    pub traffic_class: u8,
+    /// All of it, checksum included.
+    pub bytes: Bytes,
+}
+
+/// Bytes of a datagram: given away, or kept as well until they are acknowledged.
+#[derive(Debug, Clone)]
+pub enum Bytes {
+    /// Given away.
+    Own(Vec<u8>),
+    /// Kept.
+    Shared(Arc<Vec<u8>>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Own(bytes) => bytes,
+            Self::Shared(bytes) => bytes,
+        }
+    }
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::Own(bytes)
+    }
+}
+
+impl PartialEq for Bytes {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Bytes {}
+
+/// Why a datagram was dropped, or a part of it not placed. Nobody is told; each reason has its counter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dropped {
+    /// It breaks a rule of the format.
+    Wire(DgramError),
+    /// The queue pair does not receive in its state.
+    State,
+    /// It is for another queue pair.
+    Index,
+    /// It has another Q_Key.
+    Qkey,
+    /// It does not come from the peer.
+    Source,
+    /// Something that this kind of queue pair does not do.
+    Operation,
+    /// It contradicts an earlier datagram of its message.
+    Mismatch,
+    /// All of it had arrived before.
+    Duplicate,
+    /// Its message was given up, or a newer one has begun.
+    Late,
+    /// No receive was posted.
+    NoReceive,
+    /// The memory that it names may not be written.
+    Access,
+    /// Its message is longer than the receive.
+    TooLong,
+    /// Its message has more gaps than are kept account of.
+    Gaps,
+    /// The receive's own memory could not be written; the queue pair has failed.
+    Local,
+    /// As many answers wait to be sent as may.
+    Busy,
+    /// Reliable: as many records wait for the program as may.
+    NoRecord,
+}
+
+impl Dropped {
+    /// What a reliable packet waits for that is not refused.
+    pub(super) fn resource(self) -> Option<Resource> {
+        match self {
+            Self::NoReceive => Some(Resource::Receive),
+            Self::Busy => Some(Resource::Room),
+            Self::NoRecord => Some(Resource::Record),
+            _ => None,
+        }
+    }
+
+    /// How the sender's request ends, where it is told.
+    pub(super) fn status(self) -> Status {
+        match self {
+            Self::Access => Status::RemoteAccess,
+            Self::Local => Status::RemoteOperation,
+            _ => Status::RemoteInvalidRequest,
+        }
+    }
+
+    /// Layer, type and code of a Terminate for it (RFC 5040 §4.8).
+    pub(super) fn terminate(self) -> (u8, u8, u8) {
+        match self {
+            // RDMAP, remote protection error, access rights violation.
+            Self::Access => (0, 1, 2),
+            // DDP, untagged buffer error, message too long for the buffer.
+            Self::TooLong => (1, 2, 5),
+            // RDMAP, remote operation error, unexpected opcode.
+            Self::Operation => (0, 2, 6),
+            // RDMAP, remote operation error, unspecified.
+            _ => (0, 2, 0xff),
+        }
+    }
+}
+
+/// What a peer says went wrong with a message of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ErrorReport {
+    /// Who says so.
+    pub from: SocketAddr,
+    /// Its queue pair.
+    pub src_qpn: u32,
+    /// The message; of a Send that is its MSN as well.
+    pub id: u32,
+    /// Layer of the error, as in a Terminate (RFC 5040 §4.8).
+    pub layer: u8,
+    /// Its type.
+    pub etype: u8,
+    /// Its code.
+    pub code: u8,
+    /// How the request ended, if the peer's word ends it.
+    pub status: Status,
+}
+
+/// What was given out to be sent, and what it means for a request when it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Given {
+    /// It is of no request, or the request waits for more than that.
+    Nothing,
+    /// More of the request follows.
+    Part(u64),
+    /// The request is done.
+    End(u64),
+    /// The request waits for an answer.
+    Ask(u64),
+}
+
+/// What a queue pair has seen. Datagrams unless it says otherwise.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Arrived.
+    pub rx_dgrams: u64,
+    /// Messages that were delivered.
+    pub rx_messages: u64,
+    /// Dropped: damaged.
+    pub rx_bad_crc: u64,
+    /// Dropped: headers that break a rule, contradict each other, or ask for what is not done.
+    pub rx_bad_hdr: u64,
+    /// Dropped: wrong Q_Key.
+    pub rx_qkey: u64,
+    /// Dropped: for another queue pair, or not from the peer.
+    pub rx_stray: u64,
+    /// Dropped: the queue pair was not ready.
+    pub rx_state: u64,
+    /// Dropped: had arrived before.
+    pub rx_dup: u64,
+    /// Dropped: of a message that was over.
+    pub rx_late: u64,
+    /// Dropped: no receive posted. Reliable: packets that waited, for a receive or for room for a record.
+    pub rx_no_recv: u64,
+    /// Dropped: memory that may not be written.
+    pub rx_stag: u64,
+    /// Dropped: longer than the receive, or too many gaps.
+    pub rx_bounds: u64,
+    /// Datagrams that were lost and made from others.
+    pub rx_repaired: u64,
+    /// Messages that stayed incomplete, but those that have a record.
+    pub evicted: u64,
+    /// Records of messages that are complete.
+    pub rec_full: u64,
+    /// Records of messages that are not, or of parts.
+    pub rec_partial: u64,
+    /// Records that found no room.
+    pub rec_overflow: u64,
+    /// Reads that were never answered.
+    pub reads_timeout: u64,
+    /// Errors that peers reported.
+    pub err_in: u64,
+    /// Errors reported to peers.
+    pub err_out: u64,
+    /// Handed to the socket.
+    pub tx_dgrams: u64,
+    /// Refused by the socket.
+    pub tx_errors: u64,
+    /// Times that sending stopped for a peer that never said it might go on.
+    pub tx_stalls: u64,
+    /// Reliable: packets that were sent once more.
+    pub rd_again: u64,
+    /// Reliable: packets that asked a silent peer.
+    pub rd_probes: u64,
+    /// Reliable: packets that only acknowledged.
+    pub rd_acks: u64,
+}
+
+impl Counters {
+    /// All of them with their names.
+    pub fn named(&self) -> [(&'static str, u64); 26] {
+        [
+            ("rx_dgrams", self.rx_dgrams),
+            ("rx_messages", self.rx_messages),
+            ("rx_bad_crc", self.rx_bad_crc),
+            ("rx_bad_hdr", self.rx_bad_hdr),
+            ("rx_qkey", self.rx_qkey),
+            ("rx_stray", self.rx_stray),
+            ("rx_state", self.rx_state),
+            ("rx_dup", self.rx_dup),
+            ("rx_late", self.rx_late),
+            ("rx_no_recv", self.rx_no_recv),
+            ("rx_stag", self.rx_stag),
+            ("rx_bounds", self.rx_bounds),
+            ("rx_repaired", self.rx_repaired),
+            ("evicted", self.evicted),
+            ("rec_full", self.rec_full),
+            ("rec_partial", self.rec_partial),
+            ("rec_overflow", self.rec_overflow),
+            ("reads_timeout", self.reads_timeout),
+            ("err_in", self.err_in),
+            ("err_out", self.err_out),
+            ("tx_dgrams", self.tx_dgrams),
+            ("tx_errors", self.tx_errors),
+            ("tx_stalls", self.tx_stalls),
+            ("rd_again", self.rd_again),
+            ("rd_probes", self.rd_probes),
+            ("rd_acks", self.rd_acks),
+        ]
+    }
+
+    pub(super) fn dropped(&mut self, why: Dropped) {
+        let counter = match why {
+            Dropped::Wire(DgramError::Crc) => &mut self.rx_bad_crc,
+            Dropped::Wire(_) | Dropped::Operation | Dropped::Mismatch => &mut self.rx_bad_hdr,
+            Dropped::State | Dropped::Local | Dropped::Busy => &mut self.rx_state,
+            Dropped::Index | Dropped::Source => &mut self.rx_stray,
+            Dropped::Qkey => &mut self.rx_qkey,
+            Dropped::Duplicate => &mut self.rx_dup,
+            Dropped::Late => &mut self.rx_late,
+            Dropped::NoReceive | Dropped::NoRecord => &mut self.rx_no_recv,
+            Dropped::Access => &mut self.rx_stag,
+            Dropped::TooLong | Dropped::Gaps => &mut self.rx_bounds,
+        };
+        *counter += 1;
+    }
+}
+
+/// Bytes of a UDP payload that the path to an address carries whole.
+pub type PathMtu = fn(IpAddr) -> u16;
+
+/// What packets that wait are without. They are tried again when there may be some.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Resource {
+    /// A receive.
+    Receive,
+    /// Room for an open message, or for an answer.
+    Room,
+    /// Room for a record.
+    Record,
+}
+
+impl Resource {
+    /// Its bit in a set of resources.
+    pub(super) fn bit(self) -> u8 {
+        1 << self as u8
+    }
+}
+
+/// The number of a message in the reliability layer.
+pub(super) type Tag = u64;
