@@ -22,7 +22,7 @@ use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::mem::UserMemory;
 use crate::process::{self, PerProcess};
-use crate::reactor::{self, Reactor};
+use crate::reactor::{Reactor, worker};
 use crate::reserve;
 use crate::trace;
 
@@ -95,7 +95,7 @@ pub fn engine() -> io::Result<&'static Engine> {
     // The channel has no buffer, so that the receiver allocates nothing: a thread that fails to allocate while it starts
     // would end the process.
     let (give, take) = std::sync::mpsc::sync_channel::<&'static Reactor>(0);
-    reactor::spawn(take, |payload| caught("the worker", payload))?;
+    worker::spawn(take, |payload| caught("the worker", payload))?;
     let engine: &'static Engine = Box::leak(engine);
     let _ = give.send(&engine.reactor);
     let _ = home.engine.set(engine);

@@ -6,16 +6,17 @@
 //!
 //! The port is the interface that the first place's address is on, and it is down while that interface is.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 
+use crate::address::{Gid, lid_of, listing, loopback};
 use crate::clock;
-use crate::device::{Gid, event, lid_of, listing, loopback};
 use crate::engine::Engine;
+use crate::events::event;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::process::PerProcess;
@@ -330,10 +331,59 @@ pub fn is_up() -> bool {
     look(|places| places.up)
 }
 
+/// The address that a LID means: the first one of this host if it has that LID, or the host of the same network whose
+/// address has those low 16 bits. (The other addresses of this host have no LID: that of 127.0.0.1 would hide x.y.0.1.)
+pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
+    let first = gids().first()?.ip;
+    if lid_of(first) == lid {
+        return Some(first);
+    }
+    match first {
+        IpAddr::V4(v4) => {
+            let [a, b, c, _] = v4.octets();
+            let [hi, lo] = lid.to_be_bytes();
+            // Bit 14 is not in the LID: take it from our own address.
+            Some(IpAddr::V4(Ipv4Addr::new(a, b, hi | (c & 0x40), lo)))
+        }
+        IpAddr::V6(_) => None,
+    }
+}
+
+/// A number that tells hosts apart and does not change: from the first hardware address, or the first IP address.
+pub fn node_guid() -> u64 {
+    static GUID: OnceLock<u64> = OnceLock::new();
+    *GUID.get_or_init(|| {
+        let first = gids();
+        let Some(gid) = first.first() else {
+            return 0x0200_00ff_fe00_0001;
+        };
+        let mac = std::fs::read_to_string(format!("/sys/class/net/{}/address", gid.name))
+            .unwrap_or_default();
+        let bytes: Vec<u8> = mac
+            .trim()
+            .split(':')
+            .filter_map(|b| u8::from_str_radix(b, 16).ok())
+            .collect();
+        match bytes.as_slice() {
+            [a, b, c, d, e, f] if bytes.iter().any(|b| *b != 0) => {
+                // EUI-64 from EUI-48: the middle is ff fe and the local bit is flipped.
+                u64::from_be_bytes([a ^ 2, *b, *c, 0xff, 0xfe, *d, *e, *f])
+            }
+            _ => {
+                let mut low = [0_u8; 8];
+                if let Some(tail) = gid.raw.get(8..) {
+                    low.copy_from_slice(tail);
+                }
+                u64::from_be_bytes(low) | 0x0200_0000_0000_0000
+            }
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::gid_of;
+    use crate::address::gid_of;
 
     fn gid(ip: &str, interface: u32) -> Gid {
         let ip: IpAddr = ip.parse().unwrap();

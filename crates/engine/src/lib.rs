@@ -18,15 +18,17 @@
 //! | [`reserve`] | what is left when the host has no more memory |
 //! | `mem`, `sys`, `fd`, `reserve`, `shared` | the files with `unsafe` |
 
+pub mod address;
 mod capture;
 pub mod channel;
 pub mod clock;
 pub mod cm;
 pub mod config;
 pub mod connect;
-pub mod device;
+pub mod context;
 pub mod dgram;
 pub mod engine;
+pub mod events;
 mod fault;
 pub mod fd;
 pub mod gids;

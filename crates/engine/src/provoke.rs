@@ -34,7 +34,7 @@ pub(crate) fn posted(id: u64) {
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "a test asks for it")]
 pub(crate) fn working() {
-    if std::thread::current().name() == Some(crate::reactor::THREAD_NAME)
+    if std::thread::current().name() == Some(crate::reactor::worker::THREAD_NAME)
         && ARMED.swap(false, Ordering::Relaxed)
     {
         panic!("a test asks for it");

@@ -1,15 +1,14 @@
-//! What `anywarp stat` reads: counters of queue pairs, told to those who ask.
+//! The counters that `anywarp stat` reads: a socket that gives them to other processes of the same user.
 //!
-//! Only with `ANYWARP_STAT` set. Then the first queue pair opens a socket with the name `anywarp-stat-PID`; whoever of the
-//! same user connects gets a descriptor of memory with a line for each queue pair. The counters themselves are plain
-//! numbers under locks that the data path holds anyway, and are always there.
+//! Only with `ANYWARP_STAT` set. Then the first queue pair opens an abstract socket with the name `anywarp-stat-PID`; a process
+//! of the same user that connects gets the descriptor of a file in memory with one line for each queue pair. The counters
+//! themselves are plain numbers behind locks that the data path holds anyway, and are always counted.
 
 use std::fmt::Write as _;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
-use anywarp_core::datagram::Kind;
 use rustix::fs::MemfdFlags;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
@@ -17,7 +16,6 @@ use rustix::net::{
 };
 
 use crate::config::config;
-use crate::dgram::DgramQp;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::log;
@@ -26,74 +24,44 @@ use crate::process::PerProcess;
 use crate::reactor::Source;
 use crate::sys::socket;
 
-/// Those who ask at once; the others wait in the kernel for the next look.
-const TURN: usize = 8;
+/// Clients that are served in one turn; the others wait in the kernel for the next.
+const CLIENTS_PER_TURN: usize = 8;
 
-/// First word of what is told, with the number of its format.
-const HEAD: &str = "anywarp-stat 1";
+/// The first words of the text, with the number of its format.
+const HEADER: &str = "anywarp-stat 1";
 
-/// Something with counters.
-pub(crate) trait Counted: Send + Sync {
-    /// Adds ` NAME=VALUE` for each, behind a word for its kind and its number.
-    fn tell(&self, line: &mut String);
+/// An object with counters.
+pub(crate) trait HasCounters: Send + Sync {
+    /// Appends the kind of the object, its number and ` NAME=VALUE` for each counter.
+    fn write_counters(&self, line: &mut String);
 }
 
 #[derive(Default)]
-struct Known {
-    all: Mutex<Vec<Weak<dyn Counted>>>,
+struct Registry {
+    all: Mutex<Vec<Weak<dyn HasCounters>>>,
     server: OnceLock<()>,
 }
 
-static KNOWN: PerProcess<Known> = PerProcess::new(Known::default);
+static REGISTRY: PerProcess<Registry> = PerProcess::new(Registry::default);
 
-/// A queue pair was made.
-pub(crate) fn know(engine: &'static Engine, who: impl FnOnce() -> Weak<dyn Counted>) {
+/// Registers an object whose counters `anywarp stat` shows; `make` is called only if it may ask.
+pub(crate) fn register(engine: &'static Engine, make: impl FnOnce() -> Weak<dyn HasCounters>) {
     if !config().stat {
         return;
     }
-    let known = KNOWN.get();
+    let registry = REGISTRY.get();
     {
-        let mut all = known.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = registry.all.lock().unwrap_or_else(PoisonError::into_inner);
         if all.len() == all.capacity() {
             all.retain(|one| one.strong_count() > 0);
         }
-        all.push(who());
+        all.push(make());
     }
-    known.server.get_or_init(|| {
+    registry.server.get_or_init(|| {
         if let Err(e) = serve(engine) {
-            log!(Warn, "nobody can ask for counters: {e}");
+            log!(Warn, "cannot serve counters to anywarp stat: {e}");
         }
     });
-}
-
-/// A queue pair of datagrams was made.
-pub fn know_datagrams(engine: &'static Engine, qp: &Arc<DgramQp>) {
-    know(engine, || {
-        let counted: Arc<dyn Counted> = Arc::clone(qp) as _;
-        Arc::downgrade(&counted)
-    });
-}
-
-impl Counted for DgramQp {
-    fn tell(&self, line: &mut String) {
-        let kind = match self.kind {
-            Kind::Ud => "ud",
-            Kind::Uc => "uc",
-            Kind::Rd => "rd",
-            Kind::ReliableUc => "uc/rd",
-            Kind::Rc => "rc/rd",
-        };
-        let _ = write!(line, "{kind} 0x{:06x}", self.number());
-        for (name, value) in self.counters().named() {
-            let _ = write!(line, " {name}={value}");
-        }
-        let (sent, found, empty) = self.calls();
-        let _ = write!(
-            line,
-            " tx_calls={sent} port_rx_calls={} port_rx_empty={empty}",
-            found + empty
-        );
-    }
 }
 
 fn serve(engine: &'static Engine) -> rustix::io::Result<()> {
@@ -121,16 +89,13 @@ struct Server(EngineFd, &'static Engine);
 
 impl Source for Server {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        for _ in 0..TURN {
-            let Ok(asker) = acceptfrom_with(self.0.get(), SocketFlags::CLOEXEC).map(|(fd, _)| fd)
+        for _ in 0..CLIENTS_PER_TURN {
+            let Ok(client) = acceptfrom_with(self.0.get(), SocketFlags::CLOEXEC).map(|(fd, _)| fd)
             else {
                 return;
             };
-            if let Err(e) = answer(self.1, asker.as_fd()) {
-                log!(
-                    Debug,
-                    "somebody who asked for counters did not get them: {e}"
-                );
+            if let Err(e) = answer(self.1, client.as_fd()) {
+                log!(Debug, "cannot send counters to a client: {e}");
             }
         }
     }
@@ -138,9 +103,9 @@ impl Source for Server {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-/// Hands over what there is to be told. Waits for nobody.
-fn answer(engine: &Engine, asker: BorrowedFd<'_>) -> rustix::io::Result<()> {
-    let uid = sockopt::socket_peercred(asker)?.uid;
+/// Sends a client the descriptor of a file with the counters. Does not block.
+fn answer(engine: &Engine, client: BorrowedFd<'_>) -> rustix::io::Result<()> {
+    let uid = sockopt::socket_peercred(client)?.uid;
     if !uid.is_root() && uid != rustix::process::geteuid() {
         return Err(rustix::io::Errno::PERM);
     }
@@ -156,7 +121,7 @@ fn answer(engine: &Engine, asker: BorrowedFd<'_>) -> rustix::io::Result<()> {
     let mut beside = SendAncillaryBuffer::new(&mut space);
     beside.push(SendAncillaryMessage::ScmRights(&descriptors));
     sendmsg(
-        asker,
+        client,
         &[std::io::IoSlice::new(b".")],
         &mut beside,
         SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
@@ -167,13 +132,13 @@ fn answer(engine: &Engine, asker: BorrowedFd<'_>) -> rustix::io::Result<()> {
 fn text(engine: &Engine) -> String {
     let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     let mut text = format!(
-        "{HEAD} pid={} program={}\n",
+        "{HEADER} pid={} program={}\n",
         std::process::id(),
         program.trim().replace(' ', "_")
     );
-    // Their locks are taken without ours.
+    // The objects are locked without the lock of the registry.
     let all: Vec<_> = {
-        let all = KNOWN
+        let all = REGISTRY
             .get()
             .all
             .lock()
@@ -182,14 +147,14 @@ fn text(engine: &Engine) -> String {
     };
     let _ = writeln!(text, "worker 0 wakes={}", engine.wakes());
     for one in all {
-        one.tell(&mut text);
+        one.write_counters(&mut text);
         text.push('\n');
     }
     text
 }
 
-/// Adds what is counted of a stream, and what the kernel knows of its connection.
-pub(crate) fn tell_stream(line: &mut String, counts: &tcp::Counters, fd: BorrowedFd<'_>) {
+/// Appends the counters of a stream, and what the kernel counts of its connection.
+pub(crate) fn write_stream_counters(line: &mut String, counts: &tcp::Counters, fd: BorrowedFd<'_>) {
     for (name, value) in counts.named() {
         let _ = write!(line, " {name}={value}");
     }

@@ -14,8 +14,9 @@ use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
 use crate::channel::Channel;
-use crate::device::{AsyncItem, Context, event};
+use crate::context::Context;
 use crate::engine::Engine;
+use crate::events::{AsyncItem, event};
 use crate::log;
 use crate::pin::{self, Pin};
 use crate::process::PerProcess;

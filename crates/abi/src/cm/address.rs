@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-use anywarp_engine::device::gid_of;
+use anywarp_engine::address::gid_of;
 use anywarp_engine::gids;
 use libc::{sockaddr, sockaddr_in, sockaddr_in6};
 

@@ -7,9 +7,9 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anywarp_engine::address::gid_of;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
-use anywarp_engine::device::gid_of;
 
 use super::address::{c_address, c_port};
 use super::device::shared;

@@ -34,7 +34,7 @@ use anywarp_core::verbs::cq::Notify;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::EventChannel;
-use anywarp_engine::device::Context;
+use anywarp_engine::context::Context;
 use anywarp_engine::engine::Engine;
 use anywarp_engine::process::PerProcess;
 use anywarp_engine::reactor::{Source, Token};

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-use anywarp_engine::device::ip_of;
+use anywarp_engine::address::ip_of;
 use anywarp_engine::{gids, reserve};
 
 use super::convert::{c_gid, remote_ip, source_to};

@@ -3,7 +3,8 @@
 use std::ffi::c_int;
 
 use anywarp_engine::channel::Channel;
-use anywarp_engine::device::{AsyncItem, Context, event};
+use anywarp_engine::context::Context;
+use anywarp_engine::events::{AsyncItem, event};
 
 use super::handle::{c_object, known, live};
 use super::object::{Acks, ContextObject, CqObject, QpObject, SrqObject};

@@ -2,8 +2,8 @@
 
 use std::ffi::{c_int, c_uint};
 
+use anywarp_engine::address::{Gid, lid_of};
 use anywarp_engine::config::{Face, config};
-use anywarp_engine::device::{self, lid_of};
 use anywarp_engine::gids;
 
 use super::convert::{c_gid, put_text};
@@ -17,8 +17,8 @@ fn attributes() -> ibv_device_attr {
     let p = profile();
     let number = |n: u32| c_int::try_from(n).unwrap_or(c_int::MAX);
     let mut attr = ibv_device_attr {
-        node_guid: device::node_guid().to_be(),
-        sys_image_guid: device::node_guid().to_be(),
+        node_guid: gids::node_guid().to_be(),
+        sys_image_guid: gids::node_guid().to_be(),
         max_mr_size: u64::MAX,
         page_size_cap: 0xffff_f000,
         vendor_id: p.vendor_id,
@@ -241,7 +241,7 @@ entry! {
     }
 }
 
-fn c_gid_entry(index: usize, gid: &device::Gid) -> ibv_gid_entry {
+fn c_gid_entry(index: usize, gid: &Gid) -> ibv_gid_entry {
     ibv_gid_entry {
         gid: c_gid(gid.raw),
         gid_index: u32::try_from(index).unwrap_or(0),

@@ -10,8 +10,9 @@ use anywarp_core::verbs::qp::Attr;
 use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::{Bind, Destination, InlineData, Sge, Sges};
 use anywarp_core::wire::Stag;
-use anywarp_engine::device::{ip_of, ip_of_lid};
+use anywarp_engine::address::ip_of;
 use anywarp_engine::gids;
+use anywarp_engine::gids::ip_of_lid;
 
 use super::handle::known;
 use super::object::AhObject;

@@ -11,7 +11,7 @@ use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::WorkRequest;
 use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
 use anywarp_engine::channel::Channel;
-use anywarp_engine::device::Context;
+use anywarp_engine::context::Context;
 use anywarp_engine::verbs::{
     CompletionQueue, DeviceMemory, MemoryRegion, QueuePair, SharedReceive,
 };

@@ -5,7 +5,8 @@ use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 
 use anywarp_engine::config::{Face, config};
-use anywarp_engine::device::{self, Context};
+use anywarp_engine::context::{self, Context};
+use anywarp_engine::gids;
 
 use super::convert::put_text;
 use super::handle::set_c_object;
@@ -43,8 +44,8 @@ fn the_device() -> *mut ibv_device {
                 Face::Iwarp => (IBV_NODE_RNIC, IBV_TRANSPORT_IWARP),
             };
             (object.c.node_type, object.c.transport_type) = profile().node.unwrap_or(by_face);
-            put_text(&mut object.c.name, device::NAME);
-            put_text(&mut object.c.dev_name, device::NAME);
+            put_text(&mut object.c.name, context::NAME);
+            put_text(&mut object.c.dev_name, context::NAME);
             put_text(
                 &mut object.c.dev_path,
                 "/sys/class/infiniband_verbs/anywarp0",
@@ -114,7 +115,7 @@ entry! {
     /// # Safety
     /// None needed.
     unsafe fn ibv_get_device_guid(_device: *mut ibv_device) -> be64, or(0), {
-        Ok(device::node_guid().to_be())
+        Ok(gids::node_guid().to_be())
     }
 }
 

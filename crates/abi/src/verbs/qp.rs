@@ -129,7 +129,7 @@ unsafe fn create(
     }
     .map_err(|e| os_errno(&e))?;
     if let QueuePair::Dgram(qp) = &engine {
-        anywarp_engine::stat::know_datagrams(device.engine, qp);
+        qp.register_counters();
     }
     domain.engine.enter();
     let uses = [

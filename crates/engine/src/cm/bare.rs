@@ -15,7 +15,7 @@ use anywarp_core::verbs::rq::RecvQueue;
 
 use super::state::Phase;
 use super::{CmId, os};
-use crate::device::Context;
+use crate::context::Context;
 use crate::process::PerProcess;
 use crate::qp::RcQp;
 

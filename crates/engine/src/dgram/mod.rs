@@ -7,6 +7,7 @@ mod cork;
 mod group;
 mod progress;
 
+use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 use std::slice::Chunks;
 use std::sync::atomic::AtomicUsize;
@@ -26,7 +27,7 @@ use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use smallvec::SmallVec;
 
 use crate::clock;
-use crate::device::Context;
+use crate::context::Context;
 use crate::engine::DeviceListener;
 use crate::fault::{Deliver, Faults};
 use crate::gids;
@@ -38,6 +39,7 @@ use crate::qp::Route;
 use crate::qp::common::Common;
 use crate::random::random_u32;
 use crate::reactor::{DelayedAck, Source, Token};
+use crate::stat::{self, HasCounters};
 use cork::Cork;
 use group::Group;
 
@@ -498,6 +500,38 @@ impl Source for DgramQp {
         }
         self.state_changed(&mut inner);
         self.schedule(&mut inner);
+    }
+}
+
+impl DgramQp {
+    /// Has `anywarp stat` show the counters of this queue pair.
+    pub fn register_counters(self: &Arc<Self>) {
+        stat::register(self.common.context.engine, || {
+            let counted: Arc<dyn HasCounters> = Arc::clone(self) as _;
+            Arc::downgrade(&counted)
+        });
+    }
+}
+
+impl HasCounters for DgramQp {
+    fn write_counters(&self, line: &mut String) {
+        let kind = match self.kind {
+            Kind::Ud => "ud",
+            Kind::Uc => "uc",
+            Kind::Rd => "rd",
+            Kind::ReliableUc => "uc/rd",
+            Kind::Rc => "rc/rd",
+        };
+        let _ = write!(line, "{kind} 0x{:06x}", self.number());
+        for (name, value) in self.counters().named() {
+            let _ = write!(line, " {name}={value}");
+        }
+        let (sent, found, empty) = self.calls();
+        let _ = write!(
+            line,
+            " tx_calls={sent} port_rx_calls={} port_rx_empty={empty}",
+            found + empty
+        );
     }
 }
 

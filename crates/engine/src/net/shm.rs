@@ -25,6 +25,7 @@ use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
 use anywarp_core::verbs::mr::{Pinned, Placement};
 use smallvec::SmallVec;
 
+use crate::capture;
 use crate::config::{Transport, config};
 use crate::mem;
 use crate::process;
@@ -145,6 +146,15 @@ impl PolledMemory for Watch {
             .store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.is_ready()
+    }
+}
+
+/// What carries streams between processes of one host. A capture shows what sockets carry, so with one it is always TCP.
+pub(crate) fn transport() -> Transport {
+    if capture::is_on() {
+        Transport::Tcp
+    } else {
+        config().transport
     }
 }
 

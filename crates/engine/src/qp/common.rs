@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use anywarp_core::verbs::event::AsyncEvent;
 
 use crate::connect::qpn_port::Port;
-use crate::device::{AsyncItem, Context, event};
+use crate::context::Context;
+use crate::events::{AsyncItem, event};
 use crate::fault::Faults;
 use crate::reactor::DelayedAck;
 

@@ -16,15 +16,16 @@ use anywarp_core::verbs::qp::{Attr, State};
 
 use super::timers::Timer;
 use super::{Inner, Manager, RcQp, Receive, is_live};
+use crate::address;
 use crate::clock;
 use crate::config::{Framing, config};
 use crate::connect::qpn_port::HELLO;
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
-use crate::device;
 use crate::fd::EngineFd;
 use crate::gids;
 use crate::log;
 use crate::net::drain::drain;
+use crate::net::shm;
 use crate::net::socket;
 use crate::net::tcp::{self, Tcp};
 
@@ -47,8 +48,8 @@ impl RcQp {
             return;
         }
         inner.dial_until = Some(now + DIAL_TIMEOUT_MIN);
-        let own = (device::gid_of(route.local), self.common.number);
-        let peer = (device::gid_of(route.remote), route.qpn);
+        let own = (address::gid_of(route.local), self.common.number);
+        let peer = (address::gid_of(route.remote), route.qpn);
         if self.common.number == route.qpn && is_own(route.remote) {
             self.connect_to_itself(inner, now);
         } else if own < peer {
@@ -335,7 +336,7 @@ impl RcQp {
     /// After how many requests the peer at `address` is offered shared memory; `None`: never.
     fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
         let may = self.common.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
-        device::transport().share_after().filter(|_| may)
+        shm::transport().share_after().filter(|_| may)
     }
 }
 

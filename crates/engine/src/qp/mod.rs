@@ -29,7 +29,7 @@ use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 use crate::clock;
 use crate::connect::qpn_port;
 use crate::connect::startup::Startup;
-use crate::device::Context;
+use crate::context::Context;
 use crate::engine::{DeviceListener, Engine};
 use crate::fault::{Faults, RequestEffect};
 use crate::locks::{Rank, RwLock};
@@ -38,7 +38,7 @@ use crate::net::tcp::{Outcome, Tcp};
 use crate::process::PerProcess;
 use crate::provoke;
 use crate::reactor::{DelayedAck, PolledMemory, Source, Token};
-use crate::stat::{self, Counted};
+use crate::stat::{self, HasCounters};
 use crate::sys::socket::set_option;
 use crate::trace;
 use common::Common;
@@ -188,7 +188,7 @@ impl RcQp {
         trace::set_peer_lookup(Self::peer_of);
         QUEUE_PAIRS.get().write().insert(number, qp.me.clone());
         engine.subscribe(qp.me.clone());
-        stat::know(engine, || qp.me.clone());
+        stat::register(engine, || qp.me.clone());
         Ok(qp)
     }
 
@@ -578,8 +578,8 @@ fn is_live(state: State) -> bool {
     matches!(state, State::Rtr | State::Rts | State::Sqd | State::Error)
 }
 
-impl Counted for RcQp {
-    fn tell(&self, line: &mut String) {
+impl HasCounters for RcQp {
+    fn write_counters(&self, line: &mut String) {
         let inner = self.lock();
         let _ = write!(
             line,
@@ -596,7 +596,7 @@ impl Counted for RcQp {
                 let _ = write!(line, " peer={peer}");
             }
             let _ = write!(line, " memory={}", u8::from(tcp.watch().is_some()));
-            stat::tell_stream(line, &tcp.counts, tcp.fd().get());
+            stat::write_stream_counters(line, &tcp.counts, tcp.fd().get());
         }
     }
 }

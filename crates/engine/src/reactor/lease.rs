@@ -25,6 +25,10 @@ const STEADY_RENEW_AFTER: Duration = Duration::from_micros(700);
 /// How long posts alone keep up the lease after the last poll that found nothing.
 const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 
+/// How long a thread that waits for an event sleeps at a time. Its lease is twice that, which is how long the worker stays away when the thread
+/// does something else. A timer that is not the next one of its processor to fire costs little to set.
+pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
+
 const fn nanos(duration: Duration) -> u64 {
     duration.as_nanos() as u64
 }
@@ -193,7 +197,7 @@ impl Lease {
         if self.until.load(Ordering::Acquire) >= needed {
             return Actions::NONE;
         }
-        let lease = 2 * super::WAIT_SLICE + LEASE;
+        let lease = 2 * WAIT_SLICE + LEASE;
         self.until.store(t + nanos(lease), Ordering::Release);
         self.renew_at.store(t, Ordering::Relaxed);
         self.steady_since.store(t, Ordering::Relaxed);
@@ -308,7 +312,7 @@ mod tests {
     fn corked_requests_shorten_the_lease_of_a_waiting_thread_and_polls_do_not() {
         let lease = Lease::new();
         let t = MILLISECOND;
-        let wait = lease.on_wait(t, super::super::WAIT_SLICE);
+        let wait = lease.on_wait(t, WAIT_SLICE);
         assert!(wait.set_timer > Some(STEADY_LEASE));
         assert!(!lease.is_polled(t), "only a waiting thread has it");
         assert_eq!(lease.on_poll(t + 1), Actions::NONE);
@@ -321,7 +325,7 @@ mod tests {
     #[test]
     fn waits_share_a_lease() {
         let lease = Lease::new();
-        let slice = super::super::WAIT_SLICE;
+        let slice = WAIT_SLICE;
         let mut timers = 0;
         for message in 0..1000 {
             let t = MILLISECOND + message * 10 * MICROSECOND;

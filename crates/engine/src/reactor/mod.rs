@@ -19,7 +19,7 @@ mod sources;
 #[cfg(test)]
 mod tests;
 mod time;
-mod worker;
+pub(crate) mod worker;
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -45,11 +45,10 @@ pub(crate) use cork::Polls;
 use cork::{Cork, IdlePoll};
 use deadlines::Deadlines;
 use hot::{HotSocket, Tried};
-use lease::{Actions, LEASE, Lease};
+use lease::{Actions, LEASE, Lease, WAIT_SLICE};
 use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
-pub(crate) use worker::{THREAD_NAME, spawn};
 
 /// Ready sockets that are asked for in one system call.
 const READY_MAX: usize = 32;
@@ -61,10 +60,6 @@ const SOCKETS_EACH_MISS: u64 = 8;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
-/// How long such a thread sleeps at a time. Its lease is twice that, which is how long the worker stays away when the thread
-/// does something else. A timer that is not the next one of its processor to fire costs little to set.
-const WAIT_SLICE: Duration = Duration::from_millis(4);
-
 /// A queue pair with delayed acknowledgements, or corked requests.
 pub(crate) trait DelayedAck: Send + Sync {
     /// Sends them.

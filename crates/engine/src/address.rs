@@ -1,0 +1,121 @@
+//! The addresses of the device: GIDs and LIDs, which stand for IP addresses of the host.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use crate::config::config;
+use crate::sys::host::{self, HostAddress};
+
+/// One entry of the GID table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gid {
+    /// 16 bytes; IPv4 is mapped (`::ffff:a.b.c.d`).
+    pub raw: [u8; 16],
+    /// The address.
+    pub ip: IpAddr,
+    /// Interface index.
+    pub interface: u32,
+    /// Interface name.
+    pub name: String,
+}
+
+/// The 16 bytes of a GID for an address.
+pub fn gid_of(ip: IpAddr) -> [u8; 16] {
+    match ip {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+/// The address that a GID means.
+pub fn ip_of(gid: [u8; 16]) -> IpAddr {
+    let v6 = Ipv6Addr::from(gid);
+    v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
+}
+
+/// The addresses of a new GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback
+/// last. `None` if the host cannot be asked.
+pub(crate) fn listing() -> Option<Vec<Gid>> {
+    let chosen = config().address;
+    let rank = |a: &HostAddress| match a.ip {
+        ip if Some(ip) == chosen => 0,
+        IpAddr::V4(_) if !a.loopback => 1,
+        IpAddr::V6(_) if !a.loopback => 2,
+        IpAddr::V4(_) => 3,
+        IpAddr::V6(_) => 4,
+    };
+    let mut all: Vec<HostAddress> = host::host_addresses()?
+        .into_iter()
+        .filter(|a| a.up && !is_link_local(a.ip))
+        .collect();
+    all.sort_by_key(rank);
+    let mut table: Vec<Gid> = Vec::new();
+    for a in all {
+        let raw = gid_of(a.ip);
+        if table.iter().all(|g| g.raw != raw) {
+            table.push(Gid {
+                raw,
+                ip: a.ip,
+                interface: a.index,
+                name: a.interface,
+            });
+        }
+    }
+    if table.is_empty() {
+        table.push(loopback());
+    }
+    Some(table)
+}
+
+/// What there is on a host without addresses.
+pub(crate) fn loopback() -> Gid {
+    Gid {
+        raw: gid_of(Ipv4Addr::LOCALHOST.into()),
+        ip: Ipv4Addr::LOCALHOST.into(),
+        interface: 1,
+        name: "lo".into(),
+    }
+}
+
+fn is_link_local(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.segments().first().is_some_and(|s| s & 0xffc0 == 0xfe80),
+    }
+}
+
+/// The LID: the low 16 bits of the first IPv4 address, made non-zero and below the multicast range.
+pub fn lid_of(ip: IpAddr) -> u16 {
+    let low = match ip {
+        IpAddr::V4(v4) => {
+            let [_, _, c, d] = v4.octets();
+            u16::from_be_bytes([c, d])
+        }
+        IpAddr::V6(v6) => v6.segments().last().copied().unwrap_or(1),
+    };
+    match low & 0xbfff {
+        0 => 1,
+        lid => lid,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lid_has_the_low_bits_of_the_address_and_is_never_zero_or_multicast() {
+        let lid = |a: &str| lid_of(a.parse().unwrap());
+        assert_eq!(lid("10.77.0.1"), 0x0001);
+        assert_eq!(lid("192.168.3.4"), 0x0304);
+        assert_eq!(lid("10.0.0.0"), 1);
+        assert!((0..=255).all(|c| lid(&format!("10.0.{c}.9")) < 0xc000));
+    }
+
+    #[test]
+    fn a_gid_is_the_address_and_back() {
+        for a in ["10.77.0.1", "fd00::2", "::1"] {
+            let ip: IpAddr = a.parse().unwrap();
+            assert_eq!(ip_of(gid_of(ip)), ip);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! An open device (`ibv_open_device(3)`) and its asynchronous events.
+//!
+//! There is one device, `anywarp0`, with one port; its GIDs are the addresses of the host. Listing devices starts no thread and
+//! opens no socket; opening the first one starts the engine.
+
+use std::io;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, OnceLock};
+
+use anywarp_core::bounds;
+
+use crate::channel::Channel;
+use crate::engine::{DeviceListener, Engine, engine};
+use crate::events::{AsyncItem, event};
+use crate::fd;
+use crate::gids::{self, News};
+use crate::process::PerProcess;
+
+/// The device's name.
+pub const NAME: &str = "anywarp0";
+
+/// An open device.
+pub struct Context {
+    /// The engine behind it.
+    pub engine: &'static Engine,
+    /// Asynchronous events.
+    pub events: Arc<Channel<AsyncItem>>,
+    /// Address of the C object, for the ABI layer.
+    pub c_object: AtomicUsize,
+    /// Stands for the device in this process where a program passes a descriptor on (`ibv_import_device(3)`). It is an
+    /// empty file in memory; what tells it from others is its inode.
+    pub command: OwnedFd,
+}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Context").finish_non_exhaustive()
+    }
+}
+
+/// The file that stands for the device in this process.
+fn command() -> io::Result<&'static OwnedFd> {
+    static FILE: PerProcess<OnceLock<OwnedFd>> = PerProcess::new(OnceLock::new);
+    let file = FILE.get();
+    if file.get().is_none() {
+        // A failure is not kept: there may be a descriptor the next time.
+        let made = rustix::fs::memfd_create("anywarp", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let _another_thread_was_faster = file.set(made);
+    }
+    file.get()
+        .ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))
+}
+
+impl Context {
+    /// Opens the device: starts the engine if this is the first time.
+    pub fn open() -> io::Result<Arc<Self>> {
+        crate::fault::check()?;
+        Ok(Arc::new(Self {
+            engine: engine()?,
+            events: Arc::new(Channel::new()?),
+            c_object: AtomicUsize::new(0),
+            command: command()?.try_clone()?,
+        }))
+    }
+
+    /// Whether a descriptor is a copy of a context's [`Self::command`].
+    pub fn is_own_descriptor(fd: RawFd) -> bool {
+        let Ok(own) = command() else { return false };
+        // A copy: the program's own may be closed at any time.
+        let Some(copy) = fd::duplicate(fd) else {
+            return false;
+        };
+        fd::identity(own).is_some_and(|file| fd::identity(&copy) == Some(file))
+    }
+
+    /// Subscribes this context to the events of the device and its port.
+    pub fn watch(self: &Arc<Self>) {
+        let me: Arc<dyn DeviceListener> = Arc::clone(self) as _;
+        self.engine.subscribe(Arc::downgrade(&me));
+        let me: Arc<dyn gids::Listener> = Arc::clone(self) as _;
+        gids::listen(self.engine, Arc::downgrade(&me));
+    }
+
+    /// Bytes of UD messages, as `enum ibv_mtu` counts: 5 is 4096.
+    pub fn mtu() -> u32 {
+        debug_assert_eq!(bounds::UD_MTU, 4096);
+        5
+    }
+}
+
+impl DeviceListener for Context {
+    fn device_fatal(&self) {
+        self.events.push(AsyncItem {
+            event: event::DEVICE_FATAL,
+            c_object: 0,
+        });
+    }
+}
+
+impl gids::Listener for Context {
+    fn port_changed(&self, news: &News) {
+        for event in &news.events {
+            self.events.push(AsyncItem {
+                event: *event,
+                c_object: 0,
+            });
+        }
+    }
+}
