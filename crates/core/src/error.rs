@@ -9,8 +9,8 @@ use core::fmt;
 
 /// The other end broke a rule of the protocol.
 ///
-/// Variants are named after the layer whose rule it was. `From<&PeerError> for TermCode` decides
-/// what is sent for each of them.
+/// Variants are named after the layer whose rule it was. [`TermCode::encode`] gives the
+/// Terminate that reports each of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PeerError {
     // ---- MPA: framing and startup ----
@@ -305,7 +305,10 @@ impl fmt::Display for PeerError {
 
 impl core::error::Error for PeerError {}
 
-/// What a Terminate message says: layer, error type, error code.
+/// The error of a Terminate message: layer, error type and error code (RFC 5040 §4.8).
+///
+/// The codes are in this file only: [`TermCode::encode`] says which one reports an error of the peer, and
+/// [`TermCode::name`] what a code means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TermCode {
     /// 0 RDMAP, 1 DDP, 2 MPA.
@@ -317,9 +320,76 @@ pub struct TermCode {
 }
 
 impl TermCode {
+    /// RDMAP, remote protection error: access rights violation.
+    pub const RDMAP_ACCESS: Self = Self::new(0, 1, 0x02);
+    /// RDMAP, remote operation error: unexpected opcode.
+    pub const RDMAP_OPCODE: Self = Self::new(0, 2, 0x06);
+    /// RDMAP, remote operation error: unspecified.
+    pub const RDMAP_UNSPECIFIED: Self = Self::new(0, 2, 0xff);
+    /// DDP, untagged buffer error: no buffer available.
+    pub const DDP_NO_BUFFER: Self = Self::new(1, 2, 0x02);
+    /// DDP, untagged buffer error: message too long for the available buffer.
+    pub const DDP_TOO_LONG: Self = Self::new(1, 2, 0x05);
+
     /// A code from its three parts.
     pub const fn new(layer: u8, etype: u8, code: u8) -> Self {
         Self { layer, etype, code }
+    }
+
+    /// The code from the first two bytes of a Terminate.
+    pub const fn decode([kind, code]: [u8; 2]) -> Self {
+        Self::new(kind >> 4, kind & 0x0f, code)
+    }
+
+    /// The first two bytes of a Terminate.
+    pub const fn bytes(self) -> [u8; 2] {
+        [self.layer << 4 | self.etype & 0x0f, self.code]
+    }
+
+    /// Whether it is a protection error: the peer may not access the memory that it named.
+    pub const fn is_protection(self) -> bool {
+        matches!((self.layer, self.etype), (0 | 1, 1))
+    }
+
+    /// Layer and type, and the meaning of the code if an RFC defines it.
+    pub const fn name(self) -> (&'static str, Option<&'static str>) {
+        let kind = match (self.layer, self.etype) {
+            (0, 0) => "rdmap local",
+            (0, 1) => "rdmap protection",
+            (0, 2) => "rdmap operation",
+            (1, 0) => "ddp local",
+            (1, 1) => "ddp tagged",
+            (1, 2) => "ddp untagged",
+            (2, _) => "mpa",
+            _ => "unknown",
+        };
+        let meaning = match (self.layer, self.etype, self.code) {
+            (0, 0, _) | (1, 0, 0x00) | (2, 0, 0x05) => "catastrophic",
+            (0 | 1, 1, 0x00) => "invalid stag",
+            (0 | 1, 1, 0x01) => "base or bounds",
+            (0, 1, 0x02) => "access rights",
+            (0, 1, 0x03) | (1, 1, 0x02) => "stag not associated",
+            (0, 1, 0x04) | (1, 1, 0x03) => "to wrap",
+            (0, 1 | 2, 0x09) => "cannot invalidate",
+            (0, 1 | 2, 0xff) => "unspecified",
+            (0, 2, 0x05) | (1, 1, 0x04) | (1, 2, 0x06) => "version",
+            (0, 2, 0x06) => "unexpected opcode",
+            (0, 2, 0x07) => "catastrophic on stream",
+            (0, 2, 0x08) => "catastrophic global",
+            (1, 2, 0x01) => "invalid queue",
+            (1, 2, 0x02) => "no buffer",
+            (1, 2, 0x03) => "msn range",
+            (1, 2, 0x04) => "message offset",
+            (1, 2, 0x05) => "message too long",
+            (2, 0, 0x01) => "tcp lost",
+            (2, 0, 0x02) => "crc",
+            (2, 0, 0x03) => "marker or length",
+            (2, 0, 0x04) => "startup frame",
+            (2, 0, 0x06) => "insufficient ird",
+            (2, 0, 0x07) => "no common rtr",
+            _ => return (kind, None),
+        };
+        (kind, Some(meaning))
     }
 }
 
@@ -329,9 +399,10 @@ impl fmt::Display for TermCode {
     }
 }
 
-impl From<&PeerError> for TermCode {
-    // One total match: a new PeerError does not compile until its Terminate is decided here.
-    fn from(e: &PeerError) -> Self {
+impl TermCode {
+    /// The code that reports an error of the peer.
+    // The match is exhaustive: a new PeerError does not compile without a code.
+    pub const fn encode(e: &PeerError) -> Self {
         use PeerError as E;
         match e {
             // RFC 5044 §8, RFC 6581 §8 [mpa-errors]: layer 2 has one error type.
@@ -459,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_peer_error_has_the_terminate_of_the_sheet() {
+    fn every_peer_error_has_the_terminate_code_of_the_rfcs() {
         use PeerError as E;
         let (stag, to, len) = (1, 2, 3);
         let (expected, got) = (1, 2);
@@ -504,10 +575,13 @@ mod tests {
         ];
         for (error, (layer, etype, code)) in table {
             assert_eq!(
-                TermCode::from(&error),
+                TermCode::encode(&error),
                 TermCode::new(layer, etype, code),
                 "{error}"
             );
+            let code = TermCode::encode(&error);
+            assert_eq!(TermCode::decode(code.bytes()), code);
+            assert!(code.name().1.is_some(), "{code} has no name");
         }
     }
 

@@ -81,32 +81,9 @@ fn log_peer_event(qpn: u32, text: Arguments<'_>) {
     }
 }
 
-/// The name of a Terminate's error (RFC 5040 section 4.8).
+/// The name and the code of a Terminate's error (RFC 5040 section 4.8).
 fn describe(t: &Terminate) -> String {
-    let what = match (t.layer, t.etype, t.code) {
-        (0, 0, _) => "local catastrophic error",
-        (0, 1, 0) | (1, 1, 0) => "invalid stag",
-        (0, 1, 1) | (1, 1, 1) => "base or bounds violation",
-        (0, 1, 2) => "access rights violation",
-        (0, 1, 3) | (1, 1, 2) => "stag not associated with the stream",
-        (0, 1, 4) | (1, 1, 3) => "offset wrap",
-        (0, 1, 9) | (0, 2, 9) => "stag cannot be invalidated",
-        (0, 2, 5) => "rdmap version",
-        (0, 2, 6) => "unexpected opcode",
-        (0, 2, _) => "remote operation error",
-        (1, 2, 1) => "invalid queue number",
-        (1, 2, 2) => "no receive posted",
-        (1, 2, 3) => "message number out of range",
-        (1, 2, 4) => "message offset",
-        (1, 2, 5) => "message too long for the receive",
-        (2, 0, 2) => "crc error",
-        (2, 0, 3) => "framing error",
-        (2, 0, 6) => "insufficient ird",
-        (2, 0, 7) => "no common ready-to-receive message",
-        _ => "error",
-    };
-    format!(
-        "{what} (layer {} type {} code 0x{:02x})",
-        t.layer, t.etype, t.code
-    )
+    let code = t.term_code();
+    let (kind, meaning) = code.name();
+    format!("{kind} error: {} ({code})", meaning.unwrap_or("unknown"))
 }

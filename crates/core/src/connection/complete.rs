@@ -131,7 +131,7 @@ impl Connection {
                 }
                 _ => s.push_ack(),
             }
-            let code = TermCode::from(&error);
+            let code = TermCode::encode(&error);
             let terminate = context.terminate(code);
             // RFC 5044 §7.1.2 [mpa-responder-waits]: before the first FPDU was received no Terminate may be sent.
             if s.may_send {
@@ -161,7 +161,7 @@ impl Connection {
             && !s.terminated
         {
             // RFC 5040 §7.1 (1) [term-local]: instead of the request a Terminate, without headers.
-            let code = TermCode::from(&PeerError::RdmapLocal);
+            let code = TermCode::encode(&PeerError::RdmapLocal);
             let terminate = TermContext::local().terminate(code);
             s.terminated = true;
             s.responses.clear();

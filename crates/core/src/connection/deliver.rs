@@ -7,7 +7,7 @@ use super::stream::{End, First, Peer, Response};
 use crate::bounds;
 use crate::ddp::rx::Violation;
 use crate::ddp::tx::{Address, Message};
-use crate::error::PeerError;
+use crate::error::{PeerError, TermCode};
 use crate::observe::Step;
 use crate::rdmap::terminate::remote_error;
 use crate::verbs::access::Access;
@@ -584,12 +584,11 @@ impl Connection {
         let terminate = Terminate::parse(payload);
         self.base.observe(|| Step::Terminated(&terminate));
         let blamed = self.blamed_by(&terminate);
-        let status = match (terminate.layer, terminate.etype, terminate.code) {
-            (0, 1, _) | (1, 1, _) => Status::RemoteAccess,
-            (1, 2, 0x02) => Status::RnrRetryExceeded,
-            (1, 2, 0x05) => Status::RemoteInvalidRequest,
-            (0, 2, 0x06) => Status::RemoteInvalidRequest,
-            (0, _, _) => Status::RemoteOperation,
+        let status = match terminate.term_code() {
+            code if code.is_protection() => Status::RemoteAccess,
+            TermCode::DDP_NO_BUFFER => Status::RnrRetryExceeded,
+            TermCode::DDP_TOO_LONG | TermCode::RDMAP_OPCODE => Status::RemoteInvalidRequest,
+            TermCode { layer: 0, .. } => Status::RemoteOperation,
             _ => Status::RemoteAborted,
         };
         self.fail(

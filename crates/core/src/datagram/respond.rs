@@ -10,6 +10,7 @@ use super::outgoing::{OURS, peer_of};
 use super::types::{Arrival, Dropped, ErrorReport, Peer};
 use crate::bounds;
 use crate::ddp::tx::Address;
+use crate::error::TermCode;
 use crate::verbs::access::Access;
 use crate::verbs::source::{Places, Source};
 use crate::verbs::sq::Phase;
@@ -257,8 +258,8 @@ impl DatagramQp {
             return;
         }
         self.errors_reported.1 += 1;
-        let (layer, etype, code) = why.terminate();
-        let payload = [layer << 4 | etype, code, 0, 0];
+        let [kind, code] = why.terminate().bytes();
+        let payload = [kind, code, 0, 0];
         let header = Untagged {
             last: true,
             opcode: Opcode::Terminate,
@@ -304,8 +305,8 @@ impl DatagramQp {
 
     /// The memory that an answer to a reliable peer comes from is gone: it is told, for it waits for the rest.
     pub(super) fn answer_broken(&mut self, peer: &Peer, from: Option<IpAddr>, id: u32) {
-        let (layer, etype, code) = Dropped::Access.terminate();
-        let payload = [layer << 4 | etype, code, 0, 0];
+        let [kind, code] = Dropped::Access.terminate().bytes();
+        let payload = [kind, code, 0, 0];
         self.counters.err_out += 1;
         self.answer(peer, from, id, SUB_ERROR, Opcode::Terminate, &payload);
     }
@@ -374,7 +375,7 @@ impl DatagramQp {
             return;
         }
         let id = u32::try_from(tag & 0xffff_ffff).unwrap_or(0);
-        let (layer, etype, code) = Dropped::Access.terminate();
+        let TermCode { layer, etype, code } = Dropped::Access.terminate();
         self.counters.err_in += 1;
         self.push_error(ErrorReport {
             from: peer.0,

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
 use std::sync::Arc;
 
+use crate::error::TermCode;
 use crate::verbs::qp::QpType;
 use crate::verbs::wc::Status;
 use crate::wire::dgram::DgramError;
@@ -177,17 +178,13 @@ impl Dropped {
         }
     }
 
-    /// Layer, type and code of a Terminate for it (RFC 5040 §4.8).
-    pub(super) fn terminate(self) -> (u8, u8, u8) {
+    /// The error that is reported to the sender (RFC 5040 §4.8).
+    pub(super) fn terminate(self) -> TermCode {
         match self {
-            // RDMAP, remote protection error, access rights violation.
-            Self::Access => (0, 1, 2),
-            // DDP, untagged buffer error, message too long for the buffer.
-            Self::TooLong => (1, 2, 5),
-            // RDMAP, remote operation error, unexpected opcode.
-            Self::Operation => (0, 2, 6),
-            // RDMAP, remote operation error, unspecified.
-            _ => (0, 2, 0xff),
+            Self::Access => TermCode::RDMAP_ACCESS,
+            Self::TooLong => TermCode::DDP_TOO_LONG,
+            Self::Operation => TermCode::RDMAP_OPCODE,
+            _ => TermCode::RDMAP_UNSPECIFIED,
         }
     }
 }

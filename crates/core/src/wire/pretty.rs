@@ -260,11 +260,12 @@ fn untagged(out: &mut String, h: &Untagged, payload: &[u8]) -> fmt::Result {
 }
 
 fn terminate(out: &mut String, t: &Terminate) -> fmt::Result {
-    let (what, why) = meaning(t.layer, t.etype, t.code);
+    let code = t.term_code();
+    let (kind, meaning) = code.name();
     write!(
         out,
-        "Terminate {}/{}/{:02x} ({what}: {why})",
-        t.layer, t.etype, t.code
+        "Terminate {code} ({kind}: {})",
+        meaning.unwrap_or("unknown")
     )?;
     if let Some(len) = t.ddp_len {
         write!(out, " segment {len}")?;
@@ -309,47 +310,6 @@ fn terminate(out: &mut String, t: &Terminate) -> fmt::Result {
         )?;
     }
     Ok(())
-}
-
-/// Where a Terminate comes from, and why.
-fn meaning(layer: u8, etype: u8, code: u8) -> (&'static str, &'static str) {
-    let what = match (layer, etype) {
-        (0, 0) => "rdmap local",
-        (0, 1) => "rdmap protection",
-        (0, 2) => "rdmap operation",
-        (1, 0) => "ddp local",
-        (1, 1) => "ddp tagged",
-        (1, 2) => "ddp untagged",
-        (2, _) => "mpa",
-        _ => "unknown",
-    };
-    let why = match (layer, etype, code) {
-        (0 | 1, 0, _) | (2, 0, 0x05) => "catastrophic",
-        (0 | 1, 1, 0x00) => "invalid stag",
-        (0 | 1, 1, 0x01) => "base or bounds",
-        (0, 1, 0x02) => "access rights",
-        (0, 1, 0x03) | (1, 1, 0x02) => "stag not associated",
-        (0, 1, 0x04) | (1, 1, 0x03) => "to wrap",
-        (0, 1 | 2, 0x09) => "cannot invalidate",
-        (0, 1 | 2, 0xff) => "unspecified",
-        (0, 2, 0x05) | (1, 1, 0x04) | (1, 2, 0x06) => "version",
-        (0, 2, 0x06) => "unexpected opcode",
-        (0, 2, 0x07) => "catastrophic on stream",
-        (0, 2, 0x08) => "catastrophic global",
-        (1, 2, 0x01) => "invalid queue",
-        (1, 2, 0x02) => "no buffer",
-        (1, 2, 0x03) => "msn range",
-        (1, 2, 0x04) => "message offset",
-        (1, 2, 0x05) => "message too long",
-        (2, 0, 0x01) => "tcp lost",
-        (2, 0, 0x02) => "crc",
-        (2, 0, 0x03) => "marker or length",
-        (2, 0, 0x04) => "startup frame",
-        (2, 0, 0x06) => "insufficient ird",
-        (2, 0, 0x07) => "no common rtr",
-        _ => "unknown",
-    };
-    (what, why)
 }
 
 fn words(out: &mut String, words: &[(bool, &str)]) -> fmt::Result {

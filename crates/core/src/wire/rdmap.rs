@@ -6,7 +6,7 @@
 use core::fmt;
 
 use super::{Stag, To, put, take, take16, take32, take64};
-use crate::error::PeerError;
+use crate::error::{PeerError, TermCode};
 
 /// What a message is: the low four bits of the RDMAP control byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -488,6 +488,11 @@ impl Terminate {
     /// The longest Terminate: fixed part, segment length, untagged header, Read Request.
     pub const MAX_LEN: usize = 4 + 2 + RawHeader::MAX + ReadRequest::LEN;
 
+    /// Layer, type and code of the error.
+    pub const fn term_code(&self) -> TermCode {
+        TermCode::new(self.layer, self.etype, self.code)
+    }
+
     /// Reads as much of the message as is there. The stream is over in any case, so a Terminate
     /// that is cut short or makes no sense is not an error; what is missing reads as "unspecified".
     pub fn parse(payload: &[u8]) -> Self {
@@ -497,7 +502,7 @@ impl Terminate {
         }
         let [kind, code, flags, _] = fixed;
         let (high, low) = (kind >> 4, kind & 0x0f);
-        let (layer, etype, flags) = if is_rfc_layout(high, low, code, flags) {
+        let (layer, etype, flags) = if is_rfc_layout(TermCode::new(high, low, code), flags) {
             (high, low, flags & (FLAG_M | FLAG_D | FLAG_R))
         } else {
             // siw: the nibbles change places, and so do the bits of the flag byte.
@@ -544,7 +549,8 @@ impl Terminate {
             flags |= FLAG_R;
         }
         let mut b = Vec::with_capacity(Self::MAX_LEN);
-        b.extend([self.layer << 4 | self.etype & 0x0f, self.code, flags, 0]);
+        b.extend(self.term_code().bytes());
+        b.extend([flags, 0]);
         if flags & (FLAG_M | FLAG_D) != 0 {
             b.extend(self.ddp_len.unwrap_or(0).to_be_bytes());
         }
@@ -562,7 +568,7 @@ impl Terminate {
 ///
 /// Where both readings make sense the RFC's one is taken: 0x10 code 0 is "DDP, local", 0x20 code
 /// 6 is "MPA, not enough IRD". siw sends those bytes with flags, so nothing is lost in practice.
-fn is_rfc_layout(high: u8, low: u8, code: u8, flags: u8) -> bool {
+fn is_rfc_layout(code: TermCode, flags: u8) -> bool {
     if flags & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return true;
     }
@@ -570,16 +576,7 @@ fn is_rfc_layout(high: u8, low: u8, code: u8, flags: u8) -> bool {
     if flags.reverse_bits() & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return false;
     }
-    match (high, low) {
-        (0, 0) => true,
-        (0, 1) => matches!(code, 0x00..=0x04 | 0x09 | 0xff),
-        (0, 2) => matches!(code, 0x05..=0x09 | 0xff),
-        (1, 0) => code == 0x00,
-        (1, 1) => code <= 0x04,
-        (1, 2) => matches!(code, 0x01..=0x06),
-        (2, 0) => matches!(code, 0x01..=0x07),
-        _ => false,
-    }
+    code.name().1.is_some()
 }
 
 const FLAG_M: u8 = 0x80;

@@ -551,7 +551,7 @@ pub(crate) fn refuse(
 
 /// A Terminate for an error of start-up, as the first FPDU of a stream.
 fn terminate_frame(error: &PeerError, params: &StreamParams) -> Vec<u8> {
-    let code = TermCode::from(error);
+    let code = TermCode::encode(error);
     let body = Terminate {
         layer: code.layer,
         etype: code.etype,
