@@ -4,9 +4,11 @@
 //! them is ever made: bytes are copied in and out by address. The address comes from a [`Pinned`], which only a
 //! successful access check can make and which keeps the region registered while it lives.
 
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use anywarp_core::verbs::mr::{Memory, Pinned};
+use anywarp_core::verbs::mr::{Memory, Pinned, Placement};
+use smallvec::SmallVec;
 
 /// The memory of this process.
 #[derive(Debug)]
@@ -69,12 +71,115 @@ impl Memory for UserMemory {
     }
 }
 
-/// An address range as an I/O vector, for the system calls that read or write user memory directly.
-pub(crate) fn iovec(of: &Pinned<'_>, offset: u64, len: u64) -> libc::iovec {
-    let (start, len) = range(of, offset, len);
-    libc::iovec {
-        iov_base: start.cast(),
-        iov_len: len,
+/// A run of writable memory that stays valid for `'pin`: a part of a pinned region, or a buffer of our own.
+///
+/// System calls, and copies to and from shared memory, take it instead of a Rust slice, because the application may access
+/// the same bytes at any time.
+#[derive(Debug, Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct UserSlice<'pin> {
+    range: libc::iovec,
+    pin: PhantomData<&'pin [u8]>,
+}
+
+impl<'pin> UserSlice<'pin> {
+    /// The part `[offset, offset + len)` of a pinned range, cut to what exists.
+    pub(crate) fn new(of: &'pin Pinned<'_>, offset: u64, len: u64) -> Self {
+        let (start, len) = range(of, offset, len);
+        Self::raw(start, len)
+    }
+
+    /// A buffer of our own.
+    pub(crate) fn buffer(bytes: &'pin mut [u8]) -> Self {
+        Self::raw(bytes.as_mut_ptr(), bytes.len())
+    }
+
+    fn raw(start: *mut u8, len: usize) -> Self {
+        Self {
+            range: libc::iovec {
+                iov_base: start.cast(),
+                iov_len: len,
+            },
+            pin: PhantomData,
+        }
+    }
+
+    /// The part `[offset, offset + len)`, cut to what exists.
+    pub(crate) fn part(self, offset: usize, len: usize) -> Self {
+        let offset = offset.min(self.len());
+        let start = self.start().wrapping_add(offset);
+        Self::raw(start, len.min(self.len() - offset))
+    }
+
+    /// Address of the first byte. `len` bytes from there may be accessed by raw pointer while `'pin` lasts.
+    pub(crate) fn start(self) -> *mut u8 {
+        self.range.iov_base.cast()
+    }
+
+    /// Number of bytes.
+    pub(crate) fn len(self) -> usize {
+        self.range.iov_len
+    }
+
+    /// The range for a vectored system call.
+    pub(crate) fn iovec(self) -> libc::iovec {
+        self.range
+    }
+}
+
+/// A pinned range of user memory, of which `len` bytes from `offset` on are meant.
+#[derive(Debug)]
+pub(crate) struct PinnedPart<'a> {
+    pin: Pinned<'a>,
+    offset: u64,
+    len: u64,
+}
+
+impl PinnedPart<'_> {
+    /// The bytes that are meant.
+    pub(crate) fn slice(&self) -> UserSlice<'_> {
+        UserSlice::new(&self.pin, self.offset, self.len)
+    }
+}
+
+/// A placed message that is received in part: where its bytes go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Unfilled<'a> {
+    /// The ranges of user memory.
+    pub(crate) places: &'a [Placement],
+    /// Bytes of them that have been received.
+    pub(crate) filled: u64,
+    /// Bytes that are missing.
+    pub(crate) missing: u64,
+}
+
+/// Ranges of one vectored system call, at most; the kernel's limit is 1024.
+const RANGES_MAX: usize = 500;
+
+impl<'a> Unfilled<'a> {
+    /// Pins the ranges that are to be filled, as many as one system call takes; returns their bytes. `None` if a region was
+    /// deregistered.
+    pub(crate) fn pin(self, parts: &mut SmallVec<[PinnedPart<'a>; 4]>) -> Option<usize> {
+        let (mut skip, mut left, mut bytes) = (self.filled, self.missing, 0);
+        for place in self.places {
+            if skip >= place.len() {
+                skip -= place.len();
+                continue;
+            }
+            let len = left.min(place.len() - skip);
+            parts.push(PinnedPart {
+                pin: place.pin()?,
+                offset: skip,
+                len,
+            });
+            skip = 0;
+            left -= len;
+            bytes += usize::try_from(len).unwrap_or(0);
+            if left == 0 || parts.len() > RANGES_MAX {
+                break;
+            }
+        }
+        Some(bytes)
     }
 }
 

@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 
+use crate::mem::UserSlice;
+
 /// The name that its memory has among a process's descriptors.
 const NAME: &str = "anywarp-carrier";
 
@@ -114,19 +116,20 @@ impl Shared {
         }
     }
 
-    /// Copies what an I/O vector names, memory that is pinned, to offset `at`.
-    pub(crate) fn put_from(&self, at: usize, from: &libc::iovec) {
-        if let Some(to) = self.at(at, from.iov_len) {
-            // SAFETY: there is room (`at`); the vector comes from a pin (`mem::iovec`) that the caller holds.
-            unsafe { std::ptr::copy(from.iov_base.cast(), to, from.iov_len) };
+    /// Copies user memory to offset `at`; nothing if it does not fit.
+    pub(crate) fn put_from(&self, at: usize, from: UserSlice<'_>) {
+        if let Some(to) = self.at(at, from.len()) {
+            // SAFETY: there is room (`at`), and the slice is valid while its lifetime lasts. Both may overlap: a program can
+            // register any memory of its process.
+            unsafe { std::ptr::copy(from.start(), to, from.len()) };
         }
     }
 
-    /// Copies bytes from offset `at` to where an I/O vector says, memory that is pinned.
-    pub(crate) fn get_to(&self, at: usize, to: &libc::iovec) {
-        if let Some(from) = self.at(at, to.iov_len) {
+    /// Fills user memory with bytes from offset `at`; nothing if they are not there.
+    pub(crate) fn get_to(&self, at: usize, to: UserSlice<'_>) {
+        if let Some(from) = self.at(at, to.len()) {
             // SAFETY: as in `put_from`.
-            unsafe { std::ptr::copy(from, to.iov_base.cast(), to.iov_len) };
+            unsafe { std::ptr::copy(from, to.start(), to.len()) };
         }
     }
 }
@@ -142,10 +145,11 @@ impl Drop for Shared {
 /// Copies from the memory of process `pid`, from `from` on, to where `to` says, memory that is pinned or our own, which it
 /// fills. `mark` says which address of the process must hold which value: a number that another process has got since does
 /// not pass for it.
-pub(crate) fn pull(pid: u32, from: u64, to: &[libc::iovec], mark: (u64, u64)) -> io::Result<()> {
-    let len: usize = to.iter().map(|v| v.iov_len).sum();
+pub(crate) fn pull(pid: u32, from: u64, to: &[UserSlice<'_>], mark: (u64, u64)) -> io::Result<()> {
+    let len: usize = to.iter().map(|slice| slice.len()).sum();
     let mut value = 0_u64;
-    let mut local: smallvec::SmallVec<[libc::iovec; 6]> = to.iter().copied().collect();
+    let mut local: smallvec::SmallVec<[libc::iovec; 6]> =
+        to.iter().map(|slice| slice.iovec()).collect();
     local.push(libc::iovec {
         iov_base: (&raw mut value).cast(),
         iov_len: 8,
@@ -156,7 +160,7 @@ pub(crate) fn pull(pid: u32, from: u64, to: &[libc::iovec], mark: (u64, u64)) ->
     };
     let remote = [there(from, len), there(mark.0, 8)];
     let pid = libc::pid_t::try_from(pid).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: the local vectors are pinned memory of the program, which allowed writing (the caller), and `value`; the
+    // SAFETY: the local vectors are user slices, which are valid during the call, and `value`; the
     // remote ones are addresses of another process, which the kernel checks.
     let n = unsafe {
         libc::process_vm_readv(
@@ -220,14 +224,11 @@ mod tests {
         let there = *b"bytes to pull";
         let from = there.as_ptr().expose_provenance() as u64;
         let mut here = [0_u8; 13];
-        let to = [libc::iovec {
-            iov_base: here.as_mut_ptr().cast(),
-            iov_len: 13,
-        }];
+        let to = [UserSlice::buffer(&mut here)];
         let pid = std::process::id();
         pull(pid, from, &to, (address, *mark)).unwrap();
-        assert_eq!(here, there);
         assert!(pull(pid, from, &to, (address, 1)).is_err());
         assert!(pull(pid, 16, &to, (address, *mark)).is_err());
+        assert_eq!(here, there);
     }
 }

@@ -22,19 +22,18 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 use anywarp_core::bounds::{CARRIER_RING as RING, CARRIERS};
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
-use anywarp_core::verbs::mr::{Pinned, Placement};
 use smallvec::SmallVec;
 
 use crate::capture;
 use crate::config::{Transport, config};
-use crate::mem;
+use crate::mem::{PinnedPart, Unfilled, UserSlice};
 use crate::process;
 use crate::process::PerProcess;
 use crate::random::random_u32;
 use crate::reactor::PolledMemory;
 use crate::shared::{Shared, pull};
+use crate::sys::Io;
 use crate::sys::thread::Uncancelled;
-use crate::sys::{Io, stream};
 
 const LEN: usize = PAGE + 2 * RING;
 const PAGE: usize = 4096;
@@ -341,16 +340,15 @@ impl Shm {
                         self.publish(before);
                         return Io::Invalidated;
                     };
-                    let whole = mem::iovec(&pinned, skip as u64, left as u64);
+                    let whole = UserSlice::new(&pinned, skip as u64, left as u64);
                     if pulls {
-                        self.header(PLACE, left, whole.iov_base.addr() as u64);
+                        self.header(PLACE, left, whole.start().addr() as u64);
                         self.places_until = self.written;
                         left
                     } else {
                         self.header(BYTES, fits, 0);
                         self.for_each_run(self.written, fits, |shared, at, from, n| {
-                            let part = mem::iovec(&pinned, (skip + from) as u64, n as u64);
-                            shared.put_from(at, &part);
+                            shared.put_from(at, whole.part(from, n));
                         });
                         self.advance(fits);
                         fits
@@ -460,28 +458,26 @@ impl Shm {
     /// else into `stage`. Returns bytes in user memory and bytes in the stage.
     pub(crate) fn receive(
         &mut self,
-        direct: Option<(&[Placement], u64, u64)>,
+        direct: Option<Unfilled<'_>>,
         stage: &mut [u8],
     ) -> Result<(usize, usize), Io> {
         let Some(record) = self.next_record()? else {
             return Err(Io::WouldBlock);
         };
-        let mut pins: SmallVec<[Pinned<'_>; 4]> = SmallVec::new();
-        let mut to: SmallVec<[libc::iovec; 5]> = SmallVec::new();
+        let mut parts: SmallVec<[PinnedPart<'_>; 4]> = SmallVec::new();
         let user = match direct {
-            Some((places, filled, missing)) => {
-                let missing = missing.min(record.left as u64);
-                stream::pin_rest((places, filled, missing), &mut pins, &mut to)?
+            Some(mut direct) => {
+                direct.missing = direct.missing.min(record.left as u64);
+                direct.pin(&mut parts).ok_or(Io::Invalidated)?
             }
             None => 0,
         };
+        let mut to: SmallVec<[UserSlice<'_>; 5]> = SmallVec::new();
+        to.extend(parts.iter().map(PinnedPart::slice));
         let mut own = 0;
         if user == 0 {
             own = record.left.min(stage.len());
-            to.push(libc::iovec {
-                iov_base: stage.as_mut_ptr().cast(),
-                iov_len: own,
-            });
+            to.push(UserSlice::buffer(stage.get_mut(..own).unwrap_or(&mut [])));
         }
         let n = user + own;
         if record.kind == PLACE {
@@ -498,18 +494,12 @@ impl Shm {
             let (shared, ring) = (&self.watch.shared, self.watch.them.ring);
             let mut at = record.at;
             for target in &to {
-                let base = target.iov_base;
-                runs(at, target.iov_len, |from, of, n| {
-                    let part = libc::iovec {
-                        iov_base: base.wrapping_byte_add(of),
-                        iov_len: n,
-                    };
-                    shared.get_to(ring + from, &part);
+                runs(at, target.len(), |from, of, n| {
+                    shared.get_to(ring + from, target.part(of, n));
                 });
-                at += target.iov_len as u64;
+                at += target.len() as u64;
             }
         }
-        drop(pins);
         self.take_bytes(record, n);
         Ok((user, own))
     }

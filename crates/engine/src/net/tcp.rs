@@ -10,7 +10,6 @@ use anywarp_core::error::{PeerError, TermCode};
 use anywarp_core::llp::mpa::frame::{self, TxBatch};
 use anywarp_core::llp::mpa::marker::Inserter;
 use anywarp_core::llp::mpa::startup::StreamParams;
-use anywarp_core::verbs::mr::Placement;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
@@ -18,6 +17,7 @@ use anywarp_core::wire::rdmap::Terminate;
 use crate::config::Framing;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
+use crate::mem::Unfilled;
 use crate::net::drain::drain;
 use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
@@ -248,7 +248,7 @@ impl Tcp {
 
     fn read(
         &mut self,
-        direct: Option<(&[Placement], u64, u64)>,
+        direct: Option<Unfilled<'_>>,
         room: &mut [u8],
     ) -> Result<(usize, usize), Io> {
         match &mut self.shm {
@@ -342,9 +342,13 @@ impl Tcp {
             if turn >= TURN_BYTES {
                 break;
             }
-            let direct = conn.direct();
-            let wanted = direct.map_or(0, |(_, _, left)| {
-                usize::try_from(left).unwrap_or(usize::MAX)
+            let direct = conn.direct().map(|(places, filled, missing)| Unfilled {
+                places,
+                filled,
+                missing,
+            });
+            let wanted = direct.map_or(0, |direct| {
+                usize::try_from(direct.missing).unwrap_or(usize::MAX)
             });
             let Some(room) = stage.get_mut(filled..) else {
                 break;

@@ -3,15 +3,15 @@
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
-use anywarp_core::verbs::mr::{Pinned, Placement};
+use anywarp_core::verbs::mr::Pinned;
 use smallvec::SmallVec;
 
 use super::{Io, empty_msghdr, failed};
 use crate::capture::{self, Way};
-use crate::mem;
+use crate::mem::{PinnedPart, Unfilled, UserSlice};
 
-/// Sends what is in `batch` from byte `skip` on.
-// RFC 5044 §5.1 [mpa-align]: behind an aligned batch a TCP segment ends, whatever is sent next.
+/// Sends the bytes of `batch` from `skip` on.
+// RFC 5044 §5.1 [mpa-align]: MSG_EOR ends the TCP segment behind an aligned batch, so that the next FPDU begins one.
 pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     let record = if batch.is_aligned() { libc::MSG_EOR } else { 0 };
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | record;
@@ -33,7 +33,7 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
                 let Some(pinned) = place.pin() else {
                     return Io::Invalidated;
                 };
-                iov.push(mem::iovec(&pinned, gone as u64, left as u64));
+                iov.push(UserSlice::new(&pinned, gone as u64, left as u64).iovec());
                 pins.push(pinned);
             }
         }
@@ -47,7 +47,7 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     sent
 }
 
-/// Sends runs of bytes.
+/// Sends the bytes of the vectors.
 ///
 /// # Safety
 /// The kernel may read what the vectors name.
@@ -55,7 +55,7 @@ unsafe fn send_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec], flags: libc:
     let seen = capture::begin();
     let n = match &mut *iov {
         [] => return Io::Done(0),
-        // The usual case, and the kernel's shortest way for it.
+        // The usual case; `sendto` costs the kernel less than `sendmsg`.
         // SAFETY: the caller's promise.
         [one] => unsafe {
             libc::syscall(
@@ -77,20 +77,23 @@ unsafe fn send_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec], flags: libc:
         }
     };
     if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {
-        capture::stream(fd, at, Way::Out, &moved(iov, n));
+        // SAFETY: the caller's promise.
+        capture::stream(fd, at, Way::Out, &unsafe { moved(iov, n) });
     }
     usize::try_from(n).map_or_else(|_| failed(), Io::Done)
 }
 
-/// A copy of what the kernel took from these vectors, or put there: for the capture. What they name must be as valid as
-/// it was for the call.
-fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
+/// A copy of the first `bytes` bytes of these vectors, for a capture.
+///
+/// # Safety
+/// The vectors are as valid as they were for the system call that sent or received the bytes.
+unsafe fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
     let mut out: Vec<u8> = Vec::with_capacity(bytes);
     for part in iov {
         let n = part.iov_len.min(bytes - out.len());
         let from = part.iov_base.cast::<u8>();
-        // SAFETY: `part` was given to the kernel just before, its regions are pinned still; there is room for `bytes`.
-        // The program may write there at the same time, as it may while the kernel reads: no byte is looked at here.
+        // SAFETY: `part` is valid (the caller's promise), and there is room for `bytes`. The program may write there at the
+        // same time, as it may while the kernel reads: no byte is interpreted here.
         unsafe {
             std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(out.len()), n);
             out.set_len(out.len() + n);
@@ -99,61 +102,31 @@ fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
     out
 }
 
-/// Pins what is to be filled of ranges of user memory (the ranges, how much of them is filled, how many bytes are missing)
-/// and adds vectors for it: not more than one system call takes. Returns their bytes.
-pub(crate) fn pin_rest<'a>(
-    (places, filled, missing): (&'a [Placement], u64, u64),
-    pins: &mut SmallVec<[Pinned<'a>; 4]>,
-    iov: &mut SmallVec<[libc::iovec; 5]>,
-) -> Result<usize, Io> {
-    let (mut skip, mut left, mut bytes) = (filled, missing, 0);
-    for place in places {
-        if skip >= place.len() {
-            skip -= place.len();
-            continue;
-        }
-        let n = left.min(place.len() - skip);
-        let pinned = place.pin().ok_or(Io::Invalidated)?;
-        iov.push(mem::iovec(&pinned, skip, n));
-        pins.push(pinned);
-        skip = 0;
-        left -= n;
-        bytes += usize::try_from(n).unwrap_or(0);
-        if left == 0 || iov.len() > 500 {
-            break;
-        }
-    }
-    Ok(bytes)
-}
-
-/// Receives into `stage[filled..]`; with `direct` first into user memory: the ranges, how much of them is filled, and
-/// how many bytes are missing. Returns bytes in user memory and bytes in the stage.
-pub fn receive(
+/// Receives into `buffer`; with `direct` first into user memory. Returns the bytes in user memory and those in the buffer.
+pub(crate) fn receive(
     fd: BorrowedFd<'_>,
-    direct: Option<(&[Placement], u64, u64)>,
-    stage: &mut [u8],
+    direct: Option<Unfilled<'_>>,
+    buffer: &mut [u8],
 ) -> Result<(usize, usize), Io> {
-    let own = libc::iovec {
-        iov_base: stage.as_mut_ptr().cast(),
-        iov_len: stage.len(),
-    };
+    let own = UserSlice::buffer(buffer).iovec();
     let Some(direct) = direct else {
-        // SAFETY: the vector points into `stage`, borrowed mutably.
+        // SAFETY: the vector points into `buffer`, borrowed mutably.
         return unsafe { receive_vectors(fd, &mut [own]) }.map(|n| (0, n));
     };
-    let mut pins: SmallVec<[Pinned<'_>; 4]> = SmallVec::new();
+    let mut parts: SmallVec<[PinnedPart<'_>; 4]> = SmallVec::new();
+    let user = direct.pin(&mut parts).ok_or(Io::Invalidated)?;
     let mut iov: SmallVec<[libc::iovec; 5]> = SmallVec::new();
-    let user = pin_rest(direct, &mut pins, &mut iov)?;
+    iov.extend(parts.iter().map(|part| part.slice().iovec()));
     if own.iov_len > 0 {
         iov.push(own);
     }
-    // SAFETY: the vectors point into pinned regions whose check allowed writing, and into `stage`, borrowed mutably.
+    // SAFETY: the vectors point into pinned regions whose check allowed writing, and into `buffer`, borrowed mutably.
     let n = unsafe { receive_vectors(fd, &mut iov) };
-    drop(pins);
+    drop(parts);
     n.map(|n| (n.min(user), n - n.min(user)))
 }
 
-/// Receives into runs of bytes; not 0.
+/// Receives into the vectors; returns the number of bytes, which is not 0.
 ///
 /// # Safety
 /// The kernel may write where the vectors say.
@@ -187,7 +160,8 @@ unsafe fn receive_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec]) -> Result
         }
     };
     if let (Some(at), Ok(n)) = (capture::begin(), usize::try_from(n)) {
-        capture::stream(fd, at, Way::In, &moved(iov, n));
+        // SAFETY: the caller's promise.
+        capture::stream(fd, at, Way::In, &unsafe { moved(iov, n) });
     }
     let result = match usize::try_from(n) {
         Ok(0) => Err(Io::Eof),
