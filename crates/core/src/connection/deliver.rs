@@ -108,7 +108,7 @@ impl Connection {
         expected && rtr
     }
 
-    /// An FPDU without a ULPDU: one reading of "zero-length FPDU" as ready-to-receive message (RFC 6581 §4.3 via the sheet 1.2).
+    /// Takes an FPDU without a ULPDU as the ready-to-receive message, which some stacks send (RFC 6581 §4.3, "zero-length FPDU").
     pub(super) fn take_empty_rtr(&mut self) -> bool {
         let Some(s) = &mut self.stream else {
             return false;

@@ -1,7 +1,7 @@
 //! Transmit side of a connection: takes the next request or response, and segments and frames it.
 //! Requests are taken in order. One waits, and everything behind it, while it is fenced and an earlier Read or atomic
 //! is not done, while all ORD slots are taken, or while an RNR timer runs. Responses to the peer never wait for them,
-//! so that two ends that stall cannot block each other (RFC 5040 §5.3 via the sheet).
+//! so that two ends that stall cannot block each other (RFC 5040 §5.3).
 
 use std::time::Instant;
 

@@ -57,7 +57,7 @@ pub(crate) fn tagged(opcode: Opcode, stag: Stag, to: To) -> Message {
     }
 }
 
-/// Sheet 4.5: a Write of length 0 names no memory; STag 0 would upset some receivers.
+/// The STag of a Write: one of length 0 accesses no memory, and carries [`NO_STAG`] (RFC 5041 §5.2).
 pub(crate) fn write_stag(remote: Remote, len: u64) -> Stag {
     if len == 0 { NO_STAG } else { remote.rkey }
 }

@@ -341,7 +341,7 @@ mod tests {
 
     #[test]
     fn the_messages_of_the_sheet() {
-        // Section 7 of the sheet: length, ULPDU and padding; the CRC left out.
+        // RFC 5044 §4.1: length, ULPDU and padding, without the CRC.
         #[rustfmt::skip]
         let table = [
             ("00174143 00000000 00000000 00000001 00000000 68656c6c 6f000000",

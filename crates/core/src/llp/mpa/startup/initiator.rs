@@ -1,0 +1,279 @@
+//! MPA start-up at the end that opened the TCP connection: Request, then the peer's Reply.
+
+use super::params::{Depths, Rtr, RtrForms, StreamParams};
+use crate::error::{Misuse, PeerError};
+use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
+
+/// How to open a stream.
+#[derive(Clone, Debug)]
+pub struct InitiatorConfig {
+    /// MPA revision: 2, or 1 for a second try towards an old stack.
+    pub rev: u8,
+    /// Ask for CRCs.
+    pub crc: bool,
+    /// Ask the peer to send markers.
+    pub markers: bool,
+    /// Offer to send a ready-to-receive message first. Revision 2 only.
+    pub peer_to_peer: bool,
+    /// The ready-to-receive messages that we can send.
+    pub rtr: RtrForms,
+    /// Inbound reads that we serve at once.
+    pub ird: u16,
+    /// Inbound reads up to which we go if the peer needs more than `ird`.
+    pub max_ird: u16,
+    /// Outbound reads that we want at once.
+    pub ord: u16,
+    /// Private data of the ULP.
+    pub private_data: Vec<u8>,
+}
+
+impl Default for InitiatorConfig {
+    fn default() -> Self {
+        Self {
+            rev: 2,
+            crc: true,
+            markers: false,
+            peer_to_peer: true,
+            rtr: RtrForms::ALL,
+            ird: 16,
+            max_ird: 128,
+            ord: 16,
+            private_data: Vec::new(),
+        }
+    }
+}
+
+/// Outcome of the bytes that have arrived at an initiator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// The Reply is not complete.
+    NeedMore,
+    /// FPDUs may be sent at once, the ready-to-receive message first if there is one.
+    Established {
+        /// Bytes of the Reply; what follows are FPDUs.
+        consumed: usize,
+        /// What was agreed.
+        params: StreamParams,
+        /// Private data of the peer's ULP.
+        private_data: Vec<u8>,
+        /// The depths that the peer named, for the ULP; [`params`](StreamParams) has the outcome.
+        peer_depths: Option<Depths>,
+        /// The message to send first. To an anywarp peer a Control Hello goes in its place.
+        rtr: Option<Rtr>,
+        /// We asked for CRCs and the Reply has the C bit clear. CRCs are on, as RFC 5044 requires; the peer may not know, so
+        /// this is worth a line in the log.
+        crc_unconfirmed: bool,
+    },
+    /// The peer's ULP rejected the connection. TCP is still open.
+    Rejected {
+        /// Bytes of the Reply.
+        consumed: usize,
+        /// Private data of the peer's ULP.
+        private_data: Vec<u8>,
+        /// Revision of the Reply: less than ours asks for a second try with that one.
+        rev: u8,
+        /// The depths that the peer named: its ORD is the IRD that it needs from us.
+        peer_depths: Option<Depths>,
+    },
+    /// The peer takes no ready-to-receive message that we can send: send that Terminate, close.
+    NoCommonRtr {
+        /// Bytes of the Reply.
+        consumed: usize,
+        /// For framing the Terminate.
+        params: StreamParams,
+    },
+    /// The peer will have more reads outstanding than we can serve: send that Terminate, close.
+    InsufficientIrd {
+        /// Bytes of the Reply.
+        consumed: usize,
+        /// For framing the Terminate.
+        params: StreamParams,
+        /// Reads that the peer will have outstanding.
+        needed: u16,
+    },
+}
+
+impl Progress {
+    /// The error to send to the peer, if this outcome is one.
+    pub fn error(&self) -> Option<PeerError> {
+        match self {
+            Self::NeedMore | Self::Established { .. } | Self::Rejected { .. } => None,
+            Self::NoCommonRtr { .. } => Some(PeerError::MpaNoCommonRtr),
+            Self::InsufficientIrd { params, needed, .. } => Some(PeerError::MpaInsufficientIrd {
+                needed: *needed,
+                have: params.ird,
+            }),
+        }
+    }
+}
+
+/// The end that opened the TCP connection.
+///
+/// ```text
+///            request()            Reply
+///   +------+ -------> +---------+ -------> Established   [RTR or Hello, then FPDUs]
+///   | TCP  |          | waiting | -------> Rejected      [ULP; close]
+///   |  up  |          |   for   | -------> NoCommonRtr, InsufficientIrd  [Terminate; close]
+///   +------+          |  Reply  | -------> PeerError     [close, nothing is sent]
+///                     +---------+
+///                      timeout, TCP closed: the caller's; a close without any Reply is how a stack
+///                      without revision 2 says no: try again with `InitiatorConfig::older`
+/// ```
+#[derive(Clone, Debug)]
+pub struct Initiator {
+    pub(super) config: InitiatorConfig,
+}
+
+impl InitiatorConfig {
+    /// The same connection in the revision before, for a second try; `None` if there is none.
+    pub fn older(&self) -> Option<Self> {
+        (self.rev == 2).then(|| Self {
+            rev: 1,
+            ..self.clone()
+        })
+    }
+}
+
+impl Initiator {
+    /// Checks `config`.
+    ///
+    /// # Errors
+    /// A revision that we do not speak, or private data that does not fit the frame.
+    pub fn new(mut config: InitiatorConfig) -> Result<Self, Misuse> {
+        if !matches!(config.rev, 1 | 2) {
+            return Err(Misuse::InvalidArgument("mpa revision"));
+        }
+        if config.private_data.len() > StartupFrame::room(config.rev == 2) {
+            return Err(Misuse::InvalidArgument("private data too long"));
+        }
+        config.ird = config.ird.min(MAX_DEPTH);
+        config.ord = config.ord.min(MAX_DEPTH);
+        config.max_ird = config.max_ird.clamp(config.ird, MAX_DEPTH);
+        config.peer_to_peer &= config.rev == 2;
+        Ok(Self { config })
+    }
+
+    /// The Request: the first bytes on the connection, to be sent in one piece because some
+    /// hardware does not reassemble them. Nothing may follow it before the Reply is here.
+    pub fn request(&self) -> Vec<u8> {
+        let c = &self.config;
+        // RFC 6581 §9.2 [mpa-rtr-offer]: with A every form that we can send is set, without A none.
+        let rtr = if c.peer_to_peer {
+            c.rtr
+        } else {
+            RtrForms::NONE
+        };
+        StartupFrame {
+            reply: false,
+            markers: c.markers,
+            crc: c.crc,
+            reject: false,
+            rev: c.rev,
+            enhanced: (c.rev == 2).then_some(Enhanced {
+                peer_to_peer: c.peer_to_peer,
+                rtr_send: rtr.send,
+                rtr_write: rtr.write,
+                rtr_read: rtr.read,
+                ird: c.ird,
+                ord: c.ord,
+            }),
+            private_data: c.private_data.clone(),
+        }
+        .emit()
+    }
+
+    /// Parses all bytes that have arrived since the connection was opened.
+    ///
+    /// Until the answer is something else than [`Progress::NeedMore`] call it again with the same bytes
+    /// and those behind them; at most [`StartupFrame::MAX_LEN`] bytes are needed.
+    ///
+    /// # Errors
+    /// The bytes are not a Reply to our Request: close the connection.
+    pub fn handle_rx(&mut self, bytes: &[u8]) -> Result<Progress, PeerError> {
+        let c = &self.config;
+        let Some((frame, consumed)) = StartupFrame::parse(bytes)? else {
+            return Ok(Progress::NeedMore);
+        };
+        // RFC 5044 §7.1.2 [mpa-both-initiate]: two ends that both send a Request do not connect.
+        if !frame.reply {
+            return Err(PeerError::MpaStartup("request in place of a reply"));
+        }
+        // RFC 6581 §9.1 [mpa-depths-told]: the ULP gets the peer's depths whether the peer accepts or not.
+        let peer_depths = frame.enhanced.map(|block| Depths {
+            ird: block.ird,
+            ord: block.ord,
+        });
+        if frame.reject {
+            let (private_data, rev) = (frame.private_data, frame.rev);
+            return Ok(Progress::Rejected {
+                consumed,
+                private_data,
+                rev,
+                peer_depths,
+            });
+        }
+        // RFC 6581 §10 [mpa-rev-mirror]: a Reply has the revision of its Request.
+        if frame.rev != c.rev {
+            return Err(PeerError::MpaStartup("reply with another revision"));
+        }
+        // RFC 6581 §10 [mpa-s-mirror]: and the enhanced block exactly if the Request had one.
+        if frame.enhanced.is_some() != (c.rev == 2) {
+            return Err(PeerError::MpaStartup(
+                "reply does not mirror the enhanced block",
+            ));
+        }
+        let mut params = StreamParams {
+            // RFC 5044 §7.1 [mpa-crc-either]: one end that wants CRCs is enough.
+            crc: c.crc || frame.crc,
+            // RFC 5044 §7.1 [mpa-markers]: M speaks about the other end's direction.
+            send_markers: frame.markers,
+            recv_markers: c.markers,
+            ird: c.ird,
+            ord: c.ord,
+            rev: c.rev,
+            peer_to_peer: false,
+            rtr: None,
+            peer_is_anywarp: false,
+        };
+        if let Some(block) = &frame.enhanced {
+            // RFC 6581 §9.1 [mpa-ord-lower]: we have no more reads outstanding than the peer serves.
+            if block.ird != DEPTH_NOT_NEGOTIATED {
+                params.ord = c.ord.min(block.ird);
+            }
+            // RFC 6581 §9.1 [mpa-ird-insufficient]: we serve what the peer will have outstanding, or
+            // end the stream.
+            if block.ord != DEPTH_NOT_NEGOTIATED && block.ord > c.ird {
+                if block.ord > c.max_ird {
+                    params.ird = c.max_ird;
+                    let needed = block.ord;
+                    return Ok(Progress::InsufficientIrd {
+                        consumed,
+                        params,
+                        needed,
+                    });
+                }
+                params.ird = block.ord;
+            }
+            // RFC 6581 §9.2 [mpa-p2p]: with A on both sides one ready-to-receive message goes first.
+            // A that comes back 0 leaves a plain stream, on which our ULP must speak first.
+            if c.peer_to_peer && block.peer_to_peer {
+                params.peer_to_peer = true;
+                let forms = RtrForms::of(block);
+                params.rtr = c.rtr.and(forms).preferred();
+                // RFC 6581 §9.2 [mpa-rtr-none]
+                if params.rtr.is_none() {
+                    return Ok(Progress::NoCommonRtr { consumed, params });
+                }
+                params.peer_is_anywarp = c.rtr == RtrForms::ALL && forms == RtrForms::ALL;
+            }
+        }
+        Ok(Progress::Established {
+            consumed,
+            params,
+            private_data: frame.private_data,
+            peer_depths,
+            rtr: params.rtr,
+            crc_unconfirmed: c.crc && !frame.crc,
+        })
+    }
+}

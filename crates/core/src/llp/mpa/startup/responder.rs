@@ -1,0 +1,329 @@
+//! MPA start-up at the end that accepted the TCP connection: the peer's Request, then Reply.
+
+use super::params::{RtrForms, StreamParams};
+use crate::error::{Misuse, PeerError};
+use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
+
+/// Limits of a responder.
+#[derive(Clone, Copy, Debug)]
+pub struct ResponderLimits {
+    /// Ask for CRCs even if the peer does not.
+    pub crc: bool,
+    /// Ask the peer to send markers.
+    pub markers: bool,
+    /// Most inbound reads served at once.
+    pub max_ird: u16,
+    /// Most outbound reads at once.
+    pub max_ord: u16,
+    /// Let an anywarp peer recognize us.
+    pub known: bool,
+}
+
+impl Default for ResponderLimits {
+    fn default() -> Self {
+        Self {
+            crc: false,
+            markers: false,
+            max_ird: 128,
+            max_ord: 128,
+            known: true,
+        }
+    }
+}
+
+/// A valid Request, for the ULP to accept or reject.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Bytes of the Request. None may follow before our Reply is out.
+    pub consumed: usize,
+    /// MPA revision.
+    pub rev: u8,
+    /// The peer wants CRCs.
+    pub crc: bool,
+    /// The peer wants markers from us.
+    pub markers: bool,
+    /// The peer will send a ready-to-receive message first.
+    pub peer_to_peer: bool,
+    /// The forms of that message it offers.
+    pub rtr: RtrForms,
+    /// Reads that the peer serves at once; `None` if it did not say or leaves it to the ULP.
+    pub ird: Option<u16>,
+    /// Reads that the peer wants at once; `None` if it did not say or leaves it to the ULP.
+    pub ord: Option<u16>,
+    /// Private data of the peer's ULP.
+    pub private_data: Vec<u8>,
+    /// The peer offers all three ready-to-receive messages, as anywarp does. Only a Control Hello in
+    /// their place proves it.
+    pub peer_may_be_anywarp: bool,
+}
+
+/// Outcome of the bytes that have arrived at a responder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Incoming {
+    /// The Request is not complete.
+    NeedMore,
+    /// The Request is complete; the ULP accepts or rejects it.
+    Request(Request),
+}
+
+/// The answer that opens the stream.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Accepted {
+    /// The Reply, to be sent in one piece.
+    pub reply: Vec<u8>,
+    /// What was agreed.
+    pub params: StreamParams,
+    /// The first message is a ready-to-receive message (or a Control Hello): not for the ULP, which
+    /// is connected when it has arrived. No FPDU may be sent before the first one of the peer.
+    pub expects_rtr: bool,
+    /// See [`Request::peer_may_be_anywarp`].
+    pub peer_may_be_anywarp: bool,
+}
+
+/// The end that listened.
+///
+/// ```text
+///              Request                accept()
+///   +---------+ -----> +-----------+ ----------> Accepted   [Reply; wait for the first FPDU]
+///   | waiting |        | asking    | ----------> rejected   [Reply with R; close]
+///   |  for    |        | the ULP   |  reject()
+///   | Request |        +-----------+
+///   +---------+ -----> PeerError [close, nothing is sent] <- bytes behind the Request
+/// ```
+#[derive(Clone, Debug)]
+pub struct Responder {
+    limits: ResponderLimits,
+    state: State,
+}
+
+#[derive(Clone, Debug)]
+enum State {
+    Waiting,
+    Asking {
+        rev: u8,
+        crc: bool,
+        markers: bool,
+        enhanced: Option<Enhanced>,
+    },
+    Answered,
+}
+
+impl Responder {
+    /// A responder for a connection that was just accepted.
+    pub fn new(mut limits: ResponderLimits) -> Self {
+        limits.max_ird = limits.max_ird.min(MAX_DEPTH);
+        limits.max_ord = limits.max_ord.min(MAX_DEPTH);
+        Self {
+            limits,
+            state: State::Waiting,
+        }
+    }
+
+    /// Parses all bytes that have arrived since the connection was opened.
+    ///
+    /// While the answer is [`Incoming::NeedMore`] call it again with the same bytes and those behind
+    /// them. After the Request call it with what comes behind that: no byte may, and none is right.
+    ///
+    /// # Errors
+    /// The bytes are not a Request that we can answer: close the connection.
+    pub fn handle_rx(&mut self, bytes: &[u8]) -> Result<Incoming, PeerError> {
+        // RFC 5044 §7.1.2 [mpa-quiet-initiator]: behind its Request the initiator is quiet until our Reply.
+        const BEHIND: PeerError = PeerError::MpaStartup("bytes behind the request");
+        if !matches!(self.state, State::Waiting) {
+            return if bytes.is_empty() {
+                Ok(Incoming::NeedMore)
+            } else {
+                Err(BEHIND)
+            };
+        }
+        let Some((frame, consumed)) = StartupFrame::parse(bytes)? else {
+            return Ok(Incoming::NeedMore);
+        };
+        if frame.reply {
+            return Err(PeerError::MpaStartup("reply in place of a request"));
+        }
+        // RFC 6581 §6 [mpa-rev]: 1 and 2 are answered; 0 is an older protocol with the same key.
+        if !matches!(frame.rev, 1 | 2) {
+            return Err(PeerError::MpaStartup("unknown revision"));
+        }
+        if bytes.len() > consumed {
+            return Err(BEHIND);
+        }
+        let mut block = frame.enhanced;
+        // RFC 6581 §9.2 [mpa-rtr-without-a]: without A the three forms mean nothing.
+        if let Some(b) = &mut block
+            && !b.peer_to_peer
+        {
+            (b.rtr_send, b.rtr_write, b.rtr_read) = (false, false, false);
+        }
+        let rtr = block.as_ref().map(RtrForms::of).unwrap_or_default();
+        let negotiated = |depth: u16| (depth != DEPTH_NOT_NEGOTIATED).then_some(depth);
+        let request = Request {
+            consumed,
+            rev: frame.rev,
+            crc: frame.crc,
+            markers: frame.markers,
+            peer_to_peer: block.is_some_and(|b| b.peer_to_peer),
+            rtr,
+            ird: block.and_then(|b| negotiated(b.ird)),
+            ord: block.and_then(|b| negotiated(b.ord)),
+            private_data: frame.private_data,
+            peer_may_be_anywarp: self.limits.known && rtr == RtrForms::ALL,
+        };
+        let (rev, crc, markers) = (frame.rev, frame.crc, frame.markers);
+        self.state = State::Asking {
+            rev,
+            crc,
+            markers,
+            enhanced: block,
+        };
+        Ok(Incoming::Request(request))
+    }
+
+    /// The ULP accepts the connection: it serves `ird` reads at once and has at most `ord` outstanding.
+    ///
+    /// # Errors
+    /// There is no Request to answer, or the private data does not fit the frame; in the second
+    /// case it may be tried again.
+    pub fn accept(&mut self, ird: u16, ord: u16, private_data: &[u8]) -> Result<Accepted, Misuse> {
+        let State::Asking {
+            rev,
+            crc,
+            markers,
+            enhanced,
+        } = self.state
+        else {
+            return Err(Misuse::WrongState("no mpa request to accept"));
+        };
+        if private_data.len() > StartupFrame::room(enhanced.is_some()) {
+            return Err(Misuse::InvalidArgument("private data too long"));
+        }
+        let mut params = StreamParams {
+            // RFC 5044 §7.1 [mpa-crc-either]: one end that wants CRCs is enough. We then say so in the
+            // Reply too, because Linux siw believes the Reply alone.
+            crc: crc || self.limits.crc,
+            send_markers: markers,
+            recv_markers: self.limits.markers,
+            ird: ird.min(self.limits.max_ird),
+            ord: ord.min(self.limits.max_ord),
+            rev,
+            peer_to_peer: enhanced.is_some_and(|b| b.peer_to_peer),
+            rtr: None,
+            peer_is_anywarp: false,
+        };
+        let mut peer_may_be_anywarp = false;
+        let block = enhanced.map(|asked| {
+            let forms = if params.peer_to_peer {
+                let offered = RtrForms::of(&asked);
+                peer_may_be_anywarp = self.limits.known && offered == RtrForms::ALL;
+                confirm(offered, self.limits.known)
+            } else {
+                RtrForms::NONE
+            };
+            params.rtr = forms.preferred();
+            // RFC 6581 §9.1 [mpa-ord-responder]: we have no more reads outstanding than the peer serves.
+            if asked.ird != DEPTH_NOT_NEGOTIATED {
+                params.ord = params.ord.min(asked.ird);
+            }
+            // RFC 6581 §9.1: a Read as ready-to-receive needs a slot to be served from, even if the ULP wants no reads.
+            if forms.read {
+                params.ird = params.ird.max(1);
+            }
+            let mirrored = |asked: u16, ours: u16| {
+                // RFC 6581 §9.1 [mpa-not-negotiated]: "leave it to the ULP" is answered with the same,
+                // our IRD to the peer's ORD and our ORD to its IRD.
+                if asked == DEPTH_NOT_NEGOTIATED {
+                    DEPTH_NOT_NEGOTIATED
+                } else {
+                    ours
+                }
+            };
+            Enhanced {
+                peer_to_peer: params.peer_to_peer,
+                rtr_send: forms.send,
+                rtr_write: forms.write,
+                rtr_read: forms.read,
+                ird: mirrored(asked.ord, params.ird),
+                ord: mirrored(asked.ird, params.ord),
+            }
+        });
+        self.state = State::Answered;
+        Ok(Accepted {
+            reply: StartupFrame {
+                reply: true,
+                markers: self.limits.markers,
+                crc: params.crc,
+                reject: false,
+                rev,
+                enhanced: block,
+                private_data: private_data.to_vec(),
+            }
+            .emit(),
+            params,
+            expects_rtr: params.peer_to_peer,
+            peer_may_be_anywarp,
+        })
+    }
+
+    /// The ULP rejects the connection. Returns the Reply to send before it is closed.
+    ///
+    /// # Errors
+    /// As [`Responder::accept`].
+    pub fn reject(&mut self, private_data: &[u8]) -> Result<Vec<u8>, Misuse> {
+        let State::Asking {
+            rev, crc, enhanced, ..
+        } = self.state
+        else {
+            return Err(Misuse::WrongState("no mpa request to reject"));
+        };
+        if private_data.len() > StartupFrame::room(enhanced.is_some()) {
+            return Err(Misuse::InvalidArgument("private data too long"));
+        }
+        self.state = State::Answered;
+        Ok(StartupFrame {
+            reply: true,
+            markers: false,
+            crc: crc || self.limits.crc,
+            reject: true,
+            rev,
+            enhanced: enhanced.map(|asked| Enhanced {
+                peer_to_peer: asked.peer_to_peer,
+                ird: self.limits.max_ird,
+                ..Enhanced::default()
+            }),
+            private_data: private_data.to_vec(),
+        }
+        .emit())
+    }
+}
+
+/// Which ready-to-receive messages a responder confirms. It can receive all of them.
+// RFC 6581 §9.2 would like every offered form that we can receive to be confirmed (mpa-rtr-confirm in the catalogue).
+// Outside anywarp we name a single one, as other stacks do, so that no initiator has to choose.
+pub(super) fn confirm(offered: RtrForms, known: bool) -> RtrForms {
+    match offered {
+        // The mark by which an anywarp initiator knows us; see the module documentation.
+        RtrForms::ALL if known => RtrForms::ALL,
+        RtrForms {
+            write: false,
+            read: true,
+            ..
+        } => RtrForms {
+            read: true,
+            ..RtrForms::NONE
+        },
+        RtrForms {
+            send: true,
+            write: false,
+            read: false,
+        } => RtrForms {
+            send: true,
+            ..RtrForms::NONE
+        },
+        // RFC 6581 §9.2 [mpa-rtr-propose]: a form that was not asked for may be confirmed as well.
+        _ => RtrForms {
+            write: true,
+            ..RtrForms::NONE
+        },
+    }
+}
