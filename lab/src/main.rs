@@ -11,6 +11,7 @@ mod perf;
 mod programs;
 mod pyverbs;
 mod sanitize;
+mod tutorial;
 mod valgrind;
 
 use clap::Parser;
@@ -79,6 +80,8 @@ enum Task {
     Perf,
     /// Programs with their traffic captured, as tshark and the dissector of the distribution decode it.
     Capture,
+    /// The commands of docs/tutorial.md.
+    Tutorial,
 }
 
 fn main() -> ExitCode {
@@ -105,6 +108,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::BenchGuest { repeat, filter } => interop::bench::run(*repeat, filter.as_deref()),
         Task::Perf => perf::run(),
         Task::Capture => capture::run(),
+        Task::Tutorial => tutorial::run(),
     }
 }
 
