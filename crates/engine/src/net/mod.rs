@@ -6,6 +6,7 @@ pub(crate) mod shm;
 pub(crate) mod socket;
 pub mod tcp;
 pub mod udp;
+mod wake;
 
 #[cfg(test)]
 mod tests;

@@ -18,7 +18,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use anywarp_core::bounds::{CARRIER_RING as RING, CARRIERS};
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
@@ -27,6 +27,7 @@ use smallvec::SmallVec;
 use crate::capture;
 use crate::config::{Transport, config};
 use crate::mem::{PinnedPart, Unfilled, UserSlice};
+use crate::net::wake;
 use crate::process;
 use crate::process::PerProcess;
 use crate::random::random_u32;
@@ -140,11 +141,7 @@ impl PolledMemory for Watch {
     }
 
     fn prepare_sleep(&self) -> bool {
-        self.shared
-            .flag(self.us.asleep())
-            .store(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        self.is_ready()
+        wake::announce(self.shared.flag(self.us.asleep()), || self.is_ready())
     }
 }
 
@@ -382,12 +379,8 @@ impl Shm {
     fn wait_for_room(&mut self, seen: u64) -> bool {
         let watch = &self.watch;
         watch.full_at.store(seen, Ordering::Relaxed);
-        watch
-            .shared
-            .flag(watch.us.blocked())
-            .store(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        self.taken_by_them() == seen
+        let blocked = watch.shared.flag(watch.us.blocked());
+        wake::announce(blocked, || self.taken_by_them() == seen)
     }
 
     fn header(&mut self, kind: u32, len: usize, address: u64) {
@@ -434,10 +427,8 @@ impl Shm {
 
     /// Whether the peer sleeps and has to be woken; asked once.
     pub(crate) fn must_wake(&self) -> bool {
-        fence(Ordering::SeqCst);
         let watch = &self.watch;
-        let asleep = watch.shared.flag(watch.them.asleep());
-        asleep.load(Ordering::Relaxed) == 1 && asleep.swap(0, Ordering::AcqRel) == 1
+        wake::must_wake(watch.shared.flag(watch.them.asleep()))
     }
 
     /// Whether the peer has not taken all memory yet that our records name.
@@ -581,14 +572,9 @@ impl Shm {
 
     /// Whether the peer waits for room, and sleeps: it has to be woken.
     pub(crate) fn must_wake_for_room(&self) -> bool {
-        fence(Ordering::SeqCst);
         let watch = &self.watch;
-        let blocked = watch.shared.flag(watch.them.blocked());
-        if blocked.load(Ordering::Relaxed) == 0 {
-            return false;
-        }
-        blocked.store(0, Ordering::Relaxed);
-        self.must_wake()
+        let (blocked, asleep) = (watch.them.blocked(), watch.them.asleep());
+        wake::must_wake_for_room(watch.shared.flag(blocked), watch.shared.flag(asleep))
     }
 }
 

@@ -12,7 +12,7 @@
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, fence};
 
 /// The value of [`Cork::corked_at`] when nothing is corked: no number of polls.
 const NOTHING_CORKED: u64 = u64::MAX;
@@ -112,9 +112,20 @@ impl Cork {
         self.corked_at.store(idle_polls, Ordering::Release);
     }
 
-    /// Whether requests are corked.
+    /// Whether the lease runs after a request was corked; if not, a new one has to be granted.
+    ///
+    /// Store-load pair with [`Self::is_corked`]: this thread has stored `corked_at`, then loads the lease; a thread that found
+    /// the lease over loads `corked_at` then. The fences on both sides make at least one of them see the other.
+    #[inline]
+    pub(super) fn is_covered(&self, lease_runs: impl FnOnce() -> bool) -> bool {
+        fence(Ordering::SeqCst);
+        lease_runs()
+    }
+
+    /// Whether requests are corked, for a thread that found the lease over (see [`Self::is_covered`]).
     #[inline]
     pub(super) fn is_corked(&self) -> bool {
+        fence(Ordering::SeqCst);
         self.corked_at.load(Ordering::Acquire) != NOTHING_CORKED
     }
 

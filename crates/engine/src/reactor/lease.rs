@@ -45,6 +45,17 @@ pub(super) struct Actions {
 }
 
 impl Actions {
+    /// Carries out the actions in their order.
+    #[inline]
+    pub(super) fn carry_out(self, take_sockets: impl FnOnce(), set_timer: impl FnOnce(Duration)) {
+        if self.take_sockets {
+            take_sockets();
+        }
+        if let Some(after) = self.set_timer {
+            set_timer(after);
+        }
+    }
+
     const NONE: Self = Self {
         take_sockets: false,
         set_timer: None,

@@ -15,8 +15,10 @@ mod cork;
 mod deadlines;
 mod hot;
 mod lease;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod sources;
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;
 mod time;
 pub(crate) mod worker;
@@ -37,7 +39,6 @@ use smallvec::SmallVec;
 use crate::clock;
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank, RwLock};
-use crate::sync::fence;
 use crate::sys::{socket, thread};
 use buffers::Buffers;
 pub use buffers::RX_BUFFER_LEN;
@@ -340,7 +341,7 @@ impl Reactor {
     /// Carries out what the lease decided.
     #[inline]
     fn perform(&self, actions: Actions) {
-        if actions.take_sockets {
+        let take_sockets = || {
             // The next ready socket would wake the worker for nothing.
             let _ = epoll::modify(
                 self.worker.get(),
@@ -348,10 +349,8 @@ impl Reactor {
                 EventData::new_u64(TOKEN_SOCKETS),
                 EventFlags::ONESHOT,
             );
-        }
-        if let Some(after) = actions.set_timer {
-            set_timer(&self.lease_timer, after);
-        }
+        };
+        actions.carry_out(take_sockets, |after| set_timer(&self.lease_timer, after));
     }
 
     /// The calling thread will not handle the sockets for a while: the worker takes over now.
@@ -400,12 +399,9 @@ impl Reactor {
         self.cork.corked(idle_polls);
         self.perform(self.lease.on_cork(self.epoch.nanos(now)));
         if is_first {
-            // Store-load pair with the end of a lease: this thread stores what is corked, then loads the lease; the worker
-            // finds the lease over, then loads what is corked (`flush_delayed`). One of the two sees the other.
-            fence(Ordering::SeqCst);
-            let t = self.epoch.nanos(clock::now());
-            if !self.lease.is_polled(t) {
-                self.perform(self.lease.grant(t, true));
+            let t = || self.epoch.nanos(clock::now());
+            if !self.cork.is_covered(|| self.lease.is_polled(t())) {
+                self.perform(self.lease.grant(t(), true));
             }
         }
     }
@@ -427,8 +423,6 @@ impl Reactor {
 
     /// Sends corked requests and all delayed acknowledgements.
     pub fn flush_delayed(&self, now: Instant) {
-        // See `cork_since`.
-        fence(Ordering::SeqCst);
         if self.cork.is_corked() {
             self.flush_corked(now);
         }

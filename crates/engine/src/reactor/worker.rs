@@ -51,7 +51,7 @@ impl SpinBudget {
         }
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(super) fn with_credit(spin_for: Duration, credit: u32) -> Self {
         Self {
             credit,
@@ -59,7 +59,7 @@ impl SpinBudget {
         }
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(super) fn credit(&self) -> u32 {
         self.credit
     }

@@ -1,0 +1,124 @@
+//! The flags of a shared ring: who sleeps and has to be woken, and who waits for room.
+//!
+//! Each is a store-load pair between two processes. The receiver sets `asleep`, then loads the position of the sender; the
+//! sender stores its position, then loads `asleep`. The same holds for `blocked` and the position of the receiver. The fences
+//! on both sides make at least one of them see the other, so no wake-up is lost.
+
+use std::sync::atomic::AtomicU32;
+
+use crate::sync::{Ordering, fence};
+
+/// A flag that two processes share.
+pub(crate) trait Flag {
+    fn load(&self) -> u32;
+    fn store(&self, value: u32);
+    fn swap(&self, value: u32) -> u32;
+}
+
+impl Flag for AtomicU32 {
+    #[inline]
+    fn load(&self) -> u32 {
+        self.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn store(&self, value: u32) {
+        self.store(value, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn swap(&self, value: u32) -> u32 {
+        self.swap(value, Ordering::AcqRel)
+    }
+}
+
+/// Announces that this process sleeps, or waits for room, and then evaluates `condition`: whether there is something to do all
+/// the same.
+#[inline]
+pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R {
+    flag.store(1);
+    fence(Ordering::SeqCst);
+    condition()
+}
+
+/// Whether the peer sleeps and has to be woken, after a position was stored. True once.
+#[inline]
+pub(crate) fn must_wake(asleep: &impl Flag) -> bool {
+    fence(Ordering::SeqCst);
+    asleep.load() == 1 && asleep.swap(0) == 1
+}
+
+/// Whether the peer waits for room and sleeps, after the position up to which its bytes were taken was stored.
+#[inline]
+pub(crate) fn must_wake_for_room(blocked: &impl Flag, asleep: &impl Flag) -> bool {
+    fence(Ordering::SeqCst);
+    if blocked.load() == 0 {
+        return false;
+    }
+    blocked.store(0);
+    must_wake(asleep)
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::sync::atomic::{AtomicU32, AtomicU64};
+    use loom::thread;
+
+    use super::*;
+
+    impl Flag for AtomicU32 {
+        fn load(&self) -> u32 {
+            self.load(Ordering::Relaxed)
+        }
+
+        fn store(&self, value: u32) {
+            self.store(value, Ordering::Relaxed);
+        }
+
+        fn swap(&self, value: u32) -> u32 {
+            self.swap(value, Ordering::AcqRel)
+        }
+    }
+
+    #[test]
+    fn loom_a_receiver_that_falls_asleep_sees_the_bytes_or_is_woken() {
+        loom::model(|| {
+            let asleep = Arc::new(AtomicU32::new(0));
+            let written = Arc::new(AtomicU64::new(0));
+            let sender = thread::spawn({
+                let (asleep, written) = (Arc::clone(&asleep), Arc::clone(&written));
+                move || {
+                    written.store(1, Ordering::Release);
+                    must_wake(&*asleep)
+                }
+            });
+            let seen = announce(&*asleep, || written.load(Ordering::Acquire) == 1);
+            let woken = sender.join().unwrap();
+            assert!(seen || woken, "the wake-up is lost");
+        });
+    }
+
+    #[test]
+    fn loom_a_sender_that_waits_for_room_sees_the_room_or_is_woken() {
+        loom::model(|| {
+            let (asleep, blocked) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+            let taken = Arc::new(AtomicU64::new(0));
+            let receiver = thread::spawn({
+                let (asleep, blocked, taken) = (
+                    Arc::clone(&asleep),
+                    Arc::clone(&blocked),
+                    Arc::clone(&taken),
+                );
+                move || {
+                    taken.store(1, Ordering::Release);
+                    must_wake_for_room(&*blocked, &*asleep)
+                }
+            });
+            let has_room = || taken.load(Ordering::Acquire) == 1;
+            let seen = announce(&*blocked, has_room) || announce(&*asleep, has_room);
+            let woken = receiver.join().unwrap();
+            assert!(seen || woken, "the wake-up is lost");
+        });
+    }
+}

@@ -1,0 +1,67 @@
+//! Interleavings of a polling thread and the worker, checked by loom.
+
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use loom::thread;
+
+use super::cork::Cork;
+use super::lease::Lease;
+
+/// The lease ends while a request is corked: the worker sends the request, or the polling thread grants a new lease, whose
+/// end brings the worker back.
+#[test]
+fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
+    loom::model(|| {
+        let cork = Arc::new(Cork::new());
+        let lease = Arc::new(Lease::new());
+        let clock = Arc::new(AtomicU64::new(1));
+        let _ = lease.grant(1, true);
+        let end = 1 + u64::try_from(super::LEASE.as_nanos()).unwrap();
+        let worker = thread::spawn({
+            let (cork, lease, clock) = (Arc::clone(&cork), Arc::clone(&lease), Arc::clone(&clock));
+            move || {
+                // The time of the end has come.
+                clock.store(end, Ordering::Relaxed);
+                lease.on_wake(end).is_none() && cork.is_corked()
+            }
+        });
+        cork.corked(cork.idle_polls());
+        let lease_runs = || lease.is_polled(clock.load(Ordering::Relaxed));
+        let covered = cork.is_covered(lease_runs);
+        let sent = worker.join().unwrap();
+        assert!(sent || !covered, "corked, and no thread sends it");
+    });
+}
+
+/// A polling thread takes the sockets from the worker while the worker goes to sleep: either a socket or a timer wakes it.
+#[test]
+fn loom_the_worker_never_sleeps_without_a_socket_or_a_timer_that_wakes_it() {
+    loom::model(|| {
+        let lease = Arc::new(Lease::new());
+        let sockets = Arc::new(AtomicBool::new(true));
+        let timer = Arc::new(AtomicBool::new(false));
+        let worker = thread::spawn({
+            let (lease, sockets, timer) =
+                (Arc::clone(&lease), Arc::clone(&sockets), Arc::clone(&timer));
+            move || {
+                // The timer fires long after any lease, and the worker goes to sleep again.
+                if timer.swap(false, Ordering::SeqCst) && lease.on_wake(u64::MAX / 2).is_none() {
+                    sockets.swap(true, Ordering::SeqCst);
+                }
+            }
+        });
+        lease.on_poll(1).carry_out(
+            || {
+                sockets.swap(false, Ordering::SeqCst);
+            },
+            |_| {
+                timer.swap(true, Ordering::SeqCst);
+            },
+        );
+        worker.join().unwrap();
+        // Swaps read the last value; a load may read an older one.
+        let by_socket = sockets.swap(false, Ordering::SeqCst);
+        let by_timer = timer.swap(false, Ordering::SeqCst);
+        assert!(by_socket || by_timer, "nothing wakes the worker");
+    });
+}
