@@ -59,7 +59,8 @@ pub(crate) fn must_wake_for_room(blocked: &impl Flag, asleep: &impl Flag) -> boo
     must_wake(asleep)
 }
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
+#[cfg(loom)]
 mod loom_tests {
     use loom::sync::Arc;
     use loom::sync::atomic::{AtomicU32, AtomicU64};

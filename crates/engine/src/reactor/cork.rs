@@ -144,7 +144,8 @@ pub(crate) struct Polls {
     pub(crate) idle: u64,
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
 

@@ -250,7 +250,8 @@ fn posts_extend(t: u64, until: u64, polled: u64) -> bool {
     t < until && until <= t + nanos(STEADY_LEASE) && t <= polled + nanos(POSTS_EXTEND_FOR)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests {
     use super::*;
 

@@ -15,10 +15,12 @@ mod cork;
 mod deadlines;
 mod hot;
 mod lease;
-#[cfg(all(test, loom))]
+#[cfg(test)]
+#[cfg(loom)]
 mod loom_tests;
 mod sources;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests;
 mod time;
 pub(crate) mod worker;

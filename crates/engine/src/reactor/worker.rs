@@ -51,7 +51,8 @@ impl SpinBudget {
         }
     }
 
-    #[cfg(all(test, not(loom)))]
+    #[cfg(test)]
+    #[cfg(not(loom))]
     pub(super) fn with_credit(spin_for: Duration, credit: u32) -> Self {
         Self {
             credit,
@@ -59,7 +60,8 @@ impl SpinBudget {
         }
     }
 
-    #[cfg(all(test, not(loom)))]
+    #[cfg(test)]
+    #[cfg(not(loom))]
     pub(super) fn credit(&self) -> u32 {
         self.credit
     }
