@@ -8,7 +8,7 @@ use crate::capture::{self, Way};
 use crate::process;
 use crate::sys::thread::Uncancelled;
 
-/// A descriptor of the engine's: forked children have a dead socket in its place, so that they keep no connection alive.
+/// A descriptor of the engine. A forked child gets an unconnected socket in its place, so that it keeps no connection open.
 #[derive(Debug)]
 pub struct EngineFd(ManuallyDrop<OwnedFd>);
 
@@ -19,7 +19,7 @@ impl EngineFd {
         Self(ManuallyDrop::new(fd))
     }
 
-    /// Sends a few bytes of start-up.
+    /// Sends bytes of a start-up frame.
     pub(crate) fn send(&self, bytes: &[u8]) -> rustix::io::Result<usize> {
         let seen = capture::begin();
         let n = rustix::net::send(self, bytes, rustix::net::SendFlags::NOSIGNAL)?;
@@ -29,7 +29,7 @@ impl EngineFd {
         Ok(n)
     }
 
-    /// Receives a few bytes of start-up; 0 at the end.
+    /// Receives bytes of a start-up frame; 0 at the end of the stream.
     pub(crate) fn recv(&self, buffer: &mut [u8]) -> rustix::io::Result<usize> {
         let flags = rustix::net::RecvFlags::DONTWAIT;
         let result = rustix::net::recv(self, &mut *buffer, flags).map(|(n, _)| n);
@@ -91,22 +91,22 @@ impl Drop for EngineFd {
     fn drop(&mut self) {
         capture::closed(self.0.as_raw_fd());
         process::forget_fd(self.0.as_raw_fd());
-        // A thread that posts or polls may find that a connection is over.
+        // The thread that posts or polls may be the one that closes it, which is a cancellation point.
         let _inside = Uncancelled::new();
         // SAFETY: dropped once, and not used any more.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
-/// A copy of a descriptor that the program named; `None` if there is none.
+/// Duplicates a descriptor that the program named; `None` if it is not open.
 pub fn duplicate(fd: RawFd) -> Option<OwnedFd> {
-    // SAFETY: takes a number; the kernel says whether it is a descriptor.
+    // SAFETY: takes a number; the kernel checks that it is a descriptor.
     let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
-    // SAFETY: just made, and nobody else's.
+    // SAFETY: just made, and owned by nothing else.
     (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
 }
 
-/// What tells a file from others: its device and inode.
+/// Identifies a file: its device and inode.
 pub fn identity(file: &OwnedFd) -> Option<(u64, u64)> {
     let stat = rustix::fs::fstat(file).ok()?;
     Some((stat.st_dev, stat.st_ino))

@@ -1,9 +1,9 @@
 //! Shared memory as the carrier of a stream between two processes of one user on one host.
 //!
-//! Each direction has a ring of records. A record is bytes of the stream, or says where in the sender's memory they lie:
-//! those the receiver copies from process to process, straight to where they belong, if the kernel lets it. Who finds
-//! nothing to do and goes to sleep says so (`ASLEEP`); who then has something for it sends a byte on the connection. The
-//! connection's end is the end of the stream.
+//! Each direction has a ring of records. A record holds bytes of the stream, or names the sender's memory that has them. The
+//! receiver copies the latter from process to process, directly to their destination, if the kernel permits it. An end that
+//! stops polling sets its `asleep` flag; its peer then wakes it with a byte on the TCP connection when there is something to
+//! do. The end of the connection is the end of the stream.
 //!
 //! ```text
 //! page 0: positions, flags, whose memory it is     ring of the end that offered     ring of the other end
@@ -39,13 +39,13 @@ use crate::sys::thread::Uncancelled;
 const LEN: usize = PAGE + 2 * RING;
 const PAGE: usize = 4096;
 const HEAD: usize = 16;
-/// What the page begins with.
+/// The first word of the page.
 const MAGIC: u64 = 0x6177_6361_7272_0001;
-/// The connection that the memory is for, in words.
-const WHOSE: usize = 2048;
-const WHOSE_LEN: usize = 160;
+/// Offset of the addresses of the connection that the memory is for, as text.
+const CONNECTION: usize = 2048;
+const CONNECTION_LEN: usize = 160;
 
-/// Where the words of an end are in the page: each in a cache line of its own.
+/// Offsets of the words of one end in the page, each in a cache line of its own.
 #[derive(Debug, Clone, Copy)]
 struct Lines {
     base: usize,
@@ -70,31 +70,31 @@ impl Lines {
     const fn written(self) -> usize {
         self.base
     }
-    /// Bytes of the other's that it has taken.
+    /// Bytes of the other ring that it has taken.
     const fn taken(self) -> usize {
         self.base + 64
     }
-    /// It does not look.
+    /// It does not poll and has to be woken.
     const fn asleep(self) -> usize {
         self.base + 128
     }
-    /// Its ring is full, and it has more.
+    /// Its ring is full, and it has more to send.
     const fn blocked(self) -> usize {
         self.base + 192
     }
-    /// It may copy from the other's memory.
+    /// It can copy from the memory of the other process.
     const fn pulls(self) -> usize {
         self.base + 256
     }
-    /// Its process.
+    /// Its process identifier.
     const fn pid(self) -> usize {
         self.base + 264
     }
-    /// Where in its memory which value is.
+    /// The address and value of its mark.
     const fn mark(self) -> usize {
         self.base + 272
     }
-    /// Its memory is not its peer's any more.
+    /// The other end must not copy from its memory any more.
     const fn gone(self) -> usize {
         self.base + 320
     }
@@ -103,14 +103,14 @@ impl Lines {
 const BYTES: u32 = 1;
 const PLACE: u32 = 2;
 
-/// A value at an address of this process that nobody can guess.
+/// A random value at an address of this process, by which a peer that copies from it recognizes the process.
 static MARK: PerProcess<AtomicU64> =
     PerProcess::new(|| AtomicU64::new(u64::from(random_u32()) << 32 | u64::from(random_u32()) | 1));
 
-/// How many of them this process has.
+/// How many connections of this process share memory.
 static COUNT: PerProcess<AtomicUsize> = PerProcess::new(|| AtomicUsize::new(0));
 
-/// What a thread looks at that looks for work: without a lock on the queue pair.
+/// The part that a polling thread reads, without a lock on the queue pair.
 #[derive(Debug)]
 pub(crate) struct Watch {
     shared: Shared,
@@ -118,7 +118,7 @@ pub(crate) struct Watch {
     them: Lines,
     /// Bytes of the peer's ring that were taken.
     taken: AtomicU64,
-    /// Our ring was full when this many bytes of it had been taken; `u64::MAX`: it was not.
+    /// When our ring was full this many bytes of it had been taken; `u64::MAX`: it was not full.
     full_at: AtomicU64,
 }
 
@@ -158,15 +158,15 @@ pub(crate) fn transport() -> Transport {
 #[derive(Debug)]
 pub(crate) struct Shm {
     watch: Arc<Watch>,
-    /// The peer's process and mark, if its memory may be copied from.
+    /// The peer's process and mark, if its memory can be copied from.
     peer: Option<(u32, (u64, u64))>,
     written: u64,
     taken: u64,
-    /// The record that is half taken.
+    /// The record that has been taken in part.
     current: Option<Record>,
-    /// Where in our ring the last record ends that names memory.
+    /// Position behind the last record of our ring that names memory.
     places_until: u64,
-    /// The descriptor that the peer is told of, until it has it.
+    /// The descriptor that the peer opens the memory by, until it has done so.
     file: Option<OwnedFd>,
     generation: u32,
 }
@@ -175,15 +175,15 @@ pub(crate) struct Shm {
 struct Record {
     kind: u32,
     left: usize,
-    /// Where the next of its bytes is: a position of the ring, or an address of the peer's process.
+    /// Position of its next byte in the ring, or address in the peer's process.
     at: u64,
     /// Position behind it.
     end: u64,
 }
 
-/// Which connection it is, as the end says that offers.
-fn whose(local: SocketAddr, remote: SocketAddr) -> [u8; WHOSE_LEN] {
-    let mut out = [0; WHOSE_LEN];
+/// The addresses of a connection, as the end that offers the memory writes them.
+fn connection_text(local: SocketAddr, remote: SocketAddr) -> [u8; CONNECTION_LEN] {
+    let mut out = [0; CONNECTION_LEN];
     for (to, from) in out.iter_mut().zip(format!("{local} {remote}").bytes()) {
         *to = from;
     }
@@ -191,13 +191,13 @@ fn whose(local: SocketAddr, remote: SocketAddr) -> [u8; WHOSE_LEN] {
 }
 
 impl Shm {
-    /// New memory for the connection from `local` to `remote`. `None`: enough of them, or no memory.
+    /// New memory for the connection from `local` to `remote`. `None`: the process has too many, or no memory.
     pub(crate) fn offer(local: SocketAddr, remote: SocketAddr) -> Option<Self> {
         if COUNT.get().load(Ordering::Relaxed) >= CARRIERS {
             return None;
         }
         let (shared, file) = Shared::create(LEN).ok()?;
-        shared.put(WHOSE, &whose(local, remote));
+        shared.put(CONNECTION, &connection_text(local, remote));
         shared.word(0).store(MAGIC, Ordering::Release);
         Some(Self::new(shared, true, Some(file)))
     }
@@ -208,10 +208,10 @@ impl Shm {
             return None;
         }
         let shared = Shared::open(pid, fd, LEN).ok()?;
-        let mut theirs = [0; WHOSE_LEN];
-        shared.get(WHOSE, &mut theirs);
-        let good =
-            shared.word(0).load(Ordering::Acquire) == MAGIC && theirs == whose(remote, local);
+        let mut theirs = [0; CONNECTION_LEN];
+        shared.get(CONNECTION, &mut theirs);
+        let good = shared.word(0).load(Ordering::Acquire) == MAGIC
+            && theirs == connection_text(remote, local);
         good.then(|| {
             let mut shm = Self::new(shared, false, None);
             shm.try_pulling();
@@ -228,7 +228,7 @@ impl Shm {
         shared.word(us.mark()).store(address, Ordering::Relaxed);
         let value = mark.load(Ordering::Relaxed);
         shared.word(us.mark() + 8).store(value, Ordering::Relaxed);
-        // Until a thread looks, the peer has to wake us.
+        // Until a thread polls, the peer has to wake this end.
         shared.flag(us.asleep()).store(1, Ordering::SeqCst);
         COUNT.get().fetch_add(1, Ordering::Relaxed);
         Self {
@@ -249,24 +249,24 @@ impl Shm {
         }
     }
 
-    /// What a thread looks at that looks for work.
+    /// The part that a polling thread reads.
     pub(crate) fn watch(&self) -> &Arc<Watch> {
         &self.watch
     }
 
-    /// Our process and the descriptor, for the peer.
+    /// The process and descriptor by which the peer opens the memory.
     pub(crate) fn name(&self) -> Option<(u32, u32)> {
         let fd = u32::try_from(self.file.as_ref()?.as_raw_fd()).ok()?;
         Some((std::process::id(), fd))
     }
 
-    /// The peer has the memory: the descriptor is closed, and whether its process may be copied from is found out.
+    /// The peer has opened the memory: closes the descriptor, and tries to copy from the peer's process.
     pub(crate) fn taken_by_peer(&mut self) {
         self.file = None;
         self.try_pulling();
     }
 
-    /// Whether the peer's memory is copied from.
+    /// Whether payload is copied directly from the peer's process.
     pub(crate) fn pulls(&self) -> bool {
         self.peer.is_some()
     }
@@ -287,9 +287,9 @@ impl Shm {
         }
     }
 
-    /// Sends what is in `batch` from byte `skip` on.
+    /// Sends the bytes of `batch` from `skip` on.
     pub(crate) fn send(&mut self, batch: &TxBatch, skip: usize) -> Io {
-        // The peer may take something between our look and our word that we wait: then we look again.
+        // The peer may take bytes after the ring was found full and before it is marked so: then sending is tried again.
         for _ in 0..4 {
             let seen = self.taken_by_them();
             match self.try_send(batch, skip) {
@@ -362,20 +362,21 @@ impl Shm {
         Io::Done(done)
     }
 
-    /// Bytes that our ring has room for. `None`: the peer says what cannot be.
+    /// Bytes that our ring has room for. `None`: the peer claims to have taken more than was written.
     fn room(&self) -> Option<usize> {
         let used = usize::try_from(self.written.checked_sub(self.taken_by_them())?).ok()?;
         RING.checked_sub(used)
     }
 
-    /// Bytes of our ring that the peer says it has taken.
+    /// Bytes of our ring that the peer has taken, as it claims.
     fn taken_by_them(&self) -> u64 {
         let watch = &self.watch;
         let taken = watch.shared.word(watch.them.taken());
         taken.load(Ordering::Acquire)
     }
 
-    /// The ring is full when `seen` of it is taken: the peer is to tell when it has taken more. False if it has.
+    /// Marks the ring as full when `seen` bytes of it are taken, so that the peer wakes this end when it takes more. False if it
+    /// has taken more already.
     fn wait_for_room(&mut self, seen: u64) -> bool {
         let watch = &self.watch;
         watch.full_at.store(seen, Ordering::Relaxed);
@@ -412,7 +413,7 @@ impl Shm {
         });
     }
 
-    /// The peer sees what was written.
+    /// Makes what was written visible to the peer.
     fn publish(&mut self, before: u64) {
         if self.written == before {
             return;
@@ -425,18 +426,18 @@ impl Shm {
         watch.full_at.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Whether the peer sleeps and has to be woken; asked once.
+    /// Whether the peer sleeps and has to be woken. True only once each time that it sleeps.
     pub(crate) fn must_wake(&self) -> bool {
         let watch = &self.watch;
         wake::must_wake(watch.shared.flag(watch.them.asleep()))
     }
 
-    /// Whether the peer has not taken all memory yet that our records name.
+    /// Whether the peer has yet to copy memory that our records name.
     pub(crate) fn lends(&self) -> bool {
         self.taken_by_them() < self.places_until
     }
 
-    /// Memory that our records name is not to be copied any more.
+    /// Tells the peer not to copy memory that our records name.
     pub(crate) fn withdraw(&self) {
         let watch = &self.watch;
         watch
@@ -445,12 +446,11 @@ impl Shm {
             .store(1, Ordering::SeqCst);
     }
 
-    /// Receives: first into user memory (`direct`: the ranges, how much of them is filled, how many bytes are missing),
-    /// else into `stage`. Returns bytes in user memory and bytes in the stage.
+    /// Receives into user memory, or without `direct` into `buffer`. Returns the bytes in user memory and those in the buffer.
     pub(crate) fn receive(
         &mut self,
         direct: Option<Unfilled<'_>>,
-        stage: &mut [u8],
+        buffer: &mut [u8],
     ) -> Result<(usize, usize), Io> {
         let Some(record) = self.next_record()? else {
             return Err(Io::WouldBlock);
@@ -467,8 +467,8 @@ impl Shm {
         to.extend(parts.iter().map(PinnedPart::slice));
         let mut own = 0;
         if user == 0 {
-            own = record.left.min(stage.len());
-            to.push(UserSlice::buffer(stage.get_mut(..own).unwrap_or(&mut [])));
+            own = record.left.min(buffer.len());
+            to.push(UserSlice::buffer(buffer.get_mut(..own).unwrap_or(&mut [])));
         }
         let n = user + own;
         if record.kind == PLACE {
@@ -495,7 +495,7 @@ impl Shm {
         Ok((user, own))
     }
 
-    /// The record that is next, checked.
+    /// The next record, after checks.
     fn next_record(&mut self) -> Result<Option<Record>, Io> {
         if let Some(current) = self.current {
             return Ok(Some(current));
@@ -505,7 +505,7 @@ impl Shm {
             .shared
             .word(watch.them.written())
             .load(Ordering::Acquire);
-        // What the peer wrote is what it says: nothing of it is believed.
+        // The peer can write anything here, so every number is checked.
         let there = written.wrapping_sub(self.taken);
         if there == 0 {
             return Ok(None);
@@ -549,7 +549,7 @@ impl Shm {
         Ok(Some(record))
     }
 
-    /// `n` bytes of the record were taken.
+    /// Marks `n` bytes of the record as taken.
     fn take_bytes(&mut self, record: Record, n: usize) {
         let left = record.left.saturating_sub(n);
         if left > 0 {
@@ -570,7 +570,7 @@ impl Shm {
             .store(self.taken, Ordering::Release);
     }
 
-    /// Whether the peer waits for room, and sleeps: it has to be woken.
+    /// Whether the peer sleeps until its ring has room, and has to be woken.
     pub(crate) fn must_wake_for_room(&self) -> bool {
         let watch = &self.watch;
         let (blocked, asleep) = (watch.them.blocked(), watch.them.asleep());
@@ -580,20 +580,20 @@ impl Shm {
 
 impl Drop for Shm {
     fn drop(&mut self) {
-        // A thread that posts or polls may find that a connection is over.
+        // The thread that posts or polls closes a file here, which is a cancellation point.
         let _inside = Uncancelled::new();
         self.file = None;
         let count = COUNT.get();
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
-        // A child that was forked leaves its parent's alone.
+        // A forked child must not withdraw the memory of its parent.
         if self.generation == process::generation() {
             self.withdraw();
         }
     }
 }
 
-/// Calls `each` for the one or two runs of a ring that `len` bytes from `position` on are: offset in the ring, in the bytes,
-/// and length.
+/// Calls `each` for the one or two runs that `len` bytes from `position` on occupy in a ring: offset in the ring, offset in the
+/// bytes, and length.
 fn runs(position: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) {
     let at = usize::try_from(position % RING as u64).unwrap_or(0);
     let first = len.min(RING - at);
@@ -625,10 +625,10 @@ mod tests {
 
     /// Takes all that is there.
     fn drain(from: &mut Shm, out: &mut Vec<u8>) -> Result<(), Io> {
-        let mut stage = vec![0; 10_000];
+        let mut buffer = vec![0; 10_000];
         loop {
-            match from.receive(None, &mut stage) {
-                Ok((0, n)) => out.extend_from_slice(&stage[..n]),
+            match from.receive(None, &mut buffer) {
+                Ok((0, n)) => out.extend_from_slice(&buffer[..n]),
                 Err(Io::WouldBlock) => return Ok(()),
                 other => return other.map(|_| ()),
             }
@@ -669,7 +669,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sleeps_is_woken_once() {
+    fn a_sleeping_end_is_woken_once() {
         let (mut one, mut other) = pair();
         let mut batch = TxBatch::default();
         batch.push_raw(b"some");

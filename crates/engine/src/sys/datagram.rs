@@ -11,20 +11,20 @@ use super::cmsg::{self, CONTROL_WORDS, Control};
 use super::{Io, empty_msghdr, failed};
 use crate::capture::{self, Way};
 
-/// A datagram that was received: its bytes, where it came from, where it was sent to.
+/// A datagram, or a run of datagrams, that was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram {
-    /// Where in the buffer its bytes are.
+    /// Offset of its bytes in the buffer.
     pub at: usize,
-    /// Bytes.
+    /// Number of bytes.
     pub len: usize,
     /// Source.
     pub from: SocketAddr,
-    /// Our address that it was sent to, where the socket tells (`IP_PKTINFO`).
+    /// Our address that it was sent to, if the socket reports it (`IP_PKTINFO`).
     pub to: Option<IpAddr>,
-    /// Hop limit or time to live, where the socket tells; else 64.
+    /// Hop limit or time to live, if the socket reports it; else 64.
     pub hop_limit: u8,
-    /// Traffic class or type of service, where the socket tells.
+    /// Traffic class or type of service, if the socket reports it; else 0.
     pub traffic_class: u8,
     /// Bytes of one datagram in a run that the kernel coalesced (GRO); 0: a single one.
     pub segment: usize,
@@ -33,15 +33,15 @@ pub struct Datagram {
 /// Datagrams, or runs of them, that one system call receives or sends at most.
 pub const DATAGRAMS: usize = 16;
 
-/// Receives what waits, each datagram (or run of equal ones, when the socket coalesces) in its own `slot` bytes of
-/// `buffer`. What is longer than its slot is cut.
+/// Receives what is queued. Each datagram, or run of datagrams if the socket coalesces, gets `slot` bytes of `buffer` and is
+/// truncated to them.
 pub fn receive_datagrams(
     fd: BorrowedFd<'_>,
     buffer: &mut [u8],
     slot: usize,
     out: &mut SmallVec<[Datagram; DATAGRAMS]>,
 ) -> Result<(), Io> {
-    // As many as are used: a lone datagram should not pay for sixteen.
+    // Only the slots that fit the buffer: preparing sixteen would slow down the receive of one.
     let slots = (buffer.len() / slot.max(1)).min(DATAGRAMS);
     // SAFETY: all-zero is valid for this plain C structure.
     let name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
@@ -70,7 +70,7 @@ pub fn receive_datagrams(
         });
     }
     let n = match msgs.as_mut_slice() {
-        // The plain call costs less, and most looks are for one alone.
+        // `recvmsg` costs less than `recvmmsg`, and most calls are for one datagram.
         [one] => {
             // SAFETY: as below.
             let n = unsafe {
@@ -100,7 +100,7 @@ pub fn receive_datagrams(
         return Err(failed());
     };
     for (i, (msg, name)) in msgs.iter().zip(&names).take(n).enumerate() {
-        // A source that is no IP address cannot be: skip it.
+        // A UDP socket receives from IP addresses only.
         let Some(from) = from_sockaddr(name) else {
             continue;
         };
@@ -132,7 +132,7 @@ pub fn receive_datagrams(
     Ok(())
 }
 
-/// Receives one datagram, or a run of equal ones when the socket coalesces.
+/// Receives one datagram, or one run of datagrams if the socket coalesces.
 pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
     let mut out = SmallVec::new();
     let len = buffer.len();
@@ -140,7 +140,7 @@ pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagra
     out.pop().ok_or(Io::WouldBlock)
 }
 
-/// Datagrams to one destination that go to the kernel as one.
+/// Datagrams to one destination that are passed to the kernel as one (`UDP_SEGMENT`).
 #[derive(Debug)]
 pub struct Run<'a> {
     /// They have the same destination; all but the last have the same length, and the last is not longer.
@@ -163,7 +163,7 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
     let seen = capture::begin();
     let sent = match runs {
         [run] => send_run(fd, ipv6, run),
-        _ => send_some(fd, ipv6, runs),
+        _ => send_several(fd, ipv6, runs),
     };
     if let (Some(at), Ok(n)) = (seen, sent) {
         for run in runs.iter().take(n) {
@@ -182,22 +182,23 @@ fn parts<'a>(run: &'a Run<'_>) -> impl Iterator<Item = libc::iovec> + 'a {
     })
 }
 
-/// Datagrams up to this length are copied together when they go as a run: the kernel takes longer for a piece than we for
-/// so many bytes. And the room for the usual run of those.
-const SMALL: usize = 256;
-const FLAT: usize = 64 * SMALL;
+/// Datagrams of a run up to this length, in bytes, are copied together: the kernel needs more time for one more vector than
+/// that copy takes.
+const COPY_MAX: usize = 256;
+/// Bytes for a run of 64 datagrams that are copied together.
+const COPY_BUFFER: usize = 64 * COPY_MAX;
 
-/// One run alone, which most are: the plain call costs less than that for several.
+/// Sends one run. Most calls are for one, and `sendmsg` costs less than `sendmmsg`.
 fn send_run(fd: BorrowedFd<'_>, ipv6: bool, run: &Run<'_>) -> Result<usize, Io> {
     let Some(first) = run.datagrams.first() else {
         return Ok(0);
     };
     let (mut name, name_len) = to_sockaddr(first.to, ipv6);
     let mut control = run.control(first);
-    // Neither is collected: what is collected is moved, and these are large.
-    let mut flat: SmallVec<[u8; FLAT]> = SmallVec::new();
+    // Filled in place: collecting into them would copy them once more, and they are large.
+    let mut flat: SmallVec<[u8; COPY_BUFFER]> = SmallVec::new();
     let mut iov: SmallVec<[libc::iovec; 64]> = SmallVec::new();
-    if run.datagrams.len() > 1 && first.bytes.len() <= SMALL {
+    if run.datagrams.len() > 1 && first.bytes.len() <= COPY_MAX {
         for d in run.datagrams {
             flat.extend_from_slice(&d.bytes);
         }
@@ -227,7 +228,7 @@ fn send_run(fd: BorrowedFd<'_>, ipv6: bool, run: &Run<'_>) -> Result<usize, Io> 
     if n < 0 { Err(failed()) } else { Ok(1) }
 }
 
-fn send_some(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
+fn send_several(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
     let mut names: SmallVec<[(libc::sockaddr_storage, libc::socklen_t); DATAGRAMS]> =
         SmallVec::new();
     let mut controls: SmallVec<[Control; DATAGRAMS]> = SmallVec::new();

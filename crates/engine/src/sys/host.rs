@@ -19,7 +19,7 @@ pub struct HostAddress {
     pub loopback: bool,
 }
 
-/// All addresses of this host; `None` if it cannot be asked, as when there is no descriptor left.
+/// All addresses of this host; `None` if the kernel cannot be queried, as when no descriptor is free.
 pub fn host_addresses() -> Option<Vec<HostAddress>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     let mut found = Vec::new();
@@ -60,7 +60,7 @@ pub fn host_addresses() -> Option<Vec<HostAddress>> {
         let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
         // SAFETY: a valid C string.
         let index = unsafe { libc::if_nametoindex(entry.ifa_name) };
-        // It asks with a descriptor of its own; the interface may also be gone.
+        // `if_nametoindex` opens a descriptor, which may fail; the interface may also be gone.
         complete &= index != 0;
         found.push(HostAddress {
             interface: name.to_string_lossy().into_owned(),
@@ -86,7 +86,7 @@ pub struct HostLink {
     pub hardware: Vec<u8>,
 }
 
-/// All interfaces of this host; `None` if it cannot be asked.
+/// All interfaces of this host; `None` if the kernel cannot be queried.
 pub fn host_links() -> Option<Vec<HostLink>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     let mut found = Vec::new();

@@ -14,7 +14,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// At least `len` bytes.
+    /// Maps `len` bytes, rounded up to whole pages.
     pub fn new(len: usize) -> Option<Self> {
         let (read_write, private) = (
             libc::PROT_READ | libc::PROT_WRITE,
@@ -28,7 +28,7 @@ impl Pages {
         })
     }
 
-    /// `len` bytes that are zero and cannot be written; they take no memory.
+    /// Maps `len` bytes that are zero and read-only. They take no memory.
     pub fn zeroes(len: usize) -> Option<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping, where the kernel finds room.
@@ -39,7 +39,8 @@ impl Pages {
         })
     }
 
-    /// `len` bytes that are the same 2 MiB again and again: written at will, they take no more memory than that.
+    /// Maps one piece of 2 MiB repeatedly until `len` bytes are covered. They can be written and take no more memory than one
+    /// piece.
     pub fn repeated(len: usize) -> Option<Self> {
         const PIECE: usize = 2 << 20;
         let file =
@@ -53,7 +54,7 @@ impl Pages {
         for at in (0..len).step_by(PIECE) {
             let place = std::ptr::with_exposed_provenance_mut(area.start + at);
             let n = PIECE.min(len - at);
-            // SAFETY: replaces a part of the mapping that was just made, of which nobody knows.
+            // SAFETY: replaces a part of the mapping that was just made, to which there is no other reference.
             let r = unsafe { libc::mmap(place, n, access, flags, file.as_raw_fd(), 0) };
             if r == libc::MAP_FAILED {
                 return None;
@@ -70,17 +71,17 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new`, and nobody has it any more.
+        // SAFETY: mapped by a constructor, and not referenced any more.
         unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(self.start), self.len) };
     }
 }
 
-/// Bytes of a page of this host.
+/// The page size of this host, bytes.
 pub fn page_size() -> u64 {
     u64::try_from(rustix::param::page_size()).unwrap_or(4096)
 }
 
-/// Whether the kernel knows `MADV_POPULATE_READ`: tried on memory that can certainly be read.
+/// Whether the kernel has `MADV_POPULATE_READ` (since 5.14), found out with memory that is certainly readable.
 fn can_populate() -> bool {
     static KNOWN: AtomicU32 = AtomicU32::new(0);
     match KNOWN.load(Ordering::Relaxed) {
@@ -94,7 +95,7 @@ fn can_populate() -> bool {
     }
 }
 
-/// `MADV_POPULATE_READ` or `_WRITE` for the pages of a range; the errno says that one cannot be accessed like that.
+/// Applies `MADV_POPULATE_READ` or `_WRITE` to the pages of a range. It fails if one of them cannot be accessed in this way.
 fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
     const READ: libc::c_int = 22;
     const WRITE: libc::c_int = 23;
@@ -115,18 +116,19 @@ fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
     }
 }
 
-/// Whether every page of `[start, start + len)` can be read, or written, now. Brings them in, as paging on demand does.
+/// Whether every page of `[start, start + len)` can be read, or with `write` written. Faults them in, as on-demand paging
+/// does.
 pub fn is_there(start: u64, len: u64, write: bool) -> bool {
     match advise_populate(start, len, write) {
         Ok(()) => return true,
-        // A kernel before 5.14, to which nothing is known but whether pages are mapped.
+        // A kernel before 5.14 only reports whether pages are mapped.
         Err(libc::EINVAL) if !can_populate() => {}
         Err(_) => return false,
     }
     pages_mapped(start, len)
 }
 
-/// Whether each page is mapped: asks for all of them, one by one.
+/// Whether each page of a range is mapped, by `mincore(2)`.
 fn pages_mapped(start: u64, len: u64) -> bool {
     const PAGES: usize = 4096;
     let size = page_size();
@@ -156,7 +158,7 @@ fn pages_mapped(start: u64, len: u64) -> bool {
     true
 }
 
-/// Brings pages in and keeps them there, within the limit of the process.
+/// Locks pages in memory (`mlock(2)`), within the limit of the process.
 pub fn lock_pages(start: u64, len: u64) -> Result<(), i32> {
     let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) else {
         return Err(libc::ENOMEM);
@@ -168,7 +170,7 @@ pub fn lock_pages(start: u64, len: u64) -> Result<(), i32> {
     }
 }
 
-/// Lets pages go that were locked. They may be unmapped since.
+/// Unlocks pages that were locked. They may have been unmapped.
 pub fn unlock_pages(start: u64, len: u64) {
     if let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) {
         // SAFETY: changes no byte; what is not mapped is an error, which says that nothing is locked there.
@@ -178,7 +180,8 @@ pub fn unlock_pages(start: u64, len: u64) {
 
 /// Whether all of `[start, start + len)` is mapped.
 pub fn is_mapped(start: u64, len: u64) -> bool {
-    // Valgrind takes the call below for a read of the memory, and whole pages for more than the program has.
+    // Valgrind treats the call below as a read of the memory, and reports bytes of the page that the program has not
+    // initialized.
     static WATCHED: OnceLock<bool> = OnceLock::new();
     if *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload"))) {
         return len == 0 || pages_mapped(start, len);
@@ -187,8 +190,8 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     let (Ok(at), Ok(bytes)) = (usize::try_from(first), usize::try_from(start - first + len)) else {
         return false;
     };
-    // Nothing is written back by this, and no page is looked at: the kernel goes through its list of mappings, and says
-    // whether there is a gap. (`mincore` takes two calls to look at the ends alone.)
+    // MS_ASYNC writes nothing back and touches no page: the kernel walks its list of mappings and fails if there is a gap.
+    // `mincore` would need two calls for the first and the last page alone.
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }

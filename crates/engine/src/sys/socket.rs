@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Sets an integer socket option; false if the kernel refused.
+/// Sets an integer socket option; false if that failed.
 pub fn set_option(fd: BorrowedFd<'_>, level: i32, name: i32, value: i32) -> bool {
     // SAFETY: `value` is an int that lives through the call.
     let r = unsafe {
@@ -99,7 +99,7 @@ pub fn multicast(
     }
 }
 
-/// Where multicast goes out.
+/// Sets the interface that multicast is sent on: for IPv4 by its address `local`, for IPv6 by its index.
 pub fn multicast_interface(fd: BorrowedFd<'_>, local: IpAddr, interface: u32) -> bool {
     match local {
         IpAddr::V4(local) => {
@@ -131,7 +131,7 @@ pub fn multicast_interface(fd: BorrowedFd<'_>, local: IpAddr, interface: u32) ->
     }
 }
 
-/// Bytes that were given to a TCP socket and that its peer has not acknowledged. 0 for one that is closed.
+/// Bytes that were sent on a TCP socket and that its peer has not acknowledged; 0 for a closed connection.
 pub(crate) fn unacknowledged(fd: BorrowedFd<'_>) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes an `int`, which is what `bytes` is.
@@ -143,7 +143,7 @@ pub(crate) fn unacknowledged(fd: BorrowedFd<'_>) -> usize {
     }
 }
 
-/// Segments that a TCP connection has sent again.
+/// Segments that a TCP connection has retransmitted.
 pub(crate) fn tcp_retransmissions(fd: BorrowedFd<'_>) -> Option<u32> {
     let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
@@ -161,7 +161,7 @@ pub(crate) fn tcp_retransmissions(fd: BorrowedFd<'_>) -> Option<u32> {
     (r == 0).then(|| unsafe { info.assume_init() }.tcpi_total_retrans)
 }
 
-/// Waits until a socket is readable, at most for `time`.
+/// Blocks until a socket is readable, at most for `time`; false if it is not.
 pub fn wait_readable(fd: BorrowedFd<'_>, time: std::time::Duration) -> bool {
     let mut fds = [rustix::event::PollFd::from_borrowed_fd(
         fd,
@@ -174,7 +174,7 @@ pub fn wait_readable(fd: BorrowedFd<'_>, time: std::time::Duration) -> bool {
     rustix::event::poll(&mut fds, Some(&time)).is_ok_and(|n| n > 0)
 }
 
-/// Whether reads of a descriptor that the application can change flags of must not block.
+/// Whether a descriptor is in non-blocking mode, which the application can change.
 pub fn is_nonblocking(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK))
 }

@@ -1,6 +1,6 @@
 //! Thread cancellation, signals and functions that run when the process exits.
 
-/// Has `what` called when the process ends by `exit` or by returning from `main`.
+/// Registers `what` to be called when the process ends by `exit` or by returning from `main`.
 pub(crate) fn at_exit(what: extern "C" fn()) {
     // SAFETY: a function of this library, which is never unloaded (`-z nodelete`).
     unsafe { libc::atexit(what) };
@@ -10,16 +10,16 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: libc::c_int, before: *mut libc::c_int) -> libc::c_int;
 }
 
-/// While it lives the calling thread is not cancelled (`pthread_cancel(3)`): a cancelled thread would unwind through
-/// frames that hold locks, into a `catch_unwind` that knows nothing of it, which ends the process.
+/// Disables cancellation (`pthread_cancel(3)`) of the calling thread while it exists.
 ///
-/// Calls of the C library that a thread can be cancelled in need one. Posting and polling make none: their system calls do
-/// not go through the C library, so they are spared the price (some 10 ns).
+/// A cancelled thread would unwind through frames that hold locks, into a `catch_unwind` that cannot handle this kind of
+/// unwinding, which ends the process. A guard is needed around calls of the C library that are cancellation points. Posting
+/// and polling need none, since their system calls bypass the C library, and save the cost of about 10 ns.
 #[derive(Debug)]
 pub struct Uncancelled(libc::c_int);
 
 impl Uncancelled {
-    /// From now on.
+    /// Disables cancellation.
     #[allow(clippy::new_without_default, reason = "what it does is not a default")]
     pub fn new() -> Self {
         const DISABLE: libc::c_int = 1; // PTHREAD_CANCEL_DISABLE
@@ -38,25 +38,25 @@ impl Drop for Uncancelled {
     }
 }
 
-/// Blocks every signal in the calling thread: signals are for the application's threads.
+/// Blocks every signal in the calling thread, so that the application's threads receive them.
 pub(crate) fn block_signals() {
     // SAFETY: all-zero is a valid sigset_t to fill.
     let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
     // SAFETY: `all` is a local.
     unsafe { libc::sigfillset(&raw mut all) };
-    // SAFETY: `all` is a filled set; the old one is not asked for.
+    // SAFETY: `all` is a filled set; the old set is not requested.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut()) };
 }
 
-/// Whether the process has a signal handler that wants interrupted calls to end (installed without `SA_RESTART`).
+/// Whether the process has a signal handler that ends interrupted calls (installed without `SA_RESTART`).
 ///
-/// `poll` ends with EINTR for every handler, `read` (what the distribution's library waits in) only for these. Asked
-/// after an EINTR, which is rare.
+/// `poll` fails with EINTR for every handler, `read` (in which the distribution's library waits) only for these. Called after
+/// an EINTR, which is rare.
 pub fn handlers_interrupt() -> bool {
     (1..=64).filter(|n| !(32..=33).contains(n)).any(|n| {
         // SAFETY: all-zero is a valid sigaction to be overwritten.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: only asks; `action` is a local.
+        // SAFETY: only queries; `action` is a local.
         let r = unsafe { libc::sigaction(n, std::ptr::null(), &raw mut action) };
         r == 0
             && action.sa_sigaction != libc::SIG_DFL
