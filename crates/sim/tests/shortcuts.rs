@@ -7,14 +7,19 @@
     reason = "a test stops where something is wrong"
 )]
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::time::Duration;
 
 use anywarp_core::bounds::COPY_LIMIT;
 use anywarp_core::connection::{First, Peer};
+use anywarp_core::datagram::options::Options;
+use anywarp_core::datagram::{Counters, Kind, TxDatagram};
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::{State, mask};
 use anywarp_core::verbs::wc::{Completion, Status};
-use anywarp_core::verbs::wr::WorkRequest;
+use anywarp_core::verbs::wr::{Op, Payload, WorkRequest};
+use anywarp_sim::ether::{Ether, Link};
 use anywarp_sim::{
     EndId, Log, Mr, Request, Rng, Setup, World, access, compare_swap, each_seed, fetch_add, read,
     send, send_imm, send_invalidate, write, write_imm,
@@ -320,4 +325,127 @@ fn an_observer_changes_nothing() {
         observed.steps.clear();
         assert!(observed == plain, "the observer changed the conversation");
     });
+}
+
+// ---------------------------------------------------------------------- datagrams
+
+/// Everything of a run between two datagram queue pairs that an application or a peer can see.
+#[derive(Debug, PartialEq)]
+struct DatagramOutcome {
+    wire: Vec<TxDatagram>,
+    memory: [Vec<u8>; 2],
+    completions: Vec<(usize, Completion)>,
+    states: [State; 2],
+    counters: [Counters; 2],
+    elapsed: Duration,
+}
+
+fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
+    let mut rng = Rng::new(!seed);
+    let loss = *rng.pick(&[0.0, 0.0, 0.05]);
+    let mut net = Ether::new(
+        seed,
+        Link {
+            loss,
+            ..Link::default()
+        },
+    );
+    let options = Options {
+        one_sided: true,
+        parity: *rng.pick(&[0, 0, 4]),
+        ..Options::default()
+    };
+    let ends = [net.join(kind, options), net.join(kind, options)];
+    let wire = Rc::new(RefCell::new(Vec::new()));
+    let log = Rc::clone(&wire);
+    net.filter = Some(Box::new(move |datagram| {
+        log.borrow_mut().push(datagram.clone());
+        true
+    }));
+    let mrs = ends.map(|end| net[end].host.register(LEN, access::ALL));
+    for end in ends {
+        net[end].qp.set_shortcuts(shortcuts);
+    }
+    let mut completions = Vec::new();
+    let mut collect = |net: &mut Ether| {
+        for (side, end) in ends.into_iter().enumerate() {
+            let member = &mut net[end];
+            let all = member.completed().into_iter().chain(member.received());
+            completions.extend(all.map(|c| (side, c)));
+        }
+    };
+    for step in 0..80 {
+        let side = rng.below(2);
+        let (mine, theirs) = (&mrs[side], &mrs[1 - side]);
+        let len = *rng.pick(&[0, 1, 40, 700, 1400, 3_000]);
+        let from = mine.part(rng.below(LEN - len), len);
+        let to = theirs.remote(rng.below(LEN - len));
+        let request = match rng.below(12) {
+            0..4 => send(step),
+            4..8 => write(step, to),
+            8 => send_imm(step, [1, 2, 3, 4]),
+            9 => read(step, to),
+            // Memory that the peer does not have.
+            10 if rng.chance(3) => write(step, theirs.remote(LEN)),
+            _ => {
+                let at = rng.below(LEN - 4_000);
+                net[ends[side]].recv(1_000 + step, &[mine.part(at, 4_000)]);
+                continue;
+            }
+        };
+        let request = match rng.below(5) {
+            0 => request.from(&[from]).fence(),
+            1 => request.from(&[from]).unsignaled(),
+            2 if len <= 40 => request.inline(&vec![7; len]),
+            _ => request.from(&[from]),
+        };
+        let is_open = net[ends[side]].qp.state() == State::Rts;
+        let is_inline_read =
+            matches!(request.op, Op::Read { .. }) && matches!(request.payload, Payload::Inline(_));
+        if is_open && !is_inline_read {
+            net.post(ends[side], ends[1 - side], request);
+        }
+        if rng.chance(40) {
+            net.run(Duration::from_micros(rng.below(400) as u64));
+            collect(&mut net);
+        }
+    }
+    // What still waits for a receive gets one.
+    for (side, end) in ends.into_iter().enumerate() {
+        for id in 0..80 {
+            net[end].recv(2_000 + id, &[mrs[side].part(0, 4_000)]);
+        }
+    }
+    net.run(Duration::from_millis(300));
+    collect(&mut net);
+    DatagramOutcome {
+        wire: wire.take(),
+        memory: ends.map(|end| net[end].host.space.bytes().clone()),
+        states: ends.map(|end| net[end].qp.state()),
+        counters: ends.map(|end| net[end].qp.counters()),
+        elapsed: net.now(),
+        completions,
+    }
+}
+
+#[test]
+fn datagrams_are_the_same_with_and_without_shortcuts() {
+    for kind in [Kind::Ud, Kind::Rd] {
+        let (mut good, mut datagrams) = (0, 0);
+        each_seed(60, |seed| {
+            let with = run_datagrams(seed, kind, true);
+            let without = run_datagrams(seed, kind, false);
+            for (i, (a, b)) in with.wire.iter().zip(&without.wire).enumerate() {
+                assert_eq!(a, b, "{kind:?}, datagram {i}, with and without shortcuts");
+            }
+            assert!(with == without, "{kind:?}: completions or memory differ");
+            good += with
+                .completions
+                .iter()
+                .filter(|(_, c)| c.status == Status::Success)
+                .count();
+            datagrams += with.wire.len();
+        });
+        assert!(good > 1_500 && datagrams > 3_000, "{good} {datagrams}");
+    }
 }

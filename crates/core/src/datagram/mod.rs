@@ -103,6 +103,8 @@ const RNR_WAIT: Duration = Duration::from_millis(100);
 pub struct DatagramQp {
     base: QpBase,
     kind: Kind,
+    /// Requests of one datagram may take the shortcut `send_single`.
+    sends_single: bool,
     peer: Option<Destination>,
     counters: Counters,
     /// The memory that was sent from last.
@@ -184,6 +186,7 @@ impl DatagramQp {
         Self {
             base: QpBase::new(parts),
             kind,
+            sends_single: matches!(kind, Kind::Ud | Kind::Rd),
             peer: None,
             counters: Counters::default(),
             // 1 to 65535: 0 is not allowed on the wire.
@@ -388,6 +391,12 @@ impl DatagramQp {
     /// The opposite of [`Self::join`].
     pub fn leave(&mut self, group: IpAddr) {
         self.joined.retain(|ip| *ip != group);
+    }
+
+    /// For tests: whether requests of one datagram may take the shortcut past the general data path, as they do at first.
+    #[doc(hidden)]
+    pub fn set_shortcuts(&mut self, shortcuts: bool) {
+        self.sends_single = shortcuts && matches!(self.kind, Kind::Ud | Kind::Rd);
     }
 
     /// Sets how many payload bytes a datagram of a segmented message has, for a path that should not see fragments.

@@ -63,10 +63,12 @@ impl DatagramQp {
         }
     }
 
-    /// Sends the next request if it is a Send or a Write of one datagram, as most are: its bytes go where they are sent from,
-    /// and no account is kept of what is left. False: it is something else, or has to wait.
+    /// Takes, builds and cuts the next request in one step, if it is a Send or a Write of one datagram, as is usual.
+    ///
+    /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths send
+    /// the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_single(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
-        if !matches!(self.kind, Kind::Ud | Kind::Rd) || self.base.state != State::Rts {
+        if !self.sends_single || self.base.state != State::Rts {
             return false;
         }
         let reading = !self.reads.is_empty();
