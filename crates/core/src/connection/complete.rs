@@ -15,7 +15,7 @@ use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::wire::control::Control;
 
 impl Connection {
-    /// Retires what is done, in order.
+    /// Completes the requests at the front of the send queue that are done.
     pub(super) fn retire(&mut self) {
         while let Some(posted) = self.base.sq.retire() {
             self.base.complete_send(&posted, Status::Success);
@@ -100,7 +100,7 @@ impl Connection {
         }
     }
 
-    /// The peer broke a rule: it is told, the queue pair fails, the stream closes.
+    /// Ends the stream because of a violation by the peer: sends a Terminate and fails the queue pair.
     pub(super) fn fail_by_peer(&mut self, violation: Violation, context: &TermContext) {
         let Violation {
             error,
@@ -151,7 +151,7 @@ impl Connection {
         self.fail(own, "the peer broke a rule", Some(event));
     }
 
-    /// Something went wrong on our side: the queue pair fails, and the peer hears that the stream ends.
+    /// Fails the queue pair because of a local error, and closes the stream.
     pub(super) fn give_up(&mut self, why: &'static str, event: Option<AsyncEvent>) {
         self.fail(None, why, event);
         if let Some(s) = &mut self.stream
@@ -171,7 +171,7 @@ impl Connection {
         self.leave(why);
     }
 
-    /// What must not happen in the middle of something else.
+    /// Fails the queue pair if a completion was lost. Called at the end of each input and command.
     pub(super) fn after(&mut self) {
         if self.base.must_fail() {
             self.give_up("a completion queue overflowed", Some(AsyncEvent::QpFatal));

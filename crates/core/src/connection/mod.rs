@@ -48,9 +48,9 @@ use stream::{Response, Stream};
 pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
-    /// The peer of a stream that was not managed has left in order: requests posted now find nobody.
+    /// The peer of a stream without connection manager closed it in order. Requests posted from now on fail at `give_up_at`.
     peer_left: bool,
-    /// Until when requests wait for a peer that has left, as a card would repeat them.
+    /// When posted requests fail because the peer has left: after the time in which hardware would repeat them.
     give_up_at: Option<Instant>,
     /// Short messages may take the shortcuts `send_short` and `receive_short`.
     shortcuts: bool,
@@ -91,12 +91,12 @@ impl Connection {
 
     // ------------------------------------------------------------------ getters
 
-    /// Messages that have used a receive.
+    /// Number of messages that consumed a receive.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// Times that the peer had no receive, so that requests were sent again.
+    /// Number of times that requests were sent again because the peer had no receive.
     pub fn not_ready(&self) -> u64 {
         self.not_ready
     }
@@ -159,7 +159,7 @@ impl Connection {
         self.stream.as_ref().is_some_and(|s| s.config.markers)
     }
 
-    /// Whether the peer has said anything.
+    /// Whether a message of the peer has arrived.
     pub fn has_started(&self) -> bool {
         self.stream.as_ref().is_some_and(|s| s.started)
     }
@@ -171,7 +171,7 @@ impl Connection {
             .is_some_and(|s| s.receive.is_some() || s.direct.is_some() || s.write_bytes > 0)
     }
 
-    /// Requests of the peer that are done and that it was not told of.
+    /// Number of requests of the peer that are done and not acknowledged.
     fn unacknowledged(&self) -> u32 {
         let tells = |s: &&Stream| s.peer == Peer::Anywarp && s.end == End::Open;
         let stream = self.stream.as_ref().filter(tells);
@@ -183,21 +183,20 @@ impl Connection {
         self.unacknowledged() > 0
     }
 
-    /// Whether there are so many that the peer is told without company.
+    /// Whether so many acknowledgements are due that one is sent without data.
     pub fn must_ack(&self) -> bool {
         self.unacknowledged() >= bounds::ACK_AFTER
     }
 
-    /// Whether what was posted may wait for company: fewer small requests than may, behind others that the peer has yet to
-    /// acknowledge.
+    /// Whether posted requests may wait to be sent together, behind requests that the peer has not acknowledged: the
+    /// acknowledgement sends them at the latest.
     ///
-    /// That acknowledgement brings the connection back to its sending side in any case; a thread that polls comes sooner.
     /// `longest`: payload bytes of the longest request of the list that was posted.
     pub fn may_coalesce_behind_ack(&self, limits: &bounds::Coalesce, longest: u64) -> bool {
         self.base.sq.taken() >= bounds::COALESCE_BEHIND && self.may_coalesce_burst(limits, longest)
     }
 
-    /// The same where somebody is sure to come soon.
+    /// Whether posted requests may wait to be sent together, if the caller sends them soon.
     pub fn may_coalesce_burst(&self, limits: &bounds::Coalesce, longest: u64) -> bool {
         let Some(s) = &self.stream else { return false };
         let waiting = self.base.sq.untaken();
@@ -219,7 +218,7 @@ impl Connection {
         self.base.sq.untaken() > 0
     }
 
-    /// Whether the time for a probe or retry may come: somebody should call [`Self::handle_timeout`].
+    /// When [`Self::handle_timeout`] is to be called for a probe or a retry.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let Some(s) = self.stream.as_ref() else {
             return self.give_up_at;
@@ -273,7 +272,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::violation`]).
+    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
     pub fn inject_error(&mut self, status: Status) {
         self.base.sq.inject_error(status);
     }
@@ -348,7 +347,7 @@ impl Connection {
         self.give_up_at = None;
     }
 
-    /// Everything is flushed, the peer is told, the stream closes when that is sent.
+    /// Fails the queue pair, flushes all requests, and closes the stream after a Bye.
     pub fn leave(&mut self, why: &'static str) {
         self.fail(None, why, None);
         if let Some(s) = &mut self.stream
@@ -433,13 +432,13 @@ impl Connection {
         }
     }
 
-    /// The peer, whose part it is, did not connect: requests fail after the time that repeating them would take, unless it
-    /// does.
+    /// The peer must dial (it has the larger address and number) and has not. Posted requests fail with RETRY_EXC_ERR after
+    /// `timeout` x `retry_cnt` unless it dials first.
     pub fn handle_not_connected(&mut self) {
         self.peer_left = true;
     }
 
-    /// The stream cannot be made: nobody there, refused, or it failed.
+    /// The connection to the peer failed or was refused. Posted requests fail with RETRY_EXC_ERR.
     pub fn handle_connect_failed(&mut self) {
         self.peer_left = true;
         if !self.base.sq.is_empty() {
@@ -599,7 +598,7 @@ impl Connection {
         }
     }
 
-    /// Requests for a peer that has left fail after the time that repeating them would take.
+    /// Fails the requests for a peer that has left when their time is over.
     pub fn check_peer_left(&mut self, now: Instant) {
         if !self.peer_left || self.base.sq.is_empty() || self.base.state == State::Error {
             self.give_up_at = None;

@@ -17,45 +17,45 @@ use crate::wire::ddp::{Header, Untagged};
 use crate::wire::rdmap::{Opcode, ReadRequest};
 use crate::wire::{Msn, QN_READ, QN_SEND, To};
 
-/// What the peer is.
+/// The implementation at the other end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
     /// Standard iWARP: completions at the socket, no RNR, no Send with immediate.
     Standard,
     /// Another anywarp: acknowledgements, RNR, Send with immediate.
     Anywarp,
-    /// The first message will tell.
+    /// Not known before its first message.
     Unknown,
 }
 
-/// What start-up agreed on.
+/// The outcome of start-up.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamConfig {
-    /// CRCs are made and checked.
+    /// CRCs are calculated and checked.
     pub crc: bool,
     /// Largest ULPDU to send.
     pub mulpdu: usize,
-    /// The same towards a peer that was unknown and turns out to be an anywarp.
+    /// Largest ULPDU to send to a peer that was unknown and turns out to be anywarp.
     pub mulpdu_anywarp: usize,
-    /// What the peer is.
+    /// The implementation at the other end.
     pub peer: Peer,
-    /// Reads and atomics of the peer that we serve at once.
+    /// Reads and atomics of the peer that are served at once (IRD).
     pub ird: u32,
-    /// Reads and atomics that we have outstanding at most.
+    /// Reads and atomics outstanding at most (ORD).
     pub ord: u32,
-    /// We began: we send first. Otherwise nothing is sent before the peer's first message.
+    /// This end opened the connection and sends first. The other end sends nothing before the first message.
     pub initiator: bool,
     /// The message that makes the stream ready, to be sent first.
     pub first: First,
-    /// Made through the connection manager: its end fails the queue pair, as the manager's user expects.
+    /// Made through the connection manager: the queue pair fails when the stream ends.
     pub managed: bool,
-    /// The peer wants markers in what we send.
+    /// The peer asked for markers in what it receives.
     pub markers: bool,
-    /// The peer is on this host, and memory may be shared with it after so many requests.
+    /// Number of requests after which shared memory is offered to the peer; `None`: the peer is on another host.
     pub shm_handover: Option<u32>,
 }
 
-/// What an initiator sends before anything else.
+/// The first message of an initiator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum First {
     /// Nothing.
@@ -70,28 +70,28 @@ pub enum First {
     Send,
 }
 
-/// How far the end of the stream is.
+/// Whether the stream is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// It goes on.
+    /// It is open.
     Open,
-    /// What is queued is to be sent, then the stream to be closed for sending.
+    /// Queued messages are still sent, then the stream is closed for sending.
     Closing,
-    /// It is of no use any more.
+    /// It is closed or broken.
     Dead,
 }
 
-/// A message in transmission, and whose it is.
+/// A message of which some segments are sent.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) message: Message,
-    /// Number of the request that it belongs to; none for responses.
+    /// Number of the request that it belongs to; `None` for responses.
     pub(super) request: Option<u64>,
     /// Last message of its request.
     pub(super) last: bool,
 }
 
-/// Something to send that is not on the send queue.
+/// A message to send that is not of the send queue.
 #[derive(Debug)]
 pub(super) enum Response {
     Read(Message),
@@ -109,7 +109,7 @@ pub(super) struct Stream {
     pub(super) handover: ShmHandover,
     /// A message with fewer payload bytes may be sent by the shortcut `send_short`; 0 turns that off.
     pub(super) short_limit: u64,
-    /// CRCs are made.
+    /// CRCs are calculated.
     pub(super) crc_tx: bool,
     /// CRCs are checked.
     pub(super) crc_rx: bool,
@@ -128,7 +128,7 @@ pub(super) struct Stream {
     pub(super) next_atomic_id: u32,
     pub(super) acked: u32,
     pub(super) ack_scan: u64,
-    /// The shared receive queue that the peer takes our requests to be for (XRC).
+    /// The shared receive queue that the peer was last told to use (XRC).
     pub(super) selected_srq: Option<u32>,
     pub(super) reads: VecDeque<PendingRead>,
     pub(super) atomics: VecDeque<PendingAtomic>,
@@ -141,7 +141,7 @@ pub(super) struct Stream {
     // --- receive ---
     pub(super) started: bool,
     pub(super) bye_received: bool,
-    /// Request messages of the peer that are done.
+    /// Sequence number of the last request message of the peer that is done.
     pub(super) done: u32,
     pub(super) done_acked: u32,
     pub(super) recv_send_msn: u32,
@@ -220,7 +220,7 @@ impl Stream {
         };
     }
 
-    /// Before the end: the peer hears of everything of it that is done.
+    /// Queues an acknowledgement of all requests that are done, before the stream ends.
     pub(super) fn push_ack(&mut self) {
         if self.peer == Peer::Anywarp && self.done != self.done_acked {
             self.done_acked = self.done;
@@ -230,7 +230,7 @@ impl Stream {
     }
 }
 
-/// An FPDU whose payload goes straight to user memory.
+/// An FPDU whose payload is received directly into user memory.
 #[derive(Debug)]
 pub(super) struct Direct {
     pub(super) header: Header,
@@ -241,8 +241,8 @@ pub(super) struct Direct {
     /// Payload bytes to come.
     pub(super) left: u64,
     pub(super) pad: usize,
-    /// A rule that it broke: nothing (more) of it is placed. Told when its CRC is known to be right, since otherwise
-    /// the damage may be the reason.
+    /// A rule that it broke: no more of it is placed. It is reported when its CRC is known to be right, since the FPDU may
+    /// be damaged.
     pub(super) violation: Option<Violation>,
 }
 

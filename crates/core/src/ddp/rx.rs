@@ -6,21 +6,21 @@ use crate::verbs::source::Places;
 use crate::verbs::wc::Status;
 use crate::wire::{Stag, To};
 
-/// Why a segment was not admitted.
+/// A rule that a segment of the peer broke, and what ends with it.
 #[derive(Debug)]
 pub(crate) struct Violation {
     /// The rule that it broke.
     pub(crate) error: PeerError,
-    /// What the peer's request ends with, if it was a request.
+    /// Completion status of the peer's request, if the segment belongs to a request.
     pub(crate) status: Option<Status>,
-    /// What the receive under way ends with, if it is not just flushed.
+    /// Completion status of the receive in progress; `None`: it is flushed.
     pub(crate) receive: Option<Status>,
-    /// Our own request that it was the answer to, and what that ends with.
+    /// Number and completion status of our request to which the segment responds.
     pub(crate) own: Option<(u64, Status)>,
 }
 
 impl Violation {
-    /// A request of the peer was wrong.
+    /// The segment belongs to a request of the peer, which ends with `status`.
     pub(crate) fn request(error: PeerError, status: Status) -> Self {
         Self {
             error,
@@ -30,7 +30,7 @@ impl Violation {
         }
     }
 
-    /// An answer of the peer, or something else that is no request, was wrong.
+    /// The segment is a response, or another message that is not a request.
     pub(crate) fn answer(error: PeerError) -> Self {
         Self {
             error,
@@ -40,7 +40,7 @@ impl Violation {
         }
     }
 
-    /// The answer to our request `number` was wrong.
+    /// The segment is the response to our request `number`, which ends with `status`.
     pub(crate) fn answer_to(number: u64, error: PeerError, status: Status) -> Self {
         Self {
             own: Some((number, status)),
@@ -48,7 +48,8 @@ impl Violation {
         }
     }
 
-    /// A message that the peer may send does not fit the receive it met.
+    /// The segment is valid, but the posted receive cannot take it: the peer's request ends with `theirs`, the receive with
+    /// `ours`.
     pub(crate) fn receive(error: PeerError, theirs: Status, ours: Status) -> Self {
         Self {
             receive: Some(ours),
@@ -57,13 +58,13 @@ impl Violation {
     }
 }
 
-/// What to do with the payload of a segment.
+/// Where the payload of an admitted segment goes.
 pub(crate) enum Admitted {
-    /// Put it there.
+    /// To these ranges of memory.
     Place(Places),
-    /// It is no data but a message for the stack.
+    /// To the stack: it is not user data.
     Inspect,
-    /// Drop the segment.
+    /// Nowhere: the segment is dropped.
     Drop,
 }
 

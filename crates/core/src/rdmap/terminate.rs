@@ -22,7 +22,7 @@ pub(crate) struct TermContext {
 }
 
 impl TermContext {
-    /// No segment in particular.
+    /// No segment: the error is our own.
     pub(crate) fn local() -> Self {
         Self::segment(&[])
     }
@@ -32,7 +32,7 @@ impl TermContext {
         Self::partial_segment(ulpdu, ulpdu.len())
     }
 
-    /// A segment of `len` bytes, of which the front is here.
+    /// A segment of `len` bytes of which only `front` has arrived.
     pub(crate) fn partial_segment(front: &[u8], len: usize) -> Self {
         let is_read = matches!(
             Header::parse(front),
@@ -46,7 +46,7 @@ impl TermContext {
         }
     }
 
-    /// No segment, but a Read that was being answered, of which this is left.
+    /// The part of a Read Request that is not answered yet.
     pub(crate) fn read_response(left: Option<ReadRequest>) -> Self {
         Self {
             read: left.map(|left| left.emit()),

@@ -1,13 +1,13 @@
 //! Asynchronous events of queue pairs and shared receive queues (`ibv_get_async_event(3)`).
 
-/// Something that the application hears of asynchronously.
+/// An asynchronous event of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AsyncEvent {
     /// The queue pair failed.
     QpFatal,
-    /// The peer's request made no sense.
+    /// The peer sent an invalid request.
     QpRequest,
-    /// The peer's request was not allowed.
+    /// The peer sent a request for memory that it may not access.
     QpAccess,
     /// The send queue is drained (after a change to SQD).
     SqDrained,
@@ -15,8 +15,8 @@ pub enum AsyncEvent {
     LastWqe,
     /// The shared receive queue fell below its limit.
     SrqLimit,
-    /// First message of the peer arrived: the stream is up for both ends.
+    /// The first message of the peer arrived: both ends can send.
     Started,
-    /// The peer ended the stream, in order or not.
+    /// The stream ended: the peer closed it, or the connection broke.
     PeerGone,
 }

@@ -1,7 +1,7 @@
 //! State and queues that a queue pair of every kind has: attributes, requests, completions and events.
 //!
 //! [`Connection`](crate::connection::Connection) and [`DatagramQp`](crate::datagram::DatagramQp) each contain one
-//! [`QpBase`] and add how requests reach the peer.
+//! `QpBase` and add how requests reach the peer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

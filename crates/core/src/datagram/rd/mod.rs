@@ -95,7 +95,7 @@ impl Blocked {
 pub(super) enum RxOutcome {
     /// Nothing: there is none, or it is not new, or it waits.
     Nothing,
-    /// Deliver it, and say so with [`Reliable::delivered`], [`Reliable::blocked_on`] or [`Reliable::refused`].
+    /// Deliver it, and say so with [`Reliable::delivered`], [`Reliable::mark_blocked`] or [`Reliable::refused`].
     Deliver(u64),
 }
 
