@@ -32,7 +32,7 @@ impl Memory for UserMemory {
             && len == 8
             && target.addr().is_multiple_of(8)
         {
-            // An atomic write appears at once, and so may any word that looks like one.
+            // A word of an Atomic Write has to appear as a whole, and any aligned word may be one.
             // SAFETY: eight bytes inside the pinned region, aligned.
             let at = unsafe { AtomicU64::from_ptr(target.cast()) };
             at.store(u64::from_ne_bytes(word), Ordering::Release);

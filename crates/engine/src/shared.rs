@@ -1,7 +1,7 @@
 //! Memory that two processes of one user share: one of the files where `unsafe` lives.
 //!
 //! The peer may write to it at any time, so no `&[u8]` to it is ever made: bytes are copied in and out by offset, words are
-//! atomic, and every number that is read there is checked by who reads it.
+//! atomic, and every number that is read there is checked by the code that reads it.
 
 use std::fs::File;
 use std::io;
@@ -39,7 +39,7 @@ impl Shared {
     /// The memory behind a descriptor of another process of this user.
     pub(crate) fn open(pid: u32, fd: u32, len: usize) -> io::Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
-        // Only looked at first: opening what somebody names could do things.
+        // Opened with O_PATH first: opening a device or FIFO that a peer names could have side effects.
         let seen = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let stat = rustix::fs::fstat(&seen)?;
         let link = rustix::fs::readlink(&path, Vec::new())?;
@@ -90,7 +90,7 @@ impl Shared {
         }
     }
 
-    /// The same for 32 bits.
+    /// The 32-bit word at `at`, which is a multiple of 8; 0 if it is outside.
     pub(crate) fn flag(&self, at: usize) -> &AtomicU32 {
         static NONE: AtomicU32 = AtomicU32::new(0);
         match self.at(at, 4) {
@@ -137,7 +137,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let start = std::ptr::with_exposed_provenance_mut(self.start);
-        // SAFETY: mapped in `map`, and nobody has it any more.
+        // SAFETY: mapped in `map`, and not referenced any more.
         unsafe { libc::munmap(start, self.len) };
     }
 }

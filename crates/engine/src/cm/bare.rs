@@ -1,9 +1,9 @@
 //! Bare connections: private data and the end of a connection, and nothing else.
 //!
-//! On InfiniBand the connection manager's messages are not those of a queue pair, and some programs (UCX) want only
-//! them: they connect with the number of a queue pair that they never use, exchange addresses as private data, and learn
-//! from the connection's end that the peer is gone. An MPA connection needs an end that speaks RDMAP. So the identifier
-//! makes a queue pair of its own that nobody can post to and that gives the peer no access.
+//! On InfiniBand the connection manager has messages of its own, and some programs (UCX) need nothing else: they connect with
+//! the number of a queue pair that they never use, exchange addresses as private data, and learn from the end of the
+//! connection that the peer is gone. An MPA connection needs an RDMAP stream at each end. So the identifier makes a queue
+//! pair of its own, which no program can post to and which gives the peer no access.
 
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -19,18 +19,18 @@ use crate::context::Context;
 use crate::process::PerProcess;
 use crate::qp::RcQp;
 
-/// A context for queue pairs that no program has: nothing is ever told to it.
+/// The context of queue pairs that no program sees. Its events are never read.
 fn context() -> io::Result<&'static Arc<Context>> {
     static CONTEXT: PerProcess<OnceLock<Arc<Context>>> = PerProcess::new(OnceLock::new);
     let held = CONTEXT.get();
     if held.get().is_none() {
-        // A failure is not kept: there may be a descriptor the next time.
+        // A failure is not stored: a descriptor may be free the next time.
         let _another_thread_was_faster = held.set(Context::open()?);
     }
     held.get().ok_or_else(|| os(libc::EMFILE))
 }
 
-/// No requests, no receives, no protection domain.
+/// A queue pair without requests, receives and protection domain.
 fn end() -> io::Result<Arc<RcQp>> {
     let context = context()?;
     RcQp::new(context, None, |qpn| Parts {
@@ -46,7 +46,7 @@ fn end() -> io::Result<Arc<RcQp>> {
 }
 
 impl CmId {
-    /// As `find_qp`; a number that is no connected queue pair's here asks for a bare connection. 0 asks for none.
+    /// The queue pair that `find_qp` finds, or for an unknown number that of a new bare connection; none for number 0.
     pub(super) fn find_or_make_qp(&self, number: u32) -> io::Result<Option<(Arc<RcQp>, bool)>> {
         let found = self.find_qp(number);
         if found.is_some() || number == 0 {
@@ -63,17 +63,17 @@ impl CmId {
         Ok(Some((made, false)))
     }
 
-    /// The passive side is ready when it has answered.
+    /// Moves the queue pair of a bare connection to state RTS. The passive side does so when it accepts.
     pub(super) fn ready_bare(&self) {
         let Some(qp) = self.lock().bare.clone() else {
             return;
         };
         self.make_ready(&qp, true, 0, 0);
-        // Such a connection is to outlive a pause of the network; its programs ask for no repeats, having nothing to send.
+        // The connection has to survive a pause of the network. Programs set no retries for it, since they send nothing.
         qp.with_attr(|attr| attr.retry_cnt = 7);
     }
 
-    /// The active side is when its program says so (`rdma_establish(3)`): the peer hears of the connection only then.
+    /// Makes the active side of a bare connection ready (`rdma_establish(3)`): the peer gets its event only then.
     pub fn establish(&self) {
         if self.lock().phase == Phase::Connected {
             self.ready_bare();

@@ -242,7 +242,7 @@ fn ud_burst_goes_out_in_runs_and_arrives_in_order() {
     assert_eq!(b.qp.counters().rx_messages, 400);
 }
 
-/// Tries: polls of other tests are polls of this process, and who polls in vain waits for something.
+/// Attempts: polls of other tests count as polls of this process, and idle polls end corking.
 fn while_others_poll() -> impl Iterator<Item = ()> {
     let until = clock::now() + Duration::from_secs(30);
     std::iter::from_fn(move || {
@@ -251,29 +251,29 @@ fn while_others_poll() -> impl Iterator<Item = ()> {
     })
 }
 
-/// Posts until something is held back for company, and returns how many requests that were.
-fn post_until_held(a: &End, b: &End) -> usize {
+/// Posts until a request is corked, and returns how many requests were posted.
+fn post_until_corked(a: &End, b: &End) -> usize {
     for n in 1..=40_000 {
-        // Somebody who polls in between and finds something.
+        // Another thread polls in between and finds something.
         a.qp.common.context.engine.count_poll();
         a.send(SEND, 0, 100, Some(b.destination()));
         if a.qp.lock().cork.has_posted() {
             return n;
         }
     }
-    panic!("nothing is ever held back");
+    panic!("no request was corked");
 }
 
 #[test]
-fn what_is_held_back_goes_when_nobody_polls_any_more() {
+fn corked_requests_are_sent_when_polling_ends() {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
     a.go(None);
     b.go(None);
-    let posted = post_until_held(&a, &b);
+    let posted = post_until_corked(&a, &b);
     let until = clock::now() + Duration::from_secs(5);
     let mut done = 0;
     while done < posted && clock::now() < until {
-        // A look at the queue, and no pass over the sockets.
+        // Polls the queue, but not the sockets.
         done +=
             a.cq.poll(64, |_, entry| assert_eq!(entry.status, Status::Success));
         std::thread::yield_now();
@@ -281,13 +281,13 @@ fn what_is_held_back_goes_when_nobody_polls_any_more() {
     assert_eq!(done, posted);
 }
 
-/// Whether a request is held back that is posted when `go` has brought those before it on their way.
-fn is_held_behind(go: impl Fn(&End, &End)) -> bool {
+/// Whether a request is corked that is posted after `go` had the requests before it sent.
+fn is_corked_behind(go: impl Fn(&End, &End)) -> bool {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
     a.go(None);
     b.go(None);
     while_others_poll().any(|()| {
-        post_until_held(&a, &b);
+        post_until_corked(&a, &b);
         while a.qp.lock().cork.has_posted() {
             go(&a, &b);
         }
@@ -300,8 +300,8 @@ fn is_held_behind(go: impl Fn(&End, &End)) -> bool {
 
 #[test]
 fn what_is_posted_behind_a_full_run_waits_for_company_too() {
-    // The run is full, or somebody else sends it; nobody polls.
-    assert!(is_held_behind(|a, b| a.send(
+    // The run is full, or another thread sends it; no thread polls.
+    assert!(is_corked_behind(|a, b| a.send(
         SEND,
         0,
         100,
@@ -311,7 +311,7 @@ fn what_is_posted_behind_a_full_run_waits_for_company_too() {
 
 #[test]
 fn polls_for_what_is_held_back_are_no_wait() {
-    assert!(is_held_behind(|a, _| {
+    assert!(is_corked_behind(|a, _| {
         a.qp.common.context.engine.count_poll();
         a.qp.common.context.engine.on_idle_poll();
     }));
@@ -322,7 +322,7 @@ fn what_is_held_back_goes_before_its_queue_pair_does() {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
     a.go(None);
     b.go(None);
-    let posted = post_until_held(&a, &b);
+    let posted = post_until_corked(&a, &b);
     a.qp.set_state(State::Error);
     let all = a.qp.counters().tx_dgrams;
     assert_eq!(all, posted as u64);
@@ -366,7 +366,7 @@ fn uc_messages_larger_than_a_datagram() {
 }
 
 #[test]
-fn multicast_reaches_every_member_and_nobody_else() {
+fn multicast_reaches_every_member_and_no_other_queue_pair() {
     for group in ["239.255.71.1", "ff12::7101"] {
         let group: IpAddr = group.parse().unwrap();
         let table = gids::gids();

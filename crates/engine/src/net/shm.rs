@@ -653,7 +653,7 @@ mod tests {
                     Io::WouldBlock => {
                         assert!(
                             !one.watch().prepare_sleep(),
-                            "full, and nobody took anything"
+                            "the ring is full and nothing was taken"
                         );
                         drain(&mut other, &mut got).unwrap();
                         assert!(one.watch().is_ready(), "there is room again");

@@ -91,21 +91,21 @@ fn dial(
     (end, peer.join().unwrap())
 }
 
-/// The one Terminate that the peer hears before the end of the stream.
+/// The one Terminate that the peer receives before the end of the stream.
 fn terminate(mut peer: TcpStream, flags: u8) -> (u8, u8, u8) {
-    let mut heard = Vec::new();
-    peer.read_to_end(&mut heard).unwrap();
+    let mut received = Vec::new();
+    peer.read_to_end(&mut received).unwrap();
     if flags & M != 0 {
         let mut plain = Vec::new();
         Stripper::new()
-            .strip(&heard, flags & C != 0, &mut plain)
+            .strip(&received, flags & C != 0, &mut plain)
             .unwrap();
-        heard = plain;
+        received = plain;
     }
-    let extent = Extent::of(&heard).unwrap();
-    assert_eq!(extent.total(), heard.len(), "one FPDU");
+    let extent = Extent::of(&received).unwrap();
+    assert_eq!(extent.total(), received.len(), "one FPDU");
     // With markers the CRC was looked at above.
-    let ulpdu = deframe(&heard, extent, flags & (M | C) == C)
+    let ulpdu = deframe(&received, extent, flags & (M | C) == C)
         .unwrap()
         .unwrap();
     let terminate = Terminate::parse(&ulpdu[Untagged::LEN..]);
@@ -188,7 +188,7 @@ fn a_frame_fills_the_segments_that_tcp_uses() {
 
 #[test]
 fn a_frame_is_not_held_back() {
-    // RFC 5044 §5.1 [mpa-align]: a frame that waited for company would end in the middle of a segment.
+    // RFC 5044 §5.1 [mpa-align]: a frame that was delayed to go with others would end in the middle of a segment.
     let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);
     let End::Opened(opened) = end else {
         panic!("{end:?}");
@@ -267,7 +267,7 @@ fn the_last_bytes_arrive_although_the_peer_still_sends() {
     let (draining, mut peer, sent) = closed_behind_much();
     assert!(
         !draining.is_drained(),
-        "{sent} bytes are with nobody who reads"
+        "{sent} bytes were acknowledged by a peer that does not read"
     );
     let mut came = 0;
     let mut buffer = vec![0; 64 * 1024];

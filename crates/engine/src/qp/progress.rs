@@ -28,7 +28,7 @@ impl Inner {
 impl RcQp {
     /// Receives if there is something, sends what can be sent, and delivers events.
     ///
-    /// `flush`: acknowledgements and requests that wait for company are sent too.
+    /// `flush`: delayed acknowledgements and corked requests are sent too.
     pub(super) fn progress(&self, inner: &mut Inner, now: Instant, receive: Receive, flush: bool) {
         let mut outcome = Outcome::Open;
         let mut receive = receive;
