@@ -60,8 +60,7 @@ impl<T> Channel<T> {
         self.pop_with(|_| ()).map(|(event, ())| event)
     }
 
-    /// Takes the oldest event, and counts it with `count` before anybody can think that it never was: [`Self::purge`]
-    /// comes before or after.
+    /// Takes the oldest event, and calls `count` with it under the lock, so that [`Self::purge`] happens before or after both.
     pub fn pop_with<R>(&self, count: impl FnOnce(&T) -> R) -> Option<(T, R)> {
         let mut queue = self.queue();
         let event = queue.pop_front()?;
@@ -70,7 +69,7 @@ impl<T> Channel<T> {
         Some((event, counted))
     }
 
-    /// Drops events that `gone` says belong to something that is being destroyed.
+    /// Drops the events for which `gone` is true: those of an object that is being destroyed.
     pub fn purge(&self, mut gone: impl FnMut(&T) -> bool) {
         let mut queue = self.queue();
         let before = queue.len();

@@ -1,22 +1,11 @@
 //! Drives the software RNIC with sockets, timers, threads and registered user memory.
 //!
-//! | file | what |
-//! |---|---|
-//! | [`device`] | the device, its addresses and limits; contexts |
-//! | [`verbs`] | objects that a context makes: regions, completion queues, queue pairs |
-//! | [`qp`] | a reliable queue pair and its TCP connection |
-//! | [`dgram`] | datagram queue pairs |
-//! | [`port`] | QPN ports: a TCP listener and a UDP socket with one number |
-//! | [`connect::startup`] | connections in MPA start-up, before a queue pair owns them |
-//! | `lobby` | connections of strangers, bounded |
-//! | [`gids`] | the GID table, and how it follows the host's addresses |
-//! | [`fatal`] | what happens after a panic |
-//! | `fault` | faults that somebody asked for |
-//! | [`cm`] | the connection manager |
-//! | [`worker`] | who moves the bytes: the calling thread, else a thread of ours |
-//! | [`channel`] | completion channels, asynchronous events |
-//! | [`reserve`] | what is left when the host has no more memory |
-//! | `mem`, `sys`, `fd`, `reserve`, `shared` | the files with `unsafe` |
+//! [`engine`] owns the RNIC and the [`reactor`], which decides who receives and sends: the threads of the program, or a worker
+//! thread. [`context`] is an open device, [`verbs`] has the objects made in it, [`qp`] and [`dgram`] the queue pairs, [`cm`]
+//! the connection manager, [`connect`] connections that no queue pair owns yet. The table of all files, floor by floor, is in
+//! ARCHITECTURE.md; a file names only files of lower floors.
+//!
+//! `unsafe` code is in `mem`, `process`, `reserve`, `shared`, `fd` and `sys`.
 
 pub mod address;
 mod capture;

@@ -54,7 +54,7 @@ macro_rules! log {
     };
 }
 
-/// Says something the first few times only: what a stranger can cause must not fill the disk.
+/// Lets one event in a thousand through: log lines that any host can cause must not fill the disk.
 #[derive(Debug)]
 pub struct Rarely(AtomicU32);
 
@@ -71,12 +71,12 @@ impl Rarely {
     }
 }
 
-/// Lets so many lines of a kind through in a second, and counts the others.
+/// Limits the lines of one kind per second, and counts those that are left out.
 #[derive(Debug)]
 pub(crate) struct Throttle(Mutex<(Option<Instant>, u32, u32)>);
 
-/// Lines of one kind in a second, when a peer can cause them as often as it likes.
-const LINES: u32 = 20;
+/// Lines of one kind per second, of a kind that a peer can cause without limit.
+const LINES_PER_SECOND: u32 = 20;
 
 impl Throttle {
     pub(crate) const fn new() -> Self {
@@ -91,7 +91,7 @@ impl Throttle {
             *since = Some(now);
             *said = 0;
         }
-        if *said >= LINES {
+        if *said >= LINES_PER_SECOND {
             *left_out += 1;
             return None;
         }
@@ -110,10 +110,10 @@ mod tests {
         let throttle = Throttle::new();
         let begin = clock::now();
         let said = (0..1000).filter(|_| throttle.line(begin).is_some()).count();
-        assert_eq!(said, LINES as usize);
+        assert_eq!(said, LINES_PER_SECOND as usize);
         // A second later lines pass again, and the first tells how many did not.
         let later = begin + Duration::from_secs(1);
-        assert_eq!(throttle.line(later), Some(1000 - LINES));
+        assert_eq!(throttle.line(later), Some(1000 - LINES_PER_SECOND));
         assert_eq!(throttle.line(later), Some(0));
     }
 }

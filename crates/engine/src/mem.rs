@@ -1,4 +1,4 @@
-//! Registered user memory: one of the files where `unsafe` lives.
+//! Access to registered user memory.
 //!
 //! The application keeps pointers to the same bytes and may write them at any time, so no `&[u8]` or `&mut [u8]` to
 //! them is ever made: bytes are copied in and out by address. The address comes from a [`Pinned`], which only a

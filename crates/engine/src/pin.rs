@@ -1,4 +1,4 @@
-//! Memory that stays: pages pinned (`ANYWARP_PIN=1`) or brought in (`ANYWARP_PREFAULT=1`) when they are registered.
+//! Pages that are locked (`ANYWARP_PIN=1`) or brought in (`ANYWARP_PREFAULT=1`) when they are registered.
 //!
 //! The kernel does not count how often a page is locked: the first `munlock` frees it. So the ranges are counted here, and a
 //! page is unlocked with the last region that has it.
@@ -112,14 +112,14 @@ impl Counts {
             .extend(gaps.into_iter().map(|(from, to)| (from, (to, 1))));
     }
 
-    /// Unlocks what nobody has any more.
+    /// Unlocks the pages of a range that no other region has locked.
     fn unlock(&mut self, start: u64, end: u64) {
         for (start, end) in self.remove(start, end) {
             pages::unlock_pages(start, end - start);
         }
     }
 
-    /// What nobody has any more.
+    /// Removes a range; returns the parts that no other region has locked.
     fn remove(&mut self, start: u64, end: u64) -> Vec<(u64, u64)> {
         self.split(start);
         self.split(end);

@@ -11,7 +11,7 @@ struct Pool {
     bytes: [u8; POOL_BYTES],
 }
 
-/// Not inherited by a forked child: parent and child would hand out the same keys.
+/// Not inherited by a forked child: parent and child would return the same numbers.
 static POOL: PerProcess<Mutex<Pool>> = PerProcess::new(|| {
     let empty = Pool {
         used: POOL_BYTES,

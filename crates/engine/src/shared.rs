@@ -1,4 +1,4 @@
-//! Memory that two processes of one user share: one of the files where `unsafe` lives.
+//! Memory that two processes of one user share.
 //!
 //! The peer may write to it at any time, so no `&[u8]` to it is ever made: bytes are copied in and out by offset, words are
 //! atomic, and every number that is read there is checked by the code that reads it.
