@@ -132,14 +132,6 @@ pub fn receive_datagrams(
     Ok(())
 }
 
-/// Receives one datagram, or one run of datagrams if the socket coalesces.
-pub fn receive_datagram(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
-    let mut out = SmallVec::new();
-    let len = buffer.len();
-    receive_datagrams(fd, buffer, len, &mut out)?;
-    out.pop().ok_or(Io::WouldBlock)
-}
-
 /// Datagrams to one destination that are passed to the kernel as one (`UDP_SEGMENT`).
 #[derive(Debug)]
 pub struct Run<'a> {
