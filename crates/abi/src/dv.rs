@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anywarp_core::datagram::messages::Record;
 use anywarp_core::datagram::options::{MAX_PARITY, Options, RecordMode, Segment};
 use anywarp_core::datagram::{DatagramQp, ErrorReport, Kind};
-use anywarp_engine::verbs::QueuePair;
+use anywarp_engine::objects::QueuePair;
 
 use crate::cm::address::{address_of, c_address};
 use crate::entry;

@@ -1,7 +1,7 @@
 //! Drives the software RNIC with sockets, timers, threads and registered user memory.
 //!
 //! [`engine`] owns the RNIC and the [`reactor`], which decides who receives and sends: the threads of the program, or a worker
-//! thread. [`context`] is an open device, [`verbs`] has the objects made in it, [`qp`] and [`dgram`] the queue pairs, [`cm`]
+//! thread. [`context`] is an open device, [`objects`] has the objects made in it, [`qp`] and [`dgram`] the queue pairs, [`cm`]
 //! the connection manager, [`connect`] connections that no queue pair owns yet. The table of all files, floor by floor, is in
 //! ARCHITECTURE.md; a file names only files of lower floors.
 //!
@@ -26,6 +26,7 @@ pub mod locks;
 pub mod log;
 mod mem;
 pub mod net;
+pub mod objects;
 mod pin;
 pub mod process;
 mod provoke;
@@ -38,4 +39,3 @@ pub mod stat;
 mod sync;
 pub mod sys;
 mod trace;
-pub mod verbs;

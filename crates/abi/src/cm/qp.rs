@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 
 use anywarp_engine::cm;
-use anywarp_engine::verbs::QueuePair;
+use anywarp_engine::objects::QueuePair;
 
 use super::address::vector_to;
 use super::device::shared;

@@ -11,8 +11,8 @@ use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wr::Sge;
 use anywarp_core::wire::Stag;
 use anywarp_engine::engine::Engine;
+use anywarp_engine::objects::MemoryRegion;
 use anywarp_engine::sys::pages::Pages;
-use anywarp_engine::verbs::MemoryRegion;
 
 use super::flow::Pieces;
 use crate::ffi::misuse;

@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
-use anywarp_engine::verbs::MemoryRegion;
+use anywarp_engine::objects::MemoryRegion;
 
 use super::Socket;
 use super::buffer::{Caller, register};

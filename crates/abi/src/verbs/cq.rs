@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
 
 use anywarp_engine::channel::Channel;
-use anywarp_engine::verbs::CompletionQueue;
+use anywarp_engine::objects::CompletionQueue;
 
 use super::async_event::forget_events;
 use super::handle::{CStruct, c_object, into_c, known, live, live_if_any, returned, set_c_object};

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::bounds;
 use anywarp_core::verbs::access::Access;
+use anywarp_engine::objects::DeviceMemory;
 use anywarp_engine::process::PerProcess;
-use anywarp_engine::verbs::DeviceMemory;
 
 use super::handle::{CStruct, into_c, known, live, returned};
 use super::memory::register_in;

@@ -7,7 +7,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::mr::Kind;
 use anywarp_core::wire::To;
-use anywarp_engine::verbs::{DeviceMemory, MemoryRegion, Reregistration};
+use anywarp_engine::objects::{DeviceMemory, MemoryRegion, Reregistration};
 
 use super::convert::sges_of;
 use super::handle::{CStruct, into_c, live, live_if_any, returned};

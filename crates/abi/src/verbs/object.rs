@@ -12,7 +12,7 @@ use anywarp_core::verbs::wr::WorkRequest;
 use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
 use anywarp_engine::channel::Channel;
 use anywarp_engine::context::Context;
-use anywarp_engine::verbs::{
+use anywarp_engine::objects::{
     CompletionQueue, DeviceMemory, MemoryRegion, QueuePair, SharedReceive,
 };
 

@@ -15,8 +15,8 @@ use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_engine::config::{Face, config};
 use anywarp_engine::dgram::DgramQp;
+use anywarp_engine::objects::QueuePair;
 use anywarp_engine::qp::{RcQp, Route};
-use anywarp_engine::verbs::QueuePair;
 
 use super::async_event::forget_events;
 use super::convert::{attr_of, gid_ip, own_ip, remote_ip};

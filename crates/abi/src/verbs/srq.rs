@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
 use anywarp_engine::fd;
+use anywarp_engine::objects::SharedReceive;
 use anywarp_engine::process::PerProcess;
-use anywarp_engine::verbs::SharedReceive;
 
 use super::async_event::forget_events;
 use super::handle::{CStruct, into_c, live, returned, set_c_object};

@@ -35,10 +35,10 @@ use crate::gids;
 use crate::log;
 use crate::net::route::source_for;
 use crate::net::socket::{self, local_addr, unmapped};
+use crate::objects::QueuePair;
 use crate::qp::{Manager, RcQp};
 use crate::reactor::Token;
 use crate::sys::socket::set_option;
-use crate::verbs::QueuePair;
 use state::{Input, Phase};
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
