@@ -114,10 +114,7 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
             .spawn()?,
     );
     let mut input = shell.0.stdin.take().ok_or("bash has no input")?;
-    writeln!(
-        input,
-        "set -eu -o pipefail; trap 'kill $(jobs -p) 2>/dev/null' EXIT"
-    )?;
+    writeln!(input, "set -u; trap 'kill $(jobs -p) 2>/dev/null' EXIT")?;
     let mut expected = Vec::new();
     for step in steps {
         println!("$ {}", step.command);
@@ -134,7 +131,7 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
             sleep(PAUSE);
         }
     }
-    // `wait` without names succeeds whatever the jobs did: an example may end with an error on purpose.
+    // An example may end with an error on purpose: what counts is what was printed.
     writeln!(input, "wait")?;
     drop(input);
     let begin = Instant::now();
