@@ -7,6 +7,11 @@
 //!
 //! `unsafe` code is in `mem`, `process`, `reserve`, `shared`, `fd` and `sys`.
 
+#![allow(
+    rustdoc::private_intra_doc_links,
+    reason = "only this workspace uses the crate; its documentation is built with private items"
+)]
+
 pub mod address;
 mod capture;
 pub mod channel;

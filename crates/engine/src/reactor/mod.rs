@@ -128,7 +128,7 @@ impl std::fmt::Debug for Reactor {
 }
 
 impl Reactor {
-    /// A reactor without sources. Its worker is started by [`spawn`].
+    /// A reactor without sources. [`worker::spawn`] starts its worker.
     pub(crate) fn new() -> io::Result<Self> {
         let timer = || {
             timerfd_create(
