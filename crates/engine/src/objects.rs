@@ -163,8 +163,12 @@ fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Mi
 }
 
 impl MemoryRegion {
-    /// Registers `[start, start + len)`, known to peers from offset `iova` on. `Err(None)`: the memory is not mapped.
-    pub fn register(
+    /// Registers `[start, start + len)`; peers address it from `iova` on. `Err(None)`: the memory is not mapped.
+    ///
+    /// # Safety
+    /// The memory stays mapped while it is registered, and nothing in this process relies on it being unchanged: the device
+    /// and, if `access` allows it, peers write it at any time.
+    pub unsafe fn register(
         engine: &'static Engine,
         pd: &Arc<Pd>,
         start: u64,
@@ -252,7 +256,10 @@ impl MemoryRegion {
     }
 
     /// Changes the registration under the same keys. `Err(None)`: the memory is not mapped.
-    pub fn reregister(&self, change: &Reregistration) -> Result<(), Option<Misuse>> {
+    ///
+    /// # Safety
+    /// As for [`Self::register`], for the memory of `change`.
+    pub unsafe fn reregister(&self, change: &Reregistration) -> Result<(), Option<Misuse>> {
         let mut region = self.region.lock().unwrap_or_else(PoisonError::into_inner);
         let (start, len, base) = match change.range {
             Some((start, len)) => (start, len, start),
@@ -556,7 +563,10 @@ mod tests {
         let bytes = [0_u8; 64];
         let start = bytes.as_ptr().expose_provenance() as u64;
         let regions: Vec<_> = (0..MANY)
-            .map(|_| MemoryRegion::register(engine, &pd, start, 64, start, 0).unwrap())
+            .map(|_| {
+                // SAFETY: the memory lives until the end of the test, and only the device uses it.
+                unsafe { MemoryRegion::register(engine, &pd, start, 64, start, 0) }.unwrap()
+            })
             .collect();
         let stags: Vec<u32> = regions.iter().map(|r| r.region().stag().0).collect();
         let near_half = |count: usize| count.abs_diff(MANY / 2) < SLACK;

@@ -35,7 +35,8 @@ impl Buffer {
         let no_memory = || io::Error::from_raw_os_error(libc::ENOMEM);
         let len = len.max(1);
         let pages = Pages::new(len).ok_or_else(no_memory)?;
-        let region = register(engine, pd, pages.start(), len, remote)?;
+        // SAFETY: the pages are this buffer's own, and `Drop` deregisters them before they go.
+        let region = unsafe { register(engine, pd, pages.start(), len, remote) }?;
         Ok(Self { pages, region, len })
     }
 
@@ -124,8 +125,11 @@ impl Drop for Buffer {
     }
 }
 
-/// Registers memory.
-pub(super) fn register(
+/// Registers memory; the peer may write it if `remote`.
+///
+/// # Safety
+/// As for [`MemoryRegion::register`].
+pub(super) unsafe fn register(
     engine: &'static Engine,
     pd: &Arc<Pd>,
     start: usize,
@@ -138,7 +142,9 @@ pub(super) fn register(
         Access::LOCAL_WRITE
     };
     let start = start as u64;
-    MemoryRegion::register(engine, pd, start, len as u64, start, access.0).map_err(|e| {
+    // SAFETY: the caller's promise.
+    let region = unsafe { MemoryRegion::register(engine, pd, start, len as u64, start, access.0) };
+    region.map_err(|e| {
         let errno = e.map_or(libc::EFAULT, |e| misuse("rsocket", &e));
         io::Error::from_raw_os_error(errno)
     })

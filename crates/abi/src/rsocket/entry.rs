@@ -632,7 +632,8 @@ entry! {
     ) -> off_t, minus_one, {
         let start = buf.expose_provenance();
         let socket = find(socket)?;
-        iomap::map(&socket, start, len, prot, offset)
+        // SAFETY: the caller's promise.
+        unsafe { iomap::map(&socket, start, len, prot, offset) }
     }
 }
 

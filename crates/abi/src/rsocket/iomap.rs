@@ -1,7 +1,6 @@
 //! Memory of the program that the peer writes by offset: `riomap`, `riounmap`, `riowrite`.
 
 use std::ffi::c_int;
-use std::sync::Arc;
 
 use anywarp_engine::objects::MemoryRegion;
 
@@ -58,7 +57,10 @@ impl Drop for Maps {
 
 /// `riomap`: lets the peer write `[start, start + len)` if `prot` says so, under `offset`, or under its address if that
 /// is -1. The offset.
-pub(super) fn map(
+///
+/// # Safety
+/// `[start, start + len)` stays mapped until it is unmapped with [`unmap`] or the socket is closed.
+pub(super) unsafe fn map(
     socket: &Socket,
     start: usize,
     len: usize,
@@ -85,14 +87,9 @@ pub(super) fn map(
         None
     };
     let device = socket.device;
-    let region = register(
-        device.context.engine,
-        &Arc::clone(&device.pd),
-        start,
-        len,
-        remote,
-    )
-    .map_err(|e| os_errno(&e))?;
+    // SAFETY: the caller's promise.
+    let region = unsafe { register(device.context.engine, &device.pd, start, len, remote) }
+        .map_err(|e| os_errno(&e))?;
     end.maps.0.push(Map {
         start,
         len,

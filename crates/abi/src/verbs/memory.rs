@@ -71,8 +71,11 @@ pub(super) unsafe fn register_in(
     let place = Place::take(Counted::Mr)?;
     let access = profile().rights_of(access)?;
     let start = addr.expose_provenance() as u64;
-    let region = MemoryRegion::register(engine, &domain.engine, start, length as u64, iova, access)
-        .map_err(|e| refused("ibv_reg_mr", e))?;
+    let len = length as u64;
+    // SAFETY: the memory stays mapped (caller's promise); the program knows that peers may write it.
+    let region =
+        unsafe { MemoryRegion::register(engine, &domain.engine, start, len, iova, access) }
+            .map_err(|e| refused("ibv_reg_mr", e))?;
     let c = ibv_mr {
         addr,
         length,
@@ -166,7 +169,8 @@ entry! {
             pd: domain.map(|domain| Arc::clone(&domain.engine)),
             access: (flags & IBV_REREG_MR_CHANGE_ACCESS != 0).then_some(access.cast_unsigned()),
         };
-        region.engine.reregister(&change).map_err(|e| refused("ibv_rereg_mr", e))?;
+        // SAFETY: the new memory stays mapped (caller's promise).
+        unsafe { region.engine.reregister(&change) }.map_err(|e| refused("ibv_rereg_mr", e))?;
         region.c.set(|c| {
             if translation {
                 (c.addr, c.length) = (addr, length);

@@ -297,6 +297,7 @@ impl Connection {
     }
 
     /// Posts a receive (`ibv_post_recv(3)`).
+    #[inline]
     pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         self.base.post_recv(request)
     }

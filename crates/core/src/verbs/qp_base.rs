@@ -108,6 +108,7 @@ impl QpBase {
     }
 
     /// Adds a receive (`ibv_post_recv(3)`).
+    #[inline]
     pub(crate) fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         if self.state == State::Reset {
             return Err(Misuse::WrongState("post_recv on a queue pair in RESET"));
