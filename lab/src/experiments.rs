@@ -5,7 +5,7 @@
 //! packet; it is checked against faults that the device itself injects. What must hold is an error if it does not: no wrong
 //! byte, maps that say what is there, nothing twice, the share that arrives at 1 % loss, and what reliable datagrams reach
 //! of the kernel's TCP and of unreliable ones. The last two are ratios of runs that follow each other, the median of several,
-//! and of three times as many when they fall short. Other values depend on the machine and are told. The long form writes
+//! and of three times as many when they fall short. Other values depend on the machine and are only printed. The long form writes
 //! `docs/results`.
 //!
 //! The short form is for machines that do something else as well. What it holds to does not depend on that: no wrong byte,
@@ -257,7 +257,7 @@ done";
         client
             .args([test, host, "-q", "-p", &port])
             .args(words.split(' '))
-            // Who gets no processor makes no progress.
+            // On a busy machine an end may wait long for a processor.
             .args(["--timeout", if self.short { "60" } else { "10" }])
             .arg("--csv")
             .arg(&csv)

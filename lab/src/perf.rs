@@ -43,7 +43,7 @@ const WAYS: [(bool, bool, &str); 5] = [
 ];
 
 /// What blast reaches at least where the scheduler places both ends, MB/s, the best of a few runs: a tenth or less of what two slow
-/// processors do. Below it somebody waits for a processor, or for a timer.
+/// processors do. A lower value means that one end waits for a processor, or for a timer.
 const FLOORS: [(&str, &str, u32); 9] = [
     ("tcp", "-t rc -o write -s 1K --list 16", 80),
     ("tcp", "-t rc -o send -s 64", 4),
@@ -247,7 +247,7 @@ fn interrupted(the_client: bool) -> Result {
     let mut lines = table.lines();
     let marked = lines.next().is_some_and(|l| l.ends_with(",unfinished"))
         && lines.clone().all(|l| l.ends_with(",1"));
-    // Of a server that ended nobody knows what came there.
+    // A server that has ended cannot report what it received.
     if !marked || lines.count() != usize::from(the_client) {
         return Err(format!("not marked as unfinished: {table}").into());
     }
@@ -276,7 +276,7 @@ fn nobodys_port() -> Result {
     says(port, "does not answer")
 }
 
-/// Somebody else listens, who says this, or nothing.
+/// Runs against a port of another program, which sends `greeting`.
 fn foreign_port(greeting: &'static [u8]) -> Result {
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let port = listener.local_addr()?.port();

@@ -127,7 +127,7 @@ pub(crate) fn in_namespaces() -> Result {
     sh::run(&mut command)
 }
 
-/// The counts, and how a case is told.
+/// Counts the cases by result, and reports each.
 #[derive(Debug, Default)]
 struct Tally {
     passed: usize,
@@ -433,7 +433,7 @@ exit 1
     sh::run(Command::new("sh").args(["-c", SCRIPT]))
 }
 
-/// A port that nobody has, for TCP and for UDP.
+/// A port that is free for TCP and for UDP.
 pub(crate) fn free_port() -> Result<u16> {
     // Start somewhere else in each process and each case, so that runs side by side seldom meet.
     static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(0);

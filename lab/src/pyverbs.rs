@@ -261,7 +261,7 @@ fn unpack(folder: &Path) -> Result {
     sh::run(Command::new("gunzip").args(packed))
 }
 
-/// Some tests want huge pages; who may not ask for them does without.
+/// Reserves huge pages for the tests that need them. Without the privilege to do so the tests run without.
 fn huge_pages() {
     const FILE: &str = "/proc/sys/vm/nr_hugepages";
     let few = fs::read_to_string(FILE).is_ok_and(|t| t.trim().parse().is_ok_and(|n: u32| n < 8));

@@ -12,7 +12,7 @@
 //! of a verb, and would be by our tests.
 //!
 //! Reports go to files, one for each process: that a child process reported something is found also when its parent
-//! has killed it, or nobody looks at how it ended.
+//! has killed it, or when its exit status is ignored.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -27,8 +27,8 @@ pub fn run() -> Result {
     ]))?;
     let built = sh::target().join("release");
 
-    // Beside the result and renamed at the end: a running program keeps its old files, and nobody
-    // sees half of the new ones.
+    // Built in a folder beside the result, which is renamed at the end: a running program keeps its old files, and no
+    // program finds half of the new ones.
     let dist = sh::dist();
     let new = dist.with_extension("new");
     remove(&new)?;

@@ -61,7 +61,7 @@ pub struct Case {
 /// What a case with siw at the other end says besides.
 #[derive(Debug, Clone, Default)]
 pub struct Interop {
-    /// Who serves, if not each of both in turn.
+    /// The stack that is always the server. When unset, each of both is the server in turn.
     pub only: Option<Server>,
     /// Parameters of siw.
     pub siw: Vec<(String, String)>,

@@ -74,7 +74,7 @@ pub(crate) enum Command {
     ///
     /// Run `anywarp blast --server` on one machine and `anywarp blast HOST` on another, or both on this one. What
     /// arrives is compared, byte by byte; of a Write-Record, also that its validity map says what is there. Of plain
-    /// Writes the last one of each buffer is compared, for nobody sees the others.
+    /// Writes the last one of each buffer is compared, because it overwrites the others.
     Blast(Perf),
 
     /// Measure this machine: plain sockets, the device, and what else is installed, side by side

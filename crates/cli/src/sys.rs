@@ -109,7 +109,7 @@ pub(crate) fn udp_gro() -> io::Result<()> {
     set_option(&UdpSocket::bind("127.0.0.1:0")?, libc::SOL_UDP, UDP_GRO, 1)
 }
 
-/// Whether TCP sockets take a limit for data that nobody acknowledges.
+/// Whether TCP sockets support a time limit for unacknowledged data (`TCP_USER_TIMEOUT`).
 pub(crate) fn tcp_user_timeout() -> io::Result<()> {
     set_option(
         &TcpListener::bind("127.0.0.1:0")?,

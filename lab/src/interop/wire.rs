@@ -22,7 +22,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// Room for packets that tcpdump has not read yet: those of a long case, wherever it stands in the queue for a processor.
 const BUFFER_KIB: &str = "65536";
 
-/// What ends a capture, and where it goes: nobody listens there.
+/// The payload of the packet that ends a capture, and its destination, a port without a listener.
 const LAST: &[u8] = b"this is the last packet of the capture";
 const AFTER: (&str, u16) = (guest::GUEST, 9);
 

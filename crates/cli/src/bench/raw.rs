@@ -176,7 +176,7 @@ fn ready(word: &str) -> io::Result<()> {
     out.flush()
 }
 
-/// Congestion control that the device's sockets are told to use.
+/// The congestion control that is configured for the device's sockets.
 fn wanted_congestion() -> Option<String> {
     std::env::var("ANYWARP_CC")
         .ok()

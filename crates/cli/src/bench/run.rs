@@ -320,7 +320,7 @@ fn in_path(program: &str) -> bool {
         .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }
 
-/// A port that nobody has, for programs that have to be told one.
+/// A free port, for programs that need one as an argument.
 fn free_port(how: &How) -> Result<u16, Lost> {
     if matches!(how, How::Raw(_) | How::VerbsAlone(_) | How::Mpi(..)) {
         return Ok(0);

@@ -1,4 +1,4 @@
-//! The verbs program of one run: started, told, listened to, ended.
+//! The verbs program of one run: starts it, sends its parameters, reads its output and ends it.
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};

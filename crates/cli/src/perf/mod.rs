@@ -194,7 +194,7 @@ fn line(word: &'static str) -> impl Fn(Event) -> Option<String> {
     }
 }
 
-/// All that the verbs program is told for messages of `size`.
+/// The parameters of the verbs program for messages of `size` bytes.
 fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
     let number = |flag: bool| u64::from(flag);
     let stride = (size + 127) / 64 * 64;

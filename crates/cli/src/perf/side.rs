@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// What the first word must be, so that nobody else's port is taken for ours.
+/// The first word on a side connection. It tells an `anywarp ping` or `blast` server from another program on the port.
 const MAGIC: &str = "anywarp-perf-1";
 
 /// The longest line that is read.
@@ -68,7 +68,7 @@ pub(crate) struct Side {
 }
 
 impl Side {
-    /// Greets who is at the other end of `stream`; what it says from then on becomes events.
+    /// Exchanges greetings with the other end of `stream`; lines that arrive after that become events.
     pub(crate) fn greet(stream: TcpStream, events: Sender<Event>) -> Result<Self, String> {
         let failed = |e: io::Error| format!("the side connection fails: {e}");
         stream.set_nodelay(true).map_err(failed)?;
@@ -207,7 +207,7 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::mpsc;
 
-    /// Greets somebody who says `words` and then waits for us to go.
+    /// Greets an end that sends `words` and then waits until the connection is closed.
     fn greet(words: &'static [u8]) -> (Result<Side, String>, mpsc::Receiver<Event>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

@@ -123,7 +123,7 @@ pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
     }
 }
 
-/// A line `gid INDEX ADDRESS ifindex N` of the self-test program, told in words.
+/// Converts a line `gid INDEX ADDRESS ifindex N` of the self-test program into a line of the report.
 fn gid(line: &str) -> Option<Line> {
     let mut words = line.strip_prefix("gid ")?.split_whitespace();
     let (index, address) = (
