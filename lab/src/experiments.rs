@@ -5,7 +5,7 @@
 //! packet; it is checked against faults that the device itself injects. What must hold is an error if it does not: no wrong
 //! byte, maps that say what is there, nothing twice, the share that arrives at 1 % loss, and what reliable datagrams reach
 //! of the kernel's TCP and of unreliable ones. The last two are ratios of runs that follow each other, the median of several,
-//! and of three times as many when they fall short. Other values depend on the machine and are only printed. The long form writes
+//! and of three times as many when they fall short. Other values depend on the machine; they are printed. The long form writes
 //! `docs/results`.
 //!
 //! The short form is for machines that do something else as well. What it holds to does not depend on that: no wrong byte,
