@@ -1,16 +1,16 @@
 //! `cargo lab experiments [--short] [--only PART]`: latency, bandwidth, loss and reliability of datagrams beside
 //! connections, as chapter 6 of the thesis on datagram-iWARP has them (figures 6.4 to 6.7), on this machine.
 //!
-//! All in namespaces that end with this process. Loss and delay are those of `tests/netlab/relay.c`, which decides for each
-//! packet; it is checked against faults that the device itself injects. What must hold is an error if it does not: no wrong
-//! byte, maps that say what is there, nothing twice, the share that arrives at 1 % loss, and what reliable datagrams reach
-//! of the kernel's TCP and of unreliable ones. The last two are ratios of runs that follow each other, the median of several,
-//! and of three times as many when they fall short. Other values depend on the machine; they are printed. The long form writes
-//! `docs/results`.
+//! All in namespaces that end with this process. Loss and delay are those of `tests/netlab/relay.c`, which decides for
+//! each packet; it is checked against faults that the device itself injects. What must hold is an error if it does not:
+//! no wrong byte, maps that say what is there, nothing twice, the share that arrives at 1 % loss, and what reliable
+//! datagrams reach of the kernel's TCP and of unreliable ones. The last two are ratios of runs that follow each other,
+//! the median of several, and of three times as many when they fall short. Other values depend on the machine; they are
+//! printed. The long form writes `docs/results`.
 //!
-//! The short form is for machines that do something else as well. What it holds to does not depend on that: no wrong byte,
-//! exact maps, each reliable message once, and the share that arrives when the device loses 1 %. Of the relay, which loses more
-//! when it gets no processor, and of ratios of speeds it tells.
+//! The short form is for machines that do something else as well. What it holds to does not depend on that: no wrong
+//! byte, exact maps, each reliable message once, and the share that arrives when the device loses 1 %. The relay loses
+//! more when it gets no processor, so its values and the ratios of speeds are printed but not checked.
 
 mod plot;
 
