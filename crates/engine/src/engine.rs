@@ -34,6 +34,8 @@ pub(crate) trait DeviceListener: Send + Sync {
 
 /// The engine: one in a process. Dereferences to its [`Reactor`].
 pub struct Engine {
+    /// Lists the connected queue pairs, which are notified before the listeners.
+    connected: OnceLock<ListConnected>,
     /// The software RNIC.
     pub rnic: Arc<Rnic>,
     reactor: Reactor,
@@ -57,6 +59,9 @@ impl Deref for Engine {
         &self.reactor
     }
 }
+
+/// Lists the connected queue pairs of this process.
+pub(crate) type ListConnected = fn() -> Vec<Arc<dyn DeviceListener>>;
 
 /// The engine of a process, and the lock of the thread that creates it.
 struct Home {
@@ -128,6 +133,7 @@ impl Engine {
                 observer: trace::observer(),
             }),
             reactor: Reactor::new()?,
+            connected: OnceLock::new(),
             listeners: Mutex::new(Rank::DeviceListeners, Vec::new()),
             generation: process::generation(),
         })
@@ -147,7 +153,13 @@ impl Engine {
         listeners.push(listener);
     }
 
-    /// Marks the device as broken, and notifies all listeners.
+    /// Registers the function that lists the connected queue pairs. They are no listeners one by one: a weak reference would
+    /// keep the memory of each that is destroyed.
+    pub(crate) fn set_connected(&self, list: ListConnected) {
+        let _same = self.connected.set(list);
+    }
+
+    /// Marks the device as broken, and notifies all queue pairs and listeners.
     fn fail(&self) {
         if self.reactor.set_broken() {
             return;
@@ -157,7 +169,8 @@ impl Engine {
             let listeners = self.listeners.lock();
             listeners.iter().rev().filter_map(Weak::upgrade).collect()
         };
-        for listener in listeners {
+        let connected = self.connected.get().map_or_else(Vec::new, |list| list());
+        for listener in connected.into_iter().chain(listeners) {
             // The panic may have come from this one, and may come again.
             let _ = catch_unwind(AssertUnwindSafe(|| listener.device_fatal()));
         }

@@ -149,6 +149,13 @@ impl RcQp {
         Self::find(number)?.peer()
     }
 
+    /// All queue pairs of this process.
+    fn all() -> Vec<Arc<dyn DeviceListener>> {
+        let queue_pairs = QUEUE_PAIRS.get().read();
+        let live = queue_pairs.values().filter_map(Weak::upgrade);
+        live.map(|qp| qp as Arc<dyn DeviceListener>).collect()
+    }
+
     /// Makes a queue pair; `parts` is called with its number.
     pub fn new(
         context: &Arc<Context>,
@@ -187,7 +194,7 @@ impl RcQp {
         qpn_port::set_incoming(Self::dispatch_incoming);
         trace::set_peer_lookup(Self::peer_of);
         QUEUE_PAIRS.get().write().insert(number, qp.me.clone());
-        engine.subscribe(qp.me.clone());
+        engine.set_connected(Self::all);
         stat::register(engine, || qp.me.clone());
         Ok(qp)
     }
