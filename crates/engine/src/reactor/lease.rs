@@ -80,6 +80,9 @@ pub(super) struct Lease {
     polls_at_post: AtomicU64,
     /// Polls of completion queues, those that found something too.
     polls: AtomicU64,
+    /// Instead of [`LEASE`] and [`STEADY_LEASE`].
+    #[cfg(test)]
+    lengths: (Duration, Duration),
 }
 
 impl Lease {
@@ -92,7 +95,37 @@ impl Lease {
             posted_at: AtomicU64::new(0),
             polls_at_post: AtomicU64::new(0),
             polls: AtomicU64::new(0),
+            #[cfg(test)]
+            lengths: (LEASE, STEADY_LEASE),
         }
+    }
+
+    /// The lease of a whole reactor in a test: longer than that of production, because a sanitizer or a loaded machine takes
+    /// longer to send a few datagrams. Tests of this file use [`Self::new`] and virtual time.
+    #[cfg(test)]
+    pub(super) fn for_slow_machines() -> Self {
+        Self {
+            lengths: (Duration::from_millis(20), Duration::from_millis(25)),
+            ..Self::new()
+        }
+    }
+
+    /// The lease after a poll.
+    #[inline]
+    pub(super) fn short(&self) -> Duration {
+        #[cfg(test)]
+        return self.lengths.0;
+        #[cfg(not(test))]
+        return LEASE;
+    }
+
+    /// The lease of a thread that polls without a pause.
+    #[inline]
+    fn steady(&self) -> Duration {
+        #[cfg(test)]
+        return self.lengths.1;
+        #[cfg(not(test))]
+        return STEADY_LEASE;
     }
 
     /// A completion queue is polled.
@@ -149,14 +182,14 @@ impl Lease {
         let runs = t <= self.until.load(Ordering::Acquire);
         let since = self.steady_since.load(Ordering::Relaxed);
         if runs && t.saturating_sub(since) >= nanos(STEADY_AFTER) {
-            STEADY_LEASE
+            self.steady()
         } else {
-            LEASE
+            self.short()
         }
     }
 
     fn renewed(&self, t: u64, lease: Duration, take_sockets: bool) -> Actions {
-        let after = if lease > LEASE {
+        let after = if lease > self.short() {
             STEADY_RENEW_AFTER
         } else {
             RENEW_AFTER
@@ -177,7 +210,8 @@ impl Lease {
             return Actions::NONE;
         }
         let until = self.until.load(Ordering::Acquire);
-        if posts_extend(t, until, self.polled_until.load(Ordering::Relaxed)) {
+        let polled = self.polled_until.load(Ordering::Relaxed);
+        if posts_extend(t, until, polled, self.steady()) {
             let lease = self.duration(t);
             self.until.store(t + nanos(lease), Ordering::Release);
             return self.renewed(t, lease, false);
@@ -204,11 +238,11 @@ impl Lease {
     /// A thread that waits for an event handles the sockets for `slice`. The lease covers the next waits too, since each
     /// message has one.
     pub(super) fn on_wait(&self, t: u64, slice: Duration) -> Actions {
-        let needed = t + nanos(slice + LEASE);
+        let needed = t + nanos(slice + self.short());
         if self.until.load(Ordering::Acquire) >= needed {
             return Actions::NONE;
         }
-        let lease = 2 * WAIT_SLICE + LEASE;
+        let lease = 2 * WAIT_SLICE + self.short();
         self.until.store(t + nanos(lease), Ordering::Release);
         self.renew_at.store(t, Ordering::Relaxed);
         self.steady_since.store(t, Ordering::Relaxed);
@@ -235,7 +269,7 @@ impl Lease {
     #[inline]
     pub(super) fn is_polled(&self, t: u64) -> bool {
         let until = self.until.load(Ordering::Acquire);
-        t < until && until <= t + nanos(STEADY_LEASE)
+        t < until && until <= t + nanos(self.steady())
     }
 
     /// Whether polling threads run deadlines at `t`.
@@ -244,10 +278,11 @@ impl Lease {
     }
 }
 
-/// Whether a post at `t` extends a lease that ends at `until`, where polls alone had it until `polled`.
-fn posts_extend(t: u64, until: u64, polled: u64) -> bool {
+/// Whether a post at `t` extends a lease that ends at `until`, where polls alone had it until `polled`. `steady` is the longest
+/// lease of a polling thread.
+fn posts_extend(t: u64, until: u64, polled: u64, steady: Duration) -> bool {
     // The lease runs, it is not the longer one of a thread that waits for an event, and a poll was not long ago.
-    t < until && until <= t + nanos(STEADY_LEASE) && t <= polled + nanos(POSTS_EXTEND_FOR)
+    t < until && until <= t + nanos(steady) && t <= polled + nanos(POSTS_EXTEND_FOR)
 }
 
 #[cfg(test)]
@@ -266,16 +301,27 @@ mod tests {
     fn posts_extend_the_lease_of_polls_for_a_while() {
         let (lease, posting) = (nanos(STEADY_LEASE), nanos(POSTS_EXTEND_FOR));
         let polled = 10 * posting;
-        assert!(posts_extend(polled - 1, polled, polled));
-        assert!(posts_extend(polled + posting, polled + posting + 1, polled));
+        assert!(posts_extend(polled - 1, polled, polled, STEADY_LEASE));
+        assert!(posts_extend(
+            polled + posting,
+            polled + posting + 1,
+            polled,
+            STEADY_LEASE
+        ));
         // Too long after the last poll; a lease that has ended; the longer one of a thread that waits for an event.
         assert!(!posts_extend(
             polled + posting + 1,
             polled + posting + 2,
-            polled
+            polled,
+            STEADY_LEASE
         ));
-        assert!(!posts_extend(polled, polled, polled));
-        assert!(!posts_extend(polled, polled + lease + 1, polled));
+        assert!(!posts_extend(polled, polled, polled, STEADY_LEASE));
+        assert!(!posts_extend(
+            polled,
+            polled + lease + 1,
+            polled,
+            STEADY_LEASE
+        ));
     }
 
     #[test]

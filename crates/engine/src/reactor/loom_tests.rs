@@ -16,7 +16,7 @@ fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
         let lease = Arc::new(Lease::new());
         let clock = Arc::new(AtomicU64::new(1));
         let _ = lease.grant(1, true);
-        let end = 1 + u64::try_from(super::LEASE.as_nanos()).unwrap();
+        let end = 1 + u64::try_from(super::lease::LEASE.as_nanos()).unwrap();
         let worker = thread::spawn({
             let (cork, lease, clock) = (Arc::clone(&cork), Arc::clone(&lease), Arc::clone(&clock));
             move || {

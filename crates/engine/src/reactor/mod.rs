@@ -48,7 +48,7 @@ pub(crate) use cork::Polls;
 use cork::{Cork, IdlePoll};
 use deadlines::Deadlines;
 use hot::{HotSocket, Tried};
-use lease::{Actions, LEASE, Lease, WAIT_SLICE};
+use lease::{Actions, Lease, WAIT_SLICE};
 use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
@@ -145,7 +145,10 @@ impl Reactor {
             epoch: Epoch::new(clock::now()),
             sources: Sources::new(),
             deadlines: Deadlines::new(),
+            #[cfg(not(test))]
             lease: Lease::new(),
+            #[cfg(test)]
+            lease: Lease::for_slow_machines(),
             cork: Cork::new(),
             hot: HotSocket::new(),
             buffers: Buffers::new(),
@@ -528,7 +531,7 @@ impl Reactor {
     /// runs the deadline only if the polling ends just then.
     fn wake_worker_at(&self, at: Instant, now: Instant) {
         let polled = self.lease.runs_deadlines(self.epoch.nanos(now));
-        let at = if polled { at + LEASE } else { at };
+        let at = if polled { at + self.lease.short() } else { at };
         set_timer(&self.deadline_timer, at.saturating_duration_since(now));
     }
 
