@@ -1,9 +1,10 @@
-//! What this process sends and receives, written into a pcapng file: `ANYWARP_CAPTURE=FILE`, or `anywarp capture`.
+//! Captures what this process sends and receives in a pcapng file: `ANYWARP_CAPTURE=FILE`, or `anywarp capture`.
 //!
-//! It is taken where it is handed to the sockets, so it needs no right that the program does not have. The headers of
-//! IP, TCP and UDP are made up: addresses and ports are right, a stream begins with a handshake and has no gaps,
-//! repetitions or acknowledgements of its own. Several processes may append to one file: every block is one write, and
-//! all of them belong to one interface. Off by default, and then one load and a branch.
+//! Payload is captured where it is passed to and from the sockets, so the program needs no further privilege. The
+//! headers of IP, TCP and UDP are synthesized: addresses and ports are right; a stream begins with a handshake, and has
+//! no gaps, no retransmissions and no acknowledgements without payload. Several processes may append to one file: every
+//! block is one write, and all blocks belong to one interface. Capturing is off by default, and then costs one load and
+//! a branch.
 //!
 //! Format: draft-ietf-opsawg-pcapng, link type RAW (101): packets begin with the IP header.
 
@@ -22,26 +23,28 @@ use crate::log;
 use crate::process::PerProcess;
 use crate::sys::thread::Uncancelled;
 
-/// Payload of one packet that is made up: with headers it stays below what IP can name.
+/// Bytes of payload in one synthesized packet, at most: with its headers the packet stays below the longest that IP
+/// allows.
 const PAYLOAD_MAX: usize = 65_400;
-/// Connections whose sequence numbers are kept; of more than these only the first ones are captured.
+/// Connections that are captured at a time, at most, because the sequence numbers of each are kept. While there are so
+/// many, a new connection is not captured.
 const STREAMS_MAX: usize = 65_536;
-/// How long a process waits for another one that has made the file to write its head.
+/// How long a process waits until another process, which has created the file, has written the head of the file.
 const HEAD_WAIT: Duration = Duration::from_millis(200);
 
-/// Which way something went.
+/// The direction of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
     In,
     Out,
 }
 
-/// When something was about to be sent or was received: nanoseconds since 1970.
+/// When a packet was about to be sent, or was received: nanoseconds since 1970.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct At(u64);
 
-/// The time now, if somebody wants to see what goes by. What is sent was sent after this: an answer, which another
-/// thread may see first, is later.
+/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends: the answer, which another
+/// thread may receive before the sender has captured its packet, then has a later time.
 pub(crate) fn begin() -> Option<At> {
     is_on().then(|| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -49,7 +52,7 @@ pub(crate) fn begin() -> Option<At> {
     })
 }
 
-/// Whether there is one.
+/// Whether a capture is on.
 pub(crate) fn is_on() -> bool {
     const UNKNOWN: u8 = 0;
     const OFF: u8 = 1;
@@ -70,7 +73,7 @@ pub(crate) fn is_on() -> bool {
 
 struct Sink {
     file: File,
-    /// Bytes of a packet that are kept.
+    /// Bytes of each packet that are kept, at most.
     snap: usize,
     limit: u64,
     written: AtomicU64,
@@ -79,7 +82,8 @@ struct Sink {
 
 fn sink() -> Option<&'static Sink> {
     let _inside = Uncancelled::new();
-    // Of each process: a fork while another thread opens the file must not leave the child waiting for it.
+    // One for each process: if the program forks while another thread opens the file, the child must not wait for that
+    // thread.
     static SINK: PerProcess<OnceLock<Option<Sink>>> = PerProcess::new(OnceLock::new);
     SINK.get()
         .get_or_init(|| {
@@ -124,7 +128,7 @@ fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Section header and the one interface: what a file begins with.
+/// The head of a capture file: a section header and the description of the only interface.
 fn head() -> Vec<u8> {
     let mut section = Vec::new();
     section.extend(0x1a2b_3c4d_u32.to_ne_bytes());
@@ -138,7 +142,7 @@ fn head() -> Vec<u8> {
     interface.extend(0_u16.to_ne_bytes());
     interface.extend(0_u32.to_ne_bytes());
     option(&mut interface, 2, b"anywarp");
-    // Nanoseconds.
+    // Timestamps count nanoseconds (`if_tsresol`).
     option(&mut interface, 9, &[9]);
     end_of_options(&mut interface);
     let mut all = block(0x0a0d_0d0a, &section);
@@ -200,7 +204,7 @@ impl Sink {
             }
             return;
         }
-        // One call: the kernel appends it whole.
+        // One system call, because the kernel appends the bytes of one call as a whole.
         let _inside = Uncancelled::new();
         let written = match (&self.file).write(&block) {
             Ok(n) if n == block.len() => return,
@@ -223,7 +227,7 @@ const RST: u8 = 4;
 const PSH: u8 = 8;
 const ACK: u8 = 16;
 
-/// The one's complement sum that IP, TCP and UDP check (RFC 1071).
+/// The Internet checksum of IP, TCP and UDP (RFC 1071) over `parts`.
 fn checksum(parts: &[&[u8]]) -> u16 {
     let mut sum = 0_u64;
     for part in parts {
@@ -239,7 +243,7 @@ fn checksum(parts: &[&[u8]]) -> u16 {
     !u16::try_from(sum).unwrap_or(0)
 }
 
-/// An IP packet around a header of TCP or UDP whose checksum is at `sum_at`.
+/// An IP packet with `data` behind a TCP or UDP header. The checksum is written into that header at `sum_at`.
 fn ip(
     protocol: u8,
     from: IpAddr,
@@ -281,7 +285,7 @@ fn ip(
     }
     pseudo.extend([0, protocol]);
     pseudo.extend(u16::try_from(len).unwrap_or(0).to_be_bytes());
-    // Headers have an even length, so that the parts add up as the whole does.
+    // Headers have an even length, so the sum over the parts is the sum over the whole.
     let sum = match checksum(&[&pseudo, header, data]) {
         0 if protocol == UDP => 0xffff,
         sum => sum,
@@ -300,7 +304,7 @@ fn tcp(from: SocketAddr, to: SocketAddr, seq: u32, ack: u32, flags: u8, data: &[
     header.extend(to.port().to_be_bytes());
     header.extend(seq.to_be_bytes());
     header.extend(ack.to_be_bytes());
-    // A window that is never full: the kernel's is not known here.
+    // The kernel's window is not known here: the header has one that is never full.
     let options: &[u8] = match flags & SYN {
         0 => &[],
         _ => &[3, 3, 14, 0],
@@ -323,7 +327,7 @@ fn udp(from: SocketAddr, to: SocketAddr, data: &[u8]) -> Vec<u8> {
 
 // ---------------------------------------------------------------------- streams
 
-/// A TCP connection as the file tells it.
+/// A TCP connection as the capture shows it.
 #[derive(Debug)]
 struct Stream {
     local: SocketAddr,
@@ -334,7 +338,8 @@ struct Stream {
 }
 
 impl Stream {
-    /// A connection that is seen for the first time. Who speaks first has opened it: so it is in MPA.
+    /// Begins to capture a connection, with a synthesized handshake. The end that sends first has opened the
+    /// connection: that is so in MPA.
     fn open(fd: BorrowedFd<'_>, at: At, way: Way, sink: &Sink) -> Option<Self> {
         let local = SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
         let peer = SocketAddr::try_from(rustix::net::getpeername(fd).ok()??).ok()?;
@@ -397,7 +402,7 @@ fn streams() -> std::sync::MutexGuard<'static, HashMap<RawFd, Stream>> {
     ALL.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes went over a connection.
+/// Captures bytes that a connection sent or received.
 pub(crate) fn stream(fd: BorrowedFd<'_>, at: At, way: Way, data: &[u8]) {
     if data.is_empty() {
         return;
@@ -416,7 +421,7 @@ pub(crate) fn stream(fd: BorrowedFd<'_>, at: At, way: Way, data: &[u8]) {
     }
 }
 
-/// The peer has closed its side, or the connection broke.
+/// Captures that the peer has closed its side of a connection, or that the connection broke.
 pub(crate) fn stream_ended(fd: BorrowedFd<'_>, broken: bool) {
     let Some(at) = begin() else { return };
     if let (Some(sink), Some(s)) = (sink(), streams().get_mut(&fd.as_raw_fd())) {
@@ -425,7 +430,7 @@ pub(crate) fn stream_ended(fd: BorrowedFd<'_>, broken: bool) {
     }
 }
 
-/// A descriptor is closed.
+/// Captures that this process closes the descriptor of a connection.
 pub(crate) fn closed(fd: RawFd) {
     let Some(at) = begin() else { return };
     let gone = streams().remove(&fd);
@@ -436,7 +441,7 @@ pub(crate) fn closed(fd: RawFd) {
 
 // ---------------------------------------------------------------------- datagrams
 
-/// A datagram was sent or received by a socket.
+/// Captures a datagram that a socket sent or received.
 pub(crate) fn datagram(
     fd: BorrowedFd<'_>,
     at: At,
@@ -465,7 +470,7 @@ pub(crate) fn datagram(
     sink.packet(at, way, &packet);
 }
 
-/// Our address towards `peer`, as the kernel would choose it.
+/// The local address that the kernel would choose to send to `peer`.
 fn route(peer: IpAddr) -> IpAddr {
     const KNOWN_MAX: usize = 1024;
     static KNOWN: PerProcess<Mutex<HashMap<IpAddr, IpAddr>>> = PerProcess::new(Mutex::default);
@@ -494,7 +499,7 @@ mod tests {
 
     #[test]
     fn the_checksum_is_that_of_rfc_1071() {
-        // Its own example: the sum is 0xddf2.
+        // The example of RFC 1071: the sum is 0xddf2.
         let bytes = [0x00, 0x01, 0xf2, 0x03, 0xf4, 0xf5, 0xf6, 0xf7];
         assert_eq!(checksum(&[&bytes]), !0xddf2);
         assert_eq!(checksum(&[&bytes[..4], &bytes[4..]]), !0xddf2);

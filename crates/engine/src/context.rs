@@ -22,14 +22,14 @@ pub const NAME: &str = "anywarp0";
 
 /// An open device.
 pub struct Context {
-    /// The engine behind it.
+    /// The engine of the device.
     pub engine: &'static Engine,
     /// Asynchronous events.
     pub events: Arc<Channel<AsyncItem>>,
     /// Address of the C object, for the ABI layer.
     pub c_object: AtomicUsize,
-    /// Stands for the device in this process where a program passes a descriptor on (`ibv_import_device(3)`). It is an
-    /// empty file in memory; what tells it from others is its inode.
+    /// The descriptor that represents the device when a program passes it on (`ibv_import_device(3)`). It is an empty
+    /// file in memory, and is recognized by its inode.
     pub command: OwnedFd,
 }
 
@@ -39,12 +39,12 @@ impl std::fmt::Debug for Context {
     }
 }
 
-/// The file that stands for the device in this process.
+/// The file that represents the device in this process.
 fn command() -> io::Result<&'static OwnedFd> {
     static FILE: PerProcess<OnceLock<OwnedFd>> = PerProcess::new(OnceLock::new);
     let file = FILE.get();
     if file.get().is_none() {
-        // A failure is not kept: there may be a descriptor the next time.
+        // A failure is not kept: the next call may find a free descriptor.
         let made = rustix::fs::memfd_create("anywarp", rustix::fs::MemfdFlags::CLOEXEC)?;
         let _another_thread_was_faster = file.set(made);
     }
@@ -67,7 +67,7 @@ impl Context {
     /// Whether a descriptor is a copy of a context's [`Self::command`].
     pub fn is_own_descriptor(fd: RawFd) -> bool {
         let Ok(own) = command() else { return false };
-        // A copy: the program's own may be closed at any time.
+        // The copy is examined, because the program may close its own descriptor at any time.
         let Some(copy) = fd::duplicate(fd) else {
             return false;
         };

@@ -1,9 +1,9 @@
-//! Faults on demand, carried out: `ANYWARP_FAULTS=SETTINGS` or `@FILE`, `ANYWARP_FAULTS_FILE=FILE`, or `anywarp run
-//! --faults`. What they mean is in [`anywarp_core::fault`] and `docs/faults.md`.
+//! Injects faults: `ANYWARP_FAULTS=SETTINGS` or `@FILE`, `ANYWARP_FAULTS_FILE=FILE`, or `anywarp run --faults`. The
+//! settings are described in [`anywarp_core::fault`] and `docs/faults.md`.
 //!
-//! Datagrams pass through here on their way to the socket and from it; what is to be late waits in one queue of the
-//! process. Requests to reliable connections pass when they are posted. Off by default: a queue pair then has nothing
-//! of this, and looks at that.
+//! Faults are injected into datagrams between queue pair and socket, in both directions, and into requests to reliable
+//! connections when they are posted. Delayed datagrams wait in one queue of the process. Fault injection is off by
+//! default: a queue pair then has no `Faults`, and only checks that.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -31,9 +31,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-// ---------------------------------------------------------------------- what is asked for
+// ---------------------------------------------------------------------- settings
 
-/// What the environment asks for, read once. `Err`: it cannot be read, which is said once.
+/// The settings of the environment, which are read once. `Err`: they cannot be read or parsed, which is logged once.
 fn plan() -> Result<Option<&'static Plan>, ()> {
     static PLAN: OnceLock<Result<Option<Plan>, ()>> = OnceLock::new();
     let plan = PLAN.get_or_init(|| match read() {
@@ -54,7 +54,7 @@ fn plan() -> Result<Option<&'static Plan>, ()> {
     }
 }
 
-/// `EINVAL` when the environment asks for faults that cannot be understood: a test without them would prove nothing.
+/// `EINVAL` if the settings of the environment cannot be parsed: a test without the faults would prove nothing.
 pub(crate) fn check() -> io::Result<()> {
     match plan() {
         Ok(_) => Ok(()),
@@ -91,23 +91,23 @@ fn from_file(path: &Path) -> Result<Plan, String> {
     Plan::parse(&text).map_err(|e| format!("{}, {e}", path.display()))
 }
 
-// ---------------------------------------------------------------------- what was done
+// ---------------------------------------------------------------------- counters
 
-/// Counters of this process.
+/// Counters of this process, for the summary.
 #[derive(Default)]
 struct Done {
     queue_pairs: AtomicU32,
     requests: AtomicU64,
     datagrams: AtomicU64,
-    /// Datagrams that were lost because too many were late.
+    /// Datagrams that were dropped because too many were delayed.
     overflowed: AtomicU64,
-    /// By line of the rule, and action.
+    /// Injected faults, by line of the rule and by action.
     faults: Mutex<BTreeMap<(Option<u32>, String), u64>>,
 }
 
 static DONE: PerProcess<Done> = PerProcess::new(Done::default);
 
-/// What the summary says; nothing when there was no queue pair.
+/// The text of the summary; `None` if there was no queue pair.
 fn summary(plan: &Plan, done: &Done) -> Option<String> {
     let queue_pairs = done.queue_pairs.load(Ordering::Relaxed);
     if queue_pairs == 0 {
@@ -119,7 +119,7 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
         done.requests.load(Ordering::Relaxed),
         done.datagrams.load(Ordering::Relaxed),
     );
-    // Somebody who is in the middle of counting will not go on.
+    // The process exits: a thread that holds this lock may never release it.
     let faults = done.faults.try_lock().ok()?;
     if faults.is_empty() {
         text.push_str(" no fault");
@@ -139,7 +139,7 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
     Some(text)
 }
 
-/// The process ends: what is late leaves now, and what was done is told.
+/// Sends the delayed datagrams and prints the summary when the process exits.
 extern "C" fn at_exit() {
     let Ok(Some(plan)) = plan() else { return };
     if let Ok(mut late) = LATE.get().try_lock() {
@@ -159,11 +159,11 @@ extern "C" fn at_exit() {
     }
 }
 
-/// Counts and logs what happens to one thing.
+/// Counts and logs the faults of one request or datagram.
 fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
     let mut faults = lock(&DONE.get().faults);
     for cause in &decision.causes {
-        // How late it is differs from one to the next: counted as one.
+        // The time of a delay differs between datagrams: all delays are counted as one fault.
         let name = match cause.action {
             Action::Delay(_) => "delay".to_owned(),
             Action::Slow(_) => "slow".to_owned(),
@@ -181,7 +181,7 @@ fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
             let why = cause
                 .line
                 .map_or_else(String::new, |line| format!(" (line {line})"));
-            // No number that another run would not have.
+            // The line has only numbers that are the same in each run.
             log::write(
                 level,
                 format_args!(
@@ -195,15 +195,15 @@ fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
     }
 }
 
-// ---------------------------------------------------------------------- what is late
+// ---------------------------------------------------------------------- delayed datagrams
 
-/// Receives datagrams that passed the faults.
+/// Receives the datagrams that arrived and were not dropped.
 pub(crate) trait Deliver: Send + Sync {
     /// A datagram arrived.
     fn deliver(&self, arrival: &Arrival, bytes: &[u8]);
 }
 
-/// A datagram that is late.
+/// A delayed datagram.
 enum Held {
     Out(Arc<UdpSocket>, TxDatagram, Option<IpAddr>),
     In(Weak<dyn Deliver>, Arrival, Vec<u8>),
@@ -217,7 +217,7 @@ impl Held {
         }
     }
 
-    /// Its time has come. False: the socket has no room.
+    /// Sends or delivers the datagram. False: the socket has no room.
     fn go(&self) -> bool {
         match self {
             Self::Out(socket, datagram, from) => !matches!(
@@ -234,7 +234,7 @@ impl Held {
     }
 }
 
-/// When a datagram goes, and its number: of two with one time the older is first.
+/// When a delayed datagram is sent or delivered, and its number: of two with the same time the older goes first.
 type Key = (Instant, u64);
 
 #[derive(Default)]
@@ -248,10 +248,10 @@ struct Late {
 
 static LATE: PerProcess<Mutex<Late>> = PerProcess::new(Mutex::default);
 
-/// Pause before a full socket is tried again.
+/// Pause before a datagram is sent again to a socket that had no room.
 const AGAIN: Duration = Duration::from_millis(1);
 
-/// Keeps a datagram until `at`.
+/// Delays a datagram until `at`. `None`: too many are delayed, and it is dropped.
 fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
     let mut late = lock(LATE.get());
     let len = held.len();
@@ -268,7 +268,7 @@ fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
     Some(key)
 }
 
-/// Takes one out before its time.
+/// Takes a delayed datagram out of the queue before its time.
 fn release(key: Key) -> Option<Held> {
     let mut late = lock(LATE.get());
     let held = late.held.remove(&key)?;
@@ -304,7 +304,7 @@ impl Late {
     }
 }
 
-/// Lets go what is due.
+/// Sends and delivers the delayed datagrams that are due.
 struct Clock(&'static Engine);
 
 impl Source for Clock {
@@ -332,19 +332,19 @@ impl Source for Clock {
 
 // ---------------------------------------------------------------------- a queue pair
 
-/// One way of a queue pair's datagrams.
+/// The state of one direction of a queue pair's datagrams.
 #[derive(Default)]
 struct Way {
-    /// What was decided of the next datagrams and could not be done yet.
+    /// Decisions for the next datagrams, which the socket had no room for yet.
     decided: VecDeque<Decision>,
-    /// Waits for the next one to pass.
+    /// The delayed datagram that waits until the next one has overtaken it.
     parked: Option<Key>,
-    /// When all that was sent before has left, at the rate that was set.
+    /// When everything that was sent before has left, at the configured rate.
     busy: Option<Instant>,
 }
 
 impl Way {
-    /// When something of `len` bytes that is to be late goes; none: at once.
+    /// When a datagram or request of `len` bytes may go; `None`: at once.
     fn due(&mut self, decision: &Decision, len: u64, now: Instant) -> Option<Instant> {
         let mut at = now + decision.delay;
         if let Some(rate) = decision.rate {
@@ -357,12 +357,12 @@ impl Way {
     }
 }
 
-/// How long `len` bytes take.
+/// How long `len` bytes take at `rate` bytes per second.
 fn time_of(len: u64, rate: u64) -> Duration {
     Duration::from_secs_f64(len as f64 / rate.max(1) as f64)
 }
 
-/// What goes wrong in one queue pair.
+/// The fault injection of one queue pair.
 pub(crate) struct Faults {
     engine: &'static Engine,
     lane: Mutex<Lane>,
@@ -370,21 +370,22 @@ pub(crate) struct Faults {
     into: Mutex<Way>,
 }
 
-/// What becomes of a request to a stream.
+/// The effect of the injected faults on a posted request.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct RequestEffect {
-    /// It fails, and is not sent.
+    /// The request is not sent, and fails with this status.
     pub(crate) fails: Option<anywarp_core::verbs::wc::Status>,
-    /// The connection is cut.
+    /// The connection is reset.
     pub(crate) kill: bool,
-    /// Nothing is sent before then.
+    /// Nothing is sent before this time.
     pub(crate) not_before: Option<Instant>,
-    /// Also when sending waits already. The delay of the link does not: who posts without a pause would never send.
+    /// The delay also extends one that is running. The delay of the link does not: a program that posts without a pause
+    /// would otherwise never send.
     pub(crate) extends: bool,
 }
 
 impl Faults {
-    /// For a new queue pair; none when nothing is asked for.
+    /// The fault injection of a new queue pair; `None` if no faults are configured.
     pub(crate) fn of(engine: &'static Engine, number: u32) -> Option<Self> {
         let plan = plan().ok().flatten()?;
         let nth = DONE.get().queue_pairs.fetch_add(1, Ordering::Relaxed) + 1;
@@ -397,7 +398,8 @@ impl Faults {
         })
     }
 
-    /// A request of `len` bytes is posted. `rnr`: how often it may find the peer not ready, and for how long each time.
+    /// Decides about a posted request of `len` bytes. `rnr`: how often it is repeated when the peer is not ready (RNR
+    /// retry count), and the code of the RNR timer.
     pub(crate) fn request(
         &self,
         what: What,
@@ -433,13 +435,14 @@ impl Faults {
         if service == Service::Stream {
             effect.not_before = lock(&self.out).due(&decision, len, now);
         } else if effect.kill && effect.fails.is_none() {
-            // Its peer is not heard of any more.
+            // There is no connection to reset: the request fails as if the peer no longer answered.
             effect.fails = Some(anywarp_core::verbs::wc::Status::RetryExceeded);
         }
         effect
     }
 
-    /// As [`UdpSocket::send`]: how many datagrams of the front of the list are on their way, or lost.
+    /// Sends datagrams from the front of the list like [`UdpSocket::send`]; returns how many were sent, delayed or
+    /// dropped.
     pub(crate) fn send(
         &self,
         socket: &Arc<UdpSocket>,
@@ -457,7 +460,7 @@ impl Faults {
                 out.decided.push_back(decision);
             }
         }
-        // One alone passes what waits for that.
+        // If a datagram waits to be overtaken, exactly one is sent before it.
         let most = if out.parked.is_some() { 1 } else { usize::MAX };
         let clean = out.decided.iter().take(most);
         let clean = clean.take_while(|f| f.is_nothing()).count();
@@ -466,7 +469,7 @@ impl Faults {
                 let sent = socket.send(whole, from, run_max);
                 let gone = match &sent {
                     Ok(n) => *n,
-                    // The caller gives the first one up.
+                    // The caller drops the first datagram.
                     Err(Io::Broken(_)) => 1,
                     Err(_) => 0,
                 };
@@ -493,7 +496,7 @@ impl Faults {
         Ok(passed)
     }
 
-    /// One datagram that something happens to.
+    /// Injects the faults of `decision` into one datagram, and sends it unless it is dropped.
     fn send_one(
         &self,
         out: &mut Way,
@@ -538,12 +541,12 @@ impl Faults {
         }
     }
 
-    /// What was to be sent and was decided of is thrown away.
+    /// Discards the decisions for datagrams that are not going to be sent.
     pub(crate) fn forget(&self) {
         lock(&self.out).decided.clear();
     }
 
-    /// A datagram arrived for `sink`.
+    /// Injects faults into a datagram that arrived for `sink`, and delivers it unless it is dropped.
     pub(crate) fn receive(&self, sink: &Weak<dyn Deliver>, arrival: &Arrival, bytes: &[u8]) {
         DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
         let decision = {
@@ -620,7 +623,7 @@ mod tests {
                 Some(now + Duration::from_millis(n))
             );
         }
-        // A pause is not made up for.
+        // The rate is not exceeded to make up for a pause.
         let later = now + Duration::from_secs(1);
         assert_eq!(
             way.due(&slow, 1000, later),

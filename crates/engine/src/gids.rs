@@ -1,10 +1,11 @@
-//! The GID table: the addresses of the host, each at a place that it keeps for as long as it is there.
+//! The GID table: the IP addresses of the host. Each address keeps its index for as long as the host has it.
 //!
-//! Address vectors name their source by its place, so no place may shift when an address comes or goes: what is gone
-//! leaves an empty place behind, what comes takes the first empty one. A netlink socket says that something changed; every
-//! reader looks at it first, so nobody sees an old table. The worker tells the open devices (`ibv_get_async_event(3)`).
+//! Address vectors name their source by its index, so no index may shift when an address is added or removed: a removed
+//! address leaves an empty entry behind, and a new address takes the first empty entry. A netlink socket reports
+//! changes. Every reader of the table checks that socket first, so no reader sees an outdated table. The worker
+//! notifies the open devices (`ibv_get_async_event(3)`).
 //!
-//! The port is the interface that the first place's address is on, and it is down while that interface is.
+//! The port is the network interface that has the address of the first entry. The port is down while that interface is.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -25,24 +26,25 @@ use crate::sys::host;
 use crate::sys::host::HostLink;
 use crate::sys::thread::Uncancelled;
 
-/// Places of the table.
+/// Entries of the GID table.
 ///
-/// More than the addresses of almost every host, so that some are empty, as on a card; programs ask for each of them in
-/// turn, and an address vector has one byte for the place.
+/// Almost every host has fewer addresses, so that some entries are empty, as on an adapter. Not more than this, because
+/// programs query each entry in turn, and an address vector has one byte for the index.
 pub const PLACES: usize = 64;
-/// Pause before a host that could not be asked is asked again, if nobody looks.
+/// Pause after which the worker reads the addresses again when reading them failed, unless a reader of the table does
+/// so first.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Messages of the kernel that one look takes.
+/// Netlink messages that one check for changes receives, at most.
 const LOOK: usize = 256;
-/// `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR`.
+/// Netlink groups that report changes: `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR`.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100;
 
-/// What changed of the port.
+/// Changes of the port and its addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct News {
     /// Numbers of asynchronous events, in the order in which they happened.
     pub(crate) events: Vec<u32>,
-    /// Addresses of interfaces that have another hardware address now.
+    /// Addresses of interfaces whose hardware address has changed.
     pub(crate) moved: Vec<IpAddr>,
 }
 
@@ -52,13 +54,13 @@ impl News {
     }
 }
 
-/// Who is told of changes.
+/// An object that is notified of changes of the port.
 pub(crate) trait Listener: Send + Sync {
-    /// Something changed.
+    /// The port or its addresses changed.
     fn port_changed(&self, news: &News);
 }
 
-/// The table as it is.
+/// The contents of the GID table.
 #[derive(Debug, Default)]
 struct Places {
     entries: Vec<Option<Gid>>,
@@ -67,14 +69,14 @@ struct Places {
     home: Option<u32>,
     up: bool,
     news: News,
-    /// The host could not be asked: it is again.
+    /// Reading the addresses from the host failed, and has to be repeated.
     stale: bool,
-    /// When the worker asks it.
+    /// When the worker repeats the reading that failed.
     again: Option<Instant>,
 }
 
 impl Places {
-    /// Those of the host.
+    /// A table with the present addresses of the host.
     fn of_host() -> Self {
         let mut places = Self::default();
         places.refresh(listing(), host::host_links());
@@ -85,7 +87,7 @@ impl Places {
         places
     }
 
-    /// What the host answered. One that did not answer has the addresses that it had.
+    /// Updates the table with what was read from the host. If reading failed (`None`), the table keeps its addresses.
     fn refresh(&mut self, addresses: Option<Vec<Gid>>, links: Option<Vec<HostLink>>) {
         self.stale = addresses.is_none() || links.is_none();
         if let (Some(addresses), Some(links)) = (addresses, links) {
@@ -106,7 +108,7 @@ impl Places {
         first.map_or(1, |g| lid_of(g.ip))
     }
 
-    /// Brings the table up to date, and notes what is new.
+    /// Updates the table, and adds the changes to `news`.
     fn update(&mut self, addresses: Vec<Gid>, links: Vec<HostLink>) {
         let lid = self.lid();
         let mut changed = false;
@@ -124,7 +126,7 @@ impl Places {
             match self.entries.iter_mut().find(|place| place.is_none()) {
                 Some(place) => *place = Some(gid),
                 None if room => self.entries.push(Some(gid)),
-                // The host has more: those that were there first stay.
+                // The table is full: the addresses that are in it stay.
                 None => continue,
             }
             changed = true;
@@ -132,7 +134,7 @@ impl Places {
         if let Some(Some(first)) = self.entries.first() {
             self.home = Some(first.interface);
         }
-        // Where links cannot be listed an address is all there is to go by.
+        // Where links cannot be listed, their state is not known: the port counts as up.
         let up = links.is_empty() || links.iter().any(|l| Some(l.index) == self.home && l.up);
         if up != self.up {
             self.up = up;
@@ -160,10 +162,11 @@ impl Places {
     }
 }
 
-/// Keeps the table of this process.
+/// The GID table of this process, and the socket that reports its changes.
 struct Watch {
     engine: &'static Engine,
-    /// Says that something changed; where there is no such socket every look is at the host itself.
+    /// The netlink socket that reports changes. Without it, every reader of the table reads the addresses from the
+    /// host.
     fd: Option<EngineFd>,
     token: OnceLock<Token>,
     places: Mutex<Places>,
@@ -182,10 +185,10 @@ fn socket() -> std::io::Result<EngineFd> {
 }
 
 impl Watch {
-    /// The one of this process, made with the first device that is opened.
+    /// The watch of this process. It is created when the first device is opened.
     fn of(engine: &'static Engine) -> &'static Arc<Self> {
         WATCH.get().get_or_init(|| {
-            // The socket first: what changes meanwhile is looked at again.
+            // The socket is opened before the addresses are read, so that it reports every change after the reading.
             let fd = socket()
                 .inspect_err(|e| log!(Info, "cannot watch the host's addresses: {e}"))
                 .ok();
@@ -202,7 +205,7 @@ impl Watch {
             if let Some(fd) = &watch.fd
                 && let Err(e) = engine.watch(token, fd.get(), false)
             {
-                // The table follows all the same: its readers look.
+                // The table is still up to date for its readers: each of them checks the socket.
                 log!(Info, "cannot wait for changes of the host's addresses: {e}");
             }
             watch
@@ -213,16 +216,16 @@ impl Watch {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the kernel says that something changed since the last look.
+    /// Whether the kernel has reported a change since the last call.
     fn changed(&self) -> bool {
         let Some(fd) = &self.fd else { return true };
         let mut changed = false;
         for _ in 0..LOOK {
-            // What it says is not read: the host is asked.
+            // The content of the message is not needed: all addresses are read from the host again.
             let mut message = [0_u8; 1];
             match rustix::net::recv(fd.get(), &mut message, RecvFlags::TRUNC) {
                 Err(rustix::io::Errno::AGAIN) => break,
-                // More happened than the socket has room for.
+                // `NOBUFS`: more messages arrived than the socket has room for.
                 Ok(_) | Err(rustix::io::Errno::NOBUFS) => changed = true,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return true,
@@ -231,11 +234,12 @@ impl Watch {
         changed
     }
 
-    /// The table as it is now. Listeners are told by the worker: the caller may hold locks of theirs.
+    /// The table, updated if something changed. The worker notifies the listeners, because the caller may hold locks
+    /// that they need.
     fn look(&self) -> MutexGuard<'_, Places> {
         let mut places = self.lock();
         if self.changed() || places.stale {
-            // A thread that polls may be the one that looks.
+            // The caller may be a thread of the program that polls, and reading the addresses has cancellation points.
             let _inside = Uncancelled::new();
             places.refresh(listing(), host::host_links());
             let now = clock::now();
@@ -282,7 +286,7 @@ impl Source for Watch {
     }
 }
 
-/// Tells `who` of changes from now on.
+/// Notifies `who` of changes of the port from now on.
 pub(crate) fn listen(engine: &'static Engine, who: Weak<dyn Listener>) {
     let mut all = Watch::of(engine)
         .listeners
@@ -297,27 +301,27 @@ pub(crate) fn listen(engine: &'static Engine, who: Weak<dyn Listener>) {
 fn look<R>(at: impl FnOnce(&Places) -> R) -> R {
     match WATCH.get().get() {
         Some(watch) => at(&watch.look()),
-        // Nobody opened the device yet.
+        // The device has not been opened yet.
         None => at(&Places::of_host()),
     }
 }
 
-/// Every place up to the last one that was ever taken.
+/// The entries of the GID table, up to the last one that was ever in use.
 pub fn table() -> Vec<Option<Gid>> {
     look(|places| places.entries.clone())
 }
 
-/// The addresses that are there.
+/// The addresses of the GID table, without its empty entries.
 pub fn gids() -> Vec<Gid> {
     look(|places| places.entries.iter().flatten().cloned().collect())
 }
 
-/// The address at a place.
+/// The address at an index of the GID table.
 pub fn at(place: usize) -> Option<Gid> {
     look(|places| places.entries.get(place).cloned().flatten())
 }
 
-/// The place of an address.
+/// The index of an address in the GID table.
 pub fn place_of(ip: IpAddr) -> Option<u8> {
     look(|places| {
         let mut entries = places.entries.iter();
@@ -331,8 +335,9 @@ pub fn is_up() -> bool {
     look(|places| places.up)
 }
 
-/// The address that a LID means: the first one of this host if it has that LID, or the host of the same network whose
-/// address has those low 16 bits. (The other addresses of this host have no LID: that of 127.0.0.1 would hide x.y.0.1.)
+/// The address that a LID stands for: the first address of this host if it has that LID, otherwise the address in the
+/// same network that has those low 16 bits. (The other addresses of this host have no LID: that of 127.0.0.1 would hide
+/// x.y.0.1.)
 pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     let first = gids().first()?.ip;
     if lid_of(first) == lid {
@@ -349,7 +354,8 @@ pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     }
 }
 
-/// A number that tells hosts apart and does not change: from the first hardware address, or the first IP address.
+/// The node GUID: a number that distinguishes hosts and does not change. It is made from the first hardware address, or
+/// from the first IP address.
 pub fn node_guid() -> u64 {
     static GUID: OnceLock<u64> = OnceLock::new();
     *GUID.get_or_init(|| {
@@ -431,7 +437,7 @@ mod tests {
         places.update(vec![a.clone(), c.clone()], links());
         assert_eq!(shown(&places), some(&["10.0.0.1", "", "10.0.0.3"]));
         assert_eq!(std::mem::take(&mut places.news).events, [event::GID_CHANGE]);
-        // However the host lists them.
+        // The order in which the host lists the addresses does not matter.
         places.update(vec![c.clone(), a.clone()], links());
         assert_eq!(shown(&places), some(&["10.0.0.1", "", "10.0.0.3"]));
         assert!(places.news.is_empty());
@@ -442,7 +448,7 @@ mod tests {
         );
     }
 
-    /// There was no descriptor to ask with: nothing is known to have changed.
+    /// Reading the addresses fails, for example, when there is no free descriptor. No change is reported then.
     #[test]
     fn a_host_that_does_not_answer_keeps_its_addresses() {
         let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 1));
@@ -481,7 +487,7 @@ mod tests {
             std::mem::take(&mut places.news).events
         };
         let two = link(2, true, 2);
-        // Its only address goes, the interface stays.
+        // The interface loses its only address, and stays up.
         let events = news(&mut places, &[&b], &[link(1, true, 1), two.clone()]);
         assert_eq!(events, [event::GID_CHANGE, event::LID_CHANGE]);
         assert!(places.up);
@@ -492,7 +498,7 @@ mod tests {
             events,
             [event::PORT_ACTIVE, event::GID_CHANGE, event::LID_CHANGE]
         );
-        // The interface is gone; another one's new address takes the place, and the port is there.
+        // The interface is gone. The port is up again when a new address of another interface takes the first entry.
         let events = news(&mut places, &[&b], std::slice::from_ref(&two));
         assert_eq!(
             events,

@@ -18,7 +18,7 @@ pub enum Rank {
     Ports,
     /// The numbers in use of one QPN port.
     PortIndexes,
-    /// The list of half-open connections, held while each is asked for its state.
+    /// The list of half-open connections. It is held while the state of each is read.
     HalfOpen,
     /// The socket whose readiness events are off, held while they are changed by its queue pair.
     DisarmedSocket,

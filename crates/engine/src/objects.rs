@@ -1,4 +1,5 @@
-//! Objects that a context makes: regions, completion queues, shared receive queues.
+//! Objects that a context creates: memory regions, device memory, completion queues, shared receive queues, queue
+//! pairs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,7 +25,7 @@ use crate::random::random_u32;
 use crate::sys::pages;
 use crate::sys::pages::Pages;
 
-/// A completion channel: its events are C objects of completion queues.
+/// A completion channel. Each event is the address of the C object of a completion queue.
 pub type CompChannel = Channel<usize>;
 
 /// A completion queue.
@@ -85,7 +86,7 @@ impl CompletionQueue {
         }))
     }
 
-    /// Takes up to `max` completions; an empty queue makes one pass over the sockets first.
+    /// Takes up to `max` completions. If the queue is empty, the sockets that are ready are handled first.
     pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
         self.engine.count_poll();
         let n = self.core.poll(max, &mut each);
@@ -96,12 +97,12 @@ impl CompletionQueue {
         self.core.poll(max, each)
     }
 
-    /// Takes up to `max` completions that are there.
+    /// Takes up to `max` completions that are in the queue. The sockets are not handled.
     pub fn poll_waiting(&self, max: usize, each: impl FnMut(usize, Completion)) -> usize {
         self.core.poll(max, each)
     }
 
-    /// Asks for an event at the next completion (`ibv_req_notify_cq(3)`).
+    /// Requests an event for the next completion (`ibv_req_notify_cq(3)`).
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
         self.engine.on_arm();
@@ -117,7 +118,7 @@ pub struct MemoryRegion {
     pin: Mutex<Option<Pin>>,
 }
 
-/// What may be changed of a region (`ibv_rereg_mr(3)`).
+/// Changes of a memory region (`ibv_rereg_mr(3)`).
 #[derive(Debug, Clone, Default)]
 pub struct Reregistration {
     /// New address and length.
@@ -144,7 +145,8 @@ fn lock_limit() -> u64 {
         .unwrap_or(u64::MAX)
 }
 
-/// Pins or brings in what a region without paging on demand has, as the environment asks.
+/// Locks or brings in the pages of a region, as the environment configures. A region with on-demand paging is left
+/// alone.
 fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Misuse>> {
     if access.has(Access::ON_DEMAND) {
         return Ok(None);
@@ -211,11 +213,11 @@ impl MemoryRegion {
         self.pin.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A region that swallows what is written to it and gives zeroes.
+    /// A region that discards what is written to it, and from which zeroes are read.
     pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
         type Areas = OnceLock<Option<(Pages, Pages)>>;
         static AREA: PerProcess<Areas> = PerProcess::new(OnceLock::new);
-        // One of each serves all: nobody reads the one, nobody writes the other.
+        // All null regions share both areas: the sink is never read, and the zeroes are never written.
         let area = AREA.get().get_or_init(|| {
             let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
             Some((Pages::repeated(len)?, Pages::zeroes(len)?))
@@ -239,7 +241,8 @@ impl MemoryRegion {
         })
     }
 
-    /// The same registration once more, found by the upper 24 bits of its keys (`ibv_import_mr(3)`). It does not end it.
+    /// A second handle of a registration, which is found by the upper 24 bits of its keys (`ibv_import_mr(3)`). When
+    /// the handle is dropped, the registration stays.
     pub fn import(engine: &'static Engine, pd: &Arc<Pd>, index: u32) -> Option<Self> {
         let region = engine.rnic.regions.find(index)?;
         (region.pd() == pd.id()).then(|| Self {
@@ -250,7 +253,7 @@ impl MemoryRegion {
         })
     }
 
-    /// The registration as it is now.
+    /// The current registration.
     pub fn region(&self) -> Arc<Region> {
         Arc::clone(&self.region.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -312,18 +315,18 @@ impl MemoryRegion {
     }
 }
 
-/// Memory of the device: zeroed pages of this process that only copying functions and regions reach.
+/// Device memory: zeroed pages of this process, which are accessed only by copying functions and through regions.
 #[derive(Debug)]
 pub struct DeviceMemory {
     pages: Pages,
     len: usize,
 }
 
-/// Bytes of device memory that are given out.
+/// Bytes of device memory that are allocated.
 static DEVICE_MEMORY: AtomicUsize = AtomicUsize::new(0);
 
 impl DeviceMemory {
-    /// `len` bytes at the start of a page; `None` if so much is not left.
+    /// Allocates `len` bytes at the start of a page; `None` if less is left.
     pub fn new(len: usize) -> Option<Self> {
         let most = bounds::DEVICE_MEMORY_MAX;
         DEVICE_MEMORY
@@ -345,12 +348,12 @@ impl DeviceMemory {
         self.pages.start()
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is none: never.
+    /// Whether the length is zero, which it never is.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -419,7 +422,7 @@ impl SharedReceive {
         Ok(())
     }
 
-    /// Fewer receives are posted than the limit says.
+    /// Raises the event for fewer posted receives than the limit of the queue.
     pub fn tell_limit(&self) {
         self.context.events.push(AsyncItem {
             event: event::SRQ_LIMIT_REACHED,
@@ -437,7 +440,7 @@ pub enum QueuePair {
     Dgram(Arc<crate::dgram::DgramQp>),
 }
 
-/// What to say of work that was refused: its place in the list and why.
+/// A work request that was refused: its index in the list, and the reason.
 pub type Refused = (usize, Misuse);
 
 impl QueuePair {
@@ -457,7 +460,7 @@ impl QueuePair {
         }
     }
 
-    /// Whether the program told it itself whom to connect to, and not the connection manager.
+    /// Whether the program names the peer itself (`ibv_modify_qp(3)`), without the connection manager.
     pub fn names_its_peer(&self) -> bool {
         match self {
             Self::Rc(qp) => qp.route().is_some_and(|route| route.qpn != 0),
@@ -476,7 +479,7 @@ impl QueuePair {
         }
     }
 
-    /// The same with functions that make a request where it will lie.
+    /// Posts send requests, which functions write to their place in the send queue, until one is refused.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), Refused>
     where
@@ -528,7 +531,7 @@ impl QueuePair {
         }
     }
 
-    /// The queue pair goes away.
+    /// Destroys the queue pair.
     pub fn destroy(&self) {
         match self {
             Self::Rc(qp) => qp.destroy(),
@@ -552,11 +555,11 @@ mod tests {
     use super::*;
     use crate::engine::engine;
 
-    /// Each bit of index and key is set in half of them, none tells of the one before, and none comes twice.
+    /// Each bit of index and key is set in half of all STags. No STag depends on the one before, and each is different.
     #[test]
     fn stags_have_no_pattern() {
         const MANY: usize = 4096;
-        // Six standard deviations of MANY coins.
+        // Six standard deviations of the number of heads in `MANY` coin tosses.
         const SLACK: usize = 192;
         let engine = engine().unwrap();
         let pd = Arc::new(Pd::new());

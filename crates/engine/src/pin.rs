@@ -9,10 +9,10 @@ use crate::process::PerProcess;
 use crate::sys::pages;
 use std::collections::BTreeMap;
 
-/// Why pages could not be had.
+/// Why pages could not be locked or brought in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// No page is there, or not with these rights.
+    /// The range is not mapped, or not with these rights.
     NotMapped,
     /// More would be locked than the process may lock (`ulimit -l`).
     Limit,
@@ -26,7 +26,7 @@ pub(crate) struct Pin {
 }
 
 impl Pin {
-    /// Does with the pages of a region what the environment asks for.
+    /// Locks or brings in the pages of a region, as the environment configures.
     pub(crate) fn take(start: u64, len: u64, write: bool) -> Result<Option<Self>, Refused> {
         match config().pages {
             Pages::Leave => return Ok(None),
@@ -45,15 +45,16 @@ impl Pin {
             .and_then(|e| e.checked_next_multiple_of(page));
         let end = end.ok_or(Refused::NotMapped)?;
         let start = start & !(page - 1);
-        // With the counts held: else another thread might unlock in between what is locked here.
+        // The counts stay locked during the system call: otherwise another thread might unlock the pages that are
+        // locked here.
         let mut counts = counts();
         counts.add(start, end);
         if pages::lock_pages(start, end - start).is_ok() {
             return Ok(Some(Self { start, end }));
         }
-        // The kernel leaves locked what it came to before it failed.
+        // When `mlock` fails, the pages that it has reached stay locked.
         counts.unlock(start, end);
-        // Both are said with the same errno: what is not there cannot be brought in either.
+        // The kernel has one errno for both reasons. Pages that are not mapped cannot be brought in either.
         Err(if pages::is_there(start, end - start, false) {
             Refused::Limit
         } else {

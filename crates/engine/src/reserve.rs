@@ -1,30 +1,32 @@
-//! What is left when the host has no more memory.
+//! A reserve of memory that serves allocations when malloc fails.
 //!
-//! Rust ends the process when an allocation fails, and the process is the program's. So what malloc refuses is served from
-//! a reserve: calls that are under way end in order, and those that would make or post something are refused with
-//! `ENOMEM` until there is memory again. Nothing is held for it but pages that nobody has touched.
+//! Rust aborts the process when an allocation fails, and the process belongs to the program. So an allocation that
+//! malloc refuses is served from a reserve: calls in progress finish in order, and calls that create objects or post
+//! requests fail with `ENOMEM` until malloc has memory again. The reserve consists of static pages, which take no
+//! memory of the host before they are used.
 //!
-//! One of the files where `unsafe` lives.
+//! This is one of the files that may have `unsafe` code.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Bytes that malloc must be able to give before there is memory again.
+/// Bytes that malloc must be able to allocate; otherwise the host counts as out of memory.
 const PROBE: usize = 1 << 20;
 
-/// Pieces of one size. Which of them are taken says one bit each, so that there is no lock that a fork could catch.
+/// Pieces of one size. One bit for each piece is set while it is taken. There is no lock, because a fork could happen
+/// while another thread holds it.
 struct Class {
     size: usize,
     count: usize,
-    /// Where its pieces begin.
+    /// Offset of its first piece in the reserve.
     at: usize,
-    /// Where its bits begin, in words.
+    /// Index of the first word of its bits.
     word: usize,
 }
 
-/// Sizes, and how many of each: small things of a few hundred calls, buffers of a few threads that send, and receive
-/// buffers ([`crate::reactor::RX_BUFFER_LEN`]) of a few that poll.
+/// The sizes of pieces, and how many there are of each: small objects of a few hundred calls, transmit buffers of a few
+/// threads, and receive buffers ([`crate::reactor::RX_BUFFER_LEN`]) of a few threads that poll.
 #[allow(
     clippy::indexing_slicing,
     reason = "computed by the compiler, which would say so"
@@ -63,10 +65,10 @@ const CLASSES: [Class; 7] = {
     classes
 };
 
-/// Bytes of all of them.
+/// Bytes of the reserve.
 const SIZE: usize = CLASSES[6].at + CLASSES[6].size * CLASSES[6].count;
 const WORDS: usize = CLASSES[6].word + 1;
-/// Strictest alignment: that of the pages.
+/// The strictest alignment that the reserve can serve, in bytes: that of its pages.
 const ALIGN: usize = 4096;
 
 #[repr(C, align(4096))]
@@ -77,7 +79,7 @@ unsafe impl Sync for Pages {}
 
 static PAGES: Pages = Pages(UnsafeCell::new([0; SIZE]));
 static TAKEN: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
-/// Bytes of the pieces that are taken.
+/// Bytes of all pieces that are taken.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 fn start() -> *mut u8 {
@@ -85,7 +87,7 @@ fn start() -> *mut u8 {
 }
 
 impl Class {
-    /// The words of its bits, and how many bits each has.
+    /// The words with the bits of this size, and how many bits each word has.
     fn words(&self) -> impl Iterator<Item = (&'static AtomicU64, usize)> {
         let count = self.count;
         let words = TAKEN.get(self.word..).unwrap_or(&[]);
@@ -93,7 +95,7 @@ impl Class {
         words.iter().zip(bits)
     }
 
-    /// Takes a piece: its number.
+    /// Takes a free piece and returns its number.
     fn take(&self) -> Option<usize> {
         for (i, (word, bits)) in self.words().enumerate() {
             loop {
@@ -110,7 +112,7 @@ impl Class {
     }
 }
 
-/// Takes a piece of the smallest size that has one.
+/// Takes a free piece of the smallest size that fits; null if there is none.
 fn take(layout: Layout) -> *mut u8 {
     for class in &CLASSES {
         // Each size is a multiple of every alignment that is not larger, up to that of the pages.
@@ -126,7 +128,7 @@ fn take(layout: Layout) -> *mut u8 {
     std::ptr::null_mut()
 }
 
-/// Gives a piece back.
+/// Returns a piece to the reserve.
 fn give_back(piece: *mut u8) {
     let at = piece.addr() - start().addr();
     let Some(class) = CLASSES.iter().rfind(|c| c.at <= at) else {
@@ -143,32 +145,33 @@ fn is_ours(piece: *mut u8) -> bool {
     piece.addr().wrapping_sub(start().addr()) < SIZE
 }
 
-/// Whether malloc has memory to give.
+/// Whether malloc can allocate memory.
 fn malloc_has_some() -> bool {
-    // SAFETY: any size may be asked for.
+    // SAFETY: malloc takes any size.
     let probe = unsafe { libc::malloc(PROBE) };
-    // A compiler that sees the pair may leave it out, and say that there was memory.
+    // Otherwise the compiler may remove both calls and assume that malloc had memory.
     let probe = std::hint::black_box(probe);
     // SAFETY: null or just allocated.
     unsafe { libc::free(probe) };
     !probe.is_null()
 }
 
-/// Whether the reserve is in use and there is nothing else: nothing new is made now.
+/// Whether the reserve is in use and malloc has no memory: no new objects are created then.
 pub fn is_scarce() -> bool {
     USED.load(Ordering::Relaxed) != 0 && !malloc_has_some()
 }
 
-/// Whether most of the reserve is in use: not even requests are taken now.
+/// Whether more than half of the reserve is in use and malloc has no memory: not even requests are accepted then.
 pub(crate) fn is_low() -> bool {
     USED.load(Ordering::Relaxed) > SIZE / 2 && !malloc_has_some()
 }
 
-/// The allocator of everything in our libraries: malloc, and behind it the reserve. The program's own is not touched.
+/// The allocator of the anywarp libraries: malloc, and the reserve when malloc fails. The program's own allocator is
+/// not replaced.
 #[derive(Debug)]
 pub struct Allocator;
 
-// SAFETY: pieces are malloc's or the reserve's, told apart by their addresses; each is given back to where it came from.
+// SAFETY: pieces are malloc's or the reserve's, distinguished by their addresses; each is returned to its origin.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise is malloc's.
@@ -177,7 +180,7 @@ unsafe impl GlobalAlloc for Allocator {
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as above.
+        // SAFETY: the caller's promise is malloc's.
         let piece = unsafe { System.alloc_zeroed(layout) };
         if !piece.is_null() {
             return piece;
@@ -226,7 +229,7 @@ unsafe impl GlobalAlloc for Allocator {
 mod tests {
     use super::*;
 
-    /// The tests share the one reserve with nobody: malloc has memory.
+    /// No other test uses the reserve, because malloc has memory.
     #[test]
     fn pieces_do_not_overlap_and_all_the_room_comes_back() {
         let mut pieces = Vec::new();
@@ -245,7 +248,7 @@ mod tests {
             let bytes = unsafe { std::slice::from_raw_parts(*piece, layout.size()) };
             assert!(bytes.iter().all(|b| b == value));
         }
-        // One grows: it moves to malloc, with what it holds.
+        // A piece that grows moves to malloc with its content.
         let (piece, layout, value) = pieces.pop().unwrap();
         // SAFETY: taken above, given up here.
         let moved = unsafe { Allocator.realloc(piece, layout, 100_000) };
@@ -262,7 +265,7 @@ mod tests {
         }
         assert_eq!(USED.load(Ordering::Relaxed), 0);
 
-        // Every last piece of every size, and each where no other is.
+        // Every piece of every size can be taken, and no two overlap.
         let mut all = Vec::new();
         for class in CLASSES.iter().rev() {
             for _ in 0..class.count {

@@ -1,4 +1,4 @@
-//! The counters that `anywarp stat` reads: a socket that gives them to other processes of the same user.
+//! The counters that `anywarp stat` reads, and the socket that serves them to other processes of the same user.
 //!
 //! Only with `ANYWARP_STAT` set. Then the first queue pair opens an abstract socket with the name `anywarp-stat-PID`; a process
 //! of the same user that connects gets the descriptor of a file in memory with one line for each queue pair. The counters
@@ -44,7 +44,7 @@ struct Registry {
 
 static REGISTRY: PerProcess<Registry> = PerProcess::new(Registry::default);
 
-/// Registers an object whose counters `anywarp stat` shows; `make` is called only if it may ask.
+/// Registers an object whose counters `anywarp stat` shows. `make` is called only if `ANYWARP_STAT` is set.
 pub(crate) fn register(engine: &'static Engine, make: impl FnOnce() -> Weak<dyn HasCounters>) {
     if !config().stat {
         return;

@@ -521,7 +521,8 @@ impl CmId {
     /// The agreed parameters, for `rdma_init_qp_attr(3)`: responder resources, initiator depth, retries, RNR retries.
     pub fn agreed(&self) -> (u8, u8, u8, u8) {
         let state = self.lock();
-        // Before it is accepted: what the peer asked for. An MPA Request names no retries, so there is no limit.
+        // Before the connection is accepted: the values of the peer's request. An MPA Request names no retries, so
+        // there is no limit.
         let (retry, rnr_retry) = match state.phase {
             Phase::Requested => (7, 7),
             _ => (state.param.retry_count, state.param.rnr_retry_count),

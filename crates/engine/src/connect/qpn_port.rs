@@ -68,7 +68,7 @@ impl std::fmt::Debug for Port {
     }
 }
 
-/// No port that is free for TCP and UDP: said with a number, for it becomes an errno.
+/// No port is free for both TCP and UDP. The error has an OS error number, because it becomes an errno.
 fn none_left() -> io::Error {
     io::Error::from_raw_os_error(libc::EADDRINUSE)
 }

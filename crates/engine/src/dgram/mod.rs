@@ -160,7 +160,7 @@ impl DgramQp {
         self.lock_now().0
     }
 
-    /// Locks the state and tells the core the time, which is returned too.
+    /// Locks the state and sets the time of the core. Returns that time too.
     fn lock_now(&self) -> (MutexGuard<'_, Inner>, Instant) {
         let mut inner = self.lock_timeless();
         let now = clock::now();

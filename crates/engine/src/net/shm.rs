@@ -437,7 +437,7 @@ impl Shm {
         self.taken_by_them() < self.places_until
     }
 
-    /// Tells the peer not to copy memory that our records name.
+    /// Forbids the peer to copy memory that our records name.
     pub(crate) fn withdraw(&self) {
         let watch = &self.watch;
         watch
@@ -720,7 +720,7 @@ mod tests {
             assert!(out.len() <= 100_000_000);
             let mut batch = TxBatch::default();
             batch.push_raw(&[1; 100]);
-            // It says to have taken what was never written.
+            // The peer claims to have taken bytes that were never written.
             assert!(matches!(
                 one.send(&batch, 0),
                 Io::Broken(_) | Io::Done(100) | Io::WouldBlock

@@ -42,11 +42,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What datagrams of a UDP port are for: a datagram queue pair.
+/// The receiver of datagrams of a UDP port: a datagram queue pair.
 pub(crate) trait DatagramSink: Send + Sync + 'static {
     /// Datagrams arrived from one source, in this order.
     fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>);
-    /// The socket has room again, which [`UdpPort::wait_writable`] asked for.
+    /// The socket has room again, after a call of [`UdpPort::wait_writable`].
     fn writable(&self);
 }
 

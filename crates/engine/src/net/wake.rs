@@ -1,4 +1,4 @@
-//! The flags of a shared ring: who sleeps and has to be woken, and who waits for room.
+//! The flags of a shared ring: whether an end sleeps and has to be woken, and whether it waits for room.
 //!
 //! Each is a store-load pair between two processes. The receiver sets `asleep`, then loads the position of the sender; the
 //! sender stores its position, then loads `asleep`. The same holds for `blocked` and the position of the receiver. The fences

@@ -1,6 +1,7 @@
 //! How a reliable queue pair gets its connection.
 //!
-//! Without the connection manager the program tells both ends the other's address and number (`ibv_modify_qp(3)`). The end
+//! Without the connection manager the program gives both ends the other's address and number (`ibv_modify_qp(3)`). The
+//! end
 //! with the smaller (address, number) dials the other's QPN port; the other end waits for it. Work requests may be posted
 //! meanwhile. A queue pair that is connected to itself gets a socket pair. With the connection manager, that one opens the
 //! connection and passes it to [`RcQp::attach_managed`].
@@ -121,7 +122,7 @@ impl RcQp {
             State::Rtr | State::Rts | State::Sqd => {
                 self.accept_peer(inner, startup, source, now);
             }
-            // The program has not said yet which of them is the peer.
+            // The program has not named the peer yet.
             State::Reset | State::Init if inner.parked.len() < PARKED_MAX => {
                 inner.parked.push((Arc::clone(startup), source));
             }

@@ -394,7 +394,7 @@ impl RcQp {
         self.lock().conn.is_draining()
     }
 
-    /// Where its peer is, if the program has said so.
+    /// The route to its peer, if the program has set it.
     pub fn route(&self) -> Option<Route> {
         self.lock().route
     }

@@ -53,11 +53,12 @@ impl RcQp {
                 let open = outcome == Outcome::Open;
                 let in_vain = open && before == Some(tcp.counts.rx_bytes);
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
-                    // A thread that polls often finds nothing.
+                    // This is frequent: a thread that polls mostly finds nothing.
                     if in_vain {
                         return;
                     }
-                    // Nothing is to be sent: the program gets the completion of what was received sooner without the rest.
+                    // Nothing is to be sent. Without the rest, the program gets the completion of what was received
+                    // sooner.
                     let idle = open && !tcp.blocked && tcp.watch().is_none();
                     if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
                         self.schedule(inner);
@@ -132,7 +133,7 @@ impl RcQp {
         self.schedule(inner);
     }
 
-    /// Arms the deadline that the connection asks for, and schedules a delayed acknowledgement.
+    /// Arms the deadline that the connection requests, and schedules a delayed acknowledgement.
     fn schedule(&self, inner: &mut Inner) {
         if let Some(at) = inner.conn.poll_timeout() {
             self.arm_deadline(inner, at);

@@ -9,7 +9,7 @@ pub(super) enum Timer {
     Redial,
     /// Posted requests fail, because the peer has to dial and did not.
     PeerDials,
-    /// The connection fails, because the peer asked for it and did not send the first message.
+    /// The connection fails, because the peer requested the connection and did not send the first message.
     FirstMessage,
     /// An injected delay ends: until then nothing is sent.
     Delay,

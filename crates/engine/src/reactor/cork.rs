@@ -7,7 +7,8 @@
 //!
 //! - Streams: [`Cork::on_post`] detects a burst, four posts with at most one idle poll between them. What the program waits
 //!   for behind two idle polls is sent at once.
-//! - Datagrams: the machine of each queue pair (`dgram::cork`) also asks how long ago the last run was sent: no
+//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent:
+//! no
 //!   acknowledgement of the peer brings the queue pair back to its sending side.
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
@@ -77,10 +78,11 @@ impl Cork {
         (before, then)
     }
 
-    /// A program posts to a stream; whether the request may be corked: it is part of a burst.
+    /// Records that the program posts to a stream. Returns whether the request is part of a burst, and may be corked.
     pub(super) fn on_post(&self) -> bool {
         let idle = self.idle_polls.load(Ordering::Relaxed);
-        // A program that waits for events polls once in vain after each and then sleeps, and would not send what is corked.
+        // After each event, a program that waits for events polls once without success and then sleeps: it would not
+        // send corked requests.
         if idle.wrapping_sub(self.armed_at.load(Ordering::Relaxed)) <= 1 {
             self.burst_posts.store(0, Ordering::Relaxed);
             return false;
@@ -92,7 +94,7 @@ impl Cork {
         let waited = idle.wrapping_sub(before) > 1;
         let posts = match self.burst_posts.load(Ordering::Relaxed) {
             posts if !waited => posts,
-            // One post goes at once after a wait, and the burst goes on.
+            // After a wait one request is sent at once, and the burst goes on.
             posts if posts > BURST_MIN_POSTS => BURST_MIN_POSTS - 1,
             _ => 0,
         };
@@ -100,13 +102,13 @@ impl Cork {
         posts >= BURST_MIN_POSTS
     }
 
-    /// A completion queue is armed.
+    /// Records that a completion queue is armed.
     pub(super) fn on_arm(&self) {
         let idle = self.idle_polls.load(Ordering::Relaxed);
         self.armed_at.store(idle, Ordering::Relaxed);
     }
 
-    /// A request is corked that was posted after so many idle polls.
+    /// Records that a request is corked which was posted after `idle_polls` idle polls.
     #[inline]
     pub(super) fn corked(&self, idle_polls: u64) {
         self.corked_at.store(idle_polls, Ordering::Release);
@@ -129,7 +131,7 @@ impl Cork {
         self.corked_at.load(Ordering::Acquire) != NOTHING_CORKED
     }
 
-    /// What is corked is about to be sent.
+    /// Records that the corked requests are about to be sent.
     pub(super) fn uncork(&self) {
         self.corked_at.store(NOTHING_CORKED, Ordering::Release);
     }
@@ -162,7 +164,7 @@ mod tests {
             polls(1);
         }
         assert!(cork.on_post());
-        // One post goes at once after a wait, and the next ones wait again.
+        // After a wait one request is sent at once, and the next ones are corked again.
         polls(2);
         assert!(!cork.on_post());
         polls(1);
@@ -176,14 +178,14 @@ mod tests {
             assert!(!cork.on_post());
         }
         assert!(cork.on_post());
-        // A program that waits for events polls once in vain after each.
+        // A program that waits for events polls once without success after each event.
         for _ in 0..2 * BURST_MIN_POSTS {
             cork.on_arm();
             assert!(!cork.on_post());
             polls(1);
             assert!(!cork.on_post());
         }
-        // And is like any other when it polls on.
+        // When it goes on polling, it is treated like any other program.
         polls(2);
         for _ in 0..BURST_MIN_POSTS {
             assert!(!cork.on_post());
@@ -198,7 +200,7 @@ mod tests {
         assert_eq!(next(), IdlePoll::Proceed { flush: false });
         cork.corked(cork.idle_polls());
         assert_eq!(next(), IdlePoll::Wait);
-        // More is posted in between: it waits again.
+        // More is posted in between: the requests wait again.
         cork.corked(cork.idle_polls());
         assert_eq!(next(), IdlePoll::Wait);
         assert_eq!(next(), IdlePoll::Proceed { flush: true });

@@ -1,9 +1,9 @@
 //! The hot socket: the one socket that had something to receive last is tried first.
 //!
-//! While one socket alone has something, a receive on it saves the system call that asks epoll which socket is ready. After
-//! many hits in a row its readiness events are turned off as well ([`Source::set_armed`](super::Source::set_armed)): each event costs the sender 0.3 µs,
-//! and on one host the sender is the peer. They are turned on again before any thread relies on them: when another socket
-//! becomes hot, and before a thread sleeps until a socket is ready.
+//! While one socket alone has something, a receive on it saves the call of epoll that returns which socket is ready.
+//! After many hits its readiness events are turned off as well ([`Source::set_armed`](super::Source::set_armed)): each
+//! event costs the sender 0.3 µs, and on one host the sender is the peer. They are turned on again before any thread
+//! relies on them: when another socket becomes hot, and before a thread sleeps until a socket is ready.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
@@ -11,13 +11,13 @@ use std::time::Instant;
 use super::sources::{Sources, Token};
 use crate::locks::{Mutex, Rank};
 
-/// Receives in vain after which a socket is no longer hot.
+/// Receives without success, in a row, after which a socket is no longer hot.
 const MISSES_MAX: usize = 256;
-/// Receives with success after which readiness events are turned off.
+/// Receives with success after which the readiness events of a hot socket are turned off.
 pub(super) const DISARM_AFTER_HITS: usize = 64;
-/// While receives succeed, all sockets are asked for at each of so many polls.
+/// Polls for each check of all sockets, while receives on the hot socket succeed.
 const POLL_ALL_EACH_HIT: u64 = 16;
-/// While receives are in vain, all sockets are asked for at each of so many polls.
+/// Polls for each check of all sockets, while receives on the hot socket find nothing.
 const POLL_ALL_EACH_MISS: u64 = 4;
 
 /// What a receive on the hot socket found.
@@ -25,7 +25,7 @@ const POLL_ALL_EACH_MISS: u64 = 4;
 pub(super) struct Tried {
     /// Something was received.
     pub(super) found: bool,
-    /// All sockets have to be asked for.
+    /// All sockets have to be checked.
     pub(super) poll_all: bool,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct HotSocket {
     hits: AtomicUsize,
     /// The source whose readiness events are off.
     disarmed: Mutex<Token>,
-    /// Whether there is one, or a thread is about to disarm one.
+    /// Whether a source is disarmed, or a thread is about to disarm one.
     is_disarmed: AtomicBool,
     /// Threads that sleep until a socket is ready.
     sleepers: AtomicUsize,

@@ -1,4 +1,4 @@
-//! Progress: who receives, sends and runs deadlines, the threads of the program or the worker thread.
+//! Progress: the threads of the program or the worker thread receive, send and run deadlines.
 //!
 //! 1. A thread that posts sends at once, or corks the request ([`cork`]).
 //! 2. A thread that polls an empty completion queue handles all sockets that are ready, and holds a [`lease`] for it.
@@ -7,8 +7,8 @@
 //! Two epoll sets: `sockets` has every socket. `worker` is what the worker sleeps in: it has `sockets` (one shot), the timers
 //! of the lease and of the first deadline, and an eventfd.
 //!
-//! The reactor knows nothing of queue pairs. They are [`Source`]s with a [`Token`], and may be [`DelayedAck`]s and users of
-//! [`PolledMemory`].
+//! The reactor does not depend on queue pairs: a queue pair is a [`Source`] with a [`Token`], and may be a
+//! [`DelayedAck`] and a user of [`PolledMemory`].
 
 mod buffers;
 mod cork;
@@ -53,19 +53,19 @@ use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
 
-/// Ready sockets that are asked for in one system call.
+/// Ready sockets that one system call returns, at most.
 const READY_MAX: usize = 32;
-/// While shared memory is polled and has something, sockets are asked for at each of so many idle polls: that is a system
-/// call, and polling memory is not.
+/// Idle polls for each check of the sockets, while polled memory has something to receive. Polling memory takes no
+/// system call, and checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
-/// The same while it has nothing.
+/// Idle polls for each check of the sockets, while polled memory has nothing to receive.
 const SOCKETS_EACH_MISS: u64 = 8;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
 /// A queue pair with delayed acknowledgements, or corked requests.
 pub(crate) trait DelayedAck: Send + Sync {
-    /// Sends them.
+    /// Sends the acknowledgements and the requests.
     fn flush(&self, now: Instant);
 
     /// Sends those that are due. The others are scheduled again: the calling thread polls and comes back soon.
@@ -84,7 +84,8 @@ pub(crate) trait PolledMemory: Send + Sync {
 
 /// Polled memory and the source that uses it.
 type PolledMemories = Vec<(Arc<dyn PolledMemory>, Weak<dyn Source>)>;
-/// Mostly one, which then takes no allocation: each message schedules one.
+/// Queue pairs with scheduled acknowledgements. Mostly there is one, which takes no allocation: each message schedules
+/// one.
 type DelayedAcks = SmallVec<[Arc<dyn DelayedAck>; 4]>;
 
 const TOKEN_SOCKETS: u64 = 1;
@@ -258,7 +259,8 @@ impl Reactor {
             self.hot.set(&self.sources, Token::NONE);
         }
         for event in events.iter().take(n) {
-            // Broken by one of the sources, or by another thread: the others are notified of that, not of closed connections.
+            // One of the sources or another thread has marked the device as broken: the other sources are notified of
+            // that, and not of closed connections.
             if self.is_broken() {
                 return false;
             }
@@ -278,7 +280,7 @@ impl Reactor {
     /// Handles the hot socket, or all that are ready; whether there was something. `turn` counts idle polls.
     fn poll_ready(&self, turn: u64, now: Instant) -> bool {
         let Tried { found, poll_all } = self.hot.try_recv(&self.sources, turn, now);
-        // What was received stays found if the other sockets have nothing.
+        // The result is true if the hot socket had something, even if the other sockets have nothing.
         let others = poll_all && self.poll_all(now);
         found || others
     }
@@ -291,7 +293,7 @@ impl Reactor {
         self.lease.count_poll();
     }
 
-    /// How often completion queues were polled, and how often in vain.
+    /// How often completion queues were polled, and how often such a poll found nothing.
     pub(crate) fn polls(&self) -> Polls {
         Polls {
             all: self.lease.polls(),
@@ -347,7 +349,7 @@ impl Reactor {
     #[inline]
     fn perform(&self, actions: Actions) {
         let take_sockets = || {
-            // The next ready socket would wake the worker for nothing.
+            // The next ready socket would needlessly wake the worker.
             let _ = epoll::modify(
                 self.worker.get(),
                 self.sockets.get(),

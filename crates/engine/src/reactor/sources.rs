@@ -108,7 +108,7 @@ impl Sources {
         slot.source.clone()
     }
 
-    /// A function that tells whether a token names a source, for the time that it is used.
+    /// Calls `use_it` with a function that returns whether a token names a source.
     pub(super) fn with_live<R>(&self, use_it: impl FnOnce(&dyn Fn(Token) -> bool) -> R) -> R {
         let slots = self.slots.read();
         use_it(&|token| {

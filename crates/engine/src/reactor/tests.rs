@@ -161,7 +161,7 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
 #[test]
 fn a_worker_that_spins_receives_what_arrives_meanwhile() {
     let (soon, late) = (Duration::ZERO, 2 * LONG);
-    // What arrived in time paid for one spin, and the next was in vain; what arrived late paid for none.
+    // An arrival in time adds credit; the next spin, in which nothing arrives, halves it. A late arrival adds none.
     let cases = [
         (0, soon, (true, 0)),
         (1, soon, (false, 1)),

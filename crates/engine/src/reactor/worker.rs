@@ -18,29 +18,30 @@ use crate::sys::thread;
 pub(crate) const THREAD_NAME: &str = "anywarp";
 /// Bytes of the worker's stack.
 const STACK_BYTES: usize = 512 * 1024;
-/// Times in a row that the worker handles ready sockets before it looks at its timers again.
+/// Times in a row that the worker handles ready sockets before it checks its timers again.
 pub(super) const ROUNDS_MAX: usize = 64;
 /// How long the worker spins for more before it sleeps: waking it takes longer, and part of that is the sender's time.
 const SPIN_FOR: Duration = Duration::from_micros(25);
-/// The time between two looks of a spinning worker: what arrives meanwhile is received, and acknowledged, together.
+/// The time between two checks of a spinning worker: everything that arrives meanwhile is received, and acknowledged,
+/// together.
 const SPIN_PAUSE: Duration = Duration::from_nanos(1000);
 
-/// Decides whether the worker spins before it sleeps: while that brings something. It brings nothing where the sender shares
-/// the worker's processor or sends seldom; there it is tried only now and then.
+/// Decides whether the worker spins before it sleeps. It spins while something arrives during the spins. Nothing does
+/// where the sender shares the worker's processor or sends seldom; there the worker spins only now and then.
 #[derive(Debug)]
 pub(super) struct SpinBudget {
     spin_for: Duration,
     credit: u32,
-    /// Sleeps without spinning.
+    /// How often the worker slept without spinning.
     sleeps: u32,
 }
 
 impl SpinBudget {
-    /// The largest credit: five spins in vain use it up.
+    /// The largest credit: five spins in which nothing arrives use it up.
     const CREDIT_MAX: u32 = 16;
-    /// Credit for each spin that brought something.
+    /// Credit for each spin in which something arrived.
     const CREDIT_PER_HIT: u32 = 2;
-    /// Without credit the worker spins once in so many sleeps.
+    /// Without credit the worker spins before one of so many sleeps.
     const TRY_EACH: u32 = 64;
 
     pub(super) fn new(spin_for: Duration) -> Self {
@@ -66,7 +67,7 @@ impl SpinBudget {
         self.credit
     }
 
-    /// The worker has nothing to do; whether it spins.
+    /// Whether the worker spins, now that it has nothing to do.
     fn may_spin(&mut self) -> bool {
         if self.credit > 0 {
             return true;
@@ -75,8 +76,8 @@ impl SpinBudget {
         self.sleeps.is_multiple_of(Self::TRY_EACH)
     }
 
-    /// A spin is over. `hit`: something arrived in time. What arrived later may have done so because another thread had the
-    /// processor meanwhile, perhaps the sender.
+    /// Records a spin. `hit`: something arrived before its end. Later arrivals do not count: another thread, perhaps
+    /// the sender, may have had the processor meanwhile.
     fn record(&mut self, hit: bool) {
         self.credit = if hit {
             Self::CREDIT_MAX.min(self.credit + Self::CREDIT_PER_HIT)
