@@ -1,8 +1,8 @@
-//! What a thread holds while it waits in the C library, where it may be cancelled.
+//! References that a thread holds while it waits in the C library, where it may be cancelled.
 //!
-//! A cancelled thread does not come back, and unwinding it through our frames must find nothing with a destructor
-//! there. So the waiting function has only a pointer, and the thread's own storage has the reference: the C library
-//! drops it when the thread ends, however that comes about.
+//! A wait in which the thread is cancelled does not return, and the thread is unwound through our frames, which must
+//! have nothing with a destructor then. So the waiting function has only a pointer, and thread-local storage has the
+//! reference: the C library drops it when the thread ends, in whatever way.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 type Anything = Arc<dyn Any + Send + Sync>;
 
 thread_local! {
-    /// More than one only when a signal handler waits while its thread does.
+    /// There is more than one only if a signal handler waits while its thread waits too.
     static HELD: RefCell<Vec<Anything>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -33,7 +33,8 @@ impl<T: Send + Sync + 'static> Held<T> {
                 all.extend(one.take());
             }
         });
-        // A thread that is ending, or a signal handler in the middle of this function: held for ever, not too short.
+        // The thread is ending, or this is a signal handler that interrupted this function: the reference is leaked,
+        // which is safe, and not dropped too early.
         let _for_ever = std::mem::ManuallyDrop::new(one);
         held
     }
@@ -43,7 +44,7 @@ impl<T: Send + Sync + 'static> Held<T> {
         unsafe { &*self.what }
     }
 
-    /// Lets go.
+    /// Releases the reference.
     pub(crate) fn release(self) {
         let mut one = None;
         let _late = HELD.try_with(|all| {

@@ -1,4 +1,4 @@
-//! One way to write a C type or constant down, so that a test can hold it against the header.
+//! Macros that declare C types and constants, so that a test can compare them with the C header.
 //!
 //! [`c_types!`] declares `#[repr(C)]` types and [`c_consts!`] constants. In test builds both
 //! also leave a table of what they declared; the test at the bottom prints the same table from
@@ -52,7 +52,7 @@ macro_rules! c_types {
                         crate::layout::CField {
                             name: crate::layout::c_name(stringify!($field), &[$($c_field)?]),
                             offset: std::mem::offset_of!($name, $field),
-                            // SAFETY: the function is never called; only its type is looked at.
+                            // SAFETY: the function is never called; only its type is used.
                             size: size(|object: *const $name| unsafe { &raw const (*object).$field }),
                         }
                     ),*],
@@ -109,13 +109,13 @@ mod tests {
     use std::fmt::Write as _;
     use std::process::Command;
 
-    /// What one line of the C program must print, and what is asked there.
+    /// What one line of the C program prints, and the number that is expected there.
     struct Question {
         what: String,
         ours: i128,
     }
 
-    /// The C program that answers all questions, and our own answers.
+    /// The C program that prints all sizes, offsets and values, and the output that is expected.
     fn program(types: &[CType], constants: &[(&str, i128)]) -> (String, Vec<Question>) {
         let mut source = String::from(
             "#include <stdio.h>\n\
@@ -155,7 +155,7 @@ mod tests {
         (source, questions)
     }
 
-    /// Every size, alignment, offset and constant equals what the distribution's headers and our own say.
+    /// Every size, alignment, offset and constant equals that in the distribution's headers and in our own.
     #[test]
     fn layout_and_constants_equal_the_headers() {
         let mut types = crate::verbs::types::layout();

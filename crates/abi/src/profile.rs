@@ -1,8 +1,8 @@
-//! Device profiles: the limits of other devices, and what they lack, shown and enforced.
+//! Device profiles: they report and enforce the limits and the missing features of other devices.
 //!
-//! `ANYWARP_DEVICE_PROFILE` names one. Code that works within it here asks that device for nothing that it does not have;
-//! it is not that device: bytes travel as ever. Where a figure comes from stands in `docs/profiles.md`; what a device
-//! leaves open, or could do and this one cannot, is as without a profile.
+//! `ANYWARP_DEVICE_PROFILE` names one. A program that works with a profile uses nothing that the named device does not
+//! have. The device itself is not emulated: data is transferred as without a profile. The sources of all figures are in
+//! `docs/profiles.md`. Where a device leaves something open, or has more than this one, nothing changes.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,7 +15,7 @@ use crate::verbs::types::*;
 use anywarp_engine::config::config;
 use anywarp_engine::process::PerProcess;
 
-/// What a device has, beside numbers.
+/// The features of a device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Features {
     /// `ibv_create_cq_ex`, `ibv_modify_cq`, completion timestamps.
@@ -38,18 +38,18 @@ pub(crate) struct Features {
     pub(crate) connects_itself: bool,
 }
 
-/// A device.
+/// The limits and features of a device.
 #[derive(Clone, Copy)]
 pub(crate) struct Profile {
     pub(crate) name: &'static str,
-    /// Node and transport; those of `ANYWARP_FACE` when not given.
+    /// Node type and transport type; `None`: as `ANYWARP_FACE` sets them.
     pub(crate) node: Option<(ibv_node_type, ibv_transport_type)>,
     pub(crate) vendor_id: u32,
     pub(crate) vendor_part_id: u32,
     pub(crate) max_qp: u32,
     pub(crate) max_qp_wr: u32,
     pub(crate) max_sge: u32,
-    /// Elements of an RDMA Read's list.
+    /// Elements in the list of an RDMA Read, at most.
     pub(crate) max_sge_rd: u32,
     pub(crate) max_inline: u32,
     pub(crate) max_cq: u32,
@@ -70,11 +70,11 @@ pub(crate) struct Profile {
     pub(crate) odp: ibv_odp_caps,
     pub(crate) xrc_odp: u32,
     pub(crate) max_dm_size: u64,
-    /// Types of queue pairs.
+    /// The supported types of queue pairs.
     pub(crate) types: &'static [ibv_qp_type],
-    /// Rights that a region may have; others are refused, with this number.
+    /// Access rights that a region may have, and the errno for a region with other rights.
     pub(crate) rights: (u32, i32),
-    /// Rights that are taken and mean nothing.
+    /// Access rights that are accepted and ignored.
     pub(crate) empty_rights: u32,
     pub(crate) has: Features,
 }
@@ -92,10 +92,10 @@ const NO_ODP: ibv_odp_caps = ibv_odp_caps {
     },
 };
 
-/// Every right that a region can have.
+/// All access rights.
 const ALL: u32 = u32::MAX;
 
-/// The device without a profile.
+/// The limits and features of anywarp itself, without a profile.
 const ANYWARP: Profile = Profile {
     name: "anywarp",
     node: None,
@@ -163,13 +163,13 @@ const ANYWARP: Profile = Profile {
     },
 };
 
-/// Linux's software iWARP.
+/// The software iWARP driver of Linux.
 const SIW: Profile = Profile {
     name: "siw",
     node: Some((IBV_NODE_RNIC, IBV_TRANSPORT_IWARP)),
     vendor_id: 0x62_6d_74,
     vendor_part_id: 0,
-    // Those of siw are larger: 102,400 queue pairs, and as many completion queues and domains.
+    // The limits of siw are larger: 102,400 queue pairs, and as many completion queues and domains.
     max_sge: 6,
     max_sge_rd: 1,
     max_inline: 80,
@@ -206,7 +206,7 @@ const SIW: Profile = Profile {
     ..ANYWARP
 };
 
-/// Linux's software RoCE.
+/// The software RoCE driver of Linux.
 const RXE: Profile = Profile {
     name: "rxe",
     node: Some((IBV_NODE_CA, IBV_TRANSPORT_IB)),
@@ -262,7 +262,7 @@ const MLX5: Profile = Profile {
     node: Some((IBV_NODE_CA, IBV_TRANSPORT_IB)),
     vendor_id: 0x02_c9,
     vendor_part_id: 4125,
-    // Of other objects than these it has more than we have.
+    // Where no limit is set here, that of the adapter is larger than anywarp's.
     max_qp_wr: 32_768,
     max_sge: 30,
     max_sge_rd: 30,
@@ -345,7 +345,7 @@ const EFA: Profile = Profile {
     ..ANYWARP
 };
 
-/// All that `ANYWARP_DEVICE_PROFILE` can name.
+/// All profiles that `ANYWARP_DEVICE_PROFILE` can name.
 const PROFILES: [&Profile; 5] = [&ANYWARP, &SIW, &RXE, &MLX5, &EFA];
 
 fn by_name(name: Option<&str>) -> Option<&'static Profile> {
@@ -355,7 +355,7 @@ fn by_name(name: Option<&str>) -> Option<&'static Profile> {
     PROFILES.into_iter().find(|p| p.name == name)
 }
 
-/// The profile of this process. A name that means none is told in the log, and opening the device fails.
+/// The profile of this process. An unknown name is logged, and opening the device then fails.
 pub(crate) fn profile() -> &'static Profile {
     chosen().unwrap_or(&ANYWARP)
 }
@@ -379,14 +379,14 @@ fn chosen() -> Option<&'static Profile> {
     })
 }
 
-/// `EINVAL` when the environment names a profile that there is not: a test against another device must not pass
-/// unnoticed without it.
+/// Fails with `EINVAL` if the environment names an unknown profile: a test with a profile must not pass without it
+/// unnoticed.
 pub(crate) fn check() -> Result<(), i32> {
     chosen().map(|_| ()).ok_or(libc::EINVAL)
 }
 
 impl Profile {
-    /// What may be made of queue pairs: their type and sizes.
+    /// Checks the type and the sizes of a new queue pair.
     pub(crate) fn admits_qp(&self, init: &ibv_qp_init_attr) -> Result<(), i32> {
         if !self.types.contains(&init.qp_type) || !init.srq.is_null() && self.max_srq == 0 {
             return Err(libc::EOPNOTSUPP);
@@ -401,7 +401,7 @@ impl Profile {
         if fits { Ok(()) } else { Err(libc::EINVAL) }
     }
 
-    /// What may be made of shared receive queues.
+    /// Checks the sizes of a new shared receive queue.
     pub(crate) fn admits_srq(&self, attr: &ibv_srq_attr) -> Result<(), i32> {
         if self.max_srq == 0 {
             return Err(libc::EOPNOTSUPP);
@@ -412,7 +412,7 @@ impl Profile {
         Ok(())
     }
 
-    /// The rights of a region, as far as they mean something.
+    /// Checks the access rights of a region; returns those that are not ignored.
     pub(crate) fn rights_of(&self, access: u32) -> Result<u32, i32> {
         let (known, errno) = self.rights;
         if access & !known != 0 {
@@ -421,7 +421,7 @@ impl Profile {
         Ok(access & !self.empty_rights)
     }
 
-    /// What may be posted.
+    /// Checks a request that is posted.
     #[inline]
     pub(crate) fn admits(&self, op: &Op, payload: &Payload) -> Result<(), Misuse> {
         let has = &self.has;
@@ -480,7 +480,7 @@ impl Profile {
 
 // ---------------------------------------------------------------------- how many
 
-/// Objects that a device has a number of.
+/// Kinds of objects whose number is limited.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Counted {
     Qp,
@@ -506,19 +506,19 @@ impl Counted {
     }
 
     fn count(self) -> Option<&'static AtomicU32> {
-        // A forked child has none of its parent's.
+        // A forked child has none of the objects of its parent.
         static COUNTS: PerProcess<[AtomicU32; 7]> = PerProcess::new(Default::default);
         COUNTS.get().get(self as usize)
     }
 }
 
-/// One of the objects that the device can have of a kind, until it is dropped.
+/// Counts one object of a kind, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Place(Counted);
 
 impl Place {
-    /// The place of one more: `ENOMEM` when there are as many as the device can have, `EOPNOTSUPP` when it has none of
-    /// these.
+    /// Counts one more object. `ENOMEM`: there are as many as the device can have. `EOPNOTSUPP`: the device has no
+    /// objects of this kind.
     pub(crate) fn take(kind: Counted) -> Result<Self, i32> {
         Self::take_of(kind, kind.most(profile()))
     }
@@ -561,7 +561,7 @@ mod tests {
         assert!(by_name(Some("mlx4")).is_none());
     }
 
-    /// What a profile shows this device must be able to keep.
+    /// The limits of a profile must be within those of this device.
     #[test]
     fn no_profile_promises_more_than_the_device_has() {
         let a = &ANYWARP;

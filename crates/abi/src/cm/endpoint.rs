@@ -17,7 +17,7 @@ use crate::ffi::{Errno, arg, minus_one, null, put};
 use crate::verbs::handle::{known, live};
 use crate::verbs::types::*;
 
-/// Prepares a new identifier as `rdma_create_ep` was told.
+/// Prepares a new identifier with the arguments of `rdma_create_ep`.
 ///
 /// # Safety
 /// As for `rdma_create_ep`; `id` lives.

@@ -1,4 +1,4 @@
-//! Receives that are posted again when what they held was read.
+//! Receives that are posted again after their content was read.
 
 use anywarp_core::error::Misuse;
 
@@ -8,7 +8,8 @@ use anywarp_core::error::Misuse;
 pub(super) struct Refused(Vec<u32>);
 
 impl Refused {
-    /// Posts the receives of `slots`, and those that were refused before. `post` says how many it took before it refused.
+    /// Posts the receives of `slots`, and those that were refused before. The error of `post` has the number of
+    /// receives that it posted before one was refused.
     pub(super) fn post(
         &mut self,
         slots: impl IntoIterator<Item = u32>,

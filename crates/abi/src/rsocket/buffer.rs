@@ -1,7 +1,7 @@
-//! Memory that the device reads and writes for a socket, and the caller's memory beside it.
+//! Memory that the device reads and writes for a socket, and memory of the caller.
 //!
-//! A peer may write to registered memory at any moment, and the program's other threads to theirs, so no reference to
-//! either is ever made: bytes are copied by address, as in `engine/mem.rs`.
+//! A peer may write to registered memory at any time, and other threads of the program to the caller's memory. So no
+//! Rust reference to either is ever made: bytes are copied by address, as in `engine/mem.rs`.
 
 use std::io;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use anywarp_engine::sys::pages::Pages;
 use super::flow::Pieces;
 use crate::ffi::misuse;
 
-/// Pages that are registered.
+/// Registered pages.
 pub(super) struct Buffer {
     pages: Pages,
     region: MemoryRegion,
@@ -40,7 +40,7 @@ impl Buffer {
         Ok(Self { pages, region, len })
     }
 
-    /// Address of its first byte, as peers are told it.
+    /// Address of its first byte, for peers.
     pub(super) fn addr(&self) -> u64 {
         self.pages.start() as u64
     }
@@ -120,7 +120,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Windows are not bound to it, so nothing keeps it.
+        // This does not fail, because no memory window is bound to the region.
         let _ = self.region.deregister();
     }
 }
@@ -150,7 +150,7 @@ pub(super) unsafe fn register(
     })
 }
 
-/// Memory that the caller of a function gave, in one or more parts. It lives for that call only.
+/// Memory that the caller passed to a function, in one or more parts. It is valid for that call only.
 pub(super) struct Caller {
     first: (usize, usize),
     rest: Vec<(usize, usize)>,

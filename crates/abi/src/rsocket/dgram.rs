@@ -1,8 +1,10 @@
-//! Datagram sockets: a UD queue pair, and the connection manager's question and answer to find the other one.
+//! Datagram sockets: a UD queue pair, and requests of the connection manager (SIDR) that resolve a port to a queue
+//! pair.
 //!
-//! A socket with a port listens at that UDP port for questions, and is answered for by whoever moves the device's
-//! bytes. Who sends to a port for the first time asks there which queue pair it is; datagrams wait meanwhile, and are
-//! lost if nobody answers. The answer is used for a while and then asked for again, because a port may change hands.
+//! A socket with a port listens at that UDP port for such requests. The thread that handles the device's sockets
+//! answers them. A socket that sends to a port for the first time requests the queue pair of that port. Datagrams wait
+//! meanwhile, and are dropped if there is no answer. An answer is used for a while and then requested again, because
+//! another socket may get the port.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -32,35 +34,35 @@ use super::{Kind, Socket, lock};
 use crate::cm::types::RDMA_UDP_QKEY;
 use crate::ffi::{misuse, os_errno};
 
-/// Bytes of a datagram at most.
+/// Bytes of a datagram, at most.
 pub(super) const MOST: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
-/// Bytes of the route header in front of what arrives.
+/// Bytes of the route header (GRH) in front of a received datagram.
 const ROUTE: usize = bounds::GRH_LEN as usize;
-/// Bytes of a place for a datagram that arrives, and that leaves.
+/// Bytes of the slot of a received datagram; `OUT` is that of a sent one.
 const IN: usize = 4160;
 const OUT: usize = 4096;
-/// Places for datagrams that leave.
+/// Slots for datagrams that are being sent.
 const SENDS: u32 = 256;
-/// Bytes of `SO_RCVBUF` for each place of one that arrives, and how many there are.
+/// Bytes of `SO_RCVBUF` for each slot of a received datagram; `RECEIVES` limits the number of these slots.
 const PER_PLACE: usize = 1024;
 const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
-/// Peers that are remembered.
+/// Peers that a socket keeps, at most.
 const PEERS: usize = 1024;
-/// Datagrams that wait for an answer, of one peer.
+/// Datagrams to one peer that may wait for an answer, at most.
 const WAITING: usize = 32;
-/// How long an answer is used.
+/// How long an answer is used before it is requested again.
 const FRESH: Duration = Duration::from_secs(1);
-/// A request's number says whether it is a receive.
+/// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;
-/// Questions that may wait to be answered.
+/// Requests for the queue pair that may wait to be answered, at most.
 const QUESTIONS: c_int = 1024;
 
-/// Somebody that datagrams are sent to.
+/// A peer that datagrams are sent to.
 struct Peer {
     known: Option<Destination>,
     since: Instant,
     asking: Option<Arc<CmId>>,
-    /// Places of datagrams, and their lengths.
+    /// Slots of the datagrams that wait for an answer, and their lengths.
     waiting: VecDeque<(u32, usize)>,
 }
 
@@ -78,7 +80,7 @@ struct End {
     cq: Arc<Cq>,
     incoming: Buffer,
     outgoing: Buffer,
-    /// Places of datagrams that leave which are free.
+    /// Free slots for datagrams to send.
     free: Vec<u32>,
     arrived: VecDeque<Arrived>,
     refused: Refused,
@@ -90,16 +92,16 @@ pub(super) struct Datagrams {
     id: Arc<CmId>,
     end: Option<End>,
     peers: HashMap<SocketAddr, Peer>,
-    /// Whom `rconnect` named, and our address on the way there.
+    /// The peer that `rconnect` named; `source` is the local address for it.
     to: Option<SocketAddr>,
     source: Option<IpAddr>,
     error: c_int,
 }
 
-/// A datagram for the caller.
+/// A received datagram for the caller.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Got {
-    /// Bytes that were copied, and that there were.
+    /// Bytes that were copied; `len` is the length of the datagram.
     pub(super) copied: usize,
     pub(super) len: usize,
     pub(super) from: SocketAddr,
@@ -175,14 +177,14 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Posts receives again.
+    /// Posts the receives of slots again whose datagrams have been read.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
         let mut refused = std::mem::take(&mut self.refused);
         refused.post(again, |all| self.post_receives(all.iter().copied()));
         self.refused = refused;
     }
 
-    /// Sends what lies in a place; the place is free again when that is done.
+    /// Sends the datagram in a slot. The slot is free again when the request has completed.
     fn post(&mut self, place: u32, len: usize, to: Destination) -> Result<(), c_int> {
         let sge = self.outgoing.sge(place as usize * OUT, len);
         let request = WorkRequest {
@@ -205,7 +207,7 @@ impl End {
         })
     }
 
-    /// Looks at what has completed; only datagrams of `only` are kept, if it is given.
+    /// Handles all completions. If `only` is given, datagrams of other senders are dropped.
     fn poll(&mut self, only: Option<SocketAddr>) {
         let mut done: Vec<Completion> = Vec::new();
         while self.cq.poll(64, |_, c| done.push(c)) > 0 {
@@ -229,7 +231,7 @@ impl End {
         self.repost([]);
     }
 
-    /// What arrived in a place, if it is a datagram of a socket.
+    /// The datagram in a slot, if a datagram socket sent it.
     fn judge(&self, place: u32, c: &Completion) -> Option<Arrived> {
         if c.status != Status::Success {
             return None;
@@ -245,12 +247,12 @@ impl End {
 
 impl Drop for End {
     fn drop(&mut self) {
-        // Before its memory is given back.
+        // The queue pair is destroyed before its memory is released.
         self.qp.destroy();
     }
 }
 
-/// The source in a route header; `kind` says which header it is ([`Completion::sl`]).
+/// The source address in a route header; `kind` is the kind of the header ([`Completion::sl`]).
 fn source_of(route: &[u8; ROUTE], kind: u8) -> Option<IpAddr> {
     let bytes = |at: usize| route.get(at..);
     if kind & 3 == 1 {
@@ -261,13 +263,13 @@ fn source_of(route: &[u8; ROUTE], kind: u8) -> Option<IpAddr> {
     Some(Ipv4Addr::from(*ip).into())
 }
 
-/// An address as peers are remembered by it.
+/// The form of an address that is the key of a peer.
 fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
 impl Datagrams {
-    /// A new socket's, whose events go to `channel`.
+    /// The state of a new socket, whose connection manager events go to `channel`.
     pub(super) fn new(channel: &Arc<EventChannel>) -> Result<Self, c_int> {
         Ok(Self {
             closed: false,
@@ -280,7 +282,7 @@ impl Datagrams {
         })
     }
 
-    /// Binds to an address, and can be found there from now on.
+    /// Binds to an address, and answers requests for the queue pair there from now on.
     pub(super) fn bind(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
         if self.closed {
             return Err(libc::EBADF);
@@ -296,7 +298,7 @@ impl Datagrams {
         self.id.listen(QUESTIONS).map_err(|e| os_errno(&e))
     }
 
-    /// Sees to it that there is a port.
+    /// Binds to any free port, unless the socket is bound.
     fn start(&mut self, socket: &Socket) -> Result<(), c_int> {
         if self.end.is_none() {
             self.bind(socket, unspecified(socket.domain))?;
@@ -304,7 +306,7 @@ impl Datagrams {
         Ok(())
     }
 
-    /// Names the peer, or none any more.
+    /// Sets the peer of the socket, or removes it.
     pub(super) fn connect(&mut self, socket: &Socket, to: Option<SocketAddr>) -> Result<(), c_int> {
         let Some(to) = to.map(plain) else {
             (self.to, self.source) = (None, None);
@@ -314,7 +316,7 @@ impl Datagrams {
         self.to = Some(to);
         self.source = None;
         if let Some(end) = &mut self.end {
-            // Nothing that somebody else sent before is received any more.
+            // Datagrams that arrived from other senders are dropped.
             let others: Vec<u32> = end
                 .arrived
                 .iter()
@@ -330,7 +332,7 @@ impl Datagrams {
         Ok(())
     }
 
-    /// Whom `rconnect` named.
+    /// The peer that `rconnect` named.
     pub(super) fn remote(&self) -> Option<SocketAddr> {
         self.to
     }
@@ -344,12 +346,12 @@ impl Datagrams {
         })
     }
 
-    /// The pending error, once.
+    /// Takes the pending error: the next call returns 0.
     pub(super) fn take_error(&mut self) -> c_int {
         std::mem::take(&mut self.error)
     }
 
-    /// Asks a peer for its queue pair, unless that is being done.
+    /// Requests the queue pair of a peer, unless a request is outstanding.
     fn ask(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
         if self.peers.get(&to).is_some_and(|p| p.asking.is_some()) {
             return Ok(());
@@ -360,7 +362,7 @@ impl Datagrams {
         let id = identifier(&socket.channel)?;
         let failed = |e: std::io::Error| os_errno(&e);
         id.resolve_addr(None, to).map_err(failed)?;
-        // Its outcome is there at once.
+        // Resolving an address does not block: its outcome is in the channel at once.
         let mut unreachable = 0;
         let mut rest = Vec::new();
         while let Some(event) = socket.channel.pop() {
@@ -388,7 +390,7 @@ impl Datagrams {
         Ok(())
     }
 
-    /// Makes room for a peer.
+    /// Removes the peer whose entry is oldest, to make room for another one.
     fn forget_one(&mut self) {
         let oldest = self
             .peers
@@ -412,7 +414,7 @@ impl Datagrams {
         }
     }
 
-    /// What is new: questions, answers, and completions.
+    /// Handles new requests, new answers and new completions.
     pub(super) fn step(&mut self, socket: &Socket) {
         if self.closed {
             return;
@@ -434,7 +436,7 @@ impl Datagrams {
                         qp_num: end.qp.number(),
                         ..ConnParam::default()
                     };
-                    // One that cannot be answered asks again.
+                    // If the answer cannot be sent, the peer repeats its request.
                     let _ = event.id.accept(param);
                 }
                 event.id.destroy();
@@ -453,13 +455,13 @@ impl Datagrams {
         }
     }
 
-    /// Whom an identifier asks.
+    /// The peer whose queue pair an identifier requests.
     fn asked(&self, id: &Arc<CmId>) -> Option<SocketAddr> {
         let is_it = |p: &Peer| p.asking.as_ref().is_some_and(|a| Arc::ptr_eq(a, id));
         self.peers.iter().find(|(_, p)| is_it(p)).map(|(to, _)| *to)
     }
 
-    /// An answer: what waited for it is sent.
+    /// Handles an answer: the datagrams that waited for it are sent.
     fn answered(&mut self, event: &Event) {
         let Some(to) = self.asked(&event.id) else {
             return;
@@ -467,7 +469,8 @@ impl Datagrams {
         let (Some(peer), Some(said)) = (self.peers.get_mut(&to), event.peer) else {
             return;
         };
-        // They come from the address that the socket is bound to: the peer may receive from that one alone.
+        // The datagrams have the source address that the socket is bound to: the peer may receive from that address
+        // alone.
         let bound = self.id.local().map(|a| a.ip().to_canonical());
         let destination = Destination {
             addr: said.addr,
@@ -563,7 +566,7 @@ impl Datagrams {
         }))
     }
 
-    /// What `poll(2)` would say.
+    /// The events that `poll(2)` would return for this socket.
     pub(super) fn readiness(&self) -> i16 {
         if self.closed {
             return libc::POLLNVAL;
@@ -584,14 +587,14 @@ impl Datagrams {
         ready
     }
 
-    /// Rings for the next completion.
+    /// Requests a notification of the next completion.
     pub(super) fn arm(&self) {
         if let Some(end) = &self.end {
             end.cq.arm(false);
         }
     }
 
-    /// Ends everything at once.
+    /// Closes the socket at once.
     pub(super) fn abandon(&mut self) {
         self.closed = true;
         for (_, peer) in self.peers.drain() {
@@ -606,7 +609,7 @@ impl Datagrams {
 
 fn identifier(channel: &Arc<EventChannel>) -> Result<Arc<CmId>, c_int> {
     let id = CmId::new(channel, PortSpace::Udp).map_err(|e| os_errno(&e))?;
-    // Not zero: it hears when the device breaks.
+    // An identifier with a C object that is not zero gets the event of a broken device.
     id.c_object.store(1, Ordering::Release);
     Ok(id)
 }
@@ -625,12 +628,12 @@ pub(super) fn bind(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
     state(socket)?.bind(socket, to)
 }
 
-/// `rconnect`: none to be connected to nobody.
+/// `rconnect`; without an address the socket is disconnected.
 pub(super) fn connect(socket: &Socket, to: Option<SocketAddr>) -> Result<(), c_int> {
     state(socket)?.connect(socket, to)
 }
 
-/// `rsendto`, or `rsend` to whom `rconnect` named.
+/// `rsendto`, or `rsend` to the peer that `rconnect` named.
 pub(super) fn send(
     socket: &Socket,
     from: &Caller,
@@ -717,7 +720,7 @@ mod tests {
         let (bytes, from) = receive_from(&server).unwrap();
         assert_eq!(bytes, b"ask");
         send_to(&server, b"answer", Some(from));
-        // It receives from nobody else.
+        // The client receives datagrams of the server's address only.
         assert_eq!(receive_from(&client), Ok((b"answer".to_vec(), at)));
     }
 

@@ -1,30 +1,30 @@
-//! Who may send how much: the two halves of a stream, without I/O.
+//! Flow control of a stream socket, without I/O: the sending and the receiving half.
 //!
-//! Each end has a ring that the peer writes into, in two halves. The peer knows one half at first and is told of the
-//! next when the program has read as much. Besides, the peer may send a limited number of messages: each costs a
-//! receive that is posted. Both limits are the receiver's to keep ([`Receiver`]) and the sender's to respect
-//! ([`Sender`]); a peer that does not is cut off.
+//! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and a further half
+//! whenever the program has read that many bytes. The number of messages that the peer may send is limited too, because
+//! each takes a posted receive. The receiver sets both limits ([`Receiver`]), and the sender keeps within them
+//! ([`Sender`]); the connection to a peer that exceeds them is closed.
 
 use std::collections::VecDeque;
 
 use super::wire::{AREAS, Area};
 
-/// Messages of control that one end may have on their way: credits, and the end.
+/// Control messages (credits, and the end of the stream) that one end may have in flight.
 pub(super) const CONTROL: u32 = 4;
 
-/// What a peer did wrong.
+/// How a peer broke the rules of flow control.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Violation {
-    /// More bytes than it was given memory for.
+    /// The peer wrote more bytes than it was granted memory for.
     Bytes {
-        /// As it says.
+        /// Bytes that the peer's message names.
         said: u32,
-        /// As it was allowed.
+        /// Bytes that the peer was granted.
         allowed: usize,
     },
-    /// More messages than it had credits for.
+    /// The peer sent more messages than it had credits for.
     Messages,
-    /// A message of another length, or of no known kind.
+    /// The peer sent a message of another length, or of an unknown kind.
     Message,
 }
 
@@ -46,34 +46,35 @@ impl std::fmt::Display for Violation {
 /// A part of a ring, in up to two pieces: offset and length.
 pub(super) type Pieces = [(usize, usize); 2];
 
-/// `len` bytes from `at` on, in a ring of `size`.
+/// The pieces of `len` bytes from `at` on, in a ring of `size` bytes.
 fn pieces(size: usize, at: usize, len: usize) -> Pieces {
     let first = len.min(size - at.min(size));
     [(at, first), (0, len - first)]
 }
 
-/// The sending half.
+/// The sending half of a stream.
 #[derive(Debug)]
 pub(super) struct Sender {
-    /// Messages sent, and the number of the first that may not be sent.
+    /// Number of messages sent; `limit` is the number of the first message that may not be sent.
     sent: u16,
     limit: u16,
-    /// Free memory of the peer.
+    /// The rest of the peer's granted memory.
     target: Area,
-    /// Entry of the list that the peer fills next.
+    /// Index of the entry of the list of free memory that the peer fills next.
     slot: usize,
-    /// Send requests that may be posted for data.
+    /// Places in the send queue that are free for data.
     requests: u32,
-    /// Messages of control that may be sent.
+    /// Places in the send queue that are free for control messages.
     control: u32,
-    /// Our copy of what is on its way.
+    /// The ring with our copy of the bytes in flight: its size, the next position, and its free bytes.
     size: usize,
     at: usize,
     free: usize,
 }
 
 impl Sender {
-    /// With `requests` places in the send queue and a ring of `size` bytes; nothing may be sent until the peer is known.
+    /// A sender with `requests` places in the send queue and a ring of `size` bytes. Nothing may be sent before
+    /// [`Self::begin`].
     pub(super) fn new(requests: u32, size: usize) -> Self {
         Self {
             sent: 0,
@@ -88,30 +89,31 @@ impl Sender {
         }
     }
 
-    /// The peer's first memory and credits.
+    /// Sets the first memory and the first credits that the peer grants.
     pub(super) fn begin(&mut self, credits: u16, data: Area) {
         self.limit = credits;
         self.target = data;
         self.slot = 1;
     }
 
-    /// The peer's credits.
+    /// Sets the number of the first message that may not be sent.
     pub(super) fn set_limit(&mut self, limit: u16) {
         self.limit = limit;
     }
 
-    /// Whether a message may be sent that takes `requests` places. A few credits stay: a peer that posts no more
-    /// receives than it gives credits needs one for each message of control.
+    /// Whether a message may be sent that takes `requests` places in the send queue. A few credits are left unused: a
+    /// peer that posts no more receives than it gives credits needs one for each control message.
     fn may_send(&self, requests: u32) -> bool {
         self.requests >= requests && u32::from(self.limit.wrapping_sub(self.sent)) > CONTROL
     }
 
-    /// Bytes of the ring that make it worthwhile to begin.
+    /// Whether so many bytes of the ring are free that a send is worthwhile.
     fn enough(&self) -> bool {
         self.free >= (self.size / 4).min(2048)
     }
 
-    /// Bytes of the stream that may be sent now. `next` takes an entry from the list, if the peer has filled it.
+    /// Bytes of the stream that may be sent now. `next` takes an entry from the list of free memory, if the peer has
+    /// filled it.
     pub(super) fn room(&mut self, next: impl FnOnce(usize) -> Option<Area>) -> usize {
         if !self.may_send(2) || !self.enough() {
             return 0;
@@ -134,11 +136,11 @@ impl Sender {
         }
     }
 
-    /// Takes `len` bytes of the peer's memory, of those that `room` told of.
+    /// Takes `len` bytes of the peer's memory, at most as many as [`Self::room`] returned.
     pub(super) fn take_target(&mut self, len: usize) -> Area {
         let len = u32::try_from(len).unwrap_or(0).min(self.target.len);
         let area = Area { len, ..self.target };
-        // Whatever the peer's numbers are: they are addresses of its own.
+        // The sum may wrap: the peer chose the numbers, and they are addresses of its own process.
         self.target.addr = self.target.addr.wrapping_add(len.into());
         self.target.len -= len;
         self.sent = self.sent.wrapping_add(1);
@@ -146,12 +148,12 @@ impl Sender {
         area
     }
 
-    /// Takes a send request for a write to a mapping.
+    /// Takes a place in the send queue for a write to a mapping.
     pub(super) fn take_direct(&mut self) {
         self.requests -= 1;
     }
 
-    /// Takes what a mapping needs that the peer is told of; false if that must wait.
+    /// Takes the credit and the places for a message that announces a mapping; false if that must wait.
     pub(super) fn take_mapping(&mut self) -> bool {
         if !self.may_send(2) {
             return false;
@@ -161,7 +163,7 @@ impl Sender {
         true
     }
 
-    /// Takes `len` bytes of the ring.
+    /// Takes `len` bytes of the ring for a copy.
     pub(super) fn take_ring(&mut self, len: usize) -> Pieces {
         let len = len.min(self.free);
         let taken = pieces(self.size, self.at, len);
@@ -170,7 +172,7 @@ impl Sender {
         taken
     }
 
-    /// Takes `n` messages of control; false if they must wait.
+    /// Takes `n` places for control messages; false if they must wait.
     pub(super) fn take_control(&mut self, n: u32) -> bool {
         if self.control < n {
             return false;
@@ -179,7 +181,8 @@ impl Sender {
         true
     }
 
-    /// What was taken is done with.
+    /// Returns places for data, places for control messages, and bytes of the ring, after their requests have
+    /// completed.
     pub(super) fn done(&mut self, requests: u32, control: u32, ring: usize) {
         self.requests += requests;
         self.control += control;
@@ -187,40 +190,40 @@ impl Sender {
     }
 }
 
-/// Word to the peer of what it may send.
+/// A grant to the peer of what it may send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grant {
-    /// The number of the first message that it may not send.
+    /// The number of the first message that the peer may not send.
     pub(super) limit: u16,
-    /// Memory of the ring, and which entry of the peer's list names it.
+    /// Granted memory of the ring (offset and length), and the entry of the peer's list that names it.
     pub(super) memory: Option<(usize, usize, u32)>,
 }
 
-/// The receiving half.
+/// The receiving half of a stream.
 #[derive(Debug)]
 pub(super) struct Receiver {
     size: usize,
     at: usize,
     readable: usize,
-    /// Bytes of each message that are not read yet.
+    /// The unread bytes of each message.
     messages: VecDeque<u32>,
     credits: u16,
-    /// Messages that are read, and when the peer is told next.
+    /// Number of messages read; at `tell_at` the peer gets new credits.
     read: u16,
     tell_at: u16,
-    /// Messages that the peer may still send, and bytes that it may write.
+    /// Messages that the peer may still send; `granted` is the bytes that it may still write.
     allowed: u32,
     granted: usize,
-    /// Bytes of the ring that are free and not granted.
+    /// Bytes of the ring that are free and not granted; `grant_at` is where the next grant begins.
     free: usize,
     grant_at: usize,
-    /// Entries of the peer's list, and the one that is filled next.
+    /// Number of entries of the peer's list; `slot` is the one that is filled next.
     slots: u32,
     slot: u32,
 }
 
 impl Receiver {
-    /// With a ring of `size` bytes and `credits` messages; half of the ring is the peer's from the start.
+    /// A receiver with a ring of `size` bytes and `credits` messages. Half of the ring is granted from the start.
     pub(super) fn new(credits: u16, size: usize) -> Self {
         let half = size / 2;
         Self {
@@ -240,7 +243,7 @@ impl Receiver {
         }
     }
 
-    /// Entries of the peer's list.
+    /// Sets the number of entries of the peer's list.
     pub(super) fn begin(&mut self, slots: u32) {
         self.slots = slots.max(1);
         self.slot = 1 % self.slots;
@@ -256,14 +259,14 @@ impl Receiver {
         self.readable
     }
 
-    // A peer may say no more than it was allowed: [rsock-credits].
+    // A peer may send no more messages than it was allowed: [rsock-credits].
     fn count(&mut self) -> Result<(), Violation> {
         self.allowed = self.allowed.checked_sub(1).ok_or(Violation::Messages)?;
         Ok(())
     }
 
-    /// The peer wrote `len` bytes.
-    // [rsock-bounds]: nothing is read that was not given to the peer to write.
+    /// Records a message of the peer after `len` written bytes.
+    // [rsock-bounds]: only bytes that were granted to the peer are read.
     pub(super) fn data(&mut self, len: u32) -> Result<(), Violation> {
         self.count()?;
         self.granted = self
@@ -282,17 +285,17 @@ impl Receiver {
         Ok(())
     }
 
-    /// The peer sent a message that counts and has no bytes.
+    /// Records a message that takes a credit and has no bytes of the stream.
     pub(super) fn mapped(&mut self) -> Result<(), Violation> {
         self.data(0)
     }
 
-    /// The first `len` bytes that can be read, in pieces.
+    /// The pieces of the first `len` bytes that can be read.
     pub(super) fn front(&self, len: usize) -> Pieces {
         pieces(self.size, self.at, len.min(self.readable))
     }
 
-    /// `len` bytes were read.
+    /// Records that `len` bytes were read.
     pub(super) fn consume(&mut self, len: usize) {
         let len = len.min(self.readable);
         self.readable -= len;
@@ -310,7 +313,7 @@ impl Receiver {
         }
     }
 
-    /// Messages of control that the next grant takes: 0 if there is none to make.
+    /// Places for control messages that the next grant takes; 0 if no grant is due.
     pub(super) fn wants(&self) -> u32 {
         let half = self.size / 2;
         if half > 0 && self.free >= half {
@@ -320,7 +323,7 @@ impl Receiver {
         }
     }
 
-    /// The next grant.
+    /// Makes the next grant.
     pub(super) fn grant(&mut self) -> Grant {
         let half = self.size / 2;
         let memory = (half > 0 && self.free >= half).then(|| {
@@ -345,7 +348,7 @@ impl Receiver {
 mod tests {
     use super::*;
 
-    /// Two ends: what is sent, in order, and what was promised.
+    /// The sender of one end and the receiver of the other, with what is in flight between them.
     struct Pair {
         tx: Sender,
         rx: Receiver,
@@ -455,7 +458,7 @@ mod tests {
         (*state >> 20) as usize
     }
 
-    /// Whatever the order of things: every byte arrives once and in its place, and nothing stops for ever.
+    /// In any order of events, every byte arrives once and in its place, and the stream never stalls.
     #[test]
     fn a_stream_arrives_as_it_was_sent() {
         for seed in 1..60_u64 {
@@ -503,7 +506,7 @@ mod tests {
                 allowed: 100
             }
         );
-        // Reading frees memory, which is the peer's only when it is told so.
+        // Reading frees memory. The peer may use it only after the next grant.
         rx.consume(400);
         assert_eq!(rx.wants(), 2);
         assert!(rx.data(101).is_err());
@@ -545,7 +548,7 @@ mod tests {
         assert_eq!(rx.data(1), Err(Violation::Messages));
     }
 
-    /// Messages without bytes cost a credit and are no end of the stream.
+    /// A message without bytes takes a credit and does not end the stream.
     #[test]
     fn empty_messages_are_counted_and_not_read() {
         let mut rx = begun();

@@ -9,13 +9,13 @@ use super::buffer::{Caller, register};
 use super::wire::{Area, Mapping};
 use crate::ffi::os_errno;
 
-/// A mapping of ours.
+/// A mapping of this end.
 struct Map {
     start: usize,
     len: usize,
     offset: u64,
     region: MemoryRegion,
-    /// Its place in the peer's table; none if only we use it.
+    /// Its index in the peer's table; `None` if it is not announced to the peer.
     index: Option<usize>,
     told: bool,
 }
@@ -25,7 +25,7 @@ struct Map {
 pub(super) struct Maps(Vec<Map>);
 
 impl Maps {
-    /// The next one that the peer must be told of: its place, and what to write there.
+    /// The next mapping that has to be announced to the peer: its index in the peer's table, and the entry.
     pub(super) fn next(&self) -> Option<(usize, Mapping)> {
         let map = self.0.iter().find(|m| !m.told)?;
         let mapping = Mapping {
@@ -39,7 +39,7 @@ impl Maps {
         Some((map.index?, mapping))
     }
 
-    /// The peer was told of it.
+    /// Marks the mapping that [`Self::next`] returned as announced.
     pub(super) fn told(&mut self) {
         if let Some(map) = self.0.iter_mut().find(|m| !m.told) {
             map.told = true;
@@ -101,7 +101,7 @@ pub(super) unsafe fn map(
     Ok(offset)
 }
 
-/// `riounmap`: from when it returns nothing touches the memory.
+/// `riounmap`: after it returns, the device does not access the memory.
 pub(super) fn unmap(socket: &Socket, start: usize, len: usize) -> Result<(), c_int> {
     let mut stream = socket.stream()?;
     let maps = &mut stream.any_end().ok_or(libc::EINVAL)?.maps.0;
@@ -113,7 +113,7 @@ pub(super) fn unmap(socket: &Socket, start: usize, len: usize) -> Result<(), c_i
     map.region.deregister().map_err(|e| e.errno())
 }
 
-/// `riowrite`: writes to what the peer mapped. Bytes written; fewer if the mapping ends before.
+/// `riowrite`: writes to a mapping of the peer. Returns the bytes written, which are fewer if the mapping ends before.
 pub(super) fn write(
     socket: &Socket,
     from: &Caller,

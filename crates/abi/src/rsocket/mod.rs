@@ -1,14 +1,14 @@
 //! Sockets over RDMA (`rsocket(7)`): stream and datagram sockets whose bytes travel through queue pairs.
 //!
 //! - `entry`: the functions of C; `address` and `buffer` have what they and the device do with memory.
-//! - `stream` over `flow` (who may send how much) and `wire` (what is said); `iomap` writes to mapped memory.
+//! - `stream` over `flow` (flow control) and `wire` (formats); `iomap` writes to mapped memory.
 //! - `dgram`: datagrams over UD.
-//! - `poll` and `wait`: waiting for one socket or many. `options`: what can be set.
+//! - `poll` and `wait`: waiting for one socket or many. `options`: socket options.
 //!
 //! The number of a socket is that of its event channel's descriptor, so no other file of the process has it.
 //!
-//! Locks: a socket's state is one mutex. No *pass* over the device's sockets is made with it held, because a pass may
-//! end in `Socket::ready` of the same socket.
+//! Locks: a socket's state is behind one mutex. The device's sockets are not handled while it is held, because that may
+//! call `Socket::ready` of the same socket.
 
 mod address;
 mod again;
@@ -116,11 +116,11 @@ struct Socket {
     fd_flags: AtomicI32,
     options: Mutex<Options>,
     kind: Kind,
-    /// How the engine knows its channel.
+    /// The token of its channel in the engine.
     token: Mutex<Token>,
 }
 
-/// Rings when a completion arrives.
+/// Rings the bells of a socket when a completion arrives.
 struct OnCompletion(Arc<Bells>);
 
 impl Notify for OnCompletion {
@@ -146,7 +146,7 @@ impl Source for Watch {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-/// A bell that hangs at a socket.
+/// A bell that is hung up at a socket, until this is dropped.
 struct Hung<'a>(&'a Bells, &'a Arc<Bell>);
 
 impl<'a> Hung<'a> {
@@ -165,14 +165,14 @@ impl Drop for Hung<'_> {
 /// How long a call waits.
 #[derive(Debug, Clone, Copy)]
 enum Patience {
-    /// Not at all: `EAGAIN`.
+    /// The call does not wait: it returns `EAGAIN`.
     None,
-    /// So long, or for ever.
+    /// The call waits until this time, or without a limit.
     Until(Option<Instant>),
 }
 
 impl Socket {
-    /// A socket of `domain`; `kind` gets its channel.
+    /// Makes a socket of `domain`; `kind` is called with its channel.
     fn make(
         domain: c_int,
         options: Options,
@@ -214,7 +214,7 @@ impl Socket {
         lock(&self.options)
     }
 
-    /// What a completion queue of this socket rings.
+    /// The notification for a completion queue of this socket.
     fn notify(&self) -> Arc<dyn Notify> {
         Arc::new(OnCompletion(Arc::clone(&self.bells)))
     }
@@ -227,7 +227,7 @@ impl Socket {
         }
     }
 
-    /// Events wait in the channel.
+    /// Handles new events and completions, and rings the bells.
     fn ready(&self) {
         match &self.kind {
             Kind::Stream(stream) => lock(stream).step(self),
@@ -252,7 +252,7 @@ impl Socket {
         }
     }
 
-    /// The pending error, once.
+    /// Takes the pending error: the next call returns 0.
     fn take_error(&self) -> c_int {
         match &self.kind {
             Kind::Stream(stream) => {
@@ -276,7 +276,7 @@ impl Socket {
         Patience::Until(time.and_then(|t| Instant::now().checked_add(t)))
     }
 
-    /// Calls `attempt` until it has an answer. It is told whether completions must ring from now on.
+    /// Calls `attempt` until it returns a result. Its argument is whether completions must ring from now on.
     fn block<T>(
         &self,
         patience: Patience,
@@ -309,17 +309,17 @@ impl Socket {
         }
     }
 
-    /// The socket's number means nothing any more: its connection ends.
+    /// Closes the socket, after its number has been removed from the table.
     fn close(&self) {
         if let Kind::Stream(_) = self.kind {
             stream::finish(self);
         }
         self.abandon();
-        // Who waits for it hears that it is gone.
+        // Threads that wait for this socket return.
         self.bells.ring();
     }
 
-    /// Ends it as it is.
+    /// Closes the socket at once, without waiting for the peer.
     fn abandon(&self) {
         let token = std::mem::replace(&mut *self.token(), Token::NONE);
         self.engine().remove(token, Some(self.channel.fd()));

@@ -1,4 +1,4 @@
-//! What can be set on a socket (`rsetsockopt`, `rgetsockopt`), and what it is before.
+//! Socket options (`rsetsockopt`, `rgetsockopt`) and their defaults.
 
 use std::ffi::c_int;
 use std::sync::OnceLock;
@@ -13,15 +13,15 @@ use crate::cm::types::{
     RDMA_INLINE, RDMA_IOMAPSIZE, RDMA_ROUTE, RDMA_RQSIZE, RDMA_SQSIZE, SOL_RDMA,
 };
 
-/// Bytes of a send or receive buffer at least, and at most.
+/// The smallest and the largest send or receive buffer, in bytes.
 const BUFFER: std::ops::RangeInclusive<usize> = 4096..=1 << 28;
-/// Requests in a queue at least; the peer's control messages need some of them.
+/// The smallest number of requests in a queue; the peer's control messages take some of them.
 const QUEUE_MIN: u32 = 16;
-/// And at most.
+/// The largest number of requests in a queue.
 const QUEUE_MAX: u32 = 16_384;
-/// Bytes of a value that are looked at.
+/// Bytes of an option's value that are read, at most.
 pub(super) const LONGEST: usize = 64;
-/// Where an administrator can say what sockets begin with.
+/// The folder where an administrator can set the defaults of new sockets.
 const FOLDER: &str = "/etc/rdma/rsocket";
 
 /// Options of a socket.
@@ -32,9 +32,9 @@ pub(super) struct Options {
     pub(super) send_queue: u32,
     pub(super) recv_queue: u16,
     pub(super) inline: u32,
-    /// Mappings that the peer may make here.
+    /// Mappings that the peer may announce to this end.
     pub(super) mappings: u32,
-    /// `None`: as usual.
+    /// The time that `SO_LINGER` sets; `None`: the default.
     pub(super) linger: Option<Duration>,
     pub(super) recv_timeout: Option<Duration>,
     pub(super) send_timeout: Option<Duration>,
@@ -49,7 +49,7 @@ pub(super) struct Options {
 }
 
 impl Options {
-    /// Those of a new socket.
+    /// The options of a new socket.
     pub(super) fn fresh() -> Self {
         static FRESH: OnceLock<Options> = OnceLock::new();
         FRESH
@@ -82,7 +82,7 @@ impl Options {
             .clone()
     }
 
-    /// Those of a connection that was accepted: the sizes.
+    /// The options of a connection that this listener accepts: all but the timeouts.
     pub(super) fn inherited(&self) -> Self {
         Self {
             recv_timeout: None,
@@ -91,7 +91,7 @@ impl Options {
         }
     }
 
-    /// What an administrator says, in files named as rsocket(7) names them.
+    /// Reads the defaults that an administrator has set, from files with the names of rsocket(7).
     fn configure(&mut self, file: impl Fn(&str) -> Option<i64>) {
         let mut set = |name, option: c_int| {
             if let Some(n) = file(name).and_then(|n| c_int::try_from(n).ok()) {
@@ -110,7 +110,7 @@ impl Options {
         }
     }
 
-    /// Sets one of the sizes of `SOL_RDMA`, to the nearest that is possible.
+    /// Sets one of the sizes of `SOL_RDMA` to the nearest possible value.
     fn set_size(&mut self, option: c_int, n: c_int) {
         let n = u32::try_from(n).unwrap_or(0);
         match option {
@@ -124,14 +124,14 @@ impl Options {
     }
 }
 
-/// A size of a buffer, as near as possible.
+/// The possible size of a buffer that is nearest to `n`.
 fn buffer(n: i64) -> usize {
     usize::try_from(n)
         .unwrap_or(0)
         .clamp(*BUFFER.start(), *BUFFER.end())
 }
 
-/// A value as C gives it.
+/// The value of an option, as bytes of a C type.
 pub(super) struct Value<'a>(pub(super) &'a [u8]);
 
 impl Value<'_> {
@@ -167,7 +167,7 @@ impl Value<'_> {
     }
 }
 
-/// `rsetsockopt`. What has no meaning here and does no harm is kept, anything else is `ENOPROTOOPT`.
+/// `rsetsockopt`. Options that have no meaning here and do no harm are stored; unknown options fail with `ENOPROTOOPT`.
 pub(super) fn set(
     socket: &Socket,
     level: c_int,
@@ -180,7 +180,7 @@ pub(super) fn set(
         (SOL_SOCKET, libc::SO_KEEPALIVE) => options.keep_alive = value.flag()?,
         (SOL_SOCKET, libc::SO_OOBINLINE) => options.out_of_band_inline = value.flag()?,
         (SOL_SOCKET, libc::SO_BROADCAST) => options.broadcast = value.flag()?,
-        // Twice as much as was asked for, as the kernel does it, and as librdmacm does.
+        // The buffer is twice as large as requested, as with the kernel's sockets and with librdmacm.
         (SOL_SOCKET, libc::SO_RCVBUF) => options.recv_buffer = buffer(i64::from(value.int()?) * 2),
         (SOL_SOCKET, libc::SO_SNDBUF) => options.send_buffer = buffer(i64::from(value.int()?) * 2),
         (SOL_SOCKET, libc::SO_RCVTIMEO) => options.recv_timeout = value.time()?,
@@ -214,14 +214,14 @@ pub(super) fn set(
             }
             options.set_size(name, value.int()?);
         }
-        // There is one way to each peer.
+        // There is only one route to each peer, so this option has no effect.
         (SOL_RDMA, RDMA_ROUTE) => {}
         _ => return Err(libc::ENOPROTOOPT),
     }
     Ok(())
 }
 
-/// What `rgetsockopt` gives: the bytes of the value.
+/// `rgetsockopt`: the bytes of an option's value.
 pub(super) fn get(socket: &Socket, level: c_int, name: c_int) -> Result<Vec<u8>, c_int> {
     let int = |n: c_int| Ok(n.to_ne_bytes().to_vec());
     let size = |n: usize| int(c_int::try_from(n).unwrap_or(c_int::MAX));
@@ -282,7 +282,7 @@ pub(super) fn get(socket: &Socket, level: c_int, name: c_int) -> Result<Vec<u8>,
     }
 }
 
-/// A `struct tcp_info` that tells whether the socket is connected, the sizes that there are, and nothing else.
+/// A `struct tcp_info` in which only the state (connected or not) and the sizes are set.
 fn tcp_info(socket: &Socket, options: &Options) -> Vec<u8> {
     const ESTABLISHED: u8 = 1;
     const CLOSE: u8 = 7;

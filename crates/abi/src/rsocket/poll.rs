@@ -1,4 +1,4 @@
-//! Waiting for many sockets, and other descriptors beside them: `rpoll`, `rselect`.
+//! Waiting for many sockets and other descriptors: `rpoll`, `rselect`.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use anywarp_engine::engine::Engine;
 use super::{Hung, Kind, Socket, device, find, lock, wait};
 use crate::ffi::os_errno;
 
-/// What is always told.
+/// The events that `poll(2)` reports even if they are not requested.
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
 
 impl Socket {
-    /// What a caller that asks for `events` hears.
+    /// The events that are returned to a caller that requests `events`.
     fn readiness(&self, events: i16, arm: bool) -> i16 {
         let ready = match &self.kind {
             Kind::Stream(stream) => {
@@ -37,11 +37,11 @@ impl Socket {
     }
 }
 
-/// The descriptors of a call, sockets apart from others.
+/// The descriptors of a call, with sockets separated from other descriptors.
 struct Set<'a> {
     fds: &'a mut [libc::pollfd],
     sockets: Vec<(usize, Arc<Socket>)>,
-    /// Places of the others, and they themselves.
+    /// Indexes of the other descriptors in `fds`; `others` has these descriptors.
     places: Vec<usize>,
     others: Vec<libc::pollfd>,
 }
@@ -67,7 +67,7 @@ impl<'a> Set<'a> {
         set
     }
 
-    /// Looks at everything; how many are ready.
+    /// Updates the events of all descriptors; returns how many descriptors are ready.
     fn look(&mut self, arm: bool) -> Result<usize, c_int> {
         for (i, socket) in &self.sockets {
             if let Some(fd) = self.fds.get_mut(*i) {
@@ -76,7 +76,7 @@ impl<'a> Set<'a> {
         }
         if !self.others.is_empty() {
             match wait::poll(&mut self.others, Some(Duration::ZERO)) {
-                // The next look does it.
+                // The next call polls them again.
                 Err(libc::EINTR) => {}
                 polled => polled?,
             }
@@ -94,7 +94,7 @@ impl<'a> Set<'a> {
     }
 }
 
-/// `rpoll`: how many of `fds` are ready, within `time`, or at last.
+/// `rpoll`: waits until a descriptor is ready, but not longer than `time`; returns how many are ready.
 pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<usize, c_int> {
     let mut set = Set::new(fds);
     if set.sockets.is_empty() {
@@ -134,7 +134,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<u
     }
 }
 
-/// The three sets of `rselect` as bits of poll.
+/// A descriptor in the three sets of `rselect`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) fd: c_int,
@@ -143,7 +143,7 @@ pub(super) struct Asked {
     pub(super) except: bool,
 }
 
-/// `rselect`: of those that are asked for, which are ready for what.
+/// `rselect`: returns the requested descriptors that are ready, with the sets in which they are.
 pub(super) fn select(asked: &[Asked], time: Option<Duration>) -> Result<Vec<Asked>, c_int> {
     let bit = |on: bool, bits: i16| if on { bits } else { 0 };
     let mut fds: Vec<libc::pollfd> = asked

@@ -1,4 +1,4 @@
-//! Stream sockets: a reliable queue pair, a ring that the peer writes into, and messages that say what was written.
+//! Stream sockets: a reliable queue pair, a ring that the peer writes into, and a message for each write.
 //!
 //! ```text
 //!  New --bind--> Bound --listen--> Listening --(request)--> a new socket: Open
@@ -6,8 +6,8 @@
 //!                                    +-------(refused)--------------------------------^
 //! ```
 //!
-//! Requests are accepted as they come, by whoever moves the device's bytes, and wait in the listener for `raccept`: as
-//! with other sockets, who connects does not depend on when the listener's program looks.
+//! The thread that handles the device's sockets accepts connection requests when they arrive. Accepted connections wait
+//! in the listener for `raccept`: as with other sockets, connecting does not wait for the program of the listener.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -38,29 +38,29 @@ use super::wire::{self, AREA, AREAS, Area, Hello, MAPPING, MESSAGE, Message};
 use super::{Kind, Patience, Socket, lock};
 use crate::ffi::{misuse, os_errno};
 
-/// Bytes of one write of the stream: with its header one FPDU.
+/// Bytes of the stream in one RDMA Write, at most: with its header it is one FPDU.
 pub(super) const TRANSFER: usize = 64_000;
-/// Receives that are posted beside those which the peer has credits for: its messages of control have none.
+/// Receives that are posted in addition to those that the peer has credits for: its control messages take no credits.
 const BESIDE: u32 = 2 * CONTROL;
-/// How long closing waits until the peer has what was sent, unless `SO_LINGER` says so.
+/// How long `rclose` waits until the peer has received what was sent, unless `SO_LINGER` sets another time.
 const LINGER: Duration = Duration::from_secs(5);
-/// How long of that it waits for librdmacm's own end to close too: what that end still sends fails once we have closed,
-/// and librdmacm then forgets what it has received.
+/// How long of that `rclose` waits for a peer with librdmacm's rsockets to close too. What that peer still sends fails
+/// once this end has closed, and librdmacm then discards what it has received.
 const ANSWER: Duration = Duration::from_millis(100);
-/// Connections that wait in a listener, whatever its backlog says: at least, and at most.
+/// The least and the largest number of accepted connections that may wait in a listener, whatever its backlog is.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 
-// What a request's number says: its kind in the upper half, bytes of the ring in the lower.
+// The `wr_id` of a request: its kind in the upper half, bytes of the ring in the lower half.
 const RECEIVE: u64 = 1 << 63;
-/// The write before a message: its message tells of both.
+/// An unsignaled write before a message. The completion of the message stands for both.
 const BEFORE: u64 = 1 << 32;
-/// Bytes of the stream.
+/// A message with bytes of the stream.
 const DATA: u64 = 2 << 32;
-/// Bytes for a mapping.
+/// A write to a mapping of the peer.
 pub(super) const DIRECT: u64 = 3 << 32;
-/// Word of a mapping.
+/// A message that announces a mapping.
 const MAPPED: u64 = 4 << 32;
-/// One message of control, or two places of them.
+/// A control message that takes one place; `CONTROL_TWO` takes two.
 const CONTROL_ONE: u64 = 5 << 32;
 const CONTROL_TWO: u64 = 6 << 32;
 
@@ -80,17 +80,17 @@ pub(super) struct Stream {
     phase: Phase,
     id: Arc<CmId>,
     end: Option<End>,
-    /// Connections that nobody has taken yet.
+    /// Accepted connections that wait for `raccept`.
     accepted: VecDeque<Arc<Socket>>,
     backlog: usize,
-    /// No room for more of them: the channel is not watched.
+    /// There is no room for more accepted connections: the channel is not watched.
     full: bool,
-    /// More can come from the peer, and may go to it.
+    /// The peer may still send; `sending`: this end may still send.
     receiving: bool,
     sending: bool,
-    /// Why it ended, if not in order.
+    /// The errno of a connection that did not end in order.
     broken: Option<c_int>,
-    /// For `SO_ERROR`.
+    /// The pending error, which `SO_ERROR` returns.
     error: c_int,
 }
 
@@ -98,27 +98,28 @@ pub(super) struct Stream {
 pub(super) struct End {
     qp: Arc<RcQp>,
     cq: Arc<Cq>,
-    /// What the peer writes: the stream, and the list of its own memory with its mappings behind.
+    /// Memory that the peer writes to: the ring of the stream, and `list`, where the peer names its own free memory,
+    /// followed by its mappings.
     ring: Buffer,
     list: Buffer,
-    /// What we send, and where messages arrive.
+    /// Copies of the bytes that are being sent; `notes` has the memory of the receives.
     copies: Buffer,
     notes: Buffer,
     pub(super) sender: Sender,
     receiver: Receiver,
     credits: u16,
-    /// Bytes up to which a send is copied into its request.
+    /// Largest number of bytes that are sent inline.
     inline: usize,
     pub(super) peer: Option<Hello>,
     pub(super) mappings: u32,
     pub(super) maps: Maps,
     arrived: Vec<Completion>,
     refused: Refused,
-    /// Sends that are not done.
+    /// Signaled sends that have not completed.
     outstanding: usize,
 }
 
-/// What completions told of.
+/// What the polled completions brought.
 #[derive(Default)]
 struct News {
     disconnect: bool,
@@ -151,7 +152,7 @@ impl End {
             max_inline: options.inline.max(MAPPING as u32),
         };
         capacity.check().map_err(|e| misuse("rsocket", &e))?;
-        // Room for everything that can be posted: it never overflows.
+        // The queue has room for every request that can be posted, so it never overflows.
         let cq = Arc::new(Cq::new((places + receives) as usize, Some(socket.notify())));
         let parts = |qpn| Parts {
             rnic: Arc::clone(&engine.rnic),
@@ -188,13 +189,13 @@ impl End {
             refused: Refused::default(),
             outstanding: 0,
         };
-        // From here on its queue pair goes with it.
+        // From here on, dropping `end` destroys the queue pair.
         end.post_receives(0..receives)
             .map_err(|(_, e)| misuse("rsocket", &e))?;
         Ok(end)
     }
 
-    /// What the peer is told.
+    /// The private data for the peer.
     fn hello(&self) -> Hello {
         let area = |buffer: &Buffer, len: usize| Area {
             addr: buffer.addr(),
@@ -209,7 +210,7 @@ impl End {
         }
     }
 
-    /// The peer is known.
+    /// Begins the stream with the private data of the peer.
     fn begin(&mut self, peer: Hello) {
         self.sender.begin(peer.credits, peer.data);
         self.receiver.begin(peer.list.len);
@@ -228,7 +229,7 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Posts receives again.
+    /// Posts receives again whose messages have been handled.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
         let mut refused = std::mem::take(&mut self.refused);
         refused.post(again, |all| self.post_receives(all.iter().copied()));
@@ -245,7 +246,7 @@ impl End {
         })
     }
 
-    /// A message, with what is written before it.
+    /// Posts a message, and before it the write that belongs to it.
     fn post_message(
         &mut self,
         id: u64,
@@ -270,7 +271,8 @@ impl End {
         }
     }
 
-    /// Bytes of the caller's for a request: in it, or in our ring; and how many of the ring.
+    /// The payload of a request with bytes of the caller: inline, or copied to our ring. Also returns the bytes taken
+    /// of the ring.
     fn payload(&mut self, from: &Caller, skip: usize, len: usize) -> (Payload, usize) {
         if len <= self.inline {
             let bytes = from.copy(skip, len);
@@ -283,7 +285,7 @@ impl End {
         (Payload::Sges(sges.collect()), len)
     }
 
-    /// Sends as much as there is room for, of `[skip, …)`; 0 if there is none.
+    /// Sends as many bytes of `from` as there is room for, from byte `skip` on; 0 if there is no room.
     fn send(&mut self, from: &Caller, skip: usize) -> Result<usize, c_int> {
         if !self.tell_maps()? {
             return Ok(0);
@@ -301,7 +303,7 @@ impl End {
         Ok(len)
     }
 
-    /// Writes to a mapping of the peer's; 0 if there is no room, `None` if there is no such mapping.
+    /// Writes to a mapping of the peer; 0 if there is no room, `None` if there is no such mapping.
     pub(super) fn write(
         &mut self,
         from: &Caller,
@@ -327,7 +329,7 @@ impl End {
         Ok(Some(len))
     }
 
-    /// The mapping that the peer made for `offset`: address, key, and bytes from there on.
+    /// The peer's memory at `offset` of its mappings: address, key, and the bytes up to the end of the mapping.
     fn find_mapping(&self, offset: u64) -> Option<(u64, u32, u64)> {
         (0..self.mappings as usize).find_map(|i| {
             let at = AREA * AREAS as usize + MAPPING * i;
@@ -337,7 +339,7 @@ impl End {
         })
     }
 
-    /// Tells the peer of mappings that it does not know yet; false if some must wait.
+    /// Announces new mappings to the peer; false if some must wait.
     fn tell_maps(&mut self) -> Result<bool, c_int> {
         let Some(peer) = self.peer else {
             return Ok(true);
@@ -359,7 +361,7 @@ impl End {
         Ok(true)
     }
 
-    /// Gives the peer back what it may use again.
+    /// Sends the grants that are due to the peer.
     fn give(&mut self) -> Result<(), c_int> {
         let Some(peer) = self.peer else { return Ok(()) };
         loop {
@@ -388,7 +390,7 @@ impl End {
         }
     }
 
-    /// Copies up to `[skip, …)` of what has arrived to the caller; it stays if `peek`.
+    /// Copies received bytes to `to`, from byte `skip` on. With `peek` they stay in the ring.
     fn receive(&mut self, to: &Caller, skip: usize, peek: bool) -> usize {
         let len = self.receiver.readable().min(to.len().saturating_sub(skip));
         self.ring.drain(self.receiver.front(len), to, skip);
@@ -398,7 +400,7 @@ impl End {
         len
     }
 
-    /// Looks at what has completed.
+    /// Handles all completions.
     fn poll(&mut self) -> News {
         let mut news = News::default();
         let mut again: Vec<u32> = Vec::new();
@@ -423,7 +425,7 @@ impl End {
         news
     }
 
-    /// A send is done with.
+    /// Handles the completion of a send.
     fn sent(&mut self, c: &Completion, news: &mut News) {
         let ring = (c.wr_id & u64::from(u32::MAX)) as usize;
         let (requests, control) = match c.wr_id & !u64::from(u32::MAX) {
@@ -443,7 +445,7 @@ impl End {
         }
     }
 
-    /// A message arrived. What it says is the peer's word: [`Receiver`] judges it.
+    /// Handles a received message. [`Receiver`] checks that the peer keeps within its limits.
     fn heard(&mut self, slot: u32, len: u32, news: &mut News) {
         if news.violation.is_some() {
             return;
@@ -477,7 +479,7 @@ impl End {
 
 impl Drop for End {
     fn drop(&mut self) {
-        // Before its memory is given back.
+        // The queue pair is destroyed before its memory is released.
         self.qp.destroy();
     }
 }
@@ -505,9 +507,10 @@ fn write_to(key: u32, addr: u64) -> Op {
     }
 }
 
-/// Takes an entry from the list of the peer's memory, if the peer has filled it.
+/// Takes an entry from the list of the peer's free memory, if the peer has filled it.
 ///
-/// Its length comes last and shows that it is there. It is all zero from then on, until the peer fills it again.
+/// The peer's write places the length last, so a length that is not zero shows that the entry is filled. A taken entry
+/// is all zero until the peer fills it again.
 fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
     let (at, len_at) = (slot * AREA, slot * AREA + AREA - 4);
     if list.word(len_at) == 0 {
@@ -515,7 +518,7 @@ fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
     }
     let area = Area::parse(&list.load(at));
     if area.addr == 0 || area.key == 0 {
-        // The device may be in the middle of it: the next look finds all.
+        // The device may be placing the entry at this moment: the next call finds all of it.
         return None;
     }
     list.store(at, &[0; AREA]);
@@ -523,10 +526,10 @@ fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
 }
 
 impl Stream {
-    /// A new socket's, whose events go to `channel`.
+    /// The state of a new socket, whose connection manager events go to `channel`.
     pub(super) fn new(channel: &Arc<EventChannel>) -> Result<Self, c_int> {
         let id = CmId::new(channel, PortSpace::Tcp).map_err(|e| os_errno(&e))?;
-        // Not zero: it hears when the device breaks.
+        // An identifier with a C object that is not zero gets the event of a broken device.
         id.c_object.store(1, Ordering::Release);
         Ok(Self::around(id))
     }
@@ -551,12 +554,12 @@ impl Stream {
         &self.id
     }
 
-    /// The end of a connection that may be over.
+    /// The queue pair of a connection that may be over, with its memory.
     pub(super) fn any_end(&mut self) -> Option<&mut End> {
         self.end.as_mut()
     }
 
-    /// Whether nothing keeps it from sending: not our own `rshutdown`.
+    /// Whether this end may still send: false after its own `rshutdown`.
     pub(super) fn may_send(&self) -> bool {
         self.phase != Phase::Open || self.sending
     }
@@ -576,7 +579,7 @@ impl Stream {
         self.phase == Phase::Open
     }
 
-    /// The pending error, once.
+    /// Takes the pending error: the next call returns 0.
     pub(super) fn take_error(&mut self) -> c_int {
         std::mem::take(&mut self.error)
     }
@@ -586,14 +589,14 @@ impl Stream {
         self.id.local()
     }
 
-    /// The peer's, while connected.
+    /// The peer's address, if the socket is or was connected.
     pub(super) fn remote(&self) -> Option<SocketAddr> {
         matches!(self.phase, Phase::Open | Phase::Over)
             .then(|| self.id.remote())
             .flatten()
     }
 
-    /// The end of a connection, for [`super::iomap`].
+    /// The queue pair of an open connection with its memory, for [`super::iomap`].
     pub(super) fn open_end(&mut self) -> Result<&mut End, c_int> {
         match (self.phase, self.end.as_mut()) {
             (Phase::Open, Some(end)) => Ok(end),
@@ -608,7 +611,7 @@ impl Stream {
             return Err(libc::EINVAL);
         }
         self.id.bind(to).map_err(|e| match os_errno(&e) {
-            // rdma_cm's word for an address that is not this host's.
+            // The connection manager returns ENODEV for an address that the host does not have.
             libc::ENODEV => libc::EADDRNOTAVAIL,
             e => e,
         })?;
@@ -627,7 +630,8 @@ impl Stream {
         self.backlog = usize::try_from(backlog)
             .unwrap_or(0)
             .clamp(*BACKLOG.start(), *BACKLOG.end())
-            // Each holds two descriptors until it is accepted: strangers get a part of them, and no more.
+            // Each connection holds two descriptors until it is accepted: unknown peers get only a part of the
+            // descriptors.
             .min(anywarp_engine::limits::peer_descriptors() / 2)
             .max(*BACKLOG.start());
         self.id.listen(backlog).map_err(|e| os_errno(&e))?;
@@ -647,7 +651,7 @@ impl Stream {
         }
         let failed = |e: std::io::Error| os_errno(&e);
         self.id.resolve_addr(None, to).map_err(failed)?;
-        // Its outcome is there at once.
+        // Resolving an address does not block: its outcome is in the channel at once.
         while let Some(event) = socket.channel.pop() {
             if event.kind == EventKind::AddrError {
                 return Err(-event.status);
@@ -666,14 +670,14 @@ impl Stream {
         })
     }
 
-    /// Connecting came to nothing.
+    /// Records that connecting failed.
     fn give_up(&mut self, errno: c_int) {
         self.phase = Phase::Over;
         self.broken = Some(errno);
         self.error = errno;
     }
 
-    /// What is new: events of the connection manager, and completions.
+    /// Handles new events of the connection manager and new completions.
     pub(super) fn step(&mut self, socket: &Socket) {
         if self.phase == Phase::Closed {
             return;
@@ -689,7 +693,7 @@ impl Stream {
         if !matches!(self.phase, Phase::Open | Phase::Over) {
             return;
         }
-        // What came before the end of the connection completed before that was told.
+        // Receives before the end of the connection completed before that end was reported.
         let Some(end) = &mut self.end else { return };
         let news = end.poll();
         if self.phase != Phase::Open {
@@ -716,7 +720,8 @@ impl Stream {
         }
     }
 
-    /// An event of the connection manager; an errno, or 0, if the connection is over.
+    /// Handles an event of the connection manager. Returns an errno, or 0 for an end in order, if the connection is
+    /// over.
     fn event(&mut self, event: &Event) -> Option<c_int> {
         match event.kind {
             EventKind::Established if self.phase == Phase::Connecting => {
@@ -762,7 +767,7 @@ impl Stream {
         self.sending = true;
     }
 
-    /// The connection is over.
+    /// Records that the connection is over.
     fn over(&mut self, broken: Option<c_int>) {
         self.phase = Phase::Over;
         self.receiving = false;
@@ -771,7 +776,7 @@ impl Stream {
         self.error = broken.unwrap_or(self.error);
     }
 
-    /// Ends the connection from here: the peer broke the rules, or named memory that there cannot be.
+    /// Closes the connection with an error: the peer broke the rules, or named memory that cannot exist.
     pub(super) fn cut_off(&mut self) {
         if let Some(end) = &self.end {
             end.qp.disconnect();
@@ -781,7 +786,7 @@ impl Stream {
 
     // ------------------------------------------------------------------ listening
 
-    /// Accepts the requests that wait, as many as there is room for.
+    /// Accepts waiting connection requests, as many as there is room for.
     fn accept_waiting(&mut self, socket: &Socket) {
         while self.accepted.len() < self.backlog {
             let Some(event) = socket.channel.pop() else {
@@ -815,7 +820,7 @@ impl Stream {
         }
     }
 
-    /// The next connection.
+    /// Takes the next accepted connection; `None` if there is none yet.
     fn take_accepted(&mut self, socket: &Socket) -> Option<Result<Arc<Socket>, c_int>> {
         self.step(socket);
         if let Some(made) = self.accepted.pop_front() {
@@ -832,7 +837,7 @@ impl Stream {
 
     // ------------------------------------------------------------------ data
 
-    /// Sends of `[skip, …)`; `None` if that must wait.
+    /// Sends bytes of `from`, from byte `skip` on; `None` if that must wait.
     fn send(&mut self, from: &Caller, skip: usize) -> Option<Result<usize, c_int>> {
         match self.phase {
             Phase::Connecting => return None,
@@ -855,7 +860,7 @@ impl Stream {
         }
     }
 
-    /// Receives into `[skip, …)`; `None` if nothing is there yet.
+    /// Receives into `to`, from byte `skip` on; `None` if nothing has arrived yet.
     fn receive(&mut self, to: &Caller, skip: usize, peek: bool) -> Option<Result<usize, c_int>> {
         match self.phase {
             Phase::Connecting => return None,
@@ -867,14 +872,15 @@ impl Stream {
             && end.receiver.readable() > 0
         {
             let len = end.receive(to, skip, peek);
-            // What was read is the caller's, also when the peer cannot be told: then the connection is over.
+            // The caller gets the bytes that were read even if no grant can be sent. The connection is over in that
+            // case.
             if self.phase == Phase::Open && end.give().is_err() {
                 self.cut_off();
             }
             return Some(Ok(len));
         }
         match self.broken {
-            // Once: then it is the end of the stream, as with other sockets.
+            // The error is returned once. Later calls return the end of the stream, as with other sockets.
             Some(e) if self.error == e => {
                 self.error = 0;
                 Some(Err(e))
@@ -884,7 +890,7 @@ impl Stream {
         }
     }
 
-    /// What `poll(2)` would say.
+    /// The events that `poll(2)` would return for this socket.
     pub(super) fn readiness(&mut self) -> i16 {
         let (input, output) = (
             libc::POLLIN | libc::POLLRDNORM,
@@ -897,7 +903,8 @@ impl Stream {
             Phase::Connecting => 0,
             Phase::Closed => libc::POLLNVAL,
             Phase::Over => {
-                // Programs take a hang-up for the end: it is told when all is read, as a TCP socket tells it late.
+                // Programs take POLLHUP for the end of the stream. So it is reported only when everything is read, as a
+                // TCP socket reports it late.
                 let unread = self.end.as_ref().is_some_and(|e| e.receiver.readable() > 0);
                 let end = match (unread, self.broken) {
                     (true, _) => 0,
@@ -928,14 +935,14 @@ impl Stream {
         }
     }
 
-    /// Rings for the next completion.
+    /// Requests a notification of the next completion.
     pub(super) fn arm(&self) {
         if let Some(end) = &self.end {
             end.cq.arm(false);
         }
     }
 
-    /// Says that no more is sent, or received; `None` if that must wait.
+    /// Shuts down receiving, sending or both, and notifies the peer; `None` if that must wait.
     fn shut(&mut self, how: c_int) -> Option<Result<(), c_int>> {
         match self.phase {
             Phase::Open => {}
@@ -970,7 +977,7 @@ impl Stream {
         Some(said)
     }
 
-    /// Whether the peer has everything that was sent.
+    /// Whether the peer has received everything that was sent.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {
@@ -981,14 +988,14 @@ impl Stream {
         }
     }
 
-    /// Whether the peer has heard of our end as far as we can know.
+    /// Whether the peer has closed too. True at once for a peer that acknowledges messages.
     fn is_answered(&mut self) -> bool {
         self.end
             .as_mut()
             .is_none_or(|end| end.poll().disconnect || !end.qp.has_standard_peer())
     }
 
-    /// Ends everything at once.
+    /// Closes the socket at once, without notifying the peer.
     pub(super) fn abandon(&mut self) {
         self.phase = Phase::Closed;
         self.accepted.clear();
@@ -997,7 +1004,7 @@ impl Stream {
     }
 }
 
-/// Accepts a request: a new socket.
+/// Accepts a connection request with a new socket.
 fn accept(listener: &Socket, event: &Event) -> Result<Arc<Socket>, c_int> {
     let id = Arc::clone(&event.id);
     let peer = Hello::parse(&event.private_data).map_err(|strange| {
@@ -1023,11 +1030,11 @@ fn accept(listener: &Socket, event: &Event) -> Result<Arc<Socket>, c_int> {
     Ok(socket)
 }
 
-/// How connections are made.
+/// The parameters of a connection with the private data `hello`.
 fn param(hello: Hello) -> ConnParam {
     ConnParam {
         private_data: hello.emit().to_vec(),
-        // Nothing is read over the connection, but one may be how the connection starts.
+        // No RDMA Reads are posted, but a Read may be the first message of a connection.
         responder_resources: 1,
         initiator_depth: 1,
         retry_count: 7,
@@ -1052,7 +1059,7 @@ pub(super) fn connect(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
             Phase::Connecting => None,
             Phase::Open => Some(Ok(())),
             Phase::Closed => Some(Err(libc::EBADF)),
-            // Told here, and not again.
+            // The error is returned here, so it is no longer pending.
             _ => Some(Err(match stream.take_error() {
                 0 => stream.broken.unwrap_or(libc::ENOTCONN),
                 e => e,
@@ -1090,7 +1097,7 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
             if arm {
                 stream.arm();
             }
-            // What arrived is looked at when it matters: at the start, and when there is no room.
+            // Arrived messages are handled only when they matter: at the start, and when there is no room.
             if sent == 0 || arm {
                 stream.step(socket);
             }
@@ -1115,7 +1122,7 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
     }
 }
 
-/// Receives what is there, or all that is asked for with `MSG_WAITALL`.
+/// Receives what has arrived, or as much as `to` has room for with `MSG_WAITALL`.
 pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<usize, c_int> {
     if flags & libc::MSG_OOB != 0 {
         return Err(libc::EOPNOTSUPP);
@@ -1173,12 +1180,13 @@ pub(super) fn shutdown(socket: &Socket, how: c_int) -> Result<(), c_int> {
         stream.step(socket);
         stream.shut(how)
     });
-    // Other threads that wait for it look again.
+    // Threads that wait for this socket check its state again.
     socket.bells.ring();
     done
 }
 
-/// What closing does first: the peer gets what was sent, and hears of the end.
+/// Finishes a stream before the socket is closed: waits until the peer has received what was sent and the end of the
+/// stream.
 pub(super) fn finish(socket: &Socket) {
     let linger = socket.options().linger.unwrap_or(LINGER);
     let open = socket.stream().is_ok_and(|s| s.is_open());
@@ -1204,8 +1212,8 @@ pub(super) fn finish(socket: &Socket) {
         let answer = Instant::now().checked_add(ANSWER);
         wait(until.min(answer).or(answer), Stream::is_answered);
     }
-    // Towards librdmacm's own end what was sent is with the kernel by now. It arrives as long as somebody reads what
-    // still comes, and our process may be about to end.
+    // To a standard peer, sends complete when the kernel has their bytes. These arrive only while this process still
+    // reads what the peer sends, and the process may be about to exit.
     let Kind::Stream(stream) = &socket.kind else {
         return;
     };
@@ -1236,7 +1244,8 @@ mod tests {
         made.unwrap()
     }
 
-    /// Reading half of the ring is told to the peer. It cannot be: what was read is there all the same, and then the end.
+    /// After half of the ring is read, a grant is due. Here it cannot be sent: the read bytes are returned, and then
+    /// the error.
     #[test]
     fn what_was_read_is_not_lost_when_the_peer_cannot_be_told() {
         let (listener, near) = (socket(), socket());

@@ -1,8 +1,8 @@
-//! How a thread waits for sockets.
+//! Waiting of threads for sockets.
 //!
-//! Each waiting thread has a bell of its own, a descriptor, and hangs it up at the sockets that it waits for. Whatever
-//! happens to a socket rings all bells there. So several threads may wait for one socket, and one thread for many,
-//! without one taking away the other's event.
+//! Each waiting thread has a bell: a descriptor that it hangs up at the sockets that it waits for. Every event of a
+//! socket rings all bells that hang there. So several threads may wait for one socket, and one thread for many, and no
+//! thread consumes the event of another.
 
 use std::cell::RefCell;
 use std::ffi::c_int;
@@ -17,7 +17,7 @@ use anywarp_engine::reactor::{Interrupted, WAIT_WORKING};
 
 use crate::ffi::os_errno;
 
-/// A bell: readable when it rang.
+/// A bell: a descriptor that is readable after it was rung.
 pub(super) type Bell = Channel<()>;
 
 /// The bell of the calling thread.
@@ -54,7 +54,7 @@ impl Bells {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Rings all.
+    /// Rings all bells.
     pub(super) fn ring(&self) {
         for bell in self.all().iter() {
             if bell.is_empty() {
@@ -68,7 +68,7 @@ impl Bells {
         self.all().push(Arc::clone(bell));
     }
 
-    /// Takes it down.
+    /// Removes a bell.
     pub(super) fn take_down(&self, bell: &Arc<Bell>) {
         let mut all = self.all();
         if let Some(at) = all.iter().position(|b| Arc::ptr_eq(b, bell)) {
@@ -77,8 +77,9 @@ impl Bells {
     }
 }
 
-/// Waits until the bell rings, one of `others` is ready, or time is up; the calling thread moves bytes meanwhile. The
-/// caller looks again in any case. `EINTR`: a signal handler ran.
+/// Waits until the bell rings, one of `others` is ready, or the time `until` is reached. The calling thread handles the
+/// device's sockets meanwhile. It may return early, so the caller checks its condition again. `EINTR`: a signal handler
+/// ran.
 pub(super) fn wait(
     engine: &Engine,
     bell: &Bell,

@@ -1,7 +1,8 @@
-//! What two stream sockets say to each other: the form that librdmacm gives rsockets over iWARP (docs/rsockets.md).
+//! Formats of the private data and the messages between stream sockets, as librdmacm has them over iWARP
+//! (docs/rsockets.md).
 //!
-//! Numbers in private data are big-endian. Everything else is in the order of the sender's host, and a flag of the
-//! private data says which that is; only little-endian is spoken here.
+//! Numbers in private data are big-endian. All other numbers have the byte order of the sender's host, which a flag of
+//! the private data names; only little-endian is supported.
 
 /// Version in the private data.
 const VERSION: u8 = 1;
@@ -54,7 +55,7 @@ impl Area {
     }
 }
 
-/// Memory of the peer that can be written by its offset (`riomap`).
+/// Memory of the peer that can be written by offset (`riomap`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Mapping {
     pub(super) offset: u64,
@@ -83,7 +84,7 @@ impl Mapping {
         if left == 0 {
             return None;
         }
-        // The peer's numbers may make no sense together.
+        // The peer's numbers may contradict each other, so the sum is checked.
         Some((self.area.addr.checked_add(within)?, left))
     }
 }
@@ -91,26 +92,27 @@ impl Mapping {
 /// The private data of a request and of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// Messages that the sender of this may be sent.
+    /// Messages that the sender of this private data can receive.
     pub(super) credits: u16,
-    /// Mappings that it has room for.
+    /// Mappings that the sender has room for.
     pub(super) mappings: u32,
-    /// Its list of free memory: where the peer names its own.
+    /// The sender's list of free memory, into which the receiver of this private data writes the addresses of its own
+    /// memory.
     pub(super) list: Area,
-    /// Its memory for the first bytes.
+    /// The sender's memory for the first bytes of the stream.
     pub(super) data: Area,
 }
 
-/// Why a peer is not understood.
+/// Why the private data of a peer is not supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Strange {
-    /// The private data is shorter than it must be: no rsocket.
+    /// The private data is too short for an rsocket.
     Short,
     /// Another version.
     Version(u8),
     /// A big-endian host.
     BigEndian,
-    /// A list of no, or of countless, entries.
+    /// A list without entries, or with too many.
     List(u32),
 }
 
@@ -155,7 +157,7 @@ impl Hello {
         out
     }
 
-    // A peer's private data is judged here and nowhere else: [rsock-hello].
+    // All of a peer's private data is checked here: [rsock-hello].
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, Strange> {
         let bytes: &[u8; HELLO] = bytes.first_chunk().ok_or(Strange::Short)?;
         let mut at = Reader(bytes);
@@ -197,7 +199,7 @@ pub(super) fn scale(n: u32) -> u8 {
     u8::try_from(scaled).unwrap_or(u8::MAX)
 }
 
-/// What [`scale`] made of a number.
+/// The number of mappings that [`scale`] has encoded as `n`.
 pub(super) fn unscale(n: u8) -> u32 {
     if n <= 128 {
         n.into()
@@ -229,7 +231,7 @@ const KIND_DATA: u32 = 0;
 const KIND_CREDITS: u32 = 4;
 const KIND_MAPPED: u32 = 6;
 const KIND_CONTROL: u32 = 7;
-/// Largest value.
+/// Largest value of a message.
 const VALUE: u32 = (1 << 29) - 1;
 
 impl Message {
@@ -266,13 +268,13 @@ impl Message {
 /// Bytes in front of each datagram: version, family, and the sender's port.
 pub(super) const DATAGRAM_HEADER: usize = 4;
 
-/// What stands in front of a datagram.
+/// The header in front of a datagram.
 pub(super) fn datagram_header(ipv6: bool, port: u16) -> [u8; DATAGRAM_HEADER] {
     let [high, low] = port.to_be_bytes();
     [VERSION, if ipv6 { 6 } else { 4 }, high, low]
 }
 
-/// The sender's port.
+/// The sender's port in the header of a datagram; `None` if the header is not valid.
 pub(super) fn datagram_port(header: [u8; DATAGRAM_HEADER]) -> Option<u16> {
     let [version, family, high, low] = header;
     (version == VERSION && matches!(family, 4 | 6)).then(|| u16::from_be_bytes([high, low]))
@@ -331,7 +333,7 @@ mod tests {
         assert_eq!(bytes[20..24], 2_u32.to_be_bytes());
         assert_eq!(bytes[36..40], 65_536_u32.to_be_bytes());
         assert_eq!(Hello::parse(&bytes), Ok(hello()));
-        // What follows is not ours: the connection manager of InfiniBand pads.
+        // Bytes behind the private data are ignored: the connection manager of InfiniBand adds padding.
         assert_eq!(Hello::parse(&[&bytes[..], &[0; 16]].concat()), Ok(hello()));
     }
 

@@ -1,4 +1,4 @@
-//! What libibverbs tells of the host rather than of a device: sysfs and fork.
+//! Functions of libibverbs about the host rather than a device: sysfs and fork.
 
 use super::types::{IBV_FORK_UNNEEDED, ibv_fork_status};
 use crate::entry;

@@ -23,8 +23,8 @@ pub extern "C" fn verbs_register_driver_34() {}
 
 /// A driver's log line: dropped.
 ///
-/// Variadic in C. A function that looks at none of its arguments may be called that way in the
-/// x86-64 and AArch64 procedure call standards.
+/// Variadic in C. The x86-64 and AArch64 procedure call standards permit a variadic call of a function that reads none
+/// of its arguments.
 // SAFETY: the symbol is ours: link/symbols.txt names it once.
 #[unsafe(no_mangle)]
 pub extern "C" fn __verbs_log() {}
