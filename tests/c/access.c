@@ -28,7 +28,7 @@ static struct ibv_send_wr operation_wr(enum operation op, struct ibv_sge *sge, c
 	return rdma_wr(1, op == WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ, sge, 1, target, at);
 }
 
-/* One operation on memory and queue pair with the flags given; tells the status it ends with. */
+/* One operation on a region and a queue pair with the given flags; sets the status of its completion. */
 static const char *try_operation(enum operation op, unsigned int mr_access, unsigned int qp_access,
 				 enum ibv_wc_status *status)
 {
@@ -76,7 +76,7 @@ static const char *remote_flags(size_t op)
 	return NULL;
 }
 
-/* Memory of the receiver that may not be written: its receive fails, and the sender hears of it. */
+/* The receiver may not write the memory of its receive: the receive fails, and so does the send. */
 static const char *receive_into_read_only(size_t arg)
 {
 	struct region src, dst;
@@ -441,7 +441,7 @@ static const char *rereg_refused(size_t arg)
 
 /* ---------------------------------------------------------------- states and masks */
 
-/* What ibv_modify_qp(3) asks for, by type and step. */
+/* Attributes that ibv_modify_qp(3) requires, by type of queue pair and change of state. */
 struct step {
 	enum ibv_qp_type type;
 	enum ibv_qp_state from, to;
@@ -580,7 +580,7 @@ static const char *bad_values(size_t arg)
 	return state_is(e.qp, IBV_QPS_INIT);
 }
 
-/* ibv_query_qp tells what ibv_modify_qp set and ibv_create_qp was asked. */
+/* ibv_query_qp returns what ibv_modify_qp has set and what ibv_create_qp was called with. */
 static const char *query(size_t arg)
 {
 	struct ibv_qp_init_attr init;

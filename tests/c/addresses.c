@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Addresses and interfaces of the host that come and go: the GID table, the port, and who is told.
+ * Addresses and interfaces of the host that come and go: the GID table, the port, and the events.
  *
  * Everything happens in a network namespace of this process, which ends with it.
  */
@@ -149,7 +149,7 @@ static const char *come_and_go(size_t arg)
 	TRY(fresh());
 	ENSURE(place_of("127.0.0.1") == 0, "127.0.0.1 is at %d", place_of("127.0.0.1"));
 	TRY(shell("ip addr add 10.99.0.1/24 dev v0"));
-	/* Who asks at once sees it, whatever the device has been told yet. */
+	/* A query right after the change returns the new address, even if the device has not been notified yet. */
 	first = place_of("10.99.0.1");
 	ENSURE(first > 0, "10.99.0.1 is at %d", first);
 	TRY(told(IBV_EVENT_GID_CHANGE));
@@ -221,7 +221,7 @@ static int close_id(void *p)
 	return rdma_destroy_id(p);
 }
 
-/* The card behind an address is another one: identifiers that are bound to it are told, others are not. */
+/* The adapter behind an address is replaced: identifiers that are bound to the address get an event, others do not. */
 static const char *another_card(size_t arg)
 {
 	struct sockaddr_in here = { .sin_family = AF_INET }, peer = { .sin_family = AF_INET, .sin_port = htons(9) };
@@ -332,7 +332,7 @@ static const char *packets(size_t type)
 	TRY(expect_ok(p.b.rcq, 2, IBV_WC_RECV, &wc));
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
 	if (type == IBV_QPT_UD) {
-		/* Whoever answers has the address that it came from, and its own that it came to. */
+		/* The address vector for an answer has the source of the datagram, and our address that it was sent to. */
 		ENSURE(!ibv_init_ah_from_wc(device, PORT, &wc, (struct ibv_grh *)grh.at, &vector), "ibv_init_ah_from_wc");
 		ENSURE(vector.grh.dgid.raw[15] == 2, "it came from another address");
 		ENSURE(vector.grh.sgid_index == place_of("10.99.0.1"), "it came to another address");

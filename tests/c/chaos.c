@@ -270,7 +270,7 @@ static int be_peer(const char *role, int fd)
 
 /* ---------------------------------------------------------------- the survivor */
 
-/* Everything that one end posted, and what became of it. */
+/* Everything that one end has posted, and the completions of it. */
 struct ledger {
 	uint64_t sends, recvs;           /* posted */
 	uint64_t sends_done, recvs_done; /* completed, in order */
@@ -474,7 +474,7 @@ static int close_event_channel(void *p)
 	return 0;
 }
 
-/* The same with a connection of rdma_cm: the survivor also hears of the end. */
+/* killed_peer with a connection of rdma_cm: the survivor also gets the event for the end of the connection. */
 static const char *killed_cm_peer(size_t arg)
 {
 	struct rdma_conn_param param = { .responder_resources = 4, .initiator_depth = 4, .retry_count = 7,
@@ -1232,7 +1232,7 @@ static const char *stopped_peer(size_t arg)
 	return NULL;
 }
 
-/* The same with RC over reliable datagrams, where the device has that, on a good network and on a bad one. */
+/* killed_peer and nobody_there with RC over reliable datagrams, if supported, on a good and on a bad network. */
 static const char *over_datagrams(size_t bad)
 {
 	setenv("ANYWARP_RC", "udp", 1);

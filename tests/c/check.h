@@ -37,7 +37,7 @@
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 #define UNUSED __attribute__((unused))
 
-/* One row of a program's table; `arg` tells apart the rows that share a function. */
+/* One row of a program's table; `arg` distinguishes the rows that share a function. */
 struct test {
 	const char *name;
 	const char *(*run)(size_t arg);

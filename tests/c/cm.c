@@ -324,7 +324,7 @@ static const char *server_disconnects(size_t arg)
 	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
 }
 
-/* An id is destroyed without a word: the other side hears of it. */
+/* An id is destroyed without a disconnect: the other side gets an event. */
 static const char *peer_destroys_id(size_t arg)
 {
 	struct scene s;
@@ -404,7 +404,7 @@ static const char *reject(size_t len)
 	return traffic(s.client, s.server);
 }
 
-/* Nobody listens there. */
+/* There is no listener at the port. */
 static const char *refused(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -520,7 +520,7 @@ static const char *queue_pair_gone(size_t arg)
 	return NULL;
 }
 
-/* Strangers at a listening port: each is closed, and who comes in good faith is served meanwhile. */
+/* Connections to a listening port that are not from RDMA peers: each is closed, and a real peer is served meanwhile. */
 static const char *strangers(size_t count)
 {
 	static const char *const greetings[] = { "", "GET / HTTP/1.0\r\n\r\n", "\x16\x03\x01\x02", "MPA ID Req Frame" };
@@ -556,7 +556,7 @@ static const char *strangers(size_t count)
 	return traffic(s.client, s.server);
 }
 
-/* The client is gone before it is accepted: the server hears of it, one way or the other. */
+/* The client is gone before it is accepted: the server gets an error or an event. */
 static const char *client_gives_up(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -823,7 +823,7 @@ static void *move_id(void *arg)
 	return NULL;
 }
 
-/* An id moves when nobody looks at an event from its old channel any more. */
+/* rdma_migrate_id waits until the events from the old channel of the id are acknowledged. */
 static const char *migrate_waits(size_t arg)
 {
 	struct rdma_event_channel *other;
@@ -858,7 +858,7 @@ static const char *migrate_waits(size_t arg)
 	return NULL;
 }
 
-/* A channel without events does not block who asks for that. */
+/* rdma_get_cm_event on a non-blocking channel without events does not block. */
 static const char *nonblocking_channel(size_t arg)
 {
 	struct rdma_event_channel *channel;
@@ -1308,7 +1308,7 @@ static const char *bare(size_t how)
 	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_RESPONSE, &t));
 	TRY(data_is(&t, "answer", 6));
 	if (how == CLIENT_GOES_EARLY) {
-		/* Before the server is told that it is connected: it hears that it will not be. */
+		/* The client ends before the server is connected: the server gets RDMA_CM_EVENT_CONNECT_ERROR. */
 		ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
 		return event(s.server_channel, RDMA_CM_EVENT_CONNECT_ERROR, NULL);
 	}
@@ -1344,7 +1344,7 @@ static const char *bare(size_t how)
 	return NULL;
 }
 
-/* Datagrams: the accepting side tells number and key of its queue pair, and the way to it. */
+/* Datagrams: the accepting side sends the number and the Q_Key of its queue pair, and the route to it. */
 static const char *datagrams(size_t family)
 {
 	struct rdma_conn_param p = params("udp", 3);
@@ -1408,7 +1408,7 @@ static const char *datagrams_rejected(size_t arg)
 	return NULL;
 }
 
-/* One member's datagram reaches all members, and nobody after leaving. */
+/* A member's datagram reaches all members, and none that has left. */
 static const char *multicast(size_t members)
 {
 	struct rdma_event_channel *channel;

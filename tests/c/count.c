@@ -54,7 +54,7 @@ static bool take(struct ibv_cq *cq, struct ibv_wc *wc)
 	return n == 1 && wc->status == IBV_WC_SUCCESS;
 }
 
-/* Who has polled twice in vain has what he posts sent at once: without that, it depends on time whether a post sends. */
+/* After two polls that find nothing, a posted request is sent at once. Otherwise that depends on the time. */
 static void look_in_vain(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;

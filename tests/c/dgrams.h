@@ -130,7 +130,7 @@ UNUSED static const char *request_to(struct dgram *a, uint32_t qpn, enum what wh
 	return NULL;
 }
 
-/* The same, in one process. */
+/* Posts a request to a queue pair of this process. */
 UNUSED static const char *request(struct dgram *a, const struct dgram *b, enum what what, uint64_t id,
 				  const struct region *mine, size_t len, const struct region *theirs)
 {

@@ -96,7 +96,7 @@ static const char *write_record(size_t arg)
 	return NULL;
 }
 
-/* Records that are not taken hold their writers up; nothing is lost, and who takes one lets one more come. */
+/* Records that are not taken block their writers. Nothing is lost, and each record taken lets one more arrive. */
 static const char *record_waits(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = {
@@ -138,7 +138,7 @@ static const char *record_waits(size_t arg)
 	return NULL;
 }
 
-/* A region for another queue pair: nothing is placed, and the writer is told. */
+/* A Write to a region for another queue pair: nothing is placed, and the error is reported to the writer. */
 static const char *restricted(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .flags = ANYWARPDV_QP_REPORT_ERRORS };
@@ -193,7 +193,7 @@ static const char *reads(size_t arg)
 	return NULL;
 }
 
-/* A Read of somebody who is not there ends in time; a dead peer of reliable datagrams too. */
+/* A Read from a peer that does not exist times out, and so does a request to a dead peer of reliable datagrams. */
 static const char *nobody(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = {
@@ -223,7 +223,7 @@ static const char *nobody(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- who polls sees to deadlines */
+/* ---------------------------------------------------------------- polling threads run deadlines */
 
 /* The device's own thread of process `pid`, in its wait for events; 0: not now. */
 static pid_t waiting_worker(pid_t pid)
@@ -375,7 +375,7 @@ static void let_go(struct held *held)
 	waitpid(held->helper, NULL, 0);
 }
 
-/* A Read of somebody who is not there, a record that stays incomplete, a reliable peer that is silent: only by polling. */
+/* A Read from a missing peer, an incomplete record and a silent reliable peer time out by polling alone. */
 static const char *end_by_polling(struct dgram *a, struct dgram *b, struct dgram *c, struct dgram *d, const struct region *mine,
 				  const struct region *theirs)
 {
@@ -394,7 +394,7 @@ static const char *end_by_polling(struct dgram *a, struct dgram *b, struct dgram
 	return NULL;
 }
 
-/* The device's own thread gets no processor: deadlines pass all the same for who polls. */
+/* The device's own thread gets no processor: a thread that polls still runs the deadlines. */
 static const char *polled_deadlines(size_t arg)
 {
 	struct anywarpdv_qp_init_attr ud = {
@@ -434,7 +434,7 @@ static const char *polled_deadlines(size_t arg)
 	return NULL;
 }
 
-/* Half of a message comes, nobody looks for longer than its deadline, and the other half waits in the socket: it is whole. */
+/* Half of a message waits in the socket past its deadline while no thread polls: the message is still complete. */
 static const char *look_away(struct dgram *a, const struct region *mine)
 {
 	struct anywarpdv_record record;
@@ -538,7 +538,7 @@ static const char *atomics(size_t arg)
 	return NULL;
 }
 
-/* A Write to memory that is not for it: told to its source, whose queue pair stops. */
+/* A Write to memory that its source may not write: the error is reported to the source, whose queue pair stops. */
 static const char *refused_write(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -637,7 +637,7 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 	return close_all() ? "cannot close" : NULL;
 }
 
-/* One queue pair and many that send to it: each message arrives, and what a peer costs is said. */
+/* One queue pair and many that send to it: each message arrives, and the cost of a peer is printed. */
 static const char *peers(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg };

@@ -25,7 +25,7 @@ static struct ibv_port_attr port_attr;
 static union ibv_gid local_gid;
 static uint8_t gid_index;
 
-/* Opens the device named in TEST_DEVICE, or else the first one; TEST_GID_INDEX tells its address, or else 0. */
+/* Opens the device named in TEST_DEVICE, or else the first one, with the address at TEST_GID_INDEX, or else at 0. */
 UNUSED static const char *open_device(void)
 {
 	const char *wanted = getenv("TEST_DEVICE"), *index = getenv("TEST_GID_INDEX");

@@ -79,7 +79,7 @@ static const char *under(const char *faults, const char *child, char *log)
 	return NULL;
 }
 
-/* How many faults of a kind the summary tells of. */
+/* The number of faults of a kind in the summary. */
 static unsigned long told(const char *log, const char *action)
 {
 	const char *line = strstr(log, "faults: seed"), *at;
@@ -127,7 +127,7 @@ static const char *open_with_memory(struct pair *p, const struct want *w, struct
 	return NULL;
 }
 
-/* The third request fails with the status that was asked for, and is not sent; those behind it are flushed. */
+/* The third request fails with the configured status, and is not sent; the requests behind it are flushed. */
 static const char *third_fails(enum ibv_wr_opcode opcode, enum ibv_wc_status status)
 {
 	struct region from, to;
@@ -589,7 +589,7 @@ static const size_t children_count = COUNT(children);
 
 /* ---------------------------------------------------------------- the tests */
 
-/* What is asked for, which child sees it, and a word of the summary with its count. */
+/* The configured faults, the child process that they are injected into, and a word of the summary with its count. */
 static const struct row {
 	const char *faults, *child, *action;
 	unsigned long count;
@@ -630,7 +630,7 @@ static const char *exact(size_t arg)
 	return NULL;
 }
 
-/* Keeps of a log what is said of faults, without the number of the process. */
+/* Keeps only the lines of a log about faults, without the process identifier. */
 static void only_faults(char *log)
 {
 	char *to = log, *next;
@@ -719,8 +719,8 @@ static const char *wrong_text(size_t arg)
 	return NULL;
 }
 
-/* rping, of which one side's connection breaks in the middle: both sides end, and tell of it. (Its exit status depends on
- * which of its threads hears of it first.) */
+/* rping, whose connection breaks on one side in the middle: both sides end, and report it. (Its exit status depends on
+* which of its threads gets the error first.) */
 static const char *rping_ends(size_t arg)
 {
 	char *server[] = { "rping", "-s", "-a", "127.0.0.1", "-p", arg ? "17172" : "17171", "-C", "1000", NULL };
@@ -747,7 +747,7 @@ static const char *rping_ends(size_t arg)
 		_exit(1);
 	}
 	ENSURE(pid > 0, "fork: %s", strerror(errno));
-	/* Who comes before the server listens is refused, and comes again. */
+	/* A client that connects before the server listens is rejected, and is started again. */
 	do {
 		TRY(spawn(client, arg ? "seed=1" : kill_at, log, &status));
 	} while (strstr(log, "RDMA_CM_EVENT_REJECTED") && now_ms() - since < WAIT_MS);

@@ -227,8 +227,8 @@ static void read_request(struct packet *p, uint8_t dst, uint8_t src, uint32_t id
 }
 
 /*
- * One datagram that nobody may take. A stranger may know every key: what it may not touch is then what is not for its
- * address. One that is spoofed comes from the right address, and knows no keys.
+ * One datagram that must not be accepted. An unknown sender may know every key: then it must not reach memory that is
+ * not for its address. A spoofed datagram comes from the right address, and has no keys.
  */
 static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofed)
 {
@@ -291,7 +291,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 			     dice(500));
 		break;
 	case 10:
-		/* An answer that nobody asked for. */
+		/* A response without a request. */
 		shim(p, 0, id, 64, 0, 0, dst, src);
 		tagged(p, true, 2, spoofed ? any32() : shared->closed.rkey, shared->closed.at);
 		fill(p, 0x66, 64);
@@ -340,7 +340,7 @@ static uint16_t checksum(const void *at, size_t len)
 	return htons((uint16_t)~sum);
 }
 
-/* Sends under the address of somebody else. */
+/* Sends with a spoofed source address. */
 static void send_as(int raw, uint16_t from, uint16_t to, const struct packet *p)
 {
 	struct {
@@ -677,7 +677,7 @@ static const char *goes_on(size_t arg)
 	return NULL;
 }
 
-/* Whatever is asked for: no more goes to an address than came from there. */
+/* Whatever the requests are, no more bytes are sent to an address than came from there. */
 static const char *no_amplifier(size_t arg)
 {
 	(void)arg;

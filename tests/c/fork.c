@@ -146,7 +146,7 @@ static const char *child_does_nothing(size_t rounds)
 	return NULL;
 }
 
-/* All that a careless child can do with inherited objects. Only that each call returns is asked. */
+/* Everything that a careless child can do with inherited objects. The test requires only that each call returns. */
 static const char *use_inherited(struct pair *p)
 {
 	struct ibv_send_wr wr = send_wr(9, IBV_WR_SEND, NULL, 0), *bad_send;

@@ -98,7 +98,7 @@ static const char *be_sender(size_t arg)
 	for (uint32_t i = 0; i < COUNT(lens); i++) {
 		bool whole = false;
 
-		/* Nobody takes this one. */
+		/* No host accepts this one. */
 		fill_pattern(mine.at, lens[i], 1000);
 		TRY(send_one(&d, ah, &mine, lens[i], QKEY + 1));
 		fill_pattern(mine.at, lens[i], i + 1);

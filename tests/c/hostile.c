@@ -307,7 +307,7 @@ failed:
 
 /* ---------------------------------------------------------------- attacks that end in a Terminate */
 
-/* What the peer hears: layer, type and code of a Terminate; or only the end of the stream. */
+/* What the attacker receives: layer, type and code of a Terminate, or only the end of the stream. */
 #define CODE(layer, etype, code) ((layer) << 12 | (etype) << 8 | (code))
 #define END_ONLY (-1)
 
@@ -513,7 +513,7 @@ static int hear(int fd)
 	return END_ONLY;
 }
 
-/* One attack; what the attacker heard, or -2: no connection. */
+/* One attack; returns what the attacker received, or -2 without a connection. */
 static int attack(enum attack_kind kind, unsigned int which)
 {
 	bool early = kind == LONG_PRIVATE_DATA || kind == LOUD_PRIVATE_DATA;
@@ -533,7 +533,7 @@ static int attack(enum attack_kind kind, unsigned int which)
 	return heard;
 }
 
-/* What an attacking process tells. */
+/* The report of an attacking process. */
 static struct report {
 	volatile bool stop;
 	volatile unsigned int attacks;
@@ -686,11 +686,11 @@ static const struct wave {
 	/* One FPDU, which cannot be used before its CRC is there. */
 	[HALF_FPDU] = { "half_an_fpdu", 2000, true, 65536 + 2 + 4 + QP_COST },
 	[TRICKLE] = { "a_byte_now_and_then", 1000, true, 4096 + QP_COST },
-	/* Answers that nobody takes. */
+	/* Responses that the attacker never reads. */
 	[NEVER_READS] = { "never_reads", 2000, true, 65536 + 4096 + QP_COST },
 };
 
-/* Those who never read share buffers beyond the first ones; and what malloc and the tables keep. */
+/* Bytes that all peers which never read share: buffers beyond the first ones, and what malloc and the tables keep. */
 #define SHARED (80u << 20)
 
 static int hold_one(enum holder kind, unsigned int which, struct wire *w)
@@ -720,7 +720,7 @@ static int hold_one(enum holder kind, unsigned int which, struct wire *w)
 	return fd;
 }
 
-/* Opens its connections and holds them until it is told to stop. */
+/* Opens its connections and holds them until report->stop is set. */
 static int hold(enum attack_kind as)
 {
 	enum holder kind = (enum holder)as;

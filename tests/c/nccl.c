@@ -238,7 +238,7 @@ static const char *many_to_themselves(size_t count)
 	return NULL;
 }
 
-/* NCCL asks with arguments that no device takes, and looks at errno. */
+/* NCCL calls ibv_reg_dmabuf_mr with arguments that no device accepts, and checks errno. */
 static const char *no_dma_buf(size_t arg)
 {
 	(void)arg;

@@ -2,7 +2,7 @@
 /*
  * What registering does with the pages: nothing, or ANYWARP_PREFAULT brings them in, or ANYWARP_PIN keeps them in too.
  *
- * Each test is a process of its own, which says what it wants before the library asks.
+ * Each test is a process of its own, which sets its environment variables before the library reads them.
  */
 #include "ends.h"
 
@@ -15,7 +15,7 @@
 static struct ibv_pd *pd;
 static uint8_t *at;
 
-/* Pages that nobody has touched. */
+/* Maps pages that have not been accessed. */
 static const char *fresh(const char *variable)
 {
 	if (variable)
@@ -57,7 +57,7 @@ static size_t locked(void)
 	return kib * 1024 / PAGE;
 }
 
-/* A page that nobody may read, and then a hole: neither is registered, and of those before it none stays locked. */
+/* A range with an unreadable page or a hole is not registered, and none of the pages before stays locked. */
 static const char *refused(bool there)
 {
 	ENSURE(!(there ? mprotect(at + 8 * PAGE, PAGE, PROT_NONE) : munmap(at + 8 * PAGE, PAGE)), "%s", strerror(errno));

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * An error inside the library: the program lives, hears IBV_EVENT_DEVICE_FATAL, finds its requests flushed, and can
- * close everything. Runs on a build with debug assertions, which panics when it is asked to: ANYWARP_TEST_PANIC is set,
- * and a request is posted with one of the identifiers below.
+ * An error inside the library: the program goes on, gets IBV_EVENT_DEVICE_FATAL, finds its requests flushed, and can
+ * close everything. Runs on a build with debug assertions, which panics on request: ANYWARP_TEST_PANIC is set, and a
+ * request is posted with one of the identifiers below.
  */
 #include "ends.h"
 
@@ -97,7 +97,7 @@ static const char *in_a_call(size_t arg)
 	return hears_of_it(&p);
 }
 
-/* The worker breaks while the program waits for an event: a message arrives, and nobody polls. */
+/* The worker panics while the program waits for an event: a message arrives, and no thread polls. */
 static const char *in_the_worker(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(7, IBV_WR_SEND, NULL, 0), *bad;
@@ -229,7 +229,7 @@ static const char *sleepers_wake(size_t arg)
 	return NULL;
 }
 
-/* A broken device costs nothing: its sockets are readable, and nobody looks at them in a loop. */
+/* A broken device takes no processor time: its sockets are readable, but no thread polls them in a loop. */
 static const char *rests(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(IN_CALL, IBV_WR_SEND, NULL, 0), *bad;

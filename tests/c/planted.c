@@ -5,7 +5,7 @@
  * be seen: memory of the one, touched by the other.
  *
  *   planted overflow   registers more than it allocated, and lets the device write there
- *   planted race       looks at memory that the device writes, with nothing in between
+ *   planted race       reads memory that the device writes, without synchronization
  *   planted uninit     branches on bytes that came from memory which was never written
  */
 #include "ends.h"

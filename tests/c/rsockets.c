@@ -80,7 +80,7 @@ static int reach(int fd, bool v6, uint16_t port)
 	return rconnect(fd, (struct sockaddr *)&a, len);
 }
 
-/* Two ends of a stream. Who connects does not wait for raccept. */
+/* Two ends of a stream. rconnect does not wait for raccept. */
 static const char *stream_pair(bool v6, int mappings)
 {
 	TRY(bound(&listener, v6, SOCK_STREAM));
@@ -650,7 +650,7 @@ static const char *liar(size_t lie)
 		TRY(say(0x1fffffff, 4));
 		break;
 	case TOO_MANY_MESSAGES:
-		/* One byte each, and none is read: rpoll looks at them. */
+		/* One byte each, and none is read: rpoll handles the messages. */
 		for (int i = 0; i < 800; i++) {
 			struct pollfd p = { far, POLLOUT | POLLRDHUP, 0 };
 

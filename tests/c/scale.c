@@ -304,7 +304,7 @@ static bool begin(struct conn *c, uint64_t *state, unsigned int *slot, struct he
 	return true;
 }
 
-/* Posts what `begin` chose. Nobody else touches the slot's memory until its completion. */
+/* Posts the requests that `begin` chose. Nothing else accesses the memory of the slot until their completion. */
 static const char *launch(struct conn *c, unsigned int n, struct header head)
 {
 	struct slot *s = &c->slots[n];

@@ -3,7 +3,8 @@
  * A host that runs out of something: descriptors, ports, memory.
  *
  * The same scene is played with ever more of it, each time in a process of its own, from too little for the first call to
- * enough for the last. Whatever is missing is told by errno, an event or the status of a completion: nothing dies, hangs
+ * enough for the last. What is missing is reported by errno, an event or the status of a completion: nothing dies,
+ * hangs
  * or is damaged. Afterwards the limit goes, and the same process must be able to do all of it.
  */
 #include "ends.h"

@@ -1289,7 +1289,7 @@ static const char *ud_send(size_t len)
 	return NULL;
 }
 
-/* The receiver answers whoever wrote, with what completion and header say. */
+/* The receiver answers the sender, with the addresses in completion and header. */
 static const char *ud_reply(size_t arg)
 {
 	struct end a, b;
@@ -1361,7 +1361,7 @@ static const char *ud_qkey(size_t arg)
 	return no_wc(b.rcq, 10);
 }
 
-/* No receive posted, or no such queue pair: the datagram is lost and nobody fails. */
+/* No receive is posted, or the queue pair does not exist: the datagram is lost, and neither queue pair fails. */
 static const char *ud_lost(size_t arg)
 {
 	struct end a, b;

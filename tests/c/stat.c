@@ -14,7 +14,7 @@
 #define BURST 60u
 #define PAIRS 8u
 
-/* Asks process `pid`; the answer, or NULL when there is none (then *connected says whether somebody listens). */
+/* Queries process `pid`. Returns the answer, or NULL without one; *connected is then whether the process listens. */
 static char *ask(pid_t pid, bool *connected)
 {
 	static char text[65536];
@@ -165,7 +165,7 @@ static const char *not_ready(size_t arg)
 	return NULL;
 }
 
-/* A congestion control that everybody may name, and one that nobody has: then it is the host's. */
+/* A congestion control that every user may set, and one that no host has: then that of the host is used. */
 static const char *congestion(size_t arg)
 {
 	static const char *const names[] = { "reno", "none-of-them" };
@@ -187,7 +187,7 @@ static const char *congestion(size_t arg)
 	return NULL;
 }
 
-/* Posts as fast as it can what goes one by one, and polls in turns with it if asked to; gives the calls that sent it. */
+/* Posts single requests as fast as it can, and polls between them if `in_turns`; counts the calls that sent them. */
 static const char *burst(bool in_turns, long long *calls)
 {
 	uint64_t done = 0;
@@ -232,9 +232,9 @@ static const char *burst(bool in_turns, long long *calls)
 }
 
 /*
- * Small requests that are posted one by one wait for company behind four that are not acknowledged, and go without a poll
- * all the same. So do those behind four others with no more than one poll in vain each. Several bursts: this thread may lose
- * its processor in the middle of one.
+ * Small requests that are posted one by one are corked behind four that are not acknowledged, and are still sent
+ * without a poll. So are those behind four others with at most one idle poll between them. There are several bursts,
+ * because this thread may lose its processor in the middle of one.
  */
 static const char *company(size_t in_turns)
 {

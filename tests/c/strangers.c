@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Strangers at the door: what connects to a listening port without being a peer, or stops being one. It is closed in
- * time, said once, and costs nobody else anything.
+ * Strangers: connections to a listening port that are not from a peer, or stop being so. Each is closed in time and
+ * logged once, and does not disturb others.
  */
 #include "ends.h"
 #include "crc.h"
@@ -47,7 +47,7 @@ static int dial(uint16_t port)
 	return fd;
 }
 
-/* Whether the other side has closed, whatever it said before. */
+/* Whether the other side has closed, whatever it sent before. */
 static bool is_closed(int fd)
 {
 	char text[512];
@@ -167,7 +167,7 @@ static const char *talk(struct pair *p, size_t count)
 	return NULL;
 }
 
-/* What a connection carries in 200 ms when nobody disturbs it, over the slower of its carriers. */
+/* Messages that an undisturbed connection carries in 200 ms, over the slower of its transports. */
 #define BRISK ((size_t)6000)
 
 /* Messages in this time. */
@@ -283,7 +283,7 @@ static const char *few_descriptors(size_t arg)
 	return NULL;
 }
 
-/* No descriptor at all: whoever knocks waits, nobody spins, and afterwards all is as before. */
+/* No free descriptor: new connections wait, no thread spins, and afterwards everything works as before. */
 static const char *no_descriptors(size_t arg)
 {
 	struct rlimit was, low;
@@ -484,7 +484,7 @@ static const char *nonsense(size_t how)
 	return NULL;
 }
 
-/* What strangers do is said, but once for each kind, however often they do it. */
+/* What strangers do is logged once for each kind, however often they do it. */
 static const char *said_once(size_t arg)
 {
 	static const char *const what[] = { "port scan", "not an MPA Request", "no MPA Request within", "cannot accept" };

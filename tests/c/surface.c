@@ -196,7 +196,7 @@ static const char *pages_without_rights(size_t arg)
 	return NULL;
 }
 
-/* A region of the whole address space; pages are brought in when asked for. */
+/* A region of the whole address space; pages are brought in on request. */
 static const char *implicit(size_t arg)
 {
 	struct ibv_send_wr wr;
@@ -536,7 +536,7 @@ static const char *xrc(size_t arg)
 	return NULL;
 }
 
-/* A shared receive queue that tells of its limit and is destroyed while the peer still means it. */
+/* A shared receive queue that raises its limit event, and is destroyed while the peer still sends to it. */
 static const char *xrc_queue_gone(size_t arg)
 {
 	struct ibv_srq_attr limit = { .srq_limit = 2 };
@@ -568,7 +568,7 @@ static const char *xrc_queue_gone(size_t arg)
 	TRY(async_event(IBV_EVENT_SRQ_LIMIT_REACHED, b.srq[0]));
 	forget(b.srq[0]);
 	ENSURE(!ibv_destroy_srq(b.srq[0]), "ibv_destroy_srq: %s", strerror(errno));
-	/* One receive was still posted; it is nobody's now. */
+	/* One receive was still posted: it must not be used any more. */
 	memset(theirs.at, 0, 8);
 	wr.wr_id = 7;
 	memset(mine.at, 0x11, 8);
