@@ -38,6 +38,9 @@ pub(super) struct Cork {
     /// All polls at the last transmission.
     polls_at_send: u64,
     sent_at: Instant,
+    /// Instead of [`BUSY_FOR`].
+    #[cfg(test)]
+    busy_for: Duration,
 }
 
 impl Cork {
@@ -51,7 +54,27 @@ impl Cork {
             idle_polls_at_post: 0,
             polls_at_send: 0,
             sent_at: start,
+            #[cfg(test)]
+            busy_for: BUSY_FOR,
         }
+    }
+
+    /// The machine of a whole queue pair in a test: a sanitizer or a loaded machine takes longer from one transmission to the
+    /// next. Tests of this file use [`Self::new`].
+    #[cfg(test)]
+    pub(super) fn for_slow_machines(start: Instant) -> Self {
+        Self {
+            busy_for: Duration::from_millis(20),
+            ..Self::new(start)
+        }
+    }
+
+    #[inline]
+    fn busy_for(&self) -> Duration {
+        #[cfg(test)]
+        return self.busy_for;
+        #[cfg(not(test))]
+        return BUSY_FOR;
     }
 
     /// A request was posted.
@@ -84,7 +107,8 @@ impl Cork {
         let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
         let full = self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES;
         // A program that has not polled since the last transmission, or not for long, may be doing something else.
-        let busy = polls.all != self.polls_at_send && now.duration_since(self.sent_at) < BUSY_FOR;
+        let busy =
+            polls.all != self.polls_at_send && now.duration_since(self.sent_at) < self.busy_for();
         if waits_for_something || full || !busy {
             // A full run is sent for its length alone: what is posted behind it waits for the rest of its own run.
             if !full {

@@ -139,7 +139,10 @@ impl DgramQp {
                 pending: Vec::new(),
                 sent: 0,
                 blocked: false,
+                #[cfg(not(test))]
                 cork: Cork::new(clock::start()),
+                #[cfg(test)]
+                cork: Cork::for_slow_machines(clock::start()),
                 run_max: usize::MAX,
                 source: None,
                 groups: Vec::new(),
