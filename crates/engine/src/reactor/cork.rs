@@ -8,8 +8,7 @@
 //! - Streams: [`Cork::on_post`] detects a burst, four posts with at most one idle poll between them. What the program waits
 //!   for behind two idle polls is sent at once.
 //! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent:
-//! no
-//!   acknowledgement of the peer brings the queue pair back to its sending side.
+//!   no acknowledgement of the peer brings the queue pair back to its sending side.
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
 
