@@ -5,13 +5,13 @@
 //!
 //! | what | where | limit |
 //! | --- | --- | --- |
-//! | connections that have not said what they want, in a process | `lobby.rs` `MOST` | 512, or a quarter of the descriptors |
-//! | for how long | `startup.rs` `REQUEST_TIMEOUT` | 5 s |
-//! | for how long a Request waits for the program | `startup.rs` `ANSWER_TIMEOUT` | 120 s |
-//! | Requests that wait for the program, of a listener | `cm.rs` `backlog` | as `rdma_listen` says |
-//! | connections accepted in one turn | `lobby.rs` `TURN` | 16 |
-//! | closed connections that are read on, in a process | `net/linger.rs` `linger` | 512, each 2 s |
-//! | how long a process that ends waits for them | `net/linger.rs` `LAST_WORDS` | 1 s |
+//! | half-open connections (no MPA Request yet), in a process | `limits.rs` `peer_descriptors` | 512, or a quarter of the descriptors |
+//! | time until their MPA Request has arrived | `connect/startup.rs` `REQUEST_TIMEOUT` | 5 s |
+//! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
+//! | Requests that wait for the program, of a listener | `cm/mod.rs` `backlog` | as `rdma_listen` says |
+//! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
+//! | closed connections that are drained, in a process | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
+//! | how long a process that ends waits for them | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
 //! | peers that may wait for a queue pair to be told of them | `qp.rs` `PARKED_MAX` | 8 |
 //! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `TURN` | 4 MiB |
 //! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |

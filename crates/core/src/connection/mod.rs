@@ -451,7 +451,8 @@ impl Connection {
         }
     }
 
-    /// Sets how many Reads and atomics each end may have outstanding, where the program says so and not start-up.
+    /// Sets the number of Reads and atomics that each end may have outstanding, when the program sets it with
+    /// `ibv_modify_qp(3)` and the MPA start-up did not agree on it.
     pub fn set_depths(&mut self, ird: u32, ord: u32) {
         if let Some(s) = &mut self.stream
             && !s.config.managed
@@ -589,8 +590,8 @@ impl Connection {
                 .then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer closed the connection", None);
         } else if quiet {
-            // The other program destroyed its queue pair. As with hardware only requests notice, and those when they
-            // were repeated in vain: see `check_peer_left`.
+            // The peer's program destroyed its queue pair. As with hardware, only requests fail, and only after the time
+            // that their retransmissions would take: see `check_peer_left`.
             self.stream = None;
             self.peer_left = true;
         } else {

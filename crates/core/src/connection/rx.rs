@@ -415,8 +415,8 @@ impl Connection {
 
     /// Starts to receive the FPDU at the front of `rest` straight to user memory, if that is worth it.
     fn begin_direct(&mut self, now: Instant, rest: &[u8], extent: Extent) -> bool {
-        // With CRCs the bytes must be the ones that were received when they are checked; in user memory somebody else may
-        // have written to them by then (docs/decisions/003).
+        // A CRC must be checked over the bytes as they were received. The program may change them in its own memory before
+        // the check (docs/decisions/003).
         if self.stream.as_ref().is_none_or(|s| s.crc_rx) {
             return false;
         }

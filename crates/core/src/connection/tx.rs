@@ -70,7 +70,7 @@ impl Connection {
             }
             let ended = self.send_segment(next, batch);
             if ended && batch.is_aligned() {
-                // Its last FPDU seldom fills a segment: whoever sends the batch ends the segment there.
+                // The last FPDU seldom fills a TCP segment: the engine ends the segment there when it sends the batch.
                 break;
             }
         }
@@ -253,7 +253,7 @@ impl Connection {
             }
             match self.take() {
                 Taken::Nothing => {
-                    // A request that cannot be done ends the connection, and the peer hears of it.
+                    // A request that fails locally ends the connection; its Terminate may be queued, and is sent.
                     if self.stream.as_ref().is_none_or(|s| s.responses.is_empty()) {
                         return Next::Nothing;
                     }
