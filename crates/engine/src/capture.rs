@@ -13,10 +13,13 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use rustix::fs::FlockOperation;
 
 use crate::config::config;
 use crate::log;
@@ -29,7 +32,7 @@ const PAYLOAD_MAX: usize = 65_400;
 /// Connections that are captured at a time, at most, because the sequence numbers of each are kept. While there are so
 /// many, a new connection is not captured.
 const STREAMS_MAX: usize = 65_536;
-/// How long a process waits until another process, which has created the file, has written the head of the file.
+/// How long a process waits for another process that writes the head of the file.
 const HEAD_WAIT: Duration = Duration::from_millis(200);
 
 /// The direction of a packet.
@@ -105,27 +108,45 @@ fn sink() -> Option<&'static Sink> {
         .as_ref()
 }
 
-/// Opens a file to append packets, and writes its head if it is new.
+/// Opens a file to append packets, and writes its head if it is empty.
+///
+/// What is captured is the payload of the program, so the file is for its user alone. A file that belongs to another user, a
+/// symbolic link and a file with further names (hard links) are refused: somebody else could read what is appended, or have
+/// chosen where it goes.
 fn open(path: &Path) -> io::Result<File> {
-    let append = || OpenOptions::new().append(true).open(path);
-    match OpenOptions::new().append(true).create_new(true).open(path) {
-        Ok(mut file) => {
-            file.write_all(&head())?;
-            Ok(file)
-        }
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            let file = append()?;
-            let begin = Instant::now();
-            while file.metadata()?.len() == 0 && begin.elapsed() < HEAD_WAIT {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            if file.metadata()?.len() == 0 {
-                (&file).write_all(&head())?;
-            }
-            Ok(file)
-        }
-        Err(e) => Err(e),
+    let file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        // A FIFO without a reader does not block, and is refused below.
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)?;
+    let about = file.metadata()?;
+    let problem = if !about.is_file() {
+        Some("not a regular file")
+    } else if about.uid() != rustix::process::geteuid().as_raw() {
+        Some("the file belongs to another user")
+    } else if about.nlink() > 1 {
+        Some("the file has more than one name")
+    } else {
+        None
+    };
+    if let Some(problem) = problem {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
     }
+    // Of several processes that open the file at the same time, one writes the head.
+    let begin = Instant::now();
+    while let Err(e) = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        if e != rustix::io::Errno::WOULDBLOCK || begin.elapsed() > HEAD_WAIT {
+            return Err(e.into());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if file.metadata()?.len() == 0 {
+        (&file).write_all(&head())?;
+    }
+    rustix::fs::flock(&file, FlockOperation::Unlock)?;
+    Ok(file)
 }
 
 /// The head of a capture file: a section header and the description of the only interface.

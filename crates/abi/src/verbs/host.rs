@@ -3,7 +3,8 @@
 use super::types::{IBV_FORK_UNNEEDED, ibv_fork_status};
 use crate::entry;
 use crate::ffi::os_errno;
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use anywarp_engine::config::variable;
+use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int, c_void};
 use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -14,22 +15,14 @@ use std::sync::OnceLock;
 fn sysfs_path() -> &'static CStr {
     static PATH: OnceLock<CString> = OnceLock::new();
     PATH.get_or_init(|| {
-        let path = secure_env("SYSFS_PATH").unwrap_or_default();
+        let path = variable("SYSFS_PATH").map(OsString::into_vec);
+        let path = path.unwrap_or_default();
         let kept = path.iter().rposition(|&b| b != b'/').map_or(0, |i| i + 1);
         path.get(..kept)
             .filter(|p| !p.is_empty())
             .and_then(|p| CString::new(p).ok())
             .unwrap_or_else(|| c"/sys".to_owned())
     })
-}
-
-/// An environment variable, unless the program runs with more rights than its caller.
-fn secure_env(name: &str) -> Option<Vec<u8>> {
-    // SAFETY: reads a number that the kernel passed at start.
-    let elevated = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
-    (!elevated)
-        .then(|| std::env::var_os(name))?
-        .map(std::ffi::OsString::into_vec)
 }
 
 entry! {

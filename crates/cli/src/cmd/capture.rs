@@ -3,6 +3,7 @@
 use std::env;
 use std::fs;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::process::ExitCode;
 
 use super::{Failure, run};
@@ -21,9 +22,13 @@ pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(Failure::Write(file, e)),
     }
-    // Whether it can be written is better known now than after the program ran.
-    fs::File::create_new(&file)
-        .and_then(|_| fs::remove_file(&file))
+    // Made now and not at the first packet: whether it can be written is known before the program runs, and no other user
+    // can make it in between. It contains the program's payload, so it is for this user alone.
+    fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&file)
         .map_err(|e| Failure::Write(file.clone(), e))?;
     command.env("ANYWARP_CAPTURE", &file);
     for (name, value) in [

@@ -23,6 +23,9 @@ use crate::cli::Stat;
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// Bytes of an answer at most: some 300 for each of 65,536 queue pairs, three times over.
+const ANSWER_MAX: u64 = 64 << 20;
+
 /// First word of an answer, with the number of its format.
 const HEAD: &str = "anywarp-stat 1";
 
@@ -80,7 +83,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What the device in a process says.
+/// The counters of the device in a process.
 fn ask(pid: u32) -> Result<String, String> {
     let text = |e: &dyn std::fmt::Display| format!("process {pid}: {e}");
     let name = format!("anywarp-stat-{pid}");
@@ -91,6 +94,15 @@ fn ask(pid: u32) -> Result<String, String> {
              have a queue pair, and the same network namespace)"
         )
     })?;
+    // Any process may have bound the name. The kernel knows which one did.
+    let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| text(&e))?;
+    if u32::try_from(peer.pid.as_raw_pid()) != Ok(pid) {
+        return Err(format!(
+            "process {pid}: another process ({}, of user {}) answers in its place, and is not believed",
+            peer.pid.as_raw_pid(),
+            peer.uid.as_raw()
+        ));
+    }
     stream
         .set_read_timeout(Some(PATIENCE))
         .map_err(|e| text(&e))?;
@@ -112,10 +124,29 @@ fn ask(pid: u32) -> Result<String, String> {
         })
         .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
     let mut memory = File::from(memory);
-    let mut said = String::new();
     memory.seek(SeekFrom::Start(0)).map_err(|e| text(&e))?;
-    memory.read_to_string(&mut said).map_err(|e| text(&e))?;
-    Ok(said)
+    let mut answer = Vec::new();
+    let mut limited = memory.take(ANSWER_MAX + 1);
+    limited.read_to_end(&mut answer).map_err(|e| text(&e))?;
+    if answer.len() as u64 > ANSWER_MAX {
+        return Err(format!(
+            "process {pid}: its answer is longer than {ANSWER_MAX} bytes"
+        ));
+    }
+    Ok(printable(&String::from_utf8_lossy(&answer)))
+}
+
+/// `text` with control characters other than the end of a line as escapes, so that they do not change the terminal.
+fn printable(text: &str) -> String {
+    text.chars()
+        .fold(String::with_capacity(text.len()), |mut out, c| {
+            if c.is_control() && c != '\n' {
+                out.extend(c.escape_default());
+            } else {
+                out.push(c);
+            }
+            out
+        })
 }
 
 fn parse(text: &str) -> Result<(String, Vec<Line>), String> {
@@ -291,6 +322,21 @@ mod tests {
         let added = since(&before, &now);
         assert_eq!(added[1].numbers["requests"], 15);
         assert_eq!(added[1].numbers["tx_calls"], 0);
+    }
+
+    #[test]
+    fn control_characters_are_shown_as_escapes() {
+        assert_eq!(printable("a\x1b[2J\n\u{9b}b"), "a\\u{1b}[2J\n\\u{9b}b");
+    }
+
+    #[test]
+    fn a_process_that_answers_for_another_is_not_believed() {
+        // A process that runs and has no counters of its own: the one that started this test.
+        let other = std::os::unix::process::parent_id();
+        let name = SocketAddr::from_abstract_name(format!("anywarp-stat-{other}")).unwrap();
+        let _listener = std::os::unix::net::UnixListener::bind_addr(&name).unwrap();
+        let why = ask(other).unwrap_err();
+        assert!(why.contains(&format!("({},", std::process::id())), "{why}");
     }
 
     #[test]

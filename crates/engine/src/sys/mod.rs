@@ -7,6 +7,7 @@ mod cmsg;
 pub mod datagram;
 pub mod host;
 pub mod pages;
+pub mod secure;
 pub mod socket;
 pub mod stream;
 pub mod thread;
