@@ -78,11 +78,10 @@ pub const VARIABLES: &[Variable] = &[
         name: "ANYWARP_CARRIER",
         reader: Reader::Device,
         default: "auto",
-        value: "tcp|auto|eager|copy",
+        value: "tcp|auto|eager",
         text: "What carries reliable connections between two processes of one user on one host, begun over TCP: memory \
                that they share, once a connection has carried some requests (auto, when unset) or from the first on \
-               (eager); shared memory without copying from one process to the other, which hardened systems forbid \
-               and auto then leaves out by itself (copy); TCP all the time (tcp). One that says tcp is enough for TCP.",
+               (eager); TCP all the time (tcp). It is TCP also where only one of the two is set to tcp.",
     },
     Variable {
         name: "ANYWARP_PIN",
@@ -157,7 +156,8 @@ pub const VARIABLES: &[Variable] = &[
         reader: Reader::Device,
         default: "none",
         value: "FILE",
-        text: "Appends what the device sends and receives to this pcapng file. `anywarp capture` sets it.",
+        text: "Appends what the device sends and receives to this pcapng file, which is made with mode 0600. A symbolic \
+               link, a file of another user and a file with further names are refused. `anywarp capture` sets it.",
     },
     Variable {
         name: "ANYWARP_CAPTURE_SNAPLEN",

@@ -105,8 +105,6 @@ pub enum Transport {
     Auto,
     /// Shared memory from the first request on.
     Eager,
-    /// Shared memory from the first request on, and all payload goes through it: no process reads another's memory.
-    Copy,
 }
 
 impl Transport {
@@ -115,7 +113,7 @@ impl Transport {
         match self {
             Self::Tcp => None,
             Self::Auto => Some(bounds::CARRIER_AFTER),
-            Self::Eager | Self::Copy => Some(0),
+            Self::Eager => Some(0),
         }
     }
 }
@@ -213,7 +211,6 @@ impl Config {
                     ("auto", Transport::Auto),
                     ("tcp", Transport::Tcp),
                     ("eager", Transport::Eager),
-                    ("copy", Transport::Copy),
                 ],
             ),
             pages: if is_on("ANYWARP_PIN") {
@@ -316,7 +313,7 @@ mod tests {
         assert_eq!(
             config.warnings,
             [
-                "ANYWARP_CARRIER: unknown value 'pigeon', the default is used; the values are auto, tcp, eager, copy"
+                "ANYWARP_CARRIER: unknown value 'pigeon', the default is used; the values are auto, tcp, eager"
             ]
         );
         assert!(with(&[("ANYWARP_CARRIER", "")]).warnings.is_empty());

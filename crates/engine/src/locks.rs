@@ -40,6 +40,8 @@ pub enum Rank {
     DelayedAcks,
     /// Spare buffers.
     Buffers,
+    /// The descriptors of shared memory that peers were offered.
+    ShmOffers,
     /// How often each page is locked.
     PageCounts,
     /// Unused random bytes.

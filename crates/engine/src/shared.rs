@@ -3,12 +3,12 @@
 //! The peer may write to it at any time, so no `&[u8]` to it is ever made: bytes are copied in and out by offset, words are
 //! atomic, and every number that is read there is checked by the code that reads it.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, Statx, StatxFlags};
 
 use crate::mem::UserSlice;
 
@@ -39,18 +39,23 @@ impl Shared {
     /// The memory behind a descriptor of another process of this user.
     pub(crate) fn open(pid: u32, fd: u32, len: usize) -> io::Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
-        // Opened with O_PATH first: opening a device or FIFO that a peer names could have side effects.
+        // The peer may name any file of any process, and must not stop this one by it. So the file is only looked at until it
+        // is known to be memory that the kernel holds: O_PATH opens no device or FIFO and asks no file system, and STATX_DONT_SYNC
+        // does not wait for the server of a file system in user space (FUSE) either.
         let seen = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        let stat = rustix::fs::fstat(&seen)?;
+        let stat = stat_at_once(&seen)?;
         let link = rustix::fs::readlink(&path, Vec::new())?;
-        let ours = stat.st_uid == rustix::process::geteuid().as_raw()
-            && u64::try_from(stat.st_size) == Ok(len as u64)
+        let ours = device(&stat) == memory_device()?
+            && stat.stx_uid == rustix::process::geteuid().as_raw()
+            && stat.stx_size == len as u64
             && link.to_bytes().starts_with(b"/memfd:anywarp-carrier");
         if !ours {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let path = format!("/proc/self/fd/{}", seen.as_raw_fd());
-        let file: OwnedFd = File::options().read(true).write(true).open(path)?.into();
+        // Without O_NONBLOCK a lease that the peer has on the file (fcntl(2), F_SETLEASE) would delay this for 45 seconds.
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = rustix::fs::open(path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&file)?;
         let seals = rustix::fs::fcntl_get_seals(&file)?;
         if !seals.contains(SEALS) || u64::try_from(stat.st_size) != Ok(len as u64) {
@@ -134,48 +139,37 @@ impl Shared {
     }
 }
 
+/// What is known of a file without asking a file system in user space for it.
+fn stat_at_once(file: &OwnedFd) -> io::Result<Statx> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    Ok(rustix::fs::statx(
+        file,
+        c"",
+        flags,
+        StatxFlags::BASIC_STATS,
+    )?)
+}
+
+fn device(stat: &Statx) -> (u32, u32) {
+    (stat.stx_dev_major, stat.stx_dev_minor)
+}
+
+/// The device number that the files of `memfd_create` have, and no file of a mounted file system.
+fn memory_device() -> io::Result<(u32, u32)> {
+    static DEVICE: OnceLock<(u32, u32)> = OnceLock::new();
+    if let Some(device) = DEVICE.get() {
+        return Ok(*device);
+    }
+    let file = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC)?;
+    let found = device(&stat_at_once(&file)?);
+    Ok(*DEVICE.get_or_init(|| found))
+}
+
 impl Drop for Shared {
     fn drop(&mut self) {
         let start = std::ptr::with_exposed_provenance_mut(self.start);
         // SAFETY: mapped in `map`, and not referenced any more.
         unsafe { libc::munmap(start, self.len) };
-    }
-}
-
-/// Copies from the memory of process `pid`, from `from` on, to where `to` says, memory that is pinned or our own, which it
-/// fills. `mark` says which address of the process must hold which value: a number that another process has got since does
-/// not pass for it.
-pub(crate) fn pull(pid: u32, from: u64, to: &[UserSlice<'_>], mark: (u64, u64)) -> io::Result<()> {
-    let len: usize = to.iter().map(|slice| slice.len()).sum();
-    let mut value = 0_u64;
-    let mut local: smallvec::SmallVec<[libc::iovec; 6]> =
-        to.iter().map(|slice| slice.iovec()).collect();
-    local.push(libc::iovec {
-        iov_base: (&raw mut value).cast(),
-        iov_len: 8,
-    });
-    let there = |address: u64, len: usize| libc::iovec {
-        iov_base: std::ptr::without_provenance_mut(usize::try_from(address).unwrap_or(0)),
-        iov_len: len,
-    };
-    let remote = [there(from, len), there(mark.0, 8)];
-    let pid = libc::pid_t::try_from(pid).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: the local vectors are user slices, which are valid during the call, and `value`; the
-    // remote ones are addresses of another process, which the kernel checks.
-    let n = unsafe {
-        libc::process_vm_readv(
-            pid,
-            local.as_ptr(),
-            local.len() as _,
-            remote.as_ptr(),
-            remote.len() as _,
-            0,
-        )
-    };
-    match usize::try_from(n) {
-        Ok(n) if n == len + 8 && value == mark.1 => Ok(()),
-        Ok(_) => Err(io::ErrorKind::NotFound.into()),
-        Err(_) => Err(io::Error::last_os_error()),
     }
 }
 
@@ -215,20 +209,5 @@ mod tests {
         assert!(Shared::open(pid, fd(&good), 8192).is_err(), "another size");
         assert!(Shared::open(pid, fd(&good), 4096).is_ok());
         assert!(Shared::open(pid, 1_000_000, 4096).is_err());
-    }
-
-    #[test]
-    fn a_process_that_is_not_the_one_is_noticed() {
-        let mark = Box::new(0x1234_5678_u64);
-        let address = (&raw const *mark).expose_provenance() as u64;
-        let there = *b"bytes to pull";
-        let from = there.as_ptr().expose_provenance() as u64;
-        let mut here = [0_u8; 13];
-        let to = [UserSlice::buffer(&mut here)];
-        let pid = std::process::id();
-        pull(pid, from, &to, (address, *mark)).unwrap();
-        assert!(pull(pid, from, &to, (address, 1)).is_err());
-        assert!(pull(pid, 16, &to, (address, *mark)).is_err());
-        assert_eq!(here, there);
     }
 }

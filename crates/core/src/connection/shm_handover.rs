@@ -17,8 +17,8 @@ use crate::ddp::rx::Violation;
 use crate::error::PeerError;
 use crate::wire::control::Handover;
 
-/// The bit of Hello that says that the end can use shared memory.
-const FEATURE: u32 = 1;
+/// The bit of Hello that says that the end can use shared memory. Bit 0 stood for an earlier form of it.
+const FEATURE: u32 = 2;
 
 /// How far the hand-over is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -92,7 +92,7 @@ impl ShmHandover {
             {
                 Phase::Asked
             }
-            (Handover::Take | Handover::Refuse, Phase::Offered)
+            (Handover::Take { .. } | Handover::Refuse, Phase::Offered)
             | (Handover::Switch, Phase::Taken) => Phase::Over,
             _ => {
                 return Err(Violation::answer(PeerError::Control(
@@ -110,7 +110,7 @@ impl ShmHandover {
     pub(super) fn sent(&mut self, message: Handover) {
         self.phase = match message {
             Handover::Offer { .. } => Phase::Offered,
-            Handover::Take => Phase::Taken,
+            Handover::Take { .. } => Phase::Taken,
             Handover::Refuse | Handover::Switch => Phase::Over,
         };
     }

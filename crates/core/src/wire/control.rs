@@ -88,8 +88,11 @@ pub enum Handover {
         /// Its descriptor.
         fd: u32,
     },
-    /// The peer has it too. What it says next is there.
-    Take,
+    /// The peer has opened it. Its next FPDU is there.
+    Take {
+        /// A word that the memory has, which only a process that has opened it knows.
+        proof: u64,
+    },
     /// The peer cannot have it: everything stays as it is.
     Refuse,
     /// What the end that offered says next is there.
@@ -99,7 +102,7 @@ pub enum Handover {
 impl Handover {
     /// Whether nothing more comes on the connection behind it.
     pub const fn is_last(&self) -> bool {
-        matches!(self, Self::Take | Self::Switch)
+        matches!(self, Self::Take { .. } | Self::Switch)
     }
 }
 
@@ -139,7 +142,9 @@ impl Control {
                     pid: seq,
                     fd: header.mo,
                 },
-                1 => Handover::Take,
+                1 => Handover::Take {
+                    proof: u64::from(seq) << 32 | u64::from(header.mo),
+                },
                 2 => Handover::Refuse,
                 3 => Handover::Switch,
                 _ => return Err(PeerError::Control("unknown word about a carrier")),
@@ -163,7 +168,9 @@ impl Control {
             Self::Bye => (KIND_BYE, 0, 0, 0),
             Self::Cookie => (KIND_COOKIE, 0, 0, 0),
             Self::Handover(Handover::Offer { pid, fd }) => (KIND_CARRIER, 0, pid, fd),
-            Self::Handover(Handover::Take) => (KIND_CARRIER, 1, 0, 0),
+            Self::Handover(Handover::Take { proof }) => {
+                (KIND_CARRIER, 1, (proof >> 32) as u32, proof as u32)
+            }
             Self::Handover(Handover::Refuse) => (KIND_CARRIER, 2, 0, 0),
             Self::Handover(Handover::Switch) => (KIND_CARRIER, 3, 0, 0),
         };
@@ -218,7 +225,9 @@ mod tests {
                 pid: 4_000_000,
                 fd: 77,
             }),
-            Control::Handover(Handover::Take),
+            Control::Handover(Handover::Take {
+                proof: 0x0123_4567_89ab_cdef,
+            }),
             Control::Handover(Handover::Refuse),
             Control::Handover(Handover::Switch),
         ] {

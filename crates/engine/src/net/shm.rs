@@ -1,24 +1,24 @@
 //! Shared memory as the carrier of a stream between two processes of one user on one host.
 //!
-//! Each direction has a ring of records. A record holds bytes of the stream, or names the sender's memory that has them. The
-//! receiver copies the latter from process to process, directly to their destination, if the kernel permits it. An end that
-//! stops polling sets its `asleep` flag; its peer then wakes it with a byte on the TCP connection when there is something to
-//! do. The end of the connection is the end of the stream.
+//! Each direction has a ring of records, and a record holds bytes of the stream. All payload goes through the rings: neither
+//! process reads the memory of the other (decision 020 says why). An end that stops polling sets its `asleep` flag; its peer
+//! then wakes it with a byte on the TCP connection when there is something to do. The end of the connection is the end of the
+//! stream.
 //!
 //! ```text
-//! page 0: positions, flags, whose memory it is     ring of the end that offered     ring of the other end
+//! page 0: positions and flags                      ring of the end that offered     ring of the other end
 //!
-//!  0        4        8                 16                    16 + bytes, filled up to 16
-//! +--------+--------+-----------------+---------------------
-//! | kind   | bytes  | address         | bytes (kind BYTES)
-//! +--------+--------+-----------------+---------------------
+//!  0        4                          16                    16 + bytes, filled up to 16
+//! +--------+--------------------------+---------------------
+//! | bytes  | 0                        | bytes of the stream
+//! +--------+--------------------------+---------------------
 //! ```
 
-use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use anywarp_core::bounds::{CARRIER_RING as RING, CARRIERS};
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
@@ -26,24 +26,30 @@ use smallvec::SmallVec;
 
 use crate::capture;
 use crate::config::{Transport, config};
+use crate::locks::{Mutex, Rank};
 use crate::mem::{PinnedPart, Unfilled, UserSlice};
-use crate::net::wake;
-use crate::process;
+use crate::net::{owner, wake};
 use crate::process::PerProcess;
 use crate::random::random_u32;
 use crate::reactor::PolledMemory;
-use crate::shared::{Shared, pull};
+use crate::shared::Shared;
 use crate::sys::Io;
 use crate::sys::thread::Uncancelled;
 
 const LEN: usize = PAGE + 2 * RING;
 const PAGE: usize = 4096;
 const HEAD: usize = 16;
+/// Payload bytes of a record: the receiver copies a record while the sender writes the next one.
+const RECORD_BYTES: usize = 16 * 1024;
 /// The first word of the page.
-const MAGIC: u64 = 0x6177_6361_7272_0001;
+const MAGIC: u64 = 0x6177_6361_7272_0002;
+/// Offset of a random word that the peer sends back in its Take.
+const PROOF: usize = 8;
 /// Offset of the addresses of the connection that the memory is for, as text.
 const CONNECTION: usize = 2048;
 const CONNECTION_LEN: usize = 160;
+/// How long an offer that the peer does not answer counts towards [`CARRIERS`] and keeps its descriptor.
+const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
 /// Offsets of the words of one end in the page, each in a cache line of its own.
 #[derive(Debug, Clone, Copy)]
@@ -82,33 +88,63 @@ impl Lines {
     const fn blocked(self) -> usize {
         self.base + 192
     }
-    /// It can copy from the memory of the other process.
-    const fn pulls(self) -> usize {
-        self.base + 256
-    }
-    /// Its process identifier.
-    const fn pid(self) -> usize {
-        self.base + 264
-    }
-    /// The address and value of its mark.
-    const fn mark(self) -> usize {
-        self.base + 272
-    }
-    /// The other end must not copy from its memory any more.
-    const fn gone(self) -> usize {
-        self.base + 320
-    }
 }
-
-const BYTES: u32 = 1;
-const PLACE: u32 = 2;
-
-/// A random value at an address of this process, by which a peer that copies from it recognizes the process.
-static MARK: PerProcess<AtomicU64> =
-    PerProcess::new(|| AtomicU64::new(u64::from(random_u32()) << 32 | u64::from(random_u32()) | 1));
 
 /// How many connections of this process share memory.
 static COUNT: PerProcess<AtomicUsize> = PerProcess::new(|| AtomicUsize::new(0));
+
+/// Counts a connection that shares memory.
+#[derive(Debug)]
+struct Counted;
+
+impl Counted {
+    fn new() -> Self {
+        COUNT.get().fetch_add(1, Ordering::Relaxed);
+        Self
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        // A connection that was counted before a fork is not in the count of the child.
+        let count = COUNT.get();
+        let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+    }
+}
+
+/// The descriptors by which peers open the memory that they were offered.
+static OFFERS: PerProcess<Mutex<Vec<Offer>>> =
+    PerProcess::new(|| Mutex::new(Rank::ShmOffers, Vec::new()));
+
+/// A descriptor that is kept until the peer has opened the memory, or [`OFFER_LIFETIME`] has passed.
+#[derive(Debug)]
+struct Offer {
+    proof: u64,
+    made: Instant,
+    file: OwnedFd,
+}
+
+impl Offer {
+    /// Keeps the descriptor and returns its number; `None` if the process has too many offers and carriers already.
+    ///
+    /// A peer that opens no memory holds nothing of this process for longer than the lifetime of the offer: its descriptor is
+    /// closed by the next offer, and the peer that comes too late then refuses.
+    fn keep(self) -> Option<u32> {
+        let mut offers = OFFERS.get().lock();
+        let now = self.made;
+        offers.retain(|offer| now.duration_since(offer.made) < OFFER_LIFETIME);
+        if offers.len() + COUNT.get().load(Ordering::Relaxed) >= CARRIERS {
+            return None;
+        }
+        let fd = u32::try_from(self.file.as_raw_fd()).ok()?;
+        offers.push(self);
+        Some(fd)
+    }
+
+    fn close(proof: u64) {
+        OFFERS.get().lock().retain(|offer| offer.proof != proof);
+    }
+}
 
 /// The part that a polling thread reads, without a lock on the queue pair.
 #[derive(Debug)]
@@ -120,6 +156,8 @@ pub(crate) struct Watch {
     taken: AtomicU64,
     /// When our ring was full this many bytes of it had been taken; `u64::MAX`: it was not full.
     full_at: AtomicU64,
+    /// How often this end has asked to be woken: the peer sends at most so many bytes on the connection.
+    sleeps: AtomicU64,
 }
 
 impl Watch {
@@ -141,6 +179,7 @@ impl PolledMemory for Watch {
     }
 
     fn prepare_sleep(&self) -> bool {
+        self.sleeps.fetch_add(1, Ordering::Relaxed);
         wake::announce(self.shared.flag(self.us.asleep()), || self.is_ready())
     }
 }
@@ -158,24 +197,23 @@ pub(crate) fn transport() -> Transport {
 #[derive(Debug)]
 pub(crate) struct Shm {
     watch: Arc<Watch>,
-    /// The peer's process and mark, if its memory can be copied from.
-    peer: Option<(u32, (u64, u64))>,
     written: u64,
     taken: u64,
     /// The record that has been taken in part.
     current: Option<Record>,
-    /// Position behind the last record of our ring that names memory.
-    places_until: u64,
-    /// The descriptor that the peer opens the memory by, until it has done so.
-    file: Option<OwnedFd>,
-    generation: u32,
+    /// What the peer's Take must contain: a random word that the memory has. It shows that the peer has opened the memory.
+    proof: u64,
+    /// The process and descriptor by which the peer opens the memory.
+    name: Option<(u32, u32)>,
+    /// Bytes on the connection that have woken this end.
+    wakeups: u64,
+    counted: Option<Counted>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Record {
-    kind: u32,
     left: usize,
-    /// Position of its next byte in the ring, or address in the peer's process.
+    /// Position of its next byte in the ring.
     at: u64,
     /// Position behind it.
     end: u64,
@@ -191,20 +229,29 @@ fn connection_text(local: SocketAddr, remote: SocketAddr) -> [u8; CONNECTION_LEN
 }
 
 impl Shm {
-    /// New memory for the connection from `local` to `remote`. `None`: the process has too many, or no memory.
+    /// New memory for the connection from `local` to `remote`. `None`: the process has too many, or no memory, or the peer
+    /// belongs to another user.
     pub(crate) fn offer(local: SocketAddr, remote: SocketAddr) -> Option<Self> {
-        if COUNT.get().load(Ordering::Relaxed) >= CARRIERS {
+        // A peer of another user could not open the memory, but it could keep offers open.
+        if !owner::is_this_user(remote, local) {
             return None;
         }
         let (shared, file) = Shared::create(LEN).ok()?;
+        let proof = u64::from(random_u32()) << 32 | u64::from(random_u32()) | 1;
         shared.put(CONNECTION, &connection_text(local, remote));
+        shared.word(PROOF).store(proof, Ordering::Relaxed);
         shared.word(0).store(MAGIC, Ordering::Release);
-        Some(Self::new(shared, true, Some(file)))
+        let made = Instant::now();
+        let fd = Offer { proof, made, file }.keep()?;
+        let mut shm = Self::new(shared, true);
+        shm.proof = proof;
+        shm.name = Some((std::process::id(), fd));
+        Some(shm)
     }
 
     /// The memory that the peer of the connection from `local` to `remote` offers.
     pub(crate) fn take(pid: u32, fd: u32, local: SocketAddr, remote: SocketAddr) -> Option<Self> {
-        if COUNT.get().load(Ordering::Relaxed) >= CARRIERS {
+        if COUNT.get().load(Ordering::Relaxed) >= CARRIERS || !owner::is_this_user(remote, local) {
             return None;
         }
         let shared = Shared::open(pid, fd, LEN).ok()?;
@@ -213,24 +260,17 @@ impl Shm {
         let good = shared.word(0).load(Ordering::Acquire) == MAGIC
             && theirs == connection_text(remote, local);
         good.then(|| {
-            let mut shm = Self::new(shared, false, None);
-            shm.try_pulling();
+            let mut shm = Self::new(shared, false);
+            shm.proof = shm.watch.shared.word(PROOF).load(Ordering::Relaxed);
+            shm.counted = Some(Counted::new());
             shm
         })
     }
 
-    fn new(shared: Shared, offerer: bool, file: Option<OwnedFd>) -> Self {
+    fn new(shared: Shared, offerer: bool) -> Self {
         let (us, them) = (Lines::of(offerer), Lines::of(!offerer));
-        let mark = MARK.get();
-        let address = (&raw const *mark).expose_provenance() as u64;
-        let pid = u64::from(std::process::id());
-        shared.word(us.pid()).store(pid, Ordering::Relaxed);
-        shared.word(us.mark()).store(address, Ordering::Relaxed);
-        let value = mark.load(Ordering::Relaxed);
-        shared.word(us.mark() + 8).store(value, Ordering::Relaxed);
         // Until a thread polls, the peer has to wake this end.
         shared.flag(us.asleep()).store(1, Ordering::SeqCst);
-        COUNT.get().fetch_add(1, Ordering::Relaxed);
         Self {
             watch: Arc::new(Watch {
                 shared,
@@ -238,14 +278,15 @@ impl Shm {
                 them,
                 taken: AtomicU64::new(0),
                 full_at: AtomicU64::new(u64::MAX),
+                sleeps: AtomicU64::new(1),
             }),
-            peer: None,
             written: 0,
             taken: 0,
             current: None,
-            places_until: 0,
-            file,
-            generation: process::generation(),
+            proof: 0,
+            name: None,
+            wakeups: 0,
+            counted: None,
         }
     }
 
@@ -256,35 +297,28 @@ impl Shm {
 
     /// The process and descriptor by which the peer opens the memory.
     pub(crate) fn name(&self) -> Option<(u32, u32)> {
-        let fd = u32::try_from(self.file.as_ref()?.as_raw_fd()).ok()?;
-        Some((std::process::id(), fd))
+        self.name
     }
 
-    /// The peer has opened the memory: closes the descriptor, and tries to copy from the peer's process.
-    pub(crate) fn taken_by_peer(&mut self) {
-        self.file = None;
-        self.try_pulling();
+    /// What the peer's Take must contain.
+    pub(crate) fn proof(&self) -> u64 {
+        self.proof
     }
 
-    /// Whether payload is copied directly from the peer's process.
-    pub(crate) fn pulls(&self) -> bool {
-        self.peer.is_some()
-    }
-
-    fn try_pulling(&mut self) {
-        if config().transport == Transport::Copy {
-            return;
+    /// Closes the descriptor, since the peer's Take came; false if it does not show that the peer has opened the memory.
+    pub(crate) fn taken_by_peer(&mut self, proof: u64) -> bool {
+        let good = self.name.is_some() && proof == self.proof;
+        if good {
+            Offer::close(self.proof);
+            self.counted = Some(Counted::new());
         }
-        let (shared, us, them) = (&self.watch.shared, self.watch.us, self.watch.them);
-        let word = |at| shared.word(at).load(Ordering::Acquire);
-        let Ok(pid) = u32::try_from(word(them.pid())) else {
-            return;
-        };
-        let mark = (word(them.mark()), word(them.mark() + 8));
-        if pull(pid, mark.0, &[], mark).is_ok() {
-            self.peer = Some((pid, mark));
-            shared.flag(us.pulls()).store(1, Ordering::Release);
-        }
+        good
+    }
+
+    /// Counts bytes on the connection that woke this end; false if the peer sent more of them than this end has slept.
+    pub(crate) fn count_wakeups(&mut self, bytes: usize) -> bool {
+        self.wakeups += bytes as u64;
+        self.wakeups <= self.watch.sleeps.load(Ordering::Relaxed)
     }
 
     /// Sends the bytes of `batch` from `skip` on.
@@ -304,61 +338,50 @@ impl Shm {
     }
 
     fn try_send(&mut self, batch: &TxBatch, skip: usize) -> Io {
-        let before = self.written;
-        let pulls = {
-            let watch = &self.watch;
-            watch
-                .shared
-                .flag(watch.them.pulls())
-                .load(Ordering::Acquire)
-                == 1
-        };
-        let Some(mut room) = self.room() else {
-            return Io::Broken(libc::EPROTO);
-        };
         let mut done = 0;
-        for (piece, skip, left) in batch.rest(skip) {
-            if room < 2 * HEAD {
-                break;
-            }
-            let fits = left.min(room - HEAD);
-            let n = match piece {
-                Piece::Own { from, .. } => {
-                    let bytes = batch.own(from + skip, from + skip + fits);
-                    self.header(BYTES, fits, 0);
-                    self.for_each_run(self.written, fits, |shared, at, from, n| {
-                        shared.put(at, bytes.get(from..from + n).unwrap_or(&[]));
-                    });
-                    self.advance(fits);
-                    fits
-                }
-                Piece::User(place) => {
-                    let Some(pinned) = place.pin() else {
-                        self.publish(before);
+        'pieces: for (piece, mut skip, mut left) in batch.rest(skip) {
+            let pinned = match piece {
+                Piece::Own { .. } => None,
+                Piece::User(place) => match place.pin() {
+                    Some(pinned) => Some(pinned),
+                    None => {
+                        self.publish();
                         return Io::Invalidated;
-                    };
-                    let whole = UserSlice::new(&pinned, skip as u64, left as u64);
-                    if pulls {
-                        self.header(PLACE, left, whole.start().addr() as u64);
-                        self.places_until = self.written;
-                        left
-                    } else {
-                        self.header(BYTES, fits, 0);
-                        self.for_each_run(self.written, fits, |shared, at, from, n| {
+                    }
+                },
+            };
+            while left > 0 {
+                let Some(room) = self.room() else {
+                    return Io::Broken(libc::EPROTO);
+                };
+                if room < 2 * HEAD {
+                    break 'pieces;
+                }
+                let n = left.min(room - HEAD).min(RECORD_BYTES);
+                self.header(n);
+                match (piece, &pinned) {
+                    (Piece::Own { from, .. }, _) => {
+                        let bytes = batch.own(from + skip, from + skip + n);
+                        self.for_each_run(self.written, n, |shared, at, from, n| {
+                            shared.put(at, bytes.get(from..from + n).unwrap_or(&[]));
+                        });
+                    }
+                    (Piece::User(_), Some(pinned)) => {
+                        let whole = UserSlice::new(pinned, skip as u64, n as u64);
+                        self.for_each_run(self.written, n, |shared, at, from, n| {
                             shared.put_from(at, whole.part(from, n));
                         });
-                        self.advance(fits);
-                        fits
                     }
+                    (Piece::User(_), None) => break 'pieces,
                 }
-            };
-            done += n;
-            room = self.room().unwrap_or(0);
-            if n < left {
-                break;
+                self.written += n.next_multiple_of(HEAD) as u64;
+                (done, skip, left) = (done + n, skip + n, left - n);
+                if n == RECORD_BYTES {
+                    self.publish();
+                }
             }
         }
-        self.publish(before);
+        self.publish();
         Io::Done(done)
     }
 
@@ -384,21 +407,15 @@ impl Shm {
         wake::announce(blocked, || self.taken_by_them() == seen)
     }
 
-    fn header(&mut self, kind: u32, len: usize, address: u64) {
+    fn header(&mut self, len: usize) {
         let mut header = [0; HEAD];
-        let (k, rest) = header.split_at_mut(4);
-        let (l, a) = rest.split_at_mut(4);
-        k.copy_from_slice(&kind.to_ne_bytes());
+        let (l, _) = header.split_at_mut(4);
         l.copy_from_slice(&u32::try_from(len).unwrap_or(0).to_ne_bytes());
-        a.copy_from_slice(&address.to_ne_bytes());
-        self.for_each_run(self.written, HEAD, |shared, at, from, n| {
-            shared.put(at, header.get(from..from + n).unwrap_or(&[]));
-        });
+        // A record begins at a multiple of HEAD, as the ring does: the header does not go round its end.
+        let at = usize::try_from(self.written % RING as u64).unwrap_or(0);
+        let watch = &self.watch;
+        watch.shared.put(watch.us.ring + at, &header);
         self.written += HEAD as u64;
-    }
-
-    fn advance(&mut self, bytes: usize) {
-        self.written += bytes.next_multiple_of(HEAD) as u64;
     }
 
     /// Calls `each` for the one or two runs that `len` bytes from `position` of our ring on are.
@@ -414,15 +431,10 @@ impl Shm {
     }
 
     /// Makes what was written visible to the peer.
-    fn publish(&mut self, before: u64) {
-        if self.written == before {
-            return;
-        }
+    fn publish(&mut self) {
         let watch = &self.watch;
-        watch
-            .shared
-            .word(watch.us.written())
-            .store(self.written, Ordering::Release);
+        let word = watch.shared.word(watch.us.written());
+        word.store(self.written, Ordering::Release);
         watch.full_at.store(u64::MAX, Ordering::Relaxed);
     }
 
@@ -430,20 +442,6 @@ impl Shm {
     pub(crate) fn must_wake(&self) -> bool {
         let watch = &self.watch;
         wake::must_wake(watch.shared.flag(watch.them.asleep()))
-    }
-
-    /// Whether the peer has yet to copy memory that our records name.
-    pub(crate) fn lends(&self) -> bool {
-        self.taken_by_them() < self.places_until
-    }
-
-    /// Forbids the peer to copy memory that our records name.
-    pub(crate) fn withdraw(&self) {
-        let watch = &self.watch;
-        watch
-            .shared
-            .flag(watch.us.gone())
-            .store(1, Ordering::SeqCst);
     }
 
     /// Receives into user memory, or without `direct` into `buffer`. Returns the bytes in user memory and those in the buffer.
@@ -471,25 +469,13 @@ impl Shm {
             to.push(UserSlice::buffer(buffer.get_mut(..own).unwrap_or(&mut [])));
         }
         let n = user + own;
-        if record.kind == PLACE {
-            let Some((pid, mark)) = self.peer else {
-                return Err(Io::Broken(libc::EPROTO));
-            };
-            let watch = &self.watch;
-            pull(pid, record.at, &to, mark)
-                .map_err(|e: io::Error| Io::Broken(e.raw_os_error().unwrap_or(libc::ECONNRESET)))?;
-            if watch.shared.flag(watch.them.gone()).load(Ordering::SeqCst) == 1 {
-                return Err(Io::Broken(libc::ECONNRESET));
-            }
-        } else {
-            let (shared, ring) = (&self.watch.shared, self.watch.them.ring);
-            let mut at = record.at;
-            for target in &to {
-                runs(at, target.len(), |from, of, n| {
-                    shared.get_to(ring + from, target.part(of, n));
-                });
-                at += target.len() as u64;
-            }
+        let (shared, ring) = (&self.watch.shared, self.watch.them.ring);
+        let mut at = record.at;
+        for target in &to {
+            runs(at, target.len(), |from, of, n| {
+                shared.get_to(ring + from, target.part(of, n));
+            });
+            at += target.len() as u64;
         }
         self.take_bytes(record, n);
         Ok((user, own))
@@ -501,50 +487,33 @@ impl Shm {
             return Ok(Some(current));
         }
         let watch = &self.watch;
-        let written = watch
-            .shared
-            .word(watch.them.written())
-            .load(Ordering::Acquire);
+        let written = watch.shared.word(watch.them.written());
         // The peer can write anything here, so every number is checked.
-        let there = written.wrapping_sub(self.taken);
+        let there = written.load(Ordering::Acquire).wrapping_sub(self.taken);
         if there == 0 {
             return Ok(None);
         }
         let broken = Io::Broken(libc::EPROTO);
-        if there > RING as u64 || there < HEAD as u64 || !written.is_multiple_of(HEAD as u64) {
+        if there > RING as u64 || there < HEAD as u64 || !there.is_multiple_of(HEAD as u64) {
             return Err(broken);
         }
-        let mut header = [0; HEAD];
-        let ring = watch.them.ring;
-        runs(self.taken, HEAD, |at, from, n| {
-            watch
-                .shared
-                .get(ring + at, header.get_mut(from..from + n).unwrap_or(&mut []));
-        });
-        let (kind, rest) = header.split_first_chunk::<4>().ok_or(broken)?;
-        let (len, rest) = rest.split_first_chunk::<4>().ok_or(broken)?;
-        let address = rest.first_chunk::<8>().ok_or(broken)?;
-        let kind = u32::from_ne_bytes(*kind);
-        let left = u32::from_ne_bytes(*len) as usize;
+        let mut len = [0; 4];
+        let at = usize::try_from(self.taken % RING as u64).unwrap_or(0);
+        watch.shared.get(watch.them.ring + at, &mut len);
+        let left = u32::from_ne_bytes(len) as usize;
         let start = self.taken + HEAD as u64;
-        let record = match kind {
-            BYTES if left > 0 && left <= RING => Record {
-                kind,
-                left,
-                at: start,
-                end: start + left.next_multiple_of(HEAD) as u64,
-            },
-            PLACE if left > 0 => Record {
-                kind,
-                left,
-                at: u64::from_ne_bytes(*address),
-                end: start,
-            },
-            _ => return Err(broken),
-        };
-        if record.end.wrapping_sub(self.taken) > there {
+        if left == 0 || left > RING {
             return Err(broken);
         }
+        let end = start + left.next_multiple_of(HEAD) as u64;
+        if end - self.taken > there {
+            return Err(broken);
+        }
+        let record = Record {
+            left,
+            at: start,
+            end,
+        };
         self.current = Some(record);
         Ok(Some(record))
     }
@@ -580,14 +549,10 @@ impl Shm {
 
 impl Drop for Shm {
     fn drop(&mut self) {
-        // The thread that posts or polls closes a file here, which is a cancellation point.
-        let _inside = Uncancelled::new();
-        self.file = None;
-        let count = COUNT.get();
-        let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
-        // A forked child must not withdraw the memory of its parent.
-        if self.generation == process::generation() {
-            self.withdraw();
+        if self.name.is_some() && self.counted.is_none() {
+            // The thread that posts or polls closes a file here, which is a cancellation point.
+            let _inside = Uncancelled::new();
+            Offer::close(self.proof);
         }
     }
 }
@@ -607,11 +572,21 @@ fn runs(position: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+
     use super::*;
 
+    /// The addresses of a connection that lives as long as its two ends.
+    fn connection() -> (TcpStream, TcpStream, SocketAddr, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        let (one, other) = (server.local_addr().unwrap(), client.local_addr().unwrap());
+        (server, client, one, other)
+    }
+
     fn pair() -> (Shm, Shm) {
-        let local: SocketAddr = "127.0.0.1:1".parse().unwrap();
-        let remote: SocketAddr = "127.0.0.1:2".parse().unwrap();
+        let (_server, _client, local, remote) = connection();
         let mut one = Shm::offer(local, remote).unwrap();
         let (pid, fd) = one.name().unwrap();
         assert!(
@@ -619,8 +594,70 @@ mod tests {
             "made for another connection"
         );
         let other = Shm::take(pid, fd, remote, local).unwrap();
-        one.taken_by_peer();
+        assert!(one.taken_by_peer(other.proof()));
         (one, other)
+    }
+
+    #[test]
+    fn memory_is_offered_only_to_a_socket_of_this_user() {
+        let (server, client, local, remote) = connection();
+        let one = Shm::offer(local, remote).unwrap();
+        let (pid, fd) = one.name().unwrap();
+        drop((server, client));
+        // A connection that does not exist here belongs to another host, or to another network namespace.
+        let nobody: SocketAddr = "127.0.0.1:1".parse().unwrap();
+        assert!(Shm::offer(local, nobody).is_none());
+        assert!(Shm::take(pid, fd, nobody, local).is_none());
+    }
+
+    #[test]
+    fn a_take_shows_that_the_memory_was_opened() {
+        let (_server, _client, local, remote) = connection();
+        let mut one = Shm::offer(local, remote).unwrap();
+        assert!(!one.taken_by_peer(0));
+        assert!(!one.taken_by_peer(one.proof() ^ 1));
+        let (pid, fd) = one.name().unwrap();
+        let mut other = Shm::take(pid, fd, remote, local).unwrap();
+        assert!(!other.taken_by_peer(other.proof()), "it made no offer");
+        assert!(one.taken_by_peer(other.proof()));
+        assert!(
+            Shm::take(pid, fd, remote, local).is_none(),
+            "the descriptor is closed"
+        );
+    }
+
+    #[test]
+    fn an_offer_without_an_answer_is_closed_after_a_while() {
+        let (_server, _client, local, remote) = connection();
+        let offer = Shm::offer(local, remote).unwrap();
+        let (pid, fd) = offer.name().unwrap();
+        {
+            let mut offers = OFFERS.get().lock();
+            let ours = offers.iter_mut().find(|o| o.proof == offer.proof).unwrap();
+            ours.made = ours.made.checked_sub(OFFER_LIFETIME).unwrap();
+        }
+        let next = Shm::offer(local, remote).unwrap();
+        assert!(
+            Shm::take(pid, fd, remote, local).is_none() || next.name() == Some((pid, fd)),
+            "the peer came too late"
+        );
+        let offers = OFFERS.get().lock();
+        assert!(offers.iter().all(|o| o.proof != offer.proof));
+    }
+
+    #[test]
+    fn more_wake_ups_than_were_asked_for_are_noticed() {
+        let (mut one, other) = pair();
+        // Both ends begin asleep.
+        assert!(other.must_wake() && one.count_wakeups(1));
+        assert!(!one.count_wakeups(1), "it did not sleep again");
+        let (mut one, other) = pair();
+        for _ in 0..10 {
+            let _ = one.watch().prepare_sleep();
+            assert!(other.must_wake() && one.count_wakeups(1));
+        }
+        // It slept eleven times, at first before it was polled, and the peer may wake it in all of them.
+        assert!(one.count_wakeups(1) && !one.count_wakeups(1));
     }
 
     /// Takes all that is there.
@@ -700,7 +737,7 @@ mod tests {
                 page.word(us.ring + at).store(
                     match random() % 3 {
                         0 => random(),
-                        1 => (random() % 5) | ((random() % 70_000) << 32),
+                        1 => random() % 70_000,
                         _ => random() % 4096,
                     },
                     Ordering::Relaxed,

@@ -167,57 +167,59 @@ impl Tcp {
         (self.rx_shm || self.tx_shm).then(|| shm.watch())
     }
 
-    /// Whether payload is copied directly from the peer's process.
-    pub(crate) fn pulls(&self) -> bool {
-        self.shm.as_ref().is_some_and(Shm::pulls)
-    }
-
     /// Whether batches are sent by the socket, and not through shared memory.
     pub(crate) fn sends_by_socket(&self) -> bool {
         !self.tx_shm
     }
 
     /// Handles a hand-over message of the peer, if there is one; whether the peer's stream comes through shared memory from
-    /// here on.
-    fn handle_handover(&mut self, conn: &mut Connection) -> bool {
-        conn.has_handover_message() && self.answer_handover(conn)
+    /// here on. `behind`: bytes that were received behind the message. An error breaks the stream.
+    fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Result<bool, Outcome> {
+        if conn.has_handover_message() {
+            self.answer_handover(conn, behind)
+        } else {
+            Ok(false)
+        }
     }
 
     #[cold]
     #[inline(never)]
-    fn answer_handover(&mut self, conn: &mut Connection) -> bool {
+    fn answer_handover(&mut self, conn: &mut Connection, behind: usize) -> Result<bool, Outcome> {
         // As in `offer_shm`.
         let _inside = Uncancelled::new();
         match conn.poll_handover() {
-            None => false,
+            None => Ok(false),
             Some(Handover::Offer { pid, fd }) => {
                 let addresses = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
                 if let (Some(local), Some(remote)) = addresses {
                     self.shm = Shm::take(pid, fd, local, remote);
                 }
-                let accepted = self.shm.is_some();
-                conn.send_handover(if accepted {
-                    Handover::Take
-                } else {
-                    Handover::Refuse
+                conn.send_handover(match &self.shm {
+                    Some(shm) => Handover::Take { proof: shm.proof() },
+                    None => Handover::Refuse,
                 });
-                false
+                Ok(false)
             }
             Some(Handover::Refuse) => {
                 self.shm = None;
-                false
+                Ok(false)
             }
-            Some(what @ (Handover::Take | Handover::Switch)) => {
-                let Some(shm) = &mut self.shm else {
-                    return false;
-                };
-                if what == Handover::Take {
-                    shm.taken_by_peer();
+            Some(what @ (Handover::Take { .. } | Handover::Switch)) => {
+                let wrong = Outcome::Broken(libc::EPROTO);
+                let shm = self.shm.as_mut().ok_or(wrong)?;
+                if let Handover::Take { proof } = what {
+                    if !shm.taken_by_peer(proof) {
+                        return Err(wrong);
+                    }
                     conn.send_handover(Handover::Switch);
+                }
+                // Bytes behind the peer's last hand-over message only wake this end.
+                if !shm.count_wakeups(behind) {
+                    return Err(wrong);
                 }
                 self.rx_shm = true;
                 conn.switch_rx_to_shm();
-                true
+                Ok(true)
             }
         }
     }
@@ -227,14 +229,22 @@ impl Tcp {
         let _ = self.fd.send(&[0]);
     }
 
-    /// Takes the bytes of [`Tcp::wake`] from the socket.
-    fn take_wakeups(&self) -> Outcome {
+    /// Takes the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than were asked for ends its stream.
+    fn take_wakeups(&mut self) -> Outcome {
         let mut bytes = [0; 64];
         loop {
             match self.fd.recv(&mut bytes) {
                 Ok(0) => return Outcome::Eof,
-                Ok(n) if n < bytes.len() => return Outcome::Open,
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Ok(n) => {
+                    let known = self.shm.as_mut().is_some_and(|shm| shm.count_wakeups(n));
+                    if !known {
+                        return Outcome::Broken(libc::EPROTO);
+                    }
+                    if n < bytes.len() {
+                        return Outcome::Open;
+                    }
+                }
+                Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Outcome::Open,
                 Err(e) => return Outcome::Broken(e.raw_os_error()),
             }
@@ -334,9 +344,13 @@ impl Tcp {
                 let used = used.min(filled);
                 stage.copy_within(used..filled, 0);
                 filled -= used;
-                if self.handle_handover(conn) {
-                    // Bytes behind the peer's last hand-over message only wake this end.
-                    filled = 0;
+                match self.handle_handover(conn, filled) {
+                    Ok(true) => filled = 0,
+                    Ok(false) => {}
+                    Err(broken) => {
+                        outcome = broken;
+                        break;
+                    }
                 }
             }
             if turn >= TURN_BYTES {
@@ -371,10 +385,14 @@ impl Tcp {
                             .min(filled);
                         stage.copy_within(used..filled, 0);
                         filled -= used;
-                        if !self.handle_handover(conn) {
-                            break;
+                        match self.handle_handover(conn, filled) {
+                            Ok(true) => (filled, fresh) = (0, false),
+                            Ok(false) => break,
+                            Err(broken) => {
+                                outcome = broken;
+                                break;
+                            }
                         }
-                        (filled, fresh) = (0, false);
                     }
                 }
                 Err(Io::WouldBlock) => {
@@ -454,14 +472,6 @@ impl Tcp {
     ) -> Outcome {
         let mut turn = 0;
         let mut more = true;
-        if conn.state() == State::Error
-            && let Some(shm) = &self.shm
-            && shm.lends()
-        {
-            // The peer copies from memory whose requests have completed, as below.
-            shm.withdraw();
-            return Outcome::Broken(libc::ECANCELED);
-        }
         loop {
             if turn >= TURN_BYTES && !self.tx_shm {
                 // The next turn begins when the socket is reported writable.

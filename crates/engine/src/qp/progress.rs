@@ -79,9 +79,8 @@ impl RcQp {
             if let (false, Some(watch)) = (was_shared, tcp.watch()) {
                 log!(
                     Info,
-                    "qp 0x{:06x}: shares memory with its peer{}",
-                    self.common.number,
-                    if tcp.pulls() { "" } else { ", copying twice" }
+                    "qp 0x{:06x}: shares memory with its peer",
+                    self.common.number
                 );
                 let memory: Arc<dyn PolledMemory> = Arc::clone(watch) as _;
                 self.engine.add_memory(memory, self.me.clone());

@@ -1,0 +1,131 @@
+//! The user that a socket of this host belongs to, as the kernel's socket diagnostics (sock_diag(7)) report it.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
+
+/// `SOCK_DIAG_BY_FAMILY`: the type of the request and of its answer.
+const BY_FAMILY: u16 = 20;
+/// `NLM_F_REQUEST`.
+const REQUEST: u16 = 1;
+/// Bytes of a `struct nlmsghdr`.
+const HEADER: usize = 16;
+/// Bytes of a `struct inet_diag_req_v2` behind its header.
+const QUERY: usize = 56;
+/// Where a `struct inet_diag_msg` behind its header has the user.
+const USER: usize = HEADER + 64;
+
+/// Whether the TCP socket of this network namespace that is bound to `local` and connected to `remote` belongs to the
+/// effective user of this process. False also if there is no such socket or the kernel does not answer.
+pub(crate) fn is_this_user(local: SocketAddr, remote: SocketAddr) -> bool {
+    matches!(user_of(local, remote), Ok(Some(user)) if user == rustix::process::geteuid().as_raw())
+}
+
+fn user_of(local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
+    let diag = rustix::net::socket_with(
+        AddressFamily::NETLINK,
+        SocketType::RAW,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        Some(netlink::SOCK_DIAG),
+    )?;
+    rustix::net::send(&diag, &query(local, remote), SendFlags::empty())?;
+    // The kernel has answered when `send` returns.
+    let mut answer = [0; 512];
+    let (_, n) = rustix::net::recv(&diag, &mut answer, RecvFlags::DONTWAIT)?;
+    Ok(user_in(answer.get(..n).unwrap_or(&[])))
+}
+
+/// The request for the one socket with these addresses.
+fn query(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
+    let family = if local.is_ipv4() {
+        libc::AF_INET
+    } else {
+        libc::AF_INET6
+    };
+    let mut out = Vec::with_capacity(HEADER + QUERY);
+    out.extend_from_slice(&((HEADER + QUERY) as u32).to_ne_bytes());
+    out.extend_from_slice(&BY_FAMILY.to_ne_bytes());
+    out.extend_from_slice(&REQUEST.to_ne_bytes());
+    // Sequence number and port: one request, one answer.
+    out.extend_from_slice(&[0; 8]);
+    out.extend_from_slice(&[
+        u8::try_from(family).unwrap_or(0),
+        libc::IPPROTO_TCP as u8,
+        0,
+        0,
+    ]);
+    // All states.
+    out.extend_from_slice(&u32::MAX.to_ne_bytes());
+    out.extend_from_slice(&local.port().to_be_bytes());
+    out.extend_from_slice(&remote.port().to_be_bytes());
+    out.extend_from_slice(&address(local.ip()));
+    out.extend_from_slice(&address(remote.ip()));
+    let interface = match local {
+        SocketAddr::V6(v6) => v6.scope_id(),
+        SocketAddr::V4(_) => 0,
+    };
+    out.extend_from_slice(&interface.to_ne_bytes());
+    // No cookie: any socket with these addresses.
+    out.extend_from_slice(&[0xff; 8]);
+    out
+}
+
+fn address(ip: IpAddr) -> [u8; 16] {
+    match ip {
+        IpAddr::V6(v6) => v6.octets(),
+        IpAddr::V4(v4) => {
+            let mut out = [0; 16];
+            for (to, from) in out.iter_mut().zip(v4.octets()) {
+                *to = from;
+            }
+            out
+        }
+    }
+}
+
+/// The user in the kernel's answer; `None` if it is an error, such as that there is no such socket.
+fn user_in(answer: &[u8]) -> Option<u32> {
+    let kind = answer.get(4..6)?.first_chunk::<2>()?;
+    let user = answer.get(USER..)?.first_chunk::<4>()?;
+    (u16::from_ne_bytes(*kind) == BY_FAMILY).then(|| u32::from_ne_bytes(*user))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_socket_of_this_process_belongs_to_its_user() {
+        for ip in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(ip) else {
+                assert!(ip.starts_with('['), "a host has IPv4");
+                continue;
+            };
+            let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (server, _) = listener.accept().unwrap();
+            let (one, other) = (client.local_addr().unwrap(), server.local_addr().unwrap());
+            assert!(is_this_user(one, other), "{ip}");
+            assert!(is_this_user(other, one), "{ip}");
+            let mut nobody = other;
+            nobody.set_port(1);
+            assert!(!is_this_user(one, nobody), "there is no such connection");
+        }
+    }
+
+    #[test]
+    fn an_answer_of_any_length_is_read_within_its_bounds() {
+        let mut answer = vec![0; HEADER + 72];
+        answer[4..6].copy_from_slice(&BY_FAMILY.to_ne_bytes());
+        answer[USER..USER + 4].copy_from_slice(&7_u32.to_ne_bytes());
+        assert_eq!(user_in(&answer), Some(7));
+        for len in 0..USER + 4 {
+            assert_eq!(user_in(&answer[..len]), None);
+        }
+        // NLMSG_ERROR.
+        answer[4..6].copy_from_slice(&2_u16.to_ne_bytes());
+        assert_eq!(user_in(&answer), None);
+    }
+}
