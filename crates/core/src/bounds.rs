@@ -179,11 +179,13 @@ pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis
 
 /// Peers that one queue pair of reliable datagrams knows.
 ///
-/// A peer that comes of itself is taken only while its host (an IPv4 address, the first half of an IPv6 address) has fewer
-/// than there are places left: one host can have half of them, the next half of the rest, and a newcomer finds a place.
+/// A peer that comes of itself is taken only while its network (the first 24 bits of an IPv4 address, 48 of an IPv6 address)
+/// has fewer than there are places left, and its host (32 or 64 bits) fewer than half of that: one network can have half of
+/// all places and one host a third, the next network half of the rest. Who has been silent for a minute gives way.
 pub const RD_PEERS: usize = 65_536;
 
-/// Bytes of packets from one peer, and from all, that wait for others before them or for a receive.
+/// Bytes of packets from one peer, and from all, that wait for others before them or for a receive, with what keeping them
+/// costs; one network can have no more than is left.
 pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;

@@ -352,6 +352,11 @@ impl DatagramQp {
         self.rd.as_deref().map_or(0, Reliable::peers)
     }
 
+    /// Reliable: bytes that are charged for packets which wait.
+    pub fn waiting(&self) -> usize {
+        self.rd.as_deref().map_or(0, Reliable::waiting)
+    }
+
     /// When [`Self::handle_timeout`] should be called, at the latest.
     pub fn poll_timeout(&self) -> Option<Duration> {
         let rd = self.rd.as_deref().and_then(Reliable::poll_timeout);

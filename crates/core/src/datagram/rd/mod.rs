@@ -23,6 +23,7 @@
 //! | `sender.rs` | packets that are not acknowledged: losses, probes |
 //! | `receiver.rs` | packets that have arrived: order, duplicates |
 //! | `congestion.rs` | how much may be under way |
+//! | `shares.rs` | what hosts and networks may take |
 //!
 //! A token is a keyed hash of the peer's address and comes from a key that is drawn for each queue pair. A peer that
 //! answers with another token than before is another queue pair than before: what was under way to the old one has
@@ -33,6 +34,7 @@ mod congestion;
 mod numbers;
 mod receiver;
 mod sender;
+mod shares;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
@@ -56,6 +58,7 @@ use congestion::Congestion;
 use numbers::{expand, micros};
 use receiver::{Arrived, Receiver};
 use sender::{Outgoing, Sender};
+use shares::Shares;
 
 /// What became known.
 #[derive(Debug, PartialEq, Eq)]
@@ -129,6 +132,12 @@ struct PeerState {
 }
 
 impl PeerState {
+    /// Whether packets or questions of ours are under way to it.
+    fn has_under_way(&self) -> bool {
+        let tx = self.tx.as_deref();
+        tx.is_some_and(|tx| !tx.is_empty() || tx.deadline.is_some())
+    }
+
     /// What each packet of it tells.
     fn hears(&mut self, packet: &Packet, now: Duration) {
         self.used = now;
@@ -159,8 +168,8 @@ pub(super) struct Reliable {
     /// How long a peer may be silent.
     patience: Duration,
     peers: Table<Peer, PeerState>,
-    /// Peers of each host.
-    hosts: Table<IpAddr, usize>,
+    /// What of the places and of the memory for packets that wait is whose.
+    shares: Shares,
     queued: VecDeque<Peer>,
     timers: BTreeSet<(Duration, Peer)>,
     /// Answers to strangers.
@@ -173,23 +182,12 @@ pub(super) struct Reliable {
     /// Packets that were acknowledged, and those of them whose bytes were given back.
     spare: Vec<Arc<Vec<u8>>>,
     shells: Vec<Arc<Vec<u8>>>,
-    /// Bytes that wait, of all peers.
-    waiting: usize,
     /// When the table of peers was searched for idle ones.
     swept: Duration,
+    /// When it is to be searched for peers of which packets wait for nothing.
+    sweep_at: Option<Duration>,
     room: u32,
     events: VecDeque<Event>,
-}
-
-/// Whose peer it is. A host has as many IPv6 addresses as it likes, with one first half.
-fn host(peer: &Peer) -> IpAddr {
-    match peer.0.ip().to_canonical() {
-        IpAddr::V6(ip) => {
-            let [a, b, c, d, ..] = ip.segments();
-            IpAddr::from([a, b, c, d, 0, 0, 0, 0])
-        }
-        four @ IpAddr::V4(_) => four,
-    }
 }
 
 impl Reliable {
@@ -201,7 +199,7 @@ impl Reliable {
             ordered,
             patience,
             peers: Table::default(),
-            hosts: Table::default(),
+            shares: Shares::default(),
             queued: VecDeque::new(),
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
@@ -211,8 +209,8 @@ impl Reliable {
             soon: Vec::new(),
             spare: Vec::new(),
             shells: Vec::new(),
-            waiting: 0,
             swept: Duration::ZERO,
+            sweep_at: None,
             room: bounds::DATAGRAM_WINDOW,
             events: VecDeque::new(),
         }
@@ -241,6 +239,11 @@ impl Reliable {
 
     pub(super) fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
+    }
+
+    /// Bytes that packets which wait are charged, of all peers.
+    pub(super) fn waiting(&self) -> usize {
+        self.shares.waiting()
     }
 
     /// Peers that are known.
@@ -488,7 +491,8 @@ impl Reliable {
             ordered: self.ordered,
             quarter: u64::from(self.room / 4),
             known: self.peers.len(),
-            waiting: &mut self.waiting,
+            shares: &mut self.shares,
+            sweep_at: &mut self.sweep_at,
             soon: &mut self.soon,
             queued: &mut self.queued,
             timers: &mut self.timers,
@@ -517,31 +521,23 @@ impl Reliable {
         self.enter(peer, way, true, now) && self.recognize(peer, packet.token, now)
     }
 
-    /// Whether there is room for a peer of `host`; `comes`: it comes of itself.
-    fn has_room(&self, host: &IpAddr, comes: bool) -> bool {
-        let left = bounds::RD_PEERS.saturating_sub(self.peers.len());
-        let theirs = self.hosts.get(host).copied().unwrap_or(0);
-        left > 0 && (!comes || theirs < left)
-    }
-
     /// A peer is known from now on, if there is room for one more.
     fn enter(&mut self, peer: &Peer, way: Way, comes: bool, now: Duration) -> bool {
         if let Some(state) = self.peers.get_mut(peer) {
             state.used = now;
             return true;
         }
-        let host = host(peer);
-        if !self.has_room(&host, comes) {
+        if !self.shares.has_place(peer, comes) {
             if now.saturating_sub(self.swept) < SWEEP {
                 return false;
             }
             self.swept = now;
             self.forget_idle(now);
-            if !self.has_room(&host, comes) {
+            if !self.shares.has_place(peer, comes) {
                 return false;
             }
         }
-        *self.hosts.entry(host).or_default() += 1;
+        self.shares.enter(peer);
         let token = self.secret.token(peer);
         let state = PeerState {
             way,
@@ -565,21 +561,52 @@ impl Reliable {
         true
     }
 
-    /// Forgets peers that have been idle for longer than a datagram can be on its way. They remember us: when one is known
-    /// again, its numbers go on beyond all that anybody was sent.
+    /// Forgets peers that have been silent for longer than a datagram can be on its way, unless something is under way to
+    /// them, whatever of theirs is incomplete or waits. They remember us: when one is known again, its numbers go on beyond
+    /// all that anybody was sent.
     fn forget_idle(&mut self, now: Duration) {
-        let (floor, hosts) = (&mut self.floor, &mut self.hosts);
-        self.peers.retain(|peer, s| {
-            let stays = s.tx.is_some() || s.rx.is_some() || now.saturating_sub(s.used) < IDLE;
+        self.forget(now, |_| true);
+        self.swept = now;
+        if self.peers.len() < self.peers.capacity() / 4 {
+            self.peers.shrink_to(2 * self.peers.len());
+        }
+        for list in [
+            &mut self.blocked.receive,
+            &mut self.blocked.room,
+            &mut self.blocked.record,
+            &mut self.queued,
+        ] {
+            if list.len() < list.capacity() / 4 {
+                list.shrink_to(2 * list.len());
+            }
+        }
+        self.shares.shrink();
+    }
+
+    /// The same for those of them that `which` selects.
+    fn forget(&mut self, now: Duration, which: impl Fn(&PeerState) -> bool) {
+        let Self {
+            peers,
+            shares,
+            events,
+            floor,
+            ..
+        } = self;
+        peers.retain(|peer, s| {
+            let stays = s.has_under_way() || now.saturating_sub(s.used) < IDLE || !which(s);
             if !stays {
                 *floor = (*floor).max(s.next);
-                if let Some(theirs) = hosts.get_mut(&host(peer)) {
-                    *theirs -= 1;
+                if let Some(rx) = s.rx.take() {
+                    shares.change(peer, rx.held(), 0);
+                }
+                shares.leave(peer);
+                if s.expected.is_some() {
+                    // The rest of a message that is not complete will never come.
+                    events.push_back(Event::Skipped(*peer, u64::MAX));
                 }
             }
             stays
         });
-        hosts.retain(|_, theirs| *theirs > 0);
     }
 
     /// Somebody who does not know our token, or an old one: it is told, and nothing remembered.
@@ -656,7 +683,7 @@ impl Reliable {
             state.echo_before = state.echo;
             state.expected = None;
             if let Some(rx) = state.rx.take() {
-                self.waiting -= rx.waiting();
+                self.shares.change(peer, rx.held(), 0);
             }
             let under_way = state.tx.as_ref().is_some_and(|tx| !tx.is_empty());
             state.tx = None;
@@ -684,7 +711,9 @@ impl Reliable {
         let Some(rx) = &mut state.rx else {
             return false;
         };
+        let before = rx.held();
         rx.delivered(seq);
+        self.shares.change(peer, before, rx.held());
         // What waited is told of at once: its sender would ask for it seldom.
         rx.due |= rx.blocked_on.take().is_some();
         let waits = rx.has_kept();
@@ -696,18 +725,16 @@ impl Reliable {
 
     /// The queue pair lacks something for the datagram of packet `seq`: it waits.
     pub(super) fn mark_blocked(&mut self, peer: &Peer, seq: u64, data: &[u8], want: Resource) {
-        let full = self.waiting + data.len() > bounds::RD_WAITING;
         let Some(state) = self.peers.get_mut(peer) else {
             return;
         };
         let Some(rx) = state.rx.as_deref_mut() else {
             return;
         };
-        if !full && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER {
-            rx.keep(seq, data);
+        if keep(&mut self.shares, peer, rx, seq, data) {
             rx.blocked_on = Some(want);
             rx.due = true;
-            self.waiting += data.len();
+            self.sweep_at.get_or_insert(state.used + IDLE);
         }
         if state.stands & want.bit() == 0 && self.blocked.of(want).len() < bounds::RD_PEERS {
             state.stands |= want.bit();
@@ -718,17 +745,16 @@ impl Reliable {
 
     /// The queue pair refuses the message of packet `seq`.
     pub(super) fn refused(&mut self, peer: &Peer, seq: u64, data: &[u8], why: Status) {
-        let (ordered, waiting) = (self.ordered, self.waiting);
-        let Some(rx) = self.receiver(peer) else {
+        let Some(state) = self.peers.get_mut(peer) else {
             return;
         };
-        if !ordered && seq != rx.next() {
+        let Some(rx) = state.rx.as_deref_mut() else {
+            return;
+        };
+        if !self.ordered && seq != rx.next() {
             // Only the next packet can be refused. It may be acknowledged already, so it waits for that.
-            if waiting + data.len() <= bounds::RD_WAITING
-                && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
-            {
-                rx.keep(seq, data);
-                self.waiting += data.len();
+            if keep(&mut self.shares, peer, rx, seq, data) {
+                self.sweep_at.get_or_insert(state.used + IDLE);
             }
             return;
         }
@@ -740,10 +766,10 @@ impl Reliable {
     /// A datagram that waits and can be delivered, now that one of the same peer was.
     pub(super) fn take_waiting(&mut self, peer: &Peer) -> Option<(u64, Vec<u8>)> {
         let unordered = !self.ordered;
-        let taken = self.receiver(peer)?.take_waiting(unordered);
-        if let Some((_, data)) = &taken {
-            self.waiting -= data.len();
-        }
+        let rx = self.peers.get_mut(peer)?.rx.as_deref_mut()?;
+        let before = rx.held();
+        let taken = rx.take_waiting(unordered);
+        self.shares.change(peer, before, rx.held());
         taken
     }
 
@@ -768,15 +794,13 @@ impl Reliable {
         rx.is_some_and(|rx| rx.waits(seq))
     }
 
-    fn receiver(&mut self, peer: &Peer) -> Option<&mut Receiver> {
-        self.peers.get_mut(peer)?.rx.as_deref_mut()
-    }
-
     // ------------------------------------------------------------------ timers
 
     /// When [`Self::handle_timeout`] should be called.
     pub(super) fn poll_timeout(&self) -> Option<Duration> {
-        self.timers.first().map(|(at, _)| *at)
+        let timer = self.timers.first().map(|(at, _)| *at);
+        let sweep = self.sweep_at.filter(|_| self.shares.waiting() > 0);
+        timer.into_iter().chain(sweep).min()
     }
 
     /// How long a peer may be silent before it is given up.
@@ -786,6 +810,10 @@ impl Reliable {
 
     /// Time has passed.
     pub(super) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
+        if self.sweep_at.is_some_and(|at| at <= now) {
+            self.forget(now, |s| s.rx.as_deref().is_some_and(|rx| rx.held() > 0));
+            self.sweep_at = (self.shares.waiting() > 0).then_some(now + IDLE / 4);
+        }
         while let Some((at, peer)) = self.timers.first().copied() {
             if at > now {
                 break;
@@ -863,7 +891,8 @@ struct RxContext<'a> {
     quarter: u64,
     /// How many peers there are.
     known: usize,
-    waiting: &'a mut usize,
+    shares: &'a mut Shares,
+    sweep_at: &'a mut Option<Duration>,
     soon: &'a mut Vec<Peer>,
     queued: &'a mut VecDeque<Peer>,
     timers: &'a mut BTreeSet<(Duration, Peer)>,
@@ -949,10 +978,10 @@ impl RxContext<'_> {
             .get_or_insert_with(|| Box::new(Receiver::new(expected.unwrap_or_else(start))));
         state.expected = Some(rx.next());
         let near = rx.next();
-        let before = rx.waiting();
+        let before = rx.held();
         let base = expand(packet.base, near);
         if rx.skip(base) {
-            *self.waiting -= before - rx.waiting();
+            self.shares.change(peer, before, rx.held());
             self.events.push_back(Event::Skipped(*peer, base));
         }
         rx.due |= packet.ack_now;
@@ -989,13 +1018,14 @@ impl RxContext<'_> {
                     // A gap is told at once, and then now and then: each says all that the ones before did.
                     rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
                     if !self.ordered {
-                        outcome = RxOutcome::Deliver(seq);
-                    } else if *self.waiting + data.len() <= bounds::RD_WAITING
-                        && rx.waiting() + data.len() <= bounds::RD_WAITING_PEER
-                    {
-                        rx.keep(seq, data);
-                        *self.waiting += data.len();
+                        // That it has arrived has to be remembered.
+                        if self.shares.has_room(peer, rx.held(), receiver::RUN) {
+                            outcome = RxOutcome::Deliver(seq);
+                        }
+                    } else if dgram::parse_covered(data).is_ok() {
+                        keep(self.shares, peer, rx, seq, data);
                     }
+                    self.sweep_at.get_or_insert(now + IDLE);
                 }
             }
         }
@@ -1009,6 +1039,17 @@ impl RxContext<'_> {
         }
         outcome
     }
+}
+
+/// Packet `seq` waits, if there is room for it and what it costs.
+fn keep(shares: &mut Shares, peer: &Peer, rx: &mut Receiver, seq: u64, data: &[u8]) -> bool {
+    let before = rx.held();
+    if !shares.has_room(peer, before, data.len() + receiver::KEPT + receiver::RUN) {
+        return false;
+    }
+    rx.keep(seq, data);
+    shares.change(peer, before, rx.held());
+    true
 }
 
 /// The peer has something to send.

@@ -2,6 +2,9 @@
 
 use super::ack::ACK_MOST;
 use super::*;
+use crate::wire::ddp::{Header, Untagged};
+use crate::wire::dgram::Shim;
+use crate::wire::rdmap::Opcode;
 
 fn peer() -> Peer {
     (([10, 0, 0, 1], 4000).into(), 3)
@@ -27,6 +30,37 @@ fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
         time: 1,
         ..Packet::default()
     }
+}
+
+/// A datagram of a Send with so many bytes of payload, as packets carry it.
+fn datagram(len: usize) -> Vec<u8> {
+    let header = Untagged {
+        last: true,
+        opcode: Opcode::Send,
+        inv_stag: crate::wire::Stag(0),
+        qn: 0,
+        msn: crate::wire::Msn(1),
+        mo: 0,
+    };
+    let shim = Shim {
+        epoch: 1,
+        qkey: 0,
+        id: 1,
+        length: len as u32,
+        offset: 0,
+        sub_op: 0,
+        attributes: 0,
+        dst_index: 5,
+        src_index: 3,
+        immediate: None,
+        commit: false,
+        parity: false,
+        group: 0,
+        segment: 0,
+    };
+    let mut bytes = dgram::emit_head(&shim, &Header::Untagged(header));
+    bytes.resize(bytes.len() + len, 0);
+    bytes
 }
 
 /// A packet with data, the next one, is delivered.
@@ -109,38 +143,100 @@ fn numbers_go_on_when_a_peer_was_forgotten() {
     assert_eq!(rd.peers[&peer()].next, first + 5);
 }
 
-/// One host can have half of all places, the next a third of all; a newcomer finds one. Our own choice is not limited.
+/// One network can have half of all places, the next half of the rest, and one host less; a newcomer finds one. Our own
+/// choice is not limited.
 #[test]
-fn no_host_takes_all_places() {
+fn nobody_takes_all_places() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(5);
-    let of = |host: u8, n: usize| -> Peer {
-        let ip = if host.is_multiple_of(2) {
-            IpAddr::from([10, 0, 0, host])
+    // Network, host in it, and which of its peers.
+    let of = |network: u8, host: u8, n: usize| -> Peer {
+        let ip = if network.is_multiple_of(2) {
+            IpAddr::from([10, 0, network, host])
         } else {
             // Another address each time.
-            IpAddr::from([0xfd00, 0, 0, host.into(), 0, 0, 0, n as u16 + 1])
+            IpAddr::from([
+                0xfd00,
+                0,
+                network.into(),
+                host.into(),
+                0,
+                0,
+                0,
+                n as u16 + 1,
+            ])
         };
         ((ip, (n % 60_000) as u16 + 1).into(), (n / 60_000) as u8)
     };
-    let fill = |rd: &mut Reliable, host| {
+    let fill = |rd: &mut Reliable, network, host| {
         (0..bounds::RD_PEERS)
-            .take_while(|n| rd.enter(&of(host, *n), Way::default(), true, now))
+            .take_while(|n| rd.enter(&of(network, host, *n), Way::default(), true, now))
             .count()
     };
-    assert_eq!(fill(&mut rd, 0), bounds::RD_PEERS / 2);
-    assert_eq!(fill(&mut rd, 1), bounds::RD_PEERS / 4);
-    for host in 2..10 {
-        assert!(fill(&mut rd, host) > 0, "host {host}");
+    const ALL: usize = bounds::RD_PEERS;
+    assert_eq!(fill(&mut rd, 0, 0), ALL.div_ceil(3));
+    let others: usize = (1..=50).map(|host| fill(&mut rd, 0, host)).sum();
+    assert_eq!(others + ALL.div_ceil(3), ALL / 2);
+    let theirs: usize = (0..50).map(|host| fill(&mut rd, 1, host)).sum();
+    assert_eq!(theirs, ALL / 4);
+    for network in 2..10 {
+        assert!(fill(&mut rd, network, 0) > 0, "network {network}");
     }
-    let one_more = of(0, 65_000);
+    let one_more = of(0, 0, 65_000);
     assert!(!rd.enter(&one_more, Way::default(), true, now));
     assert!(rd.enter(&one_more, Way::default(), false, now));
     // Who is known stays known, and what is forgotten is counted no more.
-    assert!(rd.enter(&of(0, 7), Way::default(), true, now));
+    assert!(rd.enter(&of(0, 0, 7), Way::default(), true, now));
     rd.forget_idle(now + 2 * IDLE);
-    assert_eq!((rd.peers(), rd.hosts.len()), (0, 0));
-    assert_eq!(fill(&mut rd, 0), bounds::RD_PEERS / 2);
+    assert_eq!((rd.peers(), rd.shares.is_empty()), (0, true));
+    assert!(rd.peers.capacity() < 100, "{}", rd.peers.capacity());
+    assert_eq!(fill(&mut rd, 0, 0), ALL.div_ceil(3));
+}
+
+/// Whatever a peer left open, it is forgotten when it has been silent, and its incomplete messages are given up. Those of
+/// which packets wait need no full table for that.
+#[test]
+fn a_peer_that_left_a_gap_is_forgotten() {
+    let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+    let at = Duration::from_secs;
+    let of = |n: u8| -> Peer { (([10, 0, 0, n], 4000).into(), 3) };
+    let comes = |rd: &mut Reliable, who: u8, seq: u32, now: Duration| {
+        let packet = Packet {
+            base: 100,
+            ..packet(rd, &of(who), 77, seq)
+        };
+        rd.handle(
+            &of(who),
+            &arrival(&of(who)),
+            &packet,
+            Some(&datagram(1)),
+            now,
+        )
+    };
+    let skipped = |rd: &mut Reliable| std::iter::from_fn(|| rd.poll_event()).count();
+    assert_eq!(comes(&mut rd, 1, 101, at(1)), RxOutcome::Nothing);
+    assert_eq!(comes(&mut rd, 2, 101, at(30)), RxOutcome::Nothing);
+    assert!(matches!(
+        comes(&mut rd, 3, 100, at(30)),
+        RxOutcome::Deliver(_)
+    ));
+    rd.refused(&of(3), 1 << 32 | 100, b"", Status::RemoteAccess);
+    while rd.poll(at(30)).is_some() {}
+    skipped(&mut rd);
+    let held = rd.shares.waiting();
+    assert!(held > 0);
+    assert_eq!(rd.poll_timeout(), Some(at(61)));
+    rd.handle_timeout(at(61), None);
+    assert_eq!((rd.peers(), skipped(&mut rd)), (2, 1));
+    assert_eq!(rd.shares.waiting(), held / 2);
+    rd.handle_timeout(rd.poll_timeout().unwrap(), None);
+    assert_eq!(rd.peers(), 2);
+    rd.handle_timeout(at(91), None);
+    assert_eq!((rd.peers(), rd.shares.waiting()), (1, 0));
+    assert_eq!(rd.poll_timeout(), None);
+    rd.forget_idle(at(91));
+    assert_eq!((rd.peers(), skipped(&mut rd)), (0, 2));
+    assert!(rd.shares.is_empty());
 }
 
 /// Of few packets under way 32 are acknowledged together, of many a quarter, and never more than 128.
@@ -174,7 +270,8 @@ fn a_last_packet_waits_for_company_as_long_as_some_is_likely() {
         for before in 0..seq {
             takes(&mut rd, before, false, now);
         }
-        if let Some(rx) = rd.receiver(&peer()) {
+        let state = rd.peers.get_mut(&peer());
+        if let Some(rx) = state.and_then(|s| s.rx.as_mut()) {
             rx.acknowledges();
         }
         while rd.poll(now).is_some() {}
@@ -208,69 +305,82 @@ fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
     assert_eq!(short.last(), Some(&128));
 }
 
-/// Packets that wait are bounded, of one peer and of all; what a peer that was made anew had waiting is forgotten, and a
-/// token that it had before is nobody's.
+/// Packets that wait are bounded, of one peer, of one network and of all, and are counted with what they cost; what a peer
+/// that was made anew had waiting is forgotten, and a token that it had before is nobody's.
 #[test]
 fn what_waits_is_bounded_and_counted() {
+    for len in [0, 60_000] {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let now = Duration::from_secs(5);
+        let data = datagram(len);
+        let cost = data.len() + receiver::KEPT + receiver::RUN;
+        let of = |n: u8| -> Peer { (([10, 0, n / 4, n], 4000).into(), 3) };
+        let comes = |rd: &mut Reliable, who: u8, token: u32, seq: u32| {
+            let peer = of(who);
+            let packet = Packet {
+                base: 100,
+                ..packet(rd, &peer, token, seq)
+            };
+            rd.handle(&peer, &arrival(&peer), &packet, Some(&data), now)
+        };
+        // With a gap behind each.
+        let many = (20 << 20) / cost as u32;
+        let mut before = 0;
+        for who in 1..=12 {
+            let RxOutcome::Deliver(seq) = comes(&mut rd, who, 77, 100) else {
+                panic!("not the next")
+            };
+            rd.mark_blocked(&of(who), seq, &data, Resource::Receive);
+            for n in 1..many.min(30_000) {
+                assert_eq!(comes(&mut rd, who, 77, 100 + 2 * n), RxOutcome::Nothing);
+            }
+            let theirs = rd.peers[&of(who)].rx.as_ref().unwrap().held();
+            assert!(theirs <= bounds::RD_WAITING_PEER, "{theirs}");
+            assert_eq!(rd.shares.waiting(), before + theirs);
+            before += theirs;
+            assert!(before <= bounds::RD_WAITING);
+            // Network 0 has peers 1 to 3.
+            assert!(who > 3 || before <= bounds::RD_WAITING / 2, "{before}");
+        }
+        if len == 0 {
+            // Numbers are bounded before bytes are.
+            continue;
+        }
+        assert!(before > bounds::RD_WAITING / 8 * 7, "{before}");
+        // One that is blocked out of order is bounded too.
+        rd.mark_blocked(&of(2), 1 << 32 | 499, &data, Resource::Receive);
+        assert_eq!(rd.shares.waiting(), before);
+        for who in 1..=12 {
+            comes(&mut rd, who, 78, 100);
+        }
+        assert_eq!(rd.shares.waiting(), 0);
+        // Packets of before.
+        assert_eq!(comes(&mut rd, 1, 77, 100), RxOutcome::Nothing);
+        assert_eq!(rd.peers[&of(1)].echo, 78);
+    }
+}
+
+/// What cannot be a datagram is not kept, in whatever order it comes.
+#[test]
+fn what_is_no_datagram_does_not_wait() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(5);
-    let data = vec![0; 60_000];
-    let of = |n: u8| -> Peer { (([10, 0, 0, n], 4000).into(), 3) };
-    let comes = |rd: &mut Reliable, who: u8, token: u32, seq: u32| {
-        let peer = of(who);
+    let mut bad = datagram(10);
+    bad[0] = 0;
+    for data in [&b"x"[..], &[0; 41], &bad, &datagram(10)[..30]] {
         let packet = Packet {
             base: 100,
-            ..packet(rd, &peer, token, seq)
+            ..packet(&rd, &peer(), 77, 110)
         };
-        rd.handle(&peer, &arrival(&peer), &packet, Some(&data), now)
-    };
-    // The next in order has no receive, and those behind it wait for it.
-    for who in 1..=8 {
-        let RxOutcome::Deliver(seq) = comes(&mut rd, who, 77, 100) else {
-            panic!("not the next")
-        };
-        rd.mark_blocked(&of(who), seq, &data, Resource::Receive);
-        for seq in 101..500 {
-            assert_eq!(comes(&mut rd, who, 77, seq), RxOutcome::Nothing);
-        }
-        let theirs = rd.peers[&of(who)].rx.as_ref().unwrap().waiting();
-        assert!(theirs <= bounds::RD_WAITING_PEER, "{theirs}");
-        assert!(rd.waiting <= bounds::RD_WAITING, "{}", rd.waiting);
-        let each: usize = (1..=who)
-            .map(|who| rd.peers[&of(who)].rx.as_ref().unwrap().waiting())
-            .sum();
-        assert_eq!(rd.waiting, each);
+        rd.handle(&peer(), &arrival(&peer()), &packet, Some(data), now);
+        assert_eq!(rd.shares.waiting(), 0, "{data:?}");
     }
-    assert!(rd.waiting > bounds::RD_WAITING - data.len());
-    // One that is blocked_on out of order is bounded too.
-    let before = rd.waiting;
-    rd.mark_blocked(&of(8), 1 << 32 | 499, &data, Resource::Receive);
-    assert_eq!(rd.waiting, before);
-    for who in 1..=8 {
-        assert!(matches!(
-            comes(&mut rd, who, 78, 100),
-            RxOutcome::Deliver(_)
-        ));
-    }
-    assert_eq!(rd.waiting, 0);
-    // Packets of before.
-    assert_eq!(comes(&mut rd, 1, 77, 100), RxOutcome::Nothing);
-    assert_eq!(rd.peers[&of(1)].echo, 78);
-    for seq in 100..500 {
-        if let RxOutcome::Deliver(seq) = comes(&mut rd, 1, 78, seq) {
-            rd.mark_blocked(&of(1), seq, &data, Resource::Receive);
-        }
-    }
-    let before = rd.waiting;
-    assert!(before > bounds::RD_WAITING_PEER - data.len() && before <= bounds::RD_WAITING_PEER);
-    rd.mark_blocked(&of(1), 1 << 32 | 600, &data, Resource::Receive);
-    assert_eq!(rd.waiting, before);
 }
 
 #[test]
 fn an_idle_peer_costs_less_than_a_kibibyte() {
-    // Its place in the table and one byte beside it, and that of its host; the tables are 7/16 full at least.
-    let place = size_of::<(Peer, PeerState)>() + 1 + size_of::<(IpAddr, usize)>() + 1;
+    // Its place in the table and one byte beside it, and those of its host and network; the tables are 7/16 full at least.
+    let place = size_of::<(Peer, PeerState)>() + 1 + 2 * (size_of::<(IpAddr, [u32; 2])>() + 1);
     eprintln!("{place} bytes, {} at most", place * 16 / 7);
     assert!(place * 16 / 7 <= 1024, "{place}");
 }

@@ -1,0 +1,122 @@
+//! Shares of hosts and networks: places for peers, and memory of packets that wait.
+//!
+//! A host is an IPv4 address or the first 64 bits of an IPv6 address, a network the first 24 or 48. Nobody can have more
+//! of either than is left for others: a network half of all, the next one half of the rest, and one host a third of what
+//! its network could have.
+
+use std::net::IpAddr;
+
+use crate::bounds;
+use crate::datagram::table::Table;
+use crate::datagram::types::Peer;
+
+/// What one host or network has.
+#[derive(Debug, Default)]
+struct Share {
+    peers: u32,
+    /// At most [`bounds::RD_WAITING`].
+    waiting: u32,
+}
+
+/// Who has which part of the peers and of the memory of packets that wait.
+#[derive(Debug, Default)]
+pub(super) struct Shares {
+    hosts: Table<IpAddr, Share>,
+    networks: Table<IpAddr, Share>,
+    peers: usize,
+    waiting: usize,
+}
+
+/// The address with all but the first bits cleared: 32 or 64 of a host, 24 or 48 of a network.
+fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
+    match peer.0.ip().to_canonical() {
+        IpAddr::V6(ip) => {
+            let [a, b, c, d, ..] = ip.segments();
+            (
+                IpAddr::from([a, b, c, d, 0, 0, 0, 0]),
+                IpAddr::from([a, b, c, 0, 0, 0, 0, 0]),
+            )
+        }
+        IpAddr::V4(ip) => {
+            let [a, b, c, _] = ip.octets();
+            (IpAddr::V4(ip), IpAddr::from([a, b, c, 0]))
+        }
+    }
+}
+
+impl Shares {
+    /// Whether there is a place for one more peer; `comes`: it came of itself.
+    pub(super) fn has_place(&self, peer: &Peer, comes: bool) -> bool {
+        let left = bounds::RD_PEERS.saturating_sub(self.peers);
+        let (host, network) = prefixes(peer);
+        let of =
+            |table: &Table<IpAddr, Share>, key| table.get(&key).map_or(0, |s| s.peers as usize);
+        left > 0
+            && (!comes || of(&self.networks, network) < left && of(&self.hosts, host) * 2 < left)
+    }
+
+    /// A peer has a place from now on.
+    pub(super) fn enter(&mut self, peer: &Peer) {
+        let (host, network) = prefixes(peer);
+        self.hosts.entry(host).or_default().peers += 1;
+        self.networks.entry(network).or_default().peers += 1;
+        self.peers += 1;
+    }
+
+    /// A peer has none any more, and nothing of it waits.
+    pub(super) fn leave(&mut self, peer: &Peer) {
+        let (host, network) = prefixes(peer);
+        for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {
+            if let Some(share) = table.get_mut(&key) {
+                share.peers -= 1;
+                if share.peers == 0 {
+                    table.remove(&key);
+                }
+            }
+        }
+        self.peers -= 1;
+    }
+
+    /// Whether `more` bytes may wait for a peer of which `theirs` wait already.
+    pub(super) fn has_room(&self, peer: &Peer, theirs: usize, more: usize) -> bool {
+        let left = bounds::RD_WAITING.saturating_sub(self.waiting);
+        let (_, network) = prefixes(peer);
+        let of_network = self
+            .networks
+            .get(&network)
+            .map_or(0, |s| s.waiting as usize);
+        theirs + more <= bounds::RD_WAITING_PEER && more <= left && of_network + more <= left
+    }
+
+    /// What waits of a peer was `before` and is `after` bytes.
+    pub(super) fn change(&mut self, peer: &Peer, before: usize, after: usize) {
+        if before == after {
+            return;
+        }
+        let (_, network) = prefixes(peer);
+        if let Some(share) = self.networks.get_mut(&network) {
+            share.waiting = share.waiting + after as u32 - before as u32;
+        }
+        self.waiting = self.waiting + after - before;
+    }
+
+    /// Bytes that wait, of all peers.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Gives memory back that only more peers needed.
+    pub(super) fn shrink(&mut self) {
+        for table in [&mut self.hosts, &mut self.networks] {
+            if table.len() < table.capacity() / 4 {
+                table.shrink_to(2 * table.len());
+            }
+        }
+    }
+
+    /// Whether nobody has anything.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.hosts.is_empty() && self.networks.is_empty() && self.waiting + self.peers == 0
+    }
+}

@@ -1,0 +1,168 @@
+//! What strangers can make a reliable queue pair hold is what they are charged, measured on the process.
+#![allow(
+    clippy::indexing_slicing,
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "tests"
+)]
+
+use std::cell::RefCell;
+use std::net::SocketAddr;
+use std::process::Command;
+use std::rc::Rc;
+use std::time::Duration;
+
+use anywarp_core::bounds;
+use anywarp_core::datagram::Kind;
+use anywarp_core::datagram::options::Options;
+use anywarp_core::wire::ddp::{Header, Untagged};
+use anywarp_core::wire::dgram::{self, Shim};
+use anywarp_core::wire::rd::{self, Packet};
+use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::{Msn, Stag};
+use anywarp_sim::Rng;
+use anywarp_sim::ether::{Ether, Link, QKEY};
+
+/// The orders in which packets come, and whether the queue pair delivers in order.
+const PATTERNS: [(&str, bool); 5] = [
+    ("ascending", true),
+    ("alternating", true),
+    ("descending", true),
+    ("random", true),
+    ("alternating", false),
+];
+const PATTERN: &str = "ANYWARP_TEST_PATTERN";
+
+/// Each order in a process of its own, whose memory nobody else uses.
+#[test]
+fn what_waits_takes_no_more_memory_than_it_is_charged() {
+    for (at, pattern) in PATTERNS.iter().enumerate() {
+        let this = std::env::current_exe().unwrap();
+        let mut child = Command::new(this);
+        child.args(["--exact", "fill", "--ignored", "--nocapture"]);
+        let out = child.env(PATTERN, at.to_string()).output().unwrap();
+        let text = String::from_utf8_lossy(&out.stdout);
+        let errors = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success(), "{pattern:?}: {text}{errors}");
+        assert!(text.contains("1 passed"), "{text}");
+    }
+}
+
+/// Memory of this process that is resident, bytes.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse::<usize>()
+        .unwrap()
+        << 10
+}
+
+/// A datagram of a Send without payload, as packets carry it.
+fn datagram() -> Vec<u8> {
+    let header = Untagged {
+        last: true,
+        opcode: Opcode::Send,
+        inv_stag: Stag(0),
+        qn: 0,
+        msn: Msn(1),
+        mo: 0,
+    };
+    let shim = Shim {
+        epoch: 1,
+        qkey: QKEY,
+        id: 1,
+        length: 0,
+        offset: 0,
+        sub_op: 0,
+        attributes: 0,
+        dst_index: 0,
+        src_index: 5,
+        immediate: None,
+        commit: false,
+        parity: false,
+        group: 0,
+        segment: 0,
+    };
+    dgram::emit_head(&shim, &Header::Untagged(header))
+}
+
+#[test]
+#[ignore = "run by the test above"]
+fn fill() {
+    let pattern = std::env::var(PATTERN).unwrap_or_default();
+    let (order, ordered) = PATTERNS[pattern.parse::<usize>().unwrap_or(0)];
+    let options = Options {
+        ordered,
+        ..Options::default()
+    };
+    let mut net = Ether::new(1, Link::default());
+    let near = net.join(Kind::Rd, options);
+    let at = net[near].addr;
+    let tokens = Rc::new(RefCell::new(Vec::new()));
+    let store = Rc::clone(&tokens);
+    net.filter = Some(Box::new(move |d| {
+        let (packet, _) = rd::parse(&d.bytes).unwrap();
+        if packet.challenge {
+            store.borrow_mut().push(packet.token);
+        }
+        false
+    }));
+    let strangers: Vec<SocketAddr> = (0..60_u8).map(|n| ([10, 1, n, 1], 4000).into()).collect();
+    let says = |net: &mut Ether, from, packet: &Packet, data: Option<&[u8]>| {
+        let mut bytes = Vec::new();
+        packet.put(data.is_some(), &mut bytes);
+        bytes.extend_from_slice(data.unwrap_or(&[]));
+        dgram::seal(&mut bytes);
+        net.hear(from, at, &bytes);
+    };
+    let blank = Packet {
+        token: 99,
+        dst_index: 5,
+        src_index: 5,
+        time: 1,
+        ..Packet::default()
+    };
+    for stranger in &strangers {
+        says(&mut net, *stranger, &blank, None);
+        net.run(Duration::from_millis(1));
+    }
+    let tokens = std::mem::take(&mut *tokens.borrow_mut());
+    assert_eq!(tokens.len(), strangers.len());
+    let mut data = datagram();
+    data[22] = 5;
+    let before = resident();
+    let mut rng = Rng::new(1);
+    for (stranger, token) in strangers.iter().zip(tokens) {
+        for n in 0..60_000_u32 {
+            let seq = match order {
+                "ascending" => n,
+                "alternating" => n / 2 * 2,
+                "descending" => 60_000 - n,
+                _ => rng.below(60_000) as u32,
+            };
+            let packet = Packet {
+                echo: token,
+                seq: 101 + seq,
+                base: 100,
+                ..blank.clone()
+            };
+            says(&mut net, *stranger, &packet, Some(&data));
+        }
+    }
+    let (charged, held) = (net[near].qp.waiting(), resident() - before);
+    println!("{order} {ordered}: charged {charged}, held {held}");
+    assert!(charged <= bounds::RD_WAITING && charged > bounds::RD_WAITING / 4 * 3);
+    // What each peer costs besides is counted elsewhere.
+    assert!(
+        held <= charged + strangers.len() * 16_384,
+        "{held} for {charged}"
+    );
+    // Silence gives it back.
+    let timeout = net[near].qp.poll_timeout().unwrap();
+    net[near].qp.set_now(timeout);
+    net[near].qp.handle_timeout();
+    assert_eq!(net[near].qp.waiting(), 0);
+}
