@@ -14,6 +14,7 @@ use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
 
+use crate::clock;
 use crate::config::Framing;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
@@ -28,7 +29,12 @@ use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
 
 /// Bytes that a queue pair receives or sends in one turn, so that one busy connection does not keep others waiting.
-const TURN_BYTES: usize = 4 << 20;
+const TURN_BYTES: usize = 1 << 20;
+/// How long one turn may handle FPDUs. They may be as short as 20 bytes, so that their number says more than their bytes: a
+/// connection whose FPDUs take longer receives less at a time.
+const TURN_TIME: Duration = Duration::from_micros(50);
+/// Received bytes of which the handling is timed; fewer are always within [`TURN_TIME`].
+const TIMED_BYTES: usize = 4 * 1024;
 /// Bytes of transmit buffer that an idle queue pair keeps; a larger buffer goes back to the engine for reuse.
 const IDLE_TX_BUFFER: usize = 4 * 1024;
 
@@ -74,6 +80,8 @@ pub struct Tcp {
     sent: usize,
     /// Bytes of an incomplete FPDU that were received.
     rest: Vec<u8>,
+    /// Bytes that are received into the engine's buffer at a time.
+    rx_limit: usize,
     framing: Framing,
     /// The last batch was not sent whole. The socket is watched for being writable.
     pub(crate) blocked: bool,
@@ -134,6 +142,7 @@ impl Tcp {
             batch: TxBatch::default(),
             sent: 0,
             rest: leftover,
+            rx_limit: RX_BUFFER_LEN,
             framing,
             blocked: false,
             waiting: None,
@@ -328,6 +337,29 @@ impl Tcp {
         self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
     }
 
+    /// Hands received bytes to *deframe*, and adds to `turn` how long that takes. Returns how many of them were used.
+    fn handle_rx(
+        &mut self,
+        conn: &mut Connection,
+        now: Instant,
+        bytes: &[u8],
+        turn: &mut Duration,
+    ) -> usize {
+        if bytes.len() < TIMED_BYTES {
+            return conn.handle_rx(now, bytes).min(bytes.len());
+        }
+        let begin = clock::now();
+        let used = conn.handle_rx(now, bytes).min(bytes.len());
+        let time = begin.elapsed();
+        if time > TURN_TIME {
+            self.rx_limit = (bytes.len() / 2).max(TIMED_BYTES);
+        } else if time < TURN_TIME / 4 {
+            self.rx_limit = (self.rx_limit * 2).min(RX_BUFFER_LEN);
+        }
+        *turn += time;
+        used
+    }
+
     fn receive_into(&mut self, stage: &mut [u8], conn: &mut Connection, now: Instant) -> Outcome {
         let mut filled = self.rest.len().min(stage.len());
         if let (Some(front), Some(rest)) = (stage.get_mut(..filled), self.rest.get(..filled)) {
@@ -336,12 +368,13 @@ impl Tcp {
         self.rest.clear();
         let mut outcome = Outcome::Open;
         let mut turn = 0;
+        let mut time = Duration::ZERO;
         // Bytes that were received behind the Reply of start-up count as new.
         let mut fresh = filled > 0;
         loop {
             if fresh {
-                let used = conn.handle_rx(now, stage.get(..filled).unwrap_or(&[]));
-                let used = used.min(filled);
+                let bytes = stage.get(..filled).unwrap_or(&[]);
+                let used = self.handle_rx(conn, now, bytes, &mut time);
                 stage.copy_within(used..filled, 0);
                 filled -= used;
                 match self.handle_handover(conn, filled) {
@@ -353,7 +386,7 @@ impl Tcp {
                     }
                 }
             }
-            if turn >= TURN_BYTES {
+            if turn >= TURN_BYTES || time > TURN_TIME {
                 break;
             }
             let direct = conn.direct().map(|(places, filled, missing)| Unfilled {
@@ -364,7 +397,8 @@ impl Tcp {
             let wanted = direct.map_or(0, |direct| {
                 usize::try_from(direct.missing).unwrap_or(usize::MAX)
             });
-            let Some(room) = stage.get_mut(filled..) else {
+            let end = stage.len().min(filled + self.rx_limit);
+            let Some(room) = stage.get_mut(filled..end) else {
                 break;
             };
             let requested = room.len().saturating_add(wanted);
@@ -380,9 +414,8 @@ impl Tcp {
                     fresh = true;
                     if user + own < requested && !self.rx_shm {
                         // The socket is empty: another call would find nothing.
-                        let used = conn
-                            .handle_rx(now, stage.get(..filled).unwrap_or(&[]))
-                            .min(filled);
+                        let bytes = stage.get(..filled).unwrap_or(&[]);
+                        let used = self.handle_rx(conn, now, bytes, &mut time);
                         stage.copy_within(used..filled, 0);
                         filled -= used;
                         match self.handle_handover(conn, filled) {

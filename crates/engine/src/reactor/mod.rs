@@ -63,6 +63,9 @@ const SOCKETS_EACH_MISS: u64 = 8;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
+/// How long acknowledgements wait for a poll that finds nothing, nanoseconds.
+const ACK_DELAY_MAX: u64 = 200_000;
+
 /// A queue pair with delayed acknowledgements, or corked requests.
 pub(crate) trait DelayedAck: Send + Sync {
     /// Sends the acknowledgements and the requests.
@@ -111,6 +114,8 @@ pub struct Reactor {
     corked: Mutex<Vec<Arc<dyn DelayedAck>>>,
     delayed: Mutex<DelayedAcks>,
     delayed_count: AtomicUsize,
+    /// When a poll that found something first left the delayed acknowledgements waiting; 0: none did.
+    delayed_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
     /// Times that the worker returned from the kernel.
@@ -156,6 +161,7 @@ impl Reactor {
             corked: Mutex::new(Rank::Corked, Vec::new()),
             delayed: Mutex::new(Rank::DelayedAcks, DelayedAcks::new()),
             delayed_count: AtomicUsize::new(0),
+            delayed_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
             wakes: AtomicU64::new(0),
@@ -321,7 +327,7 @@ impl Reactor {
         };
         let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
-        if !from_sockets && !from_memory {
+        if !from_sockets && !from_memory || self.is_delayed_too_long(t) {
             for qp in self.take_delayed() {
                 qp.flush_due(now);
             }
@@ -422,7 +428,7 @@ impl Reactor {
     }
 
     /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by the next poll that finds
-    /// nothing, or by the worker before it sleeps.
+    /// nothing, by the worker before it sleeps, or when they have waited for [`ACK_DELAY_MAX`].
     pub(crate) fn schedule_ack(&self, qp: Arc<dyn DelayedAck>) {
         self.delayed.lock().push(qp);
         self.delayed_count.fetch_add(1, Ordering::Release);
@@ -438,10 +444,24 @@ impl Reactor {
         }
     }
 
+    /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because there was always something to handle:
+    /// without an end to that, a peer that sends without a pause would keep those of all others waiting.
+    fn is_delayed_too_long(&self, t: u64) -> bool {
+        if self.delayed_count.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let since = self.delayed_since.load(Ordering::Relaxed);
+        if since == 0 {
+            self.delayed_since.store(t.max(1), Ordering::Relaxed);
+        }
+        since != 0 && t.saturating_sub(since) > ACK_DELAY_MAX
+    }
+
     fn take_delayed(&self) -> DelayedAcks {
         if self.delayed_count.load(Ordering::Acquire) == 0 {
             return DelayedAcks::new();
         }
+        self.delayed_since.store(0, Ordering::Relaxed);
         let delayed = std::mem::take(&mut *self.delayed.lock());
         self.delayed_count
             .fetch_sub(delayed.len(), Ordering::AcqRel);

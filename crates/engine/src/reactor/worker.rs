@@ -161,6 +161,12 @@ impl Reactor {
                 if let Some(until) = spin_until.take() {
                     spin.record(now < until);
                 }
+                if self.is_delayed_too_long(t) {
+                    self.flush_delayed(now);
+                }
+                if self.deadlines.is_due(t) {
+                    self.run_deadlines();
+                }
                 continue;
             }
             match spin_until {
