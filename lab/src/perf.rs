@@ -3,7 +3,7 @@
 //! `cargo lab experiments`; here it is only held against floors.
 
 use std::io::{BufRead, BufReader, Read, Write as _};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -82,6 +82,7 @@ pub(crate) fn run() -> Result {
         foreign_port(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     );
     tally.tell("silent port", foreign_port(b""));
+    tally.tell("silent strangers", silent_strangers());
     tally.end("of ping and blast")
 }
 
@@ -291,6 +292,23 @@ fn foreign_port(greeting: &'static [u8]) -> Result {
     // It ends with the client's connection, however that ended.
     let _reset_or_not = other.join();
     done
+}
+
+/// Connections of others that send nothing do not delay a client.
+fn silent_strangers() -> Result {
+    let server = Server::start("blast")?;
+    let strangers = (0..3).map(|_| TcpStream::connect(("127.0.0.1", server.port)));
+    let _strangers = strangers.collect::<std::io::Result<Vec<_>>>()?;
+    let begin = Instant::now();
+    let client = client("blast", server.port, "-t rc -o send -s 64 -d 0.1 -r 1")?;
+    let output = end_of(client, PATIENCE)?;
+    // The server waits 5 s for a greeting.
+    let time = begin.elapsed();
+    if !output.status.success() || time > Duration::from_secs(4) {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(format!("{} after {time:?}: {said}", output.status).into());
+    }
+    Ok(())
 }
 
 fn says(port: u16, what: &str) -> Result {

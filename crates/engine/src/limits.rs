@@ -2,8 +2,9 @@
 
 /// Descriptors for connections that no queue pair owns, at most.
 const PEER_DESCRIPTORS_MAX: usize = 512;
-/// Descriptors for connections that no queue pair owns, however low the process's limit is.
-const PEER_DESCRIPTORS_MIN: usize = 8;
+/// Descriptors for connections that no queue pair owns, however low the limit of the process is: one may be a stranger that
+/// sends nothing.
+const PEER_DESCRIPTORS_MIN: usize = 2;
 
 /// How many descriptors peers may hold with connections that no queue pair owns: half-open ones, and closed ones that are
 /// drained. A quarter of what the process may open (`RLIMIT_NOFILE`), so that peers cannot use up the program's descriptors.

@@ -12,7 +12,7 @@ mod sizes;
 use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,9 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// How often an end says that it is alive.
 const TICK: Duration = Duration::from_secs(1);
+
+/// Connections of a server whose greeting is awaited at the same time, at most.
+const GREETINGS_MAX: usize = 64;
 
 /// Memory of the receiver for messages, when nothing else is asked for.
 const MEMORY: u64 = 32 << 20;
@@ -427,20 +430,23 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
         eprintln!("anywarp: waiting on port {}", args.port);
     }
     let mut all_well = true;
+    let greetings = Greetings::new();
     while !interrupted.load(Ordering::Relaxed) {
-        let (stream, from) = match listener.accept() {
-            Ok(accepted) => accepted,
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                std::thread::sleep(LOOK / 5);
-                continue;
-            }
+        match listener.accept() {
+            Ok((stream, from)) => greetings.begin(stream, from.ip().to_canonical()),
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => std::thread::sleep(LOOK / 5),
             Err(e) => return Err(format!("port {}: {e}", args.port)),
+        }
+        let Ok((from, client)) = greetings.ended.try_recv() else {
+            continue;
         };
-        let from = from.ip().to_canonical();
-        match session(args, stream, library, interrupted) {
-            Ok(None) => continue_or_warn(&format!("{from} is not a client: connection closed")),
-            Ok(Some(())) if !args.forever => return Ok(all_well),
-            Ok(Some(())) => {}
+        let Some(client) = client else {
+            eprintln!("anywarp: warning: {from} is not a client: connection closed");
+            continue;
+        };
+        match session(args, client, library, interrupted) {
+            Ok(()) if !args.forever => return Ok(all_well),
+            Ok(()) => {}
             Err(why) => {
                 eprintln!("anywarp: {from}: {why}");
                 all_well = false;
@@ -453,23 +459,73 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
     Ok(all_well)
 }
 
-fn continue_or_warn(what: &str) {
-    eprintln!("anywarp: warning: {what}");
+/// Connections whose greeting is awaited, each by a thread: one that sends nothing does not delay the others.
+struct Greetings {
+    sender: Sender<(IpAddr, Option<Client>)>,
+    /// The address of a connection whose greeting has ended, and the client if it was one.
+    ended: Receiver<(IpAddr, Option<Client>)>,
+    awaited: Arc<AtomicUsize>,
 }
 
-/// One client. None if it was not one.
+/// A connection that is a client's.
+struct Client {
+    watch: Watch,
+    side: Side,
+    /// Our address on the connection.
+    address: IpAddr,
+}
+
+impl Client {
+    fn greet(stream: TcpStream) -> Option<Self> {
+        let watch = Watch::new();
+        stream.set_nonblocking(false).ok()?;
+        let address = stream.local_addr().ok()?.ip();
+        let side = Side::greet(stream, watch.sender.clone()).ok()?;
+        Some(Self {
+            watch,
+            side,
+            address,
+        })
+    }
+}
+
+impl Greetings {
+    fn new() -> Self {
+        let (sender, ended) = mpsc::channel();
+        Self {
+            sender,
+            ended,
+            awaited: Arc::default(),
+        }
+    }
+
+    /// Awaits the greeting of a connection, or closes it if too many are awaited already.
+    fn begin(&self, stream: TcpStream, from: IpAddr) {
+        if self.awaited.load(Ordering::Relaxed) >= GREETINGS_MAX {
+            return;
+        }
+        self.awaited.fetch_add(1, Ordering::Relaxed);
+        let (sender, awaited) = (self.sender.clone(), Arc::clone(&self.awaited));
+        std::thread::spawn(move || {
+            let client = Client::greet(stream);
+            awaited.fetch_sub(1, Ordering::Relaxed);
+            let _server_has_ended = sender.send((from, client));
+        });
+    }
+}
+
+/// Serves one client.
 fn session(
     args: &Perf,
-    stream: TcpStream,
+    client: Client,
     library: &Library,
     interrupted: &Interrupted,
-) -> Result<Option<()>, String> {
-    let mut watch = Watch::new();
-    stream.set_nonblocking(false).map_err(|e| e.to_string())?;
-    let address = stream.local_addr().map_err(|e| e.to_string())?.ip();
-    let Ok(mut side) = Side::greet(stream, watch.sender.clone()) else {
-        return Ok(None);
-    };
+) -> Result<(), String> {
+    let Client {
+        mut watch,
+        mut side,
+        address,
+    } = client;
     let mut failed = None;
     loop {
         if interrupted.load(Ordering::Relaxed) {
@@ -485,7 +541,7 @@ fn session(
             }
         };
         match event {
-            Some(Event::Word(Word::End)) => return failed.map_or(Ok(Some(())), Err),
+            Some(Event::Word(Word::End)) => return failed.map_or(Ok(()), Err),
             Some(Event::Word(Word::Run(plan))) => {
                 match serve_run(
                     args,
