@@ -7,14 +7,14 @@
 //! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! include/                     our own headers, if there are any
-//! share/                       manual pages and completions, if the tool can write them
+//! share/                       manual pages (from docs/man) and completions
 //! share/anywarp/wireshark/     the dissector of datagrams
 //! ```
 
 use crate::{Result, link, sh, symbols};
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 /// Builds everything and puts it in place at once.
 pub fn run() -> Result {
@@ -89,26 +89,11 @@ fn path_shim(lib: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Lets the tool write its manual pages and completions, if it can.
+/// Lets the command write its manual pages and completions.
 fn generate(anywarp: &Path, share: &Path) -> Result {
-    let can = Command::new(anywarp)
-        .args(["generate", "--help"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()?;
-    let new_enough = can.success();
-    if new_enough {
-        fs::create_dir_all(share)?;
-        sh::run(
-            Command::new(anywarp)
-                .arg("generate")
-                .arg(share)
-                .stdout(Stdio::null()),
-        )?;
-        // A tool that ignores its arguments has written nothing; an empty folder says nothing.
-        let _not_empty = fs::remove_dir(share);
-    }
-    Ok(())
+    fs::create_dir_all(share)?;
+    let mut generate = Command::new(anywarp);
+    sh::run(generate.arg("generate").arg(share).arg(sh::root()))
 }
 
 /// Copies `from`, if it exists, to `to`.

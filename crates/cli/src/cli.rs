@@ -219,6 +219,10 @@ pub(crate) struct Generate {
     /// Folder that gets man/, bash-completion/, zsh/ and fish/ (usually PREFIX/share)
     #[arg(value_hint = ValueHint::DirPath)]
     pub(crate) dir: PathBuf,
+
+    /// Source tree with docs/man and crates/abi/include
+    #[arg(value_hint = ValueHint::DirPath)]
+    pub(crate) tree: PathBuf,
 }
 
 /// How much the device says, from failures only to every frame.

@@ -1,10 +1,10 @@
-//! Man pages: one per subcommand from the command line's own text, one about the device, and those of its C header.
+//! Man pages: the sources in `docs/man`, with the parts that are generated put in (`docs/man/README.md`).
 
-mod dv;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::{fs, io};
 
-use std::io;
-
-use clap::{Command, CommandFactory};
+use clap::CommandFactory;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
@@ -12,58 +12,187 @@ use anywarp_core::env::VARIABLES;
 
 use crate::cli::Cli;
 
-/// File name below `man/` and content of each page.
-pub(crate) fn all() -> io::Result<Vec<(String, Vec<u8>)>> {
-    let mut root = Cli::command();
-    root.build();
-    let mut pages = vec![(
-        "man1/anywarp.1".to_owned(),
-        command_page(&root, "anywarp", &[variables(), see_also()])?,
-    )];
-    for sub in root
-        .get_subcommands()
-        .filter(|sub| !sub.is_hide_set() && sub.get_name() != "help")
-    {
-        let name = format!("anywarp-{}", sub.get_name());
-        let more = [
-            examples(sub.get_name()),
-            exit_status(sub.get_name()),
-            see_also(),
-        ];
-        pages.push((format!("man1/{name}.1"), command_page(sub, &name, &more)?));
+/// Makes the pages of the source tree `tree`: the file name below `man/`, and the content.
+pub(crate) fn all(tree: &Path) -> io::Result<Vec<(String, String)>> {
+    let mut sources = BTreeMap::new();
+    for entry in fs::read_dir(tree.join("docs/man"))? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.ends_with(|c: char| c.is_ascii_digit()) {
+            sources.insert(name.into_owned(), fs::read_to_string(&path)?);
+        }
     }
-    pages.push(("man7/anywarp.7".to_owned(), device_page()?));
-    pages.extend(dv::all()?);
+    let maker = Maker {
+        include: &tree.join("crates/abi/include"),
+        functions: functions(&sources),
+    };
+    let mut pages = Vec::new();
+    for (name, source) in &sources {
+        let page = maker.page(name, source);
+        let page = page.map_err(|why| io::Error::other(format!("docs/man/{name}: {why}")))?;
+        pages.push((format!("man{}/{name}", section(name)), page));
+    }
+    for (function, about) in &maker.functions {
+        let name = format!("{function}.3");
+        if !sources.contains_key(&name) {
+            pages.push((format!("man3/{name}"), format!(".so man3/{}\n", about.page)));
+        }
+    }
     Ok(pages)
 }
 
-/// The page of one command, with sections of our own behind clap's.
-fn command_page(command: &Command, name: &str, more: &[Roff]) -> io::Result<Vec<u8>> {
-    let command = command.clone().display_name(name.to_owned());
-    let man = Man::new(command.clone())
-        .manual("anywarp")
-        .source(format!("anywarp {}", env!("CARGO_PKG_VERSION")));
-    let mut page = Vec::new();
-    man.render_title(&mut page)?;
-    man.render_name_section(&mut page)?;
-    man.render_synopsis_section(&mut page)?;
-    man.render_description_section(&mut page)?;
-    if command.get_arguments().next().is_some() {
-        man.render_options_section(&mut page)?;
-    }
-    if command.get_subcommands().any(|sub| !sub.is_hide_set()) {
-        man.render_subcommands_section(&mut page)?;
-    }
-    for section in more {
-        section.to_writer(&mut page)?;
-    }
-    Ok(page)
+/// What the NAME section of a page says about a function.
+struct Function {
+    page: String,
+    purpose: String,
 }
 
-/// ENVIRONMENT.
+/// The functions that the pages of section 3 name in `NAME[, NAME...] \- PURPOSE`.
+fn functions(sources: &BTreeMap<String, String>) -> BTreeMap<String, Function> {
+    let mut functions = BTreeMap::new();
+    for (page, source) in sources.iter().filter(|(page, _)| page.ends_with(".3")) {
+        let line = source.lines().skip_while(|l| *l != ".SH NAME").nth(1);
+        let Some((names, purpose)) = line.and_then(|l| l.split_once(" \\- ")) else {
+            continue;
+        };
+        for name in names.split(", ") {
+            let function = Function {
+                page: page.clone(),
+                purpose: purpose.to_owned(),
+            };
+            functions.insert(name.to_owned(), function);
+        }
+    }
+    functions
+}
+
+fn section(page: &str) -> &str {
+    page.rsplit('.').next().unwrap_or_default()
+}
+
+/// Replaces the placeholders of the sources.
+struct Maker<'a> {
+    /// The folder with our own C headers.
+    include: &'a Path,
+    functions: BTreeMap<String, Function>,
+}
+
+impl Maker<'_> {
+    fn page(&self, name: &str, source: &str) -> io::Result<String> {
+        let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+        let mut page = String::new();
+        for line in source.lines() {
+            let Some(placeholder) = line.strip_prefix(".@") else {
+                page.push_str(&line.replace("@version@", env!("CARGO_PKG_VERSION")));
+                page.push('\n');
+                continue;
+            };
+            let words: Vec<&str> = placeholder.split_whitespace().collect();
+            let generated = match *words {
+                ["command"] => command(stem)?,
+                ["environment"] => variables().to_roff(),
+                ["declare", header, ref names @ ..] => self.declare(header, names)?,
+                ["functions", header] => self.list(header)?,
+                _ => return Err(io::Error::other(format!("cannot read `{line}`"))),
+            };
+            page.push_str(&generated);
+        }
+        if !page.contains(&format!("\n.TH {stem} {} ", section(name))) {
+            return Err(io::Error::other("its .TH is not that of the file's name"));
+        }
+        Ok(page)
+    }
+
+    /// A synopsis: the include line and the declarations of functions.
+    fn declare(&self, header: &str, names: &[&str]) -> io::Result<String> {
+        let text = self.header(header)?;
+        let mut roff = Roff::new();
+        roff.control("nf", []);
+        roff.text([bold(format!("#include <{header}>"))]);
+        for name in names {
+            roff.control("sp", []);
+            let declared = declarations(&text).into_iter().find(|(n, _)| n == name);
+            let (_, lines) = declared
+                .ok_or_else(|| io::Error::other(format!("{header} does not declare {name}")))?;
+            for line in lines {
+                roff.text([bold(line)]);
+            }
+        }
+        roff.control("fi", []);
+        Ok(roff.to_roff())
+    }
+
+    /// The functions of a header, each of which must have a page.
+    fn list(&self, header: &str) -> io::Result<String> {
+        let mut roff = Roff::new();
+        for (name, _) in declarations(&self.header(header)?) {
+            let function = self
+                .functions
+                .get(name)
+                .ok_or_else(|| io::Error::other(format!("no page documents {name} of {header}")))?;
+            roff.control("TP", []);
+            roff.text([bold(format!("{name}(3)"))]);
+            roff.text([roman(function.purpose.replace("\\-", "-"))]);
+        }
+        Ok(roff.to_roff())
+    }
+
+    fn header(&self, name: &str) -> io::Result<String> {
+        fs::read_to_string(self.include.join(name))
+    }
+}
+
+/// The functions that a header declares at the beginning of a line, with the lines of the declaration.
+fn declarations(header: &str) -> Vec<(&str, Vec<&str>)> {
+    let mut found = Vec::new();
+    let mut lines = header.lines();
+    while let Some(line) = lines.next() {
+        if line.starts_with([' ', '\t', '*', '/', '#', '}']) || line.contains('{') {
+            continue;
+        }
+        let Some((before, _)) = line.split_once('(') else {
+            continue;
+        };
+        let name = before.rsplit([' ', '*']).next().unwrap_or_default();
+        let mut declaration = vec![line];
+        while !declaration.last().is_some_and(|l| l.ends_with(");")) {
+            match lines.next() {
+                Some(line) => declaration.push(line.trim()),
+                None => break,
+            }
+        }
+        found.push((name, declaration));
+    }
+    found
+}
+
+/// NAME to SUBCOMMANDS of the page of a command, `anywarp` or `anywarp-SUBCOMMAND`, from its help text.
+fn command(page: &str) -> io::Result<String> {
+    let mut root = Cli::command();
+    root.build();
+    let command = match page.strip_prefix("anywarp-") {
+        Some(sub) => root.find_subcommand(sub),
+        None => Some(&root),
+    };
+    let command = command.ok_or_else(|| io::Error::other("there is no such subcommand"))?;
+    let command = command.clone().display_name(page.to_owned());
+    let man = Man::new(command.clone());
+    let mut text = Vec::new();
+    man.render_name_section(&mut text)?;
+    man.render_synopsis_section(&mut text)?;
+    man.render_description_section(&mut text)?;
+    if command.get_arguments().next().is_some() {
+        man.render_options_section(&mut text)?;
+    }
+    if command.get_subcommands().any(|sub| !sub.is_hide_set()) {
+        man.render_subcommands_section(&mut text)?;
+    }
+    String::from_utf8(text).map_err(io::Error::other)
+}
+
+/// The environment variables as a tagged list.
 fn variables() -> Roff {
     let mut roff = Roff::new();
-    roff.control("SH", ["ENVIRONMENT"]);
     for variable in VARIABLES {
         roff.control("TP", []);
         roff.text([bold(variable.name), roman("="), italic(variable.value)]);
@@ -72,206 +201,76 @@ fn variables() -> Roff {
     roff
 }
 
-/// SEE ALSO.
-fn see_also() -> Roff {
-    let mut roff = Roff::new();
-    roff.control("SH", ["SEE ALSO"]);
-    roff.text([roman(
-        "anywarp(1), anywarp-run(1), anywarp-env(1), anywarp-doctor(1), anywarp(7), rdma_cm(7), \
-         anywarpdv(7), ibv_post_send(3), \
-         ld.so(8)",
-    )]);
-    roff
-}
-
-/// EXAMPLES of a subcommand.
-fn examples(name: &str) -> Roff {
-    let examples: &[(&str, &str)] = match name {
-        "run" => &[
-            (
-                "A ping between two shells:",
-                "anywarp run -- rping -s -a 127.0.0.1 -C 10 -v\nanywarp run -- rping -c -a 127.0.0.1 -C 10 -v",
-            ),
-            (
-                "Bandwidth, with the address of one interface as the device's address:",
-                "anywarp run --device-ip 10.0.0.7 -- ib_write_bw\nanywarp run --device-ip 10.0.0.8 -- ib_write_bw 10.0.0.7",
-            ),
-            (
-                "See why a connection ends:",
-                "anywarp run --log info -- ./my-program",
-            ),
-        ],
-        "env" => &[
-            (
-                "For the rest of this shell:",
-                "eval \"$(anywarp env --shell)\"",
-            ),
-            ("For an image:", "anywarp env --docker >> Dockerfile"),
-        ],
-        "doctor" => &[
-            ("Before asking for help:", "anywarp doctor"),
-            ("For a script:", "anywarp doctor --json"),
-        ],
-        _ => &[],
-    };
-    let mut roff = Roff::new();
-    if !examples.is_empty() {
-        roff.control("SH", ["EXAMPLES"]);
-    }
-    for (about, lines) in examples {
-        roff.control("PP", []);
-        roff.text([roman(*about)]);
-        roff.control("PP", []);
-        roff.control("nf", []);
-        roff.control("RS", ["4"]);
-        for line in lines.lines() {
-            roff.text([roman(line)]);
-        }
-        roff.control("RE", []);
-        roff.control("fi", []);
-    }
-    roff
-}
-
-/// EXIT STATUS of a subcommand.
-fn exit_status(name: &str) -> Roff {
-    let codes: &[(&str, &str)] = match name {
-        "run" => &[
-            (
-                "125",
-                "anywarp itself cannot go on: its libraries are not there.",
-            ),
-            ("126", "The program cannot be executed."),
-            ("127", "The program is not found."),
-            ("any other", "The status of the program."),
-        ],
-        "doctor" => &[
-            ("0", "No line is fail."),
-            ("1", "At least one line is fail."),
-        ],
-        _ => &[("0", "Done."), ("125", "The libraries are not there.")],
-    };
-    let mut roff = Roff::new();
-    roff.control("SH", ["EXIT STATUS"]);
-    for (code, meaning) in codes {
-        roff.control("TP", []);
-        roff.text([bold(*code)]);
-        roff.text([roman(*meaning)]);
-    }
-    roff
-}
-
-/// The device as a program and its user see it.
-const DEVICE: &[(&str, &[&str])] = &[
-    (
-        "DESCRIPTION",
-        &[
-            "A program that runs under anywarp run(1) finds one RDMA device, anywarp0, with one port. The device is \
-             a library: it lives in the process that opens it, and ends with it. It needs no kernel module, no \
-             device file, no locked memory and no privileges.",
-            "Every address of the machine that is up becomes a GID of the port, IPv4 addresses in their IPv6-mapped \
-             form. GID 0 is the one that most programs use; ANYWARP_ADDR chooses it. The port also has a LID, made \
-             from the address, for programs that exchange nothing else.",
-            "An address that comes or goes while a program runs leaves the other GIDs where they are, and the program is \
-             told by an asynchronous event, GID_CHANGE. The port is down while the interface of GID 0 is. A program \
-             that binds to a loopback address with rdma_bind_addr(3) gets a device when a connection comes, unless GID \
-             0 is a loopback address.",
-        ],
-    ),
-    (
-        "TRANSPORT",
-        &[
-            "Reliable connections (RC) travel as iWARP over TCP: MPA revision 2, DDP and RDMAP, with RDMA Write, \
-             Read, Send, Send with Invalidate, immediate data and atomic operations. A connection made with \
-             rdma_connect(3) goes to the listener's own TCP port and interoperates with other iWARP \
-             implementations. A connection made with ibv_modify_qp(3) goes to a TCP port that is part of the queue \
-             pair number.",
-            "Unreliable datagrams (UD) and unreliable connections (UC) travel over UDP. Datagrams can be lost, as \
-             the name says.",
-            "A firewall between two machines must let TCP and UDP through to the ports that the kernel hands out.",
-        ],
-    ),
-    (
-        "NOTES",
-        &[
-            "Registered memory is not locked and counts against no limit. A process and its child after fork(2) do \
-             not share the device: in the child it is gone, and the parent goes on.",
-            "There is no authentication and no encryption beyond what iWARP has, which is none: whoever can reach a \
-             port can try to connect, and remote keys protect memory against accidents rather than against \
-             attackers in the network. Use networks that you trust, or a tunnel.",
-        ],
-    ),
-    (
-        "FILES",
-        &[
-            "PREFIX/lib/anywarp/libibverbs.so.1, PREFIX/lib/anywarp/librdmacm.so.1: the device.",
-            "PREFIX/lib/anywarp/libanywarp-path.so: shows the device at /dev/infiniband/anywarp0 and \
-             /sys/class/infiniband/anywarp0 to programs that look there.",
-        ],
-    ),
-];
-
-/// anywarp(7).
-fn device_page() -> io::Result<Vec<u8>> {
-    let mut roff = Roff::new();
-    let version = concat!("anywarp ", env!("CARGO_PKG_VERSION"));
-    roff.control("TH", ["anywarp", "7", "", version, "anywarp"]);
-    roff.control("SH", ["NAME"]);
-    roff.text([roman("anywarp - an RDMA network card made of software")]);
-    for (title, paragraphs) in DEVICE {
-        roff.control("SH", [*title]);
-        for paragraph in *paragraphs {
-            roff.control("PP", []);
-            roff.text([roman(*paragraph)]);
-        }
-    }
-    let mut page = Vec::new();
-    for part in [roff, variables(), see_also()] {
-        part.to_writer(&mut page)?;
-    }
-    Ok(page)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn every_visible_subcommand_has_a_page_and_hidden_ones_have_none() {
-        let all = all().unwrap().into_iter().map(|(name, _)| name);
-        let names: Vec<String> = all.filter(|name| !name.contains("anywarpdv")).collect();
+    fn tree() -> &'static Path {
+        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+    }
 
-        assert_eq!(
-            names,
-            [
-                "man1/anywarp.1",
-                "man1/anywarp-run.1",
-                "man1/anywarp-capture.1",
-                "man1/anywarp-env.1",
-                "man1/anywarp-doctor.1",
-                "man1/anywarp-ping.1",
-                "man1/anywarp-blast.1",
-                "man1/anywarp-bench.1",
-                "man1/anywarp-stat.1",
-                "man7/anywarp.7"
-            ]
-        );
+    fn maker(functions: BTreeMap<String, Function>) -> Maker<'static> {
+        let include = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../abi/include"));
+        Maker { include, functions }
     }
 
     #[test]
-    fn pages_tell_every_variable() {
-        for (name, page) in all().unwrap() {
-            let text = String::from_utf8(page).unwrap();
-            assert!(text.contains(".SH NAME"), "{name}");
-            if name.ends_with("anywarp.1") || name.ends_with("anywarp.7") {
-                for variable in VARIABLES {
-                    assert!(
-                        text.contains(variable.name),
-                        "{name} lacks {}",
-                        variable.name
-                    );
-                }
+    fn every_visible_subcommand_and_every_variable_is_in_a_page() {
+        let pages: BTreeMap<String, String> = all(tree()).unwrap().into_iter().collect();
+        let mut root = Cli::command();
+        root.build();
+        for sub in root.get_subcommands().filter(|s| s.get_name() != "help") {
+            let name = format!("man1/anywarp-{}.1", sub.get_name());
+            assert_eq!(pages.contains_key(&name), !sub.is_hide_set(), "{name}");
+        }
+        for name in ["man1/anywarp.1", "man7/anywarp.7"] {
+            for variable in VARIABLES {
+                assert!(pages[name].contains(variable.name), "{name}: {variable:?}");
             }
         }
+        for (name, page) in &pages {
+            assert!(
+                page.contains(".SH NAME") && !page.contains("@version@"),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_header_lists_all_its_functions_and_one_without_a_page_is_an_error() {
+        let list = |functions| maker(functions).list("infiniband/anywarpdv.h");
+        assert!(list(BTreeMap::new()).is_err());
+
+        let pages: BTreeMap<_, _> = all(tree()).unwrap().into_iter().collect();
+        let overview = &pages["man7/anywarpdv.7"];
+        assert!(overview.contains("\\fBanywarpdv_poll_records(3)\\fR\ntake records"));
+        assert_eq!(overview.matches("(3)\\fR").count(), 10);
+    }
+
+    #[test]
+    fn a_page_may_document_several_functions() {
+        let source = ".SH NAME\none, two \\- do it\n".to_owned();
+        let functions = functions(&BTreeMap::from([("one.3".to_owned(), source)]));
+        assert_eq!(functions["two"].page, "one.3");
+        assert_eq!(functions["two"].purpose, "do it");
+    }
+
+    #[test]
+    fn a_source_that_is_not_understood_is_an_error() {
+        let page = |source: &str| maker(BTreeMap::new()).page("x.3", source);
+        assert!(page("\n.TH x 3 \"\"\n").is_ok());
+        assert!(page("\n.TH x 7 \"\"\n").is_err());
+        assert!(page("\n.TH x 3 \"\"\n.@enviroment\n").is_err());
+        assert!(page("\n.TH x 3 \"\"\n.@declare infiniband/anywarpdv.h f\n").is_err());
+    }
+
+    #[test]
+    fn a_declaration_may_have_several_lines() {
+        let header = "/* f(x); */\nint *f(int a,\n      int b);\n#define G(x)\nvoid g(void);\n";
+        let expected = [
+            ("f", vec!["int *f(int a,", "int b);"]),
+            ("g", vec!["void g(void);"]),
+        ];
+        assert_eq!(declarations(header), expected);
     }
 }

@@ -20,8 +20,9 @@ const COMPLETIONS: [(Shell, &str); 3] = [
 
 /// Writes everything below the folder given.
 pub(crate) fn run(args: &Generate) -> Result<ExitCode, Failure> {
-    for (name, page) in pages::all().map_err(|e| Failure::Write(args.dir.clone(), e))? {
-        write(&args.dir.join("man").join(name), &page)?;
+    let pages = pages::all(&args.tree).map_err(|e| Failure::Write(args.tree.clone(), e))?;
+    for (name, page) in pages {
+        write(&args.dir.join("man").join(name), page.as_bytes())?;
     }
     for (shell, name) in COMPLETIONS {
         let mut script = Vec::new();
