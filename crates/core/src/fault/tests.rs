@@ -1,4 +1,9 @@
+use std::net::SocketAddr;
+use std::time::Duration;
+
 use super::*;
+use crate::verbs::wc::Status;
+use decide::mix;
 
 /// A plan that lives as long as the process, as the real one does; the list keeps it reachable.
 fn plan(text: &str) -> &'static Plan {
