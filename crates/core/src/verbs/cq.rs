@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::wc::{Completion, Status};
 use crate::sync::{AtomicUsize, Mutex, MutexGuard, Ordering};
@@ -67,7 +67,7 @@ impl Cq {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Adds an entry.

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::IpAddr;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::access::Access;
 use super::wr::Bind;
@@ -132,11 +132,11 @@ impl Region {
     /// From now on only datagrams of this host, and of this queue pair there if given, may reach it.
     pub fn restrict(&self, only: Option<(IpAddr, Option<u32>)>) {
         let only = only.map(|(ip, qpn)| (ip.to_canonical(), qpn));
-        *self.only.write().unwrap_or_else(PoisonError::into_inner) = only;
+        *self.only.write() = only;
     }
 
     fn admits(&self, ip: IpAddr, qpn: u32) -> bool {
-        match *self.only.read().unwrap_or_else(PoisonError::into_inner) {
+        match *self.only.read() {
             None => true,
             Some((only, of)) => only == ip.to_canonical() && of.is_none_or(|of| of == qpn),
         }
@@ -425,7 +425,7 @@ impl Regions {
                 "region passes the end of the address space",
             ));
         }
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let stag = free_stag(&table, random)?;
         let region = Arc::new(region(stag, Kind::Region, what, None));
         table.insert(stag.0 >> 8, Entry::Live(Arc::clone(&region)));
@@ -447,7 +447,7 @@ impl Regions {
             pd,
             present: None,
         };
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let stag = free_stag(&table, random)?;
         let region = Arc::new(region(stag, kind, &what, None));
         table.insert(stag.0 >> 8, Entry::Live(Arc::clone(&region)));
@@ -466,7 +466,7 @@ impl Regions {
             ));
         }
         let new = Arc::new(region(old.stag, Kind::Region, what, None));
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         old.check_unbound()?;
         table.insert(old.stag.0 >> 8, Entry::Live(Arc::clone(&new)));
         drop(table);
@@ -476,7 +476,7 @@ impl Regions {
 
     /// Deregisters. After it returns, nothing touches the memory any more.
     pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         old.check_unbound()?;
         let index = old.stag.0 >> 8;
         if matches!(table.get(&index), Some(Entry::Live(r)) if Arc::ptr_eq(r, old)) {
@@ -496,7 +496,7 @@ impl Regions {
         type2: bool,
         random: &mut dyn FnMut() -> u32,
     ) -> Result<Stag, Misuse> {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let stag = free_stag(&table, random)?;
         table.insert(stag.0 >> 8, Entry::Unbound { pd, type2 });
         Ok(stag)
@@ -504,11 +504,7 @@ impl Regions {
 
     /// Frees a window, bound or not.
     pub fn free_window(&self, stag: Stag) -> Result<(), Misuse> {
-        let gone = self
-            .table
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&(stag.0 >> 8));
+        let gone = self.table.write().remove(&(stag.0 >> 8));
         match gone {
             Some(Entry::Live(region)) => {
                 region.retire();
@@ -521,7 +517,7 @@ impl Regions {
 
     /// Binds (or with length 0 unbinds) a window for queue pair `qpn` of domain `pd`.
     pub fn bind(&self, bind: &Bind, pd: u32, qpn: u32) -> Result<(), AccessError> {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let index = bind.window.0 >> 8;
         let (window_pd, type2, old) = match table.get(&index) {
             Some(Entry::Unbound { pd, type2 }) => (*pd, *type2, None),
@@ -594,7 +590,7 @@ impl Regions {
 
     /// Invalidates a type 2 window: the local verb, or a Send with Invalidate that arrived on queue pair `qpn`.
     pub fn invalidate(&self, stag: Stag, pd: u32, qpn: u32) -> Result<(), AccessError> {
-        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.table.write();
         let index = stag.0 >> 8;
         let Some(Entry::Live(region)) = table.get(&index) else {
             return Err(AccessError::Invalid);
@@ -616,7 +612,7 @@ impl Regions {
 
     /// The region or window with this STag.
     fn live(&self, stag: Stag) -> Result<Arc<Region>, AccessError> {
-        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        let table = self.table.read();
         match table.get(&(stag.0 >> 8)) {
             Some(Entry::Live(r)) if r.stag == stag => Ok(Arc::clone(r)),
             _ => Err(AccessError::Invalid),
@@ -684,12 +680,7 @@ impl Regions {
 
     /// The region whose STag has these upper 24 bits.
     pub fn find(&self, index: u32) -> Option<Arc<Region>> {
-        match self
-            .table
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(&index)
-        {
+        match self.table.read().get(&index) {
             Some(Entry::Live(region)) if region.kind == Kind::Region => Some(Arc::clone(region)),
             _ => None,
         }
@@ -697,10 +688,7 @@ impl Regions {
 
     /// How many STags there are.
     pub fn len(&self) -> usize {
-        self.table
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
+        self.table.read().len()
     }
 
     /// Whether there is none.

@@ -1,10 +1,10 @@
 //! Shared receive queues.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::wr::RecvRequest;
 use crate::error::Misuse;
+use crate::sync::{Mutex, MutexGuard};
 
 #[derive(Debug)]
 struct State {
@@ -45,7 +45,7 @@ impl Srq {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Posts a receive.

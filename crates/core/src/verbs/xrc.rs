@@ -8,12 +8,13 @@
 //! [`Control::SelectSrq`]: crate::wire::control::Control::SelectSrq
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use super::cq::{Cq, Overflow};
 use super::srq::Srq;
 use super::wc::Completion;
 use super::wr::RecvRequest;
+use crate::sync::{Mutex, MutexGuard};
 
 /// A shared receive queue of a domain.
 pub struct XrcSrq {
@@ -50,7 +51,7 @@ impl XrcSrq {
     }
 
     fn gate(&self) -> MutexGuard<'_, bool> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 
     /// Its number, by which peers name it.
@@ -105,7 +106,7 @@ pub struct XrcDomain {
 
 impl XrcDomain {
     fn queues(&self) -> MutexGuard<'_, HashMap<u32, Weak<XrcSrq>>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queues.lock()
     }
 
     /// A queue can be reached from now on.
