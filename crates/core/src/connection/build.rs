@@ -1,4 +1,4 @@
-//! Builds the messages of a work request, and repeats requests for which the peer had no receive.
+//! Builds the messages of a work request.
 
 use std::collections::VecDeque;
 
@@ -6,9 +6,9 @@ use smallvec::SmallVec;
 
 use super::Connection;
 use super::stream::{Peer, Stream};
+use super::timers::Timer;
 use crate::ddp::tx::{Address, Message};
-use crate::rdmap::message::{NO_STAG, bytes_message, control, write_stag};
-use crate::rdmap::read::{PendingAtomic, PendingRead};
+use crate::rdmap::message::{bytes_message, control, write_stag};
 use crate::verbs::access::Access;
 use crate::verbs::mr::{AccessError, Placement};
 use crate::verbs::source::{Places, Source};
@@ -16,28 +16,26 @@ use crate::verbs::sq::{self};
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{InlineData, Op, Payload, Remote, Sge};
 use crate::wire::control::Control;
-use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest};
-use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
+use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode};
+use crate::wire::{Msn, QN_SEND, Stag, To};
 
 /// Why a request cannot be built.
 pub(super) struct Unbuildable(pub(super) Status, pub(super) &'static str);
 
 impl Connection {
-    /// Request `number`, the last one that was taken, cannot be done. When all before it have completed it fails, and
-    /// the queue pair with it; until then nothing more is sent but answers.
+    /// Fails request `number`, the last one that was taken. Its completion waits until all requests before it have
+    /// completed; then the queue pair fails too. Until then only responses and control messages are sent.
     pub(super) fn fail_request(&mut self, number: u64, status: Status, why: &'static str) {
         self.base.sq.fail(number, status, why);
         if let Some(s) = self.stream.as_mut() {
-            s.parts.clear();
-            s.restart = None;
-            s.rnr_until = None;
-            s.reads.retain(|r| r.request != number);
-            s.atomics.retain(|a| a.request != number);
+            s.requester.forget_last(number);
         }
+        self.timers.stop(Timer::Rnr);
         self.retire();
     }
 
-    /// What tells the peer for which shared receive queue a request is, if it takes it to be for another (XRC).
+    /// The SelectSrq message to send before a request, if the request is for another shared receive queue than the last
+    /// one (XRC).
     pub(super) fn select_srq(&mut self, number: u64) -> Result<Option<Message>, Unbuildable> {
         let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(None);
@@ -55,8 +53,8 @@ impl Connection {
                 "XRC to a standard iWARP peer",
             ));
         }
-        let known = s.selected_srq.replace(srq) == Some(srq);
-        Ok((!known).then(|| control(Control::SelectSrq { number: srq })))
+        let is_new = s.requester.select_srq(srq);
+        Ok(is_new.then(|| control(Control::SelectSrq { number: srq })))
     }
 
     /// Builds the messages of a request.
@@ -91,9 +89,7 @@ impl Connection {
                     }
                     parts.push_back(control(Control::SendImmediate { value }));
                 }
-                let msn = s.next_send_msn;
-                s.next_send_msn = msn.wrapping_add(1);
-                s.seq = s.seq.wrapping_add(1);
+                let msn = s.requester.number_send();
                 parts.push_back(Message {
                     opcode: Opcode::send(invalidate.is_some(), solicited),
                     address: Address::Untagged {
@@ -115,7 +111,7 @@ impl Connection {
                 };
                 let source = self.source(number)?;
                 let s = self.stream_mut()?;
-                s.seq = s.seq.wrapping_add(1);
+                s.requester.number_request();
                 let stag = write_stag(remote, len);
                 parts.push_back(Message {
                     opcode: Opcode::Write,
@@ -128,10 +124,8 @@ impl Connection {
                     sent: 0,
                 });
                 if let Some(value) = imm {
-                    let msn = s.next_send_msn;
-                    s.next_send_msn = msn.wrapping_add(1);
-                    s.seq = s.seq.wrapping_add(1);
-                    // RFC 7306 §6 [imm-data]: eight bytes on queue 0; the verbs' four come first.
+                    let msn = s.requester.number_send();
+                    // RFC 7306 §6 [imm-data]: eight bytes on queue 0; the four bytes of a verbs immediate come first.
                     let opcode = if solicited {
                         Opcode::ImmediateSolicited
                     } else {
@@ -209,7 +203,8 @@ impl Connection {
             };
         let mut from = remote.to;
         if len == 0 {
-            self.push_read(number, None, remote.rkey, from, 0, parts)?;
+            let s = self.stream_mut()?;
+            parts.push_back(s.requester.read(number, None, remote.rkey, from, 0));
         }
         for sge in &list {
             let sink = self
@@ -230,52 +225,16 @@ impl Connection {
                         "a Read into memory that its lkey does not allow",
                     )
                 })?;
-            self.push_read(number, Some(sink), remote.rkey, from, sge.len, parts)?;
+            let s = self.stream_mut()?;
+            let message = s
+                .requester
+                .read(number, Some(sink), remote.rkey, from, sge.len);
+            parts.push_back(message);
             from = To(from.0.wrapping_add(u64::from(sge.len)));
         }
         if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = u32::try_from(parts.len()).unwrap_or(u32::MAX);
         }
-        Ok(())
-    }
-
-    fn push_read(
-        &mut self,
-        number: u64,
-        sink: Option<Placement>,
-        rkey: Stag,
-        from: To,
-        size: u32,
-        parts: &mut VecDeque<Message>,
-    ) -> Result<(), Unbuildable> {
-        let (stag, to) = sink
-            .as_ref()
-            .map_or((NO_STAG, To(0)), |p| (p.stag(), p.to()));
-        let s = self.stream_mut()?;
-        let request = ReadRequest {
-            sink_stag: stag,
-            sink_to: to,
-            size,
-            source_stag: if size == 0 { NO_STAG } else { rkey },
-            source_to: from,
-        };
-        let msn = s.next_read_msn;
-        s.next_read_msn = msn.wrapping_add(1);
-        s.seq = s.seq.wrapping_add(1);
-        s.reads.push_back(PendingRead {
-            request: number,
-            sink,
-            stag,
-            to,
-            len: u64::from(size),
-            received: 0,
-        });
-        parts.push_back(bytes_message(
-            Opcode::ReadRequest,
-            QN_READ,
-            msn,
-            &request.emit(),
-        ));
         Ok(())
     }
 
@@ -287,22 +246,7 @@ impl Connection {
         request: impl FnOnce(u32) -> AtomicRequest,
     ) -> Result<(), Unbuildable> {
         let s = self.stream_mut()?;
-        let id = s.next_atomic_id;
-        s.next_atomic_id = id.wrapping_add(1);
-        let msn = s.next_read_msn;
-        s.next_read_msn = msn.wrapping_add(1);
-        s.seq = s.seq.wrapping_add(1);
-        s.atomics.push_back(PendingAtomic {
-            request: number,
-            id,
-            sink,
-        });
-        parts.push_back(bytes_message(
-            Opcode::AtomicRequest,
-            QN_READ,
-            msn,
-            &request(id).emit(),
-        ));
+        parts.push_back(s.requester.atomic(number, sink, request));
         if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = 1;
             posted.bytes = 8;
@@ -310,7 +254,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The eight bytes that an atomic's old value goes to.
+    /// The eight bytes of memory that the old value of an atomic is written to.
     fn atomic_sink(&mut self, number: u64) -> Result<Placement, Unbuildable> {
         let sge = match self.base.sq.get_mut(number).map(|p| &p.request.payload) {
             Some(Payload::Sges(sges)) => sges.first().copied(),
@@ -339,7 +283,7 @@ impl Connection {
             })
     }
 
-    /// The payload of a Send or Write, checked.
+    /// The payload of a Send or Write, after the access check.
     fn source(&mut self, number: u64) -> Result<Source, Unbuildable> {
         let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(Source::Bytes(SmallVec::new()));

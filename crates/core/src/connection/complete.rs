@@ -1,9 +1,10 @@
 //! Completion of requests, acknowledgements, and how a queue pair fails.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::Connection;
-use super::stream::{End, Peer, Response};
+use super::stream::{End, Peer};
+use super::timers::{Timer, Timers};
 use crate::ddp::rx::Violation;
 use crate::error::{PeerError, TermCode};
 use crate::observe::Step;
@@ -32,9 +33,10 @@ impl Connection {
         self.base.complete_recv(entry);
     }
 
-    /// The queue pair fails: every posted request completes, in order.
+    /// Fails the queue pair: every posted request completes, in order.
     ///
-    /// `first` names the request that is to blame and its status; without a number it is the oldest that is not done.
+    /// `first` is the number of the request that caused the failure, and its status. Without a number the cause is the
+    /// oldest request that is not done.
     pub(super) fn fail(
         &mut self,
         first: Option<(Option<u64>, Status)>,
@@ -47,7 +49,7 @@ impl Connection {
             return;
         }
         self.base.state = State::Error;
-        self.give_up_at = None;
+        self.timers = Timers::default();
         self.base.observe(|| Step::Failed(why));
         if let Some(event) = event {
             self.base.events.push_back(event);
@@ -62,22 +64,16 @@ impl Connection {
                 (Some((Some(to_blame), status)), _) if to_blame == number => status,
                 _ => Status::Flushed,
             };
-            // What comes after a request that was not done is not known to be done.
+            // Requests after one that was not done are not known to be done.
             flushing |= status != Status::Success;
             self.base.complete_send(&posted, status);
         }
         if let Some(s) = &mut self.stream {
-            s.reads.clear();
-            s.atomics.clear();
-            s.parts.clear();
-            s.rnr_until = None;
+            s.requester.clear();
             s.direct = None;
-            if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
-                // A message cut short: nothing that follows would make sense to the peer but our private messages.
-                s.current = None;
-            }
+            s.cut_request();
         }
-        if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
+        if let Some(receive) = self.take_receive_under_way() {
             let entry = Completion::new(
                 receive.request_id,
                 Status::Flushed,
@@ -117,17 +113,15 @@ impl Connection {
             && !s.terminated
         {
             s.terminated = true;
-            s.parts.clear();
-            if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
-                s.current = None;
-            }
-            // What the peer asked for before is still answered: those requests of it were good.
+            s.requester.drop_parts();
+            s.cut_request();
+            // Earlier requests of the peer were valid, and are still answered.
             match (s.peer, status) {
                 (Peer::Anywarp, Some(status)) => {
-                    s.responses.push_back(Response::Control(Control::Nak {
-                        seq: s.done.wrapping_add(1),
+                    s.responder.push_control(Control::Nak {
+                        seq: s.responder.done().wrapping_add(1),
                         status: status as u8,
-                    }));
+                    });
                 }
                 _ => s.push_ack(),
             }
@@ -135,10 +129,9 @@ impl Connection {
             let terminate = context.terminate(code);
             // RFC 5044 §7.1.2 [mpa-responder-waits]: before the first FPDU was received no Terminate may be sent.
             if s.may_send {
-                s.responses
-                    .push_back(Response::Terminate(terminate::message(&terminate)));
+                s.push_terminate(terminate::message(&terminate));
             } else {
-                s.responses.clear();
+                s.responder.clear();
             }
             s.end = End::Closing;
         }
@@ -160,13 +153,11 @@ impl Connection {
             && s.may_send
             && !s.terminated
         {
-            // RFC 5040 §7.1 (1) [term-local]: instead of the request a Terminate, without headers.
+            // RFC 5040 §7.1 (1) [term-local]: a Terminate without headers is sent instead of the request.
             let code = TermCode::encode(&PeerError::RdmapLocal);
             let terminate = TermContext::local().terminate(code);
-            s.terminated = true;
-            s.responses.clear();
-            s.responses
-                .push_back(Response::Terminate(terminate::message(&terminate)));
+            s.responder.clear();
+            s.push_terminate(terminate::message(&terminate));
         }
         self.leave(why);
     }
@@ -178,29 +169,29 @@ impl Connection {
         }
     }
 
-    /// The peer has no receive for request message `seq`: go back to the request it belongs to and wait.
+    /// The peer has no receive for request message `seq`: the request of that message is sent again after the RNR timer.
     pub(super) fn handle_rnr(&mut self, seq: u32, timer: u8, now: Instant) {
         let rnr_retry = self.base.attr.rnr_retry;
         let Some(s) = self.stream.as_mut() else {
             return;
         };
-        let acked = s.acked;
-        let found = self.base.sq.taken_mut().find(|(_, p)| {
-            let first = p.seq.0.wrapping_sub(acked);
-            let last = p.seq.1.wrapping_sub(acked);
-            let at = seq.wrapping_sub(acked);
-            first <= at && at <= last && p.phase != Phase::Done
-        });
+        let found = self
+            .base
+            .sq
+            .taken_mut()
+            .find(|(_, posted)| s.requester.is_message_of(seq, posted));
         let Some((number, posted)) = found else {
             return;
         };
         // IBA 9.7.5.2.8 [rnr-retry]: 7 means to try for ever.
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
-                // Nothing behind it was done: take it all back, so that this is the last one taken.
+                // The peer did none of the requests behind this one: they are taken back, so that this is the last one
+                // taken.
                 self.base.sq.rewind(number);
                 self.base.sq.advance();
-                self.drop_from(number);
+                s.requester.forget_from(number);
+                s.cut_request();
                 self.fail_request(
                     number,
                     Status::RnrRetryExceeded,
@@ -211,63 +202,27 @@ impl Connection {
             posted.rnr_tries += 1;
         }
         let (first, msn) = (posted.seq.0, posted.msn_before);
-        // A Write with immediate whose Write was done already repeats the immediate alone.
+        // If the Write of a Write with immediate is done, only the immediate is sent again.
         posted.skip = seq.wrapping_sub(first);
         self.base.sq.rewind(number);
-        s.seq = first.wrapping_sub(1);
-        (s.next_send_msn, s.next_read_msn) = msn;
-        self.drop_from(number);
-        let Some(s) = self.stream.as_mut() else {
-            return;
-        };
+        s.requester.go_back(number, seq, first, msn);
+        s.cut_request();
         self.not_ready += 1;
-        let wait = std::time::Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
-        s.rnr_until = Some(now + wait);
-        s.restart = Some(seq);
-        // What is sent again says again for whom.
-        s.selected_srq = None;
-        // While the queue drains, what was taken back counts as not begun.
+        let wait = Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
+        self.timers.start(Timer::Rnr, now + wait);
+        // In SQD the requests that were taken back count as not begun, so that the queue may be drained now.
         self.retire();
     }
 
-    /// Forgets what is under way of request `number` and those behind it.
-    fn drop_from(&mut self, number: u64) {
-        let Some(s) = self.stream.as_mut() else {
-            return;
-        };
-        s.reads
-            .retain(|r| r.request < number || r.request == u64::MAX);
-        s.atomics.retain(|a| a.request < number);
-        s.parts.clear();
-        if s.current.as_ref().is_some_and(|c| c.request.is_some()) {
-            s.current = None;
-        }
-    }
-
-    /// All of the peer's side up to `seq` is done. False if it cannot be.
+    /// The peer has done all request messages up to `seq`. False if `seq` was not sent.
     pub(super) fn handle_ack(&mut self, seq: u32) -> bool {
         let Some(s) = self.stream.as_mut() else {
             return true;
         };
-        let ahead = seq.wrapping_sub(s.acked);
-        if ahead > s.seq.wrapping_sub(s.acked) {
-            return false;
+        let is_valid = s.requester.acknowledge(seq, &mut self.base.sq);
+        if is_valid {
+            self.retire();
         }
-        s.acked = seq;
-        s.ack_scan = s.ack_scan.max(self.base.sq.front_number());
-        while let Some(posted) = self.base.sq.get_mut(s.ack_scan) {
-            let known = matches!(posted.phase, Phase::Sent | Phase::Done);
-            // Serial arithmetic: whether its last message comes after what is acknowledged.
-            let after = posted.seq.1.wrapping_sub(s.acked);
-            if !known || (after != 0 && after < 1 << 31) {
-                break;
-            }
-            if posted.phase == Phase::Sent && posted.answers == 0 {
-                posted.phase = Phase::Done;
-            }
-            s.ack_scan += 1;
-        }
-        self.retire();
-        true
+        is_valid
     }
 }

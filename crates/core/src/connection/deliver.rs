@@ -3,28 +3,26 @@
 use std::time::Instant;
 
 use super::Connection;
-use super::stream::{End, First, Peer, Response};
-use crate::bounds;
+use super::responder::ReceiveUnderWay;
+use super::stream::{End, First, Peer};
 use crate::ddp::rx::Violation;
-use crate::ddp::tx::{Address, Message};
 use crate::error::{PeerError, TermCode};
 use crate::observe::Step;
 use crate::rdmap::terminate::remote_error;
 use crate::verbs::access::Access;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::rq::RecvQueue;
-use crate::verbs::source::{Places, Source};
+use crate::verbs::source::Places;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Tagged, Untagged};
-use crate::wire::rdmap::{
-    AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
-};
-use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag, To};
+use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest, Terminate};
+use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
 
 impl Connection {
-    /// A segment is placed (or is a message for the stack): if it ends its message, the message is delivered.
+    /// Delivers the message of a segment, if the segment is its last one. The segment was placed, or is a message for
+    /// the stack.
     pub(super) fn deliver(
         &mut self,
         now: Instant,
@@ -67,8 +65,8 @@ impl Connection {
         }
     }
 
-    /// The peer's first message: the stream works in both directions now, and we learn what the peer is. True if the
-    /// message was for that alone.
+    /// Handles the first message of the peer: both ends may send from now on, and the message shows whether the peer is
+    /// anywarp. True if the message has no other purpose.
     pub(super) fn note_first(&mut self, header: &Header, len: usize) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
@@ -81,7 +79,7 @@ impl Connection {
         s.may_send = true;
         if s.peer == Peer::Unknown {
             s.peer = if header.opcode() == Opcode::Control {
-                // One of us takes FPDUs that are larger than a segment.
+                // An anywarp peer accepts FPDUs that are larger than a TCP segment.
                 s.config.mulpdu = s.config.mulpdu_anywarp;
                 s.set_short_limit(self.shortcuts);
                 Peer::Anywarp
@@ -92,8 +90,9 @@ impl Connection {
         if s.config.initiator {
             return false;
         }
-        // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive Send has its number, and none of the application's
-        // receives. It is the first message wherever one was agreed on, whichever form we expected.
+        // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive Send has a message sequence number, and consumes no
+        // receive of the application. If the ends agreed on a ready-to-receive message, it is the first message, in
+        // whichever form.
         let expected = s.config.first != First::Nothing && s.config.first != First::Hello;
         let rtr = match header {
             Header::Untagged(h) => {
@@ -102,13 +101,14 @@ impl Connection {
             Header::Tagged(_) => false,
         };
         if expected && rtr {
-            s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
+            s.responder.count_send();
         }
         self.base.events.push_back(AsyncEvent::Started);
         expected && rtr
     }
 
-    /// Takes an FPDU without a ULPDU as the ready-to-receive message, which some stacks send (RFC 6581 §4.3, "zero-length FPDU").
+    /// Accepts an FPDU without a ULPDU as the ready-to-receive message: some stacks send one (RFC 6581 §4.3,
+    /// "zero-length FPDU").
     pub(super) fn take_empty_rtr(&mut self) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
@@ -126,26 +126,11 @@ impl Connection {
         true
     }
 
-    /// One more of the peer's request messages is done.
-    fn request_done(&mut self) {
-        if let Some(s) = &mut self.stream {
-            s.done = s.done.wrapping_add(1);
-        }
-    }
-
     fn deliver_write(&mut self, h: &Tagged) {
-        let Some(s) = &mut self.stream else { return };
-        if h.last {
-            s.last_write = Some(u32::try_from(s.write_bytes).unwrap_or(u32::MAX));
-            s.write_bytes = 0;
-            self.request_done();
-        }
-    }
-
-    /// Counts the payload of a Write that was admitted, for the completion of an immediate behind it.
-    pub(super) fn count_write(&mut self, len: u64) {
-        if let Some(s) = &mut self.stream {
-            s.write_bytes += len;
+        if let Some(s) = &mut self.stream
+            && h.last
+        {
+            s.responder.finish_write();
         }
     }
 
@@ -156,8 +141,7 @@ impl Connection {
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
-        s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
-        s.last_write = None;
+        s.responder.count_send();
         let mut invalidated = None;
         if h.opcode.invalidates() {
             let stag = h.inv_stag;
@@ -175,21 +159,22 @@ impl Connection {
             }
             invalidated = Some(stag);
         }
-        let receive = self.stream.as_mut().and_then(|s| s.receive.take());
-        let receive = receive.map(|r| (r.request_id, r.received));
+        let receive = self
+            .take_receive_under_way()
+            .map(|r| (r.request_id, r.received));
         self.send_is_received(h, receive, invalidated);
         Ok(())
     }
 
-    /// A Send is complete: `receive` says which receive it used, and how many bytes of it.
+    /// Completes the receive of a Send that has arrived. `receive` is the identifier of the receive and the length of
+    /// the message.
     fn send_is_received(
         &mut self,
         h: &Untagged,
         receive: Option<(u64, u64)>,
         invalidated: Option<Stag>,
     ) {
-        self.request_done();
-        let imm = self.stream.as_mut().and_then(|s| s.send_immediate.take());
+        let imm = self.stream.as_mut().and_then(|s| s.responder.finish_send());
         let Some((id, received)) = receive else {
             return;
         };
@@ -215,8 +200,8 @@ impl Connection {
         }
     }
 
-    /// Admits, places and delivers a segment in one step, if it belongs to a Write, or is a whole Send and the next receive
-    /// is one range of memory that is long enough, as is usual.
+    /// Admits, places and delivers a segment in one step, if it belongs to a Write, or is a whole Send and the next
+    /// receive is one range of memory that is long enough, as is usual.
     ///
     /// Returns false, and has changed nothing, if the segment has to take the general path ([`Self::admit`]). Memory,
     /// completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
@@ -237,7 +222,10 @@ impl Connection {
             self.pd_of_peer(),
             payload.len() as u64,
         );
-        if self.stream.as_ref().is_none_or(|s| s.discarding.is_some()) {
+        let Some(s) = &mut self.stream else {
+            return false;
+        };
+        if s.responder.is_discarding() {
             return false;
         }
         let last = &mut self.last_written;
@@ -247,9 +235,11 @@ impl Connection {
         };
         self.base.rnic.memory.place(&pinned, 0, payload);
         drop(pinned);
+        s.responder.count_write(len);
+        if h.last {
+            s.responder.finish_write();
+        }
         self.observe_received(h.opcode, len, h.last);
-        self.count_write(len);
-        self.deliver_write(h);
         true
     }
 
@@ -259,7 +249,7 @@ impl Connection {
         };
         let is_whole = h.last && h.mo == 0;
         let is_plain = matches!(h.opcode, Opcode::Send | Opcode::SendSolicited);
-        let is_next = s.receive.is_none() && s.discarding.is_none() && h.msn.0 == s.recv_send_msn;
+        let is_next = s.responder.is_next_send(h.msn) && !s.responder.is_discarding();
         if !is_whole || !is_plain || !is_next || !self.shortcuts {
             return false;
         }
@@ -287,16 +277,19 @@ impl Connection {
         drop(pinned);
         let id = request.id;
         requests.pop_front();
-        s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
-        s.last_write = None;
+        s.responder.count_send();
         self.observe_received(h.opcode, len, true);
         self.send_is_received(h, Some((id, len)), None);
         true
     }
 
-    /// The receive under way ends without its message.
+    pub(super) fn take_receive_under_way(&mut self) -> Option<ReceiveUnderWay> {
+        self.stream.as_mut()?.responder.take_receive()
+    }
+
+    /// Completes the receive of a Send that is arriving with an error.
     pub(super) fn finish_receive(&mut self, status: Status) {
-        if let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.take()) {
+        if let Some(receive) = self.take_receive_under_way() {
             let mut entry = Completion::new(receive.request_id, status, WcOp::Recv, self.base.qpn);
             entry.byte_len = u32::try_from(receive.received).unwrap_or(u32::MAX);
             self.complete_recv(entry);
@@ -313,25 +306,16 @@ impl Connection {
                 Status::RemoteInvalidRequest,
             ));
         };
-        // In the middle of a Send its number is taken, and the next one cannot come yet.
-        if h.msn.0 != s.recv_send_msn || s.receive.is_some() {
-            return Err(Violation::request(
-                PeerError::UntaggedMsn {
-                    expected: s.recv_send_msn,
-                    got: h.msn.0,
-                },
-                Status::RemoteInvalidRequest,
-            ));
-        }
+        // While a Send is arriving, its number is in use, and the next number may not come yet.
+        s.responder.check_first(h)?;
         let Some(request) = self.base.take_receive() else {
             return self.no_receive(h);
         };
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
-        s.recv_send_msn = s.recv_send_msn.wrapping_add(1);
-        let written = s.last_write.take().unwrap_or(0);
-        self.request_done();
+        let written = s.responder.count_send().unwrap_or(0);
+        s.responder.request_done();
         let mut entry = Completion::new(
             request.id,
             Status::Success,
@@ -347,34 +331,6 @@ impl Connection {
 
     // ------------------------------------------------------------------ reads
 
-    /// Checks number and limit of a request that needs an answer, and counts it.
-    fn open_service(&mut self, h: &Untagged) -> Result<(), Violation> {
-        let Some(s) = &mut self.stream else {
-            return Ok(());
-        };
-        if h.msn.0 != s.recv_read_msn {
-            return Err(Violation::request(
-                PeerError::UntaggedMsn {
-                    expected: s.recv_read_msn,
-                    got: h.msn.0,
-                },
-                Status::RemoteInvalidRequest,
-            ));
-        }
-        s.recv_read_msn = s.recv_read_msn.wrapping_add(1);
-        s.last_write = None;
-        // RFC 5040 §6.1 [read-ird-limit]. A peer whose ready-to-receive message is a Read needs one slot in any case.
-        let limit = s.config.ird.max(1);
-        if s.serving >= limit || s.responses.len() >= bounds::RESPONSES_MAX {
-            return Err(Violation::request(
-                PeerError::IrdOverrun { limit },
-                Status::RemoteInvalidRequest,
-            ));
-        }
-        s.serving += 1;
-        Ok(())
-    }
-
     fn deliver_read_request(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
         let Ok(bytes) = <&[u8; ReadRequest::LEN]>::try_from(payload) else {
             return Err(Violation::request(
@@ -382,11 +338,13 @@ impl Connection {
                 Status::RemoteInvalidRequest,
             ));
         };
-        self.open_service(h)?;
+        if let Some(s) = &mut self.stream {
+            s.responder.begin_service(h)?;
+        }
         let request = ReadRequest::parse(bytes);
         let len = u64::from(request.size);
         let mut places = Places::new();
-        // RFC 5040 §5.2 [read-zero]: a Read of length 0 looks at no memory.
+        // RFC 5040 §5.2 [read-zero]: a Read of length 0 accesses no memory.
         if len > 0 {
             let (stag, to) = (request.source_stag, request.source_to);
             if !self.base.attr.access.has(Access::REMOTE_READ) {
@@ -412,22 +370,8 @@ impl Connection {
                 })?;
             places.push(place);
         }
-        self.request_done();
         if let Some(s) = &mut self.stream {
-            s.responses.push_back(Response::Read(Message {
-                opcode: Opcode::ReadResponse,
-                address: Address::Tagged {
-                    stag: request.sink_stag,
-                    to: request.sink_to,
-                },
-                source: Source::Memory {
-                    places,
-                    // The application and other peers may write there at any time; the CRC must fit what is sent.
-                    volatile: true,
-                },
-                len,
-                sent: 0,
-            }));
+            s.responder.finish_read(&request, places);
         }
         Ok(())
     }
@@ -435,20 +379,13 @@ impl Connection {
     fn deliver_read_response(&mut self, h: &Tagged) {
         if let Some(s) = &mut self.stream
             && h.last
-            && let Some(read) = s.reads.pop_front()
+            && let Some(number) = s.requester.finish_read()
         {
-            self.answered(read.request);
+            self.answered(number);
         }
     }
 
-    /// Counts the payload of a Read Response that was admitted.
-    pub(super) fn count_read(&mut self, len: u64) {
-        if let Some(read) = self.stream.as_mut().and_then(|s| s.reads.front_mut()) {
-            read.received += len;
-        }
-    }
-
-    /// An answer for send request `number` has come completely.
+    /// A response to send request `number` has arrived completely.
     fn answered(&mut self, number: u64) {
         if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = posted.answers.saturating_sub(1);
@@ -470,7 +407,9 @@ impl Connection {
         };
         let request = AtomicRequest::parse(bytes)
             .map_err(|e| Violation::request(e, Status::RemoteInvalidRequest))?;
-        self.open_service(h)?;
+        if let Some(s) = &mut self.stream {
+            s.responder.begin_service(h)?;
+        }
         let (stag, to) = (request.stag, request.to);
         if !self.base.attr.access.has(Access::REMOTE_ATOMIC) {
             return Err(Violation::request(
@@ -491,7 +430,7 @@ impl Connection {
                 8,
             )
             .map_err(|e| Violation::request(remote_error(e, stag, to, 8), Status::RemoteAccess))?;
-        // RFC 7306 §5.1 [atomic-aligned]: the word is a multiple of eight.
+        // RFC 7306 §5.1 [atomic-aligned]: the address of the word is a multiple of eight.
         if place.misaligned() {
             return Err(Violation::request(
                 PeerError::AtomicMisaligned { to: to.0 },
@@ -504,33 +443,16 @@ impl Connection {
                 Status::RemoteAccess,
             ));
         };
-        // RFC 7306 §5.1 [atomic-once]: done once, in the order of arrival; the answer carries the old value.
+        // RFC 7306 §5.1 [atomic-once]: an atomic is done once, in the order of arrival; its response carries the old
+        // value.
         let value = self
             .base
             .rnic
             .memory
             .update(&pinned, &mut |old| request.apply(old));
         drop(pinned);
-        self.request_done();
         if let Some(s) = &mut self.stream {
-            let msn = s.next_atomic_response_msn;
-            s.next_atomic_response_msn = msn.wrapping_add(1);
-            let response = AtomicResponse {
-                id: request.id,
-                value,
-            };
-            s.responses.push_back(Response::Atomic(Message {
-                opcode: Opcode::AtomicResponse,
-                address: Address::Untagged {
-                    qn: QN_ATOMIC_RESPONSE,
-                    msn: Msn(msn),
-                    inv_stag: Stag(0),
-                    mo: 0,
-                },
-                len: AtomicResponse::LEN as u64,
-                source: Source::Bytes(response.emit().as_slice().into()),
-                sent: 0,
-            }));
+            s.responder.finish_atomic(request.id, value);
         }
         Ok(())
     }
@@ -539,42 +461,24 @@ impl Connection {
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
-        let Some(pending) = s.atomics.pop_front() else {
-            return Err(Violation::answer(PeerError::UnexpectedResponse {
-                opcode: h.opcode.bits(),
-            }));
+        let (number, value, sink) = s.requester.accept_atomic_response(h, payload)?;
+        let Some(pinned) = sink.pin() else {
+            let error = PeerError::RdmapLocal;
+            return Err(Violation::answer_to(number, error, Status::LocalProtection));
         };
-        let number = pending.request;
-        let Ok(bytes) = <&[u8; AtomicResponse::LEN]>::try_from(payload) else {
-            let error = PeerError::MessageShape("atomic response is not 12 bytes");
-            return Err(Violation::answer_to(number, error, Status::BadResponse));
-        };
-        let response = AtomicResponse::parse(bytes);
-        if h.msn.0 != s.recv_atomic_response_msn || response.id != pending.id {
-            let error = PeerError::ResponseMismatch("atomic request identifier");
-            return Err(Violation::answer_to(number, error, Status::BadResponse));
-        }
-        s.recv_atomic_response_msn = s.recv_atomic_response_msn.wrapping_add(1);
-        match pending.sink.pin() {
-            // Host byte order in memory, network byte order on the wire.
-            Some(pinned) => self
-                .base
-                .rnic
-                .memory
-                .place(&pinned, 0, &response.value.to_ne_bytes()),
-            None => {
-                let error = PeerError::RdmapLocal;
-                return Err(Violation::answer_to(number, error, Status::LocalProtection));
-            }
-        }
-        self.answered(pending.request);
+        // The value is in host byte order in memory, and in network byte order on the wire.
+        self.base
+            .rnic
+            .memory
+            .place(&pinned, 0, &value.to_ne_bytes());
+        self.answered(number);
         Ok(())
     }
 
     // ------------------------------------------------------------------ ends and private messages
 
     fn deliver_terminate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
-        // RFC 5041 §7.1 [ddp-msn-range]: the one message of queue 2.
+        // RFC 5041 §7.1 [ddp-msn-range]: queue 2 carries one message.
         if h.msn != Msn::FIRST {
             return Err(Violation::answer(PeerError::UntaggedMsn {
                 expected: Msn::FIRST.0,
@@ -598,14 +502,14 @@ impl Connection {
         );
         if let Some(s) = &mut self.stream {
             s.current = None;
-            s.responses.clear();
+            s.responder.clear();
             s.end = End::Closing;
         }
         Ok(())
     }
 
-    /// The request that a Terminate is about: inside, `None` means the oldest, outside, that it is none of those
-    /// that are not done.
+    /// The request that a Terminate reports as the cause. `Some(None)` is the oldest one; `None` is none of the
+    /// requests that are not done.
     fn blamed_by(&mut self, terminate: &Terminate) -> Option<Option<u64>> {
         let raw = terminate.ddp_header.as_ref();
         let Some(Ok((header, _))) = raw.map(|raw| Header::parse(raw.as_slice())) else {
@@ -614,7 +518,7 @@ impl Connection {
         match header {
             Header::Untagged(h) if h.qn == QN_READ || h.qn == QN_SEND => {
                 let of_reads = h.qn == QN_READ;
-                // The last request whose numbers began at or before this one.
+                // The number belongs to the last request that began with it or with a smaller one.
                 let found = self.base.sq.taken_mut().filter(|(_, p)| {
                     let first = if of_reads {
                         p.msn_before.1
@@ -627,7 +531,7 @@ impl Connection {
                 let (number, posted) = found.last()?;
                 (posted.phase != Phase::Done).then_some(Some(number))
             }
-            // A Write: over a standard stream it is done when it is sent.
+            // Towards a standard peer a Write is done when it is sent.
             Header::Tagged(h) if h.opcode == Opcode::Write => None,
             _ => Some(None),
         }
@@ -638,7 +542,7 @@ impl Connection {
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
-        // To a standard peer these messages do not exist.
+        // Control messages exist between two anywarp ends only.
         if s.peer != Peer::Anywarp {
             return Err(Violation::request(
                 PeerError::Opcode {
@@ -657,8 +561,8 @@ impl Connection {
                 )));
             }
             Control::Ping => {
-                if s.responses.len() < bounds::RESPONSES_MAX {
-                    s.responses.push_back(Response::Control(Control::Pong));
+                if !s.responder.is_full() {
+                    s.responder.push_control(Control::Pong);
                 }
             }
             Control::Ack { seq } => {
@@ -677,16 +581,11 @@ impl Connection {
                 self.handle_rnr(seq, timer, now);
             }
             Control::Restart { seq } => {
-                let unsaid = s
-                    .responses
-                    .iter()
-                    .any(|r| matches!(r, Response::Control(Control::Rnr { .. })));
-                if s.discarding != Some(seq) || unsaid {
+                if !s.responder.restart(seq) {
                     return Err(Violation::answer(PeerError::Control(
-                        "restart that nobody asked for",
+                        "restart without a receiver-not-ready",
                     )));
                 }
-                s.discarding = None;
             }
             Control::Nak { seq, status } => {
                 let status = Status::from_number(status).unwrap_or(Status::RemoteOperation);
@@ -705,19 +604,15 @@ impl Connection {
                     Some(AsyncEvent::QpFatal),
                 );
                 if let Some(s) = &mut self.stream {
-                    s.responses.clear();
+                    s.responder.clear();
                     s.end = End::Closing;
                 }
             }
-            Control::SendImmediate { value } => {
-                if s.discarding.is_none() {
-                    s.send_immediate = Some(value);
-                }
-            }
-            // What is dropped until a restart says it again then.
-            Control::SelectSrq { .. } if s.discarding.is_some() => {}
+            Control::SendImmediate { value } => s.responder.set_immediate(value),
+            // The peer sends a SelectSrq that is dropped here again after its Restart.
+            Control::SelectSrq { .. } if s.responder.is_discarding() => {}
             Control::SelectSrq { number } => {
-                if s.receive.is_some() {
+                if s.responder.is_receiving_send() {
                     return Err(Violation::answer(PeerError::Control(
                         "chooses a shared receive queue inside a message",
                     )));

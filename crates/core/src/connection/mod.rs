@@ -9,28 +9,32 @@
 //! | file | steps |
 //! |---|---|
 //! | `stream.rs` | the state of one stream |
+//! | `requester.rs` | our requests on it: numbers, Reads and atomics under way, retries |
+//! | `responder.rs` | the peer's requests on it, and the responses to them |
 //! | `tx.rs` | take; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
 //! | `build.rs` | build the messages of a request |
 //! | `rx.rs` | calls deframe (`llp/mpa/deframe.rs`); admit, place |
 //! | `deliver.rs` | deliver a message |
 //! | `complete.rs` | complete requests; acknowledgements; failure |
 //! | `shm_handover.rs` | from TCP to shared memory |
+//! | `timers.rs` | timers |
 
 mod build;
 mod complete;
 mod deliver;
+mod requester;
+mod responder;
 mod rx;
 mod shm_handover;
 mod stream;
+mod timers;
 mod tx;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
 use crate::error::Misuse;
-use crate::llp::mpa::marker::Inserter;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{Attr, QpType, State};
@@ -40,24 +44,24 @@ use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::control::{Control, Handover};
-use shm_handover::ShmHandover;
+use stream::Stream;
 pub use stream::{End, First, Peer, StreamConfig};
-use stream::{Response, Stream};
+use timers::{Timer, Timers};
 
 /// A reliable queue pair.
 pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
-    /// The peer of a stream without connection manager closed it in order. Requests posted from now on fail at `give_up_at`.
+    /// The peer of a stream without connection manager closed it in order, or cannot be reached. Posted requests fail
+    /// after the time in which hardware would repeat them ([`Timer::GiveUp`]).
     peer_left: bool,
-    /// When posted requests fail because the peer has left: after the time in which hardware would repeat them.
-    give_up_at: Option<Instant>,
+    timers: Timers,
     /// Short messages may take the shortcuts `send_short` and `receive_short`.
     shortcuts: bool,
     /// Receives that have completed with success.
     received: u64,
     not_ready: u64,
-    /// What was accessed last: to send it, and for the peer.
+    /// The regions that payload was last sent from, and that the peer last wrote to.
     last_read: LastRegion,
     last_written: LastRegion,
 }
@@ -80,7 +84,7 @@ impl Connection {
             base: QpBase::new(parts),
             stream: None,
             peer_left: false,
-            give_up_at: None,
+            timers: Timers::default(),
             shortcuts: true,
             received: 0,
             not_ready: 0,
@@ -101,17 +105,17 @@ impl Connection {
         self.not_ready
     }
 
-    /// Its state.
+    /// The state.
     pub fn state(&self) -> State {
         self.base.state
     }
 
-    /// Its attributes.
+    /// The attributes.
     pub fn attr(&self) -> &Attr {
         &self.base.attr
     }
 
-    /// Attributes that the connection manager sets past the state machine (`retry_cnt` and the like).
+    /// The attributes, for the connection manager, which sets some (as `retry_cnt`) without the state machine.
     pub fn attr_mut(&mut self) -> &mut Attr {
         &mut self.base.attr
     }
@@ -121,28 +125,24 @@ impl Connection {
         self.stream.is_some()
     }
 
-    /// Whether the peer is another anywarp.
+    /// The implementation of the peer; `None` without a stream.
     pub fn peer(&self) -> Option<Peer> {
         self.stream.as_ref().map(|s| s.peer)
     }
 
-    /// How far the end of the stream is. `Dead` without one.
+    /// Whether the stream is open. `Dead` without a stream.
     pub fn end(&self) -> End {
         self.stream.as_ref().map_or(End::Dead, |s| s.end)
     }
 
-    /// Whether more than a few kilobytes wait to be framed, so that a transmit batch with room is worth having.
+    /// Whether more than a few kilobytes wait to be framed, so that a large transmit batch is worth allocating.
     pub fn has_bulk(&mut self) -> bool {
         const BULK: u64 = 2048;
         let Some(s) = &self.stream else { return false };
-        if s.current.is_some() {
+        if s.current.is_some() || s.responder.has_read_above(BULK) {
             return true;
         }
-        let is_long = |r: &Response| matches!(r, Response::Read(m) if m.len > BULK);
-        if !s.responses.is_empty() && s.responses.iter().any(is_long) {
-            return true;
-        }
-        // Inline data is never so much.
+        // Inline data is always shorter than `BULK`.
         match self
             .base
             .sq
@@ -154,7 +154,7 @@ impl Connection {
         }
     }
 
-    /// Whether the peer gets markers.
+    /// Whether FPDUs to the peer have markers.
     pub fn sends_markers(&self) -> bool {
         self.stream.as_ref().is_some_and(|s| s.config.markers)
     }
@@ -168,14 +168,14 @@ impl Connection {
     pub fn is_receiving(&self) -> bool {
         self.stream
             .as_ref()
-            .is_some_and(|s| s.receive.is_some() || s.direct.is_some() || s.write_bytes > 0)
+            .is_some_and(|s| s.direct.is_some() || s.responder.is_receiving())
     }
 
     /// Number of requests of the peer that are done and not acknowledged.
     fn unacknowledged(&self) -> u32 {
-        let tells = |s: &&Stream| s.peer == Peer::Anywarp && s.end == End::Open;
-        let stream = self.stream.as_ref().filter(tells);
-        stream.map_or(0, |s| s.done.wrapping_sub(s.done_acked))
+        let acknowledges = |s: &&Stream| s.peer == Peer::Anywarp && s.end == End::Open;
+        let stream = self.stream.as_ref().filter(acknowledges);
+        stream.map_or(0, |s| s.responder.unacknowledged())
     }
 
     /// Whether an acknowledgement is due.
@@ -206,8 +206,8 @@ impl Connection {
             && s.end == End::Open
             && self.base.state == State::Rts
             && s.current.is_none()
-            && s.rnr_until.is_none()
-            && s.responses.is_empty()
+            && self.timers.get(Timer::Rnr).is_none()
+            && !s.responder.has_responses()
             && waiting < limits.max_requests
             && waiting > 0
             && is_small
@@ -218,30 +218,39 @@ impl Connection {
         self.base.sq.untaken() > 0
     }
 
-    /// When [`Self::handle_timeout`] is to be called for a probe or a retry.
+    /// When [`Self::handle_timeout`] is to be called: the time of the timer that fires next.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let Some(s) = self.stream.as_ref() else {
-            return self.give_up_at;
-        };
-        let awaits = !s.pinged && s.peer == Peer::Anywarp && self.base.sq.has_outstanding();
-        let probe = match s.last_rx {
-            Some(at) if awaits => self.probe_after().map(|after| at + after),
+        let mut next: Option<Instant> = None;
+        for timer in Timer::ALL {
+            next = match (next, self.deadline(timer)) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            };
+        }
+        next
+    }
+
+    /// When `timer` fires, if it runs.
+    #[inline]
+    fn deadline(&self, timer: Timer) -> Option<Instant> {
+        let at = self.timers.get(timer)?;
+        match (timer, &self.stream) {
+            (Timer::Rnr, Some(_)) | (Timer::GiveUp, None) => Some(at),
+            (Timer::Probe, Some(s))
+                if s.peer == Peer::Anywarp
+                    && s.end == End::Open
+                    && self.base.sq.has_outstanding() =>
+            {
+                Some(at + self.base.attr.probe_after()?)
+            }
             _ => None,
-        };
-        match (s.rnr_until, probe) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
         }
     }
 
     /// How long the peer's machine may stay silent with requests outstanding: timeout and `retry_cnt` of the attributes.
-    /// `None`: for ever.
+    /// `None`: without limit.
     pub fn silence_limit(&self) -> Option<Duration> {
         self.base.attr.silence_limit()
-    }
-
-    fn probe_after(&self) -> Option<Duration> {
-        self.silence_limit().map(|t| t / 4)
     }
 
     /// The next asynchronous event.
@@ -256,7 +265,7 @@ impl Connection {
         self.post_send_with(given(Ok(request)))
     }
 
-    /// The same with a request that `fill` makes where it will lie.
+    /// Posts the send request that `fill` writes in place in the send queue, as [`Self::post_send`] does.
     #[inline]
     pub fn post_send_with(
         &mut self,
@@ -272,13 +281,14 @@ impl Connection {
         Ok(())
     }
 
-    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
+    /// Makes the request that was posted last fail with `status`, without being sent, when it would be taken
+    /// ([`crate::fault`]).
     pub fn inject_error(&mut self, status: Status) {
         self.base.sq.inject_error(status);
     }
 
-    /// The stream is cut with the request that was posted last: it fails as one that was never answered, if those before
-    /// it were.
+    /// Cuts the stream, as an injected fault. The request that was posted last fails as one without an answer, if all
+    /// requests before it are done.
     pub fn cut(&mut self) {
         self.inject_error(Status::RetryExceeded);
         if self.stream.is_none() || self.base.state == State::Error {
@@ -287,7 +297,7 @@ impl Connection {
         if !self.base.sq.has_outstanding()
             && let Some((number, _)) = self.base.sq.peek()
         {
-            // The first of the requests that were not sent has nothing before it that could be to blame.
+            // Nothing is outstanding: the first request that was not sent is the cause of the failure.
             self.base.sq.advance();
             self.base
                 .sq
@@ -332,7 +342,7 @@ impl Connection {
         Ok(before)
     }
 
-    /// Sets the state without the rules, as the connection manager's kernel side does.
+    /// Sets the state without checking the transition, as the kernel's connection manager does.
     pub fn set_state(&mut self, to: State) {
         match to {
             State::Reset => self.reset(),
@@ -345,7 +355,7 @@ impl Connection {
         self.base.reset();
         self.stream = None;
         self.peer_left = false;
-        self.give_up_at = None;
+        self.timers = Timers::default();
     }
 
     /// Fails the queue pair, flushes all requests, and closes the stream after a Bye.
@@ -355,86 +365,37 @@ impl Connection {
             && s.end == End::Open
         {
             s.current = None;
-            s.parts.clear();
+            s.requester.drop_parts();
             if !s.terminated {
-                s.responses.clear();
+                s.responder.clear();
             }
             s.push_ack();
             if s.peer == Peer::Anywarp {
-                s.responses.push_back(Response::Control(Control::Bye));
+                s.responder.push_control(Control::Bye);
             }
             s.end = End::Closing;
         }
     }
 
-    /// The stream is up: start-up has agreed on `config`.
+    /// Attaches a stream, whose start-up has agreed on `config`.
     pub fn attach(&mut self, mut config: StreamConfig, now: Instant) {
         if config.markers {
-            // Nothing is sent by reference, since markers cut it anyhow.
+            // No payload is sent by reference, since markers interrupt it.
             config.mulpdu = config.mulpdu.min(bounds::COPY_LIMIT);
             config.mulpdu_anywarp = config.mulpdu;
         }
-        let mut stream = Stream {
-            markers: config.markers.then(Inserter::new),
-            peer: config.peer,
-            end: End::Open,
-            handover: ShmHandover::new(config.shm_handover, config.first == First::Hello),
-            short_limit: 0,
-            crc_tx: config.crc,
-            crc_rx: config.crc,
-            // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder is quiet until the first FPDU. One whose peer is known
-            // to be anywarp before that (their queue pairs were told of each other) need not be: that peer can take it.
-            may_send: config.initiator || config.peer == Peer::Anywarp,
-            current: None,
-            parts: VecDeque::new(),
-            parts_of: 0,
-            responses: VecDeque::new(),
-            seq: 0,
-            next_send_msn: 1,
-            next_read_msn: 1,
-            next_atomic_response_msn: 1,
-            next_atomic_id: 1,
-            acked: 0,
-            ack_scan: 0,
-            reads: VecDeque::new(),
-            atomics: VecDeque::new(),
-            rnr_until: None,
-            restart: None,
-            terminated: false,
-            started: false,
-            bye_received: false,
-            done: 0,
-            done_acked: 0,
-            recv_send_msn: 1,
-            recv_read_msn: 1,
-            recv_atomic_response_msn: 1,
-            receive: None,
-            send_immediate: None,
-            selected_srq: None,
-            write_bytes: 0,
-            last_write: None,
-            discarding: None,
-            serving: 0,
-            direct: None,
-            last_rx: Some(now),
-            pinged: false,
-            config,
-        };
-        stream.set_short_limit(self.shortcuts);
-        if config.initiator {
-            stream.queue_first();
-        }
         self.base.rq.forget_choice();
         self.peer_left = false;
-        self.give_up_at = None;
-        self.stream = Some(stream);
+        self.timers = Timers::default();
+        self.timers.start(Timer::Probe, now);
+        self.stream = Some(Stream::new(config, self.shortcuts));
         if self.base.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
         }
     }
 
-    /// The peer must dial (it has the larger address and number) and has not. Posted requests fail with RETRY_EXC_ERR after
-    /// `timeout` x `retry_cnt` unless it dials first.
+    /// The peer must dial (it has the larger address and number) and has not. Posted requests fail with RETRY_EXC_ERR
+    /// after `timeout` x `retry_cnt` unless it dials first.
     pub fn handle_not_connected(&mut self) {
         self.peer_left = true;
     }
@@ -457,13 +418,13 @@ impl Connection {
         if let Some(s) = &mut self.stream
             && !s.config.managed
         {
-            s.config.ird = ird;
-            s.config.ord = ord;
+            s.responder.set_ird(ird);
+            s.requester.set_ord(ord);
         }
     }
 
-    /// The path has another segment size: FPDUs that are cut from now on have this ULPDU at most.
-    // RFC 5044 §5.1 [mpa-emss]: also in the middle of a message.
+    /// Limits the ULPDU of all further FPDUs, since the segment size of the path has changed.
+    // RFC 5044 §5.1 [mpa-emss]: the limit may change in the middle of a message.
     pub fn set_mulpdu(&mut self, mulpdu: usize) {
         if let Some(s) = &mut self.stream {
             s.config.mulpdu = if s.config.markers {
@@ -475,7 +436,7 @@ impl Connection {
         }
     }
 
-    /// For tests: whether short messages may take the shortcuts past the general data path, as they do at first.
+    /// For tests: whether short messages may take the shortcuts past the general data path. The default is true.
     #[doc(hidden)]
     pub fn set_shortcuts(&mut self, shortcuts: bool) {
         self.shortcuts = shortcuts;
@@ -488,52 +449,36 @@ impl Connection {
     #[doc(hidden)]
     pub fn number_from(&mut self, first: u32) {
         if let Some(s) = &mut self.stream {
-            for number in [
-                &mut s.next_send_msn,
-                &mut s.next_read_msn,
-                &mut s.next_atomic_response_msn,
-                &mut s.next_atomic_id,
-                &mut s.recv_send_msn,
-                &mut s.recv_read_msn,
-                &mut s.recv_atomic_response_msn,
-                &mut s.seq,
-                &mut s.acked,
-                &mut s.done,
-                &mut s.done_acked,
-            ] {
-                *number = number.wrapping_add(first);
-            }
+            s.requester.number_from(first);
+            s.responder.number_from(first);
         }
     }
 
-    /// Drops the completions that were not polled: the queue pair is going away (`ibv_destroy_qp(3)`).
+    /// Drops the completions that were not polled, when the queue pair is destroyed (`ibv_destroy_qp(3)`).
     pub fn purge(&mut self) {
         self.base.purge();
     }
 
     // ------------------------------------------------------------------ outputs
 
-    /// Whether nothing is to be sent nor settled before something is received, posted, or due.
+    /// Whether there is nothing to send and no event to raise until bytes arrive, a request is posted or a timer fires.
     pub fn is_quiet(&self) -> bool {
         let Some(s) = &self.stream else { return false };
         s.end == End::Open
             && matches!(self.base.state, State::Rtr | State::Rts)
-            && s.current.is_none()
-            && s.parts.is_empty()
-            && s.responses.is_empty()
-            && s.restart.is_none()
+            && s.is_tx_idle()
             && self.base.sq.untaken() == 0
             && self.base.events.is_empty()
     }
 
-    /// Whether something is to be sent that is not of the send queue.
+    /// Whether a message waits that is not of the send queue.
     pub fn has_responses(&self) -> bool {
         self.stream
             .as_ref()
-            .is_some_and(|s| !s.responses.is_empty())
+            .is_some_and(|s| s.responder.has_responses())
     }
 
-    /// Everything that was framed so far has been handed to the socket.
+    /// All FPDUs framed so far have been handed to the socket.
     pub fn handle_written(&mut self) {
         let Some(s) = &self.stream else { return };
         // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]: towards a standard peer a Send or Write is complete when the
@@ -549,35 +494,30 @@ impl Connection {
         self.after();
     }
 
-    /// Time has passed.
+    /// Handles the timers that are due at `now`.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.check_peer_left(now);
-        let after = self.probe_after();
-        let outstanding = self.base.sq.has_outstanding();
-        let Some(s) = &mut self.stream else { return };
-        if let Some(until) = s.rnr_until
-            && until <= now
-        {
-            s.rnr_until = None;
+        if self.is_due(Timer::Rnr, now) {
+            self.timers.stop(Timer::Rnr);
         }
-        if let (Some(after), Some(at)) = (after, s.last_rx)
-            && s.peer == Peer::Anywarp
-            && outstanding
-            && !s.pinged
-            && at + after <= now
-            && s.end == End::Open
+        if self.is_due(Timer::Probe, now)
+            && let Some(s) = &mut self.stream
         {
-            // Something on its way makes the kernel notice that the peer's machine is gone.
-            s.pinged = true;
-            s.responses.push_back(Response::Control(Control::Ping));
+            // The kernel notices that the peer's machine is gone only while bytes are unacknowledged.
+            self.timers.stop(Timer::Probe);
+            s.responder.push_control(Control::Ping);
         }
     }
 
-    /// The stream ended: the peer closed it (`reset` false) or it broke.
+    fn is_due(&self, timer: Timer, now: Instant) -> bool {
+        self.deadline(timer).is_some_and(|at| at <= now)
+    }
+
+    /// The stream has ended: the peer closed it (`reset` is false), or it broke.
     pub fn handle_eof(&mut self, reset: bool) {
         let Some(s) = &mut self.stream else { return };
-        // RFC 5040 §6.2 [ddp-fatal-told]: an end in the middle of a message is no orderly one.
-        let quiet = s.bye_received && s.receive.is_none() && s.direct.is_none();
+        // RFC 5040 §6.2 [ddp-fatal-told]: an end of the stream in the middle of a message is an error.
+        let quiet = s.bye_received && !s.responder.is_receiving_send() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;
         self.base.events.push_back(AsyncEvent::PeerGone);
@@ -585,14 +525,15 @@ impl Connection {
             return;
         }
         if managed {
-            // RFC 5040 §6.2: operations that were not finished complete in error.
+            // RFC 5040 §6.2: unfinished operations complete with an error.
             let first = (!quiet && self.base.sq.has_outstanding() && reset)
                 .then_some((None, Status::RetryExceeded));
             self.fail(first, "the peer closed the connection", None);
         } else if quiet {
-            // The peer's program destroyed its queue pair. As with hardware, only requests fail, and only after the time
-            // that their retransmissions would take: see `check_peer_left`.
+            // The peer's program destroyed its queue pair. As with hardware, this queue pair fails only when requests are
+            // posted, after the time that their retransmissions would take: see `check_peer_left`.
             self.stream = None;
+            self.timers = Timers::default();
             self.peer_left = true;
         } else {
             let first = (!self.base.sq.is_empty()).then_some((None, Status::RetryExceeded));
@@ -600,29 +541,25 @@ impl Connection {
         }
     }
 
-    /// Fails the requests for a peer that has left when their time is over.
+    /// Starts the timer of requests that were posted after the peer has left, and fails them when it fires.
     pub fn check_peer_left(&mut self, now: Instant) {
         if !self.peer_left || self.base.sq.is_empty() || self.base.state == State::Error {
-            self.give_up_at = None;
+            self.timers.stop(Timer::GiveUp);
             return;
         }
-        match self.give_up_at {
-            None => self.give_up_at = self.silence_limit().map(|limit| now + limit),
-            Some(at) if at <= now => {
-                self.give_up_at = None;
-                self.fail(
-                    Some((None, Status::RetryExceeded)),
-                    "the peer has left",
-                    Some(AsyncEvent::QpFatal),
-                );
+        match (self.timers.get(Timer::GiveUp), self.silence_limit()) {
+            (None, Some(limit)) => self.timers.start(Timer::GiveUp, now + limit),
+            (Some(at), _) if at <= now => {
+                let blamed = Some((None, Status::RetryExceeded));
+                self.fail(blamed, "the peer has left", Some(AsyncEvent::QpFatal));
             }
-            Some(_) => {}
+            _ => {}
         }
     }
 
     // ------------------------------------------------------------------ completion
 
-    /// Whether it is in SQD and requests that were begun are still under way.
+    /// Whether the queue pair is in SQD with requests outstanding.
     pub fn is_draining(&self) -> bool {
         self.base.state == State::Sqd && self.base.sq.has_outstanding()
     }
@@ -631,51 +568,51 @@ impl Connection {
 // ---------------------------------------------------------------------- hand-over to shared memory
 
 impl Connection {
-    /// Whether shared memory is to be offered to the peer now: it can have it, and uses the connection.
+    /// Whether to offer shared memory to the peer now: the peer supports it, and the connection is in use.
     pub fn wants_shm_offer(&self) -> bool {
         let Some(s) = &self.stream else { return false };
-        s.handover.may_offer(s.seq.wrapping_add(s.done))
+        s.handover
+            .may_offer(s.requester.seq().wrapping_add(s.responder.done()))
             && s.peer == Peer::Anywarp
             && s.started
             && s.end == End::Open
             && matches!(self.base.state, State::Rtr | State::Rts)
     }
 
-    /// Says something of a carrier to the peer.
+    /// Queues a hand-over message to the peer.
     pub fn send_handover(&mut self, what: Handover) {
         let Some(s) = &mut self.stream else { return };
         s.handover.sent(what);
-        s.responses
-            .push_back(Response::Control(Control::Handover(what)));
+        s.responder.push_control(Control::Handover(what));
     }
 
-    /// None will be offered on this connection.
+    /// Makes no offer of shared memory on this connection.
     pub fn decline_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.decline();
         }
     }
 
-    /// Whether the peer said something of a carrier.
+    /// Whether a hand-over message of the peer waits for the engine.
     pub fn has_handover_message(&self) -> bool {
         self.stream
             .as_ref()
             .is_some_and(|s| s.handover.has_message())
     }
 
-    /// What the peer said of a carrier.
+    /// Takes the hand-over message of the peer that waits for the engine.
     pub fn poll_handover(&mut self) -> Option<Handover> {
         self.stream.as_mut()?.handover.poll()
     }
 
-    /// Whether everything that is framed goes to the connection, and what follows not.
+    /// Whether our last FPDU on the connection is framed, so that further FPDUs wait for [`Self::switch_tx_to_shm`].
     pub fn tx_is_sealed(&self) -> bool {
         self.stream
             .as_ref()
             .is_some_and(|s| s.handover.is_tx_sealed())
     }
 
-    /// What is framed from here on goes to shared memory.
+    /// Frames all further FPDUs for shared memory, without CRCs.
     pub fn switch_tx_to_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.resume_tx();
@@ -683,7 +620,7 @@ impl Connection {
         }
     }
 
-    /// What is received from here on comes from shared memory.
+    /// Expects all further FPDUs from shared memory, without CRCs.
     pub fn switch_rx_to_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.resume_rx();
@@ -692,7 +629,7 @@ impl Connection {
     }
 }
 
-/// What `ibv_post_send(3)` checks at once and the send queue does not.
+/// Makes those checks of `ibv_post_send(3)` that the send queue does not make.
 fn may_post(rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
     if matches!(
         (&request.op, &request.payload),

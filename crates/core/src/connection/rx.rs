@@ -1,17 +1,19 @@
 //! Receive side of a connection: deframes, admits and places segments.
 //!
-//! A segment names its own destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Placing (bytes
-//! reach memory) is done segment by segment; delivering (the application learns of it) is `rdmap/rx.rs`.
+//! A segment names its own destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Segments are
+//! placed (their bytes reach memory) one by one; `deliver.rs` delivers messages (the application learns of them).
 //!
-//! With CRCs an FPDU is checked as a whole before anything else. Without, the payload of a large one that is not complete
-//! yet goes straight to user memory while it arrives (docs/decisions/003).
+//! With CRCs, nothing of an FPDU is used before all of it has arrived and its CRC is checked. Without, the payload of a
+//! large FPDU is received straight into user memory while it arrives (docs/decisions/003).
 
 use std::time::Instant;
 
 use smallvec::smallvec;
 
 use super::Connection;
-use super::stream::{Direct, End, Peer, ReceiveUnderWay, Response};
+use super::responder::ReceiveUnderWay;
+use super::stream::{Direct, End, Peer};
+use super::timers::Timer;
 use crate::bounds;
 use crate::ddp::rx::{Admitted, Violation, tagged_error};
 use crate::error::PeerError;
@@ -24,34 +26,30 @@ use crate::verbs::mr::Placement;
 use crate::verbs::qp::State;
 use crate::verbs::source::Places;
 use crate::verbs::wc::Status;
-use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
 impl Connection {
-    /// Bytes arrived from the stream. Returns how many of them are used up; the rest is to be shown again with more
-    /// behind it.
+    /// Handles bytes of the stream and returns how many of them were consumed. The caller passes the rest again,
+    /// followed by the next bytes.
     pub fn handle_rx(&mut self, now: Instant, bytes: &[u8]) -> usize {
         let mut used = 0;
-        if let Some(s) = &mut self.stream {
-            s.last_rx = Some(now);
-            s.pinged = false;
-        }
+        self.timers.start(Timer::Probe, now);
         loop {
             let rest = bytes.get(used..).unwrap_or(&[]);
             let Some(s) = &mut self.stream else {
                 return bytes.len();
             };
             if self.base.state == State::Error || s.end != End::Open {
-                // RFC 5041 §7.1 [ddp-silent]: after an error everything that follows is dropped.
+                // RFC 5041 §7.1 [ddp-silent]: after an error all further segments are dropped.
                 return bytes.len();
             }
             if s.handover.is_rx_sealed() {
                 break;
             }
             if s.direct.is_some() {
-                match self.continue_direct(rest) {
+                match self.continue_direct(now, rest) {
                     Some(n) => {
                         used += n;
                         continue;
@@ -68,7 +66,7 @@ impl Connection {
                     self.handle_ulpdu(now, ulpdu);
                 }
                 Ok(None) => {
-                    if !self.begin_direct(now, rest, extent) {
+                    if !self.begin_direct(rest, extent) {
                         break;
                     }
                     used += rest.len().min(LENGTH + extent.ulpdu);
@@ -83,7 +81,7 @@ impl Connection {
         used
     }
 
-    /// One complete segment.
+    /// Handles one complete segment.
     pub(super) fn handle_ulpdu(&mut self, now: Instant, ulpdu: &[u8]) {
         if ulpdu.is_empty() && self.take_empty_rtr() {
             return;
@@ -101,7 +99,7 @@ impl Connection {
         if self.note_first(&header, payload.len()) || self.receive_short(&header, payload) {
             return;
         }
-        let result = match self.admit(now, &header, payload.len() as u64) {
+        let result = match self.admit(&header, payload.len() as u64) {
             Ok(Admitted::Place(targets)) => {
                 self.base.observe(|| Step::Admit(payload.len() as u64));
                 self.place(&header, &targets, 0, payload)
@@ -117,17 +115,12 @@ impl Connection {
     }
 
     /// Decides where the payload of a segment goes.
-    pub(super) fn admit(
-        &mut self,
-        now: Instant,
-        header: &Header,
-        len: u64,
-    ) -> Result<Admitted, Violation> {
+    pub(super) fn admit(&mut self, header: &Header, len: u64) -> Result<Admitted, Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(Admitted::Drop);
         };
         let opcode = header.opcode();
-        if s.discarding.is_some() && is_request(opcode) {
+        if s.responder.is_discarding() && is_request(opcode) {
             return Ok(Admitted::Drop);
         }
         match header {
@@ -135,7 +128,7 @@ impl Connection {
                 self.admit_read_response(h, len)
             }
             Header::Tagged(h) => self.admit_write(h, len),
-            Header::Untagged(h) if h.opcode.is_send() => self.admit_send(now, h, len),
+            Header::Untagged(h) if h.opcode.is_send() => self.admit_send(h, len),
             Header::Untagged(h) => {
                 // RFC 5040 §4.2 [rdmap-headers]: all other untagged messages are a single segment.
                 if h.opcode != Opcode::Control && (!h.last || h.mo != 0) {
@@ -153,11 +146,13 @@ impl Connection {
     }
 
     fn admit_write(&mut self, h: &Tagged, len: u64) -> Result<Admitted, Violation> {
-        // RFC 5041 §5.2 [ddp-zero-len]: a segment of length zero is placed nowhere; STag and TO are not looked at.
+        // RFC 5041 §5.2 [ddp-zero-len]: a segment of length zero is not placed; its STag and TO are not checked.
         if len == 0 {
             return Ok(Admitted::Place(Places::new()));
         }
-        self.count_write(len);
+        if let Some(s) = &mut self.stream {
+            s.responder.count_write(len);
+        }
         if !self.base.attr.access.has(Access::REMOTE_WRITE) {
             return Err(Violation::request(
                 PeerError::TaggedAccess { stag: h.stag.0 },
@@ -186,109 +181,29 @@ impl Connection {
         let Some(s) = &mut self.stream else {
             return Ok(Admitted::Drop);
         };
-        // RFC 5040 §5.2 [read-order]: responses come in the order of the requests, so this is for the oldest.
-        let Some(read) = s.reads.front() else {
-            return Err(Violation::answer(PeerError::UnexpectedResponse {
-                opcode: h.opcode.bits(),
-            }));
-        };
-        let number = read.request;
-        let mismatch = |what| {
-            let error = PeerError::ResponseMismatch(what);
-            Err(Violation::answer_to(number, error, Status::BadResponse))
-        };
-        if h.stag != read.stag {
-            return mismatch("sink stag");
-        }
-        if h.to.0 != read.to.0.wrapping_add(read.received) {
-            return mismatch("sink offset");
-        }
-        let after = read.received + len;
-        if after > read.len || h.last != (after == read.len) || (len == 0 && read.len != 0) {
-            return mismatch("length");
-        }
-        let mut targets = Places::new();
-        if let Some(sink) = &read.sink
-            && len > 0
-        {
-            targets.push(sink.part(read.received, len));
-        }
-        self.count_read(len);
-        Ok(Admitted::Place(targets))
+        s.requester.admit_read_response(h, len).map(Admitted::Place)
     }
 
-    fn admit_send(&mut self, now: Instant, h: &Untagged, len: u64) -> Result<Admitted, Violation> {
+    fn admit_send(&mut self, h: &Untagged, len: u64) -> Result<Admitted, Violation> {
         let Some(s) = &mut self.stream else {
             return Ok(Admitted::Drop);
         };
-        if s.receive.is_none() {
-            if h.msn.0 != s.recv_send_msn {
-                return Err(Violation::request(
-                    PeerError::UntaggedMsn {
-                        expected: s.recv_send_msn,
-                        got: h.msn.0,
-                    },
-                    Status::RemoteInvalidRequest,
-                ));
-            }
-            if h.mo != 0 {
-                return Err(Violation::request(
-                    PeerError::UntaggedOffset {
-                        expected: 0,
-                        got: h.mo,
-                    },
-                    Status::RemoteInvalidRequest,
-                ));
-            }
-            match self.open_receive(h, now)? {
-                true => {}
-                false => return Ok(Admitted::Drop),
+        if !s.responder.is_receiving_send() {
+            s.responder.check_first(h)?;
+            if !self.open_receive(h)? {
+                return Ok(Admitted::Drop);
             }
         }
-        let Some(receive) = self.stream.as_mut().and_then(|s| s.receive.as_mut()) else {
-            return Ok(Admitted::Drop);
+        let targets = match &mut self.stream {
+            Some(s) => s.responder.admit_send(h, len)?,
+            None => None,
         };
-        if h.msn != receive.msn || h.opcode != receive.opcode {
-            return Err(Violation::request(
-                PeerError::UntaggedMsn {
-                    expected: receive.msn.0,
-                    got: h.msn.0,
-                },
-                Status::RemoteInvalidRequest,
-            ));
-        }
-        // RFC 5041 §7.1 [ddp-mo-order]: over TCP segments come in order, so each continues where the last one ended.
-        if u64::from(h.mo) != receive.received {
-            return Err(Violation::request(
-                PeerError::UntaggedOffset {
-                    expected: u32::try_from(receive.received).unwrap_or(u32::MAX),
-                    got: h.mo,
-                },
-                Status::RemoteInvalidRequest,
-            ));
-        }
-        let after = receive.received + len;
-        if after > receive.room {
-            return Err(Violation::receive(
-                PeerError::UntaggedTooLong {
-                    buffer: receive.room,
-                    message: after,
-                },
-                Status::RemoteInvalidRequest,
-                Status::LocalLength,
-            ));
-        }
-        let mut targets = Places::new();
-        for_each_part(&receive.places, receive.received, len, |place, from, n| {
-            targets.push(place.part(from, n));
-            true
-        });
-        receive.received = after;
-        Ok(Admitted::Place(targets))
+        Ok(targets.map_or(Admitted::Drop, Admitted::Place))
     }
 
-    /// Takes a posted receive for a Send that begins. False: there is none, and the peer was told to wait.
-    fn open_receive(&mut self, h: &Untagged, _now: Instant) -> Result<bool, Violation> {
+    /// Takes a posted receive for a Send that begins. False: none is posted, and a receiver-not-ready is queued for the
+    /// peer.
+    fn open_receive(&mut self, h: &Untagged) -> Result<bool, Violation> {
         let Some(taken) = self.base.take_receive() else {
             return self.no_receive(h).map(|()| false);
         };
@@ -312,7 +227,7 @@ impl Connection {
             room += u64::from(sge.len);
         }
         if let Some(s) = &mut self.stream {
-            s.receive = Some(ReceiveUnderWay {
+            s.responder.begin_receive(ReceiveUnderWay {
                 request_id: taken.id,
                 places,
                 room,
@@ -331,18 +246,14 @@ impl Connection {
         Ok(true)
     }
 
-    /// No receive is posted for a Send or an immediate.
+    /// Handles a Send or immediate for which no receive is posted.
     pub(super) fn no_receive(&mut self, h: &Untagged) -> Result<(), Violation> {
         let timer = self.base.attr.min_rnr_timer;
         let Some(s) = &mut self.stream else {
             return Ok(());
         };
         if s.peer == Peer::Anywarp {
-            let seq = s.done.wrapping_add(1);
-            s.discarding = Some(seq);
-            s.send_immediate = None;
-            s.responses
-                .push_back(Response::Control(Control::Rnr { seq, timer }));
+            s.responder.reject(timer);
             return Ok(());
         }
         // RFC 5041 §7.1 [ddp-no-buffer]: a message without a buffer ends the stream.
@@ -355,7 +266,7 @@ impl Connection {
         ))
     }
 
-    /// Copies `payload` to the admitted place.
+    /// Copies `payload` to the memory that the segment was admitted for.
     fn place(
         &mut self,
         header: &Header,
@@ -393,14 +304,14 @@ impl Connection {
         }
     }
 
-    /// The place of a segment was deregistered or invalidated since it was checked.
+    /// The violation when the memory of a segment was deregistered or invalidated after the access check.
     fn gone(&self, header: &Header, stag: Stag) -> Violation {
         let error = PeerError::TaggedStag { stag: stag.0 };
-        let read = self.stream.as_ref().and_then(|s| s.reads.front());
+        let read = self.stream.as_ref().and_then(|s| s.requester.oldest_read());
         match (header.opcode(), read) {
             (Opcode::Write, _) => Violation::request(error, Status::RemoteAccess),
-            (Opcode::ReadResponse, Some(read)) => {
-                Violation::answer_to(read.request, error, Status::LocalProtection)
+            (Opcode::ReadResponse, Some(number)) => {
+                Violation::answer_to(number, error, Status::LocalProtection)
             }
             (Opcode::ReadResponse, None) => Violation::answer(error),
             _ => Violation::receive(
@@ -413,9 +324,9 @@ impl Connection {
 
     // ------------------------------------------------------------------ straight to user memory
 
-    /// Starts to receive the FPDU at the front of `rest` straight to user memory, if that is worth it.
-    fn begin_direct(&mut self, now: Instant, rest: &[u8], extent: Extent) -> bool {
-        // A CRC must be checked over the bytes as they were received. The program may change them in its own memory before
+    /// Starts to receive the FPDU at the front of `rest` straight into user memory, if it is large enough.
+    fn begin_direct(&mut self, rest: &[u8], extent: Extent) -> bool {
+        // A CRC is checked over the bytes as they were received. In its own memory the program could change them before
         // the check (docs/decisions/003).
         if self.stream.as_ref().is_none_or(|s| s.crc_rx) {
             return false;
@@ -434,16 +345,16 @@ impl Connection {
         let Some(s) = &self.stream else { return false };
         let opcode = header.opcode();
         let data = opcode == Opcode::Write || opcode == Opcode::ReadResponse || opcode.is_send();
-        // What the first message changes, and that a receive is missing, is said of good frames only.
-        let waits = opcode.is_send() && s.receive.is_none() && self.base.rq.is_empty();
-        if !data || !s.started || s.discarding.is_some() || waits {
+        // Only a complete FPDU counts as the first message, or as one without a receive.
+        let waits = opcode.is_send() && !s.responder.is_receiving_send() && self.base.rq.is_empty();
+        if !data || !s.started || s.responder.is_discarding() || waits {
             return false;
         }
         let len = (extent.ulpdu - at) as u64;
         let payload = have.get(at..).unwrap_or(&[]);
         self.base
             .observe(|| Step::Deframe(&header, extent.ulpdu - at));
-        let admitted = match self.admit(now, &header, len) {
+        let admitted = match self.admit(&header, len) {
             Ok(Admitted::Place(targets)) => {
                 self.base.observe(|| Step::Admit(len));
                 self.place(&header, &targets, 0, payload).map(|()| targets)
@@ -470,9 +381,8 @@ impl Connection {
         true
     }
 
-    /// Goes on with a direct FPDU from `rest`; `None` when more bytes are needed.
-    fn continue_direct(&mut self, rest: &[u8]) -> Option<usize> {
-        let now = self.stream.as_ref()?.last_rx?;
+    /// Continues an FPDU that is received straight into user memory with `rest`; `None` when more bytes are needed.
+    fn continue_direct(&mut self, now: Instant, rest: &[u8]) -> Option<usize> {
         let mut direct = self.stream.as_mut()?.direct.take()?;
         if direct.left > 0 {
             let n = rest
@@ -507,18 +417,17 @@ impl Connection {
         Some(tail)
     }
 
-    /// Where the next bytes of the stream go, if they are payload that goes straight to user memory: the ranges, how
-    /// much of them is filled, and how many bytes are missing.
+    /// The memory that the next bytes of the stream belong in, if they are payload that is received straight into user
+    /// memory: the ranges, the number of bytes that they contain already, and the number of bytes to come.
     pub fn direct(&self) -> Option<(&[Placement], u64, u64)> {
         let d = self.stream.as_ref()?.direct.as_ref()?;
         (d.left > 0 && d.violation.is_none()).then_some((d.targets.as_slice(), d.placed, d.left))
     }
 
-    /// `n` bytes were received to where [`Self::direct`] said.
+    /// Notes that `n` bytes were received into the memory that [`Self::direct`] returned.
     pub fn handle_direct(&mut self, now: Instant, n: u64) {
         let Some(s) = &mut self.stream else { return };
-        s.last_rx = Some(now);
-        s.pinged = false;
+        self.timers.start(Timer::Probe, now);
         let Some(d) = &mut s.direct else { return };
         let n = n.min(d.left);
         d.placed += n;
@@ -526,10 +435,10 @@ impl Connection {
         self.base.observe(|| Step::Place(n));
     }
 
-    /// The domain that the peer's STags must belong to.
+    /// The protection domain that STags of the peer must belong to.
     pub(super) fn pd_of_peer(&self) -> u32 {
         if self.base.rq.is_xrc() {
-            // That of the queue that the peer chose; none is no domain at all.
+            // The domain of the shared receive queue that the peer selected; 0, which is no domain, if it selected none.
             self.base.rq.pd().unwrap_or(0)
         } else {
             self.base.pd
@@ -537,7 +446,7 @@ impl Connection {
     }
 }
 
-/// Whether a message is a request, which is dropped while a restart is awaited.
+/// Whether a message is a request: requests are dropped until the peer restarts.
 fn is_request(opcode: Opcode) -> bool {
     opcode.is_send()
         || opcode.is_immediate()

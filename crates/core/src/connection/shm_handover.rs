@@ -10,17 +10,17 @@
 //!     | -- Switch -----------------------> |   the responder's last FPDU on the connection
 //! ```
 //!
-//! The connection stays open: its end is the end of the stream, and a byte on it wakes an end that sleeps. FPDUs in shared
-//! memory have no CRC, since nothing damages them. The engine makes and maps the memory.
+//! The TCP connection stays open: when it ends the stream ends, and a byte on it wakes an end that sleeps. FPDUs in
+//! shared memory have no CRC, since nothing damages them. The engine makes and maps the memory.
 
 use crate::ddp::rx::Violation;
 use crate::error::PeerError;
 use crate::wire::control::Handover;
 
-/// The bit of Hello that says that the end can use shared memory. Bit 0 stood for an earlier form of it.
+/// The feature bit of a Hello whose sender can use shared memory. Bit 0 was an earlier version of this feature.
 const FEATURE: u32 = 2;
 
-/// How far the hand-over is.
+/// The progress of a hand-over.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Phase {
     /// No message was exchanged.
@@ -48,7 +48,7 @@ pub(super) struct ShmHandover {
     peer_can: bool,
     /// The peer's last message, for the engine.
     received: Option<Handover>,
-    /// Our last FPDU on the connection is framed: no other is until the engine has switched.
+    /// Our last FPDU on the connection is framed: the next one waits until the engine has switched.
     tx_sealed: bool,
     /// The peer's last FPDU on the connection arrived.
     rx_sealed: bool,

@@ -1,30 +1,28 @@
 //! The state of one stream, from start-up to its end.
 
-use std::collections::VecDeque;
-use std::time::Instant;
-
+use super::requester::Requester;
+use super::responder::{Responder, Response};
 use super::shm_handover::ShmHandover;
 use crate::bounds;
 use crate::ddp::rx::Violation;
 use crate::ddp::tx::Message;
 use crate::llp::mpa::marker::Inserter;
 use crate::rdmap::message::{HELLO_VERSION, NO_STAG, bytes_message, tagged};
-use crate::rdmap::read::{PendingAtomic, PendingRead};
 use crate::rdmap::terminate::TermContext;
 use crate::verbs::source::Places;
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Untagged};
-use crate::wire::rdmap::{Opcode, ReadRequest};
-use crate::wire::{Msn, QN_READ, QN_SEND, To};
+use crate::wire::rdmap::Opcode;
+use crate::wire::{QN_SEND, To};
 
 /// The implementation at the other end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// Standard iWARP: completions at the socket, no RNR, no Send with immediate.
+    /// Standard iWARP: requests complete when the socket has them; no RNR, no Send with immediate.
     Standard,
     /// Another anywarp: acknowledgements, RNR, Send with immediate.
     Anywarp,
-    /// Not known before its first message.
+    /// Unknown until its first message arrives.
     Unknown,
 }
 
@@ -47,7 +45,7 @@ pub struct StreamConfig {
     pub initiator: bool,
     /// The message that makes the stream ready, to be sent first.
     pub first: First,
-    /// Made through the connection manager: the queue pair fails when the stream ends.
+    /// The connection manager set up the stream: the queue pair fails when the stream ends.
     pub managed: bool,
     /// The peer asked for markers in what it receives.
     pub markers: bool,
@@ -91,124 +89,80 @@ pub(super) struct Outgoing {
     pub(super) last: bool,
 }
 
-/// A message to send that is not of the send queue.
-#[derive(Debug)]
-pub(super) enum Response {
-    Read(Message),
-    Atomic(Message),
-    Control(Control),
-    Terminate(Message),
-    Rtr(Message),
-}
-
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) config: StreamConfig,
     pub(super) peer: Peer,
     pub(super) end: End,
     pub(super) handover: ShmHandover,
+    pub(super) requester: Requester,
+    pub(super) responder: Responder,
     /// A message with fewer payload bytes may be sent by the shortcut `send_short`; 0 turns that off.
     pub(super) short_limit: u64,
+    // --- transmit ---
     /// CRCs are calculated.
     pub(super) crc_tx: bool,
-    /// CRCs are checked.
-    pub(super) crc_rx: bool,
-    // --- transmit ---
+    /// A responder of MPA sends nothing before the first FPDU has arrived.
     pub(super) may_send: bool,
     pub(super) current: Option<Outgoing>,
-    /// Messages of the request that was taken last, still to be sent.
-    pub(super) parts: VecDeque<Message>,
-    pub(super) parts_of: u64,
-    pub(super) responses: VecDeque<Response>,
-    /// Sequence number of the last request message.
-    pub(super) seq: u32,
-    pub(super) next_send_msn: u32,
-    pub(super) next_read_msn: u32,
-    pub(super) next_atomic_response_msn: u32,
-    pub(super) next_atomic_id: u32,
-    pub(super) acked: u32,
-    pub(super) ack_scan: u64,
-    /// The shared receive queue that the peer was last told to use (XRC).
-    pub(super) selected_srq: Option<u32>,
-    pub(super) reads: VecDeque<PendingRead>,
-    pub(super) atomics: VecDeque<PendingAtomic>,
-    pub(super) rnr_until: Option<Instant>,
-    /// The peer waits for a Restart at this number.
-    pub(super) restart: Option<u32>,
+    /// A Terminate was queued.
     pub(super) terminated: bool,
     /// Puts markers into what we send, if the peer wants them.
     pub(super) markers: Option<Inserter>,
     // --- receive ---
+    /// CRCs are checked.
+    pub(super) crc_rx: bool,
+    /// A message of the peer has arrived.
     pub(super) started: bool,
     pub(super) bye_received: bool,
-    /// Sequence number of the last request message of the peer that is done.
-    pub(super) done: u32,
-    pub(super) done_acked: u32,
-    pub(super) recv_send_msn: u32,
-    pub(super) recv_read_msn: u32,
-    pub(super) recv_atomic_response_msn: u32,
-    pub(super) receive: Option<ReceiveUnderWay>,
-    pub(super) send_immediate: Option<[u8; 4]>,
-    pub(super) write_bytes: u64,
-    pub(super) last_write: Option<u32>,
-    /// Requests are dropped until the peer restarts at this number.
-    pub(super) discarding: Option<u32>,
-    pub(super) serving: u32,
     pub(super) direct: Option<Direct>,
-    pub(super) last_rx: Option<Instant>,
-    pub(super) pinged: bool,
 }
 
 impl Stream {
+    pub(super) fn new(config: StreamConfig, shortcuts: bool) -> Self {
+        let mut stream = Self {
+            markers: config.markers.then(Inserter::new),
+            peer: config.peer,
+            end: End::Open,
+            handover: ShmHandover::new(config.shm_handover, config.first == First::Hello),
+            requester: Requester::new(config.ord),
+            responder: Responder::new(config.ird),
+            short_limit: 0,
+            crc_tx: config.crc,
+            crc_rx: config.crc,
+            // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends nothing before the first FPDU. It may if both
+            // queue pairs were set up with each other's addresses: the peer is anywarp then, and takes FPDUs at once.
+            may_send: config.initiator || config.peer == Peer::Anywarp,
+            current: None,
+            terminated: false,
+            started: false,
+            bye_received: false,
+            direct: None,
+            config,
+        };
+        stream.set_short_limit(shortcuts);
+        if config.initiator {
+            stream.queue_first();
+        }
+        stream
+    }
+
     /// Queues the message that makes the stream ready.
-    pub(super) fn queue_first(&mut self) {
-        match self.config.first {
-            First::Nothing => {}
-            First::Hello => self.responses.push_back(Response::Control(Control::Hello {
+    fn queue_first(&mut self) {
+        let response = match self.config.first {
+            First::Nothing => return,
+            First::Hello => Response::Control(Control::Hello {
                 version: HELLO_VERSION,
                 features: self.handover.features(),
-            })),
-            First::Write => {
-                self.responses
-                    .push_back(Response::Rtr(tagged(Opcode::Write, NO_STAG, To(0))));
-            }
-            First::Read => {
-                let request = ReadRequest {
-                    sink_stag: NO_STAG,
-                    sink_to: To(0),
-                    size: 0,
-                    source_stag: NO_STAG,
-                    source_to: To(0),
-                };
-                let msn = self.next_read_msn;
-                self.next_read_msn = msn.wrapping_add(1);
-                self.seq = self.seq.wrapping_add(1);
-                self.reads.push_back(PendingRead {
-                    request: u64::MAX,
-                    sink: None,
-                    stag: NO_STAG,
-                    to: To(0),
-                    len: 0,
-                    received: 0,
-                });
-                self.responses.push_back(Response::Rtr(bytes_message(
-                    Opcode::ReadRequest,
-                    QN_READ,
-                    msn,
-                    &request.emit(),
-                )));
-            }
+            }),
+            First::Write => Response::Rtr(tagged(Opcode::Write, NO_STAG, To(0))),
+            First::Read => Response::Rtr(self.requester.ready_to_receive_read()),
             First::Send => {
-                let msn = self.next_send_msn;
-                self.next_send_msn = msn.wrapping_add(1);
-                self.responses.push_back(Response::Rtr(bytes_message(
-                    Opcode::Send,
-                    QN_SEND,
-                    msn,
-                    &[],
-                )));
+                let msn = self.requester.next_send_msn();
+                Response::Rtr(bytes_message(Opcode::Send, QN_SEND, msn, &[]))
             }
-        }
+        };
+        self.responder.push(response);
     }
 
     /// Sets the limit of the shortcut for sending: one segment, of which the payload is copied, and no markers.
@@ -222,11 +176,28 @@ impl Stream {
 
     /// Queues an acknowledgement of all requests that are done, before the stream ends.
     pub(super) fn push_ack(&mut self) {
-        if self.peer == Peer::Anywarp && self.done != self.done_acked {
-            self.done_acked = self.done;
-            self.responses
-                .push_back(Response::Control(Control::Ack { seq: self.done }));
+        if self.peer == Peer::Anywarp && self.responder.unacknowledged() > 0 {
+            let ack = self.responder.acknowledge();
+            self.responder.push_control(ack);
         }
+    }
+
+    /// Queues a Terminate.
+    pub(super) fn push_terminate(&mut self, message: Message) {
+        self.terminated = true;
+        self.responder.push(Response::Terminate(message));
+    }
+
+    /// Cuts short the message under way if it belongs to a request: the peer could make no sense of what would follow it,
+    /// but for control messages.
+    pub(super) fn cut_request(&mut self) {
+        self.current.take_if(|out| out.request.is_some());
+    }
+
+    /// Whether no message is under way or queued.
+    #[inline]
+    pub(super) fn is_tx_idle(&self) -> bool {
+        self.current.is_none() && self.requester.is_idle() && !self.responder.has_responses()
     }
 }
 
@@ -241,18 +212,7 @@ pub(super) struct Direct {
     /// Payload bytes to come.
     pub(super) left: u64,
     pub(super) pad: usize,
-    /// A rule that it broke: no more of it is placed. It is reported when its CRC is known to be right, since the FPDU may
-    /// be damaged.
+    /// A rule that the FPDU broke: the rest of its payload is not placed. The violation is reported after the CRC
+    /// field, when the FPDU is complete.
     pub(super) violation: Option<Violation>,
-}
-
-/// A Send that is arriving.
-#[derive(Debug)]
-pub(super) struct ReceiveUnderWay {
-    pub(super) request_id: u64,
-    pub(super) places: Places,
-    pub(super) room: u64,
-    pub(super) received: u64,
-    pub(super) msn: Msn,
-    pub(super) opcode: Opcode,
 }

@@ -1,4 +1,4 @@
-//! What takes many messages to see: numbers that wrap, acknowledgements that go by themselves.
+//! Behaviour that takes many messages: numbers that wrap, acknowledgements without data.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ fn now() -> Instant {
     Instant::now()
 }
 
-/// An end that opened a stream to a standard peer; its messages have the numbers before the last one behind them.
+/// An end that opened a stream to a standard peer; the next message of each queue has the last number before the wrap.
 fn near_the_end() -> (Connection, Arc<Cq>) {
     let cq = Arc::new(Cq::new(100, None));
     let mut conn = Connection::new(Parts {
@@ -88,15 +88,7 @@ fn near_the_end() -> (Connection, Arc<Cq>) {
         shm_handover: None,
     };
     conn.attach(config, now());
-    let s = conn.stream.as_mut().unwrap();
-    for number in [
-        &mut s.next_send_msn,
-        &mut s.next_read_msn,
-        &mut s.recv_send_msn,
-        &mut s.recv_read_msn,
-    ] {
-        *number = u32::MAX;
-    }
+    conn.number_from(u32::MAX - 1);
     (conn, cq)
 }
 
@@ -132,7 +124,7 @@ fn says(conn: &mut Connection, opcode: Opcode, msn: u32, body: &[u8]) {
     assert_eq!(conn.handle_rx(now(), &bytes), bytes.len());
 }
 
-/// Opcode, number and payload of what the end sends now.
+/// Opcode and number of each message that the end sends now.
 fn hears(conn: &mut Connection) -> Vec<(Opcode, Option<u32>)> {
     let mut batch = TxBatch::default();
     conn.poll_tx(now(), true, &mut batch);
@@ -171,7 +163,7 @@ fn zero_follows_the_last_number_of_what_is_sent() {
         post(&mut conn, id, send);
         post(&mut conn, 10 + id, Op::Read { remote });
     }
-    // RFC 5041 §4.3 [ddp-msn-modulo]: each queue counts for itself.
+    // RFC 5041 §4.3 [ddp-msn-modulo]: each queue has its own numbers.
     let want = [u32::MAX, 0, 1].map(|n| [(Opcode::Send, Some(n)), (Opcode::ReadRequest, Some(n))]);
     assert_eq!(hears(&mut conn), want.concat());
     assert_eq!(completed(&cq), [(0, Status::Success)]);
@@ -197,15 +189,15 @@ fn zero_follows_the_last_number_of_what_arrives() {
         assert_eq!(completed(&cq), [(id, Status::Success)]);
         assert_eq!(hears(&mut conn), [(Opcode::ReadResponse, None)]);
     }
-    // The one before is none that may come, nor is the one after the next.
+    // The number of the last message must not come again.
     says(&mut conn, Opcode::Send, 1, &[]);
     assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
     assert_eq!(conn.state(), State::Error);
 }
 
-/// Acknowledgements wait for company until so many are owed; a standard peer is owed none.
+/// An acknowledgement waits for other messages until `ACK_AFTER` requests are done; a standard peer gets none.
 #[test]
-fn so_many_acknowledgements_go_without_company() {
+fn ack_after_so_many_requests_an_acknowledgement_is_sent_without_data() {
     for (peer, owed, goes) in [
         (Peer::Anywarp, bounds::ACK_AFTER - 1, false),
         (Peer::Anywarp, bounds::ACK_AFTER, true),
@@ -214,7 +206,9 @@ fn so_many_acknowledgements_go_without_company() {
         let (mut conn, _cq) = near_the_end();
         let s = conn.stream.as_mut().unwrap();
         s.peer = peer;
-        s.done = s.done_acked.wrapping_add(owed);
+        for _ in 0..owed {
+            s.responder.request_done();
+        }
         assert_eq!(conn.must_ack(), goes);
         let mut batch = TxBatch::default();
         conn.poll_tx(now(), false, &mut batch);

@@ -1,13 +1,16 @@
 //! Transmit side of a connection: takes the next request or response, and segments and frames it.
-//! Requests are taken in order. One waits, and everything behind it, while it is fenced and an earlier Read or atomic
-//! is not done, while all ORD slots are taken, or while an RNR timer runs. Responses to the peer never wait for them,
-//! so that two ends that stall cannot block each other (RFC 5040 §5.3).
+//!
+//! Requests are taken in order. A request and all behind it wait while it is fenced and an earlier Read or atomic is not
+//! done, while it needs an ORD slot and none is free, or while the RNR timer runs. Responses never wait for requests, so
+//! that two ends whose requests wait cannot block each other (RFC 5040 §5.3).
 
 use std::time::Instant;
 
 use super::Connection;
 use super::build::Unbuildable;
-use super::stream::{End, Outgoing, Response};
+use super::responder::Response;
+use super::stream::{End, Outgoing};
+use super::timers::Timer;
 use crate::ddp::rx::Violation;
 use crate::ddp::tx::{Address, Message, segment};
 use crate::error::PeerError;
@@ -27,31 +30,31 @@ use crate::verbs::wr::{Op, Payload};
 use crate::wire::control::Control;
 use crate::wire::ddp::{Tagged, Untagged};
 use crate::wire::rdmap::{Opcode, ReadRequest};
-use crate::wire::{Msn, QN_SEND, Stag, To};
+use crate::wire::{QN_SEND, Stag, To};
 
-/// Where the message lies that is to be sent next.
+/// The place of the message that is sent next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
-    /// There is none.
+    /// There is no message to send.
     Nothing,
-    /// The one under way.
+    /// The message under way.
     Current,
-    /// The first of the request that was taken last.
+    /// The first message of the request that was taken last.
     Part,
 }
 
-/// What [`Connection::take`] found.
+/// The outcome of [`Connection::take`].
 enum Taken {
     Nothing,
-    /// Messages wait in `parts`.
+    /// The requester has messages of a request.
     Parts,
-    /// A request with nothing on the wire was done.
+    /// A request without a message was done.
     Local,
 }
 
 impl Connection {
-    /// Adds to `batch` what can be sent now; `flush` sends acknowledgements even without company. Whether the batch was full
-    /// first: there may be more.
+    /// Adds all messages to `batch` that may be sent now; with `flush` also an acknowledgement alone. Returns whether
+    /// the batch was full before the messages ended.
     pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
         let before = batch.len();
         let mut more = true;
@@ -81,8 +84,7 @@ impl Connection {
             && !s.handover.is_tx_sealed()
             && (flush || must_ack || batch.len() > before)
         {
-            s.done_acked = s.done;
-            let mut message = control(Control::Ack { seq: s.done });
+            let mut message = control(s.responder.acknowledge());
             let segment = segment(&mut message, s.config.mulpdu);
             let framed = frame_marked(
                 &mut s.markers,
@@ -105,7 +107,7 @@ impl Connection {
         more
     }
 
-    /// Cuts and frames one segment; whether its message ends with it. A message whose memory is gone cannot be finished.
+    /// Cuts and frames one segment. Returns whether its message ends with it.
     fn send_segment(&mut self, next: Next, batch: &mut TxBatch) -> bool {
         let Some(s) = &mut self.stream else {
             return false;
@@ -113,11 +115,10 @@ impl Connection {
         let (message, request, last) = match (next, &mut s.current) {
             (Next::Current, Some(out)) => (&mut out.message, out.request, out.last),
             _ => {
-                let last = s.parts.len() == 1;
-                let Some(message) = s.parts.front_mut() else {
+                let Some((number, last, message)) = s.requester.next_part() else {
                     return false;
                 };
-                (message, Some(s.parts_of), last)
+                (message, Some(number), last)
             }
         };
         let segment = segment(message, s.config.mulpdu);
@@ -132,9 +133,9 @@ impl Connection {
         );
         let ended = message.sent >= message.len;
         if framed.is_err() || next == Next::Part || ended {
-            // Out of its place, which is free then or has it as the message under way.
+            // The message leaves its place. If it has not ended, it is put back as the message under way.
             let message = match next {
-                Next::Part => s.parts.pop_front(),
+                Next::Part => s.requester.pop_part(),
                 _ => s.current.take().map(|out| out.message),
             };
             let Some(message) = message else { return false };
@@ -158,8 +159,8 @@ impl Connection {
             posted.phase = Phase::Sent;
         }
         if segment.last && request.is_none() && last {
-            // `last` marks responses that hold an IRD slot.
-            s.serving = s.serving.saturating_sub(1);
+            // `last` marks responses that occupy an IRD slot.
+            s.responder.end_service();
         }
         self.base.observe_all(|| {
             [
@@ -170,7 +171,7 @@ impl Connection {
         ended
     }
 
-    /// The buffer behind a message was deregistered before byte `from` was sent.
+    /// Fails a message whose memory was deregistered before byte `from` was sent.
     fn cannot_finish(&mut self, request: Option<u64>, message: &Message, from: u64) {
         if let Some(number) = request {
             self.fail_request(
@@ -181,8 +182,8 @@ impl Connection {
             return;
         }
         if let Some(s) = &mut self.stream {
-            // The answers behind this one would be taken for it.
-            s.responses.clear();
+            // The peer would take the next Read Response for the rest of this one.
+            s.responder.clear();
         }
         let stag = message.source.stag().0;
         let violation = Violation::answer(PeerError::RemoteStag { stag });
@@ -190,7 +191,7 @@ impl Connection {
         self.fail_by_peer(violation, &context);
     }
 
-    /// The next message to send: the one under way, a response, or the next of the send queue.
+    /// Finds the next message to send: the message under way, a response, or a message of the send queue.
     fn next_message(&mut self, now: Instant) -> Next {
         loop {
             let Some(s) = self.stream.as_mut() else {
@@ -205,7 +206,7 @@ impl Connection {
             if s.handover.is_tx_sealed() {
                 return Next::Nothing;
             }
-            if let Some(response) = s.responses.pop_front() {
+            if let Some(response) = s.responder.pop() {
                 let (message, last) = match response {
                     Response::Read(m) | Response::Atomic(m) => (m, true),
                     Response::Control(c) => {
@@ -225,11 +226,12 @@ impl Connection {
                 self.base.observe(|| Step::Build(opcode, len));
                 return Next::Current;
             }
-            if s.end != End::Open || s.rnr_until.is_some_and(|t| t > now) {
+            let rnr = self.timers.get(Timer::Rnr);
+            if s.end != End::Open || rnr.is_some_and(|t| t > now) {
                 return Next::Nothing;
             }
-            s.rnr_until = None;
-            if let Some(seq) = s.restart.take() {
+            self.timers.stop(Timer::Rnr);
+            if let Some(seq) = s.requester.take_restart() {
                 s.current = Some(Outgoing {
                     message: control(Control::Restart { seq }),
                     request: None,
@@ -237,24 +239,19 @@ impl Connection {
                 });
                 return Next::Current;
             }
-            if let Some(next) = s.parts.front() {
-                let waits = matches!(next.opcode, Opcode::ReadRequest | Opcode::AtomicRequest)
-                    && s.reads.len() + s.atomics.len() > s.config.ord as usize;
-                // The entries of this request are in `reads` already: one above the limit means "no free slot".
-                if waits && !self.first_unsent_fits() {
-                    return Next::Nothing;
-                }
-                return Next::Part;
+            match s.requester.part_waits() {
+                Some(true) => return Next::Nothing,
+                Some(false) => return Next::Part,
+                None => {}
             }
-            // The peer's silence counts from the first request that it owes an answer to.
+            // The peer's silence is measured from the first request without an answer.
             if !self.base.sq.has_outstanding() {
-                s.last_rx = Some(now);
-                s.pinged = false;
+                self.timers.start(Timer::Probe, now);
             }
             match self.take() {
                 Taken::Nothing => {
-                    // A request that fails locally ends the connection; its Terminate may be queued, and is sent.
-                    if self.stream.as_ref().is_none_or(|s| s.responses.is_empty()) {
+                    // A request that fails locally ends the connection: a Terminate may be queued now.
+                    if !self.has_responses() {
                         return Next::Nothing;
                     }
                 }
@@ -263,11 +260,11 @@ impl Connection {
         }
     }
 
-    /// Takes, builds and frames the next request in one step, if it is one short message and nothing is to be sent before
-    /// it, as is usual.
+    /// Takes, builds and frames the next request in one step, if it is one short message and no other message is to be
+    /// sent before it. Most requests are.
     ///
-    /// Returns false, and has changed nothing, if the request has to take the general path ([`Self::next_message`]). Bytes,
-    /// completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
+    /// Returns false, and has changed nothing, if the request has to take the general path ([`Self::next_message`]).
+    /// Bytes, completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
         let outstanding = self.base.sq.has_outstanding();
         let (Some(s), Some((_, posted))) = (&mut self.stream, self.base.sq.peek()) else {
@@ -277,17 +274,14 @@ impl Connection {
         let is_next = self.base.state == State::Rts
             && s.end == End::Open
             && s.may_send
-            && s.current.is_none()
-            && s.parts.is_empty()
-            && s.responses.is_empty()
-            && s.restart.is_none()
-            && s.rnr_until.is_none()
+            && s.is_tx_idle()
+            && self.timers.get(Timer::Rnr).is_none()
             && !s.handover.is_tx_sealed();
         let is_plain = posted.phase == Phase::Queued
             && posted.skip == 0
             && posted.injected.is_none()
             && request.srq.is_none()
-            && !(request.fence && (!s.reads.is_empty() || !s.atomics.is_empty()));
+            && !(request.fence && s.requester.has_pending());
         let len = request.payload.len();
         if !is_next || !is_plain || len >= s.short_limit {
             return false;
@@ -306,7 +300,7 @@ impl Connection {
                     opcode: Opcode::send(invalidate.is_some(), request.solicited),
                     inv_stag: invalidate.unwrap_or(Stag(0)),
                     qn: QN_SEND,
-                    msn: Msn(s.next_send_msn),
+                    msn: s.requester.send_msn(),
                     mo: 0,
                 };
                 let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
@@ -328,20 +322,19 @@ impl Connection {
             return false;
         }
         if !outstanding {
-            // As in `next_message`.
-            s.last_rx = Some(now);
-            s.pinged = false;
-        }
-        let seq = s.seq.wrapping_add(1);
-        s.seq = seq;
-        posted.msn_before = (s.next_send_msn, s.next_read_msn);
-        posted.seq = (seq, seq);
-        posted.bytes = len;
-        posted.phase = Phase::Sent;
-        if opcode != Opcode::Write {
-            s.next_send_msn = s.next_send_msn.wrapping_add(1);
+            // The peer's silence is measured as in `next_message`.
+            self.timers.start(Timer::Probe, now);
         }
         let id = request.id;
+        s.requester.note_start(posted);
+        if opcode == Opcode::Write {
+            s.requester.number_request();
+        } else {
+            s.requester.number_send();
+        }
+        posted.seq.1 = posted.seq.0;
+        posted.bytes = len;
+        posted.phase = Phase::Sent;
         self.base.sq.advance();
         self.base.observe_all(|| {
             [
@@ -354,18 +347,6 @@ impl Connection {
         true
     }
 
-    /// Whether the next unsent Read Request still finds an ORD slot: outstanding ones before it are counted.
-    fn first_unsent_fits(&self) -> bool {
-        let Some(s) = &self.stream else { return false };
-        let unsent = s
-            .parts
-            .iter()
-            .filter(|m| matches!(m.opcode, Opcode::ReadRequest | Opcode::AtomicRequest))
-            .count();
-        let outstanding = (s.reads.len() + s.atomics.len()).saturating_sub(unsent);
-        outstanding < s.config.ord as usize
-    }
-
     /// Takes the next request of the send queue, if it may be sent now.
     fn take(&mut self) -> Taken {
         if self.base.state != State::Rts {
@@ -374,11 +355,10 @@ impl Connection {
         let Some(s) = self.stream.as_mut() else {
             return Taken::Nothing;
         };
-        let outstanding = s.reads.len() + s.atomics.len();
         let Some((number, posted)) = self.base.sq.peek() else {
             return Taken::Nothing;
         };
-        if posted.request.fence && outstanding > 0 {
+        if posted.request.fence && s.requester.has_pending() {
             return Taken::Nothing;
         }
         if let Some(status) = posted.injected {
@@ -387,35 +367,35 @@ impl Connection {
             return Taken::Nothing;
         }
         if posted.request.op.is_read_or_atomic() {
-            if s.config.ord == 0 {
-                self.base.sq.advance();
-                self.fail_request(
-                    number,
-                    Status::LocalQpOperation,
-                    "a Read or atomic with max_rd_atomic 0",
-                );
-                return Taken::Nothing;
-            }
-            if outstanding >= s.config.ord as usize {
-                return Taken::Nothing;
+            match s.requester.slots_are_taken() {
+                Some(false) => {}
+                Some(true) => return Taken::Nothing,
+                None => {
+                    self.base.sq.advance();
+                    self.fail_request(
+                        number,
+                        Status::LocalQpOperation,
+                        "a Read or atomic with max_rd_atomic 0",
+                    );
+                    return Taken::Nothing;
+                }
             }
         }
         let id = posted.request.id;
-        posted.msn_before = (s.next_send_msn, s.next_read_msn);
-        posted.seq = (s.seq.wrapping_add(1), s.seq);
+        s.requester.note_start(posted);
         if posted.phase == Phase::Done {
-            // A bind or invalidate that was done before the queue went back.
+            // A bind or invalidate that was done before an RNR took the queue back.
             self.base.sq.advance();
             self.retire();
             return Taken::Local;
         }
         self.base.sq.advance();
         self.base.observe(|| Step::Take(id));
-        // They are empty now, and keep their room.
+        // The list of messages is empty, and its allocation is used again.
         let mut parts = self
             .stream
             .as_mut()
-            .map(|s| std::mem::take(&mut s.parts))
+            .map(|s| s.requester.take_list())
             .unwrap_or_default();
         // Most requests are one message.
         parts.reserve_exact(1);
@@ -442,7 +422,7 @@ impl Connection {
                 let Some(s) = self.stream.as_mut() else {
                     return Taken::Nothing;
                 };
-                let seq = s.seq;
+                let seq = s.requester.seq();
                 if let Some(posted) = self.base.sq.get_mut(number) {
                     posted.seq.1 = seq;
                     posted.phase = if parts.is_empty() {
@@ -452,12 +432,11 @@ impl Connection {
                     };
                 }
                 let is_local = parts.is_empty();
-                s.parts = parts;
+                s.requester.set_parts(number, parts);
                 if is_local {
                     self.retire();
                     return Taken::Local;
                 }
-                s.parts_of = number;
                 Taken::Parts
             }
             Err(Unbuildable(status, why)) => {
@@ -468,7 +447,7 @@ impl Connection {
     }
 }
 
-/// Appends what is to be sent. False: it is not allowed, or is no longer there.
+/// Appends the payload of a request. False: the request may not access the memory, or it is no longer registered.
 fn append(
     payload: &Payload,
     rnic: &Rnic,
@@ -495,7 +474,7 @@ fn append(
     }
 }
 
-/// The Read Request that would ask for what a Read Response lacks from byte `from` on.
+/// The Read Request for the part of a Read Response from byte `from` on.
 fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
     let (Address::Tagged { stag, to }, Source::Memory { places, .. }) =
         (response.address, &response.source)

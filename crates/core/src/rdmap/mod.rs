@@ -1,5 +1,4 @@
 //! RDMAP: what the messages of RFC 5040 and RFC 7306 mean.
 
 pub(crate) mod message;
-pub(crate) mod read;
 pub mod terminate;

@@ -167,16 +167,23 @@ pub struct Attr {
 impl Attr {
     /// How long the peer may stay silent with requests outstanding: timeout and `retry_cnt`. `None`: for ever.
     pub fn silence_limit(&self) -> Option<Duration> {
-        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout, and as many tries as retry_cnt says after the first.
+        self.silence_limit_ns().map(Duration::from_nanos)
+    }
+
+    /// How long the peer's machine may stay silent with requests outstanding before it is sent a Ping.
+    #[inline]
+    pub fn probe_after(&self) -> Option<Duration> {
+        self.silence_limit_ns()
+            .map(|all| Duration::from_nanos(all / 4))
+    }
+
+    /// [`Self::silence_limit`] in nanoseconds: arithmetic of `Duration` is slow, and each posted request needs this.
+    #[inline]
+    fn silence_limit_ns(&self) -> Option<u64> {
+        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout, and as many tries as retry_cnt says after the first: far below 2^64 ns.
         let t = u64::from(self.timeout & 31);
-        if t == 0 {
-            return None;
-        }
-        // In nanoseconds, far below 2^64: a Duration's own arithmetic is slow, and this is asked for with each request.
         let all = (4096_u64 << t) * (u64::from(self.retry_cnt) + 1);
-        Some(Duration::from_nanos(
-            all.clamp(200_000_000, 600_000_000_000),
-        ))
+        (t > 0).then_some(all.clamp(200_000_000, 600_000_000_000))
     }
 
     /// Takes the attributes that `attr_mask` names from `from`.

@@ -1,0 +1,43 @@
+//! Timers of a connection: a table of those that run.
+
+use std::time::Instant;
+
+/// A timer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Timer {
+    /// The peer had no receive: until it fires nothing of the send queue is sent.
+    Rnr,
+    /// The peer is silent though it has requests to answer: when it fires a Ping is sent.
+    Probe,
+    /// The peer has left: when it fires posted requests fail.
+    GiveUp,
+}
+
+impl Timer {
+    /// All timers.
+    pub(super) const ALL: [Self; 3] = [Self::Rnr, Self::Probe, Self::GiveUp];
+}
+
+/// The timers that run, with their times: for [`Timer::Probe`] when the silence began, since each segment that arrives sets it
+/// and should not pay for more; for others when they fire.
+#[derive(Debug, Default)]
+pub(super) struct Timers([Option<Instant>; Timer::ALL.len()]);
+
+#[expect(clippy::indexing_slicing, reason = "one place for each variant")]
+impl Timers {
+    #[inline]
+    pub(super) fn start(&mut self, timer: Timer, at: Instant) {
+        self.0[timer as usize] = Some(at);
+    }
+
+    #[inline]
+    pub(super) fn stop(&mut self, timer: Timer) {
+        self.0[timer as usize] = None;
+    }
+
+    /// The time of a timer that runs.
+    #[inline]
+    pub(super) fn get(&self, timer: Timer) -> Option<Instant> {
+        self.0[timer as usize]
+    }
+}
