@@ -195,6 +195,10 @@ pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
 /// The same, to all peers; then each has four more.
 pub const RD_ANSWERS: usize = 16_384;
 
+/// Packets a second that echo wrong tokens and seem to come from one host, after which none of its packets is believed that
+/// is not of a peer which is known: to find a token of 32 bits takes months then, and it is good for a minute.
+pub const RD_BAD_ECHOES: u16 = 256;
+
 /// Answers to strangers that wait to be sent; more strangers at once get none.
 pub const RD_CHALLENGES: usize = 256;
 

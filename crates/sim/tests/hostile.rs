@@ -1083,6 +1083,44 @@ fn acknowledgements_come_in_time_and_seldom() {
     assert_eq!((acks[0].0, acks[1].0), (quarter, 2 * quarter));
 }
 
+/// Who has returned a token gets three times what came from there, with everything that is sent again, until it returns a
+/// number that was in a packet to it; then it gets all.
+#[test]
+fn a_silent_reliable_peer_gets_little() {
+    let mut net = Ether::new(15, Link::default());
+    let b = net.join(Kind::Rd, options());
+    const MANY: u32 = 1 << 20;
+    let mr = net[b].host.register(MANY as usize, access::ALL);
+    let seen = watch(&mut net);
+    for (n, size) in [8, 100, 1000, MANY].into_iter().enumerate() {
+        let mut s = Stranger::meets(&mut net, &seen, n as u32, b);
+        let data = read_request(1, size, &mr, 0);
+        s.says(&mut net, Some(&data));
+        let came = Packet::LEN + data.len() + dgram::CRC;
+        net.run(2000 * MS);
+        let heard = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
+        let bytes = |heard: &Vec<Vec<u8>>| heard.iter().map(Vec::len).sum::<usize>();
+        assert!(
+            bytes(&heard) <= 3 * came,
+            "{size}: {} for {came}",
+            bytes(&heard)
+        );
+        let packets: Vec<_> = heard.iter().map(|p| rd::parse(p).unwrap()).collect();
+        let answered = packets.iter().any(|(_, data)| data.is_some());
+        assert_eq!(answered, size < 150);
+        let proof = Packet {
+            time_echo: packets[0].0.time,
+            ..s.packet()
+        };
+        let mut bytes_of = Vec::new();
+        proof.put(false, &mut bytes_of);
+        net.hear(s.addr, s.to, &sealed(bytes_of));
+        net.run(2000 * MS);
+        let more = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
+        assert!(size < MANY || bytes(&more) > 10_000, "{}", bytes(&more));
+    }
+}
+
 /// Nothing is controlled from inside a packet.
 #[test]
 fn a_packet_holds_no_control() {

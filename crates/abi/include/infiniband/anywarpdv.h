@@ -155,6 +155,7 @@ struct anywarpdv_counters {
 	uint64_t rd_again;		/* RD: packets that were sent once more */
 	uint64_t rd_probes;		/* RD: packets that asked a silent peer */
 	uint64_t rd_acks;		/* RD: packets that only acknowledged */
+	uint64_t rd_bad_echo;		/* RD: packets that echoed a token which is not theirs */
 };
 
 /* Whether the device is of anywarp, so that these functions work on it. */

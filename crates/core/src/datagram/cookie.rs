@@ -10,12 +10,16 @@
 )]
 
 use std::hash::{Hash, Hasher, SipHasher};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use super::types::Peer;
 
 /// How long a cookie is good at least; at most twice as long.
 const LIFE: u64 = 60;
+/// The same of a token with which a peer of reliable datagrams begins. A peer is remembered for longer than that, so the
+/// token of one that was forgotten is never good any more.
+const TOKEN_LIFE: u64 = 30;
 
 /// The key, from the random source of the host.
 #[derive(Clone, Copy)]
@@ -32,10 +36,36 @@ impl Secret {
         hasher.finish()
     }
 
-    /// The number that a peer of reliable datagrams has to echo. Never 0.
-    pub(super) fn token(&self, peer: &Peer) -> u32 {
-        let [a, b, c, d, ..] = self.hash((0_u8, peer)).to_be_bytes();
+    /// The number that a peer of reliable datagrams has to echo to begin. Never 0. `instead`: the token of the peer, if
+    /// another queue pair there was known until now; else 0.
+    pub(super) fn token(&self, peer: &Peer, instead: u32, now: Duration) -> u32 {
+        self.token_of(peer, instead, now.as_secs() / TOKEN_LIFE)
+    }
+
+    fn token_of(&self, peer: &Peer, instead: u32, slot: u64) -> u32 {
+        self.number((0_u8, peer, instead, slot))
+    }
+
+    fn number(&self, what: impl Hash) -> u32 {
+        let [a, b, c, d, ..] = self.hash(what).to_be_bytes();
         u32::from_be_bytes([a, b, c, d]).max(1)
+    }
+
+    /// Whether `token` is one that the peer was given lately.
+    pub(super) fn gave(&self, peer: &Peer, instead: u32, token: u32, now: Duration) -> bool {
+        let slot = now.as_secs() / TOKEN_LIFE;
+        self.token_of(peer, instead, slot) == token
+            || self.token_of(peer, instead, slot.wrapping_sub(1)) == token
+    }
+
+    /// A number that nobody can guess and that is another one each time. Never 0.
+    pub(super) fn nonce(&self, peer: &Peer, now: Duration) -> u32 {
+        self.number((3_u8, peer, now))
+    }
+
+    /// A small number that addresses of one prefix share.
+    pub(super) fn bucket(&self, prefix: &IpAddr) -> u8 {
+        self.hash((4_u8, prefix)) as u8
     }
 
     /// A first number for something that should not be guessed.
@@ -79,6 +109,19 @@ mod tests {
         assert!(!secret.knows(&peer(2, 3), cookie, at(59)));
         assert!(!secret.knows(&peer(1, 4), cookie, at(59)));
         assert!(!Secret::new([1, 3]).knows(&peer(1, 3), cookie, at(59)));
-        assert_ne!(secret.token(&peer(1, 3)), secret.token(&peer(2, 3)));
+    }
+
+    #[test]
+    fn a_token_is_good_for_its_peer_for_a_shorter_while() {
+        let secret = Secret::new([1, 2]);
+        let peer = |host: u8| (([10, 0, 0, host], 4000).into(), 3);
+        let at = |s| Duration::from_secs(s);
+        let token = secret.token(&peer(1), 0, at(29));
+        assert!(secret.gave(&peer(1), 0, token, at(0)));
+        assert!(secret.gave(&peer(1), 0, token, at(59)));
+        assert!(!secret.gave(&peer(1), 0, token, at(60)));
+        assert!(!secret.gave(&peer(2), 0, token, at(29)));
+        assert!(!secret.gave(&peer(1), 7, token, at(29)));
+        assert_ne!(secret.nonce(&peer(1), at(1)), secret.nonce(&peer(1), at(2)));
     }
 }

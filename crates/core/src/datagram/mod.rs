@@ -261,6 +261,7 @@ impl DatagramQp {
             rd_again: told.again,
             rd_probes: told.probes,
             rd_acks: told.acks,
+            rd_bad_echo: told.bad_echo,
             ..self.counters
         }
     }

@@ -41,10 +41,20 @@ pub(super) struct Current {
     pub(super) waits: Option<Duration>,
 }
 
+/// Bytes in front of the payload of any datagram, with an immediate.
+pub(super) const HEAD: usize = 26 + 8 + 18;
+
 impl Current {
     /// Whose pace it follows.
     pub(super) fn peer(&self) -> Option<Peer> {
         (!is_many(&self.to)).then(|| peer_of(&self.to))
+    }
+
+    /// Bytes of its next datagram, about: no fewer than it has.
+    pub(super) fn next_len(&self) -> usize {
+        let left = self.message.len.saturating_sub(self.message.sent);
+        let len = usize::try_from(left.min(self.segment)).unwrap_or(usize::MAX / 2);
+        len + HEAD
     }
 }
 

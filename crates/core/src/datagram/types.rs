@@ -276,11 +276,13 @@ pub struct Counters {
     pub rd_probes: u64,
     /// Reliable: packets that only acknowledged.
     pub rd_acks: u64,
+    /// Reliable: packets that echoed a token which is not theirs.
+    pub rd_bad_echo: u64,
 }
 
 impl Counters {
     /// All of them with their names.
-    pub fn named(&self) -> [(&'static str, u64); 26] {
+    pub fn named(&self) -> [(&'static str, u64); 27] {
         [
             ("rx_dgrams", self.rx_dgrams),
             ("rx_messages", self.rx_messages),
@@ -308,6 +310,7 @@ impl Counters {
             ("rd_again", self.rd_again),
             ("rd_probes", self.rd_probes),
             ("rd_acks", self.rd_acks),
+            ("rd_bad_echo", self.rd_bad_echo),
         ]
     }
 

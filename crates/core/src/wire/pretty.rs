@@ -533,6 +533,7 @@ mod tests {
             dst_index: 3,
             src_index: 7,
             ack: Some(11),
+            instance: 0,
             window: 4096,
             time: 1,
             time_echo: 0,

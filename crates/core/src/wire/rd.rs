@@ -15,7 +15,7 @@
 //! +----------+----------+----------+----------+----------------------------+
 //!  then, if D: a datagram without its CRC; then CRC32C (4)
 //!       fl:  D 0x1 data   C 0x2 challenge   R 0x4 not ready   A 0x8 acknowledge at once
-//!       fl2: K 0x01 the field ack counts   S 0x02 acknowledge soon
+//!       fl2: K 0x01 the field ack counts, else it is the instance   S 0x02 acknowledge soon
 //! ```
 
 use super::dgram::DgramError;
@@ -45,6 +45,9 @@ pub struct Packet {
     pub src_index: u8,
     /// Everything before this number is delivered. None: nothing has come yet.
     pub ack: Option<u32>,
+    /// Which queue pair the sender is, in the place of `ack` if that is none: another queue pair on the port has another
+    /// number, one that only forgot the receiver has the same. 0: not known.
+    pub instance: u32,
     /// What the receiver of data takes beyond that, as the kernel counts memory of sockets, in bytes.
     pub window: u32,
     /// The sender's clock, microseconds.
@@ -106,7 +109,7 @@ impl Packet {
             | if self.ack_soon { ACK_SOON } else { 0 };
         let small = [more, 0, self.dst_index, self.src_index];
         put::<20, { Self::LEN }, 4>(&mut head, small);
-        put::<24, { Self::LEN }, 4>(&mut head, self.ack.unwrap_or(0).to_be_bytes());
+        put::<24, { Self::LEN }, 4>(&mut head, self.ack.unwrap_or(self.instance).to_be_bytes());
         put::<28, { Self::LEN }, 4>(&mut head, self.window.to_be_bytes());
         put::<32, { Self::LEN }, 4>(&mut head, self.time.to_be_bytes());
         put::<36, { Self::LEN }, 4>(&mut head, self.time_echo.to_be_bytes());
@@ -154,6 +157,11 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
         dst_index,
         src_index,
         ack: (more & ACK_COUNTS != 0).then(|| take32::<24, { Packet::LEN }>(head)),
+        instance: if more & ACK_COUNTS == 0 {
+            take32::<24, { Packet::LEN }>(head)
+        } else {
+            0
+        },
         window: take32::<28, { Packet::LEN }>(head),
         time: take32::<32, { Packet::LEN }>(head),
         time_echo: take32::<36, { Packet::LEN }>(head),
@@ -199,6 +207,7 @@ mod tests {
             dst_index: 3,
             src_index: 7,
             ack: Some(11),
+            instance: 0,
             window: 0x0010_0000,
             time: 0x1000,
             time_echo: 0x0fff,
@@ -230,6 +239,7 @@ mod tests {
                 ack_soon: true,
                 refused: 10,
                 ack: None,
+                instance: 0x1122_3344,
                 arrived: SmallVec::new(),
                 ..packet()
             },

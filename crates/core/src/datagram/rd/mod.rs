@@ -25,9 +25,11 @@
 //! | `congestion.rs` | how much may be under way |
 //! | `shares.rs` | what hosts and networks may take |
 //!
-//! A token is a keyed hash of the peer's address and comes from a key that is drawn for each queue pair. A peer that
-//! answers with another token than before is another queue pair than before: what was under way to the old one has
-//! failed, because nobody can say what of it arrived.
+//! A token is a keyed hash of the peer's address and of the time, from a key that is drawn for each queue pair. With one it
+//! begins, for a minute at most; then both ends keep their tokens until they forget each other. A peer that comes with
+//! another token than before is another queue pair than before, once it has echoed a token that was made for that question:
+//! what was under way to the old one has failed, because nobody can say what of it arrived. If it is the same queue pair,
+//! which had forgotten us, nothing that was sent lately had arrived, and it is sent again.
 
 mod ack;
 mod congestion;
@@ -111,6 +113,15 @@ struct PeerState {
     echo: u32,
     /// Its token before it restarted.
     echo_before: u32,
+    /// Which queue pair it is; 0: it did not say.
+    instance: u32,
+    /// What stands for our clock in packets to it until it has been returned.
+    nonce: u32,
+    /// It has shown that it receives at its address, and in which second.
+    is_proven: bool,
+    proven_at: u32,
+    /// Bytes that may be sent to it until it has.
+    credit: u32,
     /// Number of the next packet.
     next: u64,
     /// Number of the next packet from it, when nothing of it waits; `None`: nothing came yet.
@@ -138,9 +149,40 @@ impl PeerState {
         tx.is_some_and(|tx| !tx.is_empty() || tx.deadline.is_some())
     }
 
+    /// It may be somebody else by now that receives at its address.
+    fn doubt(&mut self, secret: &Secret, peer: &Peer, now: Duration) {
+        self.nonce = secret.nonce(peer, now);
+        self.is_proven = false;
+        self.credit = 0;
+    }
+
+    /// It does receive there.
+    fn prove(&mut self, now: Duration) {
+        self.is_proven = true;
+        self.proven_at = second(now);
+    }
+
+    /// Whether `len` bytes may be sent to it: until it has shown that it receives at its address no more than
+    /// [`AMPLIFICATION`] times what came from there.
+    fn affords(&self, len: usize) -> bool {
+        // Some is left for packets that ask again.
+        self.is_proven || len + QUESTIONS <= self.credit as usize
+    }
+
+    fn spend(&mut self, len: usize) {
+        if !self.is_proven {
+            self.credit = self
+                .credit
+                .saturating_sub(u32::try_from(len).unwrap_or(u32::MAX));
+        }
+    }
+
     /// What each packet of it tells.
     fn hears(&mut self, packet: &Packet, now: Duration) {
         self.used = now;
+        if packet.instance != 0 {
+            self.instance = packet.instance;
+        }
         let room = packet.window;
         self.room = room.clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
     }
@@ -155,6 +197,8 @@ pub(super) struct RdCounts {
     pub(super) probes: u64,
     /// Packets that only acknowledge.
     pub(super) acks: u64,
+    /// Packets that echoed a token which is not theirs.
+    pub(super) bad_echo: u64,
 }
 
 /// The reliability layer of one queue pair.
@@ -162,6 +206,11 @@ pub(super) struct RdCounts {
 pub(super) struct Reliable {
     pub(super) counts: RdCounts,
     secret: Secret,
+    /// What peers know this queue pair by when they were forgotten.
+    instance: u32,
+    /// Packets with wrong echoes in one second, by a hash of the host that they seem to come from.
+    bad_echoes: Box<[u16; 256]>,
+    bad_second: u64,
     index: u8,
     /// Deliver packets of a peer in the order in which it sent them.
     ordered: bool,
@@ -195,6 +244,9 @@ impl Reliable {
         Self {
             counts: RdCounts::default(),
             secret,
+            instance: secret.start(4).max(1),
+            bad_echoes: Box::new([0; 256]),
+            bad_second: 0,
             index,
             ordered,
             patience,
@@ -253,12 +305,25 @@ impl Reliable {
 
     // ------------------------------------------------------------------ sending
 
-    /// Whether a datagram may be given out to `peer` now. A peer that is not known is asked for its token first.
-    pub(super) fn may_send(&mut self, peer: &Peer, way: Way, now: Duration) -> bool {
+    /// Whether a datagram of `len` bytes may be given out to `peer` now. A peer that is not known is asked for its token first,
+    /// and one that has not shown that it receives at its address is asked to do so before much is sent.
+    pub(super) fn may_send(&mut self, peer: &Peer, way: Way, len: usize, now: Duration) -> bool {
+        let room = self.room;
         if let Some(state) = self.peers.get_mut(peer)
             && state.echo != 0
         {
             state.used = now;
+            if !state.affords(Packet::LEN + len + dgram::CRC) {
+                let new = || Box::new(Sender::new(state.next, room, now));
+                let tx = state.tx.get_or_insert_with(new);
+                if tx.deadline.is_none() {
+                    tx.wait(now, &state.path);
+                    state.ask = true;
+                    watch(&mut self.timers, peer, state);
+                    enqueue(&mut self.queued, peer, state);
+                }
+                return false;
+            }
             return match &mut state.tx {
                 Some(tx) => tx.has_window(&state.path),
                 None => true,
@@ -269,7 +334,6 @@ impl Reliable {
                 .push_back(Event::Lost(*peer, Status::LocalQpOperation));
             return false;
         }
-        let room = self.room;
         if let Some(state) = self.peers.get_mut(peer)
             && state.tx.is_none()
         {
@@ -292,14 +356,15 @@ impl Reliable {
         (tag, last, alone): (Tag, bool, bool),
         now: Duration,
     ) -> Option<(Way, Bytes)> {
-        let (index, room) = (self.index, self.room);
+        let (me, room) = ((self.index, self.instance), self.room);
         let state = self.peers.get_mut(peer)?;
         state.used = now;
+        state.spend(packet.len() + dgram::CRC);
         let tx = state
             .tx
             .get_or_insert_with(|| Box::new(Sender::new(state.next, state.room, now)));
         let ask = tx.push(packet.len() + dgram::CRC, alone, now, &mut state.path);
-        let mut head = header(state, peer, index, room, now);
+        let mut head = header(state, peer, me, room, now);
         head.seq = state.next as u32;
         head.ack_now = ask;
         head.ack_soon = alone;
@@ -358,10 +423,14 @@ impl Reliable {
     }
 
     fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(Way, Vec<u8>)> {
-        let (index, room) = (self.index, self.room);
+        let (me, room) = ((self.index, self.instance), self.room);
         let state = self.peers.get_mut(peer)?;
         let counts = &mut self.counts;
-        let mut packet = header(state, peer, index, room, now);
+        let affords = state.is_proven || {
+            let next = state.tx.as_deref().and_then(Sender::next_len);
+            next.is_none_or(|len| state.affords(len))
+        };
+        let mut packet = header(state, peer, me, room, now);
         let ask = std::mem::take(&mut state.ask);
         // A packet with data has no room for runs: they follow.
         let mut whole = true;
@@ -391,9 +460,9 @@ impl Reliable {
                 whole = packet.arrived.is_empty();
                 packet.arrived.clear();
                 counts.probes += 1;
-                Some(wrap(packet, &tx.probe(now, &mut state.path)))
+                Some(wrap(packet, &tx.probe(affords, now, &mut state.path)))
             }
-            Some(tx) => match tx.again(now, &state.path) {
+            Some(tx) if affords => match tx.again(now, &state.path) {
                 Some(again) => {
                     packet.ack_now = true;
                     whole = packet.arrived.is_empty();
@@ -403,14 +472,19 @@ impl Reliable {
                 }
                 None => ack(counts, packet),
             },
-            None => ack(counts, packet),
+            _ => ack(counts, packet),
         }?;
+        watch(&mut self.timers, peer, state);
+        if !state.is_proven && bytes.len() > state.credit as usize {
+            // As if it were lost on the way.
+            return None;
+        }
+        state.spend(bytes.len());
         if let Some(rx) = &mut state.rx
             && whole
         {
             rx.acknowledges();
         }
-        watch(&mut self.timers, peer, state);
         Some((state.way, bytes))
     }
 
@@ -490,6 +564,7 @@ impl Reliable {
         let context = RxContext {
             ordered: self.ordered,
             quarter: u64::from(self.room / 4),
+            secret: self.secret,
             known: self.peers.len(),
             shares: &mut self.shares,
             sweep_at: &mut self.sweep_at,
@@ -504,21 +579,72 @@ impl Reliable {
 
     /// A packet with tokens that are not those of a peer that is known. True: it is one from now on.
     fn meet(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) -> bool {
-        let known = self.peers.get(peer).map(|s| s.token);
-        let token = known.unwrap_or_else(|| self.secret.token(peer));
         if packet.challenge {
-            self.challenged(peer, packet, token, now);
+            self.challenged(peer, arrival, packet, now);
             return false;
         }
-        if packet.echo != token {
+        if packet.echo != 0 && self.is_guessed(peer, now) {
+            self.counts.bad_echo += 1;
+            return false;
+        }
+        let known = self.peers.get(peer);
+        let is_new = known.is_none();
+        if known.is_some_and(|s| s.echo_before == packet.token) {
+            return false;
+        }
+        // Another queue pair than the one that is known has to echo a token that it got instead of that one: the old one may
+        // be alive, and this one not be there.
+        let restarts = known.is_some_and(|s| s.echo != 0 && s.echo != packet.token);
+        let instead = if restarts { packet.token } else { 0 };
+        let required = known.filter(|_| !restarts).map(|s| s.token);
+        let right =
+            required == Some(packet.echo) || self.secret.gave(peer, instead, packet.echo, now);
+        if !right {
+            let fresh = || self.secret.token(peer, instead, now);
+            let token = required.unwrap_or_else(fresh);
             self.challenge(peer, arrival, packet, token, now);
+            if packet.echo != 0 {
+                self.counts.bad_echo += 1;
+                self.note_bad_echo(peer);
+            }
             return false;
         }
         let way = Way {
             from: arrival.to,
             ..Way::default()
         };
-        self.enter(peer, way, true, now) && self.recognize(peer, packet.token, now)
+        if !self.enter(peer, way, true, now) {
+            return false;
+        }
+        self.recognize(peer, packet, now);
+        if let Some(state) = self.peers.get_mut(peer) {
+            state.token = packet.echo;
+            if is_new || restarts {
+                // Its address was right up to a minute ago.
+                state.doubt(&self.secret, peer, now);
+            }
+        }
+        true
+    }
+
+    /// Whether so many packets of this second echoed wrong tokens, from the host of `peer` as it seems, that somebody tries
+    /// them out.
+    fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
+        if self.bad_second != now.as_secs() {
+            self.bad_second = now.as_secs();
+            self.bad_echoes.fill(0);
+        }
+        let at = usize::from(self.secret.bucket(&shares::prefixes(peer).0));
+        self.bad_echoes
+            .get(at)
+            .is_some_and(|n| *n >= bounds::RD_BAD_ECHOES)
+    }
+
+    fn note_bad_echo(&mut self, peer: &Peer) {
+        let at = usize::from(self.secret.bucket(&shares::prefixes(peer).0));
+        if let Some(many) = self.bad_echoes.get_mut(at) {
+            *many = many.saturating_add(1);
+        }
     }
 
     /// A peer is known from now on, if there is room for one more.
@@ -538,12 +664,17 @@ impl Reliable {
             }
         }
         self.shares.enter(peer);
-        let token = self.secret.token(peer);
+        let token = self.secret.token(peer, 0, now);
         let state = PeerState {
             way,
             token,
             echo: 0,
             echo_before: 0,
+            instance: 0,
+            nonce: 0,
+            is_proven: true,
+            proven_at: second(now),
+            credit: 0,
             // Above 2^32, so that numbers before it can be told.
             next: self.floor,
             expected: None,
@@ -626,6 +757,7 @@ impl Reliable {
             echo: packet.token,
             dst_index: peer.1,
             src_index: self.index,
+            instance: self.instance,
             window: self.room,
             time: micros(now),
             time_echo: packet.time,
@@ -635,12 +767,35 @@ impl Reliable {
         self.challenges.push_back((*peer, arrival.to, answer));
     }
 
-    /// The peer wants its token to be echoed. Only if it knows ours, and only if we asked.
-    fn challenged(&mut self, peer: &Peer, packet: &Packet, token: u32, now: Duration) {
+    /// The peer requires its token. It is believed if it echoes ours, and if we asked. One that required another token before
+    /// is asked once more, with a token that was made for this question: a forged packet ends nothing.
+    fn challenged(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
         };
-        if packet.echo != token || state.tx.is_none() || packet.token == state.echo {
+        if state.tx.is_none() || packet.token == state.echo {
+            return;
+        }
+        let asked = state.echo != 0 && self.secret.gave(peer, packet.token, packet.echo, now);
+        if packet.echo != state.token && !asked {
+            return;
+        }
+        if state.echo != 0 && !asked {
+            let question = Packet {
+                token: self.secret.token(peer, packet.token, now),
+                seq: state.next as u32,
+                base: state.next as u32,
+                dst_index: peer.1,
+                src_index: self.index,
+                instance: self.instance,
+                window: self.room,
+                time: micros(now),
+                ack_now: true,
+                ..Packet::default()
+            };
+            if self.challenges.len() < bounds::RD_CHALLENGES {
+                self.challenges.push_back((*peer, arrival.to, question));
+            }
             return;
         }
         if state.echo == 0 {
@@ -649,58 +804,68 @@ impl Reliable {
                 .path
                 .measured(now, Duration::from_micros(u64::from(trip).min(10_000_000)));
         }
-        self.recognize(peer, packet.token, now);
+        self.recognize(peer, packet, now);
         if let Some(state) = self.peers.get_mut(peer) {
-            state.room = packet
-                .window
-                .clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
+            state.hears(packet, now);
+            state.prove(now);
             let room = state.room;
             if let Some(tx) = &mut state.tx {
                 tx.set_room(room.into());
                 tx.heard = now;
                 tx.deadline = None;
+                // What is to be sent again is sent now, or when this says so.
+                if !tx.is_empty() {
+                    tx.wait(now, &state.path);
+                }
             }
         }
         self.enqueue(*peer);
         self.watch(peer);
     }
 
-    /// The peer's token is `token`. False: it is one that it had before.
-    fn recognize(&mut self, peer: &Peer, token: u32, now: Duration) -> bool {
+    /// The peer's token is that of `packet`: it was not known, or it is another queue pair than before, or one that has
+    /// forgotten us.
+    fn recognize(&mut self, peer: &Peer, packet: &Packet, now: Duration) {
         let room = self.room;
         let Some(state) = self.peers.get_mut(peer) else {
-            return false;
+            return;
         };
-        if state.echo == token {
-            return true;
+        if state.echo == packet.token {
+            return;
         }
-        if state.echo_before == token {
-            return false;
-        }
-        let restarted = state.echo != 0;
-        if restarted {
-            // Another queue pair than before.
-            state.echo_before = state.echo;
-            state.expected = None;
-            if let Some(rx) = state.rx.take() {
-                self.shares.change(peer, rx.held(), 0);
+        if state.echo == 0 {
+            if let Some(tx) = &mut state.tx
+                && tx.is_empty()
+            {
+                // What waited for the token can go.
+                **tx = Sender::new(state.next, room, now);
             }
-            let under_way = state.tx.as_ref().is_some_and(|tx| !tx.is_empty());
-            state.tx = None;
-            self.events.push_back(Event::Skipped(*peer, u64::MAX));
-            self.events.push_back(if under_way {
-                Event::Lost(*peer, Status::RemoteAborted)
-            } else {
-                Event::Restarted(*peer)
-            });
-        } else if let Some(tx) = &mut state.tx
-            && tx.is_empty()
-        {
-            // What waited for the token can go.
-            **tx = Sender::new(state.next, room, now);
+            state.echo = packet.token;
+            return;
         }
-        state.echo = token;
-        true
+        state.echo_before = std::mem::replace(&mut state.echo, packet.token);
+        state.expected = None;
+        if let Some(rx) = state.rx.take() {
+            self.shares.change(peer, rx.held(), 0);
+        }
+        self.events.push_back(Event::Skipped(*peer, u64::MAX));
+        let forgot_us = packet.instance != 0 && packet.instance == state.instance;
+        state.instance = packet.instance;
+        let tx = state.tx.as_deref_mut().filter(|tx| !tx.is_empty());
+        // It had been silent for a minute then: what was first sent later never reached it.
+        let is_young = |tx: &Sender| tx.oldest().is_some_and(|at| now.saturating_sub(at) < YOUNG);
+        match tx {
+            Some(tx) if forgot_us && is_young(tx) => tx.start_again(),
+            Some(_) => {
+                state.tx = None;
+                self.events
+                    .push_back(Event::Lost(*peer, Status::RemoteAborted));
+            }
+            None => {
+                state.tx = None;
+                self.events.push_back(Event::Restarted(*peer));
+            }
+        }
     }
 
     /// The queue pair took the datagram of packet `seq`. Whether others of the peer wait.
@@ -887,6 +1052,7 @@ impl Reliable {
 /// What a packet changes besides its peer, so that it is looked up once.
 struct RxContext<'a> {
     ordered: bool,
+    secret: Secret,
     /// A part of the room: an acknowledgement is due behind as much.
     quarter: u64,
     /// How many peers there are.
@@ -911,6 +1077,24 @@ impl RxContext<'_> {
         now: Duration,
     ) -> RxOutcome {
         state.hears(packet, now);
+        if !state.is_proven && packet.time_echo == state.nonce {
+            state.prove(now);
+        }
+        if state.is_proven
+            && second(now).saturating_sub(state.proven_at) >= PROOF
+            && !state.has_under_way()
+        {
+            state.doubt(&self.secret, peer, now);
+        }
+        if !state.is_proven {
+            let len =
+                Packet::LEN + 8 * packet.arrived.len() + dgram::CRC + data.map_or(0, <[u8]>::len);
+            let len = u32::try_from(AMPLIFICATION * len).unwrap_or(0);
+            state.credit = state
+                .credit
+                .saturating_add(len)
+                .min(bounds::DATAGRAM_WINDOW);
+        }
         self.acknowledged(peer, state, packet, now);
         self.sort(peer, state, packet, data, now)
     }
@@ -923,7 +1107,7 @@ impl RxContext<'_> {
         };
         tx.heard = now;
         tx.set_room(state.room.into());
-        if packet.time_echo != 0 {
+        if packet.time_echo != 0 && packet.time_echo != state.nonce {
             let trip = micros(now).wrapping_sub(packet.time_echo);
             if trip < 1 << 30 {
                 state.path.measured(now, Duration::from_micros(trip.into()));
@@ -1052,6 +1236,10 @@ fn keep(shares: &mut Shares, peer: &Peer, rx: &mut Receiver, seq: u64, data: &[u
     true
 }
 
+fn second(now: Duration) -> u32 {
+    u32::try_from(now.as_secs()).unwrap_or(u32::MAX)
+}
+
 /// The peer has something to send.
 fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut PeerState) {
     if !state.queued {
@@ -1075,7 +1263,13 @@ fn watch(timers: &mut BTreeSet<(Duration, Peer)>, peer: &Peer, state: &mut PeerS
 }
 
 /// The header of the next packet to a peer.
-fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -> Packet {
+fn header(
+    state: &PeerState,
+    peer: &Peer,
+    (index, instance): (u8, u32),
+    room: u32,
+    now: Duration,
+) -> Packet {
     let rx = state.rx.as_deref();
     let next = rx.map(Receiver::next).or(state.expected);
     // Otherwise the time between would count as a round trip.
@@ -1088,8 +1282,13 @@ fn header(state: &PeerState, peer: &Peer, index: u8, room: u32, now: Duration) -
         dst_index: peer.1,
         src_index: index,
         ack: next.map(|next| next as u32),
+        instance,
         window: room,
-        time: micros(now),
+        time: if state.is_proven {
+            micros(now)
+        } else {
+            state.nonce
+        },
         time_echo: answers.map_or(0, |rx| rx.time),
         arrived: answers.map(Receiver::runs).unwrap_or_default(),
         challenge: false,
@@ -1112,8 +1311,16 @@ fn wrap(mut packet: Packet, what: &Outgoing<'_>) -> Vec<u8> {
 
 /// Time between two searches of a full table: who fills it cannot make each packet search it.
 const SWEEP: Duration = Duration::from_secs(1);
-/// Longer than a datagram can be on its way.
+/// Longer than a datagram can be on its way, and than a token is good with which a peer begins.
 const IDLE: Duration = Duration::from_secs(60);
+/// Less than [`IDLE`] by more than clocks differ.
+const YOUNG: Duration = Duration::from_secs(50);
+/// How long it counts that a peer has shown that it receives at its address, seconds.
+const PROOF: u32 = 60;
+/// How many times what came from an address goes there until then.
+const AMPLIFICATION: usize = 3;
+/// Bytes of packets without data.
+const QUESTIONS: usize = 4 * (Packet::LEN + dgram::CRC);
 
 #[cfg(test)]
 mod tests;

@@ -38,6 +38,8 @@ struct Sent {
     /// Counts transmissions, of all packets.
     order: u64,
     at: Duration,
+    /// When it was sent first.
+    first_at: Duration,
     /// What had been delivered when it was sent, when that was, and when the newest packet of that had been sent.
     delivered: u64,
     delivered_at: Duration,
@@ -234,6 +236,7 @@ impl Sender {
             again: false,
             order: self.order,
             at: now,
+            first_at: now,
             delivered: self.delivered,
             delivered_at: self.delivered_at,
             before: self.newest_at,
@@ -382,6 +385,30 @@ impl Sender {
         bytes
     }
 
+    /// Bytes of the first packet that has not arrived.
+    pub(super) fn next_len(&self) -> Option<usize> {
+        let mut all = self.sent.iter();
+        all.find(|s| s.state != State::Arrived)
+            .map(|s| s.packet.len())
+    }
+
+    /// When the oldest packet was sent for the first time.
+    pub(super) fn oldest(&self) -> Option<Duration> {
+        self.sent.front().map(|s| s.first_at)
+    }
+
+    /// The peer has forgotten us and has none of the packets: all are to be sent again.
+    pub(super) fn start_again(&mut self) {
+        for s in &mut self.sent {
+            s.state = State::Lost;
+            s.again = true;
+        }
+        (self.flying, self.charge, self.lost) = (0, 0, self.sent.len());
+        self.lost_from = self.first;
+        self.told.clear();
+        self.transmissions.clear();
+    }
+
     /// The peer's socket takes this much.
     pub(super) fn set_room(&mut self, room: u64) {
         self.room = room;
@@ -417,8 +444,8 @@ impl Sender {
     }
 
     /// Nothing was heard for too long: what to send to be answered. The first packet that has not arrived, or an empty
-    /// packet if all have and wait for the peer's program.
-    pub(super) fn probe(&mut self, now: Duration, cc: &mut Congestion) -> Outgoing<'_> {
+    /// packet if all have and wait for the peer's program, or if data may not be sent.
+    pub(super) fn probe(&mut self, data: bool, now: Duration, cc: &mut Congestion) -> Outgoing<'_> {
         self.probes += 1;
         if self.probes >= 2 {
             cc.silence();
@@ -426,6 +453,7 @@ impl Sender {
         }
         self.arm(now, cc);
         let at = self.sent.iter().position(|s| s.state != State::Arrived);
+        let at = at.filter(|_| data);
         self.order += 1;
         let order = self.order;
         let next = self.first + self.sent.len() as u64;

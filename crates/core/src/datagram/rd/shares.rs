@@ -28,7 +28,7 @@ pub(super) struct Shares {
 }
 
 /// The address with all but the first bits cleared: 32 or 64 of a host, 24 or 48 of a network.
-fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
+pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
     match peer.0.ip().to_canonical() {
         IpAddr::V6(ip) => {
             let [a, b, c, d, ..] = ip.segments();

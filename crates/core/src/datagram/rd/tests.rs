@@ -19,11 +19,17 @@ fn arrival(peer: &Peer) -> Arrival {
     }
 }
 
-/// A packet of a peer that knows our token.
+/// A packet of a peer that knows our token, and got it in the first minute if it begins with that.
 fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
+    let early = Duration::from_secs(5);
+    let echo = match rd.peers.get(peer) {
+        Some(known) if known.echo == token || known.echo == 0 => known.token,
+        Some(_) => rd.secret.token(peer, token, early),
+        None => rd.secret.token(peer, 0, early),
+    };
     Packet {
         token,
-        echo: rd.secret.token(peer),
+        echo,
         seq,
         dst_index: 5,
         src_index: 3,
@@ -76,7 +82,6 @@ fn takes(rd: &mut Reliable, seq: u32, ack_soon: bool, now: Duration) {
     rd.delivered(&peer(), n);
 }
 
-/// A peer that was forgotten remembers the numbers that it was sent: those to come are beyond them.
 /// A challenge that comes once more is no packet: it tells no numbers.
 #[test]
 fn a_challenge_that_was_answered_changes_nothing() {
@@ -111,11 +116,12 @@ fn who_is_heard_is_not_forgotten_and_is_sent_as_much_as_it_takes() {
     assert_eq!(rd.peers[&peer()].room, 2 * bounds::DATAGRAM_WINDOW);
 }
 
+/// A peer that was forgotten remembers the numbers that it was sent: those to come are beyond them.
 #[test]
 fn numbers_go_on_when_a_peer_was_forgotten() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let at = Duration::from_secs;
-    assert!(!rd.may_send(&peer(), Way::default(), at(1)));
+    assert!(!rd.may_send(&peer(), Way::default(), 50, at(1)));
     let first = rd.peers[&peer()].next;
     let token = rd.peers[&peer()].token;
     let (hello, _) = crate::wire::rd::parse(&rd.poll(at(1)).unwrap().2).unwrap();
@@ -127,7 +133,7 @@ fn numbers_go_on_when_a_peer_was_forgotten() {
     };
     rd.handle(&peer(), &arrival(&peer()), &packet, None, at(1));
     for n in 0..5 {
-        assert!(rd.may_send(&peer(), Way::default(), at(1)));
+        assert!(rd.may_send(&peer(), Way::default(), 50, at(1)));
         let packet = vec![0; Packet::LEN + 50];
         assert!(rd.push(&peer(), packet, (n, true, true), at(1)).is_some());
     }
@@ -139,7 +145,7 @@ fn numbers_go_on_when_a_peer_was_forgotten() {
     assert_eq!(rd.peers(), 1);
     rd.forget_idle(at(100));
     assert_eq!(rd.peers(), 0);
-    rd.may_send(&peer(), Way::default(), at(100));
+    rd.may_send(&peer(), Way::default(), 50, at(100));
     assert_eq!(rd.peers[&peer()].next, first + 5);
 }
 
@@ -383,4 +389,216 @@ fn an_idle_peer_costs_less_than_a_kibibyte() {
     let place = size_of::<(Peer, PeerState)>() + 1 + 2 * (size_of::<(IpAddr, [u32; 2])>() + 1);
     eprintln!("{place} bytes, {} at most", place * 16 / 7);
     assert!(place * 16 / 7 <= 1024, "{place}");
+}
+
+/// Two ends and what is under way between them, without losses.
+struct Two {
+    ends: [Reliable; 2],
+    now: Duration,
+    delivered: usize,
+}
+
+impl Two {
+    fn new() -> Self {
+        let end = |n: u8| Reliable::new(Secret::new([1, n.into()]), n, true, 3 * IDLE);
+        Self {
+            ends: [end(0), end(1)],
+            now: Duration::from_secs(1),
+            delivered: 0,
+        }
+    }
+
+    fn at(n: usize) -> Peer {
+        (([10, 0, 0, n as u8], 4000).into(), n as u8)
+    }
+
+    /// What end `from` sends, until neither has anything to send.
+    fn run(&mut self) {
+        for _ in 0..20 {
+            for from in 0..2 {
+                while let Some((_, _, bytes)) = self.ends[from].poll(self.now) {
+                    let (packet, data) = crate::wire::rd::parse(&bytes).unwrap();
+                    let peer = Self::at(from);
+                    let end = &mut self.ends[1 - from];
+                    let outcome = end.handle(&peer, &arrival(&peer), &packet, data, self.now);
+                    if let RxOutcome::Deliver(seq) = outcome {
+                        end.delivered(&peer, seq);
+                        self.delivered += 1;
+                    }
+                }
+            }
+        }
+    }
+
+    /// End `from` sends a datagram.
+    fn sends(&mut self, from: usize, tag: Tag) {
+        let peer = Self::at(1 - from);
+        let end = &mut self.ends[from];
+        if !end.may_send(&peer, Way::default(), 50, self.now) {
+            self.run();
+        }
+        let end = &mut self.ends[from];
+        assert!(end.may_send(&peer, Way::default(), 50, self.now));
+        let packet = vec![0; Packet::LEN + 50];
+        let (_, bytes) = end
+            .push(&peer, packet, (tag, true, true), self.now)
+            .unwrap();
+        let (packet, data) = crate::wire::rd::parse(&bytes).unwrap();
+        let peer = Self::at(from);
+        let other = &mut self.ends[1 - from];
+        let outcome = other.handle(&peer, &arrival(&peer), &packet, data, self.now);
+        if let RxOutcome::Deliver(seq) = outcome {
+            other.delivered(&peer, seq);
+            self.delivered += 1;
+        }
+        self.ends[1 - from].flush(Duration::MAX);
+        self.run();
+    }
+
+    fn events(&mut self, of: usize) -> Vec<Event> {
+        std::iter::from_fn(|| self.ends[of].poll_event()).collect()
+    }
+}
+
+/// Who was forgotten for being idle is told, and nothing fails of what it sends then, nor of what it is sent.
+#[test]
+fn who_was_forgotten_goes_on() {
+    for (first, forgets) in [(0, 1), (0, 0), (1, 0)] {
+        let mut two = Two::new();
+        two.sends(0, 1);
+        two.sends(1, 1);
+        assert_eq!(two.delivered, 2);
+        two.now += 2 * IDLE;
+        let now = two.now;
+        two.ends[forgets].forget_idle(now);
+        assert_eq!(two.ends[forgets].peers(), 0);
+        let _ = (two.events(0), two.events(1));
+        two.sends(first, 2);
+        two.ends[first].handle_timeout(two.now + Duration::from_secs(2), None);
+        two.now += Duration::from_secs(2);
+        two.run();
+        assert_eq!(two.delivered, 3, "{first} sends, {forgets} had forgotten");
+        let lost = |e: &Event| matches!(e, Event::Lost(..) | Event::Failed(..));
+        let events = two.events(first);
+        assert!(events.contains(&Event::Done(2, 2)), "{events:?}");
+        assert!(!events.iter().any(lost), "{events:?}");
+        assert!(!two.events(1 - first).iter().any(lost));
+    }
+}
+
+/// What had been under way for a minute may have arrived before the peer forgot us: nobody can say, and it fails.
+#[test]
+fn what_is_old_fails_when_the_peer_has_forgotten_us() {
+    let mut two = Two::new();
+    two.sends(0, 1);
+    let peer = Two::at(1);
+    let packet = vec![0; Packet::LEN + 50];
+    two.ends[0].push(&peer, packet, (2, true, true), two.now);
+    two.now += 2 * IDLE;
+    let now = two.now;
+    two.ends[1].forget_idle(now);
+    two.ends[0].handle_timeout(now, None);
+    two.run();
+    let events = two.events(0);
+    assert!(
+        events.contains(&Event::Lost(peer, Status::RemoteAborted)),
+        "{events:?}"
+    );
+}
+
+/// Another queue pair at the address of a peer has to echo a token that was made for it; until then the old one goes on.
+#[test]
+fn a_restart_is_asked_before_it_is_believed() {
+    let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+    let now = Duration::from_secs(1);
+    takes(&mut rd, 0, false, now);
+    let token = rd.peers[&peer()].token;
+    for echo in [token, rd.secret.token(&peer(), 0, now)] {
+        let other = Packet {
+            echo,
+            ..packet(&rd, &peer(), 78, 100)
+        };
+        let outcome = rd.handle(&peer(), &arrival(&peer()), &other, Some(b"data"), now);
+        assert_eq!(outcome, RxOutcome::Nothing);
+        assert_eq!(rd.peers[&peer()].echo, 77);
+        assert_eq!(rd.poll_event(), None);
+    }
+    assert_eq!(rd.counts.bad_echo, 2);
+    let (challenge, _) = crate::wire::rd::parse(&rd.poll(now).unwrap().2).unwrap();
+    assert!(challenge.challenge && challenge.echo == 78);
+    takes(&mut rd, 1, false, now);
+    let proves = Packet {
+        echo: challenge.token,
+        base: 100,
+        ..packet(&rd, &peer(), 78, 100)
+    };
+    let outcome = rd.handle(&peer(), &arrival(&peer()), &proves, Some(b"data"), now);
+    assert!(matches!(outcome, RxOutcome::Deliver(_)));
+    assert_eq!(rd.peers[&peer()].echo, 78);
+    assert!(matches!(rd.poll_event(), Some(Event::Skipped(_, u64::MAX))));
+}
+
+/// A challenge with another token than the peer had ends nothing before the peer itself repeats it.
+#[test]
+fn a_forged_challenge_ends_nothing() {
+    let mut two = Two::new();
+    two.sends(0, 1);
+    let peer = Two::at(1);
+    let packet = vec![0; Packet::LEN + 50];
+    two.ends[0].push(&peer, packet, (2, true, true), two.now);
+    let state = &two.ends[0].peers[&peer];
+    let forged = Packet {
+        token: state.echo ^ 1,
+        echo: state.token,
+        challenge: true,
+        src_index: 1,
+        ..Packet::default()
+    };
+    two.events(0);
+    two.ends[0].handle(&peer, &arrival(&peer), &forged, None, two.now);
+    two.run();
+    two.now += Duration::from_secs(1);
+    let now = two.now;
+    two.ends[0].handle_timeout(now, None);
+    two.run();
+    assert_eq!(two.events(0), [Event::Done(2, 2)]);
+}
+
+/// A token with which a peer may begin is good for a minute at most.
+#[test]
+fn an_old_token_makes_no_peer() {
+    for (at, good) in [(59, true), (60, false), (150, false)] {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+        let first = packet(&rd, &peer(), 77, 0);
+        let at = Duration::from_secs(at);
+        let outcome = rd.handle(&peer(), &arrival(&peer()), &first, Some(b"data"), at);
+        assert_eq!(outcome != RxOutcome::Nothing, good, "{at:?}");
+        assert_eq!(rd.peers(), usize::from(good));
+    }
+}
+
+/// Who tries out tokens from one address finds none, even the right one, until the second is over; others are not disturbed.
+#[test]
+fn tokens_that_are_tried_out_are_counted_and_not_believed() {
+    let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
+    let now = Duration::from_secs(1);
+    let right = packet(&rd, &peer(), 77, 0);
+    for n in 0..1000 {
+        let guess = Packet {
+            echo: right.echo.wrapping_add(n + 1),
+            ..right.clone()
+        };
+        rd.handle(&peer(), &arrival(&peer()), &guess, Some(b"data"), now);
+        while rd.poll(now).is_some() {}
+    }
+    assert_eq!(rd.counts.bad_echo, 1000);
+    rd.handle(&peer(), &arrival(&peer()), &right, Some(b"data"), now);
+    assert_eq!(rd.peers(), 0);
+    let other: Peer = (([10, 9, 9, 9], 4000).into(), 3);
+    let theirs = packet(&rd, &other, 77, 0);
+    rd.handle(&other, &arrival(&other), &theirs, Some(b"data"), now);
+    assert_eq!(rd.peers(), 1);
+    let later = now + Duration::from_secs(1);
+    rd.handle(&peer(), &arrival(&peer()), &right, Some(b"data"), later);
+    assert_eq!(rd.peers(), 2);
 }

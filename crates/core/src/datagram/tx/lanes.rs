@@ -74,7 +74,7 @@ impl DatagramQp {
             let mut open = true;
             while goes_on && open && in_turn(out) && has_room(*bytes, out) {
                 goes_on = self.cut(&mut current, bytes, out);
-                open = goes_on && self.has_window(peer, way);
+                open = goes_on && self.has_window(peer, way, current.next_len());
             }
             if goes_on {
                 self.enter_lane(current, true, true);
@@ -100,7 +100,7 @@ impl DatagramQp {
             return;
         }
         let way = way_of(&current.to);
-        if !self.has_window(&peer, way) {
+        if !self.has_window(&peer, way, current.next_len()) {
             // An acknowledgement makes it ready.
             self.enter_lane(current, false, false);
             return;
@@ -108,17 +108,18 @@ impl DatagramQp {
         let (mut goes_on, mut open) = (true, true);
         while goes_on && open && has_room(*bytes, out) {
             goes_on = self.cut(&mut current, bytes, out);
-            open = goes_on && self.has_window(&peer, way);
+            open = goes_on && self.has_window(&peer, way, current.next_len());
         }
         if goes_on {
             self.enter_lane(current, true, open);
         }
     }
 
-    pub(super) fn has_window(&mut self, peer: &Peer, way: Way) -> bool {
+    /// Whether the next datagram, of `len` bytes, may go to the peer.
+    pub(super) fn has_window(&mut self, peer: &Peer, way: Way, len: usize) -> bool {
         let now = self.now;
         let rd = self.rd.as_deref_mut();
-        rd.is_some_and(|rd| rd.may_send(peer, way, now))
+        rd.is_some_and(|rd| rd.may_send(peer, way, len, now))
     }
 
     /// The message of a lane that may go on now.
@@ -132,8 +133,8 @@ impl DatagramQp {
             self.lanes.remove(peer);
             return None;
         };
-        let way = way_of(&first.to);
-        if !self.has_window(peer, way) {
+        let (way, len) = (way_of(&first.to), first.next_len());
+        if !self.has_window(peer, way, len) {
             // An acknowledgement makes it ready again.
             return None;
         }

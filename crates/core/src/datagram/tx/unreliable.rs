@@ -6,7 +6,7 @@ use super::gather::gather_at_once;
 use super::head::{HEAD_MAX, header_of};
 use crate::bounds;
 use crate::datagram::DatagramQp;
-use crate::datagram::outgoing::{Current, Taken, has_room, index, is_many, peer_of, way_of};
+use crate::datagram::outgoing::{Current, HEAD, Taken, has_room, index, is_many, peer_of, way_of};
 use crate::datagram::types::{Given, Kind, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::qp::State;
@@ -92,7 +92,7 @@ impl DatagramQp {
             // Who waits for a turn, or for a window, is not overtaken.
             self.ready.is_empty()
                 && !self.lanes.contains_key(&peer)
-                && self.has_window(&peer, way_of(&to))
+                && self.has_window(&peer, way_of(&to), HEAD + usize::try_from(len).unwrap_or(0))
         } else {
             pace.is_none_or(|peer| self.flow.is_open(&peer, self.now))
         };
