@@ -1,15 +1,17 @@
 //! `cargo xtask matrix`: our symbols against the distribution's, and `crates/abi/MATRIX.md`.
 
 use crate::load;
+use object::Endianness;
+use object::elf::{FileHeader64, SHT_DYNSYM};
+use object::read::elf::{FileHeader, Sym};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use xtask::symbols::{IBVERBS, RDMACM, Symbol};
 use xtask::{Result, sh, symbols};
 
-/// A symbol as `objdump -T` shows it: name, version node, and whether that is the default.
+/// An exported symbol: name, version node, and whether that is the version that programs link with.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Export {
     name: String,
@@ -111,32 +113,40 @@ fn distribution(library: &str) -> Result<PathBuf> {
 
 /// What `library` exports, except the nodes themselves and our private node.
 fn exports(library: &Path) -> Result<BTreeSet<Export>> {
-    let listing = sh::output(Command::new("objdump").arg("-T").arg(library))?;
-    let exports: BTreeSet<Export> = listing.lines().filter_map(export).collect();
+    let data = fs::read(library)?;
+    let exports = parse(&data).map_err(|e| format!("{}: {e}", library.display()))?;
     if exports.is_empty() {
         return Err(format!("{} exports nothing", library.display()).into());
     }
     Ok(exports)
 }
 
-/// One line of `objdump -T`: `ADDRESS FLAGS SECTION<tab>SIZE NODE NAME`, the node in parentheses if
-/// it is not the default.
-fn export(line: &str) -> Option<Export> {
-    let (head, tail) = line.split_once('\t')?;
-    let section = head.split_whitespace().last()?;
-    let words: Vec<&str> = tail.split_whitespace().collect();
-    let [_size, node, name] = *words.as_slice() else {
-        return None;
-    };
-    if section == "*UND*" || section == "*ABS*" || node.starts_with("ANYWARP_") {
-        return None;
+/// The defined symbols of the dynamic symbol table of an ELF file.
+fn parse(data: &[u8]) -> object::Result<BTreeSet<Export>> {
+    let header = FileHeader64::<Endianness>::parse(data)?;
+    let endian = header.endian()?;
+    let sections = header.sections(endian, data)?;
+    let symbols = sections.symbols(endian, data, SHT_DYNSYM)?;
+    let versions = sections.versions(endian, data)?.unwrap_or_default();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let mut exports = BTreeSet::new();
+    for (index, symbol) in symbols.enumerate() {
+        // The nodes are absolute symbols.
+        if symbol.is_undefined(endian) || symbol.is_absolute(endian) || symbol.is_local() {
+            continue;
+        }
+        let version = versions.version_index(endian, index);
+        let node = versions.version(version)?;
+        let node = node.map_or_else(|| "Base".to_owned(), |node| text(node.name()));
+        if !node.starts_with("ANYWARP_") {
+            exports.insert(Export {
+                name: text(symbols.symbol_name(endian, symbol)?),
+                node,
+                default: !version.is_hidden(),
+            });
+        }
     }
-    let old = node.strip_prefix('(').and_then(|n| n.strip_suffix(')'));
-    Some(Export {
-        name: name.to_owned(),
-        node: old.unwrap_or(node).to_owned(),
-        default: old.is_none(),
-    })
+    Ok(exports)
 }
 
 fn show(e: &Export) -> String {
@@ -149,18 +159,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_objdump_is_a_symbol_or_nothing() {
-        let line = "0000000000010dd0 g    DF .text\t00000000000000a5 (V_1.0) f";
-        let e = export(line).unwrap();
-        assert_eq!(
-            (e.name.as_str(), e.node.as_str(), e.default),
-            ("f", "V_1.0", false)
-        );
-        let line = "0000000000010dd0 g    DF .text\t00000000000000a5  V_1.1   f";
-        assert!(export(line).unwrap().default);
-        let undefined = "0000000000000000      DF *UND*\t0000000000000000 (GLIBC_2.2.5) free";
-        assert_eq!(export(undefined), None);
-        let node = "0000000000000000 g    DO *ABS*\t0000000000000000  V_1.0 V_1.0";
-        assert_eq!(export(node), None);
+    fn a_library_exports_old_and_default_versions_but_no_nodes() {
+        let dir = std::env::temp_dir().join(format!("anywarp-matrix-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let (source, map, library) = (dir.join("f.c"), dir.join("f.map"), dir.join("f.so"));
+        let code = "extern char **environ;\n\
+             int f_new(void) { return environ != 0; }\nint f_old(void) { return 0; }\nint own(void) { return 0; }\n\
+             __asm__(\".symver f_new, f@@V_1.1\\n.symver f_old, f@V_1.0\");\n";
+        fs::write(&source, code).unwrap();
+        let nodes =
+            "V_1.0 { local: f_old; f_new; };\nV_1.1 { } V_1.0;\nANYWARP_0 { global: own; };\n";
+        fs::write(&map, nodes).unwrap();
+        let mut cc = sh::cc();
+        cc.args(["-shared", "-fPIC", "-o"])
+            .args([&library, &source])
+            .arg(format!("-Wl,--version-script={}", map.display()));
+        sh::run(&mut cc).unwrap();
+
+        let exports = exports(&library);
+        fs::remove_dir_all(&dir).unwrap();
+        let shown: Vec<String> = exports.unwrap().iter().map(show).collect();
+        assert_eq!(shown, ["f@V_1.0", "f@@V_1.1"]);
     }
 }
