@@ -12,9 +12,8 @@
 //! byte, exact maps, each reliable message once, and the share that arrives when the device loses 1 %. The relay loses
 //! more when it gets no processor, so its values and the ratios of speeds are printed but not checked.
 
-mod plot;
-
 use crate::programs::{self, INSIDE};
+use anywarp_plot::Chart;
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write as _;
@@ -509,17 +508,24 @@ fn medians(rows: &[Row]) -> Vec<Row> {
 }
 
 /// Draws one value of all lines of a figure.
-fn drawing(title: &str, unit: &str, columns: &[(&str, Vec<Row>)], value: &str) -> String {
+fn drawing(title: &str, unit: &str, columns: &[(&str, Vec<Row>)], value: &str) -> Result<String> {
     let sizes = columns
         .first()
         .map(|(_, rows)| rows.as_slice())
         .unwrap_or_default();
     let places: Vec<String> = sizes.iter().map(|row| say(get(row, "size"))).collect();
-    let lines: Vec<plot::Line<'_>> = columns
+    let lines: Vec<anywarp_plot::Line<'_>> = columns
         .iter()
         .map(|(name, rows)| (*name, rows.iter().map(|row| get(row, value)).collect()))
         .collect();
-    plot::draw(title, unit, &places, &lines, true)
+    let chart = Chart {
+        title,
+        unit,
+        places: &places,
+        log: true,
+        digits,
+    };
+    Ok(anywarp_plot::lines(&chart, &lines)?)
 }
 
 /// Figure 6.4.
@@ -530,7 +536,7 @@ fn latency(lab: &mut Lab, short: bool) -> Result<String> {
         (format!("-s {SIZES} -n 1000 -d 0.08"), ROUNDS)
     };
     let columns = figure(lab, "ping", &words, rounds)?;
-    let svg = drawing("Latency, one way", "µs", &columns, "median_us");
+    let svg = drawing("Latency, one way", "µs", &columns, "median_us")?;
     lab.drawings.push(("latency.svg", svg));
     Ok(format!(
         "# Latency\n\nFigure 6.4: one way, half of the round trip (Read: the whole), microseconds, median of the medians of {rounds} \
@@ -561,7 +567,7 @@ fn bandwidth(lab: &mut Lab, short: bool) -> Result<String> {
         (format!("-s {SIZES} -d 0.1"), ROUNDS)
     };
     let columns = figure(lab, "blast", &words, rounds)?;
-    let svg = drawing("Bandwidth", "MB/s", &columns, "arrived_mb_s");
+    let svg = drawing("Bandwidth", "MB/s", &columns, "arrived_mb_s")?;
     lab.drawings.push(("bandwidth.svg", svg));
     Ok(format!(
         "# Bandwidth\n\nFigure 6.5: what arrives, MB/s, median of {rounds} interleaved runs. Loopback, both ends polling, 16 requests \
@@ -896,7 +902,8 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
             let all = MODES.iter().chain(&EXTRAS);
             all.map(|(mode, _)| *mode).nth(at).unwrap_or_default()
         };
-        let lines: Vec<plot::Line<'_>> = shares.into_iter().map(|(at, s)| (mode(at), s)).collect();
+        let lines: Vec<anywarp_plot::Line<'_>> =
+            shares.into_iter().map(|(at, s)| (mode(at), s)).collect();
         let places: Vec<String> = losses
             .iter()
             .map(|ppm| format!("{} %", f64::from(*ppm) / 1e4))
@@ -907,7 +914,14 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
             "jumbo" => "loss-jumbo.svg",
             _ => "loss-max.svg",
         };
-        let svg = plot::draw(&title, "%", &places, &lines, false);
+        let chart = Chart {
+            title: &title,
+            unit: "%",
+            places: &places,
+            log: false,
+            digits,
+        };
+        let svg = anywarp_plot::lines(&chart, &lines)?;
         lab.drawings.push((name, svg));
         text.push_str("| | size |");
         for ppm in losses {

@@ -1,25 +1,20 @@
-//! Draws what was measured: one panel of bars a row, in an SVG of its own or inside a page.
+//! Draws what was measured: one panel of bars for each row, as an SVG file or inside an HTML page; or writes tables.
 
 use std::fmt::Write as _;
 use std::path::Path;
 use std::{fs, io};
 
-use super::report::{Report, Seen, digits};
+use anywarp_plot::{Bar, Panel};
 
-/// Pixels: of the drawing, of the names on the left, of a line, of the space between panels.
-const WIDTH: f64 = 860.0;
-const NAMES: f64 = 190.0;
-const VALUES: f64 = 190.0;
-const LINE: f64 = 22.0;
-const GAP: f64 = 26.0;
+use super::report::{Report, Seen, digits};
 
 /// Writes the drawing; a name that ends with .html gets a page with the commands as well, one with .md tables.
 pub(crate) fn draw(report: &Report, path: &Path) -> io::Result<()> {
     let kind = path.extension().unwrap_or_default().to_string_lossy();
     let text = match kind.as_ref() {
-        "html" | "htm" => page(report, &svg(report)),
+        "html" | "htm" => page(report, &svg(report)?),
         "md" => tables(report),
-        _ => svg(report),
+        _ => svg(report)?,
     };
     fs::write(path, text)
 }
@@ -74,116 +69,63 @@ fn escape(text: &str) -> String {
         .replace('>', "&gt;")
 }
 
-/// Colours: plain sockets and memory, ours, others.
-fn colour(name: &str, command: &str) -> &'static str {
+/// Colours: grey for plain sockets and memory, blue for the device, orange for others.
+fn colour(name: &str, command: &str) -> (u8, u8, u8) {
     if name.starts_with("raw") || command.contains("bench-raw") {
-        "#8a8f98"
+        (0x8a, 0x8f, 0x98)
     } else if command.contains("anywarp ") {
-        "#2f6fde"
+        (0x2f, 0x6f, 0xde)
     } else {
-        "#d98a2b"
+        (0xd9, 0x8a, 0x2b)
     }
 }
 
-fn panel(out: &mut String, row: &Seen, mut y: f64) -> f64 {
+fn panel(row: &Seen) -> Panel {
     let note = if row.costs {
         "less is better"
     } else {
         "more is better"
     };
-    let _ = writeln!(
-        out,
-        "<text x=\"0\" y=\"{:.0}\" class=\"t\">{}{}</text><text x=\"{WIDTH}\" y=\"{:.0}\" class=\"n e\">{note}</text>",
-        y + 14.0,
-        escape(&row.what),
-        if row.unit.is_empty() {
-            String::new()
-        } else {
-            format!(", {}", row.unit)
-        },
-        y + 14.0,
-    );
-    y += LINE;
-    let most = row
-        .parties
-        .iter()
-        .filter_map(|p| p.most)
-        .fold(0.0, f64::max);
-    let scale = if most > 0.0 {
-        (WIDTH - NAMES - VALUES) / most
-    } else {
-        0.0
-    };
-    for party in &row.parties {
-        let (Some(median), Some(least), Some(most)) = (party.median, party.least, party.most)
-        else {
-            continue;
-        };
-        let middle = y + LINE / 2.0;
-        let _ = writeln!(
-            out,
-            "<text x=\"{:.1}\" y=\"{:.1}\" class=\"e\">{}</text>\
-             <rect x=\"{NAMES}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"/>\
-             <path d=\"M{:.1} {middle:.1}H{:.1}\" class=\"s\"/>\
-             <text x=\"{:.1}\" y=\"{:.1}\">{}</text>",
-            NAMES - 8.0,
-            middle + 4.0,
-            escape(&party.name),
-            y + 3.0,
-            (median * scale).max(1.0),
-            LINE - 6.0,
-            colour(&party.name, &party.command),
-            NAMES + least * scale,
-            NAMES + most * scale,
-            NAMES + most * scale + 6.0,
-            middle + 4.0,
-            {
-                let mut text = digits(median);
-                let bar = row
-                    .bars
-                    .iter()
-                    .find(|b| b.of == party.name && b.kind == "ratio");
-                if let Some((bar, ratio)) = bar.and_then(|b| Some((b, b.value?))) {
-                    let _ = write!(text, " ({} × {})", digits(ratio), escape(&bar.by));
-                }
-                text
+    let unit = if row.unit.is_empty() { "" } else { ", " };
+    let bars = row.parties.iter().filter_map(|party| {
+        let median = party.median?;
+        let ratio = row
+            .bars
+            .iter()
+            .find(|b| b.of == party.name && b.kind == "ratio");
+        let ratio = ratio.and_then(|bar| Some((&bar.by, bar.value?)));
+        Some(Bar {
+            name: party.name.clone(),
+            colour: colour(&party.name, &party.command),
+            median,
+            least: party.least?,
+            most: party.most?,
+            value: match ratio {
+                Some((by, ratio)) => format!("{} ({} × {by})", digits(median), digits(ratio)),
+                None => digits(median),
             },
-        );
-        y += LINE;
+        })
+    });
+    Panel {
+        title: format!("{}{unit}{}", row.what, row.unit),
+        note: note.to_owned(),
+        bars: bars.collect(),
     }
-    y + GAP
 }
 
-fn svg(report: &Report) -> String {
-    let mut panels = String::new();
-    let mut y = 44.0;
-    for row in report
-        .rows
-        .iter()
-        .filter(|row| row.parties.iter().any(|p| p.median.is_some()))
-    {
-        y = panel(&mut panels, row, y);
-    }
+fn svg(report: &Report) -> io::Result<String> {
     let c = &report.conditions;
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"-10 0 {} {:.0}\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <style>text{{fill:#222}}.t{{font-weight:bold;font-size:13px}}.n{{fill:#777}}.e{{text-anchor:end}}\
-         .s{{stroke:#222;stroke-width:1.2}}</style>\n\
-         <rect x=\"-10\" width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n\
-         <text x=\"0\" y=\"14\" class=\"n\">anywarp {}{}: {}, {} processors, Linux {}, TCP {}; medians of {} runs, \
-         lines from least to most</text>\n\
-         <text x=\"0\" y=\"30\" class=\"n\">grey: plain sockets and memory; blue: anywarp; orange: others</text>\n\
-         {panels}</svg>\n",
-        WIDTH + 20.0,
-        y,
-        escape(&report.version),
-        if report.partial { " (interrupted)" } else { "" },
-        escape(&c.cpu),
-        c.processors,
-        escape(&c.kernel),
-        escape(&c.host_congestion_control),
-        c.repeat,
-    )
+    let partial = if report.partial { " (interrupted)" } else { "" };
+    let head = [
+        format!(
+            "anywarp {}{partial}: {}, {} processors, Linux {}, TCP {}; medians of {} runs, lines from least to most",
+            report.version, c.cpu, c.processors, c.kernel, c.host_congestion_control, c.repeat,
+        ),
+        "grey: plain sockets and memory; blue: anywarp; orange: others".to_owned(),
+    ];
+    let panels = report.rows.iter().map(panel);
+    let panels: Vec<Panel> = panels.filter(|panel| !panel.bars.is_empty()).collect();
+    anywarp_plot::bars(&head, &panels)
 }
 
 fn page(report: &Report, drawing: &str) -> String {
@@ -229,7 +171,7 @@ mod tests {
             {"name":"gone","command":"x","there":true,"values":[],"median":null,"least":null,"most":null,
              "waited":[],"said":[],"congestion":null,"failures":["why"]}]}]}"#;
         let report = Report::parse(text).unwrap();
-        let drawing = svg(&report);
+        let drawing = svg(&report).unwrap();
         assert!(drawing.contains("raw TCP") && !drawing.contains("gone"));
         assert!(drawing.contains("a&lt;b") && !drawing.contains("a<b"));
         assert!(tables(&report).contains("| raw TCP | 4.00 | 4.00..4.00 |"));

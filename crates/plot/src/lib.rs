@@ -1,0 +1,327 @@
+//! The figures of the `anywarp` command and of the lab, as SVG: [`bars`] side by side, and [`lines`] over sizes or rates.
+//!
+//! The libraries that other programs load do not depend on this crate.
+
+use std::io;
+
+use plotters::coord::Shift;
+use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
+use plotters::element::{Drawable, PointCollection};
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// Pixels: the width of all figures, and the height of one with lines.
+const WIDTH: u32 = 860;
+const HEIGHT: u32 = 430;
+
+/// Pixels of a figure of bars: the names on the left, the values on the right, a line of text, the space between panels.
+const NAMES: i32 = 200;
+const VALUES: i32 = 190;
+const LINE: i32 = 22;
+const GAP: i32 = 26;
+
+/// Pixels on the right of a figure of lines, where the names of the lines are.
+const LEGEND: u32 = 200;
+
+const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
+const NOTE: RGBColor = RGBColor(0x77, 0x77, 0x77);
+
+/// Colours of lines. From the seventh line on they come again, with markers.
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(0x1b, 0x6c, 0xa8),
+    RGBColor(0xc0, 0x39, 0x2b),
+    RGBColor(0x27, 0x85, 0x3e),
+    RGBColor(0x8e, 0x44, 0xad),
+    RGBColor(0xb8, 0x86, 0x0b),
+    RGBColor(0x44, 0x44, 0x44),
+];
+
+/// A median with its spread.
+#[derive(Debug, Clone)]
+pub struct Bar {
+    /// What was measured.
+    pub name: String,
+    /// Red, green and blue.
+    pub colour: (u8, u8, u8),
+    /// The length of the bar.
+    pub median: f64,
+    /// Where the line of the spread begins.
+    pub least: f64,
+    /// Where the line of the spread ends.
+    pub most: f64,
+    /// The text behind the bar.
+    pub value: String,
+}
+
+/// Bars of one scale.
+#[derive(Debug, Clone)]
+pub struct Panel {
+    /// Above the bars, on the left.
+    pub title: String,
+    /// Above the bars, on the right.
+    pub note: String,
+    /// The bars from top to bottom.
+    pub bars: Vec<Bar>,
+}
+
+/// Draws panels below each other, under lines of text.
+pub fn bars(head: &[String], panels: &[Panel]) -> io::Result<String> {
+    let lines = |panel: &Panel| LINE * (1 + panel.bars.len() as i32) + GAP;
+    let top = 16 * head.len() as i32 + 12;
+    let height = top + panels.iter().map(lines).sum::<i32>();
+    draw(height.unsigned_abs(), |area| {
+        for (n, line) in (0..).zip(head) {
+            write(area, line, (10, 10 + 16 * n), HPos::Left, 12.0, NOTE)?;
+        }
+        let mut y = top;
+        for panel in panels {
+            draw_panel(area, panel, y)?;
+            y += lines(panel);
+        }
+        Ok(())
+    })
+}
+
+fn draw_panel(area: &Area<'_>, panel: &Panel, top: i32) -> io::Result<()> {
+    let right = WIDTH as i32 - 10;
+    let title = top + LINE / 2;
+    write(area, &panel.title, (10, title), HPos::Left, 14.0, TEXT)?;
+    write(area, &panel.note, (right, title), HPos::Right, 12.0, NOTE)?;
+    let most = panel.bars.iter().map(|bar| bar.most).fold(0.0, f64::max);
+    let x = |value: f64| {
+        let part = if most > 0.0 { value / most } else { 0.0 };
+        NAMES + (part * f64::from(right - VALUES - NAMES)).round() as i32
+    };
+    for (n, bar) in (1..).zip(&panel.bars) {
+        let middle = top + LINE * n + LINE / 2;
+        let half = LINE / 2 - 3;
+        let (r, g, b) = bar.colour;
+        let length = x(bar.median).max(NAMES + 1);
+        let corners = [(NAMES, middle - half), (length, middle + half)];
+        put(area, &Rectangle::new(corners, RGBColor(r, g, b).filled()))?;
+        let spread = vec![(x(bar.least), middle), (x(bar.most), middle)];
+        put(area, &PathElement::new(spread, TEXT))?;
+        let name = (NAMES - 8, middle);
+        write(area, &bar.name, name, HPos::Right, 12.0, TEXT)?;
+        let value = (x(bar.most) + 6, middle);
+        write(area, &bar.value, value, HPos::Left, 12.0, TEXT)?;
+    }
+    Ok(())
+}
+
+/// A name, and a value for each place; values that are not numbers are left out.
+pub type Line<'a> = (&'a str, Vec<f64>);
+
+/// What a figure of lines shows.
+#[derive(Debug, Clone, Copy)]
+pub struct Chart<'a> {
+    /// Above the figure.
+    pub title: &'a str,
+    /// The unit of the values.
+    pub unit: &'a str,
+    /// The names of the places, from left to right.
+    pub places: &'a [String],
+    /// Whether the scale of the values is logarithmic. Values that are not positive are then left out.
+    pub log: bool,
+    /// How a value of the scale is written.
+    pub digits: fn(f64) -> String,
+}
+
+/// Draws lines; without any value to draw the text is empty.
+pub fn lines(chart: &Chart<'_>, lines: &[Line<'_>]) -> io::Result<String> {
+    let shown = |v: f64| v.is_finite() && (!chart.log || v > 0.0);
+    let all = lines.iter().flat_map(|(_, values)| values.iter().copied());
+    let (least, most) = all
+        .filter(|v| shown(*v))
+        .fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(v), b.max(v)));
+    if chart.places.is_empty() || least > most {
+        return Ok(String::new());
+    }
+    draw(HEIGHT, |area| {
+        write(area, chart.title, (62, 16), HPos::Left, 15.0, TEXT)?;
+        let plot = area.margin(28, 4, 4, LEGEND);
+        if chart.log {
+            let decade = |v: f64, up: bool| 10_f64.powf(if up { v.ceil() } else { v.floor() });
+            let low = decade(least.log10(), false);
+            let high = decade(most.log10(), true).max(low * 10.0);
+            plot_lines(chart, &plot, (low..high).log_scale(), lines, shown)?;
+        } else {
+            let high = (most * 1.05).max(f64::MIN_POSITIVE);
+            plot_lines(chart, &plot, 0.0..high, lines, shown)?;
+        }
+        for (n, (name, _)) in lines.iter().enumerate() {
+            let (left, y) = ((WIDTH - LEGEND) as i32 + 10, 38 + 16 * n as i32);
+            put(
+                area,
+                &PathElement::new(vec![(left, y), (left + 26, y)], colour(n)),
+            )?;
+            if let Some(mark) = marker((left + 13, y), n) {
+                put(area, &mark)?;
+            }
+            write(area, name, (left + 32, y), HPos::Left, 12.0, TEXT)?;
+        }
+        Ok(())
+    })
+}
+
+fn plot_lines<S>(
+    chart: &Chart<'_>,
+    area: &Area<'_>,
+    scale: S,
+    lines: &[Line<'_>],
+    shown: impl Fn(f64) -> bool,
+) -> io::Result<()>
+where
+    S: AsRangedCoord<Value = f64>,
+    S::CoordDescType: ValueFormatter<f64>,
+{
+    let last = (chart.places.len() - 1).max(1);
+    let mut context = ChartBuilder::on(area)
+        .x_label_area_size(26)
+        .y_label_area_size(58)
+        .build_cartesian_2d(0..last, scale)
+        .map_err(io::Error::other)?;
+    context
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .x_labels(12)
+        .x_label_formatter(&|n| chart.places.get(*n).cloned().unwrap_or_default())
+        .y_label_formatter(&|v| (chart.digits)(*v))
+        .y_desc(chart.unit)
+        .draw()
+        .map_err(io::Error::other)?;
+    for (n, (_, values)) in lines.iter().enumerate() {
+        let points = || {
+            let all = values.iter().copied().enumerate();
+            all.filter(|(_, v)| shown(*v))
+        };
+        let series = LineSeries::new(points(), colour(n).stroke_width(2));
+        context.draw_series(series).map_err(io::Error::other)?;
+        let marks = points().filter_map(|at| marker(at, n));
+        context.draw_series(marks).map_err(io::Error::other)?;
+    }
+    Ok(())
+}
+
+fn colour(line: usize) -> RGBColor {
+    *COLOURS.get(line % COLOURS.len()).unwrap_or(&BLACK)
+}
+
+/// The mark at a point of a line whose colour another line has too.
+fn marker<C>(at: C, line: usize) -> Option<Circle<C, i32>> {
+    let repeated = line / COLOURS.len();
+    let style = match repeated {
+        0 => return None,
+        1 => colour(line).filled(),
+        _ => colour(line).stroke_width(1),
+    };
+    Some(Circle::new(at, 3, style))
+}
+
+/// Draws on a white area.
+fn draw(height: u32, content: impl FnOnce(&Area<'_>) -> io::Result<()>) -> io::Result<String> {
+    let mut svg = String::new();
+    let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+    area.fill(&WHITE).map_err(io::Error::other)?;
+    content(&area)?;
+    area.present().map_err(io::Error::other)?;
+    drop(area);
+    Ok(svg)
+}
+
+fn put<'a, 'b, E>(area: &Area<'b>, element: &'a E) -> io::Result<()>
+where
+    &'a E: PointCollection<'a, (i32, i32)>,
+    E: Drawable<SVGBackend<'b>>,
+{
+    area.draw(element).map_err(io::Error::other)
+}
+
+fn write(
+    area: &Area<'_>,
+    text: &str,
+    at: (i32, i32),
+    side: HPos,
+    size: f64,
+    colour: RGBColor,
+) -> io::Result<()> {
+    let style = TextStyle::from(("sans-serif", size).into_font())
+        .color(&colour)
+        .pos(Pos::new(side, VPos::Center));
+    area.draw_text(text, &style, at).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn digits(v: f64) -> String {
+        format!("{v:.0}")
+    }
+
+    fn figure(log: bool, lines: &[Line<'_>]) -> String {
+        let places = ["1 B".to_owned(), "2 B".to_owned()];
+        let chart = Chart {
+            title: "title",
+            unit: "MB/s",
+            places: if lines.is_empty() { &[] } else { &places },
+            log,
+            digits,
+        };
+        super::lines(&chart, lines).unwrap()
+    }
+
+    #[test]
+    fn each_line_and_place_is_drawn() {
+        let lines = [("one", vec![1.0, 1000.0]), ("two", vec![f64::NAN, 10.0])];
+        for log in [true, false] {
+            let svg = figure(log, &lines);
+            for text in ["one", "two", "1 B", "2 B", "title", "MB/s", "1000"] {
+                assert!(svg.contains(text), "{text}: {svg}");
+            }
+        }
+        assert_eq!(figure(true, &[]), "");
+        assert_eq!(figure(true, &[("nothing", vec![0.0, f64::NAN])]), "");
+    }
+
+    #[test]
+    fn the_seventh_line_has_a_marker_in_the_legend_and_at_each_value() {
+        let marks = |lines: &[Line<'_>]| figure(true, lines).matches("<circle").count();
+        let mut lines: Vec<Line<'_>> = (0..7).map(|_| ("line", vec![1.0, 2.0])).collect();
+        assert_eq!(marks(&lines[..6]), 0);
+        assert_eq!(marks(&lines), 3);
+        for missing in [f64::NAN, 0.0] {
+            lines[6].1[0] = missing;
+            assert_eq!(marks(&lines), 2, "{missing}");
+        }
+    }
+
+    #[test]
+    fn bars_are_scaled_by_the_largest_value_and_text_is_escaped() {
+        let bar = |name: &str, value: f64| Bar {
+            name: name.to_owned(),
+            colour: (1, 2, 3),
+            median: value,
+            least: value,
+            most: value,
+            value: value.to_string(),
+        };
+        let panel = Panel {
+            title: "w, µs".to_owned(),
+            note: String::new(),
+            bars: vec![bar("a<b", 4.0), bar("half", 2.0), bar("none", 0.0)],
+        };
+        let svg = bars(&["head".to_owned()], &[panel]).unwrap();
+        assert!(svg.contains("a&lt;b") && !svg.contains("a<b"));
+        let full = WIDTH as i32 - 10 - VALUES - NAMES;
+        for width in [full, full / 2, 1] {
+            assert!(
+                svg.contains(&format!("width=\"{width}\"")),
+                "{width}: {svg}"
+            );
+        }
+    }
+}
