@@ -37,7 +37,7 @@ static const char *refused(size_t arg)
 #define A(...) { __VA_ARGS__ }
 	REFUSES(EOPNOTSUPP, A(.comp_mask = 1));
 	REFUSES(EOPNOTSUPP, A(.flags = 1u << 31));
-	REFUSES(EOPNOTSUPP, A(.reserved = { 0, 1, 0 }));
+	REFUSES(EOPNOTSUPP, A(.reserved = { 0, 1 }));
 	REFUSES(EOPNOTSUPP, A(.driver_qp_type = ANYWARPDV_QPT_RD));
 	REFUSES(EINVAL, A(.segment = 3));
 	REFUSES(EINVAL, A(.record_mode = 3));
@@ -62,6 +62,7 @@ static const char *write_record(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .segment = (uint8_t)(arg % 3), .driver_qp_type = (uint32_t)(arg / 3) };
 	struct anywarpdv_record record;
+	struct anywarpdv_range range;
 	struct region mine, theirs;
 	struct dgram a, b;
 	uint8_t bits[16];
@@ -76,7 +77,7 @@ static const char *write_record(size_t arg)
 		TRY(new_region(&theirs, b.pd, lens[i] ? lens[i] : 1, ALL_ACCESS));
 		fill_pattern(mine.at, lens[i], (uint32_t)i);
 		TRY(request(&a, &b, what, i, &mine, lens[i], &theirs));
-		ENSURE(poll_records(b.qp, 1, &record, (int)WAIT_MS) == 1, "no record of %zu bytes", lens[i]);
+		ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record of %zu bytes", lens[i]);
 		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "not complete");
 		ENSURE(record.length == lens[i] && record.valid == lens[i], "%u of %u", record.valid, record.length);
 		ENSURE(record.src_qp == a.qp->qp_num, "from 0x%x", record.src_qp);
@@ -89,10 +90,144 @@ static const char *write_record(size_t arg)
 		TRY(guards_untouched(&theirs));
 		TRY(done(&a, i, IBV_WC_SUCCESS));
 	}
-	ENSURE(poll_records(b.qp, 1, &record, 0) == 0, "one record too many");
 	errno = 0;
-	ENSURE(read_bitmap(b.qp, 1, 100, 10, bits, sizeof(bits)) == -1 && errno == EINVAL, "a map that is not there");
+	ENSURE(poll_records(b.qp, 1, &(struct anywarpdv_record){ 0 }, sizeof record, 0) == 0, "one record too many");
+	/* A record without a map has one range as well. */
+	ENSURE(read_map(b.qp, &record, sizeof record, &range, 1) == 1 && range.from == 0 && range.to == record.length,
+	       "ranges of a complete record");
+	memset(bits, 0, sizeof bits);
+	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) > 0 && bits[0] & 1,
+	       "bits of a complete record");
+	ENSURE(!release_map(b.qp, record.map), "there is nothing to release");
+	record.map = 1;
+	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) == -1 && errno == EINVAL,
+	       "a map that is not there");
+	errno = 0;
+	ENSURE(read_map(b.qp, &record, sizeof record, &range, 1) == -1 && errno == EINVAL, "a map that is not there");
 	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "a map that is not there is released");
+	return NULL;
+}
+
+/* The writer of a record is answered by what the record says of it. */
+static const char *answer_a_record(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg };
+	struct anywarpdv_record record;
+	struct region from, to;
+	struct ibv_ah *own;
+	struct dgram a, b;
+
+	TRY(find_all());
+	TRY(open_dgram(&a, &dv));
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&from, a.pd, 64, ALL_ACCESS));
+	TRY(new_region(&to, b.pd, 64, ALL_ACCESS));
+	fill_pattern(from.at, 64, 3);
+	TRY(request(&a, &b, WRITE, 1, &from, 64, &to));
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+	own = b.ah;
+	b.ah = ah_from_record(b.pd, &record, sizeof record);
+	ENSURE(b.ah, "anywarpdv_create_ah_from_record: %s", strerror(errno));
+	keep(close_ah, b.ah, "address handle");
+	ENSURE(b.ah != own && record.src_qp == a.qp->qp_num, "from 0x%x", record.src_qp);
+	fill_pattern(to.at, 64, 4);
+	TRY(request(&b, &a, WRITE, 2, &to, 64, &from));
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no answer");
+	record.source.ss_family = AF_UNIX;
+	errno = 0;
+	ENSURE(!ah_from_record(b.pd, &record, sizeof record) && errno == EAFNOSUPPORT, "an address of another family");
+	return same_pattern(from.at, 64, 4);
+}
+
+/* A program that was compiled with shorter structures gets what it knows, one with longer ones zeroes behind it. */
+static const char *sizes(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { 0 };
+	struct { struct anywarpdv_record known; uint8_t unknown[24]; } longer[2];
+	struct { struct anywarpdv_device_attr known; uint64_t unknown; } about;
+	uint8_t shorter[2][offsetof(struct anywarpdv_record, base)], small[12];
+	struct anywarpdv_record head;
+	struct region mine, theirs;
+	struct dgram a, b;
+
+	(void)arg;
+	TRY(find_all());
+	TRY(open_dgram(&a, &dv));
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&mine, a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, b.pd, 64, ALL_ACCESS));
+	for (size_t round = 0; round < 2; round++) {
+		for (size_t taken = 0; taken < 2; taken++)
+			TRY(request(&a, &b, WRITE, taken, &mine, 64, &theirs));
+		for (size_t taken = 0; taken < 2; taken++)
+			TRY(done(&a, taken, IBV_WC_SUCCESS));
+		memset(longer, 0xff, sizeof longer);
+		memset(shorter, 0xff, sizeof shorter);
+		for (int n = 0; n < 2;) {
+			int more = round ? poll_records(b.qp, 2 - n, &longer[n].known, sizeof longer[0], (int)WAIT_MS)
+					 : poll_records(b.qp, 2 - n, (struct anywarpdv_record *)shorter[n],
+							sizeof shorter[0], (int)WAIT_MS);
+
+			ENSURE(more > 0, "%d records", n);
+			n += more;
+		}
+		for (size_t i = 0; i < 2; i++) {
+			memcpy(&head, shorter[i], sizeof shorter[i]);
+			ENSURE(round || head.src_qp == a.qp->qp_num, "record %zu of the shorter form", i);
+			ENSURE(!round || longer[i].known.valid == 64, "record %zu of the longer form", i);
+			if (round)
+				TRY(all_bytes(longer[i].unknown, sizeof longer[i].unknown, 0, "behind a record"));
+		}
+	}
+	errno = 0;
+	ENSURE(poll_records(b.qp, 1, &head, 0, 0) == -1 && errno == EINVAL, "records of no size");
+	memset(&about, 0xff, sizeof about);
+	ENSURE(!query_dv_device(device, &about.known, sizeof about) && about.unknown == 0, "query_device: longer");
+	ENSURE(about.known.qp_types == 3 && about.known.max_parity == 15 && about.known.max_message_size >= 1u << 30,
+	       "query_device: %#x %u %u", about.known.qp_types, about.known.max_parity, about.known.max_message_size);
+	memset(small, 0xff, sizeof small);
+	ENSURE(!query_dv_device(device, (struct anywarpdv_device_attr *)small, 8), "query_device: shorter");
+	TRY(all_bytes(small, 8, 0, "the first members"));
+	return all_bytes(small + 8, 4, 0xff, "behind what the program knows");
+}
+
+/* Datagrams of a message are as long as the program says, and lengths that cannot be are refused. */
+static const char *segment_size(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .segment_size = 1000 };
+	struct anywarpdv_device_attr about;
+	struct anywarpdv_counters seen;
+	struct anywarpdv_record record;
+	struct region mine, theirs;
+	struct dgram a, b;
+	uint32_t wrong[4];
+
+	(void)arg;
+	TRY(find_all());
+	ENSURE(!query_dv_device(device, &about, sizeof about), "query_device: %s", strerror(errno));
+	TRY(open_dgram(&a, &dv));
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&mine, a.pd, 100000, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, b.pd, 100000, ALL_ACCESS));
+	TRY(request(&a, &b, WRITE, 1, &mine, 100000, &theirs));
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1 && record.valid == 100000, "no record");
+	ENSURE(!query_counters(b.qp, &seen, sizeof seen), "counters");
+	ENSURE(seen.rx_dgrams == 100, "%llu datagrams", (unsigned long long)seen.rx_dgrams);
+	wrong[0] = about.min_segment_size - 8;
+	wrong[1] = about.max_segment_size + 8;
+	wrong[2] = 1001;
+	wrong[3] = 1000;
+	for (size_t i = 0; i < COUNT(wrong); i++) {
+		struct ibv_qp_init_attr_ex init = {
+			.qp_type = IBV_QPT_UD, .comp_mask = IBV_QP_INIT_ATTR_PD, .pd = a.pd,
+			.send_cq = a.scq, .recv_cq = a.rcq, .cap = { .max_send_wr = 1, .max_send_sge = 1 },
+		};
+
+		dv.segment_size = wrong[i];
+		dv.segment = i == 3 ? ANYWARPDV_SEGMENT_MAX : 0;
+		errno = 0;
+		ENSURE(!create_qp(device, &init, &dv, sizeof dv) && errno == EINVAL, "segment_size %u", wrong[i]);
+	}
 	return NULL;
 }
 
@@ -124,14 +259,14 @@ static const char *record_waits(size_t arg)
 		TRY(done(&a, i, IBV_WC_SUCCESS));
 	ENSURE(poll_cq_for(a.scq, 1, &wc, 300) == 0, "a Write is done that has no record");
 	for (unsigned int taken = 0; taken < many; taken++) {
-		ENSURE(poll_records(b.qp, 1, &record, (int)WAIT_MS) == 1, "%u of %u records", taken, many);
+		ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "%u of %u records", taken, many);
 		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "not complete");
 		at += record.length == 64;
 		if (taken + 2 < many)
 			TRY(done(&a, taken + 2, IBV_WC_SUCCESS));
 	}
 	ENSURE(at == many / 2, "%u of one datagram", at);
-	ENSURE(poll_records(b.qp, 1, &record, 0) == 0, "one record too many");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, 0) == 0, "one record too many");
 	ENSURE(!query_counters(b.qp, &seen, sizeof(seen)), "counters");
 	ENSURE(seen.rec_full == many && seen.rec_overflow == 0, "%llu records, %llu lost", (unsigned long long)seen.rec_full,
 	       (unsigned long long)seen.rec_overflow);
@@ -158,7 +293,7 @@ static const char *restricted(size_t arg)
 	memcpy(&six.sin6_addr, &local_gid, 16);
 	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, a.qp->qp_num + 1), "restrict");
 	TRY(request(&a, &b, WRITE, 1, &mine, 64, &theirs));
-	ENSURE(poll_errors(a.qp, 1, &error, (int)WAIT_MS) == 1, "no error");
+	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
 	ENSURE(error.src_qp == b.qp->qp_num && error.layer == 0 && error.type == 1, "%u %u", error.layer, error.type);
 	TRY(all_bytes(theirs.at, 64, FRESH, "the region"));
 	ENSURE(!query_counters(b.qp, &seen, sizeof(seen)), "counters");
@@ -166,7 +301,7 @@ static const char *restricted(size_t arg)
 	       (unsigned long long)seen.err_out);
 	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, a.qp->qp_num), "restrict");
 	TRY(request(&a, &b, WRITE, 2, &mine, 64, &theirs));
-	ENSURE(poll_records(b.qp, 1, &record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
 	return NULL;
 }
 
@@ -430,7 +565,7 @@ static const char *polled_deadlines(size_t arg)
 		SKIP("a process may not hold a thread of another here (ptrace)");
 	ENSURE(held.how == 'y', "the device's thread never waits");
 	TRY(reason);
-	ENSURE(poll_records(a.qp, 1, &record, 0) == 1 && record.valid == 8, "the record");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 1 && record.valid == 8, "the record");
 	return NULL;
 }
 
@@ -451,7 +586,7 @@ static const char *look_away(struct dgram *a, const struct region *mine)
 	}
 	TRY(send_half(a, mine, false));
 	sleep_ms(1500);
-	ENSURE(poll_records(a->qp, 1, &record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(poll_records(a->qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
 	ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "%u of %u bytes", record.valid, record.length);
 	return NULL;
 }
@@ -554,7 +689,7 @@ static const char *refused_write(size_t arg)
 	TRY(new_region(&theirs, b.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
 	TRY(request(&a, &b, WRITE, 1, &mine, 4096, &theirs));
 	TRY(done(&a, 1, IBV_WC_REM_ACCESS_ERR));
-	ENSURE(poll_errors(a.qp, 1, &error, (int)WAIT_MS) == 1, "no error");
+	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
 	ENSURE(error.status == IBV_WC_REM_ACCESS_ERR, "status %u", error.status);
 	TRY(all_bytes(theirs.at, 4096, FRESH, "the region"));
 	return NULL;
@@ -721,10 +856,10 @@ static const char *waits_end(size_t arg)
 	(void)arg;
 	TRY(find_all());
 	TRY(open_dgram(&a, &dv));
-	ENSURE(poll_records(a.qp, 1, &record, 30) == 0, "a record of nothing");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 30) == 0, "a record of nothing");
 	ENSURE(poll_cq_for(a.scq, 1, &wc, 30) == 0, "a completion of nothing");
 	errno = 0;
-	ENSURE(poll_records(a.qp, 0, &record, 0) == -1 && errno == EINVAL, "room for none");
+	ENSURE(poll_records(a.qp, 0, &record, sizeof record, 0) == -1 && errno == EINVAL, "room for none");
 	return NULL;
 }
 
@@ -734,6 +869,10 @@ static const struct test tests[] = {
 	{ "record_jumbo", write_record, 1, 0, false },
 	{ "record_max", write_record, 2, 0, false },
 	{ "record_reliable", write_record, 3, 0, false },
+	{ "answer_a_record", answer_a_record, ANYWARPDV_QPT_UD, 0, false },
+	{ "answer_a_record_reliable", answer_a_record, ANYWARPDV_QPT_RD, 0, false },
+	{ "sizes", sizes, 0, 0, false },
+	{ "segment_size", segment_size, 0, 0, false },
 	{ "record_waits", record_waits, 0, 0, false },
 	{ "record_waits_unordered", record_waits, ANYWARPDV_QP_UNORDERED, 0, false },
 	{ "restricted", restricted, 0, 0, false },

@@ -538,11 +538,11 @@ static const char *maps_are_exact(void)
 		ibv_wr_rdma_write(a.ex, to.mr->rkey, (uintptr_t)to.at);
 		TRY(finish(&a, &b, &from));
 		TRY(expect_ok(a.end.scq, m, IBV_WC_RDMA_WRITE, NULL));
-		ENSURE(poll_records(b.end.qp, 1, &record, (int)WAIT_MS) == 1, "no record of message %u", m);
+		ENSURE(poll_records(b.end.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record of message %u", m);
 		ENSURE(record.length == RECORD_LEN, "%u bytes", record.length);
 		ranges[0] = (struct anywarpdv_range){ 0, record.length };
 		if (record.map) {
-			n = read_map(b.end.qp, record.map, ranges, (int)COUNT(ranges));
+			n = read_map(b.end.qp, &record, sizeof record, ranges, (int)COUNT(ranges));
 			ENSURE(n > 0 && n <= (int)COUNT(ranges), "%d ranges", n);
 			ENSURE(!release_map(b.end.qp, record.map), "release");
 			maps++;
@@ -559,7 +559,7 @@ static const char *maps_are_exact(void)
 		TRY(all_bytes(to.at + next, RECORD_LEN - next, FRESH, "a gap"));
 		TRY(guards_untouched(&to));
 	}
-	ENSURE(poll_records(b.end.qp, 1, &record, 0) == 0, "a record too many");
+	ENSURE(poll_records(b.end.qp, 1, &record, sizeof record, 0) == 0, "a record too many");
 	ENSURE(maps > 0, "nothing was lost");
 	fprintf(stderr, "valid %llu of %u\n", (unsigned long long)valid, RECORDS * RECORD_LEN);
 	return NULL;

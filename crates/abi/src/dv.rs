@@ -3,8 +3,11 @@
 //! `tests/c/dv.c` tests them.
 
 use std::ffi::{c_int, c_void};
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
+use anywarp_core::bounds;
 use anywarp_core::datagram::messages::Record;
 use anywarp_core::datagram::options::{MAX_PARITY, Options, RecordMode, Segment};
 use anywarp_core::datagram::{DatagramQp, ErrorReport, Kind};
@@ -13,6 +16,8 @@ use anywarp_engine::objects::QueuePair;
 use crate::cm::address::{address_of, c_address};
 use crate::entry;
 use crate::ffi::{Errno, arg_mut};
+use crate::verbs::address::create as create_ah;
+use crate::verbs::convert::c_gid;
 use crate::verbs::handle::live;
 use crate::verbs::object::{CqObject, MrObject, QpObject};
 use crate::verbs::ops::poll_cq;
@@ -51,7 +56,19 @@ mod c {
             deadline_us: u32,
             read_timeout_us: u32,
             peer_timeout_ms: u32,
-            reserved: [u32; 3],
+            segment_size: u32,
+            reserved: [u32; 2],
+        }
+        struct anywarpdv_device_attr {
+            comp_mask: u64,
+            qp_types: u32,
+            qp_flags: u32,
+            send_ops_ud: u64,
+            send_ops_rd: u64,
+            max_message_size: u32,
+            min_segment_size: u32,
+            max_segment_size: u32,
+            max_parity: u32,
         }
         struct anywarpdv_record {
             source: rdma_sockaddr,
@@ -136,6 +153,13 @@ const FLAGS: u32 = ANYWARPDV_QP_RECORD_COMPLETIONS
     | ANYWARPDV_QP_KEEP_GOING
     | ANYWARPDV_QP_PLAIN_WRITES;
 
+/// What `segment_size` may be.
+const SEGMENT_SIZES: RangeInclusive<u32> =
+    bounds::DATAGRAM_PAYLOAD_MIN as u32..=(bounds::DATAGRAM_PAYLOAD as u32 & !7);
+
+/// The longest message, which a Write-Record or a Read may have.
+const MAX_MESSAGE: u32 = bounds::MAX_MESSAGE as u32;
+
 fn or_default(value: u32, default: u32) -> u32 {
     if value == 0 { default } else { value }
 }
@@ -150,13 +174,16 @@ fn micros(value: u32, default: Duration) -> Duration {
 
 /// The options of a queue pair.
 fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
-    if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != [0; 3] {
+    if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != [0; 2] {
         return Err(libc::EOPNOTSUPP);
     }
-    let segment = match attr.segment {
-        ANYWARPDV_SEGMENT_PATH_MTU => Segment::PathMtu,
-        ANYWARPDV_SEGMENT_JUMBO => Segment::Jumbo,
-        ANYWARPDV_SEGMENT_MAX => Segment::Max,
+    let segment = match (attr.segment, attr.segment_size) {
+        (ANYWARPDV_SEGMENT_PATH_MTU, 0) => Segment::PathMtu,
+        (ANYWARPDV_SEGMENT_JUMBO, 0) => Segment::Jumbo,
+        (ANYWARPDV_SEGMENT_MAX, 0) => Segment::Max,
+        (0, size) if SEGMENT_SIZES.contains(&size) && size.is_multiple_of(8) => {
+            Segment::Bytes(size)
+        }
         _ => return Err(libc::EINVAL),
     };
     let record = match attr.record_mode {
@@ -165,8 +192,10 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
         ANYWARPDV_RECORD_CHUNK => RecordMode::Chunk,
         _ => return Err(libc::EINVAL),
     };
-    let max = u32::try_from(anywarp_core::bounds::MAX_MESSAGE).unwrap_or(u32::MAX);
-    if attr.parity > MAX_PARITY || attr.max_send_size > max || attr.max_read_size > max {
+    if attr.parity > MAX_PARITY
+        || attr.max_send_size > MAX_MESSAGE
+        || attr.max_read_size > MAX_MESSAGE
+    {
         return Err(libc::EINVAL);
     }
     let has = |flag| attr.flags & flag != 0;
@@ -354,21 +383,51 @@ fn error_of(e: &ErrorReport) -> anywarpdv_error {
     }
 }
 
+/// Writes `value` to a structure of the program that has `size` octets: what it does not know is cut off, what this library
+/// does not know becomes zero.
+///
+/// # Safety
+/// `out` has `size` octets.
+unsafe fn write_sized<T: Copy>(out: *mut u8, size: usize, value: &T) {
+    let known = size.min(size_of::<T>());
+    // SAFETY: `out` has `size` octets (caller's promise), of which the first `known` are copied.
+    unsafe {
+        std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), out, known);
+        out.add(known).write_bytes(0, size - known);
+    }
+}
+
+/// The size of a structure of the program: `EINVAL` if it is none.
+fn struct_size(size: u32) -> Result<usize, Errno> {
+    match usize::try_from(size) {
+        Ok(size @ 1..=4096) => Ok(size),
+        _ => Err(libc::EINVAL),
+    }
+}
+
+/// Where a call puts items: `max` structures of `size` octets each.
+struct Items<T> {
+    out: *mut T,
+    max: c_int,
+    size: u32,
+}
+
 /// Takes up to `max` items out of a queue pair.
 ///
 /// # Safety
-/// `qp` is null or lives; `out` is null or has room for `max`.
-unsafe fn poll<T>(
+/// `qp` is null or lives; `items.out` is null or has room for all items.
+unsafe fn poll<T: Copy>(
     qp: *mut ibv_qp,
-    max: c_int,
-    out: *mut T,
+    items: Items<T>,
     timeout_ms: c_int,
     mut next: impl FnMut(&mut DatagramQp) -> Option<T>,
 ) -> Result<c_int, Errno> {
-    let max = usize::try_from(max).map_err(|_negative| libc::EINVAL)?;
-    if out.is_null() || max == 0 {
+    let max = usize::try_from(items.max).map_err(|_negative| libc::EINVAL)?;
+    let size = struct_size(items.size)?;
+    if items.out.is_null() || max == 0 {
         return Err(libc::EINVAL);
     }
+    let out = items.out.cast::<u8>();
     // SAFETY: the caller's promise.
     wait_for(timeout_ms, || unsafe {
         with(qp, |core| {
@@ -376,7 +435,7 @@ unsafe fn poll<T>(
             while n < max
                 && let Some(item) = next(core)
             {
-                out.add(n).write(item);
+                write_sized(out.add(n * size), size, &item);
                 n += 1;
             }
             c_int::try_from(n).unwrap_or(c_int::MAX)
@@ -388,15 +447,72 @@ entry! {
     /// `anywarpdv_poll_records`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `records` is null or has room for `max`.
+    /// `qp` is null or lives, `records` is null or has room for `max` of `reclen` octets.
     unsafe fn anywarpdv_poll_records(
         qp: *mut ibv_qp,
         max: c_int,
         records: *mut anywarpdv_record,
+        reclen: u32,
         timeout_ms: c_int,
     ) -> c_int, minus_one, {
+        let items = Items { out: records, max, size: reclen };
         // SAFETY: the caller's promise.
-        unsafe { poll(qp, max, records, timeout_ms, |core| core.poll_record().map(|r| record_of(&r))) }
+        unsafe { poll(qp, items, timeout_ms, |core| core.poll_record().map(|r| record_of(&r))) }
+    }
+}
+
+entry! {
+    /// `anywarpdv_create_ah_from_record`: see the header.
+    ///
+    /// # Safety
+    /// `pd` is null or lives, `record` is null or has `reclen` octets.
+    unsafe fn anywarpdv_create_ah_from_record(
+        pd: *mut ibv_pd, record: *const anywarpdv_record, reclen: u32,
+    ) -> *mut ibv_ah, null, {
+        // SAFETY: the caller's promise.
+        let record = unsafe { known_record(record, reclen) }?;
+        // SAFETY: a structure of ours.
+        let source = unsafe { address_of((&raw const record.source).cast()) }.ok_or(libc::EAFNOSUPPORT)?;
+        let gid = match source.ip() {
+            IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+            IpAddr::V6(v6) => v6,
+        };
+        let attr = ibv_ah_attr {
+            is_global: 1,
+            port_num: 1,
+            grh: ibv_global_route { dgid: c_gid(gid.octets()), hop_limit: 0xff, ..Default::default() },
+            ..ibv_ah_attr::default()
+        };
+        // SAFETY: the caller's promise.
+        unsafe { create_ah(pd, &attr) }
+    }
+}
+
+entry! {
+    /// `anywarpdv_query_device`: see the header.
+    ///
+    /// # Safety
+    /// `context` is null or open, `attr` is null or has `inlen` octets.
+    unsafe fn anywarpdv_query_device(
+        context: *mut ibv_context, attr: *mut anywarpdv_device_attr, inlen: u32,
+    ) -> c_int, minus_one, {
+        if context.is_null() || attr.is_null() {
+            return Err(libc::EINVAL);
+        }
+        let ours = anywarpdv_device_attr {
+            qp_types: 1 << ANYWARPDV_QPT_UD | 1 << ANYWARPDV_QPT_RD,
+            qp_flags: FLAGS,
+            send_ops_ud: wr_ex::known_datagram_ops(Kind::Ud),
+            send_ops_rd: wr_ex::known_datagram_ops(Kind::Rd),
+            max_message_size: MAX_MESSAGE,
+            min_segment_size: *SEGMENT_SIZES.start(),
+            max_segment_size: *SEGMENT_SIZES.end(),
+            max_parity: MAX_PARITY.into(),
+            ..anywarpdv_device_attr::default()
+        };
+        // SAFETY: the caller's promise.
+        unsafe { write_sized(attr.cast(), struct_size(inlen)?, &ours) };
+        Ok(0)
     }
 }
 
@@ -404,15 +520,17 @@ entry! {
     /// `anywarpdv_poll_errors`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `errors` is null or has room for `max`.
+    /// `qp` is null or lives, `errors` is null or has room for `max` of `errlen` octets.
     unsafe fn anywarpdv_poll_errors(
         qp: *mut ibv_qp,
         max: c_int,
         errors: *mut anywarpdv_error,
+        errlen: u32,
         timeout_ms: c_int,
     ) -> c_int, minus_one, {
+        let items = Items { out: errors, max, size: errlen };
         // SAFETY: the caller's promise.
-        unsafe { poll(qp, max, errors, timeout_ms, |core| core.poll_error().map(|e| error_of(&e))) }
+        unsafe { poll(qp, items, timeout_ms, |core| core.poll_error().map(|e| error_of(&e))) }
     }
 }
 
@@ -441,23 +559,56 @@ entry! {
     }
 }
 
-/// The ranges of a validity map: `EINVAL` if the queue pair has none of this number.
+/// A record of a program that may have been compiled with a shorter structure.
+///
+/// # Safety
+/// `record` is null or has `size` octets.
+unsafe fn known_record(
+    record: *const anywarpdv_record,
+    size: u32,
+) -> Result<anywarpdv_record, Errno> {
+    let size = struct_size(size)?;
+    if record.is_null() {
+        return Err(libc::EINVAL);
+    }
+    let mut ours = anywarpdv_record::default();
+    let known = size.min(size_of::<anywarpdv_record>());
+    // SAFETY: the program's structure has `size` octets (caller's promise), this library's at least `known`.
+    unsafe {
+        std::ptr::copy_nonoverlapping(record.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
+    }
+    Ok(ours)
+}
+
+/// The ranges of a record's bytes that are there: `EINVAL` if its map was released.
 ///
 /// # Safety
 /// `qp` is null or lives.
-unsafe fn ranges_of(qp: *mut ibv_qp, map: u64) -> Result<Vec<(u32, u32)>, Errno> {
+unsafe fn ranges_of(qp: *mut ibv_qp, record: &anywarpdv_record) -> Result<Vec<(u32, u32)>, Errno> {
+    if record.map == 0 {
+        // SAFETY: the caller's promise.
+        unsafe { with(qp, |_| ()) }?;
+        let whole = (record.offset, record.offset.saturating_add(record.valid));
+        return Ok(if record.valid == 0 {
+            Vec::new()
+        } else {
+            vec![whole]
+        });
+    }
     // SAFETY: the caller's promise.
-    unsafe { with(qp, |core| core.records().map(map).map(<[_]>::to_vec)) }?.ok_or(libc::EINVAL)
+    let ranges = unsafe { with(qp, |core| core.records().map(record.map).map(<[_]>::to_vec)) }?;
+    ranges.ok_or(libc::EINVAL)
 }
 
 entry! {
     /// `anywarpdv_read_map`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `ranges` is null or has room for `max`.
+    /// `qp` is null or lives, `record` is null or has `reclen` octets, `ranges` is null or has room for `max`.
     unsafe fn anywarpdv_read_map(
         qp: *mut ibv_qp,
-        map: u64,
+        record: *const anywarpdv_record,
+        reclen: u32,
         ranges: *mut anywarpdv_range,
         max: c_int,
     ) -> c_int, minus_one, {
@@ -466,7 +617,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         // SAFETY: the caller's promise.
-        let all = unsafe { ranges_of(qp, map) }?;
+        let all = unsafe { ranges_of(qp, &known_record(record, reclen)?) }?;
         for (at, (from, to)) in all.iter().take(max).enumerate() {
             // SAFETY: below `max`, for which there is room (caller's promise).
             unsafe { ranges.add(at).write(anywarpdv_range { from: *from, to: *to }) };
@@ -479,11 +630,11 @@ entry! {
     /// `anywarpdv_read_bitmap`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `bits` is null or has `size` octets.
+    /// `qp` is null or lives, `record` is null or has `reclen` octets, `bits` is null or has `size` octets.
     unsafe fn anywarpdv_read_bitmap(
         qp: *mut ibv_qp,
-        map: u64,
-        length: u32,
+        record: *const anywarpdv_record,
+        reclen: u32,
         granularity: u32,
         bits: *mut u8,
         size: usize,
@@ -491,13 +642,16 @@ entry! {
         if bits.is_null() || granularity == 0 {
             return Err(libc::EINVAL);
         }
+        // SAFETY: the caller's promise.
+        let record = unsafe { known_record(record, reclen) }?;
+        let length = record.length;
         let blocks = length.div_ceil(granularity);
         let octets = blocks.div_ceil(8) as usize;
         if size < octets {
             return Err(libc::ENOSPC);
         }
         // SAFETY: the caller's promise.
-        let ranges = unsafe { ranges_of(qp, map) }?;
+        let ranges = unsafe { ranges_of(qp, &record) }?;
         let mut bitmap = vec![0_u8; octets];
         for (from, to) in ranges {
             // The blocks that lie in it whole; the last one of the message may be short.
@@ -522,7 +676,7 @@ entry! {
     /// `qp` is null or lives.
     unsafe fn anywarpdv_release_map(qp: *mut ibv_qp, map: u64) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
-        let released = unsafe { with(qp, |core| core.release_map(map)) }?;
+        let released = unsafe { with(qp, |core| map == 0 || core.release_map(map)) }?;
         if released { Ok(0) } else { Err(libc::EINVAL) }
     }
 }

@@ -553,12 +553,9 @@ static void one_record(const struct anywarpdv_record *r)
 		seen.bad++;
 		goto release;
 	}
-	range[0] = (struct anywarpdv_range){ chunk ? r->offset : 0, chunk ? r->offset + r->valid : r->length };
-	if (!chunk && !(r->flags & ANYWARPDV_RECORD_COMPLETE)) {
-		n = r->map ? dv_read_map(qp, r->map, range, 65536) : 0;
-		if (n < 0 || n > 65536)
-			die("anywarpdv_read_map: %s", n < 0 ? strerror(errno) : "too many ranges");
-	}
+	n = dv_read_map(qp, r, sizeof *r, range, 65536);
+	if (n < 0 || n > 65536)
+		die("anywarpdv_read_map: %s", n < 0 ? strerror(errno) : "too many ranges");
 	if (!chunk && !first_time(m))
 		goto release;
 	bad = seen.bad;
@@ -614,7 +611,7 @@ static bool take_arrivals(uint64_t *newest)
 	if (records()) {
 		struct anywarpdv_record r[BATCH];
 
-		n = dv_poll_records(qp, BATCH, r, 0);
+		n = dv_poll_records(qp, BATCH, r, sizeof r[0], 0);
 		if (n < 0)
 			die("anywarpdv_poll_records: %s", strerror(errno));
 		for (int i = 0; i < n; i++)
@@ -792,7 +789,7 @@ static bool wait_arrivals(void)
 		return false;
 	if (records()) {
 		struct anywarpdv_record r;
-		int n = dv_poll_records(qp, 1, &r, 20);
+		int n = dv_poll_records(qp, 1, &r, sizeof r, 20);
 
 		if (n < 0)
 			die("anywarpdv_poll_records: %s", strerror(errno));

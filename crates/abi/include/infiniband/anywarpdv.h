@@ -69,7 +69,7 @@ struct anywarpdv_qp_init_attr {
 	uint64_t comp_mask;		/* must be 0 */
 	uint32_t driver_qp_type;	/* enum anywarpdv_qp_type */
 	uint32_t flags;			/* enum anywarpdv_qp_flags */
-	uint8_t segment;		/* enum anywarpdv_segment */
+	uint8_t segment;		/* enum anywarpdv_segment; 0 with segment_size */
 	uint8_t record_mode;		/* enum anywarpdv_record_mode, of records made here */
 	uint8_t repeats;		/* times that the end of a Write-Record is said again */
 	uint8_t parity;			/* datagrams to one parity datagram, 1 to 15; 0: none. UD */
@@ -81,7 +81,9 @@ struct anywarpdv_qp_init_attr {
 	uint32_t deadline_us;		/* how long a message may go without a datagram; 0: 100000 */
 	uint32_t read_timeout_us;	/* how long a Read waits for its answer, UD; 0: 500000 */
 	uint32_t peer_timeout_ms;	/* how long a peer may be silent, RD; 0: 5000 */
-	uint32_t reserved[3];		/* must be 0 */
+	uint32_t segment_size;		/* payload bytes of each datagram of a message that has several, a multiple of 8; 0: as
+					   segment says */
+	uint32_t reserved[2];		/* must be 0 */
 };
 
 /* One record: what a peer wrote here by ibv_wr_rdma_write(3) or ibv_wr_rdma_write_imm(3) on a datagram queue pair. */
@@ -96,7 +98,7 @@ struct anywarpdv_record {
 	uint32_t valid;			/* bytes of it that are there */
 	uint32_t offset;		/* of a chunk: where in the message it begins */
 	__be32 imm_data;		/* if ANYWARPDV_RECORD_WITH_IMM */
-	uint64_t map;			/* names the validity map, to be released; 0: there is none and none is needed */
+	uint64_t map;			/* names the validity map, to be released; 0: [offset, offset + valid) is there */
 };
 
 enum anywarpdv_record_flags {
@@ -158,8 +160,29 @@ struct anywarpdv_counters {
 	uint64_t rd_bad_echo;		/* RD: packets that echoed a token which is not theirs */
 };
 
+/* What the device can do on datagrams. */
+struct anywarpdv_device_attr {
+	uint64_t comp_mask;		/* 0 */
+	uint32_t qp_types;		/* bit 1 << t for each enum anywarpdv_qp_type t */
+	uint32_t qp_flags;		/* enum anywarpdv_qp_flags that are known */
+	uint64_t send_ops_ud;		/* enum ibv_qp_create_send_ops_flags of ANYWARPDV_QPT_UD */
+	uint64_t send_ops_rd;		/* the same of ANYWARPDV_QPT_RD */
+	uint32_t max_message_size;	/* longest message, bytes */
+	uint32_t min_segment_size;	/* least and largest segment_size, bytes */
+	uint32_t max_segment_size;
+	uint32_t max_parity;		/* largest value of parity */
+};
+
+/*
+ * Sizes of structures: `inlen` and `reclen` are the size that the program was compiled with. A program that knows fewer
+ * members than the library gets those, and of members that the library does not know it reads zeroes.
+ */
+
 /* Whether the device is of anywarp, so that these functions work on it. */
 bool anywarpdv_is_supported(struct ibv_device *device);
+
+/* What the device can do. `inlen` is sizeof(*attr). EINVAL: a null pointer. */
+int anywarpdv_query_device(struct ibv_context *context, struct anywarpdv_device_attr *attr, uint32_t inlen);
 
 /*
  * Makes a datagram queue pair with one-sided operations. send_ops_flags of `attr_ex` may have, beside the Sends:
@@ -170,26 +193,39 @@ struct ibv_qp *anywarpdv_create_qp_ex(struct ibv_context *context, struct ibv_qp
 				      const struct anywarpdv_qp_init_attr *attr, uint32_t inlen);
 
 /*
- * Takes up to `max` records. Waits for the first one for `timeout_ms`: 0 not at all, -1 for as long as it takes.
- * Returns how many; 0 when the time is over.
+ * Takes up to `max` records, `reclen` = sizeof(*records) bytes each. Waits for the first one for `timeout_ms`: 0 not at all,
+ * -1 for as long as it takes. Returns how many; 0 when the time is over.
  */
-int anywarpdv_poll_records(struct ibv_qp *qp, int max, struct anywarpdv_record *records, int timeout_ms);
-
-/* Puts up to `max` ranges of a validity map in `ranges`, in order. Returns how many the map has. EINVAL: no such map. */
-int anywarpdv_read_map(struct ibv_qp *qp, uint64_t map, struct anywarpdv_range *ranges, int max);
+int anywarpdv_poll_records(struct ibv_qp *qp, int max, struct anywarpdv_record *records, uint32_t reclen,
+			   int timeout_ms);
 
 /*
- * The map as bits: bit i % 8 of byte i / 8 says that all of [i * granularity, (i + 1) * granularity) is there, as far as
- * the message goes; `length` is that of the record. Returns the number of bits. EINVAL, ENOSPC: `size` bytes are too few.
+ * Puts up to `max` ranges of bytes that are there in `ranges`, in order, whether the record has a map or not. Returns how
+ * many there are. EINVAL: the map was released. `reclen` is sizeof(*record).
  */
-int anywarpdv_read_bitmap(struct ibv_qp *qp, uint64_t map, uint32_t length, uint32_t granularity, uint8_t *bits,
-			  size_t size);
+int anywarpdv_read_map(struct ibv_qp *qp, const struct anywarpdv_record *record, uint32_t reclen,
+		       struct anywarpdv_range *ranges, int max);
 
-/* The program has read the map. EINVAL: no such map. */
+/*
+ * The same as bits: bit i % 8 of byte i / 8 says that all of [i * granularity, (i + 1) * granularity) is there, as far as
+ * the message goes. Returns the number of bits. EINVAL: the map was released; ENOSPC: `size` bytes are too few.
+ */
+int anywarpdv_read_bitmap(struct ibv_qp *qp, const struct anywarpdv_record *record, uint32_t reclen,
+			  uint32_t granularity, uint8_t *bits, size_t size);
+
+/* The program has read the map; of map 0 there is nothing to release. EINVAL: no such map. */
 int anywarpdv_release_map(struct ibv_qp *qp, uint64_t map);
 
-/* Takes up to `max` errors that peers reported, as anywarpdv_poll_records does records. */
-int anywarpdv_poll_errors(struct ibv_qp *qp, int max, struct anywarpdv_error *errors, int timeout_ms);
+/*
+ * An address handle to the writer of a record, as ibv_create_ah_from_wc(3) makes one to the sender of a datagram; its queue
+ * pair is src_qp, and the Q_Key is the program's. Null and errno on failure.
+ */
+struct ibv_ah *anywarpdv_create_ah_from_record(struct ibv_pd *pd, const struct anywarpdv_record *record,
+					       uint32_t reclen);
+
+/* Takes up to `max` errors that peers reported, `errlen` = sizeof(*errors) bytes each, as anywarpdv_poll_records does. */
+int anywarpdv_poll_errors(struct ibv_qp *qp, int max, struct anywarpdv_error *errors, uint32_t errlen,
+			  int timeout_ms);
 
 /* ibv_poll_cq(3) that waits for the first completion for `timeout_ms`; never for ever unless that is -1. */
 int anywarpdv_poll_cq(struct ibv_cq *cq, int max, struct ibv_wc *wc, int timeout_ms);

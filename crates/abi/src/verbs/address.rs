@@ -19,7 +19,7 @@ use crate::profile::{Counted, Place};
 ///
 /// # Safety
 /// `pd` is null or lives.
-unsafe fn create(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> Result<*mut ibv_ah, Errno> {
+pub(crate) unsafe fn create(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> Result<*mut ibv_ah, Errno> {
     // SAFETY: the caller's promise.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     if reserve::is_scarce() {

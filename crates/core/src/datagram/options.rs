@@ -11,6 +11,8 @@ pub enum Segment {
     Jumbo,
     /// As long as IP allows; IP cuts them, and one lost fragment costs the datagram (the thesis, section 5.4).
     Max,
+    /// So many bytes of payload, a multiple of 8, if one datagram carries them.
+    Bytes(u32),
 }
 
 /// When the record of a Write-Record that came in is made.

@@ -179,6 +179,9 @@ impl DatagramQp {
             Segment::PathMtu => self.path_mtu(to.addr.ip()),
             Segment::Jumbo => JUMBO_MTU,
             Segment::Max => usize::MAX,
+            Segment::Bytes(bytes) => {
+                return u64::from(bytes).min(bounds::DATAGRAM_PAYLOAD as u64 & !7);
+            }
         };
         let mut heads = Shim::LEN + Untagged::LEN + dgram::CRC;
         if immediate {
