@@ -8,10 +8,11 @@
 //! the conversations of `crates/sim/tests/conversations`, whose bytes are kept together with what that says of them.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::c_tests;
+use crate::process::Process;
 use xtask::{Result, sh};
 
 /// Two programs, and what must be found of them how often at least: a display filter of Wireshark's.
@@ -239,7 +240,7 @@ impl Case {
         let mut server = self.start(anywarp, &of_server, self.server)?;
         let done = self.clients(anywarp, &of_client, &mut server);
         if done.is_err() {
-            server.kill()?;
+            server.kill();
         }
         let ended = wait(&mut server, self.server);
         done.and(ended)?;
@@ -269,11 +270,12 @@ impl Case {
         Ok(())
     }
 
-    fn start(&self, anywarp: &Path, file: &Path, line: &str) -> Result<Child> {
+    fn start(&self, anywarp: &Path, file: &Path, line: &str) -> Result<Process> {
         let log = std::fs::File::create(file.with_extension("log"))?;
         let (peer, dv) = (file.with_file_name("peer"), file.with_file_name("dv"));
         let profile = if self.standard { "standard" } else { "auto" };
-        Ok(Command::new(anywarp)
+        let mut command = Command::new(anywarp);
+        command
             .args(["capture", "--write"])
             .arg(file)
             .arg("--")
@@ -286,17 +288,17 @@ impl Case {
             .env("ANYWARP_PROFILE", profile)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()?)
+            .stderr(log);
+        Process::start(&mut command)
     }
 
     /// Runs the client; again for as long as the server does not listen yet.
-    fn clients(&self, anywarp: &Path, file: &Path, server: &mut Child) -> Result {
+    fn clients(&self, anywarp: &Path, file: &Path, server: &mut Process) -> Result {
         let begin = Instant::now();
         loop {
             let mut client = self.start(anywarp, file, self.client)?;
             let done = wait(&mut client, self.client);
-            if done.is_ok() || begin.elapsed() > PATIENCE || server.try_wait()?.is_some() {
+            if done.is_ok() || begin.elapsed() > PATIENCE || server.poll()?.is_some() {
                 return done;
             }
             std::thread::sleep(Duration::from_millis(100));
@@ -501,19 +503,11 @@ fn checksum(bytes: &[u8], more: u32) -> u16 {
     !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap_or(0)
 }
 
-fn wait(child: &mut Child, line: &str) -> Result {
-    let begin = Instant::now();
-    loop {
-        match child.try_wait()? {
-            Some(status) if status.success() => return Ok(()),
-            Some(status) => return Err(format!("{line}: {status}").into()),
-            None if begin.elapsed() > PATIENCE => {
-                child.kill()?;
-                child.wait()?;
-                return Err(format!("{line}: not over after {PATIENCE:?}").into());
-            }
-            None => std::thread::sleep(Duration::from_millis(10)),
-        }
+fn wait(process: &mut Process, line: &str) -> Result {
+    match process.status(PATIENCE) {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("{line}: {status}").into()),
+        Err(e) => Err(format!("{line}: {e}").into()),
     }
 }
 

@@ -12,18 +12,17 @@
 //! byte, exact maps, each reliable message once, and the share that arrives when the device loses 1 %. The relay loses
 //! more when it gets no processor, so its values and the ratios of speeds are printed but not checked.
 
+use crate::process::Process;
 use crate::programs::{self, INSIDE};
 use anywarp_plot::Chart;
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write as _};
+use std::io::{BufRead, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc;
-use std::thread;
+use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 use xtask::{Result, sh};
 
@@ -176,7 +175,7 @@ fn machine() -> String {
     let load = read("/proc/loadavg");
     format!(
         "Machine: {cpu}, {} processors, Linux {}, load {} when this was written. MB/s are 10^6 bytes a second.\n",
-        thread::available_parallelism().map_or(0, std::num::NonZero::get),
+        std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
         read("/proc/sys/kernel/osrelease").trim(),
         load.split(' ').next().unwrap_or_default(),
     )
@@ -242,8 +241,8 @@ done";
             .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stderr(Stdio::piped());
-        let mut server = Running(server.spawn()?);
-        let said = first_line(&mut server.0, Duration::from_secs(10))?;
+        let mut server = Process::start(&mut server)?;
+        let said = server.first_line(Duration::from_secs(10), true)?;
         if !said.contains("waiting on port") {
             return Err(format!("the server says: {said}").into());
         }
@@ -264,17 +263,13 @@ done";
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
-        let mut client = Running(client.spawn()?);
-        let stderr = client.0.stderr.take();
-        let status = client.wait(LIMIT)?;
-        let mut why = String::new();
-        if let Some(mut stderr) = stderr {
-            let _what_there_is = stderr.read_to_string(&mut why);
-        }
-        if status != Some(0) {
-            self.failures
-                .push(format!("{note} {test} {words}: {}", why.trim()));
-        }
+        let failure = match Process::start(&mut client)?.output(LIMIT) {
+            Ok(output) if output.status.success() => None,
+            Ok(output) => Some(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+            Err(e) => Some(e.to_string()),
+        };
+        self.failures
+            .extend(failure.map(|why| format!("{note} {test} {words}: {why}")));
         let text = fs::read_to_string(&csv).unwrap_or_default();
         let mut lines = text.lines();
         let names: Vec<&str> = lines.next().unwrap_or_default().split(',').collect();
@@ -300,52 +295,9 @@ done";
 /// The address of the server behind the relay.
 const FAR: &str = "10.78.0.2";
 
-/// A program that ends with this value.
-struct Running(Child);
-
-impl Running {
-    /// Its exit status, none when it had to be ended.
-    fn wait(&mut self, limit: Duration) -> Result<Option<i32>> {
-        let end = Instant::now() + limit;
-        while Instant::now() < end {
-            if let Some(status) = self.0.try_wait()? {
-                return Ok(status.code());
-            }
-            thread::sleep(programs::LOOK);
-        }
-        Ok(None)
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ended_already = self.0.kill();
-        let _nothing_to_do = self.0.wait();
-    }
-}
-
-/// The first line on standard error; the others go where ours go.
-fn first_line(child: &mut Child, limit: Duration) -> Result<String> {
-    let stderr = child.stderr.take().ok_or("no standard error")?;
-    let (sender, receiver) = mpsc::channel();
-    thread::spawn(move || {
-        for line in BufReader::new(stderr)
-            .lines()
-            .map_while(std::result::Result::ok)
-        {
-            if let Err(mpsc::SendError(line)) = sender.send(line) {
-                eprintln!("{line}");
-            }
-        }
-    });
-    Ok(receiver
-        .recv_timeout(limit)
-        .map_err(|_| "the server says nothing")?)
-}
-
 /// The link between the two hosts, for as long as this value lives.
 struct Link {
-    relay: Running,
+    relay: Process,
     stdin: Option<ChildStdin>,
 }
 
@@ -362,11 +314,10 @@ impl Link {
             ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
-        let mut relay = Running(relay.spawn()?);
-        let stdin = relay.0.stdin.take();
+        let mut relay = Process::start(&mut relay)?;
+        let stdin = Some(relay.stdin()?);
         let mut up = String::new();
-        let stdout = relay.0.stdout.take().ok_or("no standard output")?;
-        BufReader::new(stdout).read_line(&mut up)?;
+        relay.stdout()?.read_line(&mut up)?;
         if up.trim() != "up" {
             return Err("the relay does not start".into());
         }
@@ -1155,21 +1106,13 @@ fn tcp_rate(seconds: u64) -> Result<f64> {
     let own = env::current_exe()?;
     let port = programs::free_port()?.to_string();
     let mut server = Lab::on(Place::Net, "server", &own);
-    let mut server = Running(
-        server
-            .args(["experiments-tcp", "take", &port])
-            .stdout(Stdio::piped())
-            .spawn()?,
-    );
-    let mut lines = BufReader::new(server.0.stdout.take().ok_or("no standard output")?).lines();
+    server.args(["experiments-tcp", "take", &port]);
+    let mut server = Process::start(server.stdout(Stdio::piped()))?;
+    let mut lines = server.stdout()?.lines();
     lines.next().ok_or("the receiver does not start")??;
     let mut client = Lab::on(Place::Net, "client", &own);
-    let mut client = Running(
-        client
-            .args(["experiments-tcp", "give", &port, &seconds.to_string()])
-            .spawn()?,
-    );
-    client.wait(LIMIT)?;
+    client.args(["experiments-tcp", "give", &port, &seconds.to_string()]);
+    Process::start(&mut client)?.status(LIMIT)?;
     let rate = lines.next().ok_or("the receiver says nothing")??;
     Ok(rate.parse()?)
 }

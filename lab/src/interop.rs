@@ -359,10 +359,6 @@ impl Stage {
         for name in ["LD_PRELOAD", "LD_LIBRARY_PATH", "ANYWARP_LIB", INSIDE] {
             command.env_remove(name);
         }
-        {
-            use std::os::unix::process::CommandExt;
-            command.process_group(0);
-        }
         match &self.log {
             Some(level) => command.env("ANYWARP_LOG", level),
             None if !scene.case.interop.log.is_empty() => command.env("ANYWARP_LOG", "info"),

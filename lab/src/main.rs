@@ -8,6 +8,7 @@ mod experiments;
 mod interop;
 mod mpi;
 mod perf;
+mod process;
 mod programs;
 mod pyverbs;
 mod sanitize;

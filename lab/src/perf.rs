@@ -2,13 +2,14 @@
 //! what an interrupt leaves, and what a port says that is none of theirs. What they measure is for
 //! `cargo lab experiments`; here it is only held against floors.
 
-use std::io::{BufRead, BufReader, Read, Write as _};
+use std::io::{BufRead, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
+use crate::process::Process;
 use xtask::{Result, sh};
 
 /// What each kind of queue pair does.
@@ -88,7 +89,7 @@ pub(crate) fn run() -> Result {
 
 /// A server, which ends with this.
 struct Server {
-    child: Child,
+    process: Process,
     port: u16,
 }
 
@@ -99,29 +100,18 @@ impl Server {
 
     fn start_over(carrier: &str, command: &str) -> Result<Self> {
         let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
-        let mut child = anywarp()
+        let mut server = anywarp();
+        server
             .env("ANYWARP_CARRIER", carrier)
             .args([command, "--server", "--forever", "-p", &port.to_string()])
             .stderr(Stdio::piped())
-            .stdout(Stdio::null())
-            .spawn()?;
-        let mut line = String::new();
-        let mut said = BufReader::new(child.stderr.take().ok_or("no stderr")?);
-        said.read_line(&mut line)?;
-        let server = Self { child, port };
+            .stdout(Stdio::null());
+        let mut process = Process::start(&mut server)?;
+        let line = process.first_line(SOON, false)?;
         if !line.contains("waiting on port") {
-            return Err(format!("the server says: {line}").into());
+            return Err(format!("the server prints: {line}").into());
         }
-        // What else it says must not fill the pipe.
-        std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
-        Ok(server)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _gone_already = self.child.kill();
-        let _gone_already = self.child.wait();
+        Ok(Self { process, port })
     }
 }
 
@@ -133,28 +123,14 @@ fn anywarp() -> Command {
     command
 }
 
-fn client(command: &str, port: u16, words: &str) -> Result<Child> {
-    Ok(anywarp()
-        .args([command, "-p", &port.to_string(), "127.0.0.1"])
-        .args(words.split(' '))
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()?)
-}
-
-/// The end of a process, which must come.
-fn end_of(mut child: Child, most: Duration) -> Result<Output> {
-    let begin = Instant::now();
-    while child.try_wait()?.is_none() {
-        if begin.elapsed() > most {
-            child.kill()?;
-            let output = child.wait_with_output()?;
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            return Err(format!("not over after {most:?}: {said}").into());
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(child.wait_with_output()?)
+fn client(command: &str, port: u16, words: &str) -> Result<Process> {
+    Process::start(
+        anywarp()
+            .args([command, "-p", &port.to_string(), "127.0.0.1"])
+            .args(words.split(' '))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped()),
+    )
 }
 
 fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
@@ -165,7 +141,7 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
                 continue;
             }
             let words = format!("-t {kind} -o {operation} -n 60 --warmup 5 -r 1 -q {way}");
-            let output = end_of(client(command, server.port, &words)?, PATIENCE)?;
+            let output = client(command, server.port, &words)?.output(PATIENCE)?;
             if !output.status.success() {
                 let said = String::from_utf8_lossy(&output.stderr).into_owned();
                 return Err(format!("{words}: {}: {said}", output.status).into());
@@ -186,16 +162,16 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
 fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
     let server = Server::start_over(carrier, "blast")?;
     let csv = sh::target().join("perf-floor.csv");
-    let client = anywarp()
+    let mut client = anywarp();
+    client
         .env("ANYWARP_CARRIER", carrier)
         .args(["blast", "-p", &server.port.to_string(), "127.0.0.1"])
         .args("-q -d 0.1 -r 5 --csv".split(' '))
         .arg(&csv)
         .args(words.split(' '))
         .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()?;
-    let output = end_of(client, PATIENCE)?;
+        .stderr(Stdio::piped());
+    let output = Process::start(&mut client)?.output(PATIENCE)?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         return Err(format!("{}: {said}", output.status).into());
@@ -225,16 +201,15 @@ fn interrupted(the_client: bool) -> Result {
     );
     let mut client = client("blast", server.port, &words)?;
     // It tells how far it is once it is under way.
-    let mut said = BufReader::new(client.stderr.take().ok_or("no stderr")?);
+    let mut said = client.stderr()?;
     let mut line = String::new();
     said.read_line(&mut line)?;
     if !line.contains("msgs=") {
         return Err(format!("instead of how far it is: {line}").into());
     }
-    let whom = if the_client { &client } else { &server.child };
-    let pid = i32::try_from(whom.id())?;
-    kill_process(Pid::from_raw(pid).ok_or("no process")?, Signal::INT)?;
-    let output = end_of(client, SOON)?;
+    let end = if the_client { &client } else { &server.process };
+    end.signal(Signal::INT);
+    let output = client.output(SOON)?;
     said.read_to_string(&mut line)?;
     let expected = if the_client { 130 } else { 1 };
     if output.status.code() != Some(expected) || !line.contains("interrupted") {
@@ -255,19 +230,13 @@ fn interrupted(the_client: bool) -> Result {
     if the_client {
         // The server goes on with the next one.
         let next = "-t rd -o send -n 10 -r 1 -q";
-        let output = end_of(self::client("blast", server.port, next)?, PATIENCE)?;
+        let output = self::client("blast", server.port, next)?.output(PATIENCE)?;
         if !output.status.success() {
             return Err(format!("the next client: {}", output.status).into());
         }
         return Ok(());
     }
-    let begin = Instant::now();
-    while server.child.try_wait()?.is_none() {
-        if begin.elapsed() > SOON {
-            return Err("the server does not end".into());
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    server.process.status(SOON)?;
     Ok(())
 }
 
@@ -301,7 +270,7 @@ fn silent_strangers() -> Result {
     let _strangers = strangers.collect::<std::io::Result<Vec<_>>>()?;
     let begin = Instant::now();
     let client = client("blast", server.port, "-t rc -o send -s 64 -d 0.1 -r 1")?;
-    let output = end_of(client, PATIENCE)?;
+    let output = client.output(PATIENCE)?;
     // The server waits 5 s for a greeting.
     let time = begin.elapsed();
     if !output.status.success() || time > Duration::from_secs(4) {
@@ -312,7 +281,7 @@ fn silent_strangers() -> Result {
 }
 
 fn says(port: u16, what: &str) -> Result {
-    let output = end_of(client("ping", port, "-n 1")?, SOON)?;
+    let output = client("ping", port, "-n 1")?.output(SOON)?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     if output.status.code() == Some(1) && said.contains(what) {
         return Ok(());

@@ -3,15 +3,15 @@
 //! A case that is skipped with a reason is run as well: if it passes, the reason is stale and the run fails.
 //! With `--netns` everything happens in namespaces that end with this process, so nothing stays behind.
 
-use rustix::process::{Pid, Signal, geteuid, kill_process_group};
+use crate::process::Process;
+use rustix::process::geteuid;
 use std::env;
 use std::fs::{self, File};
 use std::io::Write;
 use std::net::{IpAddr, TcpListener, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use xtask::expect::{self, Case, Exit, Place, Program};
@@ -359,7 +359,6 @@ impl Stage {
         command
             .args(arguments)
             .current_dir(&self.work)
-            .process_group(0)
             .stdin(Stdio::null());
         for name in [
             "LD_PRELOAD",
@@ -517,8 +516,7 @@ pub(crate) fn plain(pattern: &str) -> &str {
 pub(crate) struct Player {
     host: Host,
     line: String,
-    child: Child,
-    status: Option<ExitStatus>,
+    process: Process,
     /// Where its output goes, without `.out` and `.err`.
     files: PathBuf,
 }
@@ -536,27 +534,23 @@ impl Player {
         command
             .stdout(File::create(files.with_extension("out"))?)
             .stderr(File::create(files.with_extension("err"))?);
-        let child = command.spawn().map_err(|e| format!("{line}: {e}"))?;
+        let process = Process::start_group(&mut command).map_err(|e| format!("{line}: {e}"))?;
         Ok(Self {
             host,
             line,
-            child,
-            status: None,
+            process,
             files,
         })
     }
 
     pub(crate) fn poll(&mut self) -> Result<Option<ExitStatus>> {
-        if self.status.is_none() {
-            self.status = self.child.try_wait()?;
-        }
-        Ok(self.status)
+        self.process.poll()
     }
 
     /// Whether its network has a bound port of this number; connected sockets do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
         ["tcp", "tcp6", "udp", "udp6"].iter().any(|table| {
-            let path = format!("/proc/{}/net/{table}", self.child.id());
+            let path = format!("/proc/{}/net/{table}", self.process.id());
             fs::read_to_string(path).is_ok_and(|text| has_bound_port(&text, table, port))
         })
     }
@@ -565,50 +559,25 @@ impl Player {
     pub(crate) fn finish(&mut self, expected: Option<Exit>, end: Instant) -> Result {
         let who = self.host.namespace();
         let Some(expected) = expected else {
-            let until = Instant::now() + STAY;
-            while Instant::now() < until {
-                if let Some(status) = self.poll()? {
-                    return Err(format!("the {who} should stay, and ends with {status}").into());
-                }
-                sleep(LOOK);
+            if let Some(status) = self.process.wait(STAY)? {
+                return Err(format!("the {who} should stay, and ends with {status}").into());
             }
             return self.end();
         };
-        loop {
-            if let Some(status) = self.poll()? {
-                return match expected {
-                    Exit::Any => Ok(()),
-                    Exit::Code(code) if status.code() == Some(code) => Ok(()),
-                    Exit::Code(code) => {
-                        Err(format!("the {who} ends with {status}, expected {code}").into())
-                    }
-                };
+        let left = end.saturating_duration_since(Instant::now());
+        let status = self.process.wait(left)?;
+        let status = status.ok_or_else(|| format!("the {who} does not end in time"))?;
+        match expected {
+            Exit::Code(code) if status.code() != Some(code) => {
+                Err(format!("the {who} ends with {status}, expected {code}").into())
             }
-            if Instant::now() > end {
-                return Err(format!("the {who} does not end in time").into());
-            }
-            sleep(LOOK);
+            _ => Ok(()),
         }
     }
 
-    /// Ends the program and what it started: asked first, then killed.
+    /// Ends the program and what it started.
     pub(crate) fn end(&mut self) -> Result {
-        let Some(group) = Pid::from_raw(i32::try_from(self.child.id())?) else {
-            return Ok(());
-        };
-        for signal in [Signal::TERM, Signal::KILL] {
-            if self.poll()?.is_some() {
-                // Its children, if any are left, have the same group.
-                let _none_left = kill_process_group(group, Signal::KILL);
-                return Ok(());
-            }
-            let _already_gone = kill_process_group(group, signal);
-            let until = Instant::now() + Duration::from_secs(2);
-            while self.poll()?.is_none() && Instant::now() < until {
-                sleep(LOOK);
-            }
-        }
-        Ok(())
+        self.process.end()
     }
 
     pub(crate) fn output(&self, which: &str) -> String {
@@ -618,7 +587,8 @@ impl Player {
 
     pub(crate) fn tail(&self) -> String {
         let status = self
-            .status
+            .process
+            .ended()
             .map_or_else(|| "ended by us".to_owned(), |status| status.to_string());
         let mut text = format!("{}: {} ({status})", self.host.namespace(), self.line);
         for which in ["out", "err"] {

@@ -3,10 +3,11 @@
 //! A block ```` ```c NAME ```` is written to the file NAME. In a block ```` ```console ```` each line with `$ ` is a command,
 //! and the lines below it must appear in the output, in any order, before the next command is run. `…` stands for any text.
 
+use crate::process::Process;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use xtask::{Result, sh};
@@ -84,22 +85,12 @@ fn steps(body: &[&str]) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// Ends the shell, and what it started, with the block.
-struct Shell(Child);
-
-impl Drop for Shell {
-    fn drop(&mut self) {
-        let _gone = self.0.kill();
-        let _reaped = self.0.wait();
-    }
-}
-
 /// Runs the commands of a block in one shell.
 fn play(folder: &Path, steps: &[Step]) -> Result {
     let log = folder.join("output");
     let out = File::create(&log)?;
     let path = std::env::var("PATH").unwrap_or_default();
-    let mut shell = Shell(
+    let mut shell = Process::start(
         Command::new("bash")
             .current_dir(folder)
             .env(
@@ -110,10 +101,9 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
             .env("BASH_ENV", "")
             .stdin(Stdio::piped())
             .stdout(out.try_clone()?)
-            .stderr(out)
-            .spawn()?,
-    );
-    let mut input = shell.0.stdin.take().ok_or("bash has no input")?;
+            .stderr(out),
+    )?;
+    let mut input = shell.stdin()?;
     writeln!(input, "set -u; trap 'kill $(jobs -p) 2>/dev/null' EXIT")?;
     let mut expected = Vec::new();
     for step in steps {
@@ -134,13 +124,7 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
     // An example may end with an error on purpose: what counts is what was printed.
     writeln!(input, "wait")?;
     drop(input);
-    let begin = Instant::now();
-    while shell.0.try_wait()?.is_none() {
-        if begin.elapsed() > LIMIT {
-            return Err("tutorial: the programs do not end".into());
-        }
-        sleep(PAUSE);
-    }
+    shell.status(LIMIT)?;
     Ok(())
 }
 

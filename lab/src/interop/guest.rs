@@ -1,12 +1,13 @@
 //! The guest: QEMU, a wire to it, and the agent in it.
 
 use super::shown;
+use crate::process::Process;
 use crate::programs::LOOK;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use xtask::expect::Exit;
@@ -40,17 +41,10 @@ const TAIL: usize = 14;
 
 /// A running guest.
 pub(super) struct Guest {
-    qemu: Child,
+    qemu: Process,
     console: PathBuf,
     /// What siw is set to; before the first change it is the unchanged driver.
     set: std::cell::RefCell<Vec<(String, String)>>,
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        let _ended = self.qemu.kill();
-        let _reaped = self.qemu.wait();
-    }
 }
 
 impl Guest {
@@ -108,16 +102,15 @@ impl Guest {
         ])
         .args(["-device", card])
         .stdin(Stdio::null());
-        let qemu = qemu
-            .spawn()
-            .map_err(|e| format!("qemu-system-x86_64: {e} (scripts/test interop installs it)"))?;
+        let qemu = Process::start(&mut qemu)
+            .map_err(|e| format!("{e} (scripts/test interop installs it)"))?;
         let mut guest = Self {
             qemu,
             console,
             set: std::cell::RefCell::default(),
         };
         while TcpStream::connect_timeout(&AGENT.into(), Duration::from_secs(1)).is_err() {
-            if let Some(status) = guest.qemu.try_wait()? {
+            if let Some(status) = guest.qemu.poll()? {
                 return Err(format!("QEMU ends with {status}\n{}", guest.said()).into());
             }
             if start.elapsed() > BOOT {
@@ -136,8 +129,7 @@ impl Guest {
 
     /// Ends it and boots another one in its place.
     pub(super) fn reboot(&mut self, work: &Path) -> Result {
-        self.qemu.kill()?;
-        self.qemu.wait()?;
+        self.qemu.kill();
         *self = Self::boot(work)?;
         Ok(())
     }
@@ -145,7 +137,7 @@ impl Guest {
     /// What is wrong with it, if what happens in it later means nothing. After a case that went `well` its agent is not
     /// asked.
     pub(super) fn illness(&mut self, well: bool) -> Option<String> {
-        if let Ok(Some(status)) = self.qemu.try_wait() {
+        if let Ok(Some(status)) = self.qemu.poll() {
             return Some(format!("QEMU ends with {status}"));
         }
         let text = fs::read(&self.console).unwrap_or_default();

@@ -1,13 +1,14 @@
 //! What crosses the wire, as tshark sees it: an independent decoder of MPA, DDP and RDMAP.
 
 use super::{guest, shown};
+use crate::process::Process;
 use crate::programs::LOOK;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use xtask::Result;
@@ -34,7 +35,7 @@ const BULK: usize = 100;
 
 /// tcpdump on the wire to the guest.
 pub(super) struct Capture {
-    tcpdump: Child,
+    tcpdump: Process,
     file: PathBuf,
 }
 
@@ -42,7 +43,8 @@ impl Capture {
     /// Begins to write what goes to and from a port into `file`.
     pub(super) fn start(file: &Path, port: u16) -> Result<Self> {
         let errors = file.with_extension("err");
-        let mut tcpdump = Command::new("tcpdump")
+        let mut tcpdump = Command::new("tcpdump");
+        tcpdump
             .args([
                 "-i",
                 "guest",
@@ -60,12 +62,12 @@ impl Capture {
             .arg(format!("tcp port {port} or udp port {}", AFTER.1))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(File::create(&errors)?)
-            .spawn()
-            .map_err(|e| format!("tcpdump: {e} (scripts/test interop installs it)"))?;
+            .stderr(File::create(&errors)?);
+        let mut tcpdump = Process::start(&mut tcpdump)
+            .map_err(|e| format!("{e} (scripts/test interop installs it)"))?;
         let latest = Instant::now() + LIMIT;
         while !fs::read_to_string(&errors)?.contains("listening on") {
-            if tcpdump.try_wait()?.is_some() || Instant::now() > latest {
+            if tcpdump.poll()?.is_some() || Instant::now() > latest {
                 return Err(format!("tcpdump: {}", fs::read_to_string(&errors)?).into());
             }
             sleep(LOOK);
@@ -87,16 +89,8 @@ impl Capture {
             }
             sleep(LOOK);
         }
-        if let Some(pid) = Pid::from_raw(i32::try_from(self.tcpdump.id())?) {
-            kill_process(pid, Signal::TERM)?;
-        }
-        let latest = Instant::now() + LIMIT;
-        while self.tcpdump.try_wait()?.is_none() {
-            if Instant::now() > latest {
-                self.tcpdump.kill()?;
-            }
-            sleep(LOOK);
-        }
+        self.tcpdump.signal(Signal::TERM);
+        self.tcpdump.status(LIMIT)?;
         let said = fs::read_to_string(self.file.with_extension("err"))?;
         if !said.contains("\n0 packets dropped by kernel") {
             return Err(format!("tcpdump did not see everything: {said}").into());
