@@ -1,7 +1,6 @@
 //! Every limit: name, unit, source and reason.
 //!
-//! Here are those of the card. What bounds a peer before and beside it has to do with sockets and time, and stands in the
-//! engine:
+//! The limits of the card are here. Limits of sockets and times are in the engine:
 //!
 //! | what | where | limit |
 //! | --- | --- | --- |
@@ -12,7 +11,7 @@
 //! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
 //! | closed connections that are drained, in a process | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
 //! | how long a process that ends waits for them | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
-//! | peers that may wait for a queue pair to be told of them | `qp.rs` `PARKED_MAX` | 8 |
+//! | connections that may wait until a queue pair names their peer | `qp.rs` `PARKED_MAX` | 8 |
 //! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `TURN` | 4 MiB |
 //! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |
 //! | bytes that wait in the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in all |
@@ -61,11 +60,11 @@ pub const UD_MTU: u32 = 4096;
 /// Bytes of emulated global route header in front of every UD message (IBA: always 40).
 pub const GRH_LEN: u32 = 40;
 
-/// Largest ULPDU that we send, to anybody, bytes: RFC 5044 section 3 allows 64,768, and a multiple of 4 with its length
-/// field needs no padding. It is what two anywarp ends send, whatever the path says.
+/// Largest ULPDU that we send, in bytes. RFC 5044 section 3 allows 64,768; with its length field this one is a multiple
+/// of 4, and needs no padding. Two anywarp ends use it whatever the segment size of the path is.
 pub const MULPDU_ANYWARP: usize = 64_766;
 
-/// Smallest ULPDU we send, whatever the path says (RFC 5044 section 5 sets 128 as the least MULPDU).
+/// Smallest MULPDU that we use, in bytes, whatever the segment size of the path is (RFC 5044 section 5: at least 128).
 pub const MULPDU_MIN: usize = 128;
 
 /// Payload bytes from which a segment is sent by reference instead of being copied beside its header.
@@ -82,8 +81,8 @@ pub const TX_BATCH_COPIED: usize = 256 * 1024;
 /// Bytes after which a batch takes no further FPDU when many peers do not take what they were sent: one FPDU is above it.
 pub const TX_BATCH_SMALL: usize = 16 * 1024;
 
-/// Connections of a process that may have a large batch waiting for their peers, before others get small ones: what peers
-/// that never read can make us hold is this many times some 320 KiB, and one FPDU for each further connection.
+/// Connections of a process that may have a large batch waiting for their peers, before others get small ones. Peers
+/// that never read can bind this many times some 320 KiB, and one FPDU for each further connection.
 pub const TX_LARGE_WAITING: usize = 128;
 
 /// Pieces (iovec entries) of one transmit batch; the kernel takes at most 1,024.
@@ -104,37 +103,37 @@ pub const CARRIER_RING: usize = 256 * 1024;
 
 /// Connections of a process that share memory with their peers; others stay with their sockets.
 ///
-/// Whoever polls looks at each of them.
+/// Each poll looks at all of them.
 pub const CARRIERS: usize = 64;
 
-/// Requests that the peer has yet to acknowledge, behind which a small one may wait for company.
+/// Number of unacknowledged requests from which on a small request may wait to be sent together with others.
 ///
 /// A program that waits for one answer before its next request never has so many.
 pub const COALESCE_BEHIND: usize = 4;
 
-/// What may wait for company before all is sent.
+/// Limits of the requests that wait to be sent together.
 #[derive(Debug, Clone, Copy)]
 pub struct Coalesce {
     /// Requests.
     pub max_requests: usize,
-    /// Payload bytes of one: above it does not wait.
+    /// Payload bytes of one request; a longer one does not wait.
     pub max_payload: u64,
 }
 
-/// Where one system call carries all.
+/// The limits for a socket, where one system call sends all of them.
 pub const COALESCE_TCP: Coalesce = Coalesce {
     max_requests: 64,
     max_payload: 16 * 1024,
 };
-/// Where none is needed.
+/// The limits for shared memory, where no system call is needed.
 pub const COALESCE_SHM: Coalesce = Coalesce {
     max_requests: 32,
     max_payload: 4096,
 };
-/// Bytes of all, if all are as long as the longest that was posted last.
+/// Payload bytes of all waiting requests together, each counted with the length of the longest that was posted last.
 pub const COALESCE_BYTES: u64 = 128 * 1024;
 
-/// Requests done but not acknowledged before an acknowledgement is sent without waiting for company.
+/// Number of done requests after which an acknowledgement is sent at once, without waiting for other messages.
 pub const ACK_AFTER: u32 = 32;
 
 /// Private data in a connection request or reply, bytes (RFC 5044 allows 512 with the 4 of RFC 6581 inside).
@@ -157,8 +156,8 @@ pub const DATAGRAM_SPARE: usize = 8 << 20;
 
 /// Runs of bytes of a message that arrived with gaps between them.
 ///
-/// In order there is one; each datagram that overtakes another makes one more, and one that was lost dooms its
-/// message anyhow. A sender that leaves holes on purpose gets no more memory than this.
+/// In order there is one; each datagram that overtakes another makes one more, and a lost
+/// one makes its message fail. A sender that leaves gaps on purpose gets no more memory than this.
 pub const DATAGRAM_RANGES: usize = 64;
 
 /// Room that a peer's socket is taken to have before it said so, bytes as the kernel counts them; less is never assumed.
@@ -179,20 +178,21 @@ pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis
 
 /// Peers that one queue pair of reliable datagrams knows.
 ///
-/// A peer that comes of itself is taken only while its network (the first 24 bits of an IPv4 address, 48 of an IPv6 address)
-/// has fewer than there are places left, and its host (32 or 64 bits) fewer than half of that: one network can have half of
-/// all places and one host a third, the next network half of the rest. Who has been silent for a minute gives way.
+/// A peer that comes of itself is taken only while its network (the first 24 bits of an IPv4 address, 48 of an IPv6
+/// address) has fewer than there are places left, and its host (32 or 64 bits) fewer than half of that: one network can
+/// have half of all places and one host a third, the next network half of the rest. Who has been silent for a minute
+/// gives way.
 pub const RD_PEERS: usize = 65_536;
 
-/// Bytes of packets from one peer, and from all, that wait for others before them or for a receive, with what keeping them
-/// costs; one network can have no more than is left.
+/// Bytes of packets from one peer, and from all, that wait for others before them or for a receive, with what keeping
+/// them costs; one network can have no more than is left.
 pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;
 
 /// Answers that wait to be sent to one reliable peer: twice the Reads and atomics that it may have outstanding.
 pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
-/// The same, to all peers; then each has four more.
+/// Answers that wait to be sent to all reliable peers. When there are as many, each peer may have four more.
 pub const RD_ANSWERS: usize = 16_384;
 
 /// Packets a second that echo wrong tokens and seem to come from one host, after which none of its packets is believed that
@@ -219,8 +219,9 @@ pub const RECORD_GAPS: usize = 32_768;
 
 /// Runs of bytes of all messages of a queue pair that are open, 8 bytes each, in a room of up to twice as many.
 ///
-/// Thirty-two messages with as many gaps as one may have, or what a loss of 1 % makes of 130 messages of 1 GiB. Beyond it a message has [`DATAGRAM_RANGES`] at most, whatever others have; what would be one more is dropped, and
-/// waits on a reliable queue pair.
+/// Thirty-two messages with as many gaps as one may have, or what a loss of 1 % makes of 130 messages of 1 GiB. Beyond
+/// it a message has [`DATAGRAM_RANGES`] at most, whatever others have; what would be one more is dropped, and waits on
+/// a reliable queue pair.
 pub const OPEN_RUNS: usize = 1 << 20;
 
 /// Bytes of parity groups that are not complete, of one queue pair. What does not fit is not repaired.
@@ -238,8 +239,8 @@ pub const COOKIES: usize = 1024;
 /// Bytes of payload, and no more, that a request may be followed by to be worth an answer of its size.
 pub const READ_PADDING: usize = 1024;
 
-/// Datagrams that wait because a fault delays them, and their bytes: what 100 ms of a fast link hold. More are lost, as in a
-/// queue that is full.
+/// Datagrams that wait because a fault delays them, and their bytes: what 100 ms of a fast link hold. More are lost, as
+/// in a queue that is full.
 pub const FAULT_HELD: usize = 65_536;
 /// See [`FAULT_HELD`].
 pub const FAULT_HELD_BYTES: usize = 64 << 20;

@@ -1,4 +1,4 @@
-//! Who is at fault: the peer ([`PeerError`]) or the caller ([`Misuse`]).
+//! Errors by cause: the peer ([`PeerError`]) or the caller ([`Misuse`]).
 //!
 //! A [`PeerError`] says that bytes from the other end broke a rule; the stream then ends with the
 //! Terminate that [`TermCode`] names. A [`Misuse`] says that our own caller broke a rule; it gets an
@@ -32,7 +32,7 @@ pub enum PeerError {
     MpaMarker {
         /// Distance to the start of the FPDU.
         expected: u16,
-        /// What the marker said.
+        /// The distance in the marker.
         got: u16,
     },
     /// A Request or Reply frame that cannot be used; the text says why.
@@ -105,18 +105,18 @@ pub enum PeerError {
         /// Its message sequence number.
         msn: u32,
     },
-    /// The message sequence number is not one that can come now.
+    /// The message sequence number is not the next one.
     UntaggedMsn {
-        /// The number that comes next.
+        /// The next number.
         expected: u32,
-        /// The number that came.
+        /// The number of the message.
         got: u32,
     },
     /// The message offset is not where the message continues.
     UntaggedOffset {
-        /// The offset that comes next.
+        /// The next offset.
         expected: u32,
-        /// The offset that came.
+        /// The offset of the segment.
         got: u32,
     },
     /// The message does not fit its receive buffer.
@@ -193,7 +193,7 @@ pub enum PeerError {
         /// Tagged offset of the target.
         to: u64,
     },
-    /// A response that nothing asked for.
+    /// A response without a request.
     UnexpectedResponse {
         /// The four opcode bits.
         opcode: u8,
@@ -202,7 +202,7 @@ pub enum PeerError {
     ResponseMismatch(&'static str),
     /// A message whose size or shape its opcode does not allow; the text says which.
     MessageShape(&'static str),
-    /// A private control message that makes no sense; the text says why.
+    /// An invalid control message; the text says why.
     Control(&'static str),
     /// Our own RDMAP failed in a way that nothing else describes.
     RdmapLocal,
@@ -407,7 +407,7 @@ impl TermCode {
         match e {
             // RFC 5044 §8, RFC 6581 §8 [mpa-errors]: layer 2 has one error type.
             E::MpaCrc { .. } => Self::new(2, 0, 0x02),
-            // No code of the RFC says "shorter than its header": it is a length that disagrees.
+            // The RFCs have no code for "shorter than its header": it is reported as a length mismatch.
             E::MpaTooShort { .. } | E::MpaMarker { .. } => Self::new(2, 0, 0x03),
             E::MpaStartup(_) => Self::new(2, 0, 0x04),
             E::MpaLocal => Self::new(2, 0, 0x05),
@@ -415,7 +415,7 @@ impl TermCode {
             E::MpaNoCommonRtr => Self::new(2, 0, 0x07),
 
             // RFC 5041 §7.2 [ddp-errors-tagged]. A missing write right has no code in DDP; it
-            // is told like an unknown STag, which is also what Linux siw says.
+            // is reported like an unknown STag, as Linux siw does.
             E::TaggedStag { .. } | E::TaggedAccess { .. } => Self::new(1, 1, 0x00),
             E::TaggedBounds { .. } => Self::new(1, 1, 0x01),
             E::TaggedNotAssociated { .. } => Self::new(1, 1, 0x02),

@@ -2,7 +2,7 @@
 //!
 //! Nothing here reads a clock, opens a socket, starts a thread or follows an address. Time and bytes come in as
 //! arguments; bytes to send, placements and completions go out. Each layer has one verb down and one verb up, and
-//! the type that one step returns is what the next one takes:
+//! each step takes the type that the step before it returns:
 //!
 //! ```text
 //!  down: post -> take -> build -> segment -> frame -> gather -> send
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! Read in this order: [`verbs`] (what the application sees), [`connection`] (one reliable queue pair and its
-//! stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes go), [`llp`] (how a segment travels),
-//! [`wire`] (byte layouts). [`fault`] decides what goes wrong on demand.
+//! stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes
+//! go), [`llp`] (how a segment travels), [`wire`] (byte layouts). [`fault`] decides which faults are injected.
 #![forbid(unsafe_code)]
 
 pub mod bounds;

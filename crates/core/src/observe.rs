@@ -11,17 +11,17 @@ use crate::wire::rdmap::{Opcode, Terminate};
 pub enum Step<'a> {
     /// The application posted a request.
     Post(&'a WorkRequest),
-    /// The request is the next to be sent.
+    /// The request was taken from the send queue.
     Take(u64),
-    /// It became a message of this opcode and length.
+    /// A message of this opcode and length was built.
     Build(Opcode, u64),
     /// A segment was cut: payload bytes, last of its message.
     Segment(usize, bool),
-    /// An FPDU stands in the batch: ULPDU bytes.
+    /// An FPDU was added to the batch: ULPDU bytes.
     Frame(usize),
-    /// An FPDU came out of the stream: its header.
+    /// An FPDU was taken out of the stream: its header.
     Deframe(&'a Header, usize),
-    /// Its payload may be placed: bytes.
+    /// The payload of the FPDU passed the access check: bytes.
     Admit(u64),
     /// Bytes were placed.
     Place(u64),

@@ -11,39 +11,39 @@ use crate::verbs::wc::Status;
 /// What caused a fault.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cause {
-    /// What is done.
+    /// The action.
     pub action: Action,
-    /// The line of the rule; none: the settings of the link.
+    /// The line of the rule; `None`: the settings of the link.
     pub line: Option<u32>,
 }
 
-/// What happens to one datagram or request; nothing when there is no cause.
+/// The faults of one datagram or request. Without causes there are none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Decision {
-    /// How many there were, with this one.
+    /// Number of the request or datagram, from 1.
     pub item: u64,
-    /// What is done, and why.
+    /// The actions, and the rules that caused them.
     pub causes: SmallVec<[Cause; 2]>,
-    /// How much later it comes.
+    /// The time by which the request or datagram is delayed.
     pub delay: Duration,
-    /// Bytes in a second, the least that anything says.
+    /// The lowest rate of all causes, in bytes per second.
     pub rate: Option<u64>,
-    /// Chooses the wrong bit.
+    /// Random number that selects the bit to corrupt.
     pub random: u64,
 }
 
 impl Decision {
-    /// Whether nothing happens.
+    /// Whether there is no fault.
     pub fn is_nothing(&self) -> bool {
         self.causes.is_empty()
     }
 
-    /// Whether this is done.
+    /// Whether the decision has `action`.
     pub fn does(&self, action: Action) -> bool {
         self.causes.iter().any(|c| c.action == action)
     }
 
-    /// How a request ends, when it does so without being sent.
+    /// The completion status of a request that is not sent.
     pub fn failure(&self) -> Option<Status> {
         self.causes.iter().find_map(|c| match c.action {
             Action::Fail(status) => Some(status),
@@ -51,7 +51,7 @@ impl Decision {
         })
     }
 
-    /// How often the peer is not ready.
+    /// How many times the peer is not ready to receive.
     pub fn not_ready(&self) -> u32 {
         let times = self.causes.iter().filter_map(|c| match c.action {
             Action::Rnr(times) => Some(times),
@@ -69,7 +69,7 @@ impl Decision {
         self.causes.push(Cause { action, line });
     }
 
-    /// Turns one bit over.
+    /// Inverts one bit of `bytes`.
     pub fn corrupt(&self, bytes: &mut [u8]) {
         let bits = (bytes.len() as u64).saturating_mul(8).max(1);
         let bit = self.random % bits;
@@ -91,7 +91,7 @@ struct Count {
 #[derive(Debug)]
 pub struct Lane {
     plan: &'static Plan,
-    /// Which queue pair of the process, from 1.
+    /// Position of the queue pair among those of the process, from 1.
     nth: u32,
     number: u32,
     requests: u64,
@@ -100,30 +100,30 @@ pub struct Lane {
     counts: Vec<Count>,
 }
 
-/// How the requests of a queue pair travel.
+/// The transport of the requests of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Service {
-    /// In a stream: there are no datagrams, and what is late is the request.
+    /// A stream: requests are delayed, since there are no datagrams.
     Stream,
-    /// In reliable datagrams.
+    /// Reliable datagrams.
     Reliable,
-    /// In datagrams that nobody answers for: nothing can be killed, and no peer says that it is not ready.
+    /// Unreliable datagrams: there is no connection to reset, and no receiver-not-ready.
     Unreliable,
 }
 
-/// What a decision is about.
+/// The request or datagram of a decision.
 #[derive(Debug, Clone, Copy)]
 struct Item {
     peer: Option<SocketAddr>,
     what: What,
     dir: Direction,
-    /// None: a datagram.
+    /// The transport of a request; `None` for a datagram.
     request: Option<Service>,
     n: u64,
 }
 
 impl Item {
-    /// Whether an action is done to things like this.
+    /// Whether `action` applies to this kind of item.
     fn takes(&self, action: Action) -> bool {
         match (action, self.request) {
             (Action::Kill | Action::Rnr(_), Some(service)) => service != Service::Unreliable,
@@ -137,7 +137,7 @@ impl Item {
 }
 
 impl Lane {
-    /// For the `nth` queue pair of the process, which has this number.
+    /// The decisions for the `nth` queue pair of the process, whose number is `number`.
     pub fn new(plan: &'static Plan, nth: u32, number: u32) -> Self {
         Self {
             plan,
@@ -150,12 +150,12 @@ impl Lane {
         }
     }
 
-    /// Which queue pair of the process this is.
+    /// Position of the queue pair among those of the process, from 1.
     pub fn nth(&self) -> u32 {
         self.nth
     }
 
-    /// A request is posted.
+    /// Decides about a request that is posted.
     pub fn request(&mut self, what: What, peer: Option<SocketAddr>, service: Service) -> Decision {
         self.requests += 1;
         let item = Item {
@@ -177,7 +177,7 @@ impl Lane {
         decision
     }
 
-    /// A datagram goes out or came in.
+    /// Decides about a datagram that is sent or was received.
     pub fn datagram(&mut self, dir: Direction, peer: SocketAddr, bytes: &[u8]) -> (Decision, What) {
         let n = match dir {
             Direction::Tx => &mut self.sent,
@@ -218,7 +218,7 @@ impl Lane {
         }
     }
 
-    /// Delay and rate of the link.
+    /// Adds the delay and the rate of the link.
     fn hold_up(&self, item: Item, decision: &mut Decision) {
         let link = &self.plan.link;
         if !link.delay.is_zero() || !link.jitter.is_zero() {
@@ -281,7 +281,7 @@ impl Lane {
         chance > 0.0 && fraction(self.roll(purpose, item)) < chance
     }
 
-    /// A number that depends on the seed, the queue pair, the item and what it is for.
+    /// A random number that depends on the seed, the queue pair, the item and the purpose.
     fn roll(&self, purpose: Draw, item: Item) -> u64 {
         let kind = match (item.request, item.dir) {
             (Some(_), _) => 1,
@@ -294,7 +294,7 @@ impl Lane {
     }
 }
 
-/// What a random number is for.
+/// The purpose of a random number.
 #[derive(Debug, Clone, Copy)]
 enum Draw {
     Loss,
@@ -330,7 +330,7 @@ pub(super) fn mix(n: u64) -> u64 {
     n ^ (n >> 31)
 }
 
-/// As a number from 0 to below 1.
+/// Maps `n` to a number from 0 to below 1.
 fn fraction(n: u64) -> f64 {
     (n >> 11) as f64 / (1_u64 << 53) as f64
 }

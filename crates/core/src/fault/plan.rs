@@ -9,43 +9,43 @@ use crate::verbs::wr::Op;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{dgram, rd};
 
-/// Everything that is to go wrong.
+/// A plan of faults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// Same seed, same faults.
+    /// Seed of all random decisions.
     pub seed: u64,
-    /// What happens to everything.
+    /// The faults of all requests and datagrams.
     pub link: Link,
-    /// What happens to some things.
+    /// The faults of the requests and datagrams that match a rule.
     pub rules: Vec<Rule>,
-    /// Whether what was done is told when the process ends.
+    /// Whether a summary of the faults is printed when the process ends.
     pub summary: bool,
 }
 
-/// What happens to everything, as on a bad cable.
+/// The faults of all requests and datagrams, as a bad cable causes them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Link {
     /// Probability that a datagram is lost.
     pub loss: f64,
-    /// Probability that it comes twice.
+    /// Probability that a datagram is duplicated.
     pub dup: f64,
-    /// Probability that the next one passes it.
+    /// Probability that a datagram is overtaken by the next one.
     pub reorder: f64,
-    /// Probability that a bit of it is wrong.
+    /// Probability that one bit of a datagram is inverted.
     pub corrupt: f64,
     /// Probability that a request of a reliable queue pair ends its connection.
     pub kill: f64,
-    /// How much later everything is.
+    /// Delay of each datagram, and of each request of a stream.
     pub delay: Duration,
-    /// How much that varies, either way.
+    /// Largest deviation from `delay`, in both directions.
     pub jitter: Duration,
-    /// Bytes in a second.
+    /// Rate in bytes per second.
     pub rate: Option<u64>,
-    /// Which way.
+    /// The direction of the faults; `None`: both.
     pub dir: Option<Direction>,
 }
 
-/// Which way a datagram goes.
+/// Direction of a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From this process.
@@ -63,18 +63,18 @@ impl fmt::Display for Direction {
     }
 }
 
-/// Which queue pair.
+/// The queue pairs that a rule applies to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WhichQp {
-    /// Every one.
+    /// All queue pairs.
     Any,
-    /// The one that the process made as its Nth, from 1.
+    /// The Nth queue pair that the process created, from 1.
     Nth(u32),
-    /// The one with this number.
+    /// The queue pair with this number.
     Number(u32),
 }
 
-/// What a request or a datagram is about.
+/// The operation of a request or datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
     /// Send, with or without immediate.
@@ -83,23 +83,23 @@ pub enum What {
     Write,
     /// Write-Record.
     WriteRecord,
-    /// RDMA Read: the request.
+    /// An RDMA Read Request.
     Read,
-    /// The answer to it.
+    /// An RDMA Read Response.
     ReadResponse,
-    /// An atomic: the request.
+    /// An Atomic Request.
     Atomic,
-    /// The answer to it.
+    /// An Atomic Response.
     AtomicResponse,
-    /// A report of an error.
+    /// An error report.
     Error,
-    /// Acknowledgements and what else the device says for itself.
+    /// Acknowledgements and other control messages.
     Ack,
     /// Bind of a memory window.
     Bind,
     /// Local invalidate.
     Invalidate,
-    /// Nothing that can be read.
+    /// A datagram that cannot be parsed.
     Unknown,
 }
 
@@ -118,7 +118,7 @@ const WHATS: [(&str, What); 11] = [
 ];
 
 impl What {
-    /// What a posted request is about; Writes without a connection are Write-Records.
+    /// The operation of a posted request; Writes without a connection are Write-Records.
     pub fn of_request(op: &Op, connected: bool) -> Self {
         match op {
             Op::Send { .. } => Self::Send,
@@ -131,7 +131,7 @@ impl What {
         }
     }
 
-    /// What a datagram is about.
+    /// The operation of a datagram.
     pub fn of_datagram(bytes: &[u8]) -> Self {
         let parsed = if rd::is_packet(bytes) {
             match rd::parse(bytes) {
@@ -171,31 +171,31 @@ impl fmt::Display for What {
     }
 }
 
-/// What happens.
+/// A fault.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Action {
     /// The datagram is lost.
     Drop,
-    /// One bit of it is wrong.
+    /// One bit of the datagram is inverted.
     Corrupt,
-    /// It comes twice.
+    /// The datagram is duplicated.
     Dup,
-    /// The next one passes it.
+    /// The next datagram overtakes this one.
     Reorder,
-    /// It comes, or the request is sent, later.
+    /// The datagram or request is delayed.
     Delay(Duration),
-    /// No faster than so many bytes in a second.
+    /// The rate is limited to this number of bytes per second.
     Slow(u64),
     /// The connection is reset.
     Kill,
     /// The request completes with this status and is not sent.
     Fail(Status),
-    /// The peer is not ready to receive, so many times.
+    /// The peer is not ready to receive this number of times.
     Rnr(u32),
 }
 
 impl Action {
-    /// Whether it is done to requests, whatever the queue pair.
+    /// Whether the action applies to requests on queue pairs of all kinds.
     fn is_of_requests(self) -> bool {
         matches!(self, Self::Kill | Self::Fail(_) | Self::Rnr(_))
     }
@@ -240,36 +240,36 @@ const STATUSES: [(&str, Status); 13] = [
 /// One line of a rule file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
-    /// Where it stands.
+    /// Line of the rule in the text.
     pub line: u32,
-    /// Which queue pair.
+    /// The queue pairs that the rule applies to.
     pub qp: WhichQp,
-    /// Whose address, and port.
+    /// Address and port of the peer; `None`: any.
     pub peer: Option<(IpAddr, Option<u16>)>,
-    /// About what.
+    /// The operation; `None`: any.
     pub what: Option<What>,
-    /// Which way; both when none.
+    /// The direction; `None`: both.
     pub dir: Option<Direction>,
-    /// Only the Nth of those that match, from 1.
+    /// Only the Nth item that matches, from 1.
     pub nth: Option<u64>,
-    /// Every Nth.
+    /// Every Nth item that matches.
     pub every: Option<u64>,
-    /// With this probability.
+    /// Probability of the action for an item that matches.
     pub chance: Option<f64>,
-    /// Not more often than this in one queue pair.
+    /// Largest number of faults of the rule on one queue pair.
     pub times: u64,
-    /// What then happens.
+    /// The fault.
     pub action: Action,
 }
 
-/// What is wrong with the text of a plan, and where.
+/// An error in the text of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrong {
     /// Line, from 1.
     pub line: u32,
     /// Character in it, from 1.
     pub column: u32,
-    /// What is wrong, and what would be right.
+    /// The error, and the valid forms.
     pub what: String,
 }
 
@@ -301,7 +301,7 @@ impl Default for Plan {
     }
 }
 
-/// A piece of text and where it stands.
+/// A piece of text and its position.
 #[derive(Clone, Copy)]
 struct Word<'a> {
     text: &'a str,
@@ -464,7 +464,7 @@ impl Plan {
     /// Reads a plan: lines, or parts between semicolons, that are settings, rules or comments.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The first error in the text.
     pub fn parse(text: &str) -> Result<Self, Wrong> {
         let mut plan = Self::default();
         for (at, line) in text.lines().enumerate() {

@@ -15,7 +15,7 @@ pub enum AsyncEvent {
     LastWqe,
     /// The shared receive queue fell below its limit.
     SrqLimit,
-    /// The first message of the peer arrived: both ends can send.
+    /// The first message of the peer arrived: both ends may send.
     Started,
     /// The stream ended: the peer closed it, or the connection broke.
     PeerGone,

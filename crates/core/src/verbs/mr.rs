@@ -1,8 +1,8 @@
 //! Memory regions and windows: the STag table, and the check that turns an STag and an offset into a [`Placement`].
 //!
 //! A region's addresses are numbers here. A [`Placement`] can only be made by a successful check; pinning it gives
-//! a [`Pinned`], the sole key with which the engine touches user memory. Deregistering takes the region out of the
-//! table and waits until nobody has it pinned, so that nothing touches the buffer afterwards.
+//! a [`Pinned`], without which the engine cannot access user memory. Deregistering removes the region from
+//! the table and waits until it is not pinned, so that nothing accesses the buffer afterwards.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -17,7 +17,7 @@ use crate::sync::{
 };
 use crate::wire::{Stag, To};
 
-/// What kind of thing an STag names.
+/// The kind of object that an STag names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A memory region.
@@ -29,24 +29,24 @@ pub enum Kind {
         /// That queue pair.
         qpn: u32,
     },
-    /// A region without memory of the program's (`ibv_alloc_null_mr(3)`).
+    /// A null region, which has no memory of the program (`ibv_alloc_null_mr(3)`).
     Null {
-        /// Where what is written to it goes; nobody looks at it.
+        /// Address of the memory that writes go to. It is never read.
         sink: u64,
-        /// Bytes that are zero.
+        /// Address of the memory that reads come from. It is always zero.
         zeroes: u64,
-        /// Bytes of both.
+        /// Length of each of the two, in bytes.
         len: u64,
     },
 }
 
-/// A registered range of user memory. What it says never changes; a new registration is a new `Region`.
+/// A registered range of user memory. Its attributes never change; a new registration is a new `Region`.
 #[derive(Debug)]
 pub struct Region {
     stag: Stag,
     kind: Kind,
     pd: u32,
-    /// Where it starts in the process: a number here.
+    /// Address of the first byte in the process.
     start: u64,
     len: u64,
     /// Tagged offset of the first byte.
@@ -58,13 +58,13 @@ pub struct Region {
     windows: AtomicU32,
     /// The region under a window.
     under: Option<Arc<Self>>,
-    /// Says whether a range of memory is there.
+    /// Tests whether a range of memory is accessible.
     present: Option<Present>,
-    /// The one host, and queue pair if given, whose datagrams may reach it; without, all may.
+    /// The only host, and its queue pair if given, whose datagrams may access the region; `None`: all may.
     only: RwLock<Option<(IpAddr, Option<u32>)>>,
 }
 
-/// The region that somebody accessed last.
+/// The region that a queue pair accessed last, to find it again without the table.
 #[derive(Debug, Default)]
 pub struct LastRegion(Option<Arc<Region>>);
 
@@ -84,7 +84,7 @@ pub enum AccessError {
     Bounds,
     /// Offset plus length passes 2^64.
     Wrap,
-    /// The region says what may be accessed, but there is no memory (on demand paging).
+    /// The access is allowed, but there is no memory at the address (on demand paging).
     Absent,
 }
 
@@ -94,7 +94,7 @@ impl Region {
         self.stag
     }
 
-    /// Where it starts in the process.
+    /// Address of its first byte in the process.
     pub fn start(&self) -> u64 {
         self.start
     }
@@ -129,7 +129,7 @@ impl Region {
         self.kind
     }
 
-    /// From now on only datagrams of this host, and of this queue pair there if given, may reach it.
+    /// Restricts access by datagrams to those of this host, and of this queue pair if given.
     pub fn restrict(&self, only: Option<(IpAddr, Option<u32>)>) {
         let only = only.map(|(ip, qpn)| (ip.to_canonical(), qpn));
         *self.only.write() = only;
@@ -142,7 +142,7 @@ impl Region {
         }
     }
 
-    /// What is left of the access check once the STag is found: offset in the region, and address.
+    /// The access check after the STag was found; returns the offset in the region, and the address.
     fn grant(
         &self,
         pd: u32,
@@ -174,7 +174,7 @@ impl Region {
             return Err(AccessError::Absent);
         }
         let at = match self.kind {
-            // What is written is gone, what is read is zero: each has memory of its own.
+            // A null region discards writes and reads zeros: each has memory of its own.
             Kind::Null { zeroes, .. } if !need.has(Access::LOCAL_WRITE) => zeroes,
             Kind::Null { sink, .. } => sink,
             _ => self.start + offset,
@@ -185,10 +185,10 @@ impl Region {
         Ok((offset, at))
     }
 
-    /// Keeps the memory in place while it is read or written. `None` once it was deregistered or invalidated.
+    /// Pins the region for one access. `None` if it was deregistered or invalidated.
     pub fn pin(&self) -> Option<Pin<'_>> {
-        // Pairs with `retire`: this publishes the pin, then reads `valid`; `retire` writes `valid`, then reads the pins. At
-        // least one of the two sees the other.
+        // Pairs with `retire`: this publishes the pin, then reads `valid`; `retire` writes `valid`, then reads the
+        // pins. At least one of the two sees the other.
         self.pins.fetch_add(1, Ordering::SeqCst);
         store_load_fence();
         let pin = Pin { region: self };
@@ -205,8 +205,8 @@ impl Region {
 
     /// Whether no window is bound to it, so that it may be deregistered (`ibv_dereg_mr(3)`).
     ///
-    /// The caller holds the table's lock for writing, as [`Regions::bind`] does, and takes the region out of the table
-    /// before it lets go: a window that is bound in between would give access to memory that the program has back.
+    /// The caller holds the table's lock for writing, as [`Regions::bind`] does, and removes the region from the table
+    /// before it releases the lock: a window bound in between would give access to memory that the program has back.
     fn check_unbound(&self) -> Result<(), Misuse> {
         match self.windows.load(Ordering::SeqCst) {
             0 => Ok(()),
@@ -233,7 +233,7 @@ impl Region {
     }
 }
 
-/// Holds a region in place; dropped after the access.
+/// The pin of a region; dropped after the access.
 #[derive(Debug)]
 pub struct Pin<'a> {
     region: &'a Region,
@@ -245,7 +245,7 @@ impl Drop for Pin<'_> {
     }
 }
 
-/// A range of a region that passed the access check: the permission to touch it.
+/// A range of a region that passed the access check: the permission to access it.
 #[derive(Debug, Clone)]
 pub struct Placement {
     region: Arc<Region>,
@@ -266,13 +266,13 @@ impl Placement {
         self.len == 0
     }
 
-    /// Whether a datagram of queue pair `qpn` at `ip` may reach it.
+    /// Whether a datagram of queue pair `qpn` at `ip` may access the range.
     pub fn admits(&self, ip: IpAddr, qpn: u32) -> bool {
         let under = self.region.under.as_ref();
         self.region.admits(ip, qpn) && under.is_none_or(|under| under.admits(ip, qpn))
     }
 
-    /// The part from `from`, of at most `len` bytes.
+    /// The part from byte `from` on, of at most `len` bytes.
     #[must_use]
     pub fn part(&self, from: u64, len: u64) -> Self {
         let from = from.min(self.len);
@@ -382,7 +382,7 @@ pub struct Regions {
     table: RwLock<Index>,
 }
 
-/// What a region is to be.
+/// The attributes of a new region.
 #[derive(Debug, Clone, Copy)]
 pub struct Registration {
     /// Address in the process.
@@ -395,8 +395,8 @@ pub struct Registration {
     pub access: Access,
     /// Protection domain.
     pub pd: u32,
-    /// For memory that may come and go: how to look whether it is there. Without, it is there for as long as it is
-    /// registered.
+    /// Tests whether the memory is accessible, for regions with on-demand paging. `None`: it is accessible as long as
+    /// it is registered.
     pub present: Option<Present>,
 }
 
@@ -432,7 +432,7 @@ impl Regions {
         Ok(region)
     }
 
-    /// Registers a region that has any address and no memory.
+    /// Registers a null region, which has all addresses and no memory.
     pub fn register_null(
         &self,
         pd: u32,
@@ -454,7 +454,7 @@ impl Regions {
         Ok(region)
     }
 
-    /// Puts a new registration in the place of `old`, under the same STag.
+    /// Replaces registration `old` by a new one with the STag of `old`.
     pub fn reregister(
         &self,
         old: &Arc<Region>,
@@ -474,7 +474,7 @@ impl Regions {
         Ok(new)
     }
 
-    /// Deregisters. After it returns, nothing touches the memory any more.
+    /// Deregisters a region. After this returns nothing accesses the memory.
     pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
         let mut table = self.table.write();
         old.check_unbound()?;
@@ -598,8 +598,8 @@ impl Regions {
         if region.stag != stag {
             return Err(AccessError::Invalid);
         }
-        // RFC 5040 §5.3 [rdmap-invalidate], §8.1.1 (7) [rdmap-inv-not-shared]: what several streams share (regions, type 1
-        // windows) a peer may not invalidate.
+        // RFC 5040 §5.3 [rdmap-invalidate], §8.1.1 (7) [rdmap-inv-not-shared]: what several streams share (regions,
+        // type 1 windows) a peer may not invalidate.
         if region.pd != pd || region.kind != (Kind::WindowType2 { qpn }) {
             return Err(AccessError::NotAssociated);
         }
@@ -619,7 +619,7 @@ impl Regions {
         }
     }
 
-    /// The same for who asks often: the table is looked into only if it is another region than last time, or that is gone.
+    /// The region with this STag, without a look into the table if it is `last` and still registered.
     fn live_again<'a>(
         &self,
         last: &'a mut LastRegion,
@@ -652,7 +652,8 @@ impl Regions {
         })
     }
 
-    /// The same check for who touches the memory at once and asks for the same region again and again, as most do.
+    /// The access check and the pin in one step, for callers that access the memory at once and use one region
+    /// repeatedly.
     #[expect(
         clippy::too_many_arguments,
         reason = "what an access is, and what was last"

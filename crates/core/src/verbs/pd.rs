@@ -1,4 +1,4 @@
-//! Protection domains: who may use whose memory.
+//! Protection domains: which queue pairs may use which memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 pub struct Pd {
     id: u32,
     users: AtomicUsize,
-    /// The domain that a parent domain is made of: it may not go first.
+    /// The domain of which this one is a parent domain. It may not be freed first.
     of: Option<Arc<Self>>,
 }
 
@@ -23,8 +23,8 @@ impl Pd {
         }
     }
 
-    /// Another face of `of` (`ibv_alloc_parent_domain(3)`): what belongs to the one may be used with what belongs to the
-    /// other, but each is in use by itself.
+    /// A parent domain of `of` (`ibv_alloc_parent_domain(3)`): objects of both domains may be used together, but each
+    /// domain counts its own objects.
     pub fn within(of: &Arc<Self>) -> Self {
         of.enter();
         Self {
@@ -39,12 +39,12 @@ impl Pd {
         self.id
     }
 
-    /// One more object (region, queue pair, address handle) belongs to the domain.
+    /// Adds an object (region, queue pair, address handle) to the domain.
     pub fn enter(&self) {
         self.users.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// An object of the domain is gone.
+    /// Removes an object from the domain.
     pub fn leave(&self) {
         self.users.fetch_sub(1, Ordering::Relaxed);
     }

@@ -150,7 +150,7 @@ pub struct Attr {
     pub retry_cnt: u8,
     /// How often to try again when no receive is posted; 7 means for ever.
     pub rnr_retry: u8,
-    /// What we tell the peer to wait then, as the code of IBA table 46.
+    /// The RNR timer that the peer is sent when no receive is posted, as the code of IBA table 46.
     pub min_rnr_timer: u8,
     /// First packet number to receive; remembered.
     pub rq_psn: u32,
@@ -308,7 +308,7 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
                 m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::MIN_RNR_TIMER | m::PATH_MIG_STATE,
             ),
         },
-        // The thesis, section 5.3: an error stops a reliable datagram queue pair until the program says go on.
+        // The thesis, section 5.3: an error stops a reliable datagram queue pair until the program restarts it.
         (Error, Rts) if kind == QpType::Rd => r(0, m::CUR_STATE | m::QKEY),
         (Rts | Sqd, Rts) | (Sqe, Rts) => match kind {
             QpType::Ud | QpType::Rd => r(0, m::CUR_STATE | m::QKEY),

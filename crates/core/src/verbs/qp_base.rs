@@ -139,8 +139,8 @@ impl QpBase {
 
     /// Enters SQD, or changes attributes in it.
     pub(crate) fn enter_sqd(&mut self, attr_mask: u32) {
-        // Only the change that enters the state says whether SQ_DRAINED is wanted: one while the queue drains must not
-        // lose it.
+        // Only the call that enters SQD decides whether SQ_DRAINED is raised: a second call while the queue drains must
+        // not cancel the event.
         if self.state != State::Sqd {
             self.drain_event_wanted = attr_mask & mask::EN_SQD_ASYNC_NOTIFY != 0;
         }

@@ -10,23 +10,23 @@ use super::wr::RecvRequest;
 use super::xrc::{XrcDomain, XrcSrq};
 use crate::error::Misuse;
 
-/// Where a queue pair takes its receives from.
+/// The queue that a queue pair takes its receives from.
 #[derive(Debug)]
 pub enum RecvQueue {
     /// Its own queue.
     Own {
-        /// Posted and not yet taken.
+        /// Receives that were posted and not taken.
         requests: VecDeque<RecvRequest>,
-        /// Room.
+        /// Largest number of receives.
         max_wr: u32,
-        /// Longest list.
+        /// Longest scatter list of a receive.
         max_sge: u32,
     },
     /// A shared queue.
     Shared(Arc<Srq>),
-    /// None: it sends only.
+    /// No queue: the queue pair only sends.
     None,
-    /// Any queue of an XRC domain; the peer says which.
+    /// Any queue of an XRC domain; the peer selects it.
     Xrc {
         /// The domain.
         domain: Arc<XrcDomain>,
@@ -37,7 +37,7 @@ pub enum RecvQueue {
     },
 }
 
-/// What taking a receive gave.
+/// A receive that was taken.
 #[derive(Debug)]
 pub struct TakenRecv {
     /// The oldest posted receive.
@@ -100,7 +100,8 @@ impl RecvQueue {
         }
     }
 
-    /// The peer names the queue that its next requests are for. False: there is no such queue, or nothing to choose.
+    /// Selects the queue that the peer named for its next requests. False if there is no such queue, or the queue pair
+    /// is not of type XRC.
     pub fn choose(&mut self, number: u32) -> bool {
         match self {
             Self::Xrc { domain, chosen, .. } => match domain.find(number) {
@@ -125,14 +126,14 @@ impl RecvQueue {
         }
     }
 
-    /// A new stream begins: its peer has chosen nothing yet.
+    /// Forgets the selected queue, when a new stream begins.
     pub fn forget_choice(&mut self) {
         if let Self::Xrc { chosen, taken, .. } = self {
             (*chosen, *taken) = (None, None);
         }
     }
 
-    /// Gives a receive back that was taken and not used: it is the oldest again.
+    /// Puts back a receive that was taken and not used: it is the oldest again.
     pub fn put_back(&mut self, request: RecvRequest) {
         match self {
             Self::Own { requests, .. } => requests.push_front(request),
@@ -142,7 +143,7 @@ impl RecvQueue {
         }
     }
 
-    /// Takes the next receive to flush: only the queue pair's own are.
+    /// Takes the next receive to flush. Receives of shared queues are not flushed.
     pub fn take_own(&mut self) -> Option<RecvRequest> {
         match self {
             Self::Own { requests, .. } => requests.pop_front(),
@@ -179,7 +180,7 @@ impl RecvQueue {
         }
     }
 
-    /// Forgets what is posted (reset).
+    /// Drops all posted receives (reset).
     pub fn clear(&mut self) {
         if let Self::Own { requests, .. } = self {
             requests.clear();

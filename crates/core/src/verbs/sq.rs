@@ -1,8 +1,8 @@
 //! Send queue: posted requests in order, which of them may be taken next, and which are done.
 //!
-//! A request is *queued*, then *sent* (its last segment is framed), then *done* (socket, acknowledgement or answer
-//! says so), and retires in posting order: its slot is free and its completion made only when all before it have
-//! retired.
+//! A request is *queued*, then *sent* (its last segment is framed), then *done* (the socket, an acknowledgement or a
+//! response confirms it), and retires in posting order: its slot is freed and its completion made only when all before it
+//! have retired.
 
 use std::collections::VecDeque;
 
@@ -43,13 +43,14 @@ pub struct Posted {
     pub rnr_tries: u8,
     /// Messages at its front that the peer has done already, when it is sent again.
     pub skip: u32,
-    /// What went wrong with it on our side, in numbers and for the log; told when all before it have completed.
+    /// The local error of the request, as a status and as text for the log. It is reported when all requests before it
+    /// have completed.
     pub failed: Option<(Status, &'static str)>,
-    /// It is to fail like this when its turn comes ([`crate::fault`]).
+    /// The injected status with which the request fails when it would be taken ([`crate::fault`]).
     pub injected: Option<Status>,
 }
 
-/// What completes: all that is left of a request that leaves the queue.
+/// A request that has left the queue: the fields that its completion needs.
 #[derive(Debug, Clone, Copy)]
 pub struct Retired {
     /// The application's number.
@@ -105,7 +106,7 @@ pub struct SendQueue {
     front: u64,
     /// Number of the first request that was not taken.
     next: u64,
-    /// A request that was taken has failed: none behind it is.
+    /// A request that was taken has failed: no further request is taken.
     blocked: bool,
     max_wr: u32,
     max_sge: u32,
@@ -131,7 +132,8 @@ impl SendQueue {
         self.post_with(given(Ok(request)))
     }
 
-    /// The same with a request that `fill` makes where it will lie: it is some two hundred bytes, and each move of it costs.
+    /// Adds a request that `fill` writes in place, as [`Self::post`] does: a request is about 200 bytes, and moving it
+    /// is slow.
     #[inline]
     pub fn post_with(
         &mut self,
@@ -234,7 +236,7 @@ impl SendQueue {
         }
     }
 
-    /// What went wrong with the front request, when its turn has come to say so.
+    /// The local error of the front request, if it failed.
     pub fn front_failed(&self) -> Option<&'static str> {
         let first = self.posted.front()?;
         first.failed.map(|(_, why)| why)
@@ -318,13 +320,13 @@ impl SendQueue {
         self.posted.back()
     }
 
-    /// Sizes, for checks outside.
+    /// The limits: (`max_wr`, `max_sge`, `max_inline`).
     pub fn limits(&self) -> (u32, u32, u32) {
         (self.max_wr, self.max_sge, self.max_inline)
     }
 }
 
-/// A request that is being made. It goes again if that does not succeed, also by a panic.
+/// A request that `fill` is writing. It is removed if `fill` fails or panics.
 struct Making<'a> {
     posted: &'a mut VecDeque<Posted>,
     is_made: bool,
@@ -338,7 +340,7 @@ impl Drop for Making<'_> {
     }
 }
 
-/// Whether a message may be that long.
+/// Whether a message of `len` bytes is allowed.
 pub fn fits(len: u64) -> bool {
     len <= bounds::MAX_MESSAGE
 }

@@ -21,7 +21,7 @@ pub struct Srq {
     pd: u32,
 }
 
-/// What taking a receive gave.
+/// A receive that was taken.
 #[derive(Debug)]
 pub struct Taken {
     /// The oldest posted receive.
@@ -78,13 +78,14 @@ impl Srq {
         })
     }
 
-    /// Gives a receive back that was taken and not used: it is the oldest again. There is room for it always, or a
-    /// receive of the application would be lost.
+    /// Puts back a receive that was taken and not used: it is the oldest again. It is accepted even if the queue is
+    /// full, since it would be lost otherwise.
     pub fn put_back(&self, request: RecvRequest) {
         self.state().requests.push_front(request);
     }
 
-    /// Sets the size or the limit; true when the limit is above what is posted now, so that the event is due at once.
+    /// Sets the size or the limit. True if fewer receives are posted than the new limit, so that the event is due at
+    /// once.
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<bool, Misuse> {
         let mut state = self.state();
         if let Some(max_wr) = max_wr {

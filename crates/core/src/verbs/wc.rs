@@ -20,7 +20,7 @@ pub enum Status {
     Flushed = 5,
     /// A memory window could not be bound.
     WindowBind = 6,
-    /// The peer answered something that makes no sense.
+    /// The peer's response was invalid.
     BadResponse = 7,
     /// The peer's message could not be placed (receive side of an access error).
     LocalAccess = 8,
@@ -110,7 +110,7 @@ pub enum WcOp {
     Recv = 128,
     /// A receive, by a Write with immediate.
     RecvWriteImm = 129,
-    /// A Write-Record that came in; no receive was used. (`IBV_WC_DRIVER1`.)
+    /// An arrived Write-Record, which used no receive (`IBV_WC_DRIVER1`).
     Record = 135,
 }
 
@@ -135,17 +135,18 @@ pub struct Completion {
     pub invalidated: Option<Stag>,
     /// Whether a route header stands in front of the data (UD).
     pub grh: bool,
-    /// What kind of route header, as drivers tell it in the service level of a RoCE v2 datagram (bit 3, and 1 for IPv6 or
-    /// 2 for IPv4 below it): verbs have no field of their own for what IBA annex A17.4.5.1 asks for.
+    /// The kind of route header, as drivers report it in the service level of a RoCE v2 datagram (bit 3, and below it 1
+    /// for IPv6 or 2 for IPv4). Verbs have no field of their own for this information, which IBA annex A17.4.5.1
+    /// requires.
     pub sl: u8,
     /// Whether the peer asked for a solicited event.
     pub solicited: bool,
-    /// Detail for people, see the log: our own code, 0 for none.
+    /// Vendor error: a code of our own that the log explains, 0 for none.
     pub vendor_err: u32,
 }
 
 impl Completion {
-    /// A completion with nothing but its identity.
+    /// A completion without data.
     pub fn new(wr_id: u64, status: Status, op: WcOp, qpn: u32) -> Self {
         Self {
             wr_id,

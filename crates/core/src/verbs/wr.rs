@@ -147,12 +147,12 @@ impl Op {
     }
 }
 
-/// Where a datagram goes.
+/// The destination of a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Destination {
     /// Address and port.
     pub addr: std::net::SocketAddr,
-    /// Which of our addresses it comes from, if that matters.
+    /// Our address that the datagram is sent from, if the program chose one.
     pub source: Option<std::net::IpAddr>,
     /// Queue pair number at that address.
     pub qpn: u32,
@@ -179,13 +179,13 @@ pub struct WorkRequest {
     pub solicited: bool,
     /// Wait for earlier Reads and atomics.
     pub fence: bool,
-    /// For datagram queue pairs: where to.
+    /// For datagram queue pairs: the destination.
     pub destination: Option<Destination>,
     /// For XRC: the shared receive queue at the peer.
     pub srq: Option<u32>,
 }
 
-/// A request that is made already, for who takes functions that make one where it will lie.
+/// A function that fills in a request that exists already, for callees that take such a function.
 #[inline]
 pub fn given(
     request: Result<WorkRequest, Misuse>,
@@ -204,7 +204,7 @@ impl WorkRequest {
         Ok(request)
     }
 
-    /// A Send of nothing, that nobody hears of.
+    /// A Send of length 0 without a completion: the initial value of a request.
     #[inline]
     pub fn blank() -> Self {
         Self {

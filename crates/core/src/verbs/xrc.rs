@@ -1,9 +1,9 @@
-//! Extended reliable connections: one connection from a process to a host, and behind it any shared receive queue of a
-//! domain there.
+//! Extended reliable connections: one connection from a process to a host reaches all shared receive queues of a domain
+//! there.
 //!
-//! The sender names the queue in each request (IBA's XRCETH). Here it says so in a control message when the queue
-//! changes ([`Control::SelectSrq`]); all requests up to the next one are for that queue. Its protection domain is the one
-//! that the memory of these requests must belong to, and its completion queue gets the receives.
+//! The sender names the queue in each request (IBA's XRCETH). Here it sends a control message when the queue changes
+//! ([`Control::SelectSrq`]); all requests up to the next such message are for that queue. Its protection domain is the
+//! one that the memory of these requests must belong to, and its completion queue gets the receives.
 //!
 //! [`Control::SelectSrq`]: crate::wire::control::Control::SelectSrq
 
@@ -22,8 +22,8 @@ pub struct XrcSrq {
     srq: Arc<Srq>,
     cq: Arc<Cq>,
     limit_reached: Box<dyn Fn() + Send + Sync>,
-    /// Whether the program still has it. Held while something is taken or completed, so that nothing is any more once it
-    /// was closed: queue pairs may remember it for longer.
+    /// False after the program destroyed the queue; queue pairs may keep it for longer. The lock is held while a
+    /// receive is taken or completed, so that neither happens after the queue was closed.
     open: Mutex<bool>,
 }
 
@@ -34,7 +34,8 @@ impl std::fmt::Debug for XrcSrq {
 }
 
 impl XrcSrq {
-    /// A queue by which peers know `srq`; its receives complete in `cq`. `limit_reached` tells the program.
+    /// The XRC queue of `srq`, whose receives complete in `cq`. `limit_reached` is called when the queue falls below
+    /// its limit.
     pub fn new(
         number: u32,
         srq: Arc<Srq>,
@@ -54,7 +55,7 @@ impl XrcSrq {
         self.open.lock()
     }
 
-    /// Its number, by which peers name it.
+    /// The number by which peers name the queue.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -77,12 +78,12 @@ impl XrcSrq {
         Some(taken.request)
     }
 
-    /// Whether no receive is there to be taken.
+    /// Whether no receive is posted, or the queue is closed.
     pub(super) fn is_empty(&self) -> bool {
         !*self.gate() || self.srq.is_empty()
     }
 
-    /// A receive that was taken here is done. One whose queue is gone has nobody to be told to.
+    /// Completes a receive that was taken here. If the queue is closed the completion is dropped.
     pub(super) fn complete(&self, entry: Completion) -> Result<(), Overflow> {
         let open = self.gate();
         if *open {
@@ -92,7 +93,7 @@ impl XrcSrq {
         }
     }
 
-    /// The program destroys it: when this returns nothing is taken and nothing completes any more.
+    /// Closes the queue when the program destroys it: after this returns no receive is taken and none completes.
     pub fn close(&self) {
         *self.gate() = false;
     }
@@ -109,12 +110,12 @@ impl XrcDomain {
         self.queues.lock()
     }
 
-    /// A queue can be reached from now on.
+    /// Adds a queue.
     pub fn enter(&self, queue: &Arc<XrcSrq>) {
         self.queues().insert(queue.number(), Arc::downgrade(queue));
     }
 
-    /// It cannot any more.
+    /// Removes a queue.
     pub fn leave(&self, number: u32) {
         self.queues().remove(&number);
     }

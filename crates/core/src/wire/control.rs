@@ -1,9 +1,9 @@
 //! Private control messages between two anywarp ends.
 //!
-//! Verbs that standard iWARP has no form for (acknowledged completion, receiver-not-ready,
-//! Send with immediate) need a few words from one end to the other. They travel as untagged
-//! messages on a queue and with an opcode that no other implementation uses, are always a single
-//! segment, and fit the DDP header itself: there is no payload.
+//! Standard iWARP has no messages for acknowledged completion, receiver-not-ready and Send with
+//! immediate. Two anywarp ends exchange control messages for them: untagged messages of a queue and
+//! an opcode that no other implementation uses. Each is a single segment without payload, since the
+//! DDP header has room for its fields.
 //!
 //! ```text
 //!  0        1        2                 6         10        14        18
@@ -74,33 +74,33 @@ pub enum Control {
     Bye,
     /// About shared memory that carries the stream from here on, when both ends are on one host.
     Handover(Handover),
-    /// In a datagram: the request that it answers has to bring the 8 bytes that follow.
+    /// In a datagram: the request must be sent again with the 8 bytes that follow.
     Cookie,
 }
 
 /// How two ends on one host agree on shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Handover {
-    /// There is memory behind this descriptor of this process.
+    /// Offers the memory of a descriptor of the sender's process.
     Offer {
         /// The process.
         pid: u32,
-        /// Its descriptor.
+        /// The descriptor in that process.
         fd: u32,
     },
-    /// The peer has opened it. Its next FPDU is there.
+    /// The sender has mapped the memory. Its next FPDU is there.
     Take {
-        /// A word that the memory has, which only a process that has opened it knows.
+        /// A word of the memory: only a process that has mapped the memory can know it.
         proof: u64,
     },
-    /// The peer cannot have it: everything stays as it is.
+    /// The sender cannot map the memory: the stream stays on the connection.
     Refuse,
-    /// What the end that offered says next is there.
+    /// The next FPDU of the end that made the offer is in shared memory.
     Switch,
 }
 
 impl Handover {
-    /// Whether nothing more comes on the connection behind it.
+    /// Whether this is the last message of its direction on the connection.
     pub const fn is_last(&self) -> bool {
         matches!(self, Self::Take { .. } | Self::Switch)
     }
@@ -110,7 +110,7 @@ impl Control {
     /// Reads a control message from its header.
     ///
     /// # Errors
-    /// Not a control header, not a whole message, or a kind that nobody defined.
+    /// The header is not that of a control message, not of a whole message, or of an unknown kind.
     pub fn parse(header: &Untagged) -> Result<Self, PeerError> {
         if header.opcode != Opcode::Control || header.qn != QN_CONTROL {
             return Err(PeerError::Control("not a control header"));

@@ -267,7 +267,7 @@ fn rdmap_control(
     if version != RDMAP_VERSION {
         return Err(PeerError::RdmapVersion { version });
     }
-    // RFC 5040 §4.1 [rdmap-opcode]: a code that nobody assigned ends the stream.
+    // RFC 5040 §4.1 [rdmap-opcode]: an unassigned opcode ends the stream.
     let bits = ulp & OPCODE_MASK;
     opcode_of(bits).ok_or(PeerError::Opcode { opcode: bits })
 }

@@ -1,9 +1,8 @@
-//! What travels over UDP: RFC 5041 segments behind a shim, and the messages of the connection
-//! manager.
+//! Datagrams over UDP: RFC 5041 segments behind a shim, and messages of the connection manager.
 //!
 //! The shim replaces what TCP and MPA gave: identity, length and order. Both kinds end with a
 //! CRC32C, least significant byte first, which is always there and always checked. The first byte
-//! tells the kinds apart.
+//! distinguishes the kinds.
 
 use core::fmt;
 
@@ -28,9 +27,9 @@ use crate::llp::mpa::crc::Crc32c;
 /// Without immediate the payload of a tagged segment starts at byte 40, of an untagged one at 44.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shim {
-    /// Drawn when the queue pair was made; tells it from the one before it. Never 0.
+    /// Random number of the queue pair, which distinguishes it from an earlier one of the same number. Never 0.
     pub epoch: u16,
-    /// Must be the receiver's, or the datagram is not for it.
+    /// The receiver drops the datagram unless this is its own Q_Key.
     pub qkey: u32,
     /// The message, counted per source queue pair over all destinations.
     pub id: u32,
@@ -48,7 +47,7 @@ pub struct Shim {
     pub src_index: u8,
     /// I: four bytes of the application.
     pub immediate: Option<[u8; 4]>,
-    /// Z: no payload, only says that the message ends here; `offset` is then its length.
+    /// Z: no payload; the datagram ends the message, and `offset` is its length.
     pub commit: bool,
     /// P: the payload is the exclusive or of the group of datagrams that begins at `offset`.
     pub parity: bool,
@@ -58,7 +57,7 @@ pub struct Shim {
     pub segment: u16,
 }
 
-/// Sub-operation: what the opcode says.
+/// Sub-operation: the operation of the opcode.
 pub const SUB_PLAIN: u8 = 0;
 /// Sub-operation: Write-Record.
 pub const SUB_RECORD: u8 = 1;
@@ -79,7 +78,7 @@ pub const ATTR_NOT_AGGREGATED: u8 = 0x08;
 /// A segment that came in a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Datagram<'a> {
-    /// Who, which message, how long.
+    /// The shim.
     pub shim: Shim,
     /// The DDP header.
     pub header: Header,
@@ -110,9 +109,9 @@ pub enum DgramError {
     Length,
     /// A commit with payload, or that does not end its message.
     Commit,
-    /// A kind of connection manager message that nobody defined.
+    /// An unknown kind of connection manager message.
     CmKind,
-    /// Private data longer than allowed, or not as long as it says.
+    /// Private data that is longer than allowed, or does not have the length in its header.
     CmPrivateData,
 }
 
@@ -139,8 +138,8 @@ impl core::error::Error for DgramError {}
 
 /// Reads a datagram.
 ///
-/// Checked here: everything that the datagram alone can tell. Not checked: Q_Key, index, and
-/// whether the message is known.
+/// Checks all rules that need nothing but the datagram: not the Q_Key, the index, and whether the
+/// message is known.
 ///
 /// # Errors
 /// The first rule it breaks; drop it.
@@ -321,10 +320,10 @@ pub enum Cm {
     Reply(CmReply),
 }
 
-/// Which queue pair is it that listens on this port?
+/// Asks for the queue pair that listens on this port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CmRequest {
-    /// Comes back in the reply; a request that is sent again has the same one.
+    /// Identifier that the reply repeats; it does not change when the request is sent again.
     pub id: u32,
     /// What the application has to say; at most [`CM_PRIVATE_DATA`] bytes.
     pub private_data: Vec<u8>,

@@ -1,7 +1,7 @@
 //! Byte layouts, one file per header family.
 //!
 //! Bytes from the wire become a value exactly once, here, and the value cannot be wrong: every
-//! `parse` checks what its header alone can tell, and nothing later looks at raw header bytes.
+//! `parse` checks all rules of its header, and no later code reads raw header bytes.
 //! Everything is big-endian on the wire except the CRC.
 //!
 //! | file | what |

@@ -16,9 +16,9 @@ use crate::error::PeerError;
 pub struct StartupFrame {
     /// A Reply; otherwise a Request.
     pub reply: bool,
-    /// M: put markers into what you send me.
+    /// M: the sender of the frame requests markers in the stream that it receives.
     pub markers: bool,
-    /// C: I want CRCs.
+    /// C: the sender of the frame requests CRCs.
     pub crc: bool,
     /// R: the connection is refused. Means something in a Reply only.
     pub reject: bool,
@@ -26,7 +26,7 @@ pub struct StartupFrame {
     pub rev: u8,
     /// The block that S announces; revision 2 and later.
     pub enhanced: Option<Enhanced>,
-    /// What the ULP has to say, without the enhanced block.
+    /// Private data of the ULP, without the enhanced block.
     pub private_data: Vec<u8>,
 }
 
@@ -91,13 +91,13 @@ impl StartupFrame {
     pub const MAX_LEN: usize = Self::HEAD + MAX_PRIVATE_DATA;
 
     /// Reads the frame at the start of `bytes`; the second value is its length. `None`: more bytes
-    /// are needed to tell.
+    /// are needed.
     ///
     /// # Errors
-    /// What is there can no longer become a frame.
+    /// The bytes cannot be the start of a valid frame.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, PeerError> {
-        // RFC 5044 §7.1 [mpa-key]: anything but one of the two keys is not MPA. The bytes that are there
-        // are compared at once, so that a stranger is not waited for.
+        // RFC 5044 §7.1 [mpa-key]: anything but one of the two keys is not MPA. The bytes that have
+        // arrived are compared at once, so that a connection of another protocol is refused at once.
         let is_prefix = |key: &[u8; 16]| bytes.iter().zip(key).all(|(got, key)| got == key);
         if !is_prefix(KEY_REQUEST) && !is_prefix(KEY_REPLY) {
             return Err(PeerError::MpaStartup("unknown key"));
@@ -255,7 +255,7 @@ mod tests {
             assert_eq!(frame.emit(), bytes);
             let len = bytes.len();
             assert_eq!(StartupFrame::parse(&bytes), Ok(Some((frame.clone(), len))));
-            // What follows a frame is not part of it, and nothing short of it is one.
+            // Bytes after a frame are not part of it, and no prefix of it is a frame.
             let mut more = bytes.clone();
             more.extend([0, 23, 0x41]);
             assert_eq!(StartupFrame::parse(&more), Ok(Some((frame, len))));
@@ -314,7 +314,7 @@ mod tests {
             let (f, _) = StartupFrame::parse(&bytes).unwrap().unwrap();
             assert_eq!(f.private_data.len(), usize::from(len));
         }
-        // Refused from the head alone: nothing of it is waited for.
+        // The frame is refused from its head alone.
         let bytes = raw(KEY_REQUEST, 0x40, 1, 513, &[]);
         let long = Err(PeerError::MpaStartup("private data longer than 512 bytes"));
         assert_eq!(StartupFrame::parse(&bytes), long);

@@ -22,8 +22,8 @@ use super::rdmap::{
     AtomicOp, AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
 };
 
-/// Describes the ULPDU of an FPDU: DDP header and what follows it. Never fails; what cannot be read
-/// is said to be so.
+/// Describes the ULPDU of an FPDU: DDP header and what follows it. Never fails: the text says
+/// what cannot be parsed.
 pub fn fpdu(ulpdu: &[u8]) -> String {
     if ulpdu.is_empty() {
         return "empty".to_owned();
@@ -34,7 +34,7 @@ pub fn fpdu(ulpdu: &[u8]) -> String {
     })
 }
 
-/// Describes whatever came in a UDP datagram. Never fails; what cannot be read is said to be so.
+/// Describes the content of a UDP datagram. Never fails: the text says what cannot be parsed.
 pub fn udp(bytes: &[u8]) -> String {
     line(|out| {
         let error = if rd::is_packet(bytes) {
@@ -57,7 +57,7 @@ pub fn udp(bytes: &[u8]) -> String {
     })
 }
 
-/// Describes a datagram: the segment in it, and what the shim says.
+/// Describes a datagram: its segment, and the fields of the shim.
 pub fn datagram(datagram: &Datagram<'_>) -> String {
     line(|out| shimmed(out, datagram))
 }
@@ -250,7 +250,7 @@ fn untagged(out: &mut String, h: &Untagged, payload: &[u8]) -> fmt::Result {
         }
         _ => {}
     }
-    // Sends, and whatever is not of the size that its opcode wants.
+    // Sends, and messages whose length does not fit their opcode.
     write!(out, "{opcode}")?;
     if opcode.invalidates() {
         write!(out, " inv {}", h.inv_stag)?;

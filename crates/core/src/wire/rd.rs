@@ -31,7 +31,7 @@ pub type Runs = SmallVec<[Run; 2]>;
 /// The header of a packet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Packet {
-    /// What the receiver has to echo, so that the sender knows it is heard at this address.
+    /// The token that the receiver has to echo, to prove that it receives at its address.
     pub token: u32,
     /// The receiver's token as the sender knows it, 0 if it does not.
     pub echo: u32,
@@ -43,20 +43,20 @@ pub struct Packet {
     pub dst_index: u8,
     /// Which of the queue pairs on the source port.
     pub src_index: u8,
-    /// Everything before this number is delivered. None: nothing has come yet.
+    /// All packets before this number are delivered. `None`: no packet has arrived yet.
     pub ack: Option<u32>,
-    /// Which queue pair the sender is, in the place of `ack` if that is none: another queue pair on the port has another
-    /// number, one that only forgot the receiver has the same. 0: not known.
+    /// Random number of the sending queue pair, sent in the place of `ack` if that is `None`. A sender that only forgot the
+    /// receiver keeps it; a new queue pair on the port has another one. 0: not known.
     pub instance: u32,
-    /// What the receiver of data takes beyond that, as the kernel counts memory of sockets, in bytes.
+    /// Bytes that the receiver accepts beyond `ack`, counted as the kernel counts memory of sockets.
     pub window: u32,
-    /// The sender's clock, microseconds.
+    /// Clock of the sender, in microseconds.
     pub time: u32,
     /// The clock of the packet that this one answers, 0 for none.
     pub time_echo: u32,
-    /// Arrived beyond `ack`.
+    /// Packets that arrived beyond `ack`.
     pub arrived: Runs,
-    /// C: the receiver is unknown here; it has to echo the token first.
+    /// C: the sender does not know the receiver yet, which has to echo the token first.
     pub challenge: bool,
     /// R: packets have arrived that no receive was posted for.
     pub not_ready: bool,
@@ -64,18 +64,18 @@ pub struct Packet {
     pub ack_now: bool,
     /// S: asks for an acknowledgement when nothing else goes back meanwhile.
     pub ack_soon: bool,
-    /// Why packet `ack` is refused for good, as a work completion status; 0: it is not.
+    /// The status with which packet `ack` is refused, as a work completion status; 0: it is not refused.
     pub refused: u8,
 }
 
-/// Runs that one packet tells of at most.
+/// Largest number of runs in one packet.
 pub const RUNS: usize = 16;
 
 impl Packet {
     /// Bytes before runs and data.
     pub const LEN: usize = 40;
 
-    /// Appends the header; `data` says whether a datagram follows.
+    /// Appends the header; `data` is true if a datagram follows.
     pub fn put(&self, data: bool, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.head(data));
         for (start, end) in self.arrived.iter().take(RUNS) {
@@ -172,7 +172,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
         ack_soon: more & ACK_SOON != 0,
         refused,
     };
-    // 0 means "none": nobody has it for a token.
+    // 0 means "none", and is not a valid token.
     if packet.token == 0 {
         return Err(DgramError::Epoch);
     }

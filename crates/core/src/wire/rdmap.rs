@@ -38,7 +38,7 @@ pub enum Opcode {
     /// 0xF untagged: our own control message, only between two anywarp ends.
     Control,
     /// 0xF tagged: RDMA Write-Record, only on datagrams. [`Opcode::from_bits`] never returns it,
-    /// because the four bits alone do not tell it from [`Opcode::Control`].
+    /// because the four bits alone do not distinguish it from [`Opcode::Control`].
     WriteRecord,
 }
 
@@ -53,7 +53,7 @@ impl Opcode {
         }
     }
 
-    /// The opcode of these four bits on a stream; `None` if nobody assigned them.
+    /// The opcode of these four bits on a stream; `None` if they are unassigned.
     pub const fn from_bits(bits: u8) -> Option<Self> {
         Some(match bits {
             0x0 => Self::Write,
@@ -212,7 +212,7 @@ pub enum AtomicOp {
 pub struct AtomicRequest {
     /// What to do.
     pub op: AtomicOp,
-    /// Comes back in the response.
+    /// Identifier that the response repeats.
     pub id: u32,
     /// The target: buffer.
     pub stag: Stag,
@@ -269,7 +269,7 @@ impl AtomicRequest {
     /// The operation is neither of the two.
     pub fn parse(b: &[u8; Self::LEN]) -> Result<Self, PeerError> {
         let [_, _, _, op, ..] = *b;
-        // RFC 7306 §5.2.1 [atomic-opcode]: an operation that nobody assigned ends the stream.
+        // RFC 7306 §5.2.1 [atomic-opcode]: an unassigned operation ends the stream.
         let op = match op & AOP_MASK {
             AOP_FETCH_ADD => AtomicOp::FetchAdd,
             AOP_CMP_SWAP => AtomicOp::CmpSwap,
@@ -538,7 +538,7 @@ impl Terminate {
     /// The message as it goes on the wire, in the layout of the RFC.
     pub fn emit(&self) -> Vec<u8> {
         let mut flags = 0;
-        // RFC 5040 §4.8 [term-hdrct]: M, D and R tell which of the three optional parts follow.
+        // RFC 5040 §4.8 [term-hdrct]: M, D and R show which of the three optional parts follow.
         if self.ddp_len.is_some() {
             flags |= FLAG_M;
         }
@@ -700,7 +700,7 @@ mod tests {
 
     #[test]
     fn fetch_add_stops_the_carry_at_each_set_bit() {
-        // Field by field from the top bits down, as the RFC tells it.
+        // Field by field from the top bits down, as the RFC describes it.
         fn slow(orig: u64, add: u64, mask: u64) -> u64 {
             let (mut sum, mut carry) = (0, 0);
             for bit in 0..64 {
@@ -833,7 +833,7 @@ mod tests {
             assert_eq!(header, len.saturating_sub(6).min(18));
             assert_eq!(t.read_request, None);
         }
-        // D without M: the length field is there but says nothing.
+        // D without M: the length field is present and has no meaning.
         let t = Terminate::parse(&hex("11004000 0000 c140 00abcd01 0000000000001000"));
         assert_eq!(
             (t.ddp_len, t.ddp_header.unwrap().as_slice().len()),

@@ -23,9 +23,9 @@ pub struct TxBatch {
     own: Vec<u8>,
     pieces: Vec<Piece>,
     bytes: usize,
-    /// It ends behind the last FPDU of a message, so that the next one begins a TCP segment.
+    /// The batch ends with a message, so that the next message begins a TCP segment.
     aligned: bool,
-    /// It copies no more than it must.
+    /// The batch copies as little payload as possible.
     small: bool,
 }
 
@@ -54,7 +54,7 @@ impl TxBatch {
         self.bytes == 0
     }
 
-    /// Whether it has all that one system call should carry.
+    /// Whether the batch has as much as one system call should send.
     pub fn is_full(&self) -> bool {
         self.bytes >= bounds::TX_BATCH_BYTES
             || self.own.len() >= self.copied_most()
@@ -69,12 +69,12 @@ impl TxBatch {
         }
     }
 
-    /// Says whether it shall copy as little as it can: memory is held by peers that take nothing.
+    /// Sets whether the batch copies as little payload as possible, to save memory when many peers do not read.
     pub fn keep_small(&mut self, small: bool) {
         self.small = small;
     }
 
-    /// Says whether messages shall begin with a TCP segment; it stays as it is when the batch is emptied.
+    /// Sets whether messages begin with a TCP segment. Emptying the batch does not change this.
     pub fn align(&mut self, aligned: bool) {
         self.aligned = aligned;
     }
@@ -94,7 +94,8 @@ impl TxBatch {
         &self.pieces
     }
 
-    /// What is left of the runs when `skip` bytes are gone: each with the bytes of it that are gone, and those that are left.
+    /// The runs without their first `skip` bytes: each with the number of bytes to skip, and the number of bytes that
+    /// remain.
     pub fn rest(&self, skip: usize) -> impl Iterator<Item = (&Piece, usize, usize)> {
         let mut skip = skip;
         self.pieces.iter().filter_map(move |piece| {
@@ -113,27 +114,27 @@ impl TxBatch {
         self.own.get(from..to).unwrap_or(&[])
     }
 
-    /// Empties it and keeps its room.
+    /// Empties the batch and keeps its allocation.
     pub fn clear(&mut self) {
         self.own.clear();
         self.pieces.clear();
         self.bytes = 0;
     }
 
-    /// Takes the room of an empty batch away, for somebody else to use.
+    /// Takes the allocation of an empty batch, to use it for another one.
     pub fn take_room(&mut self) -> Vec<u8> {
         debug_assert!(self.is_empty(), "room is taken from an empty batch");
         std::mem::take(&mut self.own)
     }
 
-    /// Gives an empty batch room.
+    /// Gives an empty batch an allocation.
     pub fn give_room(&mut self, mut room: Vec<u8>) {
         debug_assert!(self.is_empty(), "room is given to an empty batch");
         room.clear();
         self.own = room;
     }
 
-    /// Bytes of room.
+    /// Capacity in bytes.
     pub fn room(&self) -> usize {
         self.own.capacity()
     }
@@ -225,8 +226,8 @@ fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
 }
 
 impl TxBatch {
-    /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. False, and the batch is as it was,
-    /// if that says that it cannot.
+    /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. If `fill` returns false, the batch
+    /// stays as it was and this returns false.
     // Where the length of the header is known, copying it is two instructions.
     #[inline(always)]
     pub(crate) fn push_fpdu(
@@ -249,7 +250,7 @@ impl TxBatch {
         if pad > 0 {
             self.own.resize(self.own.len() + pad, 0);
         }
-        // RFC 5044 §4.4 [mpa-fpdu-crc]: length field to padding; when it is off the field is there all the same.
+        // RFC 5044 §4.4 [mpa-fpdu-crc]: the CRC covers length field to padding. Without CRCs the field is present too.
         let crc = if with_crc {
             Crc32c::of(self.own.get(start..).unwrap_or(&[]))
         } else {
@@ -261,7 +262,7 @@ impl TxBatch {
     }
 }
 
-/// The FPDU of a segment whose payload is bytes of our own.
+/// The FPDU of a segment without user memory.
 pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8> {
     struct Nothing;
     impl Memory for Nothing {
@@ -294,12 +295,12 @@ fn frame_by_reference(segment: &Segment, places: &[Placement], batch: &mut TxBat
         },
     );
     let tail = batch.own.len();
-    // The CRC field is there all the same.
+    // Without CRCs the field is present too.
     batch.own.resize(tail + pad + CRC, 0);
     batch.own_since(tail);
 }
 
-/// Walks `[from, from + len)` of a list of ranges; stops when `each` says false, and says whether it got through.
+/// Calls `each` for the parts of `[from, from + len)` of a list of ranges, until it returns false. True if it never did.
 pub fn for_each_part(
     places: &[Placement],
     from: u64,
@@ -328,7 +329,7 @@ pub fn for_each_part(
 
 /// MULPDU for a TCP segment size: what fits beside length, CRC, padding and, if the peer wants them, markers.
 // RFC 5044 §4.5 [mpa-mulpdu-plain] [mpa-mulpdu-markers]: the two formulas.
-// RFC 5044 §3, §4.5 [mpa-mulpdu-range] [mpa-mulpdu-min]: whatever the path says.
+// RFC 5044 §3, §4.5 [mpa-mulpdu-range] [mpa-mulpdu-min]: the bounds hold for all paths.
 pub fn mulpdu(emss: usize, markers: bool) -> usize {
     let markers = if markers { emss.div_ceil(INTERVAL) } else { 0 };
     emss.saturating_sub(6 + MARKER * markers + emss % 4)
@@ -378,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn mulpdu_of_the_sheets_segment_sizes() {
+    fn mulpdu_of_common_segment_sizes() {
         for (emss, want) in [
             (536, 530),
             (1448, 1442),
@@ -391,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn mulpdu_of_the_sheets_segment_sizes_with_markers() {
+    fn mulpdu_of_common_segment_sizes_with_markers() {
         for (emss, want) in [
             (536, 522),
             (1448, 1430),

@@ -11,9 +11,9 @@
 //!
 //! Every 512 bytes of stream, counted from the first byte after startup and with the markers
 //! themselves, stand two zero bytes and the 16-bit distance back to the length field of the
-//! frame around them; 0 between two frames. We never ask for markers, but a peer may ask us. This
-//! is a rare path, so it is a stage of its own: whole frames go through it, and frames without markers
-//! come out of it.
+//! frame around them; 0 between two frames. We never ask for markers, but a peer may ask us. Markers
+//! are rare, so they are a separate stage: it takes whole frames without markers, and in the other
+//! direction returns them.
 
 use super::crc::Crc32c;
 use crate::error::PeerError;
@@ -90,12 +90,12 @@ pub struct Stripper {
     length: [u8; LENGTH],
     crc_field: [u8; CRC],
     crc: Crc32c,
-    /// A marker of the current frame that points elsewhere. Told only once the CRC is right, because
-    /// otherwise the marker itself may be what is damaged.
+    /// A wrong marker of the current frame. It is reported only if the CRC is right, because the marker
+    /// itself may be damaged otherwise.
     astray: Option<PeerError>,
 }
 
-/// What the next byte that is no marker is part of.
+/// The field that the next byte belongs to, if it is not part of a marker.
 #[derive(Clone, Copy, Debug)]
 enum Part {
     /// The length field, of which `got` bytes are here.
@@ -200,8 +200,8 @@ impl Stripper {
         // RFC 5044 §4.2 [mpa-marker-low-bits]: the two low bits of a distance read as zero.
         let got = u16::from_be_bytes([high, low]) & !3;
         // The distance is that of the marker's first byte, of which `at` bytes came in earlier calls. A
-        // frame beyond the length that the RFC allows can be farther away than the field can say; then
-        // the low 16 bits are compared.
+        // frame beyond the length that the RFC allows can be farther away than the field can express;
+        // then the low 16 bits are compared.
         let expected = self.since_start.saturating_sub(self.at) as u16;
         // RFC 5044 §8 [mpa-marker-check]: a marker leads to the length field that we already know.
         if got != expected && self.astray.is_none() {

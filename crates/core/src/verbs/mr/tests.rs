@@ -63,7 +63,7 @@ fn every_right_is_asked_for() {
     );
 }
 
-/// Who found a region once is checked anew each time, and does not find it when it is gone.
+/// A region that is remembered is checked anew for each access, and is not found after it was deregistered.
 #[test]
 fn what_was_accessed_last_is_checked_again() {
     let (regions, r) = registered(Access::LOCAL_WRITE);
@@ -86,7 +86,7 @@ fn what_was_accessed_last_is_checked_again() {
         pin(r.stag(), 1, none, 0x10_000 + 4090),
         Err(AccessError::Bounds)
     );
-    // Another key of the same index.
+    // The index of the region with another key.
     let other = Stag(r.stag().0 ^ 1);
     assert_eq!(pin(other, 1, none, 0x10_000), Err(AccessError::Invalid));
     assert_eq!(pin(r.stag(), 1, none, 0x10_000), Ok(0x10_000));

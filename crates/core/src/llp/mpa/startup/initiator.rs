@@ -60,8 +60,8 @@ pub enum Progress {
         peer_depths: Option<Depths>,
         /// The message to send first. To an anywarp peer a Control Hello goes in its place.
         rtr: Option<Rtr>,
-        /// We asked for CRCs and the Reply has the C bit clear. CRCs are on, as RFC 5044 requires; the peer may not know, so
-        /// this is worth a line in the log.
+        /// We asked for CRCs and the Reply has the C bit clear. CRCs are on, as RFC 5044 requires; the peer may not
+        /// know, so this is worth a line in the log.
         crc_unconfirmed: bool,
     },
     /// The peer's ULP rejected the connection. TCP is still open.
@@ -125,7 +125,7 @@ pub struct Initiator {
 }
 
 impl InitiatorConfig {
-    /// The same connection in the revision before, for a second try; `None` if there is none.
+    /// This configuration in the previous revision, for a second try; `None` if there is no older one.
     pub fn older(&self) -> Option<Self> {
         (self.rev == 2).then(|| Self {
             rev: 1,
@@ -184,8 +184,8 @@ impl Initiator {
 
     /// Parses all bytes that have arrived since the connection was opened.
     ///
-    /// Until the answer is something else than [`Progress::NeedMore`] call it again with the same bytes
-    /// and those behind them; at most [`StartupFrame::MAX_LEN`] bytes are needed.
+    /// After [`Progress::NeedMore`] the caller passes all bytes again, followed by the new ones; at most
+    /// [`StartupFrame::MAX_LEN`] bytes are needed.
     ///
     /// # Errors
     /// The bytes are not a Reply to our Request: close the connection.

@@ -91,7 +91,7 @@ impl RtrForms {
     }
 }
 
-/// How many reads and atomics one end says it will serve and have at once; from its point of view.
+/// The number of Reads and atomics that one end will serve and have outstanding at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Depths {
     /// Inbound; 0x3fff leaves it to the ULP.

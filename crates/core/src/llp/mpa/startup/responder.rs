@@ -15,7 +15,7 @@ pub struct ResponderLimits {
     pub max_ird: u16,
     /// Most outbound reads at once.
     pub max_ord: u16,
-    /// Let an anywarp peer recognize us.
+    /// Confirm all three ready-to-receive messages, so that an anywarp peer recognizes this end.
     pub known: bool,
 }
 
@@ -121,8 +121,8 @@ impl Responder {
 
     /// Parses all bytes that have arrived since the connection was opened.
     ///
-    /// While the answer is [`Incoming::NeedMore`] call it again with the same bytes and those behind
-    /// them. After the Request call it with what comes behind that: no byte may, and none is right.
+    /// After [`Incoming::NeedMore`] the caller passes all bytes again, followed by the new ones. Bytes after the
+    /// Request are an error; the caller passes them too.
     ///
     /// # Errors
     /// The bytes are not a Request that we can answer: close the connection.
@@ -199,8 +199,8 @@ impl Responder {
             return Err(Misuse::InvalidArgument("private data too long"));
         }
         let mut params = StreamParams {
-            // RFC 5044 §7.1 [mpa-crc-either]: one end that wants CRCs is enough. We then say so in the
-            // Reply too, because Linux siw believes the Reply alone.
+            // RFC 5044 §7.1 [mpa-crc-either]: one end that wants CRCs is enough. The Reply then requests
+            // them too, because Linux siw reads the Reply alone.
             crc: crc || self.limits.crc,
             send_markers: markers,
             recv_markers: self.limits.markers,
@@ -230,8 +230,8 @@ impl Responder {
                 params.ird = params.ird.max(1);
             }
             let mirrored = |asked: u16, ours: u16| {
-                // RFC 6581 §9.1 [mpa-not-negotiated]: "leave it to the ULP" is answered with the same,
-                // our IRD to the peer's ORD and our ORD to its IRD.
+                // RFC 6581 §9.1 [mpa-not-negotiated]: a depth that the peer leaves to the ULP is left to
+                // the ULP in the Reply too: our IRD for its ORD, and our ORD for its IRD.
                 if asked == DEPTH_NOT_NEGOTIATED {
                     DEPTH_NOT_NEGOTIATED
                 } else {
@@ -302,7 +302,7 @@ impl Responder {
 // Outside anywarp we name a single one, as other stacks do, so that no initiator has to choose.
 pub(super) fn confirm(offered: RtrForms, known: bool) -> RtrForms {
     match offered {
-        // The mark by which an anywarp initiator knows us; see the module documentation.
+        // All three forms: an anywarp initiator recognizes us by this (see the module documentation).
         RtrForms::ALL if known => RtrForms::ALL,
         RtrForms {
             write: false,

@@ -20,7 +20,7 @@ fn initiator(config: InitiatorConfig) -> Initiator {
     Initiator::new(config).unwrap()
 }
 
-/// What an initiator of this configuration makes of this Reply.
+/// The outcome of this Reply at an initiator of this configuration.
 fn reply_to(config: InitiatorConfig, tail: &[u8]) -> Result<Progress, PeerError> {
     initiator(config).handle_rx(&raw(REP, tail))
 }
@@ -426,7 +426,7 @@ fn a_responder_confirms_forms_that_the_peer_can_send() {
             assert_eq!(confirm(offered, false), confirmed, "{offered:?}");
         }
     }
-    // Who is not to be known confirms one form to an anywarp, too.
+    // A responder that does not reveal itself as anywarp confirms a single form.
     let write = RtrForms {
         write: true,
         ..RtrForms::NONE
@@ -481,7 +481,7 @@ fn a_reply_without_a_leaves_a_plain_stream() {
     let params = established(config(), &v2([0x40, 16, 0xc0, 16]));
     assert!(!params.peer_to_peer && !params.peer_is_anywarp);
     assert_eq!(params.rtr, None);
-    // And A that was not asked for is not given.
+    // The Reply has no A if the Request had none.
     let c = InitiatorConfig {
         peer_to_peer: false,
         ..config()
@@ -550,7 +550,7 @@ fn a_rejection_carries_private_data_and_depths() {
             peer_depths: Some(Depths { ird: 128, ord: 0 }),
         })
     );
-    // One of an older revision says so.
+    // A rejection has the older revision of its Request.
     let progress = reply_to(config(), &[0x60, 1, 0, 0]).unwrap();
     assert!(matches!(
         progress,
