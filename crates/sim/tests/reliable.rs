@@ -6,12 +6,16 @@
     reason = "tests"
 )]
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::time::Duration;
 
 use anywarp_core::datagram::Kind;
 use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Status, WcOp};
+use anywarp_core::wire::ddp::Header;
+use anywarp_core::wire::{dgram, rd};
 use anywarp_sim::ether::{Ether, Id, Link};
 use anywarp_sim::{
     Request, Rng, access, compare_swap, each_seed, fetch_add, read, send, send_imm, write,
@@ -264,6 +268,17 @@ fn a_refused_write_fails_at_its_source() {
         let closed = net[b].host.register(9000, access::LOCAL);
         let open = net[b].host.register(9000, access::ALL);
         net[a].host.fill(&mr, &[7; 9000]);
+        let refused = Rc::new(Cell::new(0));
+        let (store, stag) = (Rc::clone(&refused), closed.stag());
+        net.filter = Some(Box::new(move |d| {
+            let data = rd::parse(&d.bytes).unwrap().1;
+            if let Some(datagram) = data.and_then(|data| dgram::parse_covered(data).ok())
+                && matches!(datagram.header, Header::Tagged(h) if h.stag == stag)
+            {
+                store.set(datagram.shim.id);
+            }
+            true
+        }));
         net.post(a, b, write(1, open.remote(0)).from(&[mr.all()]));
         net.post(a, b, write(2, closed.remote(0)).from(&[mr.all()]));
         net.post(a, b, write(3, open.remote(0)).from(&[mr.all()]));
@@ -284,6 +299,7 @@ fn a_refused_write_fails_at_its_source() {
         assert_eq!(net[b].qp.state(), State::Rts);
         let error = net[a].qp.poll_error().unwrap();
         assert_eq!(error.from, net[b].addr);
+        assert_eq!(error.id, refused.get());
         // And it goes on after it.
         net[a].qp.set_state(State::Rts);
         net.post(a, b, write(4, open.remote(0)).from(&[mr.all()]));
@@ -316,6 +332,31 @@ fn a_restarted_peer_is_noticed() {
     net.run(LONG);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[b].received().len(), 1);
+}
+
+/// What a peer has written in part when it is made anew leaves no record: records of reliable queue pairs are of whole messages.
+#[test]
+fn a_restart_leaves_no_partial_record() {
+    let (mut net, a, b) = pair(10, Link::default(), options());
+    let mr = net[a].host.register(3000, access::ALL);
+    let theirs = net[b].host.register(3000, access::ALL);
+    let mut packets = 0;
+    net.filter = Some(Box::new(move |d| {
+        let data = rd::parse(&d.bytes).unwrap().1;
+        packets += u32::from(data.is_some());
+        data.is_none() || packets == 1
+    }));
+    net.post(a, b, write(1, theirs.remote(0)).from(&[mr.all()]));
+    net.run(20 * MS);
+    net.filter = None;
+    net.restart(a, options());
+    net.post(a, b, write(2, theirs.remote(0)).from(&[mr.part(0, 8)]));
+    net.run(LONG);
+    assert_eq!(net[a].completed()[0].status, Status::Success);
+    let record = net[b].qp.poll_record().unwrap();
+    assert!(record.complete && record.length == 8, "{record:?}");
+    assert_eq!(net[b].qp.poll_record(), None);
+    assert_eq!(net[b].qp.counters().evicted, 1);
 }
 
 /// Bytes of payload a second that go from one end to the other over a link.

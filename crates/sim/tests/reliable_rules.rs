@@ -204,6 +204,36 @@ fn a_challenge_that_nobody_asked_for_is_not_believed() {
     assert_eq!(echoes, [TOKEN]);
 }
 
+/// No more goes to a peer than the window that it told: the last packet may be beyond it. One that takes nothing is asked
+/// again and again, and gets all when it has room.
+#[test]
+fn a_window_is_kept_however_small() {
+    for (window, first) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 9)] {
+        let mut far = Far::met();
+        let asked = far.hears();
+        let (seq, token) = (asked[0].0.seq, asked[0].0.token);
+        let says = |ack, window| Packet {
+            echo: token,
+            ack: Some(ack),
+            window,
+            ..blank()
+        };
+        far.says(&says(seq + 1, window));
+        far.sends(1..10);
+        let data = |heard: &[(Packet, usize)]| heard.iter().filter(|(_, len)| *len > 0).count();
+        assert_eq!(data(&far.hears()), first, "{window}");
+        if window == 0 {
+            far.net.run(400 * MS);
+            let heard = std::mem::take(&mut *far.heard.borrow_mut());
+            assert_eq!(data(&heard), 0);
+            let asks = heard.iter().filter(|(p, _)| p.ack_now).count();
+            assert!((1..=8).contains(&asks), "{asks}");
+            far.says(&says(seq + 1, 1 << 20));
+            assert_eq!(data(&far.hears()), 9);
+        }
+    }
+}
+
 /// An atomic on an address that is none of eight bytes is refused, on the wire too.
 #[test]
 fn an_atomic_beside_its_place_is_refused() {

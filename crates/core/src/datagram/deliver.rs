@@ -82,7 +82,7 @@ impl DatagramQp {
                     self.go_on(arrival, peer, d, &identity)
                 }),
         };
-        self.give_up_all(given_up);
+        self.give_up_all(given_up, true);
         result
     }
 
@@ -645,13 +645,13 @@ impl DatagramQp {
         }
     }
 
-    /// Messages that are over and not complete.
-    pub(super) fn give_up_all(&mut self, given_up: Vec<GivenUp>) {
+    /// Messages that are over and not complete. `recorded`: what has come of them is, where records of parts are made.
+    pub(super) fn give_up_all(&mut self, given_up: Vec<GivenUp>, recorded: bool) {
         for (peer, id, mut open) in given_up {
             if let Some(request) = open.receive.take() {
                 self.counters.evicted += 1;
                 self.base.rq.put_back(request);
-            } else if open.record {
+            } else if open.record && recorded {
                 match self.options.record {
                     RecordMode::Robust => self.record(&peer, id, &open),
                     // Its final datagram was lost: nobody learns of it.

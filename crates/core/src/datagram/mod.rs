@@ -459,7 +459,7 @@ impl DatagramQp {
         if self.gives_up() {
             let mut given_up = Vec::new();
             self.messages.expire(self.now, &mut given_up);
-            self.give_up_all(given_up);
+            self.give_up_all(given_up, true);
         }
         self.expire_reads();
     }

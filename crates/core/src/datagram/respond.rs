@@ -340,7 +340,7 @@ impl DatagramQp {
                     }
                     self.retire();
                 }
-                Event::Failed(peer, tag, status) => self.refused_by(&peer, tag, status),
+                Event::Failed(peer, tag, id, status) => self.refused_by(&peer, tag, id, status),
                 Event::Lost(peer, status) => self.lost(&peer, status),
                 // It knows nothing of what it was asked for.
                 Event::Restarted(peer) if self.reads.awaits(&peer) => {
@@ -350,14 +350,14 @@ impl DatagramQp {
                 Event::Skipped(peer, base) => {
                     let mut given_up = Vec::new();
                     self.messages.skip(&peer, base, &mut given_up);
-                    self.give_up_all(given_up);
+                    self.give_up_all(given_up, base != u64::MAX);
                 }
             }
         }
     }
 
     /// A peer refuses a message of ours for good.
-    fn refused_by(&mut self, peer: &Peer, tag: Option<u64>, status: Status) {
+    fn refused_by(&mut self, peer: &Peer, tag: Option<u64>, id: u32, status: Status) {
         let Some(tag) = tag else { return };
         if let Some(lane) = self.lanes.get_mut(peer) {
             // What of it was not sent yet will not be.
@@ -374,7 +374,6 @@ impl DatagramQp {
         if tag & OURS != 0 {
             return;
         }
-        let id = u32::try_from(tag & 0xffff_ffff).unwrap_or(0);
         let TermCode { layer, etype, code } = Dropped::Access.terminate();
         self.counters.err_in += 1;
         self.push_error(ErrorReport {

@@ -68,12 +68,14 @@ pub(super) enum Event {
     /// Messages arrived and were delivered: those from the first to the last.
     Done(Tag, Tag),
     /// The peer refuses a message, or the message that was under way when it fell silent. None: it had none of ours.
-    Failed(Peer, Option<Tag>, Status),
+    /// With the number that the message has on the wire.
+    Failed(Peer, Option<Tag>, u32, Status),
     /// Everything to this peer is off.
     Lost(Peer, Status),
     /// It is another one than before, and nothing was under way to it.
     Restarted(Peer),
-    /// Packets from this peer before this number never come: messages of which no later one came will not be complete.
+    /// Packets from this peer before this number never come: messages of which no later one came will not be complete. All:
+    /// it is gone, and nothing is said of its messages.
     Skipped(Peer, u64),
 }
 
@@ -156,6 +158,13 @@ impl PeerState {
         self.credit = 0;
     }
 
+    /// Its sender, which is made if there is none.
+    fn sender(&mut self, now: Duration) -> &mut Sender {
+        let (next, room) = (self.next, self.room);
+        self.tx
+            .get_or_insert_with(|| Box::new(Sender::new(next, room, now)))
+    }
+
     /// It does receive there.
     fn prove(&mut self, now: Duration) {
         self.is_proven = true;
@@ -183,8 +192,7 @@ impl PeerState {
         if packet.instance != 0 {
             self.instance = packet.instance;
         }
-        let room = packet.window;
-        self.room = room.clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
+        self.room = packet.window.min(bounds::DATAGRAM_WINDOW_MAX);
     }
 }
 
@@ -314,13 +322,21 @@ impl Reliable {
         {
             state.used = now;
             if !state.affords(Packet::LEN + len + dgram::CRC) {
-                let new = || Box::new(Sender::new(state.next, room, now));
-                let tx = state.tx.get_or_insert_with(new);
-                if tx.deadline.is_none() {
+                state.sender(now);
+                if let Some(tx) = state.tx.as_mut().filter(|tx| tx.deadline.is_none()) {
                     tx.wait(now, &state.path);
                     state.ask = true;
                     watch(&mut self.timers, peer, state);
                     enqueue(&mut self.queued, peer, state);
+                }
+                return false;
+            }
+            if state.room == 0 {
+                // It is asked now and then whether it has room again.
+                let tx = state.sender(now);
+                if tx.deadline.is_none() {
+                    tx.deadline = Some(now + CLOSED);
+                    watch(&mut self.timers, peer, state);
                 }
                 return false;
             }
@@ -879,6 +895,9 @@ impl Reliable {
         let before = rx.held();
         rx.delivered(seq);
         self.shares.change(peer, before, rx.held());
+        if let Some(base) = rx.skipped.take() {
+            self.events.push_back(Event::Skipped(*peer, base));
+        }
         // What waited is told of at once: its sender would ask for it seldom.
         rx.due |= rx.blocked_on.take().is_some();
         let waits = rx.has_kept();
@@ -1132,13 +1151,13 @@ impl RxContext<'_> {
             (false, _) => None,
         };
         if packet.refused != 0
-            && let Some((tag, end)) = ack.and_then(|ack| tx.message_at(ack))
+            && let Some((tag, id, end)) = ack.and_then(|ack| tx.message_at(ack))
         {
             // Its packets are not sent again, and the next one says so.
             tx.skip(end);
             state.ask = true;
             let status = Status::from_number(packet.refused).unwrap_or(Status::General);
-            self.events.push_back(Event::Failed(*peer, tag, status));
+            self.events.push_back(Event::Failed(*peer, tag, id, status));
         }
         watch(self.timers, peer, state);
         enqueue(self.queued, peer, state);
@@ -1164,8 +1183,9 @@ impl RxContext<'_> {
         let near = rx.next();
         let before = rx.held();
         let base = expand(packet.base, near);
-        if rx.skip(base) {
-            self.shares.change(peer, before, rx.held());
+        rx.skip(base);
+        self.shares.change(peer, before, rx.held());
+        if let Some(base) = rx.skipped.take() {
             self.events.push_back(Event::Skipped(*peer, base));
         }
         rx.due |= packet.ack_now;
@@ -1319,6 +1339,8 @@ const YOUNG: Duration = Duration::from_secs(50);
 const PROOF: u32 = 60;
 /// How many times what came from an address goes there until then.
 const AMPLIFICATION: usize = 3;
+/// Time between two questions to a peer that takes nothing.
+const CLOSED: Duration = Duration::from_millis(50);
 /// Bytes of packets without data.
 const QUESTIONS: usize = 4 * (Packet::LEN + dgram::CRC);
 

@@ -57,6 +57,12 @@ pub(super) struct Receiver {
     pub(super) blocked_on: Option<Resource>,
     /// Packet `next` is refused for good: why.
     pub(super) refused: Option<u8>,
+    /// What is missing before this number never comes.
+    given_up: u64,
+    /// Something that is missing was passed, and not all that waits before `given_up` is delivered.
+    lossy: bool,
+    /// Messages of which no packet has come from this number on will never be complete.
+    pub(super) skipped: Option<u64>,
 }
 
 impl Receiver {
@@ -73,6 +79,9 @@ impl Receiver {
             time: 0,
             blocked_on: None,
             refused: None,
+            given_up: 0,
+            lossy: false,
+            skipped: None,
         }
     }
 
@@ -103,7 +112,7 @@ impl Receiver {
     }
 
     pub(super) fn sort(&self, seq: u64) -> Arrived {
-        if seq < self.next || self.has(seq) {
+        if seq < self.next.max(self.given_up) || self.has(seq) {
             Arrived::Again
         } else if seq - self.next >= AHEAD || self.refused.is_some() {
             Arrived::Beyond
@@ -177,7 +186,9 @@ impl Receiver {
             return;
         }
         self.next += 1;
-        if !self.arrived.is_empty() {
+        if self.next <= self.given_up {
+            self.pass();
+        } else if !self.arrived.is_empty() {
             self.advance();
         }
     }
@@ -207,22 +218,46 @@ impl Receiver {
         Some((seq, data.into_vec()))
     }
 
-    /// The sender will not send anything before `base` again. True: something is missing for ever.
-    pub(super) fn skip(&mut self, base: u64) -> bool {
-        if base <= self.next {
-            return false;
+    /// The sender will not send anything before `base` again: what is missing there never comes. What waits there is delivered
+    /// first, unless it is of a message that was refused.
+    pub(super) fn skip(&mut self, base: u64) {
+        if base <= self.next.max(self.given_up) {
+            return;
         }
-        while let Some(entry) = self.kept.first_entry() {
-            if *entry.key() >= base {
-                break;
+        if self.refused.take().is_some() {
+            self.lossy = true;
+            while let Some(entry) = self.kept.first_entry() {
+                if *entry.key() >= base {
+                    break;
+                }
+                self.waiting -= entry.remove().len();
             }
-            self.waiting -= entry.remove().len();
+            // What was delivered in front of it, out of order, is over as well.
+            self.next = base;
         }
-        self.next = base;
-        self.refused = None;
-        // What comes right behind may have been delivered already.
+        self.given_up = base;
+        self.pass();
+    }
+
+    /// Passes what is missing before `given_up`, up to the next packet that waits.
+    fn pass(&mut self) {
         self.advance();
-        true
+        while self.next < self.given_up {
+            let waits = self
+                .kept
+                .first_key_value()
+                .map_or(u64::MAX, |(seq, _)| *seq);
+            let to = self.given_up.min(waits);
+            if to <= self.next {
+                return;
+            }
+            self.next = to;
+            (self.lossy, self.skipped) = (true, Some(to));
+            self.advance();
+        }
+        if std::mem::take(&mut self.lossy) {
+            self.skipped = Some(self.given_up);
+        }
     }
 
     /// Packet `next` is refused; everything behind it waits until the sender gives it up. What was acknowledged is kept: it
@@ -287,15 +322,46 @@ mod tests {
     #[test]
     fn what_is_given_up_is_skipped() {
         let mut rx = Receiver::new(0);
-        rx.keep(1, b"x");
         rx.delivered(5);
-        assert!(!rx.skip(0));
-        assert!(rx.skip(5));
+        let skip = |rx: &mut Receiver, base| {
+            rx.skip(base);
+            rx.skipped.take().is_some()
+        };
+        assert!(!skip(&mut rx, 0));
+        assert!(skip(&mut rx, 5));
         assert_eq!((rx.next(), rx.held()), (6, 0));
+        // Of a message that is refused nothing is delivered.
+        rx.keep(7, b"x");
         rx.refuse(10);
         assert_eq!(rx.sort(6), Arrived::Beyond);
-        assert!(rx.skip(8));
+        assert!(skip(&mut rx, 8));
         assert_eq!(rx.sort(8), Arrived::Next);
+        assert_eq!(rx.held(), 0);
+    }
+
+    /// What waits before a base is delivered and acknowledged only then; what is missing between is passed.
+    #[test]
+    fn a_base_does_not_pass_what_waits() {
+        let mut rx = Receiver::new(100);
+        for seq in [100, 101, 104] {
+            rx.keep(seq, b"x");
+        }
+        rx.skip(102);
+        assert_eq!((rx.next(), rx.skipped), (100, None), "nothing is missing");
+        rx.skip(107);
+        assert_eq!((rx.next(), rx.skipped), (100, None));
+        assert_eq!(rx.sort(103), Arrived::Again, "it was given up");
+        let mut taken = Vec::new();
+        let mut skipped = Vec::new();
+        while let Some((seq, _)) = rx.take_waiting(false) {
+            taken.push(seq);
+            assert_eq!(rx.next(), seq);
+            rx.delivered(seq);
+            skipped.push(rx.skipped.take());
+        }
+        assert_eq!(taken, [100, 101, 104]);
+        assert_eq!(skipped, [None, Some(104), Some(107)]);
+        assert_eq!((rx.next(), rx.held()), (107, 0));
     }
 
     /// Against a plain set, in any order.

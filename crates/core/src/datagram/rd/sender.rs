@@ -15,7 +15,7 @@ use crate::datagram::flow::charge;
 use crate::datagram::types::Tag;
 use smallvec::SmallVec;
 
-use crate::wire::dgram::CRC;
+use crate::wire::dgram::{self, CRC};
 use crate::wire::rd::Packet;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,6 +157,7 @@ impl Sender {
     /// Whether a new packet may be sent.
     pub(super) fn has_window(&mut self, cc: &Congestion) -> bool {
         let open = self.lost == 0
+            && self.room > 0
             && (self.flying == 0 || (self.flying < cc.window() && self.charge < self.room));
         if !open {
             self.app_limited = false;
@@ -416,7 +417,7 @@ impl Sender {
 
     /// The next lost packet, sent again, if the window allows.
     pub(super) fn again(&mut self, now: Duration, cc: &Congestion) -> Option<Outgoing<'_>> {
-        if self.lost == 0 || (self.flying > 0 && self.flying >= cc.window()) {
+        if self.lost == 0 || self.room == 0 || (self.flying > 0 && self.flying >= cc.window()) {
             return None;
         }
         let skip = usize::try_from(self.lost_from.saturating_sub(self.first)).unwrap_or(0);
@@ -453,7 +454,7 @@ impl Sender {
         }
         self.arm(now, cc);
         let at = self.sent.iter().position(|s| s.state != State::Arrived);
-        let at = at.filter(|_| data);
+        let at = at.filter(|_| data && self.room > 0);
         self.order += 1;
         let order = self.order;
         let next = self.first + self.sent.len() as u64;
@@ -487,10 +488,12 @@ impl Sender {
         self.arm(now, cc);
     }
 
-    /// The message of packet `seq`, and the number behind the last packet that is of the same message.
-    pub(super) fn message_at(&self, seq: u64) -> Option<(Option<Tag>, u64)> {
+    /// The message of packet `seq`, its number on the wire, and the number behind the last packet that is of the same message.
+    pub(super) fn message_at(&self, seq: u64) -> Option<(Option<Tag>, u32, u64)> {
         let at = usize::try_from(seq.checked_sub(self.first)?).ok()?;
-        let tag = self.sent.get(at)?.tag;
+        let sent = self.sent.get(at)?;
+        let id = dgram::parse_covered(sent.data()).map_or(0, |d| d.shim.id);
+        let tag = sent.tag;
         let mut end = seq + 1;
         for s in self.sent.iter().skip(at + 1) {
             let same = tag.is_some() && s.tag == tag;
@@ -499,7 +502,7 @@ impl Sender {
             }
             end += 1;
         }
-        Some((tag, end))
+        Some((tag, id, end))
     }
 
     /// Forgets the packets before `to`, arrived or not; they will not be sent again.

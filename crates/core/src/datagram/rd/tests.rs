@@ -33,6 +33,7 @@ fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
         seq,
         dst_index: 5,
         src_index: 3,
+        window: bounds::DATAGRAM_WINDOW,
         time: 1,
         ..Packet::default()
     }
