@@ -16,6 +16,7 @@ const PROGRAMS: &[&str] = &[
     "chaos",
     "dv",
     ELEVATED,
+    EXAMPLES,
     "faults",
     "flood",
     "fork",
@@ -37,6 +38,9 @@ const PROGRAMS: &[&str] = &[
 
 /// The one that is linked to our libraries by their path: the dynamic linker ignores variables in a set-group-ID program.
 const ELEVATED: &str = "elevated";
+
+/// The programs of the man pages in `docs/man/examples`; each ends with 0 if it did what it shows.
+const EXAMPLES: &str = "examples";
 
 /// The one that needs a library which panics when it is asked to: a build with debug assertions.
 const PANIC: &str = "panic";
@@ -76,6 +80,13 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         .iter()
         .filter(|name| program.is_none_or(|p| p == **name))
     {
+        if *name == EXAMPLES {
+            println!("== {name}");
+            if !run_examples(&work)? {
+                failed.push((*name).to_owned());
+            }
+            continue;
+        }
         let binary = build(name, &work.join(name))?;
         println!("== {name}");
         let mut command = if *name == PANIC {
@@ -103,6 +114,32 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         return Ok(());
     }
     Err(format!("C tests fail: {}", failed.join(", ")).into())
+}
+
+/// Compiles the programs of the man pages as anywarpdv(7) says, and runs them; whether all pass.
+fn run_examples(work: &Path) -> Result<bool> {
+    let lib = sh::dist().join("lib/anywarp");
+    let linked = [
+        format!("-I{}", sh::dist().join("include").display()),
+        format!("-L{}", lib.display()),
+        format!("-Wl,-rpath,{}", lib.display()),
+    ];
+    let mut all = true;
+    for entry in fs::read_dir(sh::root().join("docs/man/examples"))? {
+        let source = entry?.path();
+        let name = source.file_stem().unwrap_or_default().to_string_lossy();
+        let binary = compile(&source, &work.join(format!("example-{name}")), &linked)?;
+        let mut command = Command::new(binary);
+        let output = command.env("ANYWARP_ADDR", "127.0.0.1").output()?;
+        if output.status.success() {
+            println!("ok {name}");
+        } else {
+            let error = String::from_utf8_lossy(&output.stderr);
+            println!("FAIL {name}: {}: {error}", output.status);
+            all = false;
+        }
+    }
+    Ok(all)
 }
 
 /// Runs a program; whether it passed, and skipped nothing that it should not have.
@@ -234,8 +271,8 @@ fn compile(source: &Path, to: &Path, more: &[String]) -> Result<PathBuf> {
     ])
     .arg(to)
     .arg(source)
-    .args(["-libverbs", "-lrdmacm", "-lpthread"])
-    .args(more);
+    .args(more)
+    .args(["-libverbs", "-lrdmacm", "-lpthread"]);
     sh::run(&mut cc)?;
     Ok(to.to_path_buf())
 }

@@ -24,6 +24,7 @@ pub(crate) fn all(tree: &Path) -> io::Result<Vec<(String, String)>> {
     }
     let maker = Maker {
         include: &tree.join("crates/abi/include"),
+        examples: &tree.join("docs/man/examples"),
         functions: functions(&sources),
     };
     let mut pages = Vec::new();
@@ -74,6 +75,8 @@ fn section(page: &str) -> &str {
 struct Maker<'a> {
     /// The folder with our own C headers.
     include: &'a Path,
+    /// The folder with the programs of EXAMPLE sections.
+    examples: &'a Path,
     functions: BTreeMap<String, Function>,
 }
 
@@ -93,6 +96,7 @@ impl Maker<'_> {
                 ["environment"] => variables().to_roff(),
                 ["declare", header, ref names @ ..] => self.declare(header, names)?,
                 ["functions", header] => self.list(header)?,
+                ["example", program] => self.example(program)?,
                 _ => return Err(io::Error::other(format!("cannot read `{line}`"))),
             };
             page.push_str(&generated);
@@ -134,6 +138,22 @@ impl Maker<'_> {
             roff.text([bold(format!("{name}(3)"))]);
             roff.text([roman(function.purpose.replace("\\-", "-"))]);
         }
+        Ok(roff.to_roff())
+    }
+
+    /// The text of a program, without the line that names its licence.
+    fn example(&self, program: &str) -> io::Result<String> {
+        let text = fs::read_to_string(self.examples.join(program))?;
+        let mut roff = Roff::new();
+        roff.control("nf", []);
+        for line in text.lines().filter(|line| !line.contains("SPDX-")) {
+            if line.is_empty() {
+                roff.control("sp", []);
+            } else {
+                roff.text([roman(line.replace('\t', "    "))]);
+            }
+        }
+        roff.control("fi", []);
         Ok(roff.to_roff())
     }
 
@@ -211,7 +231,11 @@ mod tests {
 
     fn maker(functions: BTreeMap<String, Function>) -> Maker<'static> {
         let include = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../abi/include"));
-        Maker { include, functions }
+        Maker {
+            include,
+            examples: include,
+            functions,
+        }
     }
 
     #[test]
