@@ -268,7 +268,11 @@ mod tests {
         let pages: BTreeMap<_, _> = all(tree()).unwrap().into_iter().collect();
         let overview = &pages["man7/anywarpdv.7"];
         assert!(overview.contains("\\fBanywarpdv_poll_records(3)\\fR\ntake records"));
-        assert_eq!(overview.matches("(3)\\fR").count(), 12);
+        let header = maker(BTreeMap::new())
+            .header("infiniband/anywarpdv.h")
+            .unwrap();
+        let declared = declarations(&header).len();
+        assert!(declared >= 10 && overview.matches("(3)\\fR").count() == declared);
     }
 
     #[test]
