@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-# What the scripts share: steps that tell what they do, and installing what is missing. Sourced, not run.
+# What the scripts share: headings for steps, and installation of missing packages. Sourced, not run.
 
 say() { printf '\n==> %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }

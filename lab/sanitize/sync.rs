@@ -2,9 +2,9 @@
 //!
 //! Most of a lock is inlined into our code and seen. Not seen is what happens inside of the standard library's own
 //! machine code: the slow way into a contended lock, waiting for a condition, the first call of a `Once`. The linker's
-//! `--wrap` leads calls of these functions here, where they are told to ThreadSanitizer; `xtask` gives the functions
+//! `--wrap` leads calls of these functions here, where they are reported to ThreadSanitizer; `xtask` gives the functions
 //! their mangled names. The words that are named are the ones on which the inlined parts synchronize, so the two parts
-//! make one picture. Nothing is told that the functions do not do: a race that a lock does not prevent stays a race.
+//! make one picture. Nothing is reported that the functions do not do: a race that a lock does not prevent stays a race.
 
 use std::sync::OnceState;
 use std::time::Duration;
@@ -75,7 +75,7 @@ unsafe fn wrap_wait_timeout(condvar: *const u32, mutex: *const u32, timeout: Dur
     }
 }
 
-/// The release comes before the state is set to complete: who sees that state has to find it.
+/// The release comes before the state is set to complete: a thread that sees that state must find it.
 #[unsafe(no_mangle)]
 unsafe fn wrap_call(once: *const u32, ignore_poisoning: bool, f: &mut dyn FnMut(&OnceState)) {
     unsafe {
@@ -87,8 +87,8 @@ unsafe fn wrap_call(once: *const u32, ignore_poisoning: bool, f: &mut dyn FnMut(
     }
 }
 
-/// Who drops the last `Arc` counts down with Release and then has a fence with Acquire. ThreadSanitizer knows no
-/// fences, so the counting down is told as both.
+/// The thread that drops the last `Arc` counts down with Release and then has a fence with Acquire. ThreadSanitizer knows no
+/// fences, so the counting down is reported as both.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __wrap___tsan_atomic64_fetch_sub(
     address: *mut u64,

@@ -5,7 +5,7 @@
 //! the dissector. With `ANYWARP_PROFILE=standard` there are none: tshark then knows everything without it.
 //!
 //! Of datagrams the dissector alone knows what they are. It is held against our own decoder as well, datagram by datagram: on
-//! the conversations of `crates/sim/tests/conversations`, whose bytes are kept together with what that says of them.
+//! the conversations of `crates/sim/tests/conversations`, whose bytes are kept together with their decoded form.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -225,10 +225,10 @@ pub(crate) fn run() -> Result {
     let mut tally = sh::Tally::default();
     for name in CONVERSATIONS {
         let done = conversation(name, &script, &folder);
-        tally.tell(&format!("conversation {name}"), done);
+        tally.report(&format!("conversation {name}"), done);
     }
     for case in CASES {
-        tally.tell(case.name, case.run(&anywarp, &script, &folder));
+        tally.report(case.name, case.run(&anywarp, &script, &folder));
     }
     tally.end("captures")
 }
@@ -340,7 +340,7 @@ const FIELDS: [&str; 22] = [
 /// A datagram of a conversation.
 struct Said {
     from_a: bool,
-    /// What our decoder says.
+    /// The output of our decoder.
     line: String,
     bytes: Vec<u8>,
 }
@@ -351,10 +351,10 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     let mut all: Vec<Said> = Vec::new();
     for line in std::fs::read_to_string(kept)?.lines() {
         if let Some(hex) = line.strip_prefix("   ") {
-            let said = all.last_mut().ok_or("bytes of nothing")?;
+            let decoded = all.last_mut().ok_or("bytes of nothing")?;
             for at in (0..hex.len()).step_by(2) {
                 let byte = hex.get(at..at + 2).ok_or("half a byte")?;
-                said.bytes.push(u8::from_str_radix(byte, 16)?);
+                decoded.bytes.push(u8::from_str_radix(byte, 16)?);
             }
         } else {
             all.push(Said {
@@ -378,31 +378,31 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     for field in FIELDS {
         command.args(["-e", field]);
     }
-    let told = output(&mut command)?;
-    if told.lines().count() != all.len() {
-        return Err(format!("{} datagrams of {}", told.lines().count(), all.len()).into());
+    let listing = output(&mut command)?;
+    if listing.lines().count() != all.len() {
+        return Err(format!("{} datagrams of {}", listing.lines().count(), all.len()).into());
     }
-    for (n, (said, told)) in all.iter().zip(told.lines()).enumerate() {
-        let values: Vec<&str> = told.split(';').collect();
+    for (n, (decoded, listing)) in all.iter().zip(listing.lines()).enumerate() {
+        let values: Vec<&str> = listing.split(';').collect();
         let get = |name: &str| {
             let at = FIELDS.iter().position(|f| f.ends_with(name));
             at.and_then(|at| values.get(at)).copied().unwrap_or("")
         };
         for words in expected(&get) {
-            if !format!("{} ", said.line).contains(&words) {
-                let ours = &said.line;
+            if !format!("{} ", decoded.line).contains(&words) {
+                let ours = &decoded.line;
                 return Err(format!("datagram {}: {words:?} is not in: {ours}", n + 1).into());
             }
         }
-        let acks = said.line.contains(" ack ");
+        let acks = decoded.line.contains(" ack ");
         if acks != (get(".ack_counts") == "1" || get(".ack_counts") == "True") {
-            return Err(format!("datagram {}: acknowledges: {}", n + 1, said.line).into());
+            return Err(format!("datagram {}: acknowledges: {}", n + 1, decoded.line).into());
         }
     }
     Ok(())
 }
 
-/// What our decoder has to say of a datagram of which the dissector says this.
+/// The words that our decoder must print for a datagram that the dissector shows like this.
 fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
     let mut all = Vec::new();
     let first = |name| get(name).split(',').next().unwrap_or("");
@@ -466,9 +466,9 @@ fn pcap(all: &[Said]) -> Vec<u8> {
     for word in [0xa1b2_c3d4_u32, 0x0004_0002, 0, 0, 0xffff, 101] {
         file.extend_from_slice(&word.to_le_bytes());
     }
-    for (time, said) in (0_u32..).zip(all) {
-        let udp = u16::try_from(said.bytes.len() + 8).unwrap_or(u16::MAX);
-        let (from, to) = if said.from_a { (1, 2) } else { (2, 1) };
+    for (time, decoded) in (0_u32..).zip(all) {
+        let udp = u16::try_from(decoded.bytes.len() + 8).unwrap_or(u16::MAX);
+        let (from, to) = if decoded.from_a { (1, 2) } else { (2, 1) };
         let mut packet = vec![0x45, 0];
         packet.extend_from_slice(&(udp + 20).to_be_bytes());
         packet.extend_from_slice(&[0, 0, 0x40, 0, 64, 17, 0, 0, 10, 0, 0, from, 10, 0, 0, to]);
@@ -478,7 +478,7 @@ fn pcap(all: &[Said]) -> Vec<u8> {
         packet.extend_from_slice(&[4000_u16.to_be_bytes(), 4000_u16.to_be_bytes()].concat());
         packet.extend_from_slice(&udp.to_be_bytes());
         packet.extend_from_slice(&[0, 0]);
-        packet.extend_from_slice(&said.bytes);
+        packet.extend_from_slice(&decoded.bytes);
         // Over addresses, protocol and length as well.
         let covered: Vec<u8> = packet.iter().skip(12).copied().collect();
         let sum = checksum(&covered, u32::from(udp) + 17).to_be_bytes();
@@ -544,8 +544,8 @@ fn unknown(file: &Path) -> Result<String> {
 fn output(command: &mut Command) -> Result<String> {
     let output = command.output().map_err(|e| format!("tshark: {e}"))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{command:?}: {said}").into());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{command:?}: {stderr}").into());
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

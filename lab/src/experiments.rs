@@ -3,7 +3,7 @@
 //!
 //! All in namespaces that end with this process. Loss and delay are those of `tests/netlab/relay.c`, which decides for
 //! each packet; it is checked against faults that the device itself injects. What must hold is an error if it does not:
-//! no wrong byte, maps that say what is there, nothing twice, the share that arrives at 1 % loss, and what reliable
+//! no wrong byte, exact validity maps, nothing twice, the share that arrives at 1 % loss, and what reliable
 //! datagrams reach of the kernel's TCP and of unreliable ones. The last two are ratios of runs that follow each other,
 //! the median of several, and of three times as many when they fall short. Other values depend on the machine; they are
 //! printed. The long form writes `docs/results`.
@@ -97,7 +97,7 @@ enum Place {
     Net,
 }
 
-/// The device's tool, and what it has said.
+/// The anywarp command, and what it has printed.
 struct Lab {
     anywarp: PathBuf,
     work: PathBuf,
@@ -242,9 +242,9 @@ done";
             .stdin(Stdio::null())
             .stderr(Stdio::piped());
         let mut server = Process::start(&mut server)?;
-        let said = server.first_line(Duration::from_secs(10), true)?;
-        if !said.contains("waiting on port") {
-            return Err(format!("the server says: {said}").into());
+        let printed = server.first_line(Duration::from_secs(10), true)?;
+        if !printed.contains("waiting on port") {
+            return Err(format!("the server prints: {printed}").into());
         }
         let host = if place == Place::Net {
             FAR
@@ -355,7 +355,7 @@ fn digits(value: f64) -> String {
     }
 }
 
-fn say(size: f64) -> String {
+fn size_text(size: f64) -> String {
     match size {
         s if s >= 1048576.0 => format!("{} MiB", s / 1048576.0),
         s if s >= 1024.0 => format!("{} KiB", s / 1024.0),
@@ -375,7 +375,7 @@ fn table(columns: &[(&str, Vec<Row>)], value: &str) -> String {
         .map(|(_, rows)| rows.iter().map(|row| get(row, "size")).collect())
         .unwrap_or_default();
     for size in sizes {
-        let _ = write!(text, "| {} |", say(size));
+        let _ = write!(text, "| {} |", size_text(size));
         for (_, rows) in columns {
             let row = rows
                 .iter()
@@ -409,7 +409,7 @@ fn ratios(columns: &[(&str, Vec<Row>)], value: &str, named: &[(&str, &str, f64, 
         let _ = writeln!(
             text,
             "| {new} against {old}, {} | {:+.1} % | {thesis} |",
-            say(*size),
+            size_text(*size),
             (of(new) / of(old) - 1.0) * 100.0
         );
     }
@@ -464,7 +464,10 @@ fn drawing(title: &str, unit: &str, columns: &[(&str, Vec<Row>)], value: &str) -
         .first()
         .map(|(_, rows)| rows.as_slice())
         .unwrap_or_default();
-    let places: Vec<String> = sizes.iter().map(|row| say(get(row, "size"))).collect();
+    let places: Vec<String> = sizes
+        .iter()
+        .map(|row| size_text(get(row, "size")))
+        .collect();
     let lines: Vec<anywarp_plot::Line<'_>> = columns
         .iter()
         .map(|(name, rows)| (*name, rows.iter().map(|row| get(row, value)).collect()))
@@ -491,7 +494,7 @@ fn latency(lab: &mut Lab, short: bool) -> Result<String> {
     lab.drawings.push(("latency.svg", svg));
     Ok(format!(
         "# Latency\n\nFigure 6.4: one way, half of the round trip (Read: the whole), microseconds, median of the medians of {rounds} \
-         interleaved runs. Loopback, both ends polling. `anywarp ping {words}` with `-t` and `-o` as the columns say, RC over TCP \
+         interleaved runs. Loopback, both ends polling. `anywarp ping {words}` with `-t` and `-o` as the columns show, RC over TCP \
          (`ANYWARP_CARRIER=tcp`); RC/UDP is RC with `ANYWARP_RC=udp`.\n\n{}\n{}",
         table(&columns, "median_us"),
         ratios(
@@ -522,7 +525,7 @@ fn bandwidth(lab: &mut Lab, short: bool) -> Result<String> {
     lab.drawings.push(("bandwidth.svg", svg));
     Ok(format!(
         "# Bandwidth\n\nFigure 6.5: what arrives, MB/s, median of {rounds} interleaved runs. Loopback, both ends polling, 16 requests \
-         outstanding. `anywarp blast {words}` with `-t` and `-o` as the columns say, RC over TCP \
+         outstanding. `anywarp blast {words}` with `-t` and `-o` as the columns show, RC over TCP \
          (`ANYWARP_CARRIER=tcp`); RC/UDP is RC with `ANYWARP_RC=udp`.\n\n{}\n\
          Share of the bytes that arrived, where less than all can:\n\n{}\n{}",
         table(&columns, "arrived_mb_s"),
@@ -741,7 +744,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
     ];
     const EXTRAS: [(&str, &str); 2] = [
         (
-            "robust, the end said 2 times more",
+            "robust, the end sent 2 times more",
             "-t ud -o write-record --repeats 2 --exact",
         ),
         (
@@ -890,7 +893,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
         for ((at, size), cells) in cells {
             let mode = mode(at);
             #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
-            let size = say(size as f64);
+            let size = size_text(size as f64);
             let _ = writeln!(text, "| {mode} | {size} | {} |", cells.join(" | "));
         }
         text.push('\n');
@@ -981,7 +984,7 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
             let seen = versus(lab, &what, bar, |lab| {
                 let rows = lab.measure(Place::Net, "blast", &words, &[], &note)?;
                 let row = rows.first().cloned().unwrap_or_default();
-                // Lost or doubled is wrong, and the tool says so; here, that all of it came.
+                // The command reports messages that are lost or doubled; here, that all of them came.
                 let share = get(&row, "delivered_share");
                 if share.is_nan() || (share - 1.0).abs() > 1e-9 {
                     lab.failures
@@ -1113,7 +1116,7 @@ fn tcp_rate(seconds: u64) -> Result<f64> {
     let mut client = Lab::on(Place::Net, "client", &own);
     client.args(["experiments-tcp", "give", &port, &seconds.to_string()]);
     Process::start(&mut client)?.status(LIMIT)?;
-    let rate = lines.next().ok_or("the receiver says nothing")??;
+    let rate = lines.next().ok_or("the receiver prints nothing")??;
     Ok(rate.parse()?)
 }
 

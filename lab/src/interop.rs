@@ -162,10 +162,10 @@ enum Actor {
 }
 
 impl Actor {
-    fn finish(&mut self, who: &str, expected: Option<Exit>, end: Instant) -> Result {
+    fn finish(&mut self, side: &str, expected: Option<Exit>, end: Instant) -> Result {
         match self {
             Self::Here(player) => player.finish(expected, end),
-            Self::There(remote) => remote.finish(who, expected, end),
+            Self::There(remote) => remote.finish(side, expected, end),
         }
     }
 
@@ -232,7 +232,7 @@ impl Stage {
             }
             return outcome;
         };
-        let output = self.guest.said();
+        let output = self.guest.console_text();
         let name = &scene.name;
         if self.reboots == 0 {
             return Err(format!("{name}: {reason}, and no reboot is left\n{output}").into());
@@ -383,8 +383,8 @@ impl Stage {
         ] {
             let text = printed(Some(host));
             if let Some(missing) = expected.iter().find(|regex| !regex.is_match(&text)) {
-                let (who, missing) = (host.namespace(), plain(missing.as_str()));
-                return Some(format!("the {who} does not print {missing}"));
+                let (side, missing) = (host.namespace(), plain(missing.as_str()));
+                return Some(format!("the {side} does not print {missing}"));
             }
         }
         let log: String = cast
@@ -396,7 +396,7 @@ impl Stage {
             .collect();
         if let Some(missing) = case.interop.log.iter().find(|regex| !regex.is_match(&log)) {
             let missing = plain(missing.as_str());
-            return Some(format!("the log does not say {missing}"));
+            return Some(format!("the log does not contain {missing}"));
         }
         let all = printed(None);
         let found = case.never.iter().find(|regex| regex.is_match(&all))?;

@@ -1,6 +1,6 @@
 //! `cargo lab mpi`: the program of tests/mpi under the distribution's MPIs, over the device alone.
 //!
-//! Shared memory and plain TCP are switched off, so that what the ranks say to each other goes through verbs.
+//! Shared memory and plain TCP are switched off, so that all messages between ranks go through verbs.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -10,7 +10,7 @@ use xtask::{Result, sh};
 /// Seconds that one run may take.
 const PATIENCE: &str = "120";
 
-/// Bytes that the ranks say to each other, at least: much less than they do.
+/// Least number of bytes that the ranks exchange: much less than they do.
 const LEAST: u64 = 4 << 20;
 
 struct Way {
@@ -109,19 +109,19 @@ pub(crate) fn run() -> Result {
                 .arg(&program)
                 .stdin(Stdio::null());
             let output = command.output()?;
-            let said = String::from_utf8_lossy(&output.stdout);
+            let printed = String::from_utf8_lossy(&output.stdout);
             let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
             let name = format!("{}, {ranks} ranks", way.name);
             let seconds = begin.elapsed().as_secs_f32();
             if seen < LEAST {
                 println!("FAIL  {name}: only {seen} bytes went through the device");
                 failed += 1;
-            } else if output.status.success() && said.contains(&format!("{ranks} ranks, ")) {
-                println!("ok    {name} ({seconds:.1} s): {}", said.trim());
+            } else if output.status.success() && printed.contains(&format!("{ranks} ranks, ")) {
+                println!("ok    {name} ({seconds:.1} s): {}", printed.trim());
                 passed += 1;
             } else {
                 println!("FAIL  {name} ({seconds:.1} s): {}", output.status);
-                println!("{said}{}", String::from_utf8_lossy(&output.stderr));
+                println!("{printed}{}", String::from_utf8_lossy(&output.stderr));
                 failed += 1;
             }
         }

@@ -1,5 +1,5 @@
 //! `cargo lab perf`: `anywarp ping` and `anywarp blast` with every kind of queue pair, operation and way to ask, shortly;
-//! what an interrupt leaves, and what a port says that is none of theirs. What they measure is for
+//! what an interrupt leaves, and ports of other programs. What they measure is for
 //! `cargo lab experiments`; here it is only held against floors.
 
 use std::io::{BufRead, Read, Write as _};
@@ -66,24 +66,24 @@ pub(crate) fn run() -> Result {
     for command in ["ping", "blast"] {
         for (kind, operations) in OPERATIONS {
             let name = format!("{command} {kind}");
-            tally.tell(&name, every_way(command, kind, operations));
+            tally.report(&name, every_way(command, kind, operations));
         }
     }
     for (carrier, words, floor) in FLOORS {
-        tally.tell(
+        tally.report(
             &format!("blast {words}, {carrier}"),
             reaches(carrier, words, floor),
         );
     }
-    tally.tell("interrupted client", interrupted(true));
-    tally.tell("interrupted server", interrupted(false));
-    tally.tell("nobody's port", nobodys_port());
-    tally.tell(
+    tally.report("interrupted client", interrupted(true));
+    tally.report("interrupted server", interrupted(false));
+    tally.report("closed port", closed_port());
+    tally.report(
         "foreign port",
         foreign_port(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     );
-    tally.tell("silent port", foreign_port(b""));
-    tally.tell("silent strangers", silent_strangers());
+    tally.report("silent port", foreign_port(b""));
+    tally.report("silent strangers", silent_strangers());
     tally.end("of ping and blast")
 }
 
@@ -143,8 +143,8 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
             let words = format!("-t {kind} -o {operation} -n 60 --warmup 5 -r 1 -q {way}");
             let output = client(command, server.port, &words)?.output(PATIENCE)?;
             if !output.status.success() {
-                let said = String::from_utf8_lossy(&output.stderr).into_owned();
-                return Err(format!("{words}: {}: {said}", output.status).into());
+                let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+                return Err(format!("{words}: {}: {stderr}", output.status).into());
             }
             let table = String::from_utf8_lossy(&output.stdout).into_owned();
             let sizes = if way.contains(',') { 2 } else { 1 };
@@ -173,8 +173,8 @@ fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
         .stderr(Stdio::piped());
     let output = Process::start(&mut client)?.output(PATIENCE)?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(format!("{}: {said}", output.status).into());
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(format!("{}: {stderr}", output.status).into());
     }
     let table = std::fs::read_to_string(&csv)?;
     let mut lines = table.lines().map(|line| line.split(','));
@@ -200,17 +200,17 @@ fn interrupted(the_client: bool) -> Result {
         csv.to_str().ok_or("a path that is no text")?
     );
     let mut client = client("blast", server.port, &words)?;
-    // It tells how far it is once it is under way.
-    let mut said = client.stderr()?;
+    // It prints its progress once it is under way.
+    let mut stderr = client.stderr()?;
     let mut line = String::new();
-    said.read_line(&mut line)?;
+    stderr.read_line(&mut line)?;
     if !line.contains("msgs=") {
         return Err(format!("instead of how far it is: {line}").into());
     }
     let end = if the_client { &client } else { &server.process };
     end.signal(Signal::INT);
     let output = client.output(SOON)?;
-    said.read_to_string(&mut line)?;
+    stderr.read_to_string(&mut line)?;
     let expected = if the_client { 130 } else { 1 };
     if output.status.code() != Some(expected) || !line.contains("interrupted") {
         return Err(format!("{}: {line}", output.status).into());
@@ -240,10 +240,10 @@ fn interrupted(the_client: bool) -> Result {
     Ok(())
 }
 
-/// Nobody listens.
-fn nobodys_port() -> Result {
+/// No program listens on the port.
+fn closed_port() -> Result {
     let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
-    says(port, "does not answer")
+    fails_with(port, "does not answer")
 }
 
 /// Runs against a port of another program, which sends `greeting`.
@@ -257,7 +257,7 @@ fn foreign_port(greeting: &'static [u8]) -> Result {
         std::io::copy(&mut stream, &mut std::io::sink())?;
         Ok(())
     });
-    let done = says(port, "is the port right?");
+    let done = fails_with(port, "is the port right?");
     // It ends with the client's connection, however that ended.
     let _reset_or_not = other.join();
     done
@@ -274,17 +274,17 @@ fn silent_strangers() -> Result {
     // The server waits 5 s for a greeting.
     let time = begin.elapsed();
     if !output.status.success() || time > Duration::from_secs(4) {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(format!("{} after {time:?}: {said}", output.status).into());
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(format!("{} after {time:?}: {stderr}", output.status).into());
     }
     Ok(())
 }
 
-fn says(port: u16, what: &str) -> Result {
+fn fails_with(port: u16, what: &str) -> Result {
     let output = client("ping", port, "-n 1")?.output(SOON)?;
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    if output.status.code() == Some(1) && said.contains(what) {
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.code() == Some(1) && stderr.contains(what) {
         return Ok(());
     }
-    Err(format!("{}: {said}", output.status).into())
+    Err(format!("{}: {stderr}", output.status).into())
 }

@@ -1,7 +1,7 @@
 //! `cargo lab pyverbs`: rdma-core's own tests, as the distribution ships them, on our libraries.
 //!
 //! Three times: as they are, with the GID of an IPv6 address, and with the face of an iWARP RNIC. `tests/pyverbs/expect`
-//! says which tests do not pass and why; anything else that does not pass fails the run, and so does a line there that
+//! lists which tests do not pass and why; anything else that does not pass fails the run, and so does a line there that
 //! is not needed.
 
 use std::collections::BTreeMap;
@@ -285,7 +285,7 @@ fn modules(folder: &Path) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Runs one module; what it said.
+/// Runs one module and returns its output.
 fn one(folder: &Path, module: &str, pass: &Pass) -> Result<String> {
     let output = Command::new("timeout")
         .arg(PATIENCE)

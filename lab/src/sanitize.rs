@@ -60,7 +60,7 @@ impl Kind {
         }
     }
 
-    /// The variables that the runtime reads, and what we say in them.
+    /// The variables that the runtime reads, and their values.
     fn options(self, name: &str, reports: &Path) -> Vec<(&'static str, String)> {
         let folder = sh::root().join("lab/sanitize");
         let supp = |name: &str| {

@@ -1,6 +1,6 @@
 //! `cargo lab valgrind`: our C programs on the libraries as they are installed, under valgrind's memcheck.
 //!
-//! What memcheck sees and AddressSanitizer does not: bytes that nobody wrote, in what we hand to system calls and in
+//! What memcheck sees and AddressSanitizer does not: bytes that were never written, in what we hand to system calls and in
 //! what programs get from us, also in the standard library and in assembler.
 
 use crate::c_tests;

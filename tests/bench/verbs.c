@@ -123,28 +123,28 @@ static void meet(void)
 	setsockopt(control, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
 }
 
-static void tell(const void *from, size_t len)
+static void send_all(const void *from, size_t len)
 {
 	MUST(send(control, from, len, MSG_NOSIGNAL) == (ssize_t)len);
 }
 
-static void hear(void *to, size_t len)
+static void receive_all(void *to, size_t len)
 {
 	struct pollfd p = { .fd = control, .events = POLLIN };
 
 	if (poll(&p, 1, (int)(WAIT_NS / 1000000)) != 1)
-		die("the other end says nothing");
+		die("the other end sends nothing");
 	if (recv(control, to, len, MSG_WAITALL) != (ssize_t)len)
 		die("the other end is gone");
 }
 
 /* Both are here. */
-static void together(void)
+static void barrier(void)
 {
 	char byte = '.';
 
-	tell(&byte, 1);
-	hear(&byte, 1);
+	send_all(&byte, 1);
+	receive_all(&byte, 1);
 }
 
 /* ---------------------------------------------------------------- verbs */
@@ -201,8 +201,8 @@ static void make(unsigned long n, unsigned int depth, size_t len)
 
 static void join(void)
 {
-	tell(&mine, sizeof(mine));
-	hear(&theirs, sizeof(theirs));
+	send_all(&mine, sizeof(mine));
+	receive_all(&theirs, sizeof(theirs));
 	for (unsigned long i = 0; i < n_qps; i++) {
 		struct ibv_qp_attr rtr = {
 			.qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_1024, .dest_qp_num = theirs.qpn[i],
@@ -218,7 +218,7 @@ static void join(void)
 		MUST(!ibv_modify_qp(qp[i], &rts, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
 				    IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
 	}
-	together();
+	barrier();
 }
 
 static void post(unsigned long which, enum ibv_wr_opcode opcode, uint64_t wr_id, void *at, uint32_t len, uint64_t to,
@@ -337,7 +337,7 @@ static void ping(void)
 	}
 	while (done < sends)
 		done += (unsigned long)completions(wc, 1);
-	together();
+	barrier();
 	if (host)
 		printf("{\"us\": %.4f}\n", median_us(samples, count) / 2);
 }
@@ -362,7 +362,7 @@ static void reads(void)
 			if (looks % 4096 == 0 && recv(control, &byte, 1, MSG_DONTWAIT) >= 0)
 				break;
 		}
-		tell(&byte, 1);
+		send_all(&byte, 1);
 		return;
 	}
 	for (unsigned long m = 0; m < count + warmup; m++) {
@@ -378,7 +378,7 @@ static void reads(void)
 			if (memory[i] != pattern(at + i))
 				die("read %lu is wrong at byte %u", m, i);
 	}
-	together();
+	barrier();
 	printf("{\"us\": %.4f}\n", median_us(samples, count));
 }
 
@@ -395,11 +395,11 @@ static void spread(void)
 			memory[i] = pattern(i);
 	join();
 	if (!host) {
-		hear(&verdict, 1);
+		receive_all(&verdict, 1);
 		for (uint64_t i = 0; i < qps * BLOCK; i++)
 			if (memory[i] != pattern(i))
 				verdict = 'n';
-		tell(&verdict, 1);
+		send_all(&verdict, 1);
 		return;
 	}
 	began = now_ns();
@@ -425,8 +425,8 @@ static void spread(void)
 	}
 	for (unsigned long left = depth * qps; left;)
 		left -= (unsigned long)completions(wc, 64);
-	tell(&verdict, 1);
-	hear(&verdict, 1);
+	send_all(&verdict, 1);
+	receive_all(&verdict, 1);
 	if (verdict != 'y')
 		die("what was written is not there");
 	printf("{\"m_s\": %.6f, \"unfairness\": %.4f}\n", (double)done * 1000 / (double)took,
@@ -480,10 +480,10 @@ static void passive(void)
 	join();
 	if (host) {
 		traffic(count, 1);
-		hear(&byte, 1);
+		receive_all(&byte, 1);
 		traffic(count, 2);
-		tell(&byte, 1);
-		hear(results, sizeof(results));
+		send_all(&byte, 1);
+		receive_all(results, sizeof(results));
 		printf("{\"calls\": %ld, \"wakeups\": %ld}\n", results[0], results[1]);
 		return;
 	}
@@ -509,7 +509,7 @@ static void passive(void)
 		die("nothing was written");
 	results[0] = (long)calls;
 	/* A thread that sleeps: it wakes once, for the byte. */
-	tell("", 1);
+	send_all("", 1);
 	results[1] = wakeups();
 	if (recv(control, &byte, 1, MSG_WAITALL) != 1)
 		die("the other end is gone");
@@ -518,7 +518,7 @@ static void passive(void)
 		results[1] = 0;
 	if (*flag != 2)
 		die("nothing was written");
-	tell(results, sizeof(results));
+	send_all(results, sizeof(results));
 }
 
 /* Times that threads other than this one have waited for something. */
@@ -556,7 +556,8 @@ static double cpu_s(void)
 	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
 }
 
-/* Counts while the other threads go on: who has stopped to poll is soon relieved, and that is a wake-up. */
+/* Counts while the other threads go on: the engine's thread takes over soon after a thread stops polling, which would
+ * count as a wake-up. */
 static void *watch(void *waits)
 {
 	long before = others_waits();
@@ -601,7 +602,7 @@ static void idle(void)
 	cpu = cpu_s() - cpu;
 	if (host)
 		printf("{\"share\": %.6f, \"wakeups\": %ld}\n", cpu * 1e9 / (double)(now_ns() - began), waits);
-	together();
+	barrier();
 }
 
 static void reg(void)

@@ -54,7 +54,7 @@ enum Level {
 /// The files of the tree by their path.
 type Tree = BTreeMap<String, String>;
 
-/// Checks the catalogue and writes the summary, or with `check` says whether it is up to date.
+/// Checks the catalogue and writes the summary, or with `check` fails if it is out of date.
 pub(crate) fn run(check: bool) -> Result {
     let mut tree = Tree::new();
     for folder in FOLDERS {
@@ -414,7 +414,7 @@ fn rust_tests(text: &str) -> Result<BTreeSet<String>> {
     Ok(all)
 }
 
-/// What `conformance/README.md` says.
+/// The text of `conformance/README.md`.
 fn summary(catalogues: &[Catalogue], marks: &Marks) -> String {
     let mut text = String::from(INTRODUCTION);
     text += "\n## Summary\n\n| RFC | | MUST | SHOULD | kept | tested | excepted |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |\n";
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_that_nobody_lists_is_found_wherever_it_is() {
+    fn an_id_that_is_not_listed_is_found_wherever_it_is() {
         for (path, text) in [
             ("crates/core/src/a.rs", "// [read-new]: x"),
             (

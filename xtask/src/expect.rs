@@ -1,4 +1,4 @@
-//! The expectation files in `tests/programs`: what a program nobody here wrote must do.
+//! The expectation files in `tests/programs`: what unmodified programs must do.
 //!
 //! The form is described in `tests/programs/README.md`; this file turns it into [`Program`]s.
 
@@ -38,7 +38,7 @@ pub struct Case {
     /// Must match what the clients print, and the server.
     pub stdout: Vec<Regex>,
     pub server_stdout: Vec<Regex>,
-    /// Must match nothing that anybody prints.
+    /// Must match nothing that either side prints.
     pub never: Vec<Regex>,
     /// Variables for both sides.
     pub env: Vec<(String, String)>,
@@ -58,7 +58,7 @@ pub struct Case {
     pub interop: Interop,
 }
 
-/// What a case with siw at the other end says besides.
+/// Further keys of a case with siw at the other end.
 #[derive(Debug, Clone, Default)]
 pub struct Interop {
     /// The stack that is always the server. When unset, each of both is the server in turn.
@@ -82,7 +82,7 @@ impl Interop {
     }
 }
 
-/// Whose program is the server.
+/// The side whose program is the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Server {
     /// The guest's, which the kernel's siw serves.
@@ -128,7 +128,7 @@ impl fmt::Display for Place {
 }
 
 impl Case {
-    /// What holds for a case that says nothing else.
+    /// The values of keys that a case does not set.
     fn new() -> Self {
         Self {
             name: String::new(),

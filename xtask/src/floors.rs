@@ -68,7 +68,7 @@ struct File {
     tests: BTreeSet<String>,
 }
 
-/// Checks every crate of the list and writes the table of ARCHITECTURE.md, or with `check` says whether it is up to date.
+/// Checks every crate of the list and writes the table of ARCHITECTURE.md, or with `check` fails if it is out of date.
 pub(crate) fn run(check: bool) -> Result {
     let list: List = toml::from_str(&fs::read_to_string(sh::root().join("xtask/floors.toml"))?)?;
     let mut errors = Vec::new();
@@ -234,7 +234,7 @@ fn is_path(tokens: &[TokenTree], at: usize) -> bool {
     colon(at) && colon(at + 1)
 }
 
-/// Whether an attribute's brackets say `cfg(test)` or something with it.
+/// Whether an attribute is `cfg(test)` or contains it.
 fn is_for_tests(brackets: Option<&TokenTree>) -> bool {
     let Some(TokenTree::Group(group)) = brackets else {
         return false;
@@ -443,7 +443,7 @@ fn describe(crate_: &Crate, files: &BTreeMap<Module, File>, table: &mut String) 
     Ok(())
 }
 
-/// Puts the table into ARCHITECTURE.md, or with `check` says whether it stands there.
+/// Puts the table into ARCHITECTURE.md, or with `check` fails if the one there differs.
 fn write_table(table: &str, check: bool) -> Result {
     let path = sh::root().join("ARCHITECTURE.md");
     let text = fs::read_to_string(&path)?;

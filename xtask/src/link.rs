@@ -124,7 +124,7 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
 ///
 /// A name that has an old version stands in two nodes. The linker gives the function of that name
 /// to the first of them, which must be the newer one, and the old version to the node that its
-/// `.symver` says. No node is "on top of" another: that is a note to readers which would force the
+/// `.symver` gives. No node is "on top of" another: that is a note to readers which would force the
 /// other order, and the loader does not look at it.
 fn version_script(symbols: &[Symbol], library: &str) -> String {
     let mut map = String::new();

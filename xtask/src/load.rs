@@ -137,7 +137,7 @@ fn build(work: &Path, name: &str, arguments: &[&str]) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Brings our libraries in, and nothing of what the caller's environment says.
+/// Brings our libraries in, without the variables of the caller's environment.
 fn environment(command: &mut Command, way: Way, lib: &Path) {
     command
         .env_remove("LD_LIBRARY_PATH")

@@ -21,7 +21,7 @@ enum Task {
     /// Checks that files name only modules of lower floors, as xtask/floors.toml lists them, and none in a circle; writes
     /// the table of files in ARCHITECTURE.md.
     Floors {
-        /// Only say whether the table is up to date.
+        /// Write nothing; fail if the table is out of date.
         #[arg(long)]
         check: bool,
     },
@@ -40,13 +40,13 @@ enum Task {
     Matrix,
     /// Writes the table of programs in README.md.
     Table {
-        /// Only say whether it is up to date.
+        /// Write nothing; fail if it is out of date.
         #[arg(long)]
         check: bool,
     },
     /// Checks that each rule of the RFCs has code and test; writes conformance/README.md.
     Conformance {
-        /// Only say whether it is up to date.
+        /// Write nothing; fail if it is out of date.
         #[arg(long)]
         check: bool,
     },

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 /// The workspace's folder.
 pub fn root() -> PathBuf {
-    // As cargo says it now, not as it was when this was built: a shared build folder serves copies.
+    // The value of this run, not that of the build: a shared build folder serves copies.
     let mut path = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     path.pop();
@@ -66,7 +66,7 @@ fn name(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Tells what became of each of several things, and in the end whether all went well.
+/// Prints the result of each of several checks, and at the end the number of failures.
 #[derive(Debug, Default)]
 pub struct Tally {
     passed: usize,
@@ -74,8 +74,8 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// What became of one.
-    pub fn tell(&mut self, name: &str, done: Result) {
+    /// Prints the result of one check.
+    pub fn report(&mut self, name: &str, done: Result) {
         match done {
             Ok(()) => {
                 println!("ok    {name}");
@@ -88,7 +88,7 @@ impl Tally {
         }
     }
 
-    /// What became of all `things`.
+    /// Prints the totals; that a check failed is an error.
     pub fn end(self, things: &str) -> Result {
         println!("{} passed, {} failed", self.passed, self.failed);
         match self.failed {

@@ -8,7 +8,7 @@ use xtask::{Result, sh};
 const BEGIN: &str = "<!-- programs: made by `cargo xtask table` -->";
 const END: &str = "<!-- end of programs -->";
 
-/// Writes the table, or with `check` says whether it is up to date.
+/// Writes the table, or with `check` fails if it is out of date.
 pub(crate) fn run(check: bool) -> Result {
     let path = sh::root().join("README.md");
     let text = fs::read_to_string(&path)?;

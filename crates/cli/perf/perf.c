@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * One end of one run of `anywarp ping` or `anywarp blast`: a plain verbs program that the command starts, tells what to
- * do, and ends if it does not answer. Arguments are NAME=NUMBER; what is said on standard input and output are lines:
+ * One end of one run of `anywarp ping` or `anywarp blast`: a plain verbs program that the command starts, controls, and
+ * kills if it does not answer. Arguments are NAME=NUMBER; standard input and output carry lines:
  *
  *   out  hello qpn=… gid=… …      the queue pair is there
  *   in   peer qpn=… gid=… …       the other end's hello
@@ -675,7 +675,7 @@ static void line(char *text, int size)
 		if (n < 0 && errno == EINTR)
 			continue;
 		if (n <= 0)
-			exit(1); /* who started this is gone */
+			exit(1); /* the command that started this process has ended */
 		if (c == '\n' || at + 1 >= size)
 			break;
 		text[at++] = c;
@@ -695,7 +695,7 @@ static uint64_t member(const char *text, const char *key)
 	return strtoull(at + strlen(with), NULL, 0);
 }
 
-/* Looks for a word of the command, and says how far it is. */
+/* Reads a word of the command, if there is one, and reports progress. */
 static void listen_now(uint64_t at)
 {
 	static uint64_t told;

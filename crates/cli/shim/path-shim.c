@@ -35,7 +35,7 @@
 #define DEVICE "anywarp0"
 #define EXPORT __attribute__((visibility("default")))
 
-/* GIDs whose type is told; the port's table is not longer. */
+/* GIDs whose type is shown; the port's table is not longer. */
 #define GIDS 64
 
 /* The function of this name in the libraries behind this one. */

@@ -58,9 +58,9 @@ pub(crate) enum Command {
     /// With --shell the output is for `eval "$(anywarp env --shell)"`, with --docker for a Dockerfile.
     Env(Env),
 
-    /// Say what this machine has for software RDMA, and test that it works
+    /// Show what this machine has for software RDMA, and test that it works
     ///
-    /// Each line is ok, warn or fail; a warn or fail says what to do. At the end a self-test moves real bytes
+    /// Each line is ok, warn or fail; a warn or fail names what to do. At the end a self-test moves real bytes
     /// with every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
     Doctor(Doctor),
 
@@ -73,7 +73,7 @@ pub(crate) enum Command {
     /// Measure bandwidth: messages go one way, as many as the device takes
     ///
     /// Run `anywarp blast --server` on one machine and `anywarp blast HOST` on another, or both on this one. What
-    /// arrives is compared, byte by byte; of a Write-Record, also that its validity map says what is there. Of plain
+    /// arrives is compared, byte by byte; of a Write-Record, also that its validity map is right. Of plain
     /// Writes the last one of each buffer is compared, because it overwrites the others.
     Blast(Perf),
 
@@ -85,7 +85,7 @@ pub(crate) enum Command {
     /// not be measured.
     Bench(Bench),
 
-    /// Say what the queue pairs of a running program have done
+    /// Show the counters of the queue pairs of a running program
     ///
     /// For programs that were started with ANYWARP_STAT=1 (`anywarp run --stat`). For each queue pair: requests and
     /// messages, bytes, system calls and what each of them moved, what was sent again, what was dropped and why.
@@ -225,7 +225,7 @@ pub(crate) struct Generate {
     pub(crate) tree: PathBuf,
 }
 
-/// How much the device says, from failures only to every frame.
+/// How much the device logs, from failures only to every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LogLevel {
     /// Failures of the device itself

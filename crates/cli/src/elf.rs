@@ -87,7 +87,7 @@ pub(crate) fn kind(path: &Path) -> io::Result<Kind> {
     Ok(elf(&head).unwrap_or(Kind::Other))
 }
 
-/// What an ELF file in the byte order of this machine says about itself; `None` for other files.
+/// The header fields of an ELF file in the byte order of this machine; `None` for other files.
 fn elf(data: &[u8]) -> Option<Kind> {
     let endian = object::NativeEndian;
     match FileKind::parse(data).ok()? {

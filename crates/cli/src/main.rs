@@ -1,4 +1,4 @@
-//! The `anywarp` command: runs unmodified RDMA programs on any machine, and says what this one offers.
+//! The `anywarp` command: runs unmodified RDMA programs on any machine, and shows what this machine offers.
 //!
 //! Order to read in: [`cli`] (what can be asked), [`library`] (where the drop-in libraries are and which
 //! variables put them in front), then one file per subcommand in [`cmd`]. All `unsafe` is in [`sys`] and

@@ -65,7 +65,7 @@ pub(crate) fn epoll_pwait2() -> io::Result<()> {
     }
 }
 
-/// The error of a call that says -1.
+/// The error of a call that returned -1.
 pub(crate) fn result(rc: libc::c_int) -> io::Result<()> {
     if rc < 0 {
         Err(io::Error::last_os_error())

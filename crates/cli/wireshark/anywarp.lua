@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: Apache-2.0 OR MIT
--- Wireshark and tshark: what anywarp says over UDP, and its own control messages over TCP.
+-- Wireshark and tshark: anywarp's datagrams over UDP, and its own control messages over TCP.
 --
 --   tshark -X lua_script:anywarp.lua -r FILE          or: copy it into Wireshark's plugin folder
 --
@@ -270,7 +270,7 @@ function dg.dissector(tvb, pinfo, root)
     else
         local covered = tvb:len() - 4
         tree:add_le(f.crc, tvb(covered, 4))
-        -- Of a packet that was cut nothing can be said.
+        -- The CRC of a truncated packet cannot be checked.
         if tvb:len() == tvb:reported_len() and crc32c(tvb(0, covered)) ~= tvb(covered, 4):le_uint() then
             tree:add_proto_expert_info(bad_crc)
         end
@@ -292,7 +292,7 @@ dg:register_heuristic("udp", is_ours)
 
 -- ------------------------------------------------------------------ control messages on a stream
 
--- Wireshark has iWARP over TCP itself and shows these as opcode 15; here is what they say.
+-- Wireshark has iWARP over TCP itself and shows these as opcode 15; their content is shown here.
 local control = Proto("anywarp_control", "anywarp control message")
 local control_field = ProtoField.string("anywarp_control.message", "Message")
 control.fields = { control_field }

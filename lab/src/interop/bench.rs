@@ -125,7 +125,7 @@ fn measure(
                 }
             }
             if let Some(why) = guest.illness(true) {
-                return Err(format!("{name}: {why}\n{}", guest.said()).into());
+                return Err(format!("{name}: {why}\n{}", guest.console_text()).into());
             }
         }
         let medians: Vec<Option<f64>> = values.iter_mut().map(|v| median(v)).collect();
@@ -153,7 +153,7 @@ fn measure(
         }
         table.push('\n');
     }
-    eprintln!("the guest's console:\n{}", guest.said());
+    eprintln!("the guest's console:\n{}", guest.console_text());
     println!(
         "median of {repeat} (least..most); the last columns are anywarp's, with CRC, divided by theirs\n\n{table}"
     );

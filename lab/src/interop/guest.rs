@@ -27,7 +27,7 @@ const ASK: Duration = Duration::from_secs(20);
 /// How long a program that is expected to stay is watched.
 const STAY: Duration = Duration::from_millis(500);
 
-/// Parameters of siw and what they are if a case says nothing else.
+/// Parameters of siw and their values unless a case sets them.
 const PARAMETERS: [(&str, &str); 5] = [
     ("mpa_crc_required", "N"),
     ("mpa_crc_strict", "N"),
@@ -111,10 +111,10 @@ impl Guest {
         };
         while TcpStream::connect_timeout(&AGENT.into(), Duration::from_secs(1)).is_err() {
             if let Some(status) = guest.qemu.poll()? {
-                return Err(format!("QEMU ends with {status}\n{}", guest.said()).into());
+                return Err(format!("QEMU ends with {status}\n{}", guest.console_text()).into());
             }
             if start.elapsed() > BOOT {
-                return Err(format!("the guest does not boot\n{}", guest.said()).into());
+                return Err(format!("the guest does not boot\n{}", guest.console_text()).into());
             }
             sleep(Duration::from_millis(50));
         }
@@ -151,7 +151,7 @@ impl Guest {
     }
 
     /// The end of what its console shows.
-    pub(super) fn said(&self) -> String {
+    pub(super) fn console_text(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let lines: Vec<&str> = text.lines().collect();
@@ -164,7 +164,7 @@ impl Guest {
     /// Starts a program in it.
     pub(super) fn start(&self, line: &str) -> Result<Remote> {
         let mut stream = TcpStream::connect_timeout(&AGENT.into(), ASK)
-            .map_err(|e| format!("the guest's agent: {e}\n{}", self.said()))?;
+            .map_err(|e| format!("the guest's agent: {e}\n{}", self.console_text()))?;
         stream.write_all(format!("{line}\n").as_bytes())?;
         stream.set_read_timeout(Some(LOOK))?;
         Ok(Remote {
@@ -180,7 +180,7 @@ impl Guest {
         let mut remote = self.start(line)?;
         remote
             .finish("guest", Some(Exit::Code(0)), Instant::now() + ASK)
-            .map_err(|e| format!("{line}: {e}\n{}\n{}", remote.tail(), self.said()).into())
+            .map_err(|e| format!("{line}: {e}\n{}\n{}", remote.tail(), self.console_text()).into())
     }
 
     /// Sets siw's parameters; without any it stays what it is, and that is the unchanged driver until the first case
@@ -224,7 +224,7 @@ impl Guest {
     }
 }
 
-/// Whether a kernel says that it is in trouble.
+/// Whether a kernel reports that it is in trouble.
 fn complains(console: &str) -> bool {
     ["Call Trace:", "Kernel panic", "blocked for more than"]
         .iter()
@@ -301,7 +301,7 @@ impl Remote {
     }
 
     /// Waits for the end that is expected.
-    pub(super) fn finish(&mut self, who: &str, expected: Option<Exit>, end: Instant) -> Result {
+    pub(super) fn finish(&mut self, side: &str, expected: Option<Exit>, end: Instant) -> Result {
         let end = if expected.is_none() {
             Instant::now() + STAY
         } else {
@@ -312,14 +312,14 @@ impl Remote {
                 (Some(_), Some(Exit::Any)) => return Ok(()),
                 (Some(status), Some(Exit::Code(code))) if status == code => return Ok(()),
                 (Some(status), Some(Exit::Code(code))) => {
-                    return Err(format!("the {who} ends with {status}, expected {code}").into());
+                    return Err(format!("the {side} ends with {status}, expected {code}").into());
                 }
                 (Some(status), None) => {
-                    return Err(format!("the {who} should stay, and ends with {status}").into());
+                    return Err(format!("the {side} should stay, and ends with {status}").into());
                 }
                 (None, None) if Instant::now() > end => return Ok(()),
                 (None, _) if Instant::now() > end => {
-                    return Err(format!("the {who} does not end in time").into());
+                    return Err(format!("the {side} does not end in time").into());
                 }
                 (None, _) => {}
             }

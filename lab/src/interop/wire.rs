@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use xtask::Result;
 use xtask::expect::Interop;
 
-/// What tshark says of packets that it cannot decode.
+/// What tshark prints for packets that it cannot decode.
 const UNDECODED: &str = "_ws.malformed || _ws.unreassembled || _ws.expert.severity == \"Error\" || iwarp_mpa.bad_length";
 
 /// Longest time until tcpdump runs, or has ended.
@@ -91,9 +91,9 @@ impl Capture {
         }
         self.tcpdump.signal(Signal::TERM);
         self.tcpdump.status(LIMIT)?;
-        let said = fs::read_to_string(self.file.with_extension("err"))?;
-        if !said.contains("\n0 packets dropped by kernel") {
-            return Err(format!("tcpdump did not see everything: {said}").into());
+        let printed = fs::read_to_string(self.file.with_extension("err"))?;
+        if !printed.contains("\n0 packets dropped by kernel") {
+            return Err(format!("tcpdump did not see everything: {printed}").into());
         }
         Ok(self.file)
     }

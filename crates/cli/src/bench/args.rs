@@ -11,11 +11,11 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "ROW", num_args = 1..)]
     pub(crate) only: Vec<String>,
 
-    /// Measure everything; without it, what says most in two minutes
+    /// Measure everything; without it, the most important rows, in two minutes
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Say what can be measured, and nothing else
+    /// List what can be measured, and measure nothing
     #[arg(long)]
     pub(crate) list: bool,
 
@@ -27,7 +27,7 @@ pub(crate) struct Bench {
     #[arg(long)]
     pub(crate) short: bool,
 
-    /// Write everything into this file, all the time; `partial` in it says whether that is all
+    /// Write everything into this file after each measurement; `partial` in it is true until all are done
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) json: Option<PathBuf>,
 

@@ -75,7 +75,7 @@ pub(crate) fn congestion(socket: &impl AsRawFd) -> io::Result<String> {
 
 /// Lets any process of this user write into this one.
 pub(crate) fn allow_access() {
-    // SAFETY: takes numbers and touches no memory of ours. Hosts that do not restrict access know nothing of it and say so.
+    // SAFETY: takes numbers and touches no memory of ours. Kernels that do not restrict access do not know the option and return an error.
     let _not_restricted = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY) };
 }
 
@@ -153,7 +153,7 @@ impl Shared {
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
-    /// Copies `from` to `at`; the other process does not look before a flag says so.
+    /// Copies `from` to `at`; the other process does not read before a flag is set.
     pub(crate) fn put(&self, at: usize, from: &[u8]) {
         assert!(at + from.len() <= self.len);
         // SAFETY: inside the mapping (checked above), and `from` is a slice, so it is elsewhere.
@@ -165,7 +165,7 @@ impl Shared {
         }
     }
 
-    /// Copies from `at`; the other process does not write before a flag says so.
+    /// Copies from `at`; the other process does not write before a flag is set.
     pub(crate) fn get(&self, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.len);
         // SAFETY: inside the mapping (checked above), and `to` is a slice, so it is elsewhere.

@@ -1,7 +1,7 @@
 //! `anywarp bench`: what this machine does with plain sockets, with our device and with what else is installed, in turn.
 //!
-//! `rows` says what is measured and held against what, `run` measures once, `raw` are the plain sockets (`door`
-//! has their system calls), `report` says and draws what was seen. Only values of one run are compared: each
+//! `rows` lists what is measured and compared with what, `run` measures once, `raw` are the plain sockets (`door`
+//! has their system calls), `report` prints the results and `plot` draws them. Only values of one run are compared: each
 //! repetition measures all parties of a row one after the other, and medians are over repetitions.
 
 pub(crate) mod args;

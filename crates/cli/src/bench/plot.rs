@@ -44,7 +44,7 @@ fn tables(report: &Report) -> String {
                 .bars
                 .iter()
                 .filter(|bar| bar.of == party.name && bar.value.is_some())
-                .map(|bar| bar.say(row))
+                .map(|bar| bar.text(row))
                 .collect();
             let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), digits);
             let _ = writeln!(

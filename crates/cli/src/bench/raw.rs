@@ -1,7 +1,7 @@
 //! The raw peers: what plain sockets and shared memory do on this machine, measured as the verbs programs are.
 //!
-//! Each is two processes. The server says `ready WORD` on standard output; the client is given the word, measures, and
-//! prints one line of JSON. A TCP connection between the two says when a measurement is over; for the memory probes there
+//! Each is two processes. The server prints `ready WORD` on standard output; the client is given the word, measures, and
+//! prints one line of JSON. A TCP connection between the two carries the end of a measurement; for the memory probes there
 //! is none, and the server ends when its standard input does.
 
 use std::fs::{self, File};
@@ -216,7 +216,7 @@ fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
 struct Control(BufReader<TcpStream>);
 
 impl Control {
-    fn say(&mut self, numbers: &[u64]) -> io::Result<()> {
+    fn send(&mut self, numbers: &[u64]) -> io::Result<()> {
         let words: Vec<String> = numbers.iter().map(u64::to_string).collect();
         self.0
             .get_mut()
@@ -231,7 +231,7 @@ impl Control {
         line.split_whitespace()
             .map(|word| {
                 word.parse()
-                    .map_err(|_| wrong("the other end says no number"))
+                    .map_err(|_| wrong("the other end sent no number"))
             })
             .collect()
     }
@@ -269,7 +269,7 @@ fn until<T>(mut look: impl FnMut() -> io::Result<T>) -> io::Result<T> {
         }
         looks += 1;
         if looks % LOOKS == 0 && began.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
-            return Err(wrong("the other end says nothing"));
+            return Err(wrong("the other end sent nothing"));
         }
         std::hint::spin_loop();
     }
@@ -460,7 +460,7 @@ fn drain(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<
         }
         bytes += n as u64;
     }
-    control.say(&[bytes, bad])
+    control.send(&[bytes, bad])
 }
 
 /// The server's UDP socket, connected to the client's.
@@ -471,11 +471,11 @@ fn meet(raw: &Raw, control: &mut Control) -> io::Result<UdpSocket> {
     if raw.probe == Probe::UdpGso {
         door::coalesce(&socket)?;
     }
-    control.say(&[socket.local_addr()?.port().into()])?;
+    control.send(&[socket.local_addr()?.port().into()])?;
     let theirs = control.hear()?;
     let port = port_of(&theirs)?;
     socket.connect((control.0.get_ref().peer_addr()?.ip(), port))?;
-    control.say(&[1])?;
+    control.send(&[1])?;
     Ok(socket)
 }
 
@@ -486,7 +486,7 @@ fn meet_there(host: &str, control: &mut Control) -> io::Result<UdpSocket> {
     socket.set_read_timeout(Some(PATIENCE))?;
     let theirs = control.hear()?;
     socket.connect((host, port_of(&theirs)?))?;
-    control.say(&[socket.local_addr()?.port().into()])?;
+    control.send(&[socket.local_addr()?.port().into()])?;
     control.hear()?;
     Ok(socket)
 }
@@ -495,7 +495,7 @@ fn port_of(numbers: &[u64]) -> io::Result<u16> {
     numbers
         .first()
         .and_then(|&n| u16::try_from(n).ok())
-        .ok_or_else(|| wrong("the other end says no port"))
+        .ok_or_else(|| wrong("the other end sent no port"))
 }
 
 /// Sends datagrams as fast as the socket takes them.
@@ -527,7 +527,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
             }
         }
     }
-    control.say(&[sent])?;
+    control.send(&[sent])?;
     // Wakes the reader if all else is read.
     let end = vec![LAST; size];
     for _ in 0..20 {
@@ -576,7 +576,7 @@ fn collect(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<(
     }
     control.hear()?;
     let ns = times.map_or(0, |(first, last)| last.duration_since(first).as_nanos());
-    control.say(&[messages, u64::try_from(ns).unwrap_or(u64::MAX), bad])
+    control.send(&[messages, u64::try_from(ns).unwrap_or(u64::MAX), bad])
 }
 
 /// Where things are in shared memory: a flag and a payload each way, two cache lines apart.
@@ -687,7 +687,7 @@ fn cma_client(raw: &Raw, word: &str) -> io::Result<Value> {
     let (pid, address) = word
         .split_once(':')
         .and_then(|(pid, address)| Some((pid.parse().ok()?, address.parse().ok()?)))
-        .ok_or_else(|| wrong("the server says no address"))?;
+        .ok_or_else(|| wrong("the server sent no address"))?;
     let from = pattern(raw.size as usize);
     let limit = Duration::from_millis(raw.millis);
     let began = Instant::now();

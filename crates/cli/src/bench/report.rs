@@ -70,7 +70,7 @@ pub(crate) struct Values {
     pub(crate) most: Option<f64>,
     /// Median of the share of the time that others had the processor.
     pub(crate) waited: Vec<f64>,
-    /// Medians of the other numbers that the program said.
+    /// Medians of the other numbers that the program printed.
     pub(crate) said: Vec<std::collections::BTreeMap<String, f64>>,
     pub(crate) congestion: Option<String>,
     pub(crate) failures: Vec<String>,
@@ -240,7 +240,7 @@ impl Report {
                 "not met: {:<14} {}: {}",
                 row.name,
                 bar.of,
-                bar.say(row)
+                bar.text(row)
             );
         }
         for row in &self.rows {
@@ -273,7 +273,7 @@ impl Seen {
                 .iter()
                 .map(|party| Values {
                     name: party.name.clone(),
-                    command: stage.say(party),
+                    command: stage.command_line(party),
                     there: stage.has(&party.how),
                     values: Vec::new(),
                     median: None,
@@ -378,7 +378,7 @@ impl Seen {
                 .filter(|bar| bar.of == party.name)
                 .peekable();
             if party.median.is_some() && bars.peek().is_some() {
-                let said: Vec<String> = bars.map(|bar| bar.say(self)).collect();
+                let said: Vec<String> = bars.map(|bar| bar.text(self)).collect();
                 let _ = write!(text, " {}", said.join("; "));
             }
             text.push('\n');
@@ -407,7 +407,7 @@ impl Held {
     }
 
     /// The value, what it is of, and how that is.
-    pub(crate) fn say(&self, row: &Seen) -> String {
+    pub(crate) fn text(&self, row: &Seen) -> String {
         let Some(value) = self.value else {
             return String::new();
         };

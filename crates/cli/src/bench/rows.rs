@@ -59,7 +59,7 @@ pub(crate) struct Party {
     pub(crate) name: String,
     pub(crate) how: How,
     pub(crate) env: Vec<(&'static str, &'static str)>,
-    /// Which of the program's numbers, if it is not the one that the unit of the row tells.
+    /// Which of the program's numbers, if it is not the one that the unit of the row implies.
     pub(crate) value: Option<&'static str>,
     /// What that is multiplied with.
     pub(crate) factor: f64,
@@ -68,9 +68,9 @@ pub(crate) struct Party {
 /// What must hold.
 #[derive(Debug, Clone)]
 pub(crate) struct Bar {
-    /// Whose value.
+    /// The name of the party whose value is judged.
     pub(crate) of: &'static str,
-    /// Divided by whose, or the value itself.
+    /// The party whose value it is divided by; none for the value itself.
     pub(crate) by: By,
     /// At most this for what costs, at least this for what is gained.
     pub(crate) limit: f64,

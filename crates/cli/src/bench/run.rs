@@ -29,16 +29,16 @@ const GRACE: Duration = Duration::from_secs(3);
 /// How often processes are looked at.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What one measurement says.
+/// The result of one measurement.
 #[derive(Debug, Clone)]
 pub(crate) struct Sample {
     /// In the unit of the row.
     pub(crate) value: f64,
     /// Share of the client's time that other programs had its processor, as far as it is known.
     pub(crate) waited: Option<f64>,
-    /// All numbers that the program said.
+    /// All numbers that the program printed.
     pub(crate) said: BTreeMap<String, f64>,
-    /// How its TCP controls congestion, if it says so.
+    /// The congestion control of its TCP, if the program reports it.
     pub(crate) congestion: Option<String>,
 }
 
@@ -214,7 +214,7 @@ impl Stage {
     }
 
     /// The client's command as one would type it.
-    pub(crate) fn say(&self, party: &Party) -> String {
+    pub(crate) fn command_line(&self, party: &Party) -> String {
         let (_, client) = self.commands(&party.how);
         let variables: Vec<String> = party
             .env
@@ -401,7 +401,7 @@ impl End {
             .map(|status| status.code().unwrap_or(-1)))
     }
 
-    /// What a raw server says when it is ready.
+    /// The word that a raw server prints when it is ready.
     fn word(&mut self, stage: &Stage) -> Result<String, Lost> {
         let end = Instant::now() + READY;
         loop {
@@ -501,7 +501,7 @@ impl End {
         }
     }
 
-    /// What a server has said when it has ended, or is ended.
+    /// The output of a server that has ended, or is ended here.
     fn last_words(&mut self) -> String {
         drop(self.child.stdin.take());
         let end = Instant::now() + GRACE;

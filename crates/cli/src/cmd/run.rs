@@ -134,11 +134,11 @@ mod tests {
             Err(failure @ Failure::Faults(_)) => failure.to_string(),
             other => panic!("{spec}: {other:?}"),
         };
-        let said = why("seed=1;op=send -> explode");
-        assert!(said.starts_with("--faults: line 1, character 19: 'explode' is no action"));
+        let text = why("seed=1;op=send -> explode");
+        assert!(text.starts_with("--faults: line 1, character 19: 'explode' is no action"));
         assert!(
-            said.ends_with("\n  seed=1;op=send -> explode\n                    ^"),
-            "{said}"
+            text.ends_with("\n  seed=1;op=send -> explode\n                    ^"),
+            "{text}"
         );
         assert!(why("@/no/such/file").starts_with("--faults: /no/such/file: No such file"));
     }
@@ -153,15 +153,15 @@ mod tests {
         spec.push(&file);
         assert_eq!(check_faults(&spec).unwrap(), spec);
         std::fs::write(&file, "seed=3\n\nop=send nth -> kill\n").unwrap();
-        let said = check_faults(&spec).unwrap_err().to_string();
+        let text = check_faults(&spec).unwrap_err().to_string();
         std::fs::remove_dir_all(&dir).unwrap();
         assert!(
-            said.contains("rules, line 3, character 9: 'nth' has no value"),
-            "{said}"
+            text.contains("rules, line 3, character 9: 'nth' has no value"),
+            "{text}"
         );
         assert!(
-            said.ends_with("\n  op=send nth -> kill\n          ^"),
-            "{said}"
+            text.ends_with("\n  op=send nth -> kill\n          ^"),
+            "{text}"
         );
     }
 

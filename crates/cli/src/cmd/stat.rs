@@ -90,7 +90,7 @@ fn ask(pid: u32) -> Result<String, String> {
     let address = SocketAddr::from_abstract_name(name).map_err(|e| text(&e))?;
     let stream = UnixStream::connect_addr(&address).map_err(|_| {
         format!(
-            "process {pid} tells nobody its counters: start it with `anywarp run --stat` or ANYWARP_STAT=1 (and it has to \
+            "process {pid} does not serve its counters: start it with `anywarp run --stat` or ANYWARP_STAT=1 (and it has to \
              have a queue pair, and the same network namespace)"
         )
     })?;

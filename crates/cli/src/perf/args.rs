@@ -104,7 +104,7 @@ pub(crate) struct Perf {
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=15))]
     pub(crate) parity: u64,
 
-    /// ud: times that the end of a Write-Record is said again
+    /// ud: times that the end of a Write-Record is sent again
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=255))]
     pub(crate) repeats: u64,
 
@@ -140,7 +140,7 @@ pub(crate) struct Perf {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) json: Option<PathBuf>,
 
-    /// Say nothing while it runs
+    /// Print no progress
     #[arg(short, long)]
     pub(crate) quiet: bool,
 }

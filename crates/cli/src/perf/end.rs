@@ -59,13 +59,13 @@ impl End {
                     return;
                 }
             }
-            let _nobody_listens = events.send(Event::Ended { of });
+            let _receiver_gone = events.send(Event::Ended { of });
         });
         Ok(Self { child, stdin })
     }
 
-    /// Says one line to it.
-    pub(crate) fn say(&mut self, line: &str) -> Result<(), String> {
+    /// Writes one line to its standard input.
+    pub(crate) fn write_line(&mut self, line: &str) -> Result<(), String> {
         writeln!(self.stdin, "{line}").map_err(|e| format!("the verbs program has ended: {e}"))
     }
 }

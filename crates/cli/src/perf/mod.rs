@@ -26,7 +26,7 @@ use crate::library::Library;
 /// How often an end looks whether it was interrupted.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How often an end says that it is alive.
+/// How often an end sends a sign of life.
 const TICK: Duration = Duration::from_secs(1);
 
 /// Connections of a server whose greeting is awaited at the same time, at most.
@@ -122,7 +122,7 @@ impl Watch {
     fn next(&mut self, side: &mut Side) -> Result<Option<Event>, Lost> {
         if self.ticked.elapsed() >= TICK {
             self.ticked = Instant::now();
-            side.say(&Word::Tick).map_err(Lost::Peer)?;
+            side.send(&Word::Tick).map_err(Lost::Peer)?;
         }
         match self.events.recv_timeout(LOOK) {
             Ok(Event::Word(Word::Tick)) => Ok(None),
@@ -189,7 +189,7 @@ impl Watch {
     }
 }
 
-/// What a line of the verbs program that begins with `word` says.
+/// The rest of a line of the verbs program that begins with `word`.
 fn line(word: &'static str) -> impl Fn(Event) -> Option<String> {
     move |event| match event {
         Event::Line { line, .. } if line.split(' ').next() == Some(word) => Some(line),
@@ -298,7 +298,7 @@ fn measure(
                 return Ok(());
             }
             let plan = plan(args, ping, size);
-            let what = format!("{} run {number} of {}", sizes::say(size), args.runs);
+            let what = format!("{} run {number} of {}", sizes::text(size), args.runs);
             let run = one_run(
                 args,
                 &plan,
@@ -314,14 +314,14 @@ fn measure(
             match run {
                 Ok(run) => report.add(size, run),
                 Err(Lost::Run(why) | Lost::Peer(why)) => {
-                    let _gone_already = side.say(&Word::End);
+                    let _gone_already = side.send(&Word::End);
                     return Err(format!("{what}: {why}"));
                 }
             }
         }
         report.row(size);
     }
-    let _gone_already = side.say(&Word::End);
+    let _gone_already = side.send(&Word::End);
     Ok(())
 }
 
@@ -340,9 +340,9 @@ fn one_run(
     mut progress: impl FnMut(&str),
 ) -> Result<Run, Lost> {
     let patience = Duration::from_secs(args.timeout + 10);
-    side.say(&Word::Run(plan.clone())).map_err(Lost::Peer)?;
+    side.send(&Word::Run(plan.clone())).map_err(Lost::Peer)?;
     let mut end = watch.start(args, library, address, plan)?;
-    let told = (|| {
+    let outcome = (|| {
         let (mut mine, mut theirs) = (None, None);
         watch.until(side, "queue pair", patience, |event| {
             match event {
@@ -353,8 +353,8 @@ fn one_run(
             (mine.is_some() && theirs.is_some()).then_some(())
         })?;
         let (mine, theirs) = (mine.unwrap_or_default(), theirs.unwrap_or_default());
-        side.say(&Word::Pair(mine)).map_err(Lost::Peer)?;
-        end.say(&theirs.replacen("hello", "peer", 1))
+        side.send(&Word::Pair(mine)).map_err(Lost::Peer)?;
+        end.write_line(&theirs.replacen("hello", "peer", 1))
             .map_err(Lost::Run)?;
         let (mut here, mut there) = (false, false);
         watch.until(side, "connection", patience, |event| {
@@ -365,13 +365,13 @@ fn one_run(
             }
             (here && there).then_some(())
         })?;
-        end.say("go").map_err(Lost::Run)?;
+        end.write_line("go").map_err(Lost::Run)?;
         let mut samples: Vec<u64> = Vec::new();
         let mut stop_said = false;
         let mine = loop {
             if interrupted.load(Ordering::Relaxed) && !stop_said {
                 stop_said = true;
-                end.say("stop").map_err(Lost::Run)?;
+                end.write_line("stop").map_err(Lost::Run)?;
             }
             match watch.next(side)? {
                 Some(Event::Line { line, .. }) => match line.split_once(' ') {
@@ -391,7 +391,7 @@ fn one_run(
             }
         };
         let sent = mine.get("posted").copied().unwrap_or_default();
-        side.say(&Word::Stop { sent }).map_err(Lost::Peer)?;
+        side.send(&Word::Stop { sent }).map_err(Lost::Peer)?;
         let theirs = watch.until(
             side,
             "result of the server",
@@ -407,10 +407,10 @@ fn one_run(
             samples,
         })
     })();
-    if let Err(Lost::Run(why)) = &told {
-        let _gone_already = side.say(&Word::Sorry(why.clone()));
+    if let Err(Lost::Run(why)) = &outcome {
+        let _gone_already = side.send(&Word::Sorry(why.clone()));
     }
-    told
+    outcome
 }
 
 // ---------------------------------------------------------------- the server
@@ -459,7 +459,7 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
     Ok(all_well)
 }
 
-/// Connections whose greeting is awaited, each by a thread: one that sends nothing does not delay the others.
+/// Connections whose greeting is awaited, each by a thread of its own: a silent one does not delay the others.
 struct Greetings {
     sender: Sender<(IpAddr, Option<Client>)>,
     /// The address of a connection whose greeting has ended, and the client if it was one.
@@ -529,7 +529,7 @@ fn session(
     let mut failed = None;
     loop {
         if interrupted.load(Ordering::Relaxed) {
-            let _gone_already = side.say(&Word::Sorry("interrupted".to_owned()));
+            let _gone_already = side.send(&Word::Sorry("interrupted".to_owned()));
             return Err("interrupted".to_owned());
         }
         let event = match watch.next(&mut side) {
@@ -555,7 +555,7 @@ fn session(
                     Ok(()) => {}
                     Err(Lost::Peer(why)) => return Err(why),
                     Err(Lost::Run(why)) => {
-                        let _gone_already = side.say(&Word::Sorry(why.clone()));
+                        let _gone_already = side.send(&Word::Sorry(why.clone()));
                         failed = Some(why);
                     }
                 }
@@ -597,7 +597,7 @@ fn serve_run(
     let patience = Duration::from_secs(args.timeout + 10);
     let mut end = watch.start(args, library, address, &plan)?;
     let mine = watch.until(side, "queue pair", patience, line("hello"))?;
-    side.say(&Word::Pair(mine)).map_err(Lost::Peer)?;
+    side.send(&Word::Pair(mine)).map_err(Lost::Peer)?;
     let theirs = watch.until(
         side,
         "queue pair of the client",
@@ -607,20 +607,21 @@ fn serve_run(
             _ => None,
         },
     )?;
-    end.say(&theirs.replacen("hello", "peer", 1))
+    end.write_line(&theirs.replacen("hello", "peer", 1))
         .map_err(Lost::Run)?;
     watch.until(side, "connection", patience, line("armed"))?;
-    end.say("go").map_err(Lost::Run)?;
-    side.say(&Word::Armed).map_err(Lost::Peer)?;
+    end.write_line("go").map_err(Lost::Run)?;
+    side.send(&Word::Armed).map_err(Lost::Peer)?;
     // From now on the client is at work, for as long as it likes while it is alive.
     loop {
         match watch.next(side)? {
             Some(Event::Word(Word::Stop { sent })) => {
-                end.say(&format!("stop sent={sent}")).map_err(Lost::Run)?;
+                end.write_line(&format!("stop sent={sent}"))
+                    .map_err(Lost::Run)?;
             }
             Some(Event::Line { line, .. }) if line.starts_with("done ") => {
                 return side
-                    .say(&Word::Seen(end::numbers(&line)))
+                    .send(&Word::Seen(end::numbers(&line)))
                     .map_err(Lost::Peer);
             }
             Some(Event::Ended { .. }) => {

@@ -94,7 +94,7 @@ impl Run {
     /// Bytes of the measured part that arrived, as far as it can be known.
     fn delivered(&self, op: Op, transport: Transport, size: u64) -> Option<u64> {
         match (op, transport) {
-            // Nobody sees plain Writes arrive; on a reliable transport those acknowledged have.
+            // The receiver does not see plain Writes arrive; on a reliable transport, those acknowledged have arrived.
             (Op::Write, Transport::Uc) => None,
             (Op::Write, _) => Some(self.messages() * size),
             _ => Some(of(self.receiver(op), "bytes")),
@@ -111,7 +111,7 @@ impl Run {
         (time > 0).then(|| float(of(seen, "bytes") - of(seen, "first_bytes")) * 1e3 / float(time))
     }
 
-    /// Messages with a byte that is wrong, maps that do not say what is there, messages that came twice.
+    /// Messages with a byte that is wrong, validity maps that are wrong, messages that came twice.
     fn wrong(&self) -> u64 {
         [&self.client, &self.server]
             .into_iter()
@@ -294,7 +294,7 @@ impl Report {
         let say = |name: &str, digits: usize| {
             get(name).map_or_else(|| "-".to_owned(), |v| format!("{v:.digits$}"))
         };
-        let size = sizes::say(size);
+        let size = sizes::text(size);
         if self.ping {
             println!(
                 "{size:>9} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6}",
@@ -326,7 +326,7 @@ impl Report {
         let _closed = io::stdout().flush();
     }
 
-    /// One line for each size. The last column says whether the command was ended before it had measured all.
+    /// One line for each size. The last column is 1 if the command was ended before it had measured everything.
     pub(crate) fn csv(&self) -> String {
         let names = self.values(0, &[]);
         let names: Vec<&str> = names.iter().map(|(name, _)| *name).collect();
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_leaves_out_the_first_message_that_nobody_waited_for() {
+    fn a_rate_leaves_out_the_first_message() {
         let run = Run {
             client: numbers(&[("posted", 15), ("warmup", 5), ("elapsed_ns", 10_000)]),
             server: numbers(&[

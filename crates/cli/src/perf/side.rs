@@ -1,4 +1,4 @@
-//! What the two ends say to each other over TCP: JSON, one object a line.
+//! The protocol between the two ends over TCP: JSON, one object a line.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -9,19 +9,19 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The first word on a side connection. It tells an `anywarp ping` or `blast` server from another program on the port.
+/// The first word on a side connection. It distinguishes an `anywarp ping` or `blast` server from another program on the port.
 const MAGIC: &str = "anywarp-perf-1";
 
 /// The longest line that is read.
 const LONGEST: u64 = 1 << 16;
 
-/// Longest time until a connection is there, and until its other end has said what it is.
+/// Longest time until a connection is established, and until the greeting of its other end has come.
 const GREETING: Duration = Duration::from_secs(5);
 
-/// How long an end that runs may be silent; it says something each second.
+/// How long an end that runs may be silent; it sends something each second.
 pub(crate) const SILENCE: Duration = Duration::from_secs(10);
 
-/// Numbers that the verbs program is given or says, by name.
+/// Numbers that the verbs program is given or prints, by name.
 pub(crate) type Numbers = BTreeMap<String, u64>;
 
 /// One line.
@@ -51,11 +51,11 @@ pub(crate) enum Word {
 /// What happens to an end.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// The other end said something.
+    /// A word of the other end.
     Word(Word),
     /// The other end is gone; why.
     Gone(String),
-    /// The verbs program of run `of` said a line.
+    /// A line that the verbs program of run `of` printed.
     Line { of: u64, line: String },
     /// The verbs program of run `of` has ended.
     Ended { of: u64 },
@@ -77,7 +77,7 @@ impl Side {
         let mut side = Self {
             stream: stream.try_clone().map_err(failed)?,
         };
-        side.say(&Word::Greeting {
+        side.send(&Word::Greeting {
             magic: MAGIC.to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         })?;
@@ -102,7 +102,7 @@ impl Side {
             }
             Err(Unread::Failed(e)) if is_timeout(&e) => {
                 return Err(format!(
-                    "it says nothing for {} s: is the port right?",
+                    "it sends nothing for {} s: is the port right?",
                     GREETING.as_secs()
                 ));
             }
@@ -122,21 +122,21 @@ impl Side {
                         continue;
                     }
                     Err(Unread::Closed) => "the other end has gone".to_owned(),
-                    Err(Unread::Foreign) => "the other end says what is not understood".to_owned(),
+                    Err(Unread::Foreign) => "the other end sent what is not understood".to_owned(),
                     Err(Unread::Failed(e)) if is_timeout(&e) => {
-                        format!("the other end has said nothing for {} s", SILENCE.as_secs())
+                        format!("the other end has sent nothing for {} s", SILENCE.as_secs())
                     }
                     Err(Unread::Failed(e)) => format!("the other end has gone: {e}"),
                 };
-                let _nobody_listens = events.send(Event::Gone(gone));
+                let _receiver_gone = events.send(Event::Gone(gone));
                 return;
             }
         });
         Ok(side)
     }
 
-    /// Says one word.
-    pub(crate) fn say(&mut self, word: &Word) -> Result<(), String> {
+    /// Sends one word.
+    pub(crate) fn send(&mut self, word: &Word) -> Result<(), String> {
         let mut line = serde_json::to_string(word).map_err(|e| e.to_string())?;
         line.push('\n');
         self.stream

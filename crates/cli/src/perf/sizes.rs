@@ -45,8 +45,8 @@ fn number(text: &str) -> Result<u64, String> {
         .ok_or_else(bad)
 }
 
-/// A size as people say it.
-pub(crate) fn say(size: u64) -> String {
+/// A size in its largest whole unit.
+pub(crate) fn text(size: u64) -> String {
     match size {
         _ if size >= 1 << 20 && size.is_multiple_of(1 << 20) => format!("{} MiB", size >> 20),
         _ if size >= 1 << 10 && size.is_multiple_of(1 << 10) => format!("{} KiB", size >> 10),
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn sizes_are_said_in_their_largest_unit() {
         assert_eq!(
-            [1, 1000, 1024, 1 << 20].map(say),
+            [1, 1000, 1024, 1 << 20].map(text),
             ["1 B", "1000 B", "1 KiB", "1 MiB"]
         );
     }

@@ -91,7 +91,7 @@ fn read_all(mut pipe: impl Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Opens the device and tells its addresses; the second value is whether it can be tested.
+/// Opens the device and lists its addresses; the second value is whether it can be tested.
 pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
     let advice = "set ANYWARP_LOG=debug and run `anywarp doctor` again to see why";
     match run_program(library, &["--device"], OPEN_TIME) {
