@@ -173,8 +173,9 @@ pub const DATAGRAM_PEERS: usize = 1024;
 
 /// How long a sender waits for a report of a peer that has all that it takes at once.
 ///
-/// Longer than a busy host lets a thread wait for its turn, shorter than a program takes for hanging.
-pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis(100);
+/// A fifth of the time after which a receiver gives up a message of which nothing more comes ([`crate::datagram::options`],
+/// 100 ms), so that a report which is lost costs time and never a message; longer than most turns of a scheduler.
+pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis(20);
 
 /// Peers that one queue pair of reliable datagrams knows.
 ///

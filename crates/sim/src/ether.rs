@@ -26,6 +26,7 @@ use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 use std::time::Duration;
 
+use anywarp_core::bounds;
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, DatagramQp, Dropped, Kind, TxDatagram};
 use anywarp_core::verbs::cq::Cq;
@@ -96,6 +97,8 @@ pub struct Member {
     pub drops: HashMap<Dropped, u64>,
     /// Nothing reaches it and nothing leaves it.
     pub dead: bool,
+    /// Which stall it is in, and since when.
+    stall: Option<(u64, Duration)>,
 }
 
 impl std::fmt::Debug for Member {
@@ -174,6 +177,8 @@ pub struct Ether {
     pub link: Link,
     /// Looks at each datagram.
     pub filter: Option<Filter>,
+    /// How late the end of a stall is noticed, as on a host that is busy.
+    pub late: Duration,
     now: Duration,
     rng: Rng,
     seed: u64,
@@ -213,6 +218,7 @@ impl Ether {
         Self {
             link,
             filter: None,
+            late: Duration::ZERO,
             now: Duration::from_secs(1),
             rng: Rng::new(seed),
             seed,
@@ -289,14 +295,17 @@ impl Ether {
             let timeouts = self.members.iter().filter(|m| !m.dead);
             let timeout = timeouts.filter_map(|m| m.qp.poll_timeout()).min();
             let arrival = self.flying.peek().map(|f| f.at);
-            let stalled = self.members.iter().any(|m| m.qp.stall().is_some());
-            let Some(next) = timeout.into_iter().chain(arrival).min() else {
-                if stalled {
-                    self.members.iter_mut().for_each(|m| m.qp.handle_stall());
-                    continue;
-                }
-                break;
-            };
+            let now = self.now;
+            for m in &mut self.members {
+                let since = m.stall.filter(|(n, _)| m.qp.stall() == Some(*n));
+                m.stall = since.or_else(|| m.qp.stall().map(|n| (n, now)));
+            }
+            let wait = bounds::DATAGRAM_STALL + self.late;
+            let stalls = self.members.iter().filter(|m| !m.dead);
+            let stalls = stalls.filter_map(|m| m.stall);
+            let over = stalls.map(|(_, at)| at + wait).min();
+            let all = timeout.into_iter().chain(arrival).chain(over);
+            let Some(next) = all.min() else { break };
             if next > start + most {
                 self.now = start + most;
                 break;
@@ -308,6 +317,10 @@ impl Ether {
                 let now = self.now;
                 for m in self.members.iter_mut().filter(|m| !m.dead) {
                     m.qp.set_now(now);
+                    if m.stall.is_some_and(|(_, at)| at + wait <= now) {
+                        m.qp.handle_stall();
+                        m.stall = None;
+                    }
                     if m.qp.poll_timeout().is_some_and(|at| at <= now) {
                         m.qp.handle_timeout();
                     }
@@ -467,5 +480,6 @@ fn make(kind: Kind, options: Options, host: Host, addr: SocketAddr, random: u64)
         events: Vec::new(),
         drops: HashMap::new(),
         dead: false,
+        stall: None,
     }
 }

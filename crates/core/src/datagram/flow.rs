@@ -127,7 +127,8 @@ impl Window {
         if self.is_silent() {
             self.charge.saturating_sub(self.fetched(now)) >= SILENT_WINDOW
         } else {
-            self.charge >= self.limit
+            // One datagram may always be under way.
+            self.charge > 0 && self.charge >= self.limit
         }
     }
 }
@@ -239,10 +240,7 @@ impl Flow {
             window.charge = 0;
         }
         window.silence = 0;
-        let room = report
-            .room
-            .clamp(bounds::DATAGRAM_WINDOW, bounds::DATAGRAM_WINDOW_MAX);
-        window.limit = room.into();
+        window.limit = report.room.min(bounds::DATAGRAM_WINDOW_MAX).into();
         // Datagrams stay in order on the way, or nearly so: what was sent before one that arrived is no longer there.
         while let Some((id, end, charge)) = window.under_way.front().copied() {
             let ahead = id.wrapping_sub(report.id);
@@ -253,7 +251,8 @@ impl Flow {
             window.under_way.pop_front();
             window.charge = window.charge.saturating_sub(charge.into());
         }
-        if self.stalled == Some(*peer) && window.charge < window.limit {
+        let open = window.charge == 0 || window.charge < window.limit;
+        if self.stalled == Some(*peer) && open {
             self.stalled = None;
             self.until = None;
         }
@@ -287,8 +286,8 @@ impl Flow {
 
     // ------------------------------------------------------------------ receiver
 
-    /// A datagram of `bytes` came from `peer`. Whether [`Self::heard`] is to be told of it: it is the first one, or a part of
-    /// our room has come since.
+    /// A datagram of `bytes` came from `peer`. Whether [`Self::heard`] is to be told of it: it is one of the first ones, or a
+    /// part of our room has come since.
     pub(super) fn came(&mut self, peer: Peer, bytes: usize) -> bool {
         if self.sources.len() >= bounds::DATAGRAM_PEERS && !self.sources.contains_key(&peer) {
             self.sources.clear();
@@ -297,11 +296,9 @@ impl Flow {
         let source = self.sources.entry(peer).or_default();
         source.since += u64::from(charge(bytes));
         source.credit += bytes as u64;
-        // Before the first report comes there, a sender sends no more than the least window; and it may be lost.
-        let early = u64::from(bounds::DATAGRAM_WINDOW / 4);
-        source.told == 0
-            || source.since >= quarter
-            || (source.told < EARLY && source.since >= early)
+        // Before the first report comes there, a sender sends no more than the first window, which may be two datagrams; and
+        // each report may be lost.
+        source.told < EARLY || source.since >= quarter
     }
 
     /// Whether `bytes` may be sent to `peer` for what came from there: its address may be somebody else's, and no more goes
@@ -385,7 +382,7 @@ mod tests {
         let mut report = Report {
             id: id.wrapping_sub(1),
             end: 99,
-            room: 0,
+            room: bounds::DATAGRAM_WINDOW,
         };
         // All but the last one arrived, over the end of the numbers.
         flow.handle_report(&peer(2), &report);
@@ -472,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_datagram_is_reported_a_few_early_and_then_a_quarter_of_the_room_at_a_time() {
+    fn the_first_datagrams_are_reported_and_then_a_quarter_of_the_room_at_a_time() {
         let mut flow = Flow::new();
         flow.set_room(1 << 20);
         let mut reported = Vec::new();
@@ -487,14 +484,8 @@ mod tests {
             }
         }
         let each = (1_u32 << 18).div_ceil(charge(1000));
-        let early = (bounds::DATAGRAM_WINDOW / 4).div_ceil(charge(1000));
         let steps: Vec<u32> = reported.windows(2).map(|two| two[1] - two[0]).collect();
-        assert_eq!(
-            (reported[0], &steps[..5]),
-            (1, &[early, early, early, each, each][..])
-        );
-        // Whichever of the first is lost, another comes before the sender has sent all that it may without.
-        assert!(2 * early * charge(1000) < bounds::DATAGRAM_WINDOW);
+        assert_eq!((reported[0], &steps[..5]), (1, &[1, 1, 1, each, each][..]));
     }
 
     #[test]
