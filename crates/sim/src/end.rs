@@ -31,7 +31,7 @@ use crate::rng::Rng;
 pub mod access {
     use super::Access;
 
-    /// Everything that a peer can be allowed, and local write.
+    /// All remote rights, and local write.
     pub const ALL: Access = Access(0b1_1111);
     /// Received data may be placed.
     pub const LOCAL: Access = Access::LOCAL_WRITE;
@@ -43,32 +43,33 @@ pub mod access {
     pub const ATOMIC: Access = Access(Access::LOCAL_WRITE.0 | Access::REMOTE_ATOMIC.0);
 }
 
-/// What an end is like.
+/// The configuration of an end.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    /// What the initiator knows of the responder. The responder learns it from the first message.
+    /// The responder's implementation, as the initiator knows it. The responder learns the initiator's from the first
+    /// message.
     pub peer: Peer,
     /// With CRCs.
     pub crc: bool,
     /// Largest ULPDU to send.
     pub mulpdu: usize,
-    /// The same for a responder whose peer turned out to be an anywarp; 0: the same.
+    /// Largest ULPDU of a responder after its peer turned out to be anywarp; 0: unchanged.
     pub mulpdu_anywarp: usize,
     /// Reads and atomics of the peer that are served at once.
     pub ird: u32,
     /// Reads and atomics outstanding at most.
     pub ord: u32,
-    /// Made through the connection manager.
+    /// The connection manager set up the stream.
     pub managed: bool,
-    /// What the initiator sends first.
+    /// The first message of the initiator.
     pub first: First,
     /// The peer gets markers.
     pub markers: bool,
-    /// What the peer may do, as the queue pair says.
+    /// Access rights of the queue pair for the peer.
     pub access: Access,
     /// Tries when the peer has no receive.
     pub rnr_retry: u8,
-    /// What the peer is told to wait when there is no receive.
+    /// The RNR timer that the peer gets when no receive is posted.
     pub min_rnr_timer: u8,
     /// Entries of each completion queue.
     pub cqe: usize,
@@ -112,7 +113,7 @@ impl Setup {
         }
     }
 
-    /// An end that talks to somebody else's implementation.
+    /// An end whose peer is another implementation.
     pub fn standard() -> Self {
         Self {
             peer: Peer::Standard,
@@ -151,7 +152,7 @@ pub struct Host {
     pub rnic: Arc<Rnic>,
     /// Its memory.
     pub space: Space,
-    /// The protection domain that ends and regions belong to if nothing else is said.
+    /// The default protection domain of ends and regions.
     pub pd: u32,
     rng: Arc<Mutex<Rng>>,
 }
@@ -171,7 +172,7 @@ impl Host {
         }
     }
 
-    /// A number for an STag.
+    /// A random number for an STag.
     pub fn random(&self) -> u32 {
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
         rng.next() as u32
@@ -182,7 +183,7 @@ impl Host {
         self.register_for(self.pd, len, access)
     }
 
-    /// The same for another protection domain.
+    /// Registers new memory in another protection domain.
     pub fn register_for(&self, pd: u32, len: usize, access: Access) -> Mr {
         let start = self.space.alloc(len);
         let what = Registration {
@@ -215,7 +216,7 @@ impl Host {
         self.space.bytes()[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// What registered memory holds.
+    /// The content of registered memory.
     pub fn bytes(&self, mr: &Mr) -> Vec<u8> {
         let at = (mr.region.start() - BASE) as usize;
         self.space.bytes()[at..at + mr.region.len() as usize].to_vec()
@@ -241,7 +242,7 @@ impl Host {
 /// Registered memory.
 #[derive(Debug, Clone)]
 pub struct Mr {
-    /// Its registration.
+    /// The registration.
     pub region: Arc<Region>,
 }
 
@@ -275,7 +276,7 @@ impl Mr {
         }
     }
 
-    /// Its byte `at` as the peer names it.
+    /// The STag and offset of byte `at`, as the peer uses them.
     pub fn remote(&self, at: usize) -> Remote {
         Remote {
             rkey: self.stag(),
@@ -287,22 +288,22 @@ impl Mr {
 /// One end.
 #[derive(Debug)]
 pub struct End {
-    /// The machine.
+    /// The connection.
     pub conn: Connection,
     /// Its device and memory.
     pub host: Host,
-    /// Where its sends complete.
+    /// The completion queue of send requests.
     pub send_cq: Arc<Cq>,
-    /// Where its receives complete.
+    /// The completion queue of receives.
     pub recv_cq: Arc<Cq>,
-    /// What it heard asynchronously.
+    /// The asynchronous events that were raised.
     pub events: Vec<AsyncEvent>,
     pub(crate) batch: TxBatch,
     pub(crate) sent: usize,
     pub(crate) rx: Vec<u8>,
     pub(crate) over: bool,
     qpn: u32,
-    /// Takes the markers out that this end asked for, and what came out of it of a frame that is not complete.
+    /// Removes the markers that this end asked for; and the bytes of an incomplete frame without its markers.
     markers: Option<(Stripper, Vec<u8>)>,
 }
 
@@ -361,12 +362,12 @@ impl End {
         self.qpn
     }
 
-    /// It asked for markers. The product never does: they are taken out here, before its machine sees the stream.
+    /// Makes the end request markers. The product never does: they are removed here before the connection gets the bytes.
     pub fn wants_markers(&mut self) {
         self.markers = Some((Stripper::new(), Vec::new()));
     }
 
-    /// What is behind the markers, with CRCs that do not cover them.
+    /// The stream without its markers, with CRCs that do not cover them.
     fn without_markers(&mut self, bytes: &[u8]) -> Option<Vec<u8>> {
         let (stripper, waiting) = self.markers.as_mut()?;
         stripper.strip(bytes, true, waiting).expect("good markers");
@@ -418,17 +419,17 @@ impl End {
         all
     }
 
-    /// Whether `event` was heard.
+    /// Whether `event` was raised.
     pub fn heard(&self, event: AsyncEvent) -> bool {
         self.events.contains(&event)
     }
 
-    /// How often `event` was heard.
+    /// How often `event` was raised.
     pub fn times(&self, event: AsyncEvent) -> usize {
         self.events.iter().filter(|e| **e == event).count()
     }
 
-    /// Whether the stream is of no use any more.
+    /// Whether the stream is closed or broken.
     pub fn is_over(&self) -> bool {
         self.over
     }
@@ -439,12 +440,12 @@ impl End {
         }
     }
 
-    /// Bytes came from the stream: some go straight to memory if the machine asks for that.
+    /// Handles bytes of the stream. Payload goes straight to memory if the connection requests that.
     pub(crate) fn take_bytes(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) {
         let stripped = self.without_markers(bytes);
         let mut bytes = stripped.as_deref().unwrap_or(bytes);
         if self.rx.is_empty() {
-            // As one receive call into user memory and a buffer behind it would do.
+            // This is one receive call into user memory and a buffer behind it.
             let straight = self.conn.direct().and_then(|(places, placed, left)| {
                 rng.chance(60).then(|| {
                     let n = bytes.len().min(left as usize);
@@ -567,21 +568,21 @@ pub fn compare_swap(id: u64, remote: Remote, compare: u64, swap: u64) -> WorkReq
     )
 }
 
-/// What a request says besides its operation.
+/// Options of a request.
 pub trait Request: Sized {
-    /// Its data, or where its answer goes.
+    /// Sets the memory of its data or result.
     #[must_use]
     fn from(self, sges: &[Sge]) -> Self;
-    /// Its data, copied.
+    /// Sets inline data.
     #[must_use]
     fn inline(self, bytes: &[u8]) -> Self;
-    /// No completion if it succeeds.
+    /// Makes no completion if the request succeeds.
     #[must_use]
     fn unsignaled(self) -> Self;
-    /// It waits for the Reads and atomics before it.
+    /// Makes the request wait for the Reads and atomics before it.
     #[must_use]
     fn fence(self) -> Self;
-    /// The peer is to raise a solicited event.
+    /// Requests a solicited event at the peer.
     #[must_use]
     fn solicited(self) -> Self;
 }

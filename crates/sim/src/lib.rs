@@ -22,16 +22,16 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `world.rs` | time, links, turns |
+//! | `world.rs` | time, links, steps |
 //! | `end.rs` | one end, as an application sees it |
 //! | `pipe.rs` | one direction of a byte stream |
 //! | `ether.rs` | datagram queue pairs on a network that loses |
 //! | `memory.rs` | an address space |
-//! | `raw.rs` | a peer that speaks FPDUs by hand |
-//! | `script.rs` | conversations with such a peer as text |
+//! | `raw.rs` | a scripted peer, which sends and takes single FPDUs |
+//! | `script.rs` | conversations with a scripted peer, as text |
 //! | `trace.rs` | the steps of the data path as text |
 //! | `rng.rs` | numbers and seeds |
-//! | `fuzz/` | what a fuzzer does with all this |
+//! | `fuzz/` | the functions that a fuzzer calls |
 //!
 //! [`Connection`]: anywarp_core::connection::Connection
 #![forbid(unsafe_code)]

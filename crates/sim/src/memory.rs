@@ -12,12 +12,12 @@ pub const BASE: u64 = 0x10_0000;
 pub struct Space(Arc<Mutex<Vec<u8>>>);
 
 impl Space {
-    /// Every byte that there is.
+    /// All bytes of the address space.
     pub fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds `len` bytes, with some between them and the ones before, and gives the address of the first.
+    /// Allocates `len` bytes after a gap, and returns the address of the first.
     pub fn alloc(&self, len: usize) -> u64 {
         let mut bytes = self.bytes();
         let at = bytes.len().next_multiple_of(64) + 64;
@@ -33,7 +33,7 @@ impl Space {
     }
 }
 
-/// What lies between two allocations.
+/// The gap between two allocations.
 pub(crate) const GUARD: u8 = 0xa5;
 
 impl Memory for Space {

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use crate::rng::Rng;
 
-/// What arrives at the far end.
+/// An arrival at the far end.
 #[derive(Debug)]
 pub(crate) enum Load {
     Bytes(Vec<u8>),
-    /// The near end sends nothing more.
+    /// The near end has closed the stream.
     Fin,
     /// The connection broke.
     Reset,
@@ -21,7 +21,7 @@ pub struct Pipe {
     flights: VecDeque<(Instant, Load)>,
     in_flight: usize,
     last: Option<Instant>,
-    /// Bytes that fit.
+    /// Capacity in bytes.
     pub capacity: usize,
     /// Longest delay.
     pub delay: Duration,
@@ -59,7 +59,7 @@ impl Pipe {
         }
     }
 
-    /// Takes bytes, in pieces. True if the connection broke on the way.
+    /// Sends bytes, in pieces. True if the connection broke meanwhile.
     pub(crate) fn write(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) -> bool {
         let mut bytes = bytes;
         let mut dies = false;
@@ -91,7 +91,7 @@ impl Pipe {
         self.flights.push_back((at, load));
     }
 
-    /// Nothing more will be written.
+    /// Closes the stream for writing.
     pub(crate) fn close(&mut self, now: Instant, rng: &mut Rng) -> bool {
         if self.closed {
             return false;
@@ -101,7 +101,7 @@ impl Pipe {
         true
     }
 
-    /// The connection breaks; what is on its way may be lost.
+    /// Breaks the connection; bytes on their way may be lost.
     pub(crate) fn reset(&mut self, now: Instant, rng: &mut Rng) {
         if rng.chance(50) {
             self.flights.clear();

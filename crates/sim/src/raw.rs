@@ -1,4 +1,4 @@
-//! A peer that speaks FPDUs by hand.
+//! A scripted peer, which sends and takes single FPDUs.
 
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::llp::mpa::marker::Stripper;
@@ -6,36 +6,36 @@ use anywarp_core::wire::ddp::Header;
 use anywarp_core::wire::pretty;
 use anywarp_core::wire::rdmap::{Opcode, Terminate};
 
-/// An FPDU that came from the end under test.
+/// An FPDU of the end under test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fpdu {
-    /// Its ULPDU.
+    /// The ULPDU.
     pub ulpdu: Vec<u8>,
 }
 
 impl Fpdu {
-    /// One line of text.
+    /// The FPDU as one line of text.
     pub fn text(&self) -> String {
         pretty::fpdu(&self.ulpdu)
     }
 
-    /// Its header.
+    /// The DDP header.
     pub fn header(&self) -> Header {
         Header::parse(&self.ulpdu).expect("a header").0
     }
 
-    /// What follows its header.
+    /// The bytes after the DDP header.
     pub fn payload(&self) -> &[u8] {
         let at = Header::parse(&self.ulpdu).expect("a header").1;
         &self.ulpdu[at..]
     }
 
-    /// What it is.
+    /// The opcode.
     pub fn opcode(&self) -> Opcode {
         self.header().opcode()
     }
 
-    /// It as Terminate message.
+    /// The Terminate message in the FPDU.
     pub fn terminate(&self) -> Option<Terminate> {
         (self.opcode() == Opcode::Terminate).then(|| Terminate::parse(self.payload()))
     }
@@ -56,7 +56,7 @@ pub fn framed(ulpdu: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The peer.
+/// A scripted peer.
 #[derive(Debug)]
 pub struct Raw {
     pub(crate) out: Vec<u8>,
@@ -82,7 +82,7 @@ impl Raw {
         }
     }
 
-    /// It asked for markers.
+    /// Makes the peer request markers.
     pub fn wants_markers(&mut self) {
         self.markers = Some(Stripper::new());
     }
@@ -92,17 +92,17 @@ impl Raw {
         self.out.extend(framed(ulpdu));
     }
 
-    /// Sends bytes as they are.
+    /// Sends bytes without framing.
     pub fn sends_bytes(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(bytes);
     }
 
-    /// Closes its side.
+    /// Closes the peer's direction of the stream.
     pub fn closes(&mut self) {
         self.closing = true;
     }
 
-    /// Takes the FPDUs that came.
+    /// Takes the FPDUs that have arrived.
     pub fn heard(&mut self) -> Vec<Fpdu> {
         std::mem::take(&mut self.got)
     }

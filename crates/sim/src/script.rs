@@ -1,8 +1,8 @@
-//! Conversations with a peer that speaks by hand, as text.
+//! Conversations with a scripted peer, as text.
 //!
-//! A script is read line by line; `//` begins a comment. `<` is what the peer says, `>` what it must hear, word for word
-//! as [`pretty`](anywarp_core::wire::pretty) writes it, with the names of regions in place of their STags and
-//! addresses. Everything that is heard or completes must stand in the script; acknowledgements alone are left out.
+//! A script is read line by line; `//` begins a comment. `<` is a message that the peer sends. `>` is a message that the
+//! peer must receive, as [`pretty`](anywarp_core::wire::pretty) writes it, with the names of regions in place of their
+//! STags and addresses. The script must have all messages to the peer but acknowledgements, and all completions.
 //!
 //! ```text
 //! // RFC 5041 §7.1 [ddp-bounds]: the last octet is inside, the next is not.
@@ -15,26 +15,26 @@
 //!
 //! | line | meaning |
 //! |---|---|
-//! | `peer standard`, `peer anywarp` | what the peer is; standard if nothing is said |
+//! | `peer standard`, `peer anywarp` | the peer's implementation; the default is standard |
 //! | `initiator` | the end under test opened the stream; otherwise the peer did |
 //! | `bare` | the peer's first message is in the script too |
-//! | `no crc`, `ird N`, `ord N`, `mulpdu N`, `rnr-retry N` | what was agreed |
-//! | `rights NAME…` | what the queue pair allows; everything if nothing is said |
+//! | `no crc`, `ird N`, `ord N`, `mulpdu N`, `rnr-retry N` | the outcome of start-up |
+//! | `rights NAME…` | the access rights of the queue pair; the default is all |
 //! | `register NAME len N RIGHT… [foreign]` | a region, perhaps of another protection domain |
 //! | `window NAME over MR at N len N RIGHT… [elsewhere]` | a window of type 2, perhaps of another queue pair |
 //! | `deregister NAME` | |
 //! | `recv ID MR len N`, `post ID OP …` | the application posts |
-//! | `< OP WORD…` | the peer says; see below |
+//! | `< OP WORD…` | the peer sends a message; see below |
 //! | `< bytes HEX…`, `< close` | |
-//! | `> TEXT` | the peer hears |
+//! | `> TEXT` | the peer receives this message |
 //! | `completes ID STATUS`, `received ID STATUS len N` | the next completion |
 //! | `closed`, `open` | the stream, and the queue pair with it |
-//! | `event NAME` | an asynchronous event was heard |
+//! | `event NAME` | an asynchronous event was raised |
 //! | `memory NAME zero`, `memory NAME at N len N data N` | all of a region: data as the peer counts it, elsewhere zero |
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
 //! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`; and to break rules `dv`, `rv`, `op`, `qn`,
-//! `tagged`, `untagged`, `cut N` (bytes of the ULPDU that are sent), `length N` (what the length field says),
+//! `tagged`, `untagged`, `cut N` (bytes of the ULPDU that are sent), `length N` (the value of the length field),
 //! `bad-crc`. Payload byte *i* of a message is *i* + 1, modulo 251.
 
 use std::collections::BTreeMap;
@@ -62,7 +62,7 @@ pub(crate) fn payload_byte(i: usize) -> u8 {
     (i % 251 + 1) as u8
 }
 
-/// Runs a script; panics at the line that does not hold.
+/// Runs a script; panics at the first line that fails.
 pub fn run(text: &str, seed: u64) {
     let mut stage = Stage::new(seed);
     for (number, line) in text.lines().enumerate() {
@@ -119,7 +119,7 @@ impl Stage {
         panic!("{}\n  {why}", self.line);
     }
 
-    /// The two ends; made when they are first needed, for the lines before say what they are like.
+    /// The two ends. They are created when they are first used, since the lines before configure them.
     fn ends(&mut self) -> (EndId, RawId) {
         if let Some(ends) = self.ends {
             return ends;
@@ -592,7 +592,7 @@ impl Stage {
                 .emit();
                 if words.peek() == Some(&"swapped") {
                     words.next();
-                    // As siw does: nibbles swapped, and the bits of M and D at the other end.
+                    // The layout of siw: nibbles swapped, and the bits of M and D at the low end.
                     body[0] = body[0].rotate_left(4);
                     body[2] = 0x03;
                     body.extend([0, 14]);
@@ -611,7 +611,7 @@ impl Stage {
     }
 }
 
-/// A message that the peer says, and the ways in which it is wrong.
+/// A message of the peer, and its deliberate errors.
 struct Said {
     opcode: Opcode,
     tagged: bool,
@@ -742,7 +742,7 @@ impl Said {
         bytes
     }
 
-    /// Writes what was said into the body of a message of the stack.
+    /// Writes the words of the line into the body of the message.
     fn fill(&self, body: &mut [u8]) {
         match (self.opcode, body.len()) {
             (Opcode::ReadRequest, ReadRequest::LEN) => {

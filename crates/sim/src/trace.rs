@@ -9,17 +9,17 @@ use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::Header;
 use anywarp_core::wire::rdmap::Opcode;
 
-/// Remembers every step of the ends that it watches.
+/// An observer that records all steps of its ends.
 #[derive(Debug, Default, Clone)]
 pub struct Log(Arc<Mutex<Vec<(u32, String)>>>);
 
 impl Log {
-    /// An observer that writes here.
+    /// An observer that writes into this record.
     pub fn observer(&self) -> Arc<dyn Observer> {
         Arc::new(self.clone())
     }
 
-    /// Takes what was written: queue pair and step.
+    /// Takes the recorded steps, with their queue pairs.
     pub fn take(&self) -> Vec<(u32, String)> {
         std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -34,7 +34,7 @@ impl Observer for Log {
     }
 }
 
-/// One step as text: the verb of the data path, and what it has to say.
+/// One step as text: the verb of the data path, and its arguments.
 pub fn render(step: &Step<'_>) -> String {
     match step {
         Step::Post(r) => {

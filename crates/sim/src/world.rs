@@ -1,4 +1,4 @@
-//! Time, links and turns.
+//! Time, links and steps of the simulation.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use crate::pipe::{Load, Pipe};
 use crate::raw::Raw;
 use crate::rng::Rng;
 
-/// Names an end.
+/// Index of an end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndId(usize);
 
-/// Names a peer that speaks by hand.
+/// Index of a scripted peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RawId(usize);
 
@@ -31,7 +31,7 @@ enum Node {
 #[derive(Debug)]
 struct Link {
     nodes: [Node; 2],
-    /// `pipes[i]` carries what `nodes[i]` sends.
+    /// `pipes[i]` carries the bytes that `nodes[i]` sends.
     pipes: [Pipe; 2],
 }
 
@@ -39,7 +39,7 @@ struct Link {
 #[derive(Debug)]
 pub struct World {
     seed: u64,
-    /// Every choice is made with these numbers.
+    /// All random choices use these numbers.
     pub rng: Rng,
     start: Instant,
     now: Instant,
@@ -47,7 +47,7 @@ pub struct World {
     raws: Vec<Raw>,
     links: Vec<Link>,
     hosts: u64,
-    /// Acknowledgements go out when a turn has nothing else to do, as a busy engine does it.
+    /// Acknowledgements are sent when a step has nothing else to do, as in a busy engine.
     pub lazy_acks: bool,
 }
 
@@ -89,9 +89,9 @@ impl World {
     /// An empty world.
     pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        // Neighbouring seeds begin far apart.
+        // Consecutive seeds give unrelated numbers.
         rng.next();
-        // The only real clock here: its value is never looked at, only differences to it.
+        // This is the only use of a real clock: only differences to its value matter.
         let start = Instant::now();
         Self {
             seed,
@@ -121,7 +121,7 @@ impl World {
         self.host_with(None)
     }
 
-    /// A new device whose steps somebody watches.
+    /// A new device with an observer.
     pub fn host_with(&mut self, observer: Option<Arc<dyn Observer>>) -> Host {
         self.hosts += 1;
         Host::new(self.seed ^ self.hosts << 32, observer)
@@ -150,7 +150,7 @@ impl World {
         EndId(self.ends.len() - 1)
     }
 
-    /// An end whose peer speaks by hand.
+    /// An end with a scripted peer.
     pub fn raw(&mut self, setup: &Setup, initiator: bool) -> (EndId, RawId) {
         let host = self.host();
         let end = self.end(&host, setup);
@@ -186,7 +186,7 @@ impl World {
         &mut self.links[link].pipes[side]
     }
 
-    /// The link of this end breaks.
+    /// Breaks the link of this end.
     pub fn kill(&mut self, end: EndId) {
         if let Some((link, _)) = self.place_of(Node::End(end.0)) {
             self.reset(link);
@@ -209,13 +209,13 @@ impl World {
 
     // ------------------------------------------------------------------ turns
 
-    /// Goes on until nothing happens any more.
+    /// Runs until nothing happens any more.
     pub fn run(&mut self) {
         let end = self.now + Duration::from_secs(3600);
         self.run_until(end);
     }
 
-    /// Goes on for some time, or until nothing happens any more.
+    /// Runs for some time, or until nothing happens any more.
     pub fn run_for(&mut self, time: Duration) {
         let end = self.now + time;
         self.run_until(end);
@@ -231,7 +231,7 @@ impl World {
         }
     }
 
-    /// One turn; false when nothing can happen before `until`.
+    /// Makes one step; false when nothing can happen before `until`.
     pub fn turn(&mut self, until: Instant) -> bool {
         let mut busy = false;
         let first = self.rng.below(self.ends.len());
@@ -292,7 +292,7 @@ impl World {
             }
             let closing = end.conn.end();
             if closing == StreamEnd::Dead {
-                // Without a word.
+                // The stream breaks without a message.
                 end.over = true;
                 let pipe = &mut self.links[link].pipes[side];
                 return busy | pipe.close(now, &mut self.rng);
@@ -313,7 +313,7 @@ impl World {
             }
             let most = room.min(1 + self.rng.below(400_000));
             let Some(bytes) = gather(end, most) else {
-                // The engine finds the memory of a message gone and can only drop the connection.
+                // The memory of a message is deregistered: the engine can only drop the connection.
                 self.reset(link);
                 return true;
             };
@@ -392,7 +392,7 @@ impl World {
     }
 }
 
-/// Up to `most` bytes of the batch from where it was cut; `None` if user memory is gone.
+/// Up to `most` bytes of the batch after those already written; `None` if its user memory is deregistered.
 fn gather(end: &End, most: usize) -> Option<Vec<u8>> {
     let mut out = Vec::new();
     let mut skip = end.sent;

@@ -25,7 +25,7 @@ fn statuses(completions: &[Completion]) -> Vec<(u64, Status)> {
     completions.iter().map(|c| (c.wr_id, c.status)).collect()
 }
 
-/// What was posted at one end, and what of it has completed.
+/// The requests that were posted at one end, and those that have completed.
 #[derive(Default)]
 struct Ledger {
     sends: Vec<u64>,
@@ -40,7 +40,7 @@ impl Ledger {
         self.received.extend(w[end].received());
     }
 
-    /// Everything that was posted has completed, once, in order; behind the first failure nothing succeeds.
+    /// Checks that all posted requests completed once and in order, and that none succeeded after the first failure.
     fn check(&self) {
         let ids = |list: &[Completion]| list.iter().map(|c| c.wr_id).collect::<Vec<_>>();
         assert_eq!(ids(&self.sent), self.sends, "send queue");
@@ -96,7 +96,7 @@ fn request(w: &mut World, from: EndId, id: u64, [here, sink, there]: [&Mr; 3], b
     w[from].post(wr);
 }
 
-/// What goes wrong in a run.
+/// The failure of a run.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Trouble {
     Nothing,
@@ -365,7 +365,7 @@ fn after_the_peer_has_left_only_a_new_request_fails() {
     assert!(w[a].received().is_empty());
     w[a].post(send(2));
     w[a].post(send(3));
-    // Not at once: a card would repeat them, and a program that is done meanwhile never hears of it.
+    // Not at once: a card would repeat them, and a program that ends meanwhile never gets the error.
     let now = w.now();
     w[a].conn.check_peer_left(now);
     assert!(w[a].completed().is_empty());
@@ -440,7 +440,7 @@ fn requests_posted_in_the_error_state_are_flushed_at_once() {
 }
 
 #[test]
-fn a_draining_send_queue_finishes_what_was_taken_and_says_so_once() {
+fn a_draining_send_queue_finishes_taken_requests_and_raises_one_event() {
     each_seed(20, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::anywarp());
@@ -584,7 +584,7 @@ fn a_request_without_access_fails_with_remote_access_and_the_ones_before_it_succ
 }
 
 #[test]
-fn a_request_that_makes_no_sense_to_the_peer_fails_with_remote_invalid_request() {
+fn an_invalid_request_fails_with_remote_invalid_request() {
     each_seed(10, |seed| {
         let misaligned =
             |here: &Mr, there: &Mr| compare_swap(4, there.remote(4), 0, 0).from(&[here.part(0, 8)]);
@@ -592,7 +592,7 @@ fn a_request_that_makes_no_sense_to_the_peer_fails_with_remote_invalid_request()
         assert_eq!(sent, behind_good(Status::RemoteInvalidRequest));
         assert_eq!(received, receives(Status::Success, Status::Flushed));
         assert_eq!(events, [false, true]);
-        // A Send that is longer than its receive: the receiver hears it too.
+        // A Send that is longer than its receive: the receive fails too.
         let (sent, received, _) = with_bad(seed, |here, _| send(4).from(&[here.part(0, 101)]));
         assert_eq!(sent, behind_good(Status::RemoteInvalidRequest));
         assert_eq!(received, receives(Status::Success, Status::LocalLength));
@@ -672,7 +672,7 @@ fn a_receive_into_memory_that_is_not_ours_fails_at_both_ends() {
 // ---------------------------------------------------------------------- shared receive queues, overflow
 
 #[test]
-fn queue_pairs_share_receives_and_the_limit_is_told_once() {
+fn queue_pairs_share_receives_and_the_limit_event_is_raised_once() {
     each_seed(20, |seed| {
         let mut w = World::new(seed);
         let (one, two, server) = (w.host(), w.host(), w.host());

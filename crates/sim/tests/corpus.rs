@@ -1,4 +1,4 @@
-//! What the fuzzer found worth keeping, and what it found broken, once more.
+//! Replays the inputs that the fuzzer found.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::path::Path;

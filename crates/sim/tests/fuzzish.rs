@@ -1,4 +1,4 @@
-//! A peer that says anything at all: nothing panics, nothing grows, nothing is placed where it may not be.
+//! A peer that sends random bytes: no panic, no growth, and no placement outside of the allowed memory.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -66,7 +66,7 @@ fn any_calls() {
 }
 
 #[test]
-fn a_peer_that_makes_us_say_no_for_ever_gets_no_memory_for_it() {
+fn a_peer_that_causes_endless_refusals_uses_no_memory() {
     let mut w = World::new(1);
     let (end, peer) = w.raw(&Setup::anywarp(), false);
     w.pipe_from(end).capacity = 0;

@@ -172,7 +172,7 @@ fn inline_data_is_taken_when_it_is_posted() {
 }
 
 #[test]
-fn a_solicited_send_says_so() {
+fn a_solicited_send_makes_a_solicited_completion() {
     for setup in both() {
         let mut w = World::new(4);
         let (a, b) = w.pair(&setup);
@@ -334,7 +334,7 @@ fn a_write_of_any_size_lands_where_it_says_and_nowhere_else() {
 }
 
 #[test]
-fn a_write_with_immediate_takes_a_receive_and_tells_its_length() {
+fn a_write_with_immediate_takes_a_receive_and_reports_its_length() {
     for setup in both() {
         each_seed(2, |seed| {
             let mut w = World::new(seed);
@@ -395,7 +395,7 @@ fn a_read_of_any_size_fetches_what_is_there() {
 }
 
 #[test]
-fn a_read_of_nothing_looks_at_no_memory() {
+fn a_read_of_length_0_accesses_no_memory() {
     for setup in both() {
         let mut w = World::new(8);
         let (a, _b) = w.pair(&setup);
@@ -532,7 +532,7 @@ fn what_the_new_messages_carry_besides() {
 }
 
 #[test]
-fn an_atomic_that_cannot_be_made_is_told_to_the_peer() {
+fn an_atomic_that_cannot_be_made_is_reported_to_the_peer() {
     // RFC 7306 §8.1 (1) [term-new-local]
     let mut w = World::new(9);
     let (end, peer) = w.raw(&Setup::standard(), true);
@@ -861,7 +861,7 @@ fn without_crc_the_same_works() {
 }
 
 #[test]
-fn a_responder_is_silent_until_the_first_message_and_hears_that_the_stream_is_up() {
+fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() {
     for first in [First::Hello, First::Write, First::Read, First::Send] {
         let setup = Setup {
             first,
@@ -906,7 +906,7 @@ fn a_responder_is_silent_until_the_first_message_and_hears_that_the_stream_is_up
 }
 
 #[test]
-fn towards_a_standard_peer_nothing_private_is_said() {
+fn a_standard_peer_gets_no_control_messages() {
     each_seed(4, |seed| {
         let mut w = World::new(seed);
         let (end, peer) = w.raw(&Setup::standard(), true);
@@ -1028,7 +1028,7 @@ fn segments_fill_the_mulpdu_and_no_more() {
     }
 }
 
-/// A responder does not know yet who dialed it: it keeps to the size that every peer takes until a Hello comes.
+/// A responder does not know its peer's implementation before the Hello, and uses the size that all peers accept.
 #[test]
 fn an_unknown_peer_gets_small_segments_until_its_hello() {
     for (says_hello, largest) in [(false, 1442), (true, 9000)] {
@@ -1063,9 +1063,9 @@ fn an_unknown_peer_gets_small_segments_until_its_hello() {
     }
 }
 
-/// The longest of the list that was posted counts, and none waits for company alone.
+/// The longest request of a list decides, and a single request does not wait.
 #[test]
-fn few_and_short_requests_wait_for_company() {
+fn few_and_short_requests_wait_to_be_sent_together() {
     let (small, gathered) = (
         COALESCE_TCP.max_payload,
         COALESCE_BYTES / COALESCE_TCP.max_payload,
@@ -1098,7 +1098,7 @@ fn few_and_short_requests_wait_for_company() {
     }
     w[a].post(write(99, there.remote(0)).from(&[here.all()]));
     assert!(!w[a].conn.may_coalesce_burst(&COALESCE_TCP, 64), "too many");
-    // They are taken, and nobody acknowledges them.
+    // The requests are taken and not acknowledged.
     let now = w.now();
     w[a].conn.poll_tx(now, true, &mut TxBatch::default());
     w[a].post(write(100, there.remote(0)).from(&[here.all()]));

@@ -1,4 +1,4 @@
-//! A message that finds no receive waits and is repeated; everything behind it keeps its order.
+//! A message without a posted receive waits and is sent again; all requests behind it keep their order.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -54,7 +54,7 @@ fn a_send_waits_until_a_receive_is_posted() {
 }
 
 #[test]
-fn the_wait_is_what_the_receivers_timer_says() {
+fn the_wait_is_the_rnr_timer_of_the_receiver() {
     for code in [1, 12, 20] {
         let setup = Setup {
             min_rnr_timer: code,
@@ -361,7 +361,7 @@ fn controls(fpdus: &[Fpdu]) -> Vec<Control> {
 }
 
 #[test]
-fn what_comes_behind_a_dropped_send_is_dropped_until_the_restart() {
+fn requests_behind_a_dropped_send_are_dropped_until_the_restart() {
     let mut w = World::new(1);
     let setup = Setup {
         min_rnr_timer: 9,
@@ -426,7 +426,7 @@ fn what_comes_behind_a_dropped_send_is_dropped_until_the_restart() {
         controls(&w[peer].heard()).last(),
         Some(&Control::Ack { seq: 3 })
     );
-    // A restart that nobody asked for.
+    // A Restart without a receiver-not-ready.
     w[peer].sends(&Control::Restart { seq: 9 }.header().emit());
     w.run();
     assert_eq!(w[end].conn.state(), State::Error);

@@ -1,5 +1,5 @@
-//! Rules of RFC 5040 and RFC 5041 that need more than a script: what every header says, what comes when, and what is said
-//! when our own side fails.
+//! Rules of RFC 5040 and RFC 5041 that need more than a script: the fields of all headers, the order of messages, and the
+//! reports of local failures.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -29,7 +29,7 @@ const THERE: Remote = Remote {
     to: To(0x1000),
 };
 
-/// An end that opened a stream to a peer that speaks by hand; segments have 129 bytes at most.
+/// An end that opened a stream to a scripted peer; segments have 129 bytes at most.
 fn opened(seed: u64) -> (World, EndId, RawId) {
     let mut w = World::new(seed);
     let setup = Setup {
@@ -300,7 +300,7 @@ fn read_responses_come_in_the_order_of_the_requests_and_name_their_sinks() {
             assert_eq!(got, data[1000 - size as usize..]);
         }
         assert!(rest.is_empty());
-        // RFC 5040 §5.2.1 [read-not-delivered]: the application hears nothing of it.
+        // RFC 5040 §5.2.1 [read-not-delivered]: the application gets no completion.
         assert!(w[end].received().is_empty() && w[end].completed().is_empty());
     });
 }
@@ -361,7 +361,7 @@ fn a_message_is_delivered_with_its_last_segment_and_once() {
         assert_eq!(got[0].byte_len, 23);
         // RFC 5041 §5.2 [ddp-place-all]
         assert_eq!(w[end].bytes(&mr)[..23], [&[1; 20][..], &[2; 3]].concat());
-        // RFC 5040 §5.1 [rdmap-write-not-delivered]: a Write is placed and nobody hears of it.
+        // RFC 5040 §5.1 [rdmap-write-not-delivered]: a Write is placed without a completion.
         let write = tagged(Opcode::Write, mr.stag(), mr.all().addr + 30, true, &[3; 4]);
         w[peer].sends(&write);
         w.run();
@@ -539,7 +539,7 @@ fn is_local(f: &Fpdu) -> bool {
 }
 
 #[test]
-fn a_request_that_cannot_be_built_is_told_to_the_peer_in_its_place() {
+fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
     type Spoil = fn(&mut World, EndId, &Mr) -> Sge;
     let spoils: [Spoil; 2] = [
         |_, _, mr| Sge {
@@ -609,7 +609,7 @@ fn memory_that_goes_in_the_middle_of_a_send_ends_it_with_a_terminate() {
 }
 
 #[test]
-fn a_read_that_cannot_be_answered_to_its_end_says_what_is_left_of_it() {
+fn a_read_that_cannot_be_answered_completely_is_reported_with_its_remainder() {
     each_seed(20, |seed| {
         let (mut w, end, peer) = answering(seed);
         let len = 4 << 20;
@@ -654,7 +654,7 @@ fn a_read_that_cannot_be_answered_to_its_end_says_what_is_left_of_it() {
 }
 
 #[test]
-fn the_first_error_is_told_and_what_follows_is_dropped() {
+fn the_first_error_is_reported_and_later_segments_are_dropped() {
     each_seed(20, |seed| {
         let (mut w, end, peer) = answering(seed);
         let mr = w[end].register(64, access::WRITE);
@@ -712,7 +712,7 @@ fn a_completion_queue_that_overflows_ends_its_own_streams_alone() {
 }
 
 #[test]
-fn an_overflow_towards_a_standard_peer_is_told_with_a_terminate() {
+fn an_overflow_towards_a_standard_peer_is_reported_with_a_terminate() {
     let mut w = World::new(1);
     let setup = Setup {
         cqe: 3,

@@ -1,4 +1,4 @@
-//! Both machines of MPA start-up against each other, over a stream that cuts where it likes.
+//! The two state machines of MPA start-up connected by a stream that arrives in random pieces.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -31,7 +31,7 @@ fn arrive<T>(
     }
 }
 
-/// What both ends know when the stream is open.
+/// The outcome at both ends when the stream is open.
 struct Opened {
     request: Request,
     accepted: Accepted,

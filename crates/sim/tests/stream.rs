@@ -1,4 +1,4 @@
-//! How FPDUs lie in the stream: markers, and the start of TCP segments.
+//! Positions of FPDUs in the stream: markers, and the start of TCP segments.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -9,7 +9,7 @@
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch, mulpdu};
 use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, fetch_add, read, send, write};
 
-/// RFC 5044 §4.3 [mpa-markers-able]: each end says whether it wants markers, and gets them, whatever the other end wants.
+/// RFC 5044 §4.3 [mpa-markers-able]: each end may request markers, and gets them, whether or not the other end does.
 #[test]
 fn each_end_gets_the_markers_that_it_asked_for() {
     for (first_wants, second_wants) in [(true, false), (false, true), (true, true)] {
@@ -114,8 +114,8 @@ fn a_segment_size_that_changes_in_the_middle_of_a_message_is_taken() {
     }
 }
 
-/// RFC 5044 §5.1 [mpa-align]: a batch for a peer that wants FPDUs at the start of TCP segments ends behind each message, so that the socket can end
-/// the segment there.
+/// RFC 5044 §5.1 [mpa-align]: a batch for a peer that wants FPDUs at the start of TCP segments ends behind each
+/// message, so that the socket can end the segment there.
 #[test]
 fn an_aligned_batch_holds_one_message() {
     let mut w = World::new(1);
@@ -138,7 +138,7 @@ fn an_aligned_batch_holds_one_message() {
     assert!(batch.is_empty());
 }
 
-/// RFC 5041 §4.3 [ddp-msn-modulo]: message numbers begin again behind the last one, and so do ours between two anywarp ends.
+/// RFC 5041 §4.3 [ddp-msn-modulo]: message sequence numbers wrap, and so do the sequence numbers of two anywarp ends.
 #[test]
 fn numbers_wrap_and_nothing_is_lost_or_done_twice() {
     for setup in [Setup::standard(), Setup::anywarp()] {

@@ -1,6 +1,6 @@
-//! Every rule that a peer can break, and what it hears of it.
+//! Every rule that a peer can break, and the Terminate that reports it.
 //!
-//! Most of them are scripts: `scripts/*.pkt`, one rule a file. What needs a loop is here.
+//! Most of them are scripts: `scripts/*.pkt`, one rule a file. Tests that need a loop are here.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -65,7 +65,7 @@ fn send_of(msn: u32, mo: u32, last: bool, payload: &[u8]) -> Vec<u8> {
     [&header.emit()[..], payload].concat()
 }
 
-/// A responder under test whose peer has said its first message.
+/// A responder under test that has received the first message of its peer.
 fn started(seed: u64) -> (World, EndId, RawId) {
     started_with(seed, &Setup::standard())
 }
@@ -416,7 +416,7 @@ fn memory_that_is_deregistered_while_it_is_read_ends_the_stream_and_fails_that_r
 }
 
 #[test]
-fn responses_to_a_peer_that_does_not_listen_are_bounded() {
+fn responses_to_a_peer_that_does_not_read_are_bounded() {
     let (mut w, end, peer) = {
         let mut w = World::new(1);
         let (end, peer) = w.raw(&Setup::anywarp(), false);

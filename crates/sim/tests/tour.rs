@@ -1,4 +1,4 @@
-//! The tour of the data path in ARCHITECTURE.md is what really happens.
+//! The tour of the data path in ARCHITECTURE.md, compared with a recorded run.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::collections::BTreeMap;

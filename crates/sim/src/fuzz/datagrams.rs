@@ -1,4 +1,4 @@
-//! Datagrams from anybody to a queue pair of each kind: UD, UD with one-sided operations, UC, RD.
+//! Datagrams of arbitrary peers to a queue pair of each kind: UD, UD with one-sided operations, UC, RD.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -325,7 +325,7 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
     }
 }
 
-/// A packet of nobody in particular.
+/// A packet of an arbitrary peer.
 fn transport() -> Packet {
     Packet {
         token: 7,

@@ -1,6 +1,6 @@
-//! Choices made by a row of bytes.
+//! Choices that the bytes of the input make.
 
-/// The bytes that are left. Behind the last one all numbers are 0.
+/// The rest of the input. After its last byte all numbers are 0.
 #[derive(Debug)]
 pub(super) struct Input<'a> {
     bytes: &'a [u8],

@@ -1,12 +1,12 @@
-//! What a fuzzer does with the machines: each function takes any bytes and panics where a promise is broken.
+//! The functions that a fuzzer calls: each takes any bytes and panics if the code under test breaks a promise.
 //!
-//! The fuzzer's own programs (`fuzz/fuzz_targets`) are one line each; `tests/corpus.rs` runs what they found, and
-//! `tests/fuzzish.rs` runs the same functions on random bytes. A failing input is a file, and
-//! `cargo test -p anywarp-sim --test corpus` with that file in `fuzz/corpus/TARGET` replays it.
+//! The fuzzer's own programs (`fuzz/fuzz_targets`) are one line each; `tests/corpus.rs` runs the inputs that they
+//! found, and `tests/fuzzish.rs` runs the same functions on random bytes. A failing input is a file, and `cargo test -p
+//! anywarp-sim --test corpus` with that file in `fuzz/corpus/TARGET` replays it.
 //!
 //! | target | its bytes are |
 //! |---|---|
-//! | [`startup()`] | what a peer says before there is a stream |
+//! | [`startup()`] | the bytes of a peer before there is a stream |
 //! | [`stream()`] | the stream of a connection with work of every kind under way |
 //! | [`segments()`] | well-formed FPDUs with headers, numbers and lengths of the fuzzer's choice |
 //! | [`datagrams()`] | datagrams to a UD and a UC queue pair, raw and with good checksums |

@@ -1,4 +1,4 @@
-//! Messages that are right, or almost.
+//! Valid messages, and messages with single errors.
 
 use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::{Tagged, Untagged};
@@ -15,7 +15,7 @@ pub fn segments(data: &[u8]) {
     converse(data);
 }
 
-/// The same; whether the connection was still alive in the end.
+/// Runs [`segments`], and returns whether the connection was still open at the end.
 pub fn converse(data: &[u8]) -> bool {
     let mut input = Input::new(data);
     let mut t = Target::new(&mut input);
@@ -38,13 +38,13 @@ pub fn converse(data: &[u8]) -> bool {
                 t.w[peer].sends(&ulpdu);
             }
             170..190 if input.odd() => {
-                // One that is damaged, its frame good.
+                // A damaged segment in a valid frame.
                 let mut ulpdu = says.message(&t, &mut input);
                 damage(&mut ulpdu, &mut input);
                 t.w[peer].sends(&ulpdu);
             }
             190..195 if input.odd() => {
-                // The same twice.
+                // The segment twice.
                 let frame = framed(&says.message(&t, &mut input));
                 t.w[peer].sends_bytes(&frame);
                 t.w[peer].sends_bytes(&frame);
@@ -87,7 +87,7 @@ fn damage(ulpdu: &mut Vec<u8>, input: &mut Input<'_>) {
     }
 }
 
-/// What a peer keeps count of.
+/// The numbers that a peer counts.
 struct Says {
     send_msn: u32,
     read_msn: u32,
@@ -139,7 +139,7 @@ fn tagged(opcode: Opcode, mr: &Mr, at: u64, input: &mut Input<'_>, body: &[u8]) 
 }
 
 impl Says {
-    /// A message that is right as far as the peer can know, unless the bytes say otherwise.
+    /// A message that is valid as far as the peer can know, unless the input chooses an error.
     fn message(&mut self, t: &Target, input: &mut Input<'_>) -> Vec<u8> {
         let len = match input.byte() {
             n @ 0..5 => [0, 8, 100, 1_000, 4_900][usize::from(n)],

@@ -1,4 +1,4 @@
-//! What a peer says before there is a stream: Requests to a responder, Replies to an initiator.
+//! The bytes of a peer before there is a stream: Requests to a responder, Replies to an initiator.
 
 use anywarp_core::llp::mpa::startup::{
     Incoming, Initiator, InitiatorConfig, Progress, Responder, ResponderLimits, RtrForms,
@@ -121,7 +121,7 @@ fn initiator(input: &mut Input<'_>) {
     }
 }
 
-/// Two of ours agree, whatever they want.
+/// Two anywarp ends agree, whatever their configurations are.
 fn both(input: &mut Input<'_>) {
     let (config, limits) = (config(input), limits(input));
     let (ird, ord) = (input.u16(), input.u16());

@@ -3,7 +3,7 @@
 use super::input::Input;
 use super::target::Target;
 
-/// A choice of set-up, then what the peer sends, byte by byte.
+/// A choice of set-up, then the bytes that the peer sends.
 pub fn stream(data: &[u8]) {
     let mut input = Input::new(data);
     let mut target = Target::new(&mut input);

@@ -1,4 +1,4 @@
-//! An end with work of every kind under way, all kinds of memory, and a peer that may say anything.
+//! An end with requests of every kind under way, all kinds of memory, and a peer that may send anything.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::{EndId, Mr, RawId, Request, Setup, World, access, fetch_add, read, se
 
 use super::input::Input;
 
-/// Bytes that one end may have to remember about its peer, as its `Debug` form tells them.
+/// Largest `Debug` text of an end, in bytes: a bound of the state that a peer can cause.
 const STATE_LIMIT: usize = 1 << 20;
 
 pub(super) struct Target {
@@ -20,7 +20,7 @@ pub(super) struct Target {
     pub(super) writable: Mr,
     pub(super) readable: Mr,
     pub(super) atomic: Mr,
-    /// No peer has a right to it.
+    /// Memory without remote rights.
     pub(super) closed: Mr,
     pub(super) source: Mr,
     pub(super) sink: Mr,
@@ -78,7 +78,7 @@ impl Target {
         t
     }
 
-    /// The application posts something.
+    /// Posts a request of the application.
     pub(super) fn work(&mut self, input: &mut Input<'_>) {
         let remote = Remote {
             rkey: Stag(0x700),
@@ -108,7 +108,7 @@ impl Target {
         }
     }
 
-    /// The application takes the memory away that its peer may be reading.
+    /// Deregisters memory that the peer may be reading.
     pub(super) fn deregister(&mut self) {
         if !self.readable_gone {
             self.readable_gone = true;
@@ -128,7 +128,7 @@ impl Target {
         self.w[self.end].conn.state() == State::Rts
     }
 
-    /// Afterwards: memory that nobody may write is as it was, and every request completes once.
+    /// Checks at the end that memory without write rights is unchanged, and that every request completed once.
     pub(super) fn check(mut self) {
         self.w.run_for(Duration::from_millis(20));
         let end = self.end;

@@ -1,4 +1,4 @@
-//! An application that calls anything on two connected ends.
+//! An application that makes arbitrary calls on two connected ends.
 
 use std::time::Duration;
 
@@ -78,7 +78,7 @@ impl Side {
         (0..input.below(5)).map(|_| self.sge(input)).collect()
     }
 
-    /// Memory of this side as the other one names it.
+    /// Memory of this end, as the other end names it.
     fn remote(&self, input: &mut Input<'_>) -> Remote {
         let mr = &self.regions[input.below(self.regions.len())];
         Remote {
@@ -168,7 +168,7 @@ fn call(w: &mut World, sides: &mut [Side; 2], which: usize, input: &mut Input<'_
             let at = input.below(sides[which].regions.len());
             if !sides[which].gone[at] {
                 let side = &mut sides[which];
-                // It may be refused: a window is bound to it.
+                // Deregistering may be refused: a window may be bound to the region.
                 let region = &side.regions[at].region;
                 side.gone[at] = w[end].host.rnic.regions.deregister(region).is_ok();
             }
@@ -182,7 +182,7 @@ fn call(w: &mut World, sides: &mut [Side; 2], which: usize, input: &mut Input<'_
                 State::Init,
             ]);
             let given = mask::STATE | if input.byte() < 200 { 0 } else { input.u32() };
-            // Whatever it says: what it refuses must have changed nothing.
+            // The call may be refused, and then must not have changed anything.
             let before = w[end].conn.state();
             let refused = w[end]
                 .conn
