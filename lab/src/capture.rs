@@ -5,7 +5,7 @@
 //! the dissector. With `ANYWARP_PROFILE=standard` there are none: tshark then knows everything without it.
 //!
 //! Of datagrams the dissector alone knows what they are. It is held against our own decoder as well, datagram by datagram: on
-//! the conversations of `crates/sim/tests/conversations`, whose bytes are kept together with their decoded form.
+//! the conversations of `docs/datagram-iwarp-vectors.md`, whose bytes stand there together with their decoded form.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -308,7 +308,7 @@ impl Case {
 
 // ---------------------------------------------------------------- conversations that are kept
 
-/// Files of `crates/sim/tests/conversations`.
+/// Blocks of `docs/datagram-iwarp-vectors.md`.
 const CONVERSATIONS: [&str; 2] = ["ud", "rd"];
 
 /// What the dissector is asked for, of each datagram.
@@ -347,9 +347,13 @@ struct Said {
 
 /// The dissector understands each datagram of a conversation as our decoder does.
 fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
-    let kept = sh::root().join(format!("crates/sim/tests/conversations/{name}.txt"));
+    let page = std::fs::read_to_string(sh::root().join("docs/datagram-iwarp-vectors.md"))?;
+    let block = page.split_once(&format!("<!-- {name} -->\n```text\n"));
+    let (block, _) = block
+        .and_then(|(_, rest)| rest.split_once("```"))
+        .ok_or("no such block")?;
     let mut all: Vec<Said> = Vec::new();
-    for line in std::fs::read_to_string(kept)?.lines() {
+    for line in block.lines() {
         if let Some(hex) = line.strip_prefix("   ") {
             let decoded = all.last_mut().ok_or("bytes of nothing")?;
             for at in (0..hex.len()).step_by(2) {

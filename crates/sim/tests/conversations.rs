@@ -1,4 +1,5 @@
-//! Two conversations, datagram by datagram: bytes and what [`pretty::udp`] makes of them, against files that are kept.
+//! The vectors of `docs/datagram-iwarp-vectors.md` and `docs/datagram-iwarp.md`: two conversations, datagram by datagram, bytes and
+//! what [`pretty::udp`] makes of them.
 //!
 //! The format is frozen, so the bytes are; with virtual time and a seed nothing else in them changes. `cargo lab capture`
 //! gives the same bytes to tshark and compares what the dissector makes of them. After a change that is meant, run with
@@ -12,12 +13,14 @@
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use anywarp_core::datagram::Kind;
 use anywarp_core::datagram::options::{Options, Segment};
+use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::wire::pretty;
 use anywarp_sim::ether::{Ether, Id, Link};
@@ -92,15 +95,21 @@ impl Talk {
         text
     }
 
+    /// Compares the conversation with the block `name` of the document.
     fn compare(&self, name: &str) {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("tests/conversations")
-            .join(name);
         let text = self.text();
+        let begin = format!("<!-- {name} -->\n```text\n");
+        // The other test may write its block meanwhile.
+        static DOCUMENT: Mutex<()> = Mutex::new(());
+        let _alone = DOCUMENT.lock();
+        let file = document("datagram-iwarp-vectors.md");
+        let page = std::fs::read_to_string(&file).unwrap();
+        let (before, rest) = page.split_once(&begin).unwrap();
+        let (kept, after) = rest.split_once("```").unwrap();
         if std::env::var_os("ANYWARP_BLESS").is_some() {
-            std::fs::write(&file, &text).unwrap();
+            std::fs::write(&file, format!("{before}{begin}{text}```{after}")).unwrap();
+            return;
         }
-        let kept = std::fs::read_to_string(&file).unwrap();
         for (n, (new, old)) in text.lines().zip(kept.lines()).enumerate() {
             assert_eq!(new, old, "{name}, line {}", n + 1);
         }
@@ -108,6 +117,36 @@ impl Talk {
         // Nothing that the decoder does not know.
         assert!(!text.contains("malformed") && !text.contains("unknown"));
     }
+}
+
+fn document(name: &str) -> PathBuf {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR"));
+    crates.join("../../docs").join(name)
+}
+
+/// The document has vectors in backticks too, with spaces between the fields.
+#[test]
+fn the_vectors_in_the_text_are_whole_datagrams() {
+    let page = std::fs::read_to_string(document("datagram-iwarp.md")).unwrap();
+    let is_hex =
+        |span: &&str| span.len() > 30 && span.chars().all(|c| c.is_ascii_hexdigit() || c == ' ');
+    let mut count = 0;
+    for span in page.split('`').filter(is_hex) {
+        let digits: String = span.split(' ').collect();
+        let bytes: Vec<u8> = (0..digits.len())
+            .step_by(2)
+            .map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap())
+            .collect();
+        let (body, crc) = bytes.split_last_chunk::<4>().unwrap();
+        assert_eq!(Crc32c::of(body), *crc, "{span}");
+        let text = pretty::udp(&bytes).to_string();
+        assert!(
+            !text.contains("malformed") && !text.contains("unknown"),
+            "{span}: {text}"
+        );
+        count += 1;
+    }
+    assert_eq!(count, 6);
 }
 
 fn options() -> Options {
@@ -158,7 +197,7 @@ fn unreliable_datagrams() {
         .post(a, b, write(5, closed.remote(0)).from(&[part]));
     talk.end(5, Status::Success);
     assert!(talk.net[a].qp.poll_error().is_some());
-    talk.compare("ud.txt");
+    talk.compare("ud");
 }
 
 #[test]
@@ -198,5 +237,5 @@ fn reliable_datagrams() {
     talk.net[b].recv(2, &[theirs.all()]);
     talk.net.post(a, b, send(7).from(&[part]));
     talk.end(7, Status::Success);
-    talk.compare("rd.txt");
+    talk.compare("rd");
 }
