@@ -189,6 +189,8 @@ impl Build {
             format!("-Zsanitizer={}", self.kind.name()),
             // The standard library is without it.
             "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned(),
+            // For tests of what memory is taken: a sanitizer takes some of its own for each allocation.
+            "--cfg=sanitized".to_owned(),
         ];
         flags.extend(
             self.link

@@ -4,15 +4,58 @@
 //! them is ever made: bytes are copied in and out by address. The address comes from a [`Pinned`], which only a
 //! successful access check can make and which keeps the region registered while it lives.
 
+use std::cell::Cell;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use anywarp_core::verbs::mr::{Memory, Pinned, Placement};
 use smallvec::SmallVec;
 
+use crate::sys::pages::write_own_memory;
+
 /// The memory of this process.
 #[derive(Debug)]
 pub(crate) struct UserMemory;
+
+thread_local! {
+    static TOLERATES_UNMAPPED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While it exists, bytes that this thread places in memory that is unmapped although it is registered are lost, and the
+/// process goes on (decision 007).
+#[derive(Debug)]
+pub(crate) struct TolerateUnmapped(());
+
+impl TolerateUnmapped {
+    pub(crate) fn new() -> Self {
+        TOLERATES_UNMAPPED.set(true);
+        Self(())
+    }
+}
+
+impl Drop for TolerateUnmapped {
+    fn drop(&mut self) {
+        TOLERATES_UNMAPPED.set(false);
+    }
+}
+
+/// Has the kernel copy `bytes` to `target`, which need not be mapped. False: the kernel does not do that for this process.
+///
+/// # Safety
+/// As for [`write_own_memory`].
+unsafe fn copy_by_kernel(target: *mut u8, bytes: &[u8]) -> bool {
+    static REFUSED: AtomicBool = AtomicBool::new(false);
+    if REFUSED.load(Ordering::Relaxed) {
+        return false;
+    }
+    // SAFETY: the caller's promise.
+    let result = unsafe { write_own_memory(target, bytes) };
+    let copied = result.is_ok() || result == Err(libc::EFAULT);
+    if !copied {
+        REFUSED.store(true, Ordering::Relaxed);
+    }
+    copied
+}
 
 /// The part `[offset, offset + len)` of a pinned range, cut to what exists.
 fn range(of: &Pinned<'_>, offset: u64, len: u64) -> (*mut u8, usize) {
@@ -28,6 +71,12 @@ fn range(of: &Pinned<'_>, offset: u64, len: u64) -> (*mut u8, usize) {
 impl Memory for UserMemory {
     fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]) {
         let (target, len) = range(to, offset, bytes.len() as u64);
+        if TOLERATES_UNMAPPED.get() {
+            // SAFETY: `target..target+len` lies inside the pinned region (`range` cuts it).
+            if unsafe { copy_by_kernel(target, bytes.get(..len).unwrap_or(bytes)) } {
+                return;
+            }
+        }
         if let Ok(word) = <[u8; 8]>::try_from(bytes)
             && len == 8
             && target.addr().is_multiple_of(8)
@@ -190,6 +239,8 @@ mod tests {
     use anywarp_core::verbs::mr::Registration;
     use anywarp_core::wire::To;
 
+    use crate::sys::pages::Pages;
+
     // RFC 7306 §5 [atomic-exclusive]
     #[test]
     fn an_atomic_of_another_stream_in_the_middle_of_one_is_not_lost() {
@@ -223,6 +274,35 @@ mod tests {
         });
         assert_eq!((old, word.load(Ordering::SeqCst)), (100, 101));
         drop((one, other));
+        regions.deregister(&region).unwrap();
+    }
+
+    #[test]
+    fn memory_that_is_unmapped_while_it_is_registered_takes_bytes_without_a_signal() {
+        let engine = crate::engine::engine().unwrap();
+        let pages = Pages::new(4096).unwrap();
+        let what = Registration {
+            start: pages.start() as u64,
+            len: 4096,
+            base: pages.start() as u64,
+            access: Access::LOCAL_WRITE,
+            pd: 7,
+            present: None,
+        };
+        let regions = &engine.rnic.regions;
+        let region = regions.register(&what, &mut || 0x005a_5a01).unwrap();
+        let place = regions.check(region.stag(), 7, 1, Access::LOCAL_WRITE, To(what.base), 100);
+        let place = place.unwrap();
+        let pinned = place.pin().unwrap();
+        let _tolerant = TolerateUnmapped::new();
+        UserMemory.place(&pinned, 3, b"some bytes");
+        let mut found = Vec::new();
+        UserMemory.gather(&pinned, 0, 16, &mut found);
+        assert_eq!(found, b"\0\0\0some bytes\0\0\0");
+        drop(pages);
+        UserMemory.place(&pinned, 3, b"some bytes");
+        UserMemory.place(&pinned, 8, b"one word");
+        drop(pinned);
         regions.deregister(&region).unwrap();
     }
 }

@@ -36,7 +36,9 @@ const PATTERN: &str = "ANYWARP_TEST_PATTERN";
 /// Each order in a process of its own, whose memory nobody else uses.
 #[test]
 fn what_waits_takes_no_more_memory_than_it_is_charged() {
-    for (at, pattern) in PATTERNS.iter().enumerate() {
+    // Under a sanitizer each takes ten times as long, and measures nothing.
+    let patterns = if cfg!(sanitized) { 1 } else { PATTERNS.len() };
+    for (at, pattern) in PATTERNS.iter().enumerate().take(patterns) {
         let this = std::env::current_exe().unwrap();
         let mut child = Command::new(this);
         child.args(["--exact", "fill", "--ignored", "--nocapture"]);
@@ -155,9 +157,9 @@ fn fill() {
     let (charged, held) = (net[near].qp.waiting(), resident() - before);
     println!("{order} {ordered}: charged {charged}, held {held}");
     assert!(charged <= bounds::RD_WAITING && charged > bounds::RD_WAITING / 4 * 3);
-    // What each peer costs besides is counted elsewhere.
+    // What each peer costs besides is counted elsewhere. A sanitizer takes memory of its own for each allocation.
     assert!(
-        held <= charged + strangers.len() * 16_384,
+        cfg!(sanitized) || held <= charged + strangers.len() * 16_384,
         "{held} for {charged}"
     );
     // Silence gives it back.

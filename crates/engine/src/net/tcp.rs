@@ -133,6 +133,17 @@ pub enum Outcome {
     Broken(i32),
 }
 
+/// What a hand-over message of the peer did.
+#[derive(Debug, Clone, Copy)]
+enum Handled {
+    /// There was none, or the peer's stream stays where it is.
+    Unchanged,
+    /// The peer's stream comes through shared memory from here on.
+    Switched,
+    /// The peer broke a rule, and its stream ends.
+    Violation,
+}
+
 impl Tcp {
     /// Takes a connected socket and bytes that were received from it during start-up. With `tx`, sends to that socket.
     pub fn new(fd: EngineFd, tx: Option<EngineFd>, leftover: Vec<u8>, framing: Framing) -> Self {
@@ -182,22 +193,22 @@ impl Tcp {
     }
 
     /// Handles a hand-over message of the peer, if there is one; whether the peer's stream comes through shared memory from
-    /// here on. `behind`: bytes that were received behind the message. An error breaks the stream.
-    fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Result<bool, Outcome> {
+    /// here on. `behind`: bytes that were received behind the message.
+    fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
         if conn.has_handover_message() {
             self.answer_handover(conn, behind)
         } else {
-            Ok(false)
+            Handled::Unchanged
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn answer_handover(&mut self, conn: &mut Connection, behind: usize) -> Result<bool, Outcome> {
+    fn answer_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
         // As in `offer_shm`.
         let _inside = Uncancelled::new();
         match conn.poll_handover() {
-            None => Ok(false),
+            None => Handled::Unchanged,
             Some(Handover::Offer { pid, fd }) => {
                 let addresses = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
                 if let (Some(local), Some(remote)) = addresses {
@@ -207,28 +218,29 @@ impl Tcp {
                     Some(shm) => Handover::Take { proof: shm.proof() },
                     None => Handover::Refuse,
                 });
-                Ok(false)
+                Handled::Unchanged
             }
             Some(Handover::Refuse) => {
                 self.shm = None;
-                Ok(false)
+                Handled::Unchanged
             }
             Some(what @ (Handover::Take { .. } | Handover::Switch)) => {
-                let wrong = Outcome::Broken(libc::EPROTO);
-                let shm = self.shm.as_mut().ok_or(wrong)?;
+                let Some(shm) = &mut self.shm else {
+                    return Handled::Violation;
+                };
                 if let Handover::Take { proof } = what {
                     if !shm.taken_by_peer(proof) {
-                        return Err(wrong);
+                        return Handled::Violation;
                     }
                     conn.send_handover(Handover::Switch);
                 }
                 // Bytes behind the peer's last hand-over message only wake this end.
                 if !shm.count_wakeups(behind) {
-                    return Err(wrong);
+                    return Handled::Violation;
                 }
                 self.rx_shm = true;
                 conn.switch_rx_to_shm();
-                Ok(true)
+                Handled::Switched
             }
         }
     }
@@ -378,10 +390,10 @@ impl Tcp {
                 stage.copy_within(used..filled, 0);
                 filled -= used;
                 match self.handle_handover(conn, filled) {
-                    Ok(true) => filled = 0,
-                    Ok(false) => {}
-                    Err(broken) => {
-                        outcome = broken;
+                    Handled::Switched => filled = 0,
+                    Handled::Unchanged => {}
+                    Handled::Violation => {
+                        outcome = Outcome::Broken(libc::EPROTO);
                         break;
                     }
                 }
@@ -419,10 +431,10 @@ impl Tcp {
                         stage.copy_within(used..filled, 0);
                         filled -= used;
                         match self.handle_handover(conn, filled) {
-                            Ok(true) => (filled, fresh) = (0, false),
-                            Ok(false) => break,
-                            Err(broken) => {
-                                outcome = broken;
+                            Handled::Switched => (filled, fresh) = (0, false),
+                            Handled::Unchanged => break,
+                            Handled::Violation => {
+                                outcome = Outcome::Broken(libc::EPROTO);
                                 break;
                             }
                         }

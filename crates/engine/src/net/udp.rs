@@ -21,11 +21,13 @@ use super::route::MulticastHome;
 use super::socket::{self, unmapped};
 use crate::engine::Engine;
 use crate::fd::EngineFd;
+use crate::mem::TolerateUnmapped;
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
 use crate::sys::Io;
 use crate::sys::datagram::{self, DATAGRAMS, Datagram, Run};
 use crate::sys::socket::{get_option, multicast_interface};
+use crate::sys::thread::is_worker;
 
 /// Bytes of receive buffer for the largest datagram, or run of datagrams.
 const SLOT_BYTES: usize = 1 << 16;
@@ -411,6 +413,9 @@ impl<S: DatagramSink> Source for Listener<S> {
             return;
         };
         if readable {
+            // The program may release memory while the engine's thread handles its datagrams, and libraries that cache
+            // registrations (UCX) unmap it first.
+            let _tolerant = is_worker().then(TolerateUnmapped::new);
             port.readable(Batch::Full);
         }
         if writable {

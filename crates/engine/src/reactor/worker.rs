@@ -98,6 +98,7 @@ pub(crate) fn spawn(
         .stack_size(STACK_BYTES)
         .spawn(move || {
             thread::block_signals();
+            thread::mark_worker();
             if let Ok(reactor) = take.recv() {
                 reactor.work(on_panic);
             }

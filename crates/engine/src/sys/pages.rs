@@ -195,3 +195,29 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }
+/// Copies `bytes` to `target` in this process by the kernel, which reports memory that is not mapped (EFAULT) instead of
+/// raising a signal.
+///
+/// # Errors
+/// The errno, also if only a part was copied (EFAULT).
+///
+/// # Safety
+/// What is mapped at `target`, as far as `bytes` reach, is memory that the caller may write.
+pub(crate) unsafe fn write_own_memory(target: *mut u8, bytes: &[u8]) -> Result<(), i32> {
+    let local = libc::iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    let remote = libc::iovec {
+        iov_base: target.cast(),
+        iov_len: bytes.len(),
+    };
+    let this = rustix::process::getpid().as_raw_pid();
+    // SAFETY: `local` is only read. The caller may write at `target`, and the kernel checks that it is mapped.
+    let n = unsafe { libc::process_vm_writev(this, &raw const local, 1, &raw const remote, 1, 0) };
+    match usize::try_from(n) {
+        Ok(n) if n == bytes.len() => Ok(()),
+        Ok(_) => Err(libc::EFAULT),
+        Err(_) => Err(errno()),
+    }
+}

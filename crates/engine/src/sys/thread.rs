@@ -1,5 +1,7 @@
 //! Thread cancellation, signals and functions that run when the process exits.
 
+use std::cell::Cell;
+
 /// Registers `what` to be called when the process ends by `exit` or by returning from `main`.
 pub(crate) fn at_exit(what: extern "C" fn()) {
     // SAFETY: a function of this library, which is never unloaded (`-z nodelete`).
@@ -36,6 +38,20 @@ impl Drop for Uncancelled {
         // SAFETY: a state that the C library gave, and a local.
         unsafe { pthread_setcancelstate(self.0, &raw mut ours) };
     }
+}
+
+thread_local! {
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks the calling thread as the engine's own.
+pub(crate) fn mark_worker() {
+    IS_WORKER.set(true);
+}
+
+/// Whether the calling thread is the engine's own, and not one of the program.
+pub(crate) fn is_worker() -> bool {
+    IS_WORKER.get()
 }
 
 /// Blocks every signal in the calling thread, so that the application's threads receive them.
