@@ -15,6 +15,7 @@ const PROGRAMS: &[&str] = &[
     "addresses",
     "chaos",
     "dv",
+    "foreign",
     ELEVATED,
     EXAMPLES,
     "faults",
