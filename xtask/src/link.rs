@@ -15,7 +15,7 @@
 //! jumps go to names of our own under a node that carries our version: a `librdmacm.so.1` that
 //! meets another `libibverbs.so.1` does not load, instead of working on objects it does not know.
 
-use crate::symbols::{IBVERBS, Legacy, RDMACM, Symbol, nodes};
+use crate::symbols::{IBVERBS, Legacy, RDMACM, Symbol, Version, nodes};
 use crate::{Result, sh};
 use std::fmt::Write as _;
 use std::fs;
@@ -45,8 +45,8 @@ pub fn run(
 
     let map = work.join("libibverbs.map");
     fs::write(&map, ibverbs_map(symbols, &cm))?;
-    let legacy = work.join("legacy.s");
-    fs::write(&legacy, legacy_jumps(symbols)?)?;
+    let versions = work.join("versions.s");
+    fs::write(&versions, other_versions(symbols)?)?;
     let mut inner_names = String::new();
     for s in &cm {
         let _ = writeln!(inner_names, "-Wl,--defsym={}={}", inner(&s.name), s.name);
@@ -62,7 +62,7 @@ pub fn run(
         .arg("-Wl,--whole-archive")
         .arg(archive)
         .arg("-Wl,--no-whole-archive")
-        .arg(&legacy)
+        .arg(&versions)
         .args(sanitizer.unwrap_or_default())
         .args(["-Wl,--as-needed", "-lgcc_s", "-lm", "-lc"])
         .arg("-o")
@@ -124,19 +124,26 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
 ///
 /// A name that has an old version stands in two nodes. The linker gives the function of that name
 /// to the first of them, which must be the newer one, and the old version to the node that its
-/// `.symver` gives. No node is "on top of" another: that is a note to readers which would force the
+/// `.symver` gives; names of which all versions but one are the same function stand only in the node of the
+/// default version. No node is "on top of" another: that is a note to readers which would force the
 /// other order, and the loader does not look at it.
 fn version_script(symbols: &[Symbol], library: &str) -> String {
     let mut map = String::new();
     let nodes = nodes(symbols, library);
     let oldest = nodes.first().copied().unwrap_or_default();
     for node in nodes.into_iter().rev() {
-        let _ = writeln!(map, "{node} {{\n    global:");
-        for s in symbols {
-            if s.library == library && s.node == node {
-                let _ = writeln!(map, "        {};", s.name);
-            }
-        }
+        let given = symbols.iter().filter(|s| {
+            let version = matches!(s.version, Version::Default | Version::Legacy(_));
+            s.library == library && s.node == node && version
+        });
+        let names: String = given.map(|s| format!("        {};\n", s.name)).collect();
+        // A node may be without names, but not the keyword.
+        let global = if names.is_empty() {
+            ""
+        } else {
+            "    global:\n"
+        };
+        let _ = write!(map, "{node} {{\n{global}{names}");
         if node == oldest {
             map.push_str("    local:\n        *;\n");
         }
@@ -145,21 +152,40 @@ fn version_script(symbols: &[Symbol], library: &str) -> String {
     map
 }
 
-/// The old versions of symbols: jumps to the function that fails in the right way.
-fn legacy_jumps(symbols: &[Symbol]) -> Result<String> {
-    let old = |s: &Symbol| {
-        let failure = match s.legacy? {
-            Legacy::Null => "anywarp_legacy_null",
-            Legacy::Code => "anywarp_legacy_code",
-            Legacy::Void => "anywarp_legacy_void",
+/// The versions of symbols that are not the function of that name: jumps, and data.
+fn other_versions(symbols: &[Symbol]) -> Result<String> {
+    let jumps = symbols.iter().filter_map(|s| {
+        let target = match s.version {
+            Version::Default | Version::Data(_) => return None,
+            Version::Same => &s.name,
+            Version::Void | Version::Legacy(Legacy::Void) => "anywarp_legacy_void",
+            Version::Legacy(Legacy::Null) => "anywarp_legacy_null",
+            Version::Legacy(Legacy::Code) => "anywarp_legacy_code",
         };
-        Some((format!("anywarp_old_{}", s.name), failure.to_owned()))
-    };
-    let mut text = trampolines(symbols.iter().filter_map(old))?;
-    for s in symbols.iter().filter(|s| s.legacy.is_some()) {
-        let _ = writeln!(text, ".symver anywarp_old_{0}, {0}@{1}", s.name, s.node);
+        Some((local_name(s), target.to_owned()))
+    });
+    let mut text = trampolines(jumps)?;
+    for s in symbols {
+        let at = match s.version {
+            Version::Default => continue,
+            Version::Void | Version::Data(true) => "@@",
+            Version::Same | Version::Data(false) | Version::Legacy(_) => "@",
+        };
+        let local = local_name(s);
+        if let Version::Data(_) = s.version {
+            let _ = writeln!(
+                text,
+                ".data\n.globl {local}\n.type {local}, %object\n{local}:\n.byte 0\n.size {local}, 1"
+            );
+        }
+        let _ = writeln!(text, ".symver {local}, {}{at}{}", s.name, s.node);
     }
     Ok(text)
+}
+
+/// What a version of a symbol is called where it is defined.
+fn local_name(s: &Symbol) -> String {
+    format!("anywarp_{}_{}", s.name, s.node.replace('.', "_"))
 }
 
 /// Assembler text that defines each first name as a jump to the second.

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use xtask::symbols::{IBVERBS, RDMACM, Symbol};
+use xtask::symbols::{IBVERBS, RDMACM, Symbol, Version};
 use xtask::{Result, sh, symbols};
 
 /// An exported symbol: name, version node, and whether that is the version that programs link with.
@@ -33,17 +33,7 @@ pub(crate) fn run() -> Result {
     for library in [IBVERBS, RDMACM] {
         let ours = exports(&sh::dist().join("lib/anywarp").join(library))?;
         let theirs = exports(&distribution(library)?)?;
-        for missing in theirs.difference(&ours) {
-            differences.push(format!("{library}: missing {}", show(missing)));
-        }
-        // What is ours alone has a node of its own.
-        let foreign = |e: &&Export| !e.node.starts_with("ANYWARPDV_");
-        for extra in ours.difference(&theirs).filter(foreign) {
-            differences.push(format!(
-                "{library}: not in the distribution's: {}",
-                show(extra)
-            ));
-        }
+        differences.extend(compare(library, &ours, &theirs));
         section(&mut table, library, &symbols, &refused);
     }
     let path = sh::root().join("crates/abi/MATRIX.md");
@@ -55,18 +45,57 @@ pub(crate) fn run() -> Result {
     load::run()
 }
 
+/// What programs of the distribution lack in our library, and what is in it under a wrong name.
+fn compare(library: &str, ours: &BTreeSet<Export>, theirs: &BTreeSet<Export>) -> Vec<String> {
+    let mut differences = Vec::new();
+    // Which version of a private name is the default one, only the linker of rdma-core asks.
+    let key = |e: &Export| {
+        (
+            e.name.clone(),
+            e.node.clone(),
+            e.default || private(&e.node),
+        )
+    };
+    let mine: BTreeSet<_> = ours.iter().map(key).collect();
+    for e in theirs.iter().filter(|e| !mine.contains(&key(e))) {
+        differences.push(format!("{library}: missing {}", show(e)));
+    }
+    // Other releases of rdma-core have other nodes, and more names in the private ones. What is ours alone has a node
+    // of its own. The nodes that both have are alike.
+    let known: BTreeSet<&str> = theirs.iter().map(|e| e.node.as_str()).collect();
+    let shared = |e: &&Export| known.contains(e.node.as_str()) && !private(&e.node);
+    for e in ours.difference(theirs).filter(shared) {
+        differences.push(format!("{library}: not in the distribution's: {}", show(e)));
+    }
+    differences
+}
+
+/// Whether only libraries of rdma-core and of vendors are linked with the node.
+fn private(node: &str) -> bool {
+    node.starts_with("IBVERBS_PRIVATE_")
+}
+
 /// The table of one library.
 fn section(table: &mut String, library: &str, symbols: &[Symbol], refused: &BTreeSet<String>) {
     let mut count = BTreeMap::<&str, usize>::new();
     let mut rows = String::new();
     for s in symbols.iter().filter(|s| s.library == library) {
-        let state = match (s.legacy, refused.contains(&s.name)) {
-            (Some(_), _) => "old",
-            (None, true) => "refused",
-            (None, false) => "served",
+        let state = match (s.version, refused.contains(&s.name)) {
+            (Version::Same | Version::Data(false), _) => continue,
+            (Version::Legacy(_), _) => "old",
+            (Version::Default, true) => "refused",
+            (Version::Default | Version::Void | Version::Data(true), _) => "served",
         };
         *count.entry(state).or_default() += 1;
-        let _ = writeln!(rows, "| `{}` | {} | {state} |", s.name, s.node);
+        let also = symbols.iter().filter(|o| {
+            o.name == s.name && matches!(o.version, Version::Same | Version::Data(false))
+        });
+        let mut version = s.node.clone();
+        for o in also.filter(|_| private(&s.node)) {
+            let number = o.node.rsplit('_').next().unwrap_or_default();
+            let _ = write!(version, ", {number}");
+        }
+        let _ = writeln!(rows, "| `{}` | {version} | {state} |", s.name);
     }
     let count: Vec<String> = count.iter().map(|(s, n)| format!("{n} {s}")).collect();
     println!("{library}: {}", count.join(", "));
@@ -157,6 +186,34 @@ fn show(e: &Export) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A missing name and one in the wrong node are found; nodes of other releases and private extras are not.
+    #[test]
+    fn libraries_are_compared_node_by_node() {
+        let set = |exports: &[(&str, &str, bool)]| -> BTreeSet<Export> {
+            let of = |&(name, node, default): &(&str, &str, bool)| Export {
+                name: name.to_owned(),
+                node: node.to_owned(),
+                default,
+            };
+            exports.iter().map(of).collect()
+        };
+        let private = "IBVERBS_PRIVATE_34";
+        let theirs = set(&[("a", "V_1", true), ("b", "V_1", true), ("p", private, true)]);
+        let ours = set(&[
+            ("a", "V_1", true),
+            ("c", "V_1", true),
+            ("d", "V_2", true),
+            ("p", private, false),
+            ("q", private, true),
+        ]);
+        let differences = compare("l", &ours, &theirs);
+        let expected = [
+            "l: missing b@@V_1".to_owned(),
+            "l: not in the distribution's: c@@V_1".to_owned(),
+        ];
+        assert_eq!(differences, expected);
+    }
 
     #[test]
     fn a_library_exports_old_and_default_versions_but_no_nodes() {

@@ -12,8 +12,22 @@ pub struct Symbol {
     pub library: String,
     pub node: String,
     pub name: String,
-    /// `None`: the default version. Otherwise an old one, and how it fails.
-    pub legacy: Option<Legacy>,
+    pub version: Version,
+}
+
+/// What stands behind a name in its node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Version {
+    /// The function of this name, and programs link with this version.
+    Default,
+    /// The same function as the default version.
+    Same,
+    /// The default version; a function that does nothing.
+    Void,
+    /// A byte that is zero; whether this is the default version.
+    Data(bool),
+    /// An old version, and how it fails.
+    Legacy(Legacy),
 }
 
 /// How the old version of a symbol fails.
@@ -41,6 +55,17 @@ pub fn read() -> Result<Vec<Symbol>> {
     Ok(symbols)
 }
 
+/// What a section's names are.
+enum Section {
+    Default,
+    Legacy,
+    /// The numbers of the nodes.
+    Private(Vec<u32>),
+}
+
+/// The node whose version of a private name is the default one, where it has the name.
+const USUAL_PRIVATE: u32 = 34;
+
 fn parse(text: &str) -> Result<Vec<Symbol>> {
     let mut symbols = Vec::new();
     let mut section = None;
@@ -52,30 +77,78 @@ fn parse(text: &str) -> Result<Vec<Symbol>> {
         }
         if let Some(header) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
             let words: Vec<&str> = header.split_whitespace().collect();
-            section = match *words {
-                [library, node] => Some((library, node, false)),
-                [library, node, "legacy"] => Some((library, node, true)),
+            section = match *words.as_slice() {
+                [library, node] => Some((library, node, Section::Default)),
+                [library, node, "legacy"] => Some((library, node, Section::Legacy)),
+                [library, node, "private", ref numbers @ ..] => {
+                    let numbers: std::result::Result<Vec<u32>, _> =
+                        numbers.iter().map(|n| n.parse()).collect();
+                    Some((library, node, Section::Private(numbers?)))
+                }
                 _ => return Err(bad().into()),
             };
             continue;
         }
-        let (library, node, old) = section.ok_or_else(bad)?;
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let (name, legacy) = match (words.as_slice(), old) {
-            (&[name], false) => (name, None),
-            (&[name, "null"], true) => (name, Some(Legacy::Null)),
-            (&[name, "code"], true) => (name, Some(Legacy::Code)),
-            (&[name, "void"], true) => (name, Some(Legacy::Void)),
-            _ => return Err(bad().into()),
+        let (library, node, section) = section.as_ref().ok_or_else(bad)?;
+        let mut push = |node: &str, name: &str, version| {
+            symbols.push(Symbol {
+                library: (*library).to_owned(),
+                node: node.to_owned(),
+                name: name.to_owned(),
+                version,
+            });
         };
-        symbols.push(Symbol {
-            library: library.to_owned(),
-            node: node.to_owned(),
-            name: name.to_owned(),
-            legacy,
-        });
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match (section, &*words) {
+            (Section::Default, &[name]) => push(node, name, Version::Default),
+            (Section::Legacy, &[name, "null"]) => push(node, name, Version::Legacy(Legacy::Null)),
+            (Section::Legacy, &[name, "code"]) => push(node, name, Version::Legacy(Legacy::Code)),
+            (Section::Legacy, &[name, "void"]) => push(node, name, Version::Legacy(Legacy::Void)),
+            (Section::Private(numbers), &[name, ref rest @ ..]) => {
+                let (range, kind) = match *rest {
+                    [] => ("-", None),
+                    [kind @ ("void" | "data")] => ("-", Some(kind)),
+                    [range] => (range, None),
+                    _ => return Err(bad().into()),
+                };
+                let numbers: Vec<u32> = within(range, numbers).ok_or_else(bad)?;
+                let usual = numbers.iter().copied().find(|n| *n == USUAL_PRIVATE);
+                let default = usual.or_else(|| numbers.last().copied());
+                for number in numbers {
+                    let is_default = default == Some(number);
+                    let version = match kind {
+                        Some("void") => Version::Void,
+                        Some(_) => Version::Data(is_default),
+                        None if is_default => Version::Default,
+                        None => Version::Same,
+                    };
+                    let name = name.replace('*', &number.to_string());
+                    push(&format!("{node}_{number}"), &name, version);
+                }
+            }
+            _ => return Err(bad().into()),
+        }
     }
     Ok(symbols)
+}
+
+/// The numbers in a range `FIRST-LAST`, of which either may be missing.
+fn within(range: &str, numbers: &[u32]) -> Option<Vec<u32>> {
+    let (first, last) = range.split_once('-')?;
+    let end = |text: &str, open| {
+        if text.is_empty() {
+            Some(open)
+        } else {
+            text.parse().ok()
+        }
+    };
+    let range = end(first, 0)?..=end(last, u32::MAX)?;
+    let inside: Vec<u32> = numbers
+        .iter()
+        .copied()
+        .filter(|n| range.contains(n))
+        .collect();
+    (!inside.is_empty()).then_some(inside)
 }
 
 /// The version nodes of `library`, in the file's order.
@@ -101,9 +174,9 @@ mod tests {
             panic!("{symbols:?}")
         };
         assert_eq!(new.node, "A_1");
-        assert_eq!(new.legacy, None);
+        assert_eq!(new.version, Version::Default);
         assert_eq!(old.node, "A_0");
-        assert_eq!(old.legacy, Some(Legacy::Null));
+        assert_eq!(old.version, Version::Legacy(Legacy::Null));
         assert_eq!(nodes(&symbols, "a.so"), ["A_1", "A_0"]);
     }
 
@@ -112,5 +185,28 @@ mod tests {
         assert!(parse("[a.so A_0 legacy]\nf\n").is_err());
         assert!(parse("[a.so A_0]\nf null\n").is_err());
         assert!(parse("f\n").is_err());
+    }
+
+    /// A private name stands in the nodes of its range; one of them has the default version.
+    #[test]
+    fn a_private_symbol_is_in_the_nodes_of_its_range() {
+        let text = "[a.so P private 25 34 65]\nall\nold -25\nnew 65-\nhook_* void\nflag data\n";
+        let symbols = parse(text).unwrap();
+        let of = |name: &str| -> Vec<(&str, Version)> {
+            let named = symbols.iter().filter(|s| s.name == name);
+            named.map(|s| (s.node.as_str(), s.version)).collect()
+        };
+        let (same, default) = (Version::Same, Version::Default);
+        assert_eq!(
+            of("all"),
+            [("P_25", same), ("P_34", default), ("P_65", same)]
+        );
+        assert_eq!(of("old"), [("P_25", default)]);
+        assert_eq!(of("new"), [("P_65", default)]);
+        assert_eq!(of("hook_34"), [("P_34", Version::Void)]);
+        let data: Vec<Version> = of("flag").into_iter().map(|(_, v)| v).collect();
+        assert_eq!(data, [false, true, false].map(Version::Data));
+        assert!(parse("[a.so P private 25]\nf 34-\n").is_err());
+        assert!(parse("[a.so P private 25]\nf x\n").is_err());
     }
 }

@@ -1,25 +1,11 @@
 //! What libibverbs exports for its own drivers, under the private version node.
 //!
 //! perftest, UCX and libfabric link libmlx5 and libefa, which link these symbols; without them the
-//! program does not start. No driver of another vendor can run on the software card, so registering
+//! program does not start. The names are those of rdma-core 22 to 65. No driver of another vendor can run on the software card, so registering
 //! one is ignored and every command to a kernel device fails with `EOPNOTSUPP`.
 
 use crate::refuse;
 use libc::EOPNOTSUPP;
-use std::sync::atomic::AtomicBool;
-
-/// Set by drivers whose devices can vanish; nothing here reads it.
-#[unsafe(no_mangle)]
-#[allow(
-    non_upper_case_globals,
-    reason = "the name of the object that drivers import"
-)]
-pub static verbs_allow_disassociate_destroy: AtomicBool = AtomicBool::new(false);
-
-/// A driver announces itself when it is loaded: ignored, there is no device for it.
-// SAFETY: the symbol is ours: link/symbols.txt names it once.
-#[unsafe(no_mangle)]
-pub extern "C" fn verbs_register_driver_34() {}
 
 /// A driver's log line: dropped.
 ///
@@ -31,10 +17,10 @@ pub extern "C" fn __verbs_log() {}
 
 refuse! { EOPNOTSUPP;
     null {
-        _verbs_init_and_alloc_context, verbs_open_device,
+        _verbs_init_and_alloc_context, ibv_dmabuf_heap_alloc, verbs_open_device,
     }
     code {
-        execute_ioctl, ibv_cmd_advise_mr, ibv_cmd_alloc_dm, ibv_cmd_alloc_mw, ibv_cmd_alloc_pd,
+        execute_ioctl, ibv_cmd_advise_mr, ibv_cmd_alloc_dm, ibv_cmd_alloc_dmah, ibv_cmd_alloc_mw, ibv_cmd_alloc_pd,
         ibv_cmd_attach_mcast, ibv_cmd_close_xrcd, ibv_cmd_create_ah, ibv_cmd_create_counters,
         ibv_cmd_create_cq, ibv_cmd_create_cq_ex, ibv_cmd_create_flow,
         ibv_cmd_create_flow_action_esp, ibv_cmd_create_qp, ibv_cmd_create_qp_ex,
@@ -49,15 +35,20 @@ refuse! { EOPNOTSUPP;
         ibv_cmd_post_recv, ibv_cmd_post_send, ibv_cmd_post_srq_recv, ibv_cmd_query_context,
         ibv_cmd_query_device_any, ibv_cmd_query_mr, ibv_cmd_query_port, ibv_cmd_query_qp,
         ibv_cmd_query_srq, ibv_cmd_read_counters, ibv_cmd_reg_dm_mr, ibv_cmd_reg_dmabuf_mr,
-        ibv_cmd_reg_mr, ibv_cmd_req_notify_cq, ibv_cmd_rereg_mr, ibv_cmd_resize_cq,
+        ibv_cmd_reg_mr, ibv_cmd_reg_mr_ex, ibv_cmd_req_notify_cq, ibv_cmd_rereg_mr, ibv_cmd_resize_cq, ibv_cmd_create_comp_cntr,
+        ibv_cmd_create_cq_ex2, ibv_cmd_destroy_comp_cntr, ibv_cmd_free_dmah, ibv_cmd_inc_comp_cntr,
+        ibv_cmd_inc_err_comp_cntr, ibv_cmd_qp_attach_comp_cntr, ibv_cmd_query_comp_cntr_caps,
+        ibv_cmd_query_device, ibv_cmd_query_device_ex, ibv_cmd_query_port_speed,
+        ibv_cmd_read_comp_cntr, ibv_cmd_read_err_comp_cntr, ibv_cmd_set_comp_cntr,
+        ibv_cmd_set_err_comp_cntr, ibv_dmabuf_heap_cc_shared_init,
     }
     minus_one {
-        ibv_cmd_poll_cq, ibv_read_ibdev_sysfs_file,
+        ibv_cmd_export_dmabuf_fd, ibv_cmd_poll_cq, ibv_read_ibdev_sysfs_file,
     }
     zero {
         __ioctl_final_num_attrs,
     }
     void {
-        verbs_init_cq, verbs_set_ops, verbs_uninit_context,
+        ibv_dmabuf_heap_destroy, ibv_dmabuf_heap_free, ibv_get_fw_ver, verbs_init_cq, verbs_set_ops, verbs_uninit_context,
     }
 }

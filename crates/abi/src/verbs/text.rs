@@ -2,7 +2,9 @@
 //!
 //! The words are those of the library that we stand in for: people search their logs for them.
 
-use super::types::{IBV_NODE_CA, ibv_event_type, ibv_node_type, ibv_port_state, ibv_wc_status};
+use super::types::{
+    IBV_NODE_CA, ibv_event_type, ibv_node_type, ibv_port_state, ibv_wc_status, ibv_wr_opcode,
+};
 use crate::entry;
 use std::ffi::{CStr, c_char};
 
@@ -79,6 +81,26 @@ const EVENT_TYPE: [&CStr; 20] = [
     c"WQ fatal",
 ];
 
+/// In the order of `enum ibv_wr_opcode`.
+const WR_OPCODE: [&CStr; 16] = [
+    c"rdma-write",
+    c"rdma-write-with-imm",
+    c"send",
+    c"send-with-imm",
+    c"rdma-read",
+    c"atomic-cmp-and-swp",
+    c"atomic-fetch-and-add",
+    c"local-inv",
+    c"bind-mw",
+    c"send-with-inv",
+    c"tso",
+    c"driver1",
+    c"unknown",
+    c"unknown",
+    c"flush",
+    c"atomic-write",
+];
+
 /// The entry at `index`, or `other` if there is none.
 pub(crate) fn text(
     table: &'static [&'static CStr],
@@ -133,6 +155,16 @@ entry! {
     }
 }
 
+entry! {
+    /// `ibv_wr_opcode_str(3)`: in the header from rdma-core 49 on, in a private node of the library.
+    ///
+    /// # Safety
+    /// None needed: any number may be passed.
+    unsafe fn ibv_wr_opcode_str(opcode: ibv_wr_opcode) -> *const c_char, value(std::ptr::null()), {
+        text(&WR_OPCODE, opcode, c"unknown")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,6 +200,21 @@ mod tests {
             same(c"ibv_event_type_str", |n| {
                 ibv_event_type_str(n.cast_unsigned())
             });
+        }
+    }
+
+    /// The numbers of operations that headers name, and those between and behind them.
+    #[test]
+    fn operations_have_names() {
+        use crate::verbs::types::*;
+        // SAFETY: any number may be passed; a static string comes back.
+        let name = |n| unsafe { CStr::from_ptr(ibv_wr_opcode_str(n)) };
+        assert_eq!(name(IBV_WR_SEND), c"send");
+        assert_eq!(name(IBV_WR_ATOMIC_FETCH_AND_ADD), c"atomic-fetch-and-add");
+        assert_eq!(name(IBV_WR_SEND_WITH_INV), c"send-with-inv");
+        assert_eq!(name(15), c"atomic-write");
+        for n in [12, 13, 16, u32::MAX] {
+            assert_eq!(name(n), c"unknown");
         }
     }
 }
