@@ -11,7 +11,7 @@
 //! share/anywarp/wireshark/     the dissector of datagrams
 //! ```
 
-use crate::{Result, link, sh, symbols};
+use crate::{Result, glibc, link, sh, symbols};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -26,6 +26,7 @@ pub fn run() -> Result {
         "--package=anywarp-cli",
     ]))?;
     let built = sh::target().join("release");
+    let work = sh::target().join("dist-link");
 
     // Built in a folder beside the result, which is renamed at the end: a running program keeps its old files, and no
     // program finds half of the new ones.
@@ -33,16 +34,10 @@ pub fn run() -> Result {
     let new = dist.with_extension("new");
     remove(&new)?;
     let lib = new.join("lib/anywarp");
-    link::run(
-        &symbols,
-        &built.join("libanywarp_abi.a"),
-        &sh::target().join("dist-link"),
-        &lib,
-        None,
-    )?;
-    verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib)?;
-    verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib)?;
-    path_shim(&lib)?;
+    link::run(&symbols, &built.join("libanywarp_abi.a"), &work, &lib, None)?;
+    verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib, &work)?;
+    verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work)?;
+    path_shim(&lib, &work)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
@@ -53,6 +48,7 @@ pub fn run() -> Result {
         &new.join("share/anywarp/wireshark"),
     )?;
 
+    glibc::check(&new)?;
     remove(&dist)?;
     fs::rename(&new, &dist)?;
     println!("{}", dist.display());
@@ -60,19 +56,20 @@ pub fn run() -> Result {
 }
 
 /// Builds a plain verbs program against the libraries in `lib`.
-fn verbs_program(name: &str, source: &str, lib: &Path) -> Result {
+fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path) -> Result {
     let mut cc = sh::cc();
     cc.args(["-O2", "-o"])
         .arg(lib.join(name))
         .arg(sh::root().join(source))
         .arg("-L")
         .arg(lib)
-        .args(["-libverbs", "-lrdmacm", "-lpthread"]);
+        .args(["-libverbs", "-lrdmacm", "-lpthread"])
+        .args(glibc::arguments(work, glibc::Into::Program)?);
     sh::run(&mut cc)
 }
 
 /// Builds the path shim, which needs nothing but libc.
-fn path_shim(lib: &Path) -> Result {
+fn path_shim(lib: &Path, work: &Path) -> Result {
     let mut cc = sh::cc();
     // The checking macros of libc would turn the functions that are replaced into others.
     cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"])
@@ -85,7 +82,8 @@ fn path_shim(lib: &Path) -> Result {
             "-o",
         ])
         .arg(lib.join("libanywarp-path.so"))
-        .arg(sh::root().join("crates/cli/shim/path-shim.c"));
+        .arg(sh::root().join("crates/cli/shim/path-shim.c"))
+        .args(glibc::arguments(work, glibc::Into::Replacement)?);
     sh::run(&mut cc)
 }
 

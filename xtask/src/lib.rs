@@ -7,6 +7,7 @@
 
 pub mod dist;
 pub mod expect;
+pub mod glibc;
 pub mod link;
 pub mod sh;
 pub mod symbols;

@@ -16,7 +16,7 @@
 //! meets another `libibverbs.so.1` does not load, instead of working on objects it does not know.
 
 use crate::symbols::{IBVERBS, Legacy, RDMACM, Symbol, Version, nodes};
-use crate::{Result, sh};
+use crate::{Result, glibc, sh};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -57,6 +57,7 @@ pub fn run(
     shared(&mut cc, IBVERBS, &map);
     if sanitizer.is_none() {
         cc.args(["-Wl,--no-undefined", "-Wl,--strip-debug"]);
+        cc.args(glibc::arguments(work, glibc::Into::Library)?);
     }
     cc.arg(format!("@{}", aliases.display()))
         .arg("-Wl,--whole-archive")

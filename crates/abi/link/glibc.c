@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+// Binds what is linked with it to the versions that glibc 2.28 has, whatever glibc it is built on.
+//
+// A linker takes the newest version of each function. Some functions got a new version after 2.28 although nothing about
+// them changed (those of libpthread and libdl, which moved into libc.so.6 in 2.34), and some are new names for what was
+// there. Both kinds are defined here under their names, hidden, so that the other objects of the same program or library
+// use these: the first are jumps to the old version, the others are made of system calls. docs/decisions/025 says why.
+//
+// The loader looks for a version in all libraries that are loaded. On glibc 2.28 these are in libpthread.so.0 and
+// libdl.so.2; so both are linked to, also where they are empty.
+//
+//   -DPROGRAM   for a program, which has a beginning
+//   -DREPLACES  for a library that replaces functions of libc itself: only the jumps
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stddef.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+// The version that all functions have which are as old as the port to the architecture.
+#if defined(__x86_64__)
+#define OLDEST "GLIBC_2.2.5"
+#define JUMP(to) "endbr64\njmp *" to "@GOTPCREL(%rip)\n"
+#elif defined(__aarch64__)
+#define OLDEST "GLIBC_2.17"
+#define JUMP(to) "hint #34\nadrp x16, :got:" to "\nldr x16, [x16, :got_lo12:" to "]\nbr x16\n"
+#else
+#error "which glibc version is the oldest on this architecture?"
+#endif
+
+// Defines `name` as a jump to `target` of a version.
+#define BIND_TO(name, target, version)                                                                                    \
+    __asm__(".symver anywarp_glibc_" #name ", " #target "@" version "\n"                                                  \
+            ".section .text.anywarp_glibc_" #name ",\"ax\",%progbits\n"                                                   \
+            ".globl " #name "\n.hidden " #name "\n.type " #name ", %function\n.p2align 4\n"                               \
+            #name ":\n.cfi_startproc\n" JUMP("anywarp_glibc_" #name) ".cfi_endproc\n.size " #name ", . - " #name "\n"     \
+            ".text\n")
+#define BIND(name) BIND_TO(name, name, OLDEST)
+
+BIND(dlsym);
+BIND(dlvsym);
+BIND(dlopen);
+BIND(dlclose);
+BIND(dlerror);
+BIND(dladdr);
+BIND(pthread_create);
+BIND(pthread_join);
+BIND(pthread_detach);
+BIND(pthread_once);
+BIND(pthread_sigmask);
+BIND(pthread_key_create);
+BIND(pthread_key_delete);
+BIND(pthread_setspecific);
+BIND(pthread_getspecific);
+BIND(pthread_attr_setstacksize);
+BIND(pthread_attr_getstack);
+BIND(pthread_attr_getguardsize);
+BIND(pthread_barrier_init);
+BIND(pthread_barrier_wait);
+BIND(pthread_barrier_destroy);
+#if defined(__x86_64__)
+BIND_TO(pthread_getattr_np, pthread_getattr_np, "GLIBC_2.2.5");
+BIND_TO(pthread_setname_np, pthread_setname_np, "GLIBC_2.12");
+BIND_TO(__isoc23_sscanf, __isoc99_sscanf, "GLIBC_2.7");
+#else
+BIND_TO(__isoc23_sscanf, __isoc99_sscanf, OLDEST);
+BIND(pthread_getattr_np);
+BIND(pthread_setname_np);
+#endif
+// The forms of C23, which headers from glibc 2.38 on call; they differ by the prefix 0b.
+BIND_TO(__isoc23_strtol, strtol, OLDEST);
+BIND_TO(__isoc23_strtoul, strtoul, OLDEST);
+BIND_TO(__isoc23_strtoll, strtoll, OLDEST);
+BIND_TO(__isoc23_strtoull, strtoull, OLDEST);
+
+#define HIDDEN __attribute__((visibility("hidden")))
+
+#ifndef REPLACES
+
+// The structure of 64-bit architectures is the kernel's.
+HIDDEN int stat64(const char *restrict path, struct stat64 *restrict s)
+{
+	return (int)syscall(SYS_newfstatat, AT_FDCWD, path, s, 0);
+}
+
+HIDDEN int fstat64(int fd, struct stat64 *s)
+{
+	return (int)syscall(SYS_newfstatat, fd, "", s, AT_EMPTY_PATH);
+}
+
+HIDDEN pid_t gettid(void)
+{
+	return (pid_t)syscall(SYS_gettid);
+}
+
+// Rust's library looks whether this one is there, and does without.
+__asm__(".globl posix_spawn_file_actions_addchdir_np\n.hidden posix_spawn_file_actions_addchdir_np\n"
+	".set posix_spawn_file_actions_addchdir_np, 0\n");
+
+#endif
+
+#ifdef PROGRAM
+
+// Until 2.34 a program brought the loop over its own constructors, as the argument `init`; later ones leave it to libc
+// and pass null, which the old version takes as "no constructors".
+typedef void constructor(int, char **, char **);
+extern constructor *__preinit_array_start[], *__preinit_array_end[], *__init_array_start[], *__init_array_end[];
+#pragma GCC visibility push(hidden)
+extern void _init(void);
+#pragma GCC visibility pop
+
+static void construct(int argc, char **argv, char **envp)
+{
+	for (constructor **c = __preinit_array_start; c < __preinit_array_end; c++)
+		(*c)(argc, argv, envp);
+	_init();
+	for (constructor **c = __init_array_start; c < __init_array_end; c++)
+		(*c)(argc, argv, envp);
+}
+
+__asm__(".symver anywarp_glibc_start, __libc_start_main@" OLDEST);
+extern int anywarp_glibc_start(int (*)(int, char **, char **), int, char **, constructor *, void (*)(void),
+			       void (*)(void), void *);
+
+HIDDEN int __libc_start_main(int (*main)(int, char **, char **), int argc, char **argv, constructor *init,
+			     void (*fini)(void), void (*rtld_fini)(void), void *stack_end)
+{
+	return anywarp_glibc_start(main, argc, argv, init ? init : construct, fini, rtld_fini, stack_end);
+}
+
+#endif

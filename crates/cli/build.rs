@@ -1,0 +1,31 @@
+//! Links the command so that it starts on glibc 2.28: see `crates/abi/link/glibc.c`.
+
+use std::env;
+use std::path::Path;
+use std::process::Command;
+
+const SOURCE: &str = "../abi/link/glibc.c";
+
+fn main() {
+    println!("cargo::rerun-if-changed={SOURCE}");
+    let var = |name: &str| env::var(name).unwrap_or_default();
+    if var("CARGO_CFG_TARGET_ENV") != "gnu" {
+        return;
+    }
+    // The linker that cargo was given for the target, which is a C compiler.
+    let cc = [var("RUSTC_LINKER"), var("CC"), "cc".to_owned()];
+    let cc = cc.iter().find(|cc| !cc.is_empty()).map_or("cc", |cc| cc);
+    let object = Path::new(&var("OUT_DIR")).join("glibc.o");
+    let done = Command::new(cc)
+        .args(["-O2", "-fPIC", "-DPROGRAM", "-c", SOURCE, "-o"])
+        .arg(&object)
+        .status();
+    assert!(
+        done.is_ok_and(|status| status.success()),
+        "{cc} does not compile {SOURCE}"
+    );
+    println!("cargo::rustc-link-arg-bins={}", object.display());
+    println!(
+        "cargo::rustc-link-arg-bins=-Wl,--push-state,--no-as-needed,-l:libpthread.so.0,-l:libdl.so.2,--pop-state"
+    );
+}
