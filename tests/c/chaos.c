@@ -124,7 +124,26 @@ static const char *chatter(struct end *e, struct region *r)
 	}
 }
 
-static const char *peer_of_verbs(int fd, const struct want *want)
+#define LAST 150u
+
+/* Takes as many messages as `LAST` and ends there and then, without a system call in between that would give the device time. */
+static const char *take_and_end(struct end *e, struct region *r)
+{
+	struct ibv_sge sge = sge_of(r, 0, WORD);
+
+	for (unsigned int taken = 0; taken < LAST;) {
+		struct ibv_wc wc;
+
+		if (ibv_poll_cq(e->rcq, 1, &wc) <= 0)
+			continue;
+		ENSURE(wc.status == IBV_WC_SUCCESS, "receive %u: %s", taken, ibv_wc_status_str(wc.status));
+		if (++taken < LAST)
+			TRY(post_recv(e->qp, 1, &sge, 1));
+	}
+	_exit(0);
+}
+
+static const char *peer_of_verbs(int fd, const struct want *want, const char *(*work)(struct end *, struct region *))
 {
 	struct hello mine, theirs;
 	struct region r;
@@ -145,7 +164,7 @@ static const char *peer_of_verbs(int fd, const struct want *want)
 	TRY(to_rtr(e.qp, theirs.qpn, want));
 	TRY(to_rts(e.qp, want));
 	TRY(send_hello(fd, &mine)); /* ready */
-	return chatter(&e, &r);
+	return work(&e, &r);
 }
 
 static struct sockaddr_in own_address(uint16_t port)
@@ -256,9 +275,11 @@ static int be_peer(const char *role, int fd)
 	const char *reason;
 
 	if (!strcmp(role, "verbs"))
-		reason = peer_of_verbs(fd, &impatient);
+		reason = peer_of_verbs(fd, &impatient, chatter);
+	else if (!strcmp(role, "takes_and_ends"))
+		reason = peer_of_verbs(fd, &impatient, take_and_end);
 	else if (!strcmp(role, "patient"))
-		reason = peer_of_verbs(fd, &(struct want){ .timeout = 20, .retry = 7 });
+		reason = peer_of_verbs(fd, &(struct want){ .timeout = 20, .retry = 7 }, chatter);
 	else if (!strcmp(role, "cm"))
 		reason = peer_of_cm(fd);
 	else
@@ -425,6 +446,46 @@ static const char *killed_peer(size_t arg)
 		TRY(outlive(&e, &r, &theirs, &peer, &l, (unsigned int)(i * 3), NULL));
 		TRY(all_flushed(&e, &l));
 		TRY(state_is(e.qp, IBV_QPS_ERR));
+		TRY(close_all());
+	}
+	return NULL;
+}
+
+static const char *wait_exit(struct peer *peer, unsigned int ms);
+
+/* A process that ends with its last receive has taken every message: their Sends are complete, although it acknowledged less. */
+static const char *peer_takes_and_ends(size_t arg)
+{
+	(void)arg;
+	TRY(open_device());
+	for (size_t i = 0; i < 4 * rounds; i++) {
+		struct hello mine, theirs;
+		static struct peer peer; /* what is kept outlives the test */
+		struct ibv_sge sge;
+		struct region r;
+		struct end e;
+		uint64_t sent = 0;
+
+		TRY(open_end(&e, &impatient));
+		TRY(new_region(&r, e.pd, PIECE, ALL_ACCESS));
+		TRY(to_init(e.qp, &impatient));
+		TRY(start_peer(&peer, "takes_and_ends"));
+		TRY(receive_hello(peer.fd, &theirs));
+		mine = (struct hello){ .qpn = e.qp->qp_num };
+		TRY(send_hello(peer.fd, &mine));
+		TRY(to_rtr(e.qp, theirs.qpn, &impatient));
+		TRY(to_rts(e.qp, &impatient));
+		TRY(receive_hello(peer.fd, &theirs));
+		sge = sge_of(&r, 0, WORD);
+		for (uint64_t done = 0; done < LAST; done++) {
+			for (; sent < LAST && sent < done + 16; sent++) {
+				struct ibv_send_wr wr = send_wr(sent, IBV_WR_SEND, &sge, 1);
+
+				TRY(post(e.qp, &wr));
+			}
+			TRY(expect_ok(e.scq, done, IBV_WC_SEND, NULL));
+		}
+		TRY(wait_exit(&peer, 10000));
 		TRY(close_all());
 	}
 	return NULL;
@@ -1251,6 +1312,7 @@ static const struct test tests[] = {
 	{ "stopped_peer", stopped_peer, 0, 0, false },
 	{ "nobody_there", nobody_there, 0, 0, false },
 	{ "killed_peer", killed_peer, 0, 300, false },
+	{ "peer_takes_and_ends", peer_takes_and_ends, 0, 300, false },
 	{ "killed_cm_peer", killed_cm_peer, 0, 300, false },
 	{ "killed_peer_over_datagrams", over_datagrams, 0, 120, true },
 	{ "killed_peer_on_a_bad_network", over_datagrams, 1, 120, true },

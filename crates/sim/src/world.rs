@@ -379,7 +379,7 @@ impl World {
                 if end.over {
                     return;
                 }
-                end.conn.handle_eof(matches!(load, Load::Reset));
+                end.conn.handle_eof(matches!(load, Load::Reset), false);
                 end.collect();
                 end.over = true;
                 let (_, side) = self.place_of(to).expect("a linked end");

@@ -303,7 +303,7 @@ impl Connection {
                 .sq
                 .fail(number, Status::RetryExceeded, "the stream was cut");
         }
-        self.handle_eof(true);
+        self.handle_eof(true, false);
     }
 
     /// Posts a receive (`ibv_post_recv(3)`).
@@ -484,14 +484,19 @@ impl Connection {
         // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]: towards a standard peer a Send or Write is complete when the
         // LLP has it.
         if s.peer == Peer::Standard {
-            for (_, posted) in self.base.sq.taken_mut() {
-                if posted.phase == Phase::Sent && posted.answers == 0 {
-                    posted.phase = Phase::Done;
-                }
-            }
-            self.retire();
+            self.complete_sent();
         }
         self.after();
+    }
+
+    /// Completes the requests that wait for nothing but an acknowledgement.
+    fn complete_sent(&mut self) {
+        for (_, posted) in self.base.sq.taken_mut() {
+            if posted.phase == Phase::Sent && posted.answers == 0 {
+                posted.phase = Phase::Done;
+            }
+        }
+        self.retire();
     }
 
     /// Handles the timers that are due at `now`.
@@ -513,8 +518,14 @@ impl Connection {
         self.deadline(timer).is_some_and(|at| at <= now)
     }
 
-    /// The stream has ended: the peer closed it (`reset` is false), or it broke.
-    pub fn handle_eof(&mut self, reset: bool) {
+    /// The stream has ended: the peer closed it (`reset` is false), or it broke. `all_taken`: the peer's transport had taken all
+    /// bytes that were sent.
+    pub fn handle_eof(&mut self, reset: bool, all_taken: bool) {
+        // A queue pair that closes its stream acknowledges and says so with a Bye. A process that ends before it could do
+        // that leaves it to RFC 5040 §5.5 (14) [rdmap-complete-after-ddp].
+        if all_taken && self.stream.as_ref().is_some_and(|s| !s.bye_received) {
+            self.complete_sent();
+        }
         let Some(s) = &mut self.stream else { return };
         // RFC 5040 §6.2 [ddp-fatal-told]: an end of the stream in the middle of a message is an error.
         let quiet = s.bye_received && !s.responder.is_receiving_send() && s.direct.is_none();

@@ -216,3 +216,44 @@ fn ack_after_so_many_requests_an_acknowledgement_is_sent_without_data() {
         assert_eq!(conn.ack_due(), peer == Peer::Anywarp && !goes);
     }
 }
+
+/// A process that ends right after a receive completes has no time to acknowledge it. Its transport had taken the Send.
+#[test]
+fn a_send_that_was_taken_completes_when_the_stream_ends() {
+    for (reset, all_taken, status) in [
+        (false, true, Status::Success),
+        (true, true, Status::Success),
+        (false, false, Status::Flushed),
+        (true, false, Status::RetryExceeded),
+    ] {
+        let (mut conn, cq) = near_the_end();
+        conn.stream.as_mut().unwrap().peer = Peer::Anywarp;
+        let send = Op::Send {
+            imm: None,
+            invalidate: None,
+        };
+        post(&mut conn, 7, send);
+        conn.poll_tx(now(), false, &mut TxBatch::default());
+        conn.handle_written();
+        assert_eq!(completed(&cq), []);
+        conn.handle_eof(reset, all_taken);
+        assert_eq!(completed(&cq), [(7, status)]);
+    }
+}
+
+/// A peer that closes the stream in order has acknowledged what it has done: the rest it threw away.
+#[test]
+fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
+    let (mut conn, cq) = near_the_end();
+    let s = conn.stream.as_mut().unwrap();
+    s.peer = Peer::Anywarp;
+    s.bye_received = true;
+    let send = Op::Send {
+        imm: None,
+        invalidate: None,
+    };
+    post(&mut conn, 7, send);
+    conn.poll_tx(now(), false, &mut TxBatch::default());
+    conn.handle_eof(true, true);
+    assert_eq!(completed(&cq), [(7, Status::Flushed)]);
+}

@@ -438,6 +438,13 @@ impl Shm {
         watch.full_at.store(u64::MAX, Ordering::Relaxed);
     }
 
+    /// Whether the peer has taken all that was written. It may say so falsely: that concerns nothing but what was sent to it.
+    pub(crate) fn is_all_taken(&self) -> bool {
+        let watch = &self.watch;
+        let taken = watch.shared.word(watch.them.taken());
+        taken.load(Ordering::Acquire) == self.written
+    }
+
     /// Whether the peer sleeps and has to be woken. True only once each time that it sleeps.
     pub(crate) fn must_wake(&self) -> bool {
         let watch = &self.watch;

@@ -24,7 +24,7 @@ use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
 use crate::process::PerProcess;
 use crate::reactor::{PolledMemory, RX_BUFFER_LEN};
-use crate::sys::socket::{get_option, wait_readable};
+use crate::sys::socket::{get_option, unacknowledged, wait_readable};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
 
@@ -305,6 +305,17 @@ impl Tcp {
     /// Bytes that were received so far, if the core has taken all of them.
     pub(crate) fn received_bytes(&self) -> Option<u64> {
         self.rest.is_empty().then_some(self.counts.rx_bytes)
+    }
+
+    /// Whether the peer has taken all that was sent, now that the connection has ended with `outcome`. The kernel resets a
+    /// connection that is closed with bytes in it that were not read, so a connection that ends otherwise was read until
+    /// its end. With shared memory such bytes may be wake-ups, and the memory says what was read.
+    pub(crate) fn is_all_taken(&self, outcome: Outcome) -> bool {
+        match &self.shm {
+            _ if !self.is_drained() => false,
+            Some(shm) if self.tx_shm => shm.is_all_taken(),
+            _ => outcome == Outcome::Eof && unacknowledged(self.tx().get()) == 0,
+        }
     }
 
     /// Returns the socket and drops the rest.

@@ -90,9 +90,16 @@ impl RcQp {
                     .want_write(inner.token, tcp.fd().get(), tcp.blocked);
             }
         }
+        let all_taken = |inner: &Inner| {
+            let tcp = inner.tcp.as_ref();
+            tcp.is_some_and(|tcp| tcp.is_all_taken(outcome))
+        };
         match outcome {
             Outcome::Open => {}
-            Outcome::Eof => inner.conn.handle_eof(false),
+            Outcome::Eof => {
+                let all_taken = all_taken(inner);
+                inner.conn.handle_eof(false, all_taken);
+            }
             Outcome::Broken(e) => {
                 log!(
                     Info,
@@ -100,7 +107,8 @@ impl RcQp {
                     self.common.number,
                     std::io::Error::from_raw_os_error(e)
                 );
-                inner.conn.handle_eof(true);
+                let all_taken = all_taken(inner);
+                inner.conn.handle_eof(true, all_taken);
             }
         }
         inner.conn.check_peer_left(now);
