@@ -532,7 +532,11 @@ impl Cast {
             .never
             .iter()
             .find(|regex| regex.is_match(&everything))?;
-        Some(format!("something prints {}", plain(found.as_str())))
+        let line = everything.lines().find(|line| found.is_match(line));
+        Some(match line {
+            Some(line) => format!("something prints {}: {line}", plain(found.as_str())),
+            None => format!("something prints {}", plain(found.as_str())),
+        })
     }
 
     fn tails(&self) -> String {
