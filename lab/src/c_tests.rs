@@ -25,6 +25,7 @@ const PROGRAMS: &[&str] = &[
     "hostile",
     "carrier",
     "nccl",
+    "newer",
     "pages",
     "profiles",
     "rsockets",

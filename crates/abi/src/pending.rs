@@ -10,18 +10,15 @@ use libc::EOPNOTSUPP;
 refuse! { EOPNOTSUPP;
     // Return a pointer: null and errno.
     null {
-        ibv_alloc_buf, ibv_alloc_dmah, ibv_create_comp_cntr, ibv_reg_buf_mr, ibv_reg_dmabuf_mr, ibv_reg_mr_ex,
+        ibv_alloc_dmah, ibv_create_comp_cntr, ibv_reg_dmabuf_mr,
     }
     code {
         _ibv_query_comp_cntr_caps, ibv_dealloc_dmah, ibv_destroy_comp_cntr, ibv_inc_comp_cntr,
-        ibv_inc_err_comp_cntr, ibv_qp_attach_comp_cntr, ibv_query_port_speed, ibv_read_comp_cntr,
+        ibv_inc_err_comp_cntr, ibv_qp_attach_comp_cntr, ibv_read_comp_cntr,
         ibv_read_err_comp_cntr, ibv_set_comp_cntr, ibv_set_err_comp_cntr,
     }
     minus_one {
-        ibv_dm_export_dmabuf_fd, ibv_export_buf_dmabuf_fd, rdma_query_addrinfo, rdma_resolve_addrinfo,
+        ibv_dm_export_dmabuf_fd, rdma_query_addrinfo, rdma_resolve_addrinfo,
         rdma_write_cm_event, repoll_create, repoll_ctl, repoll_wait,
-    }
-    void {
-        ibv_free_buf,
     }
 }

@@ -15,7 +15,7 @@ use anywarp_engine::process::PerProcess;
 
 use super::handle::{CStruct, into_c, known, live, returned};
 use super::memory::register_in;
-use super::object::{ContextObject, DmObject, MrObject, Users};
+use super::object::{Backing, ContextObject, DmObject, MrObject, Users};
 use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, errno, null, set_errno};
@@ -186,9 +186,12 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
         // SAFETY: null or live (the program's promise).
         let dm = unsafe { live::<DmObject, _>(dm) }?;
         let addr = at(&dm.memory, offset, length).ok_or(libc::EINVAL)?;
-        let held = (Arc::clone(&dm.memory), dm.regions.enter());
+        let held = Backing::Device {
+            _memory: Arc::clone(&dm.memory),
+            _use: dm.regions.enter(),
+        };
         // SAFETY: `pd` lives (the program's promise); the region keeps the memory.
-        let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, Some(held)) }?;
+        let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, held) }?;
         // The memory has no address in the program.
         // SAFETY: just made.
         unsafe { known::<MrObject, _>(mr) }

@@ -7,11 +7,11 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::mr::Kind;
 use anywarp_core::wire::To;
-use anywarp_engine::objects::{DeviceMemory, MemoryRegion, Reregistration};
+use anywarp_engine::objects::{MemoryRegion, Reregistration};
 
 use super::convert::sges_of;
 use super::handle::{CStruct, into_c, live, live_if_any, returned};
-use super::object::{MrObject, PdObject, Use};
+use super::object::{Backing, MrObject, PdObject};
 use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, errno, misuse, null};
@@ -39,7 +39,7 @@ fn refused(call: &str, e: Option<Misuse>) -> Errno {
 ///
 /// # Safety
 /// As for [`register_in`].
-unsafe fn register(
+pub(super) unsafe fn register(
     pd: *mut ibv_pd,
     addr: *mut c_void,
     length: usize,
@@ -50,10 +50,10 @@ unsafe fn register(
         return Err(misuse("ibv_reg_mr", &Misuse::InvalidArgument("length 0")));
     }
     // SAFETY: the caller's promise.
-    unsafe { register_in(pd, addr, length, iova, access, None) }
+    unsafe { register_in(pd, addr, length, iova, access, Backing::Program) }
 }
 
-/// Registers memory of the program or of the device.
+/// Registers memory of the program, of the device or of a buffer.
 ///
 /// # Safety
 /// `pd` is null or lives; the memory stays mapped while it is registered.
@@ -63,7 +63,7 @@ pub(super) unsafe fn register_in(
     length: usize,
     iova: u64,
     access: c_uint,
-    device_memory: Option<(Arc<DeviceMemory>, Use)>,
+    backing: Backing,
 ) -> Result<*mut ibv_mr, Errno> {
     // SAFETY: the caller's promise.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
@@ -84,7 +84,7 @@ pub(super) unsafe fn register_in(
     Ok(into_c(MrObject {
         c: CStruct::new(c),
         engine: region,
-        _device_memory: device_memory,
+        _backing: backing,
         _place: place,
     }))
 }
@@ -233,7 +233,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
         Ok(into_c(MrObject {
             c: CStruct::new(c),
             engine: region,
-            _device_memory: None,
+            _backing: Backing::Program,
             _place: place,
         }))
     })
@@ -258,7 +258,7 @@ entry! {
         Ok(into_c(MrObject {
             c: CStruct::new(c),
             engine: region,
-            _device_memory: None,
+            _backing: Backing::Program,
             _place: place,
         }))
     }

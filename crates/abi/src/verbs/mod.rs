@@ -11,6 +11,7 @@ pub(crate) mod handle;
 pub mod host;
 pub mod kern;
 pub mod memory;
+pub mod newer;
 pub(crate) mod object;
 pub mod open;
 pub mod ops;

@@ -15,6 +15,7 @@ use anywarp_engine::context::Context;
 use anywarp_engine::objects::{
     CompletionQueue, DeviceMemory, MemoryRegion, QueuePair, SharedReceive,
 };
+use anywarp_engine::sys::pages::Pages;
 
 use super::handle::{CStruct, Object};
 use super::types::*;
@@ -136,13 +137,27 @@ pub(crate) struct DmObject {
 // SAFETY: `repr(C)`; an `ibv_dm` comes first.
 unsafe impl Object<ibv_dm> for DmObject {}
 
+/// What keeps the memory of a region.
+#[derive(Debug)]
+pub(crate) enum Backing {
+    /// The program.
+    Program,
+    /// The device memory that it lies in.
+    Device {
+        _memory: Arc<DeviceMemory>,
+        _use: Use,
+    },
+    /// The pages of a buffer of `ibv_alloc_buf`.
+    #[expect(dead_code, reason = "only held")]
+    Buffer(Arc<Pages>),
+}
+
 /// A memory region.
 #[repr(C)]
 pub(crate) struct MrObject {
     pub(crate) c: CStruct<ibv_mr>,
     pub(crate) engine: MemoryRegion,
-    /// The device memory that it lies in.
-    pub(crate) _device_memory: Option<(Arc<DeviceMemory>, Use)>,
+    pub(crate) _backing: Backing,
     pub(crate) _place: Place,
 }
 
