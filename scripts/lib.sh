@@ -59,6 +59,9 @@ PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perft
 TEST_PACKAGES=(tshark=tshark gunzip=gzip /usr/lib/python3/dist-packages/pyverbs=python3-pyverbs
     ucx_perftest=ucx-utils fi_pingpong=libfabric-bin fio=fio mpiexec.mpich=mpich mpicc.mpich=libmpich-dev
     mpiexec.openmpi=openmpi-bin mpicc.openmpi=libopenmpi-dev)
+# What makes the trees of other releases.
+TREE_PACKAGES=(mmdebstrap=mmdebstrap unshare=util-linux
+    /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring)
 # What the guest of the interop suite is made and run with (tests/interop).
 INTEROP_PACKAGES=(qemu-system-x86_64=qemu-system-x86 gcc-12=gcc-12 make=make cpio=cpio xz=xz-utils
     tcpdump=tcpdump tshark=tshark)

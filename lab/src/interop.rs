@@ -195,7 +195,7 @@ impl Actor {
 
 impl Stage {
     fn new(options: &Options) -> Result<Self> {
-        let work = programs::new_folder()?;
+        let work = programs::new_folder(&env::temp_dir())?;
         if !sh::dist().join("bin/anywarp").exists() {
             return Err("there is no build to test: run `cargo xtask dist` first".into());
         }

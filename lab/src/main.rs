@@ -4,6 +4,7 @@ mod bench;
 mod c_tests;
 mod capture;
 mod count;
+mod distros;
 mod experiments;
 mod interop;
 mod mpi;
@@ -30,6 +31,8 @@ enum Task {
     },
     /// Programs of the distribution, as tests/programs expects them.
     Programs(programs::Options),
+    /// Programs of other releases of Debian, in trees that are made for it, as tests/programs and tests/distros expect them.
+    Distros(distros::Options),
     /// Programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop expects them.
     Interop(interop::Options),
     /// tests/mpi under the distribution's MPIs.
@@ -93,6 +96,7 @@ fn run(task: &Task) -> xtask::Result {
     match task {
         Task::CTests { arguments } => c_tests::run(&as_str(arguments)),
         Task::Programs(options) => programs::run(options),
+        Task::Distros(options) => distros::run(options),
         Task::Interop(options) => interop::run(options),
         Task::Mpi => mpi::run(),
         Task::Count { write } => count::run(*write),

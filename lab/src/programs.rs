@@ -5,6 +5,7 @@
 
 use crate::process::Process;
 use rustix::process::geteuid;
+use std::collections::BTreeMap;
 use std::env;
 use std::fs::{self, File};
 use std::io::Write;
@@ -31,6 +32,9 @@ const STAY: Duration = Duration::from_millis(1500);
 
 /// Longest time for a skipped case: it is only run to see that it still fails.
 const SKIPPED: Duration = Duration::from_secs(8);
+
+/// Longest time for `anywarp doctor`.
+const DOCTOR: Duration = Duration::from_secs(60);
 
 /// Lines of a program's output that are shown when its case fails.
 const TAIL: usize = 12;
@@ -60,6 +64,21 @@ pub(crate) struct Options {
     /// List the cases and run none.
     #[arg(long)]
     list: bool,
+    /// The programs of the system below this folder (`cargo lab distros` makes it), on its loopback.
+    #[arg(long, value_name = "DIR")]
+    tree: Option<PathBuf>,
+    /// Only programs of these packages.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    packages: Vec<String>,
+    /// One case of each program.
+    #[arg(long)]
+    first: bool,
+    /// Run `anywarp doctor` before.
+    #[arg(long)]
+    doctor: bool,
+    /// A file with further cases that are known not to pass: `PROGRAM/CASE REASON`, or `PROGRAM REASON` for all of one.
+    #[arg(long, value_name = "FILE")]
+    skips: Option<PathBuf>,
 }
 
 impl Options {
@@ -68,27 +87,42 @@ impl Options {
             .as_ref()
             .is_none_or(|part| name.contains(part.as_str()))
     }
+
+    /// The cases in turn.
+    fn cases<'a>(&self, programs: &'a [Program]) -> Vec<(&'a Program, &'a Case)> {
+        let mut chosen: Vec<(&Program, &Case)> = Vec::new();
+        for (program, case) in all(programs) {
+            let in_turn = self.nightly || !case.nightly;
+            let packaged = self.packages.is_empty() || self.packages.contains(&program.package);
+            let seen = chosen.last().is_some_and(|(p, _)| p.name == program.name);
+            let name = format!("{}/{}", program.name, case.name);
+            if in_turn && packaged && !(self.first && seen) && self.selects(&name) {
+                chosen.push((program, case));
+            }
+        }
+        chosen
+    }
 }
 
 /// Runs the cases that the arguments select.
 pub(crate) fn run(options: &Options) -> Result {
     let programs = expect::read()?;
     if options.list {
-        for (program, case) in all(&programs) {
+        for (program, case) in options.cases(&programs) {
             println!("{}/{}", program.name, case.name);
         }
         return Ok(());
     }
-    if options.netns && env::var_os(INSIDE).is_none() {
+    if (options.netns || options.tree.is_some()) && env::var_os(INSIDE).is_none() {
         return in_namespaces();
     }
     let stage = Stage::new(options)?;
+    if options.doctor {
+        stage.doctor()?;
+    }
     let mut tally = Tally::default();
-    for (program, case) in all(&programs) {
-        let in_turn = options.nightly || !case.nightly;
-        if in_turn && options.selects(&format!("{}/{}", program.name, case.name)) {
-            tally.judge(&stage, program, case)?;
-        }
+    for (program, case) in options.cases(&programs) {
+        tally.judge(&stage, program, case)?;
     }
     tally.report();
     if tally.failed > 0 || tally.unsteady > UNSTEADY {
@@ -155,9 +189,10 @@ impl Tally {
         let name = format!("{}/{}", program.name, case.name);
         let place = stage.place;
         let start = Instant::now();
-        let outcome = stage.play(case)?;
+        let skipped = stage.skipped(program, case);
+        let outcome = stage.play(case, skipped.is_some())?;
         let seconds = start.elapsed().as_secs_f64();
-        match (outcome, case.skipped(place)) {
+        match (outcome, skipped) {
             (Ok(()), None) => {
                 self.passed += 1;
                 println!("ok    {place:8}  {name}  ({seconds:.1} s)");
@@ -174,7 +209,7 @@ impl Tally {
             }
             (Err(why), None) => {
                 self.show("FAIL", &format!("{place:8}  {name}"), &why, seconds);
-                match stage.play(case)? {
+                match stage.play(case, false)? {
                     Ok(()) => {
                         self.passed += 1;
                         self.unsteady += 1;
@@ -215,6 +250,10 @@ struct Stage {
     work: PathBuf,
     anywarp: PathBuf,
     log: Option<String>,
+    /// The system whose programs run, if not this one's. It has `work` in it.
+    tree: Option<PathBuf>,
+    /// Cases that are known not to pass there, and why.
+    skips: BTreeMap<String, String>,
     /// Programs are started as an ordinary user, which takes a change of user when we are root.
     drop_root: bool,
 }
@@ -256,7 +295,11 @@ impl Host {
 
 impl Stage {
     fn new(options: &Options) -> Result<Self> {
-        let work = new_folder()?;
+        let tree = options.tree.as_deref().map(enter).transpose()?;
+        let work = match &tree {
+            Some(tree) => new_folder(&tree.join("tmp"))?,
+            None => new_folder(&env::temp_dir())?,
+        };
         fs::set_permissions(&work, fs::Permissions::from_mode(0o755))?;
         // What programs keep for their user goes there too, and with it at the end.
         fs::create_dir(work.join("run"))?;
@@ -270,6 +313,13 @@ impl Stage {
             anywarp: work.join("dist/bin/anywarp"),
             work,
             log: options.log.clone(),
+            tree,
+            skips: match &options.skips {
+                Some(file) => skips(
+                    &fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?,
+                )?,
+                None => BTreeMap::new(),
+            },
             drop_root: geteuid().is_root() && is_initial_user_namespace(),
         };
         if !sh::dist().join("bin/anywarp").exists() {
@@ -302,10 +352,72 @@ impl Stage {
         Ok(stage)
     }
 
+    /// Why a case is known not to pass.
+    fn skipped<'a>(&'a self, program: &Program, case: &'a Case) -> Option<&'a str> {
+        let name = format!("{}/{}", program.name, case.name);
+        let here = self
+            .skips
+            .get(&name)
+            .or_else(|| self.skips.get(&program.name));
+        here.map(String::as_str)
+            .or_else(|| case.skipped(self.place))
+    }
+
+    /// Runs `anywarp doctor` as the programs are run.
+    fn doctor(&self) -> Result {
+        let words = [
+            self.prefix(Host::Client)?,
+            vec![self.inside(&self.anywarp)?],
+        ]
+        .concat();
+        let (program, arguments) = words.split_first().ok_or("an empty command line")?;
+        let mut command = Command::new(program);
+        command.args(arguments).arg("doctor").stdin(Stdio::null());
+        let line = "anywarp doctor".to_owned();
+        let mut doctor = Player::start(command, line, Host::Client, &self.work)?;
+        let done = doctor.finish(Some(Exit::Code(0)), Instant::now() + DOCTOR);
+        doctor.end()?;
+        done.map_err(|e| format!("doctor: {e}\n{}", doctor.tail()))?;
+        println!("ok    doctor");
+        Ok(())
+    }
+
+    /// A path as programs see it.
+    fn inside(&self, path: &Path) -> Result<String> {
+        let tree = self.tree.as_deref().unwrap_or_else(|| Path::new("/"));
+        Ok(format!("/{}", path.strip_prefix(tree)?.display()))
+    }
+
+    /// What comes before a command: the host, the tree and the user.
+    fn prefix(&self, host: Host) -> Result<Vec<String>> {
+        let mut words: Vec<String> = Vec::new();
+        let mut add = |text: &[&str]| words.extend(text.iter().map(|w| (*w).to_owned()));
+        if self.place == Place::Namespaces {
+            add(&["ip", "netns", "exec", host.namespace()]);
+        }
+        if let Some(tree) = &self.tree {
+            add(&["chroot"]);
+            if self.drop_root {
+                add(&["--userspec=65534:65534", "--groups="]);
+            }
+            let tree = tree.display().to_string();
+            add(&[&tree, "env", "-C", &self.inside(&self.work)?]);
+        } else if self.drop_root {
+            add(&[
+                "setpriv",
+                "--reuid=65534",
+                "--regid=65534",
+                "--clear-groups",
+                "--",
+            ]);
+        }
+        Ok(words)
+    }
+
     /// Plays a case; the outer error is ours, the inner one the program's.
-    fn play(&self, case: &Case) -> Result<std::result::Result<(), Failed>> {
+    fn play(&self, case: &Case, skipped: bool) -> Result<std::result::Result<(), Failed>> {
         let mut cast = Cast::default();
-        let played = self.act(case, &mut cast);
+        let played = self.act(case, skipped, &mut cast);
         for player in cast.server.iter_mut().chain(&mut cast.clients) {
             player.end()?;
         }
@@ -323,10 +435,11 @@ impl Stage {
     }
 
     /// Starts the server, waits for it, runs the clients, lets the server end.
-    fn act(&self, case: &Case, cast: &mut Cast) -> Result {
-        let limit = match case.skipped(self.place) {
-            Some(_) => case.timeout.min(SKIPPED),
-            None => case.timeout,
+    fn act(&self, case: &Case, skipped: bool, cast: &mut Cast) -> Result {
+        let limit = if skipped {
+            case.timeout.min(SKIPPED)
+        } else {
+            case.timeout
         };
         let end = Instant::now() + limit;
         let port = case.port.map_or_else(free_port, Ok)?;
@@ -370,22 +483,9 @@ impl Stage {
             )
             .replace("{client}", &address(Host::Client))
             .replace("{own}", &address(host));
-        let mut words: Vec<String> = Vec::new();
+        let mut words = self.prefix(host)?;
         let mut add = |text: &[&str]| words.extend(text.iter().map(|w| (*w).to_owned()));
-        if self.place == Place::Namespaces {
-            add(&["ip", "netns", "exec", host.namespace()]);
-        }
-        if self.drop_root {
-            add(&[
-                "setpriv",
-                "--reuid=65534",
-                "--regid=65534",
-                "--clear-groups",
-                "--",
-            ]);
-        }
-        let anywarp = self.anywarp.display().to_string();
-        add(&[&anywarp, "run", "--"]);
+        add(&[&self.inside(&self.anywarp)?, "run", "--"]);
         add(&line.split_whitespace().collect::<Vec<&str>>());
 
         let (program, arguments) = words.split_first().ok_or("an empty command line")?;
@@ -407,8 +507,8 @@ impl Stage {
             command.env_remove(name);
         }
         command
-            .env("HOME", &self.work)
-            .env("XDG_RUNTIME_DIR", self.work.join("run"));
+            .env("HOME", self.inside(&self.work)?)
+            .env("XDG_RUNTIME_DIR", self.inside(&self.work.join("run"))?);
         if self.place == Place::Loopback || case.ipv6 {
             command.env("ANYWARP_ADDR", address(host));
         }
@@ -421,10 +521,10 @@ impl Stage {
 }
 
 /// A new folder for one run. The process id alone would do, but in a namespace it is always the same.
-pub(crate) fn new_folder() -> Result<PathBuf> {
+pub(crate) fn new_folder(within: &Path) -> Result<PathBuf> {
     for attempt in 0..1000_u32 {
         let name = format!("anywarp-programs-{}-{attempt}", std::process::id());
-        let path = env::temp_dir().join(name);
+        let path = within.join(name);
         match fs::create_dir(&path) {
             Ok(()) => return Ok(path),
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -438,6 +538,39 @@ pub(crate) fn new_folder() -> Result<PathBuf> {
 pub(crate) fn is_initial_user_namespace() -> bool {
     fs::read_to_string("/proc/self/uid_map")
         .is_ok_and(|map| map.split_whitespace().last() == Some("4294967295"))
+}
+
+/// Reads a file of `--skips`; `#` begins a remark.
+fn skips(text: &str) -> Result<BTreeMap<String, String>> {
+    let lines = text
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default().trim());
+    let pair = |line: &str| {
+        let (name, reason) = line
+            .split_once(char::is_whitespace)
+            .ok_or("a name without a reason")?;
+        Ok((name.to_owned(), reason.trim().to_owned()))
+    };
+    lines.filter(|line| !line.is_empty()).map(pair).collect()
+}
+
+/// Makes what every system has appear in a tree, in the namespaces that this process has for itself; its canonical path.
+fn enter(tree: &Path) -> Result<PathBuf> {
+    const SCRIPT: &str = "set -e
+ip link set lo up
+ip route add 224.0.0.0/4 dev lo
+cd \"$1\"
+mkdir -p proc sys dev tmp
+chmod 1777 tmp
+mount -t proc proc proc
+mount --rbind /sys sys
+mount --rbind /dev dev
+";
+    let tree = tree
+        .canonicalize()
+        .map_err(|e| format!("{}: {e}", tree.display()))?;
+    sh::run(Command::new("sh").args(["-c", SCRIPT, "enter"]).arg(&tree))?;
+    Ok(tree)
 }
 
 /// Two hosts and a wire between them, in the namespaces that this process has for itself.

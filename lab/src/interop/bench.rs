@@ -75,7 +75,7 @@ pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
         return programs::in_namespaces();
     }
-    let work = programs::new_folder()?;
+    let work = programs::new_folder(&env::temp_dir())?;
     let done = measure(&work, &rows, repeat);
     fs::remove_dir_all(&work)?;
     let failures = done?;

@@ -1,0 +1,161 @@
+//! `cargo lab distros`: the programs of other releases of Debian, each in a tree of its own, on the one build.
+//!
+//! A tree has the packages of a release and what they depend on, unpacked and not set up: a minute to make, kept in
+//! `target/trees`. Programs run in it as `cargo lab programs` runs them, in namespaces that end with the run.
+
+use crate::process::Process;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use xtask::{Result, sh};
+
+/// A release, oldest first: its name, and what it has.
+const RELEASES: [(&str, &str); 4] = [
+    ("bullseye", "Debian 11: rdma-core 33, glibc 2.31"),
+    ("bookworm", "Debian 12: rdma-core 44, glibc 2.36"),
+    ("trixie", "Debian 13: rdma-core 56, glibc 2.41"),
+    ("sid", "Debian unstable: rdma-core 65, glibc 2.43"),
+];
+
+/// Those whose programs run every time: the oldest and the newest.
+const SHORT: [&str; 2] = ["bullseye", "sid"];
+
+/// The packages whose programs run.
+const PACKAGES: [&str; 3] = ["rdmacm-utils", "ibverbs-utils", "perftest"];
+
+/// What else is in a tree: `env`, `cmp`, and the links of the root folder.
+const BESIDE: [&str; 3] = ["coreutils", "diffutils", "base-files"];
+
+/// Longest time to make a tree, and to run the doctor in it.
+const MAKE: Duration = Duration::from_secs(300);
+
+/// Options of `cargo lab distros`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Only these; without: the oldest and the newest.
+    releases: Vec<String>,
+    /// All releases and all cases, instead of one of each program.
+    #[arg(long)]
+    nightly: bool,
+    /// Only cases with this in their name, as `PROGRAM/CASE`.
+    #[arg(long, value_name = "PART")]
+    filter: Option<String>,
+}
+
+/// Makes the trees that are missing, and runs the programs in each.
+pub(crate) fn run(options: &Options) -> Result {
+    for name in &options.releases {
+        if !RELEASES.iter().any(|(known, _)| known == name) {
+            return Err(format!("{name}: no such release").into());
+        }
+    }
+    let mut failed = Vec::new();
+    for (name, what) in RELEASES {
+        let asked = options.releases.iter().any(|r| r == name);
+        if !(asked || options.releases.is_empty() && (options.nightly || SHORT.contains(&name))) {
+            continue;
+        }
+        let begin = Instant::now();
+        println!("== {name} ({what})");
+        let tree = tree(name)?;
+        let mut lab = Command::new(std::env::current_exe()?);
+        lab.args(["programs", "--doctor", "--packages", &PACKAGES.join(",")])
+            .arg("--skips")
+            .arg(sh::root().join("tests/distros").join(name))
+            .arg("--tree")
+            .arg(&tree);
+        if !options.nightly && options.filter.is_none() {
+            lab.arg("--first");
+        }
+        if let Some(part) = &options.filter {
+            lab.args(["--filter", part]);
+        }
+        if let Err(e) = sh::run(&mut lab) {
+            failed.push(format!("{name}: {e}"));
+        }
+        println!("== {name}: {} s", begin.elapsed().as_secs());
+    }
+    match failed.as_slice() {
+        [] => Ok(()),
+        failed => Err(failed.join("\n").into()),
+    }
+}
+
+/// The tree of a release, made unless it is there.
+fn tree(name: &str) -> Result<PathBuf> {
+    let tree = sh::target().join("trees").join(name);
+    if tree.exists() {
+        return Ok(tree);
+    }
+    let new = tree.with_extension("new");
+    if new.exists() {
+        fs::remove_dir_all(&new)?;
+    }
+    fs::create_dir_all(&new)?;
+    let log = tree.with_extension("log");
+    let packages = [&PACKAGES[..], &BESIDE].concat().join(",");
+    let mut make = Command::new("mmdebstrap");
+    make.args(["--variant=extract", "--skip=check/qemu", "--quiet"])
+        .arg(format!("--include={packages}"))
+        // Snapshots of a registry keep the dates of their releases.
+        .arg("--aptopt=Acquire::Check-Valid-Until \"false\"")
+        .arg("--aptopt=Acquire::Languages \"none\"")
+        .arg(name)
+        .arg(&new)
+        .arg(mirror())
+        .stderr(fs::File::create(&log)?);
+    let status = Process::start_group(&mut make)?.status(MAKE)?;
+    if !status.success() {
+        let log = fs::read_to_string(&log).unwrap_or_default();
+        return Err(format!("mmdebstrap {name}: {status}\n{log}").into());
+    }
+    fs::rename(&new, &tree)?;
+    Ok(tree)
+}
+
+/// The registry that this machine installs Debian's packages from, or else Debian's own.
+fn mirror() -> String {
+    let lists = [
+        "/etc/apt/sources.list",
+        "/etc/apt/sources.list.d/debian.sources",
+    ];
+    let texts = lists
+        .iter()
+        .filter_map(|list| fs::read_to_string(list).ok());
+    texts
+        .filter_map(|text| mirror_in(&text))
+        .next()
+        .unwrap_or_else(|| "http://deb.debian.org/debian".to_owned())
+}
+
+/// The first address of Debian's archive in a list of apt's.
+fn mirror_in(text: &str) -> Option<String> {
+    let lines = text
+        .lines()
+        .filter(|line| line.starts_with("deb ") || line.starts_with("URIs:"));
+    let mut words = lines.flat_map(str::split_whitespace);
+    let is_archive = |word: &&str| {
+        let path = word.trim_end_matches('/');
+        path.contains("://")
+            && Path::new(path)
+                .file_name()
+                .is_some_and(|name| name == "debian")
+    };
+    words.find(is_archive).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_archive_is_found_in_lists_of_both_forms() {
+        let old = "# deb http://no.example/debian sid main\n\
+            deb http://a.example/debian-security sid main\ndeb [trusted=yes] http://b.example/debian/ sid main\n";
+        assert_eq!(mirror_in(old).as_deref(), Some("http://b.example/debian/"));
+        let new = "Types: deb\nURIs: http://c.example/debian\nSuites: sid\n";
+        assert_eq!(mirror_in(new).as_deref(), Some("http://c.example/debian"));
+        assert_eq!(mirror_in("URIs: http://c.example/ubuntu\n"), None);
+    }
+}
