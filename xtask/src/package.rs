@@ -62,7 +62,7 @@ pub(crate) fn deb() -> Result {
             ("Section", "net"),
             ("Priority", "optional"),
             ("Maintainer", "the anywarp authors <anywarp@example.org>"),
-            ("Depends", "libc6 (>= 2.34)"),
+            ("Depends", "libc6 (>= 2.28), libgcc-s1"),
             (
                 "Description",
                 "RDMA on any machine: an RDMA network card made of software",
