@@ -35,6 +35,8 @@ enum Task {
     },
     /// Makes two Debian packages of it: one with the tool, one that makes the device visible to every program.
     Deb,
+    /// Makes a Python wheel of it, with a pytest plugin.
+    Wheel,
     /// Compares the built libraries' symbols with the distribution's, writes crates/abi/MATRIX.md, and loads the libraries in
     /// every way that programs do.
     Matrix,
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         Task::Dist => dist::run(),
         Task::Install { prefix } => package::install(&prefix),
         Task::Deb => package::deb(),
+        Task::Wheel => package::wheel(),
         Task::Matrix => matrix::run(),
         Task::Table { check } => table::run(check),
         Task::Conformance { check } => conformance::run(check),

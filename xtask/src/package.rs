@@ -1,4 +1,4 @@
-//! `cargo xtask install --prefix DIR` and `cargo xtask deb`: what `cargo xtask dist` made, put where it is used.
+//! `cargo xtask install --prefix DIR`, `cargo xtask deb` and `cargo xtask wheel`: what `cargo xtask dist` made, put where it is used.
 //!
 //! Two Debian packages: `anywarp` has the tool and the libraries in a folder of their own, and changes nothing else;
 //! `anywarp-system` puts that folder in front of the loader's path, so that every program finds the device without a
@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use xtask::{Result, dist, sh};
+use xtask::{Result, dist, glibc, sh};
 
 /// Copies the result of `dist` below a prefix.
 pub(crate) fn install(prefix: &str) -> Result {
@@ -103,6 +103,23 @@ pub(crate) fn deb() -> Result {
     let second = build(&system, &work, &format!("anywarp-system_{version}_all.deb"))?;
     println!("{}\n{}", first.display(), second.display());
     Ok(())
+}
+
+/// Makes the Python wheel.
+pub(crate) fn wheel() -> Result {
+    let from = built()?;
+    let work = sh::target().join("wheel");
+    if work.exists() {
+        fs::remove_dir_all(&work)?;
+    }
+    // The tag of the wheel promises it.
+    glibc::check(&from)?;
+    let mut python = Command::new("python3");
+    python
+        .arg(sh::root().join("python/wheel.py"))
+        .arg(env!("CARGO_PKG_VERSION"))
+        .args([&from, &work]);
+    sh::run(&mut python)
 }
 
 fn built() -> Result<PathBuf> {

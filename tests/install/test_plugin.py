@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What the fixture `rdma` of the wheel promises; tests/install/wheel runs it."""
+
+import os
+import subprocess
+import time
+
+import anywarp
+
+
+def both(rdma, *arguments):
+    """rping between two programs: the finished client, and the status of the server."""
+    port = rdma.port()
+    with rdma.start(["rping", "-s", "-a", rdma.address, "-p", port, *arguments], stdout=subprocess.DEVNULL) as server:
+        for _ in range(100):
+            client = rdma.run(["rping", "-c", "-a", rdma.address, "-p", port, *arguments])
+            if "refused" not in client.stderr and "REJECTED" not in client.stderr:
+                break
+            time.sleep(0.05)
+        return client, server
+
+
+def test_programs_have_a_device(rdma):
+    shown = rdma.run(["ibv_devinfo"])
+    assert shown.returncode == 0 and "anywarp0" in shown.stdout
+
+
+def test_two_programs_meet(rdma):
+    client, _ = both(rdma, "-C", "5", "-V")
+    assert client.returncode == 0, client.stderr
+
+
+def test_faults_reach_the_program(rdma):
+    rdma.faults = "op=send nth=3 -> error=remote-access"
+    client, _ = both(rdma, "-C", "5", "-V")
+    assert client.returncode != 0 or "remote access" in client.stderr, client
+
+
+def test_no_faults_are_left_over(rdma):
+    assert "ANYWARP_FAULTS" not in rdma.env({})
+
+
+def test_a_program_ends_with_its_block(rdma):
+    with rdma.start(["rping", "-s", "-a", rdma.address, "-p", rdma.port()]) as program:
+        assert program.poll() is None
+    assert program.returncode < 0
+
+
+def test_an_environment_keeps_what_was_set(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    path = anywarp.env({"LD_LIBRARY_PATH": "/mine:/too", "KEPT": "1"})
+    assert path["LD_LIBRARY_PATH"].split(":") == [anywarp.lib(), "/mine", "/too"]
+    assert path["KEPT"] == "1" and "HOME" not in path
+    twice = anywarp.env(anywarp.env({}))
+    assert twice == anywarp.env({})
+    assert os.environ["LD_LIBRARY_PATH"] == "/elsewhere"
