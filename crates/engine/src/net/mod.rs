@@ -9,5 +9,11 @@ pub mod tcp;
 pub mod udp;
 mod wake;
 
+/// For cargo-fuzz: one end of a ring in shared memory whose peer writes `data`.
+#[cfg(fuzzing)]
+pub fn fuzz_ring(data: &[u8]) {
+    shm::fuzz(data);
+}
+
 #[cfg(test)]
 mod tests;

@@ -440,9 +440,7 @@ impl Shm {
 
     /// Whether the peer has taken all that was written. It may say so falsely: that concerns nothing but what was sent to it.
     pub(crate) fn is_all_taken(&self) -> bool {
-        let watch = &self.watch;
-        let taken = watch.shared.word(watch.them.taken());
-        taken.load(Ordering::Acquire) == self.written
+        self.taken_by_them() == self.written
     }
 
     /// Whether the peer sleeps and has to be woken. True only once each time that it sleeps.
@@ -577,6 +575,98 @@ fn runs(position: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) {
     }
 }
 
+/// One end of a ring whose peer writes whatever it likes: `data` says what, and when this end sends and receives.
+#[cfg(any(test, fuzzing))]
+#[expect(clippy::panic, reason = "a broken rule is what the fuzzer looks for")]
+pub(crate) fn fuzz(data: &[u8]) {
+    let Ok((shared, _file)) = Shared::create(LEN) else {
+        return;
+    };
+    let mut shm = Shm::new(shared, data.first().is_some_and(|b| b & 1 == 1));
+    let mut rest = data.get(1..).unwrap_or(&[]).iter().copied();
+    let mut out = vec![0; 4096];
+    while let Some(op) = rest.next() {
+        let mut byte = || rest.next().unwrap_or(0);
+        let small = usize::from(byte());
+        let large = u64::from_le_bytes(std::array::from_fn(|i| if i < 4 { byte() } else { 0 }));
+        let watch = Arc::clone(shm.watch());
+        let word = |at| watch.shared.word(at);
+        let them = watch.them;
+        match op % 9 {
+            // Positions: near the true ones, and anywhere.
+            0 => word(them.written())
+                .store(shm.taken.wrapping_add(small as u64 * 16), Ordering::Release),
+            1 => word(them.written()).store(large.wrapping_mul(0x1_0000_0001), Ordering::Release),
+            2 => {
+                word(them.taken()).store(shm.written.wrapping_sub(small as u64), Ordering::Release);
+            }
+            3 => word(them.taken()).store(large.wrapping_mul(0x1_0000_0001), Ordering::Release),
+            4 => {
+                watch
+                    .shared
+                    .flag(them.asleep())
+                    .store(small as u32 & 3, Ordering::SeqCst);
+                watch
+                    .shared
+                    .flag(them.blocked())
+                    .store(large as u32 & 3, Ordering::SeqCst);
+            }
+            // The header of the next record, and a record that is right.
+            5 => {
+                let at = usize::try_from(shm.taken % RING as u64).unwrap_or(0);
+                watch
+                    .shared
+                    .put(them.ring + at, &(large as u32).to_ne_bytes());
+            }
+            6 => {
+                let at = usize::try_from(shm.taken % RING as u64).unwrap_or(0);
+                let len = small.max(1);
+                watch
+                    .shared
+                    .put(them.ring + at, &(len as u32).to_ne_bytes());
+                let end = shm.taken + (HEAD + len.next_multiple_of(HEAD)) as u64;
+                word(them.written()).store(end, Ordering::Release);
+            }
+            7 => {
+                let room = out.get_mut(..small * 16).unwrap_or(&mut []);
+                let len = room.len();
+                let before = shm.taken;
+                match shm.receive(None, room) {
+                    Ok((0, n)) if n <= len => {}
+                    Ok(n) => panic!("{n:?} bytes into {len}"),
+                    Err(Io::WouldBlock) => {}
+                    Err(_) => return,
+                }
+                let moved = shm.taken.wrapping_sub(before);
+                assert!(
+                    moved <= RING as u64,
+                    "{moved} bytes of the ring were taken at once"
+                );
+            }
+            _ => {
+                let mut batch = TxBatch::default();
+                batch.push_raw(out.get(..small * 16 + 1).unwrap_or(&[0]));
+                match shm.send(&batch, 0) {
+                    Io::Done(n) if n <= batch.len() => {}
+                    Io::Done(n) => panic!("{n} bytes of {}", batch.len()),
+                    Io::WouldBlock => {}
+                    _ => return,
+                }
+                let _ = (
+                    shm.is_all_taken(),
+                    shm.must_wake(),
+                    shm.must_wake_for_room(),
+                );
+                let _ = (
+                    watch.is_ready(),
+                    watch.prepare_sleep(),
+                    shm.count_wakeups(small),
+                );
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};
@@ -603,6 +693,24 @@ mod tests {
         let other = Shm::take(pid, fd, remote, local).unwrap();
         assert!(one.taken_by_peer(other.proof()));
         (one, other)
+    }
+
+    /// The inputs that the fuzzer kept, and each of them with a byte changed.
+    #[test]
+    fn a_peer_that_writes_anything_breaks_nothing() {
+        let corpus =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/ring");
+        let mut count = 0;
+        for entry in std::fs::read_dir(corpus).unwrap() {
+            let mut data = std::fs::read(entry.unwrap().path()).unwrap();
+            fuzz(&data);
+            for at in 0..data.len() {
+                data[at] = data[at].wrapping_add(1);
+                fuzz(&data);
+            }
+            count += 1;
+        }
+        assert!(count >= 20, "{count} inputs");
     }
 
     #[test]
