@@ -43,6 +43,11 @@ use crate::{Rng, World, access};
 /// The key of all queue pairs.
 pub const QKEY: u32 = 0x1111_1111;
 
+/// Accounts of queue pairs with more peers, or of which more bytes wait, are not checked after each datagram: it would take most
+/// of the time.
+const CHECKED_PEERS: usize = 16;
+const CHECKED_BYTES: usize = 1 << 18;
+
 /// What a link does to datagrams. Shares are of 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Link {
@@ -431,6 +436,9 @@ impl Ether {
         m.qp.set_now(now);
         if let Err(why) = m.qp.handle_rx(&arrival, bytes) {
             *m.drops.entry(why).or_default() += 1;
+        }
+        if m.qp.peers() <= CHECKED_PEERS && m.qp.waiting() <= CHECKED_BYTES {
+            m.qp.check_accounts();
         }
     }
 }

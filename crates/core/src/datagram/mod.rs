@@ -254,6 +254,13 @@ impl DatagramQp {
         self.peer.as_ref()
     }
 
+    /// Panics if reliable peers hold more than they are charged. It counts everything anew: simulations call it after each step.
+    pub fn check_accounts(&self) {
+        if let Some(rd) = &self.rd {
+            rd.check_accounts();
+        }
+    }
+
     /// What it has seen.
     pub fn counters(&self) -> Counters {
         let told = self.rd.as_deref().map(|rd| rd.counts).unwrap_or_default();

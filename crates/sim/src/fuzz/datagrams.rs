@@ -299,6 +299,7 @@ pub fn datagrams(data: &[u8]) {
             }
         }
         ear.collect();
+        ear.qp.check_accounts();
     }
     ear.check();
 }

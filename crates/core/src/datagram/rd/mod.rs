@@ -306,6 +306,16 @@ impl Reliable {
         self.shares.waiting()
     }
 
+    /// Checks that peers are charged at least what they hold, and that the shares add up; counts everything, for tests.
+    pub(super) fn check_accounts(&self) {
+        let of_peers = self.peers.values().filter_map(|state| state.rx.as_ref());
+        let held: usize = of_peers.map(|rx| rx.counted()).sum();
+        let charged = self.shares.waiting();
+        assert!(held <= charged, "{held} bytes wait, {charged} are charged");
+        assert!(charged <= bounds::RD_WAITING, "{charged} bytes are charged");
+        assert!(self.shares.is_consistent(), "{:?}", self.shares);
+    }
+
     /// Peers that are known.
     pub(super) fn peers(&self) -> usize {
         self.peers.len()

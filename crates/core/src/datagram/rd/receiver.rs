@@ -94,6 +94,12 @@ impl Receiver {
         self.waiting + self.kept.len() * KEPT + self.arrived.len() * RUN
     }
 
+    /// Bytes that packets which wait really hold, counted anew.
+    pub(super) fn counted(&self) -> usize {
+        let bytes: usize = self.kept.values().map(|data| data.len()).sum();
+        bytes + self.kept.len() * KEPT + self.arrived.len() * RUN
+    }
+
     /// Nothing is remembered but the number.
     pub(super) fn is_idle(&self) -> bool {
         self.arrived.is_empty()

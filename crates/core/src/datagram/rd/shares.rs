@@ -105,6 +105,19 @@ impl Shares {
         self.waiting
     }
 
+    /// Whether hosts and networks together have what all peers have.
+    pub(super) fn is_consistent(&self) -> bool {
+        let sum = |table: &Table<IpAddr, Share>, of: fn(&Share) -> u32| {
+            table
+                .values()
+                .map(|share| of(share) as usize)
+                .sum::<usize>()
+        };
+        sum(&self.hosts, |s| s.peers) == self.peers
+            && sum(&self.networks, |s| s.peers) == self.peers
+            && sum(&self.networks, |s| s.waiting) == self.waiting
+    }
+
     /// Gives memory back that only more peers needed.
     pub(super) fn shrink(&mut self) {
         for table in [&mut self.hosts, &mut self.networks] {
