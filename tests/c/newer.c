@@ -6,6 +6,11 @@
 #include "ends.h"
 
 #include <dlfcn.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <rdma/rdma_cma.h>
+#include <rdma/rsocket.h>
+#include <sys/epoll.h>
 
 #define MASK_IOVA (1u << 0)
 #define MASK_ADDR (1u << 1)
@@ -204,7 +209,236 @@ static const char *hardware_only(size_t arg)
 	return NULL;
 }
 
+static int (*poll_create)(int);
+static int (*poll_ctl)(int, int, int, struct epoll_event *);
+static int (*poll_wait)(int, struct epoll_event *, int, int);
+
+static int close_rsocket(void *p) { return rclose((int)(intptr_t)p) ? errno : 0; }
+static int close_file(void *p) { return close((int)(intptr_t)p) ? errno : 0; }
+
+static const char *find_repoll(void)
+{
+	void *rdmacm = dlopen("librdmacm.so.1", RTLD_NOW);
+
+	ENSURE(rdmacm, "%s", dlerror());
+	poll_create = (__typeof__(poll_create))dlvsym(rdmacm, "repoll_create", "RDMACM_1.5");
+	poll_ctl = (__typeof__(poll_ctl))dlvsym(rdmacm, "repoll_ctl", "RDMACM_1.5");
+	poll_wait = (__typeof__(poll_wait))dlvsym(rdmacm, "repoll_wait", "RDMACM_1.5");
+	ENSURE(poll_create && poll_ctl && poll_wait, "%s", dlerror());
+	return NULL;
+}
+
+static const char *new_set(int *set)
+{
+	TRY(find_repoll());
+	*set = poll_create(O_CLOEXEC);
+	ENSURE(*set >= 0, "repoll_create: %s", strerror(errno));
+	keep(close_rsocket, (void *)(intptr_t)*set, "set");
+	return NULL;
+}
+
+static const char *new_pipe(int ends[2])
+{
+	ENSURE(!pipe(ends), "pipe: %s", strerror(errno));
+	keep(close_file, (void *)(intptr_t)ends[0], "pipe");
+	keep(close_file, (void *)(intptr_t)ends[1], "pipe");
+	return NULL;
+}
+
+static int ctl(int set, int op, int fd, uint32_t events, uint64_t data)
+{
+	struct epoll_event event = { .events = events, .data.u64 = data };
+
+	errno = 0;
+	return poll_ctl(set, op, fd, &event);
+}
+
+/* Sockets and other descriptors in one set. */
+static const char *repoll_set(size_t arg)
+{
+	struct sockaddr_in to = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof to;
+	struct epoll_event got[4];
+	int set = -1, ends[2], listener, client, n;
+
+	(void)arg;
+	TRY(new_set(&set));
+	TRY(new_pipe(ends));
+	listener = rsocket(AF_INET, SOCK_STREAM, 0);
+	ENSURE(listener >= 0, "rsocket: %s", strerror(errno));
+	keep(close_rsocket, (void *)(intptr_t)listener, "listener");
+	ENSURE(!rbind(listener, (void *)&to, sizeof to) && !rlisten(listener, 1), "rlisten: %s", strerror(errno));
+	ENSURE(!rgetsockname(listener, (void *)&to, &len), "rgetsockname");
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, listener, EPOLLIN, 1ull << 40), "the listener: %s", strerror(errno));
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "the pipe: %s", strerror(errno));
+	ENSURE(ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7) == -1 && errno == EEXIST, "twice: %s", strerror(errno));
+	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT, "unknown: %s", strerror(errno));
+	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL, "no operation: %s", strerror(errno));
+	n = poll_wait(set, got, 4, 30);
+	ENSURE(n == 0, "%d ready of none", n);
+
+	ENSURE(write(ends[1], "x", 1) == 1, "write");
+	n = poll_wait(set, got, 4, WAIT_MS);
+	ENSURE(n == 1 && got[0].data.u64 == 7 && got[0].events == EPOLLIN, "the pipe: %d, events %#x", n, got[0].events);
+
+	client = rsocket(AF_INET, SOCK_STREAM, 0);
+	ENSURE(client >= 0, "rsocket: %s", strerror(errno));
+	keep(close_rsocket, (void *)(intptr_t)client, "client");
+	ENSURE(!rfcntl(client, F_SETFL, O_NONBLOCK), "rfcntl");
+	ENSURE(rconnect(client, (void *)&to, sizeof to) == -1 && errno == EINPROGRESS, "rconnect: %s", strerror(errno));
+	ENSURE(!ctl(set, EPOLL_CTL_DEL, ends[0], 0, 0), "del: %s", strerror(errno));
+	n = poll_wait(set, got, 4, WAIT_MS);
+	ENSURE(n == 1 && got[0].data.u64 == 1ull << 40, "the listener: %d, data %llx", n,
+	       (unsigned long long)got[0].data.u64);
+
+	/* Of two that are ready and room for one, each gets its turn. */
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "the pipe again");
+	uint64_t seen = 0;
+	for (int i = 0; i < 2; i++) {
+		ENSURE(poll_wait(set, got, 1, WAIT_MS) == 1, "one of two");
+		seen |= got[0].data.u64;
+	}
+	ENSURE(seen == (1ull << 40 | 7), "only %llx", (unsigned long long)seen);
+	ENSURE(poll_wait(set, got, 0, 0) == -1 && errno == EINVAL, "no room: %s", strerror(errno));
+	close_now((void *)(intptr_t)set);
+	ENSURE(poll_wait(set, got, 1, 0) == -1 && errno == EBADF, "closed: %s", strerror(errno));
+	return NULL;
+}
+
+static int shared_set;
+
+static void *wait_in_set(void *data)
+{
+	struct epoll_event got;
+
+	*(uint64_t *)data = poll_wait(shared_set, &got, 1, WAIT_MS) == 1 ? got.data.u64 : 0;
+	return NULL;
+}
+
+/* A thread that waits gets what another thread adds. */
+static const char *repoll_changes(size_t arg)
+{
+	uint64_t data[2] = { 0 };
+	pthread_t threads[2];
+	int ends[2], set = -1;
+
+	(void)arg;
+	TRY(new_set(&set));
+	shared_set = set;
+	TRY(new_pipe(ends));
+	ENSURE(write(ends[1], "x", 1) == 1, "write");
+	for (int i = 0; i < 2; i++)
+		ENSURE(!pthread_create(&threads[i], NULL, wait_in_set, &data[i]), "pthread_create");
+	sleep_ms(50);
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 9), "add: %s", strerror(errno));
+	for (int i = 0; i < 2; i++)
+		pthread_join(threads[i], NULL);
+	ENSURE(data[0] == 9 && data[1] == 9, "%llu and %llu", (unsigned long long)data[0], (unsigned long long)data[1]);
+	return NULL;
+}
+
+#define EVENT_ADDRINFO_RESOLVED 16
+#define EVENT_ADDRINFO_ERROR 17
+#define EVENT_USER 18
+
+static int (*resolve_addrinfo)(struct rdma_cm_id *, const char *, const char *, const struct rdma_addrinfo *);
+static int (*query_addrinfo)(struct rdma_cm_id *, struct rdma_addrinfo **);
+static int (*write_cm_event)(struct rdma_cm_id *, int, int, uint64_t);
+
+static int close_events(void *p) { rdma_destroy_event_channel(p); return 0; }
+static int close_id(void *p) { return rdma_destroy_id(p); }
+
+static const char *new_id(struct rdma_event_channel **channel, struct rdma_cm_id **id)
+{
+	void *rdmacm = dlopen("librdmacm.so.1", RTLD_NOW);
+
+	ENSURE(rdmacm, "%s", dlerror());
+	resolve_addrinfo = (__typeof__(resolve_addrinfo))dlvsym(rdmacm, "rdma_resolve_addrinfo", "RDMACM_1.4");
+	query_addrinfo = (__typeof__(query_addrinfo))dlvsym(rdmacm, "rdma_query_addrinfo", "RDMACM_1.4");
+	write_cm_event = (__typeof__(write_cm_event))dlvsym(rdmacm, "rdma_write_cm_event", "RDMACM_1.4");
+	ENSURE(resolve_addrinfo && query_addrinfo && write_cm_event, "%s", dlerror());
+	*channel = rdma_create_event_channel();
+	ENSURE(*channel, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_events, *channel, "event channel");
+	ENSURE(!rdma_create_id(*channel, id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, *id, "identifier");
+	return NULL;
+}
+
+static const char *next_event(struct rdma_event_channel *channel, int kind, int *status, uint64_t *arg)
+{
+	struct rdma_cm_event *event;
+
+	ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
+	int got = (int)event->event;
+	*status = event->status;
+	memcpy(arg, &event->param, sizeof *arg);
+	ENSURE(!rdma_ack_cm_event(event), "rdma_ack_cm_event");
+	ENSURE(got == kind, "event %d, expected %d", got, kind);
+	return NULL;
+}
+
+static const char *addresses_in_background(size_t arg)
+{
+	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP }, *list;
+	struct rdma_event_channel *channel = NULL;
+	struct rdma_cm_id *id = NULL;
+	char node[] = "127.0.0.1", service[] = "7471";
+	uint64_t ignored;
+	int status;
+
+	(void)arg;
+	TRY(new_id(&channel, &id));
+	ENSURE(query_addrinfo(id, &list) == -1 && errno == ENODATA, "before: %s", strerror(errno));
+	ENSURE(!resolve_addrinfo(id, node, service, &hints), "rdma_resolve_addrinfo: %s", strerror(errno));
+	/* The arguments are the caller's again. */
+	memset(node, 'x', sizeof node - 1);
+	memset(service, 'x', sizeof service - 1);
+	memset(&hints, 0xff, sizeof hints);
+	TRY(next_event(channel, EVENT_ADDRINFO_RESOLVED, &status, &ignored));
+	ENSURE(!status, "status %d", status);
+	for (int i = 0; i < 2; i++) {
+		ENSURE(!query_addrinfo(id, &list), "rdma_query_addrinfo: %s", strerror(errno));
+		struct sockaddr_in *to = (void *)list->ai_dst_addr;
+		ENSURE(to && to->sin_family == AF_INET && to->sin_addr.s_addr == htonl(INADDR_LOOPBACK) &&
+			       to->sin_port == htons(7471), "another address");
+		ENSURE(list->ai_port_space == RDMA_PS_TCP && list->ai_qp_type == IBV_QPT_RC, "another type");
+		rdma_freeaddrinfo(list);
+	}
+	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NUMERICHOST };
+	ENSURE(!resolve_addrinfo(id, "no number", "7471", &hints), "rdma_resolve_addrinfo: %s", strerror(errno));
+	TRY(next_event(channel, EVENT_ADDRINFO_ERROR, &status, &ignored));
+	ENSURE(status, "an error without status");
+	ENSURE(query_addrinfo(id, &list) == -1, "the result of another resolution");
+	hints.ai_flags = 0x10;
+	ENSURE(resolve_addrinfo(id, NULL, "7471", &hints) == -1 && errno == EOPNOTSUPP, "RAI_SA: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *own_events(size_t arg)
+{
+	struct rdma_event_channel *channel = NULL;
+	struct rdma_cm_id *id = NULL;
+	uint64_t got = 0;
+	int status = 0;
+
+	(void)arg;
+	TRY(new_id(&channel, &id));
+	ENSURE(write_cm_event(id, RDMA_CM_EVENT_ESTABLISHED, 0, 0) == -1 && errno == EINVAL, "another event: %s",
+	       strerror(errno));
+	ENSURE(!write_cm_event(id, EVENT_USER, -5, 0x123456789abcdefull), "rdma_write_cm_event: %s", strerror(errno));
+	TRY(next_event(channel, EVENT_USER, &status, &got));
+	ENSURE(status == -5 && got == 0x123456789abcdefull, "status %d, argument %llx", status, (unsigned long long)got);
+	/* One that waits goes with its identifier. */
+	ENSURE(!write_cm_event(id, EVENT_USER, 0, 1), "rdma_write_cm_event");
+	return NULL;
+}
+
 static const struct test tests[] = {
+	{ "addresses_in_background", addresses_in_background, 0, 0, false },
+	{ "own_events", own_events, 0, 0, false },
+	{ "repoll_set", repoll_set, 0, 0, false },
+	{ "repoll_changes", repoll_changes, 0, 0, false },
 	{ "private_nodes", private_nodes, 0, 0, false },
 	{ "port_speed", port_speed, 0, 0, false },
 	{ "reg_mr_ex_works", reg_mr_ex_works, 0, 0, false },

@@ -18,7 +18,6 @@ refuse! { EOPNOTSUPP;
         ibv_read_err_comp_cntr, ibv_set_comp_cntr, ibv_set_err_comp_cntr,
     }
     minus_one {
-        ibv_dm_export_dmabuf_fd, rdma_query_addrinfo, rdma_resolve_addrinfo,
-        rdma_write_cm_event, repoll_create, repoll_ctl, repoll_wait,
+        ibv_dm_export_dmabuf_fd,
     }
 }

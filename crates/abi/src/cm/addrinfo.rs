@@ -1,6 +1,7 @@
 //! `rdma_getaddrinfo(3)`: names, services and hints become addresses.
 
 use std::ffi::{c_char, c_int};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use libc::{addrinfo, sockaddr, socklen_t};
 
@@ -112,6 +113,96 @@ unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mu
         } as c_int;
     }
     Box::into_raw(Box::new(out))
+}
+
+/// A copy of a C string from the C allocator, or null.
+///
+/// # Safety
+/// `text` is null or a C string.
+unsafe fn copy_text(text: *mut c_char) -> *mut c_char {
+    if text.is_null() {
+        return text;
+    }
+    // SAFETY: a C string (caller's promise).
+    unsafe { libc::strdup(text) }
+}
+
+/// A copy of an answer or of hints, for `rdma_freeaddrinfo`; with those behind it, if `all`. Routes and private data are left
+/// out: no answer has them.
+///
+/// # Safety
+/// `list` is valid.
+pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rdma_addrinfo {
+    let mut first: *mut rdma_addrinfo = std::ptr::null_mut();
+    let mut last: *mut rdma_addrinfo = std::ptr::null_mut();
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: an element of the list (caller's promise).
+        let from = unsafe { &*at };
+        // SAFETY: its addresses have their lengths beside them, or in hints by their family.
+        let (src_len, dst_len) = unsafe {
+            (
+                from.ai_src_len.max(len_of(from.ai_src_addr)),
+                from.ai_dst_len.max(len_of(from.ai_dst_addr)),
+            )
+        };
+        // SAFETY: as above; names are C strings or null.
+        let made = unsafe {
+            Box::into_raw(Box::new(rdma_addrinfo {
+                ai_flags: from.ai_flags,
+                ai_family: from.ai_family,
+                ai_qp_type: from.ai_qp_type,
+                ai_port_space: from.ai_port_space,
+                ai_src_len: src_len,
+                ai_dst_len: dst_len,
+                ai_src_addr: copy(from.ai_src_addr, src_len),
+                ai_dst_addr: copy(from.ai_dst_addr, dst_len),
+                ai_src_canonname: copy_text(from.ai_src_canonname),
+                ai_dst_canonname: copy_text(from.ai_dst_canonname),
+                ..rdma_addrinfo::default()
+            }))
+        };
+        if first.is_null() {
+            first = made;
+        } else {
+            // SAFETY: the last one made.
+            unsafe { (*last).ai_next = made };
+        }
+        last = made;
+        at = if all { from.ai_next } else { std::ptr::null() };
+    }
+    first
+}
+
+/// A list of `rdma_getaddrinfo`, freed with its owner.
+#[derive(Debug)]
+pub(super) struct List(pub(super) *mut rdma_addrinfo);
+
+// SAFETY: the list and what it points to belong to this value alone.
+unsafe impl Send for List {}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        // SAFETY: made by `rdma_getaddrinfo` or `duplicate`, freed once.
+        unsafe { rdma_freeaddrinfo(self.0) };
+    }
+}
+
+/// What the last resolution of an identifier found.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Resolved(Arc<Mutex<Option<List>>>);
+
+impl Resolved {
+    pub(super) fn set(&self, list: Option<List>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = list;
+    }
+
+    /// A copy of the list, for `rdma_freeaddrinfo`.
+    pub(super) fn duplicate(&self) -> Option<*mut rdma_addrinfo> {
+        let list = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: a list of the resolver.
+        list.as_ref().map(|list| unsafe { duplicate(list.0, true) })
+    }
 }
 
 entry! {

@@ -75,7 +75,10 @@ unsafe fn c_event(
         made.data.as_ptr().cast()
     };
     let private_data_len = u8::try_from(made.data.len()).unwrap_or(u8::MAX);
-    if object.is_datagram() {
+    if event.kind == EventKind::User {
+        // The member `arg`, which older headers do not have, is the first 64 bits.
+        made.c.param.conn.private_data = std::ptr::with_exposed_provenance(event.context);
+    } else if object.is_datagram() {
         let mut ud = rdma_ud_param {
             private_data,
             private_data_len,

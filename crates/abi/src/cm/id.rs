@@ -12,6 +12,7 @@ use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
 
 use super::address::{c_address, c_port};
+use super::addrinfo::Resolved;
 use super::device::shared;
 use super::types::*;
 use crate::entry;
@@ -48,6 +49,7 @@ pub(super) struct IdObject {
     pub(super) acks: Acks,
     pub(super) template: Mutex<Option<Template>>,
     connect_data: Mutex<Vec<u8>>,
+    pub(super) resolved: Resolved,
 }
 
 // SAFETY: `repr(C)`; an `rdma_cm_id` comes first.
@@ -200,6 +202,7 @@ pub(super) fn make_id(
         acks: Acks::default(),
         template: Mutex::new(None),
         connect_data: Mutex::new(Vec::new()),
+        resolved: Resolved::default(),
     });
     set_c_object(&engine.c_object, id);
     id

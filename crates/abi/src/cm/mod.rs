@@ -7,6 +7,7 @@ pub mod device;
 pub mod endpoint;
 pub mod event;
 pub mod id;
+pub mod newer;
 pub mod qp;
 pub mod text;
 pub mod types;

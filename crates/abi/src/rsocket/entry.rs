@@ -12,7 +12,7 @@ use super::dgram::{self, Datagrams};
 use super::options::{self, Options, Value};
 use super::poll::Asked;
 use super::stream::{self, Stream};
-use super::{Kind, Socket, address, find, insert, iomap, poll, remove};
+use super::{Kind, Socket, address, find, insert, iomap, poll, remove, repoll};
 use crate::entry;
 use crate::ffi::{arg, arg_mut};
 
@@ -241,7 +241,13 @@ entry! {
     /// # Safety
     /// None needed.
     unsafe fn rclose(socket: c_int) -> c_int, minus_one, {
-        done(remove(socket).map(|socket| socket.close()))
+        done(match remove(socket) {
+            Ok(socket) => {
+                socket.close();
+                Ok(())
+            }
+            Err(_) => repoll::close(socket),
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 //! - `entry`: the functions of C; `address` and `buffer` have what they and the device do with memory.
 //! - `stream` over `flow` (flow control) and `wire` (formats); `iomap` writes to mapped memory.
 //! - `dgram`: datagrams over UD.
-//! - `poll` and `wait`: waiting for one socket or many. `options`: socket options.
+//! - `poll`, `repoll` and `wait`: waiting for one socket or many. `options`: socket options.
 //!
 //! The number of a socket is that of its event channel's descriptor, so no other file of the process has it.
 //!
@@ -19,6 +19,7 @@ mod flow;
 mod iomap;
 mod options;
 mod poll;
+pub mod repoll;
 mod stream;
 mod wait;
 mod wire;

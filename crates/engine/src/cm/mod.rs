@@ -74,6 +74,9 @@ pub enum EventKind {
     MulticastError = 13,
     AddrChange = 14,
     TimewaitExit = 15,
+    AddrinfoResolved = 16,
+    AddrinfoError = 17,
+    User = 18,
 }
 
 /// The destination that a datagram peer named.
@@ -106,7 +109,7 @@ pub struct Event {
     pub initiator_depth: u8,
     /// For datagrams: the destination.
     pub peer: Option<Peer>,
-    /// The context that the program passed when it joined a group.
+    /// The context that the program passed when it joined a group, or the argument of its own event.
     pub context: usize,
 }
 
@@ -406,6 +409,11 @@ impl CmId {
 
     fn push(&self, kind: EventKind, status: i32) {
         self.push_event(|_| {}, kind, status);
+    }
+
+    /// Adds an event that is not about a connection, unless the identifier was destroyed.
+    pub fn report(&self, kind: EventKind, status: i32, argument: usize) {
+        self.push_event(|event| event.context = argument, kind, status);
     }
 
     fn push_event(&self, fill: impl FnOnce(&mut Event), kind: EventKind, status: i32) {

@@ -55,7 +55,7 @@ pub(crate) fn is_worker() -> bool {
 }
 
 /// Blocks every signal in the calling thread, so that the application's threads receive them.
-pub(crate) fn block_signals() {
+pub fn block_signals() {
     // SAFETY: all-zero is a valid sigset_t to fill.
     let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
     // SAFETY: `all` is a local.

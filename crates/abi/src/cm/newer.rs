@@ -1,0 +1,137 @@
+//! Functions of librdmacm that came after rdma-core 44: addresses resolved in the background, events of the program's own.
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::sync::Arc;
+
+use anywarp_engine::cm::EventKind;
+use anywarp_engine::sys::thread;
+
+use super::addrinfo::{self, List, rdma_getaddrinfo};
+use super::event::complete;
+use super::id::IdObject;
+use super::types::*;
+use crate::entry;
+use crate::ffi::{Errno, last_errno, os_errno, put};
+use crate::verbs::handle::live;
+
+/// Resolve by the InfiniBand subnet administrator, of which there is none.
+const RAI_SA: c_int = 0x10;
+/// Resolve by name, which is the default.
+const RAI_DNS: c_int = 0x20;
+
+/// A copy of a C string that may be missing.
+///
+/// # Safety
+/// `text` is null or a C string.
+unsafe fn owned(text: *const c_char) -> Option<CString> {
+    // SAFETY: not null, so a C string (caller's promise).
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_owned())
+}
+
+/// What is resolved. The program's own copies may be gone when it is.
+struct Question {
+    node: Option<CString>,
+    service: Option<CString>,
+    hints: Option<List>,
+}
+
+impl Question {
+    /// The list, or the number of an error.
+    fn ask(&self) -> Result<List, c_int> {
+        let text = |t: &Option<CString>| t.as_ref().map_or(std::ptr::null(), |t| t.as_ptr());
+        let hints = self
+            .hints
+            .as_ref()
+            .map_or(std::ptr::null(), |h| h.0.cast_const());
+        let mut found = std::ptr::null_mut();
+        // SAFETY: strings and hints of our own, and a local place.
+        match unsafe {
+            rdma_getaddrinfo(text(&self.node), text(&self.service), hints, &raw mut found)
+        } {
+            0 => Ok(List(found)),
+            -1 => Err(-last_errno()),
+            code => Err(code),
+        }
+    }
+}
+
+entry! {
+    /// `rdma_resolve_addrinfo(3)`: RDMA_CM_EVENT_ADDRINFO_RESOLVED or _ERROR follows.
+    ///
+    /// # Safety
+    /// `id` lives; `node` and `service` are null or C strings, `hints` is null or valid.
+    unsafe fn rdma_resolve_addrinfo(
+        id: *mut rdma_cm_id, node: *const c_char, service: *const c_char, hints: *const rdma_addrinfo,
+    ) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let (object, given) = unsafe { (live::<IdObject, _>(id)?, hints.as_ref()) };
+        let flags = given.map_or(0, |h| h.ai_flags);
+        if flags & RAI_SA != 0 {
+            return Err(if flags & RAI_DNS != 0 { libc::EINVAL } else { libc::EOPNOTSUPP });
+        }
+        if node.is_null() && service.is_null() && given.is_none() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        let question = unsafe {
+            Question {
+                node: owned(node),
+                service: owned(service),
+                hints: given.map(|h| List(addrinfo::duplicate(h, false))),
+            }
+        };
+        object.resolved.set(None);
+        let (engine, resolved) = (Arc::clone(&object.engine), object.resolved.clone());
+        // A name server may take long, and the worker has other things to do.
+        let resolver = std::thread::Builder::new().name("anywarp-resolve".to_owned()).spawn(move || {
+            thread::block_signals();
+            let (kind, status) = match question.ask() {
+                Ok(list) => {
+                    resolved.set(Some(list));
+                    (EventKind::AddrinfoResolved, 0)
+                }
+                Err(status) => (EventKind::AddrinfoError, status),
+            };
+            engine.report(kind, status, 0);
+        });
+        resolver.map_err(|e| os_errno(&e))?;
+        complete(object).map(|()| 0)
+    }
+}
+
+entry! {
+    /// `rdma_query_addrinfo(3)`: a copy, which the program frees.
+    ///
+    /// # Safety
+    /// `id` lives, `info` is null or a valid place.
+    unsafe fn rdma_query_addrinfo(id: *mut rdma_cm_id, info: *mut *mut rdma_addrinfo) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let object = unsafe { live::<IdObject, _>(id) }?;
+        if info.is_null() {
+            return Err(libc::EINVAL);
+        }
+        let list = object.resolved.duplicate().ok_or(libc::ENODATA)?;
+        // SAFETY: a valid place (caller's promise).
+        unsafe { put(info, list) }?;
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `rdma_write_cm_event(3)`: only RDMA_CM_EVENT_USER.
+    ///
+    /// # Safety
+    /// `id` lives.
+    unsafe fn rdma_write_cm_event(
+        id: *mut rdma_cm_id, event: rdma_cm_event_type, status: c_int, arg: u64,
+    ) -> c_int, minus_one, {
+        // SAFETY: the caller's promise.
+        let object = unsafe { live::<IdObject, _>(id) }?;
+        if event != EventKind::User as rdma_cm_event_type {
+            return Err(libc::EINVAL);
+        }
+        let arg = usize::try_from(arg).map_err(|_too_wide| -> Errno { libc::EINVAL })?;
+        object.engine.report(EventKind::User, status, arg);
+        Ok(0)
+    }
+}

@@ -1,0 +1,232 @@
+//! `repoll_create`, `repoll_ctl`, `repoll_wait`: a set of sockets and other descriptors that is kept between waits, since
+//! rdma-core 65.
+//!
+//! Level-triggered, whatever flags a program adds: a ready descriptor is returned by each wait.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use anywarp_engine::channel::Channel;
+use anywarp_engine::process::PerProcess;
+use libc::epoll_event;
+
+use super::{lock, poll};
+use crate::entry;
+use crate::ffi::os_errno;
+
+/// The events of `epoll_ctl(2)` that `poll(2)` has too, with the same numbers.
+const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLPRI | libc::EPOLLRDHUP) as u32;
+
+/// Most descriptors of one set.
+const MEMBERS: usize = 1 << 20;
+
+/// A descriptor of a set: what is asked of it, and what the program wants back.
+#[derive(Debug, Clone, Copy)]
+struct Member {
+    fd: c_int,
+    events: u32,
+    data: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    members: Vec<Member>,
+    /// Where the next answer begins, so that a busy descriptor does not keep others back.
+    next: usize,
+    /// Readable, and never emptied, when the set has changed. Each change that a thread waits for makes a new one.
+    changed: Arc<Channel<()>>,
+    waiting: usize,
+}
+
+/// A set.
+#[derive(Debug)]
+struct Set {
+    /// Its descriptor is the set's number.
+    number: Channel<()>,
+    state: Mutex<State>,
+}
+
+fn table() -> &'static RwLock<HashMap<c_int, Arc<Set>>> {
+    static TABLE: PerProcess<RwLock<HashMap<c_int, Arc<Set>>>> =
+        PerProcess::new(|| RwLock::new(HashMap::new()));
+    TABLE.get()
+}
+
+fn find(number: c_int) -> Result<Arc<Set>, c_int> {
+    let table = table().read().unwrap_or_else(PoisonError::into_inner);
+    table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
+}
+
+/// `rclose` of a set. Threads that wait in it return as when it has changed, and fail.
+pub(super) fn close(number: c_int) -> Result<(), c_int> {
+    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    let set = table.remove(&number).ok_or(libc::EBADF)?;
+    drop(table);
+    lock(&set.state).changed.push(());
+    Ok(())
+}
+
+fn create() -> Result<c_int, c_int> {
+    let channel = || Channel::new().map_err(|e| os_errno(&e));
+    let state = State {
+        members: Vec::new(),
+        next: 0,
+        changed: Arc::new(channel()?),
+        waiting: 0,
+    };
+    let set = Set {
+        number: channel()?,
+        state: Mutex::new(state),
+    };
+    let number = set.number.raw_fd();
+    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    table.insert(number, Arc::new(set));
+    Ok(number)
+}
+
+fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> Result<(), c_int> {
+    let set = find(number)?;
+    if fd < 0 {
+        return Err(libc::EBADF);
+    }
+    if fd == number {
+        return Err(libc::EINVAL);
+    }
+    let mut state = lock(&set.state);
+    let at = state.members.iter().position(|m| m.fd == fd);
+    match (op, at, event) {
+        (libc::EPOLL_CTL_ADD, Some(_), _) => return Err(libc::EEXIST),
+        (libc::EPOLL_CTL_MOD | libc::EPOLL_CTL_DEL, None, _) => return Err(libc::ENOENT),
+        (libc::EPOLL_CTL_ADD, None, Some(event)) => {
+            if state.members.len() >= MEMBERS {
+                return Err(libc::ENOSPC);
+            }
+            state.members.push(Member {
+                fd,
+                events: event.events & EVENTS,
+                data: event.u64,
+            });
+        }
+        (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
+            if let Some(member) = state.members.get_mut(at) {
+                (member.events, member.data) = (event.events & EVENTS, event.u64);
+            }
+        }
+        (libc::EPOLL_CTL_DEL, Some(at), _) => {
+            state.members.remove(at);
+        }
+        (libc::EPOLL_CTL_ADD | libc::EPOLL_CTL_MOD, _, None) => return Err(libc::EFAULT),
+        _ => return Err(libc::EINVAL),
+    }
+    if state.waiting > 0 {
+        let fresh = Channel::new().map_err(|e| os_errno(&e))?;
+        let old = std::mem::replace(&mut state.changed, Arc::new(fresh));
+        old.push(());
+    }
+    Ok(())
+}
+
+/// Counts a waiting thread, until it is dropped.
+struct Waiting<'a>(&'a Set);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.state).waiting -= 1;
+    }
+}
+
+fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Result<usize, c_int> {
+    let until = time.and_then(|t| Instant::now().checked_add(t));
+    loop {
+        let set = find(number)?;
+        let (members, changed, next) = {
+            let mut state = lock(&set.state);
+            state.waiting += 1;
+            (
+                state.members.clone(),
+                Arc::clone(&state.changed),
+                state.next,
+            )
+        };
+        let waiting = Waiting(&set);
+        let ask = |fd, events: u32| libc::pollfd {
+            fd,
+            events: i16::try_from(events).unwrap_or(libc::POLLIN),
+            revents: 0,
+        };
+        let mut fds: Vec<libc::pollfd> = members.iter().map(|m| ask(m.fd, m.events)).collect();
+        fds.push(ask(changed.raw_fd(), libc::EPOLLIN as u32));
+        poll::poll(
+            &mut fds,
+            until.map(|t| t.saturating_duration_since(Instant::now())),
+        )?;
+        drop(waiting);
+        let is_changed = fds.pop().is_some_and(|fd| fd.revents != 0);
+        let count = members.len().max(1);
+        let in_turn = (0..members.len()).map(|i| (next + i) % count);
+        let ready = in_turn.filter_map(|i| {
+            let (member, fd) = (members.get(i)?, fds.get(i)?);
+            (fd.revents != 0).then_some((i, member.data, fd.revents))
+        });
+        let mut found = 0;
+        for (place, (i, data, revents)) in events.iter_mut().zip(ready) {
+            *place = epoll_event {
+                events: u32::from(revents.cast_unsigned()),
+                u64: data,
+            };
+            found += 1;
+            lock(&set.state).next = i + 1;
+        }
+        if is_changed {
+            // What was found may be about a descriptor that is not in the set any more.
+            continue;
+        }
+        if found > 0 || until.is_some_and(|t| t <= Instant::now()) {
+            return Ok(found);
+        }
+    }
+}
+
+entry! {
+    /// `repoll_create`: a number that `rclose` closes.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn repoll_create(flags: c_int) -> c_int, minus_one, {
+        if flags & !(libc::O_CLOEXEC | libc::O_NONBLOCK) != 0 {
+            return Err(libc::EINVAL);
+        }
+        create()
+    }
+}
+
+entry! {
+    /// `repoll_ctl`: as `epoll_ctl(2)`.
+    ///
+    /// # Safety
+    /// `event` is null or valid.
+    unsafe fn repoll_ctl(epfd: c_int, op: c_int, fd: c_int, event: *mut epoll_event) -> c_int, minus_one, {
+        // SAFETY: null or valid (caller's promise); the structure is packed, so it is copied.
+        let event = unsafe { event.as_ref() }.copied();
+        control(epfd, op, fd, event).map(|()| 0)
+    }
+}
+
+entry! {
+    /// `repoll_wait`: as `epoll_wait(2)`.
+    ///
+    /// # Safety
+    /// `events` has `max` elements.
+    unsafe fn repoll_wait(epfd: c_int, events: *mut epoll_event, max: c_int, timeout: c_int) -> c_int, minus_one, {
+        let max = usize::try_from(max).ok().filter(|max| *max > 0).ok_or(libc::EINVAL)?;
+        if events.is_null() {
+            return Err(libc::EFAULT);
+        }
+        // SAFETY: `max` elements that nobody else uses during the call (caller's promise).
+        let events = unsafe { std::slice::from_raw_parts_mut(events, max) };
+        let time = u64::try_from(timeout).ok().map(Duration::from_millis);
+        wait(epfd, events, time).map(|n| c_int::try_from(n).unwrap_or(c_int::MAX))
+    }
+}
