@@ -38,6 +38,7 @@ const SHORT: &[(&str, &[&str])] = &[
     ("fork", &[]),
     ("vanish", &[]),
     ("strangers", &["bad_crc", "truncated", "reset", "too_long"]),
+    ("foreign", &[]),
     ("chaos", &["--rounds", "3", "--cycles", "50"]),
     ("nccl", &[]),
     ("profiles", &[]),
