@@ -21,7 +21,7 @@
 
 #define SHORT_MS 300u  /* how long a scarce end waits for what may not come */
 #define BYTES 3000u
-#define STAYS 9         /* descriptors that the engine keeps for the life of the process */
+#define STAYS 10        /* descriptors that the engine keeps for the life of the process */
 
 /* How a scene ended. */
 enum outcome { DONE, WITHOUT, WRONG };

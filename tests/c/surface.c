@@ -5,6 +5,9 @@
  */
 #include "ends.h"
 
+#include <poll.h>
+#include <rdma/rdma_cma.h>
+
 #include <sys/mman.h>
 
 static const struct want usual = { 0 };
@@ -615,7 +618,80 @@ static const char *xrc_domains(size_t arg)
 	return NULL;
 }
 
+static int close_manager(void *p)
+{
+	rdma_destroy_event_channel(p);
+	return 0;
+}
+
+/* Descriptors of events can be read and never written, as those of the kernel: a program that waits for both must not spin. */
+static const char *descriptors(size_t arg)
+{
+	struct rdma_event_channel *manager;
+	struct ibv_comp_channel *channel;
+	struct pollfd all[3];
+
+	(void)arg;
+	TRY(open_device());
+	channel = new_channel();
+	manager = rdma_create_event_channel();
+	ENSURE(channel && manager, "channels: %s", strerror(errno));
+	keep(close_manager, manager, "event channel");
+	all[0] = (struct pollfd){ .fd = channel->fd, .events = POLLIN | POLLOUT };
+	all[1] = (struct pollfd){ .fd = device->async_fd, .events = POLLIN | POLLOUT };
+	all[2] = (struct pollfd){ .fd = manager->fd, .events = POLLIN | POLLOUT };
+	ENSURE(poll(all, 3, 0) == 0, "events %x %x %x", all[0].revents, all[1].revents, all[2].revents);
+	return NULL;
+}
+
+/* What programs of other devices rely on, in public fields and attributes. */
+static const char *public_fields(size_t arg)
+{
+	struct ibv_comp_channel *channel;
+	struct ibv_qp_attr attr = { 0 };
+	struct ibv_qp_init_attr init;
+	struct ibv_cq *cq;
+	void *context;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_pair(&p, &(struct want){ 0 }));
+	/* Five bits of the timer count. */
+	attr.min_rnr_timer = 0x20 | 12;
+	ENSURE(!ibv_modify_qp(p.a.qp, &attr, IBV_QP_MIN_RNR_TIMER), "min_rnr_timer 0x2c: %s", strerror(errno));
+	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_MIN_RNR_TIMER, &init), "ibv_query_qp");
+	ENSURE(attr.min_rnr_timer == 12, "min_rnr_timer %u", attr.min_rnr_timer);
+	/* The state that the structure shows changes by a query of the state alone. */
+	p.a.qp->state = IBV_QPS_SQD;
+	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_AV, &init) && p.a.qp->state == IBV_QPS_SQD, "state %d", p.a.qp->state);
+	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_STATE, &init) && p.a.qp->state == IBV_QPS_RTS, "state %d", p.a.qp->state);
+	/* Acknowledged events are counted where everyone can see them. */
+	channel = new_channel();
+	cq = new_cq(4, channel);
+	ENSURE(cq && !ibv_req_notify_cq(cq, 0), "a completion queue: %s", strerror(errno));
+	{
+		struct ibv_qp_init_attr one = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC,
+						.cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+		struct ibv_qp_attr error = { .qp_state = IBV_QPS_ERR }, first = { .qp_state = IBV_QPS_INIT, .port_num = PORT };
+		struct ibv_qp *qp = new_qp(p.a.pd, &one);
+
+		ENSURE(qp, "ibv_create_qp: %s", strerror(errno));
+		ENSURE(!ibv_modify_qp(qp, &first, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
+		TRY(post_recv(qp, 1, NULL, 0));
+		ENSURE(!ibv_modify_qp(qp, &error, IBV_QP_STATE), "to ERR");
+	}
+	ENSURE(cq->comp_events_completed == 0, "%u events before the first", cq->comp_events_completed);
+	TRY(readable(channel->fd, WAIT_MS));
+	ENSURE(!ibv_get_cq_event(channel, &cq, &context), "ibv_get_cq_event: %s", strerror(errno));
+	ibv_ack_cq_events(cq, 1);
+	ENSURE(cq->comp_events_completed == 1, "%u events are acknowledged", cq->comp_events_completed);
+	return NULL;
+}
+
 static const struct test tests[] = {
+	{ "descriptors", descriptors, 0, 0, false },
+	{ "public_fields", public_fields, 0, 0, false },
 	{ "device_memory", device_memory, 0, 0, false },
 	{ "device_memory_limits", device_memory_limits, 0, 0, false },
 	{ "pages_that_go_here", pages_that_go, 0, 0, false },

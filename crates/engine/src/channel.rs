@@ -1,14 +1,15 @@
 //! Channels: queues of events behind a descriptor that is readable while events wait.
 //!
-//! Completion channels, asynchronous events and connection manager events all work like this. The descriptor is an
-//! eventfd that counts, so `poll`, `select` and `epoll` on it work, and a reader that blocks never sees an end.
+//! Completion channels, asynchronous events and connection manager events all work like this. The descriptor is the reading
+//! end of a pipe with a byte for each event, so `poll`, `select` and `epoll` on it work. Unlike an eventfd it is never
+//! writable, as the descriptors of the kernel's drivers are not: programs wait for both and would spin.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::fd::EngineFd;
 use crate::reserve;
@@ -17,7 +18,15 @@ use crate::reserve;
 #[derive(Debug)]
 pub struct Channel<T> {
     fd: EngineFd,
-    queue: Mutex<VecDeque<T>>,
+    writer: EngineFd,
+    queue: Mutex<Queue<T>>,
+}
+
+#[derive(Debug)]
+struct Queue<T> {
+    events: VecDeque<T>,
+    /// Bytes in the pipe: as many as events, unless that is more than a pipe holds.
+    bytes: usize,
 }
 
 impl<T> Channel<T> {
@@ -26,14 +35,21 @@ impl<T> Channel<T> {
         if reserve::is_scarce() {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
-        let fd = EngineFd::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?);
+        let (fd, writer) = pipe_with(PipeFlags::CLOEXEC)?;
+        // A full pipe must not block the engine; the flag of the reading end is the program's.
+        let flags = rustix::fs::fcntl_getfl(&writer)?;
+        rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK)?;
         Ok(Self {
-            fd,
-            queue: Mutex::new(VecDeque::new()),
+            fd: EngineFd::new(fd),
+            writer: EngineFd::new(writer),
+            queue: Mutex::new(Queue {
+                events: VecDeque::new(),
+                bytes: 0,
+            }),
         })
     }
 
-    fn queue(&self) -> MutexGuard<'_, VecDeque<T>> {
+    fn queue(&self) -> MutexGuard<'_, Queue<T>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -50,9 +66,11 @@ impl<T> Channel<T> {
     /// Adds an event.
     pub fn push(&self, event: T) {
         let mut queue = self.queue();
-        queue.push_back(event);
-        // The counter follows the queue: both change under the lock. It cannot overflow: it is 64 bits wide.
-        let _ = rustix::io::write(self.fd.get(), &1_u64.to_ne_bytes());
+        queue.events.push_back(event);
+        // The bytes follow the queue: both change under the lock.
+        if rustix::io::write(self.writer.get(), &[0]).is_ok() {
+            queue.bytes += 1;
+        }
     }
 
     /// Takes the oldest event.
@@ -63,8 +81,8 @@ impl<T> Channel<T> {
     /// Takes the oldest event, and calls `count` with it under the lock, so that [`Self::purge`] happens before or after both.
     pub fn pop_with<R>(&self, count: impl FnOnce(&T) -> R) -> Option<(T, R)> {
         let mut queue = self.queue();
-        let event = queue.pop_front()?;
-        self.count_down();
+        let event = queue.events.pop_front()?;
+        self.count_down(&mut queue);
         let counted = count(&event);
         Some((event, counted))
     }
@@ -72,22 +90,28 @@ impl<T> Channel<T> {
     /// Drops the events for which `gone` is true: those of an object that is being destroyed.
     pub fn purge(&self, mut gone: impl FnMut(&T) -> bool) {
         let mut queue = self.queue();
-        let before = queue.len();
-        queue.retain(|e| !gone(e));
-        for _ in queue.len()..before {
-            self.count_down();
-        }
+        queue.events.retain(|e| !gone(e));
+        self.count_down(&mut queue);
     }
 
-    /// Takes one off the counter, which is above zero because an event was in the queue.
-    fn count_down(&self) {
-        let mut one = [0_u8; 8];
-        let _ = rustix::io::read(self.fd.get(), &mut one);
+    /// Takes the bytes of events that are gone out of the pipe. They are there, so reading them never blocks.
+    fn count_down(&self, queue: &mut Queue<T>) {
+        let mut bytes = [0_u8; 64];
+        while queue.bytes > queue.events.len() {
+            let many = (queue.bytes - queue.events.len()).min(bytes.len());
+            let Some(part) = bytes.get_mut(..many) else {
+                return;
+            };
+            match rustix::io::read(self.fd.get(), part) {
+                Ok(read) if read > 0 => queue.bytes -= read.min(queue.bytes),
+                _ => return,
+            }
+        }
     }
 
     /// Whether events wait.
     pub fn is_empty(&self) -> bool {
-        self.queue().is_empty()
+        self.queue().events.is_empty()
     }
 
     /// Whether the application made the descriptor non-blocking.
@@ -110,6 +134,19 @@ mod tests {
             tv_nsec: 0,
         };
         rustix::event::poll(&mut fds, Some(&now)).unwrap() == 1
+    }
+
+    #[test]
+    fn more_events_than_a_pipe_holds_are_all_there() {
+        let c = Channel::new().unwrap();
+        for n in 0..70_000 {
+            c.push(n);
+        }
+        for n in 0..70_000 {
+            assert!(readable(&c), "{n}");
+            assert_eq!(c.pop(), Some(n));
+        }
+        assert!(!readable(&c));
     }
 
     #[test]

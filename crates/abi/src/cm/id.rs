@@ -309,7 +309,7 @@ pub(super) unsafe fn acknowledge(event: *mut rdma_cm_event) -> Result<(), Errno>
     };
     // SAFETY: an identifier lives until its events are acknowledged.
     if let Ok(owner) = unsafe { live::<IdObject, _>(owner) } {
-        owner.acks.acknowledged(1);
+        owner.acks.acknowledged(1, |_| ());
     }
     Ok(())
 }

@@ -134,15 +134,25 @@ entry! {
         // SAFETY: null or valid (caller's promise).
         let Some(event) = (unsafe { event.as_ref() }) else { return Ok(()) };
         // SAFETY: the element that `ibv_get_async_event` wrote for this type; its object lives (caller's promise).
-        let acks: &Acks = unsafe {
+        unsafe {
             match About::of(event.event_type) {
-                About::Cq => &live::<CqObject, _>(event.element.cq)?.async_acks,
-                About::Srq => &live::<SrqObject, _>(event.element.srq)?.acks,
-                About::Qp => &live::<QpObject, _>(event.element.qp)?.acks,
-                About::Port => return Ok(()),
+                About::Cq => {
+                    let queue = live::<CqObject, _>(event.element.cq)?;
+                    let show = |sum| queue.c.set(|c| c.async_events_completed = sum);
+                    queue.async_acks.acknowledged(1, show);
+                }
+                About::Srq => {
+                    let srq = live::<SrqObject, _>(event.element.srq)?;
+                    srq.acks.acknowledged(1, |sum| srq.c.set(|c| c.events_completed = sum));
+                }
+                About::Qp => {
+                    let qp = live::<QpObject, _>(event.element.qp)?;
+                    let show = |sum| qp.c.set(|c| c.qp_base.events_completed = sum);
+                    qp.acks.acknowledged(1, show);
+                }
+                About::Port => {}
             }
-        };
-        acks.acknowledged(1);
+        }
         Ok(())
     }
 }

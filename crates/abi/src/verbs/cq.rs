@@ -230,7 +230,8 @@ entry! {
         // SAFETY: the caller's promise.
         let queue = unsafe { live_if_any::<CqObject, _>(cq) };
         if let Ok(Some(queue)) = queue {
-            queue.comp_acks.acknowledged(n.into());
+            let show = |sum| queue.c.set(|c| c.comp_events_completed = sum);
+            queue.comp_acks.acknowledged(n.into(), show);
         }
         Ok(())
     }

@@ -235,10 +235,11 @@ impl Acks {
         self.counts().delivered += 1;
     }
 
-    /// The program acknowledges `n` events.
-    pub(crate) fn acknowledged(&self, n: u64) {
+    /// The program acknowledges `n` events. `show` writes the sum where the program sees it.
+    pub(crate) fn acknowledged(&self, n: u64, show: impl FnOnce(u32)) {
         let mut counts = self.counts();
         counts.acknowledged += n;
+        show(counts.acknowledged as u32);
         if counts.waiting > 0 {
             // While the lock is held: the waiting thread frees the object, and the lock, as soon as it gets it.
             self.changed.notify_all();

@@ -453,7 +453,7 @@ entry! {
     /// # Safety
     /// `qp` is null or lives, `attr` and `init` are null or valid places.
     unsafe fn ibv_query_qp(
-        qp: *mut ibv_qp, attr: *mut ibv_qp_attr, _mask: c_int, init: *mut ibv_qp_init_attr,
+        qp: *mut ibv_qp, attr: *mut ibv_qp_attr, attr_mask: c_int, init: *mut ibv_qp_init_attr,
     ) -> c_int, errno, {
         // SAFETY: the caller's promise.
         let object = unsafe { live::<QpObject, _>(qp) }?;
@@ -496,7 +496,11 @@ entry! {
             // SAFETY: not null, so valid (caller's promise).
             unsafe { put(init, made) }?;
         }
-        object.show_state(state as ibv_qp_state);
+        // The mask is a hint for the attributes, which are all returned. The state that the structure shows changes only by it:
+        // programs ask for other attributes of a queue pair that has failed, and go on with the state that they know.
+        if attr_mask.cast_unsigned() & mask::STATE != 0 {
+            object.show_state(state as ibv_qp_state);
+        }
         Ok(())
     }
 }

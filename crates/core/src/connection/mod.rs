@@ -547,8 +547,12 @@ impl Connection {
             self.timers = Timers::default();
             self.peer_left = true;
         } else {
+            // As with RoCE, a completion that tells the failure is enough. Only a program that waits for none needs the event.
             let first = (!self.base.sq.is_empty()).then_some((None, Status::RetryExceeded));
-            self.fail(first, "the peer vanished", Some(AsyncEvent::QpFatal));
+            let has_receives = !self.base.rq.is_shared() && !self.base.rq.is_empty();
+            let unnoticed = first.is_none() && !has_receives;
+            let event = unnoticed.then_some(AsyncEvent::QpFatal);
+            self.fail(first, "the peer vanished", event);
         }
     }
 
@@ -562,7 +566,7 @@ impl Connection {
             (None, Some(limit)) => self.timers.start(Timer::GiveUp, now + limit),
             (Some(at), _) if at <= now => {
                 let blamed = Some((None, Status::RetryExceeded));
-                self.fail(blamed, "the peer has left", Some(AsyncEvent::QpFatal));
+                self.fail(blamed, "the peer has left", None);
             }
             _ => {}
         }

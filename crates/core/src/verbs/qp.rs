@@ -214,7 +214,8 @@ impl Attr {
             self.rnr_retry = from.rnr_retry;
         }
         if has(mask::MIN_RNR_TIMER) {
-            self.min_rnr_timer = from.min_rnr_timer;
+            // A field of 5 bits (IBA 11.2.5.2): devices ignore the others, and programs set them.
+            self.min_rnr_timer = from.min_rnr_timer & 31;
         }
         if has(mask::RQ_PSN) {
             self.rq_psn = from.rq_psn;
@@ -396,10 +397,8 @@ pub fn check_modify(
     {
         return Err(Misuse::InvalidArgument("retry_cnt or rnr_retry above 7"));
     }
-    if attr_mask & mask::TIMEOUT != 0 && attr.timeout > 31
-        || attr_mask & mask::MIN_RNR_TIMER != 0 && attr.min_rnr_timer > 31
-    {
-        return Err(Misuse::InvalidArgument("timeout or min_rnr_timer above 31"));
+    if attr_mask & mask::TIMEOUT != 0 && attr.timeout > 31 {
+        return Err(Misuse::InvalidArgument("timeout above 31"));
     }
     if attr_mask & mask::MAX_QP_RD_ATOMIC != 0 && attr.max_rd_atomic > bounds::MAX_RD_ATOMIC
         || attr_mask & mask::MAX_DEST_RD_ATOMIC != 0
