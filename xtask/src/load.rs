@@ -1,10 +1,11 @@
 //! Whether the loader finds the built libraries: `tests/c/load.c` in many environments, and the
 //! programs of the distribution.
 
+use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use xtask::symbols::{IBVERBS, RDMACM};
+use xtask::symbols::{IBVERBS, RDMACM, Version};
 use xtask::{Result, sh};
 
 /// Installed programs and drivers whose every reference must resolve; those not installed are left out.
@@ -33,6 +34,16 @@ const PROGRAMS: [&str; 24] = [
     "/usr/bin/fio",
     "/usr/lib/x86_64-linux-gnu/libmlx5.so.1",
     "/usr/lib/x86_64-linux-gnu/libefa.so.1",
+];
+
+/// Releases of rdma-core that other distributions have: the newest public node of each library (the second number), and the
+/// private node.
+const RELEASES: [(&str, u32, u32, u32); 5] = [
+    ("EL 8.2 (rdma-core 26)", 7, 2, 25),
+    ("Ubuntu 20.04 (rdma-core 28)", 8, 2, 25),
+    ("Ubuntu 22.04 (rdma-core 39), EL 8", 14, 3, 34),
+    ("Ubuntu 24.04 (rdma-core 50), EL 9", 14, 3, 34),
+    ("rdma-core 58", 14, 3, 57),
 ];
 
 /// How our libraries come into a process.
@@ -118,11 +129,85 @@ pub(crate) fn run() -> Result {
         let unresolved = unresolved(Path::new(program), &lib)?;
         failures.extend(unresolved.iter().map(|u| format!("{program}: {u}")));
     }
+    for release in &RELEASES {
+        count += 1;
+        let program = of_release(&work, release)?;
+        let unresolved = unresolved(&program, &lib)?;
+        failures.extend(unresolved.iter().map(|u| format!("{}: {u}", release.0)));
+    }
     if failures.is_empty() {
         println!("loaded in {count} ways");
         return Ok(());
     }
     Err(failures.join("\n").into())
+}
+
+/// Whether a release has a node.
+fn has(&(_, verbs, cm, private): &(&str, u32, u32, u32), node: &str) -> bool {
+    let number = |prefix: &str| {
+        node.strip_prefix(prefix)
+            .and_then(|n| n.parse::<u32>().ok())
+    };
+    number("IBVERBS_1.").is_some_and(|n| n <= verbs)
+        || number("RDMACM_1.").is_some_and(|n| n <= cm)
+        || number("IBVERBS_PRIVATE_") == Some(private)
+}
+
+/// A library that names every function of a release, with its versions: as drivers and programs of that release do, it was
+/// linked to libraries that have these nodes and no others. A symbol that two nodes have is asked for in the newer one, and
+/// those of the private node as a driver would.
+fn of_release(work: &Path, release: &(&str, u32, u32, u32)) -> Result<PathBuf> {
+    let symbols = xtask::symbols::read()?;
+    let dir = work.join(format!("release-{}-{}", release.1, release.3));
+    fs::create_dir_all(&dir)?;
+    let mut users = String::from("void *use[] = {\n");
+    let mut declared = String::new();
+    let mut stubs = Vec::new();
+    for library in [IBVERBS, RDMACM] {
+        let (mut code, mut map) = (String::new(), String::new());
+        for node in xtask::symbols::nodes(&symbols, library) {
+            if !has(release, node) {
+                continue;
+            }
+            let inside = symbols.iter().filter(|s| {
+                s.library == library && s.node == node && !matches!(s.version, Version::Legacy(_))
+            });
+            let mut names = String::new();
+            for s in inside {
+                let _ = writeln!(code, "int {}(void) {{ return 0; }}", s.name);
+                let _ = writeln!(declared, "int {}(void);", s.name);
+                let _ = writeln!(users, "(void *){},", s.name);
+                let _ = write!(names, "{}; ", s.name);
+            }
+            let _ = writeln!(map, "{node} {{ global: {names} }};");
+        }
+        let (source, script) = (dir.join("stub.c"), dir.join("stub.map"));
+        fs::write(&source, code)?;
+        fs::write(&script, map)?;
+        let stub = dir.join(library);
+        let mut cc = sh::cc();
+        cc.args(["-w", "-shared", "-fPIC", "-fno-builtin", "-nostdlib", "-o"])
+            .args([&stub, &source])
+            .arg(format!("-Wl,-soname,{library}"))
+            .arg(format!("-Wl,--version-script={}", script.display()));
+        sh::run(&mut cc)?;
+        stubs.push(stub);
+    }
+    let (source, user) = (dir.join("user.c"), dir.join("user.so"));
+    fs::write(&source, format!("{declared}{users}}};\n"))?;
+    let mut cc = sh::cc();
+    cc.args([
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-fno-builtin",
+        "-Wl,-z,defs",
+        "-o",
+    ])
+    .args([&user, &source])
+    .args(&stubs);
+    sh::run(&mut cc)?;
+    Ok(user)
 }
 
 /// Builds `tests/c/load.c` as `name`.
