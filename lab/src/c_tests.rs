@@ -18,6 +18,7 @@ const PROGRAMS: &[&str] = &[
     "foreign",
     ELEVATED,
     EXAMPLES,
+    EXS,
     "faults",
     "flood",
     "fork",
@@ -40,6 +41,9 @@ const PROGRAMS: &[&str] = &[
 
 /// The one that is linked to our libraries by their path: the dynamic linker ignores variables in a set-group-ID program.
 const ELEVATED: &str = "elevated";
+
+/// The one that is linked to extended sockets, whose header and library are ours.
+const EXS: &str = "exs";
 
 /// The programs of the man pages in `docs/man/examples`; each ends with 0 if it did what it shows.
 const EXAMPLES: &str = "examples";
@@ -121,11 +125,12 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
 /// Compiles the programs of the man pages as anywarpdv(7) says, and runs them; whether all pass.
 fn run_examples(work: &Path) -> Result<bool> {
     let lib = sh::dist().join("lib/anywarp");
-    let linked = [
+    let mut linked = vec![
         format!("-I{}", sh::dist().join("include").display()),
         format!("-L{}", lib.display()),
         format!("-Wl,-rpath,{}", lib.display()),
     ];
+    linked.extend(extended_sockets());
     let mut all = true;
     for entry in fs::read_dir(sh::root().join("docs/man/examples"))? {
         let source = entry?.path();
@@ -252,7 +257,21 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
             sh::dist().join("lib/anywarp").display()
         ));
     }
+    if name == EXS {
+        by_path = extended_sockets();
+    }
     compile(&source.with_extension("c"), to, &by_path)
+}
+
+/// What a program of extended sockets is compiled with.
+fn extended_sockets() -> Vec<String> {
+    let dist = sh::dist();
+    vec![
+        format!("-I{}", dist.join("include").display()),
+        format!("-L{}", dist.join("lib").display()),
+        format!("-Wl,-rpath,{}", dist.join("lib").display()),
+        "-lexs".to_owned(),
+    ]
 }
 
 /// As [`build`], for any source.

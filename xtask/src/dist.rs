@@ -6,7 +6,8 @@
 //! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
 //! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
-//! include/                     our own headers, if there are any
+//! lib/libexs.so.1              extended sockets, with its .so link; pkgconfig/exs.pc
+//! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
 //! share/anywarp/wireshark/     the dissector of datagrams
 //! ```
@@ -24,6 +25,7 @@ pub fn run() -> Result {
         "--release",
         "--package=anywarp-abi",
         "--package=anywarp-cli",
+        "--package=anywarp-exs",
     ]))?;
     let built = sh::target().join("release");
     let work = sh::target().join("dist-link");
@@ -38,10 +40,12 @@ pub fn run() -> Result {
     verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib, &work)?;
     verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work)?;
     path_shim(&lib, &work)?;
+    extended_sockets(&built, &new, &work)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
     copy_tree(&sh::root().join("crates/abi/include"), &new.join("include"))?;
+    copy_tree(&sh::root().join("crates/exs/include"), &new.join("include"))?;
     generate(&bin.join("anywarp"), &new.join("share"))?;
     copy_tree(
         &sh::root().join("crates/cli/wireshark"),
@@ -52,6 +56,48 @@ pub fn run() -> Result {
     remove(&dist)?;
     fs::rename(&new, &dist)?;
     println!("{}", dist.display());
+    Ok(())
+}
+
+/// Puts libexs in place: above verbs like any program, and so not among the libraries that stand in for verbs.
+fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
+    let lib = new.join("lib");
+    let map = work.join("libexs.map");
+    fs::write(&map, "{ global: exs_*; local: *; };\n")?;
+    let mut cc = sh::cc();
+    cc.args(["-shared", "-fPIC", "-Wl,-soname,libexs.so.1"])
+        .arg(format!("-Wl,--version-script={}", map.display()))
+        // The library's thread runs its code: dlclose must not take it away.
+        .args([
+            "-Wl,-z,nodelete,-z,now,-z,relro",
+            "-Wl,--gc-sections,--strip-debug",
+            "-Wl,--no-undefined",
+        ])
+        .args(glibc::arguments(work, glibc::Into::Library)?)
+        .arg("-Wl,--whole-archive")
+        .arg(built.join("libexs.a"))
+        .arg("-Wl,--no-whole-archive")
+        .arg("-L")
+        .arg(lib.join("anywarp"))
+        .args([
+            "-Wl,--as-needed",
+            "-libverbs",
+            "-lrdmacm",
+            "-lgcc_s",
+            "-lm",
+            "-lc",
+            "-o",
+        ])
+        .arg(lib.join("libexs.so.1"));
+    sh::run(&mut cc)?;
+    std::os::unix::fs::symlink("libexs.so.1", lib.join("libexs.so"))?;
+    fs::create_dir_all(lib.join("pkgconfig"))?;
+    let pc = format!(
+        "prefix=${{pcfiledir}}/../..\n\nName: exs\nDescription: Extended sockets over RDMA\nVersion: {}\n\
+         Requires.private: libibverbs librdmacm\nCflags: -I${{prefix}}/include\nLibs: -L${{prefix}}/lib -lexs\n",
+        env!("CARGO_PKG_VERSION")
+    );
+    fs::write(lib.join("pkgconfig/exs.pc"), pc)?;
     Ok(())
 }
 

@@ -1,0 +1,1064 @@
+//! A connection as a state machine without I/O: which transfer goes when, and who waits for what.
+//!
+//! ```text
+//! send() recv() cancel() shutdown()  ─┐
+//! arrived() moved() written()        ─┴─> Flow ──> Action: send a message, read, write, copy, complete
+//! ```
+//!
+//! The receiver of data reads it: an advertisement waits in `adverts` for a receive, or a receive in `recvs` for an
+//! advertisement. A matched pair is a move; moves end in the order in which they began.
+
+use crate::wire::{Bad, Hello, Message, Segment, Status};
+use std::collections::VecDeque;
+
+/// Messages that are answered when they arrive, and may be under way beside the advertisements.
+pub(crate) const CONTROLS: u32 = 4;
+
+/// The number of an operation of the program.
+pub(crate) type OpId = u64;
+
+/// A message buffer that holds immediate data.
+pub(crate) type Slot = usize;
+
+/// A send as the program started it.
+#[derive(Debug, Clone)]
+pub(crate) struct Send {
+    pub(crate) id: OpId,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) persistent: bool,
+    pub(crate) notify: bool,
+    /// Where in the peer's persistent memory; only for [`Flow::send`] with such memory.
+    pub(crate) offset: Option<u64>,
+}
+
+/// A receive as the program started it.
+#[derive(Debug, Clone)]
+pub(crate) struct Recv {
+    pub(crate) id: OpId,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) persistent: bool,
+    pub(crate) wait_all: bool,
+    pub(crate) offset: Option<u64>,
+}
+
+/// How an operation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Done,
+    Truncated,
+    /// A persistent send was read; it goes on.
+    WasRead,
+    Cancelled,
+    Invalid,
+    BothPersistent,
+}
+
+/// What is to be done, in this order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Sends a message; with the data of a send behind it.
+    Message(Message, Option<OpId>),
+    /// Reads the peer's memory into that of a receive from `at` on; [`Flow::moved`] when all is there.
+    Read {
+        number: u64,
+        to: OpId,
+        at: u64,
+        from: Vec<Segment>,
+    },
+    /// Copies `len` bytes of immediate data from `skip` on into the memory of a receive.
+    Copy {
+        to: OpId,
+        at: u64,
+        slot: Slot,
+        skip: u64,
+        len: u64,
+    },
+    /// Writes a send into the peer's memory; [`Flow::written`] when that is done.
+    Write { send: OpId, to: Segment },
+    /// The buffer can take another message.
+    Release(Slot),
+    /// Reports an operation.
+    Complete {
+        op: OpId,
+        outcome: Outcome,
+        len: u64,
+    },
+}
+
+#[derive(Debug)]
+struct Advert {
+    seq: u32,
+    segments: Vec<Segment>,
+    slot: Option<Slot>,
+    len: u64,
+    taken: u64,
+    notify: bool,
+}
+
+#[derive(Debug)]
+struct Move {
+    number: u64,
+    recv: OpId,
+    len: u64,
+    truncated: bool,
+    ends_recv: bool,
+    /// The advertisement that ends with this move, its length and its buffer.
+    ends_advert: Option<(u32, u64, Option<Slot>)>,
+    /// The persistent advertisement that wants to know.
+    notify: Option<u32>,
+    done: bool,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    recv: Recv,
+    len: u64,
+    asked: u64,
+    got: u64,
+}
+
+#[derive(Debug)]
+struct Sent {
+    seq: u32,
+    op: Option<OpId>,
+    len: u64,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Once,
+    Persistent { notify: bool },
+    Place,
+    Control,
+}
+
+/// One end of a connection.
+#[derive(Debug)]
+pub(crate) struct Flow {
+    stream: bool,
+    /// Advertisements that may still be sent.
+    credits: u32,
+    controls: u32,
+    /// The longest immediate data that the peer takes.
+    immediate: u64,
+    next_seq: u32,
+    sends: VecDeque<Send>,
+    sent: VecDeque<Sent>,
+    /// Cancels and notifications that wait for a control credit.
+    waiting_controls: VecDeque<(ControlKind, u32, u64)>,
+    fin: Option<OpId>,
+    fin_sent: bool,
+    /// The peer's persistent receive: sequence number and memory.
+    place: Option<(u32, Segment)>,
+    writes: VecDeque<(OpId, u64)>,
+    /// Ends of the peer's persistent receive that wait for our writes into it.
+    place_ends: VecDeque<(u32, usize, Status)>,
+
+    /// What the peer may have unanswered at once.
+    granted: u32,
+    our_immediate: u64,
+    peer_unanswered: u32,
+    peer_seq: u32,
+    adverts: VecDeque<Advert>,
+    persistent: Option<Advert>,
+    recvs: VecDeque<Waiting>,
+    moves: VecDeque<Move>,
+    next_move: u64,
+    /// Persistent advertisements of the peer that end when the moves before this number have ended.
+    persistent_ends: VecDeque<(u32, u64, Status)>,
+    /// Our persistent receive, with its sequence number once it is sent.
+    standing: Option<(Recv, Option<u32>)>,
+    peer_fin: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ControlKind {
+    Notify,
+    Cancel,
+}
+
+/// The most moves under way: each takes places in the send queue.
+const MAX_MOVES: usize = 16;
+/// Writes under way, likewise.
+const MAX_WRITES: usize = 16;
+
+impl Flow {
+    pub(crate) fn new(ours: Hello, theirs: Hello) -> Self {
+        Self {
+            stream: ours.stream,
+            credits: u32::from(theirs.credits),
+            controls: CONTROLS,
+            immediate: u64::from(theirs.immediate.min(ours.immediate)),
+            next_seq: 1,
+            sends: VecDeque::new(),
+            sent: VecDeque::new(),
+            waiting_controls: VecDeque::new(),
+            fin: None,
+            fin_sent: false,
+            place: None,
+            writes: VecDeque::new(),
+            place_ends: VecDeque::new(),
+            granted: u32::from(ours.credits),
+            our_immediate: u64::from(ours.immediate),
+            peer_unanswered: 0,
+            peer_seq: 0,
+            adverts: VecDeque::new(),
+            persistent: None,
+            recvs: VecDeque::new(),
+            moves: VecDeque::new(),
+            next_move: 0,
+            persistent_ends: VecDeque::new(),
+            standing: None,
+            peer_fin: false,
+        }
+    }
+
+    /// Whether a receive would find something, and whether a send would go at once.
+    pub(crate) fn ready(&self) -> (bool, bool) {
+        let input = !self.adverts.is_empty() || self.persistent.is_some() || self.peer_fin;
+        (
+            input,
+            self.sends.is_empty() && self.credits > 0 && self.fin.is_none() && !self.fin_sent,
+        )
+    }
+
+    /// The longest send whose data goes in its advertisement.
+    pub(crate) fn immediate(&self) -> u64 {
+        self.immediate
+    }
+
+    /// Whether the program has ended its direction.
+    pub(crate) fn is_shut(&self) -> bool {
+        self.fin.is_some() || self.fin_sent
+    }
+
+    pub(crate) fn send(&mut self, send: Send, out: &mut Vec<Action>) {
+        self.sends.push_back(send);
+        self.progress(out);
+    }
+
+    pub(crate) fn recv(&mut self, recv: Recv, out: &mut Vec<Action>) {
+        if recv.persistent {
+            let refuse = if self.persistent.is_some() || self.standing.is_some() {
+                Some(Outcome::BothPersistent)
+            } else if recv.segments.len() != 1 || !self.recvs.is_empty() {
+                Some(Outcome::Invalid)
+            } else {
+                None
+            };
+            if let Some(outcome) = refuse {
+                out.push(complete(recv.id, outcome, 0));
+                return;
+            }
+            self.standing = Some((recv, None));
+        } else if self.standing.is_some() {
+            out.push(complete(recv.id, Outcome::BothPersistent, 0));
+            return;
+        } else {
+            let len = total(&recv.segments);
+            self.recvs.push_back(Waiting {
+                recv,
+                len,
+                asked: 0,
+                got: 0,
+            });
+        }
+        self.progress(out);
+    }
+
+    /// Ends the direction to the peer once all sends are advertised.
+    pub(crate) fn shutdown(&mut self, op: OpId, out: &mut Vec<Action>) {
+        self.fin = Some(op);
+        self.progress(out);
+    }
+
+    /// Asks for the end of an operation; it is reported as any other, and may still succeed.
+    pub(crate) fn cancel(&mut self, op: OpId, out: &mut Vec<Action>) {
+        if let Some(at) = self.sends.iter().position(|s| s.id == op) {
+            self.sends.remove(at);
+            out.push(complete(op, Outcome::Cancelled, 0));
+        } else if let Some(at) = self
+            .recvs
+            .iter()
+            .position(|w| w.recv.id == op && w.asked == 0)
+        {
+            let untouched = !self.moves.iter().any(|m| m.recv == op);
+            if untouched {
+                self.recvs.remove(at);
+                out.push(complete(op, Outcome::Cancelled, 0));
+            }
+        } else if let Some((_, None)) = self.standing.as_ref().filter(|(r, _)| r.id == op) {
+            self.standing = None;
+            out.push(complete(op, Outcome::Cancelled, 0));
+        } else if let Some(sent) = self.sent.iter().find(|s| s.op == Some(op)) {
+            let of = sent.seq;
+            let asked = self
+                .waiting_controls
+                .iter()
+                .any(|(k, o, _)| *k == ControlKind::Cancel && *o == of);
+            if sent.kind != Kind::Control && !asked {
+                self.waiting_controls
+                    .push_back((ControlKind::Cancel, of, 0));
+            }
+        }
+        self.progress(out);
+    }
+
+    /// A message of the peer; immediate data stays in `slot` until [`Action::Release`].
+    pub(crate) fn arrived(
+        &mut self,
+        message: Message,
+        slot: Slot,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Bad> {
+        if let Message::Ack { seq, len, status } = message {
+            out.push(Action::Release(slot));
+            return self.answered(seq, len, status, out);
+        }
+        let seq = match &message {
+            Message::Advert { seq, .. }
+            | Message::Immediate { seq, .. }
+            | Message::Place { seq, .. }
+            | Message::Notify { seq, .. }
+            | Message::Cancel { seq, .. }
+            | Message::Fin { seq }
+            | Message::Ack { seq, .. } => *seq,
+        };
+        if seq != self.peer_seq.wrapping_add(1) {
+            return Err(Bad::Order);
+        }
+        self.peer_seq = seq;
+        if matches!(
+            message,
+            Message::Advert { .. } | Message::Immediate { .. } | Message::Place { .. }
+        ) {
+            if self.peer_unanswered >= self.granted || self.peer_fin {
+                return Err(Bad::Order);
+            }
+            self.peer_unanswered += 1;
+        }
+        let mut held = false;
+        match message {
+            Message::Advert {
+                segments,
+                persistent,
+                notify,
+                ..
+            } => {
+                let len = total(&segments);
+                let empty = self.stream && len == 0;
+                let advert = Advert {
+                    seq,
+                    segments,
+                    slot: None,
+                    len,
+                    taken: 0,
+                    notify,
+                };
+                if empty {
+                    self.answer(seq, 0, Status::Done, out);
+                } else if !persistent {
+                    self.adverts.push_back(advert);
+                } else if self.standing.is_some() {
+                    self.answer(seq, 0, Status::Refused, out);
+                } else {
+                    let old = self.persistent.replace(advert);
+                    self.end_persistent(old, Status::Done, out);
+                }
+            }
+            Message::Immediate { len, .. } => {
+                let len = u64::from(len);
+                if len > self.our_immediate {
+                    return Err(Bad::Field);
+                }
+                // A stream has no empty messages: they would look like its end.
+                if self.stream && len == 0 {
+                    self.answer(seq, 0, Status::Done, out);
+                } else {
+                    held = true;
+                    let slot = Some(slot);
+                    self.adverts.push_back(Advert {
+                        seq,
+                        segments: Vec::new(),
+                        slot,
+                        len,
+                        taken: 0,
+                        notify: false,
+                    });
+                }
+            }
+            Message::Place { segment, .. } => {
+                if let Some((old, _)) = self.place.replace((seq, segment)) {
+                    self.end_place(old, Status::Done, out);
+                }
+            }
+            Message::Notify { of, len, .. } => {
+                let sent = self
+                    .sent
+                    .iter()
+                    .find(|s| s.seq == of && s.kind == Kind::Persistent { notify: true });
+                match sent {
+                    Some(sent) if len <= sent.len => {
+                        if let Some(op) = sent.op {
+                            out.push(complete(op, Outcome::WasRead, len));
+                        }
+                    }
+                    _ => return Err(Bad::Order),
+                }
+                self.acknowledge(seq, out);
+            }
+            Message::Cancel { of, .. } => {
+                if self.place.is_some_and(|(s, _)| s == of) {
+                    self.place = None;
+                    self.end_place(of, Status::Cancelled, out);
+                } else if self.persistent.as_ref().is_some_and(|a| a.seq == of) {
+                    let old = self.persistent.take();
+                    self.end_persistent(old, Status::Cancelled, out);
+                } else if let Some(at) = self
+                    .adverts
+                    .iter()
+                    .position(|a| a.seq == of && a.taken == 0)
+                {
+                    if let Some(slot) = self.adverts.remove(at).and_then(|a| a.slot) {
+                        out.push(Action::Release(slot));
+                    }
+                    self.answer(of, 0, Status::Cancelled, out);
+                }
+                self.acknowledge(seq, out);
+            }
+            Message::Fin { .. } => {
+                self.peer_fin = true;
+                self.acknowledge(seq, out);
+            }
+            Message::Ack { .. } => {}
+        }
+        if !held {
+            // The buffer takes another message before the answer allows one.
+            out.insert(0, Action::Release(slot));
+        }
+        self.progress(out);
+        Ok(())
+    }
+
+    /// All data of a move is in the memory of its receive.
+    pub(crate) fn moved(&mut self, number: u64, out: &mut Vec<Action>) {
+        if let Some(found) = self.moves.iter_mut().find(|m| m.number == number) {
+            found.done = true;
+        }
+        self.progress(out);
+    }
+
+    /// The oldest write is done.
+    pub(crate) fn written(&mut self, send: OpId, out: &mut Vec<Action>) {
+        if let Some(at) = self.writes.iter().position(|(op, _)| *op == send)
+            && let Some((op, len)) = self.writes.remove(at)
+        {
+            out.push(complete(op, Outcome::Done, len));
+            for end in &mut self.place_ends {
+                end.1 = end.1.saturating_sub(1);
+            }
+            while let Some((seq, 0, status)) = self.place_ends.front().copied() {
+                self.place_ends.pop_front();
+                self.answer(seq, 0, status, out);
+            }
+        }
+        self.progress(out);
+    }
+
+    fn answered(
+        &mut self,
+        seq: u32,
+        len: u64,
+        status: Status,
+        out: &mut Vec<Action>,
+    ) -> Result<(), Bad> {
+        let at = self
+            .sent
+            .iter()
+            .position(|s| s.seq == seq)
+            .ok_or(Bad::Order)?;
+        let known = self.sent.get(at).is_some_and(|s| len <= s.len);
+        let sent = if known { self.sent.remove(at) } else { None };
+        let sent = sent.ok_or(Bad::Field)?;
+        if sent.kind == Kind::Control {
+            self.controls += 1;
+        } else {
+            self.credits += 1;
+            // A cancel that has not been sent comes too late.
+            self.waiting_controls
+                .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+        }
+        if sent.kind == Kind::Place {
+            self.standing = None;
+        }
+        if let Some(op) = sent.op {
+            let outcome = match status {
+                Status::Done if sent.kind == Kind::Once && len < sent.len => Outcome::Truncated,
+                Status::Done => Outcome::Done,
+                Status::Cancelled => Outcome::Cancelled,
+                Status::Refused => Outcome::BothPersistent,
+            };
+            out.push(complete(op, outcome, len));
+        }
+        self.progress(out);
+        Ok(())
+    }
+
+    /// Answers a message that used a credit.
+    fn answer(&mut self, seq: u32, len: u64, status: Status, out: &mut Vec<Action>) {
+        self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
+        out.push(Action::Message(Message::Ack { seq, len, status }, None));
+    }
+
+    /// Answers a control message.
+    #[expect(clippy::unused_self, reason = "the counterpart of `answer`")]
+    fn acknowledge(&self, seq: u32, out: &mut Vec<Action>) {
+        let status = Status::Done;
+        out.push(Action::Message(
+            Message::Ack {
+                seq,
+                len: 0,
+                status,
+            },
+            None,
+        ));
+    }
+
+    fn end_persistent(&mut self, old: Option<Advert>, status: Status, out: &mut Vec<Action>) {
+        let Some(old) = old else { return };
+        if self.moves.is_empty() {
+            self.answer(old.seq, 0, status, out);
+        } else {
+            self.persistent_ends
+                .push_back((old.seq, self.next_move, status));
+        }
+    }
+
+    fn end_place(&mut self, seq: u32, status: Status, out: &mut Vec<Action>) {
+        if self.writes.is_empty() {
+            self.answer(seq, 0, status, out);
+        } else {
+            self.place_ends.push_back((seq, self.writes.len(), status));
+        }
+    }
+
+    fn progress(&mut self, out: &mut Vec<Action>) {
+        self.finish_moves(out);
+        loop {
+            let before = (self.moves.len(), self.recvs.len(), self.next_move);
+            self.start_move(out);
+            self.finish_moves(out);
+            if before == (self.moves.len(), self.recvs.len(), self.next_move) {
+                break;
+            }
+        }
+        self.start_sends(out);
+        self.start_controls(out);
+        self.answer_persistent(out);
+    }
+
+    /// Matches a receive that waits with what the peer has advertised.
+    fn start_move(&mut self, out: &mut Vec<Action>) {
+        if self.moves.len() >= MAX_MOVES {
+            return;
+        }
+        if let Some((recv, _)) = &self.standing {
+            // What was advertised before the peer knew of the persistent receive goes into its beginning.
+            let (id, len) = (recv.id, total(&recv.segments));
+            if !self.adverts.is_empty() {
+                self.take_advert(id, 0, len, false, out);
+            }
+            return;
+        }
+        let more = |w: &Waiting, stream: bool, moving: bool| {
+            if stream && w.recv.wait_all {
+                w.asked < w.len
+            } else {
+                w.asked == 0 && !moving
+            }
+        };
+        let moves = &self.moves;
+        let stream = self.stream;
+        let Some(at) = self
+            .recvs
+            .iter()
+            .position(|w| more(w, stream, moves.iter().any(|m| m.recv == w.recv.id)))
+        else {
+            return;
+        };
+        let Some(waiting) = self.recvs.get(at) else {
+            return;
+        };
+        let (id, asked, offset) = (waiting.recv.id, waiting.asked, waiting.recv.offset);
+        let room = waiting.len - asked;
+        if let Some(persistent) = self.persistent.as_ref().filter(|_| self.adverts.is_empty()) {
+            let skip = offset.unwrap_or(0);
+            let fits =
+                skip <= persistent.len && (offset.is_none() || room <= persistent.len - skip);
+            if !fits {
+                self.recvs.remove(at);
+                out.push(complete(id, Outcome::Invalid, 0));
+                return;
+            }
+            let len = room.min(persistent.len - skip);
+            let from = cut(&persistent.segments, skip, len);
+            let notify = persistent.notify.then_some(persistent.seq);
+            let number = self.begin(id, len, false, true, None, notify);
+            self.asked(at, len);
+            self.read(number, id, asked, from, out);
+        } else if !self.adverts.is_empty() {
+            if offset.is_some_and(|o| o != 0) {
+                self.recvs.remove(at);
+                out.push(complete(id, Outcome::Invalid, 0));
+                return;
+            }
+            let wait_all = waiting.recv.wait_all && self.stream;
+            let len = self.take_advert(id, asked, room, wait_all, out);
+            self.asked(at, len);
+        } else if self.peer_fin && self.moves.is_empty() {
+            let got = waiting.got;
+            self.recvs.remove(at);
+            out.push(complete(id, Outcome::Done, got));
+        }
+    }
+
+    fn asked(&mut self, at: usize, len: u64) {
+        if let Some(waiting) = self.recvs.get_mut(at) {
+            waiting.asked += len;
+        }
+    }
+
+    /// Moves as much of the first advertisement as there is room for; how much.
+    fn take_advert(
+        &mut self,
+        recv: OpId,
+        at: u64,
+        room: u64,
+        wait_all: bool,
+        out: &mut Vec<Action>,
+    ) -> u64 {
+        let Some(mut advert) = self.adverts.pop_front() else {
+            return 0;
+        };
+        let left = advert.len - advert.taken;
+        let len = left.min(room);
+        let skip = advert.taken;
+        let from = cut(&advert.segments, skip, len);
+        let slot = advert.slot;
+        advert.taken += len;
+        let truncated = len < left && !self.stream;
+        let ends_advert =
+            (advert.taken == advert.len || truncated).then_some((advert.seq, advert.taken, slot));
+        let ends_recv = self.standing.is_none() && (!wait_all || len == room);
+        let number = self.begin(recv, len, truncated, ends_recv, ends_advert, None);
+        if ends_advert.is_none() {
+            self.adverts.push_front(advert);
+        }
+        if let Some(slot) = slot {
+            out.push(Action::Copy {
+                to: recv,
+                at,
+                slot,
+                skip,
+                len,
+            });
+            self.moves
+                .iter_mut()
+                .filter(|m| m.number == number)
+                .for_each(|m| m.done = true);
+        } else {
+            self.read(number, recv, at, from, out);
+        }
+        len
+    }
+
+    fn begin(
+        &mut self,
+        recv: OpId,
+        len: u64,
+        truncated: bool,
+        ends_recv: bool,
+        ends_advert: Option<(u32, u64, Option<Slot>)>,
+        notify: Option<u32>,
+    ) -> u64 {
+        let number = self.next_move;
+        self.next_move += 1;
+        let done = len == 0;
+        self.moves.push_back(Move {
+            number,
+            recv,
+            len,
+            truncated,
+            ends_recv,
+            ends_advert,
+            notify,
+            done,
+        });
+        number
+    }
+
+    fn read(&self, number: u64, to: OpId, at: u64, from: Vec<Segment>, out: &mut Vec<Action>) {
+        if self.moves.iter().any(|m| m.number == number && !m.done) {
+            out.push(Action::Read {
+                number,
+                to,
+                at,
+                from,
+            });
+        }
+    }
+
+    fn finish_moves(&mut self, out: &mut Vec<Action>) {
+        while self.moves.front().is_some_and(|m| m.done) {
+            let Some(ended) = self.moves.pop_front() else {
+                return;
+            };
+            let at = self.recvs.iter().position(|w| w.recv.id == ended.recv);
+            if let Some(waiting) = at.and_then(|at| self.recvs.get_mut(at)) {
+                waiting.got += ended.len;
+                if ended.ends_recv {
+                    let outcome = if ended.truncated {
+                        Outcome::Truncated
+                    } else {
+                        Outcome::Done
+                    };
+                    out.push(complete(ended.recv, outcome, waiting.got));
+                    at.and_then(|at| self.recvs.remove(at));
+                }
+            }
+            if let Some((seq, taken, slot)) = ended.ends_advert {
+                out.extend(slot.map(Action::Release));
+                self.answer(seq, taken, Status::Done, out);
+            }
+            if let Some(of) = ended.notify {
+                self.waiting_controls
+                    .push_back((ControlKind::Notify, of, ended.len));
+            }
+        }
+    }
+
+    /// Answers persistent advertisements that ended, once their last move and its notification are on their way.
+    fn answer_persistent(&mut self, out: &mut Vec<Action>) {
+        let oldest = self.moves.front().map_or(self.next_move, |m| m.number);
+        while let Some((seq, before, status)) = self.persistent_ends.front().copied()
+            && before <= oldest
+            && !self
+                .waiting_controls
+                .iter()
+                .any(|(k, of, _)| *k == ControlKind::Notify && *of == seq)
+        {
+            self.persistent_ends.pop_front();
+            self.answer(seq, 0, status, out);
+        }
+    }
+
+    fn number(&mut self) -> u32 {
+        let seq = self.next_seq;
+        self.next_seq = seq.wrapping_add(1);
+        seq
+    }
+
+    fn start_sends(&mut self, out: &mut Vec<Action>) {
+        if let Some((recv, None)) = &self.standing
+            && self.credits > 0
+            && !self.is_shut()
+            && let [segment] = recv.segments.as_slice()
+        {
+            let (id, segment) = (recv.id, *segment);
+            let seq = self.number();
+            self.credits -= 1;
+            self.sent.push_back(Sent {
+                seq,
+                op: Some(id),
+                len: u64::from(segment.len),
+                kind: Kind::Place,
+            });
+            if let Some((_, sent)) = &mut self.standing {
+                *sent = Some(seq);
+            }
+            out.push(Action::Message(Message::Place { seq, segment }, None));
+        }
+        while let Some(send) = self.sends.front() {
+            let len = total(&send.segments);
+            if let Some((_, place)) = self.place {
+                let offset = send.offset.unwrap_or(0);
+                let room = u64::from(place.len).checked_sub(offset);
+                if send.persistent || room.is_none_or(|room| len > room) {
+                    let outcome = if send.persistent {
+                        Outcome::BothPersistent
+                    } else {
+                        Outcome::Invalid
+                    };
+                    out.push(complete(send.id, outcome, 0));
+                } else if self.writes.len() < MAX_WRITES {
+                    let Ok(len) = u32::try_from(len) else { return };
+                    self.writes.push_back((send.id, u64::from(len)));
+                    let to = Segment {
+                        addr: place.addr.wrapping_add(offset),
+                        stag: place.stag,
+                        len,
+                    };
+                    out.push(Action::Write { send: send.id, to });
+                } else {
+                    return;
+                }
+                self.sends.pop_front();
+                continue;
+            }
+            if send.offset.is_some_and(|o| o != 0) || self.credits == 0 {
+                return;
+            }
+            self.credits -= 1;
+            let Some(send) = self.sends.pop_front() else {
+                return;
+            };
+            let seq = self.number();
+            let kind = if send.persistent {
+                Kind::Persistent {
+                    notify: send.notify,
+                }
+            } else {
+                Kind::Once
+            };
+            self.sent.push_back(Sent {
+                seq,
+                op: Some(send.id),
+                len,
+                kind,
+            });
+            if !send.persistent && len <= self.immediate && send.segments.len() == 1 {
+                let len = u32::try_from(len).unwrap_or(0);
+                out.push(Action::Message(
+                    Message::Immediate { seq, len },
+                    Some(send.id),
+                ));
+            } else {
+                let message = Message::Advert {
+                    seq,
+                    segments: send.segments,
+                    persistent: send.persistent,
+                    notify: send.notify,
+                };
+                out.push(Action::Message(message, None));
+            }
+        }
+    }
+
+    fn start_controls(&mut self, out: &mut Vec<Action>) {
+        while self.controls > 0 {
+            let Some((kind, of, len)) = self.waiting_controls.pop_front() else {
+                break;
+            };
+            let seq = self.number();
+            self.controls -= 1;
+            self.sent.push_back(Sent {
+                seq,
+                op: None,
+                len: 0,
+                kind: Kind::Control,
+            });
+            let message = match kind {
+                ControlKind::Notify => Message::Notify { seq, of, len },
+                ControlKind::Cancel => Message::Cancel { seq, of },
+            };
+            out.push(Action::Message(message, None));
+        }
+        if self.controls > 0
+            && self.sends.is_empty()
+            && let Some(op) = self.fin.take()
+        {
+            let seq = self.number();
+            self.controls -= 1;
+            self.fin_sent = true;
+            self.sent.push_back(Sent {
+                seq,
+                op: Some(op),
+                len: 0,
+                kind: Kind::Control,
+            });
+            out.push(Action::Message(Message::Fin { seq }, None));
+        }
+    }
+}
+
+fn complete(op: OpId, outcome: Outcome, len: u64) -> Action {
+    Action::Complete { op, outcome, len }
+}
+
+pub(crate) fn total(segments: &[Segment]) -> u64 {
+    segments.iter().map(|s| u64::from(s.len)).sum()
+}
+
+/// The part of memory that begins after `skip` bytes and has `len`.
+pub(crate) fn cut(segments: &[Segment], mut skip: u64, mut len: u64) -> Vec<Segment> {
+    let mut part = Vec::new();
+    for segment in segments {
+        let here = u64::from(segment.len);
+        let from = skip.min(here);
+        let count = (here - from).min(len);
+        if let (Ok(count), true) = (u32::try_from(count), count > 0) {
+            part.push(Segment {
+                addr: segment.addr.wrapping_add(from),
+                stag: segment.stag,
+                len: count,
+            });
+        }
+        skip -= from;
+        len -= count;
+    }
+    part
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flow() -> Flow {
+        let hello = Hello {
+            stream: false,
+            credits: 2,
+            immediate: 64,
+        };
+        Flow::new(hello, hello)
+    }
+
+    fn memory(len: u32) -> Vec<Segment> {
+        vec![Segment {
+            addr: 0x1000,
+            stag: 7,
+            len,
+        }]
+    }
+
+    fn advert(seq: u32) -> Message {
+        Message::Advert {
+            seq,
+            segments: memory(100),
+            persistent: false,
+            notify: false,
+        }
+    }
+
+    fn send(id: OpId, persistent: bool) -> Send {
+        Send {
+            id,
+            segments: memory(100),
+            persistent,
+            notify: false,
+            offset: None,
+        }
+    }
+
+    fn recv(id: OpId) -> Recv {
+        Recv {
+            id,
+            segments: memory(100),
+            persistent: false,
+            wait_all: false,
+            offset: None,
+        }
+    }
+
+    #[test]
+    fn messages_that_break_the_rules_are_refused() {
+        let ack = |seq, len| Message::Ack {
+            seq,
+            len,
+            status: Status::Done,
+        };
+        let cases: [(&str, Vec<Message>, Bad); 7] = [
+            (
+                "more adverts than credits",
+                vec![advert(1), advert(2), advert(3)],
+                Bad::Order,
+            ),
+            ("a number twice", vec![advert(1), advert(1)], Bad::Order),
+            ("an answer to nothing", vec![ack(9, 0)], Bad::Order),
+            (
+                "an answer twice",
+                vec![ack(1, 100), ack(1, 100)],
+                Bad::Order,
+            ),
+            (
+                "more taken than was advertised",
+                vec![ack(1, 101)],
+                Bad::Field,
+            ),
+            (
+                "notify of what does not",
+                vec![Message::Notify {
+                    seq: 1,
+                    of: 1,
+                    len: 1,
+                }],
+                Bad::Order,
+            ),
+            (
+                "too much immediate data",
+                vec![Message::Immediate { seq: 1, len: 65 }],
+                Bad::Field,
+            ),
+        ];
+        for (name, messages, bad) in cases {
+            let mut flow = flow();
+            let mut out = Vec::new();
+            flow.send(send(1, true), &mut out);
+            let last = messages.len() - 1;
+            for (at, message) in messages.into_iter().enumerate() {
+                let wanted = if at == last { Err(bad) } else { Ok(()) };
+                assert_eq!(flow.arrived(message, at, &mut out), wanted, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_receive_reads_and_answers_when_all_is_there() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        flow.recv(recv(5), &mut out);
+        assert!(out.is_empty());
+        assert_eq!(flow.arrived(advert(1), 3, &mut out), Ok(()));
+        let read = Action::Read {
+            number: 0,
+            to: 5,
+            at: 0,
+            from: memory(100),
+        };
+        assert_eq!(out, [Action::Release(3), read]);
+        out.clear();
+        flow.moved(0, &mut out);
+        let answer = Message::Ack {
+            seq: 1,
+            len: 100,
+            status: Status::Done,
+        };
+        assert_eq!(
+            out,
+            [
+                complete(5, Outcome::Done, 100),
+                Action::Message(answer, None)
+            ]
+        );
+    }
+
+    #[test]
+    fn sends_wait_for_credits() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        (1..=3).for_each(|id| flow.send(send(id, false), &mut out));
+        assert_eq!(out.len(), 2);
+        out.clear();
+        let ack = Message::Ack {
+            seq: 1,
+            len: 100,
+            status: Status::Done,
+        };
+        assert_eq!(flow.arrived(ack, 0, &mut out), Ok(()));
+        let third = Action::Message(advert(3), None);
+        assert_eq!(
+            out,
+            [Action::Release(0), complete(1, Outcome::Done, 100), third]
+        );
+    }
+}

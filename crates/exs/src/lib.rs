@@ -1,0 +1,27 @@
+//! Extended sockets (ES-API) over any RDMA device: `libexs.so.1`.
+//!
+//! ```text
+//! api      the C functions of <exs.h>
+//! library  tables of sockets, queues and memory; the thread that waits for devices
+//! socket   a connection with its buffers   queue  events   memory  registrations
+//! flow     what goes when: a state machine without I/O
+//! wire     messages and private data       ffi    libibverbs and librdmacm
+//! ```
+//!
+//! `docs/exs.md` describes the protocol, `man 7 exs` the interface.
+
+mod api;
+mod ffi;
+mod flow;
+mod library;
+mod memory;
+mod queue;
+mod socket;
+mod wire;
+
+/// The error of the last call to libc or verbs.
+fn errno() -> libc::c_int {
+    std::io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
+}

@@ -1,0 +1,357 @@
+//! What there is once in the process: tables of sockets, queues, memory and devices, and the thread that waits for them.
+
+use crate::ffi;
+use crate::memory::{Device, Memory, Ptr};
+use crate::queue::Queue;
+use crate::socket::{Op, Settings, Socket};
+use crate::wire::Hello;
+use libc::{c_int, c_void};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Descriptors begin here, far above those of the system, so that one is not taken for the other.
+const FIRST_FD: c_int = 1 << 28;
+/// How often the thread looks at sockets that other threads poll.
+const TICK_MS: c_int = 1;
+
+static LIBRARY: OnceLock<Library> = OnceLock::new();
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// Everything that is shared by all threads.
+#[derive(Debug)]
+pub(crate) struct Library {
+    channel: Ptr<ffi::EventChannel>,
+    wakeup: c_int,
+    next: AtomicI32,
+    sockets: Mutex<HashMap<c_int, Arc<Socket>>>,
+    queues: Mutex<HashMap<c_int, Arc<Queue>>>,
+    memory: Mutex<HashMap<c_int, Arc<Memory>>>,
+    devices: Mutex<Vec<Arc<Device>>>,
+    hot: Mutex<Vec<Arc<Socket>>>,
+}
+
+/// An event of the connection manager, copied.
+#[derive(Debug)]
+pub(crate) struct CmEvent {
+    pub(crate) kind: u32,
+    pub(crate) status: c_int,
+    pub(crate) id: *mut ffi::CmId,
+    fd: c_int,
+    pub(crate) data: Vec<u8>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+extern "C" fn in_child() {
+    FORKED.store(true, SeqCst);
+}
+
+/// Starts the library, once.
+pub(crate) fn init() -> Result<(), c_int> {
+    static STARTING: Mutex<()> = Mutex::new(());
+    let _one = lock(&STARTING);
+    if FORKED.load(SeqCst) {
+        return Err(libc::EPERM);
+    }
+    if LIBRARY.get().is_some() {
+        return Ok(());
+    }
+    // SAFETY: no memory is passed, but a function that lives as long as the process; the descriptors are new.
+    let (channel, wakeup) = unsafe {
+        let channel = ffi::rdma_create_event_channel();
+        if channel.is_null() {
+            return Err(crate::errno());
+        }
+        let fd = (*channel).fd;
+        let flags = libc::fcntl(fd, libc::F_GETFL);
+        let wakeup = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
+        if wakeup < 0 || libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
+            return Err(crate::errno());
+        }
+        libc::pthread_atfork(None, None, Some(in_child));
+        (channel, wakeup)
+    };
+    let library = LIBRARY.get_or_init(|| Library {
+        channel: Ptr(channel),
+        wakeup,
+        next: AtomicI32::new(1),
+        sockets: Mutex::default(),
+        queues: Mutex::default(),
+        memory: Mutex::default(),
+        devices: Mutex::default(),
+        hot: Mutex::default(),
+    });
+    let thread = std::thread::Builder::new().name("exs".to_owned());
+    thread.spawn(|| library.run()).map_err(|_| libc::EAGAIN)?;
+    Ok(())
+}
+
+/// The library, if it was started by this process.
+pub(crate) fn get() -> Result<&'static Library, c_int> {
+    match LIBRARY.get() {
+        Some(_) if FORKED.load(SeqCst) => Err(libc::EPERM),
+        Some(library) => Ok(library),
+        None => Err(libc::EINVAL),
+    }
+}
+
+/// The device behind a context, opened for the library when it is first used.
+pub(crate) fn device(context: *mut ffi::Context) -> Result<Arc<Device>, c_int> {
+    let library = get()?;
+    let mut devices = lock(&library.devices);
+    if let Some(device) = devices.iter().find(|d| d.context.0 == context) {
+        return Ok(Arc::clone(device));
+    }
+    let device = Arc::new(Device::open(context)?);
+    devices.push(Arc::clone(&device));
+    library.wake();
+    Ok(device)
+}
+
+/// Makes the socket of a connection request for an accept.
+pub(crate) fn accept(
+    id: Ptr<ffi::CmId>,
+    theirs: Hello,
+    stream: bool,
+    settings: Settings,
+    listener: c_int,
+    op: Op,
+) {
+    let Ok(library) = get() else { return };
+    let fd = library.number() + FIRST_FD;
+    // SAFETY: the request is the new socket's; its events name this descriptor from now on.
+    unsafe { (*id.0).context = number_as_context(fd) };
+    let socket = Arc::new(Socket::new(fd, stream, id.0, settings));
+    lock(&library.sockets).insert(fd, Arc::clone(&socket));
+    socket.admit(theirs, listener, op);
+}
+
+/// A thread polls for the events of a socket; this thread looks after it when that ends.
+pub(crate) fn heat(socket: Arc<Socket>) {
+    if let Ok(library) = get() {
+        lock(&library.hot).push(socket);
+        library.wake();
+    }
+}
+
+fn number_as_context(fd: c_int) -> *mut c_void {
+    std::ptr::without_provenance_mut(usize::try_from(fd).unwrap_or(0))
+}
+
+impl Library {
+    fn number(&self) -> c_int {
+        self.next.fetch_add(1, SeqCst) & (FIRST_FD - 1)
+    }
+
+    fn wake(&self) {
+        let one = 1u64;
+        // SAFETY: eight bytes are read from a variable of that size.
+        unsafe { libc::write(self.wakeup, (&raw const one).cast(), 8) };
+    }
+
+    pub(crate) fn socket(&self, fd: c_int) -> Result<Arc<Socket>, c_int> {
+        let found = lock(&self.sockets).get(&fd).cloned();
+        found.ok_or_else(|| {
+            if (0..FIRST_FD).contains(&fd) {
+                libc::ENOTSOCK
+            } else {
+                libc::EBADF
+            }
+        })
+    }
+
+    pub(crate) fn add_socket(&self, stream: bool, settings: Settings) -> Result<c_int, c_int> {
+        let fd = self.number() + FIRST_FD;
+        let mut id = std::ptr::null_mut();
+        // SAFETY: the channel lives as long as the process, and `id` is a place for the result.
+        let made = unsafe {
+            ffi::rdma_create_id(
+                self.channel.0,
+                &raw mut id,
+                number_as_context(fd),
+                ffi::PS_TCP,
+            )
+        };
+        if made != 0 {
+            return Err(crate::errno());
+        }
+        let socket = Arc::new(Socket::new(fd, stream, id, settings));
+        lock(&self.sockets).insert(fd, socket);
+        Ok(fd)
+    }
+
+    pub(crate) fn close(&self, fd: c_int) -> Result<(), c_int> {
+        let socket = self.socket(fd)?;
+        lock(&self.sockets).remove(&fd).ok_or(libc::EBADF)?;
+        socket.close();
+        let queues: Vec<_> = lock(&self.queues).values().cloned().collect();
+        for queue in queues {
+            queue.forget(fd);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn queue(&self, q: c_int) -> Result<Arc<Queue>, c_int> {
+        lock(&self.queues).get(&q).cloned().ok_or(libc::EBADF)
+    }
+
+    pub(crate) fn add_queue(&self, queue: Queue) -> c_int {
+        let q = self.number();
+        lock(&self.queues).insert(q, Arc::new(queue));
+        q
+    }
+
+    pub(crate) fn remove_queue(&self, q: c_int) -> Result<(), c_int> {
+        let mut queues = lock(&self.queues);
+        if !queues.get(&q).ok_or(libc::EBADF)?.is_idle() {
+            return Err(libc::EBUSY);
+        }
+        queues.remove(&q);
+        Ok(())
+    }
+
+    pub(crate) fn memory(&self, handle: c_int) -> Result<Arc<Memory>, c_int> {
+        lock(&self.memory).get(&handle).cloned().ok_or(libc::EINVAL)
+    }
+
+    pub(crate) fn add_memory(&self, memory: Memory) -> Result<c_int, c_int> {
+        // The first device checks the address; others are registered with when they are used.
+        if lock(&self.devices).is_empty() {
+            let mut count = 0;
+            // SAFETY: the list stays allocated, and so its devices stay open.
+            let first = unsafe {
+                let list = ffi::rdma_get_devices(&raw mut count);
+                if list.is_null() || count < 1 {
+                    std::ptr::null_mut()
+                } else {
+                    *list
+                }
+            };
+            if first.is_null() {
+                return Err(libc::ENODEV);
+            }
+            device(first)?;
+        }
+        let first = lock(&self.devices).first().cloned().ok_or(libc::ENODEV)?;
+        memory.region(&first, crate::memory::Use::Source)?;
+        let handle = self.number();
+        lock(&self.memory).insert(handle, Arc::new(memory));
+        Ok(handle)
+    }
+
+    pub(crate) fn remove_memory(&self, handle: c_int) -> Result<(), c_int> {
+        let mut memory = lock(&self.memory);
+        if Arc::strong_count(memory.get(&handle).ok_or(libc::EINVAL)?) > 1 {
+            return Err(libc::EBUSY);
+        }
+        memory.remove(&handle);
+        Ok(())
+    }
+
+    /// The thread of the library.
+    fn run(&self) {
+        // SAFETY: a set of signals that is filled before it is used; signals go to threads of the program.
+        unsafe {
+            let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+            libc::sigfillset(all.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+        }
+        loop {
+            let devices = lock(&self.devices).clone();
+            // SAFETY: channels live as long as the process.
+            let fds = unsafe { [self.wakeup, (*self.channel.0).fd] };
+            let channels = devices.iter().map(|d| {
+                // SAFETY: as above.
+                unsafe { (*d.channel.0).fd }
+            });
+            let mut set: Vec<_> = fds
+                .into_iter()
+                .chain(channels)
+                .map(|fd| libc::pollfd {
+                    fd,
+                    events: libc::POLLIN,
+                    revents: 0,
+                })
+                .collect();
+            let timeout = if lock(&self.hot).is_empty() {
+                -1
+            } else {
+                TICK_MS
+            };
+            // SAFETY: the set has as many entries as the call is given.
+            unsafe { libc::poll(set.as_mut_ptr(), set.len() as libc::nfds_t, timeout) };
+            let mut counter = 0u64;
+            // SAFETY: eight bytes are written to a variable of that size.
+            unsafe { libc::read(self.wakeup, (&raw mut counter).cast(), 8) };
+            self.events_of_cm();
+            for device in devices {
+                self.events_of_device(&device);
+            }
+            if counter == 0 {
+                let hot = std::mem::take(&mut *lock(&self.hot));
+                let still: Vec<_> = hot.into_iter().filter(|s| s.cool()).collect();
+                lock(&self.hot).extend(still);
+            }
+        }
+    }
+
+    fn events_of_cm(&self) {
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the channel lives as long as the process; the event is copied before it is acknowledged, and the id of
+        // a request is this thread's until a socket takes it.
+        while unsafe { ffi::rdma_get_cm_event(self.channel.0, &raw mut event) } == 0 {
+            // SAFETY: as above.
+            let copy = unsafe {
+                let e = &*event;
+                let data = e.conn.private_data.cast::<u8>();
+                let has_data = [
+                    ffi::EVENT_CONNECT_REQUEST,
+                    ffi::EVENT_ESTABLISHED,
+                    ffi::EVENT_REJECTED,
+                ];
+                CmEvent {
+                    kind: e.event,
+                    status: e.status,
+                    id: e.id,
+                    fd: c_int::try_from((*e.id).context.addr()).unwrap_or(-1),
+                    data: if data.is_null() || !has_data.contains(&e.event) {
+                        Vec::new()
+                    } else {
+                        std::slice::from_raw_parts(data, e.conn.private_data_len.into()).to_vec()
+                    },
+                }
+            };
+            // SAFETY: as above; once.
+            unsafe { ffi::rdma_ack_cm_event(event) };
+            match self.socket(copy.fd) {
+                Ok(socket) => socket.event_of_cm(&copy),
+                Err(_) if copy.kind == ffi::EVENT_CONNECT_REQUEST => {
+                    // SAFETY: the request of a socket that has closed is nobody's.
+                    unsafe {
+                        ffi::rdma_reject(copy.id, std::ptr::null(), 0);
+                        ffi::rdma_destroy_id(copy.id);
+                    }
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn events_of_device(&self, device: &Device) {
+        let mut cq = std::ptr::null_mut();
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the channel lives as long as the process; a queue is not destroyed before its events are acknowledged.
+        while unsafe { ffi::ibv_get_cq_event(device.channel.0, &raw mut cq, &raw mut context) } == 0
+        {
+            // SAFETY: as above; once.
+            unsafe { ffi::ibv_ack_cq_events(cq, 1) };
+            let fd = c_int::try_from(context.addr()).unwrap_or(-1);
+            if let Ok(socket) = self.socket(fd) {
+                socket.wake();
+            }
+        }
+    }
+}

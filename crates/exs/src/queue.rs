@@ -1,0 +1,278 @@
+//! Event queues: what `exs_qdequeue` takes from, and how threads wait for it.
+
+use crate::socket::Socket;
+use libc::{c_int, c_void};
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// An event, in the layout of `exs_event_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Event {
+    pub(crate) kind: c_int,
+    pub(crate) errno: c_int,
+    pub(crate) fd: c_int,
+    pub(crate) ahandle: isize,
+    /// The union, in words: see `<exs.h>`.
+    pub(crate) body: [u64; 6],
+}
+
+/// In the flags of a transfer: more events of the same call follow.
+pub(crate) const MORE: u64 = 0x200;
+/// How long a thread polls before it sleeps, in the adaptive mode.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// How threads wait in `exs_qdequeue`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    Adaptive,
+    Notify,
+    BusyPoll,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    events: VecDeque<Event>,
+    /// Events that calls under way will make.
+    reserved: usize,
+    pub(crate) depth: usize,
+    pub(crate) wait: Wait,
+    /// The signal that an event in an empty queue sends.
+    pub(crate) signal: Option<c_int>,
+    members: HashMap<c_int, Arc<Socket>>,
+}
+
+/// An event queue.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    /// Counts events; the word that threads sleep on.
+    pushed: AtomicU32,
+    sleepers: AtomicU32,
+    /// Readable while there are events.
+    pub(crate) eventfd: c_int,
+}
+
+impl Queue {
+    pub(crate) fn new(depth: usize) -> Result<Self, c_int> {
+        // SAFETY: no memory is passed.
+        let eventfd = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
+        if eventfd < 0 {
+            return Err(crate::errno());
+        }
+        Ok(Self {
+            state: Mutex::new(State {
+                events: VecDeque::new(),
+                reserved: 0,
+                depth,
+                wait: Wait::Adaptive,
+                signal: None,
+                members: HashMap::new(),
+            }),
+            pushed: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
+            eventfd,
+        })
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps room for the events of a call on `socket`.
+    pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
+        let mut state = self.lock();
+        if state.reserved + state.events.len() + events > state.depth {
+            return Err(libc::EAGAIN);
+        }
+        state.reserved += events;
+        state
+            .members
+            .entry(socket.fd)
+            .or_insert_with(|| Arc::clone(socket));
+        Ok(())
+    }
+
+    /// Gives room back that no event will use.
+    pub(crate) fn release(&self, events: usize) {
+        let mut state = self.lock();
+        state.reserved = state.reserved.saturating_sub(events);
+    }
+
+    pub(crate) fn forget(&self, fd: c_int) {
+        // A socket whose last reference this is may end after the lock.
+        let socket = self.lock().members.remove(&fd);
+        drop(socket);
+    }
+
+    /// Adds the event of a call, for which room was reserved.
+    pub(crate) fn push(&self, event: Event) {
+        let mut state = self.lock();
+        state.reserved = state.reserved.saturating_sub(1);
+        self.add(&mut state, event);
+    }
+
+    /// Adds an event of a call that goes on: one that is still in the queue counts it instead.
+    pub(crate) fn note(&self, event: Event) {
+        let mut state = self.lock();
+        let same = state.events.iter_mut().find(|e| {
+            let more = |e: &Event| e.body.get(2).is_some_and(|f| f & MORE != 0);
+            e.fd == event.fd
+                && e.kind == event.kind
+                && more(e)
+                && e.body.get(5) == event.body.get(5)
+        });
+        if let Some([_, length, flags, ..]) = same.map(|e| &mut e.body) {
+            let [_, more, ..] = event.body;
+            *length = length.wrapping_add(more);
+            *flags = flags.wrapping_add(1 << 32);
+        } else {
+            self.add(&mut state, event);
+        }
+    }
+
+    fn add(&self, state: &mut State, event: Event) {
+        let first = state.events.is_empty();
+        state.events.push_back(event);
+        if first {
+            let one = 1u64;
+            // SAFETY: eight bytes are read from a variable of that size.
+            unsafe { libc::write(self.eventfd, (&raw const one).cast::<c_void>(), 8) };
+            if let Some(signal) = state.signal {
+                // SAFETY: no memory is passed.
+                unsafe { libc::kill(libc::getpid(), signal) };
+            }
+        }
+        self.pushed.fetch_add(1, SeqCst);
+        if self.sleepers.load(SeqCst) > 0 {
+            // Waking cannot fail: the word is mapped.
+            let _ = self.futex(libc::FUTEX_WAKE, i32::MAX.cast_unsigned(), None);
+        }
+    }
+
+    /// Whether no call will make an event.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.lock().reserved == 0
+    }
+
+    pub(crate) fn waiting(&self) -> usize {
+        self.lock().events.len()
+    }
+
+    /// Takes up to `into.len()` events, once there are `least`, or what there is at the deadline.
+    pub(crate) fn dequeue(
+        &self,
+        into: &mut [Event],
+        least: usize,
+        until: Option<Instant>,
+    ) -> Result<usize, c_int> {
+        let mut spin_until = None;
+        loop {
+            let seen = self.pushed.load(SeqCst);
+            let mut state = self.lock();
+            let late = until.is_some_and(|until| Instant::now() >= until);
+            if state.events.len() >= least || (late && spin_until.is_some()) {
+                return Ok(self.take(&mut state, into));
+            }
+            let wait = state.wait;
+            let members: Vec<_> = if wait == Wait::Notify {
+                Vec::new()
+            } else {
+                state.members.values().cloned().collect()
+            };
+            drop(state);
+            let now = Instant::now();
+            let spin_until = *spin_until.get_or_insert_with(|| now + SPIN);
+            let spins = wait == Wait::BusyPoll || (wait == Wait::Adaptive && now < spin_until);
+            if spins && !members.is_empty() {
+                self.poll(
+                    &members,
+                    seen,
+                    if wait == Wait::BusyPoll {
+                        now + SPIN
+                    } else {
+                        spin_until
+                    },
+                    until,
+                );
+                continue;
+            }
+            let timeout = until.map(|until| until.saturating_duration_since(now));
+            self.sleepers.fetch_add(1, SeqCst);
+            let result = self.futex(libc::FUTEX_WAIT, seen, timeout);
+            self.sleepers.fetch_sub(1, SeqCst);
+            if result == Err(libc::EINTR) {
+                return Err(libc::EINTR);
+            }
+        }
+    }
+
+    /// Moves the sockets of the queue forward until there is an event.
+    fn poll(
+        &self,
+        members: &[Arc<Socket>],
+        seen: u32,
+        spin_until: Instant,
+        until: Option<Instant>,
+    ) {
+        loop {
+            for member in members {
+                member.spin();
+            }
+            let now = Instant::now();
+            if self.pushed.load(SeqCst) != seen
+                || now >= spin_until
+                || until.is_some_and(|until| now >= until)
+            {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    fn take(&self, state: &mut State, into: &mut [Event]) -> usize {
+        let count = state.events.len().min(into.len());
+        for (to, event) in into.iter_mut().zip(state.events.drain(..count)) {
+            *to = event;
+        }
+        if state.events.is_empty() && count > 0 {
+            let mut counter = 0u64;
+            // SAFETY: eight bytes are written to a variable of that size.
+            unsafe { libc::read(self.eventfd, (&raw mut counter).cast::<c_void>(), 8) };
+        }
+        count
+    }
+
+    fn futex(&self, operation: c_int, value: u32, timeout: Option<Duration>) -> Result<(), c_int> {
+        let timeout = timeout.map(|timeout| libc::timespec {
+            tv_sec: timeout.as_secs().min(1 << 30).cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
+        });
+        let timeout = timeout.as_ref().map_or(std::ptr::null(), |t| &raw const *t);
+        let operation = operation | libc::FUTEX_PRIVATE_FLAG;
+        // SAFETY: the word and the time live until the call returns.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                self.pushed.as_ptr(),
+                operation,
+                value,
+                timeout,
+            )
+        };
+        if result < 0 {
+            Err(crate::errno())
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is the queue's own.
+        unsafe { libc::close(self.eventfd) };
+    }
+}

@@ -1,0 +1,482 @@
+//! The bytes that two ends exchange: the private data of the connection, and the header of each message.
+//!
+//! `docs/exs.md` describes them; its vectors are read by the tests of this file.
+
+/// The version of the protocol that this library speaks.
+pub(crate) const VERSION: u8 = 1;
+/// The length of the private data.
+pub(crate) const HELLO_LENGTH: usize = 16;
+/// The length of a header without segments.
+pub(crate) const HEADER_LENGTH: usize = 32;
+/// The length of one segment behind a header.
+pub(crate) const SEGMENT_LENGTH: usize = 16;
+/// The most segments of an advertisement.
+pub(crate) const MAX_SEGMENTS: usize = 8;
+/// The longest transfer: the longest message of most devices.
+pub(crate) const MAX_LENGTH: u64 = 1 << 30;
+
+const MAGIC: [u8; 4] = *b"EXSP";
+
+/// What each end says of itself while the connection is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hello {
+    /// Whether the socket is a byte stream; otherwise it has messages.
+    pub(crate) stream: bool,
+    /// Advertisements that this end takes before the first acknowledgement.
+    pub(crate) credits: u16,
+    /// The longest immediate data that this end takes.
+    pub(crate) immediate: u32,
+}
+
+/// Why private data or a message was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bad {
+    /// The peer speaks another protocol.
+    NotExs,
+    /// The peer speaks another version of this one.
+    Version,
+    /// A field has a value that the protocol does not have.
+    Field,
+    /// The message is shorter or longer than its header says.
+    Length,
+    /// The message comes where none of its kind may come.
+    Order,
+}
+
+impl Hello {
+    pub(crate) fn write(self) -> [u8; HELLO_LENGTH] {
+        let mut out = Writer(Vec::with_capacity(HELLO_LENGTH));
+        out.bytes(&MAGIC);
+        out.bytes(&[VERSION, u8::from(self.stream)]);
+        out.bytes(&self.credits.to_be_bytes());
+        out.bytes(&self.immediate.to_be_bytes());
+        out.bytes(&[0; 4]);
+        out.0.try_into().unwrap_or([0; HELLO_LENGTH])
+    }
+
+    /// Reads private data; some transports pad it, so that more bytes than these may be there.
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, Bad> {
+        let mut from = Reader(bytes);
+        if from.array::<4>().ok() != Some(MAGIC) {
+            return Err(Bad::NotExs);
+        }
+        let [version, flags] = from.array::<2>()?;
+        if version != VERSION {
+            return Err(Bad::Version);
+        }
+        let hello = Self {
+            stream: flags & 1 != 0,
+            credits: from.u16()?,
+            immediate: from.u32()?,
+        };
+        from.array::<4>()?;
+        if flags > 1 || hello.credits == 0 {
+            return Err(Bad::Field);
+        }
+        Ok(hello)
+    }
+}
+
+/// Memory of the sender of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) addr: u64,
+    pub(crate) stag: u32,
+    pub(crate) len: u32,
+}
+
+/// How a transfer ended, in an acknowledgement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    /// All is transferred, or as much as the receive had room for.
+    Done,
+    /// The sender asked for its end before anything was transferred.
+    Cancelled,
+    /// The receiver does not take this.
+    Refused,
+}
+
+/// A message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Message {
+    /// Memory to be read, by whom the message is sent to.
+    Advert {
+        seq: u32,
+        segments: Vec<Segment>,
+        persistent: bool,
+        notify: bool,
+    },
+    /// Data that is in the message itself: its length.
+    Immediate { seq: u32, len: u32 },
+    /// Memory to be written: a persistent receive.
+    Place { seq: u32, segment: Segment },
+    /// The answer to any message but this.
+    Ack { seq: u32, len: u64, status: Status },
+    /// A persistent advertisement was read.
+    Notify { seq: u32, of: u32, len: u64 },
+    /// The sender of advertisement `of` wants its end.
+    Cancel { seq: u32, of: u32 },
+    /// No advertisement follows.
+    Fin { seq: u32 },
+}
+
+const ADVERT: u8 = 1;
+const ACK: u8 = 2;
+const PLACE: u8 = 3;
+const NOTIFY: u8 = 4;
+const CANCEL: u8 = 5;
+const FIN: u8 = 6;
+
+const IMMEDIATE_FLAG: u8 = 1;
+const PERSISTENT_FLAG: u8 = 2;
+const NOTIFY_FLAG: u8 = 4;
+
+/// A header as it stands in the bytes: each message uses some of its fields, and the others are zero.
+#[derive(Default)]
+struct Header {
+    kind: u8,
+    flags: u8,
+    seq: u32,
+    length: u64,
+    addr: u64,
+    stag: u32,
+    of: u32,
+}
+
+impl Message {
+    pub(crate) fn write(&self) -> Vec<u8> {
+        let mut more: &[Segment] = &[];
+        let header = match self {
+            Self::Advert {
+                seq,
+                segments,
+                persistent,
+                notify,
+            } => {
+                let mut header = Header {
+                    kind: ADVERT,
+                    flags: u8::from(*persistent) * PERSISTENT_FLAG
+                        + u8::from(*notify) * NOTIFY_FLAG,
+                    seq: *seq,
+                    length: segments.iter().map(|s| u64::from(s.len)).sum(),
+                    ..Header::default()
+                };
+                match segments.as_slice() {
+                    [one] => (header.addr, header.stag) = (one.addr, one.stag),
+                    several => more = several,
+                }
+                header
+            }
+            Self::Immediate { seq, len } => Header {
+                kind: ADVERT,
+                flags: IMMEDIATE_FLAG,
+                seq: *seq,
+                length: u64::from(*len),
+                ..Header::default()
+            },
+            Self::Place { seq, segment } => Header {
+                kind: PLACE,
+                seq: *seq,
+                length: u64::from(segment.len),
+                addr: segment.addr,
+                stag: segment.stag,
+                ..Header::default()
+            },
+            Self::Ack { seq, len, status } => Header {
+                kind: ACK,
+                flags: match status {
+                    Status::Done => 0,
+                    Status::Cancelled => 1,
+                    Status::Refused => 2,
+                },
+                seq: *seq,
+                length: *len,
+                ..Header::default()
+            },
+            Self::Notify { seq, of, len } => Header {
+                kind: NOTIFY,
+                seq: *seq,
+                of: *of,
+                length: *len,
+                ..Header::default()
+            },
+            Self::Cancel { seq, of } => Header {
+                kind: CANCEL,
+                seq: *seq,
+                of: *of,
+                ..Header::default()
+            },
+            Self::Fin { seq } => Header {
+                kind: FIN,
+                seq: *seq,
+                ..Header::default()
+            },
+        };
+        let length = HEADER_LENGTH + more.len() * SEGMENT_LENGTH;
+        let mut out = Writer(Vec::with_capacity(length));
+        out.bytes(&[header.kind, header.flags]);
+        out.bytes(&u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes());
+        out.bytes(&header.seq.to_be_bytes());
+        out.bytes(&header.length.to_be_bytes());
+        out.bytes(&header.addr.to_be_bytes());
+        out.bytes(&header.stag.to_be_bytes());
+        out.bytes(&header.of.to_be_bytes());
+        for segment in more {
+            out.bytes(&segment.addr.to_be_bytes());
+            out.bytes(&segment.stag.to_be_bytes());
+            out.bytes(&segment.len.to_be_bytes());
+        }
+        out.0
+    }
+
+    /// Reads a message, of which the immediate data, if any, is behind the first [`HEADER_LENGTH`] bytes.
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, Bad> {
+        let mut from = Reader(bytes);
+        let [kind, flags] = from.array()?;
+        let header_length = usize::from(from.u16()?);
+        let seq = from.u32()?;
+        let length = from.u64()?;
+        let addr = from.u64()?;
+        let stag = from.u32()?;
+        let of = from.u32()?;
+        let immediate = kind == ADVERT && flags == IMMEDIATE_FLAG;
+        let behind = if immediate { length } else { 0 };
+        let whole = u64::try_from(header_length)
+            .ok()
+            .and_then(|h| h.checked_add(behind));
+        if whole != u64::try_from(bytes.len()).ok() || header_length < HEADER_LENGTH {
+            return Err(Bad::Length);
+        }
+        if header_length != HEADER_LENGTH && (kind != ADVERT || immediate) {
+            return Err(Bad::Length);
+        }
+        let has_memory = kind == PLACE || (kind == ADVERT && !immediate);
+        let one = has_memory && header_length == HEADER_LENGTH;
+        let flags_known = match kind {
+            ADVERT => {
+                immediate || [0, PERSISTENT_FLAG, PERSISTENT_FLAG | NOTIFY_FLAG].contains(&flags)
+            }
+            ACK => flags <= 2,
+            _ => flags == 0,
+        };
+        let fields_known = (one || (addr == 0 && stag == 0))
+            && (of == 0 || kind == NOTIFY || kind == CANCEL)
+            && (length == 0 || (kind != CANCEL && kind != FIN))
+            && length <= MAX_LENGTH;
+        if !flags_known || !fields_known {
+            return Err(Bad::Field);
+        }
+        let len = u32::try_from(length).map_err(|_| Bad::Field)?;
+        Ok(match kind {
+            ADVERT if immediate => Self::Immediate { seq, len },
+            ADVERT => Self::Advert {
+                seq,
+                segments: if one {
+                    vec![Segment { addr, stag, len }]
+                } else {
+                    Self::segments(&mut from, length)?
+                },
+                persistent: flags & PERSISTENT_FLAG != 0,
+                notify: flags & NOTIFY_FLAG != 0,
+            },
+            PLACE => Self::Place {
+                seq,
+                segment: Segment { addr, stag, len },
+            },
+            ACK => Self::Ack {
+                seq,
+                len: length,
+                status: match flags {
+                    0 => Status::Done,
+                    1 => Status::Cancelled,
+                    _ => Status::Refused,
+                },
+            },
+            NOTIFY => Self::Notify {
+                seq,
+                of,
+                len: length,
+            },
+            CANCEL => Self::Cancel { seq, of },
+            FIN => Self::Fin { seq },
+            _ => return Err(Bad::Field),
+        })
+    }
+
+    fn segments(from: &mut Reader<'_>, length: u64) -> Result<Vec<Segment>, Bad> {
+        let count = from.0.len() / SEGMENT_LENGTH;
+        if !from.0.len().is_multiple_of(SEGMENT_LENGTH) || !(2..=MAX_SEGMENTS).contains(&count) {
+            return Err(Bad::Length);
+        }
+        let mut segments = Vec::with_capacity(count);
+        let mut sum = 0;
+        for _ in 0..count {
+            let segment = Segment {
+                addr: from.u64()?,
+                stag: from.u32()?,
+                len: from.u32()?,
+            };
+            sum += u64::from(segment.len);
+            segments.push(segment);
+        }
+        if sum != length {
+            return Err(Bad::Length);
+        }
+        Ok(segments)
+    }
+}
+
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Bad> {
+        let (first, rest) = self.0.split_first_chunk::<N>().ok_or(Bad::Length)?;
+        self.0 = rest;
+        Ok(*first)
+    }
+
+    fn u16(&mut self) -> Result<u16, Bad> {
+        Ok(u16::from_be_bytes(self.array()?))
+    }
+
+    fn u32(&mut self) -> Result<u32, Bad> {
+        Ok(u32::from_be_bytes(self.array()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, Bad> {
+        Ok(u64::from_be_bytes(self.array()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(hex: &str) -> Vec<u8> {
+        let digits: Vec<u8> = hex
+            .chars()
+            .filter_map(|c| c.to_digit(16))
+            .map(|d| d as u8)
+            .collect();
+        digits
+            .chunks(2)
+            .map(|pair| pair[0] * 16 + pair[1])
+            .collect()
+    }
+
+    /// The meaning of a vector of `docs/exs.md`, by its name.
+    fn meant(name: &str) -> Message {
+        let segment = |addr, stag, len| Segment { addr, stag, len };
+        match name {
+            "advert" => Message::Advert {
+                seq: 1,
+                segments: vec![segment(0x7f00_1122_3000, 0x0a0b_0c0d, 65536)],
+                persistent: false,
+                notify: false,
+            },
+            "advert of two segments" => Message::Advert {
+                seq: 2,
+                segments: vec![segment(0x1000, 0x11, 16), segment(0x2000, 0x22, 32)],
+                persistent: false,
+                notify: false,
+            },
+            "persistent advert with notify" => Message::Advert {
+                seq: 3,
+                segments: vec![segment(0x4000, 0x44, 4096)],
+                persistent: true,
+                notify: true,
+            },
+            "immediate" => Message::Immediate { seq: 4, len: 5 },
+            "place" => Message::Place {
+                seq: 5,
+                segment: segment(0x8000, 0x88, 8192),
+            },
+            "ack" => Message::Ack {
+                seq: 1,
+                len: 65536,
+                status: Status::Done,
+            },
+            "notify" => Message::Notify {
+                seq: 6,
+                of: 3,
+                len: 100,
+            },
+            "cancel" => Message::Cancel { seq: 7, of: 2 },
+            "fin" => Message::Fin { seq: 8 },
+            other => panic!("docs/exs.md: {other}: no such vector"),
+        }
+    }
+
+    #[test]
+    fn the_vectors_of_the_document_are_what_is_read_and_written() {
+        let document = include_str!("../../../docs/exs.md");
+        let lines = document.lines().filter_map(|l| l.strip_prefix("vector "));
+        let mut seen = 0;
+        for line in lines {
+            let (name, hex) = line.split_once(": ").unwrap();
+            let raw = bytes(hex);
+            seen += 1;
+            if name == "private data" {
+                let hello = Hello {
+                    stream: true,
+                    credits: 16,
+                    immediate: 256,
+                };
+                assert_eq!(hello.write().to_vec(), raw);
+                assert_eq!(Hello::read(&raw), Ok(hello));
+                continue;
+            }
+            let message = meant(name);
+            assert_eq!(Message::read(&raw), Ok(message.clone()), "{name}");
+            let written = message.write();
+            assert_eq!(raw.get(..written.len()), Some(&*written), "{name}");
+        }
+        assert_eq!(seen, 10);
+    }
+
+    #[test]
+    fn what_is_not_of_the_protocol_is_refused() {
+        let good = Message::Fin { seq: 8 }.write();
+        for at in [0, 1, 2, 3, 15, 16, 24, 31] {
+            let mut bad = good.clone();
+            bad[at] ^= 0x40;
+            assert!(Message::read(&bad).is_err(), "byte {at}");
+        }
+        assert_eq!(Message::read(&good[..31]), Err(Bad::Length));
+        let mut long = good;
+        long.push(0);
+        assert_eq!(Message::read(&long), Err(Bad::Length));
+        let segments = vec![
+            Segment {
+                addr: 1,
+                stag: 1,
+                len: 1
+            };
+            MAX_SEGMENTS + 1
+        ];
+        let advert = Message::Advert {
+            seq: 1,
+            segments,
+            persistent: false,
+            notify: false,
+        };
+        assert_eq!(Message::read(&advert.write()), Err(Bad::Length));
+        assert_eq!(Hello::read(b"GET / HTTP/1.1\r\n"), Err(Bad::NotExs));
+        let mut newer = Hello {
+            stream: false,
+            credits: 1,
+            immediate: 0,
+        }
+        .write();
+        newer[4] = 2;
+        assert_eq!(Hello::read(&newer), Err(Bad::Version));
+    }
+}

@@ -1,0 +1,489 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/* <exs.h>: extended sockets over any RDMA device, both ends in this process. */
+#include "check.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <rdma/rdma_cma.h>
+#include <sys/exs.h>
+
+#define MIB (1u << 20)
+
+static exs_qhandle_t queue = EXS_QHANDLE_INVALID;
+static int ends[2];
+static char *block[2];
+static exs_mhandle_t handle[2];
+
+static int close_fd(void *what)
+{
+	return exs_close((int)(intptr_t)what);
+}
+
+static int free_block(void *what)
+{
+	free(what);
+	return 0;
+}
+
+static const char *event(exs_event_t *e, int type, exs_ahandle_t ah, int error)
+{
+	struct timeval wait = { 10, 0 };
+	int n;
+
+	do
+		n = exs_qdequeue(queue, e, 1, &wait);
+	while (n < 0 && errno == EINTR);
+	ENSURE(n == 1, "no event of type %d: %d (%s)", type, n, strerror(errno));
+	ENSURE(e->exs_evt_type == type && e->exs_evt_ahandle == ah, "event %d with handle %ld, expected %d with %ld",
+	       e->exs_evt_type, (long)e->exs_evt_ahandle, type, (long)ah);
+	ENSURE(e->exs_evt_errno == error, "event %d: %s, expected %s", type, strerror(e->exs_evt_errno), strerror(error));
+	return NULL;
+}
+
+static const char *no_event(void)
+{
+	exs_event_t e;
+	struct timeval wait = { 0, 50000 };
+
+	ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 0, "an event of type %d", e.exs_evt_type);
+	return NULL;
+}
+
+static const char *begin(void)
+{
+	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
+	if (queue == EXS_QHANDLE_INVALID)
+		queue = exs_qcreate(256);
+	ENSURE(queue != EXS_QHANDLE_INVALID, "exs_qcreate: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *listener(int type, int immediate, int *fd, struct sockaddr_in *addr)
+{
+	socklen_t len = sizeof *addr;
+
+	*addr = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	*fd = exs_socket(AF_INET, type, 0);
+	ENSURE(*fd >= 0, "exs_socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)*fd, "listener");
+	ENSURE(exs_fcntl(*fd, EXS_F_SETSMALLPACKET, immediate) == 0, "fcntl: %s", strerror(errno));
+	ENSURE(exs_bind(*fd, (struct sockaddr *)addr, len) == 0, "bind: %s", strerror(errno));
+	ENSURE(exs_listen(*fd, 8) == 0, "listen: %s", strerror(errno));
+	ENSURE(exs_getsockname(*fd, (struct sockaddr *)addr, &len) == 0 && addr->sin_port, "getsockname");
+	return NULL;
+}
+
+/* Connects two sockets and registers a block for each. */
+static const char *connected(int type, int immediate)
+{
+	struct sockaddr_in addr, peer = { 0 };
+	exs_acceptaddr_t want = { (struct sockaddr *)&peer, sizeof peer };
+	struct timeval wait = { 10, 0 };
+	exs_event_t e[2];
+	int fd;
+
+	TRY(begin());
+	TRY(listener(type, immediate, &fd, &addr));
+	ends[0] = exs_socket(AF_INET, type, 0);
+	ENSURE(ends[0] >= 0, "exs_socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)ends[0], "socket");
+	ENSURE(exs_fcntl(ends[0], EXS_F_SETSMALLPACKET, immediate) == 0, "fcntl: %s", strerror(errno));
+	ENSURE(exs_accept(fd, &want, 0, queue, 1) == 0, "accept: %s", strerror(errno));
+	ENSURE(exs_connect(ends[0], (struct sockaddr *)&addr, sizeof addr, 0, queue, 2) == 0, "connect: %s",
+	       strerror(errno));
+	ENSURE(exs_qdequeue(queue, e, -2, &wait) == 2, "two events");
+	ends[1] = -1;
+	for (int i = 0; i < 2; i++) {
+		ENSURE(e[i].exs_evt_errno == 0, "event %d: %s", e[i].exs_evt_type, strerror(e[i].exs_evt_errno));
+		if (e[i].exs_evt_type == EXS_EVT_ACCEPT)
+			ends[1] = e[i].exs_evt_union.exs_evt_accept.exs_evt_newfd;
+	}
+	ENSURE(ends[1] >= 0 && peer.sin_family == AF_INET, "no accepted socket, or no address");
+	keep(close_fd, (void *)(intptr_t)ends[1], "accepted socket");
+	for (int i = 0; i < 2; i++) {
+		block[i] = calloc(4, MIB);
+		keep(free_block, block[i], "block");
+		handle[i] = exs_mregister(block[i], 4 * MIB, 0);
+		ENSURE(handle[i] >= 0, "mregister: %s", strerror(errno));
+	}
+	return NULL;
+}
+
+static const char *finish(void)
+{
+	for (int i = 0; i < 2; i++)
+		ENSURE(exs_mderegister(handle[i], 0) == 0, "mderegister: %s", strerror(errno));
+	return NULL;
+}
+
+static void fill(char *to, uint32_t seed, size_t len)
+{
+	for (size_t i = 0; i < len; i++)
+		to[i] = (char)pattern_byte(seed, i);
+}
+
+static const char *compare(const char *is, uint32_t seed, size_t len)
+{
+	for (size_t i = 0; i < len; i++)
+		ENSURE((uint8_t)is[i] == pattern_byte(seed, i), "byte %zu of %zu differs", i, len);
+	return NULL;
+}
+
+#define SEND(len, flags, ah) exs_send(ends[0], block[0], len, flags, queue, ah, handle[0])
+#define RECV(len, flags, ah) exs_recv(ends[1], block[1], len, flags, queue, ah, handle[1])
+#define LENGTH(e) ((e).exs_evt_union.exs_evt_xfer.exs_evt_length)
+
+/* Messages of many lengths, first the send or first the receive. */
+static const char *messages(size_t immediate)
+{
+	static const size_t lens[] = { 0, 1, 64, 1000, 4096, 65537, MIB, 4 * MIB };
+	exs_event_t e;
+
+	TRY(connected(SOCK_SEQPACKET, (int)immediate));
+	for (size_t i = 0; i < COUNT(lens) * 2; i++) {
+		size_t len = lens[i / 2];
+
+		fill(block[0], (uint32_t)i, len);
+		memset(block[1], 0, len);
+		if (i & 1)
+			ENSURE(RECV(4 * MIB, 0, 8) == 0, "recv: %s", strerror(errno));
+		ENSURE(SEND(len, 0, 7) == 0, "send: %s", strerror(errno));
+		if (!(i & 1))
+			ENSURE(RECV(4 * MIB, 0, 8) == 0, "recv: %s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 8, 0));
+		ENSURE(LENGTH(e) == len && e.exs_evt_fd == ends[1], "received %zu of %zu", LENGTH(e), len);
+		TRY(event(&e, EXS_EVT_SEND, 7, 0));
+		ENSURE(LENGTH(e) == len, "sent %zu of %zu", LENGTH(e), len);
+		TRY(compare(block[1], (uint32_t)i, len));
+	}
+	return finish();
+}
+
+/* Many more messages than there are credits, unregistered; events of each direction come in order. */
+static const char *many(size_t immediate)
+{
+	int sent = 0, received = 0, at[2] = { 0, 0 };
+	struct timeval wait = { 10, 0 };
+	exs_event_t e;
+
+	TRY(connected(SOCK_SEQPACKET, (int)immediate));
+	fill(block[0], 3, 1000 * 100);
+	while (at[0] < 1000 || at[1] < 1000) {
+		while (sent < 1000 && sent - at[0] < 64) {
+			ENSURE(exs_send(ends[0], block[0] + sent * 100, 100, 0, queue, sent, EXS_MHANDLE_UNREGISTERED) == 0,
+			       "send %d: %s", sent, strerror(errno));
+			sent++;
+		}
+		while (received < 1000 && received - at[1] < 32) {
+			ENSURE(exs_recv(ends[1], block[1] + received * 100, 100, 0, queue, received,
+					EXS_MHANDLE_UNREGISTERED) == 0, "recv %d: %s", received, strerror(errno));
+			received++;
+		}
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno && LENGTH(e) == 100, "event");
+		int side = e.exs_evt_type == EXS_EVT_RECV;
+		ENSURE(e.exs_evt_ahandle == at[side], "event %ld where %d is due", (long)e.exs_evt_ahandle, at[side]);
+		at[side]++;
+	}
+	TRY(compare(block[1], 3, 1000 * 100));
+	return finish();
+}
+
+static const char *truncated(size_t immediate)
+{
+	exs_event_t e;
+
+	TRY(connected(SOCK_SEQPACKET, (int)immediate));
+	fill(block[0], 5, 200);
+	ENSURE(SEND(200, 0, 1) == 0 && RECV(150, 0, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 2, 0));
+	ENSURE(LENGTH(e) == 150 && e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_TRUNC, "150 of 200, truncated");
+	TRY(event(&e, EXS_EVT_SEND, 1, 0));
+	ENSURE(LENGTH(e) == 150 && block[1][150] == 0, "sent %zu", LENGTH(e));
+	TRY(compare(block[1], 5, 150));
+	return finish();
+}
+
+/* A stream keeps the rest, and fills a receive that waits for all. */
+static const char *stream(size_t immediate)
+{
+	exs_event_t e;
+
+	TRY(connected(SOCK_STREAM, (int)immediate));
+	fill(block[0], 6, 200);
+	ENSURE(SEND(200, 0, 1) == 0 && RECV(150, 0, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 2, 0));
+	ENSURE(LENGTH(e) == 150, "%zu", LENGTH(e));
+	TRY(no_event());
+	ENSURE(exs_recv(ends[1], block[1] + 150, 250, EXS_MSG_WAITALL, queue, 3, handle[1]) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 1, 0));
+	ENSURE(SEND(200, 0, 4) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 3, 0));
+	ENSURE(LENGTH(e) == 250, "%zu", LENGTH(e));
+	TRY(event(&e, EXS_EVT_SEND, 4, 0));
+	TRY(compare(block[1], 6, 200));
+	TRY(compare(block[1] + 200, 6, 200));
+	return finish();
+}
+
+/* Persistent memory is read again and again, in parts too; with notify the sender sees it. */
+static const char *persistent_send(size_t notify)
+{
+	exs_event_t e;
+
+	TRY(connected(SOCK_SEQPACKET, 0));
+	fill(block[0], 1, 5000);
+	ENSURE(SEND(5000, notify ? EXS_PERSISTENT_NOTIFY : EXS_PERSISTENT, 1) == 0, "%s", strerror(errno));
+	for (uint32_t i = 1; i < 20; i++) {
+		fill(block[0], i, 5000);
+		ENSURE(RECV(6000, 0, 2) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 2, 0));
+		ENSURE(LENGTH(e) == 5000, "%zu", LENGTH(e));
+		TRY(compare(block[1], i, 5000));
+		if (notify) {
+			TRY(event(&e, EXS_EVT_SEND, 1, 0));
+			ENSURE(e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_MORE && LENGTH(e) == 5000, "notified");
+		}
+	}
+	ENSURE(exs_recv_offset(ends[1], block[1], 100, 0, queue, 3, handle[1], 4950) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 3, EINVAL));
+	ENSURE(exs_recv_offset(ends[1], block[1], 50, 0, queue, 4, handle[1], 4950) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 4, 0));
+	ENSURE(!memcmp(block[1], block[0] + 4950, 50), "the end of the block");
+	if (notify)
+		TRY(event(&e, EXS_EVT_SEND, 1, 0));
+	TRY(no_event());
+	ENSURE(RECV(10, EXS_PERSISTENT, 5) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 5, EBUSY));
+	ENSURE(exs_mderegister(handle[0], 0) < 0 && errno == EBUSY, "deregistered in use");
+	ENSURE(exs_cancel(ends[0], EXS_CAF_AHANDLE, 1) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 1, ECANCELED));
+	return finish();
+}
+
+static const char *persistent_recv(size_t arg)
+{
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(RECV(5000, EXS_PERSISTENT, 1) == 0, "%s", strerror(errno));
+	fill(block[0], 9, 5000);
+	/* An offset waits until the peer's memory is known. */
+	ENSURE(exs_send_offset(ends[0], block[0], 100, 0, queue, 2, handle[0], 4900) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 2, 0));
+	ENSURE(SEND(1000, 0, 3) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 3, 0));
+	ENSURE(exs_send_offset(ends[0], block[0], 101, 0, queue, 4, handle[0], 4900) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 4, EINVAL));
+	ENSURE(exs_cancel(ends[1], EXS_CAF_FILDES, 0) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 1, ECANCELED));
+	TRY(compare(block[1], 9, 1000));
+	TRY(compare(block[1] + 4900, 9, 100));
+	return finish();
+}
+
+/* Several pieces of memory on both sides, cut differently; then a file. */
+static const char *vectors(size_t arg)
+{
+	exs_iovec_t out[3], in[2];
+	exs_msghdr_t send = { .msg_iov = out, .msg_iovlen = 3 }, recv = { .msg_iov = in, .msg_iovlen = 2 };
+	char name[] = "/tmp/exs-test-XXXXXX";
+	exs_fdvec_t part = { .xv_kind = EXS_FDVEC, .xv_offset = 5000, .xv_iov.iov_len = 3000 };
+	exs_xferfile_t file = { &part, 1 };
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	fill(block[0], 4, 10000);
+	for (int i = 0; i < 3; i++)
+		out[i] = (exs_iovec_t){ block[0] + i * 1000, 1000, handle[0] };
+	in[0] = (exs_iovec_t){ block[1], 1700, handle[1] };
+	in[1] = (exs_iovec_t){ block[1] + 1700, 5000, EXS_MHANDLE_UNREGISTERED };
+	ENSURE(exs_recvmsg(ends[1], &recv, 0, queue, 2) == 0, "%s", strerror(errno));
+	ENSURE(exs_sendmsg(ends[0], &send, 0, queue, 1) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECVMSG, 2, 0));
+	ENSURE(LENGTH(e) == 3000, "%zu", LENGTH(e));
+	TRY(event(&e, EXS_EVT_SENDMSG, 1, 0));
+	TRY(compare(block[1], 4, 3000));
+	part.xv_fd = mkstemp(name);
+	ENSURE(part.xv_fd >= 0 && unlink(name) == 0, "mkstemp: %s", strerror(errno));
+	bool good = write(part.xv_fd, block[0], 10000) == 10000;
+	good = good && exs_sendfile(ends[0], &file, 0, queue, 3) == 0 && RECV(MIB, 0, 4) == 0;
+	part.xv_offset = 8000;
+	int beyond = exs_sendfile(ends[0], &file, 0, queue, 5);
+	int why = errno;
+	close(part.xv_fd);
+	ENSURE(good, "sendfile: %s", strerror(errno));
+	ENSURE(beyond < 0 && why == EINVAL, "beyond the end of the file");
+	TRY(event(&e, EXS_EVT_RECV, 4, 0));
+	TRY(event(&e, EXS_EVT_SENDFILE, 3, 0));
+	ENSURE(!memcmp(block[1], block[0] + 5000, 3000), "the file differs");
+	return finish();
+}
+
+/* Cancelled calls, the end of a direction, and the end of the connection: an event each. */
+static const char *endings(size_t arg)
+{
+	exs_pollfd_t polled = { .fd = ends[1], .events = EXS_POLLIN };
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(RECV(100, 0, 1) == 0 && exs_cancel(ends[1], EXS_CAF_AHANDLE, 1) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 1, ECANCELED));
+	ENSURE(SEND(100, 0, 2) == 0 && exs_cancel(ends[0], EXS_CAF_FILDES, 0) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 2, ECANCELED));
+	ENSURE(exs_cancel(ends[0], EXS_CAF_FILDES, 0) < 0 && errno == ENOENT, "nothing to cancel");
+	polled.fd = ends[1];
+	ENSURE(exs_poll(&polled, 1, 0, queue, 3) == 0, "%s", strerror(errno));
+	TRY(no_event());
+	ENSURE(SEND(100, 0, 4) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_POLL, 3, 0));
+	ENSURE(polled.revents == EXS_POLLIN, "polled %d", polled.revents);
+	ENSURE(RECV(100, 0, 5) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 5, 0));
+	TRY(event(&e, EXS_EVT_SEND, 4, 0));
+	ENSURE(RECV(100, 0, 6) == 0 && exs_shutdown(ends[0], EXS_SHUT_WR, queue, 7) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 6, 0));
+	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+	TRY(event(&e, EXS_EVT_SHUTDOWN, 7, 0));
+	ENSURE(SEND(100, 0, 8) < 0 && errno == EPIPE, "send after shutdown");
+	ENSURE(exs_recv(ends[0], block[0], 1, 0, queue, 9, handle[0]) == 0, "%s", strerror(errno));
+	ENSURE(exs_send(ends[1], block[1], 100, 0, queue, 10, handle[1]) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 9, 0));
+	TRY(event(&e, EXS_EVT_SEND, 10, 0));
+	ENSURE(exs_recv(ends[0], block[0], 1, 0, queue, 11, handle[0]) == 0, "%s", strerror(errno));
+	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 11, ECONNRESET));
+	ENSURE(exs_send(ends[1], block[1], 1, 0, queue, 1, handle[1]) < 0 && errno == EBADF, "use after close");
+	return finish();
+}
+
+/* What is refused at once. */
+static const char *refusals(size_t arg)
+{
+	struct sockaddr_in addr = { .sin_family = AF_INET };
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+#define REFUSED(call, error) ENSURE((call) < 0 && errno == (error), #call ": %s", strerror(errno))
+	REFUSED(exs_init(7), EINVAL);
+	REFUSED(exs_qcreate(0), EINVAL);
+	REFUSED(exs_qdelete(12345678), EBADF);
+	REFUSED(exs_qdequeue(queue, NULL, 1, NULL), EFAULT);
+	REFUSED(exs_qdequeue(queue, &e, 0, NULL), EINVAL);
+	REFUSED(exs_send(0, block[0], 1, 0, queue, 0, handle[0]), ENOTSOCK);
+	REFUSED(exs_send(-1, block[0], 1, 0, queue, 0, handle[0]), EBADF);
+	REFUSED(exs_send(ends[0], block[0], 1, 0, 12345678, 0, handle[0]), EBADF);
+	REFUSED(exs_send(ends[0], NULL, 1, 0, queue, 0, handle[0]), EFAULT);
+	REFUSED(exs_send(ends[0], block[0], 1, 1 << 20, queue, 0, handle[0]), EINVAL);
+	REFUSED(exs_send(ends[0], block[0], 1, 0, queue, 0, 12345678), EINVAL);
+	REFUSED(exs_send(ends[0], block[0] + 4 * MIB - 1, 2, 0, queue, 0, handle[0]), EACCES);
+	REFUSED(exs_send(ends[0], block[0], (size_t)1 << 40, 0, queue, 0, handle[0]), EMSGSIZE);
+	REFUSED(exs_connect(ends[0], (struct sockaddr *)&addr, sizeof addr, 0, queue, 0), EISCONN);
+	REFUSED(exs_connect(ends[0], (struct sockaddr *)&addr, 4, 0, queue, 0), EINVAL);
+	REFUSED(exs_accept(ends[0], NULL, 0, queue, 0), EINVAL);
+	REFUSED(exs_fcntl(ends[0], EXS_F_SETCREDITS, 5), EISCONN);
+	REFUSED(exs_mregister(NULL, 1, 0), EFAULT);
+	REFUSED(exs_socket(AF_UNIX, SOCK_STREAM, 0), EAFNOSUPPORT);
+	REFUSED(exs_close(77), ENOTSOCK);
+	TRY(no_event());
+	return finish();
+}
+
+/* A listener that speaks nothing, and one that speaks the other type. */
+static const char *refused_connections(size_t arg)
+{
+	struct sockaddr_in addr;
+	exs_event_t e;
+	int fd, client;
+
+	(void)arg;
+	TRY(begin());
+	TRY(listener(SOCK_STREAM, 0, &fd, &addr));
+	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 1) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_CONNECT, 1, EPROTOTYPE));
+	ENSURE(close_now((void *)(intptr_t)fd) == 0, "close");
+	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_CONNECT, 2, ECONNREFUSED));
+	return NULL;
+}
+
+/* Signals, descriptors and attributes of queues. */
+static volatile sig_atomic_t signalled;
+
+static void on_signal(int number)
+{
+	(void)number;
+	signalled = 1;
+}
+
+static const char *queues(size_t arg)
+{
+	exs_signal_t on = { SIGUSR1, EXS_SIG_ENABLE }, off = { SIGUSR1, EXS_SIG_DISABLE };
+	struct pollfd readable = { .events = POLLIN };
+	size_t len = sizeof readable.fd;
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	signal(SIGUSR1, on_signal);
+	ENSURE(exs_qstatus(queue, EXS_QATTR_FD, &readable.fd, &len) == 0, "%s", strerror(errno));
+	ENSURE(exs_qmodify(queue, EXS_QATTR_SIGNAL, &on, sizeof on) == 0, "%s", strerror(errno));
+	for (int mode = EXS_WAIT_ADAPTIVE; mode <= EXS_WAIT_BUSY_POLL; mode++) {
+		ENSURE(exs_qmodify(queue, EXS_QATTR_WAIT, &mode, sizeof mode) == 0, "%s", strerror(errno));
+		ENSURE(poll(&readable, 1, 0) == 0, "readable without an event");
+		signalled = 0;
+		ENSURE(RECV(100, 0, 1) == 0 && SEND(100, 0, 2) == 0, "%s", strerror(errno));
+		while (poll(&readable, 1, 5000) < 0 && errno == EINTR)
+			;
+		for (int i = 0; i < 1000 && !signalled; i++)
+			sleep_ms(1);
+		ENSURE(readable.revents == POLLIN && signalled, "mode %d: readable %d signalled %d", mode,
+		       readable.revents, signalled);
+		TRY(event(&e, EXS_EVT_RECV, 1, 0));
+		TRY(event(&e, EXS_EVT_SEND, 2, 0));
+	}
+	ENSURE(exs_qmodify(queue, EXS_QATTR_SIGNAL, &off, sizeof off) == 0, "%s", strerror(errno));
+	int mode = EXS_WAIT_ADAPTIVE;
+	ENSURE(exs_qmodify(queue, EXS_QATTR_WAIT, &mode, sizeof mode) == 0, "%s", strerror(errno));
+	exs_qhandle_t small = exs_qcreate(2);
+	ENSURE(exs_recv(ends[1], block[1], 1, 0, small, 1, handle[1]) == 0, "%s", strerror(errno));
+	ENSURE(exs_recv(ends[1], block[1], 1, 0, small, 2, handle[1]) == 0, "%s", strerror(errno));
+	REFUSED(exs_recv(ends[1], block[1], 1, 0, small, 3, handle[1]), EAGAIN);
+	REFUSED(exs_qdelete(small), EBUSY);
+	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "close");
+	ENSURE(exs_qdequeue(small, &e, 1, NULL) == 1 && e.exs_evt_errno == ECANCELED, "first");
+	ENSURE(exs_qdequeue(small, &e, 1, NULL) == 1 && e.exs_evt_errno == ECANCELED, "second");
+	ENSURE(exs_qdelete(small) == 0, "%s", strerror(errno));
+	return finish();
+}
+
+static const struct test tests[] = {
+	{ "messages", messages, 0, 0, false },
+	{ "messages_immediate", messages, 4096, 0, false },
+	{ "many", many, 0, 0, false },
+	{ "many_immediate", many, 100, 0, false },
+	{ "truncated", truncated, 0, 0, false },
+	{ "truncated_immediate", truncated, 256, 0, false },
+	{ "stream", stream, 0, 0, false },
+	{ "stream_immediate", stream, 256, 0, false },
+	{ "persistent_send", persistent_send, 0, 0, false },
+	{ "persistent_send_notify", persistent_send, 1, 0, false },
+	{ "persistent_recv", persistent_recv, 0, 0, false },
+	{ "vectors", vectors, 0, 0, false },
+	{ "endings", endings, 0, 0, false },
+	{ "refusals", refusals, 0, 0, false },
+	{ "refused_connections", refused_connections, 0, 0, false },
+	{ "queues", queues, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
