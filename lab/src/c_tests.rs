@@ -137,6 +137,8 @@ fn run_examples(work: &Path) -> Result<bool> {
         let name = source.file_stem().unwrap_or_default().to_string_lossy();
         let binary = compile(&source, &work.join(format!("example-{name}")), &linked)?;
         let mut command = Command::new(binary);
+        // libexs has no path of its own to the libraries below it.
+        command.env("LD_LIBRARY_PATH", &lib);
         let output = command.env("ANYWARP_ADDR", "127.0.0.1").output()?;
         if output.status.success() {
             println!("ok {name}");
