@@ -3,6 +3,7 @@
 #include "check.h"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <netinet/in.h>
 #include <rdma/rdma_cma.h>
 #include <sys/exs.h>
@@ -423,6 +424,87 @@ static void on_signal(int number)
 	signalled = 1;
 }
 
+static unsigned int open_descriptors(void)
+{
+	DIR *all = opendir("/proc/self/fd");
+	unsigned int n = 0;
+
+	while (all && readdir(all))
+		n++;
+	if (all)
+		closedir(all);
+	return n;
+}
+
+/* KiB of memory of this process that no file backs. */
+static long anonymous(void)
+{
+	FILE *f = fopen("/proc/self/status", "r");
+	char line[128];
+	long kib = 0;
+
+	while (f && fgets(line, sizeof line, f))
+		sscanf(line, "RssAnon: %ld", &kib);
+	if (f)
+		fclose(f);
+	return kib;
+}
+
+/* Peers that give up while they are accepted: each accept has its event, and nothing stays behind. */
+static const char *given_up(size_t arg)
+{
+	struct timeval soon = { 0, 20000 };
+	long kib = 0;
+	unsigned int before = 0, accepted = 0, aborted = 0, pending = 0;
+	struct sockaddr_in addr;
+	exs_qhandle_t others;
+	exs_event_t e;
+	int fd;
+
+	(void)arg;
+	TRY(begin());
+	TRY(listener(SOCK_SEQPACKET, 4096, &fd, &addr)); /* with buffers that weigh something */
+	others = exs_qcreate(512);
+	ENSURE(others != EXS_QHANDLE_INVALID, "exs_qcreate: %s", strerror(errno));
+	for (unsigned int i = 0; i < 400; i++) {
+		struct timespec pause = { 0, (long)(i % 60 * 5000) };
+		int client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+
+		if (i == 100) {
+			before = open_descriptors();
+			kib = anonymous();
+		}
+		ENSURE(client >= 0, "exs_socket: %s", strerror(errno));
+		for (; pending < 1; pending++)
+			ENSURE(exs_accept(fd, NULL, 0, queue, 1) == 0, "accept: %s", strerror(errno));
+		ENSURE(exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, others, 2) == 0, "connect: %s", strerror(errno));
+		nanosleep(&pause, NULL);
+		ENSURE(exs_close(client) == 0, "close: %s", strerror(errno));
+		ENSURE(exs_qdequeue(others, &e, 1, &soon) == 1, "no event of the connect");
+		if (exs_qdequeue(queue, &e, 1, &soon) < 1)
+			continue;
+		ENSURE(e.exs_evt_type == EXS_EVT_ACCEPT, "event %d", e.exs_evt_type);
+		pending--;
+		if (e.exs_evt_errno) {
+			aborted++;
+			continue;
+		}
+		accepted++;
+		ENSURE(exs_close(e.exs_evt_union.exs_evt_accept.exs_evt_newfd) == 0, "close: %s", strerror(errno));
+	}
+	for (unsigned int i = 0; i < 500 && open_descriptors() > before; i++)
+		usleep(10000);
+	ENSURE(open_descriptors() <= before, "%u descriptors, %u after 100 connections", open_descriptors(), before);
+	printf("# %u accepted, %u aborted, %ld KiB more\n", accepted, aborted, anonymous() - kib);
+	ENSURE(accepted > 0, "none was accepted");
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* these remember what was freed */
+	ENSURE(anonymous() < kib + 4096, "%ld KiB more than after 100 connections", anonymous() - kib);
+#endif
+	if (pending)
+		ENSURE(exs_cancel(fd, 0, 1) >= 0 && exs_qdequeue(queue, &e, 1, &soon) == 1, "cancel: %s", strerror(errno));
+	return NULL;
+}
+
 static const char *queues(size_t arg)
 {
 	exs_signal_t on = { SIGUSR1, EXS_SIG_ENABLE }, off = { SIGUSR1, EXS_SIG_DISABLE };
@@ -480,6 +562,7 @@ static const struct test tests[] = {
 	{ "endings", endings, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
 	{ "refused_connections", refused_connections, 0, 0, false },
+	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
 };
 

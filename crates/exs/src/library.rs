@@ -29,6 +29,8 @@ pub(crate) struct Library {
     memory: Mutex<HashMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
     hot: Mutex<Vec<Arc<Socket>>>,
+    /// Sockets that were being accepted when their connection failed: the program never learns their descriptors.
+    failed: Mutex<Vec<c_int>>,
 }
 
 /// An event of the connection manager, copied.
@@ -83,6 +85,7 @@ pub(crate) fn init() -> Result<(), c_int> {
         memory: Mutex::default(),
         devices: Mutex::default(),
         hot: Mutex::default(),
+        failed: Mutex::default(),
     });
     let thread = std::thread::Builder::new().name("exs".to_owned());
     thread.spawn(|| library.run()).map_err(|_| libc::EAGAIN)?;
@@ -133,6 +136,14 @@ pub(crate) fn accept(
 pub(crate) fn heat(socket: Arc<Socket>) {
     if let Ok(library) = get() {
         lock(&library.hot).push(socket);
+        library.wake();
+    }
+}
+
+/// A socket that the program does not know has failed: the thread of the library closes it.
+pub(crate) fn discard(fd: c_int) {
+    if let Ok(library) = get() {
+        lock(&library.failed).push(fd);
         library.wake();
     }
 }
@@ -289,6 +300,11 @@ impl Library {
             self.events_of_cm();
             for device in devices {
                 self.events_of_device(&device);
+            }
+            let failed = std::mem::take(&mut *lock(&self.failed));
+            for fd in failed {
+                // Its only fault can be that it is not there any more.
+                let _ = self.close(fd);
             }
             if counter == 0 {
                 let hot = std::mem::take(&mut *lock(&self.hot));

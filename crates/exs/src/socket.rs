@@ -33,6 +33,8 @@ const MAX_OPS: usize = 4096;
 const CONNECT_MS: c_int = 5000;
 /// How long a close waits until its last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
+/// How long it pauses between two looks.
+const CLOSE_PAUSE: Duration = Duration::from_micros(100);
 /// Places of the send queue for Reads and Writes: 16 moves in up to 15 pieces, 16 writes in up to 8.
 const TRANSFERS: u32 = 16 * 15 + 16 * 8;
 
@@ -354,16 +356,18 @@ impl Socket {
 
     /// Ends the connection; every operation gets its event.
     pub(crate) fn close(&self) {
-        let mut inner = self.lock();
         let until = Instant::now() + CLOSE_WAIT;
+        let mut inner = self.lock();
         while inner.state == State::Connected
             && inner.link.as_ref().is_some_and(|l| l.free.len() < l.sends)
+            && Instant::now() < until
         {
-            self.drain(&mut inner);
-            if Instant::now() > until {
-                break;
+            if self.drain(&mut inner) == 0 {
+                // The thread of the library needs the lock, and moves all other sockets too.
+                drop(inner);
+                std::thread::sleep(CLOSE_PAUSE);
+                inner = self.lock();
             }
-            std::thread::yield_now();
         }
         self.end(&mut inner, libc::ECANCELED);
         let id = std::mem::replace(&mut inner.id, Ptr(std::ptr::null_mut()));
@@ -537,6 +541,7 @@ impl Socket {
         }
         if let Some((listener, op)) = inner.accept.take() {
             accept_event(&op, listener, -1, libc::ECONNABORTED, 0);
+            library::discard(self.fd);
         }
     }
 
