@@ -644,6 +644,44 @@ static const char *descriptors(size_t arg)
 	return NULL;
 }
 
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* there the libraries run without what shows the files */
+static const char *file_says(const char *name, const char *expected)
+{
+	char path[128], text[64] = "";
+	FILE *f;
+
+	snprintf(path, sizeof path, "/sys/class/infiniband/%s/%s", ibv_get_device_name(device->device), name);
+	f = fopen(path, "r");
+	ENSURE(f, "%s: %s", path, strerror(errno));
+	if (!fgets(text, sizeof text, f))
+		text[0] = 0;
+	fclose(f);
+	text[strcspn(text, "\n")] = 0;
+	ENSURE(!strcmp(text, expected), "%s: %s, expected %s", name, text, expected);
+	return NULL;
+}
+
+/* The files that programs read in place of asking the device say what it says. */
+static const char *files(size_t arg)
+{
+	const uint8_t *guid = (const uint8_t *)&device_attr.node_guid;
+	char text[32];
+
+	(void)arg;
+	TRY(open_device());
+	snprintf(text, sizeof text, "%02x%02x:%02x%02x:%02x%02x:%02x%02x", guid[0], guid[1], guid[2], guid[3], guid[4],
+		 guid[5], guid[6], guid[7]);
+	TRY(file_says("node_guid", text));
+	TRY(file_says("sys_image_guid", text));
+	TRY(file_says("fw_ver", device_attr.fw_ver));
+	TRY(file_says("hca_type", "anywarp"));
+	snprintf(text, sizeof text, "0x%x", port_attr.lid);
+	TRY(file_says("ports/1/lid", text));
+	ENSURE(port_attr.active_width == 2 && port_attr.active_speed == 32, "width %u, speed %u", port_attr.active_width, port_attr.active_speed);
+	return file_says("ports/1/rate", "100 Gb/sec (4X EDR)");
+}
+#endif
+
 /* What programs of other devices rely on, in public fields and attributes. */
 static const char *public_fields(size_t arg)
 {
@@ -691,6 +729,9 @@ static const char *public_fields(size_t arg)
 
 static const struct test tests[] = {
 	{ "descriptors", descriptors, 0, 0, false },
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	{ "files", files, 0, 0, false },
+#endif
 	{ "public_fields", public_fields, 0, 0, false },
 	{ "device_memory", device_memory, 0, 0, false },
 	{ "device_memory_limits", device_memory_limits, 0, 0, false },

@@ -120,6 +120,11 @@ fn path_shim(lib: &Path, work: &Path) -> Result {
     // The checking macros of libc would turn the functions that are replaced into others.
     cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"])
         .args(["-Wno-nonnull-compare", "-U_FORTIFY_SOURCE"])
+        .arg(concat!(
+            "-DANYWARP_VERSION=\"",
+            env!("CARGO_PKG_VERSION"),
+            "\""
+        ))
         .args([
             "-fPIC",
             "-fvisibility=hidden",

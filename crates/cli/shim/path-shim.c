@@ -168,10 +168,53 @@ static bool first_gid(uint8_t gid[16], char interface[IF_NAMESIZE])
 	return best > 0;
 }
 
+/* The node GUID, as the device makes it: from the hardware address of the interface, or else from the end of the GID. */
+static void guid_text(char text[20], const uint8_t gid[16], const char *interface)
+{
+	char path[64 + IF_NAMESIZE], line[32] = "";
+	unsigned int mac[6] = { 0 };
+	uint8_t guid[8];
+	int fd;
+
+	snprintf(path, sizeof path, "/sys/class/net/%s/address", interface);
+	fd = raw_open(path, O_RDONLY);
+	if (fd >= 0) {
+		ssize_t n = read(fd, line, sizeof line - 1);
+
+		line[n > 0 ? n : 0] = 0;
+		close(fd);
+	}
+	if (sscanf(line, "%2x:%2x:%2x:%2x:%2x:%2x", mac, mac + 1, mac + 2, mac + 3, mac + 4, mac + 5) == 6 &&
+	    (mac[0] | mac[1] | mac[2] | mac[3] | mac[4] | mac[5])) {
+		/* EUI-64 from EUI-48. */
+		guid[0] = (uint8_t)(mac[0] ^ 2);
+		guid[1] = (uint8_t)mac[1];
+		guid[2] = (uint8_t)mac[2];
+		guid[3] = 0xff;
+		guid[4] = 0xfe;
+		guid[5] = (uint8_t)mac[3];
+		guid[6] = (uint8_t)mac[4];
+		guid[7] = (uint8_t)mac[5];
+	} else {
+		memcpy(guid, gid + 8, 8);
+		guid[0] |= 2;
+	}
+	snprintf(text, 20, "%02x%02x:%02x%02x:%02x%02x:%02x%02x", guid[0], guid[1], guid[2], guid[3], guid[4], guid[5], guid[6],
+		 guid[7]);
+}
+
+/* The LID, as the device makes it. */
+static unsigned int lid_of(const uint8_t gid[16])
+{
+	unsigned int low = ((unsigned int)gid[14] << 8 | gid[15]) & 0xbfff;
+
+	return low ? low : 1;
+}
+
 /* Makes, or finds made, everything below `top`. */
 static bool fill_tree(const char *top, const uint8_t gid[16], const char *interface)
 {
-	char text[64], name[32], net[64];
+	char text[64], name[32], net[64], guid[20], lid[16];
 	char dev[PATH_MAX];
 
 	if (snprintf(dev, sizeof dev, "%s/" DEVICE, top) >= (int)sizeof dev || !put_folder(top, DEVICE))
@@ -180,11 +223,17 @@ static bool fill_tree(const char *top, const uint8_t gid[16], const char *interf
 		snprintf(text + (i / 2) * 5 + (i % 2) * 2, 4, "%02x%s", gid[i], i % 2 && i < 15 ? ":" : "");
 	snprintf(net, sizeof net, "/sys/class/net/%s", interface);
 	snprintf(name, sizeof name, "device/net/%s", interface);
+	guid_text(guid, gid, interface);
+	snprintf(lid, sizeof lid, "0x%x", lid_of(gid));
 	if (!put_file(dev, "node_type", "1: CA") || !put_file(dev, "node_desc", "anywarp") ||
+	    !put_file(dev, "node_guid", guid) || !put_file(dev, "sys_image_guid", guid) ||
+	    !put_file(dev, "fw_ver", ANYWARP_VERSION) || !put_file(dev, "hca_type", "anywarp") ||
 	    !put_folder(dev, "device") || !put_folder(dev, "device/net") || !put_link(dev, name, net) ||
 	    !put_file(dev, "device/numa_node", "-1") || !put_folder(dev, "ports") || !put_folder(dev, "ports/1") ||
 	    !put_file(dev, "ports/1/state", "4: ACTIVE") || !put_file(dev, "ports/1/phys_state", "5: LinkUp") ||
-	    !put_file(dev, "ports/1/link_layer", "Ethernet") || !put_folder(dev, "ports/1/gids") ||
+	    !put_file(dev, "ports/1/rate", "100 Gb/sec (4X EDR)") || !put_file(dev, "ports/1/lid", lid) ||
+	    !put_file(dev, "ports/1/lid_mask_count", "0") || !put_file(dev, "ports/1/sm_lid", "0x0") ||
+	    !put_file(dev, "ports/1/sm_sl", "0") || !put_file(dev, "ports/1/link_layer", "Ethernet") || !put_folder(dev, "ports/1/gids") ||
 	    !put_file(dev, "ports/1/gids/0", text) || !put_folder(dev, "ports/1/gid_attrs") ||
 	    !put_folder(dev, "ports/1/gid_attrs/types") || !put_folder(dev, "ports/1/gid_attrs/ndevs") ||
 	    !put_file(dev, "ports/1/gid_attrs/ndevs/0", interface))
@@ -214,6 +263,9 @@ static const char *tree(void)
 	good = first_gid(gid, interface);
 	for (size_t i = 0; good && i < 16; i++)
 		sum = (sum ^ gid[i]) * 16777619u;
+	/* A tree of another version may show other files. */
+	for (const char *c = ANYWARP_VERSION; good && *c; c++)
+		sum = (sum ^ (uint8_t)*c) * 16777619u;
 	if (good && (!base || base[0] != '/' || access(base, W_OK)))
 		base = "/tmp";
 	good = good && snprintf(top, sizeof top, "%s/anywarp-%ld-%s-%08x", base, (long)geteuid(), interface, sum) <
