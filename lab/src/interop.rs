@@ -238,7 +238,7 @@ impl Stage {
             return Err(format!("{name}: {reason}, and no reboot is left\n{output}").into());
         }
         self.reboots -= 1;
-        println!("reboot after {name}: {reason}");
+        println!("reboot after {name}: {reason}\n{output}");
         self.guest.reboot(&self.work)?;
         if again {
             return self.play_in_health(scene, false);
