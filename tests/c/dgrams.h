@@ -24,6 +24,8 @@ UNUSED static __typeof__(anywarpdv_restrict_mr) *restrict_mr;
 UNUSED static __typeof__(anywarpdv_is_supported) *is_supported;
 UNUSED static __typeof__(anywarpdv_query_device) *query_dv_device;
 UNUSED static __typeof__(anywarpdv_create_ah_from_record) *ah_from_record;
+UNUSED static __typeof__(anywarpdv_wc_read_message_id) *wc_read_message_id;
+UNUSED static __typeof__(anywarpdv_wc_read_record) *wc_read_record;
 
 UNUSED static const char *find_all(void)
 {
@@ -43,6 +45,8 @@ UNUSED static const char *find_all(void)
 		{ "anywarpdv_is_supported", (void **)&is_supported },
 		{ "anywarpdv_query_device", (void **)&query_dv_device },
 		{ "anywarpdv_create_ah_from_record", (void **)&ah_from_record },
+		{ "anywarpdv_wc_read_message_id", (void **)&wc_read_message_id },
+		{ "anywarpdv_wc_read_record", (void **)&wc_read_record },
 	};
 
 	TRY(open_device());
@@ -62,8 +66,9 @@ struct dgram {
 	struct ibv_ah *ah; /* to this very host */
 };
 
-/* A queue pair in RTS with every operation that its kind has. */
-UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_init_attr *dv)
+/* A queue pair in RTS on the given completion queues, with every operation that its kind has. */
+UNUSED static const char *open_dgram_on(struct dgram *d, const struct anywarpdv_qp_init_attr *dv, struct ibv_cq *scq,
+					struct ibv_cq *rcq)
 {
 	bool rd = dv->driver_qp_type == ANYWARPDV_QPT_RD;
 	struct ibv_qp_init_attr_ex init = {
@@ -78,10 +83,7 @@ UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_
 
 	if (rd)
 		init.send_ops_flags |= IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD | IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP;
-	*d = (struct dgram){ 0 };
-	d->pd = new_pd();
-	d->scq = new_cq(512, NULL);
-	d->rcq = new_cq(512, NULL);
+	*d = (struct dgram){ .pd = new_pd(), .scq = scq, .rcq = rcq };
 	ENSURE(d->pd && d->scq && d->rcq, "protection domain and queues: %s", strerror(errno));
 	init.pd = d->pd;
 	init.send_cq = d->scq;
@@ -102,6 +104,14 @@ UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_
 	ENSURE(d->ah, "ibv_create_ah: %s", strerror(errno));
 	keep(close_ah, d->ah, "address handle");
 	return NULL;
+}
+
+/* The same with completion queues of its own. */
+UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_init_attr *dv)
+{
+	struct ibv_cq *scq = new_cq(512, NULL), *rcq = new_cq(512, NULL);
+
+	return open_dgram_on(d, dv, scq, rcq);
 }
 
 enum what { SEND, WRITE, WRITE_IMM, READ };

@@ -273,6 +273,90 @@ static const char *record_waits(size_t arg)
 	return NULL;
 }
 
+static struct ibv_cq_ex *new_cq_ex(void)
+{
+	struct ibv_cq_init_attr_ex attr = { .cqe = 64 };
+	struct ibv_cq_ex *cq = ibv_create_cq_ex(device, &attr);
+
+	if (cq)
+		keep(close_cq, ibv_cq_ex_to_cq(cq), "completion queue");
+	return cq;
+}
+
+/* Shows the next completion of an extended queue. */
+static const char *show(struct ibv_cq_ex *cq)
+{
+	struct ibv_poll_cq_attr attr = { 0 };
+
+	for (uint64_t end = now_ms() + WAIT_MS; now_ms() < end;) {
+		int rc = ibv_start_poll(cq, &attr);
+
+		if (rc == ENOENT)
+			continue;
+		ENSURE(!rc, "ibv_start_poll: %s", strerror(rc));
+		return NULL;
+	}
+	ENSURE(false, "no completion");
+	return NULL;
+}
+
+/* The completions of an extended queue give the number of the message at both ends, and at the target the record. */
+static const char *read_from_completions(size_t kind)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)kind, .flags = ANYWARPDV_QP_RECORD_COMPLETIONS };
+	struct anywarpdv_record record, second;
+	struct ibv_cq_ex *scq, *rcq;
+	struct region mine, theirs;
+	struct dgram a, b;
+	uint32_t ids[3];
+
+	TRY(find_all());
+	scq = new_cq_ex();
+	rcq = new_cq_ex();
+	ENSURE(scq && rcq, "ibv_create_cq_ex: %s", strerror(errno));
+	TRY(open_dgram_on(&a, &dv, ibv_cq_ex_to_cq(scq), ibv_cq_ex_to_cq(rcq)));
+	TRY(open_dgram_on(&b, &dv, ibv_cq_ex_to_cq(scq), ibv_cq_ex_to_cq(rcq)));
+	TRY(new_region(&mine, a.pd, 40000, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, b.pd, 40000, ALL_ACCESS));
+	errno = 0;
+	ENSURE(wc_read_message_id(scq) == 0, "a queue that shows nothing");
+	ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == EINVAL, "no completion: %s", strerror(errno));
+	for (uint32_t i = 0; i < 3; i++) {
+		size_t len = i ? 40000 : 64;
+
+		TRY(request(&a, &b, WRITE, i, &mine, len, &theirs));
+		TRY(show(scq));
+		ENSURE(scq->status == IBV_WC_SUCCESS && scq->wr_id == i, "request %u: %s", i, ibv_wc_status_str(scq->status));
+		ids[i] = wc_read_message_id(scq);
+		ENSURE(i == 0 || ids[i] == ids[i - 1] + 1, "message %u after %u", ids[i], ids[i - 1]);
+		ENSURE(wc_read_record(scq, a.qp, &record, sizeof record) == -1 && errno == EINVAL, "a record of a request");
+		ibv_end_poll(scq);
+	}
+	/* The first by the other way: the completions that follow name their own records all the same. */
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(record.message_id == ids[0], "message %u, not %u", record.message_id, ids[0]);
+	for (uint32_t i = 0; i < 3; i++) {
+		TRY(show(rcq));
+		ENSURE(ibv_wc_read_opcode(rcq) == (enum ibv_wc_opcode)ANYWARPDV_WC_RECORD, "opcode %d", ibv_wc_read_opcode(rcq));
+		ENSURE(wc_read_message_id(rcq) == ids[i], "message %u, not %u", wc_read_message_id(rcq), ids[i]);
+		ENSURE(wc_read_record(rcq, a.qp, &record, sizeof record) == -1 && errno == EINVAL, "another queue pair");
+		if (i == 0) {
+			ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == ENOENT, "a record twice");
+			ibv_end_poll(rcq);
+			continue;
+		}
+		ENSURE(!wc_read_record(rcq, b.qp, &record, sizeof record), "record %u: %s", i, strerror(errno));
+		ENSURE(record.message_id == ids[i] && record.src_qp == a.qp->qp_num && record.rkey == theirs.mr->rkey &&
+			       record.length == 40000 && record.valid == 40000 && record.flags & ANYWARPDV_RECORD_COMPLETE,
+		       "record %u: message %u of %u, %u of %u bytes", i, record.message_id, record.src_qp, record.valid,
+		       record.length);
+		ENSURE(wc_read_record(rcq, b.qp, &second, sizeof second) == -1 && errno == ENOENT, "a record twice");
+		ibv_end_poll(rcq);
+	}
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, 0) == 0, "a record too many");
+	return NULL;
+}
+
 /* A Write to a region for another queue pair: nothing is placed, and the error is reported to the writer. */
 static const char *restricted(size_t arg)
 {
@@ -295,6 +379,8 @@ static const char *restricted(size_t arg)
 	TRY(request(&a, &b, WRITE, 1, &mine, 64, &theirs));
 	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
 	ENSURE(error.src_qp == b.qp->qp_num && error.layer == 0 && error.type == 1, "%u %u", error.layer, error.type);
+	ENSURE(error.flags == ANYWARPDV_ERROR_WITH_WR_ID && error.wr_id == 1, "flags %u, request %llu", error.flags,
+	       (unsigned long long)error.wr_id);
 	TRY(all_bytes(theirs.at, 64, FRESH, "the region"));
 	ENSURE(!query_counters(b.qp, &seen, sizeof(seen)), "counters");
 	ENSURE(seen.rx_stag == 1 && seen.err_out == 1, "%llu %llu", (unsigned long long)seen.rx_stag,
@@ -691,6 +777,8 @@ static const char *refused_write(size_t arg)
 	TRY(done(&a, 1, IBV_WC_REM_ACCESS_ERR));
 	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
 	ENSURE(error.status == IBV_WC_REM_ACCESS_ERR, "status %u", error.status);
+	ENSURE(error.flags == ANYWARPDV_ERROR_WITH_WR_ID && error.wr_id == 1, "flags %u, request %llu", error.flags,
+	       (unsigned long long)error.wr_id);
 	TRY(all_bytes(theirs.at, 4096, FRESH, "the region"));
 	return NULL;
 }
@@ -876,6 +964,8 @@ static const struct test tests[] = {
 	{ "record_waits", record_waits, 0, 0, false },
 	{ "record_waits_unordered", record_waits, ANYWARPDV_QP_UNORDERED, 0, false },
 	{ "restricted", restricted, 0, 0, false },
+	{ "read_from_completions_ud", read_from_completions, ANYWARPDV_QPT_UD, 0, false },
+	{ "read_from_completions_rd", read_from_completions, ANYWARPDV_QPT_RD, 0, false },
 	{ "reads", reads, ANYWARPDV_QPT_UD, 0, false },
 	{ "reads_reliable", reads, ANYWARPDV_QPT_RD, 0, false },
 	{ "nobody", nobody, ANYWARPDV_QPT_UD, 0, false },

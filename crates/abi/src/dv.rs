@@ -11,6 +11,7 @@ use anywarp_core::bounds;
 use anywarp_core::datagram::messages::Record;
 use anywarp_core::datagram::options::{MAX_PARITY, Options, RecordMode, Segment};
 use anywarp_core::datagram::{DatagramQp, ErrorReport, Kind};
+use anywarp_core::verbs::wc::WcOp;
 use anywarp_engine::objects::QueuePair;
 
 use crate::cm::address::{address_of, c_address};
@@ -18,6 +19,7 @@ use crate::entry;
 use crate::ffi::{Errno, arg_mut};
 use crate::verbs::address::create as create_ah;
 use crate::verbs::convert::c_gid;
+use crate::verbs::cq_ex::shown;
 use crate::verbs::handle::live;
 use crate::verbs::object::{CqObject, MrObject, QpObject};
 use crate::verbs::ops::poll_cq;
@@ -94,8 +96,9 @@ mod c {
             layer: u8,
             kind: u8 => "type",
             code: u8,
-            reserved: u8,
+            flags: u8,
             status: u32,
+            wr_id: u64,
         }
     }
 
@@ -120,6 +123,7 @@ mod c {
             ANYWARPDV_RECORD_ROBUST = 0,
             ANYWARPDV_RECORD_THESIS = 1,
             ANYWARPDV_RECORD_CHUNK = 2,
+            ANYWARPDV_ERROR_WITH_WR_ID = 1 << 0,
         }
     }
 }
@@ -378,8 +382,13 @@ fn error_of(e: &ErrorReport) -> anywarpdv_error {
         layer: e.layer,
         kind: e.etype,
         code: e.code,
-        reserved: 0,
+        flags: if e.request.is_some() {
+            ANYWARPDV_ERROR_WITH_WR_ID
+        } else {
+            0
+        },
         status: e.status as u32,
+        wr_id: e.request.unwrap_or(0),
     }
 }
 
@@ -556,6 +565,47 @@ entry! {
             };
             if n < 0 { Err(libc::EIO) } else { Ok(n) }
         })
+    }
+}
+
+entry! {
+    /// `anywarpdv_wc_read_message_id`: see the header.
+    ///
+    /// # Safety
+    /// `cq` is null or lives, and only this thread polls it.
+    unsafe fn anywarpdv_wc_read_message_id(cq: *mut ibv_cq_ex) -> u32, value(0), {
+        // SAFETY: the caller's promise.
+        unsafe { shown(cq) }.map_or(0, |completion| completion.message)
+    }
+}
+
+entry! {
+    /// `anywarpdv_wc_read_record`: see the header.
+    ///
+    /// # Safety
+    /// `cq` is null or lives, and only this thread polls it; `qp` is null or lives; `record` is null or has `reclen` octets.
+    unsafe fn anywarpdv_wc_read_record(
+        cq: *mut ibv_cq_ex,
+        qp: *mut ibv_qp,
+        record: *mut anywarpdv_record,
+        reclen: u32,
+    ) -> c_int, minus_one, {
+        let size = struct_size(reclen)?;
+        // SAFETY: the caller's promise.
+        let completion = unsafe { shown(cq) }.ok_or(libc::EINVAL)?;
+        if record.is_null() || completion.op != WcOp::Record {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        if unsafe { live::<QpObject, _>(qp) }?.engine.number() != completion.qpn {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's promise.
+        let found = unsafe { with(qp, |core| core.take_record(completion.src_qpn, completion.message)) }?;
+        let found = found.ok_or(libc::ENOENT)?;
+        // SAFETY: the caller's promise.
+        unsafe { write_sized(record.cast(), size, &record_of(&found)) };
+        Ok(0)
     }
 }
 

@@ -228,6 +228,9 @@ pub const OPEN_RUNS: usize = 1 << 20;
 /// Bytes of parity groups that are not complete, of one queue pair. What does not fit is not repaired.
 pub const PARITY_BYTES: usize = 16 << 20;
 
+/// Messages of a queue pair whose requests are remembered for error reports, a power of two.
+pub const MESSAGES_REMEMBERED: usize = 1024;
+
 /// Errors that peers reported and the program has not read.
 pub const ERRORS_WAITING: usize = 256;
 

@@ -62,7 +62,10 @@ enum anywarpdv_qp_flags {
 	ANYWARPDV_QP_PLAIN_WRITES = 1 << 4,
 };
 
-/* Opcode of the completion of a record: wr_id is the message, byte_len the bytes that are there. */
+/*
+ * Opcode of the completion of a record: wr_id is the message, byte_len the bytes that are there, src_qp the writer's queue
+ * pair. anywarpdv_wc_read_record gives the record.
+ */
 #define ANYWARPDV_WC_RECORD IBV_WC_DRIVER1
 
 struct anywarpdv_qp_init_attr {
@@ -117,6 +120,11 @@ struct anywarpdv_range {
 	uint32_t to;
 };
 
+enum anywarpdv_error_flags {
+	/* wr_id is that of the request. It is known for the last 1,024 messages of the queue pair. */
+	ANYWARPDV_ERROR_WITH_WR_ID = 1 << 0,
+};
+
 /* A peer says what went wrong with a message that was sent to it. */
 struct anywarpdv_error {
 	struct sockaddr_storage source;
@@ -125,8 +133,9 @@ struct anywarpdv_error {
 	uint8_t layer;			/* of a Terminate message: RFC 5040 section 4.8 */
 	uint8_t type;
 	uint8_t code;
-	uint8_t reserved;
+	uint8_t flags;			/* enum anywarpdv_error_flags */
 	uint32_t status;		/* enum ibv_wc_status of the request, if that was still there */
+	uint64_t wr_id;			/* if ANYWARPDV_ERROR_WITH_WR_ID */
 };
 
 /* What a queue pair has seen; datagrams unless it says otherwise. */
@@ -229,6 +238,21 @@ int anywarpdv_poll_errors(struct ibv_qp *qp, int max, struct anywarpdv_error *er
 
 /* ibv_poll_cq(3) that waits for the first completion for `timeout_ms`; never for ever unless that is -1. */
 int anywarpdv_poll_cq(struct ibv_cq *cq, int max, struct ibv_wc *wc, int timeout_ms);
+
+/*
+ * The number of the message of the completion that `cq` shows, between ibv_start_poll(3) and ibv_end_poll(3): of a request
+ * that was sent on a datagram queue pair, the number by which the peer's records and error reports name it; of a record its
+ * own. 0 for other completions. `cq` is of anywarp.
+ */
+uint32_t anywarpdv_wc_read_message_id(struct ibv_cq_ex *cq);
+
+/*
+ * Takes the record of the completion that `cq` shows, of opcode ANYWARPDV_WC_RECORD; `qp` is the queue pair whose number
+ * the completion has, `reclen` sizeof(*record). Records taken here do not come by anywarpdv_poll_records. Returns 0, or -1
+ * with errno. EINVAL: another completion, or another queue pair; ENOENT: the record was taken before.
+ */
+int anywarpdv_wc_read_record(struct ibv_cq_ex *cq, struct ibv_qp *qp, struct anywarpdv_record *record,
+			     uint32_t reclen);
 
 /* What the queue pair has seen. `inlen` is sizeof(*counters). */
 int anywarpdv_query_counters(struct ibv_qp *qp, struct anywarpdv_counters *counters, uint32_t inlen);

@@ -2,6 +2,8 @@
 
 use std::ffi::{c_int, c_uint};
 
+use anywarp_core::verbs::wc::Completion;
+
 use super::attributes::wall_clock;
 use super::convert::{flags_of, imm_of};
 use super::cq::create_cq;
@@ -85,6 +87,18 @@ readers! {
     read_zero8: u8 = |_s| 0;
     read_zero16: u16 = |_s| 0;
     read_zero32: u32 = |_s| 0;
+}
+
+/// The completion that the queue shows.
+///
+/// # Safety
+/// `cq` is null or lives, only this thread polls it, and it does not while the result is used.
+pub(crate) unsafe fn shown<'a>(cq: *mut ibv_cq_ex) -> Option<&'a Completion> {
+    // SAFETY: the caller's promise.
+    let queue = unsafe { live::<CqObject, _>(cq) }.ok()?;
+    // SAFETY: only the polling thread uses the slot (caller's promise).
+    let slot = unsafe { &*queue.current.get() };
+    slot.as_ref().map(|shown| &shown.completion)
 }
 
 /// `ibv_create_cq_ex(3)`.

@@ -627,6 +627,7 @@ impl DatagramQp {
         );
         entry.byte_len = record.valid;
         entry.src_qpn = record.src_qpn;
+        entry.message = record.id;
         entry.imm = record.imm;
         entry.solicited = solicited;
         let whole = record.complete;

@@ -67,6 +67,16 @@ impl Records {
         self.waiting.pop_front()
     }
 
+    /// The oldest record of a message of a queue pair.
+    pub(super) fn take(&mut self, src_qpn: u32, id: u32) -> Option<Record> {
+        // Records and their completions have the same order, so this is the first one unless the program has left some.
+        let at = self
+            .waiting
+            .iter()
+            .position(|r| r.id == id && r.src_qpn == src_qpn)?;
+        self.waiting.remove(at)
+    }
+
     /// How many wait.
     pub fn len(&self) -> usize {
         self.waiting.len()

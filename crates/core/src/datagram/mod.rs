@@ -43,6 +43,7 @@
 mod cookie;
 mod deliver;
 mod flow;
+mod issued;
 mod outgoing;
 mod parity;
 mod rd;
@@ -85,6 +86,7 @@ use crate::verbs::wc::Status;
 use crate::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use cookie::Secret;
 use flow::Flow;
+use issued::Issued;
 use messages::{Messages, Record, Records};
 use options::Options;
 use outgoing::{Current, Lane, Trailer, check, index};
@@ -113,6 +115,8 @@ pub struct DatagramQp {
     epoch: u16,
     /// Number of the next message.
     next_id: u32,
+    /// The requests of the last messages.
+    issued: Issued,
     /// Payload bytes of a datagram of a segmented message.
     segment: usize,
     current: Option<Current>,
@@ -193,6 +197,7 @@ impl DatagramQp {
             last_read: LastRegion::default(),
             epoch: u16::try_from(secret.start(1) % 0xffff + 1).unwrap_or(1),
             next_id: secret.start(2),
+            issued: Issued::new(options.one_sided),
             segment: bounds::DATAGRAM_PAYLOAD,
             current: None,
             answers: VecDeque::new(),
@@ -331,6 +336,13 @@ impl DatagramQp {
     pub fn poll_record(&mut self) -> Option<Record> {
         self.expire();
         let record = self.records.poll()?;
+        self.feed_records();
+        Some(record)
+    }
+
+    /// The oldest record of message `id` of the queue pair `src_qpn`.
+    pub fn take_record(&mut self, src_qpn: u32, id: u32) -> Option<Record> {
+        let record = self.records.take(src_qpn, id)?;
         self.feed_records();
         Some(record)
     }

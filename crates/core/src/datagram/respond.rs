@@ -289,6 +289,7 @@ impl DatagramQp {
             etype: kind & 0x0f,
             code,
             status: Status::RemoteAccess,
+            request: self.issued.request(d.shim.id),
         };
         self.push_error(report);
         if let Some(reading) = self.reads.get_mut(d.shim.id, peer) {
@@ -376,6 +377,7 @@ impl DatagramQp {
         }
         let TermCode { layer, etype, code } = Dropped::Access.terminate();
         self.counters.err_in += 1;
+        let request = self.base.sq.get_mut(tag).map(|posted| posted.request.id);
         self.push_error(ErrorReport {
             from: peer.0,
             src_qpn: u32::from(peer.0.port()) << 8 | u32::from(peer.1),
@@ -384,6 +386,7 @@ impl DatagramQp {
             etype,
             code,
             status,
+            request,
         });
         self.reads.remove_number(tag);
         self.mark_failed(tag, status);

@@ -204,8 +204,10 @@ pub struct ErrorReport {
     pub etype: u8,
     /// Its code.
     pub code: u8,
-    /// How the request ended, if the peer's word ends it.
+    /// How the request ended, if the report ends it.
     pub status: Status,
+    /// The application's number of the request, if that is still known.
+    pub request: Option<u64>,
 }
 
 /// What was given out to be sent, and what it means for a request when it was.

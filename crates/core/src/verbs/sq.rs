@@ -39,6 +39,8 @@ pub struct Posted {
     pub answers: u32,
     /// Bytes that it moved, for its completion.
     pub bytes: u64,
+    /// Number of its message, on a datagram queue pair.
+    pub message: u32,
     /// Times it found no receive at the peer.
     pub rnr_tries: u8,
     /// Messages at its front that the peer has done already, when it is sent again.
@@ -61,6 +63,8 @@ pub struct Retired {
     pub signaled: bool,
     /// Bytes that it moved.
     pub bytes: u64,
+    /// Number of its message, on a datagram queue pair.
+    pub message: u32,
     /// How far it came.
     pub phase: Phase,
     /// What went wrong with it on our side.
@@ -83,6 +87,7 @@ impl From<&Posted> for Retired {
             },
             signaled: posted.request.signaled,
             bytes: posted.bytes,
+            message: posted.message,
             phase: posted.phase,
             failed: posted.failed,
         }
@@ -94,6 +99,7 @@ impl Retired {
     pub fn completion(&self, status: Status, qpn: u32) -> Completion {
         let mut entry = Completion::new(self.id, status, self.op, qpn);
         entry.byte_len = u32::try_from(self.bytes).unwrap_or(u32::MAX);
+        entry.message = self.message;
         entry
     }
 }
@@ -152,6 +158,7 @@ impl SendQueue {
             bytes: 0,
             rnr_tries: 0,
             skip: 0,
+            message: 0,
             failed: None,
             injected: None,
         });

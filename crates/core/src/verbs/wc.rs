@@ -129,6 +129,8 @@ pub struct Completion {
     pub qpn: u32,
     /// Sender's queue pair, on UD.
     pub src_qpn: u32,
+    /// Number of the message, on a datagram queue pair: of a request that was sent, or of a record. 0 otherwise.
+    pub message: u32,
     /// Immediate value, as the bytes travelled.
     pub imm: Option<[u8; 4]>,
     /// STag that the peer's Send invalidated.
@@ -155,6 +157,7 @@ impl Completion {
             byte_len: 0,
             qpn,
             src_qpn: 0,
+            message: 0,
             imm: None,
             invalidated: None,
             grh: false,

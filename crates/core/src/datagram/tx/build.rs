@@ -229,6 +229,7 @@ impl DatagramQp {
             return Err(Unbuildable(Status::LocalQpOperation, "no destination"));
         };
         self.next_id = shim.id.wrapping_add(1);
+        self.number_message(number, shim.id);
         let segment = match self.kind {
             // What fits one datagram is one, whatever the path.
             Kind::Ud if sends && len <= u64::from(bounds::UD_MTU) => u64::from(bounds::UD_MTU),
@@ -303,6 +304,14 @@ impl DatagramQp {
         }
     }
 
+    /// The message of a request has a number.
+    fn number_message(&mut self, number: u64, id: u32) {
+        if let Some(posted) = self.base.sq.get_mut(number) {
+            posted.message = id;
+            self.issued.add(id, posted.request.id);
+        }
+    }
+
     /// Builds the request of an operation that waits for an answer, and remembers it.
     pub(super) fn build_asking(
         &mut self,
@@ -313,6 +322,7 @@ impl DatagramQp {
         let (places, size, sink) = self.sink(number)?;
         let id = self.next_id;
         self.next_id = id.wrapping_add(1);
+        self.number_message(number, id);
         let peer = peer_of(&to);
         let unreliable = self.rd.is_none();
         let atomic = |remote: Remote, make: fn(u32, Stag, To, u64, u64) -> AtomicRequest, a, b| {

@@ -115,6 +115,7 @@ impl DatagramQp {
         };
         posted.phase = Phase::Sent;
         posted.bytes = len;
+        posted.message = shim.id;
         let gathered = match &posted.request.payload {
             Payload::Inline(data) => {
                 datagram.extend_from_slice(data);
@@ -140,6 +141,7 @@ impl DatagramQp {
         self.base.observe(|| Step::Build(opcode, len));
         self.base.observe(|| Step::Segment(payload, true));
         self.next_id = shim.id.wrapping_add(1);
+        self.issued.add(shim.id, request_id);
         let now = self.now;
         if let Some(rd) = &mut self.rd {
             let alone = self.base.sq.untaken() == 0;

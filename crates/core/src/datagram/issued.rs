@@ -1,0 +1,71 @@
+//! Which request a message number belongs to, for error reports that come after the request has completed.
+
+use crate::bounds;
+
+/// The requests of the last messages, by message number.
+#[derive(Debug)]
+pub(super) struct Issued {
+    /// At `id % MESSAGES_REMEMBERED`; empty until the first message, and if nobody can ask.
+    ring: Vec<Option<(u32, u64)>>,
+    kept: bool,
+}
+
+impl Issued {
+    /// Remembers nothing unless `kept`: only `anywarpdv_poll_errors(3)` reads it.
+    pub(super) fn new(kept: bool) -> Self {
+        Self {
+            ring: Vec::new(),
+            kept,
+        }
+    }
+
+    /// Message `id` is of the application's request `request`.
+    #[inline]
+    pub(super) fn add(&mut self, id: u32, request: u64) {
+        if self.kept {
+            self.keep(id, request);
+        }
+    }
+
+    fn keep(&mut self, id: u32, request: u64) {
+        if self.ring.is_empty() {
+            self.ring.resize(bounds::MESSAGES_REMEMBERED, None);
+        }
+        if let Some(place) = self.ring.get_mut(place_of(id)) {
+            *place = Some((id, request));
+        }
+    }
+
+    /// The application's number of the request of message `id`.
+    pub(super) fn request(&self, id: u32) -> Option<u64> {
+        let (last, request) = (*self.ring.get(place_of(id))?)?;
+        (last == id).then_some(request)
+    }
+}
+
+fn place_of(id: u32) -> usize {
+    id as usize % bounds::MESSAGES_REMEMBERED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_messages_have_their_requests() {
+        let mut issued = Issued::new(true);
+        assert_eq!(issued.request(7), None);
+        let most = u32::try_from(bounds::MESSAGES_REMEMBERED).unwrap_or(0);
+        // Across the end of the numbers.
+        let first = u32::MAX - 2;
+        for n in 0..=most {
+            issued.add(first.wrapping_add(n), n.into());
+        }
+        assert_eq!(issued.request(first), None, "its place was taken");
+        assert_eq!(issued.request(first.wrapping_add(1)), Some(1));
+        assert_eq!(issued.request(first.wrapping_add(most)), Some(most.into()));
+        let mut unasked = Issued::new(false);
+        unasked.add(1, 1);
+        assert_eq!((unasked.request(1), unasked.ring.len()), (None, 0));
+    }
+}
