@@ -99,6 +99,11 @@ impl<S: DatagramSink> Group<S> {
         lock(&self.members).retain(|m| !m.ptr_eq(sink));
     }
 
+    fn members(&self) -> SmallVec<[Arc<S>; 4]> {
+        let members = lock(&self.members);
+        members.iter().filter_map(Weak::upgrade).collect()
+    }
+
     fn readable(&self) {
         let _receiving = match self.receiving.try_lock() {
             Ok(guard) => guard,
@@ -114,15 +119,14 @@ impl<S: DatagramSink> Group<S> {
                     to: Some(self.ip),
                     ..*arrival
                 };
-                let members: SmallVec<[Arc<S>; 4]> = lock(&self.members)
-                    .iter()
-                    .filter_map(Weak::upgrade)
-                    .collect();
-                for sink in members {
+                for sink in self.members() {
                     sink.incoming(&arrival, bytes.chunks(size));
                 }
             },
         );
+        for sink in self.members() {
+            sink.received();
+        }
     }
 }
 

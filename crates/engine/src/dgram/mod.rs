@@ -50,6 +50,8 @@ struct Inner {
     sent: usize,
     /// The socket had no room.
     blocked: bool,
+    /// Datagrams, and their bytes, received since what they caused was sent.
+    unanswered: (usize, usize),
     cork: Cork,
     /// Length of the longest datagram that may be part of a run.
     run_max: usize,
@@ -139,6 +141,7 @@ impl DgramQp {
                 pending: Vec::new(),
                 sent: 0,
                 blocked: false,
+                unanswered: (0, 0),
                 #[cfg(not(test))]
                 cork: Cork::new(clock::start()),
                 #[cfg(test)]
@@ -457,6 +460,10 @@ impl DatagramSink for DgramQp {
         }
     }
 
+    fn received(&self) {
+        self.answer();
+    }
+
     fn writable(&self) {
         let mut inner = self.lock();
         inner.blocked = false;
@@ -468,6 +475,7 @@ impl DatagramSink for DgramQp {
 impl Deliver for DgramQp {
     fn deliver(&self, arrival: &Arrival, bytes: &[u8]) {
         self.deliver_run(arrival, std::iter::once(bytes));
+        self.answer();
     }
 }
 

@@ -16,13 +16,16 @@ use crate::log;
 use crate::reactor::{DelayedAck, Token};
 use crate::sys::Io;
 
-/// Datagrams of a run after which what they caused is sent, for unreliable services.
+/// Datagrams of a turn after which what they caused is sent, for unreliable services.
 const ANSWER_EACH: usize = 24;
-/// Datagrams of a run after which what they caused is sent, for reliable services: they ask for an acknowledgement once at
+/// Datagrams of a turn after which what they caused is sent, for reliable services: they ask for an acknowledgement once at
 /// the end of a run, because an acknowledgement costs its receiver as much as several datagrams.
 const RELIABLE_ANSWER_EACH: usize = 64;
+/// Received bytes after which what they caused is sent: long datagrams are few, and their sender waits for a report or an
+/// acknowledgement all the same.
+const ANSWER_BYTES: usize = 128 << 10;
 /// Bytes that a queue pair sends in one turn, so that one busy queue pair does not keep others waiting.
-const TURN_BYTES: usize = 4 << 20;
+const TURN_BYTES: usize = 1 << 20;
 
 impl DgramQp {
     /// Sends what was posted, or corks it.
@@ -59,10 +62,15 @@ impl DgramQp {
         } else {
             ANSWER_EACH
         };
-        for (n, bytes) in run.enumerate() {
+        for bytes in run {
             // One answer for many datagrams saves work, but it must be soon enough that the sender does not stop.
-            if n % answer == answer - 1 && !inner.blocked && inner.core.wants_tx() {
-                self.transmit(&mut inner);
+            inner.unanswered.0 += 1;
+            inner.unanswered.1 += bytes.len();
+            if inner.unanswered.0 >= answer || inner.unanswered.1 >= ANSWER_BYTES {
+                inner.unanswered = (0, 0);
+                if !inner.blocked && inner.core.wants_tx() {
+                    self.transmit(&mut inner);
+                }
             }
             log!(
                 Trace,
@@ -77,6 +85,15 @@ impl DgramQp {
                 );
             }
         }
+    }
+
+    /// Sends what received datagrams caused.
+    pub(super) fn answer(&self) {
+        let mut inner = self.lock();
+        if inner.destroyed {
+            return;
+        }
+        inner.unanswered = (0, 0);
         if !inner.blocked && inner.core.wants_tx() {
             self.transmit(&mut inner);
         }

@@ -46,8 +46,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The receiver of datagrams of a UDP port: a datagram queue pair.
 pub(crate) trait DatagramSink: Send + Sync + 'static {
-    /// Datagrams arrived from one source, in this order.
+    /// Datagrams arrived from one source, in this order. [`Self::received`] follows.
     fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>);
+    /// No more datagrams are received in this turn: what they caused may be sent.
+    fn received(&self);
     /// The socket has room again, after a call of [`UdpPort::wait_writable`].
     fn writable(&self);
 }
@@ -351,6 +353,7 @@ impl<S: DatagramSink> UdpPort<S> {
             Err(TryLockError::Poisoned(p)) => p.into_inner(),
             Err(TryLockError::WouldBlock) => return false,
         };
+        let mut sinks = Sinks(SmallVec::new());
         let found = receive(
             self.engine,
             &self.socket.fd,
@@ -364,12 +367,17 @@ impl<S: DatagramSink> UdpPort<S> {
                         let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
                         members.get(&index).and_then(Weak::upgrade)
                     };
-                    if let Some(sink) = index.and_then(member) {
+                    if let Some(sink) = index.and_then(|index| sinks.of(index, member)) {
                         sink.incoming(arrival, run.chunks(size));
                     }
                 }
             },
         );
+        // All that is queued is received before anything is sent for it. A short request would else wait for what many
+        // acknowledgements in front of it, of other peers, let go.
+        for (_, sink) in sinks.0 {
+            sink.received();
+        }
         calls.found += found.calls;
         calls.empty += u64::from(found.empty);
         if found.any {
@@ -382,6 +390,23 @@ impl<S: DatagramSink> UdpPort<S> {
     fn try_recv(&self) -> bool {
         let many = self.many.load(Ordering::Relaxed);
         self.readable(if many { Batch::Full } else { Batch::One })
+    }
+}
+
+/// The receivers of a turn's datagrams, by index; seldom more than one.
+struct Sinks<S>(SmallVec<[(u8, Arc<S>); 2]>);
+
+impl<S> Sinks<S> {
+    /// The receiver with this index, which `find` gives if it is a new one.
+    fn of(&mut self, index: u8, find: impl FnOnce(u8) -> Option<Arc<S>>) -> Option<&S> {
+        let at = match self.0.iter().position(|(known, _)| *known == index) {
+            Some(at) => at,
+            None => {
+                self.0.push((index, find(index)?));
+                self.0.len() - 1
+            }
+        };
+        self.0.get(at).map(|(_, sink)| &**sink)
     }
 }
 

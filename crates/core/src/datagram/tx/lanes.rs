@@ -6,6 +6,8 @@ use crate::datagram::types::{Bytes, Given, Peer, TxDatagram};
 
 /// Datagrams to a peer before other peers have their turn.
 const LANE_TURN: usize = 16;
+/// Bytes to a peer before other peers have their turn: sixteen of the longest datagrams would be a megabyte.
+const LANE_TURN_BYTES: usize = 64 * 1024;
 /// Requests in all lanes: those behind them stay in the send queue.
 const LANES: usize = 4096;
 
@@ -64,15 +66,17 @@ impl DatagramQp {
         bytes: &mut usize,
         out: &mut Vec<TxDatagram>,
     ) -> bool {
-        let begin = out.len();
-        let in_turn = |out: &Vec<TxDatagram>| out.len() < begin + LANE_TURN;
-        while in_turn(out) && has_room(*bytes, out) {
+        let (begin, most) = (out.len(), *bytes + LANE_TURN_BYTES);
+        let in_turn = |bytes: usize, out: &Vec<TxDatagram>| {
+            out.len() < begin + LANE_TURN && bytes < most && has_room(bytes, out)
+        };
+        while in_turn(*bytes, out) {
             let Some((mut current, way)) = self.next_of(peer) else {
                 return false;
             };
             let mut goes_on = true;
             let mut open = true;
-            while goes_on && open && in_turn(out) && has_room(*bytes, out) {
+            while goes_on && open && in_turn(*bytes, out) {
                 goes_on = self.cut(&mut current, bytes, out);
                 open = goes_on && self.has_window(peer, way, current.next_len());
             }
