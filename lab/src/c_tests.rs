@@ -19,6 +19,7 @@ const PROGRAMS: &[&str] = &[
     ELEVATED,
     EXAMPLES,
     EXS,
+    "fair",
     "faults",
     "flood",
     "fork",

@@ -112,7 +112,7 @@ static int connect_anywarp(unsigned int which)
 		goto failed;
 	control(&w, HELLO, 1, 0, CAN_SHARE);
 	for (unsigned int i = 0; i < REQUESTS; i++)
-		end_fpdu(&w, begin_tagged(&w, WRITE, target.open, target.open_at), 0);
+		end_fpdu(&w, begin_tagged(&w, OP_WRITE, target.open, target.open_at), 0);
 	if (!send_all(fd, w.at, w.len))
 		goto failed;
 	return fd;

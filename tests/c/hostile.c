@@ -86,7 +86,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		end_fpdu(w, at, 0);
 		break;
 	case CUT_HEADER: /* all of the header but its last byte */
-		at = begin_tagged(w, WRITE, target.open, target.open_at);
+		at = begin_tagged(w, OP_WRITE, target.open, target.open_at);
 		w->len--;
 		end_fpdu(w, at, 0);
 		break;
@@ -96,7 +96,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		end_fpdu(w, at, 0);
 		break;
 	case OVERFLOW_: /* it says 65,535 and gives less */
-		at = begin_tagged(w, WRITE, target.open, target.open_at);
+		at = begin_tagged(w, OP_WRITE, target.open, target.open_at);
 		end_fpdu(w, at, 65535 - 14);
 		while (w->len < 66000)
 			put8(w, 0);
@@ -105,7 +105,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 	case WRITE_BOUNDS:
 	case WRITE_WRAP:
 	case WRITE_RIGHTS:
-		at = begin_tagged(w, WRITE, kind == WRITE_STAG ? target.open ^ 1 : kind == WRITE_RIGHTS ? target.closed : target.open,
+		at = begin_tagged(w, OP_WRITE, kind == WRITE_STAG ? target.open ^ 1 : kind == WRITE_RIGHTS ? target.closed : target.open,
 				  kind == WRITE_BOUNDS ? target.open_at + OPEN_LEN - 4
 				  : kind == WRITE_WRAP ? UINT64_MAX - 3
 				  : kind == WRITE_RIGHTS ? target.closed_at
@@ -129,7 +129,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		read_request(w, 1, UINT32_MAX, target.open, target.open_at);
 		break;
 	case ATOMIC_RIGHTS:
-		at = begin_untagged(w, FETCH_ADD, 0, 1, 1, 0);
+		at = begin_untagged(w, OP_FETCH_ADD, 0, 1, 1, 0);
 		put32(w, 0); /* FetchAdd */
 		put32(w, 7);
 		put32(w, target.open);
@@ -142,11 +142,11 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		break;
 	case INVALIDATE_UNKNOWN:
 	case INVALIDATE_REGION:
-		at = begin_untagged(w, SEND_INVALIDATE, kind == INVALIDATE_REGION ? target.open : 0x12345600, 0, 2, 0);
+		at = begin_untagged(w, OP_SEND_INVALIDATE, kind == INVALIDATE_REGION ? target.open : 0x12345600, 0, 2, 0);
 		end_fpdu(w, at, 0);
 		break;
 	case RESPONSE_UNASKED:
-		at = begin_tagged(w, RESPONSE, target.open, target.open_at);
+		at = begin_tagged(w, OP_RESPONSE, target.open, target.open_at);
 		put64(w, 0);
 		end_fpdu(w, at, 0);
 		break;
@@ -175,19 +175,19 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		break;
 	case VERSION:
 	case OPCODE:
-		at = begin_untagged(w, SEND, 0, 0, 2, 0);
+		at = begin_untagged(w, OP_SEND, 0, 0, 2, 0);
 		w->at[at + 3] = kind == VERSION ? 0x03 : 0x4d;
 		end_fpdu(w, at, 0);
 		break;
 	case TERMINATE_STORM:
 		for (int i = 0; i < 500; i++) {
-			at = begin_untagged(w, TERMINATE, 0, 2, 1, 0);
+			at = begin_untagged(w, OP_TERMINATE, 0, 2, 1, 0);
 			put32(w, 0x01020000u);
 			end_fpdu(w, at, 0);
 		}
 		break;
 	case TERMINATE_NONSENSE:
-		at = begin_untagged(w, TERMINATE, 0, 2, 1, 0);
+		at = begin_untagged(w, OP_TERMINATE, 0, 2, 1, 0);
 		put32(w, 0xffffffffu);
 		end_fpdu(w, at, 0);
 		break;
@@ -217,7 +217,7 @@ static int hear(int fd)
 		rest = len + (4 - (len + 2) % 4) % 4 + 4;
 		if (!receive_all(fd, body, rest))
 			return END_ONLY;
-		if (len >= 20 && body[1] == OPERATION(TERMINATE))
+		if (len >= 20 && body[1] == OPERATION(OP_TERMINATE))
 			return CODE(body[18] >> 4, body[18] & 0xf, body[19]);
 	}
 	return END_ONLY;
@@ -383,7 +383,7 @@ static int hold_one(enum holder kind, unsigned int which, struct wire *w)
 	fd = connect_peer(which);
 	w->len = 0;
 	if (fd >= 0 && kind == HALF_FPDU) {
-		size_t at = begin_tagged(w, WRITE, target.open, target.open_at);
+		size_t at = begin_tagged(w, OP_WRITE, target.open, target.open_at);
 
 		while (w->len < HALF)
 			put64(w, 0);
@@ -495,132 +495,6 @@ static const char *holders(size_t kind)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- peers that flood within the rules */
-
-#define FLOODERS 8
-#define MAX_MEDIAN_MS 5.0
-
-/*
- * Sends RDMA Writes of no bytes, the shortest FPDUs that there are, on all connections for as long as the server takes them.
- * One process for all: what is tested is how the server shares its time, and not how the host does.
- */
-static int flood(enum attack_kind unused)
-{
-	static struct { struct wire w; size_t sent; } peers[FLOODERS];
-	struct pollfd fds[FLOODERS];
-
-	(void)unused;
-	for (unsigned int i = 0; i < FLOODERS; i++) {
-		struct wire *w = &peers[i].w;
-
-		fds[i] = (struct pollfd){ .fd = connect_peer(i), .events = POLLOUT };
-		if (fds[i].fd < 0)
-			return 1;
-		while (w->len < 60000)
-			end_fpdu(w, begin_tagged(w, WRITE, target.open, target.open_at), 0);
-	}
-	report->attacks++;
-	while (!report->stop) {
-		if (poll(fds, FLOODERS, 10) < 0)
-			return 2;
-		for (unsigned int i = 0; i < FLOODERS; i++) {
-			size_t left = peers[i].w.len - peers[i].sent;
-			ssize_t n;
-
-			if (!fds[i].revents)
-				continue;
-			n = send(fds[i].fd, peers[i].w.at + peers[i].sent, left, MSG_NOSIGNAL | MSG_DONTWAIT);
-			if (n < 0 && errno != EAGAIN)
-				return 3;
-			peers[i].sent = n == (ssize_t)left ? 0 : peers[i].sent + (n > 0 ? (size_t)n : 0);
-		}
-	}
-	return 0;
-}
-
-/* Waits for a completion without giving the processor away, which on a busy host is gone for a while then. */
-static const char *spin(struct ibv_cq *cq)
-{
-	uint64_t end = now_ms() + WAIT_MS;
-	struct ibv_wc wc;
-	int n;
-
-	while ((n = ibv_poll_cq(cq, 1, &wc)) == 0)
-		ENSURE(now_ms() < end, "no completion");
-	ENSURE(n == 1 && wc.status == IBV_WC_SUCCESS, "completion status %d", wc.status);
-	return NULL;
-}
-
-static const char *one_message(struct pair *p)
-{
-	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
-
-	TRY(post_recv(p->b.qp, 1, NULL, 0));
-	TRY(post(p->a.qp, &wr));
-	TRY(spin(p->b.rcq));
-	return spin(p->a.scq);
-}
-
-static int compare_times(const void *a, const void *b)
-{
-	double one = *(const double *)a, other = *(const double *)b;
-
-	return (one > other) - (one < other);
-}
-
-/* The median time of a message of the good connection, in the best of some windows, milliseconds. */
-static const char *best_median(struct pair *p, unsigned int windows, double *best)
-{
-	static double times[20000];
-
-	*best = 1e9;
-	for (unsigned int i = 0; i < windows && *best > MAX_MEDIAN_MS; i++) {
-		uint64_t end = now_ns() + 200000000;
-		size_t n = 0;
-
-		while (n < COUNT(times) && (now_ns() < end || n < 3)) {
-			uint64_t begin = now_ns();
-
-			TRY(one_message(p));
-			times[n++] = (double)(now_ns() - begin) / 1e6;
-		}
-		qsort(times, n, sizeof times[0], compare_times);
-		*best = times[n / 2] < *best ? times[n / 2] : *best;
-	}
-	return NULL;
-}
-
-static const char *flooders(size_t arg)
-{
-	struct pair p;
-	double calm, busy;
-	uint64_t end;
-	pid_t pid;
-	int status;
-
-	(void)arg;
-	TRY(open_pair(&p, &usual));
-	TRY(start_server());
-	TRY(best_median(&p, 2, &calm));
-	pid = start_attacker(flood, 0);
-	ENSURE(pid > 0, "fork: %s", strerror(errno));
-	end = now_ms() + WAIT_MS;
-	while (report->attacks == 0 && now_ms() < end)
-		TRY(talk(&p, 1));
-	TRY(best_median(&p, 12, &busy));
-	printf("# flooders: a message takes %.2f ms, %.3f ms without them\n", busy, calm);
-	report->stop = true;
-	while (waitpid(pid, &status, WNOHANG) == 0)
-		TRY(talk(&p, 1));
-	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the attacker ends with %#x", (unsigned int)status);
-	end = now_ms() + WAIT_MS;
-	while (server.gone < server.accepted && now_ms() < end)
-		TRY(talk(&p, 1));
-	ENSURE(busy <= MAX_MEDIAN_MS, "a message takes %.1f ms beside %d peers that flood", busy, FLOODERS);
-	ENSURE(!server.failed, "the server failed");
-	return NULL;
-}
-
 #define ATTACK(kind, name) { name, three_promises, kind, 0, false }
 
 static const struct test tests[] = {
@@ -660,7 +534,6 @@ static const struct test tests[] = {
 	{ "half_an_fpdu", holders, HALF_FPDU, 0, true },
 	{ "a_byte_now_and_then", holders, TRICKLE, 0, true },
 	{ "never_reads", holders, NEVER_READS, 0, true },
-	{ "flooders", flooders, 0, 0, false },
 };
 
 int main(int argc, char **argv)

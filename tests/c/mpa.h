@@ -169,9 +169,9 @@ UNUSED static void put8(struct wire *w, uint8_t n) { put(w, &n, 1); }
 UNUSED static void put32(struct wire *w, uint32_t n) { n = htobe32(n); put(w, &n, 4); }
 UNUSED static void put64(struct wire *w, uint64_t n) { n = htobe64(n); put(w, &n, 8); }
 
-enum { WRITE = 0, READ = 1, RESPONSE = 2, SEND = 3, SEND_INVALIDATE = 4, TERMINATE = 7, FETCH_ADD = 8 };
+enum { OP_WRITE = 0, OP_READ = 1, OP_RESPONSE = 2, OP_SEND = 3, OP_SEND_INVALIDATE = 4, OP_TERMINATE = 7, OP_FETCH_ADD = 8 };
 /* RDMAP version 1 and an opcode; RFC 7306 numbers the atomic request 10. */
-#define OPERATION(op) (0x40 | ((op) == FETCH_ADD ? 0x0a : (op)))
+#define OPERATION(op) (0x40 | ((op) == OP_FETCH_ADD ? 0x0a : (op)))
 
 /* Begins an FPDU; gives where. */
 UNUSED static size_t begin_tagged(struct wire *w, int op, uint32_t stag, uint64_t to)
@@ -215,7 +215,7 @@ UNUSED static void end_fpdu(struct wire *w, size_t at, int more)
 
 UNUSED static void read_request(struct wire *w, uint32_t msn, uint32_t size, uint32_t stag, uint64_t to)
 {
-	size_t at = begin_untagged(w, READ, 0, 1, msn, 0);
+	size_t at = begin_untagged(w, OP_READ, 0, 1, msn, 0);
 
 	put32(w, 0x700);
 	put64(w, 0x10);
@@ -227,7 +227,7 @@ UNUSED static void read_request(struct wire *w, uint32_t msn, uint32_t size, uin
 
 UNUSED static void send_message(struct wire *w, uint32_t qn, uint32_t msn, uint32_t mo, size_t len)
 {
-	size_t at = begin_untagged(w, SEND, 0, qn, msn, mo);
+	size_t at = begin_untagged(w, OP_SEND, 0, qn, msn, mo);
 
 	for (size_t i = 0; i < len; i++)
 		put8(w, 'x');
