@@ -38,6 +38,9 @@ pub(crate) enum Command {
     /// libibverbs.so.1 and librdmacm.so.1, and then becomes the program: no process of anywarp stays behind.
     /// Both variables keep what was set before, behind anywarp's part.
     ///
+    /// UCX_SOCKADDR_TLS_PRIORITY is set to rdmacm unless it is set: listeners of UCX otherwise also listen with TCP on the
+    /// port of rdma_cm, which is a TCP port here, and fail.
+    ///
     /// A statically linked program, a program of another architecture and a set-user-ID program that gains
     /// privileges cannot be reached this way; for these a warning is printed.
     Run(Run),
@@ -250,6 +253,11 @@ impl LogLevel {
             Self::Debug => "debug",
             Self::Trace => "trace",
         }
+    }
+
+    /// Whether messages of level info are shown.
+    pub(crate) fn shows_info(self) -> bool {
+        matches!(self, Self::Info | Self::Debug | Self::Trace)
     }
 }
 

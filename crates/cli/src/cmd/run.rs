@@ -12,9 +12,9 @@ use std::process::{Command, ExitCode};
 use anywarp_core::fault::Plan;
 
 use super::Failure;
-use crate::cli::Run;
+use crate::cli::{LogLevel, Run};
 use crate::elf;
-use crate::library::Library;
+use crate::library::{Library, MIDDLEWARE};
 
 /// Does not return when all is well: the program has taken the place of this process.
 pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
@@ -53,6 +53,18 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
         .envs(library.variables(!args.no_path_shim, |name| env::var_os(name)));
     if let Some(level) = args.log {
         command.env("ANYWARP_LOG", level.as_str());
+    }
+    for variable in MIDDLEWARE {
+        if env::var_os(variable.name).is_some() {
+            continue;
+        }
+        command.env(variable.name, variable.value);
+        if args.log.is_some_and(LogLevel::shows_info) {
+            eprintln!(
+                "anywarp: sets {}={}: {}",
+                variable.name, variable.value, variable.why
+            );
+        }
     }
     if let Some(profile) = args.profile {
         command.env("ANYWARP_DEVICE_PROFILE", profile.as_str());
