@@ -727,10 +727,66 @@ static const char *public_fields(size_t arg)
 	return NULL;
 }
 
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+static int by_number(const void *a, const void *b)
+{
+	uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
+
+	return left < right ? -1 : left > right;
+}
+
+/* How long the event for a message to `p` takes, for a program that has polled without a pause and then waits by poll(2). */
+static const char *one_event(struct pair *p, uint64_t id, uint64_t *ns)
+{
+	struct ibv_send_wr wr = send_wr(id, IBV_WR_SEND, NULL, 0);
+	struct ibv_wc wc;
+	struct ibv_cq *cq;
+	void *context;
+	uint64_t begin;
+
+	TRY(post_recv(p->b.qp, id, NULL, 0));
+	for (uint64_t end = now_ms() + 4; now_ms() < end;)
+		ENSURE(ibv_poll_cq(p->b.rcq, 1, &wc) == 0, "a completion of nothing");
+	ENSURE(!ibv_req_notify_cq(p->b.rcq, 0), "ibv_req_notify_cq");
+	begin = now_ns();
+	TRY(post(p->a.qp, &wr));
+	TRY(readable(p->b.channel->fd, WAIT_MS));
+	*ns = now_ns() - begin;
+	ENSURE(!ibv_get_cq_event(p->b.channel, &cq, &context), "ibv_get_cq_event: %s", strerror(errno));
+	ibv_ack_cq_events(cq, 1);
+	TRY(expect_ok(p->b.rcq, id, IBV_WC_RECV, NULL));
+	return expect_ok(p->a.scq, id, IBV_WC_SEND, NULL);
+}
+
+/* The device's thread takes over when a program arms a queue after polling and waits for the descriptor by itself. */
+static const char *event_after_polling(size_t arg)
+{
+	const struct want want = { .channels = true };
+	uint64_t ns[20], id = 0, median = UINT64_MAX;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &want));
+	/* Until the device has seen how this program waits. */
+	for (; id < 4; id++)
+		TRY(one_event(&p, id, ns));
+	for (int round = 0; round < 5 && median > 250000; round++) {
+		for (size_t i = 0; i < COUNT(ns); i++)
+			TRY(one_event(&p, id++, &ns[i]));
+		qsort(ns, COUNT(ns), sizeof *ns, by_number);
+		median = ns[COUNT(ns) / 2] < median ? ns[COUNT(ns) / 2] : median;
+	}
+	printf("# an event after polling: %.0f us\n", (double)median / 1e3);
+	ENSURE(median <= 250000, "an event after polling takes %llu ns", (unsigned long long)median);
+	return NULL;
+}
+#endif
+
 static const struct test tests[] = {
 	{ "descriptors", descriptors, 0, 0, false },
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
 	{ "files", files, 0, 0, false },
+	{ "event_after_polling", event_after_polling, 0, 0, false },
 #endif
 	{ "public_fields", public_fields, 0, 0, false },
 	{ "device_memory", device_memory, 0, 0, false },

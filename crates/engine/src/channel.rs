@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -14,12 +15,18 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use crate::fd::EngineFd;
 use crate::reserve;
 
+/// Events in a row that were there when they were asked for, after which the program is taken to wait for the descriptor by
+/// itself. One or two are chance.
+const UNWAITED: u8 = 3;
+
 /// A queue of events with a descriptor.
 #[derive(Debug)]
 pub struct Channel<T> {
     fd: EngineFd,
     writer: EngineFd,
     queue: Mutex<Queue<T>>,
+    /// How many of the last events were there when the program called for them, up to [`UNWAITED`].
+    unwaited: AtomicU8,
 }
 
 #[derive(Debug)]
@@ -46,6 +53,7 @@ impl<T> Channel<T> {
                 events: VecDeque::new(),
                 bytes: 0,
             }),
+            unwaited: AtomicU8::new(0),
         })
     }
 
@@ -107,6 +115,20 @@ impl<T> Channel<T> {
                 _ => return,
             }
         }
+    }
+
+    /// Notes whether the program had to wait in the call that took the last event.
+    pub fn note_wait(&self, waited: bool) {
+        let before = self.unwaited.load(Ordering::Relaxed);
+        let now = if waited { 0 } else { UNWAITED.min(before + 1) };
+        if now != before {
+            self.unwaited.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the program waits for the descriptor by itself, in `poll` or `epoll_wait`, and not in a call of ours.
+    pub fn is_polled_by_program(&self) -> bool {
+        self.unwaited.load(Ordering::Relaxed) == UNWAITED
     }
 
     /// Whether events wait.

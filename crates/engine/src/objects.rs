@@ -106,6 +106,15 @@ impl CompletionQueue {
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
         self.engine.on_arm();
+        // In a call of ours the thread would handle the sockets. In its own it does not, and they would wait for the end of its
+        // lease.
+        if self
+            .channel
+            .as_ref()
+            .is_some_and(|c| c.is_polled_by_program())
+        {
+            self.engine.end_lease();
+        }
     }
 }
 

@@ -206,6 +206,7 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
         Ok(channel) => Held::new(&channel.engine),
         Err(e) => return fail(e, -1),
     };
+    let mut waited = false;
     loop {
         let done = or("ibv_get_cq_event", Some(-1), || {
             // SAFETY: not null, so valid (caller's promise).
@@ -213,9 +214,15 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
         });
         let done = match done {
             Some(done) => done,
-            None if block_on(events.get().raw_fd()) => continue,
-            None => fail(libc::EINTR, -1),
+            None => {
+                waited = true;
+                if block_on(events.get().raw_fd()) {
+                    continue;
+                }
+                fail(libc::EINTR, -1)
+            }
         };
+        events.get().note_wait(waited);
         events.release();
         return done;
     }

@@ -258,6 +258,11 @@ impl Lease {
         (t < until).then(|| Duration::from_nanos(until - t))
     }
 
+    /// Whether a lease runs.
+    pub(super) fn runs(&self, t: u64) -> bool {
+        t < self.until.load(Ordering::Acquire)
+    }
+
     /// Ends the lease now: no thread handles the sockets any more.
     pub(super) fn end(&self) {
         self.until.store(0, Ordering::Release);

@@ -372,6 +372,13 @@ impl Reactor {
         self.wake();
     }
 
+    /// As [`Self::hand_over`], if a lease runs.
+    pub(crate) fn end_lease(&self) {
+        if self.lease.runs(self.epoch.nanos(clock::now())) {
+            self.hand_over();
+        }
+    }
+
     fn wake(&self) {
         let _ = rustix::io::write(self.wake.get(), &1_u64.to_ne_bytes());
     }
