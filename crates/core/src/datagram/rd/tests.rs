@@ -1,7 +1,8 @@
 //! Peers, challenges, acknowledgements and bounds.
 
-use super::ack::ACK_MOST;
+use super::ack::{ACK_MOST, MANY, PIPELINE};
 use super::*;
+use crate::datagram::types::Arrival;
 use crate::wire::ddp::{Header, Untagged};
 use crate::wire::dgram::Shim;
 use crate::wire::rdmap::Opcode;

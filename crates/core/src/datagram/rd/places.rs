@@ -1,0 +1,107 @@
+//! Places for peers: who gets one, and who is forgotten for it.
+
+use std::time::Duration;
+
+use super::congestion::Congestion;
+use super::{Event, IDLE, PeerState, Reliable, second};
+use crate::bounds;
+use crate::datagram::outgoing::Way;
+use crate::datagram::types::Peer;
+
+/// Time between two searches of a full table: who fills it cannot make each packet search it.
+const SWEEP: Duration = Duration::from_secs(1);
+
+impl Reliable {
+    /// A peer is known from now on, if there is room for one more.
+    pub(super) fn enter(&mut self, peer: &Peer, way: Way, comes: bool, now: Duration) -> bool {
+        if let Some(state) = self.peers.get_mut(peer) {
+            state.used = now;
+            return true;
+        }
+        if !self.shares.has_place(peer, comes) {
+            if now.saturating_sub(self.swept) < SWEEP {
+                return false;
+            }
+            self.swept = now;
+            self.forget_idle(now);
+            if !self.shares.has_place(peer, comes) {
+                return false;
+            }
+        }
+        self.shares.enter(peer);
+        let token = self.secret.token(peer, 0, now);
+        let state = PeerState {
+            way,
+            token,
+            echo: 0,
+            echo_before: 0,
+            instance: 0,
+            nonce: 0,
+            is_proven: true,
+            proven_at: second(now),
+            credit: 0,
+            // Above 2^32, so that numbers before it can be told.
+            next: self.floor,
+            expected: None,
+            tx: None,
+            rx: None,
+            path: Congestion::new(),
+            room: bounds::DATAGRAM_WINDOW,
+            used: now,
+            queued: false,
+            stands: 0,
+            ask: false,
+            timer: None,
+        };
+        self.peers.insert(*peer, state);
+        true
+    }
+
+    /// Forgets peers that have been silent for longer than a datagram can be on its way, unless something is under way to
+    /// them, whatever of theirs is incomplete or waits. They remember us: when one is known again, its numbers go on beyond
+    /// all that anybody was sent.
+    pub(super) fn forget_idle(&mut self, now: Duration) {
+        self.forget(now, |_| true);
+        self.swept = now;
+        if self.peers.len() < self.peers.capacity() / 4 {
+            self.peers.shrink_to(2 * self.peers.len());
+        }
+        for list in [
+            &mut self.blocked.receive,
+            &mut self.blocked.room,
+            &mut self.blocked.record,
+            &mut self.queued,
+        ] {
+            if list.len() < list.capacity() / 4 {
+                list.shrink_to(2 * list.len());
+            }
+        }
+        self.shares.shrink();
+    }
+
+    /// The same for those of them that `which` selects.
+    pub(super) fn forget(&mut self, now: Duration, which: impl Fn(&PeerState) -> bool) {
+        let Self {
+            peers,
+            shares,
+            events,
+            floor,
+            ..
+        } = self;
+        peers.retain(|peer, s| {
+            let stays = s.has_under_way() || now.saturating_sub(s.used) < IDLE || !which(s);
+            if !stays {
+                *floor = (*floor).max(s.next);
+                if let Some(rx) = s.rx.take() {
+                    shares.change(peer, rx.held(), 0);
+                }
+                shares.leave(peer);
+                if s.expected.is_some() {
+                    // The rest of a message that is not complete will never come.
+                    events.push_back(Event::Skipped(*peer, u64::MAX));
+                }
+            }
+            stays
+        });
+    }
+}

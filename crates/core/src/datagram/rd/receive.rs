@@ -1,0 +1,356 @@
+//! Receives: packets of peers that are known, in the order in which they are delivered.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::ack::{
+    ACK_DELAY, ACK_DELAY_MANY_PEERS, ACK_DELAY_PER_KILOBYTE, ACK_WITH_GAPS, MANY, PART, PIPELINE,
+    together,
+};
+use super::numbers::{expand, micros};
+use super::receiver::{Arrived, Receiver};
+use super::shares::Shares;
+use super::timers::{enqueue, watch};
+use super::{AMPLIFICATION, Event, IDLE, PROOF, PeerState, Reliable, RxOutcome, receiver, second};
+use crate::bounds;
+use crate::datagram::cookie::Secret;
+use crate::datagram::flow::charge;
+use crate::datagram::table::Table;
+use crate::datagram::types::{Arrival, Peer, Resource};
+use crate::verbs::wc::Status;
+use crate::wire::dgram;
+use crate::wire::rd::Packet;
+
+impl Reliable {
+    /// A packet came. `data`: whether it has a datagram.
+    pub(in crate::datagram) fn handle(
+        &mut self,
+        peer: &Peer,
+        arrival: &Arrival,
+        packet: &Packet,
+        data: Option<&[u8]>,
+        now: Duration,
+    ) -> RxOutcome {
+        let is_known =
+            |s: &PeerState| packet.echo == s.token && packet.token == s.echo && !packet.challenge;
+        let (peers, context) = self.rx_context();
+        if let Some(state) = peers.get_mut(peer).filter(|s| is_known(s)) {
+            return context.take(peer, state, packet, data, now);
+        }
+        if !self.meet(peer, arrival, packet, now) {
+            return RxOutcome::Nothing;
+        }
+        let (peers, context) = self.rx_context();
+        match peers.get_mut(peer) {
+            Some(state) => context.take(peer, state, packet, data, now),
+            None => RxOutcome::Nothing,
+        }
+    }
+
+    /// The peers, and what else a packet of one of them changes.
+    fn rx_context(&mut self) -> (&mut Table<Peer, PeerState>, RxContext<'_>) {
+        let context = RxContext {
+            ordered: self.ordered,
+            quarter: u64::from(self.room / 4),
+            secret: self.secret,
+            known: self.peers.len(),
+            shares: &mut self.shares,
+            sweep_at: &mut self.sweep_at,
+            soon: &mut self.soon,
+            queued: &mut self.queued,
+            timers: &mut self.timers,
+            events: &mut self.events,
+            spare: &mut self.spare,
+        };
+        (&mut self.peers, context)
+    }
+
+    /// The queue pair took the datagram of packet `seq`. Whether others of the peer wait.
+    pub(in crate::datagram) fn delivered(&mut self, peer: &Peer, seq: u64) -> bool {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return false;
+        };
+        let Some(rx) = &mut state.rx else {
+            return false;
+        };
+        let before = rx.held();
+        rx.delivered(seq);
+        self.shares.change(peer, before, rx.held());
+        if let Some(base) = rx.skipped.take() {
+            self.events.push_back(Event::Skipped(*peer, base));
+        }
+        // What waited is told of at once: its sender would ask for it seldom.
+        rx.due |= rx.blocked_on.take().is_some();
+        let waits = rx.has_kept();
+        if rx.due {
+            enqueue(&mut self.queued, peer, state);
+        }
+        waits
+    }
+
+    /// The queue pair lacks something for the datagram of packet `seq`: it waits.
+    pub(in crate::datagram) fn mark_blocked(
+        &mut self,
+        peer: &Peer,
+        seq: u64,
+        data: &[u8],
+        want: Resource,
+    ) {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return;
+        };
+        let Some(rx) = state.rx.as_deref_mut() else {
+            return;
+        };
+        if keep(&mut self.shares, peer, rx, seq, data) {
+            rx.blocked_on = Some(want);
+            rx.due = true;
+            self.sweep_at.get_or_insert(state.used + IDLE);
+        }
+        if state.stands & want.bit() == 0 && self.blocked.of(want).len() < bounds::RD_PEERS {
+            state.stands |= want.bit();
+            self.blocked.of(want).push_back(*peer);
+        }
+        enqueue(&mut self.queued, peer, state);
+    }
+
+    /// The queue pair refuses the message of packet `seq`.
+    pub(in crate::datagram) fn refused(&mut self, peer: &Peer, seq: u64, data: &[u8], why: Status) {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return;
+        };
+        let Some(rx) = state.rx.as_deref_mut() else {
+            return;
+        };
+        if !self.ordered && seq != rx.next() {
+            // Only the next packet can be refused. It may be acknowledged already, so it waits for that.
+            if keep(&mut self.shares, peer, rx, seq, data) {
+                self.sweep_at.get_or_insert(state.used + IDLE);
+            }
+            return;
+        }
+        rx.refuse(why as u8);
+        rx.due = true;
+        self.enqueue(*peer);
+    }
+
+    /// A datagram that waits and can be delivered, now that one of the same peer was.
+    pub(in crate::datagram) fn take_waiting(&mut self, peer: &Peer) -> Option<(u64, Vec<u8>)> {
+        let unordered = !self.ordered;
+        let rx = self.peers.get_mut(peer)?.rx.as_deref_mut()?;
+        let before = rx.held();
+        let taken = rx.take_waiting(unordered);
+        self.shares.change(peer, before, rx.held());
+        taken
+    }
+
+    /// A peer whose packets wait for something that may be there now.
+    pub(in crate::datagram) fn next_blocked(&mut self, want: Resource) -> Option<Peer> {
+        let peer = self.blocked.of(want).pop_front()?;
+        if let Some(state) = self.peers.get_mut(&peer) {
+            state.stands &= !want.bit();
+        }
+        Some(peer)
+    }
+
+    /// Whether packets of a peer wait for such a thing.
+    pub(in crate::datagram) fn is_blocked(&self, peer: &Peer, want: Resource) -> bool {
+        let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
+        rx.is_some_and(|rx| rx.blocked_on == Some(want))
+    }
+
+    /// Whether packet `seq` of a peer waits.
+    pub(in crate::datagram) fn waits(&self, peer: &Peer, seq: u64) -> bool {
+        let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
+        rx.is_some_and(|rx| rx.waits(seq))
+    }
+}
+
+/// What a packet changes besides its peer, so that it is looked up once.
+struct RxContext<'a> {
+    ordered: bool,
+    secret: Secret,
+    /// A part of the room: an acknowledgement is due behind as much.
+    quarter: u64,
+    /// How many peers there are.
+    known: usize,
+    shares: &'a mut Shares,
+    sweep_at: &'a mut Option<Duration>,
+    soon: &'a mut Vec<Peer>,
+    queued: &'a mut VecDeque<Peer>,
+    timers: &'a mut BTreeSet<(Duration, Peer)>,
+    events: &'a mut VecDeque<Event>,
+    spare: &'a mut Vec<Arc<Vec<u8>>>,
+}
+
+impl RxContext<'_> {
+    /// A packet of a peer that is known.
+    fn take(
+        mut self,
+        peer: &Peer,
+        state: &mut PeerState,
+        packet: &Packet,
+        data: Option<&[u8]>,
+        now: Duration,
+    ) -> RxOutcome {
+        state.hears(packet, now);
+        if !state.is_proven && packet.time_echo == state.nonce {
+            state.prove(now);
+        }
+        if state.is_proven
+            && second(now).saturating_sub(state.proven_at) >= PROOF
+            && !state.has_under_way()
+        {
+            state.doubt(&self.secret, peer, now);
+        }
+        if !state.is_proven {
+            let len =
+                Packet::LEN + 8 * packet.arrived.len() + dgram::CRC + data.map_or(0, <[u8]>::len);
+            let len = u32::try_from(AMPLIFICATION * len).unwrap_or(0);
+            state.credit = state
+                .credit
+                .saturating_add(len)
+                .min(bounds::DATAGRAM_WINDOW);
+        }
+        self.acknowledged(peer, state, packet, now);
+        self.sort(peer, state, packet, data, now)
+    }
+
+    /// What the packet acknowledges.
+    fn acknowledged(&mut self, peer: &Peer, state: &mut PeerState, packet: &Packet, now: Duration) {
+        // Who is sent nothing has nothing to acknowledge.
+        let Some(tx) = &mut state.tx else {
+            return;
+        };
+        tx.heard = now;
+        tx.set_room(state.room.into());
+        if packet.time_echo != 0 && packet.time_echo != state.nonce {
+            let trip = micros(now).wrapping_sub(packet.time_echo);
+            if trip < 1 << 30 {
+                state.path.measured(now, Duration::from_micros(trip.into()));
+            }
+        }
+        let near = tx.base();
+        let events = &mut *self.events;
+        let ack = packet.ack.map(|ack| expand(ack, near));
+        tx.acknowledged(
+            packet,
+            now,
+            &mut state.path,
+            self.spare,
+            |tag| match events.back_mut() {
+                Some(Event::Done(_, last)) if *last + 1 == tag => *last = tag,
+                _ => events.push_back(Event::Done(tag, tag)),
+            },
+        );
+        tx.blocked_on = match (packet.not_ready, tx.blocked_on) {
+            (true, None) => Some(now),
+            (true, since) => since,
+            (false, _) => None,
+        };
+        if packet.refused != 0
+            && let Some((tag, id, end)) = ack.and_then(|ack| tx.message_at(ack))
+        {
+            // Its packets are not sent again, and the next one says so.
+            tx.skip(end);
+            state.ask = true;
+            let status = Status::from_number(packet.refused).unwrap_or(Status::General);
+            self.events.push_back(Event::Failed(*peer, tag, id, status));
+        }
+        watch(self.timers, peer, state);
+        enqueue(self.queued, peer, state);
+    }
+
+    /// What becomes of the datagram of a packet.
+    fn sort(
+        &mut self,
+        peer: &Peer,
+        state: &mut PeerState,
+        packet: &Packet,
+        data: Option<&[u8]>,
+        now: Duration,
+    ) -> RxOutcome {
+        let mut crowded = false;
+        let expected = state.expected;
+        // The first packet of all tells where numbers begin.
+        let start = || 1 << 32 | u64::from(packet.base);
+        let rx = state
+            .rx
+            .get_or_insert_with(|| Box::new(Receiver::new(expected.unwrap_or_else(start))));
+        state.expected = Some(rx.next());
+        let near = rx.next();
+        let before = rx.held();
+        let base = expand(packet.base, near);
+        rx.skip(base);
+        self.shares.change(peer, before, rx.held());
+        if let Some(base) = rx.skipped.take() {
+            self.events.push_back(Event::Skipped(*peer, base));
+        }
+        rx.due |= packet.ack_now;
+        // What was under way to us, or was acknowledged since.
+        let ahead = packet.seq.wrapping_sub(packet.base);
+        if packet.ack_soon {
+            // Who has sent much since what we have acknowledged does not wait for each packet: the next one is about to come.
+            let next =
+                ACK_DELAY + ACK_DELAY_PER_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
+            let wait = if ahead < PIPELINE {
+                Duration::ZERO
+            } else if ahead >= MANY && rx.unacknowledged < ahead / PART {
+                next + ACK_DELAY_MANY_PEERS
+            } else {
+                next
+            };
+            if rx.soon.is_none() {
+                rx.soon = Some(now + wait);
+                self.soon.push(*peer);
+                crowded = self.soon.len() > 2 * self.known + 64;
+            }
+        }
+        rx.time = packet.time;
+        let mut outcome = RxOutcome::Nothing;
+        if let Some(data) = data {
+            let seq = expand(packet.seq, near);
+            rx.unacknowledged += 1;
+            rx.since += u64::from(charge(data.len()));
+            rx.due |= rx.unacknowledged >= together(ahead) || rx.since >= self.quarter;
+            match rx.sort(seq) {
+                Arrived::Again | Arrived::Beyond => rx.due = true,
+                Arrived::Next => outcome = RxOutcome::Deliver(seq),
+                Arrived::Ahead => {
+                    // A gap is told at once, and then now and then: each says all that the ones before did.
+                    rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
+                    if !self.ordered {
+                        // That it has arrived has to be remembered.
+                        if self.shares.has_room(peer, rx.held(), receiver::RUN) {
+                            outcome = RxOutcome::Deliver(seq);
+                        }
+                    } else if dgram::parse_covered(data).is_ok() {
+                        keep(self.shares, peer, rx, seq, data);
+                    }
+                    self.sweep_at.get_or_insert(now + IDLE);
+                }
+            }
+        }
+        if rx.due {
+            enqueue(self.queued, peer, state);
+        }
+        if crowded {
+            // Those that found company meanwhile, and are owed again, stand there more than once.
+            self.soon.sort_unstable();
+            self.soon.dedup();
+        }
+        outcome
+    }
+}
+
+/// Packet `seq` waits, if there is room for it and what it costs.
+fn keep(shares: &mut Shares, peer: &Peer, rx: &mut Receiver, seq: u64, data: &[u8]) -> bool {
+    let before = rx.held();
+    if !shares.has_room(peer, before, data.len() + receiver::KEPT + receiver::RUN) {
+        return false;
+    }
+    rx.keep(seq, data);
+    shares.change(peer, before, rx.held());
+    true
+}

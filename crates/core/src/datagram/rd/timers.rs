@@ -1,0 +1,120 @@
+//! Deadlines of all peers: what is sent again, and who is given up.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+
+use super::sender::Sender;
+use super::{Event, IDLE, PeerState, Reliable};
+use crate::datagram::types::Peer;
+use crate::verbs::wc::Status;
+
+impl Reliable {
+    /// When [`Self::handle_timeout`] should be called.
+    pub(in crate::datagram) fn poll_timeout(&self) -> Option<Duration> {
+        let timer = self.timers.first().map(|(at, _)| *at);
+        let sweep = self.sweep_at.filter(|_| self.shares.waiting() > 0);
+        timer.into_iter().chain(sweep).min()
+    }
+
+    /// How long a peer may be silent before it is given up.
+    pub(in crate::datagram) fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    /// Time has passed.
+    pub(in crate::datagram) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
+        if self.sweep_at.is_some_and(|at| at <= now) {
+            self.forget(now, |s| s.rx.as_deref().is_some_and(|rx| rx.held() > 0));
+            self.sweep_at = (self.shares.waiting() > 0).then_some(now + IDLE / 4);
+        }
+        while let Some((at, peer)) = self.timers.first().copied() {
+            if at > now {
+                break;
+            }
+            self.timers.pop_first();
+            let patience = self.patience;
+            let Some(state) = self.peers.get_mut(&peer) else {
+                continue;
+            };
+            state.timer = None;
+            let Some(tx) = &mut state.tx else {
+                continue;
+            };
+            if tx.deadline.is_none_or(|deadline| deadline > now) {
+                // It has moved.
+                watch(&mut self.timers, &peer, state);
+                continue;
+            }
+            let hungry = tx
+                .blocked_on
+                .zip(blocked)
+                .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
+            if hungry || now.saturating_sub(tx.heard) >= patience {
+                state.tx = None;
+                // Its numbers go on; where they begin is told by the next packet.
+                let why = if hungry {
+                    Status::RnrRetryExceeded
+                } else {
+                    Status::RetryExceeded
+                };
+                self.events.push_back(Event::Lost(peer, why));
+                continue;
+            }
+            state.ask = true;
+            // The probe sets the next one.
+            tx.deadline = None;
+            if state.echo == 0 {
+                tx.wait(now, &state.path);
+            }
+            self.enqueue(peer);
+            self.watch(&peer);
+        }
+    }
+
+    /// Asks a peer whether it is still there. Where packets are under way to it, they do.
+    pub(in crate::datagram) fn ask(&mut self, peer: &Peer, now: Duration) {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return;
+        };
+        if state.tx.is_none() {
+            state.tx = Some(Box::new(Sender::new(state.next, state.room, now)));
+            state.ask = true;
+            enqueue(&mut self.queued, peer, state);
+        }
+    }
+
+    /// Sees to it that the timer of a peer is not later than its sender wants it.
+    pub(super) fn watch(&mut self, peer: &Peer) {
+        if let Some(state) = self.peers.get_mut(peer) {
+            watch(&mut self.timers, peer, state);
+        }
+    }
+
+    pub(super) fn enqueue(&mut self, peer: Peer) {
+        if let Some(state) = self.peers.get_mut(&peer) {
+            enqueue(&mut self.queued, &peer, state);
+        }
+    }
+}
+
+/// The peer has something to send.
+pub(super) fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut PeerState) {
+    if !state.queued {
+        state.queued = true;
+        queued.push_back(*peer);
+    }
+}
+
+/// A timer that is too early is left where it is: with most packets the deadline moves away, and seldom comes.
+pub(super) fn watch(timers: &mut BTreeSet<(Duration, Peer)>, peer: &Peer, state: &mut PeerState) {
+    let Some(wanted) = state.tx.as_ref().and_then(|tx| tx.deadline) else {
+        return;
+    };
+    if state.timer.is_some_and(|at| at <= wanted) {
+        return;
+    }
+    if let Some(old) = state.timer.replace(wanted) {
+        timers.remove(&(old, *peer));
+    }
+    timers.insert((wanted, *peer));
+}

@@ -1,0 +1,219 @@
+//! Tokens: how peers get to know each other, notice a restart, and prove their addresses.
+
+use std::time::Duration;
+
+use super::numbers::micros;
+use super::sender::Sender;
+use super::shares::prefixes;
+use super::{Event, Reliable, YOUNG};
+use crate::bounds;
+use crate::datagram::outgoing::Way;
+use crate::datagram::types::{Arrival, Peer};
+use crate::verbs::wc::Status;
+use crate::wire::rd::Packet;
+
+impl Reliable {
+    /// A packet with tokens that are not those of a peer that is known. True: it is one from now on.
+    pub(super) fn meet(
+        &mut self,
+        peer: &Peer,
+        arrival: &Arrival,
+        packet: &Packet,
+        now: Duration,
+    ) -> bool {
+        if packet.challenge {
+            self.challenged(peer, arrival, packet, now);
+            return false;
+        }
+        if packet.echo != 0 && self.is_guessed(peer, now) {
+            self.counts.bad_echo += 1;
+            return false;
+        }
+        let known = self.peers.get(peer);
+        let is_new = known.is_none();
+        if known.is_some_and(|s| s.echo_before == packet.token) {
+            return false;
+        }
+        // Another queue pair than the one that is known has to echo a token that it got instead of that one: the old one may
+        // be alive, and this one not be there.
+        let restarts = known.is_some_and(|s| s.echo != 0 && s.echo != packet.token);
+        let instead = if restarts { packet.token } else { 0 };
+        let required = known.filter(|_| !restarts).map(|s| s.token);
+        let right =
+            required == Some(packet.echo) || self.secret.gave(peer, instead, packet.echo, now);
+        if !right {
+            let fresh = || self.secret.token(peer, instead, now);
+            let token = required.unwrap_or_else(fresh);
+            self.challenge(peer, arrival, packet, token, now);
+            if packet.echo != 0 {
+                self.counts.bad_echo += 1;
+                self.note_bad_echo(peer);
+            }
+            return false;
+        }
+        let way = Way {
+            from: arrival.to,
+            ..Way::default()
+        };
+        if !self.enter(peer, way, true, now) {
+            return false;
+        }
+        self.recognize(peer, packet, now);
+        if let Some(state) = self.peers.get_mut(peer) {
+            state.token = packet.echo;
+            if is_new || restarts {
+                // Its address was right up to a minute ago.
+                state.doubt(&self.secret, peer, now);
+            }
+        }
+        true
+    }
+
+    /// Whether so many packets of this second echoed wrong tokens, from the host of `peer` as it seems, that somebody tries
+    /// them out.
+    fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
+        if self.bad_second != now.as_secs() {
+            self.bad_second = now.as_secs();
+            self.bad_echoes.fill(0);
+        }
+        let at = usize::from(self.secret.bucket(&prefixes(peer).0));
+        self.bad_echoes
+            .get(at)
+            .is_some_and(|n| *n >= bounds::RD_BAD_ECHOES)
+    }
+
+    fn note_bad_echo(&mut self, peer: &Peer) {
+        let at = usize::from(self.secret.bucket(&prefixes(peer).0));
+        if let Some(many) = self.bad_echoes.get_mut(at) {
+            *many = many.saturating_add(1);
+        }
+    }
+
+    /// Somebody who does not know our token, or an old one: it is told, and nothing remembered.
+    fn challenge(
+        &mut self,
+        peer: &Peer,
+        arrival: &Arrival,
+        packet: &Packet,
+        token: u32,
+        now: Duration,
+    ) {
+        if self.challenges.len() >= bounds::RD_CHALLENGES {
+            return;
+        }
+        let answer = Packet {
+            token,
+            echo: packet.token,
+            dst_index: peer.1,
+            src_index: self.index,
+            instance: self.instance,
+            window: self.room,
+            time: micros(now),
+            time_echo: packet.time,
+            challenge: true,
+            ..Packet::default()
+        };
+        self.challenges.push_back((*peer, arrival.to, answer));
+    }
+
+    /// The peer requires its token. It is believed if it echoes ours, and if we asked. One that required another token before
+    /// is asked once more, with a token that was made for this question: a forged packet ends nothing.
+    fn challenged(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) {
+        let Some(state) = self.peers.get_mut(peer) else {
+            return;
+        };
+        if state.tx.is_none() || packet.token == state.echo {
+            return;
+        }
+        let asked = state.echo != 0 && self.secret.gave(peer, packet.token, packet.echo, now);
+        if packet.echo != state.token && !asked {
+            return;
+        }
+        if state.echo != 0 && !asked {
+            let question = Packet {
+                token: self.secret.token(peer, packet.token, now),
+                seq: state.next as u32,
+                base: state.next as u32,
+                dst_index: peer.1,
+                src_index: self.index,
+                instance: self.instance,
+                window: self.room,
+                time: micros(now),
+                ack_now: true,
+                ..Packet::default()
+            };
+            if self.challenges.len() < bounds::RD_CHALLENGES {
+                self.challenges.push_back((*peer, arrival.to, question));
+            }
+            return;
+        }
+        if state.echo == 0 {
+            let trip = micros(now).wrapping_sub(packet.time_echo);
+            state
+                .path
+                .measured(now, Duration::from_micros(u64::from(trip).min(10_000_000)));
+        }
+        self.recognize(peer, packet, now);
+        if let Some(state) = self.peers.get_mut(peer) {
+            state.hears(packet, now);
+            state.prove(now);
+            let room = state.room;
+            if let Some(tx) = &mut state.tx {
+                tx.set_room(room.into());
+                tx.heard = now;
+                tx.deadline = None;
+                // What is to be sent again is sent now, or when this says so.
+                if !tx.is_empty() {
+                    tx.wait(now, &state.path);
+                }
+            }
+        }
+        self.enqueue(*peer);
+        self.watch(peer);
+    }
+
+    /// The peer's token is that of `packet`: it was not known, or it is another queue pair than before, or one that has
+    /// forgotten us.
+    fn recognize(&mut self, peer: &Peer, packet: &Packet, now: Duration) {
+        let room = self.room;
+        let Some(state) = self.peers.get_mut(peer) else {
+            return;
+        };
+        if state.echo == packet.token {
+            return;
+        }
+        if state.echo == 0 {
+            if let Some(tx) = &mut state.tx
+                && tx.is_empty()
+            {
+                // What waited for the token can go.
+                **tx = Sender::new(state.next, room, now);
+            }
+            state.echo = packet.token;
+            return;
+        }
+        state.echo_before = std::mem::replace(&mut state.echo, packet.token);
+        state.expected = None;
+        if let Some(rx) = state.rx.take() {
+            self.shares.change(peer, rx.held(), 0);
+        }
+        self.events.push_back(Event::Skipped(*peer, u64::MAX));
+        let forgot_us = packet.instance != 0 && packet.instance == state.instance;
+        state.instance = packet.instance;
+        let tx = state.tx.as_deref_mut().filter(|tx| !tx.is_empty());
+        // It had been silent for a minute then: what was first sent later never reached it.
+        let is_young = |tx: &Sender| tx.oldest().is_some_and(|at| now.saturating_sub(at) < YOUNG);
+        match tx {
+            Some(tx) if forgot_us && is_young(tx) => tx.start_again(),
+            Some(_) => {
+                state.tx = None;
+                self.events
+                    .push_back(Event::Lost(*peer, Status::RemoteAborted));
+            }
+            None => {
+                state.tx = None;
+                self.events.push_back(Event::Restarted(*peer));
+            }
+        }
+    }
+}

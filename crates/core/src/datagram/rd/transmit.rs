@@ -1,0 +1,308 @@
+//! Sends: what may go to a peer now, and the packets that go.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::numbers::micros;
+use super::receiver::Receiver;
+use super::sender::{Outgoing, Sender};
+use super::timers::{enqueue, watch};
+use super::{Event, PeerState, RdCounts, Reliable, sender};
+use crate::datagram::outgoing::Way;
+use crate::datagram::types::{Bytes, Peer, Tag};
+use crate::verbs::wc::Status;
+use crate::wire::dgram;
+use crate::wire::rd::Packet;
+
+/// Time between two questions to a peer that takes nothing.
+const CLOSED: Duration = Duration::from_millis(50);
+
+impl Reliable {
+    /// Whether a datagram of `len` bytes may be given out to `peer` now. A peer that is not known is asked for its token first,
+    /// and one that has not shown that it receives at its address is asked to do so before much is sent.
+    pub(in crate::datagram) fn may_send(
+        &mut self,
+        peer: &Peer,
+        way: Way,
+        len: usize,
+        now: Duration,
+    ) -> bool {
+        let room = self.room;
+        if let Some(state) = self.peers.get_mut(peer)
+            && state.echo != 0
+        {
+            state.used = now;
+            if !state.affords(Packet::LEN + len + dgram::CRC) {
+                state.sender(now);
+                if let Some(tx) = state.tx.as_mut().filter(|tx| tx.deadline.is_none()) {
+                    tx.wait(now, &state.path);
+                    state.ask = true;
+                    watch(&mut self.timers, peer, state);
+                    enqueue(&mut self.queued, peer, state);
+                }
+                return false;
+            }
+            if state.room == 0 {
+                // It is asked now and then whether it has room again.
+                let tx = state.sender(now);
+                if tx.deadline.is_none() {
+                    tx.deadline = Some(now + CLOSED);
+                    watch(&mut self.timers, peer, state);
+                }
+                return false;
+            }
+            return match &mut state.tx {
+                Some(tx) => tx.has_window(&state.path),
+                None => true,
+            };
+        }
+        if !self.enter(peer, way, false, now) {
+            self.events
+                .push_back(Event::Lost(*peer, Status::LocalQpOperation));
+            return false;
+        }
+        if let Some(state) = self.peers.get_mut(peer)
+            && state.tx.is_none()
+        {
+            let mut tx = Sender::new(state.next, room, now);
+            tx.wait(now, &state.path);
+            state.tx = Some(Box::new(tx));
+            state.ask = true;
+            watch(&mut self.timers, peer, state);
+            enqueue(&mut self.queued, peer, state);
+        }
+        false
+    }
+
+    /// Gives out a datagram: `packet` has room for the header, then the datagram, and no CRC; it is returned whole. `last`:
+    /// it ends the message `tag`; `alone`: nothing follows it at once.
+    pub(in crate::datagram) fn push(
+        &mut self,
+        peer: &Peer,
+        mut packet: Vec<u8>,
+        (tag, last, alone): (Tag, bool, bool),
+        now: Duration,
+    ) -> Option<(Way, Bytes)> {
+        let (me, room) = ((self.index, self.instance), self.room);
+        let state = self.peers.get_mut(peer)?;
+        state.used = now;
+        state.spend(packet.len() + dgram::CRC);
+        let tx = state
+            .tx
+            .get_or_insert_with(|| Box::new(Sender::new(state.next, state.room, now)));
+        let ask = tx.push(packet.len() + dgram::CRC, alone, now, &mut state.path);
+        let mut head = header(state, peer, me, room, now);
+        head.seq = state.next as u32;
+        head.ack_now = ask;
+        head.ack_soon = alone;
+        // Runs follow in a packet of their own, so that this one is never longer than its path carries.
+        let whole = head.arrived.is_empty();
+        head.arrived.clear();
+        if let Some(front) = packet.first_chunk_mut() {
+            *front = head.head(true);
+        }
+        dgram::seal(&mut packet);
+        let mut kept = self.shells.pop().unwrap_or_default();
+        match Arc::get_mut(&mut kept) {
+            Some(bytes) => *bytes = packet,
+            None => kept = Arc::new(packet),
+        }
+        state.next += 1;
+        let tx = state.tx.as_mut();
+        let armed =
+            tx.is_some_and(|tx| tx.keep(Arc::clone(&kept), Some(tag), last, now, &state.path));
+        if let (true, Some(rx)) = (whole, &mut state.rx) {
+            rx.acknowledges();
+        }
+        if armed {
+            watch(&mut self.timers, peer, state);
+        }
+        Some((state.way, Bytes::Shared(kept)))
+    }
+
+    /// The next packet that the layer itself wants to send.
+    pub(in crate::datagram) fn poll(&mut self, now: Duration) -> Option<(Peer, Way, Bytes)> {
+        if let Some((peer, from, packet)) = self.challenges.pop_front() {
+            let way = Way {
+                from,
+                ..Way::default()
+            };
+            let nothing = Outgoing { seq: 0, data: None };
+            return Some((peer, way, wrap(packet, &nothing).into()));
+        }
+        while let Some(peer) = self.queued.front().copied() {
+            if let Some((way, bytes)) = self.poll_peer(&peer, now) {
+                return Some((peer, way, bytes.into()));
+            }
+            self.queued.pop_front();
+            if let Some(state) = self.peers.get_mut(&peer) {
+                state.queued = false;
+                if state.rx.as_ref().is_some_and(|rx| rx.is_idle()) {
+                    state.expected = state.rx.take().map(|rx| rx.next());
+                }
+                let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
+                if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
+                    state.tx = None;
+                }
+            }
+        }
+        None
+    }
+
+    fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(Way, Vec<u8>)> {
+        let (me, room) = ((self.index, self.instance), self.room);
+        let state = self.peers.get_mut(peer)?;
+        let counts = &mut self.counts;
+        let affords = state.is_proven || {
+            let next = state.tx.as_deref().and_then(Sender::next_len);
+            next.is_none_or(|len| state.affords(len))
+        };
+        let mut packet = header(state, peer, me, room, now);
+        let ask = std::mem::take(&mut state.ask);
+        // A packet with data has no room for runs: they follow.
+        let mut whole = true;
+        let due = state.rx.as_ref().is_some_and(|rx| rx.due);
+        let ack = |counts: &mut RdCounts, packet: Packet| {
+            due.then(|| {
+                counts.acks += 1;
+                let nothing = Outgoing {
+                    seq: state.next,
+                    data: None,
+                };
+                wrap(packet, &nothing)
+            })
+        };
+        let bytes = match &mut state.tx {
+            _ if state.echo == 0 => {
+                // Nothing but the token is sent to somebody who may not be there.
+                packet.ack_now = true;
+                let nothing = Outgoing {
+                    seq: state.next,
+                    data: None,
+                };
+                ask.then(|| wrap(packet, &nothing))
+            }
+            Some(tx) if ask => {
+                packet.ack_now = true;
+                whole = packet.arrived.is_empty();
+                packet.arrived.clear();
+                counts.probes += 1;
+                Some(wrap(packet, &tx.probe(affords, now, &mut state.path)))
+            }
+            Some(tx) if affords => match tx.again(now, &state.path) {
+                Some(again) => {
+                    packet.ack_now = true;
+                    whole = packet.arrived.is_empty();
+                    packet.arrived.clear();
+                    counts.again += 1;
+                    Some(wrap(packet, &again))
+                }
+                None => ack(counts, packet),
+            },
+            _ => ack(counts, packet),
+        }?;
+        watch(&mut self.timers, peer, state);
+        if !state.is_proven && bytes.len() > state.credit as usize {
+            // As if it were lost on the way.
+            return None;
+        }
+        state.spend(bytes.len());
+        if let Some(rx) = &mut state.rx
+            && whole
+        {
+            rx.acknowledges();
+        }
+        Some((state.way, bytes))
+    }
+
+    /// Gives back the buffers of packets that were acknowledged.
+    pub(in crate::datagram) fn recycle(&mut self, mut give: impl FnMut(Vec<u8>)) {
+        for mut packet in self.spare.drain(..) {
+            // Otherwise it waits to be sent once more.
+            if let Some(bytes) = Arc::get_mut(&mut packet) {
+                give(std::mem::take(bytes));
+                if self.shells.len() < sender::SPARE {
+                    self.shells.push(packet);
+                }
+            }
+        }
+    }
+
+    /// Whether acknowledgements wait for company.
+    pub(in crate::datagram) fn ack_due(&self) -> bool {
+        !self.soon.is_empty()
+    }
+
+    /// Acknowledgements that found no company go without: those whose time has come by `now`.
+    pub(in crate::datagram) fn flush(&mut self, now: Duration) {
+        let mut later = std::mem::take(&mut self.soon);
+        later.retain(|peer| {
+            let Some(state) = self.peers.get_mut(peer) else {
+                return false;
+            };
+            let Some(at) = state.rx.as_mut().and_then(|rx| rx.soon.map(|at| (rx, at))) else {
+                return false;
+            };
+            let (rx, at) = at;
+            if at > now {
+                return true;
+            }
+            rx.due = true;
+            enqueue(&mut self.queued, peer, state);
+            false
+        });
+        self.soon = later;
+    }
+
+    /// Whether [`Self::poll`] may have something.
+    pub(in crate::datagram) fn wants_tx(&self) -> bool {
+        !self.queued.is_empty() || !self.challenges.is_empty()
+    }
+}
+
+/// The header of the next packet to a peer.
+fn header(
+    state: &PeerState,
+    peer: &Peer,
+    (index, instance): (u8, u32),
+    room: u32,
+    now: Duration,
+) -> Packet {
+    let rx = state.rx.as_deref();
+    let next = rx.map(Receiver::next).or(state.expected);
+    // Otherwise the time between would count as a round trip.
+    let answers = rx.filter(|rx| rx.due || rx.soon.is_some());
+    Packet {
+        token: state.token,
+        echo: state.echo,
+        seq: 0,
+        base: state.tx.as_ref().map_or(state.next, |tx| tx.base()) as u32,
+        dst_index: peer.1,
+        src_index: index,
+        ack: next.map(|next| next as u32),
+        instance,
+        window: room,
+        time: if state.is_proven {
+            micros(now)
+        } else {
+            state.nonce
+        },
+        time_echo: answers.map_or(0, |rx| rx.time),
+        arrived: answers.map(Receiver::runs).unwrap_or_default(),
+        challenge: false,
+        not_ready: rx.is_some_and(|rx| rx.blocked_on.is_some()),
+        ack_now: false,
+        ack_soon: false,
+        refused: rx.and_then(|rx| rx.refused).unwrap_or(0),
+    }
+}
+
+fn wrap(mut packet: Packet, what: &Outgoing<'_>) -> Vec<u8> {
+    packet.seq = what.seq as u32;
+    let data = what.data.unwrap_or(&[]);
+    let mut bytes = Vec::with_capacity(Packet::LEN + 8 * packet.arrived.len() + data.len() + 4);
+    packet.put(what.data.is_some(), &mut bytes);
+    bytes.extend_from_slice(data);
+    dgram::seal(&mut bytes);
+    bytes
+}
