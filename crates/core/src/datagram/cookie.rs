@@ -58,7 +58,7 @@ impl Secret {
             || self.token_of(peer, instead, slot.wrapping_sub(1)) == token
     }
 
-    /// A number that nobody can guess and that is another one each time. Never 0.
+    /// A number that cannot be guessed and that is another one each time. Never 0.
     pub(super) fn nonce(&self, peer: &Peer, now: Duration) -> u32 {
         self.number((3_u8, peer, now))
     }

@@ -1,4 +1,4 @@
-//! Messages that come in: Sends into posted receives, Writes into registered memory, and what is said of them.
+//! Messages that come in: Sends into posted receives, Writes into registered memory, and the records of them.
 //!
 //! A message of one datagram is delivered where it stands; of one that is longer, and of each Write-Record, account is
 //! kept in [`Messages`](super::messages::Messages) until it is over.
@@ -57,7 +57,7 @@ impl DatagramQp {
             return self.deliver_single(arrival, d, &identity, len);
         }
         if identity.opcode == Opcode::Write && identity.imm.is_none() {
-            // Nobody is told of it: its bytes go where they belong, in any order.
+            // It makes no record or completion: its bytes are placed in any order.
             return self.place_write(peer, d, &identity);
         }
         let mut given_up = Vec::new();
@@ -655,7 +655,7 @@ impl DatagramQp {
             } else if open.record && recorded {
                 match self.options.record {
                     RecordMode::Robust => self.record(&peer, id, &open),
-                    // Its final datagram was lost: nobody learns of it.
+                    // Its final datagram was lost: it leaves no record.
                     RecordMode::Thesis => self.counters.evicted += 1,
                     // What has come was told.
                     RecordMode::Chunk => {}

@@ -1,11 +1,11 @@
-//! Pacing: how much may be under way to a peer before it said that it keeps up.
+//! Pacing: how much may be under way to a peer before it has reported.
 //!
 //! A socket drops what its owner does not fetch in time, and a program that posts a hundred sends at once would lose
 //! most of them where no wire slows it down; hardware loses none of them. So a receiver *reports* now and then how far
 //! it has come and how much room its socket has, and a sender waits when more than that is under way. Reports are
 //! advice: one that is lost, false or missing costs time, never a message. A peer that stays silent is not waited for
-//! any more until it speaks again, and one that never spoke is waited for once: then a clock sets the pace, slow enough
-//! that no queue on the way overflows of it.
+//! any more until it reports again, and one that never reported is waited for once: then a clock sets the pace, slow enough
+//! that no queue on the way overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
@@ -198,7 +198,7 @@ impl Flow {
         false
     }
 
-    /// Whether a datagram may be sent to `peer` now; nobody waits for it if not.
+    /// Whether a datagram may be sent to `peer` now. If not, no wait begins.
     pub(super) fn is_open(&self, peer: &Peer, now: Duration) -> bool {
         let window = self.windows.get(peer);
         window.is_none_or(|w| !w.is_full(now))
@@ -301,7 +301,7 @@ impl Flow {
         source.told < EARLY || source.since >= quarter
     }
 
-    /// Whether `bytes` may be sent to `peer` for what came from there: its address may be somebody else's, and no more goes
+    /// Whether `bytes` may be sent to `peer` for what came from there: its address may be forged, and no more goes
     /// there than came from there.
     pub(super) fn spend(&mut self, peer: &Peer, bytes: usize) -> bool {
         let Some(source) = self.sources.get_mut(peer) else {
@@ -327,7 +327,7 @@ impl Flow {
             room: self.room,
         };
         if let Some(waiting) = self.reports.iter_mut().find(|r| r.0 == peer) {
-            // The newer one says all that the older one would have said.
+            // The newer report contains all that the older one would have.
             *waiting = (peer, from, report);
         } else if self.reports.len() < bounds::DATAGRAM_PEERS {
             self.reports.push_back((peer, from, report));

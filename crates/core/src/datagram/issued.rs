@@ -5,7 +5,7 @@ use crate::bounds;
 /// The requests of the last messages, by message number.
 #[derive(Debug)]
 pub(super) struct Issued {
-    /// At `id % MESSAGES_REMEMBERED`; empty until the first message, and if nobody can ask.
+    /// At `id % MESSAGES_REMEMBERED`; empty until the first message, and if `kept` is false.
     ring: Vec<Option<(u32, u64)>>,
     kept: bool,
 }

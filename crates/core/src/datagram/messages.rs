@@ -1,6 +1,6 @@
-//! Messages under way from many sources: which bytes of each have arrived, and what is said of those that are over.
+//! Messages under way from many sources: which bytes of each have arrived, and the records of those that are over.
 //!
-//! A source is a queue pair elsewhere. Its messages are told apart by number; no order is assumed, neither between
+//! A source is a queue pair elsewhere. Its messages are distinguished by number; no order is assumed, neither between
 //! messages nor within one. What a source's datagrams cost us is bounded, and a source is remembered only when one of them
 //! has passed every check.
 //!
@@ -24,7 +24,7 @@ use crate::wire::{Stag, To};
 /// What came by a Write-Record, as the program reads it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Who wrote: address and port.
+    /// Address and port of the writer.
     pub from: SocketAddr,
     /// Its queue pair.
     pub src_qpn: u32,
@@ -210,7 +210,7 @@ pub(super) struct Open {
     pub(super) last: Duration,
     /// Reliable: number of its latest packet.
     pub(super) packet: u64,
-    /// Reliable: it cannot be completed, and its sender is told when it is the turn of one of its packets.
+    /// Reliable: it cannot be completed, and its sender gets an error when it is the turn of one of its packets.
     pub(super) spoilt: Option<Dropped>,
     /// When it is given up, with what is there.
     pub(super) until: Duration,

@@ -124,7 +124,7 @@ pub struct DatagramQp {
     answers: VecDeque<Current>,
     /// Datagrams of a few bytes that answer something.
     outbox: VecDeque<TxDatagram>,
-    /// Ends of messages, to be said once more.
+    /// Ends of messages, to be repeated.
     trailers: VecDeque<Trailer>,
     /// With reliability: messages by peer, how many requests and answers in all, and the peers that may be sent to.
     lanes: Table<Peer, Lane>,
@@ -155,7 +155,7 @@ pub struct DatagramQp {
     rd: Option<Box<Reliable>>,
     secret: Secret,
     paths: Option<PathMtu>,
-    /// What it said last: of which address, when.
+    /// The answer of `paths` that was used last: address, time, MTU.
     path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
@@ -314,7 +314,7 @@ impl DatagramQp {
         }
     }
 
-    /// Nothing else is about to be sent now, and somebody will look again soon.
+    /// Nothing else is about to be sent now, and the caller calls again soon.
     pub fn flush_due(&mut self) {
         if let Some(rd) = &mut self.rd {
             rd.flush(self.now);
@@ -380,7 +380,7 @@ impl DatagramQp {
     /// When [`Self::handle_timeout`] should be called, at the latest.
     pub fn poll_timeout(&self) -> Option<Duration> {
         let rd = self.rd.as_deref().and_then(Reliable::poll_timeout);
-        // Who polls records finds what is over by itself.
+        // A program that polls records finds messages that are over when it polls.
         let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
         let messages = self.messages.next_expiry().filter(|_| records);
         let (reads, answers) = (self.reads.next_expiry(), self.answers_until());
@@ -389,8 +389,8 @@ impl DatagramQp {
         first.filter(|at| *at < Duration::MAX)
     }
 
-    /// The queue pair waits for its peer to say that it keeps up: the number of this wait. When one and the same has
-    /// lasted for [`bounds::DATAGRAM_STALL`], somebody should call [`Self::handle_stall`].
+    /// The queue pair waits for a report of its peer: the number of this wait. When the same wait has lasted for
+    /// [`bounds::DATAGRAM_STALL`], [`Self::handle_stall`] is to be called.
     pub fn stall(&self) -> Option<u64> {
         self.flow.stall()
     }
@@ -431,7 +431,7 @@ impl DatagramQp {
         self.segment = payload & !7;
     }
 
-    /// Sets how many bytes the socket holds for us, as the kernel counts them; peers are told.
+    /// Sets how many bytes the socket holds for us, as the kernel counts them, for reports to peers.
     pub fn set_room(&mut self, room: u32) {
         self.flow.set_room(room);
         if let Some(rd) = &mut self.rd {
@@ -439,7 +439,7 @@ impl DatagramQp {
         }
     }
 
-    /// Sets who knows what paths carry. Nobody: each carries an Ethernet frame.
+    /// Sets the function that returns what a path carries. Without one each carries an Ethernet frame.
     pub fn set_paths(&mut self, paths: PathMtu) {
         self.paths = Some(paths);
         self.path = None;
@@ -468,7 +468,7 @@ impl DatagramQp {
     }
 
     /// Whether a message is about to be given up because nothing more of it came. What waits in the socket should be handed
-    /// over first: who did not look for a while does not know what came meanwhile.
+    /// over first: it may contain what is missing.
     pub fn gives_up(&self) -> bool {
         self.messages.next_expiry().is_some_and(|at| at <= self.now)
     }

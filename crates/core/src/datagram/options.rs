@@ -45,7 +45,7 @@ pub struct Options {
     pub max_records: u32,
     /// A record makes an entry in the receive completion queue as well.
     pub records_complete: bool,
-    /// How often the end of a Write-Record is said once more.
+    /// How often the end of a Write-Record is repeated.
     pub repeats: u8,
     /// After so many datagrams of a Write-Record comes one that makes up for the loss of any of them; 0: none.
     pub parity: u8,
@@ -55,7 +55,7 @@ pub struct Options {
     pub max_reads: u16,
     /// Most bytes that a peer may read at once.
     pub max_read: u32,
-    /// The peer is told when its message was refused.
+    /// The peer gets an error report when its message was refused.
     pub report_errors: bool,
     /// Reliable: messages of a peer are delivered in the order in which it sent them.
     pub ordered: bool,

@@ -24,7 +24,7 @@ pub(super) struct Way {
 #[derive(Debug)]
 pub(super) struct Current {
     pub(super) message: Message,
-    /// Number of its request; an answer to somebody else has none.
+    /// Number of its request; an answer to a peer has none.
     pub(super) request: Option<u64>,
     /// It asks for an answer, which completes the request.
     pub(super) asks: bool,
@@ -63,11 +63,11 @@ impl Current {
 pub(super) struct Lane {
     pub(super) queue: VecDeque<Current>,
     pub(super) ready: bool,
-    /// How many of the messages answer somebody.
+    /// How many of the messages are answers.
     pub(super) answers: usize,
 }
 
-/// The end of a Write-Record, to be said once more.
+/// The end of a Write-Record, to be repeated.
 #[derive(Debug)]
 pub(super) struct Trailer {
     pub(super) datagram: TxDatagram,

@@ -4,7 +4,7 @@
 //! for a time, checked when something else happens on the queue pair or its timer runs, and what comes after that is not
 //! placed (the thesis, section 6.4). Over reliable datagrams there is nothing to wait in vain for but the peer itself.
 //!
-//! A request in a datagram of its own could make us send much to somebody who never asked. So an answer is longer than
+//! A request with a forged source could make this end send much to an address that never asked. So an answer is longer than
 //! its request only if the request brings a [cookie](super::cookie); without, the reader is sent one and asks again.
 //! A request for little is padded to the length of its answer, and needs none.
 //!

@@ -97,14 +97,14 @@ impl DatagramQp {
     }
 
     /// Whether as many answers wait for a reliable peer, or for all, as may. A peer that does not acknowledge what it asked
-    /// for gets no more memory than that, and nobody else has to wait for it.
+    /// for gets no more memory than that, and no other peer has to wait for it.
     fn has_enough_answers(&self, peer: &Peer) -> bool {
         let waiting = self.lanes.get(peer).map_or(0, |lane| lane.answers);
         let most = bounds::RD_ANSWERS_PEER.max(self.options.max_reads.into());
         waiting >= most || (self.lanes_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
     }
 
-    /// Whoever asks for much first shows that it receives at its address.
+    /// A peer that asks for much first shows that it receives at its address.
     fn send_cookie(&mut self, arrival: &Arrival, peer: &Peer, id: u32) {
         if self.outbox.len() >= bounds::DATAGRAM_PEERS || !self.flow.spend(peer, COOKIE) {
             return;
@@ -304,7 +304,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The memory that an answer to a reliable peer comes from is gone: it is told, for it waits for the rest.
+    /// The memory that an answer to a reliable peer comes from is gone: the peer gets an error, since it waits for the rest.
     pub(super) fn answer_broken(&mut self, peer: &Peer, from: Option<IpAddr>, id: u32) {
         let [kind, code] = Dropped::Access.terminate().bytes();
         let payload = [kind, code, 0, 0];

@@ -1,6 +1,6 @@
 //! Receive side: is the datagram for us, where does its payload go, is its message complete.
 //!
-//! Anybody can send us datagrams. One that is not right is dropped and counted, nobody is told and nothing changes;
+//! Any host can send datagrams here. One that breaks a rule is dropped and counted, without an answer, and changes nothing;
 //! so nothing is placed, and no receive taken, before everything that can be checked has been.
 //!
 //! Where a message cannot be delivered because of what *we* did (no receive, one that is too short, memory that may
@@ -261,7 +261,7 @@ impl DatagramQp {
         };
         let peer = source(arrival, &d.shim);
         if let Some(report) = Report::parse(h, d.payload) {
-            // Whoever it is: only what is under way to that address is looked at.
+            // A forged one can only change what is under way to that address.
             self.flow.handle_report(&peer, &report);
             return Ok(());
         }
@@ -551,7 +551,7 @@ pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     })
 }
 
-/// How a packet came that waited: nobody remembers.
+/// The arrival of a packet that waited, of which only the source is known.
 fn waited(peer: &Peer) -> Arrival {
     Arrival {
         from: peer.0,

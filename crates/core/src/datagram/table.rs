@@ -1,8 +1,8 @@
 //! Tables by peer: each datagram is looked up in several of them.
 //!
-//! Who sends datagrams chooses the addresses that they seem to come from, so the hash has a secret key, drawn for each
-//! table. It is a product of 128 bits folded to 64 for each word: far quicker than the standard one, and who cannot
-//! see the places of a table cannot choose addresses that share one.
+//! An attacker chooses the source addresses of its datagrams, so the hash has a secret key, drawn for each table. It is a
+//! product of 128 bits folded to 64 for each word: far quicker than the standard one, and an attacker that does not see the
+//! places of a table cannot choose addresses that share one.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};

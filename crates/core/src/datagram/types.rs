@@ -60,7 +60,7 @@ impl Kind {
 /// How a datagram came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
-    /// Who sent it.
+    /// Its source.
     pub from: SocketAddr,
     /// Our address that it was sent to, or the group, if the socket tells.
     pub to: Option<IpAddr>,
@@ -121,7 +121,7 @@ impl PartialEq for Bytes {
 
 impl Eq for Bytes {}
 
-/// Why a datagram was dropped, or a part of it not placed. Nobody is told; each reason has its counter.
+/// Why a datagram was dropped, or a part of it not placed. No answer is sent; each reason has its counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dropped {
     /// It breaks a rule of the format.
@@ -169,7 +169,7 @@ impl Dropped {
         }
     }
 
-    /// How the sender's request ends, where it is told.
+    /// How the sender's request ends, where the sender gets an error.
     pub(super) fn status(self) -> Status {
         match self {
             Self::Access => Status::RemoteAccess,
@@ -192,7 +192,7 @@ impl Dropped {
 /// What a peer says went wrong with a message of ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ErrorReport {
-    /// Who says so.
+    /// The peer that reports it.
     pub from: SocketAddr,
     /// Its queue pair.
     pub src_qpn: u32,
@@ -270,7 +270,7 @@ pub struct Counters {
     pub tx_dgrams: u64,
     /// Refused by the socket.
     pub tx_errors: u64,
-    /// Times that sending stopped for a peer that never said it might go on.
+    /// Times that sending stopped for a peer whose report never came.
     pub tx_stalls: u64,
     /// Reliable: packets that were sent once more.
     pub rd_again: u64,

@@ -22,7 +22,7 @@
 //! | `tokens.rs` | getting to know a peer, restarts, proof of addresses |
 //! | `receive.rs` | packets of peers that are known |
 //! | `timers.rs` | deadlines of all peers |
-//! | `places.rs` | who gets a place, and who is forgotten |
+//! | `places.rs` | which peers get a place, and which are forgotten |
 //! | `shares.rs` | what hosts and networks may take |
 //! | `sender.rs` | one peer's packets that are not acknowledged: losses, probes |
 //! | `receiver.rs` | one peer's packets that have arrived: order, duplicates |
@@ -33,8 +33,8 @@
 //! A token is a keyed hash of the peer's address and of the time, from a key that is drawn for each queue pair. With one it
 //! begins, for a minute at most; then both ends keep their tokens until they forget each other. A peer that comes with
 //! another token than before is another queue pair than before, once it has echoed a token that was made for that question:
-//! what was under way to the old one has failed, because nobody can say what of it arrived. If it is the same queue pair,
-//! which had forgotten us, nothing that was sent lately had arrived, and it is sent again.
+//! what was under way to the old one has failed, because it is unknown what of it arrived. If it is the same queue pair,
+//! which had forgotten this one, nothing that was sent lately had arrived, and it is sent again.
 
 mod ack;
 mod congestion;
@@ -78,8 +78,8 @@ pub(super) enum Event {
     Lost(Peer, Status),
     /// It is another one than before, and nothing was under way to it.
     Restarted(Peer),
-    /// Packets from this peer before this number never come: messages of which no later one came will not be complete. All:
-    /// it is gone, and nothing is said of its messages.
+    /// Packets from this peer before this number never come: messages of which no later one came will not be complete. `u64::MAX`:
+    /// the peer is gone, and its messages leave no records.
     Skipped(Peer, u64),
 }
 
@@ -155,7 +155,7 @@ impl PeerState {
         tx.is_some_and(|tx| !tx.is_empty() || tx.deadline.is_some())
     }
 
-    /// It may be somebody else by now that receives at its address.
+    /// Another program may receive at its address by now.
     fn doubt(&mut self, secret: &Secret, peer: &Peer, now: Duration) {
         self.nonce = secret.nonce(peer, now);
         self.is_proven = false;

@@ -1,4 +1,4 @@
-//! Places for peers: who gets one, and who is forgotten for it.
+//! Places for peers: which get one, and which are forgotten for it.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::bounds;
 use crate::datagram::outgoing::Way;
 use crate::datagram::types::Peer;
 
-/// Time between two searches of a full table: who fills it cannot make each packet search it.
+/// Time between two searches of a full table, so that a flood cannot make each packet search it.
 const SWEEP: Duration = Duration::from_secs(1);
 
 impl Reliable {

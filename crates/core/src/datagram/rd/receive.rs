@@ -80,7 +80,7 @@ impl Reliable {
         if let Some(base) = rx.skipped.take() {
             self.events.push_back(Event::Skipped(*peer, base));
         }
-        // What waited is told of at once: its sender would ask for it seldom.
+        // Packets that waited are acknowledged at once: their sender asks only now and then.
         rx.due |= rx.blocked_on.take().is_some();
         let waits = rx.has_kept();
         if rx.due {
@@ -219,7 +219,7 @@ impl RxContext<'_> {
 
     /// What the packet acknowledges.
     fn acknowledged(&mut self, peer: &Peer, state: &mut PeerState, packet: &Packet, now: Duration) {
-        // Who is sent nothing has nothing to acknowledge.
+        // A peer to which nothing is sent has nothing to acknowledge.
         let Some(tx) = &mut state.tx else {
             return;
         };
@@ -291,7 +291,7 @@ impl RxContext<'_> {
         // What was under way to us, or was acknowledged since.
         let ahead = packet.seq.wrapping_sub(packet.base);
         if packet.ack_soon {
-            // Who has sent much since what we have acknowledged does not wait for each packet: the next one is about to come.
+            // A peer that has sent much since the last acknowledgement does not wait for this one: its next packet is about to come.
             let next =
                 ACK_DELAY + ACK_DELAY_PER_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
             let wait = if ahead < PIPELINE {
@@ -318,7 +318,7 @@ impl RxContext<'_> {
                 Arrived::Again | Arrived::Beyond => rx.due = true,
                 Arrived::Next => outcome = RxOutcome::Deliver(seq),
                 Arrived::Ahead => {
-                    // A gap is told at once, and then now and then: each says all that the ones before did.
+                    // A gap is reported at once, and later ones now and then: each report contains all that came before.
                     rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
                     if !self.ordered {
                         // That it has arrived has to be remembered.

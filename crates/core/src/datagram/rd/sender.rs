@@ -47,7 +47,7 @@ struct Sent {
 }
 
 impl Sent {
-    /// What a rate is told by, when it arrives.
+    /// What a rate is computed from when the packet is acknowledged.
     fn sample(&self) -> Sample {
         Sample {
             order: self.order,
@@ -270,7 +270,7 @@ impl Sender {
         let end = self.first + self.sent.len() as u64;
         let ack = ack.min(end);
         let mut acked = Acked::default();
-        // Of the packets that are new here the one that was sent last: rate and losses are told by it.
+        // The packet sent last of those that this acknowledgement adds: rate and losses are computed from it.
         let mut newest: Option<Sample> = None;
         let mut arrived = |s: &mut Sent, flying: &mut u64, charged: &mut u64, lost: &mut usize| {
             match s.state {

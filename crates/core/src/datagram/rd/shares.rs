@@ -1,6 +1,6 @@
 //! Shares of hosts and networks: places for peers, and memory of packets that wait.
 //!
-//! A host is an IPv4 address or the first 64 bits of an IPv6 address, a network the first 24 or 48. Nobody can have more
+//! A host is an IPv4 address or the first 64 bits of an IPv6 address, a network the first 24 or 48. None can have more
 //! of either than is left for others: a network half of all, the next one half of the rest, and one host a third of what
 //! its network could have.
 
@@ -18,7 +18,7 @@ struct Share {
     waiting: u32,
 }
 
-/// Who has which part of the peers and of the memory of packets that wait.
+/// The parts that hosts and networks have of the places for peers and of the memory for packets that wait.
 #[derive(Debug, Default)]
 pub(super) struct Shares {
     hosts: Table<IpAddr, Share>,
@@ -127,7 +127,7 @@ impl Shares {
         }
     }
 
-    /// Whether nobody has anything.
+    /// Whether no host has a part of anything.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         self.hosts.is_empty() && self.networks.is_empty() && self.waiting + self.peers == 0

@@ -1,4 +1,4 @@
-//! Deadlines of all peers: what is sent again, and who is given up.
+//! Deadlines of all peers: what is sent again, and which peers are given up.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -51,7 +51,7 @@ impl Reliable {
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if hungry || now.saturating_sub(tx.heard) >= patience {
                 state.tx = None;
-                // Its numbers go on; where they begin is told by the next packet.
+                // Its numbers go on; the base of the next packet says where they begin.
                 let why = if hungry {
                     Status::RnrRetryExceeded
                 } else {

@@ -69,8 +69,7 @@ impl Reliable {
         true
     }
 
-    /// Whether so many packets of this second echoed wrong tokens, from the host of `peer` as it seems, that somebody tries
-    /// them out.
+    /// Whether so many packets of this second, with the address of `peer`'s host, echoed wrong tokens that they are guesses.
     fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
         if self.bad_second != now.as_secs() {
             self.bad_second = now.as_secs();
@@ -89,7 +88,7 @@ impl Reliable {
         }
     }
 
-    /// Somebody who does not know our token, or an old one: it is told, and nothing remembered.
+    /// Answers a packet that echoes no token of ours, or an old one, with the token. No state is kept.
     fn challenge(
         &mut self,
         peer: &Peer,

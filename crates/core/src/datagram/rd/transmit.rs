@@ -174,7 +174,7 @@ impl Reliable {
         };
         let bytes = match &mut state.tx {
             _ if state.echo == 0 => {
-                // Nothing but the token is sent to somebody who may not be there.
+                // Only the token is sent to a peer that may not be there.
                 packet.ack_now = true;
                 let nothing = Outgoing {
                     seq: state.next,

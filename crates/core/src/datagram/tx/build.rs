@@ -153,7 +153,7 @@ impl DatagramQp {
         Some((shim, opcode, address))
     }
 
-    /// Bytes of a UDP payload that the path to an address carries. Asked now and then: who knows has a lock for it.
+    /// Bytes of a UDP payload that the path to an address carries. It is looked up now and then only, since that takes a lock.
     pub(super) fn path_mtu(&mut self, ip: IpAddr) -> usize {
         let Some(ask) = self.paths else {
             return PATH_MTU;

@@ -14,7 +14,7 @@ use crate::wire::rdmap::Opcode;
 
 /// Why, where it was there when the request was built.
 const DEREGISTERED: &str = "memory of a posted request was deregistered";
-/// Ends of messages that wait to be said again.
+/// Ends of messages that wait to be repeated.
 const TRAILERS: usize = 64;
 
 impl DatagramQp {

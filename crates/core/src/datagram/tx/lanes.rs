@@ -128,7 +128,7 @@ impl DatagramQp {
 
     /// The message of a lane that may go on now.
     pub(super) fn next_of(&mut self, peer: &Peer) -> Option<(Current, Way)> {
-        // Who only receives answers all the same.
+        // A queue pair that only receives answers all the same.
         if self.receives().is_err() {
             return None;
         }

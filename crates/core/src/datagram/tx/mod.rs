@@ -4,7 +4,7 @@
 //! when it is cut, so what is sent always fits its checksum, whatever the application does to its buffer meanwhile.
 //!
 //! Without reliability messages are cut one after the other, answers to others in turns with them. With it each peer has
-//! a lane of its own, so that one which does not answer holds up nobody else.
+//! a lane of its own, so that one which does not answer holds up no other.
 
 mod build;
 mod control;

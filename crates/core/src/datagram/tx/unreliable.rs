@@ -36,7 +36,7 @@ impl DatagramQp {
             let mut current = match taken {
                 Taken::Message(current) => current,
                 Taken::Done => continue,
-                // Alone at last: the ends of messages may be said again.
+                // Nothing else is to be sent: the ends of messages may be repeated.
                 Taken::Nothing if self.say_again(out) || self.has_open_answer() => continue,
                 Taken::Nothing => break,
             };
@@ -89,7 +89,7 @@ impl DatagramQp {
             return false;
         }
         let open = if reliable {
-            // Who waits for a turn, or for a window, is not overtaken.
+            // A message that waits for a turn, or for a window, is not overtaken.
             self.ready.is_empty()
                 && !self.lanes.contains_key(&peer)
                 && self.has_window(&peer, way_of(&to), HEAD + usize::try_from(len).unwrap_or(0))
@@ -176,7 +176,7 @@ impl DatagramQp {
         let most = match op {
             Op::Send { .. } if self.kind == Kind::Ud => bounds::UD_MTU.into(),
             Op::Send { imm, .. } => self.segment_for(to, imm.is_some()),
-            // Their ends may be said again, and parity follows them.
+            // Their ends may be repeated, and parity follows them.
             Op::Write { .. } if self.options.repeats > 0 || self.options.parity > 0 => {
                 return false;
             }
@@ -227,7 +227,7 @@ impl DatagramQp {
         self.receives().is_ok() && self.answers.iter().any(open)
     }
 
-    /// Answers to peers that have said nothing for too long go on without.
+    /// Answers to peers that have not reported for too long go on without a report.
     pub(in crate::datagram) fn forgive_askers(&mut self) {
         for current in &mut self.answers {
             let over = |since: Duration| since + bounds::DATAGRAM_STALL <= self.now;
