@@ -660,7 +660,7 @@ static const char *full_queues(size_t arg)
 	ENSURE(rc == ENOMEM && bad_recv == &rr, "receive %u gives %d", posted, rc);
 	ENSURE(posted >= init.cap.max_recv_wr, "only %u receives of %u fit", posted, init.cap.max_recv_wr);
 	posted = 0;
-	while (posted < 5000 && !(rc = ibv_post_send(p.a.qp, &wr, &bad_send))) /* nobody receives */
+	while (posted < 5000 && !(rc = ibv_post_send(p.a.qp, &wr, &bad_send))) /* no receive is posted */
 		posted++;
 	ENSURE(rc == ENOMEM && bad_send == &wr, "send %u gives %d", posted, rc);
 	ENSURE(posted >= init.cap.max_send_wr, "only %u sends of %u fit", posted, init.cap.max_send_wr);

@@ -305,7 +305,7 @@ static const char *beside(size_t which)
 	return all_bytes(server.open.at, OPEN_LEN, FRESH, "the open region");
 }
 
-/* ---------------------------------------------------------------- who is offered memory */
+/* ---------------------------------------------------------------- to which peers memory is offered */
 
 /* Runs `run` in a process of another user, or of this one; its exit status. */
 static int as_user(uid_t user, int (*run)(void))

@@ -935,7 +935,7 @@ static const char *synchronous(size_t arg)
 	ENSURE(!rdma_accept(id, &p), "rdma_accept: %s", strerror(errno));
 	TRY(expect_ok(id->recv_cq, 5, IBV_WC_RECV, NULL));
 	TRY(same_pattern(r.at, 100, 33));
-	rdma_disconnect(id); /* both sides say it; who is second may hear that it is over */
+	rdma_disconnect(id); /* both sides call it; for the second one the connection may be over */
 	ENSURE(!pthread_join(thread, &result), "pthread_join");
 	ENSURE(!result, "client: %s", (const char *)result);
 	close_now(r.mr);

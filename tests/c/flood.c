@@ -3,7 +3,7 @@
  * Floods of datagrams at a queue pair of unreliable and one of reliable datagrams, through real sockets: noise, and
  * datagrams that are right but for one thing, from any address of this host's network and, where the kernel allows raw
  * sockets, under the address of a good peer. What is held to: nothing of it is placed or delivered, the memory that it
- * takes is bounded, the good peer goes on, and nobody is sent more than came from there.
+ * takes is bounded, the good peer goes on, and no address is sent more than came from there.
  *
  * The victim is the process of the test; the good peer and the flood are processes of their own.
  */

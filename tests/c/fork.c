@@ -207,7 +207,7 @@ static const char *use_and_open(struct pair *p)
 	return open_anew_and_talk(&own);
 }
 
-static bool enough; /* for those who keep talking */
+static bool enough; /* ends the threads that keep sending */
 
 static void *keep_talking(void *arg)
 {

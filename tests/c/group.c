@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Sends to a multicast group, to the broadcast address and to that of the subnet, of one datagram and of many, between hosts that are network
- * namespaces on one bridge. Who joined gets each message whole; who did not, and whom a wrong Q_Key is meant for, gets
- * nothing.
+ * namespaces on one bridge. Members get each message whole; a host that has not joined gets nothing, and neither does a
+ * member whose Q_Key is another one.
  *
  * Host 1 sends; 2 and 3 have joined, 4 has not. All of it ends with the test's processes.
  */

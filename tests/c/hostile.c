@@ -541,9 +541,9 @@ int main(int argc, char **argv)
 	report = mmap(NULL, sizeof *report, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (report == MAP_FAILED)
 		return 2;
-	/* Attackers come over the network; what good peers keep beside them is told by one that is on it too. */
+	/* Attackers come over the network, so the good peer whose share is measured does too. */
 	setenv("ANYWARP_CARRIER", "tcp", 0);
-	/* Its own log, to be read; or that of whoever looks. */
+	/* The test reads its own log, unless the user has asked for one. */
 	if (!getenv("ANYWARP_LOG") && (log_file = tmpfile())) {
 		setenv("ANYWARP_LOG", "info", 1);
 		/* Both have one file position: what is written goes to the end, wherever the reader is. */

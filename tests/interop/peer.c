@@ -314,7 +314,7 @@ static void ready(void) {
 }
 
 static void misbehave(void) {
-    // siw terminates nothing while it is still sending, and nobody is told when it has sent its last message.
+    // siw terminates nothing while it is still sending, and reports nothing when it has sent its last message.
     if (!is_siw()) usleep(100000);
     fill(work->addr, 2 * opt.size, 1);
     if (!strcmp(opt.bad, "write-bounds"))
