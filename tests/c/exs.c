@@ -134,13 +134,39 @@ static const char *compare(const char *is, uint32_t seed, size_t len)
 #define RECV(len, flags, ah) exs_recv(ends[1], block[1], len, flags, queue, ah, handle[1])
 #define LENGTH(e) ((e).exs_evt_union.exs_evt_xfer.exs_evt_length)
 
-/* Messages of many lengths, first the send or first the receive. */
+static const char *read_counters(exs_counters_t *c)
+{
+	size_t len = sizeof *c;
+
+	ENSURE(exs_qstatus(queue, EXS_QATTR_COUNTERS, c, &len) == 0 && len == sizeof *c, "exs_qstatus: %s", strerror(errno));
+	return NULL;
+}
+
+/* The library has copied `copied` bytes since `before`, and the device has moved `direct`. */
+static const char *moved(const exs_counters_t *before, uint64_t copied, uint64_t direct)
+{
+	exs_counters_t now;
+
+	TRY(read_counters(&now));
+	ENSURE(now.exs_copied - before->exs_copied == copied && now.exs_direct - before->exs_direct == direct,
+	       "%llu bytes copied and %llu moved, not %llu and %llu", (unsigned long long)(now.exs_copied - before->exs_copied),
+	       (unsigned long long)(now.exs_direct - before->exs_direct), (unsigned long long)copied, (unsigned long long)direct);
+	return NULL;
+}
+
+/*
+ * Messages of many lengths, first the send or first the receive. Those that are sent as immediate data are copied once,
+ * others never.
+ */
 static const char *messages(size_t immediate)
 {
 	static const size_t lens[] = { 0, 1, 64, 1000, 4096, 65537, MIB, 4 * MIB };
+	uint64_t copied = 0, direct = 0;
+	exs_counters_t before;
 	exs_event_t e;
 
 	TRY(connected(SOCK_SEQPACKET, (int)immediate));
+	TRY(read_counters(&before));
 	for (size_t i = 0; i < COUNT(lens) * 2; i++) {
 		size_t len = lens[i / 2];
 
@@ -156,7 +182,12 @@ static const char *messages(size_t immediate)
 		TRY(event(&e, EXS_EVT_SEND, 7, 0));
 		ENSURE(LENGTH(e) == len, "sent %zu of %zu", LENGTH(e), len);
 		TRY(compare(block[1], (uint32_t)i, len));
+		if (len <= immediate)
+			copied += len;
+		else
+			direct += len;
 	}
+	TRY(moved(&before, copied, direct));
 	return finish();
 }
 
@@ -229,9 +260,11 @@ static const char *stream(size_t immediate)
 /* Persistent memory is read again and again, in parts too; with notify the sender sees it. */
 static const char *persistent_send(size_t notify)
 {
+	exs_counters_t before;
 	exs_event_t e;
 
 	TRY(connected(SOCK_SEQPACKET, 0));
+	TRY(read_counters(&before));
 	fill(block[0], 1, 5000);
 	ENSURE(SEND(5000, notify ? EXS_PERSISTENT_NOTIFY : EXS_PERSISTENT, 1) == 0, "%s", strerror(errno));
 	for (uint32_t i = 1; i < 20; i++) {
@@ -245,6 +278,7 @@ static const char *persistent_send(size_t notify)
 			ENSURE(e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_MORE && LENGTH(e) == 5000, "notified");
 		}
 	}
+	TRY(moved(&before, 0, 19 * 5000));
 	ENSURE(exs_recv_offset(ends[1], block[1], 100, 0, queue, 3, handle[1], 4950) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 3, EINVAL));
 	ENSURE(exs_recv_offset(ends[1], block[1], 50, 0, queue, 4, handle[1], 4950) == 0, "%s", strerror(errno));
@@ -263,10 +297,12 @@ static const char *persistent_send(size_t notify)
 
 static const char *persistent_recv(size_t arg)
 {
+	exs_counters_t before;
 	exs_event_t e;
 
 	(void)arg;
 	TRY(connected(SOCK_SEQPACKET, 0));
+	TRY(read_counters(&before));
 	ENSURE(RECV(5000, EXS_PERSISTENT, 1) == 0, "%s", strerror(errno));
 	fill(block[0], 9, 5000);
 	/* An offset waits until the peer's memory is known. */
@@ -274,6 +310,7 @@ static const char *persistent_recv(size_t arg)
 	TRY(event(&e, EXS_EVT_SEND, 2, 0));
 	ENSURE(SEND(1000, 0, 3) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 3, 0));
+	TRY(moved(&before, 0, 1100));
 	ENSURE(exs_send_offset(ends[0], block[0], 101, 0, queue, 4, handle[0], 4900) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 4, EINVAL));
 	ENSURE(exs_cancel(ends[1], EXS_CAF_FILDES, 0) == 0, "%s", strerror(errno));
