@@ -20,7 +20,7 @@ use anywarp_core::wire::rd::{self, Packet};
 use anywarp_core::wire::rdmap::{AtomicRequest, Opcode, ReadRequest};
 use anywarp_core::wire::{Msn, Stag, To};
 
-use crate::end::Host;
+use crate::end::{Host, is_all};
 use crate::{Mr, World, access, fetch_add, read, send, write};
 
 use smallvec::SmallVec;
@@ -190,7 +190,7 @@ impl Ear {
     }
 
     fn check(mut self) {
-        assert!(self.host.bytes(&self.closed).iter().all(|b| *b == 0));
+        assert!(is_all(&self.host.bytes(&self.closed), 0));
         let all = [&self.inbox, &self.writable, &self.closed, &self.readable];
         self.host.check_guards(&all);
         let state = format!("{:?}", self.qp).len();

@@ -6,6 +6,7 @@ use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wr::Remote;
 use anywarp_core::wire::{Stag, To};
 
+use crate::end::is_all;
 use crate::{EndId, Mr, RawId, Request, Setup, World, access, fetch_add, read, send, write};
 
 use super::input::Input;
@@ -119,7 +120,9 @@ impl Target {
     pub(super) fn turns(&mut self, n: usize) {
         let until = self.w.now() + Duration::from_millis(1);
         for _ in 0..n {
-            self.w.turn(until);
+            if !self.w.turn(until) {
+                break;
+            }
         }
     }
 
@@ -133,8 +136,8 @@ impl Target {
         self.w.run_for(Duration::from_millis(20));
         let end = self.end;
         assert_eq!(self.w[end].bytes(&self.closed), [0x5a; 4096]);
-        assert!(self.w[end].bytes(&self.readable).iter().all(|b| *b == 0));
-        assert!(self.w[end].bytes(&self.source).iter().all(|b| *b == 0));
+        assert!(is_all(&self.w[end].bytes(&self.readable), 0));
+        assert!(is_all(&self.w[end].bytes(&self.source), 0));
         let all = [
             &self.writable,
             &self.readable,
