@@ -5,6 +5,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <sys/exs.h>
 
@@ -583,6 +584,68 @@ static const char *queues(size_t arg)
 	return finish();
 }
 
+#define WAKES 101
+
+/* When each event of the thread's queue came. */
+struct sleeper {
+	exs_qhandle_t q;
+	uint64_t woken[WAKES];
+	int failed;
+};
+
+static void *sleep_for_events(void *arg)
+{
+	struct sleeper *s = arg;
+
+	for (int i = 0; i < WAKES; i++) {
+		struct timeval wait = { 10, 0 };
+		exs_event_t e;
+
+		s->failed |= exs_recv(ends[1], block[1], 64, 0, s->q, i, handle[1]) ||
+			     exs_qdequeue(s->q, &e, 1, &wait) != 1 || e.exs_evt_errno;
+		s->woken[i] = now_ns();
+		if (s->failed)
+			break;
+	}
+	return NULL;
+}
+
+static int by_time(const void *a, const void *b)
+{
+	uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+
+	return (x > y) - (x < y);
+}
+
+/* A thread that has polled and sleeps now is woken by the message, and not by a clock. */
+static const char *sleeper_is_woken(size_t arg)
+{
+	static struct sleeper s;
+	uint64_t sent[WAKES];
+	pthread_t thread;
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 64));
+	s = (struct sleeper){ .q = exs_qcreate(8) };
+	ENSURE(s.q >= 0 && pthread_create(&thread, NULL, sleep_for_events, &s) == 0, "%s", strerror(errno));
+	for (int i = 0; i < WAKES && !s.failed; i++) {
+		struct timespec pause = { 0, 300000 };
+
+		nanosleep(&pause, NULL);
+		sent[i] = now_ns();
+		ENSURE(SEND(64, 0, 7) == 0, "send: %s", strerror(errno));
+		TRY(event(&e, EXS_EVT_SEND, 7, 0));
+	}
+	ENSURE(pthread_join(thread, NULL) == 0 && !s.failed, "the thread has failed");
+	for (int i = 0; i < WAKES; i++)
+		sent[i] = s.woken[i] > sent[i] ? s.woken[i] - sent[i] : 0;
+	qsort(sent, WAKES, sizeof sent[0], by_time);
+	ENSURE(sent[WAKES / 2] < 400000, "woken %llu us after the message", (unsigned long long)sent[WAKES / 2] / 1000);
+	ENSURE(exs_qdelete(s.q) == 0, "qdelete: %s", strerror(errno));
+	return finish();
+}
+
 static const struct test tests[] = {
 	{ "messages", messages, 0, 0, false },
 	{ "messages_immediate", messages, 4096, 0, false },
@@ -601,6 +664,7 @@ static const struct test tests[] = {
 	{ "refused_connections", refused_connections, 0, 0, false },
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
+	{ "sleeper_is_woken", sleeper_is_woken, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -791,6 +791,9 @@ impl Flow {
                         Outcome::Invalid
                     };
                     out.push(complete(send.id, outcome, 0));
+                } else if self.sent.iter().any(|s| s.kind == Kind::Once) {
+                    // Its answer is still to come, and sends end in the order in which they began.
+                    return;
                 } else if self.writes.len() < MAX_WRITES {
                     let Ok(len) = u32::try_from(len) else { return };
                     self.writes.push_back((send.id, u64::from(len)));
@@ -1039,6 +1042,38 @@ mod tests {
                 complete(5, Outcome::Done, 100),
                 Action::Message(answer, None)
             ]
+        );
+    }
+
+    #[test]
+    fn a_send_is_written_only_after_the_answers_of_those_before_it() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        flow.send(send(1, false), &mut out);
+        let segment = Segment {
+            addr: 0x1000,
+            stag: 7,
+            len: 200,
+        };
+        let place = Message::Place { seq: 1, segment };
+        assert_eq!(flow.arrived(place, 0, &mut out), Ok(()));
+        out.clear();
+        flow.send(send(2, false), &mut out);
+        assert_eq!(out, []);
+        let ack = Message::Ack {
+            seq: 1,
+            len: 100,
+            status: Status::Done,
+        };
+        assert_eq!(flow.arrived(ack, 1, &mut out), Ok(()));
+        let to = Segment {
+            len: 100,
+            ..segment
+        };
+        let done = complete(1, Outcome::Done, 100);
+        assert_eq!(
+            out,
+            [Action::Release(1), done, Action::Write { send: 2, to }]
         );
     }
 

@@ -199,6 +199,9 @@ impl Queue {
                 );
                 continue;
             }
+            for member in &members {
+                member.rest();
+            }
             let timeout = until.map(|until| until.saturating_duration_since(now));
             self.sleepers.fetch_add(1, SeqCst);
             let result = self.futex(libc::FUTEX_WAIT, seen, timeout);

@@ -138,7 +138,10 @@ pub(crate) struct Socket {
     inner: Mutex<Inner>,
     /// Threads poll the completion queue, so that it need not be armed.
     hot: AtomicBool,
+    /// A thread has polled since the thread of the library last looked.
     touched: AtomicBool,
+    /// The thread of the library looks at this socket.
+    watched: AtomicBool,
 }
 
 const RECEIVED: u64 = 1 << 56;
@@ -171,6 +174,7 @@ impl Socket {
             }),
             hot: AtomicBool::new(false),
             touched: AtomicBool::new(false),
+            watched: AtomicBool::new(false),
         }
     }
 
@@ -389,7 +393,8 @@ impl Socket {
     /// Moves the socket forward from a thread that polls for its events.
     pub(crate) fn spin(self: &Arc<Self>) {
         self.touched.store(true, Relaxed);
-        if !self.hot.swap(true, SeqCst) {
+        self.hot.store(true, SeqCst);
+        if !self.watched.swap(true, SeqCst) {
             library::heat(Arc::clone(self));
         }
         if let Ok(mut inner) = self.inner.try_lock() {
@@ -402,9 +407,16 @@ impl Socket {
         if self.touched.swap(false, Relaxed) {
             return true;
         }
-        self.hot.store(false, SeqCst);
-        self.wake();
+        self.watched.store(false, SeqCst);
+        self.rest();
         false
+    }
+
+    /// A thread that has polled sleeps now: completions wake the thread of the library again.
+    pub(crate) fn rest(&self) {
+        if self.hot.swap(false, SeqCst) {
+            self.wake();
+        }
     }
 
     /// Completions have arrived.
