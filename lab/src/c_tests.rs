@@ -110,6 +110,9 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         if !run_one(&mut command, name, &work, &skips)? {
             failed.push((*name).to_owned());
         }
+        if *name == EXS && tests.is_empty() && !run_ttcp()? {
+            failed.push("exs-ttcp".to_owned());
+        }
         for (_, carrier) in CARRIERS.iter().filter(|(n, _)| n == name) {
             println!("== {name} by {carrier}");
             if !run_one(command.env("ANYWARP_CARRIER", carrier), name, &work, &skips)? {
@@ -147,6 +150,40 @@ fn run_examples(work: &Path) -> Result<bool> {
             let error = String::from_utf8_lossy(&output.stderr);
             println!("FAIL {name}: {}: {error}", output.status);
             all = false;
+        }
+    }
+    Ok(all)
+}
+
+/// Runs each mode of exs-ttcp shortly, with all bytes compared; whether all pass.
+fn run_ttcp() -> Result<bool> {
+    let bin = sh::dist().join("bin");
+    let mut all = true;
+    for mode in [
+        "normal",
+        "immediate",
+        "persistent-send",
+        "persistent-recv",
+        "tcp",
+    ] {
+        for more in [&[][..], &["--ping"], &["--stream", "--in-flight", "64"]] {
+            let mut command = Command::new(bin.join("anywarp"));
+            command
+                .args(["run", "--device-ip", "127.0.0.1", "--"])
+                .arg(bin.join("exs-ttcp"))
+                .args(["--self", "--verify", "--json", "--size", "1,7,4K,100001"])
+                .args(["--count", "150", "--mode", mode])
+                .args(more);
+            let output = command.output()?;
+            let text = String::from_utf8_lossy(&output.stdout);
+            let rows = text.lines().filter(|l| l.contains("\"verified\": \"all\""));
+            if output.status.success() && rows.count() == 4 {
+                println!("ok exs-ttcp {mode} {}", more.join(" "));
+            } else {
+                let error = String::from_utf8_lossy(&output.stderr);
+                println!("FAIL exs-ttcp {mode} {}: {error}", more.join(" "));
+                all = false;
+            }
         }
     }
     Ok(all)

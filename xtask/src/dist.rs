@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! bin/anywarp
+//! bin/exs-ttcp                 throughput and latency of extended sockets: crates/exs/ttcp/exs-ttcp.c
 //! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
 //! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
 //! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
@@ -46,6 +47,7 @@ pub fn run() -> Result {
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
     copy_tree(&sh::root().join("crates/abi/include"), &new.join("include"))?;
     copy_tree(&sh::root().join("crates/exs/include"), &new.join("include"))?;
+    exs_ttcp(&new, &work)?;
     generate(&bin.join("anywarp"), &new.join("share"))?;
     copy_tree(
         &sh::root().join("crates/cli/wireshark"),
@@ -99,6 +101,36 @@ fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
     );
     fs::write(lib.join("pkgconfig/exs.pc"), pc)?;
     Ok(())
+}
+
+/// Builds the program that measures extended sockets. It finds libexs beside itself, and that any verbs libraries.
+fn exs_ttcp(new: &Path, work: &Path) -> Result {
+    let lib = new.join("lib");
+    let mut cc = sh::cc();
+    cc.args([
+        "-std=gnu11",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Wshadow",
+        "-Werror",
+    ])
+    .arg(concat!(
+        "-DEXS_TTCP_VERSION=\"",
+        env!("CARGO_PKG_VERSION"),
+        "\""
+    ))
+    .arg("-I")
+    .arg(new.join("include"))
+    .arg("-o")
+    .arg(new.join("bin/exs-ttcp"))
+    .arg(sh::root().join("crates/exs/ttcp/exs-ttcp.c"))
+    .arg("-L")
+    .arg(&lib)
+    .args(["-lexs", "-Wl,-rpath,$ORIGIN/../lib"])
+    .arg(format!("-Wl,-rpath-link,{}", lib.join("anywarp").display()))
+    .args(glibc::arguments(work, glibc::Into::Program)?);
+    sh::run(&mut cc)
 }
 
 /// Builds a plain verbs program against the libraries in `lib`.

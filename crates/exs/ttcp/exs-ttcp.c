@@ -1,0 +1,1165 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * exs-ttcp: throughput and latency of extended sockets, and of TCP beside them.
+ *
+ * A server waits, a client runs rows: one row is one size in one mode. Both ends agree over a TCP connection, the control
+ * connection, in lines of text; the data goes over a connection of its own, which the client makes to a port that the
+ * server names.
+ *
+ *   client                                     server
+ *   row MODE STREAM PING SIZE ...       ->
+ *                                       <-     port N
+ *   connects to port N                         accepts
+ *                                       <-     ready          its receives are posted
+ *   sends                                      receives
+ *   sent                                ->
+ *                                       <-     done CPU LATENCIES
+ *
+ * The steps from "ready" on run twice: the first time to warm up. The clock runs from "ready" to "done".
+ *
+ * Each message has its number in its first and last bytes, which the receiver compares; --verify fills and compares all.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <exs.h>
+#include <getopt.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_SIZE (16u << 20)
+#define MAX_IN_FLIGHT 64u
+#define MAX_COUNT 100000000u
+#define MAX_PINGS 10000000u
+#define STAMP sizeof(uint64_t)
+#define LINE 256
+/* How long to wait for an event, or for a line of the other end. */
+#define TIMEOUT_S 60
+#define WARM_UP 16u
+#define PORT "18516"
+
+enum mode { NORMAL, IMMEDIATE, PERSISTENT_SEND, PERSISTENT_RECV, TCP, MODES };
+static const char *const mode_names[MODES] = { "normal", "immediate", "persistent-send", "persistent-recv", "tcp" };
+static const char *const wait_names[] = { "", "adaptive", "notify", "busy" };
+
+/* One row, as the client asks for it. */
+struct row {
+	unsigned int mode, stream, ping, size, in_flight, count, wait, nagle, verify;
+};
+
+/* Microseconds one way. */
+struct latencies {
+	double least, median, p99, most;
+};
+
+/* One end of a row. */
+struct end {
+	struct row row;
+	int control;
+	int data; /* a descriptor of libexs, or of the system in TCP mode */
+	exs_qhandle_t queue;
+	exs_mhandle_t memory, memory_in;
+	char *block, *block_in;
+	size_t stride;
+	/* The next message to send, and the next to receive. */
+	uint64_t out, in;
+	double *pings;
+};
+
+static double seconds(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Processor time of this process: of the program, the library and a device that is software. */
+static double cpu_seconds(void)
+{
+	struct rusage u;
+
+	getrusage(RUSAGE_SELF, &u);
+	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
+}
+
+__attribute__((format(printf, 1, 2))) static bool fail(const char *format, ...)
+{
+	va_list args;
+
+	fputs("exs-ttcp: ", stderr);
+	va_start(args, format);
+	vfprintf(stderr, format, args);
+	va_end(args);
+	fputc('\n', stderr);
+	return false;
+}
+
+static bool fail_errno(const char *what)
+{
+	return fail("%s: %s", what, strerror(errno));
+}
+
+/* ---- the control connection ---- */
+
+static bool write_all(int fd, const char *from, size_t len)
+{
+	while (len > 0) {
+		ssize_t n = send(fd, from, len, MSG_NOSIGNAL);
+
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n <= 0)
+			return fail_errno("send");
+		from += n;
+		len -= (size_t)n;
+	}
+	return true;
+}
+
+static bool read_all(int fd, char *to, size_t len)
+{
+	while (len > 0) {
+		ssize_t n = recv(fd, to, len, 0);
+
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n == 0)
+			return fail("the other end has closed the connection");
+		if (n < 0)
+			return fail_errno("recv");
+		to += n;
+		len -= (size_t)n;
+	}
+	return true;
+}
+
+__attribute__((format(printf, 2, 3))) static bool write_line(int control, const char *format, ...)
+{
+	char line[LINE];
+	va_list args;
+	int n;
+
+	va_start(args, format);
+	n = vsnprintf(line, sizeof line, format, args);
+	va_end(args);
+	return n > 0 && (size_t)n < sizeof line && write_all(control, line, (size_t)n);
+}
+
+/* Reads a line without its end; 0 when the connection has ended before it, -1 when it failed. */
+static int read_line(int control, char line[LINE])
+{
+	for (size_t n = 0; n < LINE; n++) {
+		ssize_t got;
+
+		do
+			got = recv(control, line + n, 1, 0);
+		while (got < 0 && errno == EINTR);
+		if (got == 0 && n == 0)
+			return 0;
+		if (got <= 0) {
+			fail("control connection: %s", got == 0 ? "closed within a line" : strerror(errno));
+			return -1;
+		}
+		if (line[n] == '\n') {
+			line[n] = 0;
+			return 1;
+		}
+	}
+	fail("control connection: a line without an end");
+	return -1;
+}
+
+static bool expect(int control, const char *word)
+{
+	char line[LINE];
+
+	if (read_line(control, line) <= 0)
+		return fail("the other end has left before it sent \"%s\"", word);
+	if (strcmp(line, word) != 0)
+		return fail("the other end sends \"%s\", expected \"%s\"", line, word);
+	return true;
+}
+
+static void set_timeouts(int fd)
+{
+	struct timeval limit = { TIMEOUT_S, 0 };
+	int one = 1;
+
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+}
+
+/* ---- the payload ---- */
+
+static uint64_t word(uint64_t number, uint64_t at)
+{
+	uint64_t x = (number << 32) ^ at;
+
+	x *= 0x9e3779b97f4a7c15u;
+	return x ^ (x >> 31);
+}
+
+static size_t least(size_t a, size_t b)
+{
+	return a < b ? a : b;
+}
+
+/* Writes the message, or its first and last bytes. */
+static void fill(const struct row *row, char *to, uint64_t number)
+{
+	size_t size = row->size;
+	uint64_t w;
+
+	if (row->verify)
+		for (size_t at = 0; at < size; at += sizeof w) {
+			w = word(number, at);
+			memcpy(to + at, &w, least(sizeof w, size - at));
+		}
+	w = word(number, size);
+	memcpy(to, &w, least(STAMP, size));
+	if (size > STAMP)
+		memcpy(to + size - STAMP, &w, STAMP);
+}
+
+/* Makes a buffer such that a message that does not arrive is noticed. */
+static void wipe(const struct row *row, char *at)
+{
+	size_t size = row->size;
+
+	if (row->verify) {
+		memset(at, 0, size);
+	} else {
+		memset(at, 0, least(STAMP, size));
+		if (size > STAMP)
+			memset(at + size - STAMP, 0, STAMP);
+	}
+}
+
+static bool is_message(const struct row *row, const char *is, uint64_t number)
+{
+	size_t size = row->size, end = size > STAMP ? size - STAMP : 0;
+	uint64_t w = word(number, size);
+
+	if (memcmp(is, &w, least(STAMP, size)) != 0 || (size > STAMP && memcmp(is + end, &w, STAMP) != 0))
+		return fail("message %llu of %zu bytes has not arrived as it was sent", (unsigned long long)number, size);
+	if (row->verify)
+		for (size_t at = STAMP; at < end; at += sizeof w) {
+			w = word(number, at);
+			if (memcmp(is + at, &w, least(sizeof w, end - at)) != 0)
+				return fail("message %llu of %zu bytes differs at %zu", (unsigned long long)number, size, at);
+		}
+	return true;
+}
+
+/* ---- events ---- */
+
+/* Takes an event, and sets which buffer it is about. */
+static bool take(struct end *e, int *type, size_t *slot)
+{
+	struct timeval limit = { TIMEOUT_S, 0 };
+	exs_event_t event;
+	int n;
+
+	do
+		n = exs_qdequeue(e->queue, &event, 1, &limit);
+	while (n < 0 && errno == EINTR);
+	if (n < 0)
+		return fail_errno("exs_qdequeue");
+	if (n == 0)
+		return fail("no event within %d s", TIMEOUT_S);
+	if (event.exs_evt_errno)
+		return fail("event %d: %s", event.exs_evt_type, strerror(event.exs_evt_errno));
+	if (event.exs_evt_type == EXS_EVT_SEND || event.exs_evt_type == EXS_EVT_RECV)
+		if (event.exs_evt_union.exs_evt_xfer.exs_evt_length != e->row.size)
+			return fail("%zu bytes of %u", event.exs_evt_union.exs_evt_xfer.exs_evt_length, e->row.size);
+	*type = event.exs_evt_type;
+	*slot = (size_t)event.exs_evt_ahandle;
+	return true;
+}
+
+static bool post_recv(struct end *e, size_t slot)
+{
+	char *at = e->block_in + slot * e->stride;
+
+	wipe(&e->row, at);
+	if (exs_recv(e->data, at, e->row.size, e->row.stream ? EXS_MSG_WAITALL : 0, e->queue, (exs_ahandle_t)slot, e->memory_in))
+		return fail_errno("exs_recv");
+	return true;
+}
+
+static bool post_send(struct end *e, size_t slot)
+{
+	char *at = e->block + slot * e->stride;
+	uint64_t offset = e->row.mode == PERSISTENT_RECV && !e->row.ping ? slot * e->stride : 0;
+
+	fill(&e->row, at, e->out++);
+	if (exs_send_offset(e->data, at, e->row.size, 0, e->queue, (exs_ahandle_t)slot, e->memory, offset))
+		return fail_errno("exs_send");
+	return true;
+}
+
+/* Starts a persistent send or receive, whose handle is `handle`. */
+#define PERSISTENT_HANDLE 1000
+
+static bool offer(struct end *e, bool memory_to_write)
+{
+	size_t all = e->stride * e->row.in_flight;
+	int failed;
+
+	if (memory_to_write)
+		failed = exs_recv(e->data, e->block_in, all, EXS_PERSISTENT, e->queue, PERSISTENT_HANDLE, e->memory_in);
+	else
+		failed = exs_send(e->data, e->block, e->row.size, EXS_PERSISTENT, e->queue, PERSISTENT_HANDLE, e->memory);
+	return failed ? fail_errno("a persistent operation") : true;
+}
+
+/* Ends it. All that the peer had written before is in the memory then. */
+static bool withdraw(struct end *e)
+{
+	struct timeval limit = { TIMEOUT_S, 0 };
+	exs_event_t event;
+
+	if (exs_cancel(e->data, EXS_CAF_AHANDLE, PERSISTENT_HANDLE))
+		return fail_errno("exs_cancel");
+	if (exs_qdequeue(e->queue, &event, 1, &limit) != 1)
+		return fail("a persistent operation does not end");
+	if (event.exs_evt_ahandle != PERSISTENT_HANDLE || event.exs_evt_errno != ECANCELED)
+		return fail("event %d: %s, where a persistent operation should end", event.exs_evt_type,
+			    strerror(event.exs_evt_errno));
+	return true;
+}
+
+/* ---- throughput ---- */
+
+static bool send_all(struct end *e, unsigned int count)
+{
+	unsigned int started = 0, done = 0;
+	size_t slot;
+	int type;
+
+	for (; started < least(count, e->row.in_flight); started++)
+		if (!post_send(e, started))
+			return false;
+	for (; done < count; done++) {
+		if (!take(e, &type, &slot))
+			return false;
+		if (started < count) {
+			started++;
+			if (!post_send(e, slot))
+				return false;
+		}
+	}
+	return true;
+}
+
+/* The receives of the first messages. */
+static bool begin_receiving(struct end *e, unsigned int count)
+{
+	for (size_t slot = 0; slot < least(count, e->row.in_flight); slot++)
+		if (!post_recv(e, slot))
+			return false;
+	return true;
+}
+
+static bool receive_all(struct end *e, unsigned int count)
+{
+	unsigned int started = (unsigned int)least(count, e->row.in_flight);
+	size_t slot;
+	int type;
+
+	for (unsigned int done = 0; done < count; done++) {
+		if (!take(e, &type, &slot))
+			return false;
+		if (!is_message(&e->row, e->block_in + slot * e->stride, e->row.mode == PERSISTENT_SEND ? 1 : e->in))
+			return false;
+		e->in++;
+		if (started < count) {
+			started++;
+			if (!post_recv(e, slot))
+				return false;
+		}
+	}
+	return true;
+}
+
+/* ---- ping ---- */
+
+/* Waits for the message `e->in`; counts sends that are done meanwhile. */
+static bool await_message(struct end *e, unsigned int *sent)
+{
+	const char *tail = e->block_in + (e->row.size > STAMP ? e->row.size - STAMP : 0);
+	uint64_t w = word(e->in, e->row.size);
+	double until = seconds() + TIMEOUT_S;
+	size_t slot = 0;
+	int type;
+
+	if (e->row.mode != PERSISTENT_RECV) {
+		do {
+			if (!take(e, &type, &slot))
+				return false;
+			*sent += type == EXS_EVT_SEND;
+		} while (type != EXS_EVT_RECV);
+		return is_message(&e->row, e->block_in + slot * e->stride, e->in++);
+	}
+	/* A write into persistent memory makes no event here: the memory itself is watched, as with RDMA Write. */
+	for (;;) {
+		for (int look = 0; look < 16; look++) {
+			__asm__ volatile("" ::: "memory");
+			if (memcmp(tail, &w, least(STAMP, e->row.size)) == 0)
+				return is_message(&e->row, e->block_in, e->in++);
+		}
+		struct timeval now = { 0, 0 };
+		exs_event_t event;
+		int n = exs_qdequeue(e->queue, &event, 1, &now);
+
+		if (n < 0)
+			return fail_errno("exs_qdequeue");
+		if (n == 1 && event.exs_evt_errno)
+			return fail("event %d: %s", event.exs_evt_type, strerror(event.exs_evt_errno));
+		*sent += n == 1;
+		if (n == 0 && seconds() > until)
+			return fail("no message within %d s", TIMEOUT_S);
+	}
+}
+
+/* The peer's persistent memory, read `count` times; a read's time is that of a round. */
+static bool fetch(struct end *e, unsigned int count)
+{
+	size_t slot;
+	int type;
+
+	for (unsigned int i = 0; i < count; i++) {
+		double begun = seconds();
+
+		if (!post_recv(e, 0) || !take(e, &type, &slot))
+			return false;
+		if (e->pings)
+			e->pings[i] = (seconds() - begun) * 1e6;
+		if (!is_message(&e->row, e->block_in, 1))
+			return false;
+	}
+	return true;
+}
+
+/* One message there and one back, `count` times; the client begins. */
+static bool ping(struct end *e, unsigned int count, bool client)
+{
+	unsigned int sent = 0;
+	double begun = 0;
+	size_t slot;
+	int type;
+
+	for (unsigned int i = 0; i < count; i++) {
+		if (client) {
+			begun = seconds();
+			if (!post_send(e, i & 1))
+				return false;
+		}
+		if (!await_message(e, &sent))
+			return false;
+		if (client && e->pings)
+			e->pings[i] = (seconds() - begun) * 0.5e6;
+		/* The receive of the next message is there before this one is answered. */
+		if (i + 1 < count && e->row.mode != PERSISTENT_RECV && !post_recv(e, 0))
+			return false;
+		if (!client && !post_send(e, i & 1))
+			return false;
+		/* Of two buffers to send from, the next one is free. */
+		for (; sent + 1 < i + 1; sent++)
+			if (!take(e, &type, &slot))
+				return false;
+	}
+	for (; sent < count; sent++)
+		if (!take(e, &type, &slot))
+			return false;
+	return true;
+}
+
+/* ---- TCP ---- */
+
+static bool tcp_phase(struct end *e, unsigned int count, bool client)
+{
+	for (unsigned int i = 0; i < count; i++) {
+		double begun = seconds();
+
+		if (client) {
+			fill(&e->row, e->block, e->out++);
+			if (!write_all(e->data, e->block, e->row.size))
+				return false;
+		}
+		if (!client || e->row.ping) {
+			if (!read_all(e->data, e->block_in, e->row.size) || !is_message(&e->row, e->block_in, e->in++))
+				return false;
+		}
+		if (!client && e->row.ping) {
+			fill(&e->row, e->block, e->out++);
+			if (!write_all(e->data, e->block, e->row.size))
+				return false;
+		}
+		if (client && e->pings)
+			e->pings[i] = (seconds() - begun) * 0.5e6;
+	}
+	return true;
+}
+
+/* ---- a row ---- */
+
+static int by_value(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+
+	return (x > y) - (x < y);
+}
+
+static struct latencies summary(double *pings, unsigned int count)
+{
+	qsort(pings, count, sizeof *pings, by_value);
+	return (struct latencies){ pings[0], pings[count / 2], pings[(size_t)count * 99 / 100], pings[count - 1] };
+}
+
+/* Sends end in order, and so a buffer has each message that is `in_flight` after the one before. */
+static bool has_last_messages(const struct end *e, unsigned int count)
+{
+	unsigned int buffers = (unsigned int)least(count, e->row.in_flight);
+
+	for (unsigned int number = count - buffers + 1; number <= count; number++)
+		if (!is_message(&e->row, e->block_in + (number - 1) % e->row.in_flight * e->stride, number))
+			return false;
+	return true;
+}
+
+static bool server_phase(struct end *e, unsigned int count)
+{
+	struct latencies l = { 0 };
+	double cpu;
+	bool good;
+
+	e->in = e->out = 1;
+	if (e->row.mode == PERSISTENT_RECV)
+		good = offer(e, true);
+	else
+		good = e->row.mode == TCP || (e->row.ping && e->row.mode == PERSISTENT_SEND) ||
+		       begin_receiving(e, e->row.ping ? 1 : count);
+	if (!good || !write_line(e->control, "ready\n"))
+		return false;
+	cpu = cpu_seconds();
+	if (e->row.mode == TCP)
+		good = tcp_phase(e, count, false);
+	else if (e->row.ping)
+		good = e->row.mode == PERSISTENT_SEND ? fetch(e, count) : ping(e, count, false);
+	else if (e->row.mode == PERSISTENT_RECV)
+		good = true;
+	else
+		good = receive_all(e, count);
+	if (!good || !expect(e->control, "sent"))
+		return false;
+	if (e->row.mode == PERSISTENT_RECV) {
+		if (!withdraw(e))
+			return false;
+		if (!e->row.ping && !has_last_messages(e, count))
+			return false;
+	}
+	cpu = cpu_seconds() - cpu;
+	if (e->pings && e->row.mode == PERSISTENT_SEND)
+		l = summary(e->pings, count);
+	return write_line(e->control, "done %.6f %.3f %.3f %.3f %.3f\n", cpu, l.least, l.median, l.p99, l.most);
+}
+
+struct measured {
+	double seconds, cpu_client, cpu_server;
+	struct latencies latencies;
+};
+
+static bool client_phase(struct end *e, unsigned int count, struct measured *m)
+{
+	char line[LINE];
+	bool good = true;
+
+	e->in = e->out = 1;
+	if (e->row.ping && e->row.mode == PERSISTENT_RECV)
+		good = offer(e, true);
+	else if (e->row.ping && e->row.mode != TCP && e->row.mode != PERSISTENT_SEND)
+		good = begin_receiving(e, 1);
+	if (!good || !expect(e->control, "ready"))
+		return false;
+	m->cpu_client = cpu_seconds();
+	m->seconds = seconds();
+	if (e->row.mode == TCP)
+		good = tcp_phase(e, count, true);
+	else if (e->row.mode == PERSISTENT_SEND)
+		good = true; /* the server reads, and this end waits for "done" */
+	else if (e->row.ping)
+		good = ping(e, count, true);
+	else
+		good = send_all(e, count);
+	if (!good || !write_line(e->control, "sent\n") || read_line(e->control, line) <= 0)
+		return false;
+	m->seconds = seconds() - m->seconds;
+	m->cpu_client = cpu_seconds() - m->cpu_client;
+	if (sscanf(line, "done %lf %lf %lf %lf %lf", &m->cpu_server, &m->latencies.least, &m->latencies.median,
+		   &m->latencies.p99, &m->latencies.most) != 5)
+		return fail("the other end sends \"%s\", expected \"done\"", line);
+	if (e->row.ping && e->row.mode == PERSISTENT_RECV && !withdraw(e))
+		return false;
+	if (e->pings && e->row.mode != PERSISTENT_SEND)
+		m->latencies = summary(e->pings, count);
+	return true;
+}
+
+static bool is_row(const struct row *r)
+{
+	return r->mode < MODES && r->stream <= 1 && r->ping <= 1 && r->size >= 1 && r->size <= MAX_SIZE && r->in_flight >= 1 &&
+	       r->in_flight <= MAX_IN_FLIGHT && r->count >= 1 && r->count <= (r->ping ? MAX_PINGS : MAX_COUNT) &&
+	       r->wait >= EXS_WAIT_ADAPTIVE && r->wait <= EXS_WAIT_BUSY_POLL && r->nagle <= 1 && r->verify <= 1 &&
+	       (r->mode != IMMEDIATE || r->size <= 1u << 20);
+}
+
+/* Allocates what a row needs; a socket for it follows. */
+static bool prepare(struct end *e)
+{
+	size_t all;
+
+	/* Two buffers at least: a ping sends from them in turn. */
+	e->stride = ((size_t)e->row.size + 63) / 64 * 64;
+	all = e->stride * (e->row.in_flight < 2 ? 2 : e->row.in_flight);
+	e->queue = EXS_QHANDLE_INVALID;
+	e->memory = e->memory_in = EXS_MHANDLE_INVALID;
+	e->data = -1;
+	e->block = aligned_alloc(4096, (all + 4095) / 4096 * 4096);
+	e->block_in = aligned_alloc(4096, (all + 4095) / 4096 * 4096);
+	e->pings = e->row.ping ? calloc(e->row.count, sizeof *e->pings) : NULL;
+	if (!e->block || !e->block_in || (e->row.ping && !e->pings))
+		return fail("no memory for %zu bytes", all);
+	/* Pages are there before the clock runs. */
+	memset(e->block, 1, all);
+	memset(e->block_in, 1, all);
+	if (e->row.mode == TCP)
+		return true;
+	if (exs_init(EXS_VERSION))
+		return fail_errno("exs_init");
+	e->queue = exs_qcreate(1024);
+	if (e->queue < 0)
+		return fail_errno("exs_qcreate");
+	int wait = (int)e->row.wait;
+	if (exs_qmodify(e->queue, EXS_QATTR_WAIT, &wait, sizeof wait))
+		return fail_errno("exs_qmodify");
+	e->memory = exs_mregister(e->block, all, 0);
+	e->memory_in = exs_mregister(e->block_in, all, 0);
+	if (e->memory < 0 || e->memory_in < 0)
+		return fail_errno("exs_mregister");
+	return true;
+}
+
+static int make_socket(const struct end *e, int family)
+{
+	int fd, immediate = e->row.mode == IMMEDIATE ? (int)e->row.size : 0, credits = (int)e->row.in_flight;
+
+	if (e->row.mode == TCP) {
+		fd = socket(family, SOCK_STREAM, 0);
+		if (fd < 0)
+			fail_errno("socket");
+		return fd;
+	}
+	fd = exs_socket(family, e->row.stream ? SOCK_STREAM : SOCK_SEQPACKET, 0);
+	if (fd < 0) {
+		fail_errno("exs_socket");
+		return -1;
+	}
+	if (credits < 4)
+		credits = 4;
+	if (exs_fcntl(fd, EXS_F_SETSMALLPACKET, immediate) || exs_fcntl(fd, EXS_F_SETCREDITS, credits)) {
+		fail_errno("exs_fcntl");
+		exs_close(fd);
+		return -1;
+	}
+	return fd;
+}
+
+static void set_nagle(const struct end *e)
+{
+	int nodelay = !e->row.nagle;
+
+	set_timeouts(e->data);
+	setsockopt(e->data, IPPROTO_TCP, TCP_NODELAY, &nodelay, sizeof nodelay);
+}
+
+static void finish(struct end *e)
+{
+	if (e->data >= 0) {
+		if (e->row.mode == TCP)
+			close(e->data);
+		else
+			exs_close(e->data);
+	}
+	if (e->memory >= 0)
+		exs_mderegister(e->memory, 0);
+	if (e->memory_in >= 0)
+		exs_mderegister(e->memory_in, 0);
+	if (e->queue >= 0)
+		exs_qdelete(e->queue);
+	free(e->block);
+	free(e->block_in);
+	free(e->pings);
+}
+
+static void set_port(struct sockaddr_storage *addr, in_port_t port)
+{
+	if (addr->ss_family == AF_INET6)
+		((struct sockaddr_in6 *)addr)->sin6_port = port;
+	else
+		((struct sockaddr_in *)addr)->sin_port = port;
+}
+
+static in_port_t port_of(const struct sockaddr_storage *addr)
+{
+	return addr->ss_family == AF_INET6 ? ((const struct sockaddr_in6 *)addr)->sin6_port :
+					     ((const struct sockaddr_in *)addr)->sin_port;
+}
+
+/* Waits for the client of this row at the address that its control connection has. */
+static bool admit(struct end *e)
+{
+	struct sockaddr_storage addr;
+	socklen_t len = sizeof addr;
+	int fd, bad;
+	bool tcp = e->row.mode == TCP, good = false;
+
+	if (getsockname(e->control, (struct sockaddr *)&addr, &len))
+		return fail_errno("getsockname");
+	set_port(&addr, 0);
+	fd = make_socket(e, addr.ss_family);
+	if (fd < 0)
+		return false;
+	if (tcp)
+		bad = bind(fd, (struct sockaddr *)&addr, len) || listen(fd, 1) || getsockname(fd, (struct sockaddr *)&addr, &len);
+	else
+		bad = exs_bind(fd, (struct sockaddr *)&addr, len) || exs_listen(fd, 1) ||
+		      exs_getsockname(fd, (struct sockaddr *)&addr, &len) || exs_accept(fd, NULL, 0, e->queue, 0);
+	if (bad) {
+		fail_errno("no listener");
+	} else if (write_line(e->control, "port %d\n", ntohs(port_of(&addr)))) {
+		if (tcp) {
+			struct pollfd wait = { .fd = fd, .events = POLLIN };
+
+			if (poll(&wait, 1, TIMEOUT_S * 1000) == 1)
+				e->data = accept(fd, NULL, NULL);
+			good = e->data >= 0 || fail("the client does not connect");
+			if (good)
+				set_nagle(e);
+		} else {
+			struct timeval limit = { TIMEOUT_S, 0 };
+			exs_event_t event;
+
+			good = exs_qdequeue(e->queue, &event, 1, &limit) == 1 && event.exs_evt_errno == 0;
+			if (good)
+				e->data = event.exs_evt_union.exs_evt_accept.exs_evt_newfd;
+			else
+				fail("the client does not connect");
+		}
+	}
+	if (tcp)
+		close(fd);
+	else
+		exs_close(fd);
+	return good;
+}
+
+static bool dial(struct end *e)
+{
+	struct sockaddr_storage addr;
+	socklen_t len = sizeof addr;
+	unsigned int port;
+	char line[LINE];
+	int type;
+	size_t slot;
+
+	if (read_line(e->control, line) <= 0 || sscanf(line, "port %u", &port) != 1 || port > 65535)
+		return fail("the server refuses the row");
+	if (getpeername(e->control, (struct sockaddr *)&addr, &len))
+		return fail_errno("getpeername");
+	set_port(&addr, htons((in_port_t)port));
+	e->data = make_socket(e, addr.ss_family);
+	if (e->data < 0)
+		return false;
+	if (e->row.mode == TCP) {
+		if (connect(e->data, (struct sockaddr *)&addr, len))
+			return fail_errno("connect");
+		set_nagle(e);
+		return true;
+	}
+	if (exs_connect(e->data, (struct sockaddr *)&addr, len, 0, e->queue, 0))
+		return fail_errno("exs_connect");
+	return take(e, &type, &slot);
+}
+
+static bool run_server_row(int control, const struct row *row)
+{
+	struct end e = { .row = *row, .control = control };
+	bool good = prepare(&e) && admit(&e) && server_phase(&e, (unsigned int)least(WARM_UP + row->in_flight, row->count)) &&
+		    server_phase(&e, row->count) && expect(control, "end");
+
+	finish(&e);
+	return good;
+}
+
+static bool run_client_row(int control, const struct row *r, struct measured *m)
+{
+	struct end e = { .row = *r, .control = control };
+	bool good = prepare(&e) && write_line(control, "row %u %u %u %u %u %u %u %u %u\n", r->mode, r->stream, r->ping, r->size,
+				       r->in_flight, r->count, r->wait, r->nagle, r->verify);
+
+	good = good && dial(&e);
+	if (good && r->mode == PERSISTENT_SEND) {
+		fill(r, e.block, 1);
+		good = offer(&e, false);
+	}
+	good = good && client_phase(&e, (unsigned int)least(WARM_UP + r->in_flight, r->count), m) && client_phase(&e, r->count, m);
+	if (good && r->mode == PERSISTENT_SEND)
+		good = withdraw(&e);
+	good = good && write_line(control, "end\n");
+	finish(&e);
+	return good;
+}
+
+/* Serves the rows of one client. */
+static bool serve(int control)
+{
+	char line[LINE];
+	struct row r;
+	int got;
+
+	set_timeouts(control);
+	while ((got = read_line(control, line)) == 1) {
+		if (sscanf(line, "row %u %u %u %u %u %u %u %u %u", &r.mode, &r.stream, &r.ping, &r.size, &r.in_flight, &r.count,
+			   &r.wait, &r.nagle, &r.verify) != 9 ||
+		    !is_row(&r)) {
+			write_line(control, "refused\n");
+			return fail("the client asks for \"%s\"", line);
+		}
+		if (!run_server_row(control, &r))
+			return false;
+	}
+	return got == 0;
+}
+
+/* ---- results ---- */
+
+static void report(const struct row *r, const struct measured *m, bool json)
+{
+	const struct latencies *l = &m->latencies;
+	double rate = r->count / m->seconds, mib = rate * r->size / (1 << 20);
+	double client = 100 * m->cpu_client / m->seconds, server = 100 * m->cpu_server / m->seconds;
+
+	if (json) {
+		printf("{\"mode\": \"%s\", \"type\": \"%s\", \"nagle\": %s, \"test\": \"%s\", \"size\": %u, \"in_flight\": %u, "
+		       "\"count\": %u, \"wait\": \"%s\", \"verified\": \"%s\", \"seconds\": %.6f, ",
+		       mode_names[r->mode], r->stream || r->mode == TCP ? "stream" : "seqpacket", r->nagle ? "true" : "false",
+		       r->ping ? "ping" : "throughput", r->size, r->in_flight, r->count, wait_names[r->wait],
+		       r->verify ? "all" : "ends", m->seconds);
+		if (r->ping)
+			printf("\"latency_us\": {\"min\": %.3f, \"median\": %.3f, \"p99\": %.3f, \"max\": %.3f}, ", l->least,
+			       l->median, l->p99, l->most);
+		else
+			printf("\"mib_per_s\": %.2f, \"messages_per_s\": %.1f, ", mib, rate);
+		printf("\"cpu_client_percent\": %.2f, \"cpu_server_percent\": %.2f}\n", client, server);
+	} else if (r->ping) {
+		printf("%-15s %9u B  %9.2f us median  %9.2f min  %9.2f p99  cpu %3.0f %% / %3.0f %%\n", mode_names[r->mode],
+		       r->size, l->median, l->least, l->p99, client, server);
+	} else {
+		printf("%-15s %9u B  %9.1f MiB/s  %10.0f msg/s  cpu %3.0f %% / %3.0f %%\n", mode_names[r->mode], r->size, mib,
+		       rate, client, server);
+	}
+	fflush(stdout);
+}
+
+/* ---- the command line ---- */
+
+static const char usage[] =
+	"usage: exs-ttcp --listen [ADDRESS] [--port PORT] [--keep]     a server\n"
+	"       exs-ttcp ADDRESS [--port PORT] [OPTIONS]               a client\n"
+	"       exs-ttcp --self [OPTIONS]                              both on this host\n"
+	"\n"
+	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv or tcp [normal]\n"
+	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
+	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
+	"  -n, --count N         messages [about 512 MiB, at least 100]\n"
+	"      --ping            latency: one message there, one back\n"
+	"      --stream          SOCK_STREAM, not SOCK_SEQPACKET\n"
+	"      --wait HOW        adaptive, notify or busy: how threads wait for events [adaptive]\n"
+	"      --nagle           TCP without TCP_NODELAY\n"
+	"      --verify          fill and compare each byte, not only the ends of each message\n"
+	"      --json            one JSON object for each size\n"
+	"  -p, --port PORT       [" PORT "]; 0: any, the server prints it\n"
+	"      --keep            serve one client after the other\n"
+	"  -V, --version\n";
+
+struct options {
+	struct row row;
+	unsigned int sizes[64], size_count;
+	const char *host, *port;
+	bool listen, self, keep, json;
+};
+
+static int wrong(const char *what, const char *value)
+{
+	fail("%s: %s", what, value);
+	fputs(usage, stderr);
+	return 2;
+}
+
+static bool number(const char *text, unsigned int most, unsigned int *value)
+{
+	char *end;
+	unsigned long n;
+
+	if (text[0] < '0' || text[0] > '9')
+		return false;
+	errno = 0;
+	n = strtoul(text, &end, 10);
+	if (*end == 'K' || *end == 'k') {
+		n = n <= ~0ul >> 10 ? n << 10 : ~0ul;
+		end++;
+	} else if (*end == 'M' || *end == 'm') {
+		n = n <= ~0ul >> 20 ? n << 20 : ~0ul;
+		end++;
+	}
+	*value = (unsigned int)n;
+	return *end == 0 && errno == 0 && n >= 1 && n <= most;
+}
+
+/* Finds a name in a list; the list's length if it is not there. */
+static unsigned int find(const char *name, const char *const *names, unsigned int count)
+{
+	unsigned int i = 0;
+
+	while (i < count && strcmp(name, names[i]) != 0)
+		i++;
+	return i;
+}
+
+static int parse(int argc, char **argv, struct options *o)
+{
+	enum { ALL = 256, PING, STREAM, WAIT, NAGLE, VERIFY, JSON, LISTEN, KEEP, SELF };
+	static const struct option longs[] = {
+		{ "mode", 1, NULL, 'm' },   { "size", 1, NULL, 's' },	   { "all", 0, NULL, ALL },	 { "in-flight", 1, NULL, 'i' },
+		{ "count", 1, NULL, 'n' },  { "ping", 0, NULL, PING },	   { "stream", 0, NULL, STREAM }, { "wait", 1, NULL, WAIT },
+		{ "nagle", 0, NULL, NAGLE }, { "verify", 0, NULL, VERIFY }, { "json", 0, NULL, JSON },	 { "port", 1, NULL, 'p' },
+		{ "listen", 0, NULL, LISTEN }, { "keep", 0, NULL, KEEP }, { "self", 0, NULL, SELF },	 { "help", 0, NULL, 'h' },
+		{ "version", 0, NULL, 'V' }, { 0 },
+	};
+	int c;
+
+	while ((c = getopt_long(argc, argv, "m:s:i:n:p:hV", longs, NULL)) != -1) {
+		switch (c) {
+		case 'm':
+			o->row.mode = find(optarg, mode_names, MODES);
+			if (o->row.mode == MODES)
+				return wrong("no such mode", optarg);
+			break;
+		case 's': {
+			char *rest = optarg, *one;
+
+			while ((one = strsep(&rest, ",")))
+				if (o->size_count == 64 || !number(one, MAX_SIZE, &o->sizes[o->size_count++]))
+					return wrong("not a size from 1 to 16M", one);
+			break;
+		}
+		case ALL:
+			for (o->size_count = 0; o->size_count <= 24; o->size_count++)
+				o->sizes[o->size_count] = 1u << o->size_count;
+			break;
+		case 'i':
+			if (!number(optarg, MAX_IN_FLIGHT, &o->row.in_flight))
+				return wrong("not a number from 1 to 64", optarg);
+			break;
+		case 'n':
+			if (!number(optarg, MAX_COUNT, &o->row.count))
+				return wrong("not a number of messages", optarg);
+			break;
+		case WAIT:
+			o->row.wait = find(optarg, wait_names, 4);
+			if (o->row.wait == 4 || o->row.wait == 0)
+				return wrong("no such way to wait", optarg);
+			break;
+		case 'p':
+			o->port = optarg;
+			break;
+		case PING:
+			o->row.ping = 1;
+			break;
+		case STREAM:
+			o->row.stream = 1;
+			break;
+		case NAGLE:
+			o->row.nagle = 1;
+			break;
+		case VERIFY:
+			o->row.verify = 1;
+			break;
+		case JSON:
+			o->json = true;
+			break;
+		case LISTEN:
+			o->listen = true;
+			break;
+		case KEEP:
+			o->keep = true;
+			break;
+		case SELF:
+			o->self = true;
+			break;
+		case 'h':
+			fputs(usage, stdout);
+			exit(0);
+		case 'V':
+			puts("exs-ttcp " EXS_TTCP_VERSION);
+			exit(0);
+		default:
+			fputs(usage, stderr);
+			return 2;
+		}
+	}
+	if (optind < argc)
+		o->host = argv[optind++];
+	if (optind < argc)
+		return wrong("unexpected", argv[optind]);
+	if (o->self ? o->host || o->listen : !o->listen && !o->host) {
+		fputs(usage, stderr);
+		return 2;
+	}
+	if (o->size_count == 0)
+		o->sizes[o->size_count++] = 1 << 20;
+	for (unsigned int i = 0; i < o->size_count; i++)
+		if (o->row.mode == IMMEDIATE && o->sizes[i] > 1u << 20)
+			return wrong("immediate data is at most 1M", mode_names[IMMEDIATE]);
+	if (o->row.ping && o->row.count > MAX_PINGS)
+		return wrong("too many", "--count");
+	return 0;
+}
+
+/* A socket of the control connection, listening or connected. */
+static int control_socket(const char *host, const char *port, bool listening)
+{
+	struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = listening ? AI_PASSIVE : 0 }, *list = NULL;
+	int one = 1, fd = -1, error;
+
+	if (listening && !host)
+		hints.ai_family = AF_INET;
+	error = getaddrinfo(host, port, &hints, &list);
+	if (error) {
+		fail("%s port %s: %s", host ? host : "any", port, gai_strerror(error));
+		return -1;
+	}
+	for (const struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
+		fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		if (fd < 0)
+			continue;
+		if (listening)
+			setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+		if (listening ? bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 16) : connect(fd, a->ai_addr, a->ai_addrlen)) {
+			error = errno;
+			close(fd);
+			fd = -1;
+			errno = error;
+		}
+	}
+	if (fd < 0)
+		fail("%s port %s: %s", host ? host : "any", port, strerror(errno));
+	freeaddrinfo(list);
+	return fd;
+}
+
+static int run_server(int listener, bool keep)
+{
+	bool good;
+
+	do {
+		int control;
+
+		do
+			control = accept(listener, NULL, NULL);
+		while (control < 0 && (errno == EINTR || errno == ECONNABORTED));
+		if (control < 0) {
+			fail_errno("accept");
+			return 1;
+		}
+		good = serve(control);
+		close(control);
+	} while (keep);
+	return good ? 0 : 1;
+}
+
+static int run_client(const struct options *o, const char *host, const char *port)
+{
+	int control = control_socket(host, port, false);
+	bool good = control >= 0;
+
+	if (good)
+		set_timeouts(control);
+	for (unsigned int i = 0; good && i < o->size_count; i++) {
+		struct row row = o->row;
+		struct measured m = { 0 };
+
+		row.size = o->sizes[i];
+		if (row.count == 0) {
+			unsigned int most = row.ping ? 20000 : 200000, volume = (512u << 20) / row.size;
+
+			row.count = volume < 100 ? 100 : volume > most ? most : volume;
+		}
+		good = run_client_row(control, &row, &m);
+		if (good)
+			report(&row, &m, o->json);
+	}
+	if (control >= 0)
+		close(control);
+	return good ? 0 : 1;
+}
+
+int main(int argc, char **argv)
+{
+	struct options o = { .row = { .in_flight = 4, .wait = EXS_WAIT_ADAPTIVE }, .port = PORT };
+	struct sockaddr_storage addr;
+	socklen_t len = sizeof addr;
+	int listener, status, bad = parse(argc, argv, &o);
+	char port[8];
+	pid_t server;
+
+	if (bad)
+		return bad;
+	if (!o.listen && !o.self)
+		return run_client(&o, o.host, o.port);
+	listener = control_socket(o.self ? "127.0.0.1" : o.host, o.self ? "0" : o.port, true);
+	if (listener < 0 || getsockname(listener, (struct sockaddr *)&addr, &len))
+		return 1;
+	snprintf(port, sizeof port, "%d", ntohs(port_of(&addr)));
+	if (o.listen) {
+		printf("listening on port %s\n", port);
+		fflush(stdout);
+		return run_server(listener, o.keep);
+	}
+	/* The library is started after this, in each process. */
+	server = fork();
+	if (server < 0) {
+		fail_errno("fork");
+		return 1;
+	}
+	if (server == 0)
+		_exit(run_server(listener, false));
+	close(listener);
+	bad = run_client(&o, "127.0.0.1", port);
+	if (waitpid(server, &status, 0) != server || !WIFEXITED(status) || WEXITSTATUS(status) != 0)
+		bad = 1;
+	return bad;
+}
