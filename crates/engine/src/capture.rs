@@ -15,13 +15,14 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::FlockOperation;
 
 use crate::config::config;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::process::PerProcess;
 use crate::sys::thread::Uncancelled;
@@ -418,9 +419,10 @@ impl Stream {
     }
 }
 
-fn streams() -> std::sync::MutexGuard<'static, HashMap<RawFd, Stream>> {
-    static ALL: PerProcess<Mutex<HashMap<RawFd, Stream>>> = PerProcess::new(Mutex::default);
-    ALL.get().lock().unwrap_or_else(PoisonError::into_inner)
+fn streams() -> MutexGuard<'static, HashMap<RawFd, Stream>> {
+    static ALL: PerProcess<Mutex<HashMap<RawFd, Stream>>> =
+        PerProcess::new(|| Mutex::new(Rank::CapturedStreams, HashMap::new()));
+    ALL.get().lock()
 }
 
 /// Captures bytes that a connection sent or received.
@@ -494,9 +496,10 @@ pub(crate) fn datagram(
 /// The local address that the kernel would choose to send to `peer`.
 fn route(peer: IpAddr) -> IpAddr {
     const KNOWN_MAX: usize = 1024;
-    static KNOWN: PerProcess<Mutex<HashMap<IpAddr, IpAddr>>> = PerProcess::new(Mutex::default);
+    static KNOWN: PerProcess<Mutex<HashMap<IpAddr, IpAddr>>> =
+        PerProcess::new(|| Mutex::new(Rank::CaptureSources, HashMap::new()));
     let peer = peer.to_canonical();
-    let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = KNOWN.get().lock();
     if let Some(ip) = known.get(&peer) {
         return *ip;
     }

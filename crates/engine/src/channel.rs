@@ -8,11 +8,11 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::fd::EngineFd;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::reserve;
 
 /// Events in a row that were there when they were asked for, after which the program is taken to wait for the descriptor by
@@ -49,16 +49,19 @@ impl<T> Channel<T> {
         Ok(Self {
             fd: EngineFd::new(fd),
             writer: EngineFd::new(writer),
-            queue: Mutex::new(Queue {
-                events: VecDeque::new(),
-                bytes: 0,
-            }),
+            queue: Mutex::new(
+                Rank::Events,
+                Queue {
+                    events: VecDeque::new(),
+                    bytes: 0,
+                },
+            ),
             unwaited: AtomicU8::new(0),
         })
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue<T>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     /// The descriptor's number, for the application.

@@ -11,7 +11,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
@@ -21,15 +21,12 @@ use anywarp_core::fault::{Action, Decision, Direction, Lane, Plan, Service, What
 use crate::clock;
 use crate::config::config;
 use crate::engine::Engine;
+use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::udp::UdpSocket;
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
 use crate::sys::{Io, thread};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 // ---------------------------------------------------------------------- settings
 
@@ -94,7 +91,6 @@ fn from_file(path: &Path) -> Result<Plan, String> {
 // ---------------------------------------------------------------------- counters
 
 /// Counters of this process, for the summary.
-#[derive(Default)]
 struct Done {
     queue_pairs: AtomicU32,
     requests: AtomicU64,
@@ -105,7 +101,19 @@ struct Done {
     faults: Mutex<BTreeMap<(Option<u32>, String), u64>>,
 }
 
-static DONE: PerProcess<Done> = PerProcess::new(Done::default);
+impl Done {
+    fn new() -> Self {
+        Self {
+            queue_pairs: AtomicU32::default(),
+            requests: AtomicU64::default(),
+            datagrams: AtomicU64::default(),
+            overflowed: AtomicU64::default(),
+            faults: Mutex::new(Rank::FaultCounts, BTreeMap::new()),
+        }
+    }
+}
+
+static DONE: PerProcess<Done> = PerProcess::new(Done::new);
 
 /// The text of the summary; `None` if there was no queue pair.
 fn summary(plan: &Plan, done: &Done) -> Option<String> {
@@ -120,7 +128,7 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
         done.datagrams.load(Ordering::Relaxed),
     );
     // The process exits: a thread that holds this lock may never release it.
-    let faults = done.faults.try_lock().ok()?;
+    let faults = done.faults.try_lock()?;
     if faults.is_empty() {
         text.push_str(" no fault");
     }
@@ -142,7 +150,7 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
 /// Sends the delayed datagrams and prints the summary when the process exits.
 extern "C" fn at_exit() {
     let Ok(Some(plan)) = plan() else { return };
-    if let Ok(mut late) = LATE.get().try_lock() {
+    if let Some(mut late) = LATE.get().try_lock() {
         let held = std::mem::take(&mut late.held);
         drop(late);
         for (_, held) in held {
@@ -161,7 +169,7 @@ extern "C" fn at_exit() {
 
 /// Counts and logs the faults of one request or datagram.
 fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
-    let mut faults = lock(&DONE.get().faults);
+    let mut faults = DONE.get().faults.lock();
     for cause in &decision.causes {
         // The time of a delay differs between datagrams: all delays are counted as one fault.
         let name = match cause.action {
@@ -246,14 +254,15 @@ struct Late {
     alarm: Option<Instant>,
 }
 
-static LATE: PerProcess<Mutex<Late>> = PerProcess::new(Mutex::default);
+static LATE: PerProcess<Mutex<Late>> =
+    PerProcess::new(|| Mutex::new(Rank::DelayedDatagrams, Late::default()));
 
 /// Pause before a datagram is sent again to a socket that had no room.
 const AGAIN: Duration = Duration::from_millis(1);
 
 /// Delays a datagram until `at`. `None`: too many are delayed, and it is dropped.
 fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
-    let mut late = lock(LATE.get());
+    let mut late = LATE.get().lock();
     let len = held.len();
     if late.held.len() >= bounds::FAULT_HELD || late.bytes + len > bounds::FAULT_HELD_BYTES {
         drop(late);
@@ -270,7 +279,7 @@ fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
 
 /// Takes a delayed datagram out of the queue before its time.
 fn release(key: Key) -> Option<Held> {
-    let mut late = lock(LATE.get());
+    let mut late = LATE.get().lock();
     let held = late.held.remove(&key)?;
     late.bytes -= held.len();
     Some(held)
@@ -314,7 +323,7 @@ impl Source for Clock {
 
     fn timeout(self: Arc<Self>, now: Instant) {
         let due = {
-            let mut late = lock(LATE.get());
+            let mut late = LATE.get().lock();
             if late.alarm.is_some_and(|alarm| alarm <= now) {
                 late.alarm = None;
             }
@@ -392,9 +401,9 @@ impl Faults {
         log!(Debug, "fault: qp #{nth} has the number 0x{number:06x}");
         Some(Self {
             engine,
-            lane: Mutex::new(Lane::new(plan, nth, number)),
-            out: Mutex::default(),
-            into: Mutex::default(),
+            lane: Mutex::new(Rank::FaultLane, Lane::new(plan, nth, number)),
+            out: Mutex::new(Rank::FaultWay, Way::default()),
+            into: Mutex::new(Rank::FaultWay, Way::default()),
         })
     }
 
@@ -409,7 +418,7 @@ impl Faults {
         rnr: (u8, u8),
     ) -> RequestEffect {
         DONE.get().requests.fetch_add(1, Ordering::Relaxed);
-        let mut lane = lock(&self.lane);
+        let mut lane = self.lane.lock();
         let mut decision = lane.request(what, peer, service);
         if decision.is_nothing() {
             return RequestEffect::default();
@@ -433,7 +442,7 @@ impl Faults {
             decision.delay += timer.saturating_mul(not_ready);
         }
         if service == Service::Stream {
-            effect.not_before = lock(&self.out).due(&decision, len, now);
+            effect.not_before = self.out.lock().due(&decision, len, now);
         } else if effect.kill && effect.fails.is_none() {
             // There is no connection to reset: the request fails as if the peer no longer answered.
             effect.fails = Some(anywarp_core::verbs::wc::Status::RetryExceeded);
@@ -450,9 +459,9 @@ impl Faults {
         from: Option<IpAddr>,
         run_max: &mut usize,
     ) -> Result<usize, Io> {
-        let mut out = lock(&self.out);
+        let mut out = self.out.lock();
         {
-            let mut lane = lock(&self.lane);
+            let mut lane = self.lane.lock();
             for d in datagrams.iter().skip(out.decided.len()) {
                 DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
                 let (decision, what) = lane.datagram(Direction::Tx, d.to, &d.bytes);
@@ -543,14 +552,14 @@ impl Faults {
 
     /// Discards the decisions for datagrams that are not going to be sent.
     pub(crate) fn forget(&self) {
-        lock(&self.out).decided.clear();
+        self.out.lock().decided.clear();
     }
 
     /// Injects faults into a datagram that arrived for `sink`, and delivers it unless it is dropped.
     pub(crate) fn receive(&self, sink: &Weak<dyn Deliver>, arrival: &Arrival, bytes: &[u8]) {
         DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
         let decision = {
-            let mut lane = lock(&self.lane);
+            let mut lane = self.lane.lock();
             let (decision, what) = lane.datagram(Direction::Rx, arrival.from, bytes);
             note(&lane, &decision, "rx datagram", what, bytes.len() as u64);
             decision
@@ -566,7 +575,7 @@ impl Faults {
         let copies = 1 + usize::from(decision.does(Action::Dup));
         let passes = decision.does(Action::Reorder);
         let (late, parked) = {
-            let mut into = lock(&self.into);
+            let mut into = self.into.lock();
             let late = into.due(&decision, bytes.len() as u64, now);
             let parked = if passes { None } else { into.parked.take() };
             (late, parked)
@@ -578,7 +587,7 @@ impl Faults {
                 Some(at) => {
                     let key = hold(self.engine, at, held);
                     if late.is_none() {
-                        lock(&self.into).parked = key;
+                        self.into.lock().parked = key;
                     }
                 }
                 None => {
@@ -633,15 +642,15 @@ mod tests {
 
     #[test]
     fn the_summary_counts_and_is_silent_about_nothing() {
-        let done = Done::default();
+        let done = Done::new();
         let plan = Plan::default();
         assert_eq!(summary(&plan, &done), None);
         done.queue_pairs.store(2, Ordering::Relaxed);
         done.requests.store(5, Ordering::Relaxed);
         let head = "seed 1, 2 queue pairs, 5 requests, 0 datagrams:";
         assert_eq!(summary(&plan, &done), Some(format!("{head} no fault")));
-        lock(&done.faults).insert((None, "drop".into()), 3);
-        lock(&done.faults).insert((Some(4), "kill".into()), 1);
+        done.faults.lock().insert((None, "drop".into()), 3);
+        done.faults.lock().insert((Some(4), "kill".into()), 1);
         done.overflowed.store(7, Ordering::Relaxed);
         assert_eq!(
             summary(&plan, &done),

@@ -8,7 +8,7 @@
 //! The port is the network interface that has the address of the first entry. The port is down while that interface is.
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::net::netlink::SocketAddrNetlink;
@@ -19,6 +19,7 @@ use crate::clock;
 use crate::engine::Engine;
 use crate::events::event;
 use crate::fd::EngineFd;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
@@ -33,9 +34,9 @@ use crate::sys::thread::Uncancelled;
 pub const PLACES: usize = 64;
 /// Pause after which the worker reads the addresses again when reading them failed, unless a reader of the table does
 /// so first.
-const AGAIN: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Netlink messages that one check for changes receives, at most.
-const LOOK: usize = 256;
+const MESSAGES_PER_TURN: usize = 256;
 /// Netlink groups that report changes: `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR`.
 const GROUPS: u32 = 0x1 | 0x10 | 0x100;
 
@@ -196,8 +197,8 @@ impl Watch {
                 engine,
                 fd,
                 token: OnceLock::new(),
-                places: Mutex::new(Places::of_host()),
-                listeners: Mutex::new(Vec::new()),
+                places: Mutex::new(Rank::Gids, Places::of_host()),
+                listeners: Mutex::new(Rank::PortListeners, Vec::new()),
             });
             let source = Arc::clone(&watch) as Arc<dyn Source>;
             let token = engine.reserve(source);
@@ -213,14 +214,14 @@ impl Watch {
     }
 
     fn lock(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+        self.places.lock()
     }
 
     /// Whether the kernel has reported a change since the last call.
     fn changed(&self) -> bool {
         let Some(fd) = &self.fd else { return true };
         let mut changed = false;
-        for _ in 0..LOOK {
+        for _ in 0..MESSAGES_PER_TURN {
             // The content of the message is not needed: all addresses are read from the host again.
             let mut message = [0_u8; 1];
             match rustix::net::recv(fd.get(), &mut message, RecvFlags::TRUNC) {
@@ -236,7 +237,7 @@ impl Watch {
 
     /// The table, updated if something changed. The worker notifies the listeners, because the caller may hold locks
     /// that they need.
-    fn look(&self) -> MutexGuard<'_, Places> {
+    fn current(&self) -> MutexGuard<'_, Places> {
         let mut places = self.lock();
         if self.changed() || places.stale {
             // The caller may be a thread of the program that polls, and reading the addresses has cancellation points.
@@ -246,8 +247,8 @@ impl Watch {
             let waits = places.again.is_some_and(|at| at > now);
             if let Some(token) = self.token.get() {
                 if places.stale && !waits {
-                    places.again = Some(now + AGAIN);
-                    self.engine.deadline(*token, now + AGAIN);
+                    places.again = Some(now + RETRY_INTERVAL);
+                    self.engine.deadline(*token, now + RETRY_INTERVAL);
                 } else if !places.stale && !places.news.is_empty() {
                     self.engine.deadline(*token, now);
                 }
@@ -256,17 +257,14 @@ impl Watch {
         places
     }
 
-    fn tell(&self) {
-        let news = std::mem::take(&mut self.look().news);
+    fn notify_listeners(&self) {
+        let news = std::mem::take(&mut self.current().news);
         if news.is_empty() {
             return;
         }
         log!(Info, "addresses of the host: {news:?}");
         let listeners: Vec<_> = {
-            let mut all = self
-                .listeners
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut all = self.listeners.lock();
             all.retain(|l| l.strong_count() > 0);
             all.iter().filter_map(Weak::upgrade).collect()
         };
@@ -278,29 +276,26 @@ impl Watch {
 
 impl Source for Watch {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        self.tell();
+        self.notify_listeners();
     }
 
     fn timeout(self: Arc<Self>, _now: Instant) {
-        self.tell();
+        self.notify_listeners();
     }
 }
 
 /// Notifies `who` of changes of the port from now on.
 pub(crate) fn listen(engine: &'static Engine, who: Weak<dyn Listener>) {
-    let mut all = Watch::of(engine)
-        .listeners
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
+    let mut all = Watch::of(engine).listeners.lock();
     if all.len() == all.capacity() {
         all.retain(|l| l.strong_count() > 0);
     }
     all.push(who);
 }
 
-fn look<R>(at: impl FnOnce(&Places) -> R) -> R {
+fn current<R>(at: impl FnOnce(&Places) -> R) -> R {
     match WATCH.get().get() {
-        Some(watch) => at(&watch.look()),
+        Some(watch) => at(&watch.current()),
         // The device has not been opened yet.
         None => at(&Places::of_host()),
     }
@@ -308,22 +303,22 @@ fn look<R>(at: impl FnOnce(&Places) -> R) -> R {
 
 /// The entries of the GID table, up to the last one that was ever in use.
 pub fn table() -> Vec<Option<Gid>> {
-    look(|places| places.entries.clone())
+    current(|places| places.entries.clone())
 }
 
 /// The addresses of the GID table, without its empty entries.
 pub fn gids() -> Vec<Gid> {
-    look(|places| places.entries.iter().flatten().cloned().collect())
+    current(|places| places.entries.iter().flatten().cloned().collect())
 }
 
 /// The address at an index of the GID table.
 pub fn at(place: usize) -> Option<Gid> {
-    look(|places| places.entries.get(place).cloned().flatten())
+    current(|places| places.entries.get(place).cloned().flatten())
 }
 
 /// The index of an address in the GID table.
 pub fn place_of(ip: IpAddr) -> Option<u8> {
-    look(|places| {
+    current(|places| {
         let mut entries = places.entries.iter();
         let place = entries.position(|e| e.as_ref().is_some_and(|g| g.ip == ip))?;
         u8::try_from(place).ok()
@@ -332,7 +327,7 @@ pub fn place_of(ip: IpAddr) -> Option<u8> {
 
 /// Whether the port's interface is up.
 pub fn is_up() -> bool {
-    look(|places| places.up)
+    current(|places| places.up)
 }
 
 /// The address that a LID stands for: the first address of this host if it has that LID, otherwise the address in the

@@ -7,21 +7,69 @@
 //! device is unusable from then on (see `fatal`), so that no invariant is relied on afterwards.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{self, PoisonError};
+use std::sync::{self, PoisonError, TryLockError};
 
 /// The order in which locks are acquired: the first variant first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Rank {
     /// The creation of the engine.
     EngineCreation,
+    /// The objects whose counters `anywarp stat` shows.
+    Counted,
+    /// The state of an identifier of the connection manager that the program made.
+    CmId,
+    /// The state of an identifier that was made for a connect request. Its listener may be locked meanwhile.
+    CmRequest,
+    /// The list of UDP ports, held while one is opened.
+    UdpPorts,
     /// The list of QPN ports, held while one is opened.
     Ports,
     /// The numbers in use of one QPN port.
     PortIndexes,
-    /// The list of half-open connections. It is held while the state of each is read.
-    HalfOpen,
+    /// Held by the thread that receives from a UDP socket, while queue pairs take the datagrams.
+    UdpReceive,
     /// The socket whose readiness events are off, held while they are changed by its queue pair.
     DisarmedSocket,
+    /// A reliable queue pair.
+    Qp,
+    /// The list of half-open connections. It is held while the state of each is read.
+    HalfOpen,
+    /// The state of a connection that starts up.
+    Startup,
+    /// The address of a queue pair's peer.
+    QpPeer,
+    /// A datagram queue pair.
+    DatagramQp,
+    /// The list of multicast groups, held while one is joined.
+    Groups,
+    /// The memory region behind a handle, held while it is registered anew.
+    Region,
+    /// The locked pages of a region.
+    RegionPin,
+    /// The protection domain of a region.
+    RegionPd,
+    /// The queue pairs of a UDP socket.
+    UdpMembers,
+    /// The queue pairs that wait until a UDP socket has room.
+    UdpWriters,
+    /// The number of a UDP socket in the reactor.
+    UdpToken,
+    /// The connections that are being drained.
+    Drains,
+    /// One connection that is being drained.
+    Drain,
+    /// The GID table.
+    Gids,
+    /// The objects that are notified when the port changes.
+    PortListeners,
+    /// One direction of a queue pair's datagrams, if faults are injected.
+    FaultWay,
+    /// The decisions about a queue pair's faults.
+    FaultLane,
+    /// Datagrams that an injected fault delays.
+    DelayedDatagrams,
+    /// The events of a channel.
+    Events,
     /// Shared memory that is polled.
     PolledMemory,
     /// The map from numbers to reliable queue pairs.
@@ -46,6 +94,16 @@ pub enum Rank {
     PageCounts,
     /// Unused random bytes.
     RandomPool,
+    /// The path MTU of each peer.
+    PathMtus,
+    /// The streams that are captured.
+    CapturedStreams,
+    /// The local address towards each peer, for captures.
+    CaptureSources,
+    /// How many faults of each kind were injected.
+    FaultCounts,
+    /// Lines of the log that were left out. No lock is acquired while a line is written.
+    LogThrottle,
 }
 
 #[cfg(debug_assertions)]
@@ -74,6 +132,10 @@ mod held {
             {
                 panic!("lock {rank:?} is acquired while {higher:?} is held");
             }
+            Self::unchecked(rank)
+        }
+
+        pub(super) fn unchecked(rank: Rank) -> Self {
             let _ = HELD.try_with(|held| held.borrow_mut().push(rank));
             Self(rank)
         }
@@ -102,6 +164,11 @@ mod held {
     impl Held {
         #[inline]
         pub(super) fn new(_rank: Rank) -> Self {
+            Self
+        }
+
+        #[inline]
+        pub(super) fn unchecked(_rank: Rank) -> Self {
             Self
         }
     }
@@ -149,6 +216,21 @@ impl<T> Mutex<T> {
             guard: self.lock.lock().unwrap_or_else(PoisonError::into_inner),
             _held: held,
         }
+    }
+
+    /// Acquires the lock if no thread holds it. This never waits, so that the order of ranks does not matter here; it matters
+    /// for the locks that are acquired while this one is held.
+    #[inline]
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        let guard = match self.lock.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(Guard {
+            guard,
+            _held: held::Held::unchecked(self.rank),
+        })
     }
 }
 

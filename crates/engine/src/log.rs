@@ -2,10 +2,10 @@
 
 use std::fmt::Arguments;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::config::config;
+use crate::locks::{Mutex, Rank};
 
 pub use crate::config::Level;
 
@@ -80,12 +80,12 @@ const LINES_PER_SECOND: u32 = 20;
 
 impl Throttle {
     pub(crate) const fn new() -> Self {
-        Self(Mutex::new((None, 0, 0)))
+        Self(Mutex::new(Rank::LogThrottle, (None, 0, 0)))
     }
 
     /// Whether a line may be written now, and how many were not since the last one.
     pub(crate) fn line(&self, now: Instant) -> Option<u32> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.lock();
         let (since, said, left_out) = &mut *state;
         if since.is_none_or(|t| now.saturating_duration_since(t) >= Duration::from_secs(1)) {
             *since = Some(now);

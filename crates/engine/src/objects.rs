@@ -2,7 +2,7 @@
 //! pairs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
@@ -18,6 +18,7 @@ use crate::channel::Channel;
 use crate::context::Context;
 use crate::engine::Engine;
 use crate::events::{AsyncItem, event};
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::pin::{self, Pin};
 use crate::process::PerProcess;
@@ -212,14 +213,14 @@ impl MemoryRegion {
         pd.enter();
         Ok(Self {
             engine,
-            region: Mutex::new(region),
-            pd: Mutex::new(Arc::clone(pd)),
-            pin: Mutex::new(pin),
+            region: Mutex::new(Rank::Region, region),
+            pd: Mutex::new(Rank::RegionPd, Arc::clone(pd)),
+            pin: Mutex::new(Rank::RegionPin, pin),
         })
     }
 
     fn pin(&self) -> MutexGuard<'_, Option<Pin>> {
-        self.pin.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pin.lock()
     }
 
     /// A region that discards what is written to it, and from which zeroes are read.
@@ -244,9 +245,9 @@ impl MemoryRegion {
         pd.enter();
         Ok(Self {
             engine,
-            region: Mutex::new(region),
-            pd: Mutex::new(Arc::clone(pd)),
-            pin: Mutex::new(None),
+            region: Mutex::new(Rank::Region, region),
+            pd: Mutex::new(Rank::RegionPd, Arc::clone(pd)),
+            pin: Mutex::new(Rank::RegionPin, None),
         })
     }
 
@@ -256,15 +257,15 @@ impl MemoryRegion {
         let region = engine.rnic.regions.find(index)?;
         (region.pd() == pd.id()).then(|| Self {
             engine,
-            region: Mutex::new(region),
-            pd: Mutex::new(Arc::clone(pd)),
-            pin: Mutex::new(None),
+            region: Mutex::new(Rank::Region, region),
+            pd: Mutex::new(Rank::RegionPd, Arc::clone(pd)),
+            pin: Mutex::new(Rank::RegionPin, None),
         })
     }
 
     /// The current registration.
     pub fn region(&self) -> Arc<Region> {
-        Arc::clone(&self.region.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.region.lock())
     }
 
     /// Changes the registration under the same keys. `Err(None)`: the memory is not mapped.
@@ -272,7 +273,7 @@ impl MemoryRegion {
     /// # Safety
     /// As for [`Self::register`], for the memory of `change`.
     pub unsafe fn reregister(&self, change: &Reregistration) -> Result<(), Option<Misuse>> {
-        let mut region = self.region.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut region = self.region.lock();
         let (start, len, base) = match change.range {
             Some((start, len)) => (start, len, start),
             None => (region.start(), region.len(), region.base()),
@@ -304,7 +305,7 @@ impl MemoryRegion {
         *self.pin() = pin;
         if let Some(new) = &change.pd {
             new.enter();
-            let mut pd = self.pd.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut pd = self.pd.lock();
             pd.leave();
             *pd = Arc::clone(new);
         }
@@ -316,10 +317,7 @@ impl MemoryRegion {
         let region = self.region();
         self.engine.rnic.regions.deregister(&region)?;
         *self.pin() = None;
-        self.pd
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .leave();
+        self.pd.lock().leave();
         Ok(())
     }
 }

@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use rustix::fs::MemfdFlags;
@@ -18,6 +18,7 @@ use rustix::net::{
 use crate::config::config;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
+use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::tcp;
 use crate::process::PerProcess;
@@ -36,13 +37,15 @@ pub(crate) trait HasCounters: Send + Sync {
     fn write_counters(&self, line: &mut String);
 }
 
-#[derive(Default)]
 struct Registry {
     all: Mutex<Vec<Weak<dyn HasCounters>>>,
     server: OnceLock<()>,
 }
 
-static REGISTRY: PerProcess<Registry> = PerProcess::new(Registry::default);
+static REGISTRY: PerProcess<Registry> = PerProcess::new(|| Registry {
+    all: Mutex::new(Rank::Counted, Vec::new()),
+    server: OnceLock::new(),
+});
 
 /// Registers an object whose counters `anywarp stat` shows. `make` is called only if `ANYWARP_STAT` is set.
 pub(crate) fn register(engine: &'static Engine, make: impl FnOnce() -> Weak<dyn HasCounters>) {
@@ -51,7 +54,7 @@ pub(crate) fn register(engine: &'static Engine, make: impl FnOnce() -> Weak<dyn 
     }
     let registry = REGISTRY.get();
     {
-        let mut all = registry.all.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = registry.all.lock();
         if all.len() == all.capacity() {
             all.retain(|one| one.strong_count() > 0);
         }
@@ -138,11 +141,7 @@ fn text(engine: &Engine) -> String {
     );
     // The objects are locked without the lock of the registry.
     let all: Vec<_> = {
-        let all = REGISTRY
-            .get()
-            .all
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let all = REGISTRY.get().all.lock();
         all.iter().filter_map(Weak::upgrade).collect()
     };
     let _ = writeln!(text, "worker 0 wakes={}", engine.wakes());

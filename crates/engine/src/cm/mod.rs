@@ -19,7 +19,7 @@ mod udp;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{Depths, Request};
@@ -32,6 +32,7 @@ use crate::connect::startup::{Failure, Opened, Owner, Startup};
 use crate::engine::{DeviceListener, Engine, engine};
 use crate::fd::EngineFd;
 use crate::gids;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::net::route::source_for;
 use crate::net::socket::{self, local_addr, unmapped};
@@ -231,41 +232,45 @@ fn os(errno: i32) -> io::Error {
 impl CmId {
     /// A new identifier whose events go to `channel`.
     pub fn new(channel: &Arc<EventChannel>, port_space: PortSpace) -> io::Result<Arc<Self>> {
-        Ok(Self::make(engine()?, channel, port_space))
+        Ok(Self::make(engine()?, channel, port_space, Rank::CmId))
     }
 
     fn make(
         engine: &'static Engine,
         channel: &Arc<EventChannel>,
         port_space: PortSpace,
+        rank: Rank,
     ) -> Arc<Self> {
         let id = Arc::new_cyclic(|me| Self {
             engine,
             c_object: AtomicUsize::new(0),
             port_space,
             me: me.clone(),
-            state: Mutex::new(State {
-                phase: Phase::Idle,
-                channel: Arc::clone(channel),
-                local: None,
-                remote: None,
-                bound: None,
-                listener: None,
-                backlog: 0,
-                pending: Vec::new(),
-                qp: None,
-                bare: None,
-                datagram: None,
-                udp: None,
-                requester: None,
-                startup: None,
-                param: ConnParam::default(),
-                offered: (0, 0),
-                reuse: false,
-                v6only: false,
-                ack_timeout: None,
-                destroyed: false,
-            }),
+            state: Mutex::new(
+                rank,
+                State {
+                    phase: Phase::Idle,
+                    channel: Arc::clone(channel),
+                    local: None,
+                    remote: None,
+                    bound: None,
+                    listener: None,
+                    backlog: 0,
+                    pending: Vec::new(),
+                    qp: None,
+                    bare: None,
+                    datagram: None,
+                    udp: None,
+                    requester: None,
+                    startup: None,
+                    param: ConnParam::default(),
+                    offered: (0, 0),
+                    reuse: false,
+                    v6only: false,
+                    ack_timeout: None,
+                    destroyed: false,
+                },
+            ),
         });
         let listener: Arc<dyn DeviceListener> = Arc::clone(&id) as _;
         engine.subscribe(Arc::downgrade(&listener));
@@ -279,7 +284,7 @@ impl CmId {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     // ------------------------------------------------------------------ addresses

@@ -12,6 +12,7 @@ use super::state::{Input, Phase};
 use super::{CmId, ConnParam, Event, EventKind, event_depths, os};
 use crate::connect::half_open;
 use crate::connect::startup::{Owner, Startup};
+use crate::locks::Rank;
 use crate::log;
 use crate::qp::Manager;
 use crate::reactor::Source;
@@ -189,7 +190,7 @@ impl CmId {
             let _ = startup.reject(&[]);
             return;
         }
-        let child = Self::make(self.engine, &channel, self.port_space);
+        let child = Self::make(self.engine, &channel, self.port_space, Rank::CmRequest);
         let (responder_resources, initiator_depth) = event_depths(Depths {
             ird: request.ird.unwrap_or(u16::MAX),
             ord: request.ord.unwrap_or(u16::MAX),

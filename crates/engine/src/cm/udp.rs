@@ -17,6 +17,7 @@ use super::state::{Input, Phase};
 use super::{CmId, ConnParam, Event, EventKind, Peer, Requester, State, os};
 use crate::clock;
 use crate::fd::EngineFd;
+use crate::locks::Rank;
 use crate::net::route::{GROUP_PORT, source_for};
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
@@ -178,7 +179,7 @@ impl CmId {
             }
             Arc::clone(&state.channel)
         };
-        let child = Self::make(self.engine, &channel, self.port_space);
+        let child = Self::make(self.engine, &channel, self.port_space, Rank::CmRequest);
         {
             let local = self.lock().local;
             let mut state = child.lock();

@@ -18,7 +18,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
@@ -32,6 +32,7 @@ use rustix::net::SocketType;
 use crate::clock;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::net::drain::drain;
 use crate::net::socket::{self, local_addr};
@@ -205,7 +206,7 @@ impl Startup {
             peer: dial.peer,
             bind: dial.bind,
             retry_until: Some(now + dial.retry_refused),
-            state: Mutex::new(State::new(Phase::Done, now + dial.timeout)),
+            state: Mutex::new(Rank::Startup, State::new(Phase::Done, now + dial.timeout)),
         });
         startup.connect(dial.config)?;
         Ok(startup)
@@ -260,7 +261,10 @@ impl Startup {
             peer,
             bind: None,
             retry_until: None,
-            state: Mutex::new(State::new(listening, clock::now() + REQUEST_TIMEOUT)),
+            state: Mutex::new(
+                Rank::Startup,
+                State::new(listening, clock::now() + REQUEST_TIMEOUT),
+            ),
         });
         let token = engine.reserve(Arc::clone(&startup) as Arc<dyn Source>);
         let mut state = startup.lock();
@@ -275,7 +279,7 @@ impl Startup {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The local address of the connection.

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use anywarp_core::datagram::Arrival;
@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 
 use crate::engine::Engine;
 use crate::fd::EngineFd;
+use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::route::{GROUP_PORT, MulticastHome};
 use crate::net::socket;
@@ -18,10 +19,6 @@ use crate::net::udp::{self, Batch, DatagramSink};
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
 use crate::sys::socket::{multicast, set_option};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A multicast group that queue pairs of this process are members of.
 pub(super) struct Group<S> {
@@ -50,7 +47,7 @@ impl<S: DatagramSink> Group<S> {
         ip: IpAddr,
         home: MulticastHome,
     ) -> io::Result<Arc<Self>> {
-        let mut all = lock(registry.get());
+        let mut all = registry.get().lock();
         all.retain(|group| group.strong_count() > 0);
         if let Some(group) = all
             .iter()
@@ -77,13 +74,13 @@ impl<S: DatagramSink> Group<S> {
             engine,
             ip,
             fd,
-            members: Mutex::new(Vec::new()),
-            receiving: Mutex::new(()),
-            token: Mutex::new(Token::NONE),
+            members: Mutex::new(Rank::UdpMembers, Vec::new()),
+            receiving: Mutex::new(Rank::UdpReceive, ()),
+            token: Mutex::new(Rank::UdpToken, Token::NONE),
         });
         let listener = Arc::new(Listener(Arc::downgrade(&group)));
         let token = engine.add(listener, group.fd.get(), false)?;
-        *lock(&group.token) = token;
+        *group.token.lock() = token;
         log!(Info, "joined multicast group {ip} at {}", home.ip);
         all.push(Arc::downgrade(&group));
         Ok(group)
@@ -91,24 +88,22 @@ impl<S: DatagramSink> Group<S> {
 
     /// Datagrams to the group go to `sink` too.
     pub(super) fn enter(&self, sink: Weak<S>) {
-        lock(&self.members).push(sink);
+        self.members.lock().push(sink);
     }
 
     /// Removes a member. The group is left when its last member drops it.
     pub(super) fn leave(&self, sink: &Weak<S>) {
-        lock(&self.members).retain(|m| !m.ptr_eq(sink));
+        self.members.lock().retain(|m| !m.ptr_eq(sink));
     }
 
     fn members(&self) -> SmallVec<[Arc<S>; 4]> {
-        let members = lock(&self.members);
+        let members = self.members.lock();
         members.iter().filter_map(Weak::upgrade).collect()
     }
 
     fn readable(&self) {
-        let _receiving = match self.receiving.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(p)) => p.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
+        let Some(_receiving) = self.receiving.try_lock() else {
+            return;
         };
         udp::receive(
             self.engine,
@@ -132,7 +127,7 @@ impl<S: DatagramSink> Group<S> {
 
 impl<S> Drop for Group<S> {
     fn drop(&mut self) {
-        let token = *lock(&self.token);
+        let token = *self.token.lock();
         self.engine.remove(token, Some(self.fd.get()));
     }
 }

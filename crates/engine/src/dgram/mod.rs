@@ -11,7 +11,7 @@ use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 use std::slice::Chunks;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use anywarp_core::bounds;
@@ -31,6 +31,7 @@ use crate::context::Context;
 use crate::engine::DeviceListener;
 use crate::fault::{Deliver, Faults};
 use crate::gids;
+use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::net::route::{MulticastHome, is_broadcast, path_mtu};
 use crate::net::udp::{self, DatagramSink, ReceiveCalls, UdpPort};
@@ -92,9 +93,9 @@ fn index(number: u32) -> u8 {
 }
 
 /// The UDP ports of this process that have datagram queue pairs.
-static PORTS: udp::Registry<DgramQp> = PerProcess::new(Mutex::default);
+static PORTS: udp::Registry<DgramQp> = PerProcess::new(|| Mutex::new(Rank::UdpPorts, Vec::new()));
 /// The multicast groups that queue pairs of this process are members of.
-static GROUPS: group::Registry<DgramQp> = PerProcess::new(Mutex::default);
+static GROUPS: group::Registry<DgramQp> = PerProcess::new(|| Mutex::new(Rank::Groups, Vec::new()));
 
 /// The address and interface that multicast of a family uses: those of the first GID of the family.
 fn multicast_home(ipv4: bool) -> Option<MulticastHome> {
@@ -136,25 +137,28 @@ impl DgramQp {
             kind,
             udp,
             me: me.clone(),
-            inner: Mutex::new(Inner {
-                core,
-                pending: Vec::new(),
-                sent: 0,
-                blocked: false,
-                unanswered: (0, 0),
-                #[cfg(not(test))]
-                cork: Cork::new(clock::start()),
-                #[cfg(test)]
-                cork: Cork::for_slow_machines(clock::start()),
-                run_max: usize::MAX,
-                source: None,
-                groups: Vec::new(),
-                stall: None,
-                token: Token::NONE,
-                deadline: None,
-                destroyed: false,
-                calls: 0,
-            }),
+            inner: Mutex::new(
+                Rank::DatagramQp,
+                Inner {
+                    core,
+                    pending: Vec::new(),
+                    sent: 0,
+                    blocked: false,
+                    unanswered: (0, 0),
+                    #[cfg(not(test))]
+                    cork: Cork::new(clock::start()),
+                    #[cfg(test)]
+                    cork: Cork::for_slow_machines(clock::start()),
+                    run_max: usize::MAX,
+                    source: None,
+                    groups: Vec::new(),
+                    stall: None,
+                    token: Token::NONE,
+                    deadline: None,
+                    destroyed: false,
+                    calls: 0,
+                },
+            ),
         });
         qp.udp.enter(index(number), qp.me.clone());
         let listener: Arc<dyn DeviceListener> = Arc::clone(&qp) as _;
@@ -178,7 +182,7 @@ impl DgramQp {
 
     /// Locks the state for what does not depend on the time. Reading the clock costs as much as posting a receive request.
     fn lock_timeless(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     /// Locks the state. If the core is about to give something up because nothing arrived, what the socket holds is received

@@ -4,13 +4,14 @@
 //! the peer had not read: the last FPDUs of a stream, or a Terminate. Such a connection is therefore closed for sending only
 //! and read for up to [`DRAIN_TIMEOUT`]. A process that exits waits until its peers have acknowledged what it sent.
 
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
+use std::sync::{Arc, Once, Weak};
 use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::limits;
+use crate::locks::{Mutex, Rank};
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
 use crate::sys::{Io, socket, stream, thread};
@@ -23,11 +24,8 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// The connections of this process that are being drained.
-static DRAINS: PerProcess<Mutex<Vec<Arc<Drain>>>> = PerProcess::new(Mutex::default);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+static DRAINS: PerProcess<Mutex<Vec<Arc<Drain>>>> =
+    PerProcess::new(|| Mutex::new(Rank::Drains, Vec::new()));
 
 /// A connection that is closed for sending. It is dropped when the peer closes too, or after [`DRAIN_TIMEOUT`].
 struct Drain {
@@ -58,13 +56,13 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
     static AT_EXIT: Once = Once::new();
     let _ = rustix::net::shutdown(fd.get(), rustix::net::Shutdown::Write);
     let drain = {
-        let mut drains = lock(DRAINS.get());
+        let mut drains = DRAINS.get().lock();
         if drains.len() >= limits::peer_descriptors() {
             return Draining::default();
         }
         let drain = Arc::new(Drain {
             engine,
-            fd: Mutex::new(None),
+            fd: Mutex::new(Rank::Drain, None),
         });
         drains.push(Arc::clone(&drain));
         drain
@@ -72,7 +70,7 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
     AT_EXIT.call_once(|| thread::at_exit(at_exit));
     let token = engine.reserve(Arc::clone(&drain) as Arc<dyn Source>);
     let watched = engine.watch(token, fd.get(), false);
-    *lock(&drain.fd) = Some((fd, token));
+    *drain.fd.lock() = Some((fd, token));
     let draining = Draining(Arc::downgrade(&drain));
     if watched.is_err() {
         drain.finish();
@@ -100,12 +98,12 @@ fn poll_until(until: Option<Instant>, done: impl Fn() -> bool) {
 /// A signal handler may call `exit` while its thread holds one of these locks, so a lock that is held counts as "yes"
 /// instead of being waited for.
 fn any_unacked() -> bool {
-    let Ok(drains) = DRAINS.get().try_lock() else {
+    let Some(drains) = DRAINS.get().try_lock() else {
         return true;
     };
     drains.iter().any(|drain| match drain.fd.try_lock() {
-        Ok(fd) => is_unacked(fd.as_ref()),
-        Err(_) => true,
+        Some(fd) => is_unacked(fd.as_ref()),
+        None => true,
     })
 }
 
@@ -121,14 +119,17 @@ impl std::fmt::Debug for Drain {
 
 impl Drain {
     fn has_unacked(&self) -> bool {
-        is_unacked(lock(&self.fd).as_ref())
+        is_unacked(self.fd.lock().as_ref())
     }
 
     /// Closes the socket.
     fn finish(&self) {
-        let connection = lock(&self.fd).take();
+        let connection = self.fd.lock().take();
         if let Some((fd, token)) = connection {
-            lock(DRAINS.get()).retain(|other| !std::ptr::eq(Arc::as_ptr(other), self));
+            DRAINS
+                .get()
+                .lock()
+                .retain(|other| !std::ptr::eq(Arc::as_ptr(other), self));
             self.engine.remove(token, Some(fd.get()));
         }
     }
@@ -138,7 +139,7 @@ impl Source for Drain {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
         let mut stage = self.engine.rx_buffer();
         let ended = {
-            let connection = lock(&self.fd);
+            let connection = self.fd.lock();
             let Some((fd, _)) = &*connection else { return };
             matches!(
                 stream::receive(fd.get(), None, &mut stage),

@@ -5,7 +5,6 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anywarp_core::datagram::MULTICAST_QPN;
@@ -13,6 +12,7 @@ use rustix::net::SocketType;
 
 use super::socket;
 use crate::clock;
+use crate::locks::{Mutex, Rank};
 use crate::process::PerProcess;
 use crate::sys::socket::get_option;
 
@@ -55,9 +55,10 @@ pub(crate) fn is_broadcast(ip: IpAddr) -> bool {
 /// Bytes of UDP payload that the path to `ip` carries without fragments, as far as this host knows.
 pub(crate) fn path_mtu(ip: IpAddr) -> u16 {
     type Paths = Mutex<HashMap<IpAddr, (u16, Instant)>>;
-    static PATHS: PerProcess<Paths> = PerProcess::new(Mutex::default);
+    static PATHS: PerProcess<Paths> =
+        PerProcess::new(|| Mutex::new(Rank::PathMtus, HashMap::new()));
     let now = clock::now();
-    let mut paths = PATHS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut paths = PATHS.get().lock();
     if let Some((mtu, since)) = paths.get(&ip)
         && now.saturating_duration_since(*since) < PATH_MTU_LIFETIME
     {

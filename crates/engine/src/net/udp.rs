@@ -9,7 +9,7 @@ use std::io;
 use std::net::IpAddr;
 use std::slice::Chunks;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use anywarp_core::datagram::rx::destination_index;
@@ -21,6 +21,7 @@ use super::route::MulticastHome;
 use super::socket::{self, unmapped};
 use crate::engine::Engine;
 use crate::fd::EngineFd;
+use crate::locks::{Mutex, Rank, RwLock};
 use crate::mem::TolerateUnmapped;
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
@@ -39,10 +40,6 @@ const CATCH_UP_TURNS: usize = 16;
 const RUN_DATAGRAMS_MAX: usize = 64;
 /// Bytes of one run with its IP and UDP headers, at most: a limit of the kernel.
 const RUN_BYTES_MAX: usize = 65_000;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The receiver of datagrams of a UDP port: a datagram queue pair.
 pub(crate) trait DatagramSink: Send + Sync + 'static {
@@ -259,7 +256,7 @@ impl<S: DatagramSink> UdpPort<S> {
         socket: &Arc<UdpSocket>,
         homes: &[MulticastHome],
     ) -> io::Result<Arc<Self>> {
-        let mut all = lock(registry.get());
+        let mut all = registry.get().lock();
         all.retain(|port| port.strong_count() > 0);
         if let Some(port) = all
             .iter()
@@ -275,15 +272,15 @@ impl<S: DatagramSink> UdpPort<S> {
         let port = Arc::new(Self {
             engine,
             socket: Arc::clone(socket),
-            members: RwLock::new(HashMap::new()),
-            waiting: Mutex::new(Vec::new()),
-            receiving: Mutex::default(),
+            members: RwLock::new(Rank::UdpMembers, HashMap::new()),
+            waiting: Mutex::new(Rank::UdpWriters, Vec::new()),
+            receiving: Mutex::new(Rank::UdpReceive, ReceiveCalls::default()),
             many: AtomicBool::new(false),
-            token: Mutex::new(Token::NONE),
+            token: Mutex::new(Rank::UdpToken, Token::NONE),
         });
         let listener = Arc::new(Listener(Arc::downgrade(&port)));
         let token = engine.add(listener, socket.fd.get(), false)?;
-        *lock(&port.token) = token;
+        *port.token.lock() = token;
         all.push(Arc::downgrade(&port));
         Ok(port)
     }
@@ -295,30 +292,24 @@ impl<S: DatagramSink> UdpPort<S> {
 
     /// Datagrams for index `index` go to `sink` from now on.
     pub(crate) fn enter(&self, index: u8, sink: Weak<S>) {
-        self.members
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(index, sink);
+        self.members.write().insert(index, sink);
     }
 
     /// Datagrams for index `index` are dropped from now on.
     pub(crate) fn leave(&self, index: u8) {
-        self.members
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&index);
+        self.members.write().remove(&index);
     }
 
     /// System calls that received so far.
     pub(crate) fn calls(&self) -> ReceiveCalls {
-        *lock(&self.receiving)
+        *self.receiving.lock()
     }
 
     /// Calls [`DatagramSink::writable`] of `sink` when the socket has room again.
     pub(crate) fn wait_writable(&self, sink: Weak<S>) {
-        let mut waiting = lock(&self.waiting);
+        let mut waiting = self.waiting.lock();
         if waiting.is_empty() {
-            let token = *lock(&self.token);
+            let token = *self.token.lock();
             self.engine.want_write(token, self.socket.fd.get(), true);
         }
         waiting.push(sink);
@@ -326,8 +317,8 @@ impl<S: DatagramSink> UdpPort<S> {
 
     fn writable(&self) {
         let waiting = {
-            let mut waiting = lock(&self.waiting);
-            let token = *lock(&self.token);
+            let mut waiting = self.waiting.lock();
+            let token = *self.token.lock();
             self.engine.want_write(token, self.socket.fd.get(), false);
             std::mem::take(&mut *waiting)
         };
@@ -348,10 +339,8 @@ impl<S: DatagramSink> UdpPort<S> {
     /// Receives what is queued; whether there was something.
     fn readable(&self, batch: Batch) -> bool {
         // The thread that has the lock receives this as well; what arrives later makes the socket readable again.
-        let mut calls = match self.receiving.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(p)) => p.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
+        let Some(mut calls) = self.receiving.try_lock() else {
+            return false;
         };
         let mut sinks = Sinks(SmallVec::new());
         let found = receive(
@@ -364,7 +353,7 @@ impl<S: DatagramSink> UdpPort<S> {
                     let (index, run, behind) = split_by_index(rest, size);
                     rest = behind;
                     let member = |index| {
-                        let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+                        let members = self.members.read();
                         members.get(&index).and_then(Weak::upgrade)
                     };
                     if let Some(sink) = index.and_then(|index| sinks.of(index, member)) {
@@ -424,7 +413,7 @@ fn split_by_index(bytes: &[u8], size: usize) -> (Option<u8>, &[u8], &[u8]) {
 
 impl<S> Drop for UdpPort<S> {
     fn drop(&mut self) {
-        let token = *lock(&self.token);
+        let token = *self.token.lock();
         self.engine.remove(token, Some(self.socket.fd.get()));
     }
 }

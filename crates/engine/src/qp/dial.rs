@@ -6,7 +6,7 @@
 //! opens the connection and passes it to [`RcQp::attach_managed`].
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
@@ -254,7 +254,7 @@ impl RcQp {
             (_, None) => First::Nothing,
         };
         let address = socket::peer_addr(&opened.fd);
-        *self.peer.lock().unwrap_or_else(PoisonError::into_inner) = address;
+        *self.peer.lock() = address;
         let (ird, ord) = if managed {
             (u32::from(params.ird), u32::from(params.ord))
         } else {

@@ -15,7 +15,7 @@ use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
@@ -32,7 +32,7 @@ use crate::connect::startup::Startup;
 use crate::context::Context;
 use crate::engine::{DeviceListener, Engine};
 use crate::fault::{Faults, RequestEffect};
-use crate::locks::{Rank, RwLock};
+use crate::locks::{Mutex, MutexGuard, Rank, RwLock};
 use crate::net::drain::{Draining, drain};
 use crate::net::tcp::{Outcome, Tcp};
 use crate::process::PerProcess;
@@ -169,27 +169,30 @@ impl RcQp {
             engine,
             common,
             me: me.clone(),
-            inner: Mutex::new(Inner {
-                conn: Connection::new(parts(number)),
-                tcp: None,
-                token: Token::NONE,
-                route: None,
-                parked: Vec::new(),
-                dialing: None,
-                dial_until: None,
-                timers: Timers::default(),
-                deadline: None,
-                manager: None,
-                notices: VecDeque::new(),
-                notifying: false,
-                managed: false,
-                destroyed: false,
-                unwatched: false,
-                corked: false,
-                requests: (0, 0),
-                draining: Draining::default(),
-            }),
-            peer: Mutex::new(None),
+            inner: Mutex::new(
+                Rank::Qp,
+                Inner {
+                    conn: Connection::new(parts(number)),
+                    tcp: None,
+                    token: Token::NONE,
+                    route: None,
+                    parked: Vec::new(),
+                    dialing: None,
+                    dial_until: None,
+                    timers: Timers::default(),
+                    deadline: None,
+                    manager: None,
+                    notices: VecDeque::new(),
+                    notifying: false,
+                    managed: false,
+                    destroyed: false,
+                    unwatched: false,
+                    corked: false,
+                    requests: (0, 0),
+                    draining: Draining::default(),
+                },
+            ),
+            peer: Mutex::new(Rank::QpPeer, None),
         });
         qpn_port::set_incoming(Self::dispatch_incoming);
         trace::set_peer_lookup(Self::peer_of);
@@ -200,7 +203,7 @@ impl RcQp {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     /// Releases the lock and calls the manager as often as is due.
@@ -560,7 +563,7 @@ impl RcQp {
 
     /// The address of its peer, or of the last one.
     pub(crate) fn peer(&self) -> Option<SocketAddr> {
-        *self.peer.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.peer.lock()
     }
 
     /// The descriptor of its connection, for tests and diagnosis.
