@@ -19,6 +19,7 @@ const PROGRAMS: &[&str] = &[
     ELEVATED,
     EXAMPLES,
     EXS,
+    EXS_HOSTILE,
     "fair",
     "faults",
     "flood",
@@ -45,6 +46,9 @@ const ELEVATED: &str = "elevated";
 
 /// The one that is linked to extended sockets, whose header and library are ours.
 const EXS: &str = "exs";
+
+/// A peer of extended sockets that breaks their protocol.
+const EXS_HOSTILE: &str = "exs_hostile";
 
 /// The programs of the man pages in `docs/man/examples`; each ends with 0 if it did what it shows.
 const EXAMPLES: &str = "examples";
@@ -297,7 +301,7 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
             sh::dist().join("lib/anywarp").display()
         ));
     }
-    if name == EXS {
+    if name.starts_with(EXS) {
         by_path = extended_sockets();
     }
     compile(&source.with_extension("c"), to, &by_path)

@@ -15,6 +15,7 @@ static exs_qhandle_t queue = EXS_QHANDLE_INVALID;
 static int ends[2];
 static char *block[2];
 static exs_mhandle_t handle[2];
+static int stream_buffer; /* of sockets that are made next */
 
 static int close_fd(void *what)
 {
@@ -69,6 +70,7 @@ static const char *listener(int type, int immediate, int *fd, struct sockaddr_in
 	ENSURE(*fd >= 0, "exs_socket: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)*fd, "listener");
 	ENSURE(exs_fcntl(*fd, EXS_F_SETSMALLPACKET, immediate) == 0, "fcntl: %s", strerror(errno));
+	ENSURE(exs_fcntl(*fd, EXS_F_SETSTREAMBUFFER, stream_buffer) == 0, "fcntl: %s", strerror(errno));
 	ENSURE(exs_bind(*fd, (struct sockaddr *)addr, len) == 0, "bind: %s", strerror(errno));
 	ENSURE(exs_listen(*fd, 8) == 0, "listen: %s", strerror(errno));
 	ENSURE(exs_getsockname(*fd, (struct sockaddr *)addr, &len) == 0 && addr->sin_port, "getsockname");
@@ -90,6 +92,7 @@ static const char *connected(int type, int immediate)
 	ENSURE(ends[0] >= 0, "exs_socket: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)ends[0], "socket");
 	ENSURE(exs_fcntl(ends[0], EXS_F_SETSMALLPACKET, immediate) == 0, "fcntl: %s", strerror(errno));
+	ENSURE(exs_fcntl(ends[0], EXS_F_SETSTREAMBUFFER, stream_buffer) == 0, "fcntl: %s", strerror(errno));
 	ENSURE(exs_accept(fd, &want, 0, queue, 1) == 0, "accept: %s", strerror(errno));
 	ENSURE(exs_connect(ends[0], (struct sockaddr *)&addr, sizeof addr, 0, queue, 2) == 0, "connect: %s",
 	       strerror(errno));
@@ -241,6 +244,7 @@ static const char *stream(size_t immediate)
 {
 	exs_event_t e;
 
+	stream_buffer = 0;
 	TRY(connected(SOCK_STREAM, (int)immediate));
 	fill(block[0], 6, 200);
 	ENSURE(SEND(200, 0, 1) == 0 && RECV(150, 0, 2) == 0, "%s", strerror(errno));
@@ -255,6 +259,151 @@ static const char *stream(size_t immediate)
 	TRY(event(&e, EXS_EVT_SEND, 4, 0));
 	TRY(compare(block[1], 6, 200));
 	TRY(compare(block[1] + 200, 6, 200));
+	return finish();
+}
+
+/*
+ * A stream whose receiver is behind ends its sends through the buffer, and one whose receiver is ahead places all directly: the
+ * counters of copies say which. What is in the buffer comes before what is advertised after it.
+ */
+static const char *stream_behind(size_t immediate)
+{
+	exs_counters_t before;
+	exs_event_t e;
+	size_t got = 0;
+
+	stream_buffer = 10000;
+	TRY(connected(SOCK_STREAM, (int)immediate));
+	stream_buffer = 0;
+	fill(block[0], 3, 30000);
+	TRY(read_counters(&before));
+	/* Nine fit into the buffer; the tenth and eleventh do not. */
+	for (int i = 0; i < 11; i++)
+		ENSURE(exs_send(ends[0], block[0] + i * 1100, 1100, 0, queue, i, handle[0]) == 0, "send: %s", strerror(errno));
+	for (int i = 0; i < 9; i++)
+		TRY(event(&e, EXS_EVT_SEND, i, 0));
+	TRY(no_event());
+	/* 9900 of these are copied out of the buffer, and with immediate data all are copied into it before. */
+	ENSURE(exs_recv(ends[1], block[1], 12100, EXS_MSG_WAITALL, queue, 20, handle[1]) == 0, "recv: %s", strerror(errno));
+	for (int events = 0; events < 3; events++) {
+		struct timeval wait = { 10, 0 };
+
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno, "event %d", events);
+		if (e.exs_evt_type == EXS_EVT_RECV)
+			got = LENGTH(e);
+	}
+	ENSURE(got == 12100, "received %zu", got);
+	TRY(compare(block[1], 3, 12100));
+	if (immediate)
+		TRY(moved(&before, 12100 + 9900, 0));
+	else
+		TRY(moved(&before, 9900, 12100));
+	/* Ahead: the receive is there before the send. */
+	TRY(read_counters(&before));
+	ENSURE(RECV(5000, EXS_MSG_WAITALL, 21) == 0 && SEND(5000, 0, 22) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 21, 0));
+	TRY(event(&e, EXS_EVT_SEND, 22, 0));
+	TRY(moved(&before, 0, 5000));
+	/* Longer than the buffer: the send waits for its receive, though the receiver is behind. */
+	TRY(read_counters(&before));
+	ENSURE(SEND(20000, 0, 23) == 0, "%s", strerror(errno));
+	TRY(no_event());
+	ENSURE(RECV(20000, EXS_MSG_WAITALL, 24) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 24, 0));
+	TRY(event(&e, EXS_EVT_SEND, 23, 0));
+	TRY(moved(&before, 0, 20000));
+	/* Buffered bytes are there after the end of the data, in parts too. */
+	ENSURE(SEND(1000, 0, 25) == 0 && exs_shutdown(ends[0], EXS_SHUT_WR, queue, 26) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 25, 0));
+	TRY(event(&e, EXS_EVT_SHUTDOWN, 26, 0));
+	memset(block[1], 0, 2000);
+	for (int i = 0; i < 4; i++) {
+		ENSURE(exs_recv(ends[1], block[1] + i * 300, 300, 0, queue, 27, handle[1]) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 27, 0));
+		ENSURE(LENGTH(e) == (i < 3 ? 300 : 100), "part %d: %zu", i, LENGTH(e));
+	}
+	TRY(compare(block[1], 3, 1000));
+	ENSURE(RECV(300, 0, 28) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 28, 0));
+	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+	return finish();
+}
+
+/* Bytes in parts of all lengths over a stream, receives of other lengths, the buffer nearly always in use. */
+static const char *stream_of_parts(size_t immediate)
+{
+	size_t sent = 0, received = 0, total = 3 * MIB;
+	unsigned int under_way = 0, at = 1;
+	exs_event_t e;
+
+	stream_buffer = 7001;
+	TRY(connected(SOCK_STREAM, (int)immediate));
+	stream_buffer = 0;
+	fill(block[0], 8, total);
+	for (bool receiving = false; received < total;) {
+		struct timeval wait = { 10, 0 };
+		size_t len;
+
+		while (sent < total && under_way < 10) {
+			at = at * 1103515245 + 12345;
+			len = 1 + (at >> 16) % (at & 64 ? 20000 : 500);
+			len = len < total - sent ? len : total - sent;
+			ENSURE(exs_send(ends[0], block[0] + sent, len, 0, queue, 1, at & 128 ? handle[0] : EXS_MHANDLE_UNREGISTERED) == 0,
+			       "send: %s", strerror(errno));
+			sent += len;
+			under_way++;
+		}
+		if (!receiving) {
+			at = at * 1103515245 + 12345;
+			len = 1 + (at >> 16) % 9000;
+			len = len < total - received ? len : total - received;
+			ENSURE(exs_recv(ends[1], block[1] + received, len, at & 256 ? EXS_MSG_WAITALL : 0, queue, 2,
+					at & 512 ? handle[1] : EXS_MHANDLE_UNREGISTERED) == 0, "recv: %s", strerror(errno));
+			receiving = true;
+		}
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno, "event: %s", strerror(e.exs_evt_errno));
+		if (e.exs_evt_type == EXS_EVT_RECV) {
+			received += LENGTH(e);
+			receiving = false;
+		} else {
+			under_way--;
+		}
+	}
+	for (; under_way > 0; under_way--)
+		TRY(event(&e, EXS_EVT_SEND, 1, 0));
+	TRY(compare(block[1], 8, total));
+	return finish();
+}
+
+/*
+ * Memory that is not registered: short messages go through the connection's registered buffers, and are copied once at each end;
+ * long ones are registered for their call, and are copied nowhere.
+ */
+static const char *unregistered(size_t arg)
+{
+	exs_counters_t before;
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	for (size_t len = 1; len <= 4 * MIB; len *= 4) {
+		uint64_t copies;
+		exs_counters_t now;
+
+		TRY(read_counters(&before));
+		fill(block[0], (uint32_t)len, len);
+		ENSURE(exs_send(ends[0], block[0], len, 0, queue, 1, EXS_MHANDLE_UNREGISTERED) == 0, "%s", strerror(errno));
+		memset(block[1], 0, len);
+		ENSURE(exs_recv(ends[1], block[1], len, 0, queue, 2, EXS_MHANDLE_UNREGISTERED) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 2, 0));
+		TRY(event(&e, EXS_EVT_SEND, 1, 0));
+		TRY(compare(block[1], (uint32_t)len, len));
+		TRY(read_counters(&now));
+		copies = now.exs_copied - before.exs_copied;
+		ENSURE(copies == 0 || copies == 2 * len, "%llu bytes copied for %zu", (unsigned long long)copies, len);
+		ENSURE(len <= 64 * 1024 || copies == 0, "%zu bytes are copied", len);
+		ENSURE(now.exs_direct - before.exs_direct == len, "%zu bytes are not moved", len);
+	}
 	return finish();
 }
 
@@ -393,7 +542,9 @@ static const char *endings(size_t arg)
 	TRY(event(&e, EXS_EVT_SEND, 10, 0));
 	ENSURE(exs_recv(ends[0], block[0], 1, 0, queue, 11, handle[0]) == 0, "%s", strerror(errno));
 	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "%s", strerror(errno));
-	TRY(event(&e, EXS_EVT_RECV, 11, ECONNRESET));
+	/* The peer had nothing under way: it is the end of the data. Later calls find that nothing is there. */
+	TRY(event(&e, EXS_EVT_RECV, 11, 0));
+	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
 	ENSURE(exs_send(ends[1], block[1], 1, 0, queue, 1, handle[1]) < 0 && errno == EBADF, "use after close");
 	return finish();
 }
@@ -655,6 +806,11 @@ static const struct test tests[] = {
 	{ "truncated_immediate", truncated, 256, 0, false },
 	{ "stream", stream, 0, 0, false },
 	{ "stream_immediate", stream, 256, 0, false },
+	{ "stream_behind", stream_behind, 0, 0, false },
+	{ "stream_behind_immediate", stream_behind, 4096, 0, false },
+	{ "stream_of_parts", stream_of_parts, 0, 0, false },
+	{ "stream_of_parts_immediate", stream_of_parts, 400, 0, false },
+	{ "unregistered", unregistered, 0, 0, false },
 	{ "persistent_send", persistent_send, 0, 0, false },
 	{ "persistent_send_notify", persistent_send, 1, 0, false },
 	{ "persistent_recv", persistent_recv, 0, 0, false },

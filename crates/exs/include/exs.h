@@ -41,11 +41,23 @@ typedef intptr_t exs_ahandle_t;
 
 #define EXS_SHUT_WR 1
 
-/* Commands of exs_fcntl, with an int */
+/* Commands of exs_fcntl, with an int. Those of 1 to 6 are set before the connection. */
 #define EXS_F_SETCREDITS 1
 #define EXS_F_GETCREDITS 2
 #define EXS_F_SETSMALLPACKET 3
 #define EXS_F_GETSMALLPACKET 4
+#define EXS_F_SETSTREAMBUFFER 5
+#define EXS_F_GETSTREAMBUFFER 6
+#define EXS_F_SETCONNECTTIMEOUT 7 /* milliseconds */
+#define EXS_F_GETCONNECTTIMEOUT 8
+#define EXS_F_SETLINGER 9 /* milliseconds, of exs_close_async */
+#define EXS_F_GETLINGER 10
+
+/* Options, set with exs_fcntl */
+#define SO_ASYNC_RECV_ORDERED 100
+#define SO_ASYNC_SEND_TIMEOUT 101 /* milliseconds; 0: no limit */
+#define SO_ASYNC_RECV_TIMEOUT 102
+#define EXS_TIMEOUT_ONCE (1 << 30) /* or'd to a time: only for the next call */
 
 /* Attributes of queues */
 #define EXS_QATTR_DEPTH 1      /* int */
@@ -101,7 +113,7 @@ typedef struct exs_fdvec {
 
 typedef struct exs_xferfile {
 	exs_fdvec_t *xf_vec;
-	int xf_veclen; /* 1 */
+	int xf_veclen; /* 1 to 8 */
 } exs_xferfile_t;
 
 typedef struct exs_acceptaddr {
@@ -198,6 +210,7 @@ int exs_accept(int fd, exs_acceptaddr_t *addr, int flags, exs_qhandle_t q, exs_a
 int exs_connect(int fd, const struct sockaddr *addr, socklen_t len, int flags, exs_qhandle_t q, exs_ahandle_t ah);
 int exs_shutdown(int fd, int how, exs_qhandle_t q, exs_ahandle_t ah);
 int exs_close(int fd);
+int exs_close_async(int fd, exs_qhandle_t q, exs_ahandle_t ah);
 int exs_getsockname(int fd, struct sockaddr *addr, socklen_t *len);
 int exs_getpeername(int fd, struct sockaddr *addr, socklen_t *len);
 int exs_fcntl(int fd, int cmd, ...);

@@ -2,13 +2,13 @@
 
 use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
-use crate::memory::{FileMap, Memory, Region, Use};
+use crate::memory::{self, FileMap, Memory, Region, Use};
 use crate::queue::{Event, Queue, Wait};
-use crate::socket::{self, Keep, Op, Settings, Socket};
+use crate::socket::{self, Keep, Op, PollCall, Settings, Socket, Timeout};
 use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment};
 use libc::{c_int, c_void, sockaddr, socklen_t};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const UNREGISTERED: c_int = -2;
@@ -23,6 +23,27 @@ const QATTR_WAIT: c_int = 4;
 const QATTR_FD: c_int = 100;
 const QATTR_COUNTERS: c_int = 101;
 
+const F_SETCREDITS: c_int = 1;
+const F_GETCREDITS: c_int = 2;
+const F_SETSMALLPACKET: c_int = 3;
+const F_GETSMALLPACKET: c_int = 4;
+const F_SETSTREAMBUFFER: c_int = 5;
+const F_GETSTREAMBUFFER: c_int = 6;
+const F_SETCONNECTTIMEOUT: c_int = 7;
+const F_GETCONNECTTIMEOUT: c_int = 8;
+const F_SETLINGER: c_int = 9;
+const F_GETLINGER: c_int = 10;
+const ASYNC_RECV_ORDERED: c_int = 100;
+const ASYNC_SEND_TIMEOUT: c_int = 101;
+const ASYNC_RECV_TIMEOUT: c_int = 102;
+const TIMEOUT_ONCE: c_int = 1 << 30;
+
+/// `EXS_IOVEC` and `EXS_FDVEC`.
+const MEMORY: c_int = 1;
+const FILE: c_int = 2;
+
+/// Sockets of one exs_poll.
+const MAX_POLLED: usize = 1024;
 const EVTVEC_MAX: usize = 1024;
 const MAX_DEPTH: usize = 1 << 20;
 
@@ -162,6 +183,12 @@ fn begin(fd: c_int, q: c_int, places: usize) -> Answer<(Arc<Socket>, Arc<Queue>)
     let socket = library.socket(fd)?;
     let queue = library.queue(q)?;
     queue.reserve(&socket, places)?;
+    if library.socket(fd).is_err() {
+        // Another thread has closed it meanwhile.
+        queue.forget(fd);
+        queue.release(places);
+        return Err(libc::EBADF);
+    }
     Ok((socket, queue))
 }
 
@@ -177,7 +204,9 @@ fn plain(kind: c_int, queue: &Arc<Queue>, ahandle: isize, user: u64) -> Op {
         segments: Vec::new(),
         remote: Vec::new(),
         keep: Vec::new(),
-        events: 0,
+        bounce: None,
+        deadline: None,
+        late: false,
     }
 }
 
@@ -247,13 +276,21 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
     result(take())
 }
 
-/// Writes what is ready into the program's array; the event has its length then.
+/// Writes what is ready into the program's array, of which the event has address and length.
 fn finish_poll(event: &mut Event) {
-    let [fds, ready, ..] = &mut event.body;
-    let polled: *mut PollFd = std::ptr::with_exposed_provenance_mut(*fds as usize);
+    let [fds, count, index, ready, ..] = event.body;
+    let polled: *mut PollFd = std::ptr::with_exposed_provenance_mut(fds as usize);
+    let count = usize::try_from(count).unwrap_or(0);
     // SAFETY: the array is the library's until the program has this event.
-    unsafe { (*polled).revents = i16::try_from(*ready).unwrap_or(0) };
-    *ready = 1;
+    let polled = unsafe { std::slice::from_raw_parts_mut(polled, count) };
+    for (at, polled) in polled.iter_mut().enumerate() {
+        let found = library::get().and_then(|library| library.socket(polled.fd));
+        // The next call on a socket that is closed does not wait.
+        let now = found.map_or(-1, |socket| socket.ready());
+        let first = if at as u64 == index { ready } else { 0 };
+        polled.revents = polled.events & (now | i16::try_from(first).unwrap_or(0));
+    }
+    event.body = [fds, event.body[1], 0, 0, 0, 0];
 }
 
 #[unsafe(no_mangle)]
@@ -372,11 +409,18 @@ pub(crate) unsafe extern "C" fn exs_mderegister(handle: c_int, flags: c_int) -> 
     done(deregister())
 }
 
-/// Finds the keys of the memory of a transfer.
+/// A part of a file that stands for memory in a transfer.
+#[derive(Debug, Clone, Copy)]
+struct FilePart {
+    fd: c_int,
+    offset: i64,
+}
+
+/// Finds the keys of the memory of a transfer; what has none is registered, or copied if that takes less time.
 fn resolve(
     library: &Library,
     socket: &Socket,
-    vec: &[IoVec],
+    vec: &[(IoVec, Option<FilePart>)],
     what: Use,
     persistent: bool,
     op: &mut Op,
@@ -385,16 +429,35 @@ fn resolve(
     require(vec.len() <= MAX_SEGMENTS, libc::EMSGSIZE)?;
     let total = vec
         .iter()
-        .try_fold(0u64, |sum, v| sum.checked_add(v.len as u64));
+        .try_fold(0u64, |sum, (v, _)| sum.checked_add(v.len as u64));
     let total = total.filter(|t| *t <= MAX_LENGTH).ok_or(libc::EMSGSIZE)?;
-    let several = vec.iter().filter(|v| v.len > 0).count() > 1;
-    for v in vec.iter().filter(|v| v.len > 0 || !several) {
-        require(!v.base.is_null() || v.len == 0, libc::EFAULT)?;
-        let (addr, len) = (v.base.expose_provenance() as u64, v.len as u64);
+    let several = vec.iter().filter(|(v, _)| v.len > 0).count() > 1;
+    for (v, file) in vec.iter().filter(|(v, _)| v.len > 0 || !several) {
+        let (mut addr, len) = (v.base.expose_provenance() as u64, v.len as u64);
         let len32 = u32::try_from(len).map_err(|_| libc::EMSGSIZE)?;
-        let copied = what == Use::Source && !several && !persistent && total <= immediate;
         let (mut lkey, mut rkey) = (0, 0);
-        if v.handle != UNREGISTERED {
+        let pooled = || {
+            let apart = len > 0 && !persistent && (what == Use::Source || !several);
+            apart.then(|| socket.buffer(&device, len, what)).flatten()
+        };
+        if let Some(file) = file {
+            require(file.fd >= 0, libc::EBADF)?;
+            if let Some(piece) = pooled() {
+                memory::read_file(file.fd, file.offset, piece.addr(), len)?;
+                socket::COPIED.fetch_add(len, Relaxed);
+                addr = piece.addr();
+                (lkey, rkey) = piece.keys();
+                op.keep.push(Keep::Pooled(piece));
+            } else {
+                let map = FileMap::new(file.fd, file.offset, len)?;
+                let region = Region::new(&device, map.addr, len, what)?;
+                addr = map.addr;
+                (lkey, rkey) = (region.lkey, region.rkey);
+                op.keep.push(Keep::Own { _region: region });
+                op.keep.push(Keep::Map { _map: map });
+            }
+        } else if v.handle != UNREGISTERED {
+            require(!v.base.is_null() || len == 0, libc::EFAULT)?;
             let memory = library.memory(v.handle)?;
             require(len == 0 || memory.contains(addr, len), libc::EACCES)?;
             let region = memory.region(&device, what)?;
@@ -403,10 +466,31 @@ fn resolve(
                 _memory: memory,
                 _region: region,
             });
-        } else if len > 0 && !copied {
-            let region = Region::new(&device, addr, len, what)?;
-            (lkey, rkey) = (region.lkey, region.rkey);
-            op.keep.push(Keep::Own(region));
+        } else if len > 0 {
+            require(!v.base.is_null(), libc::EFAULT)?;
+            let copied = what == Use::Source && !several && !persistent && total <= immediate;
+            if copied {
+                // Its copy is made in the message.
+            } else if let Some(piece) = pooled() {
+                if what == Use::Source {
+                    // SAFETY: the program passes this memory, and the buffer is as long.
+                    unsafe {
+                        let from = v.base.cast::<u8>().cast_const();
+                        let to = std::ptr::with_exposed_provenance_mut(piece.addr() as usize);
+                        std::ptr::copy_nonoverlapping(from, to, v.len);
+                    }
+                    socket::COPIED.fetch_add(len, Relaxed);
+                } else {
+                    op.bounce = Some(addr);
+                }
+                addr = piece.addr();
+                (lkey, rkey) = piece.keys();
+                op.keep.push(Keep::Pooled(piece));
+            } else {
+                let region = Region::new(&device, addr, len, what)?;
+                (lkey, rkey) = (region.lkey, region.rkey);
+                op.keep.push(Keep::Own { _region: region });
+            }
         }
         op.segments.push(Segment {
             addr,
@@ -437,11 +521,10 @@ fn sends(kind: c_int) -> bool {
 
 fn transfer(
     fd: c_int,
-    vec: &[IoVec],
+    vec: &[(IoVec, Option<FilePart>)],
     transfer: &Transfer,
     q: c_int,
     ahandle: isize,
-    file: Option<FileMap>,
 ) -> Answer {
     let known = if sends(transfer.kind) {
         PERSISTENT | NOTIFY
@@ -470,14 +553,6 @@ fn transfer(
         queue.release(places);
         return Err(errno);
     }
-    if let (Some(map), Some(Keep::Own(_))) = (file, op.keep.first())
-        && let Keep::Own(region) = op.keep.remove(0)
-    {
-        op.keep.push(Keep::File {
-            _region: region,
-            _map: map,
-        });
-    }
     let offset = transfer.has_offset.then_some(transfer.offset);
     let sending = sends(transfer.kind);
     let start = |flow: &mut Flow, id: OpId, op: &Op, out: &mut Vec<Action>| {
@@ -492,12 +567,13 @@ fn transfer(
     refused(&queue, places, socket.start(op, start))
 }
 
-fn one(buf: *const c_void, len: usize, handle: c_int) -> [IoVec; 1] {
-    [IoVec {
+fn one(buf: *const c_void, len: usize, handle: c_int) -> [(IoVec, Option<FilePart>); 1] {
+    let vec = IoVec {
         base: buf.cast_mut(),
         len,
         handle,
-    }]
+    };
+    [(vec, None)]
 }
 
 #[unsafe(no_mangle)]
@@ -518,7 +594,7 @@ pub(crate) unsafe extern "C" fn exs_send(
         offset: 0,
         has_offset: false,
     };
-    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle, None))
+    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle))
 }
 
 #[unsafe(no_mangle)]
@@ -539,7 +615,7 @@ pub(crate) unsafe extern "C" fn exs_recv(
         offset: 0,
         has_offset: false,
     };
-    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle, None))
+    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle))
 }
 
 #[unsafe(no_mangle)]
@@ -561,7 +637,7 @@ pub(crate) unsafe extern "C" fn exs_send_offset(
         offset,
         has_offset: true,
     };
-    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle, None))
+    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle))
 }
 
 #[unsafe(no_mangle)]
@@ -583,7 +659,7 @@ pub(crate) unsafe extern "C" fn exs_recv_offset(
         offset,
         has_offset: true,
     };
-    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle, None))
+    done(transfer(fd, &one(buf, len, handle), &t, q, ahandle))
 }
 
 fn message(
@@ -602,6 +678,7 @@ fn message(
     require(!iov.is_null(), libc::EFAULT)?;
     // SAFETY: the program says how many there are.
     let vec = unsafe { std::slice::from_raw_parts(iov, count) };
+    let vec: Vec<_> = vec.iter().map(|v| (*v, None)).collect();
     let user = msg.expose_provenance() as u64;
     let t = Transfer {
         kind,
@@ -610,7 +687,7 @@ fn message(
         offset: 0,
         has_offset: false,
     };
-    transfer(fd, vec, &t, q, ahandle, None)
+    transfer(fd, &vec, &t, q, ahandle)
 }
 
 #[unsafe(no_mangle)]
@@ -648,9 +725,10 @@ pub(crate) unsafe extern "C" fn exs_sendfile(
         // SAFETY: the program passes this structure, and says how many vectors it has.
         let (vec, count) = unsafe { ((*xf).vec, (*xf).len) };
         require(!vec.is_null(), libc::EFAULT)?;
-        require(count == 1, libc::EMSGSIZE)?;
+        let count = usize::try_from(count).map_err(|_| libc::EINVAL)?;
+        require((1..=MAX_SEGMENTS).contains(&count), libc::EMSGSIZE)?;
         // SAFETY: as above.
-        let xv = unsafe { *vec };
+        let parts = unsafe { std::slice::from_raw_parts(vec, count) };
         let user = xf.expose_provenance() as u64;
         let t = Transfer {
             kind: socket::EVT_SENDFILE,
@@ -659,21 +737,19 @@ pub(crate) unsafe extern "C" fn exs_sendfile(
             offset: 0,
             has_offset: false,
         };
-        match xv.kind {
-            1 => transfer(fd, &[xv.vec], &t, q, ahandle, None),
-            2 => {
-                require(xv.vec.len > 0, libc::EINVAL)?;
-                let map = FileMap::new(xv.fd, xv.offset, xv.vec.len as u64)?;
-                let base = std::ptr::with_exposed_provenance_mut(map.addr as usize);
-                let vec = IoVec {
-                    base,
-                    len: xv.vec.len,
-                    handle: UNREGISTERED,
-                };
-                transfer(fd, &[vec], &t, q, ahandle, Some(map))
-            }
+        let part = |xv: &XferVec| match xv.kind {
+            MEMORY => Ok((xv.vec, None)),
+            FILE if xv.vec.len > 0 => Ok((
+                xv.vec,
+                Some(FilePart {
+                    fd: xv.fd,
+                    offset: xv.offset,
+                }),
+            )),
             _ => Err(libc::EINVAL),
-        }
+        };
+        let parts = parts.iter().map(part).collect::<Answer<Vec<_>>>()?;
+        transfer(fd, &parts, &t, q, ahandle)
     };
     done(start())
 }
@@ -739,19 +815,53 @@ pub(crate) unsafe extern "C" fn exs_poll(
 ) -> c_int {
     let start = || {
         require(!fds.is_null(), libc::EFAULT)?;
-        require(flags == 0 && nfds == 1, libc::EINVAL)?;
-        // SAFETY: the program passes an array with one element.
-        let (fd, events) = unsafe { ((*fds).fd, (*fds).events) };
-        require(events & 5 != 0 && events & !5 == 0, libc::EINVAL)?;
-        let (socket, queue) = begin(fd, q, 1)?;
+        let count = usize::try_from(nfds).map_err(|_| libc::EINVAL)?;
+        require(
+            flags == 0 && (1..=MAX_POLLED).contains(&count),
+            libc::EINVAL,
+        )?;
+        // SAFETY: the program passes an array with so many elements.
+        let polled = unsafe { std::slice::from_raw_parts(fds, count) };
+        let polled: Vec<_> = polled.iter().map(|p| (p.fd, p.events)).collect();
+        for (_, events) in &polled {
+            require(events & 5 != 0 && events & !5 == 0, libc::EINVAL)?;
+        }
+        let mut sockets = Vec::with_capacity(count);
+        let mut first = None;
+        for (fd, _) in &polled {
+            // The first one keeps the place in the queue for the event.
+            match begin(*fd, q, usize::from(first.is_none())) {
+                Ok((socket, queue)) => {
+                    first.get_or_insert(queue);
+                    sockets.push(socket);
+                }
+                Err(errno) => {
+                    if let Some(queue) = first {
+                        queue.release(1);
+                    }
+                    return Err(errno);
+                }
+            }
+        }
+        let queue = first.ok_or(libc::EINVAL)?;
         let mut op = plain(
             socket::EVT_POLL,
             &queue,
             ahandle,
             fds.expose_provenance() as u64,
         );
-        op.events = events;
-        refused(&queue, 1, socket.poll(op))
+        op.offset = count as u64;
+        let call = Arc::new(PollCall {
+            op: Mutex::new(Some(op)),
+            ahandle,
+        });
+        for (index, (socket, (_, events))) in sockets.iter().zip(&polled).enumerate() {
+            socket.poll(&call, index, *events);
+            if call.is_over() {
+                break;
+            }
+        }
+        Ok(())
     };
     done(start())
 }
@@ -796,24 +906,60 @@ pub(crate) unsafe extern "C" fn exs_shutdown(
 pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -> c_int {
     let control = || {
         let socket = library::get()?.socket(fd)?;
-        let settings = match cmd {
-            1 => {
-                require((1..=1024).contains(&value), libc::EINVAL)?;
-                socket.settings(|s| s.credits = u16::try_from(value).unwrap_or(1))?;
-                return Ok(0);
-            }
-            3 => {
-                require((0..=(1 << 20)).contains(&value), libc::EINVAL)?;
-                socket.settings(|s| s.immediate = value.unsigned_abs())?;
-                return Ok(0);
-            }
-            _ => socket.settings(|_| {})?,
+        let milliseconds = Duration::from_millis(u64::from((value & !TIMEOUT_ONCE).unsigned_abs()));
+        let timeout = Timeout {
+            after: (!milliseconds.is_zero()).then_some(milliseconds),
+            once: value & TIMEOUT_ONCE != 0,
         };
-        match cmd {
-            2 => Ok(c_int::from(settings.credits)),
-            4 => c_int::try_from(settings.immediate).map_err(|_| libc::EINVAL),
-            _ => Err(libc::EINVAL),
-        }
+        let within =
+            |range: std::ops::RangeInclusive<c_int>| require(range.contains(&value), libc::EINVAL);
+        let shown = |time: Duration| c_int::try_from(time.as_millis()).unwrap_or(c_int::MAX);
+        let change: &dyn Fn(&mut Settings) = match cmd {
+            F_SETCREDITS => {
+                within(1..=1024)?;
+                &|s| s.credits = u16::try_from(value).unwrap_or(1)
+            }
+            F_SETSMALLPACKET => {
+                within(0..=1 << 20)?;
+                &|s| s.immediate = value.unsigned_abs()
+            }
+            F_SETSTREAMBUFFER => {
+                within(0..=64 << 20)?;
+                &|s| s.buffer = value.unsigned_abs()
+            }
+            F_SETCONNECTTIMEOUT => {
+                within(1..=c_int::MAX)?;
+                &|s| s.connect_timeout = Duration::from_millis(u64::from(value.unsigned_abs()))
+            }
+            F_SETLINGER => {
+                within(0..=c_int::MAX)?;
+                &|s| s.linger = Duration::from_millis(u64::from(value.unsigned_abs()))
+            }
+            ASYNC_SEND_TIMEOUT | ASYNC_RECV_TIMEOUT => {
+                within(0..=c_int::MAX)?;
+                if cmd == ASYNC_SEND_TIMEOUT {
+                    &|s| s.send_timeout = timeout
+                } else {
+                    &|s| s.recv_timeout = timeout
+                }
+            }
+            ASYNC_RECV_ORDERED => {
+                // Events of one direction always come in order.
+                within(0..=1)?;
+                &|_| {}
+            }
+            F_GETCREDITS..=F_GETLINGER => &|_| {},
+            _ => return Err(libc::EINVAL),
+        };
+        let settings = socket.settings(change)?;
+        Ok(match cmd {
+            F_GETCREDITS => c_int::from(settings.credits),
+            F_GETSMALLPACKET => c_int::try_from(settings.immediate).unwrap_or(c_int::MAX),
+            F_GETSTREAMBUFFER => c_int::try_from(settings.buffer).unwrap_or(c_int::MAX),
+            F_GETCONNECTTIMEOUT => shown(settings.connect_timeout),
+            F_GETLINGER => shown(settings.linger),
+            _ => 0,
+        })
     };
     result(control())
 }
@@ -831,11 +977,7 @@ pub(crate) unsafe extern "C" fn exs_socket(domain: c_int, kind: c_int, protocol:
             kind == libc::SOCK_SEQPACKET || kind == libc::SOCK_STREAM,
             libc::EPROTOTYPE,
         )?;
-        let settings = Settings {
-            credits: 16,
-            immediate: 0,
-        };
-        library.add_socket(kind == libc::SOCK_STREAM, settings)
+        library.add_socket(kind == libc::SOCK_STREAM, Settings::DEFAULT)
     };
     result(make())
 }
@@ -867,6 +1009,17 @@ pub(crate) unsafe extern "C" fn exs_listen(fd: c_int, backlog: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn exs_close(fd: c_int) -> c_int {
     done(library::get().and_then(|library| library.close(fd)))
+}
+
+/// Closes when all that was sent is answered; then the event comes.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn exs_close_async(fd: c_int, q: c_int, ahandle: isize) -> c_int {
+    let start = || {
+        let (socket, queue) = begin(fd, q, 1)?;
+        let op = plain(socket::EVT_CLOSE, &queue, ahandle, 0);
+        refused(&queue, 1, socket.begin_close(op))
+    };
+    done(start())
 }
 
 unsafe fn name(fd: c_int, addr: *mut sockaddr, len: *mut socklen_t, peer: bool) -> Answer {

@@ -12,6 +12,10 @@ pub(crate) const WR_RDMA_WRITE: u32 = 0;
 pub(crate) const WR_SEND: u32 = 2;
 pub(crate) const WR_RDMA_READ: u32 = 4;
 pub(crate) const SEND_SIGNALED: u32 = 2;
+pub(crate) const WC_SUCCESS: u32 = 0;
+pub(crate) const WC_LOC_LEN_ERR: u32 = 1;
+pub(crate) const WC_REM_INV_REQ_ERR: u32 = 9;
+pub(crate) const WC_REM_ACCESS_ERR: u32 = 10;
 pub(crate) const TRANSPORT_IWARP: c_int = 1;
 pub(crate) const PS_TCP: u32 = 0x0106;
 

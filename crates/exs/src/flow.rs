@@ -17,6 +17,9 @@ pub(crate) const CONTROLS: u32 = 4;
 /// The number of an operation of the program.
 pub(crate) type OpId = u64;
 
+/// In place of a receive: the buffer of a stream. Offsets into it count all bytes that have ever been put there.
+pub(crate) const BUFFER: OpId = 0;
+
 /// A message buffer that holds immediate data.
 pub(crate) type Slot = usize;
 
@@ -71,6 +74,13 @@ pub(crate) enum Action {
         at: u64,
         slot: Slot,
         skip: u64,
+        len: u64,
+    },
+    /// Copies bytes of the stream's buffer from offset `from` on into the memory of a receive.
+    Take {
+        to: OpId,
+        at: u64,
+        from: u64,
         len: u64,
     },
     /// Writes a send into the peer's memory; [`Flow::written`] when that is done.
@@ -133,6 +143,16 @@ enum Kind {
     Control,
 }
 
+/// The bytes of a stream that came before their receive.
+#[derive(Debug)]
+struct Buffer {
+    size: u64,
+    /// Taken by receives, in the buffer, and in it or on their way: counted from the beginning of the stream.
+    taken: u64,
+    landed: u64,
+    asked: u64,
+}
+
 /// One end of a connection.
 #[derive(Debug)]
 pub(crate) struct Flow {
@@ -163,6 +183,7 @@ pub(crate) struct Flow {
     adverts: VecDeque<Advert>,
     persistent: Option<Advert>,
     recvs: VecDeque<Waiting>,
+    buffer: Buffer,
     moves: VecDeque<Move>,
     next_move: u64,
     /// Persistent advertisements of the peer that end when the moves before this number have ended.
@@ -184,7 +205,8 @@ const MAX_MOVES: usize = 16;
 const MAX_WRITES: usize = 16;
 
 impl Flow {
-    pub(crate) fn new(ours: Hello, theirs: Hello) -> Self {
+    /// `buffer` bytes of a stream may be read before there is a receive for them.
+    pub(crate) fn new(ours: Hello, theirs: Hello, buffer: u64) -> Self {
         Self {
             stream: ours.stream,
             credits: u32::from(theirs.credits),
@@ -206,6 +228,12 @@ impl Flow {
             adverts: VecDeque::new(),
             persistent: None,
             recvs: VecDeque::new(),
+            buffer: Buffer {
+                size: if ours.stream { buffer } else { 0 },
+                taken: 0,
+                landed: 0,
+                asked: 0,
+            },
             moves: VecDeque::new(),
             next_move: 0,
             persistent_ends: VecDeque::new(),
@@ -216,7 +244,10 @@ impl Flow {
 
     /// Whether a receive would find something, and whether a send would go at once.
     pub(crate) fn ready(&self) -> (bool, bool) {
-        let input = !self.adverts.is_empty() || self.persistent.is_some() || self.peer_fin;
+        let input = !self.adverts.is_empty()
+            || self.persistent.is_some()
+            || self.peer_fin
+            || self.buffer.landed > self.buffer.taken;
         (
             input,
             self.sends.is_empty() && self.credits > 0 && self.fin.is_none() && !self.fin_sent,
@@ -267,6 +298,23 @@ impl Flow {
         self.progress(out);
     }
 
+    /// Whether the end of the direction has been answered, and all that went before it.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.fin_sent
+            && self.moves.is_empty()
+            && self.writes.is_empty()
+            && self.sends.is_empty()
+            && self.sent.is_empty()
+    }
+
+    /// Whether the peer has something of the program's that it has not answered.
+    pub(crate) fn owes_nothing(&self) -> bool {
+        self.sends.is_empty()
+            && self.writes.is_empty()
+            && self.moves.is_empty()
+            && self.sent.is_empty()
+    }
+
     /// Ends the direction to the peer once all sends are advertised.
     pub(crate) fn shutdown(&mut self, op: OpId, out: &mut Vec<Action>) {
         self.fin = Some(op);
@@ -278,15 +326,10 @@ impl Flow {
         if let Some(at) = self.sends.iter().position(|s| s.id == op) {
             self.sends.remove(at);
             out.push(complete(op, Outcome::Cancelled, 0));
-        } else if let Some(at) = self
-            .recvs
-            .iter()
-            .position(|w| w.recv.id == op && w.asked == 0)
-        {
+        } else if let Some(at) = self.recvs.iter().position(|w| w.recv.id == op) {
             let untouched = !self.moves.iter().any(|m| m.recv == op);
-            if untouched {
-                self.recvs.remove(at);
-                out.push(complete(op, Outcome::Cancelled, 0));
+            if untouched && let Some(waiting) = self.recvs.remove(at) {
+                out.push(complete(op, Outcome::Cancelled, waiting.got));
             }
         } else if let Some((_, None)) = self.standing.as_ref().filter(|(r, _)| r.id == op) {
             self.standing = None;
@@ -546,10 +589,11 @@ impl Flow {
     fn progress(&mut self, out: &mut Vec<Action>) {
         self.finish_moves(out);
         loop {
-            let before = (self.moves.len(), self.recvs.len(), self.next_move);
+            let state = |f: &Self| (f.moves.len(), f.recvs.len(), f.next_move, f.buffer.taken);
+            let before = state(self);
             self.start_move(out);
             self.finish_moves(out);
-            if before == (self.moves.len(), self.recvs.len(), self.next_move) {
+            if before == state(self) {
                 break;
             }
         }
@@ -566,7 +610,9 @@ impl Flow {
         if let Some((recv, _)) = &self.standing {
             // What was advertised before the peer knew of the persistent receive goes into its beginning.
             let (id, len) = (recv.id, total(&recv.segments));
-            if !self.adverts.is_empty() {
+            if self.buffer.asked > self.buffer.taken {
+                self.take_buffered(id, 0, len, out);
+            } else if !self.adverts.is_empty() {
                 self.take_advert(id, 0, len, false, out);
             }
             return;
@@ -585,6 +631,7 @@ impl Flow {
             .iter()
             .position(|w| more(w, stream, moves.iter().any(|m| m.recv == w.recv.id)))
         else {
+            self.fill_buffer(out);
             return;
         };
         let Some(waiting) = self.recvs.get(at) else {
@@ -592,6 +639,21 @@ impl Flow {
         };
         let (id, asked, offset) = (waiting.recv.id, waiting.asked, waiting.recv.offset);
         let room = waiting.len - asked;
+        if self.buffer.asked > self.buffer.taken && offset.is_none_or(|o| o == 0) {
+            // What is in the buffer comes before all that is advertised.
+            let wait_all = waiting.recv.wait_all;
+            let len = self.take_buffered(id, asked, room, out);
+            if let Some(waiting) = self.recvs.get_mut(at) {
+                waiting.asked += len;
+                waiting.got += len;
+                // No move of this receive is under way: those before have ended, and later bytes are in the buffer.
+                if (len > 0 && !wait_all) || len == room {
+                    out.push(complete(id, Outcome::Done, waiting.got));
+                    self.recvs.remove(at);
+                }
+            }
+            return;
+        }
         if let Some(persistent) = self.persistent.as_ref().filter(|_| self.adverts.is_empty()) {
             let skip = offset.unwrap_or(0);
             let fits =
@@ -623,6 +685,27 @@ impl Flow {
         }
     }
 
+    /// Reads the first advertisement into the buffer, if all of it has room there: no receive waits for it.
+    fn fill_buffer(&mut self, out: &mut Vec<Action>) {
+        let room = self.buffer.size - (self.buffer.asked - self.buffer.taken);
+        let left = self.adverts.front().map(|a| a.len - a.taken);
+        if left.is_some_and(|left| left <= room) {
+            let at = self.buffer.asked;
+            self.buffer.asked += self.take_advert(BUFFER, at, room, true, out);
+        }
+    }
+
+    /// Moves bytes from the buffer to a receive; how many. There may be none that have landed yet.
+    fn take_buffered(&mut self, to: OpId, at: u64, room: u64, out: &mut Vec<Action>) -> u64 {
+        let from = self.buffer.taken;
+        let len = room.min(self.buffer.landed - from);
+        if len > 0 {
+            self.buffer.taken += len;
+            out.push(Action::Take { to, at, from, len });
+        }
+        len
+    }
+
     fn asked(&mut self, at: usize, len: u64) {
         if let Some(waiting) = self.recvs.get_mut(at) {
             waiting.asked += len;
@@ -650,7 +733,7 @@ impl Flow {
         let truncated = len < left && !self.stream;
         let ends_advert =
             (advert.taken == advert.len || truncated).then_some((advert.seq, advert.taken, slot));
-        let ends_recv = self.standing.is_none() && (!wait_all || len == room);
+        let ends_recv = recv != BUFFER && self.standing.is_none() && (!wait_all || len == room);
         let number = self.begin(recv, len, truncated, ends_recv, ends_advert, None);
         if ends_advert.is_none() {
             self.adverts.push_front(advert);
@@ -714,6 +797,9 @@ impl Flow {
             let Some(ended) = self.moves.pop_front() else {
                 return;
             };
+            if ended.recv == BUFFER {
+                self.buffer.landed += ended.len;
+            }
             let at = self.recvs.iter().position(|w| w.recv.id == ended.recv);
             if let Some(waiting) = at.and_then(|at| self.recvs.get_mut(at)) {
                 waiting.got += ended.len;
@@ -869,6 +955,9 @@ impl Flow {
         }
         if self.controls > 0
             && self.sends.is_empty()
+            // Operations of this direction end in the order in which they began.
+            && self.writes.is_empty()
+            && !self.sent.iter().any(|s| s.kind == Kind::Once)
             && let Some(op) = self.fin.take()
         {
             let seq = self.number();
@@ -923,7 +1012,7 @@ mod tests {
             credits: 2,
             immediate: 64,
         };
-        Flow::new(hello, hello)
+        Flow::new(hello, hello, 0)
     }
 
     fn memory(len: u32) -> Vec<Segment> {
@@ -1075,6 +1164,62 @@ mod tests {
             out,
             [Action::Release(1), done, Action::Write { send: 2, to }]
         );
+    }
+
+    #[test]
+    fn a_stream_that_is_behind_reads_into_its_buffer_and_one_that_is_ahead_into_its_receive() {
+        let hello = Hello {
+            stream: true,
+            credits: 4,
+            immediate: 0,
+        };
+        let mut flow = Flow::new(hello, hello, 250);
+        let mut out = Vec::new();
+        let read = |number, to, at| Action::Read {
+            number,
+            to,
+            at,
+            from: memory(100),
+        };
+        // Behind: two fit, and the third waits for its receive.
+        for (seq, at) in [(1, 0), (2, 100)] {
+            assert_eq!(flow.arrived(advert(seq), 0, &mut out), Ok(()));
+            let expected = [Action::Release(0), read(u64::from(seq) - 1, BUFFER, at)];
+            assert_eq!(out, expected);
+            out.clear();
+        }
+        assert_eq!(flow.arrived(advert(3), 0, &mut out), Ok(()));
+        assert_eq!(out, [Action::Release(0)]);
+        out.clear();
+        flow.moved(0, &mut out);
+        let answer = Message::Ack {
+            seq: 1,
+            len: 100,
+            status: Status::Done,
+        };
+        assert_eq!(out, [Action::Message(answer, None)]);
+        out.clear();
+        // A receive takes what has landed, and the next one waits for the rest.
+        let take = |to, at, from, len| Action::Take { to, at, from, len };
+        flow.recv(recv(5), &mut out);
+        let done = complete(5, Outcome::Done, 100);
+        assert_eq!(out, [take(5, 0, 0, 100), done, read(2, BUFFER, 200)]);
+        out.clear();
+        flow.recv(recv(6), &mut out);
+        assert_eq!(out, []);
+        flow.moved(1, &mut out);
+        let (taken, done) = (take(6, 0, 100, 100), complete(6, Outcome::Done, 100));
+        assert!(out.contains(&taken) && out.contains(&done), "{out:?}");
+        out.clear();
+        // The third was read into the buffer once there was room; then the receive is there first.
+        flow.moved(2, &mut out);
+        out.clear();
+        flow.recv(recv(7), &mut out);
+        flow.recv(recv(8), &mut out);
+        assert_eq!(out, [take(7, 0, 200, 100), complete(7, Outcome::Done, 100)]);
+        out.clear();
+        assert_eq!(flow.arrived(advert(4), 0, &mut out), Ok(()));
+        assert_eq!(out, [Action::Release(0), read(3, 8, 0)]);
     }
 
     #[test]

@@ -6,9 +6,11 @@ use crate::queue::Queue;
 use crate::socket::{Op, Settings, Socket};
 use crate::wire::Hello;
 use libc::{c_int, c_void};
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 /// Descriptors begin here, far above those of the system, so that one is not taken for the other.
 const FIRST_FD: c_int = 1 << 28;
@@ -29,8 +31,10 @@ pub(crate) struct Library {
     memory: Mutex<HashMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
     hot: Mutex<Vec<Arc<Socket>>>,
-    /// Sockets that were being accepted when their connection failed: the program never learns their descriptors.
+    /// Sockets whose descriptors the program does not have, or not any more, and that are to be closed.
     failed: Mutex<Vec<c_int>>,
+    /// When which socket is to be looked at.
+    alarms: Mutex<BinaryHeap<Reverse<(Instant, c_int)>>>,
 }
 
 /// An event of the connection manager, copied.
@@ -86,6 +90,7 @@ pub(crate) fn init() -> Result<(), c_int> {
         devices: Mutex::default(),
         hot: Mutex::default(),
         failed: Mutex::default(),
+        alarms: Mutex::default(),
     });
     let thread = std::thread::Builder::new().name("exs".to_owned());
     thread.spawn(|| library.run()).map_err(|_| libc::EAGAIN)?;
@@ -140,7 +145,19 @@ pub(crate) fn heat(socket: Arc<Socket>) {
     }
 }
 
-/// A socket that the program does not know has failed: the thread of the library closes it.
+/// The thread of the library looks at a socket at this time.
+pub(crate) fn alarm(at: Instant, fd: c_int) {
+    if let Ok(library) = get() {
+        let mut alarms = lock(&library.alarms);
+        let first = alarms.peek().is_none_or(|Reverse((first, _))| at < *first);
+        alarms.push(Reverse((at, fd)));
+        if first {
+            library.wake();
+        }
+    }
+}
+
+/// The program does not have the descriptor of a socket: the thread of the library closes it.
 pub(crate) fn discard(fd: c_int) {
     if let Ok(library) = get() {
         lock(&library.failed).push(fd);
@@ -163,7 +180,13 @@ impl Library {
         unsafe { libc::write(self.wakeup, (&raw const one).cast(), 8) };
     }
 
+    /// A socket that the program has not closed.
     pub(crate) fn socket(&self, fd: c_int) -> Result<Arc<Socket>, c_int> {
+        self.any_socket(fd)
+            .and_then(|s| if s.is_gone() { Err(libc::EBADF) } else { Ok(s) })
+    }
+
+    fn any_socket(&self, fd: c_int) -> Result<Arc<Socket>, c_int> {
         let found = lock(&self.sockets).get(&fd).cloned();
         found.ok_or_else(|| {
             if (0..FIRST_FD).contains(&fd) {
@@ -194,9 +217,14 @@ impl Library {
         Ok(fd)
     }
 
+    /// Closes a socket of the program.
     pub(crate) fn close(&self, fd: c_int) -> Result<(), c_int> {
-        let socket = self.socket(fd)?;
-        lock(&self.sockets).remove(&fd).ok_or(libc::EBADF)?;
+        self.socket(fd)?;
+        self.remove(fd)
+    }
+
+    fn remove(&self, fd: c_int) -> Result<(), c_int> {
+        let socket = lock(&self.sockets).remove(&fd).ok_or(libc::EBADF)?;
         socket.close();
         let queues: Vec<_> = lock(&self.queues).values().cloned().collect();
         for queue in queues {
@@ -288,7 +316,7 @@ impl Library {
                 })
                 .collect();
             let timeout = if lock(&self.hot).is_empty() {
-                -1
+                self.until_alarm()
             } else {
                 TICK_MS
             };
@@ -301,15 +329,40 @@ impl Library {
             for device in devices {
                 self.events_of_device(&device);
             }
+            self.expire();
             let failed = std::mem::take(&mut *lock(&self.failed));
             for fd in failed {
                 // Its only fault can be that it is not there any more.
-                let _ = self.close(fd);
+                let _ = self.remove(fd);
             }
             if counter == 0 {
                 let hot = std::mem::take(&mut *lock(&self.hot));
                 let still: Vec<_> = hot.into_iter().filter(|s| s.cool()).collect();
                 lock(&self.hot).extend(still);
+            }
+        }
+    }
+
+    /// Milliseconds until the first alarm, for poll(2).
+    fn until_alarm(&self) -> c_int {
+        let alarms = lock(&self.alarms);
+        alarms.peek().map_or(-1, |Reverse((at, _))| {
+            let left = at.saturating_duration_since(Instant::now());
+            c_int::try_from(left.as_millis().saturating_add(1)).unwrap_or(c_int::MAX)
+        })
+    }
+
+    fn expire(&self) {
+        let now = Instant::now();
+        loop {
+            let mut alarms = lock(&self.alarms);
+            let due = alarms.peek().is_some_and(|Reverse((at, _))| *at <= now);
+            let Some(Reverse((_, fd))) = due.then(|| alarms.pop()).flatten() else {
+                return;
+            };
+            drop(alarms);
+            if let Ok(socket) = self.any_socket(fd) {
+                socket.expire();
             }
         }
     }
@@ -342,7 +395,7 @@ impl Library {
             };
             // SAFETY: as above; once.
             unsafe { ffi::rdma_ack_cm_event(event) };
-            match self.socket(copy.fd) {
+            match self.any_socket(copy.fd) {
                 Ok(socket) => socket.event_of_cm(&copy),
                 Err(_) if copy.kind == ffi::EVENT_CONNECT_REQUEST => {
                     // SAFETY: the request of a socket that has closed is nobody's.
@@ -365,7 +418,7 @@ impl Library {
             // SAFETY: as above; once.
             unsafe { ffi::ibv_ack_cq_events(cq, 1) };
             let fd = c_int::try_from(context.addr()).unwrap_or(-1);
-            if let Ok(socket) = self.socket(fd) {
+            if let Ok(socket) = self.any_socket(fd) {
                 socket.wake();
             }
         }

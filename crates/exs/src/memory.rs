@@ -2,7 +2,8 @@
 
 use crate::ffi;
 use libc::{c_int, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A pointer of the verbs libraries, which may be used by any thread.
 pub(crate) struct Ptr<T>(pub(crate) *mut T);
@@ -32,7 +33,14 @@ pub(crate) struct Device {
     pub(crate) pd: Ptr<ffi::Pd>,
     pub(crate) channel: Ptr<ffi::CompChannel>,
     iwarp: bool,
+    /// Up to this length memory that the program has not registered is copied, since registering it takes longer.
+    pub(crate) critical: u64,
 }
+
+/// The longest copy, whatever a registration takes.
+const MAX_CRITICAL: usize = 64 << 10;
+/// How often registering and copying are tried; the median counts.
+const TRIES: usize = 9;
 
 impl Device {
     pub(crate) fn open(context: *mut ffi::Context) -> Result<Self, c_int> {
@@ -52,13 +60,42 @@ impl Device {
                 return Err(crate::errno());
             }
             let iwarp = (*(*context).device).transport_type == ffi::TRANSPORT_IWARP;
-            Ok(Self {
+            let mut device = Self {
                 context: Ptr(context),
                 pd: Ptr(pd),
                 channel: Ptr(channel),
                 iwarp,
-            })
+                critical: 0,
+            };
+            device.critical = device.measure()?;
+            Ok(device)
         }
+    }
+
+    /// The length at which a registration takes as long as a copy.
+    fn measure(&self) -> Result<u64, c_int> {
+        let mut block = vec![1u8; 2 * MAX_CRITICAL].into_boxed_slice();
+        let addr = block.as_mut_ptr().expose_provenance() as u64;
+        let mut registering = [Duration::MAX; TRIES];
+        let mut copying = [Duration::MAX; TRIES];
+        for (registering, copying) in registering.iter_mut().zip(&mut copying) {
+            let begun = Instant::now();
+            drop(Region::new(self, addr, MAX_CRITICAL as u64, Use::Source)?);
+            *registering = begun.elapsed();
+            let (from, to) = block.split_at_mut(MAX_CRITICAL);
+            let begun = Instant::now();
+            to.copy_from_slice(from);
+            std::hint::black_box(&mut *to);
+            *copying = begun.elapsed();
+        }
+        let [registering, copying] = [registering, copying].map(|mut times| {
+            times.sort_unstable();
+            times.get(TRIES / 2).map_or(1, Duration::as_nanos).max(1)
+        });
+        let critical = registering * (MAX_CRITICAL as u128) / copying;
+        Ok(u64::try_from(critical)
+            .unwrap_or(u64::MAX)
+            .min(MAX_CRITICAL as u64))
     }
 }
 
@@ -151,6 +188,135 @@ impl Memory {
         regions.push((key, what, Arc::clone(&region)));
         Ok(region)
     }
+}
+
+/// The sizes of pooled buffers.
+const CLASSES: [usize; 4] = [1 << 10, 4 << 10, 16 << 10, MAX_CRITICAL];
+/// Memory that is registered at once, for buffers of one size.
+const SLAB: usize = 256 << 10;
+/// Slabs of one pool: when all buffers are in use, memory is registered for its call.
+const MAX_SLABS: usize = 8;
+
+/// Registered buffers for memory that the program has not registered. Each connection has its own: a peer may read all
+/// that one registration covers.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    what: Use,
+    state: Mutex<PoolState>,
+}
+
+#[derive(Debug, Default)]
+struct PoolState {
+    slabs: Vec<Slab>,
+    /// For each size, the buffers that are free.
+    free: [Vec<Place>; CLASSES.len()],
+}
+
+#[derive(Debug)]
+struct Slab {
+    /// Ends before its memory does.
+    _region: Region,
+    _bytes: Box<[u8]>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    addr: u64,
+    lkey: u32,
+    rkey: u32,
+}
+
+/// A buffer of a pool, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pool: Arc<Pool>,
+    class: usize,
+    place: Place,
+}
+
+impl Pool {
+    pub(crate) fn new(what: Use) -> Self {
+        Self {
+            what,
+            state: Mutex::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A buffer for `len` bytes; none if it does not pay, or if all are in use.
+    pub(crate) fn take(self: &Arc<Self>, device: &Device, len: u64) -> Option<Piece> {
+        let len = usize::try_from(len.max(1)).ok()?;
+        if len as u64 > device.critical {
+            return None;
+        }
+        let class = CLASSES.iter().position(|c| *c >= len)?;
+        let size = *CLASSES.get(class)?;
+        let mut state = self.lock();
+        let state = &mut *state;
+        let free = state.free.get_mut(class)?;
+        if free.is_empty() && state.slabs.len() < MAX_SLABS {
+            let mut bytes = vec![0u8; SLAB].into_boxed_slice();
+            let addr = bytes.as_mut_ptr().expose_provenance() as u64;
+            let region = Region::new(device, addr, SLAB as u64, self.what).ok()?;
+            let (lkey, rkey) = (region.lkey, region.rkey);
+            free.extend((0..SLAB / size).map(|i| Place {
+                addr: addr + (i * size) as u64,
+                lkey,
+                rkey,
+            }));
+            state.slabs.push(Slab {
+                _region: region,
+                _bytes: bytes,
+            });
+        }
+        Some(Piece {
+            pool: Arc::clone(self),
+            class,
+            place: free.pop()?,
+        })
+    }
+}
+
+impl Piece {
+    pub(crate) fn addr(&self) -> u64 {
+        self.place.addr
+    }
+
+    pub(crate) fn keys(&self) -> (u32, u32) {
+        (self.place.lkey, self.place.rkey)
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if let Some(free) = self.pool.lock().free.get_mut(self.class) {
+            free.push(self.place);
+        }
+    }
+}
+
+/// Reads a part of a file, all of it or an error.
+pub(crate) fn read_file(fd: c_int, offset: i64, into: u64, len: u64) -> Result<(), c_int> {
+    if offset < 0 {
+        return Err(libc::EINVAL);
+    }
+    let mut done = 0;
+    while done < len {
+        let to = std::ptr::with_exposed_provenance_mut::<c_void>((into + done) as usize);
+        let at = offset.checked_add(done.cast_signed()).ok_or(libc::EINVAL)?;
+        // SAFETY: the caller owns `len` bytes at `into`.
+        let n = unsafe { libc::pread(fd, to, (len - done) as usize, at) };
+        match u64::try_from(n) {
+            Ok(0) => return Err(libc::EINVAL),
+            Ok(n) => done += n,
+            Err(_) if crate::errno() == libc::EINTR => {}
+            Err(_) => return Err(crate::errno()),
+        }
+    }
+    Ok(())
 }
 
 /// Pages of a file in memory, until they are dropped.

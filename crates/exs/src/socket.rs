@@ -3,7 +3,7 @@
 use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
-use crate::memory::{Device, FileMap, Memory, Ptr, Region, Use};
+use crate::memory::{Device, FileMap, Memory, Piece, Pool, Ptr, Region, Use};
 use crate::queue::{Event, MORE, Queue};
 use crate::wire::{
     HEADER_LENGTH, HELLO_LENGTH, Hello, MAX_SEGMENTS, Message, SEGMENT_LENGTH, Segment,
@@ -23,7 +23,10 @@ pub(crate) const EVT_RECV: c_int = 5;
 pub(crate) const EVT_SENDMSG: c_int = 6;
 pub(crate) const EVT_RECVMSG: c_int = 7;
 pub(crate) const EVT_SENDFILE: c_int = 8;
+const EVT_SENDTIMEOUT: c_int = 9;
+const EVT_RECVTIMEOUT: c_int = 10;
 pub(crate) const EVT_SHUTDOWN: c_int = 11;
+pub(crate) const EVT_CLOSE: c_int = 12;
 
 /// In the flags of a transfer: the receive was shorter than the message.
 const TRUNCATED: u64 = 0x100;
@@ -38,6 +41,9 @@ const CLOSE_PAUSE: Duration = Duration::from_micros(100);
 /// Places of the send queue for Reads and Writes: 16 moves in up to 15 pieces, 16 writes in up to 8.
 const TRANSFERS: u32 = 16 * 15 + 16 * 8;
 
+/// The size of a stream's buffer if the program does not set another: several messages that are cheaper to copy than to wait for.
+pub(crate) const STREAM_BUFFER: u32 = 256 << 10;
+
 /// Bytes that the library has copied, for all sockets.
 pub(crate) static COPIED: AtomicU64 = AtomicU64::new(0);
 /// Bytes that devices have moved without a copy of the library's.
@@ -48,6 +54,52 @@ pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Settings {
     pub(crate) credits: u16,
     pub(crate) immediate: u32,
+    /// Bytes of a stream that are read before there is a receive for them.
+    pub(crate) buffer: u32,
+    /// How long sends and receives may take; none: without end.
+    pub(crate) send_timeout: Timeout,
+    pub(crate) recv_timeout: Timeout,
+    /// How long a connection may take to be established.
+    pub(crate) connect_timeout: Duration,
+    /// How long a close waits for the answers to what was sent.
+    pub(crate) linger: Duration,
+}
+
+/// A limit for operations of one direction.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Timeout {
+    pub(crate) after: Option<Duration>,
+    /// Only for the next operation.
+    pub(crate) once: bool,
+}
+
+impl Timeout {
+    /// When an operation that starts now is given up.
+    fn take(&mut self) -> Option<Instant> {
+        let after = self.after;
+        if self.once {
+            *self = Self::default();
+        }
+        after.map(|after| Instant::now() + after)
+    }
+}
+
+impl Settings {
+    pub(crate) const DEFAULT: Self = Self {
+        credits: 16,
+        immediate: 0,
+        buffer: STREAM_BUFFER,
+        send_timeout: Timeout {
+            after: None,
+            once: false,
+        },
+        recv_timeout: Timeout {
+            after: None,
+            once: false,
+        },
+        connect_timeout: Duration::from_secs(20),
+        linger: Duration::from_secs(10),
+    };
 }
 
 /// Keeps memory registered, or mapped, until its operation has ended.
@@ -59,9 +111,11 @@ pub(crate) enum Keep {
         _region: Arc<Region>,
     },
     /// Registered for this operation.
-    Own(Region),
-    /// A file, mapped and registered for this operation; the registration goes first.
-    File { _region: Region, _map: FileMap },
+    Own { _region: Region },
+    /// A mapped file; its registration stands before it, and ends first.
+    Map { _map: FileMap },
+    /// A buffer of the connection's pool.
+    Pooled(Piece),
 }
 
 /// An operation of the program, from its call to its event.
@@ -81,8 +135,50 @@ pub(crate) struct Op {
     /// The same, with the keys that the peer uses.
     pub(crate) remote: Vec<Segment>,
     pub(crate) keep: Vec<Keep>,
-    /// Of exs_poll: what is waited for.
-    pub(crate) events: i16,
+    /// Where the program wants what a pooled buffer receives.
+    pub(crate) bounce: Option<u64>,
+    /// When it is given up, and whether that has happened.
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) late: bool,
+}
+
+/// A call of exs_poll, which all its sockets know: the first one that is ready reports it.
+#[derive(Debug)]
+pub(crate) struct PollCall {
+    pub(crate) op: Mutex<Option<Op>>,
+    pub(crate) ahandle: isize,
+}
+
+impl PollCall {
+    fn lock(&self) -> MutexGuard<'_, Option<Op>> {
+        self.op.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.lock().is_none()
+    }
+
+    /// Reports it, once: `index` is the socket that is ready for `events`.
+    fn fire(&self, fd: c_int, index: usize, events: i16, errno: c_int) {
+        if let Some(op) = self.lock().take() {
+            let ready = u64::from(events.cast_unsigned());
+            op.queue.push(Event {
+                kind: EVT_POLL,
+                errno,
+                fd,
+                ahandle: op.ahandle,
+                body: [op.user, op.offset, index as u64, ready, 0, 0],
+            });
+        }
+    }
+}
+
+/// A socket's part in a call of exs_poll.
+#[derive(Debug)]
+struct Poll {
+    call: Arc<PollCall>,
+    index: usize,
+    events: i16,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,6 +203,37 @@ struct Link {
     sends: usize,
     backlog: VecDeque<(Message, Option<OpId>)>,
     _region: Region,
+    /// Of a stream, once it is needed: what came before its receive.
+    early: Option<Early>,
+}
+
+/// The buffer of a stream, as a ring.
+#[derive(Debug)]
+struct Early {
+    region: Region,
+    bytes: Box<[u8]>,
+}
+
+impl Early {
+    fn new(device: &Device, size: usize) -> Result<Self, c_int> {
+        let mut bytes = vec![0u8; size].into_boxed_slice();
+        let addr = bytes.as_mut_ptr().expose_provenance() as u64;
+        let region = Region::new(device, addr, size as u64, Use::Sink)?;
+        Ok(Self { region, bytes })
+    }
+
+    /// The memory of `len` bytes, at most as many as there are, from offset `at` of the stream on.
+    fn segments(&self, at: u64, len: u64) -> Vec<Segment> {
+        let size = self.bytes.len() as u64;
+        let base = self.bytes.as_ptr().addr() as u64;
+        let from = at % size;
+        let ring = [(base + from, size - from), (base, from)].map(|(addr, len)| Segment {
+            addr,
+            stag: self.region.lkey,
+            len: u32::try_from(len).unwrap_or(0),
+        });
+        flow::cut(&ring, 0, len)
+    }
 }
 
 #[derive(Debug)]
@@ -127,7 +254,14 @@ struct Inner {
     accepts: VecDeque<OpId>,
     requests: VecDeque<(Ptr<ffi::CmId>, Hello)>,
     backlog: usize,
-    polls: Vec<OpId>,
+    polls: Vec<Poll>,
+    /// The earliest time that the thread of the library knows of.
+    alarm: Option<Instant>,
+    /// Of a socket that is being accepted: when that is given up.
+    establish_by: Option<Instant>,
+    /// The close that waits until all is sent, and then its result.
+    closing: Option<Op>,
+    closed: Option<(Op, c_int)>,
 }
 
 /// A socket of the library.
@@ -136,6 +270,11 @@ pub(crate) struct Socket {
     pub(crate) fd: c_int,
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
+    /// Buffers for memory that the program has not registered.
+    source: Arc<Pool>,
+    sink: Arc<Pool>,
+    /// The program has closed it, and only its last messages are still on their way.
+    gone: AtomicBool,
     /// Threads poll the completion queue, so that it need not be armed.
     hot: AtomicBool,
     /// A thread has polled since the thread of the library last looked.
@@ -171,7 +310,14 @@ impl Socket {
                 requests: VecDeque::new(),
                 backlog: 0,
                 polls: Vec::new(),
+                alarm: None,
+                establish_by: None,
+                closing: None,
+                closed: None,
             }),
+            source: Arc::new(Pool::new(Use::Source)),
+            sink: Arc::new(Pool::new(Use::Sink)),
+            gone: AtomicBool::new(false),
             hot: AtomicBool::new(false),
             touched: AtomicBool::new(false),
             watched: AtomicBool::new(false),
@@ -186,8 +332,8 @@ impl Socket {
         let mut inner = self.lock();
         let before = inner.settings;
         change(&mut inner.settings);
-        let changed = (before.credits, before.immediate)
-            != (inner.settings.credits, inner.settings.immediate);
+        let fixed = |s: &Settings| (s.credits, s.immediate, s.buffer);
+        let changed = fixed(&before) != fixed(&inner.settings);
         if changed && !matches!(inner.state, State::New | State::Listening) {
             inner.settings = before;
             return Err(libc::EISCONN);
@@ -236,7 +382,7 @@ impl Socket {
         Ok(())
     }
 
-    pub(crate) fn connect(&self, op: Op, addr: *const libc::sockaddr) -> Result<(), c_int> {
+    pub(crate) fn connect(&self, mut op: Op, addr: *const libc::sockaddr) -> Result<(), c_int> {
         let mut inner = self.lock();
         let refused = match inner.state {
             State::New => {
@@ -259,28 +405,107 @@ impl Socket {
             return Err(errno);
         }
         inner.state = State::Connecting;
+        op.deadline = Some(Instant::now() + inner.settings.connect_timeout);
+        self.set_alarm(&mut inner, op.deadline);
         inner.connect = Some(inner.add(op));
         Ok(())
     }
 
-    pub(crate) fn accept(&self, op: Op) -> Result<(), c_int> {
+    pub(crate) fn accept(&self, mut op: Op) -> Result<(), c_int> {
         let mut inner = self.lock();
         if inner.state != State::Listening {
             return Err(libc::EINVAL);
         }
+        if inner.ops.len() >= MAX_OPS {
+            return Err(libc::EAGAIN);
+        }
+        op.deadline = inner.settings.recv_timeout.take();
+        self.set_alarm(&mut inner, op.deadline);
         let id = inner.add(op);
         inner.accepts.push_back(id);
         self.pair(&mut inner);
         Ok(())
     }
 
-    pub(crate) fn poll(&self, op: Op) -> Result<(), c_int> {
+    /// Takes part in a call of exs_poll; the socket is the one at `index`.
+    pub(crate) fn poll(&self, call: &Arc<PollCall>, index: usize, events: i16) {
         let mut inner = self.lock();
-        let id = inner.add(op);
-        inner.polls.push(id);
+        inner.polls.retain(|p| !p.call.is_over());
+        inner.polls.push(Poll {
+            call: Arc::clone(call),
+            index,
+            events,
+        });
         self.drain(&mut inner);
         self.answer_polls(&mut inner);
-        Ok(())
+        if self.gone.load(SeqCst) || inner.id.0.is_null() {
+            end_polls(&mut inner, self.fd);
+        }
+    }
+
+    /// What the socket is ready for.
+    pub(crate) fn ready(&self) -> i16 {
+        let mut inner = self.lock();
+        self.drain(&mut inner);
+        inner.ready()
+    }
+
+    /// Whether the program has closed it.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(SeqCst)
+    }
+
+    /// A buffer for memory that is not registered, if it is cheaper to copy.
+    pub(crate) fn buffer(&self, device: &Device, len: u64, what: Use) -> Option<Piece> {
+        match what {
+            Use::Source => self.source.take(device, len),
+            Use::Sink => self.sink.take(device, len),
+            Use::Local | Use::Target => None,
+        }
+    }
+
+    /// Lets the thread of the library look at the socket at a deadline.
+    fn set_alarm(&self, inner: &mut Inner, deadline: Option<Instant>) {
+        if let Some(at) = deadline
+            && inner.alarm.is_none_or(|alarm| at < alarm)
+        {
+            inner.alarm = Some(at);
+            library::alarm(at, self.fd);
+        }
+    }
+
+    /// Gives up what is too late.
+    pub(crate) fn expire(&self) {
+        let mut inner = self.lock();
+        let now = Instant::now();
+        let due = |deadline: Option<Instant>| deadline.is_some_and(|d| d <= now);
+        inner.alarm = None;
+        self.drain(&mut inner);
+        let late: Vec<OpId> = inner
+            .ops
+            .iter_mut()
+            .filter(|(_, op)| !op.late && due(op.deadline))
+            .map(|(id, op)| {
+                op.late = true;
+                *id
+            })
+            .collect();
+        for id in late {
+            inner.cancel(self, id);
+        }
+        if due(inner.establish_by) {
+            self.end(&mut inner, libc::ETIMEDOUT);
+        }
+        if due(inner.closing.as_ref().and_then(|op| op.deadline)) {
+            self.closed(&mut inner, libc::ETIMEDOUT);
+        }
+        let deadlines = inner.ops.values().filter(|op| !op.late);
+        let first = deadlines
+            .filter_map(|op| op.deadline)
+            .chain(inner.establish_by)
+            .chain(inner.closing.as_ref().and_then(|op| op.deadline))
+            .min();
+        self.set_alarm(&mut inner, first);
     }
 
     /// The device of the connection, to register memory with, and the longest immediate data.
@@ -298,7 +523,7 @@ impl Socket {
     /// Starts a transfer or a shutdown: `begin` gives it to the flow.
     pub(crate) fn start(
         &self,
-        op: Op,
+        mut op: Op,
         begin: impl FnOnce(&mut Flow, OpId, &Op, &mut Vec<Action>) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         let mut inner = self.lock();
@@ -318,8 +543,17 @@ impl Socket {
             None => Err(libc::ENOTCONN),
         };
         begun?;
+        if op.flags & 1 == 0 {
+            op.deadline = match op.kind {
+                EVT_SEND | EVT_SENDMSG | EVT_SENDFILE => inner.settings.send_timeout.take(),
+                EVT_RECV | EVT_RECVMSG => inner.settings.recv_timeout.take(),
+                _ => None,
+            };
+        }
+        let deadline = op.deadline;
         inner.add(op);
         self.perform(&mut inner, actions);
+        self.set_alarm(&mut inner, deadline);
         Ok(())
     }
 
@@ -355,13 +589,71 @@ impl Socket {
         for id in &chosen {
             inner.cancel(self, *id);
         }
-        chosen.len()
+        let polls = std::mem::take(&mut inner.polls);
+        let (ended, kept): (Vec<_>, Vec<_>) = polls
+            .into_iter()
+            .filter(|p| !p.call.is_over())
+            .partition(|p| ahandle.is_none_or(|a| a == p.call.ahandle));
+        inner.polls = kept;
+        for poll in &ended {
+            poll.call.fire(self.fd, poll.index, 0, libc::ECANCELED);
+        }
+        chosen.len() + ended.len()
+    }
+
+    /// Starts a close that is reported once all that was sent is answered.
+    pub(crate) fn begin_close(&self, mut op: Op) -> Result<(), c_int> {
+        let mut inner = self.lock();
+        if self.gone.swap(true, SeqCst) {
+            return Err(libc::EBADF);
+        }
+        op.deadline = Some(Instant::now() + inner.settings.linger);
+        self.set_alarm(&mut inner, op.deadline);
+        inner.closing = Some(op);
+        if inner.state != State::Connected {
+            self.closed(&mut inner, 0);
+            return Ok(());
+        }
+        end_polls(&mut inner, self.fd);
+        let waiting: Vec<OpId> = inner
+            .ops
+            .iter()
+            .filter(|(_, op)| op.flags & 1 != 0 || [EVT_RECV, EVT_RECVMSG].contains(&op.kind))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in waiting {
+            inner.cancel(self, id);
+        }
+        inner.say_goodbye(self);
+        self.drain(&mut inner);
+        self.check_drained(&mut inner);
+        Ok(())
+    }
+
+    /// The close has its result; the thread of the library does the rest.
+    fn closed(&self, inner: &mut Inner, errno: c_int) {
+        if let Some(op) = inner.closing.take() {
+            inner.closed = Some((op, errno));
+            library::discard(self.fd);
+        }
+    }
+
+    fn check_drained(&self, inner: &mut Inner) {
+        let drained = |flow: &Flow| flow.is_drained();
+        if inner.closing.is_some() && inner.flow.as_ref().is_some_and(drained) {
+            self.closed(inner, 0);
+        }
     }
 
     /// Ends the connection; every operation gets its event.
     pub(crate) fn close(&self) {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
+        self.gone.store(true, SeqCst);
+        // A peer that has all that was sent finds the end of the data, and not a broken connection.
+        if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::owes_nothing) {
+            inner.say_goodbye(self);
+        }
         while inner.state == State::Connected
             && inner.link.as_ref().is_some_and(|l| l.free.len() < l.sends)
             && Instant::now() < until
@@ -377,6 +669,7 @@ impl Socket {
         let id = std::mem::replace(&mut inner.id, Ptr(std::ptr::null_mut()));
         inner.link = None;
         let requests = std::mem::take(&mut inner.requests);
+        let closed = inner.closed.take();
         drop(inner);
         // SAFETY: these ids are nowhere else now; the thread of the library acknowledges their events without a lock.
         unsafe {
@@ -387,6 +680,15 @@ impl Socket {
             if !id.0.is_null() {
                 ffi::rdma_destroy_id(id.0);
             }
+        }
+        if let Some((op, errno)) = closed {
+            op.queue.push(Event {
+                kind: EVT_CLOSE,
+                errno,
+                fd: self.fd,
+                ahandle: op.ahandle,
+                body: [0; 6],
+            });
         }
     }
 
@@ -459,21 +761,25 @@ impl Socket {
             count += done.len();
             let mut actions = Vec::new();
             for completion in done {
-                if completion.status != 0 {
+                let handled = match completion.status {
+                    ffi::WC_SUCCESS => inner.completed(completion, &mut actions),
+                    // A message longer than any, or memory that the peer said it had.
+                    ffi::WC_LOC_LEN_ERR | ffi::WC_REM_INV_REQ_ERR | ffi::WC_REM_ACCESS_ERR => {
+                        Err(libc::EPROTO)
+                    }
+                    _ => Err(libc::ECONNRESET),
+                };
+                if let Err(errno) = handled {
                     self.perform(inner, actions);
-                    self.end(inner, libc::ECONNRESET);
-                    return count;
-                }
-                if !inner.completed(completion, &mut actions) {
-                    self.perform(inner, actions);
-                    self.end(inner, libc::EPROTO);
+                    self.end(inner, errno);
                     return count;
                 }
             }
             self.perform(inner, actions);
         }
-        if count > 0 && !inner.polls.is_empty() {
+        if count > 0 {
             self.answer_polls(inner);
+            self.check_drained(inner);
         }
         count
     }
@@ -512,8 +818,24 @@ impl Socket {
         let Some(mut op) = inner.ops.remove(&id) else {
             return;
         };
+        if let (Some(to), Some(Keep::Pooled(piece))) = (op.bounce, op.keep.first()) {
+            // SAFETY: the program gave this memory to the library until the event, and the buffer is as long.
+            unsafe {
+                let len = usize::try_from(len).unwrap_or(0);
+                std::ptr::copy_nonoverlapping(program(piece.addr()), program(to), len);
+            }
+            COPIED.fetch_add(len, Relaxed);
+        }
         op.keep.clear();
-        let event = self.event(id, &op, errno, len, flags);
+        let mut event = self.event(id, &op, errno, len, flags);
+        if op.late && errno == libc::ECANCELED {
+            event.errno = libc::ETIMEDOUT;
+            event.kind = match op.kind {
+                EVT_SEND | EVT_SENDMSG | EVT_SENDFILE => EVT_SENDTIMEOUT,
+                EVT_RECV | EVT_RECVMSG => EVT_RECVTIMEOUT,
+                kind => kind,
+            };
+        }
         op.queue.release(op.places.saturating_sub(1));
         op.queue.push(event);
     }
@@ -545,8 +867,13 @@ impl Socket {
             link.qp = Ptr(std::ptr::null_mut());
         }
         inner.connect = None;
+        inner.establish_by = None;
         inner.accepts.clear();
-        inner.polls.clear();
+        if self.gone.load(SeqCst) {
+            end_polls(inner, self.fd);
+        } else {
+            self.answer_polls(inner);
+        }
         let all: Vec<OpId> = inner.ops.keys().copied().collect();
         for id in all {
             self.report(inner, id, errno, 0, 0);
@@ -555,26 +882,22 @@ impl Socket {
             accept_event(&op, listener, -1, libc::ECONNABORTED, 0);
             library::discard(self.fd);
         }
+        let drained = inner.flow.as_ref().is_some_and(Flow::is_drained);
+        self.closed(inner, if drained { 0 } else { errno });
     }
 
     fn answer_polls(&self, inner: &mut Inner) {
-        let (input, output) = match inner.state {
-            State::Connected => inner.flow.as_ref().map_or((false, false), Flow::ready),
-            State::Listening => (!inner.requests.is_empty(), false),
-            State::Ended(_) => (true, true),
-            _ => (false, false),
-        };
-        let now = i16::from(input) | (i16::from(output) * 4);
-        let polls = std::mem::take(&mut inner.polls);
-        for id in polls {
-            let ready = inner.ops.get(&id).map_or(0, |op| op.events & now);
-            if ready == 0 {
-                inner.polls.push(id);
-            } else {
-                self.report(inner, id, 0, u64::from(ready.cast_unsigned()), 0);
-            }
+        if inner.polls.is_empty() {
+            return;
         }
-        inner.polls.retain(|id| inner.ops.contains_key(id));
+        let now = inner.ready();
+        inner.polls.retain(|poll| {
+            let ready = poll.events & now;
+            if ready != 0 {
+                poll.call.fire(self.fd, poll.index, ready, 0);
+            }
+            !poll.call.is_over()
+        });
     }
 
     /// Joins accepts and requests.
@@ -596,6 +919,9 @@ impl Socket {
         let mut inner = self.lock();
         inner.accept = Some((listener, op));
         inner.state = State::Accepting;
+        let deadline = Some(Instant::now() + inner.settings.connect_timeout);
+        inner.establish_by = deadline;
+        self.set_alarm(&mut inner, deadline);
         if let Err(errno) = inner.accept(self.fd, self.stream, theirs) {
             self.end(&mut inner, errno);
         }
@@ -669,7 +995,10 @@ impl Socket {
 
     fn established(&self, inner: &mut Inner, event: &CmEvent) -> Result<(), c_int> {
         if inner.state == State::Connecting {
-            let theirs = Hello::read(&event.data).map_err(|_| libc::EPROTO)?;
+            let theirs = Hello::read(&event.data).map_err(|bad| match bad {
+                crate::wire::Bad::Version => libc::EPROTONOSUPPORT,
+                _ => libc::EPROTO,
+            })?;
             if theirs.stream != self.stream {
                 return Err(libc::EPROTOTYPE);
             }
@@ -678,9 +1007,11 @@ impl Socket {
                 credits: theirs.credits.min(inner.settings.credits),
                 ..theirs
             };
-            inner.flow = Some(Flow::new(inner.hello(self.stream), theirs));
+            let buffer = u64::from(inner.settings.buffer);
+            inner.flow = Some(Flow::new(inner.hello(self.stream), theirs, buffer));
         }
         inner.state = State::Connected;
+        inner.establish_by = None;
         inner.arm();
         if let Some(id) = inner.connect.take() {
             self.report(inner, id, 0, 0, 0);
@@ -693,6 +1024,13 @@ impl Socket {
         }
         self.drain(inner);
         Ok(())
+    }
+}
+
+/// The calls of exs_poll that the socket takes part in end: the program has closed it.
+fn end_polls(inner: &mut Inner, fd: c_int) {
+    for poll in std::mem::take(&mut inner.polls) {
+        poll.call.fire(fd, poll.index, 0, libc::ECANCELED);
     }
 }
 
@@ -819,6 +1157,26 @@ impl Inner {
         id
     }
 
+    /// What the socket is ready for, in the bits of exs_poll.
+    fn ready(&self) -> i16 {
+        let (input, output) = match self.state {
+            State::Connected => self.flow.as_ref().map_or((false, false), Flow::ready),
+            State::Listening => (!self.requests.is_empty(), false),
+            State::Ended(_) => (true, true),
+            _ => (false, false),
+        };
+        i16::from(input) | (i16::from(output) * 4)
+    }
+
+    /// Ends the direction to the peer, without an event of its own.
+    fn say_goodbye(&mut self, socket: &Socket) {
+        if let Some(flow) = self.flow.as_mut().filter(|flow| !flow.is_shut()) {
+            let mut actions = Vec::new();
+            flow.shutdown(0, &mut actions);
+            socket.perform(self, actions);
+        }
+    }
+
     fn cancel(&mut self, socket: &Socket, id: OpId) {
         let listed = self
             .accepts
@@ -826,9 +1184,7 @@ impl Inner {
             .position(|a| *a == id)
             .and_then(|at| self.accepts.remove(at))
             .is_some();
-        let polls = self.polls.len();
-        self.polls.retain(|p| *p != id);
-        if listed || polls != self.polls.len() {
+        if listed {
             socket.report(self, id, libc::ECANCELED, 0, 0);
         } else if self.connect == Some(id) {
             socket.end(self, libc::ECANCELED);
@@ -884,6 +1240,7 @@ impl Inner {
             sends,
             backlog: VecDeque::new(),
             _region: region,
+            early: None,
         };
         let mut init = ffi::QpInitAttr {
             qp_context: std::ptr::null_mut(),
@@ -926,17 +1283,18 @@ impl Inner {
             ..theirs
         };
         self.equip(fd, stream, theirs.credits)?;
-        self.flow = Some(Flow::new(self.hello(stream), theirs));
+        let buffer = u64::from(self.settings.buffer);
+        self.flow = Some(Flow::new(self.hello(stream), theirs, buffer));
         let ours = self.hello(stream).write();
         let mut param = conn_param(&ours);
         // SAFETY: as in `dial`.
         check(unsafe { ffi::rdma_accept(self.id.0, &raw mut param) })
     }
 
-    /// Handles a completion; whether the peer kept to the protocol.
-    fn completed(&mut self, done: &ffi::Wc, out: &mut Vec<Action>) -> bool {
+    /// Handles a completion; EPROTO if the peer did not keep to the protocol.
+    fn completed(&mut self, done: &ffi::Wc, out: &mut Vec<Action>) -> Result<(), c_int> {
         let (Some(link), Some(flow)) = (&mut self.link, &mut self.flow) else {
-            return false;
+            return Err(libc::ECONNRESET);
         };
         let value = done.wr_id & !KIND;
         match done.wr_id & KIND {
@@ -944,16 +1302,16 @@ impl Inner {
                 let slot = usize::try_from(value).unwrap_or(usize::MAX);
                 let length = done.byte_len as usize;
                 let bytes = link.buffer(slot).and_then(|b| b.get(..length));
-                let read = bytes.map(Message::read);
-                match read {
-                    Some(Ok(message)) => flow.arrived(message, slot, out).is_ok(),
-                    _ => false,
-                }
+                let message = bytes.map(Message::read);
+                message
+                    .and_then(Result::ok)
+                    .and_then(|message| flow.arrived(message, slot, out).ok())
+                    .ok_or(libc::EPROTO)
             }
             SENT => {
                 link.free.push(usize::try_from(value).unwrap_or(usize::MAX));
                 let waiting = link.backlog.pop_front();
-                waiting.is_none_or(|(message, op)| self.post_message(&message, op).is_ok())
+                waiting.map_or(Ok(()), |(message, op)| self.post_message(&message, op))
             }
             READ => {
                 if let Some(left) = self.moves.get_mut(&value) {
@@ -963,7 +1321,7 @@ impl Inner {
                         flow.moved(value, out);
                     }
                 }
-                true
+                Ok(())
             }
             _ => {
                 if let Some(left) = self.writes.get_mut(&value) {
@@ -973,7 +1331,7 @@ impl Inner {
                         flow.written(value, out);
                     }
                 }
-                true
+                Ok(())
             }
         }
     }
@@ -983,6 +1341,10 @@ impl Inner {
             return Err(libc::ECONNRESET);
         };
         if link.free.is_empty() || !link.backlog.is_empty() {
+            // A peer that keeps to its credits has fewer answers due than there are buffers.
+            if link.backlog.len() >= link.sends {
+                return Err(libc::EPROTO);
+            }
             link.backlog.push_back((message.clone(), data));
             return Ok(());
         }
@@ -1054,14 +1416,17 @@ impl Inner {
                 at,
                 from,
             } => {
-                let (Some(link), Some(op)) = (&self.link, self.ops.get(&to)) else {
+                if to == flow::BUFFER {
+                    self.need_early()?;
+                }
+                let Some(link) = &self.link else {
                     return Err(libc::EIO);
                 };
                 let mut at = at;
                 let mut pieces = 0;
                 for remote in from {
                     let mut skip = 0;
-                    for local in flow::cut(&op.segments, at, u64::from(remote.len)) {
+                    for local in self.sink(to, at, u64::from(remote.len))? {
                         let mut sge = [ffi::Sge {
                             addr: local.addr,
                             length: local.len,
@@ -1091,7 +1456,7 @@ impl Inner {
                             Use::Source,
                         )?;
                         segment.stag = region.lkey;
-                        op.keep.push(Keep::Own(region));
+                        op.keep.push(Keep::Own { _region: region });
                     }
                 }
                 let mut target = to.addr;
@@ -1128,17 +1493,18 @@ impl Inner {
                 skip,
                 len,
             } => {
-                let (Some(link), Some(op)) = (&mut self.link, self.ops.get(&to)) else {
-                    return Err(libc::EIO);
-                };
-                let Ok(skip) = usize::try_from(skip) else {
+                if to == flow::BUFFER {
+                    self.need_early()?;
+                }
+                let sink = self.sink(to, at, len)?;
+                let (Some(link), Ok(skip)) = (&mut self.link, usize::try_from(skip)) else {
                     return Err(libc::EIO);
                 };
                 let mut from = link
                     .buffer(slot)
                     .and_then(|b| b.get(HEADER_LENGTH + skip..))
                     .ok_or(libc::EIO)?;
-                for local in flow::cut(&op.segments, at, len) {
+                for local in sink {
                     let (part, rest) =
                         from.split_at_checked(local.len as usize).ok_or(libc::EIO)?;
                     // SAFETY: the program gave this memory to the library until the event.
@@ -1154,8 +1520,52 @@ impl Inner {
                 COPIED.fetch_add(len, Relaxed);
                 Ok(())
             }
+            Action::Take { to, at, from, len } => {
+                let source = self.sink(flow::BUFFER, from, len)?;
+                let sink = self.sink(to, at, len)?;
+                copy(&source, &sink);
+                COPIED.fetch_add(len, Relaxed);
+                Ok(())
+            }
             Action::Complete { .. } => Ok(()),
         }
+    }
+
+    /// Makes the buffer of the stream when it is first used.
+    fn need_early(&mut self) -> Result<(), c_int> {
+        let size = self.settings.buffer as usize;
+        let link = self.link.as_mut().ok_or(libc::EIO)?;
+        if link.early.is_none() {
+            link.early = Some(Early::new(&link.device, size)?);
+        }
+        Ok(())
+    }
+
+    /// The memory that `len` bytes of a receive, or of the stream's buffer, have from `at` on.
+    fn sink(&self, of: OpId, at: u64, len: u64) -> Result<Vec<Segment>, c_int> {
+        if of == flow::BUFFER {
+            let early = self.link.as_ref().and_then(|l| l.early.as_ref());
+            return early.map(|e| e.segments(at, len)).ok_or(libc::EIO);
+        }
+        let op = self.ops.get(&of).ok_or(libc::EIO)?;
+        Ok(flow::cut(&op.segments, at, len))
+    }
+}
+
+/// Copies from pieces of memory to others that have as many bytes.
+fn copy(from: &[Segment], to: &[Segment]) {
+    let total = |all: &[Segment]| all.iter().map(|s| u64::from(s.len)).sum::<u64>();
+    let mut at = 0;
+    let len = total(from).min(total(to));
+    while at < len {
+        let rest = [from, to].map(|all| flow::cut(all, at, len - at).first().copied());
+        let [Some(from), Some(to)] = rest else { return };
+        let count = from.len.min(to.len);
+        // SAFETY: both are memory of the library or of an operation, which the program gave to the library until its event.
+        unsafe {
+            std::ptr::copy_nonoverlapping(program(from.addr), program(to.addr), count as usize);
+        };
+        at += u64::from(count);
     }
 }
 

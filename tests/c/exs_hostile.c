@@ -1,0 +1,558 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * A peer of extended sockets that breaks their protocol: it speaks verbs, and sends what docs/exs.md forbids.
+ *
+ * Each case connects, starts calls on the extended socket, and sends messages of which the last is a fault. The socket must
+ * report each call under way exactly once with EPROTO, and no byte of its memory may have changed.
+ */
+#include "check.h"
+
+#include <arpa/inet.h>
+#include <endian.h>
+#include <exs.h>
+#include <netinet/in.h>
+#include <rdma/rdma_cma.h>
+#include <rdma/rdma_verbs.h>
+
+#define CREDITS 4
+#define IMMEDIATE 64
+#define RECEIVES 64
+#define BUFFER 8192u
+#define BLOCK 4096u
+#define FILLED 0xa5
+/* Calls that begin() starts, with the handles 1 to CALLS. */
+#define CALLS 4
+
+enum { ADVERT = 1, ACK, PLACE, NOTIFY, CANCEL, FIN };
+
+static exs_qhandle_t queue = EXS_QHANDLE_INVALID;
+static int listener_fd, fd;
+static struct sockaddr_in addr;
+static unsigned char *block;
+static exs_mhandle_t handle;
+static struct rdma_cm_id *peer;
+static struct ibv_mr *region;
+static unsigned char *buffers; /* of the peer: one to send from, the others to receive into */
+
+/* A header: what is not named is 0. `more` bytes of zeros follow it, and `cut` bytes are left out at its end. */
+struct message {
+	int type, flags, header;
+	uint32_t seq;
+	uint64_t length, address;
+	uint32_t stag, of;
+	unsigned int more, cut;
+};
+
+static size_t put(unsigned char *to, const struct message *m)
+{
+	uint16_t header = htobe16((uint16_t)(m->header ? m->header : 32));
+	uint32_t seq = htobe32(m->seq), stag = htobe32(m->stag), of = htobe32(m->of);
+	uint64_t length = htobe64(m->length), address = htobe64(m->address);
+
+	memset(to, 0, BUFFER);
+	to[0] = (unsigned char)m->type;
+	to[1] = (unsigned char)m->flags;
+	memcpy(to + 2, &header, 2);
+	memcpy(to + 4, &seq, 4);
+	memcpy(to + 8, &length, 8);
+	memcpy(to + 16, &address, 8);
+	memcpy(to + 24, &stag, 4);
+	memcpy(to + 28, &of, 4);
+	return 32 + m->more - m->cut;
+}
+
+static void hello(unsigned char to[16])
+{
+	memcpy(to, "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16);
+}
+
+static int close_fd(void *what)
+{
+	return exs_close((int)(intptr_t)what);
+}
+
+static int close_peer(void *what)
+{
+	(void)what;
+	if (peer->qp) {
+		rdma_disconnect(peer);
+		rdma_destroy_qp(peer);
+	}
+	if (region)
+		ibv_dereg_mr(region);
+	region = NULL;
+	rdma_destroy_id(peer);
+	return 0;
+}
+
+static int free_memory(void *what)
+{
+	free(what);
+	return 0;
+}
+
+static const char *start(void)
+{
+	socklen_t len = sizeof addr;
+
+	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
+	if (queue == EXS_QHANDLE_INVALID)
+		queue = exs_qcreate(256);
+	listener_fd = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	ENSURE(listener_fd >= 0, "exs_socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)listener_fd, "listener");
+	ENSURE(!exs_fcntl(listener_fd, EXS_F_SETSMALLPACKET, IMMEDIATE), "fcntl: %s", strerror(errno));
+	ENSURE(!exs_fcntl(listener_fd, EXS_F_SETCREDITS, CREDITS), "fcntl: %s", strerror(errno));
+	addr = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	ENSURE(!exs_bind(listener_fd, (struct sockaddr *)&addr, len), "bind: %s", strerror(errno));
+	ENSURE(!exs_listen(listener_fd, 8), "listen: %s", strerror(errno));
+	ENSURE(!exs_getsockname(listener_fd, (struct sockaddr *)&addr, &len), "getsockname: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *event(exs_event_t *e)
+{
+	struct timeval wait = { 10, 0 };
+	int n;
+
+	do
+		n = exs_qdequeue(queue, e, 1, &wait);
+	while (n < 0 && errno == EINTR);
+	ENSURE(n == 1, "no event: %d (%s)", n, strerror(errno));
+	return NULL;
+}
+
+static const char *no_event(unsigned int ms)
+{
+	struct timeval wait = { 0, ms * 1000 };
+	exs_event_t e;
+
+	ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 0, "an event too many: type %d handle %ld (%s)", e.exs_evt_type,
+	       (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno));
+	return NULL;
+}
+
+static void wr_attributes(struct ibv_qp_init_attr *attr)
+{
+	*attr = (struct ibv_qp_init_attr){
+		.cap = { .max_send_wr = 64, .max_recv_wr = RECEIVES, .max_send_sge = 1, .max_recv_sge = 1 },
+		.qp_type = IBV_QPT_RC,
+		.sq_sig_all = 1,
+	};
+}
+
+/* Makes the peer's queue pair, with receives posted. */
+static const char *equip(void)
+{
+	struct ibv_qp_init_attr attr;
+
+	wr_attributes(&attr);
+	ENSURE(!rdma_create_qp(peer, NULL, &attr), "rdma_create_qp: %s", strerror(errno));
+	buffers = calloc(RECEIVES + 1, BUFFER);
+	keep(free_memory, buffers, "buffers");
+	region = ibv_reg_mr(peer->pd, buffers, (RECEIVES + 1) * BUFFER,
+			    IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE);
+	ENSURE(region, "ibv_reg_mr: %s", strerror(errno));
+	keep(close_peer, &peer, "peer");
+	for (unsigned int i = 1; i <= RECEIVES; i++)
+		ENSURE(!rdma_post_recv(peer, NULL, buffers + i * BUFFER, BUFFER, region), "post: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *resolve(void)
+{
+	struct sockaddr_in to = addr;
+
+	ENSURE(!rdma_create_id(NULL, &peer, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	ENSURE(!rdma_resolve_addr(peer, NULL, (struct sockaddr *)&to, 2000) && !rdma_resolve_route(peer, 2000),
+	       "resolve: %s", strerror(errno));
+	return equip();
+}
+
+static int dial(const void *data, size_t len)
+{
+	struct rdma_conn_param param = {
+		.private_data = data,
+		.private_data_len = (uint8_t)len,
+		.responder_resources = 16,
+		.initiator_depth = 16,
+	};
+
+	return rdma_connect(peer, &param);
+}
+
+/* Connects the peer to an extended socket, which has a block of memory. */
+static const char *connected(void)
+{
+	unsigned char data[16];
+	exs_event_t e;
+
+	TRY(start());
+	ENSURE(!exs_accept(listener_fd, NULL, 0, queue, 0), "accept: %s", strerror(errno));
+	TRY(resolve());
+	hello(data);
+	ENSURE(!dial(data, sizeof data), "rdma_connect: %s", strerror(errno));
+	TRY(event(&e));
+	ENSURE(e.exs_evt_type == EXS_EVT_ACCEPT && !e.exs_evt_errno, "accept: %s", strerror(e.exs_evt_errno));
+	fd = e.exs_evt_union.exs_evt_accept.exs_evt_newfd;
+	keep(close_fd, (void *)(intptr_t)fd, "socket");
+	block = malloc(BLOCK);
+	keep(free_memory, block, "block");
+	memset(block, FILLED, BLOCK);
+	handle = exs_mregister(block, BLOCK, 0);
+	ENSURE(handle >= 0, "mregister: %s", strerror(errno));
+	return NULL;
+}
+
+/* Starts two sends, one of which is persistent, and with `receive` two receives, else two more sends of both kinds. */
+static const char *begin(bool receive)
+{
+	int failed = exs_send(fd, block, 100, 0, queue, 1, handle) || exs_send(fd, block, 200, EXS_PERSISTENT, queue, 2, handle);
+
+	if (receive) {
+		failed |= exs_recv(fd, block, 100, 0, queue, 3, handle) || exs_recv(fd, block + 100, 100, 0, queue, 4, handle);
+	} else {
+		failed |= exs_send(fd, block, 0, 0, queue, 3, handle);
+		failed |= exs_send(fd, block, 1, EXS_PERSISTENT_NOTIFY, queue, 4, handle);
+	}
+	ENSURE(!failed, "a call: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *unchanged(void)
+{
+	for (unsigned int i = 0; i < BLOCK; i++)
+		ENSURE(block[i] == FILLED, "byte %u of the block has changed", i);
+	return NULL;
+}
+
+/* Sends what is in the first buffer. A connection that the other end has closed takes nothing any more. */
+static const char *post(size_t len)
+{
+	struct ibv_wc wc;
+
+	if (rdma_post_send(peer, NULL, buffers, len, region, 0))
+		return NULL;
+	ENSURE(rdma_get_send_comp(peer, &wc) == 1, "no completion: %s", strerror(errno));
+	return NULL;
+}
+
+/* Each of the calls of begin() ends once with `error`, and nothing is placed. */
+static const char *ended(int error)
+{
+	unsigned int seen = 0;
+	exs_event_t e;
+
+	for (int i = 0; i < CALLS; i++) {
+		TRY(event(&e));
+		ENSURE(e.exs_evt_fd == fd && e.exs_evt_ahandle >= 1 && e.exs_evt_ahandle <= CALLS && !(seen & 1u << e.exs_evt_ahandle),
+		       "event of %d with handle %ld", e.exs_evt_fd, (long)e.exs_evt_ahandle);
+		seen |= 1u << e.exs_evt_ahandle;
+		ENSURE(e.exs_evt_errno == error, "call %ld: %s, expected %s", (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno),
+		       strerror(error));
+	}
+	TRY(no_event(2));
+	TRY(unchanged());
+	ENSURE(exs_send(fd, block, 1, 0, queue, 5, handle) < 0 && errno == ECONNRESET, "a send after the end: %s", strerror(errno));
+	ENSURE(exs_mderegister(handle, 0) == 0, "mderegister: %s", strerror(errno));
+	return NULL;
+}
+
+/* Messages of which the last is a fault. */
+struct fault {
+	const char *name;
+	bool receive;
+	struct message m[6];
+};
+
+static const struct fault faults[] = {
+	{ "type 0", true, { { .type = 0, .seq = 1 } } },
+	{ "type 7", true, { { .type = 7, .seq = 1 } } },
+	{ "type 255", true, { { .type = 255, .seq = 1 } } },
+	{ "no bytes", true, { { .type = FIN, .seq = 1, .cut = 32 } } },
+	{ "one byte", true, { { .type = FIN, .seq = 1, .cut = 31 } } },
+	{ "a byte less", true, { { .type = FIN, .seq = 1, .cut = 1 } } },
+	{ "a byte more", true, { { .type = FIN, .seq = 1, .more = 1 } } },
+	{ "longer than all messages", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 4000, .more = 4000 } } },
+	{ "a header of 31", true, { { .type = FIN, .seq = 1, .header = 31 } } },
+	{ "a header of 65535", true, { { .type = ADVERT, .seq = 1, .header = 65535 } } },
+	{ "one segment behind the header", true, { { .type = ADVERT, .seq = 1, .header = 48, .more = 16 } } },
+	{ "segments with another sum", true, { { .type = ADVERT, .seq = 1, .header = 64, .more = 32, .length = 9 } } },
+	{ "nine segments", true, { { .type = ADVERT, .seq = 1, .header = 176, .more = 144 } } },
+	{ "segments of a FIN", true, { { .type = FIN, .seq = 1, .header = 64, .more = 32 } } },
+	{ "notify without persistent", true, { { .type = ADVERT, .flags = 4, .seq = 1, .length = 1 } } },
+	{ "immediate and persistent", true, { { .type = ADVERT, .flags = 3, .seq = 1, .length = 1, .more = 1 } } },
+	{ "an unknown flag", true, { { .type = ADVERT, .flags = 8, .seq = 1 } } },
+	{ "an unknown status", true, { { .type = ACK, .flags = 3, .seq = 1 } } },
+	{ "a length beyond 2^30", true, { { .type = ADVERT, .seq = 1, .length = (1u << 30) + 1 } } },
+	{ "a length of 2^64 - 1", true, { { .type = ADVERT, .seq = 1, .length = ~0ull } } },
+	{ "immediate data of 2^64 - 1", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = ~0ull } } },
+	{ "immediate data that is not there", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 64, .more = 63 } } },
+	{ "too much immediate data", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 65, .more = 65 } } },
+	{ "an address in a FIN", true, { { .type = FIN, .seq = 1, .address = 1 } } },
+	{ "a length in a CANCEL", true, { { .type = CANCEL, .seq = 1, .length = 1 } } },
+	{ "number 0", true, { { .type = FIN, .seq = 0 } } },
+	{ "number 2 first", true, { { .type = FIN, .seq = 2 } } },
+	{ "a number twice", false, { { .type = ADVERT, .seq = 1, .length = 1 }, { .type = ADVERT, .seq = 1, .length = 1 } } },
+	{ "more adverts than credits",
+	  false,
+	  { { .type = ADVERT, .seq = 1, .length = 1 },
+	    { .type = ADVERT, .seq = 2, .length = 1 },
+	    { .type = ADVERT, .seq = 3, .length = 1 },
+	    { .type = ADVERT, .seq = 4, .length = 1 },
+	    { .type = ADVERT, .seq = 5, .length = 1 } } },
+	{ "an advert after FIN", false, { { .type = FIN, .seq = 1 }, { .type = ADVERT, .seq = 2, .length = 1 } } },
+	{ "an ACK of nothing", true, { { .type = ACK, .seq = 99 } } },
+	{ "more taken than advertised", true, { { .type = ACK, .seq = 1, .length = 101 } } },
+	{ "more taken than persistent", true, { { .type = ACK, .seq = 2, .length = 201 } } },
+	{ "an ACK with a segment", true, { { .type = ACK, .seq = 1, .length = 5, .address = 1 } } },
+	{ "a NOTIFY of nothing", true, { { .type = NOTIFY, .seq = 1, .of = 77, .length = 1 } } },
+	{ "a NOTIFY of what does not notify", true, { { .type = NOTIFY, .seq = 1, .of = 2, .length = 1 } } },
+	{ "a NOTIFY of a send", true, { { .type = NOTIFY, .seq = 1, .of = 1, .length = 1 } } },
+	{ "a NOTIFY beyond the block", false, { { .type = NOTIFY, .seq = 1, .of = 4, .length = 2 } } },
+};
+
+static const char *fault(size_t which)
+{
+	const struct fault *f = &faults[which];
+
+	TRY(connected());
+	TRY(begin(f->receive));
+	for (size_t i = 0; i < COUNT(f->m) && (i == 0 || f->m[i].type || f->m[i].seq); i++)
+		TRY(post(put(buffers, &f->m[i])));
+	return ended(EPROTO);
+}
+
+static const char *all_faults(size_t arg)
+{
+	(void)arg;
+	for (size_t i = 0; i < COUNT(faults); i++) {
+		const char *reason = fault(i), *closed = close_all();
+
+		ENSURE(!reason, "%s: %s", faults[i].name, reason);
+		ENSURE(!closed, "%s: %s", faults[i].name, closed);
+	}
+	printf("# %zu faults\n", COUNT(faults));
+	return NULL;
+}
+
+/* Memory that the peer does not have: the device of the other end refuses the Read, and nothing is placed. */
+static const char *foreign_memory(size_t which)
+{
+	uint64_t at = (uintptr_t)buffers;
+	struct message m = { .type = ADVERT, .seq = 1, .length = 100 };
+
+	TRY(connected());
+	TRY(begin(true));
+	at = (uintptr_t)buffers;
+	if (which == 0) { /* an STag that is none */
+		m.address = at;
+		m.stag = region->rkey ^ 0x5500;
+	} else if (which == 1) { /* beyond the end */
+		m.address = at + (RECEIVES + 1) * BUFFER - 50;
+		m.stag = region->rkey;
+	} else if (which == 2) { /* addresses that wrap */
+		m.address = ~0ull - 20;
+		m.stag = region->rkey;
+	}
+	TRY(post(put(buffers, &m)));
+	return ended(EPROTO);
+}
+
+/* A persistent receive that is not there: the send may end as done, since a Write is not answered; later ones do not. */
+static const char *foreign_place(size_t arg)
+{
+	struct message m = { .type = PLACE, .seq = 1, .length = 4096, .address = (uintptr_t)buffers, .stag = 0x12345600 };
+	unsigned int events = 0;
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected());
+	TRY(post(put(buffers, &m)));
+	for (int tries = 0; tries < 1000; tries++) {
+		if (exs_send(fd, block, 100, 0, queue, tries, handle)) {
+			ENSURE(errno == ECONNRESET, "send: %s", strerror(errno));
+			ENSURE(events > 0, "no event");
+			TRY(no_event(2));
+			TRY(unchanged());
+			return NULL;
+		}
+		TRY(event(&e));
+		ENSURE(e.exs_evt_ahandle == tries, "event %ld of %d", (long)e.exs_evt_ahandle, tries);
+		events++;
+		sleep_ms(5);
+	}
+	return "the connection does not end";
+}
+
+/* Memory that was advertised to be read is written, or read beyond its end: the device refuses it. */
+static const char *beyond_the_advert(size_t write)
+{
+	struct ibv_wc wc;
+	uint64_t at;
+	uint32_t stag;
+	exs_event_t e;
+	unsigned int seen = 0;
+
+	TRY(connected());
+	TRY(begin(true));
+	ENSURE(rdma_get_recv_comp(peer, &wc) == 1 && wc.status == 0, "no advert");
+	memcpy(&at, buffers + BUFFER + 16, 8);
+	memcpy(&stag, buffers + BUFFER + 24, 4);
+	at = be64toh(at);
+	stag = be32toh(stag);
+	memset(buffers, 0x11, 100);
+	if (write)
+		ENSURE(!rdma_post_write(peer, NULL, buffers, 100, region, 0, at, stag), "post: %s", strerror(errno));
+	else
+		ENSURE(!rdma_post_read(peer, NULL, buffers, 100, region, 0, at + BLOCK - 50, stag), "post: %s", strerror(errno));
+	for (int i = 0; i < CALLS; i++) {
+		TRY(event(&e));
+		ENSURE(e.exs_evt_errno == ECONNRESET || e.exs_evt_errno == EPROTO, "event %ld: %s", (long)e.exs_evt_ahandle,
+		       strerror(e.exs_evt_errno));
+		seen |= 1u << e.exs_evt_ahandle;
+	}
+	ENSURE(seen == 0x1e, "events %x", seen);
+	TRY(no_event(2));
+	return unchanged();
+}
+
+/* A peer that sends cancels without end and takes no answer: what waits for it is limited. */
+static const char *flood(size_t arg)
+{
+	struct message m = { .type = CANCEL, .of = 1000 };
+	struct ibv_wc wc;
+
+	(void)arg;
+	TRY(connected());
+	TRY(begin(true));
+	for (uint32_t i = 1; i < 100000; i++) {
+		m.seq = i;
+		if (rdma_post_send(peer, NULL, buffers, put(buffers, &m), region, 0))
+			break;
+		if (rdma_get_send_comp(peer, &wc) != 1 || wc.status)
+			break;
+		ENSURE(i < 99999, "100,000 messages are taken, and no answer is");
+	}
+	/* The peer has receives for 64 answers, and none for the next one: its own device ends the connection. */
+	for (int i = 0; i < CALLS; i++) {
+		exs_event_t e;
+
+		TRY(event(&e));
+		ENSURE(e.exs_evt_errno == EPROTO || e.exs_evt_errno == ECONNRESET, "%s", strerror(e.exs_evt_errno));
+	}
+	TRY(no_event(2));
+	return unchanged();
+}
+
+/* Private data of others: a listener refuses it with its own, and its accept still waits. */
+static const char *private_data(size_t arg)
+{
+	static const struct {
+		const char *name, *data;
+		size_t len;
+	} bad[] = {
+		{ "none", "", 0 },
+		{ "another magic", "GET / HTTP/1.1\r\n", 16 },
+		{ "version 2", "EXSP\2\0\0\4\0\0\0\0\0\0\0\0", 16 },
+		{ "an unknown flag", "EXSP\1\4\0\4\0\0\0\0\0\0\0\0", 16 },
+		{ "the other type", "EXSP\1\1\0\4\0\0\0\0\0\0\0\0", 16 },
+		{ "no credits", "EXSP\1\0\0\0\0\0\0\0\0\0\0\0", 16 },
+	};
+	exs_event_t e;
+
+	(void)arg;
+	TRY(start());
+	ENSURE(!exs_accept(listener_fd, NULL, 0, queue, 9), "accept: %s", strerror(errno));
+	for (size_t i = 0; i < COUNT(bad); i++) {
+		TRY(resolve());
+		ENSURE(dial(bad[i].data, bad[i].len) < 0 && errno == ECONNREFUSED, "%s: %s", bad[i].name, strerror(errno));
+		ENSURE(peer->event && peer->event->event == RDMA_CM_EVENT_REJECTED, "%s: no refusal", bad[i].name);
+		ENSURE(peer->event->param.conn.private_data_len >= 16 &&
+			       !memcmp(peer->event->param.conn.private_data, "EXSP\1\0\0\4\0\0\0\100\0\0\0\0", 16),
+		       "%s: refused without private data", bad[i].name);
+		ENSURE(close_now(&peer) == 0, "close");
+	}
+	TRY(no_event(2));
+	ENSURE(!exs_cancel(listener_fd, EXS_CAF_FILDES, 0), "cancel: %s", strerror(errno));
+	TRY(event(&e));
+	ENSURE(e.exs_evt_ahandle == 9 && e.exs_evt_errno == ECANCELED, "%s", strerror(e.exs_evt_errno));
+	return NULL;
+}
+
+static int close_listener(void *what)
+{
+	return rdma_destroy_id(what);
+}
+
+/* A listener that accepts with private data of others, or refuses with it. */
+static const char *answers(size_t arg)
+{
+	static const struct {
+		const char *name, *data;
+		size_t len;
+		bool accept;
+		int error;
+	} bad[] = {
+		{ "accepted with none", "", 0, true, EPROTO },
+		{ "accepted with another magic", "GET / HTTP/1.1\r\n", 16, true, EPROTO },
+		{ "accepted with version 2", "EXSP\2\0\0\4\0\0\0\0\0\0\0\0", 16, true, EPROTONOSUPPORT },
+		{ "accepted with an unknown flag", "EXSP\1\4\0\4\0\0\0\0\0\0\0\0", 16, true, EPROTO },
+		{ "accepted with the other type", "EXSP\1\1\0\4\0\0\0\0\0\0\0\0", 16, true, EPROTOTYPE },
+		{ "accepted without credits", "EXSP\1\0\0\0\0\0\0\0\0\0\0\0", 16, true, EPROTO },
+		{ "refused with none", "", 0, false, ECONNREFUSED },
+		{ "refused with another magic", "GET / HTTP/1.1\r\n", 16, false, ECONNREFUSED },
+		{ "refused with version 2", "EXSP\2\0\0\4\0\0\0\0\0\0\0\0", 16, false, EPROTONOSUPPORT },
+		{ "refused with the other type", "EXSP\1\1\0\4\0\0\0\0\0\0\0\0", 16, false, EPROTOTYPE },
+	};
+	struct sockaddr_in any = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	struct rdma_cm_id *listener;
+	exs_event_t e;
+
+	(void)arg;
+	TRY(start());
+	ENSURE(!rdma_create_id(NULL, &listener, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_listener, listener, "verbs listener");
+	ENSURE(!rdma_bind_addr(listener, (struct sockaddr *)&any) && !rdma_listen(listener, 8), "listen: %s", strerror(errno));
+	any.sin_port = rdma_get_src_port(listener);
+	for (size_t i = 0; i < COUNT(bad); i++) {
+		struct rdma_conn_param param = {
+			.private_data = bad[i].data, .private_data_len = (uint8_t)bad[i].len, .responder_resources = 1, .initiator_depth = 1
+		};
+
+		fd = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+		keep(close_fd, (void *)(intptr_t)fd, "socket");
+		ENSURE(!exs_connect(fd, (struct sockaddr *)&any, sizeof any, 0, queue, 3), "connect: %s", strerror(errno));
+		ENSURE(!rdma_get_request(listener, &peer), "rdma_get_request: %s", strerror(errno));
+		TRY(equip());
+		/* The other end may have ended the connection before this call returns. */
+		if (bad[i].accept)
+			rdma_accept(peer, &param);
+		else
+			ENSURE(!rdma_reject(peer, bad[i].data, (uint8_t)bad[i].len), "rdma_reject: %s", strerror(errno));
+		TRY(event(&e));
+		ENSURE(e.exs_evt_type == EXS_EVT_CONNECT && e.exs_evt_errno == bad[i].error, "%s: %s, expected %s", bad[i].name,
+		       strerror(e.exs_evt_errno), strerror(bad[i].error));
+		TRY(no_event(2));
+		ENSURE(close_now((void *)(intptr_t)fd) == 0 && close_now(&peer) == 0, "close");
+	}
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "faults", all_faults, 0, 120, false },
+	{ "foreign_stag", foreign_memory, 0, 0, false },
+	{ "beyond_foreign_memory", foreign_memory, 1, 0, false },
+	{ "address_that_wraps", foreign_memory, 2, 0, false },
+	{ "foreign_place", foreign_place, 0, 0, false },
+	{ "write_to_advert", beyond_the_advert, 1, 0, false },
+	{ "read_beyond_advert", beyond_the_advert, 0, 0, false },
+	{ "flood", flood, 0, 0, false },
+	{ "private_data", private_data, 0, 0, false },
+	{ "answers", answers, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
