@@ -22,6 +22,11 @@ static int close_fd(void *what)
 	return exs_close((int)(intptr_t)what);
 }
 
+static int close_bare(void *what)
+{
+	return close((int)(intptr_t)what);
+}
+
 static int free_block(void *what)
 {
 	free(what);
@@ -549,6 +554,209 @@ static const char *endings(size_t arg)
 	return finish();
 }
 
+/* Calls that take too long end with an event of their own type, and what comes later is not theirs. */
+static const char *timeouts(size_t arg)
+{
+	exs_event_t e;
+	uint64_t begun;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(!exs_fcntl(ends[1], SO_ASYNC_RECV_TIMEOUT, 60) && !exs_fcntl(ends[0], SO_ASYNC_SEND_TIMEOUT, 40), "fcntl: %s",
+	       strerror(errno));
+	begun = now_ms();
+	ENSURE(RECV(100, 0, 1) == 0 && RECV(100, 0, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECVTIMEOUT, 1, ETIMEDOUT));
+	TRY(event(&e, EXS_EVT_RECVTIMEOUT, 2, ETIMEDOUT));
+	ENSURE(now_ms() - begun >= 55 && now_ms() - begun < 5000, "after %llu ms", (unsigned long long)(now_ms() - begun));
+	ENSURE(SEND(100, 0, 3) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SENDTIMEOUT, 3, ETIMEDOUT));
+	/* Persistent operations have no limit, and those that end in time are not touched. */
+	ENSURE(SEND(100, 0, 4) == 0 && RECV(100, 0, 5) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 5, 0));
+	TRY(event(&e, EXS_EVT_SEND, 4, 0));
+	ENSURE(SEND(100, EXS_PERSISTENT, 6) == 0, "%s", strerror(errno));
+	sleep_ms(80);
+	TRY(no_event());
+	ENSURE(!exs_cancel(ends[0], EXS_CAF_FILDES, 0), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 6, ECANCELED));
+	/* Once: the next call has the limit, the one after it has none. */
+	ENSURE(!exs_fcntl(ends[1], SO_ASYNC_RECV_TIMEOUT, 30 | EXS_TIMEOUT_ONCE), "fcntl: %s", strerror(errno));
+	ENSURE(RECV(100, 0, 7) == 0 && RECV(100, 0, 8) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECVTIMEOUT, 7, ETIMEDOUT));
+	sleep_ms(50);
+	TRY(no_event());
+	ENSURE(!exs_cancel(ends[1], EXS_CAF_FILDES, 0), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 8, ECANCELED));
+	return finish();
+}
+
+/* An address at which nothing answers, and an accept to which nothing comes. */
+static const char *connect_timeout(size_t arg)
+{
+	struct sockaddr_in addr, silent = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof silent;
+	int fd, client, bare = socket(AF_INET, SOCK_STREAM, 0);
+	exs_event_t e;
+
+	(void)arg;
+	TRY(begin());
+	/* It completes the connection of TCP and never says a word. */
+	ENSURE(bare >= 0 && !bind(bare, (struct sockaddr *)&silent, len) && !listen(bare, 4) &&
+		       !getsockname(bare, (struct sockaddr *)&silent, &len), "socket: %s", strerror(errno));
+	keep(close_bare, (void *)(intptr_t)bare, "bare listener");
+	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(!exs_fcntl(client, EXS_F_SETCONNECTTIMEOUT, 100), "fcntl: %s", strerror(errno));
+	ENSURE(!exs_connect(client, (struct sockaddr *)&silent, len, 0, queue, 1), "%s", strerror(errno));
+	uint64_t begun = now_ms();
+	TRY(event(&e, EXS_EVT_CONNECT, 1, ETIMEDOUT));
+	ENSURE(now_ms() - begun < 3000, "after %llu ms", (unsigned long long)(now_ms() - begun));
+	TRY(listener(SOCK_SEQPACKET, 0, &fd, &addr));
+	ENSURE(!exs_fcntl(fd, SO_ASYNC_RECV_TIMEOUT, 50), "fcntl: %s", strerror(errno));
+	ENSURE(!exs_accept(fd, NULL, 0, queue, 2), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_ACCEPT, 2, ETIMEDOUT));
+	TRY(no_event());
+	return NULL;
+}
+
+/* A close that is an event: all that was sent arrives first. Without an answer it ends after its time. */
+static const char *close_with_event(size_t answered)
+{
+	exs_event_t e;
+	uint64_t begun;
+
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(!exs_fcntl(ends[0], EXS_F_SETLINGER, 100), "fcntl: %s", strerror(errno));
+	fill(block[0], 7, 100000);
+	ENSURE(exs_recv(ends[0], block[0], 1, 0, queue, 9, handle[0]) == 0, "%s", strerror(errno));
+	ENSURE(SEND(100000, 0, 1) == 0 && SEND(1000, 0, 2) == 0, "%s", strerror(errno));
+	forget((void *)(intptr_t)ends[0]);
+	begun = now_ms();
+	ENSURE(exs_close_async(ends[0], queue, 3) == 0, "close: %s", strerror(errno));
+	ENSURE(SEND(1, 0, 4) < 0 && errno == EBADF, "a call after the close");
+	ENSURE(exs_close(ends[0]) < 0 && errno == EBADF, "a second close");
+	TRY(event(&e, EXS_EVT_RECV, 9, ECANCELED));
+	if (answered) {
+		ENSURE(RECV(100000, 0, 5) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 5, 0));
+		TRY(compare(block[1], 7, 100000));
+		ENSURE(RECV(1000, 0, 6) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_SEND, 1, 0));
+		TRY(event(&e, EXS_EVT_RECV, 6, 0));
+		TRY(event(&e, EXS_EVT_SEND, 2, 0));
+	} else {
+		TRY(event(&e, EXS_EVT_SEND, 1, ECANCELED));
+		TRY(event(&e, EXS_EVT_SEND, 2, ECANCELED));
+		ENSURE(now_ms() - begun >= 90, "after %llu ms", (unsigned long long)(now_ms() - begun));
+	}
+	TRY(event(&e, EXS_EVT_CLOSE, 3, answered ? 0 : ETIMEDOUT));
+	if (answered) {
+		ENSURE(RECV(1000, 0, 7) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 7, 0));
+		ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+	}
+	TRY(no_event());
+	return finish();
+}
+
+/* One poll of a listener, a socket to read from and one that can be written to. */
+static const char *polls(size_t arg)
+{
+	exs_pollfd_t fds[3];
+	exs_event_t e;
+	struct sockaddr_in addr;
+	int fd, client;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	TRY(listener(SOCK_SEQPACKET, 0, &fd, &addr));
+	fds[0] = (exs_pollfd_t){ .fd = fd, .events = EXS_POLLIN, .revents = 99 };
+	fds[1] = (exs_pollfd_t){ .fd = ends[1], .events = EXS_POLLIN, .revents = 99 };
+	fds[2] = (exs_pollfd_t){ .fd = ends[0], .events = EXS_POLLIN | EXS_POLLOUT, .revents = 99 };
+	ENSURE(!exs_poll(fds, 3, 0, queue, 1), "poll: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_POLL, 1, 0));
+	ENSURE(fds[0].revents == 0 && fds[1].revents == 0 && fds[2].revents == EXS_POLLOUT, "polled %d %d %d", fds[0].revents,
+	       fds[1].revents, fds[2].revents);
+	ENSURE(e.exs_evt_union.exs_evt_poll.exs_evt_fds == fds && e.exs_evt_union.exs_evt_poll.exs_evt_nfds == 3, "the array");
+	fds[2].events = EXS_POLLIN;
+	for (int i = 0; i < 3; i++)
+		ENSURE(!exs_poll(fds, 3, 0, queue, 2 + i), "poll: %s", strerror(errno));
+	TRY(no_event());
+	ENSURE(!exs_cancel(ends[1], EXS_CAF_AHANDLE, 3), "cancel: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_POLL, 3, ECANCELED));
+	/* Something to accept: both calls that are left report it, once each. */
+	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	keep(close_fd, (void *)(intptr_t)client, "socket");
+	ENSURE(!exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 8), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_POLL, 2, 0));
+	TRY(event(&e, EXS_EVT_POLL, 4, 0));
+	ENSURE(fds[0].revents == EXS_POLLIN && fds[1].revents == 0, "polled %d %d", fds[0].revents, fds[1].revents);
+	ENSURE(!exs_accept(fd, NULL, 0, queue, 9), "%s", strerror(errno));
+	for (int i = 0; i < 2; i++) {
+		struct timeval wait = { 10, 0 };
+
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno, "accept and connect");
+		if (e.exs_evt_type == EXS_EVT_ACCEPT)
+			keep(close_fd, (void *)(intptr_t)e.exs_evt_union.exs_evt_accept.exs_evt_newfd, "socket");
+	}
+	/* A bad one: none is started. */
+	fds[2].fd = -1;
+	ENSURE(exs_poll(fds, 3, 0, queue, 5) < 0 && errno == EBADF, "%s", strerror(errno));
+	fds[2].fd = ends[0];
+	fds[2].events = 2;
+	ENSURE(exs_poll(fds, 3, 0, queue, 5) < 0 && errno == EINVAL, "%s", strerror(errno));
+	fds[2].events = EXS_POLLIN;
+	/* Closed by this end: cancelled. By the other end: ready. */
+	ENSURE(!exs_poll(fds + 1, 2, 0, queue, 6), "%s", strerror(errno));
+	ENSURE(close_now((void *)(intptr_t)ends[0]) == 0, "close");
+	for (int i = 0; i < 1; i++) {
+		struct timeval wait = { 10, 0 };
+
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && e.exs_evt_type == EXS_EVT_POLL && e.exs_evt_ahandle == 6, "no event");
+	}
+	ENSURE(!exs_poll(fds + 1, 1, 0, queue, 7), "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_POLL, 7, 0));
+	ENSURE(fds[1].revents == EXS_POLLIN, "polled %d", fds[1].revents);
+	TRY(no_event());
+	return finish();
+}
+
+/* A file in several parts with memory between them, the parts short (read) and long (mapped). */
+static const char *file_in_parts(size_t arg)
+{
+	char name[] = "/tmp/exs-test-XXXXXX";
+	exs_fdvec_t part[4] = {
+		{ .xv_kind = EXS_IOVEC },
+		{ .xv_kind = EXS_FDVEC, .xv_offset = 17, .xv_iov.iov_len = 100 },
+		{ .xv_kind = EXS_IOVEC },
+		{ .xv_kind = EXS_FDVEC, .xv_offset = 5001, .xv_iov.iov_len = 2 * MIB },
+	};
+	exs_xferfile_t file = { part, 4 };
+	exs_event_t e;
+	bool good;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	fill(block[0], 4, 3 * MIB);
+	part[1].xv_fd = part[3].xv_fd = mkstemp(name);
+	ENSURE(part[1].xv_fd >= 0 && unlink(name) == 0, "mkstemp: %s", strerror(errno));
+	part[0].xv_iov = (exs_iovec_t){ (char *)"header", 6, EXS_MHANDLE_UNREGISTERED };
+	part[2].xv_iov = (exs_iovec_t){ block[0], 1000, handle[0] };
+	good = write(part[1].xv_fd, block[0], 3 * MIB) == 3 * MIB;
+	good = good && exs_sendfile(ends[0], &file, 0, queue, 3) == 0 && RECV(4 * MIB, 0, 4) == 0;
+	close(part[1].xv_fd);
+	ENSURE(good, "sendfile: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 4, 0));
+	ENSURE(LENGTH(e) == 1106 + 2 * MIB, "%zu", LENGTH(e));
+	TRY(event(&e, EXS_EVT_SENDFILE, 3, 0));
+	ENSURE(!memcmp(block[1], "header", 6) && !memcmp(block[1] + 6, block[0] + 17, 100) &&
+		       !memcmp(block[1] + 106, block[0], 1000) && !memcmp(block[1] + 1106, block[0] + 5001, 2 * MIB), "the parts differ");
+	part[3].xv_fd = -1;
+	ENSURE(exs_sendfile(ends[0], &file, 0, queue, 3) < 0 && errno == EBADF, "%s", strerror(errno));
+	return finish();
+}
+
 /* What is refused at once. */
 static const char *refusals(size_t arg)
 {
@@ -578,6 +786,95 @@ static const char *refusals(size_t arg)
 	REFUSED(exs_mregister(NULL, 1, 0), EFAULT);
 	REFUSED(exs_socket(AF_UNIX, SOCK_STREAM, 0), EAFNOSUPPORT);
 	REFUSED(exs_close(77), ENOTSOCK);
+	/* Each call with what it cannot take: no crash, and no event. */
+	struct timeval bad_time = { -1, 0 };
+	exs_pollfd_t polled = { .fd = ends[0], .events = EXS_POLLIN };
+	exs_msghdr_t message = { .msg_iovlen = 1 };
+	exs_fdvec_t part = { .xv_kind = 7 };
+	exs_xferfile_t file = { &part, 1 };
+	socklen_t length = sizeof addr;
+	int value = 0;
+	size_t size = sizeof value;
+	int unconnected = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+
+	ENSURE(unconnected >= 0, "exs_socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)unconnected, "socket");
+	REFUSED(exs_qcreate(-5), EINVAL);
+	REFUSED(exs_qcreate(1 << 30), EINVAL);
+	REFUSED(exs_qdequeue(-1, &e, 1, NULL), EBADF);
+	REFUSED(exs_qdequeue(queue, &e, EXS_EVTVEC_MAX + 1, NULL), EINVAL);
+	REFUSED(exs_qdequeue(queue, &e, 1, &bad_time), EINVAL);
+	REFUSED(exs_qmodify(-1, EXS_QATTR_DEPTH, &value, sizeof value), EBADF);
+	REFUSED(exs_qmodify(queue, EXS_QATTR_DEPTH, NULL, sizeof value), EFAULT);
+	REFUSED(exs_qmodify(queue, EXS_QATTR_DEPTH, &value, sizeof value), EINVAL);
+	REFUSED(exs_qmodify(queue, EXS_QATTR_WAIT, &value, 1), EINVAL);
+	REFUSED(exs_qmodify(queue, 77, &value, sizeof value), EINVAL);
+	REFUSED(exs_qstatus(-1, EXS_QATTR_DEPTH, &value, &size), EBADF);
+	REFUSED(exs_qstatus(queue, EXS_QATTR_DEPTH, NULL, &size), EFAULT);
+	REFUSED(exs_qstatus(queue, EXS_QATTR_DEPTH, &value, NULL), EFAULT);
+	REFUSED(exs_qstatus(queue, EXS_QATTR_COUNTERS, &value, &size), EINVAL);
+	REFUSED(exs_mregister(block[0], 0, 0), EINVAL);
+	REFUSED(exs_mregister(block[0], 10, 2), EINVAL);
+	REFUSED(exs_mregister(block[0], SIZE_MAX, 0), EFAULT);
+	REFUSED(exs_mderegister(-1, 0), EINVAL);
+	REFUSED(exs_mderegister(handle[0], 1), EINVAL);
+	REFUSED(exs_socket(AF_INET, SOCK_DGRAM, 0), EPROTOTYPE);
+	REFUSED(exs_socket(AF_INET, SOCK_STREAM, 17), EPROTONOSUPPORT);
+	REFUSED(exs_bind(-1, (struct sockaddr *)&addr, sizeof addr), EBADF);
+	REFUSED(exs_bind(unconnected, NULL, sizeof addr), EFAULT);
+	REFUSED(exs_bind(unconnected, (struct sockaddr *)&addr, 1), EINVAL);
+	REFUSED(exs_bind(ends[0], (struct sockaddr *)&addr, sizeof addr), EINVAL);
+	REFUSED(exs_listen(ends[0], 1), EINVAL);
+	REFUSED(exs_listen(-1, 1), EBADF);
+	REFUSED(exs_accept(-1, NULL, 0, queue, 0), EBADF);
+	REFUSED(exs_accept(unconnected, NULL, 0, queue, 0), EINVAL);
+	REFUSED(exs_accept(unconnected, NULL, 1, queue, 0), EINVAL);
+	REFUSED(exs_connect(unconnected, NULL, sizeof addr, 0, queue, 0), EFAULT);
+	REFUSED(exs_connect(-1, (struct sockaddr *)&addr, sizeof addr, 0, queue, 0), EBADF);
+	REFUSED(exs_connect(unconnected, (struct sockaddr *)&addr, sizeof addr, 9, queue, 0), EINVAL);
+	REFUSED(exs_connect(unconnected, (struct sockaddr *)&addr, sizeof addr, 0, -1, 0), EBADF);
+	REFUSED(exs_send(unconnected, block[0], 1, 0, queue, 0, handle[0]), ENOTCONN);
+	REFUSED(exs_recv(unconnected, block[0], 1, 0, queue, 0, handle[0]), ENOTCONN);
+	REFUSED(exs_recv(ends[0], NULL, 1, 0, queue, 0, EXS_MHANDLE_UNREGISTERED), EFAULT);
+	REFUSED(exs_recv(ends[0], block[0], 1, EXS_PERSISTENT_NOTIFY, queue, 0, handle[0]), EINVAL);
+	REFUSED(exs_send(ends[0], block[0], 1, 2, queue, 0, handle[0]), EINVAL);
+	REFUSED(exs_send(ends[0], block[0], 1, EXS_MSG_WAITALL, queue, 0, handle[0]), EINVAL);
+	REFUSED(exs_send(ends[0], block[0], (size_t)-1, 0, queue, 0, handle[0]), EMSGSIZE);
+	REFUSED(exs_send(ends[0], block[0] - 1, 2, 0, queue, 0, handle[0]), EACCES);
+	REFUSED(exs_send(ends[0], block[0], 1, 0, queue, 0, EXS_MHANDLE_INVALID), EINVAL);
+	REFUSED(exs_sendmsg(ends[0], NULL, 0, queue, 0), EFAULT);
+	REFUSED(exs_recvmsg(ends[0], &message, 0, queue, 0), EFAULT);
+	message.msg_iovlen = -1;
+	REFUSED(exs_sendmsg(ends[0], &message, 0, queue, 0), EINVAL);
+	message.msg_iovlen = 9;
+	REFUSED(exs_sendmsg(ends[0], &message, 0, queue, 0), EMSGSIZE);
+	REFUSED(exs_sendfile(ends[0], NULL, 0, queue, 0), EFAULT);
+	REFUSED(exs_sendfile(ends[0], &file, 0, queue, 0), EINVAL);
+	part = (exs_fdvec_t){ .xv_kind = EXS_FDVEC, .xv_fd = 0, .xv_offset = -1, .xv_iov.iov_len = 5 };
+	REFUSED(exs_sendfile(ends[0], &file, 0, queue, 0), EINVAL);
+	file.xf_veclen = 0;
+	REFUSED(exs_sendfile(ends[0], &file, 0, queue, 0), EMSGSIZE);
+	file.xf_vec = NULL;
+	REFUSED(exs_sendfile(ends[0], &file, 0, queue, 0), EFAULT);
+	REFUSED(exs_poll(NULL, 1, 0, queue, 0), EFAULT);
+	REFUSED(exs_poll(&polled, 0, 0, queue, 0), EINVAL);
+	REFUSED(exs_poll(&polled, -1, 0, queue, 0), EINVAL);
+	REFUSED(exs_poll(&polled, 1, 0, -1, 0), EBADF);
+	REFUSED(exs_cancel(-1, EXS_CAF_FILDES, 0), EBADF);
+	REFUSED(exs_cancel(ends[0], 7, 0), EINVAL);
+	REFUSED(exs_cancel(ends[0], EXS_CAF_AHANDLE, 12345), ENOENT);
+	REFUSED(exs_shutdown(ends[0], 7, queue, 0), EINVAL);
+	REFUSED(exs_shutdown(unconnected, EXS_SHUT_WR, queue, 0), ENOTCONN);
+	REFUSED(exs_fcntl(ends[0], 4711, 0), EINVAL);
+	REFUSED(exs_fcntl(-1, EXS_F_GETCREDITS), EBADF);
+	REFUSED(exs_fcntl(unconnected, EXS_F_SETCREDITS, 0), EINVAL);
+	REFUSED(exs_fcntl(unconnected, EXS_F_SETSMALLPACKET, -1), EINVAL);
+	REFUSED(exs_fcntl(unconnected, SO_ASYNC_SEND_TIMEOUT, -1), EINVAL);
+	REFUSED(exs_getsockname(ends[0], NULL, &length), EFAULT);
+	REFUSED(exs_getsockname(-1, (struct sockaddr *)&addr, &length), EBADF);
+	REFUSED(exs_getpeername(unconnected, (struct sockaddr *)&addr, &length), ENOTCONN);
+	REFUSED(exs_close_async(-1, queue, 0), EBADF);
+	REFUSED(exs_close_async(ends[0], -1, 0), EBADF);
 	TRY(no_event());
 	return finish();
 }
@@ -816,6 +1113,12 @@ static const struct test tests[] = {
 	{ "persistent_recv", persistent_recv, 0, 0, false },
 	{ "vectors", vectors, 0, 0, false },
 	{ "endings", endings, 0, 0, false },
+	{ "timeouts", timeouts, 0, 0, false },
+	{ "connect_timeout", connect_timeout, 0, 0, false },
+	{ "close_with_event", close_with_event, 1, 0, false },
+	{ "close_without_answer", close_with_event, 0, 0, false },
+	{ "polls", polls, 0, 0, false },
+	{ "file_in_parts", file_in_parts, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },
 	{ "refused_connections", refused_connections, 0, 0, false },
 	{ "given_up", given_up, 0, 0, false },
