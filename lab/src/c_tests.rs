@@ -20,6 +20,7 @@ const PROGRAMS: &[&str] = &[
     EXAMPLES,
     EXS,
     EXS_HOSTILE,
+    EXS_MANY,
     "fair",
     "faults",
     "flood",
@@ -49,6 +50,9 @@ const EXS: &str = "exs";
 
 /// A peer of extended sockets that breaks their protocol.
 const EXS_HOSTILE: &str = "exs_hostile";
+
+/// Many sockets, threads and queues of extended sockets, and peers that are killed.
+const EXS_MANY: &str = "exs_many";
 
 /// The programs of the man pages in `docs/man/examples`; each ends with 0 if it did what it shows.
 const EXAMPLES: &str = "examples";

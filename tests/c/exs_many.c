@@ -1,0 +1,391 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * Many extended sockets, threads and queues at once: calls, cancels and closes in any order, and peers that are killed. Each
+ * call that was started has one event, whatever happens.
+ *
+ *   exs_many [--sockets=N] [--threads=N] [--calls=N] [--kills=N]
+ */
+#include "check.h"
+
+#include <arpa/inet.h>
+#include <exs.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/resource.h>
+
+#define QUEUES 8
+#define SLOT 256u
+#define BIG 20000u
+
+static unsigned int sockets = 1000, threads = 64, calls = 100000, kills = 30;
+
+static exs_qhandle_t queues[QUEUES];
+static atomic_int *fds; /* -1: closed */
+static char *memory;	/* a slot for each call, then what big sends are made of */
+static exs_mhandle_t handle;
+static atomic_uchar *events; /* of each call */
+static atomic_uint next_call, started, ended, errors[200];
+
+static const char *listener(int *fd, struct sockaddr_in *addr)
+{
+	socklen_t len = sizeof *addr;
+
+	*addr = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	*fd = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+	ENSURE(*fd >= 0 && !exs_fcntl(*fd, EXS_F_SETSMALLPACKET, 64) && !exs_bind(*fd, (struct sockaddr *)addr, len) &&
+		       !exs_listen(*fd, 1024) && !exs_getsockname(*fd, (struct sockaddr *)addr, &len),
+	       "listener: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *wait_for(exs_qhandle_t q, exs_event_t *e)
+{
+	struct timeval wait = { 30, 0 };
+	int n;
+
+	do
+		n = exs_qdequeue(q, e, 1, &wait);
+	while (n < 0 && errno == EINTR);
+	ENSURE(n == 1, "no event: %s", strerror(errno));
+	return NULL;
+}
+
+static uint32_t any(uint64_t *seed)
+{
+	*seed = *seed * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(*seed >> 33);
+}
+
+/* Starts one call of any kind on any socket, or cancels or closes one. */
+static void act(uint64_t *seed)
+{
+	uint32_t what = any(seed) % 100, which = any(seed) % sockets, at;
+	int fd = atomic_load(&fds[which]);
+	exs_qhandle_t q = queues[any(seed) % QUEUES];
+	size_t len = any(seed) % SLOT;
+	exs_mhandle_t mh = any(seed) & 1 ? handle : EXS_MHANDLE_UNREGISTERED;
+	bool closes;
+	int failed;
+
+	at = atomic_fetch_add(&next_call, 1);
+	if (at >= calls || fd < 0)
+		return;
+	if (what < 4) {
+		exs_cancel(fd, EXS_CAF_FILDES, 0);
+		return;
+	}
+	if (what < 8) {
+		exs_cancel(fd, EXS_CAF_AHANDLE, (exs_ahandle_t)(at - 1 - any(seed) % 50));
+		return;
+	}
+	/* Until the end about every second one is closed. */
+	closes = any(seed) % calls < sockets * 3 / 4;
+	if (closes) {
+		if (atomic_exchange(&fds[which], -1) < 0)
+			return;
+		if (what & 1) {
+			exs_close(fd);
+			return;
+		}
+	}
+	char *slot = memory + (size_t)at * SLOT;
+	atomic_fetch_add(&started, 1);
+	if (closes)
+		failed = exs_close_async(fd, q, at);
+	else if (what < 14)
+		failed = exs_poll((exs_pollfd_t[]){ { .fd = -1 } }, 1, 0, q, at); /* refused: nothing has this descriptor */
+	else if (what < 18) {
+		exs_pollfd_t *polled = (exs_pollfd_t *)slot;
+		int other = atomic_load(&fds[any(seed) % sockets]);
+
+		polled[0] = (exs_pollfd_t){ .fd = fd, .events = EXS_POLLIN };
+		polled[1] = (exs_pollfd_t){ .fd = other, .events = EXS_POLLIN | EXS_POLLOUT };
+		failed = exs_poll(polled, 2, 0, q, at);
+	} else if (what < 54)
+		failed = exs_send(fd, slot, len, 0, q, at, mh);
+	else if (what < 57)
+		failed = exs_send(fd, memory + (size_t)calls * SLOT, BIG, 0, q, at, mh);
+	else if (what < 58)
+		failed = exs_send(fd, slot, len, EXS_PERSISTENT, q, at, mh);
+	else
+		failed = exs_recv(fd, slot, SLOT, 0, q, at, mh);
+	if (failed) {
+		atomic_fetch_sub(&started, 1);
+		if (errno < 200)
+			atomic_fetch_add(&errors[errno], 1);
+	}
+}
+
+static bool take(exs_qhandle_t q, long us)
+{
+	struct timeval wait = { 0, us };
+	exs_event_t e[16];
+	int n = exs_qdequeue(q, e, 16, &wait);
+
+	for (int i = 0; i < n; i++) {
+		atomic_fetch_add(&events[e[i].exs_evt_ahandle], 1);
+		atomic_fetch_add(&ended, 1);
+	}
+	return n > 0;
+}
+
+static void *work(void *arg)
+{
+	uint64_t seed = (uintptr_t)arg * 7919 + 1;
+	exs_qhandle_t q = queues[(uintptr_t)arg % QUEUES];
+
+	while (atomic_load(&next_call) < calls) {
+		for (int i = 0; i < 8; i++)
+			act(&seed);
+		take(q, (uintptr_t)arg % 3 ? 0 : 1000);
+	}
+	return NULL;
+}
+
+static int free_memory(void *what)
+{
+	free(what);
+	return 0;
+}
+
+static void *zeros(size_t size)
+{
+	void *all = calloc(1, size);
+
+	keep(free_memory, all, "memory");
+	return all;
+}
+
+static const char *race(size_t arg)
+{
+	pthread_t *all = zeros(threads * sizeof *all);
+	struct sockaddr_in addr;
+	exs_event_t e;
+	int fd;
+
+	(void)arg;
+	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
+	for (int i = 0; i < QUEUES; i++)
+		queues[i] = exs_qcreate((int)calls);
+	fds = zeros(sockets * sizeof *fds);
+	events = zeros(calls);
+	memory = zeros((size_t)calls * SLOT + BIG);
+	handle = exs_mregister(memory, (size_t)calls * SLOT + BIG, 0);
+	ENSURE(handle >= 0, "mregister: %s", strerror(errno));
+	TRY(listener(&fd, &addr));
+	for (unsigned int i = 0; i < sockets; i += 2) {
+		int client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+
+		ENSURE(client >= 0 && !exs_fcntl(client, EXS_F_SETSMALLPACKET, 64), "exs_socket: %s", strerror(errno));
+		ENSURE(!exs_accept(fd, NULL, 0, queues[0], 1) &&
+			       !exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queues[0], 2),
+		       "%s", strerror(errno));
+		for (int j = 0; j < 2; j++) {
+			TRY(wait_for(queues[0], &e));
+			ENSURE(!e.exs_evt_errno, "connection %u: %s", i / 2, strerror(e.exs_evt_errno));
+			if (e.exs_evt_type == EXS_EVT_ACCEPT)
+				atomic_store(&fds[i], e.exs_evt_union.exs_evt_accept.exs_evt_newfd);
+		}
+		atomic_store(&fds[i + 1], client);
+	}
+	for (unsigned int i = 0; i < threads; i++)
+		ENSURE(pthread_create(&all[i], NULL, work, (void *)(uintptr_t)i) == 0, "no thread");
+	for (unsigned int i = 0; i < threads; i++)
+		pthread_join(all[i], NULL);
+	unsigned int open = 0, under_way = atomic_load(&started) - atomic_load(&ended);
+	for (unsigned int i = 0; i < sockets; i++) {
+		int left = atomic_exchange(&fds[i], -1);
+
+		open += left >= 0;
+		if (left >= 0)
+			ENSURE(exs_close(left) == 0, "close: %s", strerror(errno));
+	}
+	ENSURE(exs_close(fd) == 0, "close: %s", strerror(errno));
+	uint64_t until = now_ms() + 30000;
+	while (atomic_load(&ended) < atomic_load(&started) && now_ms() < until)
+		for (int i = 0; i < QUEUES; i++)
+			take(queues[i], 1000);
+	printf("# %u calls, %u refused for want of room, %u sockets open at the end with %u under way\n", atomic_load(&started),
+	       atomic_load(&errors[EAGAIN]), open, under_way);
+	for (unsigned int i = 0; i < calls; i++)
+		ENSURE(atomic_load(&events[i]) <= 1, "call %u has %d events", i, atomic_load(&events[i]));
+	ENSURE(atomic_load(&ended) == atomic_load(&started), "%u events of %u calls", atomic_load(&ended), atomic_load(&started));
+	ENSURE(atomic_load(&started) > calls / 4, "only %u calls", atomic_load(&started));
+	for (int i = 0; i < QUEUES; i++) {
+		ENSURE(!take(queues[i], 1000), "an event too many");
+		ENSURE(exs_qdelete(queues[i]) == 0, "qdelete: %s", strerror(errno));
+	}
+	ENSURE(exs_mderegister(handle, 0) == 0, "mderegister: %s", strerror(errno));
+	return NULL;
+}
+
+#define PEERS 4
+#define CALLS 12
+
+/* The process that is killed: calls on each of its sockets without end. */
+static int peer(const char *role, const char *port)
+{
+	struct sockaddr_in addr;
+	static char block[PEERS][100000];
+	exs_event_t e;
+	int fd;
+	exs_qhandle_t q;
+
+	if (exs_init(EXS_VERSION) || (q = exs_qcreate(4096)) < 0)
+		return 1;
+	if (!strcmp(role, "listen")) {
+		if (listener(&fd, &addr))
+			return 1;
+		printf("%d\n", ntohs(addr.sin_port));
+		fflush(stdout);
+		for (int i = 0; i < PEERS; i++)
+			exs_accept(fd, NULL, 0, q, i);
+	} else {
+		addr = (struct sockaddr_in){
+			.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons((uint16_t)atoi(port))
+		};
+		for (int i = 0; i < PEERS; i++) {
+			fd = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+			exs_connect(fd, (struct sockaddr *)&addr, sizeof addr, 0, q, i);
+		}
+	}
+	for (uint64_t until = now_ms() + 20000; now_ms() < until;) {
+		struct timeval wait = { 1, 0 };
+
+		if (exs_qdequeue(q, &e, 1, &wait) != 1)
+			continue;
+		fd = e.exs_evt_type == EXS_EVT_ACCEPT ? e.exs_evt_union.exs_evt_accept.exs_evt_newfd : e.exs_evt_fd;
+		if (e.exs_evt_errno)
+			continue;
+		if (e.exs_evt_type != EXS_EVT_SEND)
+			exs_recv(fd, block[e.exs_evt_ahandle], 100000, 0, q, e.exs_evt_ahandle, EXS_MHANDLE_UNREGISTERED);
+		if (e.exs_evt_type != EXS_EVT_RECV)
+			exs_send(fd, block[e.exs_evt_ahandle], 100000, 0, q, e.exs_evt_ahandle, EXS_MHANDLE_UNREGISTERED);
+	}
+	return 0;
+}
+
+/* Kills the peer after some time, which is another one in each round; all calls under way end then. */
+static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *connected)
+{
+	static char block[CALLS][100000];
+	bool listens = round & 1;
+	unsigned int pending = 0;
+	struct sockaddr_in addr;
+	int fd = -1, pipes[2], open[2 * PEERS + 1], count = 0;
+	char port[16] = "";
+	exs_event_t e;
+	pid_t child;
+
+	ENSURE(pipe(pipes) == 0, "pipe: %s", strerror(errno));
+	if (!listens) {
+		TRY(listener(&fd, &addr));
+		open[count++] = fd;
+		snprintf(port, sizeof port, "%d", ntohs(addr.sin_port));
+		for (int i = 0; i < PEERS; i++) {
+			ENSURE(!exs_accept(fd, NULL, 0, q, 0), "accept: %s", strerror(errno));
+			pending++;
+		}
+	}
+	child = fork();
+	if (child == 0) {
+		dup2(pipes[1], STDOUT_FILENO);
+		execl("/proc/self/exe", "exs_many", "--peer", listens ? "listen" : "connect", port, (char *)NULL);
+		_exit(127);
+	}
+	ENSURE(child > 0, "fork: %s", strerror(errno));
+	close(pipes[1]);
+	if (listens) {
+		ENSURE(read(pipes[0], port, sizeof port - 1) > 0, "the peer does not listen");
+		addr = (struct sockaddr_in){
+			.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons((uint16_t)atoi(port))
+		};
+		for (int i = 0; i < PEERS; i++) {
+			fd = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
+			open[count++] = fd;
+			ENSURE(fd >= 0 && !exs_connect(fd, (struct sockaddr *)&addr, sizeof addr, 0, q, 0), "connect: %s", strerror(errno));
+			pending++;
+		}
+	}
+	close(pipes[0]);
+	uint64_t dies = now_ns() + (listens ? 0 : 15000000ull) + round % 16 * 1500000ull, until = now_ns() + 30000000000ull;
+	bool killed = false;
+	while (pending > 0 && now_ns() < until) {
+		struct timeval wait = { 0, 500 };
+
+		if (!killed && now_ns() >= dies) {
+			killed = true;
+			kill(child, SIGKILL);
+			waitpid(child, NULL, 0);
+			/* Of what never connected no peer will say anything. */
+			if (!listens)
+				exs_cancel(open[0], EXS_CAF_FILDES, 0);
+		}
+		if (exs_qdequeue(q, &e, 1, &wait) != 1)
+			continue;
+		pending--;
+		if (e.exs_evt_errno)
+			continue;
+		fd = e.exs_evt_fd;
+		if (e.exs_evt_type == EXS_EVT_ACCEPT) {
+			fd = e.exs_evt_union.exs_evt_accept.exs_evt_newfd;
+			open[count++] = fd;
+		}
+		if (e.exs_evt_type == EXS_EVT_ACCEPT || e.exs_evt_type == EXS_EVT_CONNECT) {
+			++*connected;
+			pending += !exs_send(fd, block[0], 100000, EXS_PERSISTENT, q, 0, EXS_MHANDLE_UNREGISTERED);
+		}
+		if (e.exs_evt_type != EXS_EVT_SEND)
+			pending += !exs_recv(fd, block[e.exs_evt_ahandle], 100000, 0, q, 1 + round % 4, EXS_MHANDLE_UNREGISTERED);
+		if (e.exs_evt_type != EXS_EVT_RECV)
+			pending += !exs_send(fd, block[5], 50000, 0, q, 0, EXS_MHANDLE_UNREGISTERED);
+	}
+	ENSURE(pending == 0 && killed, "round %u: %u calls have no event", round, pending);
+	for (int i = 0; i < count; i++)
+		ENSURE(exs_close(open[i]) == 0, "close: %s", strerror(errno));
+	struct timeval none = { 0, 0 };
+	ENSURE(exs_qdequeue(q, &e, 1, &none) == 0, "round %u: an event too many", round);
+	return NULL;
+}
+
+static const char *killed(size_t arg)
+{
+	unsigned int connected = 0;
+	exs_qhandle_t q;
+
+	(void)arg;
+	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
+	q = exs_qcreate(4096);
+	for (unsigned int i = 0; i < kills; i++)
+		TRY(kill_at(i, q, &connected));
+	printf("# %u kills, %u connections\n", kills, connected);
+	ENSURE(connected > 0 || kills < 4, "none was connected");
+	ENSURE(exs_qdelete(q) == 0, "qdelete: %s", strerror(errno));
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "race", race, 0, 300, false },
+	{ "killed", killed, 0, 300, false },
+};
+
+int main(int argc, char **argv)
+{
+	struct rlimit files;
+	static const struct {
+		const char *name;
+		unsigned int *value;
+	} numbers[] = { { "--sockets=", &sockets }, { "--threads=", &threads }, { "--calls=", &calls }, { "--kills=", &kills } };
+
+	if (argc >= 3 && !strcmp(argv[1], "--peer"))
+		return peer(argv[2], argc > 3 ? argv[3] : "0");
+	for (int i = 1; i < argc; i++)
+		for (size_t j = 0; j < COUNT(numbers); j++)
+			if (!strncmp(argv[i], numbers[j].name, strlen(numbers[j].name)))
+				*numbers[j].value = (unsigned int)atoi(argv[i] + strlen(numbers[j].name));
+	getrlimit(RLIMIT_NOFILE, &files);
+	files.rlim_cur = files.rlim_max;
+	setrlimit(RLIMIT_NOFILE, &files);
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
