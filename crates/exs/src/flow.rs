@@ -273,7 +273,10 @@ impl Flow {
         if recv.persistent {
             let refuse = if self.persistent.is_some() || self.standing.is_some() {
                 Some(Outcome::BothPersistent)
-            } else if recv.segments.len() != 1 || !self.recvs.is_empty() {
+            } else if recv.segments.len() != 1
+                || total(&recv.segments) == 0
+                || !self.recvs.is_empty()
+            {
                 Some(Outcome::Invalid)
             } else {
                 None
@@ -618,7 +621,7 @@ impl Flow {
             return;
         }
         let more = |w: &Waiting, stream: bool, moving: bool| {
-            if stream && w.recv.wait_all {
+            if stream && w.recv.wait_all && w.len > 0 {
                 w.asked < w.len
             } else {
                 w.asked == 0 && !moving
@@ -689,7 +692,7 @@ impl Flow {
     fn fill_buffer(&mut self, out: &mut Vec<Action>) {
         let room = self.buffer.size - (self.buffer.asked - self.buffer.taken);
         let left = self.adverts.front().map(|a| a.len - a.taken);
-        if left.is_some_and(|left| left <= room) {
+        if self.buffer.size > 0 && left.is_some_and(|left| left <= room) {
             let at = self.buffer.asked;
             self.buffer.asked += self.take_advert(BUFFER, at, room, true, out);
         }

@@ -30,6 +30,11 @@ pub(crate) struct Library {
     queues: Mutex<HashMap<c_int, Arc<Queue>>>,
     memory: Mutex<HashMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
+    /// The list that keeps the devices of librdmacm open.
+    list: OnceLock<Ptr<*mut ffi::Context>>,
+    /// Held while an event of the connection manager is taken, which looks at the queue pair of its id, and while a queue
+    /// pair is destroyed.
+    cm: Mutex<()>,
     hot: Mutex<Vec<Arc<Socket>>>,
     /// Sockets whose descriptors the program does not have, or not any more, and that are to be closed.
     failed: Mutex<Vec<c_int>>,
@@ -88,6 +93,8 @@ pub(crate) fn init() -> Result<(), c_int> {
         queues: Mutex::default(),
         memory: Mutex::default(),
         devices: Mutex::default(),
+        list: OnceLock::new(),
+        cm: Mutex::default(),
         hot: Mutex::default(),
         failed: Mutex::default(),
         alarms: Mutex::default(),
@@ -162,6 +169,19 @@ pub(crate) fn discard(fd: c_int) {
     if let Ok(library) = get() {
         lock(&library.failed).push(fd);
         library.wake();
+    }
+}
+
+/// Destroys the queue pair of an id.
+///
+/// # Safety
+///
+/// The id is not destroyed, and has a queue pair, which nothing uses any more.
+pub(crate) unsafe fn destroy_qp(id: *mut ffi::CmId) {
+    if let Ok(library) = get() {
+        let _alone = lock(&library.cm);
+        // SAFETY: the caller's.
+        unsafe { ffi::rdma_destroy_qp(id) };
     }
 }
 
@@ -262,8 +282,10 @@ impl Library {
             let mut count = 0;
             // SAFETY: the list stays allocated, and so its devices stay open.
             let first = unsafe {
-                let list = ffi::rdma_get_devices(&raw mut count);
-                if list.is_null() || count < 1 {
+                let get = || Ptr(ffi::rdma_get_devices(&raw mut count));
+                let list = self.list.get_or_init(get).0;
+                // It ends with a null pointer.
+                if list.is_null() {
                     std::ptr::null_mut()
                 } else {
                     *list
@@ -371,7 +393,12 @@ impl Library {
         let mut event = std::ptr::null_mut();
         // SAFETY: the channel lives as long as the process; the event is copied before it is acknowledged, and the id of
         // a request is this thread's until a socket takes it.
-        while unsafe { ffi::rdma_get_cm_event(self.channel.0, &raw mut event) } == 0 {
+        let next = |event| {
+            let _alone = lock(&self.cm);
+            // SAFETY: as above.
+            unsafe { ffi::rdma_get_cm_event(self.channel.0, event) == 0 }
+        };
+        while next(&raw mut event) {
             // SAFETY: as above.
             let copy = unsafe {
                 let e = &*event;

@@ -862,7 +862,7 @@ impl Socket {
             // SAFETY: the id lives until `close` has ended the connection, and its queue pair ends here, once.
             unsafe {
                 ffi::rdma_disconnect(inner.id.0);
-                ffi::rdma_destroy_qp(inner.id.0);
+                library::destroy_qp(inner.id.0);
             }
             link.qp = Ptr(std::ptr::null_mut());
         }
