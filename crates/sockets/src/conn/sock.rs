@@ -1,0 +1,512 @@
+//! A connection of the program: undecided, or upgraded. A plain one is not known here any more.
+
+use crate::conn::set::Set;
+use crate::conn::table;
+use crate::conn::worker;
+use crate::limits;
+use crate::log;
+use crate::queue::Dest;
+use crate::stream::{self, First, News, Stream};
+use crate::sys;
+use libc::c_int;
+use std::io::IoSlice;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How far a connection is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Mode {
+    /// Not in use, or plain.
+    Plain = 0,
+    /// Accepted; its first bytes decide.
+    Accepted = 1,
+    /// It will send a Request when TCP has connected.
+    Connecting = 2,
+    /// Upgraded.
+    Up = 3,
+}
+
+/// Connections that are not plain: as long as there are none, waits are the kernel's.
+pub static LIVE: AtomicUsize = AtomicUsize::new(0);
+/// Connections that are neither plain nor upgraded yet.
+pub static UNDECIDED: AtomicUsize = AtomicUsize::new(0);
+/// Streams that were upgraded, and connections that were looked at and stayed plain.
+pub static UPGRADED: AtomicUsize = AtomicUsize::new(0);
+/// See [`UPGRADED`].
+pub static STAYED: AtomicUsize = AtomicUsize::new(0);
+
+/// A connection.
+#[derive(Debug)]
+pub struct Sock {
+    mode: AtomicU8,
+    /// The program closes a connection that is not upgraded.
+    strict: AtomicBool,
+    /// Numbers of it.
+    numbers: AtomicI32,
+    inner: Mutex<Option<Box<Stream>>>,
+    /// Threads that sleep until the carrier has bytes: one that needs credit leaves the bytes to them.
+    sleepers: AtomicI32,
+    taken: Condvar,
+    /// The sets that it is in.
+    sets: Mutex<Vec<&'static Set>>,
+    in_sets: AtomicBool,
+    /// The process that uses it; 0 after a fork: the first that uses it.
+    owner: Mutex<Option<&'static AtomicU32>>,
+    forked: AtomicBool,
+    /// The child cannot use it: a thread of the parent was in it at the fork.
+    lost: AtomicBool,
+}
+
+static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Sock {
+    fn fresh() -> Self {
+        Self {
+            mode: AtomicU8::new(0),
+            strict: AtomicBool::new(false),
+            numbers: AtomicI32::new(0),
+            inner: Mutex::new(None),
+            sleepers: AtomicI32::new(0),
+            taken: Condvar::new(),
+            sets: Mutex::new(Vec::new()),
+            in_sets: AtomicBool::new(false),
+            owner: Mutex::new(None),
+            forked: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
+        }
+    }
+
+    /// A connection with one number.
+    pub fn new(mode: Mode, strict: bool) -> &'static Self {
+        let sock = lock(&FREE).pop();
+        let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
+        sock.strict.store(strict, Ordering::Relaxed);
+        sock.numbers.store(1, Ordering::Relaxed);
+        sock.sleepers.store(0, Ordering::Relaxed);
+        sock.forked.store(false, Ordering::Relaxed);
+        sock.lost.store(false, Ordering::Relaxed);
+        sock.mode.store(mode as u8, Ordering::Release);
+        LIVE.fetch_add(1, Ordering::Relaxed);
+        UNDECIDED.fetch_add(1, Ordering::Relaxed);
+        sock
+    }
+
+    /// Changes the mode; whether it was another one than plain.
+    fn becomes(&self, mode: Mode) -> bool {
+        let old = self.mode.swap(mode as u8, Ordering::AcqRel);
+        if old == Mode::Accepted as u8 || old == Mode::Connecting as u8 {
+            UNDECIDED.fetch_sub(1, Ordering::Relaxed);
+        }
+        old != Mode::Plain as u8
+    }
+
+    /// How far it is.
+    #[inline]
+    pub fn mode(&self) -> Mode {
+        match self.mode.load(Ordering::Acquire) {
+            1 => Mode::Accepted,
+            2 => Mode::Connecting,
+            3 => Mode::Up,
+            _ => Mode::Plain,
+        }
+    }
+
+    /// Whether it must not stay plain.
+    pub fn is_strict(&self) -> bool {
+        self.strict.load(Ordering::Relaxed)
+    }
+
+    /// It got another number.
+    pub fn add_number(&self) {
+        self.numbers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Its state, if it is upgraded.
+    pub fn stream(&self) -> MutexGuard<'_, Option<Box<Stream>>> {
+        lock(&self.inner)
+    }
+
+    // ------------------------------------------------------------------ decision
+
+    /// Leaves this number to the kernel from here on.
+    fn go_plain(&'static self, fd: c_int) {
+        if self.becomes(Mode::Plain) {
+            LIVE.fetch_sub(1, Ordering::Relaxed);
+            STAYED.fetch_add(1, Ordering::Relaxed);
+            for set in std::mem::take(&mut *lock(&self.sets)) {
+                set.forget(fd);
+            }
+            self.in_sets.store(false, Ordering::Relaxed);
+        }
+        // Other numbers of it find the mode.
+        if table::forget(fd, self) {
+            self.drop_number();
+        }
+        if self.is_strict() {
+            log::line(&format!(
+                "connection {fd} is plain, and a rule requires RDMA: it is shut down"
+            ));
+            // SAFETY: no pointer.
+            unsafe {
+                crate::real::shutdown(fd, libc::SHUT_RDWR);
+            }
+        }
+    }
+
+    fn drop_number(&'static self) -> bool {
+        let last = self.numbers.fetch_sub(1, Ordering::AcqRel) == 1;
+        if last {
+            if self.becomes(Mode::Plain) {
+                LIVE.fetch_sub(1, Ordering::Relaxed);
+            }
+            *lock(&self.inner) = None;
+            *lock(&self.owner) = None;
+            self.in_sets.store(false, Ordering::Relaxed);
+            lock(&self.sets).clear();
+            lock(&FREE).push(self);
+        }
+        last
+    }
+
+    /// Decides if it can be decided now. `writes`: the program writes first, so that nothing can be waited for.
+    ///
+    /// Returns what the connection is then.
+    pub fn decide(&'static self, fd: c_int, writes: bool) -> Mode {
+        match self.mode() {
+            Mode::Accepted => self.look(fd, writes),
+            Mode::Connecting => {
+                if sys::is_established(fd) {
+                    self.start(fd);
+                }
+            }
+            Mode::Plain => {
+                self.go_plain(fd);
+            }
+            Mode::Up => {}
+        }
+        self.mode()
+    }
+
+    /// Looks at the first bytes of an accepted connection.
+    fn look(&'static self, fd: c_int, writes: bool) {
+        let mut inner = lock(&self.inner);
+        if self.mode() != Mode::Accepted {
+            return;
+        }
+        let mut bytes = [0u8; limits::REQUEST];
+        let n = match sys::peek(fd, &mut bytes) {
+            Ok(n) => n,
+            Err(libc::EAGAIN | libc::EINTR) if !writes => return,
+            Err(_) => 0,
+        };
+        let first = stream::first(bytes.get(..n).unwrap_or(&[]), crate::policy::crc());
+        let First::Request(length, reply, mut stream) = first else {
+            drop(inner);
+            self.go_plain(fd);
+            return;
+        };
+        stream.undelay(fd);
+        // The bytes were looked at: they are there.
+        let taken = bytes
+            .get_mut(..length)
+            .map(|b| sys::recv(fd, &mut [std::io::IoSliceMut::new(b)]));
+        if taken != Some(Ok(length)) {
+            log::line(&format!("stream {fd}: the Request vanished"));
+        }
+        if sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL) != Ok(reply.len()) {
+            // The peer is gone; the next call of the program finds out.
+            log::line(&format!("stream {fd}: the Reply could not be sent"));
+        }
+        *inner = Some(stream);
+        self.own();
+        self.becomes(Mode::Up);
+        UPGRADED.fetch_add(1, Ordering::Relaxed);
+        log::line(&format!("stream {fd}: accepted"));
+    }
+
+    /// TCP has connected: sends the Request.
+    pub fn start(&'static self, fd: c_int) {
+        let mut inner = lock(&self.inner);
+        if self.mode() != Mode::Connecting {
+            return;
+        }
+        let Some(initiator) = stream::initiator(crate::policy::crc()) else {
+            return;
+        };
+        let request = initiator.request();
+        if sys::send(fd, &[IoSlice::new(&request)], libc::MSG_NOSIGNAL) != Ok(request.len()) {
+            // The connection is broken already, and says so in the next call.
+            drop(inner);
+            self.go_plain(fd);
+            return;
+        }
+        let mut stream = Stream::connecting(initiator);
+        stream.undelay(fd);
+        *inner = Some(stream);
+        self.own();
+        self.becomes(Mode::Up);
+        UPGRADED.fetch_add(1, Ordering::Relaxed);
+        log::line(&format!("stream {fd}: Request sent"));
+    }
+
+    // ------------------------------------------------------------------ owner
+
+    fn own(&self) {
+        let word = crate::owner::word();
+        if let Some(word) = word {
+            word.store(crate::owner::me(), Ordering::Relaxed);
+        }
+        *lock(&self.owner) = word;
+    }
+
+    /// The process is about to fork: the first of the two that uses the stream will own it.
+    pub fn before_fork(&self) {
+        if let Ok(owner) = self.owner.try_lock()
+            && let Some(word) = *owner
+            && word.load(Ordering::Relaxed) == crate::owner::me()
+        {
+            word.store(0, Ordering::Release);
+            self.forked.store(true, Ordering::Release);
+        }
+    }
+
+    /// In the child.
+    pub fn after_fork(&self) {
+        if self.inner.try_lock().is_err()
+            || self.sets.try_lock().is_err()
+            || self.owner.try_lock().is_err()
+        {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        self.sleepers.store(0, Ordering::Relaxed);
+    }
+
+    /// Whether this process may use the stream.
+    #[inline]
+    pub fn is_ours(&self, fd: c_int) -> bool {
+        if !self.forked.load(Ordering::Acquire) {
+            return true;
+        }
+        if self.lost.load(Ordering::Relaxed) {
+            return false;
+        }
+        let Some(word) = *lock(&self.owner) else {
+            return false;
+        };
+        let me = crate::owner::me();
+        match word.compare_exchange(0, me, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => true,
+            Err(owner) if owner == me => true,
+            Err(owner) => {
+                log::always(&format!(
+                    "stream {fd} is used by another process ({owner}) since a fork; use it in one process, or set it to tcp"
+                ));
+                false
+            }
+        }
+    }
+
+    /// Whether this process used the stream since it was forked, or made it.
+    fn is_used_here(&self) -> bool {
+        !self.forked.load(Ordering::Acquire)
+            || lock(&self.owner).is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
+    }
+
+    // ------------------------------------------------------------------ data
+
+    /// After a call that changed the stream: whatever waits for it in a set is told.
+    fn tell(&self, news: News) {
+        if news == News::default() {
+            return;
+        }
+        if news.readable || news.writable {
+            self.taken.notify_all();
+        }
+        if self.in_sets.load(Ordering::Acquire) {
+            let sets: Vec<&'static Set> = lock(&self.sets).clone();
+            for set in sets {
+                set.mark(self);
+            }
+        }
+    }
+
+    /// Reads without waiting; see [`Stream::read`]. With `sleeps`, the caller is counted as sleeper if there is less than
+    /// it needs; then the second value is true.
+    pub fn read(
+        &self,
+        fd: c_int,
+        dest: &mut Dest<'_, '_>,
+        peek: bool,
+        all: bool,
+        sleeps: bool,
+    ) -> (Result<(), c_int>, bool) {
+        let mut inner = lock(&self.inner);
+        let Some(stream) = inner.as_mut() else {
+            return (Err(libc::EBADF), false);
+        };
+        let result = stream.read(fd, dest, peek, all);
+        let more = result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
+        if sleeps && more {
+            self.sleepers.fetch_add(1, Ordering::Relaxed);
+        }
+        let mut news = stream.news();
+        news.readable &= stream.is_readable();
+        drop(inner);
+        self.tell(news);
+        (result, sleeps && more)
+    }
+
+    /// A sleeper is awake.
+    pub fn awake(&self) {
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
+        self.taken.notify_all();
+    }
+
+    /// A thread is about to sleep until the carrier has events.
+    pub fn asleep(&self) {
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Writes without waiting; see [`Stream::write`].
+    ///
+    /// # Errors
+    /// errno.
+    pub fn write(
+        &'static self,
+        fd: c_int,
+        parts: &[IoSlice<'_>],
+        flags: c_int,
+    ) -> Result<usize, c_int> {
+        let may_pull = self.sleepers.load(Ordering::Relaxed) == 0;
+        let result = self.with(|stream| stream.write(fd, parts, flags, may_pull));
+        let (result, waits) = result.unwrap_or((Err(libc::EBADF), false));
+        if waits {
+            worker::watch(fd, self);
+        }
+        result
+    }
+
+    /// Does something with the stream, and tells others what changed. Also whether something waits to be sent.
+    pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, bool)> {
+        let mut inner = lock(&self.inner);
+        let stream = inner.as_mut()?;
+        let result = f(stream);
+        let (news, waits) = (stream.news(), stream.is_waiting());
+        drop(inner);
+        self.tell(news);
+        Some((result, waits))
+    }
+
+    /// What a writer that can send nothing waits for.
+    pub fn blocked_on(&self) -> i16 {
+        let inner = lock(&self.inner);
+        match inner.as_ref() {
+            Some(stream) if stream.has_rest() => libc::POLLOUT,
+            _ => libc::POLLIN,
+        }
+    }
+
+    /// Whether another thread sleeps until the carrier has bytes; then waits for it, a bounded time.
+    pub fn follow(&self) -> bool {
+        let inner = lock(&self.inner);
+        if self.sleepers.load(Ordering::Relaxed) <= 0 {
+            return false;
+        }
+        let wait = Duration::from_millis(limits::FOLLOW);
+        // A sleeper that was cancelled wakes nobody: then the caller looks itself.
+        self.taken
+            .wait_timeout(inner, wait)
+            .is_ok_and(|(_, w)| !w.timed_out())
+    }
+
+    /// Events of the carrier were found: processes them, and returns the events of the stream.
+    pub fn process(&self, fd: c_int, events: i16) -> i16 {
+        let done = self.with(|stream| {
+            if events != 0 {
+                stream.on_carrier(fd, events);
+            }
+            let ready = stream.readiness();
+            // The caller reports them.
+            stream.news();
+            ready
+        });
+        self.taken.notify_all();
+        done.map_or(libc::POLLNVAL, |(ready, _)| ready)
+    }
+
+    // ------------------------------------------------------------------ sets
+
+    /// It was added to a set.
+    pub fn joined(&self, set: &'static Set) {
+        let mut sets = lock(&self.sets);
+        if !sets.iter().any(|s| std::ptr::eq(*s, set)) {
+            sets.push(set);
+        }
+        self.in_sets.store(true, Ordering::Release);
+    }
+
+    /// It was removed from a set.
+    pub fn left(&self, set: &Set) {
+        let mut sets = lock(&self.sets);
+        sets.retain(|s| !std::ptr::eq(*s, set));
+        self.in_sets.store(!sets.is_empty(), Ordering::Release);
+    }
+
+    // ------------------------------------------------------------------ the end
+
+    /// The program closes the number `fd`, which the table has forgotten; the kernel's close follows.
+    pub fn closing(&'static self, fd: c_int) {
+        if self.numbers.load(Ordering::Acquire) == 1 {
+            for set in std::mem::take(&mut *lock(&self.sets)) {
+                set.forget(fd);
+            }
+            if self.mode() == Mode::Up && !self.lost.load(Ordering::Relaxed) && self.is_used_here()
+            {
+                let taken = lock(&self.inner).take();
+                if let Some(mut stream) = taken
+                    && stream.close(fd)
+                {
+                    worker::drain(fd, stream);
+                }
+            }
+        }
+        if self.lost.load(Ordering::Relaxed) {
+            // Its locks are those of a thread that does not exist: it is not used again.
+            LIVE.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
+        self.drop_number();
+    }
+
+    /// Sends what waits, before the process ends.
+    pub fn finish(&self, fd: c_int, until: std::time::Instant) {
+        if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
+            return;
+        }
+        while let Some((true, _)) = self.with(|s| {
+            s.flush(fd);
+            s.is_waiting()
+        }) {
+            let left = until.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let events = self.blocked_on();
+            let ms = i32::try_from(left.as_millis()).unwrap_or(0).max(1);
+            match sys::poll_one(fd, events, ms) {
+                Ok(0) => return,
+                Ok(ready) => {
+                    self.process(fd, ready);
+                }
+                Err(libc::EINTR) => {}
+                Err(_) => return,
+            }
+        }
+    }
+}

@@ -1,0 +1,670 @@
+//! Reading and writing.
+
+use super::{fail, fail_long};
+use crate::conn::sock::{Mode, Sock};
+use crate::conn::table;
+use crate::limits;
+use crate::queue::Dest;
+use crate::real;
+use crate::sys;
+use libc::{
+    c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
+    timespec,
+};
+use std::io::{IoSlice, IoSliceMut};
+
+/// The stream that a call is about, decided if it can be. `None`: the call is the kernel's.
+#[inline]
+fn stream(fd: c_int, writes: bool) -> Option<&'static Sock> {
+    let sock = table::sock(fd)?;
+    if sock.mode() == Mode::Up || sock.decide(fd, writes) == Mode::Up {
+        Some(sock)
+    } else {
+        None
+    }
+}
+
+/// An accepted connection without bytes: waits as the kernel's call would, and decides then. `None`: it is plain.
+fn wait_undecided(fd: c_int, flags: c_int) -> Option<&'static Sock> {
+    let sock = table::sock(fd)?;
+    while sock.mode() == Mode::Accepted {
+        if flags & libc::MSG_DONTWAIT != 0 || sys::is_nonblocking(fd) {
+            return None;
+        }
+        let mut byte = 0u8;
+        // SAFETY: one byte.
+        let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
+        if n < 0 {
+            return None;
+        }
+        sock.decide(fd, false);
+    }
+    (sock.mode() == Mode::Up).then_some(sock)
+}
+
+/// The stream to read from; see [`stream`].
+#[inline]
+fn reader(fd: c_int, flags: c_int) -> Option<&'static Sock> {
+    match stream(fd, false) {
+        Some(sock) => Some(sock),
+        None => wait_undecided(fd, flags),
+    }
+}
+
+fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: c_int) -> isize {
+    if !sock.is_ours(fd) {
+        return fail_long(libc::EIO);
+    }
+    let mut dest = Dest::new(parts);
+    if flags & libc::MSG_OOB != 0 {
+        let got = sock.with(|s| s.read_urgent(fd, &mut dest));
+        return match got {
+            Some((Ok(()), _)) => dest.done() as isize,
+            Some((Err(e), _)) => fail_long(e),
+            None => fail_long(libc::EBADF),
+        };
+    }
+    let peek = flags & libc::MSG_PEEK != 0;
+    let all = flags & libc::MSG_WAITALL != 0 && !peek;
+    loop {
+        let waits = flags & libc::MSG_DONTWAIT == 0;
+        let (result, sleeps) = sock.read(fd, &mut dest, peek, all, waits);
+        if sleeps {
+            if sleep(fd, sock) {
+                continue;
+            }
+            let e = sys::errno();
+            let done = dest.done();
+            return if done > 0 {
+                done as isize
+            } else {
+                fail_long(e)
+            };
+        }
+        let done = dest.done();
+        return match result {
+            Err(e) if done == 0 => fail_long(e),
+            Ok(()) | Err(_) => done as isize,
+        };
+    }
+}
+
+/// Sleeps until the carrier has bytes; false: the call ends with errno. The caller was counted as sleeper.
+fn sleep(fd: c_int, sock: &'static Sock) -> bool {
+    if sys::is_nonblocking(fd) {
+        sock.awake();
+        sys::set_errno(libc::EAGAIN);
+        return false;
+    }
+    let mut byte = 0u8;
+    // SAFETY: one byte.
+    let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
+    let e = sys::errno();
+    sock.awake();
+    sys::set_errno(e);
+    // Other errors are found by the next turn, and kept.
+    n >= 0 || !matches!(e, libc::EINTR | libc::EAGAIN)
+}
+
+fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_int) -> isize {
+    if !sock.is_ours(fd) {
+        return fail_long(libc::EIO);
+    }
+    let waits = flags & libc::MSG_DONTWAIT == 0;
+    let mut rest = parts;
+    let total: usize = rest.iter().map(|p| p.len()).sum();
+    let mut done = 0;
+    if flags & libc::MSG_OOB != 0 {
+        let last = rest.iter().rev().find_map(|p| p.last()).copied();
+        let Some(byte) = last else { return 0 };
+        return match sock.with(|s| s.write_urgent(fd, byte)) {
+            Some((Ok(()), _)) => total as isize,
+            Some((Err(e), _)) => fail_long(e),
+            None => fail_long(libc::EBADF),
+        };
+    }
+    let kernel = flags & libc::MSG_NOSIGNAL;
+    loop {
+        IoSlice::advance_slices(&mut rest, 0);
+        match sock.write(fd, rest, kernel) {
+            Ok(n) => {
+                done += n;
+                IoSlice::advance_slices(&mut rest, n);
+                if done >= total {
+                    break;
+                }
+            }
+            Err(libc::EAGAIN) => {
+                if !waits || sys::is_nonblocking(fd) {
+                    return if done > 0 {
+                        done as isize
+                    } else {
+                        fail_long(libc::EAGAIN)
+                    };
+                }
+                let e = wait_to_write(fd, sock);
+                if e != 0 {
+                    return if done > 0 {
+                        done as isize
+                    } else {
+                        fail_long(e)
+                    };
+                }
+            }
+            Err(e) => {
+                if done > 0 {
+                    return done as isize;
+                }
+                if e == libc::EPIPE && flags & libc::MSG_NOSIGNAL == 0 {
+                    sys::sigpipe();
+                }
+                return fail_long(e);
+            }
+        }
+    }
+    // A program that waits in its writes gives the peer the time to answer the Request.
+    if sock.stream().as_ref().is_some_and(|s| s.is_starting()) && waits && !sys::is_nonblocking(fd)
+    {
+        let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
+        if let Ok(events) = ready {
+            sock.process(fd, events);
+        }
+    }
+    done as isize
+}
+
+/// Waits until more can be written; an errno, or 0.
+fn wait_to_write(fd: c_int, sock: &'static Sock) -> c_int {
+    let events = sock.blocked_on();
+    if events & libc::POLLIN != 0 && sock.follow() {
+        return 0;
+    }
+    match sys::poll_one(fd, events, sys::timeout(fd, libc::SO_SNDTIMEO)) {
+        Ok(0) => libc::EAGAIN,
+        Ok(ready) => {
+            sock.process(fd, ready);
+            0
+        }
+        Err(e) => e,
+    }
+}
+
+/// A buffer of the program, for reading.
+///
+/// # Safety
+/// `buf` has `len` writable bytes.
+unsafe fn one_mut<'a>(buf: *mut c_void, len: size_t) -> [IoSliceMut<'a>; 1] {
+    if buf.is_null() {
+        return [IoSliceMut::new(&mut [])];
+    }
+    // SAFETY: the caller's.
+    [IoSliceMut::new(unsafe {
+        std::slice::from_raw_parts_mut(buf.cast(), len)
+    })]
+}
+
+/// A buffer of the program, for writing.
+///
+/// # Safety
+/// `buf` has `len` readable bytes.
+unsafe fn one<'a>(buf: *const c_void, len: size_t) -> [IoSlice<'a>; 1] {
+    if buf.is_null() {
+        return [IoSlice::new(&[])];
+    }
+    // SAFETY: the caller's.
+    [IoSlice::new(unsafe {
+        std::slice::from_raw_parts(buf.cast(), len)
+    })]
+}
+
+/// A list of buffers, for reading.
+///
+/// # Safety
+/// As `readv`.
+unsafe fn list_mut<'a>(iov: *const iovec, n: usize) -> Vec<IoSliceMut<'a>> {
+    (0..n)
+        .map(|i| {
+            // SAFETY: the caller's.
+            let v = unsafe { *iov.add(i) };
+            // SAFETY: the caller's.
+            let [one] = unsafe { one_mut(v.iov_base, v.iov_len) };
+            one
+        })
+        .collect()
+}
+
+/// A list of buffers, for writing.
+///
+/// # Safety
+/// As `writev`.
+unsafe fn list<'a>(iov: *const iovec, n: usize) -> Vec<IoSlice<'a>> {
+    (0..n)
+        .map(|i| {
+            // SAFETY: the caller's.
+            let v = unsafe { *iov.add(i) };
+            // SAFETY: the caller's.
+            let [one] = unsafe { one(v.iov_base, v.iov_len) };
+            one
+        })
+        .collect()
+}
+
+/// See `read(2)`.
+///
+/// # Safety
+/// As `read`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
+    match reader(fd, 0) {
+        // SAFETY: the caller's.
+        Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, 0),
+        // SAFETY: the caller's.
+        None => unsafe { real::read(fd, buf, len) },
+    }
+}
+
+/// See `read(2)`; with the size of the buffer.
+///
+/// # Safety
+/// As `read`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn __read_chk(
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    room: size_t,
+) -> ssize_t {
+    if len > room {
+        // SAFETY: the caller's: the C library ends the program.
+        return unsafe { real::__read_chk(fd, buf, len, room) };
+    }
+    // SAFETY: the caller's.
+    unsafe { read(fd, buf, len) }
+}
+
+/// See `recv(2)`.
+///
+/// # Safety
+/// As `recv`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn recv(
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    flags: c_int,
+) -> ssize_t {
+    match reader(fd, flags) {
+        // SAFETY: the caller's.
+        Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags),
+        // SAFETY: the caller's.
+        None => unsafe { real::recv(fd, buf, len, flags) },
+    }
+}
+
+/// See `recv(2)`; with the size of the buffer.
+///
+/// # Safety
+/// As `recv`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn __recv_chk(
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    room: size_t,
+    flags: c_int,
+) -> ssize_t {
+    if len > room {
+        // SAFETY: the caller's: the C library ends the program.
+        return unsafe { real::__recv_chk(fd, buf, len, room, flags) };
+    }
+    // SAFETY: the caller's.
+    unsafe { recv(fd, buf, len, flags) }
+}
+
+/// See `recvfrom(2)`.
+///
+/// # Safety
+/// As `recvfrom`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn recvfrom(
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    flags: c_int,
+    addr: *mut sockaddr,
+    alen: *mut socklen_t,
+) -> ssize_t {
+    match reader(fd, flags) {
+        Some(sock) => {
+            if !alen.is_null() && !addr.is_null() {
+                // As TCP: there is no address.
+                // SAFETY: the caller's.
+                unsafe { *alen = 0 };
+            }
+            // SAFETY: the caller's.
+            receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags)
+        }
+        // SAFETY: the caller's.
+        None => unsafe { real::recvfrom(fd, buf, len, flags, addr, alen) },
+    }
+}
+
+/// See `recvfrom(2)`; with the size of the buffer.
+///
+/// # Safety
+/// As `recvfrom`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn __recvfrom_chk(
+    fd: c_int,
+    buf: *mut c_void,
+    len: size_t,
+    room: size_t,
+    flags: c_int,
+    addr: *mut sockaddr,
+    alen: *mut socklen_t,
+) -> ssize_t {
+    if len > room {
+        // SAFETY: the caller's: the C library ends the program.
+        return unsafe { real::__recvfrom_chk(fd, buf, len, room, flags, addr, alen) };
+    }
+    // SAFETY: the caller's.
+    unsafe { recvfrom(fd, buf, len, flags, addr, alen) }
+}
+
+/// See `readv(2)`.
+///
+/// # Safety
+/// As `readv`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
+    match reader(fd, 0) {
+        Some(_) if !(0..=1024).contains(&n) => fail_long(libc::EINVAL),
+        Some(sock) => {
+            // SAFETY: the caller's.
+            let mut parts = unsafe { list_mut(iov, n as usize) };
+            receive(fd, sock, &mut parts, 0)
+        }
+        // SAFETY: the caller's.
+        None => unsafe { real::readv(fd, iov, n) },
+    }
+}
+
+/// See `recvmsg(2)`.
+///
+/// # Safety
+/// As `recvmsg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t {
+    match reader(fd, flags) {
+        Some(sock) if !msg.is_null() => {
+            // SAFETY: the caller's.
+            let mut parts = unsafe { list_mut((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
+            let n = receive(fd, sock, &mut parts, flags);
+            if n >= 0 {
+                // SAFETY: the caller's.
+                unsafe {
+                    (*msg).msg_namelen = 0;
+                    (*msg).msg_controllen = 0;
+                    (*msg).msg_flags = flags & libc::MSG_OOB;
+                }
+            }
+            n
+        }
+        // SAFETY: the caller's.
+        _ => unsafe { real::recvmsg(fd, msg, flags) },
+    }
+}
+
+/// See `recvmmsg(2)`.
+///
+/// # Safety
+/// As `recvmmsg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn recvmmsg(
+    fd: c_int,
+    msgs: *mut mmsghdr,
+    n: c_uint,
+    flags: c_int,
+    timeout: *mut timespec,
+) -> c_int {
+    if reader(fd, flags).is_none() {
+        // SAFETY: the caller's.
+        return unsafe { real::recvmmsg(fd, msgs, n, flags, timeout) };
+    }
+    for i in 0..n as usize {
+        let flags = if i > 0 {
+            flags | libc::MSG_DONTWAIT
+        } else {
+            flags
+        };
+        // SAFETY: the caller's.
+        let got = unsafe { recvmsg(fd, &raw mut (*msgs.add(i)).msg_hdr, flags) };
+        if got < 0 {
+            return if i > 0 { i as c_int } else { -1 };
+        }
+        // SAFETY: the caller's.
+        unsafe { (*msgs.add(i)).msg_len = got as c_uint };
+        if got == 0 {
+            return i as c_int + 1;
+        }
+    }
+    n as c_int
+}
+
+/// See `write(2)`.
+///
+/// # Safety
+/// As `write`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
+    match stream(fd, true) {
+        // SAFETY: the caller's.
+        Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, 0),
+        // SAFETY: the caller's.
+        None => unsafe { real::write(fd, buf, len) },
+    }
+}
+
+/// See `send(2)`.
+///
+/// # Safety
+/// As `send`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn send(
+    fd: c_int,
+    buf: *const c_void,
+    len: size_t,
+    flags: c_int,
+) -> ssize_t {
+    match stream(fd, true) {
+        // SAFETY: the caller's.
+        Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
+        // SAFETY: the caller's.
+        None => unsafe { real::send(fd, buf, len, flags) },
+    }
+}
+
+/// See `sendto(2)`.
+///
+/// # Safety
+/// As `sendto`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn sendto(
+    fd: c_int,
+    buf: *const c_void,
+    len: size_t,
+    flags: c_int,
+    addr: *const sockaddr,
+    alen: socklen_t,
+) -> ssize_t {
+    match stream(fd, true) {
+        // SAFETY: the caller's.
+        Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
+        // SAFETY: the caller's.
+        None => unsafe { real::sendto(fd, buf, len, flags, addr, alen) },
+    }
+}
+
+/// See `writev(2)`.
+///
+/// # Safety
+/// As `writev`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
+    match stream(fd, true) {
+        Some(_) if !(0..=1024).contains(&n) => fail_long(libc::EINVAL),
+        Some(sock) => {
+            // SAFETY: the caller's.
+            let mut parts = unsafe { list(iov, n as usize) };
+            transmit(fd, sock, &mut parts, 0)
+        }
+        // SAFETY: the caller's.
+        None => unsafe { real::writev(fd, iov, n) },
+    }
+}
+
+/// See `sendmsg(2)`.
+///
+/// # Safety
+/// As `sendmsg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_int) -> ssize_t {
+    match stream(fd, true) {
+        Some(sock) if !msg.is_null() => {
+            // SAFETY: the caller's.
+            let mut parts = unsafe { list((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
+            transmit(fd, sock, &mut parts, flags)
+        }
+        // SAFETY: the caller's.
+        _ => unsafe { real::sendmsg(fd, msg, flags) },
+    }
+}
+
+/// See `sendmmsg(2)`.
+///
+/// # Safety
+/// As `sendmmsg`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn sendmmsg(
+    fd: c_int,
+    msgs: *mut mmsghdr,
+    n: c_uint,
+    flags: c_int,
+) -> c_int {
+    if stream(fd, true).is_none() {
+        // SAFETY: the caller's.
+        return unsafe { real::sendmmsg(fd, msgs, n, flags) };
+    }
+    for i in 0..n as usize {
+        // SAFETY: the caller's.
+        let sent = unsafe { sendmsg(fd, &raw const (*msgs.add(i)).msg_hdr, flags) };
+        if sent < 0 {
+            return if i > 0 { i as c_int } else { -1 };
+        }
+        // SAFETY: the caller's.
+        unsafe { (*msgs.add(i)).msg_len = sent as c_uint };
+    }
+    n as c_int
+}
+
+/// See `sendfile(2)`.
+///
+/// # Safety
+/// As `sendfile`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn sendfile(
+    out: c_int,
+    from: c_int,
+    offset: *mut off_t,
+    n: size_t,
+) -> ssize_t {
+    let Some(sock) = stream(out, true) else {
+        // SAFETY: the caller's.
+        return unsafe { real::sendfile(out, from, offset, n) };
+    };
+    // SAFETY: the caller's; no pointer.
+    let at = unsafe {
+        if offset.is_null() {
+            libc::lseek(from, 0, libc::SEEK_CUR)
+        } else {
+            *offset
+        }
+    };
+    if at < 0 {
+        return fail_long(if offset.is_null() {
+            sys::errno()
+        } else {
+            libc::EINVAL
+        });
+    }
+    let mut buffer = vec![0u8; limits::FILE_PIECE.min(n)];
+    let mut done = 0usize;
+    while done < n {
+        let want = buffer.len().min(n - done);
+        let Some(piece) = buffer.get_mut(..want) else {
+            break;
+        };
+        let got = match sys::read_at(from, piece, at + done as off_t) {
+            Ok(0) => break,
+            Ok(got) => got,
+            Err(_) if done > 0 => break,
+            Err(e) => return fail_long(e),
+        };
+        let piece = buffer.get(..got).unwrap_or(&[]);
+        let sent = transmit(out, sock, &mut [IoSlice::new(piece)], 0);
+        if sent < 0 {
+            if done > 0 {
+                break;
+            }
+            return -1;
+        }
+        done += sent as usize;
+        if (sent as usize) < got {
+            break;
+        }
+    }
+    // SAFETY: the caller's; no pointer.
+    unsafe {
+        if offset.is_null() {
+            libc::lseek(from, at + done as off_t, libc::SEEK_SET);
+        } else {
+            *offset = at + done as off_t;
+        }
+    }
+    done as ssize_t
+}
+
+/// See `sendfile(2)`.
+///
+/// # Safety
+/// As `sendfile`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn sendfile64(
+    out: c_int,
+    from: c_int,
+    offset: *mut off_t,
+    n: size_t,
+) -> ssize_t {
+    // SAFETY: the caller's.
+    unsafe { sendfile(out, from, offset, n) }
+}
+
+/// See `splice(2)`: an upgraded stream cannot be spliced.
+///
+/// # Safety
+/// As `splice`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn splice(
+    from: c_int,
+    off_in: *mut i64,
+    to: c_int,
+    off_out: *mut i64,
+    n: size_t,
+    flags: c_uint,
+) -> ssize_t {
+    if stream(from, false).is_some() || stream(to, true).is_some() {
+        return fail(libc::EINVAL) as ssize_t;
+    }
+    // SAFETY: the caller's.
+    unsafe { real::splice(from, off_in, to, off_out, n, flags) }
+}

@@ -1,0 +1,643 @@
+//! Life of descriptors: socket, connect, accept, dup, close, options.
+
+use super::fail;
+use crate::conn::set::Set;
+use crate::conn::sock::{LIVE, Mode, Sock};
+use crate::conn::table::{self, Entry};
+use crate::directory;
+use crate::policy::{self, Role};
+use crate::real;
+use crate::sys;
+use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, sockaddr, socklen_t};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What is known about a number becomes `entry`; what it was is closed.
+fn set_entry(fd: c_int, entry: Entry) {
+    match table::replace(fd, entry) {
+        Entry::Sock(sock) => sock.closing(fd),
+        Entry::Set(set) => set.closing(),
+        Entry::Listener(_) => directory::leave(fd),
+        Entry::Other | Entry::Tcp | Entry::Udp => {}
+    }
+}
+
+/// Reads a socket address of IPv4 or IPv6.
+///
+/// # Safety
+/// `addr` has `len` bytes.
+unsafe fn address(addr: *const sockaddr, len: socklen_t) -> Option<SocketAddr> {
+    if addr.is_null() || (len as usize) < size_of::<libc::sa_family_t>() {
+        return None;
+    }
+    // SAFETY: the family is there.
+    let family = unsafe { (*addr).sa_family };
+    match c_int::from(family) {
+        libc::AF_INET if len as usize >= size_of::<libc::sockaddr_in>() => {
+            // SAFETY: so long it is; it may be unaligned.
+            let a = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
+            let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+            Some(SocketAddr::new(ip.into(), u16::from_be(a.sin_port)))
+        }
+        libc::AF_INET6 if len as usize >= size_of::<libc::sockaddr_in6>() => {
+            // SAFETY: as above.
+            let a = unsafe { addr.cast::<libc::sockaddr_in6>().read_unaligned() };
+            let ip = std::net::Ipv6Addr::from(a.sin6_addr.s6_addr);
+            Some(SocketAddr::new(ip.into(), u16::from_be(a.sin6_port)))
+        }
+        _ => None,
+    }
+}
+
+fn own_address(fd: c_int) -> Option<SocketAddr> {
+    // SAFETY: zeros are a valid address; the length is its.
+    unsafe {
+        let mut a: libc::sockaddr_storage = std::mem::zeroed();
+        let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
+        if libc::getsockname(fd, (&raw mut a).cast(), &raw mut len) != 0 {
+            return None;
+        }
+        address((&raw const a).cast(), len)
+    }
+}
+
+/// See `socket(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    // SAFETY: no pointer.
+    let fd = unsafe { real::socket(domain, kind, protocol) };
+    if fd < 0 {
+        return fd;
+    }
+    let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
+    let entry = match kind & 0xf {
+        libc::SOCK_STREAM if inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) => Entry::Tcp,
+        libc::SOCK_DGRAM if inet && (protocol == 0 || protocol == libc::IPPROTO_UDP) => Entry::Udp,
+        _ => Entry::Other,
+    };
+    set_entry(fd, entry);
+    fd
+}
+
+/// See `bind(2)`.
+///
+/// # Safety
+/// As `bind`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn listen(fd: c_int, backlog: c_int) -> c_int {
+    // SAFETY: no pointer.
+    let r = unsafe { real::listen(fd, backlog) };
+    if r == 0 && matches!(table::get(fd), Entry::Tcp) {
+        adopt_listener(fd);
+    }
+    r
+}
+
+/// A TCP socket listens: enters it, if a rule does not say otherwise.
+pub(crate) fn adopt_listener(fd: c_int) {
+    let errno = sys::errno();
+    if let Some(addr) = own_address(fd) {
+        let strict = match policy::decide(Role::Listen, addr) {
+            policy::Mode::Tcp | policy::Mode::Off => {
+                set_entry(fd, Entry::Other);
+                sys::set_errno(errno);
+                return;
+            }
+            policy::Mode::Prefer => false,
+            policy::Mode::Require => true,
+        };
+        set_entry(fd, Entry::Listener(strict));
+        directory::enter(fd, addr);
+    }
+    sys::set_errno(errno);
+}
+
+/// Accepted connections since the names were swept.
+static ACCEPTED: AtomicUsize = AtomicUsize::new(0);
+
+fn accepted(listener: c_int, fd: c_int) -> c_int {
+    if fd < 0 {
+        return fd;
+    }
+    match table::get(listener) {
+        Entry::Listener(strict) => {
+            set_entry(fd, Entry::Sock(Sock::new(Mode::Accepted, strict)));
+            if ACCEPTED.fetch_add(1, Ordering::Relaxed) % 512 == 511 {
+                directory::sweep();
+            }
+        }
+        _ => set_entry(fd, Entry::Other),
+    }
+    fd
+}
+
+/// See `accept(2)`.
+///
+/// # Safety
+/// As `accept`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn accept(
+    fd: c_int,
+    addr: *mut sockaddr,
+    len: *mut socklen_t,
+) -> c_int {
+    // SAFETY: the caller's.
+    accepted(fd, unsafe { real::accept(fd, addr, len) })
+}
+
+/// See `accept4(2)`.
+///
+/// # Safety
+/// As `accept4`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn accept4(
+    fd: c_int,
+    addr: *mut sockaddr,
+    len: *mut socklen_t,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's.
+    accepted(fd, unsafe { real::accept4(fd, addr, len, flags) })
+}
+
+/// Whether a connection that the program opens is to be upgraded.
+fn upgrades(fd: c_int, addr: SocketAddr) -> bool {
+    let wanted = match policy::decide(Role::Connect, addr) {
+        policy::Mode::Tcp | policy::Mode::Off => false,
+        policy::Mode::Prefer => directory::ask(addr),
+        policy::Mode::Require => true,
+    };
+    // A socket that connects to itself has nothing to negotiate.
+    wanted && own_address(fd).is_none_or(|own| own.port() != addr.port() || own.port() == 0)
+}
+
+/// See `connect(2)`.
+///
+/// # Safety
+/// As `connect`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int {
+    let entry = table::get(fd);
+    match entry {
+        Entry::Tcp => {}
+        Entry::Sock(sock) if sock.mode() == Mode::Connecting || sock.mode() == Mode::Up => {
+            // SAFETY: the caller's. A second call says how the first went on.
+            let r = unsafe { real::connect(fd, addr, len) };
+            let errno = sys::errno();
+            if r == 0 || errno == libc::EISCONN {
+                sock.decide(fd, false);
+            }
+            sys::set_errno(errno);
+            return r;
+        }
+        // SAFETY: the caller's.
+        _ => return unsafe { real::connect(fd, addr, len) },
+    }
+    // SAFETY: the caller's.
+    let Some(to) = (unsafe { address(addr, len) }) else {
+        // SAFETY: as above.
+        return unsafe { real::connect(fd, addr, len) };
+    };
+    if !upgrades(fd, to) {
+        // SAFETY: as above.
+        let r = unsafe { real::connect(fd, addr, len) };
+        return r;
+    }
+    // The acknowledgement of TCP's handshake goes with the Request, which is there when the peer's accept returns.
+    let _ = sys::set_option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 0);
+    // SAFETY: as above.
+    let r = unsafe { real::connect(fd, addr, len) };
+    let errno = sys::errno();
+    if r == 0 || errno == libc::EINPROGRESS || errno == libc::EINTR {
+        let sock = Sock::new(Mode::Connecting, false);
+        set_entry(fd, Entry::Sock(sock));
+        if r == 0 {
+            sock.start(fd);
+        } else {
+            sock.decide(fd, false);
+        }
+    } else {
+        let _ = sys::set_option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 1);
+    }
+    sys::set_errno(errno);
+    r
+}
+
+/// See `shutdown(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
+    if let Some(sock) = table::sock(fd)
+        && sock.decide(fd, true) == Mode::Up
+    {
+        if !(libc::SHUT_RD..=libc::SHUT_RDWR).contains(&how) {
+            return fail(libc::EINVAL);
+        }
+        if !sock.is_ours(fd) {
+            return fail(libc::EIO);
+        }
+        let Some((result, waits)) = sock.with(|s| s.shutdown(fd, how)) else {
+            return fail(libc::ENOTCONN);
+        };
+        if waits {
+            crate::conn::worker::watch(fd, sock);
+        }
+        return result.map_or_else(fail, |()| 0);
+    }
+    // SAFETY: no pointer.
+    unsafe { real::shutdown(fd, how) }
+}
+
+/// See `close(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn close(fd: c_int) -> c_int {
+    match table::get(fd) {
+        Entry::Other => {}
+        _ => set_entry(fd, Entry::Other),
+    }
+    // SAFETY: no pointer.
+    unsafe { real::close(fd) }
+}
+
+fn forget_range(first: c_uint, last: c_uint) {
+    let mut all = Vec::new();
+    table::for_each(|fd, _| {
+        if (first..=last).contains(&(fd as c_uint)) {
+            all.push(fd);
+        }
+    });
+    for fd in all {
+        set_entry(fd, Entry::Other);
+    }
+}
+
+/// See `close_range(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    // 4: CLOSE_RANGE_CLOEXEC closes nothing now.
+    if flags & 4 == 0 {
+        forget_range(first, last);
+    }
+    // SAFETY: no pointer.
+    unsafe { real::close_range(first, last, flags) }
+}
+
+/// See `closefrom(3)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn closefrom(first: c_int) {
+    forget_range(first.max(0) as c_uint, c_uint::MAX);
+    // SAFETY: no pointer.
+    unsafe { real::closefrom(first) }
+}
+
+/// `to` is now another number of what `fd` is.
+fn copied(fd: c_int, to: c_int) -> c_int {
+    if to >= 0 && to != fd {
+        match table::get(fd) {
+            Entry::Sock(sock) if sock.mode() != Mode::Plain => {
+                sock.add_number();
+                set_entry(to, Entry::Sock(sock));
+            }
+            // A second number of a set or a listener is the kernel's alone.
+            Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) => set_entry(to, Entry::Other),
+            entry => set_entry(to, entry),
+        }
+    }
+    to
+}
+
+/// See `dup(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn dup(fd: c_int) -> c_int {
+    // SAFETY: no pointer.
+    copied(fd, unsafe { real::dup(fd) })
+}
+
+/// What `to` is ends before the kernel closes it.
+fn overwrites(fd: c_int, to: c_int) {
+    // SAFETY: no pointer.
+    let open = unsafe { real::fcntl(fd, libc::F_GETFD, 0) } >= 0;
+    if open && fd != to && !matches!(table::get(to), Entry::Other) {
+        set_entry(to, Entry::Other);
+    }
+}
+
+/// See `dup2(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
+    overwrites(fd, to);
+    // SAFETY: no pointer.
+    copied(fd, unsafe { real::dup2(fd, to) })
+}
+
+/// See `dup3(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+    overwrites(fd, to);
+    // SAFETY: no pointer.
+    copied(fd, unsafe { real::dup3(fd, to, flags) })
+}
+
+/// See `fcntl(2)`.
+///
+/// # Safety
+/// As `fcntl`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn fcntl(fd: c_int, cmd: c_int, arg: usize) -> c_int {
+    // SAFETY: the caller's.
+    let r = unsafe { real::fcntl(fd, cmd, arg) };
+    if cmd == libc::F_DUPFD || cmd == libc::F_DUPFD_CLOEXEC {
+        copied(fd, r)
+    } else {
+        r
+    }
+}
+
+/// See `fcntl(2)`.
+///
+/// # Safety
+/// As `fcntl`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn fcntl64(fd: c_int, cmd: c_int, arg: usize) -> c_int {
+    // SAFETY: the caller's.
+    unsafe { fcntl(fd, cmd, arg) }
+}
+
+/// See `ioctl(2)`.
+///
+/// # Safety
+/// As `ioctl`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
+    let value = std::ptr::with_exposed_provenance_mut::<c_int>(arg);
+    if (request == libc::FIONREAD || request == libc::TIOCOUTQ)
+        && let Some(sock) = table::sock(fd)
+        && sock.decide(fd, false) == Mode::Up
+        && !value.is_null()
+    {
+        // SAFETY: the caller's.
+        if request == libc::TIOCOUTQ && unsafe { real::ioctl(fd, request, arg) } < 0 {
+            return -1;
+        }
+        let Some((n, _)) = sock.with(|s| {
+            if request == libc::FIONREAD {
+                s.on_carrier(fd, libc::POLLIN);
+                s.readable_bytes()
+            } else {
+                s.unsent_bytes()
+            }
+        }) else {
+            return fail(libc::EBADF);
+        };
+        // SAFETY: the caller's: it is an int.
+        unsafe {
+            let more = if request == libc::TIOCOUTQ { *value } else { 0 };
+            *value = more.saturating_add(n as c_int);
+        }
+        return 0;
+    }
+    // SAFETY: the caller's.
+    unsafe { real::ioctl(fd, request, arg) }
+}
+
+/// See `getsockopt(2)`.
+///
+/// # Safety
+/// As `getsockopt`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn getsockopt(
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    len: *mut socklen_t,
+) -> c_int {
+    // SAFETY: the caller's.
+    let r = unsafe { real::getsockopt(fd, level, name, value, len) };
+    if r == 0
+        && level == libc::SOL_SOCKET
+        && name == libc::SO_ERROR
+        && let Some(sock) = table::sock(fd)
+    {
+        // SAFETY: the kernel wrote it; it may be unaligned.
+        let error = unsafe { value.cast::<c_int>().read_unaligned() };
+        if error == 0 && sock.decide(fd, false) == Mode::Up {
+            let own = sock.with(|s| s.take_error()).map_or(0, |(e, _)| e);
+            // SAFETY: as above.
+            unsafe { value.cast::<c_int>().write_unaligned(own) };
+        }
+    }
+    if r == 0
+        && let Some(which) = delay(level, name)
+        && let Some(sock) = table::sock(fd)
+        && let Some((Some(own), _)) = sock.with(|s| s.delays.get(which).copied())
+    {
+        // SAFETY: the kernel wrote a number there, of at most four bytes.
+        unsafe {
+            let n = (*len as usize).min(size_of::<c_int>());
+            std::ptr::copy_nonoverlapping(own.to_ne_bytes().as_ptr(), value.cast(), n);
+        }
+    }
+    r
+}
+
+/// Which of the options that delay data this is: the carrier of a stream does not get them.
+fn delay(level: c_int, name: c_int) -> Option<usize> {
+    match (level, name) {
+        (libc::IPPROTO_TCP, libc::TCP_NODELAY) => Some(0),
+        (libc::IPPROTO_TCP, libc::TCP_CORK) => Some(1),
+        _ => None,
+    }
+}
+
+/// See `setsockopt(2)`.
+///
+/// # Safety
+/// As `setsockopt`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn setsockopt(
+    fd: c_int,
+    level: c_int,
+    name: c_int,
+    value: *const c_void,
+    len: socklen_t,
+) -> c_int {
+    const TCP_ULP: c_int = 31;
+    let pins = match level {
+        libc::IPPROTO_TCP => matches!(
+            name,
+            TCP_ULP
+                | libc::TCP_FASTOPEN
+                | libc::TCP_FASTOPEN_CONNECT
+                | libc::TCP_REPAIR
+                | libc::TCP_MD5SIG
+        ),
+        libc::SOL_SOCKET => matches!(name, libc::SO_ZEROCOPY | libc::SO_OOBINLINE),
+        _ => false,
+    };
+    if pins {
+        match table::get(fd) {
+            Entry::Tcp => set_entry(fd, Entry::Other),
+            Entry::Sock(sock) if sock.mode() == Mode::Up => return fail(libc::ENOPROTOOPT),
+            Entry::Sock(sock) => {
+                sock.decide(fd, true);
+            }
+            _ => {}
+        }
+    }
+    if let Some(which) = delay(level, name)
+        && let Some(sock) = table::sock(fd)
+        && sock.mode() == Mode::Up
+        && !value.is_null()
+        && len as usize >= size_of::<c_int>()
+    {
+        // SAFETY: the caller's.
+        let on = c_int::from(unsafe { value.cast::<c_int>().read_unaligned() } != 0);
+        let set = sock.with(|s| {
+            if let Some(place) = s.delays.get_mut(which) {
+                *place = on;
+            }
+        });
+        if set.is_some() {
+            return 0;
+        }
+    }
+    // SAFETY: the caller's.
+    unsafe { real::setsockopt(fd, level, name, value, len) }
+}
+
+/// See `epoll_create(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn epoll_create(size: c_int) -> c_int {
+    // SAFETY: no pointer.
+    new_set(unsafe { real::epoll_create(size) })
+}
+
+/// See `epoll_create1(2)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn epoll_create1(flags: c_int) -> c_int {
+    // SAFETY: no pointer.
+    new_set(unsafe { real::epoll_create1(flags) })
+}
+
+fn new_set(fd: c_int) -> c_int {
+    if fd >= 0 {
+        set_entry(fd, Entry::Other);
+        set_entry(fd, Entry::Set(Set::new(fd)));
+    }
+    fd
+}
+
+/// A stream that is upgraded does not outlive its program: the next one would read messages.
+fn before_exec() {
+    if LIVE.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    table::for_each(|fd, entry| {
+        if let Entry::Sock(sock) = entry
+            && sock.mode() == Mode::Up
+        {
+            // SAFETY: no pointer.
+            unsafe {
+                let flags = real::fcntl(fd, libc::F_GETFD, 0);
+                if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
+                    crate::log::line(&format!("stream {fd} is closed by exec"));
+                    real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
+                }
+            }
+        }
+    });
+}
+
+/// See `execve(2)`.
+///
+/// # Safety
+/// As `execve`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execve(
+    path: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    before_exec();
+    // SAFETY: the caller's.
+    unsafe { real::execve(path, argv, envp) }
+}
+
+/// See `execv(3)`.
+///
+/// # Safety
+/// As `execv`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execv(path: *const c_char, argv: *const *const c_char) -> c_int {
+    before_exec();
+    // SAFETY: the caller's.
+    unsafe { real::execv(path, argv) }
+}
+
+/// See `execvp(3)`.
+///
+/// # Safety
+/// As `execvp`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execvp(path: *const c_char, argv: *const *const c_char) -> c_int {
+    before_exec();
+    // SAFETY: the caller's.
+    unsafe { real::execvp(path, argv) }
+}
+
+/// See `execvpe(3)`.
+///
+/// # Safety
+/// As `execvpe`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn execvpe(
+    path: *const c_char,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    before_exec();
+    // SAFETY: the caller's.
+    unsafe { real::execvpe(path, argv, envp) }
+}
+
+/// See `fdopen(3)`. The C library's streams read and write by themselves: the connection stays plain.
+///
+/// # Safety
+/// As `fdopen`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
+    match table::get(fd) {
+        Entry::Tcp => set_entry(fd, Entry::Other),
+        Entry::Sock(sock) if sock.mode() == Mode::Up => {
+            fail(libc::EINVAL);
+            return std::ptr::null_mut();
+        }
+        Entry::Sock(sock) => {
+            sock.decide(fd, true);
+        }
+        _ => {}
+    }
+    // SAFETY: the caller's.
+    unsafe { real::fdopen(fd, mode) }
+}
+
+/// See `syscall(2)`: io_uring would read and write streams unseen.
+///
+/// # Safety
+/// As `syscall`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn syscall(
+    number: c_long,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    if number == libc::SYS_io_uring_setup {
+        return fail(libc::ENOSYS) as c_long;
+    }
+    // SAFETY: the caller's.
+    unsafe { real::syscall(number, a, b, c, d, e, f) }
+}

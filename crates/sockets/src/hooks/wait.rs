@@ -1,0 +1,558 @@
+//! Waiting: poll, select, epoll.
+
+use super::fail;
+use crate::conn::sock::{LIVE, Mode, Sock};
+use crate::conn::table::{self, Entry};
+use crate::real;
+use crate::sys;
+use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// When a wait ends.
+#[derive(Debug, Clone, Copy)]
+struct Until(Option<Instant>);
+
+impl Until {
+    fn ms(timeout: c_int) -> Self {
+        Self((timeout >= 0).then(|| Instant::now() + Duration::from_millis(timeout as u64)))
+    }
+
+    /// # Safety
+    /// `t` is null or valid.
+    unsafe fn spec(t: *const timespec) -> Self {
+        if t.is_null() {
+            return Self(None);
+        }
+        // SAFETY: the caller's.
+        let t = unsafe { *t };
+        let d = Duration::new(
+            t.tv_sec.max(0) as u64,
+            t.tv_nsec.clamp(0, 999_999_999) as u32,
+        );
+        Self(Instant::now().checked_add(d))
+    }
+
+    fn left(self) -> Option<timespec> {
+        let left = self.0?.saturating_duration_since(Instant::now());
+        Some(timespec {
+            tv_sec: left.as_secs() as libc::time_t,
+            tv_nsec: libc::c_long::from(left.subsec_nanos() as i32),
+        })
+    }
+
+    fn is_over(self) -> bool {
+        self.0.is_some_and(|at| at <= Instant::now())
+    }
+}
+
+/// Whether no number of the list is ours.
+fn is_plain(fds: &[pollfd]) -> bool {
+    LIVE.load(Ordering::Relaxed) == 0
+        || fds.iter().all(|p| match table::get(p.fd) {
+            Entry::Sock(_) => false,
+            Entry::Set(set) => !set.is_used(),
+            _ => true,
+        })
+}
+
+/// An element of a poll that is a stream.
+struct Member {
+    at: usize,
+    sock: &'static Sock,
+}
+
+fn members(fds: &[pollfd]) -> Vec<Member> {
+    let mut all = Vec::new();
+    for (at, p) in fds.iter().enumerate() {
+        match table::get(p.fd) {
+            Entry::Sock(sock) => {
+                sock.decide(p.fd, false);
+                all.push(Member { at, sock });
+            }
+            Entry::Set(set) if set.is_used() => set.nest(),
+            _ => {}
+        }
+    }
+    all
+}
+
+const WRITES: i16 = libc::POLLOUT | libc::POLLWRNORM;
+
+/// Polls with streams among the descriptors.
+fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
+    let members = members(fds);
+    let wanted: Vec<i16> = fds.iter().map(|p| p.events).collect();
+    loop {
+        // What can be reported already.
+        let mut ready = 0;
+        for m in &members {
+            let Some(p) = fds.get_mut(m.at) else { continue };
+            let want = wanted.get(m.at).copied().unwrap_or(0);
+            p.events = want;
+            if m.sock.mode() == Mode::Connecting {
+                m.sock.decide(p.fd, false);
+            }
+            if m.sock.mode() != Mode::Up {
+                continue;
+            }
+            if !m.sock.is_ours(p.fd) {
+                ready += 1;
+                continue;
+            }
+            let now = m.sock.process(p.fd, 0);
+            if now & (want | libc::POLLERR | libc::POLLHUP) != 0 {
+                ready += 1;
+            }
+            p.events = m
+                .sock
+                .with(|s| s.carrier_events(want))
+                .map_or(want, |(e, _)| e);
+            m.sock.asleep();
+        }
+        let zero = timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let left = if ready > 0 { Some(zero) } else { until.left() };
+        let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: the list is the program's, the time is local.
+        let r = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) };
+        let e = sys::errno();
+        for m in &members {
+            if m.sock.mode() == Mode::Up {
+                m.sock.awake();
+            }
+        }
+        if r < 0 {
+            restore(fds, &wanted);
+            return fail(e);
+        }
+        for m in &members {
+            let Some(p) = fds.get_mut(m.at) else { continue };
+            let want = wanted.get(m.at).copied().unwrap_or(0);
+            let writes = p.revents & WRITES != 0;
+            match m.sock.mode() {
+                Mode::Connecting if writes => {
+                    m.sock.decide(p.fd, false);
+                    continue;
+                }
+                Mode::Accepted if p.revents & libc::POLLIN != 0 => {
+                    m.sock.decide(p.fd, false);
+                }
+                _ => {}
+            }
+            if m.sock.mode() != Mode::Up || table::sock(p.fd).is_none() {
+                continue;
+            }
+            if !m.sock.is_ours(p.fd) {
+                p.revents = libc::POLLERR | libc::POLLHUP;
+                continue;
+            }
+            if p.revents & libc::POLLNVAL != 0 {
+                continue;
+            }
+            let now = m.sock.process(p.fd, p.revents);
+            p.revents = now & (want | libc::POLLERR | libc::POLLHUP);
+        }
+        restore(fds, &wanted);
+        let n = fds.iter().filter(|p| p.revents != 0).count();
+        if n > 0 || until.is_over() {
+            return n as c_int;
+        }
+    }
+}
+
+fn restore(fds: &mut [pollfd], wanted: &[i16]) {
+    for (p, events) in fds.iter_mut().zip(wanted) {
+        p.events = *events;
+    }
+}
+
+/// The list of a call.
+///
+/// # Safety
+/// As `poll`.
+unsafe fn list<'a>(fds: *mut pollfd, n: nfds_t) -> &'a mut [pollfd] {
+    if fds.is_null() {
+        return &mut [];
+    }
+    // SAFETY: the caller's.
+    unsafe { std::slice::from_raw_parts_mut(fds, n as usize) }
+}
+
+/// See `poll(2)`.
+///
+/// # Safety
+/// As `poll`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn poll(fds: *mut pollfd, n: nfds_t, timeout: c_int) -> c_int {
+    // SAFETY: the caller's.
+    let all = unsafe { list(fds, n) };
+    if is_plain(all) {
+        // SAFETY: the caller's.
+        return unsafe { real::poll(fds, n, timeout) };
+    }
+    wait(all, Until::ms(timeout), std::ptr::null())
+}
+
+/// See `poll(2)`; with the size of the list.
+///
+/// # Safety
+/// As `poll`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn __poll_chk(
+    fds: *mut pollfd,
+    n: nfds_t,
+    timeout: c_int,
+    room: size_t,
+) -> c_int {
+    if (n as usize).saturating_mul(size_of::<pollfd>()) > room {
+        // SAFETY: the caller's: the C library ends the program.
+        return unsafe { real::__poll_chk(fds, n, timeout, room) };
+    }
+    // SAFETY: the caller's.
+    unsafe { poll(fds, n, timeout) }
+}
+
+/// See `ppoll(2)`.
+///
+/// # Safety
+/// As `ppoll`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn ppoll(
+    fds: *mut pollfd,
+    n: nfds_t,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: the caller's.
+    let all = unsafe { list(fds, n) };
+    if is_plain(all) {
+        // SAFETY: the caller's.
+        return unsafe { real::ppoll(fds, n, timeout, mask) };
+    }
+    // SAFETY: the caller's.
+    wait(all, unsafe { Until::spec(timeout) }, mask)
+}
+
+/// See `ppoll(2)`; with the size of the list.
+///
+/// # Safety
+/// As `ppoll`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn __ppoll_chk(
+    fds: *mut pollfd,
+    n: nfds_t,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+    room: size_t,
+) -> c_int {
+    if (n as usize).saturating_mul(size_of::<pollfd>()) > room {
+        // SAFETY: the caller's: the C library ends the program.
+        return unsafe { real::__ppoll_chk(fds, n, timeout, mask, room) };
+    }
+    // SAFETY: the caller's.
+    unsafe { ppoll(fds, n, timeout, mask) }
+}
+
+/// Whether a bit of a set is there.
+fn has(set: *const fd_set, fd: c_int) -> bool {
+    // SAFETY: the caller passed a set of so many bits, or null. The macro of the C library indexes beyond FD_SETSIZE as well.
+    !set.is_null() && unsafe { *set.cast::<u8>().add(fd as usize / 8) } & (1 << (fd % 8)) != 0
+}
+
+fn put(set: *mut fd_set, fd: c_int, on: bool) {
+    if !set.is_null() {
+        // SAFETY: as above.
+        unsafe {
+            let byte = set.cast::<u8>().add(fd as usize / 8);
+            if on {
+                *byte |= 1 << (fd % 8);
+            } else {
+                *byte &= !(1 << (fd % 8));
+            }
+        }
+    }
+}
+
+/// Selects by polling; `None`: no stream is among the descriptors.
+fn select_with(
+    n: c_int,
+    r: *mut fd_set,
+    w: *mut fd_set,
+    e: *mut fd_set,
+    until: impl FnOnce() -> Until,
+    mask: *const sigset_t,
+) -> Option<c_int> {
+    if LIVE.load(Ordering::Relaxed) == 0 || n < 0 {
+        return None;
+    }
+    let mut fds = Vec::new();
+    for fd in 0..n {
+        let mut events = 0;
+        for (set, bits) in [(r, libc::POLLIN), (w, libc::POLLOUT), (e, libc::POLLPRI)] {
+            if has(set, fd) {
+                events |= bits;
+            }
+        }
+        if events != 0 {
+            fds.push(pollfd {
+                fd,
+                events,
+                revents: 0,
+            });
+        }
+    }
+    if is_plain(&fds) {
+        return None;
+    }
+    let ready = wait(&mut fds, until(), mask);
+    if ready < 0 {
+        return Some(ready);
+    }
+    if fds.iter().any(|p| p.revents & libc::POLLNVAL != 0) {
+        return Some(fail(libc::EBADF));
+    }
+    let mut count = 0;
+    for p in &fds {
+        let reads = p.revents & (libc::POLLIN | libc::POLLHUP | libc::POLLERR) != 0;
+        let writes = p.revents & (libc::POLLOUT | libc::POLLERR) != 0;
+        let urgent = p.revents & libc::POLLPRI != 0;
+        for (set, bit, on) in [
+            (r, libc::POLLIN, reads),
+            (w, libc::POLLOUT, writes),
+            (e, libc::POLLPRI, urgent),
+        ] {
+            if p.events & bit != 0 {
+                put(set, p.fd, on);
+                count += c_int::from(on);
+            }
+        }
+    }
+    Some(count)
+}
+
+/// See `select(2)`.
+///
+/// # Safety
+/// As `select`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn select(
+    n: c_int,
+    r: *mut fd_set,
+    w: *mut fd_set,
+    e: *mut fd_set,
+    timeout: *mut timeval,
+) -> c_int {
+    let until = || {
+        if timeout.is_null() {
+            return Until(None);
+        }
+        // SAFETY: the caller's.
+        let t = unsafe { *timeout };
+        let d = Duration::from_secs(t.tv_sec.max(0) as u64)
+            + Duration::from_micros(t.tv_usec.max(0) as u64);
+        Until(Instant::now().checked_add(d))
+    };
+    let started = Instant::now();
+    match select_with(n, r, w, e, until, std::ptr::null()) {
+        Some(result) => {
+            if !timeout.is_null() && result >= 0 {
+                // As Linux: what is left of the time.
+                // SAFETY: the caller's.
+                unsafe {
+                    let t = *timeout;
+                    let d = Duration::from_secs(t.tv_sec.max(0) as u64)
+                        + Duration::from_micros(t.tv_usec.max(0) as u64);
+                    let left = d.saturating_sub(started.elapsed());
+                    (*timeout).tv_sec = left.as_secs() as libc::time_t;
+                    (*timeout).tv_usec = libc::suseconds_t::from(left.subsec_micros() as i32);
+                }
+            }
+            result
+        }
+        // SAFETY: the caller's.
+        None => unsafe { real::select(n, r, w, e, timeout) },
+    }
+}
+
+/// See `pselect(2)`.
+///
+/// # Safety
+/// As `pselect`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn pselect(
+    n: c_int,
+    r: *mut fd_set,
+    w: *mut fd_set,
+    e: *mut fd_set,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: the caller's.
+    let until = || unsafe { Until::spec(timeout) };
+    match select_with(n, r, w, e, until, mask) {
+        Some(result) => result,
+        // SAFETY: the caller's.
+        None => unsafe { real::pselect(n, r, w, e, timeout, mask) },
+    }
+}
+
+/// See `epoll_ctl(2)`.
+///
+/// # Safety
+/// As `epoll_ctl`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn epoll_ctl(
+    epfd: c_int,
+    op: c_int,
+    fd: c_int,
+    event: *mut epoll_event,
+) -> c_int {
+    match (table::get(epfd), table::get(fd)) {
+        (Entry::Set(set), Entry::Sock(sock)) => {
+            if sock.mode() == Mode::Accepted && op != libc::EPOLL_CTL_DEL {
+                sock.decide(fd, false);
+            }
+            if sock.mode() == Mode::Plain || table::sock(fd).is_none() {
+                // SAFETY: the caller's.
+                return unsafe { real::epoll_ctl(epfd, op, fd, event) };
+            }
+            // SAFETY: the caller's.
+            let event = (!event.is_null()).then(|| unsafe { event.read_unaligned() });
+            set.control(op, fd, event, sock).map_or_else(fail, |()| 0)
+        }
+        (_, Entry::Set(inner)) => {
+            if op == libc::EPOLL_CTL_ADD {
+                inner.nest();
+            }
+            // SAFETY: the caller's.
+            unsafe { real::epoll_ctl(epfd, op, fd, event) }
+        }
+        // SAFETY: the caller's.
+        _ => unsafe { real::epoll_ctl(epfd, op, fd, event) },
+    }
+}
+
+/// Waits for a set with streams; `None`: there are none in it.
+fn epoll(
+    epfd: c_int,
+    events: *mut epoll_event,
+    n: c_int,
+    until: impl FnOnce() -> Until,
+    mask: *const sigset_t,
+) -> Option<c_int> {
+    let set = table::set(epfd).filter(|s| s.is_used())?;
+    let most = usize::try_from(n)
+        .ok()
+        .filter(|n| *n > 0 && !events.is_null())?;
+    // SAFETY: the program's array has so many.
+    let out = unsafe { std::slice::from_raw_parts_mut(events, most) };
+    let mut until_known = None;
+    let mut until = Some(until);
+    loop {
+        let listed = set.report_listed(out);
+        let rest = out.get_mut(listed..).unwrap_or(&mut []);
+        if rest.is_empty() {
+            return Some(listed as c_int);
+        }
+        let mut ms = 0;
+        let mut sleeps = false;
+        if listed == 0 {
+            let until =
+                *until_known.get_or_insert_with(|| until.take().map_or(Until(None), |f| f()));
+            ms = match until.left() {
+                None => -1,
+                // Rounded up, so that the wait is not shorter than asked for.
+                Some(t) => c_int::try_from(t.tv_sec * 1000 + (t.tv_nsec + 999_999) / 1_000_000)
+                    .unwrap_or(c_int::MAX),
+            };
+            sleeps = ms != 0 && set.enter();
+            if ms != 0 && !sleeps {
+                continue;
+            }
+        }
+        // SAFETY: so many fit.
+        let r = unsafe {
+            if mask.is_null() {
+                real::epoll_wait(epfd, rest.as_mut_ptr(), rest.len() as c_int, ms)
+            } else {
+                real::epoll_pwait(epfd, rest.as_mut_ptr(), rest.len() as c_int, ms, mask)
+            }
+        };
+        let e = sys::errno();
+        if sleeps {
+            set.leave();
+        }
+        if r < 0 {
+            return Some(if listed > 0 { listed as c_int } else { fail(e) });
+        }
+        let found = rest.get_mut(..r as usize).unwrap_or(&mut []);
+        let reported = set.report(found);
+        if listed + reported > 0 {
+            return Some((listed + reported) as c_int);
+        }
+        if until_known.is_some_and(Until::is_over) {
+            return Some(0);
+        }
+    }
+}
+
+/// See `epoll_wait(2)`.
+///
+/// # Safety
+/// As `epoll_wait`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn epoll_wait(
+    epfd: c_int,
+    events: *mut epoll_event,
+    n: c_int,
+    timeout: c_int,
+) -> c_int {
+    match epoll(epfd, events, n, || Until::ms(timeout), std::ptr::null()) {
+        Some(r) => r,
+        // SAFETY: the caller's.
+        None => unsafe { real::epoll_wait(epfd, events, n, timeout) },
+    }
+}
+
+/// See `epoll_pwait(2)`.
+///
+/// # Safety
+/// As `epoll_pwait`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn epoll_pwait(
+    epfd: c_int,
+    events: *mut epoll_event,
+    n: c_int,
+    timeout: c_int,
+    mask: *const sigset_t,
+) -> c_int {
+    match epoll(epfd, events, n, || Until::ms(timeout), mask) {
+        Some(r) => r,
+        // SAFETY: the caller's.
+        None => unsafe { real::epoll_pwait(epfd, events, n, timeout, mask) },
+    }
+}
+
+/// See `epoll_pwait2(2)`.
+///
+/// # Safety
+/// As `epoll_pwait2`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn epoll_pwait2(
+    epfd: c_int,
+    events: *mut epoll_event,
+    n: c_int,
+    timeout: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    // SAFETY: the caller's.
+    let until = || unsafe { Until::spec(timeout) };
+    match epoll(epfd, events, n, until, mask) {
+        Some(r) => r,
+        // SAFETY: the caller's.
+        None => unsafe { real::epoll_pwait2(epfd, events, n, timeout, mask) },
+    }
+}

@@ -1,0 +1,28 @@
+//! Sockets of unmodified programs over RDMA: a library that is preloaded.
+//!
+//! The program's descriptor stays the kernel's socket, and that socket is the carrier of an iWARP stream: MPA start-up,
+//! then FPDUs with RDMAP Sends. Whether a connection is upgraded is decided at its first use; one that is not is the
+//! kernel's alone from then on.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `hooks/` | the functions that programs call in place of the C library's |
+//! | `conn/set.rs` | epoll sets with upgraded streams in them |
+//! | `conn/sock.rs` | a connection: its decision, its owner, the threads that wait for it |
+//! | `stream.rs` | an upgraded stream, without waiting |
+//! | `wire.rs` | what two ends say to each other |
+//! | `policy.rs`, `directory.rs` | which connections are upgraded |
+
+pub mod conn;
+pub mod directory;
+pub mod hooks;
+pub mod limits;
+pub mod log;
+pub mod owner;
+pub mod policy;
+pub mod queue;
+pub mod real;
+pub mod start;
+pub mod stream;
+pub mod sys;
+pub mod wire;

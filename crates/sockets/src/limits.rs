@@ -1,0 +1,43 @@
+//! Every limit: name, unit and reason.
+
+/// Payload bytes that a peer may send first. A request and its answer fit; a stream that is idle holds no more.
+pub const WINDOW_MIN: u32 = 16 * 1024;
+/// Payload bytes that a peer may have under way at most. Beyond 1 MiB the throughput of one stream grows no more, and a
+/// reader that stops leaves as much in memory.
+pub const WINDOW_MAX: u32 = 1 << 20;
+/// Bytes taken from the carrier in a wait: what is more is read straight into the program's buffer.
+pub const WAIT_READ: usize = 16 * 1024;
+/// Bytes of one buffer that receives what does not go straight to the program.
+pub const SCRATCH: usize = 64 * 1024;
+/// Such buffers that are kept for the next call. More threads than these rarely receive at once.
+pub const SCRATCH_KEPT: usize = 4;
+/// Bytes that a program may write before the peer's MPA Reply is there: about what a kernel socket takes without a peer
+/// that reads.
+pub const HELD: usize = 64 * 1024;
+/// Payload bytes of a Send that are copied beside their headers: below, a copy costs less than two more iovec entries.
+pub const COPIED: usize = 4096;
+/// Elements of a list of buffers in one Send; the rest goes with the next.
+pub const PARTS: usize = 64;
+/// Bytes of a file that `sendfile` reads at once.
+pub const FILE_PIECE: usize = 64 * 1024;
+/// How long a write of a socket that waits is held for the Reply of the peer, in milliseconds, before it returns and the
+/// worker goes on: longer than a peer needs that is in its `accept`.
+pub const REPLY_WAIT: i32 = 10;
+/// Milliseconds after which the worker looks at streams with bytes that wait.
+pub const WORKER_TICK: i32 = 2;
+/// How long the rest of a closed stream is sent, in milliseconds, before it is given up.
+pub const DRAIN: u64 = 5000;
+/// How long a process that ends waits for its streams, in milliseconds.
+pub const EXIT_WAIT: i32 = 1000;
+/// The first number for descriptors of the library: above those that programs use with select.
+pub const OWN_FROM: i32 = 1000;
+/// Descriptors that the table has room for: Linux's usual limit for privileged processes. Others stay plain.
+pub const DESCRIPTORS: usize = 1 << 20;
+/// Milliseconds between two looks of a writer that another thread is to wake.
+pub const FOLLOW: u64 = 20;
+/// Bytes looked at for a Request: the longest start-up frame.
+pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
+/// Bytes of memory that processes share to know which of them owns a stream: a word each.
+pub const OWNERS: usize = 256 * 1024;
+/// Numbers of descriptors that a program is looked at for when it starts: what servers inherit is among the first.
+pub const INHERITED: i32 = 32;

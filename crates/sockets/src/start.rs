@@ -1,0 +1,93 @@
+//! Start and end of the process, and forks.
+
+use crate::conn::sock::LIVE;
+use crate::conn::table::{self, Entry};
+use crate::conn::worker;
+use crate::hooks::life;
+use crate::limits;
+use crate::owner;
+use crate::sys;
+use std::cell::RefCell;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Run by the loader before the program.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEGIN: extern "C" fn() = begin;
+
+/// Run when the program ends by `exit`, or by returning from `main`.
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static END: extern "C" fn() = end;
+
+extern "C" fn begin() {
+    // SAFETY: the functions live as long as the process: the library is not unloaded.
+    unsafe {
+        libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child));
+    }
+    inherited();
+}
+
+/// Descriptors of the program before it: listeners, and accepted connections of which nothing was read.
+fn inherited() {
+    for fd in 0..limits::INHERITED {
+        let listens = sys::option(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN);
+        if listens == Ok(1)
+            && sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL) == Ok(libc::IPPROTO_TCP)
+        {
+            life::adopt_listener(fd);
+        }
+    }
+}
+
+extern "C" fn end() {
+    if LIVE.load(Ordering::Relaxed) > 0 {
+        let until = Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64);
+        table::for_each(|fd, entry| {
+            if let Entry::Sock(sock) = entry {
+                sock.finish(fd, until);
+            }
+        });
+    }
+    worker::finish(Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64));
+}
+
+thread_local! {
+    static HELD: RefCell<Option<worker::Held>> = const { RefCell::new(None) };
+}
+
+extern "C" fn before_fork() {
+    let held = worker::hold();
+    let _ = HELD.try_with(|place| {
+        if let Ok(mut place) = place.try_borrow_mut() {
+            *place = Some(held);
+        }
+    });
+    if LIVE.load(Ordering::Relaxed) > 0 {
+        table::for_each(|_, entry| {
+            if let Entry::Sock(sock) = entry {
+                sock.before_fork();
+            }
+        });
+    }
+}
+
+extern "C" fn in_parent() {
+    let _ = HELD.try_with(|place| place.try_borrow_mut().map(|mut p| p.take()));
+}
+
+extern "C" fn in_child() {
+    let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
+    if let Ok(Some(held)) = held {
+        held.forked();
+    }
+    owner::forked();
+    table::for_each(|_, entry| match entry {
+        Entry::Sock(sock) => sock.after_fork(),
+        Entry::Set(set) => {
+            set.after_fork();
+        }
+        _ => {}
+    });
+}

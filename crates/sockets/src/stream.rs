@@ -1,0 +1,881 @@
+//! One upgraded stream: what the program reads and writes, and the carrier below. Nothing here waits.
+
+use crate::limits;
+use crate::log;
+use crate::queue::{Dest, Queue};
+use crate::sys;
+use crate::wire::{Broken, Frame, Kind, LONGEST, Private, Rx, Sink, Tx};
+use anywarp_core::llp::mpa::startup::{
+    Incoming, Initiator, InitiatorConfig, Progress, Responder, ResponderLimits,
+};
+use libc::c_int;
+use std::io::{IoSlice, IoSliceMut};
+use std::sync::{Mutex, PoisonError};
+
+/// Buffers for what does not go straight to the program.
+static SCRATCH: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
+
+fn scratch() -> Box<[u8]> {
+    let kept = SCRATCH.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice())
+}
+
+fn keep(buffer: Box<[u8]>) {
+    let mut all = SCRATCH.lock().unwrap_or_else(PoisonError::into_inner);
+    if all.len() < limits::SCRATCH_KEPT {
+        all.push(buffer);
+    }
+}
+
+/// What a call did besides its result, for threads that wait for the stream.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct News {
+    /// Bytes, an end or an error can be read that could not before.
+    pub readable: bool,
+    /// More can be written than before.
+    pub writable: bool,
+}
+
+/// The state of a stream.
+#[derive(Debug)]
+pub struct Stream {
+    rx: Rx,
+    /// `None`: the peer's Reply has not arrived.
+    tx: Option<Tx>,
+    start: Option<Box<Start>>,
+    queue: Queue,
+    /// Bytes that the program wrote and that no FPDU has taken yet.
+    held: Vec<u8>,
+    /// Bytes of FPDUs that the carrier did not take yet.
+    out: Vec<u8>,
+    out_from: usize,
+    /// Bytes that the peer may send, from what the program has read.
+    window: u32,
+    /// The peer sends no more.
+    eof: bool,
+    /// An error that the program has not seen yet.
+    error: c_int,
+    /// The stream is broken: nothing is read or written any more.
+    broken: bool,
+    /// `shutdown(SHUT_RD)`, `shutdown(SHUT_WR)`.
+    shut_rd: bool,
+    shut_wr: bool,
+    /// The end is to be sent when all before it was.
+    end_due: bool,
+    /// A Limit is to be sent when the carrier takes it.
+    limit_due: bool,
+    /// The last look at the carrier found no more than it took.
+    drained: bool,
+    urgent: Option<u8>,
+    news: News,
+    /// `TCP_NODELAY` and `TCP_CORK` as the program has set them: the carrier never delays.
+    pub delays: [c_int; 2],
+    /// Payload bytes read and written by the program.
+    pub bytes_in: u64,
+    /// See `bytes_in`.
+    pub bytes_out: u64,
+}
+
+/// The start-up of the end that connects.
+#[derive(Debug)]
+struct Start {
+    initiator: Initiator,
+    got: Vec<u8>,
+}
+
+/// What this end says about itself.
+fn private() -> Private {
+    Private {
+        window: limits::WINDOW_MIN,
+        longest: LONGEST as u32,
+        namespace: 0,
+    }
+}
+
+/// The Request of an end that connects.
+pub fn initiator(crc: bool) -> Option<Initiator> {
+    Initiator::new(InitiatorConfig {
+        rev: 1,
+        crc,
+        markers: false,
+        private_data: private().emit().to_vec(),
+        ..InitiatorConfig::default()
+    })
+    .ok()
+}
+
+/// What the first bytes of an accepted connection are.
+#[derive(Debug)]
+pub enum First {
+    /// A Request of this protocol, with its length, the Reply, and the stream behind it.
+    Request(usize, Vec<u8>, Box<Stream>),
+    /// Something else.
+    Other,
+}
+
+/// Reads the first bytes of an accepted connection. A Request comes in one segment, so that one of which a part is
+/// missing is another protocol's.
+pub fn first(bytes: &[u8], crc: bool) -> First {
+    let mut responder = Responder::new(ResponderLimits {
+        crc,
+        markers: false,
+        ..ResponderLimits::default()
+    });
+    let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
+        return First::Other;
+    };
+    let Some(peer) = Private::parse(&request.private_data) else {
+        return First::Other;
+    };
+    if request.markers {
+        return First::Other;
+    }
+    match responder.accept(0, 0, &private().emit()) {
+        Ok(accepted) => {
+            let crc = accepted.params.crc;
+            let mut stream = Stream::new(crc);
+            stream.tx = Some(Tx::new(&peer, crc));
+            First::Request(request.consumed, accepted.reply, Box::new(stream))
+        }
+        Err(_) => First::Other,
+    }
+}
+
+struct Arriving<'q, 'd, 'a, 'b> {
+    queue: &'q mut Queue,
+    dest: Option<&'d mut Dest<'a, 'b>>,
+    with_crc: bool,
+    urgent: &'q mut Option<u8>,
+}
+
+impl Sink for Arriving<'_, '_, '_, '_> {
+    fn data(&mut self, mut bytes: &[u8]) {
+        if !self.with_crc
+            && self.queue.held() == 0
+            && let Some(dest) = &mut self.dest
+        {
+            let n = dest.put(bytes);
+            bytes = bytes.get(n..).unwrap_or(&[]);
+        }
+        if !bytes.is_empty() {
+            self.queue.push(bytes, !self.with_crc);
+        }
+    }
+
+    fn verified(&mut self) {
+        self.queue.verify();
+    }
+
+    fn urgent(&mut self, byte: u8) {
+        *self.urgent = Some(byte);
+    }
+}
+
+impl Stream {
+    fn new(crc: bool) -> Self {
+        Self {
+            rx: Rx::new(limits::WINDOW_MIN, crc),
+            tx: None,
+            start: None,
+            queue: Queue::default(),
+            held: Vec::new(),
+            out: Vec::new(),
+            out_from: 0,
+            window: limits::WINDOW_MIN,
+            eof: false,
+            error: 0,
+            broken: false,
+            shut_rd: false,
+            shut_wr: false,
+            end_due: false,
+            limit_due: false,
+            drained: true,
+            urgent: None,
+            news: News::default(),
+            delays: [0; 2],
+            bytes_in: 0,
+            bytes_out: 0,
+        }
+    }
+
+    /// The stream of an end whose Request was sent.
+    pub fn connecting(initiator: Initiator) -> Box<Self> {
+        let mut stream = Self::new(false);
+        stream.start = Some(Box::new(Start {
+            initiator,
+            got: Vec::new(),
+        }));
+        Box::new(stream)
+    }
+
+    /// The socket becomes the carrier: it sends each message at once. What the program set is kept for it to read.
+    pub fn undelay(&mut self, fd: c_int) {
+        let names = [libc::TCP_NODELAY, libc::TCP_CORK];
+        for ((place, name), own) in self.delays.iter_mut().zip(names).zip([1, 0]) {
+            *place = sys::option(fd, libc::IPPROTO_TCP, name).unwrap_or(0);
+            if *place != own {
+                let _ = sys::set_option(fd, libc::IPPROTO_TCP, name, own);
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ what can be done
+
+    /// Whether a read returns at once.
+    pub fn is_readable(&self) -> bool {
+        !self.queue.is_empty() || self.eof || self.error != 0 || self.broken || self.shut_rd
+    }
+
+    /// Whether a write takes a byte at once.
+    pub fn is_writable(&self) -> bool {
+        if self.error != 0 || self.broken || self.shut_wr {
+            return true;
+        }
+        match &self.tx {
+            Some(tx) => self.held.is_empty() && self.out.is_empty() && tx.credit() > 0,
+            None => self.held.len() < limits::HELD,
+        }
+    }
+
+    /// Whether bytes wait for the carrier, or for the peer's Reply or credit.
+    pub fn is_waiting(&self) -> bool {
+        !self.broken
+            && (!self.out.is_empty() || !self.held.is_empty() || self.end_due || self.limit_due)
+    }
+
+    /// Whether the peer's Reply has not arrived.
+    pub fn is_starting(&self) -> bool {
+        self.start.is_some() && !self.broken
+    }
+
+    /// Whether bytes of FPDUs wait for the carrier.
+    pub fn has_rest(&self) -> bool {
+        !self.out.is_empty()
+    }
+
+    /// Whether more can be sent.
+    fn credit(&self) -> usize {
+        self.tx.as_ref().map_or(0, Tx::credit)
+    }
+
+    /// The events of `poll` that hold.
+    pub fn readiness(&self) -> i16 {
+        let mut events = 0;
+        if self.is_readable() {
+            events |= libc::POLLIN | libc::POLLRDNORM;
+        }
+        if self.is_writable() {
+            events |= libc::POLLOUT | libc::POLLWRNORM;
+        }
+        if self.urgent.is_some() {
+            events |= libc::POLLPRI;
+        }
+        if self.eof || self.broken || self.shut_rd {
+            events |= libc::POLLRDHUP;
+        }
+        if self.broken || (self.eof || self.shut_rd) && self.shut_wr {
+            events |= libc::POLLHUP;
+        }
+        if self.error != 0 {
+            events |= libc::POLLERR;
+        }
+        events
+    }
+
+    /// What to wait for at the carrier for a program that waits for `wanted`.
+    pub fn carrier_events(&self, wanted: i16) -> i16 {
+        let mut events = wanted & !(libc::POLLIN | libc::POLLOUT);
+        let reads = libc::POLLIN | libc::POLLRDHUP | libc::POLLPRI | libc::POLLRDNORM;
+        if wanted & reads != 0 {
+            events |= libc::POLLIN;
+        }
+        if wanted & (libc::POLLOUT | libc::POLLWRNORM) != 0 {
+            if self.is_writable() || self.has_rest() {
+                events |= libc::POLLOUT;
+            } else {
+                events |= libc::POLLIN;
+            }
+        }
+        events
+    }
+
+    /// Takes what changed for others since the last call.
+    pub fn news(&mut self) -> News {
+        std::mem::take(&mut self.news)
+    }
+
+    /// Takes the error, as `SO_ERROR` does.
+    pub fn take_error(&mut self) -> c_int {
+        std::mem::take(&mut self.error)
+    }
+
+    /// Bytes that can be read at once, as `FIONREAD`.
+    pub fn readable_bytes(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Bytes that the program wrote and the carrier has not, as part of `SIOCOUTQ`.
+    pub fn unsent_bytes(&self) -> usize {
+        self.held.len() + self.out.len() - self.out_from
+    }
+
+    /// The window in bytes.
+    pub fn window(&self) -> u32 {
+        self.window
+    }
+
+    /// Bytes of memory.
+    pub fn memory(&self) -> usize {
+        size_of::<Self>() + self.queue.room() + self.held.capacity() + self.out.capacity()
+    }
+
+    // ------------------------------------------------------------------ receiving
+
+    /// Breaks the stream.
+    fn fail(&mut self, error: c_int) {
+        if !self.broken {
+            self.broken = true;
+            self.error = error;
+            self.news.readable = true;
+            self.news.writable = true;
+        }
+        self.held.clear();
+        self.out.clear();
+        self.out_from = 0;
+        self.end_due = false;
+        self.limit_due = false;
+    }
+
+    fn broke(&mut self, fd: c_int, why: &Broken) {
+        if *why != Broken::Reset {
+            log::line(&format!("stream {fd}: {why}; the stream is reset"));
+            sys::reset_on_close(fd);
+        }
+        self.fail(libc::ECONNRESET);
+    }
+
+    /// Takes bytes from the carrier once, at most about `most`. Whether there were any.
+    pub fn pull(&mut self, fd: c_int, dest: Option<&mut Dest<'_, '_>>, most: usize) -> bool {
+        if self.eof || self.broken {
+            return false;
+        }
+        let mut buffer = scratch();
+        let got = self.pull_into(fd, dest, most, &mut buffer);
+        keep(buffer);
+        got
+    }
+
+    fn pull_into(
+        &mut self,
+        fd: c_int,
+        mut dest: Option<&mut Dest<'_, '_>>,
+        most: usize,
+        buffer: &mut [u8],
+    ) -> bool {
+        let most = most.min(buffer.len());
+        let Some(own) = buffer.get_mut(..most) else {
+            return false;
+        };
+        let straight = if self.queue.held() == 0 && self.tx.is_some() {
+            self.rx.straight()
+        } else {
+            0
+        };
+        let mut there = 0;
+        let result = match &mut dest {
+            Some(dest) if straight > 0 && !dest.is_full() => {
+                let place = dest.place();
+                there = straight.min(place.len());
+                let place = place.get_mut(..there).unwrap_or(&mut []);
+                // Behind the payload at most the next message is taken: it goes straight as well.
+                let own = own.get_mut(..limits::COPIED).unwrap_or(&mut []);
+                let asked = there + own.len();
+                sys::recv(fd, &mut [IoSliceMut::new(place), IoSliceMut::new(own)]).inspect(|n| {
+                    self.drained = *n < asked;
+                })
+            }
+            _ => sys::recv(fd, &mut [IoSliceMut::new(own)]).inspect(|n| self.drained = *n < most),
+        };
+        let n = match result {
+            Ok(0) => {
+                // A FIN ends the stream in order only between two messages.
+                if self.start.is_none() && self.rx.is_between() {
+                    self.eof = true;
+                    self.news.readable = true;
+                } else {
+                    self.fail(libc::ECONNRESET);
+                }
+                return true;
+            }
+            Ok(n) => n,
+            Err(libc::EAGAIN) => {
+                self.drained = true;
+                return false;
+            }
+            Err(libc::EINTR) => return false,
+            Err(e) => {
+                self.fail(e);
+                return true;
+            }
+        };
+        let went = n.min(there);
+        if went > 0 {
+            self.rx.went_straight(went);
+            if let Some(dest) = &mut dest {
+                dest.advance(went);
+            }
+        }
+        let bytes = own.get(..n - went).unwrap_or(&[]);
+        self.take_bytes(fd, bytes, dest);
+        true
+    }
+
+    fn take_bytes(&mut self, fd: c_int, bytes: &[u8], dest: Option<&mut Dest<'_, '_>>) {
+        let mut behind = None;
+        if let Some(start) = &mut self.start {
+            start.got.extend_from_slice(bytes);
+            match start.initiator.handle_rx(&start.got) {
+                Ok(Progress::NeedMore) => return,
+                Ok(Progress::Established {
+                    consumed,
+                    params,
+                    private_data,
+                    ..
+                }) => {
+                    let peer = Private::parse(&private_data);
+                    let (Some(peer), false) = (peer, params.send_markers) else {
+                        log::line(&format!(
+                            "stream {fd}: the peer's Reply is of another protocol"
+                        ));
+                        self.fail(libc::ECONNRESET);
+                        return;
+                    };
+                    behind = Some(start.got.get(consumed..).unwrap_or(&[]).to_vec());
+                    self.start = None;
+                    self.rx = Rx::new(limits::WINDOW_MIN, params.crc);
+                    self.tx = Some(Tx::new(&peer, params.crc));
+                    self.news.writable = true;
+                }
+                Ok(_) | Err(_) => {
+                    log::line(&format!(
+                        "stream {fd}: no MPA Reply from a peer that should send one; set it to tcp"
+                    ));
+                    sys::reset_on_close(fd);
+                    self.fail(libc::ECONNRESET);
+                    return;
+                }
+            }
+        }
+        let bytes = behind.as_deref().unwrap_or(bytes);
+        let Some(tx) = &mut self.tx else { return };
+        let before = (self.queue.len(), tx.credit(), self.urgent.is_some());
+        let with_crc = self.rx.has_crc();
+        let mut sink = Arriving {
+            queue: &mut self.queue,
+            dest,
+            with_crc,
+            urgent: &mut self.urgent,
+        };
+        let result = self.rx.feed(bytes, tx, &mut sink);
+        if before.1 == 0 && tx.credit() > 0 {
+            self.news.writable = true;
+        }
+        if self.queue.len() > before.0 || self.urgent.is_some() != before.2 {
+            self.news.readable = true;
+        }
+        if let Err(why) = result {
+            self.broke(fd, &why);
+            return;
+        }
+        if self.rx.ended() && !self.eof {
+            self.eof = true;
+            self.news.readable = true;
+        }
+        if !self.held.is_empty() || self.end_due {
+            self.flush(fd);
+        }
+    }
+
+    /// The carrier has events: takes bytes until there is something to report, sends what waits.
+    pub fn on_carrier(&mut self, fd: c_int, events: i16) {
+        let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
+        if events & inward != 0 {
+            let before = self.queue.len();
+            self.drained = false;
+            // Each turn takes what the peer was allowed to send, so that there are few.
+            while self.queue.len() == before && self.pull(fd, None, limits::WAIT_READ) {
+                if self.drained {
+                    break;
+                }
+            }
+        }
+        if events & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 {
+            self.flush(fd);
+        }
+    }
+
+    /// Reads into `dest`: what is there, without waiting. `all`: more than one piece is read if it is there.
+    ///
+    /// # Errors
+    /// EAGAIN: nothing is there. Else the stream's error, once.
+    pub fn read(
+        &mut self,
+        fd: c_int,
+        dest: &mut Dest<'_, '_>,
+        peek: bool,
+        all: bool,
+    ) -> Result<(), c_int> {
+        if peek {
+            while self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
+            dest.put(self.queue.peek());
+        } else {
+            let start = dest.done();
+            self.take_queued(dest);
+            // What the kernel holds is read as well: a program that gets less than it asked for may take that for the end.
+            while !dest.is_full() && (dest.done() == start || !self.drained || all) {
+                let more = self.pull(fd, Some(dest), limits::SCRATCH);
+                self.take_queued(dest);
+                if !more {
+                    break;
+                }
+            }
+            let n = dest.done() - start;
+            self.bytes_in += n as u64;
+            if n > 0 {
+                self.open_window(fd);
+            }
+        }
+        if dest.done() > 0 || dest.is_full() {
+            return Ok(());
+        }
+        if self.error != 0 {
+            return Err(self.take_error());
+        }
+        if self.eof || self.broken || self.shut_rd {
+            return Ok(());
+        }
+        Err(libc::EAGAIN)
+    }
+
+    fn take_queued(&mut self, dest: &mut Dest<'_, '_>) {
+        if !self.queue.is_empty() {
+            let n = dest.put(self.queue.peek());
+            self.queue.consume(n);
+        }
+    }
+
+    /// Reads the urgent byte.
+    ///
+    /// # Errors
+    /// EINVAL: there is none.
+    pub fn read_urgent(&mut self, fd: c_int, dest: &mut Dest<'_, '_>) -> Result<(), c_int> {
+        if self.urgent.is_none() {
+            self.pull(fd, None, limits::WAIT_READ);
+        }
+        let byte = self.urgent.take().ok_or(libc::EINVAL)?;
+        dest.put(&[byte]);
+        Ok(())
+    }
+
+    /// Lets the peer send as much as the program has read, if that is worth a message.
+    fn open_window(&mut self, fd: c_int) {
+        let ahead = self.rx.open() as usize + self.queue.held();
+        let gone = (self.window as usize).saturating_sub(ahead);
+        if gone < self.window as usize / 2 || self.rx.ended() {
+            return;
+        }
+        // The reader keeps up: nothing waits for it.
+        if self.window < limits::WINDOW_MAX && self.queue.is_empty() {
+            self.window *= 2;
+        }
+        let n = (self.window as usize).saturating_sub(ahead);
+        self.rx.grant(u32::try_from(n).unwrap_or(0));
+        self.limit_due = true;
+        self.flush(fd);
+    }
+
+    // ------------------------------------------------------------------ sending
+
+    /// Sends what waits: the rest of an FPDU, then a limit, what was held, the end.
+    pub fn flush(&mut self, fd: c_int) {
+        if !self.flush_out(fd) {
+            return;
+        }
+        if self.limit_due && self.tx.is_some() {
+            self.limit_due = false;
+            self.control(fd, Kind::Limit);
+        }
+        while !self.held.is_empty() && self.out.is_empty() && self.credit() > 0 {
+            let held = std::mem::take(&mut self.held);
+            match self.data(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL) {
+                Ok(n) if n < held.len() => self.held = held.get(n..).unwrap_or(&[]).to_vec(),
+                Ok(_) => {}
+                Err(libc::EAGAIN) => {
+                    self.held = held;
+                    return;
+                }
+                Err(_) => return,
+            }
+            if self.held.is_empty() {
+                self.news.writable = true;
+            }
+        }
+        if self.end_due && self.held.is_empty() && self.out.is_empty() && self.tx.is_some() {
+            self.end_due = false;
+            self.control(fd, Kind::End);
+        }
+    }
+
+    /// Sends the rest of FPDUs; whether nothing of it is left.
+    fn flush_out(&mut self, fd: c_int) -> bool {
+        while self.out_from < self.out.len() {
+            let rest = self.out.get(self.out_from..).unwrap_or(&[]);
+            match sys::send(fd, &[IoSlice::new(rest)], libc::MSG_NOSIGNAL) {
+                Ok(n) => self.out_from += n,
+                Err(libc::EAGAIN | libc::EINTR) => return false,
+                Err(e) => {
+                    self.fail(e);
+                    return false;
+                }
+            }
+        }
+        if !self.out.is_empty() {
+            self.out_from = 0;
+            self.out = Vec::new();
+            self.news.writable = true;
+        }
+        !self.broken
+    }
+
+    /// Sends a message without payload. It does not wait for the carrier.
+    fn control(&mut self, fd: c_int, kind: Kind) {
+        let limit = self.rx.granted();
+        let Some(tx) = &mut self.tx else { return };
+        let frame = tx.frame(kind, limit, std::iter::empty());
+        tx.went(&frame);
+        self.out.extend_from_slice(&frame.head);
+        self.out.extend_from_slice(frame.tail());
+        self.flush_out(fd);
+    }
+
+    /// Sends one Send of a part of the payload; returns how much of it.
+    fn data(&mut self, fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_int> {
+        let total: usize = parts.iter().take(limits::PARTS).map(|p| p.len()).sum();
+        let limit = self.rx.granted();
+        let Some(tx) = &mut self.tx else {
+            return Err(libc::EAGAIN);
+        };
+        let len = total.min(tx.credit()).min(tx.longest());
+        if len == 0 {
+            return Err(libc::EAGAIN);
+        }
+        let payload = Cut::new(parts, len);
+        let frame = tx.frame(Kind::Data, limit, payload.clone());
+        let sent = if len <= limits::COPIED {
+            let mut copy = [0u8; limits::COPIED + crate::wire::HEAD + crate::wire::TAIL];
+            let n = gather(&mut copy, &frame, payload.clone());
+            sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
+        } else {
+            let mut list = [IoSlice::new(&[]); limits::PARTS + 2];
+            let mut n = 0;
+            let all = std::iter::once(&frame.head[..])
+                .chain(payload.clone())
+                .chain(std::iter::once(frame.tail()));
+            for (place, part) in list.iter_mut().zip(all) {
+                *place = IoSlice::new(part);
+                n += 1;
+            }
+            sys::send(fd, list.get(..n).unwrap_or(&[]), flags)
+        };
+        let sent = match sent {
+            Ok(n) => n,
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => return Err(e),
+            Err(e) => {
+                self.fail(e);
+                self.error = 0;
+                return Err(e);
+            }
+        };
+        tx.went(&frame);
+        if sent < frame.total() {
+            let mut skip = sent;
+            let all = std::iter::once(&frame.head[..])
+                .chain(payload)
+                .chain(std::iter::once(frame.tail()));
+            for part in all {
+                let gone = skip.min(part.len());
+                skip -= gone;
+                self.out.extend_from_slice(part.get(gone..).unwrap_or(&[]));
+            }
+        }
+        Ok(len)
+    }
+
+    /// Writes as much as goes without waiting.
+    ///
+    /// # Errors
+    /// EAGAIN: nothing goes. Else the stream's error.
+    pub fn write(
+        &mut self,
+        fd: c_int,
+        parts: &[IoSlice<'_>],
+        flags: c_int,
+        may_pull: bool,
+    ) -> Result<usize, c_int> {
+        if self.error != 0 {
+            return Err(self.take_error());
+        }
+        if self.shut_wr || self.broken {
+            return Err(libc::EPIPE);
+        }
+        let empty = parts.iter().all(|p| p.is_empty());
+        if empty {
+            return Ok(0);
+        }
+        if self.is_waiting() {
+            self.flush(fd);
+        }
+        if may_pull && (self.start.is_some() || self.credit() == 0) {
+            self.pull(fd, None, limits::WAIT_READ);
+            if self.error != 0 {
+                return Err(self.take_error());
+            }
+        }
+        if self.start.is_some() {
+            return self.hold(parts);
+        }
+        if !self.held.is_empty() || !self.out.is_empty() {
+            return Err(libc::EAGAIN);
+        }
+        // What the program has read goes along as the new limit.
+        let n = self.data(fd, parts, flags)?;
+        self.bytes_out += n as u64;
+        Ok(n)
+    }
+
+    /// Sends an urgent byte: the last one of what is written.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_urgent(&mut self, fd: c_int, byte: u8) -> Result<(), c_int> {
+        if self.shut_wr || self.broken {
+            return Err(libc::EPIPE);
+        }
+        if self.start.is_some() || self.credit() == 0 || !self.out.is_empty() {
+            return Err(libc::EAGAIN);
+        }
+        let limit = self.rx.granted();
+        let Some(tx) = &mut self.tx else {
+            return Err(libc::EAGAIN);
+        };
+        let payload = [byte];
+        let frame = tx.frame(Kind::Urgent, limit, std::iter::once(&payload[..]));
+        tx.went(&frame);
+        self.out.extend_from_slice(&frame.head);
+        self.out.push(byte);
+        self.out.extend_from_slice(frame.tail());
+        self.flush_out(fd);
+        Ok(())
+    }
+
+    /// Keeps bytes until the Reply is there.
+    fn hold(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, c_int> {
+        let before = self.held.len();
+        for part in parts {
+            let room = limits::HELD.saturating_sub(self.held.len());
+            self.held
+                .extend_from_slice(part.get(..room.min(part.len())).unwrap_or(&[]));
+        }
+        match self.held.len() - before {
+            0 => Err(libc::EAGAIN),
+            n => {
+                self.bytes_out += n as u64;
+                Ok(n)
+            }
+        }
+    }
+
+    /// `shutdown(2)`.
+    ///
+    /// # Errors
+    /// ENOTCONN: the stream is broken.
+    pub fn shutdown(&mut self, fd: c_int, how: c_int) -> Result<(), c_int> {
+        if self.broken {
+            return Err(libc::ENOTCONN);
+        }
+        if how == libc::SHUT_RD || how == libc::SHUT_RDWR {
+            self.shut_rd = true;
+            self.news.readable = true;
+        }
+        if (how == libc::SHUT_WR || how == libc::SHUT_RDWR) && !self.shut_wr {
+            self.shut_wr = true;
+            self.end_due = true;
+            self.news.writable = true;
+            self.flush(fd);
+        }
+        Ok(())
+    }
+
+    /// The program closes the stream. Whether bytes still wait to be sent; then [`Self::flush`] goes on.
+    pub fn close(&mut self, fd: c_int) -> bool {
+        if self.broken {
+            return false;
+        }
+        if !self.eof {
+            self.pull(fd, None, limits::WAIT_READ);
+        }
+        if !self.queue.is_empty() || sys::linger(fd) == Some(0) {
+            // What the program did not read is lost, and the peer is to know: its connection is reset.
+            sys::reset_on_close(fd);
+            return false;
+        }
+        self.limit_due = false;
+        self.flush(fd);
+        self.is_waiting()
+    }
+}
+
+/// The first `len` bytes of a list of buffers.
+#[derive(Debug, Clone)]
+struct Cut<'a, 'b> {
+    parts: std::slice::Iter<'a, IoSlice<'b>>,
+    left: usize,
+}
+
+impl<'a, 'b> Cut<'a, 'b> {
+    fn new(parts: &'a [IoSlice<'b>], len: usize) -> Self {
+        Self {
+            parts: parts.iter(),
+            left: len,
+        }
+    }
+}
+
+impl<'a> Iterator for Cut<'a, '_> {
+    type Item = &'a [u8];
+
+    fn next(&mut self) -> Option<&'a [u8]> {
+        if self.left == 0 {
+            return None;
+        }
+        let part = self.parts.next()?;
+        let now = part.get(..self.left.min(part.len()))?;
+        self.left -= now.len();
+        Some(now)
+    }
+}
+
+/// Copies an FPDU into one buffer; returns its length.
+fn gather<'a>(into: &mut [u8], frame: &'a Frame, payload: impl Iterator<Item = &'a [u8]>) -> usize {
+    let all = std::iter::once(&frame.head[..])
+        .chain(payload)
+        .chain(std::iter::once(frame.tail()));
+    let mut at = 0;
+    for part in all {
+        if let Some(place) = into.get_mut(at..at + part.len()) {
+            place.copy_from_slice(part);
+            at += part.len();
+        }
+    }
+    at
+}

@@ -1,0 +1,217 @@
+//! System calls on the carrier, as safe functions; errors are errno values.
+
+use crate::real;
+use libc::{c_int, iovec, msghdr, pollfd};
+use std::io::{IoSlice, IoSliceMut};
+
+/// The errno of the last call.
+pub fn errno() -> c_int {
+    // SAFETY: the C library's location of this thread.
+    unsafe { *libc::__errno_location() }
+}
+
+/// Sets errno.
+pub fn set_errno(e: c_int) {
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = e }
+}
+
+fn size(n: isize) -> Result<usize, c_int> {
+    usize::try_from(n).map_err(|_| errno())
+}
+
+fn done(r: c_int) -> Result<c_int, c_int> {
+    if r < 0 { Err(errno()) } else { Ok(r) }
+}
+
+fn message(iov: *mut iovec, n: usize) -> msghdr {
+    // SAFETY: zeros are a valid message header.
+    let mut m: msghdr = unsafe { std::mem::zeroed() };
+    m.msg_iov = iov;
+    m.msg_iovlen = n as _;
+    m
+}
+
+/// Sends without waiting.
+pub fn send(fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_int> {
+    let flags = flags | libc::MSG_DONTWAIT;
+    if let [one] = parts {
+        // SAFETY: the slice is readable.
+        return size(unsafe { real::send(fd, one.as_ptr().cast(), one.len(), flags) });
+    }
+    // An IoSlice is laid out as an iovec, says its documentation; the kernel does not write to it.
+    let m = message(parts.as_ptr().cast_mut().cast(), parts.len());
+    // SAFETY: the parts are readable.
+    size(unsafe { real::sendmsg(fd, &raw const m, flags) })
+}
+
+/// Receives without waiting.
+pub fn recv(fd: c_int, parts: &mut [IoSliceMut<'_>]) -> Result<usize, c_int> {
+    if let [one] = parts {
+        // SAFETY: the slice is writable.
+        return size(unsafe {
+            real::recv(fd, one.as_mut_ptr().cast(), one.len(), libc::MSG_DONTWAIT)
+        });
+    }
+    let mut m = message(parts.as_mut_ptr().cast(), parts.len());
+    // SAFETY: the parts are writable.
+    size(unsafe { real::recvmsg(fd, &raw mut m, libc::MSG_DONTWAIT) })
+}
+
+/// Looks at what waits in the socket, without waiting.
+pub fn peek(fd: c_int, into: &mut [u8]) -> Result<usize, c_int> {
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: the slice is writable.
+    size(unsafe { real::recv(fd, into.as_mut_ptr().cast(), into.len(), flags) })
+}
+
+/// Waits for one descriptor; returns its events.
+pub fn poll_one(fd: c_int, events: i16, timeout: c_int) -> Result<i16, c_int> {
+    let mut p = pollfd {
+        fd,
+        events,
+        revents: 0,
+    };
+    // SAFETY: one element.
+    done(unsafe { real::poll(&raw mut p, 1, timeout) })?;
+    Ok(p.revents)
+}
+
+/// Reads an option that is a number.
+pub fn option(fd: c_int, level: c_int, name: c_int) -> Result<c_int, c_int> {
+    let mut value: c_int = 0;
+    let mut len = size_of::<c_int>() as libc::socklen_t;
+    // SAFETY: value and length belong together.
+    done(unsafe { real::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len) })?;
+    Ok(value)
+}
+
+/// Sets an option that is a number.
+pub fn set_option(fd: c_int, level: c_int, name: c_int, value: c_int) -> Result<(), c_int> {
+    let len = size_of::<c_int>() as libc::socklen_t;
+    // SAFETY: value and length belong together.
+    done(unsafe { real::setsockopt(fd, level, name, (&raw const value).cast(), len) })?;
+    Ok(())
+}
+
+/// Makes that closing resets the connection.
+pub fn reset_on_close(fd: c_int) {
+    let linger = libc::linger {
+        l_onoff: 1,
+        l_linger: 0,
+    };
+    let len = size_of::<libc::linger>() as libc::socklen_t;
+    // SAFETY: value and length belong together.
+    let _ = unsafe {
+        real::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            len,
+        )
+    };
+}
+
+/// The time that closing may wait, in seconds, if the program has set one.
+pub fn linger(fd: c_int) -> Option<c_int> {
+    let mut linger = libc::linger {
+        l_onoff: 0,
+        l_linger: 0,
+    };
+    let mut len = size_of::<libc::linger>() as libc::socklen_t;
+    // SAFETY: value and length belong together.
+    let r = unsafe {
+        real::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw mut linger).cast(),
+            &raw mut len,
+        )
+    };
+    (r == 0 && linger.l_onoff != 0).then_some(linger.l_linger)
+}
+
+/// A time-out of the socket in milliseconds; -1: none.
+pub fn timeout(fd: c_int, name: c_int) -> c_int {
+    let mut t = libc::timeval {
+        tv_sec: 0,
+        tv_usec: 0,
+    };
+    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
+    // SAFETY: value and length belong together.
+    let r = unsafe {
+        real::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            name,
+            (&raw mut t).cast(),
+            &raw mut len,
+        )
+    };
+    if r != 0 || (t.tv_sec == 0 && t.tv_usec == 0) {
+        return -1;
+    }
+    let ms = t.tv_sec.saturating_mul(1000) + (t.tv_usec + 999).div_euclid(1000);
+    c_int::try_from(ms).unwrap_or(c_int::MAX)
+}
+
+/// Whether calls on the descriptor do not wait.
+pub fn is_nonblocking(fd: c_int) -> bool {
+    // SAFETY: no pointer.
+    let flags = unsafe { real::fcntl(fd, libc::F_GETFL, 0) };
+    flags >= 0 && flags & libc::O_NONBLOCK != 0
+}
+
+/// Whether the TCP connection of a socket is established.
+pub fn is_established(fd: c_int) -> bool {
+    let mut info = [0u8; 8];
+    let mut len = info.len() as libc::socklen_t;
+    // SAFETY: value and length belong together.
+    let r = unsafe {
+        real::getsockopt(
+            fd,
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    // The first byte is the state: 1 established, 8 closed by the peer.
+    r == 0 && matches!(info.first(), Some(1 | 8))
+}
+
+/// Raises SIGPIPE in this thread, as a write to a socket that is shut down does.
+pub fn sigpipe() {
+    // SAFETY: no pointer. It goes to the calling thread.
+    unsafe {
+        libc::raise(libc::SIGPIPE);
+    }
+}
+
+/// Closes a descriptor of our own.
+pub fn close(fd: c_int) {
+    // SAFETY: the caller owns it.
+    unsafe {
+        real::close(fd);
+    }
+}
+
+/// A copy of a descriptor, of a number that programs do not expect to be free.
+pub fn copy_high(fd: c_int) -> Option<c_int> {
+    // SAFETY: no pointer.
+    let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, crate::limits::OWN_FROM as usize) };
+    if copy >= 0 {
+        return Some(copy);
+    }
+    // SAFETY: as above.
+    let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, 3) };
+    (copy >= 0).then_some(copy)
+}
+
+/// Reads a part of a file.
+pub fn read_at(fd: c_int, into: &mut [u8], offset: i64) -> Result<usize, c_int> {
+    // SAFETY: the slice is writable.
+    size(unsafe { real::pread(fd, into.as_mut_ptr().cast(), into.len(), offset) })
+}

@@ -1,0 +1,646 @@
+//! What two ends say to each other: private data of the MPA start-up, and the header of each Send.
+//!
+//! ```text
+//!  private data: "aSK2" | version | flags | 0 (2) | window (4) | longest (4) | namespace (8) | SRQ (4)
+//!  Send:         kind (1) | flags (1) | 0 (2) | limit (4) | payload
+//! ```
+//!
+//! Each Send is one segment, and each segment one FPDU; its payload is at most [`LONGEST`]. The *limit* is the number of
+//! payload bytes that the other end may have sent in all, modulo 2^32.
+
+use anywarp_core::error::PeerError;
+use anywarp_core::llp::mpa::crc::Crc32c;
+use anywarp_core::llp::mpa::deframe::{CRC, Extent, LENGTH, verify};
+use anywarp_core::wire::ddp::{Header, Untagged};
+use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::{Msn, QN_SEND, Stag};
+
+/// Bytes of the private data.
+pub const PRIVATE: usize = 28;
+const MAGIC: &[u8; 4] = b"aSK2";
+const VERSION: u8 = 1;
+
+/// Bytes of the header of a Send.
+const KIND_HEADER: usize = 8;
+/// Bytes of an FPDU before its payload.
+pub const HEAD: usize = LENGTH + Untagged::LEN + KIND_HEADER;
+/// Bytes of an FPDU behind its payload, at most: padding and CRC.
+pub const TAIL: usize = 3 + CRC;
+/// Payload bytes of one Send at most: with its headers it fills the longest ULPDU that anywarp sends.
+pub const LONGEST: usize = anywarp_core::bounds::MULPDU_ANYWARP - Untagged::LEN - KIND_HEADER;
+
+/// What an end says about itself in the Request or Reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Private {
+    /// Payload bytes that the peer may send before it gets a higher limit.
+    pub window: u32,
+    /// Payload bytes of the longest Send that this end takes.
+    pub longest: u32,
+    /// Number of the network namespace.
+    pub namespace: u64,
+}
+
+impl Private {
+    /// The bytes on the wire.
+    pub fn emit(&self) -> [u8; PRIVATE] {
+        let mut b = [0; PRIVATE];
+        let fields: [&[u8]; 6] = [
+            MAGIC,
+            &[VERSION, 0, 0, 0],
+            &self.window.to_be_bytes(),
+            &self.longest.to_be_bytes(),
+            &self.namespace.to_be_bytes(),
+            &[0; 4],
+        ];
+        for (place, byte) in b.iter_mut().zip(fields.iter().copied().flatten()) {
+            *place = *byte;
+        }
+        b
+    }
+
+    /// Reads them; `None` if they are not of this protocol, or of a version that is not known.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let (magic, rest) = bytes.split_first_chunk::<4>()?;
+        let (kind, rest) = rest.split_first_chunk::<4>()?;
+        let (window, rest) = rest.split_first_chunk::<4>()?;
+        let (longest, rest) = rest.split_first_chunk::<4>()?;
+        let (namespace, rest) = rest.split_first_chunk::<8>()?;
+        let known = magic == MAGIC && kind.first() == Some(&VERSION) && rest.len() == 4;
+        let private = Self {
+            window: u32::from_be_bytes(*window),
+            longest: u32::from_be_bytes(*longest),
+            namespace: u64::from_be_bytes(*namespace),
+        };
+        (known && private.window > 0 && private.longest > 0).then_some(private)
+    }
+}
+
+/// The kinds of Sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Bytes of the stream.
+    Data = 0,
+    /// Nothing but a new limit.
+    Limit = 1,
+    /// No more data comes: `shutdown(SHUT_WR)`.
+    End = 2,
+    /// The stream is broken.
+    Reset = 3,
+    /// One urgent byte.
+    Urgent = 4,
+}
+
+impl Kind {
+    fn of(byte: u8) -> Option<Self> {
+        Some(match byte {
+            0 => Self::Data,
+            1 => Self::Limit,
+            2 => Self::End,
+            3 => Self::Reset,
+            4 => Self::Urgent,
+            _ => return None,
+        })
+    }
+}
+
+/// Builds FPDUs: numbers, credit.
+#[derive(Debug)]
+pub struct Tx {
+    msn: Msn,
+    /// Payload bytes sent.
+    sent: u32,
+    /// Payload bytes that may have been sent.
+    limit: u32,
+    crc: bool,
+    longest: usize,
+}
+
+impl Tx {
+    /// A stream to a peer that said `peer` about itself.
+    pub fn new(peer: &Private, crc: bool) -> Self {
+        Self {
+            msn: Msn::FIRST,
+            sent: 0,
+            limit: peer.window,
+            crc,
+            longest: (peer.longest as usize).min(LONGEST),
+        }
+    }
+
+    /// Payload bytes that may be sent now.
+    pub fn credit(&self) -> usize {
+        self.limit.wrapping_sub(self.sent) as usize
+    }
+
+    /// Payload bytes of one Send at most.
+    pub fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// The peer allows more. A limit that is lower than the last, or allows more than 2^31 bytes, is an error.
+    fn raise(&mut self, limit: u32) -> Result<(), Broken> {
+        if limit.wrapping_sub(self.sent) > i32::MAX as u32
+            || limit.wrapping_sub(self.limit) > i32::MAX as u32
+        {
+            return Err(Broken::Limit);
+        }
+        self.limit = limit;
+        Ok(())
+    }
+
+    /// What an FPDU of `kind` with this payload begins and ends with. Nothing changes until [`Self::went`].
+    pub fn frame<'a>(
+        &self,
+        kind: Kind,
+        limit: u32,
+        payload: impl Iterator<Item = &'a [u8]> + Clone,
+    ) -> Frame {
+        let len: usize = payload.clone().map(<[u8]>::len).sum();
+        let ulpdu = Untagged::LEN + KIND_HEADER + len;
+        let length = u16::try_from(ulpdu).unwrap_or(u16::MAX).to_be_bytes();
+        let ddp = Untagged {
+            last: true,
+            opcode: Opcode::Send,
+            inv_stag: Stag(0),
+            qn: QN_SEND,
+            msn: self.msn,
+            mo: 0,
+        };
+        let mut head = [0; HEAD];
+        let fields: [&[u8]; 4] = [
+            &length,
+            &ddp.emit(),
+            &[kind as u8, 0, 0, 0],
+            &limit.to_be_bytes(),
+        ];
+        for (place, byte) in head.iter_mut().zip(fields.iter().copied().flatten()) {
+            *place = *byte;
+        }
+        let pad = Extent { ulpdu, pad: 0 }.total().wrapping_neg() % 4;
+        let mut tail = [0; TAIL];
+        if self.crc {
+            let mut crc = Crc32c::new();
+            crc.update(&head);
+            payload.for_each(|part| crc.update(part));
+            crc.update(tail.get(..pad).unwrap_or(&[]));
+            let field = crc.finish();
+            for (place, byte) in tail.iter_mut().skip(pad).zip(field) {
+                *place = byte;
+            }
+        }
+        Frame {
+            head,
+            tail,
+            tail_len: pad + CRC,
+            payload: len,
+        }
+    }
+
+    /// The FPDU was given to the carrier, or will be.
+    pub fn went(&mut self, frame: &Frame) {
+        self.msn = self.msn.next();
+        self.sent = self.sent.wrapping_add(frame.payload as u32);
+    }
+}
+
+/// An FPDU around a payload.
+#[derive(Debug)]
+pub struct Frame {
+    /// All before the payload.
+    pub head: [u8; HEAD],
+    tail: [u8; TAIL],
+    tail_len: usize,
+    payload: usize,
+}
+
+impl Frame {
+    /// All behind the payload.
+    pub fn tail(&self) -> &[u8] {
+        self.tail.get(..self.tail_len).unwrap_or(&[])
+    }
+
+    /// Bytes in all.
+    pub fn total(&self) -> usize {
+        HEAD + self.payload + self.tail_len
+    }
+}
+
+/// Why a stream is broken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Broken {
+    /// The peer broke a rule of MPA, DDP or RDMAP.
+    Peer(PeerError),
+    /// A message that is not one Send in one segment, in sequence.
+    Message,
+    /// A Send of a kind that does not exist.
+    Kind,
+    /// A limit that goes back, or beyond what a window can be.
+    Limit,
+    /// More payload than was allowed.
+    Credit,
+    /// The peer said so.
+    Reset,
+    /// Data behind the end.
+    Behind,
+}
+
+impl std::fmt::Display for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Peer(e) => write!(f, "{e}"),
+            Self::Message => f.write_str("the peer sent a message that is not the next Send"),
+            Self::Kind => f.write_str("the peer sent a message of an unknown kind"),
+            Self::Limit => f.write_str("the peer sent a limit that is lower than the last"),
+            Self::Credit => f.write_str("the peer sent more than its limit allows"),
+            Self::Reset => f.write_str("the peer reset the stream"),
+            Self::Behind => f.write_str("the peer sent data behind the end of its stream"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum At {
+    Head,
+    Payload,
+    Tail,
+}
+
+/// Takes FPDUs apart, in any pieces.
+#[derive(Debug)]
+pub struct Rx {
+    at: At,
+    head: [u8; HEAD],
+    /// Bytes of the head that are there.
+    have: usize,
+    /// Bytes of the payload that are missing.
+    left: usize,
+    tail: [u8; TAIL],
+    tail_len: usize,
+    kind: Kind,
+    msn: Msn,
+    crc: Option<Crc32c>,
+    with_crc: bool,
+    /// Payload bytes received.
+    received: u32,
+    /// Payload bytes that the peer may have sent.
+    granted: u32,
+    ended: bool,
+}
+
+/// What the bytes of a stream lead to.
+pub trait Sink {
+    /// Payload. With CRCs it counts only when [`Self::verified`] was called.
+    fn data(&mut self, bytes: &[u8]);
+    /// All payload that was given is right.
+    fn verified(&mut self);
+    /// An urgent byte.
+    fn urgent(&mut self, byte: u8);
+}
+
+impl Rx {
+    /// A stream of which the peer may send `window` bytes.
+    pub fn new(window: u32, crc: bool) -> Self {
+        Self {
+            at: At::Head,
+            head: [0; HEAD],
+            have: 0,
+            left: 0,
+            tail: [0; TAIL],
+            tail_len: 0,
+            kind: Kind::Data,
+            msn: Msn::FIRST,
+            crc: None,
+            with_crc: crc,
+            received: 0,
+            granted: window,
+            ended: false,
+        }
+    }
+
+    /// Payload bytes that may go straight to the program: what is missing of the payload in progress, 0 with CRCs.
+    pub fn straight(&self) -> usize {
+        if self.at == At::Payload && self.kind == Kind::Data && !self.with_crc {
+            self.left
+        } else {
+            0
+        }
+    }
+
+    /// `n` bytes of payload went straight to the program; at most [`Self::straight`].
+    pub fn went_straight(&mut self, n: usize) {
+        self.left = self.left.saturating_sub(n);
+        if self.left == 0 {
+            self.at = At::Tail;
+        }
+    }
+
+    /// Whether payload counts only when its CRC was compared.
+    pub fn has_crc(&self) -> bool {
+        self.with_crc
+    }
+
+    /// Whether the stream may end here: the peer said so, or no FPDU is in progress.
+    pub fn is_between(&self) -> bool {
+        self.at == At::Head && self.have == 0
+    }
+
+    /// The peer has sent its last byte.
+    pub fn ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Payload bytes that the peer may still send.
+    pub fn open(&self) -> u32 {
+        self.granted.wrapping_sub(self.received)
+    }
+
+    /// Payload bytes that the peer may have sent in all.
+    pub fn granted(&self) -> u32 {
+        self.granted
+    }
+
+    /// Allows `n` more bytes; returns the new limit.
+    pub fn grant(&mut self, n: u32) -> u32 {
+        self.granted = self.granted.wrapping_add(n);
+        self.granted
+    }
+
+    /// Takes bytes of the stream.
+    ///
+    /// # Errors
+    /// The peer broke a rule. Nothing may be taken after that.
+    pub fn feed(
+        &mut self,
+        mut bytes: &[u8],
+        tx: &mut Tx,
+        sink: &mut dyn Sink,
+    ) -> Result<(), Broken> {
+        loop {
+            match self.at {
+                At::Head => {
+                    let take = (HEAD - self.have).min(bytes.len());
+                    let (now, rest) = bytes.split_at(take);
+                    for (place, byte) in self.head.iter_mut().skip(self.have).zip(now) {
+                        *place = *byte;
+                    }
+                    self.have += take;
+                    bytes = rest;
+                    // Too short a frame is noticed before the missing bytes are waited for.
+                    let extent = self.head.get(..self.have).and_then(Extent::of);
+                    if extent.is_some_and(|e| e.ulpdu < Untagged::LEN + KIND_HEADER) {
+                        return Err(Broken::Message);
+                    }
+                    if self.have < HEAD {
+                        return Ok(());
+                    }
+                    self.begin(tx)?;
+                }
+                At::Payload => {
+                    if self.left > 0 && bytes.is_empty() {
+                        return Ok(());
+                    }
+                    let take = self.left.min(bytes.len());
+                    let (now, rest) = bytes.split_at(take);
+                    if let Some(crc) = &mut self.crc {
+                        crc.update(now);
+                    }
+                    match (self.kind, now.first()) {
+                        (Kind::Data, Some(_)) => sink.data(now),
+                        (Kind::Urgent, Some(byte)) => sink.urgent(*byte),
+                        _ => {}
+                    }
+                    self.left -= take;
+                    bytes = rest;
+                    if self.left == 0 {
+                        self.at = At::Tail;
+                    }
+                }
+                At::Tail => {
+                    let take = (self.tail_len - self.have).min(bytes.len());
+                    let (now, rest) = bytes.split_at(take);
+                    for (place, byte) in self.tail.iter_mut().skip(self.have).zip(now) {
+                        *place = *byte;
+                    }
+                    self.have += take;
+                    bytes = rest;
+                    if self.have < self.tail_len {
+                        return Ok(());
+                    }
+                    if let Some(mut crc) = self.crc.take() {
+                        let (pad, field) = self.tail.split_at(self.tail_len - CRC);
+                        crc.update(pad);
+                        verify(crc, field).map_err(Broken::Peer)?;
+                    }
+                    sink.verified();
+                    self.at = At::Head;
+                    self.have = 0;
+                    match self.kind {
+                        Kind::End => self.ended = true,
+                        Kind::Reset => return Err(Broken::Reset),
+                        Kind::Data | Kind::Limit | Kind::Urgent => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// The head is complete.
+    fn begin(&mut self, tx: &mut Tx) -> Result<(), Broken> {
+        let extent = Extent::of(&self.head).ok_or(Broken::Message)?;
+        let (header, _) =
+            Header::parse(self.head.get(LENGTH..).unwrap_or(&[])).map_err(Broken::Peer)?;
+        let Header::Untagged(ddp) = header else {
+            return Err(Broken::Message);
+        };
+        // RFC 5041 §5.3: messages of a queue are numbered in the order in which they are sent.
+        let next = ddp.opcode == Opcode::Send && ddp.last && ddp.mo == 0 && ddp.msn == self.msn;
+        if !next {
+            return Err(Broken::Message);
+        }
+        let (kind, limit) = match self.head.last_chunk::<KIND_HEADER>() {
+            Some([kind, _, _, _, limit @ ..]) => (Kind::of(*kind), u32::from_be_bytes(*limit)),
+            None => (None, 0),
+        };
+        let kind = kind.ok_or(Broken::Kind)?;
+        let len = extent.ulpdu - Untagged::LEN - KIND_HEADER;
+        match kind {
+            Kind::Data | Kind::Urgent if self.ended => return Err(Broken::Behind),
+            Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
+            Kind::Data => self.received = self.received.wrapping_add(len as u32),
+            Kind::Urgent if len != 1 || self.open() == 0 => return Err(Broken::Message),
+            Kind::Urgent => self.received = self.received.wrapping_add(1),
+            Kind::Limit | Kind::End | Kind::Reset if len != 0 => return Err(Broken::Message),
+            Kind::Limit | Kind::End | Kind::Reset => {}
+        }
+        tx.raise(limit)?;
+        self.msn = self.msn.next();
+        self.kind = kind;
+        self.left = len;
+        self.tail_len = extent.pad + CRC;
+        self.have = 0;
+        self.crc = self.with_crc.then(|| {
+            let mut crc = Crc32c::new();
+            crc.update(&self.head);
+            crc
+        });
+        self.at = At::Payload;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Default)]
+    struct Got {
+        waiting: Vec<u8>,
+        data: Vec<u8>,
+        urgent: Vec<u8>,
+    }
+
+    impl Sink for Got {
+        fn data(&mut self, bytes: &[u8]) {
+            self.waiting.extend_from_slice(bytes);
+        }
+        fn verified(&mut self) {
+            self.data.append(&mut self.waiting);
+        }
+        fn urgent(&mut self, byte: u8) {
+            self.urgent.push(byte);
+        }
+    }
+
+    fn peer(window: u32) -> Private {
+        Private {
+            window,
+            longest: LONGEST as u32,
+            namespace: 7,
+        }
+    }
+
+    fn bytes(tx: &mut Tx, kind: Kind, limit: u32, payload: &[u8]) -> Vec<u8> {
+        let frame = tx.frame(kind, limit, std::iter::once(payload));
+        tx.went(&frame);
+        let all = [&frame.head[..], payload, frame.tail()].concat();
+        assert_eq!(all.len(), frame.total());
+        assert_eq!(all.len() % 4, 0, "FPDUs are multiples of four bytes");
+        all
+    }
+
+    fn rx(bytes: &[u8], crc: bool) -> Result<Got, Broken> {
+        let mut got = Got::default();
+        let mut tx = Tx::new(&peer(100), crc);
+        Rx::new(1000, crc).feed(bytes, &mut tx, &mut got)?;
+        Ok(got)
+    }
+
+    #[test]
+    fn private_data_comes_back_and_other_private_data_does_not() {
+        let b = peer(65536).emit();
+        assert_eq!(Private::parse(&b), Some(peer(65536)));
+        assert_eq!(Private::parse(&b[..27]), None);
+        for at in 0..5 {
+            let mut other = b;
+            other[at] ^= 1;
+            assert_eq!(Private::parse(&other), None, "byte {at}");
+        }
+        assert_eq!(Private::parse(&peer(0).emit()), None);
+    }
+
+    #[test]
+    fn messages_come_back_in_any_pieces_with_and_without_crc() {
+        for crc in [false, true] {
+            let mut tx = Tx::new(&peer(1000), crc);
+            let mut wire = Vec::new();
+            let mut expected = Vec::new();
+            for len in [1, 2, 3, 4, 100, 0, 7] {
+                let payload: Vec<u8> = (0..len).collect();
+                expected.extend_from_slice(&payload);
+                wire.extend(bytes(&mut tx, Kind::Data, 120, &payload));
+                wire.extend(bytes(&mut tx, Kind::Limit, 120, &[]));
+            }
+            wire.extend(bytes(&mut tx, Kind::Urgent, 120, b"!"));
+            wire.extend(bytes(&mut tx, Kind::End, 120, &[]));
+            assert_eq!(tx.credit(), 1000 - expected.len() - 1);
+            for piece in [1, 2, 3, 27, 28, 29, 64, 10_000] {
+                let mut got = Got::default();
+                let mut back = Tx::new(&peer(100), crc);
+                let mut rx = Rx::new(1000, crc);
+                for part in wire.chunks(piece) {
+                    rx.feed(part, &mut back, &mut got).unwrap();
+                }
+                assert_eq!(got.data, expected);
+                assert_eq!(got.urgent, b"!");
+                assert!(rx.ended() && rx.is_between());
+                assert_eq!(back.credit(), 120);
+                assert_eq!(rx.open() as usize, 1000 - expected.len() - 1);
+            }
+        }
+    }
+
+    #[test]
+    fn each_flipped_bit_is_found_with_crc() {
+        let mut tx = Tx::new(&peer(1000), true);
+        let wire = bytes(&mut tx, Kind::Data, 100, b"hello");
+        for bit in 16..wire.len() * 8 {
+            let mut bad = wire.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(rx(&bad, true).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_peer_that_breaks_a_rule_is_found() {
+        let new = || Tx::new(&peer(100_000), false);
+        let long = bytes(&mut new(), Kind::Data, 100, &[7; 1001]);
+        assert_eq!(rx(&long, false).err(), Some(Broken::Credit));
+        let lower = bytes(&mut new(), Kind::Data, 99, b"x");
+        assert_eq!(rx(&lower, false).err(), Some(Broken::Limit));
+        let far = bytes(&mut new(), Kind::Data, 0x9000_0000, b"x");
+        assert_eq!(rx(&far, false).err(), Some(Broken::Limit));
+        let mut tx = new();
+        let first = bytes(&mut tx, Kind::Data, 100, b"x");
+        assert_eq!(
+            rx(&[&first[..], &first].concat(), false).err(),
+            Some(Broken::Message)
+        );
+        let mut kind = first.clone();
+        kind[20] = 9;
+        assert_eq!(rx(&kind, false).err(), Some(Broken::Kind));
+        let mut tx = new();
+        let end = bytes(&mut tx, Kind::End, 100, &[]);
+        let behind = bytes(&mut tx, Kind::Data, 100, b"x");
+        assert_eq!(
+            rx(&[end, behind].concat(), false).err(),
+            Some(Broken::Behind)
+        );
+        let reset = bytes(&mut new(), Kind::Reset, 100, &[]);
+        assert_eq!(rx(&reset, false).err(), Some(Broken::Reset));
+        assert!(
+            rx(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", false)
+                .err()
+                .is_some()
+        );
+        assert!(rx(&[0; 28], false).is_err());
+    }
+
+    #[test]
+    fn payload_may_go_straight_to_the_program() {
+        let mut tx = Tx::new(&peer(1000), false);
+        let wire = bytes(&mut tx, Kind::Data, 100, &[5; 100]);
+        let mut got = Got::default();
+        let mut back = Tx::new(&peer(100), false);
+        let mut rx = Rx::new(1000, false);
+        assert_eq!(rx.straight(), 0);
+        rx.feed(&wire[..HEAD + 10], &mut back, &mut got).unwrap();
+        assert_eq!(rx.straight(), 90);
+        rx.went_straight(40);
+        rx.went_straight(50);
+        assert_eq!(rx.straight(), 0);
+        rx.feed(&wire[HEAD + 100..], &mut back, &mut got).unwrap();
+        assert!(rx.is_between());
+        assert_eq!(got.data.len(), 10);
+    }
+}
