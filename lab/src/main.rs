@@ -13,6 +13,7 @@ mod process;
 mod programs;
 mod pyverbs;
 mod sanitize;
+mod sockets;
 mod tutorial;
 mod valgrind;
 
@@ -84,6 +85,8 @@ enum Task {
     Perf,
     /// Programs with their traffic captured, as tshark and the dissector of the distribution decode it.
     Capture,
+    /// Programs of the distribution with the library for sockets preloaded at both ends, the server, the client.
+    Sockets,
     /// The commands of docs/tutorial.md.
     Tutorial,
 }
@@ -113,6 +116,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::BenchGuest { repeat, filter } => interop::bench::run(*repeat, filter.as_deref()),
         Task::Perf => perf::run(),
         Task::Capture => capture::run(),
+        Task::Sockets => sockets::run(),
         Task::Tutorial => tutorial::run(),
     }
 }

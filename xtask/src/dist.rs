@@ -7,6 +7,7 @@
 //! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
 //! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
+//! lib/anywarp/libanywarp-sockets.so  sockets of unmodified programs, to preload: crates/sockets
 //! lib/libexs.so.1              extended sockets, with its .so link; pkgconfig/exs.pc
 //! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
@@ -27,6 +28,7 @@ pub fn run() -> Result {
         "--package=anywarp-abi",
         "--package=anywarp-cli",
         "--package=anywarp-exs",
+        "--package=anywarp-sockets",
     ]))?;
     let built = sh::target().join("release");
     let work = sh::target().join("dist-link");
@@ -42,6 +44,7 @@ pub fn run() -> Result {
     verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work)?;
     path_shim(&lib, &work)?;
     extended_sockets(&built, &new, &work)?;
+    preloaded_sockets(&built, &lib, &work)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
@@ -101,6 +104,51 @@ fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
     );
     fs::write(lib.join("pkgconfig/exs.pc"), pc)?;
     Ok(())
+}
+
+/// Links the library that is preloaded for sockets. It exports its wrappers, and the list of them is their source text.
+fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
+    const NAME: &str = "libanywarp-sockets.so";
+    let mut names = Vec::new();
+    for entry in fs::read_dir(sh::root().join("crates/sockets/src/hooks"))? {
+        let text = fs::read_to_string(entry?.path())?;
+        for rest in text.split("extern \"C-unwind\" fn ").skip(1) {
+            let name = rest.split('(').next().unwrap_or_default();
+            names.push(format!("{name};"));
+        }
+    }
+    if names.is_empty() {
+        return Err("crates/sockets/src/hooks: no wrappers".into());
+    }
+    let map = work.join("libanywarp-sockets.map");
+    fs::write(
+        &map,
+        format!("{{ global: {} local: *; }};\n", names.join(" ")),
+    )?;
+    let mut cc = sh::cc();
+    cc.args(["-shared", "-fPIC"])
+        .arg(format!("-Wl,-soname,{NAME}"))
+        .arg(format!("-Wl,--version-script={}", map.display()))
+        .args([
+            "-Wl,--no-undefined-version,--no-undefined",
+            "-Wl,--gc-sections,--strip-debug",
+            // Its thread runs its code, and its own calls of functions that it wraps are its wrappers.
+            "-Wl,-Bsymbolic-functions",
+            "-Wl,-z,nodelete,-z,now,-z,relro,-z,noexecstack",
+        ])
+        .args(glibc::arguments(work, glibc::Into::Library)?)
+        .arg("-Wl,--whole-archive")
+        .arg(built.join("libanywarp_sockets.a"))
+        .args([
+            "-Wl,--no-whole-archive",
+            "-Wl,--as-needed",
+            "-lgcc_s",
+            "-lm",
+            "-lc",
+            "-o",
+        ])
+        .arg(lib.join(NAME));
+    sh::run(&mut cc)
 }
 
 /// Builds the program that measures extended sockets. It finds libexs beside itself, and that any verbs libraries.
