@@ -25,8 +25,12 @@ pub const FILE_PIECE: usize = 64 * 1024;
 pub const REPLY_WAIT: i32 = 10;
 /// Milliseconds after which the worker looks at streams with bytes that wait.
 pub const WORKER_TICK: i32 = 2;
-/// How long the rest of a closed stream is sent, in milliseconds, before it is given up.
+/// How long the rest of a closed stream is sent, and the peer's end of it awaited, in milliseconds, before it is given up.
 pub const DRAIN: u64 = 5000;
+/// Closed streams that are drained at once; one more is closed immediately. Each holds a descriptor.
+pub const DRAINS: usize = 1024;
+/// Milliseconds between two questions, when the process ends, whether the peer has acknowledged what was sent.
+pub const EXIT_TICK: i32 = 1;
 /// How long a process that ends waits for its streams, in milliseconds.
 pub const EXIT_WAIT: i32 = 1000;
 /// The first number for descriptors of the library: above those that programs use with select.

@@ -64,6 +64,8 @@ pub struct Stream {
     end_due: bool,
     /// A Limit is to be sent when the carrier takes it.
     limit_due: bool,
+    /// The carrier is closed for sending: the program has closed the stream.
+    fin: bool,
     /// The last look at the carrier found no more than it took.
     drained: bool,
     urgent: Option<u8>,
@@ -189,6 +191,7 @@ impl Stream {
             shut_wr: false,
             end_due: false,
             limit_due: false,
+            fin: false,
             drained: true,
             urgent: None,
             news: News::default(),
@@ -831,7 +834,28 @@ impl Stream {
         }
         self.limit_due = false;
         self.flush(fd);
-        self.is_waiting()
+        let limits_may_come = !self.eof && self.tx.as_ref().is_some_and(Tx::has_sent);
+        self.is_waiting() || (limits_may_come && !self.broken)
+    }
+
+    /// Goes on with a closed stream; whether it may be dropped. What is left is sent, then the FIN.
+    ///
+    /// The carrier is read until the peer closes it as well. A kernel socket that is closed while the peer's limits are unread, or
+    /// arrive, answers with a reset, and the peer would lose what it has not read yet.
+    pub fn drain(&mut self, fd: c_int) -> bool {
+        self.limit_due = false;
+        self.flush(fd);
+        if !self.is_waiting() && !self.fin {
+            self.fin = true;
+            let _ = sys::shut_down_sending(fd);
+        }
+        while !self.has_rest() && self.pull(fd, None, limits::WAIT_READ) {}
+        if !self.queue.is_empty() {
+            // Data for a program that has closed: the peer is to know that it is lost.
+            sys::reset_on_close(fd);
+            return true;
+        }
+        self.broken || (self.eof && self.fin)
     }
 }
 

@@ -190,6 +190,20 @@ pub fn sigpipe() {
     }
 }
 
+/// Closes a connection for sending.
+pub fn shut_down_sending(fd: c_int) -> Result<c_int, c_int> {
+    // SAFETY: no pointer.
+    done(unsafe { real::shutdown(fd, libc::SHUT_WR) })
+}
+
+/// Whether the peer's kernel has acknowledged all that was sent.
+pub fn is_delivered(fd: c_int) -> bool {
+    let mut left: c_int = 0;
+    // SAFETY: the address of an integer, which this request writes.
+    let r = unsafe { real::ioctl(fd, libc::TIOCOUTQ, (&raw mut left).expose_provenance()) };
+    r != 0 || left == 0
+}
+
 /// Closes a descriptor of our own.
 pub fn close(fd: c_int) {
     // SAFETY: the caller owns it.

@@ -128,6 +128,11 @@ impl Tx {
         }
     }
 
+    /// Whether payload was sent, for which the peer may send limits.
+    pub fn has_sent(&self) -> bool {
+        self.sent != 0
+    }
+
     /// Payload bytes that may be sent now.
     pub fn credit(&self) -> usize {
         self.limit.wrapping_sub(self.sent) as usize

@@ -484,7 +484,8 @@ impl Sock {
         self.drop_number();
     }
 
-    /// Sends what waits, before the process ends.
+    /// Sends what waits, before the process ends, and waits until the peer's kernel has it: a socket that the kernel closes
+    /// with limits of the peer unread would drop it.
     pub fn finish(&self, fd: c_int, until: std::time::Instant) {
         if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
             return;
@@ -507,6 +508,17 @@ impl Sock {
                 Err(libc::EINTR) => {}
                 Err(_) => return,
             }
+        }
+        while let Some((false, _)) = self.with(|s| {
+            while s.pull(fd, None, limits::WAIT_READ) {}
+            sys::is_delivered(fd)
+        }) {
+            let left = until.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let tick = Duration::from_millis(limits::EXIT_TICK as u64);
+            std::thread::sleep(left.min(tick));
         }
     }
 }

@@ -16,6 +16,8 @@ struct Draining {
     fd: c_int,
     stream: Box<Stream>,
     until: Instant,
+    /// The peer's kernel has acknowledged all.
+    delivered: bool,
 }
 
 #[derive(Debug, Default)]
@@ -26,8 +28,10 @@ struct Work {
 }
 
 static WORK: Mutex<Option<Work>> = Mutex::new(None);
-/// Closed streams that are not sent yet.
+/// Closed streams of which the peer's kernel has not acknowledged all.
 static DRAINING: AtomicUsize = AtomicUsize::new(0);
+/// Closed streams whose descriptors are still there.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
 static MORE: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Option<Work>> {
@@ -72,16 +76,21 @@ pub fn watch(fd: c_int, sock: &'static Sock) {
     }
 }
 
-/// Sends the rest of a stream that the program closed.
+/// Sends the rest of a stream that the program closed, and waits until the peer has closed it too.
 pub fn drain(fd: c_int, stream: Box<Stream>) {
-    let Some(fd) = sys::copy_high(fd) else { return };
-    DRAINING.fetch_add(1, Ordering::AcqRel);
     let mut guard = lock();
     let work = guard.get_or_insert_default();
+    if OPEN.load(Ordering::Acquire) >= limits::DRAINS {
+        return;
+    }
+    let Some(fd) = sys::copy_high(fd) else { return };
+    OPEN.fetch_add(1, Ordering::AcqRel);
+    DRAINING.fetch_add(1, Ordering::AcqRel);
     work.draining.push(Draining {
         fd,
         stream,
         until: Instant::now() + Duration::from_millis(limits::DRAIN),
+        delivered: false,
     });
     start(work);
 }
@@ -132,16 +141,16 @@ fn turn(fd: c_int, sock: &'static Sock) -> bool {
 }
 
 fn drain_turn(d: &mut Draining) -> bool {
-    d.stream.flush(d.fd);
-    if d.stream.is_waiting() && !d.stream.has_rest() {
-        d.stream.pull(d.fd, None, limits::WAIT_READ);
-    }
-    let goes_on = d.stream.is_waiting() && Instant::now() < d.until;
-    if !goes_on {
-        sys::close(d.fd);
+    let over = d.stream.drain(d.fd) || Instant::now() >= d.until;
+    if !d.delivered && (over || (!d.stream.is_waiting() && sys::is_delivered(d.fd))) {
+        d.delivered = true;
         DRAINING.fetch_sub(1, Ordering::AcqRel);
     }
-    goes_on
+    if over {
+        sys::close(d.fd);
+        OPEN.fetch_sub(1, Ordering::AcqRel);
+    }
+    !over
 }
 
 /// Waits for streams that were closed, before the process ends.
@@ -164,6 +173,7 @@ impl Held {
     /// In the child: it has no such thread, and the parent sends what waits.
     pub fn forked(mut self) {
         DRAINING.store(0, Ordering::Release);
+        OPEN.store(0, Ordering::Release);
         if let Some(work) = self.0.take() {
             for d in work.draining {
                 sys::close(d.fd);
