@@ -370,7 +370,8 @@ static const char *foreign_place(size_t arg)
 	TRY(connected());
 	TRY(post(put(buffers, &m)));
 	for (int tries = 0; tries < 1000; tries++) {
-		if (exs_send(fd, block, 100, 0, queue, tries, handle)) {
+		/* A send with an offset waits for the PLACE. Without one, a send before it is an ADVERT, which this peer does not answer. */
+		if (exs_send_offset(fd, block, 100, 0, queue, tries, handle, 10)) {
 			ENSURE(errno == ECONNRESET, "send: %s", strerror(errno));
 			ENSURE(events > 0, "no event");
 			TRY(no_event(2));
