@@ -660,6 +660,46 @@ static const char *close_with_event(size_t answered)
 	return finish();
 }
 
+/* What the receiver's buffer has taken is there after the connection is over, and then the end of the data. */
+static const char *read_after_the_end(size_t arg)
+{
+	int tries = 0;
+	exs_event_t e;
+
+	(void)arg;
+	stream_buffer = 64 * 1024;
+	TRY(connected(SOCK_STREAM, 0));
+	stream_buffer = 0;
+	fill(block[0], 7, 1000);
+	ENSURE(SEND(1000, 0, 1) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SEND, 1, 0));
+	forget((void *)(intptr_t)ends[0]);
+	ENSURE(exs_close_async(ends[0], queue, 2) == 0, "close: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_CLOSE, 2, 0));
+	while (exs_send(ends[1], block[1], 1, 0, queue, 3, handle[1]) == 0) {
+		struct timeval wait = { 10, 0 };
+
+		ENSURE(++tries < 1000, "the connection does not end");
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && e.exs_evt_ahandle == 3, "the event of a send");
+		sleep_ms(5);
+	}
+	ENSURE(errno == ECONNRESET, "a send after the end: %s", strerror(errno));
+	for (size_t at = 0; at < 1000; at += 500) {
+		ENSURE(exs_recv(ends[1], block[1] + at, 500, 0, queue, 4, handle[1]) == 0, "recv: %s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 4, 0));
+		ENSURE(LENGTH(e) == 500, "%zu bytes", LENGTH(e));
+	}
+	TRY(compare(block[1], 7, 1000));
+	for (int times = 0; times < 2; times++) {
+		ENSURE(RECV(500, EXS_MSG_WAITALL, 5) == 0, "recv: %s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECV, 5, 0));
+		ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+	}
+	ENSURE(RECV(500, EXS_PERSISTENT, 6) < 0 && errno == ECONNRESET, "a persistent receive after the end");
+	TRY(no_event());
+	return finish();
+}
+
 /* One poll of a listener, a socket to read from and one that can be written to. */
 static const char *polls(size_t arg)
 {
@@ -1117,6 +1157,7 @@ static const struct test tests[] = {
 	{ "connect_timeout", connect_timeout, 0, 0, false },
 	{ "close_with_event", close_with_event, 1, 0, false },
 	{ "close_without_answer", close_with_event, 0, 0, false },
+	{ "read_after_the_end", read_after_the_end, 0, 0, false },
 	{ "polls", polls, 0, 0, false },
 	{ "file_in_parts", file_in_parts, 0, 0, false },
 	{ "refusals", refusals, 0, 0, false },

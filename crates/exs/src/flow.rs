@@ -254,6 +254,14 @@ impl Flow {
         )
     }
 
+    /// Whether the peer has ended its direction, and all that is left of it is in the buffer.
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.peer_fin
+            && self.adverts.is_empty()
+            && self.moves.is_empty()
+            && self.persistent.is_none()
+    }
+
     /// The longest send whose data goes in its advertisement.
     pub(crate) fn immediate(&self) -> u64 {
         self.immediate
@@ -1171,12 +1179,7 @@ mod tests {
 
     #[test]
     fn a_stream_that_is_behind_reads_into_its_buffer_and_one_that_is_ahead_into_its_receive() {
-        let hello = Hello {
-            stream: true,
-            credits: 4,
-            immediate: 0,
-        };
-        let mut flow = Flow::new(hello, hello, 250);
+        let mut flow = stream();
         let mut out = Vec::new();
         let read = |number, to, at| Action::Read {
             number,
@@ -1223,6 +1226,67 @@ mod tests {
         out.clear();
         assert_eq!(flow.arrived(advert(4), 0, &mut out), Ok(()));
         assert_eq!(out, [Action::Release(0), read(3, 8, 0)]);
+    }
+
+    /// A stream with a buffer of 250 bytes.
+    fn stream() -> Flow {
+        let hello = Hello {
+            stream: true,
+            credits: 4,
+            immediate: 0,
+        };
+        Flow::new(hello, hello, 250)
+    }
+
+    #[test]
+    fn an_empty_message_waits_for_its_receive() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        let empty = Message::Advert {
+            seq: 1,
+            segments: memory(0),
+            persistent: false,
+            notify: false,
+        };
+        assert_eq!(flow.arrived(empty, 0, &mut out), Ok(()));
+        assert_eq!(out, [Action::Release(0)]);
+        out.clear();
+        flow.recv(recv(5), &mut out);
+        assert!(
+            out.contains(&complete(5, Outcome::Done, 0)),
+            "the receive ends with the empty message: {out:?}"
+        );
+    }
+
+    #[test]
+    fn an_empty_receive_of_all_bytes_ends_like_any_empty_receive() {
+        let ends = |wait_all| {
+            let mut flow = stream();
+            let mut out = Vec::new();
+            let empty = Recv {
+                segments: memory(0),
+                wait_all,
+                ..recv(5)
+            };
+            flow.recv(empty, &mut out);
+            assert_eq!(flow.arrived(advert(1), 0, &mut out), Ok(()));
+            flow.moved(0, &mut out);
+            out.contains(&complete(5, Outcome::Done, 0))
+        };
+        assert!(ends(false) && ends(true));
+    }
+
+    #[test]
+    fn an_empty_persistent_receive_is_refused() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        let empty = Recv {
+            segments: memory(0),
+            persistent: true,
+            ..recv(5)
+        };
+        flow.recv(empty, &mut out);
+        assert_eq!(out, [complete(5, Outcome::Invalid, 0)]);
     }
 
     #[test]

@@ -515,6 +515,9 @@ impl Socket {
             (State::Connected, Some(link), Some(flow)) => {
                 Ok((Arc::clone(&link.device), flow.immediate()))
             }
+            (State::Ended(_), Some(link), _) if inner.is_at_end() => {
+                Ok((Arc::clone(&link.device), 0))
+            }
             (State::Ended(_), ..) => Err(libc::ECONNRESET),
             _ => Err(libc::ENOTCONN),
         }
@@ -527,9 +530,12 @@ impl Socket {
         begin: impl FnOnce(&mut Flow, OpId, &Op, &mut Vec<Action>) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         let mut inner = self.lock();
+        // A receive finds the end of the data, and what is in the buffer before it, also when the connection is over.
+        let reads_end = matches!(op.kind, EVT_RECV | EVT_RECVMSG) && inner.is_at_end();
         let refused = match inner.state {
             State::Connected if inner.ops.len() >= MAX_OPS => Some(libc::EAGAIN),
             State::Connected => None,
+            State::Ended(_) if reads_end && op.flags & 1 == 0 => None,
             State::Ended(_) => Some(libc::ECONNRESET),
             _ => Some(libc::ENOTCONN),
         };
@@ -553,6 +559,10 @@ impl Socket {
         let deadline = op.deadline;
         inner.add(op);
         self.perform(&mut inner, actions);
+        if inner.state != State::Connected {
+            // What waits for more than there is gets its event now: nothing follows.
+            self.report(&mut inner, id, libc::ECONNRESET, 0, 0);
+        }
         self.set_alarm(&mut inner, deadline);
         Ok(())
     }
@@ -788,7 +798,7 @@ impl Socket {
         for action in actions {
             if let Action::Complete { op, outcome, len } = action {
                 self.complete(inner, op, outcome, len);
-            } else if inner.state == State::Connected
+            } else if (inner.state == State::Connected || matches!(action, Action::Take { .. }))
                 && let Err(errno) = inner.act(action)
             {
                 self.end(inner, errno);
@@ -1155,6 +1165,12 @@ impl Inner {
         self.next_op += 1;
         self.ops.insert(id, op);
         id
+    }
+
+    /// Whether the peer has closed the connection in order, so that only the end of its data is to be received.
+    fn is_at_end(&self) -> bool {
+        self.state == State::Ended(libc::ECONNRESET)
+            && self.flow.as_ref().is_some_and(Flow::is_at_end)
     }
 
     /// What the socket is ready for, in the bits of exs_poll.
