@@ -9,6 +9,8 @@ pub enum Reader {
     Abi,
     /// The `anywarp` command and the programs that it runs for itself.
     Command,
+    /// The library that carries sockets of unmodified programs, `libanywarp-sockets.so`.
+    Sockets,
     /// The library that `anywarp run` preloads for programs that read /sys/class/infiniband.
     Shim,
 }
@@ -214,6 +216,16 @@ pub const VARIABLES: &[Variable] = &[
         value: "DIRECTORY",
         text: "Where the preloaded library of `anywarp run` makes the folder that stands for /sys/class/infiniband; /tmp when \
                unset or not writable.",
+    },
+    Variable {
+        name: "ANYWARP_SOCKETS",
+        reader: Reader::Sockets,
+        default: "all prefer",
+        value: "RULES|FILE",
+        text: "Which sockets of a program with libanywarp-sockets.so preloaded become iWARP streams: rules with semicolons \
+               between them, or a file with rules (docs/sockets.md). They come before those of the user's and the machine's \
+               sockets.conf. When unset, and without these files, all TCP connections are upgraded whose peers are \
+               known to understand it.",
     },
     Variable {
         name: "ANYWARP_TEST_PANIC",

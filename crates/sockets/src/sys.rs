@@ -190,6 +190,12 @@ pub fn sigpipe() {
     }
 }
 
+/// True for a set-user-ID or set-group-ID program and for one with file capabilities: no variable of its caller is read.
+pub fn has_more_rights_than_its_caller() -> bool {
+    // SAFETY: reads a number that the kernel passed at start.
+    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
+}
+
 /// Closes a connection for sending.
 pub fn shut_down_sending(fd: c_int) -> Result<c_int, c_int> {
     // SAFETY: no pointer.

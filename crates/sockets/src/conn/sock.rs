@@ -241,7 +241,7 @@ impl Sock {
         };
         let request = initiator.request();
         if sys::send(fd, &[IoSlice::new(&request)], libc::MSG_NOSIGNAL) != Ok(request.len()) {
-            // The connection is broken already, and says so in the next call.
+            // The connection has failed already. The next call on it returns the error.
             drop(inner);
             self.go_plain(fd);
             return;
@@ -320,8 +320,8 @@ impl Sock {
 
     // ------------------------------------------------------------------ data
 
-    /// After a call that changed the stream: whatever waits for it in a set is told.
-    fn tell(&self, news: News) {
+    /// Wakes the threads that wait for the stream in a set, after a call that changed it.
+    fn notify_sets(&self, news: News) {
         if news == News::default() {
             return;
         }
@@ -358,7 +358,7 @@ impl Sock {
         let mut news = stream.news();
         news.readable &= stream.is_readable();
         drop(inner);
-        self.tell(news);
+        self.notify_sets(news);
         (result, sleeps && more)
     }
 
@@ -399,7 +399,7 @@ impl Sock {
         let result = f(stream);
         let (news, waits) = (stream.news(), stream.is_waiting());
         drop(inner);
-        self.tell(news);
+        self.notify_sets(news);
         Some((result, waits))
     }
 
@@ -419,7 +419,8 @@ impl Sock {
             return false;
         }
         let wait = Duration::from_millis(limits::FOLLOW);
-        // A sleeper that was cancelled wakes nobody: then the caller looks itself.
+        // A thread that was cancelled while it slept does not wake others, so the wait has a limit, after which the caller
+        // checks by itself.
         self.taken
             .wait_timeout(inner, wait)
             .is_ok_and(|(_, w)| !w.timed_out())
