@@ -170,10 +170,7 @@ entry! {
             return Ok(0);
         }
         step(id, |engine| engine.accept(param))?;
-        if !id.qp().is_null() {
-            // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
-            unsafe { known::<QpObject, _>(id.qp()) }.show_state(IBV_QPS_RTS);
-        }
+        id.show_qp_state();
         Ok(0)
     }
 }

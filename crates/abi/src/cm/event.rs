@@ -12,8 +12,6 @@ use crate::cancel_safe::Held;
 use crate::entry;
 use crate::ffi::{Errno, fail, or, os_errno};
 use crate::verbs::handle::{known, live};
-use crate::verbs::object::QpObject;
-use crate::verbs::types::*;
 use crate::verbs::wait::block_on;
 
 /// Finds the C identifiers of an event and counts it as delivered; a connect request gets its identifier here.
@@ -52,12 +50,8 @@ unsafe fn c_event(
     if event.kind == EventKind::RouteResolved {
         object.c.set(|c| c.route.num_paths = 1);
     }
-    // A program does not destroy a queue pair whose connection is being made. One whose connection ended may be destroyed
-    // by another thread right now, so it is not touched.
-    if event.kind == EventKind::Established && !object.qp().is_null() {
-        // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
-        let qp = unsafe { known::<QpObject, _>(object.qp()) };
-        qp.show_state(qp.engine.query().0 as ibv_qp_state);
+    if event.kind == EventKind::Established {
+        object.show_qp_state();
     }
     let mut made = Box::new(EventObject {
         c: rdma_cm_event {

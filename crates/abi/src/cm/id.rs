@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anywarp_engine::address::gid_of;
 use anywarp_engine::channel::Channel;
@@ -21,7 +21,7 @@ use crate::verbs::convert::c_gid;
 use crate::verbs::handle::{
     CStruct, Object, c_object, into_c, known, live, returned, set_c_object,
 };
-use crate::verbs::object::Acks;
+use crate::verbs::object::{Acks, QpObject};
 use crate::verbs::types::*;
 
 /// An event channel.
@@ -50,6 +50,8 @@ pub(super) struct IdObject {
     pub(super) template: Mutex<Option<Template>>,
     connect_data: Mutex<Vec<u8>>,
     pub(super) resolved: Resolved,
+    /// Held while `c.qp` is taken away, and while a thread writes the state into what `c.qp` points to.
+    qp_in_use: Mutex<()>,
 }
 
 // SAFETY: `repr(C)`; an `rdma_cm_id` comes first.
@@ -77,6 +79,33 @@ impl IdObject {
     /// The queue pair that `rdma_create_qp` made, or null.
     pub(super) fn qp(&self) -> *mut ibv_qp {
         self.c.get(|c| c.qp)
+    }
+
+    /// See `qp_in_use`.
+    pub(super) fn lock_qp(&self) -> MutexGuard<'_, ()> {
+        self.qp_in_use
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the queue pair away from the identifier. [`IdObject::show_qp_state`] no longer uses it, so that it can be
+    /// destroyed.
+    pub(super) fn take_qp(&self) -> *mut ibv_qp {
+        let _alone = self.lock_qp();
+        self.c
+            .set(|c| std::mem::replace(&mut c.qp, std::ptr::null_mut()))
+    }
+
+    /// Writes the state of the queue pair where the program sees it, if the identifier has one. Another thread may call
+    /// `rdma_destroy_qp` meanwhile: an event says that the connection is there, and the program may end it at once.
+    pub(super) fn show_qp_state(&self) {
+        let _alone = self.lock_qp();
+        let qp = self.qp();
+        if !qp.is_null() {
+            // SAFETY: a queue pair lives until `take_qp`, which waits for the lock.
+            let qp = unsafe { known::<QpObject, _>(qp) };
+            qp.show_state(qp.engine.query().0 as ibv_qp_state);
+        }
     }
 
     /// Data of the connect request, as `rdma_create_ep` was given it.
@@ -203,6 +232,7 @@ pub(super) fn make_id(
         template: Mutex::new(None),
         connect_data: Mutex::new(Vec::new()),
         resolved: Resolved::default(),
+        qp_in_use: Mutex::new(()),
     });
     set_c_object(&engine.c_object, id);
     id

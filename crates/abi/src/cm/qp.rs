@@ -251,9 +251,7 @@ entry! {
 /// Destroys the queue pair of an identifier, if it has one.
 pub(super) fn destroy_qp(object: &IdObject) {
     object.engine.set_qp(None);
-    let qp = object
-        .c
-        .set(|c| std::mem::replace(&mut c.qp, std::ptr::null_mut()));
+    let qp = object.take_qp();
     if !qp.is_null() {
         // SAFETY: made by `create_qp`.
         unsafe { ibv_destroy_qp(qp) };
@@ -425,5 +423,67 @@ entry! {
         // SAFETY: the caller's promise.
         unsafe { put(mask, bits) }?;
         Ok(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::cm::id::{create_id, destroy_id};
+
+    /// An identifier with a queue pair, for another thread.
+    #[derive(Clone, Copy)]
+    struct Id(*mut rdma_cm_id);
+    // SAFETY: functions of librdmacm may be called from every thread.
+    unsafe impl Send for Id {}
+
+    impl Id {
+        fn object(self) -> &'static IdObject {
+            // SAFETY: lives until the end of the test.
+            unsafe { live::<IdObject, _>(self.0) }.unwrap()
+        }
+    }
+
+    /// While a thread that took an event writes the state of the queue pair, `rdma_destroy_qp` of another thread waits; and
+    /// what comes after it finds no queue pair.
+    #[test]
+    fn a_queue_pair_is_not_destroyed_while_its_state_is_shown() {
+        // SAFETY: the arguments are valid, and the identifier is destroyed once, at the end.
+        unsafe {
+            let id = create_id(
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                RDMA_PS_TCP,
+                None,
+            );
+            let id = Id(id.unwrap());
+            id.object().show_device().unwrap();
+            let mut init = ibv_qp_init_attr {
+                qp_type: IBV_QPT_RC,
+                ..ibv_qp_init_attr::default()
+            };
+            (init.cap.max_send_wr, init.cap.max_recv_wr) = (1, 1);
+            let r = rdma_create_qp(id.0, std::ptr::null_mut(), &raw mut init);
+            assert_eq!(r, 0, "{}", std::io::Error::last_os_error());
+
+            let shows = id.object().lock_qp();
+            let destroyer = thread::spawn(move || destroy_qp({ id }.object()));
+            thread::sleep(Duration::from_millis(50));
+            assert!(!id.object().qp().is_null() && !destroyer.is_finished());
+            drop(shows);
+            destroyer.join().unwrap();
+            assert!(id.object().qp().is_null());
+
+            let destroys = id.object().lock_qp();
+            let shower = thread::spawn(move || { id }.object().show_qp_state());
+            thread::sleep(Duration::from_millis(50));
+            assert!(!shower.is_finished());
+            drop(destroys);
+            shower.join().unwrap();
+            destroy_id(id.0).unwrap();
+        }
     }
 }
