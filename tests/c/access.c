@@ -900,7 +900,7 @@ static const char *ports_and_tables(size_t arg)
 
 /* ---------------------------------------------------------------- completion queues */
 
-/* More completions than fit: the queue fails, and says so. */
+/* More completions than fit: the queue fails, with an asynchronous event. */
 static const char *cq_overflow(size_t arg)
 {
 	struct ibv_qp_init_attr init = {
@@ -999,7 +999,8 @@ static const char *draining(struct ibv_qp *qp, bool expected)
 }
 
 /*
- * SQD lets what was begun end, says so, and holds back what is posted then until the queue pair is in RTS again.
+ * SQD lets what was begun end, raises IBV_EVENT_SQ_DRAINED, and holds back what is posted then
+ * until the queue pair is in RTS again.
  */
 static const char *drain(size_t notify)
 {
@@ -1088,7 +1089,7 @@ static const char *no_second_path(size_t arg)
 	return expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL);
 }
 
-/* A device without options for enhanced connection establishment says so. */
+/* A device without options for enhanced connection establishment gives the documented error. */
 static const char *no_options(size_t arg)
 {
 	struct ibv_ece ece = { .vendor_id = 0x15b3, .options = 1 }, none = { 0 };

@@ -22,7 +22,7 @@ static const char *post_receives(struct ibv_qp *qp)
 	return NULL;
 }
 
-/* What a broken device does: nothing new, each call says so, and what exists can be closed. */
+/* A broken device makes nothing new, each call fails with the documented error, and what exists can be closed. */
 static const char *is_broken(struct pair *p)
 {
 	struct ibv_send_wr wr = send_wr(9, IBV_WR_SEND, NULL, 0), *bad_send;

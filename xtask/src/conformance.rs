@@ -1,6 +1,6 @@
 //! `cargo xtask conformance`: every rule of the RFCs has code and a test, or a reason why not.
 //!
-//! The rules stand in `conformance/*.toml`; what keeps and what tries them is named there, or says so itself in a
+//! The rules are in `conformance/*.toml`; the code and the tests of each are named there, or name the rule in a
 //! comment with the rule's id in brackets. `conformance/README.md` is made from both.
 
 use regex_lite::Regex;
@@ -695,7 +695,7 @@ mod tests {
         ] {
             assert_eq!(check_test(test, &tree).is_ok(), fine, "{test}");
         }
-        // And the whole says so.
+        // And the whole report names it.
         let gone = "code = [\"crates/core/src/door.rs gone\"]\ntests = [\"tests/c/a.c gone\"]";
         assert_eq!(check(&(door() + &rule("ddp-x", gone)), &[]).len(), 2);
     }

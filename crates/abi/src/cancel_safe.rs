@@ -73,7 +73,7 @@ mod tests {
         let thread = std::thread::spawn(move || {
             let held = Held::new(&moved);
             assert_eq!(Arc::strong_count(&moved), 3);
-            held.what.is_null() // as when the thread is cancelled: nobody releases it
+            held.what.is_null() // as when the thread is cancelled: it is never released
         });
         assert!(!thread.join().unwrap());
         assert_eq!(Arc::strong_count(&what), 1);

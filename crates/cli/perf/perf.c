@@ -593,7 +593,7 @@ static void one_record(const struct anywarpdv_record *r)
 		if (spoilt[m % o.slots] == m)
 			seen.overwritten++;
 		make_ready(m + o.slots);
-		/* Those of which no record will come: their slots, too, are made ready for whoever is next. */
+		/* Those of which no record will come: their slots, too, are made ready for the next record. */
 		for (; swept + SWEEP < m; swept++)
 			if (prepared[swept % o.slots] == swept)
 				make_ready(swept + o.slots);

@@ -7,7 +7,7 @@
  *
  * A preload library that replaces the functions that take a path. A path that begins otherwise goes to the
  * next library as it is. The tree consists of real files, so that a folder opened here can be read, walked
- * and handed on with functions that nobody replaced. It is made the first time that somebody asks for it, in a
+ * and handed on with functions that were not replaced. It is made on first use, in a
  * folder of the user's own, and stays for the next one. There is no constructor, no thread and no state
  * but what is cached here; where a tree cannot be made, the paths are those of the machine.
  */

@@ -137,7 +137,7 @@ fn require(holds: bool, errno: c_int) -> Answer {
 /// `wanted` is 0 or an `exs_acceptaddr_t` whose memory is the library's now.
 pub(crate) unsafe fn give_address(wanted: u64, from: *const libc::sockaddr_storage) -> u32 {
     let wanted: *mut AcceptAddr = std::ptr::with_exposed_provenance_mut(wanted as usize);
-    // SAFETY: the caller says so.
+    // SAFETY: the caller's promise.
     unsafe {
         if wanted.is_null() {
             return 0;

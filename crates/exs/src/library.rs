@@ -425,7 +425,7 @@ impl Library {
             match self.any_socket(copy.fd) {
                 Ok(socket) => socket.event_of_cm(&copy),
                 Err(_) if copy.kind == ffi::EVENT_CONNECT_REQUEST => {
-                    // SAFETY: the request of a socket that has closed is nobody's.
+                    // SAFETY: the request of a socket that has closed belongs to no other.
                     unsafe {
                         ffi::rdma_reject(copy.id, std::ptr::null(), 0);
                         ffi::rdma_destroy_id(copy.id);

@@ -996,7 +996,7 @@ impl Socket {
             return;
         }
         let ours = inner.hello(self.stream).write();
-        // SAFETY: the request is nobody's yet; the private data lives until the call returns.
+        // SAFETY: the request belongs to no socket yet; the private data lives until the call returns.
         unsafe {
             ffi::rdma_reject(event.id, ours.as_ptr().cast(), 16);
             ffi::rdma_destroy_id(event.id);

@@ -278,7 +278,7 @@ impl Ether {
         qp.post_send(request).expect("a request that fits");
     }
 
-    /// Lets things happen until nothing is under way and nobody waits, or for `most`. Returns how long it took.
+    /// Runs until nothing is under way and nothing waits for its time, or for `most`. Returns how long it took.
     pub fn run(&mut self, most: Duration) -> Duration {
         self.run_until(most, |_| false)
     }

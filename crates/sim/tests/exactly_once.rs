@@ -65,7 +65,7 @@ fn packet(datagram: &TxDatagram) -> Option<u32> {
 
 // ---------------------------------------------------------------------- records
 
-/// Records that nobody takes hold up their writers: none is lost, and no Write is done that has no record.
+/// Records that are not taken hold up their writers: none is lost, and no Write is done that has no record.
 #[test]
 fn a_write_waits_for_room_for_its_record() {
     const MANY: u64 = 20;
@@ -205,7 +205,7 @@ fn a_map_that_is_released_makes_room() {
     net.run_until(LONG, |net| net[b].host.bytes(&gone)[LEN / 2] == 9);
     net[b].host.deregister(&gone);
     net.run(500 * MS);
-    // What came of the message that failed is told, and its map is there.
+    // The part of the failed message that arrived is reported, with its map.
     let part = net[b].qp.poll_record().unwrap();
     assert!(!part.complete && part.map != 0, "{part:?}");
     net.run(500 * MS);
@@ -238,7 +238,7 @@ fn each_waits_for_what_it_lacks() {
     net.run(50 * MS);
     let of = |net: &mut Ether| (net[a].completed().len(), net[c].completed().len());
     assert_eq!(of(&mut net), (1, 0));
-    // At once, and not when somebody asks again: that takes longer.
+    // At once, and not with the next request for it: that takes longer.
     net[b].recv(1, &[theirs.part(8, 50)]);
     net.run(5 * MS);
     assert_eq!(of(&mut net), (0, 1));

@@ -1,4 +1,4 @@
-//! Datagram queue pairs among peers that mean ill: spoofed addresses, answers that nobody fetches, messages without end.
+//! Datagram queue pairs and hostile peers: spoofed addresses, answers that are never fetched, messages without end.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -118,7 +118,7 @@ fn read_request(id: u32, size: u32, from: &Mr, at: u64) -> Vec<u8> {
     body(&shim(id, length, 0), &header, &payload)
 }
 
-/// What the network carried to addresses that nobody has.
+/// What the network carried to addresses without a queue pair.
 type Seen = Rc<RefCell<HashMap<SocketAddr, Vec<Vec<u8>>>>>;
 
 fn watch(net: &mut Ether) -> Seen {
@@ -184,7 +184,7 @@ impl Stranger {
     }
 }
 
-/// Whatever somebody sends under the address of another: no more bytes go there than came from there.
+/// Packets with a forged source address: no more bytes go to that address than came from it.
 #[test]
 fn a_spoofed_address_gets_no_more_than_it_sent() {
     for kind in [Kind::Ud, Kind::Rd] {
@@ -225,7 +225,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
                 &[0; 4],
             ),
         ];
-        // The same as packets of somebody who guesses, and packets of nothing.
+        // The same as packets with guessed numbers, and empty packets.
         let mut guess = Stranger {
             addr: stranger(0),
             to,
@@ -274,7 +274,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
     }
 }
 
-/// A peer that asks and never fetches: what waits for it is bounded, and nobody else waits.
+/// A peer that asks and never fetches: what waits for it is bounded, and other peers do not wait.
 #[test]
 fn answers_that_nobody_acknowledges_are_bounded() {
     let options = Options {
@@ -455,7 +455,7 @@ fn a_long_message_without_order_may_have_many_gaps() {
     }
 }
 
-/// A queue pair that hears datagrams made by hand, its memory, and what it is sent.
+/// A queue pair that receives datagrams made by hand, its memory, and what it sends.
 fn ear(options: Options) -> (Ether, Id, Mr) {
     let mut net = Ether::new(6, Link::default());
     let b = net.join(Kind::Ud, options);
@@ -565,7 +565,7 @@ fn another_epoch_begins_with_any_number() {
     }
 }
 
-/// The thesis, section 5.5.1: nobody writes into the memory of a group.
+/// The thesis, section 5.5.1: a Write to a group is not possible.
 #[test]
 fn a_write_to_a_group_is_not_placed() {
     let (mut net, b, mr) = ear(options());
@@ -769,7 +769,7 @@ fn questions_are_answered_with_what_came_to_pay_for_it() {
     }
 }
 
-/// Errors are reported so many times a second, whoever asks for more.
+/// The number of error reports a second is limited for all peers together.
 #[test]
 fn so_many_errors_are_reported_in_a_second() {
     let (mut net, b, mr) = ear(options());
@@ -923,7 +923,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
             bytes[at] ^= 1;
         }
         let (from, to) = (net[a].addr, net[b].addr);
-        // Of another queue pair there, it is nobody's.
+        // From another queue pair of that address, it matches no request.
         let mut stray = bytes.clone();
         stray[22] ^= 1;
         net.hear(from, to, &sealed(stray));
@@ -975,7 +975,7 @@ fn a_challenge_of_somebody_else_is_not_believed() {
     }
 }
 
-/// An answer that comes when its time is over is late, also when nobody has looked at the clock since.
+/// An answer after the deadline of its request is late, also if the clock was not read in between.
 #[test]
 fn an_answer_behind_its_time_is_not_placed() {
     for late in [false, true] {
@@ -1017,7 +1017,7 @@ fn an_answer_behind_its_time_is_not_placed() {
     }
 }
 
-/// Strangers that are told our token wait in a list that ends.
+/// The list of strangers that wait for our token is bounded.
 #[test]
 fn so_many_challenges_wait() {
     let mut net = Ether::new(11, Link::default());
@@ -1040,7 +1040,8 @@ fn so_many_challenges_wait() {
     assert_ne!(late.echo, 0);
 }
 
-/// Acknowledgements that nobody asks for come after so many packets, fewer while some are missing, or so much of the window.
+/// Unrequested acknowledgements come after a number of packets (a smaller one while packets are missing), or a share of the
+/// window.
 #[test]
 fn acknowledgements_come_in_time_and_seldom() {
     let of = |len: usize| {

@@ -33,7 +33,7 @@ const PATTERNS: [(&str, bool); 5] = [
 ];
 const PATTERN: &str = "ANYWARP_TEST_PATTERN";
 
-/// Each order in a process of its own, whose memory nobody else uses.
+/// Each order runs in a process of its own, whose memory no other test uses.
 #[test]
 fn what_waits_takes_no_more_memory_than_it_is_charged() {
     // Under a sanitizer each takes ten times as long, and measures nothing.

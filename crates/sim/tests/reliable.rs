@@ -214,7 +214,8 @@ fn a_peer_that_never_has_a_receive_ends_the_request_when_it_may() {
     assert_eq!(net[a].qp.state(), State::Error);
 }
 
-/// A dead peer fails its requests; the queue pair stops, and goes on when it is told to (DG-14). Made so, it never stops.
+/// Requests to a dead peer fail; the queue pair stops, and continues when it is brought to RTS again (DG-14). With the
+/// flag of that rule it never stops.
 #[test]
 fn a_dead_peer_fails_its_requests_alone() {
     for keep_going in [false, true] {
@@ -308,7 +309,7 @@ fn a_refused_write_fails_at_its_source() {
     }
 }
 
-/// A peer that was made anew is told from the one before: what was under way to that one has failed, nothing of it is
+/// A restarted peer is distinguished from the one before: what was under way to that one has failed, nothing of it is
 /// delivered to the new one.
 #[test]
 fn a_restarted_peer_is_noticed() {
@@ -319,7 +320,7 @@ fn a_restarted_peer_is_noticed() {
     net.post(a, b, send(1).from(&[mr.all()]));
     net.run(LONG);
     assert_eq!(net[a].completed()[0].status, Status::Success);
-    // One is under way and finds nobody: its receive was never posted.
+    // One is under way and finds no receive: none was ever posted.
     net.post(a, b, send(2).from(&[mr.all()]));
     net.run(20 * MS);
     net.restart(b, options());

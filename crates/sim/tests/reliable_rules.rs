@@ -1,4 +1,4 @@
-//! Rules of reliable datagrams, each tried by a peer that is made by hand: it hears packets and says what it likes.
+//! Rules of reliable datagrams, each tried by a scripted peer that sends any packet the test wants.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -178,7 +178,7 @@ fn what_is_acknowledged_is_done() {
     assert_eq!(far.statuses(), done);
 }
 
-/// A challenge is believed by who asked for the token, and by nobody else.
+/// Only the end that asked for the token accepts a challenge.
 #[test]
 fn a_challenge_that_nobody_asked_for_is_not_believed() {
     let mut far = Far::met();

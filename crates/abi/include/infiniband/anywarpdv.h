@@ -145,7 +145,7 @@ struct anywarpdv_counters {
 	uint64_t rx_bad_crc;		/* dropped: damaged */
 	uint64_t rx_bad_hdr;		/* dropped: headers that break a rule */
 	uint64_t rx_qkey;		/* dropped: wrong Q_Key */
-	uint64_t rx_stray;		/* dropped: for somebody else */
+	uint64_t rx_stray;		/* dropped: for no queue pair of this device */
 	uint64_t rx_state;		/* dropped: the queue pair was not ready */
 	uint64_t rx_dup;		/* dropped: had arrived before */
 	uint64_t rx_late;		/* dropped: of a message that was over */
@@ -162,7 +162,7 @@ struct anywarpdv_counters {
 	uint64_t err_out;		/* errors reported to peers */
 	uint64_t tx_dgrams;		/* handed to the socket */
 	uint64_t tx_errors;		/* refused by the socket */
-	uint64_t tx_stalls;		/* times that sending waited in vain for a peer that does not report */
+	uint64_t tx_stalls;		/* times that the wait for a peer's report ran into its time-out */
 	uint64_t rd_again;		/* RD: packets that were sent once more */
 	uint64_t rd_probes;		/* RD: packets that asked a silent peer */
 	uint64_t rd_acks;		/* RD: packets that only acknowledged */

@@ -459,7 +459,7 @@ entry! {
         let fds = if n == 0 {
             &mut []
         } else {
-            // SAFETY: `n` elements that nobody else uses during the call (caller's promise).
+            // SAFETY: `n` elements that are not used elsewhere during the call (caller's promise).
             unsafe { std::slice::from_raw_parts_mut(fds, n) }
         };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);

@@ -224,7 +224,7 @@ entry! {
         if events.is_null() {
             return Err(libc::EFAULT);
         }
-        // SAFETY: `max` elements that nobody else uses during the call (caller's promise).
+        // SAFETY: `max` elements that are not used elsewhere during the call (caller's promise).
         let events = unsafe { std::slice::from_raw_parts_mut(events, max) };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);
         wait(epfd, events, time).map(|n| c_int::try_from(n).unwrap_or(c_int::MAX))

@@ -521,7 +521,7 @@ impl Connection {
     /// The stream has ended: the peer closed it (`reset` is false), or it broke. `all_taken`: the peer's transport had taken all
     /// bytes that were sent.
     pub fn handle_eof(&mut self, reset: bool, all_taken: bool) {
-        // A queue pair that closes its stream acknowledges and says so with a Bye. A process that ends before it could do
+        // A queue pair that closes its stream acknowledges and sends a Bye. A process that ends before it could do
         // that leaves it to RFC 5040 §5.5 (14) [rdmap-complete-after-ddp].
         if all_taken && self.stream.as_ref().is_some_and(|s| !s.bye_received) {
             self.complete_sent();

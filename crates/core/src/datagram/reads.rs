@@ -2,7 +2,7 @@
 //!
 //! A request is never sent again because its answer is late: the reader cannot know which of the two was lost. It waits
 //! for a time, checked when something else happens on the queue pair or its timer runs, and what comes after that is not
-//! placed (the thesis, section 6.4). Over reliable datagrams there is nothing to wait in vain for but the peer itself.
+//! placed (the thesis, section 6.4). Over reliable datagrams an answer can only be missing if the peer is gone.
 //!
 //! A request with a forged source could make this end send much to an address that never asked. So an answer is longer than
 //! its request only if the request brings a [cookie](super::cookie); without, the reader is sent one and asks again.

@@ -1208,7 +1208,7 @@ fn a_receiver_that_never_reports_stalls_its_sender_once() {
         a.qp.poll_tx(&mut sent);
     }
     assert!((8..16).contains(&sent.len()), "{}", sent.len());
-    // The rest when the clock says so.
+    // The rest when its time has come.
     for _ in 0..16 {
         if let Some(at) = a.qp.poll_timeout() {
             a.qp.set_now(at);

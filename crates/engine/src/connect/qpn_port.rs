@@ -133,7 +133,7 @@ impl Port {
     /// A queue pair number of this port; `None` if all are taken.
     pub(crate) fn take_index(&self) -> Option<u32> {
         let mut state = self.lock();
-        // RFC 5042 §5.1.1 [sec-number-guess]: whoever knows one number does not know the next.
+        // RFC 5042 §5.1.1 [sec-number-guess]: the next number does not follow from the ones before.
         let [first, ..] = random_u32().to_ne_bytes();
         for n in 0..=255 {
             let index = first.wrapping_add(n);

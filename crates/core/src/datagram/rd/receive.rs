@@ -252,7 +252,7 @@ impl RxContext<'_> {
         if packet.refused != 0
             && let Some((tag, id, end)) = ack.and_then(|ack| tx.message_at(ack))
         {
-            // Its packets are not sent again, and the next one says so.
+            // Its packets are not sent again; the next packet carries the number that skips them.
             tx.skip(end);
             state.ask = true;
             let status = Status::from_number(packet.refused).unwrap_or(Status::General);

@@ -462,7 +462,7 @@ impl Two {
     }
 }
 
-/// Who was forgotten for being idle is told, and nothing fails of what it sends then, nor of what it is sent.
+/// A peer that was forgotten for being idle learns of it, and no request fails in either direction.
 #[test]
 fn who_was_forgotten_goes_on() {
     for (first, forgets) in [(0, 1), (0, 0), (1, 0)] {
@@ -488,7 +488,7 @@ fn who_was_forgotten_goes_on() {
     }
 }
 
-/// What had been under way for a minute may have arrived before the peer forgot us: nobody can say, and it fails.
+/// What had been under way for a minute may have arrived before the peer forgot us: that is not known, so it fails.
 #[test]
 fn what_is_old_fails_when_the_peer_has_forgotten_us() {
     let mut two = Two::new();

@@ -161,7 +161,7 @@ impl Reliable {
                 tx.set_room(room.into());
                 tx.heard = now;
                 tx.deadline = None;
-                // What is to be sent again is sent now, or when this says so.
+                // What is to be sent again is sent now, or at this deadline.
                 if !tx.is_empty() {
                     tx.wait(now, &state.path);
                 }
