@@ -48,7 +48,10 @@ pub struct Sock {
     inner: Mutex<Option<Box<Stream>>>,
     /// Threads that sleep until the carrier has bytes: one that needs credit leaves the bytes to them.
     sleepers: AtomicI32,
+    /// Signalled when the stream changed, if `followers` is not 0: a signal is a system call even if no thread waits.
     taken: Condvar,
+    /// Threads that wait for `taken`.
+    followers: AtomicU32,
     /// The sets that it is in.
     sets: Mutex<Vec<&'static Set>>,
     in_sets: AtomicBool,
@@ -74,6 +77,7 @@ impl Sock {
             inner: Mutex::new(None),
             sleepers: AtomicI32::new(0),
             taken: Condvar::new(),
+            followers: AtomicU32::new(0),
             sets: Mutex::new(Vec::new()),
             in_sets: AtomicBool::new(false),
             owner: Mutex::new(None),
@@ -326,7 +330,7 @@ impl Sock {
             return;
         }
         if news.readable || news.writable {
-            self.taken.notify_all();
+            self.wake_followers();
         }
         if self.in_sets.load(Ordering::Acquire) {
             let sets: Vec<&'static Set> = lock(&self.sets).clone();
@@ -353,7 +357,7 @@ impl Sock {
         let result = stream.read(fd, dest, peek, all);
         let more = result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
         if sleeps && more {
-            self.sleepers.fetch_add(1, Ordering::Relaxed);
+            self.sleepers.fetch_add(1, Ordering::SeqCst);
         }
         let mut news = stream.news();
         news.readable &= stream.is_readable();
@@ -364,13 +368,22 @@ impl Sock {
 
     /// A sleeper is awake.
     pub fn awake(&self) {
-        self.sleepers.fetch_sub(1, Ordering::Relaxed);
-        self.taken.notify_all();
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        self.wake_followers();
     }
 
     /// A thread is about to sleep until the carrier has events.
     pub fn asleep(&self) {
-        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Wakes the threads that wait in [`Self::follow`].
+    fn wake_followers(&self) {
+        if self.followers.load(Ordering::SeqCst) > 0 {
+            // One that is counted and does not wait yet holds the lock.
+            drop(lock(&self.inner));
+            self.taken.notify_all();
+        }
     }
 
     /// Writes without waiting; see [`Stream::write`].
@@ -415,15 +428,18 @@ impl Sock {
     /// Whether another thread sleeps until the carrier has bytes; then waits for it, a bounded time.
     pub fn follow(&self) -> bool {
         let inner = lock(&self.inner);
-        if self.sleepers.load(Ordering::Relaxed) <= 0 {
-            return false;
-        }
-        let wait = Duration::from_millis(limits::FOLLOW);
-        // A thread that was cancelled while it slept does not wake others, so the wait has a limit, after which the caller
-        // checks by itself.
-        self.taken
-            .wait_timeout(inner, wait)
-            .is_ok_and(|(_, w)| !w.timed_out())
+        // Counted before the sleepers are looked at: one that wakes up in between sees the follower.
+        self.followers.fetch_add(1, Ordering::SeqCst);
+        let woken = self.sleepers.load(Ordering::SeqCst) > 0 && {
+            let wait = Duration::from_millis(limits::FOLLOW);
+            // A thread that was cancelled while it slept does not wake others, so the wait has a limit, after which the
+            // caller checks by itself.
+            self.taken
+                .wait_timeout(inner, wait)
+                .is_ok_and(|(_, w)| !w.timed_out())
+        };
+        self.followers.fetch_sub(1, Ordering::SeqCst);
+        woken
     }
 
     /// Events of the carrier were found: processes them, and returns the events of the stream.
@@ -437,7 +453,7 @@ impl Sock {
             stream.news();
             ready
         });
-        self.taken.notify_all();
+        self.wake_followers();
         done.map_or(libc::POLLNVAL, |(ready, _)| ready)
     }
 
