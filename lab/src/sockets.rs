@@ -1,4 +1,5 @@
-//! `cargo lab sockets`: programs on the sockets of `libanywarp-sockets.so`, as tests/sockets/check has them.
+//! `cargo lab sockets`: the semantics program `tests/c/sockets.c` on the kernel's sockets and on those of
+//! `libanywarp-sockets.so`, then programs on these, as tests/sockets/check has them.
 
 use std::process::Command;
 use xtask::{Result, sh};
@@ -6,18 +7,43 @@ use xtask::{Result, sh};
 /// Seconds after which the run is ended.
 const LIMIT: &str = "180";
 
-/// Runs the programs in a network namespace of their own.
+/// In a network namespace of its own: the library, the semantics program, the check.
+const SCRIPT: &str = r#"set -e
+ip link set lo up
+echo '== tests/c/sockets.c, sockets of the kernel'
+"$2"
+echo '== tests/c/sockets.c, upgraded'
+SOCKETS_UPGRADED=1 LD_PRELOAD="$1" "$2"
+exec "$3" "$1""#;
+
+/// Runs all of it.
 pub(crate) fn run() -> Result {
     let library = sh::dist().join("lib/anywarp/libanywarp-sockets.so");
     if !library.exists() {
         return Err(format!("{}: missing; run `cargo xtask dist`", library.display()).into());
     }
+    let program = sh::target().join("sockets-semantics");
+    let mut cc = sh::cc();
+    cc.args([
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-o",
+    ])
+    .arg(&program)
+    .arg(sh::root().join("tests/c/sockets.c"))
+    .arg("-lpthread");
+    sh::run(&mut cc)?;
     let mut check = Command::new("timeout");
     check
         .arg(LIMIT)
-        .args(["unshare", "--map-root-user", "--net", "sh", "-c"])
-        .arg("ip link set lo up && exec \"$0\" \"$1\"")
-        .arg(sh::root().join("tests/sockets/check"))
-        .arg(library);
+        .args(["unshare", "--map-root-user", "--net", "sh", "-c", SCRIPT])
+        .arg("sh")
+        .arg(library)
+        .arg(program)
+        .arg(sh::root().join("tests/sockets/check"));
     sh::run(&mut check)
 }

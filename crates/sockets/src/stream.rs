@@ -500,9 +500,9 @@ impl Stream {
     }
 
     /// The carrier has events: takes bytes until there is something to report, sends what waits.
-    pub fn on_carrier(&mut self, fd: c_int, events: i16) {
+    pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool) {
         let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
-        if events & inward != 0 {
+        if events & inward != 0 && may_pull {
             let before = self.queue.len();
             self.drained = false;
             // Each turn takes what the peer was allowed to send, so that there are few.
@@ -517,7 +517,8 @@ impl Stream {
         }
     }
 
-    /// Reads into `dest`: what is there, without waiting. `all`: more than one piece is read if it is there.
+    /// Reads into `dest`: what is there, without waiting. `all`: more than one piece is read if it is there. Without
+    /// `may_pull` only what was taken from the carrier before.
     ///
     /// # Errors
     /// EAGAIN: nothing is there. Else the stream's error, once.
@@ -527,15 +528,16 @@ impl Stream {
         dest: &mut Dest<'_, '_>,
         peek: bool,
         all: bool,
+        may_pull: bool,
     ) -> Result<(), c_int> {
         if peek {
-            while self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
+            while may_pull && self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
             dest.put(self.queue.peek());
         } else {
             let start = dest.done();
             self.take_queued(dest);
             // What the kernel holds is read as well: a program that gets less than it asked for may take that for the end.
-            while !dest.is_full() && (dest.done() == start || !self.drained || all) {
+            while may_pull && !dest.is_full() && (dest.done() == start || !self.drained || all) {
                 let more = self.pull(fd, Some(dest), limits::SCRATCH);
                 self.take_queued(dest);
                 if !more {
@@ -571,8 +573,13 @@ impl Stream {
     ///
     /// # Errors
     /// EINVAL: there is none.
-    pub fn read_urgent(&mut self, fd: c_int, dest: &mut Dest<'_, '_>) -> Result<(), c_int> {
-        if self.urgent.is_none() {
+    pub fn read_urgent(
+        &mut self,
+        fd: c_int,
+        dest: &mut Dest<'_, '_>,
+        may_pull: bool,
+    ) -> Result<(), c_int> {
+        if self.urgent.is_none() && may_pull {
             self.pull(fd, None, limits::WAIT_READ);
         }
         let byte = self.urgent.take().ok_or(libc::EINVAL)?;

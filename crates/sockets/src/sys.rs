@@ -1,5 +1,6 @@
 //! System calls on the carrier, as safe functions; errors are errno values.
 
+use crate::limits;
 use crate::real;
 use libc::{c_int, iovec, msghdr, pollfd};
 use std::io::{IoSlice, IoSliceMut};
@@ -75,6 +76,62 @@ pub fn poll_one(fd: c_int, events: i16, timeout: c_int) -> Result<i16, c_int> {
     // SAFETY: one element.
     done(unsafe { real::poll(&raw mut p, 1, timeout) })?;
     Ok(p.revents)
+}
+
+/// How [`poll_kicked`] ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kicked {
+    /// The descriptor has these events.
+    Ready(i16),
+    /// Another thread ended the wait, or it is time to look again.
+    Other,
+    /// Nothing happened in time.
+    TimeOut,
+}
+
+/// Makes an eventfd, whose number is one that programs do not expect to be free.
+pub fn eventfd() -> Option<c_int> {
+    // SAFETY: no pointer.
+    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+    if fd < 0 {
+        return None;
+    }
+    let high = copy_high(fd);
+    if high.is_some() {
+        close(fd);
+    }
+    high.or(Some(fd))
+}
+
+/// Waits for events of a descriptor, or until a count is added to `kick`, an eventfd; without one the wait ends soon.
+pub fn poll_kicked(
+    fd: c_int,
+    events: i16,
+    kick: Option<c_int>,
+    timeout: c_int,
+) -> Result<Kicked, c_int> {
+    let one = |fd, events| pollfd {
+        fd,
+        events,
+        revents: 0,
+    };
+    let mut list = [one(fd, events), one(kick.unwrap_or(-1), libc::POLLIN)];
+    let soon = limits::FOLLOW as c_int;
+    let is_soon = kick.is_none() && !(0..=soon).contains(&timeout);
+    let ms = if is_soon { soon } else { timeout };
+    // SAFETY: two elements.
+    let found = done(unsafe { real::poll(list.as_mut_ptr(), 2, ms) })?;
+    let [carrier, kick] = list;
+    if kick.revents != 0 {
+        let mut count = [0u8; 8];
+        // SAFETY: eight bytes.
+        let _ = unsafe { real::read(kick.fd, count.as_mut_ptr().cast(), count.len()) };
+    }
+    Ok(match (carrier.revents, found) {
+        (0, 0) if !is_soon => Kicked::TimeOut,
+        (0, _) => Kicked::Other,
+        (events, _) => Kicked::Ready(events),
+    })
 }
 
 /// Reads an option that is a number.
@@ -221,7 +278,7 @@ pub fn close(fd: c_int) {
 /// A copy of a descriptor, of a number that programs do not expect to be free.
 pub fn copy_high(fd: c_int) -> Option<c_int> {
     // SAFETY: no pointer.
-    let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, crate::limits::OWN_FROM as usize) };
+    let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, limits::OWN_FROM as usize) };
     if copy >= 0 {
         return Some(copy);
     }

@@ -3,14 +3,20 @@
 //! The kernel's set has the carriers, with the program's data. What the kernel reports about a carrier is processed, and
 //! the stream's own events are reported in its place. Streams of which something can be reported although the kernel
 //! reports nothing (bytes that were taken from the carrier, credit) are in a list that is looked at first.
+//!
+//! Programs change what they wait for several times a request: redis-benchmark makes five calls of `epoll_ctl` for each. The
+//! kernel is asked only when it has to report something that it does not: it may be asked for more than the program waits
+//! for, until it reports that. So a stream that the program removed stays in the kernel's set until something is
+//! reported of it, or the program closes it.
 
-use crate::conn::sock::{Mode, Sock, UNDECIDED};
+use crate::conn::number::NumberMap;
+use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
 use crate::conn::table;
 use crate::real;
 use crate::sys;
 use libc::{c_int, epoll_event};
-use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const IN: u32 = libc::EPOLLIN as u32;
@@ -21,6 +27,8 @@ const ERR: u32 = libc::EPOLLERR as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
+/// With one of these the kernel has to see each call: what it reports depends on when it was asked.
+const EXACT: u32 = ET | ONESHOT | libc::EPOLLEXCLUSIVE as u32;
 /// What the kernel reports about a set's bell.
 const BELL: u64 = 0x616e_7977_6172_7021;
 
@@ -37,8 +45,10 @@ pub struct Set {
 #[derive(Debug, Default)]
 struct Inner {
     epfd: c_int,
-    members: HashMap<c_int, Member>,
-    by_data: HashMap<u64, Vec<c_int>>,
+    members: NumberMap<c_int, Member>,
+    /// The member with this data; further ones with the same are in `shared`.
+    by_data: NumberMap<u64, c_int>,
+    shared: Vec<(u64, c_int)>,
     ready: VecDeque<c_int>,
     /// An eventfd in the kernel's set, written when a stream becomes ready by another way than the kernel's report.
     bell: Option<c_int>,
@@ -59,6 +69,22 @@ struct Member {
     listed: bool,
     /// One-shot, and reported.
     disarmed: bool,
+    /// The program removed it; the kernel's set still has it.
+    gone: bool,
+    /// The call that reported it last from the list, and the place of the event: the kernel may report it in the same call.
+    reported: (Call, usize),
+}
+
+/// The number of a call that waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Call(u64);
+
+impl Call {
+    /// The number of the next call.
+    pub fn next() -> Self {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        Self(LAST.fetch_add(1, Ordering::Relaxed) + 1)
+    }
 }
 
 static FREE: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
@@ -131,26 +157,57 @@ impl Set {
     ) -> Result<(), c_int> {
         let mut inner = self.lock();
         let (events, data) = event.map_or((0, 0), |e| (e.events, e.u64));
-        if op == libc::EPOLL_CTL_DEL {
-            let result = kernel(inner.epfd, op, fd, 0, 0);
-            if result.is_ok() {
-                self.remove(&mut inner, fd);
-                drop(inner);
-                sock.left(self);
-            }
-            return result;
-        }
-        let asked = asked(events, sock);
-        kernel(inner.epfd, op, fd, asked, data)?;
-        if op == libc::EPOLL_CTL_ADD {
+        if let Some(other) = inner.members.get(&fd).map(|m| m.sock)
+            && !std::ptr::eq(other, sock)
+        {
+            // Its descriptor was closed in a way that the library did not see.
             self.remove(&mut inner, fd);
-            self.members.fetch_add(1, Ordering::AcqRel);
-        } else if let Some(old) = inner.members.get(&fd).map(|m| m.data) {
-            inner.unindex(old, fd);
-        } else {
-            // It was added before the library knew of the set.
-            self.members.fetch_add(1, Ordering::AcqRel);
         }
+        let old = inner.members.get(&fd).map(|m| (m.asked, m.data, m.gone));
+        let gone = old.is_some_and(|(.., gone)| gone);
+        if gone && op != libc::EPOLL_CTL_ADD {
+            return Err(libc::ENOENT);
+        }
+        if op == libc::EPOLL_CTL_DEL {
+            if let Some(member) = inner.members.get_mut(&fd)
+                && member.asked & EXACT == 0
+                && sock.mode() == Mode::Up
+            {
+                member.gone = true;
+                return Ok(());
+            }
+            kernel(inner.epfd, op, fd, 0, 0)?;
+            self.remove(&mut inner, fd);
+            drop(inner);
+            sock.left(self);
+            return Ok(());
+        }
+        let asked = match sock.carrier(events) {
+            Some(carrier) => {
+                let before = old.filter(|_| op == libc::EPOLL_CTL_MOD || gone);
+                let before = before.filter(|(_, before, _)| *before == data);
+                let asked = carrier.asked(events, before.map(|(asked, ..)| asked));
+                if before.is_none_or(|(before, ..)| before != asked) {
+                    let op = if gone { libc::EPOLL_CTL_MOD } else { op };
+                    kernel(inner.epfd, op, fd, asked, data)?;
+                }
+                asked
+            }
+            None => {
+                let op = if gone { libc::EPOLL_CTL_MOD } else { op };
+                kernel(inner.epfd, op, fd, events, data)?;
+                events
+            }
+        };
+        match old {
+            Some((_, before, _)) if before != data => inner.unindex(before, fd),
+            Some(_) => {}
+            // New, or added before the library knew of the set.
+            None => {
+                self.members.fetch_add(1, Ordering::AcqRel);
+            }
+        }
+        let listed = inner.members.get(&fd).is_some_and(|m| m.listed);
         inner.members.insert(
             fd,
             Member {
@@ -158,16 +215,22 @@ impl Set {
                 events,
                 data,
                 asked,
-                listed: false,
+                listed,
                 disarmed: false,
+                gone: false,
+                reported: (Call(0), 0),
             },
         );
-        inner.by_data.entry(data).or_default().push(fd);
+        if old.is_none_or(|(_, before, _)| before != data) {
+            inner.index(data, fd);
+        }
         inner.hang_bell();
         inner.list(fd);
         inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
         drop(inner);
-        sock.joined(self);
+        if old.is_none() {
+            sock.joined(self, fd);
+        }
         Ok(())
     }
 
@@ -181,7 +244,9 @@ impl Set {
     /// The connection `fd` is plain, or closed.
     pub fn forget(&self, fd: c_int) {
         let mut inner = self.lock();
-        if let Some(member) = inner.members.get(&fd)
+        if inner.members.get(&fd).is_some_and(|m| m.gone) {
+            let _ = kernel(inner.epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+        } else if let Some(member) = inner.members.get(&fd)
             && member.sock.mode() == Mode::Plain
             && member.asked != member.events
         {
@@ -191,23 +256,46 @@ impl Set {
         self.remove(&mut inner, fd);
     }
 
-    /// Something about the connection changed.
-    pub fn mark(&self, sock: &Sock) {
+    /// The program closes one of several numbers of the connection: the kernel's set would keep what was removed.
+    pub fn settle(&self, fd: c_int) {
         let mut inner = self.lock();
-        let fds: Vec<c_int> = inner
-            .members
-            .iter()
-            .filter(|(_, m)| std::ptr::eq(m.sock, sock))
-            .map(|(fd, _)| *fd)
-            .collect();
-        for fd in fds {
-            inner.list(fd);
+        if inner.members.get(&fd).is_some_and(|m| m.gone) {
+            let _ = kernel(inner.epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+            self.remove(&mut inner, fd);
         }
+    }
+
+    /// Something about the connection changed. `number` is the one that it was added with last.
+    pub fn mark(&self, sock: &Sock, number: c_int) {
+        let mut inner = self.lock();
+        inner.for_each_of(sock, number, Inner::list);
         inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
     }
 
+    /// The carrier did not take all of what the program wrote: the kernel is asked for when it takes more.
+    pub fn renew(&self, sock: &Sock, number: c_int) {
+        let mut inner = self.lock();
+        inner.for_each_of(sock, number, |inner, fd| {
+            let epfd = inner.epfd;
+            let Some(m) = inner
+                .members
+                .get_mut(&fd)
+                .filter(|m| !m.gone && !m.disarmed)
+            else {
+                return;
+            };
+            if let Some(carrier) = m.sock.carrier(m.events) {
+                let asked = carrier.asked(m.events, Some(m.asked));
+                if asked != m.asked && kernel(epfd, libc::EPOLL_CTL_MOD, fd, asked, m.data).is_ok()
+                {
+                    m.asked = asked;
+                }
+            }
+        });
+    }
+
     /// What can be reported without the kernel; how many events were written.
-    pub fn report_listed(&self, out: &mut [epoll_event]) -> usize {
+    pub fn report_listed(&self, call: Call, out: &mut [epoll_event]) -> usize {
         let mut inner = self.lock();
         let mut n = 0;
         for _ in 0..inner.ready.len() {
@@ -220,7 +308,10 @@ impl Set {
             if let Some(member) = inner.members.get_mut(&fd) {
                 member.listed = false;
             }
-            if let Some(event) = inner.event_of(fd, 0) {
+            if let Some(event) = self.event_of(&mut inner, fd, 0) {
+                if let Some(member) = inner.members.get_mut(&fd) {
+                    member.reported = (call, n);
+                }
                 if let Some(place) = out.get_mut(n) {
                     *place = event;
                 }
@@ -238,11 +329,12 @@ impl Set {
         let inner = self.lock();
         for event in events {
             let data = event.u64;
-            for fd in inner.by_data.get(&data).into_iter().flatten() {
-                if let Some(member) = inner.members.get(fd)
+            let first = inner.by_data.get(&data).copied();
+            for fd in first.into_iter().chain(inner.further(data)) {
+                if let Some(member) = inner.members.get(&fd)
                     && matches!(member.sock.mode(), Mode::Accepted | Mode::Connecting)
                 {
-                    found.push((*fd, member.sock));
+                    found.push((fd, member.sock));
                 }
             }
         }
@@ -252,142 +344,88 @@ impl Set {
         }
     }
 
-    /// Replaces what the kernel reported; how many events are left.
-    pub fn report(&self, events: &mut [epoll_event]) -> usize {
+    /// Replaces what the kernel reported: `found` events of `events`, behind `listed` that are there already. How many there
+    /// are then.
+    pub fn report(
+        &self,
+        call: Call,
+        events: &mut [epoll_event],
+        listed: usize,
+        found: usize,
+    ) -> usize {
+        let end = listed.saturating_add(found).min(events.len());
         if UNDECIDED.load(Ordering::Relaxed) > 0 {
-            self.decide(events);
+            self.decide(events.get(listed..end).unwrap_or(&[]));
         }
         let mut inner = self.lock();
-        let mut n = 0;
-        for i in 0..events.len() {
+        let mut n = listed;
+        for i in listed..end {
             let Some(event) = events.get(i).copied() else {
                 break;
             };
             let data = event.u64;
-            let mut out = None;
             if data == BELL && inner.bell.is_some() {
                 inner.listen();
-            } else if let Some(fds) = inner.by_data.get(&data) {
-                for fd in fds.clone() {
-                    let event = inner.event_of(fd, event.events);
-                    out = match (out, event) {
-                        (None, event) => event,
-                        (some, None) => some,
-                        (Some(a), Some(b)) => Some(epoll_event {
-                            events: a.events | b.events,
-                            u64: data,
-                        }),
-                    };
-                }
-            } else {
-                out = Some(event);
+                continue;
+            }
+            let Some(first) = inner.by_data.get(&data).copied() else {
+                put(events, &mut n, event);
+                continue;
+            };
+            let mut out = self.event_or_earlier(&mut inner, call, events, first, event.events);
+            let further: Vec<c_int> = inner.further(data).collect();
+            for fd in further {
+                let event = self.event_or_earlier(&mut inner, call, events, fd, event.events);
+                out = match (out, event) {
+                    (Some(a), Some(b)) => Some(epoll_event {
+                        events: a.events | b.events,
+                        u64: data,
+                    }),
+                    (some, None) => some,
+                    (None, event) => event,
+                };
             }
             if let Some(event) = out {
-                if let Some(place) = events.get_mut(n) {
-                    *place = event;
-                }
-                n += 1;
+                put(events, &mut n, event);
             }
         }
+        // The bytes of a stream that was reported are not in the kernel any more, which would report a nested set again.
+        inner.ring_if_due(false);
         n
     }
 
-    /// A thread waits in the kernel. False if something can be reported already.
-    pub fn enter(&self) -> bool {
-        self.waiters.fetch_add(1, Ordering::AcqRel);
-        if self.lock().ready.is_empty() {
-            return true;
+    /// As [`Self::event_of`]. What this call has reported of `fd` already gets the events, and nothing is returned.
+    fn event_or_earlier(
+        &self,
+        inner: &mut Inner,
+        call: Call,
+        events: &mut [epoll_event],
+        fd: c_int,
+        found: u32,
+    ) -> Option<epoll_event> {
+        let event = self.event_of(inner, fd, found)?;
+        let (earlier, at) = inner.members.get(&fd)?.reported;
+        if earlier != call {
+            return Some(event);
         }
-        self.waiters.fetch_sub(1, Ordering::AcqRel);
-        false
-    }
-
-    /// It waits no more.
-    pub fn leave(&self) {
-        self.waiters.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-impl Inner {
-    fn unindex(&mut self, data: u64, fd: c_int) {
-        if let Some(fds) = self.by_data.get_mut(&data) {
-            fds.retain(|f| *f != fd);
-            if fds.is_empty() {
-                self.by_data.remove(&data);
-            }
-        }
-    }
-
-    fn list(&mut self, fd: c_int) {
-        if let Some(member) = self.members.get_mut(&fd)
-            && !member.listed
-            && !member.disarmed
-        {
-            member.listed = true;
-            self.ready.push_back(fd);
-        }
-    }
-
-    fn hang_bell(&mut self) {
-        if self.bell.is_some() {
-            return;
-        }
-        // SAFETY: no pointer.
-        let bell = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if bell < 0 {
-            return;
-        }
-        // The number is one that programs do not expect to be free.
-        let high = sys::copy_high(bell);
-        if high.is_some() {
-            sys::close(bell);
-        }
-        let bell = high.unwrap_or(bell);
-        if kernel(self.epfd, libc::EPOLL_CTL_ADD, bell, IN, BELL).is_err() {
-            sys::close(bell);
-            return;
-        }
-        self.bell = Some(bell);
-    }
-
-    fn ring_if_due(&mut self, waited: bool) {
-        if (waited || self.nested)
-            && !self.rung
-            && !self.ready.is_empty()
-            && let Some(bell) = self.bell
-        {
-            let one = 1u64.to_ne_bytes();
-            // SAFETY: eight bytes.
-            self.rung = unsafe { real::write(bell, one.as_ptr().cast(), one.len()) } == 8;
-        }
-    }
-
-    fn listen(&mut self) {
-        if let Some(bell) = self.bell {
-            let mut count = [0u8; 8];
-            // SAFETY: eight bytes.
-            let _ = unsafe { real::read(bell, count.as_mut_ptr().cast(), count.len()) };
-            self.rung = false;
-        }
-        // A set that is waited for goes on to ring while streams are listed.
-        self.ring_if_due(false);
-    }
-
-    /// Ends the ringing when nothing is listed.
-    fn quiet(&mut self) {
-        if self.rung && self.ready.is_empty() {
-            self.listen();
-        }
+        let place = events.get_mut(at)?;
+        place.events |= event.events;
+        None
     }
 
     /// The event to report about `fd`, of which the kernel reported `found` (0: nothing); and what is asked of it next.
-    fn event_of(&mut self, fd: c_int, found: u32) -> Option<epoll_event> {
-        let epfd = self.epfd;
-        let (sock, wanted, data, asked_now, disarmed) = {
-            let m = self.members.get(&fd)?;
-            (m.sock, m.events, m.data, m.asked, m.disarmed)
-        };
-        if disarmed {
+    fn event_of(&self, inner: &mut Inner, fd: c_int, found: u32) -> Option<epoll_event> {
+        let epfd = inner.epfd;
+        let m = inner.members.get(&fd)?;
+        let (sock, wanted, data, asked_now) = (m.sock, m.events, m.data, m.asked);
+        if m.gone {
+            if found != 0 {
+                let _ = kernel(epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+                self.remove(inner, fd);
+            }
+            return None;
+        }
+        if m.disarmed {
             return None;
         }
         if sock.mode() != Mode::Up || table::sock(fd).is_none() {
@@ -402,12 +440,14 @@ impl Inner {
                 u64: data,
             });
         }
-        let ready = to_epoll(sock.process(fd, to_poll(found)));
-        let mut report = ready & (wanted | ERR | HUP);
+        let (ready, carrier) = sock.process_for(fd, to_poll(found), wanted);
+        let mut report = to_epoll(ready) & (wanted | ERR | HUP);
         let normal = libc::EPOLLRDNORM as u32 | libc::EPOLLWRNORM as u32;
         report &= !(normal & !wanted);
-        let asked_next = asked(wanted, sock);
-        let member = self.members.get_mut(&fd)?;
+        // What the kernel reported and nothing came of is not asked for again.
+        let lenient = (report != 0 || found == 0).then_some(asked_now);
+        let asked_next = carrier.map_or(wanted, |c| c.asked(wanted, lenient));
+        let member = inner.members.get_mut(&fd)?;
         member.asked = asked_next;
         if report == 0 {
             // The kernel disarms a one-shot descriptor with its report, also one that is not passed on.
@@ -429,7 +469,7 @@ impl Inner {
             // Level-triggered: it is looked at again before the next wait.
             if wanted & ET == 0 && !member.listed {
                 member.listed = true;
-                self.ready.push_back(fd);
+                inner.ready.push_back(fd);
             }
         }
         Some(epoll_event {
@@ -437,6 +477,148 @@ impl Inner {
             u64: data,
         })
     }
+
+    /// A thread waits in the kernel. False if something can be reported already.
+    pub fn enter(&self) -> bool {
+        self.waiters.fetch_add(1, Ordering::AcqRel);
+        if self.lock().ready.is_empty() {
+            return true;
+        }
+        self.waiters.fetch_sub(1, Ordering::AcqRel);
+        false
+    }
+
+    /// It waits no more.
+    pub fn leave(&self) {
+        self.waiters.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Inner {
+    fn index(&mut self, data: u64, fd: c_int) {
+        if *self.by_data.entry(data).or_insert(fd) != fd {
+            self.shared.push((data, fd));
+        }
+    }
+
+    fn unindex(&mut self, data: u64, fd: c_int) {
+        if self.by_data.get(&data) != Some(&fd) {
+            self.shared.retain(|entry| *entry != (data, fd));
+            return;
+        }
+        match self.shared.iter().position(|(d, _)| *d == data) {
+            Some(at) => {
+                let (_, next) = self.shared.swap_remove(at);
+                self.by_data.insert(data, next);
+            }
+            None => {
+                self.by_data.remove(&data);
+            }
+        }
+    }
+
+    /// The members with this data beside the one in `by_data`.
+    fn further(&self, data: u64) -> impl Iterator<Item = c_int> + '_ {
+        self.shared
+            .iter()
+            .filter(move |(d, _)| *d == data)
+            .map(|(_, fd)| *fd)
+    }
+
+    /// Calls `each` for the numbers with which the connection is a member; `number` is looked at first, and is the only one
+    /// of most connections.
+    fn for_each_of(&mut self, sock: &Sock, number: c_int, mut each: impl FnMut(&mut Self, c_int)) {
+        let is_it = |m: &Member| std::ptr::eq(m.sock, sock);
+        if !sock.has_copies() {
+            if self.members.get(&number).is_some_and(is_it) {
+                each(self, number);
+            }
+            return;
+        }
+        let all = self.members.iter().filter(|(_, m)| is_it(m));
+        let fds: Vec<c_int> = all.map(|(fd, _)| *fd).collect();
+        for fd in fds {
+            each(self, fd);
+        }
+    }
+
+    fn list(&mut self, fd: c_int) {
+        if let Some(member) = self.members.get_mut(&fd)
+            && !member.listed
+            && !member.disarmed
+        {
+            member.listed = true;
+            self.ready.push_back(fd);
+        }
+    }
+
+    fn hang_bell(&mut self) {
+        if self.bell.is_some() {
+            return;
+        }
+        let Some(bell) = sys::eventfd() else { return };
+        if kernel(self.epfd, libc::EPOLL_CTL_ADD, bell, IN, BELL).is_err() {
+            sys::close(bell);
+            return;
+        }
+        self.bell = Some(bell);
+    }
+
+    fn ring_if_due(&mut self, waited: bool) {
+        if self.nested && !self.rung {
+            self.prune();
+        }
+        if (waited || self.nested)
+            && !self.rung
+            && !self.ready.is_empty()
+            && let Some(bell) = self.bell
+        {
+            let one = 1u64.to_ne_bytes();
+            // SAFETY: eight bytes.
+            self.rung = unsafe { real::write(bell, one.as_ptr().cast(), one.len()) } == 8;
+        }
+    }
+
+    /// Takes streams of which nothing can be reported off the list. A thread that waits in this set finds that out when it
+    /// is woken; one that waits for the set would report the set to the program.
+    fn prune(&mut self) {
+        let (members, ready) = (&mut self.members, &mut self.ready);
+        ready.retain(|fd| {
+            let Some(m) = members.get_mut(fd) else {
+                return false;
+            };
+            let waits = !m.gone && !m.disarmed;
+            let is_up = m.sock.mode() == Mode::Up && m.sock.is_ours(*fd);
+            m.listed =
+                waits && is_up && to_epoll(m.sock.process(*fd, 0)) & (m.events | ERR | HUP) != 0;
+            m.listed
+        });
+    }
+
+    fn listen(&mut self) {
+        if let Some(bell) = self.bell {
+            let mut count = [0u8; 8];
+            // SAFETY: eight bytes.
+            let _ = unsafe { real::read(bell, count.as_mut_ptr().cast(), count.len()) };
+            self.rung = false;
+        }
+        // A set that is waited for goes on to ring while streams are listed.
+        self.ring_if_due(false);
+    }
+
+    /// Ends the ringing when nothing is listed.
+    fn quiet(&mut self) {
+        if self.rung && self.ready.is_empty() {
+            self.listen();
+        }
+    }
+}
+
+fn put(events: &mut [epoll_event], n: &mut usize, event: epoll_event) {
+    if let Some(place) = events.get_mut(*n) {
+        *place = event;
+    }
+    *n += 1;
 }
 
 fn to_poll(events: u32) -> i16 {
@@ -447,17 +629,32 @@ fn to_epoll(events: i16) -> u32 {
     u32::from(events as u16)
 }
 
-/// What the kernel is asked for when the program asks for `events`.
-fn asked(events: u32, sock: &Sock) -> u32 {
-    if sock.mode() != Mode::Up {
-        return events;
+impl Carrier {
+    /// What the kernel is asked for when the program waits for `wanted`. It may be more than is needed if `before` is: what
+    /// it was asked for last, or what is useful later.
+    fn asked(self, wanted: u32, before: Option<u32>) -> u32 {
+        let mut exact = wanted & !(IN | OUT) | to_epoll(self.events) & (IN | OUT);
+        if wanted & OUT != 0 {
+            // Credit comes as bytes of the carrier.
+            exact |= IN;
+        }
+        if wanted & EXACT != 0 {
+            return exact;
+        }
+        // That a stream can be written is reported without the kernel.
+        if !self.has_rest {
+            exact &= !OUT;
+        }
+        match before {
+            Some(before) if before & EXACT == 0 => exact | before & (IN | RDHUP),
+            _ => exact,
+        }
     }
-    let Some((carrier, _)) =
-        sock.with(|s| s.carrier_events(to_poll(events & (IN | OUT | RDHUP | PRI | 0x3c0))))
-    else {
-        return events;
-    };
-    events & !(IN | OUT) | to_epoll(carrier) & (IN | OUT)
+}
+
+/// What is asked of the carrier of a stream.
+pub fn for_carrier(wanted: u32) -> i16 {
+    to_poll(wanted & (IN | OUT | RDHUP | PRI | 0x3c0))
 }
 
 fn kernel(epfd: c_int, op: c_int, fd: c_int, events: u32, data: u64) -> Result<(), c_int> {

@@ -1,6 +1,6 @@
 //! A connection of the program: undecided, or upgraded. A plain one is not known here any more.
 
-use crate::conn::set::Set;
+use crate::conn::set::{Set, for_carrier};
 use crate::conn::table;
 use crate::conn::worker;
 use crate::limits;
@@ -10,7 +10,9 @@ use crate::stream::{self, First, News, Stream};
 use crate::sys;
 use libc::c_int;
 use std::io::IoSlice;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -46,20 +48,62 @@ pub struct Sock {
     /// Numbers of it.
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
-    /// Threads that sleep until the carrier has bytes: one that needs credit leaves the bytes to them.
+    /// Threads that sleep until the carrier has bytes. They are counted with `inner` locked, after they found nothing, and
+    /// while there are any no other thread takes bytes from the carrier: else one could take those that a sleeper is
+    /// about to sleep for.
     sleepers: AtomicI32,
-    /// Signalled when the stream changed, if `followers` is not 0: a signal is a system call even if no thread waits.
+    /// A writer without credit sleeps until the carrier has bytes, and was counted as the sleepers are. Others may take these,
+    /// and then wake it by `kick`.
+    leads: AtomicBool,
+    /// An eventfd for the writer that leads; -1: there is none yet.
+    kick: AtomicI32,
+    /// Signalled when `turn` changes, if `followers` is not 0: a signal is a system call even if no thread waits.
     taken: Condvar,
     /// Threads that wait for `taken`.
     followers: AtomicU32,
+    /// Counts what writers that follow another thread wait for.
+    turn: AtomicU64,
     /// The sets that it is in.
     sets: Mutex<Vec<&'static Set>>,
     in_sets: AtomicBool,
+    /// The number that it was added to a set with last.
+    member: AtomicI32,
+    /// It has, or had, several numbers.
+    copied: AtomicBool,
     /// The process that uses it; 0 after a fork: the first that uses it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
     /// The child cannot use it: a thread of the parent was in it at the fork.
     lost: AtomicBool,
+}
+
+/// What a writer waits for that can send nothing now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// Another thread waits for the carrier: see [`Sock::follow`].
+    Other(u64),
+    /// Room in the carrier.
+    Room,
+    /// Credit. The caller waits for the carrier and for this eventfd, if there is one, then calls [`Sock::led`].
+    Credit(Option<c_int>),
+}
+
+/// What a stream needs of its carrier.
+#[derive(Debug, Clone, Copy)]
+pub struct Carrier {
+    /// Events of `poll` that lead to those which the program waits for.
+    pub events: i16,
+    /// Bytes of FPDUs wait for the carrier.
+    pub has_rest: bool,
+}
+
+impl Carrier {
+    fn of(stream: &Stream, wanted: u32) -> Self {
+        Self {
+            events: stream.carrier_events(for_carrier(wanted)),
+            has_rest: stream.has_rest(),
+        }
+    }
 }
 
 static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
@@ -76,10 +120,15 @@ impl Sock {
             numbers: AtomicI32::new(0),
             inner: Mutex::new(None),
             sleepers: AtomicI32::new(0),
+            leads: AtomicBool::new(false),
+            kick: AtomicI32::new(-1),
             taken: Condvar::new(),
             followers: AtomicU32::new(0),
+            turn: AtomicU64::new(0),
             sets: Mutex::new(Vec::new()),
             in_sets: AtomicBool::new(false),
+            member: AtomicI32::new(-1),
+            copied: AtomicBool::new(false),
             owner: Mutex::new(None),
             forked: AtomicBool::new(false),
             lost: AtomicBool::new(false),
@@ -93,6 +142,7 @@ impl Sock {
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
         sock.sleepers.store(0, Ordering::Relaxed);
+        sock.copied.store(false, Ordering::Relaxed);
         sock.forked.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
         sock.mode.store(mode as u8, Ordering::Release);
@@ -128,7 +178,13 @@ impl Sock {
 
     /// It got another number.
     pub fn add_number(&self) {
+        self.copied.store(true, Ordering::Release);
         self.numbers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether it has, or had, several numbers.
+    pub fn has_copies(&self) -> bool {
+        self.copied.load(Ordering::Acquire)
     }
 
     /// Its state, if it is upgraded.
@@ -171,6 +227,11 @@ impl Sock {
             }
             *lock(&self.inner) = None;
             *lock(&self.owner) = None;
+            self.leads.store(false, Ordering::SeqCst);
+            let kick = self.kick.swap(-1, Ordering::AcqRel);
+            if kick >= 0 {
+                sys::close(kick);
+            }
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
             lock(&FREE).push(self);
@@ -329,13 +390,11 @@ impl Sock {
         if news == News::default() {
             return;
         }
-        if news.readable || news.writable {
-            self.wake_followers();
-        }
+        self.wake(news);
         if self.in_sets.load(Ordering::Acquire) {
             let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
-                set.mark(self);
+                set.mark(self, self.member.load(Ordering::Acquire));
             }
         }
     }
@@ -354,7 +413,7 @@ impl Sock {
         let Some(stream) = inner.as_mut() else {
             return (Err(libc::EBADF), false);
         };
-        let result = stream.read(fd, dest, peek, all);
+        let result = stream.read(fd, dest, peek, all, self.may_pull());
         let more = result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
         if sleeps && more {
             self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -372,13 +431,32 @@ impl Sock {
         self.wake_followers();
     }
 
-    /// A thread is about to sleep until the carrier has events.
+    /// A thread is about to look at the stream, and to sleep until the carrier has events.
     pub fn asleep(&self) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
     }
 
+    /// Whether bytes may be taken from the carrier: no thread sleeps for them. The caller has locked the stream.
+    pub fn may_pull(&self) -> bool {
+        self.sleepers.load(Ordering::SeqCst) <= 0
+    }
+
+    /// Wakes the threads that a change of the stream concerns.
+    fn wake(&self, news: News) {
+        if news.readable || news.writable {
+            self.wake_followers();
+        }
+        if news.writable && self.leads.load(Ordering::SeqCst) {
+            let one = 1u64.to_ne_bytes();
+            let kick = self.kick.load(Ordering::Acquire);
+            // SAFETY: eight bytes.
+            let _ = unsafe { crate::real::write(kick, one.as_ptr().cast(), one.len()) };
+        }
+    }
+
     /// Wakes the threads that wait in [`Self::follow`].
     fn wake_followers(&self) {
+        self.turn.fetch_add(1, Ordering::SeqCst);
         if self.followers.load(Ordering::SeqCst) > 0 {
             // One that is counted and does not wait yet holds the lock.
             drop(lock(&self.inner));
@@ -386,23 +464,58 @@ impl Sock {
         }
     }
 
-    /// Writes without waiting; see [`Stream::write`].
-    ///
-    /// # Errors
-    /// errno.
+    /// The eventfd for the writer that leads. The caller has locked the stream.
+    fn kick(&self) -> Option<c_int> {
+        let fd = self.kick.load(Ordering::Acquire);
+        if fd >= 0 {
+            return Some(fd);
+        }
+        let fd = sys::eventfd()?;
+        self.kick.store(fd, Ordering::Release);
+        Some(fd)
+    }
+
+    /// Writes without waiting; see [`Stream::write`]. If nothing goes and the program `waits`, also what for.
     pub fn write(
         &'static self,
         fd: c_int,
         parts: &[IoSlice<'_>],
         flags: c_int,
-    ) -> Result<usize, c_int> {
-        let may_pull = self.sleepers.load(Ordering::Relaxed) == 0;
-        let result = self.with(|stream| stream.write(fd, parts, flags, may_pull));
-        let (result, waits) = result.unwrap_or((Err(libc::EBADF), false));
-        if waits {
+        waits: bool,
+    ) -> (Result<usize, c_int>, Option<Wait>) {
+        let done = self.with(|stream| {
+            let result = stream.write(fd, parts, flags, self.may_pull());
+            let wait = (waits && result == Err(libc::EAGAIN)).then(|| {
+                if stream.has_rest() {
+                    Wait::Room
+                } else if !self.may_pull() || self.leads.load(Ordering::SeqCst) {
+                    Wait::Other(self.turn.load(Ordering::SeqCst))
+                } else {
+                    self.leads.store(true, Ordering::SeqCst);
+                    Wait::Credit(self.kick())
+                }
+            });
+            (result, wait, stream.has_rest())
+        });
+        let Some(((result, wait, has_rest), is_waiting)) = done else {
+            return (Err(libc::EBADF), None);
+        };
+        if is_waiting {
             worker::watch(fd, self);
         }
-        result
+        if has_rest && self.in_sets.load(Ordering::Acquire) {
+            let sets: Vec<&'static Set> = lock(&self.sets).clone();
+            for set in sets {
+                set.renew(self, self.member.load(Ordering::Acquire));
+            }
+        }
+        (result, wait)
+    }
+
+    /// The writer that led does not sleep any more.
+    pub fn led(&self) {
+        self.leads.store(false, Ordering::SeqCst);
+        self.wake_followers();
     }
 
     /// Does something with the stream, and tells others what changed. Also whether something waits to be sent.
@@ -416,7 +529,7 @@ impl Sock {
         Some((result, waits))
     }
 
-    /// What a writer that can send nothing waits for.
+    /// What a process that ends waits for, to send the rest.
     pub fn blocked_on(&self) -> i16 {
         let inner = lock(&self.inner);
         match inner.as_ref() {
@@ -425,42 +538,61 @@ impl Sock {
         }
     }
 
-    /// Whether another thread sleeps until the carrier has bytes; then waits for it, a bounded time.
-    pub fn follow(&self) -> bool {
+    /// Waits until another thread has changed something since `turn`, a bounded time: one that was cancelled while it slept
+    /// does not wake others.
+    pub fn follow(&self, turn: u64) {
         let inner = lock(&self.inner);
-        // Counted before the sleepers are looked at: one that wakes up in between sees the follower.
+        // Counted before the turn is looked at: what changes it in between sees the follower.
         self.followers.fetch_add(1, Ordering::SeqCst);
-        let woken = self.sleepers.load(Ordering::SeqCst) > 0 && {
+        if self.turn.load(Ordering::SeqCst) == turn {
             let wait = Duration::from_millis(limits::FOLLOW);
-            // A thread that was cancelled while it slept does not wake others, so the wait has a limit, after which the
-            // caller checks by itself.
-            self.taken
-                .wait_timeout(inner, wait)
-                .is_ok_and(|(_, w)| !w.timed_out())
-        };
+            drop(self.taken.wait_timeout(inner, wait));
+        }
         self.followers.fetch_sub(1, Ordering::SeqCst);
-        woken
     }
 
     /// Events of the carrier were found: processes them, and returns the events of the stream.
     pub fn process(&self, fd: c_int, events: i16) -> i16 {
+        self.process_for(fd, events, 0).0
+    }
+
+    /// As [`Self::process`], for a set of which the program wants to know `wanted`: also what to ask of the carrier next.
+    pub fn process_for(&self, fd: c_int, events: i16, wanted: u32) -> (i16, Option<Carrier>) {
         let done = self.with(|stream| {
             if events != 0 {
-                stream.on_carrier(fd, events);
+                stream.on_carrier(fd, events, self.may_pull());
             }
-            let ready = stream.readiness();
-            // The caller reports them.
-            stream.news();
-            ready
+            // The caller reports them; only threads that wait for the stream itself are woken.
+            (
+                stream.readiness(),
+                Carrier::of(stream, wanted),
+                stream.news(),
+            )
         });
-        self.wake_followers();
-        done.map_or(libc::POLLNVAL, |(ready, _)| ready)
+        let Some(((ready, carrier, news), _)) = done else {
+            return (libc::POLLNVAL, None);
+        };
+        self.wake(news);
+        (ready, Some(carrier))
+    }
+
+    /// What to ask of the carrier of an upgraded stream.
+    pub fn carrier(&self, wanted: u32) -> Option<Carrier> {
+        if self.mode() != Mode::Up {
+            return None;
+        }
+        let inner = lock(&self.inner);
+        inner.as_ref().map(|stream| Carrier::of(stream, wanted))
     }
 
     // ------------------------------------------------------------------ sets
 
-    /// It was added to a set.
-    pub fn joined(&self, set: &'static Set) {
+    /// It was added to a set, with this number.
+    pub fn joined(&self, set: &'static Set, fd: c_int) {
+        let before = self.member.swap(fd, Ordering::AcqRel);
+        if before != fd && before >= 0 && self.in_sets.load(Ordering::Acquire) {
+            self.copied.store(true, Ordering::Release);
+        }
         let mut sets = lock(&self.sets);
         if !sets.iter().any(|s| std::ptr::eq(*s, set)) {
             sets.push(set);
@@ -479,6 +611,12 @@ impl Sock {
 
     /// The program closes the number `fd`, which the table has forgotten; the kernel's close follows.
     pub fn closing(&'static self, fd: c_int) {
+        if self.has_copies() {
+            let sets: Vec<&'static Set> = lock(&self.sets).clone();
+            for set in sets {
+                set.settle(fd);
+            }
+        }
         if self.numbers.load(Ordering::Acquire) == 1 {
             for set in std::mem::take(&mut *lock(&self.sets)) {
                 set.forget(fd);

@@ -131,7 +131,7 @@ fn turn(fd: c_int, sock: &'static Sock) -> bool {
     }
     let done = sock.with(|stream| {
         stream.flush(fd);
-        if stream.is_waiting() && !stream.has_rest() {
+        if stream.is_waiting() && !stream.has_rest() && sock.may_pull() {
             // For the Reply, or for credit.
             stream.pull(fd, None, limits::WAIT_READ);
         }

@@ -1,12 +1,12 @@
 //! Reading and writing.
 
 use super::{fail, fail_long};
-use crate::conn::sock::{Mode, Sock};
+use crate::conn::sock::{Mode, Sock, Wait};
 use crate::conn::table;
 use crate::limits;
 use crate::queue::Dest;
 use crate::real;
-use crate::sys;
+use crate::sys::{self, Kicked};
 use libc::{
     c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
     timespec,
@@ -57,7 +57,7 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
     }
     let mut dest = Dest::new(parts);
     if flags & libc::MSG_OOB != 0 {
-        let got = sock.with(|s| s.read_urgent(fd, &mut dest));
+        let got = sock.with(|s| s.read_urgent(fd, &mut dest, sock.may_pull()));
         return match got {
             Some((Ok(()), _)) => dest.done() as isize,
             Some((Err(e), _)) => fail_long(e),
@@ -124,9 +124,11 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         };
     }
     let kernel = flags & libc::MSG_NOSIGNAL;
+    let waits = waits && !sys::is_nonblocking(fd);
     loop {
         IoSlice::advance_slices(&mut rest, 0);
-        match sock.write(fd, rest, kernel) {
+        let (result, wait) = sock.write(fd, rest, kernel, waits);
+        match result {
             Ok(n) => {
                 done += n;
                 IoSlice::advance_slices(&mut rest, n);
@@ -135,14 +137,14 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 }
             }
             Err(libc::EAGAIN) => {
-                if !waits || sys::is_nonblocking(fd) {
+                let Some(wait) = wait else {
                     return if done > 0 {
                         done as isize
                     } else {
                         fail_long(libc::EAGAIN)
                     };
-                }
-                let e = wait_to_write(fd, sock);
+                };
+                let e = wait_to_write(fd, sock, wait);
                 if e != 0 {
                     return if done > 0 {
                         done as isize
@@ -163,8 +165,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         }
     }
     // A program that waits in its writes gives the peer the time to answer the Request.
-    if sock.stream().as_ref().is_some_and(|s| s.is_starting()) && waits && !sys::is_nonblocking(fd)
-    {
+    if sock.stream().as_ref().is_some_and(|s| s.is_starting()) && waits {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
             sock.process(fd, events);
@@ -173,15 +174,28 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     done as isize
 }
 
-/// Waits until more can be written; an errno, or 0.
-fn wait_to_write(fd: c_int, sock: &'static Sock) -> c_int {
-    let events = sock.blocked_on();
-    if events & libc::POLLIN != 0 && sock.follow() {
-        return 0;
-    }
-    match sys::poll_one(fd, events, sys::timeout(fd, libc::SO_SNDTIMEO)) {
-        Ok(0) => libc::EAGAIN,
-        Ok(ready) => {
+/// Waits until more may go; an errno, or 0.
+fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait) -> c_int {
+    let timeout = sys::timeout(fd, libc::SO_SNDTIMEO);
+    let result = match wait {
+        Wait::Other(turn) => {
+            sock.follow(turn);
+            return 0;
+        }
+        Wait::Room => sys::poll_one(fd, libc::POLLOUT, timeout).map(|events| match events {
+            0 => Kicked::TimeOut,
+            events => Kicked::Ready(events),
+        }),
+        Wait::Credit(kick) => {
+            let result = sys::poll_kicked(fd, libc::POLLIN, kick, timeout);
+            sock.led();
+            result
+        }
+    };
+    match result {
+        Ok(Kicked::TimeOut) => libc::EAGAIN,
+        Ok(Kicked::Other) => 0,
+        Ok(Kicked::Ready(ready)) => {
             sock.process(fd, ready);
             0
         }

@@ -380,7 +380,7 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         }
         let Some((n, _)) = sock.with(|s| {
             if request == libc::FIONREAD {
-                s.on_carrier(fd, libc::POLLIN);
+                s.on_carrier(fd, libc::POLLIN, sock.may_pull());
                 s.readable_bytes()
             } else {
                 s.unsent_bytes()

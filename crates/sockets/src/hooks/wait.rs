@@ -1,6 +1,7 @@
 //! Waiting: poll, select, epoll.
 
 use super::fail;
+use crate::conn::set::Call;
 use crate::conn::sock::{LIVE, Mode, Sock};
 use crate::conn::table::{self, Entry};
 use crate::real;
@@ -60,6 +61,8 @@ fn is_plain(fds: &[pollfd]) -> bool {
 struct Member {
     at: usize,
     sock: &'static Sock,
+    /// It is counted as sleeper of the stream.
+    sleeps: bool,
 }
 
 fn members(fds: &[pollfd]) -> Vec<Member> {
@@ -68,7 +71,11 @@ fn members(fds: &[pollfd]) -> Vec<Member> {
         match table::get(p.fd) {
             Entry::Sock(sock) => {
                 sock.decide(p.fd, false);
-                all.push(Member { at, sock });
+                all.push(Member {
+                    at,
+                    sock,
+                    sleeps: false,
+                });
             }
             Entry::Set(set) if set.is_used() => set.nest(),
             _ => {}
@@ -81,12 +88,12 @@ const WRITES: i16 = libc::POLLOUT | libc::POLLWRNORM;
 
 /// Polls with streams among the descriptors.
 fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
-    let members = members(fds);
+    let mut members = members(fds);
     let wanted: Vec<i16> = fds.iter().map(|p| p.events).collect();
     loop {
         // What can be reported already.
         let mut ready = 0;
-        for m in &members {
+        for m in &mut members {
             let Some(p) = fds.get_mut(m.at) else { continue };
             let want = wanted.get(m.at).copied().unwrap_or(0);
             p.events = want;
@@ -100,6 +107,10 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
                 ready += 1;
                 continue;
             }
+            // Other threads leave the bytes of the carrier to this one from here on: none is taken between the look and
+            // the wait.
+            m.sock.asleep();
+            m.sleeps = true;
             let now = m.sock.process(p.fd, 0);
             if now & (want | libc::POLLERR | libc::POLLHUP) != 0 {
                 ready += 1;
@@ -108,7 +119,6 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
                 .sock
                 .with(|s| s.carrier_events(want))
                 .map_or(want, |(e, _)| e);
-            m.sock.asleep();
         }
         let zero = timespec {
             tv_sec: 0,
@@ -119,8 +129,8 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
         // SAFETY: the list is the program's, the time is local.
         let r = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) };
         let e = sys::errno();
-        for m in &members {
-            if m.sock.mode() == Mode::Up {
+        for m in &mut members {
+            if std::mem::take(&mut m.sleeps) {
                 m.sock.awake();
             }
         }
@@ -452,7 +462,8 @@ fn epoll(
     let mut until_known = None;
     let mut until = Some(until);
     loop {
-        let listed = set.report_listed(out);
+        let call = Call::next();
+        let listed = set.report_listed(call, out);
         let rest = out.get_mut(listed..).unwrap_or(&mut []);
         if rest.is_empty() {
             return Some(listed as c_int);
@@ -488,10 +499,9 @@ fn epoll(
         if r < 0 {
             return Some(if listed > 0 { listed as c_int } else { fail(e) });
         }
-        let found = rest.get_mut(..r as usize).unwrap_or(&mut []);
-        let reported = set.report(found);
-        if listed + reported > 0 {
-            return Some((listed + reported) as c_int);
+        let reported = set.report(call, out, listed, r as usize);
+        if reported > 0 {
+            return Some(reported as c_int);
         }
         if until_known.is_some_and(Until::is_over) {
             return Some(0);

@@ -1,0 +1,757 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * TCP sockets and waits as programs use them: `cargo lab sockets` runs this program on the kernel's sockets, and with both ends
+ * upgraded by libanywarp-sockets.so. It must see the same. Both ends are in this process, over the loopback interface.
+ *
+ * SOCKETS_UPGRADED=1 means that the connections are to be upgraded; the first test tries whether they are.
+ */
+#include "check.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <linux/tcp.h> /* newer than netinet/tcp.h */
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#define SHORT_MS 30 /* in which nothing is to happen */
+#define LONG_MS 5000
+
+static int close_fd(void *p)
+{
+	close((int)(intptr_t)p); /* a test may have closed it */
+	return 0;
+}
+
+static void keep_fd(int fd)
+{
+	keep(close_fd, (void *)(intptr_t)fd, "descriptor");
+}
+
+struct pair {
+	int a, b; /* the end that connected, and the one that accepted */
+};
+
+/* A word each way: an accepted connection is decided at its first read. */
+static const char *greet(const struct pair *p)
+{
+	char word[3] = "";
+
+	ENSURE(write(p->a, "hi", 2) == 2, "write: %s", strerror(errno));
+	ENSURE(read(p->b, word, 2) == 2 && !memcmp(word, "hi", 2), "the greeting does not arrive");
+	ENSURE(write(p->b, "ho", 2) == 2, "write: %s", strerror(errno));
+	ENSURE(read(p->a, word, 2) == 2 && !memcmp(word, "ho", 2), "the answer does not arrive");
+	return NULL;
+}
+
+static const char *connected(struct pair *p)
+{
+	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof at;
+	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+	ENSURE(listener >= 0, "socket: %s", strerror(errno));
+	keep_fd(listener);
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at), "bind: %s", strerror(errno));
+	ENSURE(!listen(listener, 4), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	p->a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(p->a >= 0, "socket: %s", strerror(errno));
+	keep_fd(p->a);
+	ENSURE(!connect(p->a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p->b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p->b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p->b);
+	return greet(p);
+}
+
+static const char *nonblocking(int fd)
+{
+	ENSURE(!fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), "fcntl: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *new_set(int *set)
+{
+	*set = epoll_create1(EPOLL_CLOEXEC);
+	ENSURE(*set >= 0, "epoll_create1: %s", strerror(errno));
+	keep_fd(*set);
+	return NULL;
+}
+
+static int control(int set, int op, int fd, uint32_t events, uint64_t data)
+{
+	struct epoll_event e = { .events = events, .data.u64 = data };
+
+	return epoll_ctl(set, op, fd, &e) ? errno : 0;
+}
+
+static const char *add(int set, int fd, uint32_t events, uint64_t data)
+{
+	int e = control(set, EPOLL_CTL_ADD, fd, events, data);
+
+	ENSURE(!e, "EPOLL_CTL_ADD: %s", strerror(e));
+	return NULL;
+}
+
+static const char *modify(int set, int fd, uint32_t events, uint64_t data)
+{
+	int e = control(set, EPOLL_CTL_MOD, fd, events, data);
+
+	ENSURE(!e, "EPOLL_CTL_MOD: %s", strerror(e));
+	return NULL;
+}
+
+static const char *drop(int set, int fd)
+{
+	int e = control(set, EPOLL_CTL_DEL, fd, 0, 0);
+
+	ENSURE(!e, "EPOLL_CTL_DEL: %s", strerror(e));
+	return NULL;
+}
+
+/* Exactly one event, with this data. */
+static const char *reports(int set, uint32_t events, uint64_t data)
+{
+	struct epoll_event e[4];
+	int n = epoll_wait(set, e, 4, LONG_MS);
+
+	ENSURE(n == 1, "%d events (%s)", n, n < 0 ? strerror(errno) : "");
+	ENSURE(e[0].events == events, "events %#x, expected %#x", e[0].events, events);
+	ENSURE(e[0].data.u64 == data, "data %llu, expected %llu", (unsigned long long)e[0].data.u64, (unsigned long long)data);
+	return NULL;
+}
+
+static double cpu_ms(void)
+{
+	struct rusage r;
+
+	getrusage(RUSAGE_SELF, &r);
+	return (double)(r.ru_utime.tv_sec + r.ru_stime.tv_sec) * 1e3 + (double)(r.ru_utime.tv_usec + r.ru_stime.tv_usec) / 1e3;
+}
+
+/* No event for some time, and the wait sleeps meanwhile. */
+static const char *is_quiet(int set)
+{
+	struct epoll_event e;
+	double before = cpu_ms();
+	uint64_t start = now_ms();
+	int n = epoll_wait(set, &e, 1, SHORT_MS);
+
+	ENSURE(n == 0, "%d events, the first %#x", n, n > 0 ? e.events : 0);
+	ENSURE(now_ms() - start >= SHORT_MS - 1, "the wait ends after %llu ms", (unsigned long long)(now_ms() - start));
+	ENSURE(cpu_ms() - before < SHORT_MS / 2.0, "the wait takes %.1f ms of processor time", cpu_ms() - before);
+	return NULL;
+}
+
+static const char *text(int fd, const char *word)
+{
+	size_t len = strlen(word);
+
+	ENSURE(write(fd, word, len) == (ssize_t)len, "write: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *takes(int fd, const char *word)
+{
+	char got[64];
+	ssize_t n = recv(fd, got, strlen(word), MSG_WAITALL);
+
+	ENSURE(n == (ssize_t)strlen(word) && !memcmp(got, word, strlen(word)), "%zd bytes instead of \"%s\"", n, word);
+	return NULL;
+}
+
+/* Writes until nothing more goes, on a non-blocking descriptor; how much that was. */
+static const char *fill(int fd, size_t *total)
+{
+	static const char block[65536];
+
+	for (*total = 0;;) {
+		ssize_t n = write(fd, block, sizeof block);
+
+		if (n < 0) {
+			ENSURE(errno == EAGAIN, "write: %s", strerror(errno));
+			return NULL;
+		}
+		*total += (size_t)n;
+		ENSURE(*total < 1u << 30, "a gigabyte without a reader");
+	}
+}
+
+static const char *take_all(int fd, size_t total)
+{
+	static char block[65536];
+
+	while (total) {
+		ssize_t n = read(fd, block, total < sizeof block ? total : sizeof block);
+
+		ENSURE(n > 0, "read with %zu bytes missing: %s", total, n ? strerror(errno) : "end");
+		total -= (size_t)n;
+	}
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- which transport */
+
+/* The bytes of a stream differ from what the program wrote if, and only if, it is upgraded: the kernel counts more. */
+static const char *is_upgraded(size_t arg)
+{
+	bool expected = getenv("SOCKETS_UPGRADED");
+	struct tcp_info info;
+	socklen_t len = sizeof info;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!getsockopt(p.b, IPPROTO_TCP, TCP_INFO, &info, &len), "TCP_INFO: %s", strerror(errno));
+	ENSURE((info.tcpi_bytes_received > 2) == expected, "%llu bytes for 2: %s", (unsigned long long)info.tcpi_bytes_received,
+	       expected ? "the connection is plain" : "the connection is upgraded");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- sets */
+
+static const char *level(size_t arg)
+{
+	struct pair p;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 7));
+	TRY(is_quiet(set));
+	TRY(text(p.a, "abcd"));
+	TRY(reports(set, EPOLLIN, 7));
+	TRY(takes(p.b, "ab"));
+	TRY(reports(set, EPOLLIN, 7)); /* the rest */
+	TRY(takes(p.b, "cd"));
+	return is_quiet(set);
+}
+
+static const char *edge(size_t arg)
+{
+	struct pair p;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN | EPOLLET, 8));
+	TRY(text(p.a, "ab"));
+	TRY(reports(set, EPOLLIN, 8));
+	TRY(is_quiet(set)); /* though nothing was read */
+	TRY(text(p.a, "cd"));
+	TRY(reports(set, EPOLLIN, 8));
+	TRY(takes(p.b, "abcd"));
+	TRY(is_quiet(set));
+	/* What is there already is an edge for what is added or modified. */
+	TRY(text(p.a, "ef"));
+	TRY(reports(set, EPOLLIN, 8));
+	TRY(modify(set, p.b, EPOLLIN | EPOLLET, 9));
+	return reports(set, EPOLLIN, 9);
+}
+
+static const char *one_shot(size_t arg)
+{
+	struct pair p;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN | EPOLLONESHOT, 1));
+	TRY(text(p.a, "ab"));
+	TRY(reports(set, EPOLLIN, 1));
+	TRY(is_quiet(set));
+	TRY(text(p.a, "cd"));
+	TRY(is_quiet(set));
+	TRY(modify(set, p.b, EPOLLIN | EPOLLONESHOT, 2));
+	TRY(reports(set, EPOLLIN, 2));
+	TRY(is_quiet(set));
+	TRY(drop(set, p.b));
+	ENSURE(control(set, EPOLL_CTL_MOD, p.b, EPOLLIN, 0) == ENOENT, "what was removed can be modified");
+	return NULL;
+}
+
+static const char *removed(size_t arg)
+{
+	struct pair p;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	ENSURE(control(set, EPOLL_CTL_DEL, p.b, 0, 0) == ENOENT, "a descriptor that is not in the set can be removed");
+	TRY(add(set, p.b, EPOLLIN, 1));
+	ENSURE(control(set, EPOLL_CTL_ADD, p.b, EPOLLIN, 1) == EEXIST, "a descriptor can be added twice");
+	TRY(drop(set, p.b));
+	ENSURE(control(set, EPOLL_CTL_DEL, p.b, 0, 0) == ENOENT, "a descriptor can be removed twice");
+	ENSURE(control(set, EPOLL_CTL_MOD, p.b, EPOLLIN, 0) == ENOENT, "what was removed can be modified");
+	TRY(text(p.a, "ab"));
+	TRY(is_quiet(set));
+	TRY(is_quiet(set));
+	TRY(add(set, p.b, EPOLLIN, 3));
+	TRY(reports(set, EPOLLIN, 3));
+	TRY(takes(p.b, "ab"));
+	TRY(is_quiet(set));
+	/* Removed and added again at once, with other data. */
+	for (uint64_t i = 0; i < 100; i++) {
+		TRY(drop(set, p.b));
+		TRY(add(set, p.b, i % 2 ? EPOLLIN : EPOLLOUT, i));
+		if (i % 2) {
+			TRY(text(p.a, "x"));
+			TRY(reports(set, EPOLLIN, i));
+			TRY(takes(p.b, "x"));
+		} else {
+			TRY(reports(set, EPOLLOUT, i));
+		}
+	}
+	return NULL;
+}
+
+/* What comes while the program does not wait for it is reported when it does, and no wait spins until then. */
+static const char *unwanted(size_t with_out)
+{
+	struct pair p;
+	int set;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN | (with_out ? EPOLLOUT : 0), 1));
+	TRY(modify(set, p.b, 0, 1));
+	TRY(text(p.a, "abc"));
+	TRY(is_quiet(set));
+	TRY(is_quiet(set));
+	TRY(modify(set, p.b, EPOLLOUT, 2));
+	TRY(reports(set, EPOLLOUT, 2));
+	TRY(reports(set, EPOLLOUT, 2));
+	TRY(modify(set, p.b, EPOLLIN | EPOLLOUT, 3));
+	TRY(reports(set, EPOLLIN | EPOLLOUT, 3));
+	TRY(takes(p.b, "abc"));
+	TRY(modify(set, p.b, EPOLLIN, 4));
+	TRY(is_quiet(set));
+	/* The end is reported as such, and not before it is wanted. */
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	TRY(reports(set, EPOLLIN, 4));
+	TRY(modify(set, p.b, 0, 4));
+	TRY(is_quiet(set));
+	TRY(modify(set, p.b, EPOLLRDHUP, 5));
+	return reports(set, EPOLLRDHUP, 5);
+}
+
+struct reader {
+	int fd;
+	size_t total;
+	const char *error;
+};
+
+static void *read_later(void *arg)
+{
+	struct reader *r = arg;
+
+	sleep_ms(SHORT_MS);
+	r->error = take_all(r->fd, r->total);
+	return NULL;
+}
+
+/* A writer that waits for room sleeps, and is woken when the peer reads. */
+static const char *room(size_t arg)
+{
+	uint32_t flags = (uint32_t)arg;
+	struct reader r;
+	pthread_t thread;
+	struct pair p;
+	int set;
+
+	TRY(connected(&p));
+	TRY(nonblocking(p.a));
+	TRY(new_set(&set));
+	TRY(add(set, p.a, EPOLLOUT | flags, 1));
+	TRY(reports(set, EPOLLOUT, 1));
+	if (flags & EPOLLONESHOT)
+		TRY(modify(set, p.a, EPOLLOUT | flags, 1));
+	TRY(fill(p.a, &r.total));
+	if (flags & EPOLLONESHOT)
+		TRY(modify(set, p.a, EPOLLOUT | flags, 1));
+	/* What the kernels move by themselves ends; then nothing more goes. */
+	for (int turn = 0; turn < 20 && poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, SHORT_MS) == 1; turn++) {
+		size_t more;
+
+		TRY(fill(p.a, &more));
+		r.total += more;
+	}
+	while (flags & EPOLLET && epoll_wait(set, &(struct epoll_event){ 0 }, 1, SHORT_MS) == 1)
+		;
+	if (flags & EPOLLONESHOT)
+		TRY(modify(set, p.a, EPOLLOUT | flags, 1));
+	TRY(is_quiet(set));
+	r.fd = p.b;
+	ENSURE(!pthread_create(&thread, NULL, read_later, &r), "pthread_create");
+	{
+		const char *error = reports(set, EPOLLOUT, 1);
+
+		pthread_join(thread, NULL);
+		TRY(error);
+	}
+	TRY(r.error);
+	return greet(&p);
+}
+
+static const char *two_sets(size_t arg)
+{
+	struct pair p;
+	int one, two;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&one));
+	TRY(new_set(&two));
+	TRY(add(one, p.b, EPOLLIN, 1));
+	TRY(add(two, p.b, EPOLLIN, 2));
+	TRY(text(p.a, "ab"));
+	TRY(reports(one, EPOLLIN, 1));
+	TRY(reports(two, EPOLLIN, 2));
+	TRY(reports(one, EPOLLIN, 1));
+	TRY(takes(p.b, "ab"));
+	TRY(is_quiet(one));
+	TRY(is_quiet(two));
+	TRY(drop(one, p.b));
+	TRY(text(p.a, "cd"));
+	TRY(is_quiet(one));
+	return reports(two, EPOLLIN, 2);
+}
+
+/* Two streams whose data in the set is the same. */
+static const char *same_data(size_t arg)
+{
+	struct pair p, q;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(connected(&q));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 5));
+	TRY(add(set, q.b, EPOLLIN, 5));
+	TRY(text(q.a, "q"));
+	TRY(reports(set, EPOLLIN, 5));
+	TRY(takes(q.b, "q"));
+	TRY(is_quiet(set));
+	TRY(drop(set, p.b));
+	TRY(text(q.a, "r"));
+	TRY(reports(set, EPOLLIN, 5));
+	TRY(takes(q.b, "r"));
+	TRY(modify(set, q.b, EPOLLIN, 6));
+	TRY(text(q.a, "s"));
+	return reports(set, EPOLLIN, 6);
+}
+
+static const char *closed(size_t copies)
+{
+	struct pair p;
+	int set, copy = -1;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 1));
+	if (copies) {
+		copy = dup(p.b);
+		ENSURE(copy >= 0, "dup: %s", strerror(errno));
+		keep_fd(copy);
+		TRY(drop(set, p.b));
+	}
+	ENSURE(!close(p.b), "close: %s", strerror(errno));
+	TRY(is_quiet(set));
+	if (copies) {
+		/* The stream lives by its copy, and the set does not have it. */
+		TRY(text(p.a, "ab"));
+		TRY(is_quiet(set));
+		TRY(takes(copy, "ab"));
+		TRY(add(set, copy, EPOLLIN, 2));
+		TRY(text(p.a, "cd"));
+		TRY(reports(set, EPOLLIN, 2));
+	}
+	return NULL;
+}
+
+/* A set within a set, and one that poll and select wait for. */
+static const char *nested(size_t arg)
+{
+	struct timeval none = { 0, 0 };
+	struct pollfd poll_set;
+	struct pair p;
+	int inner, outer;
+	fd_set fds;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&inner));
+	TRY(new_set(&outer));
+	TRY(add(inner, p.b, EPOLLIN, 1));
+	TRY(add(outer, inner, EPOLLIN, 2));
+	poll_set = (struct pollfd){ .fd = inner, .events = POLLIN };
+	TRY(is_quiet(outer));
+	ENSURE(poll(&poll_set, 1, 0) == 0, "poll of a set without events gives %#x", (unsigned int)poll_set.revents);
+	TRY(text(p.a, "ab"));
+	TRY(reports(outer, EPOLLIN, 2));
+	TRY(reports(inner, EPOLLIN, 1));
+	TRY(reports(outer, EPOLLIN, 2));
+	ENSURE(poll(&poll_set, 1, LONG_MS) == 1 && poll_set.revents == POLLIN, "poll of a set with an event");
+	FD_ZERO(&fds);
+	FD_SET(inner, &fds);
+	ENSURE(select(inner + 1, &fds, NULL, NULL, &none) == 1 && FD_ISSET(inner, &fds), "select of a set with an event");
+	TRY(takes(p.b, "ab"));
+	TRY(is_quiet(inner));
+	return is_quiet(outer);
+}
+
+static void *write_later(void *arg)
+{
+	sleep_ms(SHORT_MS);
+	return (void *)(intptr_t)write(*(int *)arg, "x", 1);
+}
+
+/* A thread that waits in a set learns of what another adds, and of what a stream's peer sends. */
+static const char *woken(size_t arg)
+{
+	pthread_t thread;
+	struct pair p;
+	int set;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN, 1));
+	for (int i = 0; i < 10; i++) {
+		const char *error;
+
+		ENSURE(!pthread_create(&thread, NULL, write_later, &p.a), "pthread_create");
+		error = reports(set, EPOLLIN, 1);
+		pthread_join(thread, NULL);
+		TRY(error);
+		TRY(takes(p.b, "x"));
+	}
+	return is_quiet(set);
+}
+
+/* ---------------------------------------------------------------- poll and select */
+
+static const char *polls(size_t arg)
+{
+	struct pollfd fds[2];
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	fds[0] = (struct pollfd){ .fd = p.b, .events = POLLIN };
+	fds[1] = (struct pollfd){ .fd = p.a, .events = POLLOUT };
+	ENSURE(poll(fds, 2, 0) == 1 && !fds[0].revents && fds[1].revents == POLLOUT, "poll: %#x %#x", (unsigned int)fds[0].revents,
+	       (unsigned int)fds[1].revents);
+	TRY(text(p.a, "a"));
+	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == POLLIN, "poll: %#x", (unsigned int)fds[0].revents);
+	TRY(takes(p.b, "a"));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	fds[0].events = POLLIN | POLLRDHUP;
+	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == (POLLIN | POLLRDHUP), "poll at the end: %#x",
+	       (unsigned int)fds[0].revents);
+	ENSURE(!shutdown(p.b, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == (POLLIN | POLLRDHUP | POLLHUP), "poll at both ends: %#x",
+	       (unsigned int)fds[0].revents);
+	fds[0].fd = -1;
+	ENSURE(poll(fds, 1, 0) == 0, "poll of a negative number");
+	return NULL;
+}
+
+static const char *selects(size_t arg)
+{
+	struct timeval t = { 0, SHORT_MS * 1000 };
+	fd_set r, w;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	FD_ZERO(&r);
+	FD_SET(p.b, &r);
+	ENSURE(select(p.b + 1, &r, NULL, NULL, &t) == 0 && !FD_ISSET(p.b, &r), "select without data");
+	TRY(text(p.a, "a"));
+	FD_SET(p.b, &r);
+	FD_ZERO(&w);
+	FD_SET(p.b, &w);
+	t.tv_sec = LONG_MS / 1000;
+	ENSURE(select(p.b + 1, &r, NULL, NULL, &t) == 1 && FD_ISSET(p.b, &r), "select with data");
+	ENSURE(select(p.b + 1, &r, &w, NULL, &t) == 2 && FD_ISSET(p.b, &w), "select with data and room");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- reads and writes */
+
+static const char *reads(size_t arg)
+{
+	char b[8] = "", c[8] = "";
+	struct iovec parts[2] = { { b, 2 }, { c, 6 } };
+	struct pair p;
+	int n;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(text(p.a, "abcdef"));
+	ENSURE(recv(p.b, b, 2, MSG_PEEK) == 2 && !memcmp(b, "ab", 2), "MSG_PEEK");
+	ENSURE(!ioctl(p.b, FIONREAD, &n) && n == 6, "FIONREAD gives %d", n);
+	ENSURE(readv(p.b, parts, 2) == 6 && !memcmp(b, "ab", 2) && !memcmp(c, "cdef", 4), "readv");
+	ENSURE(recv(p.b, b, 1, MSG_DONTWAIT) == -1 && errno == EAGAIN, "MSG_DONTWAIT without data: %s", strerror(errno));
+	TRY(text(p.a, "xyz"));
+	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC"); /* TCP discards */
+	TRY(takes(p.b, "z"));
+	ENSURE(read(p.b, b, 0) == 0, "read of nothing");
+	ENSURE(write(p.b, b, 0) == 0, "write of nothing");
+	return NULL;
+}
+
+static const char *times_out(size_t arg)
+{
+	struct timeval t = { 0, SHORT_MS * 1000 };
+	uint64_t start = now_ms();
+	struct pair p;
+	char c;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVTIMEO, &t, sizeof t), "SO_RCVTIMEO: %s", strerror(errno));
+	start = now_ms();
+	ENSURE(read(p.b, &c, 1) == -1 && errno == EAGAIN, "read: %s", strerror(errno));
+	ENSURE(now_ms() - start >= SHORT_MS - 5, "the read ends after %llu ms", (unsigned long long)(now_ms() - start));
+	return NULL;
+}
+
+static const char *half_closed(size_t arg)
+{
+	struct pair p;
+	char c;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(text(p.a, "last"));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(write(p.a, "x", 1) == -1 && errno == EPIPE, "write after SHUT_WR: %s", strerror(errno));
+	TRY(takes(p.b, "last"));
+	ENSURE(read(p.b, &c, 1) == 0 && read(p.b, &c, 1) == 0, "no end behind the data");
+	TRY(text(p.b, "reply"));
+	return takes(p.a, "reply");
+}
+
+/* A megabyte in odd pieces, both ways at once. */
+struct mover {
+	int fd;
+	uint32_t seed;
+	const char *error;
+};
+
+#define MOVED (1u << 20)
+
+static void *send_pieces(void *arg)
+{
+	struct mover *m = arg;
+	static const size_t pieces[] = { 1, 7, 4096, 100000, 3, 65535 };
+	size_t sent = 0;
+
+	for (size_t i = 0; sent < MOVED; i++) {
+		size_t want = pieces[i % COUNT(pieces)];
+		unsigned char block[100000];
+		ssize_t n;
+
+		want = want < MOVED - sent ? want : MOVED - sent;
+		for (size_t k = 0; k < want; k++)
+			block[k] = (unsigned char)((sent + k) * 31 + m->seed);
+		n = write(m->fd, block, want);
+		if (n <= 0) {
+			m->error = "a write fails";
+			return NULL;
+		}
+		sent += (size_t)n;
+	}
+	return NULL;
+}
+
+static const char *receive_pieces(int fd, uint32_t seed)
+{
+	size_t got = 0;
+
+	while (got < MOVED) {
+		unsigned char block[30011];
+		ssize_t n = read(fd, block, sizeof block);
+
+		ENSURE(n > 0, "read: %s", n ? strerror(errno) : "end");
+		for (ssize_t k = 0; k < n; k++)
+			ENSURE(block[k] == (unsigned char)((got + (size_t)k) * 31 + seed), "other data at %zu", got + (size_t)k);
+		got += (size_t)n;
+	}
+	return NULL;
+}
+
+static void *receive_other(void *arg)
+{
+	struct mover *m = arg;
+
+	m->error = receive_pieces(m->fd, m->seed);
+	return NULL;
+}
+
+static const char *both_ways(size_t arg)
+{
+	struct mover from_a, from_b, at_b;
+	pthread_t threads[3];
+	const char *error;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	from_a = (struct mover){ .fd = p.a, .seed = 1 };
+	from_b = (struct mover){ .fd = p.b, .seed = 2 };
+	at_b = (struct mover){ .fd = p.b, .seed = 1 };
+	ENSURE(!pthread_create(&threads[0], NULL, send_pieces, &from_a), "pthread_create");
+	ENSURE(!pthread_create(&threads[1], NULL, send_pieces, &from_b), "pthread_create");
+	ENSURE(!pthread_create(&threads[2], NULL, receive_other, &at_b), "pthread_create");
+	error = receive_pieces(p.a, 2);
+	for (size_t i = 0; i < 3; i++)
+		pthread_join(threads[i], NULL);
+	TRY(error);
+	TRY(from_a.error);
+	TRY(from_b.error);
+	return at_b.error;
+}
+
+static const struct test tests[] = {
+	{ "is_upgraded", is_upgraded, 0, 0, false },
+	{ "level", level, 0, 0, false },
+	{ "edge", edge, 0, 0, false },
+	{ "one_shot", one_shot, 0, 0, false },
+	{ "removed", removed, 0, 0, false },
+	{ "unwanted", unwanted, 0, 0, false },
+	{ "unwanted_out", unwanted, 1, 0, false },
+	{ "room", room, 0, 0, false },
+	{ "room_edge", room, EPOLLET, 0, false },
+	{ "room_one_shot", room, EPOLLONESHOT, 0, false },
+	{ "two_sets", two_sets, 0, 0, false },
+	{ "same_data", same_data, 0, 0, false },
+	{ "closed", closed, 0, 0, false },
+	{ "closed_copy", closed, 1, 0, false },
+	{ "nested", nested, 0, 0, false },
+	{ "woken", woken, 0, 0, false },
+	{ "polls", polls, 0, 0, false },
+	{ "selects", selects, 0, 0, false },
+	{ "reads", reads, 0, 0, false },
+	{ "times_out", times_out, 0, 0, false },
+	{ "half_closed", half_closed, 0, 0, false },
+	{ "both_ways", both_ways, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	signal(SIGPIPE, SIG_IGN);
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
