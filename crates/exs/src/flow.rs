@@ -190,6 +190,8 @@ pub(crate) struct Flow {
     persistent_ends: VecDeque<(u32, u64, Status)>,
     /// Our persistent receive, with its sequence number once it is sent.
     standing: Option<(Recv, Option<u32>)>,
+    /// Persistent receives that the peer has ended, and into which reads are under way.
+    standing_ends: Vec<(OpId, Outcome, u64)>,
     peer_fin: bool,
 }
 
@@ -238,6 +240,7 @@ impl Flow {
             next_move: 0,
             persistent_ends: VecDeque::new(),
             standing: None,
+            standing_ends: Vec::new(),
             peer_fin: false,
         }
     }
@@ -344,7 +347,7 @@ impl Flow {
             }
         } else if let Some((_, None)) = self.standing.as_ref().filter(|(r, _)| r.id == op) {
             self.standing = None;
-            out.push(complete(op, Outcome::Cancelled, 0));
+            self.end_standing(op, Outcome::Cancelled, 0, out);
         } else if let Some(sent) = self.sent.iter().find(|s| s.op == Some(op)) {
             let of = sent.seq;
             let asked = self
@@ -553,10 +556,23 @@ impl Flow {
                 Status::Cancelled => Outcome::Cancelled,
                 Status::Refused => Outcome::BothPersistent,
             };
-            out.push(complete(op, outcome, len));
+            if sent.kind == Kind::Place {
+                self.end_standing(op, outcome, len, out);
+            } else {
+                out.push(complete(op, outcome, len));
+            }
         }
         self.progress(out);
         Ok(())
+    }
+
+    /// Reports the end of a persistent receive, when nothing is read into its memory any more.
+    fn end_standing(&mut self, op: OpId, outcome: Outcome, len: u64, out: &mut Vec<Action>) {
+        if self.moves.iter().any(|m| m.recv == op) {
+            self.standing_ends.push((op, outcome, len));
+        } else {
+            out.push(complete(op, outcome, len));
+        }
     }
 
     /// Answers a message that used a credit.
@@ -678,7 +694,8 @@ impl Flow {
             let from = cut(&persistent.segments, skip, len);
             let notify = persistent.notify.then_some(persistent.seq);
             let number = self.begin(id, len, false, true, None, notify);
-            self.asked(at, len);
+            // It ends the receive, also one of more bytes than are there: it is not read a second time.
+            self.asked(at, room);
             self.read(number, id, asked, from, out);
         } else if !self.adverts.is_empty() {
             if offset.is_some_and(|o| o != 0) {
@@ -823,6 +840,13 @@ impl Flow {
                     out.push(complete(ended.recv, outcome, waiting.got));
                     at.and_then(|at| self.recvs.remove(at));
                 }
+            }
+            let standing = self.standing_ends.iter();
+            if let Some(at) = standing.clone().position(|(op, ..)| *op == ended.recv)
+                && !self.moves.iter().any(|m| m.recv == ended.recv)
+            {
+                let (op, outcome, len) = self.standing_ends.remove(at);
+                out.push(complete(op, outcome, len));
             }
             if let Some((seq, taken, slot)) = ended.ends_advert {
                 out.extend(slot.map(Action::Release));
@@ -1287,6 +1311,54 @@ mod tests {
         };
         flow.recv(empty, &mut out);
         assert_eq!(out, [complete(5, Outcome::Invalid, 0)]);
+    }
+
+    /// A peer advertises, and then ends the persistent receive into which this is read.
+    #[test]
+    fn a_persistent_receive_ends_after_the_reads_into_it() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        let standing = Recv {
+            persistent: true,
+            ..recv(5)
+        };
+        flow.recv(standing, &mut out);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        assert!(out.iter().any(|a| matches!(a, Action::Read { to: 5, .. })));
+        out.clear();
+        let refused = Message::Ack {
+            seq: 1,
+            len: 0,
+            status: Status::Refused,
+        };
+        flow.arrived(refused, 1, &mut out).unwrap();
+        let end = complete(5, Outcome::BothPersistent, 0);
+        assert!(!out.contains(&end), "{out:?}");
+        flow.moved(0, &mut out);
+        assert!(out.contains(&end), "{out:?}");
+    }
+
+    #[test]
+    fn a_receive_of_all_bytes_takes_a_persistent_send_once() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        let block = Message::Advert {
+            seq: 1,
+            segments: memory(100),
+            persistent: true,
+            notify: false,
+        };
+        flow.arrived(block, 0, &mut out).unwrap();
+        let all = Recv {
+            segments: memory(150),
+            wait_all: true,
+            ..recv(5)
+        };
+        flow.recv(all, &mut out);
+        let reads = out.iter().filter(|a| matches!(a, Action::Read { .. }));
+        assert_eq!(reads.count(), 1, "{out:?}");
+        flow.moved(0, &mut out);
+        assert!(out.contains(&complete(5, Outcome::Done, 100)), "{out:?}");
     }
 
     #[test]
