@@ -13,6 +13,8 @@
 mod api;
 mod ffi;
 mod flow;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 mod library;
 mod memory;
 mod queue;

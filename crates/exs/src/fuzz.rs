@@ -1,0 +1,634 @@
+//! What a fuzzer calls: it takes any bytes, and panics if the state machine breaks a promise.
+//!
+//! The first byte chooses: one end whose peer says anything, or two ends that keep to the protocol and whose programs do
+//! anything. `scripts/fuzz 60 exs` runs it; a test of this file replays what it found in `fuzz/corpus/exs`.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a broken promise is a panic"
+)]
+
+use crate::flow::{self, Action, BUFFER, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
+use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Status};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Choices that the input makes; after its last byte all are 0.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let (first, rest) = self.0.split_first().unwrap_or((&0, &[]));
+        self.0 = rest;
+        *first
+    }
+
+    fn number(&mut self) -> u32 {
+        u32::from_be_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
+    }
+
+    /// A number that is `right` most times, and else near it or any.
+    fn near(&mut self, right: u32) -> u32 {
+        match self.byte() {
+            0..200 => right,
+            n @ 200..240 => right.wrapping_add(u32::from(n)).wrapping_sub(220),
+            _ => self.number(),
+        }
+    }
+}
+
+/// A program's call.
+#[derive(Debug)]
+struct Call {
+    receives: bool,
+    len: u64,
+    ended: Option<(Outcome, u64)>,
+    bytes: Vec<u8>,
+}
+
+/// One end, with what is promised of it.
+#[derive(Debug)]
+struct End {
+    flow: Flow,
+    credits: u32,
+    calls: BTreeMap<OpId, Call>,
+    next: OpId,
+    ring: Vec<u8>,
+    /// Messages of the peer that are in a buffer, with their immediate data.
+    slots: BTreeMap<Slot, Vec<u8>>,
+    next_slot: Slot,
+    reads: VecDeque<(u64, OpId, u64, Vec<Segment>)>,
+    writes: VecDeque<(OpId, Segment)>,
+    out: VecDeque<(Message, Vec<u8>)>,
+    next_seq: u32,
+    unanswered: BTreeMap<u32, bool>,
+    /// Numbers of the peer that are to be answered.
+    due: BTreeSet<u32>,
+    /// What the peer has ever offered.
+    offered: Vec<Segment>,
+    places: Vec<Segment>,
+    /// Receives in the order in which they ended.
+    order: Vec<OpId>,
+    shut: bool,
+}
+
+/// A call's memory is at this address, and its STag is the call's number.
+fn address(call: OpId) -> u64 {
+    call << 32
+}
+
+impl End {
+    fn new(ours: Hello, theirs: Hello, buffer: u64) -> Self {
+        Self {
+            flow: Flow::new(ours, theirs, buffer),
+            credits: theirs.credits.into(),
+            calls: BTreeMap::new(),
+            next: 1,
+            ring: vec![0; usize::try_from(buffer).unwrap()],
+            slots: BTreeMap::new(),
+            next_slot: 0,
+            reads: VecDeque::new(),
+            writes: VecDeque::new(),
+            out: VecDeque::new(),
+            next_seq: 1,
+            unanswered: BTreeMap::new(),
+            due: BTreeSet::new(),
+            offered: Vec::new(),
+            places: Vec::new(),
+            order: Vec::new(),
+            shut: false,
+        }
+    }
+
+    fn call(&mut self, receives: bool, len: u32) -> (OpId, Vec<Segment>) {
+        let id = self.next;
+        self.next += 1;
+        let fill = if receives { 0 } else { id as u8 };
+        let bytes = (0..len).map(|i| if receives { 0 } else { fill ^ (i as u8) });
+        self.calls.insert(
+            id,
+            Call {
+                receives,
+                len: len.into(),
+                ended: None,
+                bytes: bytes.collect(),
+            },
+        );
+        let memory = Segment {
+            addr: address(id),
+            stag: id as u32,
+            len,
+        };
+        // In two pieces if there are several bytes, which share an STag.
+        let first = len / 3;
+        let pieces = if first == 0 {
+            vec![memory]
+        } else {
+            flow::cut(&[memory], 0, first.into())
+                .into_iter()
+                .chain(flow::cut(&[memory], first.into(), u64::from(len - first)))
+                .collect()
+        };
+        (id, pieces)
+    }
+
+    fn send(&mut self, len: u32, flags: u8, offset: Option<u64>) {
+        if self.shut {
+            return;
+        }
+        let (id, mut segments) = self.call(false, len);
+        if flags & 4 == 0 {
+            segments = vec![Segment {
+                addr: address(id),
+                stag: id as u32,
+                len,
+            }];
+        }
+        let send = Send {
+            id,
+            segments,
+            persistent: flags & 1 != 0,
+            notify: flags & 3 == 3,
+            offset,
+        };
+        let mut out = Vec::new();
+        self.flow.send(send, &mut out);
+        self.perform(out);
+    }
+
+    fn recv(&mut self, len: u32, flags: u8, offset: Option<u64>) {
+        let (id, mut segments) = self.call(true, len);
+        if flags & 1 != 0 {
+            segments = vec![Segment {
+                addr: address(id),
+                stag: id as u32,
+                len,
+            }];
+        }
+        let recv = Recv {
+            id,
+            segments,
+            persistent: flags & 1 != 0,
+            wait_all: flags & 2 != 0,
+            offset,
+        };
+        let mut out = Vec::new();
+        self.flow.recv(recv, &mut out);
+        self.perform(out);
+    }
+
+    fn cancel(&mut self, id: OpId) {
+        let mut out = Vec::new();
+        self.flow.cancel(id, &mut out);
+        self.perform(out);
+    }
+
+    fn shutdown(&mut self) {
+        if !std::mem::replace(&mut self.shut, true) {
+            let (id, _) = self.call(false, 0);
+            let mut out = Vec::new();
+            self.flow.shutdown(id, &mut out);
+            self.perform(out);
+        }
+    }
+
+    /// A message of the peer; whether the connection goes on.
+    fn arrives(&mut self, message: Message, data: Vec<u8>) -> bool {
+        let slot = self.next_slot;
+        self.next_slot += 1;
+        self.slots.insert(slot, data);
+        let answered = match &message {
+            Message::Ack { seq, .. } => {
+                self.unanswered.remove(seq);
+                None
+            }
+            Message::Advert { seq, segments, .. } => {
+                self.offered.extend(segments);
+                Some(*seq)
+            }
+            Message::Place { seq, segment } => {
+                self.places.push(*segment);
+                Some(*seq)
+            }
+            Message::Immediate { seq, .. }
+            | Message::Notify { seq, .. }
+            | Message::Cancel { seq, .. }
+            | Message::Fin { seq } => Some(*seq),
+        };
+        self.due.extend(answered);
+        let mut out = Vec::new();
+        let good = self.flow.arrived(message, slot, &mut out).is_ok();
+        if good {
+            self.perform(out);
+        }
+        good
+    }
+
+    fn read_done(&mut self, peer: &BTreeMap<OpId, Call>) {
+        let Some((number, to, at, from)) = self.reads.pop_front() else {
+            return;
+        };
+        let mut at = at;
+        for piece in from {
+            let call = peer.get(&(piece.addr >> 32));
+            for i in 0..u64::from(piece.len) {
+                let source = (piece.addr & 0xffff_ffff) + i;
+                let byte = call.map_or(0, |c| c.bytes[usize::try_from(source).unwrap()]);
+                self.store(to, at, byte);
+                at += 1;
+            }
+        }
+        let mut out = Vec::new();
+        self.flow.moved(number, &mut out);
+        self.perform(out);
+    }
+
+    fn write_done(&mut self) -> Option<(OpId, Segment)> {
+        let (send, to) = self.writes.pop_front()?;
+        let mut out = Vec::new();
+        self.flow.written(send, &mut out);
+        self.perform(out);
+        Some((send, to))
+    }
+
+    fn store(&mut self, to: OpId, at: u64, byte: u8) {
+        if to == BUFFER {
+            let size = self.ring.len();
+            self.ring[usize::try_from(at).unwrap() % size] = byte;
+        } else {
+            let call = self.calls.get_mut(&to).unwrap();
+            assert!(call.receives && call.ended.is_none(), "data for call {to}");
+            call.bytes[usize::try_from(at).unwrap()] = byte;
+        }
+    }
+
+    /// Does what the state machine asks for, and checks that it may.
+    fn perform(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Message(message, data) => self.say(message, data),
+                Action::Read {
+                    number,
+                    to,
+                    at,
+                    from,
+                } => {
+                    let len: u64 = from.iter().map(|s| u64::from(s.len)).sum();
+                    self.fits(to, at, len);
+                    for piece in &from {
+                        let inside = |o: &Segment| {
+                            let from = piece.addr.wrapping_sub(o.addr);
+                            piece.stag == o.stag
+                                && from.saturating_add(piece.len.into()) <= o.len.into()
+                        };
+                        assert!(
+                            self.offered.iter().any(inside),
+                            "reads what was not offered: {piece:?}"
+                        );
+                    }
+                    self.reads.push_back((number, to, at, from));
+                }
+                Action::Copy {
+                    to,
+                    at,
+                    slot,
+                    skip,
+                    len,
+                } => {
+                    self.fits(to, at, len);
+                    let data = self.slots.get(&slot).expect("a slot that is in use");
+                    let range =
+                        usize::try_from(skip).unwrap()..usize::try_from(skip + len).unwrap();
+                    let bytes = data[range].to_vec();
+                    for (i, byte) in bytes.into_iter().enumerate() {
+                        self.store(to, at + i as u64, byte);
+                    }
+                }
+                Action::Take { to, at, from, len } => {
+                    self.fits(to, at, len);
+                    for i in 0..len {
+                        let size = self.ring.len();
+                        let byte = self.ring[usize::try_from(from + i).unwrap() % size];
+                        self.store(to, at + i, byte);
+                    }
+                }
+                Action::Write { send, to } => {
+                    let call = &self.calls[&send];
+                    assert!(!call.receives && call.len == u64::from(to.len));
+                    let inside = |p: &Segment| {
+                        let from = to.addr.wrapping_sub(p.addr);
+                        to.stag == p.stag && from.saturating_add(to.len.into()) <= p.len.into()
+                    };
+                    assert!(self.places.iter().any(inside), "writes beyond: {to:?}");
+                    self.writes.push_back((send, to));
+                }
+                Action::Release(slot) => {
+                    assert!(self.slots.remove(&slot).is_some(), "slot {slot} twice");
+                }
+                Action::Complete { op, outcome, len } => {
+                    let call = self.calls.get_mut(&op).expect("a call");
+                    assert!(call.ended.is_none(), "call {op} has two events");
+                    assert!(len <= call.len, "{len} of {} bytes", call.len);
+                    if outcome != Outcome::WasRead {
+                        call.ended = Some((outcome, len));
+                        self.order.push(op);
+                    }
+                }
+            }
+        }
+        assert!(
+            self.reads.len() <= 16 && self.writes.len() <= 16,
+            "more than the send queue holds"
+        );
+    }
+
+    fn fits(&self, to: OpId, at: u64, len: u64) {
+        if to == BUFFER {
+            assert!(len <= self.ring.len() as u64);
+        } else {
+            let call = &self.calls[&to];
+            assert!(call.receives && call.ended.is_none());
+            assert!(at + len <= call.len, "{at} + {len} of {}", call.len);
+        }
+    }
+
+    fn say(&mut self, message: Message, data: Option<OpId>) {
+        let number = match &message {
+            Message::Ack { seq, .. } => {
+                assert!(self.due.remove(seq), "{seq} is answered twice, or unasked");
+                None
+            }
+            Message::Advert { seq, .. }
+            | Message::Immediate { seq, .. }
+            | Message::Place { seq, .. } => Some((*seq, true)),
+            Message::Notify { seq, .. } | Message::Cancel { seq, .. } | Message::Fin { seq } => {
+                Some((*seq, false))
+            }
+        };
+        if let Some((seq, credit)) = number {
+            assert_eq!(seq, self.next_seq, "numbers in order");
+            self.next_seq = self.next_seq.wrapping_add(1);
+            self.unanswered.insert(seq, credit);
+            let used = self.unanswered.values().filter(|c| **c == credit).count();
+            let most = if credit { self.credits } else { CONTROLS };
+            assert!(used <= most as usize, "{used} unanswered, {most} allowed");
+        }
+        let bytes = data.map_or_else(Vec::new, |id| self.calls[&id].bytes.clone());
+        // What is written is what is read.
+        let raw = [message.write(), bytes.clone()].concat();
+        assert_eq!(Message::read(&raw), Ok(message.clone()));
+        self.out.push_back((message, bytes));
+    }
+}
+
+/// Any bytes: a peer that says anything, or two programs that do anything.
+pub fn run(bytes: &[u8]) {
+    let mut input = Input(bytes);
+    let choice = input.byte();
+    let hello = |input: &mut Input<'_>| Hello {
+        stream: choice & 2 != 0,
+        credits: u16::from(input.byte() % 8) + 1,
+        immediate: u32::from(input.byte()) * u32::from(choice >> 2 & 1),
+    };
+    let (ours, theirs) = (hello(&mut input), hello(&mut input));
+    let buffer = u64::from(input.byte()) * u64::from(choice >> 3 & 1) * 8;
+    // As the socket does: no more than there are buffers for.
+    let limit = |a: Hello, b: Hello| Hello {
+        credits: a.credits.min(b.credits),
+        ..a
+    };
+    let end = End::new(ours, limit(theirs, ours), buffer);
+    if choice & 1 == 0 {
+        hostile(&mut input, end);
+    } else {
+        friends(
+            &mut input,
+            end,
+            End::new(theirs, limit(ours, theirs), buffer / 2),
+        );
+    }
+}
+
+fn hostile(input: &mut Input<'_>, mut end: End) {
+    let mut seq = 1u32;
+    while !input.0.is_empty() {
+        let len = u32::from(input.byte()) << (input.byte() % 4);
+        let offset = (input.byte() & 3 == 0).then(|| u64::from(input.byte()));
+        match input.byte() % 16 {
+            0 | 1 => end.send(len, input.byte(), offset),
+            2 | 3 => end.recv(len, input.byte(), offset),
+            4 => end.cancel(u64::from(input.byte()) % end.next + 1),
+            5 => end.shutdown(),
+            6 => end.read_done(&BTreeMap::new()),
+            7 => {
+                end.write_done();
+            }
+            8 => {
+                // Any bytes, which may be a message.
+                let count = usize::from(input.byte() % 80).min(input.0.len());
+                let (raw, rest) = input.0.split_at(count);
+                input.0 = rest;
+                if let Ok(message) = Message::read(raw) {
+                    let data = raw.get(HEADER_LENGTH..).unwrap_or(&[]).to_vec();
+                    let data = if matches!(message, Message::Immediate { .. }) {
+                        data
+                    } else {
+                        Vec::new()
+                    };
+                    if !end.arrives(message, data) {
+                        return;
+                    }
+                }
+            }
+            kind => {
+                let number = input.near(seq);
+                let sent = end.unanswered.keys().next().copied().unwrap_or(1);
+                let segment = Segment {
+                    addr: u64::from(input.number()) << (input.byte() % 33),
+                    stag: input.number(),
+                    len,
+                };
+                let message = match kind {
+                    9 | 10 => Message::Advert {
+                        seq: number,
+                        segments: vec![segment; usize::from(input.byte() % 8) + 1],
+                        persistent: offset.is_some(),
+                        notify: offset.is_some() && input.byte() & 1 != 0,
+                    },
+                    11 => Message::Immediate { seq: number, len },
+                    12 => Message::Place {
+                        seq: number,
+                        segment,
+                    },
+                    13 => Message::Ack {
+                        seq: input.near(sent),
+                        len: u64::from(input.near(len)),
+                        status: [Status::Done, Status::Cancelled, Status::Refused]
+                            [usize::from(input.byte() % 3)],
+                    },
+                    14 => Message::Notify {
+                        seq: number,
+                        of: input.near(sent),
+                        len: len.into(),
+                    },
+                    _ if input.byte() & 7 == 0 => Message::Fin { seq: number },
+                    _ => Message::Cancel {
+                        seq: number,
+                        of: u32::from(input.byte()) % seq,
+                    },
+                };
+                if !matches!(message, Message::Ack { .. }) {
+                    seq = seq.wrapping_add(1);
+                }
+                let data = match message {
+                    Message::Immediate { len, .. } => vec![7; len as usize],
+                    _ => Vec::new(),
+                };
+                if !end.arrives(message, data) {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// The messages on their way, and the reads and writes under way, of both ends.
+fn step(from: &mut End, to: &mut End, what: u8) -> bool {
+    match what % 3 {
+        0 => from.out.pop_front().is_some_and(|(message, data)| {
+            assert!(to.arrives(message, data), "a message that is refused");
+            true
+        }),
+        1 => {
+            let any = !from.reads.is_empty();
+            from.read_done(&to.calls);
+            any
+        }
+        _ => from.write_done().is_some(),
+    }
+}
+
+fn friends(input: &mut Input<'_>, a: End, b: End) {
+    let mut ends = [a, b];
+    while !input.0.is_empty() {
+        let what = input.byte();
+        let [first, second] = &mut ends;
+        let (end, other) = if what & 1 == 0 {
+            (first, second)
+        } else {
+            (second, first)
+        };
+        let len = u32::from(input.byte()) << (what >> 6);
+        match what >> 1 & 7 {
+            0 => end.send(len, input.byte() & 4, None),
+            1 => end.recv(len, input.byte() & 2, None),
+            2 if what & 0x30 == 0 => end.cancel(u64::from(input.byte()) % end.next + 1),
+            3 if what & 0x30 == 0 => end.shutdown(),
+            n => {
+                step(end, other, n);
+            }
+        }
+    }
+    // All that is under way comes to an end.
+    for round in 0.. {
+        let [first, second] = &mut ends;
+        let mut any = false;
+        for what in 0..3 {
+            any |= step(first, second, what);
+            any |= step(second, first, what);
+        }
+        if any {
+            continue;
+        }
+        first.shutdown();
+        second.shutdown();
+        // Receives until the end of the data, which looks like a message of no bytes: there are only so many of these.
+        let open = |e: &End| e.calls.values().any(|c| c.ended.is_none());
+        let empty = |e: &End, receives: bool| {
+            let calls = e.order.iter().map(|id| &e.calls[id]);
+            let calls = calls.filter(|c| c.receives == receives && (c.len > 0 || !receives));
+            calls
+                .filter(|c| matches!(c.ended, Some((Outcome::Done, 0))))
+                .count()
+        };
+        let mut done = !open(first) && !open(second);
+        for (from, to) in [(0, 1), (1, 0)] {
+            if empty(&ends[to], true) <= empty(&ends[from], false) {
+                ends[to].recv(3000, 0, None);
+                done = false;
+            }
+        }
+        if done {
+            break;
+        }
+        assert!(
+            round < 100_000,
+            "does not come to an end: {:?}",
+            ends.map(|e| (e.flow, e.order.len(), e.next))
+        );
+    }
+    for (from, to) in [(0, 1), (1, 0)] {
+        let (from, to) = (&ends[from], &ends[to]);
+        for (id, call) in from.calls.iter().chain(&to.calls) {
+            assert!(call.ended.is_some(), "call {id} has no event: {call:?}");
+        }
+        let taken = |end: &End, receives: bool| -> Vec<Vec<u8>> {
+            let ended = end.order.iter().map(|id| &end.calls[id]);
+            ended
+                .filter(|c| c.receives == receives)
+                .filter_map(|c| c.ended.map(|(outcome, len)| (c, outcome, len)))
+                .filter(|(_, outcome, len)| *outcome != Outcome::Cancelled || *len > 0)
+                .map(|(c, _, len)| c.bytes[..usize::try_from(len).unwrap()].to_vec())
+                .collect()
+        };
+        // The bytes, in order; messages of no bytes look like the end of the data.
+        let (sent, received) = (taken(from, false).concat(), taken(to, true).concat());
+        let all = |end: &End| -> Vec<_> {
+            let ended = end.order.iter().map(|id| (*id, &end.calls[id]));
+            ended
+                .map(|(id, c)| (id, c.receives, c.len, c.ended))
+                .collect()
+        };
+        assert!(
+            sent == received,
+            "other bytes than were sent: {:?} and {:?}",
+            all(from),
+            all(to)
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn every_input_of_the_corpus() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/exs");
+        let mut files: Vec<_> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        files.sort();
+        assert!(files.len() >= 20, "{} files", files.len());
+        for file in files {
+            // The last line before a panic names the input.
+            println!("{}", file.display());
+            super::run(&std::fs::read(&file).unwrap());
+        }
+    }
+
+    #[test]
+    fn random_bytes() {
+        let mut state = 1u64;
+        for round in 0..20_000 {
+            let mut bytes = Vec::new();
+            for _ in 0..round % 600 {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                bytes.push((state >> 56) as u8);
+            }
+            super::run(&bytes);
+        }
+    }
+}
