@@ -45,8 +45,8 @@ const PROGRAMS: &[&str] = &[
 /// The one that is linked to our libraries by their path: the dynamic linker ignores variables in a set-group-ID program.
 const ELEVATED: &str = "elevated";
 
-/// The one that is linked to extended sockets, whose header and library are ours.
-const EXS: &str = "exs";
+/// The one that is linked to extended sockets, whose header and library are ours; and so are those whose names begin with it.
+pub(crate) const EXS: &str = "exs";
 
 /// A peer of extended sockets that breaks their protocol.
 const EXS_HOSTILE: &str = "exs_hostile";

@@ -14,6 +14,7 @@
 //! Reports go to files, one for each process: that a child process reported something is found also when its parent
 //! has killed it, or when its exit status is ignored.
 
+use crate::c_tests;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -43,6 +44,17 @@ const SHORT: &[(&str, &[&str])] = &[
     ("nccl", &[]),
     ("profiles", &[]),
     ("scale", &["--qps=32", "--threads=8"]),
+    ("exs", &[]),
+    ("exs_hostile", &[]),
+    (
+        "exs_many",
+        &[
+            "--sockets=100",
+            "--threads=16",
+            "--calls=10000",
+            "--kills=4",
+        ],
+    ),
 ];
 
 /// What the thread sanitizer cannot judge: a peer that is a bare socket of the same process. The device's thread writes the memory
@@ -220,13 +232,11 @@ impl Build {
     fn libraries(&self) -> Result<PathBuf> {
         sh::run(
             self.cargo()
-                .args(["build", "--target", &self.target, "--package=anywarp-abi"]),
+                .args(["build", "--target", &self.target])
+                .args(["--package=anywarp-abi", "--package=anywarp-exs"]),
         )?;
-        let archive = self
-            .work
-            .join("build")
-            .join(&self.target)
-            .join("debug/libanywarp_abi.a");
+        let built = self.work.join("build").join(&self.target).join("debug");
+        let archive = built.join("libanywarp_abi.a");
         let out = self.work.join("lib");
         if out.exists() {
             fs::remove_dir_all(&out)?;
@@ -238,6 +248,19 @@ impl Build {
             &out,
             Some(&self.link),
         )?;
+        // Extended sockets are a library above these.
+        let mut cc = sh::cc();
+        cc.args(["-shared", "-fPIC", "-Wl,-soname,libexs.so.1"])
+            .args(["-Wl,-z,nodelete", "-Wl,-z,now", "-Wl,--whole-archive"])
+            .arg(built.join("libexs.a"))
+            .arg("-Wl,--no-whole-archive")
+            .args(&self.link)
+            .arg("-L")
+            .arg(&out)
+            .args(["-libverbs", "-lrdmacm", "-lgcc_s", "-lm", "-lc", "-o"])
+            .arg(out.join("libexs.so.1"));
+        sh::run(&mut cc)?;
+        std::os::unix::fs::symlink("libexs.so.1", out.join("libexs.so"))?;
         Ok(out)
     }
 
@@ -276,6 +299,8 @@ impl Build {
         let mut cc = sh::cc();
         cc.args(["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra"])
             .arg(format!("-fsanitize={}", self.kind.name()))
+            .arg("-I")
+            .arg(sh::root().join("crates/exs/include"))
             .arg("-c")
             .arg(sh::root().join("tests/c").join(name).with_extension("c"))
             .arg("-o")
@@ -283,10 +308,14 @@ impl Build {
         sh::run(&mut cc)?;
         let program = self.work.join(name);
         let mut cc = sh::cc();
+        if name.starts_with(c_tests::EXS) {
+            cc.arg("-L").arg(libraries);
+        }
         cc.arg(&object)
             .arg("-Wl,--whole-archive")
             .arg(&self.runtime)
             .args(["-Wl,--no-whole-archive", "-Wl,--export-dynamic"])
+            .args(name.starts_with(c_tests::EXS).then_some("-lexs"))
             .args(["-libverbs", "-lrdmacm", "-lpthread", "-lm", "-lrt", "-ldl"])
             .arg("-o")
             .arg(&program);

@@ -10,7 +10,7 @@ use xtask::{Result, sh};
 
 /// The programs when none is named: those of one process. In a child of fork(2) all that the threads of the parent
 /// held counts as lost.
-const PROGRAMS: [&str; 3] = ["selftest", "cm", "access"];
+const PROGRAMS: [&str; 5] = ["selftest", "cm", "access", "exs", "exs_hostile"];
 
 /// Runs what `arguments` name: nothing, or a program and parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {

@@ -1026,8 +1026,13 @@ static const char *given_up(size_t arg)
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* these remember what was freed */
 	ENSURE(anonymous() < kib + 4096, "%ld KiB more than after 100 connections", anonymous() - kib);
 #endif
-	if (pending)
-		ENSURE(exs_cancel(fd, 0, 1) >= 0 && exs_qdequeue(queue, &e, 1, &soon) == 1, "cancel: %s", strerror(errno));
+	if (pending) {
+		struct timeval wait = { 5, 0 };
+
+		/* EINVAL: the call has just ended by itself. */
+		ENSURE(exs_cancel(fd, 0, 1) == 0 || errno == EINVAL, "cancel: %s", strerror(errno));
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1, "the last accept has no event");
+	}
 	return NULL;
 }
 
@@ -1078,7 +1083,7 @@ static const char *queues(size_t arg)
 struct sleeper {
 	exs_qhandle_t q;
 	uint64_t woken[WAKES];
-	int failed;
+	_Atomic bool failed;
 };
 
 static void *sleep_for_events(void *arg)
@@ -1089,13 +1094,26 @@ static void *sleep_for_events(void *arg)
 		struct timeval wait = { 10, 0 };
 		exs_event_t e;
 
-		s->failed |= exs_recv(ends[1], block[1], 64, 0, s->q, i, handle[1]) ||
-			     exs_qdequeue(s->q, &e, 1, &wait) != 1 || e.exs_evt_errno;
-		s->woken[i] = now_ns();
-		if (s->failed)
+		if (exs_recv(ends[1], block[1], 64, 0, s->q, i, handle[1]) || exs_qdequeue(s->q, &e, 1, &wait) != 1 ||
+		    e.exs_evt_errno) {
+			s->failed = true;
 			break;
+		}
+		s->woken[i] = now_ns();
 	}
 	return NULL;
+}
+
+/* Whether a sanitizer or valgrind runs this, and times mean nothing. */
+static bool takes_longer(void)
+{
+#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
+	return true;
+#else
+	const char *preloaded = getenv("LD_PRELOAD");
+
+	return preloaded && strstr(preloaded, "vgpreload");
+#endif
 }
 
 static int by_time(const void *a, const void *b)
@@ -1115,7 +1133,8 @@ static const char *sleeper_is_woken(size_t arg)
 
 	(void)arg;
 	TRY(connected(SOCK_SEQPACKET, 64));
-	s = (struct sleeper){ .q = exs_qcreate(8) };
+	s.q = exs_qcreate(8);
+	s.failed = false;
 	ENSURE(s.q >= 0 && pthread_create(&thread, NULL, sleep_for_events, &s) == 0, "%s", strerror(errno));
 	for (int i = 0; i < WAKES && !s.failed; i++) {
 		struct timespec pause = { 0, 300000 };
@@ -1129,7 +1148,8 @@ static const char *sleeper_is_woken(size_t arg)
 	for (int i = 0; i < WAKES; i++)
 		sent[i] = s.woken[i] > sent[i] ? s.woken[i] - sent[i] : 0;
 	qsort(sent, WAKES, sizeof sent[0], by_time);
-	ENSURE(sent[WAKES / 2] < 400000, "woken %llu us after the message", (unsigned long long)sent[WAKES / 2] / 1000);
+	ENSURE(takes_longer() || sent[WAKES / 2] < 400000, "woken %llu us after the message",
+	       (unsigned long long)sent[WAKES / 2] / 1000);
 	ENSURE(exs_qdelete(s.q) == 0, "qdelete: %s", strerror(errno));
 	return finish();
 }
