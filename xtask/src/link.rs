@@ -24,6 +24,20 @@ use std::path::Path;
 /// The node of what librdmacm takes from libibverbs.
 const PRIVATE_NODE: &str = concat!("ANYWARP_", env!("CARGO_PKG_VERSION"));
 
+/// Functions of the C library that libibverbs has too, and the names of its own.
+///
+/// Programs name them with the version of the C library, so they must have that version here. It is an old one, which the
+/// linker does not take: a program that is linked with this library still has them from the C library.
+const OF_LIBC: [(&str, &str); 2] = [("bind", "anywarp_bind"), ("listen", "anywarp_listen")];
+
+/// The version of those functions.
+fn libc_node() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "GLIBC_2.2.5",
+        _ => "GLIBC_2.17",
+    }
+}
+
 /// Under which name libibverbs hands a symbol of librdmacm over.
 fn inner(name: &str) -> String {
     format!("anywarp_{name}")
@@ -118,6 +132,7 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
         let _ = writeln!(map, "        {};", inner(&s.name));
     }
     map.push_str("};\n");
+    let _ = writeln!(map, "{} {{\n}};", libc_node());
     map
 }
 
@@ -165,7 +180,11 @@ fn other_versions(symbols: &[Symbol]) -> Result<String> {
         };
         Some((local_name(s), target.to_owned()))
     });
-    let mut text = trampolines(jumps)?;
+    let of_libc = OF_LIBC.map(|(name, ours)| (format!("anywarp_libc_{name}"), ours.to_owned()));
+    let mut text = trampolines(jumps.chain(of_libc))?;
+    for (name, _) in OF_LIBC {
+        let _ = writeln!(text, ".symver anywarp_libc_{name}, {name}@{}", libc_node());
+    }
     for s in symbols {
         let at = match s.version {
             Version::Default => continue,

@@ -10,6 +10,7 @@
 //!   headers and are held against them by the test in `layout`.
 //! - [`dv`]: extensions of verbs, `<infiniband/anywarpdv.h>`.
 //! - [`rsocket`]: sockets over RDMA, which librdmacm has too.
+//! - [`plain`]: two functions of the C library, for plain sockets that want the port of a listener.
 //! - `profile`: the limits of other devices.
 //! - [`pending`]: public symbols of features that this device lacks; [`mod@refuse`]: functions that only fail.
 //! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
@@ -30,6 +31,7 @@ pub mod cm;
 pub mod dv;
 pub mod ffi;
 pub mod pending;
+pub mod plain;
 mod profile;
 pub mod refuse;
 pub mod rsocket;

@@ -51,6 +51,16 @@ pub const VARIABLES: &[Variable] = &[
                addresses follow as GID 1, 2 and so on; link-local addresses are left out.",
     },
     Variable {
+        name: "ANYWARP_PORTS",
+        reader: Reader::Device,
+        default: "tcp",
+        value: "tcp|apart",
+        text: "Whether a listener of rdma_cm also has the TCP port of its number, if that is free; tcp when unset. Peers \
+               that are not anywarp need it to find the listener. A plain socket of a program that runs on the device \
+               gets the port all the same: the listener moves. Set apart where a program that does not run on \
+               the device wants TCP ports of the same numbers, and all peers are anywarp.",
+    },
+    Variable {
         name: "ANYWARP_FACE",
         reader: Reader::Device,
         default: "roce",

@@ -49,6 +49,8 @@ pub struct Config {
     pub congestion_control: Option<String>,
     /// `ANYWARP_RC=udp`: reliable connections made by `ibv_modify_qp` use reliable datagrams. Both ends must choose it.
     pub rc_over_udp: bool,
+    /// `ANYWARP_PORTS=apart`: listeners of rdma_cm leave the TCP port of their number to others from the start.
+    pub ports_apart: bool,
     /// `ANYWARP_UC=rd`: unreliable connections use reliable datagrams. Both ends must choose it.
     pub uc_over_rd: bool,
     /// `ANYWARP_FAULTS`: a fault plan, or `@` and the name of a file that holds one.
@@ -222,6 +224,7 @@ impl Config {
             },
             congestion_control: text("ANYWARP_CC"),
             rc_over_udp: reader.choice("ANYWARP_RC", false, &[("tcp", false), ("udp", true)]),
+            ports_apart: reader.choice("ANYWARP_PORTS", false, &[("tcp", false), ("apart", true)]),
             uc_over_rd: reader.choice("ANYWARP_UC", false, &[("udp", false), ("rd", true)]),
             faults: lookup("ANYWARP_FAULTS"),
             faults_file: lookup("ANYWARP_FAULTS_FILE").map(PathBuf::from),

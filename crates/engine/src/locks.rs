@@ -20,6 +20,8 @@ pub enum Rank {
     CmId,
     /// The state of an identifier that was made for a connect request. Its listener may be locked meanwhile.
     CmRequest,
+    /// The ports of identifiers of the connection manager.
+    CmPorts,
     /// The list of UDP ports, held while one is opened.
     UdpPorts,
     /// The list of QPN ports, held while one is opened.
@@ -36,6 +38,10 @@ pub enum Rank {
     HalfOpen,
     /// The state of a connection that starts up.
     Startup,
+    /// A question to the signpost of a port.
+    Question,
+    /// The ports whose signposts do not answer.
+    SilentPorts,
     /// The address of a queue pair's peer.
     QpPeer,
     /// A datagram queue pair.

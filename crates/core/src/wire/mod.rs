@@ -11,6 +11,7 @@
 //! | [`mpa`] | the two frames that open a stream over TCP |
 //! | [`control`] | private messages between two anywarp ends |
 //! | [`dgram`] | the shim that carries segments over UDP |
+//! | [`signpost`] | where the listener of an rdma_cm port is |
 //! | [`pretty`] | one line of text for any of them |
 
 use core::fmt;
@@ -22,6 +23,7 @@ pub mod mpa;
 pub mod pretty;
 pub mod rd;
 pub mod rdmap;
+pub mod signpost;
 
 /// Steering tag: names a registered buffer to the other end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

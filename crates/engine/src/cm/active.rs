@@ -42,6 +42,9 @@ impl CmId {
             state.param = param.clone();
             // The connection binds to the port itself.
             state.bound = None;
+            if let Some(place) = &state.place {
+                place.left_tcp();
+            }
             (remote, state.local)
         };
         if let Some((qp, _)) = &qp
@@ -73,6 +76,7 @@ impl CmId {
             config,
             timeout: REPLY_TIMEOUT,
             retry_refused: RETRY_REFUSED,
+            port_space: Some(self.port_space as u16),
         };
         match Startup::dial(self.engine, me, dial) {
             Ok(startup) => {
@@ -104,7 +108,10 @@ impl CmId {
             }
             state.startup = None;
             if let Some(local) = local_addr(&opened.fd) {
-                state.local = Some(local);
+                // A port that the program chose stays its port, whichever TCP port carries the connection.
+                let chosen = state.local.filter(|_| state.place.is_some());
+                let port = chosen.map_or(local.port(), |l| l.port());
+                state.local = Some((local.ip(), port).into());
             }
             if state.step(Input::Established).is_err() {
                 return;

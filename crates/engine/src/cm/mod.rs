@@ -3,8 +3,8 @@
 //! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram identifiers
 //! in `udp`, and connections without a queue pair of the program in `bare`.
 //!
-//! A port of the TCP port space is the TCP port of that number, and private data is that of the MPA frame, so that siw and
-//! hardware RNICs connect to and from it. Events of an identifier wait in the channel that it was made with or moved to.
+//! Ports are in `ports`: a listener has the TCP port of its number where it can, and private data is that of the MPA frame, so
+//! that siw and hardware RNICs connect to and from it. Events of an identifier wait in the channel that it was made with or moved to.
 //!
 //! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without locks of their own. An identifier's lock may be
 //! held while that of a connection request it received is taken, and never the other way round.
@@ -12,6 +12,7 @@
 mod active;
 mod bare;
 mod passive;
+mod ports;
 mod sidr;
 mod state;
 mod udp;
@@ -25,9 +26,9 @@ use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{Depths, Request};
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::State as QpState;
-use rustix::net::SocketType;
 
 use crate::channel::Channel;
+use crate::connect::signpost::Question;
 use crate::connect::startup::{Failure, Opened, Owner, Startup};
 use crate::engine::{DeviceListener, Engine, engine};
 use crate::fd::EngineFd;
@@ -35,11 +36,12 @@ use crate::gids;
 use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::net::route::source_for;
-use crate::net::socket::{self, local_addr, unmapped};
+use crate::net::socket::{local_addr, unmapped};
 use crate::objects::QueuePair;
 use crate::qp::{Manager, RcQp};
 use crate::reactor::Token;
-use crate::sys::socket::set_option;
+pub use ports::{Room, make_room};
+use ports::{Place, Wish};
 use state::{Input, Phase};
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
@@ -151,7 +153,11 @@ struct State {
     channel: Arc<EventChannel>,
     local: Option<SocketAddr>,
     remote: Option<SocketAddr>,
-    /// Reserves the port between bind and listen or connect.
+    /// The port, if the identifier was bound to one.
+    place: Option<Place>,
+    /// What it was bound to.
+    wish: Option<Wish>,
+    /// Reserves the TCP port between bind and listen or connect.
     bound: Option<EngineFd>,
     listener: Option<(EngineFd, Token)>,
     backlog: usize,
@@ -162,6 +168,8 @@ struct State {
     bare: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<sidr::Endpoint>,
+    /// The question where a datagram peer listens.
+    question: Option<Arc<Question>>,
     requester: Option<Requester>,
     startup: Option<Arc<Startup>>,
     param: ConnParam,
@@ -194,6 +202,16 @@ impl State {
         match self.phase.step(input) {
             Some(_) => Ok(()),
             None => Err(os(libc::EINVAL)),
+        }
+    }
+
+    /// What an identifier with these options binds to.
+    fn wish(&self, space: PortSpace, to: SocketAddr) -> Wish {
+        Wish {
+            space,
+            to,
+            reuse: self.reuse,
+            v6only: self.v6only,
         }
     }
 
@@ -253,6 +271,8 @@ impl CmId {
                     channel: Arc::clone(channel),
                     local: None,
                     remote: None,
+                    place: None,
+                    wish: None,
                     bound: None,
                     listener: None,
                     backlog: 0,
@@ -261,6 +281,7 @@ impl CmId {
                     bare: None,
                     datagram: None,
                     udp: None,
+                    question: None,
                     requester: None,
                     startup: None,
                     param: ConnParam::default(),
@@ -327,33 +348,29 @@ impl CmId {
     pub fn bind(&self, to: SocketAddr) -> io::Result<()> {
         let mut state = self.lock();
         state.allows(Input::Bind)?;
-        let to = unmapped(to);
-        let kind = match self.port_space {
-            PortSpace::Udp | PortSpace::Ipoib => SocketType::DGRAM,
-            PortSpace::Tcp | PortSpace::Ib => SocketType::STREAM,
-        };
-        let fd = socket::open(to.ip(), kind)?;
-        if to.is_ipv6() {
-            let v6only = state.v6only || !to.ip().is_unspecified();
-            set_option(
-                fd.get(),
-                libc::IPPROTO_IPV6,
-                libc::IPV6_V6ONLY,
-                i32::from(v6only),
-            );
+        let wish = state.wish(self.port_space, unmapped(to));
+        let bound = ports::take(self.engine, &self.me, wish)?;
+        state.local = Some(bound.local);
+        state.wish = Some(wish);
+        state.place = Some(bound.place);
+        state.bound = bound.tcp;
+        state.step(Input::Bind)
+    }
+
+    /// Binds to the address that a connection is to come from. Without a number it takes no port: nobody connects to it.
+    fn bind_source(&self, from: SocketAddr) -> io::Result<()> {
+        if from.port() != 0 {
+            return self.bind(from);
         }
-        if kind == SocketType::STREAM {
-            // As for most servers: a restart does not wait for the TIME-WAIT of old connections. A second listener on the port
-            // still fails.
-            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+        let mut state = self.lock();
+        state.allows(Input::Bind)?;
+        let wish = state.wish(self.port_space, unmapped(from));
+        let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
+        let port = local_addr(&fd).map_or(0, |a| a.port());
+        state.local = Some(SocketAddr::new(wish.to.ip(), port));
+        if !self.is_datagram() {
+            state.bound = Some(fd);
         }
-        match rustix::net::bind(fd.get(), &to) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::ADDRNOTAVAIL) => return Err(os(libc::ENODEV)),
-            Err(e) => return Err(e.into()),
-        }
-        state.local = local_addr(&fd).map(|a| SocketAddr::new(to.ip(), a.port()));
-        state.bound = Some(fd);
         state.step(Input::Bind)
     }
 
@@ -362,7 +379,7 @@ impl CmId {
         if let Some(from) = from
             && self.lock().phase == Phase::Idle
         {
-            self.bind(from)?;
+            self.bind_source(from)?;
         }
         let mut state = self.lock();
         state.allows(Input::ResolveAddr)?;
@@ -597,6 +614,10 @@ impl CmId {
             let mut state = self.lock();
             state.destroyed = true;
             state.bound = None;
+            state.place = None;
+            if let Some(question) = state.question.take() {
+                question.cancel();
+            }
             state.qp = None;
             state.datagram = None;
             (

@@ -1,24 +1,73 @@
 //! The side that listens, and accepts or rejects.
 
 use std::io;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{Depths, Request};
+use rustix::io::Errno;
 
 use super::state::{Input, Phase};
-use super::{CmId, ConnParam, Event, EventKind, event_depths, os};
+use super::{CmId, ConnParam, Event, EventKind, State, event_depths, os};
 use crate::connect::half_open;
 use crate::connect::startup::{Owner, Startup};
+use crate::engine::Engine;
 use crate::locks::Rank;
 use crate::log;
+use crate::net::socket::local_addr;
 use crate::qp::Manager;
 use crate::reactor::Source;
 
 /// Connections that the kernel queues for a listener, at least.
 const KERNEL_BACKLOG: i32 = 512;
+
+impl State {
+    /// Listens on the TCP port that is bound, or on any other if a plain socket has it.
+    fn open_listener(&mut self, engine: &'static Engine, id: &Weak<CmId>) -> io::Result<()> {
+        let wish = self.wish.ok_or_else(|| os(libc::EINVAL))?;
+        // The program's number bounds the requests that it has to answer. The kernel's queue holds all connections, and a
+        // peer that finds it full retries after a second.
+        let backlog = i32::try_from(self.backlog).unwrap_or(i32::MAX).max(KERNEL_BACKLOG);
+        let bound = self.bound.take();
+        let fd = match bound.map(|fd| rustix::net::listen(fd.get(), backlog).map(|()| fd)) {
+            Some(Ok(fd)) => fd,
+            // Both sockets were bound while neither listened, and the plain one was faster.
+            None | Some(Err(Errno::ADDRINUSE)) => {
+                let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
+                rustix::net::listen(fd.get(), backlog)?;
+                fd
+            }
+            Some(Err(e)) => return Err(e.into()),
+        };
+        if let Some(place) = &self.place {
+            let at = local_addr(&fd).map_or(0, |a| a.port());
+            place.listen(at, true)?;
+        }
+        let source = Arc::new(ListenSource(id.clone()));
+        let token = engine.add(source, fd.get(), false)?;
+        self.listener = Some((fd, token));
+        Ok(())
+    }
+
+    /// Moves the listener to another TCP port; returns that.
+    pub(super) fn move_listener(
+        &mut self,
+        engine: &'static Engine,
+        id: &Weak<CmId>,
+    ) -> io::Result<u16> {
+        let before = self.listener.take();
+        let moved = self.open_listener(engine, id);
+        match (&moved, before) {
+            (Ok(()), Some((fd, token))) => engine.remove(token, Some(fd.get())),
+            (_, before) => self.listener = before,
+        }
+        moved?;
+        let now = self.listener.as_ref().and_then(|(fd, _)| local_addr(fd));
+        Ok(now.map_or(0, |a| a.port()))
+    }
+}
 
 impl CmId {
     /// Listens (`rdma_listen(3)`).
@@ -31,23 +80,13 @@ impl CmId {
         if self.is_datagram() {
             return self.listen_udp(&mut state, backlog);
         }
-        let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
         let backlog = if backlog <= 0 { 1024 } else { backlog };
-        // The program's number bounds the requests that it has to answer. The kernel's queue holds all connections, and a
-        // peer that finds it full retries after a second.
-        if let Err(e) = rustix::net::listen(fd.get(), backlog.max(KERNEL_BACKLOG)) {
-            state.bound = Some(fd);
-            return Err(e.into());
-        }
         state.backlog = usize::try_from(backlog).unwrap_or(1024).max(16);
-        state.step(Input::Listen)?;
-        let source = Arc::new(ListenSource(self.me.clone()));
-        let token = self.engine.add(source, fd.get(), false)?;
-        state.listener = Some((fd, token));
-        Ok(())
+        state.open_listener(self.engine, &self.me)?;
+        state.step(Input::Listen)
     }
 
-    fn accept_sockets(&self) {
+    pub(super) fn accept_sockets(&self) {
         let Some(owner) = self.me.upgrade() else {
             return;
         };
@@ -176,14 +215,15 @@ impl CmId {
 
     /// A connection was accepted and its Request has arrived.
     pub(super) fn handle_request(&self, startup: &Arc<Startup>, request: Request) {
-        let (channel, full) = {
+        let (channel, full, port) = {
             let mut state = self.lock();
             state.pending.retain(|p| {
                 p.upgrade()
                     .is_some_and(|id| id.lock().phase == Phase::Requested)
             });
             let full = state.pending.len() >= state.backlog || state.phase != Phase::Listening;
-            (Arc::clone(&state.channel), full)
+            let port = state.local.map(|l| l.port());
+            (Arc::clone(&state.channel), full, port)
         };
         if full {
             log!(Info, "cm: backlog is full, refusing {}", startup.peer);
@@ -198,7 +238,11 @@ impl CmId {
         {
             let mut state = child.lock();
             let _always_from_idle = state.step(Input::Request);
-            state.local = startup.local();
+            // The port of the listener, whichever TCP port carries the connection.
+            state.local = match (startup.local(), port) {
+                (Some(local), Some(port)) => Some(SocketAddr::new(local.ip(), port)),
+                (local, _) => local,
+            };
             state.remote = Some(startup.peer);
             state.startup = Some(Arc::clone(startup));
             state.offered = (responder_resources, initiator_depth);

@@ -25,6 +25,8 @@ pub(super) const REJECT: u8 = 2;
 pub(super) struct Endpoint {
     pub(super) fd: EngineFd,
     pub(super) token: Token,
+    /// Where the passive side listens, when that is known.
+    pub(super) to: Option<SocketAddr>,
     /// The request of the active side.
     pub(super) request: Option<Outstanding>,
     /// The replies of the passive side, the oldest first.
@@ -37,6 +39,7 @@ impl Endpoint {
         Self {
             fd,
             token,
+            to: None,
             request,
             replies: VecDeque::new(),
         }
@@ -66,15 +69,21 @@ impl Endpoint {
         }
     }
 
-    /// Sends the outstanding request once more; returns when to do so again. `None`: it was sent often enough.
-    pub(super) fn send_request(&mut self, to: Option<SocketAddr>) -> Option<Duration> {
+    /// Sends the outstanding request once more, if it is known where to; returns when to do so again. `None`: it was tried often
+    /// enough.
+    pub(super) fn send_request(&mut self) -> Option<Duration> {
         let request = self.request.as_mut().filter(|r| r.tries < TRIES)?;
         request.tries += 1;
-        if let Some(to) = to {
-            // A socket without room, or a peer that is not listening yet: the next try may succeed.
+        self.send_now();
+        Some(RETRY_INTERVAL)
+    }
+
+    /// Sends the outstanding request.
+    pub(super) fn send_now(&self) {
+        if let (Some(request), Some(to)) = (&self.request, self.to) {
+            // A socket without room, or a peer that is not listening any more: the next try may succeed.
             let _ = self.fd.send_to(&request.bytes, to);
         }
-        Some(RETRY_INTERVAL)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Datagram identifiers: one request and one reply instead of a connection.
 //!
-//! The active side sends its request to the UDP port that the passive side listens on, until the reply arrives, which names a
-//! queue pair and its Q_Key. Multicast groups are joined here too.
+//! The active side asks the signpost of the port where the passive side listens, and sends its request there, until the reply
+//! arrives, which names a queue pair and its Q_Key. Multicast groups are joined here too.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -10,18 +10,21 @@ use std::time::Instant;
 
 use anywarp_core::datagram::MULTICAST_QPN;
 use anywarp_core::wire::dgram::{CM_PRIVATE_DATA, Cm, CmReply, CmRequest};
+use anywarp_core::wire::signpost::Port;
 use rustix::net::SocketType;
 
 use super::sidr::{self, Budget, Endpoint, Outstanding, RequestId};
 use super::state::{Input, Phase};
 use super::{CmId, ConnParam, Event, EventKind, Peer, Requester, State, os};
 use crate::clock;
+use crate::connect::signpost::{self, Asked, Verdict};
 use crate::fd::EngineFd;
 use crate::locks::Rank;
 use crate::net::route::{GROUP_PORT, source_for};
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
 use crate::reactor::Source;
+use crate::sys::socket::set_option;
 
 /// Datagrams that one turn receives, so that one busy socket does not keep others waiting.
 const TURN_DATAGRAMS: usize = 64;
@@ -61,7 +64,17 @@ impl CmId {
 
     /// Listens for datagram requests.
     pub(super) fn listen_udp(&self, state: &mut State, backlog: i32) -> io::Result<()> {
-        let fd = state.bound.take().ok_or_else(|| os(libc::EINVAL))?;
+        let ip = state.wish.ok_or_else(|| os(libc::EINVAL))?.to.ip();
+        let fd = socket::open(ip, SocketType::DGRAM)?;
+        if ip.is_ipv6() {
+            let v6only = state.v6only || !ip.is_unspecified();
+            set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, i32::from(v6only));
+        }
+        rustix::net::bind(fd.get(), &SocketAddr::new(ip, 0))?;
+        let at = socket::local_addr(&fd).map_or(0, |a| a.port());
+        if let Some(place) = &state.place {
+            place.listen(at, false)?;
+        }
         state.udp = Some(self.watch_udp(fd, None)?);
         state.backlog = usize::try_from(backlog).unwrap_or(0).clamp(16, 1024);
         state.step(Input::Listen)
@@ -75,17 +88,12 @@ impl CmId {
         let mut state = self.lock();
         state.allows(Input::Connect)?;
         let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
-        let fd = match state.bound.take() {
-            Some(fd) => fd,
-            None => {
-                let fd = socket::open(remote.ip(), SocketType::DGRAM)?;
-                if let Some(local) = state.local {
-                    rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
-                }
-                fd
-            }
-        };
-        if let Some(local) = socket::local_addr(&fd) {
+        let fd = socket::open(remote.ip(), SocketType::DGRAM)?;
+        if let Some(local) = state.local {
+            rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
+        }
+        // A port that the program chose stays its port, whichever UDP port the request is sent from.
+        if let (None, Some(local)) = (&state.place, socket::local_addr(&fd)) {
             let ip = state.local.map_or_else(|| local.ip(), |l| l.ip());
             state.local = Some(SocketAddr::new(ip, local.port()));
         }
@@ -114,16 +122,62 @@ impl CmId {
             let Some(endpoint) = &mut state.udp else {
                 return;
             };
-            if let Some(pause) = endpoint.send_request(remote) {
+            if let Some(pause) = endpoint.send_request() {
                 self.engine.deadline(endpoint.token, clock::now() + pause);
+                let wanders = endpoint.to.is_none();
+                drop(state);
+                if let (true, Some(remote)) = (wanders, remote) {
+                    self.find_listener(remote);
+                }
                 return;
             }
             let endpoint = state.udp.take();
+            if let Some(question) = state.question.take() {
+                question.cancel();
+            }
             state.end();
             drop(state);
             self.drop_udp(endpoint);
         }
         self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
+    }
+
+    /// Asks where the peer listens, unless it is being asked.
+    fn find_listener(&self, remote: SocketAddr) {
+        let port = Port {
+            space: self.port_space as u16,
+            number: remote.port(),
+        };
+        let me = self.me.clone();
+        let done = move |verdict| {
+            if let Some(id) = me.upgrade() {
+                id.lock().question = None;
+                id.listener_found(remote, verdict);
+            }
+        };
+        let mut state = self.lock();
+        if state.question.is_some() || state.destroyed {
+            return;
+        }
+        match signpost::ask(self.engine, port, remote.ip(), Box::new(done)) {
+            Ok(Asked::Known(verdict)) => {
+                drop(state);
+                self.listener_found(remote, verdict);
+            }
+            Ok(Asked::Waiting(question)) => state.question = Some(question),
+            // No descriptor or no room in a table: the next try may find some.
+            Err(_) => {}
+        }
+    }
+
+    /// The signpost has answered, or will not: then the next try asks again, until the request has been tried often enough.
+    fn listener_found(&self, remote: SocketAddr, verdict: Verdict) {
+        let Verdict::At(port) = verdict else { return };
+        let mut state = self.lock();
+        if let Some(endpoint) = &mut state.udp {
+            endpoint.to = Some(SocketAddr::new(remote.ip(), port));
+            endpoint.send_now();
+        }
     }
 
     fn udp_ready(&self) {

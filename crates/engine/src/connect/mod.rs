@@ -2,4 +2,5 @@
 
 pub mod half_open;
 pub mod qpn_port;
+pub mod signpost;
 pub mod startup;

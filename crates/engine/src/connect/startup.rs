@@ -7,6 +7,7 @@
 //!  +------------+       +------------+          +------+
 //!    ^  | refused, retry     | closed without a Reply: retry with an older MPA revision
 //!    +--+--------------------+
+//!    | before it connects: for a port of rdma_cm, the answer of its signpost
 //!
 //!               Request                  accept, reject
 //!  +------------+       +------------+          +------+
@@ -23,12 +24,14 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
+use anywarp_core::wire::signpost::Port;
 use anywarp_core::llp::mpa::startup::{
     Accepted, Depths, Incoming, Initiator, InitiatorConfig, Progress, Request, Responder,
     ResponderLimits, StreamParams,
 };
 use rustix::net::SocketType;
 
+use super::signpost::{self, Asked, Question, Verdict};
 use crate::clock;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
@@ -118,6 +121,8 @@ pub struct Dial {
     pub timeout: Duration,
     /// How long a port that refuses the connection is dialed again.
     pub retry_refused: Duration,
+    /// The port space, if the port is one of rdma_cm: its signpost is asked which TCP port that is.
+    pub port_space: Option<u16>,
 }
 
 /// The initiator's part of a start-up.
@@ -132,6 +137,8 @@ struct Initiating {
 }
 
 enum Phase {
+    /// Asks which TCP port the peer's is.
+    Asking(Box<InitiatorConfig>),
     Connecting(Box<Initiating>),
     Requesting(Box<Initiating>),
     Listening(Box<Responder>),
@@ -143,6 +150,9 @@ struct State {
     phase: Phase,
     fd: Option<EngineFd>,
     token: Token,
+    question: Option<Arc<Question>>,
+    /// No signpost answered, and none refused.
+    silent: bool,
     received: Vec<u8>,
     deadline: Instant,
     local: Option<SocketAddr>,
@@ -154,6 +164,8 @@ impl State {
             phase,
             fd: None,
             token: Token::NONE,
+            question: None,
+            silent: false,
             received: Vec::new(),
             deadline,
             local: None,
@@ -171,6 +183,8 @@ pub struct Startup {
     bind: Option<SocketAddr>,
     /// Until when an initiator dials a port again that refuses the connection.
     retry_until: Option<Instant>,
+    /// The port space of an initiator's peer.
+    port_space: Option<u16>,
     state: Mutex<State>,
 }
 
@@ -206,27 +220,116 @@ impl Startup {
             peer: dial.peer,
             bind: dial.bind,
             retry_until: Some(now + dial.retry_refused),
+            port_space: dial.port_space,
             state: Mutex::new(Rank::Startup, State::new(Phase::Done, now + dial.timeout)),
         });
         startup.connect(dial.config)?;
         Ok(startup)
     }
 
+    /// Connects to the peer, after its signpost was asked for the TCP port.
     fn connect(self: &Arc<Self>, config: InitiatorConfig) -> io::Result<()> {
-        let machine =
-            Initiator::new(config.clone()).map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
-        let fd = socket::open(self.peer.ip(), SocketType::STREAM)?;
+        let Some(space) = self.port_space else {
+            return self.connect_to(config, self.peer.port());
+        };
+        let port = Port {
+            space,
+            number: self.peer.port(),
+        };
+        let me = Arc::downgrade(self);
+        let done = move |verdict| {
+            if let Some(me) = me.upgrade() {
+                me.handle_answer(verdict);
+            }
+        };
+        // The lock keeps an answer from another thread waiting until the question is in its place.
+        let mut state = self.lock();
+        match signpost::ask(self.engine, port, self.peer.ip(), Box::new(done))? {
+            Asked::Known(verdict) => {
+                drop(state);
+                self.follow(config, verdict)
+            }
+            Asked::Waiting(question) => {
+                state.question = Some(question);
+                state.phase = Phase::Asking(Box::new(config));
+                Ok(())
+            }
+        }
+    }
+
+    /// The signpost has answered, or will not.
+    fn handle_answer(self: &Arc<Self>, verdict: Verdict) {
+        let config = {
+            let mut state = self.lock();
+            state.question = None;
+            match std::mem::replace(&mut state.phase, Phase::Done) {
+                Phase::Asking(config) => config,
+                other => {
+                    // It was canceled meanwhile.
+                    state.phase = other;
+                    return;
+                }
+            }
+        };
+        if let Err(e) = self.follow(*config, verdict) {
+            let errno = e.raw_os_error().unwrap_or(libc::EIO);
+            self.owner.failed(self, Failure::Unreachable { errno });
+        }
+    }
+
+    /// Connects to the place that was found.
+    fn follow(self: &Arc<Self>, config: InitiatorConfig, verdict: Verdict) -> io::Result<()> {
+        match verdict {
+            Verdict::At(port) => self.connect_to(config, port),
+            Verdict::Itself => self.connect_to(config, self.peer.port()),
+            Verdict::Silent => {
+                self.lock().silent = true;
+                self.connect_to(config, self.peer.port())
+            }
+            Verdict::NotListening => {
+                // As a port that refuses the connection.
+                let machine = initiator(&config)?;
+                let mut state = self.lock();
+                let token = self.engine.reserve(Arc::clone(self) as Arc<dyn Source>);
+                state.token = token;
+                state.phase = Phase::Connecting(Box::new(Initiating {
+                    unsent: Vec::new(),
+                    machine,
+                    config,
+                    retry_at: None,
+                }));
+                let effect = self.handle_refused(&mut state);
+                drop(state);
+                self.carry_out(effect);
+                Ok(())
+            }
+        }
+    }
+
+    /// Connects to a TCP port of the peer.
+    fn connect_to(self: &Arc<Self>, config: InitiatorConfig, port: u16) -> io::Result<()> {
+        let machine = initiator(&config)?;
+        let peer = SocketAddr::new(self.peer.ip(), port);
+        let fd = socket::open(peer.ip(), SocketType::STREAM)?;
         socket::tune_stream(&fd, crate::config::config().congestion_control.as_deref());
         let mut state = self.lock();
         if let Some(bind) = self.bind {
-            if bind.port() != 0 {
-                set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+            let any = SocketAddr::new(bind.ip(), 0);
+            let option = if bind.port() != 0 {
+                (libc::SOL_SOCKET, libc::SO_REUSEADDR)
             } else {
-                set_option(fd.get(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
+                (libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT)
+            };
+            set_option(fd.get(), option.0, option.1, 1);
+            match rustix::net::bind(fd.get(), &bind) {
+                // A port of rdma_cm is free although a plain socket has the TCP port of its number.
+                Err(rustix::io::Errno::ADDRINUSE) if self.port_space.is_some() => {
+                    rustix::net::bind(fd.get(), &any)?;
+                }
+                other => other?,
             }
-            rustix::net::bind(fd.get(), &bind)?;
         }
-        match rustix::net::connect(fd.get(), &self.peer) {
+        match rustix::net::connect(fd.get(), &peer) {
             Ok(()) | Err(rustix::io::Errno::INPROGRESS) => {}
             Err(e) => return Err(e.into()),
         }
@@ -261,6 +364,7 @@ impl Startup {
             peer,
             bind: None,
             retry_until: None,
+            port_space: None,
             state: Mutex::new(
                 Rank::Startup,
                 State::new(listening, clock::now() + REQUEST_TIMEOUT),
@@ -357,6 +461,9 @@ impl Startup {
     /// Ends the start-up, and stops watching the socket.
     fn finish(&self, state: &mut State) -> Option<EngineFd> {
         state.phase = Phase::Done;
+        if let Some(question) = state.question.take() {
+            question.cancel();
+        }
         let fd = state.fd.take();
         let token = std::mem::replace(&mut state.token, Token::NONE);
         self.engine.remove(token, fd.as_ref().map(EngineFd::get));
@@ -410,7 +517,7 @@ impl Startup {
                 }
                 self.broken(state, libc::EPROTO)
             }
-            Phase::Connecting(_) | Phase::Done => Effect::None,
+            Phase::Asking(_) | Phase::Connecting(_) | Phase::Done => Effect::None,
         }
     }
 
@@ -426,30 +533,34 @@ impl Startup {
                 }
                 Ok(())
             }
-            Some(libc::ECONNREFUSED) => {
-                let now = clock::now();
-                if let Phase::Connecting(initiating) = &mut state.phase
-                    && self.retry_until.is_some_and(|until| now < until)
-                {
-                    self.engine.unwatch(fd.get());
-                    state.fd = None;
-                    let at = now + REFUSED_RETRY_INTERVAL;
-                    initiating.retry_at = Some(at);
-                    self.engine.deadline(state.token, at);
-                    return Err(Effect::None);
-                }
-                let failure = Failure::Rejected {
-                    private_data: Vec::new(),
-                    peer_depths: None,
-                    errno: libc::ECONNREFUSED,
-                };
-                Err(self.fail(state, failure))
-            }
+            Some(libc::ECONNREFUSED) => Err(self.handle_refused(state)),
             e => {
                 let errno = e.unwrap_or(libc::EIO);
                 Err(self.fail(state, Failure::Unreachable { errno }))
             }
         }
+    }
+
+    /// Nobody listens at the port: it is dialed again for a while.
+    fn handle_refused(&self, state: &mut State) -> Effect {
+        let now = clock::now();
+        if let Phase::Connecting(initiating) = &mut state.phase
+            && self.retry_until.is_some_and(|until| now < until)
+        {
+            if let Some(fd) = state.fd.take() {
+                self.engine.unwatch(fd.get());
+            }
+            let at = now + REFUSED_RETRY_INTERVAL;
+            initiating.retry_at = Some(at);
+            self.engine.deadline(state.token, at);
+            return Effect::None;
+        }
+        let failure = Failure::Rejected {
+            private_data: Vec::new(),
+            peer_depths: None,
+            errno: libc::ECONNREFUSED,
+        };
+        self.fail(state, failure)
     }
 
     /// Sends what is left of the Request.
@@ -539,6 +650,9 @@ impl Startup {
                     );
                 }
                 let leftover = state.received.split_off(consumed.min(state.received.len()));
+                if state.silent {
+                    signpost::remember_silent(self.peer);
+                }
                 let Some(fd) = self.finish(state) else {
                     return Effect::None;
                 };
@@ -675,6 +789,11 @@ impl Source for Startup {
         let effect = self.handle_timeout(now);
         self.carry_out(effect);
     }
+}
+
+/// The state machine of an initiator.
+fn initiator(config: &InitiatorConfig) -> io::Result<Initiator> {
+    Initiator::new(config.clone()).map_err(|e| io::Error::from_raw_os_error(e.errno()))
 }
 
 /// Sends a Reply. It has a few hundred bytes and is the first on its connection, so the socket's buffer has room.

@@ -86,6 +86,7 @@ impl RcQp {
             config,
             timeout: REPLY_TIMEOUT,
             retry_refused: Duration::ZERO,
+            port_space: None,
         };
         match Startup::dial(self.engine, owner, dial) {
             Ok(startup) => inner.dialing = Some(startup),

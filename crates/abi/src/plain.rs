@@ -1,0 +1,109 @@
+//! `bind` and `listen` of the program's plain sockets.
+//!
+//! A listener of rdma_cm has the TCP port of its number only as long as no plain socket wants it. The kernel does not say when
+//! one does. So the libraries have these two functions of the C library, as old versions that programs find at run time and
+//! the linker never: they make the system call, and only when it finds the port in use they ask the listeners to move and
+//! make it again. See docs/decisions/026.
+
+use std::ffi::c_int;
+use std::net::SocketAddr;
+
+use anywarp_engine::cm::{Room, make_room};
+use libc::{sockaddr, sockaddr_storage, socklen_t};
+
+use crate::cm::address::address_of;
+use crate::entry;
+use crate::ffi::{Errno, last_errno};
+
+/// The system call, whichever library has a function of its name.
+fn call(number: libc::c_long, fd: c_int, second: usize, third: usize) -> Result<c_int, Errno> {
+    // SAFETY: the kernel checks the descriptor and the memory that it is given.
+    let result = unsafe { libc::syscall(number, fd, second, third) };
+    match result {
+        -1 => Err(last_errno()),
+        n => Ok(n as c_int),
+    }
+}
+
+/// An integer option of a socket.
+fn option(fd: c_int, level: c_int, name: c_int) -> Option<c_int> {
+    let mut value: c_int = 0;
+    let mut len = size_of::<c_int>() as socklen_t;
+    // SAFETY: `value` and `len` live through the call, and `len` is the size of `value`.
+    let result = unsafe {
+        libc::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len)
+    };
+    (result == 0).then_some(value)
+}
+
+/// Makes the system call, and again when listeners of rdma_cm have left the port.
+fn with_room(
+    fd: c_int,
+    call: impl Fn() -> Result<c_int, Errno>,
+    to: impl FnOnce() -> Option<SocketAddr>,
+) -> Result<c_int, Errno> {
+    let first = call();
+    if first != Err(libc::EADDRINUSE) {
+        return first;
+    }
+    let kind = option(fd, libc::SOL_SOCKET, libc::SO_TYPE);
+    let is_stream = match kind {
+        Some(libc::SOCK_STREAM) => true,
+        Some(libc::SOCK_DGRAM) => false,
+        _ => return first,
+    };
+    let Some(to) = to() else { return first };
+    let v6only = to.is_ipv4() || option(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY) == Some(1);
+    match make_room(is_stream, to, v6only) {
+        Room::None => first,
+        Room::Made => call(),
+        Room::Shared => call().or_else(|_| {
+            let on: c_int = 1;
+            // SAFETY: `on` lives through the call, and its size is given.
+            unsafe {
+                libc::setsockopt(
+                    fd,
+                    libc::SOL_SOCKET,
+                    libc::SO_REUSEADDR,
+                    (&raw const on).cast(),
+                    size_of::<c_int>() as socklen_t,
+                );
+            }
+            call()
+        }),
+    }
+}
+
+entry! {
+    /// `bind(2)`.
+    ///
+    /// # Safety
+    /// `addr` has `len` bytes, or the kernel finds that it has not.
+    unsafe fn anywarp_bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
+        let bind = || call(libc::SYS_bind, fd, addr as usize, len as usize);
+        with_room(fd, bind, || {
+            // SAFETY: the kernel has read the address and found it right but for the port.
+            unsafe { address_of(addr) }
+        })
+    }
+}
+
+entry! {
+    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to one port, and the first that listens has it.
+    ///
+    /// # Safety
+    /// None needed.
+    unsafe fn anywarp_listen(fd: c_int, backlog: c_int) -> c_int, minus_one, {
+        let listen = || call(libc::SYS_listen, fd, backlog as usize, 0);
+        with_room(fd, listen, || {
+            // SAFETY: all-zero is a valid sockaddr_storage.
+            let mut name: sockaddr_storage = unsafe { std::mem::zeroed() };
+            let mut len = size_of::<sockaddr_storage>() as socklen_t;
+            let at = (&raw mut name).cast::<sockaddr>();
+            // SAFETY: `name` and `len` live through the call, and `len` is the size of `name`.
+            let result = unsafe { libc::getsockname(fd, at, &raw mut len) };
+            // SAFETY: the kernel wrote an address of its family.
+            if result == 0 { unsafe { address_of(at) } } else { None }
+        })
+    }
+}

@@ -1,0 +1,223 @@
+//! Signposts: where the listener of an rdma_cm port is.
+//!
+//! A port of rdma_cm is not a TCP or UDP port of the kernel. Its listener has a UDP socket at one of two fixed places, which
+//! follow from the port, and answers there which TCP or UDP port it has. The answer is as long as the question, so a forged
+//! question multiplies nothing, and repeats the question's random number, so only a host on the path can forge an answer.
+//!
+//! ```text
+//!  0          4    5      6            8      10      12            20
+//! +----------+----+------+------------+------+-------+-------------+
+//! |  "aWsp"  |1 kd|status| port space | port | place |    nonce    |
+//! +----------+----+------+------------+------+-------+-------------+
+//!       kd: 1 ask, 2 release, 3 answer; status and place are 0 but in an answer
+//! ```
+
+/// Bytes of each message.
+pub const LEN: usize = 20;
+const MAGIC: [u8; 4] = *b"aWsp";
+const VERSION: u8 = 1;
+/// The first port that needs no right. Ports below it have their places below it too.
+pub const UNPRIVILEGED: u16 = 1024;
+/// The places of ports that need no right: above the ports that Linux hands out by itself, up to the last one.
+const HIGH: (u16, u32) = (61_000, 4536);
+/// The places of the other ports: `rpcbind` and its like hand these out, to the superuser.
+const LOW: (u16, u32) = (600, 400);
+
+/// A port of rdma_cm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Port {
+    /// The port space, a value of `enum rdma_port_space`.
+    pub space: u16,
+    /// The number of the port.
+    pub number: u16,
+}
+
+impl Port {
+    /// The two UDP ports of which one is the signpost's. Ports that are near each other have different places.
+    #[must_use]
+    pub fn places(self) -> [u16; 2] {
+        let (first, count) = if self.number < UNPRIVILEGED {
+            LOW
+        } else {
+            HIGH
+        };
+        let (space, number) = (u32::from(self.space), u32::from(self.number));
+        // A space of its own for each: the numbers of `enum rdma_port_space` differ by 11 and more.
+        let one = number + space * 97;
+        let two = number * 7 + number / count * 331 + space * 61 + count / 2;
+        [one, two].map(|n| first + u16::try_from(n % count).unwrap_or(0))
+    }
+}
+
+/// What an answer says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// The port's listener has this TCP or UDP port.
+    Listening(u16),
+    /// The port is taken, and its program does not listen yet.
+    Bound,
+    /// This is the signpost of another port.
+    Other,
+    /// The kernel's port of this number was given up, if this process had it.
+    Released,
+}
+
+/// A message to or from a signpost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// Asks where the listener of a port is.
+    Ask(Port, u64),
+    /// Asks the listener to leave the kernel's port of its number to a plain socket of the same host.
+    Release(Port, u64),
+    /// The answer to either.
+    Answer(Port, u64, Status),
+}
+
+impl Message {
+    /// Reads a message; `None` for anything else.
+    #[must_use]
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; LEN] = bytes.try_into().ok()?;
+        let [m0, m1, m2, m3, kind, status, s0, s1, p0, p1, at0, at1, nonce @ ..] = *bytes;
+        if [m0, m1, m2, m3] != MAGIC || kind >> 4 != VERSION {
+            return None;
+        }
+        let port = Port {
+            space: u16::from_be_bytes([s0, s1]),
+            number: u16::from_be_bytes([p0, p1]),
+        };
+        let at = u16::from_be_bytes([at0, at1]);
+        let nonce = u64::from_be_bytes(nonce);
+        match (kind & 0x0f, status, at) {
+            (1, 0, 0) => Some(Self::Ask(port, nonce)),
+            (2, 0, 0) => Some(Self::Release(port, nonce)),
+            // A listener has no port 0, and one that needs no right is not behind one that does.
+            (3, 0, at) if at != 0 && (at >= UNPRIVILEGED || port.number < UNPRIVILEGED) => {
+                Some(Self::Answer(port, nonce, Status::Listening(at)))
+            }
+            (3, 1, 0) => Some(Self::Answer(port, nonce, Status::Bound)),
+            (3, 2, 0) => Some(Self::Answer(port, nonce, Status::Other)),
+            (3, 3, 0) => Some(Self::Answer(port, nonce, Status::Released)),
+            _ => None,
+        }
+    }
+
+    /// The message as it travels.
+    #[must_use]
+    pub fn emit(&self) -> [u8; LEN] {
+        let (kind, port, nonce, status, at) = match *self {
+            Self::Ask(port, nonce) => (1, port, nonce, 0, 0),
+            Self::Release(port, nonce) => (2, port, nonce, 0, 0),
+            Self::Answer(port, nonce, Status::Listening(at)) => (3, port, nonce, 0, at),
+            Self::Answer(port, nonce, Status::Bound) => (3, port, nonce, 1, 0),
+            Self::Answer(port, nonce, Status::Other) => (3, port, nonce, 2, 0),
+            Self::Answer(port, nonce, Status::Released) => (3, port, nonce, 3, 0),
+        };
+        let [m0, m1, m2, m3] = MAGIC;
+        let [s0, s1] = port.space.to_be_bytes();
+        let [p0, p1] = port.number.to_be_bytes();
+        let [at0, at1] = u16::to_be_bytes(at);
+        let [n0, n1, n2, n3, n4, n5, n6, n7] = nonce.to_be_bytes();
+        [
+            m0,
+            m1,
+            m2,
+            m3,
+            VERSION << 4 | kind,
+            status,
+            s0,
+            s1,
+            p0,
+            p1,
+            at0,
+            at1,
+            n0,
+            n1,
+            n2,
+            n3,
+            n4,
+            n5,
+            n6,
+            n7,
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PORT: Port = Port {
+        space: 0x0106,
+        number: 7471,
+    };
+
+    #[test]
+    fn messages_are_read_as_they_are_written() {
+        for message in [
+            Message::Ask(PORT, 1),
+            Message::Release(PORT, u64::MAX),
+            Message::Answer(PORT, 7, Status::Listening(40_000)),
+            Message::Answer(PORT, 7, Status::Bound),
+            Message::Answer(PORT, 7, Status::Other),
+            Message::Answer(PORT, 7, Status::Released),
+        ] {
+            assert_eq!(Message::parse(&message.emit()), Some(message));
+        }
+        let bytes = Message::Ask(PORT, 0x0102_0304_0506_0708).emit();
+        assert_eq!(
+            bytes,
+            [
+                b'a', b'W', b's', b'p', 0x11, 0, 1, 6, 0x1d, 0x2f, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8
+            ]
+        );
+    }
+
+    #[test]
+    fn anything_else_is_no_message() {
+        let good = Message::Answer(PORT, 7, Status::Listening(40_000)).emit();
+        assert_eq!(Message::parse(&good[1..]), None);
+        assert_eq!(Message::parse(&[&good[..], &[0]].concat()), None);
+        for (at, value) in [(0, 0), (4, 0x23), (4, 0x10), (4, 0x14), (5, 4), (5, 1)] {
+            let mut bad = good;
+            bad[at] = value;
+            assert_eq!(Message::parse(&bad), None, "byte {at} = {value}");
+        }
+    }
+
+    /// A program without rights cannot lead a peer to a port that needs them.
+    #[test]
+    fn no_port_that_needs_a_right_is_behind_one_that_needs_none() {
+        let answer = |number, at| {
+            let port = Port { number, ..PORT };
+            Message::parse(&Message::Answer(port, 7, Status::Listening(at)).emit())
+        };
+        assert_eq!(answer(7471, 25), None);
+        assert_eq!(answer(7471, 0), None);
+        assert!(answer(25, 26).is_some());
+        assert!(answer(25, 40_000).is_some());
+    }
+
+    #[test]
+    fn places_are_in_their_range_and_differ_for_neighbors() {
+        for space in [0x0002, 0x0106, 0x0111, 0x013f] {
+            for number in 1..=u16::MAX {
+                let [one, two] = Port { space, number }.places();
+                let low = number < UNPRIVILEGED;
+                for place in [one, two] {
+                    let range = if low { 600..=999 } else { 61_000..=65_535 };
+                    assert!(range.contains(&place), "{number}: {place}");
+                }
+                let next = number.wrapping_add(1).max(1);
+                if (next < UNPRIVILEGED) == low {
+                    let [after, _] = Port {
+                        space,
+                        number: next,
+                    }
+                    .places();
+                    assert_ne!(one, after);
+                }
+            }
+        }
+    }
+}
