@@ -31,6 +31,7 @@ const PROGRAMS: &[&str] = &[
     "nccl",
     "newer",
     "pages",
+    "ports",
     "profiles",
     "rsockets",
     "scale",

@@ -1,0 +1,826 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * A port of rdma_cm is not the kernel's port of the same number: plain sockets and listeners of RDMA have one number, in
+ * either order, in one process and in two; each peer finds what it wants, and a plain service gets nothing from the other.
+ */
+#include "ends.h"
+
+#include <netinet/in.h>
+#include <rdma/rdma_cma.h>
+#include <rdma/rdma_verbs.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+
+/* ---------------------------------------------------------------- plain sockets */
+
+static int close_fd(void *p)
+{
+	return close((int)(intptr_t)p);
+}
+
+static struct sockaddr_in at(uint16_t port)
+{
+	return (struct sockaddr_in){
+		.sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK),
+	};
+}
+
+static const char *new_plain(int *fd, int kind)
+{
+	*fd = socket(AF_INET, kind | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	ENSURE(*fd >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)*fd, "plain socket");
+	return NULL;
+}
+
+static const char *bind_plain(int fd, uint16_t port, bool reuse)
+{
+	struct sockaddr_in name = at(port);
+	int on = reuse;
+
+	ENSURE(!setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), "SO_REUSEADDR: %s", strerror(errno));
+	ENSURE(!bind(fd, (struct sockaddr *)&name, sizeof name), "bind of a plain socket to %u: %s", port, strerror(errno));
+	return NULL;
+}
+
+static const char *plain_listener(int *fd, uint16_t port)
+{
+	TRY(new_plain(fd, SOCK_STREAM));
+	TRY(bind_plain(*fd, port, false));
+	ENSURE(!listen(*fd, 8), "listen of a plain socket: %s", strerror(errno));
+	return NULL;
+}
+
+static uint16_t port_of(int fd)
+{
+	struct sockaddr_in name;
+	socklen_t len = sizeof name;
+
+	return getsockname(fd, (struct sockaddr *)&name, &len) ? 0 : ntohs(name.sin_port);
+}
+
+/* A plain client reaches the plain listener, and nobody else has. */
+static const char *plain_works(int listener, uint16_t port)
+{
+	struct sockaddr_in name = at(port);
+	int client, server;
+	char byte;
+
+	ENSURE(accept(listener, NULL, NULL) < 0 && errno == EAGAIN, "a plain listener has a connection that no plain client made");
+	client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(client >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)client, "plain client");
+	ENSURE(!connect(client, (struct sockaddr *)&name, sizeof name), "connect of a plain client: %s", strerror(errno));
+	TRY(readable(listener, WAIT_MS));
+	server = accept(listener, NULL, NULL);
+	ENSURE(server >= 0, "accept: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)server, "plain server");
+	ENSURE(write(client, "p", 1) == 1, "write: %s", strerror(errno));
+	TRY(readable(server, WAIT_MS));
+	ENSURE(read(server, &byte, 1) == 1 && byte == 'p', "the plain server reads something else");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- rdma_cm */
+
+static int close_event_channel(void *p)
+{
+	rdma_destroy_event_channel(p);
+	return 0;
+}
+
+static int close_id(void *p)
+{
+	struct rdma_cm_id *id = p;
+
+	if (id->qp)
+		rdma_destroy_qp(id);
+	return rdma_destroy_id(id) ? errno : 0;
+}
+
+struct scene {
+	struct rdma_event_channel *servers, *clients;
+	struct rdma_cm_id *listener;
+	enum rdma_port_space space;
+	uint16_t port;
+};
+
+static const char *open_scene(struct scene *s, enum rdma_port_space space)
+{
+	*s = (struct scene){ .space = space };
+	s->servers = rdma_create_event_channel();
+	ENSURE(s->servers, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, s->servers, "event channel");
+	s->clients = rdma_create_event_channel();
+	ENSURE(s->clients, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, s->clients, "event channel");
+	return NULL;
+}
+
+static const char *bind_rdma(struct scene *s, uint16_t port)
+{
+	struct sockaddr_in name = at(port);
+
+	ENSURE(!rdma_create_id(s->servers, &s->listener, NULL, s->space), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, s->listener, "listening id");
+	ENSURE(!rdma_bind_addr(s->listener, (struct sockaddr *)&name), "rdma_bind_addr to %u: %s", port, strerror(errno));
+	s->port = ntohs(rdma_get_src_port(s->listener));
+	ENSURE(s->port && (!port || s->port == port), "bound to port %u, not %u", s->port, port);
+	return NULL;
+}
+
+static const char *listen_rdma(struct scene *s, uint16_t port)
+{
+	TRY(bind_rdma(s, port));
+	ENSURE(!rdma_listen(s->listener, 8), "rdma_listen on %u: %s", port, strerror(errno));
+	return NULL;
+}
+
+static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct rdma_cm_id **id,
+			 int *status)
+{
+	struct rdma_cm_event *e;
+	enum rdma_cm_event_type got;
+	int code;
+
+	TRY(readable(channel->fd, WAIT_MS));
+	ENSURE(!rdma_get_cm_event(channel, &e), "rdma_get_cm_event: %s", strerror(errno));
+	got = e->event;
+	code = e->status;
+	if (id)
+		*id = e->id;
+	if (status)
+		*status = code;
+	ENSURE(!rdma_ack_cm_event(e), "rdma_ack_cm_event: %s", strerror(errno));
+	ENSURE(got == type, "event %s (status %d), expected %s", rdma_event_str(got), code, rdma_event_str(type));
+	return NULL;
+}
+
+static const char *give_qp(struct rdma_cm_id *id)
+{
+	struct ibv_qp_init_attr init = {
+		.qp_type = id->ps == RDMA_PS_UDP ? IBV_QPT_UD : IBV_QPT_RC,
+		.sq_sig_all = 1,
+		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+
+	ENSURE(!rdma_create_qp(id, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	return NULL;
+}
+
+static const struct rdma_conn_param plainest = { .responder_resources = 1, .initiator_depth = 1, .retry_count = 7 };
+
+static const char *start_connect(struct scene *s, struct rdma_cm_id **client)
+{
+	struct sockaddr_in name = at(s->port);
+	struct rdma_conn_param p = plainest;
+
+	ENSURE(!rdma_create_id(s->clients, client, NULL, s->space), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, *client, "client id");
+	ENSURE(!rdma_resolve_addr(*client, NULL, (struct sockaddr *)&name, 2000), "rdma_resolve_addr: %s", strerror(errno));
+	TRY(event(s->clients, RDMA_CM_EVENT_ADDR_RESOLVED, NULL, NULL));
+	ENSURE(!rdma_resolve_route(*client, 2000), "rdma_resolve_route: %s", strerror(errno));
+	TRY(event(s->clients, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL, NULL));
+	TRY(give_qp(*client));
+	ENSURE(!rdma_connect(*client, &p), "rdma_connect: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *accept_rdma(struct scene *s)
+{
+	struct rdma_conn_param p = plainest;
+	struct rdma_cm_id *server;
+
+	TRY(event(s->servers, RDMA_CM_EVENT_CONNECT_REQUEST, &server, NULL));
+	keep(close_id, server, "accepted id");
+	TRY(give_qp(server));
+	if (s->space == RDMA_PS_UDP)
+		p.qp_num = server->qp->qp_num;
+	ENSURE(!rdma_accept(server, &p), "rdma_accept: %s", strerror(errno));
+	if (s->space == RDMA_PS_UDP)
+		return NULL;
+	ENSURE(ntohs(rdma_get_src_port(server)) == s->port, "the server's end has port %u, not %u",
+	       ntohs(rdma_get_src_port(server)), s->port);
+	return event(s->servers, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL);
+}
+
+/* An RDMA client finds the listener, and both ends have the port that the program chose. */
+static const char *rdma_works(struct scene *s)
+{
+	struct rdma_cm_id *client;
+
+	TRY(start_connect(s, &client));
+	TRY(accept_rdma(s));
+	TRY(event(s->clients, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL));
+	ENSURE(ntohs(rdma_get_dst_port(client)) == s->port, "the client's peer has port %u, not %u",
+	       ntohs(rdma_get_dst_port(client)), s->port);
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- one process */
+
+static const char *plain_then_rdma(size_t arg)
+{
+	struct scene s;
+	int plain;
+
+	(void)arg;
+	TRY(plain_listener(&plain, 0));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, port_of(plain)));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+static const char *rdma_then_plain(size_t arg)
+{
+	struct scene s;
+	int plain;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(plain_listener(&plain, s.port));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+/* Connections that came to the TCP port of the number go on, and do not keep it from a plain socket. */
+static const char *plain_after_connections(size_t arg)
+{
+	struct scene s;
+	int plain;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(rdma_works(&s));
+	TRY(plain_listener(&plain, s.port));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+/* Two sockets with SO_REUSEADDR are bound to one port, until the first of them listens. */
+static const char *both_bound(size_t rdma_first)
+{
+	struct scene s;
+	int plain;
+
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(bind_rdma(&s, 0));
+	TRY(new_plain(&plain, SOCK_STREAM));
+	TRY(bind_plain(plain, s.port, true));
+	if (!rdma_first)
+		ENSURE(!listen(plain, 8), "listen: %s", strerror(errno));
+	ENSURE(!rdma_listen(s.listener, 8), "rdma_listen: %s", strerror(errno));
+	if (rdma_first)
+		ENSURE(!listen(plain, 8), "listen: %s", strerror(errno));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+/* The plain socket wants every address, the listener has one. */
+static const char *plain_on_every_address(size_t family)
+{
+	struct sockaddr_in6 any6 = { .sin6_family = AF_INET6 };
+	struct sockaddr_in any = { .sin_family = AF_INET };
+	struct scene s;
+	int plain, rc;
+
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	plain = socket((int)family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	ENSURE(plain >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)plain, "plain socket");
+	any.sin_port = any6.sin6_port = htons(s.port);
+	rc = family == AF_INET ? bind(plain, (struct sockaddr *)&any, sizeof any)
+			       : bind(plain, (struct sockaddr *)&any6, sizeof any6);
+	ENSURE(!rc, "bind: %s", strerror(errno));
+	ENSURE(!listen(plain, 8), "listen: %s", strerror(errno));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+/* A second plain socket does not get the port of the first. */
+static const char *plain_ports_are_taken(size_t arg)
+{
+	struct sockaddr_in name;
+	struct scene s;
+	int plain, second;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(plain_listener(&plain, s.port));
+	TRY(new_plain(&second, SOCK_STREAM));
+	name = at(s.port);
+	ENSURE(bind(second, (struct sockaddr *)&name, sizeof name) && errno == EADDRINUSE, "a second plain socket is bound");
+	return NULL;
+}
+
+/* So does a second listener of RDMA. */
+static const char *rdma_ports_are_taken(size_t space)
+{
+	struct sockaddr_in name;
+	struct rdma_cm_id *second;
+	struct scene s;
+
+	TRY(open_scene(&s, (enum rdma_port_space)space));
+	TRY(listen_rdma(&s, 0));
+	name = at(s.port);
+	ENSURE(!rdma_create_id(s.servers, &second, NULL, s.space), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, second, "second id");
+	ENSURE(rdma_bind_addr(second, (struct sockaddr *)&name) && errno == EADDRINUSE, "a second id is bound to the port");
+	/* And is free when the first goes. */
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	ENSURE(!rdma_bind_addr(second, (struct sockaddr *)&name), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(second, 8), "rdma_listen: %s", strerror(errno));
+	s.listener = second;
+	return rdma_works(&s);
+}
+
+/* Two ids that allow it have one port; only one of them listens. */
+static const char *shared_by_option(size_t arg)
+{
+	struct rdma_cm_id *id[2];
+	struct sockaddr_in name = at(0);
+	struct scene s;
+	int on = 1;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	for (int i = 0; i < 2; i++) {
+		ENSURE(!rdma_create_id(s.servers, &id[i], NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+		keep(close_id, id[i], "id");
+		ENSURE(!rdma_set_option(id[i], RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, &on, sizeof on),
+		       "rdma_set_option: %s", strerror(errno));
+		ENSURE(!rdma_bind_addr(id[i], (struct sockaddr *)&name), "rdma_bind_addr: %s", strerror(errno));
+		name = at(ntohs(rdma_get_src_port(id[i])));
+	}
+	ENSURE(!rdma_listen(id[0], 8), "rdma_listen: %s", strerror(errno));
+	ENSURE(rdma_listen(id[1], 8) && errno == EADDRINUSE, "two listeners have one port");
+	s.listener = id[0];
+	s.port = ntohs(name.sin_port);
+	return rdma_works(&s);
+}
+
+/* ---------------------------------------------------------------- datagrams */
+
+static const char *udp_both(size_t rdma_first)
+{
+	struct sockaddr_in name;
+	struct scene s;
+	char bytes[64];
+	int plain;
+
+	TRY(open_scene(&s, RDMA_PS_UDP));
+	TRY(new_plain(&plain, SOCK_DGRAM));
+	if (rdma_first) {
+		TRY(listen_rdma(&s, 0));
+		TRY(bind_plain(plain, s.port, false));
+	} else {
+		TRY(bind_plain(plain, 0, false));
+		TRY(listen_rdma(&s, port_of(plain)));
+	}
+	TRY(rdma_works(&s));
+	ENSURE(recv(plain, bytes, sizeof bytes, 0) < 0 && errno == EAGAIN, "the plain socket gets what is RDMA's");
+	name = at(s.port);
+	ENSURE(sendto(plain, "p", 1, 0, (struct sockaddr *)&name, sizeof name) == 1, "sendto: %s", strerror(errno));
+	ENSURE(recv(plain, bytes, sizeof bytes, 0) == 1, "recv: %s", strerror(errno));
+	return NULL;
+}
+
+/* Each port space has the number for itself. */
+static const char *spaces_are_apart(size_t arg)
+{
+	struct scene tcp, udp;
+	int stream, datagram;
+
+	(void)arg;
+	TRY(open_scene(&tcp, RDMA_PS_TCP));
+	TRY(open_scene(&udp, RDMA_PS_UDP));
+	TRY(listen_rdma(&tcp, 0));
+	TRY(listen_rdma(&udp, tcp.port));
+	TRY(plain_listener(&stream, tcp.port));
+	TRY(new_plain(&datagram, SOCK_DGRAM));
+	TRY(bind_plain(datagram, tcp.port, false));
+	TRY(rdma_works(&tcp));
+	TRY(rdma_works(&udp));
+	return plain_works(stream, tcp.port);
+}
+
+/* ---------------------------------------------------------------- two processes */
+
+struct helper {
+	pid_t pid;
+	int to, from;
+};
+
+static int end_helper(void *p)
+{
+	struct helper *h = p;
+	int status;
+
+	close(h->to);
+	close(h->from);
+	if (waitpid(h->pid, &status, 0) != h->pid || !WIFEXITED(status) || WEXITSTATUS(status)) {
+		errno = ECHILD;
+		return -1;
+	}
+	return 0;
+}
+
+/* The other process: takes a port, plainly or for RDMA, and serves one client whenever it is asked to. */
+static const char *help(int from, int to, bool rdma)
+{
+	uint16_t port;
+	struct scene s;
+	int plain = -1;
+	char what;
+
+	ENSURE(read(from, &port, sizeof port) == sizeof port, "no port");
+	if (rdma) {
+		TRY(open_scene(&s, RDMA_PS_TCP));
+		TRY(listen_rdma(&s, port));
+		port = s.port;
+	} else {
+		TRY(plain_listener(&plain, port));
+		port = port_of(plain);
+	}
+	ENSURE(write(to, &port, sizeof port) == sizeof port, "write: %s", strerror(errno));
+	while (read(from, &what, 1) == 1) {
+		TRY(rdma ? accept_rdma(&s) : plain_works(plain, port));
+		ENSURE(write(to, "d", 1) == 1, "write: %s", strerror(errno));
+	}
+	return NULL;
+}
+
+static const char *start_helper(struct helper *h, bool rdma)
+{
+	int to[2], from[2];
+
+	ENSURE(!pipe2(to, O_CLOEXEC) && !pipe2(from, O_CLOEXEC), "pipe: %s", strerror(errno));
+	fflush(stdout);
+	h->pid = fork();
+	ENSURE(h->pid >= 0, "fork: %s", strerror(errno));
+	if (h->pid == 0) {
+		const char *reason;
+
+		close(to[1]);
+		close(from[0]);
+		alarm(DEFAULT_SECONDS);
+		reason = help(to[0], from[1], rdma);
+		if (reason)
+			printf("# the other process: %s [%s]\n", reason, failed_at);
+		fflush(stdout);
+		_exit(reason ? 1 : 0);
+	}
+	close(to[0]);
+	close(from[1]);
+	h->to = to[1];
+	h->from = from[0];
+	keep(end_helper, h, "other process");
+	return NULL;
+}
+
+static const char *helper_takes(struct helper *h, uint16_t *port)
+{
+	ENSURE(write(h->to, port, sizeof *port) == sizeof *port, "write: %s", strerror(errno));
+	TRY(readable(h->from, WAIT_MS));
+	ENSURE(read(h->from, port, sizeof *port) == sizeof *port, "the other process failed");
+	return NULL;
+}
+
+static const char *helper_serves(struct helper *h)
+{
+	ENSURE(write(h->to, "s", 1) == 1, "write: %s", strerror(errno));
+	return NULL;
+}
+
+static const char *helper_served(struct helper *h)
+{
+	char byte;
+
+	TRY(readable(h->from, WAIT_MS));
+	ENSURE(read(h->from, &byte, 1) == 1, "the other process failed");
+	return NULL;
+}
+
+/* This process listens for RDMA, the other has the plain socket. */
+static const char *plain_elsewhere(size_t rdma_first)
+{
+	static struct helper h;
+	struct scene s;
+	uint16_t port = 0;
+
+	TRY(start_helper(&h, false));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	if (rdma_first) {
+		TRY(listen_rdma(&s, 0));
+		port = s.port;
+		TRY(helper_takes(&h, &port));
+	} else {
+		TRY(helper_takes(&h, &port));
+		TRY(listen_rdma(&s, port));
+	}
+	ENSURE(port == s.port, "the other process has port %u, not %u", port, s.port);
+	TRY(rdma_works(&s));
+	TRY(helper_serves(&h));
+	return helper_served(&h);
+}
+
+/* The other process listens for RDMA, this one has the plain socket and connects. */
+static const char *rdma_elsewhere(size_t rdma_first)
+{
+	static struct helper h;
+	struct rdma_cm_id *client;
+	struct scene s;
+	uint16_t port = 0;
+	int plain;
+
+	TRY(start_helper(&h, true));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	if (rdma_first) {
+		TRY(helper_takes(&h, &port));
+		TRY(plain_listener(&plain, port));
+	} else {
+		TRY(plain_listener(&plain, 0));
+		port = port_of(plain);
+		TRY(helper_takes(&h, &port));
+	}
+	s.port = port;
+	TRY(helper_serves(&h));
+	TRY(start_connect(&s, &client));
+	TRY(event(s.clients, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL));
+	TRY(helper_served(&h));
+	return plain_works(plain, port);
+}
+
+/* A listener of another process has the port. */
+static const char *taken_elsewhere(size_t arg)
+{
+	static struct helper h;
+	struct rdma_cm_id *id;
+	struct sockaddr_in name;
+	struct scene s;
+	uint16_t port = 0;
+
+	(void)arg;
+	TRY(start_helper(&h, true));
+	TRY(helper_takes(&h, &port));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	name = at(port);
+	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, id, "id");
+	ENSURE(rdma_bind_addr(id, (struct sockaddr *)&name) && errno == EADDRINUSE, "two processes have one port of rdma_cm");
+	return NULL;
+}
+
+/* A program that does not run on the device gets its port if listeners leave it from the start. */
+static const char *apart(size_t arg)
+{
+	struct sockaddr_in name;
+	struct scene s;
+	int plain;
+
+	(void)arg;
+	setenv("ANYWARP_PORTS", "apart", 1);
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(new_plain(&plain, SOCK_STREAM));
+	name = at(s.port);
+	ENSURE(!syscall(SYS_bind, plain, &name, sizeof name), "the system call bind: %s", strerror(errno));
+	ENSURE(!syscall(SYS_listen, plain, 8), "the system call listen: %s", strerror(errno));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+/* ---------------------------------------------------------------- signposts */
+
+/* The places of a signpost, as docs/ports.md has them. */
+static void places_of(uint16_t port, uint16_t place[2])
+{
+	uint32_t first = port < 1024 ? 600 : 61000, count = port < 1024 ? 400 : 4536;
+
+	place[0] = (uint16_t)(first + (port + RDMA_PS_TCP * 97u) % count);
+	place[1] = (uint16_t)(first + (port * 7u + port / count * 331u + RDMA_PS_TCP * 61u + count / 2) % count);
+}
+
+/* A plain socket wants the place of a signpost, which moves to the other one. */
+static const char *place_wanted(size_t arg)
+{
+	uint16_t place[2];
+	struct scene s;
+	int plain, both;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	places_of(s.port, place);
+	TRY(plain_listener(&plain, s.port));
+	TRY(new_plain(&both, SOCK_DGRAM));
+	TRY(bind_plain(both, place[0], false));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+/* Both places are taken: the listener is where iWARP peers look for it, and is found there after a short time. */
+static const char *no_place(size_t arg)
+{
+	struct sockaddr_in name;
+	uint16_t place[2];
+	struct scene s;
+	uint64_t since;
+	int plain;
+
+	(void)arg;
+	TRY(plain_listener(&plain, 0));
+	name = at(port_of(plain));
+	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
+	places_of(ntohs(name.sin_port), place);
+	for (int i = 0; i < 2; i++) {
+		TRY(new_plain(&plain, SOCK_DGRAM));
+		TRY(bind_plain(plain, place[i], false));
+	}
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, ntohs(name.sin_port)));
+	since = now_ms();
+	TRY(rdma_works(&s));
+	ENSURE(now_ms() - since < 3000, "connecting without a signpost takes %u ms", (unsigned int)(now_ms() - since));
+	/* And it is remembered that nothing answers there. */
+	since = now_ms();
+	TRY(rdma_works(&s));
+	ENSURE(now_ms() - since < 300, "connecting again takes %u ms", (unsigned int)(now_ms() - since));
+	return NULL;
+}
+
+enum lie { SILENCE, GARBAGE, SHORT, OTHER_NONCE, OTHER_PORT, OTHER_SPACE, PRIVILEGED, PORT_0, ECHO, ELSEWHERE, LIES };
+
+/* A signpost that lies sends nobody to a plain service, and keeps nobody from the listener. */
+static const char *lying_signpost(size_t lie)
+{
+	unsigned char question[64], answer[64];
+	struct sockaddr_in name, from;
+	socklen_t len = sizeof from;
+	enum rdma_cm_event_type got;
+	struct rdma_cm_event *e;
+	struct rdma_cm_id *client;
+	int liar, plain, listener;
+	uint16_t place[2], port;
+	struct scene s;
+	ssize_t n;
+
+	TRY(plain_listener(&plain, 0)); /* where the lie leads */
+	TRY(plain_listener(&listener, 0)); /* the number of the port */
+	port = port_of(listener);
+	ENSURE(!close_now((void *)(intptr_t)listener), "close: %s", strerror(errno));
+	places_of(port, place);
+	TRY(new_plain(&liar, SOCK_DGRAM));
+	TRY(bind_plain(liar, place[0], false));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, port)); /* has its signpost at the second place */
+	name = at(port_of(plain));
+	if (lie == ELSEWHERE) {
+		/* The listener gone, what a host says of its own ports is followed: the service hears a Request. */
+		ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	}
+	TRY(start_connect(&s, &client));
+	TRY(readable(liar, WAIT_MS));
+	while ((n = recvfrom(liar, question, sizeof question, 0, (struct sockaddr *)&from, &len)) > 0) {
+		ENSURE(n == 20 && !memcmp(question, "aWsp\x11", 5), "a question of %zd other bytes", n);
+		memcpy(answer, question, 20);
+		answer[4] = 0x13;
+		memcpy(answer + 10, &name.sin_port, 2);
+		switch ((enum lie)lie) {
+		case SILENCE: continue;
+		case GARBAGE: memset(answer, 0xa5, 20); break;
+		case SHORT: n = 19; break;
+		case OTHER_NONCE: answer[19] ^= 1; break;
+		case OTHER_PORT: answer[9] ^= 1; break;
+		case OTHER_SPACE: answer[7] ^= 1; break;
+		case PRIVILEGED: answer[10] = 0, answer[11] = 25; break;
+		case PORT_0: answer[10] = answer[11] = 0; break;
+		case ECHO: memcpy(answer, question, 20); break;
+		case ELSEWHERE: case LIES: break;
+		}
+		ENSURE(sendto(liar, answer, (size_t)n, 0, (struct sockaddr *)&from, len) == n, "sendto: %s", strerror(errno));
+	}
+	if (lie == ELSEWHERE) {
+		int heard;
+
+		TRY(readable(plain, WAIT_MS));
+		heard = accept(plain, NULL, NULL);
+		ENSURE(heard >= 0, "accept: %s", strerror(errno));
+		close(heard);
+		TRY(readable(s.clients->fd, WAIT_MS));
+		ENSURE(!rdma_get_cm_event(s.clients, &e), "rdma_get_cm_event: %s", strerror(errno));
+		got = e->event;
+		ENSURE(!rdma_ack_cm_event(e), "rdma_ack_cm_event: %s", strerror(errno));
+		ENSURE(got == RDMA_CM_EVENT_CONNECT_ERROR || got == RDMA_CM_EVENT_REJECTED, "event %s", rdma_event_str(got));
+		return NULL;
+	}
+	TRY(accept_rdma(&s));
+	TRY(event(s.clients, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL));
+	ENSURE(accept(plain, NULL, NULL) < 0 && errno == EAGAIN, "the lie was followed");
+	return NULL;
+}
+
+/* A signpost answers questions and nothing else, and no more than it is asked. */
+static const char *strange_questions(size_t arg)
+{
+	unsigned char bytes[64] = "aWsp\x11";
+	struct sockaddr_in name;
+	uint16_t place[2], port;
+	struct scene s;
+	int fd;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	places_of(s.port, place);
+	name = at(place[0]);
+	port = htons(s.port);
+	bytes[6] = RDMA_PS_TCP >> 8;
+	bytes[7] = RDMA_PS_TCP & 0xff;
+	memcpy(bytes + 8, &port, 2);
+	TRY(new_plain(&fd, SOCK_DGRAM));
+	ENSURE(!connect(fd, (struct sockaddr *)&name, sizeof name), "connect: %s", strerror(errno));
+	for (size_t len = 0; len <= 40; len++)
+		if (len != 20)
+			ENSURE(send(fd, bytes, len, 0) == (ssize_t)len, "send: %s", strerror(errno));
+	for (int kind = 0; kind < 256; kind++) {
+		if (kind == 0x11 || kind == 0x12)
+			continue;
+		bytes[4] = (unsigned char)kind;
+		ENSURE(send(fd, bytes, 20, 0) == 20, "send: %s", strerror(errno));
+		if (kind % 32 == 0)
+			sleep_ms(10); /* so that the socket's buffer has room for the last one */
+	}
+	TRY(not_readable(fd, 50));
+	bytes[4] = 0x11;
+	ENSURE(send(fd, bytes, 20, 0) == 20, "send: %s", strerror(errno));
+	TRY(readable(fd, WAIT_MS));
+	ENSURE(recv(fd, bytes, sizeof bytes, 0) == 20, "an answer of another length");
+	ENSURE(bytes[4] == 0x13 && bytes[5] == 0 && !memcmp(bytes + 10, &port, 2), "another answer");
+	TRY(not_readable(fd, 50));
+	return rdma_works(&s);
+}
+
+/* A port that is bound and does not listen refuses, and does not lead to the plain service of its number. */
+static const char *bound_only(size_t arg)
+{
+	struct rdma_cm_id *client;
+	struct scene s;
+	int plain, status;
+
+	(void)arg;
+	TRY(plain_listener(&plain, 0));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(bind_rdma(&s, port_of(plain)));
+	TRY(start_connect(&s, &client));
+	TRY(event(s.clients, RDMA_CM_EVENT_REJECTED, NULL, &status));
+	ENSURE(status == 8, "status %d, expected 8 (no listener)", status);
+	return plain_works(plain, s.port);
+}
+
+static const struct test tests[] = {
+	{ "plain_then_rdma", plain_then_rdma, 0, 0, false },
+	{ "rdma_then_plain", rdma_then_plain, 0, 0, false },
+	{ "plain_after_connections", plain_after_connections, 0, 0, false },
+	{ "both_bound_plain_listens", both_bound, 0, 0, false },
+	{ "both_bound_rdma_listens", both_bound, 1, 0, false },
+	{ "plain_on_every_address", plain_on_every_address, AF_INET, 0, false },
+	{ "plain_on_every_address_ipv6", plain_on_every_address, AF_INET6, 0, false },
+	{ "plain_ports_are_taken", plain_ports_are_taken, 0, 0, false },
+	{ "rdma_ports_are_taken", rdma_ports_are_taken, RDMA_PS_TCP, 0, false },
+	{ "rdma_ports_are_taken_udp", rdma_ports_are_taken, RDMA_PS_UDP, 0, false },
+	{ "shared_by_option", shared_by_option, 0, 0, false },
+	{ "udp_plain_first", udp_both, 0, 0, false },
+	{ "udp_rdma_first", udp_both, 1, 0, false },
+	{ "spaces_are_apart", spaces_are_apart, 0, 0, false },
+	{ "plain_elsewhere", plain_elsewhere, 0, 0, true },
+	{ "plain_elsewhere_rdma_first", plain_elsewhere, 1, 0, true },
+	{ "rdma_elsewhere", rdma_elsewhere, 0, 0, true },
+	{ "rdma_elsewhere_first", rdma_elsewhere, 1, 0, true },
+	{ "taken_elsewhere", taken_elsewhere, 0, 0, true },
+	{ "apart", apart, 0, 0, true },
+	{ "place_wanted", place_wanted, 0, 0, false },
+	{ "no_place", no_place, 0, 0, false },
+	{ "liar_silence", lying_signpost, SILENCE, 0, false },
+	{ "liar_garbage", lying_signpost, GARBAGE, 0, false },
+	{ "liar_short", lying_signpost, SHORT, 0, false },
+	{ "liar_other_nonce", lying_signpost, OTHER_NONCE, 0, false },
+	{ "liar_other_port", lying_signpost, OTHER_PORT, 0, false },
+	{ "liar_other_space", lying_signpost, OTHER_SPACE, 0, false },
+	{ "liar_privileged", lying_signpost, PRIVILEGED, 0, false },
+	{ "liar_port_0", lying_signpost, PORT_0, 0, false },
+	{ "liar_echo", lying_signpost, ECHO, 0, false },
+	{ "liar_elsewhere", lying_signpost, ELSEWHERE, 0, false },
+	{ "strange_questions", strange_questions, 0, 0, false },
+	{ "bound_only", bound_only, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
