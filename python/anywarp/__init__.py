@@ -42,9 +42,6 @@ def env(base=None, *, faults=None, log=None, addr=None):
     asked.pop("ANYWARP_LIB", None)
     shown = subprocess.run([tool(), "env", "--json"], env=asked, check=True, stdout=subprocess.PIPE)
     for name, value in json.loads(shown.stdout).items():
-        if not name.startswith("LD_"):
-            made.setdefault(name, value)
-            continue
         ours = value.split(":")
         before = made.get(name, "").replace(" ", ":") if name == "LD_PRELOAD" else made.get(name, "")
         made[name] = ":".join(ours + [e for e in before.split(":") if e and e not in ours])

@@ -36,10 +36,8 @@ pub(crate) enum Command {
     ///
     /// Sets LD_PRELOAD and LD_LIBRARY_PATH so that the program and all its children load anywarp's
     /// libibverbs.so.1 and librdmacm.so.1, and then becomes the program: no process of anywarp stays behind.
-    /// Both variables keep what was set before, behind anywarp's part.
-    ///
-    /// UCX_SOCKADDR_TLS_PRIORITY is set to rdmacm unless it is set: listeners of UCX otherwise also listen with TCP on the
-    /// port of rdma_cm, which is a TCP port here, and fail.
+    /// Both variables keep what was set before, behind anywarp's part. `--log info` shows what is set, and why. No
+    /// variable of other software is set: UCX, libfabric and others find the device as they find hardware.
     ///
     /// A statically linked program, a program of another architecture and a set-user-ID program that gains
     /// privileges cannot be reached this way; for these a warning is printed.
@@ -255,9 +253,9 @@ impl LogLevel {
         }
     }
 
-    /// Whether messages of level info are shown.
+    /// Whether connections and the variables of `anywarp run` are shown.
     pub(crate) fn shows_info(self) -> bool {
-        matches!(self, Self::Info | Self::Debug | Self::Trace)
+        !matches!(self, Self::Error | Self::Warn)
     }
 }
 

@@ -173,21 +173,6 @@ impl Library {
     }
 }
 
-/// A variable of other software, set unless it is set already, and why.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Middleware {
-    pub(crate) name: &'static str,
-    pub(crate) value: &'static str,
-    pub(crate) why: &'static str,
-}
-
-/// What other software needs to be told.
-pub(crate) const MIDDLEWARE: &[Middleware] = &[Middleware {
-    name: "UCX_SOCKADDR_TLS_PRIORITY",
-    value: "rdmacm",
-    why: "a listener of UCX also listens with TCP on its port, which is that of rdma_cm here",
-}];
-
 /// `ours`, then what was set before without our own entries (a run inside a run adds nothing twice).
 fn in_front<'a>(
     ours: impl Iterator<Item = &'a OsStr>,

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::Failure;
 use crate::cli::Env;
-use crate::library::{Library, MIDDLEWARE, Middleware};
+use crate::library::Library;
 
 /// Prints the variables in the form asked for.
 pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
@@ -19,40 +19,18 @@ pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
         .map(|(name, value)| (name, value.to_string_lossy().into_owned()))
         .collect();
     let text = if args.json {
-        let mut object: serde_json::Map<String, Value> = variables
+        let object: serde_json::Map<String, Value> = variables
             .iter()
             .map(|(name, value)| ((*name).to_owned(), value.as_str().into()))
             .collect();
-        object.extend(
-            MIDDLEWARE
-                .iter()
-                .map(|m| (m.name.to_owned(), Value::from(m.value))),
-        );
         Value::Object(object).to_string() + "\n"
     } else if args.docker {
-        docker(&variables) + &docker_middleware()
+        docker(&variables)
     } else {
-        shell(&variables) + &shell_middleware()
+        shell(&variables)
     };
     print!("{text}");
     Ok(ExitCode::SUCCESS)
-}
-
-/// Lines for `eval` that keep what the shell has.
-fn shell_middleware() -> String {
-    let mut text = String::new();
-    for Middleware { name, value, .. } in MIDDLEWARE {
-        let _infallible = writeln!(text, "export {name}=\"${{{name}-{value}}}\"");
-    }
-    text
-}
-
-fn docker_middleware() -> String {
-    let mut text = String::new();
-    for Middleware { name, value, why } in MIDDLEWARE {
-        let _infallible = writeln!(text, "# {why}\nENV {name}=\"{value}\"");
-    }
-    text
 }
 
 /// Lines for `eval`. Values that the shell has already stay, behind the new ones.
@@ -86,24 +64,6 @@ mod tests {
             text,
             "export LD_PRELOAD='/opt/it'\\''s/libibverbs.so.1'\"${LD_PRELOAD:+:$LD_PRELOAD}\"\n"
         );
-    }
-
-    #[test]
-    fn a_shell_keeps_what_it_has_for_other_software() {
-        let value = |before: &str| {
-            let script = format!(
-                "{before}\n{}printf %s \"$UCX_SOCKADDR_TLS_PRIORITY\"",
-                shell_middleware()
-            );
-            let out = std::process::Command::new("sh")
-                .args(["-c", &script])
-                .env_remove("UCX_SOCKADDR_TLS_PRIORITY")
-                .output()
-                .unwrap();
-            String::from_utf8(out.stdout).unwrap()
-        };
-        assert_eq!(value(""), "rdmacm");
-        assert_eq!(value("UCX_SOCKADDR_TLS_PRIORITY=tcp"), "tcp");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use anywarp_core::fault::Plan;
 use super::Failure;
 use crate::cli::{LogLevel, Run};
 use crate::elf;
-use crate::library::{Library, MIDDLEWARE};
+use crate::library::Library;
 
 /// Does not return when all is well: the program has taken the place of this process.
 pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
@@ -54,18 +54,6 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     if let Some(level) = args.log {
         command.env("ANYWARP_LOG", level.as_str());
     }
-    for variable in MIDDLEWARE {
-        if env::var_os(variable.name).is_some() {
-            continue;
-        }
-        command.env(variable.name, variable.value);
-        if args.log.is_some_and(LogLevel::shows_info) {
-            eprintln!(
-                "anywarp: sets {}={}: {}",
-                variable.name, variable.value, variable.why
-            );
-        }
-    }
     if let Some(profile) = args.profile {
         command.env("ANYWARP_DEVICE_PROFILE", profile.as_str());
     }
@@ -79,7 +67,34 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     if let Some(address) = args.device_ip {
         command.env("ANYWARP_ADDR", address.to_string());
     }
+    if args.log.is_some_and(LogLevel::shows_info) {
+        for line in explanations(&command) {
+            eprintln!("anywarp: {line}");
+        }
+    }
     Ok(command)
+}
+
+/// One line for each variable that the program gets, and why.
+fn explanations(command: &Command) -> Vec<String> {
+    let why = |name: &str| match name {
+        "LD_PRELOAD" => "the program's libibverbs and librdmacm are anywarp's, also if it brings its own",
+        "LD_LIBRARY_PATH" => "and so are those that it opens by name later",
+        "ANYWARP_LOG" => "--log",
+        "ANYWARP_DEVICE_PROFILE" => "--profile",
+        "ANYWARP_FAULTS" | "ANYWARP_FAULTS_FILE" => "--faults",
+        "ANYWARP_STAT" => "--stat",
+        "ANYWARP_ADDR" => "--device-ip",
+        _ => "asked for on the command line",
+    };
+    let lines = command.get_envs().map(|(name, value)| {
+        let (name, reason) = (name.to_string_lossy(), why(&name.to_string_lossy()));
+        match value {
+            Some(value) => format!("sets {name}={}: {reason}", value.to_string_lossy()),
+            None => format!("removes {name}: {reason}"),
+        }
+    });
+    lines.collect()
 }
 
 /// Reads what is to go wrong, as the device will; a file gets its full name, for programs may go elsewhere.
@@ -153,6 +168,22 @@ mod tests {
             "{text}"
         );
         assert!(why("@/no/such/file").starts_with("--faults: /no/such/file: No such file"));
+    }
+
+    #[test]
+    fn each_variable_has_its_reason() {
+        let mut command = Command::new("true");
+        command.env("LD_PRELOAD", "/a.so").env("ANYWARP_STAT", "1");
+        command.env_remove("ANYWARP_FAULTS_FILE");
+        let lines = explanations(&command);
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        for start in [
+            "sets LD_PRELOAD=/a.so: ",
+            "sets ANYWARP_STAT=1: --stat",
+            "removes ANYWARP_FAULTS_FILE: --faults",
+        ] {
+            assert!(lines.iter().any(|l| l.starts_with(start)), "{lines:?}");
+        }
     }
 
     #[test]
