@@ -4,6 +4,7 @@
 //! With `--netns` everything happens in namespaces that end with this process, so nothing stays behind.
 
 use crate::process::Process;
+use anywarp_core::wire::signpost::Port;
 use rustix::process::geteuid;
 use std::collections::BTreeMap;
 use std::env;
@@ -20,6 +21,8 @@ use xtask::{Result, dist, sh};
 
 /// Ports handed to cases: below the range from which the kernel takes its own.
 const PORTS: std::ops::Range<u16> = 20_000..30_000;
+/// Port spaces of rdma_cm whose listeners do not have the kernel's port of their number: UDP and IPoIB.
+const DATAGRAM_SPACES: [u16; 2] = [0x0111, 0x0002];
 
 /// How often a running program is looked at.
 pub(crate) const LOOK: Duration = Duration::from_millis(10);
@@ -285,7 +288,7 @@ impl Host {
             Self::Client => 2,
         };
         match (place, ipv6) {
-            (Place::Loopback, false) => IpAddr::from([127, 0, 0, 1]),
+            (Place::Loopback, false) => IpAddr::from([127, 0, 0, last]),
             (Place::Loopback, true) => IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1u16]),
             (Place::Namespaces, false) => IpAddr::from([10, 77, 0, last]),
             (Place::Namespaces, true) => IpAddr::from([0xfd77, 0, 0, 0, 0, 0, 0, u16::from(last)]),
@@ -718,11 +721,17 @@ impl Player {
         self.process.poll()
     }
 
-    /// Whether its network has a bound port of this number; connected sockets do not count.
+    /// Whether its network has a bound port of this number, or the signpost of a datagram port of rdma_cm; connected sockets
+    /// do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
+        let places = DATAGRAM_SPACES.map(|space| Port { space, number: port }.places());
         ["tcp", "tcp6", "udp", "udp6"].iter().any(|table| {
             let path = format!("/proc/{}/net/{table}", self.process.id());
-            fs::read_to_string(path).is_ok_and(|text| has_bound_port(&text, table, port))
+            fs::read_to_string(path).is_ok_and(|text| {
+                let signpost = |place: &u16| has_bound_port(&text, table, *place);
+                has_bound_port(&text, table, port)
+                    || table.starts_with("udp") && places.iter().flatten().any(signpost)
+            })
         })
     }
 
