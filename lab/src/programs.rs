@@ -724,7 +724,13 @@ impl Player {
     /// Whether its network has a bound port of this number, or the signpost of a datagram port of rdma_cm; connected sockets
     /// do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
-        let places = DATAGRAM_SPACES.map(|space| Port { space, number: port }.places());
+        let places = DATAGRAM_SPACES.map(|space| {
+            Port {
+                space,
+                number: port,
+            }
+            .places()
+        });
         ["tcp", "tcp6", "udp", "udp6"].iter().any(|table| {
             let path = format!("/proc/{}/net/{table}", self.process.id());
             fs::read_to_string(path).is_ok_and(|text| {

@@ -78,7 +78,9 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
 /// One line for each variable that the program gets, and why.
 fn explanations(command: &Command) -> Vec<String> {
     let why = |name: &str| match name {
-        "LD_PRELOAD" => "the program's libibverbs and librdmacm are anywarp's, also if it brings its own",
+        "LD_PRELOAD" => {
+            "the program's libibverbs and librdmacm are anywarp's, also if it brings its own"
+        }
         "LD_LIBRARY_PATH" => "and so are those that it opens by name later",
         "ANYWARP_LOG" => "--log",
         "ANYWARP_DEVICE_PROFILE" => "--profile",
