@@ -766,6 +766,69 @@ static const char *strange_questions(size_t arg)
 	return rdma_works(&s);
 }
 
+/* Another process of a user asks the listener to leave its TCP port; its status, or -1. */
+static int ask_to_leave(uint16_t port, uid_t user)
+{
+	unsigned char bytes[64] = "aWsp\x12";
+	struct sockaddr_in name = at(0);
+	uint16_t place[2], wire = htons(port);
+	int fd, status;
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	if (pid < 0)
+		return -1;
+	if (pid)
+		return waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) < 100 ? WEXITSTATUS(status) : -1;
+	alarm(DEFAULT_SECONDS);
+	if (user != geteuid() && (setgid(user) || setuid(user)))
+		_exit(100);
+	fd = socket(AF_INET, SOCK_DGRAM, 0);
+	if (fd < 0 || syscall(SYS_bind, fd, &name, sizeof name))
+		_exit(101);
+	places_of(port, place);
+	name = at(place[0]);
+	bytes[6] = RDMA_PS_TCP >> 8;
+	bytes[7] = RDMA_PS_TCP & 0xff;
+	memcpy(bytes + 8, &wire, 2);
+	if (sendto(fd, bytes, 20, 0, (struct sockaddr *)&name, sizeof name) != 20)
+		_exit(102);
+	if (readable(fd, WAIT_MS) || recv(fd, bytes, sizeof bytes, 0) != 20 || bytes[4] != 0x13)
+		_exit(103);
+	_exit(bytes[5]);
+}
+
+/* Only a process of the same user, or of root, has a listener leave its TCP port. */
+static const char *release_by(size_t user)
+{
+	struct sockaddr_in name;
+	bool may = user == geteuid();
+	struct scene s;
+	int plain, status;
+
+	if (!may && geteuid())
+		SKIP("needs root, to be another user");
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	status = ask_to_leave(s.port, (uid_t)user);
+	ENSURE(status == (may ? 3 : 2), "status %d", status);
+	TRY(new_plain(&plain, SOCK_STREAM));
+	name = at(s.port);
+	/* The system call, because bind asks too. */
+	if (syscall(SYS_bind, plain, &name, sizeof name))
+		ENSURE(!may && errno == EADDRINUSE, "the system call bind: %s", strerror(errno));
+	else
+		ENSURE(may, "another user has made the listener leave");
+	return rdma_works(&s);
+}
+
+static const char *release_by_this_user(size_t arg)
+{
+	(void)arg;
+	return release_by(geteuid());
+}
+
 /* A port that is bound and does not listen refuses, and does not lead to the plain service of its number. */
 static const char *bound_only(size_t arg)
 {
@@ -817,6 +880,8 @@ static const struct test tests[] = {
 	{ "liar_echo", lying_signpost, ECHO, 0, false },
 	{ "liar_elsewhere", lying_signpost, ELSEWHERE, 0, false },
 	{ "strange_questions", strange_questions, 0, 0, false },
+	{ "release_by_this_user", release_by_this_user, 0, 0, true },
+	{ "release_by_another_user", release_by, 65534, 0, true },
 	{ "bound_only", bound_only, 0, 0, false },
 };
 

@@ -8,7 +8,7 @@
 use std::ffi::c_int;
 use std::net::SocketAddr;
 
-use anywarp_engine::cm::{Room, make_room};
+use anywarp_engine::cm::make_room;
 use libc::{sockaddr, sockaddr_storage, socklen_t};
 
 use crate::cm::address::address_of;
@@ -30,9 +30,8 @@ fn option(fd: c_int, level: c_int, name: c_int) -> Option<c_int> {
     let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as socklen_t;
     // SAFETY: `value` and `len` live through the call, and `len` is the size of `value`.
-    let result = unsafe {
-        libc::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len)
-    };
+    let result =
+        unsafe { libc::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len) };
     (result == 0).then_some(value)
 }
 
@@ -54,23 +53,35 @@ fn with_room(
     };
     let Some(to) = to() else { return first };
     let v6only = to.is_ipv4() || option(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY) == Some(1);
-    match make_room(is_stream, to, v6only) {
-        Room::None => first,
-        Room::Made => call(),
-        Room::Shared => call().or_else(|_| {
-            let on: c_int = 1;
-            // SAFETY: `on` lives through the call, and its size is given.
-            unsafe {
-                libc::setsockopt(
-                    fd,
-                    libc::SOL_SOCKET,
-                    libc::SO_REUSEADDR,
-                    (&raw const on).cast(),
-                    size_of::<c_int>() as socklen_t,
-                );
-            }
-            call()
-        }),
+    if !make_room(is_stream, to, v6only) {
+        return first;
+    }
+    let second = call();
+    let shares = option(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR);
+    if second != Err(libc::EADDRINUSE) || !is_stream || shares != Some(0) {
+        return second;
+    }
+    // Connections to the listener that has left go on, and share the port with a socket that allows it.
+    share(fd, true);
+    let third = call();
+    if third.is_err() {
+        share(fd, false);
+    }
+    third
+}
+
+/// Sets `SO_REUSEADDR`.
+fn share(fd: c_int, on: bool) {
+    let on = c_int::from(on);
+    // SAFETY: `on` lives through the call, and its size is given.
+    unsafe {
+        libc::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_REUSEADDR,
+            (&raw const on).cast(),
+            size_of::<c_int>() as socklen_t,
+        );
     }
 }
 

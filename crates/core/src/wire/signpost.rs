@@ -78,7 +78,21 @@ impl Message {
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; LEN] = bytes.try_into().ok()?;
-        let [m0, m1, m2, m3, kind, status, s0, s1, p0, p1, at0, at1, nonce @ ..] = *bytes;
+        let [
+            m0,
+            m1,
+            m2,
+            m3,
+            kind,
+            status,
+            s0,
+            s1,
+            p0,
+            p1,
+            at0,
+            at1,
+            nonce @ ..,
+        ] = *bytes;
         if [m0, m1, m2, m3] != MAGIC || kind >> 4 != VERSION {
             return None;
         }
@@ -196,6 +210,18 @@ mod tests {
         assert_eq!(answer(7471, 0), None);
         assert!(answer(25, 26).is_some());
         assert!(answer(25, 40_000).is_some());
+    }
+
+    /// Those of docs/ports.md, which other ends compute too.
+    #[test]
+    fn places_are_those_of_the_document() {
+        for (space, number, places) in [
+            (0x0106, 7471, [62_133, 63_838]),
+            (0x0111, 7471, [63_200, 64_509]),
+            (0x0106, 111, [925, 759]),
+        ] {
+            assert_eq!(Port { space, number }.places(), places);
+        }
     }
 
     #[test]

@@ -110,7 +110,7 @@ impl CmId {
             if let Some(local) = local_addr(&opened.fd) {
                 // A port that the program chose stays its port, whichever TCP port carries the connection.
                 let chosen = state.local.filter(|_| state.place.is_some());
-                let port = chosen.map_or(local.port(), |l| l.port());
+                let port = chosen.map_or_else(|| local.port(), |l| l.port());
                 state.local = Some((local.ip(), port).into());
             }
             if state.step(Input::Established).is_err() {

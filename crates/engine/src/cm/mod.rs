@@ -3,14 +3,15 @@
 //! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram identifiers
 //! in `udp`, and connections without a queue pair of the program in `bare`.
 //!
-//! Ports are in `ports`: a listener has the TCP port of its number where it can, and private data is that of the MPA frame, so
-//! that siw and hardware RNICs connect to and from it. Events of an identifier wait in the channel that it was made with or moved to.
+//! Ports are in `ports` and `holder`: a listener has the TCP port of its number where it can, and private data is that of the
+//! MPA frame, so that siw and hardware RNICs connect to and from it. Events of an identifier wait in the channel that it was made with or moved to.
 //!
 //! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without locks of their own. An identifier's lock may be
 //! held while that of a connection request it received is taken, and never the other way round.
 
 mod active;
 mod bare;
+mod holder;
 mod passive;
 mod ports;
 mod sidr;
@@ -40,22 +41,9 @@ use crate::net::socket::{local_addr, unmapped};
 use crate::objects::QueuePair;
 use crate::qp::{Manager, RcQp};
 use crate::reactor::Token;
-pub use ports::{Room, make_room};
-use ports::{Place, Wish};
+use ports::{Holder, Place, Wish};
+pub use ports::{PortSpace, make_room};
 use state::{Input, Phase};
-
-/// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PortSpace {
-    /// Reliable connections.
-    Tcp = 0x0106,
-    /// Datagrams.
-    Udp = 0x0111,
-    /// IPoIB multicast: as datagrams.
-    Ipoib = 0x0002,
-    /// Any service of InfiniBand: as connections.
-    Ib = 0x013f,
-}
 
 /// Kind of an event. The numbers are those of `enum rdma_cm_event_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -349,7 +337,8 @@ impl CmId {
         let mut state = self.lock();
         state.allows(Input::Bind)?;
         let wish = state.wish(self.port_space, unmapped(to));
-        let bound = ports::take(self.engine, &self.me, wish)?;
+        let id: Weak<dyn Holder> = self.me.clone();
+        let bound = ports::take(self.engine, &id, wish)?;
         state.local = Some(bound.local);
         state.wish = Some(wish);
         state.place = Some(bound.place);

@@ -14,6 +14,7 @@ use super::{CmId, ConnParam, Event, EventKind, State, event_depths, os};
 use crate::connect::half_open;
 use crate::connect::startup::{Owner, Startup};
 use crate::engine::Engine;
+use crate::fd::EngineFd;
 use crate::locks::Rank;
 use crate::log;
 use crate::net::socket::local_addr;
@@ -29,17 +30,29 @@ impl State {
         let wish = self.wish.ok_or_else(|| os(libc::EINVAL))?;
         // The program's number bounds the requests that it has to answer. The kernel's queue holds all connections, and a
         // peer that finds it full retries after a second.
-        let backlog = i32::try_from(self.backlog).unwrap_or(i32::MAX).max(KERNEL_BACKLOG);
-        let bound = self.bound.take();
-        let fd = match bound.map(|fd| rustix::net::listen(fd.get(), backlog).map(|()| fd)) {
-            Some(Ok(fd)) => fd,
-            // Both sockets were bound while neither listened, and the plain one was faster.
-            None | Some(Err(Errno::ADDRINUSE)) => {
+        let backlog = i32::try_from(self.backlog)
+            .unwrap_or(i32::MAX)
+            .max(KERNEL_BACKLOG);
+        let listen = |fd: &EngineFd| rustix::net::listen(fd.get(), backlog);
+        let fd = match self.bound.take() {
+            Some(fd) => match listen(&fd) {
+                Ok(()) => Some(fd),
+                // Both sockets were bound while neither listened, and the plain one was faster.
+                Err(Errno::ADDRINUSE) => None,
+                Err(e) => {
+                    self.bound = Some(fd);
+                    return Err(e.into());
+                }
+            },
+            None => None,
+        };
+        let fd = match fd {
+            Some(fd) => fd,
+            None => {
                 let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
-                rustix::net::listen(fd.get(), backlog)?;
+                listen(&fd)?;
                 fd
             }
-            Some(Err(e)) => return Err(e.into()),
         };
         if let Some(place) = &self.place {
             let at = local_addr(&fd).map_or(0, |a| a.port());

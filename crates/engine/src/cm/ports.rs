@@ -9,18 +9,17 @@
 //! libibverbs). A listener of datagrams never has the UDP port of its number: its peers all ask.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use anywarp_core::wire::signpost::{LEN, Message, Port, Status};
+use anywarp_core::wire::signpost::{Port, Status};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, SocketType};
+use rustix::net::SocketType;
 
-use super::{CmId, PortSpace, os};
 use crate::config::config;
-use crate::connect::signpost::{is_here, is_taken_here, release_elsewhere};
+use crate::connect::signpost::{is_taken_here, release_elsewhere};
 use crate::engine::{self, Engine};
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank};
@@ -28,12 +27,35 @@ use crate::log;
 use crate::net::socket::{self, local_addr, unmapped};
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
+use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Tries to find a number that is free in the port space too.
+/// Numbers that are tried until one is free both in the kernel and in the port space.
 const TRIES: u32 = 64;
-/// Questions that one turn answers, so that a busy signpost does not keep other sockets waiting.
-const TURN: usize = 64;
+/// Addresses of this host at which listeners are asked to leave a port that a plain socket wants at all addresses.
+const ADDRESSES_MAX: usize = 32;
+
+/// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PortSpace {
+    /// Reliable connections.
+    Tcp = 0x0106,
+    /// Datagrams.
+    Udp = 0x0111,
+    /// IPoIB multicast: as datagrams.
+    Ipoib = 0x0002,
+    /// Any service of InfiniBand: as connections.
+    Ib = 0x013f,
+}
+
+/// What can have a port: an identifier.
+pub(super) trait Holder: Send + Sync {
+    /// Answers the questions that have arrived at the signpost.
+    fn answer_questions(&self);
+    /// Leaves a port of the kernel to a plain socket: the TCP port `number`, or the signpost's place `number`. Returns whether
+    /// it had it and could leave.
+    fn leave(&self, kind: SocketType, number: u16) -> bool;
+}
 
 /// The ports of this process's identifiers.
 static TAKEN: PerProcess<Mutex<Vec<Taken>>> =
@@ -44,12 +66,17 @@ static TAKEN: PerProcess<Mutex<Vec<Taken>>> =
 static HAD: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
 
 fn had(port: u16) -> Option<(&'static AtomicU64, u64)> {
-    HAD.get(usize::from(port / 64)).map(|w| (w, 1 << (port % 64)))
+    HAD.get(usize::from(port / 64))
+        .map(|w| (w, 1 << (port % 64)))
+}
+
+fn was_ours(port: u16) -> bool {
+    had(port).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0)
 }
 
 /// A port as the process's list has it.
 struct Taken {
-    id: Weak<CmId>,
+    id: Weak<dyn Holder>,
     port: Port,
     address: Address,
     reuse: bool,
@@ -72,7 +99,8 @@ impl Address {
     /// Whether two sockets with these addresses cannot have one port.
     fn conflicts(self, other: Self) -> bool {
         let takes_all = |a: Self, b: Self| {
-            a.ip.is_unspecified() && (a.ip.is_ipv4() == b.ip.is_ipv4() || a.ip.is_ipv6() && !a.v6only)
+            a.ip.is_unspecified()
+                && (a.ip.is_ipv4() == b.ip.is_ipv4() || a.ip.is_ipv6() && !a.v6only)
         };
         self.ip == other.ip || takes_all(self, other) || takes_all(other, self)
     }
@@ -81,7 +109,7 @@ impl Address {
 /// The port of an identifier, which is free again when this is dropped.
 pub(super) struct Place {
     engine: &'static Engine,
-    id: Weak<CmId>,
+    id: Weak<dyn Holder>,
     signpost: Option<(EngineFd, Token)>,
 }
 
@@ -108,6 +136,13 @@ impl Wish {
         matches!(self.space, PortSpace::Tcp | PortSpace::Ib)
     }
 
+    fn port(self, number: u16) -> Port {
+        Port {
+            space: self.space as u16,
+            number,
+        }
+    }
+
     fn address(self) -> Address {
         Address {
             ip: self.to.ip(),
@@ -126,7 +161,14 @@ impl Wish {
     }
 
     fn bind(self, fd: &EngineFd, port: u16) -> rustix::io::Result<()> {
-        rustix::net::bind(fd.get(), &SocketAddr::new(self.to.ip(), port))
+        rustix::net::bind(fd.get(), &at_port(self.to, port))
+    }
+
+    /// A UDP socket on any port of the kernel.
+    pub(super) fn datagram(self) -> io::Result<EngineFd> {
+        let fd = self.socket(SocketType::DGRAM)?;
+        self.bind(&fd, 0).map_err(not_here)?;
+        Ok(fd)
     }
 
     /// A TCP socket on a port of the kernel, to listen or connect; `None` if another socket has the port.
@@ -142,10 +184,16 @@ impl Wish {
     }
 }
 
+/// The address with another port. A link-local address keeps its interface.
+fn at_port(mut address: SocketAddr, port: u16) -> SocketAddr {
+    address.set_port(port);
+    address
+}
+
 /// An address that this host does not have belongs to no device.
 fn not_here(e: Errno) -> io::Error {
     if e == Errno::ADDRNOTAVAIL {
-        os(libc::ENODEV)
+        Errno::NODEV.into()
     } else {
         e.into()
     }
@@ -159,7 +207,11 @@ pub(super) struct Bound {
 }
 
 /// Takes a port for `id`; number 0 takes a free one.
-pub(super) fn take(engine: &'static Engine, id: &Weak<CmId>, wish: Wish) -> io::Result<Bound> {
+pub(super) fn take(
+    engine: &'static Engine,
+    id: &Weak<dyn Holder>,
+    wish: Wish,
+) -> io::Result<Bound> {
     if wish.to.port() != 0 {
         let tcp = match wish.is_stream() && !config().ports_apart {
             true => wish.stream(wish.to.port())?,
@@ -167,17 +219,16 @@ pub(super) fn take(engine: &'static Engine, id: &Weak<CmId>, wish: Wish) -> io::
         };
         return reserve(engine, id, wish, wish.to, tcp);
     }
-    let mut last = os(libc::EADDRINUSE);
+    let mut last = Errno::ADDRINUSE.into();
     for _ in 0..TRIES {
+        // The kernel finds a number that no socket of this kind has.
         let fd = if wish.is_stream() {
-            wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?
+            wish.stream(0)?.ok_or(Errno::ADDRINUSE)?
         } else {
-            let fd = wish.socket(SocketType::DGRAM)?;
-            wish.bind(&fd, 0).map_err(not_here)?;
-            fd
+            wish.datagram()?
         };
         let number = local_addr(&fd).map_or(0, |a| a.port());
-        let local = SocketAddr::new(wish.to.ip(), number);
+        let local = at_port(wish.to, number);
         let tcp = (wish.is_stream() && !config().ports_apart).then_some(fd);
         match reserve(engine, id, wish, local, tcp) {
             Err(e) if e.raw_os_error() == Some(libc::EADDRINUSE) => last = e,
@@ -190,70 +241,82 @@ pub(super) fn take(engine: &'static Engine, id: &Weak<CmId>, wish: Wish) -> io::
 /// Makes the port `local` taken.
 fn reserve(
     engine: &'static Engine,
-    id: &Weak<CmId>,
+    id: &Weak<dyn Holder>,
     wish: Wish,
     local: SocketAddr,
     tcp: Option<EngineFd>,
 ) -> io::Result<Bound> {
-    let port = Port {
-        space: wish.space as u16,
-        number: local.port(),
-    };
-    let signpost = put_up(wish, port, None)?;
-    if signpost.is_none() && tcp.is_none() {
+    let port = wish.port(local.port());
+    let mut place = enter(engine, id, wish, port, tcp.as_ref().map(|_| local.port()))?;
+    match put_up(wish, port, None)? {
+        Some(signpost) => place.attach(signpost)?,
         // Neither iWARP peers nor others could find it.
-        return Err(os(libc::EADDRINUSE));
-    }
-    let mut place = Place {
-        engine,
-        id: id.clone(),
-        signpost: None,
-    };
-    TAKEN.get().lock().push(Taken {
-        id: id.clone(),
-        port,
-        address: wish.address(),
-        reuse: wish.reuse,
-        place: signpost.as_ref().and_then(local_addr).map(|a| a.port()),
-        tcp: tcp.as_ref().map(|_| local.port()),
-        listening: None,
-    });
-    if let Some(fd) = signpost {
-        let token = engine.add(Arc::new(Signpost(id.clone())), fd.get(), false)?;
-        place.signpost = Some((fd, token));
+        None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
+        None => log!(
+            Info,
+            "cm: UDP ports {:?} are taken, so listener {local} has no signpost and cannot leave its TCP port",
+            port.places()
+        ),
     }
     Ok(Bound { local, place, tcp })
 }
 
-/// A socket at one of the places of `port`, but not at `except`; `None` if others have both. `EADDRINUSE` if the port itself
-/// is taken.
+/// Puts a port into the list; `EADDRINUSE` if an identifier of this process has it.
+fn enter(
+    engine: &'static Engine,
+    id: &Weak<dyn Holder>,
+    wish: Wish,
+    port: Port,
+    tcp: Option<u16>,
+) -> io::Result<Place> {
+    let address = wish.address();
+    let mut taken = TAKEN.get().lock();
+    let is_same =
+        |t: &Taken| t.port == port && t.address.conflicts(address) && !(t.reuse && wish.reuse);
+    if taken.iter().any(is_same) {
+        return Err(Errno::ADDRINUSE.into());
+    }
+    taken.push(Taken {
+        id: id.clone(),
+        port,
+        address,
+        reuse: wish.reuse,
+        place: None,
+        tcp,
+        listening: None,
+    });
+    Ok(Place {
+        engine,
+        id: id.clone(),
+        signpost: None,
+    })
+}
+
+/// A socket at the first place of `port` that is free and is not `except`; `None` if there is none. `EADDRINUSE` if another
+/// process has the port.
 fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<EngineFd>> {
     let address = wish.address();
-    // Those of this process whose signposts would be in the way.
-    let (mine, own): (bool, Vec<u16>) = {
+    // Signposts of this process need no question.
+    let own: Vec<u16> = {
         let taken = TAKEN.get().lock();
-        let near = || taken.iter().filter(|t| t.address.conflicts(address));
-        let same = |t: &&Taken| t.port == port && !(t.reuse && wish.reuse);
-        let mine = except.is_none() && near().any(|t| same(&t));
-        (mine, near().filter_map(|t| t.place).collect())
+        let near = taken.iter().filter(|t| t.address.conflicts(address));
+        near.filter_map(|t| t.place).collect()
     };
-    if mine {
-        return Err(os(libc::EADDRINUSE));
-    }
     for place in port.places() {
         if Some(place) == except {
             continue;
         }
         let fd = wish.socket(SocketType::DGRAM)?;
         if wish.reuse {
-            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
+            // Of one user: with SO_REUSEADDR, sockets of any user could share the place, and receive its questions.
+            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
         }
         match wish.bind(&fd, place) {
             Ok(()) => return Ok(Some(fd)),
             Err(Errno::ADDRINUSE) if own.contains(&place) => {}
             Err(Errno::ADDRINUSE) => {
-                if except.is_none() && is_taken_here(port, wish.to.ip()) {
-                    return Err(os(libc::EADDRINUSE));
+                if except.is_none() && is_taken_here(port, wish.to) {
+                    return Err(Errno::ADDRINUSE.into());
                 }
             }
             Err(e) => return Err(not_here(e)),
@@ -278,7 +341,7 @@ impl Place {
             n != mine && t.port == port && t.listening.is_some() && t.address.conflicts(address)
         });
         if other {
-            return Err(os(libc::EADDRINUSE));
+            return Err(Errno::ADDRINUSE.into());
         }
         if let Some(t) = taken.get_mut(mine) {
             t.listening = Some(at);
@@ -289,7 +352,7 @@ impl Place {
         }
         if let Some((fd, _)) = &self.signpost {
             // From now on the port is this identifier's alone.
-            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 0);
+            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 0);
         }
         Ok(())
     }
@@ -302,36 +365,41 @@ impl Place {
         }
     }
 
-    /// Moves the signpost to its other place, because a plain socket wants the one that it has; whether it did.
-    fn move_signpost(&mut self, wish: Wish, number: u16) -> bool {
-        let Some((old, old_token)) = &self.signpost else {
-            return false;
-        };
-        let except = local_addr(old).map(|a| a.port());
-        let port = Port {
-            space: wish.space as u16,
-            number,
-        };
-        let Ok(Some(new)) = put_up(wish, port, except) else {
-            return false;
-        };
+    /// Puts a socket up as the signpost, in place of the one before.
+    fn attach(&mut self, fd: EngineFd) -> io::Result<()> {
         let source = Arc::new(Signpost(self.id.clone()));
-        let Ok(token) = self.engine.add(source, new.get(), false) else {
-            return false;
-        };
-        self.engine.remove(*old_token, Some(old.get()));
-        let place = local_addr(&new).map(|a| a.port());
-        self.signpost = Some((new, token));
+        let token = self.engine.add(source, fd.get(), false)?;
+        let place = local_addr(&fd).map(|a| a.port());
+        if let Some((old, token)) = self.signpost.replace((fd, token)) {
+            self.engine.remove(token, Some(old.get()));
+        }
         let mut taken = TAKEN.get().lock();
         if let Some(t) = taken.iter_mut().find(|t| t.id.ptr_eq(&self.id)) {
             t.place = place;
         }
-        true
+        Ok(())
+    }
+
+    /// Moves the signpost to its other place, because a plain socket wants the one that it has; whether it did.
+    pub(super) fn move_signpost(&mut self, wish: Wish, number: u16) -> bool {
+        let Some((old, _)) = &self.signpost else {
+            return false;
+        };
+        let except = local_addr(old).map(|a| a.port());
+        match put_up(wish, wish.port(number), except) {
+            Ok(Some(new)) => self.attach(new).is_ok(),
+            _ => false,
+        }
+    }
+
+    /// The signpost, if there is one.
+    pub(super) fn signpost(&self) -> Option<&EngineFd> {
+        self.signpost.as_ref().map(|(fd, _)| fd)
     }
 }
 
 /// The answer for `port` to a peer of the signpost at `id`.
-fn answer(id: &Weak<CmId>, port: Port) -> Status {
+pub(super) fn answer(id: &Weak<dyn Holder>, port: Port) -> Status {
     let taken = TAKEN.get().lock();
     let Some(here) = taken.iter().find(|t| t.id.ptr_eq(id)) else {
         return Status::Other;
@@ -349,7 +417,7 @@ fn answer(id: &Weak<CmId>, port: Port) -> Status {
 }
 
 /// The socket of a signpost.
-struct Signpost(Weak<CmId>);
+struct Signpost(Weak<dyn Holder>);
 
 impl Source for Signpost {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
@@ -361,127 +429,41 @@ impl Source for Signpost {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-impl CmId {
-    fn answer_questions(&self) {
-        for _ in 0..TURN {
-            let mut buffer = [0_u8; LEN + 1];
-            let (message, from) = {
-                let state = self.lock();
-                let Some((fd, _)) = state.place.as_ref().and_then(|p| p.signpost.as_ref()) else {
-                    return;
-                };
-                match rustix::net::recvfrom(fd, &mut buffer[..], RecvFlags::DONTWAIT) {
-                    Ok((_, n, from)) => (
-                        Message::parse(buffer.get(..n).unwrap_or(&[])),
-                        from.and_then(|f| SocketAddr::try_from(f).ok()),
-                    ),
-                    Err(Errno::AGAIN) => return,
-                    // An error about an earlier answer, which this call has cleared.
-                    Err(_) => continue,
-                }
-            };
-            let (Some(message), Some(from)) = (message, from) else {
-                continue;
-            };
-            let reply = match message {
-                Message::Ask(port, nonce) => Message::Answer(port, nonce, answer(&self.me, port)),
-                // Only a process of this host can want a port of this host.
-                Message::Release(port, nonce) if is_here(unmapped(from).ip()) => {
-                    let is_released = answer(&self.me, port) != Status::Other
-                        && release(SocketType::STREAM, port.number, None);
-                    let status = match is_released {
-                        true => Status::Released,
-                        false => Status::Other,
-                    };
-                    Message::Answer(port, nonce, status)
-                }
-                Message::Release(..) | Message::Answer(..) => continue,
-            };
-            let state = self.lock();
-            if let Some((fd, _)) = state.place.as_ref().and_then(|p| p.signpost.as_ref()) {
-                // A socket without room: the question comes again.
-                let _ = rustix::net::sendto(fd, &reply.emit(), SendFlags::NOSIGNAL, &from);
-            }
-        }
-    }
-
-    /// Leaves the kernel's port to a plain socket; whether there was one to leave.
-    fn leave_kernel_port(&self, kind: SocketType, number: u16) -> bool {
-        let mut state = self.lock();
-        let Some(wish) = state.wish else {
-            return false;
-        };
-        if kind == SocketType::DGRAM {
-            let own = state.local.map_or(0, |l| l.port());
-            return state
-                .place
-                .as_mut()
-                .is_some_and(|place| place.move_signpost(wish, own));
-        }
-        let at = |fd: &EngineFd| local_addr(fd).map(|a| a.port()) == Some(number);
-        if state.bound.as_ref().is_some_and(at) {
-            state.bound = None;
-            if let Some(place) = &state.place {
-                place.left_tcp();
-            }
-            return true;
-        }
-        if !state.listener.as_ref().is_some_and(|(fd, _)| at(fd)) {
-            return false;
-        }
-        drop(state);
-        // What the kernel has accepted already is not lost.
-        self.accept_sockets();
-        let moved = self.lock().move_listener(self.engine, &self.me);
-        match &moved {
-            Ok(to) => log!(
-                Info,
-                "cm: a plain socket wants TCP port {number}; the listener moves to {to}"
-            ),
-            Err(e) => log!(
-                Warn,
-                "cm: a plain socket wants TCP port {number}, and the listener cannot move: {e}"
-            ),
-        }
-        moved.is_ok()
-    }
-}
-
 /// The identifiers of this process that have the kernel's port `number` leave it; whether one did. `at` is the address that a
 /// plain socket wants, or `None` for any.
 fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
-    let ids: Vec<Arc<CmId>> = {
+    let ids: Vec<Arc<dyn Holder>> = {
         let taken = TAKEN.get().lock();
-        let in_the_way = |t: &&Taken| {
+        let is_in_the_way = |t: &&Taken| {
             let port = match kind {
                 SocketType::DGRAM => t.place,
                 _ => t.tcp,
             };
             port == Some(number) && at.is_none_or(|at| at.conflicts(t.address))
         };
-        let ids = taken.iter().filter(in_the_way);
+        let ids = taken.iter().filter(is_in_the_way);
         ids.filter_map(|t| t.id.upgrade()).collect()
     };
-    ids.iter().fold(false, |left, id| id.leave_kernel_port(kind, number) || left)
+    let mut left = false;
+    for id in ids {
+        left |= id.leave(kind, number);
+    }
+    left
 }
 
-/// What a plain socket that found its port taken can do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Room {
-    /// Nothing: another plain socket has the port.
-    None,
-    /// Bind again.
-    Made,
-    /// Bind again, with `SO_REUSEADDR`: RDMA connections of this process have the port.
-    Shared,
+/// Leaves the TCP port `number` to a plain socket of another process; whether it is free now, but for connections that share
+/// it with a socket that allows that (`SO_REUSEADDR`).
+pub(super) fn release_to_process(number: u16) -> bool {
+    release(SocketType::STREAM, number, None) || was_ours(number)
 }
 
-/// A plain socket of the program could not be bound to a port: listeners of rdma_cm leave it, in this process or in another
-/// one of this host.
-pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> Room {
+/// A plain socket of the program found its port taken: listeners of rdma_cm leave it, in this process or in another one of
+/// this host. Returns whether the socket can have it now, with `SO_REUSEADDR` if need be: connections that came to a listener
+/// go on when it has left.
+pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     let to = unmapped(to);
     if to.port() == 0 {
-        return Room::None;
+        return false;
     }
     let at = Address {
         ip: to.ip(),
@@ -491,22 +473,36 @@ pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> Room {
         true => SocketType::STREAM,
         false => SocketType::DGRAM,
     };
-    let mut room = Room::None;
-    if engine::current().is_some() {
-        if release(kind, to.port(), Some(at)) {
-            room = Room::Made;
-        }
-        if is_stream && had(to.port()).is_some_and(|(w, bit)| w.load(Ordering::Relaxed) & bit != 0) {
-            room = Room::Shared;
+    if engine::current().is_some()
+        && (release(kind, to.port(), Some(at)) || is_stream && was_ours(to.port()))
+    {
+        return true;
+    }
+    is_stream && {
+        let ports = [PortSpace::Tcp, PortSpace::Ib].map(|space| Port {
+            space: space as u16,
+            number: to.port(),
+        });
+        release_elsewhere(ports, &reached_by(at, to))
+    }
+}
+
+/// Addresses of this host that reach every socket whose address conflicts with `at`, the address of `to`.
+fn reached_by(at: Address, to: SocketAddr) -> Vec<SocketAddr> {
+    if !at.ip.is_unspecified() {
+        return vec![to];
+    }
+    let loopback = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    let others = host_addresses().unwrap_or_default();
+    let up = others.into_iter().filter(|a| a.up).map(|a| a.ip);
+    let mut found: Vec<IpAddr> = Vec::new();
+    for ip in loopback.into_iter().chain(up) {
+        if at.conflicts(Address { ip, v6only: true }) && !found.contains(&ip) {
+            found.push(ip);
         }
     }
-    if room == Room::None && is_stream {
-        let spaces = [PortSpace::Tcp, PortSpace::Ib];
-        if spaces.map(|s| release_elsewhere(s as u16, to.port(), to.ip())) != [false; 2] {
-            room = Room::Made;
-        }
-    }
-    room
+    found.truncate(ADDRESSES_MAX);
+    found.into_iter().map(|ip| SocketAddr::new(ip, 0)).collect()
 }
 
 #[cfg(test)]

@@ -24,7 +24,6 @@ use crate::net::route::{GROUP_PORT, source_for};
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
 use crate::reactor::Source;
-use crate::sys::socket::set_option;
 
 /// Datagrams that one turn receives, so that one busy socket does not keep others waiting.
 const TURN_DATAGRAMS: usize = 64;
@@ -64,13 +63,8 @@ impl CmId {
 
     /// Listens for datagram requests.
     pub(super) fn listen_udp(&self, state: &mut State, backlog: i32) -> io::Result<()> {
-        let ip = state.wish.ok_or_else(|| os(libc::EINVAL))?.to.ip();
-        let fd = socket::open(ip, SocketType::DGRAM)?;
-        if ip.is_ipv6() {
-            let v6only = state.v6only || !ip.is_unspecified();
-            set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, i32::from(v6only));
-        }
-        rustix::net::bind(fd.get(), &SocketAddr::new(ip, 0))?;
+        let wish = state.wish.ok_or_else(|| os(libc::EINVAL))?;
+        let fd = wish.datagram()?;
         let at = socket::local_addr(&fd).map_or(0, |a| a.port());
         if let Some(place) = &state.place {
             place.listen(at, false)?;
@@ -159,7 +153,7 @@ impl CmId {
         if state.question.is_some() || state.destroyed {
             return;
         }
-        match signpost::ask(self.engine, port, remote.ip(), Box::new(done)) {
+        match signpost::ask(self.engine, port, remote, Box::new(done)) {
             Ok(Asked::Known(verdict)) => {
                 drop(state);
                 self.listener_found(remote, verdict);
@@ -175,7 +169,9 @@ impl CmId {
         let Verdict::At(port) = verdict else { return };
         let mut state = self.lock();
         if let Some(endpoint) = &mut state.udp {
-            endpoint.to = Some(SocketAddr::new(remote.ip(), port));
+            let mut to = remote;
+            to.set_port(port);
+            endpoint.to = Some(to);
             endpoint.send_now();
         }
     }

@@ -1,7 +1,10 @@
 //! Questions to the signposts of other processes: where the listener of a port of rdma_cm is.
 //!
-//! The end that connects asks both places that a signpost can be at ([`Port::places`]). On one host the answer, or the
-//! refusal of a place that nobody has, is there before the call returns, unless the listener sleeps. When both places refuse,
+//! The end that connects asks both places that a signpost can be at ([`Port::places`]). A listener takes the first place unless
+//! something has it, so an answer from the second one counts only when the first refuses, is the signpost of another port, or
+//! has not answered for a while: a program that takes the second place of a port that is in use leads no peer astray.
+//!
+//! On one host the answer, or the refusal of a place that nobody has, is there before the call returns, unless the listener sleeps. When both places refuse,
 //! there is no signpost, and the TCP port of that number itself is meant, as for every iWARP peer. Nothing is sent to that
 //! port before this is known: a service that is no RDMA may be there. See docs/decisions/026.
 
@@ -22,7 +25,6 @@ use crate::net::socket;
 use crate::process::PerProcess;
 use crate::random::random_u64;
 use crate::reactor::{Source, Token};
-use crate::sys::host::host_addresses;
 use crate::sys::socket::{set_option, wait_readable};
 
 /// When the question is sent, counted from the first time; after the last of them it counts as unanswered.
@@ -37,6 +39,8 @@ const SENT_AT: [Duration; 5] = [
 const TURN: usize = 16;
 /// How long a process of this host has for an answer to a call that waits for it.
 const LOCAL_PATIENCE: Duration = Duration::from_millis(100);
+/// How often all answers are looked at meanwhile, if the first one does not come.
+const LOCAL_LOOK: Duration = Duration::from_millis(5);
 /// How long a port that turned out to be an iWARP listener is not asked about, when asking it means waiting.
 const SILENT_LIFETIME: Duration = Duration::from_secs(60);
 /// Such ports that are remembered.
@@ -85,24 +89,27 @@ struct Asking {
     nonce: u64,
     places: [SocketAddr; 2],
     refused: [bool; 2],
+    /// The answer of the second place, until that of the first is known.
+    second: Option<Status>,
     tries: usize,
 }
 
 impl Asking {
-    fn new(port: Port, to: IpAddr) -> io::Result<Self> {
-        let fd = socket::open(to, SocketType::DGRAM)?;
+    fn new(port: Port, to: SocketAddr) -> io::Result<Self> {
+        let fd = socket::open(to.ip(), SocketType::DGRAM)?;
         // What the socket sent and was refused, with the place that refused it.
         let (level, name) = match to {
-            IpAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_RECVERR),
-            IpAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_RECVERR),
+            SocketAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_RECVERR),
+            SocketAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_RECVERR),
         };
         set_option(fd.get(), level, name, 1);
         Ok(Self {
             fd,
             port,
             nonce: random_u64(),
-            places: port.places().map(|place| SocketAddr::new(to, place)),
+            places: port.places().map(|place| at_port(to, place)),
             refused: [false; 2],
+            second: None,
             tries: 0,
         })
     }
@@ -136,11 +143,19 @@ impl Asking {
         }
     }
 
-    /// Takes what has arrived; the answer to this question, if it is among it.
+    /// Takes what has arrived; the answer to this question, if it is known by now.
     ///
     /// The sender's address is not compared: a host with several answers with any of them. The random number shows that the
     /// question arrived there.
     fn receive(&mut self) -> Option<Status> {
+        self.take_datagrams().or_else(|| {
+            let [first, _] = self.refused;
+            self.second.filter(|_| first)
+        })
+    }
+
+    /// Takes what has arrived; the answer of the first place, if it is among it.
+    fn take_datagrams(&mut self) -> Option<Status> {
         for _ in 0..TURN {
             let mut buffer = [0_u8; LEN + 1];
             match rustix::net::recvfrom(&self.fd, &mut buffer[..], RecvFlags::DONTWAIT) {
@@ -152,11 +167,15 @@ impl Asking {
                     if port != self.port || nonce != self.nonce {
                         continue;
                     }
-                    if status != Status::Other {
+                    let from = from.and_then(|f| SocketAddr::try_from(f).ok());
+                    let from = from.map_or(0, |f| f.port());
+                    let [first, _] = self.places;
+                    if status == Status::Other {
+                        self.refuse(from);
+                    } else if from == first.port() {
                         return Some(status);
-                    }
-                    if let Some(from) = from.and_then(|f| SocketAddr::try_from(f).ok()) {
-                        self.refuse(from.port());
+                    } else {
+                        self.second = Some(status);
                     }
                 }
                 Err(rustix::io::Errno::AGAIN) if !self.take_error() => return None,
@@ -187,11 +206,17 @@ impl Asking {
     /// What is known by now.
     fn verdict(&mut self) -> Option<Verdict> {
         match self.receive() {
-            Some(Status::Listening(at)) => Some(Verdict::At(at)),
-            Some(Status::Bound) => Some(Verdict::NotListening),
-            Some(Status::Other | Status::Released) => None,
+            Some(status) => verdict_of(status),
             None => (self.refused == [true; 2]).then_some(Verdict::Itself),
         }
+    }
+}
+
+fn verdict_of(status: Status) -> Option<Verdict> {
+    match status {
+        Status::Listening(at) => Some(Verdict::At(at)),
+        Status::Bound => Some(Verdict::NotListening),
+        Status::Other | Status::Released => None,
     }
 }
 
@@ -201,10 +226,14 @@ impl std::fmt::Debug for Question {
     }
 }
 
-/// Asks `to` where the listener of `port` is. `done` is called without locks, unless the answer is there at once.
-pub(crate) fn ask(engine: &'static Engine, port: Port, to: IpAddr, done: Done) -> io::Result<Asked> {
-    let to_port = SocketAddr::new(to, port.number);
-    if SILENT.get().knows(to_port) {
+/// Asks the host of `to` where the listener of `port`, the port of `to`, is. `done` is called without locks, unless the answer is there at once.
+pub(crate) fn ask(
+    engine: &'static Engine,
+    port: Port,
+    to: SocketAddr,
+    done: Done,
+) -> io::Result<Asked> {
+    if SILENT.get().knows(to) {
         return Ok(Asked::Known(Verdict::Itself));
     }
     let mut asking = Asking::new(port, to)?;
@@ -283,6 +312,9 @@ impl Source for Question {
         self.step(|asking| {
             let due = SENT_AT.get(asking.tries).copied().unwrap_or_default();
             if now >= since + due {
+                if let Some(verdict) = asking.second.and_then(verdict_of) {
+                    return Some(verdict);
+                }
                 if asking.tries + 1 >= SENT_AT.len() {
                     return Some(Verdict::Silent);
                 }
@@ -324,61 +356,141 @@ pub(crate) fn remember_silent(port: SocketAddr) {
     ports.push_back((port, clock::now()));
 }
 
-/// The address of this host that reaches a socket bound to `ip`.
-fn reaching(ip: IpAddr) -> IpAddr {
-    match ip {
-        IpAddr::V4(v4) if v4.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
-        IpAddr::V6(v6) if v6.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
-        _ => ip,
+/// The address with another port. A link-local address keeps its interface.
+fn at_port(mut address: SocketAddr, port: u16) -> SocketAddr {
+    address.set_port(port);
+    address
+}
+
+fn loopback(like: SocketAddr) -> SocketAddr {
+    let ip: IpAddr = match like {
+        SocketAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+        SocketAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+    };
+    SocketAddr::new(ip, 0)
+}
+
+/// The address of this host that reaches a socket bound to `at`.
+fn reaching(at: SocketAddr) -> SocketAddr {
+    if at.ip().is_unspecified() {
+        loopback(at)
+    } else {
+        at
     }
 }
 
-/// Sends a message to the signposts of this host for `port`, and waits for an answer for a short time.
-fn ask_here(port: Port, to: IpAddr, message: fn(Port, u64) -> Message) -> Option<Status> {
-    let mut asking = Asking::new(port, to).ok()?;
-    asking.send(&message(port, asking.nonce));
+/// Waits for the answers to questions to this host, for a short time; whether there was one for which `is_wanted` holds.
+fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool) -> bool {
     let until = clock::now() + LOCAL_PATIENCE;
     loop {
-        if let Some(status) = asking.receive() {
-            return Some(status);
+        let is_over = clock::now() >= until;
+        let mut found = false;
+        waiting.retain_mut(|asking| {
+            let last = asking.second.filter(|_| is_over);
+            let status = asking.receive().or(last);
+            found |= status.is_some_and(&is_wanted);
+            status.is_none() && asking.refused != [true; 2]
+        });
+        let Some(first) = waiting.first().filter(|_| !is_over) else {
+            return found;
+        };
+        wait_readable(first.fd.get(), LOCAL_LOOK);
+    }
+}
+
+/// Whether another process of this host has `port` on an address that conflicts with `at`.
+pub(crate) fn is_taken_here(port: Port, at: SocketAddr) -> bool {
+    let Ok(mut asking) = Asking::new(port, reaching(at)) else {
+        return false;
+    };
+    asking.send(&Message::Ask(port, asking.nonce));
+    wait_for_answers(vec![asking], |status| {
+        matches!(status, Status::Listening(_) | Status::Bound)
+    })
+}
+
+/// Asks the other processes of this host to leave the kernel's ports of these numbers to a plain socket; whether one did. `at`
+/// are addresses of this host that reach them.
+pub(crate) fn release_elsewhere(ports: [Port; 2], at: &[SocketAddr]) -> bool {
+    let mut waiting = Vec::new();
+    for (port, to) in ports
+        .iter()
+        .flat_map(|p| at.iter().map(move |to| (*p, *to)))
+    {
+        let Ok(mut asking) = Asking::new(port, to) else {
+            continue;
+        };
+        // Listeners believe only what comes from there.
+        if rustix::net::bind(asking.fd.get(), &loopback(to)).is_ok() {
+            asking.send(&Message::Release(port, asking.nonce));
+            waiting.push(asking);
         }
-        let left = until.saturating_duration_since(clock::now());
-        if asking.refused == [true; 2] || left.is_zero() {
-            return None;
-        }
-        wait_readable(asking.fd.get(), left);
     }
+    wait_for_answers(waiting, |status| status == Status::Released)
 }
 
-/// Whether another process of this host has `port` on an address that conflicts with `ip`.
-pub(crate) fn is_taken_here(port: Port, ip: IpAddr) -> bool {
-    matches!(
-        ask_here(port, reaching(ip), Message::Ask),
-        Some(Status::Listening(_) | Status::Bound)
-    )
-}
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
 
-/// Asks the other processes of this host to leave the kernel's ports of number `number` to a plain socket bound to `ip`;
-/// whether one did.
-pub(crate) fn release_elsewhere(space: u16, number: u16, ip: IpAddr) -> bool {
-    let port = Port { space, number };
-    // A listener on one address hears only what is sent to it.
-    let mut addresses = vec![reaching(ip)];
-    if ip.is_unspecified() {
-        let all = host_addresses().unwrap_or_default();
-        addresses.extend([Ipv4Addr::LOCALHOST.into(), IpAddr::from(Ipv6Addr::LOCALHOST)]);
-        addresses.extend(all.into_iter().filter(|a| a.up).map(|a| a.ip));
-        addresses.dedup();
-    }
-    let mut released = false;
-    for address in addresses {
-        released |= ask_here(port, address, Message::Release) == Some(Status::Released);
-    }
-    released
-}
+    use super::*;
 
-/// Whether `ip` is an address of this host: a socket can be bound to it.
-pub(crate) fn is_here(ip: IpAddr) -> bool {
-    socket::open(ip, SocketType::DGRAM)
-        .is_ok_and(|fd| rustix::net::bind(fd.get(), &SocketAddr::new(ip, 0)).is_ok())
+    const PORT: Port = Port {
+        space: 0x0106,
+        number: 7471,
+    };
+
+    /// A question to two sockets of the test, in place of those that follow from the port.
+    fn asking() -> (Asking, [UdpSocket; 2]) {
+        let at = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+        let mut asking = Asking::new(PORT, (Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+        asking.places = [0, 1].map(|n: usize| at[n].local_addr().unwrap());
+        asking.send(&Message::Ask(PORT, asking.nonce));
+        (asking, at)
+    }
+
+    /// Answers the question that has arrived.
+    fn answer(socket: &UdpSocket, status: Status) {
+        let mut buffer = [0; 64];
+        let (n, from) = socket.recv_from(&mut buffer).unwrap();
+        let Some(Message::Ask(port, nonce)) = Message::parse(&buffer[..n]) else {
+            panic!("not a question");
+        };
+        let answer = Message::Answer(port, nonce, status).emit();
+        socket.send_to(&answer, from).unwrap();
+    }
+
+    #[test]
+    fn the_first_place_goes_before_the_second() {
+        let (mut asking, [first, second]) = asking();
+        answer(&second, Status::Listening(4000));
+        assert_eq!(asking.verdict(), None, "the first may answer yet");
+        answer(&first, Status::Listening(5000));
+        assert_eq!(asking.verdict(), Some(Verdict::At(5000)));
+    }
+
+    #[test]
+    fn the_second_place_counts_when_the_first_is_of_another_port() {
+        let (mut asking, [first, second]) = asking();
+        answer(&second, Status::Bound);
+        answer(&first, Status::Other);
+        assert_eq!(asking.verdict(), Some(Verdict::NotListening));
+    }
+
+    #[test]
+    fn the_second_place_counts_when_the_first_refuses() {
+        let (mut asking, [first, second]) = asking();
+        drop(first);
+        asking.send(&Message::Ask(PORT, asking.nonce));
+        answer(&second, Status::Listening(4000));
+        assert_eq!(asking.verdict(), Some(Verdict::At(4000)));
+    }
+
+    #[test]
+    fn two_refusals_mean_the_port_itself() {
+        let (mut asking, sockets) = asking();
+        drop(sockets);
+        asking.send(&Message::Ask(PORT, asking.nonce));
+        assert_eq!(asking.verdict(), Some(Verdict::Itself));
+    }
 }

@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
-use anywarp_core::wire::signpost::Port;
 use anywarp_core::llp::mpa::startup::{
     Accepted, Depths, Incoming, Initiator, InitiatorConfig, Progress, Request, Responder,
     ResponderLimits, StreamParams,
 };
+use anywarp_core::wire::signpost::Port;
 use rustix::net::SocketType;
 
 use super::signpost::{self, Asked, Question, Verdict};
@@ -244,7 +244,7 @@ impl Startup {
         };
         // The lock keeps an answer from another thread waiting until the question is in its place.
         let mut state = self.lock();
-        match signpost::ask(self.engine, port, self.peer.ip(), Box::new(done))? {
+        match signpost::ask(self.engine, port, self.peer, Box::new(done))? {
             Asked::Known(verdict) => {
                 drop(state);
                 self.follow(config, verdict)
@@ -309,12 +309,14 @@ impl Startup {
     /// Connects to a TCP port of the peer.
     fn connect_to(self: &Arc<Self>, config: InitiatorConfig, port: u16) -> io::Result<()> {
         let machine = initiator(&config)?;
-        let peer = SocketAddr::new(self.peer.ip(), port);
+        let mut peer = self.peer;
+        peer.set_port(port);
         let fd = socket::open(peer.ip(), SocketType::STREAM)?;
         socket::tune_stream(&fd, crate::config::config().congestion_control.as_deref());
         let mut state = self.lock();
         if let Some(bind) = self.bind {
-            let any = SocketAddr::new(bind.ip(), 0);
+            let mut any = bind;
+            any.set_port(0);
             let option = if bind.port() != 0 {
                 (libc::SOL_SOCKET, libc::SO_REUSEADDR)
             } else {

@@ -1,7 +1,7 @@
 //! Carriers: TCP, shared memory and UDP, and the sockets and routes that they use.
 
 pub(crate) mod drain;
-mod owner;
+pub(crate) mod owner;
 pub mod route;
 pub(crate) mod shm;
 pub(crate) mod socket;

@@ -1,7 +1,7 @@
 //! The user that a socket of this host belongs to, as the kernel's socket diagnostics (sock_diag(7)) report it.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
 
@@ -19,17 +19,30 @@ const USER: usize = HEADER + 64;
 /// Whether the TCP socket of this network namespace that is bound to `local` and connected to `remote` belongs to the
 /// effective user of this process. False also if there is no such socket or the kernel does not answer.
 pub(crate) fn is_this_user(local: SocketAddr, remote: SocketAddr) -> bool {
-    matches!(user_of(local, remote), Ok(Some(user)) if user == rustix::process::geteuid().as_raw())
+    let user = user_of(libc::IPPROTO_TCP, local, remote);
+    matches!(user, Ok(Some(user)) if user == rustix::process::geteuid().as_raw())
 }
 
-fn user_of(local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
+/// Whether the unconnected UDP socket of this network namespace that is bound to `local` belongs to the effective user of this
+/// process, or to root. False also if there is no such socket or the kernel does not answer.
+pub(crate) fn is_udp_of_this_user_or_root(local: SocketAddr) -> bool {
+    let any: IpAddr = match local {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    // For UDP the kernel takes the two addresses of the query the other way round.
+    let user = user_of(libc::IPPROTO_UDP, SocketAddr::new(any, 0), local);
+    matches!(user, Ok(Some(user)) if user == 0 || user == rustix::process::geteuid().as_raw())
+}
+
+fn user_of(protocol: i32, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
     let diag = rustix::net::socket_with(
         AddressFamily::NETLINK,
         SocketType::RAW,
         SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
         Some(netlink::SOCK_DIAG),
     )?;
-    rustix::net::send(&diag, &query(local, remote), SendFlags::empty())?;
+    rustix::net::send(&diag, &query(protocol, local, remote), SendFlags::empty())?;
     // The kernel has answered when `send` returns.
     let mut answer = [0; 512];
     let (_, n) = rustix::net::recv(&diag, &mut answer, RecvFlags::DONTWAIT)?;
@@ -37,7 +50,7 @@ fn user_of(local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
 }
 
 /// The request for the one socket with these addresses.
-fn query(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
+fn query(protocol: i32, local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     let family = if local.is_ipv4() {
         libc::AF_INET
     } else {
@@ -51,7 +64,7 @@ fn query(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     out.extend_from_slice(&[0; 8]);
     out.extend_from_slice(&[
         u8::try_from(family).unwrap_or(0),
-        libc::IPPROTO_TCP as u8,
+        u8::try_from(protocol).unwrap_or(0),
         0,
         0,
     ]);
@@ -93,7 +106,7 @@ fn user_in(answer: &[u8]) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
+    use std::net::{TcpListener, TcpStream, UdpSocket};
 
     use super::*;
 
@@ -112,6 +125,23 @@ mod tests {
             let mut nobody = other;
             nobody.set_port(1);
             assert!(!is_this_user(one, nobody), "there is no such connection");
+        }
+    }
+
+    #[test]
+    fn a_datagram_socket_of_this_process_belongs_to_its_user() {
+        for ip in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(socket) = UdpSocket::bind(ip) else {
+                assert!(ip.starts_with('['), "a host has IPv4");
+                continue;
+            };
+            let mut addr = socket.local_addr().unwrap();
+            assert!(is_udp_of_this_user_or_root(addr), "{ip}");
+            addr.set_port(1);
+            assert!(
+                !is_udp_of_this_user_or_root(addr),
+                "there is no such socket"
+            );
         }
     }
 

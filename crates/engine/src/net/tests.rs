@@ -56,7 +56,7 @@ fn to_peer(peer: SocketAddr, config: InitiatorConfig) -> Dial {
         config,
         timeout: PATIENCE,
         retry_refused: Duration::ZERO,
-            port_space: None,
+        port_space: None,
     }
 }
 

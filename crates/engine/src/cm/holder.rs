@@ -1,0 +1,112 @@
+//! What an identifier does for its port: it answers at the signpost, and leaves ports of the kernel to plain sockets.
+
+use std::net::SocketAddr;
+
+use anywarp_core::wire::signpost::{LEN, Message, Status};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, SocketType};
+
+use super::CmId;
+use super::ports::{Holder, answer, release_to_process};
+use crate::fd::EngineFd;
+use crate::log;
+use crate::net::owner;
+use crate::net::socket::{local_addr, unmapped};
+
+/// Questions that one turn answers, so that a busy signpost does not keep other sockets waiting.
+const TURN: usize = 64;
+
+/// Whether the sender of a datagram may have a listener of this process moved: a process of this user, or of root. The kernel
+/// drops datagrams from outside whose source is a loopback address, so nothing else can send from there.
+fn may_release(from: SocketAddr) -> bool {
+    from.ip().is_loopback() && owner::is_udp_of_this_user_or_root(from)
+}
+
+impl CmId {
+    /// The answer to a question, if it is one. It is as long as the question: see `wire::signpost`.
+    fn answer_to(&self, question: &[u8], from: SocketAddr) -> Option<Message> {
+        let me: std::sync::Weak<dyn Holder> = self.me.clone();
+        match Message::parse(question)? {
+            Message::Ask(port, nonce) => Some(Message::Answer(port, nonce, answer(&me, port))),
+            Message::Release(port, nonce) => {
+                let is_here = answer(&me, port) != Status::Other && may_release(unmapped(from));
+                let status = match is_here && release_to_process(port.number) {
+                    true => Status::Released,
+                    false => Status::Other,
+                };
+                Some(Message::Answer(port, nonce, status))
+            }
+            Message::Answer(..) => None,
+        }
+    }
+}
+
+impl Holder for CmId {
+    fn answer_questions(&self) {
+        for _ in 0..TURN {
+            let mut buffer = [0_u8; LEN + 1];
+            let received = {
+                let state = self.lock();
+                let Some(fd) = state.place.as_ref().and_then(|p| p.signpost()) else {
+                    return;
+                };
+                rustix::net::recvfrom(fd, &mut buffer[..], RecvFlags::DONTWAIT)
+            };
+            let (n, from) = match received {
+                Ok((_, n, from)) => (n, from.and_then(|f| SocketAddr::try_from(f).ok())),
+                Err(Errno::AGAIN) => return,
+                // An error about an earlier answer, which this call has cleared.
+                Err(_) => continue,
+            };
+            let Some(from) = from else { continue };
+            let Some(reply) = self.answer_to(buffer.get(..n).unwrap_or(&[]), from) else {
+                continue;
+            };
+            let state = self.lock();
+            if let Some(fd) = state.place.as_ref().and_then(|p| p.signpost()) {
+                // A socket without room: the question comes again.
+                let _ = rustix::net::sendto(fd, &reply.emit(), SendFlags::NOSIGNAL, &from);
+            }
+        }
+    }
+
+    fn leave(&self, kind: SocketType, number: u16) -> bool {
+        let mut state = self.lock();
+        let Some(wish) = state.wish else {
+            return false;
+        };
+        if kind == SocketType::DGRAM {
+            let own = state.local.map_or(0, |l| l.port());
+            let place = state.place.as_mut();
+            return place.is_some_and(|place| place.move_signpost(wish, own));
+        }
+        // Without a signpost, only the port of its number leads to the listener.
+        let Some(place) = state.place.as_ref().filter(|p| p.signpost().is_some()) else {
+            return false;
+        };
+        let at = |fd: &EngineFd| local_addr(fd).map(|a| a.port()) == Some(number);
+        if state.bound.as_ref().is_some_and(at) {
+            place.left_tcp();
+            state.bound = None;
+            return true;
+        }
+        if !state.listener.as_ref().is_some_and(|(fd, _)| at(fd)) {
+            return false;
+        }
+        drop(state);
+        // What the kernel has accepted already is not lost.
+        self.accept_sockets();
+        let moved = self.lock().move_listener(self.engine, &self.me);
+        match &moved {
+            Ok(to) => log!(
+                Info,
+                "cm: a plain socket wants TCP port {number}; the listener moves to {to}"
+            ),
+            Err(e) => log!(
+                Warn,
+                "cm: a plain socket wants TCP port {number}, and the listener cannot move: {e}"
+            ),
+        }
+        moved.is_ok()
+    }
+}
