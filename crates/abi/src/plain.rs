@@ -2,11 +2,12 @@
 //!
 //! A listener of rdma_cm has the TCP port of its number only as long as no plain socket wants it. The kernel does not say when
 //! one does. So the libraries have these two functions of the C library, as old versions that programs find at run time and
-//! the linker never: they make the system call, and only when it finds the port in use they ask the listeners to move and
-//! make it again. See docs/decisions/026.
+//! the linker never: they call the next function of their name, which is that of another preloaded library or of libc, and only
+//! when it finds the port in use they ask the listeners to move and call it again. See docs/decisions/026.
 
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anywarp_engine::cm::make_room;
 use libc::{sockaddr, sockaddr_storage, socklen_t};
@@ -15,14 +16,48 @@ use crate::cm::address::address_of;
 use crate::entry;
 use crate::ffi::{Errno, last_errno};
 
-/// The system call, whichever library has a function of its name.
-fn call(number: libc::c_long, fd: c_int, second: usize, third: usize) -> Result<c_int, Errno> {
-    // SAFETY: the kernel checks the descriptor and the memory that it is given.
-    let result = unsafe { libc::syscall(number, fd, second, third) };
-    match result {
-        -1 => Err(last_errno()),
-        n => Ok(n as c_int),
+type Bind = unsafe extern "C" fn(c_int, *const sockaddr, socklen_t) -> c_int;
+type Listen = unsafe extern "C" fn(c_int, c_int) -> c_int;
+
+/// The function of this name in the libraries behind this one.
+fn next(name: &CStr, cache: &AtomicUsize) -> Result<usize, Errno> {
+    let known = cache.load(Ordering::Relaxed);
+    if known != 0 {
+        return Ok(known);
     }
+    // SAFETY: `name` is a C string.
+    let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
+    if found == 0 {
+        return Err(libc::ENOSYS);
+    }
+    cache.store(found, Ordering::Relaxed);
+    Ok(found)
+}
+
+fn result(returned: c_int) -> Result<c_int, Errno> {
+    if returned < 0 {
+        Err(last_errno())
+    } else {
+        Ok(returned)
+    }
+}
+
+fn next_bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> Result<c_int, Errno> {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let next = next(c"bind", &NEXT)?;
+    // SAFETY: the symbol is a function of this type.
+    let next = unsafe { std::mem::transmute::<usize, Bind>(next) };
+    // SAFETY: the kernel checks the descriptor and the memory that it is given.
+    result(unsafe { next(fd, addr, len) })
+}
+
+fn next_listen(fd: c_int, backlog: c_int) -> Result<c_int, Errno> {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let next = next(c"listen", &NEXT)?;
+    // SAFETY: the symbol is a function of this type.
+    let next = unsafe { std::mem::transmute::<usize, Listen>(next) };
+    // SAFETY: the kernel checks the descriptor.
+    result(unsafe { next(fd, backlog) })
 }
 
 /// An integer option of a socket.
@@ -35,7 +70,7 @@ fn option(fd: c_int, level: c_int, name: c_int) -> Option<c_int> {
     (result == 0).then_some(value)
 }
 
-/// Makes the system call, and again when listeners of rdma_cm have left the port.
+/// Makes the call, and again when listeners of rdma_cm have left the port.
 fn with_room(
     fd: c_int,
     call: impl Fn() -> Result<c_int, Errno>,
@@ -91,10 +126,15 @@ entry! {
     /// # Safety
     /// `addr` has `len` bytes, or the kernel finds that it has not.
     unsafe fn anywarp_bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
-        let bind = || call(libc::SYS_bind, fd, addr as usize, len as usize);
-        with_room(fd, bind, || {
-            // SAFETY: the kernel has read the address and found it right but for the port.
-            unsafe { address_of(addr) }
+        with_room(fd, || next_bind(fd, addr, len), || {
+            // SAFETY: all-zero is a valid sockaddr_storage.
+            let mut name: sockaddr_storage = unsafe { std::mem::zeroed() };
+            let size = (len as usize).min(size_of::<sockaddr_storage>());
+            let at = (&raw mut name).cast::<u8>();
+            // SAFETY: the kernel has read `len` bytes there, and found them right but for the port; `name` has room.
+            unsafe { std::ptr::copy_nonoverlapping(addr.cast::<u8>(), at, size) };
+            // SAFETY: a sockaddr_storage has room for an address of each family.
+            unsafe { address_of(at.cast::<sockaddr>()) }
         })
     }
 }
@@ -105,8 +145,7 @@ entry! {
     /// # Safety
     /// None needed.
     unsafe fn anywarp_listen(fd: c_int, backlog: c_int) -> c_int, minus_one, {
-        let listen = || call(libc::SYS_listen, fd, backlog as usize, 0);
-        with_room(fd, listen, || {
+        with_room(fd, || next_listen(fd, backlog), || {
             // SAFETY: all-zero is a valid sockaddr_storage.
             let mut name: sockaddr_storage = unsafe { std::mem::zeroed() };
             let mut len = size_of::<sockaddr_storage>() as socklen_t;
