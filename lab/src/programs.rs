@@ -512,9 +512,12 @@ impl Stage {
         command
             .env("HOME", self.inside(&self.work)?)
             .env("XDG_RUNTIME_DIR", self.inside(&self.work.join("run"))?);
-        if self.place == Place::Loopback || case.ipv6 {
-            command.env("ANYWARP_ADDR", address(host));
-        }
+        match self.place {
+            // The client's address is one that the interface takes and does not list, so it is no GID.
+            Place::Loopback => command.env("ANYWARP_ADDR", address(Host::Server)),
+            Place::Namespaces if case.ipv6 => command.env("ANYWARP_ADDR", address(host)),
+            Place::Namespaces => &mut command,
+        };
         if let Some(level) = &self.log {
             command.env("ANYWARP_LOG", level);
         }
