@@ -6,6 +6,7 @@
 #include "ends.h"
 
 #include <netinet/in.h>
+#include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
 #include <sys/socket.h>
@@ -364,6 +365,115 @@ static const char *shared_by_option(size_t arg)
 	return rdma_works(&s);
 }
 
+/* A plain socket with SO_REUSEPORT does not share the port with the listener: it gets it. */
+static const char *reuseport(size_t arg)
+{
+	struct scene s;
+	int plain, on = 1;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(new_plain(&plain, SOCK_STREAM));
+	ENSURE(!setsockopt(plain, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on), "SO_REUSEPORT: %s", strerror(errno));
+	TRY(bind_plain(plain, s.port, false));
+	ENSURE(!listen(plain, 8), "listen: %s", strerror(errno));
+	TRY(rdma_works(&s));
+	return plain_works(plain, s.port);
+}
+
+enum { RACERS = 8, ROUNDS = 20 };
+
+struct racer {
+	struct rdma_cm_id *id;
+	pthread_barrier_t *start;
+	uint16_t port;
+	int error;
+};
+
+static void *race(void *p)
+{
+	struct racer *r = p;
+	struct sockaddr_in name = at(r->port);
+
+	pthread_barrier_wait(r->start);
+	r->error = rdma_bind_addr(r->id, (struct sockaddr *)&name) ? errno : 0;
+	return NULL;
+}
+
+/* Of threads that bind one number at the same time, one gets it. */
+static const char *bind_race(size_t space)
+{
+	struct racer racers[RACERS];
+	pthread_t threads[RACERS];
+	pthread_barrier_t start;
+	struct scene s;
+
+	TRY(open_scene(&s, (enum rdma_port_space)space));
+	ENSURE(!pthread_barrier_init(&start, NULL, RACERS), "pthread_barrier_init");
+	for (int round = 0; round < ROUNDS; round++) {
+		int won = 0;
+
+		TRY(bind_rdma(&s, 0));
+		ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+		for (int i = 0; i < RACERS; i++) {
+			racers[i] = (struct racer){ .start = &start, .port = s.port };
+			ENSURE(!rdma_create_id(s.servers, &racers[i].id, NULL, s.space), "rdma_create_id: %s", strerror(errno));
+			keep(close_id, racers[i].id, "racer");
+			ENSURE(!pthread_create(&threads[i], NULL, race, &racers[i]), "pthread_create");
+		}
+		for (int i = 0; i < RACERS; i++)
+			ENSURE(!pthread_join(threads[i], NULL), "pthread_join");
+		for (int i = 0; i < RACERS; i++) {
+			ENSURE(!racers[i].error || racers[i].error == EADDRINUSE, "rdma_bind_addr: %s", strerror(racers[i].error));
+			won += !racers[i].error;
+			ENSURE(!close_now(racers[i].id), "rdma_destroy_id: %s", strerror(errno));
+		}
+		ENSURE(won == 1, "%d ids have one port in round %d", won, round);
+	}
+	return NULL;
+}
+
+static struct rdma_cm_id *many[1000];
+
+static int close_many(void *p)
+{
+	int failed = 0;
+
+	(void)p;
+	for (size_t i = 0; i < COUNT(many) && many[i]; i++) {
+		failed |= rdma_destroy_id(many[i]);
+		many[i] = NULL;
+	}
+	return failed;
+}
+
+/* Of many listeners some have the second place, and each is found. */
+static const char *many_listeners(size_t n)
+{
+	static uint16_t ports[COUNT(many)];
+	struct sockaddr_in name;
+	struct scene s;
+
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	keep(close_many, many, "many listeners");
+	for (size_t i = 0; i < n; i++) {
+		name = at(0);
+		ENSURE(!rdma_create_id(s.servers, &many[i], NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+		ENSURE(!rdma_bind_addr(many[i], (struct sockaddr *)&name), "rdma_bind_addr: %s", strerror(errno));
+		ENSURE(!rdma_listen(many[i], 8), "rdma_listen: %s", strerror(errno));
+		ports[i] = ntohs(rdma_get_src_port(many[i]));
+	}
+	for (size_t i = 0; i < n; i += n / 10) {
+		uint64_t since = now_ms();
+
+		s.port = ports[i];
+		TRY(rdma_works(&s));
+		ENSURE(now_ms() - since < 1000, "connecting takes %u ms", (unsigned int)(now_ms() - since));
+	}
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- datagrams */
 
 static const char *udp_both(size_t rdma_first)
@@ -554,6 +664,64 @@ static const char *rdma_elsewhere(size_t rdma_first)
 	TRY(event(s.clients, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL));
 	TRY(helper_served(&h));
 	return plain_works(plain, port);
+}
+
+/* A child of fork has no device, and gets the port of its parent's listener for a plain socket. */
+static const char *forked_child(size_t arg)
+{
+	struct scene s;
+	int status;
+	pid_t pid;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(rdma_works(&s));
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		const char *reason;
+		int plain;
+
+		alarm(DEFAULT_SECONDS);
+		reason = plain_listener(&plain, s.port);
+		if (!reason)
+			reason = plain_works(plain, s.port);
+		if (reason)
+			printf("# the child: %s [%s]\n", reason, failed_at);
+		fflush(stdout);
+		_exit(reason ? 1 : 0);
+	}
+	ENSURE(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status), "the child failed");
+	return rdma_works(&s);
+}
+
+/* A listener that was killed with its connections leaves the port to the next one at once. */
+static const char *restart(size_t arg)
+{
+	static struct helper h;
+	struct rdma_cm_id *client;
+	struct scene s;
+	uint16_t port = 0;
+	int status;
+
+	(void)arg;
+	TRY(start_helper(&h, true));
+	TRY(helper_takes(&h, &port));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	s.port = port;
+	TRY(helper_serves(&h));
+	TRY(start_connect(&s, &client));
+	TRY(event(s.clients, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL));
+	TRY(helper_served(&h));
+	forget(&h);
+	close(h.to);
+	close(h.from);
+	ENSURE(!kill(h.pid, SIGKILL) && waitpid(h.pid, &status, 0) == h.pid, "kill: %s", strerror(errno));
+	TRY(event(s.clients, RDMA_CM_EVENT_DISCONNECTED, NULL, NULL));
+	TRY(listen_rdma(&s, port));
+	return rdma_works(&s);
 }
 
 /* A listener of another process has the port. */
@@ -766,6 +934,56 @@ static const char *strange_questions(size_t arg)
 	return rdma_works(&s);
 }
 
+/* A flood of questions, releases and noise at a signpost holds up nobody, and is answered with no more than it sent. */
+static const char *flooded(size_t arg)
+{
+	unsigned char bytes[64] = "aWsp\x11";
+	uint16_t place[2], wire;
+	struct sockaddr_in name;
+	unsigned int asked = 0, answered = 0;
+	struct scene s;
+	uint64_t end;
+	pid_t pid;
+	int fd, status;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(listen_rdma(&s, 0));
+	TRY(rdma_works(&s));
+	places_of(s.port, place);
+	name = at(place[0]);
+	wire = htons(s.port);
+	bytes[6] = RDMA_PS_TCP >> 8;
+	bytes[7] = RDMA_PS_TCP & 0xff;
+	memcpy(bytes + 8, &wire, 2);
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		alarm(DEFAULT_SECONDS);
+		/* Another user, if possible: releases are then looked into and refused. */
+		if (!geteuid() && (setgid(65534) || setuid(65534)))
+			_exit(2);
+		fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0);
+		for (end = now_ms() + 1500; fd >= 0 && now_ms() < end; asked++) {
+			bytes[4] = (unsigned char)(0x11 + (geteuid() ? asked % 4 : 0));
+			bytes[19]++;
+			sendto(fd, bytes, 20, 0, (struct sockaddr *)&name, sizeof name);
+			while (recv(fd, bytes + 20, 20, 0) == 20)
+				answered++;
+		}
+		_exit(fd < 0 || answered > asked ? 1 : 0);
+	}
+	for (int i = 0; i < 10; i++) {
+		uint64_t since = now_ms();
+
+		TRY(rdma_works(&s));
+		ENSURE(now_ms() - since < 3000, "connecting takes %u ms", (unsigned int)(now_ms() - since));
+	}
+	ENSURE(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status), "the flood had more answers than questions");
+	return rdma_works(&s);
+}
+
 /* Another process of a user asks the listener to leave its TCP port; its status, or -1. */
 static int ask_to_leave(uint16_t port, uid_t user)
 {
@@ -867,6 +1085,13 @@ static const struct test tests[] = {
 	{ "rdma_elsewhere_first", rdma_elsewhere, 1, 0, true },
 	{ "taken_elsewhere", taken_elsewhere, 0, 0, true },
 	{ "apart", apart, 0, 0, true },
+	{ "reuseport", reuseport, 0, 0, false },
+	{ "bind_race", bind_race, RDMA_PS_TCP, 0, false },
+	{ "bind_race_udp", bind_race, RDMA_PS_UDP, 0, false },
+	{ "many_listeners", many_listeners, 300, 0, false },
+	{ "forked_child", forked_child, 0, 0, true },
+	{ "restart", restart, 0, 0, true },
+	{ "flooded", flooded, 0, 0, true },
 	{ "place_wanted", place_wanted, 0, 0, false },
 	{ "no_place", no_place, 0, 0, false },
 	{ "liar_silence", lying_signpost, SILENCE, 0, false },

@@ -12,12 +12,13 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anywarp_core::wire::signpost::{Port, Status};
 use rustix::io::Errno;
 use rustix::net::SocketType;
 
+use crate::clock;
 use crate::config::config;
 use crate::connect::signpost::{is_taken_here, release_elsewhere};
 use crate::engine::{self, Engine};
@@ -30,8 +31,10 @@ use crate::reactor::{Source, Token};
 use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Numbers that are tried until one is free both in the kernel and in the port space.
+/// Numbers that are tried until one is free in the kernel and in the port space, and has a place for a signpost.
 const TRIES: u32 = 64;
+/// How long they are tried. A place that is taken by something silent costs 100 ms each.
+const TRY_TIME: Duration = Duration::from_millis(300);
 /// Addresses of this host at which listeners are asked to leave a port that a plain socket wants at all addresses.
 const ADDRESSES_MAX: usize = 32;
 
@@ -219,8 +222,10 @@ pub(super) fn take(
         };
         return reserve(engine, id, wish, wish.to, tcp);
     }
-    let mut last = Errno::ADDRINUSE.into();
-    for _ in 0..TRIES {
+    let until = clock::now() + TRY_TIME;
+    let mut left = TRIES;
+    loop {
+        left -= 1;
         // The kernel finds a number that no socket of this kind has.
         let fd = if wish.is_stream() {
             wish.stream(0)?.ok_or(Errno::ADDRINUSE)?
@@ -230,12 +235,15 @@ pub(super) fn take(
         let number = local_addr(&fd).map_or(0, |a| a.port());
         let local = at_port(wish.to, number);
         let tcp = (wish.is_stream() && !config().ports_apart).then_some(fd);
-        match reserve(engine, id, wish, local, tcp) {
-            Err(e) if e.raw_os_error() == Some(libc::EADDRINUSE) => last = e,
-            other => return other,
+        let bound = reserve(engine, id, wish, local, tcp);
+        let is_good = match &bound {
+            Ok(bound) => bound.place.signpost.is_some(),
+            Err(e) => e.raw_os_error() != Some(libc::EADDRINUSE),
+        };
+        if is_good || left == 0 || clock::now() >= until {
+            return bound;
         }
     }
-    Err(last)
 }
 
 /// Makes the port `local` taken.
@@ -254,8 +262,8 @@ fn reserve(
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
             Info,
-            "cm: UDP ports {:?} are taken, so listener {local} has no signpost and cannot leave its TCP port",
-            port.places()
+            "cm: port {} has no signpost and stays at its TCP port",
+            port.number
         ),
     }
     Ok(Bound { local, place, tcp })
@@ -318,6 +326,11 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
                 if except.is_none() && is_taken_here(port, wish.to) {
                     return Err(Errno::ADDRINUSE.into());
                 }
+                log!(
+                    Info,
+                    "cm: UDP port {place} is taken, a place of the signpost of port {}",
+                    port.number
+                );
             }
             Err(e) => return Err(not_here(e)),
         }
@@ -473,18 +486,18 @@ pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
         true => SocketType::STREAM,
         false => SocketType::DGRAM,
     };
-    if engine::current().is_some()
-        && (release(kind, to.port(), Some(at)) || is_stream && was_ours(to.port()))
-    {
+    let has_engine = engine::current().is_some();
+    if has_engine && release(kind, to.port(), Some(at)) {
         return true;
     }
-    is_stream && {
-        let ports = [PortSpace::Tcp, PortSpace::Ib].map(|space| Port {
-            space: space as u16,
-            number: to.port(),
-        });
-        release_elsewhere(ports, &reached_by(at, to))
+    if !is_stream {
+        return false;
     }
+    let ports = [PortSpace::Tcp, PortSpace::Ib].map(|space| Port {
+        space: space as u16,
+        number: to.port(),
+    });
+    release_elsewhere(ports, &reached_by(at, to)) || has_engine && was_ours(to.port())
 }
 
 /// Addresses of this host that reach every socket whose address conflicts with `at`, the address of `to`.
