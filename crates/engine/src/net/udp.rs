@@ -338,11 +338,12 @@ impl<S: DatagramSink> UdpPort<S> {
 
     /// Receives what is queued; whether there was something.
     fn readable(&self, batch: Batch) -> bool {
+        // Dropped after the lock: the last reference to a queue pair that is being destroyed may be here, and closes ports.
+        let mut sinks = Sinks(SmallVec::new());
         // The thread that has the lock receives this as well; what arrives later makes the socket readable again.
         let Some(mut calls) = self.receiving.try_lock() else {
             return false;
         };
-        let mut sinks = Sinks(SmallVec::new());
         let found = receive(
             self.engine,
             &self.socket.fd,
@@ -364,7 +365,7 @@ impl<S: DatagramSink> UdpPort<S> {
         );
         // All that is queued is received before anything is sent for it. A short request would else wait for what many
         // acknowledgements in front of it, of other peers, let go.
-        for (_, sink) in sinks.0 {
+        for (_, sink) in &sinks.0 {
             sink.received();
         }
         calls.found += found.calls;
