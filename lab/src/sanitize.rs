@@ -31,6 +31,10 @@ const SHORT: &[(&str, &[&str])] = &[
     (UNIT, &[]),
     ("selftest", &[]),
     ("cm", &[]),
+    (
+        "ports",
+        &["plain", "rdma", "release", "bind_race", "forked"],
+    ),
     ("access", &[]),
     ("addresses", &[]),
     ("surface", &[]),

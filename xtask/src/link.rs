@@ -24,7 +24,8 @@ use std::path::Path;
 /// The node of what librdmacm takes from libibverbs.
 const PRIVATE_NODE: &str = concat!("ANYWARP_", env!("CARGO_PKG_VERSION"));
 
-/// Functions of the C library that libibverbs has too, and the names of its own.
+/// Functions of the C library that both libraries have too, and the names of libibverbs's own. A program that is linked with
+/// librdmacm alone has libibverbs behind the C library.
 ///
 /// Programs name them with the version of the C library, so they must have that version here. It is an old one, which the
 /// linker does not take: a program that is linked with this library still has them from the C library.
@@ -36,6 +37,19 @@ fn libc_node() -> &'static str {
         "x86_64" => "GLIBC_2.2.5",
         _ => "GLIBC_2.17",
     }
+}
+
+/// Jumps to our functions, under names for their versions.
+fn of_libc() -> impl Iterator<Item = (String, String)> {
+    let jump = |(name, ours): (&str, &str)| (format!("anywarp_libc_{name}"), ours.to_owned());
+    OF_LIBC.into_iter().map(jump)
+}
+
+/// Assembler text that gives those jumps their versions.
+fn libc_versions() -> String {
+    let node = libc_node();
+    let line = |(name, _)| format!(".symver anywarp_libc_{name}, {name}@{node}\n");
+    OF_LIBC.map(line).concat()
 }
 
 /// Under which name libibverbs hands a symbol of librdmacm over.
@@ -85,10 +99,14 @@ pub fn run(
     sh::run(&mut cc)?;
 
     let map = work.join("librdmacm.map");
-    fs::write(&map, version_script(symbols, RDMACM))?;
+    let mut script = version_script(symbols, RDMACM);
+    let _ = writeln!(script, "{} {{\n}};", libc_node());
+    fs::write(&map, script)?;
     let jumps = work.join("librdmacm.s");
     let targets = cm.iter().map(|s| (s.name.clone(), inner(&s.name)));
-    fs::write(&jumps, trampolines(targets)?)?;
+    let mut text = trampolines(targets.chain(of_libc()))?;
+    text.push_str(&libc_versions());
+    fs::write(&jumps, text)?;
     let mut cc = sh::cc();
     shared(&mut cc, RDMACM, &map);
     cc.args(["-Wl,--no-undefined", "-Wl,--strip-debug"])
@@ -130,6 +148,9 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
     let _ = writeln!(map, "{PRIVATE_NODE} {{\n    global:");
     for s in cm {
         let _ = writeln!(map, "        {};", inner(&s.name));
+    }
+    for (_, ours) in OF_LIBC {
+        let _ = writeln!(map, "        {ours};");
     }
     map.push_str("};\n");
     let _ = writeln!(map, "{} {{\n}};", libc_node());
@@ -180,11 +201,8 @@ fn other_versions(symbols: &[Symbol]) -> Result<String> {
         };
         Some((local_name(s), target.to_owned()))
     });
-    let of_libc = OF_LIBC.map(|(name, ours)| (format!("anywarp_libc_{name}"), ours.to_owned()));
-    let mut text = trampolines(jumps.chain(of_libc))?;
-    for (name, _) in OF_LIBC {
-        let _ = writeln!(text, ".symver anywarp_libc_{name}, {name}@{}", libc_node());
-    }
+    let mut text = trampolines(jumps.chain(of_libc()))?;
+    text.push_str(&libc_versions());
     for s in symbols {
         let at = match s.version {
             Version::Default => continue,

@@ -19,14 +19,19 @@ use crate::ffi::{Errno, last_errno};
 type Bind = unsafe extern "C" fn(c_int, *const sockaddr, socklen_t) -> c_int;
 type Listen = unsafe extern "C" fn(c_int, c_int) -> c_int;
 
-/// The function of this name in the libraries behind this one.
+/// The function of this name in the libraries behind this one; in a program that is linked with librdmacm alone, libc is before
+/// this library. That function is never ours, which has no default version.
 fn next(name: &CStr, cache: &AtomicUsize) -> Result<usize, Errno> {
     let known = cache.load(Ordering::Relaxed);
     if known != 0 {
         return Ok(known);
     }
     // SAFETY: `name` is a C string.
-    let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
+    let look = |handle| unsafe { libc::dlsym(handle, name.as_ptr()) } as usize;
+    let found = match look(libc::RTLD_NEXT) {
+        0 => look(libc::RTLD_DEFAULT),
+        found => found,
+    };
     if found == 0 {
         return Err(libc::ENOSYS);
     }
