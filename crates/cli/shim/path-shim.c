@@ -3,7 +3,7 @@
  * Shows the device as files, to programs that look for a device there and not in libibverbs.
  *
  *   /dev/infiniband/anywarp0    is what /dev/null is: a character device that all may read and write
- *   /sys/class/infiniband/...   is a small tree with anywarp0 in it, and nothing else
+ *   /sys/class/infiniband/...   is a small tree with anywarp0 in it, and nothing else; so is infiniband_verbs beside it
  *
  * A preload library that replaces the functions that take a path. A path that begins otherwise goes to the
  * next library as it is. The tree consists of real files, so that a folder opened here can be read, walked
@@ -33,9 +33,11 @@
 #include <unistd.h>
 
 #define DEVICE "anywarp0"
+/* Which files the tree has; another text when it gets other ones. */
+#define LAYOUT "2"
 #define EXPORT __attribute__((visibility("default")))
 
-/* GIDs whose type is shown; the port's table is not longer. */
+/* Entries of the port's GID table. */
 #define GIDS 64
 
 /* The function of this name in the libraries behind this one. */
@@ -133,6 +135,7 @@ static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
  * How well an address serves as GID 0; the first of the best is taken. The order is the device's own: the one
  * that ANYWARP_ADDR names, then IPv4 before IPv6, and the loopback interface behind all others.
  */
+#define BEST 5
 static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *wanted)
 {
 	bool v4 = i->ifa_addr->sa_family == AF_INET;
@@ -141,31 +144,49 @@ static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *w
 	    (v4 && gid[12] == 169 && gid[13] == 254))
 		return 0;
 	if (wanted && !memcmp(gid, wanted, 16))
-		return 5;
+		return BEST;
 	return (i->ifa_flags & IFF_LOOPBACK ? 1 : 3) + v4;
 }
 
-/* Finds the address that is GID 0, and its interface. */
-static bool first_gid(uint8_t gid[16], char interface[IF_NAMESIZE])
+/* An entry of the GID table. */
+struct gid {
+	uint8_t raw[16];
+	char interface[IF_NAMESIZE];
+};
+
+/* The GID table, as the device makes it when it is opened: the best addresses first, each once; its length. */
+static int gid_table(struct gid table[GIDS])
 {
 	const char *variable = getenv("ANYWARP_ADDR");
-	uint8_t wanted[16] = { [10] = 0xff, [11] = 0xff }, candidate[16];
+	uint8_t wanted[16] = { [10] = 0xff, [11] = 0xff }, raw[16];
 	bool is_wanted = variable && (inet_pton(AF_INET, variable, wanted + 12) == 1 ||
 				      inet_pton(AF_INET6, variable, wanted) == 1);
 	struct ifaddrs *list;
-	int best = 0;
+	int n = 0;
 
 	if (getifaddrs(&list))
-		return false;
-	for (struct ifaddrs *i = list; i; i = i->ifa_next) {
-		if (!gid_of(i->ifa_addr, candidate) || rank(i, candidate, is_wanted ? wanted : NULL) <= best)
-			continue;
-		best = rank(i, candidate, is_wanted ? wanted : NULL);
-		memcpy(gid, candidate, 16);
-		snprintf(interface, IF_NAMESIZE, "%s", i->ifa_name);
+		return 0;
+	for (int best = BEST; best > 0; best--) {
+		for (struct ifaddrs *i = list; i && n < GIDS; i = i->ifa_next) {
+			bool is_new = gid_of(i->ifa_addr, raw) && rank(i, raw, is_wanted ? wanted : NULL) == best;
+
+			for (int g = 0; is_new && g < n; g++)
+				is_new = memcmp(table[g].raw, raw, 16);
+			if (!is_new)
+				continue;
+			memcpy(table[n].raw, raw, 16);
+			snprintf(table[n].interface, sizeof table[n].interface, "%s", i->ifa_name);
+			n++;
+		}
 	}
 	freeifaddrs(list);
-	return best > 0;
+	return n;
+}
+
+static void gid_text(char text[40], const uint8_t gid[16])
+{
+	for (size_t i = 0; i < 16; i++)
+		snprintf(text + (i / 2) * 5 + (i % 2) * 2, 4, "%02x%s", gid[i], i % 2 && i < 15 ? ":" : "");
 }
 
 /* The node GUID, as the device makes it: from the hardware address of the interface, or else from the end of the GID. */
@@ -212,65 +233,83 @@ static unsigned int lid_of(const uint8_t gid[16])
 }
 
 /* Makes, or finds made, everything below `top`. */
-static bool fill_tree(const char *top, const uint8_t gid[16], const char *interface)
+static bool fill_tree(const char *top, const struct gid *table, int n)
 {
-	char text[64], name[32], net[64], guid[20], lid[16];
-	char dev[PATH_MAX];
+	static const uint8_t none[16];
+	char text[40], name[48], net[64], guid[20], lid[16];
+	char dev[PATH_MAX], verbs[PATH_MAX];
 
-	if (snprintf(dev, sizeof dev, "%s/" DEVICE, top) >= (int)sizeof dev || !put_folder(top, DEVICE))
+	if (snprintf(dev, sizeof dev, "%s/infiniband/" DEVICE, top) >= (int)sizeof dev ||
+	    snprintf(verbs, sizeof verbs, "%s/infiniband_verbs/" DEVICE, top) >= (int)sizeof verbs)
 		return false;
-	for (size_t i = 0; i < 16; i++)
-		snprintf(text + (i / 2) * 5 + (i % 2) * 2, 4, "%02x%s", gid[i], i % 2 && i < 15 ? ":" : "");
-	snprintf(net, sizeof net, "/sys/class/net/%s", interface);
-	snprintf(name, sizeof name, "device/net/%s", interface);
-	guid_text(guid, gid, interface);
-	snprintf(lid, sizeof lid, "0x%x", lid_of(gid));
+	snprintf(net, sizeof net, "/sys/class/net/%s", table[0].interface);
+	snprintf(name, sizeof name, "device/net/%s", table[0].interface);
+	guid_text(guid, table[0].raw, table[0].interface);
+	snprintf(lid, sizeof lid, "0x%x", lid_of(table[0].raw));
+	if (!put_folder(top, "infiniband_verbs") || !put_file(top, "infiniband_verbs/abi_version", "6") ||
+	    !put_folder(top, "infiniband_verbs/" DEVICE) || !put_file(verbs, "abi_version", "1") ||
+	    !put_file(verbs, "ibdev", DEVICE) || !put_file(verbs, "dev", "1:3") || !put_folder(top, "infiniband") ||
+	    !put_folder(top, "infiniband/" DEVICE))
+		return false;
 	if (!put_file(dev, "node_type", "1: CA") || !put_file(dev, "node_desc", "anywarp") ||
 	    !put_file(dev, "node_guid", guid) || !put_file(dev, "sys_image_guid", guid) ||
 	    !put_file(dev, "fw_ver", ANYWARP_VERSION) || !put_file(dev, "hca_type", "anywarp") ||
 	    !put_folder(dev, "device") || !put_folder(dev, "device/net") || !put_link(dev, name, net) ||
+	    !put_folder(dev, "device/infiniband_verbs") || !put_folder(dev, "device/infiniband_verbs/" DEVICE) ||
 	    !put_file(dev, "device/numa_node", "-1") || !put_folder(dev, "ports") || !put_folder(dev, "ports/1") ||
 	    !put_file(dev, "ports/1/state", "4: ACTIVE") || !put_file(dev, "ports/1/phys_state", "5: LinkUp") ||
 	    !put_file(dev, "ports/1/rate", "100 Gb/sec (4X EDR)") || !put_file(dev, "ports/1/lid", lid) ||
 	    !put_file(dev, "ports/1/lid_mask_count", "0") || !put_file(dev, "ports/1/sm_lid", "0x0") ||
 	    !put_file(dev, "ports/1/sm_sl", "0") || !put_file(dev, "ports/1/link_layer", "Ethernet") || !put_folder(dev, "ports/1/gids") ||
-	    !put_file(dev, "ports/1/gids/0", text) || !put_folder(dev, "ports/1/gid_attrs") ||
-	    !put_folder(dev, "ports/1/gid_attrs/types") || !put_folder(dev, "ports/1/gid_attrs/ndevs") ||
-	    !put_file(dev, "ports/1/gid_attrs/ndevs/0", interface))
+	    !put_folder(dev, "ports/1/gid_attrs") || !put_folder(dev, "ports/1/gid_attrs/types") ||
+	    !put_folder(dev, "ports/1/gid_attrs/ndevs"))
 		return false;
 	for (int i = 0; i < GIDS; i++) {
+		gid_text(text, i < n ? table[i].raw : none);
+		snprintf(name, sizeof name, "ports/1/gids/%d", i);
+		if (!put_file(dev, name, text))
+			return false;
 		snprintf(name, sizeof name, "ports/1/gid_attrs/types/%d", i);
 		if (!put_file(dev, name, "RoCE v2"))
+			return false;
+		snprintf(name, sizeof name, "ports/1/gid_attrs/ndevs/%d", i);
+		if (i < n && !put_file(dev, name, table[i].interface))
 			return false;
 	}
 	return true;
 }
 
-/* The folder that stands for /sys/class/infiniband; NULL where none can be made. */
+/* The folder that stands for /sys/class, for infiniband and infiniband_verbs; NULL where none can be made. */
 static const char *tree(void)
 {
 	static char made[PATH_MAX / 2];
 	static int state; /* 0: not asked yet, 1: another thread is at it, 2: made, 3: cannot be */
-	char top[PATH_MAX / 2], interface[IF_NAMESIZE];
+	char top[PATH_MAX / 2];
 	const char *base = getenv("XDG_RUNTIME_DIR");
-	uint8_t gid[16];
-	int none = 0, known = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
+	struct gid table[GIDS];
+	int n, none = 0, known = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
 	uint32_t sum = 2166136261u;
 	bool good;
 
 	if (known >= 2)
 		return known == 2 ? made : NULL;
-	good = first_gid(gid, interface);
-	for (size_t i = 0; good && i < 16; i++)
-		sum = (sum ^ gid[i]) * 16777619u;
-	/* A tree of another version may show other files. */
-	for (const char *c = ANYWARP_VERSION; good && *c; c++)
+	n = gid_table(table);
+	good = n > 0;
+	/* A host with other addresses has another tree. */
+	for (int g = 0; g < n; g++) {
+		for (size_t i = 0; i < 16; i++)
+			sum = (sum ^ table[g].raw[i]) * 16777619u;
+		for (const char *c = table[g].interface; *c; c++)
+			sum = (sum ^ (uint8_t)*c) * 16777619u;
+	}
+	/* And so has another version. */
+	for (const char *c = ANYWARP_VERSION " " LAYOUT; *c; c++)
 		sum = (sum ^ (uint8_t)*c) * 16777619u;
 	if (good && (!base || base[0] != '/' || access(base, W_OK)))
 		base = "/tmp";
-	good = good && snprintf(top, sizeof top, "%s/anywarp-%ld-%s-%08x", base, (long)geteuid(), interface, sum) <
+	good = good && snprintf(top, sizeof top, "%s/anywarp-%ld-%s-%08x", base, (long)geteuid(), n ? table[0].interface : "", sum) <
 			       (int)sizeof top;
-	good = good && own_folder(top) && fill_tree(top, gid, interface);
+	good = good && own_folder(top) && fill_tree(top, table, n);
 	if (!good)
 		top[0] = 0;
 	if (__atomic_compare_exchange_n(&state, &none, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
@@ -306,8 +345,8 @@ static const char *shown(const char *path, char room[PATH_MAX])
 	rest = BELOW(path, "/dev/infiniband/" DEVICE);
 	if (rest)
 		return *rest ? path : "/dev/null";
-	rest = BELOW(path, "/sys/class/infiniband");
-	if (!rest)
+	rest = path + sizeof "/sys/class" - 1;
+	if (!BELOW(path, "/sys/class/infiniband") && !BELOW(path, "/sys/class/infiniband_verbs"))
 		return path;
 	saved = errno;
 	top = tree();
@@ -428,6 +467,13 @@ EXPORT int scandir64(const char *path, struct dirent64 ***list, int (*filter)(co
 {
 	SHOWN(path);
 	return NEXT(scandir64)(path, list, filter, compare);
+}
+
+/* From there, relative paths lead into the tree. */
+EXPORT int chdir(const char *path)
+{
+	SHOWN(path);
+	return NEXT(chdir)(path);
 }
 
 /* ---------------------------------------------------------------- looking */
