@@ -91,6 +91,11 @@ HIDDEN int fstat64(int fd, struct stat64 *s)
 	return (int)syscall(SYS_newfstatat, fd, "", s, AT_EMPTY_PATH);
 }
 
+HIDDEN int fstatat64(int dir, const char *restrict path, struct stat64 *restrict s, int flags)
+{
+	return (int)syscall(SYS_newfstatat, dir, path, s, flags);
+}
+
 HIDDEN pid_t gettid(void)
 {
 	return (pid_t)syscall(SYS_gettid);

@@ -63,6 +63,10 @@ pub(crate) enum Command {
     ///
     /// Each line is ok, warn or fail; a warn or fail names what to do. At the end a self-test moves real bytes
     /// with every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
+    ///
+    /// With the name of a program, of a Python package, or of a folder, it reads those files, runs none of them, and says whether
+    /// they will find the device and how to start them: static linking, set-user-ID, another C library, a libibverbs of
+    /// its own, programs that start others without LD_PRELOAD.
     Doctor(Doctor),
 
     /// Measure latency: a message goes there, and one comes back
@@ -212,6 +216,10 @@ pub(crate) struct Doctor {
     /// Look only, do not run the self-test
     #[arg(long)]
     pub(crate) no_self_test: bool,
+
+    /// A program, a Python package or a folder to look at, instead of the machine
+    #[arg(value_name = "PROGRAM", value_hint = ValueHint::CommandName)]
+    pub(crate) program: Option<OsString>,
 }
 
 /// Arguments of `anywarp generate`.

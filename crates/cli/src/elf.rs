@@ -111,6 +111,24 @@ fn header<H: FileHeader<Endian = object::NativeEndian>>(
     })
 }
 
+/// The program that the kernel starts for this file: itself, or the interpreter of a script.
+pub(crate) fn interpreter_of(program: &Path) -> PathBuf {
+    let mut path = program.to_path_buf();
+    for _ in 0..MAX_SCRIPT_DEPTH {
+        match kind(&path) {
+            Ok(Kind::Script(interpreter)) => path = interpreter,
+            _ => break,
+        }
+    }
+    path
+}
+
+/// Whether the file has capabilities (capabilities(7)), with which the loader ignores LD_PRELOAD as for set-user-ID.
+pub(crate) fn has_capabilities(path: &Path) -> bool {
+    let mut none: [u8; 0] = [];
+    rustix::fs::getxattr(path, "security.capability", &mut none[..]).is_ok_and(|n| n > 0)
+}
+
 /// Looks for reasons why `program`, or the interpreter that runs it, will not load `library`.
 pub(crate) fn obstacles(program: &Path, library: &Path) -> Vec<Obstacle> {
     let mut found = Vec::new();

@@ -1,6 +1,7 @@
-//! `anywarp doctor`: what this machine has, and whether the device works on it.
+//! `anywarp doctor`: what this machine has, whether the device works on it, and whether a program will find it.
 
 mod checks;
+mod program;
 mod self_test;
 
 use std::process::ExitCode;
@@ -70,6 +71,10 @@ impl Line {
         }
     }
 
+    fn is_fail(&self) -> bool {
+        self.level == Level::Fail
+    }
+
     fn print(&self) {
         println!("{:<4}  {}: {}", self.level.as_str(), self.topic, self.found);
         if let Some(advice) = &self.advice {
@@ -128,6 +133,13 @@ pub(crate) fn run(args: &Doctor) -> Result<ExitCode, Failure> {
         lines: Vec::new(),
     };
     let library = Library::find();
+    if let Some(name) = &args.program {
+        let library = library.map_err(Failure::Library)?;
+        for line in program::lines(name, &library)? {
+            report.add(line);
+        }
+        return Ok(report.finish());
+    }
 
     for line in checks::machine() {
         report.add(line);
