@@ -1,4 +1,5 @@
-//! The figures of the `anywarp` command and of the lab, as SVG: [`bars`] side by side, and [`lines`] over sizes or rates.
+//! The figures of the `anywarp` command and of the lab, as SVG: [`bars`] side by side, [`lines`] over sizes or rates, and a [`grid`] of
+//! small charts.
 //!
 //! The libraries that other programs load do not depend on this crate.
 
@@ -206,6 +207,227 @@ where
     Ok(())
 }
 
+/// A value with its spread.
+#[derive(Debug, Clone, Copy)]
+pub struct Spread {
+    /// Where the mark is.
+    pub median: f64,
+    /// Where the line of the spread begins.
+    pub least: f64,
+    /// Where the line of the spread ends.
+    pub most: f64,
+    /// Whether the mark is empty.
+    pub doubtful: bool,
+}
+
+/// One line of a small chart.
+#[derive(Debug, Clone)]
+pub struct Series {
+    /// The place of its name in the legend.
+    pub style: usize,
+    /// A value for each place, or none.
+    pub values: Vec<Option<Spread>>,
+}
+
+/// One of several charts with common scales.
+#[derive(Debug, Clone)]
+pub struct Small {
+    /// Above the chart.
+    pub title: String,
+    /// Its lines.
+    pub series: Vec<Series>,
+}
+
+/// What all charts of a grid have in common.
+#[derive(Debug, Clone, Copy)]
+pub struct Grid<'a> {
+    /// The unit of the values.
+    pub unit: &'a str,
+    /// What the places are.
+    pub across: &'a str,
+    /// The names of the places, from left to right.
+    pub places: &'a [String],
+    /// The names of the lines.
+    pub legend: &'a [String],
+    /// Whether the scale of the values is logarithmic. Values that are not positive are then left out.
+    pub log: bool,
+    /// How a value of the scale is written.
+    pub digits: fn(f64) -> String,
+}
+
+/// The most lines that can be told apart, by colour and by mark.
+pub const STYLES: usize = 7;
+
+/// Colours that most people can tell apart (those of Okabe and Ito, without the yellow).
+const SAFE: [RGBColor; STYLES] = [
+    RGBColor(0x00, 0x72, 0xb2),
+    RGBColor(0xd5, 0x5e, 0x00),
+    RGBColor(0x00, 0x9e, 0x73),
+    RGBColor(0x00, 0x00, 0x00),
+    RGBColor(0xcc, 0x79, 0xa7),
+    RGBColor(0x56, 0xb4, 0xe9),
+    RGBColor(0xe6, 0x9f, 0x00),
+];
+
+/// Pixels: a small chart, and one that stands alone.
+const SMALL: (u32, u32) = (WIDTH / 2, 270);
+const ALONE: u32 = 340;
+
+/// Draws charts with common scales in two columns, under one legend; without any value to draw the text is empty.
+pub fn grid(grid: &Grid<'_>, charts: &[Small]) -> io::Result<String> {
+    let shown = |v: f64| v.is_finite() && (!grid.log || v > 0.0);
+    let all = charts
+        .iter()
+        .flat_map(|chart| &chart.series)
+        .flat_map(|series| series.values.iter().flatten())
+        .map(|spread| spread.median);
+    let (least, most) = all
+        .filter(|v| shown(*v))
+        .fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(v), b.max(v)));
+    if grid.places.is_empty() || least > most {
+        return Ok(String::new());
+    }
+    let places = legend_places(grid.legend);
+    let top = places.last().map_or(0, |(_, y)| y + 22).unsigned_abs();
+    let columns = if charts.len() > 1 { 2 } else { 1 };
+    let rows = charts.len().div_ceil(columns);
+    let height = if columns == 1 { ALONE } else { SMALL.1 };
+    draw(top + height * rows as u32, |area| {
+        for (n, (name, (x, y))) in grid.legend.iter().zip(places).enumerate() {
+            let line = PathElement::new(vec![(x, y), (x + 26, y)], safe(n).stroke_width(2));
+            put(area, &line)?;
+            mark(area, (x + 13, y), n, false)?;
+            write(area, name, (x + 32, y), HPos::Left, 12.0, TEXT)?;
+        }
+        let (_, below) = area.split_vertically(top);
+        for (chart, place) in charts.iter().zip(below.split_evenly((rows, columns))) {
+            write(&place, &chart.title, (62, 10), HPos::Left, 13.0, TEXT)?;
+            let inner = place.margin(18, 4, 4, 12);
+            if grid.log {
+                let step = |v: f64, up: bool| {
+                    let power = v.log10();
+                    10_f64.powf(if up { power.ceil() } else { power.floor() })
+                };
+                let low = step(least, false);
+                let high = step(most, true).max(low * 10.0);
+                small(grid, &inner, (low..high).log_scale(), &chart.series, shown)?;
+            } else {
+                let high = (most * 1.05).max(f64::MIN_POSITIVE);
+                small(grid, &inner, 0.0..high, &chart.series, shown)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Where the names of the legend begin, in as many rows as they need.
+fn legend_places(legend: &[String]) -> Vec<(i32, i32)> {
+    let (mut x, mut y) = (10, 12);
+    legend
+        .iter()
+        .map(|name| {
+            let width = 50 + 7 * name.chars().count() as i32;
+            if x > 10 && x + width > WIDTH as i32 {
+                (x, y) = (10, y + 18);
+            }
+            let place = (x, y);
+            x += width;
+            place
+        })
+        .collect()
+}
+
+fn small<S>(
+    grid: &Grid<'_>,
+    area: &Area<'_>,
+    scale: S,
+    series: &[Series],
+    shown: impl Fn(f64) -> bool,
+) -> io::Result<()>
+where
+    S: AsRangedCoord<Value = f64>,
+    S::CoordDescType: ValueFormatter<f64>,
+{
+    let last = (grid.places.len() - 1).max(1);
+    let mut context = ChartBuilder::on(area)
+        .x_label_area_size(38)
+        .y_label_area_size(62)
+        .build_cartesian_2d(0..last, scale)
+        .map_err(io::Error::other)?;
+    context
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .x_labels(8)
+        .x_label_formatter(&|n| grid.places.get(*n).cloned().unwrap_or_default())
+        .y_label_formatter(&|v| (grid.digits)(*v))
+        .x_desc(grid.across)
+        .y_desc(grid.unit)
+        .draw()
+        .map_err(io::Error::other)?;
+    let plot = context.plotting_area();
+    let range = plot.get_pixel_range();
+    let inside = |y: i32| y.clamp(range.1.start, range.1.end);
+    for line in series {
+        let points: Vec<((i32, i32), Spread)> = line
+            .values
+            .iter()
+            .enumerate()
+            .filter_map(|(n, spread)| Some((n, (*spread)?)))
+            .filter(|(_, spread)| shown(spread.median))
+            .map(|(n, spread)| (plot.map_coordinate(&(n, spread.median)), spread))
+            .collect();
+        let whole = area.strip_coord_spec();
+        let (left, upper) = whole.get_base_pixel();
+        let at = |(x, y): (i32, i32)| (x - left, inside(y) - upper);
+        let path: Vec<(i32, i32)> = points.iter().map(|(place, _)| at(*place)).collect();
+        let style = safe(line.style).stroke_width(2);
+        put(&whole, &PathElement::new(path, style))?;
+        for (n, spread) in line.values.iter().enumerate() {
+            let Some(spread) = spread.filter(|spread| shown(spread.median)) else {
+                continue;
+            };
+            let place = |v: f64| {
+                let v = if shown(v) { v } else { spread.median };
+                at(plot.map_coordinate(&(n, v)))
+            };
+            let ends = vec![place(spread.least), place(spread.most)];
+            put(&whole, &PathElement::new(ends, safe(line.style)))?;
+            mark(&whole, place(spread.median), line.style, spread.doubtful)?;
+        }
+    }
+    Ok(())
+}
+
+fn safe(line: usize) -> RGBColor {
+    *SAFE.get(line % STYLES).unwrap_or(&BLACK)
+}
+
+/// The mark of a line at a point, which tells the lines apart without their colours.
+fn mark(area: &Area<'_>, (x, y): (i32, i32), line: usize, empty: bool) -> io::Result<()> {
+    let colour = safe(line);
+    let style = if empty {
+        colour.stroke_width(1)
+    } else {
+        colour.filled()
+    };
+    let around = |corners: &[(i32, i32)]| corners.iter().map(|(a, b)| (x + a, y + b)).collect();
+    let corners: Vec<(i32, i32)> = match line % STYLES {
+        0 => return put(area, &Circle::new((x, y), 3, style)),
+        1 => around(&[(-4, 3), (4, 3), (0, -4)]),
+        2 => around(&[(-3, -3), (3, -3), (3, 3), (-3, 3)]),
+        3 => around(&[(0, -4), (4, 0), (0, 4), (-4, 0)]),
+        4 => around(&[(-4, -3), (4, -3), (0, 4)]),
+        5 => around(&[(-4, -1), (4, -1), (4, 1), (-4, 1)]),
+        _ => around(&[(-1, -4), (1, -4), (1, 4), (-1, 4)]),
+    };
+    if empty {
+        let closed: Vec<(i32, i32)> = corners.iter().chain(corners.first()).copied().collect();
+        return put(area, &PathElement::new(closed, style));
+    }
+    put(area, &Polygon::new(corners, style))
+}
+
 fn colour(line: usize) -> RGBColor {
     *COLOURS.get(line % COLOURS.len()).unwrap_or(&BLACK)
 }
@@ -296,6 +518,51 @@ mod tests {
         for missing in [f64::NAN, 0.0] {
             lines[6].1[0] = missing;
             assert_eq!(marks(&lines), 2, "{missing}");
+        }
+    }
+
+    #[test]
+    fn small_charts_share_a_legend_and_each_value_has_a_mark() {
+        let spread = |median: f64, doubtful| {
+            Some(Spread {
+                median,
+                least: median / 2.0,
+                most: median * 2.0,
+                doubtful,
+            })
+        };
+        let places = ["1".to_owned(), "2".to_owned()];
+        let legend = ["poll".to_owned(), "a<b".to_owned()];
+        let charts = ["first", "second"].map(|title| Small {
+            title: title.to_owned(),
+            series: vec![
+                Series {
+                    style: 0,
+                    values: vec![spread(1.0, false), spread(10.0, true)],
+                },
+                Series {
+                    style: 1,
+                    values: vec![None, spread(5.0, false)],
+                },
+            ],
+        });
+        for log in [false, true] {
+            let grid = Grid {
+                unit: "µs",
+                across: "buffers",
+                places: &places,
+                legend: &legend,
+                log,
+                digits,
+            };
+            let svg = super::grid(&grid, &charts).unwrap();
+            for text in ["first", "second", "poll", "a&lt;b", "buffers", "µs"] {
+                assert!(svg.contains(text), "{text}: {svg}");
+            }
+            // One in the legend and two in each chart; of the second line one and one in each.
+            assert_eq!(svg.matches("<circle").count(), 5);
+            assert_eq!(svg.matches("<polygon").count(), 3);
+            assert_eq!(super::grid(&grid, &[]).unwrap(), "");
         }
     }
 
