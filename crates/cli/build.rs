@@ -17,7 +17,7 @@ fn main() {
     let cc = cc.iter().find(|cc| !cc.is_empty()).map_or("cc", |cc| cc);
     let object = Path::new(&var("OUT_DIR")).join("glibc.o");
     let done = Command::new(cc)
-        .args(["-O2", "-fPIC", "-DPROGRAM", "-c", SOURCE, "-o"])
+        .args(["-O2", "-fPIC", "-DPROGRAM", "-DMATH", "-c", SOURCE, "-o"])
         .arg(&object)
         .status();
     assert!(

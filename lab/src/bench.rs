@@ -1,4 +1,4 @@
-//! `cargo lab bench`: all that `anywarp bench` measures, and what needs a verbs program of the tests.
+//! `cargo lab bench`: all that `anywarp bench` measures, and what needs an MPI program of the tests.
 //!
 //! With `--netns` the two ends are in network namespaces joined by a veth pair, which vanish with the run. What is measured
 //! in a virtual machine is in `interop/bench.rs`.
@@ -39,12 +39,11 @@ pub(crate) fn run(options: &Options) -> Result {
         return programs::in_namespaces();
     }
     let rest: Vec<&str> = options.rest.iter().map(String::as_str).collect();
-    let verbs = build()?;
     if options.write {
-        return write(&anywarp, &verbs, &rest);
+        return write(&anywarp, &rest);
     }
     if !options.netns {
-        return bench(&anywarp, &verbs, &rest, None);
+        return bench(&anywarp, &rest, None);
     }
     link()?;
     for mtu in MTUS {
@@ -61,18 +60,18 @@ pub(crate) fn run(options: &Options) -> Result {
             ]))?;
         }
         println!("MTU {mtu}");
-        bench(&anywarp, &verbs, &rest, Some(mtu))?;
+        bench(&anywarp, &rest, Some(mtu))?;
     }
     Ok(())
 }
 
 /// Measures, and writes the results into the tree.
-fn write(anywarp: &Path, verbs: &Path, rest: &[&str]) -> Result {
+fn write(anywarp: &Path, rest: &[&str]) -> Result {
     let json = sh::target().join("bench.json");
     let file = json.display().to_string();
     let mut words = rest.to_vec();
     words.extend(["--json", file.as_str()]);
-    bench(anywarp, verbs, &words, None)?;
+    bench(anywarp, &words, None)?;
     let folder = sh::root().join("docs/results");
     fs::create_dir_all(&folder)?;
     for name in ["bench.md", "bench.svg"] {
@@ -86,21 +85,6 @@ fn write(anywarp: &Path, verbs: &Path, rest: &[&str]) -> Result {
         )?;
     }
     Ok(())
-}
-
-/// Builds the verbs program that measures what no other does.
-fn build() -> Result<PathBuf> {
-    let program = sh::target().join("bench-verbs");
-    let lib = sh::dist().join("lib/anywarp");
-    let mut cc = sh::cc();
-    cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
-        .arg(&program)
-        .arg(sh::root().join("tests/bench/verbs.c"))
-        .arg("-L")
-        .arg(lib)
-        .args(["-libverbs", "-lpthread"]);
-    sh::run(&mut cc)?;
-    Ok(program)
 }
 
 /// Two hosts, client and server, with a link between them.
@@ -136,9 +120,9 @@ fn build_mpi() -> Result<Option<PathBuf>> {
     }
 }
 
-fn bench(anywarp: &Path, verbs: &Path, rest: &[&str], mtu: Option<u32>) -> Result {
+fn bench(anywarp: &Path, rest: &[&str], mtu: Option<u32>) -> Result {
     let mut command = Command::new(anywarp);
-    command.arg("bench").arg("--verbs").arg(verbs);
+    command.arg("bench");
     if let Some(mpi) = build_mpi()? {
         command.arg("--mpi").arg(mpi);
     }

@@ -14,6 +14,7 @@ mod programs;
 mod pyverbs;
 mod sanitize;
 mod sockets;
+mod study;
 mod tutorial;
 mod valgrind;
 
@@ -87,6 +88,8 @@ enum Task {
     Capture,
     /// Programs of the distribution with the library for sockets preloaded at both ends, the server, the client.
     Sockets,
+    /// `anywarp study` with each of its runners, shortly: what it writes, goes on with, and refuses.
+    Study,
     /// The commands of docs/tutorial.md.
     Tutorial,
 }
@@ -117,6 +120,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::Perf => perf::run(),
         Task::Capture => capture::run(),
         Task::Sockets => sockets::run(),
+        Task::Study => study::run(),
         Task::Tutorial => tutorial::run(),
     }
 }

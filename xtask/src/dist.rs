@@ -6,12 +6,14 @@
 //! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
 //! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
 //! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
+//! lib/anywarp/anywarp-cost     what `anywarp bench` and `anywarp study` run besides: crates/cli/perf/cost.c
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! lib/anywarp/libanywarp-sockets.so  sockets of unmodified programs, to preload: crates/sockets
 //! lib/libexs.so.1              extended sockets, with its .so link; pkgconfig/exs.pc
 //! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
 //! share/anywarp/wireshark/     the dissector of datagrams
+//! share/anywarp/studies/       the figures of `anywarp study`
 //! ```
 
 use crate::{Result, glibc, link, sh, symbols};
@@ -42,6 +44,7 @@ pub fn run() -> Result {
     link::run(&symbols, &built.join("libanywarp_abi.a"), &work, &lib, None)?;
     verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib, &work)?;
     verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work)?;
+    verbs_program("anywarp-cost", "crates/cli/perf/cost.c", &lib, &work)?;
     path_shim(&lib, &work)?;
     extended_sockets(&built, &new, &work)?;
     preloaded_sockets(&built, &lib, &work)?;
@@ -55,6 +58,10 @@ pub fn run() -> Result {
     copy_tree(
         &sh::root().join("crates/cli/wireshark"),
         &new.join("share/anywarp/wireshark"),
+    )?;
+    copy_tree(
+        &sh::root().join("studies"),
+        &new.join("share/anywarp/studies"),
     )?;
 
     glibc::check(&new)?;

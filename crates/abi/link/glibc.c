@@ -10,6 +10,7 @@
 // libdl.so.2; so both are linked to, also where they are empty.
 //
 //   -DPROGRAM   for a program, which has a beginning
+//   -DMATH      for what is linked with libm
 //   -DREPLACES  for a library that replaces functions of libc itself: only the jumps
 #define _GNU_SOURCE
 #include <errno.h>
@@ -69,6 +70,10 @@ BIND_TO(__isoc23_sscanf, __isoc99_sscanf, "GLIBC_2.7");
 BIND_TO(__isoc23_sscanf, __isoc99_sscanf, OLDEST);
 BIND(pthread_getattr_np);
 BIND(pthread_setname_np);
+#endif
+#if defined(MATH)
+BIND(log);
+BIND(pow);
 #endif
 // The forms of C23, which headers from glibc 2.38 on call; they differ by the prefix 0b.
 BIND_TO(__isoc23_strtol, strtol, OLDEST);

@@ -40,18 +40,18 @@
 #define GRH 40u
 #define QKEY 0x11111111u
 #define PORT 1
-#define BATCH 64
+#define BATCH 128
 #define MAX_SGE 16
 #define LATE 1024u  /* messages by which one may be behind the newest */
 #define SWEEP 64u /* messages that may still be under way behind the newest one */
 
 enum transport { RC, UC, UD, RD };
-enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ };
+enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ, WRITE_READ };
 
 static struct {
 	uint64_t server, blast, transport, op, size, depth, list, signal_every, inlined, event, slots, gather, iters,
 		duration_ms, warmup, segment, record_mode, parity, repeats, deadline_ms, exact, idle_ms, wait_ms, gid_index, unordered,
-		mtu;
+		mtu, fill;
 } o = { .depth = 16, .list = 1, .signal_every = 1, .gather = 1, .size = 64, .idle_ms = 10000, .wait_ms = 200 };
 
 #define OPTION(x) { #x, &o.x }
@@ -60,6 +60,7 @@ static const struct { const char *name; uint64_t *at; } options[] = {
 	OPTION(signal_every), OPTION(inlined), OPTION(event), OPTION(slots), OPTION(gather), OPTION(iters),
 	OPTION(duration_ms), OPTION(warmup), OPTION(segment), OPTION(record_mode), OPTION(parity), OPTION(repeats),
 	OPTION(deadline_ms), OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(unordered), OPTION(mtu),
+	OPTION(fill),
 };
 
 static struct ibv_context *device;
@@ -243,6 +244,12 @@ static bool lossy(void)
 	return o.transport == UC || o.transport == UD;
 }
 
+/* Whether the client sees messages arrive at itself. */
+static bool pulls(void)
+{
+	return o.op == READ || o.op == WRITE_READ;
+}
+
 /* Whether Sends carry their number as immediate data: where order says nothing and the payload is too short for a number. */
 static bool numbered(void)
 {
@@ -382,8 +389,43 @@ static void post_datagram(uint64_t first, uint64_t count, bool last)
 		die("ibv_wr_complete: %s", strerror(rc));
 }
 
+/* One half of WRITE_READ: message m goes to the peer's memory, or comes back from there. */
+static void post_half(uint64_t m, bool back)
+{
+	struct ibv_sge sge = { (uintptr_t)content(m), (uint32_t)o.size, ref_mr[0]->lkey };
+	struct ibv_send_wr wr = { .wr_id = 2 * m + back, .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE }, *bad;
+	int rc;
+
+	if (back) {
+		sge.addr = (uintptr_t)slot_of(m);
+		sge.lkey = slot_mr->lkey;
+		wr.opcode = IBV_WR_RDMA_READ;
+	} else if (o.inlined) {
+		wr.send_flags = IBV_SEND_INLINE;
+	}
+	if (back || o.signal_every == 1)
+		wr.send_flags |= IBV_SEND_SIGNALED;
+	wr.wr.rdma.remote_addr = peer.addr + m % peer.slots * stride;
+	wr.wr.rdma.rkey = peer.rkey;
+	rc = ibv_post_send(qp, &wr, &bad);
+	if (rc)
+		die("ibv_post_send: %s", strerror(rc));
+}
+
+/* A Write with a completion is waited for before its bytes are read back; one without is followed by the Read at once. */
+static void post_there_and_back(uint64_t m)
+{
+	post_half(m, false);
+	if (o.signal_every > 1)
+		post_half(m, true);
+}
+
 static void post(uint64_t count, bool last)
 {
+	if (o.op == WRITE_READ) {
+		post_there_and_back(posted++);
+		return;
+	}
 	if (ex)
 		post_datagram(posted, count, last);
 	else
@@ -432,6 +474,16 @@ static bool poll_sends(void)
 
 		if (!good && !(o.op == READ && o.transport == UD && wc[i].status == IBV_WC_RETRY_EXC_ERR))
 			die("request %" PRIu64 " ended: %s", m, ibv_wc_status_str(wc[i].status));
+		if (o.op == WRITE_READ) {
+			bool back = m & 1;
+
+			m /= 2;
+			if (!back) {
+				post_half(m, true);
+				continue;
+			}
+			arrived(m, slot_of(m), o.size);
+		}
 		if (o.op == READ) {
 			/* Those before it without a completion of their own are done too, and well. */
 			for (; completed <= m; completed++)
@@ -443,7 +495,7 @@ static bool poll_sends(void)
 		if (m + 1 > completed)
 			completed = m + 1;
 	}
-	return o.op == READ ? noted(n > 0) : n > 0;
+	return pulls() ? noted(n > 0) : n > 0;
 }
 
 /* ---------------------------------------------------------------- arrivals */
@@ -716,7 +768,7 @@ static void listen_now(uint64_t at)
 	if (!told)
 		told = at;
 	if (at - told >= 1000000000) {
-		uint64_t n = o.server || o.op == READ ? seen.all : completed;
+		uint64_t n = o.server || pulls() ? seen.all : completed;
 
 		told = at;
 		printf("progress msgs=%" PRIu64 " bytes=%" PRIu64 "\n", n, o.server ? seen.bytes : n * o.size);
@@ -810,7 +862,45 @@ static bool wait_arrivals(void)
 
 /* ---------------------------------------------------------------- the four roles */
 
-static uint64_t begin_at, end_at;
+static uint64_t begin_at, end_at, begin_cpu, end_cpu, begin_waited, end_waited;
+
+/* Processor time of this process, microseconds. */
+static uint64_t cpu_time(void)
+{
+	struct rusage use;
+
+	getrusage(RUSAGE_SELF, &use);
+	return (uint64_t)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) * 1000000 + (uint64_t)(use.ru_utime.tv_usec + use.ru_stime.tv_usec);
+}
+
+/* How long this thread could have run and had no processor, nanoseconds; 0 where the kernel does not say. */
+static uint64_t waited_time(void)
+{
+	FILE *f = fopen("/proc/thread-self/schedstat", "re");
+	uint64_t waited = 0;
+
+	if (f) {
+		if (fscanf(f, "%*u %" SCNu64, &waited) != 1)
+			waited = 0;
+		fclose(f);
+	}
+	return waited;
+}
+
+/* The measured part begins, or is over. */
+static uint64_t begin(void)
+{
+	begin_waited = waited_time();
+	begin_cpu = cpu_time();
+	return begin_at = now();
+}
+
+static void end(void)
+{
+	end_at = now();
+	end_cpu = cpu_time();
+	end_waited = waited_time();
+}
 
 static void blast_client(void)
 {
@@ -820,20 +910,22 @@ static void blast_client(void)
 
 	begin_at = 0;
 	while (!ended || completed < posted) {
-		uint64_t room = o.depth - (posted - completed), count;
+		uint64_t room = o.depth - (posted - completed), most = o.list, count;
 		bool busy = false;
 
 		if (at >= look_again)
 			listen_now(at);
 		if (!begin_at && completed >= o.warmup) {
-			begin_at = at = now();
+			at = begin();
 			if (o.duration_ms)
 				limit = at + o.duration_ms * 1000000;
 		}
 		/* Nothing of the measured part is posted before the warm-up has ended. */
 		count = (begin_at ? total : o.warmup) - posted;
-		if (count > o.list)
-			count = o.list;
+		if (o.fill)
+			most = room < BATCH ? room : BATCH;
+		if (count > most)
+			count = most;
 		if (!ended && count && count <= room) {
 			/* The last one has a completion, so that those before it are known to be done. */
 			ended = at >= limit || stopped || posted + count == total;
@@ -855,7 +947,7 @@ static void blast_client(void)
 		if (completed < posted && at - moved > o.idle_ms * 1000000)
 			die("no request has ended for %" PRIu64 " ms: is the other end alive and reachable?", o.idle_ms);
 	}
-	end_at = now();
+	end();
 }
 
 /* Until all that was sent is here, or nothing more comes. */
@@ -889,7 +981,7 @@ static void blast_server(void)
 		if (stopped && quiet > (lossy() ? 300000000u : o.idle_ms * 1000000))
 			break;
 	}
-	end_at = now();
+	end();
 }
 
 /* Of plain Writes only the last one of each slot is there to be compared. */
@@ -934,7 +1026,7 @@ static void ping_client(void)
 		bool back = false;
 
 		if (m == o.warmup) {
-			begin_at = start;
+			start = at = begin();
 			if (o.duration_ms)
 				limit = start + o.duration_ms * 1000000;
 		}
@@ -942,7 +1034,7 @@ static void ping_client(void)
 			break;
 		post(1, true);
 		while (!back) {
-			if (o.op == READ) {
+			if (pulls()) {
 				if (!poll_sends())
 					rest(scq, schan, sends_again);
 				back = completed > m;
@@ -960,11 +1052,11 @@ static void ping_client(void)
 		}
 		if (!back && !lossy())
 			die("no answer for %" PRIu64 " ms: is the other end alive and reachable?", patience);
-		if (back && m >= o.warmup && !(o.op == READ && seen.all == before)) {
+		if (back && m >= o.warmup && !(pulls() && seen.all == before)) {
 			sample((at - start) / (o.op == READ ? 1 : 2));
 		} else if (!back) {
 			seen.failed++;
-			if (expected <= m && o.op != READ)
+			if (expected <= m && !pulls())
 				expected = m + 1;
 		}
 		/* A place in the send queue for the next one. */
@@ -973,7 +1065,7 @@ static void ping_client(void)
 				die("no request has ended for %" PRIu64 " ms", o.idle_ms);
 		}
 	}
-	end_at = now();
+	end();
 }
 
 static void ping_server(void)
@@ -983,7 +1075,7 @@ static void ping_server(void)
 	while (!stopped) {
 		uint64_t at = now(), before = seen.all;
 
-		if (o.op == READ) {
+		if (pulls()) {
 			struct pollfd in = { .fd = STDIN_FILENO, .events = POLLIN };
 
 			poll(&in, 1, 100);
@@ -1004,7 +1096,7 @@ static void ping_server(void)
 		if (at - last > 60000000000u)
 			die("no message for a minute");
 	}
-	end_at = now();
+	end();
 }
 
 /* ---------------------------------------------------------------- objects */
@@ -1132,7 +1224,7 @@ static void make_memory(void)
 			die("ibv_reg_mr: %s", strerror(errno));
 	}
 	slots = memory(room * stride);
-	slot_mr = ibv_reg_mr(pd, slots, room * stride, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+	slot_mr = ibv_reg_mr(pd, slots, room * stride, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
 	if (!slot_mr)
 		die("ibv_reg_mr: %s", strerror(errno));
 	if (o.op == WRITE && !o.blast)
@@ -1243,19 +1335,17 @@ static void hear_peer(void)
 
 static void tell(void)
 {
-	struct rusage use;
 	struct anywarpdv_counters c = { 0 };
 
 	for (uint64_t i = 0; i < samples_n; i++)
 		printf("%s%u%s", i % 500 ? " " : "samples ", samples[i], i % 500 == 499 || i + 1 == samples_n ? "\n" : "");
-	getrusage(RUSAGE_SELF, &use);
 	printf("done posted=%" PRIu64 " warmup=%" PRIu64 " elapsed_ns=%" PRIu64 " messages=%" PRIu64 " bytes=%" PRIu64
 	       " complete=%" PRIu64 " partial=%" PRIu64 " duplicate=%" PRIu64 " bad=%" PRIu64 " overwritten=%" PRIu64 " map_bad=%" PRIu64
-	       " map_checked=%" PRIu64 " failed=%" PRIu64 " span_ns=%" PRIu64 " first_bytes=%" PRIu64 " cpu_us=%" PRIu64,
+	       " map_checked=%" PRIu64 " failed=%" PRIu64 " span_ns=%" PRIu64 " first_bytes=%" PRIu64 " cpu_us=%" PRIu64 " waited_ns=%" PRIu64,
 	       o.server ? 0 : posted, o.warmup, end_at - begin_at, seen.messages, seen.bytes, seen.complete, seen.partial,
 	       seen.duplicate, seen.bad, seen.overwritten, seen.map_bad, seen.map_checked, seen.failed, seen.last_at - seen.first_at,
 	       seen.first_bytes,
-	       (uint64_t)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) * 1000000 + (uint64_t)(use.ru_utime.tv_usec + use.ru_stime.tv_usec));
+	       end_cpu - begin_cpu, end_waited - begin_waited);
 	if (ex && !dv_counters(qp, &c, sizeof(c)))
 		printf(" rx_dgrams=%" PRIu64 " tx_dgrams=%" PRIu64 " rx_no_recv=%" PRIu64 " rx_late=%" PRIu64 " rx_dup=%" PRIu64
 		       " rx_repaired=%" PRIu64 " evicted=%" PRIu64 " rec_full=%" PRIu64 " rec_partial=%" PRIu64
@@ -1304,7 +1394,7 @@ int main(int argc, char **argv)
 	line(text, sizeof(text));
 	if (strcmp(text, "go"))
 		return 1;
-	begin_at = now();
+	begin();
 	if (!o.blast)
 		(o.server ? ping_server : ping_client)();
 	else if (!o.server)

@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use crate::bench::args::Bench;
 use crate::bench::raw::Raw;
 use crate::perf::args::Perf;
+use crate::study::args::Study;
 
 /// RDMA on any machine: runs unmodified RDMA programs without RDMA hardware
 ///
@@ -89,6 +90,12 @@ pub(crate) enum Command {
     /// part if they are installed; the plain sockets are part of this command. The exit status is 1 if something could
     /// not be measured.
     Bench(Bench),
+
+    /// Repeat the experiments of papers about RDMA on this machine, and judge what they found
+    ///
+    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and becomes a drawing beside the paper's finding and
+    /// the verdict here. The report is one HTML file; values are in CSV and JSON files beside it.
+    Study(Study),
 
     /// Show the counters of the queue pairs of a running program
     ///

@@ -11,13 +11,18 @@ const PRELOADED: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 /// The preload that shows the device as files; a convenience, so a run goes on without it.
 const PATH_SHIM: &str = "libanywarp-path.so";
 
-/// The self-test program of `anywarp doctor`.
 /// Seen from the prefix.
 const DISSECTOR: &str = "share/anywarp/wireshark/anywarp.lua";
+const STUDIES: &str = "share/anywarp/studies";
+
+/// The self-test program of `anywarp doctor`.
 const SELF_TEST: &str = "anywarp-selftest";
 
 /// The verbs program of `anywarp ping` and `anywarp blast`.
 const PERF: &str = "anywarp-perf";
+
+/// The verbs program of `anywarp bench` and `anywarp study` for what is not messages.
+const COST: &str = "anywarp-cost";
 
 /// The folder with the drop-in libraries, known to hold them.
 #[derive(Debug, Clone)]
@@ -131,6 +136,12 @@ impl Library {
         Some(prefix.join(DISSECTOR)).filter(|path| path.is_file())
     }
 
+    /// The data files of `anywarp study`, if they are there.
+    pub(crate) fn studies(&self) -> Option<PathBuf> {
+        let prefix = self.dir.parent()?.parent()?;
+        Some(prefix.join(STUDIES)).filter(|path| path.is_dir())
+    }
+
     /// The self-test program, if it is there.
     pub(crate) fn self_test(&self) -> Option<PathBuf> {
         Some(self.dir.join(SELF_TEST)).filter(|path| path.is_file())
@@ -139,6 +150,11 @@ impl Library {
     /// The verbs program of `anywarp ping` and `anywarp blast`, if it is there.
     pub(crate) fn perf(&self) -> Option<PathBuf> {
         Some(self.dir.join(PERF)).filter(|path| path.is_file())
+    }
+
+    /// The program that measures what verbs cost besides moving messages, if it is there.
+    pub(crate) fn cost(&self) -> Option<PathBuf> {
+        Some(self.dir.join(COST)).filter(|path| path.is_file())
     }
 
     /// The files to preload.

@@ -63,10 +63,6 @@ pub(crate) struct Bench {
     #[arg(long, hide = true)]
     pub(crate) mtu: Option<u32>,
 
-    /// A verbs program of the tests, for what no other program measures
-    #[arg(long, value_name = "FILE", hide = true)]
-    pub(crate) verbs: Option<PathBuf>,
-
     /// An MPI program of the tests
     #[arg(long, value_name = "FILE", hide = true)]
     pub(crate) mpi: Option<PathBuf>,

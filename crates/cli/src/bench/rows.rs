@@ -44,7 +44,7 @@ pub(crate) enum How {
     Ours(&'static str, String),
     /// Something else that is installed: the program, and the words of its server and its client.
     Peer(&'static str, &'static str, &'static str),
-    /// The verbs program of the tests, at two ends.
+    /// `anywarp-cost`, at two ends.
     Verbs(String),
     /// The same, alone.
     VerbsAlone(String),

@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use super::args::Bench;
 use super::rows::{How, Party, Unit};
+use crate::library::Library;
 
 /// Longest wait for a server to be ready.
 const READY: Duration = Duration::from_secs(15);
@@ -47,7 +48,7 @@ pub(crate) struct Sample {
 pub(crate) struct Stage {
     /// This program.
     pub(crate) anywarp: PathBuf,
-    /// The verbs program of the tests.
+    /// The verbs program for what is not messages.
     pub(crate) verbs: Option<PathBuf>,
     /// The MPI program of the tests, where both ends are on this host.
     mpi: Option<PathBuf>,
@@ -107,7 +108,7 @@ impl Stage {
         let [server, client] = ends;
         Ok(Self {
             anywarp: std::env::current_exe().map_err(|e| e.to_string())?,
-            verbs: args.verbs.clone(),
+            verbs: Library::find().ok().and_then(|library| library.cost()),
             mpi: args.mpi.clone().filter(|_| args.server_prefix.is_empty()),
             server,
             client,
@@ -229,7 +230,7 @@ impl Stage {
             if *word == own {
                 "anywarp".to_owned()
             } else if Some(word) == verbs.as_ref() {
-                "bench-verbs".to_owned()
+                "anywarp-cost".to_owned()
             } else if Some(word) == mpi.as_ref() {
                 "bench-mpi".to_owned()
             } else {

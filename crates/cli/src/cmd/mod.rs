@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use crate::cli::{Cli, Command};
 use crate::library::Missing;
-use crate::{bench, perf};
+use crate::{bench, perf, study};
 
 /// Runs what was asked for.
 pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
@@ -26,6 +26,7 @@ pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Ping(args) => perf::run(&args, true),
         Command::Blast(args) => perf::run(&args, false),
         Command::Bench(args) => bench::run(&args),
+        Command::Study(args) => study::run(&args),
         Command::BenchRaw(args) => Ok(bench::raw::run(&args)),
         Command::Stat(args) => stat::run(&args),
         Command::Generate(args) => generate::run(&args),

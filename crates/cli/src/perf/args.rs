@@ -68,7 +68,11 @@ pub(crate) struct Perf {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=64))]
     pub(crate) list: u64,
 
-    /// Every how many requests one asks for a completion
+    /// Post as many requests at once as there is room for when completions have come
+    #[arg(long, conflicts_with = "list")]
+    pub(crate) batch: bool,
+
+    /// Every how many requests one asks for a completion; in ping of write-read, 2 leaves out that of the Write
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..8192))]
     pub(crate) signal_every: u64,
 
@@ -173,6 +177,8 @@ pub(crate) enum Op {
     WriteRecord,
     /// RDMA Read
     Read,
+    /// In ping: RDMA Write, and an RDMA Read of the same bytes back; the server's program takes no part
+    WriteRead,
 }
 
 /// Lengths of datagrams, as `<infiniband/anywarpdv.h>` counts them.
@@ -229,8 +235,17 @@ impl Perf {
         if self.inline && self.size.0.iter().any(|&size| size > 4096) {
             return Some("--inline is for messages of at most 4096 bytes".to_owned());
         }
-        if ping && (self.list > 1 || self.signal_every > 1) {
-            return Some("--list and --signal-every are for blast".to_owned());
+        if self.op == Op::WriteRead && (!ping || self.transport != Transport::Rc) {
+            return Some("write-read is for ping with --transport rc".to_owned());
+        }
+        if self.op == Op::WriteRead && (self.gather > 1 || self.signal_every > 2) {
+            return Some("write-read has no --gather, and --signal-every is 1 or 2".to_owned());
+        }
+        if ping && (self.list > 1 || self.batch) {
+            return Some("--list and --batch are for blast".to_owned());
+        }
+        if ping && self.signal_every > 1 && self.op != Op::WriteRead {
+            return Some("--signal-every is for blast and for write-read".to_owned());
         }
         if self.duration.is_some_and(|s| !(0.001..1e6).contains(&s)) {
             return Some("--duration is from 0.001 to 1000000 seconds".to_owned());

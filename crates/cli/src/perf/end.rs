@@ -19,12 +19,14 @@ pub(crate) struct End {
 }
 
 impl End {
-    /// Starts it for run `of` with `numbers` as its arguments; its device has `address` as its first.
+    /// Starts it for run `of` with `numbers` as its arguments and `variables` in its environment; its device has `address` as its
+    /// first.
     pub(crate) fn start(
         library: &Library,
         system: bool,
         address: IpAddr,
         numbers: &Numbers,
+        variables: &[(String, String)],
         of: u64,
         events: Sender<Event>,
     ) -> Result<Self, String> {
@@ -40,6 +42,7 @@ impl End {
         if !system {
             command.envs(library.variables(false, |name| env::var_os(name)));
         }
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         if env::var_os("ANYWARP_ADDR").is_none() {
             command.env("ANYWARP_ADDR", address.to_canonical().to_string());
         }

@@ -1,13 +1,15 @@
 //! `anywarp ping` and `anywarp blast`: latency and bandwidth of a device, with every payload compared.
 //!
 //! Each end is a command and, for each run, a verbs program of its own ([`end`], `perf/perf.c`), which measures. The two
-//! commands agree over TCP ([`side`]) on what to do; what the runs saw becomes a table and files ([`report`]).
+//! commands agree over TCP ([`side`]) on what to do; what the runs saw becomes a table and files ([`report`]). Other commands run them by
+//! `session`.
 
 pub(crate) mod args;
 mod end;
-mod report;
+pub(crate) mod report;
+pub(crate) mod session;
 mod side;
-mod sizes;
+pub(crate) mod sizes;
 
 use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -48,7 +50,7 @@ const MISUSE: u8 = 2;
 const INTERRUPTED: u8 = 130;
 
 /// Set by SIGINT and SIGTERM.
-type Interrupted = Arc<AtomicBool>;
+pub(crate) type Interrupted = Arc<AtomicBool>;
 
 /// Why a run came to nothing.
 #[derive(Debug)]
@@ -175,6 +177,7 @@ impl Watch {
         library: &Library,
         address: IpAddr,
         plan: &Numbers,
+        variables: &[(String, String)],
     ) -> Result<End, Lost> {
         self.run += 1;
         End::start(
@@ -182,6 +185,7 @@ impl Watch {
             args.system,
             address,
             plan,
+            variables,
             self.run,
             self.sender.clone(),
         )
@@ -223,6 +227,7 @@ fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
         ("size", size),
         ("depth", depth),
         ("list", args.list),
+        ("fill", number(args.batch)),
         ("signal_every", args.signal_every),
         ("inlined", number(args.inline)),
         ("event", number(args.event)),
@@ -302,6 +307,7 @@ fn measure(
             let run = one_run(
                 args,
                 &plan,
+                &[],
                 address,
                 library,
                 &mut watch,
@@ -332,6 +338,7 @@ fn measure(
 fn one_run(
     args: &Perf,
     plan: &Numbers,
+    variables: &[(String, String)],
     address: IpAddr,
     library: &Library,
     watch: &mut Watch,
@@ -341,7 +348,7 @@ fn one_run(
 ) -> Result<Run, Lost> {
     let patience = Duration::from_secs(args.timeout + 10);
     side.send(&Word::Run(plan.clone())).map_err(Lost::Peer)?;
-    let mut end = watch.start(args, library, address, plan)?;
+    let mut end = watch.start(args, library, address, plan, variables)?;
     let outcome = (|| {
         let (mut mine, mut theirs) = (None, None);
         watch.until(side, "queue pair", patience, |event| {
@@ -574,7 +581,7 @@ fn checked(mut plan: Numbers) -> Result<Numbers, Lost> {
             "{memory} bytes of memory are more than {MOST}: ask for fewer --buffers"
         )));
     }
-    if of("transport") > Transport::Rd as u64 || of("op") > Op::Read as u64 {
+    if of("transport") > Transport::Rd as u64 || of("op") > Op::WriteRead as u64 {
         return Err(Lost::Run(
             "an operation that is not known: install the same version at both ends".to_owned(),
         ));
@@ -595,7 +602,7 @@ fn serve_run(
     let mut plan = checked(plan)?;
     plan.insert("gid_index".to_owned(), args.gid_index);
     let patience = Duration::from_secs(args.timeout + 10);
-    let mut end = watch.start(args, library, address, &plan)?;
+    let mut end = watch.start(args, library, address, &plan, &[])?;
     let mine = watch.until(side, "queue pair", patience, line("hello"))?;
     side.send(&Word::Pair(mine)).map_err(Lost::Peer)?;
     let theirs = watch.until(

@@ -1,5 +1,6 @@
 //! What the runs saw: a table on standard output, CSV, JSON.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::io::{self, IsTerminal, Write};
@@ -51,7 +52,7 @@ fn float(number: u64) -> f64 {
 }
 
 /// The value below which `share` of the sorted values lie.
-fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+pub(crate) fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
     let last = sorted.len().checked_sub(1)?;
     #[expect(
         clippy::cast_possible_truncation,
@@ -63,7 +64,7 @@ fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
     sorted.get(at.min(last)).copied()
 }
 
-fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+pub(crate) fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
     values
@@ -76,7 +77,7 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 impl Run {
     /// The end that saw the messages arrive.
     fn receiver(&self, op: Op) -> &Numbers {
-        if op == Op::Read {
+        if matches!(op, Op::Read | Op::WriteRead) {
             &self.client
         } else {
             &self.server
@@ -131,6 +132,61 @@ impl Run {
             .map(|end| of(end, "bad") + of(end, "map_bad"))
             .sum::<u64>();
         bad + if may_repeat { 0 } else { self.duplicates() }
+    }
+}
+
+impl Run {
+    /// What the run of one size measured, by name: times one way in microseconds, rates in 10^6 bits a second, processor time in
+    /// percent of one processor.
+    pub(crate) fn figures(
+        &self,
+        args: &Perf,
+        ping: bool,
+        size: u64,
+    ) -> Result<BTreeMap<String, f64>, String> {
+        let wrong = self.wrong(args.op, args.transport);
+        if wrong > 0 {
+            return Err(format!("{wrong} messages with wrong bytes"));
+        }
+        let (messages, elapsed) = (self.messages(), of(&self.client, "elapsed_ns"));
+        if messages == 0 || elapsed == 0 {
+            return Err("no message was measured".to_owned());
+        }
+        let there_and_back = if ping && args.op != Op::Read {
+            2.0
+        } else {
+            1.0
+        };
+        let oneway_us = float(elapsed) / float(messages) / there_and_back / 1e3;
+        let share = |end: &Numbers, name: &str, factor: f64| {
+            float(of(end, name)) * factor / float(of(end, "elapsed_ns").max(1))
+        };
+        let waited =
+            share(&self.client, "waited_ns", 1.0).max(share(&self.server, "waited_ns", 1.0));
+        let mut figures = vec![
+            ("messages", float(messages)),
+            ("elapsed_s", float(elapsed) / 1e9),
+            ("oneway_us", oneway_us),
+            ("mbps", float(size) * 8.0 / oneway_us),
+            ("cpu_local", share(&self.client, "cpu_us", 1e5)),
+            ("cpu_remote", share(&self.server, "cpu_us", 1e5)),
+            ("waited", waited),
+        ];
+        if ping {
+            let all = sorted(self.samples.iter().map(|&ns| float(ns) / 1e3));
+            figures.extend(quantile(&all, 0.5).map(|us| ("median_us", us)));
+            figures.extend(quantile(&all, 0.99).map(|us| ("p99_us", us)));
+        } else {
+            let rate = self.delivered_rate(args.op, args.transport, size);
+            figures.extend(rate.map(|mb_s| ("arrived_mbps", mb_s * 8.0)));
+            let delivered = self.delivered(args.op, args.transport, size);
+            let sent = float(messages * size);
+            figures.extend(delivered.map(|bytes| ("delivered", float(bytes) / sent * 100.0)));
+        }
+        Ok(figures
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect())
     }
 }
 
@@ -434,6 +490,7 @@ fn options(args: &Perf) -> String {
         said.push(format!("--record-mode {}", word(args.record_mode)));
     }
     for (name, flag) in [
+        ("batch", args.batch),
         ("inline", args.inline),
         ("event", args.event),
         ("unordered", args.unordered),
@@ -450,7 +507,7 @@ fn options(args: &Perf) -> String {
 }
 
 /// The machine, and what was set for the device.
-fn conditions() -> Value {
+pub(crate) fn conditions() -> Value {
     let read = |path: &str| {
         fs::read_to_string(path)
             .unwrap_or_default()

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 /// The first word on a side connection. It distinguishes an `anywarp ping` or `blast` server from another program on the port.
-const MAGIC: &str = "anywarp-perf-1";
+const MAGIC: &str = "anywarp-perf-2";
 
 /// The longest line that is read.
 const LONGEST: u64 = 1 << 16;
@@ -246,7 +246,7 @@ mod tests {
     #[test]
     fn who_goes_is_missed() {
         let (side, events) =
-            greet(b"{\"greeting\":{\"magic\":\"anywarp-perf-1\",\"version\":\"0\"}}\n\"tick\"\n");
+            greet(b"{\"greeting\":{\"magic\":\"anywarp-perf-2\",\"version\":\"0\"}}\n\"tick\"\n");
         let _side = side.unwrap();
 
         assert!(matches!(events.recv().unwrap(), Event::Word(Word::Tick)));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What no other program measures, over the public verbs alone: `cargo lab bench` runs both ends.
+ * What verbs cost besides moving messages, over the public verbs alone: `anywarp bench` and `anywarp study` run it.
  *
  *   ping    latency of a 64-byte Send, beside --idle queue pairs that are connected and do nothing
  *   read    a 64-byte RDMA Read, while the target polls
@@ -9,6 +9,8 @@
  *           it sleeps
  *   idle    what --qps queue pairs that do nothing cost a process
  *   reg     ibv_reg_mr and ibv_dereg_mr; one process
+ *   memory  the same of fresh memory, beside copying it; one process
+ *   first   time to the first byte: from nothing to a byte there and back, with rdma_cm and with TCP
  *
  * Without a host it is the server. The client prints one line of JSON. Every payload is compared.
  */
@@ -22,6 +24,8 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <rdma/rdma_cma.h>
+#include <rdma/rdma_verbs.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -50,7 +54,8 @@
 #endif
 
 static const char *test, *host;
-static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port;
+static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port, resident, huge, threads = 1, at_once;
+static const char *action = "register";
 static int control = -1;
 
 static struct ibv_context *device;
@@ -151,10 +156,15 @@ static void barrier(void)
 
 static void open_device(void)
 {
-	struct ibv_device **list = ibv_get_device_list(NULL);
+	const char *wanted = getenv("ANYWARP_PERF_DEVICE");
+	struct ibv_device **list = ibv_get_device_list(NULL), **one = list;
 
-	MUST(list && list[0]);
-	device = ibv_open_device(list[0]);
+	MUST(list);
+	while (*one && wanted && strcmp(wanted, ibv_get_device_name(*one)))
+		one++;
+	if (!*one)
+		die("there is no RDMA device%s%s", wanted ? " named " : "", wanted ? wanted : "");
+	device = ibv_open_device(*one);
 	MUST(device);
 	ibv_free_device_list(list);
 	pd = ibv_alloc_pd(device);
@@ -626,6 +636,272 @@ static void reg(void)
 	printf("\"dereg_us\": %.4f}\n", median_us(ns + count, count));
 }
 
+/* ---------------------------------------------------------------- memory */
+
+#define HUGE (2ul << 20)
+#define LEAST_TIMES 5u   /* of each action, however long it takes */
+#define MOST_TIMES 20000u
+#define MOST_THREADS 16u
+
+/* A mapping that nothing has used: touched page by page if it is to be resident, and not at all if not. */
+static uint8_t *fresh(void **mapping, size_t *length)
+{
+	uint8_t *at;
+
+	*length = (size + HUGE - 1) / HUGE * HUGE + HUGE;
+	*mapping = mmap(NULL, *length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	MUST(*mapping != MAP_FAILED);
+	at = (uint8_t *)(((uintptr_t)*mapping + HUGE - 1) / HUGE * HUGE);
+	if (madvise(at, *length - HUGE, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) && huge)
+		die("this kernel has no transparent huge pages");
+	for (size_t i = 0; resident && i < size; i += 4096)
+		at[i] = 1;
+	return at;
+}
+
+static uint64_t thread_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static struct ibv_mr *register_at(void *at)
+{
+	struct ibv_mr *one = ibv_reg_mr(pd, at, size, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+
+	if (!one)
+		die("ibv_reg_mr of %lu bytes: %s%s", size, strerror(errno), errno == ENOMEM ? " (is `ulimit -l` large enough?)" : "");
+	return one;
+}
+
+static pthread_barrier_t start;
+
+/* Registers what it is given, together with others. */
+static void *register_too(void *at)
+{
+	pthread_barrier_wait(&start);
+	return register_at(at);
+}
+
+/* Registers --threads mappings, at once or one after the other; the time from the first to the last. */
+static uint64_t several(void)
+{
+	void *mapping[MOST_THREADS], *at[MOST_THREADS], *mr_of[MOST_THREADS];
+	size_t length[MOST_THREADS];
+	pthread_t thread[MOST_THREADS];
+	uint64_t began, took;
+
+	for (unsigned long i = 0; i < threads; i++)
+		at[i] = fresh(&mapping[i], &length[i]);
+	if (at_once) {
+		MUST(!pthread_barrier_init(&start, NULL, (unsigned int)threads + 1));
+		for (unsigned long i = 0; i < threads; i++)
+			MUST(!pthread_create(&thread[i], NULL, register_too, at[i]));
+		began = now_ns();
+		pthread_barrier_wait(&start);
+		for (unsigned long i = 0; i < threads; i++)
+			MUST(!pthread_join(thread[i], &mr_of[i]));
+		took = now_ns() - began;
+		pthread_barrier_destroy(&start);
+	} else {
+		began = now_ns();
+		for (unsigned long i = 0; i < threads; i++)
+			mr_of[i] = register_at(at[i]);
+		took = now_ns() - began;
+	}
+	for (unsigned long i = 0; i < threads; i++) {
+		MUST(!ibv_dereg_mr(mr_of[i]));
+		munmap(mapping[i], length[i]);
+	}
+	return took;
+}
+
+static void memory_costs(void)
+{
+	bool registers = !strcmp(action, "register"), deregisters = !strcmp(action, "deregister"), copies = !strcmp(action, "copy");
+	uint64_t *ns = calloc(MOST_TIMES, sizeof(*ns)), began = now_ns(), spent = 0, busy = 0;
+	uint8_t *pool = NULL;
+	unsigned long n = 0;
+
+	MUST(ns);
+	if (!registers && !deregisters && !copies)
+		die("--action is register, deregister or copy");
+	if (threads > MOST_THREADS || (threads > 1 && !registers))
+		die("--threads is at most %u, and for --action register", MOST_THREADS);
+	open_device();
+	if (copies) {
+		pool = malloc(size);
+		MUST(pool);
+		memset(pool, 2, size);
+	}
+	while (n < MOST_TIMES && (n < LEAST_TIMES || now_ns() - began < millis * 1000000)) {
+		uint64_t before, cpu;
+		void *mapping;
+		size_t length;
+		uint8_t *at;
+
+		if (threads > 1) {
+			ns[n++] = several();
+			continue;
+		}
+		at = fresh(&mapping, &length);
+		cpu = thread_ns();
+		before = now_ns();
+		if (copies) {
+			memcpy(pool, at, size);
+			ns[n] = now_ns() - before;
+			if (pool[size - 1] != (resident && (size - 1) % 4096 == 0) || pool[0] != resident)
+				die("the copy is wrong");
+		} else {
+			struct ibv_mr *one = register_at(at);
+
+			if (registers)
+				ns[n] = now_ns() - before;
+			if (deregisters) {
+				cpu = thread_ns();
+				before = now_ns();
+			}
+			MUST(!ibv_dereg_mr(one));
+			if (deregisters)
+				ns[n] = now_ns() - before;
+		}
+		busy += thread_ns() - cpu;
+		spent += now_ns() - before;
+		munmap(mapping, length);
+		n++;
+	}
+	printf("{\"us\": %.4f, \"cpu\": %.2f, \"times\": %lu}\n", median_us(ns, n), spent ? 100.0 * (double)busy / (double)spent : 0.0, n);
+}
+
+/* ---------------------------------------------------------------- time to the first byte */
+
+static struct rdma_addrinfo *resolve(const char *node, const char *service, int flags)
+{
+	struct rdma_addrinfo hints = { .ai_flags = flags, .ai_port_space = RDMA_PS_TCP }, *found;
+
+	if (rdma_getaddrinfo(node, service, &hints, &found))
+		die("rdma_getaddrinfo: %s", strerror(errno));
+	return found;
+}
+
+static struct ibv_qp_init_attr small_qp(void)
+{
+	return (struct ibv_qp_init_attr){ .qp_type = IBV_QPT_RC, .sq_sig_all = 1,
+					  .cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+}
+
+static void rdma_once(const char *node, const char *service, uint8_t *byte)
+{
+	struct rdma_addrinfo *to = resolve(node, service, 0);
+	struct ibv_qp_init_attr attr = small_qp();
+	struct rdma_cm_id *id;
+	struct ibv_mr *one;
+	struct ibv_wc wc;
+
+	if (rdma_create_ep(&id, to, NULL, &attr))
+		die("rdma_create_ep: %s", strerror(errno));
+	rdma_freeaddrinfo(to);
+	one = rdma_reg_msgs(id, byte, 2);
+	MUST(one);
+	MUST(!rdma_post_recv(id, NULL, byte + 1, 1, one));
+	if (rdma_connect(id, NULL))
+		die("rdma_connect: %s", strerror(errno));
+	MUST(!rdma_post_send(id, NULL, byte, 1, one, 0));
+	MUST(rdma_get_recv_comp(id, &wc) == 1 && !wc.status);
+	MUST(rdma_get_send_comp(id, &wc) == 1 && !wc.status);
+	rdma_disconnect(id);
+	rdma_dereg_mr(one);
+	rdma_destroy_ep(id);
+}
+
+static void rdma_answer(struct rdma_cm_id *listener)
+{
+	struct rdma_cm_id *id;
+	struct ibv_mr *one;
+	struct ibv_wc wc;
+	uint8_t byte[1];
+
+	if (rdma_get_request(listener, &id))
+		die("rdma_get_request: %s", strerror(errno));
+	one = rdma_reg_msgs(id, byte, 1);
+	MUST(one);
+	MUST(!rdma_post_recv(id, NULL, byte, 1, one));
+	MUST(!rdma_accept(id, NULL));
+	MUST(rdma_get_recv_comp(id, &wc) == 1 && !wc.status);
+	MUST(!rdma_post_send(id, NULL, byte, 1, one, 0));
+	MUST(rdma_get_send_comp(id, &wc) == 1 && !wc.status);
+	barrier();
+	rdma_disconnect(id);
+	rdma_dereg_mr(one);
+	rdma_destroy_ep(id);
+}
+
+static void first(void)
+{
+	struct sockaddr_in any = { .sin_family = AF_INET };
+	uint64_t *rdma_ns = calloc(count, sizeof(*rdma_ns)), *tcp_ns = calloc(count, sizeof(*tcp_ns)), began;
+	socklen_t length = sizeof(any);
+	struct rdma_cm_id *listener;
+	uint16_t ports[2];
+	uint8_t byte[2];
+
+	MUST(rdma_ns && tcp_ns);
+	if (!host) {
+		struct rdma_addrinfo *here = resolve(NULL, "0", RAI_PASSIVE);
+		struct ibv_qp_init_attr attr = small_qp();
+		int tcp = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+		MUST(!rdma_create_ep(&listener, here, NULL, &attr));
+		rdma_freeaddrinfo(here);
+		MUST(!rdma_listen(listener, 16));
+		MUST(tcp >= 0 && !bind(tcp, (struct sockaddr *)&any, sizeof(any)) && !listen(tcp, 16));
+		MUST(!getsockname(tcp, (struct sockaddr *)&any, &length));
+		ports[0] = ntohs(rdma_get_src_port(listener));
+		ports[1] = ntohs(any.sin_port);
+		send_all(ports, sizeof(ports));
+		for (unsigned long i = 0; i < count; i++) {
+			int one;
+
+			rdma_answer(listener);
+			one = accept4(tcp, NULL, NULL, SOCK_CLOEXEC);
+			MUST(one >= 0 && recv(one, byte, 1, 0) == 1 && send(one, byte, 1, MSG_NOSIGNAL) == 1);
+			barrier();
+			close(one);
+		}
+		rdma_destroy_ep(listener);
+		return;
+	}
+	receive_all(ports, sizeof(ports));
+	for (unsigned long i = 0; i < count; i++) {
+		struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST }, *found;
+		char service[16];
+		int one;
+
+		snprintf(service, sizeof(service), "%u", ports[0]);
+		byte[0] = (uint8_t)i;
+		byte[1] = (uint8_t)~i;
+		began = now_ns();
+		rdma_once(host, service, byte);
+		rdma_ns[i] = now_ns() - began;
+		if (byte[1] != (uint8_t)i)
+			die("the byte came wrong");
+		barrier();
+		snprintf(service, sizeof(service), "%u", ports[1]);
+		began = now_ns();
+		MUST(!getaddrinfo(host, service, &hints, &found));
+		one = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		MUST(one >= 0 && !connect(one, found->ai_addr, found->ai_addrlen));
+		MUST(send(one, byte, 1, MSG_NOSIGNAL) == 1 && recv(one, byte + 1, 1, 0) == 1);
+		tcp_ns[i] = now_ns() - began;
+		freeaddrinfo(found);
+		barrier();
+		close(one);
+	}
+	printf("{\"us\": %.4f, \"tcp_us\": %.4f}\n", median_us(rdma_ns, count), median_us(tcp_ns, count));
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -634,20 +910,25 @@ int main(int argc, char **argv)
 		bool two;
 	} tests[] = {
 		{ "ping", ping, true }, { "read", reads, true }, { "spread", spread, true }, { "passive", passive, true },
-		{ "idle", idle, true }, { "reg", reg, false },
+		{ "idle", idle, true }, { "reg", reg, false }, { "memory", memory_costs, false }, { "first", first, true },
 	};
 	struct {
 		const char *name;
 		unsigned long *to;
 	} options[] = {
 		{ "--idle", &idle_qps }, { "--qps", &qps }, { "--count", &count }, { "--millis", &millis },
-		{ "--size", &size }, { "--poll", &polls }, { "--port", &port },
+		{ "--size", &size }, { "--poll", &polls }, { "--port", &port }, { "--resident", &resident }, { "--huge", &huge },
+		{ "--threads", &threads }, { "--at-once", &at_once },
 	};
 
 	test = argc > 1 ? argv[1] : "";
 	for (int i = 2; i < argc; i++) {
 		bool known = false;
 
+		if (!strcmp(argv[i], "--action") && i + 1 < argc) {
+			action = argv[++i];
+			continue;
+		}
 		for (size_t o = 0; o < sizeof(options) / sizeof(*options) && i + 1 < argc && !known; o++)
 			if (!strcmp(argv[i], options[o].name)) {
 				*options[o].to = strtoul(argv[++i], NULL, 10);
@@ -656,8 +937,8 @@ int main(int argc, char **argv)
 		if (!known)
 			host = argv[i];
 	}
-	if (!count || !qps)
-		die("--count and --qps are at least 1");
+	if (!count || !qps || !size || !threads)
+		die("--count, --qps, --size and --threads are at least 1");
 	for (size_t t = 0; t < sizeof(tests) / sizeof(*tests); t++)
 		if (!strcmp(test, tests[t].name)) {
 			if (tests[t].two)
@@ -665,5 +946,5 @@ int main(int argc, char **argv)
 			tests[t].run();
 			return 0;
 		}
-	die("usage: %s ping|read|spread|passive|idle|reg [options] [HOST]", argv[0]);
+	die("usage: %s ping|read|spread|passive|idle|reg|memory|first [options] [HOST]", argv[0]);
 }

@@ -1,0 +1,675 @@
+//! The figures as data: `studies/*.toml`. One file is one experiment, of which each figure shows a part.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::args::Run;
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// Everything.
+    Full,
+    /// `--quick`
+    Quick,
+    /// `--smoke`
+    Smoke,
+}
+
+impl Extent {
+    /// That of the command line.
+    pub(crate) fn of(run: &Run) -> Self {
+        match (run.smoke, run.quick) {
+            (true, _) => Self::Smoke,
+            (_, true) => Self::Quick,
+            _ => Self::Full,
+        }
+    }
+
+    /// Its name in files.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Quick => "quick",
+            Self::Smoke => "smoke",
+        }
+    }
+
+    /// Seconds of one sample.
+    pub(crate) fn seconds(self) -> f64 {
+        match self {
+            Self::Full => 1.0,
+            Self::Quick => 0.06,
+            Self::Smoke => 0.01,
+        }
+    }
+
+    /// Samples of a point.
+    pub(crate) fn samples(self) -> usize {
+        match self {
+            Self::Full => 5,
+            Self::Quick => 3,
+            Self::Smoke => 1,
+        }
+    }
+
+    /// Further samples of a point that is noisy, at most.
+    pub(crate) fn more_samples(self) -> usize {
+        match self {
+            Self::Full => 5,
+            Self::Quick => 3,
+            Self::Smoke => 0,
+        }
+    }
+}
+
+/// What measures the points of an experiment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Runner {
+    /// `anywarp ping`
+    Ping,
+    /// `anywarp blast`
+    Blast,
+    /// `anywarp-cost memory`: registration and copying.
+    Memory,
+    /// `anywarp-cost first`: the time to the first byte.
+    First,
+    /// Nothing: all figures of the file are blank.
+    None,
+}
+
+impl Runner {
+    /// Its name.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Ping => "ping",
+            Self::Blast => "blast",
+            Self::Memory => "memory",
+            Self::First => "first",
+            Self::None => "none",
+        }
+    }
+
+    /// The value that says how good a sample of it is: that of the time.
+    pub(crate) fn primary(self) -> &'static str {
+        match self {
+            Self::Ping | Self::Blast | Self::None => "oneway_us",
+            Self::Memory | Self::First => "us",
+        }
+    }
+}
+
+/// A value of an axis, as text.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(from = "Scalar")]
+pub(crate) struct Value(pub(crate) String);
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Scalar {
+    Flag(bool),
+    Whole(i64),
+    Number(f64),
+    Text(String),
+}
+
+impl From<Scalar> for Value {
+    fn from(scalar: Scalar) -> Self {
+        Self(match scalar {
+            Scalar::Flag(flag) => flag.to_string(),
+            Scalar::Whole(number) => number.to_string(),
+            Scalar::Number(number) => number.to_string(),
+            Scalar::Text(text) => text,
+        })
+    }
+}
+
+/// One value, or several.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Values {
+    /// One.
+    One(Value),
+    /// Any of these.
+    Many(Vec<Value>),
+}
+
+impl Values {
+    fn has(&self, value: &str) -> bool {
+        match self {
+            Self::One(one) => one.0 == value,
+            Self::Many(many) => many.iter().any(|one| one.0 == value),
+        }
+    }
+}
+
+/// Which points: those with these values.
+pub(crate) type Select = BTreeMap<String, Values>;
+
+/// The values of all axes of a point.
+pub(crate) type Params = BTreeMap<String, String>;
+
+/// Whether a point is among those selected.
+pub(crate) fn selects(select: &Select, params: &Params) -> bool {
+    select
+        .iter()
+        .all(|(axis, values)| params.get(axis).is_some_and(|value| values.has(value)))
+}
+
+/// The values of an axis.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Axis {
+    values: Vec<Value>,
+    /// Those of `--quick`, if they are fewer.
+    quick: Option<Vec<Value>>,
+    /// Those of `--smoke`, if they are not the first and the last of `quick`.
+    smoke: Option<Vec<Value>>,
+}
+
+impl Axis {
+    /// The values that are measured.
+    pub(crate) fn values(&self, extent: Extent) -> Vec<Value> {
+        let quick = self.quick.as_ref().unwrap_or(&self.values);
+        match extent {
+            Extent::Full => self.values.clone(),
+            Extent::Quick => quick.clone(),
+            Extent::Smoke => self.smoke.clone().unwrap_or_else(|| {
+                let ends: BTreeSet<usize> = [0, quick.len().saturating_sub(1)].into();
+                ends.iter().filter_map(|&n| quick.get(n).cloned()).collect()
+            }),
+        }
+    }
+}
+
+/// Points that cannot be, and why.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Blank {
+    /// Which.
+    pub(crate) points: Select,
+    /// Why.
+    pub(crate) why: String,
+}
+
+/// What a finding says of the values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Shape {
+    /// a < b × factor
+    Less,
+    /// a and b differ by no more than the factor
+    Same,
+    /// a at the last place ≥ a at the first place × factor
+    Rises,
+    /// a at the last place × factor ≤ a at the first place
+    Falls,
+    /// a ≤ limit
+    AtMost,
+    /// a ≥ limit
+    AtLeast,
+    /// a is above b at the first place and below at the last: where they cross
+    Crosses,
+}
+
+/// The same finding with one thing changed, which explains why it does not hold.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Control {
+    /// What is changed.
+    pub(crate) set: BTreeMap<String, Value>,
+    /// What it shows if the finding then holds.
+    pub(crate) text: String,
+}
+
+/// What the paper found, as an assertion on the shape.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Finding {
+    /// The paper's finding in a sentence.
+    pub(crate) text: String,
+    pub(crate) shape: Shape,
+    /// The value, if it is not that of the figure.
+    pub(crate) metric: Option<String>,
+    /// The points that are judged.
+    #[serde(default)]
+    pub(crate) a: Select,
+    /// What they are compared with: points that are alike in all other axes.
+    #[serde(default)]
+    pub(crate) b: Select,
+    /// First and last place that count.
+    pub(crate) from: Option<f64>,
+    pub(crate) to: Option<f64>,
+    /// The factor of the shape.
+    #[serde(default = "one")]
+    pub(crate) factor: f64,
+    /// The limit of the shape.
+    pub(crate) limit: Option<f64>,
+    /// Share of the points for which it must hold.
+    #[serde(default = "most")]
+    pub(crate) share: f64,
+    /// The paper's number beside ours.
+    pub(crate) paper: Option<String>,
+    /// Why it may not hold here.
+    pub(crate) because: Option<String>,
+    /// What is measured to show that.
+    pub(crate) control: Option<Control>,
+    /// Advice if it holds, with `{}` for the number.
+    pub(crate) hint: Option<String>,
+    /// Advice if it does not hold.
+    pub(crate) hint_not: Option<String>,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+fn most() -> f64 {
+    0.8
+}
+
+/// One figure of a paper.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Figure {
+    /// Its name in the paper.
+    pub(crate) name: String,
+    /// What it shows.
+    pub(crate) title: String,
+    /// The question that it answers.
+    pub(crate) asks: String,
+    /// What the paper says.
+    pub(crate) found: String,
+    /// Why there is nothing to measure.
+    pub(crate) blank: Option<String>,
+    /// Which value of the samples.
+    #[serde(default)]
+    pub(crate) metric: String,
+    /// The axis from left to right.
+    #[serde(default)]
+    pub(crate) x: String,
+    /// Axes that make the lines.
+    #[serde(default)]
+    pub(crate) lines: Vec<String>,
+    /// Axes that make the charts.
+    #[serde(default)]
+    pub(crate) charts: Vec<String>,
+    /// Which points of the experiment.
+    #[serde(default)]
+    pub(crate) only: Select,
+    /// Whether the scale of the values is logarithmic.
+    #[serde(default)]
+    pub(crate) log: bool,
+    #[serde(default)]
+    pub(crate) finding: Vec<Finding>,
+}
+
+/// A file: one experiment.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    paper: String,
+    runner: Runner,
+    #[serde(default)]
+    fixed: BTreeMap<String, Value>,
+    #[serde(default)]
+    axis: BTreeMap<String, Axis>,
+    #[serde(default)]
+    blank: Vec<Blank>,
+    figure: Vec<Figure>,
+}
+
+/// An experiment.
+#[derive(Debug, Clone)]
+pub(crate) struct Experiment {
+    pub(crate) paper: String,
+    pub(crate) runner: Runner,
+    fixed: BTreeMap<String, Value>,
+    axes: BTreeMap<String, Axis>,
+    pub(crate) blanks: Vec<Blank>,
+    pub(crate) figures: Vec<Figure>,
+}
+
+/// A point of an experiment: what is measured at once.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Point {
+    pub(crate) runner: Runner,
+    pub(crate) params: Params,
+}
+
+impl Point {
+    /// Its name in the file of what was measured.
+    pub(crate) fn key(&self) -> String {
+        let mut key = self.runner.as_str().to_owned();
+        for (axis, value) in &self.params {
+            key.push_str(&format!(" {axis}={value}"));
+        }
+        key
+    }
+}
+
+/// The papers, and what they are called.
+pub(crate) const PAPERS: [(&str, &str); 5] = [
+    (
+        "pb",
+        "P. MacArthur, R. Russell: A Performance Study to Guide RDMA Programming Decisions (2012)",
+    ),
+    (
+        "hc",
+        "P. Frey, G. Alonso: Minimizing the Hidden Cost of RDMA (2009)",
+    ),
+    (
+        "thesis",
+        "R. Grant: thesis on RDMA over unreliable datagrams (2012)",
+    ),
+    (
+        "mc",
+        "C. Reardon, A. George, C. Cole: Comparative Performance Analysis of RDMA-Enhanced Ethernet (2005)",
+    ),
+    (
+        "exs",
+        "R. Russell: A General-Purpose API for iWARP and InfiniBand (2009)",
+    ),
+];
+
+impl Experiment {
+    /// The name of a figure of it.
+    pub(crate) fn id(&self, figure: &Figure) -> String {
+        format!("{}:{}", self.paper, figure.name)
+    }
+
+    /// All points, with those that are blank.
+    pub(crate) fn points(&self, extent: Extent) -> Vec<Point> {
+        let mut all: Vec<Params> = vec![
+            self.fixed
+                .iter()
+                .map(|(axis, value)| (axis.clone(), value.0.clone()))
+                .collect(),
+        ];
+        for (name, axis) in &self.axes {
+            let values = axis.values(extent);
+            all = all
+                .into_iter()
+                .flat_map(|params| {
+                    values.iter().map(move |value| {
+                        let mut params = params.clone();
+                        params.insert(name.clone(), value.0.clone());
+                        params
+                    })
+                })
+                .collect();
+        }
+        all.into_iter()
+            .map(|params| Point {
+                runner: self.runner,
+                params,
+            })
+            .collect()
+    }
+
+    /// The values of an axis in the order of the file.
+    pub(crate) fn values(&self, axis: &str, extent: Extent) -> Vec<String> {
+        match self.axes.get(axis) {
+            Some(axis) => axis.values(extent).into_iter().map(|v| v.0).collect(),
+            None => self
+                .fixed
+                .get(axis)
+                .map(|v| v.0.clone())
+                .into_iter()
+                .collect(),
+        }
+    }
+
+    /// Why a point is blank, if it is.
+    pub(crate) fn blank(&self, params: &Params) -> Option<&str> {
+        self.blanks
+            .iter()
+            .find(|blank| selects(&blank.points, params))
+            .map(|blank| blank.why.as_str())
+    }
+
+    /// The points of a figure.
+    pub(crate) fn points_of(&self, figure: &Figure, extent: Extent) -> Vec<Point> {
+        if figure.blank.is_some() {
+            return Vec::new();
+        }
+        let mut points = self.points(extent);
+        points.retain(|point| selects(&figure.only, &point.params));
+        points
+    }
+
+    /// What is wrong with the file.
+    fn fault(&self) -> Option<String> {
+        let known = |axis: &String| self.axes.contains_key(axis) || self.fixed.contains_key(axis);
+        if !PAPERS.iter().any(|(name, _)| *name == self.paper) {
+            return Some(format!("there is no paper {}", self.paper));
+        }
+        for figure in &self.figures {
+            if figure.blank.is_some() {
+                continue;
+            }
+            if self.runner == Runner::None {
+                return Some(format!("{} has neither a runner nor a reason", figure.name));
+            }
+            let selects = figure
+                .finding
+                .iter()
+                .flat_map(|finding| [&finding.a, &finding.b])
+                .chain([&figure.only]);
+            let named = selects
+                .flat_map(|select| select.keys())
+                .chain(&figure.lines)
+                .chain(&figure.charts)
+                .chain([&figure.x]);
+            if let Some(axis) = named.into_iter().find(|axis| !known(axis)) {
+                return Some(format!("{}: there is no axis {axis}", figure.name));
+            }
+            let drawn = |axis: &&String| {
+                **axis == figure.x || figure.lines.contains(axis) || figure.charts.contains(axis)
+            };
+            let single = |axis: &&String| matches!(figure.only.get(*axis), Some(Values::One(_)));
+            if let Some(axis) = self.axes.keys().find(|axis| !drawn(axis) && !single(axis)) {
+                return Some(format!(
+                    "{}: {axis} is neither drawn nor fixed",
+                    figure.name
+                ));
+            }
+            for finding in &figure.finding {
+                let limited = matches!(finding.shape, Shape::AtMost | Shape::AtLeast);
+                if limited != finding.limit.is_some() {
+                    return Some(format!(
+                        "{}: a limit is for at-most and at-least",
+                        figure.name
+                    ));
+                }
+            }
+        }
+        None
+    }
+}
+
+/// The experiments of one file.
+pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
+    let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
+    let experiment = Experiment {
+        paper: file.paper,
+        runner: file.runner,
+        fixed: file.fixed,
+        axes: file.axis,
+        blanks: file.blank,
+        figures: file.figure,
+    };
+    experiment.fault().map_or(Ok(experiment), Err)
+}
+
+/// All experiments of a folder, by the names of their files.
+pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
+    let entries = fs::read_dir(folder).map_err(|e| {
+        format!(
+            "{}: {e}: install anywarp anew, with share/anywarp/studies",
+            folder.display()
+        )
+    })?;
+    let mut paths: Vec<_> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|kind| kind == "toml"))
+        .collect();
+    paths.sort();
+    let mut all = Vec::new();
+    for path in paths {
+        let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        all.push(parse(&text).map_err(|e| format!("{}: {e}", path.display()))?);
+    }
+    let place = |e: &Experiment| PAPERS.iter().position(|(name, _)| *name == e.paper);
+    all.sort_by_key(place);
+    let mut names = BTreeSet::new();
+    for experiment in &all {
+        for figure in &experiment.figures {
+            let id = experiment.id(figure);
+            if !names.insert(id.clone()) {
+                return Err(format!("{}: {id} is there twice", folder.display()));
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// The experiments with the figures that were asked for: `pb:3a`, `pb:3`, `pb`, `all`.
+pub(crate) fn choose(all: &[Experiment], names: &[String]) -> Result<Vec<Experiment>, String> {
+    let matches = |name: &str, id: &str| {
+        let Some(rest) = id.strip_prefix(name) else {
+            return name == "all";
+        };
+        // The parts of a figure are letters behind its number.
+        rest.is_empty()
+            || rest.starts_with(':') && !name.contains(':')
+            || name.contains(':')
+                && name.ends_with(|c: char| c.is_ascii_digit())
+                && (rest.starts_with('.') || rest.chars().all(|c| c.is_ascii_lowercase()))
+    };
+    for name in names {
+        let mut ids = all
+            .iter()
+            .flat_map(|e| e.figures.iter().map(|figure| e.id(figure)));
+        if !ids.any(|id| matches(name, &id)) {
+            return Err(format!(
+                "there is no figure {name}; `anywarp study list` has all of them"
+            ));
+        }
+    }
+    let mut chosen = Vec::new();
+    for experiment in all {
+        let mut one = experiment.clone();
+        one.figures.retain(|figure| {
+            names
+                .iter()
+                .any(|name| matches(name, &experiment.id(figure)))
+        });
+        if !one.figures.is_empty() {
+            chosen.push(one);
+        }
+    }
+    Ok(chosen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = r#"
+        paper = "pb"
+        runner = "blast"
+        [fixed]
+        qp = "rc"
+        [axis.size]
+        values = [1, 2, 4, 8]
+        quick = [1, 4, 8]
+        [axis.inline]
+        values = [true, false]
+        [axis.op]
+        values = ["write", "read"]
+        [[blank]]
+        points = { op = "read", inline = true }
+        why = "nothing is sent"
+        [[figure]]
+        name = "3a"
+        title = "t"
+        asks = "a"
+        found = "f"
+        metric = "oneway_us"
+        x = "size"
+        lines = ["inline"]
+        only = { op = "write" }
+        [[figure.finding]]
+        text = "t"
+        shape = "less"
+        a = { inline = true }
+        b = { inline = false }
+        to = 4
+        [[figure]]
+        name = "31"
+        title = "t"
+        asks = "a"
+        found = "f"
+        blank = "no"
+    "#;
+
+    #[test]
+    fn an_experiment_has_the_points_of_its_axes() {
+        let experiment = parse(FILE).unwrap();
+        assert_eq!(experiment.points(Extent::Full).len(), 16);
+        assert_eq!(experiment.points(Extent::Quick).len(), 12);
+        assert_eq!(experiment.points(Extent::Smoke).len(), 8);
+        let of = experiment.points_of(&experiment.figures[0], Extent::Quick);
+        assert_eq!(of.len(), 6);
+        assert_eq!(of[0].key(), "blast inline=true op=write qp=rc size=1");
+        let blank = |point: &&Point| experiment.blank(&point.params).is_some();
+        let all = experiment.points(Extent::Full);
+        assert_eq!(all.iter().filter(blank).count(), 4);
+        assert_eq!(experiment.figures[0].finding[0].to, Some(4.0));
+    }
+
+    #[test]
+    fn names_are_a_figure_its_number_a_paper_or_all() {
+        let all = [parse(FILE).unwrap()];
+        let count = |name: &str| {
+            let chosen = choose(&all, &[name.to_owned()]).unwrap_or_default();
+            chosen.iter().map(|e| e.figures.len()).sum::<usize>()
+        };
+        assert_eq!(count("pb:3a"), 1);
+        assert_eq!(count("pb:3"), 1);
+        assert_eq!(count("pb:31"), 1);
+        assert_eq!(count("pb"), 2);
+        assert_eq!(count("all"), 2);
+        for bad in ["pb:4", "p", "", "pb:", "pb:3b", "PB:3a", "all:1"] {
+            assert_eq!(count(bad), 0, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_understood_is_an_error() {
+        for (from, to, why) in [
+            ("lines = [\"inline\"]", "lines = [\"colour\"]", "colour"),
+            ("lines = [\"inline\"]", "", "neither drawn"),
+            ("paper = \"pb\"", "paper = \"x\"", "no paper x"),
+            ("shape = \"less\"", "shape = \"more\"", "more"),
+            ("to = 4", "limit = 4", "limit"),
+            ("to = 4", "until = 4", "until"),
+        ] {
+            let error = parse(&FILE.replacen(from, to, 1)).unwrap_err();
+            assert!(error.contains(why), "{why}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_files_of_the_tree_are_understood() {
+        let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../studies"));
+        let all = read(folder).unwrap();
+        let figures: usize = all.iter().map(|e| e.figures.len()).sum();
+        assert!(figures >= 25, "{figures}");
+    }
+}

@@ -1,0 +1,363 @@
+//! `anywarp study`: figures of papers about RDMA, measured on this machine.
+//!
+//! `figures` reads what the figures are from data files, `runner` measures their points, `store` keeps the samples, `finding` judges
+//! what the paper found by them, and `report` writes it all down.
+
+pub(crate) mod args;
+mod figures;
+mod finding;
+mod report;
+mod runner;
+mod store;
+
+use std::collections::BTreeSet;
+use std::io::IsTerminal;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use self::args::{Hints, List, Run, Study, Task};
+use self::figures::{Experiment, Extent, Finding, PAPERS, Params, Point, Runner};
+use self::finding::Verdict;
+use self::runner::Bench;
+use self::store::Store;
+use crate::cmd::Failure;
+use crate::library::Library;
+use crate::perf::Interrupted;
+
+/// Exit status when something could not be measured.
+const FAILED: u8 = 1;
+
+/// Exit status of wrong use.
+const MISUSE: u8 = 2;
+
+/// Exit status after an interrupt.
+const INTERRUPTED: u8 = 130;
+
+/// Attempts at a point that fails.
+const ATTEMPTS: usize = 2;
+
+/// How often progress is printed where there is no terminal.
+const PROGRESS: Duration = Duration::from_secs(10);
+
+/// The device that is measured when nothing else is asked for.
+const OURS: &str = "anywarp";
+
+/// Runs the command.
+pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
+    let library = Library::find().map_err(Failure::Library)?;
+    let folder = args.studies.clone().or_else(|| library.studies());
+    let all = folder
+        .ok_or_else(|| "there is no folder with the figures: install anywarp anew".to_owned())
+        .and_then(|folder| figures::read(&folder));
+    let done = all.and_then(|all| match &args.task {
+        Task::List(list) => self::list(list, &all),
+        Task::Run(run) => Work::new(run, &all, library)?.run(),
+        Task::Hints(hints) => self::hints(hints, &all),
+    });
+    Ok(done.unwrap_or_else(|why| {
+        eprintln!("anywarp: {why}");
+        ExitCode::from(MISUSE)
+    }))
+}
+
+/// Lists the figures.
+fn list(args: &List, all: &[Experiment]) -> Result<ExitCode, String> {
+    let names = if args.figures.is_empty() {
+        vec!["all".to_owned()]
+    } else {
+        args.figures.clone()
+    };
+    let chosen = figures::choose(all, &names)?;
+    for (paper, title) in PAPERS {
+        let of: Vec<&Experiment> = chosen.iter().filter(|e| e.paper == paper).collect();
+        if of.is_empty() {
+            continue;
+        }
+        println!("{title}");
+        for experiment in of {
+            for figure in &experiment.figures {
+                let time = |extent| {
+                    let points = experiment.points_of(figure, extent);
+                    let points = points
+                        .iter()
+                        .filter(|p| experiment.blank(&p.params).is_none());
+                    clock(
+                        points.count() as f64
+                            * extent.samples() as f64
+                            * (extent.seconds() * 1.1 + 0.08),
+                    )
+                };
+                let time = match &figure.blank {
+                    Some(why) => format!("blank: {why}"),
+                    None => format!("{} (--quick {})", time(Extent::Full), time(Extent::Quick)),
+                };
+                println!("  {:<12} {} [{time}]", experiment.id(figure), figure.asks);
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A time for people.
+fn clock(seconds: f64) -> String {
+    match seconds {
+        s if s >= 5400.0 => format!("{:.1} h", s / 3600.0),
+        s if s >= 90.0 => format!("{:.0} min", s / 60.0),
+        s => format!("{:.0} s", s.max(1.0)),
+    }
+}
+
+/// Prints advice.
+fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
+    let folder = &args.report;
+    let Some((extent, device)) = Store::last(folder) else {
+        return Err(format!(
+            "{}: nothing was measured there: `anywarp study run all --quick --report {}`",
+            folder.display(),
+            folder.display()
+        ));
+    };
+    let store =
+        Store::read(folder, extent, &device).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let report = report::Report::new(all, &store, String::new());
+    print!("{}", report.hints());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What one `anywarp study run` does.
+struct Work<'a> {
+    args: &'a Run,
+    all: &'a [Experiment],
+    chosen: Vec<Experiment>,
+    store: Store,
+    bench: Bench,
+    interrupted: Interrupted,
+    /// Points with the number of samples that they shall have.
+    planned: Vec<(Point, usize)>,
+    shown: Instant,
+}
+
+impl<'a> Work<'a> {
+    fn new(args: &'a Run, all: &'a [Experiment], library: Library) -> Result<Self, String> {
+        let chosen = figures::choose(all, &args.figures)?;
+        let extent = Extent::of(args);
+        let mut device = args.device.as_deref().unwrap_or(OURS).to_owned();
+        if let Some(host) = &args.host {
+            device.push_str(&format!(" to {host}"));
+        }
+        let folder = &args.report;
+        let store = Store::open(folder, extent, &device, args.fresh)
+            .map_err(|e| format!("{}: {e}: choose another --report", folder.display()))?;
+        let elsewhere = args.host.clone().zip(args.port);
+        let interrupted = Interrupted::default();
+        crate::perf::note_interrupts(&interrupted);
+        Ok(Self {
+            args,
+            all,
+            chosen,
+            store,
+            bench: Bench::new(
+                library,
+                extent,
+                args.device.clone(),
+                elsewhere,
+                interrupted.clone(),
+            ),
+            interrupted,
+            planned: Vec::new(),
+            shown: Instant::now(),
+        })
+    }
+
+    fn over(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
+    }
+
+    fn run(mut self) -> Result<ExitCode, String> {
+        let extent = self.store.extent();
+        let chosen = self.chosen.clone();
+        for experiment in &chosen {
+            for point in points(experiment, extent) {
+                self.planned.push((point, extent.samples()));
+            }
+        }
+        for experiment in &chosen {
+            self.measure(experiment)?;
+        }
+        if !self.args.quiet && io::stderr().is_terminal() {
+            eprint!("\r\x1b[K");
+        }
+        let report = report::Report::new(self.all, &self.store, self.bench.pinning());
+        let page = report
+            .write()
+            .map_err(|e| format!("{}: {e}", self.store.folder().display()))?;
+        let ids: BTreeSet<String> = chosen
+            .iter()
+            .flat_map(|e| e.figures.iter().map(|figure| e.id(figure)))
+            .collect();
+        print!("{}", report.summary(&ids));
+        println!("{}", page.display());
+        if self.over() {
+            eprintln!("anywarp: interrupted: the same command goes on from here");
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
+        Ok(if report.failed(&ids) {
+            ExitCode::from(FAILED)
+        } else {
+            ExitCode::SUCCESS
+        })
+    }
+
+    /// Measures all points of an experiment in turns, then those that are noisy again, then what explains findings that are not met.
+    fn measure(&mut self, experiment: &Experiment) -> Result<(), String> {
+        let extent = self.store.extent();
+        let all = points(experiment, extent);
+        for round in 1..=extent.samples() {
+            self.round(experiment, &all, round)?;
+        }
+        for round in 1..=extent.more_samples() {
+            let noisy: Vec<Point> = all
+                .iter()
+                .filter(|point| {
+                    let known = self.store.known(point);
+                    known.samples.len() < extent.samples() + round
+                        && known.noise(point.runner.primary()).is_some()
+                })
+                .cloned()
+                .collect();
+            self.round(experiment, &noisy, extent.samples() + round)?;
+        }
+        let controls = controls(experiment, &self.store);
+        for point in &controls {
+            self.planned.push((point.clone(), extent.samples()));
+        }
+        for round in 1..=extent.samples() {
+            self.round(experiment, &controls, round)?;
+        }
+        Ok(())
+    }
+
+    /// Measures each point that has fewer than `wanted` samples once.
+    fn round(
+        &mut self,
+        experiment: &Experiment,
+        points: &[Point],
+        wanted: usize,
+    ) -> Result<(), String> {
+        for point in points {
+            if self.over() {
+                return Ok(());
+            }
+            let known = self.store.known(point);
+            if known.samples.len() >= wanted || known.failures.len() >= ATTEMPTS {
+                continue;
+            }
+            self.progress(experiment, point);
+            let began = Instant::now();
+            let (command, outcome) = self.bench.measure(point);
+            if self.over() {
+                return Ok(());
+            }
+            self.store
+                .add(point, command, outcome, began.elapsed().as_secs_f64())
+                .map_err(|e| format!("{}: {e}", self.store.folder().display()))?;
+        }
+        Ok(())
+    }
+
+    fn progress(&mut self, experiment: &Experiment, point: &Point) {
+        let terminal = io::stderr().is_terminal();
+        if self.args.quiet || !terminal && self.shown.elapsed() < PROGRESS {
+            return;
+        }
+        self.shown = Instant::now();
+        let (mut done, mut left) = (0.0, 0.0);
+        for (point, wanted) in &self.planned {
+            let have = self.store.known(point).samples.len().min(*wanted);
+            let each = self.store.expected(point);
+            done += have as f64 * each;
+            left += (wanted - have) as f64 * each;
+        }
+        let percent = done * 100.0 / (done + left).max(f64::MIN_POSITIVE);
+        let figures: Vec<&str> = experiment.figures.iter().map(|f| f.name.as_str()).collect();
+        let text = format!(
+            "{percent:3.0} %, {} left: {}:{}: {}",
+            clock(left),
+            experiment.paper,
+            figures.join(","),
+            point.key()
+        );
+        if terminal {
+            let text: String = text.chars().take(118).collect();
+            eprint!("\r{text}\x1b[K");
+        } else {
+            eprintln!("{text}");
+        }
+    }
+}
+
+/// The points of all figures of an experiment that are not blank, each once.
+fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
+    let of = experiment
+        .figures
+        .iter()
+        .flat_map(|figure| experiment.points_of(figure, extent));
+    let all: BTreeSet<Point> = of
+        .filter(|point| point.runner != Runner::None && experiment.blank(&point.params).is_none())
+        .collect();
+    all.into_iter().collect()
+}
+
+/// The point with what a control changes.
+fn changed(point: &Point, control: &figures::Control) -> Point {
+    let mut params: Params = point.params.clone();
+    for (axis, value) in &control.set {
+        params.insert(axis.clone(), value.0.clone());
+    }
+    Point {
+        runner: point.runner,
+        params,
+    }
+}
+
+/// The points that show why findings are not met.
+fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
+    let extent = store.extent();
+    let mut all = BTreeSet::new();
+    for figure in &experiment.figures {
+        for finding in &figure.finding {
+            let Some(control) = &finding.control else {
+                continue;
+            };
+            let judged = report::judged(experiment, figure, finding, store, None);
+            if judged.verdict != Verdict::NotMet {
+                continue;
+            }
+            let named = |point: &&Point| needs(finding, &point.params);
+            let points = experiment.points_of(figure, extent);
+            let points = points
+                .iter()
+                .filter(named)
+                .map(|point| changed(point, control));
+            all.extend(points.filter(|point| experiment.blank(&point.params).is_none()));
+        }
+    }
+    all.into_iter().collect()
+}
+
+/// Whether a finding is about a point.
+fn needs(finding: &Finding, params: &Params) -> bool {
+    figures::selects(&finding.a, params)
+        || !finding.b.is_empty() && figures::selects(&finding.b, params)
+}
+
+/// Creates the folder of a file, and writes it.
+fn write(path: &Path, text: &str) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    fs::write(path, text)
+}

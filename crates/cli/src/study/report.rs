@@ -1,0 +1,747 @@
+//! Writes what was measured: one HTML page that needs nothing else, a CSV file for each figure, and study.json.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::io;
+use std::path::PathBuf;
+
+use anywarp_plot::{Grid, Series, Small, Spread};
+use serde_json::{Value as Json, json};
+
+use super::figures::{Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point};
+use super::finding::{self, Judged, Values, Verdict, digits};
+use super::store::Store;
+use super::{changed, needs, write};
+use crate::perf::report::conditions;
+use crate::perf::sizes;
+
+/// The columns of a CSV file that all figures have, in this order.
+const COLUMNS: [&str; 12] = [
+    "device",
+    "carrier",
+    "qp",
+    "op",
+    "inline",
+    "mode",
+    "posting",
+    "signaling",
+    "buffers",
+    "size",
+    "rate",
+    "loss",
+];
+
+/// A figure and what is known of it.
+struct Seen<'a> {
+    experiment: &'a Experiment,
+    figure: &'a Figure,
+    id: String,
+    points: Vec<Point>,
+    /// For each finding: the verdict, and that of its control.
+    findings: Vec<(Judged, Option<Judged>)>,
+    /// Points without a value, and why.
+    missing: BTreeMap<String, Vec<String>>,
+    noisy: BTreeMap<String, Vec<String>>,
+    measured: usize,
+}
+
+/// All figures.
+pub(crate) struct Report<'a> {
+    store: &'a Store,
+    pinning: String,
+    seen: Vec<Seen<'a>>,
+}
+
+/// Judges a finding by what is known, with one thing changed if that is given.
+pub(crate) fn judged(
+    experiment: &Experiment,
+    figure: &Figure,
+    finding: &Finding,
+    store: &Store,
+    control: Option<&Control>,
+) -> Judged {
+    let extent = store.extent();
+    let metric = finding.metric.as_ref().unwrap_or(&figure.metric);
+    let mut values = Values::new();
+    for point in experiment.points_of(figure, extent) {
+        if !needs(finding, &point.params) {
+            continue;
+        }
+        let measured = control.map_or_else(|| point.clone(), |control| changed(&point, control));
+        if let Some(middle) = store.known(&measured).middle(metric) {
+            values.push((point.params, middle));
+        }
+    }
+    let places = experiment.values(&figure.x, extent);
+    finding::judge(finding, &values, &figure.x, &places)
+}
+
+/// What a value is, and its unit.
+fn unit(metric: &str) -> (&'static str, &'static str) {
+    match metric {
+        "oneway_us" => ("time one way", "µs"),
+        "median_us" => ("time one way, median", "µs"),
+        "p99_us" => ("time one way, 99 %", "µs"),
+        "mbps" => ("throughput", "Mbit/s"),
+        "arrived_mbps" => ("throughput at the receiver", "Mbit/s"),
+        "delivered" => ("delivered", "%"),
+        "cpu_local" => ("active side", "% of a processor"),
+        "cpu_remote" => ("passive side", "% of a processor"),
+        "us" => ("time", "µs"),
+        _ => ("value", ""),
+    }
+}
+
+/// The value of an axis for people.
+fn label(axis: &str, value: &str) -> String {
+    let text = match (axis, value) {
+        ("inline", "true") => "inline",
+        ("inline", "false") => "not inline",
+        ("mode", "poll") => "polling",
+        ("mode", "event") => "events",
+        ("resident", "true") => "resident",
+        ("resident", "false") => "not resident",
+        ("pin", "true") => "pages locked",
+        ("pin", "false") => "pages not locked",
+        ("huge", "true") => "pages of 2 MiB",
+        ("huge", "false") => "pages of 4 KiB",
+        ("at_once", "true") => "at once",
+        ("at_once", "false") => "one after the other",
+        ("threads", "1") => "1 region",
+        ("threads", count) => return format!("{count} regions"),
+        ("action", "register") => "registration",
+        ("action", "deregister") => "deregistration",
+        ("action", "copy") => "copy",
+        ("over", "tcp") => "TCP",
+        ("over", "rdma") => "RDMA",
+        ("posting", "single") => "single posts",
+        ("posting", "list") => "lists",
+        ("signaling", "full") => "each signaled",
+        ("signaling", "periodic") => "some signaled",
+        ("carrier", "tcp") => "over TCP",
+        ("carrier", "udp") => "over UDP",
+        ("carrier", "memory") => "shared memory",
+        ("rate" | "loss", "none") => "no limit",
+        ("op", "send") => "Send",
+        ("op", "write") => "Write",
+        ("op", "write-imm") => "Write with immediate",
+        ("op", "write-record") => "Write-Record",
+        ("op", "read") => "Read",
+        ("op", "write-read") => "Write, then Read",
+        ("qp", name) => return name.to_uppercase(),
+        ("loss", share) => return format!("{share} lost"),
+        ("size", bytes) => return bytes.parse().map_or_else(|_| bytes.to_owned(), sizes::text),
+        ("buffers", "1") => "1 buffer",
+        ("buffers", count) => return format!("{count} buffers"),
+        (_, value) => value,
+    };
+    text.to_owned()
+}
+
+/// The name of an axis for people.
+fn across(axis: &str) -> &str {
+    match axis {
+        "size" => "size of a message",
+        "buffers" => "buffers (operations under way)",
+        "rate" => "rate of the link",
+        "loss" => "datagrams lost",
+        other => other,
+    }
+}
+
+fn labels(axes: &[String], params: &Params) -> String {
+    let all: Vec<String> = axes
+        .iter()
+        .map(|axis| label(axis, params.get(axis).map_or("", String::as_str)))
+        .collect();
+    all.join(", ")
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
+}
+
+impl<'a> Seen<'a> {
+    fn new(experiment: &'a Experiment, figure: &'a Figure, store: &Store) -> Self {
+        let points = experiment.points_of(figure, store.extent());
+        let axes: Vec<String> = figure
+            .charts
+            .iter()
+            .chain(&figure.lines)
+            .chain([&figure.x])
+            .cloned()
+            .collect();
+        let (mut missing, mut noisy) = (BTreeMap::new(), BTreeMap::new());
+        let note = |to: &mut BTreeMap<String, Vec<String>>, why: String, point: &Point| {
+            to.entry(why)
+                .or_default()
+                .push(labels(&axes, &point.params));
+        };
+        let mut measured = 0;
+        for point in &points {
+            let known = store.known(point);
+            if let Some(why) = experiment.blank(&point.params) {
+                note(&mut missing, format!("blank: {why}"), point);
+            } else if known.samples.is_empty() {
+                let why = match known.failures.last() {
+                    Some(why) => format!("failed: {why}"),
+                    None => "not measured".to_owned(),
+                };
+                note(&mut missing, why, point);
+            } else {
+                measured += 1;
+                if known.noise(point.runner.primary()).is_some() {
+                    note(
+                        &mut noisy,
+                        "values that differ much from run to run".to_owned(),
+                        point,
+                    );
+                }
+            }
+        }
+        let findings = figure
+            .finding
+            .iter()
+            .map(|finding| {
+                let judged = |control| judged(experiment, figure, finding, store, control);
+                let here = judged(None);
+                let control = finding
+                    .control
+                    .as_ref()
+                    .map(|control| judged(Some(control)));
+                (here, control.filter(|c| c.verdict != Verdict::Unknown))
+            })
+            .collect();
+        Self {
+            id: experiment.id(figure),
+            experiment,
+            figure,
+            points,
+            findings,
+            missing,
+            noisy,
+            measured,
+        }
+    }
+
+    fn anchor(&self) -> String {
+        self.id.replace(':', "-")
+    }
+
+    /// Why it shows nothing, if it does.
+    fn nothing(&self) -> Option<String> {
+        match &self.figure.blank {
+            Some(why) => Some(format!("blank: {why}")),
+            None if self.measured == 0 => Some(match self.missing.keys().next() {
+                Some(why) if why != "not measured" => why.clone(),
+                _ => format!("not measured: anywarp study run {}", self.id),
+            }),
+            None => None,
+        }
+    }
+
+    /// The verdict of all of its findings.
+    fn verdict(&self) -> String {
+        if let Some(nothing) = self.nothing() {
+            return nothing;
+        }
+        let count = |verdict| {
+            self.findings
+                .iter()
+                .filter(|(j, _)| j.verdict == verdict)
+                .count()
+        };
+        let mut text = match (count(Verdict::Met), self.findings.len()) {
+            (_, 0) => "measured".to_owned(),
+            (met, all) if met == all => format!("met ({met})"),
+            (met, all) => format!("{met} of {all} met"),
+        };
+        let failed = |why: &&String| why.starts_with("failed");
+        if self.missing.keys().any(|why| failed(&why)) {
+            text.push_str(", some points failed");
+        }
+        text
+    }
+
+    /// The drawing.
+    fn drawing(&self, store: &Store) -> io::Result<String> {
+        let extent = store.extent();
+        let figure = self.figure;
+        let places = self.experiment.values(&figure.x, extent);
+        let distinct = |axes: &[String]| {
+            let mut all: Vec<Vec<String>> = vec![Vec::new()];
+            for axis in axes {
+                let values = self.experiment.values(axis, extent);
+                all = all
+                    .into_iter()
+                    .flat_map(|before| {
+                        values.iter().map(move |value| {
+                            let mut one = before.clone();
+                            one.push(value.clone());
+                            one
+                        })
+                    })
+                    .collect();
+            }
+            all
+        };
+        let has = |axes: &[String], values: &[String], params: &Params| {
+            axes.iter()
+                .zip(values)
+                .all(|(axis, value)| params.get(axis) == Some(value))
+        };
+        let name = |axes: &[String], values: &[String]| {
+            let all: Vec<String> = axes.iter().zip(values).map(|(a, v)| label(a, v)).collect();
+            all.join(", ")
+        };
+        let mut lines = distinct(&figure.lines);
+        lines.retain(|line| {
+            self.points
+                .iter()
+                .any(|p| has(&figure.lines, line, &p.params) && !store.known(p).samples.is_empty())
+        });
+        let legend: Vec<String> = lines.iter().map(|line| name(&figure.lines, line)).collect();
+        let mut charts = Vec::new();
+        for chart in distinct(&figure.charts) {
+            let mut series = Vec::new();
+            for (style, line) in lines.iter().enumerate() {
+                let of = self.points.iter().filter(|p| {
+                    has(&figure.charts, &chart, &p.params) && has(&figure.lines, line, &p.params)
+                });
+                let of: Vec<&Point> = of.collect();
+                let values: Vec<Option<Spread>> = places
+                    .iter()
+                    .map(|place| {
+                        let point = of.iter().find(|p| p.params.get(&figure.x) == Some(place))?;
+                        let known = store.known(point);
+                        let middle = known.middle(&figure.metric)?;
+                        Some(Spread {
+                            median: middle.median,
+                            least: middle.lower,
+                            most: middle.upper,
+                            doubtful: known.noise(point.runner.primary()).is_some(),
+                        })
+                    })
+                    .collect();
+                if values.iter().any(Option::is_some) {
+                    series.push(Series { style, values });
+                }
+            }
+            if !series.is_empty() {
+                charts.push(Small {
+                    title: name(&figure.charts, &chart),
+                    series,
+                });
+            }
+        }
+        let shown: Vec<String> = places
+            .iter()
+            .map(|place| match figure.x.as_str() {
+                "buffers" => place.clone(),
+                axis => label(axis, place),
+            })
+            .collect();
+        let (what, unit) = unit(&figure.metric);
+        anywarp_plot::grid(
+            &Grid {
+                unit: &format!("{what}, {unit}"),
+                across: across(&figure.x),
+                places: &shown,
+                legend: &legend,
+                log: figure.log,
+                digits,
+            },
+            &charts,
+        )
+    }
+
+    /// One line for each sample.
+    fn csv(&self, store: &Store) -> String {
+        let samples = self.points.iter().flat_map(|point| {
+            let samples = &store.known(point).samples;
+            samples
+                .iter()
+                .enumerate()
+                .map(move |(n, sample)| (point, n, sample))
+        });
+        let metrics: BTreeSet<&String> = samples.clone().flat_map(|(_, _, s)| s.keys()).collect();
+        let mut others: BTreeSet<&String> =
+            self.points.iter().flat_map(|p| p.params.keys()).collect();
+        others.retain(|axis| !COLUMNS.contains(&axis.as_str()));
+        let names = |all: &BTreeSet<&String>| {
+            all.iter()
+                .map(|name| format!(",{name}"))
+                .collect::<String>()
+        };
+        let mut text = format!(
+            "figure,{}{},rep{}\n",
+            COLUMNS.join(","),
+            names(&others),
+            names(&metrics)
+        );
+        for (point, n, sample) in samples {
+            text.push_str(&self.id);
+            for column in COLUMNS {
+                let value = match column {
+                    "device" => Some(store.device()),
+                    axis => point.params.get(axis).map(String::as_str),
+                };
+                let _ = write!(text, ",{}", value.unwrap_or_default());
+            }
+            for axis in &others {
+                let _ = write!(
+                    text,
+                    ",{}",
+                    point.params.get(*axis).map_or("", String::as_str)
+                );
+            }
+            let _ = write!(text, ",{}", n + 1);
+            for metric in &metrics {
+                let value = sample.get(*metric).map_or_else(String::new, f64::to_string);
+                let _ = write!(text, ",{value}");
+            }
+            text.push('\n');
+        }
+        text
+    }
+
+    fn json(&self, store: &Store) -> Json {
+        let findings: Vec<Json> = self
+            .figure
+            .finding
+            .iter()
+            .zip(&self.findings)
+            .map(|(finding, (judged, control))| {
+                json!({
+                    "text": finding.text,
+                    "verdict": judged.verdict.as_str(),
+                    "here": judged.number,
+                    "here_text": judged.text,
+                    "paper": finding.paper,
+                    "because": finding.because,
+                    "control": control.as_ref().map(|c| json!({ "verdict": c.verdict.as_str(), "here": c.number })),
+                })
+            })
+            .collect();
+        let points: Vec<Json> = self
+            .points
+            .iter()
+            .map(|point| {
+                let known = store.known(point);
+                let middle = known.middle(&self.figure.metric);
+                json!({
+                    "params": point.params,
+                    "median": middle.map(|m| m.median),
+                    "lower": middle.map(|m| m.lower),
+                    "upper": middle.map(|m| m.upper),
+                    "samples": known.samples.len(),
+                    "noisy": known.noise(point.runner.primary()),
+                    "blank": self.experiment.blank(&point.params),
+                    "failed": known.failures.last(),
+                    "command": known.command,
+                })
+            })
+            .collect();
+        json!({
+            "figure": self.id,
+            "title": self.figure.title,
+            "metric": self.figure.metric,
+            "verdict": self.verdict(),
+            "findings": findings,
+            "points": points,
+        })
+    }
+
+    /// Its part of the page.
+    fn section(&self, store: &Store) -> io::Result<String> {
+        let figure = self.figure;
+        let mut text = format!(
+            "<section id=\"{}\"><h3>{}: {}</h3>\n<p><b>{}</b> The paper: {}</p>\n",
+            self.anchor(),
+            escape(&self.id),
+            escape(&figure.title),
+            escape(&figure.asks),
+            escape(&figure.found)
+        );
+        if let Some(nothing) = self.nothing() {
+            let _ = writeln!(
+                text,
+                "<p class=\"blank\">{}</p></section>",
+                escape(&nothing)
+            );
+            return Ok(text);
+        }
+        text.push_str(&self.drawing(store)?);
+        text.push_str("\n<table><tr><th>the paper's finding</th><th>the paper</th><th>here</th><th></th></tr>\n");
+        for (finding, (judged, control)) in figure.finding.iter().zip(&self.findings) {
+            let _ = writeln!(
+                text,
+                "<tr><td>{}</td><td>{}</td><td>{}</td><td class=\"{}\">{}</td></tr>",
+                escape(&finding.text),
+                escape(finding.paper.as_deref().unwrap_or("–")),
+                escape(&judged.text),
+                judged.verdict.as_str().replace(' ', ""),
+                judged.verdict.as_str()
+            );
+            if judged.verdict == Verdict::NotMet {
+                let _ = writeln!(
+                    text,
+                    "<tr><td colspan=\"4\" class=\"why\">{}</td></tr>",
+                    escape(&why(finding, control.as_ref()))
+                );
+            }
+        }
+        text.push_str("</table>\n");
+        for (why, of) in self.missing.iter().chain(&self.noisy) {
+            let some: Vec<&str> = of.iter().take(4).map(String::as_str).collect();
+            let more = match of.len().checked_sub(some.len()) {
+                Some(more) if more > 0 => format!(" and {more} more"),
+                _ => String::new(),
+            };
+            let _ = writeln!(
+                text,
+                "<p class=\"note\">{}: {}{more}.</p>",
+                escape(why),
+                escape(&some.join("; "))
+            );
+        }
+        text.push_str(&self.details(store));
+        text.push_str("</section>\n");
+        Ok(text)
+    }
+
+    /// All values and commands, folded.
+    fn details(&self, store: &Store) -> String {
+        let figure = self.figure;
+        let mut text = format!(
+            "<details><summary>values and commands</summary><p><a href=\"{}.csv\">{}.csv</a></p>\
+             <table><tr><th></th><th>median</th><th>quartiles</th><th>n</th><th>command</th></tr>\n",
+            self.anchor(),
+            self.anchor()
+        );
+        let axes: Vec<String> = figure
+            .charts
+            .iter()
+            .chain(&figure.lines)
+            .chain([&figure.x])
+            .cloned()
+            .collect();
+        for point in &self.points {
+            let known = store.known(point);
+            let Some(middle) = known.middle(&figure.metric) else {
+                continue;
+            };
+            let _ = writeln!(
+                text,
+                "<tr><td>{}</td><td>{}</td><td>{} to {}</td><td>{}</td><td><code>{}</code></td></tr>",
+                escape(&labels(&axes, &point.params)),
+                digits(middle.median),
+                digits(middle.lower),
+                digits(middle.upper),
+                known.samples.len(),
+                escape(known.command.as_deref().unwrap_or_default())
+            );
+        }
+        text.push_str("</table></details>\n");
+        text
+    }
+}
+
+/// Why a finding does not hold, as far as it is known.
+fn why(finding: &Finding, control: Option<&Judged>) -> String {
+    let mut text = match &finding.because {
+        Some(because) => because.clone(),
+        None => "Not explained yet.".to_owned(),
+    };
+    if let (Some(changed), Some(judged)) = (&finding.control, control) {
+        let set: Vec<String> = changed
+            .set
+            .iter()
+            .map(|(axis, value)| label(axis, &value.0))
+            .collect();
+        let _ = write!(
+            text,
+            " Measured with {}: {}, {}.",
+            set.join(", "),
+            judged.text,
+            judged.verdict.as_str()
+        );
+        if judged.verdict == Verdict::Met {
+            let _ = write!(text, " {}", changed.text);
+        }
+    }
+    text
+}
+
+impl<'a> Report<'a> {
+    pub(crate) fn new(all: &'a [Experiment], store: &'a Store, pinning: String) -> Self {
+        let seen = all
+            .iter()
+            .flat_map(|e| e.figures.iter().map(move |figure| (e, figure)))
+            .map(|(experiment, figure)| Seen::new(experiment, figure, store))
+            .collect();
+        Self {
+            store,
+            pinning,
+            seen,
+        }
+    }
+
+    /// Whether a point of these figures failed.
+    pub(crate) fn failed(&self, ids: &BTreeSet<String>) -> bool {
+        let of = self.seen.iter().filter(|seen| ids.contains(&seen.id));
+        of.flat_map(|seen| seen.missing.keys())
+            .any(|why| why.starts_with("failed"))
+    }
+
+    /// A line for each of these figures, and for each of their findings.
+    pub(crate) fn summary(&self, ids: &BTreeSet<String>) -> String {
+        let mut text = String::new();
+        for seen in self.seen.iter().filter(|seen| ids.contains(&seen.id)) {
+            let _ = writeln!(text, "{:<12} {}", seen.id, seen.verdict());
+            if seen.nothing().is_some() {
+                continue;
+            }
+            for (finding, (judged, control)) in seen.figure.finding.iter().zip(&seen.findings) {
+                let _ = writeln!(
+                    text,
+                    "    {:<8} {}: {}{}",
+                    judged.verdict.as_str(),
+                    finding.text,
+                    judged.text,
+                    finding
+                        .paper
+                        .as_ref()
+                        .map_or_else(String::new, |paper| format!(" (paper: {paper})"))
+                );
+                if judged.verdict == Verdict::NotMet {
+                    let _ = writeln!(text, "             {}", why(finding, control.as_ref()));
+                }
+            }
+        }
+        text
+    }
+
+    /// Advice from the findings.
+    pub(crate) fn hints(&self) -> String {
+        let mut text = String::new();
+        for seen in &self.seen {
+            for (finding, (judged, _)) in seen.figure.finding.iter().zip(&seen.findings) {
+                let hint = match judged.verdict {
+                    Verdict::Met => &finding.hint,
+                    Verdict::NotMet => &finding.hint_not,
+                    Verdict::Unknown => continue,
+                };
+                if let Some(hint) = hint {
+                    let number = judged.number.map(digits).unwrap_or_default();
+                    let _ = writeln!(text, "- {} [{}]", hint.replace("{}", &number), seen.id);
+                }
+            }
+        }
+        if text.is_empty() {
+            text.push_str(
+                "what was measured is not enough for advice: `anywarp study run pb --quick`\n",
+            );
+        }
+        text
+    }
+
+    /// Writes all files; the path of the page.
+    pub(crate) fn write(&self) -> io::Result<PathBuf> {
+        let folder = self.store.folder();
+        for seen in self.seen.iter().filter(|seen| seen.measured > 0) {
+            write(
+                &folder.join(format!("{}.csv", seen.anchor())),
+                &seen.csv(self.store),
+            )?;
+        }
+        let figures: Vec<Json> = self.seen.iter().map(|seen| seen.json(self.store)).collect();
+        let all = json!({
+            "tool": "anywarp study",
+            "version": env!("CARGO_PKG_VERSION"),
+            "extent": self.store.extent().as_str(),
+            "device": self.store.device(),
+            "pinning": self.pinning,
+            "conditions": conditions(),
+            "figures": figures,
+        });
+        write(&folder.join("study.json"), &format!("{all:#}\n"))?;
+        let page = folder.join("index.html");
+        write(&page, &self.page()?)?;
+        Ok(page)
+    }
+
+    fn page(&self) -> io::Result<String> {
+        let conditions = conditions();
+        let of = |name: &str| match conditions.get(name) {
+            Some(Json::String(text)) => text.clone(),
+            Some(other) => other.to_string(),
+            None => String::new(),
+        };
+        let extent = match self.store.extent() {
+            Extent::Full => "full",
+            Extent::Quick => "--quick: few points, a fraction of a second each",
+            Extent::Smoke => "--smoke: the values mean nothing",
+        };
+        let mut text = format!(
+            "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/><title>anywarp study</title>\n<style>{STYLE}</style></head>\
+             <body>\n<h1>anywarp study</h1>\n<p>Device: {} ({}). Machine: {}, {} processors, Linux {}, load {}; {}. anywarp {}. Medians, with \
+             lines from the lower to the upper quartile; an empty mark is a value that differs much from run to run. Compare \
+             shapes and ratios: absolute values are those of other machines.</p>\n",
+            escape(self.store.device()),
+            escape(extent),
+            escape(&of("cpu")),
+            of("cpus"),
+            escape(&of("kernel")),
+            escape(&of("load")),
+            escape(&self.pinning),
+            env!("CARGO_PKG_VERSION")
+        );
+        let met = |verdict| {
+            let all = self.seen.iter().flat_map(|seen| &seen.findings);
+            all.filter(|(judged, _)| judged.verdict == verdict).count()
+        };
+        let _ = writeln!(
+            text,
+            "<p>{} findings are met here, {} are not.</p>",
+            met(Verdict::Met),
+            met(Verdict::NotMet)
+        );
+        for (paper, title) in PAPERS {
+            let of: Vec<&Seen<'_>> = self
+                .seen
+                .iter()
+                .filter(|seen| seen.experiment.paper == paper)
+                .collect();
+            if of.is_empty() {
+                continue;
+            }
+            let _ = writeln!(text, "<h2>{}</h2>\n<table>", escape(title));
+            for seen in &of {
+                let _ = writeln!(
+                    text,
+                    "<tr><td><a href=\"#{}\">{}</a></td><td>{}</td><td>{}</td></tr>",
+                    seen.anchor(),
+                    escape(&seen.id),
+                    escape(&seen.figure.title),
+                    escape(&seen.verdict())
+                );
+            }
+            text.push_str("</table>\n");
+            for seen in of {
+                text.push_str(&seen.section(self.store)?);
+            }
+        }
+        text.push_str("</body></html>\n");
+        Ok(text)
+    }
+}
+
+const STYLE: &str = "body{max-width:900px;margin:2em auto;padding:0 1em;font:14px/1.4 sans-serif;color:#222}\
+ table{border-collapse:collapse;margin:.5em 0}td,th{padding:2px 8px;vertical-align:top;text-align:left;border-bottom:1px solid #ddd}\
+ code{font-size:11px}section{margin:2.5em 0;break-inside:avoid}svg{max-width:100%;height:auto}.met{font-weight:bold}\
+ .notmet{font-weight:bold;text-decoration:underline}.why,.note{color:#555;font-size:13px}.blank{border:1px dashed #999;padding:.5em}\
+ @media print{details{display:none}}";

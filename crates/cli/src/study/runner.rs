@@ -1,0 +1,559 @@
+//! Measures one point: `anywarp ping` or `blast`, or `anywarp-cost`, with the options that the values of its axes mean.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+use std::{env, fs};
+
+use clap::Parser;
+
+use super::figures::{Extent, Params, Point, Runner};
+use super::store::Sample;
+use crate::cli::{self, Cli};
+use crate::library::Library;
+use crate::perf::Interrupted;
+use crate::perf::args::Perf;
+use crate::perf::session::Session;
+
+/// Longest time until a server answers.
+const READY: Duration = Duration::from_secs(10);
+
+/// Longest time of one run of `anywarp-cost`.
+const LONGEST: Duration = Duration::from_secs(120);
+
+/// Where the server is when it is on this machine.
+const HERE: &str = "127.0.0.1";
+
+/// Variables of the device.
+type Variables = Vec<(String, String)>;
+
+/// What the points are measured on.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    library: Library,
+    extent: Extent,
+    /// A device of the system's libibverbs.
+    device: Option<String>,
+    /// A server elsewhere.
+    elsewhere: Option<(String, u16)>,
+    /// Processors of the server and of the client.
+    processors: Option<(Vec<usize>, Vec<usize>)>,
+    servers: BTreeMap<Variables, Server>,
+    interrupted: Interrupted,
+}
+
+/// A server of ours, and the session with it. It ends with this value.
+#[derive(Debug)]
+struct Server {
+    child: Option<Child>,
+    host: String,
+    port: u16,
+    session: Option<Session>,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.session = None;
+        if let Some(child) = &mut self.child {
+            let _ended_already = child.kill();
+            let _nothing_to_do = child.wait();
+        }
+    }
+}
+
+impl Bench {
+    pub(crate) fn new(
+        library: Library,
+        extent: Extent,
+        device: Option<String>,
+        elsewhere: Option<(String, u16)>,
+        interrupted: Interrupted,
+    ) -> Self {
+        let processors = if elsewhere.is_some() { None } else { halves() };
+        Self {
+            library,
+            extent,
+            device,
+            elsewhere,
+            processors,
+            servers: BTreeMap::new(),
+            interrupted,
+        }
+    }
+
+    /// The processors of the server and the client, in words.
+    pub(crate) fn pinning(&self) -> String {
+        match &self.processors {
+            Some((server, client)) => format!("server on {server:?}, client on {client:?}"),
+            None => "not pinned".to_owned(),
+        }
+    }
+
+    /// The command of a point as a person types it, and what it measures.
+    pub(crate) fn measure(&mut self, point: &Point) -> (String, Result<Sample, String>) {
+        let variables = match self.variables(&point.params) {
+            Ok(variables) => variables,
+            Err(why) => return (String::new(), Err(why)),
+        };
+        if matches!(point.runner, Runner::Memory | Runner::First) {
+            return self.cost(point, &variables);
+        }
+        let words = match words(point, self.extent) {
+            Ok(words) => words,
+            Err(why) => return (String::new(), Err(why)),
+        };
+        let host = self.elsewhere.as_ref().map_or(HERE, |(host, _)| host);
+        let system = if self.device.is_some() {
+            " --system"
+        } else {
+            ""
+        };
+        let name = point.runner.as_str();
+        let mut command = String::new();
+        for (name, value) in &variables {
+            command.push_str(&format!("{name}={value} "));
+        }
+        command.push_str(&format!(
+            "anywarp {name} {host} {}{system}",
+            words.join(" ")
+        ));
+        let all = ["anywarp", name, host]
+            .into_iter()
+            .chain(words.iter().map(String::as_str))
+            .chain(self.device.as_ref().map(|_| "--system"));
+        let outcome = match Cli::try_parse_from(all).map(|cli| cli.command) {
+            Ok(cli::Command::Ping(args)) => self.run(&args, true, variables),
+            Ok(cli::Command::Blast(args)) => self.run(&args, false, variables),
+            Ok(_) => Err("not a command that measures".to_owned()),
+            Err(e) => Err(e.to_string().lines().next().unwrap_or_default().to_owned()),
+        };
+        (command, outcome)
+    }
+
+    fn run(&mut self, args: &Perf, ping: bool, variables: Variables) -> Result<Sample, String> {
+        let size = args.size.0.first().copied().unwrap_or(1);
+        if !self.servers.contains_key(&variables) {
+            let server = self.server(&variables)?;
+            self.servers.insert(variables.clone(), server);
+        }
+        let Some(server) = self.servers.get_mut(&variables) else {
+            return Err("no server".to_owned());
+        };
+        if let Some((_, client)) = &self.processors {
+            pin(client);
+        }
+        let mut session = match server.session.take() {
+            Some(session) => session,
+            None => Session::connect(&server.host, server.port)?,
+        };
+        let run = session.run(args, ping, &variables, &self.library, &self.interrupted)?;
+        // A session is kept only behind a run that ended as it should.
+        server.session = Some(session);
+        run.figures(args, ping, size)
+    }
+
+    fn server(&self, variables: &Variables) -> Result<Server, String> {
+        if let Some((host, port)) = &self.elsewhere {
+            return Ok(Server {
+                child: None,
+                host: host.clone(),
+                port: *port,
+                session: None,
+            });
+        }
+        let failed = |e: io::Error| format!("the server does not start: {e}");
+        let port = free_port().map_err(failed)?;
+        if let Some((server, _)) = &self.processors {
+            pin(server);
+        }
+        let mut command = Command::new(env::current_exe().map_err(failed)?);
+        command
+            .args(["blast", "--server", "--forever", "--quiet", "-p"])
+            .arg(port.to_string())
+            .args(self.device.as_ref().map(|_| "--system"))
+            .env("ANYWARP_LIB", self.library.dir())
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let child = command.spawn().map_err(failed)?;
+        let mut server = Server {
+            child: Some(child),
+            host: HERE.to_owned(),
+            port,
+            session: None,
+        };
+        let end = Instant::now() + READY;
+        loop {
+            match Session::connect(HERE, port) {
+                Ok(session) => {
+                    server.session = Some(session);
+                    return Ok(server);
+                }
+                Err(why) if Instant::now() >= end => return Err(why),
+                Err(_) => thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// Runs `anywarp-cost`, at both ends if it needs two.
+    fn cost(&self, point: &Point, variables: &Variables) -> (String, Result<Sample, String>) {
+        let Some(program) = self.library.cost() else {
+            let why = "the program anywarp-cost is missing: install anywarp anew";
+            return (String::new(), Err(why.to_owned()));
+        };
+        if self.elsewhere.is_some() {
+            return (
+                String::new(),
+                Err("it is measured on one machine, without --host".to_owned()),
+            );
+        }
+        let mut words = vec![point.runner.as_str().to_owned()];
+        let mut add = |name: &str, value: &str| words.extend([name.to_owned(), value.to_owned()]);
+        let two = point.runner == Runner::First;
+        if two {
+            add(
+                "--count",
+                if self.extent == Extent::Smoke {
+                    "3"
+                } else {
+                    "20"
+                },
+            );
+        } else {
+            for (axis, value) in &point.params {
+                match (axis.as_str(), value.as_str()) {
+                    ("action" | "size" | "threads", value) => add(&format!("--{axis}"), value),
+                    ("resident" | "huge", "true") => add(&format!("--{axis}"), "1"),
+                    ("at_once", "true") => add("--at-once", "1"),
+                    _ => {}
+                }
+            }
+            let millis = self.extent.seconds() * 1000.0;
+            add("--millis", &format!("{millis:.0}"));
+        }
+        let start = |words: &[String]| {
+            let mut command = Command::new(&program);
+            if self.device.is_none() {
+                command.envs(self.library.variables(false, |name| env::var_os(name)));
+                command.env("ANYWARP_ADDR", HERE);
+            }
+            command
+                .args(words)
+                .envs(variables.iter().map(|(name, value)| (name, value)))
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .map_err(|e| format!("{}: {e}", program.display()))
+        };
+        let run = || {
+            let mut server = None;
+            let mut client = words.clone();
+            if two {
+                let port = free_port().map_err(|e| e.to_string())?;
+                client.extend(["--port".to_owned(), port.to_string()]);
+                if let Some((server, _)) = &self.processors {
+                    pin(server);
+                }
+                server = Some(Ended(start(&client)?));
+                listens(port)?;
+                client.push(HERE.to_owned());
+            }
+            if let Some((_, client)) = &self.processors {
+                // Several threads need several processors.
+                let all: Vec<usize> = self
+                    .processors
+                    .iter()
+                    .flat_map(|(a, b)| a.iter().chain(b))
+                    .copied()
+                    .collect();
+                pin(if two { client } else { &all });
+            }
+            let output = Ended(start(&client)?).output(&self.interrupted);
+            drop(server);
+            output
+        };
+        let mut command = String::new();
+        for (name, value) in variables {
+            command.push_str(&format!("{name}={value} "));
+        }
+        if self.device.is_none() {
+            command.push_str("anywarp run -- ");
+        }
+        command.push_str(&format!("{} {}", program.display(), words.join(" ")));
+        let outcome = run().and_then(|text| {
+            let mut sample: Sample = serde_json::from_str(&text)
+                .map_err(|_| format!("not understood: {}", text.trim()))?;
+            if point.params.get("over").is_some_and(|over| over == "tcp") {
+                let tcp = sample.get("tcp_us").copied();
+                sample.insert("us".to_owned(), tcp.ok_or("no time of TCP")?);
+            }
+            sample.remove("tcp_us");
+            Ok(sample)
+        });
+        (command, outcome)
+    }
+
+    /// The variables of the device that a point needs at both ends.
+    fn variables(&self, params: &Params) -> Result<Variables, String> {
+        let mut variables = Variables::new();
+        let mut set = |name: &str, value: &str| variables.push((name.to_owned(), value.to_owned()));
+        let mut faults = Vec::new();
+        let usual = params.get("carrier").is_none_or(|carrier| carrier == "tcp");
+        if let (Some(device), true) = (&self.device, usual) {
+            set("ANYWARP_PERF_DEVICE", device);
+        } else if self.device.is_some() {
+            return Err("with --device that device alone is measured".to_owned());
+        } else {
+            match params.get("carrier").map_or("tcp", String::as_str) {
+                "tcp" => set("ANYWARP_CARRIER", "tcp"),
+                "memory" => set("ANYWARP_CARRIER", "auto"),
+                "udp" => {
+                    set("ANYWARP_CARRIER", "tcp");
+                    set("ANYWARP_RC", "udp");
+                }
+                other => return Err(format!("there is no carrier {other}")),
+            }
+        }
+        if params.get("pin").is_some_and(|pin| pin == "true") {
+            set("ANYWARP_PIN", "1");
+        }
+        if params.get("crc").is_some_and(|crc| crc == "false") {
+            set("ANYWARP_CRC", "0");
+        }
+        for name in ["rate", "loss"] {
+            if let Some(value) = params.get(name)
+                && value != "none"
+            {
+                faults.push(format!("{name}={value}"));
+            }
+        }
+        if !faults.is_empty() {
+            if self.device.is_some() {
+                return Err("rates and losses are made by anywarp's own device".to_owned());
+            }
+            faults.push("summary=off".to_owned());
+            set("ANYWARP_FAULTS", &faults.join(";"));
+        }
+        Ok(variables)
+    }
+}
+
+/// A process that ends with this value.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ended_already = self.0.kill();
+        let _nothing_to_do = self.0.wait();
+    }
+}
+
+impl Ended {
+    /// What it prints, when it has ended well.
+    fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
+        let end = Instant::now() + LONGEST;
+        let status = loop {
+            match self.0.try_wait().map_err(|e| e.to_string())? {
+                Some(status) => break status,
+                None if interrupted.load(Ordering::Relaxed) => return Err("interrupted".to_owned()),
+                None if Instant::now() >= end => {
+                    return Err(format!("it has not ended after {} s", LONGEST.as_secs()));
+                }
+                None => thread::sleep(Duration::from_millis(2)),
+            }
+        };
+        let mut text = String::new();
+        if status.success() {
+            if let Some(stdout) = &mut self.0.stdout {
+                stdout
+                    .read_to_string(&mut text)
+                    .map_err(|e| e.to_string())?;
+            }
+            return Ok(text);
+        }
+        if let Some(stderr) = &mut self.0.stderr {
+            stderr
+                .read_to_string(&mut text)
+                .map_err(|e| e.to_string())?;
+        }
+        Err(text.lines().last().unwrap_or("it failed").to_owned())
+    }
+}
+
+/// A port that nothing listens on.
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind((HERE, 0))?.local_addr()?.port())
+}
+
+/// Waits until a program listens on `port`; a connection would be taken for its client.
+fn listens(port: u16) -> Result<(), String> {
+    let end = Instant::now() + READY;
+    let wanted = format!(":{port:04X}");
+    while Instant::now() < end {
+        let table = fs::read_to_string("/proc/net/tcp").map_err(|e| e.to_string())?;
+        let found = table.lines().any(|line| {
+            let mut fields = line.split_whitespace().skip(1);
+            fields.next().is_some_and(|local| local.ends_with(&wanted))
+                && fields.nth(1) == Some("0A")
+        });
+        if found {
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Err("the server does not start".to_owned())
+}
+
+/// The options of `anywarp ping` and `blast` that a point means.
+fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
+    let params = &point.params;
+    let get = |axis: &str| params.get(axis).map(String::as_str);
+    let number = |axis: &str, usual: u64| match get(axis) {
+        None => Ok(usual),
+        Some(text) => text
+            .parse::<u64>()
+            .map_err(|_| format!("{axis}={text} is not a number")),
+    };
+    let (size, buffers) = (number("size", 64)?, number("buffers", 16)?);
+    // On datagrams a Write is a Write-Record.
+    let op = match (get("op").unwrap_or("send"), get("qp")) {
+        ("write", Some("ud")) => "write-record",
+        (op, _) => op,
+    };
+    let mut words = Vec::new();
+    let mut add = |name: &str, value: &str| {
+        words.push(name.to_owned());
+        if !value.is_empty() {
+            words.push(value.to_owned());
+        }
+    };
+    add("-t", get("qp").unwrap_or("rc"));
+    add("-o", op);
+    add("-s", &size.to_string());
+    if point.runner == Runner::Blast {
+        add("--depth", &buffers.to_string());
+        match get("posting") {
+            None | Some("single") => {}
+            Some("list") => add("--batch", ""),
+            Some(other) => return Err(format!("there is no posting {other}")),
+        }
+        if op != "write-record" {
+            // As many messages have memory of their own at the receiver as are under way, twice.
+            add("--buffers", &(2 * buffers).max(8).to_string());
+        }
+        add(
+            "--warmup",
+            &(buffers + if size < 1 << 16 { 32 } else { 2 }).to_string(),
+        );
+    } else {
+        add("--warmup", if size < 1 << 16 { "20" } else { "2" });
+    }
+    match (get("signaling"), point.runner) {
+        (None | Some("full"), _) => {}
+        (Some("periodic"), Runner::Blast) => {
+            add("--signal-every", &(buffers / 2).max(1).to_string());
+        }
+        (Some("periodic"), _) => add("--signal-every", "2"),
+        (Some(other), _) => return Err(format!("there is no signaling {other}")),
+    }
+    for (axis, value, word) in [("inline", "true", "--inline"), ("mode", "event", "--event")] {
+        if get(axis) == Some(value) {
+            add(word, "");
+        }
+    }
+    if let Some(segment) = get("segment") {
+        add("--segment", segment);
+    }
+    add("-d", &extent.seconds().to_string());
+    add("-r", "1");
+    add("--timeout", "20");
+    add("-q", "");
+    Ok(words)
+}
+
+/// Two halves of the processors that this process may use.
+fn halves() -> Option<(Vec<usize>, Vec<usize>)> {
+    let set = rustix::thread::sched_getaffinity(None).ok()?;
+    let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)
+        .filter(|&cpu| set.is_set(cpu))
+        .collect();
+    let (server, client) = all.split_at_checked(all.len() / 2)?;
+    (!server.is_empty()).then(|| (server.to_vec(), client.to_vec()))
+}
+
+/// Lets this thread and the processes that it starts run on these processors alone.
+fn pin(processors: &[usize]) {
+    let mut set = rustix::thread::CpuSet::new();
+    for &cpu in processors {
+        set.set(cpu);
+    }
+    let _unpinned_then = rustix::thread::sched_setaffinity(None, &set);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(runner: Runner, params: &[(&str, &str)]) -> Result<String, String> {
+        let point = Point {
+            runner,
+            params: params
+                .iter()
+                .map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned()))
+                .collect(),
+        };
+        words(&point, Extent::Quick).map(|words| words.join(" "))
+    }
+
+    #[test]
+    fn a_point_becomes_a_command() {
+        let blast = said(
+            Runner::Blast,
+            &[
+                ("op", "write"),
+                ("size", "912"),
+                ("buffers", "16"),
+                ("posting", "list"),
+                ("signaling", "periodic"),
+                ("inline", "true"),
+                ("mode", "event"),
+            ],
+        );
+        assert_eq!(
+            blast.unwrap(),
+            "-t rc -o write -s 912 --depth 16 --batch --buffers 32 --warmup 48 --signal-every 8 --inline --event -d 0.06 \
+             -r 1 --timeout 20 -q"
+        );
+        let ping = said(
+            Runner::Ping,
+            &[("op", "write-read"), ("signaling", "periodic")],
+        );
+        assert_eq!(
+            ping.unwrap(),
+            "-t rc -o write-read -s 64 --warmup 20 --signal-every 2 -d 0.06 -r 1 --timeout 20 -q"
+        );
+        for (axis, value) in [("size", "x"), ("posting", "x"), ("signaling", "x")] {
+            assert!(said(Runner::Blast, &[(axis, value)]).is_err(), "{axis}");
+        }
+    }
+
+    #[test]
+    fn each_command_is_one_that_the_command_line_knows() {
+        for op in ["send", "write", "write-imm", "read"] {
+            let words = said(Runner::Blast, &[("op", op), ("posting", "list")]).unwrap();
+            let all = ["anywarp", "blast", HERE]
+                .into_iter()
+                .chain(words.split(' '));
+            let cli::Command::Blast(args) = Cli::try_parse_from(all).unwrap().command else {
+                panic!("not blast")
+            };
+            assert_eq!(args.contradiction(false), None);
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! What was measured, on disk: one line for each sample, so that a run that ends early goes on from there.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::figures::{Extent, Point};
+use crate::perf::report::{quantile, sorted};
+
+/// The file of samples, in the folder of the report.
+const SAMPLES: &str = "samples.jsonl";
+
+/// Values of one sample, by name.
+pub(crate) type Sample = BTreeMap<String, f64>;
+
+/// Spread of the time, as a share of the median, above which a point is noisy.
+const SPREAD: f64 = 0.25;
+
+/// Share of the time that an end waited for a processor above which a point is noisy.
+const WAITED: f64 = 0.10;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Line {
+    extent: String,
+    device: String,
+    point: String,
+    took_s: f64,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    values: Sample,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    command: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    failed: Option<String>,
+}
+
+/// What is known of one point.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Known {
+    pub(crate) samples: Vec<Sample>,
+    /// The command that a person can type.
+    pub(crate) command: Option<String>,
+    /// Why the last attempts failed. Those of earlier runs do not count.
+    pub(crate) failures: Vec<String>,
+}
+
+/// A median with quartiles.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Middle {
+    pub(crate) median: f64,
+    pub(crate) lower: f64,
+    pub(crate) upper: f64,
+}
+
+impl Known {
+    /// The middle of a value over the samples.
+    pub(crate) fn middle(&self, metric: &str) -> Option<Middle> {
+        let all = sorted(self.samples.iter().filter_map(|s| s.get(metric).copied()));
+        Some(Middle {
+            median: quantile(&all, 0.5)?,
+            lower: quantile(&all, 0.25)?,
+            upper: quantile(&all, 0.75)?,
+        })
+    }
+
+    /// Why the values are doubtful, if they are.
+    pub(crate) fn noise(&self, primary: &str) -> Option<String> {
+        let middle = self.middle(primary)?;
+        let spread = (middle.upper - middle.lower) / middle.median;
+        if spread > SPREAD {
+            return Some(format!("spread {:.0} %", spread * 100.0));
+        }
+        let waited = self.middle("waited")?.median;
+        (waited > WAITED).then(|| format!("waited for a processor {:.0} %", waited * 100.0))
+    }
+}
+
+/// All that is known.
+#[derive(Debug)]
+pub(crate) struct Store {
+    folder: PathBuf,
+    extent: Extent,
+    device: String,
+    file: Option<File>,
+    known: BTreeMap<String, Known>,
+    /// Seconds of all samples by runner, and how many these are.
+    took: BTreeMap<String, (f64, usize)>,
+}
+
+impl Store {
+    /// What `folder` has of this extent and device.
+    pub(crate) fn open(
+        folder: &Path,
+        extent: Extent,
+        device: &str,
+        fresh: bool,
+    ) -> io::Result<Self> {
+        fs::create_dir_all(folder)?;
+        let path = folder.join(SAMPLES);
+        if fresh && path.exists() {
+            fs::remove_file(&path)?;
+        }
+        let mut store = Self::read(folder, extent, device)?;
+        let mut file = OpenOptions::new().append(true).create(true).open(&path)?;
+        // A run that was killed may have left half a line.
+        let text = fs::read(&path)?;
+        if text.last().is_some_and(|last| *last != b'\n') {
+            file.write_all(b"\n")?;
+        }
+        store.file = Some(file);
+        Ok(store)
+    }
+
+    /// The same, to look at only.
+    pub(crate) fn read(folder: &Path, extent: Extent, device: &str) -> io::Result<Self> {
+        let mut store = Self {
+            folder: folder.to_owned(),
+            extent,
+            device: device.to_owned(),
+            file: None,
+            known: BTreeMap::new(),
+            took: BTreeMap::new(),
+        };
+        let text = match fs::read_to_string(folder.join(SAMPLES)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+            text => text?,
+        };
+        for line in text.lines() {
+            if let Ok(line) = serde_json::from_str::<Line>(line)
+                && line.extent == extent.as_str()
+                && line.device == device
+                && line.failed.is_none()
+            {
+                store.keep(line);
+            }
+        }
+        Ok(store)
+    }
+
+    /// Extent and device of the last sample in `folder`.
+    pub(crate) fn last(folder: &Path) -> Option<(Extent, String)> {
+        let text = fs::read_to_string(folder.join(SAMPLES)).ok()?;
+        let mut lines = text.lines().rev();
+        let line: Line = lines.find_map(|line| serde_json::from_str(line).ok())?;
+        let extent = [Extent::Full, Extent::Quick, Extent::Smoke]
+            .into_iter()
+            .find(|extent| extent.as_str() == line.extent)?;
+        Some((extent, line.device))
+    }
+
+    fn keep(&mut self, line: Line) {
+        let runner = line.point.split(' ').next().unwrap_or_default();
+        let took = self.took.entry(runner.to_owned()).or_default();
+        took.0 += line.took_s;
+        took.1 += 1;
+        let known = self.known.entry(line.point).or_default();
+        known.command = line.command.or_else(|| known.command.take());
+        match line.failed {
+            Some(why) => known.failures.push(why),
+            None => known.samples.push(line.values),
+        }
+    }
+
+    /// Keeps the outcome of one attempt.
+    pub(crate) fn add(
+        &mut self,
+        point: &Point,
+        command: String,
+        outcome: Result<Sample, String>,
+        took_s: f64,
+    ) -> io::Result<()> {
+        let first = self.known(point).command.as_ref() != Some(&command);
+        let (values, failed) = match outcome {
+            Ok(values) => (values, None),
+            Err(why) => (Sample::new(), Some(why)),
+        };
+        let line = Line {
+            extent: self.extent.as_str().to_owned(),
+            device: self.device.clone(),
+            point: point.key(),
+            took_s,
+            values,
+            command: first.then_some(command),
+            failed,
+        };
+        if let Some(file) = &mut self.file {
+            let mut text = serde_json::to_string(&line)?;
+            text.push('\n');
+            file.write_all(text.as_bytes())?;
+        }
+        self.keep(line);
+        Ok(())
+    }
+
+    /// What is known of a point.
+    pub(crate) fn known(&self, point: &Point) -> &Known {
+        static NOTHING: Known = Known {
+            samples: Vec::new(),
+            command: None,
+            failures: Vec::new(),
+        };
+        self.known.get(&point.key()).unwrap_or(&NOTHING)
+    }
+
+    /// Seconds that a sample of a point takes, by those of its runner so far.
+    pub(crate) fn expected(&self, point: &Point) -> f64 {
+        match self.took.get(point.runner.as_str()) {
+            Some((took, count)) if *count > 0 => took / *count as f64,
+            _ => self.extent.seconds() * 1.1 + 0.08,
+        }
+    }
+
+    /// The folder of the report.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// How much is measured.
+    pub(crate) fn extent(&self) -> Extent {
+        self.extent
+    }
+
+    /// What is measured.
+    pub(crate) fn device(&self) -> &str {
+        &self.device
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::figures::Runner;
+
+    fn point(size: &str) -> Point {
+        Point {
+            runner: Runner::Ping,
+            params: [("size".to_owned(), size.to_owned())].into(),
+        }
+    }
+
+    fn sample(us: f64) -> Sample {
+        [("oneway_us".to_owned(), us), ("waited".to_owned(), 0.0)].into()
+    }
+
+    #[test]
+    fn samples_are_there_after_a_restart_and_half_a_line_is_not() {
+        let folder = std::env::temp_dir().join(format!("anywarp-store-{}", std::process::id()));
+        let open = |extent, fresh| Store::open(&folder, extent, "d", fresh).unwrap();
+        let mut store = open(Extent::Quick, true);
+        for us in [1.0, 3.0, 2.0] {
+            store
+                .add(&point("1"), "c".to_owned(), Ok(sample(us)), 0.5)
+                .unwrap();
+        }
+        store
+            .add(&point("2"), "c".to_owned(), Err("why".to_owned()), 0.1)
+            .unwrap();
+        assert_eq!(store.known(&point("2")).failures, ["why"]);
+        OpenOptions::new()
+            .append(true)
+            .open(folder.join(SAMPLES))
+            .unwrap()
+            .write_all(b"{\"extent\":\"qu")
+            .unwrap();
+
+        let mut store = open(Extent::Quick, false);
+        store
+            .add(&point("2"), "c".to_owned(), Ok(sample(9.0)), 0.1)
+            .unwrap();
+        let store = open(Extent::Quick, false);
+        assert_eq!(
+            store.known(&point("1")).middle("oneway_us").unwrap().median,
+            2.0
+        );
+        assert_eq!(store.known(&point("1")).command.as_deref(), Some("c"));
+        assert_eq!(store.known(&point("2")).samples.len(), 1);
+        assert!(store.known(&point("2")).failures.is_empty());
+        assert!(
+            open(Extent::Full, false)
+                .known(&point("1"))
+                .samples
+                .is_empty()
+        );
+        assert!(
+            open(Extent::Quick, true)
+                .known(&point("1"))
+                .samples
+                .is_empty()
+        );
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn values_that_differ_much_are_noisy() {
+        let known = |us: &[f64]| Known {
+            samples: us.iter().map(|us| sample(*us)).collect(),
+            ..Known::default()
+        };
+        assert_eq!(known(&[1.0, 1.1, 1.2]).noise("oneway_us"), None);
+        assert!(known(&[1.0, 1.1, 2.0, 2.1]).noise("oneway_us").is_some());
+        let mut waited = known(&[1.0]);
+        waited.samples[0].insert("waited".to_owned(), 0.5);
+        assert!(waited.noise("oneway_us").unwrap().contains("50 %"));
+    }
+}

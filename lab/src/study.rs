@@ -1,0 +1,225 @@
+//! `cargo lab study`: `anywarp study` with each of its runners, as shortly as can be; what it writes, that it goes on where it was, and
+//! what it refuses.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::process::Process;
+use xtask::{Result, sh};
+
+/// Longest time of one command.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A figure of each runner.
+const FIGURES: [&str; 6] = ["pb:1b", "pb:3a", "pb:6c", "hc:5", "hc:10", "hc:ttfb"];
+
+/// Reads a page as XML, and its drawings with it: nothing is left open, and every figure is there.
+const PAGE: &str = r#"
+import sys, xml.etree.ElementTree as tree
+text = open(sys.argv[1], encoding="utf-8").read()
+page = tree.fromstring(text.split("\n", 1)[1])
+for figure in sys.argv[2:]:
+    section = page.find(f".//section[@id='{figure}']")
+    assert section is not None, figure
+    drawing = section.find(".//{http://www.w3.org/2000/svg}svg")
+    assert drawing is not None and len(list(drawing)) > 10, f"{figure}: no drawing"
+    assert section.find(".//table") is not None, f"{figure}: no table"
+for element in page.iter():
+    for name in ("src", "href"):
+        value = element.get(name, "")
+        assert "//" not in value, f"not of this folder: {value}"
+"#;
+
+pub(crate) fn run() -> Result {
+    let folder = sh::target().join("study");
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    let mut tally = sh::Tally::default();
+    tally.report("each runner", each_runner(&folder));
+    tally.report("a second run measures nothing", nothing_new(&folder));
+    tally.report(
+        "goes on after an interrupt",
+        goes_on(&folder.join("interrupted")),
+    );
+    tally.report("list", list());
+    tally.report("hints", hints(&folder));
+    tally.report("what is refused", refused(&folder));
+    tally.end("of studies")
+}
+
+fn anywarp(words: &[&str], folder: &Path) -> Command {
+    let mut command = Command::new(sh::dist().join("bin/anywarp"));
+    command.arg("study").args(words);
+    if words.first() != Some(&"list") {
+        command.arg("--report").arg(folder);
+    }
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn output(words: &[&str], folder: &Path, expected: i32) -> Result<Output> {
+    let output = Process::start(&mut anywarp(words, folder))?.output(PATIENCE)?;
+    if output.status.code() != Some(expected) {
+        let text = [output.stdout.as_slice(), output.stderr.as_slice()].concat();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        return Err(format!("{words:?}: {}: {text}", output.status).into());
+    }
+    Ok(output)
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn smoke() -> Vec<&'static str> {
+    ["run", "--smoke", "--quiet"]
+        .into_iter()
+        .chain(FIGURES)
+        .collect()
+}
+
+fn each_runner(folder: &Path) -> Result {
+    let output = output(&smoke(), folder, 0)?;
+    let table = text(&output.stdout);
+    for figure in FIGURES {
+        if !table
+            .lines()
+            .any(|line| line.split(' ').next() == Some(figure))
+        {
+            return Err(format!("no line for {figure}:\n{table}").into());
+        }
+        let name = figure.replace(':', "-");
+        let csv = fs::read_to_string(folder.join(format!("{name}.csv")))?;
+        let columns: BTreeSet<usize> = csv.lines().map(|line| line.split(',').count()).collect();
+        if csv.lines().count() < 3 || columns.len() != 1 {
+            return Err(format!("{name}.csv is not a table:\n{csv}").into());
+        }
+    }
+    let names = FIGURES.map(|figure| figure.replace(':', "-"));
+    sh::run(
+        Command::new("python3")
+            .args(["-c", PAGE])
+            .arg(folder.join("index.html"))
+            .args(&names),
+    )?;
+    sh::run(
+        Command::new("python3")
+            .args(["-m", "json.tool"])
+            .arg(folder.join("study.json"))
+            .stdout(Stdio::null()),
+    )
+}
+
+fn samples(folder: &Path) -> Result<usize> {
+    Ok(fs::read_to_string(folder.join("samples.jsonl"))?
+        .lines()
+        .count())
+}
+
+fn nothing_new(folder: &Path) -> Result {
+    let before = samples(folder)?;
+    output(&smoke(), folder, 0)?;
+    if samples(folder)? != before {
+        return Err("it measured again what was there".into());
+    }
+    Ok(())
+}
+
+/// Interrupted in the middle, the same command measures what is missing and nothing else.
+fn goes_on(folder: &Path) -> Result {
+    const FIGURE: [&str; 4] = ["run", "--smoke", "--quiet", "pb:8a"];
+    let process = Process::start(&mut anywarp(&FIGURE, folder))?;
+    let end = Instant::now() + PATIENCE;
+    while samples(folder).unwrap_or_default() < 3 {
+        if Instant::now() > end {
+            return Err("it measures nothing".into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    process.signal(Signal::INT);
+    let stopped = process.output(PATIENCE)?;
+    if stopped.status.code() != Some(130) || !text(&stopped.stderr).contains("goes on from here") {
+        return Err(format!("{}: {}", stopped.status, text(&stopped.stderr)).into());
+    }
+    let first = samples(folder)?;
+    output(&FIGURE, folder, 0)?;
+    let points: BTreeSet<String> = fs::read_to_string(folder.join("samples.jsonl"))?
+        .lines()
+        .filter_map(|line| {
+            Some(
+                line.split("\"point\":\"")
+                    .nth(1)?
+                    .split('"')
+                    .next()?
+                    .to_owned(),
+            )
+        })
+        .collect();
+    if points.len() != samples(folder)? || first >= points.len() {
+        return Err(format!(
+            "{first} samples, then {} of {} points",
+            samples(folder)?,
+            points.len()
+        )
+        .into());
+    }
+    Ok(())
+}
+
+fn list() -> Result {
+    let table = text(&output(&["list"], Path::new(""), 0)?.stdout);
+    for name in ["pb:1a", "pb:8d", "pb:T1", "hc:11", "thesis:6.4"] {
+        if !table.contains(&format!("  {name} ")) {
+            return Err(format!("{name} is not in the list:\n{table}").into());
+        }
+    }
+    Ok(())
+}
+
+fn hints(folder: &Path) -> Result {
+    let advice = text(&output(&["hints"], folder, 0)?.stdout);
+    if !advice
+        .lines()
+        .any(|line| line.starts_with("- ") && line.ends_with("[pb:1b]"))
+    {
+        return Err(format!("no advice from pb:1b:\n{advice}").into());
+    }
+    Ok(())
+}
+
+fn refused(folder: &Path) -> Result {
+    for (words, folder, why) in [
+        (&["run", "pb:9"][..], folder, "there is no figure pb:9"),
+        (
+            &["run", "pb:1a", "--device", "nosuch", "--smoke", "-q"],
+            &folder.join("other"),
+            "",
+        ),
+        (
+            &["run", "pb:1a"],
+            Path::new("/proc/study"),
+            "choose another --report",
+        ),
+        (&["hints"], Path::new("/proc/study"), "nothing was measured"),
+    ] {
+        let expected = if why.is_empty() { 1 } else { 2 };
+        let output = output(words, folder, expected)?;
+        let lines = text(&output.stderr);
+        if !lines.contains(why) || !why.is_empty() && lines.lines().count() != 1 {
+            return Err(format!("{words:?}: {lines}").into());
+        }
+        if why.is_empty() && !text(&output.stdout).contains("no RDMA device named nosuch") {
+            return Err(format!("{words:?}: {}", text(&output.stdout)).into());
+        }
+    }
+    Ok(())
+}
