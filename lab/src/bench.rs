@@ -1,4 +1,4 @@
-//! `cargo lab bench`: all that `anywarp bench` measures, and what needs an MPI program of the tests.
+//! `cargo lab bench`: all that `anywarp bench` measures, and what needs an MPI program (`studies/mpi.c`).
 //!
 //! With `--netns` the two ends are in network namespaces joined by a veth pair, which vanish with the run. What is measured
 //! in a virtual machine is in `interop/bench.rs`.
@@ -109,10 +109,10 @@ fn build_mpi() -> Result<Option<PathBuf>> {
     // The constant for "no statuses" looks like an array that is too short.
     cc.args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
         .arg(&program)
-        .arg(sh::root().join("tests/bench/mpi.c"));
+        .arg(sh::root().join("studies/mpi.c"));
     match cc.status() {
         Ok(status) if status.success() => Ok(Some(program)),
-        Ok(_) => Err("tests/bench/mpi.c does not compile".into()),
+        Ok(_) => Err("studies/mpi.c does not compile".into()),
         Err(_) => {
             println!("no Open MPI in the rows: {COMPILER} is not installed");
             Ok(None)

@@ -71,7 +71,7 @@ enum Task {
     /// The kernel's TCP as `experiments` needs it: `take PORT`, or `give PORT SECONDS`.
     #[command(hide = true)]
     ExperimentsTcp { arguments: Vec<String> },
-    /// What `anywarp bench` measures, and what tests/bench adds, against the bars.
+    /// What `anywarp bench` measures, and an MPI program besides, against the bars.
     Bench(bench::Options),
     /// anywarp, siw and rxe side by side in a QEMU guest.
     BenchGuest {

@@ -16,7 +16,9 @@ use xtask::{Result, sh};
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A figure of each runner.
-const FIGURES: [&str; 6] = ["pb:1b", "pb:3a", "pb:6c", "hc:5", "hc:10", "hc:ttfb"];
+const FIGURES: [&str; 7] = [
+    "pb:1b", "pb:3a", "pb:6c", "hc:5", "hc:10", "hc:ttfb", "mc:4b",
+];
 
 /// Reads a page as XML, and its drawings with it: nothing is left open, and every figure is there.
 const PAGE: &str = r#"

@@ -302,7 +302,7 @@ pub fn grid(grid: &Grid<'_>, charts: &[Small]) -> io::Result<String> {
         let (_, below) = area.split_vertically(top);
         for (chart, place) in charts.iter().zip(below.split_evenly((rows, columns))) {
             write(&place, &chart.title, (62, 10), HPos::Left, 13.0, TEXT)?;
-            let inner = place.margin(18, 4, 4, 12);
+            let inner = place.margin(18, 4, 4, 20);
             if grid.log {
                 let step = |v: f64, up: bool| {
                     let power = v.log10();

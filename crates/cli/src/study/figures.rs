@@ -78,6 +78,8 @@ pub(crate) enum Runner {
     Memory,
     /// `anywarp-cost first`: the time to the first byte.
     First,
+    /// `studies/mpi.c`, under Open MPI.
+    Mpi,
     /// Nothing: all figures of the file are blank.
     None,
 }
@@ -90,6 +92,7 @@ impl Runner {
             Self::Blast => "blast",
             Self::Memory => "memory",
             Self::First => "first",
+            Self::Mpi => "mpi",
             Self::None => "none",
         }
     }
@@ -98,7 +101,7 @@ impl Runner {
     pub(crate) fn primary(self) -> &'static str {
         match self {
             Self::Ping | Self::Blast | Self::None => "oneway_us",
-            Self::Memory | Self::First => "us",
+            Self::Memory | Self::First | Self::Mpi => "us",
         }
     }
 }

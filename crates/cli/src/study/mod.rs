@@ -6,6 +6,9 @@
 pub(crate) mod args;
 mod figures;
 mod finding;
+mod machine;
+mod mpi;
+mod process;
 mod report;
 mod runner;
 mod store;
@@ -21,6 +24,8 @@ use std::{fs, io};
 use self::args::{Hints, List, Run, Study, Task};
 use self::figures::{Experiment, Extent, Finding, PAPERS, Params, Point, Runner};
 use self::finding::Verdict;
+use self::machine::Times;
+use self::mpi::Mpi;
 use self::runner::Bench;
 use self::store::Store;
 use crate::cmd::Failure;
@@ -49,12 +54,14 @@ const OURS: &str = "anywarp";
 pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
     let library = Library::find().map_err(Failure::Library)?;
     let folder = args.studies.clone().or_else(|| library.studies());
-    let all = folder
-        .ok_or_else(|| "there is no folder with the figures: install anywarp anew".to_owned())
-        .and_then(|folder| figures::read(&folder));
+    let Some(folder) = folder else {
+        eprintln!("anywarp: there is no folder with the figures: install anywarp anew");
+        return Ok(ExitCode::from(MISUSE));
+    };
+    let all = figures::read(&folder);
     let done = all.and_then(|all| match &args.task {
         Task::List(list) => self::list(list, &all),
-        Task::Run(run) => Work::new(run, &all, library)?.run(),
+        Task::Run(run) => Work::new(run, &all, library, &folder)?.run(),
         Task::Hints(hints) => self::hints(hints, &all),
     });
     Ok(done.unwrap_or_else(|why| {
@@ -141,7 +148,12 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn new(args: &'a Run, all: &'a [Experiment], library: Library) -> Result<Self, String> {
+    fn new(
+        args: &'a Run,
+        all: &'a [Experiment],
+        library: Library,
+        studies: &Path,
+    ) -> Result<Self, String> {
         let chosen = figures::choose(all, &args.figures)?;
         let extent = Extent::of(args);
         let mut device = args.device.as_deref().unwrap_or(OURS).to_owned();
@@ -164,6 +176,7 @@ impl<'a> Work<'a> {
                 extent,
                 args.device.clone(),
                 elsewhere,
+                Mpi::new(studies, folder),
                 interrupted.clone(),
             ),
             interrupted,
@@ -184,13 +197,23 @@ impl<'a> Work<'a> {
                 self.planned.push((point, extent.samples()));
             }
         }
+        let before = Times::now();
         for experiment in &chosen {
             self.measure(experiment)?;
+        }
+        let meanwhile = Times::now()
+            .zip(before)
+            .and_then(|(now, then)| now.since(&then));
+        let mut machine = self.bench.pinning();
+        if let Some((idle, steal)) = meanwhile {
+            machine.push_str(&format!(
+                "; while it was measured the processors were idle for {idle:.0} % of the time, and its host took {steal:.1} %"
+            ));
         }
         if !self.args.quiet && io::stderr().is_terminal() {
             eprint!("\r\x1b[K");
         }
-        let report = report::Report::new(self.all, &self.store, self.bench.pinning());
+        let report = report::Report::new(self.all, &self.store, machine);
         let page = report
             .write()
             .map_err(|e| format!("{}: {e}", self.store.folder().display()))?;

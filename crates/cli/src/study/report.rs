@@ -112,6 +112,11 @@ fn label(axis: &str, value: &str) -> String {
         ("action", "register") => "registration",
         ("action", "deregister") => "deregistration",
         ("action", "copy") => "copy",
+        ("network", "tcp") => "MPI over the kernel's TCP",
+        ("network", "rdma") => "MPI over RDMA",
+        ("network", "memory") => "MPI over shared memory",
+        ("test", "lat") => "PingPong",
+        ("test", "chain") => "SendRecv",
         ("over", "tcp") => "TCP",
         ("over", "rdma") => "RDMA",
         ("posting", "single") => "single posts",
@@ -141,7 +146,7 @@ fn label(axis: &str, value: &str) -> String {
 /// The name of an axis for people.
 fn across(axis: &str) -> &str {
     match axis {
-        "size" => "size of a message",
+        "size" => "size",
         "buffers" => "buffers (operations under way)",
         "rate" => "rate of the link",
         "loss" => "datagrams lost",
@@ -553,7 +558,7 @@ impl<'a> Seen<'a> {
 /// Why a finding does not hold, as far as it is known.
 fn why(finding: &Finding, control: Option<&Judged>) -> String {
     let mut text = match &finding.because {
-        Some(because) => because.clone(),
+        Some(because) => format!("Presumably: {because}"),
         None => "Not explained yet.".to_owned(),
     };
     if let (Some(changed), Some(judged)) = (&finding.control, control) {

@@ -1,10 +1,9 @@
 //! Measures one point: `anywarp ping` or `blast`, or `anywarp-cost`, with the options that the values of its axes mean.
 
 use std::collections::BTreeMap;
-use std::io::{self, Read};
+use std::io;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 use std::{env, fs};
@@ -12,6 +11,8 @@ use std::{env, fs};
 use clap::Parser;
 
 use super::figures::{Extent, Params, Point, Runner};
+use super::mpi::Mpi;
+use super::process::Ended;
 use super::store::Sample;
 use crate::cli::{self, Cli};
 use crate::library::Library;
@@ -22,8 +23,8 @@ use crate::perf::session::Session;
 /// Longest time until a server answers.
 const READY: Duration = Duration::from_secs(10);
 
-/// Longest time of one run of `anywarp-cost`.
-const LONGEST: Duration = Duration::from_secs(120);
+/// How long a session without a run is kept; its other end waits for twice as long.
+const IDLE: Duration = Duration::from_secs(5);
 
 /// Where the server is when it is on this machine.
 const HERE: &str = "127.0.0.1";
@@ -43,6 +44,7 @@ pub(crate) struct Bench {
     /// Processors of the server and of the client.
     processors: Option<(Vec<usize>, Vec<usize>)>,
     servers: BTreeMap<Variables, Server>,
+    mpi: Mpi,
     interrupted: Interrupted,
 }
 
@@ -53,6 +55,8 @@ struct Server {
     host: String,
     port: u16,
     session: Option<Session>,
+    /// When the session was used last.
+    used: Instant,
 }
 
 impl Drop for Server {
@@ -71,6 +75,7 @@ impl Bench {
         extent: Extent,
         device: Option<String>,
         elsewhere: Option<(String, u16)>,
+        mpi: Mpi,
         interrupted: Interrupted,
     ) -> Self {
         let processors = if elsewhere.is_some() { None } else { halves() };
@@ -81,6 +86,7 @@ impl Bench {
             elsewhere,
             processors,
             servers: BTreeMap::new(),
+            mpi,
             interrupted,
         }
     }
@@ -101,6 +107,18 @@ impl Bench {
         };
         if matches!(point.runner, Runner::Memory | Runner::First) {
             return self.cost(point, &variables);
+        }
+        if point.runner == Runner::Mpi {
+            if self.elsewhere.is_some() || self.device.is_some() {
+                let why = "MPI is measured with anywarp's own device, on one machine";
+                return (String::new(), Err(why.to_owned()));
+            }
+            if let Some((server, client)) = &self.processors {
+                pin(&[server.as_slice(), client.as_slice()].concat());
+            }
+            return self
+                .mpi
+                .measure(point, self.extent, &self.library, &self.interrupted);
         }
         let words = match words(point, self.extent) {
             Ok(words) => words,
@@ -147,12 +165,13 @@ impl Bench {
             pin(client);
         }
         let mut session = match server.session.take() {
-            Some(session) => session,
-            None => Session::connect(&server.host, server.port)?,
+            Some(session) if server.used.elapsed() < IDLE => session,
+            _ => Session::connect(&server.host, server.port)?,
         };
         let run = session.run(args, ping, &variables, &self.library, &self.interrupted)?;
         // A session is kept only behind a run that ended as it should.
         server.session = Some(session);
+        server.used = Instant::now();
         run.figures(args, ping, size)
     }
 
@@ -163,6 +182,7 @@ impl Bench {
                 host: host.clone(),
                 port: *port,
                 session: None,
+                used: Instant::now(),
             });
         }
         let failed = |e: io::Error| format!("the server does not start: {e}");
@@ -186,6 +206,7 @@ impl Bench {
             host: HERE.to_owned(),
             port,
             session: None,
+            used: Instant::now(),
         };
         let end = Instant::now() + READY;
         loop {
@@ -247,9 +268,8 @@ impl Bench {
                 .envs(variables.iter().map(|(name, value)| (name, value)))
                 .stdin(Stdio::null())
                 .stdout(Stdio::piped())
-                .stderr(Stdio::piped())
-                .spawn()
-                .map_err(|e| format!("{}: {e}", program.display()))
+                .stderr(Stdio::piped());
+            Ended::start(&mut command)
         };
         let run = || {
             let mut server = None;
@@ -260,7 +280,7 @@ impl Bench {
                 if let Some((server, _)) = &self.processors {
                     pin(server);
                 }
-                server = Some(Ended(start(&client)?));
+                server = Some(start(&client)?);
                 listens(port)?;
                 client.push(HERE.to_owned());
             }
@@ -274,7 +294,7 @@ impl Bench {
                     .collect();
                 pin(if two { client } else { &all });
             }
-            let output = Ended(start(&client)?).output(&self.interrupted);
+            let output = start(&client)?.output(&self.interrupted);
             drop(server);
             output
         };
@@ -341,48 +361,6 @@ impl Bench {
             set("ANYWARP_FAULTS", &faults.join(";"));
         }
         Ok(variables)
-    }
-}
-
-/// A process that ends with this value.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ended_already = self.0.kill();
-        let _nothing_to_do = self.0.wait();
-    }
-}
-
-impl Ended {
-    /// What it prints, when it has ended well.
-    fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
-        let end = Instant::now() + LONGEST;
-        let status = loop {
-            match self.0.try_wait().map_err(|e| e.to_string())? {
-                Some(status) => break status,
-                None if interrupted.load(Ordering::Relaxed) => return Err("interrupted".to_owned()),
-                None if Instant::now() >= end => {
-                    return Err(format!("it has not ended after {} s", LONGEST.as_secs()));
-                }
-                None => thread::sleep(Duration::from_millis(2)),
-            }
-        };
-        let mut text = String::new();
-        if status.success() {
-            if let Some(stdout) = &mut self.0.stdout {
-                stdout
-                    .read_to_string(&mut text)
-                    .map_err(|e| e.to_string())?;
-            }
-            return Ok(text);
-        }
-        if let Some(stderr) = &mut self.0.stderr {
-            stderr
-                .read_to_string(&mut text)
-                .map_err(|e| e.to_string())?;
-        }
-        Err(text.lines().last().unwrap_or("it failed").to_owned())
     }
 }
 

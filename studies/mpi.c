@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * mpi: two ranks of an MPI, for rows of the bench that have one beside the device. `lat SIZE TIMES` is a message there and
- * back, half of that time; `bw SIZE TIMES DEPTH` messages of rank 0, DEPTH of them under way. One line of JSON.
+ * mpi: two ranks of an MPI, for `anywarp study` and for rows of the bench that have one beside the device. `lat SIZE TIMES` is a
+ * message there and back, half of that time; `chain SIZE TIMES` a message of each rank to the next, both under way at once;
+ * `bw SIZE TIMES DEPTH` messages of rank 0, DEPTH of them under way. One line of JSON.
  */
 #include <mpi.h>
 #include <stdio.h>
@@ -24,14 +25,32 @@ int main(int argc, char **argv)
 	times = argc > 3 ? atoi(argv[3]) : 0;
 	depth = argc > 4 ? atoi(argv[4]) : 1;
 	if (ranks != 2 || size < 1 || times < 1 || depth < 1 || depth > DEPTHS) {
-		fprintf(stderr, "two ranks: mpi lat SIZE TIMES | mpi bw SIZE TIMES DEPTH\n");
+		fprintf(stderr, "two ranks: mpi lat SIZE TIMES | mpi chain SIZE TIMES | mpi bw SIZE TIMES DEPTH\n");
 		MPI_Abort(MPI_COMM_WORLD, 2);
 	}
 	buffer = malloc((size_t)size);
 	if (!buffer)
 		MPI_Abort(MPI_COMM_WORLD, 1);
 	memset(buffer, rank ? 0 : 'x', (size_t)size);
-	if (!strcmp(argv[1], "lat")) {
+	if (!strcmp(argv[1], "chain")) {
+		char *from = malloc((size_t)size);
+		int warm = times / 10;
+
+		if (!from)
+			MPI_Abort(MPI_COMM_WORLD, 1);
+		memset(from, 'x', (size_t)size);
+		began = 0;
+		for (int i = -warm; i < times; i++) {
+			if (!i)
+				began = MPI_Wtime();
+			MPI_Sendrecv(from, size, MPI_CHAR, !rank, 0, buffer, size, MPI_CHAR, !rank, 0, MPI_COMM_WORLD,
+				     MPI_STATUS_IGNORE);
+		}
+		took = MPI_Wtime() - began;
+		free(from);
+		if (!rank)
+			printf("{\"us\": %.3f}\n", took * 1e6 / times);
+	} else if (!strcmp(argv[1], "lat")) {
 		int warm = times / 10;
 
 		began = 0;

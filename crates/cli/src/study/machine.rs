@@ -1,0 +1,57 @@
+//! What the machine did while it was measured: time that it had nothing to do, and time that its host took.
+
+use std::fs;
+
+/// Times of all processors since the machine was started, in ticks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Times {
+    all: u64,
+    idle: u64,
+    steal: u64,
+}
+
+impl Times {
+    /// Those of now, if the kernel shows them.
+    pub(crate) fn now() -> Option<Self> {
+        Self::parse(&fs::read_to_string("/proc/stat").ok()?)
+    }
+
+    fn parse(stat: &str) -> Option<Self> {
+        let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+        // user, nice, system, idle, iowait, irq, softirq, steal; what follows is part of user and nice
+        let all: Vec<u64> = line
+            .split_whitespace()
+            .take(8)
+            .filter_map(|ticks| ticks.parse().ok())
+            .collect();
+        let at = |n: usize| all.get(n).copied();
+        Some(Self {
+            all: all.iter().sum(),
+            idle: at(3)? + at(4)?,
+            steal: at(7)?,
+        })
+    }
+
+    /// Percent of the time since then that the processors were idle, and that the host of this virtual machine took.
+    pub(crate) fn since(&self, then: &Self) -> Option<(f64, f64)> {
+        let all = self.all.checked_sub(then.all).filter(|all| *all > 0)? as f64;
+        let share = |now: u64, then: u64| now.saturating_sub(then) as f64 * 100.0 / all;
+        Some((share(self.idle, then.idle), share(self.steal, then.steal)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_of_the_time_between_two_looks() {
+        let then =
+            Times::parse("cpu  10 0 10 70 0 0 0 10 5 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n").unwrap();
+        let now = Times::parse("cpu  30 0 30 110 10 0 0 20 5 0\n").unwrap();
+        assert_eq!(now.since(&then), Some((50.0, 10.0)));
+        assert_eq!(then.since(&then), None);
+        assert_eq!(Times::parse("cpu  1 2\n"), None);
+        assert_eq!(Times::parse(""), None);
+    }
+}

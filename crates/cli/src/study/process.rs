@@ -1,0 +1,80 @@
+//! A program that measures: started, waited for, and ended with the value that stands for it.
+
+use std::io::Read;
+use std::process::{Child, Command};
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::perf::Interrupted;
+
+/// Longest time of one run.
+const LONGEST: Duration = Duration::from_secs(120);
+
+/// Time to end in order, for programs that have started others.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// How often the end of a program is looked for.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// A process that ends with this value.
+#[derive(Debug)]
+pub(crate) struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let end = Instant::now() + GRACE;
+        if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw)
+            && matches!(self.0.try_wait(), Ok(None))
+        {
+            let _ended_already = kill_process(pid, Signal::TERM);
+        }
+        while Instant::now() < end && matches!(self.0.try_wait(), Ok(None)) {
+            thread::sleep(LOOK);
+        }
+        let _ended_already = self.0.kill();
+        let _nothing_to_do = self.0.wait();
+    }
+}
+
+impl Ended {
+    /// Starts a program.
+    pub(crate) fn start(command: &mut Command) -> Result<Self, String> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let child = command.spawn().map_err(|e| format!("{name}: {e}"))?;
+        Ok(Self(child))
+    }
+
+    /// What it prints, when it has ended well; the last line of its complaint if not.
+    pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
+        let end = Instant::now() + LONGEST;
+        let status = loop {
+            match self.0.try_wait().map_err(|e| e.to_string())? {
+                Some(status) => break status,
+                None if interrupted.load(Ordering::Relaxed) => return Err("interrupted".to_owned()),
+                None if Instant::now() >= end => {
+                    return Err(format!("it has not ended after {} s", LONGEST.as_secs()));
+                }
+                None => thread::sleep(LOOK),
+            }
+        };
+        let mut text = String::new();
+        if status.success() {
+            if let Some(stdout) = &mut self.0.stdout {
+                stdout
+                    .read_to_string(&mut text)
+                    .map_err(|e| e.to_string())?;
+            }
+            return Ok(text);
+        }
+        if let Some(stderr) = &mut self.0.stderr {
+            stderr
+                .read_to_string(&mut text)
+                .map_err(|e| e.to_string())?;
+        }
+        let last = text.lines().rev().find(|line| !line.trim().is_empty());
+        Err(last.unwrap_or("it failed").to_owned())
+    }
+}
