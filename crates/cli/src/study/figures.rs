@@ -80,6 +80,8 @@ pub(crate) enum Runner {
     First,
     /// `studies/mpi.c`, under Open MPI.
     Mpi,
+    /// `exs-ttcp`
+    Exs,
     /// Nothing: all figures of the file are blank.
     None,
 }
@@ -93,6 +95,7 @@ impl Runner {
             Self::Memory => "memory",
             Self::First => "first",
             Self::Mpi => "mpi",
+            Self::Exs => "exs",
             Self::None => "none",
         }
     }
@@ -100,7 +103,7 @@ impl Runner {
     /// The value that says how good a sample of it is: that of the time.
     pub(crate) fn primary(self) -> &'static str {
         match self {
-            Self::Ping | Self::Blast | Self::None => "oneway_us",
+            Self::Ping | Self::Blast | Self::Exs | Self::None => "oneway_us",
             Self::Memory | Self::First | Self::Mpi => "us",
         }
     }

@@ -4,6 +4,7 @@
 //! what the paper found by them, and `report` writes it all down.
 
 pub(crate) mod args;
+mod exs;
 mod figures;
 mod finding;
 mod machine;

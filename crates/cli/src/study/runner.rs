@@ -10,6 +10,7 @@ use std::{env, fs};
 
 use clap::Parser;
 
+use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
 use super::mpi::Mpi;
 use super::process::Ended;
@@ -113,12 +114,26 @@ impl Bench {
                 let why = "MPI is measured with anywarp's own device, on one machine";
                 return (String::new(), Err(why.to_owned()));
             }
-            if let Some((server, client)) = &self.processors {
-                pin(&[server.as_slice(), client.as_slice()].concat());
-            }
+            self.pin_all();
             return self
                 .mpi
                 .measure(point, self.extent, &self.library, &self.interrupted);
+        }
+        if point.runner == Runner::Exs {
+            if self.elsewhere.is_some() {
+                let why = "it is measured on one machine, without --host";
+                return (String::new(), Err(why.to_owned()));
+            }
+            self.pin_all();
+            let ours = self.device.is_none();
+            return exs::measure(
+                point,
+                self.extent,
+                ours,
+                &variables,
+                &self.library,
+                &self.interrupted,
+            );
         }
         let words = match words(point, self.extent) {
             Ok(words) => words,
@@ -150,6 +165,13 @@ impl Bench {
             Err(e) => Err(e.to_string().lines().next().unwrap_or_default().to_owned()),
         };
         (command, outcome)
+    }
+
+    /// Lets what is started next run on the processors of both ends.
+    fn pin_all(&self) {
+        if let Some((server, client)) = &self.processors {
+            pin(&[server.as_slice(), client.as_slice()].concat());
+        }
     }
 
     fn run(&mut self, args: &Perf, ping: bool, variables: Variables) -> Result<Sample, String> {

@@ -1,0 +1,128 @@
+//! Measures extended sockets: `exs-ttcp` with both ends on this machine.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use super::figures::{Extent, Point};
+use super::process::Ended;
+use super::store::Sample;
+use crate::library::Library;
+use crate::perf::Interrupted;
+
+/// The program, beside the command.
+fn program(library: &Library) -> Option<PathBuf> {
+    let prefix = library.dir().parent().and_then(Path::parent)?;
+    Some(prefix.join("bin/exs-ttcp")).filter(|path| path.is_file())
+}
+
+/// The options that a point means.
+fn words(point: &Point, extent: Extent) -> Vec<String> {
+    let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
+    let size: u64 = get("size").parse().unwrap_or(1);
+    let (mode, nagle) = match get("exs") {
+        "tcp-nagle" => ("tcp", true),
+        mode => (mode, false),
+    };
+    // About as long as a sample lasts, at 500 MB/s and 20 µs a message.
+    let count = extent.seconds() / (size as f64 / 5e8 + 20e-6);
+    let mut words: Vec<String> = ["--self", "--json", "--mode", mode, "--size", get("size")]
+        .map(str::to_owned)
+        .into();
+    let count = format!("{:.0}", count.clamp(20.0, 200_000.0));
+    words.extend(["--count".to_owned(), count]);
+    if nagle {
+        words.push("--nagle".to_owned());
+    }
+    match get("in_flight") {
+        "" => {}
+        number => words.extend(["--in-flight".to_owned(), number.to_owned()]),
+    }
+    if get("test") == "ping" {
+        words.push("--ping".to_owned());
+    }
+    words
+}
+
+/// The command of a point as a person types it, and what it measures.
+pub(crate) fn measure(
+    point: &Point,
+    extent: Extent,
+    ours: bool,
+    variables: &[(String, String)],
+    library: &Library,
+    interrupted: &Interrupted,
+) -> (String, Result<Sample, String>) {
+    let Some(program) = program(library) else {
+        let why = "the program exs-ttcp is missing: install anywarp anew";
+        return (String::new(), Err(why.to_owned()));
+    };
+    let words = words(point, extent);
+    let mut command = Command::new(&program);
+    if ours {
+        command.envs(library.variables(false, |name| std::env::var_os(name)));
+        command.env("ANYWARP_ADDR", "127.0.0.1");
+    }
+    command
+        .args(&words)
+        .envs(variables.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut said = String::new();
+    for (name, value) in variables {
+        said.push_str(&format!("{name}={value} "));
+    }
+    if ours {
+        said.push_str("anywarp run -- ");
+    }
+    said.push_str(&format!("exs-ttcp {}", words.join(" ")));
+    let outcome = Ended::start(&mut command)
+        .and_then(|ended| ended.output(interrupted))
+        .and_then(|text| understand(&text));
+    (said, outcome)
+}
+
+/// The values in what `exs-ttcp` prints.
+fn understand(text: &str) -> Result<Sample, String> {
+    let bad = || format!("not understood: {}", text.trim());
+    let line = text.lines().find(|line| line.starts_with('{'));
+    let value: Value = line
+        .and_then(|line| serde_json::from_str(line).ok())
+        .ok_or_else(bad)?;
+    let number = |name: &str| value.get(name).and_then(Value::as_f64);
+    let mut sample = Sample::new();
+    let mut set = |name: &str, value: Option<f64>| {
+        sample.extend(value.map(|value| (name.to_owned(), value)));
+    };
+    let median = value.get("latency_us").and_then(|us| us.get("median"));
+    let each = number("messages_per_s").map(|rate| 1e6 / rate);
+    set("oneway_us", median.and_then(Value::as_f64).or(each));
+    set("mbps", number("mib_per_s").map(|mib| mib * 8.388_608));
+    set("cpu_local", number("cpu_client_percent"));
+    set("cpu_remote", number("cpu_server_percent"));
+    if sample.contains_key("oneway_us") {
+        Ok(sample)
+    } else {
+        Err(bad())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_of_its_tests_are_understood() {
+        let of = |text: &str, name: &str| understand(text).unwrap().get(name).copied();
+        let rate =
+            "{\"mib_per_s\": 100.0, \"messages_per_s\": 1000.0, \"cpu_client_percent\": 5.0}\n";
+        assert_eq!(of(rate, "oneway_us"), Some(1000.0));
+        assert_eq!(of(rate, "mbps"), Some(838.8608));
+        assert_eq!(of(rate, "cpu_local"), Some(5.0));
+        let ping = "{\"latency_us\": {\"min\": 1.0, \"median\": 2.5}}\n";
+        assert_eq!(of(ping, "oneway_us"), Some(2.5));
+        assert!(understand("exs-ttcp: no").is_err());
+    }
+}
