@@ -250,9 +250,11 @@ static void wipe(const struct row *row, char *at)
 static bool is_message(const struct row *row, const char *is, uint64_t number)
 {
 	size_t size = row->size, end = size > STAMP ? size - STAMP : 0;
+	/* In a message of less than two stamps the last one is written over the end of the first. */
+	size_t first = size > STAMP ? least(STAMP, end) : size;
 	uint64_t w = word(number, size);
 
-	if (memcmp(is, &w, least(STAMP, size)) != 0 || (size > STAMP && memcmp(is + end, &w, STAMP) != 0))
+	if (memcmp(is, &w, first) != 0 || (size > STAMP && memcmp(is + end, &w, STAMP) != 0))
 		return fail("message %llu of %zu bytes has not arrived as it was sent", (unsigned long long)number, size);
 	if (row->verify)
 		for (size_t at = STAMP; at < end; at += sizeof w) {
