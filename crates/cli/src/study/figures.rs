@@ -358,6 +358,24 @@ impl Point {
     }
 }
 
+/// The place of a figure among those of its paper: by its numbers, then by its letters; names without a number are last.
+pub(crate) fn order(name: &str) -> (u64, u64, String) {
+    let number = |text: &str| {
+        let end = text
+            .find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(text.len());
+        let (digits, rest) = text.split_at(end);
+        (digits.parse().ok(), rest.to_owned())
+    };
+    let (Some(first), rest) = number(name) else {
+        return (u64::MAX, 0, name.to_owned());
+    };
+    match rest.strip_prefix('.').map(number) {
+        Some((Some(second), rest)) => (first, second, rest),
+        _ => (first, 0, rest),
+    }
+}
+
 /// The papers, and what they are called.
 pub(crate) const PAPERS: [(&str, &str); 5] = [
     (
@@ -654,6 +672,13 @@ mod tests {
         for bad in ["pb:4", "p", "", "pb:", "pb:3b", "PB:3a", "all:1"] {
             assert_eq!(count(bad), 0, "{bad}");
         }
+    }
+
+    #[test]
+    fn figures_are_ordered_by_their_numbers() {
+        let mut names = ["T1", "10", "3b", "6.10", "3a", "6.4", "ttfb", "5"];
+        names.sort_by_key(|name| order(name));
+        assert_eq!(names, ["3a", "3b", "5", "6.4", "6.10", "10", "T1", "ttfb"]);
     }
 
     #[test]

@@ -85,25 +85,28 @@ fn list(args: &List, all: &[Experiment]) -> Result<ExitCode, String> {
             continue;
         }
         println!("{title}");
-        for experiment in of {
-            for figure in &experiment.figures {
-                let time = |extent| {
-                    let points = experiment.points_of(figure, extent);
-                    let points = points
-                        .iter()
-                        .filter(|p| experiment.blank(&p.params).is_none());
-                    clock(
-                        points.count() as f64
-                            * extent.samples() as f64
-                            * (extent.seconds() * 1.1 + 0.08),
-                    )
-                };
-                let time = match &figure.blank {
-                    Some(why) => format!("blank: {why}"),
-                    None => format!("{} (--quick {})", time(Extent::Full), time(Extent::Quick)),
-                };
-                println!("  {:<12} {} [{time}]", experiment.id(figure), figure.asks);
-            }
+        let mut figures: Vec<(&Experiment, &figures::Figure)> = of
+            .into_iter()
+            .flat_map(|e| e.figures.iter().map(move |figure| (e, figure)))
+            .collect();
+        figures.sort_by_key(|(_, figure)| figures::order(&figure.name));
+        for (experiment, figure) in figures {
+            let time = |extent| {
+                let points = experiment.points_of(figure, extent);
+                let points = points
+                    .iter()
+                    .filter(|p| experiment.blank(&p.params).is_none());
+                clock(
+                    points.count() as f64
+                        * extent.samples() as f64
+                        * (extent.seconds() * 1.1 + 0.08),
+                )
+            };
+            let time = match &figure.blank {
+                Some(why) => format!("blank: {why}"),
+                None => format!("{} (--quick {})", time(Extent::Full), time(Extent::Quick)),
+            };
+            println!("  {:<12} {} [{time}]", experiment.id(figure), figure.asks);
         }
     }
     Ok(ExitCode::SUCCESS)

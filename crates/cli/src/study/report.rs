@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anywarp_plot::{Grid, Series, Small, Spread};
 use serde_json::{Value as Json, json};
 
-use super::figures::{Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point};
+use super::figures::{self, Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point};
 use super::finding::{self, Judged, Values, Verdict, digits};
 use super::store::Store;
 use super::{changed, needs, write};
@@ -590,11 +590,12 @@ fn why(finding: &Finding, control: Option<&Judged>) -> String {
 
 impl<'a> Report<'a> {
     pub(crate) fn new(all: &'a [Experiment], store: &'a Store, pinning: String) -> Self {
-        let seen = all
+        let mut seen: Vec<Seen<'_>> = all
             .iter()
             .flat_map(|e| e.figures.iter().map(move |figure| (e, figure)))
             .map(|(experiment, figure)| Seen::new(experiment, figure, store))
             .collect();
+        seen.sort_by_key(|seen| figures::order(&seen.figure.name));
         Self {
             store,
             pinning,
