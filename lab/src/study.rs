@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -49,6 +50,8 @@ pub(crate) fn run() -> Result {
         "goes on after an interrupt",
         goes_on(&folder.join("interrupted")),
     );
+    tally.report("killed", killed(&folder.join("killed")));
+    tally.report("a server elsewhere", elsewhere(&folder.join("elsewhere")));
     tally.report("list", list());
     tally.report("hints", hints(&folder));
     tally.report("what is refused", refused(&folder));
@@ -173,6 +176,92 @@ fn goes_on(folder: &Path) -> Result {
             points.len()
         )
         .into());
+    }
+    Ok(())
+}
+
+/// Processes with this parent.
+fn children(parent: u32) -> Result<Vec<u32>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let Ok(pid) = name.parse::<u32>() else {
+            continue;
+        };
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        // PID (NAME) STATE PARENT
+        let after = stat.rsplit(") ").next().unwrap_or_default();
+        if after.split(' ').nth(1) == Some(parent.to_string().as_str()) {
+            found.push(pid);
+        }
+    }
+    Ok(found)
+}
+
+/// A run that is killed leaves no server behind.
+fn killed(folder: &Path) -> Result {
+    let process = Process::start(&mut anywarp(
+        &["run", "--quick", "--quiet", "pb:8a"],
+        folder,
+    ))?;
+    let end = Instant::now() + PATIENCE;
+    while samples(folder).unwrap_or_default() < 2 {
+        if Instant::now() > end {
+            return Err("it measures nothing".into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let servers = children(process.id())?;
+    if servers.is_empty() {
+        return Err("it has no server".into());
+    }
+    process.signal(Signal::KILL);
+    process.output(PATIENCE)?;
+    let end = Instant::now() + Duration::from_secs(5);
+    for pid in servers {
+        // One that waits for its new parent to look at it has ended.
+        while fs::read_to_string(format!("/proc/{pid}/stat"))
+            .is_ok_and(|stat| !stat.contains(") Z "))
+        {
+            if Instant::now() > end {
+                return Err(format!("process {pid} is still there").into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    Ok(())
+}
+
+/// With a server that is somewhere else, what needs both ends is blank.
+fn elsewhere(folder: &Path) -> Result {
+    let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+    let port = port.to_string();
+    let mut server = Process::start(
+        Command::new(sh::dist().join("bin/anywarp"))
+            .args(["blast", "--server", "--forever", "-p", &port])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped()),
+    )?;
+    server.first_line(PATIENCE, false)?;
+    let words = [
+        "run",
+        "--smoke",
+        "-q",
+        "pb:8a",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        &port,
+    ];
+    output(&words, folder, 0)?;
+    let json = fs::read_to_string(folder.join("study.json"))?;
+    let csv = fs::read_to_string(folder.join("pb-8a.csv"))?;
+    if !json.contains("two machines have no memory in common")
+        || !csv.contains(",tcp,")
+        || csv.contains(",memory,")
+    {
+        return Err(csv.into());
     }
     Ok(())
 }

@@ -28,6 +28,10 @@ pub(crate) struct Perf {
     #[arg(long, requires = "server")]
     pub(crate) forever: bool,
 
+    /// With --server: end when the program that started it ends
+    #[arg(long, requires = "server", hide = true)]
+    pub(crate) with_parent: bool,
+
     /// TCP port on which the two ends agree on what to do
     #[arg(short, long, default_value_t = PORT)]
     pub(crate) port: u16,

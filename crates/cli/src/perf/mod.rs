@@ -423,6 +423,10 @@ fn one_run(
 // ---------------------------------------------------------------- the server
 
 fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bool, String> {
+    if args.with_parent {
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
+            .map_err(|e| format!("the end of the parent cannot be noticed: {e}"))?;
+    }
     let any: IpAddr = Ipv6Addr::UNSPECIFIED.into();
     let listener = TcpListener::bind((any, args.port))
         .or_else(|_| TcpListener::bind(("0.0.0.0", args.port)))

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::figures::{Extent, Point};
 use super::process::Ended;
-use super::store::Sample;
+use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
 
@@ -53,10 +53,10 @@ pub(crate) fn measure(
     variables: &[(String, String)],
     library: &Library,
     interrupted: &Interrupted,
-) -> (String, Result<Sample, String>) {
+) -> (String, Outcome) {
     let Some(program) = program(library) else {
         let why = "the program exs-ttcp is missing: install anywarp anew";
-        return (String::new(), Err(why.to_owned()));
+        return (String::new(), Err(Miss::Failed(why.to_owned())));
     };
     let words = words(point, extent);
     let mut command = Command::new(&program);
@@ -81,7 +81,7 @@ pub(crate) fn measure(
     let outcome = Ended::start(&mut command)
         .and_then(|ended| ended.output(interrupted))
         .and_then(|text| understand(&text));
-    (said, outcome)
+    (said, outcome.map_err(Miss::Failed))
 }
 
 /// The values in what `exs-ttcp` prints.

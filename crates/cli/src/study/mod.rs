@@ -279,7 +279,10 @@ impl<'a> Work<'a> {
                 return Ok(());
             }
             let known = self.store.known(point);
-            if known.samples.len() >= wanted || known.failures.len() >= ATTEMPTS {
+            if known.samples.len() >= wanted
+                || known.failures.len() >= ATTEMPTS
+                || known.blank.is_some()
+            {
                 continue;
             }
             self.progress(experiment, point);
@@ -303,7 +306,13 @@ impl<'a> Work<'a> {
         self.shown = Instant::now();
         let (mut done, mut left) = (0.0, 0.0);
         for (point, wanted) in &self.planned {
-            let have = self.store.known(point).samples.len().min(*wanted);
+            let known = self.store.known(point);
+            let over = known.failures.len() >= ATTEMPTS || known.blank.is_some();
+            let have = if over {
+                *wanted
+            } else {
+                known.samples.len().min(*wanted)
+            };
             let each = self.store.expected(point);
             done += have as f64 * each;
             left += (wanted - have) as f64 * each;

@@ -6,7 +6,7 @@ use std::{env, fs};
 
 use super::figures::{Extent, Point};
 use super::process::Ended;
-use super::store::Sample;
+use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
 
@@ -23,7 +23,7 @@ pub(crate) struct Mpi {
     source: PathBuf,
     folder: PathBuf,
     /// The compiled program, or why there is none.
-    program: Option<Result<PathBuf, String>>,
+    program: Option<Result<PathBuf, Miss>>,
 }
 
 impl Mpi {
@@ -43,14 +43,14 @@ impl Mpi {
         extent: Extent,
         library: &Library,
         interrupted: &Interrupted,
-    ) -> (String, Result<Sample, String>) {
+    ) -> (String, Outcome) {
         if self.program.is_none() {
             self.program = Some(compile(&self.source, &self.folder));
         }
         let program = match &self.program {
             Some(Ok(program)) => program,
             Some(Err(why)) => return (String::new(), Err(why.clone())),
-            None => return (String::new(), Err("no program".to_owned())),
+            None => return (String::new(), Err(Miss::Failed("no program".to_owned()))),
         };
         let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
         let size: u64 = get("size").parse().unwrap_or(1);
@@ -63,7 +63,7 @@ impl Mpi {
         ];
         let own = match env::current_exe() {
             Ok(own) => own,
-            Err(e) => return (String::new(), Err(e.to_string())),
+            Err(e) => return (String::new(), Err(Miss::Failed(e.to_string()))),
         };
         let mut command = Command::new(LAUNCHER);
         command.args(["-n", "2", "--oversubscribe", "--bind-to", "none"]);
@@ -82,7 +82,12 @@ impl Mpi {
             ],
             "memory" => &["--mca", "pml", "ob1", "--mca", "btl", "self,vader"],
             "rdma" => &["--mca", "pml", "ucx", "--mca", "osc", "ucx"],
-            other => return (String::new(), Err(format!("there is no network {other}"))),
+            other => {
+                return (
+                    String::new(),
+                    Err(Miss::Failed(format!("there is no network {other}"))),
+                );
+            }
         };
         command.args(network);
         said.push_str(&format!(" {}", network.join(" ")));
@@ -124,12 +129,12 @@ impl Mpi {
                 }
                 Ok(sample)
             });
-        (said, outcome)
+        (said, outcome.map_err(Miss::Failed))
     }
 }
 
-fn compile(source: &Path, folder: &Path) -> Result<PathBuf, String> {
-    let missing = |program: &str| format!("{program} is not installed: {INSTALL}");
+fn compile(source: &Path, folder: &Path) -> Result<PathBuf, Miss> {
+    let missing = |program: &str| Miss::Blank(format!("{program} is not installed: {INSTALL}"));
     fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let folder = std::path::absolute(folder).map_err(|e| e.to_string())?;
     let program = folder.join("mpi");
@@ -143,7 +148,10 @@ fn compile(source: &Path, folder: &Path) -> Result<PathBuf, String> {
         .status()
         .map_err(|_| missing(COMPILER))?;
     if !done.success() {
-        return Err(format!("{COMPILER} does not compile {}", source.display()));
+        return Err(Miss::Failed(format!(
+            "{COMPILER} does not compile {}",
+            source.display()
+        )));
     }
     match Command::new(LAUNCHER)
         .arg("--version")

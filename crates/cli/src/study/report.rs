@@ -198,9 +198,10 @@ impl<'a> Seen<'a> {
             if let Some(why) = experiment.blank(&point.params) {
                 note(&mut missing, format!("blank: {why}"), point);
             } else if known.samples.is_empty() {
-                let why = match known.failures.last() {
-                    Some(why) => format!("failed: {why}"),
-                    None => "not measured".to_owned(),
+                let why = match (known.failures.last(), &known.blank) {
+                    (Some(why), _) => format!("failed: {why}"),
+                    (_, Some(why)) => format!("blank: {why}"),
+                    _ => "not measured".to_owned(),
                 };
                 note(&mut missing, why, point);
             } else {
@@ -451,7 +452,7 @@ impl<'a> Seen<'a> {
                     "upper": middle.map(|m| m.upper),
                     "samples": known.samples.len(),
                     "noisy": known.noise(point.runner.primary()),
-                    "blank": self.experiment.blank(&point.params),
+                    "blank": self.experiment.blank(&point.params).or(known.blank.as_deref()),
                     "failed": known.failures.last(),
                     "command": known.command,
                 })

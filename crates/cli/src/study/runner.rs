@@ -14,7 +14,7 @@ use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
 use super::mpi::Mpi;
 use super::process::Ended;
-use super::store::Sample;
+use super::store::{Miss, Outcome, Sample};
 use crate::cli::{self, Cli};
 use crate::library::Library;
 use crate::perf::Interrupted;
@@ -101,29 +101,24 @@ impl Bench {
     }
 
     /// The command of a point as a person types it, and what it measures.
-    pub(crate) fn measure(&mut self, point: &Point) -> (String, Result<Sample, String>) {
+    pub(crate) fn measure(&mut self, point: &Point) -> (String, Outcome) {
+        if let Some(why) = self.blank(point) {
+            return (String::new(), Err(Miss::Blank(why.to_owned())));
+        }
         let variables = match self.variables(&point.params) {
             Ok(variables) => variables,
-            Err(why) => return (String::new(), Err(why)),
+            Err(why) => return (String::new(), Err(Miss::Failed(why))),
         };
         if matches!(point.runner, Runner::Memory | Runner::First) {
             return self.cost(point, &variables);
         }
         if point.runner == Runner::Mpi {
-            if self.elsewhere.is_some() || self.device.is_some() {
-                let why = "MPI is measured with anywarp's own device, on one machine";
-                return (String::new(), Err(why.to_owned()));
-            }
             self.pin_all();
             return self
                 .mpi
                 .measure(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Exs {
-            if self.elsewhere.is_some() {
-                let why = "it is measured on one machine, without --host";
-                return (String::new(), Err(why.to_owned()));
-            }
             self.pin_all();
             let ours = self.device.is_none();
             return exs::measure(
@@ -137,7 +132,7 @@ impl Bench {
         }
         let words = match words(point, self.extent) {
             Ok(words) => words,
-            Err(why) => return (String::new(), Err(why)),
+            Err(why) => return (String::new(), Err(Miss::Failed(why))),
         };
         let host = self.elsewhere.as_ref().map_or(HERE, |(host, _)| host);
         let system = if self.device.is_some() {
@@ -164,7 +159,49 @@ impl Bench {
             Ok(_) => Err("not a command that measures".to_owned()),
             Err(e) => Err(e.to_string().lines().next().unwrap_or_default().to_owned()),
         };
-        (command, outcome)
+        (command, outcome.map_err(Miss::Failed))
+    }
+
+    /// Why a point cannot be measured on this device and from this machine, if it cannot.
+    fn blank(&self, point: &Point) -> Option<&'static str> {
+        let is = |axis: &str, values: &[&str]| {
+            let value = point.params.get(axis).map(String::as_str);
+            value.is_some_and(|value| values.contains(&value))
+        };
+        let limited = ["rate", "loss"]
+            .iter()
+            .any(|axis| point.params.contains_key(*axis) && !is(axis, &["none"]));
+        if self.elsewhere.is_some() {
+            if !matches!(point.runner, Runner::Ping | Runner::Blast) {
+                return Some("it is measured on one machine, without --host");
+            }
+            if is("carrier", &["memory"]) {
+                return Some("two machines have no memory in common");
+            }
+            if limited || is("carrier", &["udp"]) || is("crc", &["false"]) {
+                return Some(
+                    "both ends need the same variables, and the server elsewhere has its own",
+                );
+            }
+        }
+        if self.device.is_some() {
+            if point.runner == Runner::Mpi {
+                return Some("MPI is measured with anywarp's own device");
+            }
+            if !is("carrier", &["tcp"]) && point.params.contains_key("carrier") {
+                return Some("with --device that device alone is measured");
+            }
+            if is("qp", &["ud", "rd"]) {
+                return Some("one-sided and reliable datagrams are of anywarp's own device");
+            }
+            if is("pin", &["false"]) {
+                return Some("this device locks pages in any case");
+            }
+            if limited {
+                return Some("rates and losses are made by anywarp's own device");
+            }
+        }
+        None
     }
 
     /// Lets what is started next run on the processors of both ends.
@@ -214,7 +251,14 @@ impl Bench {
         }
         let mut command = Command::new(env::current_exe().map_err(failed)?);
         command
-            .args(["blast", "--server", "--forever", "--quiet", "-p"])
+            .args([
+                "blast",
+                "--server",
+                "--forever",
+                "--with-parent",
+                "--quiet",
+                "-p",
+            ])
             .arg(port.to_string())
             .args(self.device.as_ref().map(|_| "--system"))
             .env("ANYWARP_LIB", self.library.dir())
@@ -244,17 +288,11 @@ impl Bench {
     }
 
     /// Runs `anywarp-cost`, at both ends if it needs two.
-    fn cost(&self, point: &Point, variables: &Variables) -> (String, Result<Sample, String>) {
+    fn cost(&self, point: &Point, variables: &Variables) -> (String, Outcome) {
         let Some(program) = self.library.cost() else {
             let why = "the program anywarp-cost is missing: install anywarp anew";
-            return (String::new(), Err(why.to_owned()));
+            return (String::new(), Err(Miss::Failed(why.to_owned())));
         };
-        if self.elsewhere.is_some() {
-            return (
-                String::new(),
-                Err("it is measured on one machine, without --host".to_owned()),
-            );
-        }
         let mut words = vec![point.runner.as_str().to_owned()];
         let mut add = |name: &str, value: &str| words.extend([name.to_owned(), value.to_owned()]);
         let two = point.runner == Runner::First;
@@ -338,7 +376,7 @@ impl Bench {
             sample.remove("tcp_us");
             Ok(sample)
         });
-        (command, outcome)
+        (command, outcome.map_err(Miss::Failed))
     }
 
     /// The variables of the device that a point needs at both ends.
@@ -346,11 +384,8 @@ impl Bench {
         let mut variables = Variables::new();
         let mut set = |name: &str, value: &str| variables.push((name.to_owned(), value.to_owned()));
         let mut faults = Vec::new();
-        let usual = params.get("carrier").is_none_or(|carrier| carrier == "tcp");
-        if let (Some(device), true) = (&self.device, usual) {
+        if let Some(device) = &self.device {
             set("ANYWARP_PERF_DEVICE", device);
-        } else if self.device.is_some() {
-            return Err("with --device that device alone is measured".to_owned());
         } else {
             match params.get("carrier").map_or("tcp", String::as_str) {
                 "tcp" => set("ANYWARP_CARRIER", "tcp"),
@@ -362,7 +397,7 @@ impl Bench {
                 other => return Err(format!("there is no carrier {other}")),
             }
         }
-        if params.get("pin").is_some_and(|pin| pin == "true") {
+        if self.device.is_none() && params.get("pin").is_some_and(|pin| pin == "true") {
             set("ANYWARP_PIN", "1");
         }
         if params.get("crc").is_some_and(|crc| crc == "false") {
@@ -376,9 +411,6 @@ impl Bench {
             }
         }
         if !faults.is_empty() {
-            if self.device.is_some() {
-                return Err("rates and losses are made by anywarp's own device".to_owned());
-            }
             faults.push("summary=off".to_owned());
             set("ANYWARP_FAULTS", &faults.join(";"));
         }

@@ -16,6 +16,24 @@ const SAMPLES: &str = "samples.jsonl";
 /// Values of one sample, by name.
 pub(crate) type Sample = BTreeMap<String, f64>;
 
+/// Why there is no sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Miss {
+    /// It went wrong.
+    Failed(String),
+    /// It cannot be measured here: the point is blank.
+    Blank(String),
+}
+
+impl From<String> for Miss {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
+    }
+}
+
+/// The outcome of one attempt.
+pub(crate) type Outcome = Result<Sample, Miss>;
+
 /// Spread of the time, as a share of the median, above which a point is noisy.
 const SPREAD: f64 = 0.25;
 
@@ -34,6 +52,8 @@ struct Line {
     command: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     failed: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    blank: Option<String>,
 }
 
 /// What is known of one point.
@@ -44,6 +64,8 @@ pub(crate) struct Known {
     pub(crate) command: Option<String>,
     /// Why the last attempts failed. Those of earlier runs do not count.
     pub(crate) failures: Vec<String>,
+    /// Why it cannot be measured here. That of earlier runs does not count.
+    pub(crate) blank: Option<String>,
 }
 
 /// A median with quartiles.
@@ -132,6 +154,7 @@ impl Store {
                 && line.extent == extent.as_str()
                 && line.device == device
                 && line.failed.is_none()
+                && line.blank.is_none()
             {
                 store.keep(line);
             }
@@ -157,9 +180,10 @@ impl Store {
         took.1 += 1;
         let known = self.known.entry(line.point).or_default();
         known.command = line.command.or_else(|| known.command.take());
-        match line.failed {
-            Some(why) => known.failures.push(why),
-            None => known.samples.push(line.values),
+        match (line.failed, line.blank) {
+            (Some(why), _) => known.failures.push(why),
+            (_, Some(why)) => known.blank = Some(why),
+            (None, None) => known.samples.push(line.values),
         }
     }
 
@@ -168,13 +192,14 @@ impl Store {
         &mut self,
         point: &Point,
         command: String,
-        outcome: Result<Sample, String>,
+        outcome: Outcome,
         took_s: f64,
     ) -> io::Result<()> {
         let first = self.known(point).command.as_ref() != Some(&command);
-        let (values, failed) = match outcome {
-            Ok(values) => (values, None),
-            Err(why) => (Sample::new(), Some(why)),
+        let (values, failed, blank) = match outcome {
+            Ok(values) => (values, None, None),
+            Err(Miss::Failed(why)) => (Sample::new(), Some(why), None),
+            Err(Miss::Blank(why)) => (Sample::new(), None, Some(why)),
         };
         let line = Line {
             extent: self.extent.as_str().to_owned(),
@@ -184,6 +209,7 @@ impl Store {
             values,
             command: first.then_some(command),
             failed,
+            blank,
         };
         if let Some(file) = &mut self.file {
             let mut text = serde_json::to_string(&line)?;
@@ -200,6 +226,7 @@ impl Store {
             samples: Vec::new(),
             command: None,
             failures: Vec::new(),
+            blank: None,
         };
         self.known.get(&point.key()).unwrap_or(&NOTHING)
     }
@@ -255,9 +282,17 @@ mod tests {
                 .unwrap();
         }
         store
-            .add(&point("2"), "c".to_owned(), Err("why".to_owned()), 0.1)
+            .add(
+                &point("2"),
+                "c".to_owned(),
+                Err(Miss::Failed("why".to_owned())),
+                0.1,
+            )
             .unwrap();
         assert_eq!(store.known(&point("2")).failures, ["why"]);
+        let blank = Err(Miss::Blank("no".to_owned()));
+        store.add(&point("3"), String::new(), blank, 0.0).unwrap();
+        assert_eq!(store.known(&point("3")).blank.as_deref(), Some("no"));
         OpenOptions::new()
             .append(true)
             .open(folder.join(SAMPLES))
@@ -277,6 +312,7 @@ mod tests {
         assert_eq!(store.known(&point("1")).command.as_deref(), Some("c"));
         assert_eq!(store.known(&point("2")).samples.len(), 1);
         assert!(store.known(&point("2")).failures.is_empty());
+        assert_eq!(store.known(&point("3")).blank, None);
         assert!(
             open(Extent::Full, false)
                 .known(&point("1"))
