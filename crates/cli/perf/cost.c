@@ -672,7 +672,7 @@ static struct ibv_mr *register_at(void *at)
 	struct ibv_mr *one = ibv_reg_mr(pd, at, size, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 
 	if (!one)
-		die("ibv_reg_mr of %lu bytes: %s%s", size, strerror(errno), errno == ENOMEM ? " (is `ulimit -l` large enough?)" : "");
+		die("ibv_reg_mr of %lu bytes: %s%s", size, strerror(errno), errno == ENOMEM || errno == EPERM ? " (more memory may be locked after `ulimit -l unlimited`, as root)" : "");
 	return one;
 }
 

@@ -78,6 +78,10 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) fresh: bool,
 
+    /// Let what is measured go before the other programs of the machine (nice -20); needs privileges
+    #[arg(long)]
+    pub(crate) first: bool,
+
     /// Print no progress
     #[arg(short, long)]
     pub(crate) quiet: bool,

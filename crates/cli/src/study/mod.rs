@@ -160,6 +160,11 @@ impl<'a> Work<'a> {
     ) -> Result<Self, String> {
         let chosen = figures::choose(all, &args.figures)?;
         let extent = Extent::of(args);
+        if args.first {
+            // Programs that are started later have it too.
+            rustix::process::nice(-20)
+                .map_err(|e| format!("--first: {e}: run it as root, or leave the option out"))?;
+        }
         let mut device = args.device.as_deref().unwrap_or(OURS).to_owned();
         if let Some(host) = &args.host {
             device.push_str(&format!(" to {host}"));

@@ -565,7 +565,9 @@ impl<'a> Seen<'a> {
 
 /// Why a finding does not hold, as far as it is known.
 fn why(finding: &Finding, control: Option<&Judged>) -> String {
+    let shown = control.is_some_and(|control| control.verdict == Verdict::Met);
     let mut text = match &finding.because {
+        Some(because) if shown => because.clone(),
         Some(because) => format!("Presumably: {because}"),
         None => "Not explained yet.".to_owned(),
     };
@@ -582,7 +584,7 @@ fn why(finding: &Finding, control: Option<&Judged>) -> String {
             judged.text,
             judged.verdict.as_str()
         );
-        if judged.verdict == Verdict::Met {
+        if shown {
             let _ = write!(text, " {}", changed.text);
         }
     }
@@ -704,7 +706,7 @@ impl<'a> Report<'a> {
             "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/><title>anywarp study</title>\n<style>{STYLE}</style></head>\
              <body>\n<h1>anywarp study</h1>\n<p>Device: {} ({}). Machine: {}, {} processors, Linux {}, load {}; {}. anywarp {}. Medians, with \
              lines from the lower to the upper quartile; an empty mark is a value that differs much from run to run. Compare \
-             shapes and ratios: absolute values are those of other machines.</p>\n",
+             shapes and ratios: the papers have absolute values of other machines.</p>\n",
             escape(self.store.device()),
             escape(extent),
             escape(&of("cpu")),

@@ -376,7 +376,15 @@ impl Bench {
             sample.remove("tcp_us");
             Ok(sample)
         });
-        (command, outcome.map_err(Miss::Failed))
+        let outcome = outcome.map_err(|why| {
+            // What a user may lock is a matter of rights, and not of the device.
+            if why.contains("ulimit -l") {
+                Miss::Blank(why)
+            } else {
+                Miss::Failed(why)
+            }
+        });
+        (command, outcome)
     }
 
     /// The variables of the device that a point needs at both ends.
