@@ -9,6 +9,7 @@
 //! lib/anywarp/anywarp-cost     what `anywarp bench` and `anywarp study` run besides: crates/cli/perf/cost.c
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! lib/anywarp/libanywarp-sockets.so  sockets of unmodified programs, to preload: crates/sockets
+//! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
 //! lib/libexs.so.1              extended sockets, with its .so link; pkgconfig/exs.pc
 //! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
@@ -30,6 +31,7 @@ pub fn run() -> Result {
         "--package=anywarp-abi",
         "--package=anywarp-cli",
         "--package=anywarp-exs",
+        "--package=anywarp-fi",
         "--package=anywarp-sockets",
     ]))?;
     let built = sh::target().join("release");
@@ -48,6 +50,7 @@ pub fn run() -> Result {
     path_shim(&lib, &work)?;
     extended_sockets(&built, &new, &work)?;
     preloaded_sockets(&built, &lib, &work)?;
+    provider(&built, &new.join("lib"), &work)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
@@ -146,6 +149,37 @@ fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
         .args(glibc::arguments(work, glibc::Into::Library)?)
         .arg("-Wl,--whole-archive")
         .arg(built.join("libanywarp_sockets.a"))
+        .args([
+            "-Wl,--no-whole-archive",
+            "-Wl,--as-needed",
+            "-lgcc_s",
+            "-lm",
+            "-lc",
+            "-o",
+        ])
+        .arg(lib.join(NAME));
+    sh::run(&mut cc)
+}
+
+/// Links the provider for libfabric. It exports one function, and is not linked with libfabric nor with verbs: it looks up
+/// both in the process that it is loaded into.
+fn provider(built: &Path, lib: &Path, work: &Path) -> Result {
+    const NAME: &str = "libanywarp-fi.so";
+    let map = work.join("libanywarp-fi.map");
+    fs::write(&map, "{ global: fi_prov_ini; local: *; };\n")?;
+    let mut cc = sh::cc();
+    cc.args(["-shared", "-fPIC"])
+        .arg(format!("-Wl,-soname,{NAME}"))
+        .arg(format!("-Wl,--version-script={}", map.display()))
+        .args([
+            "-Wl,--no-undefined-version,--no-undefined",
+            "-Wl,--gc-sections,--strip-debug",
+            // The core of libfabric unloads providers, but the device stays open.
+            "-Wl,-z,nodelete,-z,now,-z,relro,-z,noexecstack",
+        ])
+        .args(glibc::arguments(work, glibc::Into::Library)?)
+        .arg("-Wl,--whole-archive")
+        .arg(built.join("libanywarp_fi.a"))
         .args([
             "-Wl,--no-whole-archive",
             "-Wl,--as-needed",

@@ -11,7 +11,10 @@ const PRELOADED: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 /// The preload that shows the device as files; a convenience, so a run goes on without it.
 const PATH_SHIM: &str = "libanywarp-path.so";
 
-/// Seen from the prefix.
+/// The provider for libfabric. Seen from the prefix.
+const PROVIDER: &str = "lib/libanywarp-fi.so";
+
+/// What Wireshark needs to know of datagrams. Seen from the prefix.
 const DISSECTOR: &str = "share/anywarp/wireshark/anywarp.lua";
 const STUDIES: &str = "share/anywarp/studies";
 
@@ -142,6 +145,13 @@ impl Library {
         Some(prefix.join(STUDIES)).filter(|path| path.is_dir())
     }
 
+    /// The folder with the provider for libfabric, if it is there.
+    fn provider_dir(&self) -> Option<PathBuf> {
+        let file = self.dir.parent()?.parent()?.join(PROVIDER);
+        file.is_file().then_some(())?;
+        file.parent().map(Path::to_owned)
+    }
+
     /// The self-test program, if it is there.
     pub(crate) fn self_test(&self) -> Option<PathBuf> {
         Some(self.dir.join(SELF_TEST)).filter(|path| path.is_file())
@@ -169,10 +179,10 @@ impl Library {
         &self,
         path_shim: bool,
         inherited: impl Fn(&str) -> Option<OsString>,
-    ) -> [(&'static str, OsString); 2] {
+    ) -> Vec<(&'static str, OsString)> {
         let preloads = self.preloads(path_shim);
         let files = preloads.iter().map(|path| path.as_os_str());
-        [
+        let mut variables = vec![
             (
                 "LD_PRELOAD",
                 in_front(files, inherited("LD_PRELOAD"), b" :\t\n"),
@@ -185,7 +195,13 @@ impl Library {
                     b":;",
                 ),
             ),
-        ]
+        ];
+        if let Some(dir) = self.provider_dir() {
+            let before = inherited("FI_PROVIDER_PATH");
+            let value = in_front([dir.as_os_str()].into_iter(), before, b":");
+            variables.push(("FI_PROVIDER_PATH", value));
+        }
+        variables
     }
 }
 
@@ -211,15 +227,31 @@ mod tests {
     use super::*;
 
     fn variables(before: &[(&str, &str)]) -> [(&'static str, OsString); 2] {
-        let library = Library {
-            dir: "/opt/lib/anywarp".into(),
-        };
+        of("/opt/lib/anywarp", before).try_into().unwrap()
+    }
+
+    fn of(dir: impl Into<PathBuf>, before: &[(&str, &str)]) -> Vec<(&'static str, OsString)> {
+        let library = Library { dir: dir.into() };
         library.variables(false, |name| {
             before
                 .iter()
                 .find(|(n, _)| *n == name)
                 .map(|(_, v)| v.into())
         })
+    }
+
+    #[test]
+    fn the_provider_is_found_if_it_is_installed() {
+        let prefix = env::temp_dir().join(format!("anywarp-provider-{}", std::process::id()));
+        let dir = prefix.join("lib/anywarp");
+        std::fs::create_dir_all(&dir).unwrap();
+        assert_eq!(of(&dir, &[]).len(), 2);
+        std::fs::write(prefix.join(PROVIDER), "").unwrap();
+        let variables = of(&dir, &[("FI_PROVIDER_PATH", "/a")]);
+        std::fs::remove_dir_all(&prefix).unwrap();
+        let mut expected = prefix.join("lib").into_os_string();
+        expected.push(":/a");
+        assert_eq!(variables.last(), Some(&("FI_PROVIDER_PATH", expected)));
     }
 
     #[test]

@@ -1,0 +1,224 @@
+//! Names of peers: what `fi_getname` gives and `fi_av_insert` takes.
+//!
+//! A name is a socket address with the UDP port of an endpoint, of 16 or 28 bytes. The endpoint's index on its port is in a
+//! byte that a socket address leaves free: the first of `sin_zero`, the last of `sin6_flowinfo`.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use crate::abi::{FI_ADDR_NOTAVAIL, FI_ADDR_UNSPEC, FI_SOCKADDR_IN, FI_SOCKADDR_IN6, FiAddr};
+use crate::limits;
+
+/// Bytes of an IPv4 name.
+pub const LEN_V4: usize = 16;
+/// Bytes of an IPv6 name.
+pub const LEN_V6: usize = 28;
+
+/// A queue pair somewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Remote {
+    /// Its host.
+    pub ip: IpAddr,
+    /// Its number: UDP port and index.
+    pub qpn: u32,
+}
+
+impl Remote {
+    /// Its name.
+    pub fn name(&self) -> ([u8; LEN_V6], usize) {
+        let mut out = [0; LEN_V6];
+        let [_, high, low, index] = self.qpn.to_be_bytes();
+        let len = match self.ip {
+            IpAddr::V4(ip) => {
+                let family = (libc::AF_INET as u16).to_ne_bytes();
+                let [a, b, c, d] = ip.octets();
+                let name = [family[0], family[1], high, low, a, b, c, d, index];
+                copy(&mut out, 0, &name);
+                LEN_V4
+            }
+            IpAddr::V6(ip) => {
+                let family = (libc::AF_INET6 as u16).to_ne_bytes();
+                copy(&mut out, 0, &[family[0], family[1], high, low, 0, 0, 0, index]);
+                copy(&mut out, 8, &ip.octets());
+                LEN_V6
+            }
+        };
+        (out, len)
+    }
+
+    /// The queue pair of a name; `None` if it is none.
+    pub fn from_name(name: &[u8]) -> Option<Self> {
+        let (ip, port, index) = parts_of(name)?;
+        let cannot_be = port == 0 || ip.is_unspecified() || ip.is_multicast();
+        (!cannot_be).then_some(Self {
+            ip,
+            qpn: u32::from(port) << 8 | u32::from(index),
+        })
+    }
+}
+
+/// Address, port and index of a name; `None` if it is no socket address.
+pub fn parts_of(name: &[u8]) -> Option<(IpAddr, u16, u8)> {
+    let (family, rest) = name.split_first_chunk::<2>()?;
+    let (port, rest) = rest.split_first_chunk::<2>()?;
+    let (ip, index) = match i32::from(u16::from_ne_bytes(*family)) {
+        libc::AF_INET => {
+            let (ip, zero) = rest.split_first_chunk::<4>()?;
+            (IpAddr::V4(Ipv4Addr::from(*ip)), *zero.first()?)
+        }
+        libc::AF_INET6 => {
+            let ([_, _, _, index], rest) = rest.split_first_chunk::<4>()?;
+            let (ip, _scope) = rest.split_first_chunk::<16>()?;
+            (IpAddr::V6(Ipv6Addr::from(*ip)), *index)
+        }
+        _ => return None,
+    };
+    Some((ip.to_canonical(), u16::from_be_bytes(*port), index))
+}
+
+fn copy(to: &mut [u8], at: usize, from: &[u8]) {
+    for (to, from) in to.iter_mut().skip(at).zip(from) {
+        *to = *from;
+    }
+}
+
+/// Bytes of a name of an address format.
+pub fn name_len(format: u32) -> usize {
+    match format {
+        FI_SOCKADDR_IN6 => LEN_V6,
+        _ => LEN_V4,
+    }
+}
+
+/// The address format of a host.
+pub fn format_of(ip: IpAddr) -> u32 {
+    if ip.is_ipv4() {
+        FI_SOCKADDR_IN
+    } else {
+        FI_SOCKADDR_IN6
+    }
+}
+
+/// An address vector.
+#[derive(Debug, Default)]
+pub struct Vector {
+    peers: Vec<Option<Remote>>,
+    /// The lowest index of each peer, which stands for the others: a program may insert a name twice.
+    first: HashMap<Remote, FiAddr>,
+    free: Vec<FiAddr>,
+}
+
+impl Vector {
+    /// Adds a peer; `None` if there are too many.
+    pub fn insert(&mut self, peer: Remote) -> Option<FiAddr> {
+        let at = match self.free.pop() {
+            Some(at) => at,
+            None if self.peers.len() < limits::PEERS => {
+                self.peers.push(None);
+                self.peers.len() as FiAddr - 1
+            }
+            None => return None,
+        };
+        *self.slot(at)? = Some(peer);
+        self.first.entry(peer).or_insert(at);
+        Some(at)
+    }
+
+    /// Removes a peer. Whether it was there.
+    pub fn remove(&mut self, at: FiAddr) -> bool {
+        let Some(peer) = self.slot(at).and_then(Option::take) else {
+            return false;
+        };
+        self.free.push(at);
+        if self.first.get(&peer) == Some(&at) {
+            self.first.remove(&peer);
+            // Another index of the same peer takes its place.
+            let other = self.peers.iter().position(|p| *p == Some(peer));
+            if let Some(other) = other {
+                self.first.insert(peer, other as FiAddr);
+            }
+        }
+        true
+    }
+
+    fn slot(&mut self, at: FiAddr) -> Option<&mut Option<Remote>> {
+        self.peers.get_mut(usize::try_from(at).ok()?)
+    }
+
+    /// The peer of an index.
+    pub fn get(&self, at: FiAddr) -> Option<Remote> {
+        *self.peers.get(usize::try_from(at).ok()?)?
+    }
+
+    /// The index that stands for a peer; `FI_ADDR_NOTAVAIL` if it was not inserted.
+    pub fn find(&self, peer: Remote) -> FiAddr {
+        self.first.get(&peer).copied().unwrap_or(FI_ADDR_NOTAVAIL)
+    }
+
+    /// The index that stands for the peer of any of its indexes; `None` if there is no such peer.
+    pub fn canonical(&self, at: FiAddr) -> Option<FiAddr> {
+        if at == FI_ADDR_UNSPEC {
+            return Some(at);
+        }
+        self.get(at).map(|peer| self.find(peer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer(ip: &str, qpn: u32) -> Remote {
+        Remote {
+            ip: ip.parse().unwrap(),
+            qpn,
+        }
+    }
+
+    #[test]
+    fn a_name_is_read_as_it_was_made() {
+        for who in [peer("127.0.0.1", 0x00ab_cd07), peer("fe80::1", 0x0000_0100)] {
+            let (name, len) = who.name();
+            assert_eq!(len, name_len(format_of(who.ip)));
+            assert_eq!(Remote::from_name(&name[..len]), Some(who));
+        }
+        let (name, _) = peer("10.1.2.3", 0x1234_05).name();
+        assert_eq!(&name[2..16], &[0x12, 0x34, 10, 1, 2, 3, 5, 0, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn what_is_no_name_is_refused() {
+        let (name, len) = peer("10.0.0.1", 0x0001_0000).name();
+        assert!(Remote::from_name(&name[..len]).is_some());
+        for bad in [
+            peer("0.0.0.0", 0x0001_0000),
+            peer("224.0.0.1", 0x0001_0000),
+            peer("10.0.0.1", 7),
+            peer("::", 0x0001_0000),
+        ] {
+            let (name, len) = bad.name();
+            assert_eq!(Remote::from_name(&name[..len]), None, "{bad:?}");
+        }
+        assert_eq!(Remote::from_name(&[]), None);
+        assert_eq!(Remote::from_name(&name[..7]), None);
+        assert_eq!(Remote::from_name(&[0xff; 28]), None);
+    }
+
+    #[test]
+    fn a_peer_that_is_inserted_twice_has_one_index_that_stands_for_it() {
+        let (a, b) = (peer("10.0.0.1", 0x0001_0000), peer("10.0.0.1", 0x0001_0001));
+        let mut vector = Vector::default();
+        assert_eq!(vector.insert(a), Some(0));
+        assert_eq!(vector.insert(b), Some(1));
+        assert_eq!(vector.insert(a), Some(2));
+        assert_eq!((vector.find(a), vector.canonical(2)), (0, Some(0)));
+        assert!(vector.remove(0) && !vector.remove(0));
+        assert_eq!((vector.find(a), vector.canonical(2)), (2, Some(2)));
+        assert_eq!(vector.canonical(0), None);
+        assert_eq!(vector.canonical(FI_ADDR_UNSPEC), Some(FI_ADDR_UNSPEC));
+        assert_eq!(vector.insert(b), Some(0));
+        assert!(vector.remove(2));
+        assert_eq!(vector.find(a), FI_ADDR_NOTAVAIL);
+        assert!(!vector.remove(FI_ADDR_NOTAVAIL));
+    }
+}

@@ -1,0 +1,292 @@
+//! Address vectors.
+
+use std::ffi::CStr;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+
+use libc::{c_char, c_int, c_void};
+
+use super::domain::DomainObject;
+use super::object::{NONE, Object, Table, ended_int, give, head, known, ops, take};
+use crate::abi::*;
+use crate::address::{LEN_V4, LEN_V6, Remote, Vector};
+
+/// An address vector of the program.
+pub(crate) type AvObject = Object<fid_av>;
+
+static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), NONE);
+static AV_OPS: Table<fi_ops_av> = Table(fi_ops_av {
+    size: size_of::<fi_ops_av>(),
+    insert: insert as *const (),
+    insertsvc: insertsvc as *const (),
+    insertsym: NONE,
+    remove: remove as *const (),
+    lookup: lookup as *const (),
+    straddr: straddr as *const (),
+    av_set: NONE,
+});
+
+pub(crate) unsafe extern "C" fn open(
+    domain: *mut fid_domain,
+    attr: *mut fi_av_attr,
+    av: *mut *mut fid_av,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: the caller's promise.
+        let (domain, attr) = unsafe {
+            let attr = attr.as_mut().ok_or(FI_EINVAL)?;
+            (&known::<DomainObject, _>(domain)?.domain, attr)
+        };
+        if attr.flags != 0 || !attr.name.is_null() {
+            // Neither events nor vectors of several processes.
+            return Err(FI_ENOSYS);
+        }
+        if attr.r#type == FI_AV_UNSPEC {
+            attr.r#type = FI_AV_TABLE;
+        }
+        let mut state = domain.lock();
+        let name = state.shared.vectors.insert(Vector::default());
+        let object = AvObject {
+            fid: fid_av {
+                fid: head(FI_CLASS_AV, context, &OPS),
+                ops: &raw const AV_OPS.0,
+            },
+            domain: Arc::clone(domain),
+            name: name.map_err(|_full| FI_ENOMEM)?,
+            rest: (),
+        };
+        // SAFETY: null or a place (the caller's promise).
+        unsafe { give(object, av) }
+    })
+}
+
+unsafe extern "C" fn close(at: *mut fid) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<AvObject, _>(at) }?;
+        let mut state = object.domain.lock();
+        let used = state
+            .endpoints
+            .iter()
+            .any(|(_, ep)| ep.binding.vector == Some(object.name));
+        if used {
+            return Err(FI_EBUSY);
+        }
+        state.shared.vectors.remove(object.name);
+        drop(state);
+        // SAFETY: the program does not use it any more.
+        unsafe { take::<AvObject, _>(at) }?;
+        Ok(0)
+    })
+}
+
+unsafe extern "C" fn bind(_at: *mut fid, _other: *mut fid, _flags: u64) -> c_int {
+    -FI_ENOSYS
+}
+
+fn add(object: &AvObject, peers: &[Option<Remote>], mut each: impl FnMut(usize, FiAddr)) -> isize {
+    let mut guard = object.domain.lock();
+    let state = &mut *guard;
+    let mut added = 0;
+    for (i, peer) in peers.iter().enumerate() {
+        let vector = state.shared.vectors.get_mut(object.name);
+        let at = peer.and_then(|peer| vector?.insert(peer));
+        added += isize::from(at.is_some());
+        each(i, at.unwrap_or(FI_ADDR_NOTAVAIL));
+    }
+    for endpoint in state.endpoints.values_mut() {
+        if endpoint.binding.vector == Some(object.name) {
+            endpoint.renew_sources(&state.shared);
+        }
+    }
+    added
+}
+
+unsafe extern "C" fn insert(
+    av: *mut fid_av,
+    addr: *const c_void,
+    count: usize,
+    fi_addr: *mut FiAddr,
+    flags: u64,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<AvObject, _>(av) }?;
+        let wants_errors = flags & FI_SYNC_ERR != 0;
+        if flags & !(FI_SYNC_ERR | FI_MORE) != 0 || (wants_errors && context.is_null()) {
+            return Err(FI_EBADFLAGS);
+        }
+        if addr.is_null() && count > 0 {
+            return Err(FI_EINVAL);
+        }
+        let mut at = addr.cast::<u8>();
+        let mut peers = Vec::new();
+        for _ in 0..count {
+            // SAFETY: a name begins with its family, which says how long it is (the caller's promise); one of another
+            // family is no longer than an IPv4 name, as far as can be known.
+            let name = unsafe {
+                let family = std::ptr::read_unaligned(at.cast::<u16>());
+                let len = if i32::from(family) == libc::AF_INET6 {
+                    LEN_V6
+                } else {
+                    LEN_V4
+                };
+                let name = std::slice::from_raw_parts(at, len);
+                at = at.add(len);
+                name
+            };
+            peers.push(Remote::from_name(name));
+        }
+        let added = add(object, &peers, |i, at| {
+            // SAFETY: lists of `count` elements, or null (the caller's promise).
+            unsafe {
+                if !fi_addr.is_null() {
+                    *fi_addr.add(i) = at;
+                }
+                if wants_errors {
+                    let bad = at == FI_ADDR_NOTAVAIL;
+                    *context.cast::<c_int>().add(i) = if bad { FI_EINVAL } else { 0 };
+                }
+            }
+        });
+        Ok(added)
+    })
+}
+
+unsafe extern "C" fn insertsvc(
+    av: *mut fid_av,
+    node: *const c_char,
+    service: *const c_char,
+    fi_addr: *mut FiAddr,
+    flags: u64,
+    _context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        if flags & !(FI_SYNC_ERR | FI_MORE) != 0 {
+            return Err(FI_EBADFLAGS);
+        }
+        // SAFETY: it was opened here; null or C strings (the caller's promise).
+        let (object, node, service) = unsafe {
+            let object = known::<AvObject, _>(av)?;
+            if node.is_null() || service.is_null() {
+                return Err(FI_EINVAL);
+            }
+            (object, CStr::from_ptr(node), CStr::from_ptr(service))
+        };
+        let port: u16 = service
+            .to_str()
+            .ok()
+            .and_then(|s| s.parse().ok())
+            .ok_or(FI_EINVAL)?;
+        let node = node.to_str().map_err(|_| FI_EINVAL)?;
+        let found: Option<SocketAddr> = (node, port).to_socket_addrs().ok().and_then(|mut a| a.next());
+        let peer = found.map(|addr| Remote {
+            ip: addr.ip().to_canonical(),
+            qpn: u32::from(addr.port()) << 8,
+        });
+        let added = add(object, &[peer], |_, at| {
+            // SAFETY: null or a place (the caller's promise).
+            if let Some(to) = unsafe { fi_addr.as_mut() } {
+                *to = at;
+            }
+        });
+        Ok(added)
+    })
+}
+
+unsafe extern "C" fn remove(av: *mut fid_av, fi_addr: *mut FiAddr, count: usize, _flags: u64) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<AvObject, _>(av) }?;
+        if fi_addr.is_null() {
+            return Err(FI_EINVAL);
+        }
+        let mut guard = object.domain.lock();
+        let state = &mut *guard;
+        let vector = state.shared.vectors.get_mut(object.name).ok_or(FI_EINVAL)?;
+        let mut result = Ok(0);
+        for i in 0..count {
+            // SAFETY: the list has `count` elements (the caller's promise).
+            if !vector.remove(unsafe { *fi_addr.add(i) }) {
+                result = Err(FI_EINVAL);
+            }
+        }
+        for endpoint in state.endpoints.values_mut() {
+            endpoint.renew_sources(&state.shared);
+        }
+        result
+    })
+}
+
+unsafe extern "C" fn lookup(
+    av: *mut fid_av,
+    fi_addr: FiAddr,
+    addr: *mut c_void,
+    addrlen: *mut usize,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<AvObject, _>(av) }?;
+        let state = object.domain.lock();
+        let vector = state.shared.vectors.get(object.name).ok_or(FI_EINVAL)?;
+        let peer = vector.get(fi_addr).ok_or(FI_EINVAL)?;
+        // SAFETY: `addr` has as many bytes as `addrlen` says (the caller's promise).
+        unsafe { copy_name(peer, addr, addrlen) }.map(|_whole| 0)
+    })
+}
+
+/// Copies as much of a name as there is room for, and says how long it is; whether it is whole.
+///
+/// # Safety
+/// `len` is null or valid, and `to` has that many bytes, or there are none.
+pub(crate) unsafe fn copy_name(
+    peer: Remote,
+    to: *mut c_void,
+    len: *mut usize,
+) -> Result<bool, c_int> {
+    let (name, needed) = peer.name();
+    // SAFETY: the caller's promise.
+    unsafe {
+        let len = len.as_mut().ok_or(FI_EINVAL)?;
+        let room = if to.is_null() { 0 } else { *len };
+        std::ptr::copy_nonoverlapping(name.as_ptr(), to.cast(), needed.min(room));
+        *len = needed;
+        Ok(room >= needed)
+    }
+}
+
+unsafe extern "C" fn straddr(
+    _av: *mut fid_av,
+    addr: *const c_void,
+    buf: *mut c_char,
+    len: *mut usize,
+) -> *const c_char {
+    // SAFETY: a name, which begins with its family, and a buffer of `len` bytes (the caller's promise).
+    unsafe {
+        let (Some(len), false, false) = (len.as_mut(), addr.is_null(), buf.is_null()) else {
+            return buf;
+        };
+        let family = std::ptr::read_unaligned(addr.cast::<u16>());
+        let bytes = if i32::from(family) == libc::AF_INET6 {
+            LEN_V6
+        } else {
+            LEN_V4
+        };
+        let name = std::slice::from_raw_parts(addr.cast::<u8>(), bytes);
+        let text = match crate::address::parts_of(name) {
+            Some((ip, port, index)) => {
+                format!("fi_anywarp://{}/{index}\0", SocketAddr::new(ip, port))
+            }
+            None => "fi_anywarp://?\0".to_owned(),
+        };
+        let fits = text.len().min(*len);
+        std::ptr::copy_nonoverlapping(text.as_ptr(), buf.cast(), fits);
+        if fits > 0 {
+            *buf.add(fits - 1) = 0;
+        }
+        *len = text.len();
+    }
+    buf
+}

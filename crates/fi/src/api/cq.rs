@@ -1,0 +1,360 @@
+//! Completion queues.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use libc::{c_char, c_int, c_void};
+
+use super::domain::DomainObject;
+use super::object::{NONE, Object, Table, ended, ended_int, give, head, known, ops, take};
+use crate::abi::*;
+use crate::event::{Wait, raise};
+use crate::limits;
+use crate::queue::{Entry, Queue};
+
+/// What a queue has beside its entries.
+pub(crate) struct Rest {
+    wait: Option<Wait>,
+    signaled: AtomicBool,
+}
+
+/// A completion queue of the program.
+pub(crate) type CqObject = Object<fid_cq, Rest>;
+
+static OPS: Table<fi_ops> = ops(close as *const (), NONE, control as *const ());
+static CQ_OPS: Table<fi_ops_cq> = Table(fi_ops_cq {
+    size: size_of::<fi_ops_cq>(),
+    read: read as *const (),
+    readfrom: readfrom as *const (),
+    readerr: readerr as *const (),
+    sread: sread as *const (),
+    sreadfrom: sreadfrom as *const (),
+    signal: signal as *const (),
+    strerror: strerror as *const (),
+});
+
+pub(crate) unsafe extern "C" fn open(
+    domain: *mut fid_domain,
+    attr: *mut fi_cq_attr,
+    cq: *mut *mut fid_cq,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: the caller's promise.
+        let (domain, attr) = unsafe {
+            let attr = attr.as_mut().ok_or(FI_EINVAL)?;
+            (&known::<DomainObject, _>(domain)?.domain, attr)
+        };
+        if attr.format == FI_CQ_FORMAT_UNSPEC {
+            attr.format = FI_CQ_FORMAT_CONTEXT;
+        }
+        if attr.format > FI_CQ_FORMAT_TAGGED || attr.flags != 0 {
+            return Err(FI_EINVAL);
+        }
+        let wait = match attr.wait_obj {
+            FI_WAIT_NONE => None,
+            FI_WAIT_UNSPEC | FI_WAIT_FD => {
+                Some(Wait::new(domain.channel.fd()).ok_or(FI_ENOMEM)?)
+            }
+            _ => return Err(FI_ENOSYS),
+        };
+        let mut queue = Queue::new(attr.format);
+        queue.event = wait.as_ref().map(Wait::event);
+        let name = domain.lock().shared.queues.insert(queue);
+        let object = CqObject {
+            fid: fid_cq {
+                fid: head(FI_CLASS_CQ, context, &OPS),
+                ops: &raw const CQ_OPS.0,
+            },
+            domain: Arc::clone(domain),
+            name: name.map_err(|_full| FI_ENOMEM)?,
+            rest: Rest {
+                wait,
+                signaled: AtomicBool::new(false),
+            },
+        };
+        // SAFETY: null or a place (the caller's promise).
+        unsafe { give(object, cq) }
+    })
+}
+
+unsafe extern "C" fn close(at: *mut fid) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<CqObject, _>(at) }?;
+        let mut state = object.domain.lock();
+        let used = state.endpoints.iter().any(|(_, ep)| {
+            [ep.binding.send_queue, ep.binding.receive_queue].contains(&Some(object.name))
+        });
+        if used {
+            return Err(FI_EBUSY);
+        }
+        state.shared.queues.remove(object.name);
+        drop(state);
+        // SAFETY: the program does not use it any more.
+        unsafe { take::<CqObject, _>(at) }?;
+        Ok(0)
+    })
+}
+
+unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here; the argument is a place for a descriptor (the caller's promise).
+        unsafe {
+            let object = known::<CqObject, _>(at)?;
+            let (FI_GETWAIT, Some(wait)) = (command, &object.rest.wait) else {
+                return Err(FI_ENOSYS);
+            };
+            *arg.cast::<c_int>().as_mut().ok_or(FI_EINVAL)? = wait.fd();
+        }
+        Ok(0)
+    })
+}
+
+/// Writes entry `i` of a program's list.
+///
+/// # Safety
+/// `buf` has room for it.
+unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
+    let op_context = std::ptr::with_exposed_provenance_mut(entry.context);
+    let (flags, len, data, tag) = (entry.flags, entry.len, entry.data, entry.tag);
+    let at = std::ptr::with_exposed_provenance_mut(entry.buf);
+    // SAFETY: the caller's promise; each format begins with the fields of those before it.
+    unsafe {
+        match format {
+            FI_CQ_FORMAT_MSG => buf.cast::<fi_cq_msg_entry>().add(i).write(fi_cq_msg_entry {
+                op_context,
+                flags,
+                len,
+            }),
+            FI_CQ_FORMAT_DATA => buf.cast::<fi_cq_data_entry>().add(i).write(fi_cq_data_entry {
+                op_context,
+                flags,
+                len,
+                buf: at,
+                data,
+            }),
+            FI_CQ_FORMAT_TAGGED => {
+                buf.cast::<fi_cq_tagged_entry>().add(i).write(fi_cq_tagged_entry {
+                    op_context,
+                    flags,
+                    len,
+                    buf: at,
+                    data,
+                    tag,
+                });
+            }
+            _ => buf.cast::<fi_cq_entry>().add(i).write(fi_cq_entry { op_context }),
+        }
+    }
+}
+
+/// Takes what there is, up to `count` entries.
+///
+/// # Safety
+/// `buf` and `sources` have room for `count` entries, or are null.
+unsafe fn take_entries(
+    object: &CqObject,
+    buf: *mut c_void,
+    count: usize,
+    sources: *mut FiAddr,
+) -> Result<isize, c_int> {
+    if buf.is_null() && count > 0 {
+        return Err(FI_EINVAL);
+    }
+    let mut state = object.domain.lock();
+    if state.shared.queues.get(object.name).is_none_or(Queue::is_empty) {
+        state.progress();
+    }
+    let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
+    let mut n = 0;
+    while n < count
+        && let Some(entry) = queue.take()
+    {
+        // SAFETY: the caller's promise.
+        unsafe {
+            write(queue.format, buf, n, &entry);
+            if !sources.is_null() {
+                *sources.add(n) = entry.source;
+            }
+        }
+        n += 1;
+    }
+    if n > 0 {
+        return isize::try_from(n).map_err(|_| FI_EINVAL);
+    }
+    Err(if queue.error_is_first() {
+        FI_EAVAIL
+    } else {
+        FI_EAGAIN
+    })
+}
+
+unsafe extern "C" fn read(cq: *mut fid_cq, buf: *mut c_void, count: usize) -> isize {
+    // SAFETY: it was opened here; a list of `count` entries (the caller's promise).
+    ended(|| unsafe { take_entries(known(cq)?, buf, count, std::ptr::null_mut()) })
+}
+
+unsafe extern "C" fn readfrom(
+    cq: *mut fid_cq,
+    buf: *mut c_void,
+    count: usize,
+    sources: *mut FiAddr,
+) -> isize {
+    // SAFETY: as above.
+    ended(|| unsafe { take_entries(known(cq)?, buf, count, sources) })
+}
+
+unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: u64) -> isize {
+    ended(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<CqObject, _>(cq) }?;
+        if to.is_null() {
+            return Err(FI_EINVAL);
+        }
+        let mut state = object.domain.lock();
+        let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
+        let entry = queue.take_error().ok_or(FI_EAGAIN)?;
+        // SAFETY: a structure of the program's version of the header, which has one member less before 1.5.
+        unsafe {
+            let at = |a: usize| std::ptr::with_exposed_provenance_mut(a);
+            (*to).op_context = at(entry.context);
+            (*to).flags = entry.flags;
+            (*to).len = entry.len;
+            (*to).buf = at(entry.buf);
+            (*to).data = entry.data;
+            (*to).tag = entry.tag;
+            (*to).olen = entry.olen;
+            (*to).err = entry.err;
+            (*to).prov_errno = entry.err;
+            if object.domain.api >= fi_version(1, 5) {
+                (*to).err_data_size = 0;
+            } else {
+                (*to).err_data = std::ptr::null_mut();
+            }
+        }
+        Ok(1)
+    })
+}
+
+/// Prepares a wait for the queue's descriptor: whether there is nothing to read.
+///
+/// # Safety
+/// `cq` is null or was opened here.
+pub(crate) unsafe fn trywait(cq: *mut fid_cq) -> Result<(), c_int> {
+    // SAFETY: the caller's promise.
+    let object = unsafe { known::<CqObject, _>(cq) }?;
+    let wait = object.rest.wait.as_ref().ok_or(FI_EINVAL)?;
+    may_wait(object, wait)
+}
+
+fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
+    let mut guard = object.domain.lock();
+    let state = &mut *guard;
+    wait.clear();
+    object.domain.channel.drain();
+    for endpoint in state.endpoints.values_mut() {
+        endpoint.arm();
+    }
+    // What came before the device was armed has no event.
+    state.progress();
+    let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
+    if !queue.is_empty() {
+        return Err(FI_EAGAIN);
+    }
+    queue.armed = true;
+    Ok(())
+}
+
+/// How long a wait lasts at most before the peers that others wait for are asked whether they are there.
+const TURN: Duration = Duration::from_millis(500);
+
+/// # Safety
+/// As for [`take_entries`].
+unsafe fn wait_for_entries(
+    cq: *mut fid_cq,
+    buf: *mut c_void,
+    count: usize,
+    sources: *mut FiAddr,
+    timeout: c_int,
+) -> Result<isize, c_int> {
+    // SAFETY: the caller's promise.
+    let object = unsafe { known::<CqObject, _>(cq) }?;
+    let Some(wait) = &object.rest.wait else {
+        return Err(FI_ENOSYS); // The program has said that it does not wait.
+    };
+    let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
+    let begin = Instant::now();
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { take_entries(object, buf, count, sources) } {
+            Err(FI_EAGAIN) => {}
+            other => return other,
+        }
+        let left = limit.map(|limit| limit.saturating_sub(begin.elapsed()));
+        if object.rest.signaled.swap(false, Ordering::AcqRel) || left == Some(Duration::ZERO) {
+            return Err(FI_EAGAIN);
+        }
+        if begin.elapsed() < limits::SPIN {
+            continue;
+        }
+        match may_wait(object, wait) {
+            Ok(()) => wait.wait(Some(left.map_or(TURN, |left| left.min(TURN)))),
+            Err(FI_EAGAIN) => {}
+            Err(why) => return Err(why),
+        }
+    }
+}
+
+unsafe extern "C" fn sread(
+    cq: *mut fid_cq,
+    buf: *mut c_void,
+    count: usize,
+    _cond: *const c_void,
+    timeout: c_int,
+) -> isize {
+    // SAFETY: a list of `count` entries (the caller's promise).
+    ended(|| unsafe { wait_for_entries(cq, buf, count, std::ptr::null_mut(), timeout) })
+}
+
+unsafe extern "C" fn sreadfrom(
+    cq: *mut fid_cq,
+    buf: *mut c_void,
+    count: usize,
+    sources: *mut FiAddr,
+    _cond: *const c_void,
+    timeout: c_int,
+) -> isize {
+    // SAFETY: as above.
+    ended(|| unsafe { wait_for_entries(cq, buf, count, sources, timeout) })
+}
+
+unsafe extern "C" fn signal(cq: *mut fid_cq) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<CqObject, _>(cq) }?;
+        let wait = object.rest.wait.as_ref().ok_or(FI_ENOSYS)?;
+        object.rest.signaled.store(true, Ordering::Release);
+        raise(wait.event());
+        Ok(0)
+    })
+}
+
+unsafe extern "C" fn strerror(
+    _cq: *mut fid_cq,
+    errno: c_int,
+    _data: *const c_void,
+    buf: *mut c_char,
+    len: usize,
+) -> *const c_char {
+    // SAFETY: any number has a text; the buffer has `len` bytes, or there is none (the caller's promise).
+    unsafe {
+        let text = libc::strerror(errno);
+        if !buf.is_null() && len > 0 {
+            libc::strncpy(buf, text, len);
+            *buf.add(len - 1) = 0;
+        }
+        text
+    }
+}

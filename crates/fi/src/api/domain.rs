@@ -1,0 +1,215 @@
+//! Domains, and memory registered on them.
+
+use std::sync::Arc;
+
+use libc::{c_int, c_void, iovec};
+
+use super::object::{NONE, Object, Table, ended_int, give, head, known, ops, take};
+use crate::abi::*;
+use crate::domain::Domain;
+use crate::verbs::{Access, Device, Region};
+
+/// A domain of the program.
+pub(crate) type DomainObject = Object<fid_domain>;
+type MrObject = Object<fid_mr, Region>;
+
+static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), NONE);
+static DOMAIN_OPS: Table<fi_ops_domain> = Table(fi_ops_domain {
+    size: size_of::<fi_ops_domain>(),
+    av_open: super::av::open as *const (),
+    cq_open: super::cq::open as *const (),
+    endpoint: super::ep::open as *const (),
+    scalable_ep: NONE,
+    cntr_open: super::cntr::open as *const (),
+    poll_open: NONE,
+    stx_ctx: NONE,
+    srx_ctx: NONE,
+    query_atomic: query_atomic as *const (),
+    query_collective: NONE,
+    endpoint2: NONE,
+});
+static MR_OPS: Table<fi_ops_mr> = Table(fi_ops_mr {
+    size: size_of::<fi_ops_mr>(),
+    reg: reg as *const (),
+    regv: regv as *const (),
+    regattr: regattr as *const (),
+});
+static REGION_OPS: Table<fi_ops> = ops(close_region as *const (), NONE, control_region as *const ());
+
+pub(crate) unsafe extern "C" fn open(
+    fabric: *mut fid_fabric,
+    info: *mut fi_info,
+    domain: *mut *mut fid_domain,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: opened here (the caller's promise).
+        let api = unsafe { super::fabric::api_of(fabric) }?;
+        if info.is_null() {
+            return Err(FI_EINVAL);
+        }
+        let device = Device::get().map_err(|why| {
+            crate::log::warn(&why.to_string());
+            FI_ENODEV
+        })?;
+        let object = DomainObject {
+            fid: fid_domain {
+                fid: head(FI_CLASS_DOMAIN, context, &OPS),
+                ops: &raw const DOMAIN_OPS.0,
+                mr: &raw const MR_OPS.0,
+            },
+            domain: Domain::new(device, api)?,
+            name: 0,
+            rest: (),
+        };
+        // SAFETY: null or a place (the caller's promise).
+        unsafe { give(object, domain) }
+    })
+}
+
+unsafe extern "C" fn close(at: *mut fid) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here.
+        let object = unsafe { known::<DomainObject, _>(at) }?;
+        if Arc::strong_count(&object.domain) > 1 {
+            return Err(FI_EBUSY);
+        }
+        // SAFETY: the program does not use it any more.
+        unsafe { take::<DomainObject, _>(at) }?;
+        Ok(0)
+    })
+}
+
+unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int {
+    ended_int(|| {
+        // SAFETY: null or an object (the caller's promise).
+        let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
+        // Nothing is told there.
+        if class == FI_CLASS_EQ as usize {
+            Ok(0)
+        } else {
+            Err(FI_EINVAL)
+        }
+    })
+}
+
+unsafe extern "C" fn query_atomic(
+    _domain: *mut fid_domain,
+    _datatype: u32,
+    _op: u32,
+    _attr: *mut fi_atomic_attr,
+    _flags: u64,
+) -> c_int {
+    -FI_EOPNOTSUPP
+}
+
+/// # Safety
+/// `at` is null or a domain of the program; the memory is the device's as `access` says until the region is closed; `mr` is
+/// null or a place.
+unsafe fn register(
+    at: *mut fid,
+    buf: *const c_void,
+    len: usize,
+    access: u64,
+    mr: *mut *mut fid_mr,
+    context: *mut c_void,
+) -> Result<isize, c_int> {
+    // SAFETY: the caller's promise.
+    let domain = &unsafe { known::<DomainObject, _>(at) }?.domain;
+    let access = Access::Remote {
+        read: access & FI_REMOTE_READ != 0,
+        write: access & FI_REMOTE_WRITE != 0,
+    };
+    // SAFETY: the caller's promise.
+    let region = unsafe { Region::new(&domain.pd, buf.expose_provenance(), len, access) }?;
+    let object = MrObject {
+        fid: fid_mr {
+            fid: head(FI_CLASS_MR, context, &REGION_OPS),
+            mem_desc: std::ptr::null_mut(),
+            key: region.rkey().into(),
+        },
+        domain: Arc::clone(domain),
+        name: 0,
+        rest: region,
+    };
+    // SAFETY: the caller's promise.
+    unsafe { give(object, mr) }
+}
+
+unsafe extern "C" fn reg(
+    at: *mut fid,
+    buf: *const c_void,
+    len: usize,
+    access: u64,
+    _offset: u64,
+    _key: u64,
+    flags: u64,
+    mr: *mut *mut fid_mr,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        if flags != 0 {
+            return Err(FI_EBADFLAGS);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { register(at, buf, len, access, mr, context) }
+    })
+}
+
+unsafe extern "C" fn regv(
+    at: *mut fid,
+    iov: *const iovec,
+    count: usize,
+    access: u64,
+    _offset: u64,
+    _key: u64,
+    flags: u64,
+    mr: *mut *mut fid_mr,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        if flags != 0 {
+            return Err(FI_EBADFLAGS);
+        }
+        if count != 1 {
+            return Err(FI_EINVAL);
+        }
+        // SAFETY: the caller's promise: a list of one.
+        unsafe {
+            let iov = iov.as_ref().ok_or(FI_EINVAL)?;
+            register(at, iov.iov_base, iov.iov_len, access, mr, context)
+        }
+    })
+}
+
+unsafe extern "C" fn regattr(
+    at: *mut fid,
+    attr: *const fi_mr_attr,
+    flags: u64,
+    mr: *mut *mut fid_mr,
+) -> c_int {
+    ended_int(|| {
+        if flags != 0 {
+            return Err(FI_EBADFLAGS);
+        }
+        // SAFETY: null or valid, with a list (the caller's promise).
+        unsafe {
+            let attr = attr.as_ref().ok_or(FI_EINVAL)?;
+            if attr.iov_count != 1 {
+                return Err(FI_EINVAL);
+            }
+            let iov = attr.mr_iov.as_ref().ok_or(FI_EINVAL)?;
+            register(at, iov.iov_base, iov.iov_len, attr.access, mr, attr.context)
+        }
+    })
+}
+
+unsafe extern "C" fn close_region(at: *mut fid) -> c_int {
+    // SAFETY: it was made here, and the program does not use it any more.
+    ended_int(|| unsafe { take::<MrObject, _>(at).map(|_| 0) })
+}
+
+/// `fi_mr_enable` has nothing to do.
+unsafe extern "C" fn control_region(_at: *mut fid, command: c_int, _arg: *mut c_void) -> c_int {
+    if command == FI_ENABLE { 0 } else { -FI_ENOSYS }
+}

@@ -1,0 +1,338 @@
+//! Endpoints: opening, binding, options.
+
+use std::sync::Arc;
+
+use libc::{c_int, c_void};
+
+use super::domain::DomainObject;
+use super::object::{NONE, Object, Table, ended, ended_int, give, head, known, ops, take};
+use super::{av, cntr, cq, message, rma};
+use crate::abi::*;
+use crate::address;
+use crate::endpoint::{Binding, Counts, Endpoint, Shared};
+use crate::limits;
+
+/// An endpoint of the program.
+pub(crate) type EpObject = Object<fid_ep>;
+
+static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), control as *const ());
+static EP_OPS: Table<fi_ops_ep> = Table(fi_ops_ep {
+    size: size_of::<fi_ops_ep>(),
+    cancel: cancel as *const (),
+    getopt: getopt as *const (),
+    setopt: setopt as *const (),
+    tx_ctx: NONE,
+    rx_ctx: NONE,
+    rx_size_left: NONE,
+    tx_size_left: NONE,
+});
+static CM_OPS: Table<fi_ops_cm> = Table(fi_ops_cm {
+    size: size_of::<fi_ops_cm>(),
+    setname: NONE,
+    getname: getname as *const (),
+    getpeer: NONE,
+    connect: NONE,
+    listen: NONE,
+    accept: NONE,
+    reject: NONE,
+    shutdown: NONE,
+    join: NONE,
+});
+static NO_ATOMICS: Table<fi_ops_atomic> = Table(fi_ops_atomic {
+    size: size_of::<fi_ops_atomic>(),
+    write: NONE,
+    writev: NONE,
+    writemsg: NONE,
+    inject: NONE,
+    readwrite: NONE,
+    readwritev: NONE,
+    readwritemsg: NONE,
+    compwrite: NONE,
+    compwritev: NONE,
+    compwritemsg: NONE,
+    writevalid: NONE,
+    readwritevalid: NONE,
+    compwritevalid: NONE,
+});
+static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
+    size: size_of::<fi_ops_collective>(),
+    barrier: NONE,
+    broadcast: NONE,
+    alltoall: NONE,
+    allreduce: NONE,
+    allgather: NONE,
+    reduce_scatter: NONE,
+    reduce: NONE,
+    scatter: NONE,
+    gather: NONE,
+    msg: NONE,
+    barrier2: NONE,
+});
+
+/// The key of all queue pairs of a job, which keeps datagrams of other programs away.
+fn job_key() -> u32 {
+    const USUAL: u32 = 0x0f1a_0b01;
+    let given = std::env::var("FI_ANYWARP_QKEY").ok();
+    given.map_or(USUAL, |text| {
+        let text = text.trim();
+        let hex = text.strip_prefix("0x").map(|t| u32::from_str_radix(t, 16).ok());
+        hex.unwrap_or_else(|| text.parse().ok()).unwrap_or_else(|| {
+            crate::log::warn(&format!(
+                "FI_ANYWARP_QKEY: {text:?} is no number of 32 bits; the usual key is taken, which other jobs have, too"
+            ));
+            USUAL
+        })
+    })
+}
+
+pub(crate) unsafe extern "C" fn open(
+    domain: *mut fid_domain,
+    info: *mut fi_info,
+    ep: *mut *mut fid_ep,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: the caller's promise, for the structures and what they name.
+        let (domain, info, source) = unsafe {
+            let info = info.as_ref().ok_or(FI_EINVAL)?;
+            let kind = info.ep_attr.as_ref().map_or(FI_EP_RDM, |ep| ep.r#type);
+            if !matches!(kind, FI_EP_RDM | FI_EP_UNSPEC) {
+                return Err(FI_EINVAL);
+            }
+            let source = (!info.src_addr.is_null() && info.src_addrlen >= address::LEN_V4)
+                .then(|| std::slice::from_raw_parts(info.src_addr.cast::<u8>(), info.src_addrlen));
+            (&known::<DomainObject, _>(domain)?.domain, info, source)
+        };
+        let device = domain.device;
+        let wanted = source.and_then(address::parts_of).map(|(ip, ..)| ip);
+        let from = match wanted {
+            Some(ip) if !ip.is_unspecified() => (ip, device.place_of(ip).ok_or(FI_EADDRNOTAVAIL)?),
+            _ => device.address(None).ok_or(FI_EADDRNOTAVAIL)?,
+        };
+        // SAFETY: null or valid (the caller's promise).
+        let (send_flags, receive_flags) = unsafe {
+            (
+                info.tx_attr.as_ref().map_or(0, |tx| tx.op_flags),
+                info.rx_attr.as_ref().map_or(0, |rx| rx.op_flags),
+            )
+        };
+        let binding = Binding {
+            directed: info.caps & FI_DIRECTED_RECV != 0,
+            send_flags,
+            receive_flags,
+            multi_min: limits::MULTI_RECV_MIN,
+            ..Binding::default()
+        };
+        let mut state = domain.lock();
+        let made = Endpoint::new(&state.shared, device, &domain.channel, from, job_key(), binding)?;
+        let name = state.endpoints.insert(made).map_err(|_full| FI_ENOMEM)?;
+        let object = EpObject {
+            fid: fid_ep {
+                fid: head(FI_CLASS_EP, context, &OPS),
+                ops: &raw const EP_OPS.0,
+                cm: &raw const CM_OPS.0,
+                msg: &raw const message::MSG_OPS.0,
+                rma: &raw const rma::RMA_OPS.0,
+                tagged: &raw const message::TAGGED_OPS.0,
+                atomic: &raw const NO_ATOMICS.0,
+                collective: &raw const NO_COLLECTIVES.0,
+            },
+            domain: Arc::clone(domain),
+            name,
+            rest: (),
+        };
+        // SAFETY: null or a place (the caller's promise).
+        unsafe { give(object, ep) }
+    })
+}
+
+/// Does something with an endpoint.
+///
+/// # Safety
+/// `at` is null or was opened here.
+pub(crate) unsafe fn with<F>(
+    at: *mut F,
+    f: impl FnOnce(&mut Endpoint, &mut Shared) -> Result<isize, c_int>,
+) -> Result<isize, c_int> {
+    // SAFETY: the caller's promise.
+    let object = unsafe { known::<EpObject, _>(at) }?;
+    let mut guard = object.domain.lock();
+    let state = &mut *guard;
+    let endpoint = state.endpoints.get_mut(object.name).ok_or(FI_EINVAL)?;
+    f(endpoint, &mut state.shared)
+}
+
+unsafe extern "C" fn close(at: *mut fid) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here, and the program does not use it any more.
+        let object = unsafe { take::<EpObject, _>(at) }?;
+        let mut guard = object.domain.lock();
+        let state = &mut *guard;
+        if let Some(mut endpoint) = state.endpoints.remove(object.name) {
+            endpoint.close(&mut state.shared);
+        }
+        Ok(0)
+    })
+}
+
+unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
+    ended_int(|| {
+        // SAFETY: null or an object (the caller's promise).
+        let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
+        // SAFETY: its class says what it is.
+        let name = unsafe {
+            match u32::try_from(class).unwrap_or(0) {
+                FI_CLASS_CQ => known::<cq::CqObject, _>(other)?.name,
+                FI_CLASS_AV => known::<av::AvObject, _>(other)?.name,
+                FI_CLASS_CNTR => known::<cntr::CntrObject, _>(other)?.name,
+                FI_CLASS_EQ => 0,
+                _ => return Err(FI_EINVAL),
+            }
+        };
+        // SAFETY: it was opened here.
+        unsafe {
+            with(at, |endpoint, _| {
+                if endpoint.enabled {
+                    return Err(FI_EOPBADSTATE);
+                }
+                attach(&mut endpoint.binding, class as u32, name, flags)?;
+                Ok(0)
+            })
+        }
+    })
+}
+
+fn attach(binding: &mut Binding, class: u32, name: u32, flags: u64) -> Result<(), c_int> {
+    match class {
+        FI_CLASS_CQ => {
+            if flags & (FI_SEND | FI_RECV) == 0
+                || flags & !(FI_SEND | FI_RECV | FI_SELECTIVE_COMPLETION) != 0
+            {
+                return Err(FI_EBADFLAGS);
+            }
+            let selective = flags & FI_SELECTIVE_COMPLETION != 0;
+            if flags & FI_SEND != 0 {
+                binding.send_queue = Some(name);
+                binding.send_selective = selective;
+            }
+            if flags & FI_RECV != 0 {
+                binding.receive_queue = Some(name);
+                binding.receive_selective = selective;
+            }
+        }
+        FI_CLASS_AV => binding.vector = Some(name),
+        FI_CLASS_CNTR => {
+            let known = Counts::ALL.iter().fold(0, |all, (_, flag)| all | flag);
+            if flags & known == 0 || flags & !known != 0 {
+                return Err(FI_EBADFLAGS);
+            }
+            for ((_, flag), counter) in Counts::ALL.iter().zip(&mut binding.counters) {
+                if flags & flag != 0 {
+                    *counter = Some(name);
+                }
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+unsafe extern "C" fn control(at: *mut fid, command: c_int, _arg: *mut c_void) -> c_int {
+    ended_int(|| {
+        if command != FI_ENABLE {
+            return Err(FI_ENOSYS);
+        }
+        // SAFETY: it was opened here.
+        unsafe {
+            with(at, |endpoint, _| {
+                if endpoint.binding.vector.is_none() {
+                    return Err(FI_ENOAV);
+                }
+                endpoint.enable()?;
+                Ok(0)
+            })
+        }
+    })
+}
+
+unsafe extern "C" fn cancel(at: *mut fid, context: *mut c_void) -> isize {
+    ended(|| {
+        let context = context.expose_provenance();
+        // SAFETY: it was opened here.
+        unsafe {
+            with(at, |endpoint, shared| {
+                if endpoint.cancel(shared, context) {
+                    Ok(0)
+                } else {
+                    Err(libc::ENOENT)
+                }
+            })
+        }
+    })
+}
+
+unsafe extern "C" fn getopt(
+    at: *mut fid,
+    level: c_int,
+    name: c_int,
+    value: *mut c_void,
+    len: *mut usize,
+) -> c_int {
+    ended_int(|| {
+        if level != FI_OPT_ENDPOINT || name != FI_OPT_MIN_MULTI_RECV {
+            return Err(FI_ENOPROTOOPT);
+        }
+        // SAFETY: it was opened here; a value of the length that is said (the caller's promise).
+        unsafe {
+            let len = len.as_mut().ok_or(FI_EINVAL)?;
+            if value.is_null() || *len < size_of::<usize>() {
+                return Err(FI_ETOOSMALL);
+            }
+            *len = size_of::<usize>();
+            with(at, |endpoint, _| {
+                value.cast::<usize>().write(endpoint.binding.multi_min);
+                Ok(0)
+            })
+        }
+    })
+}
+
+unsafe extern "C" fn setopt(
+    at: *mut fid,
+    level: c_int,
+    name: c_int,
+    value: *const c_void,
+    len: usize,
+) -> c_int {
+    ended_int(|| {
+        if level != FI_OPT_ENDPOINT || name != FI_OPT_MIN_MULTI_RECV {
+            return Err(FI_ENOPROTOOPT);
+        }
+        if value.is_null() || len != size_of::<usize>() {
+            return Err(FI_EINVAL);
+        }
+        // SAFETY: it was opened here; a value of the length that is said (the caller's promise).
+        unsafe {
+            let bytes = value.cast::<usize>().read();
+            with(at, |endpoint, _| {
+                endpoint.binding.multi_min = bytes;
+                Ok(0)
+            })
+        }
+    })
+}
+
+unsafe extern "C" fn getname(at: *mut fid, addr: *mut c_void, len: *mut usize) -> c_int {
+    ended_int(|| {
+        // SAFETY: it was opened here; a buffer of the length that is said (the caller's promise).
+        unsafe {
+            with(at, |endpoint, _| {
+                if av::copy_name(endpoint.name(), addr, len)? {
+                    Ok(0)
+                } else {
+                    Err(FI_ETOOSMALL)
+                }
+            })
+        }
+    })
+}

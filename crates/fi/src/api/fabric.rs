@@ -1,0 +1,75 @@
+//! `fi_fabric` and what is opened on it.
+
+use libc::{c_int, c_void};
+
+use super::object::{NONE, Table, ended_int, give, head, known, ops, take};
+use crate::abi::*;
+
+#[repr(C)]
+struct Fabric {
+    c: fid_fabric,
+}
+
+static OPS: Table<fi_ops> = ops(close as *const (), NONE, NONE);
+static FABRIC_OPS: Table<fi_ops_fabric> = Table(fi_ops_fabric {
+    size: size_of::<fi_ops_fabric>(),
+    domain: super::domain::open as *const (),
+    passive_ep: NONE,
+    eq_open: super::eq::open as *const (),
+    wait_open: NONE,
+    trywait: trywait as *const (),
+    domain2: NONE,
+});
+
+/// Opens the fabric.
+pub(crate) unsafe extern "C" fn open(
+    attr: *const fi_fabric_attr,
+    fabric: *mut *mut fid_fabric,
+    context: *mut c_void,
+) -> c_int {
+    ended_int(|| {
+        // SAFETY: null or valid (the caller's promise).
+        let attr = unsafe { attr.as_ref() }.ok_or(FI_EINVAL)?;
+        let c = fid_fabric {
+            fid: head(FI_CLASS_FABRIC, context, &OPS),
+            ops: &raw const FABRIC_OPS.0,
+            api_version: attr.api_version,
+        };
+        // SAFETY: null or a place (the caller's promise).
+        unsafe { give(Fabric { c }, fabric) }
+    })
+}
+
+unsafe extern "C" fn close(at: *mut fid) -> c_int {
+    // SAFETY: it was opened here, and the program does not use it any more.
+    ended_int(|| unsafe { take::<Fabric, _>(at).map(|_| 0) })
+}
+
+/// The version of the interface that the program of a fabric speaks.
+///
+/// # Safety
+/// `fabric` is null or was opened here.
+pub(crate) unsafe fn api_of(fabric: *mut fid_fabric) -> Result<u32, c_int> {
+    // SAFETY: the caller's promise.
+    Ok(unsafe { known::<Fabric, _>(fabric) }?.c.api_version)
+}
+
+unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, count: c_int) -> c_int {
+    ended_int(|| {
+        for i in 0..usize::try_from(count).map_err(|_negative| FI_EINVAL)? {
+            // SAFETY: the list has `count` objects (the caller's promise).
+            let (at, class) = unsafe {
+                let at = *fids.add(i);
+                (at, at.as_ref().ok_or(FI_EINVAL)?.fclass)
+            };
+            match u32::try_from(class).unwrap_or(0) {
+                // SAFETY: its class says what it is.
+                FI_CLASS_CQ => unsafe { super::cq::trywait(at.cast()) }?,
+                // Nothing ever comes there.
+                FI_CLASS_EQ => {}
+                _ => return Err(FI_ENOSYS),
+            }
+        }
+        Ok(0)
+    })
+}

@@ -1,0 +1,12 @@
+//! The functions that libfabric's inline functions call, by the object that they are of.
+
+pub(crate) mod av;
+pub(crate) mod cntr;
+pub(crate) mod cq;
+pub(crate) mod domain;
+pub(crate) mod ep;
+pub(crate) mod eq;
+pub(crate) mod fabric;
+pub(crate) mod message;
+pub(crate) mod object;
+pub(crate) mod rma;

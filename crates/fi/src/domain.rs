@@ -1,0 +1,63 @@
+//! A domain: the device, and everything that is opened on it, behind one lock.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::endpoint::{Endpoint, Shared};
+use crate::slab::Slab;
+use crate::verbs::{Channel, Device, Pd};
+
+/// What the lock protects.
+#[derive(Debug)]
+pub struct State {
+    /// What the endpoints share.
+    pub shared: Shared,
+    /// The endpoints.
+    pub endpoints: Slab<Endpoint>,
+}
+
+impl State {
+    /// Handles what the device has completed for any endpoint.
+    pub fn progress(&mut self) {
+        for endpoint in self.endpoints.values_mut() {
+            endpoint.progress(&mut self.shared);
+        }
+    }
+}
+
+/// A domain.
+#[derive(Debug)]
+pub struct Domain {
+    state: Mutex<State>,
+    /// The device.
+    pub device: &'static Device,
+    /// Its protection domain.
+    pub pd: Arc<Pd>,
+    /// Events of the device.
+    pub channel: Arc<Channel>,
+    /// The version of the interface that the program speaks.
+    pub api: u32,
+}
+
+impl Domain {
+    /// A new domain of the device.
+    pub fn new(device: &'static Device, api: u32) -> Result<Arc<Self>, i32> {
+        let pd = Pd::new(device)?;
+        let channel = Channel::new(device)?;
+        let state = State {
+            shared: Shared::new(Arc::clone(&pd)),
+            endpoints: Slab::default(),
+        };
+        Ok(Arc::new(Self {
+            state: Mutex::new(state),
+            device,
+            pd,
+            channel,
+            api,
+        }))
+    }
+
+    /// Locks it.
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

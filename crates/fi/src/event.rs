@@ -1,0 +1,123 @@
+//! Descriptors that a program waits for.
+
+use std::time::Duration;
+
+/// The descriptors of a completion queue: one to wait for, and one in it that this library makes readable itself.
+#[derive(Debug)]
+pub struct Wait {
+    set: i32,
+    event: i32,
+}
+
+impl Wait {
+    /// Descriptors of which the first is readable when the second or `device` is.
+    pub fn new(device: i32) -> Option<Self> {
+        Self::of(Some(device))
+    }
+
+    /// Descriptors of which the first is readable when the second is.
+    pub fn alone() -> Option<Self> {
+        Self::of(None)
+    }
+
+    fn of(device: Option<i32>) -> Option<Self> {
+        // SAFETY: no memory is passed but the entries of the set, which are copied; the descriptors are new.
+        unsafe {
+            let event = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
+            let set = libc::epoll_create1(libc::EPOLL_CLOEXEC);
+            let made = Self { set, event };
+            if event < 0 || set < 0 {
+                return None;
+            }
+            for fd in std::iter::once(event).chain(device) {
+                let mut entry = libc::epoll_event {
+                    events: libc::EPOLLIN as u32,
+                    u64: 0,
+                };
+                if libc::epoll_ctl(set, libc::EPOLL_CTL_ADD, fd, &raw mut entry) != 0 {
+                    return None;
+                }
+            }
+            Some(made)
+        }
+    }
+
+    /// The descriptor to wait for.
+    pub fn fd(&self) -> i32 {
+        self.set
+    }
+
+    /// The descriptor that [`raise`] makes readable.
+    pub fn event(&self) -> i32 {
+        self.event
+    }
+
+    /// Makes it unreadable.
+    pub fn clear(&self) {
+        let mut count = 0_u64;
+        // SAFETY: eight bytes are written to a variable of that size.
+        unsafe { libc::read(self.event, (&raw mut count).cast(), 8) };
+    }
+
+    /// Waits until it is readable; `None`: without an end.
+    pub fn wait(&self, limit: Option<Duration>) {
+        let mut fd = libc::pollfd {
+            fd: self.set,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        let ms = limit.map_or(-1, |limit| {
+            i32::try_from(limit.as_micros().div_ceil(1000)).unwrap_or(i32::MAX)
+        });
+        // SAFETY: one entry.
+        unsafe { libc::poll(&raw mut fd, 1, ms) };
+    }
+}
+
+impl Drop for Wait {
+    fn drop(&mut self) {
+        for fd in [self.set, self.event] {
+            if fd >= 0 {
+                // SAFETY: the descriptor is this value's.
+                unsafe { libc::close(fd) };
+            }
+        }
+    }
+}
+
+/// Makes the descriptor of an event readable.
+pub fn raise(event: i32) {
+    let one = 1_u64;
+    // SAFETY: eight bytes are read from a variable of that size.
+    unsafe { libc::write(event, (&raw const one).cast(), 8) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_readable(wait: &Wait) -> bool {
+        let mut fd = libc::pollfd {
+            fd: wait.fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one entry.
+        unsafe { libc::poll(&raw mut fd, 1, 0) == 1 }
+    }
+
+    #[test]
+    fn an_event_makes_the_set_readable_until_it_is_cleared() {
+        // SAFETY: no memory is passed.
+        let device = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK) };
+        let wait = Wait::new(device).unwrap();
+        assert!(!is_readable(&wait));
+        raise(wait.event());
+        assert!(is_readable(&wait));
+        wait.clear();
+        assert!(!is_readable(&wait));
+        raise(device);
+        assert!(is_readable(&wait));
+        wait.wait(None);
+    }
+}

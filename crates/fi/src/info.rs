@@ -1,0 +1,594 @@
+//! `fi_getinfo`: what the provider has, as far as it is what the program asks for.
+//!
+//! The core of libfabric copies and frees what is made here with its own idea of the structures, so each part is allocated by
+//! `calloc`, with room behind it.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+
+use crate::abi::*;
+use crate::address::{self, Remote};
+use crate::limits;
+use crate::verbs::Device;
+
+/// The name of the provider, of its fabric and of its domain.
+pub const PROVIDER: &CStr = c"anywarp";
+const FABRIC: &CStr = c"anywarp";
+const DOMAIN: &CStr = c"anywarp0";
+
+/// The version of the provider.
+pub const VERSION: u32 = fi_version(1, 0);
+
+/// A number for our protocol among those that belong to providers; its version is that of the messages.
+const PROTOCOL: u32 = 1 << 31 | 0x0a11;
+
+const MODIFIERS: u64 = FI_READ | FI_WRITE | FI_RECV | FI_SEND | FI_REMOTE_READ | FI_REMOTE_WRITE;
+const MESSAGES: u64 = FI_MSG | FI_TAGGED | FI_RECV | FI_SEND | FI_DIRECTED_RECV;
+const MEMORY: u64 = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+/// What a program gets whether it asks for it or not.
+const SECONDARY: u64 = FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
+const ALL: u64 = MESSAGES | MEMORY | SECONDARY;
+const MR_MODE: i32 = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+const ORDER: u64 = FI_ORDER_SAS
+    | FI_ORDER_ATOMIC_RAR
+    | FI_ORDER_ATOMIC_RAW
+    | FI_ORDER_ATOMIC_WAR
+    | FI_ORDER_ATOMIC_WAW;
+/// Flags of operations that a program may make the default.
+const OP_FLAGS: u64 = FI_COMPLETION
+    | FI_INJECT
+    | FI_INJECT_COMPLETE
+    | FI_TRANSMIT_COMPLETE
+    | FI_DELIVERY_COMPLETE
+    | FI_MULTI_RECV;
+/// Why hints for other providers are not answered: not worth a line.
+pub const NOT_US: &str = "another provider";
+const TAG_FORMAT: u64 = 0xaaaa_aaaa_aaaa_aaaa;
+
+/// What a program asks for. Zero and `None` stand for "anything".
+#[derive(Debug, Clone, Default)]
+pub struct Hints {
+    given: bool,
+    caps: u64,
+    addr_format: u32,
+    tx: Option<fi_tx_attr>,
+    rx: Option<fi_rx_attr>,
+    ep: Option<fi_ep_attr>,
+    domain: Option<fi_domain_attr>,
+    provider: Option<String>,
+    fabric_name: Option<String>,
+    domain_name: Option<String>,
+    source: Option<Vec<u8>>,
+    destination: Option<Vec<u8>>,
+}
+
+/// What is answered: what depends on the hints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    caps: u64,
+    mr_mode: i32,
+    threading: u32,
+    control_progress: u32,
+    av_type: u32,
+    tag_format: u64,
+    send_flags: u64,
+    receive_flags: u64,
+}
+
+/// # Safety
+/// `text` is null or a C string.
+unsafe fn string(text: *const c_char) -> Option<String> {
+    // SAFETY: the caller's promise.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+/// # Safety
+/// `at` is null or has `len` bytes.
+unsafe fn bytes(at: *const c_void, len: usize) -> Option<Vec<u8>> {
+    if at.is_null() || len == 0 || len > 128 {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    Some(unsafe { std::slice::from_raw_parts(at.cast::<u8>(), len) }.to_vec())
+}
+
+impl Hints {
+    /// Reads them.
+    ///
+    /// # Safety
+    /// `info` is null, or valid with all that it names.
+    pub unsafe fn read(info: *const fi_info) -> Self {
+        // SAFETY: the caller's promise, for this and all that it names.
+        unsafe {
+            let Some(info) = info.as_ref() else {
+                return Self::default();
+            };
+            let fabric = info.fabric_attr.as_ref();
+            let domain = info.domain_attr.as_ref();
+            Self {
+                given: true,
+                caps: info.caps,
+                addr_format: info.addr_format,
+                tx: info.tx_attr.as_ref().copied(),
+                rx: info.rx_attr.as_ref().copied(),
+                ep: info.ep_attr.as_ref().copied(),
+                domain: domain.copied(),
+                provider: fabric.and_then(|f| string(f.prov_name)),
+                fabric_name: fabric.and_then(|f| string(f.name)),
+                domain_name: domain.and_then(|d| string(d.name)),
+                source: bytes(info.src_addr, info.src_addrlen),
+                destination: bytes(info.dest_addr, info.dest_addrlen),
+            }
+        }
+    }
+
+    /// What answers them, or why nothing does.
+    fn answer(&self, api: u32) -> Result<Answer, &'static str> {
+        let same = |wanted: &Option<String>, ours: &CStr| {
+            wanted
+                .as_ref()
+                .is_none_or(|w| w.as_bytes().eq_ignore_ascii_case(ours.to_bytes()))
+        };
+        if !same(&self.provider, PROVIDER) {
+            return Err(NOT_US);
+        }
+        if !same(&self.fabric_name, FABRIC) || !same(&self.domain_name, DOMAIN) {
+            return Err("another fabric or domain");
+        }
+        if !matches!(
+            self.addr_format,
+            FI_FORMAT_UNSPEC | FI_SOCKADDR | FI_SOCKADDR_IN | FI_SOCKADDR_IN6
+        ) {
+            return Err("an address format other than socket addresses");
+        }
+        if let Some(ep) = &self.ep {
+            if !matches!(ep.r#type, FI_EP_UNSPEC | FI_EP_RDM) {
+                return Err("an endpoint type other than FI_EP_RDM");
+            }
+            if !matches!(ep.protocol, FI_PROTO_UNSPEC | PROTOCOL) {
+                return Err("another protocol");
+            }
+            if ep.max_msg_size > limits::MESSAGE {
+                return Err("max_msg_size");
+            }
+            if ep.tx_ctx_cnt > 1 || ep.rx_ctx_cnt > 1 {
+                return Err("several contexts");
+            }
+            if ep.auth_key_size > 0 {
+                return Err("an authorization key");
+            }
+        }
+        let mut wanted = self.caps;
+        if let Some(tx) = &self.tx {
+            if tx.inject_size > limits::INJECT
+                || tx.size > limits::REQUESTS
+                || tx.iov_limit > limits::IOV
+                || tx.rma_iov_limit > 1
+            {
+                return Err("sizes of the transmit context");
+            }
+            if tx.op_flags & !OP_FLAGS != 0 {
+                return Err("operation flags");
+            }
+            if tx.msg_order & !ORDER != 0 || tx.comp_order != 0 {
+                return Err("orders that are not kept");
+            }
+            wanted |= tx.caps;
+        }
+        if let Some(rx) = &self.rx {
+            if rx.iov_limit > limits::IOV {
+                return Err("sizes of the receive context");
+            }
+            if rx.op_flags & !OP_FLAGS != 0 {
+                return Err("operation flags");
+            }
+            if rx.msg_order & !ORDER != 0 || rx.comp_order != 0 {
+                return Err("orders that are not kept");
+            }
+            wanted |= rx.caps;
+        }
+        if wanted & !ALL != 0 {
+            return Err("capabilities that there are not");
+        }
+        let memory_wanted = wanted & FI_RMA != 0;
+        let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
+        let mr_mode = if !self.given || mode == FI_MR_BASIC || (mode == FI_MR_UNSPEC && api < fi_version(1, 5)) {
+            Some(FI_MR_BASIC)
+        } else if mode & MR_MODE == MR_MODE {
+            Some(MR_MODE)
+        } else {
+            None
+        };
+        if memory_wanted && mr_mode.is_none() {
+            return Err("memory registration without FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY");
+        }
+        // With kinds of operations come all directions of them, unless some are named.
+        let kinds = FI_MSG | FI_TAGGED | FI_RMA;
+        let mut caps = wanted & (kinds | FI_DIRECTED_RECV) | SECONDARY;
+        if wanted & kinds == 0 {
+            caps |= FI_MSG | FI_TAGGED | FI_DIRECTED_RECV;
+            if mr_mode.is_some() {
+                caps |= FI_RMA;
+            }
+        }
+        let directions = |caps: u64| {
+            let messages = if caps & (FI_MSG | FI_TAGGED) != 0 {
+                FI_SEND | FI_RECV
+            } else {
+                0
+            };
+            let memory = if caps & FI_RMA != 0 {
+                MEMORY & MODIFIERS
+            } else {
+                0
+            };
+            messages | memory
+        };
+        let named = wanted & MODIFIERS;
+        caps |= match named {
+            0 => directions(caps),
+            named => named & directions(caps),
+        };
+        let mr_mode = if caps & FI_RMA == 0 {
+            0
+        } else {
+            mr_mode.unwrap_or(0)
+        };
+        let mut answer = Answer {
+            caps,
+            mr_mode,
+            threading: FI_THREAD_SAFE,
+            control_progress: FI_PROGRESS_MANUAL,
+            av_type: FI_AV_TABLE,
+            tag_format: TAG_FORMAT,
+            send_flags: self.tx.as_ref().map_or(0, |tx| tx.op_flags),
+            receive_flags: self.rx.as_ref().map_or(0, |rx| rx.op_flags),
+        };
+        if let Some(domain) = &self.domain {
+            if domain.data_progress == FI_PROGRESS_AUTO {
+                return Err("FI_PROGRESS_AUTO: data moves while the program is in a call");
+            }
+            if domain.cq_data_size > 8 || domain.mr_key_size > 8 || domain.mr_iov_limit > 1 {
+                return Err("sizes of the domain");
+            }
+            if domain.max_ep_stx_ctx > 0 || domain.max_ep_srx_ctx > 0 {
+                return Err("shared contexts");
+            }
+            if domain.auth_key_size > 0 {
+                return Err("an authorization key");
+            }
+            if domain.threading != FI_THREAD_UNSPEC {
+                answer.threading = domain.threading;
+            }
+            if domain.control_progress != FI_PROGRESS_UNSPEC {
+                answer.control_progress = domain.control_progress;
+            }
+            if domain.av_type != FI_AV_UNSPEC {
+                answer.av_type = domain.av_type;
+            }
+        }
+        if let Some(format) = self.ep.as_ref().map(|ep| ep.mem_tag_format)
+            && format != 0
+        {
+            answer.tag_format = format;
+        }
+        Ok(answer)
+    }
+}
+
+/// Zeroed memory of the C library for a `T`, and room behind it.
+fn zeroed<T>() -> Option<*mut T> {
+    // SAFETY: `calloc` takes any size.
+    let at = unsafe { libc::calloc(1, size_of::<T>() + limits::SLACK) };
+    (!at.is_null()).then_some(at.cast())
+}
+
+/// A structure of the C library's memory with a value.
+fn made<T>(value: T) -> Option<*mut T> {
+    let at = zeroed::<T>()?;
+    // SAFETY: `calloc` aligns for any structure, and this one has room.
+    unsafe { at.write(value) };
+    Some(at)
+}
+
+fn text(from: &CStr) -> Option<*mut c_char> {
+    // SAFETY: a C string.
+    let at = unsafe { libc::strdup(from.as_ptr()) };
+    (!at.is_null()).then_some(at)
+}
+
+fn name_copy(name: &[u8]) -> Option<*mut c_void> {
+    let at = zeroed::<[u8; 128]>()?;
+    // SAFETY: 128 bytes, and names are shorter.
+    unsafe { std::ptr::copy_nonoverlapping(name.as_ptr(), at.cast(), name.len().min(128)) };
+    Some(at.cast())
+}
+
+/// Where messages go and come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Ends {
+    format: u32,
+    source: Vec<u8>,
+    destination: Option<Vec<u8>>,
+}
+
+/// A name without an index.
+fn plain_name(addr: SocketAddr) -> Vec<u8> {
+    let remote = Remote {
+        ip: addr.ip(),
+        qpn: u32::from(addr.port()) << 8,
+    };
+    let (name, len) = remote.name();
+    name.get(..len).unwrap_or_default().to_vec()
+}
+
+fn family_of(name: &[u8]) -> Option<i32> {
+    let family = name.first_chunk::<2>()?;
+    Some(i32::from(u16::from_ne_bytes(*family)))
+}
+
+fn resolve(node: &str, service: Option<&str>, v4: Option<bool>) -> Option<SocketAddr> {
+    let port = service.unwrap_or("0").parse().ok()?;
+    let mut found = (node, port).to_socket_addrs().ok()?;
+    found.find(|addr| v4.is_none_or(|v4| addr.is_ipv4() == v4))
+}
+
+fn ends(
+    device: &Device,
+    hints: &Hints,
+    node: Option<&str>,
+    service: Option<&str>,
+    is_source: bool,
+) -> Result<Ends, &'static str> {
+    let v4 = match hints.addr_format {
+        FI_SOCKADDR_IN => Some(true),
+        FI_SOCKADDR_IN6 => Some(false),
+        _ => None,
+    };
+    let mut local: Option<IpAddr> = None;
+    let mut destination = hints.destination.clone();
+    if let Some(name) = &hints.source {
+        local = address::parts_of(name).map(|(ip, ..)| ip);
+    }
+    if let Some(node) = node {
+        let addr = resolve(node, service, v4).ok_or("a node or service that is not known")?;
+        if is_source {
+            local = Some(addr.ip());
+        } else {
+            destination = Some(plain_name(addr));
+        }
+    }
+    let v4 = v4.or_else(|| Some(family_of(destination.as_ref()?)? == libc::AF_INET));
+    let ip = match local {
+        Some(ip) if !ip.is_unspecified() => {
+            device
+                .place_of(ip)
+                .ok_or("a source address that the device does not have")?;
+            ip
+        }
+        _ => {
+            let found = device.address(v4).or_else(|| device.address(None));
+            found.ok_or("no address")?.0
+        }
+    };
+    if v4.is_some_and(|v4| v4 != ip.is_ipv4()) {
+        return Err("an address family that the device does not have");
+    }
+    Ok(Ends {
+        format: address::format_of(ip),
+        source: plain_name(SocketAddr::new(ip, 0)),
+        destination,
+    })
+}
+
+/// Makes the structure for an answer. What was allocated before memory ended stays allocated: the process ends soon.
+fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
+    let tx = fi_tx_attr {
+        caps: answer.caps & (FI_MSG | FI_TAGGED | FI_RMA | FI_SEND | FI_READ | FI_WRITE),
+        mode: 0,
+        op_flags: answer.send_flags,
+        msg_order: ORDER,
+        comp_order: 0,
+        inject_size: limits::INJECT,
+        size: limits::REQUESTS,
+        iov_limit: limits::IOV,
+        rma_iov_limit: 1,
+        tclass: 0,
+    };
+    let rx = fi_rx_attr {
+        caps: answer.caps & !(FI_SEND | FI_READ | FI_WRITE),
+        mode: 0,
+        op_flags: answer.receive_flags,
+        msg_order: ORDER,
+        comp_order: 0,
+        total_buffered_recv: limits::UNEXPECTED,
+        size: limits::ENTRIES,
+        iov_limit: limits::IOV,
+    };
+    let ep = fi_ep_attr {
+        r#type: FI_EP_RDM,
+        protocol: PROTOCOL,
+        protocol_version: crate::wire::VERSION.into(),
+        max_msg_size: limits::MESSAGE,
+        msg_prefix_size: 0,
+        max_order_raw_size: 0,
+        max_order_war_size: 0,
+        max_order_waw_size: 0,
+        mem_tag_format: answer.tag_format,
+        tx_ctx_cnt: 1,
+        rx_ctx_cnt: 1,
+        auth_key_size: 0,
+        auth_key: std::ptr::null_mut(),
+    };
+    let domain = fi_domain_attr {
+        domain: std::ptr::null_mut(),
+        name: text(DOMAIN)?,
+        threading: answer.threading,
+        control_progress: answer.control_progress,
+        data_progress: FI_PROGRESS_MANUAL,
+        resource_mgmt: FI_RM_ENABLED,
+        av_type: answer.av_type,
+        mr_mode: answer.mr_mode,
+        mr_key_size: 8,
+        cq_data_size: 8,
+        cq_cnt: 1024,
+        ep_cnt: 256,
+        tx_ctx_cnt: 256,
+        rx_ctx_cnt: 256,
+        max_ep_tx_ctx: 1,
+        max_ep_rx_ctx: 1,
+        max_ep_stx_ctx: 0,
+        max_ep_srx_ctx: 0,
+        cntr_cnt: 1024,
+        mr_iov_limit: 1,
+        caps: FI_LOCAL_COMM | FI_REMOTE_COMM,
+        mode: 0,
+        auth_key: std::ptr::null_mut(),
+        auth_key_size: 0,
+        max_err_data: 0,
+        mr_cnt: 1 << 20,
+        tclass: 0,
+    };
+    let fabric = fi_fabric_attr {
+        fabric: std::ptr::null_mut(),
+        name: text(FABRIC)?,
+        // The core fills it in.
+        prov_name: std::ptr::null_mut(),
+        prov_version: VERSION,
+        api_version: api,
+    };
+    let (dest_addr, dest_addrlen) = match &ends.destination {
+        Some(name) => (name_copy(name)?, name.len()),
+        None => (std::ptr::null_mut(), 0),
+    };
+    made(fi_info {
+        next: std::ptr::null_mut(),
+        caps: answer.caps,
+        mode: 0,
+        addr_format: ends.format,
+        src_addrlen: ends.source.len(),
+        dest_addrlen,
+        src_addr: name_copy(&ends.source)?,
+        dest_addr,
+        handle: std::ptr::null_mut(),
+        tx_attr: made(tx)?,
+        rx_attr: made(rx)?,
+        ep_attr: made(ep)?,
+        domain_attr: made(domain)?,
+        fabric_attr: made(fabric)?,
+        nic: std::ptr::null_mut(),
+    })
+}
+
+/// Answers hints: the structure, or why there is none.
+///
+/// # Safety
+/// `node` and `service` are null or C strings; `hints` is null or valid with all that it names.
+pub unsafe fn answer(
+    api: u32,
+    node: *const c_char,
+    service: *const c_char,
+    is_source: bool,
+    hints: *const fi_info,
+) -> Result<*mut fi_info, String> {
+    // SAFETY: the caller's promise.
+    let (hints, node, service) = unsafe { (Hints::read(hints), string(node), string(service)) };
+    let answer = hints.answer(api).map_err(str::to_owned)?;
+    let device = Device::get().map_err(|why| why.to_string())?;
+    let ends = ends(device, &hints, node.as_deref(), service.as_deref(), is_source)?;
+    structure(&answer, &ends, api).ok_or_else(|| "no memory".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: u32 = fi_version(1, 17);
+
+    fn domain() -> fi_domain_attr {
+        // SAFETY: zeroes are valid for all members.
+        unsafe { std::mem::zeroed() }
+    }
+
+    fn ep() -> fi_ep_attr {
+        // SAFETY: as above.
+        unsafe { std::mem::zeroed() }
+    }
+
+    fn asks(caps: u64, mr_mode: i32) -> Hints {
+        Hints {
+            given: true,
+            caps,
+            domain: Some(fi_domain_attr {
+                mr_mode,
+                ..domain()
+            }),
+            ..Hints::default()
+        }
+    }
+
+    #[test]
+    fn what_open_mpi_and_mpich_ask_for_is_answered() {
+        let open_mpi = asks(FI_TAGGED | FI_LOCAL_COMM | FI_REMOTE_COMM | FI_DIRECTED_RECV, 0);
+        let got = open_mpi.answer(fi_version(1, 5)).unwrap();
+        assert_eq!(got.caps & (FI_MSG | FI_RMA), 0);
+        assert_eq!(got.caps & (FI_TAGGED | FI_SEND | FI_RECV), FI_TAGGED | FI_SEND | FI_RECV);
+        assert_eq!(got.mr_mode, 0);
+        let mpich = asks(0, MR_MODE | 1 << 9).answer(fi_version(2, 5)).unwrap();
+        assert_eq!((mpich.caps, mpich.mr_mode), (ALL, MR_MODE));
+        assert_eq!(Hints::default().answer(NOW).unwrap().mr_mode, FI_MR_BASIC);
+    }
+
+    #[test]
+    fn memory_needs_a_mode_that_is_kept() {
+        assert!(asks(FI_RMA, 0).answer(NOW).is_err());
+        assert!(asks(FI_RMA, FI_MR_VIRT_ADDR).answer(NOW).is_err());
+        assert!(asks(FI_RMA, FI_MR_SCALABLE).answer(fi_version(1, 4)).is_err());
+        assert_eq!(asks(FI_RMA, 0).answer(fi_version(1, 4)).unwrap().mr_mode, FI_MR_BASIC);
+        let without = asks(0, 0).answer(NOW).unwrap();
+        assert_eq!((without.caps & FI_RMA, without.mr_mode), (0, 0));
+        let named = asks(FI_MSG | FI_SEND, 0).answer(NOW).unwrap();
+        assert_eq!(named.caps & MODIFIERS, FI_SEND);
+    }
+
+    #[test]
+    fn what_there_is_not_is_refused() {
+        assert!(asks(1 << 5, 0).answer(NOW).is_err(), "multicast");
+        assert!(asks(1 << 47, MR_MODE).answer(NOW).is_err(), "other memory");
+        let refuses = |change: &dyn Fn(&mut Hints)| {
+            let mut hints = asks(FI_MSG, 0);
+            assert!(hints.answer(NOW).is_ok());
+            change(&mut hints);
+            hints.answer(NOW).is_err()
+        };
+        assert!(refuses(&|h| h.provider = Some("anywarp;^ofi_rxm".to_owned())));
+        assert!(refuses(&|h| h.domain_name = Some("mlx5_0".to_owned())));
+        assert!(refuses(&|h| h.addr_format = 7));
+        for kind in [1, 2] {
+            assert!(refuses(&|h| h.ep = Some(fi_ep_attr { r#type: kind, ..ep() })));
+        }
+        assert!(refuses(&|h| h.ep = Some(fi_ep_attr { max_msg_size: usize::MAX, ..ep() })));
+        assert!(refuses(&|h| {
+            let data_progress = FI_PROGRESS_AUTO;
+            h.domain = Some(fi_domain_attr { data_progress, ..domain() });
+        }));
+    }
+
+    #[test]
+    fn what_is_asked_for_is_echoed() {
+        let mut hints = asks(FI_MSG, 0);
+        hints.domain = Some(fi_domain_attr {
+            threading: 3,
+            av_type: FI_AV_MAP,
+            control_progress: FI_PROGRESS_AUTO,
+            ..domain()
+        });
+        hints.ep = Some(fi_ep_attr {
+            mem_tag_format: 0xff,
+            ..ep()
+        });
+        let got = hints.answer(NOW).unwrap();
+        assert_eq!((got.threading, got.av_type), (3, FI_AV_MAP));
+        assert_eq!((got.control_progress, got.tag_format), (FI_PROGRESS_AUTO, 0xff));
+    }
+}

@@ -1,0 +1,101 @@
+//! A libfabric provider on reliable datagrams: `libanywarp-fi.so`.
+//!
+//! ```text
+//! api       the functions that libfabric calls, by object
+//! info      fi_getinfo
+//! domain    what is open, behind one lock
+//! endpoint  messages, rendezvous, one-sided operations
+//! matching  receives and messages   queue  completions   address  names of peers
+//! verbs     the device, through the public libibverbs and <infiniband/anywarpdv.h>
+//! ```
+//!
+//! The library imports nothing from libfabric, whose core finds it by `FI_PROVIDER_PATH` and calls [`fi_prov_ini`].
+//! `docs/mpi.md` describes the protocol and how MPI programs run on it.
+
+#![allow(
+    private_interfaces,
+    reason = "the modules are public for their documentation; nothing links this as a Rust library"
+)]
+
+pub mod abi;
+pub mod address;
+mod api;
+pub mod domain;
+pub mod endpoint;
+pub mod event;
+mod ffi;
+pub mod info;
+pub mod limits;
+mod log;
+pub mod matching;
+pub mod memory;
+pub mod queue;
+pub mod slab;
+pub mod verbs;
+pub mod wire;
+
+use std::cell::UnsafeCell;
+use std::ffi::{c_char, c_int};
+
+use abi::{FI_EINVAL, FI_ENODATA, fi_info, fi_provider, fi_version};
+
+const FI_SOURCE_NAME: u64 = abi::FI_SOURCE;
+
+/// The structure that the core keeps, and writes to.
+struct Provider(UnsafeCell<fi_provider>);
+
+// SAFETY: only the core of libfabric touches it, under its own lock.
+unsafe impl Sync for Provider {}
+
+static PROVIDER: Provider = Provider(UnsafeCell::new(fi_provider {
+    version: info::VERSION,
+    // Newer than any: the core skips a provider for programs that ask for more than this.
+    fi_version: fi_version(2, 99),
+    context: abi::fi_context {
+        internal: [std::ptr::null_mut(); 4],
+    },
+    name: info::PROVIDER.as_ptr(),
+    getinfo: getinfo as *const (),
+    fabric: api::fabric::open as *const (),
+    cleanup: cleanup as *const (),
+}));
+
+/// The function that the core of libfabric looks for. `FI_PROVIDER_PATH` makes it find this library.
+///
+/// # Safety
+/// The core calls it once for each libfabric in the process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fi_prov_ini() -> *mut fi_provider {
+    log::init(PROVIDER.0.get().cast());
+    PROVIDER.0.get()
+}
+
+extern "C" fn cleanup() {}
+
+unsafe extern "C" fn getinfo(
+    version: u32,
+    node: *const c_char,
+    service: *const c_char,
+    flags: u64,
+    hints: *const fi_info,
+    info: *mut *mut fi_info,
+) -> c_int {
+    api::object::ended_int(|| {
+        // SAFETY: null or a place (the core's promise).
+        let to = unsafe { info.as_mut() }.ok_or(FI_EINVAL)?;
+        let is_source = flags & FI_SOURCE_NAME != 0;
+        // SAFETY: null or valid (the core's promise).
+        match unsafe { info::answer(version, node, service, is_source, hints) } {
+            Ok(made) => {
+                *to = made;
+                Ok(0)
+            }
+            Err(why) => {
+                if why != info::NOT_US {
+                    log::warn(&format!("fi_getinfo: not this provider: {why}"));
+                }
+                Err(FI_ENODATA)
+            }
+        }
+    })
+}

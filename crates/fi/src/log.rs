@@ -1,0 +1,81 @@
+//! Lines for people, through the log of libfabric (`FI_LOG_LEVEL`).
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+type Log = unsafe extern "C" fn(*const c_void, c_int, c_int, *const c_char, c_int, *const c_char, ...);
+
+static PROVIDER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+static LOG: OnceLock<Option<Log>> = OnceLock::new();
+
+const WARNING: c_int = 0;
+const CORE: c_int = 0;
+
+unsafe extern "C" fn each_library(
+    info: *mut libc::dl_phdr_info,
+    _size: usize,
+    found: *mut c_void,
+) -> c_int {
+    // SAFETY: the loader gives a structure with the name of a library, and back what `find` gave.
+    unsafe {
+        let name = (*info).dlpi_name;
+        if name.is_null() {
+            return 0;
+        }
+        let name = CStr::from_ptr(name);
+        let is_it = name.to_string_lossy().contains("/libfabric.so");
+        if is_it {
+            *found.cast::<Option<CString>>() = Some(name.into());
+        }
+        c_int::from(is_it)
+    }
+}
+
+/// The `fi_log` of the libfabric that is loaded.
+fn find() -> Option<Log> {
+    let mut library: Option<CString> = None;
+    // SAFETY: the callback gets the address of `library`, which lives meanwhile. The library is loaded already, and `fi_log`
+    // has had this type since its first version.
+    unsafe {
+        libc::dl_iterate_phdr(Some(each_library), (&raw mut library).cast());
+        let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
+        let handle = libc::dlopen(library?.as_ptr(), flags);
+        if handle.is_null() {
+            return None;
+        }
+        let log = libc::dlsym(handle, c"fi_log".as_ptr());
+        (!log.is_null()).then(|| std::mem::transmute::<*mut c_void, Log>(log))
+    }
+}
+
+/// The core knows the provider by this address.
+pub(crate) fn init(provider: *mut c_void) {
+    PROVIDER.store(provider, Ordering::Release);
+}
+
+/// Writes a line, if the program's user asks for warnings.
+pub(crate) fn warn(text: &str) {
+    let provider = PROVIDER.load(Ordering::Acquire);
+    if provider.is_null() {
+        return;
+    }
+    let Some(log) = *LOG.get_or_init(find) else {
+        return;
+    };
+    let Ok(text) = CString::new(format!("{text}\n")) else {
+        return;
+    };
+    // SAFETY: the format takes one string.
+    unsafe {
+        log(
+            provider,
+            WARNING,
+            CORE,
+            c"anywarp".as_ptr(),
+            0,
+            c"%s".as_ptr(),
+            text.as_ptr(),
+        );
+    }
+}

@@ -1,0 +1,264 @@
+//! Which message goes to which receive: receives that wait for messages, and messages that wait for receives.
+
+use std::collections::VecDeque;
+
+use crate::abi::{FI_ADDR_UNSPEC, FiAddr};
+use crate::address::Remote;
+use crate::limits;
+
+/// What of a message is matched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Envelope {
+    /// Who sent it, as an index of the address vector.
+    pub source: FiAddr,
+    /// Its tag; 0 for one without.
+    pub tag: u64,
+}
+
+/// What a receive takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pattern {
+    /// Who may have sent it, or `FI_ADDR_UNSPEC`.
+    pub source: FiAddr,
+    /// The tag.
+    pub tag: u64,
+    /// Bits of the tag that do not count.
+    pub ignore: u64,
+}
+
+impl Pattern {
+    fn takes(&self, message: &Envelope) -> bool {
+        (self.source == FI_ADDR_UNSPEC || self.source == message.source)
+            && (self.tag ^ message.tag) & !self.ignore == 0
+    }
+}
+
+/// Where the bytes of a message are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Content {
+    /// Here.
+    Here(Vec<u8>),
+    /// With its sender, who names it so.
+    Announced(u32),
+}
+
+/// A message that waits for a receive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// What is matched.
+    pub envelope: Envelope,
+    /// Its sender.
+    pub from: Remote,
+    /// Its length.
+    pub length: u64,
+    /// What the sender's program sent beside it.
+    pub data: Option<u64>,
+    /// Its bytes.
+    pub content: Content,
+}
+
+impl Message {
+    fn cost(&self) -> usize {
+        let bytes = match &self.content {
+            Content::Here(bytes) => bytes.len(),
+            Content::Announced(_) => 0,
+        };
+        bytes + limits::UNEXPECTED_EACH
+    }
+}
+
+/// Receives of one kind (tagged or not), and messages of that kind.
+#[derive(Debug)]
+pub struct Matching<R> {
+    receives: VecDeque<(Pattern, R)>,
+    messages: VecDeque<Message>,
+    /// Messages that the program has asked for and not received yet, with its word for each.
+    claimed: Vec<(usize, Message)>,
+    bytes: usize,
+}
+
+impl<R> Default for Matching<R> {
+    fn default() -> Self {
+        Self {
+            receives: VecDeque::new(),
+            messages: VecDeque::new(),
+            claimed: Vec::new(),
+            bytes: 0,
+        }
+    }
+}
+
+impl<R> Matching<R> {
+    /// The receive that was posted first of those which take a message. It stays.
+    pub fn receive_for(&mut self, message: &Envelope) -> Option<(usize, &mut R)> {
+        let mut all = self.receives.iter_mut().enumerate();
+        let (at, (_, receive)) = all.find(|(_, (pattern, _))| pattern.takes(message))?;
+        Some((at, receive))
+    }
+
+    /// Removes a receive by its place.
+    pub fn remove_receive(&mut self, at: usize) -> Option<R> {
+        self.receives.remove(at).map(|(_, receive)| receive)
+    }
+
+    /// Adds a receive behind the others.
+    pub fn post(&mut self, pattern: Pattern, receive: R) {
+        self.receives.push_back((pattern, receive));
+    }
+
+    /// Removes the first receive that fits.
+    pub fn cancel(&mut self, fits: impl Fn(&R) -> bool) -> Option<R> {
+        let at = self.receives.iter().position(|(_, r)| fits(r))?;
+        self.remove_receive(at)
+    }
+
+    /// Removes all receives.
+    pub fn cancel_all(&mut self) -> impl Iterator<Item = R> + '_ {
+        self.receives.drain(..).map(|(_, receive)| receive)
+    }
+
+    /// Adds a message for which there is no receive.
+    pub fn keep(&mut self, message: Message) {
+        self.bytes += message.cost();
+        self.messages.push_back(message);
+    }
+
+    /// Bytes of memory that messages take.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The first message that a pattern takes.
+    pub fn message_for(&self, pattern: &Pattern) -> Option<&Message> {
+        self.messages.iter().find(|m| pattern.takes(&m.envelope))
+    }
+
+    /// Takes the first message that a pattern takes.
+    pub fn take_message(&mut self, pattern: &Pattern) -> Option<Message> {
+        let at = self
+            .messages
+            .iter()
+            .position(|m| pattern.takes(&m.envelope))?;
+        let message = self.messages.remove(at)?;
+        self.bytes -= message.cost();
+        Some(message)
+    }
+
+    /// Sets the first message that a pattern takes aside for the receive that names `context`.
+    pub fn claim(&mut self, pattern: &Pattern, context: usize) -> Option<&Message> {
+        let message = self.take_message(pattern)?;
+        self.bytes += message.cost();
+        self.claimed.push((context, message));
+        self.claimed.last().map(|(_, message)| message)
+    }
+
+    /// Takes the message that was set aside for `context`.
+    pub fn take_claimed(&mut self, context: usize) -> Option<Message> {
+        let at = self.claimed.iter().position(|(c, _)| *c == context)?;
+        let (_, message) = self.claimed.remove(at);
+        self.bytes -= message.cost();
+        Some(message)
+    }
+
+    /// The address vector has changed: sources of messages are looked up again.
+    pub fn renew_sources(&mut self, find: impl Fn(Remote) -> FiAddr) {
+        for message in &mut self.messages {
+            message.envelope.source = find(message.from);
+        }
+    }
+
+    /// Messages that a peer has announced and that wait: they will not come.
+    pub fn forget_announced(&mut self, from: Remote) {
+        self.messages.retain(|m| {
+            let gone = m.from == from && matches!(m.content, Content::Announced(_));
+            if gone {
+                self.bytes -= m.cost();
+            }
+            !gone
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(source: FiAddr, tag: u64, bytes: &[u8]) -> Message {
+        Message {
+            envelope: Envelope { source, tag },
+            from: Remote {
+                ip: "10.0.0.1".parse().unwrap(),
+                qpn: source as u32,
+            },
+            length: bytes.len() as u64,
+            data: None,
+            content: Content::Here(bytes.to_vec()),
+        }
+    }
+
+    fn takes(source: FiAddr, tag: u64, ignore: u64) -> Pattern {
+        Pattern {
+            source,
+            tag,
+            ignore,
+        }
+    }
+
+    const ANY: FiAddr = FI_ADDR_UNSPEC;
+
+    #[test]
+    fn the_first_receive_that_takes_a_message_gets_it() {
+        let mut m = Matching::default();
+        m.post(takes(ANY, 5, 0), 1);
+        m.post(takes(2, 0, u64::MAX), 2);
+        m.post(takes(ANY, 0, 0xff), 3);
+        let envelope = |source, tag| Envelope { source, tag };
+        let mut to = |source, tag| m.receive_for(&envelope(source, tag)).map(|(_, r)| *r);
+        assert_eq!(to(1, 5), Some(1));
+        assert_eq!(to(2, 6), Some(2));
+        assert_eq!(to(1, 6), Some(3));
+        assert_eq!(to(1, 0x100), None);
+        assert_eq!(m.cancel(|r| *r == 2), Some(2));
+        assert_eq!(m.cancel(|r| *r == 2), None);
+        assert_eq!(m.receive_for(&envelope(2, 6)).map(|(at, r)| (at, *r)), Some((1, 3)));
+        assert_eq!(m.remove_receive(1), Some(3));
+        assert_eq!(m.cancel_all().collect::<Vec<_>>(), [1]);
+    }
+
+    #[test]
+    fn messages_are_taken_in_the_order_in_which_they_came() {
+        let mut m = Matching::<()>::default();
+        for (source, tag) in [(1, 7), (2, 7), (1, 7), (1, 8)] {
+            m.keep(message(source, tag, b"abc"));
+        }
+        assert_eq!(m.bytes(), 4 * (3 + limits::UNEXPECTED_EACH));
+        let tag = |m: Option<Message>| m.map(|m| (m.envelope.source, m.envelope.tag));
+        assert_eq!(tag(m.take_message(&takes(2, 0, u64::MAX))), Some((2, 7)));
+        assert_eq!(tag(m.take_message(&takes(ANY, 8, 0))), Some((1, 8)));
+        assert!(m.message_for(&takes(ANY, 9, 0)).is_none());
+        assert!(m.message_for(&takes(ANY, 6, 1)).is_some());
+        assert_eq!(m.claim(&takes(1, 7, 0), 77).map(|m| m.length), Some(3));
+        assert_eq!(m.bytes(), 2 * (3 + limits::UNEXPECTED_EACH));
+        assert!(m.take_message(&takes(1, 7, 0)).is_some());
+        assert!(m.take_message(&takes(1, 7, 0)).is_none(), "it is claimed");
+        assert!(m.take_claimed(78).is_none());
+        assert!(m.take_claimed(77).is_some() && m.take_claimed(77).is_none());
+        assert_eq!(m.bytes(), 0);
+    }
+
+    #[test]
+    fn announced_messages_of_a_lost_peer_go() {
+        let mut m = Matching::<()>::default();
+        m.keep(message(1, 7, b"abc"));
+        let announced = Message {
+            content: Content::Announced(4),
+            ..message(1, 7, b"")
+        };
+        m.keep(announced.clone());
+        m.forget_announced(announced.from);
+        assert_eq!(m.bytes(), 3 + limits::UNEXPECTED_EACH);
+        m.renew_sources(|_| 9);
+        assert!(m.take_message(&takes(9, 7, 0)).is_some());
+        assert!(m.message_for(&takes(ANY, 0, u64::MAX)).is_none());
+    }
+}

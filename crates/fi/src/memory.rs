@@ -1,0 +1,253 @@
+//! Memory of the program, and memory that this library shares with the device.
+//!
+//! The program's memory is known by address and copied to and from; no Rust reference to it exists.
+
+use libc::{c_void, iovec};
+
+use crate::limits;
+
+/// A list of the program's buffers.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct UserMemory {
+    parts: [(usize, usize); limits::IOV],
+    count: usize,
+}
+
+/// A list with more buffers than [`limits::IOV`], or without the array that its count promises.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BadList;
+
+impl UserMemory {
+    /// One buffer.
+    ///
+    /// # Safety
+    /// The memory stays mapped, and is the device's to use, until the operation that it is for has completed.
+    pub unsafe fn one(at: *const c_void, len: usize) -> Self {
+        let mut parts = [(0, 0); limits::IOV];
+        parts[0] = (at.expose_provenance(), len);
+        Self { parts, count: 1 }
+    }
+
+    /// A list of buffers.
+    ///
+    /// # Safety
+    /// `list` is null or has `count` elements; for each the promise of [`Self::one`] holds.
+    pub unsafe fn list(list: *const iovec, count: usize) -> Result<Self, BadList> {
+        if count > limits::IOV || (count > 0 && list.is_null()) {
+            return Err(BadList);
+        }
+        let mut parts = [(0, 0); limits::IOV];
+        for (i, part) in parts.iter_mut().take(count).enumerate() {
+            // SAFETY: element `i` of `count` (caller's promise).
+            let iov = unsafe { &*list.add(i) };
+            *part = (iov.iov_base.expose_provenance(), iov.iov_len);
+        }
+        Ok(Self { parts, count })
+    }
+
+    /// The buffers: address and length.
+    pub fn parts(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.parts.iter().take(self.count).copied()
+    }
+
+    /// The buffers without their first `skip` bytes.
+    pub fn behind(&self, mut skip: usize) -> Self {
+        let mut rest = *self;
+        for (at, len) in rest.parts.iter_mut().take(self.count) {
+            let now = skip.min(*len);
+            *at = at.wrapping_add(now);
+            *len -= now;
+            skip -= now;
+        }
+        rest
+    }
+
+    /// Bytes of all buffers.
+    pub fn len(&self) -> usize {
+        self.parts().fold(0, |sum, (_, len)| sum.saturating_add(len))
+    }
+
+    /// The only buffer, if there is one and no other that has bytes.
+    pub fn single(&self) -> Option<(usize, usize)> {
+        let mut parts = self.parts().filter(|(_, len)| *len > 0);
+        let first = parts.next().or_else(|| self.parts().next());
+        if parts.next().is_some() { None } else { first }
+    }
+
+    /// Copies `from` to the byte `at` of the buffers and those behind it; returns how many bytes fitted.
+    pub fn write(&self, mut at: usize, mut from: &[u8]) -> usize {
+        let mut written = 0;
+        for (start, len) in self.parts() {
+            if at >= len {
+                at -= len;
+                continue;
+            }
+            let (now, rest) = from.split_at(from.len().min(len - at));
+            let to = std::ptr::with_exposed_provenance_mut::<u8>(start.wrapping_add(at));
+            // SAFETY: `at + now.len()` is inside of a buffer that the program gave for this operation (promise of the
+            // constructors), and no reference to that memory exists.
+            unsafe { std::ptr::copy(now.as_ptr(), to, now.len()) };
+            written += now.len();
+            from = rest;
+            at = 0;
+            if from.is_empty() {
+                break;
+            }
+        }
+        written
+    }
+
+    /// Copies the bytes from `at` on into `to`; returns how many there were.
+    pub fn read(&self, mut at: usize, to: &mut [u8]) -> usize {
+        let mut read = 0;
+        for (start, len) in self.parts() {
+            if at >= len {
+                at -= len;
+                continue;
+            }
+            let Some(to) = to.get_mut(read..) else { break };
+            let now = to.len().min(len - at);
+            let from = std::ptr::with_exposed_provenance::<u8>(start.wrapping_add(at));
+            // SAFETY: as in `write`.
+            unsafe { std::ptr::copy(from, to.as_mut_ptr(), now) };
+            read += now;
+            at = 0;
+        }
+        read
+    }
+}
+
+/// Pages of this library that the device reads and writes. Those that were never used take no memory.
+#[derive(Debug)]
+pub struct Area {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: the pages belong to the value, whatever thread has it.
+unsafe impl Send for Area {}
+
+impl Area {
+    /// Pages for `len` bytes; `None` if there are none left.
+    pub fn new(len: usize) -> Option<Self> {
+        // SAFETY: a new mapping, which overlaps nothing.
+        let at = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        (at != libc::MAP_FAILED).then_some(Self {
+            start: at.cast(),
+            len,
+        })
+    }
+
+    /// Address of the byte `at`.
+    pub fn address(&self, at: usize) -> usize {
+        self.start.expose_provenance().wrapping_add(at)
+    }
+
+    /// Length in bytes.
+    pub fn size(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes that the device has written.
+    ///
+    /// # Safety
+    /// The device does not write to them while the result lives: they are of a receive that has completed and was not posted
+    /// again.
+    pub unsafe fn received(&self, at: usize, len: usize) -> &[u8] {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return &[];
+        }
+        // SAFETY: inside of the mapping (checked), initialized by the kernel, unchanged meanwhile (caller's promise).
+        unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
+    }
+
+    /// Bytes to fill before the device reads them.
+    ///
+    /// # Safety
+    /// The device does not read them while the result lives: they are of a slot that no request uses.
+    pub unsafe fn to_send(&mut self, at: usize, len: usize) -> &mut [u8] {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return &mut [];
+        }
+        // SAFETY: inside of the mapping (checked), initialized by the kernel, used by nothing else (caller's promise).
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
+    }
+}
+
+impl Drop for Area {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's, and what the device was told of it was withdrawn (fields of the owners are
+        // dropped in that order).
+        unsafe { libc::munmap(self.start.cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(parts: &mut [&mut [u8]]) -> UserMemory {
+        let list: Vec<iovec> = parts
+            .iter_mut()
+            .map(|p| iovec {
+                iov_base: p.as_mut_ptr().cast(),
+                iov_len: p.len(),
+            })
+            .collect();
+        // SAFETY: the buffers of the test live longer than what uses them.
+        unsafe { UserMemory::list(list.as_ptr(), list.len()) }.unwrap()
+    }
+
+    #[test]
+    fn bytes_go_across_buffers() {
+        let (mut a, mut b, mut c) = ([0; 3], [0; 0], [0; 4]);
+        let all = memory(&mut [&mut a, &mut b, &mut c]);
+        assert_eq!(all.len(), 7);
+        assert_eq!(all.write(2, b"hello!"), 5);
+        assert_eq!((a, c), ([0, 0, b'h'], *b"ello"));
+        let mut back = [0; 8];
+        assert_eq!(all.read(1, &mut back), 6);
+        assert_eq!(&back[..6], b"\0hello");
+        assert_eq!(all.write(7, b"x"), 0);
+        assert_eq!(all.read(9, &mut back), 0);
+        assert_eq!((all.behind(4).len(), all.behind(8).len()), (3, 0));
+        assert_eq!(all.behind(5).read(0, &mut back), 2);
+        assert_eq!(&back[..2], b"lo");
+    }
+
+    #[test]
+    fn only_one_buffer_with_bytes_is_a_single_one() {
+        let (mut a, mut b, mut c) = ([0; 3], [0; 0], [0; 4]);
+        assert_eq!(memory(&mut [&mut a, &mut b]).single().map(|p| p.1), Some(3));
+        assert_eq!(memory(&mut [&mut b, &mut a]).single().map(|p| p.1), Some(3));
+        assert_eq!(memory(&mut [&mut b]).single().map(|p| p.1), Some(0));
+        assert!(memory(&mut [&mut a, &mut c]).single().is_none());
+        assert!(memory(&mut []).single().is_none());
+        let too_many = [iovec {
+            iov_base: std::ptr::null_mut(),
+            iov_len: 0,
+        }; limits::IOV + 1];
+        // SAFETY: the list has as many elements as it says.
+        assert!(unsafe { UserMemory::list(too_many.as_ptr(), too_many.len()) }.is_err());
+    }
+
+    #[test]
+    fn an_area_ends_where_it_ends() {
+        let mut area = Area::new(8192).unwrap();
+        // SAFETY: no device knows of it.
+        unsafe {
+            area.to_send(8190, 2).copy_from_slice(b"ab");
+            assert_eq!(area.received(8190, 2), b"ab");
+            assert!(area.received(8191, 2).is_empty() && area.to_send(usize::MAX, 2).is_empty());
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Values with names of 32 bits: a place in a list, and how often that place was used before, so that an old name is not taken
+//! for a new one.
+
+const INDEX_BITS: u32 = 20;
+const INDEX: u32 = (1 << INDEX_BITS) - 1;
+
+#[derive(Debug)]
+struct Place<T> {
+    uses: u32,
+    value: Option<T>,
+}
+
+/// A list of named values.
+#[derive(Debug)]
+pub struct Slab<T> {
+    places: Vec<Place<T>>,
+    free: Vec<u32>,
+}
+
+impl<T> Default for Slab<T> {
+    fn default() -> Self {
+        Self {
+            places: Vec::new(),
+            free: Vec::new(),
+        }
+    }
+}
+
+impl<T> Slab<T> {
+    /// Adds a value; gives it back if there are as many as there can be names.
+    pub fn insert(&mut self, value: T) -> Result<u32, T> {
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None => match u32::try_from(self.places.len()) {
+                Ok(index) if index <= INDEX => {
+                    self.places.push(Place {
+                        uses: 0,
+                        value: None,
+                    });
+                    index
+                }
+                _ => return Err(value),
+            },
+        };
+        match self.places.get_mut(index as usize) {
+            Some(place) => {
+                place.value = Some(value);
+                Ok(place.uses << INDEX_BITS | index)
+            }
+            None => Err(value),
+        }
+    }
+
+    fn place(&mut self, name: u32) -> Option<&mut Place<T>> {
+        let place = self.places.get_mut((name & INDEX) as usize)?;
+        (place.uses == name >> INDEX_BITS).then_some(place)
+    }
+
+    /// The value of a name.
+    pub fn get_mut(&mut self, name: u32) -> Option<&mut T> {
+        self.place(name)?.value.as_mut()
+    }
+
+    /// The value of a name.
+    pub fn get(&self, name: u32) -> Option<&T> {
+        let place = self.places.get((name & INDEX) as usize)?;
+        (place.uses == name >> INDEX_BITS).then_some(place.value.as_ref()?)
+    }
+
+    /// Removes a value.
+    pub fn remove(&mut self, name: u32) -> Option<T> {
+        let place = self.place(name)?;
+        let value = place.value.take()?;
+        place.uses = (place.uses + 1) & (u32::MAX >> INDEX_BITS);
+        self.free.push(name & INDEX);
+        Some(value)
+    }
+
+    /// All values with their names.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        let named = |(index, place): (u32, &Place<T>)| place.uses << INDEX_BITS | index;
+        (0..)
+            .zip(&self.places)
+            .filter_map(move |(index, place)| Some((named((index, place)), place.value.as_ref()?)))
+    }
+
+    /// All values.
+    pub fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.places.iter_mut().filter_map(|p| p.value.as_mut())
+    }
+
+    /// Whether there is no value.
+    pub fn is_empty(&self) -> bool {
+        self.free.len() == self.places.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_name_finds_nothing() {
+        let mut slab = Slab::default();
+        let a = slab.insert("a").unwrap();
+        let b = slab.insert("b").unwrap();
+        assert_eq!(slab.get(a), Some(&"a"));
+        assert_eq!(slab.get_mut(b), Some(&mut "b"));
+        assert_eq!(slab.remove(a), Some("a"));
+        assert_eq!((slab.remove(a), slab.get(a)), (None, None));
+        let c = slab.insert("c").unwrap();
+        assert_ne!(a, c);
+        assert_eq!(slab.iter().collect::<Vec<_>>(), [(c, &"c"), (b, &"b")]);
+        assert!(slab.get(u32::MAX).is_none() && !slab.is_empty());
+        slab.values_mut().for_each(|v| *v = "d");
+        assert_eq!((slab.remove(b), slab.remove(c)), (Some("d"), Some("d")));
+        assert!(slab.is_empty());
+    }
+
+    #[test]
+    fn names_come_round() {
+        let mut slab = Slab::default();
+        let first = slab.insert(0).unwrap();
+        slab.remove(first);
+        for n in 1..1 << 12 {
+            let name = slab.insert(n).unwrap();
+            assert_ne!(name, first);
+            slab.remove(name);
+        }
+        assert_eq!(slab.insert(0), Ok(first));
+    }
+}

@@ -1,0 +1,855 @@
+//! The device: what the provider uses of libibverbs, as values that own what they stand for.
+
+use std::ffi::CString;
+use std::net::{IpAddr, Ipv6Addr};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::sync::{Arc, OnceLock};
+
+use libc::{c_int, c_void};
+
+use crate::address::Remote;
+use crate::ffi::{self, Functions};
+use crate::limits;
+
+/// Why there is no device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Missing {
+    /// The process has no libibverbs of anywarp.
+    Library,
+    /// That has not this function.
+    Function(&'static str),
+    /// It lists no device, or the device cannot be opened.
+    Device(i32),
+    /// The device has no address.
+    Address,
+    /// The device was opened by the parent of this process.
+    Forked,
+}
+
+impl std::fmt::Display for Missing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Library => f.write_str(
+                "no libibverbs of anywarp: run the program with `anywarp run`, or keep lib/anywarp beside this provider",
+            ),
+            Self::Function(name) => write!(
+                f,
+                "libibverbs has no {name}: it is of another version than this provider"
+            ),
+            Self::Device(errno) => write!(f, "the device cannot be opened: error {errno}"),
+            Self::Address => f.write_str("the device has no address: set ANYWARP_ADDR"),
+            Self::Forked => f.write_str("the device was opened before fork(2)"),
+        }
+    }
+}
+
+fn errno() -> i32 {
+    std::io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
+}
+
+/// The device, open.
+#[derive(Debug)]
+pub struct Device {
+    f: Functions,
+    context: *mut ffi::Context,
+    process: u32,
+    /// Its addresses, with their places in its table.
+    addresses: Vec<(IpAddr, u8)>,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+/// The functions of anywarp's libibverbs: those that the process has already, so that it has one device, or those of the
+/// library beside this one.
+fn functions() -> Result<Functions, Missing> {
+    const MARK: &std::ffi::CStr = c"anywarpdv_is_supported";
+    // SAFETY: a name is looked up.
+    let present = unsafe { libc::dlsym(libc::RTLD_DEFAULT, MARK.as_ptr()) };
+    let names: Vec<CString> = if present.is_null() {
+        let own = ffi::library_of(functions as *const c_void).ok_or(Missing::Library)?;
+        let own = std::path::Path::new(std::ffi::OsStr::from_bytes(own.to_bytes()));
+        let dir = own.parent().unwrap_or_else(|| std::path::Path::new("/"));
+        ["anywarp/libibverbs.so.1", "libibverbs.so.1"]
+            .iter()
+            .filter_map(|name| CString::new(dir.join(name).into_os_string().into_vec()).ok())
+            .collect()
+    } else {
+        ffi::library_of(present).map(Into::into).into_iter().collect()
+    };
+    for name in names {
+        // SAFETY: the library is one that this one is installed with, or that is loaded already.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if handle.is_null() {
+            continue;
+        }
+        // SAFETY: the library has the functions of the header under their names.
+        return unsafe { Functions::find(|symbol| libc::dlsym(handle, symbol.as_ptr())) }
+            .map_err(Missing::Function);
+    }
+    Err(Missing::Library)
+}
+
+fn ip_of(gid: ffi::Gid) -> IpAddr {
+    let [high, low] = gid.raw.map(u64::to_ne_bytes);
+    let mut octets = [0; 16];
+    for (to, from) in octets.iter_mut().zip(high.into_iter().chain(low)) {
+        *to = from;
+    }
+    IpAddr::V6(Ipv6Addr::from(octets)).to_canonical()
+}
+
+fn gid_of(ip: IpAddr) -> ffi::Gid {
+    let octets = match ip {
+        IpAddr::V4(ip) => ip.to_ipv6_mapped().octets(),
+        IpAddr::V6(ip) => ip.octets(),
+    };
+    let raw = u128::from_ne_bytes(octets).to_ne_bytes();
+    let (first, second) = raw.split_at(8);
+    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
+    ffi::Gid {
+        raw: [word(first), word(second)],
+    }
+}
+
+impl Device {
+    fn open() -> Result<Self, Missing> {
+        let f = functions()?;
+        let mut count = 0;
+        // SAFETY: the list is freed after its device was opened, once.
+        let context = unsafe {
+            let list = (f.get_device_list)(&raw mut count);
+            if list.is_null() {
+                return Err(Missing::Device(errno()));
+            }
+            let first = *list;
+            let context = if first.is_null() || !(f.dv_is_supported)(first) {
+                std::ptr::null_mut()
+            } else {
+                (f.open_device)(first)
+            };
+            let why = errno();
+            (f.free_device_list)(list);
+            if context.is_null() {
+                return Err(Missing::Device(why));
+            }
+            context
+        };
+        let mut addresses = Vec::new();
+        for index in 0..=u8::MAX {
+            let mut gid = ffi::Gid::default();
+            // SAFETY: `gid` is a place for the result.
+            if unsafe { (f.query_gid)(context, 1, index.into(), &raw mut gid) } != 0 {
+                break;
+            }
+            let ip = ip_of(gid);
+            if !ip.is_unspecified() {
+                addresses.push((ip, index));
+            }
+        }
+        if addresses.is_empty() {
+            return Err(Missing::Address);
+        }
+        Ok(Self {
+            f,
+            context,
+            process: std::process::id(),
+            addresses,
+        })
+    }
+
+    /// The device, which is opened when it is asked for first and stays open.
+    pub fn get() -> Result<&'static Self, Missing> {
+        static DEVICE: OnceLock<Result<Device, Missing>> = OnceLock::new();
+        let device = DEVICE.get_or_init(Self::open).as_ref().map_err(|e| *e)?;
+        if device.process != std::process::id() {
+            return Err(Missing::Forked);
+        }
+        Ok(device)
+    }
+
+    /// Its first address, of IPv4 or IPv6 if one is asked for, and the place of it.
+    pub fn address(&self, v4: Option<bool>) -> Option<(IpAddr, u8)> {
+        let mut all = self.addresses.iter();
+        all.find(|(ip, _)| v4.is_none_or(|v4| ip.is_ipv4() == v4))
+            .copied()
+    }
+
+    /// The place of one of its addresses.
+    pub fn place_of(&self, wanted: IpAddr) -> Option<u8> {
+        let found = self.addresses.iter().find(|(ip, _)| *ip == wanted);
+        found.map(|(_, index)| *index)
+    }
+}
+
+/// A protection domain.
+#[derive(Debug)]
+pub struct Pd {
+    device: &'static Device,
+    pd: *mut ffi::Pd,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Pd {}
+// SAFETY: as above.
+unsafe impl Sync for Pd {}
+
+impl Pd {
+    /// A new one.
+    pub fn new(device: &'static Device) -> Result<Arc<Self>, i32> {
+        // SAFETY: the context is open.
+        let pd = unsafe { (device.f.alloc_pd)(device.context) };
+        if pd.is_null() {
+            return Err(errno());
+        }
+        Ok(Arc::new(Self { device, pd }))
+    }
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        // SAFETY: what is in it holds a reference to this value.
+        unsafe { (self.device.f.dealloc_pd)(self.pd) };
+    }
+}
+
+/// What may be done with a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// It is sent from.
+    Source,
+    /// It is received into.
+    Sink,
+    /// A peer writes to it.
+    RemoteSink,
+    /// Peers do what is said here: read, write.
+    Remote {
+        /// They read it.
+        read: bool,
+        /// They write it.
+        write: bool,
+    },
+}
+
+/// A memory region.
+#[derive(Debug)]
+pub struct Region {
+    pd: Arc<Pd>,
+    mr: *mut ffi::Mr,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Region {}
+
+impl Region {
+    /// Registers `len` bytes at `at`.
+    ///
+    /// # Safety
+    /// The memory stays mapped until the region is dropped, and nothing relies on it being unchanged as far as `access` allows
+    /// changes.
+    pub unsafe fn new(pd: &Arc<Pd>, at: usize, len: usize, access: Access) -> Result<Self, i32> {
+        let access = match access {
+            Access::Source => 0,
+            Access::Sink => ffi::ACCESS_LOCAL_WRITE,
+            Access::RemoteSink => ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE,
+            Access::Remote { read, write } => {
+                let read = if read { ffi::ACCESS_REMOTE_READ } else { 0 };
+                let write = if write { ffi::ACCESS_REMOTE_WRITE } else { 0 };
+                ffi::ACCESS_LOCAL_WRITE | read | write
+            }
+        };
+        let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
+        // SAFETY: the domain lives; the rest is the caller's promise.
+        let mr = unsafe { (pd.device.f.reg_mr)(pd.pd, at, len, access) };
+        if mr.is_null() {
+            return Err(errno());
+        }
+        Ok(Self {
+            pd: Arc::clone(pd),
+            mr,
+        })
+    }
+
+    /// Its key for requests of this process.
+    pub fn lkey(&self) -> u32 {
+        // SAFETY: the region lives.
+        unsafe { (*self.mr).lkey }
+    }
+
+    /// Its key for peers.
+    pub fn rkey(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (*self.mr).rkey }
+    }
+
+    /// From now on only `peer` reaches it.
+    pub fn restrict_to(&self, peer: Remote) -> Result<(), i32> {
+        let (mut name, _) = peer.name();
+        // The index is no part of an address.
+        if peer.ip.is_ipv4() {
+            name[8] = 0;
+        } else {
+            name[7] = 0;
+        }
+        // SAFETY: the region lives, and the name is a socket address of its family.
+        let rc = unsafe { (self.pd.device.f.dv_restrict_mr)(self.mr, name.as_ptr().cast(), peer.qpn) };
+        if rc == 0 { Ok(()) } else { Err(errno()) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: once; nothing of this library uses its keys any more.
+        unsafe { (self.pd.device.f.dereg_mr)(self.mr) };
+    }
+}
+
+/// The way to a host.
+#[derive(Debug)]
+pub struct Way {
+    pd: Arc<Pd>,
+    ah: *mut ffi::Ah,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Way {}
+// SAFETY: as above.
+unsafe impl Sync for Way {}
+
+impl Way {
+    /// The way to `to` from the address at a place of the device's table.
+    pub fn new(pd: &Arc<Pd>, to: IpAddr, from: u8) -> Result<Self, i32> {
+        let mut attr = ffi::AhAttr {
+            dgid: gid_of(to),
+            sgid_index: from,
+            hop_limit: 64,
+            is_global: 1,
+            port_num: 1,
+            ..ffi::AhAttr::default()
+        };
+        // SAFETY: the domain lives, the attributes are valid.
+        let ah = unsafe { (pd.device.f.create_ah)(pd.pd, &raw mut attr) };
+        if ah.is_null() {
+            return Err(errno());
+        }
+        Ok(Self {
+            pd: Arc::clone(pd),
+            ah,
+        })
+    }
+}
+
+impl Drop for Way {
+    fn drop(&mut self) {
+        // SAFETY: once; requests copy what they need of it.
+        unsafe { (self.pd.device.f.destroy_ah)(self.ah) };
+    }
+}
+
+/// Events of completion queues, and their descriptor.
+#[derive(Debug)]
+pub struct Channel {
+    device: &'static Device,
+    channel: *mut ffi::Channel,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Channel {}
+// SAFETY: as above.
+unsafe impl Sync for Channel {}
+
+impl Channel {
+    /// A channel whose events are taken without waiting.
+    pub fn new(device: &'static Device) -> Result<Arc<Self>, i32> {
+        // SAFETY: the context is open; the descriptor is the channel's.
+        let channel = unsafe {
+            let channel = (device.f.create_channel)(device.context);
+            if channel.is_null() {
+                return Err(errno());
+            }
+            let fd = (*channel).fd;
+            let flags = libc::fcntl(fd, libc::F_GETFL);
+            if flags < 0 || libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
+                let why = errno();
+                (device.f.destroy_channel)(channel);
+                return Err(why);
+            }
+            channel
+        };
+        Ok(Arc::new(Self { device, channel }))
+    }
+
+    /// Its descriptor, readable while there are events.
+    pub fn fd(&self) -> c_int {
+        // SAFETY: the channel lives.
+        unsafe { (*self.channel).fd }
+    }
+
+    /// Takes all events.
+    pub fn drain(&self) {
+        let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: places for the results; an event is acknowledged before its queue can be destroyed, since that waits.
+        unsafe {
+            while (self.device.f.get_cq_event)(self.channel, &raw mut cq, &raw mut context) == 0 {
+                (self.device.f.ack_cq_events)(cq, 1);
+            }
+        }
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: once; queues with this channel hold a reference to this value.
+        unsafe { (self.device.f.destroy_channel)(self.channel) };
+    }
+}
+
+/// A completion of the device.
+pub(crate) use ffi::Wc;
+
+/// A completion queue of the device.
+#[derive(Debug)]
+pub struct Completions {
+    device: &'static Device,
+    cq: *mut ffi::Cq,
+    _channel: Option<Arc<Channel>>,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Completions {}
+
+impl Completions {
+    /// A queue for `entries` completions.
+    pub fn new(
+        device: &'static Device,
+        entries: usize,
+        channel: Option<Arc<Channel>>,
+    ) -> Result<Self, i32> {
+        let of_channel = channel.as_ref().map_or(std::ptr::null_mut(), |c| c.channel);
+        let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
+        // SAFETY: the context is open, the channel is null or lives.
+        let cq = unsafe {
+            (device.f.create_cq)(device.context, entries, std::ptr::null_mut(), of_channel, 0)
+        };
+        if cq.is_null() {
+            return Err(errno());
+        }
+        Ok(Self {
+            device,
+            cq,
+            _channel: channel,
+        })
+    }
+
+    /// Takes completions; returns how many. Bytes are moved meanwhile.
+    pub(crate) fn poll(&self, into: &mut [Wc]) -> usize {
+        let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
+        // SAFETY: the queue lives, and there is room for `most`.
+        let n = unsafe {
+            let context = &*(*self.cq).context;
+            context
+                .poll_cq
+                .map_or(0, |poll| poll(self.cq, most, into.as_mut_ptr()))
+        };
+        usize::try_from(n).unwrap_or(0)
+    }
+
+    /// Requests an event for the next completion.
+    pub fn arm(&self) {
+        // SAFETY: the queue lives.
+        unsafe {
+            let context = &*(*self.cq).context;
+            if let Some(arm) = context.req_notify_cq {
+                arm(self.cq, 0);
+            }
+        }
+    }
+}
+
+impl Drop for Completions {
+    fn drop(&mut self) {
+        // SAFETY: once; its queue pairs are gone (fields of the endpoint are dropped in that order).
+        unsafe { (self.device.f.destroy_cq)(self.cq) };
+    }
+}
+
+/// Where a request goes.
+#[derive(Debug, Clone, Copy)]
+pub struct To<'a> {
+    /// The way to the host.
+    pub way: &'a Way,
+    /// The queue pair there.
+    pub qpn: u32,
+    /// Its key.
+    pub qkey: u32,
+}
+
+/// The memory of one piece of a request.
+#[derive(Debug, Clone, Copy)]
+pub struct Piece {
+    /// Address.
+    pub at: usize,
+    /// Length in bytes.
+    pub len: usize,
+    /// Key of the region.
+    pub lkey: u32,
+}
+
+/// A request to memory of a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OneSided {
+    /// Reads from there.
+    Read,
+    /// Writes there.
+    Write,
+    /// Writes there, and leaves a record with this word.
+    Record(u32),
+}
+
+/// A record of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    /// Number of the writer's queue pair.
+    pub qpn: u32,
+    /// The word of the writer, if there is one.
+    pub word: Option<u32>,
+    /// Key, address and length of what was written, whole.
+    pub rkey: u32,
+    /// See above.
+    pub base: u64,
+    /// See above.
+    pub length: u32,
+}
+
+/// A reliable-datagram queue pair.
+#[derive(Debug)]
+pub struct QueuePair {
+    pd: Arc<Pd>,
+    qp: *mut ffi::Qp,
+    ex: *mut ffi::QpEx,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for QueuePair {}
+
+impl QueuePair {
+    /// A queue pair that sends and receives. `plain`: its writes leave no records, and it receives nothing itself.
+    pub fn new(pd: &Arc<Pd>, cq: &Completions, qkey: u32, plain: bool) -> Result<Self, i32> {
+        let f = &pd.device.f;
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let mut attr = ffi::QpInitAttrEx {
+            qp_context: std::ptr::null_mut(),
+            send_cq: cq.cq,
+            recv_cq: cq.cq,
+            srq: std::ptr::null_mut(),
+            cap: ffi::QpCap {
+                max_send_wr: count(limits::REQUESTS),
+                max_recv_wr: if plain { 1 } else { count(limits::RECEIVES) },
+                max_send_sge: count(limits::IOV),
+                max_recv_sge: 1,
+                max_inline_data: count(limits::INLINE),
+            },
+            qp_type: ffi::QPT_DRIVER,
+            sq_sig_all: 0,
+            comp_mask: ffi::INIT_ATTR_PD | ffi::INIT_ATTR_SEND_OPS,
+            pd: pd.pd,
+            xrcd: std::ptr::null_mut(),
+            create_flags: 0,
+            max_tso_header: 0,
+            rwq_ind_tbl: std::ptr::null_mut(),
+            rx_hash: [0; 3],
+            source_qpn: 0,
+            send_ops_flags: ffi::OP_SEND
+                | ffi::OP_RDMA_WRITE
+                | ffi::OP_RDMA_WRITE_IMM
+                | ffi::OP_RDMA_READ,
+        };
+        let kind = if plain {
+            ffi::DV_PLAIN_WRITES
+        } else {
+            ffi::DV_RECORD_COMPLETIONS
+        };
+        let dv = ffi::DvQpInitAttr {
+            driver_qp_type: ffi::DV_QPT_RD,
+            flags: ffi::DV_KEEP_GOING | kind,
+            max_send_size: count(limits::EAGER + crate::wire::HEADER),
+            max_records: count(limits::RECORDS),
+            max_reads: limits::READS,
+            peer_timeout_ms: limits::PEER_TIMEOUT_MS,
+            ..ffi::DvQpInitAttr::default()
+        };
+        let size = count(size_of::<ffi::DvQpInitAttr>());
+        // SAFETY: the attributes are valid and name what lives.
+        let qp = unsafe { (f.dv_create_qp)(pd.device.context, &raw mut attr, &raw const dv, size) };
+        if qp.is_null() {
+            return Err(errno());
+        }
+        // SAFETY: it was just made.
+        let ex = unsafe { (f.qp_to_qp_ex)(qp) };
+        let made = Self {
+            pd: Arc::clone(pd),
+            qp,
+            ex,
+        };
+        let mut attr = ffi::QpAttr {
+            qp_state: ffi::STATE_INIT,
+            port_num: 1,
+            qkey,
+            ..ffi::QpAttr::default()
+        };
+        let steps = [
+            (
+                ffi::STATE_INIT,
+                ffi::QP_STATE | ffi::QP_PKEY_INDEX | ffi::QP_PORT | ffi::QP_QKEY,
+            ),
+            (ffi::STATE_RTR, ffi::QP_STATE),
+            (ffi::STATE_RTS, ffi::QP_STATE | ffi::QP_SQ_PSN),
+        ];
+        for (state, mask) in steps {
+            attr.qp_state = state;
+            // SAFETY: the queue pair lives, the attributes are valid.
+            let rc = unsafe { (f.modify_qp)(qp, &raw mut attr, mask) };
+            if rc != 0 {
+                return Err(rc);
+            }
+        }
+        if made.ex.is_null() {
+            return Err(libc::EOPNOTSUPP);
+        }
+        Ok(made)
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        // SAFETY: the queue pair lives.
+        unsafe { (*self.qp).qp_num }
+    }
+
+    fn post(&self, to: To<'_>, id: u64, mut sge: ffi::Sge, flags: u32) -> Result<(), i32> {
+        let mut wr = ffi::SendWr {
+            wr_id: id,
+            next: std::ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+            opcode: ffi::WR_SEND,
+            send_flags: flags,
+            imm_data: 0,
+            ah: to.way.ah,
+            remote_qpn: to.qpn,
+            remote_qkey: to.qkey,
+            more: [0; 9],
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: the request is valid with all that it names; the memory of its element is the caller's.
+        let rc = unsafe {
+            let context = &*(*self.qp).context;
+            context
+                .post_send
+                .map_or(libc::ENOSYS, |post| post(self.qp, &raw mut wr, &raw mut bad))
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: it has a completion, also if it
+    /// succeeds.
+    pub fn send_copy(&self, to: To<'_>, id: u64, message: &[u8], signaled: bool) -> Result<(), i32> {
+        let sge = ffi::Sge {
+            addr: message.as_ptr().expose_provenance() as u64,
+            length: u32::try_from(message.len()).unwrap_or(u32::MAX),
+            lkey: 0,
+        };
+        let signaled = if signaled { ffi::SEND_SIGNALED } else { 0 };
+        self.post(to, id, sge, ffi::SEND_INLINE | signaled)
+    }
+
+    /// Sends registered memory, with a completion.
+    ///
+    /// # Safety
+    /// The memory is registered with this key, and stays so until the completion.
+    pub unsafe fn send(&self, to: To<'_>, id: u64, piece: Piece) -> Result<(), i32> {
+        self.post(to, id, sge_of(piece), ffi::SEND_SIGNALED)
+    }
+
+    /// Reads or writes memory of a peer, with a completion.
+    ///
+    /// # Safety
+    /// As for [`Self::send`]; for a Read the memory may be written.
+    pub unsafe fn one_sided(
+        &self,
+        to: To<'_>,
+        id: u64,
+        what: OneSided,
+        (rkey, base): (u32, u64),
+        pieces: &[Piece],
+    ) -> Result<(), i32> {
+        let mut list = [ffi::Sge::default(); limits::IOV];
+        for (to, piece) in list.iter_mut().zip(pieces) {
+            *to = sge_of(*piece);
+        }
+        let ex = self.ex;
+        // SAFETY: the queue pair lives, only the thread that holds the endpoint's lock is between start and complete, and the
+        // library fills the functions of the operations that were asked for.
+        let rc = unsafe {
+            let call = &mut *ex;
+            let (Some(start), Some(set_to), Some(set_list), Some(complete)) =
+                (call.start, call.set_ud_addr, call.set_sge_list, call.complete)
+            else {
+                return Err(libc::ENOSYS);
+            };
+            start(ex);
+            (*ex).wr_id = id;
+            (*ex).wr_flags = ffi::SEND_SIGNALED;
+            match what {
+                OneSided::Read => (*ex).rdma_read.map(|f| f(ex, rkey, base)),
+                OneSided::Write => (*ex).rdma_write.map(|f| f(ex, rkey, base)),
+                OneSided::Record(word) => {
+                    let word = word.to_be();
+                    (*ex).rdma_write_imm.map(|f| f(ex, rkey, base, word))
+                }
+            };
+            set_to(ex, to.way.ah, to.qpn, to.qkey);
+            set_list(ex, pieces.len().min(limits::IOV), list.as_ptr());
+            complete(ex)
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Posts a receive.
+    ///
+    /// # Safety
+    /// The memory is registered for it, and is used by nothing else until the completion.
+    pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
+        let mut sge = sge_of(piece);
+        let mut wr = ffi::RecvWr {
+            wr_id: id,
+            next: std::ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: as in `post`.
+        let rc = unsafe {
+            let context = &*(*self.qp).context;
+            context
+                .post_recv
+                .map_or(libc::ENOSYS, |post| post(self.qp, &raw mut wr, &raw mut bad))
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Takes the record of a completion.
+    pub fn record(&self) -> Option<Record> {
+        let mut record = std::mem::MaybeUninit::<ffi::DvRecord>::zeroed();
+        let size = u32::try_from(size_of::<ffi::DvRecord>()).unwrap_or(0);
+        // SAFETY: a place for one record; all of its bytes were initialized with zeroes.
+        let record = unsafe {
+            let n = (self.pd.device.f.dv_poll_records)(self.qp, 1, record.as_mut_ptr(), size, 0);
+            if n != 1 {
+                return None;
+            }
+            record.assume_init()
+        };
+        const WITH_IMM: u32 = 1 << 3;
+        let whole = record.flags & ffi::DV_RECORD_COMPLETE != 0;
+        let word = (record.flags & WITH_IMM != 0 && whole).then(|| u32::from_be(record.imm_data));
+        Some(Record {
+            qpn: record.src_qp,
+            word,
+            rkey: record.rkey,
+            base: record.base,
+            length: record.length,
+        })
+    }
+}
+
+fn sge_of(piece: Piece) -> ffi::Sge {
+    ffi::Sge {
+        addr: piece.at as u64,
+        length: u32::try_from(piece.len).unwrap_or(u32::MAX),
+        lkey: piece.lkey,
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: once.
+        unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
+    }
+}
+
+/// The host that a datagram came from, as its route header says.
+pub fn source_of(route: &[u8]) -> Option<IpAddr> {
+    if route.first()? >> 4 == 6 {
+        let octets: [u8; 16] = route.get(8..24)?.try_into().ok()?;
+        return Some(IpAddr::V6(Ipv6Addr::from(octets)).to_canonical());
+    }
+    let octets: [u8; 4] = route.get(32..36)?.try_into().ok()?;
+    Some(IpAddr::from(octets))
+}
+
+/// What a completion is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Of {
+    /// A receive, by its number.
+    Receive,
+    /// A record.
+    Record,
+    /// A request.
+    Request,
+}
+
+/// What a completion is of; one that failed says it only by its number, so the caller asks this of others.
+pub(crate) fn kind_of(wc: &Wc) -> Of {
+    match wc.opcode {
+        ffi::WC_OPCODE_RECEIVE => Of::Receive,
+        ffi::WC_OPCODE_RECORD => Of::Record,
+        _ => Of::Request,
+    }
+}
+
+/// The error of libfabric for the status of a completion; 0 for success.
+pub(crate) fn error_of(wc: &Wc) -> i32 {
+    use crate::abi::{
+        FI_EACCES, FI_ECANCELED, FI_ECONNRESET, FI_EHOSTUNREACH, FI_EIO, FI_EREMOTEIO,
+    };
+    match wc.status {
+        ffi::WC_SUCCESS => 0,
+        ffi::WC_FLUSHED => FI_ECANCELED,
+        ffi::WC_REMOTE_INVALID => FI_EREMOTEIO,
+        ffi::WC_REMOTE_ACCESS => FI_EACCES,
+        ffi::WC_NO_ANSWER => FI_EHOSTUNREACH,
+        ffi::WC_REMOTE_ABORTED => FI_ECONNRESET,
+        _ => FI_EIO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_and_its_gid_are_the_same() {
+        for ip in ["10.1.2.3", "fe80::1:2", "127.0.0.1"] {
+            let ip: IpAddr = ip.parse().unwrap();
+            assert_eq!(ip_of(gid_of(ip)), ip);
+        }
+    }
+
+    #[test]
+    fn the_source_of_a_datagram_is_in_its_route_header() {
+        let mut v4 = [0; 40];
+        v4[20] = 0x45;
+        v4[32..36].copy_from_slice(&[10, 1, 2, 3]);
+        assert_eq!(source_of(&v4), Some("10.1.2.3".parse().unwrap()));
+        let mut v6 = [0; 40];
+        v6[0] = 0x60;
+        v6[8..24].copy_from_slice(&"fd00::7".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(source_of(&v6), Some("fd00::7".parse().unwrap()));
+        assert_eq!(source_of(&[]), None);
+        assert_eq!(source_of(&v4[..30]), None);
+    }
+}

@@ -1,0 +1,218 @@
+//! The header of each message between two providers, version 1 (docs/mpi.md).
+//!
+//! ```text
+//!  0    1    2    3    4          8          16         24         32
+//! +----+----+----+----+----------+----------+----------+----------+
+//! | 1  |kind|flag| 0  |    id    |  length  |   tag    |   data   |
+//! +----+----+----+----+----------+----------+----------+----------+
+//! ```
+//!
+//! All fields are big-endian.
+
+/// The version that is spoken. Messages of another one are dropped.
+pub const VERSION: u8 = 1;
+/// Bytes of a header.
+pub const HEADER: usize = 32;
+
+/// What a message is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A message with its content behind the header.
+    Eager,
+    /// A message of `length` bytes waits at the sender, who names it `id`.
+    Announce,
+    /// Answer to it: `length` bytes may be written to `data`; `tag` is the key (high half) and the name that the receiver
+    /// gives it, the immediate of the write.
+    Grant,
+    /// A write of `length` bytes to memory is done, and the program of the target gets `data`.
+    Written,
+    /// An atomic operation: `id` names it, `tag` is the address, `data` the key (high half), the operation and the type (16
+    /// bits each), `length` the number of elements; the operands follow, then what they are compared with.
+    Atomic,
+    /// Its answer: `id` as asked, `tag` 0 or an error, `length` the number of bytes that follow.
+    AtomicDone,
+    /// Nothing: it only shows whether the peer is there.
+    Probe,
+}
+
+impl Kind {
+    const ALL: [Self; 7] = [
+        Self::Eager,
+        Self::Announce,
+        Self::Grant,
+        Self::Written,
+        Self::Atomic,
+        Self::AtomicDone,
+        Self::Probe,
+    ];
+
+    fn code(self) -> u8 {
+        match self {
+            Self::Eager => 1,
+            Self::Announce => 2,
+            Self::Grant => 3,
+            Self::Written => 4,
+            Self::Atomic => 5,
+            Self::AtomicDone => 6,
+            Self::Probe => 7,
+        }
+    }
+}
+
+/// `tag` is matched.
+pub const TAGGED: u8 = 1;
+/// `data` is for the program of the receiver.
+pub const DATA: u8 = 2;
+/// An atomic operation whose answer has the former values.
+pub const FETCH: u8 = 4;
+/// An atomic operation with values to compare with.
+pub const COMPARE: u8 = 8;
+
+const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE;
+
+/// A header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What the message is.
+    pub kind: Kind,
+    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`].
+    pub flags: u8,
+    /// Name of the operation at its sender.
+    pub id: u32,
+    /// Length, as the kind says.
+    pub length: u64,
+    /// As the kind says.
+    pub tag: u64,
+    /// As the kind says.
+    pub data: u64,
+}
+
+impl Header {
+    /// A header of a kind with nothing in it.
+    pub fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            flags: 0,
+            id: 0,
+            length: 0,
+            tag: 0,
+            data: 0,
+        }
+    }
+
+    /// Whether a flag is set.
+    pub fn has(&self, flag: u8) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// Its bytes.
+    pub fn encode(&self) -> [u8; HEADER] {
+        let mut out = [0; HEADER];
+        let id = self.id.to_be_bytes();
+        let (length, tag, data) = (
+            self.length.to_be_bytes(),
+            self.tag.to_be_bytes(),
+            self.data.to_be_bytes(),
+        );
+        let head = [VERSION, self.kind.code(), self.flags, 0];
+        let bytes = head.iter().chain(&id).chain(&length).chain(&tag).chain(&data);
+        for (to, from) in out.iter_mut().zip(bytes) {
+            *to = *from;
+        }
+        out
+    }
+
+    /// The header in front of a message, and what follows it. `None`: it is none, or of another version, or says of itself
+    /// what cannot be.
+    pub fn decode(message: &[u8]) -> Option<(Self, &[u8])> {
+        let (head, rest) = message.split_first_chunk::<HEADER>()?;
+        let [version, code, flags, zero, rest_of_head @ ..] = head;
+        if *version != VERSION || *zero != 0 || flags & !FLAGS != 0 {
+            return None;
+        }
+        let kind = Kind::ALL.into_iter().find(|kind| kind.code() == *code)?;
+        let (id, fields) = rest_of_head.split_first_chunk::<4>()?;
+        let (length, fields) = fields.split_first_chunk::<8>()?;
+        let (tag, fields) = fields.split_first_chunk::<8>()?;
+        let (data, _) = fields.split_first_chunk::<8>()?;
+        let header = Self {
+            kind,
+            flags: *flags,
+            id: u32::from_be_bytes(*id),
+            length: u64::from_be_bytes(*length),
+            tag: u64::from_be_bytes(*tag),
+            data: u64::from_be_bytes(*data),
+        };
+        let follows = rest.len() as u64;
+        let fits = match kind {
+            Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
+            Kind::Announce => follows == 0 && header.length <= crate::limits::MESSAGE as u64,
+            Kind::AtomicDone => header.length == follows,
+            Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
+            Kind::Grant | Kind::Written | Kind::Probe => follows == 0,
+        };
+        fits.then_some((header, rest))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_read_as_it_was_written() {
+        for kind in Kind::ALL {
+            let header = Header {
+                kind,
+                flags: TAGGED | DATA,
+                id: 0x0102_0304,
+                length: 0,
+                tag: 0x1112_1314_1516_1718,
+                data: u64::MAX - 1,
+            };
+            assert_eq!(Header::decode(&header.encode()), Some((header, &[][..])));
+        }
+    }
+
+    #[test]
+    fn the_bytes_are_those_of_the_document() {
+        let header = Header {
+            kind: Kind::Eager,
+            flags: TAGGED,
+            id: 0,
+            length: 5,
+            tag: 7,
+            data: 0,
+        };
+        let mut message = header.encode().to_vec();
+        message.extend(b"hello");
+        let mut expected = vec![1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5];
+        expected.extend([0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 0]);
+        expected.extend(b"hello");
+        assert_eq!(message, expected);
+        assert_eq!(Header::decode(&message), Some((header, &b"hello"[..])));
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let good = Header::new(Kind::Eager).encode();
+        assert!(Header::decode(&good).is_some());
+        assert!(Header::decode(&good[..HEADER - 1]).is_none());
+        let with = |at: usize, value: u8| {
+            let mut bytes = good;
+            bytes[at] = value;
+            Header::decode(&bytes).is_some()
+        };
+        assert!(!with(0, 2), "a version");
+        assert!(!with(1, 0) && !with(1, 8), "a kind");
+        assert!(!with(2, 16), "a flag");
+        assert!(!with(3, 1), "the byte that is zero");
+        assert!(!with(15, 1), "a length that is not that of the message");
+        let mut long = Header::new(Kind::Announce);
+        long.length = crate::limits::MESSAGE as u64 + 1;
+        assert!(Header::decode(&long.encode()).is_none(), "too long");
+        let mut more = Header::new(Kind::Grant).encode().to_vec();
+        more.push(0);
+        assert!(Header::decode(&more).is_none(), "bytes behind a grant");
+    }
+}
