@@ -729,7 +729,11 @@ mod tests {
         let file = dir.join("abi.c");
         std::fs::write(&file, c).unwrap();
         let out = Command::new("cc")
-            .args(["-std=gnu11", "-fsyntax-only", "-Wno-deprecated-declarations"])
+            .args([
+                "-std=gnu11",
+                "-fsyntax-only",
+                "-Wno-deprecated-declarations",
+            ])
             .arg(&file)
             .output()
             .unwrap();

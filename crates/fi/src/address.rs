@@ -38,7 +38,11 @@ impl Remote {
             }
             IpAddr::V6(ip) => {
                 let family = (libc::AF_INET6 as u16).to_ne_bytes();
-                copy(&mut out, 0, &[family[0], family[1], high, low, 0, 0, 0, index]);
+                copy(
+                    &mut out,
+                    0,
+                    &[family[0], family[1], high, low, 0, 0, 0, index],
+                );
                 copy(&mut out, 8, &ip.octets());
                 LEN_V6
             }
@@ -182,8 +186,11 @@ mod tests {
             assert_eq!(len, name_len(format_of(who.ip)));
             assert_eq!(Remote::from_name(&name[..len]), Some(who));
         }
-        let (name, _) = peer("10.1.2.3", 0x1234_05).name();
-        assert_eq!(&name[2..16], &[0x12, 0x34, 10, 1, 2, 3, 5, 0, 0, 0, 0, 0, 0, 0]);
+        let (name, _) = peer("10.1.2.3", 0x0012_3405).name();
+        assert_eq!(
+            &name[2..16],
+            &[0x12, 0x34, 10, 1, 2, 3, 5, 0, 0, 0, 0, 0, 0, 0]
+        );
     }
 
     #[test]

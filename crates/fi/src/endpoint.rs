@@ -19,8 +19,8 @@ use crate::memory::{Area, UserMemory};
 use crate::queue::{Counter, Entry, Queue};
 use crate::slab::Slab;
 use crate::verbs::{
-    Access, Channel, Completions, Device, Of, OneSided, Pd, Piece, QueuePair, Record,
-    Region, To, Way, Wc, error_of, kind_of, source_of,
+    Access, Channel, Completions, Device, Of, OneSided, Pd, Piece, QueuePair, Record, Region, To,
+    Way, Wc, error_of, kind_of, source_of,
 };
 use crate::wire::{DATA, HEADER, Header, Kind, TAGGED};
 
@@ -389,7 +389,12 @@ impl Endpoint {
         // slot is either the device's or this endpoint's.
         let (receive_region, slot_region) = unsafe {
             (
-                Region::new(&shared.pd, receives.address(0), receives.size(), Access::Sink)?,
+                Region::new(
+                    &shared.pd,
+                    receives.address(0),
+                    receives.size(),
+                    Access::Sink,
+                )?,
                 Region::new(&shared.pd, slots.address(0), slots.size(), Access::Source)?,
             )
         };
@@ -656,7 +661,10 @@ impl Endpoint {
             qpn: to.qpn,
             qkey: self.qkey,
         };
-        match self.qp.send_copy(to_whom, ANSWER << KIND, &header.encode(), true) {
+        match self
+            .qp
+            .send_copy(to_whom, ANSWER << KIND, &header.encode(), true)
+        {
             Ok(()) => {
                 self.outstanding += 1;
                 true
@@ -736,7 +744,12 @@ impl Endpoint {
         }
     }
 
-    fn try_access(&mut self, cx: &mut Shared, what: &OneSidedRequest, length: usize) -> Result<(), i32> {
+    fn try_access(
+        &mut self,
+        cx: &mut Shared,
+        what: &OneSidedRequest,
+        length: usize,
+    ) -> Result<(), i32> {
         let to = self.peer(cx, what.to)?;
         let rkey = u32::try_from(what.at.1).map_err(|_| FI_ENOKEY)?;
         let way = cx.way(to.ip, self.place)?;
@@ -765,7 +778,8 @@ impl Endpoint {
         if let Some(slot) = slot {
             let at = usize::from(slot) * SLOT;
             // SAFETY: the slot is free: no request uses it.
-            what.memory.read(0, unsafe { self.slots.to_send(at, length) });
+            what.memory
+                .read(0, unsafe { self.slots.to_send(at, length) });
             pieces.push(Piece {
                 at: self.slots.address(at),
                 len: length,
@@ -1344,10 +1358,7 @@ impl Endpoint {
         let Some(ip) = source_of(route) else {
             return self.again(at);
         };
-        let from = Remote {
-            ip,
-            qpn: wc.src_qp,
-        };
+        let from = Remote { ip, qpn: wc.src_qp };
         let Some((header, _)) = Header::decode(message) else {
             self.bad = self.bad.wrapping_add(1);
             return self.again(at);
@@ -1508,7 +1519,10 @@ impl Endpoint {
         let Some(record) = self.qp.record() else {
             return;
         };
-        debug_assert_eq!(record.qpn, wc.src_qp, "records come in the order of their completions");
+        debug_assert_eq!(
+            record.qpn, wc.src_qp,
+            "records come in the order of their completions"
+        );
         let Some(name) = record.word else {
             return; // A write that another message tells of.
         };

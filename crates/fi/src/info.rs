@@ -41,8 +41,6 @@ const OP_FLAGS: u64 = FI_COMPLETION
     | FI_TRANSMIT_COMPLETE
     | FI_DELIVERY_COMPLETE
     | FI_MULTI_RECV;
-/// Why hints for other providers are not answered: not worth a line.
-pub const NOT_US: &str = "another provider";
 const TAG_FORMAT: u64 = 0xaaaa_aaaa_aaaa_aaaa;
 
 /// What a program asks for. Zero and `None` stand for "anything".
@@ -78,8 +76,12 @@ pub struct Answer {
 /// # Safety
 /// `text` is null or a C string.
 unsafe fn string(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
     // SAFETY: the caller's promise.
-    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    let text = unsafe { CStr::from_ptr(text) };
+    Some(text.to_string_lossy().into_owned())
 }
 
 /// # Safety
@@ -130,7 +132,7 @@ impl Hints {
                 .is_none_or(|w| w.as_bytes().eq_ignore_ascii_case(ours.to_bytes()))
         };
         if !same(&self.provider, PROVIDER) {
-            return Err(NOT_US);
+            return Err("another provider");
         }
         if !same(&self.fabric_name, FABRIC) || !same(&self.domain_name, DOMAIN) {
             return Err("another fabric or domain");
@@ -192,7 +194,10 @@ impl Hints {
         }
         let memory_wanted = wanted & FI_RMA != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
-        let mr_mode = if !self.given || mode == FI_MR_BASIC || (mode == FI_MR_UNSPEC && api < fi_version(1, 5)) {
+        let mr_mode = if !self.given
+            || mode == FI_MR_BASIC
+            || (mode == FI_MR_UNSPEC && api < fi_version(1, 5))
+        {
             Some(FI_MR_BASIC)
         } else if mode & MR_MODE == MR_MODE {
             Some(MR_MODE)
@@ -200,7 +205,9 @@ impl Hints {
             None
         };
         if memory_wanted && mr_mode.is_none() {
-            return Err("memory registration without FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY");
+            return Err(
+                "memory registration without FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY",
+            );
         }
         // With kinds of operations come all directions of them, unless some are named.
         let kinds = FI_MSG | FI_TAGGED | FI_RMA;
@@ -494,8 +501,17 @@ pub unsafe fn answer(
     // SAFETY: the caller's promise.
     let (hints, node, service) = unsafe { (Hints::read(hints), string(node), string(service)) };
     let answer = hints.answer(api).map_err(str::to_owned)?;
-    let device = Device::get().map_err(|why| why.to_string())?;
-    let ends = ends(device, &hints, node.as_deref(), service.as_deref(), is_source)?;
+    let device = Device::get().map_err(|why| {
+        crate::log::warn(&why.to_string());
+        why.to_string()
+    })?;
+    let ends = ends(
+        device,
+        &hints,
+        node.as_deref(),
+        service.as_deref(),
+        is_source,
+    )?;
     structure(&answer, &ends, api).ok_or_else(|| "no memory".to_owned())
 }
 
@@ -529,10 +545,16 @@ mod tests {
 
     #[test]
     fn what_open_mpi_and_mpich_ask_for_is_answered() {
-        let open_mpi = asks(FI_TAGGED | FI_LOCAL_COMM | FI_REMOTE_COMM | FI_DIRECTED_RECV, 0);
+        let open_mpi = asks(
+            FI_TAGGED | FI_LOCAL_COMM | FI_REMOTE_COMM | FI_DIRECTED_RECV,
+            0,
+        );
         let got = open_mpi.answer(fi_version(1, 5)).unwrap();
         assert_eq!(got.caps & (FI_MSG | FI_RMA), 0);
-        assert_eq!(got.caps & (FI_TAGGED | FI_SEND | FI_RECV), FI_TAGGED | FI_SEND | FI_RECV);
+        assert_eq!(
+            got.caps & (FI_TAGGED | FI_SEND | FI_RECV),
+            FI_TAGGED | FI_SEND | FI_RECV
+        );
         assert_eq!(got.mr_mode, 0);
         let mpich = asks(0, MR_MODE | 1 << 9).answer(fi_version(2, 5)).unwrap();
         assert_eq!((mpich.caps, mpich.mr_mode), (ALL, MR_MODE));
@@ -543,8 +565,15 @@ mod tests {
     fn memory_needs_a_mode_that_is_kept() {
         assert!(asks(FI_RMA, 0).answer(NOW).is_err());
         assert!(asks(FI_RMA, FI_MR_VIRT_ADDR).answer(NOW).is_err());
-        assert!(asks(FI_RMA, FI_MR_SCALABLE).answer(fi_version(1, 4)).is_err());
-        assert_eq!(asks(FI_RMA, 0).answer(fi_version(1, 4)).unwrap().mr_mode, FI_MR_BASIC);
+        assert!(
+            asks(FI_RMA, FI_MR_SCALABLE)
+                .answer(fi_version(1, 4))
+                .is_err()
+        );
+        assert_eq!(
+            asks(FI_RMA, 0).answer(fi_version(1, 4)).unwrap().mr_mode,
+            FI_MR_BASIC
+        );
         let without = asks(0, 0).answer(NOW).unwrap();
         assert_eq!((without.caps & FI_RMA, without.mr_mode), (0, 0));
         let named = asks(FI_MSG | FI_SEND, 0).answer(NOW).unwrap();
@@ -561,16 +590,27 @@ mod tests {
             change(&mut hints);
             hints.answer(NOW).is_err()
         };
-        assert!(refuses(&|h| h.provider = Some("anywarp;^ofi_rxm".to_owned())));
+        assert!(refuses(
+            &|h| h.provider = Some("anywarp;^ofi_rxm".to_owned())
+        ));
         assert!(refuses(&|h| h.domain_name = Some("mlx5_0".to_owned())));
         assert!(refuses(&|h| h.addr_format = 7));
         for kind in [1, 2] {
-            assert!(refuses(&|h| h.ep = Some(fi_ep_attr { r#type: kind, ..ep() })));
+            assert!(refuses(&|h| h.ep = Some(fi_ep_attr {
+                r#type: kind,
+                ..ep()
+            })));
         }
-        assert!(refuses(&|h| h.ep = Some(fi_ep_attr { max_msg_size: usize::MAX, ..ep() })));
+        assert!(refuses(&|h| h.ep = Some(fi_ep_attr {
+            max_msg_size: usize::MAX,
+            ..ep()
+        })));
         assert!(refuses(&|h| {
             let data_progress = FI_PROGRESS_AUTO;
-            h.domain = Some(fi_domain_attr { data_progress, ..domain() });
+            h.domain = Some(fi_domain_attr {
+                data_progress,
+                ..domain()
+            });
         }));
     }
 
@@ -589,6 +629,9 @@ mod tests {
         });
         let got = hints.answer(NOW).unwrap();
         assert_eq!((got.threading, got.av_type), (3, FI_AV_MAP));
-        assert_eq!((got.control_progress, got.tag_format), (FI_PROGRESS_AUTO, 0xff));
+        assert_eq!(
+            (got.control_progress, got.tag_format),
+            (FI_PROGRESS_AUTO, 0xff)
+        );
     }
 }

@@ -4,12 +4,18 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-type Log = unsafe extern "C" fn(*const c_void, c_int, c_int, *const c_char, c_int, *const c_char, ...);
+type Log =
+    unsafe extern "C" fn(*const c_void, c_int, c_int, *const c_char, c_int, *const c_char, ...);
 
 static PROVIDER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-static LOG: OnceLock<Option<Log>> = OnceLock::new();
+type Enabled = unsafe extern "C" fn(*const c_void, c_int, c_int) -> c_int;
 
+static LOG: OnceLock<Option<(Log, Enabled)>> = OnceLock::new();
+
+/// Something that the program's user has to change.
 const WARNING: c_int = 0;
+/// Something to know when looking for a reason.
+const INFO: c_int = 2;
 const CORE: c_int = 0;
 
 unsafe extern "C" fn each_library(
@@ -33,10 +39,10 @@ unsafe extern "C" fn each_library(
 }
 
 /// The `fi_log` of the libfabric that is loaded.
-fn find() -> Option<Log> {
+fn find() -> Option<(Log, Enabled)> {
     let mut library: Option<CString> = None;
-    // SAFETY: the callback gets the address of `library`, which lives meanwhile. The library is loaded already, and `fi_log`
-    // has had this type since its first version.
+    // SAFETY: the callback gets the address of `library`, which lives meanwhile. The library is loaded already, and its
+    // functions have had these types since its first version.
     unsafe {
         libc::dl_iterate_phdr(Some(each_library), (&raw mut library).cast());
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
@@ -45,7 +51,13 @@ fn find() -> Option<Log> {
             return None;
         }
         let log = libc::dlsym(handle, c"fi_log".as_ptr());
-        (!log.is_null()).then(|| std::mem::transmute::<*mut c_void, Log>(log))
+        let enabled = libc::dlsym(handle, c"fi_log_enabled".as_ptr());
+        (!log.is_null() && !enabled.is_null()).then(|| {
+            (
+                std::mem::transmute::<*mut c_void, Log>(log),
+                std::mem::transmute::<*mut c_void, Enabled>(enabled),
+            )
+        })
     }
 }
 
@@ -54,13 +66,22 @@ pub(crate) fn init(provider: *mut c_void) {
     PROVIDER.store(provider, Ordering::Release);
 }
 
-/// Writes a line, if the program's user asks for warnings.
+/// Writes a line about something that has to be changed.
 pub(crate) fn warn(text: &str) {
+    line(WARNING, text);
+}
+
+/// Writes a line that says why something is as it is.
+pub(crate) fn info(text: &str) {
+    line(INFO, text);
+}
+
+fn line(level: c_int, text: &str) {
     let provider = PROVIDER.load(Ordering::Acquire);
     if provider.is_null() {
         return;
     }
-    let Some(log) = *LOG.get_or_init(find) else {
+    let Some((log, enabled)) = *LOG.get_or_init(find) else {
         return;
     };
     let Ok(text) = CString::new(format!("{text}\n")) else {
@@ -68,14 +89,9 @@ pub(crate) fn warn(text: &str) {
     };
     // SAFETY: the format takes one string.
     unsafe {
-        log(
-            provider,
-            WARNING,
-            CORE,
-            c"anywarp".as_ptr(),
-            0,
-            c"%s".as_ptr(),
-            text.as_ptr(),
-        );
+        if enabled(provider, level, CORE) != 0 {
+            let (function, format) = (c"anywarp".as_ptr(), c"%s".as_ptr());
+            log(provider, level, CORE, function, 0, format, text.as_ptr());
+        }
     }
 }

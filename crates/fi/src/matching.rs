@@ -220,7 +220,10 @@ mod tests {
         assert_eq!(to(1, 0x100), None);
         assert_eq!(m.cancel(|r| *r == 2), Some(2));
         assert_eq!(m.cancel(|r| *r == 2), None);
-        assert_eq!(m.receive_for(&envelope(2, 6)).map(|(at, r)| (at, *r)), Some((1, 3)));
+        assert_eq!(
+            m.receive_for(&envelope(2, 6)).map(|(at, r)| (at, *r)),
+            Some((1, 3))
+        );
         assert_eq!(m.remove_receive(1), Some(3));
         assert_eq!(m.cancel_all().collect::<Vec<_>>(), [1]);
     }

@@ -64,7 +64,13 @@ impl UserMemory {
 
     /// Bytes of all buffers.
     pub fn len(&self) -> usize {
-        self.parts().fold(0, |sum, (_, len)| sum.saturating_add(len))
+        self.parts()
+            .fold(0, |sum, (_, len)| sum.saturating_add(len))
+    }
+
+    /// Whether they have no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// The only buffer, if there is one and no other that has bytes.

@@ -79,7 +79,10 @@ fn functions() -> Result<Functions, Missing> {
             .filter_map(|name| CString::new(dir.join(name).into_os_string().into_vec()).ok())
             .collect()
     } else {
-        ffi::library_of(present).map(Into::into).into_iter().collect()
+        ffi::library_of(present)
+            .map(Into::into)
+            .into_iter()
+            .collect()
     };
     for name in names {
         // SAFETY: the library is one that this one is installed with, or that is loaded already.
@@ -296,7 +299,8 @@ impl Region {
             name[7] = 0;
         }
         // SAFETY: the region lives, and the name is a socket address of its family.
-        let rc = unsafe { (self.pd.device.f.dv_restrict_mr)(self.mr, name.as_ptr().cast(), peer.qpn) };
+        let rc =
+            unsafe { (self.pd.device.f.dv_restrict_mr)(self.mr, name.as_ptr().cast(), peer.qpn) };
         if rc == 0 { Ok(()) } else { Err(errno()) }
     }
 }
@@ -647,16 +651,22 @@ impl QueuePair {
         // SAFETY: the request is valid with all that it names; the memory of its element is the caller's.
         let rc = unsafe {
             let context = &*(*self.qp).context;
-            context
-                .post_send
-                .map_or(libc::ENOSYS, |post| post(self.qp, &raw mut wr, &raw mut bad))
+            context.post_send.map_or(libc::ENOSYS, |post| {
+                post(self.qp, &raw mut wr, &raw mut bad)
+            })
         };
         if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
     /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: it has a completion, also if it
     /// succeeds.
-    pub fn send_copy(&self, to: To<'_>, id: u64, message: &[u8], signaled: bool) -> Result<(), i32> {
+    pub fn send_copy(
+        &self,
+        to: To<'_>,
+        id: u64,
+        message: &[u8],
+        signaled: bool,
+    ) -> Result<(), i32> {
         let sge = ffi::Sge {
             addr: message.as_ptr().expose_provenance() as u64,
             length: u32::try_from(message.len()).unwrap_or(u32::MAX),
@@ -695,9 +705,12 @@ impl QueuePair {
         // library fills the functions of the operations that were asked for.
         let rc = unsafe {
             let call = &mut *ex;
-            let (Some(start), Some(set_to), Some(set_list), Some(complete)) =
-                (call.start, call.set_ud_addr, call.set_sge_list, call.complete)
-            else {
+            let (Some(start), Some(set_to), Some(set_list), Some(complete)) = (
+                call.start,
+                call.set_ud_addr,
+                call.set_sge_list,
+                call.complete,
+            ) else {
                 return Err(libc::ENOSYS);
             };
             start(ex);
@@ -734,9 +747,9 @@ impl QueuePair {
         // SAFETY: as in `post`.
         let rc = unsafe {
             let context = &*(*self.qp).context;
-            context
-                .post_recv
-                .map_or(libc::ENOSYS, |post| post(self.qp, &raw mut wr, &raw mut bad))
+            context.post_recv.map_or(libc::ENOSYS, |post| {
+                post(self.qp, &raw mut wr, &raw mut bad)
+            })
         };
         if rc == 0 { Ok(()) } else { Err(rc) }
     }

@@ -115,7 +115,12 @@ impl Header {
             self.data.to_be_bytes(),
         );
         let head = [VERSION, self.kind.code(), self.flags, 0];
-        let bytes = head.iter().chain(&id).chain(&length).chain(&tag).chain(&data);
+        let bytes = head
+            .iter()
+            .chain(&id)
+            .chain(&length)
+            .chain(&tag)
+            .chain(&data);
         for (to, from) in out.iter_mut().zip(bytes) {
             *to = *from;
         }

@@ -6,13 +6,9 @@ use std::sync::Arc;
 
 use libc::{c_char, c_int, c_void};
 
-use super::domain::DomainObject;
-use super::object::{NONE, Object, Table, ended_int, give, head, known, ops, take};
+use super::object::{AvObject, DomainObject, NONE, Table, ended_int, give, head, known, ops, take};
 use crate::abi::*;
 use crate::address::{LEN_V4, LEN_V6, Remote, Vector};
-
-/// An address vector of the program.
-pub(crate) type AvObject = Object<fid_av>;
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), NONE);
 static AV_OPS: Table<fi_ops_av> = Table(fi_ops_av {
@@ -181,7 +177,10 @@ unsafe extern "C" fn insertsvc(
             .and_then(|s| s.parse().ok())
             .ok_or(FI_EINVAL)?;
         let node = node.to_str().map_err(|_| FI_EINVAL)?;
-        let found: Option<SocketAddr> = (node, port).to_socket_addrs().ok().and_then(|mut a| a.next());
+        let found: Option<SocketAddr> = (node, port)
+            .to_socket_addrs()
+            .ok()
+            .and_then(|mut a| a.next());
         let peer = found.map(|addr| Remote {
             ip: addr.ip().to_canonical(),
             qpn: u32::from(addr.port()) << 8,
@@ -196,7 +195,12 @@ unsafe extern "C" fn insertsvc(
     })
 }
 
-unsafe extern "C" fn remove(av: *mut fid_av, fi_addr: *mut FiAddr, count: usize, _flags: u64) -> c_int {
+unsafe extern "C" fn remove(
+    av: *mut fid_av,
+    fi_addr: *mut FiAddr,
+    count: usize,
+    _flags: u64,
+) -> c_int {
     ended_int(|| {
         // SAFETY: it was opened here.
         let object = unsafe { known::<AvObject, _>(av) }?;

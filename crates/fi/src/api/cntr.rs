@@ -5,13 +5,11 @@ use std::time::{Duration, Instant};
 
 use libc::{c_int, c_void};
 
-use super::domain::DomainObject;
-use super::object::{NONE, Object, Table, ended_int, give, head, known, ops, take};
+use super::object::{
+    CntrObject, DomainObject, NONE, Table, ended_int, give, head, known, ops, take,
+};
 use crate::abi::*;
 use crate::queue::Counter;
-
-/// A counter of the program.
-pub(crate) type CntrObject = Object<fid_cntr>;
 
 static OPS: Table<fi_ops> = ops(close as *const (), NONE, NONE);
 static CNTR_OPS: Table<fi_ops_cntr> = Table(fi_ops_cntr {
@@ -100,7 +98,11 @@ unsafe fn change(cntr: *mut fid_cntr, f: impl FnOnce(&mut Counter)) -> c_int {
         // SAFETY: the caller's promise.
         let object = unsafe { known::<CntrObject, _>(cntr) }?;
         let mut state = object.domain.lock();
-        f(state.shared.counters.get_mut(object.name).ok_or(FI_EINVAL)?);
+        f(state
+            .shared
+            .counters
+            .get_mut(object.name)
+            .ok_or(FI_EINVAL)?);
         Ok(0)
     })
 }

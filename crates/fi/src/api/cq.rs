@@ -6,21 +6,13 @@ use std::time::{Duration, Instant};
 
 use libc::{c_char, c_int, c_void};
 
-use super::domain::DomainObject;
-use super::object::{NONE, Object, Table, ended, ended_int, give, head, known, ops, take};
+use super::object::{
+    CqObject, DomainObject, NONE, Table, Waiting, ended, ended_int, give, head, known, ops, take,
+};
 use crate::abi::*;
 use crate::event::{Wait, raise};
 use crate::limits;
 use crate::queue::{Entry, Queue};
-
-/// What a queue has beside its entries.
-pub(crate) struct Rest {
-    wait: Option<Wait>,
-    signaled: AtomicBool,
-}
-
-/// A completion queue of the program.
-pub(crate) type CqObject = Object<fid_cq, Rest>;
 
 static OPS: Table<fi_ops> = ops(close as *const (), NONE, control as *const ());
 static CQ_OPS: Table<fi_ops_cq> = Table(fi_ops_cq {
@@ -54,9 +46,7 @@ pub(crate) unsafe extern "C" fn open(
         }
         let wait = match attr.wait_obj {
             FI_WAIT_NONE => None,
-            FI_WAIT_UNSPEC | FI_WAIT_FD => {
-                Some(Wait::new(domain.channel.fd()).ok_or(FI_ENOMEM)?)
-            }
+            FI_WAIT_UNSPEC | FI_WAIT_FD => Some(Wait::new(domain.channel.fd()).ok_or(FI_ENOMEM)?),
             _ => return Err(FI_ENOSYS),
         };
         let mut queue = Queue::new(attr.format);
@@ -69,7 +59,7 @@ pub(crate) unsafe extern "C" fn open(
             },
             domain: Arc::clone(domain),
             name: name.map_err(|_full| FI_ENOMEM)?,
-            rest: Rest {
+            rest: Waiting {
                 wait,
                 signaled: AtomicBool::new(false),
             },
@@ -128,24 +118,32 @@ unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
                 flags,
                 len,
             }),
-            FI_CQ_FORMAT_DATA => buf.cast::<fi_cq_data_entry>().add(i).write(fi_cq_data_entry {
-                op_context,
-                flags,
-                len,
-                buf: at,
-                data,
-            }),
-            FI_CQ_FORMAT_TAGGED => {
-                buf.cast::<fi_cq_tagged_entry>().add(i).write(fi_cq_tagged_entry {
+            FI_CQ_FORMAT_DATA => buf
+                .cast::<fi_cq_data_entry>()
+                .add(i)
+                .write(fi_cq_data_entry {
                     op_context,
                     flags,
                     len,
                     buf: at,
                     data,
-                    tag,
-                });
+                }),
+            FI_CQ_FORMAT_TAGGED => {
+                buf.cast::<fi_cq_tagged_entry>()
+                    .add(i)
+                    .write(fi_cq_tagged_entry {
+                        op_context,
+                        flags,
+                        len,
+                        buf: at,
+                        data,
+                        tag,
+                    });
             }
-            _ => buf.cast::<fi_cq_entry>().add(i).write(fi_cq_entry { op_context }),
+            _ => buf
+                .cast::<fi_cq_entry>()
+                .add(i)
+                .write(fi_cq_entry { op_context }),
         }
     }
 }
@@ -164,7 +162,12 @@ unsafe fn take_entries(
         return Err(FI_EINVAL);
     }
     let mut state = object.domain.lock();
-    if state.shared.queues.get(object.name).is_none_or(Queue::is_empty) {
+    if state
+        .shared
+        .queues
+        .get(object.name)
+        .is_none_or(Queue::is_empty)
+    {
         state.progress();
     }
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use libc::{c_int, c_void, iovec};
 
-use super::object::{NONE, Object, Table, ended_int, give, head, known, ops, take};
+use super::object::{
+    DomainObject, FabricObject, NONE, Object, Table, ended_int, give, head, known, ops, take,
+};
 use crate::abi::*;
 use crate::domain::Domain;
 use crate::verbs::{Access, Device, Region};
 
-/// A domain of the program.
-pub(crate) type DomainObject = Object<fid_domain>;
 type MrObject = Object<fid_mr, Region>;
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), NONE);
@@ -34,7 +34,8 @@ static MR_OPS: Table<fi_ops_mr> = Table(fi_ops_mr {
     regv: regv as *const (),
     regattr: regattr as *const (),
 });
-static REGION_OPS: Table<fi_ops> = ops(close_region as *const (), NONE, control_region as *const ());
+static REGION_OPS: Table<fi_ops> =
+    ops(close_region as *const (), NONE, control_region as *const ());
 
 pub(crate) unsafe extern "C" fn open(
     fabric: *mut fid_fabric,
@@ -44,7 +45,7 @@ pub(crate) unsafe extern "C" fn open(
 ) -> c_int {
     ended_int(|| {
         // SAFETY: opened here (the caller's promise).
-        let api = unsafe { super::fabric::api_of(fabric) }?;
+        let api = unsafe { known::<FabricObject, _>(fabric) }?.fid.api_version;
         if info.is_null() {
             return Err(FI_EINVAL);
         }

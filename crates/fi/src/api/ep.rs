@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use libc::{c_int, c_void};
 
-use super::domain::DomainObject;
-use super::object::{NONE, Object, Table, ended, ended_int, give, head, known, ops, take};
-use super::{av, cntr, cq, message, rma};
+use super::object::{AvObject, CntrObject, CqObject};
+use super::object::{
+    DomainObject, EpObject, NONE, Table, ended, ended_int, give, head, known, ops, take,
+    with_endpoint,
+};
+use super::{av, message, rma};
 use crate::abi::*;
 use crate::address;
-use crate::endpoint::{Binding, Counts, Endpoint, Shared};
+use crate::endpoint::{Binding, Counts, Endpoint};
 use crate::limits;
-
-/// An endpoint of the program.
-pub(crate) type EpObject = Object<fid_ep>;
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), control as *const ());
 static EP_OPS: Table<fi_ops_ep> = Table(fi_ops_ep {
@@ -124,7 +124,14 @@ pub(crate) unsafe extern "C" fn open(
             ..Binding::default()
         };
         let mut state = domain.lock();
-        let made = Endpoint::new(&state.shared, device, &domain.channel, from, job_key(), binding)?;
+        let made = Endpoint::new(
+            &state.shared,
+            device,
+            &domain.channel,
+            from,
+            job_key(),
+            binding,
+        )?;
         let name = state.endpoints.insert(made).map_err(|_full| FI_ENOMEM)?;
         let object = EpObject {
             fid: fid_ep {
@@ -144,22 +151,6 @@ pub(crate) unsafe extern "C" fn open(
         // SAFETY: null or a place (the caller's promise).
         unsafe { give(object, ep) }
     })
-}
-
-/// Does something with an endpoint.
-///
-/// # Safety
-/// `at` is null or was opened here.
-pub(crate) unsafe fn with<F>(
-    at: *mut F,
-    f: impl FnOnce(&mut Endpoint, &mut Shared) -> Result<isize, c_int>,
-) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
-    let object = unsafe { known::<EpObject, _>(at) }?;
-    let mut guard = object.domain.lock();
-    let state = &mut *guard;
-    let endpoint = state.endpoints.get_mut(object.name).ok_or(FI_EINVAL)?;
-    f(endpoint, &mut state.shared)
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
@@ -182,16 +173,16 @@ unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
         // SAFETY: its class says what it is.
         let name = unsafe {
             match u32::try_from(class).unwrap_or(0) {
-                FI_CLASS_CQ => known::<cq::CqObject, _>(other)?.name,
-                FI_CLASS_AV => known::<av::AvObject, _>(other)?.name,
-                FI_CLASS_CNTR => known::<cntr::CntrObject, _>(other)?.name,
+                FI_CLASS_CQ => known::<CqObject, _>(other)?.name,
+                FI_CLASS_AV => known::<AvObject, _>(other)?.name,
+                FI_CLASS_CNTR => known::<CntrObject, _>(other)?.name,
                 FI_CLASS_EQ => 0,
                 _ => return Err(FI_EINVAL),
             }
         };
         // SAFETY: it was opened here.
         unsafe {
-            with(at, |endpoint, _| {
+            with_endpoint(at, |endpoint, _| {
                 if endpoint.enabled {
                     return Err(FI_EOPBADSTATE);
                 }
@@ -244,7 +235,7 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, _arg: *mut c_void) ->
         }
         // SAFETY: it was opened here.
         unsafe {
-            with(at, |endpoint, _| {
+            with_endpoint(at, |endpoint, _| {
                 if endpoint.binding.vector.is_none() {
                     return Err(FI_ENOAV);
                 }
@@ -260,7 +251,7 @@ unsafe extern "C" fn cancel(at: *mut fid, context: *mut c_void) -> isize {
         let context = context.expose_provenance();
         // SAFETY: it was opened here.
         unsafe {
-            with(at, |endpoint, shared| {
+            with_endpoint(at, |endpoint, shared| {
                 if endpoint.cancel(shared, context) {
                     Ok(0)
                 } else {
@@ -289,7 +280,7 @@ unsafe extern "C" fn getopt(
                 return Err(FI_ETOOSMALL);
             }
             *len = size_of::<usize>();
-            with(at, |endpoint, _| {
+            with_endpoint(at, |endpoint, _| {
                 value.cast::<usize>().write(endpoint.binding.multi_min);
                 Ok(0)
             })
@@ -314,7 +305,7 @@ unsafe extern "C" fn setopt(
         // SAFETY: it was opened here; a value of the length that is said (the caller's promise).
         unsafe {
             let bytes = value.cast::<usize>().read();
-            with(at, |endpoint, _| {
+            with_endpoint(at, |endpoint, _| {
                 endpoint.binding.multi_min = bytes;
                 Ok(0)
             })
@@ -326,7 +317,7 @@ unsafe extern "C" fn getname(at: *mut fid, addr: *mut c_void, len: *mut usize) -
     ended_int(|| {
         // SAFETY: it was opened here; a buffer of the length that is said (the caller's promise).
         unsafe {
-            with(at, |endpoint, _| {
+            with_endpoint(at, |endpoint, _| {
                 if av::copy_name(endpoint.name(), addr, len)? {
                     Ok(0)
                 } else {

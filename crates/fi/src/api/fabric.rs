@@ -2,13 +2,8 @@
 
 use libc::{c_int, c_void};
 
-use super::object::{NONE, Table, ended_int, give, head, known, ops, take};
+use super::object::{FabricObject, NONE, Table, ended_int, give, head, ops, take};
 use crate::abi::*;
-
-#[repr(C)]
-struct Fabric {
-    c: fid_fabric,
-}
 
 static OPS: Table<fi_ops> = ops(close as *const (), NONE, NONE);
 static FABRIC_OPS: Table<fi_ops_fabric> = Table(fi_ops_fabric {
@@ -30,28 +25,19 @@ pub(crate) unsafe extern "C" fn open(
     ended_int(|| {
         // SAFETY: null or valid (the caller's promise).
         let attr = unsafe { attr.as_ref() }.ok_or(FI_EINVAL)?;
-        let c = fid_fabric {
+        let fid = fid_fabric {
             fid: head(FI_CLASS_FABRIC, context, &OPS),
             ops: &raw const FABRIC_OPS.0,
             api_version: attr.api_version,
         };
         // SAFETY: null or a place (the caller's promise).
-        unsafe { give(Fabric { c }, fabric) }
+        unsafe { give(FabricObject { fid }, fabric) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
     // SAFETY: it was opened here, and the program does not use it any more.
-    ended_int(|| unsafe { take::<Fabric, _>(at).map(|_| 0) })
-}
-
-/// The version of the interface that the program of a fabric speaks.
-///
-/// # Safety
-/// `fabric` is null or was opened here.
-pub(crate) unsafe fn api_of(fabric: *mut fid_fabric) -> Result<u32, c_int> {
-    // SAFETY: the caller's promise.
-    Ok(unsafe { known::<Fabric, _>(fabric) }?.c.api_version)
+    ended_int(|| unsafe { take::<FabricObject, _>(at).map(|_| 0) })
 }
 
 unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, count: c_int) -> c_int {

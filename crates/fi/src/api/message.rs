@@ -2,8 +2,7 @@
 
 use libc::{c_int, c_void, iovec};
 
-use super::ep::with;
-use super::object::{Table, ended};
+use super::object::{Table, ended, with_endpoint};
 use crate::abi::*;
 use crate::endpoint::{Outgoing, Wanted};
 use crate::memory::UserMemory;
@@ -68,7 +67,7 @@ unsafe fn sends(
 ) -> Result<isize, c_int> {
     // SAFETY: the caller's promise.
     unsafe {
-        with(ep, |endpoint, shared| {
+        with_endpoint(ep, |endpoint, shared| {
             let message = Outgoing {
                 to: what.peer,
                 memory,
@@ -94,7 +93,7 @@ unsafe fn receives(
 ) -> Result<isize, c_int> {
     // SAFETY: the caller's promise.
     unsafe {
-        with(ep, |endpoint, shared| {
+        with_endpoint(ep, |endpoint, shared| {
             let wanted = Wanted {
                 source: what.peer,
                 memory,

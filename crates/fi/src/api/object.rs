@@ -2,11 +2,17 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use libc::c_int;
 
-use crate::abi::{Call, FI_EINVAL, FI_ENOSYS, FI_EOTHER, fi_ops, fid};
+use crate::abi::{
+    Call, FI_EINVAL, FI_ENOSYS, FI_EOTHER, fi_ops, fid, fid_av, fid_cntr, fid_cq, fid_domain,
+    fid_ep, fid_fabric,
+};
 use crate::domain::Domain;
+use crate::endpoint::{Endpoint, Shared};
+use crate::event::Wait;
 
 /// A table of functions, which nothing changes.
 #[repr(transparent)]
@@ -26,6 +32,31 @@ pub(crate) struct Object<F, R = ()> {
     pub(crate) name: u32,
     /// What else it has.
     pub(crate) rest: R,
+}
+
+/// A fabric of the program.
+#[repr(C)]
+pub(crate) struct FabricObject {
+    pub(crate) fid: fid_fabric,
+}
+
+/// A domain of the program.
+pub(crate) type DomainObject = Object<fid_domain>;
+/// An address vector of the program.
+pub(crate) type AvObject = Object<fid_av>;
+/// A counter of the program.
+pub(crate) type CntrObject = Object<fid_cntr>;
+/// An endpoint of the program.
+pub(crate) type EpObject = Object<fid_ep>;
+/// A completion queue of the program.
+pub(crate) type CqObject = Object<fid_cq, Waiting>;
+
+/// What a completion queue has beside its entries.
+pub(crate) struct Waiting {
+    /// The descriptors, if the program waits for them.
+    pub(crate) wait: Option<Wait>,
+    /// A thread that waits is to return.
+    pub(crate) signaled: AtomicBool,
 }
 
 /// The object behind a pointer of C.
@@ -104,4 +135,20 @@ pub(crate) fn head(class: u32, context: *mut libc::c_void, ops: &'static Table<f
         context,
         ops: &raw const ops.0,
     }
+}
+
+/// Does something with an endpoint.
+///
+/// # Safety
+/// `at` is null or an endpoint of the program.
+pub(crate) unsafe fn with_endpoint<F>(
+    at: *mut F,
+    f: impl FnOnce(&mut Endpoint, &mut Shared) -> Result<isize, c_int>,
+) -> Result<isize, c_int> {
+    // SAFETY: the caller's promise.
+    let object = unsafe { known::<EpObject, _>(at) }?;
+    let mut guard = object.domain.lock();
+    let state = &mut *guard;
+    let endpoint = state.endpoints.get_mut(object.name).ok_or(FI_EINVAL)?;
+    f(endpoint, &mut state.shared)
 }

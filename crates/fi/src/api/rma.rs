@@ -2,8 +2,7 @@
 
 use libc::{c_int, c_void, iovec};
 
-use super::ep::with;
-use super::object::{Table, ended};
+use super::object::{Table, ended, with_endpoint};
 use crate::abi::*;
 use crate::endpoint::OneSidedRequest;
 use crate::memory::UserMemory;
@@ -58,7 +57,7 @@ unsafe fn access(
 ) -> Result<isize, c_int> {
     // SAFETY: the caller's promise.
     unsafe {
-        with(ep, |endpoint, shared| {
+        with_endpoint(ep, |endpoint, shared| {
             let (context, flags, silent) = match end {
                 End::Usual(context) => (context, endpoint.binding.send_flags, false),
                 End::Flags(context, flags) => (context, flags, false),
