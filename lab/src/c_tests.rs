@@ -23,6 +23,7 @@ const PROGRAMS: &[&str] = &[
     EXS_MANY,
     "fair",
     "faults",
+    FI,
     "flood",
     "fork",
     "group",
@@ -45,6 +46,9 @@ const PROGRAMS: &[&str] = &[
 
 /// The one that is linked to our libraries by their path: the dynamic linker ignores variables in a set-group-ID program.
 const ELEVATED: &str = "elevated";
+
+/// The one that is linked to libfabric.
+const FI: &str = "fi";
 
 /// The one that is linked to extended sockets, whose header and library are ours; and so are those whose names begin with it.
 pub(crate) const EXS: &str = "exs";
@@ -305,6 +309,9 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
             "-Wl,-rpath,{}",
             sh::dist().join("lib/anywarp").display()
         ));
+    }
+    if name == FI {
+        by_path.push("-lfabric".to_owned());
     }
     if name.starts_with(EXS) {
         by_path = extended_sockets();

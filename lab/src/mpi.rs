@@ -52,7 +52,7 @@ const WAYS: &[Way] = &[
         env: &[("UCX_TLS", RC)],
     },
     Way {
-        name: "openmpi mtl/ofi",
+        name: "openmpi mtl/ofi verbs;ofi_rxm",
         compiler: "mpicc.openmpi",
         launcher: &[
             "mpiexec.openmpi",
@@ -66,6 +66,24 @@ const WAYS: &[Way] = &[
             "--mca",
             "mtl_ofi_provider_include",
             "verbs;ofi_rxm",
+        ],
+        env: &[],
+    },
+    Way {
+        name: "openmpi mtl/ofi anywarp",
+        compiler: "mpicc.openmpi",
+        launcher: &[
+            "mpiexec.openmpi",
+            "--oversubscribe",
+            "--mca",
+            "pml",
+            "cm",
+            "--mca",
+            "mtl",
+            "ofi",
+            "--mca",
+            "mtl_ofi_provider_include",
+            "anywarp",
         ],
         env: &[],
     },

@@ -19,8 +19,8 @@ use crate::memory::{Area, UserMemory};
 use crate::queue::{Counter, Entry, Queue};
 use crate::slab::Slab;
 use crate::verbs::{
-    Access, Channel, Completions, Device, Of, OneSided, Pd, Piece, QueuePair, Record, Region, To,
-    Way, Wc, error_of, kind_of, source_of,
+    Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
+    To, Way, Wc, error_of, kind_of, source_of,
 };
 use crate::wire::{DATA, HEADER, Header, Kind, TAGGED};
 
@@ -345,7 +345,7 @@ pub struct Endpoint {
     pub enabled: bool,
     name: Remote,
     place: u8,
-    qkey: u32,
+    job: Job,
     ops: Slab<Op>,
     incoming: Slab<Incoming>,
     multis: Slab<Multi>,
@@ -378,7 +378,7 @@ impl Endpoint {
         device: &'static Device,
         channel: &Arc<Channel>,
         (ip, place): (IpAddr, u8),
-        qkey: u32,
+        job: Job,
         binding: Binding,
     ) -> Result<Self, i32> {
         let entries = 2 * limits::REQUESTS + limits::RECEIVES + limits::RECORDS;
@@ -398,7 +398,7 @@ impl Endpoint {
                 Region::new(&shared.pd, slots.address(0), slots.size(), Access::Source)?,
             )
         };
-        let qp = QueuePair::new(&shared.pd, &cq, qkey, false)?;
+        let qp = QueuePair::new(&shared.pd, &cq, job, false)?;
         let name = Remote {
             ip,
             qpn: qp.number(),
@@ -418,7 +418,7 @@ impl Endpoint {
             enabled: false,
             name,
             place,
-            qkey,
+            job,
             ops: Slab::default(),
             incoming: Slab::default(),
             multis: Slab::default(),
@@ -513,7 +513,7 @@ impl Endpoint {
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
-            qkey: self.qkey,
+            qkey: self.job.qkey,
         };
         let kind = if message.tag.is_some() {
             FI_TAGGED
@@ -659,7 +659,7 @@ impl Endpoint {
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
-            qkey: self.qkey,
+            qkey: self.job.qkey,
         };
         match self
             .qp
@@ -691,7 +691,7 @@ impl Endpoint {
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
-            qkey: self.qkey,
+            qkey: self.job.qkey,
         };
         let parts = memory.parts().filter(|(_, len)| *len > 0);
         let mut left = grant.length;
@@ -756,7 +756,7 @@ impl Endpoint {
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
-            qkey: self.qkey,
+            qkey: self.job.qkey,
         };
         let done = Done {
             context: what.context,
@@ -802,7 +802,7 @@ impl Endpoint {
         // What tells the target's program must come behind the write, so both go through the same queue pair.
         let told = what.data.filter(|_| !what.read);
         if told.is_none() && self.plain.is_none() {
-            match QueuePair::new(&cx.pd, &self.cq, self.qkey, true) {
+            match QueuePair::new(&cx.pd, &self.cq, self.job, true) {
                 Ok(qp) => self.plain = Some(qp),
                 Err(why) => {
                     self.free_slots.extend(slot);
@@ -1183,8 +1183,10 @@ impl Endpoint {
         self.send_deferred(cx);
         self.take_held(cx);
         let mut batch = [Wc::default(); limits::BATCH];
-        // Answers that cannot be sent wait here; what is not received waits at the peers.
-        if self.deferred.len() < limits::DEFERRED {
+        // Answers that cannot be sent wait here, and completions that the program does not read; what is not received waits at
+        // the peers.
+        let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
+        if self.deferred.len() < limits::DEFERRED && !queue.is_some_and(Queue::is_full) {
             let n = self.cq.poll(&mut batch);
             for wc in batch.iter().take(n) {
                 self.completed(cx, wc);
@@ -1337,7 +1339,7 @@ impl Endpoint {
             let to_whom = To {
                 way: &way,
                 qpn: to.qpn,
-                qkey: self.qkey,
+                qkey: self.job.qkey,
             };
             let id = OP << KIND | u64::from(op);
             let message = Header::new(Kind::Probe).encode();

@@ -529,6 +529,15 @@ pub struct Record {
     pub length: u32,
 }
 
+/// What all endpoints of a job have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Job {
+    /// The key of all queue pairs, which keeps datagrams of other programs away.
+    pub qkey: u32,
+    /// How long a peer may be silent, in milliseconds.
+    pub timeout_ms: u32,
+}
+
 /// A reliable-datagram queue pair.
 #[derive(Debug)]
 pub struct QueuePair {
@@ -542,7 +551,12 @@ unsafe impl Send for QueuePair {}
 
 impl QueuePair {
     /// A queue pair that sends and receives. `plain`: its writes leave no records, and it receives nothing itself.
-    pub fn new(pd: &Arc<Pd>, cq: &Completions, qkey: u32, plain: bool) -> Result<Self, i32> {
+    pub fn new(
+        pd: &Arc<Pd>,
+        cq: &Completions,
+        Job { qkey, timeout_ms }: Job,
+        plain: bool,
+    ) -> Result<Self, i32> {
         let f = &pd.device.f;
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let mut attr = ffi::QpInitAttrEx {
@@ -583,7 +597,7 @@ impl QueuePair {
             max_send_size: count(limits::EAGER + crate::wire::HEADER),
             max_records: count(limits::RECORDS),
             max_reads: limits::READS,
-            peer_timeout_ms: limits::PEER_TIMEOUT_MS,
+            peer_timeout_ms: timeout_ms,
             ..ffi::DvQpInitAttr::default()
         };
         let size = count(size_of::<ffi::DvQpInitAttr>());

@@ -162,12 +162,13 @@ unsafe fn take_entries(
         return Err(FI_EINVAL);
     }
     let mut state = object.domain.lock();
-    if state
+    // A program that wants no entries wants progress.
+    let empty = state
         .shared
         .queues
         .get(object.name)
-        .is_none_or(Queue::is_empty)
-    {
+        .is_none_or(Queue::is_empty);
+    if empty || count == 0 {
         state.progress();
     }
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;

@@ -14,6 +14,7 @@ use crate::abi::*;
 use crate::address;
 use crate::endpoint::{Binding, Counts, Endpoint};
 use crate::limits;
+use crate::verbs::Job;
 
 static OPS: Table<fi_ops> = ops(close as *const (), bind as *const (), control as *const ());
 static EP_OPS: Table<fi_ops_ep> = Table(fi_ops_ep {
@@ -69,20 +70,30 @@ static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
     barrier2: NONE,
 });
 
-/// The key of all queue pairs of a job, which keeps datagrams of other programs away.
-fn job_key() -> u32 {
-    const USUAL: u32 = 0x0f1a_0b01;
-    let given = std::env::var("FI_ANYWARP_QKEY").ok();
-    given.map_or(USUAL, |text| {
-        let text = text.trim();
-        let hex = text.strip_prefix("0x").map(|t| u32::from_str_radix(t, 16).ok());
-        hex.unwrap_or_else(|| text.parse().ok()).unwrap_or_else(|| {
-            crate::log::warn(&format!(
-                "FI_ANYWARP_QKEY: {text:?} is no number of 32 bits; the usual key is taken, which other jobs have, too"
-            ));
-            USUAL
-        })
+/// A number of the environment, decimal or with 0x in front.
+fn number(name: &str, usual: u32) -> u32 {
+    let Ok(text) = std::env::var(name) else {
+        return usual;
+    };
+    let text = text.trim();
+    let number = match text.strip_prefix("0x") {
+        Some(hex) => u32::from_str_radix(hex, 16),
+        None => text.parse(),
+    };
+    number.unwrap_or_else(|_| {
+        crate::log::warn(&format!(
+            "{name}={text}: not a number of 32 bits; {usual:#x} is taken"
+        ));
+        usual
     })
+}
+
+fn job() -> Job {
+    const USUAL_KEY: u32 = 0x0f1a_0b01;
+    Job {
+        qkey: number("FI_ANYWARP_QKEY", USUAL_KEY),
+        timeout_ms: number("FI_ANYWARP_PEER_TIMEOUT_MS", limits::PEER_TIMEOUT_MS).max(1),
+    }
 }
 
 pub(crate) unsafe extern "C" fn open(
@@ -124,14 +135,7 @@ pub(crate) unsafe extern "C" fn open(
             ..Binding::default()
         };
         let mut state = domain.lock();
-        let made = Endpoint::new(
-            &state.shared,
-            device,
-            &domain.channel,
-            from,
-            job_key(),
-            binding,
-        )?;
+        let made = Endpoint::new(&state.shared, device, &domain.channel, from, job(), binding)?;
         let name = state.endpoints.insert(made).map_err(|_full| FI_ENOMEM)?;
         let object = EpObject {
             fid: fid_ep {

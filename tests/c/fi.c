@@ -1,0 +1,797 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/* The provider for libfabric as a program uses it: messages, matching, rendezvous, one-sided operations, errors. */
+#include "dgrams.h"
+
+#include <netinet/in.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <rdma/fi_tagged.h>
+#include <sys/prctl.h>
+#include <sys/uio.h>
+
+#define JOB_KEY 0x0f1a0b01u
+#define INJECT 4096u
+#define EAGER 16384u
+
+static struct fi_info *info;
+static struct fid_fabric *fabric;
+
+/* An endpoint with all that it is bound to. */
+struct side {
+	struct fid_domain *domain;
+	struct fid_ep *ep;
+	struct fid_cq *tx, *rx;
+	struct fid_av *av;
+	struct fid_cntr *cntr;
+	fi_addr_t peer, self;
+};
+
+static int close_fid(void *fid)
+{
+	return -fi_close(fid);
+}
+
+#define OK(call)                                                                                                        \
+	do {                                                                                                           \
+		int rc_ = (int)(call);                                                                                 \
+		ENSURE(rc_ >= 0, #call ": %s", fi_strerror(-rc_));                                                     \
+	} while (0)
+#define GIVES(error, call)                                                                                              \
+	do {                                                                                                           \
+		int rc_ = (int)(call);                                                                                 \
+		ENSURE(rc_ == -(error), #call ": %d, expected %d", rc_, -(error));                                     \
+	} while (0)
+
+static const char *find_provider(void)
+{
+	struct fi_info *hints = fi_allocinfo();
+	int rc;
+
+	if (info)
+		return NULL;
+	hints->fabric_attr->prov_name = strdup("anywarp");
+	hints->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_DIRECTED_RECV | FI_SOURCE | FI_MULTI_RECV;
+	rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints, &info);
+	fi_freeinfo(hints);
+	ENSURE(!rc, "fi_getinfo: %s", fi_strerror(-rc));
+	OK(fi_fabric(info->fabric_attr, &fabric, NULL));
+	return NULL;
+}
+
+static const char *open_side(struct side *e, uint64_t selective)
+{
+	struct fi_cq_attr cq = { .format = FI_CQ_FORMAT_TAGGED, .wait_obj = FI_WAIT_FD };
+	struct fi_av_attr av = { .type = FI_AV_TABLE };
+
+	TRY(find_provider());
+	memset(e, 0, sizeof *e);
+	OK(fi_domain(fabric, info, &e->domain, NULL));
+	keep(close_fid, e->domain, "domain");
+	OK(fi_cq_open(e->domain, &cq, &e->tx, NULL));
+	keep(close_fid, e->tx, "transmit queue");
+	OK(fi_cq_open(e->domain, &cq, &e->rx, NULL));
+	keep(close_fid, e->rx, "receive queue");
+	OK(fi_av_open(e->domain, &av, &e->av, NULL));
+	keep(close_fid, e->av, "address vector");
+	OK(fi_cntr_open(e->domain, NULL, &e->cntr, NULL));
+	keep(close_fid, e->cntr, "counter");
+	OK(fi_endpoint(e->domain, info, &e->ep, NULL));
+	keep(close_fid, e->ep, "endpoint");
+	GIVES(FI_ENOAV, fi_enable(e->ep));
+	OK(fi_ep_bind(e->ep, &e->tx->fid, FI_TRANSMIT | selective));
+	OK(fi_ep_bind(e->ep, &e->rx->fid, FI_RECV));
+	OK(fi_ep_bind(e->ep, &e->av->fid, 0));
+	OK(fi_ep_bind(e->ep, &e->cntr->fid, FI_SEND | FI_WRITE | FI_READ));
+	GIVES(FI_EOPBADSTATE, fi_send(e->ep, NULL, 0, NULL, 0, NULL));
+	OK(fi_enable(e->ep));
+	return NULL;
+}
+
+static const char *introduce(struct side *a, struct side *b)
+{
+	char name[64];
+	size_t len = sizeof name;
+
+	OK(fi_getname(&b->ep->fid, name, &len));
+	ENSURE(fi_av_insert(a->av, name, 1, &a->peer, 0, NULL) == 1, "fi_av_insert");
+	len = sizeof name;
+	OK(fi_getname(&a->ep->fid, name, &len));
+	ENSURE(fi_av_insert(a->av, name, 1, &a->self, 0, NULL) == 1, "fi_av_insert of itself");
+	return NULL;
+}
+
+static const char *open_sides(struct side *a, struct side *b)
+{
+	TRY(open_side(a, 0));
+	TRY(open_side(b, 0));
+	TRY(introduce(a, b));
+	return introduce(b, a);
+}
+
+static struct side *moving[4];
+
+/* The next completion of `cq`; all ends move meanwhile. */
+static const char *next(struct fid_cq *cq, struct fi_cq_tagged_entry *entry, fi_addr_t *source)
+{
+	uint64_t until = now_ms() + WAIT_MS;
+	struct fi_cq_err_entry error = { 0 };
+	fi_addr_t nobody;
+	ssize_t n;
+
+	while ((n = fi_cq_readfrom(cq, entry, 1, source ? source : &nobody)) == -FI_EAGAIN) {
+		ENSURE(now_ms() < until, "no completion");
+		for (size_t i = 0; i < COUNT(moving) && moving[i]; i++) {
+			fi_cq_read(moving[i]->tx, NULL, 0);
+			fi_cq_read(moving[i]->rx, NULL, 0);
+		}
+	}
+	if (n == -FI_EAVAIL) {
+		fi_cq_readerr(cq, &error, 0);
+		return because("a failure: %s", fi_strerror(error.err));
+	}
+	ENSURE(n == 1, "fi_cq_read: %zd", n);
+	return NULL;
+}
+
+static const char *next_error(struct fid_cq *cq, struct fi_cq_err_entry *error, unsigned int ms)
+{
+	uint64_t until = now_ms() + ms;
+	struct fi_cq_tagged_entry entry;
+	ssize_t n;
+
+	memset(error, 0, sizeof *error);
+	while ((n = fi_cq_read(cq, &entry, 1)) == -FI_EAGAIN) {
+		ENSURE(now_ms() < until, "no failure");
+		for (size_t i = 0; i < COUNT(moving) && moving[i]; i++)
+			fi_cq_read(moving[i]->rx, NULL, 0);
+	}
+	ENSURE(n == -FI_EAVAIL, "fi_cq_read: %zd", n);
+	ENSURE(fi_cq_readerr(cq, error, 0) == 1, "fi_cq_readerr");
+	return NULL;
+}
+
+static void move_both(struct side *a, struct side *b)
+{
+	memset(moving, 0, sizeof moving);
+	moving[0] = a;
+	moving[1] = b;
+}
+
+static void fill_bytes(uint8_t *at, size_t len, size_t seed)
+{
+	for (size_t i = 0; i < len; i++)
+		at[i] = (uint8_t)(seed + i * 7 + i / 251);
+}
+
+static const char *check_bytes(const uint8_t *at, size_t len, size_t seed)
+{
+	for (size_t i = 0; i < len; i++)
+		ENSURE(at[i] == (uint8_t)(seed + i * 7 + i / 251), "byte %zu of %zu differs", i, len);
+	return NULL;
+}
+
+static const size_t sizes[] = { 0, 1, 991, 992, 993, 4096, EAGER - 1, EAGER, EAGER + 1, 70000, 1 << 20 };
+static uint8_t out[1 << 20], in[(1 << 20) + 16];
+
+/* ---------------------------------------------------------------- messages */
+
+enum { TAG = 1, EARLY = 2, PIECES = 4, SELF = 8 };
+
+/* Every size, with and without tags, to receives that are there or not, in one piece or several. */
+static const char *messages(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, other, *b = &other;
+	fi_addr_t source;
+
+	TRY(open_sides(&a, &other));
+	move_both(&a, &other);
+	if (arg & SELF)
+		b = &a;
+	for (size_t i = 0; i < COUNT(sizes); i++) {
+		size_t len = sizes[i], cut = len / 3;
+		struct iovec from[2] = { { out, cut }, { out + cut, len - cut } };
+		struct iovec to[3] = { { in, len - cut }, { in + len - cut, 0 }, { in + len - cut, cut + 16 } };
+		fi_addr_t whom = arg & SELF ? a.self : a.peer, who = arg & SELF ? a.self : b->peer;
+		uint64_t tag = 0xabcd0000 + i, data = 0x1122334455667700 + i;
+
+		fill_bytes(out, len, i);
+		memset(in, 0xee, len + 16);
+		for (int step = 0; step < 2; step++) {
+			bool receives = (step == 0) == !(arg & EARLY);
+
+			if (!receives && arg & TAG) {
+				if (arg & PIECES)
+					OK(fi_tsendv(a.ep, from, NULL, 2, whom, tag, &a));
+				else
+					OK(fi_tsenddata(a.ep, out, len, NULL, data, whom, tag, &a));
+			} else if (!receives) {
+				if (arg & PIECES)
+					OK(fi_sendv(a.ep, from, NULL, 2, whom, &a));
+				else
+					OK(fi_senddata(a.ep, out, len, NULL, data, whom, &a));
+			} else if (arg & TAG) {
+				if (arg & PIECES)
+					OK(fi_trecvv(b->ep, to, NULL, 3, FI_ADDR_UNSPEC, tag, 0, b));
+				else
+					OK(fi_trecv(b->ep, in, len + 16, NULL, who, tag & ~0xffull, 0xff, b));
+			} else {
+				if (arg & PIECES)
+					OK(fi_recvv(b->ep, to, NULL, 3, who, b));
+				else
+					OK(fi_recv(b->ep, in, len + 16, NULL, FI_ADDR_UNSPEC, b));
+			}
+			if (!receives && arg & EARLY) {
+				/* The message is there before its receive. */
+				for (int turn = 0; turn < 200; turn++)
+					fi_cq_read(b->rx, NULL, 0);
+			}
+		}
+		TRY(next(b->rx, &entry, &source));
+		ENSURE(entry.op_context == b && entry.len == len, "%zu bytes of %zu", entry.len, len);
+		ENSURE(source == who, "from %llu", (unsigned long long)source);
+		ENSURE(entry.flags & FI_RECV && entry.flags & (arg & TAG ? FI_TAGGED : FI_MSG), "flags %#llx",
+		       (unsigned long long)entry.flags);
+		ENSURE(!(arg & TAG) || entry.tag == tag, "tag %#llx", (unsigned long long)entry.tag);
+		ENSURE(arg & PIECES || (entry.flags & FI_REMOTE_CQ_DATA && entry.data == data), "data");
+		TRY(check_bytes(in, len, i));
+		for (size_t j = 0; j < 16; j++)
+			ENSURE(in[len + j] == 0xee, "byte %zu behind the message", j);
+		TRY(next(a.tx, &entry, NULL));
+		ENSURE(entry.op_context == &a && entry.flags & FI_SEND, "what is sent");
+	}
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b->rx, &entry, 1) == -FI_EAGAIN, "one too many");
+	ENSURE(fi_cntr_read(a.cntr) == COUNT(sizes), "the counter has %llu", (unsigned long long)fi_cntr_read(a.cntr));
+	return NULL;
+}
+
+/* Receives take messages in order; tags and sources keep them apart. */
+static const char *matching(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b, c;
+	uint32_t word[6];
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	TRY(open_side(&c, 0));
+	TRY(introduce(&c, &b));
+	move_both(&a, &b);
+	moving[2] = &c;
+	/* c is a stranger to b until it is inserted below. */
+	for (uint32_t i = 0; i < 3; i++) {
+		OK(fi_tinject(a.ep, &i, sizeof i, a.peer, 5));
+		uint32_t other = 10 + i;
+		OK(fi_tinject(c.ep, &other, sizeof other, c.peer, 5));
+	}
+	for (uint64_t until = now_ms() + 200; now_ms() < until;)
+		fi_cq_read(b.rx, NULL, 0);
+	char name[64];
+	size_t len = sizeof name;
+	fi_addr_t stranger;
+	OK(fi_getname(&c.ep->fid, name, &len));
+	ENSURE(fi_av_insert(b.av, name, 1, &stranger, 0, NULL) == 1, "fi_av_insert");
+	for (size_t i = 0; i < 3; i++) {
+		OK(fi_trecv(b.ep, &word[i], 4, NULL, stranger, 5, 0, &word[i]));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.op_context == &word[i] && word[i] == 10 + i, "%zu from c: %u", i, word[i]);
+	}
+	for (size_t i = 0; i < 3; i++) {
+		OK(fi_trecv(b.ep, &word[i], 4, NULL, FI_ADDR_UNSPEC, 0, ~0ull, &word[i]));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(word[i] == i, "%zu from a: %u", i, word[i]);
+	}
+	/* Receives that are there: the second takes what the first does not. */
+	OK(fi_trecv(b.ep, &word[0], 4, NULL, b.peer, 7, 0, &word[0]));
+	OK(fi_trecv(b.ep, &word[1], 4, NULL, FI_ADDR_UNSPEC, 0, ~0ull, &word[1]));
+	OK(fi_recv(b.ep, &word[2], 4, NULL, FI_ADDR_UNSPEC, &word[2]));
+	uint32_t eight = 8, seven = 7, none = 99;
+	OK(fi_tinject(a.ep, &eight, 4, a.peer, 8));
+	OK(fi_tinject(a.ep, &seven, 4, a.peer, 7));
+	OK(fi_inject(a.ep, &none, 4, a.peer));
+	for (size_t i = 0; i < 3; i++)
+		TRY(next(b.rx, &entry, NULL));
+	ENSURE(word[0] == 7 && word[1] == 8 && word[2] == 99, "%u %u %u", word[0], word[1], word[2]);
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "fi_inject has no completion");
+	return NULL;
+}
+
+/* A message that does not fit fills the buffer, and its failure says how much did not. */
+static const char *truncation(size_t arg)
+{
+	size_t len = arg, room = arg / 2;
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side a, b;
+
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	fill_bytes(out, len, 3);
+	memset(in, 0xee, len);
+	OK(fi_trecv(b.ep, in, room, NULL, b.peer, 1, 0, &b));
+	OK(fi_tsend(a.ep, out, len, NULL, a.peer, 1, &a));
+	TRY(next_error(b.rx, &error, WAIT_MS));
+	ENSURE(error.err == FI_ETRUNC && error.olen == len - room && error.len == room && error.op_context == &b,
+	       "%s, %zu of %zu, %zu over", fi_strerror(error.err), error.len, room, error.olen);
+	TRY(check_bytes(in, room, 3));
+	ENSURE(in[room] == 0xee, "a byte behind the buffer");
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &a, "what is sent");
+	return NULL;
+}
+
+static const char *cancel(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side a, b;
+	int context[2];
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_trecv(b.ep, in, 100, NULL, b.peer, 1, 0, &context[0]));
+	OK(fi_trecv(b.ep, in + 100, 100, NULL, b.peer, 1, 0, &context[1]));
+	OK(fi_cancel(&b.ep->fid, &context[0]));
+	GIVES(ENOENT, fi_cancel(&b.ep->fid, &context[0]));
+	TRY(next_error(b.rx, &error, WAIT_MS));
+	ENSURE(error.err == FI_ECANCELED && error.op_context == &context[0], "%s", fi_strerror(error.err));
+	fill_bytes(out, 100, 1);
+	OK(fi_tsend(a.ep, out, 100, NULL, a.peer, 1, &a));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.op_context == &context[1], "the receive that is left");
+	return check_bytes(in + 100, 100, 1);
+}
+
+/* One buffer for many messages, short and long ones in turn, is given back once, when nothing is written to it any more. */
+static const char *multi_recv(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	struct iovec iov = { in, 200000 };
+	struct fi_msg msg = { .msg_iov = &iov, .iov_count = 1, .addr = FI_ADDR_UNSPEC, .context = &b };
+	size_t least = 30000, got = 0, sent = 0;
+	uint8_t *expected = in;
+
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_setopt(&b.ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &least, sizeof least));
+	if (!arg)
+		OK(fi_recvmsg(b.ep, &msg, FI_MULTI_RECV));
+	fill_bytes(out, 200000, 9);
+	for (size_t len = 100; sent + len <= 182000; len = len == 100 ? 20000 : 100) {
+		OK(fi_send(a.ep, out + sent, len, NULL, a.peer, &a));
+		sent += len;
+		if (arg)
+			for (uint64_t until = now_ms() + 20; now_ms() < until;)
+				fi_cq_read(b.rx, NULL, 0);
+	}
+	if (arg)
+		OK(fi_recvmsg(b.ep, &msg, FI_MULTI_RECV));
+	bool over = false;
+	while (!over) {
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.flags & FI_RECV && (uint8_t *)entry.buf >= in, "an entry");
+		got += entry.len;
+		over = entry.flags & FI_MULTI_RECV;
+		if (entry.buf == expected)
+			expected += entry.len;
+	}
+	ENSURE(got > 170000 && got <= 200000 && got <= sent, "%zu of %zu when the buffer came back", got, sent);
+	return check_bytes(in, got, 9);
+}
+
+static const char *peek_and_claim(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side a, b;
+	size_t len = arg;
+	struct iovec iov = { in, sizeof in };
+	struct fi_msg_tagged msg = { .msg_iov = &iov, .iov_count = 1, .tag = 4, .context = &b };
+
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	msg.addr = b.peer;
+	OK(fi_trecvmsg(b.ep, &msg, FI_PEEK));
+	TRY(next_error(b.rx, &error, WAIT_MS));
+	ENSURE(error.err == FI_ENOMSG && error.op_context == &b, "%s", fi_strerror(error.err));
+	for (size_t i = 0; i < 3; i++) {
+		fill_bytes(out, len, i);
+		OK(fi_tsend(a.ep, out, len, NULL, a.peer, 4, &a));
+		for (;;) { /* Until it is there. */
+			OK(fi_trecvmsg(b.ep, &msg, i ? FI_PEEK | FI_CLAIM : FI_PEEK));
+			ssize_t n = fi_cq_read(b.rx, &entry, 1);
+			if (n == 1)
+				break;
+			ENSURE(n == -FI_EAVAIL && fi_cq_readerr(b.rx, &error, 0) == 1 && error.err == FI_ENOMSG, "%zd", n);
+			fi_cq_read(a.tx, NULL, 0);
+		}
+		ENSURE(entry.len == len && entry.tag == 4 && entry.op_context == &b, "%zu bytes", entry.len);
+		switch (i) {
+		case 0: OK(fi_trecv(b.ep, in, sizeof in, NULL, b.peer, 4, 0, &b)); break;
+		case 1: OK(fi_trecvmsg(b.ep, &msg, FI_CLAIM)); break;
+		case 2: OK(fi_trecvmsg(b.ep, &msg, FI_CLAIM | FI_DISCARD)); break;
+		}
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.op_context == &b && entry.len == (i < 2 ? len : 0), "%zu: %zu bytes", i, entry.len);
+		if (i < 2)
+			TRY(check_bytes(in, len, i));
+		TRY(next(a.tx, &entry, NULL));
+	}
+	GIVES(FI_EINVAL, fi_trecvmsg(b.ep, &msg, FI_CLAIM));
+	return NULL;
+}
+
+/* Completions only for what asks for them. */
+static const char *selective(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	struct iovec iov = { out, 50 };
+	struct fi_msg msg = { .msg_iov = &iov, .iov_count = 1, .context = &a };
+
+	(void)arg;
+	TRY(open_side(&a, FI_SELECTIVE_COMPLETION));
+	TRY(open_side(&b, 0));
+	TRY(introduce(&a, &b));
+	TRY(introduce(&b, &a));
+	move_both(&a, &b);
+	msg.addr = a.peer;
+	for (size_t i = 0; i < 2; i++)
+		OK(fi_recv(b.ep, in, 50, NULL, FI_ADDR_UNSPEC, &b));
+	OK(fi_sendmsg(a.ep, &msg, 0));
+	OK(fi_sendmsg(a.ep, &msg, FI_COMPLETION | FI_DELIVERY_COMPLETE));
+	TRY(next(b.rx, &entry, NULL));
+	TRY(next(b.rx, &entry, NULL));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion that nothing asked for");
+	ENSURE(fi_cntr_wait(a.cntr, 2, 5000) == 0, "the counter has %llu", (unsigned long long)fi_cntr_read(a.cntr));
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- one-sided */
+
+static const char *memory(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct fid_mr *mr;
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_mr_reg(b.domain, in, 1 << 20, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	for (size_t i = 0; i < COUNT(sizes); i++) {
+		size_t len = sizes[i];
+		uint64_t at = (uintptr_t)in, key = fi_mr_key(mr);
+
+		fill_bytes(out, len, i);
+		memset(in, 0, len);
+		if (i % 2)
+			OK(fi_write(a.ep, out, len, NULL, a.peer, at, key, &a));
+		else
+			OK(fi_writedata(a.ep, out, len, NULL, 0x77 + i, a.peer, at, key, &a));
+		TRY(next(a.tx, &entry, NULL));
+		ENSURE(entry.flags & FI_RMA && entry.flags & FI_WRITE && entry.op_context == &a, "a write");
+		TRY(check_bytes(in, len, i));
+		if (i % 2 == 0) {
+			TRY(next(b.rx, &entry, NULL));
+			ENSURE(entry.flags & FI_REMOTE_CQ_DATA && entry.flags & FI_REMOTE_WRITE && entry.data == 0x77 + i,
+			       "data of a write");
+		}
+		memset(out, 0, len);
+		OK(fi_read(a.ep, out, len, NULL, a.peer, at, key, &a));
+		TRY(next(a.tx, &entry, NULL));
+		ENSURE(entry.flags & FI_READ, "a read");
+		TRY(check_bytes(out, len, i));
+	}
+	/* Memory that is not there, or not this much of it. */
+	static const struct {
+		uint64_t key, skip;
+		bool read;
+	} bad[] = { { 1, 0, false }, { 0, 1 << 20, false }, { 1, 0, true }, { 0, 1 << 20, true } };
+	for (size_t i = 0; i < COUNT(bad); i++) {
+		uint64_t at = (uintptr_t)in + bad[i].skip, key = fi_mr_key(mr) ^ (bad[i].key << 9);
+
+		if (bad[i].read)
+			OK(fi_read(a.ep, out, 100, NULL, a.peer, at, key, &a));
+		else
+			OK(fi_write(a.ep, out, 100, NULL, a.peer, at, key, &a));
+		TRY(next_error(a.tx, &error, WAIT_MS));
+		ENSURE(error.err == FI_EACCES && error.op_context == &a, "%zu: %s", i, fi_strerror(error.err));
+	}
+	GIVES(FI_ENOKEY, fi_write(a.ep, out, 100, NULL, a.peer, 0, 1ull << 40, &a));
+	OK(fi_write(a.ep, out, 100, NULL, a.peer, (uintptr_t)in, fi_mr_key(mr), &a));
+	return next(a.tx, &entry, NULL);
+}
+
+/* ---------------------------------------------------------------- waiting */
+
+static const char *wait_object(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fid *fids[1];
+	struct side a;
+	uint64_t begin;
+	int fd;
+
+	TRY(open_side(&a, 0));
+	GIVES(0, fi_control(&a.rx->fid, FI_GETWAIT, &fd));
+	fids[0] = &a.rx->fid;
+	begin = now_ms();
+	ENSURE(fi_cq_sread(a.rx, &entry, 1, NULL, 100) == -FI_EAGAIN && now_ms() - begin >= 90, "it did not wait");
+	char name[64];
+	size_t len = sizeof name;
+	OK(fi_getname(&a.ep->fid, name, &len));
+	ENSURE(fi_av_insert(a.av, name, 1, &a.self, 0, NULL) == 1, "fi_av_insert");
+	OK(fi_recv(a.ep, in, 10, NULL, FI_ADDR_UNSPEC, &a));
+	OK(fi_trywait(fabric, fids, 1));
+	struct pollfd poll_fd = { .fd = fd, .events = POLLIN };
+	ENSURE(poll(&poll_fd, 1, 50) == 0, "readable without a reason");
+	OK(fi_inject(a.ep, "0123456789", 10, a.self));
+	if (arg) {
+		ENSURE(fi_cq_sread(a.rx, &entry, 1, NULL, 5000) == 1, "fi_cq_sread");
+	} else {
+		while (fi_cq_read(a.rx, &entry, 1) == -FI_EAGAIN) {
+			int rc = fi_trywait(fabric, fids, 1);
+			ENSURE(rc == 0 || rc == -FI_EAGAIN, "fi_trywait: %d", rc);
+			if (rc == 0)
+				ENSURE(poll(&poll_fd, 1, 5000) == 1, "not readable");
+		}
+	}
+	ENSURE(entry.len == 10 && !memcmp(in, "0123456789", 10), "the message");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- failures */
+
+/* The other end in a process of its own: it prints its name, is told the name of this end, and reads. */
+static int be_a_peer(void)
+{
+	char name[64] = { 0 };
+	size_t len = sizeof name;
+	struct side e;
+	const char *why = open_side(&e, 0);
+
+	if (!why && fi_getname(&e.ep->fid, name, &len))
+		why = "fi_getname";
+	if (why || write(1, name, sizeof name) != sizeof name)
+		return 1;
+	for (;;)
+		fi_cq_read(e.rx, NULL, 0);
+}
+
+
+static const char *start_peer(struct side *a, pid_t *child)
+{
+	char name[64];
+	int ends[2];
+
+	ENSURE(!pipe(ends), "pipe");
+	*child = fork();
+	ENSURE(*child >= 0, "fork");
+	if (*child == 0) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		dup2(ends[1], 1);
+		execl("/proc/self/exe", "fi", "--peer", NULL);
+		_exit(9);
+	}
+	close(ends[1]);
+	ENSURE(read(ends[0], name, sizeof name) == sizeof name, "the name of the peer");
+	close(ends[0]);
+	ENSURE(fi_av_insert(a->av, name, 1, &a->peer, 0, NULL) == 1, "fi_av_insert");
+	return NULL;
+}
+
+/* A peer that is killed or stopped: whatever waits for it fails within the time-out, and others go on. */
+static const char *lost_peer(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side a, b;
+	uint64_t begin;
+	pid_t child = -1;
+	int context[3];
+
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	fi_addr_t good = a.peer;
+	TRY(start_peer(&a, &child));
+	/* The first is with the peer and waits for a receive there. */
+	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &context[0]));
+	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[1]));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &context[1], "the short one arrives");
+	kill(child, (int)arg);
+	waitpid(child, NULL, WUNTRACED);
+	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[2]));
+	begin = now_ms();
+	bool failed[3] = { false };
+	for (int i = 0; i < 2; i++) {
+		const char *why = next_error(a.tx, &error, 15000);
+
+		if (why)
+			kill(child, SIGKILL);
+		TRY(why);
+		ENSURE(error.err == FI_EHOSTUNREACH || error.err == FI_ECONNRESET, "%s", fi_strerror(error.err));
+		size_t which = (size_t)((int *)error.op_context - context);
+		ENSURE(which < 3 && !failed[which], "context %zu", which);
+		failed[which] = true;
+	}
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+	ENSURE(failed[0] && failed[2], "which failed");
+	ENSURE(now_ms() - begin < 12000, "after %llu ms", (unsigned long long)(now_ms() - begin));
+	OK(fi_trecv(b.ep, in, 20000, NULL, b.peer, 2, 0, &b));
+	OK(fi_tsend(a.ep, out, 20000, NULL, good, 2, &a));
+	TRY(next(b.rx, &entry, NULL));
+	return next(a.tx, &entry, NULL);
+}
+
+/* Messages of a queue pair that breaks the protocol change nothing. */
+static const char *hostile(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
+					     .flags = ANYWARPDV_QP_KEEP_GOING };
+	struct fi_cq_tagged_entry entry;
+	struct sockaddr_in name;
+	struct region mine = { 0 };
+	struct dgram bad;
+	struct side a, b;
+	size_t len = sizeof name;
+	uint32_t seed = 7;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	TRY(find_all());
+	TRY(open_dgram(&bad, &dv));
+	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
+	OK(fi_getname(&b.ep->fid, &name, &len));
+	uint32_t qpn = (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0];
+	for (uint64_t i = 0; i < 2000; i++) {
+		uint8_t *m = mine.at;
+		size_t size = 32;
+
+		for (size_t j = 0; j < 64; j++) {
+			seed = seed * 1103515245 + 12345;
+			m[j] = (uint8_t)(seed >> 16);
+		}
+		/* Most have a version and a kind that there are. */
+		if (i % 8)
+			m[0] = 1, m[3] = 0, m[2] &= 15;
+		if (i % 16)
+			m[1] = (uint8_t)(1 + i % 7);
+		if (i % 3 == 0)
+			memset(m + 4, 0, 10); /* names and lengths that are small */
+		if (i % 5 == 0)
+			size = (size_t)(i % 64);
+		ibv_wr_start(bad.ex);
+		bad.ex->wr_id = i;
+		bad.ex->wr_flags = IBV_SEND_SIGNALED;
+		ibv_wr_send(bad.ex);
+		ibv_wr_set_ud_addr(bad.ex, bad.ah, qpn, JOB_KEY);
+		ibv_wr_set_sge(bad.ex, mine.mr->lkey, (uintptr_t)m, (uint32_t)size);
+		ENSURE(!ibv_wr_complete(bad.ex), "post");
+		struct ibv_wc wc;
+		uint64_t until = now_ms() + WAIT_MS;
+		while (ibv_poll_cq(bad.scq, 1, &wc) == 0) {
+			ENSURE(now_ms() < until, "message %llu does not arrive", (unsigned long long)i);
+			fi_cq_read(b.rx, NULL, 0);
+		}
+		ENSURE(wc.status == IBV_WC_SUCCESS, "message %llu: %s", (unsigned long long)i, ibv_wc_status_str(wc.status));
+	}
+	while (fi_cq_read(b.rx, &entry, 1) == 1)
+		ENSURE(entry.flags & FI_REMOTE_WRITE, "a completion that nothing was posted for");
+	OK(fi_trecv(b.ep, in, 50000, NULL, b.peer, 2, 0, &b));
+	fill_bytes(out, 50000, 5);
+	OK(fi_tsend(a.ep, out, 50000, NULL, a.peer, 2, &a));
+	TRY(next(b.rx, &entry, NULL));
+	TRY(check_bytes(in, 50000, 5));
+	return next(a.tx, &entry, NULL);
+}
+
+/* What cannot be is refused with the errno that libfabric documents. */
+static const char *refused(size_t arg)
+{
+	struct fi_info *hints, *none = NULL;
+	struct iovec iov[5] = { { out, 1 }, { out, 1 }, { out, 1 }, { out, 1 }, { out, 1 } };
+	struct fi_av_attr shared = { .type = FI_AV_TABLE, .name = "shared" };
+	struct fid_av *av;
+	fi_addr_t addrs[3];
+	int errors[3];
+	struct side a;
+	char small[4];
+	size_t len = 0;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	GIVES(FI_ETOOSMALL, fi_getname(&a.ep->fid, NULL, &len));
+	ENSURE(len == 16, "a name of %zu bytes", len);
+	len = sizeof small;
+	GIVES(FI_ETOOSMALL, fi_getname(&a.ep->fid, small, &len));
+	struct sockaddr_in names[3] = { { .sin_family = AF_INET, .sin_port = htons(9), .sin_addr.s_addr = htonl(0x7f000001) },
+					{ .sin_family = AF_UNIX },
+					{ .sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f000001) } };
+	ENSURE(fi_av_insert(a.av, names, 3, addrs, FI_SYNC_ERR, errors) == 1, "bad names");
+	ENSURE(!errors[0] && errors[1] == FI_EINVAL && errors[2] == FI_EINVAL && addrs[1] == FI_ADDR_NOTAVAIL,
+	       "what is said of bad names");
+	struct sockaddr_in back;
+	len = sizeof back;
+	OK(fi_av_lookup(a.av, addrs[0], &back, &len));
+	ENSURE(len == 16 && !memcmp(&back, &names[0], 16), "fi_av_lookup");
+	OK(fi_av_remove(a.av, &addrs[0], 1, 0));
+	GIVES(FI_EINVAL, fi_av_remove(a.av, &addrs[0], 1, 0));
+	GIVES(FI_EINVAL, fi_av_lookup(a.av, addrs[0], &back, &len));
+	GIVES(FI_EINVAL, fi_send(a.ep, out, 1, NULL, addrs[0], NULL));
+	GIVES(FI_EINVAL, fi_send(a.ep, out, 1, NULL, 12345, NULL));
+	GIVES(FI_EINVAL, fi_sendv(a.ep, iov, NULL, 5, 0, NULL));
+	GIVES(FI_EINVAL, fi_trecv(a.ep, in, 1, NULL, 12345, 0, 0, NULL));
+	GIVES(FI_EINVAL, fi_trecv(a.ep, in, 1, NULL, addrs[0], 0, 0, NULL));
+	ENSURE(fi_av_insert(a.av, &names[0], 1, addrs, 0, NULL) == 1, "fi_av_insert");
+	GIVES(FI_EMSGSIZE, fi_inject(a.ep, out, INJECT + 1, addrs[0]));
+	GIVES(FI_ENOSYS, fi_av_open(a.domain, &shared, &av, NULL));
+	GIVES(FI_EBUSY, fi_close(&a.domain->fid));
+	GIVES(FI_EBUSY, fi_close(&a.tx->fid));
+	GIVES(FI_EBUSY, fi_close(&a.av->fid));
+	GIVES(FI_EOPBADSTATE, fi_ep_bind(a.ep, &a.tx->fid, FI_TRANSMIT));
+	for (int what = 0; what < 4; what++) {
+		hints = fi_allocinfo();
+		hints->fabric_attr->prov_name = strdup("anywarp");
+		hints->caps = FI_MSG;
+		switch (what) {
+		case 0: hints->ep_attr->type = FI_EP_MSG; break;
+		case 1: hints->ep_attr->type = FI_EP_DGRAM; break;
+		case 2: hints->caps = FI_RMA; break; /* without a mode of registration */
+		case 3: hints->domain_attr->data_progress = FI_PROGRESS_AUTO; break;
+		}
+		int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints, &none);
+		fi_freeinfo(hints);
+		GIVES(FI_ENODATA, rc);
+	}
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "refused", refused, 0, 0, false },
+	{ "messages", messages, 0, 0, false },
+	{ "messages_tagged", messages, TAG, 0, false },
+	{ "messages_early", messages, EARLY, 0, false },
+	{ "messages_tagged_early", messages, TAG | EARLY, 0, false },
+	{ "messages_pieces", messages, PIECES, 0, false },
+	{ "messages_tagged_pieces_early", messages, TAG | PIECES | EARLY, 0, false },
+	{ "messages_to_itself", messages, SELF, 0, false },
+	{ "messages_to_itself_early", messages, SELF | TAG | EARLY, 0, false },
+	{ "matching", matching, 0, 0, false },
+	{ "truncation", truncation, 1000, 0, false },
+	{ "truncation_long", truncation, 100000, 0, false },
+	{ "cancel", cancel, 0, 0, false },
+	{ "multi_recv", multi_recv, 0, 0, false },
+	{ "multi_recv_early", multi_recv, 1, 0, false },
+	{ "peek_and_claim", peek_and_claim, 1000, 0, false },
+	{ "peek_and_claim_long", peek_and_claim, 100000, 0, false },
+	{ "selective", selective, 0, 0, false },
+	{ "memory", memory, 0, 0, false },
+	{ "wait_fd", wait_object, 0, 0, false },
+	{ "wait_sread", wait_object, 1, 0, false },
+	{ "killed_peer", lost_peer, SIGKILL, 0, false },
+	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
+	{ "hostile", hostile, 0, 0, false },
+};
+
+int main(int argc, char **argv)
+{
+	if (argc == 2 && !strcmp(argv[1], "--peer"))
+		return be_a_peer();
+	/* How long a peer may be silent. */
+	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
