@@ -194,12 +194,11 @@ impl Hints {
         }
         let memory_wanted = wanted & FI_RMA != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
-        let mr_mode = if !self.given
-            || mode == FI_MR_BASIC
-            || (mode == FI_MR_UNSPEC && api < fi_version(1, 5))
-        {
+        // Until 1.5 a mode was a number; since then it has bits, and what a program without hints reads are these.
+        let old = api < fi_version(1, 5);
+        let mr_mode = if mode == FI_MR_BASIC || (old && mode == FI_MR_UNSPEC) {
             Some(FI_MR_BASIC)
-        } else if mode & MR_MODE == MR_MODE {
+        } else if !self.given || mode & MR_MODE == MR_MODE {
             Some(MR_MODE)
         } else {
             None
@@ -558,7 +557,7 @@ mod tests {
         assert_eq!(got.mr_mode, 0);
         let mpich = asks(0, MR_MODE | 1 << 9).answer(fi_version(2, 5)).unwrap();
         assert_eq!((mpich.caps, mpich.mr_mode), (ALL, MR_MODE));
-        assert_eq!(Hints::default().answer(NOW).unwrap().mr_mode, FI_MR_BASIC);
+        assert_eq!(Hints::default().answer(NOW).unwrap().mr_mode, MR_MODE);
     }
 
     #[test]
