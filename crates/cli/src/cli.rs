@@ -40,6 +40,8 @@ pub(crate) enum Command {
     /// Both variables keep what was set before, behind anywarp's part. `--log info` shows what is set, and why. No
     /// variable of other software is set: UCX, libfabric and others find the device as they find hardware.
     ///
+    /// FI_PROVIDER_PATH has the folder of anywarp's provider for libfabric in front, if it is installed: docs/mpi.md.
+    ///
     /// A statically linked program, a program of another architecture and a set-user-ID program that gains
     /// privileges cannot be reached this way; for these a warning is printed.
     Run(Run),

@@ -227,7 +227,6 @@ c_types! {
         auth_key: *mut u8,
         iface: u32,
         device: u64,
-        hmem_data: *mut c_void,
     }
     struct fi_atomic_attr {
         count: usize,

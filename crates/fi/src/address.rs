@@ -181,10 +181,10 @@ mod tests {
 
     #[test]
     fn a_name_is_read_as_it_was_made() {
-        for who in [peer("127.0.0.1", 0x00ab_cd07), peer("fe80::1", 0x0000_0100)] {
-            let (name, len) = who.name();
-            assert_eq!(len, name_len(format_of(who.ip)));
-            assert_eq!(Remote::from_name(&name[..len]), Some(who));
+        for peer in [peer("127.0.0.1", 0x00ab_cd07), peer("fe80::1", 0x0000_0100)] {
+            let (name, len) = peer.name();
+            assert_eq!(len, name_len(format_of(peer.ip)));
+            assert_eq!(Remote::from_name(&name[..len]), Some(peer));
         }
         let (name, _) = peer("10.1.2.3", 0x0012_3405).name();
         assert_eq!(

@@ -117,13 +117,13 @@ impl Counts {
     ];
 }
 
-/// What is told when an operation is over.
+/// What is reported when an operation is over.
 #[derive(Debug, Clone, Copy)]
 struct Done {
     context: usize,
     flags: u64,
-    /// A success is told, too.
-    told: bool,
+    /// A success is reported, too.
+    reported: bool,
     counts: Counts,
 }
 
@@ -147,12 +147,14 @@ enum Op {
     },
     /// A read or a write of the program.
     OneSided {
-        done: Option<Done>,
+        done: Done,
         slot: Option<u16>,
         _regions: Vec<Region>,
+        /// What the target's program gets when it is done.
+        notice: Option<(Remote, Header)>,
     },
-    /// A write whose target's program is told.
-    Told { done: Done },
+    /// The message to the target's program that a write is done.
+    Notified { done: Done },
     /// A question whether a peer is there.
     Probe { to: Remote },
 }
@@ -171,7 +173,7 @@ struct Grant {
 struct Receive {
     context: usize,
     memory: UserMemory,
-    told: bool,
+    reported: bool,
     /// A buffer for many messages.
     multi: Option<u32>,
 }
@@ -191,7 +193,7 @@ struct Multi {
 struct Target {
     context: usize,
     memory: UserMemory,
-    told: bool,
+    reported: bool,
     multi: Option<u32>,
 }
 
@@ -223,6 +225,7 @@ struct Arrived {
 enum Deferred {
     Answer(Remote, Header),
     Write(u32),
+    Notice(Remote, Header, Done),
 }
 
 /// A message that stays in the device's receive, since too many wait already.
@@ -255,7 +258,7 @@ pub struct Outgoing {
 /// A receive to post.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted {
-    /// Who may have sent it.
+    /// The source of the message.
     pub source: FiAddr,
     /// Where it goes.
     pub memory: UserMemory,
@@ -523,7 +526,7 @@ impl Endpoint {
         let done = Done {
             context: message.context,
             flags: FI_SEND | kind,
-            told: !message.silent
+            reported: !message.silent
                 && (message.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
             counts: Counts::Send,
         };
@@ -629,7 +632,7 @@ impl Endpoint {
     fn finish(&self, cx: &mut Shared, done: &Done, err: i32) {
         let counter = self.counter(done.counts);
         cx.count(counter, err != 0);
-        if done.told || err != 0 {
+        if done.reported || err != 0 {
             let entry = Entry::new(done.context, done.flags).failed(err);
             cx.push(self.binding.send_queue, entry);
         }
@@ -653,24 +656,28 @@ impl Endpoint {
 
     /// Whether it need not be tried again.
     fn try_answer(&mut self, cx: &mut Shared, to: Remote, header: &Header) -> bool {
-        let Ok(way) = cx.way(to.ip, self.place) else {
-            return true;
-        };
+        match self.post_header(cx, to, ANSWER << KIND, header) {
+            Ok(()) => true,
+            Err(why) => full(why) != FI_EAGAIN,
+        }
+    }
+
+    fn post_header(
+        &mut self,
+        cx: &mut Shared,
+        to: Remote,
+        id: u64,
+        header: &Header,
+    ) -> Result<(), i32> {
+        let way = cx.way(to.ip, self.place)?;
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
             qkey: self.job.qkey,
         };
-        match self
-            .qp
-            .send_copy(to_whom, ANSWER << KIND, &header.encode(), true)
-        {
-            Ok(()) => {
-                self.outstanding += 1;
-                true
-            }
-            Err(why) => full(why) != FI_EAGAIN,
-        }
+        self.qp.send_copy(to_whom, id, &header.encode(), true)?;
+        self.outstanding += 1;
+        Ok(())
     }
 
     /// Writes a message that was announced to the memory that was granted for it. Whether it need not be tried again.
@@ -761,7 +768,8 @@ impl Endpoint {
         let done = Done {
             context: what.context,
             flags: FI_RMA | if what.read { FI_READ } else { FI_WRITE },
-            told: !what.silent && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            reported: !what.silent
+                && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
             counts: if what.read {
                 Counts::Read
             } else {
@@ -799,9 +807,7 @@ impl Endpoint {
                 regions.push(region);
             }
         }
-        // What tells the target's program must come behind the write, so both go through the same queue pair.
-        let told = what.data.filter(|_| !what.read);
-        if told.is_none() && self.plain.is_none() {
+        if self.plain.is_none() {
             match QueuePair::new(&cx.pd, &self.cq, self.job, true) {
                 Ok(qp) => self.plain = Some(qp),
                 Err(why) => {
@@ -810,15 +816,21 @@ impl Endpoint {
                 }
             }
         }
-        let qp = match &self.plain {
-            Some(plain) if told.is_none() => plain,
-            _ => &self.qp,
+        let Some(qp) = &self.plain else {
+            return Err(FI_EOTHER);
         };
+        let notice = what.data.filter(|_| !what.read).map(|data| {
+            let mut header = Header::new(Kind::Written);
+            header.flags |= DATA;
+            header.data = data;
+            header.length = length as u64;
+            (to, header)
+        });
         let op = Op::OneSided {
-            // The message behind the write tells that both are done.
-            done: told.is_none().then_some(done),
+            done,
             slot,
             _regions: regions,
+            notice,
         };
         let Ok(op) = self.ops.insert(op) else {
             self.free_slots.extend(slot);
@@ -838,32 +850,33 @@ impl Endpoint {
             return Err(full(why));
         }
         self.outstanding += 1;
-        if let Some(data) = told {
-            let mut header = Header::new(Kind::Written);
-            header.flags |= DATA;
-            header.data = data;
-            header.length = length as u64;
-            let posted = match self.ops.insert(Op::Told { done }) {
-                Ok(op) => {
-                    let id = OP << KIND | u64::from(op);
-                    let posted = self.qp.send_copy(to_whom, id, &header.encode(), true);
-                    if posted.is_err() {
-                        self.ops.remove(op);
-                    }
-                    posted
+        Ok(())
+    }
+
+    /// Sends to the target's program that a write is done, now or when there is room.
+    fn notify(&mut self, cx: &mut Shared, to: Remote, header: Header, done: Done) {
+        if !self.deferred.is_empty() || !self.try_notify(cx, to, &header, done) {
+            self.deferred.push_back(Deferred::Notice(to, header, done));
+        }
+    }
+
+    /// Whether it need not be tried again.
+    fn try_notify(&mut self, cx: &mut Shared, to: Remote, header: &Header, done: Done) -> bool {
+        let Ok(op) = self.ops.insert(Op::Notified { done }) else {
+            return false;
+        };
+        let id = OP << KIND | u64::from(op);
+        match self.post_header(cx, to, id, header) {
+            Ok(()) => true,
+            Err(why) => {
+                self.ops.remove(op);
+                if full(why) == FI_EAGAIN {
+                    return false;
                 }
-                Err(_full) => Err(FI_ENOMEM),
-            };
-            match posted {
-                Ok(()) => self.outstanding += 1,
-                // The write is under way: what is told of it follows when there is room.
-                Err(_full) => {
-                    self.deferred.push_back(Deferred::Answer(to, header));
-                    self.finish(cx, &done, 0);
-                }
+                self.finish(cx, &done, why);
+                true
             }
         }
-        Ok(())
     }
 
     // ------------------------------------------------------------------ receiving
@@ -888,7 +901,7 @@ impl Endpoint {
             ignore,
         };
         let tagged = wanted.tag.is_some();
-        let told = wanted.flags & FI_COMPLETION != 0 || !self.binding.receive_selective;
+        let reported = wanted.flags & FI_COMPLETION != 0 || !self.binding.receive_selective;
         if wanted.flags & FI_PEEK != 0 {
             self.progress(cx);
             self.peek(cx, wanted, &pattern, tagged);
@@ -897,7 +910,7 @@ impl Endpoint {
         let mut receive = Receive {
             context: wanted.context,
             memory: wanted.memory,
-            told,
+            reported,
             multi: None,
         };
         if wanted.flags & FI_CLAIM != 0 {
@@ -991,7 +1004,7 @@ impl Endpoint {
         cx.push(self.binding.receive_queue, entry);
     }
 
-    /// The sender of a message that nobody wants need not keep it.
+    /// The sender of a message that is not wanted need not keep it.
     fn refuse(&mut self, cx: &mut Shared, message: &Message) {
         if let Content::Announced(id) = message.content {
             let mut header = Header::new(Kind::Grant);
@@ -1015,7 +1028,7 @@ impl Endpoint {
         Target {
             context: receive.context,
             memory,
-            told: receive.told,
+            reported: receive.reported,
             multi: receive.multi,
         }
     }
@@ -1059,7 +1072,7 @@ impl Endpoint {
         let olen = usize::try_from(m.length).unwrap_or(usize::MAX) - len;
         let err = if err == 0 && olen > 0 { FI_ETRUNC } else { err };
         cx.count(self.counter(Counts::Receive), err != 0);
-        if target.told || err != 0 || last {
+        if target.reported || err != 0 || last {
             let entry = Entry {
                 context: target.context,
                 flags,
@@ -1202,6 +1215,7 @@ impl Endpoint {
             let done = match &first {
                 Deferred::Answer(to, header) => self.try_answer(cx, *to, header),
                 Deferred::Write(op) => self.write_granted(cx, *op),
+                Deferred::Notice(to, header, done) => self.try_notify(cx, *to, header, *done),
             };
             if !done {
                 self.deferred.push_front(first);
@@ -1251,20 +1265,25 @@ impl Endpoint {
                 self.free_slots.extend(slot);
                 self.finish_or_report(cx, done, err);
             }
-            Op::OneSided { done, slot, .. } => {
+            Op::OneSided {
+                done, slot, notice, ..
+            } => {
                 self.free_slots.extend(slot);
-                self.finish_or_report(cx, done, err);
+                match notice {
+                    Some((to, header)) if err == 0 => self.notify(cx, to, header, done),
+                    _ => self.finish(cx, &done, err),
+                }
             }
             Op::Announced { done, to, .. } => {
                 self.finish(cx, &done, err);
                 self.lost(cx, to, err);
             }
-            Op::Told { done } => self.finish(cx, &done, err),
+            Op::Notified { done } => self.finish(cx, &done, err),
             Op::Probe { to } => self.lost(cx, to, err),
         }
     }
 
-    /// An operation is over, of which the program may know already: then it is told of a failure all the same.
+    /// An operation is over, of which the program may know already. A failure is reported all the same.
     fn finish_or_report(&self, cx: &mut Shared, done: Option<Done>, err: i32) {
         match done {
             Some(done) => self.finish(cx, &done, err),
@@ -1272,7 +1291,7 @@ impl Endpoint {
                 let done = Done {
                     context: 0,
                     flags: FI_SEND,
-                    told: true,
+                    reported: true,
                     counts: Counts::Send,
                 };
                 self.finish(cx, &done, err);
@@ -1330,24 +1349,15 @@ impl Endpoint {
             }
         }
         for to in peers {
-            let Ok(way) = cx.way(to.ip, self.place) else {
-                continue;
-            };
             let Ok(op) = self.ops.insert(Op::Probe { to }) else {
                 return;
             };
-            let to_whom = To {
-                way: &way,
-                qpn: to.qpn,
-                qkey: self.job.qkey,
-            };
             let id = OP << KIND | u64::from(op);
-            let message = Header::new(Kind::Probe).encode();
-            if self.qp.send_copy(to_whom, id, &message, true).is_err() {
+            let header = Header::new(Kind::Probe);
+            if self.post_header(cx, to, id, &header).is_err() {
                 self.ops.remove(op);
                 return;
             }
-            self.outstanding += 1;
         }
     }
 
@@ -1526,7 +1536,7 @@ impl Endpoint {
             "records come in the order of their completions"
         );
         let Some(name) = record.word else {
-            return; // A write that another message tells of.
+            return; // A write of a program that is not one of ours.
         };
         let fits = self.incoming.get(name).is_some_and(|i| fits(i, &record));
         if !fits {

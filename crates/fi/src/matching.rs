@@ -9,7 +9,7 @@ use crate::limits;
 /// What of a message is matched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Envelope {
-    /// Who sent it, as an index of the address vector.
+    /// Its source, as an index of the address vector.
     pub source: FiAddr,
     /// Its tag; 0 for one without.
     pub tag: u64,
@@ -18,7 +18,7 @@ pub struct Envelope {
 /// What a receive takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pattern {
-    /// Who may have sent it, or `FI_ADDR_UNSPEC`.
+    /// The source of the message, or `FI_ADDR_UNSPEC` for any.
     pub source: FiAddr,
     /// The tag.
     pub tag: u64,
@@ -38,7 +38,7 @@ impl Pattern {
 pub enum Content {
     /// Here.
     Here(Vec<u8>),
-    /// With its sender, who names it so.
+    /// With its sender, under this name.
     Announced(u32),
 }
 

@@ -191,7 +191,7 @@ impl Area {
 
 impl Drop for Area {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's, and what the device was told of it was withdrawn (fields of the owners are
+        // SAFETY: the mapping is this value's, and its registration ended before (fields of the owners are
         // dropped in that order).
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }

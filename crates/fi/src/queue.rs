@@ -18,7 +18,7 @@ pub struct Entry {
     pub data: u64,
     /// The tag of the message.
     pub tag: u64,
-    /// Who sent it.
+    /// The sender of the message.
     pub source: FiAddr,
     /// What went wrong, or 0.
     pub err: i32,

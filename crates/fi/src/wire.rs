@@ -19,7 +19,7 @@ pub const HEADER: usize = 32;
 pub enum Kind {
     /// A message with its content behind the header.
     Eager,
-    /// A message of `length` bytes waits at the sender, who names it `id`.
+    /// A message of `length` bytes waits at the sender, under the name `id`.
     Announce,
     /// Answer to it: `length` bytes may be written to `data`; `tag` is the key (high half) and the name that the receiver
     /// gives it, the immediate of the write.

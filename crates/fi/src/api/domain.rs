@@ -85,7 +85,7 @@ unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int 
     ended_int(|| {
         // SAFETY: null or an object (the caller's promise).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
-        // Nothing is told there.
+        // No event of a domain exists.
         if class == FI_CLASS_EQ as usize {
             Ok(0)
         } else {
