@@ -4,6 +4,7 @@
 
 #include <netinet/in.h>
 #include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -55,7 +56,7 @@ static const char *find_provider(void)
 		return NULL;
 	hints->fabric_attr->prov_name = strdup("anywarp");
 	hints->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_DIRECTED_RECV | FI_SOURCE | FI_MULTI_RECV;
+	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_DIRECTED_RECV | FI_SOURCE | FI_MULTI_RECV;
 	rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints, &info);
 	fi_freeinfo(hints);
 	ENSURE(!rc, "fi_getinfo: %s", fi_strerror(-rc));
@@ -513,6 +514,70 @@ static const char *memory(size_t arg)
 	return next(a.tx, &entry, NULL);
 }
 
+static const char *atomics(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct fi_atomic_attr attr;
+	static int64_t target[512], operand[512], result[512], compare[512];
+	struct fid_mr *mr, *read_only;
+	struct side a, b;
+	uint64_t at = (uintptr_t)target, key;
+	size_t n = arg, most;
+
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_READ, 0, 0, 0, &read_only, NULL));
+	keep(close_fid, read_only, "read-only region");
+	key = fi_mr_key(mr);
+	for (size_t i = 0; i < n; i++) {
+		target[i] = (int64_t)i;
+		operand[i] = 1000;
+		compare[i] = (int64_t)(i % 2 ? i + 1000 : i);
+	}
+	OK(fi_atomic(a.ep, operand, n, NULL, a.peer, at, key, FI_INT64, FI_SUM, &a));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.flags & FI_ATOMIC && entry.flags & FI_WRITE && entry.op_context == &a, "flags");
+	for (size_t i = 0; i < n; i++)
+		ENSURE(target[i] == (int64_t)i + 1000, "sum %zu: %lld", i, (long long)target[i]);
+	OK(fi_fetch_atomic(a.ep, operand, n, NULL, result, NULL, a.peer, at, key, FI_INT64, FI_ATOMIC_WRITE, &a));
+	TRY(next(a.tx, &entry, NULL));
+	for (size_t i = 0; i < n; i++)
+		ENSURE(target[i] == 1000 && result[i] == (int64_t)i + 1000, "swap %zu", i);
+	OK(fi_fetch_atomic(a.ep, NULL, n, NULL, result, NULL, a.peer, at, key, FI_INT64, FI_ATOMIC_READ, &a));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(result[n - 1] == 1000, "read");
+	for (size_t i = 0; i < n; i++)
+		target[i] = (int64_t)i + 1000;
+	OK(fi_compare_atomic(a.ep, operand, n, NULL, compare, NULL, result, NULL, a.peer, at, key, FI_INT64, FI_CSWAP, &a));
+	TRY(next(a.tx, &entry, NULL));
+	for (size_t i = 0; i < n; i++)
+		ENSURE(result[i] == (int64_t)i + 1000 && target[i] == (i % 2 ? 1000 : (int64_t)i + 1000), "cswap %zu", i);
+	OK(fi_inject_atomic(a.ep, operand, 1, a.peer, at, key, FI_INT64, FI_BXOR));
+	/* Not there, not writable, not so much of it. */
+	const struct {
+		uint64_t at, key;
+	} bad[] = { { at, key ^ 512 }, { at, fi_mr_key(read_only) }, { at + sizeof target - 8 * n + 8, key }, { at - 8, key } };
+	for (size_t i = 0; i < COUNT(bad); i++) {
+		OK(fi_atomic(a.ep, operand, n, NULL, a.peer, bad[i].at, bad[i].key, FI_INT64, FI_SUM, &error));
+		TRY(next_error(a.tx, &error, WAIT_MS));
+		ENSURE(error.err == FI_EACCES && error.op_context == &error, "%zu: %s", i, fi_strerror(error.err));
+	}
+	ENSURE(target[0] == ((0 + 1000) ^ 1000), "the injected one: %lld", (long long)target[0]);
+	OK(fi_fetch_atomic(a.ep, NULL, n, NULL, result, NULL, a.peer, at, fi_mr_key(read_only), FI_INT64, FI_ATOMIC_READ, &a));
+	TRY(next(a.tx, &entry, NULL));
+	OK(fi_atomicvalid(a.ep, FI_DOUBLE, FI_SUM, &most));
+	ENSURE(most == 512, "%zu elements", most);
+	GIVES(FI_EOPNOTSUPP, fi_atomicvalid(a.ep, FI_DOUBLE, FI_BOR, &most));
+	GIVES(FI_EOPNOTSUPP, fi_query_atomic(a.domain, FI_LONG_DOUBLE, FI_SUM, &attr, 0));
+	GIVES(FI_EINVAL, fi_atomic(a.ep, operand, 513, NULL, a.peer, at, key, FI_INT64, FI_SUM, &a));
+	GIVES(FI_EOPNOTSUPP, fi_atomic(a.ep, operand, 1, NULL, a.peer, at, key, FI_INT64, FI_CSWAP, &a));
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion too many");
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- waiting */
 
 static const char *wait_object(size_t arg)
@@ -780,6 +845,8 @@ static const struct test tests[] = {
 	{ "peek_and_claim_long", peek_and_claim, 100000, 0, false },
 	{ "selective", selective, 0, 0, false },
 	{ "memory", memory, 0, 0, false },
+	{ "atomics", atomics, 5, 0, false },
+	{ "atomics_long", atomics, 512, 0, false },
 	{ "wait_fd", wait_object, 0, 0, false },
 	{ "wait_sread", wait_object, 1, 0, false },
 	{ "killed_peer", lost_peer, SIGKILL, 0, false },

@@ -543,6 +543,8 @@ c_consts! {
     FI_CLAIM: u64 = 1 << 59;
     FI_DISCARD: u64 = 1 << 58;
     FI_SELECTIVE_COMPLETION: u64 = 1 << 59;
+    FI_FETCH_ATOMIC: u64 = 1 << 58;
+    FI_COMPARE_ATOMIC: u64 = 1 << 59;
     FI_TRANSMIT: u64 = FI_SEND;
     FI_SYNC_ERR: u64 = 1 << 58;
     FI_EVENT: u64 = 1 << 24;

@@ -12,17 +12,31 @@ use std::time::Instant;
 
 use crate::abi::*;
 use crate::address::{Remote, Vector};
+use crate::atomics::{self, Class, Type};
 use crate::ffi::ROUTE_HEADER;
 use crate::limits;
 use crate::matching::{Content, Envelope, Matching, Message, Pattern};
-use crate::memory::{Area, UserMemory};
+use crate::memory::{self, Area, UserMemory};
 use crate::queue::{Counter, Entry, Queue};
 use crate::slab::Slab;
 use crate::verbs::{
     Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
     To, Way, Wc, error_of, kind_of, source_of,
 };
-use crate::wire::{DATA, HEADER, Header, Kind, TAGGED};
+use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, TAGGED};
+
+/// Memory that the program has registered.
+#[derive(Debug, Clone, Copy)]
+pub struct Registered {
+    /// Its address.
+    pub at: usize,
+    /// Its length.
+    pub len: usize,
+    /// Peers may read it.
+    pub read: bool,
+    /// Peers may write it.
+    pub write: bool,
+}
 
 /// What the endpoints of a domain share.
 #[derive(Debug)]
@@ -35,6 +49,8 @@ pub struct Shared {
     pub counters: Slab<Counter>,
     /// Address vectors.
     pub vectors: Slab<Vector>,
+    /// Registered memory by its key, for atomic operations of peers.
+    pub registered: HashMap<u32, Registered>,
     /// Ways to hosts, as far as something was sent there.
     ways: HashMap<IpAddr, Arc<Way>>,
 }
@@ -47,6 +63,7 @@ impl Shared {
             queues: Slab::default(),
             counters: Slab::default(),
             vectors: Slab::default(),
+            registered: HashMap::new(),
             ways: HashMap::new(),
         }
     }
@@ -157,6 +174,20 @@ enum Op {
     Notified { done: Done },
     /// A question whether a peer is there.
     Probe { to: Remote },
+    /// An atomic operation, which waits for its answer.
+    Atomic {
+        done: Done,
+        to: Remote,
+        result: UserMemory,
+        /// Bytes of the answer.
+        expects: usize,
+        /// The request has arrived.
+        known: bool,
+    },
+    /// The message that asks for the operation of this name.
+    Request { slot: Option<u16>, of: u32 },
+    /// An answer with content.
+    Answer { slot: Option<u16> },
 }
 
 /// Memory of a peer that an announced message may be written to.
@@ -223,7 +254,7 @@ struct Arrived {
 /// What could not be sent because the send queue was full.
 #[derive(Debug)]
 enum Deferred {
-    Answer(Remote, Header),
+    Answer(Remote, Header, Vec<u8>),
     Write(u32),
     Notice(Remote, Header, Done),
 }
@@ -268,6 +299,35 @@ pub struct Wanted {
     pub context: usize,
     /// `FI_COMPLETION`, `FI_MULTI_RECV`, `FI_PEEK`, `FI_CLAIM`, `FI_DISCARD`.
     pub flags: u64,
+}
+
+/// An atomic operation.
+#[derive(Debug, Clone, Copy)]
+pub struct AtomicRequest {
+    /// Whose memory.
+    pub to: FiAddr,
+    /// The elements there: address and key.
+    pub at: (u64, u64),
+    /// Their type, number and what is done with them, as libfabric numbers these.
+    pub datatype: u32,
+    /// See above.
+    pub count: usize,
+    /// See above.
+    pub op: u32,
+    /// Whether there is a result, and a comparison.
+    pub class: Class,
+    /// The operands.
+    pub operand: UserMemory,
+    /// What is compared with.
+    pub compare: UserMemory,
+    /// Where the former values go.
+    pub result: UserMemory,
+    /// The program's word for it.
+    pub context: usize,
+    /// As in [`Outgoing`].
+    pub flags: u64,
+    /// As in [`Outgoing`].
+    pub silent: bool,
 }
 
 /// A read or a write.
@@ -651,7 +711,8 @@ impl Endpoint {
         if self.deferred.is_empty() && self.try_answer(cx, to, &header) {
             return;
         }
-        self.deferred.push_back(Deferred::Answer(to, header));
+        self.deferred
+            .push_back(Deferred::Answer(to, header, Vec::new()));
     }
 
     /// Whether it need not be tried again.
@@ -877,6 +938,222 @@ impl Endpoint {
                 true
             }
         }
+    }
+
+    // ------------------------------------------------------------------ atomic operations
+
+    /// Does an atomic operation on memory of a peer: the peer's library does it.
+    pub fn atomic(&mut self, cx: &mut Shared, what: &AtomicRequest) -> Result<(), i32> {
+        self.ready(cx)?;
+        let kind = Type::from_number(what.datatype)
+            .filter(|kind| atomics::is_valid(*kind, what.op, what.class))
+            .ok_or(FI_EOPNOTSUPP)?;
+        let bytes = what.count.saturating_mul(kind.size());
+        if bytes > limits::ATOMIC || bytes == 0 {
+            return Err(FI_EINVAL);
+        }
+        let reads = what.op == FI_ATOMIC_READ;
+        if (!reads && what.operand.len() != bytes)
+            || (what.class != Class::Write && what.result.len() != bytes)
+            || (what.class == Class::Compare && what.compare.len() != bytes)
+        {
+            return Err(FI_EINVAL);
+        }
+        match self.try_atomic(cx, what, bytes) {
+            Err(FI_EAGAIN) => {
+                self.progress(cx);
+                self.try_atomic(cx, what, bytes)
+            }
+            other => other,
+        }
+    }
+
+    fn try_atomic(
+        &mut self,
+        cx: &mut Shared,
+        what: &AtomicRequest,
+        bytes: usize,
+    ) -> Result<(), i32> {
+        let to = self.peer(cx, what.to)?;
+        let rkey = u32::try_from(what.at.1).map_err(|_| FI_ENOKEY)?;
+        let mut header = Header::new(Kind::Atomic);
+        header.length = what.count as u64;
+        header.tag = what.at.0;
+        header.data =
+            u64::from(rkey) << 32 | u64::from(what.op & 0xffff) << 16 | u64::from(what.datatype);
+        let mut content = Vec::with_capacity(2 * bytes);
+        if what.op != FI_ATOMIC_READ {
+            content.resize(bytes, 0);
+            what.operand.read(0, &mut content);
+        }
+        let fetches = what.class != Class::Write;
+        if fetches {
+            header.flags |= FETCH;
+        }
+        if what.class == Class::Compare {
+            header.flags |= COMPARE;
+            let from = content.len();
+            content.resize(from + bytes, 0);
+            what.compare
+                .read(0, content.get_mut(from..).unwrap_or_default());
+        }
+        let done = Done {
+            context: what.context,
+            flags: FI_ATOMIC | if fetches { FI_READ } else { FI_WRITE },
+            reported: !what.silent
+                && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            counts: if fetches { Counts::Read } else { Counts::Write },
+        };
+        let op = Op::Atomic {
+            done,
+            to,
+            result: what.result,
+            expects: if fetches { bytes } else { 0 },
+            known: false,
+        };
+        let op = self.ops.insert(op).map_err(|_full| FI_EAGAIN)?;
+        header.id = op;
+        let sent = self.post_message(cx, to, &header, &content, |slot| Op::Request {
+            slot,
+            of: op,
+        });
+        if sent.is_err() {
+            self.ops.remove(op);
+        }
+        sent
+    }
+
+    /// Sends a header with content, and has it kept as an operation.
+    fn post_message(
+        &mut self,
+        cx: &mut Shared,
+        to: Remote,
+        header: &Header,
+        content: &[u8],
+        kept: impl FnOnce(Option<u16>) -> Op,
+    ) -> Result<(), i32> {
+        let total = HEADER + content.len();
+        let way = cx.way(to.ip, self.place)?;
+        let to_whom = To {
+            way: &way,
+            qpn: to.qpn,
+            qkey: self.job.qkey,
+        };
+        let slot = if total > limits::INLINE {
+            Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
+        } else {
+            None
+        };
+        let Ok(op) = self.ops.insert(kept(slot)) else {
+            self.free_slots.extend(slot);
+            return Err(FI_EAGAIN);
+        };
+        let id = OP << KIND | u64::from(op);
+        let posted = match slot {
+            None => {
+                let mut message = Vec::with_capacity(total);
+                message.extend_from_slice(&header.encode());
+                message.extend_from_slice(content);
+                self.qp.send_copy(to_whom, id, &message, true)
+            }
+            Some(slot) => {
+                let at = usize::from(slot) * SLOT;
+                // SAFETY: the slot is free: no request uses it.
+                let bytes = unsafe { self.slots.to_send(at, total) };
+                if let Some((head, rest)) = bytes.split_first_chunk_mut::<HEADER>() {
+                    *head = header.encode();
+                    rest.copy_from_slice(content);
+                }
+                let piece = Piece {
+                    at: self.slots.address(at),
+                    len: total,
+                    lkey: self.slot_region.lkey(),
+                };
+                // SAFETY: the slots are registered, and this one is not free until the completion.
+                unsafe { self.qp.send(to_whom, id, piece) }
+            }
+        };
+        if let Err(why) = posted {
+            self.ops.remove(op);
+            self.free_slots.extend(slot);
+            return Err(full(why));
+        }
+        self.outstanding += 1;
+        Ok(())
+    }
+
+    /// Whether it need not be tried again.
+    fn try_reply(&mut self, cx: &mut Shared, to: Remote, header: &Header, content: &[u8]) -> bool {
+        let sent = self.post_message(cx, to, header, content, |slot| Op::Answer { slot });
+        sent != Err(FI_EAGAIN)
+    }
+
+    /// A peer asks for an atomic operation on memory of this process.
+    fn operate(
+        &mut self,
+        cx: &mut Shared,
+        from: Remote,
+        header: &Header,
+        at: usize,
+        length: usize,
+    ) {
+        // SAFETY: the receive has completed and is not posted again yet.
+        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
+        let content = datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default();
+        let mut answer = Header::new(Kind::AtomicDone);
+        answer.id = header.id;
+        let former = match operation(cx, header, content) {
+            Ok(former) => former,
+            Err(why) => {
+                answer.tag = u64::try_from(why).unwrap_or(1);
+                Vec::new()
+            }
+        };
+        answer.length = former.len() as u64;
+        if !self.deferred.is_empty() || !self.try_reply(cx, from, &answer, &former) {
+            self.deferred
+                .push_back(Deferred::Answer(from, answer, former));
+        }
+    }
+
+    /// The answer to an atomic operation.
+    fn operated(
+        &mut self,
+        cx: &mut Shared,
+        from: Remote,
+        header: &Header,
+        at: usize,
+        length: usize,
+    ) {
+        let Some(Op::Atomic {
+            to,
+            expects,
+            result,
+            done,
+            ..
+        }) = self.ops.get(header.id)
+        else {
+            return;
+        };
+        // SAFETY: as in `operate`.
+        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
+        let content = datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default();
+        let failed = header.tag != 0;
+        if *to != from || (!failed && content.len() != *expects) {
+            return;
+        }
+        let done = *done;
+        let err = if failed {
+            i32::try_from(header.tag)
+                .ok()
+                .filter(|e| (1..4096).contains(e))
+                .unwrap_or(FI_EREMOTEIO)
+        } else {
+            result.write(0, content);
+            0
+        };
+        self.ops.remove(header.id);
+        self.finish(cx, &done, err);
     }
 
     // ------------------------------------------------------------------ receiving
@@ -1213,7 +1490,10 @@ impl Endpoint {
     fn send_deferred(&mut self, cx: &mut Shared) {
         while let Some(first) = self.deferred.pop_front() {
             let done = match &first {
-                Deferred::Answer(to, header) => self.try_answer(cx, *to, header),
+                Deferred::Answer(to, header, content) if content.is_empty() => {
+                    self.try_answer(cx, *to, header)
+                }
+                Deferred::Answer(to, header, content) => self.try_reply(cx, *to, header, content),
                 Deferred::Write(op) => self.write_granted(cx, *op),
                 Deferred::Notice(to, header, done) => self.try_notify(cx, *to, header, *done),
             };
@@ -1280,6 +1560,12 @@ impl Endpoint {
             }
             Op::Notified { done } => self.finish(cx, &done, err),
             Op::Probe { to } => self.lost(cx, to, err),
+            Op::Answer { slot } => self.free_slots.extend(slot),
+            Op::Request { slot, of } => {
+                self.free_slots.extend(slot);
+                self.requested(cx, of, err);
+            }
+            Op::Atomic { .. } => {}
         }
     }
 
@@ -1300,6 +1586,18 @@ impl Endpoint {
         }
     }
 
+    /// The request for an atomic operation has arrived, or failed.
+    fn requested(&mut self, cx: &mut Shared, name: u32, err: i32) {
+        if err == 0 {
+            if let Some(Op::Atomic { known, .. }) = self.ops.get_mut(name) {
+                *known = true;
+            }
+        } else if let Some(Op::Atomic { done, to, .. }) = self.ops.remove(name) {
+            self.finish(cx, &done, err);
+            self.lost(cx, to, err);
+        }
+    }
+
     /// A peer does not answer: what waits for it fails.
     fn lost(&mut self, cx: &mut Shared, peer: Remote, err: i32) {
         if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
@@ -1307,11 +1605,14 @@ impl Endpoint {
         }
         // Those that the device has a request of fail by that.
         let waiting = self.ops.iter().filter(|(_, op)| {
-            matches!(op, Op::Announced { to, known: true, grant: None, .. } if *to == peer)
+            matches!(op, Op::Announced { to, known: true, grant: None, .. } | Op::Atomic { to, known: true, .. }
+                if *to == peer)
         });
         let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
         for name in waiting {
-            if let Some(Op::Announced { done, .. }) = self.ops.remove(name) {
+            if let Some(Op::Announced { done, .. } | Op::Atomic { done, .. }) =
+                self.ops.remove(name)
+            {
                 self.finish(cx, &done, err);
             }
         }
@@ -1336,7 +1637,7 @@ impl Endpoint {
         }
         self.asked = Instant::now();
         let waits = |(_, op): (u32, &Op)| match op {
-            Op::Announced { to, .. } => Some(*to),
+            Op::Announced { to, .. } | Op::Atomic { to, .. } => Some(*to),
             _ => None,
         };
         let mut peers: Vec<Remote> = self.ops.iter().filter_map(waits).collect();
@@ -1399,7 +1700,8 @@ impl Endpoint {
                 };
                 cx.push(self.binding.receive_queue, entry);
             }
-            Kind::Atomic | Kind::AtomicDone => self.bad = self.bad.wrapping_add(1),
+            Kind::Atomic => self.operate(cx, from, &header, at, length),
+            Kind::AtomicDone => self.operated(cx, from, &header, at, length),
             Kind::Probe => {}
         }
         self.again(at);
@@ -1594,4 +1896,65 @@ fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
 /// The error for a request that could not be posted.
 fn full(why: i32) -> i32 {
     if why == libc::ENOMEM { FI_EAGAIN } else { why }
+}
+
+/// Does an atomic operation on registered memory: the former values, if they are asked for.
+fn operation(cx: &Shared, header: &Header, content: &[u8]) -> Result<Vec<u8>, i32> {
+    let low = |bits: u64| u32::try_from(bits & 0xffff).unwrap_or(0);
+    let (rkey, op, datatype) = (header.data >> 32, low(header.data >> 16), low(header.data));
+    let kind = Type::from_number(datatype).ok_or(FI_EOPNOTSUPP)?;
+    let class = match (header.has(COMPARE), header.has(FETCH)) {
+        (true, true) => Class::Compare,
+        (true, false) => return Err(FI_EOPNOTSUPP),
+        (false, true) => Class::Fetch,
+        (false, false) => Class::Write,
+    };
+    if !atomics::is_valid(kind, op, class) {
+        return Err(FI_EOPNOTSUPP);
+    }
+    let size = kind.size();
+    let bytes = usize::try_from(header.length)
+        .ok()
+        .and_then(|count| count.checked_mul(size))
+        .filter(|bytes| *bytes <= limits::ATOMIC)
+        .ok_or(FI_EINVAL)?;
+    let operands = if op == FI_ATOMIC_READ { 0 } else { bytes };
+    let compared = if class == Class::Compare { bytes } else { 0 };
+    if content.len() != operands + compared {
+        return Err(FI_EINVAL);
+    }
+    let (with, than) = content.split_at(operands);
+    let memory = u32::try_from(rkey)
+        .ok()
+        .and_then(|key| cx.registered.get(&key))
+        .ok_or(FI_EACCES)?;
+    let allowed = if op == FI_ATOMIC_READ {
+        memory.read
+    } else {
+        memory.write && (class == Class::Write || memory.read)
+    };
+    let at = usize::try_from(header.tag).map_err(|_| FI_EACCES)?;
+    let offset = at.checked_sub(memory.at).ok_or(FI_EACCES)?;
+    let inside = offset
+        .checked_add(bytes)
+        .is_some_and(|end| end <= memory.len);
+    if !allowed || !inside {
+        return Err(FI_EACCES);
+    }
+    let mut former = Vec::new();
+    let (mut with, mut than) = (with.chunks_exact(size), than.chunks_exact(size));
+    for i in 0..bytes / size {
+        let (w, t) = (
+            with.next().map_or(0, atomics::bits_of),
+            than.next().map_or(0, atomics::bits_of),
+        );
+        let f = |old| atomics::compute(kind, op, old, w, t);
+        // SAFETY: inside of registered memory that peers may change (checked), which stays registered while the domain is
+        // locked.
+        let old = unsafe { memory::change(at + i * size, size, f) };
+        if class != Class::Write {
+            former.extend(old.to_le_bytes().iter().take(size));
+        }
+    }
+    Ok(former)
 }

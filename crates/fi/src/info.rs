@@ -27,7 +27,7 @@ const MESSAGES: u64 = FI_MSG | FI_TAGGED | FI_RECV | FI_SEND | FI_DIRECTED_RECV;
 const MEMORY: u64 = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
 /// What a program gets whether it asks for it or not.
 const SECONDARY: u64 = FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
-const ALL: u64 = MESSAGES | MEMORY | SECONDARY;
+const ALL: u64 = MESSAGES | MEMORY | FI_ATOMIC | SECONDARY;
 const MR_MODE: i32 = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 const ORDER: u64 = FI_ORDER_SAS
     | FI_ORDER_ATOMIC_RAR
@@ -192,7 +192,7 @@ impl Hints {
         if wanted & !ALL != 0 {
             return Err("capabilities that there are not");
         }
-        let memory_wanted = wanted & FI_RMA != 0;
+        let memory_wanted = wanted & (FI_RMA | FI_ATOMIC) != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
         // Until 1.5 a mode was a number; since then it has bits, and what a program without hints reads are these.
         let old = api < fi_version(1, 5);
@@ -209,12 +209,12 @@ impl Hints {
             );
         }
         // With kinds of operations come all directions of them, unless some are named.
-        let kinds = FI_MSG | FI_TAGGED | FI_RMA;
+        let kinds = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC;
         let mut caps = wanted & (kinds | FI_DIRECTED_RECV) | SECONDARY;
         if wanted & kinds == 0 {
             caps |= FI_MSG | FI_TAGGED | FI_DIRECTED_RECV;
             if mr_mode.is_some() {
-                caps |= FI_RMA;
+                caps |= FI_RMA | FI_ATOMIC;
             }
         }
         let directions = |caps: u64| {
@@ -223,7 +223,7 @@ impl Hints {
             } else {
                 0
             };
-            let memory = if caps & FI_RMA != 0 {
+            let memory = if caps & (FI_RMA | FI_ATOMIC) != 0 {
                 MEMORY & MODIFIERS
             } else {
                 0
@@ -235,7 +235,7 @@ impl Hints {
             0 => directions(caps),
             named => named & directions(caps),
         };
-        let mr_mode = if caps & FI_RMA == 0 {
+        let mr_mode = if caps & (FI_RMA | FI_ATOMIC) == 0 {
             0
         } else {
             mr_mode.unwrap_or(0)
@@ -390,7 +390,8 @@ fn ends(
 /// Makes the structure for an answer. What was allocated before memory ended stays allocated: the process ends soon.
 fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     let tx = fi_tx_attr {
-        caps: answer.caps & (FI_MSG | FI_TAGGED | FI_RMA | FI_SEND | FI_READ | FI_WRITE),
+        caps: answer.caps
+            & (FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_SEND | FI_READ | FI_WRITE),
         mode: 0,
         op_flags: answer.send_flags,
         msg_order: ORDER,

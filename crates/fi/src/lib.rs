@@ -20,6 +20,7 @@
 pub mod abi;
 pub mod address;
 mod api;
+pub mod atomics;
 pub mod domain;
 pub mod endpoint;
 pub mod event;

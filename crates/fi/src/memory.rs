@@ -2,6 +2,8 @@
 //!
 //! The program's memory is known by address and copied to and from; no Rust reference to it exists.
 
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
 use libc::{c_void, iovec};
 
 use crate::limits;
@@ -120,6 +122,53 @@ impl UserMemory {
             at = 0;
         }
         read
+    }
+}
+
+/// Changes an element of `size` bytes in memory of the program by `f`, which may be called more than once; returns what was
+/// there. An element that lies where its size asks for is changed at once for other processors.
+///
+/// # Safety
+/// The element is in memory that the program has registered for peers to write.
+pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
+    macro_rules! at_once {
+        ($atomic:ty, $int:ty) => {{
+            let to = std::ptr::with_exposed_provenance_mut::<$int>(at);
+            // SAFETY: registered memory (caller's promise) that is aligned (checked below); peers and the program change it
+            // by atomic operations or not at all meanwhile.
+            let element = unsafe { <$atomic>::from_ptr(to) };
+            let mut old = element.load(Ordering::Acquire);
+            loop {
+                let new = f(u64::from(old)) as $int;
+                if new == old {
+                    return u64::from(old); // Memory that is only read may not be writable.
+                }
+                match element.compare_exchange_weak(old, new, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => return u64::from(old),
+                    Err(now) => old = now,
+                }
+            }
+        }};
+    }
+    match (size, at.is_multiple_of(size.max(1))) {
+        (1, true) => at_once!(AtomicU8, u8),
+        (2, true) => at_once!(AtomicU16, u16),
+        (4, true) => at_once!(AtomicU32, u32),
+        (8, true) => at_once!(AtomicU64, u64),
+        _ => {}
+    }
+    let size = size.min(8);
+    let at = std::ptr::with_exposed_provenance_mut::<u8>(at);
+    let mut bytes = [0; 8];
+    // SAFETY: as above, without alignment.
+    unsafe {
+        std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), size);
+        let old = u64::from_le_bytes(bytes);
+        let new = f(old);
+        if new != old {
+            std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), at, size);
+        }
+        old
     }
 }
 
@@ -244,6 +293,25 @@ mod tests {
         }; limits::IOV + 1];
         // SAFETY: the list has as many elements as it says.
         assert!(unsafe { UserMemory::list(too_many.as_ptr(), too_many.len()) }.is_err());
+    }
+
+    #[test]
+    fn an_element_is_changed_wherever_it_lies() {
+        let mut memory = [0_u64; 3];
+        let start = memory.as_mut_ptr().expose_provenance();
+        for size in [1, 2, 4, 8] {
+            for at in 0..9 {
+                let bits = u64::MAX >> (64 - 8 * size);
+                // SAFETY: inside of `memory`.
+                let (before, old) = unsafe {
+                    change(start + at, size, |_| 0x0807_0605_0403_0201 & bits);
+                    let before = change(start + at, size, |old| old + 1);
+                    (before, change(start + at, size, |_| 0))
+                };
+                assert_eq!((before, old), (0x0807_0605_0403_0201 & bits, before + 1));
+            }
+        }
+        assert_eq!(memory, [0; 3]);
     }
 
     #[test]

@@ -8,7 +8,9 @@ use super::object::{
     DomainObject, FabricObject, NONE, Object, Table, ended_int, give, head, known, ops, take,
 };
 use crate::abi::*;
+use crate::atomics::Class;
 use crate::domain::Domain;
+use crate::endpoint::Registered;
 use crate::verbs::{Access, Device, Region};
 
 type MrObject = Object<fid_mr, Region>;
@@ -96,12 +98,25 @@ unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int 
 
 unsafe extern "C" fn query_atomic(
     _domain: *mut fid_domain,
-    _datatype: u32,
-    _op: u32,
-    _attr: *mut fi_atomic_attr,
-    _flags: u64,
+    datatype: u32,
+    op: u32,
+    attr: *mut fi_atomic_attr,
+    flags: u64,
 ) -> c_int {
-    -FI_EOPNOTSUPP
+    ended_int(|| {
+        let class = match flags {
+            0 => Class::Write,
+            FI_FETCH_ATOMIC => Class::Fetch,
+            FI_COMPARE_ATOMIC => Class::Compare,
+            _ => return Err(FI_EBADFLAGS),
+        };
+        // SAFETY: null or valid (the caller's promise).
+        let attr = unsafe { attr.as_mut() }.ok_or(FI_EINVAL)?;
+        let (count, size) = super::atomic::room_for(datatype, op, class)?;
+        attr.count = count;
+        attr.size = size;
+        Ok(0)
+    })
 }
 
 /// # Safety
@@ -117,12 +132,21 @@ unsafe fn register(
 ) -> Result<isize, c_int> {
     // SAFETY: the caller's promise.
     let domain = &unsafe { known::<DomainObject, _>(at) }?.domain;
-    let access = Access::Remote {
+    let rights = Access::Remote {
         read: access & FI_REMOTE_READ != 0,
         write: access & FI_REMOTE_WRITE != 0,
     };
     // SAFETY: the caller's promise.
-    let region = unsafe { Region::new(&domain.pd, buf.expose_provenance(), len, access) }?;
+    let region = unsafe { Region::new(&domain.pd, buf.expose_provenance(), len, rights) }?;
+    let registered = Registered {
+        at: buf.expose_provenance(),
+        len,
+        read: access & FI_REMOTE_READ != 0,
+        write: access & FI_REMOTE_WRITE != 0,
+    };
+    let mut state = domain.lock();
+    state.shared.registered.insert(region.rkey(), registered);
+    drop(state);
     let object = MrObject {
         fid: fid_mr {
             fid: head(FI_CLASS_MR, context, &REGION_OPS),
@@ -206,8 +230,13 @@ unsafe extern "C" fn regattr(
 }
 
 unsafe extern "C" fn close_region(at: *mut fid) -> c_int {
-    // SAFETY: it was made here, and the program does not use it any more.
-    ended_int(|| unsafe { take::<MrObject, _>(at).map(|_| 0) })
+    ended_int(|| {
+        // SAFETY: it was made here, and the program does not use it any more.
+        let object = unsafe { take::<MrObject, _>(at) }?;
+        let mut state = object.domain.lock();
+        state.shared.registered.remove(&object.rest.rkey());
+        Ok(0)
+    })
 }
 
 /// `fi_mr_enable` has nothing to do.

@@ -9,7 +9,7 @@ use super::object::{
     DomainObject, EpObject, NONE, Table, ended, ended_int, give, head, known, ops, take,
     with_endpoint,
 };
-use super::{av, message, rma};
+use super::{atomic, av, message, rma};
 use crate::abi::*;
 use crate::address;
 use crate::endpoint::{Binding, Counts, Endpoint};
@@ -38,22 +38,6 @@ static CM_OPS: Table<fi_ops_cm> = Table(fi_ops_cm {
     reject: NONE,
     shutdown: NONE,
     join: NONE,
-});
-static NO_ATOMICS: Table<fi_ops_atomic> = Table(fi_ops_atomic {
-    size: size_of::<fi_ops_atomic>(),
-    write: NONE,
-    writev: NONE,
-    writemsg: NONE,
-    inject: NONE,
-    readwrite: NONE,
-    readwritev: NONE,
-    readwritemsg: NONE,
-    compwrite: NONE,
-    compwritev: NONE,
-    compwritemsg: NONE,
-    writevalid: NONE,
-    readwritevalid: NONE,
-    compwritevalid: NONE,
 });
 static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
     size: size_of::<fi_ops_collective>(),
@@ -145,7 +129,7 @@ pub(crate) unsafe extern "C" fn open(
                 msg: &raw const message::MSG_OPS.0,
                 rma: &raw const rma::RMA_OPS.0,
                 tagged: &raw const message::TAGGED_OPS.0,
-                atomic: &raw const NO_ATOMICS.0,
+                atomic: &raw const atomic::ATOMIC_OPS.0,
                 collective: &raw const NO_COLLECTIVES.0,
             },
             domain: Arc::clone(domain),

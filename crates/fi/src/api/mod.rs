@@ -1,5 +1,6 @@
 //! The functions that libfabric's inline functions call, by the object that they are of.
 
+pub(crate) mod atomic;
 pub(crate) mod av;
 pub(crate) mod cntr;
 pub(crate) mod cq;
