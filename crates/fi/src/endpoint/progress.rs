@@ -1,0 +1,420 @@
+//! What the device has completed, messages that have arrived, and peers that are lost.
+
+use super::*;
+
+impl Endpoint {
+    /// Handles what the device has completed.
+    pub fn progress(&mut self, cx: &mut Shared) {
+        if !self.enabled {
+            return;
+        }
+        self.send_deferred(cx);
+        self.take_held(cx);
+        let mut batch = [Wc::default(); limits::BATCH];
+        // Answers that cannot be sent wait here, and completions that the program does not read; what is not received waits at
+        // the peers.
+        let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
+        if self.deferred.len() < limits::DEFERRED && !queue.is_some_and(Queue::is_full) {
+            let n = self.cq.poll(&mut batch);
+            for wc in batch.iter().take(n) {
+                self.completed(cx, wc);
+            }
+        }
+        if !self.incoming.is_empty() || !self.ops.is_empty() {
+            self.ask(cx);
+        }
+    }
+
+    pub(super) fn send_deferred(&mut self, cx: &mut Shared) {
+        while let Some(first) = self.deferred.pop_front() {
+            let done = match &first {
+                Deferred::Answer(to, header, content) if content.is_empty() => {
+                    self.try_answer(cx, *to, header)
+                }
+                Deferred::Answer(to, header, content) => self.try_reply(cx, *to, header, content),
+                Deferred::Write(op) => self.write_granted(cx, *op),
+                Deferred::Notice(to, header, done) => self.try_notify(cx, *to, header, *done),
+            };
+            if !done {
+                self.deferred.push_front(first);
+                // Requests that have completed make room.
+                let mut batch = [Wc::default(); limits::BATCH];
+                if self.deferred.len() >= limits::DEFERRED {
+                    let n = self.cq.poll(&mut batch);
+                    for wc in batch.iter().take(n) {
+                        self.completed(cx, wc);
+                    }
+                }
+                return;
+            }
+        }
+    }
+
+    pub(super) fn completed(&mut self, cx: &mut Shared, wc: &Wc) {
+        let err = error_of(wc);
+        let kind = wc.wr_id >> KIND;
+        if err == 0 {
+            match kind_of(wc) {
+                Of::Receive => return self.arrived(cx, wc),
+                Of::Record => return self.recorded(cx, wc),
+                Of::Request => {}
+            }
+        }
+        if kind == RECEIVE {
+            // The queue pair has failed: nothing more is received.
+            return;
+        }
+        self.outstanding = self.outstanding.saturating_sub(1);
+        let name = u32::try_from(wc.wr_id & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+        if kind == ANNOUNCE && err == 0 {
+            if let Some(Op::Announced { known, .. }) = self.ops.get_mut(name) {
+                *known = true;
+            }
+            return;
+        }
+        if kind == ANSWER {
+            return;
+        }
+        let Some(op) = self.ops.remove(name) else {
+            return;
+        };
+        match op {
+            Op::Sent { done, slot } => {
+                self.free_slots.extend(slot);
+                self.finish_or_report(cx, done, err);
+            }
+            Op::OneSided {
+                done, slot, notice, ..
+            } => {
+                self.free_slots.extend(slot);
+                match notice {
+                    Some((to, header)) if err == 0 => self.notify(cx, to, header, done),
+                    _ => self.finish(cx, &done, err),
+                }
+            }
+            Op::Announced { done, to, .. } => {
+                self.finish(cx, &done, err);
+                self.lost(cx, to, err);
+            }
+            Op::Notified { done } => self.finish(cx, &done, err),
+            Op::Probe { to } => self.lost(cx, to, err),
+            Op::Answer { slot } => self.free_slots.extend(slot),
+            Op::Request { slot, of } => {
+                self.free_slots.extend(slot);
+                self.requested(cx, of, err);
+            }
+            Op::Atomic { .. } => {}
+        }
+    }
+
+    /// An operation is over, of which the program may know already. A failure is reported all the same.
+    pub(super) fn finish_or_report(&self, cx: &mut Shared, done: Option<Done>, err: i32) {
+        match done {
+            Some(done) => self.finish(cx, &done, err),
+            None if err != 0 => {
+                let done = Done {
+                    context: 0,
+                    flags: FI_SEND,
+                    reported: true,
+                    counts: Counts::Send,
+                };
+                self.finish(cx, &done, err);
+            }
+            None => {}
+        }
+    }
+
+    /// The request for an atomic operation has arrived, or failed.
+    pub(super) fn requested(&mut self, cx: &mut Shared, name: u32, err: i32) {
+        if err == 0 {
+            if let Some(Op::Atomic { known, .. }) = self.ops.get_mut(name) {
+                *known = true;
+            }
+        } else if let Some(Op::Atomic { done, to, .. }) = self.ops.remove(name) {
+            self.finish(cx, &done, err);
+            self.lost(cx, to, err);
+        }
+    }
+
+    /// A peer does not answer: what waits for it fails.
+    pub(super) fn lost(&mut self, cx: &mut Shared, peer: Remote, err: i32) {
+        if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
+            return;
+        }
+        // Those that the device has a request of fail by that.
+        let waiting = self.ops.iter().filter(|(_, op)| {
+            matches!(op, Op::Announced { to, known: true, grant: None, .. } | Op::Atomic { to, known: true, .. }
+                if *to == peer)
+        });
+        let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
+        for name in waiting {
+            if let Some(Op::Announced { done, .. } | Op::Atomic { done, .. }) =
+                self.ops.remove(name)
+            {
+                self.finish(cx, &done, err);
+            }
+        }
+        let incoming = self.incoming.iter().filter(|(_, i)| i.message.from == peer);
+        let incoming: Vec<u32> = incoming.map(|(name, _)| name).collect();
+        for name in incoming {
+            if let Some(mut incoming) = self.incoming.remove(name) {
+                // Nothing is written to it any more when the program learns of it.
+                incoming.region = None;
+                self.received(cx, &incoming.target, &incoming.message, 0, err);
+            }
+        }
+        self.tagged.forget_announced(peer);
+        self.untagged.forget_announced(peer);
+    }
+
+    /// Asks peers that others wait for, now and then, whether they are there: the device only knows of those that something
+    /// is sent to.
+    pub(super) fn ask(&mut self, cx: &mut Shared) {
+        if self.asked.elapsed() < limits::ASK_AFTER {
+            return;
+        }
+        self.asked = Instant::now();
+        let waits = |(_, op): (u32, &Op)| match op {
+            Op::Announced { to, .. } | Op::Atomic { to, .. } => Some(*to),
+            _ => None,
+        };
+        let mut peers: Vec<Remote> = self.ops.iter().filter_map(waits).collect();
+        peers.extend(self.incoming.iter().map(|(_, i)| i.message.from));
+        peers.sort_unstable();
+        peers.dedup();
+        for (_, op) in self.ops.iter() {
+            if let Op::Probe { to } = op {
+                peers.retain(|peer| peer != to);
+            }
+        }
+        for to in peers {
+            let Ok(op) = self.ops.insert(Op::Probe { to }) else {
+                return;
+            };
+            let id = OP << KIND | u64::from(op);
+            let header = Header::new(Kind::Probe);
+            if self.post_header(cx, to, id, &header).is_err() {
+                self.ops.remove(op);
+                return;
+            }
+        }
+    }
+
+    pub(super) fn arrived(&mut self, cx: &mut Shared, wc: &Wc) {
+        let at = usize::try_from(wc.wr_id & u64::from(u32::MAX)).unwrap_or(usize::MAX);
+        let length = wc.byte_len as usize;
+        // SAFETY: the receive has completed and is posted again below.
+        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
+        let (route, message) = datagram.split_at(datagram.len().min(ROUTE_HEADER));
+        let Some(ip) = source_of(route) else {
+            return self.again(at);
+        };
+        let from = Remote { ip, qpn: wc.src_qp };
+        let Some((header, _)) = Header::decode(message) else {
+            self.bad = self.bad.wrapping_add(1);
+            return self.again(at);
+        };
+        match header.kind {
+            Kind::Eager | Kind::Announce => {
+                if !self.held.is_empty() || self.is_crowded() {
+                    let receive = at;
+                    self.held.push_back(Held {
+                        receive,
+                        length,
+                        from,
+                    });
+                    return;
+                }
+                self.take(cx, at, length, from);
+            }
+            Kind::Grant => self.granted(cx, from, &header),
+            Kind::Written => {
+                cx.count(self.counter(Counts::RemoteWrite), false);
+                let entry = Entry {
+                    len: usize::try_from(header.length).unwrap_or(usize::MAX),
+                    data: header.data,
+                    source: self.source(cx, from),
+                    ..Entry::new(0, FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)
+                };
+                cx.push(self.binding.receive_queue, entry);
+            }
+            Kind::Atomic => self.operate(cx, from, &header, at, length),
+            Kind::AtomicDone => self.operated(cx, from, &header, at, length),
+            Kind::Probe => {}
+        }
+        self.again(at);
+    }
+
+    pub(super) fn again(&self, at: usize) {
+        // It fails only when the queue pair has failed, and then nothing is received any more.
+        let _posted = self.post_receive(at);
+    }
+
+    /// Whether so many messages wait for receives that no more may be copied.
+    pub(super) fn is_crowded(&self) -> bool {
+        self.tagged.bytes() + self.untagged.bytes() > limits::UNEXPECTED
+    }
+
+    pub(super) fn take_held(&mut self, cx: &mut Shared) {
+        for _ in 0..self.held.len() {
+            if self.is_crowded() {
+                return;
+            }
+            let Some(held) = self.held.pop_front() else {
+                return;
+            };
+            let Held {
+                receive,
+                length,
+                from,
+            } = held;
+            self.take(cx, receive, length, from);
+            self.again(receive);
+        }
+    }
+
+    /// Finds the receive of a message, or keeps it.
+    pub(super) fn take(&mut self, cx: &mut Shared, at: usize, length: usize, from: Remote) {
+        let source = self.source(cx, from);
+        // SAFETY: the receive has completed and is not posted again yet.
+        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
+        let message = datagram.get(ROUTE_HEADER..).unwrap_or_default();
+        let Some((header, content)) = Header::decode(message) else {
+            return;
+        };
+        let tagged = header.has(TAGGED);
+        let envelope = Envelope {
+            source,
+            tag: if tagged { header.tag } else { 0 },
+        };
+        let data = header.has(DATA).then_some(header.data);
+        let arrived = Arrived {
+            from,
+            source,
+            tagged,
+            tag: envelope.tag,
+            data,
+            length: header.length,
+        };
+        let announced = header.kind == Kind::Announce;
+        let matching = if tagged {
+            &mut self.tagged
+        } else {
+            &mut self.untagged
+        };
+        let Some((place, receive)) = matching.receive_for(&envelope) else {
+            let content = if announced {
+                Content::Announced(header.id)
+            } else {
+                Content::Here(content.to_vec())
+            };
+            matching.keep(Message {
+                envelope,
+                from,
+                length: header.length,
+                data,
+                content,
+            });
+            return;
+        };
+        let receive = *receive;
+        if announced {
+            let target = self.target(&receive, header.length);
+            if self.is_over(&receive) {
+                self.matching(tagged).remove_receive(place);
+            }
+            self.grant(cx, target, arrived, header.id);
+            return;
+        }
+        // The content is in the device's receive, which `target` and `received` do not touch.
+        let mut memory = receive.memory;
+        if let Some(multi) = receive.multi.and_then(|m| self.multis.get(m)) {
+            memory = memory.behind(multi.used);
+        }
+        let len = memory.write(0, content);
+        let target = self.target(&receive, header.length);
+        if self.is_over(&receive) {
+            self.matching(tagged).remove_receive(place);
+        }
+        self.received(cx, &target, &arrived, len, 0);
+    }
+
+    /// A peer lets a message be written.
+    pub(super) fn granted(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
+        let Some(Op::Announced {
+            to,
+            memory,
+            grant: grant @ None,
+            ..
+        }) = self.ops.get_mut(header.id)
+        else {
+            return;
+        };
+        if *to != from {
+            return;
+        }
+        let [rkey, word] = [header.tag >> 32, header.tag & u64::from(u32::MAX)];
+        let most = memory.len();
+        *grant = Some(Grant {
+            rkey: u32::try_from(rkey).unwrap_or(0),
+            word: u32::try_from(word).unwrap_or(0),
+            base: header.data,
+            length: usize::try_from(header.length).unwrap_or(most).min(most),
+        });
+        if !self.deferred.is_empty() || !self.write_granted(cx, header.id) {
+            self.deferred.push_back(Deferred::Write(header.id));
+        }
+    }
+
+    /// A peer has written.
+    pub(super) fn recorded(&mut self, cx: &mut Shared, wc: &Wc) {
+        let Some(record) = self.qp.record() else {
+            return;
+        };
+        debug_assert_eq!(
+            record.qpn, wc.src_qp,
+            "records come in the order of their completions"
+        );
+        let Some(name) = record.word else {
+            return; // A write of a program that is not one of ours.
+        };
+        let fits = self.incoming.get(name).is_some_and(|i| fits(i, &record));
+        if !fits {
+            self.bad = self.bad.wrapping_add(1);
+            return;
+        }
+        let Some(mut incoming) = self.incoming.remove(name) else {
+            return;
+        };
+        // From here on the memory is the program's alone.
+        incoming.region = None;
+        if let Some(aside) = &incoming.aside {
+            // SAFETY: the region is gone, so the device does not write to it any more.
+            let bytes = unsafe { aside.received(0, incoming.granted) };
+            incoming.target.memory.write(0, bytes);
+        }
+        self.received(cx, &incoming.target, &incoming.message, incoming.granted, 0);
+    }
+
+    /// Everything that waits fails: the endpoint closes.
+    pub fn close(&mut self, cx: &mut Shared) {
+        let tagged: Vec<Receive> = self.tagged.cancel_all().collect();
+        let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
+        drop((tagged, untagged));
+        let until = Instant::now() + limits::LINGER;
+        while !self.is_idle() && Instant::now() < until {
+            self.progress(cx);
+        }
+    }
+}
+
+/// Whether a record is of what was granted.
+fn fits(incoming: &Incoming, record: &Record) -> bool {
+    let same_memory = incoming
+        .region
+        .as_ref()
+        .is_none_or(|r| r.rkey() == record.rkey && incoming.base == record.base);
+    incoming.message.from.qpn == record.qpn
+        && incoming.granted == record.length as usize
+        && same_memory
+}

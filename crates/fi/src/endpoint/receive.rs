@@ -1,0 +1,329 @@
+//! Receives: matching, buffers for many messages, rendezvous.
+
+use super::*;
+
+impl Endpoint {
+    /// Posts a receive, or looks for a message.
+    pub fn receive(&mut self, cx: &mut Shared, wanted: &Wanted) -> Result<(), i32> {
+        if !self.enabled {
+            return Err(FI_EOPBADSTATE);
+        }
+        let source = if self.binding.directed {
+            let vector = self.binding.vector.and_then(|v| cx.vectors.get(v));
+            vector
+                .map_or(Some(wanted.source), |v| v.canonical(wanted.source))
+                .ok_or(FI_EINVAL)?
+        } else {
+            FI_ADDR_UNSPEC
+        };
+        let (tag, ignore) = wanted.tag.unwrap_or((0, u64::MAX));
+        let pattern = Pattern {
+            source,
+            tag,
+            ignore,
+        };
+        let tagged = wanted.tag.is_some();
+        let reported = wanted.flags & FI_COMPLETION != 0 || !self.binding.receive_selective;
+        if wanted.flags & FI_PEEK != 0 {
+            self.progress(cx);
+            self.peek(cx, wanted, &pattern, tagged);
+            return Ok(());
+        }
+        let mut receive = Receive {
+            context: wanted.context,
+            memory: wanted.memory,
+            reported,
+            multi: None,
+        };
+        if wanted.flags & FI_CLAIM != 0 {
+            let message = self.matching(tagged).take_claimed(wanted.context);
+            let message = message.ok_or(FI_EINVAL)?;
+            if wanted.flags & FI_DISCARD != 0 {
+                self.discard(cx, wanted, &message, tagged);
+                return Ok(());
+            }
+            let target = self.target(&receive, message.length);
+            self.land(cx, target, tagged, message);
+            return Ok(());
+        }
+        if wanted.flags & FI_MULTI_RECV != 0 {
+            if tagged || wanted.memory.single().is_none() {
+                return Err(FI_EINVAL);
+            }
+            let multi = Multi {
+                used: 0,
+                underway: 0,
+                over: false,
+            };
+            receive.multi = Some(self.multis.insert(multi).map_err(|_full| FI_EAGAIN)?);
+        }
+        while let Some(message) = self.matching(tagged).take_message(&pattern) {
+            let target = self.target(&receive, message.length);
+            self.land(cx, target, tagged, message);
+            if self.is_over(&receive) {
+                return Ok(());
+            }
+        }
+        self.matching(tagged).post(pattern, receive);
+        Ok(())
+    }
+
+    pub(super) fn matching(&mut self, tagged: bool) -> &mut Matching<Receive> {
+        if tagged {
+            &mut self.tagged
+        } else {
+            &mut self.untagged
+        }
+    }
+
+    /// Whether nothing more goes into a receive that has had a message.
+    pub(super) fn is_over(&self, receive: &Receive) -> bool {
+        let multi = receive.multi.and_then(|m| self.multis.get(m));
+        multi.is_none_or(|m| m.over)
+    }
+
+    pub(super) fn peek(
+        &mut self,
+        cx: &mut Shared,
+        wanted: &Wanted,
+        pattern: &Pattern,
+        tagged: bool,
+    ) {
+        let queue = self.binding.receive_queue;
+        let claim = wanted.flags & FI_CLAIM != 0;
+        let matching = self.matching(tagged);
+        let found = if claim {
+            matching.claim(pattern, wanted.context)
+        } else {
+            matching.message_for(pattern)
+        };
+        let entry = Entry::new(wanted.context, FI_RECV | kind_flag(tagged));
+        let Some(message) = found else {
+            let (tag, _) = wanted.tag.unwrap_or_default();
+            let entry = Entry { tag, ..entry };
+            return cx.push(queue, entry.failed(FI_ENOMSG));
+        };
+        let data = message.data.map_or(0, |_| FI_REMOTE_CQ_DATA);
+        let entry = Entry {
+            flags: entry.flags | data,
+            len: usize::try_from(message.length).unwrap_or(usize::MAX),
+            data: message.data.unwrap_or(0),
+            tag: message.envelope.tag,
+            source: message.envelope.source,
+            ..entry
+        };
+        if wanted.flags & FI_DISCARD != 0
+            && !claim
+            && let Some(message) = self.matching(tagged).take_message(pattern)
+        {
+            self.refuse(cx, &message);
+        }
+        cx.push(queue, entry);
+    }
+
+    /// A message that is claimed and not wanted.
+    pub(super) fn discard(
+        &mut self,
+        cx: &mut Shared,
+        wanted: &Wanted,
+        message: &Message,
+        tagged: bool,
+    ) {
+        self.refuse(cx, message);
+        let entry = Entry {
+            tag: message.envelope.tag,
+            source: message.envelope.source,
+            ..Entry::new(wanted.context, FI_RECV | kind_flag(tagged))
+        };
+        cx.push(self.binding.receive_queue, entry);
+    }
+
+    /// The sender of a message that is not wanted need not keep it.
+    pub(super) fn refuse(&mut self, cx: &mut Shared, message: &Message) {
+        if let Content::Announced(id) = message.content {
+            let mut header = Header::new(Kind::Grant);
+            header.id = id;
+            header.tag = u64::from(u32::MAX);
+            self.answer(cx, message.from, header);
+        }
+    }
+
+    /// Where a message of `length` bytes goes. A buffer for many keeps the rest.
+    pub(super) fn target(&mut self, receive: &Receive, length: u64) -> Target {
+        let mut memory = receive.memory;
+        if let Some(multi) = receive.multi.and_then(|m| self.multis.get_mut(m)) {
+            memory = receive.memory.behind(multi.used);
+            let room = memory.len();
+            let used = usize::try_from(length).unwrap_or(usize::MAX).min(room);
+            multi.used += used;
+            multi.underway += 1;
+            multi.over = room - used < self.binding.multi_min.max(1);
+        }
+        Target {
+            context: receive.context,
+            memory,
+            reported: receive.reported,
+            multi: receive.multi,
+        }
+    }
+
+    /// A message has its receive.
+    pub(super) fn land(&mut self, cx: &mut Shared, target: Target, tagged: bool, message: Message) {
+        let arrived = Arrived {
+            from: message.from,
+            source: message.envelope.source,
+            tagged,
+            tag: message.envelope.tag,
+            data: message.data,
+            length: message.length,
+        };
+        match message.content {
+            Content::Here(bytes) => {
+                let len = target.memory.write(0, &bytes);
+                self.received(cx, &target, &arrived, len, 0);
+            }
+            Content::Announced(id) => self.grant(cx, target, arrived, id),
+        }
+    }
+
+    /// A message is received, or failed.
+    pub(super) fn received(
+        &mut self,
+        cx: &mut Shared,
+        target: &Target,
+        m: &Arrived,
+        len: usize,
+        err: i32,
+    ) {
+        let mut flags = FI_RECV | kind_flag(m.tagged);
+        if m.data.is_some() {
+            flags |= FI_REMOTE_CQ_DATA;
+        }
+        let mut last = false;
+        if let Some(name) = target.multi
+            && let Some(multi) = self.multis.get_mut(name)
+        {
+            multi.underway = multi.underway.saturating_sub(1);
+            if multi.over && multi.underway == 0 {
+                last = true;
+                flags |= FI_MULTI_RECV;
+                self.multis.remove(name);
+            }
+        }
+        let olen = usize::try_from(m.length).unwrap_or(usize::MAX) - len;
+        let err = if err == 0 && olen > 0 { FI_ETRUNC } else { err };
+        cx.count(self.counter(Counts::Receive), err != 0);
+        if target.reported || err != 0 || last {
+            let entry = Entry {
+                context: target.context,
+                flags,
+                len,
+                buf: target.memory.parts().next().map_or(0, |(at, _)| at),
+                data: m.data.unwrap_or(0),
+                tag: m.tag,
+                source: m.source,
+                err,
+                olen,
+            };
+            cx.push(self.binding.receive_queue, entry);
+        }
+    }
+
+    /// Lets the sender of an announced message write it.
+    pub(super) fn grant(&mut self, cx: &mut Shared, target: Target, message: Arrived, id: u32) {
+        let wanted = usize::try_from(message.length).unwrap_or(usize::MAX);
+        let granted = wanted.min(target.memory.len());
+        let mut header = Header::new(Kind::Grant);
+        header.id = id;
+        let (region, aside, base) = match self.prepare(cx, &target, message.from, granted) {
+            Ok(prepared) => prepared,
+            Err(why) => {
+                header.tag = u64::from(u32::MAX);
+                self.answer(cx, message.from, header);
+                self.received(cx, &target, &message, 0, why);
+                return;
+            }
+        };
+        let rkey = region.as_ref().map_or(0, Region::rkey);
+        let from = message.from;
+        let incoming = Incoming {
+            target,
+            message,
+            granted,
+            base,
+            region,
+            aside,
+        };
+        match self.incoming.insert(incoming) {
+            Ok(name) => {
+                header.length = granted as u64;
+                header.tag = u64::from(rkey) << 32 | u64::from(name);
+                header.data = base;
+                self.answer(cx, from, header);
+            }
+            Err(incoming) => {
+                self.received(cx, &incoming.target, &incoming.message, 0, FI_ENOMEM);
+            }
+        }
+    }
+
+    pub(super) fn prepare(
+        &self,
+        cx: &Shared,
+        target: &Target,
+        from: Remote,
+        granted: usize,
+    ) -> Result<(Option<Region>, Option<Area>, u64), i32> {
+        if granted == 0 {
+            return Ok((None, None, 0));
+        }
+        let (at, aside) = match target.memory.single() {
+            Some((at, _)) => (at, None),
+            None => {
+                let area = Area::new(granted).ok_or(FI_ENOMEM)?;
+                (area.address(0), Some(area))
+            }
+        };
+        // SAFETY: memory of the program, which is the device's until the receive is over, or of this library alone.
+        let region = unsafe { Region::new(&cx.pd, at, granted, Access::RemoteSink) }?;
+        region.restrict_to(from)?;
+        Ok((Some(region), aside, at as u64))
+    }
+
+    /// Cancels a receive. Whether there was one.
+    pub fn cancel(&mut self, cx: &mut Shared, context: usize) -> bool {
+        for tagged in [true, false] {
+            let fits = |r: &Receive| r.context == context;
+            if let Some(receive) = self.matching(tagged).cancel(fits) {
+                self.canceled(cx, &receive, tagged);
+                return true;
+            }
+        }
+        false
+    }
+
+    pub(super) fn canceled(&mut self, cx: &mut Shared, receive: &Receive, tagged: bool) {
+        if let Some(name) = receive.multi
+            && let Some(multi) = self.multis.get_mut(name)
+        {
+            multi.over = true;
+            if multi.underway > 0 {
+                // The last message that is written to the buffer tells that it is over.
+                return;
+            }
+            self.multis.remove(name);
+        }
+        cx.count(self.counter(Counts::Receive), true);
+        let entry = Entry::new(receive.context, FI_RECV | kind_flag(tagged));
+        cx.push(self.binding.receive_queue, entry.failed(FI_ECANCELED));
+    }
+
+    /// The address vector has changed.
+    pub fn renew_sources(&mut self, cx: &Shared) {
+        let Some(vector) = self.binding.vector.and_then(|v| cx.vectors.get(v)) else {
+            return;
+        };
+        self.tagged.renew_sources(|peer| vector.find(peer));
+        self.untagged.renew_sources(|peer| vector.find(peer));
+    }
+}

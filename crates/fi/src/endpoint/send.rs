@@ -1,0 +1,258 @@
+//! Sending messages: at once, or announced.
+
+use super::*;
+
+impl Endpoint {
+    /// Sends a message.
+    pub fn send(&mut self, cx: &mut Shared, message: &Outgoing) -> Result<(), i32> {
+        self.ready(cx)?;
+        let length = message.memory.len();
+        if length > limits::MESSAGE || (message.flags & FI_INJECT != 0 && length > limits::INJECT) {
+            return Err(FI_EMSGSIZE);
+        }
+        match self.try_send(cx, message, length) {
+            Err(FI_EAGAIN) => {
+                self.progress(cx);
+                self.try_send(cx, message, length)
+            }
+            other => other,
+        }
+    }
+
+    pub(super) fn try_send(
+        &mut self,
+        cx: &mut Shared,
+        message: &Outgoing,
+        length: usize,
+    ) -> Result<(), i32> {
+        let to = self.peer(cx, message.to)?;
+        let way = cx.way(to.ip, self.place)?;
+        let to_whom = To {
+            way: &way,
+            qpn: to.qpn,
+            qkey: self.job.qkey,
+        };
+        let kind = if message.tag.is_some() {
+            FI_TAGGED
+        } else {
+            FI_MSG
+        };
+        let done = Done {
+            context: message.context,
+            flags: FI_SEND | kind,
+            reported: !message.silent
+                && (message.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            counts: Counts::Send,
+        };
+        let mut header = Header::new(if length > limits::EAGER {
+            Kind::Announce
+        } else {
+            Kind::Eager
+        });
+        header.length = length as u64;
+        if let Some(tag) = message.tag {
+            header.flags |= TAGGED;
+            header.tag = tag;
+        }
+        if let Some(data) = message.data {
+            header.flags |= DATA;
+            header.data = data;
+        }
+        if length > limits::EAGER {
+            return self.announce(cx, to, to_whom, message.memory, header, done);
+        }
+        let at_once = message.flags & (FI_INJECT | FI_INJECT_COMPLETE) != 0
+            && message.flags & (FI_TRANSMIT_COMPLETE | FI_DELIVERY_COMPLETE) == 0
+            || message.silent;
+        let later = (!at_once).then_some(done);
+        let total = HEADER + length;
+        let slot = if total > limits::INLINE {
+            Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
+        } else {
+            None
+        };
+        let Ok(op) = self.ops.insert(Op::Sent { done: later, slot }) else {
+            self.free_slots.extend(slot);
+            return Err(FI_EAGAIN);
+        };
+        let id = OP << KIND | u64::from(op);
+        let posted = match slot {
+            None => {
+                let mut bytes = [0; limits::INLINE];
+                fill(&mut bytes, &header, &message.memory);
+                let bytes = bytes.get(..total).unwrap_or_default();
+                self.qp.send_copy(to_whom, id, bytes, true)
+            }
+            Some(slot) => {
+                let at = usize::from(slot) * SLOT;
+                // SAFETY: the slot is free: no request uses it.
+                let bytes = unsafe { self.slots.to_send(at, total) };
+                fill(bytes, &header, &message.memory);
+                let piece = Piece {
+                    at: self.slots.address(at),
+                    len: total,
+                    lkey: self.slot_region.lkey(),
+                };
+                // SAFETY: the slots are registered, and this one is not free until the completion.
+                unsafe { self.qp.send(to_whom, id, piece) }
+            }
+        };
+        if let Err(why) = posted {
+            self.ops.remove(op);
+            self.free_slots.extend(slot);
+            return Err(full(why));
+        }
+        self.outstanding += 1;
+        if at_once {
+            self.finish(cx, &done, 0);
+        }
+        Ok(())
+    }
+
+    pub(super) fn announce(
+        &mut self,
+        cx: &Shared,
+        to: Remote,
+        to_whom: To<'_>,
+        memory: UserMemory,
+        mut header: Header,
+        done: Done,
+    ) -> Result<(), i32> {
+        let mut regions = Vec::new();
+        for (at, len) in memory.parts().filter(|(_, len)| *len > 0) {
+            // SAFETY: memory of the program, which leaves it as it is until the operation is over.
+            regions.push(unsafe { Region::new(&cx.pd, at, len, Access::Source) }?);
+        }
+        let announced = Op::Announced {
+            done,
+            to,
+            memory,
+            regions,
+            known: false,
+            grant: None,
+        };
+        let op = self.ops.insert(announced).map_err(|_full| FI_EAGAIN)?;
+        header.id = op;
+        let id = ANNOUNCE << KIND | u64::from(op);
+        if let Err(why) = self.qp.send_copy(to_whom, id, &header.encode(), true) {
+            self.ops.remove(op);
+            return Err(full(why));
+        }
+        self.outstanding += 1;
+        Ok(())
+    }
+
+    /// An operation is over.
+    pub(super) fn finish(&self, cx: &mut Shared, done: &Done, err: i32) {
+        let counter = self.counter(done.counts);
+        cx.count(counter, err != 0);
+        if done.reported || err != 0 {
+            let entry = Entry::new(done.context, done.flags).failed(err);
+            cx.push(self.binding.send_queue, entry);
+        }
+    }
+
+    pub(super) fn counter(&self, counts: Counts) -> Option<u32> {
+        self.binding
+            .counters
+            .get(index_of(counts))
+            .copied()
+            .flatten()
+    }
+
+    /// Sends a header to a peer, now or when there is room.
+    pub(super) fn answer(&mut self, cx: &mut Shared, to: Remote, header: Header) {
+        if self.deferred.is_empty() && self.try_answer(cx, to, &header) {
+            return;
+        }
+        self.deferred
+            .push_back(Deferred::Answer(to, header, Vec::new()));
+    }
+
+    /// Whether it need not be tried again.
+    pub(super) fn try_answer(&mut self, cx: &mut Shared, to: Remote, header: &Header) -> bool {
+        match self.post_header(cx, to, ANSWER << KIND, header) {
+            Ok(()) => true,
+            Err(why) => full(why) != FI_EAGAIN,
+        }
+    }
+
+    pub(super) fn post_header(
+        &mut self,
+        cx: &mut Shared,
+        to: Remote,
+        id: u64,
+        header: &Header,
+    ) -> Result<(), i32> {
+        let way = cx.way(to.ip, self.place)?;
+        let to_whom = To {
+            way: &way,
+            qpn: to.qpn,
+            qkey: self.job.qkey,
+        };
+        self.qp.send_copy(to_whom, id, &header.encode(), true)?;
+        self.outstanding += 1;
+        Ok(())
+    }
+
+    /// Writes a message that was announced to the memory that was granted for it. Whether it need not be tried again.
+    pub(super) fn write_granted(&mut self, cx: &mut Shared, op: u32) -> bool {
+        let Some(Op::Announced {
+            to,
+            memory,
+            regions,
+            grant: Some(grant),
+            ..
+        }) = self.ops.get(op)
+        else {
+            return true;
+        };
+        let Ok(way) = cx.way(to.ip, self.place) else {
+            return true;
+        };
+        let to_whom = To {
+            way: &way,
+            qpn: to.qpn,
+            qkey: self.job.qkey,
+        };
+        let parts = memory.parts().filter(|(_, len)| *len > 0);
+        let mut left = grant.length;
+        let mut pieces = Vec::with_capacity(regions.len());
+        for ((at, len), region) in parts.zip(regions) {
+            let len = len.min(left);
+            left -= len;
+            if len > 0 {
+                let lkey = region.lkey();
+                pieces.push(Piece { at, len, lkey });
+            }
+        }
+        let id = OP << KIND | u64::from(op);
+        let what = OneSided::Record(grant.word);
+        // SAFETY: the regions live until the operation is over.
+        let posted = unsafe {
+            self.qp
+                .one_sided(to_whom, id, what, (grant.rkey, grant.base), &pieces)
+        };
+        match posted {
+            Ok(()) => {
+                self.outstanding += 1;
+                true
+            }
+            Err(why) if full(why) == FI_EAGAIN => false,
+            Err(why) => {
+                if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {
+                    self.finish(cx, &done, why);
+                }
+                true
+            }
+        }
+    }
+}
+
+/// Writes a message: its header and its content.
+fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
+    if let Some((head, rest)) = to.split_first_chunk_mut::<HEADER>() {
+        *head = header.encode();
+        content.read(0, rest);
+    }
+}
