@@ -3,6 +3,7 @@
 #include "dgrams.h"
 
 #include <netinet/in.h>
+#include <pthread.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_atomic.h>
 #include <rdma/fi_cm.h>
@@ -11,6 +12,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <rdma/fi_tagged.h>
+#include <stdatomic.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 
@@ -456,6 +458,92 @@ static const char *selective(size_t arg)
 	return NULL;
 }
 
+/* Threads that send and receive on the same two endpoints at once, short and long messages, each with a tag of its own. */
+struct worker {
+	pthread_t thread;
+	struct side *from, *to;
+	uint64_t tag;
+	const char *why;
+	char text[200];
+};
+
+enum { THREADS = 4, ROUNDS = 60 };
+
+static atomic_int arrived[THREADS][2];
+
+/* Reads completions of any worker, and counts them for the one whose context it is. */
+static const char *reap(struct worker *all, struct fid_cq *cq)
+{
+	struct fi_cq_tagged_entry entry;
+	ssize_t n = fi_cq_read(cq, &entry, 1);
+
+	if (n == -FI_EAGAIN)
+		return NULL;
+	ENSURE(n == 1, "fi_cq_read: %zd", n);
+	size_t which = (size_t)((struct worker *)entry.op_context - all);
+	ENSURE(which < THREADS, "a context of no worker");
+	arrived[which][entry.flags & FI_RECV ? 1 : 0]++;
+	return NULL;
+}
+
+static struct worker workers[THREADS];
+
+static const char *exchange(struct worker *w, size_t which)
+{
+	static uint8_t from[THREADS][60000], to[THREADS][60000];
+
+	for (size_t i = 0; i < ROUNDS; i++) {
+		size_t len = i % 3 == 0 ? 60000 : i % 3 == 1 ? 5000 : 50;
+		uint64_t until = now_ms() + WAIT_MS;
+		int sent = arrived[which][0], received = arrived[which][1];
+		ssize_t rc;
+
+		fill_bytes(from[which], len, i + which);
+		memset(to[which], 0, len);
+		OK(fi_trecv(w->to->ep, to[which], len, NULL, FI_ADDR_UNSPEC, w->tag, 0, w));
+		while ((rc = fi_tsend(w->from->ep, from[which], len, NULL, w->from->peer, w->tag, w)) == -FI_EAGAIN)
+			ENSURE(now_ms() < until, "no room to send");
+		OK(rc);
+		while (arrived[which][0] == sent || arrived[which][1] == received) {
+			ENSURE(now_ms() < until, "round %zu does not end", i);
+			TRY(reap(workers, w->from->tx));
+			TRY(reap(workers, w->to->rx));
+		}
+		TRY(check_bytes(to[which], len, i + which));
+	}
+	return NULL;
+}
+
+static void *work(void *arg)
+{
+	struct worker *w = arg;
+	const char *why = exchange(w, (size_t)(w - workers));
+
+	if (why) {
+		snprintf(w->text, sizeof w->text, "%s", why);
+		w->why = w->text;
+	}
+	return NULL;
+}
+
+static const char *threads(size_t arg)
+{
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	for (size_t i = 0; i < THREADS; i++) {
+		workers[i] = (struct worker){ .from = i % 2 ? &a : &b, .to = i % 2 ? &b : &a, .tag = 100 + i };
+		arrived[i][0] = arrived[i][1] = 0;
+		ENSURE(!pthread_create(&workers[i].thread, NULL, work, &workers[i]), "pthread_create");
+	}
+	for (size_t i = 0; i < THREADS; i++)
+		pthread_join(workers[i].thread, NULL);
+	for (size_t i = 0; i < THREADS; i++)
+		ENSURE(!workers[i].why, "thread %zu: %s", i, workers[i].why);
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- one-sided */
 
 static const char *memory(size_t arg)
@@ -844,6 +932,7 @@ static const struct test tests[] = {
 	{ "peek_and_claim", peek_and_claim, 1000, 0, false },
 	{ "peek_and_claim_long", peek_and_claim, 100000, 0, false },
 	{ "selective", selective, 0, 0, false },
+	{ "threads", threads, 0, 0, false },
 	{ "memory", memory, 0, 0, false },
 	{ "atomics", atomics, 5, 0, false },
 	{ "atomics_long", atomics, 512, 0, false },

@@ -25,6 +25,7 @@ pub mod domain;
 pub mod endpoint;
 pub mod event;
 mod ffi;
+pub mod fuzz;
 pub mod info;
 pub mod limits;
 mod log;

@@ -169,7 +169,7 @@ impl Endpoint {
         let content = datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default();
         let mut answer = Header::new(Kind::AtomicDone);
         answer.id = header.id;
-        let former = match operation(cx, header, content) {
+        let former = match operation(&cx.registered, header, content) {
             Ok(former) => former,
             Err(why) => {
                 answer.tag = u64::try_from(why).unwrap_or(1);
@@ -225,7 +225,11 @@ impl Endpoint {
 }
 
 /// Does an atomic operation on registered memory: the former values, if they are asked for.
-fn operation(cx: &Shared, header: &Header, content: &[u8]) -> Result<Vec<u8>, i32> {
+pub(crate) fn operation(
+    registered: &HashMap<u32, Registered>,
+    header: &Header,
+    content: &[u8],
+) -> Result<Vec<u8>, i32> {
     let low = |bits: u64| u32::try_from(bits & 0xffff).unwrap_or(0);
     let (rkey, op, datatype) = (header.data >> 32, low(header.data >> 16), low(header.data));
     let kind = Type::from_number(datatype).ok_or(FI_EOPNOTSUPP)?;
@@ -252,7 +256,7 @@ fn operation(cx: &Shared, header: &Header, content: &[u8]) -> Result<Vec<u8>, i3
     let (with, than) = content.split_at(operands);
     let memory = u32::try_from(rkey)
         .ok()
-        .and_then(|key| cx.registered.get(&key))
+        .and_then(|key| registered.get(&key))
         .ok_or(FI_EACCES)?;
     let allowed = if op == FI_ATOMIC_READ {
         memory.read

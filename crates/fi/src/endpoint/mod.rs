@@ -5,7 +5,7 @@
 //! the record tells the receiver. Plain reads and writes of the program go through a second queue pair, whose writes leave no
 //! records.
 
-mod atomic;
+pub(crate) mod atomic;
 mod one_sided;
 mod progress;
 mod receive;
@@ -427,6 +427,8 @@ pub struct Endpoint {
     asked: Instant,
     /// Messages that were dropped because they are none.
     bad: u64,
+    /// The queue pair has failed.
+    failed: bool,
 }
 
 fn index_of(counts: Counts) -> usize {
@@ -498,6 +500,7 @@ impl Endpoint {
             outstanding: 0,
             asked: Instant::now(),
             bad: 0,
+            failed: false,
         })
     }
 

@@ -61,7 +61,13 @@ impl Endpoint {
             }
         }
         if kind == RECEIVE {
-            // The queue pair has failed: nothing more is received.
+            // Nothing more is received. What was posted fails, and what is posted from now on is refused.
+            if !std::mem::replace(&mut self.failed, true) {
+                crate::log::warn(&format!(
+                    "the queue pair of endpoint {:?} has failed with status {}: open another endpoint",
+                    self.name, wc.status
+                ));
+            }
             return;
         }
         self.outstanding = self.outstanding.saturating_sub(1);

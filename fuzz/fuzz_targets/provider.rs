@@ -1,0 +1,4 @@
+//! See `anywarp_fi::fuzz::messages`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| anywarp_fi::fuzz::messages(data));
