@@ -304,6 +304,59 @@ static const char *matching(size_t arg)
 	return NULL;
 }
 
+/* Senders whose messages find no receive are held back at some point, and nothing is lost. */
+static const char *flood(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b, c;
+	uint32_t sent = 0, more = 100, word;
+	uint64_t until, quiet;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	TRY(open_side(&c, 0));
+	TRY(introduce(&c, &b));
+	move_both(&a, &b);
+	moving[2] = &c;
+	until = now_ms() + 30000;
+	for (quiet = now_ms(); now_ms() < quiet + 300;) {
+		ENSURE(now_ms() < until && sent < 8000, "%u messages and no end", sent);
+		memcpy(out, &sent, sizeof sent);
+		if (fi_tsend(a.ep, out, EAGER, NULL, a.peer, 1, &a) == 0) {
+			sent++;
+			quiet = now_ms();
+		}
+		fi_cq_read(b.rx, NULL, 0);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	ENSURE(sent > 4000, "%u messages", sent);
+	OK(fi_tsend(c.ep, out, 10, NULL, c.peer, 2, &c));
+	OK(fi_trecv(b.ep, in + EAGER, 10, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
+	bool other = false;
+	for (uint32_t i = 0; i < sent; i++) {
+		OK(fi_trecv(b.ep, in, EAGER, NULL, b.peer, 1, 0, &b));
+		if (more && fi_tsend(a.ep, memcpy(out, &sent, sizeof sent), EAGER, NULL, a.peer, 1, &a) == 0) {
+			sent++;
+			more--;
+		}
+		TRY(next(b.rx, &entry, NULL));
+		if (entry.op_context == &c) {
+			other = true;
+			TRY(next(b.rx, &entry, NULL));
+		}
+		memcpy(&word, in, sizeof word);
+		ENSURE(word == i && entry.len == EAGER, "message %u is %u", i, word);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	if (!other)
+		TRY(next(b.rx, &entry, NULL));
+	ENSURE(other || entry.op_context == &c, "the message of another sender");
+	ENSURE(more < 100, "nothing could be sent again");
+	return NULL;
+}
+
 /* A message that does not fit fills the buffer, and its failure says how much did not. */
 static const char *truncation(size_t arg)
 {
@@ -924,6 +977,7 @@ static const struct test tests[] = {
 	{ "messages_to_itself", messages, SELF, 0, false },
 	{ "messages_to_itself_early", messages, SELF | TAG | EARLY, 0, false },
 	{ "matching", matching, 0, 0, false },
+	{ "flood", flood, 0, 0, false },
 	{ "truncation", truncation, 1000, 0, false },
 	{ "truncation_long", truncation, 100000, 0, false },
 	{ "cancel", cancel, 0, 0, false },

@@ -33,7 +33,7 @@ pub const BATCH: usize = 16;
 /// Entries of a completion queue that wait for the program: sends are refused beyond it, so that a program which never reads
 /// does not fill the memory.
 pub const ENTRIES: usize = 1 << 16;
-/// Answers and grants that wait because the send queue is full. Beyond, no more is received.
+/// Answers and grants that wait because the send queue is full. Beyond, atomic operations of peers wait.
 pub const DEFERRED: usize = 4096;
 /// Bytes of the operands of an atomic operation; operand, comparand and header are one message.
 pub const ATOMIC: usize = 4096;

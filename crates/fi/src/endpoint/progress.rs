@@ -11,10 +11,9 @@ impl Endpoint {
         self.send_deferred(cx);
         self.take_held(cx);
         let mut batch = [Wc::default(); limits::BATCH];
-        // Answers that cannot be sent wait here, and completions that the program does not read; what is not received waits at
-        // the peers.
+        // A program that does not read its completions gets no more: what is not received waits at the peers.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
-        if self.deferred.len() < limits::DEFERRED && !queue.is_some_and(Queue::is_full) {
+        if !queue.is_some_and(Queue::is_full) {
             let n = self.cq.poll(&mut batch);
             for wc in batch.iter().take(n) {
                 self.completed(cx, wc);
@@ -37,14 +36,6 @@ impl Endpoint {
             };
             if !done {
                 self.deferred.push_front(first);
-                // Requests that have completed make room.
-                let mut batch = [Wc::default(); limits::BATCH];
-                if self.deferred.len() >= limits::DEFERRED {
-                    let n = self.cq.poll(&mut batch);
-                    for wc in batch.iter().take(n) {
-                        self.completed(cx, wc);
-                    }
-                }
                 return;
             }
         }
@@ -221,17 +212,17 @@ impl Endpoint {
             return self.again(at);
         };
         match header.kind {
-            Kind::Eager | Kind::Announce => {
-                if !self.held.is_empty() || self.is_crowded() {
-                    let receive = at;
-                    self.held.push_back(Held {
-                        receive,
-                        length,
-                        from,
-                    });
+            Kind::Eager | Kind::Announce | Kind::Atomic => {
+                let held = Held {
+                    receive: at,
+                    length,
+                    from,
+                };
+                if !self.held.is_empty() || !self.take(cx, &held) {
+                    self.held.push_back(held);
+                    self.take_held(cx);
                     return;
                 }
-                self.take(cx, at, length, from);
             }
             Kind::Grant => self.granted(cx, from, &header),
             Kind::Written => {
@@ -244,7 +235,6 @@ impl Endpoint {
                 };
                 cx.push(self.binding.receive_queue, entry);
             }
-            Kind::Atomic => self.operate(cx, from, &header, at, length),
             Kind::AtomicDone => self.operated(cx, from, &header, at, length),
             Kind::Probe => {}
         }
@@ -261,33 +251,38 @@ impl Endpoint {
         self.tagged.bytes() + self.untagged.bytes() > limits::UNEXPECTED
     }
 
+    /// Looks at the messages that stay in the device's receives, in their order.
     pub(super) fn take_held(&mut self, cx: &mut Shared) {
         for _ in 0..self.held.len() {
-            if self.is_crowded() {
-                return;
-            }
             let Some(held) = self.held.pop_front() else {
                 return;
             };
-            let Held {
-                receive,
-                length,
-                from,
-            } = held;
-            self.take(cx, receive, length, from);
-            self.again(receive);
+            if self.take(cx, &held) {
+                self.again(held.receive);
+            } else {
+                self.held.push_back(held);
+            }
         }
     }
 
-    /// Finds the receive of a message, or keeps it.
-    pub(super) fn take(&mut self, cx: &mut Shared, at: usize, length: usize, from: Remote) {
+    /// Finds the receive of a message, or keeps the message, or does what it asks for. Whether its place is free again.
+    pub(super) fn take(&mut self, cx: &mut Shared, held: &Held) -> bool {
+        let (at, length, from) = (held.receive, held.length, held.from);
         let source = self.source(cx, from);
         // SAFETY: the receive has completed and is not posted again yet.
         let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
         let message = datagram.get(ROUTE_HEADER..).unwrap_or_default();
         let Some((header, content)) = Header::decode(message) else {
-            return;
+            return true;
         };
+        if header.kind == Kind::Atomic {
+            let room = self.deferred.len() < limits::DEFERRED;
+            if room {
+                self.operate(cx, from, &header, at, length);
+            }
+            return room;
+        }
+        let crowded = self.is_crowded();
         let tagged = header.has(TAGGED);
         let envelope = Envelope {
             source,
@@ -309,6 +304,9 @@ impl Endpoint {
             &mut self.untagged
         };
         let Some((place, receive)) = matching.receive_for(&envelope) else {
+            if crowded {
+                return false;
+            }
             let content = if announced {
                 Content::Announced(header.id)
             } else {
@@ -321,7 +319,7 @@ impl Endpoint {
                 data,
                 content,
             });
-            return;
+            return true;
         };
         let receive = *receive;
         if announced {
@@ -330,7 +328,7 @@ impl Endpoint {
                 self.matching(tagged).remove_receive(place);
             }
             self.grant(cx, target, arrived, header.id);
-            return;
+            return true;
         }
         // The content is in the device's receive, which `target` and `received` do not touch.
         let mut memory = receive.memory;
@@ -343,6 +341,7 @@ impl Endpoint {
             self.matching(tagged).remove_receive(place);
         }
         self.received(cx, &target, &arrived, len, 0);
+        true
     }
 
     /// A peer lets a message be written.
