@@ -37,10 +37,11 @@ static const char *refused(size_t arg)
 #define A(...) { __VA_ARGS__ }
 	REFUSES(EOPNOTSUPP, A(.comp_mask = 1));
 	REFUSES(EOPNOTSUPP, A(.flags = 1u << 31));
-	REFUSES(EOPNOTSUPP, A(.reserved = { 0, 1 }));
+	REFUSES(EOPNOTSUPP, A(.reserved = 1));
 	REFUSES(EOPNOTSUPP, A(.driver_qp_type = ANYWARPDV_QPT_RD));
 	REFUSES(EINVAL, A(.segment = 3));
 	REFUSES(EINVAL, A(.record_mode = 3));
+	REFUSES(EINVAL, A(.port = 65536));
 	REFUSES(EINVAL, A(.parity = 16));
 	REFUSES(EINVAL, A(.max_send_size = 1u << 31));
 	errno = 0;
@@ -51,6 +52,42 @@ static const char *refused(size_t arg)
 	errno = 0;
 	ENSURE(!create_qp(device, &init, &newer.dv, sizeof(newer)) && errno == EOPNOTSUPP, "atomics on UD");
 	return NULL;
+}
+
+/* A queue pair at a port that is chosen has the number that follows from it, and no other may have that. */
+static const char *chosen_port(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = IBV_QPT_DRIVER,
+		.comp_mask = IBV_QP_INIT_ATTR_PD,
+		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 },
+	};
+	struct dgram a, b;
+	struct region mine, theirs;
+	struct ibv_sge sge;
+
+	(void)arg;
+	TRY(find_all());
+	dv.port = 20000 + (uint32_t)getpid() % 10000;
+	TRY(open_dgram(&a, &dv));
+	ENSURE(a.qp->qp_num == dv.port << 8, "number %#x", a.qp->qp_num);
+	init.pd = a.pd;
+	init.send_cq = init.recv_cq = a.scq;
+	errno = 0;
+	ENSURE(!create_qp(device, &init, &dv, sizeof dv) && errno == EADDRINUSE, "the port again: %s", strerror(errno));
+	uint32_t port = dv.port;
+	dv.port = 0;
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&mine, b.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	sge = (struct ibv_sge){ (uintptr_t)theirs.at, 64, theirs.mr->lkey };
+	TRY(post_recv(a.qp, 1, &sge, 1));
+	TRY(request_to(&b, port << 8, SEND, 7, &mine, 0, (struct there){ 0 }));
+	TRY(done(&b, 7, IBV_WC_SUCCESS));
+	ENSURE(!close_now(a.ah) && !close_now(a.qp), "closing");
+	dv.port = port;
+	return open_dgram(&a, &dv);
 }
 
 /* ---------------------------------------------------------------- Write-Record */
@@ -960,6 +997,7 @@ static const struct test tests[] = {
 	{ "answer_a_record", answer_a_record, ANYWARPDV_QPT_UD, 0, false },
 	{ "answer_a_record_reliable", answer_a_record, ANYWARPDV_QPT_RD, 0, false },
 	{ "sizes", sizes, 0, 0, false },
+	{ "chosen_port", chosen_port, 0, 0, false },
 	{ "segment_size", segment_size, 0, 0, false },
 	{ "record_waits", record_waits, 0, 0, false },
 	{ "record_waits_unordered", record_waits, ANYWARPDV_QP_UNORDERED, 0, false },

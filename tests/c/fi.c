@@ -905,6 +905,51 @@ static const char *hostile(size_t arg)
 	return next(a.tx, &entry, NULL);
 }
 
+/* An endpoint at a port that is chosen is found by host and port alone. */
+static const char *service(size_t arg)
+{
+	struct fi_info *usual = info, *hints, *here = NULL, *there = NULL;
+	struct fi_cq_tagged_entry entry;
+	struct sockaddr_in name;
+	struct fid_ep *second;
+	struct side a, b;
+	size_t len = sizeof name;
+	char port[8];
+
+	(void)arg;
+	TRY(find_provider());
+	usual = info;
+	snprintf(port, sizeof port, "%d", 20000 + getpid() % 10000);
+	hints = fi_dupinfo(info);
+	free(hints->src_addr);
+	hints->src_addr = NULL;
+	hints->src_addrlen = 0;
+	OK(fi_getinfo(FI_VERSION(1, 17), NULL, port, FI_SOURCE, hints, &here));
+	OK(fi_getinfo(FI_VERSION(1, 17), "127.0.0.1", port, 0, hints, &there));
+	fi_freeinfo(hints);
+	info = here;
+	const char *why = open_side(&b, 0);
+	int again = why ? 0 : fi_endpoint(b.domain, here, &second, NULL);
+	info = usual;
+	fi_freeinfo(here);
+	TRY(why);
+	ENSURE(again == -FI_EADDRINUSE, "the port again: %d", again);
+	OK(fi_getname(&b.ep->fid, &name, &len));
+	ENSURE(ntohs(name.sin_port) == atoi(port) && name.sin_zero[0] == 0, "port %u", ntohs(name.sin_port));
+	TRY(open_side(&a, 0));
+	move_both(&a, &b);
+	ENSURE(there->dest_addr && fi_av_insert(a.av, there->dest_addr, 1, &a.peer, 0, NULL) == 1, "fi_av_insert");
+	fi_freeinfo(there);
+	ENSURE(fi_av_insertsvc(a.av, "127.0.0.1", port, &a.self, 0, NULL) == 1, "fi_av_insertsvc");
+	for (int i = 0; i < 2; i++) {
+		OK(fi_recv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, &b));
+		OK(fi_send(a.ep, out, 100, NULL, i ? a.self : a.peer, &a));
+		TRY(next(b.rx, &entry, NULL));
+		TRY(next(a.tx, &entry, NULL));
+	}
+	return NULL;
+}
+
 /* What cannot be is refused with the errno that libfabric documents. */
 static const char *refused(size_t arg)
 {
@@ -968,6 +1013,7 @@ static const char *refused(size_t arg)
 
 static const struct test tests[] = {
 	{ "refused", refused, 0, 0, false },
+	{ "service", service, 0, 0, false },
 	{ "messages", messages, 0, 0, false },
 	{ "messages_tagged", messages, TAG, 0, false },
 	{ "messages_early", messages, EARLY, 0, false },

@@ -59,7 +59,8 @@ mod c {
             read_timeout_us: u32,
             peer_timeout_ms: u32,
             segment_size: u32,
-            reserved: [u32; 2],
+            port: u32,
+            reserved: u32,
         }
         struct anywarpdv_device_attr {
             comp_mask: u64,
@@ -178,7 +179,7 @@ fn micros(value: u32, default: Duration) -> Duration {
 
 /// The options of a queue pair.
 fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
-    if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != [0; 2] {
+    if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != 0 {
         return Err(libc::EOPNOTSUPP);
     }
     let segment = match (attr.segment, attr.segment_size) {
@@ -202,6 +203,7 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
     {
         return Err(libc::EINVAL);
     }
+    let port = u16::try_from(attr.port).map_err(|_| libc::EINVAL)?;
     let has = |flag| attr.flags & flag != 0;
     let usual = Options::default();
     let reads = or_default(attr.max_reads, usual.max_reads.into());
@@ -227,6 +229,7 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
         },
         keep_going: has(ANYWARPDV_QP_KEEP_GOING),
         plain_writes: has(ANYWARPDV_QP_PLAIN_WRITES),
+        port,
     })
 }
 

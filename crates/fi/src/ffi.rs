@@ -287,7 +287,8 @@ pub(crate) struct DvQpInitAttr {
     pub(crate) read_timeout_us: u32,
     pub(crate) peer_timeout_ms: u32,
     pub(crate) segment_size: u32,
-    pub(crate) reserved: [u32; 2],
+    pub(crate) port: u32,
+    pub(crate) reserved: u32,
 }
 const _: () = assert!(size_of::<DvQpInitAttr>() == 64);
 

@@ -352,17 +352,23 @@ fn ends(
         _ => None,
     };
     let mut local: Option<IpAddr> = None;
+    let mut port = 0;
     let mut destination = hints.destination.clone();
-    if let Some(name) = &hints.source {
-        local = address::parts_of(name).map(|(ip, ..)| ip);
+    if let Some((ip, of_hint, _)) = hints.source.as_deref().and_then(address::parts_of) {
+        local = Some(ip);
+        port = of_hint;
     }
     if let Some(node) = node {
         let addr = resolve(node, service, v4).ok_or("a node or service that is not known")?;
         if is_source {
             local = Some(addr.ip());
+            port = addr.port();
         } else {
             destination = Some(plain_name(addr));
         }
+    }
+    if let (None, Some(service), true) = (node, service, is_source) {
+        port = service.parse().map_err(|_| "a service that is no port")?;
     }
     let v4 = v4.or_else(|| Some(family_of(destination.as_ref()?)? == libc::AF_INET));
     let ip = match local {
@@ -382,7 +388,7 @@ fn ends(
     }
     Ok(Ends {
         format: address::format_of(ip),
-        source: plain_name(SocketAddr::new(ip, 0)),
+        source: plain_name(SocketAddr::new(ip, port)),
         destination,
     })
 }

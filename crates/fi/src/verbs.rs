@@ -550,12 +550,14 @@ pub struct QueuePair {
 unsafe impl Send for QueuePair {}
 
 impl QueuePair {
-    /// A queue pair that sends and receives. `plain`: its writes leave no records, and it receives nothing itself.
+    /// A queue pair that sends and receives. `plain`: its writes leave no records, and it receives nothing itself. `port`: its
+    /// UDP port, or 0.
     pub fn new(
         pd: &Arc<Pd>,
         cq: &Completions,
         Job { qkey, timeout_ms }: Job,
         plain: bool,
+        port: u16,
     ) -> Result<Self, i32> {
         let f = &pd.device.f;
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
@@ -598,6 +600,7 @@ impl QueuePair {
             max_records: count(limits::RECORDS),
             max_reads: limits::READS,
             peer_timeout_ms: timeout_ms,
+            port: port.into(),
             ..ffi::DvQpInitAttr::default()
         };
         let size = count(size_of::<ffi::DvQpInitAttr>());

@@ -86,7 +86,8 @@ struct anywarpdv_qp_init_attr {
 	uint32_t peer_timeout_ms;	/* how long a peer may be silent, RD; 0: 5000 */
 	uint32_t segment_size;		/* payload bytes of each datagram of a message that has several, a multiple of 8; 0: as
 					   segment says */
-	uint32_t reserved[2];		/* must be 0 */
+	uint32_t port;			/* UDP port of the queue pair, whose number is then port * 256; 0: any */
+	uint32_t reserved;		/* must be 0 */
 };
 
 /* One record: what a peer wrote here by ibv_wr_rdma_write(3) or ibv_wr_rdma_write_imm(3) on a datagram queue pair. */
@@ -196,7 +197,8 @@ int anywarpdv_query_device(struct ibv_context *context, struct anywarpdv_device_
 /*
  * Makes a datagram queue pair with one-sided operations. send_ops_flags of `attr_ex` may have, beside the Sends:
  * RDMA_WRITE, RDMA_WRITE_WITH_IMM and RDMA_READ; on RD also the atomics, SEND_WITH_INV, LOCAL_INV and BIND_MW.
- * `inlen` is sizeof(*attr). Null and errno on failure: EINVAL, EOPNOTSUPP for an operation or option that is not known.
+ * `inlen` is sizeof(*attr). Null and errno on failure: EINVAL, EOPNOTSUPP for an operation or option that is not known,
+ * EADDRINUSE for a port that is taken.
  */
 struct ibv_qp *anywarpdv_create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr_ex,
 				      const struct anywarpdv_qp_init_attr *attr, uint32_t inlen);

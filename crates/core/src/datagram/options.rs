@@ -65,6 +65,8 @@ pub struct Options {
     pub keep_going: bool,
     /// Reliable: Writes leave no record.
     pub plain_writes: bool,
+    /// The UDP port, which the queue pair is then the first of; 0: any.
+    pub port: u16,
 }
 
 impl Default for Options {
@@ -88,6 +90,7 @@ impl Default for Options {
             patience: Duration::from_secs(5),
             keep_going: false,
             plain_writes: false,
+            port: 0,
         }
     }
 }

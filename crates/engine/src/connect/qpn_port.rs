@@ -84,16 +84,44 @@ impl Port {
                 return Ok((port, qpn));
             }
         }
-        let port = Self::open(engine)?;
+        let port = Self::open(engine, 0)?;
         let qpn = port.take_index().ok_or_else(none_left)?;
         ports.push(Arc::downgrade(&port));
         Ok((port, qpn))
     }
 
-    fn open(engine: &'static Engine) -> io::Result<Arc<Self>> {
+    /// The first queue pair number of a port that is chosen, so that a peer which knows the port knows the number.
+    pub fn allocate_at(engine: &'static Engine, number: u16) -> io::Result<(Arc<Self>, u32)> {
+        engine.has_room_io()?;
+        let mut ports = PORTS.get().lock();
+        ports.retain(|p| p.strong_count() > 0);
+        let present = ports.iter().filter_map(Weak::upgrade);
+        let port = match { present }.find(|port| port.number == number) {
+            Some(port) => port,
+            None => {
+                let port = Self::open(engine, number)?;
+                ports.push(Arc::downgrade(&port));
+                port
+            }
+        };
+        let free = port
+            .lock()
+            .used
+            .first_mut()
+            .is_some_and(|used| !std::mem::replace(used, true));
+        if free {
+            Ok((port, u32::from(number) << 8))
+        } else {
+            Err(none_left())
+        }
+    }
+
+    /// Opens a port of this number, or with 0 of any that is free.
+    fn open(engine: &'static Engine, wanted: u16) -> io::Result<Arc<Self>> {
         let mut last = none_left();
-        for _ in 0..TRIES {
-            let (listener, _) = socket::open_on_every_address(SocketType::STREAM, 0)?;
+        let tries = if wanted == 0 { TRIES } else { 1 };
+        for _ in 0..tries {
+            let (listener, _) = socket::open_on_every_address(SocketType::STREAM, wanted)?;
             rustix::net::listen(listener.get(), BACKLOG)?;
             let number = socket::local_addr(&listener).map_or(0, |a| a.port());
             let udp = match UdpSocket::bind(number) {

@@ -117,7 +117,7 @@ impl DgramQp {
         options: Options,
         parts: impl FnOnce(u32) -> Parts,
     ) -> std::io::Result<Arc<Self>> {
-        let common = Common::allocate(context, srq_c_object)?;
+        let common = Common::allocate(context, srq_c_object, options.port)?;
         let number = common.number;
         let ipv4 = multicast_home(true).unwrap_or(MulticastHome::LOOPBACK);
         let homes: SmallVec<[_; 2]> = multicast_home(false).into_iter().chain([ipv4]).collect();

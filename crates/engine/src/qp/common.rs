@@ -34,12 +34,16 @@ impl std::fmt::Debug for Common {
 }
 
 impl Common {
-    /// Takes a queue pair number.
+    /// Takes a queue pair number, of the port `wanted` unless that is 0.
     pub(crate) fn allocate(
         context: &Arc<Context>,
         srq_c_object: Option<Arc<AtomicUsize>>,
+        wanted: u16,
     ) -> io::Result<Self> {
-        let (port, number) = Port::allocate(context.engine)?;
+        let (port, number) = match wanted {
+            0 => Port::allocate(context.engine),
+            wanted => Port::allocate_at(context.engine, wanted),
+        }?;
         Ok(Self {
             context: Arc::clone(context),
             port,

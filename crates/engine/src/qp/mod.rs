@@ -163,7 +163,7 @@ impl RcQp {
         parts: impl FnOnce(u32) -> Parts,
     ) -> std::io::Result<Arc<Self>> {
         let engine = context.engine;
-        let common = Common::allocate(context, srq_c_object)?;
+        let common = Common::allocate(context, srq_c_object, 0)?;
         let number = common.number;
         let qp = Arc::new_cyclic(|me| Self {
             engine,

@@ -99,7 +99,9 @@ pub(crate) unsafe extern "C" fn open(
             (&known::<DomainObject, _>(domain)?.domain, info, source)
         };
         let device = domain.device;
-        let wanted = source.and_then(address::parts_of).map(|(ip, ..)| ip);
+        let wanted = source.and_then(address::parts_of);
+        let port = wanted.map_or(0, |(_, port, _)| port);
+        let wanted = wanted.map(|(ip, ..)| ip);
         let from = match wanted {
             Some(ip) if !ip.is_unspecified() => (ip, device.place_of(ip).ok_or(FI_EADDRNOTAVAIL)?),
             _ => device.address(None).ok_or(FI_EADDRNOTAVAIL)?,
@@ -119,7 +121,15 @@ pub(crate) unsafe extern "C" fn open(
             ..Binding::default()
         };
         let mut state = domain.lock();
-        let made = Endpoint::new(&state.shared, device, &domain.channel, from, job(), binding)?;
+        let made = Endpoint::new(
+            &state.shared,
+            device,
+            &domain.channel,
+            from,
+            port,
+            job(),
+            binding,
+        )?;
         let name = state.endpoints.insert(made).map_err(|_full| FI_ENOMEM)?;
         let object = EpObject {
             fid: fid_ep {

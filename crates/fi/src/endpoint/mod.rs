@@ -443,12 +443,13 @@ fn index_of(counts: Counts) -> usize {
 }
 
 impl Endpoint {
-    /// An endpoint at an address of the device, which is at a place of its table.
+    /// An endpoint at an address of the device, which is at a place of its table, and at a port unless that is 0.
     pub fn new(
         shared: &Shared,
         device: &'static Device,
         channel: &Arc<Channel>,
         (ip, place): (IpAddr, u8),
+        port: u16,
         job: Job,
         binding: Binding,
     ) -> Result<Self, i32> {
@@ -469,7 +470,7 @@ impl Endpoint {
                 Region::new(&shared.pd, slots.address(0), slots.size(), Access::Source)?,
             )
         };
-        let qp = QueuePair::new(&shared.pd, &cq, job, false)?;
+        let qp = QueuePair::new(&shared.pd, &cq, job, false, port)?;
         let name = Remote {
             ip,
             qpn: qp.number(),

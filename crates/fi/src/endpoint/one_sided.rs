@@ -76,7 +76,7 @@ impl Endpoint {
             }
         }
         if self.plain.is_none() {
-            match QueuePair::new(&cx.pd, &self.cq, self.job, true) {
+            match QueuePair::new(&cx.pd, &self.cq, self.job, true, 0) {
                 Ok(qp) => self.plain = Some(qp),
                 Err(why) => {
                     self.free_slots.extend(slot);
