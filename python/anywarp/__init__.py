@@ -38,7 +38,7 @@ def env(base=None, *, faults=None, log=None, addr=None):
     """
     made = dict(os.environ if base is None else base)
     # The command shows what it would set, without what is set already.
-    asked = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
+    asked = {k: v for k, v in os.environ.items() if not (k.startswith("LD_") or k == "FI_PROVIDER_PATH")}
     asked.pop("ANYWARP_LIB", None)
     shown = subprocess.run([tool(), "env", "--json"], env=asked, check=True, stdout=subprocess.PIPE)
     for name, value in json.loads(shown.stdout).items():
