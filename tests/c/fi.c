@@ -842,6 +842,37 @@ static const char *lost_peer(size_t arg)
 	return next(a.tx, &entry, NULL);
 }
 
+/* Peers of another job refuse messages, and each failure belongs to its request. */
+static const char *other_key(size_t arg)
+{
+	struct fi_cq_err_entry error;
+	struct side a, b, c;
+	const char *why;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	setenv("FI_ANYWARP_QKEY", "0x1234", 1);
+	why = open_side(&b, 0);
+	if (!why)
+		why = open_side(&c, 0);
+	unsetenv("FI_ANYWARP_QKEY");
+	TRY(why);
+	TRY(introduce(&a, &b));
+	move_both(&a, &b);
+	OK(fi_recv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, &b));
+	for (size_t len = 10; len <= 100000; len *= 10) {
+		OK(fi_send(a.ep, out, len, NULL, a.peer, &out[len]));
+		TRY(next_error(a.tx, &error, WAIT_MS));
+		ENSURE(error.err == FI_EREMOTEIO && error.op_context == &out[len], "%zu: %s", len, fi_strerror(error.err));
+	}
+	struct fi_cq_tagged_entry entry;
+	TRY(introduce(&c, &b));
+	OK(fi_send(c.ep, out, 100, NULL, c.peer, &c));
+	move_both(&b, &c);
+	TRY(next(b.rx, &entry, NULL));
+	return next(c.tx, &entry, NULL);
+}
+
 /* Messages of a queue pair that breaks the protocol change nothing. */
 static const char *hostile(size_t arg)
 {
@@ -1040,6 +1071,7 @@ static const struct test tests[] = {
 	{ "wait_sread", wait_object, 1, 0, false },
 	{ "killed_peer", lost_peer, SIGKILL, 0, false },
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
+	{ "other_key", other_key, 0, 0, false },
 	{ "hostile", hostile, 0, 0, false },
 };
 

@@ -4,7 +4,7 @@
 //! byte that a socket address leaves free: the first of `sin_zero`, the last of `sin6_flowinfo`.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use crate::abi::{FI_ADDR_NOTAVAIL, FI_ADDR_UNSPEC, FI_SOCKADDR_IN, FI_SOCKADDR_IN6, FiAddr};
 use crate::limits;
@@ -21,6 +21,14 @@ pub struct Remote {
     pub ip: IpAddr,
     /// Its number: UDP port and index.
     pub qpn: u32,
+}
+
+impl std::fmt::Display for Remote {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [_, high, low, index] = self.qpn.to_be_bytes();
+        let address = SocketAddr::new(self.ip, u16::from_be_bytes([high, low]));
+        write!(f, "{address}/{index}")
+    }
 }
 
 impl Remote {
@@ -186,6 +194,7 @@ mod tests {
             assert_eq!(len, name_len(format_of(peer.ip)));
             assert_eq!(Remote::from_name(&name[..len]), Some(peer));
         }
+        assert_eq!(peer("10.1.2.3", 0x0012_3405).to_string(), "10.1.2.3:4660/5");
         let (name, _) = peer("10.1.2.3", 0x0012_3405).name();
         assert_eq!(
             &name[2..16],

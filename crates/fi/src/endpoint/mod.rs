@@ -29,7 +29,7 @@ use crate::verbs::{
     Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
     To, Way, Wc, error_of, kind_of, source_of,
 };
-use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, TAGGED};
+use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, TAGGED, VERSION};
 
 /// Memory that the program has registered.
 #[derive(Debug, Clone, Copy)]
@@ -427,6 +427,8 @@ pub struct Endpoint {
     asked: Instant,
     /// Messages that were dropped because they are none.
     bad: u64,
+    /// A peer has refused a message.
+    refused: bool,
     /// The queue pair has failed.
     failed: bool,
 }
@@ -501,6 +503,7 @@ impl Endpoint {
             outstanding: 0,
             asked: Instant::now(),
             bad: 0,
+            refused: false,
             failed: false,
         })
     }

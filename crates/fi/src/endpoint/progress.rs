@@ -55,13 +55,19 @@ impl Endpoint {
             // Nothing more is received. What was posted fails, and what is posted from now on is refused.
             if !std::mem::replace(&mut self.failed, true) {
                 crate::log::warn(&format!(
-                    "the queue pair of endpoint {:?} has failed with status {}: open another endpoint",
+                    "the queue pair of endpoint {} has failed with status {}: open another endpoint",
                     self.name, wc.status
                 ));
             }
             return;
         }
         self.outstanding = self.outstanding.saturating_sub(1);
+        if err == FI_EREMOTEIO && !std::mem::replace(&mut self.refused, true) {
+            crate::log::warn(
+                "a peer refuses messages: FI_ANYWARP_QKEY must be the same for all processes of a job, and so must the \
+                 version of libanywarp-fi.so",
+            );
+        }
         let name = u32::try_from(wc.wr_id & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         if kind == ANNOUNCE && err == 0 {
             if let Some(Op::Announced { known, .. }) = self.ops.get_mut(name) {
@@ -208,6 +214,13 @@ impl Endpoint {
         };
         let from = Remote { ip, qpn: wc.src_qp };
         let Some((header, _)) = Header::decode(message) else {
+            if self.bad == 0 {
+                let version = message.first().copied().unwrap_or(0);
+                crate::log::warn(&format!(
+                    "a message from {from} is dropped: its version is {version}, ours {VERSION}; both ends must have the \
+                     same libanywarp-fi.so"
+                ));
+            }
             self.bad = self.bad.wrapping_add(1);
             return self.again(at);
         };
