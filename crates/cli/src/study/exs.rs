@@ -25,8 +25,10 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "tcp-nagle" => ("tcp", true),
         mode => (mode, false),
     };
-    // About as long as a sample lasts, at 500 MB/s and 20 µs a message.
-    let count = extent.seconds() / (size as f64 / 5e8 + 20e-6);
+    // About as long as a sample lasts, at 500 MB/s and 20 µs a message, or 200 µs a ping between threads that sleep.
+    let ping = get("test") == "ping";
+    let each = if ping { 200e-6 } else { 20e-6 };
+    let count = extent.seconds() / (size as f64 / 5e8 + each);
     let mut words: Vec<String> = ["--self", "--json", "--mode", mode, "--size", get("size")]
         .map(str::to_owned)
         .into();
@@ -39,7 +41,7 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "" => {}
         number => words.extend(["--in-flight".to_owned(), number.to_owned()]),
     }
-    if get("test") == "ping" {
+    if ping {
         words.push("--ping".to_owned());
     }
     words

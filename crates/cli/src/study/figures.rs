@@ -100,6 +100,17 @@ impl Runner {
         }
     }
 
+    /// Seconds that a sample takes, with what starting its programs costs on a machine of usual speed.
+    pub(crate) fn seconds(self, extent: Extent) -> f64 {
+        let start = match self {
+            Self::Ping | Self::Blast | Self::None => 0.08,
+            Self::Memory => 0.02,
+            Self::Exs => 0.1,
+            Self::Mpi | Self::First => 0.6,
+        };
+        extent.seconds() * 1.1 + start
+    }
+
     /// The value that says how good a sample of it is: that of the time.
     pub(crate) fn primary(self) -> &'static str {
         match self {

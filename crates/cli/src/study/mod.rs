@@ -99,7 +99,7 @@ fn list(args: &List, all: &[Experiment]) -> Result<ExitCode, String> {
                 clock(
                     points.count() as f64
                         * extent.samples() as f64
-                        * (extent.seconds() * 1.1 + 0.08),
+                        * experiment.runner.seconds(extent),
                 )
             };
             let time = match &figure.blank {

@@ -235,7 +235,7 @@ impl Store {
     pub(crate) fn expected(&self, point: &Point) -> f64 {
         match self.took.get(point.runner.as_str()) {
             Some((took, count)) if *count > 0 => took / *count as f64,
-            _ => self.extent.seconds() * 1.1 + 0.08,
+            _ => point.runner.seconds(self.extent),
         }
     }
 
