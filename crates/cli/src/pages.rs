@@ -93,6 +93,7 @@ impl Maker<'_> {
             let words: Vec<&str> = placeholder.split_whitespace().collect();
             let generated = match *words {
                 ["command"] => command(stem)?,
+                ["subcommand", sub] => subcommand(stem, sub)?,
                 ["environment"] => variables().to_roff(),
                 ["declare", header, ref names @ ..] => self.declare(header, names)?,
                 ["functions", header] => self.list(header)?,
@@ -204,10 +205,31 @@ fn command(page: &str) -> io::Result<String> {
     if command.get_arguments().next().is_some() {
         man.render_options_section(&mut text)?;
     }
-    if command.get_subcommands().any(|sub| !sub.is_hide_set()) {
+    // The subcommands of a subcommand have no pages, but sections.
+    let own_pages = command.get_name() == root.get_name();
+    if own_pages && command.get_subcommands().any(|sub| !sub.is_hide_set()) {
         man.render_subcommands_section(&mut text)?;
     }
     String::from_utf8(text).map_err(io::Error::other)
+}
+
+/// The section of a subcommand of the subcommand that the page is about: what it does, and its options.
+fn subcommand(page: &str, sub: &str) -> io::Result<String> {
+    let mut root = Cli::command();
+    root.build();
+    let of = page.strip_prefix("anywarp-");
+    let command = of
+        .and_then(|of| root.find_subcommand(of))
+        .and_then(|command| command.find_subcommand(sub))
+        .ok_or_else(|| io::Error::other(format!("there is no subcommand {sub}")))?;
+    let man = Man::new(command.clone());
+    let (mut about, mut options) = (Vec::new(), Vec::new());
+    man.render_description_section(&mut about)?;
+    man.render_options_section(&mut options)?;
+    let text = |bytes| String::from_utf8(bytes).map_err(io::Error::other);
+    let title = format!(".SH \"{} {sub}\"", page.replace('-', " ")).to_uppercase();
+    Ok(text(about)?.replacen(".SH DESCRIPTION", &title, 1)
+        + &text(options)?.replacen(".SH OPTIONS", ".SS Options", 1))
 }
 
 /// The environment variables as a tagged list.
