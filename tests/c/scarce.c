@@ -663,7 +663,44 @@ static const char *few_ports(size_t arg)
 	return NULL;
 }
 
+#define GONE_MS 100u /* in which the last descriptor of a destroyed connection closes, on a busy machine */
+
+/* The descriptors of a connection go with its two queue pairs, and not when a timer of seconds has run out. */
+static const char *descriptors_go(size_t rounds)
+{
+	struct ibv_send_wr wr = { .wr_id = 2, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED };
+	const struct want w = { 0 };
+	unsigned int late = 0;
+	long before = 0;
+
+	for (size_t i = 0; i < rounds; i++) {
+		struct pair p;
+		uint64_t since;
+
+		TRY(open_pair(&p, &w));
+		TRY(post_recv(p.b.qp, 1, NULL, 0));
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
+		TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, NULL));
+		ENSURE(!close_now(p.a.qp) && !close_now(p.b.qp), "ibv_destroy_qp");
+		if (i == 0) {
+			sleep_ms(GONE_MS);
+			before = open_fds();
+		}
+		since = now_ms();
+		late += open_fds() > before;
+		while (open_fds() > before)
+			ENSURE(now_ms() - since < GONE_MS, "%ld descriptors after %zu connections, %ld after one", open_fds(), i + 1,
+			       before);
+	}
+	printf("# %u of %zu connections had a descriptor when ibv_destroy_qp returned\n", late, rounds);
+	/* If only the worker closed them, nine of ten would. */
+	ENSURE(late <= rounds / 10, "%u of %zu connections had a descriptor when ibv_destroy_qp returned", late, rounds);
+	return NULL;
+}
+
 static const struct test tests[] = {
+	{ "descriptors_go", descriptors_go, 200, 60, true },
 	{ "few_descriptors", ever_more, 0, 200, true },
 	{ "little_memory", ever_more, 1, 300, true },
 	{ "no_memory_at_all", no_memory_at_all, 0, 60, true },

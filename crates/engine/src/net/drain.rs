@@ -4,6 +4,7 @@
 //! the peer had not read: the last FPDUs of a stream, or a Terminate. Such a connection is therefore closed for sending only
 //! and read for up to [`DRAIN_TIMEOUT`]. A process that exits waits until its peers have acknowledged what it sent.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, Once, Weak};
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::limits;
 use crate::locks::{Mutex, Rank};
+use crate::net::socket::{local_addr, peer_addr};
 use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
 use crate::sys::{Io, socket, stream, thread};
@@ -22,6 +24,13 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval between two questions for unacknowledged bytes: the kernel does not report when there are none left.
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
+
+/// Connections that are looked at when another one is closed.
+const LOOK_MAX: usize = 16;
+/// How long the end of a peer in this process that has closed too is waited for; the kernel may deliver it a moment later.
+const PAIR_WAIT: Duration = Duration::from_millis(2);
+/// Reads of a connection that one look makes: the last bytes, and the end behind them.
+const LOOK_READS: usize = 4;
 
 /// The connections of this process that are being drained.
 static DRAINS: PerProcess<Mutex<Vec<Arc<Drain>>>> =
@@ -77,9 +86,31 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
         return draining;
     }
     engine.deadline(token, clock::now() + DRAIN_TIMEOUT);
-    // The peer may have closed its side before the socket was watched.
-    drain.ready(true, false, clock::now());
+    // The peer may have closed its side before the socket was watched. It may also be an end in this process that closed
+    // before, and sees the end of this one now.
+    look(LOOK_MAX);
     draining
+}
+
+/// Closes connections whose peers have closed too, `max` of them at most, the youngest first. The worker does that a moment later;
+/// a program that counts its descriptors after `ibv_destroy_qp(3)` does not wait for it.
+pub(crate) fn look(max: usize) {
+    let drains: Vec<Arc<Drain>> = {
+        let all = DRAINS.get().lock();
+        all.iter().rev().take(max).map(Arc::clone).collect()
+    };
+    let ends: Vec<_> = drains.iter().map(|drain| drain.ends()).collect();
+    for (drain, own) in drains.iter().zip(&ends) {
+        let is_pair = own.is_some_and(|(local, peer)| ends.contains(&Some((peer, local))));
+        if is_pair {
+            drain.wait();
+        }
+        for _ in 0..LOOK_READS {
+            if !drain.read() {
+                break;
+            }
+        }
+    }
 }
 
 /// Exit handler: waits until the peers have acknowledged what was sent, at most [`EXIT_TIMEOUT`].
@@ -122,34 +153,57 @@ impl Drain {
         is_unacked(self.fd.lock().as_ref())
     }
 
-    /// Closes the socket.
-    fn finish(&self) {
-        let connection = self.fd.lock().take();
-        if let Some((fd, token)) = connection {
-            DRAINS
-                .get()
-                .lock()
-                .retain(|other| !std::ptr::eq(Arc::as_ptr(other), self));
-            self.engine.remove(token, Some(fd.get()));
+    /// Its address and that of its peer.
+    fn ends(&self) -> Option<(SocketAddr, SocketAddr)> {
+        let connection = self.fd.lock();
+        let (fd, _) = connection.as_ref()?;
+        Some((local_addr(fd)?, peer_addr(fd)?))
+    }
+
+    /// Waits for the end of the peer, which has closed.
+    fn wait(&self) {
+        if let Some((fd, _)) = &*self.fd.lock() {
+            socket::wait_readable(fd.get(), PAIR_WAIT);
         }
+    }
+
+    /// Reads once, and closes the socket at its end; whether there may be more to read.
+    fn read(&self) -> bool {
+        let mut stage = self.engine.rx_buffer();
+        let read = {
+            let connection = self.fd.lock();
+            let Some((fd, _)) = &*connection else {
+                return false;
+            };
+            stream::receive(fd.get(), None, &mut stage)
+        };
+        self.engine.return_rx_buffer(stage);
+        if matches!(read, Err(Io::Eof | Io::Broken(_))) {
+            self.finish();
+        }
+        read.is_ok()
+    }
+
+    /// Closes the socket. It is in the list until it is closed, so that [`look`] waits for another thread that closes it.
+    fn finish(&self) {
+        {
+            let mut connection = self.fd.lock();
+            let Some((fd, token)) = connection.take() else {
+                return;
+            };
+            self.engine.remove(token, Some(fd.get()));
+            drop(fd);
+        }
+        DRAINS
+            .get()
+            .lock()
+            .retain(|other| !std::ptr::eq(Arc::as_ptr(other), self));
     }
 }
 
 impl Source for Drain {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        let mut stage = self.engine.rx_buffer();
-        let ended = {
-            let connection = self.fd.lock();
-            let Some((fd, _)) = &*connection else { return };
-            matches!(
-                stream::receive(fd.get(), None, &mut stage),
-                Err(Io::Eof | Io::Broken(_))
-            )
-        };
-        self.engine.return_rx_buffer(stage);
-        if ended {
-            self.finish();
-        }
+        self.read();
     }
 
     fn timeout(self: Arc<Self>, _now: Instant) {
