@@ -1026,13 +1026,12 @@ static const char *given_up(size_t arg)
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* these remember what was freed */
 	ENSURE(anonymous() < kib + 4096, "%ld KiB more than after 100 connections", anonymous() - kib);
 #endif
-	if (pending) {
-		struct timeval wait = { 5, 0 };
-
-		/* EINVAL: the call has just ended by itself. */
-		ENSURE(exs_cancel(fd, 0, 1) == 0 || errno == EINVAL, "cancel: %s", strerror(errno));
-		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1, "the last accept has no event");
+	/* While a peer is being accepted, the call cannot be cancelled; if that peer gives up, it waits for the next one again. */
+	for (unsigned int i = 0; i < 500 && pending; i++) {
+		ENSURE(exs_cancel(fd, EXS_CAF_AHANDLE, 1) == 0 || errno == ENOENT, "cancel: %s", strerror(errno));
+		pending -= exs_qdequeue(queue, &e, 1, &soon) == 1;
 	}
+	ENSURE(!pending, "the last accept has no event");
 	return NULL;
 }
 
