@@ -346,7 +346,7 @@ impl CmId {
         state.step(Input::Bind)
     }
 
-    /// Binds to the address that a connection is to come from. Without a number it takes no port: nobody connects to it.
+    /// Binds to the address that a connection is to come from. Without a number it takes no port, since no peer connects to it.
     fn bind_source(&self, from: SocketAddr) -> io::Result<()> {
         if from.port() != 0 {
             return self.bind(from);

@@ -4,8 +4,8 @@
 //! something has it, so an answer from the second one counts only when the first refuses, is the signpost of another port, or
 //! has not answered for a while: a program that takes the second place of a port that is in use leads no peer astray.
 //!
-//! On one host the answer, or the refusal of a place that nobody has, is there before the call returns, unless the listener sleeps. When both places refuse,
-//! there is no signpost, and the TCP port of that number itself is meant, as for every iWARP peer. Nothing is sent to that
+//! On one host the answer, or the refusal of a place without a socket, is there before the call returns, unless the listener
+//! sleeps. When both places refuse, there is no signpost, and the TCP port of that number itself is meant, as for every iWARP peer. Nothing is sent to that
 //! port before this is known: a service that is no RDMA may be there. See docs/decisions/026.
 
 use std::collections::VecDeque;
