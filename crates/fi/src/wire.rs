@@ -151,7 +151,12 @@ impl Header {
         let follows = rest.len() as u64;
         let fits = match kind {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
-            Kind::Announce => follows == 0 && header.length <= crate::limits::MESSAGE as u64,
+            // Shorter ones are sent at once. One of no bytes would use up nothing of the receive that it is matched with.
+            Kind::Announce => {
+                follows == 0
+                    && header.length > crate::limits::EAGER as u64
+                    && header.length <= crate::limits::MESSAGE as u64
+            }
             Kind::AtomicDone => header.length == follows,
             Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
             Kind::Grant | Kind::Written | Kind::Probe => follows == 0,
@@ -171,7 +176,7 @@ mod tests {
                 kind,
                 flags: TAGGED | DATA,
                 id: 0x0102_0304,
-                length: 0,
+                length: if kind == Kind::Announce { 1 << 20 } else { 0 },
                 tag: 0x1112_1314_1516_1718,
                 data: u64::MAX - 1,
             };
@@ -216,6 +221,13 @@ mod tests {
         let mut long = Header::new(Kind::Announce);
         long.length = crate::limits::MESSAGE as u64 + 1;
         assert!(Header::decode(&long.encode()).is_none(), "too long");
+        for short in [0, 1, crate::limits::EAGER as u64] {
+            long.length = short;
+            assert!(
+                Header::decode(&long.encode()).is_none(),
+                "short enough to be sent at once"
+            );
+        }
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);
         assert!(Header::decode(&more).is_none(), "bytes behind a grant");

@@ -207,8 +207,14 @@ impl Endpoint {
         else {
             return true;
         };
-        let Ok(way) = cx.way(to.ip, self.place) else {
-            return true;
+        let way = match cx.way(to.ip, self.place) {
+            Ok(way) => way,
+            Err(why) => {
+                if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {
+                    self.finish(cx, &done, why);
+                }
+                return true;
+            }
         };
         let to_whom = To {
             way: &way,
