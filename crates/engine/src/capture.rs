@@ -112,7 +112,7 @@ fn sink() -> Option<&'static Sink> {
 /// Opens a file to append packets, and writes its head if it is empty.
 ///
 /// What is captured is the payload of the program, so the file is for its user alone. A file that belongs to another user, a
-/// symbolic link and a file with further names (hard links) are refused: somebody else could read what is appended, or have
+/// symbolic link and a file with further names (hard links) are refused: another user could read what is appended, or have
 /// chosen where it goes.
 fn open(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()

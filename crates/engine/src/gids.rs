@@ -284,7 +284,7 @@ impl Source for Watch {
     }
 }
 
-/// Notifies `who` of changes of the port from now on.
+/// Notifies the subscriber `who` of changes of the port from now on.
 pub(crate) fn listen(engine: &'static Engine, who: Weak<dyn Listener>) {
     let mut all = Watch::of(engine).listeners.lock();
     if all.len() == all.capacity() {

@@ -111,7 +111,7 @@ mod tests {
         let begin = clock::now();
         let said = (0..1000).filter(|_| throttle.line(begin).is_some()).count();
         assert_eq!(said, LINES_PER_SECOND as usize);
-        // A second later lines pass again, and the first tells how many did not.
+        // A second later lines pass again, and the first one contains how many were dropped.
         let later = begin + Duration::from_secs(1);
         assert_eq!(throttle.line(later), Some(1000 - LINES_PER_SECOND));
         assert_eq!(throttle.line(later), Some(0));

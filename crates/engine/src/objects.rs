@@ -526,15 +526,15 @@ impl QueuePair {
     /// Changes attributes and state.
     pub fn modify(
         &self,
-        given: u32,
+        attr_mask: u32,
         next: Option<anywarp_core::verbs::qp::State>,
-        assumed: Option<anywarp_core::verbs::qp::State>,
+        expected_state: Option<anywarp_core::verbs::qp::State>,
         attr: &anywarp_core::verbs::qp::Attr,
         route: Option<crate::qp::Route>,
     ) -> Result<(), Misuse> {
         match self {
-            Self::Rc(qp) => qp.modify(given, next, assumed, attr, route),
-            Self::Dgram(qp) => qp.modify(given, next, assumed, attr, route),
+            Self::Rc(qp) => qp.modify(attr_mask, next, expected_state, attr, route),
+            Self::Dgram(qp) => qp.modify(attr_mask, next, expected_state, attr, route),
         }
     }
 

@@ -283,7 +283,7 @@ impl Ether {
         self.run_until(most, |_| false)
     }
 
-    /// The same, until `done`.
+    /// Lets the conversation run until `done`.
     pub fn run_until(
         &mut self,
         most: Duration,

@@ -35,7 +35,7 @@ use crate::cm::types::RDMA_UDP_QKEY;
 use crate::ffi::{misuse, os_errno};
 
 /// Bytes of a datagram, at most.
-pub(super) const MOST: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
+pub(super) const PAYLOAD_MAX: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
 /// Bytes of the route header (GRH) in front of a received datagram.
 const ROUTE: usize = bounds::GRH_LEN as usize;
 /// Bytes of the slot of a received datagram; `OUT` is that of a sent one.
@@ -640,7 +640,7 @@ pub(super) fn send(
     to: Option<SocketAddr>,
     flags: c_int,
 ) -> Result<usize, c_int> {
-    if from.len() > MOST {
+    if from.len() > PAYLOAD_MAX {
         return Err(libc::EMSGSIZE);
     }
     let to = match to {

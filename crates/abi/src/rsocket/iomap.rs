@@ -55,7 +55,7 @@ impl Drop for Maps {
     }
 }
 
-/// `riomap`: lets the peer write `[start, start + len)` if `prot` says so, under `offset`, or under its address if that
+/// `riomap`: lets the peer write `[start, start + len)` if `prot` has `PROT_WRITE`, under `offset`, or under its address if that
 /// is -1. The offset.
 ///
 /// # Safety

@@ -29,7 +29,8 @@ pub(crate) enum Task {
     /// Everything that is measured is kept in the folder of the report at once. A run that was interrupted goes on from there when
     /// it is started again with the same options, and figures that are added later use what is there.
     ///
-    /// The exit status is 0 if everything was measured, whatever the findings are, 1 if something failed, 130 after an interrupt.
+    /// The exit status is 0 if everything was measured, whatever the findings are; 1 if something could not be measured; 2 if there
+    /// is no such figure or the folder of the report cannot be written; 130 after an interrupt.
     Run(Run),
     /// Advice for programs on this machine, from what was measured
     Hints(Hints),

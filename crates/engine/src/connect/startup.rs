@@ -265,7 +265,7 @@ impl Startup {
             match std::mem::replace(&mut state.phase, Phase::Done) {
                 Phase::Asking(config) => config,
                 other => {
-                    // It was canceled meanwhile.
+                    // It was canceled since the question was sent.
                     state.phase = other;
                     return;
                 }

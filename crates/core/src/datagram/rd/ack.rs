@@ -12,7 +12,7 @@ pub(super) const PART: u32 = 4;
 pub(super) const ACK_EACH: u32 = 32;
 pub(super) const ACK_MOST: u32 = 128;
 pub(super) const ACK_WITH_GAPS: u32 = 16;
-/// Packets under way from which on an acknowledgement waits for company, and how long: some time, and more for each 1,000
+/// Packets under way from which on an acknowledgement waits for a packet to travel with, and how long: some time, and more for each 1,000
 /// bytes of a packet.
 pub(super) const PIPELINE: u32 = 4;
 pub(super) const ACK_DELAY: Duration = Duration::from_micros(5);

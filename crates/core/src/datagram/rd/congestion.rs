@@ -25,8 +25,8 @@ const LEAST_BYTES: u64 = 64 * 1024;
 const FIRST: u64 = 128 * 1024;
 /// How many times what fills the path the window has at first.
 const START: u64 = 3;
-/// Above this nothing is gained.
-const MOST: u64 = 64 << 20;
+/// The largest window, bytes: a larger one gains no throughput.
+const WINDOW_MAX: u64 = 64 << 20;
 /// Rounds that the highest rate is remembered for.
 const RATE_ROUNDS: usize = 6;
 /// How long the shortest round trip is remembered.
@@ -68,7 +68,7 @@ pub(super) struct Congestion {
     deviation: Duration,
 }
 
-/// What an acknowledgement told.
+/// What an acknowledgement reports.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Acked {
     /// Bytes that arrived, now.
@@ -95,7 +95,7 @@ impl Congestion {
             delivered_in_round: 0,
             plateau: 0,
             plateau_rounds: 0,
-            ceiling: MOST,
+            ceiling: WINDOW_MAX,
             largest: 0,
             shortest: None,
             shortest_at: Duration::ZERO,
@@ -173,7 +173,7 @@ impl Congestion {
         }
         if self.starting {
             // Twice as much in each round, as long as the rate follows; a few times what the path has shown to carry.
-            let most = (START * self.target()).clamp(FIRST, MOST);
+            let most = (START * self.target()).clamp(FIRST, WINDOW_MAX);
             self.window = (self.window + acked.bytes).min(most.max(self.window));
         } else {
             let target = self.target();
@@ -186,7 +186,7 @@ impl Congestion {
         self.window = self.window.min(self.ceiling).max(self.least());
     }
 
-    /// Nothing was heard for two probes: what is under way is gone.
+    /// Two probes had no answer: all packets under way count as lost.
     pub(super) fn silence(&mut self) {
         self.window = 4 * self.largest.max(1500);
     }
@@ -215,7 +215,10 @@ impl Congestion {
         let turns = smoothed.saturating_sub(quickest).min(TURNS);
         let trip = shortest + queue + turns;
         let fill = u128::from(self.rate()) * trip.as_nanos() / 1_000_000_000;
-        u64::try_from(fill + fill / 4).unwrap_or(MOST).min(MOST) + QUEUED * self.largest
+        u64::try_from(fill + fill / 4)
+            .unwrap_or(WINDOW_MAX)
+            .min(WINDOW_MAX)
+            + QUEUED * self.largest
     }
 
     fn end_round(&mut self, acked: &Acked) {
@@ -235,8 +238,8 @@ impl Congestion {
         if self.lost_in_round * 100 > all * TOO_MANY_LOST && all > 8 * self.largest {
             self.starting = false;
             self.ceiling = (self.window / 10 * 7).max(self.least());
-        } else if self.ceiling < MOST {
-            self.ceiling = (self.ceiling + self.ceiling / 8 + self.largest).min(MOST);
+        } else if self.ceiling < WINDOW_MAX {
+            self.ceiling = (self.ceiling + self.ceiling / 8 + self.largest).min(WINDOW_MAX);
         }
         self.lost_in_round = 0;
         self.delivered_in_round = 0;

@@ -233,7 +233,7 @@ pub(super) struct Reliable {
     shares: Shares,
     queued: VecDeque<Peer>,
     timers: BTreeSet<(Duration, Peer)>,
-    /// Answers to strangers.
+    /// Answers to peers that have not proved their address.
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
     blocked: Blocked,
     /// Number of the first packet to a peer that is new.

@@ -336,7 +336,7 @@ impl RxContext<'_> {
             enqueue(self.queued, peer, state);
         }
         if crowded {
-            // Those that found company meanwhile, and are owed again, stand there more than once.
+            // A peer stands in the list more than once if a packet took its acknowledgement along and another became due since.
             self.soon.sort_unstable();
             self.soon.dedup();
         }

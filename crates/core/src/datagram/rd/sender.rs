@@ -89,7 +89,7 @@ pub(super) struct Sender {
     lost: usize,
     /// No packet before this number is lost.
     lost_from: u64,
-    /// What the peer has told of, beyond what it has whole.
+    /// What the peer has reported beyond the packets that it has without a gap.
     told: SmallVec<[(u64, u64); 16]>,
     /// What the peer's socket takes, as charge.
     room: u64,
@@ -102,11 +102,11 @@ pub(super) struct Sender {
     newest_at: Duration,
     /// The window was not the reason that nothing was sent.
     app_limited: bool,
-    /// Probes since something was heard.
+    /// Probes since the peer's last datagram.
     probes: u32,
     /// When to probe.
     pub(super) deadline: Option<Duration>,
-    /// When the peer was last heard, or first asked.
+    /// When the peer's last datagram arrived, or the first probe was sent.
     pub(super) heard: Duration,
     /// Since when the peer has had no receive.
     pub(super) blocked_on: Option<Duration>,
@@ -315,7 +315,7 @@ impl Sender {
                 continue;
             }
             self.told.push((start, stop));
-            // What was told before needs no second look.
+            // Ranges of an earlier report have been handled.
             let known = told.iter().find(|(from, _)| *from == start);
             let start = known.map_or(start, |(_, to)| (*to).min(stop));
             let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
@@ -444,7 +444,7 @@ impl Sender {
         Some(Outgoing { seq, data })
     }
 
-    /// Nothing was heard for too long: what to send to be answered. The first packet that has not arrived, or an empty
+    /// The peer has been silent for too long: the packet to send that it must answer. The first packet that has not arrived, or an empty
     /// packet if all have and wait for the peer's program, or if data may not be sent.
     pub(super) fn probe(&mut self, data: bool, now: Duration, cc: &mut Congestion) -> Outgoing<'_> {
         self.probes += 1;

@@ -314,7 +314,7 @@ fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
 }
 
 /// Packets that wait are bounded, of one peer, of one network and of all, and are counted with what they cost; what a peer
-/// that was made anew had waiting is forgotten, and a token that it had before is nobody's.
+/// that was made anew had waiting is forgotten, and a token that it had before belongs to no peer.
 #[test]
 fn what_waits_is_bounded_and_counted() {
     for len in [0, 60_000] {

@@ -228,12 +228,12 @@ impl Reliable {
         }
     }
 
-    /// Whether acknowledgements wait for company.
+    /// Whether acknowledgements wait for a packet to travel with.
     pub(in crate::datagram) fn ack_due(&self) -> bool {
         !self.soon.is_empty()
     }
 
-    /// Acknowledgements that found no company go without: those whose time has come by `now`.
+    /// Sends acknowledgements alone whose delay has ended by `now` with no packet to travel with.
     pub(in crate::datagram) fn flush(&mut self, now: Duration) {
         let mut later = std::mem::take(&mut self.soon);
         later.retain(|peer| {
