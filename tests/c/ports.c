@@ -774,6 +774,82 @@ static void places_of(uint16_t port, uint16_t place[2])
 	place[1] = (uint16_t)(first + (port * 7u + port / count * 331u + RDMA_PS_TCP * 61u + count / 2) % count);
 }
 
+/* Of the places that a listener can have, one was free when it started, and the other one is free now: its port is taken. */
+static const char *taken_at_second_place(size_t arg)
+{
+	static struct helper h;
+	struct rdma_cm_id *id;
+	struct sockaddr_in name;
+	uint16_t port, place[2];
+	struct scene s;
+	int plain;
+
+	(void)arg;
+	TRY(plain_listener(&plain, 0));
+	port = port_of(plain);
+	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
+	places_of(port, place);
+	TRY(new_plain(&plain, SOCK_DGRAM));
+	TRY(bind_plain(plain, place[0], false));
+	TRY(start_helper(&h, true));
+	TRY(helper_takes(&h, &port));
+	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	name = at(port);
+	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, id, "id");
+	ENSURE(rdma_bind_addr(id, (struct sockaddr *)&name) && errno == EADDRINUSE, "two processes have one port of rdma_cm");
+	return NULL;
+}
+
+/* A listener of another process has the port at an address, and this one wants it at all addresses of both families. */
+static const char *taken_at_one_address(size_t arg)
+{
+	struct sockaddr_in6 any = { .sin6_family = AF_INET6 };
+	static struct helper h;
+	struct rdma_cm_id *id;
+	struct scene s;
+	uint16_t port = 0;
+
+	(void)arg;
+	TRY(start_helper(&h, true));
+	TRY(helper_takes(&h, &port));
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	any.sin6_port = htons(port);
+	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, id, "id");
+	ENSURE(rdma_bind_addr(id, (struct sockaddr *)&any) && errno == EADDRINUSE, "two processes have one port of rdma_cm");
+	return NULL;
+}
+
+/* The signpost of a listener that was bound with RDMA_OPTION_ID_REUSEADDR is its alone, also after it has moved. */
+static const char *moved_and_alone(size_t arg)
+{
+	struct sockaddr_in name = at(0);
+	uint16_t place[2];
+	struct scene s;
+	int plain, thief, on = 1;
+
+	(void)arg;
+	TRY(open_scene(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_create_id(s.servers, &s.listener, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, s.listener, "id");
+	ENSURE(!rdma_set_option(s.listener, RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, &on, sizeof on), "rdma_set_option: %s",
+	       strerror(errno));
+	ENSURE(!rdma_bind_addr(s.listener, (struct sockaddr *)&name), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(s.listener, 8), "rdma_listen: %s", strerror(errno));
+	s.port = ntohs(rdma_get_src_port(s.listener));
+	places_of(s.port, place);
+	TRY(new_plain(&plain, SOCK_DGRAM));
+	TRY(bind_plain(plain, place[0], false));
+	TRY(new_plain(&thief, SOCK_DGRAM));
+	ENSURE(!setsockopt(thief, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on), "SO_REUSEPORT: %s", strerror(errno));
+	name = at(place[1]);
+	/* The system call, because bind has the signpost move. */
+	ENSURE(syscall(SYS_bind, thief, &name, sizeof name) && errno == EADDRINUSE, "another socket shares the signpost's place");
+	return rdma_works(&s);
+}
+
 /* A plain socket wants the place of a signpost, which moves to the other one. */
 static const char *place_wanted(size_t arg)
 {
@@ -1094,6 +1170,9 @@ static const struct test tests[] = {
 	{ "flooded", flooded, 0, 0, true },
 	{ "place_wanted", place_wanted, 0, 0, false },
 	{ "no_place", no_place, 0, 0, false },
+	{ "taken_at_second_place", taken_at_second_place, 0, 0, true },
+	{ "taken_at_one_address", taken_at_one_address, 0, 0, true },
+	{ "moved_and_alone", moved_and_alone, 0, 0, false },
 	{ "liar_silence", lying_signpost, SILENCE, 0, false },
 	{ "liar_garbage", lying_signpost, GARBAGE, 0, false },
 	{ "liar_short", lying_signpost, SHORT, 0, false },

@@ -35,7 +35,7 @@ use crate::sys::socket::set_option;
 const TRIES: u32 = 64;
 /// How long they are tried. A place that is taken by something silent costs 100 ms each.
 const TRY_TIME: Duration = Duration::from_millis(300);
-/// Addresses of this host at which listeners are asked to leave a port that a plain socket wants at all addresses.
+/// Addresses of this host at which other processes are asked about a port that is wanted at all addresses.
 const ADDRESSES_MAX: usize = 32;
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
@@ -310,32 +310,61 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
         let near = taken.iter().filter(|t| t.address.conflicts(address));
         near.filter_map(|t| t.place).collect()
     };
-    for place in port.places() {
-        if Some(place) == except {
-            continue;
-        }
-        let fd = wish.socket(SocketType::DGRAM)?;
-        if wish.reuse {
-            // Of one user: with SO_REUSEADDR, sockets of any user could share the place, and receive its questions.
-            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
-        }
-        match wish.bind(&fd, place) {
-            Ok(()) => return Ok(Some(fd)),
-            Err(Errno::ADDRINUSE) if own.contains(&place) => {}
-            Err(Errno::ADDRINUSE) => {
-                if except.is_none() && is_taken_here(port, wish.to) {
-                    return Err(Errno::ADDRINUSE.into());
-                }
-                log!(
-                    Info,
-                    "cm: UDP port {place} is taken, a place of the signpost of port {}",
-                    port.number
-                );
+    // A port that is moved is this process's: nothing else has it.
+    let is_elsewhere = |place| {
+        except.is_none()
+            && !own.contains(&place)
+            && is_taken_here(port, place, &reached_by(address, wish.to))
+    };
+    let [first, second] = port.places();
+    if except != Some(first) {
+        match at_place(wish, first)? {
+            // A listener that found the first place taken stays at the second one when the first becomes free.
+            Some(_) if first != second && is_elsewhere(second) => {
+                // Only one that shares its port lets another socket be there.
+                let shared = wish.reuse.then(|| at_place(wish, second)).transpose()?;
+                return match shared.flatten() {
+                    Some(fd) => Ok(Some(fd)),
+                    None => Err(Errno::ADDRINUSE.into()),
+                };
             }
-            Err(e) => return Err(not_here(e)),
+            Some(fd) => return Ok(Some(fd)),
+            None if is_elsewhere(first) => return Err(Errno::ADDRINUSE.into()),
+            None => log_taken(port, first, &own),
+        }
+    }
+    if except != Some(second) {
+        match at_place(wish, second)? {
+            Some(fd) => return Ok(Some(fd)),
+            None if is_elsewhere(second) => return Err(Errno::ADDRINUSE.into()),
+            None => log_taken(port, second, &own),
         }
     }
     Ok(None)
+}
+
+/// A socket at the UDP port `place`; `None` if another socket has it.
+fn at_place(wish: Wish, place: u16) -> io::Result<Option<EngineFd>> {
+    let fd = wish.socket(SocketType::DGRAM)?;
+    if wish.reuse {
+        // Of one user: with SO_REUSEADDR, sockets of any user could share the place, and receive its questions.
+        set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
+    }
+    match wish.bind(&fd, place) {
+        Ok(()) => Ok(Some(fd)),
+        Err(Errno::ADDRINUSE) => Ok(None),
+        Err(e) => Err(not_here(e)),
+    }
+}
+
+fn log_taken(port: Port, place: u16, own: &[u16]) {
+    if !own.contains(&place) {
+        log!(
+            Info,
+            "cm: UDP port {place} is taken, a place of the signpost of port {}",
+            port.number
+        );
+    }
 }
 
 impl Place {
@@ -364,8 +393,7 @@ impl Place {
             word.fetch_or(bit, Ordering::Relaxed);
         }
         if let Some((fd, _)) = &self.signpost {
-            // From now on the port is this identifier's alone.
-            set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 0);
+            own_alone(fd);
         }
         Ok(())
     }
@@ -389,6 +417,9 @@ impl Place {
         let mut taken = TAKEN.get().lock();
         if let Some(t) = taken.iter_mut().find(|t| t.id.ptr_eq(&self.id)) {
             t.place = place;
+            if let (Some(_), Some((fd, _))) = (t.listening, &self.signpost) {
+                own_alone(fd);
+            }
         }
         Ok(())
     }
@@ -409,6 +440,11 @@ impl Place {
     pub(super) fn signpost(&self) -> Option<&EngineFd> {
         self.signpost.as_ref().map(|(fd, _)| fd)
     }
+}
+
+/// From now on the place is that of one identifier: no other socket can be bound to it.
+fn own_alone(signpost: &EngineFd) {
+    set_option(signpost.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 0);
 }
 
 /// The answer for `port` to a peer of the signpost at `id`.

@@ -370,15 +370,6 @@ fn loopback(like: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, 0)
 }
 
-/// The address of this host that reaches a socket bound to `at`.
-fn reaching(at: SocketAddr) -> SocketAddr {
-    if at.ip().is_unspecified() {
-        loopback(at)
-    } else {
-        at
-    }
-}
-
 /// Waits for the answers to questions to this host, for a short time; whether there was one for which `is_wanted` holds.
 fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool) -> bool {
     let until = clock::now() + LOCAL_PATIENCE;
@@ -398,13 +389,20 @@ fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool
     }
 }
 
-/// Whether another process of this host has `port` on an address that conflicts with `at`.
-pub(crate) fn is_taken_here(port: Port, at: SocketAddr) -> bool {
-    let Ok(mut asking) = Asking::new(port, reaching(at)) else {
-        return false;
-    };
-    asking.send(&Message::Ask(port, asking.nonce));
-    wait_for_answers(vec![asking], |status| {
+/// Whether `place`, one of the places of `port`, is that of a signpost of `port`, at one of `at`, addresses of this host.
+pub(crate) fn is_taken_here(port: Port, place: u16, at: &[SocketAddr]) -> bool {
+    let mut waiting = Vec::new();
+    for to in at {
+        let Ok(mut asking) = Asking::new(port, *to) else {
+            continue;
+        };
+        for (known, refused) in asking.places.iter().zip(&mut asking.refused) {
+            *refused = known.port() != place;
+        }
+        asking.send(&Message::Ask(port, asking.nonce));
+        waiting.push(asking);
+    }
+    wait_for_answers(waiting, |status| {
         matches!(status, Status::Listening(_) | Status::Bound)
     })
 }
