@@ -10,7 +10,8 @@
 //! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
 //! lib/anywarp/libanywarp-sockets.so  sockets of unmodified programs, to preload: crates/sockets
 //! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
-//! lib/libexs.so.1              extended sockets, with its .so link; pkgconfig/exs.pc
+//! lib/libexs.so.1              extended sockets, with its .so link
+//! lib/pkgconfig/               exs.pc and anywarpdv.pc
 //! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
 //! share/anywarp/wireshark/     the dissector of datagrams
@@ -48,6 +49,7 @@ pub fn run() -> Result {
     verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work)?;
     verbs_program("anywarp-cost", "crates/cli/perf/cost.c", &lib, &work)?;
     path_shim(&lib, &work)?;
+    direct_verbs_pc(&new.join("lib"))?;
     extended_sockets(&built, &new, &work)?;
     preloaded_sockets(&built, &lib, &work)?;
     provider(&built, &new.join("lib"), &work)?;
@@ -106,7 +108,6 @@ fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
         .arg(lib.join("libexs.so.1"));
     sh::run(&mut cc)?;
     std::os::unix::fs::symlink("libexs.so.1", lib.join("libexs.so"))?;
-    fs::create_dir_all(lib.join("pkgconfig"))?;
     let pc = format!(
         "prefix=${{pcfiledir}}/../..\n\nName: exs\nDescription: Extended sockets over RDMA\nVersion: {}\n\
          Requires.private: libibverbs librdmacm\nCflags: -I${{prefix}}/include\nLibs: -L${{prefix}}/lib -lexs\n",
@@ -114,6 +115,19 @@ fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
     );
     fs::write(lib.join("pkgconfig/exs.pc"), pc)?;
     Ok(())
+}
+
+/// What pkg-config says of `<infiniband/anywarpdv.h>`: a program that needs it is linked with our libibverbs, and finds that
+/// one when it runs.
+fn direct_verbs_pc(lib: &Path) -> Result {
+    fs::create_dir_all(lib.join("pkgconfig"))?;
+    let pc = format!(
+        "prefix=${{pcfiledir}}/../..\nlibdir=${{prefix}}/lib/anywarp\n\nName: anywarpdv\n\
+         Description: One-sided operations and reliable datagrams of anywarp\nVersion: {}\n\
+         Cflags: -I${{prefix}}/include\nLibs: -L${{libdir}} -libverbs -Wl,-rpath,${{libdir}}\n",
+        env!("CARGO_PKG_VERSION")
+    );
+    Ok(fs::write(lib.join("pkgconfig/anywarpdv.pc"), pc)?)
 }
 
 /// Links the library that is preloaded for sockets. It exports its wrappers, and the list of them is their source text.
