@@ -21,6 +21,7 @@ const PROGRAMS: &[&str] = &[
     EXS,
     EXS_HOSTILE,
     EXS_MANY,
+    EXS_NETPERF,
     "fair",
     "faults",
     FI,
@@ -58,6 +59,9 @@ const EXS_HOSTILE: &str = "exs_hostile";
 
 /// Many sockets, threads and queues of extended sockets, and peers that are killed.
 const EXS_MANY: &str = "exs_many";
+
+/// A program in the style of those that were written for ES-API elsewhere.
+const EXS_NETPERF: &str = "exs_netperf";
 
 /// The programs of the man pages in `docs/man/examples`; each ends with 0 if it did what it shows.
 const EXAMPLES: &str = "examples";
