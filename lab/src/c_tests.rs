@@ -182,8 +182,12 @@ fn run_ttcp() -> Result<bool> {
         "persistent-send",
         "persistent-recv",
         "tcp",
+        "transaction",
     ] {
         for more in [&[][..], &["--ping"], &["--stream", "--in-flight", "64"]] {
+            if mode == "transaction" && more == ["--ping"] {
+                continue;
+            }
             let mut command = Command::new(bin.join("anywarp"));
             command
                 .args(["run", "--device-ip", "127.0.0.1", "--"])

@@ -13,13 +13,14 @@
  *                                       <-     ready          its receives are posted
  *   sends                                      receives
  *   sent                                ->
- *                                       <-     done CPU LATENCIES
+ *                                       <-     done CPU DEVICE COPIED LATENCIES
  *
  * The steps from "ready" on run twice: the first time to warm up. The clock runs from "ready" to "done".
  *
  * Each message has its number in its first and last bytes, which the receiver compares; --verify fills and compares all.
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <exs.h>
 #include <getopt.h>
@@ -48,8 +49,10 @@
 #define WARM_UP 16u
 #define PORT "18516"
 
-enum mode { NORMAL, IMMEDIATE, PERSISTENT_SEND, PERSISTENT_RECV, TCP, MODES };
-static const char *const mode_names[MODES] = { "normal", "immediate", "persistent-send", "persistent-recv", "tcp" };
+enum mode { NORMAL, IMMEDIATE, PERSISTENT_SEND, PERSISTENT_RECV, TCP, TRANSACTION, MODES };
+static const char *const mode_names[MODES] = {
+	"normal", "immediate", "persistent-send", "persistent-recv", "tcp", "transaction",
+};
 static const char *const wait_names[] = { "", "adaptive", "notify", "busy" };
 
 /* One row, as the client asks for it. */
@@ -67,6 +70,7 @@ struct end {
 	struct row row;
 	int control;
 	int data; /* a descriptor of libexs, or of the system in TCP mode */
+	int back; /* of a transaction: where the server's memory is read */
 	exs_qhandle_t queue;
 	exs_mhandle_t memory, memory_in;
 	char *block, *block_in;
@@ -91,6 +95,40 @@ static double cpu_seconds(void)
 
 	getrusage(RUSAGE_SELF, &u);
 	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
+}
+
+/* Processor time of the threads that are the device, when that is software in this process. */
+static double device_seconds(void)
+{
+	DIR *tasks = opendir("/proc/self/task");
+	struct dirent *task;
+	double all = 0;
+
+	while (tasks && (task = readdir(tasks))) {
+		char path[300], name[32] = "";
+		unsigned long long ns = 0;
+		FILE *file;
+
+		snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
+		file = fopen(path, "r");
+		if (!file)
+			continue;
+		if (!fgets(name, sizeof name, file))
+			name[0] = 0;
+		fclose(file);
+		if (strcmp(name, "anywarp\n") != 0)
+			continue;
+		snprintf(path, sizeof path, "/proc/self/task/%s/schedstat", task->d_name);
+		file = fopen(path, "r");
+		if (!file)
+			continue;
+		if (fscanf(file, "%llu", &ns) == 1)
+			all += (double)ns * 1e-9;
+		fclose(file);
+	}
+	if (tasks)
+		closedir(tasks);
+	return all;
 }
 
 __attribute__((format(printf, 1, 2))) static bool fail(const char *format, ...)
@@ -291,6 +329,17 @@ static bool take(struct end *e, int *type, size_t *slot)
 	return true;
 }
 
+/* Bytes that the library has copied in this process. */
+static unsigned long long copied(const struct end *e)
+{
+	exs_counters_t counters = { 0 };
+	size_t len = sizeof counters;
+
+	if (e->row.mode != TCP && exs_qstatus(e->queue, EXS_QATTR_COUNTERS, &counters, &len))
+		fail_errno("exs_qstatus");
+	return counters.exs_copied;
+}
+
 static bool post_recv(struct end *e, size_t slot)
 {
 	char *at = e->block_in + slot * e->stride;
@@ -328,12 +377,12 @@ static bool offer(struct end *e, bool memory_to_write)
 }
 
 /* Ends it. All that the peer had written before is in the memory then. */
-static bool withdraw(struct end *e)
+static bool withdraw(struct end *e, int fd)
 {
 	struct timeval limit = { TIMEOUT_S, 0 };
 	exs_event_t event;
 
-	if (exs_cancel(e->data, EXS_CAF_AHANDLE, PERSISTENT_HANDLE))
+	if (exs_cancel(fd, EXS_CAF_AHANDLE, PERSISTENT_HANDLE))
 		return fail_errno("exs_cancel");
 	if (exs_qdequeue(e->queue, &event, 1, &limit) != 1)
 		return fail("a persistent operation does not end");
@@ -489,6 +538,60 @@ static bool ping(struct end *e, unsigned int count, bool client)
 	return true;
 }
 
+/* ---- transactions ---- */
+
+/*
+ * Each end has memory that it sends persistently with notify, on a socket of its own, and reads the other's. That the
+ * request was read says that the next one may take its place, and that the answer before it is there; that the answer was
+ * read says the same to the server.
+ */
+static bool transact(struct end *e, unsigned int count, bool client)
+{
+	int fd = client ? e->back : e->data;
+	size_t slot;
+	int type;
+
+	for (unsigned int i = 0; i < count; i++) {
+		bool was_read = false, received = false;
+
+		if (client) {
+			if (!take(e, &type, &slot))
+				return false;
+			if (slot != PERSISTENT_HANDLE)
+				return fail("event %d before the request was read", type);
+			was_read = true;
+		}
+		fill(&e->row, e->block, e->out++);
+		wipe(&e->row, e->block_in);
+		if (exs_recv(fd, e->block_in, e->row.size, e->row.stream ? EXS_MSG_WAITALL : 0, e->queue, 0, e->memory_in))
+			return fail_errno("exs_recv");
+		while (!received || !was_read) {
+			if (!take(e, &type, &slot))
+				return false;
+			if (slot == PERSISTENT_HANDLE)
+				was_read = true;
+			else
+				received = true;
+		}
+		if (!is_message(&e->row, e->block_in, e->in++))
+			return false;
+	}
+	return true;
+}
+
+/* The memory of this end: the client's is read on the first connection, the server's on the second. */
+static bool offer_with_notify(struct end *e, bool client)
+{
+	e->in = e->out = 1;
+	fill(&e->row, e->block, e->out);
+	if (client)
+		e->out++; /* the first request is there; the server fills in its answer before each read */
+	if (exs_send(client ? e->data : e->back, e->block, e->row.size, EXS_PERSISTENT_NOTIFY, e->queue, PERSISTENT_HANDLE,
+		     e->memory))
+		return fail_errno("a persistent send");
+	return true;
+}
+
 /* ---- TCP ---- */
 
 static bool tcp_phase(struct end *e, unsigned int count, bool client)
@@ -545,20 +648,28 @@ static bool has_last_messages(const struct end *e, unsigned int count)
 static bool server_phase(struct end *e, unsigned int count)
 {
 	struct latencies l = { 0 };
-	double cpu;
+	unsigned long long copies;
+	double cpu, device;
 	bool good;
 
-	e->in = e->out = 1;
+	if (e->row.mode != TRANSACTION)
+		e->in = e->out = 1;
 	if (e->row.mode == PERSISTENT_RECV)
 		good = offer(e, true);
+	else if (e->row.mode == TRANSACTION)
+		good = true;
 	else
 		good = e->row.mode == TCP || (e->row.ping && e->row.mode == PERSISTENT_SEND) ||
 		       begin_receiving(e, e->row.ping ? 1 : count);
 	if (!good || !write_line(e->control, "ready\n"))
 		return false;
 	cpu = cpu_seconds();
+	device = device_seconds();
+	copies = copied(e);
 	if (e->row.mode == TCP)
 		good = tcp_phase(e, count, false);
+	else if (e->row.mode == TRANSACTION)
+		good = transact(e, count, false);
 	else if (e->row.ping)
 		good = e->row.mode == PERSISTENT_SEND ? fetch(e, count) : ping(e, count, false);
 	else if (e->row.mode == PERSISTENT_RECV)
@@ -568,19 +679,23 @@ static bool server_phase(struct end *e, unsigned int count)
 	if (!good || !expect(e->control, "sent"))
 		return false;
 	if (e->row.mode == PERSISTENT_RECV) {
-		if (!withdraw(e))
+		if (!withdraw(e, e->data))
 			return false;
 		if (!e->row.ping && !has_last_messages(e, count))
 			return false;
 	}
 	cpu = cpu_seconds() - cpu;
+	device = device_seconds() - device;
+	copies = copied(e) - copies;
 	if (e->pings && e->row.mode == PERSISTENT_SEND)
 		l = summary(e->pings, count);
-	return write_line(e->control, "done %.6f %.3f %.3f %.3f %.3f\n", cpu, l.least, l.median, l.p99, l.most);
+	return write_line(e->control, "done %.6f %.6f %llu %.3f %.3f %.3f %.3f\n", cpu, device, copies, l.least, l.median, l.p99,
+			  l.most);
 }
 
 struct measured {
-	double seconds, cpu_client, cpu_server;
+	double seconds, cpu_client, cpu_server, device_client, device_server;
+	unsigned long long copied_client, copied_server;
 	struct latencies latencies;
 };
 
@@ -589,7 +704,8 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 	char line[LINE];
 	bool good = true;
 
-	e->in = e->out = 1;
+	if (e->row.mode != TRANSACTION)
+		e->in = e->out = 1;
 	if (e->row.ping && e->row.mode == PERSISTENT_RECV)
 		good = offer(e, true);
 	else if (e->row.ping && e->row.mode != TCP && e->row.mode != PERSISTENT_SEND)
@@ -597,9 +713,13 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 	if (!good || !expect(e->control, "ready"))
 		return false;
 	m->cpu_client = cpu_seconds();
+	m->device_client = device_seconds();
+	m->copied_client = copied(e);
 	m->seconds = seconds();
 	if (e->row.mode == TCP)
 		good = tcp_phase(e, count, true);
+	else if (e->row.mode == TRANSACTION)
+		good = transact(e, count, true);
 	else if (e->row.mode == PERSISTENT_SEND)
 		good = true; /* the server reads, and this end waits for "done" */
 	else if (e->row.ping)
@@ -610,10 +730,12 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 		return false;
 	m->seconds = seconds() - m->seconds;
 	m->cpu_client = cpu_seconds() - m->cpu_client;
-	if (sscanf(line, "done %lf %lf %lf %lf %lf", &m->cpu_server, &m->latencies.least, &m->latencies.median,
-		   &m->latencies.p99, &m->latencies.most) != 5)
+	m->device_client = device_seconds() - m->device_client;
+	m->copied_client = copied(e) - m->copied_client;
+	if (sscanf(line, "done %lf %lf %llu %lf %lf %lf %lf", &m->cpu_server, &m->device_server, &m->copied_server,
+		   &m->latencies.least, &m->latencies.median, &m->latencies.p99, &m->latencies.most) != 7)
 		return fail("the other end sends \"%s\", expected \"done\"", line);
-	if (e->row.ping && e->row.mode == PERSISTENT_RECV && !withdraw(e))
+	if (e->row.ping && e->row.mode == PERSISTENT_RECV && !withdraw(e, e->data))
 		return false;
 	if (e->pings && e->row.mode != PERSISTENT_SEND)
 		m->latencies = summary(e->pings, count);
@@ -625,7 +747,7 @@ static bool is_row(const struct row *r)
 	return r->mode < MODES && r->stream <= 1 && r->ping <= 1 && r->size >= 1 && r->size <= MAX_SIZE && r->in_flight >= 1 &&
 	       r->in_flight <= MAX_IN_FLIGHT && r->count >= 1 && r->count <= (r->ping ? MAX_PINGS : MAX_COUNT) &&
 	       r->wait >= EXS_WAIT_ADAPTIVE && r->wait <= EXS_WAIT_BUSY_POLL && r->nagle <= 1 && r->verify <= 1 &&
-	       (r->mode != IMMEDIATE || r->size <= 1u << 20);
+	       (r->mode != IMMEDIATE || r->size <= 1u << 20) && (r->mode != TRANSACTION || !r->ping);
 }
 
 /* Allocates what a row needs; a socket for it follows. */
@@ -638,7 +760,7 @@ static bool prepare(struct end *e)
 	all = e->stride * (e->row.in_flight < 2 ? 2 : e->row.in_flight);
 	e->queue = EXS_QHANDLE_INVALID;
 	e->memory = e->memory_in = EXS_MHANDLE_INVALID;
-	e->data = -1;
+	e->data = e->back = -1;
 	e->block = aligned_alloc(4096, (all + 4095) / 4096 * 4096);
 	e->block_in = aligned_alloc(4096, (all + 4095) / 4096 * 4096);
 	e->pings = e->row.ping ? calloc(e->row.count, sizeof *e->pings) : NULL;
@@ -699,6 +821,8 @@ static void set_nagle(const struct end *e)
 
 static void finish(struct end *e)
 {
+	if (e->back >= 0)
+		exs_close(e->back);
 	if (e->data >= 0) {
 		if (e->row.mode == TCP)
 			close(e->data);
@@ -747,7 +871,7 @@ static bool admit(struct end *e)
 	if (tcp)
 		bad = bind(fd, (struct sockaddr *)&addr, len) || listen(fd, 1) || getsockname(fd, (struct sockaddr *)&addr, &len);
 	else
-		bad = exs_bind(fd, (struct sockaddr *)&addr, len) || exs_listen(fd, 1) ||
+		bad = exs_bind(fd, (struct sockaddr *)&addr, len) || exs_listen(fd, 2) ||
 		      exs_getsockname(fd, (struct sockaddr *)&addr, &len) || exs_accept(fd, NULL, 0, e->queue, 0);
 	if (bad) {
 		fail_errno("no listener");
@@ -767,7 +891,13 @@ static bool admit(struct end *e)
 			good = exs_qdequeue(e->queue, &event, 1, &limit) == 1 && event.exs_evt_errno == 0;
 			if (good)
 				e->data = event.exs_evt_union.exs_evt_accept.exs_evt_newfd;
-			else
+			if (good && e->row.mode == TRANSACTION) {
+				good = exs_accept(fd, NULL, 0, e->queue, 0) == 0 &&
+				       exs_qdequeue(e->queue, &event, 1, &limit) == 1 && event.exs_evt_errno == 0;
+				if (good)
+					e->back = event.exs_evt_union.exs_evt_accept.exs_evt_newfd;
+			}
+			if (!good)
 				fail("the client does not connect");
 		}
 	}
@@ -803,14 +933,25 @@ static bool dial(struct end *e)
 	}
 	if (exs_connect(e->data, (struct sockaddr *)&addr, len, 0, e->queue, 0))
 		return fail_errno("exs_connect");
+	if (!take(e, &type, &slot))
+		return false;
+	if (e->row.mode != TRANSACTION)
+		return true;
+	e->back = make_socket(e, addr.ss_family);
+	if (e->back < 0)
+		return false;
+	if (exs_connect(e->back, (struct sockaddr *)&addr, len, 0, e->queue, 0))
+		return fail_errno("exs_connect");
 	return take(e, &type, &slot);
 }
 
 static bool run_server_row(int control, const struct row *row)
 {
 	struct end e = { .row = *row, .control = control };
-	bool good = prepare(&e) && admit(&e) && server_phase(&e, (unsigned int)least(WARM_UP + row->in_flight, row->count)) &&
-		    server_phase(&e, row->count) && expect(control, "end");
+	bool transaction = row->mode == TRANSACTION;
+	bool good = prepare(&e) && admit(&e) && (!transaction || offer_with_notify(&e, false)) &&
+		    server_phase(&e, (unsigned int)least(WARM_UP + row->in_flight, row->count)) &&
+		    server_phase(&e, row->count) && (!transaction || withdraw(&e, e.back)) && expect(control, "end");
 
 	finish(&e);
 	return good;
@@ -827,9 +968,11 @@ static bool run_client_row(int control, const struct row *r, struct measured *m)
 		fill(r, e.block, 1);
 		good = offer(&e, false);
 	}
+	if (good && r->mode == TRANSACTION)
+		good = offer_with_notify(&e, true);
 	good = good && client_phase(&e, (unsigned int)least(WARM_UP + r->in_flight, r->count), m) && client_phase(&e, r->count, m);
-	if (good && r->mode == PERSISTENT_SEND)
-		good = withdraw(&e);
+	if (good && (r->mode == PERSISTENT_SEND || r->mode == TRANSACTION))
+		good = withdraw(&e, e.data);
 	good = good && write_line(control, "end\n");
 	finish(&e);
 	return good;
@@ -875,7 +1018,10 @@ static void report(const struct row *r, const struct measured *m, bool json)
 			       l->median, l->p99, l->most);
 		else
 			printf("\"mib_per_s\": %.2f, \"messages_per_s\": %.1f, ", mib, rate);
-		printf("\"cpu_client_percent\": %.2f, \"cpu_server_percent\": %.2f}\n", client, server);
+		printf("\"cpu_client_percent\": %.2f, \"cpu_server_percent\": %.2f, \"device_client_percent\": %.2f, "
+		       "\"device_server_percent\": %.2f, \"copied_client\": %llu, \"copied_server\": %llu}\n",
+		       client, server, 100 * m->device_client / m->seconds, 100 * m->device_server / m->seconds,
+		       m->copied_client, m->copied_server);
 	} else if (r->ping) {
 		printf("%-15s %9u B  %9.2f us median  %9.2f min  %9.2f p99  cpu %3.0f %% / %3.0f %%\n", mode_names[r->mode],
 		       r->size, l->median, l->least, l->p99, client, server);
@@ -893,7 +1039,7 @@ static const char usage[] =
 	"       exs-ttcp ADDRESS [--port PORT] [OPTIONS]               a client\n"
 	"       exs-ttcp --self [OPTIONS]                              both on this host\n"
 	"\n"
-	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv or tcp [normal]\n"
+	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv, transaction or tcp [normal]\n"
 	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
 	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
 	"  -n, --count N         messages [about 512 MiB, at least 100]\n"
@@ -1046,6 +1192,8 @@ static int parse(int argc, char **argv, struct options *o)
 	for (unsigned int i = 0; i < o->size_count; i++)
 		if (o->row.mode == IMMEDIATE && o->sizes[i] > 1u << 20)
 			return wrong("immediate data is at most 1M", mode_names[IMMEDIATE]);
+	if (o->row.mode == TRANSACTION && o->row.ping)
+		return wrong("no pings in mode", mode_names[TRANSACTION]);
 	if (o->row.ping && o->row.count > MAX_PINGS)
 		return wrong("too many", "--count");
 	return 0;
