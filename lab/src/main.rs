@@ -6,6 +6,7 @@ mod capture;
 mod count;
 mod distros;
 mod experiments;
+mod exs;
 mod interop;
 mod mpi;
 mod perf;
@@ -88,6 +89,8 @@ enum Task {
     Capture,
     /// Programs of the distribution with the library for sockets preloaded at both ends, the server, the client.
     Sockets,
+    /// Extended sockets beside verbs, rsockets and plain TCP, against their bars.
+    Exs(exs::Options),
     /// `anywarp study` with each of its runners, shortly: what it writes, goes on with, and refuses.
     Study,
     /// The commands of docs/tutorial.md.
@@ -120,6 +123,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::Perf => perf::run(),
         Task::Capture => capture::run(),
         Task::Sockets => sockets::run(),
+        Task::Exs(options) => exs::run(options),
         Task::Study => study::run(),
         Task::Tutorial => tutorial::run(),
     }

@@ -1,0 +1,498 @@
+//! `cargo lab exs`: extended sockets beside verbs, rsockets and plain TCP, in one table, against their bars.
+//!
+//! Each round runs every program once, so that what the machine does besides concerns all of them alike. A ratio is of two
+//! figures of one round, and its median counts.
+
+use crate::process::Process;
+use crate::programs::{self, INSIDE};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use xtask::{Result, sh};
+
+/// Options of `cargo lab exs`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// One round of few messages, all bytes compared; no bars.
+    #[arg(long)]
+    short: bool,
+    /// Rounds.
+    #[arg(long, value_name = "N", default_value_t = 7)]
+    rounds: usize,
+    /// Write the table to docs/results/exs.md.
+    #[arg(long)]
+    write: bool,
+}
+
+/// Longest time of a program.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A program of the table.
+struct Row {
+    name: &'static str,
+    /// What follows `exs-ttcp --self --json`, or the command with `{port}` and `{client}`.
+    command: &'static str,
+    kind: Kind,
+    /// Messages of one run.
+    count: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// `exs-ttcp`: MiB/s, or µs of a ping.
+    Exs,
+    /// perftest: MiB/s in column 4.
+    Bandwidth,
+    /// perftest: µs in column 5, the median.
+    Latency,
+    /// `rstream`: Gbit/s.
+    Rstream,
+}
+
+const ROWS: &[Row] = &[
+    exs("exs normal 64 KiB", "--mode normal --size 64K", 8000),
+    exs("exs normal 1 MiB", "--mode normal --size 1M", 800),
+    exs(
+        "exs normal 1 MiB, stream",
+        "--mode normal --size 1M --stream",
+        800,
+    ),
+    exs("exs immediate 64 KiB", "--mode immediate --size 64K", 8000),
+    exs(
+        "exs persistent send 1 MiB",
+        "--mode persistent-send --size 1M",
+        800,
+    ),
+    exs(
+        "exs persistent receive 1 MiB",
+        "--mode persistent-recv --size 1M",
+        800,
+    ),
+    exs("exs transaction 1 MiB", "--mode transaction --size 1M", 800),
+    exs("plain TCP 64 KiB", "--mode tcp --size 64K", 8000),
+    exs("plain TCP 1 MiB", "--mode tcp --size 1M", 800),
+    Row {
+        name: "ib_read_bw 1 MiB",
+        command: "ib_read_bw -d anywarp0 -F -p {port} -s 1048576 -n {count} {client}",
+        kind: Kind::Bandwidth,
+        count: 800,
+    },
+    Row {
+        name: "ib_write_bw 1 MiB",
+        command: "ib_write_bw -d anywarp0 -F -p {port} -s 1048576 -n {count} {client}",
+        kind: Kind::Bandwidth,
+        count: 800,
+    },
+    Row {
+        name: "rstream 64 KiB",
+        command: "rstream -p {port} -S 65536 -I 1 -C {count} {client}",
+        kind: Kind::Rstream,
+        count: 8000,
+    },
+    Row {
+        name: "rstream 1 MiB",
+        command: "rstream -p {port} -S 1048576 -I 1 -C {count} {client}",
+        kind: Kind::Rstream,
+        count: 800,
+    },
+    exs(
+        "exs normal 64 B, one way",
+        "--ping --mode normal --size 64",
+        20000,
+    ),
+    exs(
+        "exs immediate 64 B, one way",
+        "--ping --mode immediate --size 64",
+        20000,
+    ),
+    exs(
+        "exs persistent receive 64 B, one way",
+        "--ping --mode persistent-recv --size 64",
+        20000,
+    ),
+    exs(
+        "plain TCP 64 B, one way",
+        "--ping --mode tcp --size 64",
+        20000,
+    ),
+    Row {
+        name: "ib_send_lat 64 B",
+        command: "ib_send_lat -d anywarp0 -F -p {port} -s 64 -n {count} {client}",
+        kind: Kind::Latency,
+        count: 20000,
+    },
+    Row {
+        name: "ib_write_lat 64 B",
+        command: "ib_write_lat -d anywarp0 -F -p {port} -s 64 -n {count} {client}",
+        kind: Kind::Latency,
+        count: 20000,
+    },
+];
+
+const fn exs(name: &'static str, command: &'static str, count: u32) -> Row {
+    Row {
+        name,
+        command,
+        kind: Kind::Exs,
+        count,
+    }
+}
+
+/// What a row is held to, as a ratio to another one.
+struct Bar {
+    row: &'static str,
+    to: &'static str,
+    limit: Limit,
+}
+
+enum Limit {
+    AtLeast(f64),
+    AtMost(f64),
+    /// Figures that are shown, and held to nothing.
+    Shown,
+}
+
+const BARS: &[Bar] = &[
+    bar("exs normal 1 MiB", "ib_read_bw 1 MiB", Limit::AtLeast(0.95)),
+    bar("exs normal 1 MiB", "plain TCP 1 MiB", Limit::AtLeast(0.9)),
+    bar(
+        "exs persistent send 1 MiB",
+        "ib_read_bw 1 MiB",
+        Limit::AtLeast(0.95),
+    ),
+    bar(
+        "exs persistent receive 1 MiB",
+        "ib_write_bw 1 MiB",
+        Limit::AtLeast(0.95),
+    ),
+    bar("exs normal 64 KiB", "rstream 64 KiB", Limit::AtLeast(1.0)),
+    bar("exs normal 1 MiB", "rstream 1 MiB", Limit::AtLeast(1.0)),
+    bar(
+        "exs normal 1 MiB, stream",
+        "rstream 1 MiB",
+        Limit::AtLeast(1.0),
+    ),
+    bar(
+        "exs immediate 64 B, one way",
+        "ib_send_lat 64 B",
+        Limit::AtMost(1.25),
+    ),
+    bar(
+        "exs persistent receive 64 B, one way",
+        "ib_write_lat 64 B",
+        Limit::AtMost(1.15),
+    ),
+    bar(
+        "exs normal 64 B, one way",
+        "ib_send_lat 64 B",
+        Limit::AtMost(2.6),
+    ),
+    bar(
+        "exs immediate 64 B, one way",
+        "plain TCP 64 B, one way",
+        Limit::Shown,
+    ),
+    bar(
+        "exs transaction 1 MiB",
+        "exs persistent send 1 MiB",
+        Limit::Shown,
+    ),
+];
+
+const fn bar(row: &'static str, to: &'static str, limit: Limit) -> Bar {
+    Bar { row, to, limit }
+}
+
+/// The most that a sender of persistent memory may cost beside the device, in percent of a processor.
+const SENDER: f64 = 1.0;
+
+/// What runs measured.
+#[derive(Default)]
+struct Figures {
+    /// MiB/s or µs, by row, one of each round.
+    values: BTreeMap<&'static str, Vec<f64>>,
+    /// Processor time of client and server in percent, the device's included.
+    cpu: BTreeMap<&'static str, Vec<(f64, f64)>>,
+    /// That of the sender of persistent memory without the device.
+    sender: Vec<f64>,
+    /// Bytes that the library copied in modes that copy nothing.
+    copied: u64,
+}
+
+/// Measures, prints the table, and compares with the bars.
+pub(crate) fn run(options: &Options) -> Result {
+    if env::var_os(INSIDE).is_none() {
+        return programs::in_namespaces();
+    }
+    sh::run(Command::new("ip").args(["link", "set", "lo", "up"]))?;
+    let rounds = if options.short {
+        1
+    } else {
+        options.rounds.max(1)
+    };
+    let mut figures = Figures::default();
+    let mut port = 18600;
+    for _ in 0..rounds {
+        for row in ROWS {
+            port += 1;
+            let count = if options.short {
+                row.count / 40 + 20
+            } else {
+                row.count
+            };
+            let measured = measure(row, port, count, options.short, &mut figures);
+            let value = measured.map_err(|e| format!("{}: {e}", row.name))?;
+            if !(value > 0.0) {
+                return Err(format!("{}: measures {value}", row.name).into());
+            }
+            figures.values.entry(row.name).or_default().push(value);
+        }
+    }
+    let load = fs::read_to_string("/proc/loadavg")?;
+    let load = load.split_whitespace().next().unwrap_or_default();
+    let (mut text, missed) = table(&figures, rounds);
+    writeln!(text, "\nLoad of the machine at the end: {load}.")?;
+    println!("{text}");
+    if options.write {
+        fs::write(
+            sh::root().join("docs/results/exs.md"),
+            format!("{HEAD}{text}"),
+        )?;
+    }
+    if figures.copied > 0 {
+        return Err(format!(
+            "{} bytes were copied where nothing is to be",
+            figures.copied
+        )
+        .into());
+    }
+    if options.short || missed.is_empty() {
+        return Ok(());
+    }
+    Err(format!("not met: {}", missed.join(", ")).into())
+}
+
+const HEAD: &str = "# Extended sockets beside verbs, rsockets and TCP\n\n\
+    `cargo lab exs --write` made this page. Both ends are on one machine, and the device is as a user gets it. Ratios are of \
+    two figures of one round; medians count. Processor time is of both processes, client / server, with the device in them.\n\n";
+
+/// The table, and the bars that are not met.
+fn table(figures: &Figures, rounds: usize) -> (String, Vec<String>) {
+    let mut text = format!("Rounds: {rounds}.\n\n| what | median | CPU |\n| --- | ---: | ---: |\n");
+    for row in ROWS {
+        let values = figures.values.get(row.name).map_or(&[][..], Vec::as_slice);
+        let unit = if is_latency(row) { "µs" } else { "MiB/s" };
+        let cpu = figures.cpu.get(row.name).map_or_else(String::new, |all| {
+            let (client, server): (Vec<_>, Vec<_>) = all.iter().copied().unzip();
+            format!("{:.0} % / {:.0} %", median(&client), median(&server))
+        });
+        let _infallible = writeln!(
+            text,
+            "| {} | {:.2} {unit} | {cpu} |",
+            row.name,
+            median(values)
+        );
+    }
+    text.push_str("\n| ratio | median | bar |\n| --- | ---: | --- |\n");
+    let mut missed = Vec::new();
+    for bar in BARS {
+        let of = |name| figures.values.get(name).map_or(&[][..], Vec::as_slice);
+        let ratios: Vec<f64> = of(bar.row)
+            .iter()
+            .zip(of(bar.to))
+            .map(|(a, b)| a / b)
+            .collect();
+        let ratio = median(&ratios);
+        let (met, said) = match bar.limit {
+            Limit::AtLeast(limit) => (ratio >= limit, format!(">= {limit}")),
+            Limit::AtMost(limit) => (ratio <= limit, format!("<= {limit}")),
+            Limit::Shown => (true, String::new()),
+        };
+        let verdict = if met { "" } else { ", not met" };
+        let name = format!("{} : {}", bar.row, bar.to);
+        let _infallible = writeln!(text, "| {name} | {ratio:.2} | {said}{verdict} |");
+        if !met {
+            missed.push(name);
+        }
+    }
+    let sender = median(&figures.sender);
+    let verdict = if sender <= SENDER { "" } else { ", not met" };
+    let _infallible = writeln!(
+        text,
+        "| processor time of a persistent send's program and library, the device's apart | {sender:.2} % | <= {SENDER} %{verdict} |"
+    );
+    if sender > SENDER {
+        missed.push("processor time of the sender".to_owned());
+    }
+    let _infallible = writeln!(
+        text,
+        "| bytes copied by the library in normal and persistent modes | {} | 0 |",
+        figures.copied
+    );
+    (text, missed)
+}
+
+fn is_latency(row: &Row) -> bool {
+    row.kind == Kind::Latency || row.command.contains("--ping")
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// A command on the device.
+fn on_device(program: &str) -> Command {
+    let mut command = Command::new(sh::dist().join("bin/anywarp"));
+    command
+        .args(["run", "--device-ip", "127.0.0.1", "--"])
+        .arg(program);
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs a row once: MiB/s or µs.
+fn measure(row: &Row, port: u16, count: u32, verify: bool, figures: &mut Figures) -> Result<f64> {
+    if row.kind == Kind::Exs {
+        let ttcp = sh::dist().join("bin/exs-ttcp");
+        let mut command = on_device(&ttcp.to_string_lossy());
+        command.args(["--self", "--json", "--count", &count.to_string()]);
+        command.args(row.command.split_whitespace());
+        if verify {
+            command.arg("--verify");
+        }
+        let text = finish(Process::start(&mut command)?)?;
+        return exs_figures(row, &text, figures);
+    }
+    let words = |client: &str| {
+        row.command
+            .replace("{port}", &port.to_string())
+            .replace("{count}", &count.to_string())
+            .replace("{client}", client)
+    };
+    let start = |line: &str| {
+        let mut words = line.split_whitespace();
+        let mut command = on_device(words.next().unwrap_or_default());
+        Process::start(command.args(words))
+    };
+    let server = start(&words(""))?;
+    await_listener(port)?;
+    let client = if row.kind == Kind::Rstream {
+        "-s 127.0.0.1"
+    } else {
+        "127.0.0.1"
+    };
+    let text = finish(start(&words(client))?)?;
+    finish(server)?;
+    figure(row.kind, &text).ok_or_else(|| format!("not understood: {text}").into())
+}
+
+/// The output of a program, which must succeed.
+fn finish(process: Process) -> Result<String> {
+    let output = process.output(LIMIT)?;
+    if !output.status.success() {
+        let error = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{}: {error}", output.status).into());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Waits until something listens on a port: of the system, or of the device.
+fn await_listener(port: u16) -> Result {
+    let until = Instant::now() + Duration::from_secs(10);
+    let wanted = format!(":{port:04X} ");
+    while Instant::now() < until {
+        for list in ["/proc/net/tcp", "/proc/net/tcp6"] {
+            let text = fs::read_to_string(list).unwrap_or_default();
+            if text
+                .lines()
+                .any(|l| l.contains(&wanted) && l.contains(" 0A "))
+            {
+                return Ok(());
+            }
+        }
+        sleep(Duration::from_millis(5));
+    }
+    Err(format!("no server listens on port {port}").into())
+}
+
+fn exs_figures(row: &Row, text: &str, figures: &mut Figures) -> Result<f64> {
+    let line = text.lines().find(|line| line.starts_with('{'));
+    let value: Value = serde_json::from_str(line.ok_or("it prints no JSON")?)?;
+    let number = |name: &str| value.get(name).and_then(Value::as_f64);
+    let cpu = number("cpu_client_percent").zip(number("cpu_server_percent"));
+    figures.cpu.entry(row.name).or_default().extend(cpu);
+    if row.command.contains("persistent-send") {
+        let device = number("device_client_percent");
+        let sender = number("cpu_client_percent").zip(device);
+        figures
+            .sender
+            .extend(sender.map(|(all, device)| all - device));
+    }
+    if !row.command.contains("immediate") && !row.command.contains("--stream") {
+        for end in ["copied_client", "copied_server"] {
+            figures.copied += value.get(end).and_then(Value::as_u64).ok_or("no counter")?;
+        }
+    }
+    let median = value.get("latency_us").and_then(|us| us.get("median"));
+    let figure = median
+        .and_then(Value::as_f64)
+        .or_else(|| number("mib_per_s"));
+    figure.ok_or_else(|| format!("not understood: {text}").into())
+}
+
+/// The figure that a program of the distribution prints.
+fn figure(kind: Kind, text: &str) -> Option<f64> {
+    if kind == Kind::Rstream {
+        // name bytes xfers iters total time Gb/sec usec/xfer
+        let line = text
+            .lines()
+            .rev()
+            .find(|line| line.split_whitespace().count() >= 8)?;
+        let gigabits: f64 = line.split_whitespace().rev().nth(1)?.parse().ok()?;
+        return Some(gigabits * 1e9 / 8.0 / f64::from(1 << 20));
+    }
+    let column = if kind == Kind::Bandwidth { 3 } else { 4 };
+    let line = text
+        .lines()
+        .skip_while(|line| !line.trim_start().starts_with("#bytes"))
+        .nth(1)?;
+    line.split_whitespace().nth(column)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_figures_of_the_programs_are_found() {
+        let bandwidth = " #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n \
+                         65536      1000             5000.00            4999.50              0.08\n";
+        assert_eq!(figure(Kind::Bandwidth, bandwidth), Some(4999.5));
+        let latency = " #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]\n \
+                       2       1000          3.00           40.00        3.50             3.60\n";
+        assert_eq!(figure(Kind::Latency, latency), Some(3.5));
+        let stream = "name      bytes   xfers   iters   total       time     Gb/sec    usec/xfer\n\
+                      custom    64k     1k      1       62m         0.03s     8.388608     32.0\n";
+        assert_eq!(figure(Kind::Rstream, stream), Some(1000.0));
+        assert_eq!(figure(Kind::Rstream, "refused\n"), None);
+    }
+
+    #[test]
+    fn each_bar_is_of_rows_that_there_are() {
+        for bar in BARS {
+            for name in [bar.row, bar.to] {
+                assert!(ROWS.iter().any(|row| row.name == name), "{name}");
+            }
+        }
+    }
+}
