@@ -364,7 +364,7 @@ pub(crate) unsafe extern "C" fn exs_qstatus(
                 let mode = c_int::from(signal.is_some());
                 [signal.unwrap_or(0).to_ne_bytes(), mode.to_ne_bytes()].concat()
             }
-            QATTR_FD => queue.eventfd.to_ne_bytes().to_vec(),
+            QATTR_FD => queue.fd().to_ne_bytes().to_vec(),
             QATTR_COUNTERS => {
                 let counters = [socket::COPIED.load(Relaxed), socket::DIRECT.load(Relaxed)];
                 counters.iter().flat_map(|c| c.to_ne_bytes()).collect()

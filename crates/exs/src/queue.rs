@@ -48,6 +48,8 @@ pub(crate) struct State {
     /// The signal that an event in an empty queue sends.
     pub(crate) signal: Option<c_int>,
     members: HashMap<c_int, Arc<Socket>>,
+    /// The program has asked for the descriptor. Until then it is left alone: each event would cost two system calls.
+    has_fd: bool,
 }
 
 /// An event queue.
@@ -57,8 +59,8 @@ pub(crate) struct Queue {
     /// Counts events; the word that threads sleep on.
     pushed: AtomicU32,
     sleepers: AtomicU32,
-    /// Readable while there are events.
-    pub(crate) eventfd: c_int,
+    /// Readable while there are events, once the program has it.
+    eventfd: c_int,
 }
 
 impl Queue {
@@ -77,6 +79,7 @@ impl Queue {
                 spin: WORTH,
                 signal: None,
                 members: HashMap::new(),
+                has_fd: false,
             }),
             pushed: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),
@@ -144,9 +147,9 @@ impl Queue {
         let first = state.events.is_empty();
         state.events.push_back(event);
         if first {
-            let one = 1u64;
-            // SAFETY: eight bytes are read from a variable of that size.
-            unsafe { libc::write(self.eventfd, (&raw const one).cast::<c_void>(), 8) };
+            if state.has_fd {
+                self.make_readable();
+            }
             if let Some(signal) = state.signal {
                 // SAFETY: no memory is passed.
                 unsafe { libc::kill(libc::getpid(), signal) };
@@ -157,6 +160,24 @@ impl Queue {
             // Waking cannot fail: the word is mapped.
             let _ = self.futex(libc::FUTEX_WAKE, i32::MAX.cast_unsigned(), None);
         }
+    }
+
+    /// The descriptor, for the program.
+    pub(crate) fn fd(&self) -> c_int {
+        let mut state = self.lock();
+        if !state.has_fd {
+            state.has_fd = true;
+            if !state.events.is_empty() {
+                self.make_readable();
+            }
+        }
+        self.eventfd
+    }
+
+    fn make_readable(&self) {
+        let one = 1u64;
+        // SAFETY: eight bytes are read from a variable of that size.
+        unsafe { libc::write(self.eventfd, (&raw const one).cast::<c_void>(), 8) };
     }
 
     /// Whether no call will make an event.
@@ -251,7 +272,7 @@ impl Queue {
         for (to, event) in into.iter_mut().zip(state.events.drain(..count)) {
             *to = event;
         }
-        if state.events.is_empty() && count > 0 {
+        if state.has_fd && state.events.is_empty() && count > 0 {
             let mut counter = 0u64;
             // SAFETY: eight bytes are written to a variable of that size.
             unsafe { libc::read(self.eventfd, (&raw mut counter).cast::<c_void>(), 8) };
