@@ -357,7 +357,7 @@ fn compile(source: &Path, to: &Path, more: &[String]) -> Result<PathBuf> {
     .arg(to)
     .arg(source)
     .args(more)
-    .args(["-libverbs", "-lrdmacm", "-lpthread"]);
+    .args(["-libverbs", "-lrdmacm", "-lpthread", "-lm"]);
     sh::run(&mut cc)?;
     Ok(to.to_path_buf())
 }
