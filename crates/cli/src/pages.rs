@@ -158,8 +158,12 @@ impl Maker<'_> {
         Ok(roff.to_roff())
     }
 
+    /// One of our headers: of verbs, or of extended sockets.
     fn header(&self, name: &str) -> io::Result<String> {
-        fs::read_to_string(self.include.join(name))
+        fs::read_to_string(self.include.join(name)).or_else(|error| {
+            let other = self.include.join("../../exs/include").join(name);
+            fs::read_to_string(other).map_err(|_| error)
+        })
     }
 }
 
