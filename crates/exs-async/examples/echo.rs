@@ -1,0 +1,89 @@
+//! An echo server and its client, as two tasks: `anywarp run -- cargo run --package anywarp-exs-async --example echo`. Besides the
+//! echo it tests what a program must not be able to break.
+
+use exs_async::{Buffer, Listener, Socket};
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+/// Any executor will do; this one runs a task on its thread.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return output;
+        }
+        thread::park();
+    }
+}
+
+/// Sends back all that comes, until the end.
+async fn serve(listener: Listener) -> io::Result<usize> {
+    let socket = listener.accept().await?;
+    let mut buffer = Buffer::new(1 << 20)?;
+    let mut messages = 0;
+    loop {
+        let (received, full) = socket.recv(buffer).await;
+        let length = received?;
+        if length == 0 {
+            return Ok(messages);
+        }
+        let (sent, empty) = socket.send(full, length).await;
+        sent?;
+        buffer = empty;
+        messages += 1;
+    }
+}
+
+async fn call(addr: std::net::SocketAddr) -> io::Result<()> {
+    let socket = Socket::connect(addr).await?;
+    for length in [1, 1000, 1 << 20] {
+        let mut out = Buffer::new(length)?;
+        for (i, byte) in out.iter_mut().enumerate() {
+            *byte = (i % 251) as u8;
+        }
+        // The receive is there before its message is asked for.
+        let answer = socket.recv(Buffer::new(length)?);
+        let (sent, out) = socket.send(out, length).await;
+        assert_eq!(sent?, length);
+        let (received, answer) = answer.await;
+        assert_eq!(received?, length);
+        assert_eq!(*answer, *out);
+        println!("{length} bytes came back");
+    }
+    // More than the buffer has is refused, and the buffer comes back.
+    let (refused, small) = socket.send(Buffer::new(10)?, 11).await;
+    assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    assert_eq!(small.len(), 10);
+    // A future that is dropped cancels: the next receive has the next message, and the buffer of the first is not written to.
+    drop(socket.recv(small));
+    let (sent, out) = socket.send(Buffer::new(7)?, 7).await;
+    assert_eq!(sent?, 7);
+    let (received, _) = socket.recv(out).await;
+    assert_eq!(received?, 7);
+    socket.shutdown().await?;
+    // Nothing listens here any more, and that is an error, not a wait.
+    Ok(())
+}
+
+fn main() -> io::Result<()> {
+    let listener = Listener::bind("127.0.0.1:0".parse().map_err(io::Error::other)?)?;
+    let addr = listener.local_addr()?;
+    let server = thread::spawn(|| block_on(serve(listener)));
+    block_on(call(addr))?;
+    let messages = server
+        .join()
+        .map_err(|_| io::Error::other("the server panicked"))??;
+    assert_eq!(messages, 4);
+    println!("{messages} messages");
+    Ok(())
+}

@@ -1,0 +1,330 @@
+//! Extended sockets as futures: what `<exs.h>` is to C, for Rust, over any RDMA device.
+//!
+//! An operation owns its [`Buffer`] and gives it back when it ends, for the peer's device reads the sender's memory itself. It
+//! starts when it is called, not when it is first awaited; a future that is dropped cancels it. Any executor will do: a
+//! thread of this crate takes the events and wakes the tasks.
+//!
+//! ```no_run
+//! # async fn example() -> std::io::Result<()> {
+//! use exs_async::{Buffer, Socket};
+//!
+//! let socket = Socket::connect("192.0.2.1:7000".parse().unwrap()).await?;
+//! let mut hello = Buffer::new(4096)?;
+//! hello[..5].copy_from_slice(b"hello");
+//! let (sent, hello) = socket.send(hello, 5).await;
+//! sent?;
+//! let (received, answer) = socket.recv(hello).await;
+//! println!("{:?}", &answer[..received?]);
+//! # Ok(())
+//! # }
+//! ```
+
+mod driver;
+mod ffi;
+
+use driver::Operation;
+use libc::{c_int, c_void, sockaddr, socklen_t};
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::ops::{Deref, DerefMut};
+
+/// The longest queue of connections that wait to be accepted.
+const BACKLOG: c_int = 128;
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+/// Registered memory. A peer may read all of it while a send of it is under way.
+#[derive(Debug)]
+pub struct Buffer {
+    bytes: Box<[u8]>,
+    handle: c_int,
+}
+
+impl Buffer {
+    /// Makes a buffer of zeros; `len` is at least 1.
+    ///
+    /// # Errors
+    ///
+    /// There is no RDMA device, or it cannot register the memory.
+    pub fn new(len: usize) -> io::Result<Self> {
+        driver::get()?;
+        let mut bytes = vec![0u8; len].into_boxed_slice();
+        // SAFETY: the memory lives until the handle ends in `drop`.
+        let handle = check(unsafe { ffi::exs_mregister(bytes.as_mut_ptr().cast(), len, 0) })?;
+        Ok(Self { bytes, handle })
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: no operation has the buffer: it would own it.
+        unsafe { ffi::exs_mderegister(self.handle, 0) };
+    }
+}
+
+/// A descriptor of the library, closed when it is dropped.
+#[derive(Debug)]
+struct Fd(c_int);
+
+impl Fd {
+    fn new(addr: &SocketAddr) -> io::Result<Self> {
+        driver::get()?;
+        let family = if addr.is_ipv4() {
+            libc::AF_INET
+        } else {
+            libc::AF_INET6
+        };
+        // SAFETY: no memory is passed.
+        check(unsafe { ffi::exs_socket(family, libc::SOCK_SEQPACKET, 0) }).map(Self)
+    }
+}
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        driver::close(self.0);
+    }
+}
+
+/// Waits for connections.
+#[derive(Debug)]
+pub struct Listener {
+    fd: Fd,
+}
+
+impl Listener {
+    /// Listens at an address; with port 0 at any, which [`Listener::local_addr`] says.
+    ///
+    /// # Errors
+    ///
+    /// There is no RDMA device with the address, or the port is in use.
+    pub fn bind(addr: SocketAddr) -> io::Result<Self> {
+        let fd = Fd::new(&addr)?;
+        let (raw, len) = raw(&addr);
+        // SAFETY: the address lives until the call returns.
+        unsafe {
+            check(ffi::exs_bind(fd.0, (&raw const raw).cast(), len))?;
+            check(ffi::exs_listen(fd.0, BACKLOG))?;
+        }
+        Ok(Self { fd })
+    }
+
+    /// The address that it listens at.
+    ///
+    /// # Errors
+    ///
+    /// The device is gone.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        // SAFETY: zeros are an address; it has room for all families.
+        unsafe {
+            let mut raw: libc::sockaddr_storage = std::mem::zeroed();
+            let mut len = socklen_t::try_from(size_of_val(&raw)).unwrap_or(0);
+            check(ffi::exs_getsockname(
+                self.fd.0,
+                (&raw mut raw).cast(),
+                &raw mut len,
+            ))?;
+            address(&raw)
+        }
+    }
+
+    /// Accepts a connection.
+    ///
+    /// # Errors
+    ///
+    /// The peer left while the connection was made.
+    pub async fn accept(&self) -> io::Result<Socket> {
+        let driver = driver::get()?;
+        let fd = self.fd.0;
+        // SAFETY: no address is asked for.
+        let call = |id, _: Option<&mut Buffer>| unsafe {
+            ffi::exs_accept(fd, std::ptr::null_mut(), 0, driver.queue, id)
+        };
+        let (event, _) = driver.start(fd, None, call).await;
+        let fd = Fd(driver::accepted(&event?));
+        Ok(Socket { fd })
+    }
+}
+
+/// A connection that keeps messages apart.
+#[derive(Debug)]
+pub struct Socket {
+    fd: Fd,
+}
+
+impl Socket {
+    /// Connects to a listener.
+    ///
+    /// # Errors
+    ///
+    /// Nothing listens there, or there is no way to it.
+    pub async fn connect(addr: SocketAddr) -> io::Result<Self> {
+        let fd = Fd::new(&addr)?;
+        let driver = driver::get()?;
+        let (raw, len) = raw(&addr);
+        // SAFETY: the library reads the address before the call returns.
+        let call = |id, _: Option<&mut Buffer>| unsafe {
+            ffi::exs_connect(fd.0, (&raw const raw).cast(), len, 0, driver.queue, id)
+        };
+        let operation = driver.start(fd.0, None, call);
+        operation.await.0?;
+        Ok(Self { fd })
+    }
+
+    /// Sends the first `len` bytes of a buffer; the peer reads them from it. The future has the number of bytes that the peer
+    /// took, and the buffer.
+    pub fn send(
+        &self,
+        buffer: Buffer,
+        len: usize,
+    ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<> {
+        let fd = self.fd.0;
+        // SAFETY: the driver keeps the buffer until the event, also when the future is dropped.
+        self.transfer(buffer, move |queue, id, b| unsafe {
+            let from: *const c_void = b.bytes.as_ptr().cast();
+            // More than there is, is refused by the library.
+            ffi::exs_send(fd, from, len, 0, queue, id, b.handle)
+        })
+    }
+
+    /// Receives a message into a buffer; one that is longer is cut. The future has its length, 0 at the end, and the buffer.
+    pub fn recv(
+        &self,
+        buffer: Buffer,
+    ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<> {
+        let fd = self.fd.0;
+        // SAFETY: as in `send`.
+        self.transfer(buffer, move |queue, id, b| unsafe {
+            let to: *mut c_void = b.bytes.as_mut_ptr().cast();
+            ffi::exs_recv(fd, to, b.bytes.len(), 0, queue, id, b.handle)
+        })
+    }
+
+    /// Ends the direction to the peer, whose receives then have the length 0.
+    ///
+    /// # Errors
+    ///
+    /// The connection is over, or the direction was ended before.
+    pub async fn shutdown(&self) -> io::Result<()> {
+        let driver = driver::get()?;
+        let fd = self.fd.0;
+        // SAFETY: no memory is passed.
+        let call = |id, _: Option<&mut Buffer>| unsafe {
+            ffi::exs_shutdown(fd, ffi::SHUT_WR, driver.queue, id)
+        };
+        driver.start(fd, None, call).await.0.map(|_| ())
+    }
+
+    fn transfer<F>(
+        &self,
+        buffer: Buffer,
+        call: F,
+    ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<F>
+    where
+        F: FnOnce(c_int, isize, &mut Buffer) -> c_int,
+    {
+        let started: Result<Operation, (io::Error, Buffer)> = match driver::get() {
+            Ok(driver) => Ok(driver.start(self.fd.0, Some(buffer), |id, buffer| {
+                buffer.map_or(-1, |b| call(driver.queue, id, b))
+            })),
+            Err(error) => Err((error, buffer)),
+        };
+        async move {
+            let operation = match started {
+                Ok(operation) => operation,
+                Err((error, buffer)) => return (Err(error), buffer),
+            };
+            let (event, buffer) = operation.await;
+            let length = event.map(|event| {
+                let [_, length, ..] = event.body;
+                usize::try_from(length).unwrap_or(usize::MAX)
+            });
+            // The driver gives back what it was given.
+            let buffer = buffer.unwrap_or_else(|| Buffer {
+                bytes: Box::default(),
+                handle: -1,
+            });
+            (length, buffer)
+        }
+    }
+}
+
+/// An address as the library takes it.
+fn raw(addr: &SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
+    // SAFETY: zeros are an address, and the two families fit into it.
+    unsafe {
+        let mut raw: libc::sockaddr_storage = std::mem::zeroed();
+        let len = match addr {
+            SocketAddr::V4(addr) => {
+                let to: *mut libc::sockaddr_in = (&raw mut raw).cast();
+                (*to).sin_family = libc::sa_family_t::try_from(libc::AF_INET).unwrap_or(0);
+                (*to).sin_port = addr.port().to_be();
+                (*to).sin_addr.s_addr = u32::from_ne_bytes(addr.ip().octets());
+                size_of::<libc::sockaddr_in>()
+            }
+            SocketAddr::V6(addr) => {
+                let to: *mut libc::sockaddr_in6 = (&raw mut raw).cast();
+                (*to).sin6_family = libc::sa_family_t::try_from(libc::AF_INET6).unwrap_or(0);
+                (*to).sin6_port = addr.port().to_be();
+                (*to).sin6_addr.s6_addr = addr.ip().octets();
+                (*to).sin6_scope_id = addr.scope_id();
+                size_of::<libc::sockaddr_in6>()
+            }
+        };
+        (raw, socklen_t::try_from(len).unwrap_or(0))
+    }
+}
+
+/// An address of the library's.
+fn address(raw: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
+    let from: *const sockaddr = (&raw const *raw).cast();
+    // SAFETY: the family says which structure it is, and there is room for either.
+    unsafe {
+        match c_int::from(raw.ss_family) {
+            libc::AF_INET => {
+                let v4 = *from.cast::<libc::sockaddr_in>();
+                let ip = Ipv4Addr::from(v4.sin_addr.s_addr.to_ne_bytes());
+                Ok(SocketAddrV4::new(ip, u16::from_be(v4.sin_port)).into())
+            }
+            libc::AF_INET6 => {
+                let v6 = *from.cast::<libc::sockaddr_in6>();
+                let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
+                let port = u16::from_be(v6.sin6_port);
+                Ok(SocketAddrV6::new(ip, port, 0, v6.sin6_scope_id).into())
+            }
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_go_there_and_come_back() {
+        for text in ["127.0.0.1:7", "[::1]:65535", "[fe80::1%3]:80"] {
+            let addr: SocketAddr = text.parse().unwrap();
+            assert_eq!(address(&raw(&addr).0).unwrap(), addr);
+        }
+    }
+}
