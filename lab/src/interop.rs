@@ -28,6 +28,9 @@ const READY: Duration = Duration::from_secs(10);
 /// Longest time for all cases: some 2 minutes where little else runs, and each has a limit of its own.
 const RUN: Duration = Duration::from_secs(15 * 60);
 
+/// The program of extended sockets, in target/dist and in the guest.
+const EXS_TTCP: &str = "bin/exs-ttcp";
+
 /// How often a guest that is lost is replaced in one run.
 const REBOOTS: u32 = 4;
 
@@ -202,6 +205,11 @@ impl Stage {
         let peer = work.join("root/bin/peer");
         fs::create_dir_all(work.join("root/bin"))?;
         c_tests::build_from(&sh::root().join("tests/interop/peer.c"), &peer)?;
+        // Extended sockets, above the guest's own libraries of verbs.
+        fs::create_dir_all(work.join("root/lib"))?;
+        for file in [EXS_TTCP, "lib/libexs.so.1"] {
+            fs::copy(sh::dist().join(file), work.join("root").join(file))?;
+        }
         guest::wire()?;
         let guest = Guest::boot(&work)?;
         Ok(Self {
@@ -349,6 +357,8 @@ impl Stage {
         command.args(["run", "--device-ip", guest::HOST, "--"]);
         if program == "peer" {
             command.arg(self.work.join("root/bin/peer"));
+        } else if EXS_TTCP.ends_with(program) {
+            command.arg(sh::dist().join(EXS_TTCP));
         } else {
             command.arg(program);
         }

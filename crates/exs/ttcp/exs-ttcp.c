@@ -951,7 +951,8 @@ static bool run_server_row(int control, const struct row *row)
 	bool transaction = row->mode == TRANSACTION;
 	bool good = prepare(&e) && admit(&e) && (!transaction || offer_with_notify(&e, false)) &&
 		    server_phase(&e, (unsigned int)least(WARM_UP + row->in_flight, row->count)) &&
-		    server_phase(&e, row->count) && (!transaction || withdraw(&e, e.back)) && expect(control, "end");
+		    server_phase(&e, row->count) && (!transaction || (withdraw(&e, e.back) && write_line(control, "withdrawn\n"))) &&
+		    expect(control, "end");
 
 	finish(&e);
 	return good;
@@ -973,6 +974,8 @@ static bool run_client_row(int control, const struct row *r, struct measured *m)
 	good = good && client_phase(&e, (unsigned int)least(WARM_UP + r->in_flight, r->count), m) && client_phase(&e, r->count, m);
 	if (good && (r->mode == PERSISTENT_SEND || r->mode == TRANSACTION))
 		good = withdraw(&e, e.data);
+	if (good && r->mode == TRANSACTION)
+		good = expect(control, "withdrawn");
 	good = good && write_line(control, "end\n");
 	finish(&e);
 	return good;
