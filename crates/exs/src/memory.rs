@@ -32,7 +32,7 @@ pub(crate) struct Device {
     pub(crate) context: Ptr<ffi::Context>,
     pub(crate) pd: Ptr<ffi::Pd>,
     pub(crate) channel: Ptr<ffi::CompChannel>,
-    iwarp: bool,
+    pub(crate) iwarp: bool,
     /// Up to this length memory that the program has not registered is copied, since registering it takes longer.
     pub(crate) critical: u64,
 }

@@ -287,6 +287,7 @@ const RECEIVED: u64 = 1 << 56;
 const SENT: u64 = 2 << 56;
 const READ: u64 = 3 << 56;
 const WRITTEN: u64 = 4 << 56;
+const OPENED: u64 = 5 << 56;
 const KIND: u64 = 0xff << 56;
 
 impl Socket {
@@ -1020,6 +1021,13 @@ impl Socket {
             let buffer = u64::from(inner.settings.buffer);
             inner.flow = Some(Flow::new(inner.hello(self.stream), theirs, buffer));
         }
+        if inner.state == State::Connecting
+            && let Some(link) = inner.link.as_ref().filter(|link| link.device.iwarp)
+        {
+            // The end that accepts may send nothing before the first message of the one that connects (RFC 5044 section 7),
+            // which may have only receives: a Write of nothing, which names no memory, opens its way.
+            link.post_send(OPENED, ffi::WR_RDMA_WRITE, &mut [], (0, 0))?;
+        }
         inner.state = State::Connected;
         inner.establish_by = None;
         inner.arm();
@@ -1314,6 +1322,7 @@ impl Inner {
         };
         let value = done.wr_id & !KIND;
         match done.wr_id & KIND {
+            OPENED => Ok(()),
             RECEIVED => {
                 let slot = usize::try_from(value).unwrap_or(usize::MAX);
                 let length = done.byte_len as usize;
