@@ -247,11 +247,14 @@ pub(crate) fn run(options: &Options) -> Result {
             };
             let measured = measure(row, port, count, options.short, &mut figures);
             let value = measured.map_err(|e| format!("{}: {e}", row.name))?;
-            if !(value > 0.0) {
+            if value.is_nan() || value <= 0.0 {
                 return Err(format!("{}: measures {value}", row.name).into());
             }
             figures.values.entry(row.name).or_default().push(value);
         }
+    }
+    if options.short {
+        rust_example()?;
     }
     let load = fs::read_to_string("/proc/loadavg")?;
     let load = load.split_whitespace().next().unwrap_or_default();
@@ -345,6 +348,18 @@ fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Builds and runs the example of the Rust crate, which tests what it shows.
+fn rust_example() -> Result {
+    let example = ["--package=anywarp-exs-async", "--example=echo"];
+    sh::run(sh::cargo().args(["build", "--quiet"]).args(example))?;
+    let program = sh::target().join("debug/examples/echo");
+    let output = finish(Process::start(&mut on_device(&program.to_string_lossy()))?)?;
+    if output.contains("4 messages") {
+        return Ok(());
+    }
+    Err(format!("the example echo prints {output}").into())
 }
 
 /// A command on the device.
