@@ -279,10 +279,9 @@ mod tests {
             }
         }
         for (name, page) in &pages {
-            assert!(
-                page.contains(".SH NAME") && !page.contains("@version@"),
-                "{name}"
-            );
+            // A page that documents several functions has others that refer to it.
+            let named = page.contains(".SH NAME") || page.starts_with(".so man3/");
+            assert!(named && !page.contains("@version@"), "{name}");
         }
     }
 
