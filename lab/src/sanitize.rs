@@ -56,7 +56,7 @@ const SHORT: &[(&str, &[&str])] = &[
             "--sockets=100",
             "--threads=16",
             "--calls=10000",
-            "--kills=4",
+            "--kills=8",
         ],
     ),
 ];
