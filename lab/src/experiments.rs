@@ -12,6 +12,7 @@
 //! byte, exact maps, each reliable message once, and the share that arrives when the device loses 1 %. The relay loses
 //! more when it gets no processor, so its values and the ratios of speeds are printed but not checked.
 
+use crate::perf::waiting_port;
 use crate::process::Process;
 use crate::programs::{self, INSIDE};
 use anywarp_plot::Chart;
@@ -232,20 +233,17 @@ done";
         variables: &[(&str, &str)],
         note: &str,
     ) -> Result<Vec<Row>> {
-        let port = programs::free_port()?.to_string();
         let csv = self.work.join("run.csv");
         let _not_there = fs::remove_file(&csv);
         let mut server = Self::on(place, "server", &self.anywarp);
         server
-            .args([test, "--server", "-p", &port])
+            .args([test, "--server", "-p", "0"])
             .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stderr(Stdio::piped());
         let mut server = Process::start(&mut server)?;
         let printed = server.first_line(Duration::from_secs(10), true)?;
-        if !printed.contains("waiting on port") {
-            return Err(format!("the server prints: {printed}").into());
-        }
+        let port = waiting_port(&printed)?.to_string();
         let host = if place == Place::Net {
             FAR
         } else {

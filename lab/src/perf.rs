@@ -99,20 +99,24 @@ impl Server {
     }
 
     fn start_over(carrier: &str, command: &str) -> Result<Self> {
-        let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
         let mut server = anywarp();
         server
             .env("ANYWARP_CARRIER", carrier)
-            .args([command, "--server", "--forever", "-p", &port.to_string()])
+            .args([command, "--server", "--forever", "-p", "0"])
             .stderr(Stdio::piped())
             .stdout(Stdio::null());
         let mut process = Process::start(&mut server)?;
         let line = process.first_line(SOON, false)?;
-        if !line.contains("waiting on port") {
-            return Err(format!("the server prints: {line}").into());
-        }
+        let port = waiting_port(&line)?;
         Ok(Self { process, port })
     }
+}
+
+/// The port in the line that a server prints when it is ready.
+pub(crate) fn waiting_port(line: &str) -> Result<u16> {
+    let port = line.rsplit_once("waiting on port ");
+    let port = port.and_then(|(_, port)| port.parse().ok());
+    Ok(port.ok_or_else(|| format!("the server prints: {line}"))?)
 }
 
 fn anywarp() -> Command {

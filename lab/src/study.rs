@@ -3,13 +3,13 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use crate::perf::waiting_port;
 use crate::process::Process;
 use xtask::{Result, sh};
 
@@ -234,16 +234,14 @@ fn killed(folder: &Path) -> Result {
 
 /// With a server that is somewhere else, what needs both ends is blank.
 fn elsewhere(folder: &Path) -> Result {
-    let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
-    let port = port.to_string();
     let mut server = Process::start(
         Command::new(sh::dist().join("bin/anywarp"))
-            .args(["blast", "--server", "--forever", "-p", &port])
+            .args(["blast", "--server", "--forever", "-p", "0"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped()),
     )?;
-    server.first_line(PATIENCE, false)?;
+    let port = waiting_port(&server.first_line(PATIENCE, false)?)?.to_string();
     let words = [
         "run",
         "--smoke",

@@ -8,6 +8,7 @@
 use std::io;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 /// `SOL_UDP` option of the kernel's datagram segmentation.
 const UDP_SEGMENT: libc::c_int = 103;
@@ -117,4 +118,20 @@ pub(crate) fn tcp_user_timeout() -> io::Result<()> {
         libc::TCP_USER_TIMEOUT,
         1000,
     )
+}
+
+/// A TCP port that no program listens on, for programs that take one as an argument.
+///
+/// It is below the ports that the kernel assigns to sockets without one: a connection could take such a port before the
+/// program binds it.
+///
+/// # Errors
+/// No port of the 4,000 that are tried is free.
+pub(crate) fn free_port() -> io::Result<u16> {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let start = 20_000 + (std::process::id() % 8_000) as u16;
+    (0..4_000)
+        .map(|_| start + NEXT.fetch_add(1, Ordering::Relaxed) % 4_000)
+        .find(|port| TcpListener::bind(("0.0.0.0", *port)).is_ok())
+        .ok_or_else(|| io::Error::other("no TCP port from 20000 to 31999 is free"))
 }

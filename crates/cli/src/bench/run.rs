@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use serde_json::Value;
 use super::args::Bench;
 use super::rows::{How, Party, Unit};
 use crate::library::Library;
+use crate::sys;
 
 /// Longest wait for a server to be ready.
 const READY: Duration = Duration::from_secs(15);
@@ -326,17 +326,7 @@ fn free_port(how: &How) -> Result<u16, Lost> {
     if matches!(how, How::Raw(_) | How::VerbsAlone(_) | How::Mpi(..)) {
         return Ok(0);
     }
-    // Below those that the kernel gives away, so that no connection of the device takes it meanwhile.
-    let start = 20000 + (std::process::id() % 8000) as u16;
-    for _ in 0..4000u16 {
-        static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(0);
-        let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = start.wrapping_add(n % 4000).max(1024);
-        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
-            return Ok(port);
-        }
-    }
-    Err(Lost::Failed("no port is free".to_owned()))
+    sys::free_port().map_err(|e| Lost::Failed(e.to_string()))
 }
 
 /// One program. It ends with this value.

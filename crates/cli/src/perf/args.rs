@@ -32,7 +32,7 @@ pub(crate) struct Perf {
     #[arg(long, requires = "server", hide = true)]
     pub(crate) with_parent: bool,
 
-    /// TCP port on which the two ends agree on what to do
+    /// TCP port on which the two ends agree on what to do; a server with 0 takes a free one and prints it
     #[arg(short, long, default_value_t = PORT)]
     pub(crate) port: u16,
 

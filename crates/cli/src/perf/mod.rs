@@ -436,9 +436,10 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
                 args.port
             )
         })?;
+    let port = listener.local_addr().map_err(|e| e.to_string())?.port();
     listener.set_nonblocking(true).map_err(|e| e.to_string())?;
     if !args.quiet {
-        eprintln!("anywarp: waiting on port {}", args.port);
+        eprintln!("anywarp: waiting on port {port}");
     }
     let mut all_well = true;
     let greetings = Greetings::new();
@@ -446,7 +447,7 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
         match listener.accept() {
             Ok((stream, from)) => greetings.begin(stream, from.ip().to_canonical()),
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => std::thread::sleep(LOOK / 5),
-            Err(e) => return Err(format!("port {}: {e}", args.port)),
+            Err(e) => return Err(format!("port {port}: {e}")),
         }
         let Ok((from, client)) = greetings.ended.try_recv() else {
             continue;

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,6 +19,7 @@ use crate::library::Library;
 use crate::perf::Interrupted;
 use crate::perf::args::Perf;
 use crate::perf::session::Session;
+use crate::sys;
 
 /// Longest time until a server answers.
 const READY: Duration = Duration::from_secs(10);
@@ -245,7 +245,7 @@ impl Bench {
             });
         }
         let failed = |e: io::Error| format!("the server does not start: {e}");
-        let port = free_port().map_err(failed)?;
+        let port = sys::free_port().map_err(failed)?;
         if let Some((server, _)) = &self.processors {
             pin(server);
         }
@@ -335,7 +335,7 @@ impl Bench {
             let mut server = None;
             let mut client = words.clone();
             if two {
-                let port = free_port().map_err(|e| e.to_string())?;
+                let port = sys::free_port().map_err(|e| e.to_string())?;
                 client.extend(["--port".to_owned(), port.to_string()]);
                 if let Some((server, _)) = &self.processors {
                     pin(server);
@@ -424,11 +424,6 @@ impl Bench {
         }
         Ok(variables)
     }
-}
-
-/// A port that nothing listens on.
-fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind((HERE, 0))?.local_addr()?.port())
 }
 
 /// Waits until a program listens on `port`; a connection would be taken for its client.
