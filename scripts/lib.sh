@@ -59,7 +59,8 @@ PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perft
 TEST_PACKAGES=(/usr/lib/python3/dist-packages/pytest=python3-pytest /usr/share/doc/python3-venv=python3-venv tshark=tshark gunzip=gzip /usr/lib/python3/dist-packages/pyverbs=python3-pyverbs
     redis-server=redis-server redis-cli=redis-tools /usr/sbin/nginx=nginx-light curl=curl wget=wget
     ucx_perftest=ucx-utils fi_pingpong=libfabric-bin /usr/include/rdma/fabric.h=libfabric-dev fio=fio mpiexec.mpich=mpich mpicc.mpich=libmpich-dev
-    mpiexec.openmpi=openmpi-bin mpicc.openmpi=libopenmpi-dev)
+    mpiexec.openmpi=openmpi-bin mpicc.openmpi=libopenmpi-dev
+    pkg-config=pkg-config cmake=cmake)
 # What makes the trees of other releases.
 TREE_PACKAGES=(mmdebstrap=mmdebstrap unshare=util-linux
     /usr/share/keyrings/debian-archive-keyring.gpg=debian-archive-keyring)

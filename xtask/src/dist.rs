@@ -12,6 +12,7 @@
 //! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
 //! lib/libexs.so.1              extended sockets, with its .so link
 //! lib/pkgconfig/               exs.pc and anywarpdv.pc
+//! lib/cmake/anywarp/           the same for find_package of CMake: xtask/cmake
 //! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
 //! share/anywarp/wireshark/     the dissector of datagrams
@@ -50,6 +51,7 @@ pub fn run() -> Result {
     verbs_program("anywarp-cost", "crates/cli/perf/cost.c", &lib, &work)?;
     path_shim(&lib, &work)?;
     direct_verbs_pc(&new.join("lib"))?;
+    cmake_package(&new.join("lib"))?;
     extended_sockets(&built, &new, &work)?;
     preloaded_sockets(&built, &lib, &work)?;
     provider(&built, &new.join("lib"), &work)?;
@@ -128,6 +130,20 @@ fn direct_verbs_pc(lib: &Path) -> Result {
         env!("CARGO_PKG_VERSION")
     );
     Ok(fs::write(lib.join("pkgconfig/anywarpdv.pc"), pc)?)
+}
+
+/// The files that `find_package(anywarp)` of CMake reads.
+fn cmake_package(lib: &Path) -> Result {
+    let to = lib.join("cmake/anywarp");
+    fs::create_dir_all(&to)?;
+    for name in ["anywarp-config.cmake", "anywarp-config-version.cmake"] {
+        let text = fs::read_to_string(sh::root().join("xtask/cmake").join(name))?;
+        fs::write(
+            to.join(name),
+            text.replace("@VERSION@", env!("CARGO_PKG_VERSION")),
+        )?;
+    }
+    Ok(())
 }
 
 /// Links the library that is preloaded for sockets. It exports its wrappers, and the list of them is their source text.

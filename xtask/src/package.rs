@@ -1,14 +1,25 @@
 //! `cargo xtask install --prefix DIR`, `cargo xtask deb` and `cargo xtask wheel`: what `cargo xtask dist` made, put where it is used.
 //!
-//! Two Debian packages: `anywarp` has the tool and the libraries in a folder of their own, and changes nothing else;
-//! `anywarp-system` puts that folder in front of the loader's path, so that every program finds the device without a
-//! launcher.
+//! Three Debian packages: `anywarp` has the tool and the libraries in a folder of their own, and changes nothing else;
+//! `anywarp-dev` has what programs are built with; `anywarp-system` puts the libraries in front of the loader's path, so
+//! that every program finds the device without a launcher. Packages of the same commit and compiler have the same bytes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use xtask::{Result, dist, glibc, sh};
+
+/// What programs are built with, and `anywarp-dev` has: folders below the prefix, and links of the linker.
+const DEVELOPMENT: [&str; 7] = [
+    "include",
+    "lib/pkgconfig",
+    "lib/cmake",
+    "share/man/man3",
+    "lib/libexs.so",
+    "lib/anywarp/libibverbs.so",
+    "lib/anywarp/librdmacm.so",
+];
 
 /// Copies the result of `dist` below a prefix.
 pub(crate) fn install(prefix: &str) -> Result {
@@ -53,6 +64,15 @@ pub(crate) fn deb() -> Result {
     ] {
         fs::copy(sh::root().join(name), doc.join(name))?;
     }
+    let development = work.join("anywarp-dev");
+    for part in DEVELOPMENT {
+        let (here, there) = (
+            tool.join("usr").join(part),
+            development.join("usr").join(part),
+        );
+        fs::create_dir_all(there.parent().ok_or("no folder")?)?;
+        fs::rename(here, there)?;
+    }
     control(
         &tool,
         &[
@@ -73,6 +93,31 @@ pub(crate) fn deb() -> Result {
         &tool,
         &work,
         &format!("anywarp_{version}_{}.deb", architecture.trim()),
+    )?;
+
+    control(
+        &development,
+        &[
+            ("Package", "anywarp-dev"),
+            ("Version", version),
+            ("Architecture", architecture.trim()),
+            ("Section", "libdevel"),
+            ("Priority", "optional"),
+            ("Maintainer", "the anywarp authors <anywarp@example.org>"),
+            (
+                "Depends",
+                &format!("anywarp (= {version}), libibverbs-dev, librdmacm-dev"),
+            ),
+            (
+                "Description",
+                "headers and manual pages of anywarpdv and extended sockets",
+            ),
+        ],
+    )?;
+    let dev = build(
+        &development,
+        &work,
+        &format!("anywarp-dev_{version}_{}.deb", architecture.trim()),
     )?;
 
     let system = work.join("anywarp-system");
@@ -101,7 +146,12 @@ pub(crate) fn deb() -> Result {
         "activate-noawait ldconfig\n",
     )?;
     let second = build(&system, &work, &format!("anywarp-system_{version}_all.deb"))?;
-    println!("{}\n{}", first.display(), second.display());
+    println!(
+        "{}\n{}\n{}",
+        first.display(),
+        dev.display(),
+        second.display()
+    );
     Ok(())
 }
 
@@ -140,10 +190,24 @@ fn control(package: &Path, fields: &[(&str, &str)]) -> Result {
     Ok(fs::write(folder.join("control"), text)?)
 }
 
+/// The time that files of a package have: that of the commit, so that a package made again has the same bytes.
+fn source_date() -> Result<String> {
+    const NAME: &str = "SOURCE_DATE_EPOCH";
+    if let Ok(given) = std::env::var(NAME) {
+        return Ok(given);
+    }
+    let mut git = Command::new("git");
+    git.arg("-C").arg(sh::root());
+    let commit = sh::output(git.args(["log", "-1", "--format=%ct"]))
+        .map_err(|e| format!("no commit to take a time from ({e}); set {NAME}"))?;
+    Ok(commit.trim().to_owned())
+}
+
 fn build(package: &Path, work: &Path, name: &str) -> Result<PathBuf> {
     let file = work.join(name);
     sh::run(
         Command::new("dpkg-deb")
+            .env("SOURCE_DATE_EPOCH", source_date()?)
             .args(["--root-owner-group", "--build"])
             .arg(package)
             .arg(&file)
