@@ -1,4 +1,4 @@
-//! The side that connects.
+//! The active side of a connection: `rdma_connect(3)` and the outcome of the MPA start-up.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -17,11 +17,11 @@ use crate::net::socket::local_addr;
 use crate::net::tcp;
 use crate::qp::Manager;
 
-/// How long a closed port is dialed again.
+/// How long dialing a closed TCP port is repeated before the connection fails.
 ///
-/// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). An adapter's
-/// request takes milliseconds to arrive, in management datagrams; a TCP connection is refused after microseconds. See
-/// docs/decisions/004.
+/// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). The
+/// connect request of an RDMA adapter is a management datagram and takes milliseconds to arrive; a TCP connection is refused
+/// after microseconds. See docs/decisions/004.
 const RETRY_REFUSED: Duration = Duration::from_millis(400);
 
 impl CmId {
@@ -40,7 +40,7 @@ impl CmId {
             let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
             state.step(Input::Connect)?;
             state.param = param.clone();
-            // The connection binds to the port itself.
+            // Releases the reserved TCP port: the socket of the connection binds to it.
             state.bound = None;
             if let Some(place) = &state.place {
                 place.left_tcp();
@@ -94,7 +94,7 @@ impl CmId {
         }
     }
 
-    /// The connection to the listener is open.
+    /// Handles an open connection: raises its event and attaches the queue pair.
     pub(super) fn handle_opened(&self, startup: &Arc<Startup>, opened: Opened) {
         let number = {
             let mut state = self.lock();
@@ -108,7 +108,7 @@ impl CmId {
             }
             state.startup = None;
             if let Some(local) = local_addr(&opened.fd) {
-                // A port that the program chose stays its port, whichever TCP port carries the connection.
+                // The identifier keeps a port that the program chose, even if the TCP connection has another local port.
                 let chosen = state.local.filter(|_| state.place.is_some());
                 let port = chosen.map_or_else(|| local.port(), |l| l.port());
                 state.local = Some((local.ip(), port).into());
@@ -144,12 +144,12 @@ impl CmId {
         }
     }
 
-    /// There is no connection to the listener.
+    /// Handles a failed start-up: ends the identifier's connection and raises the event for the cause.
     pub(super) fn handle_failure(&self, startup: &Arc<Startup>, failure: Failure) {
         {
             let mut state = self.lock();
             if state.phase != Phase::Connecting {
-                // It was a connection to this listener, which the program never learned of.
+                // An incoming connection of this listener, for which no connect request was raised: no event.
                 return;
             }
             if !state

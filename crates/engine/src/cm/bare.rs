@@ -1,7 +1,7 @@
-//! Bare connections: private data and the end of a connection, and nothing else.
+//! Bare connections: connections for which the program has no queue pair.
 //!
-//! On InfiniBand the connection manager has messages of its own, and some programs (UCX) need nothing else: they connect with
-//! the number of a queue pair that they never use, exchange addresses as private data, and learn from the end of the
+//! On InfiniBand the connection manager has messages of its own, and some programs (UCX) use only those: they connect with
+//! the number of a queue pair that they never use, exchange addresses as private data, and detect from the end of the
 //! connection that the peer is gone. An MPA connection needs an RDMAP stream at each end. So the identifier makes a queue
 //! pair of its own, which no program can post to and which gives the peer no access.
 
@@ -46,7 +46,7 @@ fn end() -> io::Result<Arc<RcQp>> {
 }
 
 impl CmId {
-    /// The queue pair that `find_qp` finds, or for an unknown number that of a new bare connection; none for number 0.
+    /// Returns the queue pair that `find_qp` finds. For an unknown number other than 0, makes the queue pair of a bare connection.
     pub(super) fn find_or_make_qp(&self, number: u32) -> io::Result<Option<(Arc<RcQp>, bool)>> {
         let found = self.find_qp(number);
         if found.is_some() || number == 0 {
@@ -69,11 +69,11 @@ impl CmId {
             return;
         };
         self.make_ready(&qp, true, 0, 0);
-        // The connection has to survive a pause of the network. Programs set no retries for it, since they send nothing.
+        // The connection has to survive a short network outage, and programs set no retries because they send no messages.
         qp.with_attr(|attr| attr.retry_cnt = 7);
     }
 
-    /// Makes the active side of a bare connection ready (`rdma_establish(3)`): the peer gets its event only then.
+    /// Makes the active side of a bare connection ready (`rdma_establish(3)`). The passive side is established only then.
     pub fn establish(&self) {
         if self.lock().phase == Phase::Connected {
             self.ready_bare();

@@ -1,4 +1,4 @@
-//! What an identifier does for its port: it answers at the signpost, and leaves ports of the kernel to plain sockets.
+//! The port of an identifier in use: its signpost answers questions, and it releases kernel ports that plain sockets want.
 
 use std::net::SocketAddr;
 
@@ -13,17 +13,17 @@ use crate::log;
 use crate::net::owner;
 use crate::net::socket::{local_addr, unmapped};
 
-/// Questions that one turn answers, so that a busy signpost does not keep other sockets waiting.
+/// Questions answered in one turn of the worker, so that a busy signpost does not delay other sockets.
 const TURN: usize = 64;
 
-/// Whether the sender of a datagram may have a listener of this process moved: a process of this user, or of root. The kernel
-/// drops datagrams from outside whose source is a loopback address, so nothing else can send from there.
+/// Whether the sender of a datagram may request that a listener of this process moves to another port: only processes of this
+/// user and of root may. The kernel drops datagrams from other hosts with a loopback source address, so `from` is genuine.
 fn may_release(from: SocketAddr) -> bool {
     from.ip().is_loopback() && owner::is_udp_of_this_user_or_root(from)
 }
 
 impl CmId {
-    /// The answer to a question, if it is one. It is as long as the question: see `wire::signpost`.
+    /// The answer to the datagram `question`, or `None` if it is not a question. Both have one length: see `wire::signpost`.
     fn answer_to(&self, question: &[u8], from: SocketAddr) -> Option<Message> {
         let me: std::sync::Weak<dyn Holder> = self.me.clone();
         match Message::parse(question)? {
@@ -55,7 +55,7 @@ impl Holder for CmId {
             let (n, from) = match received {
                 Ok((_, n, from)) => (n, from.and_then(|f| SocketAddr::try_from(f).ok())),
                 Err(Errno::AGAIN) => return,
-                // An error about an earlier answer, which this call has cleared.
+                // An ICMP error for an earlier answer, which this call has cleared.
                 Err(_) => continue,
             };
             let Some(from) = from else { continue };
@@ -64,7 +64,7 @@ impl Holder for CmId {
             };
             let state = self.lock();
             if let Some(fd) = state.place.as_ref().and_then(|p| p.signpost()) {
-                // A socket without room: the question comes again.
+                // If the send buffer is full, the answer is dropped and the peer repeats its question.
                 let _ = rustix::net::sendto(fd, &reply.emit(), SendFlags::NOSIGNAL, &from);
             }
         }
@@ -80,7 +80,7 @@ impl Holder for CmId {
             let place = state.place.as_mut();
             return place.is_some_and(|place| place.move_signpost(wish, own));
         }
-        // Without a signpost, only the port of its number leads to the listener.
+        // Without a signpost, peers find the listener only at the TCP port of its number: it cannot move.
         let Some(place) = state.place.as_ref().filter(|p| p.signpost().is_some()) else {
             return false;
         };
@@ -94,7 +94,7 @@ impl Holder for CmId {
             return false;
         }
         drop(state);
-        // What the kernel has accepted already is not lost.
+        // Connections in the kernel's queue are accepted first, because closing the socket resets them.
         self.accept_sockets();
         let moved = self.lock().move_listener(self.engine, &self.me);
         match &moved {

@@ -3,11 +3,12 @@
 //! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram identifiers
 //! in `udp`, and connections without a queue pair of the program in `bare`.
 //!
-//! Ports are in `ports` and `holder`: a listener has the TCP port of its number where it can, and private data is that of the
-//! MPA frame, so that siw and hardware RNICs connect to and from it. Events of an identifier wait in the channel that it was made with or moved to.
+//! Ports are in `ports` and `holder`. A listener has the TCP port of its number if that is free, and private data is that of
+//! the MPA frame, so that siw and hardware RNICs connect to and from it. Events of an identifier wait in the channel that it
+//! was made with or moved to.
 //!
-//! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without locks of their own. An identifier's lock may be
-//! held while that of a connection request it received is taken, and never the other way round.
+//! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without holding locks of their own. Lock order: a
+//! listening identifier first, then the identifier of a connect request that it received.
 
 mod active;
 mod bare;
@@ -70,7 +71,7 @@ pub enum EventKind {
     User = 18,
 }
 
-/// The destination that a datagram peer named.
+/// A destination of datagrams: the queue pair that a peer's reply names, or a multicast group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
     /// Address and port of its QPN port.
@@ -128,12 +129,12 @@ pub struct ConnParam {
 pub const REJECT_CONSUMER: i32 = 28;
 /// Reject reason for a closed port (InfiniBand CM: invalid service ID).
 pub const REJECT_NO_LISTENER: i32 = 8;
-/// `min_rnr_timer` of connections made here: 10.24 ms.
+/// `min_rnr_timer` (`struct ibv_qp_attr`) of an identifier's queue pair: 10.24 ms.
 ///
 /// The kernel's connection manager sets 655 ms. Programs that rely on few retries (five, in rdma-core's tests) expect a long
 /// timer; programs whose receive queue is often empty need a short one.
 pub const MIN_RNR_TIMER: u8 = 20;
-/// `timeout` of connections made here: 4.096 µs × 2^18, about a second.
+/// Default `timeout` (`struct ibv_qp_attr`) of an identifier's queue pair: 4.096 µs × 2^18, about a second.
 const TIMEOUT: u8 = 18;
 
 struct State {
@@ -143,7 +144,7 @@ struct State {
     remote: Option<SocketAddr>,
     /// The port, if the identifier was bound to one.
     place: Option<Place>,
-    /// What it was bound to.
+    /// Address and options that the identifier was bound with.
     wish: Option<Wish>,
     /// Reserves the TCP port between bind and listen or connect.
     bound: Option<EngineFd>,
@@ -156,12 +157,12 @@ struct State {
     bare: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<sidr::Endpoint>,
-    /// The question where a datagram peer listens.
+    /// The outstanding question to the signpost of a datagram peer.
     question: Option<Arc<Question>>,
     requester: Option<Requester>,
     startup: Option<Arc<Startup>>,
     param: ConnParam,
-    /// The depths that a connect request names: RDMA Reads that the peer issues, and those that it serves.
+    /// Responder resources and initiator depth for a connect request, from the depths that it names (see [`event_depths`]).
     offered: (u8, u8),
     reuse: bool,
     v6only: bool,
@@ -193,7 +194,7 @@ impl State {
         }
     }
 
-    /// What an identifier with these options binds to.
+    /// Address and options of a bind to `to`.
     fn wish(&self, space: PortSpace, to: SocketAddr) -> Wish {
         Wish {
             space,
@@ -346,7 +347,7 @@ impl CmId {
         state.step(Input::Bind)
     }
 
-    /// Binds to the address that a connection is to come from. Without a number it takes no port, since no peer connects to it.
+    /// Binds to the source address of a connection. With port 0 it takes no port of the port space: no peer connects to it.
     fn bind_source(&self, from: SocketAddr) -> io::Result<()> {
         if from.port() != 0 {
             return self.bind(from);
@@ -493,8 +494,8 @@ impl CmId {
         self.lock().datagram = Some((qp, qkey));
     }
 
-    /// The queue pair to connect: the identifier's own, or that of a bare connection, or the one with this number. True for the
-    /// first, whose states the identifier changes.
+    /// The queue pair to connect: the identifier's own, or that of a bare connection, or the one with this number. The flag is
+    /// true for the identifier's own queue pair, whose state the identifier changes.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();
@@ -540,8 +541,8 @@ impl CmId {
     /// The agreed parameters, for `rdma_init_qp_attr(3)`: responder resources, initiator depth, retries, RNR retries.
     pub fn agreed(&self) -> (u8, u8, u8, u8) {
         let state = self.lock();
-        // Before the connection is accepted: the values of the peer's request. An MPA Request names no retries, so
-        // there is no limit.
+        // Before the connection is accepted, these are the values of the peer's request. An MPA Request names no retries:
+        // 7 is the maximum.
         let (retry, rnr_retry) = match state.phase {
             Phase::Requested => (7, 7),
             _ => (state.param.retry_count, state.param.rnr_retry_count),
@@ -579,7 +580,7 @@ impl CmId {
 
     /// Disconnects (`rdma_disconnect(3)`). Both ends get an event.
     ///
-    /// False if the connection is over already and there is no further event.
+    /// Returns false if the connection has ended already, so that no further event follows.
     pub fn disconnect(&self) -> io::Result<bool> {
         let number = {
             let state = self.lock();
@@ -591,7 +592,7 @@ impl CmId {
         };
         match self.find_qp(number) {
             Some((qp, _)) => qp.disconnect(),
-            // The program destroyed the queue pair before.
+            // The program has destroyed the queue pair already.
             None => self.gone(),
         }
         Ok(true)
@@ -637,7 +638,7 @@ impl CmId {
             let about = |id: &Arc<Self>| std::ptr::eq(Arc::as_ptr(id), self);
             about(&e.id) || e.listener.as_ref().is_some_and(about)
         });
-        // Requests whose event the program has not received.
+        // The program does not know of connect requests whose event it has not read, so they are destroyed here.
         for child in pending.iter().filter_map(Weak::upgrade) {
             if child.c_object.load(Ordering::Relaxed) == 0 {
                 child.destroy();
@@ -694,7 +695,7 @@ impl DeviceListener for CmId {
         if let Some(startup) = startup {
             startup.cancel();
         }
-        // The program has to destroy only identifiers that it knows.
+        // An identifier without a C object is unknown to the program, which need not destroy it.
         if self.c_object.load(Ordering::Relaxed) != 0 {
             self.push(EventKind::DeviceRemoval, 0);
         }
@@ -702,8 +703,8 @@ impl DeviceListener for CmId {
 }
 
 impl gids::Listener for CmId {
-    /// Another interface has the local address now (`RDMA_CM_EVENT_ADDR_CHANGE`), as when bonding moves traffic: a program
-    /// may want to connect again.
+    /// Raises `RDMA_CM_EVENT_ADDR_CHANGE` if the local address has moved to another interface, as with bonding. The program may
+    /// want to connect again.
     fn port_changed(&self, news: &gids::News) {
         let affected = {
             let state = self.lock();

@@ -1,4 +1,4 @@
-//! The side that listens, and accepts or rejects.
+//! The passive side of a connection: listening, and accepting or rejecting connect requests.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -21,15 +21,15 @@ use crate::net::socket::local_addr;
 use crate::qp::Manager;
 use crate::reactor::Source;
 
-/// Connections that the kernel queues for a listener, at least.
+/// Minimum backlog passed to `listen(2)`, whatever the program passes to `rdma_listen(3)`.
 const KERNEL_BACKLOG: i32 = 512;
 
 impl State {
     /// Listens on the TCP port that is bound, or on any other if a plain socket has it.
     fn open_listener(&mut self, engine: &'static Engine, id: &Weak<CmId>) -> io::Result<()> {
         let wish = self.wish.ok_or_else(|| os(libc::EINVAL))?;
-        // The program's number bounds the requests that it has to answer. The kernel's queue holds all connections, and a
-        // peer that finds it full retries after a second.
+        // The program's backlog bounds the connect requests that it has not answered. The kernel's queue holds all new
+        // connections, and a peer that finds it full retries only after a second.
         let backlog = i32::try_from(self.backlog)
             .unwrap_or(i32::MAX)
             .max(KERNEL_BACKLOG);
@@ -37,7 +37,7 @@ impl State {
         let fd = match self.bound.take() {
             Some(fd) => match listen(&fd) {
                 Ok(()) => Some(fd),
-                // Both sockets were bound while neither listened, and the plain one was faster.
+                // A plain socket was bound to this port too, while neither listened, and called listen(2) first.
                 Err(Errno::ADDRINUSE) => None,
                 Err(e) => {
                     self.bound = Some(fd);
@@ -64,7 +64,7 @@ impl State {
         Ok(())
     }
 
-    /// Moves the listener to another TCP port; returns that.
+    /// Moves the listener to another TCP port, and returns the new port.
     pub(super) fn move_listener(
         &mut self,
         engine: &'static Engine,
@@ -190,11 +190,11 @@ impl CmId {
         startup.reject(private_data)
     }
 
-    /// The connection works in both directions.
+    /// Establishes an accepted connection and raises its event: it works in both directions.
     pub(super) fn established(&self) {
         {
             let mut state = self.lock();
-            // An initiator is established when it has the Reply.
+            // The active side is established by the MPA Reply, in `handle_opened`.
             if state.phase != Phase::Accepting || state.step(Input::Established).is_err() {
                 return;
             }
@@ -204,7 +204,7 @@ impl CmId {
 
     /// Pushes a connect request with the identifier `child` that was made for it. False if the listener is being destroyed.
     ///
-    /// The listener stays locked meanwhile: its destruction either comes first or removes the event.
+    /// The listener stays locked until the event is in the channel, so that `destroy` either precedes the event or removes it.
     pub(super) fn offer(&self, child: &Arc<Self>, fill: impl FnOnce(&mut Event)) -> bool {
         let Some(me) = self.me.upgrade() else {
             return false;
@@ -226,7 +226,7 @@ impl CmId {
         true
     }
 
-    /// A connection was accepted and its Request has arrived.
+    /// Handles the MPA Request of an incoming connection: makes an identifier for it and raises the connect request.
     pub(super) fn handle_request(&self, startup: &Arc<Startup>, request: Request) {
         let (channel, full, port) = {
             let mut state = self.lock();
@@ -251,7 +251,7 @@ impl CmId {
         {
             let mut state = child.lock();
             let _always_from_idle = state.step(Input::Request);
-            // The port of the listener, whichever TCP port carries the connection.
+            // The port is that of the listener, even if the TCP connection has another local port.
             state.local = match (startup.local(), port) {
                 (Some(local), Some(port)) => Some(SocketAddr::new(local.ip(), port)),
                 (local, _) => local,

@@ -1,4 +1,4 @@
-//! Requests and replies of datagram identifiers on a UDP socket, as the SIDR protocol of InfiniBand: retries and limits.
+//! Requests and replies of datagram identifiers on a UDP socket, after InfiniBand's SIDR protocol, with retries and limits.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -9,14 +9,14 @@ use crate::reactor::Token;
 
 /// Pause before a request is sent again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-/// How often a request is sent: for five seconds.
+/// Number of times a request is sent before it fails: every 100 ms for five seconds.
 const TRIES: u32 = 50;
-/// Replies that a listener keeps, for requests that arrive again.
+/// Replies that a listener keeps to answer repeated requests.
 const REPLIES_MAX: usize = 256;
 /// Bytes of the IPv4 and UDP headers in front of each message.
 const HEADER_BYTES: usize = 28;
-/// Bytes that are sent to a requester for each byte received from it. Its address is not verified and may be that of a
-/// victim (compare RFC 9000 §8.1).
+/// Maximum number of bytes sent to a requester for each byte received from it. The requester's address is not verified and
+/// may be that of a victim (compare RFC 9000 §8.1).
 const AMPLIFICATION_MAX: usize = 3;
 /// Status of a reply that rejects a request.
 pub(super) const REJECT: u8 = 2;
@@ -25,7 +25,7 @@ pub(super) const REJECT: u8 = 2;
 pub(super) struct Endpoint {
     pub(super) fd: EngineFd,
     pub(super) token: Token,
-    /// Where the passive side listens, when that is known.
+    /// UDP address of the passive side's listener, once the signpost has answered.
     pub(super) to: Option<SocketAddr>,
     /// The request of the active side.
     pub(super) request: Option<Outstanding>,
@@ -45,8 +45,7 @@ impl Endpoint {
         }
     }
 
-    /// Sends the reply to a request that was answered before and has arrived again, in `bytes` bytes. False if it was not
-    /// answered.
+    /// Sends the stored reply to a repeated request of `bytes` bytes. Returns false if there is no stored reply.
     pub(super) fn reply_again(&mut self, request: RequestId, bytes: usize) -> bool {
         let reply = self.replies.iter_mut().find(|r| r.request == request);
         let Some(reply) = reply else { return false };
@@ -55,7 +54,7 @@ impl Endpoint {
         true
     }
 
-    /// Sends a reply, and keeps it for when the request arrives again.
+    /// Sends a reply, and stores it in case the request is repeated.
     pub(super) fn reply(&mut self, request: RequestId, budget: Budget, bytes: Vec<u8>) {
         let mut reply = Reply {
             request,
@@ -69,8 +68,8 @@ impl Endpoint {
         }
     }
 
-    /// Sends the outstanding request once more, if it is known where to; returns when to do so again. `None`: it was tried often
-    /// enough.
+    /// Sends the outstanding request if the listener's address is known. Returns the pause before the next try, or `None` after
+    /// [`TRIES`] tries.
     pub(super) fn send_request(&mut self) -> Option<Duration> {
         let request = self.request.as_mut().filter(|r| r.tries < TRIES)?;
         request.tries += 1;
@@ -81,7 +80,7 @@ impl Endpoint {
     /// Sends the outstanding request.
     pub(super) fn send_now(&self) {
         if let (Some(request), Some(to)) = (&self.request, self.to) {
-            // A socket without room, or a peer that is not listening any more: the next try may succeed.
+            // Errors (a full send buffer, a peer that no longer listens) are ignored: the next try may succeed.
             let _ = self.fd.send_to(&request.bytes, to);
         }
     }
@@ -123,13 +122,13 @@ impl Reply {
     /// Sends the reply, if the budget allows.
     fn send(&mut self, fd: &EngineFd) {
         if self.budget.may_send(self.bytes.len()) {
-            // If the socket has no room, the requester's next try gets the reply.
+            // If the send buffer is full, the requester's next try gets the reply.
             let _ = fd.send_to(&self.bytes, self.request.from);
         }
     }
 }
 
-/// Bytes that were received from a requester and sent to it.
+/// Numbers of bytes received from a requester and sent to it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Budget {
     received: usize,
@@ -137,12 +136,12 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// A request of `bytes` bytes was received.
+    /// Counts a received request of `bytes` bytes.
     pub(super) fn received(&mut self, bytes: usize) {
         self.received += HEADER_BYTES + bytes;
     }
 
-    /// Whether a reply of `bytes` bytes may be sent now, which is then accounted for.
+    /// Whether a reply of `bytes` bytes may be sent now; if so, counts it as sent.
     fn may_send(&mut self, bytes: usize) -> bool {
         let sent = self.sent + HEADER_BYTES + bytes;
         let may = sent <= AMPLIFICATION_MAX * self.received;
@@ -158,8 +157,8 @@ mod tests {
     use super::*;
     use anywarp_core::wire::dgram::CM_PRIVATE_DATA;
 
-    /// A reply without private data is sent at once, the longest one with the third request; in all never more than three
-    /// times what was received.
+    /// A reply without private data is sent at once, the longest reply with the third request. The total sent never exceeds
+    /// three times the total received.
     #[test]
     fn a_requester_is_sent_no_more_than_three_times_what_it_sent() {
         let (request, shortest) = (12, 24);

@@ -1,7 +1,7 @@
 //! Datagram identifiers: one request and one reply instead of a connection.
 //!
-//! The active side asks the signpost of the port where the passive side listens, and sends its request there, until the reply
-//! arrives, which names a queue pair and its Q_Key. Multicast groups are joined here too.
+//! The active side asks the signpost of the port for the listener's UDP port, and repeats its request to that port until a
+//! reply arrives. The reply names a queue pair and its Q_Key. Multicast groups are joined here too.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -25,7 +25,7 @@ use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
 use crate::reactor::Source;
 
-/// Datagrams that one turn receives, so that one busy socket does not keep others waiting.
+/// Datagrams received in one turn of the worker, so that a busy socket does not delay others.
 const TURN_DATAGRAMS: usize = 64;
 /// Q_Key of queue pairs that belong to identifiers, as every rdma_cm uses it (`RDMA_UDP_QKEY`).
 const UDP_QKEY: u32 = 0x0123_4567;
@@ -54,7 +54,7 @@ impl CmId {
         Ok(Endpoint::new(fd, token, request))
     }
 
-    /// Closes a socket.
+    /// Removes a socket from the engine and closes it.
     pub(super) fn drop_udp(&self, endpoint: Option<Endpoint>) {
         if let Some(endpoint) = endpoint {
             self.engine.remove(endpoint.token, Some(endpoint.fd.get()));
@@ -86,7 +86,7 @@ impl CmId {
         if let Some(local) = state.local {
             rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
         }
-        // A port that the program chose stays its port, whichever UDP port the request is sent from.
+        // The identifier keeps a port that the program chose, even if the request is sent from another UDP port.
         if let (None, Some(local)) = (&state.place, socket::local_addr(&fd)) {
             let ip = state.local.map_or_else(|| local.ip(), |l| l.ip());
             state.local = Some(SocketAddr::new(ip, local.port()));
@@ -105,7 +105,7 @@ impl CmId {
         Ok(())
     }
 
-    /// Sends the request again, or fails.
+    /// Sends the request again, or after the last try raises `RDMA_CM_EVENT_UNREACHABLE`.
     fn udp_timeout(&self) {
         {
             let mut state = self.lock();
@@ -136,7 +136,7 @@ impl CmId {
         self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
     }
 
-    /// Asks where the peer listens, unless it is being asked.
+    /// Asks the peer's signpost for the listener's UDP port, unless a question is outstanding.
     fn find_listener(&self, remote: SocketAddr) {
         let port = Port {
             space: self.port_space as u16,
@@ -159,12 +159,12 @@ impl CmId {
                 self.listener_found(remote, verdict);
             }
             Ok(Asked::Waiting(question)) => state.question = Some(question),
-            // No descriptor or no room in a table: the next try may find some.
+            // Out of descriptors or table entries: the next try of the request asks again.
             Err(_) => {}
         }
     }
 
-    /// The signpost has answered, or will not: then the next try asks again, until the request has been tried often enough.
+    /// Sends the request to the port that the signpost named. Without an answer, the next try of the request asks again.
     fn listener_found(&self, remote: SocketAddr, verdict: Verdict) {
         let Verdict::At(port) = verdict else { return };
         let mut state = self.lock();
@@ -198,7 +198,7 @@ impl CmId {
         }
     }
 
-    /// A request of `bytes` bytes arrived.
+    /// Handles a request of `bytes` bytes: answers a repeated one, and makes an identifier for a new one.
     fn handle_udp_request(&self, from: SocketAddr, request: CmRequest, bytes: usize) {
         let received = RequestId {
             from,
@@ -224,7 +224,7 @@ impl CmId {
                 requester.map(|r| r.budget.received(bytes)).is_some()
             });
             if known || state.pending.len() >= state.backlog {
-                // The program has not answered it yet, or has too many to answer: the requester tries again.
+                // The program has not answered this request yet, or the backlog is full: the requester tries again.
                 return;
             }
             Arc::clone(&state.channel)
@@ -288,7 +288,7 @@ impl CmId {
         Ok(())
     }
 
-    /// A reply arrived.
+    /// Handles a reply: raises `RDMA_CM_EVENT_ESTABLISHED` with the peer's queue pair, or `RDMA_CM_EVENT_UNREACHABLE`.
     fn handle_udp_reply(&self, from: SocketAddr, reply: CmReply) {
         {
             let mut state = self.lock();
