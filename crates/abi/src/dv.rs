@@ -322,7 +322,7 @@ const SPIN_FOR: Duration = Duration::from_millis(1);
 /// The pause between polls after that, in which the engine's thread moves bytes.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Calls `take` until it returns more than 0 or `timeout_ms` is over (negative: no limit). Moves bytes meanwhile.
+/// Calls `take` until it returns more than 0 or `timeout_ms` is over (negative: no limit). Moves bytes while it waits.
 fn wait_for(
     timeout_ms: c_int,
     mut take: impl FnMut() -> Result<c_int, Errno>,

@@ -18,7 +18,7 @@ pub enum Rank {
     Counted,
     /// The state of an identifier of the connection manager that the program made.
     CmId,
-    /// The state of an identifier that was made for a connect request. Its listener may be locked meanwhile.
+    /// The state of an identifier that was made for a connect request. It may be locked while its listener is.
     CmRequest,
     /// The ports of identifiers of the connection manager.
     CmPorts,

@@ -1,4 +1,4 @@
-//! Waiting for an event descriptor: the calling thread moves bytes meanwhile.
+//! Waiting for an event descriptor: the calling thread moves bytes while it waits.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;

@@ -269,7 +269,7 @@ fn complete(qp: &QpObject) -> Result<(), Errno> {
         return Err(misuse("ibv_wr_complete", &e));
     }
     let posted = qp.engine.post_send(requests.drain(..).map(Ok));
-    // Gives the allocation back, unless another thread has begun a bracket meanwhile.
+    // Gives the allocation back, unless another thread has begun a bracket since.
     let mut builder = qp.builder();
     if builder.requests.is_empty() {
         builder.requests = requests;

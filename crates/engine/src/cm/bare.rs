@@ -46,7 +46,7 @@ fn end() -> io::Result<Arc<RcQp>> {
 }
 
 impl CmId {
-    /// Returns the queue pair that `find_qp` finds. For an unknown number other than 0, makes the queue pair of a bare connection.
+    /// Returns the queue pair that `find_qp` finds. For an unknown number other than 0, makes that of a bare connection.
     pub(super) fn find_or_make_qp(&self, number: u32) -> io::Result<Option<(Arc<RcQp>, bool)>> {
         let found = self.find_qp(number);
         if found.is_some() || number == 0 {

@@ -542,7 +542,7 @@ impl CmId {
     pub fn agreed(&self) -> (u8, u8, u8, u8) {
         let state = self.lock();
         // Before the connection is accepted, these are the values of the peer's request. An MPA Request names no retries:
-        // 7 is the maximum.
+        // 7 retries is the maximum, and 7 RNR retries means no limit.
         let (retry, rnr_retry) = match state.phase {
             Phase::Requested => (7, 7),
             _ => (state.param.retry_count, state.param.rnr_retry_count),

@@ -31,11 +31,11 @@ use crate::reactor::{Source, Token};
 use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Numbers that are tried until one is free in the kernel and in the port space, and has a place for a signpost.
+/// Port numbers tried until one is free in the kernel and in the port space, and has a place for a signpost.
 const TRIES: u32 = 64;
-/// How long they are tried. A place that is taken by something silent costs 100 ms each.
+/// How long port numbers are tried. Each place that is taken by a socket that does not answer costs 100 ms.
 const TRY_TIME: Duration = Duration::from_millis(300);
-/// Addresses of this host at which other processes are asked about a port that is wanted at all addresses.
+/// Maximum number of this host's addresses at which other processes are asked about a port, for a bind to all addresses.
 const ADDRESSES_MAX: usize = 32;
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
@@ -51,12 +51,12 @@ pub enum PortSpace {
     Ib = 0x013f,
 }
 
-/// What can have a port: an identifier.
+/// An owner of a port: an identifier.
 pub(super) trait Holder: Send + Sync {
     /// Answers the questions that have arrived at the signpost.
     fn answer_questions(&self);
-    /// Leaves a port of the kernel to a plain socket: the TCP port `number`, or the signpost's place `number`. Returns whether
-    /// it had it and could leave.
+    /// Releases a port of the kernel for a plain socket: the TCP port `number`, or the signpost's UDP port `number`. Returns
+    /// true if the identifier had the port and has released it.
     fn leave(&self, kind: SocketType, number: u16) -> bool;
 }
 
@@ -64,8 +64,8 @@ pub(super) trait Holder: Send + Sync {
 static TAKEN: PerProcess<Mutex<Vec<Taken>>> =
     PerProcess::new(|| Mutex::new(Rank::CmPorts, Vec::new()));
 
-/// The TCP ports that listeners of this process had: bit `n % 64` of word `n / 64`. Their connections go on after the
-/// listener has moved, and a plain socket can share a port with them only if both allow it (`SO_REUSEADDR`).
+/// The TCP ports at which listeners of this process are or were: bit `n % 64` of word `n / 64`. Their connections go on after
+/// the listener has moved, and a plain socket can share a port with them only if both allow it (`SO_REUSEADDR`).
 static HAD: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
 
 fn had(port: u16) -> Option<(&'static AtomicU64, u64)> {
@@ -77,7 +77,7 @@ fn was_ours(port: u16) -> bool {
     had(port).is_some_and(|(word, bit)| word.load(Ordering::Relaxed) & bit != 0)
 }
 
-/// A port as the process's list has it.
+/// An entry of [`TAKEN`]: a port of an identifier.
 struct Taken {
     id: Weak<dyn Holder>,
     port: Port,
@@ -87,7 +87,7 @@ struct Taken {
     place: Option<u16>,
     /// The TCP port that is bound, or listens.
     tcp: Option<u16>,
-    /// Where peers connect to, or send requests.
+    /// The kernel's port that peers connect to or send requests to, once the identifier listens.
     listening: Option<u16>,
 }
 
@@ -125,7 +125,7 @@ impl Drop for Place {
     }
 }
 
-/// What an identifier binds to.
+/// Address and options of a bind.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wish {
     pub(super) space: PortSpace,
@@ -177,7 +177,7 @@ impl Wish {
     /// A TCP socket on a port of the kernel, to listen or connect; `None` if another socket has the port.
     pub(super) fn stream(self, port: u16) -> io::Result<Option<EngineFd>> {
         let fd = self.socket(SocketType::STREAM)?;
-        // As for most servers: a restart does not wait for the TIME-WAIT of old connections.
+        // As most servers do, so that a restarted program can bind while old connections are in TIME-WAIT.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
         match self.bind(&fd, port) {
             Ok(()) => Ok(Some(fd)),
@@ -193,7 +193,7 @@ fn at_port(mut address: SocketAddr, port: u16) -> SocketAddr {
     address
 }
 
-/// An address that this host does not have belongs to no device.
+/// Maps `EADDRNOTAVAIL` to `ENODEV`: an address that this host does not have belongs to no device.
 fn not_here(e: Errno) -> io::Error {
     if e == Errno::ADDRNOTAVAIL {
         Errno::NODEV.into()
@@ -202,7 +202,7 @@ fn not_here(e: Errno) -> io::Error {
     }
 }
 
-/// What binding gave: the address, the port, and the TCP socket if the identifier has the kernel's port.
+/// The result of a bind: the address, the port, and the TCP socket if the identifier has the kernel's TCP port.
 pub(super) struct Bound {
     pub(super) local: SocketAddr,
     pub(super) place: Place,
@@ -246,7 +246,7 @@ pub(super) fn take(
     }
 }
 
-/// Makes the port `local` taken.
+/// Reserves the port `local`: in the list of this process, and with a signpost.
 fn reserve(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
@@ -258,7 +258,7 @@ fn reserve(
     let mut place = enter(engine, id, wish, port, tcp.as_ref().map(|_| local.port()))?;
     match put_up(wish, port, None)? {
         Some(signpost) => place.attach(signpost)?,
-        // Neither iWARP peers nor others could find it.
+        // No peer could find a listener without a signpost and without the TCP port of its number.
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
             Info,
@@ -310,7 +310,7 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
         let near = taken.iter().filter(|t| t.address.conflicts(address));
         near.filter_map(|t| t.place).collect()
     };
-    // A port that is moved is this process's: nothing else has it.
+    // With `except`, the signpost of a port of this process moves: no other process has the port.
     let is_elsewhere = |place| {
         except.is_none()
             && !own.contains(&place)
@@ -321,7 +321,7 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
         match at_place(wish, first)? {
             // A listener that found the first place taken stays at the second one when the first becomes free.
             Some(_) if first != second && is_elsewhere(second) => {
-                // Only one that shares its port lets another socket be there.
+                // The second place can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
                 let shared = wish.reuse.then(|| at_place(wish, second)).transpose()?;
                 return match shared.flatten() {
                     Some(fd) => Ok(Some(fd)),
@@ -347,7 +347,8 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
 fn at_place(wish: Wish, place: u16) -> io::Result<Option<EngineFd>> {
     let fd = wish.socket(SocketType::DGRAM)?;
     if wish.reuse {
-        // Of one user: with SO_REUSEADDR, sockets of any user could share the place, and receive its questions.
+        // SO_REUSEPORT admits sockets of one user only. With SO_REUSEADDR, any user could bind to the place and receive its
+        // questions.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
     }
     match wish.bind(&fd, place) {
@@ -368,8 +369,8 @@ fn log_taken(port: Port, place: u16, own: &[u16]) {
 }
 
 impl Place {
-    /// The identifier listens at the kernel's port `at`. `EADDRINUSE` if another identifier of this process does, which only
-    /// those with `RDMA_OPTION_ID_REUSEADDR` come to.
+    /// Enters that the identifier listens at the kernel's port `at`. `EADDRINUSE` if another identifier of this process listens
+    /// at this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR`.
     pub(super) fn listen(&self, at: u16, tcp: bool) -> io::Result<()> {
         let mut taken = TAKEN.get().lock();
         let Some(mine) = taken.iter().position(|t| t.id.ptr_eq(&self.id)) else {
@@ -398,7 +399,7 @@ impl Place {
         Ok(())
     }
 
-    /// The kernel's TCP port of this number is no longer bound.
+    /// Enters that the identifier no longer has the kernel's TCP port of its number.
     pub(super) fn left_tcp(&self) {
         let mut taken = TAKEN.get().lock();
         if let Some(t) = taken.iter_mut().find(|t| t.id.ptr_eq(&self.id)) {
@@ -406,7 +407,7 @@ impl Place {
         }
     }
 
-    /// Puts a socket up as the signpost, in place of the one before.
+    /// Makes `fd` the signpost, and closes the signpost before it.
     fn attach(&mut self, fd: EngineFd) -> io::Result<()> {
         let source = Arc::new(Signpost(self.id.clone()));
         let token = self.engine.add(source, fd.get(), false)?;
@@ -424,7 +425,7 @@ impl Place {
         Ok(())
     }
 
-    /// Moves the signpost to its other place, because a plain socket wants the one that it has; whether it did.
+    /// Moves the signpost to its other place, because a plain socket wants the present one. Returns true if it has moved.
     pub(super) fn move_signpost(&mut self, wish: Wish, number: u16) -> bool {
         let Some((old, _)) = &self.signpost else {
             return false;
@@ -442,12 +443,12 @@ impl Place {
     }
 }
 
-/// From now on the place is that of one identifier: no other socket can be bound to it.
+/// Ends the sharing of a signpost's place: no other socket can be bound to it from now on.
 fn own_alone(signpost: &EngineFd) {
     set_option(signpost.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 0);
 }
 
-/// The answer for `port` to a peer of the signpost at `id`.
+/// The answer of the signpost of `id` to a question about `port`.
 pub(super) fn answer(id: &Weak<dyn Holder>, port: Port) -> Status {
     let taken = TAKEN.get().lock();
     let Some(here) = taken.iter().find(|t| t.id.ptr_eq(id)) else {
@@ -478,8 +479,8 @@ impl Source for Signpost {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-/// The identifiers of this process that have the kernel's port `number` leave it; whether one did. `at` is the address that a
-/// plain socket wants, or `None` for any.
+/// Releases the kernel's port `number` from the identifiers of this process that have it. Returns true if one of them has
+/// released it. `at` is the address that a plain socket wants, or `None` for any.
 fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
     let ids: Vec<Arc<dyn Holder>> = {
         let taken = TAKEN.get().lock();
@@ -500,15 +501,15 @@ fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
     left
 }
 
-/// Leaves the TCP port `number` to a plain socket of another process; whether it is free now, but for connections that share
-/// it with a socket that allows that (`SO_REUSEADDR`).
+/// Releases the TCP port `number` for a plain socket of another process. Returns true if no listener has it now. Connections
+/// may still use it, so the plain socket may need `SO_REUSEADDR`.
 pub(super) fn release_to_process(number: u16) -> bool {
     release(SocketType::STREAM, number, None) || was_ours(number)
 }
 
-/// A plain socket of the program found its port taken: listeners of rdma_cm leave it, in this process or in another one of
-/// this host. Returns whether the socket can have it now, with `SO_REUSEADDR` if need be: connections that came to a listener
-/// go on when it has left.
+/// Makes listeners of rdma_cm, in this process or another one of this host, release a port that a plain socket of the program
+/// could not bind to. Returns true if `bind` can succeed now. The socket may need `SO_REUSEADDR`, because connections of the
+/// listener go on after it has moved.
 pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     let to = unmapped(to);
     if to.port() == 0 {
@@ -536,7 +537,7 @@ pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     release_elsewhere(ports, &reached_by(at, to)) || has_engine && was_ours(to.port())
 }
 
-/// Addresses of this host that reach every socket whose address conflicts with `at`, the address of `to`.
+/// Addresses of this host that together reach every socket whose address conflicts with `at`, the address of `to`.
 fn reached_by(at: Address, to: SocketAddr) -> Vec<SocketAddr> {
     if !at.ip.is_unspecified() {
         return vec![to];

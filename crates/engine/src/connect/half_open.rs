@@ -1,9 +1,9 @@
-//! Half-open connections: accepted, and their MPA Request has not arrived.
+//! Half-open connections: accepted TCP connections whose MPA Request has not arrived.
 //!
-//! Any host can connect to a listening port. What such peers can take from the program is limited here, for all listeners of
-//! the process together: a number of connections, each for [`REQUEST_TIMEOUT`]. When there are so many, the oldest one is
-//! closed, so that silent connections do not keep others out. When the process has no descriptor left, the listener pauses:
-//! an epoll set would report it over and over.
+//! Any host can connect to a listening port. The number of half-open connections is limited for all listeners of the process
+//! together, and each may last for [`REQUEST_TIMEOUT`]. At the limit, a new connection closes the oldest one, so that silent
+//! connections do not block others. When the process is out of descriptors, the listener pauses, because epoll would report
+//! it as readable over and over.
 //!
 //! [`REQUEST_TIMEOUT`]: crate::connect::startup::REQUEST_TIMEOUT
 
@@ -28,9 +28,9 @@ use crate::net::socket::unmapped;
 use crate::process::PerProcess;
 use crate::reactor::Token;
 
-/// Connections that are accepted in one turn, so that many of them do not delay others.
+/// Connections that a listener accepts in one turn of the worker, so that a burst does not delay other sockets.
 const ACCEPTS_PER_TURN: usize = 16;
-/// How long a listener pauses when the process has no descriptor left.
+/// How long a listener pauses when the process is out of descriptors or memory.
 const LISTENER_PAUSE: Duration = Duration::from_millis(100);
 
 /// Half-open connections, the oldest first.
@@ -41,7 +41,7 @@ static HALF_OPEN: PerProcess<HalfOpen> =
     PerProcess::new(|| HalfOpen(Mutex::new(Rank::HalfOpen, VecDeque::new())));
 
 impl HalfOpen {
-    /// Makes room for one more of at most `max`; returns the one that must be closed for it.
+    /// Makes room for one more connection of at most `max`. Returns the connection to close for it, if one must be.
     fn make_room(&self, max: usize) -> Option<Arc<Startup>> {
         let mut all = self.0.lock();
         if all.len() < max {
@@ -113,7 +113,7 @@ pub(crate) fn accept(
     }
 }
 
-/// The pause of a listener is over.
+/// Resumes a listener after its pause.
 pub(crate) fn resume(engine: &Engine, listener: &EngineFd, token: Token) {
     engine.want_write(token, listener.get(), false);
 }

@@ -21,12 +21,12 @@ use crate::process::PerProcess;
 use crate::random::random_u32;
 use crate::reactor::{Source, Token};
 
-/// First bytes of the private data on a connection between two queue pairs: what follows are the numbers of the target
-/// and of the source queue pair.
+/// First bytes of the private data in the MPA Request from one queue pair to another. The numbers of the target and of the
+/// source queue pair follow.
 pub const HELLO: [u8; 4] = *b"aWQ1";
-/// Connections that the kernel keeps for us.
+/// Backlog passed to `listen(2)` for the TCP listener of a QPN port.
 const BACKLOG: i32 = 512;
-/// Tries to find a number that is free for TCP and UDP.
+/// Number of ports tried until one is free for both TCP and UDP.
 const TRIES: u32 = 64;
 
 /// The open ports of this process.
@@ -38,7 +38,7 @@ type Incoming = fn(target: u32, startup: &Arc<Startup>, source: u32) -> bool;
 
 static INCOMING: OnceLock<Incoming> = OnceLock::new();
 
-/// Sets the function that gives accepted connections to their queue pairs. Without one they are rejected.
+/// Sets the function that passes accepted connections to their queue pairs. Until it is set, connections are rejected.
 pub(crate) fn set_incoming(incoming: Incoming) {
     let _ = INCOMING.set(incoming);
 }
@@ -68,13 +68,13 @@ impl std::fmt::Debug for Port {
     }
 }
 
-/// No port is free for both TCP and UDP. The error has an OS error number, because it becomes an errno.
+/// The error if no port is free for both TCP and UDP. It has an OS error number, because it becomes an errno.
 fn none_left() -> io::Error {
     io::Error::from_raw_os_error(libc::EADDRINUSE)
 }
 
 impl Port {
-    /// A queue pair number: on a port that has room, or on a new one.
+    /// Allocates a queue pair number, on a port with a free number or on a new port.
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
@@ -90,7 +90,7 @@ impl Port {
         Ok((port, qpn))
     }
 
-    /// The first queue pair number of a port that is chosen, so that a peer which knows the port knows the number.
+    /// Allocates the first queue pair number of the port `number`, so that a peer that knows the port knows it too.
     pub fn allocate_at(engine: &'static Engine, number: u16) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
@@ -116,7 +116,7 @@ impl Port {
         }
     }
 
-    /// Opens a port of this number, or with 0 of any that is free.
+    /// Opens the port `wanted`; 0 opens any free port.
     fn open(engine: &'static Engine, wanted: u16) -> io::Result<Arc<Self>> {
         let mut last = none_left();
         let tries = if wanted == 0 { TRIES } else { 1 };
@@ -158,7 +158,7 @@ impl Port {
         self.state.lock()
     }
 
-    /// A queue pair number of this port; `None` if all are taken.
+    /// Allocates a queue pair number of this port; `None` if all are in use.
     pub(crate) fn take_index(&self) -> Option<u32> {
         let mut state = self.lock();
         // RFC 5042 §5.1.1 [sec-number-guess]: the next number does not follow from the ones before.
@@ -175,7 +175,7 @@ impl Port {
         None
     }
 
-    /// Gives a queue pair number back.
+    /// Frees a queue pair number.
     pub fn release(&self, qpn: u32) {
         let index = qpn.to_be_bytes()[3];
         if let Some(used) = self.lock().used.get_mut(usize::from(index)) {
@@ -215,7 +215,7 @@ impl Source for Acceptor {
     }
 }
 
-/// Takes connections of other queue pairs.
+/// Passes connections from other queue pairs to their targets.
 struct PortOwner {
     /// A port stays open while connections to it start up.
     _port: Arc<Port>,

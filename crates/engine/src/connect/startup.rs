@@ -52,7 +52,7 @@ const REFUSED_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a Request may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// End of log lines that any peer can cause as often as it likes.
+/// End of log lines that a peer can cause at any rate.
 const LOGGED_ONCE: &str = "(repeats are counted, not logged)";
 
 /// A connection whose start-up succeeded.
@@ -151,7 +151,7 @@ struct State {
     fd: Option<EngineFd>,
     token: Token,
     question: Option<Arc<Question>>,
-    /// No signpost answered, and none refused.
+    /// No signpost answered the question, and none refused it.
     silent: bool,
     received: Vec<u8>,
     deadline: Instant,
@@ -196,7 +196,7 @@ impl std::fmt::Debug for Startup {
     }
 }
 
-/// What a step of the state machine leads to. It is done after the lock is released, because it calls the owner.
+/// The effect of a step of the state machine. It is applied after the lock is released, because it calls the owner.
 enum Effect {
     None,
     Opened(Opened),
@@ -265,7 +265,7 @@ impl Startup {
             match std::mem::replace(&mut state.phase, Phase::Done) {
                 Phase::Asking(config) => config,
                 other => {
-                    // It was canceled since the question was sent.
+                    // The start-up was canceled after the question was sent.
                     state.phase = other;
                     return;
                 }
@@ -287,7 +287,7 @@ impl Startup {
                 self.connect_to(config, self.peer.port())
             }
             Verdict::NotListening => {
-                // As a port that refuses the connection.
+                // Handled like a port that refuses the connection.
                 let machine = initiator(&config)?;
                 let mut state = self.lock();
                 let token = self.engine.reserve(Arc::clone(self) as Arc<dyn Source>);
@@ -445,7 +445,7 @@ impl Startup {
         matches!(self.lock().phase, Phase::Listening(_))
     }
 
-    /// Closes the connection if its Request has not arrived; whether it did.
+    /// Closes the connection if its Request has not arrived. Returns true if it has closed it.
     pub(crate) fn close_if_silent(&self) -> bool {
         let mut state = self.lock();
         let silent = matches!(state.phase, Phase::Listening(_));
@@ -543,7 +543,7 @@ impl Startup {
         }
     }
 
-    /// Nobody listens at the port: it is dialed again for a while.
+    /// The port refused the connection: dials it again until `retry_refused` is over.
     fn handle_refused(&self, state: &mut State) -> Effect {
         let now = clock::now();
         if let Phase::Connecting(initiating) = &mut state.phase

@@ -1,7 +1,7 @@
 //! Decides whether posted datagrams are sent at once, or corked to go in one run with those that are posted next.
 //!
-//! A program that posts and polls in turns will post again; one that has polled twice and found nothing since its last post
-//! waits for something, and what it posts then is sent at once.
+//! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program whose last
+//! two polls since a post found nothing waits for a completion, so its next post is sent at once.
 
 use std::time::{Duration, Instant};
 
@@ -9,42 +9,42 @@ use anywarp_core::bounds;
 
 use crate::reactor::Polls;
 
-/// Posted bytes that are sent without waiting for more: about one run.
+/// Number of posted bytes that are sent without waiting for more: about one run.
 const RUN_BYTES: u64 = 48 << 10;
-/// A program whose last transmission is longer ago than this is not busy sending.
+/// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
 
-/// What is to be done with posted datagrams.
+/// The decision about posted datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Decision {
     SendNow,
-    /// They are corked. `first`: none were before.
+    /// The datagrams are corked. `first`: no others were corked before.
     Cork {
         first: bool,
     },
 }
 
-/// What the decision depends on.
+/// The state that the decision depends on.
 #[derive(Debug)]
 pub(super) struct Cork {
     /// Requests and bytes that were posted since the last transmission.
     requests: usize,
     bytes: u64,
     corked: bool,
-    /// All polls when the first request was corked.
+    /// Number of polls when the first request was corked.
     polls_at_cork: u64,
-    /// Idle polls at the last post.
+    /// Number of polls that had found nothing at the last post.
     idle_polls_at_post: u64,
-    /// All polls at the last transmission.
+    /// Number of polls at the last transmission.
     polls_at_send: u64,
     sent_at: Instant,
-    /// Instead of [`BUSY_FOR`].
+    /// Replaces [`BUSY_FOR`] in tests.
     #[cfg(test)]
     busy_for: Duration,
 }
 
 impl Cork {
-    /// Nothing was posted or sent. `start`: a time long ago.
+    /// The state before the first post. `start`: a time further back than [`BUSY_FOR`].
     pub(super) fn new(start: Instant) -> Self {
         Self {
             requests: 0,
@@ -59,8 +59,8 @@ impl Cork {
         }
     }
 
-    /// The machine of a whole queue pair in a test: a sanitizer or a loaded machine takes longer from one transmission to the
-    /// next. Tests of this file use [`Self::new`].
+    /// The state for tests of a whole queue pair, which take longer between two transmissions under a sanitizer or on a loaded
+    /// machine. Tests of this file use [`Self::new`].
     #[cfg(test)]
     pub(super) fn for_slow_machines(start: Instant) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl Cork {
         return BUSY_FOR;
     }
 
-    /// A request was posted.
+    /// Counts a posted request.
     #[inline]
     pub(super) fn posted(&mut self, bytes: u64) {
         self.requests += 1;
@@ -95,7 +95,7 @@ impl Cork {
         self.requests
     }
 
-    /// What was posted is being sent.
+    /// Resets the counts: all posted requests are being sent.
     #[inline]
     pub(super) fn sending(&mut self) {
         (self.requests, self.bytes) = (0, 0);
@@ -106,11 +106,11 @@ impl Cork {
         let idle_before = std::mem::replace(&mut self.idle_polls_at_post, polls.idle);
         let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
         let full = self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES;
-        // A program that has not polled since the last transmission, or not for long, may be doing something else.
+        // A program that has not polled since the last transmission, or sent last too long ago, may not post again soon.
         let busy =
             polls.all != self.polls_at_send && now.duration_since(self.sent_at) < self.busy_for();
         if waits_for_something || full || !busy {
-            // A full run is sent for its length alone: what is posted behind it waits for the rest of its own run.
+            // A full run is sent because of its length alone, so requests posted after it are corked as a new run.
             if !full {
                 self.polls_at_send = polls.all;
             }
@@ -124,7 +124,7 @@ impl Cork {
         Decision::Cork { first }
     }
 
-    /// What was corked is sent because of polls that found nothing, or because polling ended.
+    /// Uncorks the datagrams, because polls found nothing or because polling ended.
     pub(super) fn uncork(&mut self, polls: Polls, now: Instant) {
         if !std::mem::take(&mut self.corked) {
             return;
@@ -150,7 +150,7 @@ mod tests {
         Polls { all, idle }
     }
 
-    /// A program that posted one datagram, which was sent, and has polled since.
+    /// The state of a program that posted one datagram, which was sent at once.
     fn busy() -> (Cork, Instant) {
         let start = crate::clock::now();
         let mut cork = Cork::new(start);
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(cork.decide(polls(7, 2), now), MORE);
         cork.uncork(polls(8, 4), now);
         cork.sending();
-        // The two idle polls that ended this do not count as waiting.
+        // The two idle polls that uncorked the datagrams do not count as waiting.
         cork.posted(100);
         assert_eq!(cork.decide(polls(8, 4), now), FIRST);
     }

@@ -40,7 +40,7 @@ impl<S> std::fmt::Debug for Group<S> {
 pub(super) type Registry<S> = PerProcess<Mutex<Vec<Weak<Group<S>>>>>;
 
 impl<S: DatagramSink> Group<S> {
-    /// The group `ip`: from the registry, or joined for the first member on the interface `home`.
+    /// Returns the group `ip` from the registry, or joins it on the interface `home` for its first member.
     pub(super) fn of(
         registry: &Registry<S>,
         engine: &'static Engine,
@@ -86,7 +86,7 @@ impl<S: DatagramSink> Group<S> {
         Ok(group)
     }
 
-    /// Datagrams to the group go to `sink` too.
+    /// Adds a member: `sink` receives datagrams to the group.
     pub(super) fn enter(&self, sink: Weak<S>) {
         self.members.lock().push(sink);
     }

@@ -46,12 +46,12 @@ use group::Group;
 
 struct Inner {
     core: DatagramQp,
-    /// Datagrams of the core, of which the first `sent` are with the kernel.
+    /// Datagrams taken from the core. The first `sent` of them were passed to the kernel.
     pending: Vec<TxDatagram>,
     sent: usize,
-    /// The socket had no room.
+    /// The socket's send buffer was full.
     blocked: bool,
-    /// Datagrams, and their bytes, received since what they caused was sent.
+    /// Numbers of datagrams and bytes received since the last responses to them were sent.
     unanswered: (usize, usize),
     cork: Cork,
     /// Length of the longest datagram that may be part of a run.
@@ -59,13 +59,13 @@ struct Inner {
     /// The address that a connected peer expects datagrams from.
     source: Option<IpAddr>,
     groups: Vec<Arc<Group<DgramQp>>>,
-    /// The wait for the peer that is under way, and its begin.
+    /// The present stall (a wait for the peer): its number and its start.
     stall: Option<(u64, Instant)>,
     token: Token,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
     destroyed: bool,
-    /// System calls that sent.
+    /// Number of system calls that sent datagrams.
     calls: u64,
 }
 
@@ -180,7 +180,7 @@ impl DgramQp {
         (inner, now)
     }
 
-    /// Locks the state for what does not depend on the time. Reading the clock costs as much as posting a receive request.
+    /// Locks the state for operations that need no time, because reading the clock costs as much as posting a receive request.
     fn lock_timeless(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock()
     }
@@ -304,7 +304,7 @@ impl DgramQp {
         Ok(())
     }
 
-    /// Does something with the core, and sends what follows from it.
+    /// Calls `f` with the core, and sends the datagrams that result.
     pub fn with<R>(&self, f: impl FnOnce(&mut DatagramQp) -> R) -> R {
         let mut inner = self.lock_caught_up();
         let result = f(&mut inner.core);
@@ -312,12 +312,12 @@ impl DgramQp {
         result
     }
 
-    /// Its number.
+    /// The queue pair number.
     pub fn number(&self) -> u32 {
         self.common.number
     }
 
-    /// Its state and attributes.
+    /// State and attributes.
     pub fn query(&self) -> (State, Attr) {
         let inner = self.lock();
         (inner.core.state(), *inner.core.attr())
@@ -366,7 +366,7 @@ impl DgramQp {
         Ok(())
     }
 
-    /// Changes attributes that the connection manager decides.
+    /// Changes attributes that the connection manager sets.
     pub fn with_attr(&self, change: impl FnOnce(&mut Attr)) {
         change(self.lock().core.attr_mut());
     }
@@ -485,7 +485,7 @@ impl Deliver for DgramQp {
 
 impl Source for DgramQp {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        // The UDP port has the socket.
+        // The UDP port owns the socket.
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {

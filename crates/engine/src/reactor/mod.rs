@@ -565,7 +565,7 @@ impl Reactor {
     }
 
     fn run_deadlines(&self) {
-        // The clock is read once: a deadline that passes meanwhile waits for the next turn.
+        // The clock is read once: a deadline that passes during this turn is handled in the next one.
         let now = clock::now();
         let set_timer = |at| self.wake_worker_at(at, now);
         while let Some(token) = self.deadlines.pop_due(now, self.epoch, set_timer) {
@@ -599,7 +599,7 @@ impl Reactor {
 
     // ------------------------------------------------------------------ threads that wait for an event
 
-    /// Blocks until `fd` is readable, and handles the sockets meanwhile. For threads that wait for an event.
+    /// Blocks until `fd` is readable, and handles the sockets while it waits. For threads that wait for an event.
     ///
     /// Returns after [`WAIT_WORKING`] in any case, so that the caller can check its condition. `Err` when a signal handler
     /// ran that interrupts system calls.

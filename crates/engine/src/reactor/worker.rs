@@ -198,7 +198,7 @@ impl Reactor {
             self.flush_delayed(clock::now());
         }
         if self.memory_prepare_sleep() {
-            // Something arrived meanwhile: wake up at once.
+            // An event arrived before the worker slept: wake up at once.
             self.wake();
         }
         if self.is_broken() {
