@@ -32,10 +32,13 @@ use crate::sys::thread::is_worker;
 
 /// Bytes of receive buffer for the largest datagram, or run of datagrams.
 const SLOT_BYTES: usize = 1 << 16;
-/// System calls of one turn of receiving, so that one busy socket does not keep others waiting.
-const CALLS_PER_TURN: usize = 16;
+/// Datagrams after which a turn of receiving ends, so that what they caused is sent, and a thread that polls gets the
+/// completions and posts the next receives before more arrives.
+const TURN_DATAGRAMS: usize = 64;
+/// Bytes after which a turn of receiving ends.
+const TURN_BYTES: usize = 128 << 10;
 /// Turns that [`UdpPort::catch_up`] takes at most: enough for all that the socket's buffer holds.
-const CATCH_UP_TURNS: usize = 16;
+const CATCH_UP_TURNS: usize = 256;
 /// Datagrams of one run, at most: a limit of the kernel.
 const RUN_DATAGRAMS_MAX: usize = 64;
 /// Bytes of one run with its IP and UDP headers, at most: a limit of the kernel.
@@ -177,7 +180,8 @@ pub(crate) fn receive(
         calls: 0,
         empty: false,
     };
-    for _ in 0..CALLS_PER_TURN {
+    let (mut datagrams, mut turn_bytes) = (0, 0);
+    while datagrams < TURN_DATAGRAMS && turn_bytes < TURN_BYTES {
         let mut got: SmallVec<[Datagram; DATAGRAMS]> = SmallVec::new();
         let room = stage.get_mut(..slots * SLOT_BYTES).unwrap_or(&mut []);
         if datagram::receive_datagrams(fd.get(), room, SLOT_BYTES, &mut got).is_err() {
@@ -200,6 +204,8 @@ pub(crate) fn receive(
                 d.segment
             };
             found.many |= size < bytes.len();
+            datagrams += bytes.len().div_ceil(size).max(1);
+            turn_bytes += bytes.len();
             each(&arrival, bytes, size);
         }
         found.many |= got.len() > 1;
