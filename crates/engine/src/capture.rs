@@ -19,6 +19,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use anywarp_core::wire::mpa::StartupFrame;
 use rustix::fs::FlockOperation;
 
 use crate::config::config;
@@ -403,7 +404,20 @@ impl Stream {
     }
 
     fn data(&mut self, sink: &Sink, at: At, way: Way, data: &[u8]) {
-        for piece in data.chunks(PAYLOAD_MAX) {
+        let is_first = match way {
+            Way::In => self.ack == 1,
+            Way::Out => self.seq == 1,
+        };
+        let (frame, rest) = if is_first {
+            split_startup(data)
+        } else {
+            (&[][..], data)
+        };
+        let pieces = rest.chunks(PAYLOAD_MAX);
+        for piece in std::iter::once(frame).chain(pieces) {
+            if piece.is_empty() {
+                continue;
+            }
             let len = u32::try_from(piece.len()).unwrap_or(0);
             match way {
                 Way::Out => {
@@ -460,6 +474,17 @@ pub(crate) fn closed(fd: RawFd) {
     if let (Some(sink), Some(s)) = (sink(), gone) {
         s.out(sink, at, FIN | ACK, &[]);
     }
+}
+
+/// Splits the start-up frame of MPA from the FPDUs behind it, which one call may receive together: Wireshark looks for
+/// nothing behind such a frame in a packet, and the peer sent them apart. The frame is empty if the bytes do not begin with a whole
+/// one.
+fn split_startup(data: &[u8]) -> (&[u8], &[u8]) {
+    let len = match StartupFrame::parse(data) {
+        Ok(Some((_, len))) => len,
+        Ok(None) | Err(_) => 0,
+    };
+    data.split_at_checked(len).unwrap_or((&[], data))
 }
 
 // ---------------------------------------------------------------------- datagrams
@@ -545,6 +570,26 @@ mod tests {
         let a = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], 1000));
         let packet = udp(a, a, b"even");
         assert_eq!((packet[0], packet[6], packet.len()), (0x60, 17, 52));
+    }
+
+    #[test]
+    fn what_follows_a_start_up_frame_is_a_packet_of_its_own() {
+        let frame = StartupFrame {
+            reply: true,
+            markers: false,
+            crc: true,
+            reject: false,
+            rev: 1,
+            enhanced: None,
+            private_data: vec![7; 80],
+        };
+        let frame = frame.emit();
+        let together = [&frame[..], b"an FPDU"].concat();
+        assert_eq!(split_startup(&together), (&frame[..], &b"an FPDU"[..]));
+        assert_eq!(split_startup(&frame), (&frame[..], &[][..]));
+        // A part of a frame, and what is none.
+        assert_eq!(split_startup(&frame[..30]), (&[][..], &frame[..30]));
+        assert_eq!(split_startup(b"an FPDU"), (&[][..], &b"an FPDU"[..]));
     }
 
     #[test]
