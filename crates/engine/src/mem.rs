@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use anywarp_core::verbs::mr::{Memory, Pinned, Placement};
 use smallvec::SmallVec;
 
+use crate::sys::loaded::Library;
 use crate::sys::pages::write_own_memory;
 
 /// The memory of this process.
@@ -21,14 +22,26 @@ thread_local! {
     static TOLERATES_UNMAPPED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// While it exists, bytes that this thread places in memory that is unmapped although it is registered are lost, and the
-/// process goes on (decision 007).
+/// UCX's memory hooks. With them registered memory is deregistered after it was unmapped (decision 007).
+static UNMAPS_FIRST: Library = Library::named(b"libucm");
+
+/// A region is registered: finds out whether its memory may be unmapped before it is deregistered.
+pub(crate) fn look_for_hooks() {
+    UNMAPS_FIRST.look();
+}
+
+/// While it exists in a process with UCX, bytes that this thread places in memory that is unmapped although it is registered
+/// are lost, and the process goes on (decision 007).
 #[derive(Debug)]
 pub(crate) struct TolerateUnmapped(());
 
 impl TolerateUnmapped {
     pub(crate) fn new() -> Self {
-        TOLERATES_UNMAPPED.set(true);
+        Self::if_needed(UNMAPS_FIRST.was_found())
+    }
+
+    fn if_needed(needed: bool) -> Self {
+        TOLERATES_UNMAPPED.set(needed);
         Self(())
     }
 }
@@ -294,7 +307,7 @@ mod tests {
         let place = regions.check(region.stag(), 7, 1, Access::LOCAL_WRITE, To(what.base), 100);
         let place = place.unwrap();
         let pinned = place.pin().unwrap();
-        let _tolerant = TolerateUnmapped::new();
+        let _tolerant = TolerateUnmapped::if_needed(true);
         UserMemory.place(&pinned, 3, b"some bytes");
         let mut found = Vec::new();
         UserMemory.gather(&pinned, 0, 16, &mut found);

@@ -20,6 +20,7 @@ use crate::engine::Engine;
 use crate::events::{AsyncItem, event};
 use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
+use crate::mem::look_for_hooks;
 use crate::pin::{self, Pin};
 use crate::process::PerProcess;
 use crate::random::random_u32;
@@ -196,6 +197,7 @@ impl MemoryRegion {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;
+        look_for_hooks();
         let base = if access.has(Access::ZERO_BASED) {
             0
         } else {

@@ -6,6 +6,7 @@ pub mod address;
 mod cmsg;
 pub mod datagram;
 pub mod host;
+pub(crate) mod loaded;
 pub mod pages;
 pub mod secure;
 pub mod socket;
