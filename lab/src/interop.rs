@@ -9,7 +9,7 @@ mod guest;
 mod wire;
 
 use crate::c_tests;
-use crate::programs::{self, Failed, Host, INSIDE, LOOK, Player, plain};
+use crate::programs::{self, CHECK_EVERY, Failed, Host, INSIDE, Player, plain};
 use guest::{Guest, Remote};
 use std::env;
 use std::fs;
@@ -316,7 +316,7 @@ impl Stage {
                         if Instant::now() > latest {
                             return Err("the server does not listen".into());
                         }
-                        sleep(LOOK);
+                        sleep(CHECK_EVERY);
                     }
                 }
                 Actor::There(remote) => self.guest.await_listener(port, remote, latest)?,

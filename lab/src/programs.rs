@@ -24,8 +24,8 @@ const PORTS: std::ops::Range<u16> = 20_000..30_000;
 /// Port spaces of rdma_cm whose listeners do not have the kernel's port of their number: UDP and IPoIB.
 const DATAGRAM_SPACES: [u16; 2] = [0x0111, 0x0002];
 
-/// How often a running program is looked at.
-pub(crate) const LOOK: Duration = Duration::from_millis(10);
+/// Pause between two checks of a running program: its end, its output.
+pub(crate) const CHECK_EVERY: Duration = Duration::from_millis(10);
 
 /// Longest time until a server has bound its port.
 const READY: Duration = Duration::from_secs(10);
@@ -459,7 +459,7 @@ impl Stage {
                 if Instant::now() > latest {
                     return Err(format!("the server does not listen on port {port}").into());
                 }
-                sleep(LOOK);
+                sleep(CHECK_EVERY);
             }
         }
         for line in &case.clients {
@@ -825,7 +825,7 @@ mod tests {
         };
         while bound() {
             assert!(Instant::now() < end);
-            sleep(LOOK);
+            sleep(CHECK_EVERY);
         }
     }
 }

@@ -11,11 +11,11 @@
 //! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
 //! | closed connections that are drained, in a process | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
 //! | how long a process that ends waits for them | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
-//! | connections that may wait until a queue pair names their peer | `qp.rs` `PARKED_MAX` | 8 |
-//! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `TURN` | 4 MiB |
+//! | connections that may wait until a queue pair names their peer | `qp/dial.rs` `PARKED_MAX` | 8 |
+//! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
 //! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |
 //! | bytes that wait in the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in all |
-//! | lines of the log that peers cause | `log.rs` `LINES` | 20 a second |
+//! | lines of the log that peers cause | `log.rs` `LINES_PER_SECOND` | 20 a second |
 
 /// Largest message, bytes. The verbs report it as `max_msg_sz`; one DDP message could carry 2^32 - 1.
 pub const MAX_MESSAGE: u64 = 1 << 30;
@@ -245,8 +245,8 @@ pub const READ_PADDING: usize = 1024;
 
 /// Datagrams that wait because a fault delays them, and their bytes: what 100 ms of a fast link hold. More are lost, as
 /// in a queue that is full.
-pub const FAULT_HELD: usize = 65_536;
-/// See [`FAULT_HELD`].
-pub const FAULT_HELD_BYTES: usize = 64 << 20;
+pub const FAULT_DELAYED: usize = 65_536;
+/// See [`FAULT_DELAYED`].
+pub const FAULT_DELAYED_BYTES: usize = 64 << 20;
 /// How long a datagram waits for the one that is to pass it.
 pub const FAULT_PASS: std::time::Duration = std::time::Duration::from_millis(10);

@@ -151,10 +151,10 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
 extern "C" fn at_exit() {
     let Ok(Some(plan)) = plan() else { return };
     if let Some(mut late) = LATE.get().try_lock() {
-        let held = std::mem::take(&mut late.held);
+        let datagrams = std::mem::take(&mut late.datagrams);
         drop(late);
-        for (_, held) in held {
-            if let Held::Out(socket, datagram, from) = held {
+        for (_, delayed) in datagrams {
+            if let Delayed::Out(socket, datagram, from) = delayed {
                 let _ = socket.send(&[datagram], from, &mut 0);
             }
         }
@@ -212,12 +212,12 @@ pub(crate) trait Deliver: Send + Sync {
 }
 
 /// A delayed datagram.
-enum Held {
+enum Delayed {
     Out(Arc<UdpSocket>, TxDatagram, Option<IpAddr>),
     In(Weak<dyn Deliver>, Arrival, Vec<u8>),
 }
 
-impl Held {
+impl Delayed {
     fn len(&self) -> usize {
         match self {
             Self::Out(_, datagram, _) => datagram.bytes.len(),
@@ -226,7 +226,7 @@ impl Held {
     }
 
     /// Sends or delivers the datagram. False: the socket has no room.
-    fn go(&self) -> bool {
+    fn forward(&self) -> bool {
         match self {
             Self::Out(socket, datagram, from) => !matches!(
                 socket.send(std::slice::from_ref(datagram), *from, &mut 0),
@@ -247,7 +247,7 @@ type Key = (Instant, u64);
 
 #[derive(Default)]
 struct Late {
-    held: BTreeMap<Key, Held>,
+    datagrams: BTreeMap<Key, Delayed>,
     bytes: usize,
     next: u64,
     token: Option<Token>,
@@ -258,13 +258,15 @@ static LATE: PerProcess<Mutex<Late>> =
     PerProcess::new(|| Mutex::new(Rank::DelayedDatagrams, Late::default()));
 
 /// Pause before a datagram is sent again to a socket that had no room.
-const AGAIN: Duration = Duration::from_millis(1);
+const RETRY_AFTER: Duration = Duration::from_millis(1);
 
 /// Delays a datagram until `at`. `None`: too many are delayed, and it is dropped.
-fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
+fn delay(engine: &'static Engine, at: Instant, delayed: Delayed) -> Option<Key> {
     let mut late = LATE.get().lock();
-    let len = held.len();
-    if late.held.len() >= bounds::FAULT_HELD || late.bytes + len > bounds::FAULT_HELD_BYTES {
+    let len = delayed.len();
+    if late.datagrams.len() >= bounds::FAULT_DELAYED
+        || late.bytes + len > bounds::FAULT_DELAYED_BYTES
+    {
         drop(late);
         DONE.get().overflowed.fetch_add(1, Ordering::Relaxed);
         return None;
@@ -272,22 +274,22 @@ fn hold(engine: &'static Engine, at: Instant, held: Held) -> Option<Key> {
     late.next += 1;
     let key = (at, late.next);
     late.bytes += len;
-    late.held.insert(key, held);
+    late.datagrams.insert(key, delayed);
     late.watch(engine);
     Some(key)
 }
 
 /// Takes a delayed datagram out of the queue before its time.
-fn release(key: Key) -> Option<Held> {
+fn release(key: Key) -> Option<Delayed> {
     let mut late = LATE.get().lock();
-    let held = late.held.remove(&key)?;
-    late.bytes -= held.len();
-    Some(held)
+    let delayed = late.datagrams.remove(&key)?;
+    late.bytes -= delayed.len();
+    Some(delayed)
 }
 
 impl Late {
     fn watch(&mut self, engine: &'static Engine) {
-        let Some((&(at, _), _)) = self.held.first_key_value() else {
+        let Some((&(at, _), _)) = self.datagrams.first_key_value() else {
             return;
         };
         if self.alarm.is_some_and(|alarm| alarm <= at) {
@@ -300,14 +302,14 @@ impl Late {
         engine.deadline(token, at);
     }
 
-    fn take_due(&mut self, now: Instant) -> Vec<Held> {
+    fn take_due(&mut self, now: Instant) -> Vec<Delayed> {
         let mut due = Vec::new();
-        while let Some(first) = self.held.first_entry()
+        while let Some(first) = self.datagrams.first_entry()
             && first.key().0 <= now
         {
-            let held = first.remove();
-            self.bytes -= held.len();
-            due.push(held);
+            let delayed = first.remove();
+            self.bytes -= delayed.len();
+            due.push(delayed);
         }
         due
     }
@@ -331,9 +333,9 @@ impl Source for Clock {
             late.watch(self.0);
             due
         };
-        for held in due {
-            if !held.go() {
-                hold(self.0, now + AGAIN, held);
+        for delayed in due {
+            if !delayed.forward() {
+                delay(self.0, now + RETRY_AFTER, delayed);
             }
         }
     }
@@ -497,10 +499,10 @@ impl Faults {
             _ => return Ok(0),
         };
         let parked = out.parked.take().and_then(release);
-        if let Some(held) = parked.filter(|_| passed > 0)
-            && !held.go()
+        if let Some(delayed) = parked.filter(|_| passed > 0)
+            && !delayed.forward()
         {
-            hold(self.engine, clock::now() + AGAIN, held);
+            delay(self.engine, clock::now() + RETRY_AFTER, delayed);
         }
         Ok(passed)
     }
@@ -533,17 +535,17 @@ impl Faults {
                 .then_some(now + bounds::FAULT_PASS)
         });
         for _ in 0..copies {
-            let held = Held::Out(Arc::clone(socket), datagram.clone(), from);
+            let delayed = Delayed::Out(Arc::clone(socket), datagram.clone(), from);
             match at {
                 Some(at) => {
-                    let key = hold(self.engine, at, held);
+                    let key = delay(self.engine, at, delayed);
                     if late.is_none() {
                         out.parked = key;
                     }
                 }
                 None => {
-                    if !held.go() {
-                        hold(self.engine, now + AGAIN, held);
+                    if !delayed.forward() {
+                        delay(self.engine, now + RETRY_AFTER, delayed);
                     }
                 }
             }
@@ -582,21 +584,21 @@ impl Faults {
         };
         let at = late.or_else(|| passes.then_some(now + bounds::FAULT_PASS));
         for _ in 0..copies {
-            let held = Held::In(Weak::clone(sink), *arrival, bytes.clone());
+            let delayed = Delayed::In(Weak::clone(sink), *arrival, bytes.clone());
             match at {
                 Some(at) => {
-                    let key = hold(self.engine, at, held);
+                    let key = delay(self.engine, at, delayed);
                     if late.is_none() {
                         self.into.lock().parked = key;
                     }
                 }
                 None => {
-                    held.go();
+                    delayed.forward();
                 }
             }
         }
-        if let Some(held) = parked.and_then(release) {
-            held.go();
+        if let Some(delayed) = parked.and_then(release) {
+            delayed.forward();
         }
     }
 }

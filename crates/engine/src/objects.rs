@@ -42,13 +42,14 @@ pub struct CompletionQueue {
     pub channel: Option<Arc<CompChannel>>,
 }
 
-struct Tell {
+/// Passes the events of a completion queue on to its channel and its context.
+struct CqNotify {
     context: Arc<Context>,
     channel: Option<Arc<CompChannel>>,
     c_object: Arc<AtomicUsize>,
 }
 
-impl Notify for Tell {
+impl Notify for CqNotify {
     fn completion(&self) {
         if let Some(channel) = &self.channel {
             channel.push(self.c_object.load(Ordering::Relaxed));
@@ -75,14 +76,14 @@ impl CompletionQueue {
             return Err(Misuse::InvalidArgument("cqe"));
         }
         let c_object = Arc::new(AtomicUsize::new(0));
-        let tell = Tell {
+        let notify = CqNotify {
             context: Arc::clone(context),
             channel: channel.clone(),
             c_object: Arc::clone(&c_object),
         };
         Ok(Arc::new(Self {
             engine: context.engine,
-            core: Arc::new(Cq::new(capacity as usize, Some(Arc::new(tell)))),
+            core: Arc::new(Cq::new(capacity as usize, Some(Arc::new(notify)))),
             c_object,
             channel,
         }))

@@ -2,7 +2,7 @@
 
 use super::shown;
 use crate::process::Process;
-use crate::programs::LOOK;
+use crate::programs::CHECK_EVERY;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -166,7 +166,7 @@ impl Guest {
         let mut stream = TcpStream::connect_timeout(&AGENT.into(), ASK)
             .map_err(|e| format!("the guest's agent: {e}\n{}", self.console_text()))?;
         stream.write_all(format!("{line}\n").as_bytes())?;
-        stream.set_read_timeout(Some(LOOK))?;
+        stream.set_read_timeout(Some(CHECK_EVERY))?;
         Ok(Remote {
             line: line.to_owned(),
             stream,

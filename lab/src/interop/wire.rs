@@ -2,7 +2,7 @@
 
 use super::{guest, shown};
 use crate::process::Process;
-use crate::programs::LOOK;
+use crate::programs::CHECK_EVERY;
 use rustix::process::Signal;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -70,7 +70,7 @@ impl Capture {
             if tcpdump.poll()?.is_some() || Instant::now() > latest {
                 return Err(format!("tcpdump: {}", fs::read_to_string(&errors)?).into());
             }
-            sleep(LOOK);
+            sleep(CHECK_EVERY);
         }
         Ok(Self {
             tcpdump,
@@ -87,7 +87,7 @@ impl Capture {
             if Instant::now() > latest {
                 return Err("tcpdump does not see the last packet".into());
             }
-            sleep(LOOK);
+            sleep(CHECK_EVERY);
         }
         self.tcpdump.signal(Signal::TERM);
         self.tcpdump.status(LIMIT)?;

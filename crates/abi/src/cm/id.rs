@@ -96,8 +96,9 @@ impl IdObject {
             .set(|c| std::mem::replace(&mut c.qp, std::ptr::null_mut()))
     }
 
-    /// Writes the state of the queue pair where the program sees it, if the identifier has one. Another thread may call
-    /// `rdma_destroy_qp` meanwhile: an event says that the connection is there, and the program may end it at once.
+    /// Writes the state of the identifier's queue pair, if it has one, to the field that the program reads. The lock keeps
+    /// another thread from destroying the queue pair at the same time: it may call `rdma_destroy_qp` as soon as it has the
+    /// event that reports the connection.
     pub(super) fn show_qp_state(&self) {
         let _alone = self.lock_qp();
         let qp = self.qp();

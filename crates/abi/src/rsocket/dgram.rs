@@ -2,8 +2,8 @@
 //! pair.
 //!
 //! A socket with a port listens at that UDP port for such requests. The thread that handles the device's sockets
-//! answers them. A socket that sends to a port for the first time requests the queue pair of that port. Datagrams wait
-//! meanwhile, and are dropped if there is no answer. An answer is used for a while and then requested again, because
+//! answers them. A socket that sends to a port for the first time requests the queue pair of that port. Its
+//! datagrams wait for the answer, and are dropped if none comes. An answer is used for a while and then requested again, because
 //! another socket may get the port.
 
 use std::collections::{HashMap, VecDeque};

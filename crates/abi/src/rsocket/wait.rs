@@ -77,9 +77,9 @@ impl Bells {
     }
 }
 
-/// Waits until the bell rings, one of `others` is ready, or the time `until` is reached. The calling thread handles the
-/// device's sockets meanwhile. It may return early, so the caller checks its condition again. `EINTR`: a signal handler
-/// ran.
+/// Waits until the bell rings, one of `others` is ready, or the time `until` is reached. While it
+/// waits, the calling thread handles the device's sockets. The function may return early, so the caller checks its
+/// condition again. `EINTR`: a signal handler ran.
 pub(super) fn wait(
     engine: &Engine,
     bell: &Bell,

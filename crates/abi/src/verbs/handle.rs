@@ -23,8 +23,8 @@ pub(crate) unsafe trait Object<C>: Sized {}
 
 /// A structure of the header that C code reads and writes too.
 ///
-/// No reference to it leaves the closures of [`Self::get`] and [`Self::set`]. That no other thread writes it meanwhile is
-/// what the manual pages ask of programs, and part of what callers of [`live`] promise.
+/// References to it exist only inside the closures of [`Self::get`] and [`Self::set`]. No other thread writes it while a
+/// closure runs: the manual pages demand this of programs, and it is part of what callers of [`live`] promise.
 #[repr(transparent)]
 pub(crate) struct CStruct<C>(UnsafeCell<C>);
 

@@ -27,8 +27,8 @@ const LIMIT: Duration = Duration::from_secs(40);
 /// How long a server may take to end when its client has.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// How often processes are looked at.
-const LOOK: Duration = Duration::from_millis(5);
+/// Pause between two checks of the processes of a row.
+const CHECK_EVERY: Duration = Duration::from_millis(5);
 
 /// The result of one measurement.
 #[derive(Debug, Clone)]
@@ -431,13 +431,13 @@ impl End {
             return Err(Lost::Interrupted);
         }
         if let Some(code) = self.gone()? {
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_EVERY);
             return Err(self.complaint(&format!("ended with {code}")));
         }
         if Instant::now() >= end {
             return Err(self.complaint(why));
         }
-        thread::sleep(LOOK);
+        thread::sleep(CHECK_EVERY);
         Ok(())
     }
 
@@ -488,7 +488,7 @@ impl End {
             if let Some(server) = server.as_deref_mut() {
                 server.drain();
             }
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_EVERY);
         }
     }
 
@@ -497,7 +497,7 @@ impl End {
         drop(self.child.stdin.take());
         let end = Instant::now() + GRACE;
         while Instant::now() < end && matches!(self.child.try_wait(), Ok(None)) {
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_EVERY);
         }
         if matches!(self.child.try_wait(), Ok(Some(_))) {
             while let Ok(line) = self.lines.recv_timeout(GRACE) {

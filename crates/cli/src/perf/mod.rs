@@ -25,8 +25,8 @@ use self::side::{Event, Numbers, Side, Word};
 use crate::cmd::Failure;
 use crate::library::Library;
 
-/// How often an end looks whether it was interrupted.
-const LOOK: Duration = Duration::from_millis(100);
+/// How often an end checks whether it was interrupted.
+const CHECK_EVERY: Duration = Duration::from_millis(100);
 
 /// How often an end sends a sign of life.
 const TICK: Duration = Duration::from_secs(1);
@@ -126,7 +126,7 @@ impl Watch {
             self.ticked = Instant::now();
             side.send(&Word::Tick).map_err(Lost::Peer)?;
         }
-        match self.events.recv_timeout(LOOK) {
+        match self.events.recv_timeout(CHECK_EVERY) {
             Ok(Event::Word(Word::Tick)) => Ok(None),
             Ok(Event::Gone(why)) => Err(Lost::Peer(why)),
             Ok(Event::Word(Word::Sorry(why))) => Err(Lost::Run(format!("the other end: {why}"))),
@@ -446,7 +446,9 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
     while !interrupted.load(Ordering::Relaxed) {
         match listener.accept() {
             Ok((stream, from)) => greetings.begin(stream, from.ip().to_canonical()),
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => std::thread::sleep(LOOK / 5),
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                std::thread::sleep(CHECK_EVERY / 5);
+            }
             Err(e) => return Err(format!("port {port}: {e}")),
         }
         let Ok((from, client)) = greetings.ended.try_recv() else {

@@ -16,8 +16,8 @@ const LONGEST: Duration = Duration::from_secs(120);
 /// Time to end in order, for programs that have started others.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How often the end of a program is looked for.
-const LOOK: Duration = Duration::from_millis(2);
+/// Pause between two checks whether a program has ended.
+const CHECK_EVERY: Duration = Duration::from_millis(2);
 
 /// A process that ends with this value.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl Drop for Ended {
             let _ended_already = kill_process(pid, Signal::TERM);
         }
         while Instant::now() < end && matches!(self.0.try_wait(), Ok(None)) {
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_EVERY);
         }
         let _ended_already = self.0.kill();
         let _nothing_to_do = self.0.wait();
@@ -57,7 +57,7 @@ impl Ended {
                 None if Instant::now() >= end => {
                     return Err(format!("it has not ended after {} s", LONGEST.as_secs()));
                 }
-                None => thread::sleep(LOOK),
+                None => thread::sleep(CHECK_EVERY),
             }
         };
         let mut text = String::new();

@@ -14,7 +14,7 @@ use crate::net::owner;
 use crate::net::socket::{local_addr, unmapped};
 
 /// Questions answered in one turn of the worker, so that a busy signpost does not delay other sockets.
-const TURN: usize = 64;
+const QUESTIONS_PER_TURN: usize = 64;
 
 /// Whether the sender of a datagram may request that a listener of this process moves to another port: only processes of this
 /// user and of root may. The kernel drops datagrams from other hosts with a loopback source address, so `from` is genuine.
@@ -43,7 +43,7 @@ impl CmId {
 
 impl Holder for CmId {
     fn answer_questions(&self) {
-        for _ in 0..TURN {
+        for _ in 0..QUESTIONS_PER_TURN {
             let mut buffer = [0_u8; LEN + 1];
             let received = {
                 let state = self.lock();

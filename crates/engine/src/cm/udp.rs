@@ -17,7 +17,7 @@ use super::sidr::{self, Budget, Endpoint, Outstanding, RequestId};
 use super::state::{Input, Phase};
 use super::{CmId, ConnParam, Event, EventKind, Peer, Requester, State, os};
 use crate::clock;
-use crate::connect::signpost::{self, Asked, Verdict};
+use crate::connect::signpost::{self, Asked, Location};
 use crate::fd::EngineFd;
 use crate::locks::Rank;
 use crate::net::route::{GROUP_PORT, source_for};
@@ -143,10 +143,10 @@ impl CmId {
             number: remote.port(),
         };
         let me = self.me.clone();
-        let done = move |verdict| {
+        let done = move |location| {
             if let Some(id) = me.upgrade() {
                 id.lock().question = None;
-                id.listener_found(remote, verdict);
+                id.listener_found(remote, location);
             }
         };
         let mut state = self.lock();
@@ -154,9 +154,9 @@ impl CmId {
             return;
         }
         match signpost::ask(self.engine, port, remote, Box::new(done)) {
-            Ok(Asked::Known(verdict)) => {
+            Ok(Asked::Known(location)) => {
                 drop(state);
-                self.listener_found(remote, verdict);
+                self.listener_found(remote, location);
             }
             Ok(Asked::Waiting(question)) => state.question = Some(question),
             // Out of descriptors or table entries: the next try of the request asks again.
@@ -165,8 +165,8 @@ impl CmId {
     }
 
     /// Sends the request to the port that the signpost named. Without an answer, the next try of the request asks again.
-    fn listener_found(&self, remote: SocketAddr, verdict: Verdict) {
-        let Verdict::At(port) = verdict else { return };
+    fn listener_found(&self, remote: SocketAddr, location: Location) {
+        let Location::At(port) = location else { return };
         let mut state = self.lock();
         if let Some(endpoint) = &mut state.udp {
             let mut to = remote;

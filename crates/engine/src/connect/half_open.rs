@@ -97,7 +97,7 @@ pub(crate) fn accept(
             if OCCURRED.now() {
                 log!(
                     Warn,
-                    "{most} connections that say nothing; closing the oldest, of {}",
+                    "{most} half-open connections wait for their MPA Request; closing the oldest, from {}",
                     oldest.peer
                 );
             }

@@ -35,12 +35,12 @@ const SENT_AT: [Duration; 5] = [
     Duration::from_millis(200),
     Duration::from_millis(400),
 ];
-/// Datagrams and errors that one look takes from the socket.
-const TURN: usize = 16;
+/// Datagrams and errors that are taken from the socket of a question in one call.
+const RECEIVES_MAX: usize = 16;
 /// How long a process of this host has for an answer to a call that waits for it.
 const LOCAL_PATIENCE: Duration = Duration::from_millis(100);
-/// How often all answers are looked at meanwhile, if the first one does not come.
-const LOCAL_LOOK: Duration = Duration::from_millis(5);
+/// A wait for several answers waits for the first of them; the sockets of the others are read at this interval.
+const LOCAL_CHECK_EVERY: Duration = Duration::from_millis(5);
 /// How long a port that turned out to be an iWARP listener is not asked about, when asking it means waiting.
 const SILENT_LIFETIME: Duration = Duration::from_secs(60);
 /// Such ports that are remembered.
@@ -48,26 +48,27 @@ const SILENT_MAX: usize = 64;
 
 /// Where a listener is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum Location {
     /// At this TCP or UDP port.
     At(u16),
     /// The port is taken by a program that does not listen yet.
     NotListening,
-    /// There is no signpost: at the port of that number, if anywhere.
-    Itself,
-    /// No answer came. As [`Verdict::Itself`], for a network may drop the question.
-    Silent,
+    /// There is no signpost: the listener, if there is one, is at the port that was asked for.
+    SamePort,
+    /// No answer came, perhaps because the network drops the questions. The connection is tried as for
+    /// [`Location::SamePort`].
+    Unanswered,
 }
 
-/// What a question led to.
+/// The result of [`ask`].
 pub(crate) enum Asked {
     /// The answer was there at once.
-    Known(Verdict),
-    /// The function is called with it.
+    Known(Location),
+    /// `done` is called with the answer.
     Waiting(Arc<Question>),
 }
 
-type Done = Box<dyn FnOnce(Verdict) + Send>;
+type Done = Box<dyn FnOnce(Location) + Send>;
 
 /// A question that is not answered yet.
 pub(crate) struct Question {
@@ -82,7 +83,7 @@ struct State {
     done: Option<Done>,
 }
 
-/// The socket of a question, and what it has heard.
+/// The socket of a question, and the answers it has received.
 struct Asking {
     fd: EngineFd,
     port: Port,
@@ -156,7 +157,7 @@ impl Asking {
 
     /// Takes what has arrived; the answer of the first place, if it is among it.
     fn take_datagrams(&mut self) -> Option<Status> {
-        for _ in 0..TURN {
+        for _ in 0..RECEIVES_MAX {
             let mut buffer = [0_u8; LEN + 1];
             match rustix::net::recvfrom(&self.fd, &mut buffer[..], RecvFlags::DONTWAIT) {
                 Ok((_, n, from)) => {
@@ -203,19 +204,19 @@ impl Asking {
         }
     }
 
-    /// What is known by now.
-    fn verdict(&mut self) -> Option<Verdict> {
+    /// Where the listener is, if the answers so far decide it.
+    fn location(&mut self) -> Option<Location> {
         match self.receive() {
-            Some(status) => verdict_of(status),
-            None => (self.refused == [true; 2]).then_some(Verdict::Itself),
+            Some(status) => location_of(status),
+            None => (self.refused == [true; 2]).then_some(Location::SamePort),
         }
     }
 }
 
-fn verdict_of(status: Status) -> Option<Verdict> {
+fn location_of(status: Status) -> Option<Location> {
     match status {
-        Status::Listening(at) => Some(Verdict::At(at)),
-        Status::Bound => Some(Verdict::NotListening),
+        Status::Listening(at) => Some(Location::At(at)),
+        Status::Bound => Some(Location::NotListening),
         Status::Other | Status::Released => None,
     }
 }
@@ -234,12 +235,12 @@ pub(crate) fn ask(
     done: Done,
 ) -> io::Result<Asked> {
     if SILENT.get().knows(to) {
-        return Ok(Asked::Known(Verdict::Itself));
+        return Ok(Asked::Known(Location::SamePort));
     }
     let mut asking = Asking::new(port, to)?;
     asking.send(&Message::Ask(port, asking.nonce));
-    if let Some(verdict) = asking.verdict() {
-        return Ok(Asked::Known(verdict));
+    if let Some(location) = asking.location() {
+        return Ok(Asked::Known(location));
     }
     let now = clock::now();
     let question = Arc::new(Question {
@@ -286,22 +287,22 @@ impl Question {
         state.done.take()
     }
 
-    fn step(&self, step: impl FnOnce(&mut Asking) -> Option<Verdict>) {
+    fn step(&self, step: impl FnOnce(&mut Asking) -> Option<Location>) {
         let mut state = self.lock();
-        let Some(verdict) = state.asking.as_mut().and_then(step) else {
+        let Some(location) = state.asking.as_mut().and_then(step) else {
             return;
         };
         let done = self.finish(&mut state);
         drop(state);
         if let Some(done) = done {
-            done(verdict);
+            done(location);
         }
     }
 }
 
 impl Source for Question {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        self.step(Asking::verdict);
+        self.step(Asking::location);
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -312,11 +313,11 @@ impl Source for Question {
         self.step(|asking| {
             let due = SENT_AT.get(asking.tries).copied().unwrap_or_default();
             if now >= since + due {
-                if let Some(verdict) = asking.second.and_then(verdict_of) {
-                    return Some(verdict);
+                if let Some(location) = asking.second.and_then(location_of) {
+                    return Some(location);
                 }
                 if asking.tries + 1 >= SENT_AT.len() {
-                    return Some(Verdict::Silent);
+                    return Some(Location::Unanswered);
                 }
                 asking.send(&Message::Ask(asking.port, asking.nonce));
             }
@@ -385,7 +386,7 @@ fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool
         let Some(first) = waiting.first().filter(|_| !is_over) else {
             return found;
         };
-        wait_readable(first.fd.get(), LOCAL_LOOK);
+        wait_readable(first.fd.get(), LOCAL_CHECK_EVERY);
     }
 }
 
@@ -462,9 +463,9 @@ mod tests {
     fn the_first_place_goes_before_the_second() {
         let (mut asking, [first, second]) = asking();
         answer(&second, Status::Listening(4000));
-        assert_eq!(asking.verdict(), None, "the first may answer yet");
+        assert_eq!(asking.location(), None, "the first may answer yet");
         answer(&first, Status::Listening(5000));
-        assert_eq!(asking.verdict(), Some(Verdict::At(5000)));
+        assert_eq!(asking.location(), Some(Location::At(5000)));
     }
 
     #[test]
@@ -472,7 +473,7 @@ mod tests {
         let (mut asking, [first, second]) = asking();
         answer(&second, Status::Bound);
         answer(&first, Status::Other);
-        assert_eq!(asking.verdict(), Some(Verdict::NotListening));
+        assert_eq!(asking.location(), Some(Location::NotListening));
     }
 
     #[test]
@@ -481,7 +482,7 @@ mod tests {
         drop(first);
         asking.send(&Message::Ask(PORT, asking.nonce));
         answer(&second, Status::Listening(4000));
-        assert_eq!(asking.verdict(), Some(Verdict::At(4000)));
+        assert_eq!(asking.location(), Some(Location::At(4000)));
     }
 
     #[test]
@@ -489,6 +490,6 @@ mod tests {
         let (mut asking, sockets) = asking();
         drop(sockets);
         asking.send(&Message::Ask(PORT, asking.nonce));
-        assert_eq!(asking.verdict(), Some(Verdict::Itself));
+        assert_eq!(asking.location(), Some(Location::SamePort));
     }
 }

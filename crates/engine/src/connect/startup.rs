@@ -31,7 +31,7 @@ use anywarp_core::llp::mpa::startup::{
 use anywarp_core::wire::signpost::Port;
 use rustix::net::SocketType;
 
-use super::signpost::{self, Asked, Question, Verdict};
+use super::signpost::{self, Asked, Location, Question};
 use crate::clock;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
@@ -237,17 +237,17 @@ impl Startup {
             number: self.peer.port(),
         };
         let me = Arc::downgrade(self);
-        let done = move |verdict| {
+        let done = move |location| {
             if let Some(me) = me.upgrade() {
-                me.handle_answer(verdict);
+                me.handle_answer(location);
             }
         };
         // The lock keeps an answer from another thread waiting until the question is in its place.
         let mut state = self.lock();
         match signpost::ask(self.engine, port, self.peer, Box::new(done))? {
-            Asked::Known(verdict) => {
+            Asked::Known(location) => {
                 drop(state);
-                self.follow(config, verdict)
+                self.follow(config, location)
             }
             Asked::Waiting(question) => {
                 state.question = Some(question);
@@ -258,7 +258,7 @@ impl Startup {
     }
 
     /// The signpost has answered, or will not.
-    fn handle_answer(self: &Arc<Self>, verdict: Verdict) {
+    fn handle_answer(self: &Arc<Self>, location: Location) {
         let config = {
             let mut state = self.lock();
             state.question = None;
@@ -271,22 +271,22 @@ impl Startup {
                 }
             }
         };
-        if let Err(e) = self.follow(*config, verdict) {
+        if let Err(e) = self.follow(*config, location) {
             let errno = e.raw_os_error().unwrap_or(libc::EIO);
             self.owner.failed(self, Failure::Unreachable { errno });
         }
     }
 
     /// Connects to the place that was found.
-    fn follow(self: &Arc<Self>, config: InitiatorConfig, verdict: Verdict) -> io::Result<()> {
-        match verdict {
-            Verdict::At(port) => self.connect_to(config, port),
-            Verdict::Itself => self.connect_to(config, self.peer.port()),
-            Verdict::Silent => {
+    fn follow(self: &Arc<Self>, config: InitiatorConfig, location: Location) -> io::Result<()> {
+        match location {
+            Location::At(port) => self.connect_to(config, port),
+            Location::SamePort => self.connect_to(config, self.peer.port()),
+            Location::Unanswered => {
                 self.lock().silent = true;
                 self.connect_to(config, self.peer.port())
             }
-            Verdict::NotListening => {
+            Location::NotListening => {
                 // Handled like a port that refuses the connection.
                 let machine = initiator(&config)?;
                 let mut state = self.lock();

@@ -169,15 +169,15 @@ impl Drain {
 
     /// Reads once, and closes the socket at its end; whether there may be more to read.
     fn read(&self) -> bool {
-        let mut stage = self.engine.rx_buffer();
+        let mut buffer = self.engine.rx_buffer();
         let read = {
             let connection = self.fd.lock();
             let Some((fd, _)) = &*connection else {
                 return false;
             };
-            stream::receive(fd.get(), None, &mut stage)
+            stream::receive(fd.get(), None, &mut buffer)
         };
-        self.engine.return_rx_buffer(stage);
+        self.engine.return_rx_buffer(buffer);
         if matches!(read, Err(Io::Eof | Io::Broken(_))) {
             self.finish();
         }

@@ -340,9 +340,9 @@ impl Tcp {
         } else {
             Outcome::Open
         };
-        let mut stage = engine.rx_buffer();
-        let outcome = self.receive_into(&mut stage, conn, now);
-        engine.return_rx_buffer(stage);
+        let mut buffer = engine.rx_buffer();
+        let outcome = self.receive_into(&mut buffer, conn, now);
+        engine.return_rx_buffer(buffer);
         // Before our last hand-over message is sent, each byte on the socket is one of the stream, and wakes the peer.
         if let Some(shm) = &self.shm
             && self.rx_shm
@@ -363,13 +363,13 @@ impl Tcp {
         self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
     }
 
-    /// Hands received bytes to *deframe*, and adds to `turn` how long that takes. Returns how many of them were used.
+    /// Hands received bytes to *deframe*, and adds to `spent` how long that takes. Returns how many of them were used.
     fn handle_rx(
         &mut self,
         conn: &mut Connection,
         now: Instant,
         bytes: &[u8],
-        turn: &mut Duration,
+        spent: &mut Duration,
     ) -> usize {
         if bytes.len() < TIMED_BYTES {
             return conn.handle_rx(now, bytes).min(bytes.len());
@@ -382,26 +382,26 @@ impl Tcp {
         } else if time < TURN_TIME / 4 {
             self.rx_limit = (self.rx_limit * 2).min(RX_BUFFER_LEN);
         }
-        *turn += time;
+        *spent += time;
         used
     }
 
-    fn receive_into(&mut self, stage: &mut [u8], conn: &mut Connection, now: Instant) -> Outcome {
-        let mut filled = self.rest.len().min(stage.len());
-        if let (Some(front), Some(rest)) = (stage.get_mut(..filled), self.rest.get(..filled)) {
+    fn receive_into(&mut self, buffer: &mut [u8], conn: &mut Connection, now: Instant) -> Outcome {
+        let mut filled = self.rest.len().min(buffer.len());
+        if let (Some(front), Some(rest)) = (buffer.get_mut(..filled), self.rest.get(..filled)) {
             front.copy_from_slice(rest);
         }
         self.rest.clear();
         let mut outcome = Outcome::Open;
-        let mut turn = 0;
+        let mut received = 0;
         let mut time = Duration::ZERO;
         // Bytes that were received behind the Reply of start-up count as new.
         let mut fresh = filled > 0;
         loop {
             if fresh {
-                let bytes = stage.get(..filled).unwrap_or(&[]);
+                let bytes = buffer.get(..filled).unwrap_or(&[]);
                 let used = self.handle_rx(conn, now, bytes, &mut time);
-                stage.copy_within(used..filled, 0);
+                buffer.copy_within(used..filled, 0);
                 filled -= used;
                 match self.handle_handover(conn, filled) {
                     Handled::Switched => filled = 0,
@@ -412,7 +412,7 @@ impl Tcp {
                     }
                 }
             }
-            if turn >= RX_TURN_BYTES || time > TURN_TIME {
+            if received >= RX_TURN_BYTES || time > TURN_TIME {
                 break;
             }
             let direct = conn.direct().map(|(places, filled, missing)| Unfilled {
@@ -423,8 +423,8 @@ impl Tcp {
             let wanted = direct.map_or(0, |direct| {
                 usize::try_from(direct.missing).unwrap_or(usize::MAX)
             });
-            let end = stage.len().min(filled + self.rx_limit);
-            let Some(room) = stage.get_mut(filled..end) else {
+            let end = buffer.len().min(filled + self.rx_limit);
+            let Some(room) = buffer.get_mut(filled..end) else {
                 break;
             };
             let requested = room.len().saturating_add(wanted);
@@ -436,13 +436,13 @@ impl Tcp {
                         conn.handle_direct(now, user as u64);
                     }
                     filled += own;
-                    turn += user + own;
+                    received += user + own;
                     fresh = true;
                     if user + own < requested && !self.rx_shm {
                         // The socket is empty: another call would find nothing.
-                        let bytes = stage.get(..filled).unwrap_or(&[]);
+                        let bytes = buffer.get(..filled).unwrap_or(&[]);
                         let used = self.handle_rx(conn, now, bytes, &mut time);
-                        stage.copy_within(used..filled, 0);
+                        buffer.copy_within(used..filled, 0);
                         filled -= used;
                         match self.handle_handover(conn, filled) {
                             Handled::Switched => (filled, fresh) = (0, false),
@@ -465,10 +465,10 @@ impl Tcp {
                 Err(Io::Invalidated) => {
                     // The buffer was deregistered while its message arrives. The rest is received into our own buffer; placing
                     // it fails, which ends the stream.
-                    match self.read(None, stage.get_mut(filled..).unwrap_or(&mut [])) {
+                    match self.read(None, buffer.get_mut(filled..).unwrap_or(&mut [])) {
                         Ok((_, own)) => {
                             filled += own;
-                            turn += own;
+                            received += own;
                             fresh = true;
                         }
                         Err(Io::WouldBlock) => break,
@@ -487,7 +487,7 @@ impl Tcp {
         }
         if filled > 0 {
             self.rest
-                .extend_from_slice(stage.get(..filled.min(RX_BUFFER_LEN)).unwrap_or(&[]));
+                .extend_from_slice(buffer.get(..filled.min(RX_BUFFER_LEN)).unwrap_or(&[]));
         } else {
             self.rest = Vec::new();
         }
@@ -529,10 +529,10 @@ impl Tcp {
         now: Instant,
         flush: bool,
     ) -> Outcome {
-        let mut turn = 0;
+        let mut written = 0;
         let mut more = true;
         loop {
-            if turn >= TX_TURN_BYTES && !self.tx_shm {
+            if written >= TX_TURN_BYTES && !self.tx_shm {
                 // The next turn begins when the socket is reported writable.
                 self.blocked = true;
                 return Outcome::Open;
@@ -566,7 +566,7 @@ impl Tcp {
             match sent {
                 Io::Done(n) => {
                     self.counts.tx_bytes += n as u64;
-                    turn += n;
+                    written += n;
                     self.sent += n;
                     if self.sent >= self.batch.len() {
                         self.batch.clear();

@@ -2,8 +2,9 @@
 //!
 //! Without the connection manager the program gives both ends the other's address and number (`ibv_modify_qp(3)`). The
 //! end with the smaller (address, number) dials the other's QPN port; the other end waits for it. Work requests may be
-//! posted meanwhile. A queue pair that is connected to itself gets a socket pair. With the connection manager, that one
-//! opens the connection and passes it to [`RcQp::attach_managed`].
+//! posted before there is a connection. A queue pair that is connected to itself gets a socket pair.
+//!
+//! With the connection manager, the manager opens the connection and passes it to [`RcQp::attach_managed`].
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};

@@ -55,8 +55,8 @@ impl HotSocket {
         }
     }
 
-    /// Tries to receive from the hot socket. `turn` counts polls.
-    pub(super) fn try_recv(&self, sources: &Sources, turn: u64, now: Instant) -> Tried {
+    /// Tries to receive from the hot socket. `nth`: the number of this poll.
+    pub(super) fn try_recv(&self, sources: &Sources, nth: u64, now: Instant) -> Tried {
         let hot = Token(self.token.load(Ordering::Relaxed));
         if hot == Token::NONE {
             return Tried {
@@ -77,7 +77,7 @@ impl HotSocket {
                 }
                 Tried {
                     found: true,
-                    poll_all: turn.is_multiple_of(POLL_ALL_EACH_HIT),
+                    poll_all: nth.is_multiple_of(POLL_ALL_EACH_HIT),
                 }
             }
             Some(false) => {
@@ -88,7 +88,7 @@ impl HotSocket {
                 }
                 Tried {
                     found: false,
-                    poll_all: misses >= MISSES_MAX || turn.is_multiple_of(POLL_ALL_EACH_MISS),
+                    poll_all: misses >= MISSES_MAX || nth.is_multiple_of(POLL_ALL_EACH_MISS),
                 }
             }
             None => {

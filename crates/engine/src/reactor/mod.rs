@@ -283,9 +283,9 @@ impl Reactor {
         n > 0
     }
 
-    /// Handles the hot socket, or all that are ready; whether there was something. `turn` counts idle polls.
-    fn poll_ready(&self, turn: u64, now: Instant) -> bool {
-        let Tried { found, poll_all } = self.hot.try_recv(&self.sources, turn, now);
+    /// Handles the hot socket, or all that are ready; whether something had arrived. `nth`: the number of this idle poll.
+    fn poll_ready(&self, nth: u64, now: Instant) -> bool {
+        let Tried { found, poll_all } = self.hot.try_recv(&self.sources, nth, now);
         // The result is true if the hot socket had something, even if the other sockets have nothing.
         let others = poll_all && self.poll_all(now);
         found || others
@@ -620,7 +620,7 @@ impl Reactor {
         let time = time.min(WAIT_WORKING);
         let mut now = clock::now();
         let until = now + time;
-        for turn in 1.. {
+        for nth in 1.. {
             if now >= until {
                 break;
             }
@@ -664,7 +664,7 @@ impl Reactor {
                 break;
             }
             if !sockets.revents().is_empty() {
-                let Tried { found, poll_all } = self.hot.try_recv(&self.sources, turn, now);
+                let Tried { found, poll_all } = self.hot.try_recv(&self.sources, nth, now);
                 if poll_all || !found {
                     self.poll_all(now);
                 }

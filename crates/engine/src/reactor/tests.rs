@@ -11,7 +11,7 @@ use super::*;
 /// Longer than any delay of a loaded machine between two lines of a test.
 const LONG: Duration = Duration::from_millis(20);
 
-/// A budget that spins so long that what a test sends meanwhile arrives in time.
+/// A budget whose spins are so long that what a test sends during one arrives before its end.
 fn budget() -> SpinBudget {
     SpinBudget::new(LONG)
 }
@@ -159,7 +159,7 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
 
 /// Delayed acknowledgements are sent before the worker spins, and what they bring is received in the same turn.
 #[test]
-fn a_worker_that_spins_receives_what_arrives_meanwhile() {
+fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
     let (soon, late) = (Duration::ZERO, 2 * LONG);
     // An arrival in time adds credit; the next spin, in which nothing arrives, halves it. A late arrival adds none.
     let cases = [

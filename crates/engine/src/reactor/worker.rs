@@ -22,7 +22,7 @@ const STACK_BYTES: usize = 512 * 1024;
 pub(super) const ROUNDS_MAX: usize = 64;
 /// How long the worker spins for more before it sleeps: waking it takes longer, and part of that is the sender's time.
 const SPIN_FOR: Duration = Duration::from_micros(25);
-/// The time between two checks of a spinning worker: everything that arrives meanwhile is received, and acknowledged,
+/// The time between two checks of a spinning worker. What arrives in one such interval is received, and acknowledged,
 /// together.
 const SPIN_PAUSE: Duration = Duration::from_nanos(1000);
 
@@ -76,8 +76,8 @@ impl SpinBudget {
         self.sleeps.is_multiple_of(Self::TRY_EACH)
     }
 
-    /// Records a spin. `hit`: something arrived before its end. Later arrivals do not count: another thread, perhaps
-    /// the sender, may have had the processor meanwhile.
+    /// Records a spin. `hit`: something arrived before its end. Arrivals after it do not count: by
+    /// then another thread, perhaps the sender, may have had the processor.
     fn record(&mut self, hit: bool) {
         self.credit = if hit {
             Self::CREDIT_MAX.min(self.credit + Self::CREDIT_PER_HIT)

@@ -271,8 +271,8 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     Ok(())
 }
 
-/// How long a wait lasts at most before the peers that others wait for are asked whether they are there.
-const TURN: Duration = Duration::from_millis(500);
+/// How often a waiting thread asks whether the peers of unanswered requests are still there.
+const ASK_PEERS_EVERY: Duration = Duration::from_millis(500);
 
 /// # Safety
 /// As for [`take_entries`].
@@ -304,7 +304,9 @@ unsafe fn wait_for_entries(
             continue;
         }
         match may_wait(object, wait) {
-            Ok(()) => wait.wait(Some(left.map_or(TURN, |left| left.min(TURN)))),
+            Ok(()) => wait.wait(Some(
+                left.map_or(ASK_PEERS_EVERY, |left| left.min(ASK_PEERS_EVERY)),
+            )),
             Err(FI_EAGAIN) => {}
             Err(why) => return Err(why),
         }

@@ -15,8 +15,8 @@ const OPEN_TIME: Duration = Duration::from_secs(20);
 /// Longest time for the whole self-test; it takes seconds where all is well.
 const TEST_TIME: Duration = Duration::from_secs(300);
 
-/// How often a running program is looked at.
-const LOOK: Duration = Duration::from_millis(20);
+/// Pause between two checks whether a program has ended.
+const CHECK_EVERY: Duration = Duration::from_millis(20);
 
 /// What a program left behind.
 struct Outcome {
@@ -67,7 +67,7 @@ fn run_program(library: &Library, args: &[&str], time: Duration) -> io::Result<O
             child.wait()?;
             break None;
         }
-        thread::sleep(LOOK);
+        thread::sleep(CHECK_EVERY);
     };
     let mut text = String::new();
     for reader in readers {
