@@ -24,6 +24,7 @@ pub mod env;
 pub mod error;
 pub mod fault;
 pub mod llp;
+pub mod lock;
 pub mod observe;
 pub mod rdmap;
 mod sync;

@@ -1,64 +1,64 @@
 //! Locks and atomics: those of the standard library, or of loom when its tests are built.
-//!
-//! Locks ignore poisoning: a panic is caught at the border to C and breaks the device, and until then other threads go on.
 
-#[cfg(loom)]
-pub(crate) use loom::{
-    hint::spin_loop,
-    sync::{
-        MutexGuard, RwLockReadGuard, RwLockWriteGuard,
-        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence},
-    },
-    thread::yield_now,
-};
+#[cfg(not(loom))]
+pub(crate) use crate::lock::{Mutex, RwLock};
 #[cfg(not(loom))]
 pub(crate) use std::{
     hint::spin_loop,
     sync::{
-        MutexGuard, RwLockReadGuard, RwLockWriteGuard,
+        MutexGuard,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence},
     },
     thread::yield_now,
 };
 
 #[cfg(loom)]
-use loom::sync as imp;
-#[cfg(not(loom))]
-use std::sync as imp;
-use std::sync::PoisonError;
+pub(crate) use self::model::{Mutex, RwLock};
+#[cfg(loom)]
+pub(crate) use loom::{
+    hint::spin_loop,
+    sync::{
+        MutexGuard,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence},
+    },
+    thread::yield_now,
+};
 
-/// A mutex that ignores poisoning.
-#[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(imp::Mutex<T>);
+/// The types of [`crate::lock`] for loom.
+#[cfg(loom)]
+mod model {
+    use loom::sync::{self, MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
-impl<T> Mutex<T> {
-    pub(crate) fn new(value: T) -> Self {
-        Self(imp::Mutex::new(value))
+    use crate::lock::ignore_poison;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            ignore_poison(self.0.lock())
+        }
     }
 
-    #[inline]
-    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+    #[derive(Debug, Default)]
+    pub(crate) struct RwLock<T>(sync::RwLock<T>);
 
-/// A reader-writer lock that ignores poisoning.
-#[derive(Debug, Default)]
-pub(crate) struct RwLock<T>(imp::RwLock<T>);
+    impl<T> RwLock<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(sync::RwLock::new(value))
+        }
 
-impl<T> RwLock<T> {
-    pub(crate) fn new(value: T) -> Self {
-        Self(imp::RwLock::new(value))
-    }
+        pub(crate) fn read(&self) -> RwLockReadGuard<'_, T> {
+            ignore_poison(self.0.read())
+        }
 
-    #[inline]
-    pub(crate) fn read(&self) -> RwLockReadGuard<'_, T> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    #[inline]
-    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, T> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
+        pub(crate) fn write(&self) -> RwLockWriteGuard<'_, T> {
+            ignore_poison(self.0.write())
+        }
     }
 }
 

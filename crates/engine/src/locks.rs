@@ -1,13 +1,12 @@
 //! Locks that are acquired in the order of their ranks, which builds with debug assertions check.
 //!
 //! A thread that holds a lock may acquire only locks of a higher [`Rank`]. So no two threads can each hold a lock that the
-//! other one waits for. In release builds the types are those of the standard library and nothing is checked.
-//!
-//! Poisoning is ignored, here and only here: a panic while a lock is held is caught at the border of the library, and the
-//! device is unusable from then on (see `fatal`), so that no invariant is relied on afterwards.
+//! other one waits for. In release builds nothing is checked. Poisoning is ignored: see [`anywarp_core::lock`].
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{self, PoisonError, TryLockError};
+use std::sync;
+
+use anywarp_core::lock;
 
 /// The order in which locks are acquired: the first variant first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -184,14 +183,14 @@ mod held {
 #[derive(Debug)]
 pub struct Mutex<T> {
     rank: Rank,
-    lock: sync::Mutex<T>,
+    lock: lock::Mutex<T>,
 }
 
 /// A reader-writer lock with a rank.
 #[derive(Debug)]
 pub struct RwLock<T> {
     rank: Rank,
-    lock: sync::RwLock<T>,
+    lock: lock::RwLock<T>,
 }
 
 /// A held lock: releases it when dropped.
@@ -210,7 +209,7 @@ impl<T> Mutex<T> {
     pub const fn new(rank: Rank, value: T) -> Self {
         Self {
             rank,
-            lock: sync::Mutex::new(value),
+            lock: lock::Mutex::new(value),
         }
     }
 
@@ -219,7 +218,7 @@ impl<T> Mutex<T> {
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let held = held::Held::new(self.rank);
         Guard {
-            guard: self.lock.lock().unwrap_or_else(PoisonError::into_inner),
+            guard: self.lock.lock(),
             _held: held,
         }
     }
@@ -228,13 +227,8 @@ impl<T> Mutex<T> {
     /// for the locks that are acquired while this one is held.
     #[inline]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        let guard = match self.lock.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
         Some(Guard {
-            guard,
+            guard: self.lock.try_lock()?,
             _held: held::Held::unchecked(self.rank),
         })
     }
@@ -245,7 +239,7 @@ impl<T> RwLock<T> {
     pub const fn new(rank: Rank, value: T) -> Self {
         Self {
             rank,
-            lock: sync::RwLock::new(value),
+            lock: lock::RwLock::new(value),
         }
     }
 
@@ -254,7 +248,7 @@ impl<T> RwLock<T> {
     pub fn read(&self) -> Guard<sync::RwLockReadGuard<'_, T>> {
         let held = held::Held::new(self.rank);
         Guard {
-            guard: self.lock.read().unwrap_or_else(PoisonError::into_inner),
+            guard: self.lock.read(),
             _held: held,
         }
     }
@@ -264,7 +258,7 @@ impl<T> RwLock<T> {
     pub fn write(&self) -> Guard<sync::RwLockWriteGuard<'_, T>> {
         let held = held::Held::new(self.rank);
         Guard {
-            guard: self.lock.write().unwrap_or_else(PoisonError::into_inner),
+            guard: self.lock.write(),
             _held: held,
         }
     }

@@ -37,11 +37,16 @@ struct Entry {
     abandoned: bool,
 }
 
+/// Acquires a lock. One that is poisoned counts as any other: another thread's panic must not end the futures of this one.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The driver, started when it is first used.
 pub(crate) fn get() -> io::Result<&'static Driver> {
     static DRIVER: OnceLock<Driver> = OnceLock::new();
     static STARTING: Mutex<()> = Mutex::new(());
-    let _one = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = lock(&STARTING);
     if let Some(driver) = DRIVER.get() {
         return Ok(driver);
     }
@@ -62,9 +67,7 @@ pub(crate) fn get() -> io::Result<&'static Driver> {
 
 impl Driver {
     fn lock(&self) -> MutexGuard<'_, Operations> {
-        self.operations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.operations)
     }
 
     fn run(&self) {

@@ -16,6 +16,7 @@ mod flow;
 #[cfg(any(test, fuzzing))]
 pub mod fuzz;
 mod library;
+mod lock;
 mod memory;
 mod queue;
 mod socket;

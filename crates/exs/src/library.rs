@@ -1,6 +1,7 @@
 //! What there is once in the process: tables of sockets, queues, memory and devices, and the thread that waits for them.
 
 use crate::ffi;
+use crate::lock::lock;
 use crate::memory::{Device, Memory, Ptr};
 use crate::queue::Queue;
 use crate::socket::{Op, Settings, Socket};
@@ -9,7 +10,7 @@ use libc::{c_int, c_void};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 /// Descriptors begin here, far above those of the system, so that one is not taken for the other.
@@ -50,10 +51,6 @@ pub(crate) struct CmEvent {
     pub(crate) id: *mut ffi::CmId,
     fd: c_int,
     pub(crate) data: Vec<u8>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 extern "C" fn in_child() {

@@ -1,8 +1,9 @@
 //! Registered memory, and the devices that it is registered with.
 
 use crate::ffi;
+use crate::lock::lock;
 use libc::{c_int, c_void};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// A pointer of the verbs libraries, which may be used by any thread.
@@ -179,7 +180,7 @@ impl Memory {
     }
 
     pub(crate) fn region(&self, device: &Device, what: Use) -> Result<Arc<Region>, c_int> {
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut regions = lock(&self.regions);
         let key = device.pd.0.addr();
         if let Some((_, _, region)) = regions.iter().find(|(k, u, _)| *k == key && *u == what) {
             return Ok(Arc::clone(region));
@@ -243,7 +244,7 @@ impl Pool {
     }
 
     fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// A buffer for `len` bytes; none if it does not pay, or if all are in use.

@@ -1,10 +1,11 @@
 //! Event queues: what `exs_qdequeue` takes from, and how threads wait for it.
 
+use crate::lock::lock;
 use crate::socket::Socket;
 use libc::{c_int, c_void};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// An event, in the layout of `exs_event_t`.
@@ -88,7 +89,7 @@ impl Queue {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Keeps room for the events of a call on `socket`.

@@ -3,6 +3,7 @@
 use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
+use crate::lock::lock;
 use crate::memory::{Device, FileMap, Memory, Piece, Pool, Ptr, Region, Use};
 use crate::queue::{Event, MORE, Queue};
 use crate::wire::{
@@ -11,7 +12,7 @@ use crate::wire::{
 use libc::{c_int, c_void};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Numbers of the events, as `<exs.h>` has them.
@@ -151,7 +152,7 @@ pub(crate) struct PollCall {
 
 impl PollCall {
     fn lock(&self) -> MutexGuard<'_, Option<Op>> {
-        self.op.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.op)
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -326,7 +327,7 @@ impl Socket {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner)
     }
 
     pub(crate) fn settings(&self, change: impl FnOnce(&mut Settings)) -> Result<Settings, c_int> {

@@ -1,13 +1,14 @@
 //! One end, as an application sees it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anywarp_core::connection::{Connection, First, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
 use anywarp_core::llp::mpa::frame::TxBatch;
 use anywarp_core::llp::mpa::marker::Stripper;
+use anywarp_core::lock::Mutex;
 use anywarp_core::observe::Observer;
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
@@ -174,7 +175,7 @@ impl Host {
 
     /// A random number for an STag.
     pub fn random(&self) -> u32 {
-        let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rng = self.rng.lock();
         rng.next() as u32
     }
 

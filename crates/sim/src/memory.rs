@@ -1,7 +1,8 @@
 //! An address space: one vector that begins at [`BASE`].
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
+use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::mr::{Memory, Pinned};
 
 /// Address of the first byte.
@@ -14,7 +15,7 @@ pub struct Space(Arc<Mutex<Vec<u8>>>);
 impl Space {
     /// All bytes of the address space.
     pub fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Allocates `len` bytes after a gap, and returns the address of the first.

@@ -1,8 +1,9 @@
 //! The steps of the data path as text.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use anywarp_core::lock::Mutex;
 use anywarp_core::observe::{Observer, Step};
 use anywarp_core::verbs::wr::Op;
 use anywarp_core::wire::control::Control;
@@ -21,16 +22,13 @@ impl Log {
 
     /// Takes the recorded steps, with their queue pairs.
     pub fn take(&self) -> Vec<(u32, String)> {
-        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut self.0.lock())
     }
 }
 
 impl Observer for Log {
     fn step(&self, qpn: u32, step: &Step<'_>) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push((qpn, render(step)));
+        self.0.lock().push((qpn, render(step)));
     }
 }
 

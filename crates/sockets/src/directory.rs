@@ -5,10 +5,10 @@
 
 use crate::real;
 use crate::sys;
+use anywarp_core::lock::Mutex;
 use libc::{c_int, sockaddr_un, socklen_t};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Mutex, PoisonError};
 
 /// The names that this process holds, by the number of the listener.
 static HELD: Mutex<Option<HashMap<c_int, c_int>>> = Mutex::new(None);
@@ -44,7 +44,7 @@ pub fn enter(listener: c_int, addr: SocketAddr) {
     let high = if ok { sys::copy_high(fd) } else { None };
     sys::close(fd);
     if let Some(high) = high {
-        let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = HELD.lock();
         if let Some(old) = held.get_or_insert_default().insert(listener, high) {
             sys::close(old);
         }
@@ -53,7 +53,7 @@ pub fn enter(listener: c_int, addr: SocketAddr) {
 
 /// The listener was closed.
 pub fn leave(listener: c_int) {
-    let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut held = HELD.lock();
     if let Some(fd) = held.as_mut().and_then(|h| h.remove(&listener)) {
         sys::close(fd);
     }
@@ -123,7 +123,7 @@ fn is_here(addr: SocketAddr) -> bool {
 
 /// Ends the connections of those that have asked: they wait in the backlogs of the names.
 pub fn sweep() {
-    let held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    let held = HELD.lock();
     for fd in held.iter().flat_map(HashMap::values) {
         for _ in 0..8192 {
             // SAFETY: no address is asked for.

@@ -8,20 +8,20 @@ use crate::wire::{Broken, Frame, Kind, LONGEST, Private, Rx, Sink, Tx};
 use anywarp_core::llp::mpa::startup::{
     Incoming, Initiator, InitiatorConfig, Progress, Responder, ResponderLimits,
 };
+use anywarp_core::lock::Mutex;
 use libc::c_int;
 use std::io::{IoSlice, IoSliceMut};
-use std::sync::{Mutex, PoisonError};
 
 /// Buffers for what does not go straight to the program.
 static SCRATCH: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
 
 fn scratch() -> Box<[u8]> {
-    let kept = SCRATCH.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let kept = SCRATCH.lock().pop();
     kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice())
 }
 
 fn keep(buffer: Box<[u8]>) {
-    let mut all = SCRATCH.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = SCRATCH.lock();
     if all.len() < limits::SCRATCH_KEPT {
         all.push(buffer);
     }

@@ -1,8 +1,9 @@
 //! `rdma_getaddrinfo(3)`: names, services and hints become addresses.
 
 use std::ffi::{c_char, c_int};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use anywarp_core::lock::Mutex;
 use libc::{addrinfo, sockaddr, socklen_t};
 
 use super::types::*;
@@ -194,12 +195,12 @@ pub(super) struct Resolved(Arc<Mutex<Option<List>>>);
 
 impl Resolved {
     pub(super) fn set(&self, list: Option<List>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = list;
+        *self.0.lock() = list;
     }
 
     /// A copy of the list, for `rdma_freeaddrinfo`.
     pub(super) fn duplicate(&self) -> Option<*mut rdma_addrinfo> {
-        let list = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = self.0.lock();
         // SAFETY: a list of the resolver.
         list.as_ref().map(|list| unsafe { duplicate(list.0, true) })
     }

@@ -1,9 +1,10 @@
 //! The context, protection domain and XRC domain that identifiers share, and the list of devices.
 
 use std::ffi::c_int;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
 
+use anywarp_core::lock::Mutex;
 use anywarp_engine::process::PerProcess;
 
 use crate::entry;
@@ -35,7 +36,7 @@ pub(super) fn shared() -> Result<&'static Shared, Errno> {
     if let Some(shared) = home.shared.get() {
         return Ok(shared);
     }
-    let _making = home.making.lock().unwrap_or_else(PoisonError::into_inner);
+    let _making = home.making.lock();
     if let Some(shared) = home.shared.get() {
         return Ok(shared);
     }

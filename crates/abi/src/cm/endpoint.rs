@@ -1,7 +1,6 @@
 //! Endpoints: `rdma_create_ep(3)`, which does all steps before connecting, and `rdma_get_request(3)`.
 
 use std::ffi::c_int;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use anywarp_engine::cm::CmId;
@@ -36,10 +35,7 @@ unsafe fn prepare(
             pd: AtomicPtr::new(pd),
             init: init.copied(),
         };
-        *object
-            .template
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(template);
+        *object.template.lock() = Some(template);
         return Ok(());
     }
     // SAFETY: the addresses of `info` are valid (caller's promise).
@@ -151,7 +147,6 @@ unsafe fn take_request(
     let template = parent
         .template
         .lock()
-        .unwrap_or_else(PoisonError::into_inner)
         .as_ref()
         .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
     if let Some((pd, mut init)) = template {

@@ -5,8 +5,9 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
+use anywarp_core::lock::Mutex;
 use anywarp_engine::address::gid_of;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
@@ -83,9 +84,7 @@ impl IdObject {
 
     /// See `qp_in_use`.
     pub(super) fn lock_qp(&self) -> MutexGuard<'_, ()> {
-        self.qp_in_use
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.qp_in_use.lock()
     }
 
     /// Takes the queue pair away from the identifier. [`IdObject::show_qp_state`] no longer uses it, so that it can be
@@ -111,17 +110,11 @@ impl IdObject {
 
     /// Data of the connect request, as `rdma_create_ep` was given it.
     pub(super) fn connect_data(&self) -> Vec<u8> {
-        self.connect_data
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.connect_data.lock().clone()
     }
 
     pub(super) fn set_connect_data(&self, data: Vec<u8>) {
-        *self
-            .connect_data
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = data;
+        *self.connect_data.lock() = data;
     }
 
     /// Writes the addresses that the engine knows into the C structure.

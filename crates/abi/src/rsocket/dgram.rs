@@ -30,7 +30,7 @@ use super::address::unspecified;
 use super::again::Refused;
 use super::buffer::{Buffer, Caller};
 use super::wire::{DATAGRAM_HEADER, datagram_header, datagram_port};
-use super::{Kind, Socket, lock};
+use super::{Kind, Socket};
 use crate::cm::types::RDMA_UDP_QKEY;
 use crate::ffi::{misuse, os_errno};
 
@@ -618,7 +618,7 @@ fn identifier(channel: &Arc<EventChannel>) -> Result<Arc<CmId>, c_int> {
 
 fn state(socket: &Socket) -> Result<MutexGuard<'_, Datagrams>, c_int> {
     match &socket.kind {
-        Kind::Datagrams(state) => Ok(lock(state)),
+        Kind::Datagrams(state) => Ok(state.lock()),
         Kind::Stream(_) => Err(libc::EOPNOTSUPP),
     }
 }
@@ -682,7 +682,7 @@ pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<Got,
 mod tests {
     use super::super::options::Options as SocketOptions;
     use super::*;
-    use std::sync::Mutex;
+    use anywarp_core::lock::Mutex;
 
     fn socket() -> Arc<Socket> {
         let mut options = SocketOptions::fresh();

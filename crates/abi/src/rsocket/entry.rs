@@ -1,10 +1,11 @@
 //! The functions of `rdma/rsocket.h`.
 
 use std::ffi::{c_int, c_long, c_void};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use anywarp_core::lock::Mutex;
 use libc::{fd_set, iovec, msghdr, nfds_t, off_t, pollfd, sockaddr, socklen_t, ssize_t, timeval};
 
 use super::buffer::Caller;

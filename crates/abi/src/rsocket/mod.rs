@@ -28,9 +28,10 @@ use std::collections::HashMap;
 use std::ffi::c_int;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use anywarp_core::lock::{Mutex, RwLock};
 use anywarp_core::verbs::cq::Notify;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
@@ -79,25 +80,20 @@ fn table() -> &'static RwLock<HashMap<c_int, Arc<Socket>>> {
 
 /// The socket with a number: `EBADF` if there is none.
 fn find(number: c_int) -> Result<Arc<Socket>, c_int> {
-    let table = table().read().unwrap_or_else(PoisonError::into_inner);
+    let table = table().read();
     table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
 }
 
 fn insert(socket: Arc<Socket>) -> c_int {
     let number = socket.number;
-    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    let mut table = table().write();
     table.insert(number, socket);
     number
 }
 
 fn remove(number: c_int) -> Result<Arc<Socket>, c_int> {
-    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    let mut table = table().write();
     table.remove(&number).ok_or(libc::EBADF)
-}
-
-/// Locks a part of a socket.
-fn lock<T>(part: &Mutex<T>) -> MutexGuard<'_, T> {
-    part.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 enum Kind {
@@ -208,11 +204,11 @@ impl Socket {
     }
 
     fn token(&self) -> MutexGuard<'_, Token> {
-        lock(&self.token)
+        self.token.lock()
     }
 
     fn options(&self) -> MutexGuard<'_, Options> {
-        lock(&self.options)
+        self.options.lock()
     }
 
     /// The notification for a completion queue of this socket.
@@ -223,7 +219,7 @@ impl Socket {
     /// A stream socket's state: `EOPNOTSUPP` for another.
     fn stream(&self) -> Result<MutexGuard<'_, Stream>, c_int> {
         match &self.kind {
-            Kind::Stream(stream) => Ok(lock(stream)),
+            Kind::Stream(stream) => Ok(stream.lock()),
             Kind::Datagrams(_) => Err(libc::EOPNOTSUPP),
         }
     }
@@ -231,8 +227,8 @@ impl Socket {
     /// Handles new events and completions, and rings the bells.
     fn ready(&self) {
         match &self.kind {
-            Kind::Stream(stream) => lock(stream).step(self),
-            Kind::Datagrams(state) => lock(state).step(self),
+            Kind::Stream(stream) => stream.lock().step(self),
+            Kind::Datagrams(state) => state.lock().step(self),
         }
         self.bells.ring();
     }
@@ -240,16 +236,16 @@ impl Socket {
     /// Our address, if there is one.
     fn local(&self) -> Option<SocketAddr> {
         match &self.kind {
-            Kind::Stream(stream) => lock(stream).local(),
-            Kind::Datagrams(state) => lock(state).local(),
+            Kind::Stream(stream) => stream.lock().local(),
+            Kind::Datagrams(state) => state.lock().local(),
         }
     }
 
     /// The peer's address, if it is connected.
     fn remote(&self) -> Option<SocketAddr> {
         match &self.kind {
-            Kind::Stream(stream) => lock(stream).remote(),
-            Kind::Datagrams(state) => lock(state).remote(),
+            Kind::Stream(stream) => stream.lock().remote(),
+            Kind::Datagrams(state) => state.lock().remote(),
         }
     }
 
@@ -257,12 +253,12 @@ impl Socket {
     fn take_error(&self) -> c_int {
         match &self.kind {
             Kind::Stream(stream) => {
-                let mut stream = lock(stream);
+                let mut stream = stream.lock();
                 stream.step(self);
                 stream.take_error()
             }
             Kind::Datagrams(state) => {
-                let mut state = lock(state);
+                let mut state = state.lock();
                 state.step(self);
                 state.take_error()
             }
@@ -325,8 +321,8 @@ impl Socket {
         let token = std::mem::replace(&mut *self.token(), Token::NONE);
         self.engine().remove(token, Some(self.channel.fd()));
         match &self.kind {
-            Kind::Stream(stream) => lock(stream).abandon(),
-            Kind::Datagrams(state) => lock(state).abandon(),
+            Kind::Stream(stream) => stream.lock().abandon(),
+            Kind::Datagrams(state) => state.lock().abandon(),
         }
     }
 }

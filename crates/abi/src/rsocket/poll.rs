@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anywarp_engine::engine::Engine;
 
-use super::{Hung, Kind, Socket, device, find, lock, wait};
+use super::{Hung, Kind, Socket, device, find, wait};
 use crate::ffi::os_errno;
 
 /// The events that `poll(2)` reports even if they are not requested.
@@ -17,7 +17,7 @@ impl Socket {
     fn readiness(&self, events: i16, arm: bool) -> i16 {
         let ready = match &self.kind {
             Kind::Stream(stream) => {
-                let mut stream = lock(stream);
+                let mut stream = stream.lock();
                 if arm {
                     stream.arm();
                 }
@@ -25,7 +25,7 @@ impl Socket {
                 stream.readiness()
             }
             Kind::Datagrams(state) => {
-                let mut state = lock(state);
+                let mut state = state.lock();
                 if arm {
                     state.arm();
                 }

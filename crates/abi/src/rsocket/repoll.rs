@@ -5,14 +5,15 @@
 
 use std::collections::HashMap;
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use anywarp_core::lock::{Mutex, RwLock};
 use anywarp_engine::channel::Channel;
 use anywarp_engine::process::PerProcess;
 use libc::epoll_event;
 
-use super::{lock, poll};
+use super::poll;
 use crate::entry;
 use crate::ffi::os_errno;
 
@@ -55,16 +56,16 @@ fn table() -> &'static RwLock<HashMap<c_int, Arc<Set>>> {
 }
 
 fn find(number: c_int) -> Result<Arc<Set>, c_int> {
-    let table = table().read().unwrap_or_else(PoisonError::into_inner);
+    let table = table().read();
     table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
 }
 
 /// `rclose` of a set. Threads that wait in it return as when it has changed, and fail.
 pub(super) fn close(number: c_int) -> Result<(), c_int> {
-    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    let mut table = table().write();
     let set = table.remove(&number).ok_or(libc::EBADF)?;
     drop(table);
-    lock(&set.state).changed.push(());
+    set.state.lock().changed.push(());
     Ok(())
 }
 
@@ -81,7 +82,7 @@ fn create() -> Result<c_int, c_int> {
         state: Mutex::new(state),
     };
     let number = set.number.raw_fd();
-    let mut table = table().write().unwrap_or_else(PoisonError::into_inner);
+    let mut table = table().write();
     table.insert(number, Arc::new(set));
     Ok(number)
 }
@@ -94,7 +95,7 @@ fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> R
     if fd == number {
         return Err(libc::EINVAL);
     }
-    let mut state = lock(&set.state);
+    let mut state = set.state.lock();
     let at = state.members.iter().position(|m| m.fd == fd);
     match (op, at, event) {
         (libc::EPOLL_CTL_ADD, Some(_), _) => return Err(libc::EEXIST),
@@ -133,7 +134,7 @@ struct Waiting<'a>(&'a Set);
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        lock(&self.0.state).waiting -= 1;
+        self.0.state.lock().waiting -= 1;
     }
 }
 
@@ -142,7 +143,7 @@ fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Re
     loop {
         let set = find(number)?;
         let (members, changed, next) = {
-            let mut state = lock(&set.state);
+            let mut state = set.state.lock();
             state.waiting += 1;
             (
                 state.members.clone(),
@@ -177,7 +178,7 @@ fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Re
                 u64: data,
             };
             found += 1;
-            lock(&set.state).next = i + 1;
+            set.state.lock().next = i + 1;
         }
         if is_changed {
             // What was found may be about a descriptor that is not in the set any more.

@@ -12,12 +12,13 @@
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
+use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State as QpState};
 use anywarp_core::verbs::qp_base::Parts;
@@ -35,7 +36,7 @@ use super::flow::{CONTROL, Pieces, Receiver, Sender, Violation};
 use super::iomap::Maps;
 use super::options::Options;
 use super::wire::{self, AREA, AREAS, Area, Hello, MAPPING, MESSAGE, Message};
-use super::{Kind, Patience, Socket, lock};
+use super::{Kind, Patience, Socket};
 use crate::ffi::{misuse, os_errno};
 
 /// Bytes of the stream in one RDMA Write, at most: with its header it is one FPDU.
@@ -1198,7 +1199,7 @@ pub(super) fn finish(socket: &Socket) {
             let Kind::Stream(stream) = &socket.kind else {
                 return Some(Ok(()));
             };
-            let mut stream = lock(stream);
+            let mut stream = stream.lock();
             if arm {
                 stream.arm();
             }
@@ -1218,7 +1219,7 @@ pub(super) fn finish(socket: &Socket) {
         return;
     };
     let qp = {
-        let mut stream = lock(stream);
+        let mut stream = stream.lock();
         let qp = stream.end.as_ref().map(|end| Arc::clone(&end.qp));
         stream.abandon();
         qp

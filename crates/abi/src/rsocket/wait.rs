@@ -7,9 +7,10 @@
 use std::cell::RefCell;
 use std::ffi::c_int;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use anywarp_core::lock::Mutex;
 use anywarp_engine::channel::Channel;
 use anywarp_engine::engine::Engine;
 use anywarp_engine::process;
@@ -51,7 +52,7 @@ pub(super) struct Bells(Mutex<Vec<Arc<Bell>>>);
 
 impl Bells {
     fn all(&self) -> MutexGuard<'_, Vec<Arc<Bell>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Rings all bells.

@@ -6,9 +6,10 @@
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 
 use anywarp_core::bounds;
+use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::access::Access;
 use anywarp_engine::objects::DeviceMemory;
 use anywarp_engine::process::PerProcess;
@@ -24,7 +25,7 @@ use crate::ffi::{Errno, arg, errno, null, set_errno};
 fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<DeviceMemory>>> {
     static TABLE: PerProcess<Mutex<HashMap<u32, Weak<DeviceMemory>>>> =
         PerProcess::new(Mutex::default);
-    TABLE.get().lock().unwrap_or_else(PoisonError::into_inner)
+    TABLE.get().lock()
 }
 
 fn make(

@@ -3,9 +3,10 @@
 use std::cell::UnsafeCell;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
 use anywarp_core::error::Misuse;
+use anywarp_core::lock::{Condvar, Mutex};
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::WorkRequest;
@@ -227,7 +228,7 @@ struct AckCounts {
 
 impl Acks {
     fn counts(&self) -> MutexGuard<'_, AckCounts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock()
     }
 
     /// The program takes an event.
@@ -262,10 +263,7 @@ impl Acks {
         let mut counts = self.counts();
         counts.waiting += 1;
         while unfinished(&counts) {
-            counts = self
-                .changed
-                .wait(counts)
-                .unwrap_or_else(PoisonError::into_inner);
+            counts = self.changed.wait(counts);
         }
         counts.waiting -= 1;
     }

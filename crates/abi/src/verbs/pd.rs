@@ -6,9 +6,10 @@
 
 use std::collections::HashMap;
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 
 use anywarp_core::error::Misuse;
+use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::process::PerProcess;
 use anywarp_engine::reserve;
@@ -23,7 +24,7 @@ use crate::profile::{Counted, Place};
 /// Protection domains by handle, for `ibv_import_pd`.
 fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<Pd>>> {
     static TABLE: PerProcess<Mutex<HashMap<u32, Weak<Pd>>>> = PerProcess::new(Mutex::default);
-    TABLE.get().lock().unwrap_or_else(PoisonError::into_inner)
+    TABLE.get().lock()
 }
 
 entry! {

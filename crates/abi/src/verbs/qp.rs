@@ -2,12 +2,13 @@
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use anywarp_core::bounds;
 use anywarp_core::datagram::Kind;
 use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::error::Misuse;
+use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_core::verbs::qp::{Capacity, State, mask};
@@ -427,7 +428,7 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
     qp.engine
         .modify(attr_mask, next, expected_state, &attr_of(attr), route)?;
     if has(mask::AV) {
-        *qp.ah.lock().unwrap_or_else(PoisonError::into_inner) = attr.ah_attr;
+        *qp.ah.lock() = attr.ah_attr;
     }
     if let Some(next) = next {
         qp.show_state(next as ibv_qp_state);
@@ -461,7 +462,7 @@ entry! {
         // An iWARP queue pair is initialized from the start: the kernel's drivers have no state before that.
         let fresh = config().face == Face::Iwarp && state == State::Reset;
         let state = if fresh { State::Init } else { state };
-        let made = *object.init.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = *object.init.lock();
         let draining = match &object.engine {
             QueuePair::Rc(rc) => rc.is_draining(),
             // A datagram is done when UDP has taken it.
@@ -479,7 +480,7 @@ entry! {
             dest_qp_num: a.dest_qpn,
             qp_access_flags: a.access.0,
             cap: made.cap,
-            ah_attr: *object.ah.lock().unwrap_or_else(PoisonError::into_inner),
+            ah_attr: *object.ah.lock(),
             pkey_index: a.pkey_index,
             max_rd_atomic: a.max_rd_atomic,
             max_dest_rd_atomic: a.max_dest_rd_atomic,

@@ -6,8 +6,9 @@
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 
+use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::xrc::{XrcDomain, XrcSrq};
 use anywarp_engine::fd;
 use anywarp_engine::objects::SharedReceive;
@@ -179,7 +180,7 @@ type Files = HashMap<(u64, u64), Weak<XrcDomain>>;
 /// XRC domains by device and inode of their file.
 fn by_file() -> MutexGuard<'static, Files> {
     static FILES: PerProcess<Mutex<Files>> = PerProcess::new(Mutex::default);
-    FILES.get().lock().unwrap_or_else(PoisonError::into_inner)
+    FILES.get().lock()
 }
 
 /// `ibv_open_xrcd(3)`.

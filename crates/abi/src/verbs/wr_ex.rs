@@ -1,7 +1,7 @@
 //! The extended send interface, `ibv_qp_ex`: `ibv_wr_start`, one call for each part of a request, `ibv_wr_complete`.
 
 use std::ffi::{c_int, c_void};
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 use anywarp_core::datagram::Kind;
 use anywarp_core::error::Misuse;
@@ -75,7 +75,7 @@ pub(crate) fn fill(qp: &mut ibv_qp_ex, ops: u64) {
 
 impl QpObject {
     fn builder(&self) -> MutexGuard<'_, Builder> {
-        self.builder.lock().unwrap_or_else(PoisonError::into_inner)
+        self.builder.lock()
     }
 
     /// Begins a request, with the number and the flags that the program wrote into the structure.

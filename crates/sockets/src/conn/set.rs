@@ -14,10 +14,11 @@ use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
 use crate::conn::table;
 use crate::real;
 use crate::sys;
+use anywarp_core::lock::Mutex;
 use libc::{c_int, epoll_event};
 use std::collections::VecDeque;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const IN: u32 = libc::EPOLLIN as u32;
 const OUT: u32 = libc::EPOLLOUT as u32;
@@ -92,7 +93,7 @@ static FREE: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
 impl Set {
     /// The set of a new epoll descriptor.
     pub fn new(epfd: c_int) -> &'static Self {
-        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let free = FREE.lock().pop();
         let set = free.unwrap_or_else(|| {
             Box::leak(Box::new(Self {
                 inner: Mutex::new(Inner::default()),
@@ -105,7 +106,7 @@ impl Set {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     /// Whether it has connections that are not plain.
@@ -125,15 +126,13 @@ impl Set {
         for member in members.into_values() {
             member.sock.left(self);
         }
-        FREE.lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(self);
+        FREE.lock().push(self);
     }
 
     /// In the child of a fork: whether it can be used.
     pub fn after_fork(&self) -> bool {
         self.waiters.store(0, Ordering::Relaxed);
-        self.inner.try_lock().is_ok()
+        self.inner.try_lock().is_some()
     }
 
     /// The set is waited for by another set, or by poll.

@@ -8,12 +8,13 @@ use crate::log;
 use crate::queue::Dest;
 use crate::stream::{self, First, News, Stream};
 use crate::sys;
+use anywarp_core::lock::{Condvar, Mutex};
 use libc::c_int;
 use std::io::IoSlice;
+use std::sync::MutexGuard;
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering,
 };
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// How far a connection is.
@@ -108,10 +109,6 @@ impl Carrier {
 
 static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
 
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Sock {
     fn fresh() -> Self {
         Self {
@@ -137,7 +134,7 @@ impl Sock {
 
     /// A connection with one number.
     pub fn new(mode: Mode, strict: bool) -> &'static Self {
-        let sock = lock(&FREE).pop();
+        let sock = FREE.lock().pop();
         let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
@@ -189,7 +186,7 @@ impl Sock {
 
     /// Its state, if it is upgraded.
     pub fn stream(&self) -> MutexGuard<'_, Option<Box<Stream>>> {
-        lock(&self.inner)
+        self.inner.lock()
     }
 
     // ------------------------------------------------------------------ decision
@@ -199,7 +196,7 @@ impl Sock {
         if self.becomes(Mode::Plain) {
             LIVE.fetch_sub(1, Ordering::Relaxed);
             STAYED.fetch_add(1, Ordering::Relaxed);
-            for set in std::mem::take(&mut *lock(&self.sets)) {
+            for set in std::mem::take(&mut *self.sets.lock()) {
                 set.forget(fd);
             }
             self.in_sets.store(false, Ordering::Relaxed);
@@ -225,16 +222,16 @@ impl Sock {
             if self.becomes(Mode::Plain) {
                 LIVE.fetch_sub(1, Ordering::Relaxed);
             }
-            *lock(&self.inner) = None;
-            *lock(&self.owner) = None;
+            *self.inner.lock() = None;
+            *self.owner.lock() = None;
             self.leads.store(false, Ordering::SeqCst);
             let kick = self.kick.swap(-1, Ordering::AcqRel);
             if kick >= 0 {
                 sys::close(kick);
             }
             self.in_sets.store(false, Ordering::Relaxed);
-            lock(&self.sets).clear();
-            lock(&FREE).push(self);
+            self.sets.lock().clear();
+            FREE.lock().push(self);
         }
         last
     }
@@ -260,7 +257,7 @@ impl Sock {
 
     /// Looks at the first bytes of an accepted connection.
     fn look(&'static self, fd: c_int, writes: bool) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if self.mode() != Mode::Accepted {
             return;
         }
@@ -297,7 +294,7 @@ impl Sock {
 
     /// TCP has connected: sends the Request.
     pub fn start(&'static self, fd: c_int) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         if self.mode() != Mode::Connecting {
             return;
         }
@@ -327,12 +324,12 @@ impl Sock {
         if let Some(word) = word {
             word.store(crate::owner::me(), Ordering::Relaxed);
         }
-        *lock(&self.owner) = word;
+        *self.owner.lock() = word;
     }
 
     /// The process is about to fork: the first of the two that uses the stream will own it.
     pub fn before_fork(&self) {
-        if let Ok(owner) = self.owner.try_lock()
+        if let Some(owner) = self.owner.try_lock()
             && let Some(word) = *owner
             && word.load(Ordering::Relaxed) == crate::owner::me()
         {
@@ -343,9 +340,9 @@ impl Sock {
 
     /// In the child.
     pub fn after_fork(&self) {
-        if self.inner.try_lock().is_err()
-            || self.sets.try_lock().is_err()
-            || self.owner.try_lock().is_err()
+        if self.inner.try_lock().is_none()
+            || self.sets.try_lock().is_none()
+            || self.owner.try_lock().is_none()
         {
             self.lost.store(true, Ordering::Relaxed);
         }
@@ -361,7 +358,7 @@ impl Sock {
         if self.lost.load(Ordering::Relaxed) {
             return false;
         }
-        let Some(word) = *lock(&self.owner) else {
+        let Some(word) = *self.owner.lock() else {
             return false;
         };
         let me = crate::owner::me();
@@ -380,7 +377,10 @@ impl Sock {
     /// Whether this process used the stream since it was forked, or made it.
     fn is_used_here(&self) -> bool {
         !self.forked.load(Ordering::Acquire)
-            || lock(&self.owner).is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
+            || self
+                .owner
+                .lock()
+                .is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
     }
 
     // ------------------------------------------------------------------ data
@@ -392,7 +392,7 @@ impl Sock {
         }
         self.wake(news);
         if self.in_sets.load(Ordering::Acquire) {
-            let sets: Vec<&'static Set> = lock(&self.sets).clone();
+            let sets: Vec<&'static Set> = self.sets.lock().clone();
             for set in sets {
                 set.mark(self, self.member.load(Ordering::Acquire));
             }
@@ -409,7 +409,7 @@ impl Sock {
         all: bool,
         sleeps: bool,
     ) -> (Result<(), c_int>, bool) {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let Some(stream) = inner.as_mut() else {
             return (Err(libc::EBADF), false);
         };
@@ -459,7 +459,7 @@ impl Sock {
         self.turn.fetch_add(1, Ordering::SeqCst);
         if self.followers.load(Ordering::SeqCst) > 0 {
             // One that is counted and does not wait yet holds the lock.
-            drop(lock(&self.inner));
+            drop(self.inner.lock());
             self.taken.notify_all();
         }
     }
@@ -504,7 +504,7 @@ impl Sock {
             worker::watch(fd, self);
         }
         if has_rest && self.in_sets.load(Ordering::Acquire) {
-            let sets: Vec<&'static Set> = lock(&self.sets).clone();
+            let sets: Vec<&'static Set> = self.sets.lock().clone();
             for set in sets {
                 set.renew(self, self.member.load(Ordering::Acquire));
             }
@@ -520,7 +520,7 @@ impl Sock {
 
     /// Does something with the stream, and tells others what changed. Also whether something waits to be sent.
     pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, bool)> {
-        let mut inner = lock(&self.inner);
+        let mut inner = self.inner.lock();
         let stream = inner.as_mut()?;
         let result = f(stream);
         let (news, waits) = (stream.news(), stream.is_waiting());
@@ -531,7 +531,7 @@ impl Sock {
 
     /// What a process that ends waits for, to send the rest.
     pub fn blocked_on(&self) -> i16 {
-        let inner = lock(&self.inner);
+        let inner = self.inner.lock();
         match inner.as_ref() {
             Some(stream) if stream.has_rest() => libc::POLLOUT,
             _ => libc::POLLIN,
@@ -541,7 +541,7 @@ impl Sock {
     /// Waits until another thread has changed something since `turn`, a bounded time: one that was cancelled while it slept
     /// does not wake others.
     pub fn follow(&self, turn: u64) {
-        let inner = lock(&self.inner);
+        let inner = self.inner.lock();
         // Counted before the turn is looked at: what changes it in between sees the follower.
         self.followers.fetch_add(1, Ordering::SeqCst);
         if self.turn.load(Ordering::SeqCst) == turn {
@@ -581,7 +581,7 @@ impl Sock {
         if self.mode() != Mode::Up {
             return None;
         }
-        let inner = lock(&self.inner);
+        let inner = self.inner.lock();
         inner.as_ref().map(|stream| Carrier::of(stream, wanted))
     }
 
@@ -593,7 +593,7 @@ impl Sock {
         if before != fd && before >= 0 && self.in_sets.load(Ordering::Acquire) {
             self.copied.store(true, Ordering::Release);
         }
-        let mut sets = lock(&self.sets);
+        let mut sets = self.sets.lock();
         if !sets.iter().any(|s| std::ptr::eq(*s, set)) {
             sets.push(set);
         }
@@ -602,7 +602,7 @@ impl Sock {
 
     /// It was removed from a set.
     pub fn left(&self, set: &Set) {
-        let mut sets = lock(&self.sets);
+        let mut sets = self.sets.lock();
         sets.retain(|s| !std::ptr::eq(*s, set));
         self.in_sets.store(!sets.is_empty(), Ordering::Release);
     }
@@ -612,18 +612,18 @@ impl Sock {
     /// The program closes the number `fd`, which the table has forgotten; the kernel's close follows.
     pub fn closing(&'static self, fd: c_int) {
         if self.has_copies() {
-            let sets: Vec<&'static Set> = lock(&self.sets).clone();
+            let sets: Vec<&'static Set> = self.sets.lock().clone();
             for set in sets {
                 set.settle(fd);
             }
         }
         if self.numbers.load(Ordering::Acquire) == 1 {
-            for set in std::mem::take(&mut *lock(&self.sets)) {
+            for set in std::mem::take(&mut *self.sets.lock()) {
                 set.forget(fd);
             }
             if self.mode() == Mode::Up && !self.lost.load(Ordering::Relaxed) && self.is_used_here()
             {
-                let taken = lock(&self.inner).take();
+                let taken = self.inner.lock().take();
                 if let Some(mut stream) = taken
                     && stream.close(fd)
                 {

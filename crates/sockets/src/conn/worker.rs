@@ -6,9 +6,10 @@ use crate::conn::table;
 use crate::limits;
 use crate::stream::Stream;
 use crate::sys;
+use anywarp_core::lock::{Condvar, Mutex};
 use libc::c_int;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 #[derive(Debug)]
@@ -35,7 +36,7 @@ static OPEN: AtomicUsize = AtomicUsize::new(0);
 static MORE: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Option<Work>> {
-    WORK.lock().unwrap_or_else(PoisonError::into_inner)
+    WORK.lock()
 }
 
 fn start(work: &mut Work) {
@@ -100,7 +101,7 @@ fn run() {
     loop {
         let Some(work) = guard.as_mut() else { return };
         if work.watched.is_empty() && work.draining.is_empty() {
-            guard = MORE.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            guard = MORE.wait(guard);
             continue;
         }
         let watched = std::mem::take(&mut work.watched);
