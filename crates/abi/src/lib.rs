@@ -25,7 +25,6 @@ compile_error!(
 mod cancel_safe;
 #[cfg(test)]
 mod distribution;
-mod layout;
 
 pub mod cm;
 pub mod dv;

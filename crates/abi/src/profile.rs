@@ -11,9 +11,9 @@ use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::wr::{Op, Payload};
 
-use crate::verbs::types::*;
 use anywarp_engine::config::config;
 use anywarp_engine::process::PerProcess;
+use anywarp_verbs_sys::verbs::*;
 
 /// The features of a device.
 #[derive(Debug, Clone, Copy)]

@@ -24,7 +24,7 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// Everything that is shared by all threads.
 #[derive(Debug)]
 pub(crate) struct Library {
-    channel: Ptr<ffi::EventChannel>,
+    channel: Ptr<ffi::rdma_event_channel>,
     wakeup: c_int,
     next: AtomicI32,
     sockets: Mutex<HashMap<c_int, Arc<Socket>>>,
@@ -32,7 +32,7 @@ pub(crate) struct Library {
     memory: Mutex<HashMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
     /// The list that keeps the devices of librdmacm open.
-    list: OnceLock<Ptr<*mut ffi::Context>>,
+    list: OnceLock<Ptr<*mut ffi::ibv_context>>,
     /// Held while an event of the connection manager is taken, which looks at the queue pair of its id, and while a queue
     /// pair is destroyed.
     cm: Mutex<()>,
@@ -48,7 +48,7 @@ pub(crate) struct Library {
 pub(crate) struct CmEvent {
     pub(crate) kind: u32,
     pub(crate) status: c_int,
-    pub(crate) id: *mut ffi::CmId,
+    pub(crate) id: *mut ffi::rdma_cm_id,
     fd: c_int,
     pub(crate) data: Vec<u8>,
 }
@@ -111,7 +111,7 @@ pub(crate) fn get() -> Result<&'static Library, c_int> {
 }
 
 /// The device behind a context, opened for the library when it is first used.
-pub(crate) fn device(context: *mut ffi::Context) -> Result<Arc<Device>, c_int> {
+pub(crate) fn device(context: *mut ffi::ibv_context) -> Result<Arc<Device>, c_int> {
     let library = get()?;
     let mut devices = lock(&library.devices);
     if let Some(device) = devices.iter().find(|d| d.context.0 == context) {
@@ -125,7 +125,7 @@ pub(crate) fn device(context: *mut ffi::Context) -> Result<Arc<Device>, c_int> {
 
 /// Makes the socket of a connection request for an accept.
 pub(crate) fn accept(
-    id: Ptr<ffi::CmId>,
+    id: Ptr<ffi::rdma_cm_id>,
     theirs: Hello,
     stream: bool,
     settings: Settings,
@@ -174,7 +174,7 @@ pub(crate) fn discard(fd: c_int) {
 /// # Safety
 ///
 /// The id is not destroyed, and has a queue pair, which nothing uses any more.
-pub(crate) unsafe fn destroy_qp(id: *mut ffi::CmId) {
+pub(crate) unsafe fn destroy_qp(id: *mut ffi::rdma_cm_id) {
     if let Ok(library) = get() {
         let _alone = lock(&library.cm);
         // SAFETY: the caller's.
@@ -223,7 +223,7 @@ impl Library {
                 self.channel.0,
                 &raw mut id,
                 number_as_context(fd),
-                ffi::PS_TCP,
+                ffi::RDMA_PS_TCP,
             )
         };
         if made != 0 {
@@ -396,14 +396,15 @@ impl Library {
             unsafe { ffi::rdma_get_cm_event(self.channel.0, event) == 0 }
         };
         while next(&raw mut event) {
-            // SAFETY: as above.
+            // SAFETY: as above; these kinds have the member `conn`, whose octets are initialized for all.
             let copy = unsafe {
                 let e = &*event;
-                let data = e.conn.private_data.cast::<u8>();
+                let conn = e.param.conn;
+                let data = conn.private_data.cast::<u8>();
                 let has_data = [
-                    ffi::EVENT_CONNECT_REQUEST,
-                    ffi::EVENT_ESTABLISHED,
-                    ffi::EVENT_REJECTED,
+                    ffi::RDMA_CM_EVENT_CONNECT_REQUEST,
+                    ffi::RDMA_CM_EVENT_ESTABLISHED,
+                    ffi::RDMA_CM_EVENT_REJECTED,
                 ];
                 CmEvent {
                     kind: e.event,
@@ -413,7 +414,7 @@ impl Library {
                     data: if data.is_null() || !has_data.contains(&e.event) {
                         Vec::new()
                     } else {
-                        std::slice::from_raw_parts(data, e.conn.private_data_len.into()).to_vec()
+                        std::slice::from_raw_parts(data, conn.private_data_len.into()).to_vec()
                     },
                 }
             };
@@ -421,7 +422,7 @@ impl Library {
             unsafe { ffi::rdma_ack_cm_event(event) };
             match self.any_socket(copy.fd) {
                 Ok(socket) => socket.event_of_cm(&copy),
-                Err(_) if copy.kind == ffi::EVENT_CONNECT_REQUEST => {
+                Err(_) if copy.kind == ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
                     // SAFETY: the request of a socket that has closed belongs to no other.
                     unsafe {
                         ffi::rdma_reject(copy.id, std::ptr::null(), 0);

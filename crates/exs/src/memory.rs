@@ -30,9 +30,9 @@ unsafe impl<T> Sync for Ptr<T> {}
 /// An open device, with what all its sockets share. It lives as long as the process.
 #[derive(Debug)]
 pub(crate) struct Device {
-    pub(crate) context: Ptr<ffi::Context>,
-    pub(crate) pd: Ptr<ffi::Pd>,
-    pub(crate) channel: Ptr<ffi::CompChannel>,
+    pub(crate) context: Ptr<ffi::ibv_context>,
+    pub(crate) pd: Ptr<ffi::ibv_pd>,
+    pub(crate) channel: Ptr<ffi::ibv_comp_channel>,
     pub(crate) iwarp: bool,
     /// Up to this length memory that the program has not registered is copied, since registering it takes longer.
     pub(crate) critical: u64,
@@ -44,7 +44,7 @@ const MAX_CRITICAL: usize = 64 << 10;
 const TRIES: usize = 9;
 
 impl Device {
-    pub(crate) fn open(context: *mut ffi::Context) -> Result<Self, c_int> {
+    pub(crate) fn open(context: *mut ffi::ibv_context) -> Result<Self, c_int> {
         // SAFETY: `context` is an open device of librdmacm, which stays open; both objects are new.
         unsafe {
             let pd = ffi::ibv_alloc_pd(context);
@@ -60,7 +60,7 @@ impl Device {
             if libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
                 return Err(crate::errno());
             }
-            let iwarp = (*(*context).device).transport_type == ffi::TRANSPORT_IWARP;
+            let iwarp = (*(*context).device).transport_type == ffi::IBV_TRANSPORT_IWARP;
             let mut device = Self {
                 context: Ptr(context),
                 pd: Ptr(pd),
@@ -116,7 +116,7 @@ pub(crate) enum Use {
 /// A registration with one device, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Region {
-    mr: Ptr<ffi::Mr>,
+    mr: Ptr<ffi::ibv_mr>,
     pub(crate) lkey: u32,
     pub(crate) rkey: u32,
 }
@@ -124,18 +124,18 @@ pub(crate) struct Region {
 impl Region {
     pub(crate) fn new(device: &Device, addr: u64, len: u64, what: Use) -> Result<Self, c_int> {
         let access = match what {
-            Use::Source => ffi::ACCESS_REMOTE_READ,
+            Use::Source => ffi::IBV_ACCESS_REMOTE_READ,
             // The sink of a Read is named on the wire in iWARP, and must be open to it.
-            Use::Sink if device.iwarp => ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE,
-            Use::Local | Use::Sink => ffi::ACCESS_LOCAL_WRITE,
-            Use::Target => ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE,
+            Use::Sink if device.iwarp => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
+            Use::Local | Use::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
+            Use::Target => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
         };
         let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
         let addr = std::ptr::with_exposed_provenance_mut::<c_void>(
             usize::try_from(addr).map_err(|_| libc::EFAULT)?,
         );
         // SAFETY: the library checks the range; what it may do with it is the caller's contract.
-        let mr = unsafe { ffi::ibv_reg_mr(device.pd.0, addr, len, access) };
+        let mr = unsafe { ffi::ibv_reg_mr(device.pd.0, addr, len, access.cast_signed()) };
         if mr.is_null() {
             return Err(crate::errno());
         }

@@ -196,8 +196,8 @@ enum State {
 #[derive(Debug)]
 struct Link {
     device: Arc<Device>,
-    cq: Ptr<ffi::Cq>,
-    qp: Ptr<ffi::Qp>,
+    cq: Ptr<ffi::ibv_cq>,
+    qp: Ptr<ffi::ibv_qp>,
     buffers: Box<[u8]>,
     size: usize,
     free: Vec<Slot>,
@@ -240,7 +240,7 @@ impl Early {
 #[derive(Debug)]
 struct Inner {
     state: State,
-    id: Ptr<ffi::CmId>,
+    id: Ptr<ffi::rdma_cm_id>,
     settings: Settings,
     link: Option<Link>,
     flow: Option<Flow>,
@@ -253,7 +253,7 @@ struct Inner {
     /// Of a socket that is being accepted: the accept, and the socket it was called on.
     accept: Option<(c_int, Op)>,
     accepts: VecDeque<OpId>,
-    requests: VecDeque<(Ptr<ffi::CmId>, Hello)>,
+    requests: VecDeque<(Ptr<ffi::rdma_cm_id>, Hello)>,
     backlog: usize,
     polls: Vec<Poll>,
     /// The earliest time that the thread of the library knows of.
@@ -292,7 +292,12 @@ const OPENED: u64 = 5 << 56;
 const KIND: u64 = 0xff << 56;
 
 impl Socket {
-    pub(crate) fn new(fd: c_int, stream: bool, id: *mut ffi::CmId, settings: Settings) -> Self {
+    pub(crate) fn new(
+        fd: c_int,
+        stream: bool,
+        id: *mut ffi::rdma_cm_id,
+        settings: Settings,
+    ) -> Self {
         Self {
             fd,
             stream,
@@ -352,12 +357,13 @@ impl Socket {
         if inner.id.0.is_null() {
             return Err(libc::EBADF);
         }
-        // SAFETY: the id lives until `close`, which takes it under the lock.
+        // SAFETY: the id lives until `close`, which takes it under the lock. Both addresses have room for every family.
         Ok(unsafe {
+            let addr = &raw const (*inner.id.0).route.addr;
             if peer {
-                (*inner.id.0).dst_addr
+                (*addr).dst.storage
             } else {
-                (*inner.id.0).src_addr
+                (*addr).src.storage
             }
         })
     }
@@ -752,7 +758,7 @@ impl Socket {
     fn drain(&self, inner: &mut Inner) -> usize {
         let mut count = 0;
         while inner.state == State::Connected {
-            let mut done = [ffi::Wc::default(); 16];
+            let mut done = [ffi::ibv_wc::default(); 16];
             let Some(link) = &inner.link else {
                 return count;
             };
@@ -760,6 +766,7 @@ impl Socket {
             let n = unsafe {
                 let cq = link.cq.0;
                 (*(*cq).context)
+                    .ops
                     .poll_cq
                     .map_or(0, |poll| poll(cq, 16, done.as_mut_ptr()))
             };
@@ -774,11 +781,11 @@ impl Socket {
             let mut actions = Vec::new();
             for completion in done {
                 let handled = match completion.status {
-                    ffi::WC_SUCCESS => inner.completed(completion, &mut actions),
+                    ffi::IBV_WC_SUCCESS => inner.completed(completion, &mut actions),
                     // A message longer than any, or memory that the peer said it had.
-                    ffi::WC_LOC_LEN_ERR | ffi::WC_REM_INV_REQ_ERR | ffi::WC_REM_ACCESS_ERR => {
-                        Err(libc::EPROTO)
-                    }
+                    ffi::IBV_WC_LOC_LEN_ERR
+                    | ffi::IBV_WC_REM_INV_REQ_ERR
+                    | ffi::IBV_WC_REM_ACCESS_ERR => Err(libc::EPROTO),
                     _ => Err(libc::ECONNRESET),
                 };
                 if let Err(errno) = handled {
@@ -942,7 +949,7 @@ impl Socket {
     /// An event of the connection manager.
     pub(crate) fn event_of_cm(&self, event: &CmEvent) {
         let mut inner = self.lock();
-        if event.kind != ffi::EVENT_CONNECT_REQUEST && event.id != inner.id.0 {
+        if event.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST && event.id != inner.id.0 {
             // A request that was not accepted yet.
             if let Some(at) = inner.requests.iter().position(|(id, _)| id.0 == event.id) {
                 inner.requests.remove(at);
@@ -953,32 +960,36 @@ impl Socket {
             return;
         }
         let failed = match event.kind {
-            ffi::EVENT_ADDR_RESOLVED => {
+            ffi::RDMA_CM_EVENT_ADDR_RESOLVED => {
                 // SAFETY: the id lives until `close`.
                 check(unsafe { ffi::rdma_resolve_route(inner.id.0, CONNECT_MS) }).err()
             }
-            ffi::EVENT_ROUTE_RESOLVED => inner.dial(self.fd, self.stream).err(),
-            ffi::EVENT_CONNECT_REQUEST => {
+            ffi::RDMA_CM_EVENT_ROUTE_RESOLVED => inner.dial(self.fd, self.stream).err(),
+            ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
                 self.request(&mut inner, event);
                 None
             }
-            ffi::EVENT_ESTABLISHED => self.established(&mut inner, event).err(),
-            ffi::EVENT_ADDR_ERROR | ffi::EVENT_ROUTE_ERROR => Some(libc::EHOSTUNREACH),
-            ffi::EVENT_REJECTED => Some(match Hello::read(&event.data) {
+            ffi::RDMA_CM_EVENT_ESTABLISHED => self.established(&mut inner, event).err(),
+            ffi::RDMA_CM_EVENT_ADDR_ERROR | ffi::RDMA_CM_EVENT_ROUTE_ERROR => {
+                Some(libc::EHOSTUNREACH)
+            }
+            ffi::RDMA_CM_EVENT_REJECTED => Some(match Hello::read(&event.data) {
                 Ok(hello) if hello.stream != self.stream => libc::EPROTOTYPE,
                 Err(crate::wire::Bad::Version) => libc::EPROTONOSUPPORT,
                 _ => libc::ECONNREFUSED,
             }),
-            ffi::EVENT_UNREACHABLE | ffi::EVENT_CONNECT_ERROR => Some(match event.status {
-                e if e == -libc::ECONNREFUSED || e == -libc::ECONNRESET => libc::ECONNREFUSED,
-                e if e == -libc::EHOSTUNREACH || e == -libc::ENETUNREACH => libc::EHOSTUNREACH,
-                _ => libc::ETIMEDOUT,
-            }),
-            ffi::EVENT_DISCONNECTED => {
+            ffi::RDMA_CM_EVENT_UNREACHABLE | ffi::RDMA_CM_EVENT_CONNECT_ERROR => {
+                Some(match event.status {
+                    e if e == -libc::ECONNREFUSED || e == -libc::ECONNRESET => libc::ECONNREFUSED,
+                    e if e == -libc::EHOSTUNREACH || e == -libc::ENETUNREACH => libc::EHOSTUNREACH,
+                    _ => libc::ETIMEDOUT,
+                })
+            }
+            ffi::RDMA_CM_EVENT_DISCONNECTED => {
                 self.drain(&mut inner);
                 Some(libc::ECONNRESET)
             }
-            ffi::EVENT_DEVICE_REMOVAL => Some(libc::ENODEV),
+            ffi::RDMA_CM_EVENT_DEVICE_REMOVAL => Some(libc::ENODEV),
             _ => None,
         };
         if let Some(errno) = failed {
@@ -1027,7 +1038,7 @@ impl Socket {
         {
             // The end that accepts may send nothing before the first message of the one that connects (RFC 5044 section 7),
             // which may have only receives: a Write of nothing, which names no memory, opens its way.
-            link.post_send(OPENED, ffi::WR_RDMA_WRITE, &mut [], (0, 0))?;
+            link.post_send(OPENED, ffi::IBV_WR_RDMA_WRITE, &mut [], (0, 0))?;
         }
         inner.state = State::Connected;
         inner.establish_by = None;
@@ -1037,8 +1048,10 @@ impl Socket {
         }
         if let Some((listener, op)) = inner.accept.take() {
             // SAFETY: the id lives until `close`; the memory for the address is the program's until the event.
-            let length =
-                unsafe { crate::api::give_address(op.user, &raw const (*inner.id.0).dst_addr) };
+            let length = unsafe {
+                let peer = &raw const (*inner.id.0).route.addr.dst.storage;
+                crate::api::give_address(op.user, peer)
+            };
             accept_event(&op, listener, self.fd, 0, length);
         }
         self.drain(inner);
@@ -1085,12 +1098,12 @@ impl Link {
         let Some(buffer) = self.buffer(slot) else {
             return Err(libc::EIO);
         };
-        let mut sge = ffi::Sge {
+        let mut sge = ffi::ibv_sge {
             addr: buffer.as_mut_ptr().expose_provenance() as u64,
             length,
             lkey,
         };
-        let mut wr = ffi::RecvWr {
+        let mut wr = ffi::ibv_recv_wr {
             wr_id: RECEIVED | slot as u64,
             next: std::ptr::null_mut(),
             sg_list: &raw mut sge,
@@ -1104,6 +1117,7 @@ impl Link {
                 return Err(libc::ECONNRESET);
             }
             (*(*qp).context)
+                .ops
                 .post_recv
                 .map_or(libc::ENOSYS, |post| post(qp, &raw mut wr, &raw mut bad))
         };
@@ -1118,21 +1132,23 @@ impl Link {
         &self,
         wr_id: u64,
         opcode: u32,
-        sges: &mut [ffi::Sge],
+        sges: &mut [ffi::ibv_sge],
         to: (u64, u32),
     ) -> Result<(), c_int> {
-        let mut wr = ffi::SendWr {
+        let mut wr = ffi::ibv_send_wr {
             wr_id,
             next: std::ptr::null_mut(),
             sg_list: sges.as_mut_ptr(),
             num_sge: c_int::try_from(sges.len()).unwrap_or(0),
             opcode,
-            send_flags: ffi::SEND_SIGNALED,
-            imm_data: 0,
-            remote_addr: to.0,
-            rkey: to.1,
-            _rest_of_wr: [0; 5],
-            _more: [0; 7],
+            send_flags: ffi::IBV_SEND_SIGNALED,
+            wr: ffi::ibv_send_wr_wr {
+                rdma: ffi::ibv_send_wr_rdma {
+                    remote_addr: to.0,
+                    rkey: to.1,
+                },
+            },
+            ..Default::default()
         };
         let mut bad = std::ptr::null_mut();
         // SAFETY: as in `post_recv`.
@@ -1142,6 +1158,7 @@ impl Link {
                 return Err(libc::ECONNRESET);
             }
             (*(*qp).context)
+                .ops
                 .post_send
                 .map_or(libc::ENOSYS, |post| post(qp, &raw mut wr, &raw mut bad))
         };
@@ -1225,6 +1242,7 @@ impl Inner {
             // SAFETY: the queue lives as long as the link.
             unsafe {
                 (*(*link.cq.0).context)
+                    .ops
                     .req_notify_cq
                     .map(|arm| arm(link.cq.0, 0))
             };
@@ -1267,18 +1285,18 @@ impl Inner {
             _region: region,
             early: None,
         };
-        let mut init = ffi::QpInitAttr {
-            qp_context: std::ptr::null_mut(),
+        let mut init = ffi::ibv_qp_init_attr {
             send_cq: cq,
             recv_cq: cq,
-            srq: std::ptr::null_mut(),
-            max_send_wr: u32::try_from(sends).unwrap_or(0) + TRANSFERS,
-            max_recv_wr: u32::try_from(receives).unwrap_or(0),
-            max_send_sge: 2,
-            max_recv_sge: 1,
-            max_inline_data: 0,
-            qp_type: ffi::QPT_RC,
-            sq_sig_all: 0,
+            cap: ffi::ibv_qp_cap {
+                max_send_wr: u32::try_from(sends).unwrap_or(0) + TRANSFERS,
+                max_recv_wr: u32::try_from(receives).unwrap_or(0),
+                max_send_sge: 2,
+                max_recv_sge: 1,
+                max_inline_data: 0,
+            },
+            qp_type: ffi::IBV_QPT_RC,
+            ..Default::default()
         };
         // SAFETY: the id lives until `close`, and all that the queue pair is made of at least as long as the link.
         unsafe {
@@ -1317,7 +1335,7 @@ impl Inner {
     }
 
     /// Handles a completion; EPROTO if the peer did not keep to the protocol.
-    fn completed(&mut self, done: &ffi::Wc, out: &mut Vec<Action>) -> Result<(), c_int> {
+    fn completed(&mut self, done: &ffi::ibv_wc, out: &mut Vec<Action>) -> Result<(), c_int> {
         let (Some(link), Some(flow)) = (&mut self.link, &mut self.flow) else {
             return Err(libc::ECONNRESET);
         };
@@ -1411,7 +1429,7 @@ impl Inner {
                 COPIED.fetch_add(u64::from(segment.len), Relaxed);
                 length += count;
             } else {
-                sges.push(ffi::Sge {
+                sges.push(ffi::ibv_sge {
                     addr: segment.addr,
                     length: segment.len,
                     lkey: segment.stag,
@@ -1420,13 +1438,13 @@ impl Inner {
         }
         sges.insert(
             0,
-            ffi::Sge {
+            ffi::ibv_sge {
                 addr,
                 length: u32::try_from(length).unwrap_or(0),
                 lkey,
             },
         );
-        link.post_send(SENT | slot as u64, ffi::WR_SEND, &mut sges, (0, 0))
+        link.post_send(SENT | slot as u64, ffi::IBV_WR_SEND, &mut sges, (0, 0))
     }
 
     fn act(&mut self, action: Action) -> Result<(), c_int> {
@@ -1453,13 +1471,13 @@ impl Inner {
                 for remote in from {
                     let mut skip = 0;
                     for local in self.sink(to, at, u64::from(remote.len))? {
-                        let mut sge = [ffi::Sge {
+                        let mut sge = [ffi::ibv_sge {
                             addr: local.addr,
                             length: local.len,
                             lkey: local.stag,
                         }];
                         let source = (remote.addr.wrapping_add(skip), remote.stag);
-                        link.post_send(READ | number, ffi::WR_RDMA_READ, &mut sge, source)?;
+                        link.post_send(READ | number, ffi::IBV_WR_RDMA_READ, &mut sge, source)?;
                         skip += u64::from(local.len);
                         pieces += 1;
                     }
@@ -1491,7 +1509,7 @@ impl Inner {
                     if local.len == 0 && to.len > 0 {
                         continue;
                     }
-                    let mut sge = [ffi::Sge {
+                    let mut sge = [ffi::ibv_sge {
                         addr: local.addr,
                         length: local.len,
                         lkey: local.stag,
@@ -1501,7 +1519,12 @@ impl Inner {
                     } else {
                         &mut sge[..]
                     };
-                    link.post_send(WRITTEN | send, ffi::WR_RDMA_WRITE, sges, (target, to.stag))?;
+                    link.post_send(
+                        WRITTEN | send,
+                        ffi::IBV_WR_RDMA_WRITE,
+                        sges,
+                        (target, to.stag),
+                    )?;
                     target = target.wrapping_add(u64::from(local.len));
                     pieces += 1;
                     if to.len == 0 {
@@ -1600,8 +1623,8 @@ fn program(addr: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(addr as usize)
 }
 
-fn conn_param(hello: &[u8; HELLO_LENGTH]) -> ffi::ConnParam {
-    ffi::ConnParam {
+fn conn_param(hello: &[u8; HELLO_LENGTH]) -> ffi::rdma_conn_param {
+    ffi::rdma_conn_param {
         private_data: hello.as_ptr().cast(),
         private_data_len: 16,
         responder_resources: 255,

@@ -53,7 +53,7 @@ fn errno() -> i32 {
 #[derive(Debug)]
 pub struct Device {
     f: Functions,
-    context: *mut ffi::Context,
+    context: *mut ffi::ibv_context,
     process: u32,
     /// Its addresses, with their places in its table.
     addresses: Vec<(IpAddr, u8)>,
@@ -97,26 +97,16 @@ fn functions() -> Result<Functions, Missing> {
     Err(Missing::Library)
 }
 
-fn ip_of(gid: ffi::Gid) -> IpAddr {
-    let [high, low] = gid.raw.map(u64::to_ne_bytes);
-    let mut octets = [0; 16];
-    for (to, from) in octets.iter_mut().zip(high.into_iter().chain(low)) {
-        *to = from;
-    }
-    IpAddr::V6(Ipv6Addr::from(octets)).to_canonical()
+fn ip_of(gid: ffi::ibv_gid) -> IpAddr {
+    IpAddr::V6(Ipv6Addr::from(gid.bytes())).to_canonical()
 }
 
-fn gid_of(ip: IpAddr) -> ffi::Gid {
-    let octets = match ip {
+fn gid_of(ip: IpAddr) -> ffi::ibv_gid {
+    let raw = match ip {
         IpAddr::V4(ip) => ip.to_ipv6_mapped().octets(),
         IpAddr::V6(ip) => ip.octets(),
     };
-    let raw = u128::from_ne_bytes(octets).to_ne_bytes();
-    let (first, second) = raw.split_at(8);
-    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
-    ffi::Gid {
-        raw: [word(first), word(second)],
-    }
+    ffi::ibv_gid { raw }
 }
 
 impl Device {
@@ -144,7 +134,7 @@ impl Device {
         };
         let mut addresses = Vec::new();
         for index in 0..=u8::MAX {
-            let mut gid = ffi::Gid::default();
+            let mut gid = ffi::ibv_gid::default();
             // SAFETY: `gid` is a place for the result.
             if unsafe { (f.query_gid)(context, 1, index.into(), &raw mut gid) } != 0 {
                 break;
@@ -193,7 +183,7 @@ impl Device {
 #[derive(Debug)]
 pub struct Pd {
     device: &'static Device,
-    pd: *mut ffi::Pd,
+    pd: *mut ffi::ibv_pd,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -242,7 +232,7 @@ pub enum Access {
 #[derive(Debug)]
 pub struct Region {
     pd: Arc<Pd>,
-    mr: *mut ffi::Mr,
+    mr: *mut ffi::ibv_mr,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -257,17 +247,21 @@ impl Region {
     pub unsafe fn new(pd: &Arc<Pd>, at: usize, len: usize, access: Access) -> Result<Self, i32> {
         let access = match access {
             Access::Source => 0,
-            Access::Sink => ffi::ACCESS_LOCAL_WRITE,
-            Access::RemoteSink => ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE,
+            Access::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
+            Access::RemoteSink => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
             Access::Remote { read, write } => {
-                let read = if read { ffi::ACCESS_REMOTE_READ } else { 0 };
-                let write = if write { ffi::ACCESS_REMOTE_WRITE } else { 0 };
-                ffi::ACCESS_LOCAL_WRITE | read | write
+                let read = if read { ffi::IBV_ACCESS_REMOTE_READ } else { 0 };
+                let write = if write {
+                    ffi::IBV_ACCESS_REMOTE_WRITE
+                } else {
+                    0
+                };
+                ffi::IBV_ACCESS_LOCAL_WRITE | read | write
             }
         };
         let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
         // SAFETY: the domain lives; the rest is the caller's promise.
-        let mr = unsafe { (pd.device.f.reg_mr)(pd.pd, at, len, access) };
+        let mr = unsafe { (pd.device.f.reg_mr)(pd.pd, at, len, access.cast_signed()) };
         if mr.is_null() {
             return Err(errno());
         }
@@ -316,7 +310,7 @@ impl Drop for Region {
 #[derive(Debug)]
 pub struct Way {
     pd: Arc<Pd>,
-    ah: *mut ffi::Ah,
+    ah: *mut ffi::ibv_ah,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -327,13 +321,16 @@ unsafe impl Sync for Way {}
 impl Way {
     /// The way to `to` from the address at a place of the device's table.
     pub fn new(pd: &Arc<Pd>, to: IpAddr, from: u8) -> Result<Self, i32> {
-        let mut attr = ffi::AhAttr {
-            dgid: gid_of(to),
-            sgid_index: from,
-            hop_limit: 64,
+        let mut attr = ffi::ibv_ah_attr {
+            grh: ffi::ibv_global_route {
+                dgid: gid_of(to),
+                sgid_index: from,
+                hop_limit: 64,
+                ..Default::default()
+            },
             is_global: 1,
             port_num: 1,
-            ..ffi::AhAttr::default()
+            ..Default::default()
         };
         // SAFETY: the domain lives, the attributes are valid.
         let ah = unsafe { (pd.device.f.create_ah)(pd.pd, &raw mut attr) };
@@ -358,7 +355,7 @@ impl Drop for Way {
 #[derive(Debug)]
 pub struct Channel {
     device: &'static Device,
-    channel: *mut ffi::Channel,
+    channel: *mut ffi::ibv_comp_channel,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -413,13 +410,13 @@ impl Drop for Channel {
 }
 
 /// A completion of the device.
-pub(crate) use ffi::Wc;
+pub(crate) use ffi::ibv_wc as Wc;
 
 /// A completion queue of the device.
 #[derive(Debug)]
 pub struct Completions {
     device: &'static Device,
-    cq: *mut ffi::Cq,
+    cq: *mut ffi::ibv_cq,
     _channel: Option<Arc<Channel>>,
 }
 
@@ -454,9 +451,8 @@ impl Completions {
         let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives, and there is room for `most`.
         let n = unsafe {
-            let context = &*(*self.cq).context;
-            context
-                .poll_cq
+            let ops = &(*(*self.cq).context).ops;
+            ops.poll_cq
                 .map_or(0, |poll| poll(self.cq, most, into.as_mut_ptr()))
         };
         usize::try_from(n).unwrap_or(0)
@@ -466,8 +462,8 @@ impl Completions {
     pub fn arm(&self) {
         // SAFETY: the queue lives.
         unsafe {
-            let context = &*(*self.cq).context;
-            if let Some(arm) = context.req_notify_cq {
+            let ops = &(*(*self.cq).context).ops;
+            if let Some(arm) = ops.req_notify_cq {
                 arm(self.cq, 0);
             }
         }
@@ -542,8 +538,8 @@ pub struct Job {
 #[derive(Debug)]
 pub struct QueuePair {
     pd: Arc<Pd>,
-    qp: *mut ffi::Qp,
-    ex: *mut ffi::QpEx,
+    qp: *mut ffi::ibv_qp,
+    ex: *mut ffi::ibv_qp_ex,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -561,49 +557,41 @@ impl QueuePair {
     ) -> Result<Self, i32> {
         let f = &pd.device.f;
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let mut attr = ffi::QpInitAttrEx {
-            qp_context: std::ptr::null_mut(),
+        let mut attr = ffi::ibv_qp_init_attr_ex {
             send_cq: cq.cq,
             recv_cq: cq.cq,
-            srq: std::ptr::null_mut(),
-            cap: ffi::QpCap {
+            cap: ffi::ibv_qp_cap {
                 max_send_wr: count(limits::REQUESTS),
                 max_recv_wr: if plain { 1 } else { count(limits::RECEIVES) },
                 max_send_sge: count(limits::IOV),
                 max_recv_sge: 1,
                 max_inline_data: count(limits::INLINE),
             },
-            qp_type: ffi::QPT_DRIVER,
-            sq_sig_all: 0,
-            comp_mask: ffi::INIT_ATTR_PD | ffi::INIT_ATTR_SEND_OPS,
+            qp_type: ffi::IBV_QPT_DRIVER,
+            comp_mask: ffi::IBV_QP_INIT_ATTR_PD | ffi::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
             pd: pd.pd,
-            xrcd: std::ptr::null_mut(),
-            create_flags: 0,
-            max_tso_header: 0,
-            rwq_ind_tbl: std::ptr::null_mut(),
-            rx_hash: [0; 3],
-            source_qpn: 0,
-            send_ops_flags: ffi::OP_SEND
-                | ffi::OP_RDMA_WRITE
-                | ffi::OP_RDMA_WRITE_IMM
-                | ffi::OP_RDMA_READ,
+            send_ops_flags: ffi::IBV_QP_EX_WITH_SEND
+                | ffi::IBV_QP_EX_WITH_RDMA_WRITE
+                | ffi::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+                | ffi::IBV_QP_EX_WITH_RDMA_READ,
+            ..Default::default()
         };
         let kind = if plain {
-            ffi::DV_PLAIN_WRITES
+            ffi::ANYWARPDV_QP_PLAIN_WRITES
         } else {
-            ffi::DV_RECORD_COMPLETIONS
+            ffi::ANYWARPDV_QP_RECORD_COMPLETIONS
         };
-        let dv = ffi::DvQpInitAttr {
-            driver_qp_type: ffi::DV_QPT_RD,
-            flags: ffi::DV_KEEP_GOING | kind,
+        let dv = ffi::anywarpdv_qp_init_attr {
+            driver_qp_type: ffi::ANYWARPDV_QPT_RD,
+            flags: ffi::ANYWARPDV_QP_KEEP_GOING | kind,
             max_send_size: count(limits::EAGER + crate::wire::HEADER),
             max_records: count(limits::RECORDS),
             max_reads: limits::READS,
             peer_timeout_ms: timeout_ms,
             port: port.into(),
-            ..ffi::DvQpInitAttr::default()
+            ..Default::default()
         };
-        let size = count(size_of::<ffi::DvQpInitAttr>());
+        let size = count(size_of::<ffi::anywarpdv_qp_init_attr>());
         // SAFETY: the attributes are valid and name what lives.
         let qp = unsafe { (f.dv_create_qp)(pd.device.context, &raw mut attr, &raw const dv, size) };
         if qp.is_null() {
@@ -616,19 +604,19 @@ impl QueuePair {
             qp,
             ex,
         };
-        let mut attr = ffi::QpAttr {
-            qp_state: ffi::STATE_INIT,
+        let mut attr = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_INIT,
             port_num: 1,
             qkey,
-            ..ffi::QpAttr::default()
+            ..Default::default()
         };
         let steps = [
             (
-                ffi::STATE_INIT,
-                ffi::QP_STATE | ffi::QP_PKEY_INDEX | ffi::QP_PORT | ffi::QP_QKEY,
+                ffi::IBV_QPS_INIT,
+                ffi::IBV_QP_STATE | ffi::IBV_QP_PKEY_INDEX | ffi::IBV_QP_PORT | ffi::IBV_QP_QKEY,
             ),
-            (ffi::STATE_RTR, ffi::QP_STATE),
-            (ffi::STATE_RTS, ffi::QP_STATE | ffi::QP_SQ_PSN),
+            (ffi::IBV_QPS_RTR, ffi::IBV_QP_STATE),
+            (ffi::IBV_QPS_RTS, ffi::IBV_QP_STATE | ffi::IBV_QP_SQ_PSN),
         ];
         for (state, mask) in steps {
             attr.qp_state = state;
@@ -650,25 +638,28 @@ impl QueuePair {
         unsafe { (*self.qp).qp_num }
     }
 
-    fn post(&self, to: To<'_>, id: u64, mut sge: ffi::Sge, flags: u32) -> Result<(), i32> {
-        let mut wr = ffi::SendWr {
+    fn post(&self, to: To<'_>, id: u64, mut sge: ffi::ibv_sge, flags: u32) -> Result<(), i32> {
+        let mut wr = ffi::ibv_send_wr {
             wr_id: id,
             next: std::ptr::null_mut(),
             sg_list: &raw mut sge,
             num_sge: 1,
-            opcode: ffi::WR_SEND,
+            opcode: ffi::IBV_WR_SEND,
             send_flags: flags,
-            imm_data: 0,
-            ah: to.way.ah,
-            remote_qpn: to.qpn,
-            remote_qkey: to.qkey,
-            more: [0; 9],
+            wr: ffi::ibv_send_wr_wr {
+                ud: ffi::ibv_send_wr_ud {
+                    ah: to.way.ah,
+                    remote_qpn: to.qpn,
+                    remote_qkey: to.qkey,
+                },
+            },
+            ..Default::default()
         };
         let mut bad = std::ptr::null_mut();
         // SAFETY: the request is valid with all that it names; the memory of its element is the caller's.
         let rc = unsafe {
-            let context = &*(*self.qp).context;
-            context.post_send.map_or(libc::ENOSYS, |post| {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_send.map_or(libc::ENOSYS, |post| {
                 post(self.qp, &raw mut wr, &raw mut bad)
             })
         };
@@ -684,13 +675,13 @@ impl QueuePair {
         message: &[u8],
         signaled: bool,
     ) -> Result<(), i32> {
-        let sge = ffi::Sge {
+        let sge = ffi::ibv_sge {
             addr: message.as_ptr().expose_provenance() as u64,
             length: u32::try_from(message.len()).unwrap_or(u32::MAX),
             lkey: 0,
         };
-        let signaled = if signaled { ffi::SEND_SIGNALED } else { 0 };
-        self.post(to, id, sge, ffi::SEND_INLINE | signaled)
+        let signaled = if signaled { ffi::IBV_SEND_SIGNALED } else { 0 };
+        self.post(to, id, sge, ffi::IBV_SEND_INLINE | signaled)
     }
 
     /// Sends registered memory, with a completion.
@@ -698,7 +689,7 @@ impl QueuePair {
     /// # Safety
     /// The memory is registered with this key, and stays so until the completion.
     pub unsafe fn send(&self, to: To<'_>, id: u64, piece: Piece) -> Result<(), i32> {
-        self.post(to, id, sge_of(piece), ffi::SEND_SIGNALED)
+        self.post(to, id, sge_of(piece), ffi::IBV_SEND_SIGNALED)
     }
 
     /// Reads or writes memory of a peer, with a completion.
@@ -713,7 +704,7 @@ impl QueuePair {
         (rkey, base): (u32, u64),
         pieces: &[Piece],
     ) -> Result<(), i32> {
-        let mut list = [ffi::Sge::default(); limits::IOV];
+        let mut list = [ffi::ibv_sge::default(); limits::IOV];
         for (to, piece) in list.iter_mut().zip(pieces) {
             *to = sge_of(*piece);
         }
@@ -721,24 +712,23 @@ impl QueuePair {
         // SAFETY: the queue pair lives, only the thread that holds the endpoint's lock is between start and complete, and the
         // library fills the functions of the operations that were asked for.
         let rc = unsafe {
-            let call = &mut *ex;
             let (Some(start), Some(set_to), Some(set_list), Some(complete)) = (
-                call.start,
-                call.set_ud_addr,
-                call.set_sge_list,
-                call.complete,
+                (*ex).wr_start,
+                (*ex).wr_set_ud_addr,
+                (*ex).wr_set_sge_list,
+                (*ex).wr_complete,
             ) else {
                 return Err(libc::ENOSYS);
             };
             start(ex);
             (*ex).wr_id = id;
-            (*ex).wr_flags = ffi::SEND_SIGNALED;
+            (*ex).wr_flags = ffi::IBV_SEND_SIGNALED;
             match what {
-                OneSided::Read => (*ex).rdma_read.map(|f| f(ex, rkey, base)),
-                OneSided::Write => (*ex).rdma_write.map(|f| f(ex, rkey, base)),
+                OneSided::Read => (*ex).wr_rdma_read.map(|f| f(ex, rkey, base)),
+                OneSided::Write => (*ex).wr_rdma_write.map(|f| f(ex, rkey, base)),
                 OneSided::Record(word) => {
                     let word = word.to_be();
-                    (*ex).rdma_write_imm.map(|f| f(ex, rkey, base, word))
+                    (*ex).wr_rdma_write_imm.map(|f| f(ex, rkey, base, word))
                 }
             };
             set_to(ex, to.way.ah, to.qpn, to.qkey);
@@ -754,7 +744,7 @@ impl QueuePair {
     /// The memory is registered for it, and is used by nothing else until the completion.
     pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
         let mut sge = sge_of(piece);
-        let mut wr = ffi::RecvWr {
+        let mut wr = ffi::ibv_recv_wr {
             wr_id: id,
             next: std::ptr::null_mut(),
             sg_list: &raw mut sge,
@@ -763,8 +753,8 @@ impl QueuePair {
         let mut bad = std::ptr::null_mut();
         // SAFETY: as in `post`.
         let rc = unsafe {
-            let context = &*(*self.qp).context;
-            context.post_recv.map_or(libc::ENOSYS, |post| {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_recv.map_or(libc::ENOSYS, |post| {
                 post(self.qp, &raw mut wr, &raw mut bad)
             })
         };
@@ -773,19 +763,16 @@ impl QueuePair {
 
     /// Takes the record of a completion.
     pub fn record(&self) -> Option<Record> {
-        let mut record = std::mem::MaybeUninit::<ffi::DvRecord>::zeroed();
-        let size = u32::try_from(size_of::<ffi::DvRecord>()).unwrap_or(0);
-        // SAFETY: a place for one record; all of its bytes were initialized with zeroes.
-        let record = unsafe {
-            let n = (self.pd.device.f.dv_poll_records)(self.qp, 1, record.as_mut_ptr(), size, 0);
-            if n != 1 {
-                return None;
-            }
-            record.assume_init()
-        };
-        const WITH_IMM: u32 = 1 << 3;
-        let whole = record.flags & ffi::DV_RECORD_COMPLETE != 0;
-        let word = (record.flags & WITH_IMM != 0 && whole).then(|| u32::from_be(record.imm_data));
+        let mut record = ffi::anywarpdv_record::default();
+        let size = u32::try_from(size_of::<ffi::anywarpdv_record>()).unwrap_or(0);
+        // SAFETY: the queue pair lives, and there is a place for one record.
+        let n = unsafe { (self.pd.device.f.dv_poll_records)(self.qp, 1, &raw mut record, size, 0) };
+        if n != 1 {
+            return None;
+        }
+        let has = |flag| record.flags & flag != 0;
+        let word = (has(ffi::ANYWARPDV_RECORD_WITH_IMM) && has(ffi::ANYWARPDV_RECORD_COMPLETE))
+            .then(|| u32::from_be(record.imm_data));
         Some(Record {
             qpn: record.src_qp,
             word,
@@ -796,8 +783,8 @@ impl QueuePair {
     }
 }
 
-fn sge_of(piece: Piece) -> ffi::Sge {
-    ffi::Sge {
+fn sge_of(piece: Piece) -> ffi::ibv_sge {
+    ffi::ibv_sge {
         addr: piece.at as u64,
         length: u32::try_from(piece.len).unwrap_or(u32::MAX),
         lkey: piece.lkey,
@@ -835,8 +822,8 @@ pub(crate) enum Of {
 /// What a completion is of; one that failed says it only by its number, so the caller asks this of others.
 pub(crate) fn kind_of(wc: &Wc) -> Of {
     match wc.opcode {
-        ffi::WC_OPCODE_RECEIVE => Of::Receive,
-        ffi::WC_OPCODE_RECORD => Of::Record,
+        ffi::IBV_WC_RECV => Of::Receive,
+        ffi::IBV_WC_DRIVER1 => Of::Record,
         _ => Of::Request,
     }
 }
@@ -847,12 +834,12 @@ pub(crate) fn error_of(wc: &Wc) -> i32 {
         FI_EACCES, FI_ECANCELED, FI_ECONNRESET, FI_EHOSTUNREACH, FI_EIO, FI_EREMOTEIO,
     };
     match wc.status {
-        ffi::WC_SUCCESS => 0,
-        ffi::WC_FLUSHED => FI_ECANCELED,
-        ffi::WC_REMOTE_INVALID => FI_EREMOTEIO,
-        ffi::WC_REMOTE_ACCESS => FI_EACCES,
-        ffi::WC_NO_ANSWER => FI_EHOSTUNREACH,
-        ffi::WC_REMOTE_ABORTED => FI_ECONNRESET,
+        ffi::IBV_WC_SUCCESS => 0,
+        ffi::IBV_WC_WR_FLUSH_ERR => FI_ECANCELED,
+        ffi::IBV_WC_REM_INV_REQ_ERR => FI_EREMOTEIO,
+        ffi::IBV_WC_REM_ACCESS_ERR => FI_EACCES,
+        ffi::IBV_WC_RETRY_EXC_ERR => FI_EHOSTUNREACH,
+        ffi::IBV_WC_REM_ABORT_ERR => FI_ECONNRESET,
         _ => FI_EIO,
     }
 }

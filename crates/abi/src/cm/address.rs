@@ -7,10 +7,10 @@ use anywarp_engine::address::gid_of;
 use anywarp_engine::gids;
 use libc::{sockaddr, sockaddr_in, sockaddr_in6};
 
-use super::types::*;
 use crate::ffi::Errno;
 use crate::verbs::convert::c_gid;
-use crate::verbs::types::*;
+use anywarp_verbs_sys::cm::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// A socket address of C; `None` for null and for a family other than IPv4 and IPv6.
 ///

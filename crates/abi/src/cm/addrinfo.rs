@@ -6,10 +6,10 @@ use std::sync::Arc;
 use anywarp_core::lock::Mutex;
 use libc::{addrinfo, sockaddr, socklen_t};
 
-use super::types::*;
 use crate::entry;
 use crate::ffi::put;
-use crate::verbs::types::*;
+use anywarp_verbs_sys::cm::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// Copies an address for the caller to free.
 ///

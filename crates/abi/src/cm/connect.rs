@@ -9,12 +9,12 @@ use libc::sockaddr;
 use super::address::{address_of, bytes_of, names_device, needed_address};
 use super::event::{complete, step};
 use super::id::IdObject;
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, os_errno};
 use crate::verbs::handle::{known, live};
 use crate::verbs::object::QpObject;
-use crate::verbs::types::*;
+use anywarp_verbs_sys::cm::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// Binds an identifier to an address.
 ///

@@ -12,7 +12,7 @@ use crate::ffi::{Errno, last_errno, put};
 use crate::verbs::open::{free_list, list_of_one, open};
 use crate::verbs::pd::ibv_alloc_pd;
 use crate::verbs::srq::open_xrcd;
-use crate::verbs::types::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// The context of all identifiers, and its protection domain for programs that name none.
 #[derive(Debug)]

@@ -10,11 +10,11 @@ use super::connect::{bind, resolve};
 use super::event::{rdma_get_cm_event, step};
 use super::id::{IdObject, Template, acknowledge, create_id, destroy_id, migrate};
 use super::qp::{create_plain_qp, destroy_qp, destroy_srq};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, minus_one, null, put};
 use crate::verbs::handle::{known, live};
-use crate::verbs::types::*;
+use anywarp_verbs_sys::cm::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// Prepares a new identifier with the arguments of `rdma_create_ep`.
 ///

@@ -7,12 +7,12 @@ use anywarp_engine::cm::{CmId, Event, EventChannel, EventKind};
 
 use super::address::vector_to;
 use super::id::{ChannelObject, EventObject, IdObject, acknowledge, c_id, make_id};
-use super::types::*;
 use crate::cancel_safe::Held;
 use crate::entry;
 use crate::ffi::{Errno, fail, or, os_errno};
 use crate::verbs::handle::{known, live};
 use crate::verbs::wait::block_on;
+use anywarp_verbs_sys::cm::*;
 
 /// Finds the C identifiers of an event and counts it as delivered; a connect request gets its identifier here.
 ///

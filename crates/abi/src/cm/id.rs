@@ -15,7 +15,6 @@ use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
 use super::address::{c_address, c_port};
 use super::addrinfo::Resolved;
 use super::device::shared;
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, os_errno, put};
 use crate::verbs::convert::c_gid;
@@ -23,7 +22,8 @@ use crate::verbs::handle::{
     CStruct, Object, c_object, into_c, known, live, returned, set_c_object,
 };
 use crate::verbs::object::{Acks, QpObject};
-use crate::verbs::types::*;
+use anywarp_verbs_sys::cm::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// An event channel.
 #[repr(C)]

@@ -1,4 +1,4 @@
-//! librdmacm: its types, and its functions by subject.
+//! librdmacm: its functions, by subject.
 
 pub(crate) mod address;
 pub mod addrinfo;
@@ -10,4 +10,3 @@ pub mod id;
 pub mod newer;
 pub mod qp;
 pub mod text;
-pub mod types;

@@ -9,10 +9,10 @@ use anywarp_engine::sys::thread;
 use super::addrinfo::{self, List, rdma_getaddrinfo};
 use super::event::complete;
 use super::id::IdObject;
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, last_errno, os_errno, put};
 use crate::verbs::handle::live;
+use anywarp_verbs_sys::cm::*;
 
 /// Resolve by the InfiniBand subnet administrator, of which there is none.
 const RAI_SA: c_int = 0x10;

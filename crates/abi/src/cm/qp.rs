@@ -8,7 +8,6 @@ use anywarp_engine::objects::QueuePair;
 use super::address::vector_to;
 use super::device::shared;
 use super::id::IdObject;
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, arg_mut, last_errno, put};
 use crate::verbs::cq::{
@@ -18,7 +17,8 @@ use crate::verbs::handle::{known, live};
 use crate::verbs::object::QpObject;
 use crate::verbs::qp::{create_qp_ex, ibv_destroy_qp, ibv_modify_qp, managed};
 use crate::verbs::srq::{create_srq_ex, ibv_destroy_srq};
-use crate::verbs::types::*;
+use anywarp_verbs_sys::cm::*;
+use anywarp_verbs_sys::verbs::*;
 
 /// Q_Key of the datagram queue pairs of rdma_cm, the same in every implementation.
 const UDP_QKEY: u32 = 0x0123_4567;

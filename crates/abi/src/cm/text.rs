@@ -1,8 +1,8 @@
 //! Names of enum values: `rdma_event_str(3)`.
 
-use super::types::rdma_cm_event_type;
 use crate::entry;
 use crate::verbs::text::text;
+use anywarp_verbs_sys::cm::rdma_cm_event_type;
 use std::ffi::{CStr, c_char};
 
 /// In the order of `enum rdma_cm_event_type`.

@@ -31,8 +31,8 @@ use super::again::Refused;
 use super::buffer::{Buffer, Caller};
 use super::wire::{DATAGRAM_HEADER, datagram_header, datagram_port};
 use super::{Kind, Socket};
-use crate::cm::types::RDMA_UDP_QKEY;
 use crate::ffi::{misuse, os_errno};
+use anywarp_verbs_sys::cm::RDMA_UDP_QKEY;
 
 /// Bytes of a datagram, at most.
 pub(super) const PAYLOAD_MAX: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;

@@ -9,7 +9,7 @@ use libc::{IPPROTO_IP, IPPROTO_IPV6, IPPROTO_TCP, SOL_SOCKET};
 
 use super::wire::{scale, unscale};
 use super::{Kind, Socket};
-use crate::cm::types::{
+use anywarp_verbs_sys::cm::{
     RDMA_INLINE, RDMA_IOMAPSIZE, RDMA_ROUTE, RDMA_RQSIZE, RDMA_SQSIZE, SOL_RDMA,
 };
 

@@ -10,10 +10,10 @@ use anywarp_engine::{gids, reserve};
 use super::convert::{c_gid, remote_ip, source_to};
 use super::handle::{CStruct, into_c, live, returned};
 use super::object::{AhObject, PdObject};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, misuse, put};
 use crate::profile::{Counted, Place};
+use anywarp_verbs_sys::verbs::*;
 
 /// Makes an address handle.
 ///

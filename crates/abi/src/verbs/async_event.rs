@@ -8,11 +8,11 @@ use anywarp_engine::events::{AsyncItem, event};
 
 use super::handle::{c_object, known, live};
 use super::object::{Acks, ContextObject, CqObject, QpObject, SrqObject};
-use super::types::*;
 use super::wait::block_on;
 use crate::cancel_safe::Held;
 use crate::entry;
 use crate::ffi::{Errno, fail, or};
+use anywarp_verbs_sys::verbs::*;
 
 /// Which object an event is about.
 enum About {

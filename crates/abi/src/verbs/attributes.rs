@@ -7,10 +7,10 @@ use anywarp_engine::config::{Face, config};
 use anywarp_engine::gids;
 
 use super::convert::{c_gid, put_text};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg_mut, errno, put, put_prefix, set_errno};
 use crate::profile::profile;
+use anywarp_verbs_sys::verbs::*;
 
 /// The attributes of the device.
 fn attributes() -> ibv_device_attr {

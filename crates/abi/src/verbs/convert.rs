@@ -16,8 +16,8 @@ use anywarp_engine::gids::ip_of_lid;
 
 use super::handle::known;
 use super::object::AhObject;
-use super::types::*;
 use crate::ffi::arg;
+use anywarp_verbs_sys::verbs::*;
 
 /// Writes a text into a fixed array, with a zero behind it.
 pub(crate) fn put_text<const N: usize>(into: &mut [c_char; N], text: &str) {

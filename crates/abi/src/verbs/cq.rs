@@ -10,12 +10,12 @@ use anywarp_engine::objects::CompletionQueue;
 use super::async_event::forget_events;
 use super::handle::{CStruct, c_object, into_c, known, live, live_if_any, returned, set_c_object};
 use super::object::{Acks, ChannelObject, ContextObject, CqObject, Users};
-use super::types::*;
 use super::wait::block_on;
 use crate::cancel_safe::Held;
 use crate::entry;
 use crate::ffi::{Errno, fail, misuse, or, os_errno};
 use crate::profile::{Counted, Place, profile};
+use anywarp_verbs_sys::verbs::*;
 
 entry! {
     /// `ibv_create_comp_channel(3)`.

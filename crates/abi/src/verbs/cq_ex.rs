@@ -9,8 +9,8 @@ use super::convert::{flags_of, imm_of};
 use super::cq::create_cq;
 use super::handle::{known, live};
 use super::object::{CqObject, Shown};
-use super::types::*;
 use crate::ffi::{Errno, arg, errno, errno_fast, null, or_fast};
+use anywarp_verbs_sys::verbs::*;
 
 /// Polls one completion and shows it, or fails with ENOENT.
 ///

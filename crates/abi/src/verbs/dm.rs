@@ -17,9 +17,9 @@ use anywarp_engine::process::PerProcess;
 use super::handle::{CStruct, into_c, known, live, returned};
 use super::memory::register_in;
 use super::object::{Backing, ContextObject, DmObject, MrObject, Users};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, errno, null, set_errno};
+use anywarp_verbs_sys::verbs::*;
 
 /// Device memory by handle, for `ibv_import_dm`.
 fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<DeviceMemory>>> {

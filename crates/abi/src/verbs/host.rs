@@ -1,9 +1,9 @@
 //! Functions of libibverbs about the host rather than a device: sysfs and fork.
 
-use super::types::{IBV_FORK_UNNEEDED, ibv_fork_status};
 use crate::entry;
 use crate::ffi::os_errno;
 use anywarp_engine::config::variable;
+use anywarp_verbs_sys::verbs::{IBV_FORK_UNNEEDED, ibv_fork_status};
 use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int, c_void};
 use std::fs::File;
 use std::io::Read as _;

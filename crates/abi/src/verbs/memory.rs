@@ -12,10 +12,10 @@ use anywarp_engine::objects::{MemoryRegion, Reregistration};
 use super::convert::sges_of;
 use super::handle::{CStruct, into_c, live, live_if_any, returned};
 use super::object::{Backing, MrObject, PdObject};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, errno, misuse, null};
 use crate::profile::{Counted, Place, profile};
+use anywarp_verbs_sys::verbs::*;
 
 /// A region as the program sees it. Its handle is the part of the key that does not change with `ibv_bind_mw` and the like.
 fn c_region(domain: &PdObject, pd: *mut ibv_pd, key: u32) -> ibv_mr {

@@ -1,4 +1,4 @@
-//! libibverbs: its types, and its functions by the object that they are about.
+//! libibverbs: its functions, by the object that they are about.
 
 pub mod address;
 pub mod async_event;
@@ -21,7 +21,6 @@ pub mod qp;
 pub mod rate;
 pub mod srq;
 pub mod text;
-pub mod types;
 pub(crate) mod wait;
 pub(crate) mod window;
 pub(crate) mod wr_ex;

@@ -9,9 +9,9 @@ use anywarp_engine::sys::pages::Pages;
 use super::handle::{CStruct, Object, into_c, live, returned};
 use super::memory::{register, register_in};
 use super::object::{Backing, PdObject};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, put};
+use anywarp_verbs_sys::verbs::*;
 
 /// A handle of `ibv_alloc_buf`, which programs do not look into.
 #[repr(C)]

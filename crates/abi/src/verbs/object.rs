@@ -19,9 +19,9 @@ use anywarp_engine::objects::{
 use anywarp_engine::sys::pages::Pages;
 
 use super::handle::{CStruct, Object};
-use super::types::*;
 use crate::ffi::Errno;
 use crate::profile::Place;
+use anywarp_verbs_sys::verbs::*;
 
 /// Counts the objects that use another one, which must not be destroyed before them.
 #[derive(Debug, Clone, Default)]

@@ -11,11 +11,11 @@ use anywarp_engine::gids;
 use super::convert::put_text;
 use super::handle::set_c_object;
 use super::object::ContextObject;
-use super::types::*;
 use super::{attributes, cq_ex, dm, memory, ops, pd, qp, srq, window};
 use crate::entry;
 use crate::ffi::{Errno, fail, os_errno, put};
 use crate::profile::{self, profile};
+use anywarp_verbs_sys::verbs::*;
 
 /// The device as programs see it. libmlx5 and libefa look for a mark of theirs behind it: there are zeroes.
 #[repr(C)]

@@ -9,9 +9,9 @@ use anywarp_core::wire::{Stag, To};
 use super::convert::{append_inline, bind_of, destination_of, flags_of, imm_of, sges_of};
 use super::handle::live;
 use super::object::{CqObject, QpObject, SrqObject};
-use super::types::*;
 use crate::ffi::{Errno, errno_fast, misuse, or_fast};
 use crate::profile::profile;
+use anywarp_verbs_sys::verbs::*;
 
 /// The bytes of an inline list.
 ///

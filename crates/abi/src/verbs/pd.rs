@@ -16,10 +16,10 @@ use anywarp_engine::reserve;
 
 use super::handle::{CStruct, into_c, live, live_if_any, returned};
 use super::object::{ContextObject, PdObject, TdObject};
-use super::types::*;
 use crate::entry;
 use crate::ffi::{arg, errno, misuse, null};
 use crate::profile::{Counted, Place};
+use anywarp_verbs_sys::verbs::*;
 
 /// Protection domains by handle, for `ibv_import_pd`.
 fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<Pd>>> {

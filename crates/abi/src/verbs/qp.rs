@@ -25,11 +25,11 @@ use super::handle::{CStruct, into_c, live, live_if_any, returned, set_c_object};
 use super::object::{
     Acks, Builder, ContextObject, CqObject, PdObject, QpObject, SrqObject, Use, XrcdObject,
 };
-use super::types::*;
 use super::wr_ex;
 use crate::entry;
 use crate::ffi::{Errno, arg, arg_mut, misuse, null, os_errno, put};
 use crate::profile::{Counted, Place, profile};
+use anywarp_verbs_sys::verbs::*;
 
 /// Attributes of the first form, from those of the extended one.
 fn plain_of(ex: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {

@@ -1,13 +1,13 @@
 //! Static rates: `ibv_rate_to_mbps(3)` and its siblings.
 
-use super::types::{
+use crate::entry;
+use anywarp_verbs_sys::verbs::{
     IBV_RATE_2_5_GBPS, IBV_RATE_5_GBPS, IBV_RATE_10_GBPS, IBV_RATE_14_GBPS, IBV_RATE_20_GBPS,
     IBV_RATE_25_GBPS, IBV_RATE_28_GBPS, IBV_RATE_30_GBPS, IBV_RATE_40_GBPS, IBV_RATE_50_GBPS,
     IBV_RATE_56_GBPS, IBV_RATE_60_GBPS, IBV_RATE_80_GBPS, IBV_RATE_100_GBPS, IBV_RATE_112_GBPS,
     IBV_RATE_120_GBPS, IBV_RATE_168_GBPS, IBV_RATE_200_GBPS, IBV_RATE_300_GBPS, IBV_RATE_400_GBPS,
     IBV_RATE_600_GBPS, IBV_RATE_800_GBPS, IBV_RATE_1200_GBPS, IBV_RATE_MAX, ibv_rate,
 };
-use crate::entry;
 use std::ffi::c_int;
 
 /// Rate, multiple of 2.5 Gbit/s where it has one, Mbit/s.

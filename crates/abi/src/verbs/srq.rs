@@ -19,10 +19,10 @@ use super::handle::{CStruct, into_c, live, returned, set_c_object};
 use super::object::{
     Acks, ContextObject, CqObject, PdObject, SrqObject, Users, XrcPart, XrcdObject,
 };
-use super::types::*;
 use crate::entry;
 use crate::ffi::{Errno, arg, arg_mut, errno, misuse, null, put};
 use crate::profile::{Counted, Place, profile};
+use anywarp_verbs_sys::verbs::*;
 
 /// Makes a shared receive queue.
 ///

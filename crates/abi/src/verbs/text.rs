@@ -2,10 +2,10 @@
 //!
 //! The words are those of the library that we stand in for: people search their logs for them.
 
-use super::types::{
+use crate::entry;
+use anywarp_verbs_sys::verbs::{
     IBV_NODE_CA, ibv_event_type, ibv_node_type, ibv_port_state, ibv_wc_status, ibv_wr_opcode,
 };
-use crate::entry;
 use std::ffi::{CStr, c_char};
 
 /// In the order of `enum ibv_wc_status`.
@@ -206,7 +206,7 @@ mod tests {
     /// The numbers of operations that headers name, and those between and behind them.
     #[test]
     fn operations_have_names() {
-        use crate::verbs::types::*;
+        use anywarp_verbs_sys::verbs::*;
         // SAFETY: any number may be passed; a static string comes back.
         let name = |n| unsafe { CStr::from_ptr(ibv_wr_opcode_str(n)) };
         assert_eq!(name(IBV_WR_SEND), c"send");

@@ -12,9 +12,9 @@ use anywarp_engine::reserve;
 use super::convert::bind_of;
 use super::handle::{CStruct, into_c, live, live_if_any, returned};
 use super::object::{MrObject, MwObject, PdObject, QpObject};
-use super::types::*;
 use crate::ffi::{arg, errno, misuse, null};
 use crate::profile::{Counted, Place};
+use anywarp_verbs_sys::verbs::*;
 
 /// `ibv_alloc_mw(3)`.
 pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> *mut ibv_mw {

@@ -11,9 +11,9 @@ use anywarp_core::wire::{Stag, To};
 use super::convert::{append_inline, bind_of, destination_of, sges_of};
 use super::handle::live;
 use super::object::{Builder, QpObject};
-use super::types::*;
 use crate::ffi::{Errno, arg, errno_fast, misuse, or_fast};
 use crate::profile::profile;
+use anywarp_verbs_sys::verbs::*;
 
 /// Operations that a queue pair of this type has.
 pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {

@@ -1,6 +1,6 @@
 //! The types and constants of `rdma/rdma_cma.h` and `rdma/rsocket.h`, as laid out by rdma-core 44.
 //!
-//! Same conventions as [`crate::verbs::types`]; held against the headers by `crate::layout`.
+//! The conventions are those of [`crate::verbs`]; the test in `layout.rs` holds every line against the headers.
 #![allow(
     missing_docs,
     reason = "the manual pages of librdmacm document these names; repeating them here would only age"
@@ -15,7 +15,7 @@
 )]
 
 use crate::layout::{c_consts, c_types};
-use crate::verbs::types::{
+use crate::verbs::{
     be16, ibv_ah_attr, ibv_comp_channel, ibv_context, ibv_cq, ibv_gid, ibv_pd, ibv_qp, ibv_qp_type,
     ibv_sa_path_rec, ibv_srq,
 };

@@ -2,7 +2,7 @@
 //!
 //! Names are the C names, so that an entry point reads like its manual page. C enums are integers
 //! here: a program may pass any number, and a Rust enum with an unlisted value would be undefined
-//! behaviour. The test in `crate::layout` holds every line against the distribution's headers.
+//! behaviour. The test in `layout.rs` holds every line against the distribution's headers.
 //!
 //! Constants of C enums have the type of the field that they go into, where that is a plain
 //! `unsigned int` or `int` (access flags, masks), and the enum's alias otherwise.

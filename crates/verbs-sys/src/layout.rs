@@ -26,6 +26,7 @@ macro_rules! c_types {
 
             impl Default for $name {
                 /// All bytes zero: null pointers, no functions, zero numbers.
+                #[inline]
                 fn default() -> Self {
                     // SAFETY: only integers, raw pointers, optional function pointers, pthread objects
                     // and arrays or structs of these are declared here; zero bytes are a value of each.
@@ -158,13 +159,13 @@ mod tests {
     /// Every size, alignment, offset and constant equals that in the distribution's headers and in our own.
     #[test]
     fn layout_and_constants_equal_the_headers() {
-        let mut types = crate::verbs::types::layout();
-        types.extend(crate::verbs::kern::layout());
-        types.extend(crate::cm::types::layout());
+        let mut types = crate::verbs::layout();
+        types.extend(crate::kern::layout());
+        types.extend(crate::cm::layout());
         types.extend(crate::dv::layout());
         types.push(crate::dv::counters_layout());
-        let mut constants = crate::verbs::types::constants();
-        constants.extend(crate::cm::types::constants());
+        let mut constants = crate::verbs::constants();
+        constants.extend(crate::cm::constants());
         constants.extend(crate::dv::constants());
         let (source, questions) = program(&types, &constants);
 
@@ -176,7 +177,7 @@ mod tests {
             .args([
                 "-w",
                 "-I",
-                concat!(env!("CARGO_MANIFEST_DIR"), "/include"),
+                concat!(env!("CARGO_MANIFEST_DIR"), "/../abi/include"),
                 "-o",
             ])
             .args([&exe, &c])
