@@ -1,4 +1,4 @@
-//! The queue of the process, the thread that takes its events, and the operations that wait for theirs.
+//! The event queue of the process, the thread that takes events from it, and the operations that wait for their events.
 
 use crate::Buffer;
 use crate::ffi;
@@ -9,9 +9,9 @@ use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Operations under way in the process: as many events as a queue may have.
+/// The largest number of operations under way in the process. It is the length of the event queue.
 const DEPTH: c_int = 1 << 20;
-/// Events that are taken at once.
+/// Events that one call takes from the queue.
 const BATCH: usize = 64;
 
 #[derive(Debug)]
@@ -26,14 +26,14 @@ struct Operations {
     all: HashMap<isize, Entry>,
 }
 
-/// An operation from its call to the event, or until its future has taken the event.
+/// An operation, from its call until its event has arrived and its future has taken it.
 #[derive(Debug, Default)]
 struct Entry {
     waker: Option<Waker>,
     event: Option<ffi::Event>,
-    /// The library's until the event.
+    /// The buffer of the operation, which belongs to the library until the event.
     buffer: Option<Buffer>,
-    /// Its future is gone.
+    /// The future was dropped.
     abandoned: bool,
 }
 
@@ -82,7 +82,7 @@ impl Driver {
                 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
                     continue;
                 }
-                // In a child of fork the library refuses all calls.
+                // The library refuses calls in a child of `fork`, which has no such thread.
                 return;
             };
             for event in events.iter().take(n) {
@@ -91,7 +91,7 @@ impl Driver {
         }
     }
 
-    /// An operation has its event.
+    /// Ends the operation to which an event belongs.
     fn end(&self, event: &ffi::Event) {
         let mut operations = self.lock();
         let Some(entry) = operations.all.get_mut(&event.ahandle) else {
@@ -108,7 +108,7 @@ impl Driver {
         }
         let entry = operations.all.remove(&event.ahandle);
         drop(operations);
-        // Deregisters the buffer: outside the lock.
+        // Dropping the buffer of an abandoned operation deregisters it, which is not done under the lock.
         drop(entry);
         if event.kind == ffi::EVT_ACCEPT && event.errno == 0 {
             close(accepted(event));
@@ -125,7 +125,8 @@ impl Driver {
         let mut operations = self.lock();
         operations.next = operations.next.wrapping_add(1);
         let id = operations.next;
-        // The event may come before the call returns: it finds the lock taken, and then the entry.
+        // The lock is held during the call: an event that comes before the call returns waits for the lock, and finds the
+        // entry.
         let refused = crate::check(call(id, buffer.as_mut())).err();
         if let Some(error) = refused {
             return Operation {

@@ -1,8 +1,8 @@
-//! The functions of `<exs.h>` that are used. They are those of the crate `exs`, which is linked in.
+//! The functions of `<exs.h>` that this crate calls. They are defined by the crate `exs`, which is linked in.
 
 use libc::{c_int, c_void, sockaddr, socklen_t, timeval};
 
-// Its functions are found by their names.
+// Without this the crate would not be linked, since nothing names its items: the functions are found by the names of C.
 use exs as _;
 
 pub(crate) const VERSION: c_int = 1;
@@ -18,7 +18,7 @@ pub(crate) struct Event {
     pub(crate) errno: c_int,
     pub(crate) fd: c_int,
     pub(crate) ahandle: isize,
-    /// The union: of transfers the second word is the length, of an accept the first one the descriptor.
+    /// The union. For a transfer the second word is the length; for an accept the first word has the descriptor.
     pub(crate) body: [u64; 6],
 }
 

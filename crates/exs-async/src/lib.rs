@@ -1,8 +1,8 @@
 //! Extended sockets as futures: what `<exs.h>` is to C, for Rust, over any RDMA device.
 //!
-//! An operation owns its [`Buffer`] and gives it back when it ends, for the peer's device reads the sender's memory itself. It
-//! starts when it is called, not when it is first awaited; a future that is dropped cancels it. Any executor will do: a
-//! thread of this crate takes the events and wakes the tasks.
+//! An operation owns its [`Buffer`] and returns it at its end, because the peer's device reads the memory of the sender
+//! itself. An operation starts when the function is called, and not when its future is first awaited. Dropping the future
+//! cancels it. The crate works with any executor: a thread of its own takes the events and wakes the tasks.
 //!
 //! ```no_run
 //! # async fn example() -> std::io::Result<()> {
@@ -112,7 +112,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at an address; with port 0 at any, which [`Listener::local_addr`] says.
+    /// Listens at an address. With port 0 the library chooses a port, which [`Listener::local_addr`] returns.
     ///
     /// # Errors
     ///
@@ -176,7 +176,7 @@ impl Socket {
     ///
     /// # Errors
     ///
-    /// Nothing listens there, or there is no way to it.
+    /// Nothing listens at the address, or it cannot be reached.
     pub async fn connect(addr: SocketAddr) -> io::Result<Self> {
         let fd = Fd::new(&addr)?;
         let driver = driver::get()?;
@@ -190,8 +190,8 @@ impl Socket {
         Ok(Self { fd })
     }
 
-    /// Sends the first `len` bytes of a buffer; the peer reads them from it. The future has the number of bytes that the peer
-    /// took, and the buffer.
+    /// Sends the first `len` bytes of a buffer, from which the peer reads them. The future returns the number of bytes that
+    /// the peer read, and the buffer.
     pub fn send(
         &self,
         buffer: Buffer,
@@ -201,12 +201,13 @@ impl Socket {
         // SAFETY: the driver keeps the buffer until the event, also when the future is dropped.
         self.transfer(buffer, move |queue, id, b| unsafe {
             let from: *const c_void = b.bytes.as_ptr().cast();
-            // More than there is, is refused by the library.
+            // The library refuses a length that is larger than the buffer.
             ffi::exs_send(fd, from, len, 0, queue, id, b.handle)
         })
     }
 
-    /// Receives a message into a buffer; one that is longer is cut. The future has its length, 0 at the end, and the buffer.
+    /// Receives a message into a buffer. A message that is longer than the buffer is cut. The future returns the length of
+    /// the message, which is 0 at the end of the data, and the buffer.
     pub fn recv(
         &self,
         buffer: Buffer,
@@ -219,11 +220,11 @@ impl Socket {
         })
     }
 
-    /// Ends the direction to the peer, whose receives then have the length 0.
+    /// Ends the direction to the peer, whose receives then return 0 bytes.
     ///
     /// # Errors
     ///
-    /// The connection is over, or the direction was ended before.
+    /// The connection has ended, or the direction was ended before.
     pub async fn shutdown(&self) -> io::Result<()> {
         let driver = driver::get()?;
         let fd = self.fd.0;
@@ -258,7 +259,7 @@ impl Socket {
                 let [_, length, ..] = event.body;
                 usize::try_from(length).unwrap_or(usize::MAX)
             });
-            // The driver gives back what it was given.
+            // The driver returns the buffer of each operation, so this value is not used.
             let buffer = buffer.unwrap_or_else(|| Buffer {
                 bytes: Box::default(),
                 handle: -1,
@@ -268,7 +269,7 @@ impl Socket {
     }
 }
 
-/// An address as the library takes it.
+/// The C form of an address.
 fn raw(addr: &SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
     // SAFETY: zeros are an address, and the two families fit into it.
     unsafe {
@@ -294,7 +295,7 @@ fn raw(addr: &SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
     }
 }
 
-/// An address of the library's.
+/// The address in the structure of C.
 fn address(raw: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
     let from: *const sockaddr = (&raw const *raw).cast();
     // SAFETY: the family says which structure it is, and there is room for either.

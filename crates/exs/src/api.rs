@@ -1,4 +1,4 @@
-//! The C functions of `<exs.h>`: they check what the program says, and turn it into operations.
+//! The C functions of `<exs.h>`. They check their arguments, and start operations of the sockets.
 
 use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
@@ -42,7 +42,7 @@ const TIMEOUT_ONCE: c_int = 1 << 30;
 const MEMORY: c_int = 1;
 const FILE: c_int = 2;
 
-/// Sockets of one exs_poll.
+/// The largest number of sockets of one exs_poll.
 const MAX_POLLED: usize = 1024;
 const EVTVEC_MAX: usize = 1024;
 const MAX_DEPTH: usize = 1 << 20;
@@ -130,7 +130,7 @@ fn require(holds: bool, errno: c_int) -> Answer {
     if holds { Ok(()) } else { Err(errno) }
 }
 
-/// Writes an address where the program wants it; its length.
+/// Writes an address to the memory that the program named. Returns its length.
 ///
 /// # Safety
 ///
@@ -177,14 +177,14 @@ unsafe fn check_address(addr: *const sockaddr, len: socklen_t) -> Answer {
     require(len as usize >= need, libc::EINVAL)
 }
 
-/// Finds the socket and the queue of a call, and keeps room for its events.
+/// Finds the socket and the queue of a call, and reserves places in the queue for its events.
 fn begin(fd: c_int, q: c_int, places: usize) -> Answer<(Arc<Socket>, Arc<Queue>)> {
     let library = library::get()?;
     let socket = library.socket(fd)?;
     let queue = library.queue(q)?;
     queue.reserve(&socket, places)?;
     if library.socket(fd).is_err() {
-        // Another thread has closed it meanwhile.
+        // Another thread closed the socket after it was found.
         queue.forget(fd);
         queue.release(places);
         return Err(libc::EBADF);
@@ -276,7 +276,7 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
     result(take())
 }
 
-/// Writes what is ready into the program's array, of which the event has address and length.
+/// Writes the events that are ready to the array of the program, whose address and length are in the event.
 fn finish_poll(event: &mut Event) {
     let [fds, count, index, ready, ..] = event.body;
     let polled: *mut PollFd = std::ptr::with_exposed_provenance_mut(fds as usize);
@@ -285,7 +285,7 @@ fn finish_poll(event: &mut Event) {
     let polled = unsafe { std::slice::from_raw_parts_mut(polled, count) };
     for (at, polled) in polled.iter_mut().enumerate() {
         let found = library::get().and_then(|library| library.socket(polled.fd));
-        // The next call on a socket that is closed does not wait.
+        // A closed socket counts as ready, because the next call on it returns at once.
         let now = found.map_or(-1, |socket| socket.ready());
         let first = if at as u64 == index { ready } else { 0 };
         polled.revents = polled.events & (now | i16::try_from(first).unwrap_or(0));
@@ -416,7 +416,7 @@ struct FilePart {
     offset: i64,
 }
 
-/// Finds the keys of the memory of a transfer; what has none is registered, or copied if that takes less time.
+/// Finds the keys of the memory of a transfer. Memory without a key is registered, or copied if that takes less time.
 fn resolve(
     library: &Library,
     socket: &Socket,
@@ -470,7 +470,7 @@ fn resolve(
             require(!v.base.is_null(), libc::EFAULT)?;
             let copied = what == Use::Source && !several && !persistent && total <= immediate;
             if copied {
-                // Its copy is made in the message.
+                // The data of a short send is copied into the message.
             } else if let Some(piece) = pooled() {
                 if what == Use::Source {
                     // SAFETY: the program passes this memory, and the buffer is as long.
@@ -506,7 +506,7 @@ fn resolve(
     Ok(())
 }
 
-/// What kind of transfer a call starts.
+/// The kind of transfer that a call starts.
 struct Transfer {
     kind: c_int,
     flags: c_int,
@@ -829,7 +829,7 @@ pub(crate) unsafe extern "C" fn exs_poll(
         let mut sockets = Vec::with_capacity(count);
         let mut first = None;
         for (fd, _) in &polled {
-            // The first one keeps the place in the queue for the event.
+            // The place in the queue for the event is reserved with the first socket.
             match begin(*fd, q, usize::from(first.is_none())) {
                 Ok((socket, queue)) => {
                     first.get_or_insert(queue);
@@ -901,7 +901,7 @@ pub(crate) unsafe extern "C" fn exs_shutdown(
     done(start())
 }
 
-/// In C the third argument is variadic, which is passed as a fixed one of this type is on this architecture.
+/// The function is variadic in C. On this architecture its third argument is passed in the same register as this fixed one.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -> c_int {
     let control = || {
@@ -944,7 +944,7 @@ pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -
                 }
             }
             ASYNC_RECV_ORDERED => {
-                // Events of one direction always come in order.
+                // The events of one direction are always in order: the option has no effect.
                 within(0..=1)?;
                 &|_| {}
             }
@@ -1011,7 +1011,7 @@ pub(crate) unsafe extern "C" fn exs_close(fd: c_int) -> c_int {
     done(library::get().and_then(|library| library.close(fd)))
 }
 
-/// Closes when all that was sent is answered; then the event comes.
+/// Closes the socket, and reports it, when the peer has answered everything that was sent.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn exs_close_async(fd: c_int, q: c_int, ahandle: isize) -> c_int {
     let start = || {

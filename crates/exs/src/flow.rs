@@ -1,23 +1,25 @@
-//! A connection as a state machine without I/O: which transfer goes when, and who waits for what.
+//! A connection as a state machine without I/O: it matches sends with receives, and decides what is transferred when.
 //!
 //! ```text
 //! send() recv() cancel() shutdown()  ─┐
 //! arrived() moved() written()        ─┴─> Flow ──> Action: send a message, read, write, copy, complete
 //! ```
 //!
-//! The receiver of data reads it: an advertisement waits in `adverts` for a receive, or a receive in `recvs` for an
-//! advertisement. A matched pair is a move; moves end in the order in which they began.
+//! The receiver of data reads it from the sender's memory. So an advertisement of the sender waits in `adverts` for a
+//! receive, or a receive waits in `recvs` for an advertisement. The transfer of a matched pair is a *move*. Moves end in the
+//! order in which they began.
 
 use crate::wire::{Bad, Hello, Message, Segment, Status};
 use std::collections::VecDeque;
 
-/// Messages that are answered when they arrive, and may be under way beside the advertisements.
+/// The largest number of control messages (cancels, notifications) under way. They have credits of their own, because they
+/// are answered as soon as they arrive.
 pub(crate) const CONTROLS: u32 = 4;
 
 /// The number of an operation of the program.
 pub(crate) type OpId = u64;
 
-/// In place of a receive: the buffer of a stream. Offsets into it count all bytes that have ever been put there.
+/// Stands for the buffer of a stream where a receive is named. An offset in it is a position in the stream.
 pub(crate) const BUFFER: OpId = 0;
 
 /// A message buffer that holds immediate data.
@@ -30,7 +32,7 @@ pub(crate) struct Send {
     pub(crate) segments: Vec<Segment>,
     pub(crate) persistent: bool,
     pub(crate) notify: bool,
-    /// Where in the peer's persistent memory; only for [`Flow::send`] with such memory.
+    /// The offset in the memory of the peer's persistent receive, for a send into such memory.
     pub(crate) offset: Option<u64>,
 }
 
@@ -49,19 +51,19 @@ pub(crate) struct Recv {
 pub(crate) enum Outcome {
     Done,
     Truncated,
-    /// A persistent send was read; it goes on.
+    /// The peer has read a persistent send, which remains.
     WasRead,
     Cancelled,
     Invalid,
     BothPersistent,
 }
 
-/// What is to be done, in this order.
+/// An effect that the caller carries out. The order of the list counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Sends a message; with the data of a send behind it.
+    /// Sends a message, followed by the data of a send if there is one.
     Message(Message, Option<OpId>),
-    /// Reads the peer's memory into that of a receive from `at` on; [`Flow::moved`] when all is there.
+    /// Reads the peer's memory into that of a receive, from `at` on. [`Flow::moved`] is called when all bytes are there.
     Read {
         number: u64,
         to: OpId,
@@ -83,9 +85,9 @@ pub(crate) enum Action {
         from: u64,
         len: u64,
     },
-    /// Writes a send into the peer's memory; [`Flow::written`] when that is done.
+    /// Writes the data of a send to the peer's memory. [`Flow::written`] is called when that is done.
     Write { send: OpId, to: Segment },
-    /// The buffer can take another message.
+    /// The message buffer is free: a receive is posted with it again.
     Release(Slot),
     /// Reports an operation.
     Complete {
@@ -112,9 +114,10 @@ struct Move {
     len: u64,
     truncated: bool,
     ends_recv: bool,
-    /// The advertisement that ends with this move, its length and its buffer.
+    /// The advertisement that ends with this move, if one does: its number, its length, and the buffer of its immediate
+    /// data.
     ends_advert: Option<(u32, u64, Option<Slot>)>,
-    /// The persistent advertisement that wants to know.
+    /// The persistent advertisement whose owner is notified of this move.
     notify: Option<u32>,
     done: bool,
 }
@@ -143,11 +146,12 @@ enum Kind {
     Control,
 }
 
-/// The bytes of a stream that came before their receive.
+/// The buffer of a stream, for bytes that arrive before their receive.
 #[derive(Debug)]
 struct Buffer {
     size: u64,
-    /// Taken by receives, in the buffer, and in it or on their way: counted from the beginning of the stream.
+    /// Positions in the stream: of the first byte that no receive has taken, behind the last one in the buffer, and behind
+    /// the last one that is being read into it.
     taken: u64,
     landed: u64,
     asked: u64,
@@ -165,17 +169,17 @@ pub(crate) struct Flow {
     next_seq: u32,
     sends: VecDeque<Send>,
     sent: VecDeque<Sent>,
-    /// Cancels and notifications that wait for a control credit.
+    /// Cancels and notifications that wait for a credit of [`CONTROLS`].
     waiting_controls: VecDeque<(ControlKind, u32, u64)>,
     fin: Option<OpId>,
     fin_sent: bool,
     /// The peer's persistent receive: sequence number and memory.
     place: Option<(u32, Segment)>,
     writes: VecDeque<(OpId, u64)>,
-    /// Ends of the peer's persistent receive that wait for our writes into it.
+    /// Answers to the end of a persistent receive of the peer, which wait until our writes into its memory are done.
     place_ends: VecDeque<(u32, usize, Status)>,
 
-    /// What the peer may have unanswered at once.
+    /// The largest number of messages of the peer without an answer.
     granted: u32,
     our_immediate: u64,
     peer_unanswered: u32,
@@ -186,11 +190,12 @@ pub(crate) struct Flow {
     buffer: Buffer,
     moves: VecDeque<Move>,
     next_move: u64,
-    /// Persistent advertisements of the peer that end when the moves before this number have ended.
+    /// Persistent advertisements of the peer that have ended. Each is answered when the moves before the given number have
+    /// ended.
     persistent_ends: VecDeque<(u32, u64, Status)>,
     /// Our persistent receive, with its sequence number once it is sent.
     standing: Option<(Recv, Option<u32>)>,
-    /// Persistent receives that the peer has ended, and into which reads are under way.
+    /// Persistent receives that have ended, into whose memory reads are still under way.
     standing_ends: Vec<(OpId, Outcome, u64)>,
     peer_fin: bool,
 }
@@ -201,13 +206,13 @@ enum ControlKind {
     Cancel,
 }
 
-/// The most moves under way: each takes places in the send queue.
+/// The largest number of moves under way: each takes up to 15 requests of the send queue.
 const MAX_MOVES: usize = 16;
-/// Writes under way, likewise.
+/// The largest number of writes under way, for the same reason.
 const MAX_WRITES: usize = 16;
 
 impl Flow {
-    /// `buffer` bytes of a stream may be read before there is a receive for them.
+    /// `buffer`: how many bytes of a stream may be read before there is a receive for them.
     pub(crate) fn new(ours: Hello, theirs: Hello, buffer: u64) -> Self {
         Self {
             stream: ours.stream,
@@ -245,7 +250,7 @@ impl Flow {
         }
     }
 
-    /// Whether a receive would find something, and whether a send would go at once.
+    /// Whether a receive would get data at once, and whether a send would be advertised at once.
     pub(crate) fn ready(&self) -> (bool, bool) {
         let input = !self.adverts.is_empty()
             || self.persistent.is_some()
@@ -265,7 +270,7 @@ impl Flow {
             && self.persistent.is_none()
     }
 
-    /// The longest send whose data goes in its advertisement.
+    /// The longest send whose data is sent as immediate data.
     pub(crate) fn immediate(&self) -> u64 {
         self.immediate
     }
@@ -312,7 +317,8 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Whether the end of the direction has been answered, and all that went before it.
+    /// Whether no transfer is under way and the peer has answered everything that was sent, up to and including the end of
+    /// the direction.
     pub(crate) fn is_drained(&self) -> bool {
         self.fin_sent
             && self.moves.is_empty()
@@ -321,8 +327,8 @@ impl Flow {
             && self.sent.is_empty()
     }
 
-    /// Whether the peer has something of the program's that it has not answered.
-    pub(crate) fn owes_nothing(&self) -> bool {
+    /// Whether no transfer is under way and the peer has answered everything that was sent.
+    pub(crate) fn is_idle(&self) -> bool {
         self.sends.is_empty()
             && self.writes.is_empty()
             && self.moves.is_empty()
@@ -335,7 +341,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Asks for the end of an operation; it is reported as any other, and may still succeed.
+    /// Requests the end of an operation. The operation is reported as any other, and may still succeed.
     pub(crate) fn cancel(&mut self, op: OpId, out: &mut Vec<Action>) {
         if let Some(at) = self.sends.iter().position(|s| s.id == op) {
             self.sends.remove(at);
@@ -362,7 +368,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// A message of the peer; immediate data stays in `slot` until [`Action::Release`].
+    /// Handles a message of the peer. Its immediate data stays in `slot` until [`Action::Release`].
     pub(crate) fn arrived(
         &mut self,
         message: Message,
@@ -429,7 +435,7 @@ impl Flow {
                 if len > self.our_immediate {
                     return Err(Bad::Field);
                 }
-                // A stream has no empty messages: they would look like its end.
+                // An empty message of a stream would look like its end to the receiving program.
                 if self.stream && len == 0 {
                     self.answer(seq, 0, Status::Done, out);
                 } else {
@@ -491,14 +497,14 @@ impl Flow {
             Message::Ack { .. } => {}
         }
         if !held {
-            // The buffer takes another message before the answer allows one.
+            // The receive is posted before the answer is sent, which allows the peer to send another message.
             out.insert(0, Action::Release(slot));
         }
         self.progress(out);
         Ok(())
     }
 
-    /// All data of a move is in the memory of its receive.
+    /// Records that all bytes of a move have arrived in the memory of its receive.
     pub(crate) fn moved(&mut self, number: u64, out: &mut Vec<Action>) {
         if let Some(found) = self.moves.iter_mut().find(|m| m.number == number) {
             found.done = true;
@@ -506,7 +512,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// The oldest write is done.
+    /// Records that the oldest write is done.
     pub(crate) fn written(&mut self, send: OpId, out: &mut Vec<Action>) {
         if let Some(at) = self.writes.iter().position(|(op, _)| *op == send)
             && let Some((op, len)) = self.writes.remove(at)
@@ -542,7 +548,7 @@ impl Flow {
             self.controls += 1;
         } else {
             self.credits += 1;
-            // A cancel that has not been sent comes too late.
+            // The operation has ended, so its cancel need not be sent any more.
             self.waiting_controls
                 .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
         }
@@ -566,7 +572,7 @@ impl Flow {
         Ok(())
     }
 
-    /// Reports the end of a persistent receive, when nothing is read into its memory any more.
+    /// Reports the end of a persistent receive as soon as no read into its memory is under way.
     fn end_standing(&mut self, op: OpId, outcome: Outcome, len: u64, out: &mut Vec<Action>) {
         if self.moves.iter().any(|m| m.recv == op) {
             self.standing_ends.push((op, outcome, len));
@@ -629,13 +635,14 @@ impl Flow {
         self.answer_persistent(out);
     }
 
-    /// Matches a receive that waits with what the peer has advertised.
+    /// Matches the first waiting receive with the advertisements of the peer.
     fn start_move(&mut self, out: &mut Vec<Action>) {
         if self.moves.len() >= MAX_MOVES {
             return;
         }
         if let Some((recv, _)) = &self.standing {
-            // What was advertised before the peer knew of the persistent receive goes into its beginning.
+            // The peer made these advertisements before it knew of the persistent receive. Their data goes to the beginning
+            // of its memory.
             let (id, len) = (recv.id, total(&recv.segments));
             if self.buffer.asked > self.buffer.taken {
                 self.take_buffered(id, 0, len, out);
@@ -667,13 +674,14 @@ impl Flow {
         let (id, asked, offset) = (waiting.recv.id, waiting.asked, waiting.recv.offset);
         let room = waiting.len - asked;
         if self.buffer.asked > self.buffer.taken && offset.is_none_or(|o| o == 0) {
-            // What is in the buffer comes before all that is advertised.
+            // The bytes in the buffer precede those of all advertisements.
             let wait_all = waiting.recv.wait_all;
             let len = self.take_buffered(id, asked, room, out);
             if let Some(waiting) = self.recvs.get_mut(at) {
                 waiting.asked += len;
                 waiting.got += len;
-                // No move of this receive is under way: those before have ended, and later bytes are in the buffer.
+                // No move of this receive is under way: earlier ones have ended, and later bytes of the stream go to the
+                // buffer.
                 if (len > 0 && !wait_all) || len == room {
                     out.push(complete(id, Outcome::Done, waiting.got));
                     self.recvs.remove(at);
@@ -694,7 +702,7 @@ impl Flow {
             let from = cut(&persistent.segments, skip, len);
             let notify = persistent.notify.then_some(persistent.seq);
             let number = self.begin(id, len, false, true, None, notify);
-            // It ends the receive, also one of more bytes than are there: it is not read a second time.
+            // The advertisement ends the receive, also if its data is shorter, so that it is not read twice.
             self.asked(at, room);
             self.read(number, id, asked, from, out);
         } else if !self.adverts.is_empty() {
@@ -713,7 +721,7 @@ impl Flow {
         }
     }
 
-    /// Reads the first advertisement into the buffer, if all of it has room there: no receive waits for it.
+    /// Reads the first advertisement into the buffer of the stream, if no receive waits and there is room for all of it.
     fn fill_buffer(&mut self, out: &mut Vec<Action>) {
         let room = self.buffer.size - (self.buffer.asked - self.buffer.taken);
         let left = self.adverts.front().map(|a| a.len - a.taken);
@@ -723,7 +731,7 @@ impl Flow {
         }
     }
 
-    /// Moves bytes from the buffer to a receive; how many. There may be none that have landed yet.
+    /// Copies bytes from the buffer of the stream to a receive, those that have arrived. Returns their number.
     fn take_buffered(&mut self, to: OpId, at: u64, room: u64, out: &mut Vec<Action>) -> u64 {
         let from = self.buffer.taken;
         let len = room.min(self.buffer.landed - from);
@@ -740,7 +748,7 @@ impl Flow {
         }
     }
 
-    /// Moves as much of the first advertisement as there is room for; how much.
+    /// Starts moves of the first advertisement, up to `room` bytes. Returns their number.
     fn take_advert(
         &mut self,
         recv: OpId,
@@ -859,7 +867,7 @@ impl Flow {
         }
     }
 
-    /// Answers persistent advertisements that ended, once their last move and its notification are on their way.
+    /// Answers persistent advertisements that have ended, if their last move is done and its notification is sent.
     fn answer_persistent(&mut self, out: &mut Vec<Action>) {
         let oldest = self.moves.front().map_or(self.next_move, |m| m.number);
         while let Some((seq, before, status)) = self.persistent_ends.front().copied()
@@ -913,7 +921,7 @@ impl Flow {
                     };
                     out.push(complete(send.id, outcome, 0));
                 } else if self.sent.iter().any(|s| s.kind == Kind::Once) {
-                    // Its answer is still to come, and sends end in the order in which they began.
+                    // The answer to an earlier send is outstanding, and sends end in the order in which they began.
                     return;
                 } else if self.writes.len() < MAX_WRITES {
                     let Ok(len) = u32::try_from(len) else { return };
@@ -1017,7 +1025,7 @@ pub(crate) fn total(segments: &[Segment]) -> u64 {
     segments.iter().map(|s| u64::from(s.len)).sum()
 }
 
-/// The part of memory that begins after `skip` bytes and has `len`.
+/// The part of a list of memory that begins after `skip` bytes and has `len` bytes.
 pub(crate) fn cut(segments: &[Segment], mut skip: u64, mut len: u64) -> Vec<Segment> {
     let mut part = Vec::new();
     for segment in segments {
@@ -1211,7 +1219,7 @@ mod tests {
             at,
             from: memory(100),
         };
-        // Behind: two fit, and the third waits for its receive.
+        // No receive is posted: two advertisements fit into the buffer, and the third waits.
         for (seq, at) in [(1, 0), (2, 100)] {
             assert_eq!(flow.arrived(advert(seq), 0, &mut out), Ok(()));
             let expected = [Action::Release(0), read(u64::from(seq) - 1, BUFFER, at)];
@@ -1229,7 +1237,7 @@ mod tests {
         };
         assert_eq!(out, [Action::Message(answer, None)]);
         out.clear();
-        // A receive takes what has landed, and the next one waits for the rest.
+        // A receive takes what has arrived, and the next one waits for the rest.
         let take = |to, at, from, len| Action::Take { to, at, from, len };
         flow.recv(recv(5), &mut out);
         let done = complete(5, Outcome::Done, 100);
@@ -1241,7 +1249,7 @@ mod tests {
         let (taken, done) = (take(6, 0, 100, 100), complete(6, Outcome::Done, 100));
         assert!(out.contains(&taken) && out.contains(&done), "{out:?}");
         out.clear();
-        // The third was read into the buffer once there was room; then the receive is there first.
+        // The third is read into the buffer once there is room. After that a receive is posted before its data arrives.
         flow.moved(2, &mut out);
         out.clear();
         flow.recv(recv(7), &mut out);

@@ -1,4 +1,4 @@
-//! What there is once in the process: tables of sockets, queues, memory and devices, and the thread that waits for them.
+//! The state of the process: tables of sockets, queues, memory and devices, and the thread that waits for the devices.
 
 use crate::ffi;
 use crate::lock::lock;
@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-/// Descriptors begin here, far above those of the system, so that one is not taken for the other.
+/// The first descriptor of a socket or a queue. It is far above those of the kernel, so that the two cannot be mixed up.
 const FIRST_FD: c_int = 1 << 28;
-/// How often the thread looks at sockets that other threads poll.
+/// How often the thread checks the sockets that other threads poll, milliseconds.
 const TICK_MS: c_int = 1;
 
 static LIBRARY: OnceLock<Library> = OnceLock::new();
@@ -33,17 +33,18 @@ pub(crate) struct Library {
     devices: Mutex<Vec<Arc<Device>>>,
     /// The list that keeps the devices of librdmacm open.
     list: OnceLock<Ptr<*mut ffi::ibv_context>>,
-    /// Held while an event of the connection manager is taken, which looks at the queue pair of its id, and while a queue
-    /// pair is destroyed.
+    /// Held while an event of the connection manager is taken and while a queue pair is destroyed: librdmacm reads the queue
+    /// pair of an id when it delivers an event.
     cm: Mutex<()>,
     hot: Mutex<Vec<Arc<Socket>>>,
-    /// Sockets whose descriptors the program does not have, or not any more, and that are to be closed.
+    /// Sockets that the program cannot close, because it never got the descriptor or has given it up. The thread of the
+    /// library closes them.
     failed: Mutex<Vec<c_int>>,
-    /// When which socket is to be looked at.
+    /// Deadlines of sockets, the earliest first.
     alarms: Mutex<BinaryHeap<Reverse<(Instant, c_int)>>>,
 }
 
-/// An event of the connection manager, copied.
+/// A copy of an event of the connection manager, which is acknowledged before it is handled.
 #[derive(Debug)]
 pub(crate) struct CmEvent {
     pub(crate) kind: u32,
@@ -123,7 +124,7 @@ pub(crate) fn device(context: *mut ffi::ibv_context) -> Result<Arc<Device>, c_in
     Ok(device)
 }
 
-/// Makes the socket of a connection request for an accept.
+/// Makes the socket that accepts a connection request.
 pub(crate) fn accept(
     id: Ptr<ffi::rdma_cm_id>,
     theirs: Hello,
@@ -141,15 +142,16 @@ pub(crate) fn accept(
     socket.admit(theirs, listener, op);
 }
 
-/// A thread polls for the events of a socket; this thread looks after it when that ends.
-pub(crate) fn heat(socket: Arc<Socket>) {
+/// Records that a thread of the program polls for the events of a socket. The thread of the library takes the socket over
+/// when that polling ends.
+pub(crate) fn watch_polled(socket: Arc<Socket>) {
     if let Ok(library) = get() {
         lock(&library.hot).push(socket);
         library.wake();
     }
 }
 
-/// The thread of the library looks at a socket at this time.
+/// Has the thread of the library check the deadlines of a socket at the time `at`.
 pub(crate) fn alarm(at: Instant, fd: c_int) {
     if let Ok(library) = get() {
         let mut alarms = lock(&library.alarms);
@@ -161,7 +163,7 @@ pub(crate) fn alarm(at: Instant, fd: c_int) {
     }
 }
 
-/// The program does not have the descriptor of a socket: the thread of the library closes it.
+/// Has the thread of the library close a socket whose descriptor the program does not have.
 pub(crate) fn discard(fd: c_int) {
     if let Ok(library) = get() {
         lock(&library.failed).push(fd);
@@ -274,7 +276,8 @@ impl Library {
     }
 
     pub(crate) fn add_memory(&self, memory: Memory) -> Result<c_int, c_int> {
-        // The first device checks the address; others are registered with when they are used.
+        // The registration with the first device checks the address. Registrations with other devices are made when they are
+        // needed.
         if lock(&self.devices).is_empty() {
             let mut count = 0;
             // SAFETY: the list stays allocated, and so its devices stay open.
@@ -351,12 +354,12 @@ impl Library {
             self.expire();
             let failed = std::mem::take(&mut *lock(&self.failed));
             for fd in failed {
-                // Its only fault can be that it is not there any more.
+                // This fails only if the program has closed the socket already.
                 let _ = self.remove(fd);
             }
             if counter == 0 {
                 let hot = std::mem::take(&mut *lock(&self.hot));
-                let still: Vec<_> = hot.into_iter().filter(|s| s.cool()).collect();
+                let still: Vec<_> = hot.into_iter().filter(|s| s.is_still_polled()).collect();
                 lock(&self.hot).extend(still);
             }
         }

@@ -27,20 +27,20 @@ unsafe impl<T> Send for Ptr<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Ptr<T> {}
 
-/// An open device, with what all its sockets share. It lives as long as the process.
+/// An open device, and the protection domain and completion channel of all its sockets. It lives as long as the process.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) context: Ptr<ffi::ibv_context>,
     pub(crate) pd: Ptr<ffi::ibv_pd>,
     pub(crate) channel: Ptr<ffi::ibv_comp_channel>,
     pub(crate) iwarp: bool,
-    /// Up to this length memory that the program has not registered is copied, since registering it takes longer.
+    /// Memory that the program has not registered is copied up to this length, bytes: registering it would take longer.
     pub(crate) critical: u64,
 }
 
-/// The longest copy, whatever a registration takes.
+/// The limit of [`Device::critical`], for devices on which registering takes very long.
 const MAX_CRITICAL: usize = 64 << 10;
-/// How often registering and copying are tried; the median counts.
+/// How often registering and copying are measured. The median counts.
 const TRIES: usize = 9;
 
 impl Device {
@@ -100,7 +100,7 @@ impl Device {
     }
 }
 
-/// What memory is used for, and so what a peer may do with it.
+/// What memory is used for. This decides the access rights of its registration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
     /// Message buffers: no peer names them.
@@ -125,7 +125,7 @@ impl Region {
     pub(crate) fn new(device: &Device, addr: u64, len: u64, what: Use) -> Result<Self, c_int> {
         let access = match what {
             Use::Source => ffi::IBV_ACCESS_REMOTE_READ,
-            // The sink of a Read is named on the wire in iWARP, and must be open to it.
+            // In iWARP the Read Request carries the key of the sink, which must allow remote writes.
             Use::Sink if device.iwarp => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
             Use::Local | Use::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
             Use::Target => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
@@ -156,7 +156,8 @@ impl Drop for Region {
     }
 }
 
-/// Memory of the program behind a handle: registered for each use when that first comes.
+/// Memory that the program has registered. It is registered with a device, with the rights of a use, when it is first used
+/// so.
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) addr: u64,
@@ -195,11 +196,11 @@ impl Memory {
 const CLASSES: [usize; 4] = [1 << 10, 4 << 10, 16 << 10, MAX_CRITICAL];
 /// Memory that is registered at once, for buffers of one size.
 const SLAB: usize = 256 << 10;
-/// Slabs of one pool: when all buffers are in use, memory is registered for its call.
+/// The largest number of slabs of a pool. When all buffers are in use, memory of the program is registered for the call.
 const MAX_SLABS: usize = 8;
 
-/// Registered buffers for memory that the program has not registered. Each connection has its own: a peer may read all
-/// that one registration covers.
+/// Registered buffers, to copy memory that the program has not registered. Each connection has a pool of its own, because
+/// its peer may read everything that a registration covers.
 #[derive(Debug)]
 pub(crate) struct Pool {
     what: Use,
@@ -215,7 +216,7 @@ struct PoolState {
 
 #[derive(Debug)]
 struct Slab {
-    /// Ends before its memory does.
+    /// Dropped before the memory that it covers: fields are dropped in order.
     _region: Region,
     _bytes: Box<[u8]>,
 }
@@ -247,7 +248,7 @@ impl Pool {
         lock(&self.state)
     }
 
-    /// A buffer for `len` bytes; none if it does not pay, or if all are in use.
+    /// A buffer for `len` bytes. `None` if copying so many takes longer than registering them, or if all buffers are in use.
     pub(crate) fn take(self: &Arc<Self>, device: &Device, len: u64) -> Option<Piece> {
         let len = usize::try_from(len.max(1)).ok()?;
         if len as u64 > device.critical {
@@ -299,7 +300,7 @@ impl Drop for Piece {
     }
 }
 
-/// Reads a part of a file, all of it or an error.
+/// Reads exactly `len` bytes of a file, or fails.
 pub(crate) fn read_file(fd: c_int, offset: i64, into: u64, len: u64) -> Result<(), c_int> {
     if offset < 0 {
         return Err(libc::EINVAL);
@@ -320,12 +321,12 @@ pub(crate) fn read_file(fd: c_int, offset: i64, into: u64, len: u64) -> Result<(
     Ok(())
 }
 
-/// Pages of a file in memory, until they are dropped.
+/// A mapping of a part of a file, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct FileMap {
     base: Ptr<c_void>,
     len: usize,
-    /// Where the asked bytes begin.
+    /// The address of the first requested byte; the mapping begins at a page border before it.
     pub(crate) addr: u64,
 }
 

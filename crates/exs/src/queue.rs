@@ -16,18 +16,18 @@ pub(crate) struct Event {
     pub(crate) errno: c_int,
     pub(crate) fd: c_int,
     pub(crate) ahandle: isize,
-    /// The union, in words: see `<exs.h>`.
+    /// The union of `<exs.h>`, as 64-bit words.
     pub(crate) body: [u64; 6],
 }
 
-/// In the flags of a transfer: more events of the same call follow.
+/// Flag of a transfer's event: more events of the same call follow.
 pub(crate) const MORE: u64 = 0x200;
-/// How long a thread polls before it sleeps, in the adaptive mode, when events take longer than [`WORTH`].
+/// How long a thread polls before it sleeps, in the adaptive mode, when events take longer than [`SHORT_WAIT`].
 const SPIN: Duration = Duration::from_micros(50);
-/// How long it polls when the last event took no longer than that. Two ends that sleep wake each other through four
-/// threads, in some 400 µs each way: an end that gave up before would sleep for ever in an exchange that takes 30 µs when
+/// How long a thread polls if the last wait was no longer than this. Waking a peer that sleeps involves four threads and
+/// takes some 400 µs each way. Two ends that give up sooner would both sleep in every exchange, although it takes 30 µs when
 /// both poll.
-const WORTH: Duration = Duration::from_millis(1);
+const SHORT_WAIT: Duration = Duration::from_millis(1);
 
 /// How threads wait in `exs_qdequeue`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,16 +40,17 @@ pub(crate) enum Wait {
 #[derive(Debug)]
 pub(crate) struct State {
     events: VecDeque<Event>,
-    /// Events that calls under way will make.
+    /// Places in the queue that are reserved for the events of calls under way.
     reserved: usize,
     pub(crate) depth: usize,
     pub(crate) wait: Wait,
     /// How long the next wait polls, in the adaptive mode.
     spin: Duration,
-    /// The signal that an event in an empty queue sends.
+    /// The signal that is sent when an event comes into the empty queue.
     pub(crate) signal: Option<c_int>,
     members: HashMap<c_int, Arc<Socket>>,
-    /// The program has asked for the descriptor. Until then it is left alone: each event would cost two system calls.
+    /// Whether the program has asked for the descriptor. Only then is it kept up to date, which costs two system calls for
+    /// each event.
     has_fd: bool,
 }
 
@@ -57,10 +58,10 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub(crate) struct Queue {
     state: Mutex<State>,
-    /// Counts events; the word that threads sleep on.
+    /// The number of events, modulo 2^32: the futex that waiting threads sleep on.
     pushed: AtomicU32,
     sleepers: AtomicU32,
-    /// Readable while there are events, once the program has it.
+    /// The descriptor for the program. It is readable while there are events, if `has_fd`.
     eventfd: c_int,
 }
 
@@ -77,7 +78,7 @@ impl Queue {
                 reserved: 0,
                 depth,
                 wait: Wait::Adaptive,
-                spin: WORTH,
+                spin: SHORT_WAIT,
                 signal: None,
                 members: HashMap::new(),
                 has_fd: false,
@@ -92,7 +93,7 @@ impl Queue {
         lock(&self.state)
     }
 
-    /// Keeps room for the events of a call on `socket`.
+    /// Reserves places for the events of a call on `socket`.
     pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
         let mut state = self.lock();
         if state.reserved + state.events.len() + events > state.depth {
@@ -106,14 +107,14 @@ impl Queue {
         Ok(())
     }
 
-    /// Gives room back that no event will use.
+    /// Returns reserved places that no event will use.
     pub(crate) fn release(&self, events: usize) {
         let mut state = self.lock();
         state.reserved = state.reserved.saturating_sub(events);
     }
 
     pub(crate) fn forget(&self, fd: c_int) {
-        // A socket whose last reference this is may end after the lock.
+        // If this is the last reference, the socket is dropped after the lock was released: dropping it may take long.
         let socket = self.lock().members.remove(&fd);
         drop(socket);
     }
@@ -125,7 +126,8 @@ impl Queue {
         self.add(&mut state, event);
     }
 
-    /// Adds an event of a call that goes on: one that is still in the queue counts it instead.
+    /// Adds an event of a call that will have more events. If an event of the same call is still in the queue, its counter
+    /// is increased instead.
     pub(crate) fn note(&self, event: Event) {
         let mut state = self.lock();
         let same = state.events.iter_mut().find(|e| {
@@ -158,7 +160,7 @@ impl Queue {
         }
         self.pushed.fetch_add(1, SeqCst);
         if self.sleepers.load(SeqCst) > 0 {
-            // Waking cannot fail: the word is mapped.
+            // This cannot fail, because the word is mapped memory of this process.
             let _ = self.futex(libc::FUTEX_WAKE, i32::MAX.cast_unsigned(), None);
         }
     }
@@ -190,7 +192,8 @@ impl Queue {
         self.lock().events.len()
     }
 
-    /// Takes up to `into.len()` events, once there are `least`, or what there is at the deadline.
+    /// Waits until there are `least` events or the deadline is reached, and takes up to `into.len()` of those that are
+    /// there.
     pub(crate) fn dequeue(
         &self,
         into: &mut [Event],
@@ -233,7 +236,7 @@ impl Queue {
                 continue;
             }
             for member in &members {
-                member.rest();
+                member.stop_polling();
             }
             let timeout = until.map(|until| until.saturating_duration_since(now));
             self.sleepers.fetch_add(1, SeqCst);
@@ -245,7 +248,7 @@ impl Queue {
         }
     }
 
-    /// Moves the sockets of the queue forward until there is an event.
+    /// Polls the completion queues of the sockets until there is an event.
     fn poll(
         &self,
         members: &[Arc<Socket>],
@@ -306,9 +309,13 @@ impl Queue {
     }
 }
 
-/// How long the next wait polls, after one that took this long.
+/// How long the next wait polls before it sleeps, if the last one took `waited`.
 fn spin_after(waited: Duration) -> Duration {
-    if waited <= WORTH { WORTH } else { SPIN }
+    if waited <= SHORT_WAIT {
+        SHORT_WAIT
+    } else {
+        SPIN
+    }
 }
 
 impl Drop for Queue {
@@ -342,9 +349,9 @@ mod tests {
             });
             queue.lock().spin
         };
-        assert_eq!(wait(WORTH * 20), SPIN);
-        assert_eq!(spin_after(WORTH / 2), WORTH);
-        // Nothing was waited for: what was learnt stays.
+        assert_eq!(wait(SHORT_WAIT * 20), SPIN);
+        assert_eq!(spin_after(SHORT_WAIT / 2), SHORT_WAIT);
+        // A call that finds an event at once does not change the spin time.
         queue.push(event);
         queue.dequeue(&mut [event], 1, None).unwrap();
         assert_eq!(queue.lock().spin, SPIN);

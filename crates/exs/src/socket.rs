@@ -29,40 +29,42 @@ const EVT_RECVTIMEOUT: c_int = 10;
 pub(crate) const EVT_SHUTDOWN: c_int = 11;
 pub(crate) const EVT_CLOSE: c_int = 12;
 
-/// In the flags of a transfer: the receive was shorter than the message.
+/// Flag of a transfer's event: the message was longer than the receive, and was cut.
 const TRUNCATED: u64 = 0x100;
-/// Operations that may be under way on one socket.
+/// The largest number of operations under way on one socket.
 const MAX_OPS: usize = 4096;
-/// How long an address, a route and a connection may take to be found.
+/// The limit of each step of connecting (address, route, connection), milliseconds.
 const CONNECT_MS: c_int = 5000;
 /// How long a close waits until its last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
-/// How long it pauses between two looks.
+/// The pause between two checks of that wait.
 const CLOSE_PAUSE: Duration = Duration::from_micros(100);
-/// Places of the send queue for Reads and Writes: 16 moves in up to 15 pieces, 16 writes in up to 8.
+/// Requests in the send queue for Reads and Writes: 16 transfers from the peer in up to 15 pieces each, and 16 to the peer
+/// in up to 8.
 const TRANSFERS: u32 = 16 * 15 + 16 * 8;
 
-/// The size of a stream's buffer if the program does not set another: several messages that are cheaper to copy than to wait for.
+/// The size of a stream's buffer unless the program sets another, bytes. It has room for several messages of the lengths at
+/// which copying costs less than waiting for a receive.
 pub(crate) const STREAM_BUFFER: u32 = 256 << 10;
 
-/// Bytes that the library has copied, for all sockets.
+/// Bytes that the library has copied, of all sockets.
 pub(crate) static COPIED: AtomicU64 = AtomicU64::new(0);
-/// Bytes that devices have moved without a copy of the library's.
+/// Bytes that devices have transferred without a copy by the library.
 pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 
-/// What the program may set before it connects.
+/// The options that a program sets before it connects.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings {
     pub(crate) credits: u16,
     pub(crate) immediate: u32,
-    /// Bytes of a stream that are read before there is a receive for them.
+    /// The largest number of bytes of a stream that are read from the peer before there is a receive for them.
     pub(crate) buffer: u32,
-    /// How long sends and receives may take; none: without end.
+    /// How long sends and receives may take. `None`: without a limit.
     pub(crate) send_timeout: Timeout,
     pub(crate) recv_timeout: Timeout,
     /// How long a connection may take to be established.
     pub(crate) connect_timeout: Duration,
-    /// How long a close waits for the answers to what was sent.
+    /// How long a close waits until the peer has answered all that was sent.
     pub(crate) linger: Duration,
 }
 
@@ -70,12 +72,12 @@ pub(crate) struct Settings {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Timeout {
     pub(crate) after: Option<Duration>,
-    /// Only for the next operation.
+    /// The limit applies to the next operation only.
     pub(crate) once: bool,
 }
 
 impl Timeout {
-    /// When an operation that starts now is given up.
+    /// The deadline of an operation that starts now.
     fn take(&mut self) -> Option<Instant> {
         let after = self.after;
         if self.once {
@@ -113,7 +115,7 @@ pub(crate) enum Keep {
     },
     /// Registered for this operation.
     Own { _region: Region },
-    /// A mapped file; its registration stands before it, and ends first.
+    /// A mapped file. Its registration is the element before this one, and is dropped first.
     Map { _map: FileMap },
     /// A buffer of the connection's pool.
     Pooled(Piece),
@@ -124,26 +126,26 @@ pub(crate) enum Keep {
 pub(crate) struct Op {
     pub(crate) kind: c_int,
     pub(crate) queue: Arc<Queue>,
-    /// Places in the queue that the operation has.
+    /// Places in the event queue that are reserved for the operation.
     pub(crate) places: usize,
     pub(crate) ahandle: isize,
-    /// What the event points to: the buffer, or the structure of the call.
+    /// The address in the event: that of the buffer, or of the structure that was passed to the call.
     pub(crate) user: u64,
     pub(crate) flags: u64,
     pub(crate) offset: u64,
     /// The memory, with local keys.
     pub(crate) segments: Vec<Segment>,
-    /// The same, with the keys that the peer uses.
+    /// The memory, with the keys that the peer uses.
     pub(crate) remote: Vec<Segment>,
     pub(crate) keep: Vec<Keep>,
-    /// Where the program wants what a pooled buffer receives.
+    /// The memory of the program into which a pooled buffer is copied after the receive.
     pub(crate) bounce: Option<u64>,
-    /// When it is given up, and whether that has happened.
+    /// The deadline, and whether it was missed.
     pub(crate) deadline: Option<Instant>,
     pub(crate) late: bool,
 }
 
-/// A call of exs_poll, which all its sockets know: the first one that is ready reports it.
+/// A call of exs_poll, shared by all of its sockets. The first socket that is ready reports it.
 #[derive(Debug)]
 pub(crate) struct PollCall {
     pub(crate) op: Mutex<Option<Op>>,
@@ -159,7 +161,7 @@ impl PollCall {
         self.lock().is_none()
     }
 
-    /// Reports it, once: `index` is the socket that is ready for `events`.
+    /// Reports the call, if no other socket has: the socket at `index` is ready for `events`.
     fn fire(&self, fd: c_int, index: usize, events: i16, errno: c_int) {
         if let Some(op) = self.lock().take() {
             let ready = u64::from(events.cast_unsigned());
@@ -204,7 +206,7 @@ struct Link {
     sends: usize,
     backlog: VecDeque<(Message, Option<OpId>)>,
     _region: Region,
-    /// Of a stream, once it is needed: what came before its receive.
+    /// The buffer of a stream for bytes that arrive before their receive. It is made when it is first needed.
     early: Option<Early>,
 }
 
@@ -223,7 +225,7 @@ impl Early {
         Ok(Self { region, bytes })
     }
 
-    /// The memory of `len` bytes, at most as many as there are, from offset `at` of the stream on.
+    /// The memory of up to `len` bytes from offset `at` of the stream on.
     fn segments(&self, at: u64, len: u64) -> Vec<Segment> {
         let size = self.bytes.len() as u64;
         let base = self.bytes.as_ptr().addr() as u64;
@@ -246,21 +248,21 @@ struct Inner {
     flow: Option<Flow>,
     ops: BTreeMap<OpId, Op>,
     next_op: OpId,
-    /// Pieces of moves and of writes that are under way.
+    /// The number of pieces that are outstanding, of each transfer from the peer (`moves`) and to it (`writes`).
     moves: HashMap<u64, usize>,
     writes: HashMap<OpId, usize>,
     connect: Option<OpId>,
-    /// Of a socket that is being accepted: the accept, and the socket it was called on.
+    /// Of a socket that is being accepted: the listener, and the operation of the accept.
     accept: Option<(c_int, Op)>,
     accepts: VecDeque<OpId>,
     requests: VecDeque<(Ptr<ffi::rdma_cm_id>, Hello)>,
     backlog: usize,
     polls: Vec<Poll>,
-    /// The earliest time that the thread of the library knows of.
+    /// The earliest deadline that was passed to the thread of the library.
     alarm: Option<Instant>,
-    /// Of a socket that is being accepted: when that is given up.
+    /// Of a socket that is being accepted: the time at which it fails unless it is connected.
     establish_by: Option<Instant>,
-    /// The close that waits until all is sent, and then its result.
+    /// The close that waits until everything sent is answered, and then its result.
     closing: Option<Op>,
     closed: Option<(Op, c_int)>,
 }
@@ -271,16 +273,16 @@ pub(crate) struct Socket {
     pub(crate) fd: c_int,
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
-    /// Buffers for memory that the program has not registered.
+    /// Registered buffers, to copy memory that the program has not registered.
     source: Arc<Pool>,
     sink: Arc<Pool>,
-    /// The program has closed it, and only its last messages are still on their way.
+    /// The program has closed the socket, and its last messages are not sent yet.
     gone: AtomicBool,
-    /// Threads poll the completion queue, so that it need not be armed.
+    /// Threads of the program poll the completion queue, so it is not armed.
     hot: AtomicBool,
-    /// A thread has polled since the thread of the library last looked.
+    /// A thread of the program has polled since the last check by the thread of the library.
     touched: AtomicBool,
-    /// The thread of the library looks at this socket.
+    /// The socket is in the list that the thread of the library checks.
     watched: AtomicBool,
 }
 
@@ -348,7 +350,7 @@ impl Socket {
         Ok(inner.settings)
     }
 
-    /// Calls `with` with the address of this end, or of the other.
+    /// The address of this end, or of the peer.
     pub(crate) fn address(&self, peer: bool) -> Result<libc::sockaddr_storage, c_int> {
         let inner = self.lock();
         if peer && inner.state != State::Connected {
@@ -435,7 +437,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Takes part in a call of exs_poll; the socket is the one at `index`.
+    /// Adds the socket to a call of exs_poll, in which it has the position `index`.
     pub(crate) fn poll(&self, call: &Arc<PollCall>, index: usize, events: i16) {
         let mut inner = self.lock();
         inner.polls.retain(|p| !p.call.is_over());
@@ -451,7 +453,7 @@ impl Socket {
         }
     }
 
-    /// What the socket is ready for.
+    /// The events of exs_poll that the socket is ready for.
     pub(crate) fn ready(&self) -> i16 {
         let mut inner = self.lock();
         self.drain(&mut inner);
@@ -463,7 +465,7 @@ impl Socket {
         self.gone.load(SeqCst)
     }
 
-    /// A buffer for memory that is not registered, if it is cheaper to copy.
+    /// A registered buffer for `len` bytes of memory that is not registered, if copying it costs less.
     pub(crate) fn buffer(&self, device: &Device, len: u64, what: Use) -> Option<Piece> {
         match what {
             Use::Source => self.source.take(device, len),
@@ -472,7 +474,7 @@ impl Socket {
         }
     }
 
-    /// Lets the thread of the library look at the socket at a deadline.
+    /// Has the thread of the library call [`Socket::expire`] at the deadline.
     fn set_alarm(&self, inner: &mut Inner, deadline: Option<Instant>) {
         if let Some(at) = deadline
             && inner.alarm.is_none_or(|alarm| at < alarm)
@@ -482,7 +484,7 @@ impl Socket {
         }
     }
 
-    /// Gives up what is too late.
+    /// Ends the operations whose deadline has passed.
     pub(crate) fn expire(&self) {
         let mut inner = self.lock();
         let now = Instant::now();
@@ -516,7 +518,7 @@ impl Socket {
         self.set_alarm(&mut inner, first);
     }
 
-    /// The device of the connection, to register memory with, and the longest immediate data.
+    /// The device of the connection, with which memory is registered, and the longest immediate data.
     pub(crate) fn device(&self) -> Result<(Arc<Device>, u64), c_int> {
         let inner = self.lock();
         match (&inner.state, &inner.link, &inner.flow) {
@@ -531,14 +533,14 @@ impl Socket {
         }
     }
 
-    /// Starts a transfer or a shutdown: `begin` gives it to the flow.
+    /// Starts a transfer or a shutdown: `begin` passes it to the flow.
     pub(crate) fn start(
         &self,
         mut op: Op,
         begin: impl FnOnce(&mut Flow, OpId, &Op, &mut Vec<Action>) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         let mut inner = self.lock();
-        // A receive finds the end of the data, and what is in the buffer before it, also when the connection is over.
+        // After the end of the connection a receive still gets what is in the buffer, and then the end of the data.
         let reads_end = matches!(op.kind, EVT_RECV | EVT_RECVMSG) && inner.is_at_end();
         let refused = match inner.state {
             State::Connected if inner.ops.len() >= MAX_OPS => Some(libc::EAGAIN),
@@ -568,7 +570,7 @@ impl Socket {
         inner.add(op);
         self.perform(&mut inner, actions);
         if inner.state != State::Connected {
-            // What waits for more than there is gets its event now: nothing follows.
+            // A receive that waits for more bytes than there are ends now, because nothing follows.
             self.report(&mut inner, id, libc::ECONNRESET, 0, 0);
         }
         self.set_alarm(&mut inner, deadline);
@@ -595,7 +597,7 @@ impl Socket {
         }
     }
 
-    /// Asks for the end of all operations, or of those with a handle.
+    /// Requests the end of all operations, or of those with the handle `ahandle`. Returns their number.
     pub(crate) fn cancel(&self, ahandle: Option<isize>) -> usize {
         let mut inner = self.lock();
         let chosen: Vec<OpId> = inner
@@ -619,7 +621,7 @@ impl Socket {
         chosen.len() + ended.len()
     }
 
-    /// Starts a close that is reported once all that was sent is answered.
+    /// Starts a close, which is reported once the peer has answered everything that was sent.
     pub(crate) fn begin_close(&self, mut op: Op) -> Result<(), c_int> {
         let mut inner = self.lock();
         if self.gone.swap(true, SeqCst) {
@@ -642,13 +644,13 @@ impl Socket {
         for id in waiting {
             inner.cancel(self, id);
         }
-        inner.say_goodbye(self);
+        inner.end_direction(self);
         self.drain(&mut inner);
         self.check_drained(&mut inner);
         Ok(())
     }
 
-    /// The close has its result; the thread of the library does the rest.
+    /// Records the result of the close. The thread of the library closes the socket and reports it.
     fn closed(&self, inner: &mut Inner, errno: c_int) {
         if let Some(op) = inner.closing.take() {
             inner.closed = Some((op, errno));
@@ -663,21 +665,21 @@ impl Socket {
         }
     }
 
-    /// Ends the connection; every operation gets its event.
+    /// Ends the connection, and reports every operation.
     pub(crate) fn close(&self) {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
         self.gone.store(true, SeqCst);
-        // A peer that has all that was sent finds the end of the data, and not a broken connection.
-        if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::owes_nothing) {
-            inner.say_goodbye(self);
+        // If the peer has everything that was sent, it is to see the end of the data, and not a broken connection.
+        if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::is_idle) {
+            inner.end_direction(self);
         }
         while inner.state == State::Connected
             && inner.link.as_ref().is_some_and(|l| l.free.len() < l.sends)
             && Instant::now() < until
         {
             if self.drain(&mut inner) == 0 {
-                // The thread of the library needs the lock, and moves all other sockets too.
+                // The lock is released during the wait: the thread of the library, which serves all sockets, may need it.
                 drop(inner);
                 std::thread::sleep(CLOSE_PAUSE);
                 inner = self.lock();
@@ -710,36 +712,38 @@ impl Socket {
         }
     }
 
-    /// Moves the socket forward from a thread that polls for its events.
+    /// Handles completions, in a thread of the program that polls for events.
     pub(crate) fn spin(self: &Arc<Self>) {
         self.touched.store(true, Relaxed);
         self.hot.store(true, SeqCst);
         if !self.watched.swap(true, SeqCst) {
-            library::heat(Arc::clone(self));
+            library::watch_polled(Arc::clone(self));
         }
         if let Ok(mut inner) = self.inner.try_lock() {
             self.drain(&mut inner);
         }
     }
 
-    /// Whether threads still poll; if not, completions wake the thread of the library again.
-    pub(crate) fn cool(&self) -> bool {
+    /// Whether a thread has polled since the last call. If none has, the completion queue is armed, so that completions wake
+    /// the thread of the library.
+    pub(crate) fn is_still_polled(&self) -> bool {
         if self.touched.swap(false, Relaxed) {
             return true;
         }
         self.watched.store(false, SeqCst);
-        self.rest();
+        self.stop_polling();
         false
     }
 
-    /// A thread that has polled sleeps now: completions wake the thread of the library again.
-    pub(crate) fn rest(&self) {
+    /// Called when a thread that has polled goes to sleep: arms the completion queue, so that completions wake the thread of
+    /// the library.
+    pub(crate) fn stop_polling(&self) {
         if self.hot.swap(false, SeqCst) {
             self.wake();
         }
     }
 
-    /// Completions have arrived.
+    /// Handles completions, in the thread of the library.
     pub(crate) fn wake(&self) {
         let mut inner = self.lock();
         loop {
@@ -754,7 +758,7 @@ impl Socket {
         }
     }
 
-    /// Handles all completions; how many.
+    /// Handles all completions. Returns their number.
     fn drain(&self, inner: &mut Inner) -> usize {
         let mut count = 0;
         while inner.state == State::Connected {
@@ -782,7 +786,7 @@ impl Socket {
             for completion in done {
                 let handled = match completion.status {
                     ffi::IBV_WC_SUCCESS => inner.completed(completion, &mut actions),
-                    // A message longer than any, or memory that the peer said it had.
+                    // The peer sent a message that is longer than any may be, or advertised memory that it does not have.
                     ffi::IBV_WC_LOC_LEN_ERR
                     | ffi::IBV_WC_REM_INV_REQ_ERR
                     | ffi::IBV_WC_REM_ACCESS_ERR => Err(libc::EPROTO),
@@ -869,7 +873,7 @@ impl Socket {
         }
     }
 
-    /// The connection is over: no device touches memory any more, and all operations are reported.
+    /// Ends the connection: destroys the queue pair, after which the device accesses no memory, and reports all operations.
     fn end(&self, inner: &mut Inner, errno: c_int) {
         if matches!(inner.state, State::Ended(_)) {
             return;
@@ -919,7 +923,7 @@ impl Socket {
         });
     }
 
-    /// Joins accepts and requests.
+    /// Gives waiting connection requests to waiting accepts.
     fn pair(&self, inner: &mut Inner) {
         while let (Some(op), Some(_)) = (inner.accepts.front().copied(), inner.requests.front()) {
             let Some((id, hello)) = inner.requests.pop_front() else {
@@ -933,7 +937,7 @@ impl Socket {
         }
     }
 
-    /// Makes the socket of a connection request, and accepts.
+    /// Accepts a connection request. The socket is the one that was made for it.
     pub(crate) fn admit(&self, theirs: Hello, listener: c_int, op: Op) {
         let mut inner = self.lock();
         inner.accept = Some((listener, op));
@@ -946,11 +950,11 @@ impl Socket {
         }
     }
 
-    /// An event of the connection manager.
+    /// Handles an event of the connection manager.
     pub(crate) fn event_of_cm(&self, event: &CmEvent) {
         let mut inner = self.lock();
         if event.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST && event.id != inner.id.0 {
-            // A request that was not accepted yet.
+            // The event may be about a request that is not accepted yet.
             if let Some(at) = inner.requests.iter().position(|(id, _)| id.0 == event.id) {
                 inner.requests.remove(at);
                 drop(inner);
@@ -1025,7 +1029,8 @@ impl Socket {
             if theirs.stream != self.stream {
                 return Err(libc::EPROTOTYPE);
             }
-            // This end has buffers for the answers to as many as it takes itself.
+            // The number of messages without an answer is limited to that of this end's own credits: it has no buffers for
+            // more answers.
             let theirs = Hello {
                 credits: theirs.credits.min(inner.settings.credits),
                 ..theirs
@@ -1036,8 +1041,9 @@ impl Socket {
         if inner.state == State::Connecting
             && let Some(link) = inner.link.as_ref().filter(|link| link.device.iwarp)
         {
-            // The end that accepts may send nothing before the first message of the one that connects (RFC 5044 section 7),
-            // which may have only receives: a Write of nothing, which names no memory, opens its way.
+            // The end that accepts may send nothing before the first message of the end that connects (RFC 5044 section 7).
+            // A program that connects may start with a receive, so an empty Write, which needs no memory of the peer, is
+            // that first message.
             link.post_send(OPENED, ffi::IBV_WR_RDMA_WRITE, &mut [], (0, 0))?;
         }
         inner.state = State::Connected;
@@ -1059,7 +1065,7 @@ impl Socket {
     }
 }
 
-/// The calls of exs_poll that the socket takes part in end: the program has closed it.
+/// Ends the calls of exs_poll that the socket is in, because the program has closed it.
 fn end_polls(inner: &mut Inner, fd: c_int) {
     for poll in std::mem::take(&mut inner.polls) {
         poll.call.fire(fd, poll.index, 0, libc::ECANCELED);
@@ -1193,7 +1199,7 @@ impl Inner {
         id
     }
 
-    /// Whether the peer has closed the connection in order, so that only the end of its data is to be received.
+    /// Whether the peer has ended its data and closed the connection.
     fn is_at_end(&self) -> bool {
         self.state == State::Ended(libc::ECONNRESET)
             && self.flow.as_ref().is_some_and(Flow::is_at_end)
@@ -1210,8 +1216,8 @@ impl Inner {
         i16::from(input) | (i16::from(output) * 4)
     }
 
-    /// Ends the direction to the peer, without an event of its own.
-    fn say_goodbye(&mut self, socket: &Socket) {
+    /// Ends the direction to the peer, without an event for the program.
+    fn end_direction(&mut self, socket: &Socket) {
         if let Some(flow) = self.flow.as_mut().filter(|flow| !flow.is_shut()) {
             let mut actions = Vec::new();
             flow.shutdown(0, &mut actions);
@@ -1249,14 +1255,14 @@ impl Inner {
         }
     }
 
-    /// Makes the queue pair and its buffers, with receives posted.
+    /// Makes the queue pair and its message buffers, and posts the receives.
     fn equip(&mut self, fd: c_int, stream: bool, most_sends: u16) -> Result<(), c_int> {
         // SAFETY: the id lives until `close`.
         let device = library::device(unsafe { (*self.id.0).verbs })?;
         let ours = self.hello(stream);
         let controls = CONTROLS as usize;
-        // The peer's messages and answers to ours; then ours, and answers to the peer's, some of which may be done
-        // before their completions are seen.
+        // Receives: the peer's messages, and its answers to ours. Sends: our messages, and our answers, twice, because the
+        // peer may send its next message before this end has handled the completion of an answer.
         let receives = usize::from(ours.credits) + usize::from(most_sends) + 2 * controls;
         let sends = 2 * usize::from(most_sends) + usize::from(ours.credits) + 4 * controls;
         let size = (HEADER_LENGTH + (MAX_SEGMENTS * SEGMENT_LENGTH).max(ours.immediate as usize))
@@ -1334,7 +1340,7 @@ impl Inner {
         check(unsafe { ffi::rdma_accept(self.id.0, &raw mut param) })
     }
 
-    /// Handles a completion; EPROTO if the peer did not keep to the protocol.
+    /// Handles a completion. `EPROTO`: the peer violated the protocol.
     fn completed(&mut self, done: &ffi::ibv_wc, out: &mut Vec<Action>) -> Result<(), c_int> {
         let (Some(link), Some(flow)) = (&mut self.link, &mut self.flow) else {
             return Err(libc::ECONNRESET);
@@ -1385,7 +1391,7 @@ impl Inner {
             return Err(libc::ECONNRESET);
         };
         if link.free.is_empty() || !link.backlog.is_empty() {
-            // A peer that keeps to its credits has fewer answers due than there are buffers.
+            // More answers than there are buffers can only be due if the peer exceeds its credits.
             if link.backlog.len() >= link.sends {
                 return Err(libc::EPROTO);
             }
@@ -1590,7 +1596,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The memory that `len` bytes of a receive, or of the stream's buffer, have from `at` on.
+    /// The memory of bytes `[at, at + len)` of a receive, or of the stream's buffer.
     fn sink(&self, of: OpId, at: u64, len: u64) -> Result<Vec<Segment>, c_int> {
         if of == flow::BUFFER {
             let early = self.link.as_ref().and_then(|l| l.early.as_ref());
@@ -1601,7 +1607,7 @@ impl Inner {
     }
 }
 
-/// Copies from pieces of memory to others that have as many bytes.
+/// Copies bytes between two lists of memory that are equally long.
 fn copy(from: &[Segment], to: &[Segment]) {
     let total = |all: &[Segment]| all.iter().map(|s| u64::from(s.len)).sum::<u64>();
     let mut at = 0;

@@ -17,14 +17,14 @@ pub(crate) const MAX_LENGTH: u64 = 1 << 30;
 
 const MAGIC: [u8; 4] = *b"EXSP";
 
-/// What each end says of itself while the connection is made.
+/// The private data with which each end describes itself while the connection is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     /// Whether the socket is a byte stream; otherwise it has messages.
     pub(crate) stream: bool,
-    /// Advertisements that this end takes before the first acknowledgement.
+    /// Advertisements that this end can store before it has acknowledged one.
     pub(crate) credits: u16,
-    /// The longest immediate data that this end takes.
+    /// The longest immediate data that this end accepts, bytes.
     pub(crate) immediate: u32,
 }
 
@@ -35,11 +35,11 @@ pub(crate) enum Bad {
     NotExs,
     /// The peer speaks another version of this one.
     Version,
-    /// A field has a value that the protocol does not have.
+    /// A field has a value that the protocol does not define.
     Field,
     /// The message is shorter or longer than its header says.
     Length,
-    /// The message comes where none of its kind may come.
+    /// A message of this kind is not allowed at this moment.
     Order,
 }
 
@@ -54,7 +54,7 @@ impl Hello {
         out.0.try_into().unwrap_or([0; HELLO_LENGTH])
     }
 
-    /// Reads private data; some transports pad it, so that more bytes than these may be there.
+    /// Reads private data. Some transports pad it, so bytes may follow.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, Bad> {
         let mut from = Reader(bytes);
         if from.array::<4>().ok() != Some(MAGIC) {
@@ -90,16 +90,16 @@ pub(crate) struct Segment {
 pub(crate) enum Status {
     /// All is transferred, or as much as the receive had room for.
     Done,
-    /// The sender asked for its end before anything was transferred.
+    /// The sender cancelled it before anything was transferred.
     Cancelled,
-    /// The receiver does not take this.
+    /// The receiver does not accept it.
     Refused,
 }
 
 /// A message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
-    /// Memory to be read, by whom the message is sent to.
+    /// Advertises memory of the sender, which the receiver of the message reads.
     Advert {
         seq: u32,
         segments: Vec<Segment>,
@@ -108,15 +108,15 @@ pub(crate) enum Message {
     },
     /// Data that is in the message itself: its length.
     Immediate { seq: u32, len: u32 },
-    /// Memory to be written: a persistent receive.
+    /// Memory that the receiver of the message may write: a persistent receive.
     Place { seq: u32, segment: Segment },
-    /// The answer to any message but this.
+    /// The answer to any message that is not an answer.
     Ack { seq: u32, len: u64, status: Status },
-    /// A persistent advertisement was read.
+    /// Reports that a part of a persistent advertisement was read.
     Notify { seq: u32, of: u32, len: u64 },
-    /// The sender of advertisement `of` wants its end.
+    /// Cancels the advertisement `of` of the sender.
     Cancel { seq: u32, of: u32 },
-    /// No advertisement follows.
+    /// The sender's direction ends: no advertisement follows.
     Fin { seq: u32 },
 }
 
@@ -131,7 +131,7 @@ const IMMEDIATE_FLAG: u8 = 1;
 const PERSISTENT_FLAG: u8 = 2;
 const NOTIFY_FLAG: u8 = 4;
 
-/// A header as it stands in the bytes: each message uses some of its fields, and the others are zero.
+/// The fields of a header. Each kind of message uses some of them, and the others are zero.
 #[derive(Default)]
 struct Header {
     kind: u8,
@@ -229,7 +229,7 @@ impl Message {
         out.0
     }
 
-    /// Reads a message, of which the immediate data, if any, is behind the first [`HEADER_LENGTH`] bytes.
+    /// Parses a message. Immediate data begins after [`HEADER_LENGTH`] bytes.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, Bad> {
         let mut from = Reader(bytes);
         let [kind, flags] = from.array()?;

@@ -1,4 +1,4 @@
-//! Socket addresses of C, with the lengths that sockets give them.
+//! Socket addresses of C: reading those of the program, and writing those that it asks for.
 
 use std::ffi::c_int;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
@@ -45,7 +45,7 @@ pub(super) unsafe fn read(
     }
 }
 
-/// The address that a socket has before it has one.
+/// The address of a socket that is not bound: all zero.
 pub(super) fn unspecified(domain: c_int) -> SocketAddr {
     if domain == libc::AF_INET6 {
         (Ipv6Addr::UNSPECIFIED, 0).into()
@@ -100,7 +100,7 @@ pub(super) unsafe fn write(
     unsafe { len.write(whole) };
 }
 
-/// Copies as much of `from` as there is room for; its whole length.
+/// Copies as much of `from` as there is room for. Returns the whole length of `from`.
 ///
 /// # Safety
 /// `to` is null or has `room` bytes.

@@ -2,8 +2,8 @@
 
 use anywarp_core::error::Misuse;
 
-/// Slots whose receives were refused, since memory was short or the queue pair is over: they are tried again later. Without
-/// that each would be lost, and in the end the peer would have nowhere to send to.
+/// Slots whose receives could not be posted, because memory was short or the queue pair is in an error state. They are
+/// posted again later: a slot that is given up would be lost for ever, and the peer could finally send nothing.
 #[derive(Debug, Default)]
 pub(super) struct Refused(Vec<u32>);
 

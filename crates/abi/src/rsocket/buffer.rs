@@ -25,7 +25,7 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    /// `len` zeroed bytes; the peer may write them if `remote`.
+    /// Allocates and registers `len` zeroed bytes. The peer may write them if `remote`.
     pub(super) fn new(
         engine: &'static Engine,
         pd: &Arc<Pd>,
@@ -45,7 +45,7 @@ impl Buffer {
         self.pages.start() as u64
     }
 
-    /// Its key: the same for us and for peers.
+    /// Its STag, which serves as local and as remote key.
     pub(super) fn key(&self) -> Stag {
         self.region.region().stag()
     }
@@ -95,7 +95,7 @@ impl Buffer {
         }
     }
 
-    /// Copies bytes out of it; zeroes if it has none there.
+    /// Copies bytes out of it; zeroes if `at` is outside.
     pub(super) fn load<const N: usize>(&self, at: usize) -> [u8; N] {
         let mut out = [0; N];
         if let Some(place) = self.place(at, N) {
@@ -105,7 +105,7 @@ impl Buffer {
         out
     }
 
-    /// Reads a 32-bit word that the peer writes after what stands before it.
+    /// Reads a 32-bit word that the peer writes last: acquire ordering makes the bytes that were placed before it visible.
     pub(super) fn word(&self, at: usize) -> u32 {
         match self.place(at, 4) {
             Some(place) if place.addr().is_multiple_of(4) => {
@@ -201,7 +201,7 @@ impl Caller {
         self.len
     }
 
-    /// Up to `len` bytes from byte `skip` on, of our own.
+    /// Copies up to `len` bytes, from byte `skip` on, into a vector.
     pub(super) fn copy(&self, skip: usize, len: usize) -> Vec<u8> {
         let len = len.min(self.len.saturating_sub(skip));
         let mut out = vec![0_u8; len];
@@ -209,7 +209,7 @@ impl Caller {
         out
     }
 
-    /// The parts of `[skip, skip + len)`: address, and length.
+    /// Address and length of each part of `[skip, skip + len)`.
     fn parts(&self, mut skip: usize, mut len: usize) -> impl Iterator<Item = (usize, usize)> {
         std::iter::once(self.first)
             .chain(self.rest.iter().copied())

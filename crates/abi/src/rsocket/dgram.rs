@@ -34,7 +34,7 @@ use super::{Kind, Socket};
 use crate::ffi::{misuse, os_errno};
 use anywarp_verbs_sys::cm::RDMA_UDP_QKEY;
 
-/// Bytes of a datagram, at most.
+/// The largest payload of a datagram, bytes.
 pub(super) const PAYLOAD_MAX: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
 /// Bytes of the route header (GRH) in front of a received datagram.
 const ROUTE: usize = bounds::GRH_LEN as usize;
@@ -46,15 +46,15 @@ const SENDS: u32 = 256;
 /// Bytes of `SO_RCVBUF` for each slot of a received datagram; `RECEIVES` limits the number of these slots.
 const PER_PLACE: usize = 1024;
 const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
-/// Peers that a socket keeps, at most.
+/// The largest number of peers whose queue pairs a socket remembers.
 const PEERS: usize = 1024;
-/// Datagrams to one peer that may wait for an answer, at most.
+/// The largest number of datagrams to one peer that may wait for an answer.
 const WAITING: usize = 32;
 /// How long an answer is used before it is requested again.
 const FRESH: Duration = Duration::from_secs(1);
 /// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;
-/// Requests for the queue pair that may wait to be answered, at most.
+/// The largest number of requests for the queue pair that may wait to be answered.
 const QUESTIONS: c_int = 1024;
 
 /// A peer that datagrams are sent to.

@@ -17,7 +17,7 @@ use super::{Kind, Socket, address, find, insert, iomap, poll, remove, repoll};
 use crate::entry;
 use crate::ffi::{arg, arg_mut};
 
-/// Elements of a list of parts at most, as the kernel has it.
+/// The largest number of elements of an `iovec` list, as in the kernel (`UIO_MAXIOV`).
 const PARTS: usize = 1024;
 
 /// The result of a call that returns 0.
@@ -33,7 +33,7 @@ fn count(result: Result<usize, c_int>) -> Result<ssize_t, c_int> {
 /// The caller's buffer: `EFAULT` if there is none.
 ///
 /// # Safety
-/// `buf` is null or has `len` bytes, for as long as the answer lives.
+/// `buf` is null or has `len` bytes, for as long as the returned value lives.
 unsafe fn buffer(buf: *const c_void, len: usize) -> Result<Caller, c_int> {
     if buf.is_null() && len > 0 {
         return Err(libc::EFAULT);
@@ -64,7 +64,7 @@ unsafe fn buffers(iov: *const iovec, n: usize) -> Result<Caller, c_int> {
     unsafe { Caller::gather(parts) }.ok_or(libc::EINVAL)
 }
 
-/// The length of a list as an `int`: `EINVAL` if it is none.
+/// The length of a list that was passed as an `int`: `EINVAL` if it is negative or above [`PARTS`].
 fn parts(n: c_int) -> Result<usize, c_int> {
     match usize::try_from(n) {
         Ok(n) if n <= PARTS => Ok(n),
@@ -91,7 +91,7 @@ fn receive(socket: c_int, to: Result<Caller, c_int>, flags: c_int) -> Result<usi
     }
 }
 
-/// What receiving a datagram returns: its whole length if that was asked for.
+/// The result of receiving a datagram: the copied bytes, or the whole length if the flags have `MSG_TRUNC`.
 fn shown(got: &dgram::Got, flags: c_int) -> usize {
     if flags & libc::MSG_TRUNC != 0 {
         got.len
@@ -263,7 +263,8 @@ entry! {
     }
 }
 
-/// `rrecvfrom`, and what `rrecvmsg` does: bytes, whether some were cut off, and the sender is written to `addr`.
+/// The common part of `rrecvfrom` and `rrecvmsg`. Returns the number of bytes and whether the datagram was cut off, and
+/// writes the sender to `addr`.
 ///
 /// # Safety
 /// `addr` is null or has `*len` bytes, `len` is null or valid.
@@ -363,7 +364,7 @@ entry! {
     }
 }
 
-/// `rsendto`, and what `rsendmsg` does.
+/// The common part of `rsendto` and `rsendmsg`.
 ///
 /// # Safety
 /// `addr` is null or has `len` bytes.
@@ -602,7 +603,8 @@ entry! {
 }
 
 entry! {
-    /// `rfcntl`: the flags that `fcntl(2)` gets and sets. It is variadic in C; its third argument travels like this one.
+    /// `rfcntl`: the flags that `fcntl(2)` gets and sets. The function is variadic in C; its third argument is passed in the
+    /// same register as this fixed one.
     ///
     /// # Safety
     /// None needed.
@@ -673,7 +675,7 @@ entry! {
 mod tests {
     use super::*;
 
-    /// No more of a value is read than an option has.
+    /// Bytes of a value beyond those of the option are not read.
     #[test]
     fn the_length_of_an_option_is_believed_as_far_as_it_can_be() {
         let socket = make(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();

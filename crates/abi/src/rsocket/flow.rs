@@ -208,7 +208,7 @@ pub(super) struct Receiver {
     /// The unread bytes of each message.
     messages: VecDeque<u32>,
     credits: u16,
-    /// Number of messages read; at `tell_at` the peer gets new credits.
+    /// Number of messages read; when it is `tell_at`, the peer gets new credits.
     read: u16,
     tell_at: u16,
     /// Messages that the peer may still send; `granted` is the bytes that it may still write.

@@ -55,8 +55,8 @@ impl Drop for Maps {
     }
 }
 
-/// `riomap`: lets the peer write `[start, start + len)` if `prot` has `PROT_WRITE`, under `offset`, or under its address if that
-/// is -1. The offset.
+/// `riomap`: lets the peer write `[start, start + len)` if `prot` has `PROT_WRITE`. The peer names the memory by `offset`,
+/// or by its address if `offset` is -1. Returns the offset that the peer uses.
 ///
 /// # Safety
 /// `[start, start + len)` stays mapped until it is unmapped with [`unmap`] or the socket is closed.

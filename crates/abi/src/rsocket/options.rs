@@ -159,7 +159,7 @@ impl Value<'_> {
         Ok((!time.is_zero()).then_some(time))
     }
 
-    /// A `struct linger`: whether, and seconds.
+    /// A `struct linger`: whether the option is on, and its seconds.
     fn linger(&self) -> Result<(bool, c_int), c_int> {
         let rest = self.0.get(4..).and_then(|r| r.first_chunk());
         let seconds = c_int::from_ne_bytes(*rest.ok_or(libc::EINVAL)?);

@@ -23,7 +23,7 @@ const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLPRI | libc::EPO
 /// Most descriptors of one set.
 const MEMBERS: usize = 1 << 20;
 
-/// A descriptor of a set: what is asked of it, and what the program wants back.
+/// A descriptor of a set: the requested events, and the data that the program gets back with them.
 #[derive(Debug, Clone, Copy)]
 struct Member {
     fd: c_int,
@@ -34,9 +34,11 @@ struct Member {
 #[derive(Debug)]
 struct State {
     members: Vec<Member>,
-    /// Where the next answer begins, so that a busy descriptor does not keep others back.
+    /// The descriptor with which the next search for events begins. It moves on, so that a busy descriptor does not hide
+    /// others.
     next: usize,
-    /// Readable, and never emptied, when the set has changed. Each change that a thread waits for makes a new one.
+    /// Becomes readable, and stays so, when the set changes, which wakes the waiting threads. The set then gets a new
+    /// channel.
     changed: Arc<Channel<()>>,
     waiting: usize,
 }
@@ -60,7 +62,7 @@ fn find(number: c_int) -> Result<Arc<Set>, c_int> {
     table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
 }
 
-/// `rclose` of a set. Threads that wait in it return as when it has changed, and fail.
+/// `rclose` of a set. Threads that wait for it wake up, and their calls fail.
 pub(super) fn close(number: c_int) -> Result<(), c_int> {
     let mut table = table().write();
     let set = table.remove(&number).ok_or(libc::EBADF)?;
@@ -181,7 +183,7 @@ fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Re
             set.state.lock().next = i + 1;
         }
         if is_changed {
-            // What was found may be about a descriptor that is not in the set any more.
+            // The events may be those of a descriptor that was removed from the set during the wait.
             continue;
         }
         if found > 0 || until.is_some_and(|t| t <= Instant::now()) {
@@ -191,7 +193,7 @@ fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Re
 }
 
 entry! {
-    /// `repoll_create`: a number that `rclose` closes.
+    /// `repoll_create`: returns a descriptor that `rclose` closes.
     ///
     /// # Safety
     /// None needed.

@@ -1,7 +1,7 @@
 //! Waiting of threads for sockets.
 //!
-//! Each waiting thread has a bell: a descriptor that it hangs up at the sockets that it waits for. Every event of a
-//! socket rings all bells that hang there. So several threads may wait for one socket, and one thread for many, and no
+//! Each waiting thread has a [`Bell`]: a descriptor that it adds to the sockets that it waits for. Every event of a socket
+//! makes all bells there readable. So several threads may wait for one socket, one thread may wait for many sockets, and no
 //! thread consumes the event of another.
 
 use std::cell::RefCell;
@@ -18,13 +18,13 @@ use anywarp_engine::reactor::{Interrupted, WAIT_WORKING};
 
 use crate::ffi::os_errno;
 
-/// A bell: a descriptor that is readable after it was rung.
+/// A descriptor that is readable after an event: see the description of this file.
 pub(super) type Bell = Channel<()>;
 
 /// The bell of the calling thread.
 pub(super) fn bell() -> io::Result<Arc<Bell>> {
     thread_local! {
-        /// With the generation of the process that it was made in.
+        /// The bell, with the generation of the process that made it: after `fork` the child needs one of its own.
         static BELL: RefCell<Option<(u32, Arc<Bell>)>> = const { RefCell::new(None) };
     }
     let generation = process::generation();
@@ -37,7 +37,7 @@ pub(super) fn bell() -> io::Result<Arc<Bell>> {
         return Ok(bell);
     }
     let bell = Arc::new(Bell::new()?);
-    // A thread that is ending keeps none.
+    // A thread that is ending has no thread-local storage any more: its bell is used for this call only.
     let _ended = BELL.try_with(|kept| {
         if let Ok(mut kept) = kept.try_borrow_mut() {
             *kept = Some((generation, Arc::clone(&bell)));
@@ -64,7 +64,7 @@ impl Bells {
         }
     }
 
-    /// Hangs up a bell, until [`Self::take_down`].
+    /// Adds a bell, until [`Self::take_down`].
     pub(super) fn hang_up(&self, bell: &Arc<Bell>) {
         self.all().push(Arc::clone(bell));
     }
@@ -78,9 +78,9 @@ impl Bells {
     }
 }
 
-/// Waits until the bell rings, one of `others` is ready, or the time `until` is reached. While it
-/// waits, the calling thread handles the device's sockets. The function may return early, so the caller checks its
-/// condition again. `EINTR`: a signal handler ran.
+/// Waits until the bell rings, one of `others` is ready, or the time `until` is reached. While it waits, the calling thread
+/// handles the device's sockets. The function may return early, so the caller checks its condition again. `EINTR`: a signal
+/// handler ran.
 pub(super) fn wait(
     engine: &Engine,
     bell: &Bell,
@@ -112,8 +112,8 @@ pub(super) fn wait(
     result
 }
 
-/// `poll(2)`, past the C library: its own may be a function of a preload library that calls us, and a thread may be
-/// cancelled in it.
+/// `poll(2)` as a direct system call. The function of the C library may be replaced by a preload library that calls this
+/// one, and is a cancellation point.
 pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<(), c_int> {
     let time = time.map(|t| libc::timespec {
         tv_sec: t.as_secs().try_into().unwrap_or(libc::time_t::MAX),

@@ -211,17 +211,17 @@ pub(super) fn unscale(n: u8) -> u32 {
 /// A message: three bits of kind and 29 of value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Bytes of the stream were written before it.
+    /// Bytes of the stream were written before this message.
     Data(u32),
     /// The number of the first message that may not be sent; an entry of the list may have been written before it.
     Credits(u16),
-    /// An entry of the table of mappings was written before it.
+    /// An entry of the table of mappings was written before this message.
     Mapped,
-    /// The sender is going away.
+    /// The sender closes the socket.
     Disconnect,
-    /// The sender sends no more.
+    /// The sender shuts down its direction.
     Shutdown,
-    /// Nothing: the connection is alive.
+    /// Has no content: shows that the connection is alive.
     KeepAlive,
     /// A kind that is not used between two ends, or no kind.
     Unknown,
@@ -282,7 +282,7 @@ pub(super) fn datagram_port(header: [u8; DATAGRAM_HEADER]) -> Option<u16> {
 
 // ---------------------------------------------------------------------- bytes
 
-/// Puts parts one behind the other.
+/// Concatenates parts.
 fn fill(out: &mut [u8], parts: &[&[u8]]) {
     let bytes = parts.iter().flat_map(|part| part.iter());
     for (place, byte) in out.iter_mut().zip(bytes) {
