@@ -1,4 +1,4 @@
-//! The structures and constants of libfabric's headers, as a provider meets them.
+//! The structures and constants of libfabric's headers that a provider uses.
 //!
 //! They have the members of libfabric 1.17. Later versions add members at the ends of some, which is why what this library
 //! allocates for the core of libfabric is longer (`info.rs`). A test compiles the same names against the installed headers.

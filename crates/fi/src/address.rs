@@ -1,4 +1,4 @@
-//! Names of peers: what `fi_getname` gives and `fi_av_insert` takes.
+//! Names of peers, which `fi_getname` returns and `fi_av_insert` expects.
 //!
 //! A name is a socket address with the UDP port of an endpoint, of 16 or 28 bytes. The endpoint's index on its port is in a
 //! byte that a socket address leaves free: the first of `sin_zero`, the last of `sin6_flowinfo`.
@@ -14,7 +14,7 @@ pub const LEN_V4: usize = 16;
 /// Bytes of an IPv6 name.
 pub const LEN_V6: usize = 28;
 
-/// A queue pair somewhere.
+/// The address of a queue pair, on any host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Remote {
     /// Its host.
@@ -58,7 +58,7 @@ impl Remote {
         (out, len)
     }
 
-    /// The queue pair of a name; `None` if it is none.
+    /// The queue pair of a name. `None` if the bytes are not a valid name.
     pub fn from_name(name: &[u8]) -> Option<Self> {
         let (ip, port, index) = parts_of(name)?;
         let cannot_be = port == 0 || ip.is_unspecified() || ip.is_multicast();
@@ -69,7 +69,7 @@ impl Remote {
     }
 }
 
-/// Address, port and index of a name; `None` if it is no socket address.
+/// Address, port and index of a name. `None` if the bytes are no socket address.
 pub fn parts_of(name: &[u8]) -> Option<(IpAddr, u16, u8)> {
     let (family, rest) = name.split_first_chunk::<2>()?;
     let (port, rest) = rest.split_first_chunk::<2>()?;
@@ -115,7 +115,8 @@ pub fn format_of(ip: IpAddr) -> u32 {
 #[derive(Debug, Default)]
 pub struct Vector {
     peers: Vec<Option<Remote>>,
-    /// The lowest index of each peer, which stands for the others: a program may insert a name twice.
+    /// The lowest index of each peer. A program may insert a name twice; completions and receives use the lowest index for
+    /// all of them.
     first: HashMap<Remote, FiAddr>,
     free: Vec<FiAddr>,
 }
@@ -136,7 +137,7 @@ impl Vector {
         Some(at)
     }
 
-    /// Removes a peer. Whether it was there.
+    /// Removes a peer. Returns whether it was there.
     pub fn remove(&mut self, at: FiAddr) -> bool {
         let Some(peer) = self.slot(at).and_then(Option::take) else {
             return false;
@@ -144,7 +145,7 @@ impl Vector {
         self.free.push(at);
         if self.first.get(&peer) == Some(&at) {
             self.first.remove(&peer);
-            // Another index of the same peer takes its place.
+            // If the peer has another index, that one is its lowest now.
             let other = self.peers.iter().position(|p| *p == Some(peer));
             if let Some(other) = other {
                 self.first.insert(peer, other as FiAddr);
@@ -162,12 +163,12 @@ impl Vector {
         *self.peers.get(usize::try_from(at).ok()?)?
     }
 
-    /// The index that stands for a peer; `FI_ADDR_NOTAVAIL` if it was not inserted.
+    /// The lowest index of a peer; `FI_ADDR_NOTAVAIL` if the peer was not inserted.
     pub fn find(&self, peer: Remote) -> FiAddr {
         self.first.get(&peer).copied().unwrap_or(FI_ADDR_NOTAVAIL)
     }
 
-    /// The index that stands for the peer of any of its indexes; `None` if there is no such peer.
+    /// The lowest index of the peer that has the index `at`; `None` if there is no such peer.
     pub fn canonical(&self, at: FiAddr) -> Option<FiAddr> {
         if at == FI_ADDR_UNSPEC {
             return Some(at);

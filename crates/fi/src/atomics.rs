@@ -1,4 +1,4 @@
-//! Atomic operations on one element, by its bits.
+//! Atomic operations on one element, whose value is passed as 64 bits.
 
 use crate::abi::*;
 
@@ -16,7 +16,7 @@ pub enum Type {
 }
 
 impl Type {
-    /// The type of a number of `enum fi_datatype`, if elements of it can be operated on.
+    /// The type with a number of `enum fi_datatype`. `None` if there are no operations on it.
     pub fn from_number(number: u32) -> Option<Self> {
         Some(match number {
             FI_INT8 => Self::Signed(1),
@@ -43,18 +43,18 @@ impl Type {
     }
 }
 
-/// What an operation needs and gives.
+/// The three classes of operations: by their operands and results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// It changes the target.
+    /// Changes the target.
     Write,
-    /// It also gives what was there.
+    /// Changes the target, and returns its former value.
     Fetch,
-    /// It gives what was there, and compares with it.
+    /// Compares the target before it is changed, and returns its former value.
     Compare,
 }
 
-/// Whether there is such an operation.
+/// Whether the operation exists for this type and class.
 pub fn is_valid(kind: Type, op: u32, class: Class) -> bool {
     let known = match class {
         Class::Write => op <= FI_BXOR || op == FI_ATOMIC_WRITE,
@@ -65,7 +65,8 @@ pub fn is_valid(kind: Type, op: u32, class: Class) -> bool {
     known && !(bits && matches!(kind, Type::Float | Type::Double))
 }
 
-/// The operations that all types have: `old` is the target, `with` the operand, `than` what it is compared with.
+/// The operations that all types have. `old`: the value of the target; `with`: the operand; `than`: the value that the
+/// target is compared with.
 trait Element: Copy + PartialOrd {
     fn from_bits(bits: u64) -> Self;
     fn bits(self) -> u64;
@@ -168,7 +169,7 @@ fn with_type<T: Element>(op: u32, old: u64, with: u64, than: u64) -> u64 {
     }
 }
 
-/// The bits of the target after an operation; those before it if there is no such operation.
+/// The bits of the target after an operation. They do not change if the operation does not exist.
 pub fn compute(kind: Type, op: u32, old: u64, with: u64, than: u64) -> u64 {
     let f = match kind {
         Type::Signed(1) => with_type::<i8>,

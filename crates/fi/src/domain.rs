@@ -6,17 +6,17 @@ use crate::endpoint::{Endpoint, Shared};
 use crate::slab::Slab;
 use crate::verbs::{Channel, Device, Pd};
 
-/// What the lock protects.
+/// The state that the lock protects.
 #[derive(Debug)]
 pub struct State {
-    /// What the endpoints share.
+    /// The state that the endpoints share.
     pub shared: Shared,
     /// The endpoints.
     pub endpoints: Slab<Endpoint>,
 }
 
 impl State {
-    /// Handles what the device has completed for any endpoint.
+    /// Handles the completions of the device, for all endpoints.
     pub fn progress(&mut self) {
         for endpoint in self.endpoints.values_mut() {
             endpoint.progress(&mut self.shared);
@@ -34,7 +34,7 @@ pub struct Domain {
     pub pd: Arc<Pd>,
     /// Events of the device.
     pub channel: Arc<Channel>,
-    /// The version of the interface that the program speaks.
+    /// The version of the interface that the program was compiled for.
     pub api: u32,
 }
 

@@ -1,8 +1,9 @@
-//! Descriptors that a program waits for.
+//! Descriptors for which a program waits.
 
 use std::time::Duration;
 
-/// The descriptors of a completion queue: one to wait for, and one in it that this library makes readable itself.
+/// The descriptors of a completion queue: an epoll set for which the program waits, and in it an eventfd that this library
+/// makes readable itself.
 #[derive(Debug)]
 pub struct Wait {
     set: i32,
@@ -59,7 +60,7 @@ impl Wait {
         unsafe { libc::read(self.event, (&raw mut count).cast(), 8) };
     }
 
-    /// Waits until it is readable; `None`: without an end.
+    /// Waits until the descriptor is readable. `None`: without a limit.
     pub fn wait(&self, limit: Option<Duration>) {
         let mut fd = libc::pollfd {
             fd: self.set,

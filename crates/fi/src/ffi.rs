@@ -4,7 +4,7 @@
 pub(crate) use anywarp_verbs_sys::{dv::*, verbs::*};
 use libc::{c_char, c_int, c_void, sockaddr};
 
-/// Bytes in front of a datagram that is received.
+/// Bytes of the route header in front of a received datagram.
 pub(crate) const ROUTE_HEADER: usize = size_of::<ibv_grh>();
 
 /// Declares the functions: their types, and their names for the look-up.
@@ -17,7 +17,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Looks all up by `find`; the name of the first that is not there otherwise.
+            /// Looks all functions up by `find`. If one is missing, the error is its name.
             ///
             /// # Safety
             /// `find` gives null, or the address of the function of that name.

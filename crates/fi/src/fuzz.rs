@@ -1,4 +1,4 @@
-//! What a fuzzer calls: messages of a peer, as far as they are handled without a device.
+//! The entry of the fuzzer: messages of a peer, as far as they are handled without a device.
 
 #![allow(
     clippy::panic,
@@ -17,12 +17,12 @@ use crate::wire::{HEADER, Header, Kind};
 /// Bytes of the memory that peers may change, and of what lies around it.
 const MEMORY: usize = 512;
 const GUARD: usize = 64;
-/// Its key.
+/// The key of the registered memory.
 const KEY: u32 = 0x0101;
 
-/// Takes messages of a peer, a byte of length in front of each: atomic operations on registered memory, and messages to match
-/// with receives. Panics if memory beside the registered one changes, if an answer has another length than it must have, or
-/// if the account of what is kept is wrong.
+/// Handles messages of a peer, each with a byte of length in front: atomic operations on registered memory, and messages
+/// that are matched with receives. Panics if other memory than the registered one changes, if an answer has a wrong length,
+/// or if the recorded size of the stored messages is wrong.
 pub fn messages(mut data: &[u8]) {
     let mut memory = vec![0x5a_u64; (MEMORY + 2 * GUARD) / 8];
     let start = memory.as_mut_ptr().expose_provenance();
@@ -54,7 +54,7 @@ pub fn messages(mut data: &[u8]) {
         );
         match header.kind {
             Kind::Atomic => {
-                // An address that the fuzzer cannot know is named by its distance.
+                // The fuzzer cannot know the address of the memory, so its input has an offset.
                 header.tag = header.tag.wrapping_add(registered.at as u64);
                 if let Ok(former) = operation(&table, &header, content) {
                     assert!(former.len() <= crate::limits::ATOMIC);

@@ -1,7 +1,7 @@
-//! `fi_getinfo`: what the provider has, as far as it is what the program asks for.
+//! `fi_getinfo`: compares what a program asks for with what the provider has.
 //!
-//! The core of libfabric copies and frees what is made here with its own idea of the structures, so each part is allocated by
-//! `calloc`, with room behind it.
+//! The core of libfabric copies and frees the structures that are made here. It may be of a version whose structures are
+//! longer, so each structure is allocated by `calloc`, with room behind it.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -19,13 +19,14 @@ const DOMAIN: &CStr = c"anywarp0";
 /// The version of the provider.
 pub const VERSION: u32 = fi_version(1, 0);
 
-/// A number for our protocol among those that belong to providers; its version is that of the messages.
+/// The number of the protocol, from the range for protocols of providers. The version of the protocol is that of its
+/// messages.
 const PROTOCOL: u32 = 1 << 31 | 0x0a11;
 
 const MODIFIERS: u64 = FI_READ | FI_WRITE | FI_RECV | FI_SEND | FI_REMOTE_READ | FI_REMOTE_WRITE;
 const MESSAGES: u64 = FI_MSG | FI_TAGGED | FI_RECV | FI_SEND | FI_DIRECTED_RECV;
 const MEMORY: u64 = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-/// What a program gets whether it asks for it or not.
+/// Capabilities that a program gets even if it does not ask for them.
 const SECONDARY: u64 = FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
 const ALL: u64 = MESSAGES | MEMORY | FI_ATOMIC | SECONDARY;
 const MR_MODE: i32 = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -43,7 +44,7 @@ const OP_FLAGS: u64 = FI_COMPLETION
     | FI_MULTI_RECV;
 const TAG_FORMAT: u64 = 0xaaaa_aaaa_aaaa_aaaa;
 
-/// What a program asks for. Zero and `None` stand for "anything".
+/// The hints of a program. Zero and `None` mean that anything will do.
 #[derive(Debug, Clone, Default)]
 pub struct Hints {
     given: bool,
@@ -60,7 +61,7 @@ pub struct Hints {
     destination: Option<Vec<u8>>,
 }
 
-/// What is answered: what depends on the hints.
+/// The parts of the answer that depend on the hints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     caps: u64,
@@ -124,7 +125,7 @@ impl Hints {
         }
     }
 
-    /// What answers them, or why nothing does.
+    /// The answer to the hints, or the reason why there is none.
     fn answer(&self, api: u32) -> Result<Answer, &'static str> {
         let same = |wanted: &Option<String>, ours: &CStr| {
             wanted
@@ -194,7 +195,8 @@ impl Hints {
         }
         let memory_wanted = wanted & (FI_RMA | FI_ATOMIC) != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
-        // Until 1.5 a mode was a number; since then it has bits, and what a program without hints reads are these.
+        // Before version 1.5 a memory registration mode was a number. Since then it consists of bits, which a program
+        // without hints gets.
         let old = api < fi_version(1, 5);
         let mr_mode = if mode == FI_MR_BASIC || (old && mode == FI_MR_UNSPEC) {
             Some(FI_MR_BASIC)
@@ -208,7 +210,7 @@ impl Hints {
                 "memory registration without FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY",
             );
         }
-        // With kinds of operations come all directions of them, unless some are named.
+        // Hints that name a kind of operation but no direction ask for all directions.
         let kinds = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC;
         let mut caps = wanted & (kinds | FI_DIRECTED_RECV) | SECONDARY;
         if wanted & kinds == 0 {
@@ -282,14 +284,14 @@ impl Hints {
     }
 }
 
-/// Zeroed memory of the C library for a `T`, and room behind it.
+/// Zeroed memory of the C library for a `T`, with room behind it.
 fn zeroed<T>() -> Option<*mut T> {
     // SAFETY: `calloc` takes any size.
     let at = unsafe { libc::calloc(1, size_of::<T>() + limits::SLACK) };
     (!at.is_null()).then_some(at.cast())
 }
 
-/// A structure of the C library's memory with a value.
+/// Memory of the C library with a value.
 fn made<T>(value: T) -> Option<*mut T> {
     let at = zeroed::<T>()?;
     // SAFETY: `calloc` aligns for any structure, and this one has room.
@@ -310,7 +312,7 @@ fn name_copy(name: &[u8]) -> Option<*mut c_void> {
     Some(at.cast())
 }
 
-/// Where messages go and come from.
+/// The source and destination addresses of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Ends {
     format: u32,
@@ -393,7 +395,8 @@ fn ends(
     })
 }
 
-/// Makes the structure for an answer. What was allocated before memory ended stays allocated: the process ends soon.
+/// Makes the structure for an answer. If memory is exhausted, the parts that were allocated before are leaked: such a
+/// process does not go on for long.
 fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     let tx = fi_tx_attr {
         caps: answer.caps
@@ -465,7 +468,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     let fabric = fi_fabric_attr {
         fabric: std::ptr::null_mut(),
         name: text(FABRIC)?,
-        // The core fills it in.
+        // The core sets this field.
         prov_name: std::ptr::null_mut(),
         prov_version: VERSION,
         api_version: api,
@@ -493,7 +496,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     })
 }
 
-/// Answers hints: the structure, or why there is none.
+/// Answers hints: returns the structure, or the reason why there is none.
 ///
 /// # Safety
 /// `node` and `service` are null or C strings; `hints` is null or valid with all that it names.

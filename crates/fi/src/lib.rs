@@ -43,7 +43,7 @@ use abi::{FI_EINVAL, FI_ENODATA, fi_info, fi_provider, fi_version};
 
 const FI_SOURCE_NAME: u64 = abi::FI_SOURCE;
 
-/// The structure that the core keeps, and writes to.
+/// The structure of the provider. The core keeps its address, and writes to it.
 struct Provider(UnsafeCell<fi_provider>);
 
 // SAFETY: only the core of libfabric touches it, under its own lock.
@@ -51,7 +51,7 @@ unsafe impl Sync for Provider {}
 
 static PROVIDER: Provider = Provider(UnsafeCell::new(fi_provider {
     version: info::VERSION,
-    // Newer than any: the core skips a provider for programs that ask for more than this.
+    // A version that is newer than any: the core skips a provider if a program asks for a later one.
     fi_version: fi_version(2, 99),
     context: abi::fi_context {
         internal: [std::ptr::null_mut(); 4],

@@ -1,4 +1,4 @@
-//! Lines for people, through the log of libfabric (`FI_LOG_LEVEL`).
+//! Messages for users, in the log of libfabric (`FI_LOG_LEVEL`).
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -12,9 +12,9 @@ type Enabled = unsafe extern "C" fn(*const c_void, c_int, c_int) -> c_int;
 
 static LOG: OnceLock<Option<(Log, Enabled)>> = OnceLock::new();
 
-/// Something that the program's user has to change.
+/// Level of a problem that the user has to solve.
 const WARNING: c_int = 0;
-/// Something to know when looking for a reason.
+/// Level of information that explains a decision of the provider.
 const INFO: c_int = 2;
 const CORE: c_int = 0;
 
@@ -61,17 +61,17 @@ fn find() -> Option<(Log, Enabled)> {
     }
 }
 
-/// The core knows the provider by this address.
+/// Sets the provider of the log lines, which the core knows by its address.
 pub(crate) fn init(provider: *mut c_void) {
     PROVIDER.store(provider, Ordering::Release);
 }
 
-/// Writes a line about something that has to be changed.
+/// Writes a line about a problem that the user has to solve.
 pub(crate) fn warn(text: &str) {
     line(WARNING, text);
 }
 
-/// Writes a line that says why something is as it is.
+/// Writes a line that explains a decision of the provider.
 pub(crate) fn info(text: &str) {
     line(INFO, text);
 }

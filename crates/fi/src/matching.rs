@@ -6,7 +6,7 @@ use crate::abi::{FI_ADDR_UNSPEC, FiAddr};
 use crate::address::Remote;
 use crate::limits;
 
-/// What of a message is matched.
+/// The parts of a message that are matched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Envelope {
     /// Its source, as an index of the address vector.
@@ -15,14 +15,14 @@ pub struct Envelope {
     pub tag: u64,
 }
 
-/// What a receive takes.
+/// The messages that a receive accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pattern {
     /// The source of the message, or `FI_ADDR_UNSPEC` for any.
     pub source: FiAddr,
     /// The tag.
     pub tag: u64,
-    /// Bits of the tag that do not count.
+    /// Bits of the tag that are not compared.
     pub ignore: u64,
 }
 
@@ -33,25 +33,25 @@ impl Pattern {
     }
 }
 
-/// Where the bytes of a message are.
+/// The place of the bytes of a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
-    /// Here.
+    /// In this process.
     Here(Vec<u8>),
-    /// With its sender, under this name.
+    /// At the sender, which has announced the message under this name.
     Announced(u32),
 }
 
 /// A message that waits for a receive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
-    /// What is matched.
+    /// The parts that are matched.
     pub envelope: Envelope,
     /// Its sender.
     pub from: Remote,
     /// Its length.
     pub length: u64,
-    /// What the sender's program sent beside it.
+    /// The immediate data of the sender's program (`FI_REMOTE_CQ_DATA`).
     pub data: Option<u64>,
     /// Its bytes.
     pub content: Content,
@@ -72,7 +72,7 @@ impl Message {
 pub struct Matching<R> {
     receives: VecDeque<(Pattern, R)>,
     messages: VecDeque<Message>,
-    /// Messages that the program has asked for and not received yet, with its word for each.
+    /// Messages that the program has claimed (`FI_CLAIM`) and not received yet, with its context for each.
     claimed: Vec<(usize, Message)>,
     bytes: usize,
 }
@@ -89,7 +89,7 @@ impl<R> Default for Matching<R> {
 }
 
 impl<R> Matching<R> {
-    /// The receive that was posted first of those which take a message. It stays.
+    /// The receive that was posted first of those that accept a message. It is not removed.
     pub fn receive_for(&mut self, message: &Envelope) -> Option<(usize, &mut R)> {
         let mut all = self.receives.iter_mut().enumerate();
         let (at, (_, receive)) = all.find(|(_, (pattern, _))| pattern.takes(message))?;
@@ -123,17 +123,17 @@ impl<R> Matching<R> {
         self.messages.push_back(message);
     }
 
-    /// Bytes of memory that messages take.
+    /// Bytes of memory that the stored messages take.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The first message that a pattern takes.
+    /// The first message that a pattern accepts.
     pub fn message_for(&self, pattern: &Pattern) -> Option<&Message> {
         self.messages.iter().find(|m| pattern.takes(&m.envelope))
     }
 
-    /// Takes the first message that a pattern takes.
+    /// Removes and returns the first message that a pattern accepts.
     pub fn take_message(&mut self, pattern: &Pattern) -> Option<Message> {
         let at = self
             .messages
@@ -144,7 +144,7 @@ impl<R> Matching<R> {
         Some(message)
     }
 
-    /// Sets the first message that a pattern takes aside for the receive that names `context`.
+    /// Reserves the first message that a pattern accepts for the receive with this `context`.
     pub fn claim(&mut self, pattern: &Pattern, context: usize) -> Option<&Message> {
         let message = self.take_message(pattern)?;
         self.bytes += message.cost();
@@ -152,7 +152,7 @@ impl<R> Matching<R> {
         self.claimed.last().map(|(_, message)| message)
     }
 
-    /// Takes the message that was set aside for `context`.
+    /// Removes and returns the message that is reserved for `context`.
     pub fn take_claimed(&mut self, context: usize) -> Option<Message> {
         let at = self.claimed.iter().position(|(c, _)| *c == context)?;
         let (_, message) = self.claimed.remove(at);
@@ -160,14 +160,14 @@ impl<R> Matching<R> {
         Some(message)
     }
 
-    /// The address vector has changed: sources of messages are looked up again.
+    /// Looks up the sources of all stored messages again, after the address vector has changed.
     pub fn renew_sources(&mut self, find: impl Fn(Remote) -> FiAddr) {
         for message in &mut self.messages {
             message.envelope.source = find(message.from);
         }
     }
 
-    /// Messages that a peer has announced and that wait: they will not come.
+    /// Removes the messages that a peer has announced and will never write.
     pub fn forget_announced(&mut self, from: Remote) {
         self.messages.retain(|m| {
             let gone = m.from == from && matches!(m.content, Content::Announced(_));

@@ -1,6 +1,6 @@
-//! Memory of the program, and memory that this library shares with the device.
+//! Memory of the program, and memory that the device reads and writes for this library.
 //!
-//! The program's memory is known by address and copied to and from; no Rust reference to it exists.
+//! The program's memory is accessed by address, and only copied. No Rust reference to it exists.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -15,7 +15,7 @@ pub struct UserMemory {
     count: usize,
 }
 
-/// A list with more buffers than [`limits::IOV`], or without the array that its count promises.
+/// A list has more buffers than [`limits::IOV`], or its array is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadList;
 
@@ -23,7 +23,7 @@ impl UserMemory {
     /// One buffer.
     ///
     /// # Safety
-    /// The memory stays mapped, and is the device's to use, until the operation that it is for has completed.
+    /// The memory stays mapped, and the program leaves it to the device, until the operation has completed.
     pub unsafe fn one(at: *const c_void, len: usize) -> Self {
         let mut parts = [(0, 0); limits::IOV];
         parts[0] = (at.expose_provenance(), len);
@@ -75,7 +75,7 @@ impl UserMemory {
         self.len() == 0
     }
 
-    /// The only buffer, if there is one and no other that has bytes.
+    /// The only buffer that has bytes, if there is exactly one.
     pub fn single(&self) -> Option<(usize, usize)> {
         let mut parts = self.parts().filter(|(_, len)| *len > 0);
         let first = parts.next().or_else(|| self.parts().next());
@@ -125,8 +125,8 @@ impl UserMemory {
     }
 }
 
-/// Changes an element of `size` bytes in memory of the program by `f`, which may be called more than once; returns what was
-/// there. An element that lies where its size asks for is changed at once for other processors.
+/// Changes an element of `size` bytes in memory of the program by `f`, which may be called more than once. Returns the
+/// former value. An element that is aligned to its size is changed atomically.
 ///
 /// # Safety
 /// The element is in memory that the program has registered for peers to write.
@@ -172,7 +172,7 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
     }
 }
 
-/// Pages of this library that the device reads and writes. Those that were never used take no memory.
+/// Pages of this library that the device reads and writes. Pages that were never used take no memory.
 #[derive(Debug)]
 pub struct Area {
     start: *mut u8,
@@ -183,7 +183,7 @@ pub struct Area {
 unsafe impl Send for Area {}
 
 impl Area {
-    /// Pages for `len` bytes; `None` if there are none left.
+    /// Pages for `len` bytes; `None` if there is no memory.
     pub fn new(len: usize) -> Option<Self> {
         // SAFETY: a new mapping, which overlaps nothing.
         let at = unsafe {
@@ -212,7 +212,7 @@ impl Area {
         self.len
     }
 
-    /// Bytes that the device has written.
+    /// Bytes that the device has placed.
     ///
     /// # Safety
     /// The device does not write to them while the result lives: they are of a receive that has completed and was not posted

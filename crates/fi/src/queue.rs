@@ -1,33 +1,33 @@
-//! Completion queues and counters, as data: what waits for the program.
+//! Completion queues and counters: the data that waits for the program.
 
 use crate::abi::FiAddr;
 use std::collections::VecDeque;
 
-/// A completion, with what any format of a queue shows.
+/// A completion, with the fields of all formats of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// The program's word for the operation, an address.
+    /// The context that the program passed to the operation, an address.
     pub context: usize,
     /// `FI_SEND`, `FI_RECV` and so on.
     pub flags: u64,
     /// Bytes received.
     pub len: usize,
-    /// Where a message is in a buffer for many.
+    /// The address of the message, in a buffer for many messages.
     pub buf: usize,
-    /// What the peer's program sent beside it.
+    /// The immediate data of the peer's program.
     pub data: u64,
     /// The tag of the message.
     pub tag: u64,
     /// The sender of the message.
     pub source: FiAddr,
-    /// What went wrong, or 0.
+    /// The error of libfabric, or 0.
     pub err: i32,
-    /// Bytes that did not fit.
+    /// The number of bytes that had no room in the buffer.
     pub olen: usize,
 }
 
 impl Entry {
-    /// A success with nothing but its context and flags.
+    /// A success that has only a context and flags.
     pub fn new(context: usize, flags: u64) -> Self {
         Self {
             context,
@@ -42,7 +42,7 @@ impl Entry {
         }
     }
 
-    /// The same as a failure.
+    /// This completion, as a failure.
     pub fn failed(self, err: i32) -> Self {
         Self { err, ..self }
     }
@@ -54,14 +54,14 @@ pub struct Queue {
     entries: VecDeque<Entry>,
     /// `FI_CQ_FORMAT_...`.
     pub format: u32,
-    /// A descriptor that becomes readable when something waits, if the program asked for one.
+    /// A descriptor that becomes readable when there is an entry, if the program asked for one.
     pub event: Option<i32>,
-    /// The program waits for it.
+    /// The program waits for that descriptor.
     pub armed: bool,
 }
 
 impl Queue {
-    /// A queue of a format.
+    /// An empty queue of a format.
     pub fn new(format: u32) -> Self {
         Self {
             format,
@@ -69,18 +69,18 @@ impl Queue {
         }
     }
 
-    /// Adds an entry. Whether the program's descriptor is to be made readable.
+    /// Adds an entry. Returns whether the program's descriptor has to be made readable.
     pub fn push(&mut self, entry: Entry) -> bool {
         self.entries.push_back(entry);
         std::mem::take(&mut self.armed)
     }
 
-    /// Whether nothing waits.
+    /// Whether there is no entry.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Whether so much waits that nothing may be added.
+    /// Whether there are so many entries that operations are refused.
     pub fn is_full(&self) -> bool {
         self.entries.len() >= crate::limits::ENTRIES
     }

@@ -1,5 +1,5 @@
-//! Values with names of 32 bits: a place in a list, and how often that place was used before, so that an old name is not taken
-//! for a new one.
+//! A table of values with 32-bit names. A name consists of a place in the table and of a count of earlier uses of that
+//! place, so that an old name does not find a new value.
 
 const INDEX_BITS: u32 = 20;
 const INDEX: u32 = (1 << INDEX_BITS) - 1;
@@ -10,7 +10,7 @@ struct Place<T> {
     value: Option<T>,
 }
 
-/// A list of named values.
+/// A table of named values.
 #[derive(Debug)]
 pub struct Slab<T> {
     places: Vec<Place<T>>,
@@ -27,7 +27,7 @@ impl<T> Default for Slab<T> {
 }
 
 impl<T> Slab<T> {
-    /// Adds a value; gives it back if there are as many as there can be names.
+    /// Adds a value, and returns its name. Returns the value if there are no more names.
     pub fn insert(&mut self, value: T) -> Result<u32, T> {
         let index = match self.free.pop() {
             Some(index) => index,

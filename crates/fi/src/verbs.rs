@@ -1,4 +1,4 @@
-//! The device: what the provider uses of libibverbs, as values that own what they stand for.
+//! The device: the objects of libibverbs that the provider uses, as values that destroy them when they are dropped.
 
 use std::ffi::CString;
 use std::net::{IpAddr, Ipv6Addr};
@@ -16,7 +16,7 @@ use crate::limits;
 pub enum Missing {
     /// The process has no libibverbs of anywarp.
     Library,
-    /// That has not this function.
+    /// The libibverbs of anywarp that was found lacks this function.
     Function(&'static str),
     /// It lists no device, or the device cannot be opened.
     Device(i32),
@@ -55,7 +55,7 @@ pub struct Device {
     f: Functions,
     context: *mut ffi::ibv_context,
     process: u32,
-    /// Its addresses, with their places in its table.
+    /// The addresses of the device, with their indexes in the GID table.
     addresses: Vec<(IpAddr, u8)>,
 }
 
@@ -64,8 +64,8 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// The functions of anywarp's libibverbs: those that the process has already, so that it has one device, or those of the
-/// library beside this one.
+/// The functions of anywarp's libibverbs. If the process has loaded one already, it is used, so that there is one device.
+/// Otherwise the one that lies beside this library is loaded.
 fn functions() -> Result<Functions, Missing> {
     const MARK: &std::ffi::CStr = c"anywarpdv_is_supported";
     // SAFETY: a name is looked up.
@@ -155,7 +155,7 @@ impl Device {
         })
     }
 
-    /// The device, which is opened when it is asked for first and stays open.
+    /// The device. It is opened by the first call, and stays open.
     pub fn get() -> Result<&'static Self, Missing> {
         static DEVICE: OnceLock<Result<Device, Missing>> = OnceLock::new();
         let device = DEVICE.get_or_init(Self::open).as_ref().map_err(|e| *e)?;
@@ -165,14 +165,14 @@ impl Device {
         Ok(device)
     }
 
-    /// Its first address, of IPv4 or IPv6 if one is asked for, and the place of it.
+    /// The first address of the device, and its index in the GID table. `v4` selects IPv4 or IPv6.
     pub fn address(&self, v4: Option<bool>) -> Option<(IpAddr, u8)> {
         let mut all = self.addresses.iter();
         all.find(|(ip, _)| v4.is_none_or(|v4| ip.is_ipv4() == v4))
             .copied()
     }
 
-    /// The place of one of its addresses.
+    /// The index of an address in the GID table of the device.
     pub fn place_of(&self, wanted: IpAddr) -> Option<u8> {
         let found = self.addresses.iter().find(|(ip, _)| *ip == wanted);
         found.map(|(_, index)| *index)
@@ -192,7 +192,7 @@ unsafe impl Send for Pd {}
 unsafe impl Sync for Pd {}
 
 impl Pd {
-    /// A new one.
+    /// Allocates a protection domain.
     pub fn new(device: &'static Device) -> Result<Arc<Self>, i32> {
         // SAFETY: the context is open.
         let pd = unsafe { (device.f.alloc_pd)(device.context) };
@@ -210,20 +210,20 @@ impl Drop for Pd {
     }
 }
 
-/// What may be done with a region.
+/// The access rights of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// It is sent from.
+    /// The memory is only sent from.
     Source,
-    /// It is received into.
+    /// The memory is received into.
     Sink,
-    /// A peer writes to it.
+    /// A peer writes to the memory.
     RemoteSink,
-    /// Peers do what is said here: read, write.
+    /// Peers have the rights that are named here.
     Remote {
-        /// They read it.
+        /// They may read the memory.
         read: bool,
-        /// They write it.
+        /// They may write the memory.
         write: bool,
     },
 }
@@ -242,8 +242,8 @@ impl Region {
     /// Registers `len` bytes at `at`.
     ///
     /// # Safety
-    /// The memory stays mapped until the region is dropped, and nothing relies on it being unchanged as far as `access` allows
-    /// changes.
+    /// The memory stays mapped until the region is dropped. If `access` allows writes, no code relies on the memory being
+    /// unchanged.
     pub unsafe fn new(pd: &Arc<Pd>, at: usize, len: usize, access: Access) -> Result<Self, i32> {
         let access = match access {
             Access::Source => 0,
@@ -283,10 +283,10 @@ impl Region {
         unsafe { (*self.mr).rkey }
     }
 
-    /// From now on only `peer` reaches it.
+    /// Limits the access by peers to one queue pair, `peer`.
     pub fn restrict_to(&self, peer: Remote) -> Result<(), i32> {
         let (mut name, _) = peer.name();
-        // The index is no part of an address.
+        // The byte that has the index in a name must be zero in a socket address.
         if peer.ip.is_ipv4() {
             name[8] = 0;
         } else {
@@ -306,7 +306,7 @@ impl Drop for Region {
     }
 }
 
-/// The way to a host.
+/// The route to a host: an address handle.
 #[derive(Debug)]
 pub struct Way {
     pd: Arc<Pd>,
@@ -319,7 +319,7 @@ unsafe impl Send for Way {}
 unsafe impl Sync for Way {}
 
 impl Way {
-    /// The way to `to` from the address at a place of the device's table.
+    /// The route to `to`, from the address with the index `from` in the GID table.
     pub fn new(pd: &Arc<Pd>, to: IpAddr, from: u8) -> Result<Self, i32> {
         let mut attr = ffi::ibv_ah_attr {
             grh: ffi::ibv_global_route {
@@ -351,7 +351,7 @@ impl Drop for Way {
     }
 }
 
-/// Events of completion queues, and their descriptor.
+/// A completion channel.
 #[derive(Debug)]
 pub struct Channel {
     device: &'static Device,
@@ -364,7 +364,7 @@ unsafe impl Send for Channel {}
 unsafe impl Sync for Channel {}
 
 impl Channel {
-    /// A channel whose events are taken without waiting.
+    /// A channel whose descriptor does not block.
     pub fn new(device: &'static Device) -> Result<Arc<Self>, i32> {
         // SAFETY: the context is open; the descriptor is the channel's.
         let channel = unsafe {
@@ -446,7 +446,7 @@ impl Completions {
         })
     }
 
-    /// Takes completions; returns how many. Bytes are moved meanwhile.
+    /// Takes completions. Returns their number. The call also lets the device send and receive.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> usize {
         let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives, and there is room for `most`.
@@ -477,14 +477,14 @@ impl Drop for Completions {
     }
 }
 
-/// Where a request goes.
+/// The destination of a request.
 #[derive(Debug, Clone, Copy)]
 pub struct To<'a> {
-    /// The way to the host.
+    /// The route to the host.
     pub way: &'a Way,
     /// The queue pair there.
     pub qpn: u32,
-    /// Its key.
+    /// The Q_Key of the queue pair.
     pub qkey: u32,
 }
 
@@ -502,11 +502,11 @@ pub struct Piece {
 /// A request to memory of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OneSided {
-    /// Reads from there.
+    /// Reads the peer's memory.
     Read,
-    /// Writes there.
+    /// Writes the peer's memory.
     Write,
-    /// Writes there, and leaves a record with this word.
+    /// Writes the peer's memory, and leaves a record there with this word (Write-Record with immediate data).
     Record(u32),
 }
 
@@ -515,9 +515,9 @@ pub enum OneSided {
 pub struct Record {
     /// Number of the writer's queue pair.
     pub qpn: u32,
-    /// The word of the writer, if there is one.
+    /// The immediate data of the writer, if there is any.
     pub word: Option<u32>,
-    /// Key, address and length of what was written, whole.
+    /// The key of the written memory. All of the message has arrived.
     pub rkey: u32,
     /// See above.
     pub base: u64,
@@ -525,7 +525,7 @@ pub struct Record {
     pub length: u32,
 }
 
-/// What all endpoints of a job have in common.
+/// The settings that all endpoints of a job share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Job {
     /// The key of all queue pairs, which keeps datagrams of other programs away.
@@ -546,8 +546,8 @@ pub struct QueuePair {
 unsafe impl Send for QueuePair {}
 
 impl QueuePair {
-    /// A queue pair that sends and receives. `plain`: its writes leave no records, and it receives nothing itself. `port`: its
-    /// UDP port, or 0.
+    /// A queue pair. `plain`: its writes leave no records, and it receives no messages. `port`: its UDP port; 0 lets the
+    /// device choose one.
     pub fn new(
         pd: &Arc<Pd>,
         cq: &Completions,
@@ -666,8 +666,7 @@ impl QueuePair {
         if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
-    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: it has a completion, also if it
-    /// succeeds.
+    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: a success has a completion too.
     pub fn send_copy(
         &self,
         to: To<'_>,
@@ -798,7 +797,7 @@ impl Drop for QueuePair {
     }
 }
 
-/// The host that a datagram came from, as its route header says.
+/// The host that sent a datagram, from its route header.
 pub fn source_of(route: &[u8]) -> Option<IpAddr> {
     if route.first()? >> 4 == 6 {
         let octets: [u8; 16] = route.get(8..24)?.try_into().ok()?;
@@ -808,7 +807,7 @@ pub fn source_of(route: &[u8]) -> Option<IpAddr> {
     Some(IpAddr::from(octets))
 }
 
-/// What a completion is of.
+/// The kind of operation that a completion belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Of {
     /// A receive, by its number.
@@ -819,7 +818,8 @@ pub(crate) enum Of {
     Request,
 }
 
-/// What a completion is of; one that failed says it only by its number, so the caller asks this of others.
+/// The kind of operation that a successful completion belongs to. A failed completion has no valid opcode: the caller tells
+/// its kind by its number.
 pub(crate) fn kind_of(wc: &Wc) -> Of {
     match wc.opcode {
         ffi::IBV_WC_RECV => Of::Receive,

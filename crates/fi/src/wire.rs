@@ -9,29 +9,30 @@
 //!
 //! All fields are big-endian.
 
-/// The version that is spoken. Messages of another one are dropped.
+/// The version of the protocol. Messages of another version are dropped.
 pub const VERSION: u8 = 1;
 /// Bytes of a header.
 pub const HEADER: usize = 32;
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A message with its content behind the header.
+    /// A message of the program, with its content behind the header.
     Eager,
     /// A message of `length` bytes waits at the sender, under the name `id`.
     Announce,
-    /// Answer to it: `length` bytes may be written to `data`; `tag` is the key (high half) and the name that the receiver
-    /// gives it, the immediate of the write.
+    /// The answer to an announcement: `length` bytes may be written to the address `data`. `tag` has the key (high half) and
+    /// the name that the receiver gives the message (low half), which is the immediate data of the write.
     Grant,
-    /// A write of `length` bytes to memory is done, and the program of the target gets `data`.
+    /// A write of `length` bytes is done. `data` is the immediate data for the program of the target.
     Written,
     /// An atomic operation: `id` names it, `tag` is the address, `data` the key (high half), the operation and the type (16
     /// bits each), `length` the number of elements; the operands follow, then what they are compared with.
     Atomic,
-    /// Its answer: `id` as asked, `tag` 0 or an error, `length` the number of bytes that follow.
+    /// The answer to an atomic operation: `id` is that of the request, `tag` is 0 or an error, `length` the number of bytes
+    /// that follow.
     AtomicDone,
-    /// Nothing: it only shows whether the peer is there.
+    /// Has no content. Whether it arrives shows whether the peer is there.
     Probe,
 }
 
@@ -59,9 +60,9 @@ impl Kind {
     }
 }
 
-/// `tag` is matched.
+/// The message has a tag.
 pub const TAGGED: u8 = 1;
-/// `data` is for the program of the receiver.
+/// `data` is immediate data for the program of the receiver.
 pub const DATA: u8 = 2;
 /// An atomic operation whose answer has the former values.
 pub const FETCH: u8 = 4;
@@ -73,22 +74,22 @@ const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE;
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// What the message is.
+    /// The kind of the message.
     pub kind: Kind,
     /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`].
     pub flags: u8,
     /// Name of the operation at its sender.
     pub id: u32,
-    /// Length, as the kind says.
+    /// The meaning of this field depends on [`Self::kind`].
     pub length: u64,
-    /// As the kind says.
+    /// The meaning of this field depends on [`Self::kind`].
     pub tag: u64,
-    /// As the kind says.
+    /// The meaning of this field depends on [`Self::kind`].
     pub data: u64,
 }
 
 impl Header {
-    /// A header of a kind with nothing in it.
+    /// A header of a kind, with all fields zero.
     pub fn new(kind: Kind) -> Self {
         Self {
             kind,
@@ -127,8 +128,8 @@ impl Header {
         out
     }
 
-    /// The header in front of a message, and what follows it. `None`: it is none, or of another version, or says of itself
-    /// what cannot be.
+    /// Parses the header of a message. Returns it with the bytes that follow. `None`: the message is too short, of another
+    /// version, or its fields contradict each other.
     pub fn decode(message: &[u8]) -> Option<(Self, &[u8])> {
         let (head, rest) = message.split_first_chunk::<HEADER>()?;
         let [version, code, flags, zero, rest_of_head @ ..] = head;
@@ -151,7 +152,8 @@ impl Header {
         let follows = rest.len() as u64;
         let fits = match kind {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
-            // Shorter ones are sent at once. One of no bytes would use up nothing of the receive that it is matched with.
+            // Shorter messages are sent with their content. An announced message without bytes would also take no room in a
+            // buffer for many messages, which could then be matched with any number of them.
             Kind::Announce => {
                 follows == 0
                     && header.length > crate::limits::EAGER as u64

@@ -33,7 +33,7 @@ const FLAGS: u64 = FI_COMPLETION
     | FI_DELIVERY_COMPLETE
     | FI_MORE;
 
-/// How many elements an operation takes, and the bytes of one.
+/// The largest number of elements of an operation, and the bytes of an element.
 pub(crate) fn room_for(datatype: u32, op: u32, class: Class) -> Result<(usize, usize), c_int> {
     let kind = Type::from_number(datatype)
         .filter(|kind| is_valid(*kind, op, class))
@@ -54,10 +54,10 @@ unsafe fn valid(datatype: u32, op: u32, class: Class, count: *mut usize) -> c_in
     })
 }
 
-/// The elements of a list, and how many they are.
+/// The memory of a list of elements, and the number of elements.
 ///
 /// # Safety
-/// `list` is null or has `n` elements, whose memory is left alone until the operation is over.
+/// `list` is null or has `n` elements, whose memory the program does not access until the operation is over.
 unsafe fn elements(
     list: *const fi_ioc,
     n: usize,
@@ -93,7 +93,7 @@ unsafe fn buffer(at: *const c_void, count: usize, datatype: u32) -> Result<UserM
     Ok(unsafe { UserMemory::one(at, count.saturating_mul(size)) })
 }
 
-/// What an operation is, without its memory here.
+/// An operation, without the memory of this process.
 struct What {
     peer: FiAddr,
     addr: u64,
@@ -104,7 +104,7 @@ struct What {
     class: Class,
 }
 
-/// The memory here.
+/// The memory of this process.
 #[derive(Default)]
 struct Here {
     operand: UserMemory,
@@ -113,7 +113,8 @@ struct Here {
 }
 
 /// # Safety
-/// `ep` is null or was opened here. `end`: the program's word and the flags; `None` without a completion.
+/// `ep` is null or was opened here. `end`: the program's context and the flags; `None` for an operation without a
+/// completion.
 unsafe fn operate(
     ep: *mut fid_ep,
     what: What,

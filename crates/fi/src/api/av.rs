@@ -35,7 +35,7 @@ pub(crate) unsafe extern "C" fn open(
             (&known::<DomainObject, _>(domain)?.domain, attr)
         };
         if attr.flags != 0 || !attr.name.is_null() {
-            // Neither events nor vectors of several processes.
+            // Events and vectors that several processes share are not supported.
             return Err(FI_ENOSYS);
         }
         if attr.r#type == FI_AV_UNSPEC {
@@ -241,7 +241,7 @@ unsafe extern "C" fn lookup(
     })
 }
 
-/// Copies as much of a name as there is room for, and says how long it is; whether it is whole.
+/// Copies as much of a name as there is room for, and sets `len` to its whole length. Returns whether all of it was copied.
 ///
 /// # Safety
 /// `len` is null or valid, and `to` has that many bytes, or there are none.

@@ -73,7 +73,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
     })
 }
 
-/// The counter now, after what can be done for it.
+/// The value of the counter, after the completions of the device were handled.
 fn value(object: &CntrObject) -> Counter {
     let mut state = object.domain.lock();
     state.progress();

@@ -148,7 +148,7 @@ unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
     }
 }
 
-/// Takes what there is, up to `count` entries.
+/// Takes up to `count` entries.
 ///
 /// # Safety
 /// `buf` and `sources` have room for `count` entries, or are null.
@@ -162,7 +162,7 @@ unsafe fn take_entries(
         return Err(FI_EINVAL);
     }
     let mut state = object.domain.lock();
-    // A program that wants no entries wants progress.
+    // A program that requests no entries only wants the device's completions to be handled.
     let empty = state
         .shared
         .queues
@@ -242,7 +242,7 @@ unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: 
     })
 }
 
-/// Prepares a wait for the queue's descriptor: whether there is nothing to read.
+/// Prepares a wait for the queue's descriptor. Fails with `FI_EAGAIN` if there are entries.
 ///
 /// # Safety
 /// `cq` is null or was opened here.
@@ -261,7 +261,7 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     for endpoint in state.endpoints.values_mut() {
         endpoint.arm();
     }
-    // What came before the device was armed has no event.
+    // Completions that came before the completion queue was armed have no event.
     state.progress();
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
     if !queue.is_empty() {

@@ -87,7 +87,7 @@ unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int 
     ended_int(|| {
         // SAFETY: null or an object (the caller's promise).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
-        // No event of a domain exists.
+        // A domain has no events, so binding an event queue has no effect.
         if class == FI_CLASS_EQ as usize {
             Ok(0)
         } else {
@@ -120,8 +120,8 @@ unsafe extern "C" fn query_atomic(
 }
 
 /// # Safety
-/// `at` is null or a domain of the program; the memory is the device's as `access` says until the region is closed; `mr` is
-/// null or a place.
+/// `at` is null or a domain of the program. Until the region is closed, the program leaves the memory to the device as far
+/// as `access` requires. `mr` is null or has room for a pointer.
 unsafe fn register(
     at: *mut fid,
     buf: *const c_void,

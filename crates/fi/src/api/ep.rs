@@ -54,7 +54,7 @@ static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
     barrier2: NONE,
 });
 
-/// A number of the environment, decimal or with 0x in front.
+/// The number in an environment variable, decimal or hexadecimal with 0x in front.
 fn number(name: &str, usual: u32) -> u32 {
     let Ok(text) = std::env::var(name) else {
         return usual;

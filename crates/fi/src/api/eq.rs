@@ -1,4 +1,4 @@
-//! Event queues. Nothing of this provider makes events: address vectors are filled at once, and there are no connections.
+//! Event queues. They are always empty: this provider fills address vectors at once, and has no connections.
 
 use std::time::Duration;
 
@@ -79,7 +79,7 @@ unsafe extern "C" fn sread(
     _flags: u64,
 ) -> isize {
     ended(|| {
-        // Without an end it would wait for ever.
+        // A negative timeout means for ever, as no event will come.
         let ms = u64::try_from(timeout).unwrap_or(u64::MAX);
         std::thread::sleep(Duration::from_millis(ms));
         Err(FI_EAGAIN)

@@ -1,4 +1,4 @@
-//! `fi_fabric` and what is opened on it.
+//! `fi_fabric`, and the objects that are opened on a fabric.
 
 use libc::{c_int, c_void};
 
@@ -51,7 +51,7 @@ unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, coun
             match u32::try_from(class).unwrap_or(0) {
                 // SAFETY: its class says what it is.
                 FI_CLASS_CQ => unsafe { super::cq::trywait(at.cast()) }?,
-                // Nothing ever comes there.
+                // The event queue stays empty.
                 FI_CLASS_EQ => {}
                 _ => return Err(FI_ENOSYS),
             }

@@ -42,7 +42,7 @@ const SEND_FLAGS: u64 = FI_COMPLETION
 const RECEIVE_FLAGS: u64 = FI_COMPLETION | FI_MULTI_RECV | FI_MORE;
 const TAGGED_RECEIVE_FLAGS: u64 = FI_COMPLETION | FI_PEEK | FI_CLAIM | FI_DISCARD | FI_MORE;
 
-/// What a message is beside its bytes.
+/// The properties of a message except its memory.
 #[derive(Clone, Copy, Default)]
 struct What {
     peer: FiAddr,
@@ -121,8 +121,8 @@ fn tagged(peer: FiAddr, tag: u64) -> What {
     }
 }
 
-/// Declares functions of C. The program promises that the endpoint is one that was opened here, that buffers have the lengths
-/// that are said, and that they are left alone until the operation is over.
+/// Declares functions of C. The program promises that the endpoint was opened here, that buffers have the given lengths, and
+/// that it does not access them until the operation is over.
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         unsafe extern "C" fn $name($ep: *mut fid_ep $(, $arg: $type)*) -> isize {

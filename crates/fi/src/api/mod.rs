@@ -1,4 +1,4 @@
-//! The functions that libfabric's inline functions call, by the object that they are of.
+//! The functions that libfabric's inline functions call, by object.
 
 pub(crate) mod atomic;
 pub(crate) mod av;

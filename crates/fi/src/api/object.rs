@@ -1,4 +1,4 @@
-//! Objects that C knows by address, and how a function that C calls begins and ends.
+//! Objects that C names by address, and the beginning and the end of each function that C calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,23 +14,23 @@ use crate::domain::Domain;
 use crate::endpoint::{Endpoint, Shared};
 use crate::event::Wait;
 
-/// A table of functions, which nothing changes.
+/// A constant table of functions.
 #[repr(transparent)]
 pub(crate) struct Table<T>(pub(crate) T);
 
 // SAFETY: the addresses in it are those of functions.
 unsafe impl<T> Sync for Table<T> {}
 
-/// An object of a domain: what C sees, then what belongs to this library.
+/// An object of a domain: first the structure of the C header, then the fields of this library.
 #[repr(C)]
 pub(crate) struct Object<F, R = ()> {
     /// The structure of the header, which begins with a `fid`.
     pub(crate) fid: F,
     /// The domain.
     pub(crate) domain: Arc<Domain>,
-    /// Its name there.
+    /// The name of the object in the domain.
     pub(crate) name: u32,
-    /// What else it has.
+    /// Further fields, which depend on the type.
     pub(crate) rest: R,
 }
 
@@ -51,11 +51,11 @@ pub(crate) type EpObject = Object<fid_ep>;
 /// A completion queue of the program.
 pub(crate) type CqObject = Object<fid_cq, Waiting>;
 
-/// What a completion queue has beside its entries.
+/// The further fields of a completion queue.
 pub(crate) struct Waiting {
     /// The descriptors, if the program waits for them.
     pub(crate) wait: Option<Wait>,
-    /// A thread that waits is to return.
+    /// `fi_cq_signal` was called: a waiting thread has to return.
     pub(crate) signaled: AtomicBool,
 }
 
@@ -68,7 +68,7 @@ pub(crate) unsafe fn known<'a, T, F>(at: *mut F) -> Result<&'a T, c_int> {
     unsafe { at.cast::<T>().as_ref() }.ok_or(FI_EINVAL)
 }
 
-/// Gives an object to C, at `to`.
+/// Writes the address of an object to `to`. From then on it belongs to the program.
 ///
 /// # Safety
 /// `to` is null or a place for a pointer.
@@ -79,7 +79,7 @@ pub(crate) unsafe fn give<T, F>(object: T, to: *mut *mut F) -> Result<isize, c_i
     Ok(0)
 }
 
-/// Takes an object back.
+/// Takes an object back from the program, which closes it.
 ///
 /// # Safety
 /// As for [`known`], and C does not use it any more.
@@ -91,8 +91,8 @@ pub(crate) unsafe fn take<T, F>(at: *mut F) -> Result<Box<T>, c_int> {
     Ok(unsafe { Box::from_raw(at.cast::<T>()) })
 }
 
-/// Ends a function of C: a count or 0, or an error with its sign changed. A panic, which is an error of this library, does
-/// not enter the program.
+/// Returns the result of a C function: a count, 0, or a negated error. A panic, which is a bug of this library, is caught
+/// here and does not reach the program.
 pub(crate) fn ended(f: impl FnOnce() -> Result<isize, c_int>) -> isize {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(Ok(n)) => n,
@@ -101,18 +101,19 @@ pub(crate) fn ended(f: impl FnOnce() -> Result<isize, c_int>) -> isize {
     }
 }
 
-/// The same for functions that return an `int`.
+/// [`ended`] for functions that return an `int`.
 pub(crate) fn ended_int(f: impl FnOnce() -> Result<isize, c_int>) -> c_int {
     c_int::try_from(ended(f)).unwrap_or(c_int::MAX)
 }
 
-/// Stands in the tables for a function that there is not. It has no arguments: on the platforms of this library a caller may
-/// give more than a function takes, and the result has the register of an `int` or an `ssize_t`.
+/// Stands in the tables for functions that this provider does not have. It has no parameters: on the platforms of this
+/// library a caller may pass more arguments than a function has, and the result is returned in the same register for an
+/// `int` and an `ssize_t`.
 pub(crate) extern "C" fn no_function() -> isize {
     -(FI_ENOSYS as isize)
 }
 
-/// Its address.
+/// The address of [`no_function`].
 pub(crate) const NONE: Call = no_function as *const ();
 
 /// The general functions of an object.
@@ -137,7 +138,7 @@ pub(crate) fn head(class: u32, context: *mut libc::c_void, ops: &'static Table<f
     }
 }
 
-/// Does something with an endpoint.
+/// Calls a function with an endpoint and the shared state, under the lock of the domain.
 ///
 /// # Safety
 /// `at` is null or an endpoint of the program.

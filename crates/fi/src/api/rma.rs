@@ -28,7 +28,7 @@ const FLAGS: u64 = FI_COMPLETION
     | FI_REMOTE_CQ_DATA
     | FI_MORE;
 
-/// Memory of a peer, and what its program gets.
+/// Memory of a peer, and the immediate data for its program.
 struct There {
     peer: FiAddr,
     addr: u64,
@@ -36,11 +36,11 @@ struct There {
     data: Option<u64>,
 }
 
-/// How an operation ends.
+/// The completion of an operation.
 enum End {
-    /// As the endpoint's flags say, with this word.
+    /// With this context, and the flags of the endpoint.
     Usual(usize),
-    /// As these flags say.
+    /// With this context and these flags.
     Flags(usize, u64),
     /// Without a completion.
     Silent,

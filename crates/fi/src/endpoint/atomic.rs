@@ -1,9 +1,9 @@
-//! Atomic operations: asking for them, and doing them for peers.
+//! Atomic operations: requests to peers, and the execution of their requests.
 
 use super::*;
 
 impl Endpoint {
-    /// Does an atomic operation on memory of a peer: the peer's library does it.
+    /// Requests an atomic operation on memory of a peer, which the provider in the peer's process executes.
     pub fn atomic(&mut self, cx: &mut Shared, what: &AtomicRequest) -> Result<(), i32> {
         self.ready(cx)?;
         let kind = Type::from_number(what.datatype)
@@ -84,7 +84,7 @@ impl Endpoint {
         sent
     }
 
-    /// Sends a header with content, and has it kept as an operation.
+    /// Sends a header with content. The operation is stored until its completion.
     pub(super) fn post_message(
         &mut self,
         cx: &mut Shared,
@@ -143,7 +143,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Whether it need not be tried again.
+    /// Sends an answer. Returns false if it has to be tried again.
     pub(super) fn try_reply(
         &mut self,
         cx: &mut Shared,
@@ -155,7 +155,7 @@ impl Endpoint {
         sent != Err(FI_EAGAIN)
     }
 
-    /// A peer asks for an atomic operation on memory of this process.
+    /// Handles a peer's request for an atomic operation on memory of this process.
     pub(super) fn operate(
         &mut self,
         cx: &mut Shared,
@@ -183,7 +183,7 @@ impl Endpoint {
         }
     }
 
-    /// The answer to an atomic operation.
+    /// Handles the answer to an atomic operation.
     pub(super) fn operated(
         &mut self,
         cx: &mut Shared,
@@ -224,7 +224,7 @@ impl Endpoint {
     }
 }
 
-/// Does an atomic operation on registered memory: the former values, if they are asked for.
+/// Executes an atomic operation on registered memory. Returns the former values, if they are requested.
 pub(crate) fn operation(
     registered: &HashMap<u32, Registered>,
     header: &Header,

@@ -1,9 +1,9 @@
 //! An endpoint: messages and one-sided operations on a reliable-datagram queue pair.
 //!
-//! Messages of at most [`limits::EAGER`] bytes are sent with their content. A longer one is announced; when a receive is
-//! there, the receiver grants its memory to this one peer, the sender writes into it with a record (RDMA Write-Record), and
-//! the record tells the receiver. Plain reads and writes of the program go through a second queue pair, whose writes leave no
-//! records.
+//! Messages of at most [`limits::EAGER`] bytes are sent with their content. A longer message is announced. When it has been
+//! matched with a receive, the receiver registers the memory for this one peer and sends it the key (a grant); the sender
+//! writes the message with RDMA Write-Record, whose record shows the receiver that it is complete. Plain reads and writes of
+//! the program use a second queue pair, whose writes leave no records.
 
 pub(crate) mod atomic;
 mod one_sided;
@@ -44,7 +44,7 @@ pub struct Registered {
     pub write: bool,
 }
 
-/// What the endpoints of a domain share.
+/// The state that the endpoints of a domain share.
 #[derive(Debug)]
 pub struct Shared {
     /// The protection domain.
@@ -57,12 +57,12 @@ pub struct Shared {
     pub vectors: Slab<Vector>,
     /// Registered memory by its key, for atomic operations of peers.
     pub registered: HashMap<u32, Registered>,
-    /// Ways to hosts, as far as something was sent there.
+    /// The routes to the hosts to which something was sent.
     ways: HashMap<IpAddr, Arc<Way>>,
 }
 
 impl Shared {
-    /// Of a new domain.
+    /// The state of a new domain.
     pub fn new(pd: Arc<Pd>) -> Self {
         Self {
             pd,
@@ -78,7 +78,7 @@ impl Shared {
         if let Some(way) = self.ways.get(&to) {
             return Ok(Arc::clone(way));
         }
-        // A stranger may have as many addresses as it likes.
+        // Peers that the program does not know can have any number of addresses, so the table is limited.
         if self.ways.len() >= limits::PEERS {
             self.ways.clear();
         }
@@ -111,7 +111,7 @@ impl Shared {
     }
 }
 
-/// What a counter of an endpoint counts.
+/// The events that a counter of an endpoint counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Counts {
     /// Messages sent.
@@ -140,31 +140,31 @@ impl Counts {
     ];
 }
 
-/// What is reported when an operation is over.
+/// The report of an operation when it is over.
 #[derive(Debug, Clone, Copy)]
 struct Done {
     context: usize,
     flags: u64,
-    /// A success is reported, too.
+    /// A success is reported too, and not only a failure.
     reported: bool,
     counts: Counts,
 }
 
-/// A request of the device, or something that waits for a peer.
+/// An operation: a request that the device executes, or one that waits for a peer.
 #[derive(Debug)]
 enum Op {
-    /// A message with its content, maybe in a slot. `None`: the program knows already.
+    /// A message with its content, which may be in a slot. `done` is `None` if the program has its completion already.
     Sent {
         done: Option<Done>,
         slot: Option<u16>,
     },
-    /// A message that was announced.
+    /// An announced message.
     Announced {
         done: Done,
         to: Remote,
         memory: UserMemory,
         regions: Vec<Region>,
-        /// The announcement has arrived.
+        /// The device has delivered the announcement.
         known: bool,
         grant: Option<Grant>,
     },
@@ -173,12 +173,12 @@ enum Op {
         done: Done,
         slot: Option<u16>,
         _regions: Vec<Region>,
-        /// What the target's program gets when it is done.
+        /// The message to the target's program that is sent when the write is done.
         notice: Option<(Remote, Header)>,
     },
     /// The message to the target's program that a write is done.
     Notified { done: Done },
-    /// A question whether a peer is there.
+    /// A message that shows whether a peer is there.
     Probe { to: Remote },
     /// An atomic operation, which waits for its answer.
     Atomic {
@@ -187,12 +187,12 @@ enum Op {
         result: UserMemory,
         /// Bytes of the answer.
         expects: usize,
-        /// The request has arrived.
+        /// The device has delivered the request.
         known: bool,
     },
-    /// The message that asks for the operation of this name.
+    /// The message that requests the operation `of`.
     Request { slot: Option<u16>, of: u32 },
-    /// An answer with content.
+    /// An answer to a peer, with content.
     Answer { slot: Option<u16> },
 }
 
@@ -221,11 +221,11 @@ struct Multi {
     used: usize,
     /// Messages that are being written to it.
     underway: usize,
-    /// No more messages go there.
+    /// The buffer accepts no more messages.
     over: bool,
 }
 
-/// What a message is received into.
+/// The memory that a message is received into.
 #[derive(Debug, Clone, Copy)]
 struct Target {
     context: usize,
@@ -242,11 +242,11 @@ struct Incoming {
     granted: usize,
     base: u64,
     region: Option<Region>,
-    /// Where it is written if the program's memory is in several pieces.
+    /// The memory that the peer writes, if that of the program is in several pieces.
     aside: Option<Area>,
 }
 
-/// What is known of a message without its content.
+/// A message without its content.
 #[derive(Debug, Clone, Copy)]
 struct Arrived {
     from: Remote,
@@ -257,7 +257,7 @@ struct Arrived {
     length: u64,
 }
 
-/// What could not be sent because the send queue was full.
+/// A message that waits because the send queue is full.
 #[derive(Debug)]
 enum Deferred {
     Answer(Remote, Header, Vec<u8>),
@@ -265,7 +265,7 @@ enum Deferred {
     Notice(Remote, Header, Done),
 }
 
-/// A message that stays in the device's receive, since too many wait already.
+/// A message that stays in a receive of the device, because too many messages wait for the program already.
 #[derive(Debug)]
 struct Held {
     receive: usize,
@@ -276,19 +276,19 @@ struct Held {
 /// A message to send.
 #[derive(Debug, Clone, Copy)]
 pub struct Outgoing {
-    /// Where to.
+    /// The peer.
     pub to: FiAddr,
-    /// Its bytes.
+    /// The memory with its content.
     pub memory: UserMemory,
     /// Its tag, if it has one.
     pub tag: Option<u64>,
-    /// What goes beside it.
+    /// The immediate data, if there is any.
     pub data: Option<u64>,
-    /// The program's word for it.
+    /// The context of the program.
     pub context: usize,
     /// `FI_COMPLETION`, `FI_INJECT`, and levels of completion.
     pub flags: u64,
-    /// Not even a completion: `fi_inject` and its siblings.
+    /// There is no completion at all: `fi_inject` and its variants.
     pub silent: bool,
 }
 
@@ -297,11 +297,11 @@ pub struct Outgoing {
 pub struct Wanted {
     /// The source of the message.
     pub source: FiAddr,
-    /// Where it goes.
+    /// The memory that it is received into.
     pub memory: UserMemory,
-    /// The tag and the bits that do not count, if it has one.
+    /// The tag, and the bits of it that are not compared, if the receive is for tagged messages.
     pub tag: Option<(u64, u64)>,
-    /// The program's word for it.
+    /// The context of the program.
     pub context: usize,
     /// `FI_COMPLETION`, `FI_MULTI_RECV`, `FI_PEEK`, `FI_CLAIM`, `FI_DISCARD`.
     pub flags: u64,
@@ -310,11 +310,11 @@ pub struct Wanted {
 /// An atomic operation.
 #[derive(Debug, Clone, Copy)]
 pub struct AtomicRequest {
-    /// Whose memory.
+    /// The peer.
     pub to: FiAddr,
-    /// The elements there: address and key.
+    /// Address and key of the elements in the peer's memory.
     pub at: (u64, u64),
-    /// Their type, number and what is done with them, as libfabric numbers these.
+    /// The type of the elements, a number of libfabric.
     pub datatype: u32,
     /// See above.
     pub count: usize,
@@ -324,11 +324,11 @@ pub struct AtomicRequest {
     pub class: Class,
     /// The operands.
     pub operand: UserMemory,
-    /// What is compared with.
+    /// The values that the target is compared with.
     pub compare: UserMemory,
-    /// Where the former values go.
+    /// The memory for the former values.
     pub result: UserMemory,
-    /// The program's word for it.
+    /// The context of the program.
     pub context: usize,
     /// As in [`Outgoing`].
     pub flags: u64,
@@ -339,17 +339,17 @@ pub struct AtomicRequest {
 /// A read or a write.
 #[derive(Debug, Clone, Copy)]
 pub struct OneSidedRequest {
-    /// Whose memory.
+    /// The peer.
     pub to: FiAddr,
-    /// The memory here.
+    /// The memory of this process.
     pub memory: UserMemory,
-    /// The memory there: address and key.
+    /// Address and key of the peer's memory.
     pub at: (u64, u64),
-    /// It is read.
+    /// Whether the peer's memory is read; otherwise it is written.
     pub read: bool,
-    /// What the target's program gets.
+    /// The immediate data for the program of the target.
     pub data: Option<u64>,
-    /// The program's word for it.
+    /// The context of the program.
     pub context: usize,
     /// As in [`Outgoing`].
     pub flags: u64,
@@ -358,26 +358,27 @@ pub struct OneSidedRequest {
 }
 
 const KIND: u32 = 56;
-/// A receive of the pool.
+/// A posted receive.
 const RECEIVE: u64 = 0;
-/// A request of an operation.
+/// A request that belongs to an operation.
 const OP: u64 = 1;
-/// The announcement of one.
+/// The announcement of an operation's message.
 const ANNOUNCE: u64 = 2;
-/// An answer that belongs to nothing here.
+/// An answer to a peer, which belongs to no operation of this end.
 const ANSWER: u64 = 3;
 
 const STRIDE: usize = (ROUTE_HEADER + HEADER + limits::EAGER).next_multiple_of(64);
 const SLOT: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 
-/// How an endpoint is bound and what it was asked for.
+/// The objects that an endpoint is bound to, and its options.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Binding {
-    /// Where completions of what is sent go, and whether only those that are asked for.
+    /// The completion queue for outgoing operations. `send_selective`: only operations with `FI_COMPLETION` have
+    /// completions.
     pub send_queue: Option<u32>,
     /// See above.
     pub send_selective: bool,
-    /// Where completions of receives go.
+    /// The completion queue for receives, likewise.
     pub receive_queue: Option<u32>,
     /// See above.
     pub receive_selective: bool,
@@ -385,21 +386,22 @@ pub struct Binding {
     pub vector: Option<u32>,
     /// Counters, in the order of [`Counts::ALL`].
     pub counters: [Option<u32>; 6],
-    /// Receives name their source.
+    /// Receives are matched by source (`FI_DIRECTED_RECV`).
     pub directed: bool,
-    /// Flags of operations that name none.
+    /// The flags of operations that are called without flags.
     pub send_flags: u64,
     /// See above.
     pub receive_flags: u64,
-    /// Bytes below which a buffer for many messages is given back.
+    /// A buffer for many messages is returned when fewer bytes than this remain in it.
     pub multi_min: usize,
 }
 
-/// An endpoint. Its fields are dropped from the first to the last: what the device uses after what uses it.
+/// An endpoint. Fields are dropped in order, so the queue pairs are declared before the memory that the device accesses for
+/// them.
 #[derive(Debug)]
 pub struct Endpoint {
     qp: QueuePair,
-    /// For plain reads and writes; made with the first of them.
+    /// The queue pair for plain reads and writes. It is made with the first of them.
     plain: Option<QueuePair>,
     cq: Completions,
     _receive_region: Region,
@@ -408,7 +410,7 @@ pub struct Endpoint {
     slot_region: Region,
     slots: Area,
     free_slots: Vec<u16>,
-    /// How it is bound.
+    /// The objects that it is bound to.
     pub binding: Binding,
     /// Whether it was enabled.
     pub enabled: bool,
@@ -422,12 +424,12 @@ pub struct Endpoint {
     untagged: Matching<Receive>,
     deferred: VecDeque<Deferred>,
     held: VecDeque<Held>,
-    /// Requests that have not completed.
+    /// The number of requests that have not completed.
     outstanding: usize,
     asked: Instant,
-    /// Messages that were dropped because they are none.
+    /// The number of messages that were dropped because they are not valid.
     bad: u64,
-    /// A peer has refused a message.
+    /// Whether a peer has refused a message, which was logged.
     refused: bool,
     /// The queue pair has failed.
     failed: bool,
@@ -445,7 +447,8 @@ fn index_of(counts: Counts) -> usize {
 }
 
 impl Endpoint {
-    /// An endpoint at an address of the device, which is at a place of its table, and at a port unless that is 0.
+    /// An endpoint at an address of the device, which has the given index in its GID table. `port`: its UDP port; 0 lets the
+    /// device choose one.
     pub fn new(
         shared: &Shared,
         device: &'static Device,
@@ -513,7 +516,7 @@ impl Endpoint {
         self.name
     }
 
-    /// Begins to receive.
+    /// Enables the endpoint: posts its receives.
     pub fn enable(&mut self) -> Result<(), i32> {
         if !self.enabled {
             for at in 0..limits::RECEIVES {
@@ -524,12 +527,12 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Requests an event for what the device completes next.
+    /// Requests an event for the next completion of the device.
     pub fn arm(&self) {
         self.cq.arm();
     }
 
-    /// Whether nothing that was posted waits for a peer.
+    /// Whether no operation waits for a peer.
     pub fn is_idle(&self) -> bool {
         self.outstanding == 0 && self.deferred.is_empty()
     }

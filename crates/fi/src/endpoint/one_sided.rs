@@ -121,14 +121,14 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Sends to the target's program that a write is done, now or when there is room.
+    /// Notifies the program of the target that a write is done: now, or when the send queue has room.
     pub(super) fn notify(&mut self, cx: &mut Shared, to: Remote, header: Header, done: Done) {
         if !self.deferred.is_empty() || !self.try_notify(cx, to, &header, done) {
             self.deferred.push_back(Deferred::Notice(to, header, done));
         }
     }
 
-    /// Whether it need not be tried again.
+    /// Returns false if it has to be tried again.
     pub(super) fn try_notify(
         &mut self,
         cx: &mut Shared,

@@ -1,9 +1,9 @@
-//! What the device has completed, messages that have arrived, and peers that are lost.
+//! Handles completions of the device, messages of peers, and peers that do not answer.
 
 use super::*;
 
 impl Endpoint {
-    /// Handles what the device has completed.
+    /// Handles completions of the device.
     pub fn progress(&mut self, cx: &mut Shared) {
         if !self.enabled {
             return;
@@ -11,7 +11,7 @@ impl Endpoint {
         self.send_deferred(cx);
         self.take_held(cx);
         let mut batch = [Wc::default(); limits::BATCH];
-        // A program that does not read its completions gets no more: what is not received waits at the peers.
+        // If the program does not read its completions, no more messages are received, and their senders wait.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
         if !queue.is_some_and(Queue::is_full) {
             let n = self.cq.poll(&mut batch);
@@ -52,7 +52,7 @@ impl Endpoint {
             }
         }
         if kind == RECEIVE {
-            // Nothing more is received. What was posted fails, and what is posted from now on is refused.
+            // The queue pair has failed: it receives nothing more. Operations under way fail, and new ones are refused.
             if !std::mem::replace(&mut self.failed, true) {
                 crate::log::warn(&format!(
                     "the queue pair of endpoint {} has failed with status {}: open another endpoint",
@@ -110,7 +110,7 @@ impl Endpoint {
         }
     }
 
-    /// An operation is over, of which the program may know already. A failure is reported all the same.
+    /// Reports the end of an operation. A failure is reported even if the program has had a completion.
     pub(super) fn finish_or_report(&self, cx: &mut Shared, done: Option<Done>, err: i32) {
         match done {
             Some(done) => self.finish(cx, &done, err),
@@ -127,7 +127,7 @@ impl Endpoint {
         }
     }
 
-    /// The request for an atomic operation has arrived, or failed.
+    /// Records that the request for an atomic operation was delivered, or has failed.
     pub(super) fn requested(&mut self, cx: &mut Shared, name: u32, err: i32) {
         if err == 0 {
             if let Some(Op::Atomic { known, .. }) = self.ops.get_mut(name) {
@@ -139,12 +139,12 @@ impl Endpoint {
         }
     }
 
-    /// A peer does not answer: what waits for it fails.
+    /// Ends the operations that wait for a peer which does not answer.
     pub(super) fn lost(&mut self, cx: &mut Shared, peer: Remote, err: i32) {
         if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
             return;
         }
-        // Those that the device has a request of fail by that.
+        // Operations with a request in the device are ended by the completion of that request.
         let waiting = self.ops.iter().filter(|(_, op)| {
             matches!(op, Op::Announced { to, known: true, grant: None, .. } | Op::Atomic { to, known: true, .. }
                 if *to == peer)
@@ -161,7 +161,7 @@ impl Endpoint {
         let incoming: Vec<u32> = incoming.map(|(name, _)| name).collect();
         for name in incoming {
             if let Some(mut incoming) = self.incoming.remove(name) {
-                // Nothing is written to it any more when the program learns of it.
+                // The memory is deregistered first: nothing is written to it after the program has its completion.
                 incoming.region = None;
                 self.received(cx, &incoming.target, &incoming.message, 0, err);
             }
@@ -170,8 +170,8 @@ impl Endpoint {
         self.untagged.forget_announced(peer);
     }
 
-    /// Asks peers that others wait for, now and then, whether they are there: the device only knows of those that something
-    /// is sent to.
+    /// From time to time, sends a message to the peers for which operations wait. The device finds out that a peer is gone
+    /// only if something is sent to it.
     pub(super) fn ask(&mut self, cx: &mut Shared) {
         if self.asked.elapsed() < limits::ASK_AFTER {
             return;
@@ -255,16 +255,16 @@ impl Endpoint {
     }
 
     pub(super) fn again(&self, at: usize) {
-        // It fails only when the queue pair has failed, and then nothing is received any more.
+        // This fails only if the queue pair has failed, which receives nothing more.
         let _posted = self.post_receive(at);
     }
 
-    /// Whether so many messages wait for receives that no more may be copied.
+    /// Whether the messages that wait for receives of the program have reached their limit.
     pub(super) fn is_crowded(&self) -> bool {
         self.tagged.bytes() + self.untagged.bytes() > limits::UNEXPECTED
     }
 
-    /// Looks at the messages that stay in the device's receives, in their order.
+    /// Handles the messages that stay in receives of the device, in order.
     pub(super) fn take_held(&mut self, cx: &mut Shared) {
         for _ in 0..self.held.len() {
             let Some(held) = self.held.pop_front() else {
@@ -278,7 +278,8 @@ impl Endpoint {
         }
     }
 
-    /// Finds the receive of a message, or keeps the message, or does what it asks for. Whether its place is free again.
+    /// Handles a message: matches it with a receive, stores it, or executes its request. Returns whether the receive of the
+    /// device can be posted again.
     pub(super) fn take(&mut self, cx: &mut Shared, held: &Held) -> bool {
         let (at, length, from) = (held.receive, held.length, held.from);
         let source = self.source(cx, from);
@@ -343,7 +344,7 @@ impl Endpoint {
             self.grant(cx, target, arrived, header.id);
             return true;
         }
-        // The content is in the device's receive, which `target` and `received` do not touch.
+        // The content is in a receive of the device, which `target` and `received` do not access.
         let mut memory = receive.memory;
         if let Some(multi) = receive.multi.and_then(|m| self.multis.get(m)) {
             memory = memory.behind(multi.used);
@@ -357,7 +358,7 @@ impl Endpoint {
         true
     }
 
-    /// A peer lets a message be written.
+    /// Handles a grant: the peer allows an announced message to be written.
     pub(super) fn granted(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
         let Some(Op::Announced {
             to,
@@ -384,7 +385,7 @@ impl Endpoint {
         }
     }
 
-    /// A peer has written.
+    /// Handles the record of a peer's write.
     pub(super) fn recorded(&mut self, cx: &mut Shared, wc: &Wc) {
         let Some(record) = self.qp.record() else {
             return;
@@ -404,7 +405,7 @@ impl Endpoint {
         let Some(mut incoming) = self.incoming.remove(name) else {
             return;
         };
-        // From here on the memory is the program's alone.
+        // The memory is deregistered before the program gets its completion.
         incoming.region = None;
         if let Some(aside) = &incoming.aside {
             // SAFETY: the region is gone, so the device does not write to it any more.
@@ -414,7 +415,7 @@ impl Endpoint {
         self.received(cx, &incoming.target, &incoming.message, incoming.granted, 0);
     }
 
-    /// Everything that waits fails: the endpoint closes.
+    /// Ends all operations, because the endpoint is being closed.
     pub fn close(&mut self, cx: &mut Shared) {
         let tagged: Vec<Receive> = self.tagged.cancel_all().collect();
         let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
@@ -426,7 +427,7 @@ impl Endpoint {
     }
 }
 
-/// Whether a record is of what was granted.
+/// Whether a record is that of the write that was granted.
 fn fits(incoming: &Incoming, record: &Record) -> bool {
     let same_memory = incoming
         .region

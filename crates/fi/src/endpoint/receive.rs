@@ -3,7 +3,7 @@
 use super::*;
 
 impl Endpoint {
-    /// Posts a receive, or looks for a message.
+    /// Posts a receive, or searches for a message (`FI_PEEK`).
     pub fn receive(&mut self, cx: &mut Shared, wanted: &Wanted) -> Result<(), i32> {
         if !self.enabled {
             return Err(FI_EOPBADSTATE);
@@ -76,7 +76,7 @@ impl Endpoint {
         }
     }
 
-    /// Whether nothing more goes into a receive that has had a message.
+    /// Whether a receive that has got a message accepts no more.
     pub(super) fn is_over(&self, receive: &Receive) -> bool {
         let multi = receive.multi.and_then(|m| self.multis.get(m));
         multi.is_none_or(|m| m.over)
@@ -121,7 +121,7 @@ impl Endpoint {
         cx.push(queue, entry);
     }
 
-    /// A message that is claimed and not wanted.
+    /// Discards a claimed message.
     pub(super) fn discard(
         &mut self,
         cx: &mut Shared,
@@ -138,7 +138,7 @@ impl Endpoint {
         cx.push(self.binding.receive_queue, entry);
     }
 
-    /// The sender of a message that is not wanted need not keep it.
+    /// Notifies the sender of an announced message that the message is discarded.
     pub(super) fn refuse(&mut self, cx: &mut Shared, message: &Message) {
         if let Content::Announced(id) = message.content {
             let mut header = Header::new(Kind::Grant);
@@ -148,7 +148,7 @@ impl Endpoint {
         }
     }
 
-    /// Where a message of `length` bytes goes. A buffer for many keeps the rest.
+    /// The memory for a message of `length` bytes. The rest of a buffer for many messages remains for others.
     pub(super) fn target(&mut self, receive: &Receive, length: u64) -> Target {
         let mut memory = receive.memory;
         if let Some(multi) = receive.multi.and_then(|m| self.multis.get_mut(m)) {
@@ -167,7 +167,7 @@ impl Endpoint {
         }
     }
 
-    /// A message has its receive.
+    /// Handles a message that was matched with a receive.
     pub(super) fn land(&mut self, cx: &mut Shared, target: Target, tagged: bool, message: Message) {
         let arrived = Arrived {
             from: message.from,
@@ -186,7 +186,7 @@ impl Endpoint {
         }
     }
 
-    /// A message is received, or failed.
+    /// Reports that a message was received, or has failed.
     pub(super) fn received(
         &mut self,
         cx: &mut Shared,
@@ -229,7 +229,7 @@ impl Endpoint {
         }
     }
 
-    /// Lets the sender of an announced message write it.
+    /// Grants the memory of a receive to the sender of an announced message.
     pub(super) fn grant(&mut self, cx: &mut Shared, target: Target, message: Arrived, id: u32) {
         let wanted = usize::try_from(message.length).unwrap_or(usize::MAX);
         let granted = wanted.min(target.memory.len());
@@ -290,7 +290,7 @@ impl Endpoint {
         Ok((Some(region), aside, at as u64))
     }
 
-    /// Cancels a receive. Whether there was one.
+    /// Cancels a receive. Returns whether there was one.
     pub fn cancel(&mut self, cx: &mut Shared, context: usize) -> bool {
         for tagged in [true, false] {
             let fits = |r: &Receive| r.context == context;
@@ -308,7 +308,7 @@ impl Endpoint {
         {
             multi.over = true;
             if multi.underway > 0 {
-                // The last message that is written to the buffer tells that it is over.
+                // The completion of the last message in the buffer also shows that the buffer is released.
                 return;
             }
             self.multis.remove(name);
@@ -318,7 +318,7 @@ impl Endpoint {
         cx.push(self.binding.receive_queue, entry.failed(FI_ECANCELED));
     }
 
-    /// The address vector has changed.
+    /// Updates the sources of stored messages, after the address vector has changed.
     pub fn renew_sources(&mut self, cx: &Shared) {
         let Some(vector) = self.binding.vector.and_then(|v| cx.vectors.get(v)) else {
             return;

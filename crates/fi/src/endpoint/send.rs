@@ -1,4 +1,4 @@
-//! Sending messages: at once, or announced.
+//! Sends messages: with their content, or announced.
 
 use super::*;
 
@@ -142,7 +142,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// An operation is over.
+    /// Reports the end of an operation.
     pub(super) fn finish(&self, cx: &mut Shared, done: &Done, err: i32) {
         let counter = self.counter(done.counts);
         cx.count(counter, err != 0);
@@ -160,7 +160,7 @@ impl Endpoint {
             .flatten()
     }
 
-    /// Sends a header to a peer, now or when there is room.
+    /// Sends a header to a peer: now, or when the send queue has room.
     pub(super) fn answer(&mut self, cx: &mut Shared, to: Remote, header: Header) {
         if self.deferred.is_empty() && self.try_answer(cx, to, &header) {
             return;
@@ -169,7 +169,7 @@ impl Endpoint {
             .push_back(Deferred::Answer(to, header, Vec::new()));
     }
 
-    /// Whether it need not be tried again.
+    /// Sends a header. Returns false if it has to be tried again.
     pub(super) fn try_answer(&mut self, cx: &mut Shared, to: Remote, header: &Header) -> bool {
         match self.post_header(cx, to, ANSWER << KIND, header) {
             Ok(()) => true,
@@ -195,7 +195,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Writes a message that was announced to the memory that was granted for it. Whether it need not be tried again.
+    /// Writes an announced message to the memory that was granted for it. Returns false if it has to be tried again.
     pub(super) fn write_granted(&mut self, cx: &mut Shared, op: u32) -> bool {
         let Some(Op::Announced {
             to,
@@ -255,7 +255,7 @@ impl Endpoint {
     }
 }
 
-/// Writes a message: its header and its content.
+/// Copies the header and the content of a message into a buffer.
 fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
     if let Some((head, rest)) = to.split_first_chunk_mut::<HEADER>() {
         *head = header.encode();

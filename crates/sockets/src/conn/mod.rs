@@ -1,7 +1,7 @@
-//! Connections and sets of the program, and the table that leads to them.
+//! Connections and epoll sets of the program, and the table that finds them by descriptor.
 //!
-//! A connection knows the sets that it is in, a set its connections, and both are found by number; so these files name each
-//! other. A set's lock may be held when a connection's is acquired, never the other way.
+//! A connection has references to its sets and a set has references to its connections, so these files name each other. The
+//! lock of a connection may be acquired while that of a set is held, never the other way round.
 
 pub mod number;
 pub mod set;

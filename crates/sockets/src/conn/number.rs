@@ -1,5 +1,5 @@
-//! Maps whose keys are numbers of the program itself: descriptors, and what it keeps in its epoll sets. No peer chooses
-//! them, so that the hash needs no secret, and a call that looks up several is short.
+//! Maps whose keys are chosen by the program itself: descriptors, and the data of its epoll events. No peer can choose them
+//! to collide, so the hash needs no secret and can be fast.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -23,7 +23,8 @@ impl Hasher for Mix {
     }
 
     fn write_u64(&mut self, n: u64) {
-        // 2^64 divided by the golden ratio: close numbers are far apart then. The table takes the upper bits and the lower.
+        // 2^64 divided by the golden ratio: it spreads numbers that are close. Both halves are mixed, because the table uses
+        // the upper bits and the lower ones.
         let n = (self.0 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = n ^ (n >> 32);
     }
@@ -50,7 +51,7 @@ mod tests {
         assert_eq!(seen.len(), 8192);
         buckets.sort_unstable();
         buckets.dedup();
-        // As many as of random numbers: 65536 × (1 - e^(-8192/65536)) = 7700.
+        // Random numbers would use 65536 × (1 - e^(-8192/65536)) = 7700 buckets.
         assert!(buckets.len() > 7000, "{}", buckets.len());
     }
 }

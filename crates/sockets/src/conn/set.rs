@@ -1,13 +1,13 @@
-//! An epoll set of the program, as far as upgraded streams are in it.
+//! An epoll set of the program that contains upgraded streams.
 //!
-//! The kernel's set has the carriers, with the program's data. What the kernel reports about a carrier is processed, and
-//! the stream's own events are reported in its place. Streams of which something can be reported although the kernel
-//! reports nothing (bytes that were taken from the carrier, credit) are in a list that is looked at first.
+//! The kernel's set contains the carriers (the TCP sockets) of the streams, with the program's data. An event of a carrier
+//! is processed, and the program gets the events of the stream instead. A stream can be ready without an event of the
+//! kernel: bytes that were taken from the carrier already, or credit. Such streams are in a list, which is checked first.
 //!
-//! Programs change what they wait for several times a request: redis-benchmark makes five calls of `epoll_ctl` for each. The
-//! kernel is asked only when it has to report something that it does not: it may be asked for more than the program waits
-//! for, until it reports that. So a stream that the program removed stays in the kernel's set until something is
-//! reported of it, or the program closes it.
+//! Programs change the events that they wait for several times for each request: redis-benchmark calls `epoll_ctl` five
+//! times. Here such a call becomes a system call only if the kernel has to report more events than before. The kernel's set
+//! may contain more events than the program waits for, until one of them is reported. So a stream that the program has
+//! removed stays in the kernel's set until the kernel reports an event of it or the program closes it.
 
 use crate::conn::number::NumberMap;
 use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
@@ -28,18 +28,19 @@ const ERR: u32 = libc::EPOLLERR as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
-/// With one of these the kernel has to see each call: what it reports depends on when it was asked.
+/// With one of these flags each call has to become a system call, because the time of the call decides what the kernel
+/// reports.
 const EXACT: u32 = ET | ONESHOT | libc::EPOLLEXCLUSIVE as u32;
-/// What the kernel reports about a set's bell.
+/// The data of the events of a set's bell.
 const BELL: u64 = 0x616e_7977_6172_7021;
 
 /// A set.
 #[derive(Debug)]
 pub struct Set {
     inner: Mutex<Inner>,
-    /// Connections in it that are not plain.
+    /// The number of its connections that are not plain.
     members: AtomicUsize,
-    /// Threads that wait in the kernel.
+    /// The number of threads that wait in the kernel.
     waiters: AtomicUsize,
 }
 
@@ -47,32 +48,34 @@ pub struct Set {
 struct Inner {
     epfd: c_int,
     members: NumberMap<c_int, Member>,
-    /// The member with this data; further ones with the same are in `shared`.
+    /// The member by the data of its events. Further members with the same data are in `shared`.
     by_data: NumberMap<u64, c_int>,
     shared: Vec<(u64, c_int)>,
     ready: VecDeque<c_int>,
     /// An eventfd in the kernel's set, written when a stream becomes ready by another way than the kernel's report.
     bell: Option<c_int>,
     rung: bool,
-    /// A set that is itself waited for shows that it is ready by its bell.
+    /// The set is in another set, or is polled. Its bell has to ring while streams are in the list, so that the set itself
+    /// is reported as readable.
     nested: bool,
 }
 
 #[derive(Debug)]
 struct Member {
     sock: &'static Sock,
-    /// What the program asked for.
+    /// The events that the program waits for.
     events: u32,
     data: u64,
-    /// What the kernel was asked for.
+    /// The events that the kernel's set has for the carrier.
     asked: u32,
-    /// It is in the list.
+    /// The member is in the list.
     listed: bool,
-    /// One-shot, and reported.
+    /// The member is one-shot, and an event of it was reported.
     disarmed: bool,
-    /// The program removed it; the kernel's set still has it.
+    /// The program has removed the member, and the kernel's set still contains it.
     gone: bool,
-    /// The call that reported it last from the list, and the place of the event: the kernel may report it in the same call.
+    /// The last call that reported the member from the list, and the index of that event. The kernel may report the carrier
+    /// in the same call; both are reported as one event.
     reported: (Call, usize),
 }
 
@@ -109,12 +112,12 @@ impl Set {
         self.inner.lock()
     }
 
-    /// Whether it has connections that are not plain.
+    /// Whether the set has connections that are not plain.
     pub fn is_used(&self) -> bool {
         self.members.load(Ordering::Acquire) > 0
     }
 
-    /// The program closed the descriptor.
+    /// Handles the end of the set: the program closed its descriptor.
     pub fn closing(&'static self) {
         let mut inner = self.lock();
         if let Some(bell) = inner.bell.take() {
@@ -129,13 +132,13 @@ impl Set {
         FREE.lock().push(self);
     }
 
-    /// In the child of a fork: whether it can be used.
+    /// Called in the child of a fork. Returns whether the set can be used there.
     pub fn after_fork(&self) -> bool {
         self.waiters.store(0, Ordering::Relaxed);
         self.inner.try_lock().is_some()
     }
 
-    /// The set is waited for by another set, or by poll.
+    /// Records that the set is in another set, or is polled.
     pub fn nest(&self) {
         let mut inner = self.lock();
         inner.nested = true;
@@ -159,7 +162,7 @@ impl Set {
         if let Some(other) = inner.members.get(&fd).map(|m| m.sock)
             && !std::ptr::eq(other, sock)
         {
-            // Its descriptor was closed in a way that the library did not see.
+            // The descriptor of the old member was closed by a call that the library does not intercept.
             self.remove(&mut inner, fd);
         }
         let old = inner.members.get(&fd).map(|m| (m.asked, m.data, m.gone));
@@ -201,7 +204,7 @@ impl Set {
         match old {
             Some((_, before, _)) if before != data => inner.unindex(before, fd),
             Some(_) => {}
-            // New, or added before the library knew of the set.
+            // The member is new, or was added before the library knew of the set.
             None => {
                 self.members.fetch_add(1, Ordering::AcqRel);
             }
@@ -240,7 +243,7 @@ impl Set {
         }
     }
 
-    /// The connection `fd` is plain, or closed.
+    /// Removes the connection `fd`, which is plain now, or closed.
     pub fn forget(&self, fd: c_int) {
         let mut inner = self.lock();
         if inner.members.get(&fd).is_some_and(|m| m.gone) {
@@ -255,7 +258,8 @@ impl Set {
         self.remove(&mut inner, fd);
     }
 
-    /// The program closes one of several numbers of the connection: the kernel's set would keep what was removed.
+    /// Called when the program closes one of several descriptors of a connection. The kernel's set would otherwise keep a
+    /// member that the program has removed.
     pub fn settle(&self, fd: c_int) {
         let mut inner = self.lock();
         if inner.members.get(&fd).is_some_and(|m| m.gone) {
@@ -264,14 +268,14 @@ impl Set {
         }
     }
 
-    /// Something about the connection changed. `number` is the one that it was added with last.
+    /// Puts a connection that has changed into the list. `number`: the descriptor with which it was added last.
     pub fn mark(&self, sock: &Sock, number: c_int) {
         let mut inner = self.lock();
         inner.for_each_of(sock, number, Inner::list);
         inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
     }
 
-    /// The carrier did not take all of what the program wrote: the kernel is asked for when it takes more.
+    /// Has the kernel report when the carrier has room, because it did not take everything that the program wrote.
     pub fn renew(&self, sock: &Sock, number: c_int) {
         let mut inner = self.lock();
         inner.for_each_of(sock, number, |inner, fd| {
@@ -293,7 +297,7 @@ impl Set {
         });
     }
 
-    /// What can be reported without the kernel; how many events were written.
+    /// Reports the events of listed streams. Returns the number of events that were written to `out`.
     pub fn report_listed(&self, call: Call, out: &mut [epoll_event]) -> usize {
         let mut inner = self.lock();
         let mut n = 0;
@@ -321,8 +325,8 @@ impl Set {
         n
     }
 
-    /// Decides about connections of which something is reported. The set is not locked meanwhile: one that becomes plain
-    /// leaves it.
+    /// Decides whether connections with reported events become streams or plain. The set must not be locked, because a
+    /// connection that becomes plain removes itself from it.
     fn decide(&self, events: &[epoll_event]) {
         let mut found = Vec::new();
         let inner = self.lock();
@@ -343,8 +347,8 @@ impl Set {
         }
     }
 
-    /// Replaces what the kernel reported: `found` events of `events`, behind `listed` that are there already. How many there
-    /// are then.
+    /// Replaces the events of the kernel by those of the streams. `events` has `listed` events of listed streams, and behind
+    /// them `found` events of the kernel. Returns the number of events for the program.
     pub fn report(
         &self,
         call: Call,
@@ -388,12 +392,14 @@ impl Set {
                 put(events, &mut n, event);
             }
         }
-        // The bytes of a stream that was reported are not in the kernel any more, which would report a nested set again.
+        // The bytes of a reported stream have been taken from the kernel, which therefore no longer reports a nested set as
+        // readable. The bell does.
         inner.ring_if_due(false);
         n
     }
 
-    /// As [`Self::event_of`]. What this call has reported of `fd` already gets the events, and nothing is returned.
+    /// As [`Self::event_of`]. If this call has reported an event of `fd` already, the new events are added to that one, and
+    /// nothing is returned.
     fn event_or_earlier(
         &self,
         inner: &mut Inner,
@@ -412,7 +418,8 @@ impl Set {
         None
     }
 
-    /// The event to report about `fd`, of which the kernel reported `found` (0: nothing); and what is asked of it next.
+    /// The event to report for `fd`, whose carrier has the events `found` (0: none). Also changes the events in the kernel's
+    /// set, if that is needed.
     fn event_of(&self, inner: &mut Inner, fd: c_int, found: u32) -> Option<epoll_event> {
         let epfd = inner.epfd;
         let m = inner.members.get(&fd)?;
@@ -443,13 +450,14 @@ impl Set {
         let mut report = to_epoll(ready) & (wanted | ERR | HUP);
         let normal = libc::EPOLLRDNORM as u32 | libc::EPOLLWRNORM as u32;
         report &= !(normal & !wanted);
-        // What the kernel reported and nothing came of is not asked for again.
+        // An event of the carrier that led to no event of the stream is removed from the kernel's set, since it would be
+        // reported again at once.
         let lenient = (report != 0 || found == 0).then_some(asked_now);
         let asked_next = carrier.map_or(wanted, |c| c.asked(wanted, lenient));
         let member = inner.members.get_mut(&fd)?;
         member.asked = asked_next;
         if report == 0 {
-            // The kernel disarms a one-shot descriptor with its report, also one that is not passed on.
+            // The kernel disarms a one-shot member when it reports it, even if the program does not get the event.
             if asked_next != asked_now || (wanted & ONESHOT != 0 && found != 0) {
                 let _ = kernel(epfd, libc::EPOLL_CTL_MOD, fd, asked_next, data);
             }
@@ -465,7 +473,7 @@ impl Set {
             if asked_next != asked_now {
                 let _ = kernel(epfd, libc::EPOLL_CTL_MOD, fd, asked_next, data);
             }
-            // Level-triggered: it is looked at again before the next wait.
+            // A level-triggered member is checked again before the next wait.
             if wanted & ET == 0 && !member.listed {
                 member.listed = true;
                 inner.ready.push_back(fd);
@@ -477,7 +485,7 @@ impl Set {
         })
     }
 
-    /// A thread waits in the kernel. False if something can be reported already.
+    /// Called before a thread waits in the kernel. Returns false if there are events already.
     pub fn enter(&self) -> bool {
         self.waiters.fetch_add(1, Ordering::AcqRel);
         if self.lock().ready.is_empty() {
@@ -487,7 +495,7 @@ impl Set {
         false
     }
 
-    /// It waits no more.
+    /// Called after that wait.
     pub fn leave(&self) {
         self.waiters.fetch_sub(1, Ordering::AcqRel);
     }
@@ -516,7 +524,7 @@ impl Inner {
         }
     }
 
-    /// The members with this data beside the one in `by_data`.
+    /// The members with this data, except the one in `by_data`.
     fn further(&self, data: u64) -> impl Iterator<Item = c_int> + '_ {
         self.shared
             .iter()
@@ -524,8 +532,8 @@ impl Inner {
             .map(|(_, fd)| *fd)
     }
 
-    /// Calls `each` for the numbers with which the connection is a member; `number` is looked at first, and is the only one
-    /// of most connections.
+    /// Calls `each` for the descriptors with which the connection is a member. `number` comes first; most connections have
+    /// no other.
     fn for_each_of(&mut self, sock: &Sock, number: c_int, mut each: impl FnMut(&mut Self, c_int)) {
         let is_it = |m: &Member| std::ptr::eq(m.sock, sock);
         if !sock.has_copies() {
@@ -578,8 +586,8 @@ impl Inner {
         }
     }
 
-    /// Takes streams of which nothing can be reported off the list. A thread that waits in this set finds that out when it
-    /// is woken; one that waits for the set would report the set to the program.
+    /// Removes streams without events from the list. This is needed for sets that are waited for by another set or by poll:
+    /// a set with a listed stream would be reported as readable.
     fn prune(&mut self) {
         let (members, ready) = (&mut self.members, &mut self.ready);
         ready.retain(|fd| {
@@ -601,11 +609,11 @@ impl Inner {
             let _ = unsafe { real::read(bell, count.as_mut_ptr().cast(), count.len()) };
             self.rung = false;
         }
-        // A set that is waited for goes on to ring while streams are listed.
+        // The bell of a nested set stays readable while streams are listed.
         self.ring_if_due(false);
     }
 
-    /// Ends the ringing when nothing is listed.
+    /// Makes the bell unreadable if the list is empty.
     fn quiet(&mut self) {
         if self.rung && self.ready.is_empty() {
             self.listen();
@@ -629,18 +637,18 @@ fn to_epoll(events: i16) -> u32 {
 }
 
 impl Carrier {
-    /// What the kernel is asked for when the program waits for `wanted`. It may be more than is needed if `before` is: what
-    /// it was asked for last, or what is useful later.
+    /// The events for the kernel's set when the program waits for `wanted`. `before`: events that the kernel's set has
+    /// already, or that are useful later. Of these `IN` and `RDHUP` are kept, which saves system calls.
     fn asked(self, wanted: u32, before: Option<u32>) -> u32 {
         let mut exact = wanted & !(IN | OUT) | to_epoll(self.events) & (IN | OUT);
         if wanted & OUT != 0 {
-            // Credit comes as bytes of the carrier.
+            // Credit arrives as bytes of the carrier.
             exact |= IN;
         }
         if wanted & EXACT != 0 {
             return exact;
         }
-        // That a stream can be written is reported without the kernel.
+        // A stream becomes writable without an event of the kernel, unless bytes wait for the carrier.
         if !self.has_rest {
             exact &= !OUT;
         }
@@ -651,7 +659,7 @@ impl Carrier {
     }
 }
 
-/// What is asked of the carrier of a stream.
+/// The events of the carrier that can lead to those of the stream.
 pub fn for_carrier(wanted: u32) -> i16 {
     to_poll(wanted & (IN | OUT | RDHUP | PRI | 0x3c0))
 }

@@ -109,6 +109,10 @@ impl Carrier {
 
 static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
 
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock()
+}
+
 impl Sock {
     fn fresh() -> Self {
         Self {
@@ -134,7 +138,7 @@ impl Sock {
 
     /// A connection with one number.
     pub fn new(mode: Mode, strict: bool) -> &'static Self {
-        let sock = FREE.lock().pop();
+        let sock = lock(&FREE).pop();
         let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
@@ -186,7 +190,7 @@ impl Sock {
 
     /// Its state, if it is upgraded.
     pub fn stream(&self) -> MutexGuard<'_, Option<Box<Stream>>> {
-        self.inner.lock()
+        lock(&self.inner)
     }
 
     // ------------------------------------------------------------------ decision
@@ -196,7 +200,7 @@ impl Sock {
         if self.becomes(Mode::Plain) {
             LIVE.fetch_sub(1, Ordering::Relaxed);
             STAYED.fetch_add(1, Ordering::Relaxed);
-            for set in std::mem::take(&mut *self.sets.lock()) {
+            for set in std::mem::take(&mut *lock(&self.sets)) {
                 set.forget(fd);
             }
             self.in_sets.store(false, Ordering::Relaxed);
@@ -222,16 +226,16 @@ impl Sock {
             if self.becomes(Mode::Plain) {
                 LIVE.fetch_sub(1, Ordering::Relaxed);
             }
-            *self.inner.lock() = None;
-            *self.owner.lock() = None;
+            *lock(&self.inner) = None;
+            *lock(&self.owner) = None;
             self.leads.store(false, Ordering::SeqCst);
             let kick = self.kick.swap(-1, Ordering::AcqRel);
             if kick >= 0 {
                 sys::close(kick);
             }
             self.in_sets.store(false, Ordering::Relaxed);
-            self.sets.lock().clear();
-            FREE.lock().push(self);
+            lock(&self.sets).clear();
+            lock(&FREE).push(self);
         }
         last
     }
@@ -257,7 +261,7 @@ impl Sock {
 
     /// Looks at the first bytes of an accepted connection.
     fn look(&'static self, fd: c_int, writes: bool) {
-        let mut inner = self.inner.lock();
+        let mut inner = lock(&self.inner);
         if self.mode() != Mode::Accepted {
             return;
         }
@@ -294,7 +298,7 @@ impl Sock {
 
     /// TCP has connected: sends the Request.
     pub fn start(&'static self, fd: c_int) {
-        let mut inner = self.inner.lock();
+        let mut inner = lock(&self.inner);
         if self.mode() != Mode::Connecting {
             return;
         }
@@ -324,7 +328,7 @@ impl Sock {
         if let Some(word) = word {
             word.store(crate::owner::me(), Ordering::Relaxed);
         }
-        *self.owner.lock() = word;
+        *lock(&self.owner) = word;
     }
 
     /// The process is about to fork: the first of the two that uses the stream will own it.
@@ -358,7 +362,7 @@ impl Sock {
         if self.lost.load(Ordering::Relaxed) {
             return false;
         }
-        let Some(word) = *self.owner.lock() else {
+        let Some(word) = *lock(&self.owner) else {
             return false;
         };
         let me = crate::owner::me();
@@ -377,10 +381,7 @@ impl Sock {
     /// Whether this process used the stream since it was forked, or made it.
     fn is_used_here(&self) -> bool {
         !self.forked.load(Ordering::Acquire)
-            || self
-                .owner
-                .lock()
-                .is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
+            || lock(&self.owner).is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
     }
 
     // ------------------------------------------------------------------ data
@@ -392,7 +393,7 @@ impl Sock {
         }
         self.wake(news);
         if self.in_sets.load(Ordering::Acquire) {
-            let sets: Vec<&'static Set> = self.sets.lock().clone();
+            let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
                 set.mark(self, self.member.load(Ordering::Acquire));
             }
@@ -409,7 +410,7 @@ impl Sock {
         all: bool,
         sleeps: bool,
     ) -> (Result<(), c_int>, bool) {
-        let mut inner = self.inner.lock();
+        let mut inner = lock(&self.inner);
         let Some(stream) = inner.as_mut() else {
             return (Err(libc::EBADF), false);
         };
@@ -459,7 +460,7 @@ impl Sock {
         self.turn.fetch_add(1, Ordering::SeqCst);
         if self.followers.load(Ordering::SeqCst) > 0 {
             // One that is counted and does not wait yet holds the lock.
-            drop(self.inner.lock());
+            drop(lock(&self.inner));
             self.taken.notify_all();
         }
     }
@@ -504,7 +505,7 @@ impl Sock {
             worker::watch(fd, self);
         }
         if has_rest && self.in_sets.load(Ordering::Acquire) {
-            let sets: Vec<&'static Set> = self.sets.lock().clone();
+            let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
                 set.renew(self, self.member.load(Ordering::Acquire));
             }
@@ -520,7 +521,7 @@ impl Sock {
 
     /// Does something with the stream, and tells others what changed. Also whether something waits to be sent.
     pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, bool)> {
-        let mut inner = self.inner.lock();
+        let mut inner = lock(&self.inner);
         let stream = inner.as_mut()?;
         let result = f(stream);
         let (news, waits) = (stream.news(), stream.is_waiting());
@@ -531,7 +532,7 @@ impl Sock {
 
     /// What a process that ends waits for, to send the rest.
     pub fn blocked_on(&self) -> i16 {
-        let inner = self.inner.lock();
+        let inner = lock(&self.inner);
         match inner.as_ref() {
             Some(stream) if stream.has_rest() => libc::POLLOUT,
             _ => libc::POLLIN,
@@ -541,7 +542,7 @@ impl Sock {
     /// Waits until another thread has changed something since `turn`, a bounded time: one that was cancelled while it slept
     /// does not wake others.
     pub fn follow(&self, turn: u64) {
-        let inner = self.inner.lock();
+        let inner = lock(&self.inner);
         // Counted before the turn is looked at: what changes it in between sees the follower.
         self.followers.fetch_add(1, Ordering::SeqCst);
         if self.turn.load(Ordering::SeqCst) == turn {
@@ -581,7 +582,7 @@ impl Sock {
         if self.mode() != Mode::Up {
             return None;
         }
-        let inner = self.inner.lock();
+        let inner = lock(&self.inner);
         inner.as_ref().map(|stream| Carrier::of(stream, wanted))
     }
 
@@ -593,7 +594,7 @@ impl Sock {
         if before != fd && before >= 0 && self.in_sets.load(Ordering::Acquire) {
             self.copied.store(true, Ordering::Release);
         }
-        let mut sets = self.sets.lock();
+        let mut sets = lock(&self.sets);
         if !sets.iter().any(|s| std::ptr::eq(*s, set)) {
             sets.push(set);
         }
@@ -602,7 +603,7 @@ impl Sock {
 
     /// It was removed from a set.
     pub fn left(&self, set: &Set) {
-        let mut sets = self.sets.lock();
+        let mut sets = lock(&self.sets);
         sets.retain(|s| !std::ptr::eq(*s, set));
         self.in_sets.store(!sets.is_empty(), Ordering::Release);
     }
@@ -612,18 +613,18 @@ impl Sock {
     /// The program closes the number `fd`, which the table has forgotten; the kernel's close follows.
     pub fn closing(&'static self, fd: c_int) {
         if self.has_copies() {
-            let sets: Vec<&'static Set> = self.sets.lock().clone();
+            let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
                 set.settle(fd);
             }
         }
         if self.numbers.load(Ordering::Acquire) == 1 {
-            for set in std::mem::take(&mut *self.sets.lock()) {
+            for set in std::mem::take(&mut *lock(&self.sets)) {
                 set.forget(fd);
             }
             if self.mode() == Mode::Up && !self.lost.load(Ordering::Relaxed) && self.is_used_here()
             {
-                let taken = self.inner.lock().take();
+                let taken = lock(&self.inner).take();
                 if let Some(mut stream) = taken
                     && stream.close(fd)
                 {
