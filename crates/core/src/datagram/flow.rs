@@ -1,11 +1,11 @@
 //! Pacing: how much may be under way to a peer before it has reported.
 //!
-//! A socket drops what its owner does not fetch in time, and a program that posts a hundred sends at once would lose
-//! most of them where no wire slows it down; hardware loses none of them. So a receiver *reports* now and then how far
-//! it has come and how much room its socket has, and a sender waits when more than that is under way. Reports are
-//! advice: one that is lost, false or missing costs time, never a message. A peer that stays silent is not waited for
-//! any more until it reports again, and one that never reported is waited for once: then a clock sets the pace, slow enough
-//! that no queue on the way overflows.
+//! A socket drops datagrams that its owner does not fetch in time. A program that posts a hundred sends at once would lose
+//! most of them where no wire slows it down, while hardware loses none. So a receiver *reports* from time to time the last
+//! datagram that it has seen and the room in its socket, and a sender waits when more than that is under way. Reports are
+//! advice: a report that is lost, wrong or missing costs time, never a message. A sender stops waiting for a peer that stays
+//! silent until the peer reports again; for a peer that has never reported it waits once. Without reports a clock sets the
+//! pace, slow enough that no queue on the way overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
@@ -28,14 +28,14 @@ use crate::wire::control::Control;
 use crate::wire::ddp::Untagged;
 use crate::wire::dgram::{self, Shim};
 
-/// How far a receiver has come with a sender.
+/// The last datagram of a sender that a receiver has seen, and the receiver's room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Report {
-    /// The message of the datagram that it saw last.
+    /// The message of the datagram that was seen last.
     pub(super) id: u32,
     /// Where in the message the payload of that datagram ends.
     pub(super) end: u32,
-    /// Charge that may be under way to it.
+    /// The charge that may be under way to the receiver.
     pub(super) room: u32,
 }
 
@@ -51,7 +51,7 @@ impl Report {
         (header, [e0, e1, e2, e3, r0, r1, r2, r3])
     }
 
-    /// Reads a report; `None` if it is something else.
+    /// Parses a report. `None` if the datagram is no report.
     pub(super) fn parse(header: &Untagged, payload: &[u8]) -> Option<Self> {
         let Ok(Control::Ack { seq }) = Control::parse(header) else {
             return None;
@@ -68,36 +68,36 @@ impl Report {
 /// Bytes of the datagram of a report.
 const REPORT: usize = Shim::LEN + Untagged::LEN + Report::LEN + dgram::CRC;
 
-/// What a datagram of `bytes` takes of a socket's room. The kernel counts the memory that it lies in, which is up to
-/// twice as much, and a structure of its own.
+/// The *charge* of a datagram: the part of a socket's receive buffer that it uses. The kernel counts the memory of a
+/// datagram, which is up to twice its length, and a structure of its own.
 pub(crate) fn charge(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX / 4) * 2 + 1024
 }
 
-/// What is under way to a peer.
+/// The datagrams that are under way to a peer.
 #[derive(Debug)]
 struct Window {
-    /// Message, end of payload, and charge of each datagram that was not reported.
+    /// Message, end of payload and charge of each datagram that the peer has not reported.
     under_way: VecDeque<(u32, u32, u32)>,
     charge: u64,
     limit: u64,
-    /// When charge was taken off for the time that had passed, of a silent peer.
+    /// Of a silent peer: the time up to which the charge was reduced at [`SILENT_RATE`].
     eased: Duration,
-    /// Stalls since it reported last; none of it was heard yet at [`UNHEARD`].
+    /// The number of stalls since the last report. A peer that has never reported starts at [`NEVER_REPORTED`].
     silence: u8,
 }
 
-/// Stalls after which a peer that used to report is not waited for any more.
+/// The number of stalls after which a peer that used to report counts as silent.
 const PATIENCE: u8 = 10;
-/// A peer that never reported; one stall is enough.
-const UNHEARD: u8 = PATIENCE - 1;
-/// Reports that a source gets early, so that one which is lost is not waited for.
+/// The number of stalls of a peer that has never reported: one more is enough.
+const NEVER_REPORTED: u8 = PATIENCE - 1;
+/// The number of reports that a source gets for its first datagrams, so that the loss of one does not stop it.
 const EARLY: u8 = 4;
-/// Charge that a silent peer is taken to fetch in a second: of datagrams of 1,500 bytes some 32,000.
+/// The charge per second that a silent peer is assumed to fetch: some 32,000 datagrams of 1,500 bytes.
 const SILENT_RATE: u64 = 128 << 20;
-/// Charge that may be under way to it.
+/// The charge that may be under way to a silent peer.
 const SILENT_WINDOW: u64 = 1 << 20;
-/// How long the queue pair waits at least when that is full.
+/// How long the queue pair waits at least when [`SILENT_WINDOW`] is full.
 const SILENT_WAIT: Duration = Duration::from_millis(1);
 
 impl Window {
@@ -107,16 +107,16 @@ impl Window {
             charge: 0,
             limit: bounds::DATAGRAM_WINDOW.into(),
             eased: Duration::ZERO,
-            silence: UNHEARD,
+            silence: NEVER_REPORTED,
         }
     }
 
-    /// It does not report: the clock does.
+    /// Whether the peer does not report, so that the clock sets the pace.
     fn is_silent(&self) -> bool {
         self.silence >= PATIENCE
     }
 
-    /// Charge that a silent peer has fetched since a look at the clock.
+    /// The charge that a silent peer is assumed to have fetched since `eased`.
     fn fetched(&self, now: Duration) -> u64 {
         let time = now.saturating_sub(self.eased).min(Duration::from_secs(1));
         let fetched = u128::from(SILENT_RATE) * time.as_nanos() / 1_000_000_000;
@@ -133,30 +133,30 @@ impl Window {
     }
 }
 
-/// What has come from a peer.
+/// The datagrams that have come from a peer.
 #[derive(Debug, Default)]
 struct Source {
-    /// Charge since the last report.
+    /// The charge of its datagrams since the last report.
     since: u64,
-    /// Bytes that came from it, less those that it was sent for them.
+    /// Bytes that came from the peer, minus bytes that were sent to it in answer. See [`Flow::spend`].
     credit: u64,
-    /// Reports, as far as they are counted.
-    told: u8,
+    /// The number of reports to the peer, up to 255.
+    reports_sent: u8,
 }
 
-/// Windows to all peers, and reports to them.
+/// The windows to all peers, and the reports to them.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
     windows: Table<Peer, Window>,
     sources: Table<Peer, Source>,
-    /// To whom, from which of our addresses, what.
+    /// Reports to send: the peer, the source address, and the report.
     reports: VecDeque<(Peer, Option<IpAddr>, Report)>,
-    /// Room that we announce.
+    /// The room that this end reports.
     room: u32,
     stalled: Option<Peer>,
     /// When the stall of a silent peer ends.
     until: Option<Duration>,
-    /// Counts stalls.
+    /// The number of stalls so far.
     stalls: u64,
 }
 
@@ -204,8 +204,8 @@ impl Flow {
         window.is_none_or(|w| !w.is_full(now))
     }
 
-    /// What is under way to `peer` counts as lost, since it says nothing.
-    pub(super) fn forgive(&mut self, peer: &Peer) {
+    /// Assumes that all datagrams under way to `peer` are lost, because it does not report.
+    pub(super) fn assume_lost(&mut self, peer: &Peer) {
         if let Some(window) = self.windows.get_mut(peer) {
             window.silence = window.silence.saturating_add(1);
             window.under_way = VecDeque::new();
@@ -213,7 +213,7 @@ impl Flow {
         }
     }
 
-    /// A datagram goes to `peer`.
+    /// Records a datagram to `peer`.
     pub(super) fn sent(&mut self, peer: Peer, id: u32, end: u32, bytes: usize, now: Duration) {
         if self.windows.len() >= bounds::DATAGRAM_PEERS && !self.windows.contains_key(&peer) {
             self.windows.clear();
@@ -231,7 +231,7 @@ impl Flow {
         window.charge += u64::from(charge);
     }
 
-    /// `peer` reports.
+    /// Handles a report of `peer`.
     pub(super) fn handle_report(&mut self, peer: &Peer, report: &Report) {
         let Some(window) = self.windows.get_mut(peer) else {
             return;
@@ -241,7 +241,7 @@ impl Flow {
         }
         window.silence = 0;
         window.limit = report.room.min(bounds::DATAGRAM_WINDOW_MAX).into();
-        // Datagrams stay in order on the way, or nearly so: what was sent before one that arrived is no longer there.
+        // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or are lost.
         while let Some((id, end, charge)) = window.under_way.front().copied() {
             let ahead = id.wrapping_sub(report.id);
             let seen = (ahead == 0 && end <= report.end) || ahead >= 1 << 31;
@@ -258,12 +258,12 @@ impl Flow {
         }
     }
 
-    /// When [`Self::ease`] ends a stall.
+    /// The time at which [`Self::ease`] ends a stall.
     pub(super) fn eases(&self) -> Option<Duration> {
         self.until
     }
 
-    /// Time has passed, and a silent peer may be sent to again.
+    /// Ends the stall of a silent peer if its time is over.
     pub(super) fn ease(&mut self, now: Duration) {
         if self.until.is_some_and(|until| until <= now) {
             self.stalled = None;
@@ -276,18 +276,18 @@ impl Flow {
         self.stalled.map(|_| self.stalls)
     }
 
-    /// The peer has been silent for long enough: what was under way to it counts as lost.
+    /// Ends the stall of a peer that has not reported for too long. All datagrams under way to it are assumed to be lost.
     pub(super) fn give_up_waiting(&mut self) {
         self.until = None;
         if let Some(peer) = self.stalled.take() {
-            self.forgive(&peer);
+            self.assume_lost(&peer);
         }
     }
 
     // ------------------------------------------------------------------ receiver
 
-    /// A datagram of `bytes` came from `peer`. Whether [`Self::heard`] is to be told of it: it is one of the first ones, or a
-    /// part of our room has come since.
+    /// Records a datagram of `bytes` from `peer`. Returns whether a report is due, for which the caller calls
+    /// [`Self::heard`]: for the first datagrams, and whenever a quarter of the room was used since the last report.
     pub(super) fn came(&mut self, peer: Peer, bytes: usize) -> bool {
         if self.sources.len() >= bounds::DATAGRAM_PEERS && !self.sources.contains_key(&peer) {
             self.sources.clear();
@@ -296,13 +296,13 @@ impl Flow {
         let source = self.sources.entry(peer).or_default();
         source.since += u64::from(charge(bytes));
         source.credit += bytes as u64;
-        // Before the first report comes there, a sender sends no more than the first window, which may be two datagrams; and
-        // each report may be lost.
-        source.told < EARLY || source.since >= quarter
+        // Until its first report a sender sends no more than the first window, which may be two datagrams, and any report
+        // may be lost.
+        source.reports_sent < EARLY || source.since >= quarter
     }
 
-    /// Whether `bytes` may be sent to `peer` for what came from there: its address may be forged, and no more goes
-    /// there than came from there.
+    /// Whether an answer of `bytes` may be sent to `peer`. Its address may be forged, so no more bytes are sent to an
+    /// address than came from there.
     pub(super) fn spend(&mut self, peer: &Peer, bytes: usize) -> bool {
         let Some(source) = self.sources.get_mut(peer) else {
             return false;
@@ -312,7 +312,7 @@ impl Flow {
         left.is_some()
     }
 
-    /// A datagram that [`Self::came`] from `peer` to our address `from` is reported.
+    /// Schedules the report of a datagram that came from `peer` to our address `from`.
     pub(super) fn heard(&mut self, peer: Peer, from: Option<IpAddr>, id: u32, end: u32) {
         let waits = self.reports.iter().position(|r| r.0 == peer);
         if waits.is_none() && !self.spend(&peer, REPORT) {
@@ -320,7 +320,7 @@ impl Flow {
         }
         if let Some(source) = self.sources.get_mut(&peer) {
             source.since = 0;
-            source.told = source.told.saturating_add(waits.is_none().into());
+            source.reports_sent = source.reports_sent.saturating_add(waits.is_none().into());
         }
         let report = Report {
             id,
@@ -328,7 +328,7 @@ impl Flow {
             room: self.room,
         };
         if let Some(waiting) = waits.and_then(|at| self.reports.get_mut(at)) {
-            // The newer report contains all that the older one would have, and stands in its place in the account.
+            // The newer report replaces the older one, whose bytes were taken from the credit already.
             *waiting = (peer, from, report);
         } else if self.reports.len() < bounds::DATAGRAM_PEERS {
             self.reports.push_back((peer, from, report));
@@ -394,13 +394,13 @@ mod tests {
         report.end = 100;
         flow.handle_report(&peer(1), &report);
         assert_eq!(flow.windows[&peer(1)].charge, 0);
-        // A report of something that was not sent yet changes nothing to the worse.
+        // A report of a datagram that was not sent yet does no harm.
         report.id = report.id.wrapping_add(1000);
         flow.handle_report(&peer(1), &report);
         assert!(flow.may_send(&peer(1), NOW));
     }
 
-    /// Sends what may be sent at a time, and says how many datagrams that were.
+    /// Sends all datagrams that may be sent at a time. Returns their number.
     fn fill(flow: &mut Flow, now: Duration) -> u64 {
         let mut n = 0;
         while n < 100_000 && flow.may_send(&peer(1), now) {
@@ -417,7 +417,7 @@ mod tests {
         assert!(n < 100);
         flow.give_up_waiting();
         assert_eq!(flow.stall(), None);
-        // By the clock from now on.
+        // From now on the clock sets the pace.
         assert_eq!(
             fill(&mut flow, NOW),
             SILENT_WINDOW.div_ceil(charge(1000).into())
@@ -432,7 +432,7 @@ mod tests {
         let more = fill(&mut flow, NOW);
         assert!(more > n && more < 10_000);
         assert_eq!((flow.stall(), flow.eases()), (Some(3), None));
-        // It is known to report, so it has more patience.
+        // The peer has reported before, so the sender waits for more stalls.
         for stall in 4..=PATIENCE.into() {
             flow.give_up_waiting();
             assert_eq!(fill(&mut flow, NOW), more);
@@ -536,7 +536,7 @@ mod tests {
             went += flow.next_report().map_or(0, |_| REPORT);
             assert!(went <= came, "{went} of {came}");
         }
-        assert!(went >= REPORT && flow.sources[&peer(1)].told > 0);
+        assert!(went >= REPORT && flow.sources[&peer(1)].reports_sent > 0);
         assert!(!flow.spend(&peer(2), 1));
     }
 }

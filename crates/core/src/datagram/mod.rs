@@ -1,10 +1,10 @@
 //! Queue pairs without a stream: unreliable datagrams (UD), reliable ones (RD), and the unreliable connection to one fixed
 //! peer (UC).
 //!
-//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Without
-//! reliability nothing is acknowledged and nothing sent again: a request is complete when the socket took its datagrams,
-//! and what is lost is lost without a word. With it, datagrams travel in the packets of [`crate::wire::rd`], and a request
-//! is complete when its peer has all of it.
+//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Unreliable services
+//! acknowledge nothing and send nothing again: a request is complete when the socket has taken its datagrams, and a loss is
+//! not reported. Reliable services send datagrams in the packets of [`crate::wire::rd`], and a request is complete when its
+//! peer has acknowledged all of it.
 //!
 //! | file | content |
 //! |---|---|
@@ -98,7 +98,7 @@ use spare::Spare;
 use table::Table;
 use types::{Given, Peer, Resource};
 
-/// How long one try lasts that finds no receive, of those that `rnr_retry` counts.
+/// The time that one retry of `rnr_retry` stands for, while a message waits for a receive of the peer.
 const RNR_WAIT: Duration = Duration::from_millis(100);
 
 /// A datagram queue pair.
@@ -109,59 +109,60 @@ pub struct DatagramQp {
     sends_single: bool,
     peer: Option<Destination>,
     counters: Counters,
-    /// The memory that was sent from last.
+    /// The memory region of the last request: the next one often has the same.
     last_read: LastRegion,
     // --- transmit ---
     epoch: u16,
     /// Number of the next message.
     next_id: u32,
-    /// The requests of the last messages.
+    /// The requests of the latest messages, by message number.
     issued: Issued,
     /// Payload bytes of a datagram of a segmented message.
     segment: usize,
     current: Option<Current>,
-    /// Answers to others, and requests that go out once more.
+    /// Answers to peers, and requests that are sent again.
     answers: VecDeque<Current>,
-    /// Datagrams of a few bytes that answer something.
+    /// Short datagrams that are answers.
     outbox: VecDeque<TxDatagram>,
-    /// Ends of messages, to be repeated.
+    /// Final datagrams of messages, which are repeated.
     trailers: VecDeque<Trailer>,
-    /// With reliability: messages by peer, how many requests and answers in all, and the peers that may be sent to.
+    /// Reliable services: messages by peer, the number of requests and answers of all peers, and the peers to which
+    /// something can be sent.
     lanes: Table<Peer, Lane>,
     lanes_len: usize,
     lanes_answers: usize,
     ready: VecDeque<Peer>,
     last_tag: u64,
-    /// Each datagram that was given out and not yet sent.
+    /// An entry for each datagram that [`Self::poll_tx`] has returned and that is not sent yet.
     given_out: VecDeque<Given>,
     flow: Flow,
     reads: Reads,
-    /// Requests that did not go well, by number, and how they end.
+    /// Failed requests by number, with their status.
     failures: VecDeque<(u64, Status)>,
-    /// A reliable connection has failed: what completes from now on is flushed, also what had arrived.
+    /// A reliable connection has failed: all later requests complete as flushed, even if they have arrived.
     broken: bool,
     // --- receive ---
     incoming: Incoming,
     messages: Messages,
-    /// Addresses that it gets what is for everybody from.
+    /// Multicast and broadcast addresses whose datagrams it receives.
     joined: Vec<IpAddr>,
     parity: Budget,
     records: Records,
     errors: VecDeque<ErrorReport>,
-    /// Second, and errors told to peers in it.
+    /// The present second, and the number of errors that were reported to peers in it.
     errors_reported: (u64, u32),
     // --- both ---
     options: Options,
     rd: Option<Box<Reliable>>,
     secret: Secret,
     paths: Option<PathMtu>,
-    /// The answer of `paths` that was used last: address, time, MTU.
+    /// The last result of `paths`: address, time and MTU.
     path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
-    /// Sending stopped for the peer's sake.
+    /// Sending has stopped, because the peer has not reported.
     was_stalled: bool,
-    /// With reliability: packets wait because there were too many open messages, or answers.
+    /// Reliable services: packets wait because there are too many open messages or answers.
     rx_full: bool,
 }
 
@@ -178,8 +179,8 @@ impl fmt::Debug for DatagramQp {
 }
 
 impl DatagramQp {
-    /// A queue pair in RESET. `random` makes its epoch, by which a peer tells it from one that had its number before, and
-    /// whatever else peers should not guess.
+    /// A queue pair in RESET. `random` gives its epoch, by which a peer distinguishes it from an earlier queue pair of the
+    /// same number, and other values that peers must not guess.
     pub fn new(parts: Parts, kind: Kind, options: Options, random: [u64; 2]) -> Self {
         let secret = Secret::new(random);
         let index = index(parts.qpn);
@@ -234,7 +235,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ getters
 
-    /// Which of the two services.
+    /// Its service.
     pub fn kind(&self) -> Kind {
         self.kind
     }
@@ -259,26 +260,27 @@ impl DatagramQp {
         self.peer.as_ref()
     }
 
-    /// Panics if reliable peers hold more than they are charged. It counts everything anew: simulations call it after each step.
+    /// Panics if the memory that reliable peers use differs from what is charged to them. Everything is counted anew;
+    /// simulations call this after each step.
     pub fn check_accounts(&self) {
         if let Some(rd) = &self.rd {
             rd.check_accounts();
         }
     }
 
-    /// What it has seen.
+    /// Its counters.
     pub fn counters(&self) -> Counters {
-        let told = self.rd.as_deref().map(|rd| rd.counts).unwrap_or_default();
+        let counts = self.rd.as_deref().map(|rd| rd.counts).unwrap_or_default();
         Counters {
-            rd_again: told.again,
-            rd_probes: told.probes,
-            rd_acks: told.acks,
-            rd_bad_echo: told.bad_echo,
+            rd_again: counts.again,
+            rd_probes: counts.probes,
+            rd_acks: counts.acks,
+            rd_bad_echo: counts.bad_echo,
             ..self.counters
         }
     }
 
-    /// Whether [`Self::poll_tx`] has something now that a datagram that came asked for.
+    /// Whether [`Self::poll_tx`] has something to send after the last datagram that was received.
     pub fn wants_tx(&self) -> bool {
         let more =
             self.was_stalled || (self.base.sq.untaken() > 0 && self.base.state == State::Rts);
@@ -290,13 +292,12 @@ impl DatagramQp {
             || self.rd.as_deref().is_some_and(Reliable::wants_tx)
     }
 
-    /// Whether a peer waits for an acknowledgement that would rather travel with something else: [`Self::flush`] sends it
-    /// without.
+    /// Whether an acknowledgement is due that waits for a datagram to travel with. [`Self::flush`] sends it alone.
     pub fn ack_due(&self) -> bool {
         self.rd.as_deref().is_some_and(Reliable::ack_due)
     }
 
-    /// A datagram was sent, and its buffer is free.
+    /// Takes back the buffer of a datagram that was sent.
     pub fn recycle(&mut self, datagram: TxDatagram) {
         let buffer = match datagram.bytes {
             Bytes::Own(buffer) => Some(buffer),
@@ -307,32 +308,33 @@ impl DatagramQp {
         }
     }
 
-    /// Nothing else is about to be sent.
+    /// Sends acknowledgements that wait for other datagrams: nothing else is about to be sent.
     pub fn flush(&mut self) {
         if let Some(rd) = &mut self.rd {
             rd.flush(Duration::MAX);
         }
     }
 
-    /// Nothing else is about to be sent now, and the caller calls again soon.
+    /// As [`Self::flush`], but only for acknowledgements that have waited long enough: the caller calls again soon.
     pub fn flush_due(&mut self) {
         if let Some(rd) = &mut self.rd {
             rd.flush(self.now);
         }
     }
 
-    /// What was chosen for it.
+    /// Its options.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
-    /// Records of Write-Records that came in, and their maps. What is over by time alone is so now.
+    /// Records of incoming Write-Records, and their maps. Messages whose time is over are given up first, which may make
+    /// records.
     pub fn records(&mut self) -> &Records {
         self.expire();
         &self.records
     }
 
-    /// The oldest record of a Write-Record that came in.
+    /// Takes the oldest record of an incoming Write-Record.
     pub fn poll_record(&mut self) -> Option<Record> {
         self.expire();
         let record = self.records.poll()?;
@@ -340,21 +342,21 @@ impl DatagramQp {
         Some(record)
     }
 
-    /// The oldest record of message `id` of the queue pair `src_qpn`.
+    /// Takes the oldest record of message `id` of the queue pair `src_qpn`.
     pub fn take_record(&mut self, src_qpn: u32, id: u32) -> Option<Record> {
         let record = self.records.take(src_qpn, id)?;
         self.feed_records();
         Some(record)
     }
 
-    /// The program has read a map. False: there is no such map.
+    /// Releases a map that the program has read. False: there is no such map.
     pub fn release_map(&mut self, map: u64) -> bool {
         let released = self.records.release(map);
         self.feed_records();
         released
     }
 
-    /// There is room for a record: reliable peers may have waited for it.
+    /// Handles packets of reliable peers that have waited for room for a record.
     fn feed_records(&mut self) {
         if self.rd.is_some() {
             self.feed(Resource::Record);
@@ -367,12 +369,12 @@ impl DatagramQp {
         self.errors.pop_front()
     }
 
-    /// Reliable: peers that are known.
+    /// Reliable services: the number of known peers.
     pub fn peers(&self) -> usize {
         self.rd.as_deref().map_or(0, Reliable::peers)
     }
 
-    /// Reliable: bytes that are charged for packets which wait.
+    /// Reliable services: bytes that are charged for waiting packets.
     pub fn waiting(&self) -> usize {
         self.rd.as_deref().map_or(0, Reliable::waiting)
     }
@@ -380,7 +382,7 @@ impl DatagramQp {
     /// When [`Self::handle_timeout`] should be called, at the latest.
     pub fn poll_timeout(&self) -> Option<Duration> {
         let rd = self.rd.as_deref().and_then(Reliable::poll_timeout);
-        // A program that polls records finds messages that are over when it polls.
+        // A program that polls for records gives up late messages when it polls, so no timer is needed for them.
         let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
         let messages = self.messages.next_expiry().filter(|_| records);
         let (reads, answers) = (self.reads.next_expiry(), self.answers_until());
@@ -389,8 +391,8 @@ impl DatagramQp {
         first.filter(|at| *at < Duration::MAX)
     }
 
-    /// The queue pair waits for a report of its peer: the number of this wait. When the same wait has lasted for
-    /// [`bounds::DATAGRAM_STALL`], [`Self::handle_stall`] is to be called.
+    /// The number of the present wait for a report of the peer, if the queue pair waits for one. When the same wait has
+    /// lasted for [`bounds::DATAGRAM_STALL`], the caller calls [`Self::handle_stall`].
     pub fn stall(&self) -> Option<u64> {
         self.flow.stall()
     }
@@ -402,13 +404,13 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ commands
 
-    /// Names the one peer of an unreliable connection. Without it nothing is sent and nothing received.
+    /// Sets the peer of a connected service. Without a peer nothing is sent or received.
     pub fn set_peer(&mut self, peer: Destination) {
         self.peer = Some(peer);
     }
 
-    /// What is sent to `group` is for it too, whatever index it names. Only of the broadcast address of a subnet this
-    /// has to be told: others show that they are of many.
+    /// Receives what is sent to the address `group`, with any index. Multicast addresses and 255.255.255.255 are recognized
+    /// as such; the broadcast address of a subnet is not, and has to be joined.
     pub fn join(&mut self, group: IpAddr) {
         self.joined.push(group);
     }
@@ -418,20 +420,21 @@ impl DatagramQp {
         self.joined.retain(|ip| *ip != group);
     }
 
-    /// For tests: whether requests of one datagram may take the shortcut past the general data path, as they do at first.
+    /// For tests: sets whether requests of one datagram may take the shortcut past the general data path. By default they
+    /// may.
     #[doc(hidden)]
     pub fn set_shortcuts(&mut self, shortcuts: bool) {
         self.sends_single = shortcuts && matches!(self.kind, Kind::Ud | Kind::Rd);
     }
 
-    /// Sets how many payload bytes a datagram of a segmented message has, for a path that should not see fragments.
+    /// Sets the payload bytes of each datagram of a segmented message, so that IP does not fragment it on its path.
     pub fn set_segment(&mut self, payload: usize) {
         let payload = payload.clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
-        // Multiples of 8 keep what follows aligned at the receiver.
+        // A multiple of 8 keeps the payload of later datagrams aligned at the receiver.
         self.segment = payload & !7;
     }
 
-    /// Sets how many bytes the socket holds for us, as the kernel counts them, for reports to peers.
+    /// Sets the size of the socket's receive buffer, as the kernel counts it, which is reported to peers.
     pub fn set_room(&mut self, room: u32) {
         self.flow.set_room(room);
         if let Some(rd) = &mut self.rd {
@@ -439,22 +442,22 @@ impl DatagramQp {
         }
     }
 
-    /// Sets the function that returns what a path carries. Without one each carries an Ethernet frame.
+    /// Sets the function that returns the MTU of a path. Without one, every path is assumed to carry an Ethernet frame.
     pub fn set_paths(&mut self, paths: PathMtu) {
         self.paths = Some(paths);
         self.path = None;
     }
 
-    /// Time since some moment: to be told before everything else, and never less than before.
+    /// Sets the time, counted from any moment. It is called before other methods, and never with an earlier time.
     pub fn set_now(&mut self, now: Duration) {
         self.now = now;
     }
 
-    /// Time has passed.
+    /// Handles the deadlines that have passed.
     pub fn handle_timeout(&mut self) {
         self.expire();
         self.flow.ease(self.now);
-        self.forgive_askers();
+        self.resume_late_answers();
         let blocked = match self.base.attr.rnr_retry {
             7 => None,
             tries => Some(RNR_WAIT * u32::from(tries)),
@@ -467,13 +470,13 @@ impl DatagramQp {
         self.after();
     }
 
-    /// Whether a message is about to be given up because nothing more of it came. What waits in the socket should be handed
-    /// over first: it may contain what is missing.
+    /// Whether the deadline of an incomplete message has passed. The caller receives from the socket first, since the
+    /// missing datagrams may be there.
     pub fn gives_up(&self) -> bool {
         self.messages.next_expiry().is_some_and(|at| at <= self.now)
     }
 
-    /// What is over by time alone: messages with gaps, Reads without an answer.
+    /// Gives up messages with gaps and Reads without an answer whose deadline has passed.
     fn expire(&mut self) {
         if self.gives_up() {
             let mut given_up = Vec::new();
@@ -488,7 +491,8 @@ impl DatagramQp {
             return;
         }
         if let Some(rd) = &mut self.rd {
-            // What was asked for is acknowledged, so nothing is under way that would tell that the peer has died.
+            // The peer has acknowledged the request, so no packet is under way whose loss would show that the peer is gone:
+            // a probe is sent.
             for peer in self.reads.overdue(self.now, self.now + reads::ASK) {
                 rd.ask(&peer, self.now);
             }
@@ -510,7 +514,7 @@ impl DatagramQp {
         self.post_send_with(given(Ok(request)))
     }
 
-    /// The same with a request that `fill` makes where it will lie.
+    /// As [`Self::post_send`], but `fill` makes the request in its place in the queue.
     #[inline]
     pub fn post_send_with(
         &mut self,
@@ -530,7 +534,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The request that was posted last will fail with `status` when its turn comes, and is not sent ([`crate::fault`]).
+    /// The request that was posted last is not sent, and completes with `status` ([`crate::fault`]).
     pub fn inject_error(&mut self, status: Status) {
         self.base.sq.inject_error(status);
     }
@@ -561,7 +565,8 @@ impl DatagramQp {
         if let (Kind::Rc, Some(rd)) = (self.kind, &mut self.rd)
             && attr_mask & mask::TIMEOUT != 0
         {
-            // Acknowledgements come from a program, which may have to wait for its turn: no less than what we take ourselves.
+            // A peer's acknowledgements are sent by a program that may have to wait for its processor. The limit is
+            // therefore no less than the one for this end.
             let limit = self.base.attr.silence_limit();
             rd.set_patience(limit.map_or(Duration::MAX, |t| t.max(self.options.patience)));
         }
@@ -574,7 +579,7 @@ impl DatagramQp {
         Ok(before)
     }
 
-    /// Sets the state without the rules, as the connection manager's kernel side does.
+    /// Sets the state without checking the transition, for the connection manager.
     pub fn set_state(&mut self, to: State) {
         match to {
             State::Reset => self.reset(),
@@ -583,8 +588,8 @@ impl DatagramQp {
         }
     }
 
-    /// Forgets everything but epoch and message numbers, which the peer may still remember. To be called before a
-    /// queue pair is destroyed as well: it gives a receive under way back to the shared queue.
+    /// Clears everything except the epoch and the message numbers, which the peer may still remember. It is also called
+    /// before a queue pair is destroyed: it returns a receive under way to the shared queue.
     pub fn reset(&mut self) {
         if let Some(request) = self.incoming.abandon().flatten() {
             self.base.rq.put_back(request);
@@ -604,7 +609,7 @@ impl DatagramQp {
         self.base.reset();
     }
 
-    /// Nothing is on its way out any more.
+    /// Clears everything that waits to be sent.
     fn forget_tx(&mut self) {
         self.current = None;
         self.answers.clear();
@@ -624,7 +629,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ completion
 
-    /// Retires what is done, in order.
+    /// Completes requests that are done, in order.
     fn retire(&mut self) {
         loop {
             let number = self.base.sq.front_number();
@@ -637,10 +642,10 @@ impl DatagramQp {
         self.base.check_drained();
     }
 
-    /// Request `number` does not go well. The first reason counts.
+    /// Records that request `number` has failed. If it fails twice, the first status counts.
     fn mark_failed(&mut self, number: u64, status: Status) {
         if self.base.sq.get_mut(number).is_none() {
-            // It is over already: a datagram of a message that was cut short came back.
+            // The request is over already: the socket refused another datagram of the same message.
             return;
         }
         let at = self.failures.partition_point(|(n, _)| *n < number);
@@ -649,7 +654,7 @@ impl DatagramQp {
         }
     }
 
-    /// How request `number`, the oldest, ends when it is done.
+    /// The status of request `number`, which is the oldest one and is done.
     fn final_status(&mut self, number: u64) -> Status {
         let status = match self.failures.front() {
             Some((n, status)) if *n == number => {
@@ -667,7 +672,7 @@ impl DatagramQp {
         status
     }
 
-    /// The queue pair fails: every posted request completes, in order.
+    /// Puts the queue pair into the error state, and completes every posted request, in order.
     fn fail(&mut self, why: &'static str, event: Option<AsyncEvent>) {
         if self.base.state == State::Error {
             return;
@@ -678,14 +683,14 @@ impl DatagramQp {
         self.retire();
         self.forget_tx();
         self.flush_sq();
-        // The receive under way is older than all that are posted.
+        // The receive under way is older than all posted ones, so it completes first.
         let under_way = self.incoming.abandon().flatten();
         if let Some(request) = under_way {
             self.base.flush_recv(request.id);
         }
         for (_, _, mut open) in self.messages.clear() {
             if let Some(request) = open.receive.take() {
-                // One of a shared queue is for another queue pair.
+                // A receive of a shared queue is returned, for other queue pairs.
                 if self.base.rq.is_shared() {
                     self.base.rq.put_back(request);
                 } else {
@@ -696,7 +701,7 @@ impl DatagramQp {
         self.base.end_rq();
     }
 
-    /// All send requests complete, behind the first that is not done as flushed.
+    /// Completes all send requests. From the first one on that is not done, they complete as flushed.
     fn flush_sq(&mut self) {
         let mut flushing = false;
         loop {
@@ -706,7 +711,8 @@ impl DatagramQp {
             };
             flushing |= posted.phase != Phase::Done;
             let status = match self.final_status(number) {
-                // A reliable queue pair fails by one of many, not by the oldest.
+                // A reliable queue pair may fail because of any request, not only the oldest. That request keeps its own
+                // status.
                 status if self.kind.is_reliable() && status != Status::Success => status,
                 _ if flushing => Status::Flushed,
                 status => status,
@@ -715,7 +721,7 @@ impl DatagramQp {
         }
     }
 
-    /// Send requests that were not taken complete as flushed, once those before them are done.
+    /// Completes the send requests that were not taken as flushed, after those before them.
     fn flush_untaken(&mut self) {
         while let Some((number, posted)) = self.base.sq.peek() {
             posted.phase = Phase::Done;
@@ -725,7 +731,8 @@ impl DatagramQp {
         self.retire();
     }
 
-    /// What must not happen in the middle of something else.
+    /// Fails the queue pair if a completion queue has overflowed. It is called at the end of each method, because a failure
+    /// in the middle would complicate all of them.
     fn after(&mut self) {
         if self.base.must_fail() {
             self.fail("a completion queue overflowed", Some(AsyncEvent::QpFatal));

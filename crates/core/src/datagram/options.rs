@@ -1,26 +1,28 @@
-//! What may be chosen when a datagram queue pair is made, beyond what verbs know.
+//! The options of a datagram queue pair that verbs do not have.
 
 use std::time::Duration;
 
-/// How long the datagrams of a segmented message are.
+/// The length of the datagrams of a segmented message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Segment {
-    /// As long as the path carries whole: one lost packet costs one datagram.
+    /// As long as the MTU of the path allows. The loss of a packet is the loss of one datagram.
     PathMtu,
-    /// As long as jumbo frames carry whole.
+    /// As long as jumbo frames allow.
     Jumbo,
-    /// As long as IP allows; IP cuts them, and one lost fragment costs the datagram (the thesis, section 5.4).
+    /// As long as IP allows. IP fragments them, and the loss of one fragment is the loss of the datagram (the thesis,
+    /// section 5.4).
     Max,
-    /// So many bytes of payload, a multiple of 8, if one datagram carries them.
+    /// This number of payload bytes, a multiple of 8, if a datagram has room for them.
     Bytes(u32),
 }
 
-/// When the record of a Write-Record that came in is made.
+/// When the record of an incoming Write-Record is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordMode {
-    /// When its final datagram arrives, whatever else has. Without that one there is no record (the thesis, section 6.6.1).
+    /// When its final datagram arrives, with the bytes that have arrived by then. If the final datagram is lost, there is no
+    /// record (the thesis, section 6.6.1).
     Thesis,
-    /// When it is complete; or, with what has arrived, when it is clear that nothing more will come.
+    /// When the message is complete; or when nothing more of it is expected, with the bytes that have arrived.
     Robust,
     /// For each datagram.
     Chunk,
@@ -29,7 +31,7 @@ pub enum RecordMode {
 /// Options of a datagram queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Writes and Reads are done, not only Sends.
+    /// The queue pair executes Writes and Reads, not only Sends.
     pub one_sided: bool,
     /// Length of datagrams.
     pub segment: Segment,
@@ -37,35 +39,36 @@ pub struct Options {
     pub max_send: u32,
     /// When records are made.
     pub record: RecordMode,
-    /// How long datagrams may come behind the final one, or behind newer messages.
+    /// How long datagrams of a message are accepted after its final one, or after one of a newer message.
     pub grace: Duration,
     /// How long a message may go without a datagram before it is given up.
     pub deadline: Duration,
-    /// Records that wait for the program.
+    /// The largest number of records that wait for the program.
     pub max_records: u32,
     /// A record makes an entry in the receive completion queue as well.
     pub records_complete: bool,
     /// How often the end of a Write-Record is repeated.
     pub repeats: u8,
-    /// After so many datagrams of a Write-Record comes one that makes up for the loss of any of them; 0: none.
+    /// The number of datagrams of a Write-Record after which a parity datagram is sent, from which one lost datagram of the
+    /// group is restored. 0: none are sent.
     pub parity: u8,
     /// How long the answer to a Read may take on an unreliable queue pair.
     pub read_timeout: Duration,
-    /// Reads that may be outstanding, and answers that may wait to be sent.
+    /// The largest number of outstanding Reads, and of answers that wait to be sent.
     pub max_reads: u16,
-    /// Most bytes that a peer may read at once.
+    /// The longest Read of a peer, bytes.
     pub max_read: u32,
-    /// The peer gets an error report when its message was refused.
+    /// A peer gets an error report when its message is refused.
     pub report_errors: bool,
-    /// Reliable: messages of a peer are delivered in the order in which it sent them.
+    /// Reliable services: messages of a peer are delivered in the order in which it sent them.
     pub ordered: bool,
-    /// Reliable: how long a peer may be silent before it is given up.
+    /// Reliable services: how long a peer may be silent before operations with it fail.
     pub patience: Duration,
-    /// Reliable: what fails towards one peer leaves the queue pair as it is.
+    /// Reliable services: the failure of one peer does not put the queue pair into the error state.
     pub keep_going: bool,
-    /// Reliable: Writes leave no record.
+    /// Reliable services: Writes leave no record.
     pub plain_writes: bool,
-    /// The UDP port, which the queue pair is then the first of; 0: any.
+    /// The UDP port, of which the queue pair must be the first user. 0: any port.
     pub port: u16,
 }
 
@@ -95,5 +98,5 @@ impl Default for Options {
     }
 }
 
-/// Largest number of datagrams that one parity datagram stands for: what the shim has room for.
+/// The largest number of datagrams in the group of a parity datagram: the field of the shim has four bits.
 pub const MAX_PARITY: u8 = 15;

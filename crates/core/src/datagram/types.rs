@@ -1,4 +1,4 @@
-//! The words of datagram queue pairs: kinds, datagrams, reasons to drop one, counters.
+//! The types of datagram queue pairs: kinds, datagrams, reasons to drop one, counters.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
@@ -9,13 +9,13 @@ use crate::verbs::qp::QpType;
 use crate::verbs::wc::Status;
 use crate::wire::dgram::DgramError;
 
-/// A queue pair elsewhere: its address and port, and its index there.
+/// The queue pair of a peer: its address and port, and its index on that port.
 pub(super) type Peer = (SocketAddr, u8);
 
 /// The queue pair number of every member of a multicast group.
 pub const MULTICAST_QPN: u32 = 0x00ff_ffff;
 
-/// Which of the services.
+/// The services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Unreliable datagram.
@@ -26,7 +26,7 @@ pub enum Kind {
     Rd,
     /// Reliable connection, over reliable datagrams.
     Rc,
-    /// What programs know as an unreliable connection, over reliable datagrams.
+    /// An unreliable connection for the program, which is carried by reliable datagrams.
     ReliableUc,
 }
 
@@ -41,12 +41,12 @@ impl Kind {
         }
     }
 
-    /// Whether what is sent arrives.
+    /// Whether the service repeats lost datagrams.
     pub const fn is_reliable(self) -> bool {
         matches!(self, Self::Rd | Self::Rc | Self::ReliableUc)
     }
 
-    /// Whether it has operations that are answered, and Send with Invalidate.
+    /// Whether the service has Reads, atomics and Send with Invalidate.
     pub const fn reads(self) -> bool {
         matches!(self, Self::Rd | Self::Rc)
     }
@@ -57,12 +57,12 @@ impl Kind {
     }
 }
 
-/// How a datagram came.
+/// The addressing of a datagram that has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
     /// Its source.
     pub from: SocketAddr,
-    /// Our address that it was sent to, or the group, if the socket tells.
+    /// The local address or group that it was sent to, if the socket reports it.
     pub to: Option<IpAddr>,
     /// Its hop limit or time to live.
     pub hop_limit: u8,
@@ -72,13 +72,13 @@ pub struct Arrival {
 
 /// A datagram to send.
 ///
-/// One call of the socket sends one of these; datagrams of one message are alike but for the last and have the same
-/// destination, so that an engine may hand a run of them to the kernel at once.
+/// All datagrams of a message have one destination, and all but the last one have the same length, so that the engine can
+/// pass a run of them to the kernel in one call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TxDatagram {
-    /// Where to.
+    /// Its destination.
     pub to: SocketAddr,
-    /// Which of our addresses it must come from, if that matters.
+    /// Its source address, if it has to be a certain one.
     pub from: Option<IpAddr>,
     /// Hop limit or time to live, 0 for the system's default.
     pub hop_limit: u8,
@@ -88,12 +88,12 @@ pub struct TxDatagram {
     pub bytes: Bytes,
 }
 
-/// Bytes of a datagram: given away, or kept as well until they are acknowledged.
+/// The bytes of a datagram.
 #[derive(Debug, Clone)]
 pub enum Bytes {
-    /// Given away.
+    /// The datagram is the only owner.
     Own(Vec<u8>),
-    /// Kept.
+    /// The reliability layer keeps the bytes too, until they are acknowledged.
     Shared(Arc<Vec<u8>>),
 }
 
@@ -134,7 +134,7 @@ pub enum Dropped {
     Qkey,
     /// It does not come from the peer.
     Source,
-    /// Something that this kind of queue pair does not do.
+    /// This kind of queue pair does not have the operation.
     Operation,
     /// It contradicts an earlier datagram of its message.
     Mismatch,
@@ -148,18 +148,18 @@ pub enum Dropped {
     Access,
     /// Its message is longer than the receive.
     TooLong,
-    /// Its message has more gaps than are kept account of.
+    /// Its message has more gaps than are recorded.
     Gaps,
     /// The receive's own memory could not be written; the queue pair has failed.
     Local,
-    /// As many answers wait to be sent as may.
+    /// The largest number of answers waits to be sent already.
     Busy,
-    /// Reliable: as many records wait for the program as may.
+    /// Reliable services: the largest number of records waits for the program already.
     NoRecord,
 }
 
 impl Dropped {
-    /// What a reliable packet waits for that is not refused.
+    /// The resource that a reliable packet waits for, if it is not refused.
     pub(super) fn resource(self) -> Option<Resource> {
         match self {
             Self::NoReceive => Some(Resource::Receive),
@@ -169,7 +169,7 @@ impl Dropped {
         }
     }
 
-    /// How the sender's request ends, where the sender gets an error.
+    /// The status of the sender's request, if the sender gets an error.
     pub(super) fn status(self) -> Status {
         match self {
             Self::Access => Status::RemoteAccess,
@@ -189,14 +189,14 @@ impl Dropped {
     }
 }
 
-/// What a peer says went wrong with a message of ours.
+/// A peer's report of an error with a message of this end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ErrorReport {
     /// The peer that reports it.
     pub from: SocketAddr,
     /// Its queue pair.
     pub src_qpn: u32,
-    /// The message; of a Send that is its MSN as well.
+    /// The message number; for a Send it is also the MSN.
     pub id: u32,
     /// Layer of the error, as in a Terminate (RFC 5040 §4.8).
     pub layer: u8,
@@ -204,16 +204,16 @@ pub struct ErrorReport {
     pub etype: u8,
     /// Its code.
     pub code: u8,
-    /// How the request ended, if the report ends it.
+    /// The status of the request, if the report ends it.
     pub status: Status,
     /// The application's number of the request, if that is still known.
     pub request: Option<u64>,
 }
 
-/// What was given out to be sent, and what it means for a request when it was.
+/// The effect on a request when a datagram has been sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Given {
-    /// It is of no request, or the request waits for more than that.
+    /// None: the datagram belongs to no request, or the request waits for more.
     Nothing,
     /// More of the request follows.
     Part(u64),
@@ -223,7 +223,7 @@ pub(super) enum Given {
     Ask(u64),
 }
 
-/// What a queue pair has seen. Datagrams unless it says otherwise.
+/// The counters of a queue pair. They count datagrams unless their description says otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Arrived.
@@ -232,7 +232,7 @@ pub struct Counters {
     pub rx_messages: u64,
     /// Dropped: damaged.
     pub rx_bad_crc: u64,
-    /// Dropped: headers that break a rule, contradict each other, or ask for what is not done.
+    /// Dropped: headers that break a rule, contradict each other, or request an operation that the queue pair does not have.
     pub rx_bad_hdr: u64,
     /// Dropped: wrong Q_Key.
     pub rx_qkey: u64,
@@ -250,13 +250,13 @@ pub struct Counters {
     pub rx_stag: u64,
     /// Dropped: longer than the receive, or too many gaps.
     pub rx_bounds: u64,
-    /// Datagrams that were lost and made from others.
+    /// Lost datagrams that were restored from parity.
     pub rx_repaired: u64,
-    /// Messages that stayed incomplete, but those that have a record.
+    /// Messages that stayed incomplete, except those that have a record.
     pub evicted: u64,
     /// Records of messages that are complete.
     pub rec_full: u64,
-    /// Records of messages that are not, or of parts.
+    /// Records of incomplete messages, or of parts of messages.
     pub rec_partial: u64,
     /// Records that found no room.
     pub rec_overflow: u64,
@@ -270,15 +270,15 @@ pub struct Counters {
     pub tx_dgrams: u64,
     /// Refused by the socket.
     pub tx_errors: u64,
-    /// Times that sending stopped for a peer whose report never came.
+    /// The number of stalls of sending that no report ended.
     pub tx_stalls: u64,
-    /// Reliable: packets that were sent once more.
+    /// Reliable services: packets that were sent again.
     pub rd_again: u64,
-    /// Reliable: packets that asked a silent peer.
+    /// Reliable services: probes to silent peers.
     pub rd_probes: u64,
-    /// Reliable: packets that only acknowledged.
+    /// Reliable services: packets that contain only an acknowledgement.
     pub rd_acks: u64,
-    /// Reliable: packets that echoed a token which is not theirs.
+    /// Reliable services: packets with a wrong token.
     pub rd_bad_echo: u64,
 }
 
@@ -333,10 +333,10 @@ impl Counters {
     }
 }
 
-/// Bytes of a UDP payload that the path to an address carries whole.
+/// Returns the UDP payload that the path to an address carries without fragments, bytes.
 pub type PathMtu = fn(IpAddr) -> u16;
 
-/// What packets that wait are without. They are tried again when there may be some.
+/// The resource that waiting packets lack. They are handled again when it may be available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resource {
     /// A receive.

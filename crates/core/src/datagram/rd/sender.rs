@@ -90,7 +90,7 @@ pub(super) struct Sender {
     /// No packet before this number is lost.
     lost_from: u64,
     /// What the peer has reported beyond the packets that it has without a gap.
-    told: SmallVec<[(u64, u64); 16]>,
+    reported: SmallVec<[(u64, u64); 16]>,
     /// What the peer's socket takes, as charge.
     room: u64,
     order: u64,
@@ -129,7 +129,7 @@ impl Sender {
             charge: 0,
             lost: 0,
             lost_from: next,
-            told: SmallVec::new(),
+            reported: SmallVec::new(),
             room: room.into(),
             order: 0,
             transmissions: VecDeque::new(),
@@ -308,15 +308,15 @@ impl Sender {
                 spare.push(s.packet);
             }
         }
-        let told = std::mem::take(&mut self.told);
+        let reported = std::mem::take(&mut self.reported);
         for (start, stop) in runs {
             let (start, stop) = (expand(*start).max(self.first), expand(*stop).min(end));
             if start >= stop {
                 continue;
             }
-            self.told.push((start, stop));
+            self.reported.push((start, stop));
             // Ranges of an earlier report have been handled.
-            let known = told.iter().find(|(from, _)| *from == start);
+            let known = reported.iter().find(|(from, _)| *from == start);
             let start = known.map_or(start, |(_, to)| (*to).min(stop));
             let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
             let many = usize::try_from(stop - start).unwrap_or(0);
@@ -406,7 +406,7 @@ impl Sender {
         }
         (self.flying, self.charge, self.lost) = (0, 0, self.sent.len());
         self.lost_from = self.first;
-        self.told.clear();
+        self.reported.clear();
         self.transmissions.clear();
     }
 

@@ -30,11 +30,11 @@ use crate::wire::rd::Packet;
 use crate::wire::rdmap::{AtomicRequest, Opcode, ReadRequest};
 use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
 
-/// Bytes of a UDP payload that every path is taken to carry: an Ethernet frame, less IPv6 and UDP.
+/// The UDP payload that every path is assumed to carry, bytes: an Ethernet frame minus the headers of IPv6 and UDP.
 const PATH_MTU: usize = 1500 - 48;
-/// The same of jumbo frames.
+/// The UDP payload of a jumbo frame, bytes.
 const JUMBO_MTU: usize = 9000 - 48;
-/// How long a queue pair believes what it was told of a path.
+/// How long the MTU of a path is used before it is looked up again.
 const PATH_MEMORY: Duration = Duration::from_millis(100);
 
 impl DatagramQp {
@@ -78,7 +78,8 @@ impl DatagramQp {
         Taken::Done
     }
 
-    /// A request fails by our own side's fault. Those before it finish, those behind it are flushed, receiving goes on.
+    /// Fails a request because of an error of this end. Earlier requests finish, later ones are flushed, and receiving goes
+    /// on.
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     pub(super) fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
         self.base.observe(|| Step::Failed(why));
@@ -86,7 +87,7 @@ impl DatagramQp {
         self.reads.remove_number(number);
         self.sent(number);
         if self.rd.is_some() {
-            // A reliable service has no such state: its queue pair fails.
+            // A reliable service has no such state, so its queue pair fails.
             self.fail(why, None);
             return;
         }
@@ -95,7 +96,8 @@ impl DatagramQp {
         self.flush_untaken();
     }
 
-    /// What the datagrams of a Send or a Write of `len` bytes say, but for whom they are for. `None`: it is something else.
+    /// The headers of the datagrams of a Send or a Write of `len` bytes, without the destination. `None`: it is another
+    /// operation.
     pub(super) fn head_of(
         &self,
         op: &Op,
@@ -148,12 +150,13 @@ impl DatagramQp {
         if solicited {
             shim.attributes |= ATTR_SOLICITED;
         }
-        // In each datagram: any of them may be the one that completes the message.
+        // Each datagram has the immediate data, since any of them may be the one that completes the message.
         shim.immediate = imm;
         Some((shim, opcode, address))
     }
 
-    /// Bytes of a UDP payload that the path to an address carries. It is looked up now and then only, since that takes a lock.
+    /// The UDP payload that the path to an address carries, bytes. It is looked up once in [`PATH_MEMORY`], because that
+    /// takes a lock.
     pub(super) fn path_mtu(&mut self, ip: IpAddr) -> usize {
         let Some(ask) = self.paths else {
             return PATH_MTU;
@@ -193,11 +196,11 @@ impl DatagramQp {
         let payload = udp
             .saturating_sub(heads)
             .clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
-        // Multiples of 8 keep what follows aligned at the receiver.
+        // A multiple of 8 keeps the payload of later datagrams aligned at the receiver.
         (payload & !7) as u64
     }
 
-    /// Builds the message of a request; none if there was nothing to send for it.
+    /// Builds the message of a request. `None`: the request needs no message.
     pub(super) fn build(&mut self, number: u64) -> Result<Option<Current>, Unbuildable> {
         let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(None);
@@ -231,7 +234,7 @@ impl DatagramQp {
         self.next_id = shim.id.wrapping_add(1);
         self.number_message(number, shim.id);
         let segment = match self.kind {
-            // What fits one datagram is one, whatever the path.
+            // A Send that fits one datagram is one datagram, even if IP has to fragment it.
             Kind::Ud if sends && len <= u64::from(bounds::UD_MTU) => u64::from(bounds::UD_MTU),
             _ => self.segment_for(&to, shim.immediate.is_some()),
         };
@@ -263,7 +266,7 @@ impl DatagramQp {
         }))
     }
 
-    /// The same for what is neither a Send nor a Write.
+    /// As [`Self::build`], for operations other than Send and Write.
     pub(super) fn build_other(
         &mut self,
         number: u64,
@@ -304,7 +307,7 @@ impl DatagramQp {
         }
     }
 
-    /// The message of a request has a number.
+    /// Records the message number of a request.
     fn number_message(&mut self, number: u64, id: u32) {
         if let Some(posted) = self.base.sq.get_mut(number) {
             posted.message = id;
@@ -312,7 +315,7 @@ impl DatagramQp {
         }
     }
 
-    /// Builds the request of an operation that waits for an answer, and remembers it.
+    /// Builds the request of an operation that has an answer, and stores it until the answer comes.
     pub(super) fn build_asking(
         &mut self,
         number: u64,
@@ -395,7 +398,7 @@ impl DatagramQp {
         Ok(self.asking(Some(number), id, to, opcode, &payload))
     }
 
-    /// A request that asks for an answer.
+    /// The message of a request that has an answer.
     pub(super) fn asking(
         &self,
         number: Option<u64>,
@@ -435,7 +438,7 @@ impl DatagramQp {
         }
     }
 
-    /// The peer wants a cookie with the request `id`: it goes out once more.
+    /// Sends the request `id` again with the cookie that its peer demands.
     pub(in crate::datagram) fn ask_again(&mut self, id: u32, peer: &Peer, cookie: u64) {
         let Some(reading) = self.reads.get_mut(id, peer) else {
             return;
@@ -449,7 +452,7 @@ impl DatagramQp {
             return;
         };
         if std::mem::replace(with_cookie, true) {
-            // Once is enough: a second one would be a peer that makes us send.
+            // A request is sent again once. A peer that demands more could make this end send any number of datagrams.
             return;
         }
         let (request, number) = (*request, reading.number);
@@ -497,7 +500,7 @@ impl DatagramQp {
         }
     }
 
-    /// The memory that an answer goes to, its length, and its first element.
+    /// The memory for the answer to a request, its length, and its first element.
     pub(super) fn sink(&mut self, number: u64) -> Result<(Places, u32, Option<Sge>), Unbuildable> {
         let payload = self.base.sq.get_mut(number).map(|p| &p.request.payload);
         let Some(Payload::Sges(sges)) = payload else {

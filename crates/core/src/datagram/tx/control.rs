@@ -1,4 +1,4 @@
-//! Datagrams that answer or control: reports, errors, responses.
+//! Builds control datagrams and answers: reports, errors, responses.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ use crate::wire::rdmap::Opcode;
 use crate::wire::{Msn, Stag};
 
 impl DatagramQp {
-    /// Tells a sender how far it was heard. To a queue pair, like everything else, but from no request.
+    /// The datagram of a report to a sender. It belongs to no request.
     pub(super) fn report(&self, peer: Peer, from: Option<IpAddr>, report: &Report) -> TxDatagram {
         let (header, payload) = report.emit();
         self.control(&peer, from, report.id, header, &payload)
@@ -64,7 +64,7 @@ impl DatagramQp {
         }
     }
 
-    /// What all our datagrams say.
+    /// The fields of the shim that all datagrams of this queue pair have.
     pub(super) fn shim(&self) -> Shim {
         Shim {
             epoch: self.epoch,
@@ -84,7 +84,7 @@ impl DatagramQp {
         }
     }
 
-    /// A message of a few bytes to a peer, in answer to something: alone, or in the peer's lane.
+    /// Sends a short answer to a peer: as a datagram of its own, or, in a reliable service, in the peer's lane.
     pub(in crate::datagram) fn answer(
         &mut self,
         peer: &Peer,
@@ -113,7 +113,7 @@ impl DatagramQp {
         );
     }
 
-    /// A message to a peer that it asked for.
+    /// The message of a response to a peer.
     #[expect(clippy::too_many_arguments, reason = "what a message is made of")]
     pub(in crate::datagram) fn respond(
         &mut self,

@@ -1,4 +1,4 @@
-//! Cuts messages into datagrams, with parity if that was chosen.
+//! Cuts messages into datagrams, with parity datagrams if the options say so.
 
 use super::gather::{Unbuildable, gather};
 use super::head::header_of;
@@ -12,14 +12,14 @@ use crate::verbs::wc::Status;
 use crate::wire::dgram::{self, ATTR_FINAL_COPY, Shim};
 use crate::wire::rdmap::Opcode;
 
-/// Why, where it was there when the request was built.
+/// The reason if the memory was valid when the request was built, and no longer is.
 const DEREGISTERED: &str = "memory of a posted request was deregistered";
-/// Ends of messages that wait to be repeated.
+/// The largest number of final datagrams that wait to be repeated.
 const TRAILERS: usize = 64;
 
 impl DatagramQp {
-    /// Cuts the next datagram of a message, and adds its length to `bytes`. True: the message goes on; else it ended, or
-    /// failed.
+    /// Cuts the next datagram of a message, and adds its length to `bytes`. Returns whether the message has more; otherwise
+    /// it has ended or failed.
     pub(super) fn cut(
         &mut self,
         current: &mut Current,
@@ -52,7 +52,7 @@ impl DatagramQp {
                 Some(number) => {
                     self.fail_request(number, Unbuildable(Status::LocalProtection, why));
                 }
-                // The asker's answer ends in the middle.
+                // The answer cannot be finished. In a reliable service the requester gets an error.
                 None => {
                     self.base.observe(|| Step::Failed(why));
                     if self.rd.is_some() {
@@ -106,7 +106,8 @@ impl DatagramQp {
         out.push(self.datagram(current, bytes));
         let group = current.shim.group;
         if group > 0 && (last || current.group.1 == group) {
-            // A group of one would be sent twice for nothing but its loss: that is what it is for.
+            // The parity datagram of a group of one is a copy of that datagram. It is sent too, since the datagram may be
+            // lost.
             size += self.cut_parity(current, out);
         }
         if last && current.message.opcode == Opcode::WriteRecord && self.options.repeats > 0 {
@@ -118,7 +119,7 @@ impl DatagramQp {
                 });
             }
         } else if last && !self.trailers.is_empty() {
-            self.say_again(out);
+            self.repeat_end(out);
         }
         size
     }
@@ -157,7 +158,7 @@ impl DatagramQp {
         }
     }
 
-    /// The parity datagram of the group that is complete.
+    /// Sends the parity datagram of a complete group. Returns its length.
     pub(super) fn cut_parity(&mut self, current: &mut Current, out: &mut Vec<TxDatagram>) -> usize {
         let (sum, _, start) = std::mem::take(&mut current.group);
         let shim = Shim {
@@ -184,7 +185,7 @@ impl DatagramQp {
         size
     }
 
-    /// A datagram without payload that says where the message ended.
+    /// A datagram without payload that contains the end of the message.
     pub(super) fn end_again(&self, current: &Current) -> TxDatagram {
         let message = &current.message;
         let shim = Shim {

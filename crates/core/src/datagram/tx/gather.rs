@@ -1,4 +1,4 @@
-//! User memory of requests: checked against its keys, and copied into datagrams.
+//! Memory of the program in requests: it is checked against its keys, and copied into datagrams.
 
 use crate::llp::mpa::frame::for_each_part;
 use crate::verbs::access::Access;
@@ -9,10 +9,10 @@ use crate::verbs::wc::Status;
 use crate::verbs::wr::Sge;
 use crate::wire::To;
 
-/// Why a request cannot be built.
+/// The reason why a request cannot be built: its status, and a text.
 pub(super) struct Unbuildable(pub(super) Status, pub(super) &'static str);
 
-/// The elements of a request's list, checked for what is needed.
+/// Checks the elements of a request's list for an access right.
 pub(super) fn checked(
     rnic: &Rnic,
     sges: &[Sge],
@@ -25,7 +25,7 @@ pub(super) fn checked(
         .collect()
 }
 
-/// The same of one element.
+/// As [`checked`], for one element.
 pub(super) fn checked_one(
     rnic: &Rnic,
     sge: &Sge,
@@ -46,7 +46,7 @@ pub(super) fn not_allowed() -> Unbuildable {
     )
 }
 
-/// Appends the elements of a request's list, checked.
+/// Checks the elements of a request's list, and appends their bytes.
 pub(super) fn gather_at_once(
     rnic: &Rnic,
     last: &mut LastRegion,
@@ -66,7 +66,7 @@ pub(super) fn gather_at_once(
     Ok(())
 }
 
-/// Appends `len` bytes of `source` from `from` on; false if their memory is gone.
+/// Appends `len` bytes of `source`, from `from` on. False if their memory was deregistered.
 pub(super) fn gather(
     source: &Source,
     from: u64,

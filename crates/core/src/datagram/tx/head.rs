@@ -6,7 +6,7 @@ use crate::wire::dgram::Shim;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
-/// The STag of zero-length messages: it names nothing, and is not 0, which looks like a mistake.
+/// The STag of zero-length messages. It names no memory. It is not 0, which would look like a field that was left out.
 pub(super) const NO_STAG: Stag = Stag(1);
 
 /// The DDP header of a message's datagram at `offset`.
@@ -31,5 +31,5 @@ pub(super) fn header_of(opcode: Opcode, address: Address, offset: u32, last: boo
     }
 }
 
-/// Most bytes in front of a payload.
+/// The largest number of bytes in front of a payload.
 pub(super) const HEAD_MAX: usize = Shim::LEN + 8 + Untagged::LEN;

@@ -1,10 +1,10 @@
 //! Transmit side: *take* the next request, *build* its message, *cut* datagrams from it.
 //!
-//! Requests are taken in order, and only while the queue pair is in RTS. A datagram is copied together and sealed
-//! when it is cut, so what is sent always fits its checksum, whatever the application does to its buffer meanwhile.
+//! Requests are taken in order, and only while the queue pair is in RTS. The bytes of a datagram are copied and its checksum
+//! is computed when it is cut, so they match even if the application changes its buffer before the datagram is sent.
 //!
-//! Without reliability messages are cut one after the other, answers to others in turns with them. With it each peer has
-//! a lane of its own, so that one which does not answer holds up no other.
+//! Unreliable services cut messages one after the other, in turn with answers to peers. In reliable services each peer has a
+//! lane of its own, so that a peer which does not acknowledge does not delay others.
 
 mod build;
 mod control;
@@ -21,11 +21,11 @@ use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 
 impl DatagramQp {
-    /// Adds to `out` what can be sent now, up to one batch.
+    /// Adds the datagrams that can be sent now to `out`, up to one batch.
     ///
-    /// Each is to be sent, in this order, and reported by [`Self::handle_written`] or [`Self::handle_send_error`].
-    /// What the socket does not take yet (EAGAIN, ENOBUFS) is kept by the caller and tried again. When the queue pair
-    /// goes to RESET or to the error state, what was not sent is to be thrown away.
+    /// The caller sends them in this order, and reports each by [`Self::handle_written`] or [`Self::handle_send_error`]. It
+    /// keeps datagrams that the socket does not take yet (EAGAIN, ENOBUFS), and tries again. When the queue pair goes to
+    /// RESET or to the error state, it drops those that were not sent.
     pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) {
         self.was_stalled = false;
         while out.len() < bounds::DATAGRAM_BATCH
@@ -51,7 +51,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ without reliability
 
-    /// A stall has lasted long enough: the peer does not report, and is sent to without.
+    /// Ends a stall that has lasted for [`bounds::DATAGRAM_STALL`]: sending goes on without a report of the peer.
     pub fn handle_stall(&mut self) {
         if self.flow.stall().is_some() {
             self.counters.tx_stalls += 1;
@@ -61,7 +61,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ what became of it
 
-    /// The next `datagrams` that were given out have been handed to the socket.
+    /// The socket has taken the next `datagrams` datagrams of [`Self::poll_tx`].
     pub fn handle_written(&mut self, datagrams: usize) {
         for _ in 0..datagrams {
             let Some(given) = self.given_out.pop_front() else {
@@ -76,9 +76,9 @@ impl DatagramQp {
         self.after();
     }
 
-    /// The socket refused the next datagram for good, and it was thrown away: its request fails, the queue pair goes
-    /// on (with a lossy service an error of one destination is no business of the others). With reliability it is one
-    /// more lost packet.
+    /// The socket has refused the next datagram of [`Self::poll_tx`], and the caller has dropped it. In an unreliable
+    /// service its request fails and the queue pair goes on, because an error of one destination does not concern others. In
+    /// a reliable service it counts as a lost packet.
     pub fn handle_send_error(&mut self) {
         let Some(given) = self.given_out.pop_front() else {
             return;

@@ -1,4 +1,4 @@
-//! Sends messages of queue pairs without reliability: each datagram once.
+//! Sends messages of unreliable services: each datagram once.
 
 use std::time::Duration;
 
@@ -36,12 +36,12 @@ impl DatagramQp {
             let mut current = match taken {
                 Taken::Message(current) => current,
                 Taken::Done => continue,
-                // Nothing else is to be sent: the ends of messages may be repeated.
-                Taken::Nothing if self.say_again(out) || self.has_open_answer() => continue,
+                // There is nothing else to send, so final datagrams of messages may be repeated.
+                Taken::Nothing if self.repeat_end(out) || self.has_open_answer() => continue,
                 Taken::Nothing => break,
             };
             let peer = current.peer();
-            // To its end, unless answers want their turn.
+            // The message is sent to its end, unless answers wait for their turn.
             let (mut goes_on, mut open) = (true, true);
             while goes_on && has_room(bytes, out) {
                 open = peer.is_none_or(|peer| self.flow.may_send(&peer, self.now));
@@ -89,7 +89,7 @@ impl DatagramQp {
             return false;
         }
         let open = if reliable {
-            // A message that waits for a turn, or for a window, is not overtaken.
+            // A message that waits for its turn or for a window must not be overtaken.
             self.ready.is_empty()
                 && !self.lanes.contains_key(&peer)
                 && self.has_window(&peer, way_of(&to), HEAD + usize::try_from(len).unwrap_or(0))
@@ -166,17 +166,17 @@ impl DatagramQp {
             bytes: datagram.into(),
         });
         if !self.trailers.is_empty() {
-            self.say_again(out);
+            self.repeat_end(out);
         }
         true
     }
 
-    /// Whether it is a Send or a Write of one datagram, with nothing behind it.
+    /// Whether the request is a Send or a Write of one datagram, which no other datagram follows.
     pub(super) fn is_single(&mut self, op: &Op, len: u64, to: &Destination) -> bool {
         let most = match op {
             Op::Send { .. } if self.kind == Kind::Ud => bounds::UD_MTU.into(),
             Op::Send { imm, .. } => self.segment_for(to, imm.is_some()),
-            // Their ends may be repeated, and parity follows them.
+            // The final datagrams of Writes may be repeated, and parity datagrams may follow them.
             Op::Write { .. } if self.options.repeats > 0 || self.options.parity > 0 => {
                 return false;
             }
@@ -187,8 +187,8 @@ impl DatagramQp {
         len <= most && !(sends && len > u64::from(self.options.max_send))
     }
 
-    /// A buffer for a datagram with so many bytes of payload. With reliability there is room for the packet's header, which is
-    /// written when its number is known.
+    /// A buffer for a datagram with `payload` bytes of payload. In reliable services it begins with room for the header of
+    /// the packet, which is written when its number is known.
     pub(super) fn buffer(&mut self, payload: usize) -> Vec<u8> {
         let Some(rd) = &mut self.rd else {
             return self.spare.take(HEAD_MAX + payload + dgram::CRC);
@@ -201,7 +201,8 @@ impl DatagramQp {
         buffer
     }
 
-    /// The next answer whose asker keeps up. Those that do not are never waited for: they wait themselves.
+    /// The next answer to a peer whose window is open. An answer to another peer goes to the end of the queue, so that a
+    /// slow peer delays only its own answers.
     pub(super) fn next_answer(&mut self) -> Option<Current> {
         if self.receives().is_err() {
             return None;
@@ -227,25 +228,25 @@ impl DatagramQp {
         self.receives().is_ok() && self.answers.iter().any(open)
     }
 
-    /// Answers to peers that have not reported for too long go on without a report.
-    pub(in crate::datagram) fn forgive_askers(&mut self) {
+    /// Resumes answers to peers that have not reported for [`bounds::DATAGRAM_STALL`].
+    pub(in crate::datagram) fn resume_late_answers(&mut self) {
         for current in &mut self.answers {
             let over = |since: Duration| since + bounds::DATAGRAM_STALL <= self.now;
             if let (Some(peer), true) = (current.peer(), current.waits.is_some_and(over)) {
-                self.flow.forgive(&peer);
+                self.flow.assume_lost(&peer);
                 current.waits = None;
             }
         }
     }
 
-    /// When [`Self::forgive_askers`] has something to do.
+    /// The time at which [`Self::resume_late_answers`] has something to do.
     pub(in crate::datagram) fn answers_until(&self) -> Option<Duration> {
         let waits = self.answers.iter().filter_map(|c| c.waits).min()?;
         Some(waits + bounds::DATAGRAM_STALL)
     }
 
-    /// Says the end of an earlier Write-Record once more.
-    pub(super) fn say_again(&mut self, out: &mut Vec<TxDatagram>) -> bool {
+    /// Repeats the final datagram of an earlier Write-Record. False: there is none.
+    pub(super) fn repeat_end(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         let Some(mut trailer) = self.trailers.pop_front() else {
             return false;
         };
