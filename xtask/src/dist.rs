@@ -160,56 +160,47 @@ fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
     if names.is_empty() {
         return Err("crates/sockets/src/hooks: no wrappers".into());
     }
-    let map = work.join("libanywarp-sockets.map");
-    fs::write(
-        &map,
-        format!("{{ global: {} local: *; }};\n", names.join(" ")),
-    )?;
-    let mut cc = sh::cc();
-    cc.args(["-shared", "-fPIC"])
-        .arg(format!("-Wl,-soname,{NAME}"))
-        .arg(format!("-Wl,--version-script={}", map.display()))
-        .args([
-            "-Wl,--no-undefined-version,--no-undefined",
-            "-Wl,--gc-sections,--strip-debug",
-            // Its thread runs its code, and its own calls of functions that it wraps are its wrappers.
-            "-Wl,-Bsymbolic-functions",
-            "-Wl,-z,nodelete,-z,now,-z,relro,-z,noexecstack",
-        ])
-        .args(glibc::arguments(work, glibc::Into::Library)?)
-        .arg("-Wl,--whole-archive")
-        .arg(built.join("libanywarp_sockets.a"))
-        .args([
-            "-Wl,--no-whole-archive",
-            "-Wl,--as-needed",
-            "-lgcc_s",
-            "-lm",
-            "-lc",
-            "-o",
-        ])
-        .arg(lib.join(NAME));
-    sh::run(&mut cc)
+    // Its own calls of functions that it wraps are its wrappers.
+    let options = ["-Wl,-Bsymbolic-functions"];
+    loadable(NAME, &names, &options, built, lib, work)
 }
 
 /// Links the provider for libfabric. It exports one function, and is not linked with libfabric nor with verbs: it looks up
 /// both in the process that it is loaded into.
 fn provider(built: &Path, lib: &Path, work: &Path) -> Result {
     const NAME: &str = "libanywarp-fi.so";
-    let map = work.join("libanywarp-fi.map");
-    fs::write(&map, "{ global: fi_prov_ini; local: *; };\n")?;
+    loadable(NAME, &["fi_prov_ini;".to_owned()], &[], built, lib, work)
+}
+
+/// Links a library that other libraries or the loader load by name, from the static library of the same name. `exports`: its
+/// symbols, each with a semicolon. It is never unloaded: threads run its code, or the device stays open.
+fn loadable(
+    name: &str,
+    exports: &[String],
+    options: &[&str],
+    built: &Path,
+    lib: &Path,
+    work: &Path,
+) -> Result {
+    let stem = name.trim_end_matches(".so");
+    let map = work.join(format!("{stem}.map"));
+    fs::write(
+        &map,
+        format!("{{ global: {} local: *; }};\n", exports.join(" ")),
+    )?;
     let mut cc = sh::cc();
     cc.args(["-shared", "-fPIC"])
-        .arg(format!("-Wl,-soname,{NAME}"))
+        .arg(format!("-Wl,-soname,{name}"))
         .arg(format!("-Wl,--version-script={}", map.display()))
         .args([
             "-Wl,--no-undefined-version,--no-undefined",
             "-Wl,--gc-sections,--strip-debug",
-            // The core of libfabric unloads providers, but the device stays open.
             "-Wl,-z,nodelete,-z,now,-z,relro,-z,noexecstack",
         ])
+        .args(options)
         .args(glibc::arguments(work, glibc::Into::Library)?)
         .arg("-Wl,--whole-archive")
-        .arg(built.join("libanywarp_fi.a"))
+        .arg(built.join(format!("{}.a", stem.replace('-', "_"))))
         .args([
             "-Wl,--no-whole-archive",
             "-Wl,--as-needed",
@@ -218,7 +209,7 @@ fn provider(built: &Path, lib: &Path, work: &Path) -> Result {
             "-lc",
             "-o",
         ])
-        .arg(lib.join(NAME));
+        .arg(lib.join(name));
     sh::run(&mut cc)
 }
 

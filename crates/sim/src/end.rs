@@ -325,6 +325,13 @@ impl std::ops::Deref for End {
     }
 }
 
+/// Takes all completions of a queue.
+pub(crate) fn completions(cq: &Cq) -> Vec<Completion> {
+    let mut all = Vec::new();
+    cq.poll(usize::MAX, |_, c| all.push(c));
+    all
+}
+
 impl End {
     pub(crate) fn new(host: &Host, qpn: u32, setup: &Setup) -> Self {
         let send_cq = Arc::new(Cq::new(setup.cqe, None));
@@ -418,16 +425,12 @@ impl End {
 
     /// Takes the completions of send requests.
     pub fn completed(&mut self) -> Vec<Completion> {
-        let mut all = Vec::new();
-        self.send_cq.poll(usize::MAX, |_, c| all.push(c));
-        all
+        completions(&self.send_cq)
     }
 
     /// Takes the completions of receives.
     pub fn received(&mut self) -> Vec<Completion> {
-        let mut all = Vec::new();
-        self.recv_cq.poll(usize::MAX, |_, c| all.push(c));
-        all
+        completions(&self.recv_cq)
     }
 
     /// Whether `event` was raised.

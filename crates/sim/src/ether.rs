@@ -37,7 +37,7 @@ use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::Completion;
 use anywarp_core::verbs::wr::{Destination, RecvRequest, Sge, WorkRequest};
 
-use crate::end::Host;
+use crate::end::{Host, completions};
 use crate::{Rng, World, access};
 
 /// The key of all queue pairs.
@@ -138,16 +138,12 @@ impl Member {
 
     /// Completions of requests.
     pub fn completed(&mut self) -> Vec<Completion> {
-        let mut all = Vec::new();
-        self.send_cq.poll(usize::MAX, |_, c| all.push(c));
-        all
+        completions(&self.send_cq)
     }
 
     /// Completions of receives.
     pub fn received(&mut self) -> Vec<Completion> {
-        let mut all = Vec::new();
-        self.recv_cq.poll(usize::MAX, |_, c| all.push(c));
-        all
+        completions(&self.recv_cq)
     }
 }
 

@@ -207,24 +207,8 @@ impl Connection {
             parts.push_back(s.requester.read(number, None, remote.rkey, from, 0));
         }
         for sge in &list {
-            let sink = self
-                .base
-                .rnic
-                .regions
-                .check(
-                    sge.lkey,
-                    self.base.pd,
-                    self.base.qpn,
-                    Access::LOCAL_WRITE,
-                    To(sge.addr),
-                    u64::from(sge.len),
-                )
-                .map_err(|_| {
-                    Unbuildable(
-                        Status::LocalProtection,
-                        "a Read into memory that its lkey does not allow",
-                    )
-                })?;
+            let why = "a Read into memory that its lkey does not allow";
+            let sink = self.check_sink(sge, u64::from(sge.len), why)?;
             let s = self.stream_mut()?;
             let message = s
                 .requester
@@ -264,23 +248,18 @@ impl Connection {
             Status::LocalLength,
             "an atomic without 8 bytes of memory for its result",
         ))?;
-        self.base
-            .rnic
-            .regions
-            .check(
-                sge.lkey,
-                self.base.pd,
-                self.base.qpn,
-                Access::LOCAL_WRITE,
-                To(sge.addr),
-                8,
-            )
-            .map_err(|_| {
-                Unbuildable(
-                    Status::LocalProtection,
-                    "an atomic's result into memory that its lkey does not allow",
-                )
-            })
+        let why = "an atomic's result into memory that its lkey does not allow";
+        self.check_sink(&sge, 8, why)
+    }
+
+    /// The first `len` bytes of an element that a response is written to. `why`: the text of a failure.
+    #[inline]
+    fn check_sink(&self, sge: &Sge, len: u64, why: &'static str) -> Result<Placement, Unbuildable> {
+        let (need, to) = (Access::LOCAL_WRITE, To(sge.addr));
+        let regions = &self.base.rnic.regions;
+        regions
+            .check(sge.lkey, self.base.pd, self.base.qpn, need, to, len)
+            .map_err(|_| Unbuildable(Status::LocalProtection, why))
     }
 
     /// The payload of a Send or Write, after the access check.

@@ -11,6 +11,7 @@ use crate::observe::Step;
 use crate::rdmap::terminate::remote_error;
 use crate::verbs::access::Access;
 use crate::verbs::event::AsyncEvent;
+use crate::verbs::mr::Placement;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::source::Places;
 use crate::verbs::sq::Phase;
@@ -347,33 +348,34 @@ impl Connection {
         // RFC 5040 §5.2 [read-zero]: a Read of length 0 accesses no memory.
         if len > 0 {
             let (stag, to) = (request.source_stag, request.source_to);
-            if !self.base.attr.access.has(Access::REMOTE_READ) {
-                return Err(Violation::request(
-                    PeerError::RemoteAccess { stag: stag.0 },
-                    Status::RemoteAccess,
-                ));
-            }
-            let place = self
-                .base
-                .rnic
-                .regions
-                .check(
-                    stag,
-                    self.pd_of_peer(),
-                    self.base.qpn,
-                    Access::REMOTE_READ,
-                    to,
-                    len,
-                )
-                .map_err(|e| {
-                    Violation::request(remote_error(e, stag, to, len), Status::RemoteAccess)
-                })?;
-            places.push(place);
+            places.push(self.check_source(Access::REMOTE_READ, stag, to, len)?);
         }
         if let Some(s) = &mut self.stream {
             s.responder.finish_read(&request, places);
         }
         Ok(())
+    }
+
+    /// The memory of this end that a Read Request or an atomic request names, if the peer has the access right `need`.
+    #[inline]
+    fn check_source(
+        &self,
+        need: Access,
+        stag: Stag,
+        to: To,
+        len: u64,
+    ) -> Result<Placement, Violation> {
+        if !self.base.attr.access.has(need) {
+            return Err(Violation::request(
+                PeerError::RemoteAccess { stag: stag.0 },
+                Status::RemoteAccess,
+            ));
+        }
+        let (pd, qpn) = (self.pd_of_peer(), self.base.qpn);
+        let regions = &self.base.rnic.regions;
+        regions
+            .check(stag, pd, qpn, need, to, len)
+            .map_err(|e| Violation::request(remote_error(e, stag, to, len), Status::RemoteAccess))
     }
 
     fn deliver_read_response(&mut self, h: &Tagged) {
@@ -411,25 +413,7 @@ impl Connection {
             s.responder.begin_service(h)?;
         }
         let (stag, to) = (request.stag, request.to);
-        if !self.base.attr.access.has(Access::REMOTE_ATOMIC) {
-            return Err(Violation::request(
-                PeerError::RemoteAccess { stag: stag.0 },
-                Status::RemoteAccess,
-            ));
-        }
-        let place = self
-            .base
-            .rnic
-            .regions
-            .check(
-                stag,
-                self.pd_of_peer(),
-                self.base.qpn,
-                Access::REMOTE_ATOMIC,
-                to,
-                8,
-            )
-            .map_err(|e| Violation::request(remote_error(e, stag, to, 8), Status::RemoteAccess))?;
+        let place = self.check_source(Access::REMOTE_ATOMIC, stag, to, 8)?;
         // RFC 7306 §5.1 [atomic-aligned]: the address of the word is a multiple of eight.
         if place.misaligned() {
             return Err(Violation::request(

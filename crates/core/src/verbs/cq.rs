@@ -166,11 +166,6 @@ impl Cq {
         self.unlock_and_raise(state, fires);
     }
 
-    /// Whether the queue is armed.
-    pub fn is_armed(&self) -> bool {
-        self.state().armed != Armed::No
-    }
-
     /// Drops the entries of queue pair `qpn`, which is destroyed or reset.
     pub fn purge(&self, qpn: u32) {
         let mut state = self.state();

@@ -20,13 +20,7 @@ impl Endpoint {
         {
             return Err(FI_EINVAL);
         }
-        match self.try_atomic(cx, what, bytes) {
-            Err(FI_EAGAIN) => {
-                self.progress(cx);
-                self.try_atomic(cx, what, bytes)
-            }
-            other => other,
-        }
+        self.post_or_progress(cx, |me, cx| me.try_atomic(cx, what, bytes))
     }
 
     pub(super) fn try_atomic(

@@ -10,13 +10,7 @@ impl Endpoint {
         if length > limits::MESSAGE || (what.flags & FI_INJECT != 0 && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);
         }
-        match self.try_access(cx, what, length) {
-            Err(FI_EAGAIN) => {
-                self.progress(cx);
-                self.try_access(cx, what, length)
-            }
-            other => other,
-        }
+        self.post_or_progress(cx, |me, cx| me.try_access(cx, what, length))
     }
 
     pub(super) fn try_access(

@@ -3,6 +3,21 @@
 use super::*;
 
 impl Endpoint {
+    /// Calls `post`. If there is no room, handles completions of the device, which may make room, and tries once more.
+    pub(super) fn post_or_progress(
+        &mut self,
+        cx: &mut Shared,
+        post: impl Fn(&mut Self, &mut Shared) -> Result<(), i32>,
+    ) -> Result<(), i32> {
+        match post(self, cx) {
+            Err(FI_EAGAIN) => {
+                self.progress(cx);
+                post(self, cx)
+            }
+            other => other,
+        }
+    }
+
     /// Handles completions of the device.
     pub fn progress(&mut self, cx: &mut Shared) {
         if !self.enabled {

@@ -10,13 +10,7 @@ impl Endpoint {
         if length > limits::MESSAGE || (message.flags & FI_INJECT != 0 && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);
         }
-        match self.try_send(cx, message, length) {
-            Err(FI_EAGAIN) => {
-                self.progress(cx);
-                self.try_send(cx, message, length)
-            }
-            other => other,
-        }
+        self.post_or_progress(cx, |me, cx| me.try_send(cx, message, length))
     }
 
     pub(super) fn try_send(
