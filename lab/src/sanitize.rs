@@ -38,6 +38,7 @@ const SHORT: &[(&str, &[&str])] = &[
     ("access", &[]),
     ("addresses", &[]),
     ("surface", &[]),
+    ("counters", &[]),
     ("panic", &[]),
     ("rsockets", &[]),
     ("fork", &[]),

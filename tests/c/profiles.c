@@ -6,6 +6,7 @@
  */
 #include "ends.h"
 
+#include <dlfcn.h>
 #include <rdma/rdma_cma.h>
 
 struct device {
@@ -16,20 +17,20 @@ struct device {
 	int transport;
 	uint32_t inline_data, msg_sz;
 	/* what there is */
-	bool rc, uc, ud, xrc, immediate, cq_ex, qp_ex, odp, memory, domains, null_mr, resize_cq, rereg, connects;
+	bool rc, uc, ud, xrc, immediate, cq_ex, qp_ex, odp, memory, domains, null_mr, resize_cq, rereg, connects, counters;
 };
 
 static const struct device devices[] = {
 	{ "anywarp", 32768, 32, 32, 4194304, 128, 8388608, 65536, 65536, 32, IBV_ATOMIC_GLOB, IBV_TRANSPORT_IB, 1024,
-	  1u << 30, true, true, true, true, true, true, true, true, true, true, true, true, true, true },
+	  1u << 30, true, true, true, true, true, true, true, true, true, true, true, true, true, true, true },
 	{ "siw", 32768, 6, 1, 3276800, 128, 0, 65536, 65536, 6, IBV_ATOMIC_NONE, IBV_TRANSPORT_IWARP, 80, 1u << 30, true,
-	  false, false, false, false, false, false, false, false, false, false, false, false, false },
+	  false, false, false, false, false, false, false, false, false, false, false, false, false, false },
 	{ "rxe", 16384, 32, 32, 32767, 128, 0, 960, 16384, 27, IBV_ATOMIC_HCA, IBV_TRANSPORT_IB, 400, 8u << 20, true, true,
-	  true, false, true, true, true, false, false, false, false, true, false, true },
+	  true, false, true, true, true, false, false, false, false, true, false, true, false },
 	{ "mlx5", 32768, 30, 30, 4194303, 16, 8388608, 65536, 32767, 31, IBV_ATOMIC_HCA, IBV_TRANSPORT_IB, 1024, 1u << 30,
-	  true, true, true, true, true, true, true, true, true, true, true, true, true, true },
+	  true, true, true, true, true, true, true, true, true, true, true, true, true, true, false },
 	{ "efa", 32768, 2, 1, 4194304, 0, 0, 0, 0, 0, IBV_ATOMIC_NONE, IBV_TRANSPORT_UNSPECIFIED, 32, 4096, false, false,
-	  true, false, true, true, true, false, false, false, false, false, false, false },
+	  true, false, true, true, true, false, false, false, false, false, false, false, true },
 };
 
 static struct ibv_pd *pd;
@@ -139,6 +140,22 @@ static bool null_region(void)
 	return mr && !ibv_dereg_mr(mr);
 }
 
+/* Completion counters are newer than the headers may be. */
+static bool counter(void)
+{
+	struct { uint32_t comp_mask, type, flags; } attr = { 0 };
+	void *verbs = dlopen("libibverbs.so.1", RTLD_NOW);
+	void *(*create)(struct ibv_context *, void *) = NULL;
+	int (*destroy)(void *) = NULL;
+
+	if (verbs) {
+		create = (__typeof__(create))dlvsym(verbs, "ibv_create_comp_cntr", "IBVERBS_1.18");
+		destroy = (__typeof__(destroy))dlvsym(verbs, "ibv_destroy_comp_cntr", "IBVERBS_1.18");
+	}
+	void *made = create && destroy ? create(device, &attr) : NULL;
+	return made && !destroy(made);
+}
+
 static bool device_memory(void)
 {
 	struct ibv_alloc_dm_attr attr = { .length = 4096 };
@@ -226,6 +243,7 @@ static const char *features(const struct device *d)
 	HAS(d->cq_ex, extended_cq(), EOPNOTSUPP);
 	HAS(d->qp_ex, extended_qp(type, IBV_QP_EX_WITH_SEND), EOPNOTSUPP);
 	HAS(d->qp_ex && d->mw > 0 && d->rc, extended_qp(type, IBV_QP_EX_WITH_BIND_MW), EOPNOTSUPP);
+	HAS(d->counters, counter(), EOPNOTSUPP);
 	HAS(d->resize_cq, resized(), EOPNOTSUPP);
 	HAS(d->rereg, reregistered(), EOPNOTSUPP);
 	HAS(d->odp, region(IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND), d->rc ? EINVAL : EOPNOTSUPP);

@@ -10,12 +10,10 @@ use libc::EOPNOTSUPP;
 refuse! { EOPNOTSUPP;
     // Return a pointer: null and errno.
     null {
-        ibv_alloc_dmah, ibv_create_comp_cntr, ibv_reg_dmabuf_mr,
+        ibv_alloc_dmah, ibv_reg_dmabuf_mr,
     }
     code {
-        _ibv_query_comp_cntr_caps, ibv_dealloc_dmah, ibv_destroy_comp_cntr, ibv_inc_comp_cntr,
-        ibv_inc_err_comp_cntr, ibv_qp_attach_comp_cntr, ibv_read_comp_cntr,
-        ibv_read_err_comp_cntr, ibv_set_comp_cntr, ibv_set_err_comp_cntr,
+        ibv_dealloc_dmah,
     }
     minus_one {
         ibv_dm_export_dmabuf_fd,

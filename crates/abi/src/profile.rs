@@ -65,6 +65,8 @@ pub(crate) struct Profile {
     pub(crate) max_srq_wr: u32,
     pub(crate) max_srq_sge: u32,
     pub(crate) max_msg_sz: u32,
+    /// Completion counters.
+    pub(crate) max_counters: u32,
     pub(crate) caps: u32,
     pub(crate) atomic_cap: ibv_atomic_cap,
     pub(crate) odp: ibv_odp_caps,
@@ -119,6 +121,7 @@ const ANYWARP: Profile = Profile {
     max_srq_wr: bounds::MAX_SRQ_WR,
     max_srq_sge: bounds::MAX_SGE,
     max_msg_sz: bounds::MAX_MESSAGE as u32,
+    max_counters: 65_536,
     caps: IBV_DEVICE_CURR_QP_STATE_MOD
         | IBV_DEVICE_SYS_IMAGE_GUID
         | IBV_DEVICE_RC_RNR_NAK_GEN
@@ -181,6 +184,7 @@ const SIW: Profile = Profile {
     max_mcast_qp_attach: 0,
     max_ah: 0,
     max_srq_sge: 6,
+    max_counters: 0,
     caps: IBV_DEVICE_MEM_MGT_EXTENSIONS,
     atomic_cap: IBV_ATOMIC_NONE,
     odp: NO_ODP,
@@ -230,6 +234,7 @@ const RXE: Profile = Profile {
     max_srq_wr: 16_384,
     max_srq_sge: 27,
     max_msg_sz: 8 << 20,
+    max_counters: 0,
     caps: IBV_DEVICE_BAD_PKEY_CNTR
         | IBV_DEVICE_BAD_QKEY_CNTR
         | IBV_DEVICE_AUTO_PATH_MIG
@@ -272,6 +277,7 @@ const MLX5: Profile = Profile {
     max_srq_wr: 32_767,
     max_srq_sge: 31,
     max_msg_sz: 0x4000_0000,
+    max_counters: 0,
     caps: IBV_DEVICE_BAD_PKEY_CNTR
         | IBV_DEVICE_BAD_QKEY_CNTR
         | IBV_DEVICE_AUTO_PATH_MIG
@@ -490,6 +496,7 @@ pub(crate) enum Counted {
     Ah,
     Srq,
     Mw,
+    Counter,
 }
 
 impl Counted {
@@ -502,12 +509,13 @@ impl Counted {
             Self::Ah => profile.max_ah,
             Self::Srq => profile.max_srq,
             Self::Mw => profile.max_mw,
+            Self::Counter => profile.max_counters,
         }
     }
 
     fn count(self) -> Option<&'static AtomicU32> {
         // A forked child has none of the objects of its parent.
-        static COUNTS: PerProcess<[AtomicU32; 7]> = PerProcess::new(Default::default);
+        static COUNTS: PerProcess<[AtomicU32; 8]> = PerProcess::new(Default::default);
         COUNTS.get().get(self as usize)
     }
 }
@@ -584,6 +592,7 @@ mod tests {
                 (p.max_srq_sge, a.max_srq_sge),
                 (p.max_msg_sz, a.max_msg_sz),
                 (p.xrc_odp, a.xrc_odp),
+                (p.max_counters, a.max_counters),
             ];
             for (i, (shown, kept)) in pairs.into_iter().enumerate() {
                 assert!(shown <= kept, "{}: number {i}: {shown} > {kept}", p.name);

@@ -1,12 +1,13 @@
-//! Objects that a context creates: memory regions, device memory, completion queues, shared receive queues, queue
-//! pairs.
+//! Objects that a context creates: memory regions, device memory, completion queues and counters, shared receive queues,
+//! queue pairs.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::counter::{Counter, Entry, Ops, Unit};
 use anywarp_core::verbs::cq::{Cq, Notify};
 use anywarp_core::verbs::mr::{Kind, Present, Region, Registration};
 use anywarp_core::verbs::pd::Pd;
@@ -118,6 +119,43 @@ impl CompletionQueue {
         {
             self.engine.end_lease();
         }
+    }
+}
+
+/// A completion counter (`ibv_create_comp_cntr(3)`).
+#[derive(Debug)]
+pub struct CompletionCounter {
+    engine: &'static Engine,
+    /// The counter itself.
+    pub core: Arc<Counter>,
+    /// The sum of both values when it was last read.
+    seen: AtomicU64,
+}
+
+impl CompletionCounter {
+    /// A counter of zeroes.
+    pub fn new(context: &Context, unit: Unit) -> Self {
+        Self {
+            engine: context.engine,
+            core: Arc::new(Counter::new(unit)),
+            seen: AtomicU64::new(0),
+        }
+    }
+
+    fn sum(&self) -> u64 {
+        let failed = self.core.read(Entry::Failed);
+        self.core.read(Entry::Done).wrapping_add(failed)
+    }
+
+    /// Reads a value. If nothing was counted since the last time, the sockets that are ready are handled first, as by a
+    /// program that polls an empty completion queue: one that only reads counters waits like that.
+    pub fn read(&self, entry: Entry) -> u64 {
+        self.engine.count_poll();
+        if self.sum() == self.seen.load(Ordering::Relaxed) {
+            self.engine.on_idle_poll();
+        }
+        self.seen.store(self.sum(), Ordering::Relaxed);
+        self.core.read(entry)
     }
 }
 
@@ -538,6 +576,14 @@ impl QueuePair {
         match self {
             Self::Rc(qp) => qp.modify(attr_mask, next, expected_state, attr, route),
             Self::Dgram(qp) => qp.modify(attr_mask, next, expected_state, attr, route),
+        }
+    }
+
+    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`), which stays until the queue pair is destroyed.
+    pub fn attach_counter(&self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
+        match self {
+            Self::Rc(qp) => qp.attach_counter(counter, ops),
+            Self::Dgram(qp) => qp.attach_counter(counter, ops),
         }
     }
 

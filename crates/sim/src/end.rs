@@ -11,6 +11,7 @@ use anywarp_core::llp::mpa::marker::Stripper;
 use anywarp_core::lock::Mutex;
 use anywarp_core::observe::Observer;
 use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::counter::{Counter, Ops};
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::mr::{Region, Regions, Registration};
@@ -82,6 +83,8 @@ pub struct Setup {
     pub srq: Option<Arc<Srq>>,
     /// Short messages may take the shortcuts of the data path, as in production.
     pub shortcuts: bool,
+    /// Counts what the peer does.
+    pub counter: Option<Arc<Counter>>,
 }
 
 impl Setup {
@@ -111,6 +114,7 @@ impl Setup {
             sig_all: false,
             srq: None,
             shortcuts: true,
+            counter: None,
         }
     }
 
@@ -355,6 +359,10 @@ impl End {
             sig_all: setup.sig_all,
         });
         conn.set_shortcuts(setup.shortcuts);
+        if let Some(counter) = &setup.counter {
+            let attached = conn.attach_counter(counter, Ops::REMOTE);
+            debug_assert!(attached.is_ok(), "a new queue pair has no counter");
+        }
         conn.set_state(State::Rts);
         let attr = conn.attr_mut();
         attr.access = setup.access;

@@ -6,10 +6,13 @@
     reason = "tests"
 )]
 
+use std::sync::Arc;
+
 use anywarp_core::bounds::{COALESCE_BEHIND, COALESCE_BYTES, COALESCE_TCP, COPY_LIMIT};
 use anywarp_core::connection::{First, Peer};
 use anywarp_core::llp::mpa::frame::{TxBatch, mulpdu};
 use anywarp_core::verbs::access::Access;
+use anywarp_core::verbs::counter::{Counter, Entry, Unit};
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Completion, Status, WcOp};
@@ -903,6 +906,46 @@ fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() 
     w[a].post(send(1));
     w.run();
     ok(&w[b].completed(), &[1]);
+}
+
+/// RFC 6581 §9.2 [mpa-rtr-invisible]: a Write or Read that only makes the stream ready is none of the application, so it
+/// is not counted; what follows is, once each, whatever its length and path.
+#[test]
+fn a_counter_of_the_peers_operations_leaves_out_the_ready_to_receive_message() {
+    for first in [First::Hello, First::Write, First::Read, First::Send] {
+        for shortcuts in [true, false] {
+            let counter = Arc::new(Counter::new(Unit::Requests));
+            let setup = Setup {
+                first,
+                shortcuts,
+                counter: Some(Arc::clone(&counter)),
+                ..if first == First::Hello {
+                    Setup::anywarp()
+                } else {
+                    Setup::standard()
+                }
+            };
+            let mut w = World::new(15);
+            let (a, b) = w.pair(&setup);
+            w.run();
+            assert_eq!(counter.read(Entry::Done), 0, "{first:?}");
+            let (from, to) = (
+                w[a].register(100_000, access::ALL),
+                w[b].register(100_000, access::ALL),
+            );
+            let none = w[b].register(8, access::LOCAL);
+            w[b].recv(9, &[none.all()]);
+            w[a].post(write(1, to.remote(0)).from(&[from.all()]));
+            w[a].post(write(2, to.remote(0)));
+            w[a].post(write_imm(3, to.remote(0), [1, 2, 3, 4]).inline(b"short"));
+            w[a].post(read(4, to.remote(0)).from(&[from.all()]));
+            w[a].post(read(5, to.remote(0)));
+            w.run();
+            ok(&w[a].completed(), &[1, 2, 3, 4, 5]);
+            assert_eq!(counter.read(Entry::Done), 5, "{first:?}, {shortcuts}");
+            assert_eq!(counter.read(Entry::Failed), 0);
+        }
+    }
 }
 
 #[test]

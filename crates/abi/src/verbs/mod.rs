@@ -4,6 +4,7 @@ pub mod address;
 pub mod async_event;
 pub mod attributes;
 pub(crate) mod convert;
+pub mod counter;
 pub mod cq;
 pub(crate) mod cq_ex;
 pub mod dm;

@@ -377,6 +377,8 @@ pub(crate) struct QpObject {
     pub(crate) builder: Mutex<Builder>,
     /// Of its two completion queues, its shared receive queue and its XRC domain, as far as it has them.
     pub(crate) _uses: [Option<Use>; 4],
+    /// Of its completion counters.
+    pub(crate) counters: Mutex<Vec<Use>>,
     /// Has the functions of the extended interface: `ibv_qp_to_qp_ex` may be used.
     pub(crate) extended: bool,
     pub(crate) _place: Place,

@@ -204,6 +204,7 @@ fn finish(
         ah: Mutex::new(ibv_ah_attr::default()),
         builder: Mutex::new(Builder::default()),
         _uses: uses,
+        counters: Mutex::default(),
         extended: send_ops.is_some(),
         _place: place,
     });

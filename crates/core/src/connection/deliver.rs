@@ -10,6 +10,7 @@ use crate::error::{PeerError, TermCode};
 use crate::observe::Step;
 use crate::rdmap::terminate::remote_error;
 use crate::verbs::access::Access;
+use crate::verbs::counter::Ops;
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::Placement;
 use crate::verbs::rq::RecvQueue;
@@ -103,6 +104,12 @@ impl Connection {
         };
         if expected && rtr {
             s.responder.count_send();
+        } else if expected {
+            s.ready_to_receive = match header.opcode() {
+                Opcode::Write => Some(Ops::REMOTE_WRITE),
+                Opcode::ReadRequest => Some(Ops::REMOTE_READ),
+                _ => None,
+            };
         }
         self.base.events.push_back(AsyncEvent::Started);
         expected && rtr
@@ -131,8 +138,24 @@ impl Connection {
         if let Some(s) = &mut self.stream
             && h.last
         {
-            s.responder.finish_write();
+            let len = s.responder.finish_write();
+            self.count_remote(Ops::REMOTE_WRITE, len);
         }
+    }
+
+    /// Counts a request of the peer that is done, if a completion counter is attached.
+    #[inline]
+    pub(super) fn count_remote(&mut self, op: Ops, len: u64) {
+        let Some(counters) = self.base.counters() else {
+            return;
+        };
+        let Some(s) = &mut self.stream else { return };
+        // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive message is none of the application.
+        if s.ready_to_receive == Some(op) {
+            s.ready_to_receive = None;
+            return;
+        }
+        counters.count(op, Status::Success, len);
     }
 
     fn deliver_send(&mut self, h: &Untagged) -> Result<(), Violation> {
@@ -238,7 +261,8 @@ impl Connection {
         drop(pinned);
         s.responder.count_write(len);
         if h.last {
-            s.responder.finish_write();
+            let whole = s.responder.finish_write();
+            self.count_remote(Ops::REMOTE_WRITE, whole);
         }
         self.observe_received(h.opcode, len, h.last);
         true

@@ -31,10 +31,12 @@ mod timers;
 mod tx;
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bounds;
 use crate::error::Misuse;
+use crate::verbs::counter::{Counter, Ops};
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{Attr, QpType, State};
@@ -452,6 +454,16 @@ impl Connection {
             s.requester.number_from(first);
             s.responder.number_from(first);
         }
+    }
+
+    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`).
+    pub fn attach_counter(&mut self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
+        self.base.attach_counter(counter, ops)
+    }
+
+    /// Forgets the completion counters, when the queue pair is destroyed: what is flushed then is not counted.
+    pub fn detach_counters(&mut self) {
+        self.base.detach_counters();
     }
 
     /// Drops the completions that were not polled, when the queue pair is destroyed (`ibv_destroy_qp(3)`).

@@ -297,12 +297,13 @@ impl Responder {
         self.write_bytes += len;
     }
 
-    /// The Write that was arriving is done.
+    /// The Write that was arriving is done. Returns its length.
     #[inline]
-    pub(super) fn finish_write(&mut self) {
-        self.last_write = Some(u32::try_from(self.write_bytes).unwrap_or(u32::MAX));
-        self.write_bytes = 0;
+    pub(super) fn finish_write(&mut self) -> u64 {
+        let len = std::mem::take(&mut self.write_bytes);
+        self.last_write = Some(u32::try_from(len).unwrap_or(u32::MAX));
         self.request_done();
+        len
     }
 
     // ------------------------------------------------------------------ Reads and atomics

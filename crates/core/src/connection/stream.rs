@@ -9,6 +9,7 @@ use crate::ddp::tx::Message;
 use crate::llp::mpa::marker::Inserter;
 use crate::rdmap::message::{HELLO_VERSION, NO_STAG, bytes_message, tagged};
 use crate::rdmap::terminate::TermContext;
+use crate::verbs::counter::Ops;
 use crate::verbs::source::Places;
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Untagged};
@@ -114,6 +115,8 @@ pub(super) struct Stream {
     pub(super) crc_rx: bool,
     /// A message of the peer has arrived.
     pub(super) started: bool,
+    /// The peer's ready-to-receive message is a Write or a Read, which is still to be counted as none.
+    pub(super) ready_to_receive: Option<Ops>,
     pub(super) bye_received: bool,
     pub(super) direct: Option<Direct>,
 }
@@ -136,6 +139,7 @@ impl Stream {
             current: None,
             terminated: false,
             started: false,
+            ready_to_receive: None,
             bye_received: false,
             direct: None,
             config,

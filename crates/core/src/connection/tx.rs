@@ -20,6 +20,7 @@ use crate::observe::Step;
 use crate::rdmap::message::{control, write_stag};
 use crate::rdmap::terminate::TermContext;
 use crate::verbs::access::Access;
+use crate::verbs::counter::Ops;
 use crate::verbs::mr::{LastRegion, Memory};
 use crate::verbs::qp::State;
 use crate::verbs::rnic::Rnic;
@@ -132,6 +133,7 @@ impl Connection {
             batch,
         );
         let ended = message.sent >= message.len;
+        let is_read = message.opcode == Opcode::ReadResponse;
         if framed.is_err() || next == Next::Part || ended {
             // The message leaves its place. If it has not ended, it is put back as the message under way.
             let message = match next {
@@ -161,6 +163,9 @@ impl Connection {
         if segment.last && request.is_none() && last {
             // `last` marks responses that occupy an IRD slot.
             s.responder.end_service();
+            if is_read {
+                self.count_remote(Ops::REMOTE_READ, segment.from + segment.len as u64);
+            }
         }
         self.base.observe_all(|| {
             [

@@ -77,6 +77,7 @@ use std::time::Duration;
 use crate::bounds;
 use crate::error::Misuse;
 use crate::observe::Step;
+use crate::verbs::counter::{Counter, Ops};
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{Attr, State, mask};
@@ -586,6 +587,22 @@ impl DatagramQp {
             State::Error => self.fail("disconnected", None),
             _ => self.base.state = to,
         }
+    }
+
+    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`). What peers do is not counted: a Write may be placed
+    /// in pieces that nothing holds together, and a Read asked for twice.
+    pub fn attach_counter(&mut self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
+        if ops.0 & Ops::REMOTE.0 != 0 {
+            return Err(Misuse::Unsupported(
+                "a counter of the peer's operations on a datagram queue pair",
+            ));
+        }
+        self.base.attach_counter(counter, ops)
+    }
+
+    /// Forgets the completion counters, when the queue pair is destroyed.
+    pub fn detach_counters(&mut self) {
+        self.base.detach_counters();
     }
 
     /// Clears everything except the epoch and the message numbers, which the peer may still remember. It is also called

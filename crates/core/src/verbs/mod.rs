@@ -1,6 +1,7 @@
 //! What the application sees: work requests, completions, protection domains, memory regions, queues.
 
 pub mod access;
+pub mod counter;
 pub mod cq;
 pub mod event;
 pub mod mr;

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::counter::{Counter, Counters, Ops};
 use super::cq::Cq;
 use super::event::AsyncEvent;
 use super::qp::{self, Attr, QpType, State, mask};
@@ -59,6 +60,8 @@ pub(crate) struct QpBase {
     last_wqe_raised: bool,
     /// [`AsyncEvent::SqDrained`] is to be raised when no request is outstanding.
     drain_event_wanted: bool,
+    /// Completion counters that are attached.
+    counters: Option<Box<Counters>>,
 }
 
 impl QpBase {
@@ -80,6 +83,7 @@ impl QpBase {
             overflowed: false,
             last_wqe_raised: false,
             drain_event_wanted: false,
+            counters: None,
         }
     }
 
@@ -182,8 +186,44 @@ impl QpBase {
 
     // ------------------------------------------------------------------ completion
 
-    /// Completes a send request; one that succeeds only if it asked for a completion.
+    /// Attaches a completion counter of `ops`, which stays until [`Self::detach_counters`].
+    pub(crate) fn attach_counter(
+        &mut self,
+        counter: &Arc<Counter>,
+        ops: Ops,
+    ) -> Result<(), Misuse> {
+        if !matches!(self.state, State::Reset | State::Init) {
+            return Err(Misuse::WrongState("a counter is attached in RESET or INIT"));
+        }
+        self.counters.get_or_insert_default().attach(counter, ops)
+    }
+
+    /// Forgets the completion counters: the queue pair is destroyed.
+    pub(crate) fn detach_counters(&mut self) {
+        self.counters = None;
+    }
+
+    /// The completion counters, if there are any.
+    #[inline]
+    pub(crate) fn counters(&self) -> Option<&Counters> {
+        self.counters.as_deref()
+    }
+
+    /// Counts a completion. Not in the code of the functions that complete, which few programs do with a counter.
+    #[cold]
+    #[inline(never)]
+    fn count(&self, op: WcOp, status: Status, len: u64) {
+        if let Some(counters) = &self.counters {
+            counters.completed(op, status, len);
+        }
+    }
+
+    /// Completes a send request; one that succeeds makes an entry only if it asked for one.
+    #[inline]
     pub(crate) fn complete_send(&mut self, retired: &Retired, status: Status) {
+        if self.counters.is_some() {
+            self.count(retired.op, status, retired.bytes);
+        }
         if status == Status::Success && !retired.signaled && !self.sig_all {
             return;
         }
@@ -195,7 +235,11 @@ impl QpBase {
     }
 
     /// Completes a receive.
+    #[inline]
     pub(crate) fn complete_recv(&mut self, entry: Completion) {
+        if self.counters.is_some() {
+            self.count(entry.op, entry.status, entry.byte_len.into());
+        }
         self.observe(|| Step::Complete(&entry));
         if self.rq.complete(entry, &self.recv_cq).is_err() {
             self.overflowed = true;

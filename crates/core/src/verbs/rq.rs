@@ -116,6 +116,7 @@ impl RecvQueue {
     }
 
     /// Completes the receive that was taken last, in the queue pair's own completion queue or the shared queue's.
+    #[inline]
     pub fn complete(&self, entry: Completion, own: &Cq) -> Result<(), Overflow> {
         match self {
             Self::Xrc { taken, .. } => match taken {

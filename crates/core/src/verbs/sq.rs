@@ -96,6 +96,7 @@ impl From<&Posted> for Retired {
 
 impl Retired {
     /// Its completion.
+    #[inline]
     pub fn completion(&self, status: Status, qpn: u32) -> Completion {
         let mut entry = Completion::new(self.id, status, self.op, qpn);
         entry.byte_len = u32::try_from(self.bytes).unwrap_or(u32::MAX);

@@ -20,6 +20,7 @@ use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, Counters, DatagramQp, Kind, TxDatagram};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
+use anywarp_core::verbs::counter::{Counter, Ops};
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
@@ -381,6 +382,11 @@ impl DgramQp {
         self.state_changed(&mut inner);
     }
 
+    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`).
+    pub fn attach_counter(&self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
+        self.lock().core.attach_counter(counter, ops)
+    }
+
     /// Destroys the queue pair: outstanding requests and their completions are dropped.
     pub fn destroy(&self) {
         self.udp.leave(index(self.common.number));
@@ -395,6 +401,7 @@ impl DgramQp {
                 self.common.number,
                 NotZero(&counters)
             );
+            inner.core.detach_counters();
             inner.core.reset();
             inner.pending = Vec::new();
             inner.sent = 0;

@@ -22,6 +22,7 @@ use anywarp_core::bounds;
 use anywarp_core::connection::{Connection, End, Peer};
 use anywarp_core::error::Misuse;
 use anywarp_core::fault::{Service, What};
+use anywarp_core::verbs::counter::{Counter, Ops};
 use anywarp_core::verbs::qp::{Attr, State};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
@@ -433,6 +434,11 @@ impl RcQp {
         })
     }
 
+    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`).
+    pub fn attach_counter(&self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
+        self.lock().conn.attach_counter(counter, ops)
+    }
+
     /// Destroys the queue pair: outstanding requests are dropped, the connection is closed in order.
     pub fn destroy(&self) {
         let now = clock::now();
@@ -443,6 +449,7 @@ impl RcQp {
             // acknowledged before the stream closes.
             self.progress(inner, now, Receive::All, true);
             self.finish_message(inner, now);
+            inner.conn.detach_counters();
             if !is_live(inner.conn.state()) {
                 // Nothing was sent in this state: the peer is not to see a stream that begins and ends at once.
                 self.drop_stream(inner);
