@@ -1408,6 +1408,27 @@ static const char *datagrams_rejected(size_t arg)
 	return NULL;
 }
 
+/* A request cannot be answered without its listener, however often that is tried. */
+static const char *datagrams_without_listener(size_t accepts)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct scene s;
+	struct told t;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
+	TRY(new_client(&s, RDMA_PS_UDP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	p.qp_num = s.server->qp->qp_num;
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	for (int i = 0; i < 3; i++) {
+		errno = 0;
+		ENSURE((accepts ? rdma_accept(s.server, &p) : rdma_reject(s.server, NULL, 0)) == -1 && errno == ENOTCONN,
+		       "try %d: %s", i, strerror(errno));
+	}
+	return NULL;
+}
+
 /* A member's datagram reaches all members, and none that has left. */
 static const char *multicast(size_t members)
 {
@@ -1536,6 +1557,8 @@ static const struct test tests[] = {
 	{ "datagrams", datagrams, AF_INET, 0, false },
 	{ "datagrams_ipv6", datagrams, AF_INET6, 0, false },
 	{ "datagrams_rejected", datagrams_rejected, 0, 0, false },
+	{ "datagrams_accepted_without_listener", datagrams_without_listener, 1, 0, false },
+	{ "datagrams_rejected_without_listener", datagrams_without_listener, 0, 0, false },
 	{ "multicast", multicast, 3, 0, false },
 	{ "again_and_again", again_and_again, 100, 0, false },
 };

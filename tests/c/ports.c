@@ -340,15 +340,14 @@ static const char *rdma_ports_are_taken(size_t space)
 	return rdma_works(&s);
 }
 
-/* Two ids that allow it have one port; only one of them listens. */
-static const char *shared_by_option(size_t arg)
+/* Two ids that allow it have one port; only one of them listens, and the other one when the first has gone. */
+static const char *shared_by_option(size_t chosen)
 {
 	struct rdma_cm_id *id[2];
-	struct sockaddr_in name = at(0);
+	struct sockaddr_in name = at((uint16_t)chosen);
 	struct scene s;
-	int on = 1;
+	int on = 1, plain;
 
-	(void)arg;
 	TRY(open_scene(&s, RDMA_PS_TCP));
 	for (int i = 0; i < 2; i++) {
 		ENSURE(!rdma_create_id(s.servers, &id[i], NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
@@ -362,7 +361,18 @@ static const char *shared_by_option(size_t arg)
 	ENSURE(rdma_listen(id[1], 8) && errno == EADDRINUSE, "two listeners have one port");
 	s.listener = id[0];
 	s.port = ntohs(name.sin_port);
-	return rdma_works(&s);
+	TRY(rdma_works(&s));
+	ENSURE(!close_now(id[0]), "rdma_destroy_id: %s", strerror(errno));
+	ENSURE(!rdma_listen(id[1], 8), "rdma_listen again: %s", strerror(errno));
+	s.listener = id[1];
+	TRY(rdma_works(&s));
+	/* A peer that knows no signpost finds it at the TCP port of its number. */
+	plain = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(plain >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)plain, "plain client");
+	ENSURE(!connect(plain, (struct sockaddr *)&name, sizeof name), "the listener is not at TCP port %u: %s", s.port,
+	       strerror(errno));
+	return NULL;
 }
 
 /* A plain socket with SO_REUSEPORT does not share the port with the listener: it gets it. */
@@ -1152,6 +1162,7 @@ static const struct test tests[] = {
 	{ "rdma_ports_are_taken", rdma_ports_are_taken, RDMA_PS_TCP, 0, false },
 	{ "rdma_ports_are_taken_udp", rdma_ports_are_taken, RDMA_PS_UDP, 0, false },
 	{ "shared_by_option", shared_by_option, 0, 0, false },
+	{ "shared_by_option_chosen", shared_by_option, 27441, 0, false },
 	{ "udp_plain_first", udp_both, 0, 0, false },
 	{ "udp_rdma_first", udp_both, 1, 0, false },
 	{ "spaces_are_apart", spaces_are_apart, 0, 0, false },

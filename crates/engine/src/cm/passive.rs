@@ -19,7 +19,7 @@ use crate::locks::Rank;
 use crate::log;
 use crate::net::socket::local_addr;
 use crate::qp::Manager;
-use crate::reactor::Source;
+use crate::reactor::{Source, Token};
 
 /// Minimum backlog passed to `listen(2)`, whatever the program passes to `rdma_listen(3)`.
 const KERNEL_BACKLOG: i32 = 512;
@@ -34,34 +34,47 @@ impl State {
             .unwrap_or(i32::MAX)
             .max(KERNEL_BACKLOG);
         let listen = |fd: &EngineFd| rustix::net::listen(fd.get(), backlog);
-        let fd = match self.bound.take() {
-            Some(fd) => match listen(&fd) {
-                Ok(()) => Some(fd),
+        let at_port = match &self.bound {
+            Some(fd) => match listen(fd) {
+                Ok(()) => true,
                 // A plain socket was bound to this port too, while neither listened, and called listen(2) first.
-                Err(Errno::ADDRINUSE) => None,
-                Err(e) => {
-                    self.bound = Some(fd);
-                    return Err(e.into());
-                }
+                Err(Errno::ADDRINUSE) => false,
+                Err(e) => return Err(e.into()),
             },
-            None => None,
+            None => false,
         };
-        let fd = match fd {
-            Some(fd) => fd,
-            None => {
-                let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
-                listen(&fd)?;
-                fd
-            }
-        };
-        if let Some(place) = &self.place {
-            let at = local_addr(&fd).map_or(0, |a| a.port());
-            place.listen(at, true)?;
+        // Until the identifier listens, it stays bound: after a failure the program may try again.
+        if !at_port {
+            let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
+            listen(&fd)?;
+            let token = self.watch_listener(engine, id, &fd)?;
+            self.bound = None;
+            self.listener = Some((fd, token));
+        } else if let Some(fd) = &self.bound {
+            let token = self.watch_listener(engine, id, fd)?;
+            self.listener = self.bound.take().map(|fd| (fd, token));
         }
+        Ok(())
+    }
+
+    /// Has the engine watch a listening socket, and lets peers find it.
+    fn watch_listener(
+        &self,
+        engine: &'static Engine,
+        id: &Weak<CmId>,
+        fd: &EngineFd,
+    ) -> io::Result<Token> {
+        // A peer that connects from here on is accepted when the identifier is unlocked.
         let source = Arc::new(ListenSource(id.clone()));
         let token = engine.add(source, fd.get(), false)?;
-        self.listener = Some((fd, token));
-        Ok(())
+        if let Some(place) = &self.place {
+            let at = local_addr(fd).map_or(0, |a| a.port());
+            if let Err(e) = place.listen(at, true) {
+                engine.remove(token, Some(fd.get()));
+                return Err(e);
+            }
+        }
+        Ok(token)
     }
 
     /// Moves the listener to another TCP port, and returns the new port.

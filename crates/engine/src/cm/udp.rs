@@ -66,10 +66,14 @@ impl CmId {
         let wish = state.wish.ok_or_else(|| os(libc::EINVAL))?;
         let fd = wish.datagram()?;
         let at = socket::local_addr(&fd).map_or(0, |a| a.port());
-        if let Some(place) = &state.place {
-            place.listen(at, false)?;
+        let endpoint = self.watch_udp(fd, None)?;
+        if let Some(place) = &state.place
+            && let Err(e) = place.listen(at, false)
+        {
+            self.drop_udp(Some(endpoint));
+            return Err(e);
         }
-        state.udp = Some(self.watch_udp(fd, None)?);
+        state.udp = Some(endpoint);
         state.backlog = usize::try_from(backlog).unwrap_or(0).clamp(16, 1024);
         state.step(Input::Listen)
     }
@@ -258,6 +262,19 @@ impl CmId {
         if private_data.len() > CM_PRIVATE_DATA {
             return Err(os(libc::EINVAL));
         }
+        let listener = {
+            let state = self.lock();
+            state.allows(Input::Answer)?;
+            let requester = state.requester.as_ref();
+            requester
+                .ok_or_else(|| os(libc::EINVAL))?
+                .listener
+                .upgrade()
+        };
+        // Without the listener there is no socket to answer from, and the request stays as it is.
+        let listener = listener.ok_or_else(|| os(libc::ENOTCONN))?;
+        let mut listening = listener.lock();
+        let endpoint = listening.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
         let (requester, qpn, qkey) = {
             let mut state = self.lock();
             state.allows(Input::Answer)?;
@@ -268,9 +285,10 @@ impl CmId {
             if accept && qpn == 0 {
                 return Err(os(libc::EINVAL));
             }
-            state.step(if accept { Input::Answer } else { Input::End })?;
             let requester = state.requester.clone();
-            (requester.ok_or_else(|| os(libc::EINVAL))?, qpn, qkey)
+            let requester = requester.ok_or_else(|| os(libc::EINVAL))?;
+            state.step(if accept { Input::Answer } else { Input::End })?;
+            (requester, qpn, qkey)
         };
         let bytes = Cm::Reply(CmReply {
             id: requester.request.id,
@@ -280,10 +298,6 @@ impl CmId {
             private_data: private_data.to_vec(),
         })
         .emit();
-        let listener = requester.listener.upgrade();
-        let listener = listener.ok_or_else(|| os(libc::ENOTCONN))?;
-        let mut state = listener.lock();
-        let endpoint = state.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
         endpoint.reply(requester.request, requester.budget, bytes);
         Ok(())
     }
