@@ -7,7 +7,7 @@ use crate::c_tests;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use xtask::{Result, sh};
+use xtask::{Result, portable, sh};
 
 /// Counts and compares.
 pub(crate) fn run(write: bool) -> Result {
@@ -111,7 +111,12 @@ const OF_CORE: [(&str, &str, &[&str], &str); 11] = [
 
 /// The ways of one message through the core alone: no thread and no socket has a part in it.
 fn core(work: &Path) -> Result<Vec<(String, u64)>> {
-    sh::run(sh::cargo().args(["build", "--release", "--package=anywarp-sim", "--examples"]))?;
+    sh::run(portable::cargo()?.args([
+        "build",
+        "--release",
+        "--package=anywarp-sim",
+        "--examples",
+    ]))?;
     let mut counted = Vec::new();
     for (name, example, arguments, function) in OF_CORE {
         let out = work.join(name.replace('/', "-"));

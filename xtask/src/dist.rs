@@ -19,7 +19,7 @@
 //! share/anywarp/studies/       the figures of `anywarp study`
 //! ```
 
-use crate::{Result, glibc, link, sh, symbols};
+use crate::{Result, glibc, link, portable, sh, symbols};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -27,7 +27,7 @@ use std::process::Command;
 /// Builds everything and puts it in place at once.
 pub fn run() -> Result {
     let symbols = symbols::read()?;
-    sh::run(sh::cargo().args([
+    sh::run(portable::cargo()?.args([
         "build",
         "--release",
         "--package=anywarp-abi",
@@ -72,6 +72,7 @@ pub fn run() -> Result {
     )?;
 
     glibc::check(&new)?;
+    portable::check(&new)?;
     remove(&dist)?;
     fs::rename(&new, &dist)?;
     println!("{}", dist.display());
@@ -83,7 +84,7 @@ fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
     let lib = new.join("lib");
     let map = work.join("libexs.map");
     fs::write(&map, "{ global: exs_*; local: *; };\n")?;
-    let mut cc = sh::cc();
+    let mut cc = portable::cc();
     cc.args(["-shared", "-fPIC", "-Wl,-soname,libexs.so.1"])
         .arg(format!("-Wl,--version-script={}", map.display()))
         // The library's thread runs its code: dlclose must not take it away.
@@ -188,7 +189,7 @@ fn loadable(
         &map,
         format!("{{ global: {} local: *; }};\n", exports.join(" ")),
     )?;
-    let mut cc = sh::cc();
+    let mut cc = portable::cc();
     cc.args(["-shared", "-fPIC"])
         .arg(format!("-Wl,-soname,{name}"))
         .arg(format!("-Wl,--version-script={}", map.display()))
@@ -216,7 +217,7 @@ fn loadable(
 /// Builds the program that measures extended sockets. It finds libexs beside itself, and that any verbs libraries.
 fn exs_ttcp(new: &Path, work: &Path) -> Result {
     let lib = new.join("lib");
-    let mut cc = sh::cc();
+    let mut cc = portable::cc();
     cc.args([
         "-std=gnu11",
         "-O2",
@@ -245,7 +246,7 @@ fn exs_ttcp(new: &Path, work: &Path) -> Result {
 
 /// Builds a plain verbs program against the libraries in `lib`.
 fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path) -> Result {
-    let mut cc = sh::cc();
+    let mut cc = portable::cc();
     cc.args(["-O2", "-o"])
         .arg(lib.join(name))
         .arg(sh::root().join(source))
@@ -258,7 +259,7 @@ fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path) -> Result {
 
 /// Builds the path shim, which needs nothing but libc.
 fn path_shim(lib: &Path, work: &Path) -> Result {
-    let mut cc = sh::cc();
+    let mut cc = portable::cc();
     // The checking macros of libc would turn the functions that are replaced into others.
     cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"])
         .args(["-Wno-nonnull-compare", "-U_FORTIFY_SOURCE"])

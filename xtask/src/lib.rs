@@ -9,6 +9,7 @@ pub mod dist;
 pub mod expect;
 pub mod glibc;
 pub mod link;
+pub mod portable;
 pub mod sh;
 pub mod symbols;
 

@@ -1,0 +1,164 @@
+//! Builds that do not depend on where they are made: the same sources give the same bytes in every folder.
+//!
+//! Compilers put the paths of sources into what they make, for backtraces and assertions. Here each folder of the machine has a
+//! fixed name in its place, and [`check`] looks through the result for those that are left.
+
+use crate::{Result, sh};
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The folders of this machine that compilers see, and what stands for each. Where two match, the last one counts.
+fn folders() -> Vec<(PathBuf, &'static str)> {
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    let cargo = std::env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| Some(home?.join(".cargo")));
+    let mut folders: Vec<_> = cargo.map(|dir| (dir, "/cargo")).into_iter().collect();
+    folders.push((sh::root(), "/anywarp"));
+    let target = sh::target();
+    if !target.starts_with(sh::root()) {
+        folders.push((target, "/anywarp/target"));
+    }
+    folders
+}
+
+/// Where the component rust-src has the sources of the standard library, and their name without it.
+fn standard_library() -> Result<Option<(PathBuf, String)>> {
+    let rustc = || Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+    let root = sh::output(rustc().args(["--print", "sysroot"]))?;
+    let sources = Path::new(root.trim()).join("lib/rustlib/src/rust");
+    if !sources.exists() {
+        return Ok(None);
+    }
+    let version = sh::output(rustc().arg("-vV"))?;
+    let commit = version
+        .lines()
+        .find_map(|line| line.strip_prefix("commit-hash: "));
+    Ok(commit.map(|commit| (sources, format!("/rustc/{commit}"))))
+}
+
+/// Cargo, for a build that is installed. The caller's own flags for rustc stay.
+pub fn cargo() -> Result<Command> {
+    let mut flags: Vec<OsString> = Vec::new();
+    if let Some(encoded) = std::env::var_os("CARGO_ENCODED_RUSTFLAGS") {
+        flags.extend((!encoded.is_empty()).then_some(encoded));
+    } else if let Ok(plain) = std::env::var("RUSTFLAGS") {
+        flags.extend(plain.split_whitespace().map(OsString::from));
+    }
+    let mut remap = |from: &Path, to: &str| {
+        let mut flag = OsString::from("--remap-path-prefix=");
+        flag.push(from);
+        flag.push("=");
+        flag.push(to);
+        flags.push(flag);
+    };
+    for (from, to) in folders() {
+        remap(&from, to);
+    }
+    if let Some((from, to)) = standard_library()? {
+        remap(&from, &to);
+    }
+    let mut command = sh::cargo();
+    // Flags in this variable are separated by a character that no path has.
+    command.env(
+        "CARGO_ENCODED_RUSTFLAGS",
+        flags.join(std::ffi::OsStr::new("\x1f")),
+    );
+    Ok(command)
+}
+
+/// The C compiler, the same way.
+pub fn cc() -> Command {
+    let mut cc = sh::cc();
+    for (from, to) in folders() {
+        let mut flag = OsString::from("-ffile-prefix-map=");
+        flag.push(from);
+        flag.push("=");
+        flag.push(to);
+        cc.arg(flag);
+    }
+    cc
+}
+
+/// Fails if a file in `dir` has a path of this machine.
+pub fn check(dir: &Path) -> Result {
+    let mut found = Vec::new();
+    let folders = folders();
+    each_file(dir, &mut |path| {
+        let bytes = fs::read(path)?;
+        for (folder, _) in &folders {
+            if names(&bytes, folder) {
+                found.push(format!("{}: {}", path.display(), folder.display()));
+            }
+        }
+        Ok(())
+    })?;
+    if found.is_empty() {
+        return Ok(());
+    }
+    Err(format!(
+        "paths of this machine in what is installed:\n{}",
+        found.join("\n")
+    )
+    .into())
+}
+
+fn each_file(dir: &Path, then: &mut impl FnMut(&Path) -> Result) -> Result {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
+            each_file(&entry.path(), then)?;
+        } else if kind.is_file() {
+            then(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether `folder`, or a path inside it, stands in `bytes`. In front of a folder such as `/src` there must be nothing that
+/// would make it the end of another path.
+fn names(bytes: &[u8], folder: &Path) -> bool {
+    let name = folder.as_os_str().as_bytes();
+    let is_short = folder.components().count() <= 2;
+    let goes_on =
+        |b: Option<&u8>| b.is_some_and(|b| b.is_ascii_alphanumeric() || b"._-".contains(b));
+    bytes.windows(name.len()).enumerate().any(|(at, window)| {
+        window == name
+            && !goes_on(bytes.get(at + name.len()))
+            && !(is_short && goes_on(at.checked_sub(1).and_then(|at| bytes.get(at))))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_of_the_folder_is_found_and_the_end_of_another_is_not() {
+        let build = Path::new("/home/me/build");
+        assert!(names(b"\0panicked/home/me/build/crates/a.rs\0", build));
+        assert!(!names(b"/home/me/builds/crates/a.rs", build));
+        assert!(!names(b"/anywarp/crates/a.rs", build));
+        let short = Path::new("/src");
+        assert!(names(b"\0/src/crates/a.rs", short));
+        assert!(!names(b"crates/core/src/lib.rs", short));
+    }
+
+    #[test]
+    fn a_file_in_a_folder_below_is_looked_at() {
+        let dir = sh::target().join(format!("tmp/portable-{}", std::process::id()));
+        fs::create_dir_all(dir.join("lib")).unwrap();
+        fs::write(dir.join("lib/clean"), "/anywarp/crates").unwrap();
+        let clean = check(&dir);
+        let source = sh::root().join("crates/core/src/lib.rs");
+        fs::write(dir.join("lib/bad"), source.as_os_str().as_bytes()).unwrap();
+        let bad = check(&dir);
+        fs::remove_dir_all(&dir).unwrap();
+        clean.unwrap();
+        assert!(bad.unwrap_err().to_string().contains("lib/bad"));
+    }
+}
