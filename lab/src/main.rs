@@ -1,5 +1,6 @@
 //! Runs the programs that judge the libraries, and measures: `cargo lab TASK`. What builds and checks is `cargo xtask`.
 
+mod adopters;
 mod bench;
 mod c_tests;
 mod capture;
@@ -36,6 +37,12 @@ enum Task {
     Programs(programs::Options),
     /// Programs of other releases of Debian, in trees that are made for it, as tests/programs and tests/distros expect them.
     Distros(distros::Options),
+    /// Software of other people from PyPI, as tests/adopters uses it.
+    Adopters {
+        /// Only those with this in their name.
+        #[arg(long, value_name = "PART")]
+        filter: Option<String>,
+    },
     /// Programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop expects them.
     Interop(interop::Options),
     /// tests/mpi under the distribution's MPIs.
@@ -106,6 +113,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::CTests { arguments } => c_tests::run(&as_str(arguments)),
         Task::Programs(options) => programs::run(options),
         Task::Distros(options) => distros::run(options),
+        Task::Adopters { filter } => adopters::run(filter.as_deref()),
         Task::Interop(options) => interop::run(options),
         Task::Mpi => mpi::run(),
         Task::Count { write } => count::run(*write),
