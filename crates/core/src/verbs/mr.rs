@@ -633,6 +633,7 @@ impl Regions {
     }
 
     /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in its order: exists, associated, rights, bounds, wrap.
+    #[inline]
     pub fn check(
         &self,
         stag: Stag,
