@@ -1,5 +1,6 @@
 //! `cargo lab sockets`: the semantics program `tests/c/sockets.c` on the kernel's sockets and on those of
-//! `libanywarp-sockets.so`, then programs on these, as tests/sockets/check has them.
+//! `libanywarp-sockets.so`, then `anywarp sockets` and programs on these, as
+//! tests/sockets has them.
 
 use std::process::Command;
 use xtask::{Result, sh};
@@ -7,14 +8,17 @@ use xtask::{Result, sh};
 /// Seconds after which the run is ended.
 const LIMIT: &str = "180";
 
-/// In a network namespace of its own: the library, the semantics program, the check.
+/// In a network namespace of its own: the library, the semantics program, the check, the command, and what tries it.
 const SCRIPT: &str = r#"set -e
 ip link set lo up
 echo '== tests/c/sockets.c, sockets of the kernel'
 "$2"
 echo '== tests/c/sockets.c, upgraded'
 SOCKETS_UPGRADED=1 LD_PRELOAD="$1" "$2"
-exec "$3" "$1""#;
+echo '== tests/sockets/command'
+"$5" "$4"
+echo '== tests/sockets/check'
+exec "$3" "$1" "$4""#;
 
 /// Runs all of it.
 pub(crate) fn run() -> Result {
@@ -44,6 +48,8 @@ pub(crate) fn run() -> Result {
         .arg("sh")
         .arg(library)
         .arg(program)
-        .arg(sh::root().join("tests/sockets/check"));
+        .arg(sh::root().join("tests/sockets/check"))
+        .arg(sh::dist().join("bin/anywarp"))
+        .arg(sh::root().join("tests/sockets/command"));
     sh::run(&mut check)
 }

@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use crate::bench::args::Bench;
 use crate::bench::raw::Raw;
 use crate::perf::args::Perf;
+use crate::sockets::args::Sockets;
 use crate::study::args::Study;
 
 /// RDMA on any machine: runs unmodified RDMA programs without RDMA hardware
@@ -98,6 +99,13 @@ pub(crate) enum Command {
     /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and becomes a drawing beside the paper's finding and
     /// the verdict here. The report is one HTML file; values are in CSV and JSON files beside it.
     Study(Study),
+
+    /// Run unmodified socket programs over RDMA, and show what became of their connections
+    ///
+    /// A library is preloaded. TCP connections between two programs that have it become iWARP streams, on the programs' own
+    /// descriptors and the same ports; a connection to any other program is the kernel's. Rules decide which connections may be
+    /// upgraded: anywarp-sockets.conf(5). docs/sockets.md says what is not there yet.
+    Sockets(Sockets),
 
     /// Show the counters of the queue pairs of a running program
     ///

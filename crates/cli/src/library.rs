@@ -18,6 +18,9 @@ const PROVIDER: &str = "lib/libanywarp-fi.so";
 const DISSECTOR: &str = "share/anywarp/wireshark/anywarp.lua";
 const STUDIES: &str = "share/anywarp/studies";
 
+/// The preload that carries sockets of unmodified programs.
+const SOCKETS: &str = "libanywarp-sockets.so";
+
 /// The self-test program of `anywarp doctor`.
 const SELF_TEST: &str = "anywarp-selftest";
 
@@ -131,6 +134,23 @@ impl Library {
     /// The path shim, if it is there.
     pub(crate) fn path_shim(&self) -> Option<PathBuf> {
         Some(self.dir.join(PATH_SHIM)).filter(|path| path.is_file())
+    }
+
+    /// The preload that carries sockets of unmodified programs.
+    pub(crate) fn sockets(&self) -> Result<PathBuf, Missing> {
+        let path = self.dir.join(SOCKETS);
+        if path.is_file() {
+            return Ok(path);
+        }
+        Err(Missing::File {
+            path,
+            from_variable: env::var_os("ANYWARP_LIB").is_some_and(|dir| !dir.is_empty()),
+        })
+    }
+
+    /// What is preloaded for sockets, in front of what was.
+    pub(crate) fn with_sockets(&self, preload: &Path, before: Option<OsString>) -> OsString {
+        in_front([preload.as_os_str()].into_iter(), before, b" :\t\n")
     }
 
     /// What Wireshark needs to know of datagrams, if it is there.

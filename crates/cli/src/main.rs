@@ -12,6 +12,7 @@ mod elf;
 mod library;
 mod pages;
 mod perf;
+mod sockets;
 mod study;
 mod sys;
 

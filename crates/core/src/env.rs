@@ -233,9 +233,24 @@ pub const VARIABLES: &[Variable] = &[
         default: "all prefer",
         value: "RULES|FILE",
         text: "Which sockets of a program with libanywarp-sockets.so preloaded become iWARP streams: rules with semicolons \
-               between them, or a file with rules (docs/sockets.md). They come before those of the user's and the machine's \
+               between them, or a file with rules (anywarp-sockets.conf(5)). They come before those of the user's and the machine's \
                sockets.conf. When unset, and without these files, all TCP connections are upgraded whose peers are \
                known to understand it.",
+    },
+    Variable {
+        name: "ANYWARP_SOCKETS_RULES",
+        reader: Reader::Sockets,
+        default: "unset",
+        value: "RULES",
+        text: "Rules that are looked at before those of ANYWARP_SOCKETS and of the files. `anywarp sockets run --rule` sets it.",
+    },
+    Variable {
+        name: "ANYWARP_SOCKETS_TAG",
+        reader: Reader::Sockets,
+        default: "unset",
+        value: "TAG",
+        text: "The tag by which a line `program NAME tag TAG` of the rules selects this process. `anywarp sockets run --tag` sets \
+               it.",
     },
     Variable {
         name: "ANYWARP_TEST_PANIC",

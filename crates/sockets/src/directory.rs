@@ -7,22 +7,22 @@ use crate::real;
 use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::{c_int, sockaddr_un, socklen_t};
+use sockets_base::name;
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 
 /// The names that this process holds, by the number of the listener.
 static HELD: Mutex<Option<HashMap<c_int, c_int>>> = Mutex::new(None);
 
-fn name(addr: IpAddr, port: u16) -> (sockaddr_un, socklen_t) {
+fn address(name: &str) -> (sockaddr_un, socklen_t) {
     // SAFETY: zeros are a valid address.
     let mut un: sockaddr_un = unsafe { std::mem::zeroed() };
     un.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    let text = format!("anywarp/tcp/{}/{port}", addr.to_canonical());
     // The first byte is zero: the name is no file's.
-    for (place, byte) in un.sun_path.iter_mut().skip(1).zip(text.bytes()) {
+    for (place, byte) in un.sun_path.iter_mut().skip(1).zip(name.bytes()) {
         *place = byte as libc::c_char;
     }
-    let len = std::mem::offset_of!(sockaddr_un, sun_path) + 1 + text.len();
+    let len = std::mem::offset_of!(sockaddr_un, sun_path) + 1 + name.len();
     (un, len as socklen_t)
 }
 
@@ -33,29 +33,35 @@ fn unix() -> Option<c_int> {
     (fd >= 0).then_some(fd)
 }
 
-/// Enters a listener.
-pub fn enter(listener: c_int, addr: SocketAddr) {
-    let Some(fd) = unix() else { return };
-    let (un, len) = name(addr.ip(), addr.port());
+/// Enters a listener; returns the descriptor that holds its name.
+pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
+    let fd = unix()?;
+    let (un, len) = address(&name::of(addr.ip(), addr.port()));
     // SAFETY: address and length belong together.
     let ok =
         unsafe { real::bind(fd, (&raw const un).cast(), len) == 0 && real::listen(fd, 4096) == 0 };
     // Another listener of this address (SO_REUSEPORT, another process of the program) may hold the name.
     let high = if ok { sys::copy_high(fd) } else { None };
     sys::close(fd);
-    if let Some(high) = high {
-        let mut held = HELD.lock();
-        if let Some(old) = held.get_or_insert_default().insert(listener, high) {
-            sys::close(old);
-        }
+    let high = high?;
+    let mut held = HELD.lock();
+    if let Some(old) = held.get_or_insert_default().insert(listener, high) {
+        sys::close(old);
     }
+    Some(high)
 }
 
-/// The listener was closed.
-pub fn leave(listener: c_int) {
+/// The listener was closed: returns the descriptor that held its name, which the caller closes.
+pub fn leave(listener: c_int) -> Option<c_int> {
     let mut held = HELD.lock();
-    if let Some(fd) = held.as_mut().and_then(|h| h.remove(&listener)) {
-        sys::close(fd);
+    held.as_mut().and_then(|h| h.remove(&listener))
+}
+
+/// The program puts another descriptor in this place: it is not ours any more.
+pub fn lost(fd: c_int) {
+    let mut held = HELD.lock();
+    if let Some(held) = held.as_mut() {
+        held.retain(|_, own| *own != fd);
     }
 }
 
@@ -64,20 +70,12 @@ pub fn ask(addr: SocketAddr) -> bool {
     if !is_here(addr) {
         return false;
     }
-    let unspecified: IpAddr = if addr.ip().to_canonical().is_ipv4() {
-        IpAddr::from([0u8; 4])
-    } else {
-        IpAddr::from([0u8; 16])
-    };
-    let wide: IpAddr = IpAddr::from([0u8; 16]);
-    ask_name(addr.ip(), addr.port())
-        || ask_name(unspecified, addr.port())
-        || (unspecified != wide && ask_name(wide, addr.port()))
+    name::to_ask(addr).iter().any(|name| ask_name(name))
 }
 
-fn ask_name(addr: IpAddr, port: u16) -> bool {
+fn ask_name(name: &str) -> bool {
     let Some(fd) = unix() else { return false };
-    let (un, len) = name(addr, port);
+    let (un, len) = address(name);
     // SAFETY: address and length belong together.
     let r = unsafe { real::connect(fd, (&raw const un).cast(), len) };
     // With a full backlog nothing is known, and the connection stays plain.
@@ -108,9 +106,11 @@ fn is_trusted(fd: c_int) -> bool {
 
 /// Whether an address is one of this namespace: then packets to it come from it.
 fn is_here(addr: SocketAddr) -> bool {
-    if addr.ip().to_canonical().is_loopback() {
-        return true;
-    }
+    addr.ip().to_canonical().is_loopback() || source(addr) == Some(addr.ip())
+}
+
+/// The address from which the kernel would send to another.
+pub fn source(addr: SocketAddr) -> Option<IpAddr> {
     let any: SocketAddr = if addr.is_ipv4() {
         ([0u8; 4], 0).into()
     } else {
@@ -118,7 +118,7 @@ fn is_here(addr: SocketAddr) -> bool {
     };
     let socket =
         std::net::UdpSocket::bind(any).and_then(|s| s.connect(addr).and_then(|()| s.local_addr()));
-    socket.is_ok_and(|local| local.ip() == addr.ip())
+    socket.ok().map(|local| local.ip())
 }
 
 /// Ends the connections of those that have asked: they wait in the backlogs of the names.

@@ -11,6 +11,7 @@
 //! | `conn/sock.rs` | a connection: its decision, its owner, the threads that wait for it |
 //! | `stream.rs` | an upgraded stream, without waiting |
 //! | `wire.rs` | what two ends say to each other |
+//! | `conn/show.rs` | what `anywarp sockets stat` reads |
 //! | `policy.rs`, `directory.rs` | which connections are upgraded |
 
 pub mod conn;

@@ -1,10 +1,5 @@
 //! Every limit: name, unit and reason.
 
-/// Payload bytes that a peer may send first. A request and its answer fit; a stream that is idle holds no more.
-pub const WINDOW_MIN: u32 = 16 * 1024;
-/// Payload bytes that a peer may have under way at most. Beyond 1 MiB the throughput of one stream grows no more, and a
-/// reader that stops leaves as much in memory.
-pub const WINDOW_MAX: u32 = 1 << 20;
 /// Bytes taken from the carrier in a wait: what is more is read straight into the program's buffer.
 pub const WAIT_READ: usize = 16 * 1024;
 /// Bytes of one buffer that receives what does not go straight to the program.

@@ -8,13 +8,23 @@ static ON: OnceLock<bool> = OnceLock::new();
 
 /// Writes a line if the log is on. It is not written through std: its locks may be held at a fork.
 pub fn line(text: &str) {
-    let on = ON.get_or_init(|| {
-        !sys::has_more_rights_than_its_caller()
-            && std::env::var_os("ANYWARP_LOG").is_some_and(|v| !v.is_empty() && v != "off")
-    });
-    if *on {
+    if is_on() {
         always(text);
     }
+}
+
+/// Writes a line, which is made only if the log is on.
+pub fn with(text: impl FnOnce() -> String) {
+    if is_on() {
+        always(&text());
+    }
+}
+
+fn is_on() -> bool {
+    *ON.get_or_init(|| {
+        !sys::has_more_rights_than_its_caller()
+            && std::env::var_os("ANYWARP_LOG").is_some_and(|v| !v.is_empty() && v != "off")
+    })
 }
 
 /// Writes a line, also without a log.

@@ -40,6 +40,12 @@ pub fn me() -> u32 {
     }
 }
 
+/// Whether this is a child that has the memory of another process, until it executes a program: of vfork, for example. What it
+/// does with its descriptors concerns the kernel alone.
+pub fn is_visitor() -> bool {
+    me() != std::process::id()
+}
+
 /// In the child of a fork.
 pub fn forked() {
     ME.store(0, Ordering::Relaxed);

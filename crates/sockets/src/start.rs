@@ -1,5 +1,6 @@
 //! Start and end of the process, and forks.
 
+use crate::conn::show;
 use crate::conn::sock::LIVE;
 use crate::conn::table::{self, Entry};
 use crate::conn::worker;
@@ -26,6 +27,7 @@ extern "C" fn begin() {
     unsafe {
         libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child));
     }
+    owner::me();
     inherited();
 }
 
@@ -83,6 +85,7 @@ extern "C" fn in_child() {
         held.forked();
     }
     owner::forked();
+    show::forked();
     table::for_each(|_, entry| match entry {
         Entry::Sock(sock) => sock.after_fork(),
         Entry::Set(set) => {

@@ -2,6 +2,7 @@
 
 use crate::limits;
 use crate::log;
+use crate::policy;
 use crate::queue::{Dest, Queue};
 use crate::sys;
 use crate::wire::{Broken, Frame, Kind, LONGEST, Private, Rx, Sink, Tx};
@@ -85,10 +86,15 @@ struct Start {
     got: Vec<u8>,
 }
 
+/// Payload bytes that a peer may send first.
+fn window_first() -> u32 {
+    policy::settings().window.0
+}
+
 /// What this end says about itself.
 fn private() -> Private {
     Private {
-        window: limits::WINDOW_MIN,
+        window: window_first(),
         longest: LONGEST as u32,
         namespace: 0,
     }
@@ -176,14 +182,14 @@ impl Sink for Arriving<'_, '_, '_, '_> {
 impl Stream {
     fn new(crc: bool) -> Self {
         Self {
-            rx: Rx::new(limits::WINDOW_MIN, crc),
+            rx: Rx::new(window_first(), crc),
             tx: None,
             start: None,
             queue: Queue::default(),
             held: Vec::new(),
             out: Vec::new(),
             out_from: 0,
-            window: limits::WINDOW_MIN,
+            window: window_first(),
             eof: false,
             error: 0,
             broken: false,
@@ -455,7 +461,7 @@ impl Stream {
                     };
                     behind = Some(start.got.get(consumed..).unwrap_or(&[]).to_vec());
                     self.start = None;
-                    self.rx = Rx::new(limits::WINDOW_MIN, params.crc);
+                    self.rx = Rx::new(window_first(), params.crc);
                     self.tx = Some(Tx::new(&peer, params.crc));
                     self.news.writable = true;
                 }
@@ -595,8 +601,9 @@ impl Stream {
             return;
         }
         // The reader keeps up: nothing waits for it.
-        if self.window < limits::WINDOW_MAX && self.queue.is_empty() {
-            self.window *= 2;
+        let most = policy::settings().window.1;
+        if self.window < most && self.queue.is_empty() {
+            self.window = self.window.saturating_mul(2).min(most);
         }
         let n = (self.window as usize).saturating_sub(ahead);
         self.rx.grant(u32::try_from(n).unwrap_or(0));

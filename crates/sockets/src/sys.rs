@@ -253,6 +253,19 @@ pub fn has_more_rights_than_its_caller() -> bool {
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
 
+/// The path by which the kernel was asked to execute this program.
+pub fn started_as() -> Option<std::ffi::OsString> {
+    use std::os::unix::ffi::OsStringExt;
+    // SAFETY: reads a number that the kernel passed at start.
+    let at = unsafe { libc::getauxval(libc::AT_EXECFN) } as usize;
+    if at == 0 {
+        return None;
+    }
+    // SAFETY: it is the address of a C string, which lies above the program's stack as long as the process lives.
+    let path = unsafe { std::ffi::CStr::from_ptr(std::ptr::with_exposed_provenance(at)) };
+    Some(std::ffi::OsString::from_vec(path.to_bytes().to_vec()))
+}
+
 /// Closes a connection for sending.
 pub fn shut_down_sending(fd: c_int) -> Result<c_int, c_int> {
     // SAFETY: no pointer.
@@ -291,4 +304,51 @@ pub fn copy_high(fd: c_int) -> Option<c_int> {
 pub fn read_at(fd: c_int, into: &mut [u8], offset: i64) -> Result<usize, c_int> {
     // SAFETY: the slice is writable.
     size(unsafe { real::pread(fd, into.as_mut_ptr().cast(), into.len(), offset) })
+}
+
+/// Makes memory that others can open by the descriptor: its number, and where it is mapped. It begins with `first`.
+pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int, *mut u8)> {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // Beyond this limit the kernel would send a signal.
+    // SAFETY: the structure is writable.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0;
+    if !known || limit.rlim_cur < size as libc::rlim_t || first.len() > size {
+        return None;
+    }
+    // SAFETY: a C string.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return None;
+    }
+    let high = copy_high(fd);
+    close(fd);
+    let fd = high?;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: new memory, of a file that has this size.
+    let at = unsafe {
+        if libc::ftruncate(fd, size as libc::off_t) == 0 {
+            libc::mmap(std::ptr::null_mut(), size, access, libc::MAP_SHARED, fd, 0)
+        } else {
+            libc::MAP_FAILED
+        }
+    };
+    if at == libc::MAP_FAILED {
+        close(fd);
+        return None;
+    }
+    let at = at.cast::<u8>();
+    // SAFETY: it is shorter than the mapping, which nothing else has yet.
+    unsafe { std::ptr::copy_nonoverlapping(first.as_ptr(), at, first.len()) };
+    Some((fd, at))
+}
+
+/// Ends a mapping of [`shared`].
+pub fn unmap(at: *mut u8, size: usize) {
+    // SAFETY: the caller made it, and does not use it any more.
+    unsafe {
+        libc::munmap(at.cast(), size);
+    }
 }

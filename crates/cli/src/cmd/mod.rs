@@ -14,7 +14,9 @@ use std::process::ExitCode;
 
 use crate::cli::{Cli, Command};
 use crate::library::Missing;
-use crate::{bench, perf, study};
+use crate::{bench, perf, sockets, study};
+
+pub(crate) use run::{exec, find};
 
 /// Runs what was asked for.
 pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
@@ -28,6 +30,7 @@ pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Bench(args) => bench::run(&args),
         Command::Study(args) => study::run(&args),
         Command::BenchRaw(args) => Ok(bench::raw::run(&args)),
+        Command::Sockets(args) => sockets::run(&args),
         Command::Stat(args) => stat::run(&args),
         Command::Generate(args) => generate::run(&args),
     }
@@ -44,6 +47,8 @@ pub(crate) enum Failure {
     NotExecutable(PathBuf, io::Error),
     /// What is to go wrong cannot be understood, or not be read.
     Faults(String),
+    /// Rules for sockets cannot be understood, or not be read.
+    Rules(String),
     /// Counters of a process are not to be had.
     Stat(String),
     /// Writing a file or the output failed.
@@ -58,7 +63,7 @@ impl Failure {
             Self::NotFound(_) => 127,
             Self::NotExecutable(..) => 126,
             Self::Library(_) => 125,
-            Self::Faults(_) => 2,
+            Self::Faults(_) | Self::Rules(_) => 2,
             Self::Write(..) | Self::Stat(_) => 1,
         })
     }
@@ -69,7 +74,7 @@ impl fmt::Display for Failure {
         match self {
             Self::Library(missing) => missing.fmt(f),
             Self::Faults(why) => write!(f, "--faults: {why}"),
-            Self::Stat(why) => f.write_str(why),
+            Self::Rules(why) | Self::Stat(why) => f.write_str(why),
             Self::NotFound(program) => write!(f, "{program}: program not found"),
             Self::NotExecutable(path, e) => {
                 write!(f, "{}: cannot be executed: {e}", path.display())

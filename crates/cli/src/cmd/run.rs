@@ -127,7 +127,7 @@ fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
 }
 
 /// Looks a program up as a shell does: a name with a slash is a path, any other is searched for in PATH.
-pub(super) fn find(name: &OsStr) -> Result<PathBuf, Failure> {
+pub(crate) fn find(name: &OsStr) -> Result<PathBuf, Failure> {
     let not_found = || Failure::NotFound(name.to_string_lossy().into_owned());
     if name.as_bytes().contains(&b'/') {
         let path = PathBuf::from(name);

@@ -5,6 +5,7 @@
 
 pub mod number;
 pub mod set;
+pub mod show;
 pub mod sock;
 pub mod table;
 pub mod worker;

@@ -1,15 +1,18 @@
 //! A connection of the program: undecided, or upgraded. A plain one is not known here any more.
 
 use crate::conn::set::{Set, for_carrier};
+use crate::conn::show;
 use crate::conn::table;
 use crate::conn::worker;
 use crate::limits;
 use crate::log;
+use crate::policy;
 use crate::queue::Dest;
 use crate::stream::{self, First, News, Stream};
 use crate::sys;
 use anywarp_core::lock::{Condvar, Mutex};
 use libc::c_int;
+use sockets_base::stat::Why;
 use std::io::IoSlice;
 use std::sync::MutexGuard;
 use std::sync::atomic::{
@@ -35,10 +38,6 @@ pub enum Mode {
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 /// Connections that are neither plain nor upgraded yet.
 pub static UNDECIDED: AtomicUsize = AtomicUsize::new(0);
-/// Streams that were upgraded, and connections that were looked at and stayed plain.
-pub static UPGRADED: AtomicUsize = AtomicUsize::new(0);
-/// See [`UPGRADED`].
-pub static STAYED: AtomicUsize = AtomicUsize::new(0);
 
 /// A connection.
 #[derive(Debug)]
@@ -196,10 +195,11 @@ impl Sock {
     // ------------------------------------------------------------------ decision
 
     /// Leaves this number to the kernel from here on.
-    fn go_plain(&'static self, fd: c_int) {
+    fn go_plain(&'static self, fd: c_int, why: Why) {
         if self.becomes(Mode::Plain) {
             LIVE.fetch_sub(1, Ordering::Relaxed);
-            STAYED.fetch_add(1, Ordering::Relaxed);
+            show::plain(fd, why);
+            policy::stays_plain(fd, why);
             for set in std::mem::take(&mut *lock(&self.sets)) {
                 set.forget(fd);
             }
@@ -231,7 +231,7 @@ impl Sock {
             self.leads.store(false, Ordering::SeqCst);
             let kick = self.kick.swap(-1, Ordering::AcqRel);
             if kick >= 0 {
-                sys::close(kick);
+                table::close_own(kick);
             }
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
@@ -252,7 +252,7 @@ impl Sock {
                 }
             }
             Mode::Plain => {
-                self.go_plain(fd);
+                self.go_plain(fd, Why::NotSeen);
             }
             Mode::Up => {}
         }
@@ -271,10 +271,15 @@ impl Sock {
             Err(libc::EAGAIN | libc::EINTR) if !writes => return,
             Err(_) => 0,
         };
-        let first = stream::first(bytes.get(..n).unwrap_or(&[]), crate::policy::crc());
+        let why = if n == 0 {
+            Why::WroteFirst
+        } else {
+            Why::NoRequest
+        };
+        let first = stream::first(bytes.get(..n).unwrap_or(&[]), policy::settings().crc);
         let First::Request(length, reply, mut stream) = first else {
             drop(inner);
-            self.go_plain(fd);
+            self.go_plain(fd, why);
             return;
         };
         stream.undelay(fd);
@@ -292,7 +297,7 @@ impl Sock {
         *inner = Some(stream);
         self.own();
         self.becomes(Mode::Up);
-        UPGRADED.fetch_add(1, Ordering::Relaxed);
+        show::upgraded(fd);
         log::line(&format!("stream {fd}: accepted"));
     }
 
@@ -302,14 +307,14 @@ impl Sock {
         if self.mode() != Mode::Connecting {
             return;
         }
-        let Some(initiator) = stream::initiator(crate::policy::crc()) else {
+        let Some(initiator) = stream::initiator(policy::settings().crc) else {
             return;
         };
         let request = initiator.request();
         if sys::send(fd, &[IoSlice::new(&request)], libc::MSG_NOSIGNAL) != Ok(request.len()) {
             // The connection has failed already. The next call on it returns the error.
             drop(inner);
-            self.go_plain(fd);
+            self.go_plain(fd, Why::NotConnected);
             return;
         }
         let mut stream = Stream::connecting(initiator);
@@ -317,7 +322,7 @@ impl Sock {
         *inner = Some(stream);
         self.own();
         self.becomes(Mode::Up);
-        UPGRADED.fetch_add(1, Ordering::Relaxed);
+        show::upgraded(fd);
         log::line(&format!("stream {fd}: Request sent"));
     }
 
@@ -421,6 +426,7 @@ impl Sock {
         }
         let mut news = stream.news();
         news.readable &= stream.is_readable();
+        show::moved(fd, stream);
         drop(inner);
         self.notify_sets(news);
         (result, sleeps && more)
@@ -472,6 +478,7 @@ impl Sock {
             return Some(fd);
         }
         let fd = sys::eventfd()?;
+        table::own(fd);
         self.kick.store(fd, Ordering::Release);
         Some(fd)
     }
@@ -486,6 +493,7 @@ impl Sock {
     ) -> (Result<usize, c_int>, Option<Wait>) {
         let done = self.with(|stream| {
             let result = stream.write(fd, parts, flags, self.may_pull());
+            show::moved(fd, stream);
             let wait = (waits && result == Err(libc::EAGAIN)).then(|| {
                 if stream.has_rest() {
                     Wait::Room

@@ -7,6 +7,7 @@
 use crate::conn::set::Set;
 use crate::conn::sock::Sock;
 use crate::limits;
+use crate::sys;
 use libc::c_int;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
@@ -24,9 +25,24 @@ const UDP: usize = 2;
 const LISTENER: usize = 3;
 /// A listener whose connections must be upgraded.
 const LISTENER_STRICT: usize = 4;
+/// A listener whose connections are decided about one by one.
+const LISTENER_EACH: usize = 5;
+/// A descriptor of the library.
+const OWN: usize = 6;
 const TAGS: usize = 16;
 /// In the address of a set; one of a socket has no such bit.
 const SET: usize = 1;
+
+/// What is done with the connections of a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Listens {
+    /// They are looked at.
+    Prefers,
+    /// They must be upgraded.
+    Requires,
+    /// It depends on their addresses.
+    Each,
+}
 
 /// What is known about a descriptor.
 #[derive(Debug, Clone, Copy)]
@@ -37,8 +53,10 @@ pub enum Entry {
     Tcp,
     /// A UDP socket.
     Udp,
-    /// A listener; whether its connections must be upgraded.
-    Listener(bool),
+    /// A listener.
+    Listener(Listens),
+    /// A descriptor of the library, which the program does not know of: it cannot close it.
+    Own,
     /// A connection.
     Sock(&'static Sock),
     /// An epoll set.
@@ -51,8 +69,10 @@ impl Entry {
             Self::Other => 0,
             Self::Tcp => TCP,
             Self::Udp => UDP,
-            Self::Listener(false) => LISTENER,
-            Self::Listener(true) => LISTENER_STRICT,
+            Self::Listener(Listens::Prefers) => LISTENER,
+            Self::Listener(Listens::Requires) => LISTENER_STRICT,
+            Self::Listener(Listens::Each) => LISTENER_EACH,
+            Self::Own => OWN,
             Self::Sock(sock) => std::ptr::from_ref(sock).expose_provenance(),
             Self::Set(set) => std::ptr::from_ref(set).expose_provenance() | SET,
         }
@@ -63,8 +83,10 @@ impl Entry {
         match word {
             TCP => Self::Tcp,
             UDP => Self::Udp,
-            LISTENER => Self::Listener(false),
-            LISTENER_STRICT => Self::Listener(true),
+            LISTENER => Self::Listener(Listens::Prefers),
+            LISTENER_STRICT => Self::Listener(Listens::Requires),
+            LISTENER_EACH => Self::Listener(Listens::Each),
+            OWN => Self::Own,
             0..TAGS => Self::Other,
             word if word & SET != 0 => {
                 let at = std::ptr::with_exposed_provenance::<Set>(word & !SET);
@@ -137,6 +159,17 @@ pub fn replace(fd: c_int, entry: Entry) -> Entry {
     let word = entry.word();
     let place = if word == 0 { place(fd) } else { make(fd) };
     place.map_or(Entry::Other, |p| Entry::of(p.swap(word, Ordering::AcqRel)))
+}
+
+/// The library has made `fd` for itself.
+pub fn own(fd: c_int) {
+    replace(fd, Entry::Own);
+}
+
+/// Closes a descriptor that the library has made for itself.
+pub fn close_own(fd: c_int) {
+    replace(fd, Entry::Other);
+    sys::close(fd);
 }
 
 /// Removes what is known about `fd` if it is still that socket; whether it was.

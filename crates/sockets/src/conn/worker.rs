@@ -85,6 +85,7 @@ pub fn drain(fd: c_int, stream: Box<Stream>) {
         return;
     }
     let Some(fd) = sys::copy_high(fd) else { return };
+    table::own(fd);
     OPEN.fetch_add(1, Ordering::AcqRel);
     DRAINING.fetch_add(1, Ordering::AcqRel);
     work.draining.push(Draining {
@@ -148,7 +149,7 @@ fn drain_turn(d: &mut Draining) -> bool {
         DRAINING.fetch_sub(1, Ordering::AcqRel);
     }
     if over {
-        sys::close(d.fd);
+        table::close_own(d.fd);
         OPEN.fetch_sub(1, Ordering::AcqRel);
     }
     !over
@@ -177,7 +178,7 @@ impl Held {
         OPEN.store(0, Ordering::Release);
         if let Some(work) = self.0.take() {
             for d in work.draining {
-                sys::close(d.fd);
+                table::close_own(d.fd);
             }
         }
     }

@@ -2,13 +2,17 @@
 
 use super::fail;
 use crate::conn::set::Set;
-use crate::conn::sock::{LIVE, Mode, Sock};
-use crate::conn::table::{self, Entry};
+use crate::conn::show;
+use crate::conn::sock::{LIVE, Mode as State, Sock};
+use crate::conn::table::{self, Entry, Listens};
 use crate::directory;
-use crate::policy::{self, Role};
+use crate::owner;
+use crate::policy;
 use crate::real;
 use crate::sys;
 use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, sockaddr, socklen_t};
+use sockets_base::rules::{Listener, Mode, Role};
+use sockets_base::stat::Why;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,9 +21,14 @@ fn set_entry(fd: c_int, entry: Entry) {
     match table::replace(fd, entry) {
         Entry::Sock(sock) => sock.closing(fd),
         Entry::Set(set) => set.closing(),
-        Entry::Listener(_) => directory::leave(fd),
-        Entry::Other | Entry::Tcp | Entry::Udp => {}
+        Entry::Listener(_) => {
+            if let Some(name) = directory::leave(fd) {
+                table::close_own(name);
+            }
+        }
+        Entry::Other | Entry::Tcp | Entry::Udp | Entry::Own => {}
     }
+    show::forget(fd);
 }
 
 /// Reads a socket address of IPv4 or IPv6.
@@ -49,16 +58,23 @@ unsafe fn address(addr: *const sockaddr, len: socklen_t) -> Option<SocketAddr> {
     }
 }
 
-fn own_address(fd: c_int) -> Option<SocketAddr> {
+type NameOf = unsafe extern "C" fn(c_int, *mut sockaddr, *mut socklen_t) -> c_int;
+
+/// One of the two addresses of a socket: by getsockname or getpeername.
+fn name_of(fd: c_int, call: NameOf) -> Option<SocketAddr> {
     // SAFETY: zeros are a valid address; the length is its.
     unsafe {
         let mut a: libc::sockaddr_storage = std::mem::zeroed();
         let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
-        if libc::getsockname(fd, (&raw mut a).cast(), &raw mut len) != 0 {
+        if call(fd, (&raw mut a).cast(), &raw mut len) != 0 {
             return None;
         }
         address((&raw const a).cast(), len)
     }
+}
+
+fn own_address(fd: c_int) -> Option<SocketAddr> {
+    name_of(fd, libc::getsockname)
 }
 
 /// See `socket(2)`.
@@ -97,17 +113,21 @@ pub unsafe extern "C-unwind" fn listen(fd: c_int, backlog: c_int) -> c_int {
 pub(crate) fn adopt_listener(fd: c_int) {
     let errno = sys::errno();
     if let Some(addr) = own_address(fd) {
-        let strict = match policy::decide(Role::Listen, addr) {
-            policy::Mode::Tcp | policy::Mode::Off => {
+        let listens = match policy::listener(addr) {
+            Listener::All(Mode::Tcp | Mode::Off) => {
                 set_entry(fd, Entry::Other);
                 sys::set_errno(errno);
                 return;
             }
-            policy::Mode::Prefer => false,
-            policy::Mode::Require => true,
+            Listener::All(Mode::Prefer) => Listens::Prefers,
+            Listener::All(Mode::Require) => Listens::Requires,
+            Listener::Each => Listens::Each,
         };
-        set_entry(fd, Entry::Listener(strict));
-        directory::enter(fd, addr);
+        set_entry(fd, Entry::Listener(listens));
+        show::listener(fd);
+        if let Some(name) = directory::enter(fd, addr) {
+            table::own(name);
+        }
     }
     sys::set_errno(errno);
 }
@@ -120,8 +140,19 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
         return fd;
     }
     match table::get(listener) {
-        Entry::Listener(strict) => {
-            set_entry(fd, Entry::Sock(Sock::new(Mode::Accepted, strict)));
+        Entry::Listener(listens) => {
+            let is_strict = match listens {
+                Listens::Prefers => Some(false),
+                Listens::Requires => Some(true),
+                Listens::Each => by_address(fd),
+            };
+            let Some(is_strict) = is_strict else {
+                set_entry(fd, Entry::Other);
+                show::plain(fd, Why::Rule);
+                return fd;
+            };
+            set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
+            show::undecided(fd);
             if ACCEPTED.fetch_add(1, Ordering::Relaxed) % 512 == 511 {
                 directory::sweep();
             }
@@ -129,6 +160,20 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
         _ => set_entry(fd, Entry::Other),
     }
     fd
+}
+
+/// What the rules say about an accepted connection, whose addresses are known now: whether it must be upgraded, or `None`: it
+/// stays plain.
+fn by_address(fd: c_int) -> Option<bool> {
+    let errno = sys::errno();
+    let peer = || name_of(fd, libc::getpeername).map(|a| a.ip());
+    let mode = own_address(fd).map(|own| policy::decide(Role::Listen, own, peer));
+    sys::set_errno(errno);
+    match mode? {
+        Mode::Tcp | Mode::Off => None,
+        Mode::Prefer => Some(false),
+        Mode::Require => Some(true),
+    }
 }
 
 /// See `accept(2)`.
@@ -160,15 +205,23 @@ pub unsafe extern "C-unwind" fn accept4(
     accepted(fd, unsafe { real::accept4(fd, addr, len, flags) })
 }
 
-/// Whether a connection that the program opens is to be upgraded.
-fn upgrades(fd: c_int, addr: SocketAddr) -> bool {
-    let wanted = match policy::decide(Role::Connect, addr) {
-        policy::Mode::Tcp | policy::Mode::Off => false,
-        policy::Mode::Prefer => directory::ask(addr),
-        policy::Mode::Require => true,
+/// Why a connection that the program opens stays plain; `None`: it is to be upgraded.
+fn obstacle(fd: c_int, addr: SocketAddr) -> Option<Why> {
+    // The address that the program has bound, or that the kernel will choose.
+    let own = || {
+        let bound = own_address(fd).map(|own| own.ip().to_canonical());
+        bound
+            .filter(|ip| !ip.is_unspecified())
+            .or_else(|| directory::source(addr))
     };
+    match policy::decide(Role::Connect, addr, own) {
+        Mode::Tcp | Mode::Off => return Some(Why::Rule),
+        Mode::Prefer if !directory::ask(addr) => return Some(Why::NotListed),
+        Mode::Prefer | Mode::Require => {}
+    }
     // A socket that connects to itself has nothing to negotiate.
-    wanted && own_address(fd).is_none_or(|own| own.port() != addr.port() || own.port() == 0)
+    let own = own_address(fd).filter(|own| own.port() == addr.port() && own.port() != 0);
+    own.map(|_| Why::Itself)
 }
 
 /// See `connect(2)`.
@@ -180,7 +233,7 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
     let entry = table::get(fd);
     match entry {
         Entry::Tcp => {}
-        Entry::Sock(sock) if sock.mode() == Mode::Connecting || sock.mode() == Mode::Up => {
+        Entry::Sock(sock) if sock.mode() == State::Connecting || sock.mode() == State::Up => {
             // SAFETY: the caller's. A second call says how the first went on.
             let r = unsafe { real::connect(fd, addr, len) };
             let errno = sys::errno();
@@ -198,9 +251,17 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         // SAFETY: as above.
         return unsafe { real::connect(fd, addr, len) };
     };
-    if !upgrades(fd, to) {
+    if let Some(why) = obstacle(fd, to) {
         // SAFETY: as above.
         let r = unsafe { real::connect(fd, addr, len) };
+        let errno = sys::errno();
+        if r == 0 || errno == libc::EINPROGRESS || errno == libc::EINTR {
+            show::plain(fd, why);
+            if why == Why::NotListed {
+                policy::stays_plain(fd, why);
+            }
+        }
+        sys::set_errno(errno);
         return r;
     }
     // The acknowledgement of TCP's handshake goes with the Request, which is there when the peer's accept returns.
@@ -209,8 +270,9 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
     let r = unsafe { real::connect(fd, addr, len) };
     let errno = sys::errno();
     if r == 0 || errno == libc::EINPROGRESS || errno == libc::EINTR {
-        let sock = Sock::new(Mode::Connecting, false);
+        let sock = Sock::new(State::Connecting, false);
         set_entry(fd, Entry::Sock(sock));
+        show::undecided(fd);
         if r == 0 {
             sock.start(fd);
         } else {
@@ -227,7 +289,7 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
     if let Some(sock) = table::sock(fd)
-        && sock.decide(fd, true) == Mode::Up
+        && sock.decide(fd, true) == State::Up
     {
         if !(libc::SHUT_RD..=libc::SHUT_RDWR).contains(&how) {
             return fail(libc::EINVAL);
@@ -252,53 +314,87 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
 pub extern "C-unwind" fn close(fd: c_int) -> c_int {
     match table::get(fd) {
         Entry::Other => {}
+        _ if owner::is_visitor() => {}
+        Entry::Own => return fail(libc::EBADF),
         _ => set_entry(fd, Entry::Other),
     }
     // SAFETY: no pointer.
     unsafe { real::close(fd) }
 }
 
-fn forget_range(first: c_uint, last: c_uint) {
-    let mut all = Vec::new();
-    table::for_each(|fd, _| {
-        if (first..=last).contains(&(fd as c_uint)) {
-            all.push(fd);
+/// Forgets a range of numbers that are to be closed, and passes those parts of it to `call` that have no descriptor of the
+/// library.
+fn close_parts(
+    first: c_uint,
+    last: c_uint,
+    mut call: impl FnMut(c_uint, c_uint) -> c_int,
+) -> c_int {
+    let (mut all, mut own) = (Vec::new(), Vec::new());
+    table::for_each(|fd, entry| {
+        let number = fd as c_uint;
+        if (first..=last).contains(&number) {
+            match entry {
+                Entry::Own => own.push(number),
+                _ => all.push(fd),
+            }
         }
     });
     for fd in all {
         set_entry(fd, Entry::Other);
     }
+    let mut from = first;
+    for number in own {
+        if number > from {
+            let r = call(from, number - 1);
+            if r != 0 {
+                return r;
+            }
+        }
+        from = number + 1;
+    }
+    if from <= last { call(from, last) } else { 0 }
 }
 
 /// See `close_range(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     // 4: CLOSE_RANGE_CLOEXEC closes nothing now.
-    if flags & 4 == 0 {
-        forget_range(first, last);
+    if flags & 4 != 0 || first > last || owner::is_visitor() {
+        // SAFETY: no pointer.
+        return unsafe { real::close_range(first, last, flags) };
     }
     // SAFETY: no pointer.
-    unsafe { real::close_range(first, last, flags) }
+    close_parts(first, last, |a, b| unsafe {
+        real::close_range(a, b, flags)
+    })
 }
 
 /// See `closefrom(3)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn closefrom(first: c_int) {
-    forget_range(first.max(0) as c_uint, c_uint::MAX);
-    // SAFETY: no pointer.
-    unsafe { real::closefrom(first) }
+    let from = first.max(0) as c_uint;
+    let is_done = !owner::is_visitor()
+        // SAFETY: no pointer.
+        && close_parts(from, c_uint::MAX, |a, b| unsafe { real::close_range(a, b, 0) }) == 0;
+    if !is_done {
+        // A kernel without close_range.
+        // SAFETY: no pointer.
+        unsafe { real::closefrom(first) }
+    }
 }
 
 /// `to` is now another number of what `fd` is.
 fn copied(fd: c_int, to: c_int) -> c_int {
-    if to >= 0 && to != fd {
+    if to >= 0 && to != fd && is_known(fd, to) {
         match table::get(fd) {
-            Entry::Sock(sock) if sock.mode() != Mode::Plain => {
+            Entry::Sock(sock) if sock.mode() != State::Plain => {
                 sock.add_number();
                 set_entry(to, Entry::Sock(sock));
             }
             // A second number of a set or a listener is the kernel's alone.
-            Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) => set_entry(to, Entry::Other),
+            Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) | Entry::Own => {
+                set_entry(to, Entry::Other);
+            }
             entry => set_entry(to, entry),
         }
     }
@@ -312,11 +408,24 @@ pub extern "C-unwind" fn dup(fd: c_int) -> c_int {
     copied(fd, unsafe { real::dup(fd) })
 }
 
+/// Whether the table has something about one of the two, and this process may change it.
+fn is_known(fd: c_int, to: c_int) -> bool {
+    let is_known = |fd| !matches!(table::get(fd), Entry::Other);
+    (is_known(fd) || is_known(to)) && !owner::is_visitor()
+}
+
 /// What `to` is ends before the kernel closes it.
 fn overwrites(fd: c_int, to: c_int) {
+    if !is_known(fd, to) {
+        return;
+    }
     // SAFETY: no pointer.
     let open = unsafe { real::fcntl(fd, libc::F_GETFD, 0) } >= 0;
-    if open && fd != to && !matches!(table::get(to), Entry::Other) {
+    if open && fd != to {
+        if let Entry::Own = table::get(to) {
+            directory::lost(to);
+            show::lost(to);
+        }
         set_entry(to, Entry::Other);
     }
 }
@@ -371,7 +480,7 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
     let value = std::ptr::with_exposed_provenance_mut::<c_int>(arg);
     if (request == libc::FIONREAD || request == libc::TIOCOUTQ)
         && let Some(sock) = table::sock(fd)
-        && sock.decide(fd, false) == Mode::Up
+        && sock.decide(fd, false) == State::Up
         && !value.is_null()
     {
         // SAFETY: the caller's.
@@ -420,7 +529,7 @@ pub unsafe extern "C-unwind" fn getsockopt(
     {
         // SAFETY: the kernel wrote it; it may be unaligned.
         let error = unsafe { value.cast::<c_int>().read_unaligned() };
-        if error == 0 && sock.decide(fd, false) == Mode::Up {
+        if error == 0 && sock.decide(fd, false) == State::Up {
             let own = sock.with(|s| s.take_error()).map_or(0, |(e, _)| e);
             // SAFETY: as above.
             unsafe { value.cast::<c_int>().write_unaligned(own) };
@@ -476,8 +585,11 @@ pub unsafe extern "C-unwind" fn setsockopt(
     };
     if pins {
         match table::get(fd) {
-            Entry::Tcp => set_entry(fd, Entry::Other),
-            Entry::Sock(sock) if sock.mode() == Mode::Up => return fail(libc::ENOPROTOOPT),
+            Entry::Tcp => {
+                set_entry(fd, Entry::Other);
+                show::plain(fd, Why::Option);
+            }
+            Entry::Sock(sock) if sock.mode() == State::Up => return fail(libc::ENOPROTOOPT),
             Entry::Sock(sock) => {
                 sock.decide(fd, true);
             }
@@ -486,7 +598,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
     }
     if let Some(which) = delay(level, name)
         && let Some(sock) = table::sock(fd)
-        && sock.mode() == Mode::Up
+        && sock.mode() == State::Up
         && !value.is_null()
         && len as usize >= size_of::<c_int>()
     {
@@ -534,7 +646,7 @@ fn before_exec() {
     }
     table::for_each(|fd, entry| {
         if let Entry::Sock(sock) = entry
-            && sock.mode() == Mode::Up
+            && sock.mode() == State::Up
         {
             // SAFETY: no pointer.
             unsafe {
@@ -607,8 +719,11 @@ pub unsafe extern "C-unwind" fn execvpe(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
     match table::get(fd) {
-        Entry::Tcp => set_entry(fd, Entry::Other),
-        Entry::Sock(sock) if sock.mode() == Mode::Up => {
+        Entry::Tcp => {
+            set_entry(fd, Entry::Other);
+            show::plain(fd, Why::Stdio);
+        }
+        Entry::Sock(sock) if sock.mode() == State::Up => {
             fail(libc::EINVAL);
             return std::ptr::null_mut();
         }
@@ -635,7 +750,7 @@ pub unsafe extern "C-unwind" fn syscall(
     e: usize,
     f: usize,
 ) -> c_long {
-    if number == libc::SYS_io_uring_setup {
+    if number == libc::SYS_io_uring_setup && policy::settings().hides_io_uring {
         return fail(libc::ENOSYS) as c_long;
     }
     // SAFETY: the caller's.

@@ -1,0 +1,160 @@
+//! The options of `anywarp sockets`.
+
+use std::ffi::OsString;
+use std::net::{IpAddr, SocketAddr};
+
+use clap::{Args, Subcommand, ValueEnum, ValueHint};
+
+/// Arguments of `anywarp sockets`.
+#[derive(Debug, Args)]
+pub(crate) struct Sockets {
+    /// What to do
+    #[command(subcommand)]
+    pub(crate) task: Task,
+}
+
+/// What `anywarp sockets` does.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Task {
+    /// Run a program whose TCP connections become iWARP streams, where the peer's are as well
+    ///
+    /// Sets LD_PRELOAD so that the program and all its children load libanywarp-sockets.so, and then becomes the program. A
+    /// connection to a program without the library is the kernel's. The rules are checked first: with a mistake in them nothing
+    /// runs.
+    Run(Run),
+    /// Show the sockets of a running program: which are upgraded, and why the others are plain
+    ///
+    /// For each TCP socket of the process its mode, its addresses, the bytes that the program has read and written, the window
+    /// and the memory of an upgraded one. Of a program that has forked, the children are asked by their own numbers.
+    Stat(Stat),
+    /// Check the rules, and show which of them decides about a connection
+    ///
+    /// Without a question it reads all sources and says whether they are right. `anywarp sockets check tcp connect
+    /// 10.1.2.3:6379 nginx` shows the rule that decides when nginx connects to that address.
+    Check(Check),
+    /// Ask whether a listener is known to understand RDMA
+    ///
+    /// The exit status is 0 if it is, so that a program under the rule `prefer` would upgrade its connection; otherwise 1.
+    Ask(Ask),
+    /// Print the variables that `anywarp sockets run` sets, for a shell, a Dockerfile or a service
+    Env(Env),
+}
+
+/// Rules of the command line.
+#[derive(Debug, Args)]
+pub(crate) struct Rules {
+    /// A rule, looked at before those of all other sources; may be given several times (sets ANYWARP_SOCKETS_RULES)
+    ///
+    /// For example 'connect tcp 10.0.0.0/8:6379 require' or 'all tcp'. The manual page anywarp-sockets.conf(5) has the language.
+    #[arg(long = "rule", value_name = "RULE")]
+    pub(crate) rules: Vec<String>,
+
+    /// The tag by which `program NAME tag TAG` selects this process (sets ANYWARP_SOCKETS_TAG)
+    #[arg(long, value_name = "TAG")]
+    pub(crate) tag: Option<String>,
+}
+
+/// Arguments of `anywarp sockets run`.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// Rules.
+    #[command(flatten)]
+    pub(crate) rules: Rules,
+
+    /// Write to stderr what is decided about each connection (sets ANYWARP_LOG)
+    #[arg(long)]
+    pub(crate) log: bool,
+
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM",
+        value_hint = ValueHint::CommandWithArguments
+    )]
+    pub(crate) program: Vec<OsString>,
+}
+
+/// Arguments of `anywarp sockets stat`.
+#[derive(Debug, Args)]
+pub(crate) struct Stat {
+    /// The program
+    pub(crate) pid: u32,
+
+    /// One JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Protocols.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Protocol {
+    /// TCP
+    Tcp,
+}
+
+/// Ends of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Role {
+    /// The program connects to the address
+    Connect,
+    /// The program accepts at the address
+    Listen,
+}
+
+/// Arguments of `anywarp sockets check`.
+#[derive(Debug, Args)]
+pub(crate) struct Check {
+    /// The protocol
+    #[arg(value_enum, requires = "program")]
+    pub(crate) protocol: Option<Protocol>,
+
+    /// What the program does
+    #[arg(value_enum)]
+    pub(crate) role: Option<Role>,
+
+    /// The address that it connects to, or of its own end
+    #[arg(value_name = "ADDR:PORT")]
+    pub(crate) address: Option<SocketAddr>,
+
+    /// The program: its name, or its path
+    #[arg(value_hint = ValueHint::CommandName)]
+    pub(crate) program: Option<OsString>,
+
+    /// The address of the other end, for rules with `from`
+    #[arg(long, value_name = "ADDR", requires = "program")]
+    pub(crate) from: Option<IpAddr>,
+
+    /// Rules.
+    #[command(flatten)]
+    pub(crate) rules: Rules,
+}
+
+/// Arguments of `anywarp sockets ask`.
+#[derive(Debug, Args)]
+pub(crate) struct Ask {
+    /// The listener
+    #[arg(value_name = "ADDR:PORT")]
+    pub(crate) address: SocketAddr,
+}
+
+/// Arguments of `anywarp sockets env`.
+#[derive(Debug, Args)]
+pub(crate) struct Env {
+    /// Lines for a POSIX shell (the default)
+    #[arg(long, conflicts_with_all = ["docker", "systemd"])]
+    pub(crate) shell: bool,
+
+    /// Lines for a Dockerfile
+    #[arg(long, conflicts_with = "systemd")]
+    pub(crate) docker: bool,
+
+    /// A drop-in file for a systemd service
+    #[arg(long)]
+    pub(crate) systemd: bool,
+
+    /// Rules.
+    #[command(flatten)]
+    pub(crate) rules: Rules,
+}

@@ -1,0 +1,72 @@
+//! `anywarp sockets ask`: the directory of listeners.
+
+use std::net::SocketAddr;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{self, UnixStream};
+use std::process::ExitCode;
+
+use sockets_base::host::{Host, Machine};
+use sockets_base::name;
+
+use super::args::Ask;
+use crate::cmd::Failure;
+
+pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
+    let address = args.address;
+    if !Machine.is_here(address.ip().to_canonical()) {
+        println!(
+            "{address}: not asked: it is no address of this network namespace, and other hosts have no directory yet; the \
+             rule `require` upgrades without asking"
+        );
+        return Ok(ExitCode::FAILURE);
+    }
+    match find(address) {
+        Some((pid, uid)) if uid == 0 || uid == rustix::process::geteuid().as_raw() => {
+            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            println!(
+                "{address}: yes, process {pid} ({}) understands it",
+                name.trim().escape_debug()
+            );
+            Ok(ExitCode::SUCCESS)
+        }
+        Some((pid, uid)) => {
+            println!(
+                "{address}: process {pid} of user {uid} says so, and is not believed: only this user's listeners and root's are"
+            );
+            Ok(ExitCode::FAILURE)
+        }
+        None => {
+            println!(
+                "{address}: no: no listener there has libanywarp-sockets.so, or its rules leave the port alone"
+            );
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// The process and the user that hold the name of a listener.
+fn find(address: SocketAddr) -> Option<(i32, u32)> {
+    name::to_ask(address).iter().find_map(|name| {
+        let name = net::SocketAddr::from_abstract_name(name).ok()?;
+        let stream = UnixStream::connect_addr(&name).ok()?;
+        let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+        Some((peer.pid.as_raw_pid(), peer.uid.as_raw()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listener_is_found_by_its_name() {
+        let port = crate::sys::free_port().unwrap();
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        assert_eq!(find(address), None);
+        let held = name::of([0u8; 16].into(), port);
+        let held = net::SocketAddr::from_abstract_name(held).unwrap();
+        let _listener = net::UnixListener::bind_addr(&held).unwrap();
+        let (pid, _) = find(address).unwrap();
+        assert_eq!(u32::try_from(pid).unwrap(), std::process::id());
+    }
+}

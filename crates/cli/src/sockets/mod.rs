@@ -1,0 +1,149 @@
+//! `anywarp sockets`: unmodified socket programs over RDMA.
+
+pub(crate) mod args;
+mod ask;
+mod check;
+mod env;
+mod stat;
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+use sockets_base::rules::Policy;
+use sockets_base::sources::{self, COMMAND, TAG};
+
+use crate::cmd::{Failure, exec, find};
+use crate::elf;
+use crate::library::Library;
+use args::{Rules, Run, Sockets, Task};
+
+/// Does what was asked for.
+pub(crate) fn run(args: &Sockets) -> Result<ExitCode, Failure> {
+    match &args.task {
+        Task::Run(args) => start(args),
+        Task::Stat(args) => stat::run(args),
+        Task::Check(args) => check::run(args),
+        Task::Ask(args) => ask::run(args),
+        Task::Env(args) => env::run(args),
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+impl Rules {
+    /// The value of the variable that hands the rules to the library: before those that this process got so.
+    fn value(&self, inherited: Option<String>) -> Option<String> {
+        // A comment would end what stands behind it on the one line.
+        let own = self.rules.iter().map(|rule| {
+            let lines = rule.lines().map(|l| l.split('#').next().unwrap_or(""));
+            lines.collect::<Vec<_>>().join("; ")
+        });
+        let own = own.collect::<Vec<_>>().join("; ");
+        match (own.is_empty(), inherited.filter(|text| !text.is_empty())) {
+            (true, inherited) => inherited,
+            (false, None) => Some(own),
+            // The others are not in the program section of ours.
+            (false, Some(before)) => Some(format!("{own}; program *; {before}")),
+        }
+    }
+
+    /// All rules that a program would have that is started with these.
+    fn read(&self) -> Result<Policy, Failure> {
+        let command = self.value(variable(COMMAND));
+        let all = sources::all(|name| match name {
+            COMMAND => command.clone(),
+            name => variable(name),
+        });
+        sources::read(&all).map_err(|mistake| Failure::Rules(mistake.to_string()))
+    }
+
+    /// The variables for a program.
+    fn variables(&self, inherited: Option<String>) -> Vec<(&'static str, String)> {
+        let rules = self.value(inherited).map(|value| (COMMAND, value));
+        let tag = self.tag.clone().map(|tag| (TAG, tag));
+        rules.into_iter().chain(tag).collect()
+    }
+}
+
+/// Becomes the program.
+fn start(args: &Run) -> Result<ExitCode, Failure> {
+    let Some((name, rest)) = args.program.split_first() else {
+        return Err(Failure::NotFound(String::new())); // clap asks for one
+    };
+    args.rules.read()?;
+    let program = find(name)?;
+    let library = Library::find().map_err(Failure::Library)?;
+    let preload = library.sockets().map_err(Failure::Library)?;
+    for obstacle in elf::obstacles(&program, &preload) {
+        eprintln!("anywarp: warning: {obstacle}: its sockets stay the kernel's");
+    }
+    let mut command = Command::new(&program);
+    command
+        .arg0(name)
+        .args(rest)
+        .env(
+            "LD_PRELOAD",
+            library.with_sockets(&preload, std::env::var_os("LD_PRELOAD")),
+        )
+        .envs(args.rules.variables(variable(COMMAND)));
+    if args.log {
+        command.env("ANYWARP_LOG", "info");
+    }
+    Err(exec(command))
+}
+
+/// The names by which rules know a program: of its file, and the one given where that is a link.
+fn names(program: &OsString) -> Vec<String> {
+    let name = |path: &std::path::Path| Some(path.file_name()?.to_string_lossy().into_owned());
+    let file = find(program).ok().and_then(|path| path.canonicalize().ok());
+    let mut names: Vec<String> = file.as_deref().and_then(name).into_iter().collect();
+    names.extend(name(std::path::Path::new(program)));
+    names.dedup();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules(list: &[&str]) -> Rules {
+        Rules {
+            rules: list.iter().map(|r| (*r).to_owned()).collect(),
+            tag: None,
+        }
+    }
+
+    #[test]
+    fn rules_of_the_command_line_are_one_line_before_those_of_an_outer_run() {
+        assert_eq!(rules(&[]).value(None), None);
+        assert_eq!(
+            rules(&[]).value(Some("all tcp".to_owned())).unwrap(),
+            "all tcp"
+        );
+        let two = rules(&["program x # why", "all tcp"]);
+        assert_eq!(two.value(None).unwrap(), "program x ; all tcp");
+        let outer = two.value(Some("all off".to_owned())).unwrap();
+        assert_eq!(outer, "program x ; all tcp; program *; all off");
+        assert!(Policy::default().read("t", &outer).is_ok());
+    }
+
+    #[test]
+    fn a_mistake_is_shown_with_its_place() {
+        let why = rules(&["all prefr"]).read().unwrap_err().to_string();
+        assert!(
+            why.starts_with(
+                "--rule:1:5: expected tcp, prefer, require or off\n  all prefr\n      ^"
+            ),
+            "{why}"
+        );
+    }
+
+    #[test]
+    fn a_program_has_the_names_of_its_link_and_its_file() {
+        assert_eq!(names(&"no-such-program".into()), ["no-such-program"]);
+        assert!(names(&"/bin/sh".into()).contains(&"sh".to_owned()));
+    }
+}

@@ -1,0 +1,153 @@
+//! The table of sockets that `anywarp sockets stat` reads: see `sockets_base::stat`.
+//!
+//! It is made with the first socket that there is something to say about. A child of a fork makes one of its own.
+
+use crate::conn::table;
+use crate::owner;
+use crate::stream::Stream;
+use crate::sys;
+use libc::c_int;
+use sockets_base::stat::{MAGIC, RECORD, RECORDS, SIZE, State, Why};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+#[repr(C)]
+struct Head {
+    magic: [u8; 8],
+    process: AtomicU32,
+    zero: u32,
+    upgraded: AtomicU64,
+    stayed: AtomicU64,
+}
+
+#[repr(C)]
+struct Record {
+    state: AtomicU32,
+    why: AtomicU32,
+    window: AtomicU32,
+    memory: AtomicU32,
+    bytes_in: AtomicU64,
+    bytes_out: AtomicU64,
+}
+
+#[repr(C)]
+struct Table {
+    head: Head,
+    records: [Record; RECORDS],
+}
+
+const _: () = assert!(size_of::<Table>() == SIZE && size_of::<Record>() == RECORD);
+
+static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
+static FD: AtomicI32 = AtomicI32::new(-1);
+/// Held while the table is made, so that there is one; true: it cannot be made.
+static MAKING: Mutex<bool> = Mutex::new(false);
+
+fn table() -> Option<&'static Table> {
+    let at = TABLE.load(Ordering::Acquire);
+    if at.is_null() {
+        return make();
+    }
+    // SAFETY: it is mapped as long as the pointer is there, and all of it may be written by others meanwhile.
+    unsafe { at.as_ref() }
+}
+
+fn make() -> Option<&'static Table> {
+    // One that another thread makes is there for the next event; in a child that was forked meanwhile it is never made.
+    let mut failed = MAKING.try_lock().ok()?;
+    let there = TABLE.load(Ordering::Acquire);
+    if there.is_null() && !*failed {
+        match sys::shared(c"anywarp-sockets", SIZE, &MAGIC) {
+            Some((fd, at)) => {
+                table::own(fd);
+                FD.store(fd, Ordering::Release);
+                let at = at.cast::<Table>();
+                // SAFETY: a mapping of this size was made, and zeros are valid in it.
+                unsafe { (*at).head.process.store(owner::me(), Ordering::Relaxed) };
+                TABLE.store(at, Ordering::Release);
+            }
+            None => *failed = true,
+        }
+    }
+    // SAFETY: as above; null if it could not be made.
+    unsafe { TABLE.load(Ordering::Acquire).as_ref() }
+}
+
+/// In the child of a fork: the table is the parent's.
+pub fn forked() {
+    let fd = FD.swap(-1, Ordering::AcqRel);
+    if fd >= 0 {
+        table::close_own(fd);
+    }
+    let at = TABLE.swap(std::ptr::null_mut(), Ordering::AcqRel);
+    if !at.is_null() {
+        sys::unmap(at.cast(), SIZE);
+    }
+}
+
+/// The program puts another descriptor in this place.
+pub fn lost(fd: c_int) {
+    let _ = FD.compare_exchange(fd, -1, Ordering::AcqRel, Ordering::Relaxed);
+}
+
+fn record(fd: c_int) -> Option<&'static Record> {
+    table()?.records.get(usize::try_from(fd).ok()?)
+}
+
+fn set(fd: c_int, state: State, why: Why) {
+    if let Some(r) = record(fd) {
+        r.why.store(why as u32, Ordering::Relaxed);
+        r.window.store(0, Ordering::Relaxed);
+        r.memory.store(0, Ordering::Relaxed);
+        r.bytes_in.store(0, Ordering::Relaxed);
+        r.bytes_out.store(0, Ordering::Relaxed);
+        r.state.store(state as u32, Ordering::Release);
+    }
+}
+
+/// A listener whose connections are looked at.
+pub fn listener(fd: c_int) {
+    set(fd, State::Listener, Why::NotSeen);
+}
+
+/// A connection that is not decided about.
+pub fn undecided(fd: c_int) {
+    set(fd, State::Undecided, Why::NotSeen);
+}
+
+/// A connection is plain.
+pub fn plain(fd: c_int, why: Why) {
+    set(fd, State::Plain, why);
+    if let Some(t) = table() {
+        t.head.stayed.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A connection was upgraded.
+pub fn upgraded(fd: c_int) {
+    set(fd, State::Upgraded, Why::NotSeen);
+    if let Some(t) = table() {
+        t.head.upgraded.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The program has read or written.
+#[inline]
+pub fn moved(fd: c_int, stream: &Stream) {
+    if let Some(r) = record(fd) {
+        let memory = u32::try_from(stream.memory()).unwrap_or(u32::MAX);
+        r.window.store(stream.window(), Ordering::Relaxed);
+        r.memory.store(memory, Ordering::Relaxed);
+        r.bytes_in.store(stream.bytes_in, Ordering::Relaxed);
+        r.bytes_out.store(stream.bytes_out, Ordering::Relaxed);
+        // A copy of the descriptor has no state of its own before it is used.
+        r.state.store(State::Upgraded as u32, Ordering::Release);
+    }
+}
+
+/// The descriptor is closed. Without a table there is nothing to forget.
+pub fn forget(fd: c_int) {
+    if !TABLE.load(Ordering::Acquire).is_null() {
+        set(fd, State::Unknown, Why::NotSeen);
+    }
+}
