@@ -644,6 +644,51 @@ static const char *half_closed(size_t arg)
 	return takes(p.a, "reply");
 }
 
+/* Behind the end of one direction as much goes the other way as before. */
+static const char *half_closed_reply(size_t arg)
+{
+	struct timeval limit = { .tv_sec = LONG_MS / 1000 };
+	struct reader r = { .total = 4 << 20 };
+	static char piece[1 << 16];
+	const char *error = NULL;
+	pthread_t thread;
+	struct pair p;
+	char c;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit), "SO_SNDTIMEO: %s", strerror(errno));
+	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	ENSURE(read(p.b, &c, 1) == 0, "no end");
+	r.fd = p.a;
+	ENSURE(!pthread_create(&thread, NULL, read_later, &r), "pthread_create");
+	for (size_t sent = 0; sent < r.total && !error; sent += sizeof piece)
+		if (write(p.b, piece, sizeof piece) != sizeof piece)
+			error = "a write behind the peer's end stops";
+	pthread_join(thread, NULL);
+	TRY(error);
+	return r.error;
+}
+
+/* What poll calls writable takes a write of usual length without waiting, also of a socket that waits: programs with one thread
+ * (socat) would wait for a peer that waits for them. */
+static const char *promised(size_t arg)
+{
+	struct timeval limit = { .tv_sec = 2 };
+	static char piece[8192];
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit), "SO_SNDTIMEO: %s", strerror(errno));
+	for (int turn = 0; poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, SHORT_MS) == 1; turn++) {
+		ENSURE(turn < 10000, "a peer that reads nothing is sent 80 MB");
+		ENSURE(write(p.a, piece, sizeof piece) == sizeof piece, "write %d waits: %s", turn, strerror(errno));
+	}
+	return NULL;
+}
+
 /* A megabyte in odd pieces, both ways at once. */
 struct mover {
 	int fd;
@@ -747,6 +792,8 @@ static const struct test tests[] = {
 	{ "reads", reads, 0, 0, false },
 	{ "times_out", times_out, 0, 0, false },
 	{ "half_closed", half_closed, 0, 0, false },
+	{ "half_closed_reply", half_closed_reply, 0, 0, false },
+	{ "promised", promised, 0, 0, false },
 	{ "both_ways", both_ways, 0, 0, false },
 };
 

@@ -84,6 +84,10 @@ states! {
         NotConnected = 7 "TCP did not connect",
         /// A socket that connects to itself.
         Itself = 8 "it connects to itself",
+        /// It was handed to another program before it was used.
+        Handed = 9 "it was handed to another program",
+        /// The peer handed it to another program before it was used.
+        Refused = 10 "the peer handed it to another program",
     }
 }
 

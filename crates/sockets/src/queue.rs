@@ -91,6 +91,11 @@ impl<'a, 'b> Dest<'a, 'b> {
         self.done
     }
 
+    /// What is not filled.
+    pub fn rest(&mut self) -> &mut [IoSliceMut<'b>] {
+        self.parts
+    }
+
     /// Whether nothing more fits.
     pub fn is_full(&self) -> bool {
         self.parts.is_empty()

@@ -35,10 +35,12 @@ extern "C" fn begin() {
 fn inherited() {
     for fd in 0..limits::INHERITED {
         let listens = sys::option(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN);
-        if listens == Ok(1)
-            && sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL) == Ok(libc::IPPROTO_TCP)
-        {
+        let is_tcp = listens.is_ok()
+            && sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL) == Ok(libc::IPPROTO_TCP);
+        if is_tcp && listens == Ok(1) {
             life::adopt_listener(fd);
+        } else if is_tcp && fd <= libc::STDERR_FILENO {
+            life::adopt_connection(fd);
         }
     }
 }

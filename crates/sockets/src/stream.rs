@@ -52,8 +52,10 @@ pub struct Stream {
     out_from: usize,
     /// Bytes that the peer may send, from what the program has read.
     window: u32,
-    /// The peer sends no more.
+    /// The peer sends no more data. Its limits still come.
     eof: bool,
+    /// The carrier has ended: the peer has closed the connection.
+    closed: bool,
     /// An error that the program has not seen yet.
     error: c_int,
     /// The stream is broken: nothing is read or written any more.
@@ -67,6 +69,10 @@ pub struct Stream {
     limit_due: bool,
     /// The carrier is closed for sending: the program has closed the stream.
     fin: bool,
+    /// The peer's Reply made the connection plain. What was written before, and what came with the Reply, is still here.
+    plain: bool,
+    /// The carrier did not take bytes of a plain connection.
+    full: bool,
     /// The last look at the carrier found no more than it took.
     drained: bool,
     urgent: Option<u8>,
@@ -97,6 +103,7 @@ fn private() -> Private {
         window: window_first(),
         longest: LONGEST as u32,
         namespace: 0,
+        plain: false,
     }
 }
 
@@ -112,6 +119,29 @@ pub fn initiator(crc: bool) -> Option<Initiator> {
     .ok()
 }
 
+/// The Reply to a Request that is refused: the connection is plain behind it. `None`: the bytes are no Request of this protocol.
+pub fn refusal(bytes: &[u8]) -> Option<(usize, Vec<u8>)> {
+    let mut responder = responder(false);
+    let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
+        return None;
+    };
+    Private::parse(&request.private_data)?;
+    let private = Private {
+        plain: true,
+        ..private()
+    };
+    let accepted = responder.accept(0, 0, &private.emit()).ok()?;
+    Some((request.consumed, accepted.reply))
+}
+
+fn responder(crc: bool) -> Responder {
+    Responder::new(ResponderLimits {
+        crc,
+        markers: false,
+        ..ResponderLimits::default()
+    })
+}
+
 /// What the first bytes of an accepted connection are.
 #[derive(Debug)]
 pub enum First {
@@ -124,11 +154,7 @@ pub enum First {
 /// Reads the first bytes of an accepted connection. A Request comes in one segment, so that one of which a part is
 /// missing is another protocol's.
 pub fn first(bytes: &[u8], crc: bool) -> First {
-    let mut responder = Responder::new(ResponderLimits {
-        crc,
-        markers: false,
-        ..ResponderLimits::default()
-    });
+    let mut responder = responder(crc);
     let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
         return First::Other;
     };
@@ -191,6 +217,7 @@ impl Stream {
             out_from: 0,
             window: window_first(),
             eof: false,
+            closed: false,
             error: 0,
             broken: false,
             shut_rd: false,
@@ -198,6 +225,8 @@ impl Stream {
             end_due: false,
             limit_due: false,
             fin: false,
+            plain: false,
+            full: false,
             drained: true,
             urgent: None,
             news: News::default(),
@@ -215,6 +244,14 @@ impl Stream {
             got: Vec::new(),
         }));
         Box::new(stream)
+    }
+
+    /// The connection is plain: the socket delays as the program wants it.
+    pub fn delay(&self, fd: c_int) {
+        let names = [libc::TCP_NODELAY, libc::TCP_CORK];
+        for (value, name) in self.delays.iter().zip(names) {
+            let _ = sys::set_option(fd, libc::IPPROTO_TCP, name, *value);
+        }
     }
 
     /// The socket becomes the carrier: it sends each message at once. What the program set is kept for it to read.
@@ -241,8 +278,11 @@ impl Stream {
             return true;
         }
         match &self.tx {
-            Some(tx) => self.held.is_empty() && self.out.is_empty() && tx.credit() > 0,
-            None => self.held.len() < limits::HELD,
+            // No more limits come: what does not go any more is an error.
+            Some(tx) if self.closed && !tx.has_room() => true,
+            Some(tx) => self.held.is_empty() && self.out.is_empty() && tx.has_room(),
+            None if self.plain => self.held.is_empty() && !self.full,
+            None => self.held.len() <= limits::HELD / 2,
         }
     }
 
@@ -257,9 +297,18 @@ impl Stream {
         self.start.is_some() && !self.broken
     }
 
-    /// Whether bytes of FPDUs wait for the carrier.
+    /// Whether bytes wait for the carrier alone.
     pub fn has_rest(&self) -> bool {
-        !self.out.is_empty()
+        !self.out.is_empty() || self.full
+    }
+
+    /// Whether the connection is plain, and nothing of it is left here: the kernel's calls can take over.
+    pub fn is_over(&self) -> bool {
+        self.plain
+            && self.queue.held() == 0
+            && self.held.is_empty()
+            && !self.end_due
+            && !self.broken
     }
 
     /// Whether more can be sent.
@@ -365,7 +414,7 @@ impl Stream {
 
     /// Takes bytes from the carrier once, at most about `most`. Whether there were any.
     pub fn pull(&mut self, fd: c_int, dest: Option<&mut Dest<'_, '_>>, most: usize) -> bool {
-        if self.eof || self.broken {
+        if self.closed || self.broken {
             return false;
         }
         let mut buffer = scratch();
@@ -408,9 +457,11 @@ impl Stream {
         let n = match result {
             Ok(0) => {
                 // A FIN ends the stream in order only between two messages.
-                if self.start.is_none() && self.rx.is_between() {
+                if self.start.is_none() && (self.plain || self.rx.is_between()) {
                     self.eof = true;
+                    self.closed = true;
                     self.news.readable = true;
+                    self.news.writable = true;
                 } else {
                     self.fail(libc::ECONNRESET);
                 }
@@ -461,6 +512,10 @@ impl Stream {
                     };
                     behind = Some(start.got.get(consumed..).unwrap_or(&[]).to_vec());
                     self.start = None;
+                    if peer.plain {
+                        self.go_plain(fd, behind.as_deref().unwrap_or(&[]));
+                        return;
+                    }
                     self.rx = Rx::new(window_first(), params.crc);
                     self.tx = Some(Tx::new(&peer, params.crc));
                     self.news.writable = true;
@@ -475,9 +530,18 @@ impl Stream {
                 }
             }
         }
+        if self.plain {
+            let n = dest
+                .filter(|_| self.queue.held() == 0)
+                .map_or(0, |d| d.put(bytes));
+            self.queue.push(bytes.get(n..).unwrap_or(&[]), true);
+            self.news.readable = true;
+            return;
+        }
         let bytes = behind.as_deref().unwrap_or(bytes);
         let Some(tx) = &mut self.tx else { return };
-        let before = (self.queue.len(), tx.credit(), self.urgent.is_some());
+        let credit = (tx.credit() > 0, tx.has_room());
+        let before = (self.queue.len(), self.urgent.is_some());
         let with_crc = self.rx.has_crc();
         let mut sink = Arriving {
             queue: &mut self.queue,
@@ -486,10 +550,10 @@ impl Stream {
             urgent: &mut self.urgent,
         };
         let result = self.rx.feed(bytes, tx, &mut sink);
-        if before.1 == 0 && tx.credit() > 0 {
+        if credit != (tx.credit() > 0, tx.has_room()) {
             self.news.writable = true;
         }
-        if self.queue.len() > before.0 || self.urgent.is_some() != before.2 {
+        if self.queue.len() > before.0 || self.urgent.is_some() != before.1 {
             self.news.readable = true;
         }
         if let Err(why) = result {
@@ -503,6 +567,15 @@ impl Stream {
         if !self.held.is_empty() || self.end_due {
             self.flush(fd);
         }
+    }
+
+    /// The Reply says that the connection is plain behind it; `bytes` came with it.
+    fn go_plain(&mut self, fd: c_int, bytes: &[u8]) {
+        self.plain = true;
+        self.queue.push(bytes, true);
+        self.news.readable |= !bytes.is_empty();
+        self.news.writable = true;
+        self.flush(fd);
     }
 
     /// The carrier has events: takes bytes until there is something to report, sends what waits.
@@ -519,6 +592,7 @@ impl Stream {
             }
         }
         if events & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 {
+            self.news.writable |= std::mem::take(&mut self.full);
             self.flush(fd);
         }
     }
@@ -597,7 +671,7 @@ impl Stream {
     fn open_window(&mut self, fd: c_int) {
         let ahead = self.rx.open() as usize + self.queue.held();
         let gone = (self.window as usize).saturating_sub(ahead);
-        if gone < self.window as usize / 2 || self.rx.ended() {
+        if gone < self.window as usize / 2 || self.rx.ended() || self.plain {
             return;
         }
         // The reader keeps up: nothing waits for it.
@@ -615,6 +689,10 @@ impl Stream {
 
     /// Sends what waits: the rest of an FPDU, then a limit, what was held, the end.
     pub fn flush(&mut self, fd: c_int) {
+        if self.plain {
+            self.flush_plain(fd);
+            return;
+        }
         if !self.flush_out(fd) {
             return;
         }
@@ -641,6 +719,45 @@ impl Stream {
             self.end_due = false;
             self.control(fd, Kind::End);
         }
+    }
+
+    /// The same for a connection that the Reply made plain.
+    fn flush_plain(&mut self, fd: c_int) {
+        while !self.held.is_empty() {
+            let mut held = std::mem::take(&mut self.held);
+            let result = self.send_plain(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL);
+            if self.broken {
+                return;
+            }
+            drop(held.drain(..result.unwrap_or(0)));
+            self.held = held;
+            if result.is_err() {
+                return;
+            }
+            self.news.writable |= self.held.is_empty();
+        }
+        if self.end_due {
+            self.end_due = false;
+            let _ = sys::shut_down_sending(fd);
+        }
+    }
+
+    fn send_plain(
+        &mut self,
+        fd: c_int,
+        parts: &[IoSlice<'_>],
+        flags: c_int,
+    ) -> Result<usize, c_int> {
+        let result = sys::send(fd, parts.get(..limits::PARTS).unwrap_or(parts), flags);
+        match result {
+            Err(libc::EAGAIN) => self.full = true,
+            Err(libc::EINTR) | Ok(_) => {}
+            Err(e) => {
+                self.fail(e);
+                self.error = 0;
+            }
+        }
+        result
     }
 
     /// Sends the rest of FPDUs; whether nothing of it is left.
@@ -752,7 +869,7 @@ impl Stream {
         if self.is_waiting() {
             self.flush(fd);
         }
-        if may_pull && (self.start.is_some() || self.credit() == 0) {
+        if may_pull && !self.plain && (self.start.is_some() || self.credit() == 0) {
             self.pull(fd, None, limits::WAIT_READ);
             if self.error != 0 {
                 return Err(self.take_error());
@@ -761,11 +878,18 @@ impl Stream {
         if self.start.is_some() {
             return self.hold(parts);
         }
+        if self.closed && self.tx.as_ref().is_some_and(|tx| tx.credit() == 0) {
+            return Err(libc::EPIPE);
+        }
         if !self.held.is_empty() || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
         // What the program has read goes along as the new limit.
-        let n = self.data(fd, parts, flags)?;
+        let n = if self.plain {
+            self.send_plain(fd, parts, flags)?
+        } else {
+            self.data(fd, parts, flags)?
+        };
         self.bytes_out += n as u64;
         Ok(n)
     }
@@ -838,9 +962,7 @@ impl Stream {
         if self.broken {
             return false;
         }
-        if !self.eof {
-            self.pull(fd, None, limits::WAIT_READ);
-        }
+        self.pull(fd, None, limits::WAIT_READ);
         if !self.queue.is_empty() || sys::linger(fd) == Some(0) {
             // What the program did not read is lost, and the peer is to know: its connection is reset.
             sys::reset_on_close(fd);
@@ -848,7 +970,7 @@ impl Stream {
         }
         self.limit_due = false;
         self.flush(fd);
-        let limits_may_come = !self.eof && self.tx.as_ref().is_some_and(Tx::has_sent);
+        let limits_may_come = !self.closed && self.tx.as_ref().is_some_and(Tx::has_sent);
         self.is_waiting() || (limits_may_come && !self.broken)
     }
 
@@ -869,7 +991,7 @@ impl Stream {
             sys::reset_on_close(fd);
             return true;
         }
-        self.broken || (self.eof && self.fin)
+        self.broken || (self.closed && self.fin)
     }
 }
 

@@ -59,6 +59,35 @@ pub fn recv(fd: c_int, parts: &mut [IoSliceMut<'_>]) -> Result<usize, c_int> {
     size(unsafe { real::recvmsg(fd, &raw mut m, libc::MSG_DONTWAIT) })
 }
 
+/// Receives as the program's call would: it may wait.
+pub fn receive(fd: c_int, parts: &mut [IoSliceMut<'_>], flags: c_int) -> isize {
+    let mut m = message(parts.as_mut_ptr().cast(), parts.len());
+    // SAFETY: the parts are writable.
+    unsafe { real::recvmsg(fd, &raw mut m, flags) }
+}
+
+/// Sends as the program's call would: it may wait.
+pub fn transmit(fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> isize {
+    let m = message(parts.as_ptr().cast_mut().cast(), parts.len());
+    // SAFETY: the parts are readable.
+    unsafe { real::sendmsg(fd, &raw const m, flags) }
+}
+
+/// Whether two descriptors are one socket.
+pub fn is_same(a: c_int, b: c_int) -> bool {
+    // The kernel's number of a socket.
+    let cookie = |fd| {
+        let mut value = 0u64;
+        let mut len = size_of::<u64>() as libc::socklen_t;
+        let at = (&raw mut value).cast();
+        // SAFETY: value and length belong together.
+        let r =
+            unsafe { real::getsockopt(fd, libc::SOL_SOCKET, libc::SO_COOKIE, at, &raw mut len) };
+        (r == 0).then_some(value)
+    };
+    cookie(a).is_some() && cookie(a) == cookie(b)
+}
+
 /// Looks at what waits in the socket, without waiting.
 pub fn peek(fd: c_int, into: &mut [u8]) -> Result<usize, c_int> {
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;

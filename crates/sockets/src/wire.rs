@@ -7,6 +7,9 @@
 //!
 //! Each Send is one segment, and each segment one FPDU; its payload is at most [`LONGEST`]. The *limit* is the number of
 //! payload bytes that the other end may have sent in all, modulo 2^32.
+//!
+//! Flag 1 of a Reply refuses the upgrade: what is behind it is plain TCP, both ways. The end that connects sends nothing
+//! before it has the Reply.
 
 use anywarp_core::error::PeerError;
 use anywarp_core::llp::mpa::crc::Crc32c;
@@ -38,7 +41,12 @@ pub struct Private {
     pub longest: u32,
     /// Number of the network namespace.
     pub namespace: u64,
+    /// Of a Reply: the connection is plain TCP behind it.
+    pub plain: bool,
 }
+
+/// The flag of [`Private::plain`].
+const PLAIN: u8 = 1;
 
 impl Private {
     /// The bytes on the wire.
@@ -46,7 +54,7 @@ impl Private {
         let mut b = [0; PRIVATE];
         let fields: [&[u8]; 6] = [
             MAGIC,
-            &[VERSION, 0, 0, 0],
+            &[VERSION, if self.plain { PLAIN } else { 0 }, 0, 0],
             &self.window.to_be_bytes(),
             &self.longest.to_be_bytes(),
             &self.namespace.to_be_bytes(),
@@ -70,6 +78,7 @@ impl Private {
             window: u32::from_be_bytes(*window),
             longest: u32::from_be_bytes(*longest),
             namespace: u64::from_be_bytes(*namespace),
+            plain: kind.get(1).is_some_and(|flags| flags & PLAIN != 0),
         };
         (known && private.window > 0 && private.longest > 0).then_some(private)
     }
@@ -112,6 +121,8 @@ pub struct Tx {
     sent: u32,
     /// Payload bytes that may have been sent.
     limit: u32,
+    /// Credit from which on the stream is said to be writable.
+    low: usize,
     crc: bool,
     longest: usize,
 }
@@ -123,6 +134,7 @@ impl Tx {
             msn: Msn::FIRST,
             sent: 0,
             limit: peer.window,
+            low: (peer.window as usize / 2).max(1),
             crc,
             longest: (peer.longest as usize).min(LONGEST),
         }
@@ -136,6 +148,12 @@ impl Tx {
     /// Payload bytes that may be sent now.
     pub fn credit(&self) -> usize {
         self.limit.wrapping_sub(self.sent) as usize
+    }
+
+    /// Whether there is credit for a write of usual length: half of the peer's first window, which a peer that has read all
+    /// has always allowed. With less a socket that waits in its writes would be stuck after `poll` called it writable.
+    pub fn has_room(&self) -> bool {
+        self.credit() >= self.low
     }
 
     /// Payload bytes of one Send at most.
@@ -522,6 +540,7 @@ mod tests {
             window,
             longest: LONGEST as u32,
             namespace: 7,
+            plain: false,
         }
     }
 
@@ -552,6 +571,11 @@ mod tests {
             assert_eq!(Private::parse(&other), None, "byte {at}");
         }
         assert_eq!(Private::parse(&peer(0).emit()), None);
+        let refusal = Private {
+            plain: true,
+            ..peer(1)
+        };
+        assert_eq!(Private::parse(&refusal.emit()), Some(refusal));
     }
 
     #[test]

@@ -77,6 +77,9 @@ pub struct Sock {
     lost: AtomicBool,
 }
 
+/// In place of an errno: the connection has become plain, and the call is the kernel's.
+pub const GONE: c_int = -1;
+
 /// What a writer waits for that can send nothing now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
@@ -107,6 +110,14 @@ impl Carrier {
 }
 
 static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
+
+/// Takes bytes that were looked at; whether they were still there.
+fn take(fd: c_int, bytes: Option<&mut [u8]>) -> bool {
+    bytes.is_some_and(|b| {
+        let length = b.len();
+        sys::recv(fd, &mut [std::io::IoSliceMut::new(b)]) == Ok(length)
+    })
+}
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock()
@@ -282,14 +293,13 @@ impl Sock {
             self.go_plain(fd, why);
             return;
         };
-        stream.undelay(fd);
-        // The bytes were looked at: they are there.
-        let taken = bytes
-            .get_mut(..length)
-            .map(|b| sys::recv(fd, &mut [std::io::IoSliceMut::new(b)]));
-        if taken != Some(Ok(length)) {
-            log::line(&format!("stream {fd}: the Request vanished"));
+        if !take(fd, bytes.get_mut(..length)) {
+            // Another process that inherited the connection was first.
+            drop(inner);
+            self.go_plain(fd, Why::Handed);
+            return;
         }
+        stream.undelay(fd);
         if sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL) != Ok(reply.len()) {
             // The peer is gone; the next call of the program finds out.
             log::line(&format!("stream {fd}: the Reply could not be sent"));
@@ -299,6 +309,37 @@ impl Sock {
         self.becomes(Mode::Up);
         show::upgraded(fd);
         log::line(&format!("stream {fd}: accepted"));
+    }
+
+    /// The connection is about to go to another program, which may not have the library: a Request is refused, so that the
+    /// connection is plain for both ends.
+    pub fn hand_over(&'static self, fd: c_int) {
+        let inner = lock(&self.inner);
+        if self.mode() != Mode::Accepted {
+            return;
+        }
+        let mut bytes = [0u8; limits::REQUEST];
+        let n = sys::peek(fd, &mut bytes).unwrap_or(0);
+        if let Some((length, reply)) = stream::refusal(bytes.get(..n).unwrap_or(&[]))
+            && take(fd, bytes.get_mut(..length))
+        {
+            // A peer that is gone is found out by the other program.
+            let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
+        }
+        drop(inner);
+        self.go_plain(fd, Why::Handed);
+    }
+
+    /// Leaves a connection to the kernel that the peer's Reply made plain, when nothing of it is left here.
+    fn settle(&'static self, fd: c_int) {
+        let mut inner = lock(&self.inner);
+        if let Some(stream) = inner.as_ref().filter(|s| s.is_over()) {
+            stream.delay(fd);
+            *inner = None;
+            drop(inner);
+            self.go_plain(fd, Why::Refused);
+            self.wake_followers();
+        }
     }
 
     /// TCP has connected: sends the Request.
@@ -408,7 +449,7 @@ impl Sock {
     /// Reads without waiting; see [`Stream::read`]. With `sleeps`, the caller is counted as sleeper if there is less than
     /// it needs; then the second value is true.
     pub fn read(
-        &self,
+        &'static self,
         fd: c_int,
         dest: &mut Dest<'_, '_>,
         peek: bool,
@@ -417,7 +458,7 @@ impl Sock {
     ) -> (Result<(), c_int>, bool) {
         let mut inner = lock(&self.inner);
         let Some(stream) = inner.as_mut() else {
-            return (Err(libc::EBADF), false);
+            return (Err(GONE), false);
         };
         let result = stream.read(fd, dest, peek, all, self.may_pull());
         let more = result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
@@ -427,8 +468,12 @@ impl Sock {
         let mut news = stream.news();
         news.readable &= stream.is_readable();
         show::moved(fd, stream);
+        let is_over = stream.is_over();
         drop(inner);
         self.notify_sets(news);
+        if is_over && !(sleeps && more) {
+            self.settle(fd);
+        }
         (result, sleeps && more)
     }
 
@@ -504,10 +549,10 @@ impl Sock {
                     Wait::Credit(self.kick())
                 }
             });
-            (result, wait, stream.has_rest())
+            (result, wait, stream.has_rest(), stream.is_over())
         });
-        let Some(((result, wait, has_rest), is_waiting)) = done else {
-            return (Err(libc::EBADF), None);
+        let Some(((result, wait, has_rest, is_over), is_waiting)) = done else {
+            return (Err(GONE), None);
         };
         if is_waiting {
             worker::watch(fd, self);
@@ -517,6 +562,9 @@ impl Sock {
             for set in sets {
                 set.renew(self, self.member.load(Ordering::Acquire));
             }
+        }
+        if is_over && wait.is_none() {
+            self.settle(fd);
         }
         (result, wait)
     }

@@ -1,7 +1,7 @@
 //! Reading and writing.
 
 use super::{fail, fail_long};
-use crate::conn::sock::{Mode, Sock, Wait};
+use crate::conn::sock::{GONE, LIVE, Mode, Sock, Wait};
 use crate::conn::table;
 use crate::limits;
 use crate::queue::Dest;
@@ -12,6 +12,7 @@ use libc::{
     timespec,
 };
 use std::io::{IoSlice, IoSliceMut};
+use std::sync::atomic::Ordering;
 
 /// The stream that a call is about, decided if it can be. `None`: the call is the kernel's.
 #[inline]
@@ -83,6 +84,7 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
         }
         let done = dest.done();
         return match result {
+            Err(GONE) if done == 0 => sys::receive(fd, dest.rest(), flags),
             Err(e) if done == 0 => fail_long(e),
             Ok(()) | Err(_) => done as isize,
         };
@@ -152,6 +154,14 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                         fail_long(e)
                     };
                 }
+            }
+            Err(GONE) => {
+                let n = sys::transmit(fd, rest, flags);
+                return if n < 0 && done > 0 {
+                    done as isize
+                } else {
+                    n.saturating_add(done as isize)
+                };
             }
             Err(e) => {
                 if done > 0 {
@@ -537,12 +547,44 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
     }
 }
 
+/// Connections among the descriptors that a message passes to another process become plain, if they are not upgraded yet.
+///
+/// # Safety
+/// As `sendmsg`.
+unsafe fn hand_over(msg: *const msghdr) {
+    if LIVE.load(Ordering::Relaxed) == 0 || msg.is_null() {
+        return;
+    }
+    // SAFETY: the caller's: the control part is as cmsg(3) describes it.
+    unsafe {
+        if (*msg).msg_control.is_null() {
+            return;
+        }
+        let mut at = libc::CMSG_FIRSTHDR(msg);
+        while !at.is_null() {
+            if (*at).cmsg_level == libc::SOL_SOCKET && (*at).cmsg_type == libc::SCM_RIGHTS {
+                let bytes = ((*at).cmsg_len as usize).saturating_sub(libc::CMSG_LEN(0) as usize);
+                let first = libc::CMSG_DATA(at).cast::<c_int>();
+                for i in 0..bytes / size_of::<c_int>() {
+                    let fd = first.add(i).read_unaligned();
+                    if let Some(sock) = table::sock(fd) {
+                        sock.hand_over(fd);
+                    }
+                }
+            }
+            at = libc::CMSG_NXTHDR(msg, at);
+        }
+    }
+}
+
 /// See `sendmsg(2)`.
 ///
 /// # Safety
 /// As `sendmsg`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: the caller's.
+    unsafe { hand_over(msg) };
     match stream(fd, true) {
         Some(sock) if !msg.is_null() => {
             // SAFETY: the caller's.
@@ -566,6 +608,10 @@ pub unsafe extern "C-unwind" fn sendmmsg(
     flags: c_int,
 ) -> c_int {
     if stream(fd, true).is_none() {
+        for i in 0..n.min(1024) as usize {
+            // SAFETY: the caller's.
+            unsafe { hand_over(&raw const (*msgs.add(i)).msg_hdr) };
+        }
         // SAFETY: the caller's.
         return unsafe { real::sendmmsg(fd, msgs, n, flags) };
     }

@@ -639,25 +639,47 @@ fn new_set(fd: c_int) -> c_int {
     fd
 }
 
-/// A stream that is upgraded does not outlive its program: the next one would read messages.
+/// The descriptors that the next program gets: a connection that was not used is plain for it, and a stream that is upgraded does
+/// not outlive its program, since the next one would read messages.
 fn before_exec() {
     if LIVE.load(Ordering::Relaxed) == 0 {
         return;
     }
     table::for_each(|fd, entry| {
-        if let Entry::Sock(sock) = entry
-            && sock.mode() == State::Up
-        {
-            // SAFETY: no pointer.
-            unsafe {
-                let flags = real::fcntl(fd, libc::F_GETFD, 0);
-                if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
-                    crate::log::line(&format!("stream {fd} is closed by exec"));
+        let Entry::Sock(sock) = entry else { return };
+        // SAFETY: no pointer.
+        let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
+        if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
+            return;
+        }
+        match sock.mode() {
+            State::Accepted => sock.hand_over(fd),
+            State::Up => {
+                crate::log::line(&format!("stream {fd} is closed by exec"));
+                // SAFETY: no pointer.
+                unsafe {
                     real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
                 }
             }
+            State::Connecting | State::Plain => {}
         }
     });
+}
+
+/// A connection that this program got as its standard input or output. If its rules say so, and nothing of it was used, it is
+/// looked at as an accepted one.
+pub(crate) fn adopt_connection(fd: c_int) {
+    if name_of(fd, libc::getpeername).is_none() {
+        return;
+    }
+    let before = (0..fd).find_map(|n| Some((n, table::sock(n)?)).filter(|_| sys::is_same(n, fd)));
+    if let Some((_, sock)) = before {
+        sock.add_number();
+        set_entry(fd, Entry::Sock(sock));
+    } else if let Some(is_strict) = by_address(fd) {
+        set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
+        show::undecided(fd);
+    }
 }
 
 /// See `execve(2)`.

@@ -153,6 +153,8 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
                 _ => {}
             }
             if m.sock.mode() != Mode::Up || table::sock(p.fd).is_none() {
+                // The carrier of one that was a stream before the wait was asked for other events.
+                p.revents &= want | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
                 continue;
             }
             if !m.sock.is_ours(p.fd) {
