@@ -9,7 +9,7 @@ use xtask::{Result, sh};
 /// Seconds after which the run is ended.
 const LIMIT: &str = "300";
 
-/// In a network namespace of its own: the library, the semantics program, the check, the command, and what tries it.
+/// In a network namespace of its own: the library, the semantics program, the check, the command, what tries it, hostile peers.
 const SCRIPT: &str = r#"set -e
 ip link set lo up
 echo '== tests/c/sockets.c, sockets of the kernel'
@@ -18,6 +18,8 @@ echo '== tests/c/sockets.c, upgraded'
 SOCKETS_UPGRADED=1 LD_PRELOAD="$1" "$2"
 echo '== tests/sockets/command'
 "$5" "$4"
+echo '== tests/sockets/hostile'
+"$6" "$4"
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
@@ -54,6 +56,7 @@ pub(crate) fn run() -> Result {
         .arg(program)
         .arg(sh::root().join("tests/sockets/check"))
         .arg(sh::dist().join("bin/anywarp"))
-        .arg(sh::root().join("tests/sockets/command"));
+        .arg(sh::root().join("tests/sockets/command"))
+        .arg(sh::root().join("tests/sockets/hostile"));
     sh::run(&mut check)
 }

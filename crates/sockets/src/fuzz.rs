@@ -1,0 +1,205 @@
+//! What a fuzzer calls: it takes any bytes, and panics if a promise is broken.
+//!
+//! The first byte chooses: bytes of a peer in any pieces, messages of a peer of which some are wrong, start-up frames, or the text
+//! of rules. `scripts/fuzz 60 sockets` runs it; a test of this file replays what it found in `fuzz/corpus/sockets`.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a broken promise is a panic"
+)]
+
+use crate::stream;
+use crate::wire::{Broken, Kind, LONGEST, Private, Rx, Sink, Tx};
+use sockets_base::rules::Policy;
+
+/// Choices that the input makes; after its last byte all are 0.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> u8 {
+        let (first, rest) = self.0.split_first().unwrap_or((&0, &[]));
+        self.0 = rest;
+        *first
+    }
+
+    fn number(&mut self) -> u32 {
+        u32::from_be_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
+    }
+}
+
+/// What arrived.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Got {
+    data: Vec<u8>,
+    waiting: Vec<u8>,
+    urgent: Vec<u8>,
+}
+
+impl Sink for Got {
+    fn data(&mut self, bytes: &[u8]) {
+        self.waiting.extend_from_slice(bytes);
+    }
+
+    fn verified(&mut self) {
+        self.data.append(&mut self.waiting);
+    }
+
+    fn urgent(&mut self, byte: u8) {
+        self.urgent.push(byte);
+    }
+}
+
+const WINDOW: u32 = 4096;
+
+fn peer(window: u32) -> Private {
+    Private {
+        window,
+        longest: LONGEST as u32,
+        namespace: 0,
+        plain: false,
+    }
+}
+
+/// The result of a stream that comes in pieces, whose lengths `piece` chooses.
+fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usize, Option<Broken>) {
+    let (mut rx, mut tx) = (Rx::new(WINDOW, crc), Tx::new(&peer(100), crc));
+    let mut got = Got::default();
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let (now, behind) = rest.split_at(piece().clamp(1, rest.len()));
+        rest = behind;
+        let before = tx.credit();
+        let result = rx.feed(now, &mut tx, &mut got);
+        let all = got.data.len() + got.waiting.len() + got.urgent.len();
+        assert!(all <= WINDOW as usize, "more than the window was taken");
+        assert!(tx.credit() >= before && tx.credit() <= i32::MAX as usize);
+        if let Err(why) = result {
+            return (got, tx.credit(), Some(why));
+        }
+        assert!(rx.open() <= WINDOW);
+    }
+    (got, tx.credit(), None)
+}
+
+/// The pieces in which bytes come change nothing.
+fn pieces(bytes: &[u8], crc: bool, seed: u32) {
+    let whole = feed(bytes, crc, || usize::MAX);
+    let mut state = seed;
+    let parts = feed(bytes, crc, || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as usize % 61
+    });
+    // Where it breaks in the middle of a piece, the same was taken before.
+    assert_eq!(whole, parts);
+}
+
+/// Messages, of which the input may change any byte.
+fn messages(input: &mut Input<'_>, crc: bool) {
+    let mut tx = Tx::new(&peer(i32::MAX as u32), crc);
+    let mut wire = Vec::new();
+    let mut limit = 100u32;
+    let mut sent = 0;
+    let mut is_right = true;
+    for _ in 0..input.byte() % 16 {
+        let kind = match input.byte() % 8 {
+            0..4 => Kind::Data,
+            4 => Kind::Limit,
+            5 => Kind::Urgent,
+            6 => Kind::End,
+            _ => Kind::Reset,
+        };
+        let len = match kind {
+            Kind::Data => input.number() as usize % 1500,
+            Kind::Urgent => 1,
+            _ => 0,
+        };
+        limit = limit.wrapping_add(u32::from(input.byte()));
+        let payload: Vec<u8> = (0..len).map(|n| n as u8).collect();
+        let frame = tx.frame(kind, limit, std::iter::once(&payload[..]));
+        tx.went(&frame);
+        let from = wire.len();
+        wire.extend_from_slice(&frame.head);
+        wire.extend_from_slice(&payload);
+        wire.extend_from_slice(frame.tail());
+        sent += len;
+        is_right &= matches!(kind, Kind::Data | Kind::Limit | Kind::Urgent);
+        if input.byte() > 200 {
+            let at = from + input.number() as usize % (wire.len() - from);
+            wire[at] ^= input.byte();
+            is_right = false;
+        }
+    }
+    if is_right && sent <= WINDOW as usize {
+        let (got, credit, why) = feed(&wire, crc, || usize::MAX);
+        assert_eq!(why, None);
+        assert_eq!(got.data.len() + got.urgent.len(), sent);
+        assert!(wire.is_empty() || credit == limit as usize);
+    }
+    pieces(&wire, crc, input.number());
+}
+
+/// Calls what the first byte chooses.
+pub fn run(data: &[u8]) {
+    let mut input = Input(data);
+    let what = input.byte();
+    let crc = what & 0x80 != 0;
+    match what % 4 {
+        0 => {
+            let seed = input.number();
+            pieces(input.0, crc, seed);
+        }
+        1 => messages(&mut input, crc),
+        2 => {
+            if let stream::First::Request(length, reply, _) = stream::first(input.0, crc) {
+                assert!(length <= input.0.len() && !reply.is_empty());
+                assert!(stream::refusal(input.0).is_some_and(|(n, _)| n == length));
+            }
+            let _ = Private::parse(input.0);
+        }
+        _ => {
+            let text = String::from_utf8_lossy(input.0);
+            if let Err(mistake) = Policy::default().read("f", &text) {
+                let line = text
+                    .lines()
+                    .nth(mistake.line - 1)
+                    .expect("its line is there");
+                assert!(mistake.column >= 1 && mistake.column <= line.chars().count() + 2);
+                assert!(mistake.to_string().ends_with('^'));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_found_is_right() {
+        let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/sockets");
+        let mut files = 0;
+        for entry in std::fs::read_dir(corpus).unwrap() {
+            run(&std::fs::read(entry.unwrap().path()).unwrap());
+            files += 1;
+        }
+        assert!(files >= 4, "{files} files");
+    }
+
+    #[test]
+    fn any_input_is_right() {
+        let mut state = 1u64;
+        let mut next = || {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            (state >> 33) as u32
+        };
+        for _ in 0..20_000 {
+            let len = next() as usize % 200;
+            let bytes: Vec<u8> = (0..len).map(|_| next() as u8).collect();
+            run(&bytes);
+        }
+    }
+}
