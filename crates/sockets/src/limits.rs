@@ -40,3 +40,6 @@ pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 pub const OWNERS: usize = 256 * 1024;
 /// Numbers of descriptors that a program is looked at for when it starts: what servers inherit is among the first.
 pub const INHERITED: i32 = 32;
+/// How long a stream that is handed to another program waits until the peer sends plain TCP as well, in milliseconds. A peer that
+/// waits for the stream answers within a fraction of that.
+pub const HAND_OVER: u64 = 100;

@@ -12,6 +12,7 @@ use anywarp_core::llp::mpa::startup::{
 use anywarp_core::lock::Mutex;
 use libc::c_int;
 use std::io::{IoSlice, IoSliceMut};
+use std::time::Instant;
 
 /// Buffers for what does not go straight to the program.
 static SCRATCH: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
@@ -69,8 +70,11 @@ pub struct Stream {
     limit_due: bool,
     /// The carrier is closed for sending: the program has closed the stream.
     fin: bool,
-    /// The peer's Reply made the connection plain. What was written before, and what came with the Reply, is still here.
+    /// The connection is plain: by the Reply, or by a message of both ends. What was written before it, and what came with it, is
+    /// still here.
     plain: bool,
+    /// This end has said that it sends plain TCP from now on.
+    said_plain: bool,
     /// The carrier did not take bytes of a plain connection.
     full: bool,
     /// The last look at the carrier found no more than it took.
@@ -226,6 +230,7 @@ impl Stream {
             limit_due: false,
             fin: false,
             plain: false,
+            said_plain: false,
             full: false,
             drained: true,
             urgent: None,
@@ -564,14 +569,62 @@ impl Stream {
             self.eof = true;
             self.news.readable = true;
         }
+        if self.rx.is_plain() && !self.plain {
+            self.say_plain(fd);
+            self.go_plain(fd, &[]);
+            return;
+        }
         if !self.held.is_empty() || self.end_due {
             self.flush(fd);
         }
     }
 
-    /// The Reply says that the connection is plain behind it; `bytes` came with it.
+    /// Says that this end sends plain TCP from here on.
+    fn say_plain(&mut self, fd: c_int) {
+        if !std::mem::replace(&mut self.said_plain, true) {
+            self.limit_due = false;
+            self.control(fd, Kind::Plain);
+        }
+    }
+
+    /// Makes the connection plain, both ways, for a program that the library does not reach. What the peer sends behind its answer
+    /// stays in the carrier. False: it cannot be done in time, or the peer has sent data; then the stream is of no use.
+    pub fn hand_over(&mut self, fd: c_int, until: Instant) -> bool {
+        if self.broken || self.start.is_some() || self.plain || self.queue.held() > 0 {
+            return false;
+        }
+        self.flush(fd);
+        self.say_plain(fd);
+        while !self.is_over() {
+            if self.broken || self.closed || self.queue.held() > 0 {
+                return false;
+            }
+            let most = self.rx.missing();
+            if most > 0 && self.pull(fd, None, most) {
+                continue;
+            }
+            let events = if most > 0 {
+                libc::POLLIN
+            } else {
+                libc::POLLOUT
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            let ms = c_int::try_from(left.as_millis()).unwrap_or(0);
+            match sys::poll_one(fd, events, ms) {
+                Ok(0) => return false,
+                Err(e) if e != libc::EINTR => return false,
+                _ => self.flush(fd),
+            }
+        }
+        true
+    }
+
+    /// The connection is plain, both ways; `bytes` came behind what says so.
     fn go_plain(&mut self, fd: c_int, bytes: &[u8]) {
         self.plain = true;
+        self.tx = None;
+        // What was said in messages is said by TCP now.
+        self.end_due |= self.shut_wr;
         self.queue.push(bytes, true);
         self.news.readable |= !bytes.is_empty();
         self.news.writable = true;
@@ -723,6 +776,9 @@ impl Stream {
 
     /// The same for a connection that the Reply made plain.
     fn flush_plain(&mut self, fd: c_int) {
+        if !self.flush_out(fd) {
+            return;
+        }
         while !self.held.is_empty() {
             let mut held = std::mem::take(&mut self.held);
             let result = self.send_plain(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL);

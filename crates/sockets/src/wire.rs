@@ -98,6 +98,8 @@ pub enum Kind {
     Reset = 3,
     /// One urgent byte.
     Urgent = 4,
+    /// All behind it is plain TCP. The other end answers with the same, when it has sent what it had.
+    Plain = 7,
 }
 
 impl Kind {
@@ -108,6 +110,7 @@ impl Kind {
             2 => Self::End,
             3 => Self::Reset,
             4 => Self::Urgent,
+            7 => Self::Plain,
             _ => return None,
         })
     }
@@ -287,6 +290,8 @@ enum At {
     Head,
     Payload,
     Tail,
+    /// Behind [`Kind::Plain`].
+    Plain,
 }
 
 /// Takes FPDUs apart, in any pieces.
@@ -368,6 +373,21 @@ impl Rx {
         self.at == At::Head && self.have == 0
     }
 
+    /// Bytes that can be taken without any of what is behind the message in progress.
+    pub fn missing(&self) -> usize {
+        match self.at {
+            At::Head => HEAD - self.have,
+            At::Payload => self.left,
+            At::Tail => self.tail_len - self.have,
+            At::Plain => 0,
+        }
+    }
+
+    /// What the peer sends is plain TCP from here on.
+    pub fn is_plain(&self) -> bool {
+        self.at == At::Plain
+    }
+
     /// The peer has sent its last byte.
     pub fn ended(&self) -> bool {
         self.ended
@@ -439,6 +459,13 @@ impl Rx {
                         self.at = At::Tail;
                     }
                 }
+                At::Plain => {
+                    if !bytes.is_empty() {
+                        sink.data(bytes);
+                        sink.verified();
+                    }
+                    return Ok(());
+                }
                 At::Tail => {
                     let take = (self.tail_len - self.have).min(bytes.len());
                     let (now, rest) = bytes.split_at(take);
@@ -461,6 +488,7 @@ impl Rx {
                     match self.kind {
                         Kind::End => self.ended = true,
                         Kind::Reset => return Err(Broken::Reset),
+                        Kind::Plain => self.at = At::Plain,
                         Kind::Data | Kind::Limit | Kind::Urgent => {}
                     }
                 }
@@ -493,8 +521,10 @@ impl Rx {
             Kind::Data => self.received = self.received.wrapping_add(len as u32),
             Kind::Urgent if len != 1 || self.open() == 0 => return Err(Broken::Message),
             Kind::Urgent => self.received = self.received.wrapping_add(1),
-            Kind::Limit | Kind::End | Kind::Reset if len != 0 => return Err(Broken::Message),
-            Kind::Limit | Kind::End | Kind::Reset => {}
+            Kind::Limit | Kind::End | Kind::Reset | Kind::Plain if len != 0 => {
+                return Err(Broken::Message);
+            }
+            Kind::Limit | Kind::End | Kind::Reset | Kind::Plain => {}
         }
         tx.raise(limit)?;
         self.msn = self.msn.next();

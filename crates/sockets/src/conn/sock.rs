@@ -18,7 +18,7 @@ use std::sync::MutexGuard;
 use std::sync::atomic::{
     AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering,
 };
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -311,12 +311,21 @@ impl Sock {
         log::line(&format!("stream {fd}: accepted"));
     }
 
-    /// The connection is about to go to another program, which may not have the library: a Request is refused, so that the
-    /// connection is plain for both ends.
-    pub fn hand_over(&'static self, fd: c_int) {
-        let inner = lock(&self.inner);
+    /// The connection is about to go to another program, which may not have the library: it becomes plain for both ends. A
+    /// Request is refused; of a stream the two ends agree. Whether it is plain.
+    pub fn hand_over(&'static self, fd: c_int) -> bool {
+        let mut inner = lock(&self.inner);
+        if self.mode() == Mode::Up {
+            let until = Instant::now() + Duration::from_millis(limits::HAND_OVER);
+            let is_plain = inner.as_mut().is_some_and(|s| s.hand_over(fd, until));
+            drop(inner);
+            if is_plain {
+                self.settle(fd, Why::Handed);
+            }
+            return is_plain;
+        }
         if self.mode() != Mode::Accepted {
-            return;
+            return true;
         }
         let mut bytes = [0u8; limits::REQUEST];
         let n = sys::peek(fd, &mut bytes).unwrap_or(0);
@@ -328,16 +337,17 @@ impl Sock {
         }
         drop(inner);
         self.go_plain(fd, Why::Handed);
+        true
     }
 
-    /// Leaves a connection to the kernel that the peer's Reply made plain, when nothing of it is left here.
-    fn settle(&'static self, fd: c_int) {
+    /// Leaves a connection to the kernel that has become plain, when nothing of it is left here.
+    fn settle(&'static self, fd: c_int, why: Why) {
         let mut inner = lock(&self.inner);
         if let Some(stream) = inner.as_ref().filter(|s| s.is_over()) {
             stream.delay(fd);
             *inner = None;
             drop(inner);
-            self.go_plain(fd, Why::Refused);
+            self.go_plain(fd, why);
             self.wake_followers();
         }
     }
@@ -472,7 +482,7 @@ impl Sock {
         drop(inner);
         self.notify_sets(news);
         if is_over && !(sleeps && more) {
-            self.settle(fd);
+            self.settle(fd, Why::Refused);
         }
         (result, sleeps && more)
     }
@@ -564,7 +574,7 @@ impl Sock {
             }
         }
         if is_over && wait.is_none() {
-            self.settle(fd);
+            self.settle(fd, Why::Refused);
         }
         (result, wait)
     }
@@ -698,7 +708,7 @@ impl Sock {
 
     /// Sends what waits, before the process ends, and waits until the peer's kernel has it: a socket that the kernel closes
     /// with limits of the peer unread would drop it.
-    pub fn finish(&self, fd: c_int, until: std::time::Instant) {
+    pub fn finish(&self, fd: c_int, until: Instant) {
         if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
             return;
         }
@@ -706,7 +716,7 @@ impl Sock {
             s.flush(fd);
             s.is_waiting()
         }) {
-            let left = until.saturating_duration_since(std::time::Instant::now());
+            let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
@@ -725,7 +735,7 @@ impl Sock {
             while s.pull(fd, None, limits::WAIT_READ) {}
             sys::is_delivered(fd)
         }) {
-            let left = until.saturating_duration_since(std::time::Instant::now());
+            let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }

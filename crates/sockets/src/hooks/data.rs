@@ -547,7 +547,7 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
     }
 }
 
-/// Connections among the descriptors that a message passes to another process become plain, if they are not upgraded yet.
+/// Connections among the descriptors that a message passes to another process become plain.
 ///
 /// # Safety
 /// As `sendmsg`.
@@ -567,8 +567,12 @@ unsafe fn hand_over(msg: *const msghdr) {
                 let first = libc::CMSG_DATA(at).cast::<c_int>();
                 for i in 0..bytes / size_of::<c_int>() {
                     let fd = first.add(i).read_unaligned();
-                    if let Some(sock) = table::sock(fd) {
-                        sock.hand_over(fd);
+                    if let Some(sock) = table::sock(fd)
+                        && !(sock.is_ours(fd) && sock.hand_over(fd))
+                    {
+                        crate::log::always(&format!(
+                            "stream {fd} goes to another process, which cannot use it; set it to tcp"
+                        ));
                     }
                 }
             }

@@ -639,8 +639,8 @@ fn new_set(fd: c_int) -> c_int {
     fd
 }
 
-/// The descriptors that the next program gets: a connection that was not used is plain for it, and a stream that is upgraded does
-/// not outlive its program, since the next one would read messages.
+/// The descriptors that the next program gets: a connection that was not used is plain for it, and so is a stream that is its
+/// standard input or output. Other streams do not outlive their program, since the next one would read messages.
 fn before_exec() {
     if LIVE.load(Ordering::Relaxed) == 0 {
         return;
@@ -653,7 +653,11 @@ fn before_exec() {
             return;
         }
         match sock.mode() {
-            State::Accepted => sock.hand_over(fd),
+            State::Accepted => {
+                sock.hand_over(fd);
+            }
+            // Others are inherited by chance, and their program goes on with them.
+            State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
             State::Up => {
                 crate::log::line(&format!("stream {fd} is closed by exec"));
                 // SAFETY: no pointer.
