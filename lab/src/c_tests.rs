@@ -85,6 +85,18 @@ const CARRIERS: &[(&str, &str)] = &[
     ("fork", "eager"),
 ];
 
+/// Programs of peers that break the rules, which run once more with IPv6.
+const IPV6: &[&str] = &["foreign", "flood", "strangers"];
+
+/// The program on the loopback interface, whatever other addresses this machine has.
+fn on_loopback(binary: &Path, address: &str) -> Command {
+    let mut command = Command::new(sh::dist().join("bin/anywarp"));
+    command
+        .args(["run", "--device-ip", address, "--"])
+        .arg(binary);
+    command
+}
+
 /// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {
     let (program, tests) = match arguments.split_first() {
@@ -118,12 +130,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         let mut command = if *name == PANIC {
             on_debug_build(&binary)?
         } else {
-            let mut command = Command::new(sh::dist().join("bin/anywarp"));
-            // On the loopback interface, whatever other addresses this machine has.
-            command
-                .args(["run", "--device-ip", "127.0.0.1", "--"])
-                .arg(&binary);
-            command
+            on_loopback(&binary, "127.0.0.1")
         };
         command.args(tests);
         if !run_one(&mut command, name, &work, &skips)? {
@@ -131,6 +138,18 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
         }
         if *name == EXS && tests.is_empty() && !run_ttcp()? {
             failed.push("exs-ttcp".to_owned());
+        }
+        if IPV6.contains(name) {
+            println!("== {name} by IPv6");
+            if let Err(e) = std::net::UdpSocket::bind("[::1]:0") {
+                println!("skip: this machine has no IPv6: {e}");
+                continue;
+            }
+            let mut command = on_loopback(&binary, "::1");
+            command.env("TEST_ADDR", "::1");
+            if !run_one(command.args(tests), name, &work, &skips)? {
+                failed.push(format!("{name} by IPv6"));
+            }
         }
         for (_, carrier) in CARRIERS.iter().filter(|(n, _)| n == name) {
             println!("== {name} by {carrier}");

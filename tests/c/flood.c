@@ -12,6 +12,7 @@
 
 #include <netinet/in.h>
 #include <netinet/ip.h>
+#include <netinet/ip6.h>
 #include <netinet/udp.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
@@ -328,16 +329,77 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		p->at[dice((uint32_t)p->len)] ^= (uint8_t)(1 << dice(8));
 }
 
+union address {
+	struct sockaddr any;
+	struct sockaddr_in four;
+	struct sockaddr_in6 six;
+};
+
+/* Whether the device has an IPv6 address: TEST_ADDR, or else 127.0.0.1, is the device's. */
+static bool is_ipv6(void)
+{
+	const char *text = getenv("TEST_ADDR");
+
+	return text && strchr(text, ':');
+}
+
+/* The loopback address with a port. */
+static union address loopback(uint16_t port)
+{
+	union address address = { .six = { .sin6_family = AF_INET6, .sin6_port = htons(port), .sin6_addr = IN6ADDR_LOOPBACK_INIT } };
+
+	if (!is_ipv6())
+		address.four = (struct sockaddr_in){ .sin_family = AF_INET, .sin_port = htons(port),
+						     .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	return address;
+}
+
 static uint16_t checksum(const void *at, size_t len)
 {
 	const uint8_t *b = at;
 	uint32_t sum = 0;
 
-	for (size_t i = 0; i + 1 < len; i += 2)
-		sum += (uint32_t)b[i] << 8 | b[i + 1];
+	for (size_t i = 0; i < len; i++)
+		sum += i % 2 ? b[i] : (uint32_t)b[i] << 8;
 	while (sum >> 16)
 		sum = (sum & 0xffff) + (sum >> 16);
 	return htons((uint16_t)~sum);
+}
+
+/* Sends by IPv6 with a spoofed source address. UDP has to have its checksum there (RFC 8200 section 8.1). */
+static void send_as_ipv6(int raw, uint16_t from, uint16_t to, const struct packet *p)
+{
+	static const struct in6_addr local = IN6ADDR_LOOPBACK_INIT;
+	struct {
+		struct ip6_hdr ip;
+		struct udphdr udp;
+		uint8_t data[sizeof p->at];
+	} all = { 0 };
+	/* What the checksum covers: a pseudo-header, and the datagram. */
+	struct {
+		struct in6_addr from, to;
+		uint32_t len, next;
+		struct udphdr udp;
+		uint8_t data[sizeof p->at];
+	} covered = { .from = local, .to = local };
+	size_t len = sizeof all.udp + p->len;
+	union address address = loopback(0);
+
+	all.ip.ip6_flow = htonl(6u << 28);
+	all.ip.ip6_plen = htons((uint16_t)len);
+	all.ip.ip6_nxt = IPPROTO_UDP;
+	all.ip.ip6_hlim = 64;
+	all.ip.ip6_src = all.ip.ip6_dst = local;
+	all.udp = (struct udphdr){ .source = htons(from), .dest = htons(to), .len = htons((uint16_t)len) };
+	memcpy(all.data, p->at, p->len);
+	covered.len = htonl((uint32_t)len);
+	covered.next = htonl(IPPROTO_UDP);
+	covered.udp = all.udp;
+	memcpy(covered.data, p->at, p->len);
+	all.udp.check = checksum(&covered, offsetof(__typeof__(covered), data) + p->len);
+	if (!all.udp.check)
+		all.udp.check = 0xffff;
+	sendto(raw, &all, sizeof all.ip + len, 0, &address.any, sizeof address.six);
 }
 
 /* Sends with a spoofed source address. */
@@ -349,8 +411,12 @@ static void send_as(int raw, uint16_t from, uint16_t to, const struct packet *p)
 		uint8_t data[sizeof p->at];
 	} all = { 0 };
 	size_t len = sizeof all.ip + sizeof all.udp + p->len;
-	struct sockaddr_in address = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	union address address = loopback(0);
 
+	if (is_ipv6()) {
+		send_as_ipv6(raw, from, to, p);
+		return;
+	}
 	all.ip = (struct iphdr){ .version = 4, .ihl = 5, .ttl = 64, .protocol = IPPROTO_UDP,
 				 .tot_len = htons((uint16_t)len), .saddr = htonl(INADDR_LOOPBACK),
 				 .daddr = htonl(INADDR_LOOPBACK) };
@@ -358,37 +424,51 @@ static void send_as(int raw, uint16_t from, uint16_t to, const struct packet *p)
 	all.udp = (struct udphdr){ .source = htons(from), .dest = htons(to),
 				   .len = htons((uint16_t)(sizeof all.udp + p->len)) };
 	memcpy(all.data, p->at, p->len);
-	sendto(raw, &all, len, 0, (struct sockaddr *)&address, sizeof address);
+	sendto(raw, &all, len, 0, &address.any, sizeof address.four);
 }
 
-/* Sends from an address of the loopback network: all of them are this host's. */
-static void send_from(int fd, uint32_t from, uint16_t to, const struct packet *p)
+/*
+ * Sends from one of many addresses. Those of the IPv4 loopback network are all this host's; of IPv6 they are addresses of
+ * as many networks, which nobody has, and which IPV6_FREEBIND permits.
+ */
+static void send_from(int fd, uint32_t which, uint16_t to, const struct packet *p)
 {
-	struct sockaddr_in address = { .sin_family = AF_INET, .sin_port = htons(to), .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	union address address = loopback(to);
 	struct iovec part = { (void *)p->at, p->len };
 	union {
 		struct cmsghdr head;
-		char room[CMSG_SPACE(sizeof(struct in_pktinfo))];
+		char room[CMSG_SPACE(sizeof(struct in6_pktinfo))];
 	} control = { 0 };
 	struct msghdr message = { .msg_name = &address, .msg_namelen = sizeof address, .msg_iov = &part, .msg_iovlen = 1,
 				  .msg_control = &control, .msg_controllen = sizeof control };
 	struct cmsghdr *head = CMSG_FIRSTHDR(&message);
-	struct in_pktinfo info = { .ipi_spec_dst.s_addr = htonl(from) };
+	struct in_pktinfo four = { .ipi_spec_dst.s_addr = htonl((127u << 24) + which) };
+	struct in6_pktinfo six = { .ipi6_addr.s6_addr = { 0xfd, 0x77, (uint8_t)(which >> 16), (uint8_t)(which >> 8),
+							  (uint8_t)which, [15] = 1 } };
+	bool ipv6 = is_ipv6();
 
-	head->cmsg_level = IPPROTO_IP;
-	head->cmsg_type = IP_PKTINFO;
-	head->cmsg_len = CMSG_LEN(sizeof info);
-	memcpy(CMSG_DATA(head), &info, sizeof info);
+	head->cmsg_level = ipv6 ? IPPROTO_IPV6 : IPPROTO_IP;
+	head->cmsg_type = ipv6 ? IPV6_PKTINFO : IP_PKTINFO;
+	head->cmsg_len = ipv6 ? CMSG_LEN(sizeof six) : CMSG_LEN(sizeof four);
+	message.msg_controllen = ipv6 ? CMSG_SPACE(sizeof six) : CMSG_SPACE(sizeof four);
+	memcpy(CMSG_DATA(head), ipv6 ? (void *)&six : (void *)&four, ipv6 ? sizeof six : sizeof four);
 	sendmsg(fd, &message, MSG_DONTWAIT);
 }
 
-static int udp_socket(uint32_t address)
+/* A socket at address `which` of the IPv4 loopback network, or at the IPv6 loopback address; at every address if 0. */
+static int udp_socket(uint32_t which)
 {
-	struct sockaddr_in name = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(address) };
-	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0), room = 4 << 20;
+	union address name = loopback(0);
+	int fd = socket(name.any.sa_family, SOCK_DGRAM | SOCK_NONBLOCK, 0), room = 4 << 20, one = 1;
 
+	if (name.any.sa_family == AF_INET)
+		name.four.sin_addr.s_addr = which ? htonl((127u << 24) + which) : htonl(INADDR_ANY);
+	else if (!which)
+		name.six.sin6_addr = in6addr_any;
+	if (name.any.sa_family == AF_INET6 && setsockopt(fd, IPPROTO_IPV6, IPV6_FREEBIND, &one, sizeof one))
+		return -1;
 	setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &room, sizeof room);
-	return fd >= 0 && bind(fd, (struct sockaddr *)&name, sizeof name) == 0 ? fd : -1;
+	return fd >= 0 && bind(fd, &name.any, sizeof name) == 0 ? fd : -1;
 }
 
 /* Asks for much from some addresses and counts what comes back to each. */
@@ -398,19 +478,18 @@ static void amplify(int *sources, size_t many, uint64_t *sent, uint64_t *back)
 	uint8_t answer[65536];
 
 	for (size_t i = 0; i < many; i++) {
-		struct sockaddr_in to = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
 		uint32_t victim = shared->victim[dice(2)];
+		union address to = loopback((uint16_t)(victim >> 8));
 		struct packet p = { .len = 0 };
 		ssize_t n;
 
-		to.sin_port = htons((uint16_t)(victim >> 8));
 		if (dice(2)) {
 			read_request(&p, (uint8_t)victim, 1, any32(), shared->readable, sizes[dice(COUNT(sizes))], dice(200));
 			seal(&p);
 		} else {
 			almost_valid(&p, (uint8_t)victim, 1, false);
 		}
-		if (sendto(sources[i], p.at, p.len, 0, (struct sockaddr *)&to, sizeof to) == (ssize_t)p.len)
+		if (sendto(sources[i], p.at, p.len, 0, &to.any, sizeof to) == (ssize_t)p.len)
 			sent[i] += p.len;
 		while ((n = recv(sources[i], answer, sizeof answer, 0)) >= 0)
 			back[i] += (uint64_t)n;
@@ -425,12 +504,12 @@ static void amplify(int *sources, size_t many, uint64_t *sent, uint64_t *back)
 
 static void be_flood(void)
 {
-	int fd = udp_socket(INADDR_ANY), raw = socket(AF_INET, SOCK_RAW, IPPROTO_RAW);
+	int fd = udp_socket(0), raw = socket(is_ipv6() ? AF_INET6 : AF_INET, SOCK_RAW, IPPROTO_RAW);
 	uint64_t begin = 0, count = 0, sent[16] = { 0 }, back[16] = { 0 };
 	int sources[16];
 
 	for (size_t i = 0; i < COUNT(sources); i++) {
-		sources[i] = udp_socket((127u << 24) + 0x010203u + (uint32_t)i);
+		sources[i] = udp_socket(0x010203u + (uint32_t)i);
 		if (sources[i] < 0 || fd < 0) {
 			perror("flood: socket");
 			_exit(1);
@@ -462,7 +541,7 @@ static void be_flood(void)
 				send_as(raw, (uint16_t)(peer >> 8), (uint16_t)(victim >> 8), &p);
 			} else {
 				almost_valid(&p, (uint8_t)victim, (uint8_t)dice(256), false);
-				send_from(fd, (127u << 24) + dice(1u << 20) + 2, (uint16_t)(victim >> 8), &p);
+				send_from(fd, dice(1u << 20) + 2, (uint16_t)(victim >> 8), &p);
 			}
 			shared->sent++;
 		}
@@ -566,7 +645,7 @@ static const char *open_victim(void)
 	v.flood = start(be_flood);
 	ENSURE(v.good > 0 && v.flood > 0, "fork: %s", strerror(errno));
 	TRY(find_all());
-	ENSURE(IN6_IS_ADDR_V4MAPPED((struct in6_addr *)&local_gid), "the device's address is not IPv4");
+	ENSURE(gid_is_ipv4(&local_gid) != is_ipv6(), "the device has another address than TEST_ADDR");
 	for (int i = 0; i < 2; i++) {
 		TRY(open_dgram(&v.ends[i], &dv[i]));
 		shared->victim[i] = v.ends[i].qp->qp_num;

@@ -22,12 +22,22 @@
 static const struct want usual = { 0 };
 static FILE *log_file;
 
-static struct sockaddr_in at_port(uint16_t port)
+/* The address of the device, of either family, with a port. */
+union address {
+	struct sockaddr any;
+	struct sockaddr_in four;
+	struct sockaddr_in6 six;
+};
+
+static union address at_port(uint16_t port)
 {
 	const char *text = getenv("TEST_ADDR");
-	struct sockaddr_in address = { .sin_family = AF_INET, .sin_port = htons(port) };
+	union address address = { .six = { .sin6_family = AF_INET6, .sin6_port = htons(port) } };
 
-	inet_pton(AF_INET, text ? text : "127.0.0.1", &address.sin_addr);
+	if (text && inet_pton(AF_INET6, text, &address.six.sin6_addr) == 1)
+		return address;
+	address.four = (struct sockaddr_in){ .sin_family = AF_INET, .sin_port = htons(port) };
+	inet_pton(AF_INET, text ? text : "127.0.0.1", &address.four.sin_addr);
 	return address;
 }
 
@@ -37,10 +47,10 @@ enum kind { SCAN, HTTP, NOISE, SILENT, SLOW, KINDS };
 
 static int dial(uint16_t port)
 {
-	struct sockaddr_in address = at_port(port);
-	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	union address address = at_port(port);
+	int fd = socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
-	if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address)) {
+	if (fd >= 0 && connect(fd, &address.any, sizeof address)) {
 		close(fd);
 		return -1;
 	}
@@ -142,12 +152,12 @@ static int close_listener(void *id)
 
 static const char *listen_cm(uint16_t *port)
 {
-	struct sockaddr_in address = at_port(0);
+	union address address = at_port(0);
 
 	channel = rdma_create_event_channel();
 	ENSURE(channel && !rdma_create_id(channel, &listener, NULL, RDMA_PS_TCP), "rdma_create_id: %s",
 	       strerror(errno));
-	ENSURE(!rdma_bind_addr(listener, (struct sockaddr *)&address) && !rdma_listen(listener, 64), "rdma_listen: %s",
+	ENSURE(!rdma_bind_addr(listener, &address.any) && !rdma_listen(listener, 64), "rdma_listen: %s",
 	       strerror(errno));
 	keep(close_listener, listener, "listener");
 	*port = ntohs(rdma_get_src_port(listener));
