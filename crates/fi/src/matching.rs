@@ -160,14 +160,16 @@ impl<R> Matching<R> {
         Some(message)
     }
 
-    /// Looks up the sources of all stored messages again, after the address vector has changed.
+    /// Looks up the sources of all stored messages again, claimed ones included, after the address vector has changed.
     pub fn renew_sources(&mut self, find: impl Fn(Remote) -> FiAddr) {
-        for message in &mut self.messages {
+        let claimed = self.claimed.iter_mut().map(|(_, message)| message);
+        for message in self.messages.iter_mut().chain(claimed) {
             message.envelope.source = find(message.from);
         }
     }
 
-    /// Removes the messages that a peer has announced and will never write.
+    /// Removes the messages that a peer has announced and will never write. A claimed one stays: the program still receives it,
+    /// and gets the error then.
     pub fn forget_announced(&mut self, from: Remote) {
         self.messages.retain(|m| {
             let gone = m.from == from && matches!(m.content, Content::Announced(_));
@@ -263,5 +265,19 @@ mod tests {
         m.renew_sources(|_| 9);
         assert!(m.take_message(&takes(9, 7, 0)).is_some());
         assert!(m.message_for(&takes(ANY, 0, u64::MAX)).is_none());
+    }
+
+    #[test]
+    fn a_claimed_message_has_its_new_source_and_outlives_its_peer() {
+        let mut m = Matching::<()>::default();
+        let announced = Message {
+            content: Content::Announced(4),
+            ..message(1, 7, b"")
+        };
+        m.keep(announced.clone());
+        assert!(m.claim(&takes(1, 7, 0), 77).is_some());
+        m.renew_sources(|_| 9);
+        m.forget_announced(announced.from);
+        assert_eq!(m.take_claimed(77).map(|m| m.envelope.source), Some(9));
     }
 }
