@@ -1,4 +1,4 @@
-//! The distribution's libraries, for tests that compare an answer with theirs.
+//! The distribution's libraries, for tests that compare the results of our functions with those of the originals.
 
 use std::ffi::{CStr, c_void};
 
@@ -24,7 +24,7 @@ pub(crate) const IBVERBS: &CStr = path!("libibverbs.so.1");
 /// The distribution's librdmacm.
 pub(crate) const RDMACM: &CStr = path!("librdmacm.so.1");
 
-/// The address of `name` in `library`, or `None` (said on stderr) where the library is not installed.
+/// The address of `name` in `library`. If the library is not installed: a message on stderr, and `None`.
 pub(crate) fn symbol(library: &CStr, name: &CStr) -> Option<*mut c_void> {
     // SAFETY: a C string; the library's constructors only set up its own state.
     let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };

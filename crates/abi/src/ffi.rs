@@ -1,9 +1,9 @@
 //! How a function that C calls begins and ends.
 //!
 //! The body of every such function runs inside [`errno`], [`minus_one`], [`null`], [`nothing`], [`or`] or [`value`]. Their
-//! names say how C learns of a failure: [`errno`] returns the number, the others set `errno` and return what C expects. A
-//! panic stops here: it must not unwind into C. The device counts as broken from then on (`anywarp_engine::fatal`), and the
-//! call fails with `EIO`.
+//! names say how the function reports a failure: [`errno`] returns the errno value; the others set `errno` and return the
+//! value that means failure. A panic stops here: it must not unwind into C. The device counts as broken from then on
+//! (`anywarp_engine::fatal`), and the call fails with `EIO`.
 //!
 //! The `_fast` forms are for the data path. They make no system call that is a cancellation point, so they need not
 //! disable the cancellation of the thread.
@@ -22,8 +22,8 @@ pub type Errno = c_int;
 /// Runs a body; a panic becomes `EIO`.
 #[inline]
 fn catch<T>(name: &'static str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
-    // The caller's memory is plain bytes to this library, and its own state lies behind locks that recover from
-    // poisoning, so no broken invariant is observed after a panic.
+    // This library treats the caller's memory as plain bytes, and keeps its own state behind locks that recover from
+    // poisoning. So no broken invariant is observed after a panic.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result,
         Err(payload) => {
@@ -95,7 +95,7 @@ pub fn fail<T>(errno: Errno, value: T) -> T {
     value
 }
 
-/// The `errno` that the C function called last has set.
+/// The `errno` that the last call of a C function has set.
 pub(crate) fn last_errno() -> Errno {
     std::io::Error::last_os_error()
         .raw_os_error()
@@ -112,7 +112,7 @@ pub fn panicked(name: &'static str, payload: Box<dyn Any + Send>) {
     set_errno(libc::EIO);
 }
 
-/// The errno of a call that broke a rule. The rule is logged, because the number alone seldom says which it was.
+/// The errno of a call that broke a rule. The rule is logged, because the errno alone seldom says which rule was broken.
 #[cold]
 pub(crate) fn misuse(call: &str, e: &Misuse) -> Errno {
     if log::wants(log::Level::Warn) {
@@ -144,7 +144,7 @@ pub(crate) unsafe fn arg_mut<'a, T>(place: *mut T) -> Result<&'a mut T, Errno> {
     unsafe { place.as_mut() }.ok_or(libc::EINVAL)
 }
 
-/// Writes a result where C wants it: `EINVAL` for null.
+/// Writes a result to a place that C passes by pointer: `EINVAL` for null.
 ///
 /// # Safety
 /// `place` is null or valid for writes.

@@ -1,8 +1,9 @@
-//! Public functions of what this device does not have.
+//! Public functions for features that this device does not have.
 //!
-//! Every Debian binary is linked with BIND_NOW, so a program that never calls `ibv_reg_dmabuf_mr` still does
-//! not start if it is missing. Each function here fails with the number that a device without it gives, by which programs
-//! learn that: NCCL takes any other than `EOPNOTSUPP` for a device that has dma-buf.
+//! Every Debian binary is linked with BIND_NOW. So a program that refers to `ibv_reg_dmabuf_mr` does not start without the
+//! symbol, even if the program never calls it. Each function here fails with the errno that a device without the feature
+//! reports. Programs rely on the value: if `ibv_reg_dmabuf_mr` fails with another errno than `EOPNOTSUPP`, NCCL concludes that
+//! the device supports dma-buf.
 
 use crate::refuse;
 use libc::EOPNOTSUPP;

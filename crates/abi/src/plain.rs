@@ -1,9 +1,10 @@
 //! `bind` and `listen` of the program's plain sockets.
 //!
-//! A listener of rdma_cm has the TCP port of its number only as long as no plain socket wants it. The kernel does not say when
-//! one does. So the libraries have these two functions of the C library, as old versions that programs find at run time and
-//! the linker never: they call the next function of their name, which is that of another preloaded library or of libc, and only
-//! when it finds the port in use they ask the listeners to move and call it again. See docs/decisions/026.
+//! A listener of rdma_cm must leave the TCP port of its number when a plain socket of a program needs that port. The kernel
+//! does not report this to the listener. So the libraries define these two functions of the C library. They have an old symbol
+//! version, which the loader resolves for programs and the linker does not choose. Each of them calls the next function of its
+//! name, which belongs to another preloaded library or to libc. If that call fails because the port is in use, the function
+//! asks the listeners to move to another port and repeats the call. See docs/decisions/026.
 
 use std::ffi::{CStr, c_int};
 use std::net::SocketAddr;
@@ -19,8 +20,9 @@ use crate::ffi::{Errno, last_errno};
 type Bind = unsafe extern "C" fn(c_int, *const sockaddr, socklen_t) -> c_int;
 type Listen = unsafe extern "C" fn(c_int, c_int) -> c_int;
 
-/// The function of this name in the libraries behind this one; in a program that is linked with librdmacm alone, libc is before
-/// this library. That function is never ours, which has no default version.
+/// The address of the next function of this name: in the libraries that the loader searches after this one, otherwise in all
+/// libraries. (In a program that is linked with librdmacm alone, the loader searches libc before this library.) The result is
+/// never the function of this library, because that one has no default version.
 fn next(name: &CStr, cache: &AtomicUsize) -> Result<usize, Errno> {
     let known = cache.load(Ordering::Relaxed);
     if known != 0 {
@@ -75,7 +77,7 @@ fn option(fd: c_int, level: c_int, name: c_int) -> Option<c_int> {
     (result == 0).then_some(value)
 }
 
-/// Makes the call, and again when listeners of rdma_cm have left the port.
+/// Makes the call. If the port is in use, asks the listeners of rdma_cm to leave it and makes the call again.
 fn with_room(
     fd: c_int,
     call: impl Fn() -> Result<c_int, Errno>,
@@ -101,7 +103,8 @@ fn with_room(
     if second != Err(libc::EADDRINUSE) || !is_stream || shares != Some(0) {
         return second;
     }
-    // Connections to the listener that has left go on, and share the port with a socket that allows it.
+    // Connections of the listener that has left the port still use it. The kernel lets a socket with `SO_REUSEADDR` share
+    // the port with them.
     share(fd, true);
     let third = call();
     if third.is_err() {
@@ -136,7 +139,7 @@ entry! {
             let mut name: sockaddr_storage = unsafe { std::mem::zeroed() };
             let size = (len as usize).min(size_of::<sockaddr_storage>());
             let at = (&raw mut name).cast::<u8>();
-            // SAFETY: the kernel has read `len` bytes there, and found them right but for the port; `name` has room.
+            // SAFETY: the kernel has read the `len` bytes at `addr` and refused only the port; `name` has room for `size`.
             unsafe { std::ptr::copy_nonoverlapping(addr.cast::<u8>(), at, size) };
             // SAFETY: a sockaddr_storage has room for an address of each family.
             unsafe { address_of(at.cast::<sockaddr>()) }
@@ -145,7 +148,8 @@ entry! {
 }
 
 entry! {
-    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to one port, and the first that listens has it.
+    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to one port; once one of them listens, `listen` fails for the
+    /// other.
     ///
     /// # Safety
     /// None needed.

@@ -41,7 +41,7 @@ unsafe fn len_of(addr: *const sockaddr) -> socklen_t {
     }
 }
 
-/// One answer: from an answer of the resolver and the hints.
+/// Makes one element of the result, from an address that `getaddrinfo(3)` has found and the hints.
 ///
 /// # Safety
 /// Both are valid or null.
@@ -128,8 +128,8 @@ unsafe fn copy_text(text: *mut c_char) -> *mut c_char {
     unsafe { libc::strdup(text) }
 }
 
-/// A copy of an answer or of hints, for `rdma_freeaddrinfo`; with those behind it, if `all`. Routes and private data are left
-/// out: no answer has them.
+/// Copies the first element of a list, or all elements if `all`. `rdma_freeaddrinfo` frees the copy. Routes and private data
+/// are not copied, because no list of this library has them.
 ///
 /// # Safety
 /// `list` is valid.
@@ -140,7 +140,8 @@ pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rd
     while !at.is_null() {
         // SAFETY: an element of the list (caller's promise).
         let from = unsafe { &*at };
-        // SAFETY: its addresses have their lengths beside them, or in hints by their family.
+        // SAFETY: its addresses are valid. The length of an address is in the field beside it; in hints that field may be 0,
+        // and the length follows from the family.
         let (src_len, dst_len) = unsafe {
             (
                 from.ai_src_len.max(len_of(from.ai_src_addr)),
@@ -175,7 +176,7 @@ pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rd
     first
 }
 
-/// A list of `rdma_getaddrinfo`, freed with its owner.
+/// A list of `rdma_getaddrinfo` that is freed when this value is dropped.
 #[derive(Debug)]
 pub(super) struct List(pub(super) *mut rdma_addrinfo);
 
@@ -207,7 +208,7 @@ impl Resolved {
 }
 
 entry! {
-    /// `rdma_getaddrinfo(3)`: 0, a code of `getaddrinfo(3)`, or -1 with errno.
+    /// `rdma_getaddrinfo(3)`: returns 0, an error code of `getaddrinfo(3)`, or -1 with errno.
     ///
     /// # Safety
     /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is a valid place.
@@ -249,7 +250,7 @@ entry! {
             (libc::SOCK_STREAM, libc::IPPROTO_TCP)
         };
         let mut found: *mut addrinfo = std::ptr::null_mut();
-        // SAFETY: C strings or null, and places of our own.
+        // SAFETY: `node` and `service` are C strings or null (caller's promise); `ask` and `found` are locals.
         let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };
         if code != 0 {
             return Ok(code);

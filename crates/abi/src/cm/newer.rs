@@ -1,4 +1,5 @@
-//! Functions of librdmacm that came after rdma-core 44: addresses resolved in the background, events of the program's own.
+//! Functions that librdmacm got after rdma-core 44: resolution of addresses in the background, and events that the program
+//! reports itself.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::ffi::{Errno, last_errno, os_errno, put};
 use crate::verbs::handle::live;
 use anywarp_verbs_sys::cm::*;
 
-/// Resolve by the InfiniBand subnet administrator, of which there is none.
+/// Resolve by the InfiniBand subnet administrator. This device has none.
 const RAI_SA: c_int = 0x10;
 /// Resolve by name, which is the default.
 const RAI_DNS: c_int = 0x20;
@@ -28,7 +29,7 @@ unsafe fn owned(text: *const c_char) -> Option<CString> {
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_owned())
 }
 
-/// What is resolved. The program's own copies may be gone when it is.
+/// The arguments of a resolution. They are copies, because the program may free its own before the resolution ends.
 struct Question {
     node: Option<CString>,
     service: Option<CString>,
@@ -36,7 +37,7 @@ struct Question {
 }
 
 impl Question {
-    /// The list, or the number of an error.
+    /// Resolves the addresses. An error is a negative errno, or a code of `getaddrinfo(3)`.
     fn ask(&self) -> Result<List, c_int> {
         let text = |t: &Option<CString>| t.as_ref().map_or(std::ptr::null(), |t| t.as_ptr());
         let hints = self
@@ -44,7 +45,7 @@ impl Question {
             .as_ref()
             .map_or(std::ptr::null(), |h| h.0.cast_const());
         let mut found = std::ptr::null_mut();
-        // SAFETY: strings and hints of our own, and a local place.
+        // SAFETY: `self` owns the strings and the hints; `found` is a local.
         match unsafe {
             rdma_getaddrinfo(text(&self.node), text(&self.service), hints, &raw mut found)
         } {
@@ -82,7 +83,7 @@ entry! {
         };
         object.resolved.set(None);
         let (engine, resolved) = (Arc::clone(&object.engine), object.resolved.clone());
-        // A name server may take long, and the worker has other things to do.
+        // A name server may take long to answer, and the worker thread must not wait for it.
         let resolver = std::thread::Builder::new().name("anywarp-resolve".to_owned()).spawn(move || {
             thread::block_signals();
             let (kind, status) = match question.ask() {
@@ -100,7 +101,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_query_addrinfo(3)`: a copy, which the program frees.
+    /// `rdma_query_addrinfo(3)`: writes a copy of the list, which the program frees.
     ///
     /// # Safety
     /// `id` lives, `info` is null or a valid place.
@@ -118,7 +119,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_write_cm_event(3)`: only RDMA_CM_EVENT_USER.
+    /// `rdma_write_cm_event(3)`: only events of type RDMA_CM_EVENT_USER are allowed.
     ///
     /// # Safety
     /// `id` lives.

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
     use crate::distribution::{self, RDMACM};
 
-    /// Log lines read as with the distribution's library.
+    /// The texts are equal to those of the distribution's library, so log lines are equal too.
     #[test]
     fn names_are_those_of_the_distribution() {
         let Some(address) = distribution::symbol(RDMACM, c"rdma_event_str") else {

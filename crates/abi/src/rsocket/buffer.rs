@@ -35,22 +35,22 @@ impl Buffer {
         let no_memory = || io::Error::from_raw_os_error(libc::ENOMEM);
         let len = len.max(1);
         let pages = Pages::new(len).ok_or_else(no_memory)?;
-        // SAFETY: the pages are this buffer's own, and `Drop` deregisters them before they go.
+        // SAFETY: the pages belong to this buffer, and `Drop` deregisters them before they are unmapped.
         let region = unsafe { register(engine, pd, pages.start(), len, remote) }?;
         Ok(Self { pages, region, len })
     }
 
-    /// Address of its first byte, for peers.
+    /// Address of the buffer's first byte, for peers.
     pub(super) fn addr(&self) -> u64 {
         self.pages.start() as u64
     }
 
-    /// Its STag, which serves as local and as remote key.
+    /// The STag of the buffer, which is its local and its remote key.
     pub(super) fn key(&self) -> Stag {
         self.region.region().stag()
     }
 
-    /// A part of it, for a work request.
+    /// A scatter/gather element for a part of the buffer.
     pub(super) fn sge(&self, at: usize, len: usize) -> Sge {
         Sge {
             addr: self.addr() + at as u64,
@@ -59,13 +59,13 @@ impl Buffer {
         }
     }
 
-    /// The address of `[at, at + len)`, if that is a part of it.
+    /// The address of `[at, at + len)`, or `None` if that is not a part of the buffer.
     fn place(&self, at: usize, len: usize) -> Option<*mut u8> {
         let end = at.checked_add(len)?;
         (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.pages.start() + at))
     }
 
-    /// Copies from the caller's memory, from its byte `skip` on.
+    /// Copies bytes of the caller's memory, from its byte `skip` on, to `parts` of the buffer.
     pub(super) fn fill(&self, parts: Pieces, from: &Caller, mut skip: usize) {
         for (at, len) in parts {
             let Some(place) = self.place(at, len) else {
@@ -76,7 +76,7 @@ impl Buffer {
         }
     }
 
-    /// Copies to the caller's memory, from its byte `skip` on.
+    /// Copies `parts` of the buffer to the caller's memory, from its byte `skip` on.
     pub(super) fn drain(&self, parts: Pieces, to: &Caller, mut skip: usize) {
         for (at, len) in parts {
             let Some(place) = self.place(at, len) else {
@@ -87,7 +87,7 @@ impl Buffer {
         }
     }
 
-    /// Copies bytes of our own into it.
+    /// Copies `bytes` to offset `at` of the buffer.
     pub(super) fn store(&self, at: usize, bytes: &[u8]) {
         if let Some(place) = self.place(at, bytes.len()) {
             // SAFETY: `place` is that many bytes of pages that are ours; `bytes` is other memory.
@@ -95,7 +95,7 @@ impl Buffer {
         }
     }
 
-    /// Copies bytes out of it; zeroes if `at` is outside.
+    /// Returns `N` bytes from offset `at`; zeroes if they are not inside the buffer.
     pub(super) fn load<const N: usize>(&self, at: usize) -> [u8; N] {
         let mut out = [0; N];
         if let Some(place) = self.place(at, N) {
@@ -161,8 +161,8 @@ impl Caller {
     /// One part.
     ///
     /// # Safety
-    /// `[start, start + len)` is memory of the caller that may be read, and written if it is received into, while this
-    /// lives.
+    /// `[start, start + len)` is memory of the caller that may be read as long as the result lives, and written if data is
+    /// received into it.
     pub(super) unsafe fn new(start: *const u8, len: usize) -> Self {
         Self {
             first: (start.expose_provenance(), len),
@@ -171,7 +171,7 @@ impl Caller {
         }
     }
 
-    /// Several parts.
+    /// Several parts; `None` if they are longer than an address space.
     ///
     /// # Safety
     /// Each of `parts` is as [`Self::new`] says.
@@ -196,7 +196,7 @@ impl Caller {
         Some(all)
     }
 
-    /// Bytes in all.
+    /// Bytes of all parts.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -227,8 +227,9 @@ impl Caller {
         let mut at = 0;
         for (start, n) in self.parts(skip, len) {
             let from: *const u8 = std::ptr::with_exposed_provenance(start);
-            // SAFETY: `from` is a part of the caller's memory (the promise of `new`), `to` has room for `len`, of which
-            // the parts are the sum at most. They may overlap only if the program named our memory.
+            // SAFETY: `from` is a part of the caller's memory (the promise of `new`); `to` has room for `len` bytes, and the
+            // parts have no more than `len` bytes together. The ranges may overlap if the program passes memory of this
+            // library.
             unsafe { std::ptr::copy(from, to.wrapping_add(at), n) };
             at += n;
         }

@@ -24,7 +24,7 @@ pub(super) enum Violation {
     },
     /// The peer sent more messages than it had credits for.
     Messages,
-    /// The peer sent a message of another length, or of an unknown kind.
+    /// The peer sent a message of a wrong length, or of an unknown kind.
     Message,
 }
 
@@ -58,9 +58,9 @@ pub(super) struct Sender {
     /// Number of messages sent; `limit` is the number of the first message that may not be sent.
     sent: u16,
     limit: u16,
-    /// The rest of the peer's granted memory.
+    /// The part of the memory granted by the peer that is not used yet.
     target: Area,
-    /// Index of the entry of the list of free memory that the peer fills next.
+    /// The peer writes its grants to a list of free memory. Index of the entry that it fills next.
     slot: usize,
     /// Places in the send queue that are free for data.
     requests: u32,
@@ -101,13 +101,13 @@ impl Sender {
         self.limit = limit;
     }
 
-    /// Whether a message may be sent that takes `requests` places in the send queue. A few credits are left unused: a
-    /// peer that posts no more receives than it gives credits needs one for each control message.
+    /// Whether a message may be sent that takes `requests` places in the send queue. [`CONTROL`] credits are left unused:
+    /// a control message takes a receive too, and the peer may have posted only as many receives as it gave credits.
     fn may_send(&self, requests: u32) -> bool {
         self.requests >= requests && u32::from(self.limit.wrapping_sub(self.sent)) > CONTROL
     }
 
-    /// Whether so many bytes of the ring are free that a send is worthwhile.
+    /// Whether enough bytes of the ring are free to make a send worthwhile.
     fn enough(&self) -> bool {
         self.free >= (self.size / 4).min(2048)
     }
@@ -181,7 +181,7 @@ impl Sender {
         true
     }
 
-    /// Returns places for data, places for control messages, and bytes of the ring, after their requests have
+    /// Releases places for data, places for control messages, and bytes of the ring, after their requests have
     /// completed.
     pub(super) fn done(&mut self, requests: u32, control: u32, ring: usize) {
         self.requests += requests;
@@ -190,7 +190,7 @@ impl Sender {
     }
 }
 
-/// A grant to the peer of what it may send.
+/// A grant to the peer: how many messages it may send, and memory to which it may write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grant {
     /// The number of the first message that the peer may not send.
@@ -265,7 +265,7 @@ impl Receiver {
         Ok(())
     }
 
-    /// Records a message of the peer after `len` written bytes.
+    /// Records a message of the peer which says that it has written `len` bytes.
     // [rsock-bounds]: only bytes that were granted to the peer are read.
     pub(super) fn data(&mut self, len: u32) -> Result<(), Violation> {
         self.count()?;
@@ -516,7 +516,7 @@ mod tests {
         assert!(rx.data(u32::MAX).is_err());
     }
 
-    /// A receiver that has given its peer all of its ring: the second half is free from the start.
+    /// A receiver that has granted its whole ring: the first half at the start, the second half by a grant.
     fn begun() -> Receiver {
         let mut rx = Receiver::new(16, 1000);
         assert_eq!(rx.wants(), 2);

@@ -174,7 +174,7 @@ pub(super) fn select(asked: &[Asked], time: Option<Duration>) -> Result<Vec<Aske
 mod tests {
     use super::*;
 
-    /// Sets how many files may be open, which is how many descriptors one call may have; how many it was.
+    /// Sets the limit of open files, which is also the limit of descriptors in one call of `poll`. Returns the old limit.
     fn limit(files: libc::rlim_t) -> libc::rlim_t {
         let mut limit = libc::rlimit {
             rlim_cur: 0,
@@ -198,7 +198,7 @@ mod tests {
             revents: 0,
         };
         let mut fds = vec![ignored; 513];
-        // The other tests have fewer files.
+        // The limit holds for the whole process. The other tests have fewer open files.
         let before = limit(512);
         let refused = poll(&mut fds, None);
         limit(before);

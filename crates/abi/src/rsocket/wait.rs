@@ -1,8 +1,8 @@
 //! Waiting of threads for sockets.
 //!
 //! Each waiting thread has a [`Bell`]: a descriptor that it adds to the sockets that it waits for. Every event of a socket
-//! makes all bells there readable. So several threads may wait for one socket, one thread may wait for many sockets, and no
-//! thread consumes the event of another.
+//! makes all bells of the socket readable. So several threads may wait for one socket, one thread may wait for many sockets,
+//! and no thread consumes the event of another.
 
 use std::cell::RefCell;
 use std::ffi::c_int;
@@ -112,8 +112,8 @@ pub(super) fn wait(
     result
 }
 
-/// `poll(2)` as a direct system call. The function of the C library may be replaced by a preload library that calls this
-/// one, and is a cancellation point.
+/// `poll(2)` as a direct system call. The function of the C library is a cancellation point, and a preloaded library that
+/// calls this library may have replaced it.
 pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<(), c_int> {
     let time = time.map(|t| libc::timespec {
         tv_sec: t.as_secs().try_into().unwrap_or(libc::time_t::MAX),

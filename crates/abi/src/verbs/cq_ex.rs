@@ -12,7 +12,7 @@ use super::object::{CqObject, Shown};
 use crate::ffi::{Errno, arg, errno, errno_fast, null, or_fast};
 use anywarp_verbs_sys::verbs::*;
 
-/// Polls one completion and shows it, or fails with ENOENT.
+/// Polls one completion and makes it the current one, whose fields the reading functions return; ENOENT if there is none.
 ///
 /// # Safety
 /// `cq` is null or lives, and only this thread polls between start and end.
@@ -23,8 +23,8 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
     if first {
         queue.engine.poll(1, |_, c| found = Some(c));
     } else {
-        // Without a pass over the sockets: a completion that arrives while the program empties the queue would raise an
-        // event, and be gone when the program handles that event.
+        // This call does not handle the sockets. Otherwise a completion that arrives while the program empties the queue
+        // would raise an event, and the program would find no completion when it handles that event.
         queue.engine.poll_waiting(1, |_, c| found = Some(c));
     }
     let completion = found.ok_or(libc::ENOENT)?;
@@ -59,7 +59,7 @@ unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
 
 unsafe extern "C" fn end_poll(_cq: *mut ibv_cq_ex) {}
 
-/// Defines functions that read a field of the completion that is shown.
+/// Defines functions that read a field of the current completion.
 macro_rules! readers {
     ($($name:ident: $type:ty = |$shown:ident| $value:expr;)*) => {$(
         unsafe extern "C" fn $name(cq: *mut ibv_cq_ex) -> $type {
@@ -89,10 +89,10 @@ readers! {
     read_zero32: u32 = |_s| 0;
 }
 
-/// The completion that the queue shows.
+/// The current completion of the queue.
 ///
 /// # Safety
-/// `cq` is null or lives, only this thread polls it, and it does not while the result is used.
+/// `cq` is null or lives; only this thread polls it, and does not poll it while the result is used.
 pub(crate) unsafe fn shown<'a>(cq: *mut ibv_cq_ex) -> Option<&'a Completion> {
     // SAFETY: the caller's promise.
     let queue = unsafe { live::<CqObject, _>(cq) }.ok()?;

@@ -1,5 +1,6 @@
-//! Public functions that came after rdma-core 44: registration with a structure, buffers of the device's choice, the speed
-//! of the port. The distribution's headers may be older, so their types are here.
+//! Functions that libibverbs got after rdma-core 44: registration with attributes in a structure, buffers that the device
+//! allocates, and the speed of the port. The distribution's headers may be older, so this file defines the types of these
+//! functions.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -13,14 +14,14 @@ use crate::entry;
 use crate::ffi::{Errno, arg, put};
 use anywarp_verbs_sys::verbs::*;
 
-/// A handle of `ibv_alloc_buf`, which programs do not look into.
+/// The opaque handle that `ibv_alloc_buf` returns.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_buf {
     context: *mut ibv_context,
 }
 
-/// What `ibv_reg_mr_ex` registers.
+/// The attributes of `ibv_reg_mr_ex`: which memory it registers, and how.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_mr_init_attr {
@@ -47,7 +48,7 @@ const IBV_REG_MR_MASK_BUF: u64 = 1 << 5;
 struct BufObject {
     c: CStruct<ibv_buf>,
     pd: *mut ibv_pd,
-    /// Regions hold the pages too, so they outlive a handle that is freed too early.
+    /// The regions of the buffer hold the pages too, so the pages stay mapped if the program frees the handle too early.
     pages: Arc<Pages>,
     len: usize,
 }
@@ -128,7 +129,7 @@ unsafe fn register_part(
 }
 
 entry! {
-    /// `ibv_reg_buf_mr(3)`: EINVAL for another domain than the buffer's, and beyond its end.
+    /// `ibv_reg_buf_mr(3)`: EINVAL for another protection domain than that of the buffer, and for a range beyond its end.
     ///
     /// # Safety
     /// `pd` and `buf` are null or live.
@@ -141,7 +142,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_reg_mr_ex(3)`: EOPNOTSUPP for DMA-buf descriptors and DMA handles, which are about hardware.
+    /// `ibv_reg_mr_ex(3)`: EOPNOTSUPP for DMA-buf descriptors and DMA handles, which need hardware.
     ///
     /// # Safety
     /// `pd` lives, `attr` is null or valid; the memory stays mapped while it is registered.
@@ -199,7 +200,7 @@ mod tests {
     use super::*;
     use std::mem::offset_of;
 
-    /// The structure of headers from rdma-core 64 on, on 64-bit architectures.
+    /// The layout is that of the headers of rdma-core 64 and later on 64-bit architectures.
     #[test]
     fn the_structure_has_its_offsets() {
         assert_eq!(size_of::<ibv_mr_init_attr>(), 72);

@@ -1,4 +1,5 @@
-//! The data path's entry: the functions behind the inline functions of the header. *Post* begins here, *poll* ends here.
+//! Entry points of the data path: the functions that the inline functions of the header (`ibv_post_send`, `ibv_poll_cq` and
+//! others) call.
 
 use std::ffi::{c_int, c_uint};
 
@@ -13,10 +14,10 @@ use crate::ffi::{Errno, errno_fast, misuse, or_fast};
 use crate::profile::profile;
 use anywarp_verbs_sys::verbs::*;
 
-/// The bytes of an inline list.
+/// Appends the bytes that the scatter/gather list of an inline request names.
 ///
 /// # Safety
-/// `list` has `n` elements, each names readable memory.
+/// `list` has `n` elements, and each names readable memory.
 unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Result<(), Misuse> {
     for i in 0..usize::try_from(n).unwrap_or(0) {
         // SAFETY: element `i` of `n` (caller's promise).
@@ -28,10 +29,10 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
     Ok(())
 }
 
-/// Fills `into`, a blank request, from a request of C.
+/// Fills `into`, a blank request, from a work request in the format of C.
 ///
 /// # Safety
-/// `wr` is valid with all it points to; `datagram` says which member of its union is meant.
+/// `wr` and all that it points to are valid. `datagram` says which member of its union the program has set.
 unsafe fn request_of(
     wr: &ibv_send_wr,
     datagram: bool,
@@ -131,7 +132,8 @@ unsafe fn request_of(
         into.payload = Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) });
     }
     if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
-        // The member of the union with the destination has no room for an address in the peer's memory.
+        // The destination (`ud`) and the address in the peer's memory (`rdma`) are members of one union, so a request
+        // cannot have both.
         return Err(Misuse::InvalidArgument(
             "an operation that datagram queue pairs have in ibv_wr_* only",
         ));
@@ -149,7 +151,7 @@ unsafe fn request_of(
     into.solicited = wr.send_flags & IBV_SEND_SOLICITED != 0;
     into.fence = wr.send_flags & IBV_SEND_FENCE != 0;
     if xrc {
-        // SAFETY: it is a number, whatever bytes it has; on a queue pair of this type the member is meant.
+        // SAFETY: on a queue pair of this type this member is meant; every byte pattern is a valid number.
         into.srq = Some(unsafe { wr.qp_type.xrc }.remote_srqn);
     }
     Ok(())
@@ -174,7 +176,8 @@ impl<T> Iterator for List<T> {
     }
 }
 
-/// Reports the outcome of posting a list: of a failure, the errno and the first request that was not posted.
+/// Reports the outcome of posting a list. On failure, returns the errno and writes the first request that was not posted to
+/// `bad`.
 ///
 /// # Safety
 /// The list is valid, `bad` is null or a valid place.
@@ -220,7 +223,7 @@ pub(crate) unsafe extern "C" fn post_send(
     })
 }
 
-/// A receive of C.
+/// Converts a receive request from the format of C.
 ///
 /// # Safety
 /// `wr` is valid with its list.
@@ -243,7 +246,7 @@ fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
     }
 }
 
-/// The receives of a list of C.
+/// Converts the receive requests of a linked list in the format of C.
 ///
 /// # Safety
 /// Each element is valid with its list.

@@ -1,16 +1,16 @@
-//! What libibverbs exports for its own drivers, under the private version node.
+//! Functions that libibverbs exports for its drivers, under the private version node.
 //!
-//! perftest, UCX and libfabric link libmlx5 and libefa, which link these symbols; without them the
-//! program does not start. The names are those of rdma-core 22 to 65. No driver of another vendor can run on the software card, so registering
-//! one is ignored and every command to a kernel device fails with `EOPNOTSUPP`.
+//! perftest, UCX and libfabric are linked with libmlx5 and libefa, which import these symbols; without the symbols the
+//! programs do not start. The names are those of rdma-core 22 to 65. No driver of another vendor can drive this device, so
+//! the registration of a driver has no effect, and every command to a kernel device fails with `EOPNOTSUPP`.
 
 use crate::refuse;
 use libc::EOPNOTSUPP;
 
-/// A driver's log line: dropped.
+/// Drops a log line of a driver.
 ///
-/// Variadic in C. The x86-64 and AArch64 procedure call standards permit a variadic call of a function that reads none
-/// of its arguments.
+/// The function is variadic in C. The x86-64 and AArch64 procedure call standards permit a variadic call of a function that
+/// reads none of its arguments.
 // SAFETY: the symbol is ours: link/symbols.txt names it once.
 #[unsafe(no_mangle)]
 pub extern "C" fn __verbs_log() {}

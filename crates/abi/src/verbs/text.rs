@@ -1,6 +1,6 @@
 //! Names of enum values: `ibv_wc_status_str(3)` and its siblings.
 //!
-//! The words are those of the library that we stand in for: people search their logs for them.
+//! The texts are those of rdma-core, because users search their logs for them.
 
 use crate::entry;
 use anywarp_verbs_sys::verbs::{
@@ -156,7 +156,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_wr_opcode_str(3)`: in the header from rdma-core 49 on, in a private node of the library.
+    /// `ibv_wr_opcode_str(3)`: declared in the header since rdma-core 49, and exported under a private version node.
     ///
     /// # Safety
     /// None needed: any number may be passed.
@@ -185,7 +185,7 @@ mod tests {
         }
     }
 
-    /// Log lines read as with the distribution's library.
+    /// The texts are equal to those of the distribution's library, so log lines are equal too.
     #[test]
     fn names_are_those_of_the_distribution() {
         // SAFETY: any number may be passed.
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    /// The numbers of operations that headers name, and those between and behind them.
+    /// The test tries opcodes that the header names, and numbers between and above them.
     #[test]
     fn operations_have_names() {
         use anywarp_verbs_sys::verbs::*;
