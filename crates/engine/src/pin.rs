@@ -1,7 +1,7 @@
 //! Pages that are locked (`ANYWARP_PIN=1`) or brought in (`ANYWARP_PREFAULT=1`) when they are registered.
 //!
-//! The kernel does not count how often a page is locked: the first `munlock` frees it. So the ranges are counted here, and a
-//! page is unlocked with the last region that has it.
+//! The kernel does not count how often a page is locked: the first `munlock` unlocks it. So this file counts the regions of
+//! each page, and unlocks a page when its last region is deregistered.
 
 use crate::config::{Pages, config};
 use crate::locks::{Mutex, MutexGuard, Rank};
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 pub(crate) enum Refused {
     /// The range is not mapped, or not with these rights.
     NotMapped,
-    /// More would be locked than the process may lock (`ulimit -l`).
+    /// The process would have more locked memory than its limit allows (`ulimit -l`).
     Limit,
 }
 
@@ -70,20 +70,21 @@ impl Drop for Pin {
 }
 
 fn counts() -> MutexGuard<'static, Counts> {
-    // A child of fork has none of its parent's locks.
+    // A child of fork does not inherit locked pages.
     static COUNTS: PerProcess<Mutex<Counts>> =
         PerProcess::new(|| Mutex::new(Rank::PageCounts, Counts::default()));
     COUNTS.get().lock()
 }
 
-/// How many regions lock each page: ranges that do not overlap, by their start.
+/// How many regions lock each page. The key is the start of a range, the value its end and number of regions. The ranges do not
+/// overlap.
 #[derive(Debug, Default)]
 struct Counts {
     ranges: BTreeMap<u64, (u64, u32)>,
 }
 
 impl Counts {
-    /// Makes a range begin at `at`, if one has it inside.
+    /// Splits the range that contains `at`, if there is one, so that a range begins at `at`.
     fn split(&mut self, at: u64) {
         let Some((&start, &(end, n))) = self.ranges.range(..at).next_back() else {
             return;

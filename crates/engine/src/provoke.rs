@@ -1,23 +1,23 @@
 //! Panics on demand, for tests of what follows an internal error.
 //!
-//! In builds with debug assertions only, and there only when `ANYWARP_TEST_PANIC` is set. A request that is posted with the
-//! identifier [`IN_CALL`] panics in the call; one with [`IN_WORKER`] makes the worker panic when it next handles the socket or
-//! a timeout of a reliable queue pair.
+//! This works only in builds with debug assertions, and only when `ANYWARP_TEST_PANIC` is set. A request that is posted with
+//! the identifier [`IN_CALL`] panics in the call; one with [`IN_WORKER`] makes the worker panic when it next handles the socket
+//! or a timeout of a reliable queue pair.
 
 #[cfg(debug_assertions)]
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// "panic in call".
+/// Identifier of a request that panics in the call: "panic" in ASCII, then 1.
 #[cfg(debug_assertions)]
 pub(crate) const IN_CALL: u64 = 0x7061_6e69_6300_0001;
-/// "panic in worker".
+/// Identifier of a request that makes the worker panic: "panic" in ASCII, then 2.
 #[cfg(debug_assertions)]
 pub(crate) const IN_WORKER: u64 = 0x7061_6e69_6300_0002;
 
 #[cfg(debug_assertions)]
 static ARMED: AtomicBool = AtomicBool::new(false);
 
-/// A request is posted.
+/// Called for each request that is posted: panics for [`IN_CALL`], and arms the panic of the worker for [`IN_WORKER`].
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "a test asks for it")]
 pub(crate) fn posted(id: u64) {
@@ -30,7 +30,7 @@ pub(crate) fn posted(id: u64) {
     ARMED.store(true, Ordering::Relaxed);
 }
 
-/// The worker, or a thread in its place, handles a queue pair.
+/// Called when the worker, or a thread in its place, handles a queue pair: panics in the worker if [`posted`] has armed it.
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "a test asks for it")]
 pub(crate) fn working() {
@@ -41,10 +41,10 @@ pub(crate) fn working() {
     }
 }
 
-/// A request is posted.
+/// Does nothing in builds without debug assertions.
 #[cfg(not(debug_assertions))]
 pub(crate) fn posted(_id: u64) {}
 
-/// The worker handles a queue pair.
+/// Does nothing in builds without debug assertions.
 #[cfg(not(debug_assertions))]
 pub(crate) fn working() {}

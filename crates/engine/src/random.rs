@@ -11,7 +11,7 @@ struct Pool {
     bytes: [u8; POOL_BYTES],
 }
 
-/// Not inherited by a forked child: parent and child would return the same numbers.
+/// A forked child does not inherit the pool: otherwise parent and child would return the same numbers.
 static POOL: PerProcess<Mutex<Pool>> = PerProcess::new(|| {
     let empty = Pool {
         used: POOL_BYTES,
@@ -25,7 +25,8 @@ pub fn random_u32() -> u32 {
     let mut pool = POOL.get().lock();
     if pool.used + 4 > POOL_BYTES {
         let mut bytes = [0_u8; POOL_BYTES];
-        // With no flags getrandom fails only before the kernel's pool is ready; then it blocks.
+        // Without flags `getrandom` blocks until the kernel's pool is ready. After that, a request of up to 256 bytes cannot
+        // fail.
         let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
         *pool = Pool { used: 0, bytes };
     }

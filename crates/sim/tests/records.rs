@@ -44,7 +44,8 @@ fn records(net: &mut Ether, of: Id) -> Vec<Record> {
     std::iter::from_fn(|| net[of].qp.poll_record()).collect()
 }
 
-/// Lets time pass, as a program does that polls for what is over.
+/// Runs the network for up to `most`, then advances the clocks of the queue pairs, as a program does that polls: messages
+/// whose time is over end.
 fn wait(net: &mut Ether, most: Duration) {
     net.run(most);
     let until = net.now() + most;
@@ -57,7 +58,7 @@ fn nth(net: &Ether, n: usize) -> Id {
     net.ids().nth(n).unwrap()
 }
 
-/// Payload bytes of one datagram on a path of 1500.
+/// The largest payload of a Write-Record datagram on a path with an MTU of 1500.
 fn segment_len(net: &mut Ether, a: Id, b: Id) -> usize {
     let seen = Rc::new(RefCell::new(0));
     let store = Rc::clone(&seen);
@@ -78,7 +79,7 @@ fn segment_len(net: &mut Ether, a: Id, b: Id) -> usize {
     seen.take()
 }
 
-/// Loses the `nth` Write-Record datagram with data from now on.
+/// Drops the Write-Record datagram with data that is number `nth` (from 0) after this call.
 fn lose_nth(net: &mut Ether, nth: usize) {
     let mut count = 0;
     net.filter = Some(Box::new(move |d| {
@@ -89,7 +90,7 @@ fn lose_nth(net: &mut Ether, nth: usize) {
     }));
 }
 
-/// Whether the bytes that a map says are there are, and the others are not.
+/// Checks that the bytes that the validity map names were written, and that the others were not.
 fn check_map(net: &mut Ether, of: Id, record: &Record, mr: &Mr, text: &[u8]) {
     let whole = [(0, record.length)];
     let bytes = net[of].host.bytes(mr);
@@ -116,7 +117,7 @@ fn check_map(net: &mut Ether, of: Id, record: &Record, mr: &Mr, text: &[u8]) {
     }
 }
 
-/// A text without zeroes, so that a byte that was not written shows.
+/// Random bytes without zeroes: a byte that was not written is zero and can be told from them.
 fn text(seed: u64, len: usize) -> Vec<u8> {
     let mut text = Rng::new(seed).bytes(len);
     text.iter_mut().for_each(|b| *b |= 1);
@@ -154,7 +155,7 @@ fn a_write_is_recorded_and_takes_no_receive() {
     }
 }
 
-/// Each single datagram of ten is lost once, in each mode.
+/// A message of ten datagrams loses one of them: in each mode, each of the ten once.
 #[test]
 fn the_loss_of_one_datagram_costs_its_own_bytes() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {
@@ -197,7 +198,7 @@ fn the_loss_of_one_datagram_costs_its_own_bytes() {
     }
 }
 
-/// On a path that loses 1 %, 1 MiB messages in datagrams that it carries whole.
+/// Messages of 1 MiB on paths that lose 1 % or 5 % of the datagrams; no datagram is longer than the MTU of the path.
 #[test]
 fn what_arrives_of_a_lossy_path_is_recorded_to_the_byte() {
     each_seed(2, |seed| {
@@ -244,7 +245,7 @@ fn what_arrives_of_a_lossy_path_is_recorded_to_the_byte() {
     });
 }
 
-/// A copy of a datagram that comes when its message is over changes nothing.
+/// A copy of a datagram that arrives after the end of its message changes nothing.
 #[test]
 fn late_copies_never_touch_memory() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {
@@ -277,7 +278,8 @@ fn late_copies_never_touch_memory() {
     }
 }
 
-/// A writer that was made anew starts anew, and what still comes from the one before is late.
+/// A queue pair that is created again has another epoch: its messages are recorded, and datagrams of the earlier epoch that
+/// arrive afterwards are dropped as late.
 #[test]
 fn a_writer_made_anew_is_another_one() {
     let (mut net, a, b) = pair(5, Link::default(), options(RecordMode::Robust));
@@ -285,7 +287,7 @@ fn a_writer_made_anew_is_another_one() {
     let store = Rc::clone(&kept);
     net.filter = Some(Box::new(move |d| {
         store.borrow_mut().push(d.bytes.to_vec());
-        // Nothing but the first datagram gets there.
+        // Only the first datagram arrives.
         store.borrow().len() == 1
     }));
     let theirs = net[b].host.register(5000, access::ALL);
@@ -309,7 +311,7 @@ fn a_writer_made_anew_is_another_one() {
     assert!(net[b].host.bytes(&theirs).iter().all(|b| *b == 9));
 }
 
-/// The end said again saves a record where the final datagram is what closes it.
+/// A commit, which repeats the end of a message, makes the record in thesis mode if the final datagram is lost.
 #[test]
 fn the_end_said_again_closes_a_message() {
     let options = Options {
@@ -341,7 +343,7 @@ fn the_end_is_said_again_as_often_as_was_asked() {
         let many = Rc::new(Cell::new(0));
         let count = Rc::clone(&many);
         net.filter = Some(Box::new(move |datagram| {
-            // Commits.
+            // Counts the commits.
             let commit = datagram.bytes[0] == 0xdc && datagram.bytes[1] & 2 != 0;
             count.set(count.get() + u8::from(commit));
             true
@@ -354,7 +356,7 @@ fn the_end_is_said_again_as_often_as_was_asked() {
     }
 }
 
-/// With parity, one lost datagram of each group costs nothing.
+/// With parity, one lost datagram of a group is restored.
 #[test]
 fn parity_makes_up_for_one_of_a_group() {
     let options = Options {
@@ -380,7 +382,7 @@ fn parity_makes_up_for_one_of_a_group() {
     }
 }
 
-/// Records go to the completion queue as well, if that is asked for.
+/// With the option `records_complete`, a record makes a completion as well.
 #[test]
 fn records_can_make_completions() {
     let options = Options {
@@ -392,7 +394,7 @@ fn records_can_make_completions() {
     let theirs = net[b].host.register(5000, access::ALL);
     lose_nth(&mut net, 1);
     net.post(a, b, write(1, theirs.remote(0)).from(&[mine.all()]));
-    // Nobody polls records: a timer sees to it.
+    // The program does not poll for records: a timer ends the message.
     net.run(LONG);
     let got = net[b].received();
     assert_eq!(got.len(), 1);
@@ -420,7 +422,8 @@ fn records_that_nobody_reads_are_bounded_and_memory_is_written_all_the_same() {
     assert_eq!(net[b].qp.counters().rec_overflow, 90);
 }
 
-/// A region for one source alone; another's datagrams are dropped, and it may be told.
+/// A region can be restricted to one source. Datagrams of other sources are dropped, and with the option `report_errors` these
+/// sources get an error report.
 #[test]
 fn a_region_can_be_for_one_source() {
     let options = Options {
@@ -513,7 +516,7 @@ fn a_read_brings_what_is_there() {
     }
 }
 
-/// A Read whose answer does not come ends when its time is over, once; what comes after that is not placed.
+/// A Read without a response completes once, with an error, after `read_timeout`. A response that arrives later is not placed.
 #[test]
 fn a_late_answer_is_not_placed() {
     let (mut net, a, b) = pair(14, Link::default(), options(RecordMode::Robust));
@@ -547,13 +550,13 @@ fn a_late_answer_is_not_placed() {
     assert!(net[a].completed().is_empty());
 }
 
-/// What a spoofed request makes a responder send is never more than the request.
+/// The responder sends no more bytes to a forged source address than the requests from there had.
 #[test]
 fn a_responder_is_no_amplifier() {
     let (mut net, a, b) = pair(15, Link::default(), options(RecordMode::Robust));
     let victim = SocketAddr::new(IpAddr::from([10, 9, 9, 9]), 4000);
     let theirs = net[b].host.register(1 << 20, access::ALL);
-    // Requests as the reader makes them, with and without its cookie.
+    // The requests of a real reader, with and without a cookie.
     let requests = Rc::new(RefCell::new(Vec::new()));
     let store = Rc::clone(&requests);
     let responder = net[b].addr;
@@ -588,11 +591,11 @@ fn a_responder_is_no_amplifier() {
         net.run(LONG);
     }
     let (sent, received) = (*sent.borrow(), *received.borrow());
-    // A report of how far it was heard goes with the first, and now and then.
+    // The responder also reports received datagrams: the first ones, and later a part of them.
     assert!(received <= sent + sent / 8, "{received} for {sent}");
 }
 
-/// Datagrams of every kind from everywhere: nothing is placed where it may not be, and nothing grows without bound.
+/// First datagrams of messages from more sources than a queue pair remembers: its state does not grow without bound.
 #[test]
 fn a_flood_from_many_sources_is_bounded() {
     let (mut net, a, b) = pair(16, Link::default(), options(RecordMode::Robust));
@@ -615,7 +618,7 @@ fn a_flood_from_many_sources_is_bounded() {
         let from = SocketAddr::new(IpAddr::from([11, x, y, z]), 4000);
         net.hear(from, to, &bytes);
     }
-    // Whoever is pushed out leaves a record of what had come.
+    // A message that is abandoned for a new one leaves a record of the bytes that have arrived.
     let counters = net[b].qp.counters();
     let recorded = counters.rec_partial + counters.rec_overflow;
     assert!(
@@ -625,7 +628,7 @@ fn a_flood_from_many_sources_is_bounded() {
     wait(&mut net, LONG);
     let all = records(&mut net, b).len();
     assert!(all <= Options::default().max_records as usize);
-    // And a good peer still gets through.
+    // A Write of an honest peer is still recorded.
     net.post(a, b, write(2, theirs.remote(0)).from(&[mine.all()]));
     net.run(LONG);
     assert_eq!(net[b].qp.counters().rec_full, 1);

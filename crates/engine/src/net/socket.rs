@@ -44,10 +44,12 @@ pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(
     Ok((fd, false))
 }
 
-/// Sets the options of a TCP connection that carries MPA. `congestion` names a congestion control; `None` is the host's.
+/// Sets the options of a TCP connection that carries MPA. `congestion` names a congestion control; `None` keeps the
+/// default of the host.
 pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
-    // RFC 5042 §6.4: the end of a peer is noticed although nothing is sent to it, so that it holds no resources for ever.
+    // RFC 5042 §6.4: keepalives detect that a peer is gone although nothing is sent to it, so that its connection does not
+    // hold resources for ever.
     set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
@@ -69,7 +71,7 @@ pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
 pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
     let fd = fd.get();
     let set = |level, name, value| set_option(fd, level, name, value);
-    // The first one of each pair may exceed the host's limit and needs CAP_NET_ADMIN.
+    // The first option of each pair may exceed the host's limit and needs CAP_NET_ADMIN.
     for (force, plain, bytes) in [
         (
             libc::SO_RCVBUFFORCE,
@@ -83,9 +85,10 @@ pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
         }
     }
     set(libc::SOL_UDP, libc::UDP_GRO, 1);
-    // A program that names a broadcast address in an address handle wants to send there.
+    // The address in an address handle may be a broadcast address, to which the kernel sends only with this option.
     set(libc::SOL_SOCKET, libc::SO_BROADCAST, 1);
-    // For the Global Route Header in front of a received message. IPv4 may arrive on an IPv6 socket.
+    // The Global Route Header in front of a received message is made from these values. IPv4 packets may arrive on an IPv6
+    // socket too.
     set(libc::IPPROTO_IP, libc::IP_RECVTTL, 1);
     set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
     if ipv6 {

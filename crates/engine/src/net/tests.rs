@@ -1,4 +1,4 @@
-//! Streams of this process to peers that are plain sockets.
+//! Tests of connections from this process to peers that are plain sockets.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -60,7 +60,7 @@ fn to_peer(peer: SocketAddr, config: InitiatorConfig) -> Dial {
     }
 }
 
-/// Dials a peer that answers with these flags and this enhanced block; how that ended, and the peer's socket.
+/// Dials a peer whose Reply has these flags and this enhanced block. Returns the outcome of the start-up and the peer's socket.
 fn dial(
     config: InitiatorConfig,
     flags: u8,
@@ -105,7 +105,7 @@ fn terminate(mut peer: TcpStream, flags: u8) -> (u8, u8, u8) {
     }
     let extent = Extent::of(&received).unwrap();
     assert_eq!(extent.total(), received.len(), "one FPDU");
-    // With markers the CRC was looked at above.
+    // With markers, `strip` has checked the CRC.
     let ulpdu = deframe(&received, extent, flags & (M | C) == C)
         .unwrap()
         .unwrap();
@@ -177,7 +177,7 @@ fn a_frame_fills_the_segments_that_tcp_uses() {
         let fd = opened.fd.get();
         let emss = socket::get_option(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).unwrap();
         if let Some(segment) = segment {
-            // Timestamps take twelve bytes of it.
+            // TCP options shorten the segment: timestamps take twelve bytes.
             assert!((segment - 40..=segment).contains(&emss), "{emss}");
         }
         for markers in [false, true] {
@@ -189,7 +189,8 @@ fn a_frame_fills_the_segments_that_tcp_uses() {
 
 #[test]
 fn a_frame_is_not_held_back() {
-    // RFC 5044 §5.1 [mpa-align]: a frame that was delayed to go with others would end in the middle of a segment.
+    // RFC 5044 §5.1 [mpa-align]: if TCP delayed a frame and sent it together with the next ones, a frame would end in the
+    // middle of a segment.
     let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);
     let End::Opened(opened) = end else {
         panic!("{end:?}");
@@ -199,7 +200,8 @@ fn a_frame_is_not_held_back() {
     assert_eq!(no_delay, Some(1));
 }
 
-/// A stack that does not know revision 2 closes the connection instead of answering: it is asked once more, in revision 1.
+/// A peer that does not know revision 2 of MPA closes the connection instead of sending a Reply. The initiator then connects
+/// once more and sends its Request in revision 1.
 // RFC 6581 §6, §10 [mpa-rev-mirror]
 #[test]
 fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
@@ -249,7 +251,8 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
     }
 }
 
-/// A connection whose peer does not read, closed behind more than the peer's buffer holds; and the peer.
+/// Sends more bytes than the peer's buffer holds, to a peer that does not read, and closes the connection. Returns the closed
+/// connection, the peer's socket and the number of bytes sent.
 fn closed_behind_much() -> (drain::Draining, TcpStream, usize) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -273,7 +276,7 @@ fn the_last_bytes_arrive_although_the_peer_still_sends() {
     let mut came = 0;
     let mut buffer = vec![0; 64 * 1024];
     loop {
-        // A closed socket answers this with a reset.
+        // If our end had closed its socket, the kernel would answer these bytes with a reset.
         peer.write_all(&[9; 100]).unwrap();
         match peer.read(&mut buffer).unwrap() {
             0 => break,
@@ -281,7 +284,7 @@ fn the_last_bytes_arrive_although_the_peer_still_sends() {
         }
     }
     assert_eq!(came, sent);
-    // What was read may be acknowledged a moment later.
+    // The kernel may acknowledge the bytes a moment after the peer has read them.
     draining.wait_drained(Some(std::time::Instant::now() + PATIENCE));
     assert!(draining.is_drained());
 }

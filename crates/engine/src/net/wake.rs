@@ -1,8 +1,8 @@
 //! The flags of a shared ring: whether an end sleeps and has to be woken, and whether it waits for room.
 //!
-//! Each is a store-load pair between two processes. The receiver sets `asleep`, then loads the position of the sender; the
-//! sender stores its position, then loads `asleep`. The same holds for `blocked` and the position of the receiver. The fences
-//! on both sides make at least one of them see the other, so no wake-up is lost.
+//! Each flag forms a store-load pair with a position of the ring. The receiver sets `asleep`, then loads the position of the
+//! sender; the sender stores its position, then loads `asleep`. The same holds for `blocked` and the position of the receiver.
+//! Because of the fences, at least one of the two processes sees the store of the other, so no wake-up is lost.
 
 use std::sync::atomic::AtomicU32;
 
@@ -32,8 +32,8 @@ impl Flag for AtomicU32 {
     }
 }
 
-/// Announces that this process sleeps, or waits for room, and then evaluates `condition`: whether there is something to do all
-/// the same.
+/// Sets `flag`, which announces that this process sleeps or waits for room, and then evaluates `condition`: whether the peer
+/// has stored a position in the meantime, so that there is no need to sleep.
 #[inline]
 pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R {
     flag.store(1);
@@ -41,14 +41,16 @@ pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R 
     condition()
 }
 
-/// Whether the peer sleeps and has to be woken, after a position was stored. True once.
+/// Whether the peer sleeps and has to be woken. The caller has stored a position before. The flag is cleared, so only one call
+/// returns true for each sleep of the peer.
 #[inline]
 pub(crate) fn must_wake(asleep: &impl Flag) -> bool {
     fence(Ordering::SeqCst);
     asleep.load() == 1 && asleep.swap(0) == 1
 }
 
-/// Whether the peer waits for room and sleeps, after the position up to which its bytes were taken was stored.
+/// Whether the peer waits for room and has to be woken. Before the call, the caller has stored the position up to which it
+/// has taken bytes.
 #[inline]
 pub(crate) fn must_wake_for_room(blocked: &impl Flag, asleep: &impl Flag) -> bool {
     fence(Ordering::SeqCst);

@@ -1,8 +1,9 @@
 //! How a reliable queue pair gets its connection.
 //!
-//! Without the connection manager the program gives both ends the other's address and number (`ibv_modify_qp(3)`). The
-//! end with the smaller (address, number) dials the other's QPN port; the other end waits for it. Work requests may be
-//! posted before there is a connection. A queue pair that is connected to itself gets a socket pair.
+//! Without the connection manager, the program passes to each end the address and the number of the other
+//! (`ibv_modify_qp(3)`). The end with the smaller (address, number) dials the QPN port of the other end, which waits for the
+//! connection. Work requests may be posted before there is a connection. A queue pair that is connected to itself gets a
+//! socket pair.
 //!
 //! With the connection manager, the manager opens the connection and passes it to [`RcQp::attach_managed`].
 
@@ -30,11 +31,11 @@ use crate::net::shm;
 use crate::net::socket;
 use crate::net::tcp::{self, Tcp};
 
-/// How long attempts to dial the peer are repeated, at least.
+/// Shortest time for which attempts to dial the peer are repeated.
 const DIAL_TIMEOUT_MIN: Duration = Duration::from_secs(3);
 /// Pause before a peer is dialed again.
 const REDIAL_INTERVAL: Duration = Duration::from_millis(20);
-/// Connections that wait until the program names the peer, at most; further ones are rejected.
+/// Largest number of connections that wait until the program names the peer; further ones are rejected.
 const PARKED_MAX: usize = 8;
 
 impl RcQp {
@@ -58,7 +59,7 @@ impl RcQp {
         } else {
             let parked = std::mem::take(&mut inner.parked);
             for (startup, source) in parked {
-                // Those that are not the peer are rejected.
+                // This rejects connections of queue pairs that are not the peer.
                 self.accept_peer(inner, &startup, source, now);
             }
         }
@@ -116,7 +117,7 @@ impl RcQp {
         }
     }
 
-    /// Queue pair `source` of another process dialed this one.
+    /// Handles a connection that queue pair `source` of another process has opened to this one.
     pub(crate) fn incoming(&self, startup: &Arc<Startup>, source: u32) {
         let now = clock::now();
         self.with(|inner| match inner.conn.state() {
@@ -198,8 +199,9 @@ impl RcQp {
         );
     }
 
-    /// Sets how long the peer is dialed, or has time to dial, when the queue pair moves to RTS: as long as an adapter would
-    /// repeat its first request.
+    /// Called when the queue pair moves to RTS: limits the time for which this end dials the peer or waits for the peer to
+    /// dial. The limit is the time for which a hardware adapter would repeat its first request (`timeout` and `retry_cnt`),
+    /// but at least [`DIAL_TIMEOUT_MIN`].
     pub(super) fn limit_dialing(&self, inner: &mut Inner, now: Instant) {
         let (ird, ord) = depths(inner.conn.attr());
         inner.conn.set_depths(ird, ord);
@@ -335,7 +337,7 @@ impl RcQp {
         self.progress(inner, now, Receive::All, false);
     }
 
-    /// After how many requests the peer at `address` is offered shared memory; `None`: never.
+    /// The number of requests after which this end offers shared memory to the peer at `address`; `None`: never.
     fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
         let may = self.common.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
         shm::transport().share_after().filter(|_| may)

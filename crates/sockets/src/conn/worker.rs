@@ -1,5 +1,6 @@
-//! The thread that sends what a stream could not send at once: made when there is the first such stream, and asleep when
-//! there is none. It looks every [`limits::WORKER_TICK`], because usually the program's next call sends the rest first.
+//! The thread that sends the bytes that a stream could not send at once. It starts with the first such stream and sleeps
+//! while there is none. It handles its streams only once per [`limits::WORKER_TICK`], because usually the program's next call
+//! sends the rest before.
 
 use crate::conn::sock::{Mode, Sock};
 use crate::conn::table;
@@ -17,7 +18,7 @@ struct Draining {
     fd: c_int,
     stream: Box<Stream>,
     until: Instant,
-    /// The peer's kernel has acknowledged all.
+    /// The peer's kernel has acknowledged all bytes.
     delivered: bool,
 }
 
@@ -29,9 +30,9 @@ struct Work {
 }
 
 static WORK: Mutex<Option<Work>> = Mutex::new(None);
-/// Closed streams of which the peer's kernel has not acknowledged all.
+/// The number of closed streams of which the peer's kernel has not acknowledged all bytes.
 static DRAINING: AtomicUsize = AtomicUsize::new(0);
-/// Closed streams whose descriptors are still there.
+/// The number of closed streams whose descriptors are still open.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 static MORE: Condvar = Condvar::new();
 
@@ -44,8 +45,8 @@ fn start(work: &mut Work) {
         MORE.notify_one();
         return;
     }
-    // Signals are for the program's threads.
-    // SAFETY: the sets are local; the mask of this thread is set back.
+    // The new thread blocks all signals, so that threads of the program handle them.
+    // SAFETY: the sets are local; the mask of this thread is restored below.
     let old = unsafe {
         let (mut all, mut old) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);
@@ -63,7 +64,7 @@ fn start(work: &mut Work) {
     }
 }
 
-/// Sends what waits in the stream of `fd`, when the program does not.
+/// Makes the worker send the bytes that wait in the stream of `fd`, unless the program's next call sends them before.
 pub fn watch(fd: c_int, sock: &'static Sock) {
     let mut guard = lock();
     let work = guard.get_or_insert_default();
@@ -77,7 +78,8 @@ pub fn watch(fd: c_int, sock: &'static Sock) {
     }
 }
 
-/// Sends the rest of a stream that the program closed, and waits until the peer has closed it too.
+/// Makes the worker send the rest of a stream that the program has closed, and keep its descriptor open until the peer has
+/// closed the stream too.
 pub fn drain(fd: c_int, stream: Box<Stream>) {
     let mut guard = lock();
     let work = guard.get_or_insert_default();
@@ -122,9 +124,9 @@ fn run() {
     }
 }
 
-/// Whether something still waits.
+/// Sends what can be sent of the stream of `fd`. Returns whether bytes still wait.
 fn turn(fd: c_int, sock: &'static Sock) -> bool {
-    // The number may be another descriptor's by now.
+    // The program may have closed the socket, and `fd` may be another descriptor now.
     if !table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock))
         || sock.mode() != Mode::Up
         || !sock.is_ours(fd)
@@ -134,7 +136,7 @@ fn turn(fd: c_int, sock: &'static Sock) -> bool {
     let done = sock.with(|stream| {
         stream.flush(fd);
         if stream.is_waiting() && !stream.has_rest() && sock.may_pull() {
-            // For the Reply, or for credit.
+            // The bytes wait for the peer's Reply or for credit, which must be received.
             stream.pull(fd, None, limits::WAIT_READ);
         }
         stream.is_waiting()
@@ -155,24 +157,26 @@ fn drain_turn(d: &mut Draining) -> bool {
     !over
 }
 
-/// Waits for streams that were closed, before the process ends.
+/// Called when the process exits: waits until the peers' kernels have acknowledged all bytes of the closed streams, but not
+/// longer than `until`.
 pub fn finish(until: Instant) {
     while DRAINING.load(Ordering::Acquire) > 0 && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Holds still while the process forks.
+/// Stops the worker while the process forks, until the result is dropped.
 pub fn hold() -> Held {
     Held(lock())
 }
 
-/// The worker holds still.
+/// The lock that stops the worker.
 #[derive(Debug)]
 pub struct Held(MutexGuard<'static, Option<Work>>);
 
 impl Held {
-    /// In the child: it has no such thread, and the parent sends what waits.
+    /// Called in the child of fork. The child has no worker thread, and the parent sends the bytes that wait, so the child
+    /// discards the work.
     pub fn forked(mut self) {
         DRAINING.store(0, Ordering::Release);
         OPEN.store(0, Ordering::Release);
