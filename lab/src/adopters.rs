@@ -1,8 +1,9 @@
-//! `cargo lab adopters`: software of other people that is in PyPI, installed as it is and run on the device.
+//! `cargo lab adopters`: installs programs of other projects from PyPI, unchanged, and runs them on the device.
 //!
-//! Each has a Python environment of its own in `target/adopters`, made when the versions that are named here are not the ones in
-//! it. The programs are started as users start them: by `anywarp run`, and with no variable besides. Each compares what it has
-//! transferred; that the device carried it is told by the device's log. They run in a network namespace of their own.
+//! Each program has a Python environment of its own in `target/adopters`. The environment is made again if its versions are
+//! not those that are named here. The programs are started as users start them: by `anywarp run`, without further environment
+//! variables, each in a network namespace of its own. Each program compares the data that it has received with the data that
+//! was sent. The log of the device shows whether the device carried the data.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,19 +13,19 @@ use std::time::{Duration, Instant};
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// Longest time to install one, and to run it.
+/// Longest time to install a program, and longest time to run it.
 const INSTALL: Duration = Duration::from_secs(280);
 const RUN: Duration = Duration::from_secs(120);
 
-/// What a program prints last when all that it has transferred is equal.
+/// The beginning of the line that a program prints when all data has arrived unchanged.
 const EQUAL: &str = "equal ";
-/// What the device's log says of a connection of queue pairs.
+/// A part of the line that the device logs when a queue pair is connected.
 const CONNECTED: &str = ": connected to ";
 
 struct Adopter {
     /// Name of the script in `tests/adopters`, and of its environment.
     name: &'static str,
-    /// Everything that it needs, with versions: dependencies that it does not use here, as torch, are left out.
+    /// The packages that the program needs, with versions. Dependencies that it does not use here, such as torch, are left out.
     packages: &'static [&'static str],
 }
 
@@ -39,7 +40,7 @@ const ADOPTERS: &[Adopter] = &[
     },
 ];
 
-/// Installs and runs those with `filter` in their name.
+/// Installs and runs the programs with `filter` in their name.
 pub(crate) fn run(filter: Option<&str>) -> Result {
     let mut tally = sh::Tally::default();
     let part = filter.unwrap_or_default();
@@ -52,7 +53,7 @@ pub(crate) fn run(filter: Option<&str>) -> Result {
     tally.end("adopters")
 }
 
-/// The Python of an environment that has the packages.
+/// Makes the environment of a program, if it is not up to date. Returns the path of its Python.
 fn environment(adopter: &Adopter) -> Result<PathBuf> {
     let dir = sh::target().join("adopters").join(adopter.name);
     let python = dir.join("bin/python");

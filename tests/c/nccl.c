@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What NCCL does with verbs: every function looked up at run time, with its version; a queue pair connected to itself, by
- * which a read flushes what a GPU was sent; two queue pairs in one process; the question for dma-buf.
+ * Verbs as NCCL uses them. NCCL looks up every function at run time, by name and version. It connects a queue pair to
+ * itself; an RDMA Read on that queue pair flushes the data that a GPU has received. It connects two queue pairs of one
+ * process. It calls ibv_reg_dmabuf_mr to learn whether the device has dma-buf.
  */
 #include "ends.h"
 
@@ -137,7 +138,7 @@ static const char *one(struct ibv_qp *qp, enum ibv_wr_opcode opcode, size_t from
 	return post(qp, &wr);
 }
 
-/* Both completions of something that the other end receives. */
+/* Waits for both completions of a request that takes a receive: the sender's (wr_id 2) and the receiver's (wr_id 1). */
 static const char *sent_and_received(enum ibv_wc_opcode received, size_t len)
 {
 	unsigned int seen = 0;
@@ -159,7 +160,7 @@ static const char *sent_and_received(enum ibv_wc_opcode received, size_t len)
 	return NULL;
 }
 
-/* All that NCCL posts, from `qp` to `peer`, which may be the same. */
+/* Posts each operation that NCCL uses, from `qp` to `peer`. Both may be the same queue pair. */
 static const char *traffic(struct ibv_qp *qp, struct ibv_qp *peer)
 {
 	static const size_t lengths[] = { 1, 8, 4096, 65536, QUARTER };
@@ -173,7 +174,7 @@ static const char *traffic(struct ibv_qp *qp, struct ibv_qp *peer)
 		TRY(one(qp, IBV_WR_RDMA_WRITE, 0, QUARTER, len));
 		TRY(expect_ok(cq, 2, IBV_WC_RDMA_WRITE, NULL));
 		TRY(same_pattern(memory + QUARTER, len, (uint32_t)len));
-		TRY(one(qp, IBV_WR_RDMA_READ, 2 * QUARTER, QUARTER, len)); /* the flush */
+		TRY(one(qp, IBV_WR_RDMA_READ, 2 * QUARTER, QUARTER, len)); /* as NCCL flushes */
 		TRY(expect_ok(cq, 2, IBV_WC_RDMA_READ, NULL));
 		TRY(same_pattern(memory + 2 * QUARTER, len, (uint32_t)len));
 		TRY(post_recv(peer, 1, &in, 1));
@@ -214,7 +215,7 @@ static const char *two_in_one_process(size_t arg)
 	return traffic(b, a);
 }
 
-/* Many that flush at once, each on itself, as with several channels. */
+/* Many queue pairs flush at once, each connected to itself, as NCCL does with several channels. */
 static const char *many_to_themselves(size_t count)
 {
 	struct ibv_qp *qps[64];

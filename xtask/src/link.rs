@@ -9,11 +9,12 @@
 //! rustc cannot give symbols of a `cdylib` version nodes, so the Rust side is a static library and
 //! the C compiler links it with a version script.
 //!
-//! A process must have one engine, so only one of the two can hold it. The other one is made of
-//! jumps: real symbols in both, so that `dlsym`, `dlvsym`, `nm` and the linker find in each what
-//! they find in the distribution's, and a program linked against ours also runs with theirs. The
-//! jumps go to names of our own under a node that carries our version: a `librdmacm.so.1` that
-//! meets another `libibverbs.so.1` does not load, instead of working on objects it does not know.
+//! A process must have one engine, so only one of the two libraries can contain it. The other
+//! library consists of jumps into the first. Both define the same symbols as the distribution's
+//! libraries: `dlsym`, `dlvsym`, `nm` and the linker find them, and a program that is linked with
+//! these libraries also runs with the distribution's. The targets of the jumps have private names
+//! under a version node that contains the version of anywarp. So a `librdmacm.so.1` does not load
+//! with a `libibverbs.so.1` of the distribution or of another version, whose objects differ.
 
 use crate::symbols::{IBVERBS, Legacy, RDMACM, Symbol, Version, nodes};
 use crate::{Result, glibc, sh};
@@ -21,14 +22,14 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-/// The node of what librdmacm takes from libibverbs.
+/// The version node of the symbols that librdmacm imports from libibverbs.
 const PRIVATE_NODE: &str = concat!("ANYWARP_", env!("CARGO_PKG_VERSION"));
 
-/// Functions of the C library that both libraries have too, and the names of libibverbs's own. A program that is linked with
-/// librdmacm alone has libibverbs behind the C library.
+/// Functions of the C library that both libraries define too, each with the name of its implementation in libibverbs. If a
+/// program is linked with librdmacm alone, the loader searches the C library before libibverbs, so librdmacm has them as well.
 ///
-/// Programs name them with the version of the C library, so they must have that version here. It is an old one, which the
-/// linker does not take: a program that is linked with this library still has them from the C library.
+/// Programs import these functions with a version of the C library, so they have that version here. It is not their default
+/// version, so the linker does not use it: a program that is linked with this library still imports them from the C library.
 const OF_LIBC: [(&str, &str); 2] = [("bind", "anywarp_bind"), ("listen", "anywarp_listen")];
 
 /// The version of those functions.
@@ -39,27 +40,28 @@ fn libc_node() -> &'static str {
     }
 }
 
-/// Jumps to our functions, under names for their versions.
+/// The jumps to these functions: a local name, which [`libc_versions`] gives the version, and the target.
 fn of_libc() -> impl Iterator<Item = (String, String)> {
     let jump = |(name, ours): (&str, &str)| (format!("anywarp_libc_{name}"), ours.to_owned());
     OF_LIBC.into_iter().map(jump)
 }
 
-/// Assembler text that gives those jumps their versions.
+/// Assembler text that gives the jumps of [`of_libc`] their versions.
 fn libc_versions() -> String {
     let node = libc_node();
     let line = |(name, _)| format!(".symver anywarp_libc_{name}, {name}@{node}\n");
     OF_LIBC.map(line).concat()
 }
 
-/// Under which name libibverbs hands a symbol of librdmacm over.
+/// The name under which libibverbs exports the target of a jump in librdmacm.
 fn inner(name: &str) -> String {
     format!("anywarp_{name}")
 }
 
 /// Links `archive` into the two libraries, in `out`; intermediate files go to `work`.
 ///
-/// With `sanitizer`, what is linked in for it; the program brings its runtime, and reports need line numbers.
+/// `sanitizer`: the arguments that a sanitizer adds. Undefined symbols are then allowed, because the program contains the
+/// runtime of the sanitizer; debug information is kept, because its reports contain line numbers.
 pub fn run(
     symbols: &[Symbol],
     archive: &Path,
@@ -131,14 +133,14 @@ fn shared(cc: &mut std::process::Command, soname: &str, map: &Path) {
         // A name in the map that nothing defines is an error.
         .arg("-Wl,--no-undefined-version")
         .arg("-Wl,--gc-sections")
-        // Our calls of our own functions stay ours, whatever else is loaded.
+        // Calls inside the library reach its own functions, even if another library defines the same names.
         .arg("-Wl,-Bsymbolic-functions")
-        // The engine's threads run our code: dlclose must not take it away.
+        // The engine's threads run code of the library: dlclose must not unmap it.
         .arg("-Wl,-z,nodelete")
         .arg("-Wl,-z,now")
         .arg("-Wl,-z,relro")
         .arg("-Wl,-z,noexecstack")
-        // Each library finds the other beside it, also when only one was named by path.
+        // Each library finds the other in its own folder, even if the program loads only one of them by path.
         .arg("-Wl,--enable-new-dtags,-rpath,$ORIGIN");
 }
 
@@ -157,13 +159,13 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
     map
 }
 
-/// One node after another, the newest first; all that is in none of them is hidden.
+/// The version script of a library: its nodes, the newest first. Symbols that no node names are hidden.
 ///
-/// A name that has an old version stands in two nodes. The linker gives the function of that name
-/// to the first of them, which must be the newer one, and the old version to the node that its
-/// `.symver` gives; names of which all versions but one are the same function stand only in the node of the
-/// default version. No node is "on top of" another: that is a note to readers which would force the
-/// other order, and the loader does not look at it.
+/// A name with an old version that is another function stands in two nodes. The linker assigns the
+/// function of that name to the first of the two, so the newer node must come first. The old version
+/// is assigned by its `.symver`. If the old versions of a name are the same function as the default
+/// version, the name stands only in the node of the default version. No node names a predecessor:
+/// that would require the opposite order, and the loader ignores it.
 fn version_script(symbols: &[Symbol], library: &str) -> String {
     let mut map = String::new();
     let nodes = nodes(symbols, library);
@@ -174,7 +176,7 @@ fn version_script(symbols: &[Symbol], library: &str) -> String {
             s.library == library && s.node == node && version
         });
         let names: String = given.map(|s| format!("        {};\n", s.name)).collect();
-        // A node may be without names, but not the keyword.
+        // A node may be empty, but a name must follow `global:`.
         let global = if names.is_empty() {
             ""
         } else {
@@ -189,7 +191,7 @@ fn version_script(symbols: &[Symbol], library: &str) -> String {
     map
 }
 
-/// The versions of symbols that are not the function of that name: jumps, and data.
+/// Assembler text for the versions of symbols that are not the function of that name: jumps to other functions, and data.
 fn other_versions(symbols: &[Symbol]) -> Result<String> {
     let jumps = symbols.iter().filter_map(|s| {
         let target = match s.version {
@@ -221,7 +223,7 @@ fn other_versions(symbols: &[Symbol]) -> Result<String> {
     Ok(text)
 }
 
-/// What a version of a symbol is called where it is defined.
+/// The name that the definition of a version of a symbol has in the assembler text.
 fn local_name(s: &Symbol) -> String {
     format!("anywarp_{}_{}", s.name, s.node.replace('.', "_"))
 }
