@@ -17,7 +17,7 @@
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds::{CARRIER_RING as RING, CARRIERS};
@@ -50,6 +50,10 @@ const CONNECTION: usize = 2048;
 const CONNECTION_LEN: usize = 160;
 /// How long an offer that the peer does not answer counts towards [`CARRIERS`] and keeps its descriptor.
 const OFFER_LIFETIME: Duration = Duration::from_secs(5);
+
+/// Bytes that wake this end and that the peer may send at once, at most: one system call takes many of them. An end that sleeps
+/// and is woken in turn has one or two.
+const WAKEUPS_MAX: u32 = 4096;
 
 /// Offsets of the words of one end in the page, each in a cache line of its own.
 #[derive(Debug, Clone, Copy)]
@@ -156,8 +160,9 @@ pub(crate) struct Watch {
     taken: AtomicU64,
     /// When our ring was full this many bytes of it had been taken; `u64::MAX`: it was not full.
     full_at: AtomicU64,
-    /// How often this end has asked to be woken: the peer sends at most so many bytes on the connection.
-    sleeps: AtomicU64,
+    /// Bytes that the peer may send on the connection, one for each time that this end has asked to be woken. What a peer does
+    /// not use is kept up to [`WAKEUPS_MAX`].
+    wakeups_left: AtomicU32,
 }
 
 impl Watch {
@@ -179,7 +184,10 @@ impl PolledMemory for Watch {
     }
 
     fn prepare_sleep(&self) -> bool {
-        self.sleeps.fetch_add(1, Ordering::Relaxed);
+        // Threads that sleep at the same time may exceed the limit by their number.
+        if self.wakeups_left.load(Ordering::Relaxed) < WAKEUPS_MAX {
+            self.wakeups_left.fetch_add(1, Ordering::Relaxed);
+        }
         wake::announce(self.shared.flag(self.us.asleep()), || self.is_ready())
     }
 }
@@ -205,8 +213,6 @@ pub(crate) struct Shm {
     proof: u64,
     /// The process and descriptor by which the peer opens the memory.
     name: Option<(u32, u32)>,
-    /// Bytes on the connection that have woken this end.
-    wakeups: u64,
     counted: Option<Counted>,
 }
 
@@ -278,14 +284,13 @@ impl Shm {
                 them,
                 taken: AtomicU64::new(0),
                 full_at: AtomicU64::new(u64::MAX),
-                sleeps: AtomicU64::new(1),
+                wakeups_left: AtomicU32::new(1),
             }),
             written: 0,
             taken: 0,
             current: None,
             proof: 0,
             name: None,
-            wakeups: 0,
             counted: None,
         }
     }
@@ -315,10 +320,12 @@ impl Shm {
         good
     }
 
-    /// Counts bytes on the connection that woke this end; false if the peer sent more of them than this end has slept.
+    /// Counts bytes on the connection that woke this end; false if the peer sent more of them than it may.
     pub(crate) fn count_wakeups(&mut self, bytes: usize) -> bool {
-        self.wakeups += bytes as u64;
-        self.wakeups <= self.watch.sleeps.load(Ordering::Relaxed)
+        let left = &self.watch.wakeups_left;
+        let take = |left: u32| left.checked_sub(u32::try_from(bytes).ok()?);
+        left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+            .is_ok()
     }
 
     /// Sends the bytes of `batch` from `skip` on.
@@ -773,6 +780,13 @@ mod tests {
         }
         // It slept eleven times, at first before it was polled, and the peer may wake it in all of them.
         assert!(one.count_wakeups(1) && !one.count_wakeups(1));
+        // A peer that has sent nothing while this end slept often may not send as much as it likes at once.
+        let (mut one, _other) = pair();
+        for _ in 0..100_000 {
+            let _ = one.watch().prepare_sleep();
+        }
+        assert!(!one.count_wakeups(WAKEUPS_MAX as usize + 1));
+        assert!(one.count_wakeups(WAKEUPS_MAX as usize) && !one.count_wakeups(1));
     }
 
     /// Takes all that is there.

@@ -255,7 +255,7 @@ impl Tcp {
 
     /// Takes the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than were asked for ends its stream.
     fn take_wakeups(&mut self) -> Outcome {
-        let mut bytes = [0; 64];
+        let mut bytes = [0; 1024];
         loop {
             match self.fd.recv(&mut bytes) {
                 Ok(0) => return Outcome::Eof,
