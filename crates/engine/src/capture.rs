@@ -13,7 +13,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -112,7 +112,8 @@ fn sink() -> Option<&'static Sink> {
 
 /// Opens a file to append packets, and writes its head if it is empty.
 ///
-/// What is captured is the payload of the program, so the file is for its user alone. A file that belongs to another user, a
+/// What is captured is the payload of the program, so the file is for its user alone, also one that others could read until
+/// now. A file that belongs to another user, a
 /// symbolic link and a file with further names (hard links) are refused: another user could read what is appended, or have
 /// chosen where it goes.
 fn open(path: &Path) -> io::Result<File> {
@@ -135,6 +136,9 @@ fn open(path: &Path) -> io::Result<File> {
     };
     if let Some(problem) = problem {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
+    }
+    if about.mode() & 0o077 != 0 {
+        file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
     }
     // Of several processes that open the file at the same time, one writes the head.
     let begin = Instant::now();
@@ -590,6 +594,40 @@ mod tests {
         // A part of a frame, and what is none.
         assert_eq!(split_startup(&frame[..30]), (&[][..], &frame[..30]));
         assert_eq!(split_startup(b"an FPDU"), (&[][..], &b"an FPDU"[..]));
+    }
+
+    #[test]
+    fn only_a_file_of_this_user_with_one_name_is_appended_to() {
+        let mut folder = std::env::temp_dir();
+        folder.push(format!("anywarp-capture-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let at = |name: &str| folder.join(name);
+        let mode = |name: &str| std::fs::metadata(at(name)).unwrap().mode() & 0o777;
+        assert!(open(&at("new")).is_ok());
+        assert_eq!(mode("new"), 0o600);
+        // A file that others can read becomes this user's alone.
+        std::fs::write(at("old"), b"").unwrap();
+        std::fs::set_permissions(at("old"), std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(open(&at("old")).is_ok());
+        assert_eq!(mode("old"), 0o600);
+        let refused = |name: &str| open(&at(name)).is_err();
+        std::os::unix::fs::symlink(at("new"), at("link")).unwrap();
+        assert!(refused("link"));
+        rustix::fs::mkfifoat(
+            rustix::fs::CWD,
+            at("fifo"),
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+        )
+        .unwrap();
+        assert!(refused("fifo"));
+        if rustix::process::geteuid().is_root() {
+            std::fs::write(at("foreign"), b"").unwrap();
+            std::os::unix::fs::chown(at("foreign"), Some(65534), None).unwrap();
+            assert!(refused("foreign"));
+        }
+        std::fs::hard_link(at("new"), at("second name")).unwrap();
+        assert!(refused("new"));
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
