@@ -157,7 +157,7 @@ struct gid {
 /* The GID table, as the device makes it when it is opened: the best addresses first, each once; its length. */
 static int gid_table(struct gid table[GIDS])
 {
-	const char *variable = getenv("ANYWARP_ADDR");
+	const char *variable = secure_getenv("ANYWARP_ADDR");
 	uint8_t wanted[16] = { [10] = 0xff, [11] = 0xff }, raw[16];
 	bool is_wanted = variable && (inet_pton(AF_INET, variable, wanted + 12) == 1 ||
 				      inet_pton(AF_INET6, variable, wanted) == 1);
@@ -285,7 +285,7 @@ static const char *tree(void)
 	static char made[PATH_MAX / 2];
 	static int state; /* 0: not asked yet, 1: another thread is at it, 2: made, 3: cannot be */
 	char top[PATH_MAX / 2];
-	const char *base = getenv("XDG_RUNTIME_DIR");
+	const char *base = secure_getenv("XDG_RUNTIME_DIR");
 	struct gid table[GIDS];
 	int n, none = 0, known = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
 	uint32_t sum = 2166136261u;

@@ -61,6 +61,16 @@ fn find() -> Option<(Log, Enabled)> {
     }
 }
 
+/// The value of an environment variable; `None` in a program that runs with more rights than the process that started it.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    // SAFETY: reads a number that the kernel passed at start.
+    let has_more_rights = unsafe { libc::getauxval(libc::AT_SECURE) != 0 };
+    if has_more_rights {
+        return None;
+    }
+    std::env::var(name).ok()
+}
+
 /// Sets the provider of the log lines, which the core knows by its address.
 pub(crate) fn init(provider: *mut c_void) {
     PROVIDER.store(provider, Ordering::Release);

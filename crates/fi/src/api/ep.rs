@@ -56,7 +56,7 @@ static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
 
 /// The number in an environment variable, decimal or hexadecimal with 0x in front.
 fn number(name: &str, usual: u32) -> u32 {
-    let Ok(text) = std::env::var(name) else {
+    let Some(text) = crate::log::variable(name) else {
         return usual;
     };
     let text = text.trim();
