@@ -9,9 +9,24 @@ const PEER_DESCRIPTORS_MIN: usize = 2;
 /// How many descriptors peers may hold with connections that no queue pair owns: half-open ones, and closed ones that are
 /// drained. A quarter of what the process may open (`RLIMIT_NOFILE`), so that peers cannot use up the program's descriptors.
 pub fn peer_descriptors() -> usize {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    share_of(rustix::process::getrlimit(rustix::process::Resource::Nofile).current)
+}
+
+/// The share of the peers of this many descriptors; `None` is no limit.
+fn share_of(limit: Option<u64>) -> usize {
     let quarter = limit.map_or(PEER_DESCRIPTORS_MAX, |n| {
         usize::try_from(n / 4).unwrap_or(PEER_DESCRIPTORS_MAX)
     });
     quarter.clamp(PEER_DESCRIPTORS_MIN, PEER_DESCRIPTORS_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_hold_a_quarter_also_of_few_descriptors() {
+        let limits = [Some(4), Some(24), Some(1024), Some(1 << 40), None];
+        assert_eq!(limits.map(share_of), [2, 6, 256, 512, 512]);
+    }
 }
