@@ -103,6 +103,15 @@ fn ask(pid: u32) -> Result<String, String> {
             peer.uid.as_raw()
         ));
     }
+    // What the kernel knows is from the time when the name was bound. That process may have ended since, and its number may be
+    // that of another process now.
+    let users = users_of(pid).map_err(|e| text(&e))?;
+    let user = peer.uid.as_raw();
+    if user != 0 && !users.contains(&user) {
+        return Err(format!(
+            "process {pid}: an earlier process of this number, of user {user}, answers in its place, and is not believed"
+        ));
+    }
     stream
         .set_read_timeout(Some(PATIENCE))
         .map_err(|e| text(&e))?;
@@ -123,6 +132,12 @@ fn ask(pid: u32) -> Result<String, String> {
             _ => None,
         })
         .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
+    // To read another file may take as long as whoever serves it likes (FUSE).
+    if rustix::fs::fcntl_get_seals(&memory).is_err() {
+        return Err(format!(
+            "process {pid}: its answer is not memory of the kernel, and is not read"
+        ));
+    }
     let mut memory = File::from(memory);
     memory.seek(SeekFrom::Start(0)).map_err(|e| text(&e))?;
     let mut answer = Vec::new();
@@ -134,6 +149,14 @@ fn ask(pid: u32) -> Result<String, String> {
         ));
     }
     Ok(printable(&String::from_utf8_lossy(&answer)))
+}
+
+/// The real, effective, saved and file-system user of a process.
+fn users_of(pid: u32) -> std::io::Result<Vec<u32>> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|l| l.strip_prefix("Uid:"));
+    let words = line.unwrap_or_default().split_whitespace();
+    Ok(words.filter_map(|word| word.parse().ok()).collect())
 }
 
 /// `text` with control characters other than the end of a line as escapes, so that they do not change the terminal.
@@ -340,8 +363,40 @@ mod tests {
     }
 
     #[test]
+    fn the_users_of_a_process_are_known() {
+        let me = rustix::process::geteuid().as_raw();
+        let users = users_of(std::process::id()).unwrap();
+        assert!(users.len() == 4 && users.contains(&me), "{users:?}");
+        assert!(users_of(u32::MAX).is_err());
+    }
+
+    /// A process that serves a file in the place of its counters, as this one does here.
+    #[test]
+    fn an_answer_that_is_a_file_is_not_read() {
+        use std::os::unix::net::UnixListener;
+        let pid = std::process::id();
+        let name = SocketAddr::from_abstract_name(format!("anywarp-stat-{pid}")).unwrap();
+        let listener = UnixListener::bind_addr(&name).unwrap();
+        let server = thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let file = File::open("/proc/self/status").unwrap();
+            let files = [std::os::fd::AsFd::as_fd(&file)];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut beside = rustix::net::SendAncillaryBuffer::new(&mut space);
+            assert!(beside.push(rustix::net::SendAncillaryMessage::ScmRights(&files)));
+            let byte = [std::io::IoSlice::new(b"!")];
+            let flags = rustix::net::SendFlags::empty();
+            rustix::net::sendmsg(&stream, &byte, &mut beside, flags).unwrap();
+        });
+        let error = ask(pid).unwrap_err();
+        server.join().unwrap();
+        assert!(error.contains("not memory of the kernel"), "{error}");
+    }
+
+    #[test]
     fn a_process_without_counters_is_told_in_words() {
-        let why = ask(std::process::id()).unwrap_err();
+        // No process has this number.
+        let why = ask(1 << 30).unwrap_err();
         assert!(why.contains("--stat"), "{why}");
     }
 }
