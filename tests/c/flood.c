@@ -34,7 +34,7 @@
 /* What the good peer reaches under the flood at least, of what it reaches without. */
 #define SHARE 0.1
 /* What the flood may make the victim hold, KiB. */
-#define HOLDS (32 * 1024)
+#define HOLDS (10 * 1024)
 
 enum work { IDLE, READS, RECORDS, RELIABLE, STOP };
 enum flood { QUIET, STRANGERS, SPOOFED, AMPLIFIED };
