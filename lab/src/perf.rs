@@ -270,7 +270,8 @@ fn foreign_port(greeting: &'static [u8]) -> Result {
 /// Connections of others that send nothing do not delay a client.
 fn silent_strangers() -> Result {
     let server = Server::start("blast")?;
-    let strangers = (0..3).map(|_| TcpStream::connect(("127.0.0.1", server.port)));
+    // More than the server awaits greetings of.
+    let strangers = (0..100).map(|_| TcpStream::connect(("127.0.0.1", server.port)));
     let _strangers = strangers.collect::<std::io::Result<Vec<_>>>()?;
     let begin = Instant::now();
     let client = client("blast", server.port, "-t rc -o send -s 64 -d 0.1 -r 1")?;

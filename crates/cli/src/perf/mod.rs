@@ -11,11 +11,13 @@ pub(crate) mod session;
 mod side;
 pub(crate) mod sizes;
 
-use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpListener, TcpStream};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use self::args::{Op, Perf, Transport};
@@ -478,7 +480,9 @@ struct Greetings {
     sender: Sender<(IpAddr, Option<Client>)>,
     /// The address of a connection whose greeting has ended, and the client if it was one.
     ended: Receiver<(IpAddr, Option<Client>)>,
-    awaited: Arc<AtomicUsize>,
+    /// Connections whose greeting is awaited, with a number for each, the oldest first.
+    waiting: Arc<Mutex<VecDeque<(u64, TcpStream)>>>,
+    begun: Cell<u64>,
 }
 
 /// A connection that is a client's.
@@ -509,23 +513,39 @@ impl Greetings {
         Self {
             sender,
             ended,
-            awaited: Arc::default(),
+            waiting: Arc::default(),
+            begun: Cell::new(0),
         }
     }
 
-    /// Awaits the greeting of a connection, or closes it if too many are awaited already.
+    /// Awaits the greeting of a connection. If too many are awaited, the oldest of them is closed: a client sends its greeting
+    /// at once.
     fn begin(&self, stream: TcpStream, from: IpAddr) {
-        if self.awaited.load(Ordering::Relaxed) >= GREETINGS_MAX {
+        let Ok(copy) = stream.try_clone() else {
             return;
+        };
+        let number = self.begun.get();
+        self.begun.set(number + 1);
+        {
+            let mut waiting = lock(&self.waiting);
+            if waiting.len() >= GREETINGS_MAX
+                && let Some((_, oldest)) = waiting.pop_front()
+            {
+                let _closed_by_its_peer = oldest.shutdown(Shutdown::Both);
+            }
+            waiting.push_back((number, copy));
         }
-        self.awaited.fetch_add(1, Ordering::Relaxed);
-        let (sender, awaited) = (self.sender.clone(), Arc::clone(&self.awaited));
+        let (sender, waiting) = (self.sender.clone(), Arc::clone(&self.waiting));
         std::thread::spawn(move || {
             let client = Client::greet(stream);
-            awaited.fetch_sub(1, Ordering::Relaxed);
+            lock(&waiting).retain(|(n, _)| *n != number);
             let _server_has_ended = sender.send((from, client));
         });
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Serves one client.
