@@ -38,7 +38,9 @@ impl std::fmt::Display for Violation {
                 )
             }
             Self::Messages => f.write_str("the peer sent more messages than it had credits for"),
-            Self::Message => f.write_str("the peer sent a message that is none"),
+            Self::Message => {
+                f.write_str("the peer sent a message of a wrong length or of an unknown kind")
+            }
         }
     }
 }
