@@ -30,6 +30,12 @@ pub(crate) fn look_for_hooks() {
     UNMAPS_FIRST.look();
 }
 
+/// Whether [`look_for_hooks`] has found them.
+#[cfg(test)]
+pub(crate) fn has_hooks() -> bool {
+    UNMAPS_FIRST.was_found()
+}
+
 /// While it exists in a process with UCX, bytes that this thread places in memory that is unmapped although it is registered
 /// are lost, and the process goes on (decision 007).
 #[derive(Debug)]

@@ -611,6 +611,24 @@ mod tests {
     use super::*;
     use crate::engine::engine;
 
+    /// Another library under the name of UCX's hooks is loaded before a registration.
+    #[test]
+    fn a_registration_finds_the_memory_hooks_of_ucx() {
+        use crate::sys::loaded::load;
+        let file = std::env::temp_dir().join(format!("libucm-{}.so.0", std::process::id()));
+        std::fs::copy(load(c"libutil.so.1"), &file).unwrap();
+        let path = std::ffi::CString::new(file.to_str().unwrap()).unwrap();
+        load(&path);
+        std::fs::remove_file(&file).unwrap();
+        let bytes = [0_u8; 64];
+        let start = bytes.as_ptr().expose_provenance() as u64;
+        let pd = Arc::new(Pd::new());
+        // SAFETY: the memory lives until the end of the test, and only the device uses it.
+        let region = unsafe { MemoryRegion::register(engine().unwrap(), &pd, start, 64, start, 0) };
+        region.unwrap().deregister().unwrap();
+        assert!(crate::mem::has_hooks());
+    }
+
     /// Each bit of index and key is set in half of all STags. No STag depends on the one before, and each is different.
     #[test]
     fn stags_have_no_pattern() {

@@ -466,9 +466,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_small_batch_takes_a_lone_datagram_and_all_of_a_run() {
-        let engine = crate::engine::engine().unwrap();
+    /// Two sockets on the loopback interface.
+    fn two_sockets() -> (EngineFd, EngineFd) {
         let socket = || {
             let localhost = IpAddr::from([127, 0, 0, 1]);
             let fd = socket::open(localhost, SocketType::DGRAM).unwrap();
@@ -476,7 +475,13 @@ mod tests {
             rustix::net::bind(fd.get(), &SocketAddr::new(localhost, 0)).unwrap();
             fd
         };
-        let (from, to) = (socket(), socket());
+        (socket(), socket())
+    }
+
+    #[test]
+    fn a_small_batch_takes_a_lone_datagram_and_all_of_a_run() {
+        let engine = crate::engine::engine().unwrap();
+        let (from, to) = two_sockets();
         let port = socket::local_addr(&to).unwrap().port();
         let send = |lens: &[usize]| {
             let list: Vec<_> = lens.iter().map(|len| datagram(port, *len)).collect();
@@ -503,6 +508,36 @@ mod tests {
         send(&[300]);
         assert_eq!(one(), (true, true, vec![100, 100, 60, 300]));
         assert_eq!(one(), (false, false, vec![]));
+    }
+
+    #[test]
+    fn a_turn_of_receiving_ends_before_all_that_is_queued_is_taken() {
+        let engine = crate::engine::engine().unwrap();
+        let (from, to) = two_sockets();
+        let port = socket::local_addr(&to).unwrap().port();
+        let queued = 2 * TURN_DATAGRAMS;
+        for _ in 0..queued {
+            let list = [datagram(port, 100)];
+            let run = Run {
+                datagrams: &list,
+                from: None,
+            };
+            assert_eq!(datagram::send_runs(from.get(), false, &[run]), Ok(1));
+        }
+        let turn = || {
+            let mut datagrams = 0;
+            receive(engine, &to, Batch::Full, |_, bytes, size| {
+                datagrams += bytes.len().div_ceil(size);
+            });
+            datagrams
+        };
+        // The call that reaches the limit may receive some more.
+        let first = turn();
+        assert!(
+            (TURN_DATAGRAMS..TURN_DATAGRAMS + DATAGRAMS).contains(&first),
+            "{first}"
+        );
+        assert_eq!(first + turn(), queued);
     }
 
     #[test]
