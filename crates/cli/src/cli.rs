@@ -100,7 +100,7 @@ pub(crate) enum Command {
     /// the verdict here. The report is one HTML file; values are in CSV and JSON files beside it.
     Study(Study),
 
-    /// Run unmodified socket programs over RDMA, and show what became of their connections
+    /// Run unmodified socket programs over RDMA, and list which of their connections use it
     ///
     /// A library is preloaded. TCP connections between two programs that have it become iWARP streams, on the programs' own
     /// descriptors and the same ports; a connection to any other program is the kernel's. Rules decide which connections may be
@@ -153,6 +153,14 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) no_path_shim: bool,
 
+    /// What is started.
+    #[command(flatten)]
+    pub(crate) started: Started,
+}
+
+/// A program to start, behind all options.
+#[derive(Debug, Args)]
+pub(crate) struct Started {
     /// The program and its arguments
     #[arg(
         required = true,
@@ -161,7 +169,14 @@ pub(crate) struct Run {
         value_name = "PROGRAM",
         value_hint = ValueHint::CommandWithArguments
     )]
-    pub(crate) program: Vec<OsString>,
+    program: Vec<OsString>,
+}
+
+impl Started {
+    /// The name of the program and its arguments.
+    pub(crate) fn parts(&self) -> Option<(&OsString, &[OsString])> {
+        self.program.split_first()
+    }
 }
 
 /// Arguments of `anywarp stat`.
@@ -334,7 +349,7 @@ mod tests {
         };
 
         assert_eq!(run.log, Some(LogLevel::Info));
-        assert_eq!(run.program, ["rping", "-s", "--log", "x"]);
+        assert_eq!(run.started.program, ["rping", "-s", "--log", "x"]);
     }
 
     #[test]
@@ -344,7 +359,7 @@ mod tests {
             panic!("not run")
         };
 
-        assert_eq!(run.program, ["rping", "--", "-s"]);
+        assert_eq!(run.started.program, ["rping", "--", "-s"]);
     }
 
     #[test]

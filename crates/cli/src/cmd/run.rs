@@ -29,7 +29,7 @@ pub(crate) fn exec(mut command: Command) -> Failure {
 
 /// The program with its variables.
 pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
-    let Some((name, rest)) = args.program.split_first() else {
+    let Some((name, rest)) = args.started.parts() else {
         return Err(Failure::NotFound(String::new())); // clap asks for one
     };
     let faults = args.faults.as_deref().map(check_faults).transpose()?;

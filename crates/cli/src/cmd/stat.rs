@@ -107,7 +107,7 @@ fn ask(pid: u32) -> Result<String, String> {
     // that of another process now.
     let users = users_of(pid).map_err(|e| text(&e))?;
     let user = peer.uid.as_raw();
-    if user != 0 && !users.contains(&user) {
+    if !may_answer_for(user, &users) {
         return Err(format!(
             "process {pid}: an earlier process of this number, of user {user}, answers in its place, and is not believed"
         ));
@@ -132,7 +132,7 @@ fn ask(pid: u32) -> Result<String, String> {
             _ => None,
         })
         .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
-    // To read another file may take as long as whoever serves it likes (FUSE).
+    // A file of a FUSE file system could block the read for ever.
     if rustix::fs::fcntl_get_seals(&memory).is_err() {
         return Err(format!(
             "process {pid}: its answer is not memory of the kernel, and is not read"
@@ -157,6 +157,12 @@ fn users_of(pid: u32) -> std::io::Result<Vec<u32>> {
     let line = status.lines().find_map(|l| l.strip_prefix("Uid:"));
     let words = line.unwrap_or_default().split_whitespace();
     Ok(words.filter_map(|word| word.parse().ok()).collect())
+}
+
+/// Whether a socket that `user` bound may belong to a process of `users`. The superuser may have given up its rights since it bound
+/// the socket.
+fn may_answer_for(user: u32, users: &[u32]) -> bool {
+    user == 0 || users.contains(&user)
 }
 
 /// `text` with control characters other than the end of a line as escapes, so that they do not change the terminal.
@@ -368,6 +374,8 @@ mod tests {
         let users = users_of(std::process::id()).unwrap();
         assert!(users.len() == 4 && users.contains(&me), "{users:?}");
         assert!(users_of(u32::MAX).is_err());
+        assert!(may_answer_for(me, &users) && may_answer_for(0, &[1000; 4]));
+        assert!(!may_answer_for(1001, &[1000; 4]));
     }
 
     /// A process that serves a file in the place of its counters, as this one does here.

@@ -5,6 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
 
+use crate::cli::Started;
+
 /// Arguments of `anywarp sockets`.
 #[derive(Debug, Args)]
 pub(crate) struct Sockets {
@@ -65,15 +67,9 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) log: bool,
 
-    /// The program and its arguments
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "PROGRAM",
-        value_hint = ValueHint::CommandWithArguments
-    )]
-    pub(crate) program: Vec<OsString>,
+    /// What is started.
+    #[command(flatten)]
+    pub(crate) started: Started,
 }
 
 /// Arguments of `anywarp sockets stat`.

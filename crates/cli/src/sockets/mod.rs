@@ -70,7 +70,7 @@ impl Rules {
 
 /// Becomes the program.
 fn start(args: &Run) -> Result<ExitCode, Failure> {
-    let Some((name, rest)) = args.program.split_first() else {
+    let Some((name, rest)) = args.started.parts() else {
         return Err(Failure::NotFound(String::new())); // clap asks for one
     };
     args.rules.read()?;
