@@ -29,12 +29,13 @@ impl Input<'_> {
     }
 }
 
-/// What arrived.
+/// The bytes that a stream delivered.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Got {
-    data: Vec<u8>,
+pub(crate) struct Got {
+    pub(crate) data: Vec<u8>,
+    /// Data whose checksum has not arrived.
     waiting: Vec<u8>,
-    urgent: Vec<u8>,
+    pub(crate) urgent: Vec<u8>,
 }
 
 impl Sink for Got {
@@ -73,7 +74,7 @@ fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usiz
         let before = tx.credit();
         let result = rx.feed(now, &mut tx, &mut got);
         let all = got.data.len() + got.waiting.len() + got.urgent.len();
-        // Behind the message that says so, bytes are TCP's.
+        // The window does not limit the bytes behind a Plain message.
         let is_plain = rx.is_plain();
         assert!(
             is_plain || all <= WINDOW as usize,

@@ -619,11 +619,11 @@ impl Stream {
         true
     }
 
-    /// The connection is plain, both ways; `bytes` came behind what says so.
+    /// Turns the stream into a plain TCP connection in both directions. `bytes` were received behind the peer's Plain message.
     fn go_plain(&mut self, fd: c_int, bytes: &[u8]) {
         self.plain = true;
         self.tx = None;
-        // What was said in messages is said by TCP now.
+        // The end of the data, which an End message announced so far, is a TCP FIN from now on.
         self.end_due |= self.shut_wr;
         self.queue.push(bytes, true);
         self.news.readable |= !bytes.is_empty();

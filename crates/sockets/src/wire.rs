@@ -98,7 +98,8 @@ pub enum Kind {
     Reset = 3,
     /// One urgent byte.
     Urgent = 4,
-    /// All behind it is plain TCP. The other end answers with the same, when it has sent what it had.
+    /// The last message of its sender, which sends plain TCP from then on. The receiver sends its pending data and then answers
+    /// with a Plain message of its own.
     Plain = 7,
 }
 
@@ -545,25 +546,7 @@ impl Rx {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[derive(Default)]
-    struct Got {
-        waiting: Vec<u8>,
-        data: Vec<u8>,
-        urgent: Vec<u8>,
-    }
-
-    impl Sink for Got {
-        fn data(&mut self, bytes: &[u8]) {
-            self.waiting.extend_from_slice(bytes);
-        }
-        fn verified(&mut self) {
-            self.data.append(&mut self.waiting);
-        }
-        fn urgent(&mut self, byte: u8) {
-            self.urgent.push(byte);
-        }
-    }
+    use crate::fuzz::Got;
 
     fn peer(window: u32) -> Private {
         Private {
