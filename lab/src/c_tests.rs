@@ -164,6 +164,9 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     Err(format!("C tests fail: {}", failed.join(", ")).into())
 }
 
+/// Those of them that recover from lost datagrams: they run with faults as well.
+const EXAMPLES_WITH_LOSS: &[&str] = &["repair_record", "record_completions"];
+
 /// Compiles the programs of the man pages as anywarpdv(7) says, and runs them; whether all pass.
 fn run_examples(work: &Path) -> Result<bool> {
     let lib = sh::dist().join("lib/anywarp");
@@ -178,16 +181,25 @@ fn run_examples(work: &Path) -> Result<bool> {
         let source = entry?.path();
         let name = source.file_stem().unwrap_or_default().to_string_lossy();
         let binary = compile(&source, &work.join(format!("example-{name}")), &linked)?;
-        let mut command = Command::new(binary);
-        // libexs has no path of its own to the libraries below it.
-        command.env("LD_LIBRARY_PATH", &lib);
-        let output = command.env("ANYWARP_ADDR", "127.0.0.1").output()?;
-        if output.status.success() {
-            println!("ok {name}");
-        } else {
-            let error = String::from_utf8_lossy(&output.stderr);
-            println!("FAIL {name}: {}: {error}", output.status);
-            all = false;
+        let loss = EXAMPLES_WITH_LOSS.contains(&&*name).then_some("loss=10%");
+        for faults in std::iter::once("").chain(loss) {
+            let mut command = Command::new(&binary);
+            // libexs has no path of its own to the libraries below it.
+            command.env("LD_LIBRARY_PATH", &lib);
+            if !faults.is_empty() {
+                command.env("ANYWARP_FAULTS", faults);
+            }
+            let output = command.env("ANYWARP_ADDR", "127.0.0.1").output()?;
+            if output.status.success() {
+                println!(
+                    "ok {name}{}{faults}",
+                    if faults.is_empty() { "" } else { " " }
+                );
+            } else {
+                let error = String::from_utf8_lossy(&output.stderr);
+                println!("FAIL {name} {faults}: {}: {error}", output.status);
+                all = false;
+            }
         }
     }
     Ok(all)

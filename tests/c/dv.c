@@ -130,7 +130,7 @@ static const char *write_record(size_t arg)
 	errno = 0;
 	ENSURE(poll_records(b.qp, 1, &(struct anywarpdv_record){ 0 }, sizeof record, 0) == 0, "one record too many");
 	/* A record without a map has one range as well. */
-	ENSURE(read_map(b.qp, &record, sizeof record, &range, 1) == 1 && range.from == 0 && range.to == record.length,
+	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == 1 && range.from == 0 && range.to == record.length,
 	       "ranges of a complete record");
 	memset(bits, 0, sizeof bits);
 	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) > 0 && bits[0] & 1,
@@ -140,7 +140,7 @@ static const char *write_record(size_t arg)
 	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) == -1 && errno == EINVAL,
 	       "a map that is not there");
 	errno = 0;
-	ENSURE(read_map(b.qp, &record, sizeof record, &range, 1) == -1 && errno == EINVAL, "a map that is not there");
+	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == -1 && errno == EINVAL, "a map that is not there");
 	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "a map that is not there is released");
 	return NULL;
 }
@@ -182,6 +182,7 @@ static const char *sizes(size_t arg)
 	struct anywarpdv_qp_init_attr dv = { 0 };
 	struct { struct anywarpdv_record known; uint8_t unknown[24]; } longer[2];
 	struct { struct anywarpdv_device_attr known; uint64_t unknown; } about;
+	struct { struct anywarpdv_range known; uint32_t unknown; } ranges[2];
 	uint8_t shorter[2][offsetof(struct anywarpdv_record, base)], small[12];
 	struct anywarpdv_record head;
 	struct region mine, theirs;
@@ -218,6 +219,16 @@ static const char *sizes(size_t arg)
 	}
 	errno = 0;
 	ENSURE(poll_records(b.qp, 1, &head, 0, 0) == -1 && errno == EINVAL, "records of no size");
+	memset(ranges, 0xff, sizeof ranges);
+	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof ranges[0]) == 1, "ranges");
+	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == 64, "[%u, %u)", ranges[0].known.from, ranges[0].known.to);
+	ENSURE(ranges[0].unknown == 0 && ranges[1].unknown == UINT32_MAX, "behind a range");
+	memset(ranges, 0xff, sizeof ranges);
+	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof(uint32_t)) == 1, "ranges");
+	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == UINT32_MAX, "behind the first member of a range");
+	errno = 0;
+	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, 0) == -1 && errno == EINVAL,
+	       "ranges of no size");
 	memset(&about, 0xff, sizeof about);
 	ENSURE(!query_dv_device(device, &about.known, sizeof about) && about.unknown == 0, "query_device: longer");
 	ENSURE(about.known.qp_types == 3 && about.known.max_parity == 15 && about.known.max_message_size >= 1u << 30,
@@ -412,7 +423,7 @@ static const char *restricted(size_t arg)
 	TRY(new_region(&mine, a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&theirs, b.pd, 64, ALL_ACCESS));
 	memcpy(&six.sin6_addr, &local_gid, 16);
-	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, a.qp->qp_num + 1), "restrict");
+	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six, a.qp->qp_num + 1), "restrict");
 	TRY(request(&a, &b, WRITE, 1, &mine, 64, &theirs));
 	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
 	ENSURE(error.src_qp == b.qp->qp_num && error.layer == 0 && error.type == 1, "%u %u", error.layer, error.type);
@@ -422,7 +433,12 @@ static const char *restricted(size_t arg)
 	ENSURE(!query_counters(b.qp, &seen, sizeof(seen)), "counters");
 	ENSURE(seen.rx_stag == 1 && seen.err_out == 1, "%llu %llu", (unsigned long long)seen.rx_stag,
 	       (unsigned long long)seen.err_out);
-	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, a.qp->qp_num), "restrict");
+	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six, a.qp->qp_num), "restrict");
+	errno = 0;
+	ENSURE(restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six - 1, 0) == -1 && errno == EINVAL, "a part of an address");
+	ENSURE(restrict_mr(theirs.mr, (struct sockaddr *)&six, 1, 0) == -1 && errno == EINVAL, "less than a family");
+	ENSURE(restrict_mr(theirs.mr, &(struct sockaddr){ .sa_family = AF_UNIX }, sizeof six, 0) == -1 && errno == EAFNOSUPPORT,
+	       "an address of another family");
 	TRY(request(&a, &b, WRITE, 2, &mine, 64, &theirs));
 	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
 	return NULL;

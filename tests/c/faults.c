@@ -541,7 +541,7 @@ static const char *maps_are_exact(void)
 		ENSURE(record.length == RECORD_LEN, "%u bytes", record.length);
 		ranges[0] = (struct anywarpdv_range){ 0, record.length };
 		if (record.map) {
-			n = read_map(b.end.qp, &record, sizeof record, ranges, (int)COUNT(ranges));
+			n = read_map(b.end.qp, &record, sizeof record, (int)COUNT(ranges), ranges, sizeof *ranges);
 			ENSURE(n > 0 && n <= (int)COUNT(ranges), "%d ranges", n);
 			ENSURE(!release_map(b.end.qp, record.map), "release");
 			maps++;

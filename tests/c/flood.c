@@ -672,7 +672,7 @@ static const char *open_victim(void)
 		sleep_ms(1);
 	}
 	memcpy(&six.sin6_addr, &local_gid, 16);
-	ENSURE(!restrict_mr(v.writable.mr, (struct sockaddr *)&six, shared->good[0]), "restrict: %s", strerror(errno));
+	ENSURE(!restrict_mr(v.writable.mr, (struct sockaddr *)&six, sizeof six, shared->good[0]), "restrict: %s", strerror(errno));
 	return NULL;
 }
 

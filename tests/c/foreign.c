@@ -388,7 +388,7 @@ static const char *ud_records_arrive(size_t arg)
 			continue;
 		}
 		ENSURE(!(record.flags & ANYWARPDV_RECORD_COMPLETE) && record.valid == 2500, "%u valid", record.valid);
-		ENSURE(read_map(a.qp, &record, sizeof record, ranges, 4) == 2, "ranges of what came");
+		ENSURE(read_map(a.qp, &record, sizeof record, 4, ranges, sizeof *ranges) == 2, "ranges of what came");
 		ENSURE(ranges[0].from == 0 && ranges[0].to == 2000 && ranges[1].from == 4000 && ranges[1].to == 4500, "ranges");
 		ENSURE(!release_map(a.qp, record.map), "release_map: %s", strerror(errno));
 	}

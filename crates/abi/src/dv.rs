@@ -15,8 +15,9 @@ use anywarp_core::verbs::wc::WcOp;
 use anywarp_engine::objects::QueuePair;
 use anywarp_verbs_sys::dv::*;
 use anywarp_verbs_sys::verbs::*;
+use libc::socklen_t;
 
-use crate::cm::address::{address_of, c_address};
+use crate::cm::address::{address_of, c_address, sized_address};
 use crate::entry;
 use crate::ffi::{Errno, arg_mut};
 use crate::verbs::address::create as create_ah;
@@ -533,23 +534,27 @@ entry! {
     /// `anywarpdv_read_map`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `record` is null or has `reclen` octets, `ranges` is null or has room for `max`.
+    /// `qp` is null or lives, `record` is null or has `reclen` octets, `ranges` is null or has room for `max` of `rangelen`
+    /// octets.
     unsafe fn anywarpdv_read_map(
         qp: *mut ibv_qp,
         record: *const anywarpdv_record,
         reclen: u32,
-        ranges: *mut anywarpdv_range,
         max: c_int,
+        ranges: *mut anywarpdv_range,
+        rangelen: u32,
     ) -> c_int, minus_one, {
         let max = usize::try_from(max).map_err(|_negative| libc::EINVAL)?;
+        let size = struct_size(rangelen)?;
         if ranges.is_null() && max > 0 {
             return Err(libc::EINVAL);
         }
         // SAFETY: the caller's promise.
         let all = unsafe { ranges_of(qp, &known_record(record, reclen)?) }?;
         for (at, (from, to)) in all.iter().take(max).enumerate() {
+            let range = anywarpdv_range { from: *from, to: *to };
             // SAFETY: below `max`, for which there is room (caller's promise).
-            unsafe { ranges.add(at).write(anywarpdv_range { from: *from, to: *to }) };
+            unsafe { write_sized(ranges.cast::<u8>().add(at * size), size, &range) };
         }
         Ok(c_int::try_from(all.len()).unwrap_or(c_int::MAX))
     }
@@ -639,18 +644,22 @@ entry! {
     /// `anywarpdv_restrict_mr`: see the header.
     ///
     /// # Safety
-    /// `mr` is null or lives, `source` is null or a socket address.
+    /// `mr` is null or lives, `source` is null or has `source_len` octets.
     unsafe fn anywarpdv_restrict_mr(
         mr: *mut ibv_mr,
         source: *const c_void,
+        source_len: socklen_t,
         src_qp: u32,
     ) -> c_int, minus_one, {
         // SAFETY: the caller's promise.
-        let (region, address) = unsafe { (live::<MrObject, _>(mr)?, address_of(source.cast())) };
-        if address.is_none() && !source.is_null() {
-            return Err(libc::EAFNOSUPPORT);
-        }
-        let only = address.map(|address| (address.ip(), (src_qp != 0).then_some(src_qp)));
+        let region = unsafe { live::<MrObject, _>(mr) }?;
+        let only = if source.is_null() {
+            None
+        } else {
+            // SAFETY: the caller's promise.
+            let address = unsafe { sized_address(source.cast(), source_len) }?;
+            Some((address.ip(), (src_qp != 0).then_some(src_qp)))
+        };
         region.engine.region().restrict(only);
         Ok(0)
     }

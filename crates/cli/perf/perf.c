@@ -607,7 +607,7 @@ static void one_record(const struct anywarpdv_record *r)
 		seen.bad++;
 		goto release;
 	}
-	n = dv_read_map(qp, r, sizeof *r, range, 65536);
+	n = dv_read_map(qp, r, sizeof *r, 65536, range, sizeof *range);
 	if (n < 0 || n > 65536)
 		die("anywarpdv_read_map: %s", n < 0 ? strerror(errno) : "too many ranges");
 	if (!chunk && !first_time(m))

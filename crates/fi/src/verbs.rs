@@ -285,16 +285,17 @@ impl Region {
 
     /// Limits the access by peers to one queue pair, `peer`.
     pub fn restrict_to(&self, peer: Remote) -> Result<(), i32> {
-        let (mut name, _) = peer.name();
+        let (mut name, len) = peer.name();
         // The byte that has the index in a name must be zero in a socket address.
         if peer.ip.is_ipv4() {
             name[8] = 0;
         } else {
             name[7] = 0;
         }
-        // SAFETY: the region lives, and the name is a socket address of its family.
-        let rc =
-            unsafe { (self.pd.device.f.dv_restrict_mr)(self.mr, name.as_ptr().cast(), peer.qpn) };
+        // SAFETY: the region lives, and the name is a socket address of its family and of `len` bytes.
+        let rc = unsafe {
+            (self.pd.device.f.dv_restrict_mr)(self.mr, name.as_ptr().cast(), len as u32, peer.qpn)
+        };
         if rc == 0 { Ok(()) } else { Err(errno()) }
     }
 }

@@ -79,7 +79,7 @@ int main(void)
 
 	/* No receive is posted: the record tells of the message. */
 	check(anywarpdv_poll_records(owner, 1, &record, sizeof record, 2000) == 1, "anywarpdv_poll_records");
-	n = anywarpdv_read_map(owner, &record, sizeof record, ranges, 64);
+	n = anywarpdv_read_map(owner, &record, sizeof record, 64, ranges, sizeof *ranges);
 	printf("%u of %u bytes from queue pair 0x%x\n", record.valid, record.length, record.src_qp);
 	for (int i = 0; i < n && i < 64; i++)
 		printf("[%u, %u)\n", ranges[i].from, ranges[i].to);

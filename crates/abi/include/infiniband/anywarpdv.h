@@ -184,7 +184,7 @@ struct anywarpdv_device_attr {
 };
 
 /*
- * Sizes of structures: `inlen` and `reclen` are the size that the program was compiled with. A program that knows fewer
+ * Sizes of structures: `inlen`, `reclen` and the like are the size that the program was compiled with. A program that knows fewer
  * members than the library gets those, and of members that the library does not know it reads zeroes.
  */
 
@@ -212,10 +212,10 @@ int anywarpdv_poll_records(struct ibv_qp *qp, int max, struct anywarpdv_record *
 
 /*
  * Puts up to `max` ranges of bytes that are there in `ranges`, in order, whether the record has a map or not. Returns how
- * many there are. EINVAL: the map was released. `reclen` is sizeof(*record).
+ * many there are. EINVAL: the map was released. `reclen` is sizeof(*record), `rangelen` sizeof(*ranges).
  */
-int anywarpdv_read_map(struct ibv_qp *qp, const struct anywarpdv_record *record, uint32_t reclen,
-		       struct anywarpdv_range *ranges, int max);
+int anywarpdv_read_map(struct ibv_qp *qp, const struct anywarpdv_record *record, uint32_t reclen, int max,
+		       struct anywarpdv_range *ranges, uint32_t rangelen);
 
 /*
  * The same as bits: bit i % 8 of byte i / 8 says that all of [i * granularity, (i + 1) * granularity) is there, as far as
@@ -261,9 +261,10 @@ int anywarpdv_query_counters(struct ibv_qp *qp, struct anywarpdv_counters *count
 
 /*
  * From now on only datagrams from the host of `source` reach the region, and only from queue pair `src_qp` there unless
- * that is 0. Null: from everybody again. Connected queue pairs over TCP are not asked.
+ * that is 0. Null: from everybody again. Connected queue pairs over TCP are not asked. Returns 0, or -1 with errno. EINVAL:
+ * `source_len` bytes are no whole address; EAFNOSUPPORT: neither IPv4 nor IPv6.
  */
-int anywarpdv_restrict_mr(struct ibv_mr *mr, const struct sockaddr *source, uint32_t src_qp);
+int anywarpdv_restrict_mr(struct ibv_mr *mr, const struct sockaddr *source, socklen_t source_len, uint32_t src_qp);
 
 #ifdef __cplusplus
 }

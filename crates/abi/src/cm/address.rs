@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use anywarp_engine::address::gid_of;
 use anywarp_engine::gids;
-use libc::{sockaddr, sockaddr_in, sockaddr_in6};
+use libc::{sa_family_t, sockaddr, sockaddr_in, sockaddr_in6, socklen_t};
 
 use crate::ffi::Errno;
 use crate::verbs::convert::c_gid;
@@ -46,6 +46,32 @@ pub(crate) unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
 pub(super) unsafe fn needed_address(addr: *const sockaddr) -> Result<SocketAddr, Errno> {
     // SAFETY: the caller's promise.
     unsafe { address_of(addr) }.ok_or(libc::EINVAL)
+}
+
+/// [`address_of`] for a call that also takes the length: `EINVAL` if the address is null or longer than `len`, `EAFNOSUPPORT`
+/// for another family.
+///
+/// # Safety
+/// `addr` is null or has `len` octets.
+pub(crate) unsafe fn sized_address(
+    addr: *const sockaddr,
+    len: socklen_t,
+) -> Result<SocketAddr, Errno> {
+    let len = len as usize;
+    if addr.is_null() || len < size_of::<sa_family_t>() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: it has a family (checked; caller's promise); it may lie anywhere.
+    let needed = match c_int::from(unsafe { (&raw const (*addr).sa_family).read_unaligned() }) {
+        libc::AF_INET => size_of::<sockaddr_in>(),
+        libc::AF_INET6 => size_of::<sockaddr_in6>(),
+        _ => return Err(libc::EAFNOSUPPORT),
+    };
+    if len < needed {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: as long as its family says (checked).
+    unsafe { needed_address(addr) }
 }
 
 /// A socket address for C.
