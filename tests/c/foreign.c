@@ -838,6 +838,53 @@ static const char *rd_device_sends(size_t arg)
 	return NULL;
 }
 
+static FILE *log_file;
+
+/* Who tries out tokens is counted and named in the log; the right token is believed again when the second is over. */
+static const char *rd_guessed_tokens(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
+	struct anywarpdv_counters seen;
+	char text[4096] = "";
+	struct region into;
+	uint32_t right;
+	struct data d;
+	struct ibv_sge sge;
+	struct dgram a;
+	struct ibv_wc wc;
+	int arrived = 0;
+
+	(void)arg;
+	TRY(find_all());
+	TRY(open_dgram(&a, &dv));
+	TRY(open_peer(&foreign, a.qp->qp_num));
+	TRY(new_region(&into, a.pd, ROUTE + 100, IBV_ACCESS_LOCAL_WRITE));
+	sge = sge_of(&into, 0, into.len);
+	TRY(post_recv(a.qp, 1, &sge, 1));
+	TRY(begin(&foreign));
+	right = foreign.echo;
+	for (uint32_t n = 1; n <= 1000; n++) {
+		foreign.echo = right + n;
+		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
+		/* Slower than the device takes them. */
+		poll_cq_for(a.rcq, 1, &wc, 0);
+	}
+	foreign.echo = right;
+	d = send_of(&foreign, from, 64, 0, 64);
+	for (int turn = 0; turn < 100 && !arrived; turn++) {
+		TRY(send_packet(&foreign, A, foreign.seq, &d));
+		arrived = poll_cq_for(a.rcq, 1, &wc, 50);
+	}
+	ENSURE(arrived == 1 && wc.status == IBV_WC_SUCCESS, "the right token is not believed any more");
+	ENSURE(!query_counters(a.qp, &seen, sizeof seen) && seen.rd_bad_echo >= 300, "%llu wrong echoes are counted",
+	       (unsigned long long)seen.rd_bad_echo);
+	ENSURE(log_file, "no file for the log");
+	rewind(log_file);
+	text[fread(text, 1, sizeof text - 1, log_file)] = 0;
+	ENSURE(strstr(text, "echo wrong tokens"), "the log: %s", text);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "ud_sends_arrive", ud_sends_arrive, 0, 0, false },
 	{ "ud_records_arrive", ud_records_arrive, 0, 0, false },
@@ -846,9 +893,15 @@ static const struct test tests[] = {
 	{ "rd_peer_sends", rd_peer_sends, 0, 0, false },
 	{ "rd_peer_reads", rd_peer_reads, 0, 0, false },
 	{ "rd_device_sends", rd_device_sends, 0, 0, false },
+	{ "rd_guessed_tokens", rd_guessed_tokens, 0, 0, false },
 };
 
 int main(int argc, char **argv)
 {
+	log_file = tmpfile();
+	if (log_file) {
+		setenv("ANYWARP_LOG", "warn", 1);
+		dup2(fileno(log_file), STDERR_FILENO);
+	}
 	return run_tests(tests, COUNT(tests), argc, argv);
 }

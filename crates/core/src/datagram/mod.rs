@@ -403,6 +403,12 @@ impl DatagramQp {
         self.base.events.pop_front()
     }
 
+    /// A host (the first 64 bits of an IPv6 address) from which so many tokens were guessed that no more packets of its
+    /// unknown peers are looked at in this second.
+    pub fn poll_guessed(&mut self) -> Option<IpAddr> {
+        self.rd.as_deref_mut()?.guessed.take()
+    }
+
     // ------------------------------------------------------------------ commands
 
     /// Sets the peer of a connected service. Without a peer nothing is sent or received.

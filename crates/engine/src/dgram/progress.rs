@@ -237,5 +237,16 @@ impl DgramQp {
                 self.common.raise_event(what);
             }
         }
+        if let Some(host) = inner.core.poll_guessed() {
+            static LIMIT: log::Throttle = log::Throttle::new();
+            if let Some(left_out) = LIMIT.line(clock::now()) {
+                log!(
+                    Warn,
+                    "qp 0x{:06x}: packets in the name of {host} echo wrong tokens; until the second is over only its known \
+                     peers are heard ({left_out} lines left out)",
+                    self.common.number
+                );
+            }
+        }
     }
 }

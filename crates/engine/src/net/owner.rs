@@ -20,7 +20,26 @@ const USER: usize = HEADER + 64;
 /// effective user of this process. False also if there is no such socket or the kernel does not answer.
 pub(crate) fn is_this_user(local: SocketAddr, remote: SocketAddr) -> bool {
     let user = user_of(libc::IPPROTO_TCP, local, remote);
-    matches!(user, Ok(Some(user)) if user == rustix::process::geteuid().as_raw())
+    matches!(user, Ok(Some(user)) if user == rustix::process::geteuid().as_raw() && is_one_user(user))
+}
+
+/// Whether this number stands for one user alone. In a user namespace the kernel reports all users that the namespace does
+/// not have by one number, which can be that of a user that it has (user_namespaces(7)).
+fn is_one_user(user: u32) -> bool {
+    let text = |path| std::fs::read_to_string(path).unwrap_or_default();
+    stands_for_one(
+        user,
+        &text("/proc/sys/kernel/overflowuid"),
+        &text("/proc/self/uid_map"),
+    )
+}
+
+/// The same, from the contents of `/proc/sys/kernel/overflowuid` and `/proc/self/uid_map`. What cannot be read counts as the
+/// kernel's default, and as a namespace that lacks users.
+fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {
+    const DEFAULT_OVERFLOW: u32 = 65534;
+    let has_all_users = map.split_whitespace().eq(["0", "0", "4294967295"]);
+    has_all_users || user != overflow.trim().parse().unwrap_or(DEFAULT_OVERFLOW)
 }
 
 /// Whether the unconnected UDP socket of this network namespace that is bound to `local` belongs to the effective user of this
@@ -32,7 +51,8 @@ pub(crate) fn is_udp_of_this_user_or_root(local: SocketAddr) -> bool {
     };
     // For UDP the kernel takes the two addresses of the query the other way round.
     let user = user_of(libc::IPPROTO_UDP, SocketAddr::new(any, 0), local);
-    matches!(user, Ok(Some(user)) if user == 0 || user == rustix::process::geteuid().as_raw())
+    matches!(user, Ok(Some(user)) if user == 0
+        || user == rustix::process::geteuid().as_raw() && is_one_user(user))
 }
 
 fn user_of(protocol: i32, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
@@ -143,6 +163,21 @@ mod tests {
                 "there is no such socket"
             );
         }
+    }
+
+    #[test]
+    fn a_number_that_stands_for_all_unknown_users_is_no_user() {
+        let initial = "         0          0 4294967295\n";
+        let own = "         0       1000          1\n     65534     165534          1\n";
+        assert!(stands_for_one(65534, "65534\n", initial));
+        assert!(!stands_for_one(65534, "65534\n", own));
+        assert!(stands_for_one(0, "65534\n", own));
+        assert!(
+            !stands_for_one(99, "99\n", own),
+            "another number than usual"
+        );
+        assert!(stands_for_one(1000, "", ""), "without /proc");
+        assert!(!stands_for_one(65534, "", ""), "without /proc");
     }
 
     #[test]

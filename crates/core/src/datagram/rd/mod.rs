@@ -223,6 +223,8 @@ pub(super) struct Reliable {
     /// Packets with wrong echoes in one second, by a hash of the host that they seem to come from.
     bad_echoes: Box<[u16; 256]>,
     bad_second: u64,
+    /// The host in whose name so many wrong echoes came that this second's limit was reached, until it is reported.
+    pub(super) guessed: Option<IpAddr>,
     index: u8,
     /// Deliver packets of a peer in the order in which it sent them.
     ordered: bool,
@@ -259,6 +261,7 @@ impl Reliable {
             instance: secret.start(4).max(1),
             bad_echoes: Box::new([0; 256]),
             bad_second: 0,
+            guessed: None,
             index,
             ordered,
             patience,

@@ -526,6 +526,7 @@ fn a_restart_is_asked_before_it_is_believed() {
         assert_eq!(rd.poll_event(), None);
     }
     assert_eq!(rd.counts.bad_echo, 2);
+    assert_eq!(rd.guessed, None);
     let (challenge, _) = crate::wire::rd::parse(&rd.poll(now).unwrap().2).unwrap();
     assert!(challenge.challenge && challenge.echo == 78);
     takes(&mut rd, 1, false, now);
@@ -594,6 +595,7 @@ fn tokens_that_are_tried_out_are_counted_and_not_believed() {
         while rd.poll(now).is_some() {}
     }
     assert_eq!(rd.counts.bad_echo, 1000);
+    assert_eq!(rd.guessed.take(), Some(peer().0.ip()), "the host is told");
     rd.handle(&peer(), &arrival(&peer()), &right, Some(b"data"), now);
     assert_eq!(rd.peers(), 0);
     let other: Peer = (([10, 9, 9, 9], 4000).into(), 3);

@@ -85,6 +85,9 @@ impl Reliable {
         let at = usize::from(self.secret.bucket(&prefixes(peer).0));
         if let Some(many) = self.bad_echoes.get_mut(at) {
             *many = many.saturating_add(1);
+            if *many == bounds::RD_BAD_ECHOES {
+                self.guessed = Some(prefixes(peer).0);
+            }
         }
     }
 
