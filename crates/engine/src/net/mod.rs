@@ -1,6 +1,8 @@
 //! Carriers: TCP, shared memory and UDP, and the sockets and routes that they use.
 
 pub(crate) mod drain;
+#[cfg(any(test, fuzzing))]
+mod fuzz_handover;
 pub(crate) mod owner;
 pub mod route;
 pub(crate) mod shm;
@@ -13,6 +15,12 @@ mod wake;
 #[cfg(fuzzing)]
 pub fn fuzz_ring(data: &[u8]) {
     shm::fuzz(data);
+}
+
+/// For cargo-fuzz: a stream whose peer does with hand-over messages and memory what `data` says.
+#[cfg(fuzzing)]
+pub fn fuzz_handover(data: &[u8]) {
+    fuzz_handover::fuzz(data);
 }
 
 #[cfg(test)]

@@ -582,6 +582,22 @@ fn runs(position: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) {
     }
 }
 
+/// Connections that share memory and offers that are open, for the fuzzer.
+#[cfg(any(test, fuzzing))]
+pub(super) fn held() -> (usize, usize) {
+    let offers = OFFERS.get().lock().len();
+    (COUNT.get().load(Ordering::Relaxed), offers)
+}
+
+#[cfg(any(test, fuzzing))]
+impl Shm {
+    /// Writes a word of the page with positions and flags, as a peer can.
+    pub(super) fn overwrite(&self, at: usize, value: u64) {
+        let word = self.watch.shared.word((at % PAGE) & !7);
+        word.store(value, Ordering::Release);
+    }
+}
+
 /// One end of a ring whose peer writes whatever it likes: `data` says what, and when this end sends and receives.
 #[cfg(any(test, fuzzing))]
 #[expect(clippy::panic, reason = "a broken rule is what the fuzzer looks for")]

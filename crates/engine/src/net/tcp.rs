@@ -190,6 +190,18 @@ impl Tcp {
         (self.rx_shm || self.tx_shm).then(|| shm.watch())
     }
 
+    /// The process and descriptor of memory that this end offers, for the fuzzer.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn offered(&self) -> Option<(u32, u32)> {
+        self.shm.as_ref().and_then(Shm::name)
+    }
+
+    /// Whether the peer's stream comes through shared memory, for the fuzzer.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn receives_by_memory(&self) -> bool {
+        self.rx_shm
+    }
+
     /// Whether batches are sent by the socket, and not through shared memory.
     pub(crate) fn sends_by_socket(&self) -> bool {
         !self.tx_shm

@@ -1,0 +1,400 @@
+//! For cargo-fuzz: a stream on one host whose peer sends any hand-over messages, offers any memory, and writes anything there.
+//!
+//! The peer is in this process: its end of the connection is a plain socket, and memory that it offers or takes is real, so
+//! that hand-overs succeed as well as fail.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anywarp_core::connection::{Connection, First, Peer, StreamConfig};
+use anywarp_core::llp::mpa::crc::Crc32c;
+use anywarp_core::llp::mpa::frame::TxBatch;
+use anywarp_core::verbs::cq::Cq;
+use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::qp_base::Parts;
+use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_core::verbs::wr::{Op, Payload, RecvRequest, WorkRequest};
+use anywarp_core::wire::control::{Control, Handover};
+
+use super::shm::{self, Shm};
+use super::tcp::{Outcome, Tcp};
+use crate::clock;
+use crate::config::Framing;
+use crate::engine::{Engine, engine};
+use crate::fd::EngineFd;
+
+/// Messages after which the end that is tested offers memory.
+const OFFER_AFTER: u32 = 2;
+
+/// A connection of this process to itself. Its ports are free at once when it ends: the side that is dropped first resets it.
+fn connection() -> io::Result<(TcpStream, TcpStream)> {
+    thread_local! {
+        static LISTENER: RefCell<Option<TcpListener>> = const { RefCell::new(None) };
+    }
+    LISTENER.with_borrow_mut(|kept| {
+        let listener = match kept {
+            Some(listener) => listener,
+            None => kept.insert(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?),
+        };
+        let theirs = TcpStream::connect(listener.local_addr()?)?;
+        let (ours, _) = listener.accept()?;
+        for end in [&theirs, &ours] {
+            end.set_nonblocking(true)?;
+        }
+        let _ = rustix::net::sockopt::set_socket_linger(&theirs, Some(Duration::ZERO));
+        Ok((ours, theirs))
+    })
+}
+
+/// The FPDU of a ULPDU.
+fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
+    let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
+    out.extend_from_slice(ulpdu);
+    out.resize(out.len().next_multiple_of(4), 0);
+    let sum = if crc { Crc32c::of(&out) } else { [0; 4] };
+    out.extend_from_slice(&sum);
+    out
+}
+
+/// The end that is tested, and its peer.
+struct Both {
+    engine: &'static Engine,
+    conn: Connection,
+    tcp: Tcp,
+    peer: Option<TcpStream>,
+    /// The addresses of the peer's end and of ours.
+    addresses: (SocketAddr, SocketAddr),
+    /// The memory that the peer has offered or taken.
+    memory: Option<Shm>,
+    /// The peer's stream comes through that memory.
+    shared: bool,
+    crc: bool,
+    /// The peer has sent the proof that it opened our memory.
+    has_proved: bool,
+}
+
+impl Both {
+    fn new(choice: u8) -> io::Result<Self> {
+        let engine = engine()?;
+        let (ours, peer) = connection()?;
+        let addresses = (peer.local_addr()?, ours.local_addr()?);
+        let cq = Arc::new(Cq::new(4096, None));
+        let mut conn = Connection::new(Parts {
+            rnic: Arc::clone(&engine.rnic),
+            qpn: 1,
+            pd: 1,
+            send_cq: Arc::clone(&cq),
+            recv_cq: cq,
+            rq: RecvQueue::Own {
+                requests: VecDeque::new(),
+                max_wr: 64,
+                max_sge: 1,
+            },
+            capacity: Capacity {
+                max_send_wr: 64,
+                max_recv_wr: 64,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 64,
+            },
+            sig_all: true,
+        });
+        conn.set_state(State::Rts);
+        let crc = choice & 4 != 0;
+        let config = StreamConfig {
+            crc,
+            mulpdu: 1442,
+            mulpdu_anywarp: 60_000,
+            peer: if choice & 2 != 0 {
+                Peer::Anywarp
+            } else {
+                Peer::Unknown
+            },
+            ird: 4,
+            ord: 4,
+            initiator: choice & 1 != 0,
+            first: if choice & 1 != 0 {
+                First::Hello
+            } else {
+                First::Nothing
+            },
+            managed: true,
+            markers: false,
+            shm_handover: Some(OFFER_AFTER),
+        };
+        conn.attach(config, clock::now());
+        let fd = EngineFd::new(ours.into());
+        Ok(Self {
+            engine,
+            conn,
+            tcp: Tcp::new(fd, None, Vec::new(), Framing::Large),
+            peer: Some(peer),
+            addresses,
+            memory: None,
+            shared: false,
+            crc,
+            has_proved: false,
+        })
+    }
+
+    /// The peer sends bytes, through the memory once its stream is there.
+    fn send(&mut self, bytes: &[u8]) {
+        if self.shared
+            && let Some(memory) = &mut self.memory
+        {
+            let mut batch = TxBatch::default();
+            batch.push_raw(bytes);
+            let _ = memory.send(&batch, 0);
+        } else if let Some(peer) = &mut self.peer {
+            let _ = peer.write(bytes);
+        }
+    }
+
+    fn control(&mut self, what: Control) {
+        let bytes = fpdu(&what.header().emit(), self.crc && !self.shared);
+        self.send(&bytes);
+    }
+
+    /// Our end sends what it has to send, and offers memory when it is time; false if its stream has ended.
+    fn transmit(&mut self) -> bool {
+        if self.conn.wants_shm_offer() {
+            self.tcp.offer_shm(&mut self.conn);
+        }
+        let now = clock::now();
+        self.tcp
+            .transmit(self.engine, &mut self.conn, now, true)
+            .is_open()
+    }
+
+    /// Our end receives; false if its stream has ended.
+    fn receive(&mut self, socket: bool) -> bool {
+        let now = clock::now();
+        let open = self
+            .tcp
+            .receive(self.engine, &mut self.conn, now, socket)
+            .is_open();
+        assert!(
+            !self.tcp.receives_by_memory() || self.has_proved || self.memory.is_some(),
+            "the stream is read from memory that the peer has not shown to have opened"
+        );
+        open
+    }
+}
+
+impl Outcome {
+    fn is_open(&self) -> bool {
+        matches!(self, Self::Open)
+    }
+}
+
+/// One stream whose peer does what `data` says.
+pub(crate) fn fuzz(data: &[u8]) {
+    let before = shm::held();
+    if let Ok(mut both) = Both::new(data.first().copied().unwrap_or(0)) {
+        run(&mut both, data.get(1..).unwrap_or(&[]));
+        // The peer's end first: it resets the connection.
+        both.peer = None;
+    }
+    if cfg!(fuzzing) {
+        assert_eq!(shm::held(), before, "offers and carriers that are left");
+    }
+}
+
+fn run(both: &mut Both, data: &[u8]) {
+    let mut rest = data.iter().copied();
+    while let Some(op) = rest.next() {
+        let mut byte = || rest.next().unwrap_or(0);
+        let small = byte();
+        let open = match op % 16 {
+            0 => {
+                both.control(Control::Hello {
+                    version: 1,
+                    features: u32::from(small),
+                });
+                true
+            }
+            // Memory that was made for this connection.
+            1 => {
+                let (theirs, ours) = both.addresses;
+                both.memory = Shm::offer(theirs, ours);
+                if let Some((pid, fd)) = both.memory.as_ref().and_then(Shm::name) {
+                    both.control(Control::Handover(Handover::Offer { pid, fd }));
+                }
+                true
+            }
+            // Any descriptor of this process or of others.
+            2 => {
+                let pid = match small % 5 {
+                    0 => 0,
+                    1 => 1,
+                    2 => u32::MAX,
+                    3 => u32::from(byte()),
+                    _ => std::process::id(),
+                };
+                let fd = if small & 0x80 == 0 {
+                    u32::from(byte())
+                } else {
+                    u32::MAX - u32::from(byte())
+                };
+                both.control(Control::Handover(Handover::Offer { pid, fd }));
+                true
+            }
+            // The peer opens what it was offered, and says so.
+            3 => {
+                let (theirs, ours) = both.addresses;
+                if let Some((pid, fd)) = both.tcp.offered() {
+                    both.memory = Shm::take(pid, fd, theirs, ours);
+                    if let Some(proof) = both.memory.as_ref().map(Shm::proof) {
+                        both.control(Control::Handover(Handover::Take { proof }));
+                        both.has_proved = true;
+                        both.shared = true;
+                    }
+                }
+                true
+            }
+            4 => {
+                let known = both.memory.as_ref().map_or(0, Shm::proof);
+                let proof = known ^ (1 << (small % 64));
+                both.control(Control::Handover(Handover::Take { proof }));
+                true
+            }
+            5 => {
+                both.control(Control::Handover(Handover::Refuse));
+                true
+            }
+            6 => {
+                both.control(Control::Handover(Handover::Switch));
+                both.shared = both.memory.is_some();
+                true
+            }
+            // Bytes on the connection, wherever the stream is.
+            7 => {
+                let bytes = vec![byte(); usize::from(small) * 16];
+                if let Some(peer) = &mut both.peer {
+                    let _ = peer.write(&bytes);
+                }
+                true
+            }
+            8 => both.transmit(),
+            9 => both.receive(small & 1 != 0),
+            // A Send of a few bytes, or bytes that are no FPDU, where the peer's stream is.
+            10 => {
+                let ulpdu = [
+                    &[
+                        0x41,
+                        0x43,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        0,
+                        byte(),
+                        0,
+                        0,
+                        0,
+                        0,
+                    ][..],
+                    &[small; 8],
+                ]
+                .concat();
+                let bytes = fpdu(&ulpdu, both.crc && !both.shared);
+                both.send(&bytes);
+                true
+            }
+            11 => {
+                let bytes = vec![byte(); usize::from(small) + 1];
+                both.send(&bytes);
+                true
+            }
+            // Any position in the memory, any flag.
+            12 => {
+                let value = u64::from_le_bytes(std::array::from_fn(|_| byte()));
+                if let Some(memory) = &both.memory {
+                    memory.overwrite(usize::from(small) * 8, value);
+                }
+                true
+            }
+            13 => {
+                let _ = both.conn.post_send(WorkRequest {
+                    id: 1,
+                    op: Op::Send {
+                        imm: None,
+                        invalidate: None,
+                    },
+                    payload: Payload::empty(),
+                    signaled: true,
+                    solicited: false,
+                    fence: false,
+                    destination: None,
+                    srq: None,
+                });
+                both.transmit()
+            }
+            14 => {
+                let _ = both.conn.post_recv(RecvRequest {
+                    id: 2,
+                    sges: Default::default(),
+                });
+                true
+            }
+            _ => {
+                if small & 1 == 0 {
+                    both.peer = None;
+                } else if let Some(peer) = &mut both.peer {
+                    let _ = peer.read(&mut [0; 4096]);
+                }
+                true
+            }
+        };
+        if !open {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The inputs that the fuzzer kept, and each of them with a byte changed.
+    #[test]
+    fn a_peer_that_says_anything_about_memory_breaks_nothing() {
+        let corpus =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/handover");
+        let mut count = 0;
+        for entry in std::fs::read_dir(corpus).unwrap() {
+            let mut data = std::fs::read(entry.unwrap().path()).unwrap();
+            fuzz(&data);
+            for at in 0..data.len() {
+                data[at] = data[at].wrapping_add(1);
+                fuzz(&data);
+                data[at] = data[at].wrapping_sub(1);
+            }
+            count += 1;
+        }
+        assert!(count >= 20, "{count} inputs");
+    }
+
+    /// Inputs of the fuzzer reach shared memory in both roles.
+    #[test]
+    fn a_hand_over_succeeds_in_both_roles() {
+        // The peer offers, and its stream changes when it has heard of the Take.
+        let mut both = Both::new(1 | 2 | 4).unwrap();
+        run(&mut both, &[8, 0, 0, 2, 9, 0, 1, 0, 9, 0, 8, 0, 6, 0, 9, 0]);
+        assert!(both.tcp.receives_by_memory(), "as the end that takes");
+        // Our end offers after two requests.
+        let mut both = Both::new(2 | 4).unwrap();
+        run(&mut both, &[0, 2, 9, 0, 13, 0, 13, 0, 8, 0, 3, 0, 9, 0]);
+        assert!(both.tcp.receives_by_memory(), "as the end that offers");
+    }
+}
