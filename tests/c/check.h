@@ -358,4 +358,18 @@ UNUSED static const char *all_bytes(const uint8_t *at, size_t len, uint8_t value
 	return NULL;
 }
 
+/* KiB of this process that are in memory. */
+UNUSED static long resident(void)
+{
+	FILE *f = fopen("/proc/self/smaps_rollup", "r");
+	char line[128];
+	long kib = 0;
+
+	while (f && fgets(line, sizeof line, f))
+		sscanf(line, "Rss: %ld", &kib);
+	if (f)
+		fclose(f);
+	return kib;
+}
+
 #endif

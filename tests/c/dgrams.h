@@ -165,18 +165,4 @@ UNUSED static const char *done(struct dgram *d, uint64_t id, enum ibv_wc_status 
 	return NULL;
 }
 
-/* KiB of this process that are in memory. */
-UNUSED static long resident(void)
-{
-	FILE *f = fopen("/proc/self/smaps_rollup", "r");
-	char line[128];
-	long kib = 0;
-
-	while (f && fgets(line, sizeof line, f))
-		sscanf(line, "Rss: %ld", &kib);
-	if (f)
-		fclose(f);
-	return kib;
-}
-
 #endif

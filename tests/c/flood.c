@@ -14,6 +14,8 @@
 #include <netinet/ip.h>
 #include <netinet/ip6.h>
 #include <netinet/udp.h>
+#include <poll.h>
+#include <rdma/rdma_cma.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -33,11 +35,18 @@
 #define TURNS 5u
 /* What the good peer reaches under the flood at least, of what it reaches without. */
 #define SHARE 0.1
-/* What the flood may make the victim hold, KiB. */
+/* What the flood may make the victim hold, KiB; and one that is not paced. */
 #define HOLDS (10 * 1024)
+#define HOLDS_UNPACED (64 * 1024)
+#define UNPACED_MS 1500u
+/* Most private data of a request, the longest backlog of a listener, and what its requests may make it hold, KiB. */
+#define PRIVATE_DATA 256u
+#define BACKLOG 1024
+#define HOLDS_REQUESTS (4 * 1024)
 
 enum work { IDLE, READS, RECORDS, RELIABLE, STOP };
-enum flood { QUIET, STRANGERS, SPOOFED, AMPLIFIED };
+/* Two of them send as fast as they can: datagrams of strangers, and requests of the connection manager. */
+enum flood { QUIET, STRANGERS, SPOOFED, AMPLIFIED, UNPACED, REQUESTS };
 
 /* What the processes know of each other. */
 static struct shared {
@@ -48,6 +57,7 @@ static struct shared {
 	_Atomic int flood;  /* enum flood, for the flood */
 	_Atomic uint64_t done, lost, sent, bytes_sent, bytes_back;
 	_Atomic int no_raw;
+	_Atomic uint16_t listener; /* UDP port of a listener of the connection manager */
 	_Atomic int most_over; /* bytes that a source got beyond what it sent, at worst */
 } *shared;
 
@@ -502,6 +512,19 @@ static void amplify(int *sources, size_t many, uint64_t *sent, uint64_t *back)
 		shared->bytes_back += back[i];
 }
 
+/* A request of the connection manager with as much private data as there can be (section 8 of docs/datagram-iwarp.md). */
+static void connection_request(struct packet *p)
+{
+	p->len = 0;
+	put8(p, 0xdd);
+	put8(p, 0x11);
+	put16(p, PRIVATE_DATA);
+	put32(p, any32());
+	for (unsigned int i = 0; i < PRIVATE_DATA; i += 4)
+		put32(p, i);
+	seal(p);
+}
+
 static void be_flood(void)
 {
 	int fd = udp_socket(0), raw = socket(is_ipv6() ? AF_INET6 : AF_INET, SOCK_RAW, IPPROTO_RAW);
@@ -526,7 +549,7 @@ static void be_flood(void)
 			begin = now_ns();
 			count = 0;
 		}
-		if (count * 1000000000u / PACE > now_ns() - begin) {
+		if (kind != UNPACED && kind != REQUESTS && count * 1000000000u / PACE > now_ns() - begin) {
 			sleep_ms(1);
 			continue;
 		}
@@ -536,6 +559,9 @@ static void be_flood(void)
 
 			if (kind == AMPLIFIED) {
 				amplify(sources, COUNT(sources), sent, back);
+			} else if (kind == REQUESTS) {
+				connection_request(&p);
+				send_from(fd, dice(1u << 20) + 2, shared->listener, &p);
 			} else if (kind == SPOOFED) {
 				almost_valid(&p, (uint8_t)victim, (uint8_t)peer, true);
 				send_as(raw, (uint16_t)(peer >> 8), (uint16_t)(victim >> 8), &p);
@@ -772,6 +798,110 @@ static const char *no_amplifier(size_t arg)
 	return nothing_was_placed();
 }
 
+/* As many datagrams as this machine can send: they are dropped in the socket or behind it, and the good peer is heard after them. */
+static const char *unpaced(size_t arg)
+{
+	struct anywarpdv_counters seen;
+	long before, grown;
+	double rate;
+
+	(void)arg;
+	TRY(open_victim());
+	TRY(turn(READS, QUIET, &rate));
+	before = resident();
+	shared->flood = UNPACED;
+	TRY(serve(UNPACED_MS));
+	grown = resident() - before;
+	shared->flood = QUIET;
+	TRY(serve(60));
+	TRY(nothing_was_placed());
+	ENSURE(!query_counters(v.ends[0].qp, &seen, sizeof seen), "counters");
+	printf("# %.0f datagrams a second, %llu of them arrived at the UD queue pair; %ld KiB more\n",
+	       (double)shared->sent * 1000 / UNPACED_MS, (unsigned long long)seen.rx_dgrams, grown);
+	ENSURE(shared->sent > 10000, "a flood of %llu", (unsigned long long)shared->sent);
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	ENSURE(grown <= HOLDS_UNPACED, "%ld KiB more", grown);
+#endif
+	TRY(turn(READS, QUIET, &rate));
+	ENSURE(rate > 0, "the good peer does nothing after the flood");
+	return NULL;
+}
+
+/* The UDP ports of this network namespace that are bound, as bits. */
+static void udp_ports(uint8_t bits[8192])
+{
+	static const char *const files[] = { "/proc/self/net/udp", "/proc/self/net/udp6" };
+	char line[512], address[64];
+	unsigned int port;
+
+	memset(bits, 0, 8192);
+	for (size_t i = 0; i < COUNT(files); i++) {
+		FILE *f = fopen(files[i], "r");
+
+		while (f && fgets(line, sizeof line, f))
+			if (sscanf(line, " %*u: %63[0-9A-F]:%x", address, &port) == 2 && port < 65536)
+				bits[port / 8] |= (uint8_t)(1 << port % 8);
+		if (f)
+			fclose(f);
+	}
+}
+
+/* Requests that the program does not take are kept up to the backlog; when it has taken them, others come. */
+static const char *requests(size_t arg)
+{
+	static uint8_t before_ports[8192], after_ports[8192];
+	struct rdma_event_channel *channel = rdma_create_event_channel();
+	union address name = loopback(0);
+	struct rdma_cm_id *listener;
+	struct rdma_cm_event *event;
+	unsigned int taken = 0, ports = 0;
+	struct pollfd p;
+	long before, grown;
+
+	(void)arg;
+	TRY(open_victim());
+	ENSURE(channel && !rdma_create_id(channel, &listener, NULL, RDMA_PS_UDP), "rdma_create_id: %s", strerror(errno));
+	ENSURE(!rdma_bind_addr(listener, &name.any), "rdma_bind_addr: %s", strerror(errno));
+	udp_ports(before_ports);
+	ENSURE(!rdma_listen(listener, BACKLOG), "rdma_listen: %s", strerror(errno));
+	udp_ports(after_ports);
+	for (unsigned int port = 1; port < 65536; port++)
+		if ((after_ports[port / 8] & ~before_ports[port / 8]) >> port % 8 & 1) {
+			shared->listener = (uint16_t)port;
+			ports++;
+		}
+	ENSURE(ports >= 1, "%u new UDP ports", ports);
+	before = resident();
+	shared->flood = REQUESTS;
+	sleep_ms(UNPACED_MS);
+	grown = resident() - before;
+	shared->flood = QUIET;
+	sleep_ms(60);
+	p = (struct pollfd){ .fd = channel->fd, .events = POLLIN };
+	while (poll(&p, 1, 100) == 1) {
+		ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
+		ENSURE(event->event == RDMA_CM_EVENT_CONNECT_REQUEST, "%s", rdma_event_str(event->event));
+		ENSURE(!rdma_reject(event->id, NULL, 0), "rdma_reject: %s", strerror(errno));
+		{
+			struct rdma_cm_id *id = event->id;
+
+			rdma_ack_cm_event(event);
+			rdma_destroy_id(id);
+		}
+		taken++;
+	}
+	printf("# %.0f requests a second, %u are kept; %ld KiB more\n", (double)shared->sent * 1000 / UNPACED_MS, taken, grown);
+	ENSURE(taken > 0 && taken <= BACKLOG, "%u requests are kept", taken);
+	ENSURE(shared->sent > BACKLOG * 4, "%llu requests", (unsigned long long)shared->sent);
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	ENSURE(grown <= HOLDS_REQUESTS, "%ld KiB more", grown);
+#endif
+	shared->flood = REQUESTS;
+	ENSURE(poll(&p, 1, (int)WAIT_MS) == 1, "no request comes after the flood was taken");
+	shared->flood = QUIET;
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "strangers_reads", goes_on, STRANGERS << 3 | READS, 0, true },
 	{ "strangers_records", goes_on, STRANGERS << 3 | RECORDS, 0, true },
@@ -780,6 +910,8 @@ static const struct test tests[] = {
 	{ "spoofed_records", goes_on, SPOOFED << 3 | RECORDS, 0, true },
 	{ "spoofed_reliable", goes_on, SPOOFED << 3 | RELIABLE, 0, true },
 	{ "no_amplifier", no_amplifier, 0, 0, true },
+	{ "unpaced_strangers", unpaced, 0, 0, true },
+	{ "unpaced_requests", requests, 0, 0, true },
 };
 
 int main(int argc, char **argv)

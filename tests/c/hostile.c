@@ -426,18 +426,6 @@ static int hold(enum attack_kind as)
 	return 0;
 }
 
-static long resident(void)
-{
-	long size = 0, pages = 0;
-	FILE *f = fopen("/proc/self/statm", "r");
-
-	if (!f || fscanf(f, "%ld %ld", &size, &pages) != 2)
-		pages = -1;
-	if (f)
-		fclose(f);
-	return pages * 4096;
-}
-
 static const char *holders(size_t kind)
 {
 	const struct wave *wave = &waves[kind];
@@ -458,19 +446,19 @@ static const char *holders(size_t kind)
 	TRY(open_pair(&p, &usual));
 	TRY(start_server());
 	TRY(best_pace(&p, 4, 0, &calm));
-	before = resident();
+	before = resident() * 1024;
 	before_fds = descriptors();
 	pid = start_attacker(hold, (enum attack_kind)kind);
 	ENSURE(pid > 0, "fork: %s", strerror(errno));
 	end = now_ms() + 40000;
 	while (report->attacks + (unsigned int)report->wrong < wave->count && now_ms() < end) {
 		TRY(talk(&p, 10));
-		now = resident();
+		now = resident() * 1024;
 		peak = now > peak ? now : peak;
 	}
 	/* What they sent arrives while the good ones talk. */
 	TRY(best_pace(&p, 80, calm / 2, &busy));
-	now = resident();
+	now = resident() * 1024;
 	peak = now > peak ? now : peak;
 	fds = descriptors();
 	printf("# %s: %u connections (%d failed), %ld bytes each, %u descriptors more; %.0f messages/s, %.0f before\n",
