@@ -84,6 +84,10 @@ pub(crate) fn run() -> Result {
     );
     tally.report("silent port", foreign_port(b""));
     tally.report("silent strangers", silent_strangers());
+    for size in ["1,2", "64,1K"] {
+        let name = format!("duplicates of {size}");
+        tally.report(&name, duplicates(size));
+    }
     tally.end("of ping and blast")
 }
 
@@ -189,6 +193,49 @@ fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
     println!("      {most:.0} MB/s, at least {floor}");
     if most < f64::from(floor) {
         return Err(format!("{most} MB/s in the best of five runs").into());
+    }
+    Ok(())
+}
+
+/// On a link that repeats and reorders datagrams each message counts once, whatever is too short to hold its number.
+fn duplicates(sizes: &str) -> Result {
+    let server = Server::start("blast")?;
+    let csv = sh::target().join("perf-duplicates.csv");
+    let mut client = anywarp();
+    client
+        .env("ANYWARP_FAULTS", "dup=30%,reorder=10%,summary=off")
+        .args(["blast", "-p", &server.port.to_string(), "127.0.0.1"])
+        .args(format!("-t ud -o send -n 20000 -r 2 -q -s {sizes} --csv").split(' '))
+        .arg(&csv)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = Process::start(&mut client)?.output(PATIENCE)?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(format!("{}: {stderr}", output.status).into());
+    }
+    let table = std::fs::read_to_string(&csv)?;
+    let mut lines = table.lines();
+    let names: Vec<&str> = lines.next().ok_or("no table")?.split(',').collect();
+    let mut rows = 0;
+    for line in lines {
+        let value = |column: &str| -> Result<f64> {
+            let at = names.iter().position(|name| *name == column);
+            let value = at.and_then(|at| line.split(',').nth(at));
+            Ok(value
+                .ok_or_else(|| format!("no column {column}"))?
+                .parse()?)
+        };
+        let (share, duplicates) = (value("delivered_share")?, value("duplicates")?);
+        // The receiver may be too slow for some; none may count twice.
+        let sound = (0.5..=1.0).contains(&share) && value("wrong")? == 0.0 && duplicates > 1000.0;
+        if !sound {
+            return Err(format!("not each message once: {line}").into());
+        }
+        rows += 1;
+    }
+    if rows != 2 {
+        return Err(format!("{rows} rows").into());
     }
     Ok(())
 }

@@ -42,7 +42,7 @@
 #define PORT 1
 #define BATCH 128
 #define MAX_SGE 16
-#define LATE 1024u  /* messages by which one may be behind the newest */
+#define LATE 8192u  /* messages by which one may be behind the newest */
 #define SWEEP 64u /* messages that may still be under way behind the newest one */
 
 enum transport { RC, UC, UD, RD };

@@ -348,8 +348,8 @@ impl Source for Clock {
 struct Way {
     /// Decisions for the next datagrams, which the socket had no room for yet.
     decided: VecDeque<Decision>,
-    /// The delayed datagram that waits until the next one has overtaken it.
-    parked: Option<Key>,
+    /// The delayed datagrams that wait until the next one has overtaken them: one and its copies, or several in a row.
+    parked: Vec<Key>,
     /// When everything that was sent before has left, at the configured rate.
     busy: Option<Instant>,
 }
@@ -471,8 +471,8 @@ impl Faults {
                 out.decided.push_back(decision);
             }
         }
-        // If a datagram waits to be overtaken, exactly one is sent before it.
-        let most = if out.parked.is_some() { 1 } else { usize::MAX };
+        // If datagrams wait to be overtaken, exactly one is sent before them.
+        let most = if out.parked.is_empty() { usize::MAX } else { 1 };
         let clean = out.decided.iter().take(most);
         let clean = clean.take_while(|f| f.is_nothing()).count();
         let passed = match (datagrams.get(..clean), datagrams.first()) {
@@ -498,11 +498,12 @@ impl Faults {
             }
             _ => return Ok(0),
         };
-        let parked = out.parked.take().and_then(release);
-        if let Some(delayed) = parked.filter(|_| passed > 0)
-            && !delayed.forward()
-        {
-            delay(self.engine, clock::now() + RETRY_AFTER, delayed);
+        if passed > 0 {
+            for delayed in out.parked.drain(..).filter_map(release) {
+                if !delayed.forward() {
+                    delay(self.engine, clock::now() + RETRY_AFTER, delayed);
+                }
+            }
         }
         Ok(passed)
     }
@@ -540,7 +541,7 @@ impl Faults {
                 Some(at) => {
                     let key = delay(self.engine, at, delayed);
                     if late.is_none() {
-                        out.parked = key;
+                        out.parked.extend(key);
                     }
                 }
                 None => {
@@ -579,7 +580,11 @@ impl Faults {
         let (late, parked) = {
             let mut into = self.into.lock();
             let late = into.due(&decision, bytes.len() as u64, now);
-            let parked = if passes { None } else { into.parked.take() };
+            let parked = if passes {
+                Vec::new()
+            } else {
+                std::mem::take(&mut into.parked)
+            };
             (late, parked)
         };
         let at = late.or_else(|| passes.then_some(now + bounds::FAULT_PASS));
@@ -589,7 +594,7 @@ impl Faults {
                 Some(at) => {
                     let key = delay(self.engine, at, delayed);
                     if late.is_none() {
-                        self.into.lock().parked = key;
+                        self.into.lock().parked.extend(key);
                     }
                 }
                 None => {
@@ -597,7 +602,7 @@ impl Faults {
                 }
             }
         }
-        if let Some(delayed) = parked.and_then(release) {
+        for delayed in parked.into_iter().filter_map(release) {
             delayed.forward();
         }
     }
