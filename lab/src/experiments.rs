@@ -74,6 +74,7 @@ pub(crate) enum Part {
     Bandwidth,
     Reasons,
     Loss,
+    Fresh,
     Reliable,
 }
 
@@ -130,6 +131,7 @@ pub(crate) fn run(options: &Options) -> Result {
         (Part::Bandwidth, "bandwidth", bandwidth),
         (Part::Reasons, "reasons", reasons),
         (Part::Loss, "loss", loss),
+        (Part::Fresh, "fresh", fresh),
         (Part::Reliable, "reliable", reliable),
     ] {
         // What differs from the thesis, and why, takes many runs.
@@ -301,6 +303,10 @@ struct Link {
 
 impl Link {
     fn new(lab: &Lab, ppm: u32, delay_us: u32) -> Result<Self> {
+        Self::with_mtu(lab, ppm, delay_us, 1500)
+    }
+
+    fn with_mtu(lab: &Lab, ppm: u32, delay_us: u32, mtu: u32) -> Result<Self> {
         let mut relay = Command::new(lab.work.join("relay"));
         relay
             .args([
@@ -322,11 +328,11 @@ impl Link {
         const SCRIPT: &str = "set -e
 number=1
 for host in client server; do
-    ip -n $host link set dev wire mtu 1500 txqueuelen 65000 up
+    ip -n $host link set dev wire mtu \"$1\" txqueuelen 65000 up
     ip -n $host addr add 10.78.0.$number peer 10.78.0.$((3 - number)) dev wire
     number=2
 done";
-        sh::run(Command::new("sh").args(["-c", SCRIPT]))?;
+        sh::run(Command::new("sh").args(["-c", SCRIPT, "sh", &mtu.to_string()]))?;
         Ok(Self { relay, stdin })
     }
 }
@@ -895,6 +901,80 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
             let _ = writeln!(text, "| {mode} | {size} | {} |", cells.join(" | "));
         }
         text.push('\n');
+    }
+    Ok(text)
+}
+
+/// Pairs that nothing has warmed up: what of its first four messages of 1 MiB arrives, when reports of pace are lost too.
+fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
+    /// Share of the messages beyond the loss itself that a pair may lose.
+    const MORE: f64 = 0.02;
+    let words = "-t ud -o write-record --record-mode robust --exact -s 1M -n 4 --warmup 0 -r 1";
+    let pairs = if short { 3 } else { 15 };
+    let losses: &[u32] = if short {
+        &[10_000]
+    } else {
+        &[1000, 10_000, 50_000]
+    };
+    let mut text = format!(
+        "# Fresh pairs under loss\n\nWhat arrives of the first four messages of 1 MiB between two queue pairs that have just been made, in \
+         percent: the median of {pairs} pairs, and the least of them. The network loses IP packets (`tests/netlab/relay.c`), on \
+         loopback the device loses datagrams at both ends (`ANYWARP_FAULTS=loss=…`); reports of pace are lost as often as data. \
+         `anywarp blast {words} --segment …`.\n\n| | datagrams |"
+    );
+    for ppm in losses {
+        let _ = write!(text, " {} % |", f64::from(*ppm) / 1e4);
+    }
+    let _ = writeln!(text, "\n|---|---|{}", "---:|".repeat(losses.len()));
+    for mtu in [Some(1500), Some(9000), None] {
+        for segment in ["path-mtu", "jumbo", "max"] {
+            let place = mtu.map_or_else(|| "loopback".to_owned(), |mtu| format!("MTU {mtu}"));
+            let _ = write!(text, "| {place} | {segment} |");
+            for &ppm in losses {
+                let loss = f64::from(ppm) / 1e6;
+                let link = mtu
+                    .map(|mtu| Link::with_mtu(lab, ppm, 0, mtu))
+                    .transpose()?;
+                let mut shares = Vec::new();
+                for seed in 0..pairs {
+                    let faults = format!("loss={loss},dir=both,seed={seed},summary=off");
+                    let variables = [("ANYWARP_FAULTS", faults.as_str())];
+                    let (at, variables): (_, &[(&str, &str)]) = if link.is_some() {
+                        (Place::Net, &[])
+                    } else {
+                        (Place::Loopback, &variables)
+                    };
+                    let line = format!("{words} --segment {segment}");
+                    let note = format!("fresh {place} {segment} {loss}");
+                    let rows = lab.measure(at, "blast", &line, variables, &note)?;
+                    shares.push(
+                        rows.first()
+                            .map_or(f64::NAN, |row| get(row, "delivered_share")),
+                    );
+                }
+                drop(link);
+                let least = shares.iter().copied().fold(f64::INFINITY, f64::min);
+                let middle = median(shares);
+                let _ = write!(text, " {:.2} ({:.2}) |", middle * 100.0, least * 100.0);
+                // A datagram that IP cuts is lost with any of its fragments, and one that the device loses at both ends with either.
+                let pieces = match (mtu, segment) {
+                    (Some(1500), "jumbo") => 7,
+                    (Some(1500), "max") => 42,
+                    (Some(_), "max") => 7,
+                    (Some(_), _) => 1,
+                    (None, _) => 2,
+                };
+                let expected = (1.0 - loss).powi(pieces);
+                if middle.is_nan() || middle < expected - MORE {
+                    lab.failures.push(format!(
+                        "fresh pairs, {place}, {segment}, loss {loss}: {:.2} % arrive, {:.2} % are expected",
+                        middle * 100.0,
+                        expected * 100.0
+                    ));
+                }
+            }
+            text.push('\n');
+        }
     }
     Ok(text)
 }

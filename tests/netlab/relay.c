@@ -26,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LONGEST 2048
+#define LONGEST 9216
 #define ROOM (64u << 10) /* packets under way in one direction */
 
 struct packet {
