@@ -873,6 +873,68 @@ static const char *other_key(size_t arg)
 	return next(c.tx, &entry, NULL);
 }
 
+/* Counts how often each request ends; `failed` counts the errors among them. Contexts are bytes of `from`. */
+static const char *count_ends(struct fid_cq *cq, const uint8_t *from, unsigned int *ends, size_t most, unsigned int *failed)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+
+	for (uint64_t until = now_ms() + 300; now_ms() < until;) {
+		ssize_t n = fi_cq_read(cq, &entry, 1);
+		const uint8_t *context;
+
+		for (size_t i = 0; i < COUNT(moving) && moving[i]; i++)
+			fi_cq_read(moving[i]->rx, NULL, 0);
+		if (n == -FI_EAGAIN)
+			continue;
+		memset(&error, 0, sizeof error);
+		if (n == -FI_EAVAIL)
+			ENSURE(fi_cq_readerr(cq, &error, 0) == 1, "fi_cq_readerr");
+		else
+			ENSURE(n == 1, "fi_cq_read: %zd", n);
+		context = n == 1 ? entry.op_context : error.op_context;
+		ENSURE(context >= from && context < from + most, "another context");
+		ends[context - from]++;
+		*failed += n != 1;
+	}
+	return NULL;
+}
+
+/* When the queue pair of an endpoint fails, everything that was posted ends once, and nothing can be posted any more. */
+static const char *failed_endpoint(size_t arg)
+{
+	unsigned int receives[8] = { 0 }, sends[10] = { 0 }, failed = 0;
+	struct side a, b;
+	size_t posted;
+
+	(void)arg;
+	/* A later request of each endpoint fails in the device, and takes the queue pair with it. */
+	setenv("ANYWARP_FAULTS", "op=send nth=4 -> error=local-protection", 1);
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (size_t i = 0; i < 4; i++) {
+		OK(fi_recv(a.ep, in + 100 * i, 100, NULL, FI_ADDR_UNSPEC, &in[i]));
+		OK(fi_trecv(a.ep, in + 1000 + 100 * i, 100, NULL, FI_ADDR_UNSPEC, i, 0, &in[4 + i]));
+	}
+	/* Announced, and nobody posts a receive for it. */
+	OK(fi_send(a.ep, out, 100000, NULL, a.peer, &out[0]));
+	for (posted = 1; posted < COUNT(sends); posted++)
+		if (fi_send(a.ep, out, 10, NULL, a.peer, &out[posted]))
+			break;
+	TRY(count_ends(a.rx, in, receives, COUNT(receives), &failed));
+	ENSURE(failed == COUNT(receives), "%u of 8 receives failed", failed);
+	for (size_t i = 0; i < COUNT(receives); i++)
+		ENSURE(receives[i] == 1, "receive %zu ends %u times", i, receives[i]);
+	failed = 0;
+	TRY(count_ends(a.tx, out, sends, COUNT(sends), &failed));
+	for (size_t i = 0; i < COUNT(sends); i++)
+		ENSURE(sends[i] == (i < posted), "send %zu of %zu ends %u times", i, posted, sends[i]);
+	ENSURE(failed >= 2, "%u sends failed", failed);
+	ENSURE(fi_recv(a.ep, in, 100, NULL, FI_ADDR_UNSPEC, NULL) == -FI_EOPBADSTATE, "a receive is accepted");
+	ENSURE(fi_send(a.ep, out, 10, NULL, a.peer, NULL) == -FI_EOPBADSTATE, "a send is accepted");
+	return NULL;
+}
+
 /* Messages of a queue pair that breaks the protocol change nothing. */
 static const char *hostile(size_t arg)
 {
@@ -1043,6 +1105,8 @@ static const char *refused(size_t arg)
 }
 
 static const struct test tests[] = {
+	/* In a process of its own, and before this one has read the variables. */
+	{ "failed_endpoint", failed_endpoint, 0, 0, true },
 	{ "refused", refused, 0, 0, false },
 	{ "service", service, 0, 0, false },
 	{ "messages", messages, 0, 0, false },

@@ -558,7 +558,7 @@ impl Endpoint {
     }
 
     fn ready(&self, cx: &Shared) -> Result<(), i32> {
-        if !self.enabled {
+        if !self.enabled || self.failed {
             return Err(FI_EOPBADSTATE);
         }
         let queue = self.binding.send_queue.and_then(|q| cx.queues.get(q));

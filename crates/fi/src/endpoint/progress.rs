@@ -67,12 +67,12 @@ impl Endpoint {
             }
         }
         if kind == RECEIVE {
-            // The queue pair has failed: it receives nothing more. Operations under way fail, and new ones are refused.
             if !std::mem::replace(&mut self.failed, true) {
                 crate::log::warn(&format!(
                     "the queue pair of endpoint {} has failed with status {}: open another endpoint",
                     self.name, wc.status
                 ));
+                self.end_all(cx);
             }
             return;
         }
@@ -159,10 +159,29 @@ impl Endpoint {
         if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
             return;
         }
+        self.end_waiting(cx, |of| of == peer, err);
+        self.tagged.forget_announced(peer);
+        self.untagged.forget_announced(peer);
+    }
+
+    /// The queue pair has failed, and receives nothing more: ends what waits for something to arrive. The device ends the
+    /// requests that it has, and new operations are refused.
+    fn end_all(&mut self, cx: &mut Shared) {
+        self.end_waiting(cx, |_| true, FI_EIO);
+        for tagged in [true, false] {
+            let posted: Vec<Receive> = self.matching(tagged).cancel_all().collect();
+            for receive in &posted {
+                self.ended(cx, receive, tagged, FI_EIO);
+            }
+        }
+    }
+
+    /// Ends the operations that wait for messages of some peers.
+    fn end_waiting(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
         // Operations with a request in the device are ended by the completion of that request.
         let waiting = self.ops.iter().filter(|(_, op)| {
             matches!(op, Op::Announced { to, known: true, grant: None, .. } | Op::Atomic { to, known: true, .. }
-                if *to == peer)
+                if which(*to))
         });
         let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
         for name in waiting {
@@ -172,7 +191,8 @@ impl Endpoint {
                 self.finish(cx, &done, err);
             }
         }
-        let incoming = self.incoming.iter().filter(|(_, i)| i.message.from == peer);
+        let incoming = self.incoming.iter();
+        let incoming = incoming.filter(|(_, i)| which(i.message.from));
         let incoming: Vec<u32> = incoming.map(|(name, _)| name).collect();
         for name in incoming {
             if let Some(mut incoming) = self.incoming.remove(name) {
@@ -181,8 +201,6 @@ impl Endpoint {
                 self.received(cx, &incoming.target, &incoming.message, 0, err);
             }
         }
-        self.tagged.forget_announced(peer);
-        self.untagged.forget_announced(peer);
     }
 
     /// From time to time, sends a message to the peers for which operations wait. The device finds out that a peer is gone

@@ -5,7 +5,8 @@ use super::*;
 impl Endpoint {
     /// Posts a receive, or searches for a message (`FI_PEEK`).
     pub fn receive(&mut self, cx: &mut Shared, wanted: &Wanted) -> Result<(), i32> {
-        if !self.enabled {
+        // A queue pair that has failed receives nothing, but what arrived before can still be taken.
+        if !self.enabled || (self.failed && wanted.flags & (FI_PEEK | FI_CLAIM) == 0) {
             return Err(FI_EOPBADSTATE);
         }
         let source = if self.binding.directed {
@@ -295,14 +296,15 @@ impl Endpoint {
         for tagged in [true, false] {
             let fits = |r: &Receive| r.context == context;
             if let Some(receive) = self.matching(tagged).cancel(fits) {
-                self.canceled(cx, &receive, tagged);
+                self.ended(cx, &receive, tagged, FI_ECANCELED);
                 return true;
             }
         }
         false
     }
 
-    pub(super) fn canceled(&mut self, cx: &mut Shared, receive: &Receive, tagged: bool) {
+    /// Reports a posted receive that gets no message.
+    pub(super) fn ended(&mut self, cx: &mut Shared, receive: &Receive, tagged: bool, err: i32) {
         if let Some(name) = receive.multi
             && let Some(multi) = self.multis.get_mut(name)
         {
@@ -315,7 +317,7 @@ impl Endpoint {
         }
         cx.count(self.counter(Counts::Receive), true);
         let entry = Entry::new(receive.context, FI_RECV | kind_flag(tagged));
-        cx.push(self.binding.receive_queue, entry.failed(FI_ECANCELED));
+        cx.push(self.binding.receive_queue, entry.failed(err));
     }
 
     /// Updates the sources of stored messages, after the address vector has changed.
