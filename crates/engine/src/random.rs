@@ -1,5 +1,7 @@
 //! Unpredictable numbers from the kernel.
 
+use std::io::Read;
+
 use crate::locks::{Mutex, Rank};
 use crate::process::PerProcess;
 
@@ -25,9 +27,7 @@ pub fn random_u32() -> u32 {
     let mut pool = POOL.get().lock();
     if pool.used + 4 > POOL_BYTES {
         let mut bytes = [0_u8; POOL_BYTES];
-        // Without flags `getrandom` blocks until the kernel's pool is ready. After that, a request of up to 256 bytes cannot
-        // fail.
-        let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+        fill(&mut bytes);
         *pool = Pool { used: 0, bytes };
     }
     let at = pool.used;
@@ -36,6 +36,29 @@ pub fn random_u32() -> u32 {
         .get(at..)
         .and_then(|b| b.first_chunk::<4>())
         .map_or(0, |b| u32::from_ne_bytes(*b))
+}
+
+/// Fills `bytes` from the kernel.
+///
+/// # Panics
+/// The kernel gives none: keys that can be predicted protect nothing, so the device fails.
+fn fill(bytes: &mut [u8; POOL_BYTES]) {
+    loop {
+        // Without flags `getrandom` blocks until the kernel's pool is ready, which a signal can interrupt. After that, a request
+        // of up to 256 bytes is served whole.
+        match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
+            Ok(n) if n == bytes.len() => return,
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(_) => break,
+        }
+    }
+    // A filter of system calls may refuse getrandom.
+    let device = std::fs::File::open("/dev/urandom");
+    let filled = device.and_then(|mut device| device.read_exact(bytes));
+    #[expect(clippy::panic, reason = "the C API turns it into a failed device")]
+    if let Err(e) = filled {
+        panic!("no random numbers: getrandom and /dev/urandom fail ({e})");
+    }
 }
 
 /// 64 unpredictable bits.

@@ -431,7 +431,7 @@ mod tests {
             }
         }
 
-        fn told(&mut self) {
+        fn deliver_word(&mut self) {
             if let Some(grant) = self.words.pop_front() {
                 if let Some((at, len, slot)) = grant.memory {
                     let area = Area {
@@ -487,7 +487,7 @@ mod tests {
                     }
                     1 => pair.arrive(),
                     2 => pair.read(1 + random(&mut r) % 1500, &mut got),
-                    3 => pair.told(),
+                    3 => pair.deliver_word(),
                     _ => pair.complete(),
                 }
             }
@@ -575,7 +575,7 @@ mod tests {
             pair.arrive();
             pair.read(1, &mut got);
             while !pair.words.is_empty() {
-                pair.told();
+                pair.deliver_word();
             }
             pair.complete();
         }

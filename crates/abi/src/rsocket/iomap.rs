@@ -17,7 +17,7 @@ struct Map {
     region: MemoryRegion,
     /// Its index in the peer's table; `None` if it is not announced to the peer.
     index: Option<usize>,
-    told: bool,
+    announced: bool,
 }
 
 /// The mappings of a connection.
@@ -27,7 +27,7 @@ pub(super) struct Maps(Vec<Map>);
 impl Maps {
     /// The next mapping that has to be announced to the peer: its index in the peer's table, and the entry.
     pub(super) fn next(&self) -> Option<(usize, Mapping)> {
-        let map = self.0.iter().find(|m| !m.told)?;
+        let map = self.0.iter().find(|m| !m.announced)?;
         let mapping = Mapping {
             offset: map.offset,
             area: Area {
@@ -40,9 +40,9 @@ impl Maps {
     }
 
     /// Marks the mapping that [`Self::next`] returned as announced.
-    pub(super) fn told(&mut self) {
-        if let Some(map) = self.0.iter_mut().find(|m| !m.told) {
-            map.told = true;
+    pub(super) fn mark_announced(&mut self) {
+        if let Some(map) = self.0.iter_mut().find(|m| !m.announced) {
+            map.announced = true;
         }
     }
 }
@@ -96,7 +96,7 @@ pub(super) unsafe fn map(
         offset: offset.cast_unsigned(),
         region,
         index,
-        told: index.is_none(),
+        announced: index.is_none(),
     });
     Ok(offset)
 }

@@ -357,7 +357,7 @@ impl End {
             };
             let payload = Payload::Inline(mapping.emit().into_iter().collect());
             self.post_message(MAPPED, Some((entry, payload)), Message::Mapped)?;
-            self.maps.told();
+            self.maps.mark_announced();
         }
         Ok(true)
     }
@@ -1248,7 +1248,7 @@ mod tests {
     /// After half of the ring is read, a grant is due. Here it cannot be sent: the read bytes are returned, and then
     /// the error.
     #[test]
-    fn what_was_read_is_not_lost_when_the_peer_cannot_be_told() {
+    fn bytes_that_were_read_are_not_lost_when_the_acknowledgement_cannot_be_sent() {
         let (listener, near) = (socket(), socket());
         let any = "127.0.0.1:0".parse().unwrap();
         listener.stream().unwrap().listen(8, any).unwrap();

@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_who_wait_hear_the_bells() {
+    fn every_waiting_thread_is_woken() {
         let bells = Bells::default();
         let (one, two) = (
             Arc::new(Bell::new().unwrap()),

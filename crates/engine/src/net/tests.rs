@@ -33,9 +33,9 @@ enum End {
     Failed(Failure),
 }
 
-struct Tells(Mutex<mpsc::Sender<End>>);
+struct OwnerOfTest(Mutex<mpsc::Sender<End>>);
 
-impl Owner for Tells {
+impl Owner for OwnerOfTest {
     fn opened(&self, _: &Arc<Startup>, opened: Opened) {
         let _ = self.0.lock().unwrap().send(End::Opened(opened));
     }
@@ -84,7 +84,7 @@ fn dial(
         stream
     });
     let (told, tells) = mpsc::channel();
-    let owner = Arc::new(Tells(Mutex::new(told)));
+    let owner = Arc::new(OwnerOfTest(Mutex::new(told)));
     let engine = engine().unwrap();
     let startup = Startup::dial(engine, owner, to_peer(to, config)).unwrap();
     let end = tells.recv_timeout(PATIENCE).unwrap();
@@ -230,7 +230,7 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
             private_data: b"hello".to_vec(),
             ..InitiatorConfig::default()
         };
-        let owner = Arc::new(Tells(Mutex::new(told)));
+        let owner = Arc::new(OwnerOfTest(Mutex::new(told)));
         let engine = engine().unwrap();
         let startup = Startup::dial(engine, owner, to_peer(to, config)).unwrap();
         let end = tells.recv_timeout(PATIENCE).unwrap();
