@@ -1,4 +1,4 @@
-//! Datagram queue pairs and hostile peers: spoofed addresses, answers that are never fetched, messages without end.
+//! Datagram queue pairs against hostile peers: forged addresses, answers that are never acknowledged, messages that never end.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -84,7 +84,7 @@ fn tagged(opcode: Opcode, stag: Stag, to: u64, last: bool) -> Header {
     })
 }
 
-/// A datagram without its CRC.
+/// A datagram without the CRC at its end.
 fn body(shim: &Shim, header: &Header, payload: &[u8]) -> Vec<u8> {
     let mut bytes = dgram::emit_head(shim, header);
     bytes.extend_from_slice(payload);
@@ -96,7 +96,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Half of a Send of two datagrams.
+/// The first datagram of a Send of two datagrams.
 fn half(id: u32, second: bool) -> Vec<u8> {
     let offset = if second { 8 } else { 0 };
     let header = untagged(Opcode::Send, QN_SEND, id, offset, second);
@@ -118,7 +118,7 @@ fn read_request(id: u32, size: u32, from: &Mr, at: u64) -> Vec<u8> {
     body(&shim(id, length, 0), &header, &payload)
 }
 
-/// What the network carried to addresses without a queue pair.
+/// The datagrams that were sent to addresses at which there is no queue pair.
 type Seen = Rc<RefCell<HashMap<SocketAddr, Vec<Vec<u8>>>>>;
 
 fn watch(net: &mut Ether) -> Seen {
@@ -135,7 +135,7 @@ fn watch(net: &mut Ether) -> Seen {
     seen
 }
 
-/// A peer of reliable datagrams made by hand, that does as it likes.
+/// A peer of reliable datagrams whose packets are made by the test.
 struct Stranger {
     addr: SocketAddr,
     to: SocketAddr,
@@ -144,7 +144,7 @@ struct Stranger {
 }
 
 impl Stranger {
-    /// Shows that it receives at its address.
+    /// Returns the number of a packet that was sent to it, which proves its address.
     fn meets(net: &mut Ether, seen: &Seen, n: u32, to: Id) -> Self {
         let mut s = Self {
             addr: stranger(n),
@@ -184,7 +184,7 @@ impl Stranger {
     }
 }
 
-/// Packets with a forged source address: no more bytes go to that address than came from it.
+/// No more bytes are sent to a forged source address than were received in its name.
 #[test]
 fn a_spoofed_address_gets_no_more_than_it_sent() {
     for kind in [Kind::Ud, Kind::Rd] {
@@ -225,7 +225,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
                 &[0; 4],
             ),
         ];
-        // The same as packets with guessed numbers, and empty packets.
+        // Also packets with guessed numbers, and packets without data.
         let mut guess = Stranger {
             addr: stranger(0),
             to,
@@ -251,7 +251,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
             let bytes = sealed(bytes.clone());
             net[b].recv(n as u64, &[inbox.all()]);
             for source in 0..1500_u32 {
-                // One that comes again and again, and others that come once.
+                // One datagram that is repeated, and others that are sent once.
                 let n = (n as u32 + 1) << 16;
                 let from = stranger(if source % 2 == 0 { n | source } else { n | 1 });
                 *sent.entry(from).or_default() += bytes.len();
@@ -274,7 +274,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
     }
 }
 
-/// A peer that asks and never fetches: what waits for it is bounded, and other peers do not wait.
+/// A peer that reads and never acknowledges the answers: the answers that wait for it are bounded, and other peers are served.
 #[test]
 fn answers_that_nobody_acknowledges_are_bounded() {
     let options = Options {
@@ -297,18 +297,18 @@ fn answers_that_nobody_acknowledges_are_bounded() {
     }
     let busy = net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
     assert!(busy > 0, "{:?}", net[b].drops);
-    // All of it in the time that a good peer and the program itself need, and a little more.
+    // The limit is the time that the good peer and the program need by themselves, and some more.
     net.post(a, b, read(1, open.remote(0)).from(&[theirs.all()]));
     net.post(b, a, write(2, theirs.remote(0)).from(&[open.part(0, 1000)]));
     net.run(5 * 1000 * MS);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[b].completed()[0].status, Status::Success);
     let answered: usize = seen.borrow().values().flatten().map(Vec::len).sum();
-    // A window for each, now and then a probe.
+    // Each peer is sent one window, and a probe now and then.
     assert!(answered < strangers.len() * (4 << 20), "{answered}");
 }
 
-/// Messages that strangers begin and never end do not cost a good peer its own, of which some is acknowledged.
+/// When strangers fill all places for incomplete messages, a message of a good peer that is acknowledged in part is kept.
 #[test]
 fn a_reliable_message_is_never_given_up_for_another() {
     let mut net = Ether::new(3, Link::default());
@@ -320,7 +320,7 @@ fn a_reliable_message_is_never_given_up_for_another() {
     net[a].host.fill(&mr, &text);
     let inbox = net[b].host.register(20_000, access::ALL);
     net[b].recv(7, &[inbox.all()]);
-    // The first datagram of it arrives; the link is cut behind that.
+    // Its first datagram arrives, then the link is cut.
     let cut = Rc::new(RefCell::new(None));
     let (at, left) = (net[b].addr, Rc::clone(&cut));
     let (mut inner, mut data) = (net.filter.take().unwrap(), 0);
@@ -335,7 +335,7 @@ fn a_reliable_message_is_never_given_up_for_another() {
     }));
     net.post(a, b, send(1).from(&[mr.all()]));
     net.run(10 * MS);
-    // Strangers fill every place, and want more.
+    // Strangers begin more messages than there are places.
     let small = net[b].host.register(56, access::ALL);
     for n in 0..8000 {
         net[b].recv(1000 + n, &[small.all()]);
@@ -356,14 +356,15 @@ fn a_reliable_message_is_never_given_up_for_another() {
     let got = net[b].received();
     assert_eq!((got[0].wr_id, got.len()), (7, 1));
     assert_eq!(net[b].host.bytes(&inbox)[40..10_040], text);
-    // And while they hold all that they can get, it goes on.
+    // The good peer's message is completed while they hold all other places.
     net.post(a, b, write(2, inbox.remote(0)).from(&[mr.all()]));
     net.run(2000 * MS);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[b].qp.counters().evicted, 0);
 }
 
-/// Without order a packet may be refused that waited and was acknowledged: its message fails, once those before it came.
+/// Without order, a packet that waited and was acknowledged can still be refused: then its message fails when the packets before
+/// it have arrived.
 #[test]
 fn what_waits_without_order_can_be_refused() {
     let options = Options {
@@ -389,7 +390,7 @@ fn what_waits_without_order_can_be_refused() {
     net.post(a, b, send(2).from(&[mr.part(0, 300)]));
     net.post(a, b, send(3).from(&[mr.part(0, 10)]));
     net.run(50 * MS);
-    // The Send waited for a receive; the one that comes is too short for it.
+    // The Send waited for a receive, and the receive that is posted is too short.
     let inbox = net[b].host.register(100, access::ALL);
     net[b].recv(7, &[inbox.all()]);
     net.run(50 * MS);
@@ -406,7 +407,7 @@ fn what_waits_without_order_can_be_refused() {
     assert_eq!((got.len(), got[0].byte_len), (1, 50));
 }
 
-/// Without order a long message may have a gap at every other datagram: they all close.
+/// Without order, a long message may miss every other datagram, and is complete when they have arrived.
 #[test]
 fn a_long_message_without_order_may_have_many_gaps() {
     for recorded in [false, true] {
@@ -430,7 +431,7 @@ fn a_long_message_without_order_may_have_many_gaps() {
         net[a].host.fill(&mr, &text);
         let inbox = net[b].host.register(len + 40, access::ALL);
         net[b].recv(1, &[inbox.all()]);
-        // The window grows first.
+        // The sender's window has to grow first.
         let warm = net[b].host.register(len, access::ALL);
         for _ in 0..10 {
             net.post(a, b, write(0, warm.remote(0)).from(&[mr.all()]));
@@ -455,7 +456,7 @@ fn a_long_message_without_order_may_have_many_gaps() {
     }
 }
 
-/// A queue pair that receives datagrams made by hand, its memory, and what it sends.
+/// A queue pair that receives datagrams made by the test, its memory, and the datagrams that it sends.
 fn ear(options: Options) -> (Ether, Id, Mr) {
     let mut net = Ether::new(6, Link::default());
     let b = net.join(Kind::Ud, options);
@@ -463,7 +464,7 @@ fn ear(options: Options) -> (Ether, Id, Mr) {
     (net, b, mr)
 }
 
-/// Eight bytes of a Write-Record to the beginning of `mr`.
+/// A datagram with eight bytes of a Write-Record to the start of `mr`.
 fn part(mr: &Mr, id: u32, length: u32, offset: u32) -> (Shim, Header, Vec<u8>) {
     let last = offset + 8 == length;
     let header = tagged(
@@ -529,7 +530,7 @@ fn a_send_longer_than_agreed_takes_no_receive() {
 
 #[test]
 fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() {
-    // Numbers go down, so that none is overtaken.
+    // The numbers fall, so that no message is followed by one with a higher number.
     let (mut net, b, mr) = ear(options());
     let most = bounds::OPEN_MESSAGES_SOURCE as u32;
     for id in 0..most {
@@ -539,7 +540,7 @@ fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() 
     hears(&mut net, b, part(&mr, 1000 - most, 16, 0));
     assert_eq!(net[b].qp.poll_record().unwrap().id, 1000);
     assert!(net[b].qp.poll_record().is_none());
-    // Eight ahead may be reordering, nine are not.
+    // A number that is eight ahead can be reordering, nine ahead cannot.
     let (mut net, b, mr) = ear(options());
     hears(&mut net, b, part(&mr, u32::MAX, 16, 0));
     hears(&mut net, b, part(&mr, 7, 16, 0));
@@ -565,7 +566,7 @@ fn another_epoch_begins_with_any_number() {
     }
 }
 
-/// The thesis, section 5.5.1: a Write to a group is not possible.
+/// A Write to a multicast group is dropped (section 5.5.1 of the thesis).
 #[test]
 fn a_write_to_a_group_is_not_placed() {
     let (mut net, b, mr) = ear(options());
@@ -630,7 +631,8 @@ fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() 
     );
 }
 
-/// A receiver that did not look for longer than the deadline takes what came meanwhile before it gives a message up.
+/// A receiver that was not called for longer than the deadline handles the datagrams that arrived meanwhile before it ends a
+/// message.
 #[test]
 fn what_came_while_nobody_looked_is_not_late() {
     let (mut net, b, mr) = ear(options());
@@ -652,12 +654,12 @@ fn what_came_while_nobody_looked_is_not_late() {
     assert!(qp.poll_record().unwrap().complete);
 }
 
-/// Nothing is sent for a datagram to a group, whatever its source has to its credit.
+/// A datagram to a multicast group is never answered, even if the account of its source would allow it.
 #[test]
 fn what_is_sent_to_a_group_is_not_answered() {
     let (mut net, b, mr) = ear(options());
     let addr = net[b].addr;
-    // The source has had its first reports of pace, which come with each datagram: what follows is an error report alone.
+    // The first datagrams of a source are each answered by a report of pace. After them, only error reports remain.
     for _ in 0..20 {
         hears(&mut net, b, part(&mr, 1, 24, 0));
         let mut out = Vec::new();
@@ -686,7 +688,7 @@ fn what_is_sent_to_a_group_is_not_answered() {
     }
 }
 
-/// What one datagram says of the groups of its message the others have to say as well.
+/// The parity group size of a message is that of its first datagram; datagrams with another one are dropped.
 #[test]
 fn groups_of_parity_are_those_of_the_first_datagram() {
     let (mut net, b, mr) = ear(options());
@@ -712,7 +714,7 @@ fn groups_of_parity_are_those_of_the_first_datagram() {
     assert_eq!(net[b].host.bytes(&mr)[8..16], [0; 8]);
 }
 
-/// What comes out of a queue pair now: opcodes.
+/// The opcodes of the datagrams that a queue pair sends now.
 fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
     let mut out = Vec::new();
     net[of].qp.poll_tx(&mut out);
@@ -725,13 +727,13 @@ fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
     out.iter().filter_map(opcode).collect()
 }
 
-/// A Read whose answer is as long as the request needs no cookie; one octet more does.
+/// A Read Request that is padded to the length of its answer needs no cookie; with an answer one byte longer it does.
 #[test]
 fn an_answer_without_a_cookie_is_as_long_as_its_question() {
     for (more, answered) in [(0, true), (1, false)] {
         let (mut net, b, mr) = ear(options());
         let addr = net[b].addr;
-        // Something to its credit does not count.
+        // What is left in its account does not count.
         for id in 10..20 {
             hears(&mut net, b, part(&mr, id, 8, 0));
         }
@@ -748,7 +750,7 @@ fn an_answer_without_a_cookie_is_as_long_as_its_question() {
     }
 }
 
-/// Whatever is asked: no more bytes go to a source that has shown nothing than came from there.
+/// A source that has not proved its address is sent no more bytes than it sent, for requests of any kind.
 #[test]
 fn questions_are_answered_with_what_came_to_pay_for_it() {
     for size in [0, 40, 41, 5000] {
@@ -769,7 +771,7 @@ fn questions_are_answered_with_what_came_to_pay_for_it() {
     }
 }
 
-/// The number of error reports a second is limited for all peers together.
+/// Error reports are limited to a number per second, for all peers together.
 #[test]
 fn so_many_errors_are_reported_in_a_second() {
     let (mut net, b, mr) = ear(options());
@@ -828,7 +830,7 @@ fn a_read_is_of_no_more_than_may_be_read_at_once() {
     }
 }
 
-/// An answer is placed only as it was asked for: from the peer, to the sink that the request named, of its length.
+/// A Read Response is placed only if it comes from the peer that was asked, names the sink of the request, and has its length.
 #[test]
 fn an_answer_that_was_not_asked_for_is_not_placed() {
     let mut net = Ether::new(7, Link::default());
@@ -886,10 +888,10 @@ fn an_answer_that_was_not_asked_for_is_not_placed() {
     assert_eq!(drops(&net, Dropped::Late), 4);
 }
 
-/// A datagram inside a packet is for the queue pair that the packet is for, from the one that it is from, and has its key.
+/// A datagram in a packet must have the same destination, source and Q_Key as the packet.
 #[test]
 fn a_packet_and_the_datagram_in_it_agree() {
-    // Where the index of the source, that of the destination and the key stand in the datagram; and nowhere.
+    // Offsets in the datagram of the source's index, the destination's index and the Q_Key; `None` changes nothing.
     for (at, status) in [
         (None, Status::Success),
         (Some(63), Status::RemoteInvalidRequest),
@@ -907,7 +909,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
         let theirs = net[b].host.register(8, access::ALL);
         let held = Rc::new(RefCell::new(Vec::new()));
         let hold = Rc::clone(&held);
-        // Packets with data get there by hand alone.
+        // Only packets that the test makes have data.
         net.filter = Some(Box::new(move |datagram| {
             let data = datagram.bytes[1] & 1 == 1;
             if data {
@@ -923,7 +925,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
             bytes[at] ^= 1;
         }
         let (from, to) = (net[a].addr, net[b].addr);
-        // From another queue pair of that address, it matches no request.
+        // From another queue pair at that address, it belongs to no request.
         let mut stray = bytes.clone();
         stray[22] ^= 1;
         net.hear(from, to, &sealed(stray));
@@ -937,7 +939,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
     }
 }
 
-/// A challenge that does not echo our token is not of whom we asked.
+/// A challenge that does not echo our token was not sent by the peer that we asked, and is dropped.
 #[test]
 fn a_challenge_of_somebody_else_is_not_believed() {
     let mut net = Ether::new(9, Link::default());
@@ -975,7 +977,7 @@ fn a_challenge_of_somebody_else_is_not_believed() {
     }
 }
 
-/// An answer after the deadline of its request is late, also if the clock was not read in between.
+/// An answer that arrives after its request's deadline is not placed, even if no time-out was handled in between.
 #[test]
 fn an_answer_behind_its_time_is_not_placed() {
     for late in [false, true] {
@@ -1017,7 +1019,7 @@ fn an_answer_behind_its_time_is_not_placed() {
     }
 }
 
-/// The list of strangers that wait for our token is bounded.
+/// The list of challenges that wait to be sent is bounded.
 #[test]
 fn so_many_challenges_wait() {
     let mut net = Ether::new(11, Link::default());
@@ -1035,13 +1037,13 @@ fn so_many_challenges_wait() {
     }
     net.run(Duration::ZERO);
     assert_eq!(seen.borrow().len(), bounds::RD_CHALLENGES);
-    // They are remembered no more than that.
+    // Nothing else is kept of their senders.
     let late = Stranger::meets(&mut net, &seen, 1000, b);
     assert_ne!(late.echo, 0);
 }
 
-/// Unrequested acknowledgements come after a number of packets (a smaller one while packets are missing), or a share of the
-/// window.
+/// Without being asked for, acknowledgements are sent after a number of packets (fewer while packets are missing), or a share of
+/// the window.
 #[test]
 fn acknowledgements_come_in_time_and_seldom() {
     let of = |len: usize| {
@@ -1071,13 +1073,13 @@ fn acknowledgements_come_in_time_and_seldom() {
     };
     let acks = of(8);
     let times: Vec<u32> = acks.iter().map(|(after, _)| *after).collect();
-    // The one behind the gap at once.
+    // A packet behind a gap is acknowledged at once.
     assert_eq!(times, [32, 41, 57, 73]);
     let told = |n: usize| (acks[n].1.0, acks[n].1.1.clone());
     assert_eq!(told(0), (1032, vec![]));
     assert_eq!(told(1), (1040, vec![(1041, 1042)]));
     assert_eq!(told(3), (1040, vec![(1041, 1074)]));
-    // A socket counts twice their bytes, and more for each.
+    // The socket's buffer is charged twice the bytes of a packet, and a fixed amount.
     let acks = of(60_000);
     let (_, _, window, len) = acks[0].1;
     let quarter = (window / 4).div_ceil(2 * len as u32 + 1024);
@@ -1085,8 +1087,8 @@ fn acknowledgements_come_in_time_and_seldom() {
     assert_eq!((acks[0].0, acks[1].0), (quarter, 2 * quarter));
 }
 
-/// Who has returned a token gets three times what came from there, with everything that is sent again, until it returns a
-/// number that was in a packet to it; then it gets all.
+/// A peer that has returned a token is sent three times the bytes that it sent, repeats included, until it returns a number from
+/// a packet to it. After that there is no limit.
 #[test]
 fn a_silent_reliable_peer_gets_little() {
     let mut net = Ether::new(15, Link::default());
@@ -1123,7 +1125,7 @@ fn a_silent_reliable_peer_gets_little() {
     }
 }
 
-/// Nothing is controlled from inside a packet.
+/// Control messages inside packets are dropped.
 #[test]
 fn a_packet_holds_no_control() {
     let mut net = Ether::new(13, Link::default());
@@ -1140,7 +1142,7 @@ fn a_packet_holds_no_control() {
     assert_eq!(answer.refused, Status::RemoteInvalidRequest as u8);
 }
 
-/// So many answers wait for one reliable peer, and where all places are taken, a few for each.
+/// The answers that wait for one reliable peer are bounded; when the places of all peers are taken, each may still have a few.
 #[test]
 fn so_many_answers_wait_for_each_and_for_all() {
     let mut net = Ether::new(14, Link::default());
@@ -1160,7 +1162,7 @@ fn so_many_answers_wait_for_each_and_for_all() {
     for (n, s) in strangers.iter_mut().enumerate().take(all as usize) {
         asks(&mut net, s, bounds::RD_ANSWERS_PEER);
         assert_eq!(busy(&net), n as u64);
-        // One too many waits until one of them has gone.
+        // One request more waits until one of the answers has been sent.
         s.says(&mut net, Some(&read_request(999, 8, &mr, 0)));
         assert_eq!(busy(&net), n as u64 + 1);
     }
@@ -1173,7 +1175,7 @@ fn so_many_answers_wait_for_each_and_for_all() {
     }
 }
 
-/// A reader asks once more when it is given a cookie, and not for each one that comes.
+/// A reader repeats its request for the first cookie that it receives, and not for further ones.
 #[test]
 fn a_reader_asks_again_once() {
     let mut net = Ether::new(15, Link::default());
