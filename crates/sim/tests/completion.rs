@@ -1,4 +1,4 @@
-//! Every posted request completes exactly once and in order, whatever happens.
+//! Every posted request completes exactly once and in order, with errors, lost connections and state changes at any point.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -134,7 +134,7 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
     };
     let (a, b) = w.pair(&setup);
     let ends = [a, b];
-    // What is sent from may not be changed meanwhile, so the peer gets other memory to write to.
+    // Memory that is being sent must not change, so the peer writes to another region.
     let memory: Vec<_> = ends
         .iter()
         .map(|e| w[*e].register(80_000, access::ALL))
@@ -223,7 +223,7 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
     }
     w.run_for(Duration::from_secs(5));
     if trouble == Trouble::CqFull {
-        // What was lost is lost; but both ends know that it is over.
+        // Messages may have been lost, but both ends have seen the end of the stream.
         for end in ends {
             let full = w[end].send_cq.is_broken() || w[end].recv_cq.is_broken();
             if full {
@@ -241,7 +241,7 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
         }
         return;
     }
-    // The application gives up what is left: that flushes it, and only that.
+    // The application moves the queue pair to the error state: exactly the requests that are left are flushed.
     for side in 0..2 {
         ledgers[side].poll(&mut w, ends[side]);
         w[ends[side]].conn.set_state(State::Error);
@@ -365,7 +365,7 @@ fn after_the_peer_has_left_only_a_new_request_fails() {
     assert!(w[a].received().is_empty());
     w[a].post(send(2));
     w[a].post(send(3));
-    // Not at once: a card would repeat them, and a program that ends meanwhile never gets the error.
+    // Not at once: hardware would repeat the requests for a while, and a program that ends meanwhile sees no error.
     let now = w.now();
     w[a].conn.check_peer_left(now);
     assert!(w[a].completed().is_empty());
@@ -481,7 +481,7 @@ fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
     w[end].conn.attr_mut().timeout = 14;
     w[end].conn.attr_mut().retry_cnt = 7;
     let limit = w[end].conn.silence_limit().unwrap();
-    // However long it was idle before: silence counts from the request on.
+    // The time of silence is counted from the request on, not from the last message before it.
     w.run_for(Duration::from_secs(100));
     w[peer].heard();
     w[end].post(send(1));
@@ -503,7 +503,8 @@ fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
 
 type Ended = Vec<(u64, Status)>;
 
-/// Posts a good Write, Read and Send, then what `bad` makes, then a good Send; gives the completions of both ends.
+/// Posts a valid Write, Read and Send, then the request that `bad` makes, then a valid Send. Returns the completions of both
+/// ends.
 fn with_bad(
     seed: u64,
     bad: impl Fn(&Mr, &Mr) -> anywarp_core::verbs::wr::WorkRequest,
@@ -592,7 +593,7 @@ fn an_invalid_request_fails_with_remote_invalid_request() {
         assert_eq!(sent, behind_good(Status::RemoteInvalidRequest));
         assert_eq!(received, receives(Status::Success, Status::Flushed));
         assert_eq!(events, [false, true]);
-        // A Send that is longer than its receive: the receive fails too.
+        // A Send that is longer than its receive fails the receive as well.
         let (sent, received, _) = with_bad(seed, |here, _| send(4).from(&[here.part(0, 101)]));
         assert_eq!(sent, behind_good(Status::RemoteInvalidRequest));
         assert_eq!(received, receives(Status::Success, Status::LocalLength));
@@ -715,7 +716,7 @@ fn queue_pairs_share_receives_and_the_limit_event_is_raised_once() {
                 })
                 .is_err()
         );
-        // What is posted now stays with the queue when a queue pair fails.
+        // Receives that are posted now stay in the shared queue when a queue pair fails.
         srq.post(RecvRequest {
             id: 30,
             sges: [memory.all()][..].into(),
@@ -755,7 +756,7 @@ fn a_receive_taken_from_a_shared_queue_completes_when_its_queue_pair_fails() {
         w.pipe_from(a).dies_at = Some(300_000);
         w[a].post(send(1).from(&[from.all()]));
         w.run();
-        // If anything of the message arrived before the end, the receive was taken.
+        // The receive was taken if a part of the message arrived before the end.
         let got = statuses(&w[x].received());
         assert!(
             srq.is_empty() && got == [(1, Status::Flushed)] || !srq.is_empty() && got.is_empty()

@@ -1,4 +1,5 @@
-//! What a reliable queue pair owes: each message is delivered once, or its request fails; and never the other way round.
+//! Reliable datagrams: each message is delivered once or its request fails, and no request succeeds whose message was not
+//! delivered.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -32,7 +33,7 @@ fn options(ordered: bool) -> Options {
     }
 }
 
-/// Loses, repeats, reorders and damages.
+/// A network that loses, repeats, reorders and damages datagrams.
 fn bad() -> Link {
     Link {
         loss: 0.05,
@@ -56,7 +57,7 @@ fn statuses(net: &mut Ether, of: Id) -> Vec<(u64, Status)> {
     all.iter().map(|c| (c.wr_id, c.status)).collect()
 }
 
-/// Number of a packet that has data.
+/// The number of a packet, if it has data.
 fn packet(datagram: &TxDatagram) -> Option<u32> {
     let bytes = &datagram.bytes;
     (bytes[0] == 0xde && bytes[1] & 1 == 1)
@@ -65,7 +66,7 @@ fn packet(datagram: &TxDatagram) -> Option<u32> {
 
 // ---------------------------------------------------------------------- records
 
-/// Records that are not taken hold up their writers: none is lost, and no Write is done that has no record.
+/// A queue of records that is full delays the writers: no record is lost, and no Write completes without its record.
 #[test]
 fn a_write_waits_for_room_for_its_record() {
     const MANY: u64 = 20;
@@ -96,7 +97,7 @@ fn a_write_waits_for_room_for_its_record() {
                     let request = write_imm(id as u64, remote, (id as u32).to_be_bytes());
                     net.post(a, b, request.from(&[mine.part(0, text.len())]));
                 }
-                // Bytes of each message that records have told of, and how many records.
+                // For each message, the bytes that its records name, and the number of its records.
                 let mut told = vec![(0, 0); MANY as usize];
                 let mut done = 0;
                 let mut steps = 0;
@@ -107,7 +108,7 @@ fn a_write_waits_for_room_for_its_record() {
                         done += net[a].completed().len();
                         let waiting = net[b].qp.records().len();
                         assert!(waiting <= MOST, "{what}");
-                        // What is done has its record, taken or not.
+                        // Each Write that has completed has a record, whether the program has taken it or not.
                         let whole = |(bytes, records): &(usize, usize), text: &Vec<u8>| {
                             *records > 0 && *bytes == text.len()
                         };
@@ -118,7 +119,7 @@ fn a_write_waits_for_room_for_its_record() {
                     if done < MANY as usize {
                         assert_eq!(net[b].qp.records().len(), MOST, "{what}: stuck");
                     }
-                    // One at a time, or all: each makes room.
+                    // Taking one record makes room, and so does taking all.
                     for _ in 0..if rng.below(3) == 0 { MOST } else { 1 } {
                         let Some(r) = net[b].qp.poll_record() else {
                             break;
@@ -153,8 +154,8 @@ fn a_write_waits_for_room_for_its_record() {
     });
 }
 
-/// Of a Write of one datagram that waits for room for its record nothing is placed. Its sender waits as it does for a
-/// receive, and no longer than it may.
+/// Nothing is placed of a Write of one datagram while it waits for room for its record. Its sender waits as for a receive, and
+/// gives up after the same time.
 #[test]
 fn who_never_takes_records_is_not_written_to() {
     let options = Options {
@@ -182,7 +183,7 @@ fn who_never_takes_records_is_not_written_to() {
     assert!(counters.rx_no_recv > 0);
 }
 
-/// A map that is not given back takes the room of a record, and is given back for one.
+/// A validity map that is not released takes the room of a record, and releasing it makes room for one.
 #[test]
 fn a_map_that_is_released_makes_room() {
     let options = Options {
@@ -205,7 +206,7 @@ fn a_map_that_is_released_makes_room() {
     net.run_until(LONG, |net| net[b].host.bytes(&gone)[LEN / 2] == 9);
     net[b].host.deregister(&gone);
     net.run(500 * MS);
-    // The part of the failed message that arrived is reported, with its map.
+    // The failed message leaves a record with the map of what arrived.
     let part = net[b].qp.poll_record().unwrap();
     assert!(!part.complete && part.map != 0, "{part:?}");
     net.run(500 * MS);
@@ -216,7 +217,7 @@ fn a_map_that_is_released_makes_room() {
     assert!(net[b].qp.poll_record().unwrap().complete);
 }
 
-/// Packets that wait for room for a record and those that wait for a receive have nothing to do with each other.
+/// Packets that wait for room for a record are not delayed by packets that wait for a receive, nor the reverse.
 #[test]
 fn each_waits_for_what_it_lacks() {
     let options = Options {
@@ -238,7 +239,7 @@ fn each_waits_for_what_it_lacks() {
     net.run(50 * MS);
     let of = |net: &mut Ether| (net[a].completed().len(), net[c].completed().len());
     assert_eq!(of(&mut net), (1, 0));
-    // At once, and not with the next request for it: that takes longer.
+    // At once, and not only when the peer asks again, which takes longer.
     net[b].recv(1, &[theirs.part(8, 50)]);
     net.run(5 * MS);
     assert_eq!(of(&mut net), (0, 1));
@@ -254,7 +255,7 @@ fn each_waits_for_what_it_lacks() {
 
 // ---------------------------------------------------------------------- what is done
 
-/// However the network behaves and whenever receives come: no request is done whose message is not delivered.
+/// On a bad network, with receives posted at any time, no request completes before its message is delivered.
 #[test]
 fn nothing_is_done_before_it_is_delivered() {
     const MANY: u64 = 40;
@@ -298,8 +299,8 @@ fn nothing_is_done_before_it_is_delivered() {
     });
 }
 
-/// A packet that is acknowledged ahead of others and waits for a receive is not done; if its receiver is made anew, it
-/// has failed.
+/// A packet that is acknowledged ahead of others and waits for a receive does not complete its request. If the receiving queue
+/// pair is created again, the request fails.
 #[test]
 fn what_waits_for_a_receive_fails_when_the_receiver_is_made_anew() {
     for ordered in [true, false] {
@@ -323,7 +324,7 @@ fn what_waits_for_a_receive_fails_when_the_receiver_is_made_anew() {
     }
 }
 
-/// A message that comes long after others with higher numbers is as new as it was.
+/// A message that arrives long after many messages with higher numbers is delivered as new.
 #[test]
 fn an_old_number_is_not_late() {
     let (mut net, a, b) = pair(12, Link::default(), options(false));
@@ -343,7 +344,7 @@ fn an_old_number_is_not_late() {
         }));
         let request = write(0, theirs.remote(0)).from(&[mine.part(0, len)]);
         net.post(a, b, request);
-        // More than the numbers that are remembered of an unreliable source.
+        // More than the message numbers that are remembered of an unreliable source.
         for id in 1..1500 {
             net.post(a, b, write(id, other.remote(0)).from(&[mine.part(0, 8)]));
         }
@@ -364,7 +365,7 @@ fn an_old_number_is_not_late() {
 
 // ---------------------------------------------------------------------- what is refused
 
-/// What is refused costs the others nothing, also those that were under way at the same time.
+/// A request that is refused fails alone, also beside others that are under way.
 #[test]
 fn a_refused_message_takes_no_other_with_it() {
     const MANY: u64 = 60;
@@ -388,7 +389,7 @@ fn a_refused_message_takes_no_other_with_it() {
                 let imm = (id as u32).to_be_bytes();
                 let (request, refused) = match rng.below(6) {
                     0 => (write_imm(id, closed.remote(0), imm), true),
-                    // Nothing there may be invalidated.
+                    // The memory has no window that a Send could invalidate.
                     1 => (send_invalidate(id, open.stag()), true),
                     2 => (write_imm(id, open.remote(0), imm), false),
                     _ => (send_imm(id, imm), false),
@@ -418,7 +419,7 @@ fn a_refused_message_takes_no_other_with_it() {
             for (id, n) in delivered.iter().enumerate() {
                 assert_eq!(*n, usize::from(!bad[id]), "{what}, {id}: {delivered:?}");
             }
-            // Nothing is left under way: each receive that was not used is still there.
+            // Nothing is under way any more, and each receive that was not used is still posted.
             let left = bad.len() - delivered.iter().sum::<usize>();
             assert!(left >= bad.iter().filter(|b| **b).count(), "{what}");
             let state = (net[a].qp.state(), net[b].qp.state());
@@ -427,8 +428,8 @@ fn a_refused_message_takes_no_other_with_it() {
     });
 }
 
-/// Memory that goes in the middle of a message: its request fails, whatever of it has been acknowledged, and those before
-/// and behind it do not.
+/// Memory that is deregistered in the middle of a message: the request fails, whatever part of it has been acknowledged, and the
+/// requests before and behind it succeed.
 #[test]
 fn a_message_whose_memory_goes_fails() {
     each_seed(8, |seed| {
@@ -470,7 +471,7 @@ fn a_message_whose_memory_goes_fails() {
     });
 }
 
-/// A receive into memory that is gone completes once, in error, and its sender does not take the message for delivered.
+/// A receive into memory that was deregistered completes once, in error, and the request of its sender fails.
 #[test]
 fn a_broken_receive_completes_once_and_fails_at_its_sender() {
     for ordered in [true, false] {
@@ -506,8 +507,8 @@ fn a_broken_receive_completes_once_and_fails_at_its_sender() {
     }
 }
 
-/// Memory of a posted request goes while the request is being sent: it fails, all behind it are flushed, and nothing is
-/// left over.
+/// Memory of a posted request is deregistered while the request is being sent: it fails, all behind it are flushed, and
+/// nothing stays under way.
 #[test]
 fn a_request_whose_own_memory_goes_fails() {
     for ordered in [true, false] {
@@ -537,7 +538,7 @@ fn a_request_whose_own_memory_goes_fails() {
             "{ends:?}"
         );
         assert_eq!(net[a].qp.state(), State::Error);
-        // And it can be used again.
+        // The queue pair can be used again.
         net[a].qp.set_state(State::Reset);
         net[a].qp.attr_mut().qkey = anywarp_sim::ether::QKEY;
         net[a].qp.set_state(State::Rts);
@@ -548,7 +549,7 @@ fn a_request_whose_own_memory_goes_fails() {
     }
 }
 
-/// A Read of 4 MiB over a link of so many bytes a second, and the memory at both ends.
+/// A Read of 4 MiB over a link with the given rate in bytes a second, and the memory at both ends.
 fn long_read(seed: u64, rate: u64, options: Options) -> (Ether, Id, Id, [Mr; 2]) {
     const LEN: usize = 4 << 20;
     let link = Link {
@@ -563,7 +564,7 @@ fn long_read(seed: u64, rate: u64, options: Options) -> (Ether, Id, Id, [Mr; 2])
     (net, a, b, [mine, theirs])
 }
 
-/// Memory that a Read is being answered from goes: the Read fails, and does not wait for the rest for ever.
+/// When the memory that a Read reads is deregistered meanwhile, the Read fails and does not wait for the rest.
 #[test]
 fn a_read_whose_source_goes_fails() {
     for keep_going in [true, false] {
@@ -583,7 +584,8 @@ fn a_read_whose_source_goes_fails() {
     }
 }
 
-/// A peer dies, or restarts, that has the request and owes the rest of the answer: nothing is under way to it that would tell.
+/// A peer that has acknowledged a Read Request dies or restarts before it has sent the whole answer. Nothing is under way to it
+/// whose loss would show that.
 #[test]
 fn a_read_from_a_peer_that_dies_fails() {
     for restarts in [false, true] {
@@ -605,7 +607,7 @@ fn a_read_from_a_peer_that_dies_fails() {
     }
 }
 
-/// A Read that is answered late is none that failed: its peer says that it is there.
+/// A Read whose answer is late does not fail while its peer answers probes.
 #[test]
 fn a_slow_answer_is_waited_for() {
     let (mut net, a, _, _) = long_read(19, 100_000, options(true));
@@ -614,7 +616,7 @@ fn a_slow_answer_is_waited_for() {
     assert_eq!(statuses(&mut net, a), [(1, Status::Success)]);
 }
 
-/// The same receive of an unreliable queue pair: it completes once.
+/// The same with a receive of an unreliable queue pair, which completes once.
 #[test]
 fn a_broken_receive_of_datagrams_completes_once() {
     let link = Link {
