@@ -13,6 +13,7 @@ const PROGRAMS: &[&str] = &[
     "cm",
     "access",
     "addresses",
+    BUFFERS,
     "chaos",
     "counters",
     "dv",
@@ -51,6 +52,9 @@ const ELEVATED: &str = "elevated";
 
 /// The one that is linked to libfabric.
 const FI: &str = "fi";
+
+/// The one that is linked to libanywarp-buffers.
+pub(crate) const BUFFERS: &str = "buffers";
 
 /// The one that is linked to extended sockets, whose header and library are ours; and so are those whose names begin with it.
 pub(crate) const EXS: &str = "exs";
@@ -175,7 +179,8 @@ fn run_examples(work: &Path) -> Result<bool> {
         format!("-L{}", lib.display()),
         format!("-Wl,-rpath,{}", lib.display()),
     ];
-    linked.extend(extended_sockets());
+    linked.extend(linked_above("exs"));
+    linked.extend(linked_above("anywarp-buffers"));
     let mut all = true;
     for entry in fs::read_dir(sh::root().join("docs/man/examples"))? {
         let source = entry?.path();
@@ -354,20 +359,29 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
     if name == FI {
         by_path.push("-lfabric".to_owned());
     }
-    if name.starts_with(EXS) {
-        by_path = extended_sockets();
+    if let Some(library) = above(name) {
+        by_path = linked_above(library);
     }
     compile(&source.with_extension("c"), to, &by_path)
 }
 
-/// What a program of extended sockets is compiled with.
-fn extended_sockets() -> Vec<String> {
+/// The library above verbs that a program is linked with.
+pub(crate) fn above(name: &str) -> Option<&'static str> {
+    if name == BUFFERS {
+        Some("anywarp-buffers")
+    } else {
+        name.starts_with(EXS).then_some("exs")
+    }
+}
+
+/// What a program of a library above verbs is compiled with.
+fn linked_above(library: &str) -> Vec<String> {
     let dist = sh::dist();
     vec![
         format!("-I{}", dist.join("include").display()),
         format!("-L{}", dist.join("lib").display()),
         format!("-Wl,-rpath,{}", dist.join("lib").display()),
-        "-lexs".to_owned(),
+        format!("-l{library}"),
     ]
 }
 

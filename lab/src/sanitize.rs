@@ -49,6 +49,7 @@ const SHORT: &[(&str, &[&str])] = &[
     ("nccl", &[]),
     ("profiles", &[]),
     ("scale", &["--qps=32", "--threads=8"]),
+    ("buffers", &[]),
     ("exs", &[]),
     ("exs_hostile", &[]),
     (
@@ -239,7 +240,8 @@ impl Build {
         sh::run(
             self.cargo()
                 .args(["build", "--target", &self.target])
-                .args(["--package=anywarp-abi", "--package=anywarp-exs"]),
+                .args(["--package=anywarp-abi", "--package=anywarp-exs"])
+                .arg("--package=anywarp-buffers"),
         )?;
         let built = self.work.join("build").join(&self.target).join("debug");
         let archive = built.join("libanywarp_abi.a");
@@ -254,19 +256,23 @@ impl Build {
             &out,
             Some(&self.link),
         )?;
-        // Extended sockets are a library above these.
-        let mut cc = sh::cc();
-        cc.args(["-shared", "-fPIC", "-Wl,-soname,libexs.so.1"])
-            .args(["-Wl,-z,nodelete", "-Wl,-z,now", "-Wl,--whole-archive"])
-            .arg(built.join("libexs.a"))
-            .arg("-Wl,--no-whole-archive")
-            .args(&self.link)
-            .arg("-L")
-            .arg(&out)
-            .args(["-libverbs", "-lrdmacm", "-lgcc_s", "-lm", "-lc", "-o"])
-            .arg(out.join("libexs.so.1"));
-        sh::run(&mut cc)?;
-        std::os::unix::fs::symlink("libexs.so.1", out.join("libexs.so"))?;
+        // Libraries above these.
+        for name in ["exs", "anywarp-buffers"] {
+            let mut cc = sh::cc();
+            cc.args(["-shared", "-fPIC"])
+                .arg(format!("-Wl,-soname,lib{name}.so.1"))
+                .args(["-Wl,-z,nodelete", "-Wl,-z,now", "-Wl,--whole-archive"])
+                .arg(built.join(format!("lib{}.a", name.replace('-', "_"))))
+                .arg("-Wl,--no-whole-archive")
+                .args(&self.link)
+                .arg("-L")
+                .arg(&out)
+                .args(["-libverbs", "-lrdmacm", "-lgcc_s", "-lm", "-lc", "-o"])
+                .arg(out.join(format!("lib{name}.so.1")));
+            sh::run(&mut cc)?;
+            let link = out.join(format!("lib{name}.so"));
+            std::os::unix::fs::symlink(format!("lib{name}.so.1"), link)?;
+        }
         Ok(out)
     }
 
@@ -307,6 +313,8 @@ impl Build {
             .arg(format!("-fsanitize={}", self.kind.name()))
             .arg("-I")
             .arg(sh::root().join("crates/exs/include"))
+            .arg("-I")
+            .arg(sh::root().join("crates/buffers/include"))
             .arg("-c")
             .arg(sh::root().join("tests/c").join(name).with_extension("c"))
             .arg("-o")
@@ -314,14 +322,15 @@ impl Build {
         sh::run(&mut cc)?;
         let program = self.work.join(name);
         let mut cc = sh::cc();
-        if name.starts_with(c_tests::EXS) {
+        let above = c_tests::above(name);
+        if above.is_some() {
             cc.arg("-L").arg(libraries);
         }
         cc.arg(&object)
             .arg("-Wl,--whole-archive")
             .arg(&self.runtime)
             .args(["-Wl,--no-whole-archive", "-Wl,--export-dynamic"])
-            .args(name.starts_with(c_tests::EXS).then_some("-lexs"))
+            .args(above.map(|library| format!("-l{library}")))
             .args(["-libverbs", "-lrdmacm", "-lpthread", "-lm", "-lrt", "-ldl"])
             .arg("-o")
             .arg(&program);

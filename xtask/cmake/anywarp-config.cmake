@@ -1,6 +1,7 @@
-# find_package(anywarp CONFIG) gives two libraries to link with:
+# find_package(anywarp CONFIG) gives three libraries to link with:
 #   anywarp::anywarpdv  <infiniband/anywarpdv.h>: verbs with one-sided operations and reliable datagrams of anywarp
 #   anywarp::exs        <exs.h>: extended sockets
+#   anywarp::buffers    <anywarp-buffers.h>: buffers that are copied, registered or kept registered
 get_filename_component(_anywarp_prefix "${CMAKE_CURRENT_LIST_DIR}/../../.." REALPATH)
 
 if(NOT TARGET anywarp::anywarpdv)
@@ -16,6 +17,14 @@ if(NOT TARGET anywarp::exs)
   set_target_properties(anywarp::exs PROPERTIES
     IMPORTED_LOCATION "${_anywarp_prefix}/lib/libexs.so.1"
     IMPORTED_SONAME "libexs.so.1"
+    INTERFACE_INCLUDE_DIRECTORIES "${_anywarp_prefix}/include")
+endif()
+
+if(NOT TARGET anywarp::buffers)
+  add_library(anywarp::buffers SHARED IMPORTED)
+  set_target_properties(anywarp::buffers PROPERTIES
+    IMPORTED_LOCATION "${_anywarp_prefix}/lib/libanywarp-buffers.so.1"
+    IMPORTED_SONAME "libanywarp-buffers.so.1"
     INTERFACE_INCLUDE_DIRECTORIES "${_anywarp_prefix}/include")
 endif()
 

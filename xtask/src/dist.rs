@@ -11,7 +11,8 @@
 //! lib/anywarp/libanywarp-sockets.so  sockets of unmodified programs, to preload: crates/sockets
 //! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
 //! lib/libexs.so.1              extended sockets, with its .so link
-//! lib/pkgconfig/               exs.pc and anywarpdv.pc
+//! lib/libanywarp-buffers.so.1  buffers that are copied, registered or kept registered, with its .so link: crates/buffers
+//! lib/pkgconfig/               exs.pc, anywarp-buffers.pc and anywarpdv.pc
 //! lib/cmake/anywarp/           the same for find_package of CMake: xtask/cmake
 //! include/                     our own headers
 //! share/                       manual pages (from docs/man) and completions
@@ -31,6 +32,7 @@ pub fn run() -> Result {
         "build",
         "--release",
         "--package=anywarp-abi",
+        "--package=anywarp-buffers",
         "--package=anywarp-cli",
         "--package=anywarp-exs",
         "--package=anywarp-fi",
@@ -52,14 +54,19 @@ pub fn run() -> Result {
     path_shim(&lib, &work)?;
     direct_verbs_pc(&new.join("lib"))?;
     cmake_package(&new.join("lib"))?;
-    extended_sockets(&built, &new, &work)?;
+    for library in &ABOVE {
+        library_above(library, &built, &new, &work)?;
+    }
     preloaded_sockets(&built, &lib, &work)?;
     provider(&built, &new.join("lib"), &work)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
     copy_tree(&sh::root().join("crates/abi/include"), &new.join("include"))?;
-    copy_tree(&sh::root().join("crates/exs/include"), &new.join("include"))?;
+    for crate_ in ["exs", "buffers"] {
+        let include = sh::root().join("crates").join(crate_).join("include");
+        copy_tree(&include, &new.join("include"))?;
+    }
     exs_ttcp(&new, &work)?;
     generate(&bin.join("anywarp"), &new.join("share"))?;
     copy_tree(
@@ -79,15 +86,43 @@ pub fn run() -> Result {
     Ok(())
 }
 
-/// Puts libexs in place: above verbs like any program, and so not among the libraries that stand in for verbs.
-fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
+/// A library above verbs like any program, and so not among the libraries that stand in for verbs.
+struct Above {
+    /// Of the file, without `lib`.
+    name: &'static str,
+    /// What it exports.
+    exports: &'static str,
+    description: &'static str,
+    /// The libraries that it calls.
+    needs: &'static [&'static str],
+}
+
+const ABOVE: [Above; 2] = [
+    Above {
+        name: "exs",
+        exports: "exs_*",
+        description: "Extended sockets over RDMA",
+        needs: &["ibverbs", "rdmacm"],
+    },
+    Above {
+        name: "anywarp-buffers",
+        exports: "awbuf_*",
+        description: "Buffers for RDMA: copied, registered, or kept registered",
+        needs: &["ibverbs"],
+    },
+];
+
+/// Puts a library above verbs in place.
+fn library_above(library: &Above, built: &Path, new: &Path, work: &Path) -> Result {
     let lib = new.join("lib");
-    let map = work.join("libexs.map");
-    fs::write(&map, "{ global: exs_*; local: *; };\n")?;
+    let Above { name, exports, .. } = library;
+    let map = work.join(format!("lib{name}.map"));
+    fs::write(&map, format!("{{ global: {exports}; local: *; }};\n"))?;
     let mut cc = portable::cc();
-    cc.args(["-shared", "-fPIC", "-Wl,-soname,libexs.so.1"])
+    cc.args(["-shared", "-fPIC"])
+        .arg(format!("-Wl,-soname,lib{name}.so.1"))
         .arg(format!("-Wl,--version-script={}", map.display()))
-        // The library's thread runs its code: dlclose must not take it away.
+        // Its threads run its code: dlclose must not take it away.
         .args([
             "-Wl,-z,nodelete,-z,now,-z,relro",
             "-Wl,--gc-sections,--strip-debug",
@@ -95,28 +130,25 @@ fn extended_sockets(built: &Path, new: &Path, work: &Path) -> Result {
         ])
         .args(glibc::arguments(work, glibc::Into::Library)?)
         .arg("-Wl,--whole-archive")
-        .arg(built.join("libexs.a"))
+        .arg(built.join(format!("lib{}.a", name.replace('-', "_"))))
         .arg("-Wl,--no-whole-archive")
         .arg("-L")
         .arg(lib.join("anywarp"))
-        .args([
-            "-Wl,--as-needed",
-            "-libverbs",
-            "-lrdmacm",
-            "-lgcc_s",
-            "-lm",
-            "-lc",
-            "-o",
-        ])
-        .arg(lib.join("libexs.so.1"));
+        .arg("-Wl,--as-needed")
+        .args(library.needs.iter().map(|needed| format!("-l{needed}")))
+        .args(["-lgcc_s", "-lm", "-lc", "-o"])
+        .arg(lib.join(format!("lib{name}.so.1")));
     sh::run(&mut cc)?;
-    std::os::unix::fs::symlink("libexs.so.1", lib.join("libexs.so"))?;
+    std::os::unix::fs::symlink(format!("lib{name}.so.1"), lib.join(format!("lib{name}.so")))?;
+    let needed: Vec<String> = library.needs.iter().map(|n| format!("lib{n}")).collect();
     let pc = format!(
-        "prefix=${{pcfiledir}}/../..\n\nName: exs\nDescription: Extended sockets over RDMA\nVersion: {}\n\
-         Requires.private: libibverbs librdmacm\nCflags: -I${{prefix}}/include\nLibs: -L${{prefix}}/lib -lexs\n",
-        env!("CARGO_PKG_VERSION")
+        "prefix=${{pcfiledir}}/../..\n\nName: {name}\nDescription: {}\nVersion: {}\n\
+         Requires.private: {}\nCflags: -I${{prefix}}/include\nLibs: -L${{prefix}}/lib -l{name}\n",
+        library.description,
+        env!("CARGO_PKG_VERSION"),
+        needed.join(" ")
     );
-    fs::write(lib.join("pkgconfig/exs.pc"), pc)?;
+    fs::write(lib.join(format!("pkgconfig/{name}.pc")), pc)?;
     Ok(())
 }
 

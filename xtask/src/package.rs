@@ -11,12 +11,13 @@ use std::process::Command;
 use xtask::{Result, dist, glibc, sh};
 
 /// What programs are built with, and `anywarp-dev` has: folders below the prefix, and links of the linker.
-const DEVELOPMENT: [&str; 7] = [
+const DEVELOPMENT: [&str; 8] = [
     "include",
     "lib/pkgconfig",
     "lib/cmake",
     "share/man/man3",
     "lib/libexs.so",
+    "lib/libanywarp-buffers.so",
     "lib/anywarp/libibverbs.so",
     "lib/anywarp/librdmacm.so",
 ];
@@ -110,7 +111,7 @@ pub(crate) fn deb() -> Result {
             ),
             (
                 "Description",
-                "headers and manual pages of anywarpdv and extended sockets",
+                "headers and manual pages of anywarpdv, extended sockets and anywarp-buffers",
             ),
         ],
     )?;

@@ -158,11 +158,14 @@ impl Maker<'_> {
         Ok(roff.to_roff())
     }
 
-    /// One of our headers: of verbs, or of extended sockets.
+    /// One of our headers: of verbs, or of the libraries above.
     fn header(&self, name: &str) -> io::Result<String> {
         fs::read_to_string(self.include.join(name)).or_else(|error| {
-            let other = self.include.join("../../exs/include").join(name);
-            fs::read_to_string(other).map_err(|_| error)
+            ["exs", "buffers"]
+                .iter()
+                .map(|of| self.include.join("../..").join(of).join("include"))
+                .find_map(|include| fs::read_to_string(include.join(name)).ok())
+                .ok_or(error)
         })
     }
 }

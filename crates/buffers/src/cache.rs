@@ -1,0 +1,221 @@
+//! Registrations that are kept for memory that is used again, and how they end when the memory changes.
+//!
+//! Two threads serve all managers of a process. One reads what the kernel reports and takes the registrations concerned out of
+//! the list; it must never unmap memory itself, so another ends them.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+
+use libc::c_int;
+
+use crate::ffi::ibv_pd;
+use crate::lock::{lock, wait};
+use crate::region::Region;
+use crate::table::{Counters, Found, Table, Wanted};
+use crate::thread::spawn;
+use crate::watch::{self, Change, Watch, pages};
+
+static TABLE: Mutex<Table> = Mutex::new(Table::empty());
+/// There is something to end.
+static DEAD: Condvar = Condvar::new();
+static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
+/// How often a lookup waits for the reader of changes.
+const PATIENCE: usize = 64;
+
+/// The descriptor of changes, with its threads: made when it is first needed.
+///
+/// # Errors
+///
+/// The errno of what the kernel refuses.
+pub(crate) fn watch() -> Result<&'static Watch, c_int> {
+    let made = WATCH.get_or_init(|| {
+        lock(&TABLE).make_room();
+        let watch = Watch::open()?;
+        spawn("awbuf-end", end_the_dead)?;
+        spawn("awbuf-watch", || {
+            // The value is set when this function's caller is done.
+            while WATCH.get().is_none() {
+                std::thread::yield_now();
+            }
+            if let Some(Ok(watch)) = WATCH.get() {
+                read_changes(watch);
+            }
+        })?;
+        Ok(watch)
+    });
+    made.as_ref().map_err(|errno| *errno)
+}
+
+/// Reads under the lock, so that whoever finds an entry afterwards finds none whose memory has changed. Allocates nothing and
+/// frees nothing.
+fn read_changes(watch: &'static Watch) {
+    while watch.wait() {
+        let mut table = lock(&TABLE);
+        while let Some(change) = watch.next() {
+            match change {
+                Change::Gone { start, end } => {
+                    table.invalidate(&(start..end), None, Some(watch), false);
+                }
+                Change::Emptied { start, end } => {
+                    table.invalidate(&(start..end), None, Some(watch), true);
+                }
+                Change::Moved { start, end, to } => {
+                    table.invalidate(&(start..end), None, Some(watch), false);
+                    watch.forget(&(to..to + (end - start)));
+                }
+            }
+        }
+        let any = !table.dead.is_empty();
+        drop(table);
+        if any {
+            DEAD.notify_one();
+        }
+    }
+}
+
+fn end_the_dead() {
+    loop {
+        let mut table = lock(&TABLE);
+        while table.dead.is_empty() {
+            table = wait(&DEAD, table);
+        }
+        drop(table);
+        bury();
+    }
+}
+
+/// Ends what is dead.
+fn bury() {
+    loop {
+        let dead = lock(&TABLE).dead.pop();
+        if dead.is_none() {
+            return;
+        }
+    }
+}
+
+/// A kept registration in use, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    id: u64,
+    pub(crate) lkey: u32,
+    pub(crate) rkey: u32,
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        let mut table = lock(&TABLE);
+        table.release(self.id);
+        let any = !table.dead.is_empty();
+        drop(table);
+        if any {
+            bury();
+        }
+    }
+}
+
+/// What the list says of memory.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    /// Its registration is kept.
+    Kept(Kept),
+    /// It is not, but it is used again and should be.
+    Known,
+    /// It is not, or nobody can say now.
+    Unknown,
+}
+
+/// Looks for a kept registration. With `learn`, memory that is used again becomes known.
+pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
+    for _ in 0..PATIENCE {
+        let mut table = lock(&TABLE);
+        let Some(found) = table.find(wanted) else {
+            return if learn && table.is_known(wanted) {
+                Answer::Known
+            } else {
+                Answer::Unknown
+            };
+        };
+        // A thread may have unmapped the memory, and this one have got it from the kernel anew, before the change was read.
+        if !found.watched || watch().is_ok_and(Watch::settled) {
+            table.hold(&found);
+            let Found { id, lkey, rkey, .. } = found;
+            return Answer::Kept(Kept { id, lkey, rkey });
+        }
+        drop(table);
+        std::thread::yield_now();
+    }
+    Answer::Unknown
+}
+
+/// Registers memory and keeps the registration. `Ok(None)` if it cannot be kept.
+///
+/// # Errors
+///
+/// The errno of `ibv_reg_mr`.
+///
+/// # Safety
+///
+/// As for [`Region::new`]; the region ends at the latest with [`forget`] of its owner.
+pub(crate) unsafe fn keep(
+    pd: *mut ibv_pd,
+    wanted: &Wanted<'_>,
+    watched: bool,
+    limit: usize,
+) -> Result<Option<Kept>, c_int> {
+    let watch = if watched {
+        match watch() {
+            Ok(watch) if watch::anonymous(&pages(&wanted.range)) => Some(watch),
+            _ => return Ok(None),
+        }
+    } else {
+        // For the room of the list.
+        let _not_needed = watch();
+        None
+    };
+    let reserved = lock(&TABLE).reserve(wanted, watch, limit);
+    bury();
+    let Some(id) = reserved else {
+        return Ok(None);
+    };
+    let (start, len) = (wanted.range.start as u64, wanted.range.len());
+    // SAFETY: as the caller promises.
+    match unsafe { Region::new(pd, start, len, wanted.access) } {
+        Ok(region) => {
+            let (lkey, rkey) = (region.lkey(), region.rkey());
+            let filled = lock(&TABLE).fill(id, region);
+            debug_assert!(filled.is_ok(), "an entry in use is in one of the lists");
+            Ok(filled.is_ok().then_some(Kept { id, lkey, rkey }))
+        }
+        Err(errno) => {
+            lock(&TABLE).cancel(id, watch);
+            bury();
+            Err(errno)
+        }
+    }
+}
+
+/// Ends the kept registrations of an owner in a range. How many.
+pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
+    let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
+    let ended = lock(&TABLE).invalidate(range, Some(owner), watch, true);
+    bury();
+    ended
+}
+
+/// Ends all kept registrations of an owner that are not in use.
+pub(crate) fn forget(owner: u64, counters: &Arc<Counters>) {
+    if counters.entries.load(Relaxed) > 0 {
+        let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
+        lock(&TABLE).drop_owner(owner, watch);
+    }
+    bury();
+}
+
+/// Ends some of them, to give memory back. Whether there were any.
+pub(crate) fn shrink(owner: u64) -> bool {
+    let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
+    let any = lock(&TABLE).shrink(owner, watch);
+    bury();
+    any
+}

@@ -1,0 +1,226 @@
+//! Long buffers in pieces: while the first are sent, threads make the next ones ready.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+
+use libc::c_int;
+
+use crate::lock::{lock, wait};
+use crate::manager::{Buffer, Inner, Lifetime, Manager, Use};
+use crate::thread::spawn;
+
+/// A buffer whose pieces become ready one after the other, in the order of their addresses.
+#[derive(Debug)]
+pub struct Pieces {
+    shared: Arc<Shared>,
+    /// The next piece that is given.
+    next: usize,
+    /// The next piece that helpers are asked for.
+    asked: usize,
+}
+
+#[derive(Debug)]
+struct Shared {
+    inner: Arc<Inner>,
+    addr: u64,
+    len: usize,
+    of: Use,
+    lifetime: Lifetime,
+    slots: Mutex<Vec<Slot>>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+enum Slot {
+    Open,
+    /// A thread makes it ready.
+    Begun,
+    Ready(Result<Buffer, c_int>),
+    /// Given to the caller, or not wanted any more.
+    Over,
+}
+
+impl Shared {
+    /// Makes a piece ready, unless another thread does.
+    fn make(&self, index: usize) {
+        {
+            let mut slots = lock(&self.slots);
+            match slots.get_mut(index) {
+                Some(slot @ Slot::Open) => *slot = Slot::Begun,
+                _ => return,
+            }
+        }
+        let piece = self.inner.settings.piece;
+        let at = index * piece;
+        // SAFETY: the caller of `Pieces::begin` leaves the memory as it is until the pieces end, and that waits for this.
+        let ready = unsafe {
+            Inner::get(
+                &self.inner,
+                self.addr + at as u64,
+                piece.min(self.len - at),
+                self.of,
+                self.lifetime,
+            )
+        };
+        if let Some(slot) = lock(&self.slots).get_mut(index) {
+            *slot = Slot::Ready(ready);
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl Pieces {
+    /// Begins with `len` bytes at `addr`.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL for no bytes.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Manager::send`] or [`Manager::receive`], until the last of the pieces is released and this value is dropped.
+    pub unsafe fn begin(
+        manager: &Manager,
+        addr: *mut u8,
+        len: usize,
+        of: Use,
+        lifetime: Lifetime,
+    ) -> Result<Self, c_int> {
+        let inner = Arc::clone(&manager.0);
+        if len == 0 || addr.is_null() {
+            return Err(libc::EINVAL);
+        }
+        let count = len.div_ceil(inner.settings.piece.max(1));
+        let shared = Arc::new(Shared {
+            inner,
+            addr: addr.expose_provenance() as u64,
+            len,
+            of,
+            lifetime,
+            slots: Mutex::new(std::iter::repeat_with(|| Slot::Open).take(count).collect()),
+            changed: Condvar::new(),
+        });
+        Ok(Self {
+            shared,
+            next: 0,
+            asked: 1,
+        })
+    }
+
+    /// The number of pieces.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        lock(&self.shared.slots).len()
+    }
+
+    /// The next piece; `None` behind the last.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Manager::send`], of this piece.
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "the pieces borrow nothing, and an iterator cannot fail"
+    )]
+    pub fn next(&mut self) -> Option<Result<Buffer, c_int>> {
+        let count = self.count();
+        if self.next >= count {
+            return None;
+        }
+        let index = self.next;
+        self.next += 1;
+        let helpers = self.shared.inner.settings.threads.saturating_sub(1);
+        self.asked = self.asked.max(self.next);
+        while helpers > 0 && self.asked < count.min(self.next + helpers) {
+            ask(helpers, &self.shared, self.asked);
+            self.asked += 1;
+        }
+        self.shared.make(index);
+        let mut slots = lock(&self.shared.slots);
+        loop {
+            match slots.get_mut(index) {
+                Some(slot @ Slot::Ready(_)) => {
+                    return match std::mem::replace(slot, Slot::Over) {
+                        Slot::Ready(ready) => Some(ready),
+                        _ => None,
+                    };
+                }
+                Some(Slot::Begun) => slots = wait(&self.shared.changed, slots),
+                _ => return None,
+            }
+        }
+    }
+}
+
+impl Drop for Pieces {
+    fn drop(&mut self) {
+        let mut slots = lock(&self.shared.slots);
+        for slot in slots.iter_mut() {
+            if matches!(slot, Slot::Open) {
+                *slot = Slot::Over;
+            }
+        }
+        // What is begun still uses the memory.
+        while slots.iter().any(|slot| matches!(slot, Slot::Begun)) {
+            slots = wait(&self.shared.changed, slots);
+        }
+        let unused = std::mem::take(&mut *slots);
+        drop(slots);
+        drop(unused);
+        // The last reference to the manager may be the caller's: it ends in his thread.
+        if let Some(helpers) = HELPERS.get() {
+            let mut work = lock(&helpers.work);
+            work.jobs
+                .retain(|(shared, _)| !Arc::ptr_eq(shared, &self.shared));
+        }
+        while Arc::strong_count(&self.shared) > 1 {
+            std::thread::yield_now();
+        }
+    }
+}
+
+static HELPERS: OnceLock<Helpers> = OnceLock::new();
+
+/// Threads that make pieces ready, of all managers. They wait for work as long as the process lives.
+#[derive(Debug, Default)]
+struct Helpers {
+    work: Mutex<Work>,
+    more: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Work {
+    jobs: VecDeque<(Arc<Shared>, usize)>,
+    threads: usize,
+}
+
+/// Asks a helper for a piece; without helpers the caller makes it when he wants it.
+fn ask(threads: usize, shared: &Arc<Shared>, index: usize) {
+    let helpers = HELPERS.get_or_init(Helpers::default);
+    let mut work = lock(&helpers.work);
+    while work.threads < threads {
+        let run = || {
+            let Some(helpers) = HELPERS.get() else { return };
+            loop {
+                let mut work = lock(&helpers.work);
+                let (shared, index) = loop {
+                    match work.jobs.pop_front() {
+                        Some(job) => break job,
+                        None => work = wait(&helpers.more, work),
+                    }
+                };
+                drop(work);
+                shared.make(index);
+            }
+        };
+        if spawn("awbuf-pieces", run).is_err() {
+            break;
+        }
+        work.threads += 1;
+    }
+    if work.threads > 0 {
+        work.jobs.push_back((Arc::clone(shared), index));
+        drop(work);
+        helpers.more.notify_one();
+    }
+}

@@ -1,0 +1,131 @@
+//! Memory that is registered already, to copy the program's memory through.
+
+use std::sync::{Arc, Mutex};
+
+use crate::ffi::{self, Ptr};
+use crate::lock::lock;
+use crate::region::Region;
+
+/// The sizes of pooled buffers.
+const CLASSES: [usize; 6] = [1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
+/// The largest buffer of a pool.
+pub(crate) const LARGEST: usize = 1 << 20;
+/// Memory that is registered at once, for buffers of one size, unless one buffer is larger.
+const SLAB: usize = 256 << 10;
+
+/// Registered buffers of one use. What is released last is taken first, because it is still in the processor's cache.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pd: Ptr<ffi::ibv_pd>,
+    access: u32,
+    most: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    slabs: Vec<Slab>,
+    bytes: usize,
+    /// For each size, the buffers that are free.
+    free: [Vec<Place>; CLASSES.len()],
+}
+
+#[derive(Debug)]
+struct Slab {
+    /// Dropped before the memory that it covers: fields are dropped in order.
+    _region: Region,
+    _bytes: Box<[u8]>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    addr: u64,
+    lkey: u32,
+    rkey: u32,
+}
+
+/// A buffer of a pool, until it is dropped.
+#[derive(Debug)]
+pub struct Piece {
+    pool: Arc<Pool>,
+    class: usize,
+    place: Place,
+}
+
+impl Pool {
+    /// An empty pool that takes at most `most` bytes.
+    pub(crate) fn new(pd: *mut ffi::ibv_pd, access: u32, most: usize) -> Self {
+        Self {
+            pd: Ptr(pd),
+            access,
+            most,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Bytes that it has registered.
+    pub(crate) fn bytes(&self) -> usize {
+        lock(&self.state).bytes
+    }
+
+    /// A buffer for `len` bytes. `None` if there is none so large, or if all are in use and there may be no more.
+    pub(crate) fn take(self: &Arc<Self>, len: usize) -> Option<Piece> {
+        let class = CLASSES.iter().position(|c| *c >= len)?;
+        let size = *CLASSES.get(class)?;
+        let mut state = lock(&self.state);
+        let state = &mut *state;
+        let free = state.free.get_mut(class)?;
+        let slab = SLAB.max(size);
+        if free.is_empty() && state.bytes + slab <= self.most {
+            // Written, so that its pages are resident.
+            let mut bytes = vec![0u8; slab].into_boxed_slice();
+            for page in bytes.chunks_mut(4096) {
+                if let Some(first) = page.first_mut() {
+                    *first = 0;
+                    std::hint::black_box(first);
+                }
+            }
+            let addr = bytes.as_mut_ptr().expose_provenance() as u64;
+            // SAFETY: the pool's owner keeps the domain, and the bytes are dropped after the region.
+            let region = unsafe { Region::new(self.pd.0, addr, slab, self.access) }.ok()?;
+            let (lkey, rkey) = (region.lkey(), region.rkey());
+            free.extend((0..slab / size).rev().map(|i| Place {
+                addr: addr + (i * size) as u64,
+                lkey,
+                rkey,
+            }));
+            state.bytes += slab;
+            state.slabs.push(Slab {
+                _region: region,
+                _bytes: bytes,
+            });
+        }
+        Some(Piece {
+            pool: Arc::clone(self),
+            class,
+            place: free.pop()?,
+        })
+    }
+}
+
+impl Piece {
+    /// Its address.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.place.addr
+    }
+
+    /// The keys for requests of this end and of the peer.
+    #[must_use]
+    pub fn keys(&self) -> (u32, u32) {
+        (self.place.lkey, self.place.rkey)
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if let Some(free) = lock(&self.pool.state).free.get_mut(self.class) {
+            free.push(self.place);
+        }
+    }
+}

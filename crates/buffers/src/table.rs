@@ -1,0 +1,401 @@
+//! The list of registrations that are kept, by owner and address, and of those that are to end.
+//!
+//! The thread that reads what the kernel reports takes the lock of this list, and a thread that unmaps memory waits for that
+//! thread. So nothing here allocates or frees while the lock is held: that might unmap memory. All lists have their room from
+//! the beginning.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+use crate::region::Region;
+use crate::watch::{Watch, pages};
+
+/// The largest number of registrations that a process keeps.
+pub(crate) const MOST: usize = 1024;
+/// Places for memory that was seen once.
+const MARKS: usize = 256;
+/// How often memory is used before its registration is kept.
+const USES: u8 = 2;
+/// The same for memory whose kept registrations are never used again, at most.
+const MOST_USES: u8 = 128;
+
+/// Numbers of one owner.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// Registrations that are kept, and their bytes.
+    pub(crate) entries: AtomicUsize,
+    pub(crate) bytes: AtomicUsize,
+    pub(crate) hits: AtomicU64,
+    pub(crate) kept: AtomicU64,
+    pub(crate) invalidated: AtomicU64,
+    pub(crate) evicted: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    id: u64,
+    owner: u64,
+    start: usize,
+    end: usize,
+    access: u32,
+    /// None until it is registered.
+    region: Option<Region>,
+    uses: u32,
+    hit: bool,
+    watched: bool,
+    /// When it was used last.
+    tick: u64,
+    counters: Arc<Counters>,
+}
+
+/// A registration that nobody uses any more. It ends when it is dropped, which is not done under the lock.
+#[derive(Debug)]
+pub(crate) struct Dead {
+    _region: Option<Region>,
+    _counters: Arc<Counters>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Mark {
+    key: u64,
+    seen: u8,
+    need: u8,
+}
+
+/// A kept registration that was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Found {
+    pub(crate) id: u64,
+    pub(crate) lkey: u32,
+    pub(crate) rkey: u32,
+    pub(crate) watched: bool,
+}
+
+/// What is asked for.
+#[derive(Debug)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) owner: u64,
+    pub(crate) range: Range<usize>,
+    pub(crate) access: u32,
+    pub(crate) counters: &'a Arc<Counters>,
+}
+
+/// The lists.
+#[derive(Debug)]
+pub(crate) struct Table {
+    /// In the order of owner and address. Those of one owner do not overlap.
+    entries: Vec<Entry>,
+    /// In use, but not for new uses.
+    detached: Vec<Entry>,
+    pub(crate) dead: Vec<Dead>,
+    marks: [Mark; MARKS],
+    clock: u64,
+    next: u64,
+}
+
+/// A number for memory of an owner.
+fn key(owner: u64, start: usize, end: usize) -> u64 {
+    let mut hash = owner ^ 0x9e37_79b9_7f4a_7c15;
+    for word in [start as u64, end as u64] {
+        hash = (hash ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        hash ^= hash >> 32;
+    }
+    hash | 1
+}
+
+impl Table {
+    pub(crate) const fn empty() -> Self {
+        Self {
+            entries: Vec::new(),
+            detached: Vec::new(),
+            dead: Vec::new(),
+            marks: [Mark {
+                key: 0,
+                seen: 0,
+                need: 0,
+            }; MARKS],
+            clock: 0,
+            next: 1,
+        }
+    }
+
+    /// Takes the room that it will ever need: called once, before anything is watched.
+    pub(crate) fn make_room(&mut self) {
+        self.entries.reserve_exact(MOST);
+        self.detached.reserve_exact(MOST);
+        self.dead.reserve_exact(MOST);
+    }
+
+    fn is_full(&self) -> bool {
+        let all = self.entries.len() + self.detached.len() + self.dead.len();
+        all >= MOST || self.entries.capacity() < MOST
+    }
+
+    /// Where the entries that end behind `address` begin.
+    fn place(&self, owner: u64, address: usize) -> usize {
+        self.entries
+            .partition_point(|e| (e.owner, e.end) <= (owner, address))
+    }
+
+    /// A kept registration of this memory with these rights, which is not used yet.
+    pub(crate) fn find(&self, wanted: &Wanted<'_>) -> Option<Found> {
+        let entry = self
+            .entries
+            .get(self.place(wanted.owner, wanted.range.start))?;
+        let region = entry.region.as_ref()?;
+        let fits = entry.owner == wanted.owner
+            && entry.start <= wanted.range.start
+            && wanted.range.end <= entry.end
+            && wanted.access & !entry.access == 0;
+        fits.then(|| Found {
+            id: entry.id,
+            lkey: region.lkey(),
+            rkey: region.rkey(),
+            watched: entry.watched,
+        })
+    }
+
+    /// Uses what was found under the same lock.
+    pub(crate) fn hold(&mut self, found: &Found) {
+        self.clock += 1;
+        let clock = self.clock;
+        if let Some(entry) = self.entries.iter_mut().find(|e| e.id == found.id) {
+            entry.uses += 1;
+            entry.hit = true;
+            entry.tick = clock;
+            entry.counters.hits.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Whether this memory has been used often enough for its registration to be kept; counts this use.
+    pub(crate) fn is_known(&mut self, wanted: &Wanted<'_>) -> bool {
+        let key = key(wanted.owner, wanted.range.start, wanted.range.end);
+        let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS) else {
+            return false;
+        };
+        if mark.key != key {
+            *mark = Mark {
+                key,
+                seen: 0,
+                need: USES,
+            };
+        }
+        mark.seen = mark.seen.saturating_add(1);
+        if mark.seen < mark.need {
+            return false;
+        }
+        mark.seen = 0;
+        true
+    }
+
+    /// Puts an entry in place for memory that is about to be registered, so that its pages are watched from now on. `None` if
+    /// there is no room, or another thread is registering the same memory.
+    pub(crate) fn reserve(
+        &mut self,
+        wanted: &Wanted<'_>,
+        watch: Option<&Watch>,
+        limit: usize,
+    ) -> Option<u64> {
+        let Range { start, end } = wanted.range;
+        let overlap = |e: &Entry| e.owner == wanted.owner && e.start < end && start < e.end;
+        if wanted.range.len() > limit
+            || self
+                .entries
+                .iter()
+                .any(|e| overlap(e) && e.region.is_none())
+        {
+            return None;
+        }
+        while let Some(at) = self.entries.iter().position(overlap) {
+            self.take_out(at, watch, true);
+        }
+        while self.is_full() || wanted.counters.bytes.load(Relaxed) + wanted.range.len() > limit {
+            let idle = |e: &&Entry| e.owner == wanted.owner && e.uses == 0;
+            let oldest = self.entries.iter().filter(idle).min_by_key(|e| e.tick)?.id;
+            let before = self.entries.len() + self.detached.len() + self.dead.len();
+            self.evict(oldest, watch);
+            // What is dead still has its place until its registration has ended.
+            if before >= MOST {
+                return None;
+            }
+        }
+        if let Some(watch) = watch {
+            watch.add(&pages(&wanted.range)).ok()?;
+        }
+        let id = self.next;
+        self.next += 1;
+        self.clock += 1;
+        let entry = Entry {
+            id,
+            owner: wanted.owner,
+            start,
+            end,
+            access: wanted.access,
+            region: None,
+            uses: 1,
+            hit: false,
+            watched: watch.is_some(),
+            tick: self.clock,
+            counters: Arc::clone(wanted.counters),
+        };
+        wanted.counters.entries.fetch_add(1, Relaxed);
+        wanted.counters.bytes.fetch_add(end - start, Relaxed);
+        let at = self.place(wanted.owner, start);
+        self.entries.insert(at, entry);
+        Some(id)
+    }
+
+    /// Gives a reserved entry its registration. `Err` returns it if the memory has changed meanwhile.
+    pub(crate) fn fill(&mut self, id: u64, region: Region) -> Result<(), Region> {
+        match self.entries.iter_mut().find(|e| e.id == id) {
+            Some(entry) => {
+                entry.region = Some(region);
+                entry.counters.kept.fetch_add(1, Relaxed);
+                Ok(())
+            }
+            None => match self.detached.iter_mut().find(|e| e.id == id) {
+                Some(entry) => {
+                    entry.region = Some(region);
+                    Ok(())
+                }
+                None => Err(region),
+            },
+        }
+    }
+
+    /// Removes an entry that could not be registered.
+    pub(crate) fn cancel(&mut self, id: u64, watch: Option<&Watch>) {
+        if let Some(at) = self.entries.iter().position(|e| e.id == id) {
+            if let Some(entry) = self.entries.get_mut(at) {
+                entry.uses = 0;
+            }
+            self.take_out(at, watch, true);
+        } else if let Some(at) = self.detached.iter().position(|e| e.id == id) {
+            let entry = self.detached.remove(at);
+            self.bury(entry);
+        }
+    }
+
+    /// Ends one use.
+    pub(crate) fn release(&mut self, id: u64) {
+        if let Some(entry) = self.entries.iter_mut().find(|e| e.id == id) {
+            entry.uses = entry.uses.saturating_sub(1);
+        } else if let Some(at) = self.detached.iter().position(|e| e.id == id) {
+            let over = self.detached.get_mut(at).is_some_and(|entry| {
+                entry.uses = entry.uses.saturating_sub(1);
+                entry.uses == 0
+            });
+            if over {
+                let entry = self.detached.remove(at);
+                self.bury(entry);
+            }
+        }
+    }
+
+    fn bury(&mut self, entry: Entry) {
+        self.dead.push(Dead {
+            _region: entry.region,
+            _counters: entry.counters,
+        });
+    }
+
+    /// Takes an entry out of the list: nobody finds it any more, and it ends when nobody uses it.
+    fn take_out(&mut self, at: usize, watch: Option<&Watch>, mapped: bool) {
+        let entry = self.entries.remove(at);
+        entry.counters.entries.fetch_sub(1, Relaxed);
+        entry
+            .counters
+            .bytes
+            .fetch_sub(entry.end - entry.start, Relaxed);
+        if let (true, true, Some(watch)) = (entry.watched, mapped, watch) {
+            let range = pages(&(entry.start..entry.end));
+            let needed = |e: &Entry| {
+                let other = pages(&(e.start..e.end));
+                e.watched && other.start < range.end && range.start < other.end
+            };
+            if !self.entries.iter().any(needed) {
+                watch.forget(&range);
+            }
+        }
+        if entry.uses == 0 {
+            self.bury(entry);
+        } else {
+            self.detached.push(entry);
+        }
+    }
+
+    fn evict(&mut self, id: u64, watch: Option<&Watch>) {
+        if let Some(at) = self.entries.iter().position(|e| e.id == id) {
+            if let Some(entry) = self.entries.get(at) {
+                entry.counters.evicted.fetch_add(1, Relaxed);
+            }
+            self.take_out(at, watch, true);
+        }
+    }
+
+    /// The memory of a range is no longer what it was, for one owner or for all. `mapped`: its mapping is still there. The
+    /// number of registrations that end.
+    pub(crate) fn invalidate(
+        &mut self,
+        range: &Range<usize>,
+        owner: Option<u64>,
+        watch: Option<&Watch>,
+        mapped: bool,
+    ) -> usize {
+        // A change of a page concerns all that is on it.
+        let of = |e: &Entry| {
+            let own = if owner.is_some() {
+                e.start..e.end
+            } else {
+                pages(&(e.start..e.end))
+            };
+            owner.is_none_or(|owner| owner == e.owner)
+                && (owner.is_some() || e.watched)
+                && own.start < range.end
+                && range.start < own.end
+        };
+        let mut ended = 0;
+        while let Some(at) = self.entries.iter().position(of) {
+            if let Some(entry) = self.entries.get(at) {
+                entry.counters.invalidated.fetch_add(1, Relaxed);
+                let key = key(entry.owner, entry.start, entry.end);
+                let hit = entry.hit;
+                if let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS)
+                    && mark.key == key
+                {
+                    // Memory that is gone before it is used again is not worth keeping.
+                    mark.need = if hit {
+                        USES
+                    } else {
+                        mark.need.saturating_mul(2).min(MOST_USES)
+                    };
+                }
+            }
+            self.take_out(at, watch, mapped);
+            ended += 1;
+        }
+        ended
+    }
+
+    /// Ends all that an owner has kept and does not use.
+    pub(crate) fn drop_owner(&mut self, owner: u64, watch: Option<&Watch>) {
+        while let Some(at) = self.entries.iter().position(|e| e.owner == owner) {
+            self.take_out(at, watch, true);
+        }
+    }
+
+    /// Ends the oldest half of what an owner has kept and does not use, to give memory back. Whether there was any.
+    pub(crate) fn shrink(&mut self, owner: u64, watch: Option<&Watch>) -> bool {
+        let idle = |e: &&Entry| e.owner == owner && e.uses == 0;
+        let count = self.entries.iter().filter(idle).count();
+        for _ in 0..count.div_ceil(2) {
+            let oldest = self.entries.iter().filter(idle).min_by_key(|e| e.tick);
+            let Some(id) = oldest.map(|e| e.id) else {
+                break;
+            };
+            self.evict(id, watch);
+        }
+        count > 0
+    }
+}

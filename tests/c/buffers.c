@@ -1,0 +1,724 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * <anywarp-buffers.h>: what is copied, registered and kept; data; and that no registration outlives the memory behind it.
+ *
+ * This program has ibv_reg_mr and ibv_dereg_mr of its own, which number the registrations and call those of the device. A
+ * device that pins pages goes on with the pages of the registration: it is right only if the registration was made after
+ * the memory was.
+ */
+#include "ends.h"
+
+#include <anywarp-buffers.h>
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+
+#undef ibv_reg_mr
+
+#define KIB ((size_t)1024)
+#define MIB (1024 * KIB)
+#define MOST 65536
+
+static struct {
+	struct ibv_mr *mr;
+	uint32_t lkey;
+	uint64_t number;
+} live[MOST];
+static size_t lives;
+static uint64_t registrations;
+static pthread_mutex_t lives_lock = PTHREAD_MUTEX_INITIALIZER;
+
+struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access)
+{
+	static struct ibv_mr *(*real)(struct ibv_pd *, void *, size_t, int);
+	struct ibv_mr *mr;
+
+	if (!real)
+		*(void **)&real = dlsym(RTLD_NEXT, "ibv_reg_mr");
+	mr = real(pd, addr, length, access);
+	pthread_mutex_lock(&lives_lock);
+	if (mr && lives < MOST) {
+		live[lives].mr = mr;
+		live[lives].lkey = mr->lkey;
+		live[lives++].number = ++registrations;
+	}
+	pthread_mutex_unlock(&lives_lock);
+	return mr;
+}
+
+int ibv_dereg_mr(struct ibv_mr *mr)
+{
+	static int (*real)(struct ibv_mr *);
+
+	if (!real)
+		*(void **)&real = dlsym(RTLD_NEXT, "ibv_dereg_mr");
+	pthread_mutex_lock(&lives_lock);
+	for (size_t i = 0; i < lives; i++)
+		if (live[i].mr == mr) {
+			live[i] = live[--lives];
+			break;
+		}
+	pthread_mutex_unlock(&lives_lock);
+	return real(mr);
+}
+
+/* The number of the newest registration. */
+static uint64_t newest(void)
+{
+	uint64_t number;
+
+	pthread_mutex_lock(&lives_lock);
+	number = registrations;
+	pthread_mutex_unlock(&lives_lock);
+	return number;
+}
+
+/* The number of the registration with this key; 0 if it has ended. */
+static uint64_t number_of(uint32_t lkey)
+{
+	uint64_t number = 0;
+
+	pthread_mutex_lock(&lives_lock);
+	for (size_t i = 0; i < lives; i++)
+		if (live[i].lkey == lkey)
+			number = live[i].number;
+	pthread_mutex_unlock(&lives_lock);
+	return number;
+}
+
+static size_t alive(void)
+{
+	size_t n;
+
+	pthread_mutex_lock(&lives_lock);
+	n = lives;
+	pthread_mutex_unlock(&lives_lock);
+	return n;
+}
+
+static int close_buffers(void *p) { return awbuf_close(p); }
+
+static struct awbuf *opened(struct ibv_pd *pd, struct awbuf_attr attr)
+{
+	struct awbuf *buffers;
+
+	attr.size = sizeof attr;
+	buffers = awbuf_open(pd, &attr);
+	if (buffers)
+		keep(close_buffers, buffers, "buffers");
+	return buffers;
+}
+
+static struct awbuf_stats stats_of(struct awbuf *buffers)
+{
+	struct awbuf_stats stats = { 0 };
+
+	awbuf_query(buffers, &stats, sizeof stats);
+	return stats;
+}
+
+static uint8_t pattern(size_t i, unsigned int seed)
+{
+	return (uint8_t)(i * 131 + (i >> 8) * 7 + seed);
+}
+
+static void fill(uint8_t *at, size_t len, unsigned int seed)
+{
+	for (size_t i = 0; i < len; i++)
+		at[i] = pattern(i, seed);
+}
+
+static const char *same(const uint8_t *at, size_t len, unsigned int seed)
+{
+	for (size_t i = 0; i < len; i++)
+		ENSURE(at[i] == pattern(i, seed), "byte %zu of %zu is %u, expected %u", i, len, at[i], pattern(i, seed));
+	return NULL;
+}
+
+static uint8_t *mapped(size_t len)
+{
+	return mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+}
+
+/* Sends between two ends by buffers of their managers, of which `how` is expected. */
+static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to, const uint8_t *src, uint8_t *dst, size_t len,
+			    enum awbuf_how how)
+{
+	struct awbuf_buffer out, in;
+	struct ibv_send_wr wr;
+	struct ibv_sge sge;
+	struct ibv_wc wc;
+
+	ENSURE(!awbuf_get_recv(to, dst, len, 0, &in), "get_recv of %zu: %s", len, strerror(errno));
+	ENSURE(!awbuf_get_send(from, src, len, 0, &out), "get_send of %zu: %s", len, strerror(errno));
+	ENSURE(out.how == how && in.length == len, "%zu bytes are sent by %d, expected %d", len, out.how, how);
+	ENSURE((out.how == AWBUF_COPIED) == (out.addr != src), "copied memory is elsewhere");
+	sge = (struct ibv_sge){ .addr = (uintptr_t)in.addr, .length = (uint32_t)len, .lkey = in.lkey };
+	TRY(post_recv(p->b.qp, 1, &sge, 1));
+	sge = (struct ibv_sge){ .addr = (uintptr_t)out.addr, .length = (uint32_t)len, .lkey = out.lkey };
+	wr = send_wr(2, IBV_WR_SEND, &sge, 1);
+	TRY(post(p->a.qp, &wr));
+	TRY(expect_ok(p->a.scq, 2, IBV_WC_SEND, NULL));
+	TRY(expect_ok(p->b.rcq, 1, IBV_WC_RECV, &wc));
+	ENSURE(wc.byte_len == len, "%u bytes arrive", wc.byte_len);
+	ENSURE(!awbuf_release(&out, 0) && !awbuf_release(&in, wc.byte_len), "release");
+	return NULL;
+}
+
+/* Lengths below and above the critical size arrive whole. */
+static const char *data(size_t arg)
+{
+	static const size_t lengths[] = { 1, 4095, 4096, 4097, 32 * KIB, 32 * KIB + 1, 100001, 3 * MIB + 7 };
+	struct awbuf *from, *to;
+	struct awbuf_stats stats;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &(struct want){ 0 }));
+	from = opened(p.a.pd, (struct awbuf_attr){ .critical_size = 32 * KIB, .flags = AWBUF_NO_CACHE });
+	to = opened(p.b.pd, (struct awbuf_attr){ .critical_size = 32 * KIB, .flags = AWBUF_NO_CACHE });
+	ENSURE(from && to, "awbuf_open: %s", strerror(errno));
+	for (unsigned int i = 0; i < COUNT(lengths); i++) {
+		size_t len = lengths[i];
+		uint8_t *src = malloc(len + 1), *dst = malloc(len + 1);
+
+		keep(close_memory, src, "memory");
+		keep(close_memory, dst, "memory");
+		fill(src, len, i);
+		memset(dst, 0, len + 1);
+		TRY(transfer(&p, from, to, src, dst, len, len <= 32 * KIB ? AWBUF_COPIED : AWBUF_REGISTERED));
+		TRY(same(dst, len, i));
+		ENSURE(!dst[len], "a byte behind the buffer is written");
+	}
+	stats = stats_of(from);
+	ENSURE(stats.copied == 5 && stats.registered == 3 && !stats.kept && !stats.in_use && stats.critical_size == 32 * KIB,
+	       "%" PRIu64 " copied, %" PRIu64 " registered, %" PRIu64 " in use", stats.copied, stats.registered, stats.in_use);
+	ENSURE(stats.copied_bytes == 1 + 4095 + 4096 + 4097 + 32 * KIB, "%" PRIu64 " bytes copied", stats.copied_bytes);
+	return NULL;
+}
+
+/* What is copied at release is what arrived, and no more. */
+static const char *short_receive(size_t arg)
+{
+	struct awbuf_buffer in;
+	struct awbuf *buffers;
+	uint8_t dst[100];
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 4096 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	memset(dst, 9, sizeof dst);
+	ENSURE(!awbuf_get_recv(buffers, dst, sizeof dst, 0, &in) && in.how == AWBUF_COPIED, "get_recv: %s", strerror(errno));
+	memset(in.addr, 5, sizeof dst);
+	ENSURE(dst[0] == 9, "written before the release");
+	ENSURE(!awbuf_release(&in, 60), "release: %s", strerror(errno));
+	for (size_t i = 0; i < sizeof dst; i++)
+		ENSURE(dst[i] == (i < 60 ? 5 : 9), "byte %zu is %u", i, dst[i]);
+	return NULL;
+}
+
+/* Without a given size it is measured, and a device that registers fast has a small one. */
+static const char *measured(size_t arg)
+{
+	struct awbuf *buffers;
+	struct awbuf_stats stats;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = awbuf_open(new_pd(), NULL);
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	keep(close_buffers, buffers, "buffers");
+	stats = stats_of(buffers);
+	ENSURE(stats.critical_size > 0 && stats.critical_size <= MIB, "the critical size is %" PRIu64, stats.critical_size);
+	return NULL;
+}
+
+/* Uses memory until its registration is kept; the key. */
+static const char *until_kept(struct awbuf *buffers, const void *at, size_t len, uint32_t *lkey)
+{
+	struct awbuf_buffer out;
+
+	for (int i = 0; i < 300; i++) {
+		ENSURE(!awbuf_get_send(buffers, at, len, 0, &out), "get_send: %s", strerror(errno));
+		ENSURE(!awbuf_release(&out, 0), "release: %s", strerror(errno));
+		if (out.how == AWBUF_KEPT) {
+			*lkey = out.lkey;
+			return NULL;
+		}
+	}
+	return "memory that is used again is not kept";
+}
+
+enum change { UNMAP, SYSCALL, FIXED, REMAP, EMPTY, FREE, TRIM, PART, CHANGES };
+
+/* However memory goes, what is kept of it is not used again. */
+static const char *changed(size_t how)
+{
+	size_t len = 512 * KIB;
+	struct awbuf *buffers;
+	struct awbuf_buffer out;
+	struct awbuf_stats stats;
+	uint8_t *at, *other = NULL;
+	uint64_t before, number;
+	uint32_t lkey = 0;
+
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(buffers).watching)
+		SKIP("the kernel does not tell when memory changes");
+	if (how == FREE || how == TRIM) {
+		/* A mapping of its own, or the end of the heap. */
+		mallopt(M_MMAP_THRESHOLD, how == FREE ? 128 * (int)KIB : 64 * (int)MIB);
+		mallopt(M_TRIM_THRESHOLD, 64 * (int)KIB);
+		at = malloc(len);
+	} else {
+		at = mapped(len);
+	}
+	ENSURE(at && at != MAP_FAILED, "memory: %s", strerror(errno));
+	memset(at, 1, len);
+	TRY(until_kept(buffers, at, len, &lkey));
+	/* It is kept, and found. */
+	ENSURE(!awbuf_get_send(buffers, at + 5000, 100000, 0, &out), "get_send: %s", strerror(errno));
+	ENSURE(out.how == AWBUF_KEPT && out.lkey == lkey && out.addr == at + 5000, "a part of what is kept is not found");
+	ENSURE(!awbuf_release(&out, 0), "release");
+	switch ((enum change)how) {
+	case UNMAP:
+		ENSURE(!munmap(at, len), "munmap: %s", strerror(errno));
+		break;
+	case SYSCALL:
+		ENSURE(!syscall(SYS_munmap, at, len), "munmap: %s", strerror(errno));
+		break;
+	case FIXED:
+		break;
+	case REMAP:
+		other = mremap(at, len, 2 * len, MREMAP_MAYMOVE | MREMAP_FIXED, mapped(2 * len));
+		ENSURE(other != MAP_FAILED && other != at, "mremap: %s", strerror(errno));
+		break;
+	case EMPTY:
+		ENSURE(!madvise(at, len, MADV_DONTNEED), "madvise: %s", strerror(errno));
+		break;
+	case FREE:
+	case TRIM:
+		free(at);
+		break;
+	case PART:
+		/* One page of it. */
+		ENSURE(!madvise(at + 65536, 4096, MADV_DONTNEED), "madvise: %s", strerror(errno));
+		break;
+	case CHANGES:
+		break;
+	}
+	before = newest();
+	if (how == FREE || how == TRIM) {
+		uint8_t *again = malloc(len);
+
+		ENSURE(again == at, "malloc gives other memory: the test shows nothing");
+	} else if (how != EMPTY && how != PART) {
+		ENSURE(mmap(at, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at, "mmap: %s",
+		       strerror(errno));
+	}
+	memset(at, 2, len);
+	for (int i = 0; i < 4; i++) {
+		ENSURE(!awbuf_get_send(buffers, at, len, 0, &out), "get_send: %s", strerror(errno));
+		number = number_of(out.lkey);
+		ENSURE(number > before, "the registration is older than the memory (%" PRIu64 ", %" PRIu64 ")", number, before);
+		ENSURE(!awbuf_release(&out, 0), "release");
+	}
+	stats = stats_of(buffers);
+	ENSURE(stats.invalidated >= 1, "nothing was invalidated");
+	/* Its pages are given back: the thread that ends registrations needs a moment. */
+	for (int i = 0; i < 1000 && number_of(lkey) && number_of(lkey) <= before; i++)
+		sleep_ms(1);
+	ENSURE(!number_of(lkey) || number_of(lkey) > before, "the old registration is still there");
+	if (how == FREE || how == TRIM)
+		free(at);
+	else
+		munmap(at, len);
+	if (other)
+		munmap(other, 2 * len);
+	return NULL;
+}
+
+/* Memory whose changes are not all reported is not kept. */
+static const char *not_kept(size_t arg)
+{
+	struct awbuf *buffers;
+	struct awbuf_buffer out;
+	uint8_t *at;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	at = mmap(NULL, MIB, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
+	for (int i = 0; i < 20; i++) {
+		ENSURE(!awbuf_get_send(buffers, at, MIB, 0, &out), "get_send: %s", strerror(errno));
+		ENSURE(out.how == AWBUF_REGISTERED, "shared memory is kept");
+		ENSURE(!awbuf_release(&out, 0), "release");
+	}
+	munmap(at, MIB);
+	return NULL;
+}
+
+/* A registration in use stays until it is released, whatever happens to its memory. */
+static const char *in_use(size_t arg)
+{
+	struct awbuf_buffer out, again;
+	struct awbuf *buffers;
+	uint8_t *at;
+	uint32_t lkey = 0;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	at = mapped(MIB);
+	ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &out) && out.how == AWBUF_KEPT, "%s", strerror(errno));
+	lkey = out.lkey;
+	ENSURE(awbuf_invalidate(buffers, at + 4096, 1) == 1, "one registration ends");
+	ENSURE(number_of(lkey), "a registration in use has ended");
+	ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &again), "%s", strerror(errno));
+	ENSURE(again.lkey != lkey, "what has ended is used again");
+	ENSURE(awbuf_close(buffers) == -1 && errno == EBUSY, "closed while buffers are in use: %s", strerror(errno));
+	ENSURE(!awbuf_release(&out, 0), "release");
+	ENSURE(!number_of(lkey), "it has not ended");
+	ENSURE(!awbuf_release(&again, 0), "release");
+	ENSURE(awbuf_invalidate(buffers, at - 4096, 4096) == 0 && awbuf_invalidate(buffers, at, 1) == 1, "invalidate");
+	ENSURE(!number_of(again.lkey), "it has not ended");
+	munmap(at, MIB);
+	return NULL;
+}
+
+/* Kept registrations take no more than they may: the oldest end. */
+static const char *limits(size_t arg)
+{
+	struct awbuf_stats stats;
+	struct awbuf_buffer out;
+	struct awbuf *buffers;
+	uint32_t first = 0;
+	size_t before;
+	uint8_t *at;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1, .cache_bytes = MIB });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	at = mapped(8 * MIB);
+	before = alive();
+	for (size_t i = 0; i < 32; i++) {
+		ENSURE(!awbuf_get_send(buffers, at + i * 256 * KIB, 256 * KIB, AWBUF_STABLE, &out), "%s", strerror(errno));
+		ENSURE(out.how == AWBUF_KEPT, "piece %zu is not kept", i);
+		first = i ? first : out.lkey;
+		ENSURE(!awbuf_release(&out, 0), "release");
+		ENSURE(alive() <= before + 4, "%zu registrations are alive", alive() - before);
+	}
+	ENSURE(!number_of(first), "the oldest is still there");
+	ENSURE(!awbuf_get_send(buffers, at, 2 * MIB, AWBUF_STABLE, &out) && out.how == AWBUF_REGISTERED, "more than may be kept");
+	ENSURE(!awbuf_release(&out, 0), "release");
+	stats = stats_of(buffers);
+	ENSURE(stats.cached_bytes <= MIB && stats.evicted >= 28, "%" PRIu64 " bytes are kept, %" PRIu64 " have ended",
+	       stats.cached_bytes, stats.evicted);
+	munmap(at, 8 * MIB);
+	return NULL;
+}
+
+/* When all of the pool is in use, memory is registered. */
+static const char *pool(size_t arg)
+{
+	enum { N = 400 };
+	static struct awbuf_buffer out[N];
+	struct awbuf_stats stats;
+	struct awbuf *buffers;
+	uint8_t *at = malloc(N * KIB);
+
+	(void)arg;
+	keep(close_memory, at, "memory");
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 4096, .pool_bytes = 256 * KIB, .flags = AWBUF_NO_CACHE });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	fill(at, N * KIB, 3);
+	for (size_t i = 0; i < N; i++)
+		ENSURE(!awbuf_get_send(buffers, at + i * KIB, KIB, 0, &out[i]), "buffer %zu: %s", i, strerror(errno));
+	for (size_t i = 0; i < N; i++) {
+		ENSURE(out[i].how == (i < 256 ? AWBUF_COPIED : AWBUF_REGISTERED), "buffer %zu is %d", i, out[i].how);
+		ENSURE(!memcmp(out[i].addr, at + i * KIB, KIB), "buffer %zu has other data", i);
+	}
+	for (size_t i = 0; i < N; i++)
+		ENSURE(!awbuf_release(&out[i], 0), "release");
+	stats = stats_of(buffers);
+	ENSURE(stats.pool_bytes == 256 * KIB && !stats.in_use, "%" PRIu64 " bytes, %" PRIu64 " in use", stats.pool_bytes, stats.in_use);
+	ENSURE(!awbuf_get_send(buffers, at, KIB, 0, &out[0]) && out[0].how == AWBUF_COPIED, "none was given back");
+	return awbuf_release(&out[0], 0) ? "release" : NULL;
+}
+
+/* Everything ends with the manager. */
+static const char *all_end(size_t arg)
+{
+	struct awbuf_buffer out;
+	struct awbuf *buffers;
+	struct ibv_pd *pd;
+	size_t before;
+	uint8_t *at = mapped(8 * MIB);
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	before = alive();
+	for (int turn = 0; turn < 50; turn++) {
+		buffers = awbuf_open(pd, &(struct awbuf_attr){ .size = sizeof(struct awbuf_attr), .critical_size = 8 * KIB });
+		ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+		for (size_t i = 0; i < 8; i++) {
+			ENSURE(!awbuf_get_send(buffers, at + i * MIB, 8 * KIB << i, i & 1 ? AWBUF_STABLE : 0, &out), "%s", strerror(errno));
+			ENSURE(!awbuf_release(&out, 0), "release");
+		}
+		ENSURE(!awbuf_close(buffers), "awbuf_close: %s", strerror(errno));
+		ENSURE(alive() == before, "%zu registrations are left", alive() - before);
+	}
+	munmap(at, 8 * MIB);
+	return NULL;
+}
+
+static const char *errors(size_t arg)
+{
+	struct awbuf_attr attr = { .size = sizeof attr, .flags = 1u << 7 };
+	struct awbuf_buffer out, copy;
+	struct awbuf_stats stats;
+	struct awbuf *buffers;
+	uint8_t at[64], *gone;
+
+	(void)arg;
+	TRY(open_device());
+	ENSURE(!awbuf_open(NULL, NULL) && errno == EINVAL, "no domain: %s", strerror(errno));
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 4096 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "an unknown flag: %s", strerror(errno));
+	attr = (struct awbuf_attr){ .size = 4 };
+	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "a short structure: %s", strerror(errno));
+	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "close of none: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, at, 0, 0, &out) == -1 && errno == EINVAL, "no bytes: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, NULL, 8, 0, &out) == -1 && errno == EINVAL, "no memory: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, at, 8, 0, NULL) == -1 && errno == EINVAL, "no buffer: %s", strerror(errno));
+	ENSURE(awbuf_get_send(NULL, at, 8, 0, &out) == -1 && errno == EINVAL, "no manager: %s", strerror(errno));
+	ENSURE(awbuf_get_recv(buffers, at, 8, 2, &out) == -1 && errno == EINVAL, "an unknown flag: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, at, SIZE_MAX, 0, &out) == -1 && errno == EFAULT, "too many bytes: %s", strerror(errno));
+	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "release of none: %s", strerror(errno));
+	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "query into none: %s", strerror(errno));
+	ENSURE(!awbuf_pieces_begin(buffers, at, 8, 0, 0) && errno == EINVAL, "neither sent nor received: %s", strerror(errno));
+	ENSURE(!awbuf_pieces_begin(buffers, at, 0, AWBUF_SEND, 0) && errno == EINVAL, "no bytes: %s", strerror(errno));
+	ENSURE(awbuf_pieces_next(NULL, &out) == -1 && awbuf_pieces_end(NULL) == -1 && errno == EINVAL, "no pieces");
+	gone = mapped(MIB);
+	munmap(gone, MIB);
+	ENSURE(awbuf_get_send(buffers, gone, MIB, 0, &out) == -1 && errno == EFAULT, "memory that is gone: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, gone, MIB, AWBUF_STABLE, &out) == -1 && errno == EFAULT, "the same: %s", strerror(errno));
+	ENSURE(!awbuf_get_send(buffers, at, 8, 0, &out), "get_send: %s", strerror(errno));
+	copy = out;
+	ENSURE(!awbuf_release(&out, 0), "release");
+	ENSURE(awbuf_release(&out, 0) == -1 && errno == EINVAL, "a second release: %s", strerror(errno));
+	(void)copy;
+	/* A program of an earlier version knows fewer numbers. */
+	memset(&stats, 0xff, sizeof stats);
+	ENSURE(!awbuf_query(buffers, &stats, 16) && stats.copied == UINT64_MAX && stats.watching <= 1, "more is written than fits");
+	ENSURE(!stats_of(buffers).in_use, "buffers are in use");
+	return NULL;
+}
+
+/* A long buffer in pieces, made ready by several threads. */
+static const char *pieces(size_t threads)
+{
+	size_t len = 24 * MIB + 5, at_byte = 0, n = 0;
+	struct awbuf_pieces *pieces;
+	struct awbuf_buffer out;
+	struct awbuf *from;
+	struct region sink = { 0 };
+	struct pair p;
+	uint8_t *src;
+	int more;
+
+	TRY(open_pair(&p, &(struct want){ 0 }));
+	TRY(new_region(&sink, p.b.pd, len, ALL_ACCESS));
+	from = opened(p.a.pd, (struct awbuf_attr){ .critical_size = 4096, .threads = (unsigned int)threads });
+	ENSURE(from, "awbuf_open: %s", strerror(errno));
+	src = mapped(len);
+	fill(src, len, 7);
+	pieces = awbuf_pieces_begin(from, src, len, AWBUF_SEND, 0);
+	ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));
+	ENSURE(awbuf_close(from) == -1 && errno == EBUSY, "closed while pieces are made");
+	while ((more = awbuf_pieces_next(pieces, &out)) == 1) {
+		struct ibv_sge sge = { .addr = (uintptr_t)out.addr, .length = (uint32_t)out.length, .lkey = out.lkey };
+		struct ibv_send_wr wr = rdma_wr(n, IBV_WR_RDMA_WRITE, &sge, 1, &sink, at_byte);
+
+		ENSURE(out.length == (at_byte + MIB <= len ? MIB : len - at_byte), "piece %zu has %zu bytes", n, out.length);
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_ok(p.a.scq, n, IBV_WC_RDMA_WRITE, NULL));
+		ENSURE(!awbuf_release(&out, 0), "release");
+		at_byte += out.length;
+		n++;
+	}
+	ENSURE(!more && at_byte == len && n == 25, "%zu bytes in %zu pieces: %s", at_byte, n, strerror(errno));
+	ENSURE(!awbuf_pieces_next(pieces, &out), "a piece behind the last");
+	ENSURE(!awbuf_pieces_end(pieces), "end");
+	TRY(same(sink.at, len, 7));
+	/* Given up half-way, again and again. */
+	for (size_t stop = 0; stop < 20; stop++) {
+		pieces = awbuf_pieces_begin(from, src, len, AWBUF_SEND, 0);
+		ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));
+		for (size_t i = 0; i < stop; i++) {
+			ENSURE(awbuf_pieces_next(pieces, &out) == 1, "next: %s", strerror(errno));
+			ENSURE(!awbuf_release(&out, 0), "release");
+		}
+		ENSURE(!awbuf_pieces_end(pieces), "end");
+		ENSURE(!stats_of(from).in_use, "pieces are in use behind the end");
+	}
+	munmap(src, len);
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- threads */
+
+#define THREADS 4u
+#define LEN (64 * KIB)
+
+static struct awbuf *shared;
+static uint64_t until;
+static uint64_t hits;
+
+/*
+ * Maps memory, uses it three times, and unmaps it. The kernel gives the addresses that one thread returns to another, at any
+ * moment; no use may find a registration that is older than the memory.
+ */
+static void *churn(void *arg)
+{
+	uint64_t turns = 0;
+
+	(void)arg;
+	while (now_ms() < until) {
+		uint8_t *at = mapped(LEN);
+		uint64_t before = newest();
+
+		if (at == MAP_FAILED)
+			return (void *)"mmap";
+		at[0] = 1;
+		for (int i = 0; i < 3; i++) {
+			struct awbuf_buffer out;
+			uint64_t number;
+
+			if (awbuf_get_send(shared, at, LEN, 0, &out))
+				return (void *)"get_send";
+			number = number_of(out.lkey);
+			if (awbuf_release(&out, 0))
+				return (void *)"release";
+			if (number <= before)
+				return (void *)"a registration is older than the memory";
+		}
+		munmap(at, LEN);
+		turns++;
+	}
+	__atomic_fetch_add(&hits, turns, __ATOMIC_RELAXED);
+	return NULL;
+}
+
+/* Uses memory that stays. */
+static void *reuse(void *arg)
+{
+	uint8_t *at = mapped(LEN);
+	uint64_t kept_uses = 0;
+
+	(void)arg;
+	memset(at, 3, LEN);
+	while (now_ms() < until) {
+		struct awbuf_buffer out;
+
+		if (awbuf_get_recv(shared, at, LEN, 0, &out))
+			return (void *)"get_recv";
+		kept_uses += out.how == AWBUF_KEPT;
+		if (!number_of(out.lkey))
+			return (void *)"a registration in use has ended";
+		if (awbuf_release(&out, LEN))
+			return (void *)"release";
+	}
+	munmap(at, LEN);
+	return kept_uses > 100 ? NULL : (void *)"memory that is used again is not kept";
+}
+
+static const char *threads(size_t arg)
+{
+	pthread_t thread[THREADS];
+	const char *failed = NULL;
+
+	(void)arg;
+	TRY(open_device());
+	shared = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(shared, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(shared).watching)
+		SKIP("the kernel does not tell when memory changes");
+	until = now_ms() + 3000;
+	for (size_t i = 0; i < THREADS; i++)
+		ENSURE(!pthread_create(&thread[i], NULL, i ? churn : reuse, NULL), "pthread_create");
+	for (size_t i = 0; i < THREADS; i++) {
+		void *result;
+
+		pthread_join(thread[i], &result);
+		failed = result ? result : failed;
+	}
+	ENSURE(!failed, "%s", failed);
+	ENSURE(hits > 100, "%" PRIu64 " turns", hits);
+	return NULL;
+}
+
+/* A child has nothing of its parent's. */
+static const char *forked(size_t arg)
+{
+	struct awbuf *buffers;
+	int status;
+	pid_t child;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	child = fork();
+	if (!child) {
+		struct awbuf_buffer out;
+		int first = awbuf_get_send(buffers, &status, 4, 0, &out) == -1 && errno == EPERM;
+
+		_exit(first && !awbuf_open(NULL, NULL) ? 0 : 1);
+	}
+	ENSURE(child > 0 && waitpid(child, &status, 0) == child, "fork: %s", strerror(errno));
+	ENSURE(!status, "the child may use its parent's buffers");
+	return NULL;
+}
+
+static const struct test tests[] = {
+	{ "data", data, 0, 0, false },
+	{ "short_receive", short_receive, 0, 0, false },
+	{ "measured", measured, 0, 0, false },
+	{ "unmap", changed, UNMAP, 0, false },
+	{ "unmap_by_syscall", changed, SYSCALL, 0, false },
+	{ "map_over", changed, FIXED, 0, false },
+	{ "remap", changed, REMAP, 0, false },
+	{ "empty", changed, EMPTY, 0, false },
+	{ "empty_a_page", changed, PART, 0, false },
+	{ "free", changed, FREE, 0, true },
+	{ "trim", changed, TRIM, 0, true },
+	{ "not_kept", not_kept, 0, 0, false },
+	{ "in_use", in_use, 0, 0, false },
+	{ "limits", limits, 0, 0, false },
+	{ "pool", pool, 0, 0, false },
+	{ "all_end", all_end, 0, 0, false },
+	{ "errors", errors, 0, 0, false },
+	{ "pieces_1", pieces, 1, 0, false },
+	{ "pieces_4", pieces, 4, 0, false },
+	{ "threads", threads, 0, 0, false },
+	{ "forked", forked, 0, 0, true },
+};
+
+int main(int argc, char **argv)
+{
+	return run_tests(tests, COUNT(tests), argc, argv);
+}
