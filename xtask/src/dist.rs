@@ -48,25 +48,37 @@ pub fn run() -> Result {
     remove(&new)?;
     let lib = new.join("lib/anywarp");
     link::run(&symbols, &built.join("libanywarp_abi.a"), &work, &lib, None)?;
-    verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib, &work)?;
-    verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work)?;
-    verbs_program("anywarp-cost", "crates/cli/perf/cost.c", &lib, &work)?;
+    verbs_program("anywarp-selftest", "tests/c/selftest.c", &lib, &work, &[])?;
+    verbs_program("anywarp-perf", "crates/cli/perf/perf.c", &lib, &work, &[])?;
     path_shim(&lib, &work)?;
     direct_verbs_pc(&new.join("lib"))?;
     cmake_package(&new.join("lib"))?;
     for library in &ABOVE {
         library_above(library, &built, &new, &work)?;
     }
+    for crate_ in ["exs", "buffers"] {
+        let include = sh::root().join("crates").join(crate_).join("include");
+        copy_tree(&include, &new.join("include"))?;
+    }
+    let with_buffers = [
+        format!("-I{}", new.join("include").display()),
+        format!("-L{}", new.join("lib").display()),
+        "-lanywarp-buffers".to_owned(),
+        "-Wl,-rpath,$ORIGIN/..".to_owned(),
+    ];
+    verbs_program(
+        "anywarp-cost",
+        "crates/cli/perf/cost.c",
+        &lib,
+        &work,
+        &with_buffers,
+    )?;
     preloaded_sockets(&built, &lib, &work)?;
     provider(&built, &new.join("lib"), &work)?;
     let bin = new.join("bin");
     fs::create_dir_all(&bin)?;
     fs::copy(built.join("anywarp"), bin.join("anywarp"))?;
     copy_tree(&sh::root().join("crates/abi/include"), &new.join("include"))?;
-    for crate_ in ["exs", "buffers"] {
-        let include = sh::root().join("crates").join(crate_).join("include");
-        copy_tree(&include, &new.join("include"))?;
-    }
     exs_ttcp(&new, &work)?;
     generate(&bin.join("anywarp"), &new.join("share"))?;
     copy_tree(
@@ -276,12 +288,13 @@ fn exs_ttcp(new: &Path, work: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Builds a plain verbs program against the libraries in `lib`.
-fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path) -> Result {
+/// Builds a verbs program against the libraries in `lib`, and what `more` names.
+fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path, more: &[String]) -> Result {
     let mut cc = portable::cc();
     cc.args(["-O2", "-o"])
         .arg(lib.join(name))
         .arg(sh::root().join(source))
+        .args(more)
         .arg("-L")
         .arg(lib)
         .args(["-libverbs", "-lrdmacm", "-lpthread"])

@@ -11,10 +11,13 @@
  *   reg     ibv_reg_mr and ibv_dereg_mr; one process
  *   memory  the same of fresh memory, beside copying it; one process
  *   first   time to the first byte: from nothing to a byte there and back, with rdma_cm and with TCP
+ *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered before, or left
+ *           to libanywarp-buffers, whole or in pieces
  *
  * Without a host it is the server. The client prints one line of JSON. Every payload is compared.
  */
 #define _GNU_SOURCE
+#include <anywarp-buffers.h>
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
@@ -54,8 +57,8 @@
 #endif
 
 static const char *test, *host;
-static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port, resident, huge, threads = 1, at_once;
-static const char *action = "register";
+static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port, resident, huge, threads = 1, at_once, fresh_memory;
+static const char *action = "register", *policy = "manager";
 static int control = -1;
 
 static struct ibv_context *device;
@@ -775,6 +778,196 @@ static void memory_costs(void)
 	printf("{\"us\": %.4f, \"cpu\": %.2f, \"times\": %lu}\n", median_us(ns, n), spent ? 100.0 * (double)busy / (double)spent : 0.0, n);
 }
 
+/* ---------------------------------------------------------------- buffers */
+
+static void put(uint8_t *at, uint64_t seed)
+{
+	for (size_t i = 0; i < size; i += 8) {
+		uint64_t word = (i + seed) * 0x9e3779b97f4a7c15u;
+
+		memcpy(at + i, &word, size - i < 8 ? size - i : 8);
+	}
+}
+
+static bool is_put(const uint8_t *at, uint64_t seed)
+{
+	for (size_t i = 0; i < size; i += 8) {
+		uint64_t word = (i + seed) * 0x9e3779b97f4a7c15u;
+
+		if (memcmp(at + i, &word, size - i < 8 ? size - i : 8))
+			return false;
+	}
+	return true;
+}
+
+static uint64_t process_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static void write_out(const void *at, size_t len, uint32_t lkey, uint64_t to)
+{
+	struct ibv_sge sge = { .addr = (uintptr_t)at, .length = (uint32_t)len, .lkey = lkey };
+	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED },
+			   *bad;
+	int rc;
+
+	wr.wr.rdma.remote_addr = theirs.addr + to;
+	wr.wr.rdma.rkey = theirs.rkey;
+	rc = ibv_post_send(qp[0], &wr, &bad);
+	if (rc)
+		die("ibv_post_send: %s", strerror(rc));
+}
+
+/* Asks for the next pieces while those before are sent; the time that the calls of the library take. */
+static uint64_t write_pieces(struct awbuf *buffers, uint8_t *at)
+{
+	uint64_t to = 0, before = now_ns(), took;
+	struct awbuf_pieces *pieces = awbuf_pieces_begin(buffers, at, size, AWBUF_SEND, 0);
+	struct awbuf_buffer sent[8];
+	unsigned long posted = 0, done = 0;
+	struct ibv_wc wc;
+
+	took = now_ns() - before;
+
+	MUST(pieces);
+	for (;;) {
+		struct awbuf_buffer *next = &sent[posted % 8];
+		int more;
+
+		if (posted - done == 8) {
+			completions(&wc, 1);
+			before = now_ns();
+			MUST(!awbuf_release(&sent[done++ % 8], 0));
+			took += now_ns() - before;
+		}
+		before = now_ns();
+		more = awbuf_pieces_next(pieces, next);
+		took += now_ns() - before;
+		if (more < 0)
+			die("awbuf_pieces_next: %s", strerror(errno));
+		if (!more)
+			break;
+		write_out(next->addr, next->length, next->lkey, to);
+		to += next->length;
+		posted++;
+	}
+	while (done < posted) {
+		completions(&wc, 1);
+		before = now_ns();
+		MUST(!awbuf_release(&sent[done++ % 8], 0));
+		took += now_ns() - before;
+	}
+	before = now_ns();
+	MUST(!awbuf_pieces_end(pieces));
+	return took + now_ns() - before;
+}
+
+static void buffers_cost(void)
+{
+	static const char *const policies[] = { "register", "copy", "reuse", "manager", "pieces" };
+	enum { REGISTER, COPY, REUSE, MANAGER, PIECES, NONE } how = 0;
+	uint64_t *ns = calloc(MOST_TIMES, sizeof(*ns)), *ready = calloc(MOST_TIMES, sizeof(*ready));
+	uint64_t began, spent = 0, busy = 0, seed = 0;
+	struct awbuf *buffers = NULL;
+	unsigned long n = 0;
+	void *mapping = NULL;
+	uint8_t *at = NULL;
+	size_t length = 0;
+	struct ibv_wc wc;
+	char verdict;
+
+	while (how < NONE && strcmp(policy, policies[how]))
+		how++;
+	if (how == NONE)
+		die("--policy is register, copy, reuse, manager or pieces");
+	MUST(ns && ready);
+	make(1, 64, size);
+	join();
+	if (!host) {
+		receive_all(&seed, sizeof(seed));
+		verdict = is_put(memory, seed) ? 'y' : 'n';
+		send_all(&verdict, 1);
+		return;
+	}
+	if (how == MANAGER || how == PIECES) {
+		buffers = awbuf_open(pd, NULL);
+		if (!buffers)
+			die("awbuf_open: %s%s", strerror(errno), errno == ENOMEM ? " (more memory may be locked after `ulimit -l unlimited`, as root)" : "");
+	}
+	resident = 1;
+	began = now_ns();
+	while (n < MOST_TIMES && (n < LEAST_TIMES || now_ns() - began < millis * 1000000)) {
+		uint64_t before, middle, after, cpu;
+
+		if (how == REUSE)
+			at = memory;
+		else if (!at || fresh_memory)
+			at = fresh(&mapping, &length);
+		put(at, ++seed);
+		cpu = process_ns();
+		before = now_ns();
+		if (how == REGISTER) {
+			struct ibv_mr *one = register_at(at);
+
+			middle = now_ns();
+			write_out(at, size, one->lkey, 0);
+			completions(&wc, 1);
+			after = now_ns();
+			MUST(!ibv_dereg_mr(one));
+		} else if (how == MANAGER) {
+			struct awbuf_buffer one;
+
+			if (awbuf_get_send(buffers, at, size, 0, &one))
+				die("awbuf_get_send of %lu bytes: %s", size, strerror(errno));
+			middle = now_ns();
+			write_out(one.addr, size, one.lkey, 0);
+			completions(&wc, 1);
+			after = now_ns();
+			MUST(!awbuf_release(&one, 0));
+		} else if (how == PIECES) {
+			middle = before + write_pieces(buffers, at);
+			after = now_ns();
+		} else {
+			if (how == COPY)
+				memcpy(memory, at, size);
+			middle = now_ns();
+			write_out(memory, size, mr->lkey, 0);
+			completions(&wc, 1);
+			after = now_ns();
+		}
+		ns[n] = now_ns() - before;
+		/* All but the transfer. */
+		ready[n] = middle - before + (before + ns[n] - after);
+		n++;
+		busy += process_ns() - cpu;
+		spent += now_ns() - before;
+		if (fresh_memory && how != REUSE)
+			munmap(mapping, length);
+	}
+	send_all(&seed, sizeof(seed));
+	receive_all(&verdict, 1);
+	if (verdict != 'y')
+		die("what was written is not there");
+	if (buffers) {
+		struct awbuf_stats stats;
+
+		MUST(!awbuf_query(buffers, &stats, sizeof(stats)));
+		MUST(!awbuf_close(buffers));
+		printf("{\"critical\": %" PRIu64 ", \"hits\": %" PRIu64 ", \"copied\": %" PRIu64 ", ", stats.critical_size, stats.hits,
+		       stats.copied);
+	} else {
+		printf("{");
+	}
+	double us = median_us(ns, n);
+
+	printf("\"us\": %.4f, \"ready_us\": %.4f, \"mbps\": %.3f, \"cpu\": %.2f, \"times\": %lu}\n", us, median_us(ready, n), (double)size * 8 / us,
+	       spent ? 100.0 * (double)busy / (double)spent : 0.0, n);
+}
+
 /* ---------------------------------------------------------------- time to the first byte */
 
 static struct rdma_addrinfo *resolve(const char *node, const char *service, int flags)
@@ -911,6 +1104,7 @@ int main(int argc, char **argv)
 	} tests[] = {
 		{ "ping", ping, true }, { "read", reads, true }, { "spread", spread, true }, { "passive", passive, true },
 		{ "idle", idle, true }, { "reg", reg, false }, { "memory", memory_costs, false }, { "first", first, true },
+		{ "buffers", buffers_cost, true },
 	};
 	struct {
 		const char *name;
@@ -918,7 +1112,7 @@ int main(int argc, char **argv)
 	} options[] = {
 		{ "--idle", &idle_qps }, { "--qps", &qps }, { "--count", &count }, { "--millis", &millis },
 		{ "--size", &size }, { "--poll", &polls }, { "--port", &port }, { "--resident", &resident }, { "--huge", &huge },
-		{ "--threads", &threads }, { "--at-once", &at_once },
+		{ "--threads", &threads }, { "--at-once", &at_once }, { "--fresh", &fresh_memory },
 	};
 
 	test = argc > 1 ? argv[1] : "";
@@ -927,6 +1121,10 @@ int main(int argc, char **argv)
 
 		if (!strcmp(argv[i], "--action") && i + 1 < argc) {
 			action = argv[++i];
+			continue;
+		}
+		if (!strcmp(argv[i], "--policy") && i + 1 < argc) {
+			policy = argv[++i];
 			continue;
 		}
 		for (size_t o = 0; o < sizeof(options) / sizeof(*options) && i + 1 < argc && !known; o++)
@@ -946,5 +1144,5 @@ int main(int argc, char **argv)
 			tests[t].run();
 			return 0;
 		}
-	die("usage: %s ping|read|spread|passive|idle|reg|memory|first [options] [HOST]", argv[0]);
+	die("usage: %s ping|read|spread|passive|idle|reg|memory|first|buffers [options] [HOST]", argv[0]);
 }

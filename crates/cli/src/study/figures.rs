@@ -78,6 +78,8 @@ pub(crate) enum Runner {
     Memory,
     /// `anywarp-cost first`: the time to the first byte.
     First,
+    /// `anywarp-cost buffers`: ways to make memory ready, and a Write of it.
+    Buffers,
     /// `studies/mpi.c`, under Open MPI.
     Mpi,
     /// `exs-ttcp`
@@ -94,6 +96,7 @@ impl Runner {
             Self::Blast => "blast",
             Self::Memory => "memory",
             Self::First => "first",
+            Self::Buffers => "buffers",
             Self::Mpi => "mpi",
             Self::Exs => "exs",
             Self::None => "none",
@@ -105,7 +108,7 @@ impl Runner {
         let start = match self {
             Self::Ping | Self::Blast | Self::None => 0.08,
             Self::Memory => 0.02,
-            Self::Exs => 0.1,
+            Self::Exs | Self::Buffers => 0.1,
             Self::Mpi | Self::First => 0.6,
         };
         extent.seconds() * 1.1 + start
@@ -115,7 +118,7 @@ impl Runner {
     pub(crate) fn primary(self) -> &'static str {
         match self {
             Self::Ping | Self::Blast | Self::Exs | Self::None => "oneway_us",
-            Self::Memory | Self::First | Self::Mpi => "us",
+            Self::Memory | Self::First | Self::Buffers | Self::Mpi => "us",
         }
     }
 }

@@ -109,7 +109,10 @@ impl Bench {
             Ok(variables) => variables,
             Err(why) => return (String::new(), Err(Miss::Failed(why))),
         };
-        if matches!(point.runner, Runner::Memory | Runner::First) {
+        if matches!(
+            point.runner,
+            Runner::Memory | Runner::First | Runner::Buffers
+        ) {
             return self.cost(point, &variables);
         }
         if point.runner == Runner::Mpi {
@@ -295,8 +298,8 @@ impl Bench {
         };
         let mut words = vec![point.runner.as_str().to_owned()];
         let mut add = |name: &str, value: &str| words.extend([name.to_owned(), value.to_owned()]);
-        let two = point.runner == Runner::First;
-        if two {
+        let two = point.runner != Runner::Memory;
+        if point.runner == Runner::First {
             add(
                 "--count",
                 if self.extent == Extent::Smoke {
@@ -308,8 +311,10 @@ impl Bench {
         } else {
             for (axis, value) in &point.params {
                 match (axis.as_str(), value.as_str()) {
-                    ("action" | "size" | "threads", value) => add(&format!("--{axis}"), value),
-                    ("resident" | "huge", "true") => add(&format!("--{axis}"), "1"),
+                    ("action" | "size" | "threads" | "policy", value) => {
+                        add(&format!("--{axis}"), value);
+                    }
+                    ("resident" | "huge" | "fresh", "true") => add(&format!("--{axis}"), "1"),
                     ("at_once", "true") => add("--at-once", "1"),
                     _ => {}
                 }
