@@ -2,7 +2,7 @@
 
 use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
-use crate::memory::{self, FileMap, Memory, Region, Use};
+use crate::memory::{self, FileMap, Memory, Use};
 use crate::queue::{Event, Queue, Wait};
 use crate::socket::{self, Keep, Op, PollCall, Settings, Socket, Timeout};
 use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment};
@@ -450,9 +450,9 @@ fn resolve(
                 op.keep.push(Keep::Pooled(piece));
             } else {
                 let map = FileMap::new(file.fd, file.offset, len)?;
-                let region = Region::new(&device, map.addr, len, what)?;
+                let region = memory::register(&device, map.addr, len, what)?;
                 addr = map.addr;
-                (lkey, rkey) = (region.lkey, region.rkey);
+                (lkey, rkey) = (region.lkey(), region.rkey());
                 op.keep.push(Keep::Own { _region: region });
                 op.keep.push(Keep::Map { _map: map });
             }
@@ -461,7 +461,7 @@ fn resolve(
             let memory = library.memory(v.handle)?;
             require(len == 0 || memory.contains(addr, len), libc::EACCES)?;
             let region = memory.region(&device, what)?;
-            (lkey, rkey) = (region.lkey, region.rkey);
+            (lkey, rkey) = (region.lkey(), region.rkey());
             op.keep.push(Keep::Memory {
                 _memory: memory,
                 _region: region,
@@ -487,8 +487,8 @@ fn resolve(
                 (lkey, rkey) = piece.keys();
                 op.keep.push(Keep::Pooled(piece));
             } else {
-                let region = Region::new(&device, addr, len, what)?;
-                (lkey, rkey) = (region.lkey, region.rkey);
+                let region = memory::register(&device, addr, len, what)?;
+                (lkey, rkey) = (region.lkey(), region.rkey());
                 op.keep.push(Keep::Own { _region: region });
             }
         }

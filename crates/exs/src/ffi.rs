@@ -6,13 +6,6 @@ use libc::{c_int, c_void, sockaddr};
 #[link(name = "ibverbs")]
 unsafe extern "C" {
     pub(crate) fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd;
-    pub(crate) fn ibv_reg_mr(
-        pd: *mut ibv_pd,
-        addr: *mut c_void,
-        len: usize,
-        access: c_int,
-    ) -> *mut ibv_mr;
-    pub(crate) fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int;
     pub(crate) fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel;
     pub(crate) fn ibv_create_cq(
         context: *mut ibv_context,

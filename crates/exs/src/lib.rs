@@ -3,7 +3,7 @@
 //! ```text
 //! api      the C functions of <exs.h>
 //! library  tables of sockets, queues and memory; the thread that waits for devices
-//! socket   a connection with its buffers   queue  events   memory  registrations
+//! socket   a connection with its buffers   queue  events   memory  registrations (by anywarp-buffers)
 //! flow     what goes when: a state machine without I/O
 //! wire     messages and private data       ffi    libibverbs and librdmacm
 //! ```

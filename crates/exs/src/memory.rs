@@ -2,9 +2,9 @@
 
 use crate::ffi;
 use crate::lock::lock;
+use anywarp_buffers::{self as buffers, Manager, Region};
 use libc::{c_int, c_void};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
 
 /// A pointer of the verbs libraries, which may be used by any thread.
 pub(crate) struct Ptr<T>(pub(crate) *mut T);
@@ -35,13 +35,14 @@ pub(crate) struct Device {
     pub(crate) channel: Ptr<ffi::ibv_comp_channel>,
     pub(crate) iwarp: bool,
     /// Memory that the program has not registered is copied up to this length, bytes: registering it would take longer.
-    pub(crate) critical: u64,
+    critical: usize,
 }
 
 /// The limit of [`Device::critical`], for devices on which registering takes very long.
 const MAX_CRITICAL: usize = 64 << 10;
-/// How often registering and copying are measured. The median counts.
-const TRIES: usize = 9;
+/// Bytes of registered buffers of one connection, at most, for each direction. When all are in use, memory of the program is
+/// registered for the call.
+const MAX_POOL: usize = 2 << 20;
 
 impl Device {
     pub(crate) fn open(context: *mut ffi::ibv_context) -> Result<Self, c_int> {
@@ -61,42 +62,31 @@ impl Device {
                 return Err(crate::errno());
             }
             let iwarp = (*(*context).device).transport_type == ffi::IBV_TRANSPORT_IWARP;
-            let mut device = Self {
+            let access = Use::Source.access(iwarp);
+            let critical = buffers::critical_size(pd, access, MAX_CRITICAL)?;
+            Ok(Self {
                 context: Ptr(context),
                 pd: Ptr(pd),
                 channel: Ptr(channel),
                 iwarp,
-                critical: 0,
-            };
-            device.critical = device.measure()?;
-            Ok(device)
+                critical,
+            })
         }
     }
 
-    /// The length at which a registration takes as long as a copy.
-    fn measure(&self) -> Result<u64, c_int> {
-        let mut block = vec![1u8; 2 * MAX_CRITICAL].into_boxed_slice();
-        let addr = block.as_mut_ptr().expose_provenance() as u64;
-        let mut registering = [Duration::MAX; TRIES];
-        let mut copying = [Duration::MAX; TRIES];
-        for (registering, copying) in registering.iter_mut().zip(&mut copying) {
-            let begun = Instant::now();
-            drop(Region::new(self, addr, MAX_CRITICAL as u64, Use::Source)?);
-            *registering = begun.elapsed();
-            let (from, to) = block.split_at_mut(MAX_CRITICAL);
-            let begun = Instant::now();
-            to.copy_from_slice(from);
-            std::hint::black_box(&mut *to);
-            *copying = begun.elapsed();
-        }
-        let [registering, copying] = [registering, copying].map(|mut times| {
-            times.sort_unstable();
-            times.get(TRIES / 2).map_or(1, Duration::as_nanos).max(1)
-        });
-        let critical = registering * (MAX_CRITICAL as u128) / copying;
-        Ok(u64::try_from(critical)
-            .unwrap_or(u64::MAX)
-            .min(MAX_CRITICAL as u64))
+    /// Registered buffers, to copy memory that the program has not registered. Each connection has its own, because its peer
+    /// may read everything that a registration covers; for the same reason no registration is kept.
+    pub(crate) fn pool(&self) -> Option<Manager> {
+        let settings = buffers::Settings {
+            send_access: Use::Source.access(self.iwarp),
+            receive_access: Use::Sink.access(self.iwarp),
+            critical: Some(self.critical),
+            pool_bytes: MAX_POOL,
+            cache_bytes: 0,
+            ..buffers::Settings::default()
+        };
+        // SAFETY: the domain lives as long as the process.
+        unsafe { Manager::open(self.pd.0, settings) }.ok()
     }
 }
 
@@ -113,47 +103,24 @@ pub(crate) enum Use {
     Target,
 }
 
-/// A registration with one device, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Region {
-    mr: Ptr<ffi::ibv_mr>,
-    pub(crate) lkey: u32,
-    pub(crate) rkey: u32,
-}
-
-impl Region {
-    pub(crate) fn new(device: &Device, addr: u64, len: u64, what: Use) -> Result<Self, c_int> {
-        let access = match what {
-            Use::Source => ffi::IBV_ACCESS_REMOTE_READ,
+impl Use {
+    /// The rights of memory that is used so.
+    fn access(self, iwarp: bool) -> u32 {
+        match self {
+            Self::Source => ffi::IBV_ACCESS_REMOTE_READ,
             // In iWARP the Read Request carries the key of the sink, which must allow remote writes.
-            Use::Sink if device.iwarp => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
-            Use::Local | Use::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
-            Use::Target => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
-        };
-        let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
-        let addr = std::ptr::with_exposed_provenance_mut::<c_void>(
-            usize::try_from(addr).map_err(|_| libc::EFAULT)?,
-        );
-        // SAFETY: the library checks the range; what it may do with it is the caller's contract.
-        let mr = unsafe { ffi::ibv_reg_mr(device.pd.0, addr, len, access.cast_signed()) };
-        if mr.is_null() {
-            return Err(crate::errno());
+            Self::Sink if iwarp => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
+            Self::Local | Self::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
+            Self::Target => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
         }
-        // SAFETY: a registration that was just made.
-        let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
-        Ok(Self {
-            mr: Ptr(mr),
-            lkey,
-            rkey,
-        })
     }
 }
 
-impl Drop for Region {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`, and nothing else ends it.
-        unsafe { ffi::ibv_dereg_mr(self.mr.0) };
-    }
+/// Registers memory with a device.
+pub(crate) fn register(device: &Device, addr: u64, len: u64, what: Use) -> Result<Region, c_int> {
+    let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
+    // SAFETY: the domain lives as long as the process; what may be done with the memory is the caller's contract.
+    unsafe { Region::new(device.pd.0, addr, len, what.access(device.iwarp)) }
 }
 
 /// Memory that the program has registered. It is registered with a device, with the rights of a use, when it is first used
@@ -186,117 +153,9 @@ impl Memory {
         if let Some((_, _, region)) = regions.iter().find(|(k, u, _)| *k == key && *u == what) {
             return Ok(Arc::clone(region));
         }
-        let region = Arc::new(Region::new(device, self.addr, self.len, what)?);
+        let region = Arc::new(register(device, self.addr, self.len, what)?);
         regions.push((key, what, Arc::clone(&region)));
         Ok(region)
-    }
-}
-
-/// The sizes of pooled buffers.
-const CLASSES: [usize; 4] = [1 << 10, 4 << 10, 16 << 10, MAX_CRITICAL];
-/// Memory that is registered at once, for buffers of one size.
-const SLAB: usize = 256 << 10;
-/// The largest number of slabs of a pool. When all buffers are in use, memory of the program is registered for the call.
-const MAX_SLABS: usize = 8;
-
-/// Registered buffers, to copy memory that the program has not registered. Each connection has a pool of its own, because
-/// its peer may read everything that a registration covers.
-#[derive(Debug)]
-pub(crate) struct Pool {
-    what: Use,
-    state: Mutex<PoolState>,
-}
-
-#[derive(Debug, Default)]
-struct PoolState {
-    slabs: Vec<Slab>,
-    /// For each size, the buffers that are free.
-    free: [Vec<Place>; CLASSES.len()],
-}
-
-#[derive(Debug)]
-struct Slab {
-    /// Dropped before the memory that it covers: fields are dropped in order.
-    _region: Region,
-    _bytes: Box<[u8]>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Place {
-    addr: u64,
-    lkey: u32,
-    rkey: u32,
-}
-
-/// A buffer of a pool, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Piece {
-    pool: Arc<Pool>,
-    class: usize,
-    place: Place,
-}
-
-impl Pool {
-    pub(crate) fn new(what: Use) -> Self {
-        Self {
-            what,
-            state: Mutex::default(),
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, PoolState> {
-        lock(&self.state)
-    }
-
-    /// A buffer for `len` bytes. `None` if copying so many takes longer than registering them, or if all buffers are in use.
-    pub(crate) fn take(self: &Arc<Self>, device: &Device, len: u64) -> Option<Piece> {
-        let len = usize::try_from(len.max(1)).ok()?;
-        if len as u64 > device.critical {
-            return None;
-        }
-        let class = CLASSES.iter().position(|c| *c >= len)?;
-        let size = *CLASSES.get(class)?;
-        let mut state = self.lock();
-        let state = &mut *state;
-        let free = state.free.get_mut(class)?;
-        if free.is_empty() && state.slabs.len() < MAX_SLABS {
-            let mut bytes = vec![0u8; SLAB].into_boxed_slice();
-            let addr = bytes.as_mut_ptr().expose_provenance() as u64;
-            let region = Region::new(device, addr, SLAB as u64, self.what).ok()?;
-            let (lkey, rkey) = (region.lkey, region.rkey);
-            free.extend((0..SLAB / size).map(|i| Place {
-                addr: addr + (i * size) as u64,
-                lkey,
-                rkey,
-            }));
-            state.slabs.push(Slab {
-                _region: region,
-                _bytes: bytes,
-            });
-        }
-        Some(Piece {
-            pool: Arc::clone(self),
-            class,
-            place: free.pop()?,
-        })
-    }
-}
-
-impl Piece {
-    pub(crate) fn addr(&self) -> u64 {
-        self.place.addr
-    }
-
-    pub(crate) fn keys(&self) -> (u32, u32) {
-        (self.place.lkey, self.place.rkey)
-    }
-}
-
-impl Drop for Piece {
-    fn drop(&mut self) {
-        if let Some(free) = self.pool.lock().free.get_mut(self.class) {
-            free.push(self.place);
-        }
     }
 }
 

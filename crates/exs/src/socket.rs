@@ -4,15 +4,16 @@ use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
-use crate::memory::{Device, FileMap, Memory, Piece, Pool, Ptr, Region, Use};
+use crate::memory::{Device, FileMap, Memory, Ptr, Use, register};
 use crate::queue::{Event, MORE, Queue};
 use crate::wire::{
     HEADER_LENGTH, HELLO_LENGTH, Hello, MAX_SEGMENTS, Message, SEGMENT_LENGTH, Segment,
 };
+use anywarp_buffers::{self as buffers, Manager, Piece, Region};
 use libc::{c_int, c_void};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Numbers of the events, as `<exs.h>` has them.
@@ -221,7 +222,7 @@ impl Early {
     fn new(device: &Device, size: usize) -> Result<Self, c_int> {
         let mut bytes = vec![0u8; size].into_boxed_slice();
         let addr = bytes.as_mut_ptr().expose_provenance() as u64;
-        let region = Region::new(device, addr, size as u64, Use::Sink)?;
+        let region = register(device, addr, size as u64, Use::Sink)?;
         Ok(Self { region, bytes })
     }
 
@@ -232,7 +233,7 @@ impl Early {
         let from = at % size;
         let ring = [(base + from, size - from), (base, from)].map(|(addr, len)| Segment {
             addr,
-            stag: self.region.lkey,
+            stag: self.region.lkey(),
             len: u32::try_from(len).unwrap_or(0),
         });
         flow::cut(&ring, 0, len)
@@ -274,8 +275,7 @@ pub(crate) struct Socket {
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
     /// Registered buffers, to copy memory that the program has not registered.
-    source: Arc<Pool>,
-    sink: Arc<Pool>,
+    pool: OnceLock<Option<Manager>>,
     /// The program has closed the socket, and its last messages are not sent yet.
     gone: AtomicBool,
     /// Threads of the program poll the completion queue, so it is not armed.
@@ -324,8 +324,7 @@ impl Socket {
                 closing: None,
                 closed: None,
             }),
-            source: Arc::new(Pool::new(Use::Source)),
-            sink: Arc::new(Pool::new(Use::Sink)),
+            pool: OnceLock::new(),
             gone: AtomicBool::new(false),
             hot: AtomicBool::new(false),
             touched: AtomicBool::new(false),
@@ -467,11 +466,13 @@ impl Socket {
 
     /// A registered buffer for `len` bytes of memory that is not registered, if copying it costs less.
     pub(crate) fn buffer(&self, device: &Device, len: u64, what: Use) -> Option<Piece> {
-        match what {
-            Use::Source => self.source.take(device, len),
-            Use::Sink => self.sink.take(device, len),
-            Use::Local | Use::Target => None,
-        }
+        let of = match what {
+            Use::Source => buffers::Use::Send,
+            Use::Sink => buffers::Use::Receive,
+            Use::Local | Use::Target => return None,
+        };
+        let pool = self.pool.get_or_init(|| device.pool()).as_ref()?;
+        pool.piece(of, usize::try_from(len).ok()?)
     }
 
     /// Has the thread of the library call [`Socket::expire`] at the deadline.
@@ -1100,7 +1101,7 @@ impl Link {
 
     fn post_recv(&mut self, slot: Slot) -> Result<(), c_int> {
         let length = u32::try_from(self.size).unwrap_or(0);
-        let lkey = self._region.lkey;
+        let lkey = self._region.lkey();
         let Some(buffer) = self.buffer(slot) else {
             return Err(libc::EIO);
         };
@@ -1269,7 +1270,7 @@ impl Inner {
             .next_multiple_of(64);
         let mut buffers = vec![0u8; (receives + sends) * size].into_boxed_slice();
         let addr = buffers.as_mut_ptr().expose_provenance() as u64;
-        let region = Region::new(&device, addr, buffers.len() as u64, Use::Local)?;
+        let region = register(&device, addr, buffers.len() as u64, Use::Local)?;
         let depth = u32::try_from(receives + sends).map_err(|_| libc::EINVAL)? + TRANSFERS;
         let context = std::ptr::without_provenance_mut::<c_void>(usize::try_from(fd).unwrap_or(0));
         let entries = c_int::try_from(depth).map_err(|_| libc::EINVAL)?;
@@ -1409,7 +1410,7 @@ impl Inner {
             return Err(libc::EIO);
         };
         let bytes = message.write();
-        let lkey = link._region.lkey;
+        let lkey = link._region.lkey();
         let Some(buffer) = link.buffer(slot) else {
             return Err(libc::EIO);
         };
@@ -1499,13 +1500,13 @@ impl Inner {
                 };
                 if op.keep.is_empty() && to.len > 0 {
                     for segment in &mut op.segments {
-                        let region = Region::new(
+                        let region = register(
                             &link.device,
                             segment.addr,
                             u64::from(segment.len),
                             Use::Source,
                         )?;
-                        segment.stag = region.lkey;
+                        segment.stag = region.lkey();
                         op.keep.push(Keep::Own { _region: region });
                     }
                 }
