@@ -282,6 +282,22 @@ fn hints(folder: &Path) -> Result {
     {
         return Err(format!("no advice from pb:1b:\n{advice}").into());
     }
+    // The table of suitability, with what was measured and what was not.
+    for (parameter, measured, why) in [
+        ("short connections", true, "[hc:ttfb]"),
+        ("buffers that are used again", true, "[hc:rules]"),
+        (
+            "large transfers",
+            false,
+            "not measured: anywarp study run exs:11",
+        ),
+        ("scattered data", false, "no figure measures it"),
+    ] {
+        let row = advice.lines().find(|line| line.starts_with(parameter));
+        if !row.is_some_and(|row| row.contains(" ? ") != measured && row.ends_with(why)) {
+            return Err(format!("no row of {parameter}, {why}:\n{advice}").into());
+        }
+    }
     Ok(())
 }
 

@@ -292,6 +292,29 @@ fn most() -> f64 {
     0.8
 }
 
+/// A row of a table of what RDMA is suited for: judged by a finding of another figure.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Row {
+    /// What matters to a program.
+    pub(crate) parameter: String,
+    /// A kind of program of which that is so.
+    pub(crate) example: String,
+    /// Whether RDMA suits it, says the paper.
+    pub(crate) suits: bool,
+    /// The figure and the number of its finding that say the same of this machine, if they hold. Nothing if there are none.
+    pub(crate) figure: Option<String>,
+    #[serde(default = "first")]
+    pub(crate) finding: usize,
+    /// What was measured, with `{}` for the number of the finding.
+    #[serde(default)]
+    pub(crate) here: String,
+}
+
+fn first() -> usize {
+    1
+}
+
 /// One figure of a paper.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -326,6 +349,9 @@ pub(crate) struct Figure {
     pub(crate) log: bool,
     #[serde(default)]
     pub(crate) finding: Vec<Finding>,
+    /// The rows, if it is a table.
+    #[serde(default)]
+    pub(crate) row: Vec<Row>,
 }
 
 /// A file: one experiment.
@@ -571,6 +597,30 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
             if !names.insert(id.clone()) {
                 return Err(format!("{}: {id} is there twice", folder.display()));
             }
+        }
+    }
+    for row in all
+        .iter()
+        .flat_map(|e| &e.figures)
+        .flat_map(|figure| &figure.row)
+    {
+        let Some(figure) = &row.figure else { continue };
+        let mut figures = all
+            .iter()
+            .flat_map(|e| e.figures.iter().map(move |f| (e.id(f), f)));
+        let there = figures.any(|(id, f)| {
+            id == *figure
+                && row
+                    .finding
+                    .checked_sub(1)
+                    .is_some_and(|n| n < f.finding.len())
+        });
+        if !there {
+            return Err(format!(
+                "{}: {figure} has no finding {}, which a table names",
+                folder.display(),
+                row.finding
+            ));
         }
     }
     Ok(all)

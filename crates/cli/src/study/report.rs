@@ -8,7 +8,9 @@ use std::path::PathBuf;
 use anywarp_plot::{Grid, Series, Small, Spread};
 use serde_json::{Value as Json, json};
 
-use super::figures::{self, Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point};
+use super::figures::{
+    self, Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point, Row,
+};
 use super::finding::{self, Judged, Values, Verdict, digits};
 use super::store::Store;
 use super::{changed, needs, write};
@@ -564,6 +566,19 @@ impl<'a> Seen<'a> {
     }
 }
 
+/// A row of a table of suitability, with what was measured.
+#[derive(Debug)]
+struct Suited<'a> {
+    row: &'a Row,
+    /// Whether RDMA suits on this machine, if that was measured.
+    here: Option<bool>,
+    why: String,
+}
+
+fn yes(suits: bool) -> &'static str {
+    if suits { "yes" } else { "no" }
+}
+
 /// Why a finding does not hold, as far as it is known.
 fn why(finding: &Finding, control: Option<&Judged>) -> String {
     let shown = control.is_some_and(|control| control.verdict == Verdict::Met);
@@ -663,7 +678,59 @@ impl<'a> Report<'a> {
                 "what was measured is not enough for advice: `anywarp study run pb --quick`\n",
             );
         }
+        for seen in self.seen.iter().filter(|s| !s.figure.row.is_empty()) {
+            let rows = self.rows(seen.figure);
+            let width = |cell: fn(&Row) -> &String| {
+                let all = rows.iter().map(|row| cell(row.row).chars().count());
+                all.max().unwrap_or(0)
+            };
+            let first = width(|row| &row.parameter);
+            let second = width(|row| &row.example);
+            let _ = writeln!(text, "\n{} [{}]\n", seen.figure.title, seen.id);
+            let _ = writeln!(
+                text,
+                "{:first$}  {:second$}  paper  here  why",
+                "what matters", "such as"
+            );
+            for suited in &rows {
+                let _ = writeln!(
+                    text,
+                    "{:first$}  {:second$}  {:5}  {:4}  {}",
+                    suited.row.parameter,
+                    suited.row.example,
+                    yes(suited.row.suits),
+                    suited.here.map_or("?", yes),
+                    suited.why
+                );
+            }
+        }
         text
+    }
+
+    /// The rows of a table, by the findings that they name.
+    fn rows(&self, table: &'a Figure) -> Vec<Suited<'a>> {
+        let judge = |row: &'a Row| {
+            let named = row.figure.as_ref().and_then(|id| {
+                let seen = self.seen.iter().find(|seen| seen.id == *id)?;
+                let (judged, _) = seen.findings.get(row.finding.checked_sub(1)?)?;
+                Some((id, judged))
+            });
+            let (here, why) = match named {
+                None => (None, "no figure measures it".to_owned()),
+                Some((id, judged)) => match judged.verdict {
+                    Verdict::Unknown => (None, format!("not measured: anywarp study run {id}")),
+                    verdict => {
+                        let number = judged.number.map_or_else(|| "?".to_owned(), digits);
+                        (
+                            Some(row.suits == (verdict == Verdict::Met)),
+                            format!("{} [{id}]", row.here.replace("{}", &number)),
+                        )
+                    }
+                },
+            };
+            Suited { row, here, why }
+        };
+        table.row.iter().map(judge).collect()
     }
 
     /// Writes all files; the path of the page.
@@ -689,6 +756,32 @@ impl<'a> Report<'a> {
         let page = folder.join("index.html");
         write(&page, &self.page()?)?;
         Ok(page)
+    }
+
+    /// The part of the page of a table of suitability.
+    fn table(&self, seen: &Seen<'a>) -> String {
+        let mut text = format!(
+            "<section id=\"{}\"><h3>{}: {}</h3>\n<p><b>{}</b> The paper: {}</p>\n<table><tr><th>what matters</th><th>such as</th>\
+             <th>the paper</th><th>here</th><th></th></tr>\n",
+            seen.anchor(),
+            escape(&seen.id),
+            escape(&seen.figure.title),
+            escape(&seen.figure.asks),
+            escape(&seen.figure.found)
+        );
+        for suited in self.rows(seen.figure) {
+            let _ = writeln!(
+                text,
+                "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+                escape(&suited.row.parameter),
+                escape(&suited.row.example),
+                yes(suited.row.suits),
+                suited.here.map_or("?", yes),
+                escape(&suited.why)
+            );
+        }
+        text.push_str("</table></section>\n");
+        text
     }
 
     fn page(&self) -> io::Result<String> {
@@ -749,7 +842,11 @@ impl<'a> Report<'a> {
             }
             text.push_str("</table>\n");
             for seen in of {
-                text.push_str(&seen.section(self.store)?);
+                if seen.figure.row.is_empty() {
+                    text.push_str(&seen.section(self.store)?);
+                } else {
+                    text.push_str(&self.table(seen));
+                }
             }
         }
         text.push_str("</body></html>\n");
