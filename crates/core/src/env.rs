@@ -120,6 +120,22 @@ pub const VARIABLES: &[Variable] = &[
                net.ipv4.tcp_allowed_congestion_control names; the host's when unset. `anywarp stat` shows it.",
     },
     Variable {
+        name: "ANYWARP_GSO",
+        reader: Reader::Device,
+        default: "1",
+        value: "0",
+        text: "Datagrams of one length to one peer go to the kernel as one that it, or the card, divides (UDP_SEGMENT); each by \
+               itself with 0. This end alone needs it.",
+    },
+    Variable {
+        name: "ANYWARP_GRO",
+        reader: Reader::Device,
+        default: "1",
+        value: "0",
+        text: "Datagrams that arrive together come from the kernel as one (UDP_GRO); each by itself with 0. This end alone needs \
+               it.",
+    },
+    Variable {
         name: "ANYWARP_RC",
         reader: Reader::Device,
         default: "tcp",

@@ -47,6 +47,10 @@ pub struct Config {
     pub pages: Pages,
     /// `ANYWARP_CC`: the TCP congestion control; `None` for the host's.
     pub congestion_control: Option<String>,
+    /// `ANYWARP_GSO`: whether runs of datagrams go to the kernel as one.
+    pub gso: bool,
+    /// `ANYWARP_GRO`: whether runs of datagrams come from the kernel as one.
+    pub gro: bool,
     /// `ANYWARP_RC=udp`: reliable connections made by `ibv_modify_qp` use reliable datagrams. Both ends must choose it.
     pub rc_over_udp: bool,
     /// `ANYWARP_PORTS=apart`: listeners of rdma_cm leave the TCP port of their number to others from the start.
@@ -223,6 +227,8 @@ impl Config {
                 Pages::Leave
             },
             congestion_control: text("ANYWARP_CC"),
+            gso: reader.choice("ANYWARP_GSO", true, &[("1", true), ("0", false)]),
+            gro: reader.choice("ANYWARP_GRO", true, &[("1", true), ("0", false)]),
             rc_over_udp: reader.choice("ANYWARP_RC", false, &[("tcp", false), ("udp", true)]),
             ports_apart: reader.choice("ANYWARP_PORTS", false, &[("tcp", false), ("apart", true)]),
             uc_over_rd: reader.choice("ANYWARP_UC", false, &[("udp", false), ("rd", true)]),
@@ -320,6 +326,18 @@ mod tests {
             ]
         );
         assert!(with(&[("ANYWARP_CARRIER", "")]).warnings.is_empty());
+    }
+
+    #[test]
+    fn segmentation_offload_is_switched_off_for_each_direction() {
+        let of = |variables: &[(&str, &str)]| {
+            let config = with(variables);
+            (config.gso, config.gro)
+        };
+        assert_eq!(of(&[]), (true, true));
+        assert_eq!(of(&[("ANYWARP_GSO", "0")]), (false, true));
+        assert_eq!(of(&[("ANYWARP_GRO", "0")]), (true, false));
+        assert_eq!(with(&[("ANYWARP_GRO", "no")]).warnings.len(), 1);
     }
 
     #[test]

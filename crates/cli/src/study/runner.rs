@@ -181,7 +181,8 @@ impl Bench {
             if is("carrier", &["memory"]) {
                 return Some("two machines have no memory in common");
             }
-            if limited || is("carrier", &["udp"]) || is("crc", &["false"]) {
+            let offload = is("gso", &["false"]) || is("gro", &["false"]);
+            if limited || offload || is("carrier", &["udp"]) || is("crc", &["false"]) {
                 return Some(
                     "both ends need the same variables, and the server elsewhere has its own",
                 );
@@ -415,6 +416,11 @@ impl Bench {
         }
         if params.get("crc").is_some_and(|crc| crc == "false") {
             set("ANYWARP_CRC", "0");
+        }
+        for (axis, name) in [("gso", "ANYWARP_GSO"), ("gro", "ANYWARP_GRO")] {
+            if params.get(axis).is_some_and(|on| on == "false") {
+                set(name, "0");
+            }
         }
         for name in ["rate", "loss"] {
             if let Some(value) = params.get(name)

@@ -28,6 +28,7 @@ use anywarp_core::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use smallvec::SmallVec;
 
 use crate::clock;
+use crate::config::config;
 use crate::context::Context;
 use crate::engine::DeviceListener;
 use crate::fault::{Deliver, Faults};
@@ -150,7 +151,7 @@ impl DgramQp {
                     cork: Cork::new(clock::start()),
                     #[cfg(test)]
                     cork: Cork::for_slow_machines(clock::start()),
-                    run_max: usize::MAX,
+                    run_max: if config().gso { usize::MAX } else { 0 },
                     source: None,
                     groups: Vec::new(),
                     stall: None,

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
+use crate::config::config;
 use crate::fd::EngineFd;
 use crate::log;
 use crate::sys::socket::set_option;
@@ -84,7 +85,7 @@ pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
             set(libc::SOL_SOCKET, plain, bytes);
         }
     }
-    set(libc::SOL_UDP, libc::UDP_GRO, 1);
+    set(libc::SOL_UDP, libc::UDP_GRO, i32::from(config().gro));
     // The address in an address handle may be a broadcast address, to which the kernel sends only with this option.
     set(libc::SOL_SOCKET, libc::SO_BROADCAST, 1);
     // The Global Route Header in front of a received message is made from these values. IPv4 packets may arrive on an IPv6

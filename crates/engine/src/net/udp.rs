@@ -580,5 +580,7 @@ mod tests {
         assert_eq!(of(&[(1, 4000); 100]), RUN_BYTES_MAX / 4000);
         assert_eq!(of(&[(1, 61_000); 2]), 1);
         assert_eq!(run_length(&[datagram(1, 9), datagram(1, 9)], 8), 1);
+        // ANYWARP_GSO=0
+        assert_eq!(run_length(&[datagram(1, 1), datagram(1, 1)], 0), 1);
     }
 }
