@@ -108,6 +108,8 @@ fn label(axis: &str, value: &str) -> String {
         ("pin", "false") => "pages not locked",
         ("huge", "true") => "pages of 2 MiB",
         ("huge", "false") => "pages of 4 KiB",
+        ("streams", "1") => "1 stream",
+        ("streams", count) => return format!("{count} streams"),
         ("gso", "true") => "send offload",
         ("gso", "false") => "no send offload",
         ("gro", "true") => "receive offload",

@@ -44,7 +44,8 @@ pub(crate) struct Bench {
     elsewhere: Option<(String, u16)>,
     /// Processors of the server and of the client.
     processors: Option<(Vec<usize>, Vec<usize>)>,
-    servers: BTreeMap<Variables, Server>,
+    /// By variables and number of the stream.
+    servers: BTreeMap<(Variables, usize), Server>,
     mpi: Mpi,
     interrupted: Interrupted,
 }
@@ -137,6 +138,10 @@ impl Bench {
             Ok(words) => words,
             Err(why) => return (String::new(), Err(Miss::Failed(why))),
         };
+        let streams = match streams(point) {
+            Ok(streams) => streams,
+            Err(why) => return (String::new(), Err(Miss::Failed(why))),
+        };
         let host = self.elsewhere.as_ref().map_or(HERE, |(host, _)| host);
         let system = if self.device.is_some() {
             " --system"
@@ -152,13 +157,16 @@ impl Bench {
             "anywarp {name} {host} {}{system}",
             words.join(" ")
         ));
+        if streams > 1 {
+            command.push_str(&format!(" ({streams} at once)"));
+        }
         let all = ["anywarp", name, host]
             .into_iter()
             .chain(words.iter().map(String::as_str))
             .chain(self.device.as_ref().map(|_| "--system"));
         let outcome = match Cli::try_parse_from(all).map(|cli| cli.command) {
-            Ok(cli::Command::Ping(args)) => self.run(&args, true, variables),
-            Ok(cli::Command::Blast(args)) => self.run(&args, false, variables),
+            Ok(cli::Command::Ping(args)) => self.run(&args, true, &variables, streams),
+            Ok(cli::Command::Blast(args)) => self.run(&args, false, &variables, streams),
             Ok(_) => Err("not a command that measures".to_owned()),
             Err(e) => Err(e.to_string().lines().next().unwrap_or_default().to_owned()),
         };
@@ -215,27 +223,52 @@ impl Bench {
         }
     }
 
-    fn run(&mut self, args: &Perf, ping: bool, variables: Variables) -> Result<Sample, String> {
+    /// Runs as many streams at once as the point has, each between two processes of its own.
+    fn run(
+        &mut self,
+        args: &Perf,
+        ping: bool,
+        variables: &Variables,
+        streams: usize,
+    ) -> Result<Sample, String> {
         let size = args.size.0.first().copied().unwrap_or(1);
-        if !self.servers.contains_key(&variables) {
-            let server = self.server(&variables)?;
-            self.servers.insert(variables.clone(), server);
+        let mut servers = Vec::new();
+        for stream in 0..streams {
+            let kept = self.servers.remove(&(variables.clone(), stream));
+            servers.push(kept.map_or_else(|| self.server(variables), Ok)?);
         }
-        let Some(server) = self.servers.get_mut(&variables) else {
-            return Err("no server".to_owned());
-        };
         if let Some((_, client)) = &self.processors {
             pin(client);
         }
-        let mut session = match server.session.take() {
-            Some(session) if server.used.elapsed() < IDLE => session,
-            _ => Session::connect(&server.host, server.port)?,
+        let (library, interrupted) = (&self.library, &self.interrupted);
+        let one = |server: &mut Server| {
+            let mut session = match server.session.take() {
+                Some(session) if server.used.elapsed() < IDLE => session,
+                _ => Session::connect(&server.host, server.port)?,
+            };
+            let run = session.run(args, ping, variables, library, interrupted)?;
+            // A session is kept only behind a run that ended as it should.
+            server.session = Some(session);
+            server.used = Instant::now();
+            run.figures(args, ping, size)
         };
-        let run = session.run(args, ping, &variables, &self.library, &self.interrupted)?;
-        // A session is kept only behind a run that ended as it should.
-        server.session = Some(session);
-        server.used = Instant::now();
-        run.figures(args, ping, size)
+        let samples: Vec<Result<Sample, String>> = match servers.as_mut_slice() {
+            [server] => vec![one(server)],
+            several => thread::scope(|scope| {
+                let threads: Vec<_> = several
+                    .iter_mut()
+                    .map(|server| scope.spawn(|| one(server)))
+                    .collect();
+                let failed = |_| Err("a stream's thread has failed".to_owned());
+                let ends = threads.into_iter().map(thread::ScopedJoinHandle::join);
+                ends.map(|end| end.unwrap_or_else(failed)).collect()
+            }),
+        };
+        for (stream, server) in servers.into_iter().enumerate() {
+            self.servers.insert((variables.clone(), stream), server);
+        }
+        let samples: Result<Vec<Sample>, String> = samples.into_iter().collect();
+        Ok(together(&samples?))
     }
 
     fn server(&self, variables: &Variables) -> Result<Server, String> {
@@ -437,6 +470,32 @@ impl Bench {
     }
 }
 
+/// The number of streams of a point.
+fn streams(point: &Point) -> Result<usize, String> {
+    let given = point.params.get("streams").map_or("1", String::as_str);
+    let streams = given.parse().ok().filter(|n| (1..=64).contains(n));
+    streams.ok_or_else(|| format!("streams={given} is not a number from 1 to 64"))
+}
+
+/// What several streams measured at once: rates and processor time of all, times of one in the middle.
+fn together(samples: &[Sample]) -> Sample {
+    let mut all = Sample::new();
+    for name in samples.iter().flat_map(BTreeMap::keys) {
+        let values = samples
+            .iter()
+            .filter_map(|sample| sample.get(name).copied());
+        let value = match name.as_str() {
+            "mbps" | "arrived_mbps" | "messages" | "cpu_local" | "cpu_remote" => values.sum(),
+            // Streams that share a processor wait for it: that is what is measured, and no noise.
+            "waited" if samples.len() > 1 => continue,
+            "elapsed_s" => values.fold(0.0, f64::max),
+            _ => values.sum::<f64>() / samples.len() as f64,
+        };
+        all.insert(name.clone(), value);
+    }
+    all
+}
+
 /// Waits until a program listens on `port`; a connection would be taken for its client.
 fn listens(port: u16) -> Result<(), String> {
     let end = Instant::now() + READY;
@@ -516,7 +575,11 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
     if let Some(segment) = get("segment") {
         add("--segment", segment);
     }
-    add("-d", &extent.seconds().to_string());
+    // Streams do not begin at the same moment: what they do alone shall count little.
+    add(
+        "-d",
+        &(extent.seconds() * streams(point)? as f64).to_string(),
+    );
     add("-r", "1");
     add("--timeout", "20");
     add("-q", "");
@@ -587,6 +650,25 @@ mod tests {
         for (axis, value) in [("size", "x"), ("posting", "x"), ("signaling", "x")] {
             assert!(said(Runner::Blast, &[(axis, value)]).is_err(), "{axis}");
         }
+    }
+
+    #[test]
+    fn several_streams_have_the_sum_of_their_rates_and_the_mean_of_their_times() {
+        let sample = |mbps: f64, us: f64| -> Sample {
+            let values = [("mbps", mbps), ("oneway_us", us), ("waited", us / 100.0)];
+            values.map(|(name, value)| (name.to_owned(), value)).into()
+        };
+        let all = together(&[sample(100.0, 4.0), sample(300.0, 8.0)]);
+        let of = |name: &str| all.get(name).copied();
+        assert_eq!(of("mbps"), Some(400.0));
+        assert_eq!(of("oneway_us"), Some(6.0));
+        assert_eq!(of("waited"), None);
+        assert_eq!(together(&[sample(1.0, 8.0)]), sample(1.0, 8.0));
+        for text in ["0", "x", "65"] {
+            assert!(said(Runner::Blast, &[("streams", text)]).is_err(), "{text}");
+        }
+        let eight = said(Runner::Blast, &[("streams", "8")]).unwrap();
+        assert!(eight.contains(" -d 0.48 "), "{eight}");
     }
 
     #[test]
