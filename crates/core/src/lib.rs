@@ -27,6 +27,7 @@ pub mod llp;
 pub mod lock;
 pub mod observe;
 pub mod rdmap;
+mod ring;
 mod sync;
 pub mod verbs;
 pub mod wire;

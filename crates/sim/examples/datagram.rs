@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{Arrival, DatagramQp, Kind, TxDatagram};
-use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
+use anywarp_core::verbs::wr::{Payload, RecvRequest, Sges, WorkRequest};
 use anywarp_sim::ether::{Ether, Id, Link};
 use anywarp_sim::{Request, access, send};
 
@@ -26,7 +26,7 @@ const WARMUP: usize = 10;
 
 /// Counted by callgrind, by its name.
 #[inline(never)]
-fn sent(qp: &mut DatagramQp, requests: Vec<WorkRequest>, out: &mut Vec<TxDatagram>) {
+fn sent(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<TxDatagram>) {
     post_and_send(qp, requests, out);
 }
 
@@ -42,9 +42,20 @@ fn told(net: &mut Ether, from: Id, to: Id, arrival: &Arrival) {
     answer(net, from, to, arrival);
 }
 
-fn post_and_send(qp: &mut DatagramQp, requests: Vec<WorkRequest>, out: &mut Vec<TxDatagram>) {
+/// Writes each request to its place in the send queue, as `ibv_post_send` does.
+fn post_and_send(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<TxDatagram>) {
     for request in requests {
-        qp.post_send(request).expect("room for a request");
+        let posted = qp.post_send_with(|into| {
+            into.id = request.id;
+            into.op = request.op;
+            if let Payload::Sges(sges) = &request.payload {
+                into.payload = Payload::Sges(Sges::from_slice(sges));
+            }
+            into.signaled = request.signaled;
+            into.destination = request.destination;
+            Ok(())
+        });
+        posted.expect("room for a request");
     }
     qp.poll_tx(out);
     qp.handle_written(out.len());
@@ -112,13 +123,14 @@ fn main() {
             let receive = RecvRequest { id, sges };
             net[b].qp.post_recv(receive).expect("room for a receive");
         }
-        let mut out = Vec::new();
+        // The engine's list keeps its room.
+        let mut out = Vec::with_capacity(RUN);
         if time < WARMUP {
-            post_and_send(&mut net[a].qp, requests, &mut out);
+            post_and_send(&mut net[a].qp, &requests, &mut out);
             receive(&mut net[b].qp, &there, &out);
             answer(&mut net, b, a, &back);
         } else {
-            sent(&mut net[a].qp, requests, &mut out);
+            sent(&mut net[a].qp, &requests, &mut out);
             came(&mut net[b].qp, &there, &out);
             told(&mut net, b, a, &back);
         }

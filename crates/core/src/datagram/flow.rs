@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::table::Table;
+use super::table::Recent;
 use super::types::Peer;
 use crate::bounds;
 use crate::wire::Msn;
@@ -76,7 +76,7 @@ pub(crate) fn charge(bytes: usize) -> u32 {
 
 /// The datagrams that are under way to a peer.
 #[derive(Debug)]
-struct Window {
+pub(super) struct Window {
     /// Message, end of payload and charge of each datagram that the peer has not reported.
     under_way: VecDeque<(u32, u32, u32)>,
     charge: u64,
@@ -123,13 +123,27 @@ impl Window {
         u64::try_from(fetched).unwrap_or(u64::MAX)
     }
 
-    fn is_full(&self, now: Duration) -> bool {
+    #[inline]
+    pub(super) fn is_full(&self, now: Duration) -> bool {
         if self.is_silent() {
             self.charge.saturating_sub(self.fetched(now)) >= SILENT_WINDOW
         } else {
             // One datagram may always be under way.
             self.charge > 0 && self.charge >= self.limit
         }
+    }
+
+    /// Records a datagram of message `id`, whose payload ends at `end` of the message.
+    #[inline]
+    pub(super) fn sent(&mut self, id: u32, end: u32, bytes: usize, now: Duration) {
+        let charge = charge(bytes);
+        if self.is_silent() {
+            self.charge = self.charge.saturating_sub(self.fetched(now));
+            self.eased = now;
+        } else {
+            self.under_way.push_back((id, end, charge));
+        }
+        self.charge += u64::from(charge);
     }
 }
 
@@ -147,8 +161,8 @@ struct Source {
 /// The windows to all peers, and the reports to them.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
-    windows: Table<Peer, Window>,
-    sources: Table<Peer, Source>,
+    windows: Recent<Peer, Window>,
+    sources: Recent<Peer, Source>,
     /// Reports to send: the peer, the source address, and the report.
     reports: VecDeque<(Peer, Option<IpAddr>, Report)>,
     /// The room that this end reports.
@@ -215,20 +229,20 @@ impl Flow {
 
     /// Records a datagram to `peer`.
     pub(super) fn sent(&mut self, peer: Peer, id: u32, end: u32, bytes: usize, now: Duration) {
-        if self.windows.len() >= bounds::DATAGRAM_PEERS && !self.windows.contains_key(&peer) {
-            self.windows.clear();
+        self.window(peer).sent(id, end, bytes, now);
+    }
+
+    /// The window to `peer`.
+    #[inline]
+    pub(super) fn window(&mut self, peer: Peer) -> &mut Window {
+        let (window, cleared) =
+            self.windows
+                .get_or_insert(peer, bounds::DATAGRAM_PEERS, Window::new);
+        if cleared {
             self.stalled = None;
             self.until = None;
         }
-        let window = self.windows.entry(peer).or_insert_with(Window::new);
-        let charge = charge(bytes);
-        if window.is_silent() {
-            window.charge = window.charge.saturating_sub(window.fetched(now));
-            window.eased = now;
-        } else {
-            window.under_way.push_back((id, end, charge));
-        }
-        window.charge += u64::from(charge);
+        window
     }
 
     /// Handles a report of `peer`.
@@ -289,11 +303,10 @@ impl Flow {
     /// Records a datagram of `bytes` from `peer`. Returns whether a report is due, for which the caller calls
     /// [`Self::heard`]: for the first datagrams, and whenever a quarter of the room was used since the last report.
     pub(super) fn came(&mut self, peer: Peer, bytes: usize) -> bool {
-        if self.sources.len() >= bounds::DATAGRAM_PEERS && !self.sources.contains_key(&peer) {
-            self.sources.clear();
-        }
         let quarter = u64::from(self.room / 4);
-        let source = self.sources.entry(peer).or_default();
+        let (source, _) = self
+            .sources
+            .get_or_insert(peer, bounds::DATAGRAM_PEERS, Source::default);
         source.since += u64::from(charge(bytes));
         source.credit += bytes as u64;
         // Until its first report a sender sends no more than the first window, which may be two datagrams, and any report
@@ -390,10 +403,10 @@ mod tests {
         assert_eq!(flow.stall(), Some(1));
         flow.handle_report(&peer(1), &report);
         assert_eq!(flow.stall(), None);
-        assert_eq!(flow.windows[&peer(1)].under_way.len(), 1);
+        assert_eq!(flow.windows.get(&peer(1)).unwrap().under_way.len(), 1);
         report.end = 100;
         flow.handle_report(&peer(1), &report);
-        assert_eq!(flow.windows[&peer(1)].charge, 0);
+        assert_eq!(flow.windows.get(&peer(1)).unwrap().charge, 0);
         // A report of a datagram that was not sent yet does no harm.
         report.id = report.id.wrapping_add(1000);
         flow.handle_report(&peer(1), &report);
@@ -536,7 +549,7 @@ mod tests {
             went += flow.next_report().map_or(0, |_| REPORT);
             assert!(went <= came, "{went} of {came}");
         }
-        assert!(went >= REPORT && flow.sources[&peer(1)].reports_sent > 0);
+        assert!(went >= REPORT && flow.sources.get(&peer(1)).unwrap().reports_sent > 0);
         assert!(!flow.spend(&peer(2), 1));
     }
 }

@@ -92,17 +92,20 @@ pub(super) enum Taken {
 pub(super) const OURS: Tag = 1 << 63;
 
 /// Whether an address is that of many.
+#[inline]
 pub fn is_group(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     ip.is_multicast() || matches!(ip, IpAddr::V4(ip) if ip.is_broadcast())
 }
 
 /// Whether a destination has no pace: a group, or everybody on a subnet.
+#[inline]
 pub(super) fn is_many(to: &Destination) -> bool {
     is_group(to.addr.ip()) || to.qpn == MULTICAST_QPN
 }
 
 /// A destination as a peer is known by.
+#[inline]
 pub(super) fn peer_of(to: &Destination) -> Peer {
     let addr = SocketAddr::new(to.addr.ip().to_canonical(), to.addr.port());
     (addr, index(to.qpn))
@@ -147,7 +150,7 @@ pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Res
             ));
         };
         let sends = matches!(request.op, Op::Send { .. });
-        if is_group(to.addr.ip()) && (kind.is_reliable() || !sends) {
+        if (kind.is_reliable() || !sends) && is_group(to.addr.ip()) {
             return Err(Misuse::InvalidArgument(
                 "something else than an unreliable Send to a group",
             ));

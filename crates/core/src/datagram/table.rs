@@ -4,11 +4,103 @@
 //! product of 128 bits folded to 64 for each word: far quicker than the standard one, and an attacker that does not see the
 //! places of a table cannot choose addresses that share one.
 
+use std::cell::Cell;
 use std::collections::HashMap;
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 
 /// A table whose keys others choose.
 pub(super) type Table<K, V> = HashMap<K, V, Key>;
+
+/// A table that finds the entry used last without a hash: one peer often has many datagrams in a row.
+#[derive(Debug)]
+pub(super) struct Recent<K, V> {
+    places: Table<K, usize>,
+    entries: Vec<(K, V)>,
+    /// The place of the entry used last.
+    last: Cell<usize>,
+}
+
+impl<K, V> Default for Recent<K, V> {
+    fn default() -> Self {
+        Self {
+            places: Table::default(),
+            entries: Vec::new(),
+            last: Cell::new(0),
+        }
+    }
+}
+
+impl<K: Copy + Eq + Hash, V> Recent<K, V> {
+    /// How many entries there are.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Where the entry of `key` is.
+    #[inline]
+    fn place(&self, key: &K) -> Option<usize> {
+        let last = self.last.get();
+        if self.entries.get(last).is_some_and(|(k, _)| k == key) {
+            return Some(last);
+        }
+        self.other_place(key)
+    }
+
+    #[inline(never)]
+    fn other_place(&self, key: &K) -> Option<usize> {
+        let place = *self.places.get(key)?;
+        self.last.set(place);
+        Some(place)
+    }
+
+    /// The entry of `key`.
+    #[inline]
+    pub(super) fn get(&self, key: &K) -> Option<&V> {
+        let (_, value) = self.entries.get(self.place(key)?)?;
+        Some(value)
+    }
+
+    /// The entry of `key`.
+    #[inline]
+    pub(super) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+        let place = self.place(key)?;
+        let (_, value) = self.entries.get_mut(place)?;
+        Some(value)
+    }
+
+    /// The entry of `key`. If it has none, all entries are removed first if there are `most`, and it gets the one that `make`
+    /// makes. Returns also whether they were removed.
+    #[inline]
+    #[expect(clippy::indexing_slicing, reason = "the place of an entry")]
+    pub(super) fn get_or_insert(&mut self, key: K, most: usize, make: fn() -> V) -> (&mut V, bool) {
+        let mut cleared = false;
+        let place = match self.place(&key) {
+            Some(place) => place,
+            None => {
+                cleared = self.len() >= most;
+                self.insert(key, make(), cleared)
+            }
+        };
+        (&mut self.entries[place].1, cleared)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn insert(&mut self, key: K, value: V, clear: bool) -> usize {
+        if clear {
+            self.clear();
+        }
+        let place = self.entries.len();
+        self.entries.push((key, value));
+        self.places.insert(key, place);
+        self.last.set(place);
+        place
+    }
+}
 
 /// The secret of one table.
 #[derive(Debug, Clone, Copy)]
@@ -132,6 +224,26 @@ mod tests {
             let indices = |n: u32| (SocketAddr::from(([10, 0, (n >> 8) as u8, 1], 9)), n as u8);
             spread((0..0x1_0000).map(indices), key);
         }
+    }
+
+    #[test]
+    fn the_entry_used_last_is_that_of_its_key() {
+        let mut recent = Recent::default();
+        for n in 0..10_u16 {
+            assert_eq!(recent.get(&n), None);
+            let (entry, cleared) = recent.get_or_insert(n, 10, || 0);
+            *entry += n * 10;
+            assert!(!cleared);
+        }
+        for n in [3, 3, 9, 0, 3, 9, 9] {
+            assert_eq!(recent.get(&n), Some(&(n * 10)));
+            assert_eq!(recent.get_mut(&n), Some(&mut (n * 10)));
+            assert_eq!(recent.get_or_insert(n, 10, || 0), (&mut (n * 10), false));
+            assert_eq!(recent.get(&10), None);
+        }
+        assert_eq!(recent.len(), 10);
+        assert_eq!(recent.get_or_insert(10, 10, || 7), (&mut 7, true));
+        assert_eq!((recent.len(), recent.get(&9)), (1, None));
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! Completion queues: entries, arming and overflow.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use super::wc::{Completion, Status};
+use super::wc::{Completion, Status, WcOp};
+use crate::ring::Ring;
 use crate::sync::{AtomicUsize, Mutex, MutexGuard, Ordering};
 
 /// Receives the events of a completion queue. It is called without the queue's lock.
@@ -24,7 +24,7 @@ enum Armed {
 }
 
 struct State {
-    entries: VecDeque<Completion>,
+    entries: Ring<Completion>,
     capacity: usize,
     armed: Armed,
     /// An event was raised and the queue was not polled since: the consumer is about to poll.
@@ -53,7 +53,7 @@ impl Cq {
     pub fn new(capacity: usize, notify: Option<Arc<dyn Notify>>) -> Self {
         Self {
             state: Mutex::new(State {
-                entries: VecDeque::new(),
+                entries: Ring::new(),
                 capacity,
                 armed: Armed::No,
                 event_pending: false,
@@ -76,8 +76,14 @@ impl Cq {
     /// was lost fails.
     pub fn complete(&self, entry: Completion) -> Result<(), Overflow> {
         let mut state = self.state();
+        // IBA 11.4.2.2: an unsuccessful completion counts as solicited.
+        let solicited = entry.solicited || entry.status != Status::Success;
         // Out of memory counts as a full queue.
-        if state.entries.len() >= state.capacity || state.entries.try_reserve(1).is_err() {
+        let has_room = state.entries.len() < state.capacity;
+        let place = has_room.then(|| state.entries.push(blank).ok()).flatten();
+        if let Some(place) = place {
+            *place = entry;
+        } else {
             if state.overrun_allowed {
                 return Ok(());
             }
@@ -89,8 +95,6 @@ impl Cq {
             }
             return Err(Overflow);
         }
-        // IBA 11.4.2.2: an unsuccessful completion counts as solicited.
-        let solicited = entry.solicited || entry.status != Status::Success;
         let fires = match state.armed {
             Armed::No => false,
             Armed::Any => true,
@@ -103,7 +107,6 @@ impl Cq {
                 _ => Armed::Any,
             };
         }
-        state.entries.push_back(entry);
         self.waiting.store(state.entries.len(), Ordering::Release);
         self.unlock_and_raise(state, fires);
         Ok(())
@@ -116,9 +119,12 @@ impl Cq {
         }
         let mut state = self.state();
         let n = max.min(state.entries.len());
-        for (i, entry) in state.entries.drain(..n).enumerate() {
-            each(i, entry);
+        for i in 0..n {
+            if let Some(entry) = state.entries.get(i) {
+                each(i, entry.clone());
+            }
         }
+        state.entries.pop_front_many(n);
         state.event_pending = false;
         if state.entries.is_empty() {
             state.missed = Armed::No;
@@ -195,6 +201,11 @@ impl Cq {
     pub fn is_broken(&self) -> bool {
         self.state().broken
     }
+}
+
+/// An entry of a queue's place that was not used yet.
+fn blank() -> Completion {
+    Completion::new(0, Status::Success, WcOp::Send, 0)
 }
 
 impl fmt::Debug for Cq {

@@ -45,6 +45,18 @@ impl Payload {
         }
     }
 
+    /// Gives back memory beside the request, if its data needed some: what is left is of no use.
+    #[inline]
+    pub(crate) fn forget_allocation(&mut self) {
+        let allocates = match self {
+            Self::Sges(sges) => sges.spilled(),
+            Self::Inline(data) => data.spilled(),
+        };
+        if allocates {
+            *self = Self::empty();
+        }
+    }
+
     /// Whether there is nothing to send.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -220,6 +232,31 @@ impl WorkRequest {
             destination: None,
             srq: None,
         }
+    }
+}
+
+impl WorkRequest {
+    /// Makes this request one of [`Self::blank`].
+    #[inline]
+    pub(crate) fn make_blank(&mut self) {
+        let Self {
+            id,
+            op,
+            payload,
+            signaled,
+            solicited,
+            fence,
+            destination,
+            srq,
+        } = self;
+        *id = 0;
+        *op = Op::Send {
+            imm: None,
+            invalidate: None,
+        };
+        *payload = Payload::Sges(SmallVec::new());
+        (*signaled, *solicited, *fence) = (false, false, false);
+        (*destination, *srq) = (None, None);
     }
 }
 

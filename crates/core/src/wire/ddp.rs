@@ -216,6 +216,7 @@ impl Untagged {
     }
 
     /// The header as it goes on the wire.
+    #[inline]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut b = [0; Self::LEN];
         put::<0, { Self::LEN }, 2>(&mut b, control(0, self.last, self.opcode));

@@ -6,9 +6,9 @@
 
 use core::fmt;
 
-use super::ddp::Header;
+use super::ddp::{Header, Untagged};
 use super::rdmap::Opcode;
-use super::{put, take, take16, take32};
+use super::{Msn, QN_SEND, Stag, put, take, take16, take32};
 use crate::error::PeerError;
 use crate::llp::mpa::crc::Crc32c;
 
@@ -283,6 +283,54 @@ pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
     }
 }
 
+/// What changes from one Send of one datagram to the next, without immediate data: most datagrams are such a Send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SendHead {
+    /// See [`Shim::epoch`].
+    pub epoch: u16,
+    /// See [`Shim::qkey`].
+    pub qkey: u32,
+    /// See [`Shim::id`].
+    pub id: u32,
+    /// See [`Shim::length`].
+    pub length: u32,
+    /// See [`Shim::dst_index`].
+    pub dst_index: u8,
+    /// See [`Shim::src_index`].
+    pub src_index: u8,
+    /// Whether a solicited event is wanted.
+    pub solicited: bool,
+}
+
+/// Bytes of a [`SendHead`] on the wire.
+pub const SEND_HEAD: usize = Shim::LEN + Untagged::LEN;
+
+impl SendHead {
+    /// Everything that stands before the payload.
+    #[inline]
+    pub fn emit(&self) -> [u8; SEND_HEAD] {
+        let attributes = if self.solicited { ATTR_SOLICITED } else { 0 };
+        let header = Untagged {
+            last: true,
+            opcode: Opcode::send(false, self.solicited),
+            inv_stag: Stag(0),
+            qn: QN_SEND,
+            msn: Msn(self.id),
+            mo: 0,
+        };
+        let mut head = [0; SEND_HEAD];
+        put::<0, SEND_HEAD, 2>(&mut head, [MAGIC_DATA, VERSION << 4]);
+        put::<2, SEND_HEAD, 2>(&mut head, self.epoch.to_be_bytes());
+        put::<4, SEND_HEAD, 4>(&mut head, self.qkey.to_be_bytes());
+        put::<8, SEND_HEAD, 4>(&mut head, self.id.to_be_bytes());
+        put::<12, SEND_HEAD, 4>(&mut head, self.length.to_be_bytes());
+        let small = [SUB_PLAIN, attributes, self.dst_index, self.src_index];
+        put::<20, SEND_HEAD, 4>(&mut head, small);
+        put::<{ Shim::LEN }, SEND_HEAD, { Untagged::LEN }>(&mut head, header.emit());
+        head
+    }
+}
+
 /// Everything that stands before the payload.
 pub fn emit_head(shim: &Shim, header: &Header) -> Vec<u8> {
     let mut out = Vec::with_capacity(shim.head_len(header));
@@ -448,9 +496,38 @@ const CM_REPLY_FIXED: usize = 12;
 
 #[cfg(test)]
 mod tests {
-    use super::super::ddp::{Tagged, Untagged};
-    use super::super::{Msn, Stag, To};
+    use super::super::To;
+    use super::super::ddp::Tagged;
     use super::*;
+
+    #[test]
+    fn the_short_form_of_a_head_is_the_head() {
+        for solicited in [false, true] {
+            let head = SendHead {
+                epoch: 0x1234,
+                qkey: 0x8765_4321,
+                id: 0xfedc_ba98,
+                length: 70_000,
+                dst_index: 3,
+                src_index: 7,
+                solicited,
+            };
+            let shim = Shim {
+                qkey: head.qkey,
+                attributes: u8::from(solicited),
+                ..shim(head.id, head.length)
+            };
+            let header = Header::Untagged(Untagged {
+                last: true,
+                opcode: Opcode::send(false, solicited),
+                inv_stag: Stag(0),
+                qn: QN_SEND,
+                msn: Msn(head.id),
+                mo: 0,
+            });
+            assert_eq!(head.emit().to_vec(), emit_head(&shim, &header));
+        }
+    }
 
     fn hex(text: &str) -> Vec<u8> {
         let digits: Vec<u8> = text.bytes().filter(|b| !b.is_ascii_whitespace()).collect();

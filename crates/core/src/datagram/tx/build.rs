@@ -473,10 +473,8 @@ impl DatagramQp {
     pub(super) fn qkey_for(&self, to: &Destination) -> u32 {
         if self.kind.is_connected() {
             0
-        } else if to.qkey & 0x8000_0000 != 0 {
-            self.base.attr.qkey
         } else {
-            to.qkey
+            qkey_for(to, self.base.attr.qkey)
         }
     }
 
@@ -519,6 +517,16 @@ impl DatagramQp {
         let size = sges.iter().map(|s| s.len).fold(0, u32::saturating_add);
         let first = sges.iter().find(|s| s.len > 0).copied();
         Ok((places, size, first))
+    }
+}
+
+/// The key for a destination of a queue pair whose own key is `own`.
+#[inline]
+pub(super) fn qkey_for(to: &Destination, own: u32) -> u32 {
+    if to.qkey & 0x8000_0000 != 0 {
+        own
+    } else {
+        to.qkey
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::build::qkey_for;
 use super::gather::gather_at_once;
 use super::head::{HEAD_MAX, header_of};
 use crate::bounds;
@@ -12,8 +13,9 @@ use crate::observe::Step;
 use crate::verbs::qp::State;
 use crate::verbs::sq::Phase;
 use crate::verbs::wr::{Destination, Op, Payload};
-use crate::wire::dgram::{self, Shim};
+use crate::wire::dgram::{self, SEND_HEAD, Shim};
 use crate::wire::rd::Packet;
+use crate::wire::rdmap::Opcode;
 
 impl DatagramQp {
     pub(super) fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) {
@@ -30,6 +32,7 @@ impl DatagramQp {
             }
             let taken = match self.current.take() {
                 Some(current) => Taken::Message(current),
+                None if self.send_ud(&mut bytes, out) => Taken::Done,
                 None if self.send_single(&mut bytes, out) => Taken::Done,
                 None => self.take(),
             };
@@ -61,6 +64,109 @@ impl DatagramQp {
                 break;
             }
         }
+    }
+
+    /// As [`Self::send_single`], for what a UD queue pair sends most: a Send without immediate data. Its headers have
+    /// few fields that change, and the pace of its peer is looked up once.
+    fn send_ud(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
+        if self.kind != Kind::Ud || !self.sends_single || self.base.state != State::Rts {
+            return false;
+        }
+        let Some((number, posted)) = self.base.sq.peek() else {
+            return false;
+        };
+        let request = &posted.request;
+        let Some(to) = &request.destination else {
+            return false;
+        };
+        let Op::Send {
+            imm: None,
+            invalidate: None,
+        } = request.op
+        else {
+            return false;
+        };
+        let len = request.payload.len();
+        let most = bounds::UD_MTU.min(self.options.max_send);
+        let waits = request.fence && !self.reads.is_empty();
+        if posted.injected.is_some() || waits || len > most.into() {
+            return false;
+        }
+        let now = self.now;
+        let window = if is_many(to) {
+            None
+        } else {
+            let window = self.flow.window(peer_of(to));
+            if window.is_full(now) {
+                return false;
+            }
+            Some(window)
+        };
+        let id = self.next_id;
+        let (size, length) = (len as usize, len as u32);
+        let mut datagram = self.spare.take(SEND_HEAD + size + dgram::CRC);
+        let head = dgram::SendHead {
+            epoch: self.epoch,
+            qkey: qkey_for(to, self.base.attr.qkey),
+            id,
+            length,
+            dst_index: index(to.qpn),
+            src_index: index(self.base.qpn),
+            solicited: request.solicited,
+        };
+        datagram.extend_from_slice(&head.emit());
+        let gathered = match &request.payload {
+            Payload::Inline(data) => {
+                datagram.extend_from_slice(data);
+                Ok(())
+            }
+            Payload::Sges(sges) => gather_at_once(
+                &self.base.rnic,
+                &mut self.last_read,
+                sges,
+                self.base.pd,
+                self.base.qpn,
+                &mut datagram,
+            ),
+        };
+        let (request_id, solicited) = (request.id, request.solicited);
+        posted.phase = Phase::Sent;
+        posted.bytes = len;
+        posted.message = id;
+        if let Err(error) = gathered {
+            self.base.sq.advance();
+            self.base.observe(|| Step::Take(request_id));
+            self.spare.give(datagram);
+            self.fail_request(number, error);
+            return true;
+        }
+        dgram::seal(&mut datagram);
+        if let Some(window) = window {
+            window.sent(id, length, datagram.len(), now);
+        }
+        *bytes += datagram.len();
+        out.push(TxDatagram {
+            to: to.addr,
+            from: to.source,
+            hop_limit: to.hop_limit,
+            traffic_class: to.traffic_class,
+            bytes: datagram.into(),
+        });
+        self.base.sq.advance();
+        self.next_id = id.wrapping_add(1);
+        self.issued.add(id, request_id);
+        self.given_out.push_back(Given::End(number));
+        self.base.observe_all(|| {
+            [
+                Step::Take(request_id),
+                Step::Build(Opcode::send(false, solicited), len),
+                Step::Segment(size, true),
+            ]
+        });
+        if !self.trailers.is_empty() {
+            self.repeat_end(out);
+        }
+        true
     }
 
     /// Takes, builds and cuts the next request in one step, if it is a Send or a Write of one datagram, as is usual.
