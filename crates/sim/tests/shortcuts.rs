@@ -389,7 +389,15 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
             10 if rng.chance(3) => write(step, theirs.remote(LEN)),
             _ => {
                 let at = rng.below(LEN - 4_000);
-                net[ends[side]].recv(1_000 + step, &[mine.part(at, 4_000)]);
+                let (one, two) = (mine.part(at, 1_000), mine.part(at + 1_000, 3_000));
+                let ranges = match rng.below(12) {
+                    // Two ranges, one of them empty, and one that is short.
+                    0 => vec![one, two],
+                    1 => vec![mine.part(at, 0), mine.part(at, 4_000)],
+                    2 if kind == Kind::Ud => vec![mine.part(at, 60)],
+                    _ => vec![mine.part(at, 4_000)],
+                };
+                net[ends[side]].recv(1_000 + step, &ranges);
                 continue;
             }
         };
@@ -397,6 +405,7 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
             0 => request.from(&[from]).fence(),
             1 => request.from(&[from]).unsignaled(),
             2 if len <= 40 => request.inline(&vec![7; len]),
+            3 => request.from(&[from]).solicited(),
             _ => request.from(&[from]),
         };
         let is_open = net[ends[side]].qp.state() == State::Rts;

@@ -20,6 +20,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::types::Arrival;
 use crate::bounds;
+use crate::wire::put;
 
 /// Bytes of the header.
 pub const LEN: usize = bounds::GRH_LEN as usize;
@@ -32,31 +33,29 @@ const UDP_HEADER: usize = 8;
 const IPV4_HEADER: usize = 20;
 
 /// The header for a datagram of `len` bytes that arrived like this.
+#[inline]
 pub fn build(arrival: &Arrival, len: usize) -> [u8; LEN] {
     let to = arrival.to.map(|to| to.to_canonical());
-    let mut out = [0; LEN];
     match arrival.from.ip().to_canonical() {
         IpAddr::V4(from) => {
             let to = match to {
                 Some(IpAddr::V4(to)) => to,
                 _ => Ipv4Addr::UNSPECIFIED,
             };
-            if let Some(place) = out.last_chunk_mut() {
-                *place = ipv4(arrival, from, to, len);
-            }
+            ipv4(arrival, from, to, len)
         }
         IpAddr::V6(from) => {
             let to = match to {
                 Some(IpAddr::V6(to)) => to,
                 _ => Ipv6Addr::UNSPECIFIED,
             };
-            out = ipv6(arrival, from, to, len);
+            ipv6(arrival, from, to, len)
         }
     }
-    out
 }
 
 /// What kind of header that is: see [`Completion::sl`](crate::verbs::wc::Completion::sl).
+#[inline]
 pub fn kind(arrival: &Arrival) -> u8 {
     const ROCE_V2: u8 = 8;
     match arrival.from.ip().to_canonical() {
@@ -70,30 +69,29 @@ fn length(bytes: usize) -> [u8; 2] {
     u16::try_from(bytes).unwrap_or(u16::MAX).to_be_bytes()
 }
 
-fn ipv4(arrival: &Arrival, from: Ipv4Addr, to: Ipv4Addr, len: usize) -> [u8; IPV4_HEADER] {
-    let [l0, l1] = length(IPV4_HEADER + UDP_HEADER + len);
+#[inline]
+fn ipv4(arrival: &Arrival, from: Ipv4Addr, to: Ipv4Addr, len: usize) -> [u8; LEN] {
     let (tos, ttl) = (arrival.traffic_class, arrival.hop_limit);
-    let [s0, s1, s2, s3] = from.octets();
-    let [d0, d1, d2, d3] = to.octets();
-    let with = |[c0, c1]: [u8; 2]| {
-        [
-            0x45, tos, l0, l1, 0, 0, 0, 0, ttl, UDP, c0, c1, s0, s1, s2, s3, d0, d1, d2, d3,
-        ]
-    };
-    with(checksum(&with([0; 2])))
-}
-
-/// RFC 791 §3.1: the complement of the ones' complement sum of the header's 16-bit words.
-fn checksum(header: &[u8; IPV4_HEADER]) -> [u8; 2] {
-    let mut sum: u32 = header
-        .chunks_exact(2)
-        .filter_map(|pair| pair.first_chunk::<2>())
-        .map(|pair| u32::from(u16::from_be_bytes(*pair)))
-        .sum();
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    (!(sum as u16)).to_be_bytes()
+    let length = length(IPV4_HEADER + UDP_HEADER + len);
+    let first = [0x45, tos];
+    let third = [ttl, UDP];
+    // RFC 791 §3.1: the complement of the ones' complement sum of the header's 16-bit words. Ones' complement has carries
+    // that come around, so words of 32 bits are two of 16 bits each.
+    let word = |bytes| u64::from(u16::from_be_bytes(bytes));
+    let mut sum = word(first) + word(length) + word(third);
+    sum += u64::from(u32::from(from)) + u64::from(u32::from(to));
+    sum = (sum & 0xffff) + (sum >> 16 & 0xffff) + (sum >> 32);
+    sum = (sum & 0xffff) + (sum >> 16);
+    sum = (sum & 0xffff) + (sum >> 16);
+    let mut out = [0; LEN];
+    let [t0, t1] = first;
+    let [l0, l1] = length;
+    put::<20, LEN, 4>(&mut out, [t0, t1, l0, l1]);
+    put::<28, LEN, 2>(&mut out, third);
+    put::<30, LEN, 2>(&mut out, (!(sum as u16)).to_be_bytes());
+    put::<32, LEN, 4>(&mut out, from.octets());
+    put::<36, LEN, 4>(&mut out, to.octets());
+    out
 }
 
 fn ipv6(arrival: &Arrival, from: Ipv6Addr, to: Ipv6Addr, len: usize) -> [u8; LEN] {

@@ -59,6 +59,7 @@ pub mod options;
 pub mod rx;
 mod tx;
 mod types;
+mod whole;
 
 #[cfg(test)]
 mod tests;
@@ -106,12 +107,14 @@ const RNR_WAIT: Duration = Duration::from_millis(100);
 pub struct DatagramQp {
     base: QpBase,
     kind: Kind,
-    /// Requests of one datagram may take the shortcut `send_single`.
-    sends_single: bool,
+    /// Messages of one datagram may take the shortcuts `send_ud`, `send_single` and `receive_whole`.
+    shortcuts: bool,
     peer: Option<Destination>,
     counters: Counters,
     /// The memory region of the last request: the next one often has the same.
     last_read: LastRegion,
+    /// The memory region of the last receive.
+    last_written: LastRegion,
     // --- transmit ---
     epoch: u16,
     /// Number of the next message.
@@ -192,11 +195,12 @@ impl DatagramQp {
         Self {
             base: QpBase::new(parts),
             kind,
-            sends_single: matches!(kind, Kind::Ud | Kind::Rd),
+            shortcuts: matches!(kind, Kind::Ud | Kind::Rd),
             peer: None,
             counters: Counters::default(),
             // 1 to 65535: 0 is not allowed on the wire.
             last_read: LastRegion::default(),
+            last_written: LastRegion::default(),
             epoch: u16::try_from(secret.start(1) % 0xffff + 1).unwrap_or(1),
             next_id: secret.start(2),
             issued: Issued::new(options.one_sided),
@@ -427,11 +431,11 @@ impl DatagramQp {
         self.joined.retain(|ip| *ip != group);
     }
 
-    /// For tests: sets whether requests of one datagram may take the shortcut past the general data path. By default they
+    /// For tests: sets whether messages of one datagram may take the shortcuts past the general data path. By default they
     /// may.
     #[doc(hidden)]
     pub fn set_shortcuts(&mut self, shortcuts: bool) {
-        self.sends_single = shortcuts && matches!(self.kind, Kind::Ud | Kind::Rd);
+        self.shortcuts = shortcuts && matches!(self.kind, Kind::Ud | Kind::Rd);
     }
 
     /// Sets the payload bytes of each datagram of a segmented message, so that IP does not fragment it on its path.

@@ -107,8 +107,16 @@ pub(super) fn is_many(to: &Destination) -> bool {
 /// A destination as a peer is known by.
 #[inline]
 pub(super) fn peer_of(to: &Destination) -> Peer {
-    let addr = SocketAddr::new(to.addr.ip().to_canonical(), to.addr.port());
-    (addr, index(to.qpn))
+    (canonical(to.addr), index(to.qpn))
+}
+
+/// An address as peers are known by: that of an IPv4 host is not one of IPv6.
+#[inline]
+pub(super) fn canonical(addr: SocketAddr) -> SocketAddr {
+    match addr {
+        SocketAddr::V4(_) => addr,
+        SocketAddr::V6(addr) => SocketAddr::new(addr.ip().to_canonical(), addr.port()),
+    }
 }
 
 /// How a datagram to a destination travels.

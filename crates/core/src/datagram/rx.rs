@@ -7,13 +7,11 @@
 //! not be written) an unreliable service drops it and keeps the receive for the next one: IBA 9.9.3 has these as
 //! errors of class D, and the kernel's rxe does the same.
 
-use std::net::SocketAddr;
-
 use smallvec::smallvec;
 
 use super::DatagramQp;
 use super::flow::Report;
-use super::outgoing::{index, is_group, peer_of};
+use super::outgoing::{canonical, index, is_group, peer_of};
 use super::rd::RxOutcome;
 use super::reassemble::{Coverage, Identity, MessageState, Open, Order};
 use super::types::{Arrival, Dropped, Kind, Peer, Resource};
@@ -40,7 +38,13 @@ impl DatagramQp {
     pub fn handle_rx(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.counters.rx_dgrams += 1;
         // Not messages: what was missing of one may come with this, or be the next that comes.
-        self.expire_reads();
+        if !self.reads.is_empty() {
+            self.expire_reads();
+        }
+        if self.receive_whole(arrival, bytes) {
+            self.after();
+            return Ok(());
+        }
         let result = if self.rd.is_some() {
             self.receive_packet(arrival, bytes)
         } else {
@@ -88,8 +92,7 @@ impl DatagramQp {
         if packet.dst_index != index(self.base.qpn) {
             return Err(Dropped::Index);
         }
-        let from = SocketAddr::new(arrival.from.ip().to_canonical(), arrival.from.port());
-        let peer = (from, packet.src_index);
+        let peer = (canonical(arrival.from), packet.src_index);
         if self.kind.is_connected() && self.peer.as_ref().map(peer_of) != Some(peer) {
             return Err(Dropped::Source);
         }
@@ -566,9 +569,7 @@ const CROWD: usize = 64;
 
 /// The sender, as we would send to it.
 pub(super) fn source(arrival: &Arrival, shim: &Shim) -> Peer {
-    let from = arrival.from;
-    let from = SocketAddr::new(from.ip().to_canonical(), from.port());
-    (from, shim.src_index)
+    (canonical(arrival.from), shim.src_index)
 }
 
 /// The sender's queue pair number: its port, and which of the queue pairs there.

@@ -620,16 +620,17 @@ impl Regions {
     }
 
     /// The region with this STag, without a look into the table if it is `last` and still registered.
+    #[inline]
     fn live_again<'a>(
         &self,
         last: &'a mut LastRegion,
         stag: Stag,
     ) -> Result<&'a Arc<Region>, AccessError> {
-        let region = match last.0.take() {
-            Some(r) if r.stag == stag && r.valid.load(Ordering::Acquire) => r,
-            _ => self.live(stag)?,
-        };
-        Ok(last.0.insert(region))
+        let is_last = |r: &Arc<Region>| r.stag == stag && r.valid.load(Ordering::Acquire);
+        if !last.0.as_ref().is_some_and(is_last) {
+            last.0 = Some(self.live(stag)?);
+        }
+        last.0.as_ref().ok_or(AccessError::Invalid)
     }
 
     /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in its order: exists, associated, rights, bounds, wrap.

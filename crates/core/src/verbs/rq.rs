@@ -144,6 +144,23 @@ impl RecvQueue {
         }
     }
 
+    /// The oldest receive of the queue pair's own queue.
+    #[inline]
+    pub(crate) fn front_own(&self) -> Option<&RecvRequest> {
+        match self {
+            Self::Own { requests, .. } => requests.front(),
+            Self::Shared(_) | Self::None | Self::Xrc { .. } => None,
+        }
+    }
+
+    /// Drops the oldest receive of the queue pair's own queue, which was used without being taken.
+    #[inline]
+    pub(crate) fn drop_own(&mut self) {
+        if let Self::Own { requests, .. } = self {
+            requests.pop_front();
+        }
+    }
+
     /// Takes the next receive to flush. Receives of shared queues are not flushed.
     pub fn take_own(&mut self) -> Option<RecvRequest> {
         match self {

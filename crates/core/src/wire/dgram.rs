@@ -306,18 +306,51 @@ pub struct SendHead {
 pub const SEND_HEAD: usize = Shim::LEN + Untagged::LEN;
 
 impl SendHead {
-    /// Everything that stands before the payload.
+    /// Reads a datagram, and leaves its CRC to be checked. `None`: it is not such a Send, or not a whole one.
     #[inline]
-    pub fn emit(&self) -> [u8; SEND_HEAD] {
-        let attributes = if self.solicited { ATTR_SOLICITED } else { 0 };
-        let header = Untagged {
+    pub fn parse(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (covered, _crc) = bytes.split_last_chunk::<CRC>()?;
+        let (head, payload) = covered.split_first_chunk()?;
+        let [sub_op, attributes, dst_index, src_index] = take::<20, SEND_HEAD, 4>(head);
+        let this = Self {
+            epoch: take16::<2, SEND_HEAD>(head),
+            qkey: take32::<4, SEND_HEAD>(head),
+            id: take32::<8, SEND_HEAD>(head),
+            length: take32::<12, SEND_HEAD>(head),
+            dst_index,
+            src_index,
+            solicited: attributes == ATTR_SOLICITED,
+        };
+        // All other fields have the values that they have in such a Send.
+        let fits = sub_op == SUB_PLAIN
+            && this.epoch != 0
+            && this.length as usize == payload.len()
+            && this.emit() == *head;
+        fits.then_some((this, payload))
+    }
+
+    /// The opcode.
+    pub const fn opcode(&self) -> Opcode {
+        Opcode::send(false, self.solicited)
+    }
+
+    /// The DDP header.
+    #[inline]
+    pub const fn untagged(&self) -> Untagged {
+        Untagged {
             last: true,
-            opcode: Opcode::send(false, self.solicited),
+            opcode: self.opcode(),
             inv_stag: Stag(0),
             qn: QN_SEND,
             msn: Msn(self.id),
             mo: 0,
-        };
+        }
+    }
+
+    /// Everything that stands before the payload.
+    #[inline]
+    pub fn emit(&self) -> [u8; SEND_HEAD] {
+        let attributes = if self.solicited { ATTR_SOLICITED } else { 0 };
         let mut head = [0; SEND_HEAD];
         put::<0, SEND_HEAD, 2>(&mut head, [MAGIC_DATA, VERSION << 4]);
         put::<2, SEND_HEAD, 2>(&mut head, self.epoch.to_be_bytes());
@@ -326,7 +359,7 @@ impl SendHead {
         put::<12, SEND_HEAD, 4>(&mut head, self.length.to_be_bytes());
         let small = [SUB_PLAIN, attributes, self.dst_index, self.src_index];
         put::<20, SEND_HEAD, 4>(&mut head, small);
-        put::<{ Shim::LEN }, SEND_HEAD, { Untagged::LEN }>(&mut head, header.emit());
+        put::<{ Shim::LEN }, SEND_HEAD, { Untagged::LEN }>(&mut head, self.untagged().emit());
         head
     }
 }
@@ -464,7 +497,8 @@ impl Cm {
 
 /// All but the CRC, if that is right. It is the first thing to be looked at: nothing else in a damaged
 /// datagram means anything.
-pub(super) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
+#[inline]
+pub(crate) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
     let Some((covered, crc)) = bytes.split_last_chunk::<CRC>() else {
         return Err(DgramError::TooShort);
     };

@@ -69,7 +69,7 @@ impl DatagramQp {
     /// As [`Self::send_single`], for what a UD queue pair sends most: a Send without immediate data. Its headers have
     /// few fields that change, and the pace of its peer is looked up once.
     fn send_ud(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
-        if self.kind != Kind::Ud || !self.sends_single || self.base.state != State::Rts {
+        if self.kind != Kind::Ud || !self.shortcuts || self.base.state != State::Rts {
             return false;
         }
         let Some((number, posted)) = self.base.sq.peek() else {
@@ -174,7 +174,7 @@ impl DatagramQp {
     /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths send
     /// the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_single(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
-        if !self.sends_single || self.base.state != State::Rts {
+        if !self.shortcuts || self.base.state != State::Rts {
             return false;
         }
         let reading = !self.reads.is_empty();

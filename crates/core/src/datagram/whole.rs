@@ -1,0 +1,81 @@
+//! Receives a Send of one datagram in one step: *deframe*, *admit*, *place*, *deliver* and *complete*.
+//!
+//! Most datagrams of a UD queue pair are a whole Send without immediate data, into a posted receive of one range. All that
+//! the general path ([`rx`](super::rx), [`deliver`](super::deliver)) would check is checked here first; if anything is
+//! unusual, nothing has changed, and the datagram takes the general path. `crates/sim/tests/shortcuts.rs` compares the two.
+
+use super::outgoing::{canonical, index, is_group};
+use super::types::{Arrival, Kind};
+use super::{DatagramQp, grh};
+use crate::bounds;
+use crate::observe::Step;
+use crate::verbs::access::Access;
+use crate::verbs::wc::{Completion, Status, WcOp};
+use crate::wire::To;
+use crate::wire::ddp::Header;
+use crate::wire::dgram::{self, SendHead};
+
+impl DatagramQp {
+    /// Receives the datagram if it is a whole Send to a UD queue pair. False: it is to take the general path.
+    #[inline]
+    pub(super) fn receive_whole(&mut self, arrival: &Arrival, bytes: &[u8]) -> bool {
+        if self.kind != Kind::Ud || !self.shortcuts || self.receives().is_err() {
+            return false;
+        }
+        // The checksum last: another datagram would have it computed twice.
+        let Some((head, payload)) = SendHead::parse(bytes) else {
+            return false;
+        };
+        let to_group = |ip| is_group(ip) || self.joined.contains(&ip);
+        let to_group = arrival.to.is_some_and(to_group);
+        let is_ours = (to_group || head.dst_index == index(self.base.qpn))
+            && head.qkey == self.base.attr.qkey
+            && head.length <= self.options.max_send.max(bounds::UD_MTU);
+        let Some(request) = self.base.rq.front_own().filter(|_| is_ours) else {
+            return false;
+        };
+        let ([sge], received) = (request.sges.as_slice(), bounds::GRH_LEN + head.length) else {
+            return false;
+        };
+        if sge.len < received || dgram::checked(bytes).is_err() {
+            return false;
+        }
+        let id = request.id;
+        let (pd, qpn) = (self.base.pd, self.base.qpn);
+        let (need, at, room) = (Access::LOCAL_WRITE, To(sge.addr), sge.len.into());
+        let regions = &self.base.rnic.regions;
+        let last = &mut self.last_written;
+        let Ok(pinned) = regions.pin(last, sge.lkey, pd, qpn, need, at, room) else {
+            return false;
+        };
+        let memory = &self.base.rnic.memory;
+        memory.place(&pinned, 0, &grh::build(arrival, bytes.len()));
+        memory.place(&pinned, bounds::GRH_LEN.into(), payload);
+        drop(pinned);
+        let port = arrival.from.port();
+        let peer = (canonical(arrival.from), head.src_index);
+        let tell = !to_group && self.flow.came(peer, bytes.len());
+        self.base.rq.drop_own();
+        self.counters.rx_messages += 1;
+        if self.base.is_observed() {
+            let header = Header::Untagged(head.untagged());
+            self.base.observe(|| Step::Deframe(&header, payload.len()));
+            if !payload.is_empty() {
+                self.base.observe(|| Step::Place(payload.len() as u64));
+            }
+            self.base.observe(|| Step::Deliver(head.opcode()));
+        }
+        self.base.complete_recv(Completion {
+            byte_len: received,
+            src_qpn: u32::from(port) << 8 | u32::from(head.src_index),
+            grh: true,
+            sl: grh::kind(arrival),
+            solicited: head.solicited,
+            ..Completion::new(id, Status::Success, WcOp::Recv, qpn)
+        });
+        if tell {
+            self.flow.heard(peer, arrival.to, head.id, head.length);
+        }
+        true
+    }
+}
