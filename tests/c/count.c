@@ -13,8 +13,13 @@
 #define TIMES 50u
 #define ROUNDS 20u
 
-/* Does a thing `TIMES` times, and nothing but the thing is counted. */
-#define COUNTED(name, before, thing, after)                                                                            \
+/* Requests of a list. */
+#define LIST 16u
+/* Polls of another queue after which a request is completed. */
+#define POLLS 200u
+
+/* Does a thing of `each` parts `TIMES` times, and nothing but the thing is counted. */
+#define COUNTED(name, each, before, thing, after)                                                                            \
 	do {                                                                                                           \
 		for (unsigned int i_ = 0; i_ < (ROUNDS + 1) * TIMES; i_++) {                                           \
 			bool counts_ = i_ >= TIMES;                                                                    \
@@ -28,7 +33,7 @@
 			after;                                                                                         \
 			if (counts_ && (i_ + 1) % TIMES == 0) {                                                        \
 				CALLGRIND_DUMP_STATS_AT(name);                                                         \
-				printf("%s %u\n", name, TIMES);                                                       \
+				printf("%s %u\n", name, TIMES * (each));                                               \
 			}                                                                                              \
 		}                                                                                                      \
 		fflush(stdout);                                                                                        \
@@ -71,6 +76,48 @@ static void receive(struct pair *p, struct region *to)
 	MUST(!ibv_post_recv(p->b.qp, &wr, &bad));
 }
 
+/* Polls a queue that gets nothing more: the completions of others get into their queues. */
+static void complete_others(struct ibv_cq *cq)
+{
+	struct ibv_wc wc;
+
+	for (unsigned int i = 0; i < POLLS; i++)
+		MUST(ibv_poll_cq(cq, 1, &wc) == 0);
+}
+
+/* Has all of a list arrive and complete. */
+static void take_list(struct pair *p)
+{
+	struct ibv_wc wc;
+
+	for (unsigned int i = 0; i < LIST; i++)
+		MUST(take(p->b.rcq, &wc) && take(p->a.scq, &wc));
+}
+
+static void receive_list(struct pair *p, struct region *to)
+{
+	for (unsigned int i = 0; i < LIST; i++)
+		receive(p, to);
+}
+
+/* A completion that is there, and a list of requests. */
+static void count_more(struct pair *p, struct region *to, struct ibv_send_wr *wr)
+{
+	struct ibv_send_wr list[LIST], *bad;
+	struct ibv_wc wc;
+
+	COUNTED("rc/poll_cq", 1,
+		(receive(p, to), ({ MUST(!ibv_post_send(p->a.qp, wr, &bad) && take(p->b.rcq, &wc)); }),
+			complete_others(p->b.rcq)),
+		MUST(ibv_poll_cq(p->a.scq, 1, &wc) == 1), (void)0);
+	for (unsigned int i = 0; i < LIST; i++) {
+		list[i] = *wr;
+		list[i].next = i + 1 < LIST ? &list[i + 1] : NULL;
+	}
+	COUNTED("rc/post_list", LIST, (receive_list(p, to), look_in_vain(p->a.scq)),
+		MUST(!ibv_post_send(p->a.qp, list, &bad)), take_list(p));
+}
+
 static void count(enum ibv_qp_type type, const char *const names[2])
 {
 	struct want want = { .type = type, .inline_data = 64 };
@@ -93,10 +140,12 @@ static void count(enum ibv_qp_type type, const char *const names[2])
 	wr = send_wr(1, IBV_WR_SEND, &sge, 1);
 	wr.send_flags |= IBV_SEND_INLINE;
 
-	COUNTED(names[0], (void)0, receive(&p, &to),
+	COUNTED(names[0], 1, (void)0, receive(&p, &to),
 		MUST(!ibv_post_send(p.a.qp, &wr, &bad) && take(p.b.rcq, &wc) && take(p.a.scq, &wc)));
-	COUNTED(names[1], (receive(&p, &to), look_in_vain(p.a.scq)), MUST(!ibv_post_send(p.a.qp, &wr, &bad)),
+	COUNTED(names[1], 1, (receive(&p, &to), look_in_vain(p.a.scq)), MUST(!ibv_post_send(p.a.qp, &wr, &bad)),
 		MUST(take(p.b.rcq, &wc) && take(p.a.scq, &wc)));
+	if (type == IBV_QPT_RC)
+		count_more(&p, &to, &wr);
 }
 
 int main(void)

@@ -50,6 +50,7 @@ pub(crate) struct At(u64);
 
 /// The time now if a capture is on, otherwise `None`. A sender calls this before it sends: the answer, which another
 /// thread may receive before the sender has captured its packet, then has a later time.
+#[inline]
 pub(crate) fn begin() -> Option<At> {
     is_on().then(|| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -58,6 +59,7 @@ pub(crate) fn begin() -> Option<At> {
 }
 
 /// Whether a capture is on.
+#[inline]
 pub(crate) fn is_on() -> bool {
     const UNKNOWN: u8 = 0;
     const OFF: u8 = 1;

@@ -111,6 +111,21 @@ pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
 /// Lengths up to which [`InlineData`] needs no allocation, in bytes.
 const INLINE_WITHOUT_ALLOCATION: usize = 64;
 
+/// The bytes of a buffer of the program's as inline data, if they need no allocation.
+///
+/// # Safety
+/// `from` has `len` readable bytes.
+#[inline]
+pub(crate) unsafe fn short_inline(from: *const u8, len: usize) -> Option<InlineData> {
+    let mut bytes = [0; INLINE_WITHOUT_ALLOCATION];
+    if len > bytes.len() {
+        return None;
+    }
+    // SAFETY: `len` readable bytes (caller's promise), and as many in `bytes`.
+    unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), len) };
+    Some(InlineData::from_buf_and_len(bytes, len))
+}
+
 /// Appends the bytes of a buffer of the program's to inline data.
 ///
 /// # Safety

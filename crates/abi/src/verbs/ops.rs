@@ -7,7 +7,9 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::wr::{InlineData, Op, Payload, RecvRequest, Remote, WorkRequest};
 use anywarp_core::wire::{Stag, To};
 
-use super::convert::{append_inline, bind_of, destination_of, flags_of, imm_of, sges_of};
+use super::convert::{
+    append_inline, bind_of, destination_of, flags_of, imm_of, sges_of, short_inline,
+};
 use super::handle::live;
 use super::object::{CqObject, QpObject, SrqObject};
 use crate::ffi::{Errno, errno_fast, misuse, or_fast};
@@ -29,6 +31,53 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
     Ok(())
 }
 
+/// Fills `into`, a blank request, if the work request is a Send or a Write of one short inline element, as most of those are
+/// that a program waits for. False: it is another one, and `into` is still blank. The device of every profile has such
+/// requests.
+///
+/// # Safety
+/// As for [`request_of`], on a queue pair that is connected.
+#[inline]
+unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
+    const SHORT: c_uint = IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE;
+    if wr.send_flags & IBV_SEND_INLINE == 0 || wr.send_flags & !SHORT != 0 || wr.num_sge != 1 {
+        return false;
+    }
+    // SAFETY: null or a list of one element (the caller's promise).
+    let Some(sge) = (unsafe { wr.sg_list.as_ref() }) else {
+        return false;
+    };
+    let op = match wr.opcode {
+        IBV_WR_SEND => Op::Send {
+            imm: None,
+            invalidate: None,
+        },
+        IBV_WR_RDMA_WRITE => {
+            // SAFETY: the opcode says that this member is meant; every byte pattern is valid.
+            let r = unsafe { wr.wr.rdma };
+            Op::Write {
+                remote: Remote {
+                    rkey: Stag(r.rkey),
+                    to: To(r.remote_addr),
+                },
+                imm: None,
+            }
+        }
+        _ => return false,
+    };
+    let from = std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
+    // SAFETY: the program's memory, as long as it says (the caller's promise).
+    let Some(data) = (unsafe { short_inline(from, sge.length as usize) }) else {
+        return false;
+    };
+    into.payload = Payload::Inline(data);
+    into.id = wr.wr_id;
+    into.op = op;
+    into.signaled = wr.send_flags & IBV_SEND_SIGNALED != 0;
+    into.solicited = wr.send_flags & IBV_SEND_SOLICITED != 0;
+    true
+}
+
 /// Fills `into`, a blank request, from a work request in the format of C.
 ///
 /// # Safety
@@ -44,6 +93,12 @@ unsafe fn request_of(
         | IBV_SEND_SOLICITED
         | IBV_SEND_INLINE
         | IBV_SEND_IP_CSUM;
+    if !datagram && !xrc {
+        // SAFETY: the caller's promise.
+        if unsafe { short_of(wr, into) } {
+            return Ok(());
+        }
+    }
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
         return Err(Misuse::InvalidArgument("num_sge or sg_list"));
     }

@@ -108,6 +108,7 @@ impl Connection {
     }
 
     /// The state.
+    #[inline]
     pub fn state(&self) -> State {
         self.base.state
     }
@@ -128,6 +129,7 @@ impl Connection {
     }
 
     /// The implementation of the peer; `None` without a stream.
+    #[inline]
     pub fn peer(&self) -> Option<Peer> {
         self.stream.as_ref().map(|s| s.peer)
     }
@@ -222,6 +224,9 @@ impl Connection {
 
     /// When [`Self::handle_timeout`] is to be called: the time of the timer that fires next.
     pub fn poll_timeout(&self) -> Option<Instant> {
+        if !self.timers.runs(Timer::Rnr) && !self.timers.runs(Timer::GiveUp) {
+            return self.deadline(Timer::Probe);
+        }
         let mut next: Option<Instant> = None;
         for timer in Timer::ALL {
             next = match (next, self.deadline(timer)) {
@@ -483,7 +488,20 @@ impl Connection {
             && self.base.events.is_empty()
     }
 
+    /// Whether the queue pair sends on an open stream, and nothing else is to be done for it: it has no event, offers no
+    /// shared memory, and its peer has not left.
+    #[inline]
+    pub fn only_sends(&self) -> bool {
+        let Some(s) = &self.stream else { return false };
+        s.end == End::Open
+            && self.base.state == State::Rts
+            && self.base.events.is_empty()
+            && !self.peer_left
+            && !self.wants_shm_offer()
+    }
+
     /// Whether a message waits that is not of the send queue.
+    #[inline]
     pub fn has_responses(&self) -> bool {
         self.stream
             .as_ref()
@@ -491,6 +509,7 @@ impl Connection {
     }
 
     /// All FPDUs framed so far have been handed to the socket.
+    #[inline]
     pub fn handle_written(&mut self) {
         let Some(s) = &self.stream else { return };
         // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]: towards a standard peer a Send or Write is complete when the
@@ -596,6 +615,7 @@ impl Connection {
 
 impl Connection {
     /// Whether to offer shared memory to the peer now: the peer supports it, and the connection is in use.
+    #[inline]
     pub fn wants_shm_offer(&self) -> bool {
         let Some(s) = &self.stream else { return false };
         s.handover
@@ -657,6 +677,7 @@ impl Connection {
 }
 
 /// Makes those checks of `ibv_post_send(3)` that the send queue does not make.
+#[inline]
 fn may_post(rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
     if matches!(
         (&request.op, &request.payload),

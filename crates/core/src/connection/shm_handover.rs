@@ -78,6 +78,7 @@ impl ShmHandover {
     }
 
     /// Whether to offer memory now that `requests` messages were exchanged.
+    #[inline]
     pub(super) fn may_offer(&self, requests: u32) -> bool {
         self.peer_can
             && self.phase == Phase::Before

@@ -35,6 +35,12 @@ impl Timers {
         self.0[timer as usize] = None;
     }
 
+    /// Whether a timer runs.
+    #[inline]
+    pub(super) fn runs(&self, timer: Timer) -> bool {
+        self.0[timer as usize].is_some()
+    }
+
     /// The time of a timer that runs.
     #[inline]
     pub(super) fn get(&self, timer: Timer) -> Option<Instant> {

@@ -38,6 +38,7 @@ impl Payload {
     }
 
     /// Bytes in total.
+    #[inline]
     pub fn len(&self) -> u64 {
         match self {
             Self::Sges(sges) => sges.iter().map(|s| u64::from(s.len)).sum(),
@@ -146,6 +147,7 @@ pub struct Bind {
 
 impl Op {
     /// Whether the operation is done here, without a message to the peer.
+    #[inline]
     pub fn is_local(&self) -> bool {
         matches!(self, Self::LocalInvalidate { .. } | Self::Bind(_))
     }

@@ -524,6 +524,54 @@ impl Tcp {
         outcome
     }
 
+    /// [`Self::transmit`] in one step for a queue pair that sends what was just posted, and nothing is left over from before.
+    /// False: the caller calls that for what could not be framed or sent.
+    pub(crate) fn transmit_posted(
+        &mut self,
+        engine: &Engine,
+        conn: &mut Connection,
+        now: Instant,
+    ) -> bool {
+        let changes_carrier = self.shm.is_some() != self.tx_shm;
+        if !self.batch.is_empty()
+            || self.blocked
+            || changes_carrier
+            || self.framing.aligns(conn.peer())
+        {
+            return false;
+        }
+        self.batch.align(false);
+        let more = conn.poll_tx(now, false, &mut self.batch);
+        if self.batch.is_empty() || conn.state() != State::Rts {
+            return false;
+        }
+        let sent = match &mut self.shm {
+            Some(shm) => shm.send(&self.batch, 0),
+            None => {
+                self.counts.tx_calls += 1;
+                stream::send_batch(self.tx().get(), &self.batch, 0)
+            }
+        };
+        let Io::Done(n) = sent else { return false };
+        self.counts.tx_bytes += n as u64;
+        if n < self.batch.len() {
+            self.sent = n;
+            return false;
+        }
+        self.batch.clear();
+        conn.handle_written();
+        if more || conn.has_responses() {
+            return false;
+        }
+        self.all_sent(engine);
+        if let Some(shm) = &self.shm
+            && shm.must_wake()
+        {
+            self.wake();
+        }
+        true
+    }
+
     /// Cleans up when the batch is empty and nothing is left to send.
     fn all_sent(&mut self, engine: &Engine) -> Outcome {
         self.waiting = None;

@@ -48,6 +48,10 @@ use timers::{Timer, Timers};
 /// How long the destruction of a queue pair waits for the rest of a message that has been received in part.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 
+/// Payload of requests that are sent without a look at all that a connection may have to do, bytes: more goes into a larger
+/// buffer.
+const SHORT: u64 = 2048;
+
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.
 pub trait Manager: Send + Sync {
     /// The peer's first message arrived: the connection works in both directions.
@@ -302,7 +306,9 @@ impl RcQp {
             self.schedule_ack();
         } else {
             let now = clock::now();
-            self.progress(&mut inner, now, Receive::Nothing, false);
+            if longest > SHORT || !self.send_posted(&mut inner, now) {
+                self.progress(&mut inner, now, Receive::Nothing, false);
+            }
             self.engine.on_post(now);
         }
         self.unlock(inner);

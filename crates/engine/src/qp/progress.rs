@@ -115,6 +115,25 @@ impl RcQp {
         self.deliver_events(inner, outcome);
     }
 
+    /// Sends what was just posted, if nothing else is to be done, as is usual: [`Self::progress`] in one step. False: the
+    /// caller calls that, which goes on where this has stopped.
+    pub(super) fn send_posted(&self, inner: &mut Inner, now: Instant) -> bool {
+        let Some(tcp) = &mut inner.tcp else {
+            return false;
+        };
+        let only_sends =
+            !inner.unwatched && inner.timers.get(Timer::Delay).is_none() && inner.conn.only_sends();
+        if !only_sends || !tcp.transmit_posted(self.engine, &mut inner.conn, now) {
+            return false;
+        }
+        if inner.conn.only_sends() {
+            self.schedule(inner);
+        } else {
+            self.deliver_events(inner, Outcome::Open);
+        }
+        true
+    }
+
     /// Raises the events of the connection, and closes the socket of one that is over.
     pub(super) fn deliver_events(&self, inner: &mut Inner, outcome: Outcome) {
         while let Some(event) = inner.conn.poll_event() {

@@ -115,6 +115,7 @@ impl TxBatch {
     }
 
     /// Empties the batch and keeps its allocation.
+    #[inline]
     pub fn clear(&mut self) {
         self.own.clear();
         self.pieces.clear();
@@ -147,6 +148,7 @@ impl TxBatch {
     }
 
     /// Records that `own[from..]` was added.
+    #[inline]
     fn own_since(&mut self, from: usize) {
         let to = self.own.len();
         self.bytes += to - from;
