@@ -19,7 +19,7 @@
 #define POLLS 200u
 
 /* Does a thing of `each` parts `TIMES` times, and nothing but the thing is counted. */
-#define COUNTED(name, each, before, thing, after)                                                                            \
+#define COUNTED(name, each, before, thing, after)                                                                      \
 	do {                                                                                                           \
 		for (unsigned int i_ = 0; i_ < (ROUNDS + 1) * TIMES; i_++) {                                           \
 			bool counts_ = i_ >= TIMES;                                                                    \
