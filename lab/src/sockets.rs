@@ -1,21 +1,35 @@
-//! `cargo lab sockets`: the semantics program `tests/c/sockets.c` on the kernel's sockets and on those of
-//! `libanywarp-sockets.so`, then `anywarp sockets` and programs on these, as
+//! `cargo lab sockets`: the semantics programs `tests/c/sockets.c` and `tests/c/datagrams.c` on the kernel's sockets and on
+//! those of `libanywarp-sockets.so`, then `anywarp sockets` and programs on these, as
 //! tests/sockets has them.
 
 use rustix::process::geteuid;
+use std::path::PathBuf;
 use std::process::Command;
 use xtask::{Result, sh};
 
 /// Seconds after which the run is ended.
 const LIMIT: &str = "300";
 
-/// In a network namespace of its own: the library, the semantics program, the check, the command, what tries it, hostile peers.
+/// In a network namespace of its own: the library, the semantics program, the check, the command, what tries it, hostile peers, the
+/// semantics program of datagrams. That runs with two MTUs: of the loopback interface, and of Ethernet.
 const SCRIPT: &str = r#"set -e
 ip link set lo up
 echo '== tests/c/sockets.c, sockets of the kernel'
 "$2"
 echo '== tests/c/sockets.c, upgraded'
 SOCKETS_UPGRADED=1 LD_PRELOAD="$1" "$2"
+datagrams() {
+    echo "== tests/c/datagrams.c, $1"
+    "$2"
+    for mode in 'datagram 44' 'record 40'; do
+        echo "== tests/c/datagrams.c, $1, ${mode% *}"
+        DATAGRAMS_HEAD=${mode#* } ANYWARP_SOCKETS_RULES="all ${mode% *}" LD_PRELOAD="$3" "$2"
+    done
+}
+datagrams 'MTU of lo' "$7" "$1"
+ip link set lo mtu 1500
+datagrams 'MTU 1500' "$7" "$1"
+ip link set lo mtu 65536
 echo '== tests/sockets/command'
 "$5" "$4"
 echo '== tests/sockets/hostile'
@@ -29,21 +43,8 @@ pub(crate) fn run() -> Result {
     if !library.exists() {
         return Err(format!("{}: missing; run `cargo xtask dist`", library.display()).into());
     }
-    let program = sh::target().join("sockets-semantics");
-    let mut cc = sh::cc();
-    cc.args([
-        "-std=gnu11",
-        "-O1",
-        "-g",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-o",
-    ])
-    .arg(&program)
-    .arg(sh::root().join("tests/c/sockets.c"))
-    .arg("-lpthread");
-    sh::run(&mut cc)?;
+    let program = compiled("sockets.c", "sockets-semantics")?;
+    let datagrams = compiled("datagrams.c", "datagrams-semantics")?;
     let mut check = Command::new("timeout");
     check
         .arg(LIMIT)
@@ -57,6 +58,27 @@ pub(crate) fn run() -> Result {
         .arg(sh::root().join("tests/sockets/check"))
         .arg(sh::dist().join("bin/anywarp"))
         .arg(sh::root().join("tests/sockets/command"))
-        .arg(sh::root().join("tests/sockets/hostile"));
+        .arg(sh::root().join("tests/sockets/hostile"))
+        .arg(datagrams);
     sh::run(&mut check)
+}
+
+/// Builds a semantics program of tests/c.
+fn compiled(source: &str, name: &str) -> Result<PathBuf> {
+    let program = sh::target().join(name);
+    let mut cc = sh::cc();
+    cc.args([
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-o",
+    ])
+    .arg(&program)
+    .arg(sh::root().join("tests/c").join(source))
+    .arg("-lpthread");
+    sh::run(&mut cc)?;
+    Ok(program)
 }

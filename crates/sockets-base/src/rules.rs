@@ -3,8 +3,8 @@
 //! ```text
 //! program GLOB [tag TAG]                                  # until the next
 //! listen|connect tcp ADDR[:PORT[-PORT]] [from ADDR]       tcp | prefer | require | off
-//! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off
-//! all                                                     tcp | prefer | require | off
+//! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | datagram [require] | record [require]
+//! all                                                     one of these
 //! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent
 //! ```
 //!
@@ -15,7 +15,7 @@ use crate::place::{self, Where};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-/// What is done with a connection.
+/// What is done with a connection, or with datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// Kernel TCP.
@@ -26,9 +26,18 @@ pub enum Mode {
     Require,
     /// Not looked at.
     Off,
+    /// Kernel UDP.
+    Udp,
+    /// Datagrams are Sends of datagram-iWARP where the peer is known to understand them.
+    Datagram,
+    /// Datagrams are Write-Records of datagram-iWARP where the peer is known to understand them.
+    Record,
 }
 
 impl Mode {
+    const TCP: [Self; 4] = [Self::Tcp, Self::Prefer, Self::Require, Self::Off];
+    const UDP: [Self; 4] = [Self::Udp, Self::Datagram, Self::Record, Self::Off];
+
     /// The word of rules.
     pub fn word(self) -> &'static str {
         match self {
@@ -36,18 +45,18 @@ impl Mode {
             Self::Prefer => "prefer",
             Self::Require => "require",
             Self::Off => "off",
+            Self::Udp => "udp",
+            Self::Datagram => "datagram",
+            Self::Record => "record",
         }
     }
 
-    fn of(word: &str) -> Option<Self> {
-        [Self::Tcp, Self::Prefer, Self::Require, Self::Off]
-            .into_iter()
-            .find(|mode| mode.word() == word)
-    }
-
-    /// Whether connections may be upgraded.
+    /// Whether connections, or datagrams, may be upgraded.
     pub fn upgrades(self) -> bool {
-        matches!(self, Self::Prefer | Self::Require)
+        match self {
+            Self::Prefer | Self::Require | Self::Datagram | Self::Record => true,
+            Self::Tcp | Self::Off | Self::Udp => false,
+        }
     }
 }
 
@@ -58,6 +67,20 @@ pub enum Role {
     Listen,
     /// Connections that the program opens.
     Connect,
+    /// UDP sockets that the program binds.
+    Bind,
+    /// Datagrams that the program sends.
+    Send,
+}
+
+impl Role {
+    /// Whether a rule about `all` with this mode is about it.
+    fn is_for(self, mode: Mode) -> bool {
+        match self {
+            Self::Listen | Self::Connect => Mode::TCP.contains(&mode),
+            Self::Bind | Self::Send => Mode::UDP.contains(&mode),
+        }
+    }
 }
 
 /// The processes that rules are for.
@@ -98,7 +121,7 @@ pub struct Who {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     whom: For,
-    /// `None`: both roles.
+    /// `None`: all roles that the mode is for.
     role: Option<Role>,
     /// Addresses: of the listener's end, or of the peer to connect to.
     at: Where,
@@ -107,6 +130,8 @@ pub struct Rule {
     other: Where,
     /// What is done.
     pub mode: Mode,
+    /// Of datagrams: the peers understand messages, without being asked.
+    pub unasked: bool,
     /// Where it stands: source, and line of it.
     pub source: String,
     /// Its line, from 1.
@@ -279,9 +304,24 @@ impl<'a> Line<'a> {
         }
     }
 
-    fn mode(&mut self) -> Result<Mode, Mistake> {
+    /// One of these modes, which `expected` names.
+    fn mode(&mut self, modes: &[Mode], expected: &str) -> Result<Mode, Mistake> {
         let (column, word) = self.next();
-        Mode::of(word).ok_or_else(|| self.mistake(column, "expected tcp, prefer, require or off"))
+        let found = modes.iter().find(|mode| mode.word() == word);
+        let what = match word {
+            "reliable" if modes.contains(&Mode::Udp) => {
+                format!("reliable is not there yet: expected {expected}")
+            }
+            _ => format!("expected {expected}"),
+        };
+        found.copied().ok_or_else(|| self.mistake(column, what))
+    }
+
+    /// Whether `require` stands behind a mode of datagrams.
+    fn unasked(&mut self, mode: Mode) -> bool {
+        let is_there = self.peek().1 == "require" && matches!(mode, Mode::Datagram | Mode::Record);
+        self.at += usize::from(is_there);
+        is_there
     }
 
     fn place(&mut self) -> Result<(usize, Where, Option<place::Ports>), Mistake> {
@@ -328,9 +368,10 @@ impl<'a> Line<'a> {
     fn tcp(&mut self, role: Role, whom: &For) -> Result<Rule, Mistake> {
         let (column, kind) = self.next();
         if kind != "tcp" {
-            let word = match role {
-                Role::Listen => "listen",
-                Role::Connect => "connect",
+            let word = if role == Role::Listen {
+                "listen"
+            } else {
+                "connect"
             };
             return Err(self.mistake(column, format!("expected tcp behind {word}")));
         }
@@ -347,25 +388,36 @@ impl<'a> Line<'a> {
         let mut rule = self.rule(Some(role), whom);
         (rule.at, rule.other) = (at, other);
         rule.ports = ports.unwrap_or((0, u16::MAX));
-        rule.mode = self.mode()?;
+        rule.mode = self.mode(&Mode::TCP, "tcp, prefer, require or off")?;
         Ok(rule)
     }
 
-    /// The rest of a rule about UDP: read, so that a configuration is right for later versions as well.
-    fn udp(&mut self, word: &str) -> Result<(), Mistake> {
+    /// The rest of a rule about UDP.
+    fn udp(&mut self, role: Role, whom: &For) -> Result<Rule, Mistake> {
         let (column, kind) = self.next();
         if kind != "udp" {
+            let word = if role == Role::Bind { "bind" } else { "send" };
             return Err(self.mistake(column, format!("expected udp behind {word}")));
         }
-        self.place()?;
-        match self.next() {
-            (_, "udp" | "off") => Ok(()),
-            (column, word @ ("datagram" | "record" | "reliable")) => Err(self.mistake(
-                column,
-                format!("{word} is not there yet, datagrams are the kernel's: expected udp or off"),
-            )),
-            (column, _) => Err(self.mistake(column, "expected udp or off")),
-        }
+        let (_, at, ports) = self.place()?;
+        let mut rule = self.rule(Some(role), whom);
+        rule.at = at;
+        rule.ports = ports.unwrap_or((0, u16::MAX));
+        rule.mode = self.mode(&Mode::UDP, "udp, datagram, record or off")?;
+        rule.unasked = self.unasked(rule.mode);
+        Ok(rule)
+    }
+
+    /// The rest of a rule about all.
+    fn all(&mut self, whom: &For) -> Result<Rule, Mistake> {
+        let mut rule = self.rule(None, whom);
+        let modes = [Mode::TCP, Mode::UDP].concat();
+        rule.mode = self.mode(
+            &modes,
+            "tcp, prefer, require or off, or for datagrams udp, datagram or record",
+        )?;
+        rule.unasked = self.unasked(rule.mode);
+        Ok(rule)
     }
 
     fn rule(&self, role: Option<Role>, whom: &For) -> Rule {
@@ -376,6 +428,7 @@ impl<'a> Line<'a> {
             ports: (0, u16::MAX),
             other: Where::Any,
             mode: Mode::Tcp,
+            unasked: false,
             source: self.source.to_owned(),
             line: self.number,
             text: self.part.trim().to_owned(),
@@ -447,12 +500,9 @@ impl Policy {
                     (_, "program") => whom = line.whom()?,
                     (_, "listen") => rules.push(line.tcp(Role::Listen, &whom)?),
                     (_, "connect") => rules.push(line.tcp(Role::Connect, &whom)?),
-                    (_, word @ ("bind" | "send")) => line.udp(word)?,
-                    (_, "all") => {
-                        let mut rule = line.rule(None, &whom);
-                        rule.mode = line.mode()?;
-                        rules.push(rule);
-                    }
+                    (_, "bind") => rules.push(line.udp(Role::Bind, &whom)?),
+                    (_, "send") => rules.push(line.udp(Role::Send, &whom)?),
+                    (_, "all") => rules.push(line.all(&whom)?),
                     (_, "set") => settings.push((whom.clone(), line.setting()?)),
                     (column, _) => {
                         return Err(line.mistake(
@@ -478,7 +528,7 @@ impl Policy {
         port: u16,
     ) -> impl Iterator<Item = &'a Rule> + use<'a, 'b> {
         self.rules.iter().filter(move |r| {
-            r.role.is_none_or(|of| of == role)
+            r.role.map_or_else(|| role.is_for(r.mode), |of| of == role)
                 && r.whom.has(who)
                 && (r.ports.0..=r.ports.1).contains(&port)
         })
@@ -498,6 +548,12 @@ impl Policy {
             r.at.has(addr.ip(), host)
                 && (r.other == Where::Any || other().is_some_and(|o| r.other.has(o, host)))
         })
+    }
+
+    /// Whether a rule may make datagrams of this process messages.
+    pub fn has_datagrams(&self, who: &Who) -> bool {
+        let may = |mode| matches!(mode, Mode::Datagram | Mode::Record);
+        self.rules.iter().any(|r| may(r.mode) && r.whom.has(who))
     }
 
     /// What the rules say about a listener. One at all addresses, and one for which a rule has `from`, is decided about with
@@ -699,6 +755,36 @@ mod tests {
     }
 
     #[test]
+    fn datagrams_have_rules_of_their_own() {
+        let p = read(
+            "program sipp\nbind udp *:5060 datagram\nsend udp 224.0.0.0/4 udp\nsend udp 10.0.0.0/8 record require\n\
+             program *\nall prefer",
+        );
+        let udp = |p: &Policy, role, program: &str, addr: &str| {
+            p.rule(role, &who(program), addr.parse().unwrap(), || None, &Here)
+                .map(|r| (r.mode, r.unasked))
+        };
+        let sipp = |role, addr| udp(&p, role, "sipp", addr);
+        assert_eq!(
+            sipp(Role::Bind, "0.0.0.0:5060"),
+            Some((Mode::Datagram, false))
+        );
+        assert_eq!(sipp(Role::Bind, "0.0.0.0:5061"), None);
+        assert_eq!(sipp(Role::Send, "224.0.0.1:1"), Some((Mode::Udp, false)));
+        assert_eq!(sipp(Role::Send, "10.0.0.1:1"), Some((Mode::Record, true)));
+        assert_eq!(udp(&p, Role::Send, "x", "10.0.0.1:1"), None);
+        assert!(p.has_datagrams(&who("sipp")) && !p.has_datagrams(&who("x")));
+        // A rule about all is for the protocol of its mode; `off` is for both.
+        let at = "10.0.0.1:1";
+        let p = read("all datagram; all require");
+        assert_eq!(udp(&p, Role::Send, "x", at), Some((Mode::Datagram, false)));
+        assert_eq!(connect(&p, "x", at), Some(Mode::Require));
+        let p = read("all off; all datagram; all prefer");
+        assert_eq!(udp(&p, Role::Bind, "x", at), Some((Mode::Off, false)));
+        assert_eq!(connect(&p, "x", at), Some(Mode::Off));
+    }
+
+    #[test]
     fn names_match_with_stars() {
         for (pattern, name, expected) in [
             ("*", "", true),
@@ -733,7 +819,10 @@ mod tests {
             ("connect tcp *:80 tcp more", 1, 22),
             ("listen tcp *:80 from 1.2.3.4:5 tcp", 1, 22),
             ("bind tcp *:80 udp", 1, 6),
-            ("bind udp *:80 datagram", 1, 15),
+            ("bind udp *:80 reliable", 1, 15),
+            ("bind udp *:80 udp require", 1, 19),
+            ("bind udp *:80 datagram requir", 1, 24),
+            ("all datagram require more", 1, 22),
             ("send udp *:80 tcp", 1, 15),
             ("set crc maybe", 1, 9),
             ("set io_uring off", 1, 14),
@@ -755,7 +844,8 @@ mod tests {
                 .read("f", "all prefr")
                 .unwrap_err()
                 .to_string(),
-            "f:1:5: expected tcp, prefer, require or off\n  all prefr\n      ^"
+            "f:1:5: expected tcp, prefer, require or off, or for datagrams udp, datagram or record\n  \
+             all prefr\n      ^"
         );
     }
 }

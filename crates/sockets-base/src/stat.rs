@@ -60,6 +60,10 @@ states! {
         Upgraded = 3 "upgraded",
         /// A connection that is the kernel's.
         Plain = 4 "plain",
+        /// A UDP socket whose datagrams may be Sends.
+        Datagram = 5 "datagram",
+        /// A UDP socket whose datagrams may be Write-Records.
+        Record = 6 "record",
     }
 }
 

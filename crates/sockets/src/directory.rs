@@ -1,15 +1,17 @@
-//! Which listeners of this network namespace understand a Request.
+//! Which listeners of this network namespace understand a Request, and which UDP sockets understand messages.
 //!
-//! A listener holds the abstract name `anywarp/tcp/ADDR/PORT`, as a UNIX socket that listens: connecting to it succeeds
-//! as long as a process has it. Its owner must be the user of this process or root: another user's name is not believed.
+//! A listener holds the abstract name `anywarp/tcp/ADDR/PORT`, a UDP socket `anywarp/udp/ADDR/PORT`, as a UNIX socket that
+//! listens: connecting to it succeeds as long as a process has it. Its owner must be the user of this process or root:
+//! another user's name is not believed.
 
 use crate::real;
 use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::{c_int, sockaddr_un, socklen_t};
-use sockets_base::name;
+use sockets_base::name::{self, Protocol};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::MutexGuard;
 
 /// The names that this process holds, by the number of the listener.
 static HELD: Mutex<Option<HashMap<c_int, c_int>>> = Mutex::new(None);
@@ -33,22 +35,83 @@ fn unix() -> Option<c_int> {
     (fd >= 0).then_some(fd)
 }
 
-/// Enters a listener; returns the descriptor that holds its name.
-pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
+/// Takes a name: the descriptor that holds it. `None`: another socket has it.
+fn hold(name: &str) -> Option<c_int> {
     let fd = unix()?;
-    let (un, len) = address(&name::of(addr.ip(), addr.port()));
+    let (un, len) = address(name);
     // SAFETY: address and length belong together.
     let ok =
         unsafe { real::bind(fd, (&raw const un).cast(), len) == 0 && real::listen(fd, 4096) == 0 };
-    // Another listener of this address (SO_REUSEPORT, another process of the program) may hold the name.
     let high = if ok { sys::copy_high(fd) } else { None };
     sys::close(fd);
-    let high = high?;
+    high
+}
+
+/// Enters a listener; returns the descriptor that holds its name.
+pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
+    // Another listener of this address (SO_REUSEPORT, another process of the program) may hold the name.
+    let high = hold(&name::of(Protocol::Tcp, addr.ip(), addr.port()))?;
     let mut held = HELD.lock();
     if let Some(old) = held.get_or_insert_default().insert(listener, high) {
         sys::close(old);
     }
     Some(high)
+}
+
+/// The names of UDP sockets that this process holds. Several sockets of it may have one address.
+#[derive(Debug, Default)]
+struct Udp {
+    /// The descriptor that holds the name of an address, and how many sockets have it.
+    by_addr: HashMap<(IpAddr, u16), (c_int, usize)>,
+    by_name: HashMap<c_int, (IpAddr, u16)>,
+}
+
+static UDP: Mutex<Option<Udp>> = Mutex::new(None);
+
+/// A fork waits until no other thread has the names of UDP sockets: the child could not close its own.
+pub fn stop() -> Stop {
+    Stop { _held: UDP.lock() }
+}
+
+/// The lock that stops them.
+#[derive(Debug)]
+pub struct Stop {
+    _held: MutexGuard<'static, Option<Udp>>,
+}
+
+/// Enters a UDP socket; returns the descriptor that holds its name, and whether it is new.
+pub fn enter_udp(addr: SocketAddr) -> Option<(c_int, bool)> {
+    let key = (addr.ip().to_canonical(), addr.port());
+    let mut guard = UDP.lock();
+    let udp = guard.get_or_insert_default();
+    if let Some((name, sockets)) = udp.by_addr.get_mut(&key) {
+        *sockets += 1;
+        return Some((*name, false));
+    }
+    let name = hold(&name::of(Protocol::Udp, addr.ip(), addr.port()))?;
+    udp.by_addr.insert(key, (name, 1));
+    udp.by_name.insert(name, key);
+    Some((name, true))
+}
+
+/// A UDP socket with this name was closed; whether it was the last, so that the caller closes the name.
+pub fn leave_udp(name: c_int) -> bool {
+    let mut guard = UDP.lock();
+    let Some(udp) = guard.as_mut() else {
+        return false;
+    };
+    let Some(key) = udp.by_name.get(&name).copied() else {
+        return false;
+    };
+    if let Some((_, sockets)) = udp.by_addr.get_mut(&key)
+        && *sockets > 1
+    {
+        *sockets -= 1;
+        return false;
+    }
+    udp.by_name.remove(&name);
+    udp.by_addr.remove(&key);
+    true
 }
 
 /// The listener was closed: returns the descriptor that held its name, which the caller closes.
@@ -63,6 +126,8 @@ pub fn lost(fd: c_int) {
     if let Some(held) = held.as_mut() {
         held.retain(|_, own| *own != fd);
     }
+    drop(held);
+    leave_udp(fd);
 }
 
 /// Whether the listener at `addr` of this namespace understands a Request.
@@ -70,18 +135,47 @@ pub fn ask(addr: SocketAddr) -> bool {
     if !is_here(addr) {
         return false;
     }
-    name::to_ask(addr).iter().any(|name| ask_name(name))
+    let names = name::to_ask(Protocol::Tcp, addr);
+    names.iter().any(|name| ask_name(name) == Answer::Yes)
 }
 
-fn ask_name(name: &str) -> bool {
-    let Some(fd) = unix() else { return false };
+/// What the directory says about a UDP socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// It understands messages.
+    Yes,
+    /// It does not, as far as is known.
+    No,
+    /// Too many ask at once.
+    Busy,
+}
+
+/// Whether the UDP socket at `addr` of this namespace understands messages.
+pub fn ask_udp(addr: SocketAddr) -> Answer {
+    if !is_here(addr) {
+        return Answer::No;
+    }
+    let names = name::to_ask(Protocol::Udp, addr);
+    let mut answers = names.iter().map(|name| ask_name(name));
+    answers
+        .find(|answer| *answer != Answer::No)
+        .unwrap_or(Answer::No)
+}
+
+fn ask_name(name: &str) -> Answer {
+    let Some(fd) = unix() else { return Answer::No };
     let (un, len) = address(name);
     // SAFETY: address and length belong together.
     let r = unsafe { real::connect(fd, (&raw const un).cast(), len) };
-    // With a full backlog nothing is known, and the connection stays plain.
-    let there = r == 0 && is_trusted(fd);
+    // With a full backlog nothing is known.
+    let answer = match r {
+        0 if is_trusted(fd) => Answer::Yes,
+        0 => Answer::No,
+        _ if sys::errno() == libc::EAGAIN => Answer::Busy,
+        _ => Answer::No,
+    };
     sys::close(fd);
-    there
+    answer
 }
 
 fn is_trusted(fd: c_int) -> bool {
@@ -111,34 +205,40 @@ fn is_here(addr: SocketAddr) -> bool {
 
 /// The address from which the kernel would send to another.
 pub fn source(addr: SocketAddr) -> Option<IpAddr> {
-    let any: SocketAddr = if addr.is_ipv4() {
-        ([0u8; 4], 0).into()
-    } else {
-        ([0u8; 16], 0).into()
-    };
-    let socket =
-        std::net::UdpSocket::bind(any).and_then(|s| s.connect(addr).and_then(|()| s.local_addr()));
-    socket.ok().map(|local| local.ip())
+    sys::source(addr).map(|source| source.ip())
 }
 
 /// Ends the connections of those that have asked: they wait in the backlogs of the names.
 pub fn sweep() {
     let held = HELD.lock();
     for fd in held.iter().flat_map(HashMap::values) {
-        for _ in 0..8192 {
-            // SAFETY: no address is asked for.
-            let asked = unsafe {
-                real::accept4(
-                    *fd,
-                    std::ptr::null_mut(),
-                    std::ptr::null_mut(),
-                    libc::SOCK_CLOEXEC,
-                )
-            };
-            if asked < 0 {
-                break;
-            }
-            sys::close(asked);
+        sweep_name(*fd);
+    }
+}
+
+/// The same for the name that a descriptor holds.
+pub fn sweep_name(name: c_int) {
+    for _ in 0..8192 {
+        // SAFETY: no address is asked for.
+        let asked = unsafe {
+            real::accept4(
+                name,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                libc::SOCK_CLOEXEC,
+            )
+        };
+        if asked < 0 {
+            break;
         }
+        sys::close(asked);
+    }
+}
+
+/// The name ends in all processes that have it.
+pub fn end_name(name: c_int) {
+    // SAFETY: no pointer.
+    unsafe {
+        real::shutdown(name, libc::SHUT_RDWR);
     }
 }

@@ -1,7 +1,7 @@
 //! What a fuzzer calls: it takes any bytes, and panics if a promise is broken.
 //!
-//! The first byte chooses: bytes of a peer in any pieces, messages of a peer of which some are wrong, start-up frames, or the text
-//! of rules. `scripts/fuzz 60 sockets` runs it; a test of this file replays what it found in `fuzz/corpus/sockets`.
+//! The first byte chooses: bytes of a peer in any pieces, messages of a peer of which some are wrong, start-up frames, the text
+//! of rules, or datagrams. `scripts/fuzz 60 sockets` runs it; a test of this file replays what it found in `fuzz/corpus/sockets`.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -10,6 +10,7 @@
     reason = "a broken promise is a panic"
 )]
 
+use crate::message;
 use crate::stream;
 use crate::wire::{Broken, Kind, LONGEST, Private, Rx, Sink, Tx};
 use sockets_base::rules::Policy;
@@ -147,11 +148,51 @@ fn messages(input: &mut Input<'_>, crc: bool) {
     pieces(&wire, crc, input.number());
 }
 
+/// A datagram that is a message if the input changes nothing of it.
+fn datagram(input: &mut Input<'_>) {
+    let choice = input.byte();
+    let kind = if choice & 1 == 0 {
+        message::Kind::Send
+    } else {
+        message::Kind::Record
+    };
+    let mut head = [0; message::HEAD];
+    let changes: Vec<(u8, u8)> = (0..choice >> 1 & 3)
+        .map(|_| (input.byte(), input.byte()))
+        .collect();
+    let (epoch, id) = (input.number() as u16, input.number());
+    let payload = input.0;
+    let length = message::head(kind, epoch, id, payload.len(), &mut head);
+    let mut all = [&head[..length], payload].concat();
+    for (at, mask) in &changes {
+        let place = usize::from(*at) % all.len();
+        all[place] ^= mask;
+    }
+    let tail = message::tail(&all, std::iter::empty());
+    all.extend_from_slice(&tail);
+    // The bytes alone, and with a checksum that is right.
+    let raw = message::open(payload).map_or(0, |(_, inner)| inner.len());
+    assert!(raw <= payload.len());
+    let opened = message::open(&all);
+    if changes.is_empty() {
+        assert_eq!(opened, Some((kind, payload)));
+    }
+    if let Some((kind, inner)) = opened {
+        let length = message::head(kind, epoch, id, inner.len(), &mut head);
+        assert_eq!(inner.len() + length + message::TAIL, all.len());
+        assert_eq!(message::begins(&all), Some(length));
+        assert!(message::open(&all[..all.len() - 1]).is_none());
+    }
+}
+
 /// Calls what the first byte chooses.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let what = input.byte();
     let crc = what & 0x80 != 0;
+    if what & 0x40 != 0 {
+        return datagram(&mut input);
+    }
     match what % 4 {
         0 => {
             let seed = input.number();

@@ -11,6 +11,9 @@
 //! | `conn/sock.rs` | a connection: its decision, its owner, the threads that wait for it |
 //! | `stream.rs` | an upgraded stream, without waiting |
 //! | `wire.rs` | what two ends say to each other |
+//! | `conn/dgram.rs` | a UDP socket: whether it understands messages, and to whom it sends some |
+//! | `message.rs` | datagrams as messages of datagram-iWARP |
+//! | `peers.rs` | what is known of the peers of datagrams |
 //! | `conn/show.rs` | what `anywarp sockets stat` reads |
 //! | `policy.rs`, `directory.rs` | which connections are upgraded |
 
@@ -23,7 +26,9 @@ pub mod fuzz;
 pub mod hooks;
 pub mod limits;
 pub mod log;
+pub mod message;
 pub mod owner;
+pub mod peers;
 pub mod policy;
 pub mod queue;
 pub mod real;

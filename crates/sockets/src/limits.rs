@@ -43,3 +43,12 @@ pub const INHERITED: i32 = 32;
 /// How long a stream that is handed to another program waits until the peer sends plain TCP as well, in milliseconds. A peer that
 /// waits for the stream answers within a fraction of that.
 pub const HAND_OVER: u64 = 100;
+/// Peers of datagrams of which something is known. One more takes the place of another, about which the directory is asked again.
+pub const PEERS: usize = 16 * 1024;
+/// How long it is known whether a peer of datagrams understands messages, in milliseconds: so long a program without the library
+/// that takes over a port may get messages. Asking takes some ten microseconds.
+pub const KNOWN: u64 = 250;
+/// Messages to a socket after which those that have asked for it are swept: each asks before it sends its first message.
+pub const ASKED: u32 = 64;
+/// Bytes for a datagram that is looked at: UDP has no longer ones.
+pub const DATAGRAM: usize = 64 * 1024;

@@ -17,6 +17,7 @@ struct Mine {
     settings: Settings,
     /// All its connections stay plain, whatever the rules.
     left_alone: bool,
+    datagrams: bool,
 }
 
 static MINE: OnceLock<Mine> = OnceLock::new();
@@ -64,6 +65,7 @@ fn mine() -> &'static Mine {
         Mine {
             settings: policy.settings(&who),
             left_alone: who.is_left_alone(),
+            datagrams: policy.has_datagrams(&who) && !who.is_left_alone(),
             policy,
             who,
         }
@@ -79,6 +81,19 @@ pub fn decide(role: Role, addr: SocketAddr, other: impl Fn() -> Option<IpAddr>) 
     mine.policy
         .rule(role, &mine.who, addr, other, &Machine)
         .map_or(Mode::Tcp, |r| r.mode)
+}
+
+/// Whether a rule may make datagrams of this process messages.
+pub fn has_datagrams() -> bool {
+    let mine = mine();
+    mine.datagrams
+}
+
+/// What the rules say about datagrams; `None`: nothing. Also whether peers understand messages without being asked.
+pub fn datagrams(role: Role, addr: SocketAddr) -> Option<(Mode, bool)> {
+    let mine = mine();
+    let rule = mine.policy.rule(role, &mine.who, addr, || None, &Machine)?;
+    Some((rule.mode, rule.unasked))
 }
 
 /// What this process does with the connections of a listener.

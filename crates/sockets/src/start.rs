@@ -4,6 +4,7 @@ use crate::conn::show;
 use crate::conn::sock::LIVE;
 use crate::conn::table::{self, Entry};
 use crate::conn::worker;
+use crate::directory;
 use crate::hooks::life;
 use crate::limits;
 use crate::owner;
@@ -31,16 +32,18 @@ extern "C" fn begin() {
     inherited();
 }
 
-/// Descriptors of the program before it: listeners, and accepted connections of which nothing was read.
+/// Descriptors of the program before it: listeners, bound UDP sockets, and accepted connections of which nothing was read.
 fn inherited() {
     for fd in 0..limits::INHERITED {
         let listens = sys::option(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN);
-        let is_tcp = listens.is_ok()
-            && sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL) == Ok(libc::IPPROTO_TCP);
+        let protocol = listens.and_then(|_| sys::option(fd, libc::SOL_SOCKET, libc::SO_PROTOCOL));
+        let is_tcp = protocol == Ok(libc::IPPROTO_TCP);
         if is_tcp && listens == Ok(1) {
             life::adopt_listener(fd);
         } else if is_tcp && fd <= libc::STDERR_FILENO {
             life::adopt_connection(fd);
+        } else if protocol == Ok(libc::IPPROTO_UDP) {
+            life::adopt_dgram(fd);
         }
     }
 }
@@ -58,11 +61,11 @@ extern "C" fn end() {
 }
 
 thread_local! {
-    static HELD: RefCell<Option<worker::Held>> = const { RefCell::new(None) };
+    static HELD: RefCell<Option<(worker::Held, directory::Stop)>> = const { RefCell::new(None) };
 }
 
 extern "C" fn before_fork() {
-    let held = worker::hold();
+    let held = (worker::hold(), directory::stop());
     let _ = HELD.try_with(|place| {
         if let Ok(mut place) = place.try_borrow_mut() {
             *place = Some(held);
@@ -83,8 +86,9 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
-    if let Ok(Some(held)) = held {
-        held.forked();
+    if let Ok(Some((worker, directory))) = held {
+        drop(directory);
+        worker.forked();
     }
     owner::forked();
     show::forked();

@@ -2,8 +2,9 @@
 
 use crate::limits;
 use crate::real;
-use libc::{c_int, iovec, msghdr, pollfd};
+use libc::{c_int, iovec, msghdr, pollfd, sockaddr, socklen_t};
 use std::io::{IoSlice, IoSliceMut};
+use std::net::SocketAddr;
 
 /// The errno of the last call.
 pub fn errno() -> c_int {
@@ -78,7 +79,7 @@ pub fn is_same(a: c_int, b: c_int) -> bool {
     // The kernel's number of a socket.
     let cookie = |fd| {
         let mut value = 0u64;
-        let mut len = size_of::<u64>() as libc::socklen_t;
+        let mut len = size_of::<u64>() as socklen_t;
         let at = (&raw mut value).cast();
         // SAFETY: value and length belong together.
         let r =
@@ -166,7 +167,7 @@ pub fn poll_kicked(
 /// Reads an option that is a number.
 pub fn option(fd: c_int, level: c_int, name: c_int) -> Result<c_int, c_int> {
     let mut value: c_int = 0;
-    let mut len = size_of::<c_int>() as libc::socklen_t;
+    let mut len = size_of::<c_int>() as socklen_t;
     // SAFETY: value and length belong together.
     done(unsafe { real::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len) })?;
     Ok(value)
@@ -174,7 +175,7 @@ pub fn option(fd: c_int, level: c_int, name: c_int) -> Result<c_int, c_int> {
 
 /// Sets an option that is a number.
 pub fn set_option(fd: c_int, level: c_int, name: c_int, value: c_int) -> Result<(), c_int> {
-    let len = size_of::<c_int>() as libc::socklen_t;
+    let len = size_of::<c_int>() as socklen_t;
     // SAFETY: value and length belong together.
     done(unsafe { real::setsockopt(fd, level, name, (&raw const value).cast(), len) })?;
     Ok(())
@@ -186,7 +187,7 @@ pub fn reset_on_close(fd: c_int) {
         l_onoff: 1,
         l_linger: 0,
     };
-    let len = size_of::<libc::linger>() as libc::socklen_t;
+    let len = size_of::<libc::linger>() as socklen_t;
     // SAFETY: value and length belong together.
     let _ = unsafe {
         real::setsockopt(
@@ -205,7 +206,7 @@ pub fn linger(fd: c_int) -> Option<c_int> {
         l_onoff: 0,
         l_linger: 0,
     };
-    let mut len = size_of::<libc::linger>() as libc::socklen_t;
+    let mut len = size_of::<libc::linger>() as socklen_t;
     // SAFETY: value and length belong together.
     let r = unsafe {
         real::getsockopt(
@@ -225,7 +226,7 @@ pub fn timeout(fd: c_int, name: c_int) -> c_int {
         tv_sec: 0,
         tv_usec: 0,
     };
-    let mut len = size_of::<libc::timeval>() as libc::socklen_t;
+    let mut len = size_of::<libc::timeval>() as socklen_t;
     // SAFETY: value and length belong together.
     let r = unsafe {
         real::getsockopt(
@@ -253,7 +254,7 @@ pub fn is_nonblocking(fd: c_int) -> bool {
 /// Whether the TCP connection of a socket is established.
 pub fn is_established(fd: c_int) -> bool {
     let mut info = [0u8; 8];
-    let mut len = info.len() as libc::socklen_t;
+    let mut len = info.len() as socklen_t;
     // SAFETY: value and length belong together.
     let r = unsafe {
         real::getsockopt(
@@ -315,6 +316,137 @@ pub fn close(fd: c_int) {
     unsafe {
         real::close(fd);
     }
+}
+
+/// Reads a socket address of IPv4 or IPv6.
+///
+/// # Safety
+/// `addr` has `len` bytes.
+pub unsafe fn address(addr: *const sockaddr, len: socklen_t) -> Option<SocketAddr> {
+    if addr.is_null() || (len as usize) < size_of::<libc::sa_family_t>() {
+        return None;
+    }
+    // SAFETY: the family is there.
+    let family = unsafe { (*addr).sa_family };
+    match c_int::from(family) {
+        libc::AF_INET if len as usize >= size_of::<libc::sockaddr_in>() => {
+            // SAFETY: so long it is; it may be unaligned.
+            let a = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
+            let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+            Some(SocketAddr::new(ip.into(), u16::from_be(a.sin_port)))
+        }
+        libc::AF_INET6 if len as usize >= size_of::<libc::sockaddr_in6>() => {
+            // SAFETY: as above.
+            let a = unsafe { addr.cast::<libc::sockaddr_in6>().read_unaligned() };
+            let ip = std::net::Ipv6Addr::from(a.sin6_addr.s6_addr);
+            Some(SocketAddr::new(ip.into(), u16::from_be(a.sin6_port)))
+        }
+        _ => None,
+    }
+}
+
+/// getsockname or getpeername.
+type NameOf = unsafe extern "C" fn(c_int, *mut sockaddr, *mut socklen_t) -> c_int;
+
+/// One of the two addresses of a socket: by getsockname or getpeername.
+pub fn name_of(fd: c_int, call: NameOf) -> Option<SocketAddr> {
+    // SAFETY: zeros are a valid address; the length is its.
+    unsafe {
+        let mut a: libc::sockaddr_storage = std::mem::zeroed();
+        let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
+        if call(fd, (&raw mut a).cast(), &raw mut len) != 0 {
+            return None;
+        }
+        address((&raw const a).cast(), len)
+    }
+}
+
+/// An address as the kernel takes it, and its length.
+pub fn raw_address(addr: SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
+    // SAFETY: zeros are a valid address.
+    let mut all: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let at = &raw mut all;
+    let len = match addr {
+        SocketAddr::V4(a) => {
+            let at = at.cast::<libc::sockaddr_in>();
+            // SAFETY: an address of IPv4 fits in it, and is aligned there.
+            unsafe {
+                (*at).sin_family = libc::AF_INET as libc::sa_family_t;
+                (*at).sin_port = a.port().to_be();
+                (*at).sin_addr.s_addr = u32::from(*a.ip()).to_be();
+            }
+            size_of::<libc::sockaddr_in>()
+        }
+        SocketAddr::V6(a) => {
+            let at = at.cast::<libc::sockaddr_in6>();
+            // SAFETY: as above.
+            unsafe {
+                (*at).sin6_family = libc::AF_INET6 as libc::sa_family_t;
+                (*at).sin6_port = a.port().to_be();
+                (*at).sin6_addr.s6_addr = a.ip().octets();
+                (*at).sin6_scope_id = a.scope_id();
+            }
+            size_of::<libc::sockaddr_in6>()
+        }
+    };
+    (all, len as socklen_t)
+}
+
+/// The address from which the kernel would send to another, asked of a socket that sends nothing.
+pub fn source(to: SocketAddr) -> Option<SocketAddr> {
+    let (addr, len) = raw_address(to);
+    let family = c_int::from(addr.ss_family);
+    // SAFETY: no pointer.
+    let fd = unsafe { real::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return None;
+    }
+    // SAFETY: address and length belong together.
+    let is_connected = unsafe { real::connect(fd, (&raw const addr).cast(), len) } == 0;
+    let own = is_connected
+        .then(|| name_of(fd, libc::getsockname))
+        .flatten();
+    close(fd);
+    own
+}
+
+/// Binds a socket to all addresses and a port that the kernel chooses, as its first datagram would.
+pub fn bind_any(fd: c_int) {
+    let Some(own) = name_of(fd, libc::getsockname) else {
+        return;
+    };
+    let (addr, len) = raw_address(own);
+    // SAFETY: address and length belong together.
+    unsafe {
+        real::bind(fd, (&raw const addr).cast(), len);
+    }
+}
+
+/// Random bits; without the kernel's, those of the time.
+pub fn random() -> u64 {
+    let mut bits = now_ms();
+    // SAFETY: eight bytes.
+    unsafe {
+        libc::getrandom(
+            (&raw mut bits).cast(),
+            size_of::<u64>(),
+            libc::GRND_NONBLOCK,
+        );
+    }
+    bits
+}
+
+/// Milliseconds of a clock that only goes forward, as of the last tick of the kernel: read without a system call.
+pub fn now_ms() -> u64 {
+    let mut t = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the structure is writable.
+    unsafe {
+        libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut t);
+    }
+    t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000
 }
 
 /// A copy of a descriptor, of a number that programs do not expect to be free.

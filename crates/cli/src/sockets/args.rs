@@ -21,12 +21,12 @@ pub(crate) enum Task {
     /// Run a program whose TCP connections become iWARP streams, where the peer's are as well
     ///
     /// Sets LD_PRELOAD so that the program and all its children load libanywarp-sockets.so, and then becomes the program. A
-    /// connection to a program without the library is the kernel's. The rules are checked first: with a mistake in them nothing
-    /// runs.
+    /// connection to a program without the library is the kernel's. Datagrams become messages of datagram-iWARP where a rule says
+    /// so. The rules are checked first: with a mistake in them nothing runs.
     Run(Run),
     /// Show the sockets of a running program: which are upgraded, and why the others are plain
     ///
-    /// For each TCP socket of the process its mode, its addresses, the bytes that the program has read and written, the window
+    /// For each TCP and UDP socket of the process its mode, its addresses, the bytes that the program has read and written, the window
     /// and the memory of an upgraded one. Of a program that has forked, the children are asked by their own numbers.
     Stat(Stat),
     /// Check the rules, and show which of them decides about a connection
@@ -34,9 +34,10 @@ pub(crate) enum Task {
     /// Without a question it reads all sources and says whether they are right. `anywarp sockets check tcp connect
     /// 10.1.2.3:6379 nginx` shows the rule that decides when nginx connects to that address.
     Check(Check),
-    /// Ask whether a listener is known to understand RDMA
+    /// Ask whether a listener, or a UDP socket, is known to understand RDMA
     ///
-    /// The exit status is 0 if it is, so that a program under the rule `prefer` would upgrade its connection; otherwise 1.
+    /// The exit status is 0 if it is, so that a program under the rule `prefer` would upgrade its connection, or one under the
+    /// rule `datagram` would send messages; otherwise 1.
     Ask(Ask),
     /// Print the variables that `anywarp sockets run` sets, for a shell, a Dockerfile or a service
     Env(Env),
@@ -88,6 +89,8 @@ pub(crate) struct Stat {
 pub(crate) enum Protocol {
     /// TCP
     Tcp,
+    /// UDP
+    Udp,
 }
 
 /// Ends of a connection.
@@ -97,6 +100,10 @@ pub(crate) enum Role {
     Connect,
     /// The program accepts at the address
     Listen,
+    /// The program binds a UDP socket to the address
+    Bind,
+    /// The program sends datagrams to the address
+    Send,
 }
 
 /// Arguments of `anywarp sockets check`.
@@ -130,9 +137,13 @@ pub(crate) struct Check {
 /// Arguments of `anywarp sockets ask`.
 #[derive(Debug, Args)]
 pub(crate) struct Ask {
-    /// The listener
+    /// The listener, or the UDP socket
     #[arg(value_name = "ADDR:PORT")]
     pub(crate) address: SocketAddr,
+
+    /// Ask about a UDP socket
+    #[arg(long)]
+    pub(crate) udp: bool,
 }
 
 /// Arguments of `anywarp sockets env`.

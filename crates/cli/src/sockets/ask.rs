@@ -1,4 +1,4 @@
-//! `anywarp sockets ask`: the directory of listeners.
+//! `anywarp sockets ask`: the directory of listeners and UDP sockets.
 
 use std::net::SocketAddr;
 use std::os::linux::net::SocketAddrExt;
@@ -6,13 +6,17 @@ use std::os::unix::net::{self, UnixStream};
 use std::process::ExitCode;
 
 use sockets_base::host::{Host, Machine};
-use sockets_base::name;
+use sockets_base::name::{self, Protocol};
 
 use super::args::Ask;
 use crate::cmd::Failure;
 
 pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
-    let address = args.address;
+    let (protocol, address) = if args.udp {
+        (Protocol::Udp, args.address)
+    } else {
+        (Protocol::Tcp, args.address)
+    };
     if !Machine.is_here(address.ip().to_canonical()) {
         println!(
             "{address}: not asked: it is no address of this network namespace, and other hosts have no directory yet; the \
@@ -20,7 +24,7 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
         );
         return Ok(ExitCode::FAILURE);
     }
-    match find(address) {
+    match find(protocol, address) {
         Some((pid, uid)) if uid == 0 || uid == rustix::process::geteuid().as_raw() => {
             let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             println!(
@@ -31,13 +35,14 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
         }
         Some((pid, uid)) => {
             println!(
-                "{address}: process {pid} of user {uid} says so, and is not believed: only this user's listeners and root's are"
+                "{address}: process {pid} of user {uid} says so, and is not believed: only this user's sockets and root's are"
             );
             Ok(ExitCode::FAILURE)
         }
         None => {
             println!(
-                "{address}: no: no listener there has libanywarp-sockets.so, or its rules leave the port alone"
+                "{address}: no: no {} there has libanywarp-sockets.so, or its rules leave the port alone",
+                if args.udp { "UDP socket" } else { "listener" }
             );
             Ok(ExitCode::FAILURE)
         }
@@ -45,8 +50,8 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
 }
 
 /// The process and the user that hold the name of a listener.
-fn find(address: SocketAddr) -> Option<(i32, u32)> {
-    name::to_ask(address).iter().find_map(|name| {
+fn find(protocol: Protocol, address: SocketAddr) -> Option<(i32, u32)> {
+    name::to_ask(protocol, address).iter().find_map(|name| {
         let name = net::SocketAddr::from_abstract_name(name).ok()?;
         let stream = UnixStream::connect_addr(&name).ok()?;
         let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
@@ -62,11 +67,11 @@ mod tests {
     fn a_listener_is_found_by_its_name() {
         let port = crate::sys::free_port().unwrap();
         let address = SocketAddr::from(([127, 0, 0, 1], port));
-        assert_eq!(find(address), None);
-        let held = name::of([0u8; 16].into(), port);
+        assert_eq!(find(Protocol::Tcp, address), None);
+        let held = name::of(Protocol::Tcp, [0u8; 16].into(), port);
         let held = net::SocketAddr::from_abstract_name(held).unwrap();
         let _listener = net::UnixListener::bind_addr(&held).unwrap();
-        let (pid, _) = find(address).unwrap();
+        let (pid, _) = find(Protocol::Tcp, address).unwrap();
         assert_eq!(u32::try_from(pid).unwrap(), std::process::id());
     }
 }

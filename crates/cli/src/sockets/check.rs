@@ -31,6 +31,12 @@ pub(crate) fn run(args: &Check) -> Result<ExitCode, Failure> {
         names: names(program),
         tag: args.rules.tag.clone().or_else(|| variable(TAG)),
     };
+    let of_udp = matches!(role, args::Role::Bind | args::Role::Send);
+    if of_udp != (args.protocol == Some(args::Protocol::Udp)) {
+        return Err(Failure::Rules(
+            "error: the roles of tcp are connect and listen, those of udp bind and send".to_owned(),
+        ));
+    }
     println!("{}", answer(&policy, &who, role, address, args.from));
     Ok(ExitCode::SUCCESS)
 }
@@ -45,23 +51,47 @@ fn answer(
     let role = match role {
         args::Role::Connect => Role::Connect,
         args::Role::Listen => Role::Listen,
+        args::Role::Bind => Role::Bind,
+        args::Role::Send => Role::Send,
     };
     if who.is_left_alone() {
         return "tcp: connections of sshd always stay plain: it hands them from process to process"
             .to_owned();
     }
     match policy.rule(role, who, address, || from, &Machine) {
-        Some(rule) => format!(
-            "{}: {}\n  {rule}",
-            rule.mode.word(),
-            meaning(role, rule.mode)
+        Some(rule) => {
+            let peers = match (rule.mode, rule.unasked) {
+                (Mode::Datagram | Mode::Record, true) => " to all peers, without asking",
+                (Mode::Datagram | Mode::Record, false) => {
+                    " to peers that are known to understand them"
+                }
+                _ => "",
+            };
+            format!(
+                "{}: {}{peers}\n  {rule}",
+                rule.mode.word(),
+                meaning(role, rule.mode)
+            )
+        }
+        None => format!(
+            "{}: no rule is about it",
+            if is_udp(role) { "udp" } else { "tcp" }
         ),
-        None => "tcp: no rule is about it".to_owned(),
     }
+}
+
+fn is_udp(role: Role) -> bool {
+    matches!(role, Role::Bind | Role::Send)
 }
 
 fn meaning(role: Role, mode: Mode) -> &'static str {
     match (role, mode) {
+        (Role::Bind, Mode::Datagram) => "messages are understood, and answers are Sends",
+        (Role::Bind, Mode::Record) => "messages are understood, and answers are Write-Records",
+        (_, Mode::Datagram) => "Sends",
+        (_, Mode::Record) => "Write-Records",
+        (_, Mode::Udp) => "the kernel's UDP",
+        (Role::Bind | Role::Send, Mode::Off) => "the kernel's UDP, not looked at",
         (Role::Connect, Mode::Prefer) => "RDMA if the listener is known to understand it",
         (Role::Connect, Mode::Require) => {
             "RDMA, without asking; a peer that does not understand it resets the connection"
@@ -69,7 +99,8 @@ fn meaning(role: Role, mode: Mode) -> &'static str {
         (Role::Listen, Mode::Prefer) => {
             "RDMA for peers that ask for it, on the same port as plain connections"
         }
-        (Role::Listen, Mode::Require) => "RDMA only: plain connections are closed",
+        (_, Mode::Prefer) => "RDMA",
+        (_, Mode::Require) => "RDMA only: plain connections are closed",
         (_, Mode::Tcp) => "the kernel's TCP",
         (_, Mode::Off) => "the kernel's TCP, not looked at",
     }
@@ -108,5 +139,30 @@ mod tests {
         assert!(ask("nginx", listens, "1.2.3.4:80", Some("10.0.0.1")).starts_with("off: "));
         assert!(ask("nginx", listens, "1.2.3.4:80", None).starts_with("tcp: no rule"));
         assert!(ask("sshd", listens, "1.2.3.4:22", None).starts_with("tcp: connections of sshd"));
+    }
+
+    #[test]
+    fn rules_about_datagrams_are_shown_as_well() {
+        let mut policy = Policy::default();
+        policy
+            .read(
+                "g",
+                "bind udp *:5060 datagram; send udp 10.0.0.0/8 record require",
+            )
+            .unwrap();
+        let who = Who {
+            names: vec!["sipp".to_owned()],
+            tag: None,
+        };
+        let ask = |role, address: &str| answer(&policy, &who, role, address.parse().unwrap(), None);
+        let text = ask(args::Role::Bind, "0.0.0.0:5060");
+        let bound =
+            "datagram: messages are understood, and answers are Sends to peers that are known";
+        assert!(text.starts_with(bound), "{text}");
+        let text = ask(args::Role::Send, "10.0.0.1:9");
+        let sent = "record: Write-Records to all peers, without asking\n  g:1: send udp";
+        assert!(text.starts_with(sent), "{text}");
+        let text = ask(args::Role::Send, "11.0.0.1:9");
+        assert_eq!(text, "udp: no rule is about it");
     }
 }

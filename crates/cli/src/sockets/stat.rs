@@ -15,13 +15,14 @@ use sockets_base::stat::{NAME, Record, SIZE, State, Table, Why};
 use super::args::Stat;
 use crate::cmd::Failure;
 
-/// A TCP socket of the process.
+/// A socket of the process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Socket {
     fd: u32,
     local: SocketAddr,
-    /// `None`: it listens.
+    /// `None`: it listens, or is a UDP socket that is not connected.
     peer: Option<SocketAddr>,
+    udp: bool,
     record: Record,
 }
 
@@ -66,7 +67,7 @@ fn read(pid: u32) -> Result<Found, String> {
     let Some(table) = table else {
         let maps = fs::read_to_string(format!("{dir}/maps")).unwrap_or_default();
         return Err(if maps.contains("libanywarp-sockets.so") {
-            format!("process {pid} ({name}) has the library, and has not used a TCP socket yet")
+            format!("process {pid} ({name}) has the library, and has not used a socket yet")
         } else {
             format!(
                 "process {pid} ({name}) does not have the library: start it with `anywarp sockets run`"
@@ -79,9 +80,15 @@ fn read(pid: u32) -> Result<Found, String> {
     let table = Table::new(&bytes)
         .ok_or_else(|| format!("process {pid} ({name}) has the library of another version"))?;
     let mut kernel = BTreeMap::new();
-    for file in ["tcp", "tcp6"] {
+    for (file, udp) in [
+        ("tcp", false),
+        ("tcp6", false),
+        ("udp", true),
+        ("udp6", true),
+    ] {
         let lines = fs::read_to_string(format!("{dir}/net/{file}")).unwrap_or_default();
-        kernel.extend(lines.lines().skip(1).filter_map(line));
+        let all = lines.lines().skip(1).filter_map(line);
+        kernel.extend(all.map(|(inode, (local, peer))| (inode, (local, peer, udp))));
     }
     let unknown = Record {
         state: State::Plain,
@@ -92,12 +99,14 @@ fn read(pid: u32) -> Result<Found, String> {
         bytes_out: 0,
     };
     let sockets = inodes.into_iter().filter_map(|(fd, inode)| {
-        let (local, peer) = *kernel.get(&inode)?;
+        let (local, peer, udp) = *kernel.get(&inode)?;
         let record = table.record(fd).filter(|r| r.state != State::Unknown);
         Some(Socket {
             fd,
             local,
-            peer,
+            // Of a UDP socket without peer the kernel shows an address without port.
+            peer: peer.filter(|peer| !udp || peer.port() != 0),
+            udp,
             record: record.unwrap_or(unknown),
         })
     });
@@ -135,6 +144,7 @@ fn address(text: &str) -> Option<SocketAddr> {
 
 fn mode(socket: &Socket) -> &'static str {
     match (socket.peer, socket.record.state) {
+        (_, State::Plain) if socket.udp => "udp",
         // A listener of a program whose rules leave it alone.
         (None, State::Plain) => "listener, plain",
         (_, state) => state.text(),
@@ -145,12 +155,12 @@ fn text(pid: u32, name: &str, sockets: &[Socket], (upgraded, stayed): (u64, u64)
     let count = |state| {
         sockets
             .iter()
-            .filter(|s| s.peer.is_some() && s.record.state == state)
+            .filter(|s| (s.peer.is_some() || s.udp) && s.record.state == state)
             .count()
     };
     let mut text = format!(
         "process {pid} ({name}): {} upgraded, {} plain, {} undecided; since its start {upgraded} upgraded, {stayed} plain\n",
-        count(State::Upgraded),
+        count(State::Upgraded) + count(State::Datagram) + count(State::Record),
         count(State::Plain),
         count(State::Undecided),
     );
@@ -167,7 +177,10 @@ fn text(pid: u32, name: &str, sockets: &[Socket], (upgraded, stayed): (u64, u64)
                 "{:>12} {:>12} {:>8} {:>8}",
                 r.bytes_in, r.bytes_out, r.window, r.memory
             ),
-            State::Plain if s.peer.is_some() => r.why.text().to_owned(),
+            State::Datagram | State::Record => {
+                format!("{:>12} {:>12}", r.bytes_in, r.bytes_out)
+            }
+            State::Plain if s.peer.is_some() || s.udp => r.why.text().to_owned(),
             _ => String::new(),
         };
         let row = format!(
@@ -186,7 +199,7 @@ fn as_json(pid: u32, name: &str, sockets: &[Socket], (upgraded, stayed): (u64, u
         .iter()
         .map(|s| {
             let r = &s.record;
-            let is_plain = r.state == State::Plain && s.peer.is_some();
+            let is_plain = r.state == State::Plain && (s.peer.is_some() || s.udp);
             json!({
                 "fd": s.fd, "mode": mode(s), "local": s.local.to_string(), "peer": s.peer.map(|p| p.to_string()),
                 "why": is_plain.then(|| r.why.text()), "read": r.bytes_in, "written": r.bytes_out,
@@ -232,6 +245,7 @@ mod tests {
             fd,
             local: at,
             peer,
+            udp: false,
             record,
         };
         let plain = Record {
@@ -253,6 +267,22 @@ mod tests {
             "{text}"
         );
         assert!(text.ends_with(" the peer sent no Request\n"), "{text}");
+        let bound = Socket {
+            udp: true,
+            ..socket(
+                6,
+                None,
+                Record {
+                    state: State::Datagram,
+                    ..record
+                },
+            )
+        };
+        let text = super::text(1, "x", &[bound], (4, 2));
+        assert!(
+            text.starts_with("process 1 (x): 1 upgraded") && text.contains("\n6     datagram "),
+            "{text}"
+        );
         let value = as_json(1, "x", &all, (4, 2));
         assert_eq!(value["sockets"][1]["read"], 7);
         assert_eq!(value["sockets"][2]["why"], "the peer sent no Request");

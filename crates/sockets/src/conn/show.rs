@@ -145,6 +145,23 @@ pub fn moved(fd: c_int, stream: &Stream) {
     }
 }
 
+/// A UDP socket understands messages.
+pub fn datagrams(fd: c_int, state: State) {
+    set(fd, state, Why::NotSeen);
+    if let Some(t) = table() {
+        t.head.upgraded.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Payload bytes of messages that the program has read, or written.
+#[inline]
+pub fn message(fd: c_int, bytes_in: usize, bytes_out: usize) {
+    if let Some(r) = record(fd) {
+        r.bytes_in.fetch_add(bytes_in as u64, Ordering::Relaxed);
+        r.bytes_out.fetch_add(bytes_out as u64, Ordering::Relaxed);
+    }
+}
+
 /// The descriptor is closed. Without a table there is nothing to forget.
 pub fn forget(fd: c_int) {
     if !TABLE.load(Ordering::Acquire).is_null() {

@@ -4,6 +4,7 @@
 //! socket or a set. Sockets and sets live as long as the process and are used again, so that a thread with an old address
 //! still finds a valid one.
 
+use crate::conn::dgram::Dgram;
 use crate::conn::set::Set;
 use crate::conn::sock::Sock;
 use crate::limits;
@@ -19,8 +20,6 @@ static FIRST: [AtomicPtr<Level>; limits::DESCRIPTORS / SECOND] =
 
 /// A TCP socket that is not connected and does not listen.
 const TCP: usize = 1;
-/// A UDP socket.
-const UDP: usize = 2;
 /// A listener whose connections are looked at.
 const LISTENER: usize = 3;
 /// A listener whose connections must be upgraded.
@@ -30,8 +29,10 @@ const LISTENER_EACH: usize = 5;
 /// A descriptor of the library.
 const OWN: usize = 6;
 const TAGS: usize = 16;
-/// In the address of a set; one of a socket has no such bit.
+/// In the address of a set; one of a connection has no such bit.
 const SET: usize = 1;
+/// In the address of a UDP socket.
+const DGRAM: usize = 2;
 
 /// What is done with the connections of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,8 +52,8 @@ pub enum Entry {
     Other,
     /// A TCP socket that is not connected and does not listen.
     Tcp,
-    /// A UDP socket.
-    Udp,
+    /// A UDP socket whose datagrams may be messages.
+    Dgram(&'static Dgram),
     /// A listener.
     Listener(Listens),
     /// A descriptor of the library, which the program does not know of: it cannot close it.
@@ -68,13 +69,13 @@ impl Entry {
         match self {
             Self::Other => 0,
             Self::Tcp => TCP,
-            Self::Udp => UDP,
             Self::Listener(Listens::Prefers) => LISTENER,
             Self::Listener(Listens::Requires) => LISTENER_STRICT,
             Self::Listener(Listens::Each) => LISTENER_EACH,
             Self::Own => OWN,
             Self::Sock(sock) => std::ptr::from_ref(sock).expose_provenance(),
             Self::Set(set) => std::ptr::from_ref(set).expose_provenance() | SET,
+            Self::Dgram(dgram) => std::ptr::from_ref(dgram).expose_provenance() | DGRAM,
         }
     }
 
@@ -82,7 +83,6 @@ impl Entry {
     fn of(word: usize) -> Self {
         match word {
             TCP => Self::Tcp,
-            UDP => Self::Udp,
             LISTENER => Self::Listener(Listens::Prefers),
             LISTENER_STRICT => Self::Listener(Listens::Requires),
             LISTENER_EACH => Self::Listener(Listens::Each),
@@ -92,6 +92,11 @@ impl Entry {
                 let at = std::ptr::with_exposed_provenance::<Set>(word & !SET);
                 // SAFETY: only `word` makes such words, from references that live as long as the process.
                 Self::Set(unsafe { &*at })
+            }
+            word if word & DGRAM != 0 => {
+                let at = std::ptr::with_exposed_provenance::<Dgram>(word & !DGRAM);
+                // SAFETY: as above.
+                Self::Dgram(unsafe { &*at })
             }
             word => {
                 let at = std::ptr::with_exposed_provenance::<Sock>(word);
@@ -141,6 +146,15 @@ pub fn get(fd: c_int) -> Entry {
 pub fn sock(fd: c_int) -> Option<&'static Sock> {
     match get(fd) {
         Entry::Sock(sock) => Some(sock),
+        _ => None,
+    }
+}
+
+/// The UDP socket that `fd` is.
+#[inline]
+pub fn dgram(fd: c_int) -> Option<&'static Dgram> {
+    match get(fd) {
+        Entry::Dgram(dgram) => Some(dgram),
         _ => None,
     }
 }

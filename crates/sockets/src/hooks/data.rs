@@ -1,6 +1,7 @@
 //! Reading and writing.
 
-use super::{fail, fail_long};
+use super::{dgram, fail, fail_long};
+use crate::conn::dgram::LIVE as DGRAMS;
 use crate::conn::sock::{GONE, LIVE, Mode, Sock, Wait};
 use crate::conn::table;
 use crate::limits;
@@ -11,7 +12,9 @@ use libc::{
     c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
     timespec,
 };
+use sockets_base::stat::Why;
 use std::io::{IoSlice, IoSliceMut};
+use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering;
 
 /// The stream that a call is about, decided if it can be. `None`: the call is the kernel's.
@@ -283,7 +286,7 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -
         // SAFETY: the caller's.
         Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, 0),
         // SAFETY: the caller's.
-        None => unsafe { real::read(fd, buf, len) },
+        None => unsafe { dgram::read(fd, buf, len).unwrap_or_else(|| real::read(fd, buf, len)) },
     }
 }
 
@@ -321,7 +324,10 @@ pub unsafe extern "C-unwind" fn recv(
         // SAFETY: the caller's.
         Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags),
         // SAFETY: the caller's.
-        None => unsafe { real::recv(fd, buf, len, flags) },
+        None => unsafe {
+            dgram::recvfrom(fd, buf, len, flags, null_mut(), null_mut())
+                .unwrap_or_else(|| real::recv(fd, buf, len, flags))
+        },
     }
 }
 
@@ -369,7 +375,10 @@ pub unsafe extern "C-unwind" fn recvfrom(
             receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags)
         }
         // SAFETY: the caller's.
-        None => unsafe { real::recvfrom(fd, buf, len, flags, addr, alen) },
+        None => unsafe {
+            dgram::recvfrom(fd, buf, len, flags, addr, alen)
+                .unwrap_or_else(|| real::recvfrom(fd, buf, len, flags, addr, alen))
+        },
     }
 }
 
@@ -409,7 +418,7 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
             receive(fd, sock, &mut parts, 0)
         }
         // SAFETY: the caller's.
-        None => unsafe { real::readv(fd, iov, n) },
+        None => unsafe { dgram::readv(fd, iov, n).unwrap_or_else(|| real::readv(fd, iov, n)) },
     }
 }
 
@@ -435,7 +444,9 @@ pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_in
             n
         }
         // SAFETY: the caller's.
-        _ => unsafe { real::recvmsg(fd, msg, flags) },
+        _ => unsafe {
+            dgram::recvmsg(fd, msg, flags).unwrap_or_else(|| real::recvmsg(fd, msg, flags))
+        },
     }
 }
 
@@ -453,7 +464,10 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 ) -> c_int {
     if reader(fd, flags).is_none() {
         // SAFETY: the caller's.
-        return unsafe { real::recvmmsg(fd, msgs, n, flags, timeout) };
+        return unsafe {
+            dgram::recvmmsg(fd, msgs, n, flags, timeout)
+                .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
+        };
     }
     for i in 0..n as usize {
         let flags = if i > 0 {
@@ -485,7 +499,9 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t
         // SAFETY: the caller's.
         Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, 0),
         // SAFETY: the caller's.
-        None => unsafe { real::write(fd, buf, len) },
+        None => unsafe {
+            dgram::sendto(fd, buf, len, 0, null(), 0).unwrap_or_else(|| real::write(fd, buf, len))
+        },
     }
 }
 
@@ -504,7 +520,10 @@ pub unsafe extern "C-unwind" fn send(
         // SAFETY: the caller's.
         Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
         // SAFETY: the caller's.
-        None => unsafe { real::send(fd, buf, len, flags) },
+        None => unsafe {
+            dgram::sendto(fd, buf, len, flags, null(), 0)
+                .unwrap_or_else(|| real::send(fd, buf, len, flags))
+        },
     }
 }
 
@@ -525,7 +544,10 @@ pub unsafe extern "C-unwind" fn sendto(
         // SAFETY: the caller's.
         Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
         // SAFETY: the caller's.
-        None => unsafe { real::sendto(fd, buf, len, flags, addr, alen) },
+        None => unsafe {
+            dgram::sendto(fd, buf, len, flags, addr, alen)
+                .unwrap_or_else(|| real::sendto(fd, buf, len, flags, addr, alen))
+        },
     }
 }
 
@@ -543,7 +565,7 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
             transmit(fd, sock, &mut parts, 0)
         }
         // SAFETY: the caller's.
-        None => unsafe { real::writev(fd, iov, n) },
+        None => unsafe { dgram::writev(fd, iov, n).unwrap_or_else(|| real::writev(fd, iov, n)) },
     }
 }
 
@@ -552,7 +574,8 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
 /// # Safety
 /// As `sendmsg`.
 unsafe fn hand_over(msg: *const msghdr) {
-    if LIVE.load(Ordering::Relaxed) == 0 || msg.is_null() {
+    let live = LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed);
+    if live == 0 || msg.is_null() {
         return;
     }
     // SAFETY: the caller's: the control part is as cmsg(3) describes it.
@@ -567,6 +590,9 @@ unsafe fn hand_over(msg: *const msghdr) {
                 let first = libc::CMSG_DATA(at).cast::<c_int>();
                 for i in 0..bytes / size_of::<c_int>() {
                     let fd = first.add(i).read_unaligned();
+                    if let Some(dgram) = table::dgram(fd) {
+                        dgram.pin(fd, Why::Handed);
+                    }
                     if let Some(sock) = table::sock(fd)
                         && !(sock.is_ours(fd) && sock.hand_over(fd))
                     {
@@ -596,7 +622,9 @@ pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_
             transmit(fd, sock, &mut parts, flags)
         }
         // SAFETY: the caller's.
-        _ => unsafe { real::sendmsg(fd, msg, flags) },
+        _ => unsafe {
+            dgram::sendmsg(fd, msg, flags).unwrap_or_else(|| real::sendmsg(fd, msg, flags))
+        },
     }
 }
 
@@ -617,7 +645,10 @@ pub unsafe extern "C-unwind" fn sendmmsg(
             unsafe { hand_over(&raw const (*msgs.add(i)).msg_hdr) };
         }
         // SAFETY: the caller's.
-        return unsafe { real::sendmmsg(fd, msgs, n, flags) };
+        return unsafe {
+            dgram::sendmmsg(fd, msgs, n, flags)
+                .unwrap_or_else(|| real::sendmmsg(fd, msgs, n, flags))
+        };
     }
     for i in 0..n as usize {
         // SAFETY: the caller's.

@@ -1,6 +1,7 @@
 //! Life of descriptors: socket, connect, accept, dup, close, options.
 
-use super::fail;
+use super::{dgram, fail};
+use crate::conn::dgram::{Dgram, LIVE as DGRAMS};
 use crate::conn::set::Set;
 use crate::conn::show;
 use crate::conn::sock::{LIVE, Mode as State, Sock};
@@ -21,60 +22,19 @@ fn set_entry(fd: c_int, entry: Entry) {
     match table::replace(fd, entry) {
         Entry::Sock(sock) => sock.closing(fd),
         Entry::Set(set) => set.closing(),
+        Entry::Dgram(dgram) => dgram.closing(fd),
         Entry::Listener(_) => {
             if let Some(name) = directory::leave(fd) {
                 table::close_own(name);
             }
         }
-        Entry::Other | Entry::Tcp | Entry::Udp | Entry::Own => {}
+        Entry::Other | Entry::Tcp | Entry::Own => {}
     }
     show::forget(fd);
 }
 
-/// Reads a socket address of IPv4 or IPv6.
-///
-/// # Safety
-/// `addr` has `len` bytes.
-unsafe fn address(addr: *const sockaddr, len: socklen_t) -> Option<SocketAddr> {
-    if addr.is_null() || (len as usize) < size_of::<libc::sa_family_t>() {
-        return None;
-    }
-    // SAFETY: the family is there.
-    let family = unsafe { (*addr).sa_family };
-    match c_int::from(family) {
-        libc::AF_INET if len as usize >= size_of::<libc::sockaddr_in>() => {
-            // SAFETY: so long it is; it may be unaligned.
-            let a = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
-            let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
-            Some(SocketAddr::new(ip.into(), u16::from_be(a.sin_port)))
-        }
-        libc::AF_INET6 if len as usize >= size_of::<libc::sockaddr_in6>() => {
-            // SAFETY: as above.
-            let a = unsafe { addr.cast::<libc::sockaddr_in6>().read_unaligned() };
-            let ip = std::net::Ipv6Addr::from(a.sin6_addr.s6_addr);
-            Some(SocketAddr::new(ip.into(), u16::from_be(a.sin6_port)))
-        }
-        _ => None,
-    }
-}
-
-type NameOf = unsafe extern "C" fn(c_int, *mut sockaddr, *mut socklen_t) -> c_int;
-
-/// One of the two addresses of a socket: by getsockname or getpeername.
-fn name_of(fd: c_int, call: NameOf) -> Option<SocketAddr> {
-    // SAFETY: zeros are a valid address; the length is its.
-    unsafe {
-        let mut a: libc::sockaddr_storage = std::mem::zeroed();
-        let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
-        if call(fd, (&raw mut a).cast(), &raw mut len) != 0 {
-            return None;
-        }
-        address((&raw const a).cast(), len)
-    }
-}
-
 fn own_address(fd: c_int) -> Option<SocketAddr> {
-    name_of(fd, libc::getsockname)
+    sys::name_of(fd, libc::getsockname)
 }
 
 /// See `socket(2)`.
@@ -86,19 +46,64 @@ pub extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
         return fd;
     }
     let inet = domain == libc::AF_INET || domain == libc::AF_INET6;
+    let is_udp = kind & 0xf == libc::SOCK_DGRAM && inet;
     let entry = match kind & 0xf {
         libc::SOCK_STREAM if inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) => Entry::Tcp,
-        libc::SOCK_DGRAM if inet && (protocol == 0 || protocol == libc::IPPROTO_UDP) => Entry::Udp,
+        _ if is_udp && (protocol == 0 || protocol == libc::IPPROTO_UDP) && may_have_messages() => {
+            Entry::Dgram(Dgram::new())
+        }
         _ => Entry::Other,
     };
     set_entry(fd, entry);
     fd
 }
 
+/// Whether a UDP socket of this process may send and get messages.
+fn may_have_messages() -> bool {
+    let errno = sys::errno();
+    let may = policy::has_datagrams();
+    sys::set_errno(errno);
+    may
+}
+
 /// See `bind(2)`.
 ///
 /// # Safety
 /// As `bind`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int {
+    // SAFETY: the caller's.
+    let r = unsafe { real::bind(fd, addr, len) };
+    if r == 0
+        && let Some(dgram) = table::dgram(fd)
+    {
+        let errno = sys::errno();
+        dgram.bound(fd);
+        sys::set_errno(errno);
+    }
+    r
+}
+
+/// Connects a UDP socket, or ends its connection.
+///
+/// # Safety
+/// As `connect`.
+unsafe fn connect_dgram(fd: c_int, dgram: &Dgram, addr: *const sockaddr, len: socklen_t) -> c_int {
+    // SAFETY: the caller's.
+    let r = unsafe { real::connect(fd, addr, len) };
+    if r == 0 {
+        let errno = sys::errno();
+        // SAFETY: as above. Of another family: AF_UNSPEC ends the connection.
+        dgram.connected(fd, unsafe { sys::address(addr, len) });
+        sys::set_errno(errno);
+    }
+    r
+}
+
+/// See `listen(2)`.
+///
+/// # Safety
+/// None of the caller's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn listen(fd: c_int, backlog: c_int) -> c_int {
     // SAFETY: no pointer.
@@ -114,14 +119,14 @@ pub(crate) fn adopt_listener(fd: c_int) {
     let errno = sys::errno();
     if let Some(addr) = own_address(fd) {
         let listens = match policy::listener(addr) {
-            Listener::All(Mode::Tcp | Mode::Off) => {
+            Listener::All(Mode::Prefer) => Listens::Prefers,
+            Listener::All(Mode::Require) => Listens::Requires,
+            Listener::Each => Listens::Each,
+            Listener::All(_) => {
                 set_entry(fd, Entry::Other);
                 sys::set_errno(errno);
                 return;
             }
-            Listener::All(Mode::Prefer) => Listens::Prefers,
-            Listener::All(Mode::Require) => Listens::Requires,
-            Listener::Each => Listens::Each,
         };
         set_entry(fd, Entry::Listener(listens));
         show::listener(fd);
@@ -166,13 +171,13 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
 /// stays plain.
 fn by_address(fd: c_int) -> Option<bool> {
     let errno = sys::errno();
-    let peer = || name_of(fd, libc::getpeername).map(|a| a.ip());
+    let peer = || sys::name_of(fd, libc::getpeername).map(|a| a.ip());
     let mode = own_address(fd).map(|own| policy::decide(Role::Listen, own, peer));
     sys::set_errno(errno);
     match mode? {
-        Mode::Tcp | Mode::Off => None,
         Mode::Prefer => Some(false),
         Mode::Require => Some(true),
+        _ => None,
     }
 }
 
@@ -215,9 +220,9 @@ fn obstacle(fd: c_int, addr: SocketAddr) -> Option<Why> {
             .or_else(|| directory::source(addr))
     };
     match policy::decide(Role::Connect, addr, own) {
-        Mode::Tcp | Mode::Off => return Some(Why::Rule),
         Mode::Prefer if !directory::ask(addr) => return Some(Why::NotListed),
         Mode::Prefer | Mode::Require => {}
+        _ => return Some(Why::Rule),
     }
     // A socket that connects to itself has nothing to negotiate.
     let own = own_address(fd).filter(|own| own.port() == addr.port() && own.port() != 0);
@@ -233,6 +238,8 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
     let entry = table::get(fd);
     match entry {
         Entry::Tcp => {}
+        // SAFETY: the caller's.
+        Entry::Dgram(dgram) => return unsafe { connect_dgram(fd, dgram, addr, len) },
         Entry::Sock(sock) if sock.mode() == State::Connecting || sock.mode() == State::Up => {
             // SAFETY: the caller's. A second call says how the first went on.
             let r = unsafe { real::connect(fd, addr, len) };
@@ -247,7 +254,7 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         _ => return unsafe { real::connect(fd, addr, len) },
     }
     // SAFETY: the caller's.
-    let Some(to) = (unsafe { address(addr, len) }) else {
+    let Some(to) = (unsafe { sys::address(addr, len) }) else {
         // SAFETY: as above.
         return unsafe { real::connect(fd, addr, len) };
     };
@@ -391,6 +398,10 @@ fn copied(fd: c_int, to: c_int) -> c_int {
                 sock.add_number();
                 set_entry(to, Entry::Sock(sock));
             }
+            Entry::Dgram(dgram) => {
+                dgram.add_number();
+                set_entry(to, Entry::Dgram(dgram));
+            }
             // A second number of a set or a listener is the kernel's alone.
             Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) | Entry::Own => {
                 set_entry(to, Entry::Other);
@@ -504,6 +515,14 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         }
         return 0;
     }
+    if request == libc::FIONREAD
+        && !value.is_null()
+        && let Some(length) = dgram::readable(fd)
+    {
+        // SAFETY: the caller's: it is an int.
+        unsafe { *value = length as c_int };
+        return 0;
+    }
     // SAFETY: the caller's.
     unsafe { real::ioctl(fd, request, arg) }
 }
@@ -613,9 +632,33 @@ pub unsafe extern "C-unwind" fn setsockopt(
             return 0;
         }
     }
+    if let Some(dgram) = table::dgram(fd) {
+        let on = !value.is_null()
+            && len as usize >= size_of::<c_int>()
+            // SAFETY: the caller's.
+            && unsafe { value.cast::<c_int>().read_unaligned() } != 0;
+        match (level, name) {
+            (libc::IPPROTO_UDP, libc::UDP_CORK) => dgram.cork(on),
+            (libc::IPPROTO_UDP, UDP_SEGMENT) => dgram.segment(on),
+            // The kernel would put messages together, which are known only one by one.
+            (libc::IPPROTO_UDP, UDP_GRO) if on && dgram.opens() => return fail(libc::ENOPROTOOPT),
+            // What looks at the datagrams in the kernel does not know messages.
+            (libc::IPPROTO_UDP, UDP_GRO | UDP_ENCAP)
+            | (libc::SOL_SOCKET, libc::SO_ATTACH_FILTER | libc::SO_ATTACH_BPF)
+                if name != UDP_GRO || on =>
+            {
+                dgram.pin(fd, Why::Option);
+            }
+            _ => {}
+        }
+    }
     // SAFETY: the caller's.
     unsafe { real::setsockopt(fd, level, name, value, len) }
 }
+
+const UDP_ENCAP: c_int = 100;
+const UDP_SEGMENT: c_int = 103;
+const UDP_GRO: c_int = 104;
 
 /// See `epoll_create(2)`.
 #[unsafe(no_mangle)]
@@ -642,10 +685,15 @@ fn new_set(fd: c_int) -> c_int {
 /// The descriptors that the next program gets: a connection that was not used is plain for it, and so is a stream that is its
 /// standard input or output. Other streams do not outlive their program, since the next one would read messages.
 fn before_exec() {
-    if LIVE.load(Ordering::Relaxed) == 0 {
+    if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
         return;
     }
     table::for_each(|fd, entry| {
+        if let Entry::Dgram(dgram) = entry
+            && fd <= libc::STDERR_FILENO
+        {
+            dgram.pin(fd, Why::Handed);
+        }
         let Entry::Sock(sock) = entry else { return };
         // SAFETY: no pointer.
         let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
@@ -673,7 +721,7 @@ fn before_exec() {
 /// A connection that this program got as its standard input or output. If its rules say so, and nothing of it was used, it is
 /// looked at as an accepted one.
 pub(crate) fn adopt_connection(fd: c_int) {
-    if name_of(fd, libc::getpeername).is_none() {
+    if sys::name_of(fd, libc::getpeername).is_none() {
         return;
     }
     let before = (0..fd).find_map(|n| Some((n, table::sock(n)?)).filter(|_| sys::is_same(n, fd)));
@@ -683,6 +731,20 @@ pub(crate) fn adopt_connection(fd: c_int) {
     } else if let Some(is_strict) = by_address(fd) {
         set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
         show::undecided(fd);
+    }
+}
+
+/// A UDP socket that this program got from the one before it, if it is bound and a rule is about its address.
+pub(crate) fn adopt_dgram(fd: c_int) {
+    let bound = own_address(fd).is_some_and(|own| own.port() != 0);
+    if bound && may_have_messages() {
+        let dgram = Dgram::new();
+        set_entry(fd, Entry::Dgram(dgram));
+        dgram.bound(fd);
+        let peer = sys::name_of(fd, libc::getpeername);
+        if peer.is_some() {
+            dgram.connected(fd, peer);
+        }
     }
 }
 
@@ -756,6 +818,7 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
         Entry::Sock(sock) => {
             sock.decide(fd, true);
         }
+        Entry::Dgram(dgram) => dgram.pin(fd, Why::Stdio),
         _ => {}
     }
     // SAFETY: the caller's.

@@ -4,6 +4,7 @@
 //! called from frames without destructors: a cancelled thread is unwound through them.
 
 pub mod data;
+mod dgram;
 pub mod life;
 pub mod wait;
 

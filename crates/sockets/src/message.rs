@@ -1,0 +1,175 @@
+//! Datagrams of the program as messages of datagram-iWARP: one message in one datagram.
+//!
+//! A Send is for queue pair 0 of the port, with the Q_Key [`KEY`]. A Write-Record names the memory behind [`STAG`] from its
+//! beginning: the buffer that the program reads the datagram into. What is no such message, down to its CRC, is a datagram
+//! that the other program sent as it is.
+
+use anywarp_core::llp::mpa::crc::Crc32c;
+use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
+use anywarp_core::wire::dgram::{self, Shim, put_head};
+use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::{Msn, QN_SEND, Stag, To};
+
+/// The Q_Key of sockets: "aSKu".
+pub const KEY: u32 = u32::from_be_bytes(*b"aSKu");
+/// The STag of the buffer that a program reads a datagram into.
+pub const STAG: Stag = Stag(KEY);
+/// Bytes before the payload, at most.
+pub const HEAD: usize = Shim::LEN + Untagged::LEN;
+/// Bytes behind it.
+pub const TAIL: usize = dgram::CRC;
+/// Bytes of the longest datagram of UDP over IPv4.
+const UDP_MOST: usize = 65_507;
+/// Payload bytes of the longest message: with its headers it fills the longest datagram.
+pub const LONGEST: usize = UDP_MOST - HEAD - TAIL;
+
+/// Kinds of messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Send.
+    Send,
+    /// Write-Record.
+    Record,
+}
+
+/// Writes the head of a message of `length` bytes, and returns how long it is. `epoch`: number of the socket, not 0; `id`: of the
+/// message.
+pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]) -> usize {
+    let header = match kind {
+        Kind::Send => Header::Untagged(Untagged {
+            last: true,
+            opcode: Opcode::Send,
+            inv_stag: Stag(0),
+            qn: QN_SEND,
+            msn: Msn(id),
+            mo: 0,
+        }),
+        Kind::Record => Header::Tagged(Tagged {
+            last: true,
+            opcode: Opcode::WriteRecord,
+            stag: STAG,
+            to: To(0),
+        }),
+    };
+    let shim = Shim {
+        epoch: epoch.max(1),
+        qkey: KEY,
+        id,
+        length: u32::try_from(length).unwrap_or(u32::MAX),
+        offset: 0,
+        sub_op: match kind {
+            Kind::Send => dgram::SUB_PLAIN,
+            Kind::Record => dgram::SUB_RECORD,
+        },
+        attributes: 0,
+        dst_index: 0,
+        src_index: 0,
+        immediate: None,
+        commit: false,
+        parity: false,
+        group: 0,
+        segment: 0,
+    };
+    let mut all = Vec::with_capacity(HEAD);
+    put_head(&shim, &header, &mut all);
+    for (place, byte) in out.iter_mut().zip(&all) {
+        *place = *byte;
+    }
+    all.len()
+}
+
+/// What stands behind the payload.
+pub fn tail<'a>(head: &[u8], payload: impl Iterator<Item = &'a [u8]>) -> [u8; TAIL] {
+    let mut crc = Crc32c::new();
+    crc.update(head);
+    payload.for_each(|part| crc.update(part));
+    crc.finish()
+}
+
+/// Whether a datagram begins as a message: this many bytes stand before its payload then.
+pub fn begins(bytes: &[u8]) -> Option<usize> {
+    let (head, rest) = bytes.split_first_chunk::<{ Shim::LEN }>()?;
+    // Version 1 without flags; the Q_Key; offset 0; both queue pairs 0, no parity.
+    let is_ours = head.starts_with(&[0xdc, 0x10])
+        && head.get(4..8) == Some(&KEY.to_be_bytes())
+        && head.get(16..20) == Some(&[0; 4])
+        && head.get(21..) == Some(&[0; 5]);
+    let (header, len) = Header::parse_datagram(rest).ok().filter(|_| is_ours)?;
+    let fits = match header {
+        Header::Untagged(h) => h.opcode == Opcode::Send && h.inv_stag == Stag(0) && h.last,
+        Header::Tagged(h) => {
+            h.opcode == Opcode::WriteRecord && h.stag == STAG && h.to == To(0) && h.last
+        }
+    };
+    fits.then_some(Shim::LEN + len)
+}
+
+/// The payload of a message, and of which kind it is; `None`: the datagram is none.
+pub fn open(bytes: &[u8]) -> Option<(Kind, &[u8])> {
+    begins(bytes)?;
+    let datagram = dgram::parse(bytes).ok()?;
+    let kind = match datagram.header {
+        Header::Untagged(h) if h.msn == Msn(datagram.shim.id) => Kind::Send,
+        Header::Untagged(_) => return None,
+        Header::Tagged(_) => Kind::Record,
+    };
+    Some((kind, datagram.payload))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(kind: Kind, payload: &[u8]) -> Vec<u8> {
+        let mut all = [0; HEAD];
+        let length = head(kind, 0x1234, 7, payload.len(), &mut all);
+        let mut all = all[..length].to_vec();
+        let tail = tail(&all, [payload].into_iter());
+        all.extend_from_slice(payload);
+        all.extend_from_slice(&tail);
+        all
+    }
+
+    #[test]
+    fn messages_are_opened() {
+        for payload in [&b""[..], b"hello", &[0xdc; 1000], &vec![1; LONGEST]] {
+            for kind in [Kind::Send, Kind::Record] {
+                let all = message(kind, payload);
+                assert!(all.len() <= UDP_MOST);
+                assert_eq!(open(&all), Some((kind, payload)));
+                // A message in a message is opened once.
+                let twice = message(kind, all.get(..LONGEST.min(all.len())).unwrap());
+                assert_eq!(open(&twice).unwrap().1.len(), all.len().min(LONGEST));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_message_is_not_opened() {
+        for kind in [Kind::Send, Kind::Record] {
+            let right = message(kind, b"hello");
+            for at in 0..right.len() {
+                for bit in 0..8 {
+                    let mut wrong = right.clone();
+                    wrong[at] ^= 1 << bit;
+                    assert_eq!(open(&wrong), None, "byte {at} bit {bit}");
+                    // Neither with a CRC that is right again, but for the number of the source and of the message, the
+                    // bits of the headers that nothing is said about, and the payload.
+                    wrong.truncate(right.len() - TAIL);
+                    dgram::seal(&mut wrong);
+                    let payload = right.len() - TAIL - 5..;
+                    let is_number =
+                        (2..4).contains(&at) || (kind == Kind::Record && (8..12).contains(&at));
+                    let is_reserved =
+                        (at == 26 && 0x3c >> bit & 1 == 1) || (at == 27 && 0x30 >> bit & 1 == 1);
+                    let free = is_number || is_reserved || payload.contains(&at);
+                    assert_eq!(open(&wrong).is_some(), free, "{kind:?} byte {at} bit {bit}");
+                }
+                assert_eq!(open(&right[..at]), None);
+            }
+            let longer = [&right[..], &[0]].concat();
+            assert_eq!(open(&longer), None);
+        }
+        assert_eq!(open(&[]), None);
+    }
+}
