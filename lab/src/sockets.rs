@@ -8,7 +8,7 @@ use std::process::Command;
 use xtask::{Result, sh};
 
 /// Seconds after which the run is ended.
-const LIMIT: &str = "300";
+const LIMIT: &str = "420";
 
 /// In a network namespace of its own: the library, the semantics program, the check, the command, what tries it, hostile peers, the
 /// semantics program of datagrams. That runs with two MTUs: of the loopback interface, and of Ethernet.
@@ -34,6 +34,8 @@ echo '== tests/sockets/command'
 "$5" "$4"
 echo '== tests/sockets/hostile'
 "$6" "$4"
+echo '== tests/sockets/datagrams'
+"$8" "$4"
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
@@ -59,7 +61,8 @@ pub(crate) fn run() -> Result {
         .arg(sh::dist().join("bin/anywarp"))
         .arg(sh::root().join("tests/sockets/command"))
         .arg(sh::root().join("tests/sockets/hostile"))
-        .arg(datagrams);
+        .arg(datagrams)
+        .arg(sh::root().join("tests/sockets/datagrams"));
     sh::run(&mut check)
 }
 
