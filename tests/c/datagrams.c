@@ -427,11 +427,16 @@ static const char *lists(size_t arg)
 	struct mmsghdr out[4], in[4];
 	struct iovec parts[8], into[4];
 	char texts[4][8] = { "one", "two", "three", "four" }, buf[4][8];
-	struct timespec soon = { 0, 50 * 1000 * 1000 };
+	struct timespec soon = { 0, 0 };
+	struct iovec all = { big, 9000 };
+	struct mmsghdr long_one = { .msg_hdr = { .msg_iov = &all, .msg_iovlen = 1 } };
 	struct ends e;
 
 	(void)arg;
 	TRY(both(&e));
+	memcpy(big, "abc", 3);
+	long_one.msg_hdr.msg_name = name(&e.at);
+	long_one.msg_hdr.msg_namelen = e.at.len;
 	memset(out, 0, sizeof out);
 	memset(in, 0, sizeof in);
 	for (size_t i = 0; i < 4; i++) {
@@ -452,8 +457,23 @@ static const char *lists(size_t arg)
 	ENSURE(sendmmsg(e.client, out, 2, 0) == 2, "sendmmsg: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, MSG_WAITFORONE, NULL) == 2, "MSG_WAITFORONE: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, MSG_DONTWAIT, NULL) < 0 && errno == EAGAIN, "MSG_DONTWAIT: %s", strerror(errno));
+	/* Buffers that are too short. */
+	into[0].iov_len = 2;
+	into[1].iov_len = 3;
+	ENSURE(sendmmsg(e.client, out, 4, 0) == 4, "sendmmsg: %s", strerror(errno));
+	memset(buf, '-', sizeof buf);
+	ENSURE(recvmmsg(e.server, in, 2, MSG_PEEK, NULL) == 2, "MSG_PEEK: %s", strerror(errno));
+	ENSURE(in[0].msg_len == 2 && in[0].msg_hdr.msg_flags == MSG_TRUNC && !memcmp(buf[0], "on------", 8), "the first, cut off: %u, %x",
+	       in[0].msg_len, in[0].msg_hdr.msg_flags);
+	ENSURE(recvmmsg(e.server, in, 4, MSG_TRUNC, NULL) == 4, "MSG_TRUNC: %s", strerror(errno));
+	ENSURE(in[0].msg_len == 3 && in[0].msg_hdr.msg_flags == MSG_TRUNC && !memcmp(buf[0], "on", 2), "the length of the first: %u", in[0].msg_len);
+	ENSURE(in[1].msg_len == 3 && in[1].msg_hdr.msg_flags == 0 && !memcmp(buf[1], "two-----", 8), "the second: %u, %x", in[1].msg_len,
+	       in[1].msg_hdr.msg_flags);
+	ENSURE(sendmmsg(e.client, &long_one, 1, 0) == 1, "sendmmsg: %s", strerror(errno));
+	ENSURE(recvmmsg(e.server, in, 1, MSG_TRUNC, NULL) == 1, "MSG_TRUNC: %s", strerror(errno));
+	ENSURE(in[0].msg_len == 9000 && in[0].msg_hdr.msg_flags == MSG_TRUNC && !memcmp(buf[0], "ab", 2), "a long one: %u", in[0].msg_len);
+	into[0].iov_len = into[1].iov_len = sizeof buf[0];
 	/* The time is looked at after each datagram. */
-	soon.tv_nsec = 0;
 	ENSURE(sendmmsg(e.client, out, 4, 0) == 4, "sendmmsg: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, 0, &soon) == 1, "recvmmsg with no time: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 3, 0, NULL) == 3, "recvmmsg: %s", strerror(errno));
@@ -462,6 +482,45 @@ static const char *lists(size_t arg)
 	ENSURE(sendmmsg(e.client, out, 3, 0) == 1, "sendmmsg with a wrong one");
 	ENSURE(sendmmsg(e.client, out + 1, 1, 0) < 0 && errno == EDESTADDRREQ, "sendmmsg without address: %s", strerror(errno));
 	return takes(e.server, "one");
+}
+
+/* A list of datagrams to several receivers, of which some do not have the library, and some datagrams are no messages. */
+static const char *mixed_list(size_t arg)
+{
+	struct mmsghdr out[5];
+	struct iovec parts[5];
+	struct at plain_at = loopback(AF_INET);
+	struct ends e;
+	long n;
+	int plain;
+
+	(void)arg;
+	TRY(both(&e));
+	plain = (int)syscall(SYS_socket, AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+	ENSURE(plain >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)plain, "descriptor");
+	ENSURE(!syscall(SYS_bind, plain, name(&plain_at), plain_at.len), "bind: %s", strerror(errno));
+	TRY(own_name(plain, &plain_at));
+	memset(out, 0, sizeof out);
+	for (size_t i = 0; i < COUNT(out); i++) {
+		const struct at *to = i % 2 ? &plain_at : &e.at;
+
+		parts[i] = (struct iovec){ big, i == 4 ? MOST : 10 + i };
+		out[i].msg_hdr = (struct msghdr){ .msg_iov = &parts[i], .msg_iovlen = 1, .msg_name = name(to), .msg_namelen = to->len };
+	}
+	ENSURE(sendmmsg(e.client, out, 5, 0) == 5, "sendmmsg: %s", strerror(errno));
+	for (size_t i = 0; i < COUNT(out); i++)
+		ENSURE(out[i].msg_len == parts[i].iov_len, "datagram %zu: %u bytes sent", i, out[i].msg_len);
+	n = on_wire(e.server);
+	ENSURE((n > 10) == (head_of_messages() > 0), "%ld bytes on the wire", n);
+	for (size_t i = 0; i < COUNT(out); i++) {
+		int fd = i % 2 ? plain : e.server;
+
+		n = syscall(SYS_recvfrom, plain, got, sizeof got, MSG_PEEK | MSG_DONTWAIT, NULL, NULL);
+		ENSURE(fd != plain || n == (long)parts[i].iov_len, "datagram %zu: %ld bytes to a plain receiver", i, n);
+		ENSURE(recv(fd, got, sizeof got, 0) == (ssize_t)parts[i].iov_len, "datagram %zu", i);
+	}
+	return NULL;
 }
 
 /* ---------------------------------------------------------------- waits */
@@ -1059,6 +1118,7 @@ static const struct test tests[] = {
 	{ "empty", empty, 0, 0, false },
 	{ "waiting_bytes", waiting_bytes, 0, 0, false },
 	{ "lists", lists, 0, 0, false },
+	{ "mixed_list", mixed_list, 0, 0, false },
 	{ "waits_not", waits_not, 0, 0, false },
 	{ "ready", ready, 0, 0, false },
 	{ "level", sets, 0, 0, false },

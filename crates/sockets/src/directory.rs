@@ -127,7 +127,11 @@ pub fn lost(fd: c_int) {
         held.retain(|_, own| *own != fd);
     }
     drop(held);
-    leave_udp(fd);
+    if let Some(udp) = UDP.lock().as_mut()
+        && let Some(key) = udp.by_name.remove(&fd)
+    {
+        udp.by_addr.remove(&key);
+    }
 }
 
 /// Whether the listener at `addr` of this namespace understands a Request.

@@ -50,5 +50,10 @@ pub const PEERS: usize = 16 * 1024;
 pub const KNOWN: u64 = 250;
 /// Messages to a socket after which those that have asked for it are swept: each asks before it sends its first message.
 pub const ASKED: u32 = 64;
+/// Payload bytes of a message that are copied beside their headers: below, a copy costs less than a list of buffers for the kernel, and
+/// the checksum of one piece less than that of several.
+pub const JOINED: usize = 4096;
 /// Bytes for a datagram that is looked at: UDP has no longer ones.
 pub const DATAGRAM: usize = 64 * 1024;
+/// Bytes of messages that one call of sendmmsg copies: longer lists are sent one by one.
+pub const BATCH: usize = 512 * 1024;

@@ -43,6 +43,8 @@ pub struct Dgram {
     state: AtomicU32,
     /// What the rule about its own address says: 0 nothing, 1 Send, 2 Write-Record; 4: its peers understand messages.
     own: AtomicU8,
+    /// 1: the table of sockets shows it as one that sends Write-Records.
+    shown: AtomicU8,
     numbers: AtomicUsize,
     /// The descriptor that holds its name in the directory; -1: there is none.
     name: AtomicI32,
@@ -89,6 +91,7 @@ impl Dgram {
             Box::leak(Box::new(Self {
                 state: AtomicU32::new(0),
                 own: AtomicU8::new(0),
+                shown: AtomicU8::new(0),
                 numbers: AtomicUsize::new(1),
                 name: AtomicI32::new(-1),
                 epoch: AtomicU32::new(0),
@@ -193,11 +196,16 @@ impl Dgram {
             self.name.store(name, Ordering::Release);
         }
         log::with(|| format!("datagrams {fd}: {own} understands messages"));
-        let state = match kind {
-            Kind::Send => State::Datagram,
-            Kind::Record => State::Record,
-        };
-        show::datagrams(fd, state);
+        self.shown
+            .store(u8::from(kind == Kind::Record), Ordering::Relaxed);
+        show::datagrams(fd, self.shown());
+    }
+
+    fn shown(&self) -> State {
+        match self.shown.load(Ordering::Relaxed) {
+            0 => State::Datagram,
+            _ => State::Record,
+        }
     }
 
     /// The directory does not name it any more.
@@ -268,8 +276,14 @@ impl Dgram {
         (self.epoch.load(Ordering::Relaxed) as u16, id)
     }
 
-    /// A message has come.
-    pub fn received(&self) {
+    /// A message of so many bytes was sent.
+    pub fn sent(&self, fd: c_int, bytes: usize) {
+        show::message(fd, self.shown(), 0, bytes);
+    }
+
+    /// A message has come, of which the program has read so many bytes.
+    pub fn received(&self, fd: c_int, bytes: usize) {
+        show::message(fd, self.shown(), bytes, 0);
         let n = self.received.fetch_add(1, Ordering::Relaxed);
         if n.is_multiple_of(limits::ASKED) {
             let name = self.name.load(Ordering::Acquire);

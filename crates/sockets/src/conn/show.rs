@@ -155,10 +155,12 @@ pub fn datagrams(fd: c_int, state: State) {
 
 /// Payload bytes of messages that the program has read, or written.
 #[inline]
-pub fn message(fd: c_int, bytes_in: usize, bytes_out: usize) {
+pub fn message(fd: c_int, state: State, bytes_in: usize, bytes_out: usize) {
     if let Some(r) = record(fd) {
         r.bytes_in.fetch_add(bytes_in as u64, Ordering::Relaxed);
         r.bytes_out.fetch_add(bytes_out as u64, Ordering::Relaxed);
+        // A copy of the descriptor, and a child of a fork, have no state of their own before it is used.
+        r.state.store(state as u32, Ordering::Release);
     }
 }
 

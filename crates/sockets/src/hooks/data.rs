@@ -1,6 +1,6 @@
 //! Reading and writing.
 
-use super::{dgram, fail, fail_long};
+use super::{batch, dgram, fail, fail_long};
 use crate::conn::dgram::LIVE as DGRAMS;
 use crate::conn::sock::{GONE, LIVE, Mode, Sock, Wait};
 use crate::conn::table;
@@ -465,7 +465,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     if reader(fd, flags).is_none() {
         // SAFETY: the caller's.
         return unsafe {
-            dgram::recvmmsg(fd, msgs, n, flags, timeout)
+            batch::recvmmsg(fd, msgs, n, flags, timeout)
                 .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
         };
     }
@@ -646,7 +646,7 @@ pub unsafe extern "C-unwind" fn sendmmsg(
         }
         // SAFETY: the caller's.
         return unsafe {
-            dgram::sendmmsg(fd, msgs, n, flags)
+            batch::sendmmsg(fd, msgs, n, flags)
                 .unwrap_or_else(|| real::sendmmsg(fd, msgs, n, flags))
         };
     }

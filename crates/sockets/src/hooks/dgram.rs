@@ -4,16 +4,16 @@
 //! buffers are others.
 
 use crate::conn::dgram::Dgram;
-use crate::conn::show;
 use crate::conn::table;
 use crate::limits;
-use crate::message::{self, HEAD, TAIL};
+use crate::message::{self, HEAD, Kind, TAIL};
 use crate::peers;
 use crate::real;
 use crate::sys;
-use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, size_t, sockaddr, socklen_t, timespec};
+use libc::{c_int, c_void, iovec, msghdr, size_t, sockaddr, socklen_t};
 use std::cell::Cell;
-use std::time::{Duration, Instant};
+use std::mem::MaybeUninit;
+use std::net::SocketAddr;
 
 /// A buffer of a thread, for a datagram. It is used by address: a thread that is cancelled in the kernel's call keeps nothing.
 struct Buffer {
@@ -64,7 +64,7 @@ fn give_back(at: *mut u8) {
 ///
 /// # Safety
 /// The list of a valid message.
-unsafe fn parts<'a>(msg: *const msghdr) -> &'a [iovec] {
+pub(super) unsafe fn parts<'a>(msg: *const msghdr) -> &'a [iovec] {
     // SAFETY: the caller's.
     unsafe {
         if (*msg).msg_iov.is_null() {
@@ -78,7 +78,7 @@ unsafe fn parts<'a>(msg: *const msghdr) -> &'a [iovec] {
 ///
 /// # Safety
 /// The buffers are writable.
-unsafe fn scatter(bytes: &[u8], parts: &[iovec]) -> usize {
+pub(super) unsafe fn scatter(bytes: &[u8], parts: &[iovec]) -> usize {
     let mut done = 0;
     for part in parts {
         let n = part.iov_len.min(bytes.len() - done);
@@ -91,6 +91,19 @@ unsafe fn scatter(bytes: &[u8], parts: &[iovec]) -> usize {
         done += n;
     }
     done
+}
+
+/// Copies a list of buffers.
+///
+/// # Safety
+/// The buffers are readable, and `at` has room for all of them.
+unsafe fn gather(parts: &[iovec], at: *mut u8) {
+    let mut done = 0;
+    for part in parts.iter().filter(|part| part.iov_len > 0) {
+        // SAFETY: the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(part.iov_base.cast(), at.add(done), part.iov_len) };
+        done += part.iov_len;
+    }
 }
 
 /// What the program gets of a datagram, or of the copy of a datagram in a report of an error, which may be cut off.
@@ -108,6 +121,52 @@ fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
     match message::open(bytes) {
         Some((_, payload)) => (payload, true),
         None => (bytes, false),
+    }
+}
+
+/// A call that receives into a buffer of this thread has returned `n`: gives the payload to the program's buffers. Returns the bytes
+/// that they got, and how many there were.
+///
+/// # Safety
+/// The kernel has written `n` bytes of the buffer; those of the program are writable.
+unsafe fn deliver(
+    fd: c_int,
+    dgram: &Dgram,
+    buffer: *mut u8,
+    n: isize,
+    parts: &[iovec],
+    flags: c_int,
+) -> Option<(usize, usize)> {
+    let Ok(length) = usize::try_from(n) else {
+        let errno = sys::errno();
+        give_back(buffer);
+        if errno == libc::ECONNREFUSED
+            && let Some(peer) = dgram.peer()
+        {
+            peers::forget(peer);
+        }
+        sys::set_errno(errno);
+        return None;
+    };
+    // SAFETY: the caller's.
+    let bytes = unsafe { std::slice::from_raw_parts(buffer, length.min(limits::DATAGRAM)) };
+    let (payload, is_message) = payload(bytes, flags & libc::MSG_ERRQUEUE != 0);
+    // SAFETY: the caller's.
+    let done = unsafe { scatter(payload, parts) };
+    let length = payload.len();
+    if is_message && flags & (libc::MSG_PEEK | libc::MSG_ERRQUEUE) == 0 {
+        dgram.received(fd, done);
+    }
+    give_back(buffer);
+    Some((done, length))
+}
+
+/// What a call returns.
+fn result((done, length): (usize, usize), flags: c_int) -> isize {
+    if flags & libc::MSG_TRUNC != 0 {
+        length as isize
+    } else {
+        done as isize
     }
 }
 
@@ -131,42 +190,20 @@ unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: c_int) -> i
     own.msg_iovlen = 1;
     // SAFETY: the buffer is writable; the rest is the caller's.
     let n = unsafe { real::recvmsg(fd, &raw mut own, flags) };
-    let Ok(length) = usize::try_from(n) else {
-        let errno = sys::errno();
-        give_back(buffer);
-        if errno == libc::ECONNREFUSED
-            && let Some(peer) = dgram.peer()
-        {
-            peers::forget(peer);
-        }
-        sys::set_errno(errno);
+    // SAFETY: the caller's.
+    let Some(found) = (unsafe { deliver(fd, dgram, buffer, n, parts, flags) }) else {
         return n;
     };
-    // SAFETY: the kernel has written so many bytes of the buffer.
-    let bytes = unsafe { std::slice::from_raw_parts(buffer, length.min(limits::DATAGRAM)) };
-    let (payload, is_message) = payload(bytes, flags & libc::MSG_ERRQUEUE != 0);
-    // SAFETY: the caller's.
-    let done = unsafe { scatter(payload, parts) };
-    let length = payload.len();
-    if is_message && flags & (libc::MSG_PEEK | libc::MSG_ERRQUEUE) == 0 {
-        dgram.received();
-        show::message(fd, done, 0);
-    }
-    give_back(buffer);
     // SAFETY: the caller's.
     unsafe {
         (*msg).msg_namelen = own.msg_namelen;
         (*msg).msg_controllen = own.msg_controllen;
         (*msg).msg_flags = own.msg_flags;
-        if done < length {
+        if found.0 < found.1 {
             (*msg).msg_flags |= libc::MSG_TRUNC;
         }
     }
-    if flags & libc::MSG_TRUNC != 0 {
-        length as isize
-    } else {
-        done as isize
-    }
+    result(found, flags)
 }
 
 fn header(parts: *mut iovec, n: size_t) -> msghdr {
@@ -179,7 +216,7 @@ fn header(parts: *mut iovec, n: size_t) -> msghdr {
 
 /// The socket of a call that reads, if messages to it are opened.
 #[inline]
-fn reader(fd: c_int, flags: c_int) -> Option<&'static Dgram> {
+pub(super) fn reader(fd: c_int, flags: c_int) -> Option<&'static Dgram> {
     table::dgram(fd).filter(|d| d.opens() && flags & libc::MSG_OOB == 0)
 }
 
@@ -197,22 +234,19 @@ pub(super) unsafe fn recvfrom(
     alen: *mut socklen_t,
 ) -> Option<isize> {
     let dgram = reader(fd, flags)?;
-    let mut part = iovec {
+    let part = iovec {
         iov_base: buf,
         iov_len: len,
     };
-    let mut msg = header(&raw mut part, 1);
-    // SAFETY: the caller's.
+    let buffer = take();
+    if buffer.is_null() {
+        return None;
+    }
+    // SAFETY: the buffer is writable; the rest is the caller's.
     unsafe {
-        if !addr.is_null() && !alen.is_null() {
-            msg.msg_name = addr.cast();
-            msg.msg_namelen = *alen;
-        }
-        let n = receive(fd, dgram, &raw mut msg, flags);
-        if n >= 0 && !alen.is_null() && !addr.is_null() {
-            *alen = msg.msg_namelen;
-        }
-        Some(n)
+        let n = real::recvfrom(fd, buffer.cast(), limits::DATAGRAM, flags, addr, alen);
+        let found = deliver(fd, dgram, buffer, n, &[part], flags);
+        Some(found.map_or(n, |found| result(found, flags)))
     }
 }
 
@@ -262,68 +296,6 @@ pub(super) unsafe fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> Optio
     }
 }
 
-/// `recvmmsg`; `None`: it is the kernel's.
-///
-/// # Safety
-/// As `recvmmsg`.
-pub(super) unsafe fn recvmmsg(
-    fd: c_int,
-    msgs: *mut mmsghdr,
-    n: c_uint,
-    flags: c_int,
-    timeout: *mut timespec,
-) -> Option<c_int> {
-    let dgram = reader(fd, flags)?;
-    let mut until = None;
-    if !timeout.is_null() {
-        // SAFETY: the caller's.
-        let t = unsafe { *timeout };
-        let (Ok(seconds), Ok(nanos @ 0..1_000_000_000)) =
-            (u64::try_from(t.tv_sec), u32::try_from(t.tv_nsec))
-        else {
-            // The kernel refuses it.
-            return None;
-        };
-        until = Instant::now().checked_add(Duration::new(seconds, nanos));
-    }
-    let mut flags = flags;
-    for i in 0..n as usize {
-        // SAFETY: the caller's.
-        let got = unsafe {
-            receive(
-                fd,
-                dgram,
-                &raw mut (*msgs.add(i)).msg_hdr,
-                flags & !libc::MSG_WAITFORONE,
-            )
-        };
-        if got < 0 {
-            return Some(if i > 0 { i as c_int } else { -1 });
-        }
-        // SAFETY: the caller's.
-        unsafe { (*msgs.add(i)).msg_len = got as c_uint };
-        if flags & libc::MSG_WAITFORONE != 0 {
-            flags |= libc::MSG_DONTWAIT;
-        }
-        if let Some(until) = until {
-            // As the kernel: the time is looked at behind each datagram, and what is left of it is returned.
-            let left = until.saturating_duration_since(Instant::now());
-            // SAFETY: the caller's.
-            unsafe {
-                (*timeout).tv_sec = left.as_secs() as libc::time_t;
-                (*timeout).tv_nsec = libc::c_long::from(left.subsec_nanos() as i32);
-            }
-            if left.is_zero() {
-                return Some(i as c_int + 1);
-            }
-        }
-    }
-    Some(n as c_int)
-}
-
-/// Parts of a message on the stack: head, a few buffers of the program, tail.
-const FEW: usize = 6;
-
 /// Whether the control part of a call has the kernel make several datagrams of it.
 ///
 /// # Safety
@@ -346,17 +318,26 @@ unsafe fn is_segmented(msg: *const msghdr) -> bool {
     }
 }
 
-/// Sends a datagram as a message; `None`: it is to go as it is.
+/// How a datagram goes as a message.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    peer: SocketAddr,
+    kind: Kind,
+    /// Payload bytes.
+    pub(super) length: usize,
+}
+
+/// How a datagram goes as a message; `None`: it is to go as it is.
 ///
 /// # Safety
 /// As `sendmsg`.
-unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<isize> {
+pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<Plan> {
     const PLAIN: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
     if !dgram.may_send(flags & libc::MSG_MORE != 0) || flags & PLAIN != 0 {
         return None;
     }
     // SAFETY: the caller's.
-    let (mut own, parts) = unsafe { (*msg, parts(msg)) };
+    let (own, parts) = unsafe { (*msg, parts(msg)) };
     let peer = if own.msg_name.is_null() {
         dgram.peer()
     } else {
@@ -372,39 +353,91 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
     if length > message::LONGEST || parts.len() > 1024 || unsafe { is_segmented(msg) } {
         return None;
     }
-    let (epoch, id) = dgram.next(fd, kind);
+    Some(Plan { peer, kind, length })
+}
+
+/// Writes a whole message; returns its length.
+///
+/// # Safety
+/// `at` has room for the headers and the bytes of the list, whose buffers are readable.
+pub(super) unsafe fn join(
+    fd: c_int,
+    dgram: &Dgram,
+    plan: &Plan,
+    parts: &[iovec],
+    at: *mut u8,
+) -> usize {
+    let (epoch, id) = dgram.next(fd, plan.kind);
     let mut head = [0u8; HEAD];
-    let head_len = message::head(kind, epoch, id, length, &mut head);
-    let head = head.get_mut(..head_len)?;
-    let payload = parts.iter().filter(|part| part.iov_len > 0).map(|part| {
-        // SAFETY: the caller's.
-        unsafe { std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len) }
-    });
-    let mut tail: [u8; TAIL] = message::tail(head, payload);
-    let one = |bytes: &mut [u8]| iovec {
-        iov_base: bytes.as_mut_ptr().cast(),
-        iov_len: bytes.len(),
-    };
-    let (head, tail) = (one(head), one(&mut tail));
-    let n = if parts.len() <= FEW {
-        let mut list = [tail; FEW + 2];
-        let all = std::iter::once(&head).chain(parts);
-        for (place, part) in list.iter_mut().zip(all) {
-            *place = *part;
+    let head_len = message::head(plan.kind, epoch, id, plan.length, &mut head);
+    let end = head_len + plan.length;
+    // SAFETY: the caller's; what the checksum reads was written.
+    unsafe {
+        std::ptr::copy_nonoverlapping(head.as_ptr(), at, head_len);
+        gather(parts, at.add(head_len));
+        let before = std::slice::from_raw_parts(at, end);
+        let tail = message::tail(before, std::iter::empty());
+        std::ptr::copy_nonoverlapping(tail.as_ptr(), at.add(end), TAIL);
+    }
+    end + TAIL
+}
+
+/// Sends a datagram as a message; `None`: it is to go as it is.
+///
+/// # Safety
+/// As `sendmsg`.
+unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<isize> {
+    // SAFETY: the caller's.
+    let (plan, mut own, parts) = unsafe { (plan(dgram, msg, flags)?, *msg, parts(msg)) };
+    let length = plan.length;
+    let n = if length <= limits::JOINED {
+        let mut all = [const { MaybeUninit::<u8>::uninit() }; HEAD + limits::JOINED + TAIL];
+        let at = all.as_mut_ptr().cast::<u8>();
+        // SAFETY: so long it is; the buffers are the caller's.
+        unsafe {
+            let size = join(fd, dgram, &plan, parts, at);
+            if own.msg_control.is_null() {
+                let (addr, alen) = (own.msg_name.cast(), own.msg_namelen);
+                real::sendto(fd, at.cast(), size, flags, addr, alen)
+            } else {
+                let mut part = iovec {
+                    iov_base: at.cast(),
+                    iov_len: size,
+                };
+                own.msg_iov = &raw mut part;
+                own.msg_iovlen = 1;
+                real::sendmsg(fd, &raw const own, flags)
+            }
         }
-        own.msg_iov = list.as_mut_ptr();
-        own.msg_iovlen = (parts.len() + 2) as _;
-        // SAFETY: the caller's; the kernel reads head and tail here.
-        unsafe { real::sendmsg(fd, &raw const own, flags) }
     } else {
-        let mut list = [&[head], parts, &[tail]].concat();
+        let (epoch, id) = dgram.next(fd, plan.kind);
+        let mut head = [0u8; HEAD];
+        let head_len = message::head(plan.kind, epoch, id, length, &mut head);
+        let head = head.get_mut(..head_len)?;
+        let payload = parts.iter().filter(|part| part.iov_len > 0).map(|part| {
+            // SAFETY: the caller's.
+            unsafe { std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len) }
+        });
+        let mut tail: [u8; TAIL] = message::tail(head, payload);
+        let one = |bytes: &mut [u8]| iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: bytes.len(),
+        };
+        let (head, tail) = (one(head), one(&mut tail));
+        // A thread that is cancelled in the call is unwound through this frame, and keeps the list.
+        let list = Box::leak([&[head], parts, &[tail]].concat().into_boxed_slice());
         own.msg_iov = list.as_mut_ptr();
         own.msg_iovlen = list.len() as _;
-        // SAFETY: as above.
-        unsafe { real::sendmsg(fd, &raw const own, flags) }
+        // SAFETY: the caller's; the kernel reads head and tail here.
+        let n = unsafe { real::sendmsg(fd, &raw const own, flags) };
+        let errno = sys::errno();
+        // SAFETY: it was leaked above, and the kernel has read it.
+        drop(unsafe { Box::from_raw(std::ptr::from_mut(list)) });
+        sys::set_errno(errno);
+        n
     };
     if n >= 0 {
-        show::message(fd, 0, length);
+        dgram.sent(fd, length);
         return Some(length as isize);
     }
     match sys::errno() {
@@ -412,7 +445,7 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
         libc::EMSGSIZE => None,
         e => {
             if e == libc::ECONNREFUSED {
-                peers::forget(peer);
+                peers::forget(plan.peer);
             }
             sys::set_errno(e);
             Some(n)
@@ -476,37 +509,9 @@ pub(super) unsafe fn writev(fd: c_int, iov: *const iovec, n: c_int) -> Option<is
     }
 }
 
-/// `sendmmsg`; `None`: it is the kernel's.
-///
-/// # Safety
-/// As `sendmmsg`.
-pub(super) unsafe fn sendmmsg(
-    fd: c_int,
-    msgs: *mut mmsghdr,
-    n: c_uint,
-    flags: c_int,
-) -> Option<c_int> {
-    table::dgram(fd)?;
-    // The kernel takes no more at once.
-    let n = n.min(1024) as usize;
-    for i in 0..n {
-        // SAFETY: the caller's.
-        let sent = unsafe {
-            let msg = &raw const (*msgs.add(i)).msg_hdr;
-            sendmsg(fd, msg, flags).unwrap_or_else(|| real::sendmsg(fd, msg, flags))
-        };
-        if sent < 0 {
-            return Some(if i > 0 { i as c_int } else { -1 });
-        }
-        // SAFETY: the caller's.
-        unsafe { (*msgs.add(i)).msg_len = sent as c_uint };
-    }
-    Some(n as c_int)
-}
-
 /// The bytes of the next datagram, for FIONREAD; `None`: it is the kernel's.
 pub(super) fn readable(fd: c_int) -> Option<usize> {
-    let dgram = reader(fd, 0)?;
+    reader(fd, 0)?;
     let buffer = take();
     if buffer.is_null() {
         return None;
@@ -529,7 +534,5 @@ pub(super) fn readable(fd: c_int) -> Option<usize> {
     });
     give_back(buffer);
     sys::set_errno(errno);
-    // An error of the socket was taken by looking: the kernel's call says what it would have said.
-    let _ = dgram;
     length
 }

@@ -3,6 +3,7 @@
 //! Each looks the number up and passes calls on that are not about a connection of ours. What may wait in the kernel is
 //! called from frames without destructors: a cancelled thread is unwound through them.
 
+mod batch;
 pub mod data;
 mod dgram;
 pub mod life;
