@@ -911,12 +911,15 @@ static const char *handed(size_t arg)
 	(void)arg;
 	TRY(both(&e));
 	TRY(send_kind(e.client, "one", &e.at, e.server, true));
+	TRY(text_to(e.client, "before", &e.at));
 	ENSURE(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), "socketpair: %s", strerror(errno));
 	*c = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
 	memcpy(CMSG_DATA(c), &e.server, sizeof(int));
 	ENSURE(sendmsg(pair[0], &m, 0) == 1, "sendmsg: %s", strerror(errno));
 	close(pair[0]);
 	close(pair[1]);
+	/* What was there already is still understood here. */
+	TRY(takes(e.server, "before"));
 	sleep_ms(300);
 	return send_kind(e.client, "two", &e.at, e.server, false);
 }

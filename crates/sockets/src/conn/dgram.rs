@@ -21,7 +21,7 @@ use std::net::SocketAddr;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 
-/// Messages to it are understood.
+/// The directory says that it understands messages.
 const ENTERED: u32 = 1;
 /// It stays plain.
 const PINNED: u32 = 2;
@@ -33,6 +33,8 @@ const CORKED: u32 = 8;
 const MORE: u32 = 16;
 /// The kernel makes several datagrams of one call: these are plain.
 const SEGMENTS: u32 = 32;
+/// It has entered at some time: messages that come are opened, also when it has left.
+const OPENS: u32 = 64;
 
 /// UDP sockets that have entered, in this process.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -124,7 +126,7 @@ impl Dgram {
 
     /// Whether messages to it are opened.
     pub fn opens(&self) -> bool {
-        self.has(ENTERED)
+        self.has(OPENS)
     }
 
     /// The program has bound it.
@@ -185,7 +187,7 @@ impl Dgram {
         let Some(own) = own.filter(|own| own.port() != 0) else {
             return;
         };
-        if self.state.fetch_or(ENTERED, Ordering::AcqRel) & ENTERED != 0 {
+        if self.state.fetch_or(ENTERED | OPENS, Ordering::AcqRel) & ENTERED != 0 {
             return;
         }
         LIVE.fetch_add(1, Ordering::Relaxed);
@@ -220,7 +222,7 @@ impl Dgram {
         }
     }
 
-    /// It is the kernel's alone from now on. Messages that are there already are not opened.
+    /// It is to be the kernel's alone from now on. Messages that are there already, or under way, are opened.
     pub fn pin(&self, fd: c_int, why: Why) {
         self.put(PINNED, true);
         let name = self.name.load(Ordering::Acquire);
@@ -283,7 +285,9 @@ impl Dgram {
 
     /// A message has come, of which the program has read so many bytes.
     pub fn received(&self, fd: c_int, bytes: usize) {
-        show::message(fd, self.shown(), bytes, 0);
+        if self.has(ENTERED) {
+            show::message(fd, self.shown(), bytes, 0);
+        }
         let n = self.received.fetch_add(1, Ordering::Relaxed);
         if n.is_multiple_of(limits::ASKED) {
             let name = self.name.load(Ordering::Acquire);
