@@ -16,6 +16,7 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -1107,6 +1108,30 @@ static const char *one_port(size_t arg)
 	return send_kind(client, "again", &at, child, true);
 }
 
+/* A program with many sockets has descriptors left. */
+static const char *many_sockets(size_t arg)
+{
+	struct rlimit limit = { 256, 256 };
+	int fds[256], n = 0, server;
+	struct at at;
+
+	(void)arg;
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &limit), "setrlimit: %s", strerror(errno));
+	TRY(bound(&server, &at, AF_INET));
+	while ((fds[n] = socket(AF_INET, SOCK_DGRAM, 0)) >= 0) {
+		TRY(text_to(fds[n++], "hello", &at));
+		TRY(takes(server, "hello"));
+	}
+	ENSURE(errno == EMFILE, "socket: %s", strerror(errno));
+	ENSURE(n >= 256 - 256 / 8 - 16, "%d sockets", n);
+	while (n > 0)
+		close(fds[--n]);
+	ENSURE((fds[0] = socket(AF_INET, SOCK_DGRAM, 0)) >= 0, "socket: %s", strerror(errno));
+	TRY(send_kind(fds[0], "again", &at, server, true));
+	close(fds[0]);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, AF_INET, 0, false },
 	{ "is_upgraded_v6", is_upgraded, AF_INET6, 0, false },
@@ -1144,6 +1169,7 @@ static const struct test tests[] = {
 	{ "interrupted", interrupted, 0, 0, false },
 	{ "overflow", overflow, 0, 0, false },
 	{ "one_port", one_port, 0, 0, false },
+	{ "many_sockets", many_sockets, 0, 0, true },
 };
 
 int main(int argc, char **argv)

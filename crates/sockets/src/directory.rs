@@ -4,6 +4,7 @@
 //! listens: connecting to it succeeds as long as a process has it. Its owner must be the user of this process or root:
 //! another user's name is not believed.
 
+use crate::limits;
 use crate::real;
 use crate::sys;
 use anywarp_core::lock::Mutex;
@@ -87,6 +88,10 @@ pub fn enter_udp(addr: SocketAddr) -> Option<(c_int, bool)> {
     if let Some((name, sockets)) = udp.by_addr.get_mut(&key) {
         *sockets += 1;
         return Some((*name, false));
+    }
+    // The descriptors are the program's: without a name its socket works as well, and gets plain answers.
+    if udp.by_addr.len() >= sys::descriptors() / limits::NAMES_PART {
+        return None;
     }
     let name = hold(&name::of(Protocol::Udp, addr.ip(), addr.port()))?;
     udp.by_addr.insert(key, (name, 1));

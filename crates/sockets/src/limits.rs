@@ -57,3 +57,5 @@ pub const JOINED: usize = 4096;
 pub const DATAGRAM: usize = 64 * 1024;
 /// Bytes of messages that one call of sendmmsg copies: longer lists are sent one by one.
 pub const BATCH: usize = 512 * 1024;
+/// Names of UDP sockets take at most this part of the descriptors that the process may have.
+pub const NAMES_PART: usize = 8;

@@ -436,6 +436,19 @@ pub fn random() -> u64 {
     bits
 }
 
+/// How many descriptors the process may have.
+pub fn descriptors() -> usize {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: the structure is writable.
+    unsafe {
+        libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit);
+    }
+    usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX)
+}
+
 /// Milliseconds of a clock that only goes forward, as of the last tick of the kernel: read without a system call.
 pub fn now_ms() -> u64 {
     let mut t = libc::timespec {
