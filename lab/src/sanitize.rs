@@ -158,8 +158,9 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
             rest => rest,
         };
         println!("== {name}");
+        let begin = std::time::Instant::now();
         let done = match *name {
-            UNIT => build.unit_tests(arguments),
+            UNIT => build.unit_tests(arguments, long),
             name => build
                 .program(name, arguments, &libraries)
                 .and_then(|command| build.watched(name, command)),
@@ -168,6 +169,7 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
             eprintln!("{name}: {why}");
             failed.push(*name);
         }
+        println!("   {} s", begin.elapsed().as_secs());
     }
     if failed.is_empty() {
         return Ok(());
@@ -276,12 +278,16 @@ impl Build {
         Ok(out)
     }
 
-    /// The tests of the crates and the simulation.
-    fn unit_tests(&self, arguments: &[&str]) -> Result {
-        let packages = ["anywarp-core", "anywarp-engine", "anywarp-sim"];
+    /// The tests of the crates and the simulation. The simulation has one thread: by the thread sanitizer it runs only if
+    /// `long`.
+    fn unit_tests(&self, arguments: &[&str], long: bool) -> Result {
+        let mut packages = vec!["anywarp-core", "anywarp-engine"];
+        if long || self.kind == Kind::Address {
+            packages.push("anywarp-sim");
+        }
         let mut command = self.cargo();
         command.args(["test", "--quiet", "--target", &self.target]);
-        command.args(packages.map(|name| format!("--package={name}")));
+        command.args(packages.iter().map(|name| format!("--package={name}")));
         // Documentation tests are compiled one by one, and are no subject of their own.
         command.args(["--lib", "--tests", "--"]).args(arguments);
         self.watched(UNIT, command)
