@@ -1,4 +1,4 @@
-//! Every operation, byte for byte, between two ends.
+//! Every operation between two ends, with all bytes compared.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -26,7 +26,7 @@ use anywarp_sim::{
     send_imm, send_invalidate, write, write_imm,
 };
 
-/// Sizes at which segments, frames and batches begin and end.
+/// Sizes just below, at and above the limits of segments, frames and batches.
 const SIZES: [usize; 26] = [
     0,
     1,
@@ -56,7 +56,7 @@ const SIZES: [usize; 26] = [
     (1 << 20) + 3,
 ];
 
-/// An end towards anywarp, and one towards a standard peer.
+/// An end whose peer is anywarp, and an end whose peer is a standard implementation.
 fn both() -> [Setup; 2] {
     [Setup::anywarp(), Setup::standard()]
 }
@@ -67,7 +67,7 @@ fn ok(completions: &[Completion], ids: &[u64]) {
     assert_eq!(got, want);
 }
 
-/// A list of up to `most` elements over the first `len` bytes of `mr`, cut anywhere.
+/// The first `len` bytes of `mr` as a list of up to `most` elements of random lengths.
 fn cut(rng: &mut Rng, mr: &Mr, len: usize, most: usize) -> Vec<Sge> {
     let mut sges = Vec::new();
     let mut at = 0;
@@ -227,7 +227,7 @@ fn a_send_with_immediate_to_a_standard_peer_is_refused_and_nothing_of_it_is_sent
     assert_eq!(w[b].bytes(&to), [0; 8]);
 }
 
-/// A window of type 2 over `mr` for queue pair `of`, bound by a request.
+/// A type 2 memory window over `mr`, bound by a work request of queue pair `of`.
 fn bind(w: &mut World, of: anywarp_sim::EndId, mr: &Mr, access: Access) -> Stag {
     let end = &mut w[of];
     let host = end.host.clone();
@@ -278,7 +278,7 @@ fn a_send_with_invalidate_ends_a_window_of_type_2() {
             assert_eq!(got[0].invalidated, Some(rkey));
             assert_eq!(got[0].solicited, solicited);
             assert_eq!(w[b].bytes(&mr)[16..22], *b"window");
-            // It is gone: the next access fails.
+            // The window is invalid: the next access fails.
             w[a].post(write(3, remote).inline(b"w"));
             w.run();
             let status = w[a].completed()[0].status;
@@ -627,7 +627,7 @@ fn a_fenced_request_waits_for_the_reads_before_it() {
             let sink = w[a].register(200_000, access::LOCAL);
             let zeros = w[a].register(200_000, access::LOCAL);
             w[b].fill(&source, &data);
-            // The Write behind the Read would overtake it without the fence.
+            // Without the fence, the Write would overtake the Read in front of it.
             w[a].post(read(1, source.remote(0)).from(&[sink.all()]));
             w[a].post(write(2, source.remote(0)).from(&[zeros.all()]).fence());
             w.run();
@@ -682,7 +682,7 @@ fn no_more_reads_are_outstanding_than_ord_says_and_none_is_lost() {
                 let here = w[a].register(40_000, access::LOCAL);
                 let old = w[a].register(8, access::LOCAL);
                 for id in 0..40 {
-                    // A Read of many elements is as many Reads on the wire.
+                    // A Read into several elements is one Read Request on the wire for each.
                     let n = 1 + w.rng.below(6);
                     let sges = cut(&mut w.rng.clone(), &here, 40_000, n);
                     match w.rng.below(3) {
@@ -885,7 +885,7 @@ fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() 
         assert!(w[b].heard(AsyncEvent::Started), "{first:?}");
         ok(&w[b].completed(), &[1]);
         ok(&w[a].received(), &[1]);
-        // The ready-to-receive message took none of the application's receives.
+        // The ready-to-receive message did not consume a receive of the application.
         assert!(w[b].received().is_empty(), "{first:?}");
         w[a].post(send(2).inline(b"first"));
         w.run();
@@ -908,8 +908,8 @@ fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() 
     ok(&w[b].completed(), &[1]);
 }
 
-/// RFC 6581 §9.2 [mpa-rtr-invisible]: a Write or Read that only makes the stream ready is none of the application, so it
-/// is not counted; what follows is, once each, whatever its length and path.
+/// RFC 6581 §9.2 [mpa-rtr-invisible]: a Write or Read that is the ready-to-receive message is not counted as an operation of the
+/// application. Those behind it are counted once each, for every length and receive path.
 #[test]
 fn a_counter_of_the_peers_operations_leaves_out_the_ready_to_receive_message() {
     for first in [First::Hello, First::Write, First::Read, First::Send] {
@@ -961,7 +961,7 @@ fn a_standard_peer_gets_no_control_messages() {
         w[end].post(write_imm(2, mr.remote(0), [1, 2, 3, 4]).from(&[mr.all()]));
         w[end].post(send(3).solicited());
         w.run();
-        // Complete as soon as the stream has them.
+        // They complete as soon as they are handed to the stream.
         ok(&w[end].completed(), &[1, 2, 3]);
         let opcodes: Vec<_> = w[peer].heard().iter().map(|f| f.opcode()).collect();
         let send = [Opcode::Send; 4];
@@ -1000,7 +1000,7 @@ fn a_peer_that_wants_markers_gets_them() {
             w.run();
             ok(&w[end].completed(), &[1, 2]);
             let got = w[peer].heard();
-            // All but the ready-to-receive message and the Send.
+            // All operations except the ready-to-receive message and the Send.
             let body: Vec<u8> = got[1..got.len() - 1]
                 .iter()
                 .flat_map(|f| f.payload().to_vec())
@@ -1031,7 +1031,7 @@ fn a_queue_pair_connected_to_itself_works() {
         w[end].post(write(2, to.remote(0)).inline(b"behind"));
         w[end].post(read(3, from.remote(0)).from(&[to.part(10, 100)]));
         w[end].post(fetch_add(4, to.remote(256), 1).from(&[to.part(512, 8)]));
-        // It waits for its own receive.
+        // It waits for a receive of its own.
         w.run_for(std::time::Duration::from_millis(3));
         assert!(w[end].completed().is_empty());
         w[end].recv(9, &[to.all()]);
@@ -1071,7 +1071,7 @@ fn segments_fill_the_mulpdu_and_no_more() {
     }
 }
 
-/// A responder does not know its peer's implementation before the Hello, and uses the size that all peers accept.
+/// A responder does not know the implementation of its peer before the Hello, and sends FPDUs of a size that all accept.
 #[test]
 fn an_unknown_peer_gets_small_segments_until_its_hello() {
     for (says_hello, largest) in [(false, 1442), (true, 9000)] {
@@ -1106,7 +1106,7 @@ fn an_unknown_peer_gets_small_segments_until_its_hello() {
     }
 }
 
-/// The longest request of a list decides, and a single request does not wait.
+/// Whether a list of requests waits is decided by its longest request, and a single request never waits.
 #[test]
 fn few_and_short_requests_wait_to_be_sent_together() {
     let (small, gathered) = (
@@ -1141,7 +1141,7 @@ fn few_and_short_requests_wait_to_be_sent_together() {
     }
     w[a].post(write(99, there.remote(0)).from(&[here.all()]));
     assert!(!w[a].conn.may_coalesce_burst(&COALESCE_TCP, 64), "too many");
-    // The requests are taken and not acknowledged.
+    // The peer receives the requests and does not acknowledge them.
     let now = w.now();
     w[a].conn.poll_tx(now, true, &mut TxBatch::default());
     w[a].post(write(100, there.remote(0)).from(&[here.all()]));
@@ -1150,7 +1150,7 @@ fn few_and_short_requests_wait_to_be_sent_together() {
             && w[a].conn.may_coalesce_behind_ack(&COALESCE_TCP, 64)
     );
     assert!(!w[a].conn.may_coalesce_behind_ack(&COALESCE_TCP, small + 1));
-    // Towards a standard peer each goes as it is posted.
+    // To a standard peer, each request is sent when it is posted.
     let (end, _peer) = w.raw(&Setup::standard(), true);
     w[end].post(write(1, there.remote(0)).from(&[here.all()]));
     assert!(!w[end].conn.may_coalesce_burst(&COALESCE_TCP, 64));

@@ -1,4 +1,4 @@
-//! Reliable datagrams between two ends and more, on networks of every kind.
+//! Reliable datagrams between two or more queue pairs, on good and bad networks.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -63,7 +63,7 @@ fn pair(seed: u64, link: Link, options: Options) -> (Ether, Id, Id) {
     (net, a, b)
 }
 
-/// Sends of many lengths arrive once each, whole, and in order if that was asked for.
+/// Sends of many lengths are delivered once and whole, and in order if the queue pair was made for that.
 #[test]
 fn every_message_arrives_exactly_once() {
     each_seed(3, |seed| {
@@ -120,7 +120,7 @@ fn every_message_arrives_exactly_once() {
     });
 }
 
-/// Writes, Reads and atomics, each done once.
+/// Writes, Reads and atomics are each executed once.
 #[test]
 fn every_operation_is_done_once() {
     each_seed(3, |seed| {
@@ -165,7 +165,7 @@ fn every_operation_is_done_once() {
     });
 }
 
-/// A Send that finds no receive waits for one; the peer is not punished by losing anything.
+/// A Send that finds no receive waits for one, and nothing of its sender is lost meanwhile.
 #[test]
 fn sends_wait_for_receives() {
     for ordered in [true, false] {
@@ -251,7 +251,8 @@ fn a_dead_peer_fails_its_requests_alone() {
     }
 }
 
-/// What a peer may not do is refused, and told to it: its request fails, the queue pair of the refused one goes on.
+/// A request that is not allowed is refused with an error report: it fails at its sender, and the queue pair that refused it goes
+/// on.
 #[test]
 fn a_refused_write_fails_at_its_source() {
     for keep_going in [false, true] {
@@ -301,7 +302,7 @@ fn a_refused_write_fails_at_its_source() {
         let error = net[a].qp.poll_error().unwrap();
         assert_eq!(error.from, net[b].addr);
         assert_eq!(error.id, refused.get());
-        // And it goes on after it.
+        // Requests after it succeed.
         net[a].qp.set_state(State::Rts);
         net.post(a, b, write(4, open.remote(0)).from(&[mr.all()]));
         net.run(LONG);
@@ -309,8 +310,8 @@ fn a_refused_write_fails_at_its_source() {
     }
 }
 
-/// A restarted peer is distinguished from the one before: what was under way to that one has failed, nothing of it is
-/// delivered to the new one.
+/// A queue pair that is created again at the same address is another peer: requests that were under way to the earlier one fail,
+/// and nothing of them is delivered to the new one.
 #[test]
 fn a_restarted_peer_is_noticed() {
     let (mut net, a, b) = pair(9, Link::default(), options());
@@ -320,7 +321,7 @@ fn a_restarted_peer_is_noticed() {
     net.post(a, b, send(1).from(&[mr.all()]));
     net.run(LONG);
     assert_eq!(net[a].completed()[0].status, Status::Success);
-    // One is under way and finds no receive: none was ever posted.
+    // One Send is under way, and waits because no receive is posted.
     net.post(a, b, send(2).from(&[mr.all()]));
     net.run(20 * MS);
     net.restart(b, options());
@@ -335,7 +336,8 @@ fn a_restarted_peer_is_noticed() {
     assert_eq!(net[b].received().len(), 1);
 }
 
-/// What a peer has written in part when it is made anew leaves no record: records of reliable queue pairs are of whole messages.
+/// A Write of which a part has arrived when its sender is created again leaves no record: records on reliable queue pairs are of
+/// whole messages.
 #[test]
 fn a_restart_leaves_no_partial_record() {
     let (mut net, a, b) = pair(10, Link::default(), options());
@@ -360,7 +362,7 @@ fn a_restart_leaves_no_partial_record() {
     assert_eq!(net[b].qp.counters().evicted, 1);
 }
 
-/// Bytes of payload a second that go from one end to the other over a link.
+/// The payload rate from one end to the other over a link, in bytes a second.
 fn goodput(seed: u64, link: Link, total: usize) -> f64 {
     let (mut net, a, b) = pair(seed, link, options());
     const MESSAGE: usize = 1 << 18;
@@ -379,7 +381,7 @@ fn goodput(seed: u64, link: Link, total: usize) -> f64 {
     total as f64 / took.as_secs_f64()
 }
 
-/// A TCP's rate over a path that loses at random, by the formula of Mathis and others (1997).
+/// The rate of TCP over a path with random losses, by the formula of Mathis and others (1997).
 fn tcp_model(loss: f64, trip: Duration) -> f64 {
     1448.0 * 1.22 / (trip.as_secs_f64() * loss.sqrt())
 }
@@ -402,7 +404,7 @@ fn random_loss_costs_what_was_lost_and_little_more() {
     }
 }
 
-/// Two that share a link both get on, and the link is not flooded.
+/// Two senders that share a link both make progress, and the link's queue does not overflow all the time.
 #[test]
 fn a_shared_link_is_shared() {
     let link = Link {
@@ -432,7 +434,7 @@ fn a_shared_link_is_shared() {
     assert!(sent < 2.0 * (all << 16) as f64 + 4e6, "{sent} for {done:?}");
 }
 
-/// One queue pair, many peers: each is known, none costs much, and none waits for another.
+/// One queue pair with many peers: the memory of each is small, and none delays another.
 #[test]
 fn a_thousand_peers_and_one_queue_pair() {
     let link = Link {
@@ -457,7 +459,7 @@ fn a_thousand_peers_and_one_queue_pair() {
     net.run(LONG);
     assert_eq!(net[hub].received().len(), many);
     assert_eq!(net[hub].qp.peers(), many);
-    // Every tenth is dead: the others get theirs all the same, and soon.
+    // Every tenth peer is dead: the messages to the others arrive soon all the same.
     let mr = net[hub].host.register(100, access::ALL);
     for (n, peer) in peers.iter().enumerate() {
         net[*peer].dead = n % 10 == 0;

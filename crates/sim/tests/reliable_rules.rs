@@ -1,4 +1,4 @@
-//! Rules of reliable datagrams, each tried by a scripted peer that sends any packet the test wants.
+//! Rules of reliable datagrams, tested with a peer whose packets are made by the test.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -28,7 +28,7 @@ fn options() -> Options {
     }
 }
 
-/// A queue pair that sends to a peer of which only the address is there, and the packets that go to it.
+/// A queue pair that sends to an address without a queue pair, and the packets that arrive there.
 struct Far {
     net: Ether,
     near: Id,
@@ -37,7 +37,7 @@ struct Far {
     heard: Rc<RefCell<Vec<(Packet, usize)>>>,
 }
 
-/// Its token.
+/// The token of the test's peer.
 const TOKEN: u32 = 99;
 
 impl Far {
@@ -67,7 +67,7 @@ impl Far {
         }
     }
 
-    /// It has told its token to who asked for it.
+    /// Answers the request for its token.
     fn met() -> Self {
         let mut far = Self::new();
         far.sends(0..1);
@@ -91,7 +91,7 @@ impl Far {
         }
     }
 
-    /// What has come since the last time.
+    /// The packets that have arrived since the last call.
     fn hears(&mut self) -> Vec<(Packet, usize)> {
         self.net.run(MS / 2);
         std::mem::take(&mut self.heard.borrow_mut())
@@ -122,7 +122,8 @@ fn blank() -> Packet {
     }
 }
 
-/// Packets of the same time: one is lost when the sixteenth behind it has arrived, and not before; those behind that are not.
+/// Of packets that were sent at the same time, one counts as lost when the sixteenth behind it has arrived, and not before; those
+/// behind that do not count as lost.
 #[test]
 fn a_packet_that_sixteen_overtook_is_lost() {
     let mut far = Far::met();
@@ -149,12 +150,12 @@ fn a_packet_that_sixteen_overtook_is_lost() {
     }
     let counters = far.net[far.near].qp.counters();
     assert_eq!((counters.rd_again, counters.rd_probes), (3, 0));
-    // Silence.
+    // The peer is silent from here on.
     far.net.run(1000 * MS);
     assert!(far.net[far.near].qp.counters().rd_probes > 0);
 }
 
-/// Messages are done as far as the peer has all before; what arrived beyond waits.
+/// Messages complete up to the first packet that the peer lacks; acknowledged packets beyond it do not complete anything.
 #[test]
 fn what_is_acknowledged_is_done() {
     let mut far = Far::met();
@@ -172,13 +173,13 @@ fn what_is_acknowledged_is_done() {
     far.says(&says(first + 2, &[(first + 3, first + 4)]));
     let done = [(0, Status::Success), (1, Status::Success)];
     assert_eq!(far.statuses(), done);
-    // More than was sent.
+    // An acknowledgement of more than was sent.
     far.says(&says(first + 9, &[]));
     let done = [(2, Status::Success), (3, Status::Success)];
     assert_eq!(far.statuses(), done);
 }
 
-/// Only the end that asked for the token accepts a challenge.
+/// A challenge is accepted only by the end that asked for the token.
 #[test]
 fn a_challenge_that_nobody_asked_for_is_not_believed() {
     let mut far = Far::met();
@@ -204,8 +205,8 @@ fn a_challenge_that_nobody_asked_for_is_not_believed() {
     assert_eq!(echoes, [TOKEN]);
 }
 
-/// No more goes to a peer than the window that it told: the last packet may be beyond it. One that takes nothing is asked
-/// again and again, and gets all when it has room.
+/// A peer is sent no more than its window, except that the last packet may exceed it. A peer with a closed window is asked
+/// repeatedly, and is sent the rest when the window opens.
 #[test]
 fn a_window_is_kept_however_small() {
     for (window, first) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 9)] {
@@ -234,7 +235,7 @@ fn a_window_is_kept_however_small() {
     }
 }
 
-/// An atomic on an address that is none of eight bytes is refused, on the wire too.
+/// An atomic on an address that is not a multiple of eight is refused by the responder as well.
 #[test]
 fn an_atomic_beside_its_place_is_refused() {
     for (at, status) in [(0, Status::Success), (4, Status::RemoteInvalidRequest)] {

@@ -23,7 +23,7 @@ use anywarp_sim::{
     write,
 };
 
-/// A buffer of the peer.
+/// A buffer that the peer has advertised.
 const THERE: Remote = Remote {
     rkey: Stag(0x700),
     to: To(0x1000),
@@ -41,7 +41,7 @@ fn opened(seed: u64) -> (World, EndId, RawId) {
     (w, end, peer)
 }
 
-/// An end whose stream such a peer opened.
+/// An end whose scripted peer opened the stream.
 fn answering(seed: u64) -> (World, EndId, RawId) {
     let mut w = World::new(seed);
     let setup = Setup {

@@ -1,6 +1,6 @@
 //! Every rule that a peer can break, and the Terminate that reports it.
 //!
-//! Most of them are scripts: `scripts/*.pkt`, one rule a file. Tests that need a loop are here.
+//! Most rules are tested by scripts, one in each file of `scripts/*.pkt`. Here are the tests that need a loop.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -34,7 +34,7 @@ fn every_script_holds() {
     let mut failed = Vec::new();
     for path in &names {
         let text = std::fs::read_to_string(path).unwrap();
-        // Twenty ways for its bytes to arrive.
+        // Its bytes arrive in twenty different pieces.
         let result = std::panic::catch_unwind(|| each_seed(20, |seed| run_script(&text, seed)));
         if result.is_err() {
             failed.push(path.file_name().unwrap().to_owned());
@@ -94,8 +94,8 @@ fn codes(w: &mut World, peer: RawId) -> Vec<(u8, u8, u8)> {
 
 #[test]
 fn every_flipped_bit_is_found_by_the_crc_and_nothing_of_its_frame_is_delivered() {
-    // Small frames are checked before anything else is looked at. In the length field a bit makes the frame end
-    // elsewhere, so more must come before that is noticed.
+    // The CRC of a small frame is checked before any header. A changed bit in the length field moves the end of the frame, so
+    // that more bytes have to arrive before the error is found.
     let bits = {
         let (w, end, _) = started(1);
         framed(&write_of(
@@ -138,7 +138,7 @@ fn a_flipped_bit_in_a_large_frame_is_found_though_its_payload_went_straight_to_m
             send_of(1, 0, true, &payload)
         };
         let mut frame = framed(&ulpdu);
-        // Half of them in the header, where a bit means something.
+        // Half of the changed bits are in the header.
         let most = if w.rng.chance(50) {
             18
         } else {
@@ -162,7 +162,7 @@ fn a_flipped_bit_in_a_large_frame_is_found_though_its_payload_went_straight_to_m
     });
 }
 
-/// A large frame that breaks a rule ends in the same way whether it came as a whole or in pieces.
+/// A large frame that breaks a rule gets the same Terminate whether it arrives whole or in pieces.
 #[test]
 fn a_large_frame_is_judged_as_a_small_one_is() {
     type Make = fn(&Mr, &[u8]) -> Vec<u8>;
@@ -195,7 +195,7 @@ fn a_large_frame_is_judged_as_a_small_one_is() {
         ),
     ];
     for ((make, code, receive), crc) in cases.into_iter().flat_map(|c| [(c, true), (c, false)]) {
-        // Without CRCs the payload goes straight to user memory, if it may.
+        // Without CRCs the payload is received directly into user memory, if the access is allowed.
         let setup = Setup {
             crc,
             ..Setup::standard()
@@ -245,7 +245,7 @@ fn a_frame_may_be_cut_at_every_byte() {
         w[peer].sends_bytes(&frame[cut..]);
         w.run();
     }
-    // The first one was the ready-to-receive message.
+    // The first message was the ready-to-receive message.
     let ids: Vec<_> = w[end].received().iter().map(|c| c.wr_id).collect();
     assert_eq!(ids, (0..22 + 8 - 1).collect::<Vec<_>>());
     assert_eq!(w[end].conn.state(), State::Rts);
