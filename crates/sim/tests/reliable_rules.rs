@@ -235,6 +235,30 @@ fn a_window_is_kept_however_small() {
     }
 }
 
+/// A window that becomes smaller holds for packets that are sent again, too.
+#[test]
+fn lost_packets_are_sent_again_within_the_window() {
+    for (window, expected) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 40)] {
+        let mut far = Far::met();
+        let asked = far.hears();
+        let (seq, token) = (asked[0].0.seq, asked[0].0.token);
+        let says = |window, arrived: std::ops::Range<u32>| Packet {
+            echo: token,
+            ack: Some(seq + 1),
+            window,
+            arrived: [(arrived.start, arrived.end)].into_iter().collect(),
+            ..blank()
+        };
+        let data = |heard: &[(Packet, usize)]| heard.iter().filter(|(_, len)| *len > 0).count();
+        far.says(&says(1 << 20, seq + 1..seq + 1));
+        far.sends(1..61);
+        assert_eq!(data(&far.hears()), 60);
+        // The first 40 are lost, and the last 20 have arrived.
+        far.says(&says(window, seq + 41..seq + 61));
+        assert_eq!(data(&far.hears()), expected, "{window}");
+    }
+}
+
 /// An atomic on an address that is not a multiple of eight is refused by the responder as well.
 #[test]
 fn an_atomic_beside_its_place_is_refused() {

@@ -415,9 +415,11 @@ impl Sender {
         self.room = room;
     }
 
-    /// The next lost packet, sent again, if the window allows.
+    /// The next lost packet, sent again, if the windows allow: that of the path, and that of the peer, which may have become
+    /// smaller since the packet was first sent.
     pub(super) fn again(&mut self, now: Duration, cc: &Congestion) -> Option<Outgoing<'_>> {
-        if self.lost == 0 || self.room == 0 || (self.flying > 0 && self.flying >= cc.window()) {
+        let is_full = self.flying >= cc.window() || self.charge >= self.room;
+        if self.lost == 0 || self.room == 0 || (self.flying > 0 && is_full) {
             return None;
         }
         let skip = usize::try_from(self.lost_from.saturating_sub(self.first)).unwrap_or(0);
