@@ -34,10 +34,12 @@ enum { OFFER = 0, TAKE = 1, REFUSE = 2, SWITCH = 3 };
 /* Requests after which memory is offered, and some more. */
 #define REQUESTS 80u
 /* Peers of one process, more than it shares memory with. */
-#define PEERS 100u
+#define PEERS 80u
 /* How long an offer counts that is not answered. */
 #define OFFER_LIFETIME_MS 5000u
 #define MAX_GAP_MS 10.0
+/* An attack that happens once is repeated when a message takes longer: another program may have held the processor. */
+#define TURNS 5u
 
 static struct {
 	volatile bool stop;
@@ -271,8 +273,8 @@ static int by_size(const void *a, const void *b)
 }
 
 /* The longest time that one message of the good connection takes in a window of 50 ms, milliseconds: the median of `windows`,
- * since other programs may hold the processor now and then. */
-static const char *usual_gap(struct pair *p, unsigned int windows, double *median)
+ * since other programs may hold the processor now and then, and the longest of all. */
+static const char *gaps_of(struct pair *p, unsigned int windows, double *median, double *longest)
 {
 	double gaps[32];
 
@@ -293,15 +295,32 @@ static const char *usual_gap(struct pair *p, unsigned int windows, double *media
 	}
 	qsort(gaps, windows, sizeof *gaps, by_size);
 	*median = gaps[windows / 2];
+	*longest = gaps[windows - 1];
 	printf("# the good connection: a message takes at most %.2f ms in a window of 50 ms, %.2f in the worst of %u\n", *median,
 	       gaps[windows - 1], windows);
 	return NULL;
 }
 
+/* Talks until a process ends, or stops if `flags` says so; the longest time that one message took. */
+static const char *talk_until(struct pair *p, pid_t pid, int flags, int *status, double *longest)
+{
+	*longest = 0;
+	for (uint64_t end = now_ms() + WAIT_MS; waitpid(pid, status, flags | WNOHANG) == 0;) {
+		uint64_t begin = now_ns();
+		double ms;
+
+		ENSURE(now_ms() < end, "the attacker does not end");
+		TRY(talk(p, 1));
+		ms = (double)(now_ns() - begin) / 1e6;
+		*longest = ms > *longest ? ms : *longest;
+	}
+	return NULL;
+}
+
 static const char *beside(size_t which)
 {
+	double gap, longest;
 	struct pair p;
-	double gap;
 	pid_t pid;
 	int status;
 
@@ -315,7 +334,7 @@ static const char *beside(size_t which)
 		_exit(attack_on(attackers[which]));
 	}
 	ENSURE(pid > 0, "fork: %s", strerror(errno));
-	TRY(usual_gap(&p, 20, &gap));
+	TRY(gaps_of(&p, 20, &gap, &longest));
 	for (uint64_t end = now_ms() + WAIT_MS; shared->rounds < 5 && !shared->wrong[0] && now_ms() < end;)
 		TRY(talk(&p, 10));
 	shared->stop = true;
@@ -443,29 +462,33 @@ static int read_and_stop(void)
 /* A peer that is stopped in the middle of a Read delays neither other connections nor the end of the region it reads. */
 static const char *stopped_peer(size_t arg)
 {
+	double longest = 1e9;
 	uint64_t begin;
 	struct pair p;
-	double gap;
-	pid_t pid;
-	int status;
 
 	(void)arg;
 	TRY(open_pair(&p, &usual));
 	TRY(start_server());
-	memset(shared, 0, sizeof *shared);
-	fflush(stdout);
-	pid = fork();
-	if (pid == 0) {
-		prctl(PR_SET_PDEATHSIG, SIGKILL);
-		_exit(read_and_stop());
+	for (unsigned int turn = 0; turn < TURNS && longest > MAX_GAP_MS; turn++) {
+		double median, gap;
+		pid_t pid;
+		int status;
+
+		memset(shared, 0, sizeof *shared);
+		fflush(stdout);
+		pid = fork();
+		if (pid == 0) {
+			prctl(PR_SET_PDEATHSIG, SIGKILL);
+			_exit(read_and_stop());
+		}
+		ENSURE(pid > 0, "fork: %s", strerror(errno));
+		keep(end_attacker, (void *)(intptr_t)pid, "attacker");
+		TRY(talk_until(&p, pid, WUNTRACED, &status, &gap));
+		ENSURE(WIFSTOPPED(status), "the attacker ends with %d before it stops", WEXITSTATUS(status));
+		TRY(gaps_of(&p, 10, &median, &longest));
+		longest = gap > longest ? gap : longest;
 	}
-	ENSURE(pid > 0, "fork: %s", strerror(errno));
-	keep(end_attacker, (void *)(intptr_t)pid, "attacker");
-	while (waitpid(pid, &status, WUNTRACED | WNOHANG) == 0)
-		TRY(talk(&p, 10));
-	ENSURE(WIFSTOPPED(status), "the attacker ends with %d before it stops", WEXITSTATUS(status));
-	TRY(usual_gap(&p, 10, &gap));
-	ENSURE(gap <= MAX_GAP_MS, "the good connection stops for %.1f ms", gap);
+	ENSURE(longest <= MAX_GAP_MS, "the good connection stops for %.1f ms, %u times", longest, TURNS);
 	begin = now_ns();
 	forget(server.open.mr);
 	ENSURE(!ibv_dereg_mr(server.open.mr), "ibv_dereg_mr: %s", strerror(errno));
@@ -480,25 +503,47 @@ static const char *stopped_peer(size_t arg)
 #define HOLDS_EACH (96u << 10)
 #define HOLDS (8u << 20)
 
-/* Connects as often as a process shares memory and more, has every ring written, and stops with all of it. */
+/* Takes the memory; whether the library goes on with it. */
+static bool goes_on_by_memory(int fd, uint64_t proof)
+{
+	static struct frame f;
+
+	return take(fd, proof) && next_handover(fd, &f) && f.body[5] == SWITCH;
+}
+
+/* Connects more often than a process shares memory with others, and takes all offers: of the first connections when they are too
+ * old to count. Then it stops with all of it. */
 static int hold_memory(void)
 {
+	static struct { int fd; uint8_t *memory; } early[PEERS];
 	unsigned int taken = 0;
 
+	for (unsigned int i = 0; i < PEERS; i++) {
+		early[i].fd = connect_anywarp(i);
+		if (early[i].fd < 0)
+			return 2;
+		set_patience(early[i].fd, 100);
+		early[i].memory = open_offer(early[i].fd);
+	}
+	sleep_ms(OFFER_LIFETIME_MS + 100);
 	for (unsigned int i = 0; i < PEERS; i++) {
 		struct wire w = { .len = 0 };
 		uint8_t *memory;
 		int fd = connect_anywarp(i);
 
 		if (fd < 0)
-			return 2;
+			return 3;
 		set_patience(fd, 100);
 		read_request(&w, 1, OPEN_LEN, target.open, target.open_at);
 		if (!send_all(fd, w.at, w.len))
-			return 3;
+			return 4;
 		memory = open_offer(fd);
-		if (memory && take(fd, proof_in(memory)))
-			taken++;
+		set_patience(fd, 1000);
+		taken += memory && goes_on_by_memory(fd, proof_in(memory));
+	}
+	for (unsigned int i = 0; i < PEERS; i++) {
+		set_patience(early[i].fd, 1000);
+		taken += early[i].memory && goes_on_by_memory(early[i].fd, proof_in(early[i].memory));
 	}
 	shared->rounds = taken;
 	raise(SIGSTOP);
@@ -527,9 +572,9 @@ static const char *many_peers(size_t arg)
 	ENSURE(waitpid(pid, &status, WUNTRACED) == pid && WIFSTOPPED(status), "the attacker ends with %d", WEXITSTATUS(status));
 	sleep_ms(300);
 	after = resident() * 1024;
-	printf("# %u peers, %u share memory: %ld KiB more\n", PEERS, shared->rounds, (after - before) / 1024);
+	printf("# %u peers, %u share memory: %ld KiB more\n", 2 * PEERS, shared->rounds, (after - before) / 1024);
 	ENSURE(shared->rounds > 32 && shared->rounds <= 64, "memory is shared with %u peers", shared->rounds);
-	ENSURE(after - before <= (long)(shared->rounds * MEMORY_LEN + PEERS * HOLDS_EACH + HOLDS), "%ld KiB more",
+	ENSURE(after - before <= (long)(shared->rounds * MEMORY_LEN + 2 * PEERS * HOLDS_EACH + HOLDS), "%ld KiB more",
 	       (after - before) / 1024);
 	ENSURE(!server.failed, "the server failed");
 	return NULL;
@@ -699,11 +744,15 @@ static int evil_process(void)
 	}
 	if (file < 0)
 		return evil.bait == FUSE || evil.bait == FAULTING ? NOT_POSSIBLE : 4;
+	/* The good connection is watched by then. */
+	sleep_ms(100);
 	begin = now_ms();
 	set_patience(fd, 20000);
 	if (!send_control(fd, HELLO, 1, 0, CAN_SHARE) || !send_control(fd, HANDOVER, OFFER, pid, (uint32_t)file) ||
 	    !next_handover(fd, &f) || f.body[5] != (evil.bait == FAULTING ? TAKE : REFUSE))
 		return 5;
+	if (now_ms() - begin >= 1000)
+		return 6;
 	if (evil.bait == FAULTING) {
 		/* The library's own accesses do not ask this process. Its stream goes on through the memory for a while. */
 		if (!send_control(fd, HANDOVER, SWITCH, 0, 0))
@@ -711,7 +760,7 @@ static int evil_process(void)
 		sleep_ms(600);
 		return 0;
 	}
-	return now_ms() - begin < 1000 ? 0 : 6;
+	return 0;
 }
 
 static int end_client(void *arg)
@@ -757,18 +806,16 @@ static const char *connect_to(struct sockaddr_in *to, struct ibv_cq **cq)
 	return await(channel, RDMA_CM_EVENT_ESTABLISHED);
 }
 
-static const char *evil_offer(size_t bait)
+/* One evil server, to which this process connects; the longest time that one message of the good connection takes meanwhile. */
+static const char *offer_once(struct pair *p, double *longest)
 {
 	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
 	socklen_t len = sizeof at;
+	double median, gap;
 	struct ibv_cq *cq;
-	struct pair p;
-	double gap;
 	pid_t pid;
 	int status;
 
-	evil.bait = (enum bait)bait;
-	TRY(open_pair(&p, &usual));
 	evil.listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	ENSURE(evil.listener >= 0 && !bind(evil.listener, (struct sockaddr *)&at, sizeof at) &&
 		       !listen(evil.listener, 1) && !getsockname(evil.listener, (struct sockaddr *)&at, &len),
@@ -783,17 +830,27 @@ static const char *evil_offer(size_t bait)
 	ENSURE(pid > 0, "fork: %s", strerror(errno));
 	keep(end_attacker, (void *)(intptr_t)pid, "attacker");
 	TRY(connect_to(&at, &cq));
-	TRY(usual_gap(&p, 10, &gap));
-	for (uint64_t end = now_ms() + WAIT_MS; waitpid(pid, &status, WNOHANG) == 0;) {
-		ENSURE(now_ms() < end, "the offer is not answered");
-		TRY(talk(&p, 10));
-	}
+	TRY(gaps_of(p, 10, &median, longest));
+	TRY(talk_until(p, pid, 0, &status, &gap));
+	*longest = gap > *longest ? gap : *longest;
 	forget((void *)(intptr_t)pid);
 	if (WIFEXITED(status) && WEXITSTATUS(status) == NOT_POSSIBLE)
 		SKIP("this process may not make such a file");
-	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the attacker ends with %d: the offer was not refused at once",
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the attacker ends with %d: the offer was not answered at once",
 	       WEXITSTATUS(status));
-	ENSURE(gap <= MAX_GAP_MS, "the good connection stops for %.1f ms", gap);
+	return NULL;
+}
+
+static const char *evil_offer(size_t bait)
+{
+	double longest = 1e9;
+	struct pair p;
+
+	evil.bait = (enum bait)bait;
+	TRY(open_pair(&p, &usual));
+	for (unsigned int turn = 0; turn < TURNS && longest > MAX_GAP_MS; turn++)
+		TRY(offer_once(&p, &longest));
+	ENSURE(longest <= MAX_GAP_MS, "the good connection stops for %.1f ms, %u times", longest, TURNS);
 	return NULL;
 }
 

@@ -148,6 +148,17 @@ impl Offer {
     fn close(proof: u64) {
         OFFERS.get().lock().retain(|offer| offer.proof != proof);
     }
+
+    /// Closes the descriptor of an offer that was accepted, and counts the carrier; `None` if the offer is so old that its place
+    /// was given to another, and none is left.
+    fn accepted(proof: u64) -> Option<Counted> {
+        let mut offers = OFFERS.get().lock();
+        let before = offers.len();
+        offers.retain(|offer| offer.proof != proof);
+        let has_place =
+            offers.len() < before || offers.len() + COUNT.get().load(Ordering::Relaxed) < CARRIERS;
+        has_place.then(Counted::new)
+    }
 }
 
 /// The part that a polling thread reads, without a lock on the queue pair.
@@ -310,14 +321,14 @@ impl Shm {
         self.proof
     }
 
-    /// Closes the descriptor, since the peer's Take came; false if it does not show that the peer has opened the memory.
+    /// Closes the descriptor, since the peer's Take came; false if it does not show that the peer has opened the memory, or comes
+    /// so late that the process shares memory with as many others as it may.
     pub(crate) fn taken_by_peer(&mut self, proof: u64) -> bool {
-        let good = self.name.is_some() && proof == self.proof;
-        if good {
-            Offer::close(self.proof);
-            self.counted = Some(Counted::new());
+        if self.name.is_none() || proof != self.proof {
+            return false;
         }
-        good
+        self.counted = Offer::accepted(proof);
+        self.counted.is_some()
     }
 
     /// Counts bytes on the connection that woke this end; false if the peer sent more of them than it may.
