@@ -81,8 +81,12 @@ static void complete_others(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;
 
-	for (unsigned int i = 0; i < POLLS; i++)
-		MUST(ibv_poll_cq(cq, 1, &wc) == 0);
+	for (unsigned int turn = 0; turn < 2; turn++) {
+		for (unsigned int i = 0; i < POLLS; i++)
+			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
+		/* On a busy machine the acknowledgement may still be on its way. */
+		nanosleep(&(struct timespec){ 0, 500000 }, NULL);
+	}
 }
 
 /* Has all of a list arrive and complete. */

@@ -113,7 +113,10 @@ static const char *set_group_id(size_t arg)
 	(void)arg;
 	if (geteuid() != 0)
 		SKIP("only root can give a program to another group");
+	/* If it were read, the child's message would fail. */
+	setenv("ANYWARP_FAULTS", "op=send nth=1 -> error=local-protection", 1);
 	TRY(run_copy(02755, &status));
+	unsetenv("ANYWARP_FAULTS");
 	TRY(capture_of(&capture));
 	ENSURE(status == MORE_RIGHTS, "the child ends with %d (%d: no more rights; is the folder mounted nosuid?)", status,
 	       SAME_RIGHTS);

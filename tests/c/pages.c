@@ -30,7 +30,7 @@ static const char *fresh(const char *variable)
 	return NULL;
 }
 
-static size_t resident(void)
+static size_t resident_bytes(void)
 {
 	unsigned char pages[PAGES];
 	size_t n = 0;
@@ -73,7 +73,7 @@ static const char *left(size_t arg)
 	(void)arg;
 	TRY(fresh(NULL));
 	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(!resident() && !locked(), "%zu pages are there, %zu locked", resident(), locked());
+	ENSURE(!resident_bytes() && !locked(), "%zu pages are there, %zu locked", resident_bytes(), locked());
 	return NULL;
 }
 
@@ -82,9 +82,9 @@ static const char *brought_in(size_t arg)
 	(void)arg;
 	TRY(fresh("ANYWARP_PREFAULT"));
 	ENSURE(new_mr(pd, at + PAGE + 1, PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(resident() == 2, "%zu pages are there of the two that the region touches", resident());
+	ENSURE(resident_bytes() == 2, "%zu pages are there of the two that the region touches", resident_bytes());
 	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(resident() == PAGES && !locked(), "%zu pages are there, %zu locked", resident(), locked());
+	ENSURE(resident_bytes() == PAGES && !locked(), "%zu pages are there, %zu locked", resident_bytes(), locked());
 	return refused(false);
 }
 
@@ -96,7 +96,7 @@ static const char *pinned(size_t arg)
 	TRY(fresh("ANYWARP_PIN"));
 	all = ibv_reg_mr(pd, at, 20 * PAGE, IBV_ACCESS_LOCAL_WRITE);
 	ENSURE(all, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(locked() == 20 && resident() == 20, "%zu pages are locked, %zu there", locked(), resident());
+	ENSURE(locked() == 20 && resident_bytes() == 20, "%zu pages are locked, %zu there", locked(), resident_bytes());
 	some = ibv_reg_mr(pd, at + 10 * PAGE, 20 * PAGE, 0);
 	ENSURE(some, "ibv_reg_mr: %s", strerror(errno));
 	ENSURE(locked() == 30, "%zu pages are locked by both", locked());

@@ -390,6 +390,7 @@ mod tests {
             "core/src",
             "engine/src",
             "abi/src",
+            "buffers/src",
             "fi/src",
             "exs/src",
             "exs-async/src",

@@ -138,17 +138,18 @@ fn ask(pid: u32) -> Result<String, String> {
             "process {pid}: its answer is not memory of the kernel, and is not read"
         ));
     }
-    let mut memory = File::from(memory);
-    memory.seek(SeekFrom::Start(0)).map_err(|e| text(&e))?;
-    let mut answer = Vec::new();
-    let mut limited = memory.take(ANSWER_MAX + 1);
-    limited.read_to_end(&mut answer).map_err(|e| text(&e))?;
-    if answer.len() as u64 > ANSWER_MAX {
-        return Err(format!(
-            "process {pid}: its answer is longer than {ANSWER_MAX} bytes"
-        ));
-    }
+    let answer = contents(File::from(memory)).map_err(|e| text(&e))?;
+    let answer = answer
+        .ok_or_else(|| format!("process {pid}: its answer is longer than {ANSWER_MAX} bytes"))?;
     Ok(printable(&String::from_utf8_lossy(&answer)))
+}
+
+/// All bytes of an answer; `None` if there are more than [`ANSWER_MAX`].
+fn contents(mut memory: File) -> std::io::Result<Option<Vec<u8>>> {
+    memory.seek(SeekFrom::Start(0))?;
+    let mut answer = Vec::new();
+    memory.take(ANSWER_MAX + 1).read_to_end(&mut answer)?;
+    Ok((answer.len() as u64 <= ANSWER_MAX).then_some(answer))
 }
 
 /// The real, effective, saved and file-system user of a process.
@@ -399,6 +400,18 @@ mod tests {
         let error = ask(pid).unwrap_err();
         server.join().unwrap();
         assert!(error.contains("not memory of the kernel"), "{error}");
+    }
+
+    #[test]
+    fn an_answer_without_end_is_not_read_whole() {
+        let memory = rustix::fs::memfd_create("answer", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let memory = File::from(memory);
+        memory.set_len(ANSWER_MAX).unwrap();
+        let read = contents(memory.try_clone().unwrap()).unwrap();
+        assert_eq!(read.map(|bytes| bytes.len() as u64), Some(ANSWER_MAX));
+        // Sparse: it takes no memory, and would take that of its reader.
+        memory.set_len(1 << 40).unwrap();
+        assert_eq!(contents(memory).unwrap(), None);
     }
 
     #[test]
