@@ -16,6 +16,23 @@ impl Epoch {
     pub(super) fn nanos(self, at: Instant) -> u64 {
         // 64 bits of nanoseconds are 584 years. `Duration::as_nanos` has 128 bits, which cost more.
         let since = at.saturating_duration_since(self.0);
-        since.as_secs() * 1_000_000_000 + u64::from(since.subsec_nanos())
+        since
+            .as_secs()
+            .saturating_mul(1_000_000_000)
+            .saturating_add(u64::from(since.subsec_nanos()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_time_too_far_away_for_the_integer_is_the_last_one() {
+        let start = Instant::now();
+        let epoch = Epoch::new(start);
+        assert_eq!(epoch.nanos(start + Duration::new(3, 7)), 3_000_000_007);
+        assert_eq!(epoch.nanos(start + Duration::from_secs(1 << 40)), u64::MAX);
     }
 }
