@@ -525,25 +525,25 @@ impl Tcp {
     }
 
     /// [`Self::transmit`] in one step for a queue pair that sends what was just posted, and nothing is left over from before.
-    /// False: the caller calls that for what could not be framed or sent.
+    /// `None`: the caller calls that for what could not be framed or sent.
     pub(crate) fn transmit_posted(
         &mut self,
         engine: &Engine,
         conn: &mut Connection,
         now: Instant,
-    ) -> bool {
+    ) -> Option<Outcome> {
         let changes_carrier = self.shm.is_some() != self.tx_shm;
         if !self.batch.is_empty()
             || self.blocked
             || changes_carrier
             || self.framing.aligns(conn.peer())
         {
-            return false;
+            return None;
         }
         self.batch.align(false);
         let more = conn.poll_tx(now, false, &mut self.batch);
         if self.batch.is_empty() || conn.state() != State::Rts {
-            return false;
+            return None;
         }
         let sent = match &mut self.shm {
             Some(shm) => shm.send(&self.batch, 0),
@@ -552,16 +552,21 @@ impl Tcp {
                 stream::send_batch(self.tx().get(), &self.batch, 0)
             }
         };
-        let Io::Done(n) = sent else { return false };
+        let n = match sent {
+            Io::Done(n) => n,
+            // The socket reports its error once: a second attempt would fail with another.
+            Io::Broken(e) => return Some(Outcome::Broken(e)),
+            Io::WouldBlock | Io::Invalidated | Io::Eof => return None,
+        };
         self.counts.tx_bytes += n as u64;
         if n < self.batch.len() {
             self.sent = n;
-            return false;
+            return None;
         }
         self.batch.clear();
         conn.handle_written();
         if more || conn.has_responses() {
-            return false;
+            return None;
         }
         self.all_sent(engine);
         if let Some(shm) = &self.shm
@@ -569,7 +574,7 @@ impl Tcp {
         {
             self.wake();
         }
-        true
+        Some(Outcome::Open)
     }
 
     /// Cleans up when the batch is empty and nothing is left to send.

@@ -90,6 +90,13 @@ impl RcQp {
                     .want_write(inner.token, tcp.fd().get(), tcp.blocked);
             }
         }
+        self.note_end(inner, outcome);
+        inner.conn.check_peer_left(now);
+        self.deliver_events(inner, outcome);
+    }
+
+    /// Tells the connection how its socket has ended, if it has.
+    fn note_end(&self, inner: &mut Inner, outcome: Outcome) {
         let all_taken = |inner: &Inner| {
             let tcp = inner.tcp.as_ref();
             tcp.is_some_and(|tcp| tcp.is_all_taken(outcome))
@@ -111,8 +118,6 @@ impl RcQp {
                 inner.conn.handle_eof(true, all_taken);
             }
         }
-        inner.conn.check_peer_left(now);
-        self.deliver_events(inner, outcome);
     }
 
     /// Sends what was just posted, if nothing else is to be done, as is usual: [`Self::progress`] in one step. False: the
@@ -123,13 +128,17 @@ impl RcQp {
         };
         let only_sends =
             !inner.unwatched && inner.timers.get(Timer::Delay).is_none() && inner.conn.only_sends();
-        if !only_sends || !tcp.transmit_posted(self.engine, &mut inner.conn, now) {
+        if !only_sends {
             return false;
         }
-        if inner.conn.only_sends() {
+        let Some(outcome) = tcp.transmit_posted(self.engine, &mut inner.conn, now) else {
+            return false;
+        };
+        if outcome == Outcome::Open && inner.conn.only_sends() {
             self.schedule(inner);
         } else {
-            self.deliver_events(inner, Outcome::Open);
+            self.note_end(inner, outcome);
+            self.deliver_events(inner, outcome);
         }
         true
     }
