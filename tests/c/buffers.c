@@ -262,7 +262,9 @@ static const char *changed(size_t how)
 	struct awbuf *buffers;
 	struct awbuf_buffer out;
 	struct awbuf_stats stats;
-	uint8_t *at, *other = NULL, *hole;
+	uint8_t *at, *other = NULL;
+	/* The compiler may leave out memory that is freed and not used. */
+	uint8_t *volatile hole, *volatile wall = NULL;
 	uint64_t before, number;
 	uintptr_t address;
 	uint32_t lkey = 0;
@@ -276,8 +278,12 @@ static const char *changed(size_t how)
 		/* A mapping of its own, or the end of the heap. */
 		mallopt(M_MMAP_THRESHOLD, how == FREE ? 128 * (int)KIB : 64 * (int)MIB);
 		mallopt(M_TRIM_THRESHOLD, 64 * (int)KIB);
-		/* What the library allocates meanwhile finds its place before, and not at the end of the heap. */
-		hole = malloc(256 * KIB);
+		/*
+		 * What the library allocates meanwhile finds its place before, and not at the end of the heap; and what is left
+		 * of that place does not become one with the memory when that is freed.
+		 */
+		hole = how == TRIM ? malloc(256 * KIB) : NULL;
+		wall = malloc(64);
 		at = malloc(len);
 		free(hole);
 	} else {
@@ -349,6 +355,7 @@ static const char *changed(size_t how)
 		munmap(at, len);
 	if (other)
 		munmap(other, 2 * len);
+	free(wall);
 	return NULL;
 }
 
