@@ -49,12 +49,21 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acce
 	return mr;
 }
 
+/* How long the next ibv_dereg_mr takes, as it does with a device that has much to unpin, and whether it has begun. */
+static unsigned int slow_ms;
+static bool slow_begun;
+
 int ibv_dereg_mr(struct ibv_mr *mr)
 {
 	static int (*real)(struct ibv_mr *);
+	unsigned int slow = __atomic_exchange_n(&slow_ms, 0, __ATOMIC_SEQ_CST);
 
 	if (!real)
 		*(void **)&real = dlsym(RTLD_NEXT, "ibv_dereg_mr");
+	if (slow) {
+		__atomic_store_n(&slow_begun, true, __ATOMIC_SEQ_CST);
+		sleep_ms(slow);
+	}
 	pthread_mutex_lock(&lives_lock);
 	for (size_t i = 0; i < lives; i++)
 		if (live[i].mr == mr) {
@@ -686,6 +695,90 @@ static const char *threads(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- two threads, one of which ends a registration slowly */
+
+#define SLOW_MS 300u
+
+static void slow_next(void)
+{
+	__atomic_store_n(&slow_begun, false, __ATOMIC_SEQ_CST);
+	__atomic_store_n(&slow_ms, SLOW_MS, __ATOMIC_SEQ_CST);
+}
+
+static bool is_begun(void)
+{
+	for (unsigned int i = 0; i < WAIT_MS && !__atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST); i++)
+		sleep_ms(1);
+	return __atomic_load_n(&slow_begun, __ATOMIC_SEQ_CST);
+}
+
+enum { BY_CLOSE, BY_INVALIDATE };
+
+/* What another thread is ending has ended when these functions return. */
+static const char *waits(size_t by)
+{
+	struct ibv_pd *pd;
+	struct awbuf *buffers;
+	uint8_t *at = mapped(MIB);
+	uint32_t lkey = 0;
+	int rc;
+
+	TRY(open_device());
+	pd = ibv_alloc_pd(device);
+	buffers = awbuf_open(pd, &(struct awbuf_attr){ .size = sizeof(struct awbuf_attr), .critical_size = 1 });
+	ENSURE(pd && buffers, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(buffers).watching)
+		SKIP("the kernel does not tell when memory changes");
+	TRY(until_kept(buffers, at, MIB, &lkey));
+	slow_next();
+	munmap(at, MIB);
+	ENSURE(is_begun(), "the thread of the library ends nothing");
+	ENSURE(number_of(lkey), "it has ended already: the test shows nothing");
+	if (by == BY_INVALIDATE) {
+		ENSURE(awbuf_invalidate(buffers, at, MIB) == 0, "it is not in the list any more");
+		ENSURE(!number_of(lkey), "awbuf_invalidate returns before the registration has ended");
+	}
+	ENSURE(!awbuf_close(buffers), "awbuf_close: %s", strerror(errno));
+	ENSURE(!number_of(lkey), "awbuf_close returns before the registration has ended");
+	rc = ibv_dealloc_pd(pd);
+	ENSURE(!rc, "ibv_dealloc_pd: %s", strerror(rc));
+	return NULL;
+}
+
+static void *release_it(void *buffer)
+{
+	return awbuf_release(buffer, 0) ? (void *)"release" : NULL;
+}
+
+/* As long as a buffer is being released the manager is busy. */
+static const char *busy(size_t arg)
+{
+	struct awbuf_buffer out;
+	struct awbuf *buffers;
+	uint8_t *at = mapped(MIB);
+	pthread_t thread;
+	void *result;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = awbuf_open(new_pd(), &(struct awbuf_attr){ .size = sizeof(struct awbuf_attr), .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	ENSURE(!awbuf_get_send(buffers, at, MIB, 0, &out) && out.how == AWBUF_REGISTERED, "get_send: %s", strerror(errno));
+	slow_next();
+	ENSURE(!pthread_create(&thread, NULL, release_it, &out), "pthread_create");
+	ENSURE(is_begun(), "the release ends nothing");
+	ENSURE(stats_of(buffers).in_use == 1 || !number_of(out.lkey), "not in use any more, and still registered");
+	while ((rc = awbuf_close(buffers)) && errno == EBUSY)
+		sleep_ms(1);
+	ENSURE(!rc, "awbuf_close: %s", strerror(errno));
+	ENSURE(!number_of(out.lkey), "awbuf_close returns before the registration has ended");
+	pthread_join(thread, &result);
+	ENSURE(!result, "%s", (char *)result);
+	munmap(at, MIB);
+	return NULL;
+}
+
 /* A child has nothing of its parent's. */
 static const char *forked(size_t arg)
 {
@@ -730,6 +823,9 @@ static const struct test tests[] = {
 	{ "pieces_1", pieces, 1, 0, false },
 	{ "pieces_4", pieces, 4, 0, false },
 	{ "threads", threads, 0, 0, false },
+	{ "close_waits", waits, BY_CLOSE, 0, false },
+	{ "invalidate_waits", waits, BY_INVALIDATE, 0, false },
+	{ "busy", busy, 0, 0, false },
 	{ "forked", forked, 0, 0, true },
 };
 

@@ -3,21 +3,22 @@
 //! Two threads serve all managers of a process. One reads what the kernel reports and takes the registrations concerned out of
 //! the list; it must never unmap memory itself, so another ends them.
 
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Condvar, Mutex, OnceLock};
 
 use libc::c_int;
 
 use crate::ffi::ibv_pd;
 use crate::lock::{lock, wait};
 use crate::region::Region;
-use crate::table::{Counters, Found, Table, Wanted};
+use crate::table::{Found, Table, Until, Wanted};
 use crate::thread::spawn;
 use crate::watch::{self, Change, Watch, pages};
 
 static TABLE: Mutex<Table> = Mutex::new(Table::empty());
 /// There is something to end.
 static DEAD: Condvar = Condvar::new();
+/// Something has ended.
+static ENDED: Condvar = Condvar::new();
 static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
 /// How often a lookup waits for the reader of changes.
 const PATIENCE: usize = 64;
@@ -65,7 +66,7 @@ fn read_changes(watch: &'static Watch) {
                 }
             }
         }
-        let any = !table.dead.is_empty();
+        let any = table.has_dead();
         drop(table);
         if any {
             DEAD.notify_one();
@@ -76,7 +77,7 @@ fn read_changes(watch: &'static Watch) {
 fn end_the_dead() {
     loop {
         let mut table = lock(&TABLE);
-        while table.dead.is_empty() {
+        while !table.has_dead() {
             table = wait(&DEAD, table);
         }
         drop(table);
@@ -84,13 +85,25 @@ fn end_the_dead() {
     }
 }
 
-/// Ends what is dead.
+/// Ends what is over, except what other threads are ending.
 fn bury() {
     loop {
-        let dead = lock(&TABLE).dead.pop();
-        if dead.is_none() {
+        let Some((number, region)) = lock(&TABLE).begin_end() else {
             return;
-        }
+        };
+        drop(region);
+        let rest = lock(&TABLE).ended(number);
+        ENDED.notify_all();
+        drop(rest);
+    }
+}
+
+/// Ends what is over, and waits for other threads that are ending the registrations concerned.
+fn bury_until(until: Until) {
+    bury();
+    let mut table = lock(&TABLE);
+    while table.is_ending(until) {
+        table = wait(&ENDED, table);
     }
 }
 
@@ -104,12 +117,9 @@ pub(crate) struct Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        let mut table = lock(&TABLE);
-        table.release(self.id);
-        let any = !table.dead.is_empty();
-        drop(table);
-        if any {
-            bury();
+        let over = lock(&TABLE).release(self.id);
+        if let Some(until) = over {
+            bury_until(until);
         }
     }
 }
@@ -195,27 +205,37 @@ pub(crate) unsafe fn keep(
     }
 }
 
-/// Ends the kept registrations of an owner in a range. How many.
+/// Ends the kept registrations of an owner in a range, and waits for those that end already. How many.
 pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
-    let ended = lock(&TABLE).invalidate(range, Some(owner), watch, true);
-    bury();
+    let (ended, until) = {
+        let mut table = lock(&TABLE);
+        let ended = table.invalidate(range, Some(owner), watch, true);
+        (ended, table.until(owner))
+    };
+    bury_until(until);
     ended
 }
 
-/// Ends all kept registrations of an owner that are not in use.
-pub(crate) fn forget(owner: u64, counters: &Arc<Counters>) {
-    if counters.entries.load(Relaxed) > 0 {
-        let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
-        lock(&TABLE).drop_owner(owner, watch);
-    }
-    bury();
+/// Ends all kept registrations of an owner that are not in use, and waits for those that end already.
+pub(crate) fn forget(owner: u64) {
+    let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
+    let until = {
+        let mut table = lock(&TABLE);
+        table.drop_owner(owner, watch);
+        table.until(owner)
+    };
+    bury_until(until);
 }
 
 /// Ends some of them, to give memory back. Whether there were any.
 pub(crate) fn shrink(owner: u64) -> bool {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
-    let any = lock(&TABLE).shrink(owner, watch);
-    bury();
+    let (any, until) = {
+        let mut table = lock(&TABLE);
+        let any = table.shrink(owner, watch);
+        (any, table.until(owner))
+    };
+    bury_until(until);
     any
 }

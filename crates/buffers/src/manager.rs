@@ -129,7 +129,7 @@ pub(crate) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        cache::forget(self.id, &self.counters);
+        cache::forget(self.id);
     }
 }
 
@@ -139,10 +139,27 @@ pub struct Manager(pub(crate) Arc<Inner>);
 
 /// Memory that is ready for a request, until it is dropped or [released](Self::release).
 pub struct Buffer {
-    inner: Arc<Inner>,
     addr: u64,
     len: usize,
     kind: Kind,
+    /// Dropped last: whoever finds the manager unused finds nothing registered either.
+    _in_use: InUse,
+}
+
+/// A buffer in the statistics of its manager, and one reason for which the manager is busy.
+struct InUse(Arc<Inner>);
+
+impl InUse {
+    fn new(inner: &Arc<Inner>) -> Self {
+        inner.in_use.fetch_add(1, Relaxed);
+        Self(Arc::clone(inner))
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.in_use.fetch_sub(1, Relaxed);
+    }
 }
 
 enum Kind {
@@ -259,16 +276,15 @@ impl Manager {
     /// Ends all kept registrations of memory in this range. Those in use end when they are released. How many ended.
     #[must_use = "or assign to _"]
     pub fn invalidate(&self, range: Range<usize>) -> usize {
-        if self.0.counters.entries.load(Relaxed) == 0 {
-            return 0;
-        }
         cache::invalidate(self.0.id, &range)
     }
 
     /// Whether buffers or pieces of it are in use.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
+        // A piece has only its pool.
+        let pools = [&self.0.send, &self.0.receive];
+        Arc::strong_count(&self.0) > 1 || pools.iter().any(|pool| Arc::strong_count(pool) > 1)
     }
 
     /// What it has done.
@@ -346,12 +362,11 @@ impl Inner {
             Kind::Copied(piece, _) => piece.addr(),
             _ => addr,
         };
-        this.in_use.fetch_add(1, Relaxed);
         Ok(Buffer {
-            inner: Arc::clone(this),
             addr,
             len,
             kind,
+            _in_use: InUse::new(this),
         })
     }
 
@@ -484,11 +499,5 @@ impl Buffer {
             // SAFETY: the program has left this memory to the buffer until now.
             unsafe { copy(piece.addr(), *to, received.min(self.len)) };
         }
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        self.inner.in_use.fetch_sub(1, Relaxed);
     }
 }

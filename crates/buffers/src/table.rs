@@ -49,11 +49,23 @@ struct Entry {
     counters: Arc<Counters>,
 }
 
-/// A registration that nobody uses any more. It ends when it is dropped, which is not done under the lock.
+/// A registration that nobody uses any more. It stays in its list until it has ended, so that others can wait for that.
 #[derive(Debug)]
 pub(crate) struct Dead {
-    _region: Option<Region>,
+    /// The how-many-th it is.
+    number: u64,
+    owner: u64,
+    /// None once a thread ends it, which is not done under the lock.
+    region: Option<Region>,
+    begun: bool,
     _counters: Arc<Counters>,
+}
+
+/// Which registrations to wait for: those of one owner that were over at some moment.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Until {
+    owner: u64,
+    number: u64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -88,7 +100,8 @@ pub(crate) struct Table {
     entries: Vec<Entry>,
     /// In use, but not for new uses.
     detached: Vec<Entry>,
-    pub(crate) dead: Vec<Dead>,
+    dead: Vec<Dead>,
+    deaths: u64,
     marks: [Mark; MARKS],
     clock: u64,
     next: u64,
@@ -110,6 +123,7 @@ impl Table {
             entries: Vec::new(),
             detached: Vec::new(),
             dead: Vec::new(),
+            deaths: 0,
             marks: [Mark {
                 key: 0,
                 seen: 0,
@@ -277,8 +291,8 @@ impl Table {
         }
     }
 
-    /// Ends one use.
-    pub(crate) fn release(&mut self, id: u64) {
+    /// Ends one use. What to wait for, if it was the last of a registration that is over.
+    pub(crate) fn release(&mut self, id: u64) -> Option<Until> {
         if let Some(entry) = self.entries.iter_mut().find(|e| e.id == id) {
             entry.uses = entry.uses.saturating_sub(1);
         } else if let Some(at) = self.detached.iter().position(|e| e.id == id) {
@@ -288,16 +302,55 @@ impl Table {
             });
             if over {
                 let entry = self.detached.remove(at);
+                let owner = entry.owner;
                 self.bury(entry);
+                return Some(self.until(owner));
             }
         }
+        None
     }
 
     fn bury(&mut self, entry: Entry) {
+        self.deaths += 1;
         self.dead.push(Dead {
-            _region: entry.region,
+            number: self.deaths,
+            owner: entry.owner,
+            region: entry.region,
+            begun: false,
             _counters: entry.counters,
         });
+    }
+
+    /// Whether a registration is over that no thread ends yet.
+    pub(crate) fn has_dead(&self) -> bool {
+        self.dead.iter().any(|dead| !dead.begun)
+    }
+
+    /// Takes one of them, for the caller to end without the lock and to report with [`Self::ended`].
+    pub(crate) fn begin_end(&mut self) -> Option<(u64, Option<Region>)> {
+        let dead = self.dead.iter_mut().find(|dead| !dead.begun)?;
+        dead.begun = true;
+        Some((dead.number, dead.region.take()))
+    }
+
+    /// It has ended. The rest of it, to be dropped without the lock.
+    pub(crate) fn ended(&mut self, number: u64) -> Option<Dead> {
+        let at = self.dead.iter().position(|dead| dead.number == number)?;
+        Some(self.dead.swap_remove(at))
+    }
+
+    /// Those of an owner that are over now.
+    pub(crate) fn until(&self, owner: u64) -> Until {
+        Until {
+            owner,
+            number: self.deaths,
+        }
+    }
+
+    /// Whether one of them has not ended yet.
+    pub(crate) fn is_ending(&self, until: Until) -> bool {
+        let of = |dead: &Dead| dead.owner == until.owner && dead.number <= until.number;
+        self.dead.iter().any(of)
     }
 
     /// Takes an entry out of the list: nobody finds it any more, and it ends when nobody uses it.
