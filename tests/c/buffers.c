@@ -52,6 +52,7 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acce
 /* How long the next ibv_dereg_mr takes, as it does with a device that has much to unpin, and whether it has begun. */
 static unsigned int slow_ms;
 static bool slow_begun;
+static unsigned int deregistrations;
 
 int ibv_dereg_mr(struct ibv_mr *mr)
 {
@@ -60,6 +61,7 @@ int ibv_dereg_mr(struct ibv_mr *mr)
 
 	if (!real)
 		*(void **)&real = dlsym(RTLD_NEXT, "ibv_dereg_mr");
+	__atomic_fetch_add(&deregistrations, 1, __ATOMIC_SEQ_CST);
 	if (slow) {
 		__atomic_store_n(&slow_begun, true, __ATOMIC_SEQ_CST);
 		sleep_ms(slow);
@@ -779,26 +781,67 @@ static const char *busy(size_t arg)
 	return NULL;
 }
 
+/* In a child all functions fail, and end nothing. */
+static int in_child(struct awbuf *buffers, struct awbuf_buffer used[3], struct awbuf_pieces *pieces)
+{
+	struct awbuf_stats stats;
+	struct awbuf_buffer out;
+	unsigned int before = deregistrations;
+
+#define REFUSED(call)                     \
+	do {                              \
+		errno = 0;                \
+		if (!(call) || errno != EPERM) \
+			return __LINE__ & 127; \
+	} while (0)
+	/* A function that waits for a thread of the parent waits for ever. */
+	alarm(5);
+	REFUSED(!awbuf_open(NULL, NULL));
+	REFUSED(awbuf_query(buffers, &stats, sizeof stats) == -1);
+	REFUSED(awbuf_get_send(buffers, &out, 4, 0, &out) == -1);
+	REFUSED(awbuf_get_recv(buffers, &out, 4, 0, &out) == -1);
+	REFUSED(awbuf_invalidate(buffers, used, SIZE_MAX / 4) == -1);
+	for (int i = 0; i < 3; i++)
+		REFUSED(awbuf_release(&used[i], 0) == -1);
+	REFUSED(awbuf_pieces_next(pieces, &out) == -1);
+	REFUSED(awbuf_pieces_end(pieces) == -1);
+	REFUSED(!awbuf_pieces_begin(buffers, &out, 4, AWBUF_SEND, 0));
+	REFUSED(awbuf_close(buffers) == -1);
+	return deregistrations == before ? 0 : 127;
+#undef REFUSED
+}
+
 /* A child has nothing of its parent's. */
 static const char *forked(size_t arg)
 {
 	struct awbuf *buffers;
+	struct awbuf_buffer used[3];
+	struct awbuf_pieces *pieces;
+	uint8_t *at = mapped(24 * MIB);
+	size_t before;
 	int status;
 	pid_t child;
 
 	(void)arg;
 	TRY(open_device());
-	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 4096 });
 	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	ENSURE(!awbuf_get_recv(buffers, at, 4096, 0, &used[0]) && used[0].how == AWBUF_COPIED, "%s", strerror(errno));
+	ENSURE(!awbuf_get_send(buffers, at, 8192, 0, &used[1]) && used[1].how == AWBUF_REGISTERED, "%s", strerror(errno));
+	ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &used[2]) && used[2].how == AWBUF_KEPT, "%s", strerror(errno));
+	pieces = awbuf_pieces_begin(buffers, at, 24 * MIB, AWBUF_SEND, 0);
+	ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));
+	before = alive();
 	child = fork();
-	if (!child) {
-		struct awbuf_buffer out;
-		int first = awbuf_get_send(buffers, &status, 4, 0, &out) == -1 && errno == EPERM;
-
-		_exit(first && !awbuf_open(NULL, NULL) ? 0 : 1);
-	}
+	if (!child)
+		_exit(in_child(buffers, used, pieces));
 	ENSURE(child > 0 && waitpid(child, &status, 0) == child, "fork: %s", strerror(errno));
-	ENSURE(!status, "the child may use its parent's buffers");
+	ENSURE(!status, "the child may use its parent's buffers: status %#x", status);
+	ENSURE(alive() == before, "%zu registrations are left of %zu", alive(), before);
+	ENSURE(!awbuf_pieces_end(pieces), "awbuf_pieces_end: %s", strerror(errno));
+	for (int i = 0; i < 3; i++)
+		ENSURE(!awbuf_release(&used[i], 0), "release: %s", strerror(errno));
+	munmap(at, 24 * MIB);
 	return NULL;
 }
 

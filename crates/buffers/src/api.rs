@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use libc::{c_int, c_uint, c_void};
 
 use crate::ffi;
+use crate::fork;
 use crate::manager::{Buffer, How, Lifetime, Manager, Settings, Statistics, Use};
 use crate::pieces::Pieces;
 
@@ -45,9 +46,17 @@ const NUMBERS: usize = 13;
 
 type Answer<T> = Result<T, c_int>;
 
+/// Runs the body of a function. A child of a process that has used the library may call none.
+fn run<T>(body: impl FnOnce() -> Answer<T>) -> Answer<T> {
+    if fork::is_child() {
+        return Err(libc::EPERM);
+    }
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(libc::EIO))
+}
+
 /// Ends a function that returns 0 or -1 with errno.
-fn done<T>(run: impl FnOnce() -> Answer<T>, good: impl FnOnce(T) -> c_int) -> c_int {
-    match catch_unwind(AssertUnwindSafe(run)).unwrap_or(Err(libc::EIO)) {
+fn done<T>(body: impl FnOnce() -> Answer<T>, good: impl FnOnce(T) -> c_int) -> c_int {
+    match run(body) {
         Ok(value) => good(value),
         Err(errno) => {
             set_errno(errno);
@@ -57,8 +66,8 @@ fn done<T>(run: impl FnOnce() -> Answer<T>, good: impl FnOnce(T) -> c_int) -> c_
 }
 
 /// Ends a function that returns an object, or NULL with errno.
-fn made<T>(run: impl FnOnce() -> Answer<T>) -> *mut T {
-    match catch_unwind(AssertUnwindSafe(run)).unwrap_or(Err(libc::EIO)) {
+fn made<T>(body: impl FnOnce() -> Answer<T>) -> *mut T {
+    match run(body) {
         Ok(value) => Box::into_raw(Box::new(value)),
         Err(errno) => {
             set_errno(errno);

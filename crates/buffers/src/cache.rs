@@ -8,6 +8,7 @@ use std::sync::{Condvar, Mutex, OnceLock};
 use libc::c_int;
 
 use crate::ffi::ibv_pd;
+use crate::fork;
 use crate::lock::{lock, wait};
 use crate::region::Region;
 use crate::table::{Found, Table, Until, Wanted};
@@ -117,6 +118,9 @@ pub(crate) struct Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         let over = lock(&TABLE).release(self.id);
         if let Some(until) = over {
             bury_until(until);

@@ -16,7 +16,8 @@
 //! pieces   long buffers, in parallel          manager  what is done with a buffer
 //! pool     memory to copy through             cache    which registrations are kept; when they end
 //! table    the list of what is kept           watch    what the kernel says of the program's memory
-//! region   one registration; the critical size         ffi  libibverbs
+//! region   one registration; the critical size         fork     what a child leaves alone
+//! ffi      libibverbs
 //! ```
 //!
 //! `man 7 anywarp-buffers` describes the C interface.
@@ -24,6 +25,7 @@
 mod api;
 mod cache;
 mod ffi;
+mod fork;
 mod lock;
 mod manager;
 mod pieces;

@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Once};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use libc::c_int;
 
 use crate::cache::{self, Answer, Kept};
 use crate::ffi::{self, Ptr};
+use crate::fork;
 use crate::pool::{self, Piece, Pool};
 use crate::region::{self, Region};
 use crate::table::{Counters, Wanted};
@@ -129,7 +130,10 @@ pub(crate) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        cache::forget(self.id);
+        // In a child the list is as another thread may have left it, and the registrations are the parent's.
+        if !fork::is_child() {
+            cache::forget(self.id);
+        }
     }
 }
 
@@ -175,13 +179,6 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Set in a child of a process that has used the library: its registrations are the parent's.
-static FORKED: AtomicBool = AtomicBool::new(false);
-
-extern "C" fn forked() {
-    FORKED.store(true, Relaxed);
-}
-
 impl Manager {
     /// Opens a manager.
     ///
@@ -194,14 +191,9 @@ impl Manager {
     /// `pd` is a protection domain that outlives the manager and all its buffers.
     pub unsafe fn open(pd: *mut ffi::ibv_pd, settings: Settings) -> Result<Self, c_int> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        static ONCE: Once = Once::new();
-        if FORKED.load(Relaxed) {
+        if fork::generation() != 0 {
             return Err(libc::EPERM);
         }
-        // SAFETY: a function without arguments that stores one value.
-        ONCE.call_once(|| unsafe {
-            libc::pthread_atfork(None, None, Some(forked));
-        });
         let critical = match settings.critical {
             Some(critical) => critical,
             // SAFETY: as the caller promises.
@@ -267,7 +259,7 @@ impl Manager {
     /// if all is in use.
     #[must_use]
     pub fn piece(&self, of: Use, len: usize) -> Option<Piece> {
-        if len > self.0.critical {
+        if len > self.0.critical || fork::is_child() {
             return None;
         }
         self.0.pool(of).take(len)
@@ -276,6 +268,9 @@ impl Manager {
     /// Ends all kept registrations of memory in this range. Those in use end when they are released. How many ended.
     #[must_use = "or assign to _"]
     pub fn invalidate(&self, range: Range<usize>) -> usize {
+        if fork::is_child() {
+            return 0;
+        }
         cache::invalidate(self.0.id, &range)
     }
 
@@ -332,7 +327,7 @@ impl Inner {
         of: Use,
         lifetime: Lifetime,
     ) -> Result<Buffer, c_int> {
-        if FORKED.load(Relaxed) {
+        if fork::is_child() {
             return Err(libc::EPERM);
         }
         let start = usize::try_from(addr).map_err(|_| libc::EFAULT)?;

@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use libc::c_int;
 
+use crate::fork;
 use crate::lock::{lock, wait};
 use crate::manager::{Buffer, Inner, Lifetime, Manager, Use};
 use crate::thread::spawn;
@@ -86,6 +87,9 @@ impl Pieces {
         of: Use,
         lifetime: Lifetime,
     ) -> Result<Self, c_int> {
+        if fork::is_child() {
+            return Err(libc::EPERM);
+        }
         let inner = Arc::clone(&manager.0);
         if len == 0 || addr.is_null() {
             return Err(libc::EINVAL);
@@ -123,6 +127,9 @@ impl Pieces {
         reason = "the pieces borrow nothing, and an iterator cannot fail"
     )]
     pub fn next(&mut self) -> Option<Result<Buffer, c_int>> {
+        if fork::is_child() {
+            return Some(Err(libc::EPERM));
+        }
         let count = self.count();
         if self.next >= count {
             return None;
@@ -154,6 +161,10 @@ impl Pieces {
 
 impl Drop for Pieces {
     fn drop(&mut self) {
+        if fork::is_child() {
+            // The threads that would finish what is begun are not there.
+            return;
+        }
         let mut slots = lock(&self.shared.slots);
         for slot in slots.iter_mut() {
             if matches!(slot, Slot::Open) {

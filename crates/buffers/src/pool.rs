@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::ffi::{self, Ptr};
+use crate::fork;
 use crate::lock::lock;
 use crate::region::Region;
 
@@ -108,6 +109,17 @@ impl Pool {
     }
 }
 
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if fork::is_child() {
+            // Registered memory may not be there at all in a child (`ibv_fork_init(3)`), so that it cannot be freed.
+            let state = self.state.get_mut();
+            let state = state.unwrap_or_else(std::sync::PoisonError::into_inner);
+            let _leaked = std::mem::ManuallyDrop::new(std::mem::take(&mut state.slabs));
+        }
+    }
+}
+
 impl Piece {
     /// Its address.
     #[must_use]
@@ -124,6 +136,9 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         if let Some(free) = lock(&self.pool.state).free.get_mut(self.class) {
             free.push(self.place);
         }

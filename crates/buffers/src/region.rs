@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use libc::{c_int, c_void};
 
 use crate::ffi::{self, Ptr};
+use crate::fork;
 
 /// A registration of memory with a device, until it is dropped.
 #[derive(Debug)]
@@ -12,6 +13,8 @@ pub struct Region {
     mr: Ptr<ffi::ibv_mr>,
     lkey: u32,
     rkey: u32,
+    /// Of the process that has made it. A child of it drops the value alone.
+    generation: u32,
 }
 
 impl Region {
@@ -47,6 +50,7 @@ impl Region {
             mr: Ptr(mr),
             lkey,
             rkey,
+            generation: fork::generation(),
         })
     }
 
@@ -65,6 +69,9 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if fork::is_inherited(self.generation) {
+            return;
+        }
         // SAFETY: made by `new`, and nothing else ends it.
         unsafe { ffi::ibv_dereg_mr(self.mr.0) };
     }
