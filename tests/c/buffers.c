@@ -781,6 +781,97 @@ static const char *busy(size_t arg)
 	return NULL;
 }
 
+/* When the process keeps as many registrations as it may, the oldest ends, whichever manager has it. */
+static const char *full(size_t arg)
+{
+	size_t n = 1024, page = 4096;
+	struct awbuf *first, *second;
+	struct awbuf_buffer out;
+	struct ibv_pd *pd;
+	int found = 0;
+	uint8_t *at;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	first = opened(pd, (struct awbuf_attr){ .critical_size = 1 });
+	second = opened(pd, (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(first && second, "awbuf_open: %s", strerror(errno));
+	at = mapped((n + 1) * page);
+	for (size_t i = 0; i < n; i++) {
+		ENSURE(!awbuf_get_send(first, at + i * page, page, AWBUF_STABLE, &out), "get_send %zu: %s", i, strerror(errno));
+		ENSURE(out.how == AWBUF_KEPT && !awbuf_release(&out, 0), "buffer %zu is not kept", i);
+	}
+	ENSURE(stats_of(first).cached == n, "%" PRIu64 " are kept", stats_of(first).cached);
+	for (int i = 0; i < 3; i++) {
+		ENSURE(!awbuf_get_send(second, at + n * page, page, AWBUF_STABLE, &out), "get_send: %s", strerror(errno));
+		found += out.how == AWBUF_KEPT;
+		ENSURE(!awbuf_release(&out, 0), "release");
+	}
+	ENSURE(found >= 2, "another manager keeps nothing: %d of 3 uses", found);
+	ENSURE(stats_of(first).evicted == 1 && stats_of(first).cached == n - 1, "%" PRIu64 " were ended for it", stats_of(first).evicted);
+	munmap(at, (n + 1) * page);
+	return NULL;
+}
+
+/* Memory that is sent and received in turn has one registration with the rights of both. */
+static const char *rights(size_t arg)
+{
+	struct awbuf_buffer in, out;
+	struct awbuf *buffers;
+	uint8_t *at = mapped(MIB);
+	uint32_t lkey = 0;
+
+	(void)arg;
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1,
+							.send_access = IBV_ACCESS_REMOTE_READ,
+							.recv_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	for (int i = 0; i < 10; i++) {
+		ENSURE(!awbuf_get_recv(buffers, at, MIB, AWBUF_STABLE, &in) && in.how == AWBUF_KEPT, "%s", strerror(errno));
+		ENSURE(!awbuf_release(&in, 0), "release");
+		ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &out) && out.how == AWBUF_KEPT, "%s", strerror(errno));
+		ENSURE(!awbuf_release(&out, 0), "release");
+		ENSURE(!i || (in.lkey == lkey && out.lkey == lkey), "turn %d registers anew", i);
+		lkey = out.lkey;
+	}
+	munmap(at, MIB);
+	return NULL;
+}
+
+enum { WATCHED, PROMISED };
+
+/*
+ * The manual: after awbuf_invalidate a mapping of which a part was watched is one again, also if the program has promised
+ * meanwhile to tell of changes itself.
+ */
+static const char *remap_around(size_t arg)
+{
+	size_t len = 16 * MIB;
+	struct awbuf_buffer out;
+	struct awbuf *buffers;
+	uint32_t lkey = 0;
+	uint8_t *at, *to;
+
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(buffers).watching)
+		SKIP("the kernel does not tell when memory changes");
+	at = mapped(len);
+	TRY(until_kept(buffers, at + MIB, MIB, &lkey));
+	if (arg == PROMISED) {
+		ENSURE(!awbuf_get_send(buffers, at + MIB, 2 * MIB, AWBUF_STABLE, &out), "get_send: %s", strerror(errno));
+		ENSURE(out.how == AWBUF_KEPT && !awbuf_release(&out, 0), "it is not kept");
+	}
+	ENSURE(awbuf_invalidate(buffers, at, len) == 1, "one registration ends");
+	to = mremap(at, len, 2 * len, MREMAP_MAYMOVE);
+	ENSURE(to != MAP_FAILED, "mremap: %s", strerror(errno));
+	munmap(to, 2 * len);
+	return NULL;
+}
+
 /* In a child all functions fail, and end nothing. */
 static int in_child(struct awbuf *buffers, struct awbuf_buffer used[3], struct awbuf_pieces *pieces)
 {
@@ -869,6 +960,10 @@ static const struct test tests[] = {
 	{ "close_waits", waits, BY_CLOSE, 0, false },
 	{ "invalidate_waits", waits, BY_INVALIDATE, 0, false },
 	{ "busy", busy, 0, 0, false },
+	{ "full", full, 0, 0, false },
+	{ "rights", rights, 0, 0, false },
+	{ "remap_around", remap_around, WATCHED, 0, false },
+	{ "remap_around_stable", remap_around, PROMISED, 0, false },
 	{ "forked", forked, 0, 0, true },
 };
 

@@ -177,24 +177,19 @@ pub(crate) unsafe fn keep(
     watched: bool,
     limit: usize,
 ) -> Result<Option<Kept>, c_int> {
-    let watch = if watched {
-        match watch() {
-            Ok(watch) if watch::anonymous(&pages(&wanted.range)) => Some(watch),
-            _ => return Ok(None),
-        }
-    } else {
-        // For the room of the list.
-        let _not_needed = watch();
-        None
-    };
-    let reserved = lock(&TABLE).reserve(wanted, watch, limit);
+    // Also for the room of the list, and to forget pages that were watched until now.
+    let watch = watch().ok();
+    if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
+        return Ok(None);
+    }
+    let reserved = lock(&TABLE).reserve(wanted, watched, watch, limit);
     bury();
-    let Some(id) = reserved else {
+    let Some((id, access)) = reserved else {
         return Ok(None);
     };
     let (start, len) = (wanted.range.start as u64, wanted.range.len());
     // SAFETY: as the caller promises.
-    match unsafe { Region::new(pd, start, len, wanted.access) } {
+    match unsafe { Region::new(pd, start, len, access) } {
         Ok(region) => {
             let (lkey, rkey) = (region.lkey(), region.rkey());
             let filled = lock(&TABLE).fill(id, region);

@@ -203,14 +203,16 @@ impl Table {
         true
     }
 
-    /// Puts an entry in place for memory that is about to be registered, so that its pages are watched from now on. `None` if
-    /// there is no room, or another thread is registering the same memory.
+    /// Puts an entry in place for memory that is about to be registered, so that its pages are watched from now on if they are
+    /// to be. `watch` is there if anything is watched. The entry, and the rights to register with; `None` if there is no room,
+    /// or another thread is registering the same memory.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
+        watched: bool,
         watch: Option<&Watch>,
         limit: usize,
-    ) -> Option<u64> {
+    ) -> Option<(u64, u32)> {
         let Range { start, end } = wanted.range;
         let overlap = |e: &Entry| e.owner == wanted.owner && e.start < end && start < e.end;
         if wanted.range.len() > limit
@@ -221,11 +223,25 @@ impl Table {
         {
             return None;
         }
+        let mut access = wanted.access;
         while let Some(at) = self.entries.iter().position(overlap) {
+            // Memory that is used in two ways would otherwise be registered anew at each use. Bytes that had fewer rights
+            // until now get no more.
+            if let Some(old) = self.entries.get(at)
+                && old.start <= start
+                && end <= old.end
+            {
+                access |= old.access;
+            }
             self.take_out(at, watch, true);
         }
-        while self.is_full() || wanted.counters.bytes.load(Relaxed) + wanted.range.len() > limit {
-            let idle = |e: &&Entry| e.owner == wanted.owner && e.uses == 0;
+        loop {
+            let full = self.is_full();
+            if !full && wanted.counters.bytes.load(Relaxed) + wanted.range.len() <= limit {
+                break;
+            }
+            // The room of the list is for all owners.
+            let idle = |e: &&Entry| (full || e.owner == wanted.owner) && e.uses == 0;
             let oldest = self.entries.iter().filter(idle).min_by_key(|e| e.tick)?.id;
             let before = self.entries.len() + self.detached.len() + self.dead.len();
             self.evict(oldest, watch);
@@ -234,8 +250,8 @@ impl Table {
                 return None;
             }
         }
-        if let Some(watch) = watch {
-            watch.add(&pages(&wanted.range)).ok()?;
+        if watched {
+            watch?.add(&pages(&wanted.range)).ok()?;
         }
         let id = self.next;
         self.next += 1;
@@ -245,11 +261,11 @@ impl Table {
             owner: wanted.owner,
             start,
             end,
-            access: wanted.access,
+            access,
             region: None,
             uses: 1,
             hit: false,
-            watched: watch.is_some(),
+            watched,
             tick: self.clock,
             counters: Arc::clone(wanted.counters),
         };
@@ -257,7 +273,7 @@ impl Table {
         wanted.counters.bytes.fetch_add(end - start, Relaxed);
         let at = self.place(wanted.owner, start);
         self.entries.insert(at, entry);
-        Some(id)
+        Some((id, access))
     }
 
     /// Gives a reserved entry its registration. `Err` returns it if the memory has changed meanwhile.
