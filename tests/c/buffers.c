@@ -872,6 +872,43 @@ static const char *remap_around(size_t arg)
 	return NULL;
 }
 
+static struct awbuf *cancelled_buffers;
+
+static void *cancelled(void *at)
+{
+	struct awbuf_buffer out;
+
+	pthread_cancel(pthread_self());
+	for (int i = 0; i < 3; i++)
+		if (awbuf_get_send(cancelled_buffers, at, MIB, 0, &out) || awbuf_release(&out, 0))
+			return (void *)"get_send";
+	pthread_testcancel();
+	return (void *)"not cancelled";
+}
+
+/* A thread is not cancelled inside of the library. */
+static const char *cancel(size_t arg)
+{
+	uint8_t *at = mapped(MIB);
+	pthread_t thread;
+	void *result;
+	uint32_t lkey;
+
+	(void)arg;
+	TRY(open_device());
+	cancelled_buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(cancelled_buffers, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(cancelled_buffers).watching)
+		SKIP("the kernel does not tell when memory changes");
+	ENSURE(!pthread_create(&thread, NULL, cancelled, at), "pthread_create");
+	pthread_join(thread, &result);
+	ENSURE(result == PTHREAD_CANCELED, "%s", (char *)result);
+	TRY(until_kept(cancelled_buffers, at, MIB, &lkey));
+	ENSURE(!stats_of(cancelled_buffers).in_use, "a buffer is in use");
+	munmap(at, MIB);
+	return NULL;
+}
+
 /* In a child all functions fail, and end nothing. */
 static int in_child(struct awbuf *buffers, struct awbuf_buffer used[3], struct awbuf_pieces *pieces)
 {
@@ -964,6 +1001,7 @@ static const struct test tests[] = {
 	{ "rights", rights, 0, 0, false },
 	{ "remap_around", remap_around, WATCHED, 0, false },
 	{ "remap_around_stable", remap_around, PROMISED, 0, false },
+	{ "cancel", cancel, 0, 0, true },
 	{ "forked", forked, 0, 0, true },
 };
 

@@ -8,6 +8,7 @@ use crate::ffi;
 use crate::fork;
 use crate::manager::{Buffer, How, Lifetime, Manager, Settings, Statistics, Use};
 use crate::pieces::Pieces;
+use crate::thread::Uncancelled;
 
 /// `struct awbuf_attr`
 #[repr(C)]
@@ -51,6 +52,7 @@ fn run<T>(body: impl FnOnce() -> Answer<T>) -> Answer<T> {
     if fork::is_child() {
         return Err(libc::EPERM);
     }
+    let _inside = Uncancelled::new();
     catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(libc::EIO))
 }
 

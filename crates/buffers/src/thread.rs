@@ -1,6 +1,33 @@
-//! Threads of the library.
+//! Threads of the library, and the cancellation of those of the program.
 
 use libc::c_int;
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+
+/// Disables cancellation (`pthread_cancel(3)`) of the calling thread while it exists. A cancelled thread would unwind through
+/// frames that hold locks, into a `catch_unwind` that cannot handle it, which ends the process.
+#[derive(Debug)]
+pub(crate) struct Uncancelled(c_int);
+
+impl Uncancelled {
+    pub(crate) fn new() -> Self {
+        const DISABLE: c_int = 1; // PTHREAD_CANCEL_DISABLE
+        let mut before = 0;
+        // SAFETY: `before` is a local.
+        unsafe { pthread_setcancelstate(DISABLE, &raw mut before) };
+        Self(before)
+    }
+}
+
+impl Drop for Uncancelled {
+    fn drop(&mut self) {
+        let mut ours = 0;
+        // SAFETY: a state that the C library gave, and a local.
+        unsafe { pthread_setcancelstate(self.0, &raw mut ours) };
+    }
+}
 
 /// Starts a thread that no signal of the program interrupts.
 pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), c_int> {

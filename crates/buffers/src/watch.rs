@@ -244,7 +244,9 @@ impl Watch {
 /// Whether these pages are private memory without a file. Only its changes are all reported: a file can be truncated by
 /// another process, and segments of `shmat(2)` go without an event.
 pub(crate) fn anonymous(pages: &Range<usize>) -> bool {
-    std::fs::read_to_string("/proc/self/maps").is_ok_and(|maps| anonymous_in(&maps, pages))
+    // The names of files are any bytes.
+    std::fs::read("/proc/self/maps")
+        .is_ok_and(|maps| anonymous_in(&String::from_utf8_lossy(&maps), pages))
 }
 
 fn anonymous_in(maps: &str, pages: &Range<usize>) -> bool {
@@ -280,6 +282,9 @@ fn anonymous_in(maps: &str, pages: &Range<usize>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::OsStr;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::ffi::OsStrExt;
 
     #[test]
     fn only_private_memory_without_a_file_counts() {
@@ -294,5 +299,33 @@ mod tests {
         let here = vec![1u8; 3 * page()];
         let at = here.as_ptr().addr();
         assert!(anonymous(&pages(&(at..at + here.len()))));
+    }
+
+    #[test]
+    fn names_of_mapped_files_need_not_be_text() {
+        let name = OsStr::from_bytes(b"anywarp-buffers-\xff");
+        let path = std::env::temp_dir().join(name);
+        std::fs::write(&path, [1u8; 8]).unwrap();
+        let file = std::fs::File::open(&path).unwrap();
+        // SAFETY: a new mapping.
+        let mapped = unsafe {
+            let null = std::ptr::null_mut();
+            libc::mmap(
+                null,
+                8,
+                libc::PROT_READ,
+                libc::MAP_PRIVATE,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        std::fs::remove_file(&path).unwrap();
+        assert_ne!(mapped, libc::MAP_FAILED);
+        assert!(!anonymous(&pages(&(mapped.addr()..mapped.addr() + 8))));
+        let here = vec![1u8; page()];
+        let at = here.as_ptr().addr();
+        assert!(anonymous(&pages(&(at..at + here.len()))));
+        // SAFETY: mapped above.
+        unsafe { libc::munmap(mapped, 8) };
     }
 }
