@@ -739,6 +739,9 @@ static const char *groups(size_t arg)
 
 static const char *put_together(size_t arg)
 {
+	struct iovec parts[2] = { { "seven", 5 }, { "eight", 5 } };
+	struct mmsghdr list[2] = { { .msg_hdr = { .msg_iov = &parts[0], .msg_iovlen = 1 } },
+				   { .msg_hdr = { .msg_iov = &parts[1], .msg_iovlen = 1 } } };
 	struct ends e;
 	int on = 1;
 
@@ -750,6 +753,17 @@ static const char *put_together(size_t arg)
 	ENSURE(send(e.client, "three", 5, 0) == 5, "send: %s", strerror(errno));
 	TRY(takes(e.server, "one two three"));
 	TRY(send_kind(e.client, "alone", &e.at, e.server, true));
+	/* The first of a list belongs to what is there. */
+	ENSURE(send(e.client, "six ", 4, MSG_MORE) == 4, "MSG_MORE: %s", strerror(errno));
+	ENSURE(sendmmsg(e.client, list, 2, 0) == 2, "sendmmsg: %s", strerror(errno));
+	TRY(takes(e.server, "six seven"));
+	TRY(takes(e.server, "eight"));
+	TRY(send_kind(e.client, "alone", &e.at, e.server, true));
+	/* A call that fails sends nothing of it. */
+	ENSURE(send(e.client, "nine ", 5, MSG_MORE) == 5, "MSG_MORE: %s", strerror(errno));
+	ENSURE(send(e.client, big, 65536, 0) < 0 && errno == EMSGSIZE, "too much: %s", strerror(errno));
+	ENSURE(send(e.client, "ten", 3, 0) == 3, "send: %s", strerror(errno));
+	TRY(takes(e.server, "nine ten"));
 	ENSURE(!setsockopt(e.client, IPPROTO_UDP, UDP_CORK, &on, sizeof on), "UDP_CORK: %s", strerror(errno));
 	ENSURE(send(e.client, "four ", 5, 0) == 5 && send(e.client, "five", 4, 0) == 4, "UDP_CORK: %s", strerror(errno));
 	TRY(nothing(e.server));
@@ -1132,6 +1146,109 @@ static const char *many_sockets(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- calls that are under way, or wrong */
+
+static void *take_early(void *arg)
+{
+	const struct ends *e = arg;
+	char buf[64];
+	ssize_t n = recv(e->client, buf, sizeof buf, 0);
+
+	return (void *)(n == 6 && !memcmp(buf, "answer", 6) ? NULL : because("the early reader got %zd bytes", n));
+}
+
+/* A thread waits for a datagram before the socket has sent anything, and has a port. */
+static const char *early_reader(size_t arg)
+{
+	struct ends e;
+	struct at from;
+	pthread_t thread;
+	void *error;
+
+	(void)arg;
+	TRY(both(&e));
+	ENSURE(!pthread_create(&thread, NULL, take_early, &e), "pthread_create");
+	sleep_ms(SHORT_MS);
+	TRY(text_to(e.client, "ask", &e.at));
+	TRY(takes_from(e.server, "ask", &from));
+	TRY(text_to(e.server, "answer", &from));
+	ENSURE(!pthread_join(thread, &error), "pthread_join");
+	ENSURE(!error, "%s", (const char *)error);
+	return NULL;
+}
+
+/* Asking how much there is leaves an error where it is. */
+static const char *waiting_error(size_t arg)
+{
+	struct ends e;
+	struct at at;
+	int error = 0, n = -1;
+	socklen_t len = sizeof error;
+
+	(void)arg;
+	TRY(both(&e));
+	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
+	TRY(own_name(e.client, &at));
+	TRY(text_to(e.server, "hello", &at));
+	close(e.server);
+	ENSURE(send(e.client, "one", 3, 0) == 3, "send to nobody: %s", strerror(errno));
+	ENSURE(!ioctl(e.client, FIONREAD, &n) && n >= 5, "FIONREAD: %d", n);
+	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
+	ENSURE(!ioctl(e.client, FIONREAD, &n) && n == 5, "FIONREAD: %d", n);
+	TRY(takes(e.client, "hello"));
+	ENSURE(send(e.client, "two", 3, 0) == 3, "send to nobody: %s", strerror(errno));
+	ENSURE(!ioctl(e.client, FIONREAD, &n) && n == 0, "FIONREAD: %d", n);
+	ENSURE(!getsockopt(e.client, SOL_SOCKET, SO_ERROR, &error, &len) && error == ECONNREFUSED, "SO_ERROR: %d", error);
+	return NULL;
+}
+
+static const char *wrong_buffers(size_t arg)
+{
+	struct iovec one = { big, 1 };
+	struct msghdr m = { .msg_iov = &one, .msg_iovlen = (size_t)1 << 40 };
+	struct mmsghdr list[2] = { { .msg_hdr = m }, { .msg_hdr = m } };
+	struct ends e;
+
+	(void)arg;
+	TRY(both(&e));
+	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
+	ENSURE(send(e.client, NULL, 10, 0) < 0 && errno == EFAULT, "send of nowhere: %s", strerror(errno));
+	ENSURE(sendmsg(e.client, &m, 0) < 0 && errno == EMSGSIZE, "sendmsg of too many parts: %s", strerror(errno));
+	ENSURE(sendmmsg(e.client, list, 2, 0) < 0 && errno == EMSGSIZE, "sendmmsg of too many parts: %s", strerror(errno));
+	list[0].msg_hdr.msg_iovlen = 1;
+	ENSURE(sendmmsg(e.client, list, 2, 0) == 1, "sendmmsg with a wrong one: %s", strerror(errno));
+	ENSURE(recvmsg(e.server, &m, 0) < 0 && errno == EMSGSIZE, "recvmsg to too many parts: %s", strerror(errno));
+	ENSURE(recvmmsg(e.server, list, 2, MSG_DONTWAIT, NULL) == 1, "recvmmsg: %s", strerror(errno));
+	list[0].msg_hdr.msg_iovlen = 1025;
+	ENSURE(recvmmsg(e.server, list, 1, MSG_DONTWAIT, NULL) < 0 && errno == EMSGSIZE, "recvmmsg to too many parts: %s", strerror(errno));
+	TRY(text_to(e.client, "lost", &e.at));
+	ENSURE(recv(e.server, NULL, 10, 0) < 0 && errno == EFAULT, "recv to nowhere: %s", strerror(errno));
+	TRY(text_to(e.client, "after", &e.at));
+	return takes(e.server, "after");
+}
+
+/* A socket that has sent nothing, in a process without others, goes to another program. */
+static const char *handed_early(size_t arg)
+{
+	char control[CMSG_SPACE(sizeof(int))] = { 0 };
+	struct iovec part = { "x", 1 };
+	struct msghdr m = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control };
+	struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+	struct ends e;
+	int pair[2];
+
+	(void)arg;
+	TRY(made(&e.client, AF_INET));
+	ENSURE(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), "socketpair: %s", strerror(errno));
+	*c = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
+	memcpy(CMSG_DATA(c), &e.client, sizeof(int));
+	ENSURE(sendmsg(pair[0], &m, 0) == 1, "sendmsg: %s", strerror(errno));
+	close(pair[0]);
+	close(pair[1]);
+	TRY(bound(&e.server, &e.at, AF_INET));
+	return send_kind(e.client, "plain", &e.at, e.server, false);
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, AF_INET, 0, false },
 	{ "is_upgraded_v6", is_upgraded, AF_INET6, 0, false },
@@ -1169,6 +1286,10 @@ static const struct test tests[] = {
 	{ "interrupted", interrupted, 0, 0, false },
 	{ "overflow", overflow, 0, 0, false },
 	{ "one_port", one_port, 0, 0, false },
+	{ "early_reader", early_reader, 0, 5, true },
+	{ "waiting_error", waiting_error, 0, 0, false },
+	{ "wrong_buffers", wrong_buffers, 0, 0, true },
+	{ "handed_early", handed_early, 0, 0, true },
 	{ "many_sockets", many_sockets, 0, 0, true },
 };
 

@@ -53,6 +53,10 @@ pub const ASKED: u32 = 64;
 /// Payload bytes of a message that are copied beside their headers: below, a copy costs less than a list of buffers for the kernel, and
 /// the checksum of one piece less than that of several.
 pub const JOINED: usize = 4096;
+/// Buffers of a datagram: longer lists are refused by the kernel.
+pub const BUFFERS: usize = 1024;
+/// Buffers of a message whose list is made on the stack, so that sending it allocates nothing.
+pub const BUFFERS_HERE: usize = 30;
 /// Bytes for a datagram that is looked at: UDP has no longer ones.
 pub const DATAGRAM: usize = 64 * 1024;
 /// Bytes of messages that one call of sendmmsg copies: longer lists are sent one by one.

@@ -6,7 +6,7 @@
 
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
-use anywarp_core::wire::dgram::{self, Shim, put_head};
+use anywarp_core::wire::dgram::{self, Shim, shim_bytes};
 use anywarp_core::wire::rdmap::Opcode;
 use anywarp_core::wire::{Msn, QN_SEND, Stag, To};
 
@@ -35,22 +35,6 @@ pub enum Kind {
 /// Writes the head of a message of `length` bytes, and returns how long it is. `epoch`: number of the socket, not 0; `id`: of the
 /// message.
 pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]) -> usize {
-    let header = match kind {
-        Kind::Send => Header::Untagged(Untagged {
-            last: true,
-            opcode: Opcode::Send,
-            inv_stag: Stag(0),
-            qn: QN_SEND,
-            msn: Msn(id),
-            mo: 0,
-        }),
-        Kind::Record => Header::Tagged(Tagged {
-            last: true,
-            opcode: Opcode::WriteRecord,
-            stag: STAG,
-            to: To(0),
-        }),
-    };
     let shim = Shim {
         epoch: epoch.max(1),
         qkey: KEY,
@@ -70,12 +54,34 @@ pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]
         group: 0,
         segment: 0,
     };
-    let mut all = Vec::with_capacity(HEAD);
-    put_head(&shim, &header, &mut all);
-    for (place, byte) in out.iter_mut().zip(&all) {
-        *place = *byte;
+    let (first, rest) = out.split_at_mut(Shim::LEN);
+    first.copy_from_slice(&shim_bytes(&shim));
+    match kind {
+        Kind::Send => {
+            let header = Untagged {
+                last: true,
+                opcode: Opcode::Send,
+                inv_stag: Stag(0),
+                qn: QN_SEND,
+                msn: Msn(id),
+                mo: 0,
+            };
+            rest.copy_from_slice(&header.emit());
+            Shim::LEN + Untagged::LEN
+        }
+        Kind::Record => {
+            let header = Tagged {
+                last: true,
+                opcode: Opcode::WriteRecord,
+                stag: STAG,
+                to: To(0),
+            };
+            for (place, byte) in rest.iter_mut().zip(header.emit()) {
+                *place = byte;
+            }
+            Shim::LEN + Tagged::LEN
+        }
     }
-    all.len()
 }
 
 /// What stands behind the payload.
@@ -116,6 +122,14 @@ pub fn open(bytes: &[u8]) -> Option<(Kind, &[u8])> {
     Some((kind, datagram.payload))
 }
 
+/// The payload of a message that the kernel quotes in a report, which may be cut off anywhere.
+pub fn quoted(bytes: &[u8]) -> Option<&[u8]> {
+    let rest = bytes.get(begins(bytes)?..)?;
+    let length: [u8; 4] = bytes.get(12..16)?.try_into().ok()?;
+    let length = u32::from_be_bytes(length) as usize;
+    Some(rest.get(..length).unwrap_or(rest))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -142,6 +156,22 @@ mod tests {
                 assert_eq!(open(&twice).unwrap().1.len(), all.len().min(LONGEST));
             }
         }
+    }
+
+    #[test]
+    fn quotations_end_with_the_payload() {
+        for kind in [Kind::Send, Kind::Record] {
+            let all = message(kind, b"hello");
+            let head = all.len() - TAIL - 5;
+            for cut in 0..=all.len() {
+                let expected = (cut >= head).then(|| &b"hello"[..(cut - head).min(5)]);
+                assert_eq!(quoted(&all[..cut]), expected, "{kind:?} {cut}");
+            }
+        }
+        assert_eq!(
+            quoted(b"another program's datagram, of more than 44 bytes"),
+            None
+        );
     }
 
     #[test]

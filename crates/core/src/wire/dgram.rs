@@ -251,6 +251,19 @@ impl Shim {
 
 /// Appends everything that stands before the payload to `out`.
 pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
+    out.extend_from_slice(&shim_bytes(shim));
+    if let Some(value) = shim.immediate {
+        out.extend_from_slice(&value);
+        out.extend_from_slice(&[0; 4]);
+    }
+    match header {
+        Header::Tagged(h) => out.extend_from_slice(&h.emit()),
+        Header::Untagged(h) => out.extend_from_slice(&h.emit()),
+    }
+}
+
+/// The shim header. Behind it are the immediate data, if there are any, and the header of DDP.
+pub fn shim_bytes(shim: &Shim) -> [u8; Shim::LEN] {
     let mut flags = 0;
     for (set, flag) in [
         (shim.immediate.is_some(), FLAG_IMMEDIATE),
@@ -272,15 +285,7 @@ pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
     let small = [shim.sub_op, attributes, shim.dst_index, shim.src_index];
     put::<20, { Shim::LEN }, 4>(&mut head, small);
     put::<24, { Shim::LEN }, 2>(&mut head, shim.segment.to_be_bytes());
-    out.extend_from_slice(&head);
-    if let Some(value) = shim.immediate {
-        out.extend_from_slice(&value);
-        out.extend_from_slice(&[0; 4]);
-    }
-    match header {
-        Header::Tagged(h) => out.extend_from_slice(&h.emit()),
-        Header::Untagged(h) => out.extend_from_slice(&h.emit()),
-    }
+    head
 }
 
 /// What changes from one Send of one datagram to the next, without immediate data: most datagrams are such a Send.

@@ -29,14 +29,16 @@ const PINNED: u32 = 2;
 const BOUND: u32 = 4;
 /// The program puts datagrams together from several calls: these are plain.
 const CORKED: u32 = 8;
-/// The same by MSG_MORE.
+/// The kernel holds bytes of a datagram back that the program has begun by MSG_MORE.
 const MORE: u32 = 16;
 /// The kernel makes several datagrams of one call: these are plain.
 const SEGMENTS: u32 = 32;
-/// It has entered at some time: messages that come are opened, also when it has left.
-const OPENS: u32 = 64;
+/// It has entered at some time: messages may be under way to it, also when it has left.
+const EXPECTS: u32 = 64;
+/// The program reads from the middle of datagrams: its calls are the kernel's.
+const MIDDLE: u32 = 128;
 
-/// UDP sockets that have entered, in this process.
+/// UDP sockets of this process that may have messages.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 /// A UDP socket.
@@ -109,6 +111,7 @@ impl Dgram {
         it.epoch.store(random as u32, Ordering::Relaxed);
         it.id.store((random >> 32) as u32, Ordering::Relaxed);
         it.set_peer(None);
+        LIVE.fetch_add(1, Ordering::Relaxed);
         it
     }
 
@@ -126,7 +129,17 @@ impl Dgram {
 
     /// Whether messages to it are opened.
     pub fn opens(&self) -> bool {
-        self.has(OPENS)
+        !self.has(MIDDLE)
+    }
+
+    /// Whether messages may be under way to it.
+    pub fn expects(&self) -> bool {
+        self.has(EXPECTS)
+    }
+
+    /// `SO_PEEK_OFF`: a look at a datagram goes on where the last one ended.
+    pub fn reads_from_the_middle(&self, on: bool) {
+        self.put(MIDDLE, on);
     }
 
     /// The program has bound it.
@@ -187,10 +200,9 @@ impl Dgram {
         let Some(own) = own.filter(|own| own.port() != 0) else {
             return;
         };
-        if self.state.fetch_or(ENTERED | OPENS, Ordering::AcqRel) & ENTERED != 0 {
+        if self.state.fetch_or(ENTERED | EXPECTS, Ordering::AcqRel) & ENTERED != 0 {
             return;
         }
-        LIVE.fetch_add(1, Ordering::Relaxed);
         if let Some((name, is_new)) = directory::enter_udp(own) {
             if is_new {
                 table::own(name);
@@ -213,7 +225,6 @@ impl Dgram {
     /// The directory does not name it any more.
     fn leave(&self, fd: c_int) {
         if self.state.fetch_and(!ENTERED, Ordering::AcqRel) & ENTERED != 0 {
-            LIVE.fetch_sub(1, Ordering::Relaxed);
             show::forget(fd);
         }
         let name = self.name.swap(-1, Ordering::AcqRel);
@@ -234,7 +245,7 @@ impl Dgram {
         show::plain(fd, why);
     }
 
-    /// `UDP_CORK`, or MSG_MORE of a call.
+    /// `UDP_CORK`.
     pub fn cork(&self, on: bool) {
         self.put(CORKED, on);
     }
@@ -244,13 +255,19 @@ impl Dgram {
         self.put(SEGMENTS, on);
     }
 
-    /// Whether datagrams of a call with or without MSG_MORE may be messages.
-    pub fn may_send(&self, more: bool) -> bool {
-        let before = self.state.load(Ordering::Acquire);
-        if (before & MORE != 0) != more {
-            self.put(MORE, more);
-        }
-        !more && before & (PINNED | CORKED | MORE | SEGMENTS) == 0
+    /// Whether the kernel holds bytes back that the next call goes on with.
+    pub fn holds_back(&self) -> bool {
+        self.has(MORE)
+    }
+
+    /// See [`Self::holds_back`].
+    pub fn hold_back(&self, on: bool) {
+        self.put(MORE, on);
+    }
+
+    /// Whether datagrams may be messages.
+    pub fn may_send(&self) -> bool {
+        !self.has(PINNED | CORKED | MORE | SEGMENTS)
     }
 
     /// What messages to a peer are; `None`: datagrams to it are plain.
@@ -306,6 +323,7 @@ impl Dgram {
     pub fn closing(&'static self, fd: c_int) {
         if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.leave(fd);
+            LIVE.fetch_sub(1, Ordering::Relaxed);
             if let Some(mut free) = FREE.try_lock() {
                 free.push(self);
             }

@@ -1,6 +1,6 @@
 //! Lists of datagrams: sendmmsg and recvmmsg with messages among them, in one call of the kernel.
 
-use super::dgram::{self, join, parts, plan, reader, scatter};
+use super::dgram::{self, is_sound, join, parts, plan, reader, receive, scatter};
 use super::fail;
 use crate::conn::dgram::Dgram;
 use crate::conn::table;
@@ -57,6 +57,18 @@ pub(super) unsafe fn sendmmsg(
 ) -> Option<c_int> {
     let dgram = table::dgram(fd)?;
     let n = (n as usize).min(MOST);
+    if n == 0 || msgs.is_null() {
+        return None;
+    }
+    if flags & libc::MSG_MORE != 0 {
+        dgram.hold_back(true);
+        return None;
+    }
+    if dgram.holds_back() {
+        // The first belongs to what other calls have begun.
+        // SAFETY: the caller's.
+        return Some(unsafe { send_each(fd, msgs, n, flags) });
+    }
     let (mut total, mut messages) = (0usize, 0);
     for i in 0..n {
         // SAFETY: the caller's.
@@ -171,9 +183,20 @@ pub(super) unsafe fn recvmmsg(
     timeout: *mut timespec,
 ) -> Option<c_int> {
     let dgram = reader(fd, flags)?;
-    let n = (n as usize).min(MOST);
-    if n == 0 || flags & libc::MSG_ERRQUEUE != 0 {
+    if msgs.is_null() {
         return None;
+    }
+    // The kernel's call ends before the first that it refuses.
+    let n = (0..(n as usize).min(MOST))
+        // SAFETY: the caller's.
+        .take_while(|i| unsafe { is_sound(&raw const (*msgs.add(*i)).msg_hdr) })
+        .count();
+    if n == 0 {
+        return None;
+    }
+    if flags & libc::MSG_ERRQUEUE != 0 {
+        // SAFETY: the caller's.
+        return Some(unsafe { reports(fd, dgram, msgs, n, flags) });
     }
     let mut total = 0usize;
     for i in 0..n {
@@ -210,6 +233,23 @@ pub(super) unsafe fn recvmmsg(
     }
     free(&memory);
     Some(got)
+}
+
+/// Receives reports of errors one by one: these calls never wait.
+///
+/// # Safety
+/// As `recvmmsg`.
+unsafe fn reports(fd: c_int, dgram: &Dgram, msgs: *mut mmsghdr, n: usize, flags: c_int) -> c_int {
+    for i in 0..n {
+        // SAFETY: the caller's.
+        let got = unsafe { receive(fd, dgram, &raw mut (*msgs.add(i)).msg_hdr, flags) };
+        if got < 0 {
+            return if i > 0 { i as c_int } else { -1 };
+        }
+        // SAFETY: the caller's.
+        unsafe { (*msgs.add(i)).msg_len = got as c_uint };
+    }
+    n as c_int
 }
 
 /// Bytes for a datagram, so that a message that fits the buffers of the program is whole.

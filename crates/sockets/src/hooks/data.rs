@@ -640,7 +640,8 @@ pub unsafe extern "C-unwind" fn sendmmsg(
     flags: c_int,
 ) -> c_int {
     if stream(fd, true).is_none() {
-        for i in 0..n.min(1024) as usize {
+        let all = if msgs.is_null() { 0 } else { n.min(1024) };
+        for i in 0..all as usize {
             // SAFETY: the caller's.
             unsafe { hand_over(&raw const (*msgs.add(i)).msg_hdr) };
         }

@@ -60,7 +60,22 @@ fn give_back(at: *mut u8) {
     }
 }
 
-/// Bytes of a list of buffers.
+/// Whether the kernel would take the list of buffers of a message: what it refuses is not looked at here.
+///
+/// # Safety
+/// `msg` is readable, and so is its list, unless it is longer than the kernel's lists.
+pub(super) unsafe fn is_sound(msg: *const msghdr) -> bool {
+    // SAFETY: the caller's.
+    unsafe {
+        (*msg).msg_iovlen <= limits::BUFFERS
+            && ((*msg).msg_iovlen == 0 || !(*msg).msg_iov.is_null())
+            && parts(msg)
+                .iter()
+                .all(|part| !part.iov_base.is_null() || part.iov_len == 0)
+    }
+}
+
+/// The list of buffers of a message.
 ///
 /// # Safety
 /// The list of a valid message.
@@ -109,14 +124,7 @@ unsafe fn gather(parts: &[iovec], at: *mut u8) {
 /// What the program gets of a datagram, or of the copy of a datagram in a report of an error, which may be cut off.
 fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
     if is_report {
-        let rest = message::begins(bytes).and_then(|head| bytes.get(head..));
-        return match rest {
-            Some(rest) => (
-                message::open(bytes).map_or(rest, |(_, payload)| payload),
-                true,
-            ),
-            None => (bytes, false),
-        };
+        return message::quoted(bytes).map_or((bytes, false), |payload| (payload, true));
     }
     match message::open(bytes) {
         Some((_, payload)) => (payload, true),
@@ -163,7 +171,8 @@ unsafe fn deliver(
 
 /// What a call returns.
 fn result((done, length): (usize, usize), flags: c_int) -> isize {
-    if flags & libc::MSG_TRUNC != 0 {
+    // Of a report the kernel does not say how long it was.
+    if flags & libc::MSG_TRUNC != 0 && flags & libc::MSG_ERRQUEUE == 0 {
         length as isize
     } else {
         done as isize
@@ -174,7 +183,7 @@ fn result((done, length): (usize, usize), flags: c_int) -> isize {
 ///
 /// # Safety
 /// As `recvmsg`.
-unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: c_int) -> isize {
+pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: c_int) -> isize {
     // SAFETY: the caller's.
     let (mut own, parts) = unsafe { (*msg, parts(msg)) };
     let buffer = take();
@@ -214,7 +223,8 @@ fn header(parts: *mut iovec, n: size_t) -> msghdr {
     m
 }
 
-/// The socket of a call that reads, if messages to it are opened.
+/// The socket of a call that reads, if messages to it are opened. They are from its beginning: the call may wait until the
+/// socket has entered, by a message of another thread.
 #[inline]
 pub(super) fn reader(fd: c_int, flags: c_int) -> Option<&'static Dgram> {
     table::dgram(fd).filter(|d| d.opens() && flags & libc::MSG_OOB == 0)
@@ -233,7 +243,7 @@ pub(super) unsafe fn recvfrom(
     addr: *mut sockaddr,
     alen: *mut socklen_t,
 ) -> Option<isize> {
-    let dgram = reader(fd, flags)?;
+    let dgram = reader(fd, flags).filter(|_| !buf.is_null() || len == 0)?;
     let part = iovec {
         iov_base: buf,
         iov_len: len,
@@ -269,15 +279,16 @@ pub(super) unsafe fn read(fd: c_int, buf: *mut c_void, len: size_t) -> Option<is
 /// As `readv`.
 pub(super) unsafe fn readv(fd: c_int, iov: *const iovec, n: c_int) -> Option<isize> {
     let dgram = reader(fd, 0)?;
-    let n = usize::try_from(n).ok().filter(|n| (1..=1024).contains(n))?;
-    let mut msg = header(iov.cast_mut(), n);
+    let mut msg = header(iov.cast_mut(), usize::try_from(n).ok()?);
     // SAFETY: the caller's.
     unsafe {
-        if parts(&raw const msg).iter().all(|part| part.iov_len == 0) {
+        let msg = &raw const msg;
+        if !is_sound(msg) || parts(msg).iter().all(|part| part.iov_len == 0) {
             return None;
         }
-        Some(receive(fd, dgram, &raw mut msg, 0))
     }
+    // SAFETY: the caller's.
+    unsafe { Some(receive(fd, dgram, &raw mut msg, 0)) }
 }
 
 /// `recvmsg`; `None`: it is the kernel's.
@@ -289,7 +300,7 @@ pub(super) unsafe fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> Optio
     let dgram = reader(fd, flags)?;
     // SAFETY: the caller's.
     unsafe {
-        if msg.is_null() || (*msg).msg_iovlen > 1024 {
+        if msg.is_null() || !is_sound(msg) {
             return None;
         }
         Some(receive(fd, dgram, msg, flags))
@@ -332,8 +343,9 @@ pub(super) struct Plan {
 /// # Safety
 /// As `sendmsg`.
 pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<Plan> {
-    const PLAIN: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY;
-    if !dgram.may_send(flags & libc::MSG_MORE != 0) || flags & PLAIN != 0 {
+    const PLAIN: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY | libc::MSG_MORE;
+    // SAFETY: the caller's.
+    if !dgram.may_send() || flags & PLAIN != 0 || unsafe { !is_sound(msg) } {
         return None;
     }
     // SAFETY: the caller's.
@@ -350,7 +362,7 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
         .iter()
         .fold(0usize, |sum, part| sum.saturating_add(part.iov_len));
     // SAFETY: the caller's.
-    if length > message::LONGEST || parts.len() > 1024 || unsafe { is_segmented(msg) } {
+    if length > message::LONGEST || unsafe { is_segmented(msg) } {
         return None;
     }
     Some(Plan { peer, kind, length })
@@ -382,11 +394,41 @@ pub(super) unsafe fn join(
     end + TAIL
 }
 
+/// Sends a datagram that is put together from several calls; `None`: it is not.
+///
+/// # Safety
+/// As `sendmsg`.
+unsafe fn put_together(
+    fd: c_int,
+    dgram: &Dgram,
+    msg: *const msghdr,
+    flags: c_int,
+) -> Option<isize> {
+    let more = flags & libc::MSG_MORE != 0;
+    if !more && !dgram.holds_back() {
+        return None;
+    }
+    if more {
+        dgram.hold_back(true);
+    }
+    // SAFETY: the caller's.
+    let n = unsafe { real::sendmsg(fd, msg, flags) };
+    // After some errors the kernel still has what there was before.
+    if n >= 0 && !more {
+        dgram.hold_back(false);
+    }
+    Some(n)
+}
+
 /// Sends a datagram as a message; `None`: it is to go as it is.
 ///
 /// # Safety
 /// As `sendmsg`.
 unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<isize> {
+    // SAFETY: the caller's.
+    if let Some(n) = unsafe { put_together(fd, dgram, msg, flags) } {
+        return Some(n);
+    }
     // SAFETY: the caller's.
     let (plan, mut own, parts) = unsafe { (plan(dgram, msg, flags)?, *msg, parts(msg)) };
     let length = plan.length;
@@ -424,17 +466,34 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
             iov_len: bytes.len(),
         };
         let (head, tail) = (one(head), one(&mut tail));
-        // A thread that is cancelled in the call is unwound through this frame, and keeps the list.
-        let list = Box::leak([&[head], parts, &[tail]].concat().into_boxed_slice());
-        own.msg_iov = list.as_mut_ptr();
-        own.msg_iovlen = list.len() as _;
-        // SAFETY: the caller's; the kernel reads head and tail here.
-        let n = unsafe { real::sendmsg(fd, &raw const own, flags) };
-        let errno = sys::errno();
-        // SAFETY: it was leaked above, and the kernel has read it.
-        drop(unsafe { Box::from_raw(std::ptr::from_mut(list)) });
-        sys::set_errno(errno);
-        n
+        let mut few = [const { MaybeUninit::<iovec>::uninit() }; limits::BUFFERS_HERE + 2];
+        let all = parts.len() + 2;
+        let is_long = all > few.len();
+        // A thread that is cancelled in the call is unwound through this frame, and keeps a long list.
+        let list = if is_long {
+            // SAFETY: no pointer.
+            unsafe { libc::malloc(all * size_of::<iovec>()) }.cast::<iovec>()
+        } else {
+            few.as_mut_ptr().cast()
+        };
+        if list.is_null() {
+            return None;
+        }
+        // SAFETY: the list has so many elements; the rest is the caller's; the kernel reads head and tail here.
+        unsafe {
+            list.write(head);
+            std::ptr::copy_nonoverlapping(parts.as_ptr(), list.add(1), parts.len());
+            list.add(1 + parts.len()).write(tail);
+            own.msg_iov = list;
+            own.msg_iovlen = all as _;
+            let n = real::sendmsg(fd, &raw const own, flags);
+            if is_long {
+                let errno = sys::errno();
+                libc::free(list.cast());
+                sys::set_errno(errno);
+            }
+            n
+        }
     };
     if n >= 0 {
         dgram.sent(fd, length);
@@ -498,20 +557,28 @@ pub(super) unsafe fn sendto(
 /// As `writev`.
 pub(super) unsafe fn writev(fd: c_int, iov: *const iovec, n: c_int) -> Option<isize> {
     let dgram = table::dgram(fd)?;
-    let n = usize::try_from(n).ok().filter(|n| (1..=1024).contains(n))?;
-    let msg = header(iov.cast_mut(), n);
+    let msg = header(iov.cast_mut(), usize::try_from(n).ok()?);
     // SAFETY: the caller's.
     unsafe {
-        if parts(&raw const msg).iter().all(|part| part.iov_len == 0) {
+        let msg = &raw const msg;
+        if !is_sound(msg) || parts(msg).iter().all(|part| part.iov_len == 0) {
             return None;
         }
-        transmit(fd, dgram, &raw const msg, 0)
     }
+    // SAFETY: the caller's.
+    unsafe { transmit(fd, dgram, &raw const msg, 0) }
 }
 
 /// The bytes of the next datagram, for FIONREAD; `None`: it is the kernel's.
 pub(super) fn readable(fd: c_int) -> Option<usize> {
     reader(fd, 0)?;
+    let mut there: c_int = 0;
+    // SAFETY: the address of an integer, which this request writes.
+    let r = unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut there).expose_provenance()) };
+    // Looking at a datagram would take an error that waits. Then it is said how long the message is.
+    if r < 0 || there == 0 || !matches!(sys::poll_one(fd, 0, 0), Ok(e) if e & libc::POLLERR == 0) {
+        return None;
+    }
     let buffer = take();
     if buffer.is_null() {
         return None;

@@ -633,21 +633,37 @@ pub unsafe extern "C-unwind" fn setsockopt(
         }
     }
     if let Some(dgram) = table::dgram(fd) {
-        let on = !value.is_null()
-            && len as usize >= size_of::<c_int>()
+        let has_number = !value.is_null() && len as usize >= size_of::<c_int>();
+        let number = if has_number {
             // SAFETY: the caller's.
-            && unsafe { value.cast::<c_int>().read_unaligned() } != 0;
+            unsafe { value.cast::<c_int>().read_unaligned() }
+        } else {
+            0
+        };
+        let on = number != 0;
         match (level, name) {
             (libc::IPPROTO_UDP, libc::UDP_CORK) => dgram.cork(on),
             (libc::IPPROTO_UDP, UDP_SEGMENT) => dgram.segment(on),
             // The kernel would put messages together, which are known only one by one.
-            (libc::IPPROTO_UDP, UDP_GRO) if on && dgram.opens() => return fail(libc::ENOPROTOOPT),
+            (libc::IPPROTO_UDP, UDP_GRO) if on && dgram.expects() => {
+                return fail(libc::ENOPROTOOPT);
+            }
             // What looks at the datagrams in the kernel does not know messages.
             (libc::IPPROTO_UDP, UDP_GRO | UDP_ENCAP)
-            | (libc::SOL_SOCKET, libc::SO_ATTACH_FILTER | libc::SO_ATTACH_BPF)
-                if name != UDP_GRO || on =>
-            {
+            | (
+                libc::SOL_SOCKET,
+                libc::SO_ATTACH_FILTER
+                | libc::SO_ATTACH_BPF
+                | libc::SO_ATTACH_REUSEPORT_CBPF
+                | libc::SO_ATTACH_REUSEPORT_EBPF,
+            ) if name != UDP_GRO || on => {
                 dgram.pin(fd, Why::Option);
+            }
+            (libc::SOL_SOCKET, libc::SO_PEEK_OFF) => {
+                dgram.pin(fd, Why::Option);
+                // A negative number ends it.
+                let at = if has_number { number } else { -1 };
+                dgram.reads_from_the_middle(at >= 0);
             }
             _ => {}
         }
@@ -688,9 +704,12 @@ fn before_exec() {
     if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
         return;
     }
+    // A child of vfork has its own descriptors, and the parent's memory.
+    let is_visitor = owner::is_visitor();
     table::for_each(|fd, entry| {
         if let Entry::Dgram(dgram) = entry
             && fd <= libc::STDERR_FILENO
+            && !is_visitor
         {
             dgram.pin(fd, Why::Handed);
         }
@@ -798,6 +817,21 @@ pub unsafe extern "C-unwind" fn execvpe(
     before_exec();
     // SAFETY: the caller's.
     unsafe { real::execvpe(path, argv, envp) }
+}
+
+/// See `fexecve(3)`.
+///
+/// # Safety
+/// As `fexecve`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn fexecve(
+    fd: c_int,
+    argv: *const *const c_char,
+    envp: *const *const c_char,
+) -> c_int {
+    before_exec();
+    // SAFETY: the caller's.
+    unsafe { real::fexecve(fd, argv, envp) }
 }
 
 /// See `fdopen(3)`. The C library's streams read and write by themselves: the connection stays plain.
