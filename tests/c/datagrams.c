@@ -325,20 +325,22 @@ static const char *sizes(size_t family)
 	return nothing(e.server);
 }
 
-/* A datagram that must not be fragmented, as long as the path takes it, and one byte more. */
-static const char *path(size_t arg)
+/* A datagram that must not be fragmented, as long as the path takes it, and one byte more; with reports of errors. */
+static const char *path(size_t reports)
 {
-	int mtu = 0, on = IP_PMTUDISC_DO;
+	int mtu = 0, on = IP_PMTUDISC_DO, report = (int)reports;
 	socklen_t len = sizeof mtu;
+	struct msghdr m = { 0 };
 	struct ends e;
 
-	(void)arg;
 	TRY(both(&e));
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
 	ENSURE(!setsockopt(e.client, IPPROTO_IP, IP_MTU_DISCOVER, &on, sizeof on), "IP_MTU_DISCOVER: %s", strerror(errno));
+	ENSURE(!setsockopt(e.client, IPPROTO_IP, IP_RECVERR, &report, sizeof report), "IP_RECVERR: %s", strerror(errno));
 	ENSURE(!getsockopt(e.client, IPPROTO_IP, IP_MTU, &mtu, &len), "IP_MTU: %s", strerror(errno));
 	size_t most = (size_t)mtu - 28 < MOST ? (size_t)mtu - 28 : MOST;
 	ENSURE(send(e.client, big, most, 0) == (ssize_t)most, "send of %zu: %s", most, strerror(errno));
+	ENSURE(recvmsg(e.client, &m, MSG_ERRQUEUE) < 0 && errno == EAGAIN, "a report of what was sent");
 	ENSURE(send(e.client, big, most + 1, 0) < 0 && errno == EMSGSIZE, "send of one more: %s", strerror(errno));
 	ENSURE(recv(e.server, got, sizeof got, 0) == (ssize_t)most, "recv: %s", strerror(errno));
 	return nothing(e.server);
@@ -1249,6 +1251,50 @@ static const char *handed_early(size_t arg)
 	return send_kind(e.client, "plain", &e.at, e.server, false);
 }
 
+/* Programs with and without the library have one port, for IPv6 and for IPv4. */
+static const char *v6_only(size_t arg)
+{
+	struct at at = loopback(AF_INET6), plain_at = loopback(AF_INET);
+	int server, client, plain, on = 1;
+
+	(void)arg;
+	TRY(made(&server, AF_INET6));
+	((struct sockaddr_in6 *)&at.addr)->sin6_addr = in6addr_any;
+	ENSURE(!setsockopt(server, IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on), "IPV6_V6ONLY: %s", strerror(errno));
+	ENSURE(!bind(server, name(&at), at.len), "bind: %s", strerror(errno));
+	TRY(own_name(server, &at));
+	plain = (int)syscall(SYS_socket, AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+	ENSURE(plain >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)plain, "descriptor");
+	*port_of(&plain_at) = *port_of(&at);
+	ENSURE(!syscall(SYS_bind, plain, name(&plain_at), plain_at.len), "bind: %s", strerror(errno));
+	TRY(made(&client, AF_INET));
+	TRY(send_kind(client, "plain", &plain_at, plain, false));
+	TRY(made(&client, AF_INET6));
+	((struct sockaddr_in6 *)&at.addr)->sin6_addr = in6addr_loopback;
+	return send_kind(client, "message", &at, server, true);
+}
+
+/* All hosts of a network need not understand the same. */
+static const char *broadcast(size_t arg)
+{
+	struct at at = loopback(AF_INET);
+	int client, server, on = 1;
+
+	(void)arg;
+	TRY(made(&server, AF_INET));
+	((struct sockaddr_in *)&at.addr)->sin_addr.s_addr = 0;
+	ENSURE(!bind(server, name(&at), at.len), "bind: %s", strerror(errno));
+	TRY(own_name(server, &at));
+	((struct sockaddr_in *)&at.addr)->sin_addr.s_addr = htonl(0x7fffffff);
+	TRY(made(&client, AF_INET));
+	ENSURE(sendto(client, "x", 1, 0, name(&at), at.len) < 0 && errno == EACCES, "without SO_BROADCAST: %s", strerror(errno));
+	ENSURE(!setsockopt(client, SOL_SOCKET, SO_BROADCAST, &on, sizeof on), "SO_BROADCAST: %s", strerror(errno));
+	TRY(send_kind(client, "to all", &at, server, false));
+	((struct sockaddr_in *)&at.addr)->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+	return send_kind(client, "to one", &at, server, true);
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, AF_INET, 0, false },
 	{ "is_upgraded_v6", is_upgraded, AF_INET6, 0, false },
@@ -1259,6 +1305,7 @@ static const struct test tests[] = {
 	{ "sizes", sizes, AF_INET, 0, false },
 	{ "sizes_v6", sizes, AF_INET6, 0, false },
 	{ "path", path, 0, 0, false },
+	{ "path_reports", path, 1, 0, false },
 	{ "cut_off", cut_off, 0, 0, false },
 	{ "empty", empty, 0, 0, false },
 	{ "waiting_bytes", waiting_bytes, 0, 0, false },
@@ -1290,6 +1337,8 @@ static const struct test tests[] = {
 	{ "waiting_error", waiting_error, 0, 0, false },
 	{ "wrong_buffers", wrong_buffers, 0, 0, true },
 	{ "handed_early", handed_early, 0, 0, true },
+	{ "v6_only", v6_only, 0, 0, false },
+	{ "broadcast", broadcast, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, true },
 };
 

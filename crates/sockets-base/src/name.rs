@@ -1,5 +1,6 @@
 //! The abstract UNIX name that stands for a listener which understands a Request, or for a UDP socket that understands messages.
 
+use std::fmt::{self, Write};
 use std::net::{IpAddr, SocketAddr};
 
 /// What a name is for.
@@ -11,24 +12,75 @@ pub enum Protocol {
     Udp,
 }
 
-/// The name of a socket at this address. Abstract: its first byte, zero, is not part of it.
-pub fn of(protocol: Protocol, addr: IpAddr, port: u16) -> String {
+/// Bytes of the longest name: of an address of IPv6 with all its digits.
+const LONGEST: usize = "anywarp/udp/ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255/65535/v6".len();
+
+/// A name. Making one allocates nothing: handlers of signals may do it. Abstract: its first byte, zero, is not part of it.
+#[derive(Clone, Copy)]
+pub struct Name {
+    bytes: [u8; LONGEST],
+    length: usize,
+}
+
+impl Name {
+    fn new(text: fmt::Arguments<'_>) -> Self {
+        let mut name = Self {
+            bytes: [0; LONGEST],
+            length: 0,
+        };
+        // It fits.
+        let _ = name.write_fmt(text);
+        name
+    }
+}
+
+impl Write for Name {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let end = self.length + text.len();
+        let place = self.bytes.get_mut(self.length..end).ok_or(fmt::Error)?;
+        place.copy_from_slice(text.as_bytes());
+        self.length = end;
+        Ok(())
+    }
+}
+
+impl AsRef<[u8]> for Name {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes.get(..self.length).unwrap_or(&[])
+    }
+}
+
+impl fmt::Debug for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.as_ref().escape_ascii())
+    }
+}
+
+/// The name of a socket at this address. `v6_only`: it is at all addresses of IPv6 and at none of IPv4.
+pub fn of(protocol: Protocol, addr: IpAddr, port: u16, v6_only: bool) -> Name {
     let protocol = match protocol {
         Protocol::Tcp => "tcp",
         Protocol::Udp => "udp",
     };
-    format!("anywarp/{protocol}/{}/{port}", addr.to_canonical())
+    let more = if v6_only { "/v6" } else { "" };
+    let addr = addr.to_canonical();
+    Name::new(format_args!("anywarp/{protocol}/{addr}/{port}{more}"))
 }
 
 /// The names of the sockets that get what is sent to `to`: at its address, or at all addresses.
-pub fn to_ask(protocol: Protocol, to: SocketAddr) -> Vec<String> {
+pub fn to_ask(protocol: Protocol, to: SocketAddr) -> [Name; 3] {
     let (ip, port) = (to.ip().to_canonical(), to.port());
-    let mut all = vec![of(protocol, ip, port)];
-    if ip.is_ipv4() {
-        all.push(of(protocol, [0u8; 4].into(), port));
-    }
-    all.push(of(protocol, [0u8; 16].into(), port));
-    all
+    let all = IpAddr::from([0u8; 16]);
+    let of_family = if ip.is_ipv4() {
+        of(protocol, [0u8; 4].into(), port, false)
+    } else {
+        of(protocol, all, port, true)
+    };
+    [
+        of(protocol, ip, port, false),
+        of_family,
+        of(protocol, all, port, false),
+    ]
 }
 
 #[cfg(test)]
@@ -37,7 +89,10 @@ mod tests {
 
     #[test]
     fn a_listener_at_all_addresses_is_found_too() {
-        let names = |a: &str| to_ask(Protocol::Tcp, a.parse().unwrap());
+        let names = |a: &str| {
+            let all = to_ask(Protocol::Tcp, a.parse().unwrap());
+            all.map(|name| format!("{name:?}"))
+        };
         let v4 = [
             "anywarp/tcp/10.0.0.1/80",
             "anywarp/tcp/0.0.0.0/80",
@@ -45,11 +100,16 @@ mod tests {
         ];
         assert_eq!(names("10.0.0.1:80"), v4);
         assert_eq!(names("[::ffff:10.0.0.1]:80"), v4);
-        assert_eq!(
-            names("[::1]:80"),
-            ["anywarp/tcp/::1/80", "anywarp/tcp/::/80"]
-        );
-        let udp = of(Protocol::Udp, [127, 0, 0, 1].into(), 53);
-        assert_eq!(udp, "anywarp/udp/127.0.0.1/53");
+        let v6 = [
+            "anywarp/tcp/::1/80",
+            "anywarp/tcp/::/80/v6",
+            "anywarp/tcp/::/80",
+        ];
+        assert_eq!(names("[::1]:80"), v6);
+        let udp = of(Protocol::Udp, [127, 0, 0, 1].into(), 53, false);
+        assert_eq!(udp.as_ref(), b"anywarp/udp/127.0.0.1/53");
+        let long = of(Protocol::Udp, [0xff; 16].into(), 65535, true);
+        let text = "anywarp/udp/ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff/65535/v6";
+        assert_eq!(long.as_ref(), text.as_bytes());
     }
 }

@@ -1,7 +1,8 @@
 //! Which listeners of this network namespace understand a Request, and which UDP sockets understand messages.
 //!
 //! A listener holds the abstract name `anywarp/tcp/ADDR/PORT`, a UDP socket `anywarp/udp/ADDR/PORT`, as a UNIX socket that
-//! listens: connecting to it succeeds as long as a process has it. Its owner must be the user of this process or root:
+//! listens: connecting to it succeeds as long as a process has it. A socket at `::` that takes nothing of IPv4 has the name with
+//! `/v6` behind it, and one that takes only what comes by one interface has none. Its owner must be the user of this process or root:
 //! another user's name is not believed.
 
 use crate::limits;
@@ -9,7 +10,8 @@ use crate::real;
 use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::{c_int, sockaddr_un, socklen_t};
-use sockets_base::name::{self, Protocol};
+use sockets_base::name::{self, Name, Protocol};
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::MutexGuard;
@@ -17,13 +19,14 @@ use std::sync::MutexGuard;
 /// The names that this process holds, by the number of the listener.
 static HELD: Mutex<Option<HashMap<c_int, c_int>>> = Mutex::new(None);
 
-fn address(name: &str) -> (sockaddr_un, socklen_t) {
+fn address(name: &Name) -> (sockaddr_un, socklen_t) {
+    let name: &[u8] = name.as_ref();
     // SAFETY: zeros are a valid address.
     let mut un: sockaddr_un = unsafe { std::mem::zeroed() };
     un.sun_family = libc::AF_UNIX as libc::sa_family_t;
     // The first byte is zero: the name is no file's.
-    for (place, byte) in un.sun_path.iter_mut().skip(1).zip(name.bytes()) {
-        *place = byte as libc::c_char;
+    for (place, byte) in un.sun_path.iter_mut().skip(1).zip(name) {
+        *place = *byte as libc::c_char;
     }
     let len = std::mem::offset_of!(sockaddr_un, sun_path) + 1 + name.len();
     (un, len as socklen_t)
@@ -37,7 +40,7 @@ fn unix() -> Option<c_int> {
 }
 
 /// Takes a name: the descriptor that holds it. `None`: another socket has it.
-fn hold(name: &str) -> Option<c_int> {
+fn hold(name: &Name) -> Option<c_int> {
     let fd = unix()?;
     let (un, len) = address(name);
     // SAFETY: address and length belong together.
@@ -48,10 +51,18 @@ fn hold(name: &str) -> Option<c_int> {
     high
 }
 
+/// The name of a socket that is bound to `addr`; `None`: it does not get all that is sent there.
+fn name_for(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<Name> {
+    let (ip, port) = (addr.ip(), addr.port());
+    let v6_only = ip == IpAddr::from([0u8; 16])
+        && sys::option(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY) == Ok(1);
+    (!sys::has_device(fd)).then(|| name::of(protocol, ip, port, v6_only))
+}
+
 /// Enters a listener; returns the descriptor that holds its name.
 pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
     // Another listener of this address (SO_REUSEPORT, another process of the program) may hold the name.
-    let high = hold(&name::of(Protocol::Tcp, addr.ip(), addr.port()))?;
+    let high = hold(&name_for(listener, Protocol::Tcp, addr)?)?;
     let mut held = HELD.lock();
     if let Some(old) = held.get_or_insert_default().insert(listener, high) {
         sys::close(old);
@@ -62,30 +73,60 @@ pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
 /// The names of UDP sockets that this process holds. Several sockets of it may have one address.
 #[derive(Debug, Default)]
 struct Udp {
-    /// The descriptor that holds the name of an address, and how many sockets have it.
-    by_addr: HashMap<(IpAddr, u16), (c_int, usize)>,
-    by_name: HashMap<c_int, (IpAddr, u16)>,
+    /// The descriptor that holds a name, and how many sockets have it.
+    by_addr: HashMap<Vec<u8>, (c_int, usize)>,
+    by_name: HashMap<c_int, Vec<u8>>,
 }
 
 static UDP: Mutex<Option<Udp>> = Mutex::new(None);
 
+thread_local! {
+    /// This thread has [`UDP`], or waits for it.
+    static IS_HERE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The names of UDP sockets, locked by this thread.
+#[derive(Debug)]
+struct Held(Option<MutexGuard<'static, Option<Udp>>>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0 = None;
+        let _ = IS_HERE.try_with(|here| here.set(false));
+    }
+}
+
+/// `None`: this is the handler of a signal that has interrupted this thread here.
+fn udp() -> Option<Held> {
+    if IS_HERE.try_with(|here| here.replace(true)) == Ok(true) {
+        return None;
+    }
+    Some(Held(Some(UDP.lock())))
+}
+
+impl Held {
+    fn get(&mut self) -> Option<&mut Udp> {
+        Some(self.0.as_mut()?.get_or_insert_default())
+    }
+}
+
 /// A fork waits until no other thread has the names of UDP sockets: the child could not close its own.
 pub fn stop() -> Stop {
-    Stop { _held: UDP.lock() }
+    Stop { _held: udp() }
 }
 
 /// The lock that stops them.
 #[derive(Debug)]
 pub struct Stop {
-    _held: MutexGuard<'static, Option<Udp>>,
+    _held: Option<Held>,
 }
 
 /// Enters a UDP socket; returns the descriptor that holds its name, and whether it is new.
-pub fn enter_udp(addr: SocketAddr) -> Option<(c_int, bool)> {
-    let key = (addr.ip().to_canonical(), addr.port());
-    let mut guard = UDP.lock();
-    let udp = guard.get_or_insert_default();
-    if let Some((name, sockets)) = udp.by_addr.get_mut(&key) {
+pub fn enter_udp(fd: c_int, addr: SocketAddr) -> Option<(c_int, bool)> {
+    let text = name_for(fd, Protocol::Udp, addr)?;
+    let mut held = udp()?;
+    let udp = held.get()?;
+    if let Some((name, sockets)) = udp.by_addr.get_mut(text.as_ref()) {
         *sockets += 1;
         return Some((*name, false));
     }
@@ -93,19 +134,19 @@ pub fn enter_udp(addr: SocketAddr) -> Option<(c_int, bool)> {
     if udp.by_addr.len() >= sys::descriptors() / limits::NAMES_PART {
         return None;
     }
-    let name = hold(&name::of(Protocol::Udp, addr.ip(), addr.port()))?;
-    udp.by_addr.insert(key, (name, 1));
-    udp.by_name.insert(name, key);
+    let name = hold(&text)?;
+    udp.by_addr.insert(text.as_ref().to_vec(), (name, 1));
+    udp.by_name.insert(name, text.as_ref().to_vec());
     Some((name, true))
 }
 
 /// A UDP socket with this name was closed; whether it was the last, so that the caller closes the name.
 pub fn leave_udp(name: c_int) -> bool {
-    let mut guard = UDP.lock();
-    let Some(udp) = guard.as_mut() else {
+    let mut held = udp();
+    let Some(udp) = held.as_mut().and_then(Held::get) else {
         return false;
     };
-    let Some(key) = udp.by_name.get(&name).copied() else {
+    let Some(key) = udp.by_name.get(&name).cloned() else {
         return false;
     };
     if let Some((_, sockets)) = udp.by_addr.get_mut(&key)
@@ -132,7 +173,7 @@ pub fn lost(fd: c_int) {
         held.retain(|_, own| *own != fd);
     }
     drop(held);
-    if let Some(udp) = UDP.lock().as_mut()
+    if let Some(udp) = udp().as_mut().and_then(Held::get)
         && let Some(key) = udp.by_name.remove(&fd)
     {
         udp.by_addr.remove(&key);
@@ -165,13 +206,13 @@ pub fn ask_udp(addr: SocketAddr) -> Answer {
         return Answer::No;
     }
     let names = name::to_ask(Protocol::Udp, addr);
-    let mut answers = names.iter().map(|name| ask_name(name));
+    let mut answers = names.iter().map(ask_name);
     answers
         .find(|answer| *answer != Answer::No)
         .unwrap_or(Answer::No)
 }
 
-fn ask_name(name: &str) -> Answer {
+fn ask_name(name: &Name) -> Answer {
     let Some(fd) = unix() else { return Answer::No };
     let (un, len) = address(name);
     // SAFETY: address and length belong together.
@@ -225,8 +266,26 @@ pub fn sweep() {
     }
 }
 
-/// The same for the name that a descriptor holds.
-pub fn sweep_name(name: c_int) {
+/// The same for the name of a UDP socket, if the descriptor still holds it.
+pub fn sweep_udp(name: c_int) {
+    with_name(name, sweep_name);
+}
+
+/// The name of a UDP socket ends in all processes that have it.
+pub fn end_udp(name: c_int) {
+    with_name(name, end_name);
+}
+
+/// The program may put a descriptor of its own in the place of a name.
+fn with_name(name: c_int, call: impl FnOnce(c_int)) {
+    if let Some(udp) = udp().as_mut().and_then(Held::get)
+        && udp.by_name.contains_key(&name)
+    {
+        call(name);
+    }
+}
+
+fn sweep_name(name: c_int) {
     for _ in 0..8192 {
         // SAFETY: no address is asked for.
         let asked = unsafe {
@@ -244,8 +303,7 @@ pub fn sweep_name(name: c_int) {
     }
 }
 
-/// The name ends in all processes that have it.
-pub fn end_name(name: c_int) {
+fn end_name(name: c_int) {
     // SAFETY: no pointer.
     unsafe {
         real::shutdown(name, libc::SHUT_RDWR);

@@ -61,5 +61,7 @@ pub const BUFFERS_HERE: usize = 30;
 pub const DATAGRAM: usize = 64 * 1024;
 /// Bytes of messages that one call of sendmmsg copies: longer lists are sent one by one.
 pub const BATCH: usize = 512 * 1024;
+/// Times that the peer of a UDP socket is tried to change while other threads read it.
+pub const TRIES: usize = 100;
 /// Names of UDP sockets take at most this part of the descriptors that the process may have.
 pub const NAMES_PART: usize = 8;

@@ -410,6 +410,43 @@ pub fn source(to: SocketAddr) -> Option<SocketAddr> {
     own
 }
 
+/// Whether a socket gets only what comes by one interface.
+pub fn has_device(fd: c_int) -> bool {
+    let mut name = [0u8; libc::IFNAMSIZ];
+    let mut len = name.len() as socklen_t;
+    let at = name.as_mut_ptr().cast();
+    // SAFETY: value and length belong together.
+    let r = unsafe {
+        real::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_BINDTODEVICE,
+            at,
+            &raw mut len,
+        )
+    };
+    r == 0 && len > 0
+}
+
+/// Whether an address of IPv4 is that of all hosts of a network: the kernel refuses it to sockets that have not asked for it.
+pub fn is_broadcast(to: SocketAddr) -> bool {
+    let to = SocketAddr::new(to.ip().to_canonical(), to.port());
+    if !to.is_ipv4() {
+        return false;
+    }
+    let (addr, len) = raw_address(to);
+    // SAFETY: no pointer.
+    let fd = unsafe { real::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return false;
+    }
+    // SAFETY: address and length belong together.
+    let r = unsafe { real::connect(fd, (&raw const addr).cast(), len) };
+    let is_refused = r != 0 && errno() == libc::EACCES;
+    close(fd);
+    is_refused
+}
+
 /// Binds a socket to all addresses and a port that the kernel chooses, as its first datagram would.
 pub fn bind_any(fd: c_int) {
     let Some(own) = name_of(fd, libc::getsockname) else {

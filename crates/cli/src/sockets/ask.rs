@@ -68,7 +68,7 @@ mod tests {
         let port = crate::sys::free_port().unwrap();
         let address = SocketAddr::from(([127, 0, 0, 1], port));
         assert_eq!(find(Protocol::Tcp, address), None);
-        let held = name::of(Protocol::Tcp, [0u8; 16].into(), port);
+        let held = name::of(Protocol::Tcp, [0u8; 16].into(), port, false);
         let held = net::SocketAddr::from_abstract_name(held).unwrap();
         let _listener = net::UnixListener::bind_addr(&held).unwrap();
         let (pid, _) = find(Protocol::Tcp, address).unwrap();

@@ -37,6 +37,12 @@ const SEGMENTS: u32 = 32;
 const EXPECTS: u32 = 64;
 /// The program reads from the middle of datagrams: its calls are the kernel's.
 const MIDDLE: u32 = 128;
+/// The program gets the kernel's reports of errors.
+const REPORTS: u32 = 256;
+/// Its datagrams are not fragmented: the kernel refuses those that are too long for the path.
+const WHOLE: u32 = 512;
+/// Another thread had the peer when it changed.
+const STALE: u32 = 1024;
 
 /// UDP sockets of this process that may have messages.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -176,15 +182,22 @@ impl Dgram {
     }
 
     fn set_peer(&self, peer: Option<SocketAddr>) {
-        match self.peer.write() {
-            Ok(mut place) => *place = peer,
-            Err(poisoned) => *poisoned.into_inner() = peer,
+        // Those who read it have it for a few instructions, unless they were interrupted.
+        for _ in 0..limits::TRIES {
+            if let Ok(mut place) = self.peer.try_write() {
+                *place = peer;
+                self.put(STALE, false);
+                return;
+            }
+            self.put(STALE, true);
+            std::hint::spin_loop();
         }
     }
 
     /// The peer that it is connected to.
     pub fn peer(&self) -> Option<SocketAddr> {
-        self.peer.try_read().ok().and_then(|peer| *peer)
+        let peer = self.peer.try_read().ok().and_then(|peer| *peer);
+        peer.filter(|_| !self.has(STALE))
     }
 
     /// Messages to it are understood from now on, and the directory says so. `kind`: of the messages that it sends.
@@ -203,11 +216,16 @@ impl Dgram {
         if self.state.fetch_or(ENTERED | EXPECTS, Ordering::AcqRel) & ENTERED != 0 {
             return;
         }
-        if let Some((name, is_new)) = directory::enter_udp(own) {
+        if let Some((name, is_new)) = directory::enter_udp(fd, own) {
             if is_new {
                 table::own(name);
             }
             self.name.store(name, Ordering::Release);
+            if !self.has(ENTERED) {
+                // Another thread has closed it meanwhile.
+                self.leave(fd);
+                return;
+            }
         }
         log::with(|| format!("datagrams {fd}: {own} understands messages"));
         self.shown
@@ -239,7 +257,7 @@ impl Dgram {
         let name = self.name.load(Ordering::Acquire);
         if name >= 0 {
             // Also for processes that were forked.
-            directory::end_name(name);
+            directory::end_udp(name);
         }
         self.leave(fd);
         show::plain(fd, why);
@@ -255,6 +273,16 @@ impl Dgram {
         self.put(SEGMENTS, on);
     }
 
+    /// `IP_RECVERR`.
+    pub fn report(&self, on: bool) {
+        self.put(REPORTS, on);
+    }
+
+    /// `IP_MTU_DISCOVER`, with a value by which datagrams are not fragmented.
+    pub fn keep_whole(&self, on: bool) {
+        self.put(WHOLE, on);
+    }
+
     /// Whether the kernel holds bytes back that the next call goes on with.
     pub fn holds_back(&self) -> bool {
         self.has(MORE)
@@ -265,9 +293,11 @@ impl Dgram {
         self.put(MORE, on);
     }
 
-    /// Whether datagrams may be messages.
+    /// Whether datagrams may be messages. One that is too long with its headers alone would leave a report behind.
     pub fn may_send(&self) -> bool {
-        !self.has(PINNED | CORKED | MORE | SEGMENTS)
+        let state = self.state.load(Ordering::Acquire);
+        state & (PINNED | CORKED | MORE | SEGMENTS) == 0
+            && state & (REPORTS | WHOLE) != REPORTS | WHOLE
     }
 
     /// What messages to a peer are; `None`: datagrams to it are plain.
@@ -309,7 +339,9 @@ impl Dgram {
         if n.is_multiple_of(limits::ASKED) {
             let name = self.name.load(Ordering::Acquire);
             if name >= 0 {
-                directory::sweep_name(name);
+                let errno = sys::errno();
+                directory::sweep_udp(name);
+                sys::set_errno(errno);
             }
         }
     }
@@ -339,10 +371,20 @@ fn find_out(peer: SocketAddr, bound: bool) -> Known {
         None => bound,
         Some((mode, unasked)) => mode.upgrades() && !unasked,
     };
-    let answer = (asks && !is_group(peer)).then(|| directory::ask_udp(peer));
-    let known = Known {
-        rule,
-        understands: answer.map(|answer| answer == Answer::Yes),
+    let may = rule.map_or(bound, |(mode, _)| mode.upgrades()) && !is_group(peer);
+    // All hosts of a network, as a group.
+    let is_alone = may && !sys::is_broadcast(peer);
+    let answer = (asks && is_alone).then(|| directory::ask_udp(peer));
+    let known = if may && !is_alone {
+        Known {
+            rule: Some((Mode::Udp, false)),
+            understands: Some(false),
+        }
+    } else {
+        Known {
+            rule,
+            understands: answer.map(|answer| answer == Answer::Yes),
+        }
     };
     if answer != Some(Answer::Busy) {
         peers::set(peer, known);

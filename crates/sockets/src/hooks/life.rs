@@ -644,6 +644,13 @@ pub unsafe extern "C-unwind" fn setsockopt(
         match (level, name) {
             (libc::IPPROTO_UDP, libc::UDP_CORK) => dgram.cork(on),
             (libc::IPPROTO_UDP, UDP_SEGMENT) => dgram.segment(on),
+            (libc::IPPROTO_IP, libc::IP_RECVERR) | (libc::IPPROTO_IPV6, libc::IPV6_RECVERR) => {
+                dgram.report(on);
+            }
+            (libc::IPPROTO_IP, libc::IP_MTU_DISCOVER)
+            | (libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER) => {
+                dgram.keep_whole(is_whole(number));
+            }
             // The kernel would put messages together, which are known only one by one.
             (libc::IPPROTO_UDP, UDP_GRO) if on && dgram.expects() => {
                 return fail(libc::ENOPROTOOPT);
@@ -670,6 +677,11 @@ pub unsafe extern "C-unwind" fn setsockopt(
     }
     // SAFETY: the caller's.
     unsafe { real::setsockopt(fd, level, name, value, len) }
+}
+
+/// Whether datagrams are not fragmented, by a value of `IP_MTU_DISCOVER`: all but DONT, WANT and OMIT.
+fn is_whole(discover: c_int) -> bool {
+    (2..=4).contains(&discover)
 }
 
 const UDP_ENCAP: c_int = 100;
@@ -759,6 +771,23 @@ pub(crate) fn adopt_dgram(fd: c_int) {
     if bound && may_have_messages() {
         let dgram = Dgram::new();
         set_entry(fd, Entry::Dgram(dgram));
+        let option = |level, name| sys::option(fd, level, name).unwrap_or(0);
+        let udp = |name| option(libc::IPPROTO_UDP, name) != 0;
+        dgram.cork(udp(libc::UDP_CORK));
+        dgram.segment(udp(UDP_SEGMENT));
+        dgram.report(
+            option(libc::IPPROTO_IP, libc::IP_RECVERR) != 0
+                || option(libc::IPPROTO_IPV6, libc::IPV6_RECVERR) != 0,
+        );
+        dgram.keep_whole(
+            is_whole(option(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER))
+                || is_whole(option(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER)),
+        );
+        let middle = sys::option(fd, libc::SOL_SOCKET, libc::SO_PEEK_OFF).is_ok_and(|at| at >= 0);
+        dgram.reads_from_the_middle(middle);
+        if middle || udp(UDP_GRO) || udp(UDP_ENCAP) {
+            dgram.pin(fd, Why::Option);
+        }
         dgram.bound(fd);
         let peer = sys::name_of(fd, libc::getpeername);
         if peer.is_some() {
