@@ -678,6 +678,7 @@ static const char *errors(size_t arg)
 	struct iovec part = { got, sizeof got };
 	struct msghdr m = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control };
 	struct sock_extended_err *why = NULL;
+	struct mmsghdr list[2] = { { .msg_hdr = { .msg_iov = &part, .msg_iovlen = 1 } }, { .msg_hdr = { .msg_iov = &part, .msg_iovlen = 1 } } };
 	struct ends e;
 	int on = 1;
 	ssize_t n;
@@ -697,6 +698,17 @@ static const char *errors(size_t arg)
 		if (c->cmsg_type == IP_RECVERR)
 			why = (struct sock_extended_err *)CMSG_DATA(c);
 	ENSURE(why && why->ee_errno == ECONNREFUSED, "no reason");
+	/* By a list, and cut off: the length of the datagram is not said. */
+	TRY(text_to(e.client, "another", &e.at));
+	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
+	ENSURE(recvmmsg(e.client, list, 2, MSG_ERRQUEUE, NULL) == 1, "recvmmsg: %s", strerror(errno));
+	ENSURE(list[0].msg_len == 7 && !memcmp(got, "another", 7), "the datagram of a list: %u bytes", list[0].msg_len);
+	TRY(text_to(e.client, "the third", &e.at));
+	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
+	part.iov_len = 3;
+	m.msg_controllen = sizeof control;
+	n = recvmsg(e.client, &m, MSG_ERRQUEUE | MSG_TRUNC);
+	ENSURE(n == 3 && !memcmp(got, "the", 3) && (m.msg_flags & MSG_TRUNC), "the datagram, cut off: %zd, flags %x", n, m.msg_flags);
 	return NULL;
 }
 
@@ -1179,6 +1191,50 @@ static const char *early_reader(size_t arg)
 	return NULL;
 }
 
+/* A call that succeeds leaves errno alone. */
+static const char *no_error(size_t arg)
+{
+	struct ends e;
+
+	(void)arg;
+	TRY(both(&e));
+	for (int i = 0; i < 200; i++) {
+		errno = 0;
+		TRY(text_to(e.client, "hello", &e.at));
+		TRY(takes(e.server, "hello"));
+		ENSURE(!errno, "datagram %d: %s", i, strerror(errno));
+	}
+	return NULL;
+}
+
+/* The program puts a listener in the place of each descriptor above its own, as if it had none there. */
+static const char *taken_place(size_t arg)
+{
+	struct at at = loopback(AF_INET);
+	int listener, stream, accepted;
+	struct ends e;
+
+	(void)arg;
+	TRY(both(&e));
+	TRY(send_kind(e.client, "one", &e.at, e.server, true));
+	listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+	ENSURE(listener >= 0 && !bind(listener, name(&at), at.len) && !listen(listener, 8), "listener: %s", strerror(errno));
+	TRY(own_name(listener, &at));
+	for (int fd = 1000; fd < 1016; fd++)
+		if (syscall(SYS_fcntl, fd, F_GETFD) >= 0)
+			ENSURE(dup2(listener, fd) == fd, "dup2: %s", strerror(errno));
+	stream = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(stream >= 0 && !connect(stream, name(&at), at.len), "connect: %s", strerror(errno));
+	for (int i = 0; i < 200; i++) {
+		TRY(text_to(e.client, "hello", &e.at));
+		TRY(takes(e.server, "hello"));
+	}
+	close(e.server);
+	accepted = accept(listener, NULL, NULL);
+	ENSURE(accepted >= 0, "accept: %s", strerror(errno));
+	return NULL;
+}
+
 /* Asking how much there is leaves an error where it is. */
 static const char *waiting_error(size_t arg)
 {
@@ -1249,6 +1305,28 @@ static const char *handed_early(size_t arg)
 	close(pair[1]);
 	TRY(bound(&e.server, &e.at, AF_INET));
 	return send_kind(e.client, "plain", &e.at, e.server, false);
+}
+
+/* A child of vfork runs a program, and its parent's sockets stay what they are: also the one that is standard input. */
+static const char *visited(size_t arg)
+{
+	char *const command[] = { "true", NULL };
+	struct ends e;
+	int status;
+	pid_t child;
+
+	(void)arg;
+	TRY(both(&e));
+	ENSURE(dup2(e.server, STDIN_FILENO) == STDIN_FILENO, "dup2: %s", strerror(errno));
+	TRY(send_kind(e.client, "one", &e.at, e.server, true));
+	child = vfork();
+	if (!child) {
+		execv("/bin/true", command);
+		_exit(1);
+	}
+	ENSURE(child > 0 && waitpid(child, &status, 0) == child && !status, "the child failed");
+	sleep_ms(300);
+	return send_kind(e.client, "two", &e.at, STDIN_FILENO, true);
 }
 
 /* Programs with and without the library have one port, for IPv6 and for IPv4. */
@@ -1334,9 +1412,12 @@ static const struct test tests[] = {
 	{ "overflow", overflow, 0, 0, false },
 	{ "one_port", one_port, 0, 0, false },
 	{ "early_reader", early_reader, 0, 5, true },
+	{ "no_error", no_error, 0, 0, false },
+	{ "taken_place", taken_place, 0, 0, true },
 	{ "waiting_error", waiting_error, 0, 0, false },
 	{ "wrong_buffers", wrong_buffers, 0, 0, true },
 	{ "handed_early", handed_early, 0, 0, true },
+	{ "visited", visited, 0, 0, true },
 	{ "v6_only", v6_only, 0, 0, false },
 	{ "broadcast", broadcast, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, true },
