@@ -975,7 +975,9 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
                     least * 100.0,
                     expected * 100.0
                 );
-                if middle.is_nan() || middle < expected - MORE {
+                // Three pairs send some 200 datagrams of the longest kind: too few to tell.
+                let tells = !(short && segment == "max");
+                if middle.is_nan() || (tells && middle < expected - MORE) {
                     lab.failures.push(format!(
                         "fresh pairs, {place}, {segment}, loss {loss}: {:.2} % arrive, {:.2} % are expected",
                         middle * 100.0,
