@@ -48,8 +48,8 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
     made.as_ref().map_err(|errno| *errno)
 }
 
-/// Reads under the lock, so that whoever finds an entry afterwards finds none whose memory has changed. Allocates nothing and
-/// frees nothing.
+/// The table is locked while the kernel's reports are read and the entries of changed memory are removed: another thread finds
+/// only entries whose memory is unchanged. This thread allocates nothing and frees nothing.
 fn read_changes(watch: &'static Watch) {
     while watch.wait() {
         let mut table = lock(&TABLE);
@@ -135,7 +135,7 @@ pub(crate) enum Answer {
     Kept(Kept),
     /// It is not, but it is used again and should be.
     Known,
-    /// It is not, or nobody can say now.
+    /// Its registration is not kept, or a change of memory is under way and the answer is not known yet.
     Unknown,
 }
 

@@ -7,9 +7,9 @@
 //! - above it, it registers the program's memory, and keeps the registration of memory that is used again;
 //! - long buffers are registered in [`Pieces`], by several threads, while the pieces before are under way.
 //!
-//! A registration that is kept must not outlive the memory behind it. The kernel tells ([`Statistics::watching`]) when memory
-//! is unmapped, moved or emptied, whoever does it; where it does not, nothing is kept unless the program promises to say so
-//! itself ([`Lifetime::Stable`]).
+//! A registration that is kept must not outlive the memory behind it. The kernel reports ([`Statistics::watching`]) when any code
+//! of the process unmaps, moves or empties memory. Without these reports registrations are kept only of memory that the program
+//! promises to invalidate itself ([`Lifetime::Stable`]).
 //!
 //! ```text
 //! api      the C functions of <anywarp-buffers.h>

@@ -146,7 +146,7 @@ pub struct Buffer {
     addr: u64,
     len: usize,
     kind: Kind,
-    /// Dropped last: whoever finds the manager unused finds nothing registered either.
+    /// The last field to be dropped: when no buffer refers to the manager any more, their registrations have ended.
     _in_use: InUse,
 }
 
@@ -243,7 +243,7 @@ impl Manager {
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`], and nobody else uses the memory meanwhile.
+    /// As for [`Self::send`]; no other code reads or writes the memory until the buffer is released.
     pub unsafe fn receive(
         &self,
         addr: *mut u8,
