@@ -218,15 +218,27 @@ unsafe extern "C" fn awbuf_get_send(
     flags: c_uint,
     to: *mut CBuffer,
 ) -> c_int {
+    // SAFETY: the memory is the program's, which keeps to the contract of `awbuf_get_send`.
+    let send = |manager: &Manager, life| unsafe { manager.send(addr.cast(), length, life) };
+    // SAFETY: the caller's promise.
+    unsafe { get(manager, flags, to, send) }
+}
+
+/// Fills `to` with the buffer that `make` makes.
+///
+/// # Safety
+///
+/// `manager` is NULL or made by `awbuf_open`, `to` is NULL or a structure of the program.
+unsafe fn get(
+    manager: *mut Manager,
+    flags: c_uint,
+    to: *mut CBuffer,
+    make: impl FnOnce(&Manager, Lifetime) -> Result<Buffer, c_int>,
+) -> c_int {
     let get = || {
-        // SAFETY: NULL or made by `awbuf_open`; the memory is the program's, who knows the contract.
-        let buffer = unsafe {
-            some(manager.as_ref().filter(|_| !to.is_null()))?.send(
-                addr.cast(),
-                length,
-                lifetime(flags)?,
-            )
-        }?;
+        // SAFETY: NULL or made by `awbuf_open` (caller's promise).
+        let manager = some(unsafe { manager.as_ref() }.filter(|_| !to.is_null()))?;
+        let buffer = make(manager, lifetime(flags)?)?;
         // SAFETY: not NULL.
         unsafe { give(to, buffer) };
         Ok(())
@@ -242,20 +254,10 @@ unsafe extern "C" fn awbuf_get_recv(
     flags: c_uint,
     to: *mut CBuffer,
 ) -> c_int {
-    let get = || {
-        // SAFETY: as in `awbuf_get_send`.
-        let buffer = unsafe {
-            some(manager.as_ref().filter(|_| !to.is_null()))?.receive(
-                addr.cast(),
-                length,
-                lifetime(flags)?,
-            )
-        }?;
-        // SAFETY: not NULL.
-        unsafe { give(to, buffer) };
-        Ok(())
-    };
-    done(get, |()| 0)
+    // SAFETY: the memory is the program's, which keeps to the contract of `awbuf_get_recv`.
+    let receive = |manager: &Manager, life| unsafe { manager.receive(addr.cast(), length, life) };
+    // SAFETY: the caller's promise.
+    unsafe { get(manager, flags, to, receive) }
 }
 
 #[unsafe(no_mangle)]
