@@ -2,10 +2,11 @@
 
 use crate::ffi;
 use crate::lock::lock;
-use crate::memory::{Device, Memory, Ptr};
+use crate::memory::{Device, Memory};
 use crate::queue::Queue;
 use crate::socket::{Op, Settings, Socket};
 use crate::wire::Hello;
+use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};

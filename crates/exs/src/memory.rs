@@ -3,29 +3,9 @@
 use crate::ffi;
 use crate::lock::lock;
 use anywarp_buffers::{self as buffers, Manager, Region};
+use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use std::sync::{Arc, Mutex};
-
-/// A pointer of the verbs libraries, which may be used by any thread.
-pub(crate) struct Ptr<T>(pub(crate) *mut T);
-
-impl<T> std::fmt::Debug for Ptr<T> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:p}", self.0)
-    }
-}
-
-impl<T> Clone for Ptr<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<T> Copy for Ptr<T> {}
-
-// SAFETY: the objects of verbs and rdma_cm may be used by any thread; who destroys them is settled by their owners.
-unsafe impl<T> Send for Ptr<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Ptr<T> {}
 
 /// An open device, and the protection domain and completion channel of all its sockets. It lives as long as the process.
 #[derive(Debug)]

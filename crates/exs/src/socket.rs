@@ -4,12 +4,13 @@ use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
-use crate::memory::{Device, FileMap, Memory, Ptr, Use, register};
+use crate::memory::{Device, FileMap, Memory, Use, register};
 use crate::queue::{Event, MORE, Queue};
 use crate::wire::{
     HEADER_LENGTH, HELLO_LENGTH, Hello, MAX_SEGMENTS, Message, SEGMENT_LENGTH, Segment,
 };
 use anywarp_buffers::{self as buffers, Manager, Piece, Region};
+use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};

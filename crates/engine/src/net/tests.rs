@@ -20,6 +20,23 @@ use crate::engine::engine;
 use crate::fd;
 use crate::sys::socket;
 
+/// Gives `fuzz` the inputs that the fuzzer kept for a target, and each of them with one byte changed.
+pub(super) fn replay(target: &str, fuzz: fn(&[u8])) {
+    let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
+    let mut count = 0;
+    for entry in std::fs::read_dir(corpus.join(target)).unwrap() {
+        let mut data = std::fs::read(entry.unwrap().path()).unwrap();
+        fuzz(&data);
+        for at in 0..data.len() {
+            data[at] = data[at].wrapping_add(1);
+            fuzz(&data);
+            data[at] = data[at].wrapping_sub(1);
+        }
+        count += 1;
+    }
+    assert!(count >= 20, "{count} inputs");
+}
+
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Flags of a start-up frame.
 const M: u8 = 0x80;
