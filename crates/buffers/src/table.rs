@@ -49,7 +49,7 @@ struct Entry {
     counters: Arc<Counters>,
 }
 
-/// A registration that nobody uses any more. It stays in its list until it has ended, so that others can wait for that.
+/// A registration that no buffer uses any more. It stays in its list until it has ended, so that other threads can wait for that.
 #[derive(Debug)]
 pub(crate) struct Dead {
     /// The how-many-th it is.
@@ -369,7 +369,7 @@ impl Table {
         self.dead.iter().any(of)
     }
 
-    /// Takes an entry out of the list: nobody finds it any more, and it ends when nobody uses it.
+    /// Takes an entry out of the list. It is not found any more, and ends when no buffer uses it.
     fn take_out(&mut self, at: usize, watch: Option<&Watch>, mapped: bool) {
         let entry = self.entries.remove(at);
         entry.counters.entries.fetch_sub(1, Relaxed);
