@@ -1,49 +1,51 @@
 //! `cargo lab c-tests`: our own C programs, compiled against the distribution's headers and libraries and run
 //! on ours.
 
+use crate::beside;
 use rustix::process::geteuid;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 use xtask::{Result, link, sh, symbols};
 
-/// The programs; each is one file in `tests/c`.
+/// The programs; each is one file in `tests/c`. The longest come first.
 const PROGRAMS: &[&str] = &[
-    "selftest",
+    "chaos",
     "cm",
+    "faults",
+    "selftest",
+    "vanish",
+    FI,
+    EXS_MANY,
+    EXS,
     "access",
     "addresses",
     BUFFERS,
-    "chaos",
     "counters",
     "dv",
     "foreign",
-    ELEVATED,
     EXAMPLES,
-    EXS,
     EXS_HOSTILE,
-    EXS_MANY,
     EXS_NETPERF,
-    "fair",
-    "faults",
-    FI,
-    "flood",
     "fork",
     "group",
-    "hostile",
-    "carrier",
     "nccl",
     "newer",
-    "pages",
     "ports",
     "profiles",
     "rsockets",
+    "surface",
+    ELEVATED,
+    "fair",
+    "flood",
+    "hostile",
+    "carrier",
+    "pages",
     "scale",
     "scarce",
     "stat",
     "strangers",
-    "surface",
-    "vanish",
     PANIC,
 ];
 
@@ -89,6 +91,12 @@ const CARRIERS: &[(&str, &str)] = &[
     ("fork", "eager"),
 ];
 
+/// Tests of `chaos` with connections that datagrams carry, whatever `ANYWARP_CARRIER` says.
+const OF_DATAGRAMS: [&str; 2] = [
+    "--without=killed_peer_over_datagrams",
+    "--without=killed_peer_on_a_bad_network",
+];
+
 /// Programs of peers that break the rules, which run once more with IPv6.
 const IPV6: &[&str] = &["foreign", "flood", "strangers"];
 
@@ -101,71 +109,108 @@ fn on_loopback(binary: &Path, address: &str) -> Command {
     command
 }
 
+/// Programs that measure time or memory, or that fill the machine: they run one after the other, with nothing beside them.
+const ALONE: &[&str] = &[
+    "carrier",
+    "fair",
+    "flood",
+    "hostile",
+    "pages",
+    "scale",
+    "scarce",
+    "stat",
+    "strangers",
+    ELEVATED,
+    PANIC,
+];
+
 /// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {
-    let (program, tests) = match arguments.split_first() {
-        Some((first, rest)) if PROGRAMS.contains(first) => (Some(*first), rest),
-        Some((first, _)) => {
+    let work = sh::target().join("c-tests");
+    fs::create_dir_all(&work)?;
+    let skips = Skips::read()?;
+    let failed = match arguments.split_first() {
+        None => run_all(&work, &skips)?,
+        Some((name, tests)) if PROGRAMS.contains(name) => run_program(name, tests, &work, &skips)?,
+        Some((name, _)) => {
             return Err(format!(
-                "c-tests: {first}: no such program among {}",
+                "c-tests: {name}: no such program among {}",
                 PROGRAMS.join(", ")
             )
             .into());
         }
-        None => (None, arguments),
     };
-    let work = sh::target().join("c-tests");
-    fs::create_dir_all(&work)?;
-    let skips = Skips::read()?;
-    let mut failed = Vec::new();
-    for name in PROGRAMS
-        .iter()
-        .filter(|name| program.is_none_or(|p| p == **name))
-    {
-        if *name == EXAMPLES {
-            println!("== {name}");
-            if !run_examples(&work)? {
-                failed.push((*name).to_owned());
-            }
-            continue;
-        }
-        let binary = build(name, &work.join(name))?;
-        println!("== {name}");
-        let mut command = if *name == PANIC {
-            on_debug_build(&binary)?
-        } else {
-            on_loopback(&binary, "127.0.0.1")
-        };
-        command.args(tests);
-        if !run_one(&mut command, name, &work, &skips)? {
-            failed.push((*name).to_owned());
-        }
-        if *name == EXS && tests.is_empty() && !run_ttcp()? {
-            failed.push("exs-ttcp".to_owned());
-        }
-        if IPV6.contains(name) {
-            println!("== {name} by IPv6");
-            if let Err(e) = std::net::UdpSocket::bind("[::1]:0") {
-                println!("skip: this machine has no IPv6: {e}");
-                continue;
-            }
-            let mut command = on_loopback(&binary, "::1");
-            command.env("TEST_ADDR", "::1");
-            if !run_one(command.args(tests), name, &work, &skips)? {
-                failed.push(format!("{name} by IPv6"));
-            }
-        }
-        for (_, carrier) in CARRIERS.iter().filter(|(n, _)| n == name) {
-            println!("== {name} by {carrier}");
-            if !run_one(command.env("ANYWARP_CARRIER", carrier), name, &work, &skips)? {
-                failed.push(format!("{name} by {carrier}"));
-            }
-        }
-    }
     if failed.is_empty() {
         return Ok(());
     }
     Err(format!("C tests fail: {}", failed.join(", ")).into())
+}
+
+/// Runs all programs; the names of those that failed.
+fn run_all(work: &Path, skips: &Skips) -> Result<Vec<String>> {
+    let (alone, beside): (Vec<&str>, Vec<&str>) =
+        PROGRAMS.iter().partition(|name| ALONE.contains(name));
+    let this = std::env::current_exe()?;
+    let failed = beside::run(&beside, |name| {
+        let mut command = Command::new(&this);
+        command.args(["c-tests", name]);
+        Ok(beside::in_namespace(command).output()?.into())
+    })?;
+    let mut failed: Vec<String> = failed.into_iter().map(str::to_owned).collect();
+    for name in alone {
+        let begin = Instant::now();
+        failed.extend(run_program(name, &[], work, skips)?);
+        println!("   {name}: {} s", begin.elapsed().as_secs());
+    }
+    Ok(failed)
+}
+
+/// Builds and runs one program in each way that it runs; the ways that failed.
+fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result<Vec<String>> {
+    let mut failed = Vec::new();
+    println!("== {name}");
+    if name == EXAMPLES {
+        if !run_examples(work)? {
+            failed.push(name.to_owned());
+        }
+        return Ok(failed);
+    }
+    let binary = build(name, &work.join(name))?;
+    let mut command = if name == PANIC {
+        on_debug_build(&binary)?
+    } else {
+        on_loopback(&binary, "127.0.0.1")
+    };
+    command.args(tests);
+    if !run_one(&mut command, name, work, skips)? {
+        failed.push(name.to_owned());
+    }
+    if name == EXS && tests.is_empty() && !run_ttcp()? {
+        failed.push("exs-ttcp".to_owned());
+    }
+    if IPV6.contains(&name) {
+        println!("== {name} by IPv6");
+        if let Err(e) = std::net::UdpSocket::bind("[::1]:0") {
+            println!("skip: this machine has no IPv6: {e}");
+        } else {
+            let mut command = on_loopback(&binary, "::1");
+            command.env("TEST_ADDR", "::1");
+            if !run_one(command.args(tests), name, work, skips)? {
+                failed.push(format!("{name} by IPv6"));
+            }
+        }
+    }
+    for (_, carrier) in CARRIERS.iter().filter(|(n, _)| *n == name) {
+        println!("== {name} by {carrier}");
+        command.env("ANYWARP_CARRIER", carrier);
+        if name == "chaos" {
+            command.args(OF_DATAGRAMS);
+        }
+        if !run_one(&mut command, name, work, skips)? {
+            failed.push(format!("{name} by {carrier}"));
+        }
+    }
+    Ok(failed)
 }
 
 /// Those of them that recover from lost datagrams: they run with faults as well.
@@ -250,7 +295,7 @@ fn run_ttcp() -> Result<bool> {
 
 /// Runs a program; whether it passed, and skipped nothing that it should not have.
 fn run_one(command: &mut Command, program: &str, work: &Path, skips: &Skips) -> Result<bool> {
-    let skipped = work.join("skipped");
+    let skipped = work.join(format!("{program}.skipped"));
     fs::write(&skipped, "")?;
     let mut passed = command.env("CHECK_SKIPS", &skipped).status()?.success();
     for line in fs::read_to_string(&skipped)?.lines() {

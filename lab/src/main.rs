@@ -2,6 +2,7 @@
 
 mod adopters;
 mod bench;
+mod beside;
 mod c_tests;
 mod capture;
 mod count;

@@ -14,21 +14,25 @@
 //! Reports go to files, one for each process: that a child process reported something is found also when its parent
 //! has killed it, or when its exit status is ignored.
 
+use crate::beside::{self, Done};
 use crate::c_tests;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::{Command, Output, Stdio};
 use xtask::{Result, link, sh, symbols};
 
 /// A run of the unit tests, among the names of programs.
 const UNIT: &str = "unit";
 
-/// What runs when nothing is named, with arguments that make it short.
+/// What runs when nothing is named, with arguments that make it short. The longest come first.
 ///
 /// Crowds at the door are measured against the clock, which means nothing when all is ten times slower: of `strangers`
 /// those tests run that send one at a time.
 const SHORT: &[(&str, &[&str])] = &[
     (UNIT, &[]),
+    ("chaos", &["--rounds", "3", "--cycles", "50"]),
+    ("fork", &[]),
+    ("scale", &["--qps=32", "--threads=8"]),
     ("selftest", &[]),
     ("cm", &[]),
     (
@@ -41,14 +45,11 @@ const SHORT: &[(&str, &[&str])] = &[
     ("counters", &[]),
     ("panic", &[]),
     ("rsockets", &[]),
-    ("fork", &[]),
     ("vanish", &[]),
     ("strangers", &["bad_crc", "truncated", "reset", "too_long"]),
     ("foreign", &[]),
-    ("chaos", &["--rounds", "3", "--cycles", "50"]),
     ("nccl", &[]),
     ("profiles", &[]),
-    ("scale", &["--qps=32", "--threads=8"]),
     ("buffers", &[]),
     ("exs", &[]),
     ("exs_hostile", &[]),
@@ -146,31 +147,38 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
     let wanted = |name: &str| names.is_empty() || names.contains(&name);
     let libraries = build.libraries()?;
     build.finds_errors(&libraries)?;
-    let mut failed = Vec::new();
     let judged = |name: &str| kind != Kind::Thread || !NOT_BY_THREAD.contains(&name);
-    for (name, short) in SHORT
+    let names: Vec<&str> = SHORT
         .iter()
-        .filter(|(name, _)| wanted(name) && judged(name))
-    {
-        let arguments: &[&str] = match rest {
+        .map(|(name, _)| *name)
+        .filter(|name| wanted(name) && judged(name))
+        .collect();
+    let arguments = |name: &str| {
+        let short = SHORT.iter().find(|(program, _)| *program == name);
+        match rest {
             [] if long => &[],
-            [] => short,
+            [] => short.map_or(&[][..], |(_, arguments)| *arguments),
             rest => rest,
-        };
-        println!("== {name}");
-        let begin = std::time::Instant::now();
-        let done = match *name {
-            UNIT => build.unit_tests(arguments, long),
-            name => build
-                .program(name, arguments, &libraries)
-                .and_then(|command| build.watched(name, command)),
-        };
-        if let Err(why) = done {
-            eprintln!("{name}: {why}");
-            failed.push(*name);
         }
-        println!("   {} s", begin.elapsed().as_secs());
-    }
+    };
+    let judge = |name: &str, command: Command| -> Result<Done> {
+        let (output, reports) = build.reports(name, command)?;
+        let mut done = Done::from(output);
+        done.passed &= reports.is_empty();
+        done.output
+            .splice(0..0, format!("== {name}\n").into_bytes());
+        done.output.extend(reports.join("\n").into_bytes());
+        Ok(done)
+    };
+    // The unit tests by themselves: cargo builds them with all processors.
+    let (unit, programs): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| **name == UNIT);
+    let mut failed = beside::run(&unit, |name| {
+        judge(name, build.unit_tests(arguments(name), long))
+    })?;
+    failed.extend(beside::run(&programs, |name| {
+        let command = build.program(name, arguments(name), &libraries)?;
+        judge(name, beside::in_namespace(command))
+    })?);
     if failed.is_empty() {
         return Ok(());
     }
@@ -280,7 +288,7 @@ impl Build {
 
     /// The tests of the crates and the simulation. The simulation has one thread: by the thread sanitizer it runs only if
     /// `long`.
-    fn unit_tests(&self, arguments: &[&str], long: bool) -> Result {
+    fn unit_tests(&self, arguments: &[&str], long: bool) -> Command {
         let mut packages = vec!["anywarp-core", "anywarp-engine"];
         if long || self.kind == Kind::Address {
             packages.push("anywarp-sim");
@@ -290,7 +298,7 @@ impl Build {
         command.args(packages.iter().map(|name| format!("--package={name}")));
         // Documentation tests are compiled one by one, and are no subject of their own.
         command.args(["--lib", "--tests", "--"]).args(arguments);
-        self.watched(UNIT, command)
+        command
     }
 
     /// An error that is there on purpose has to be found; else nothing is.
@@ -352,32 +360,22 @@ impl Build {
         Ok(command)
     }
 
-    /// Runs a command; that it fails, or one of its processes reports something, is an error.
-    fn watched(&self, name: &str, command: Command) -> Result {
-        let (status, reports) = self.reports(name, command)?;
-        for report in &reports {
-            eprintln!("{report}");
-        }
-        match reports.len() {
-            0 if status.success() => Ok(()),
-            0 => Err(status.to_string().into()),
-            n => Err(format!("{n} processes have something reported, above").into()),
-        }
-    }
-
     /// Runs a command and reads what its processes reported.
-    fn reports(&self, name: &str, mut command: Command) -> Result<(ExitStatus, Vec<String>)> {
+    fn reports(&self, name: &str, mut command: Command) -> Result<(Output, Vec<String>)> {
         let folder = self.work.join("reports").join(name);
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir_all(&folder)?;
-        let status = command.envs(self.kind.options(name, &folder)).status()?;
+        let output = command
+            .envs(self.kind.options(name, &folder))
+            .stdin(Stdio::null())
+            .output()?;
         let mut reports = Vec::new();
         for report in fs::read_dir(&folder)? {
             reports.push(fs::read_to_string(report?.path())?);
         }
-        Ok((status, reports))
+        Ok((output, reports))
     }
 }
 

@@ -199,11 +199,16 @@ static void on_deadline(int signal_number)
 	_exit(1);
 }
 
-/* Whether the arguments (parts of names; none: all) select this test. */
+/* Whether the arguments (parts of names; none: all, but for those that `--without=PART` names) select this test. */
 static bool selected(const char *name, int argc, char **argv)
 {
+	static const char without[] = "--without=";
 	bool any = false;
 
+	for (int i = 1; i < argc; i++) {
+		if (!strncmp(argv[i], without, sizeof without - 1) && strstr(name, argv[i] + sizeof without - 1))
+			return false;
+	}
 	for (int i = 1; i < argc; i++) {
 		if (argv[i][0] == '-')
 			continue;

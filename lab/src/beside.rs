@@ -1,0 +1,100 @@
+//! Test programs beside one another: most of them wait most of the time.
+
+use std::io::Write as _;
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use xtask::Result;
+
+/// What became of a job: whether it passed, and its output.
+#[derive(Debug)]
+pub(crate) struct Done {
+    pub(crate) passed: bool,
+    pub(crate) output: Vec<u8>,
+}
+
+impl From<Output> for Done {
+    fn from(output: Output) -> Self {
+        Self {
+            passed: output.status.success(),
+            output: [output.stdout, output.stderr].concat(),
+        }
+    }
+}
+
+/// Runs `job` for each name, one per processor at a time, and returns the names for which it failed. Where network namespaces
+/// are refused the jobs run one after the other.
+///
+/// The output of a job is printed when the job ends, so that the lines of two jobs do not mix. The longest jobs should come
+/// first.
+pub(crate) fn run<'a>(
+    names: &[&'a str],
+    job: impl Fn(&str) -> Result<Done> + Sync,
+) -> Result<Vec<&'a str>> {
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(Vec::new());
+    let work = || {
+        while let Some(name) = names.get(next.fetch_add(1, Relaxed)) {
+            let begin = Instant::now();
+            let done = job(name).unwrap_or_else(|e| Done {
+                passed: false,
+                output: format!("FAIL {name}: {e}\n").into_bytes(),
+            });
+            if !done.passed {
+                failed
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(*name);
+            }
+            let seconds = begin.elapsed().as_secs();
+            let mut stdout = std::io::stdout().lock();
+            // Nobody reads: the exit status tells.
+            let _closed = stdout
+                .write_all(&done.output)
+                .and_then(|()| writeln!(stdout, "   {name}: {seconds} s"));
+        }
+    };
+    let processors = if *NAMESPACES {
+        thread::available_parallelism()?.get()
+    } else {
+        1
+    };
+    thread::scope(|scope| {
+        for _ in 0..processors {
+            scope.spawn(work);
+        }
+    });
+    Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Whether this machine allows network namespaces.
+static NAMESPACES: LazyLock<bool> = LazyLock::new(|| {
+    Command::new("unshare")
+        .args(["--net", "ip", "link", "set", "lo", "up"])
+        .output()
+        .is_ok_and(|output| output.status.success())
+});
+
+/// The command in a network namespace of its own, where its ports cannot collide with those of others. Where namespaces are
+/// refused, the command as it is.
+pub(crate) fn in_namespace(command: Command) -> Command {
+    if !*NAMESPACES {
+        return command;
+    }
+    let mut inside = Command::new("unshare");
+    inside
+        .args(["--net", "sh", "-c"])
+        .args(["ip link set lo up && exec \"$@\"", "sh"])
+        .arg(command.get_program())
+        .args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => inside.env(name, value),
+            None => inside.env_remove(name),
+        };
+    }
+    inside
+}
