@@ -1,12 +1,12 @@
-//! Numbers that only the host at an address can know, because they were sent there.
+//! Proof that a peer receives at its address: it has to return a number that was sent there.
 //!
-//! Anybody can put any address into a datagram. Before much is sent to an address on behalf of such a datagram, or memory
-//! spent on it, its sender has to show that it receives there: it gives a number back that is a keyed hash of its address.
-//! Nothing is remembered until then.
+//! Any host can send datagrams with a forged source address. Before this end sends much data to an address, or spends
+//! memory on it, the sender has to return a number. The number is a keyed hash of its address, so no state is kept
+//! until then.
 
 #![expect(
     deprecated,
-    reason = "the hasher with keys of one's own has no successor in std; SipHash is what it promises"
+    reason = "std has no other hasher whose keys can be set; this one is SipHash"
 )]
 
 use std::hash::{Hash, Hasher, SipHasher};
@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use super::types::Peer;
 
-/// How long a cookie is good at least; at most twice as long.
+/// How long a cookie is valid at least, in seconds. It is valid for at most twice as long.
 const LIFE: u64 = 60;
-/// The same of a token with which a peer of reliable datagrams begins. A peer is remembered for longer than that, so the
-/// token of one that was forgotten is never good any more.
+/// How long the token of a reliable peer is valid at least, in seconds. A peer is remembered for longer than its
+/// token is valid, so the token of a forgotten peer is not accepted.
 const TOKEN_LIFE: u64 = 30;
 
 /// The key, from the random source of the host.
@@ -36,8 +36,8 @@ impl Secret {
         hasher.finish()
     }
 
-    /// The number that a peer of reliable datagrams has to echo to begin. Never 0. `instead`: the token of the peer, if
-    /// another queue pair there was known until now; else 0.
+    /// Returns the number that a reliable peer has to echo in its first packet. Never 0. `instead`: the token of the
+    /// queue pair that was known at the same address until now, or 0.
     pub(super) fn token(&self, peer: &Peer, instead: u32, now: Duration) -> u32 {
         self.token_of(peer, instead, now.as_secs() / TOKEN_LIFE)
     }
@@ -51,35 +51,35 @@ impl Secret {
         u32::from_be_bytes([a, b, c, d]).max(1)
     }
 
-    /// Whether `token` is one that the peer was given lately.
+    /// Whether `token` is one that was sent to the peer recently.
     pub(super) fn gave(&self, peer: &Peer, instead: u32, token: u32, now: Duration) -> bool {
         let slot = now.as_secs() / TOKEN_LIFE;
         self.token_of(peer, instead, slot) == token
             || self.token_of(peer, instead, slot.wrapping_sub(1)) == token
     }
 
-    /// A number that cannot be guessed and that is another one each time. Never 0.
+    /// Returns a number that cannot be guessed and differs each time. Never 0.
     pub(super) fn nonce(&self, peer: &Peer, now: Duration) -> u32 {
         self.number((3_u8, peer, now))
     }
 
-    /// A small number that addresses of one prefix share.
+    /// Returns the hash of an address prefix, one byte.
     pub(super) fn bucket(&self, prefix: &IpAddr) -> u8 {
         self.hash((4_u8, prefix)) as u8
     }
 
-    /// A first number for something that should not be guessed.
+    /// Returns a first sequence number that cannot be guessed.
     pub(super) fn start(&self, what: u8) -> u32 {
         let [a, b, c, d, ..] = self.hash((1_u8, what)).to_be_bytes();
         u32::from_be_bytes([a, b, c, d])
     }
 
-    /// What a peer has to bring before it gets large answers.
+    /// Returns the cookie that a peer has to send with requests for long answers.
     pub(super) fn cookie(&self, peer: &Peer, now: Duration) -> u64 {
         self.hash((2_u8, peer, now.as_secs() / LIFE))
     }
 
-    /// Whether `cookie` is one that the peer was given lately.
+    /// Whether `cookie` is one that was sent to the peer recently.
     pub(super) fn knows(&self, peer: &Peer, cookie: u64, now: Duration) -> bool {
         let slot = now.as_secs() / LIFE;
         self.hash((2_u8, peer, slot)) == cookie

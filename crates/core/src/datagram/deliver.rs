@@ -1,7 +1,8 @@
-//! Messages that come in: Sends into posted receives, Writes into registered memory, and the records of them.
+//! Delivers incoming messages: Sends into posted receives, Writes into registered memory, and Write-Records with
+//! their records.
 //!
-//! A message of one datagram is delivered where it stands; of one that is longer, and of each Write-Record, account is
-//! kept in [`Messages`](super::messages::Messages) until it is over.
+//! A message of one datagram is delivered at once. For longer messages and incomplete Write-Records,
+//! [`Messages`](super::messages::Messages) keeps the state until they end.
 
 use std::time::Duration;
 
@@ -25,14 +26,14 @@ use crate::wire::dgram::{ATTR_NOT_AGGREGATED, Datagram};
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
-/// What one datagram did to its message.
+/// The bytes of a message that one datagram added, and whether the message is complete.
 struct Progress {
     fresh: SmallVec<[Range; 2]>,
     complete: bool,
 }
 
 impl DatagramQp {
-    /// A datagram of a Send, a Write or a Write-Record.
+    /// Handles a datagram of a Send, a Write or a Write-Record.
     pub(super) fn receive_message(
         &mut self,
         arrival: &Arrival,
@@ -57,7 +58,8 @@ impl DatagramQp {
             return self.deliver_single(arrival, d, &identity, len);
         }
         if identity.opcode == Opcode::Write && identity.imm.is_none() {
-            // It makes no record or completion: its bytes are placed in any order.
+            // Such a Write makes no record and no completion, so no state is kept: its datagrams are placed in any
+            // order.
             return self.place_write(peer, d, &identity);
         }
         let mut given_up = Vec::new();
@@ -69,7 +71,7 @@ impl DatagramQp {
                 self.room_for_record()?;
                 self.record_single(arrival, peer, d, &identity, &mut given_up)
             }
-            // What is acknowledged is never given up: the packet waits.
+            // An acknowledged message must not be given up, so the packet waits and is not acknowledged.
             Turn::New if self.rd.is_some() && self.messages.is_full(peer) => Err(Dropped::Busy),
             Turn::New => self
                 .open_message(arrival, peer, &identity, len)
@@ -86,7 +88,7 @@ impl DatagramQp {
         result
     }
 
-    /// Bytes of the route header in front of a Send.
+    /// Returns the length of the route header in front of a Send.
     fn lead(&self, identity: &Identity) -> u64 {
         match identity.base {
             None if !self.kind.is_connected() => bounds::GRH_LEN.into(),
@@ -94,7 +96,7 @@ impl DatagramQp {
         }
     }
 
-    /// A message of one datagram that needs no account.
+    /// Delivers a message of one datagram, for which no state is kept.
     fn deliver_single(
         &mut self,
         arrival: &Arrival,
@@ -142,10 +144,10 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Copies what stands in front of a message, and the message behind it; false if their memory is gone.
+    /// Copies the route header and the message behind it. Returns false if the memory was deregistered.
     fn place_with_lead(&self, places: &Places, lead: &[u8], payload: &[u8]) -> bool {
         let at = lead.len() as u64;
-        // Most receives are one range: it is held once for both.
+        // Most receives have one range, which is pinned once for both copies.
         let [place] = places.as_slice() else {
             return self.place(places, 0, lead) && self.place(places, at, payload);
         };
@@ -160,7 +162,7 @@ impl DatagramQp {
         true
     }
 
-    /// A Write-Record of one datagram: over as soon as it has come.
+    /// Handles a Write-Record of one datagram, which is complete at once.
     fn record_single(
         &mut self,
         arrival: &Arrival,
@@ -188,12 +190,12 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Whether each datagram of a Write-Record has a record of its own.
+    /// Returns whether each datagram of a Write-Record makes its own record.
     fn in_chunks(&self, d: &Datagram<'_>) -> bool {
         self.options.record == RecordMode::Chunk || d.shim.attributes & ATTR_NOT_AGGREGATED != 0
     }
 
-    /// The STag that a Send gives up is given up. False: it may not be.
+    /// Invalidates the STag that a Send with Invalidate names. Returns false if the peer may not invalidate it.
     fn invalidates(&mut self, identity: &Identity) -> bool {
         match identity.invalidate {
             Some(stag) => {
@@ -208,7 +210,7 @@ impl DatagramQp {
         }
     }
 
-    /// A datagram of an unrecorded Write that is one of several.
+    /// Places one of several datagrams of a Write without a record.
     fn place_write(
         &mut self,
         peer: &Peer,
@@ -228,12 +230,13 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The memory that a Write names, all of it: of one that would leave the region not even the beginning is placed.
+    /// Returns the memory of the whole message that a Write names. A message that leaves the region is rejected
+    /// before any of it is placed.
     fn target(&self, peer: &Peer, identity: &Identity) -> Result<Option<Placement>, Dropped> {
         let Some((stag, to)) = identity.base else {
             return Ok(None);
         };
-        // RFC 5041 §5.2 [ddp-zero-len]: what has no bytes goes nowhere; STag and TO are not looked at.
+        // RFC 5041 §5.2 [ddp-zero-len]: a message without payload is not placed, and its STag and TO are not checked.
         if identity.length == 0 {
             return Ok(None);
         }
@@ -241,7 +244,7 @@ impl DatagramQp {
             .map(Some)
     }
 
-    /// Memory of ours that a peer names.
+    /// Returns local memory that a peer names, after the check of its access rights.
     pub(super) fn remote(
         &self,
         peer: &Peer,
@@ -266,7 +269,7 @@ impl DatagramQp {
         Ok(place)
     }
 
-    /// Finds receive and memory for a new message.
+    /// Finds the receive and the memory for a new message.
     fn open_message(
         &mut self,
         arrival: &Arrival,
@@ -290,7 +293,7 @@ impl DatagramQp {
             }
         };
         let until = match self.rd {
-            // What is missing comes, or the peer is lost.
+            // No deadline: the reliability layer delivers the missing datagrams or reports that the peer is lost.
             Some(_) => Duration::MAX,
             None => self.now + self.options.deadline,
         };
@@ -310,8 +313,8 @@ impl DatagramQp {
         })
     }
 
-    /// A message cannot be completed. Without reliability it is forgotten; else the rest of its packets are refused for
-    /// the same reason, in their turn, and then its sender gives it up.
+    /// Fails a message that cannot be completed. An unreliable service forgets the message. A reliable service
+    /// refuses the later packets of the message for the same reason, and the sender then gives it up.
     fn spoil(&mut self, peer: &Peer, id: u32, why: Dropped) -> Dropped {
         let receive = if self.rd.is_none() {
             self.messages.close(peer, id).and_then(|open| open.receive)
@@ -327,8 +330,9 @@ impl DatagramQp {
         why
     }
 
-    /// Whether a record of a reliable message has room. Its packet waits until it has: its sender takes it for done then.
-    /// Without reliability the message counts as what it is, and the record is lost.
+    /// Checks that a record of a reliable message can be stored. If it cannot, the packet stays unacknowledged until
+    /// the program has fetched records. Unreliable services do not check: the message counts as delivered and the
+    /// record is lost.
     fn room_for_record(&self) -> Result<(), Dropped> {
         if self.rd.is_none() || self.records.has_room(self.options.max_records) {
             return Ok(());
@@ -336,7 +340,7 @@ impl DatagramQp {
         Err(Dropped::NoRecord)
     }
 
-    /// A datagram of a message that is open.
+    /// Handles a datagram of a message that is open.
     fn go_on(
         &mut self,
         arrival: &Arrival,
@@ -393,7 +397,7 @@ impl DatagramQp {
             self.counters.rx_repaired += 1;
         }
         if let Err(why @ (Dropped::Access | Dropped::Local)) = result {
-            // The memory is gone, and with it the message.
+            // The memory was deregistered, so the message fails.
             return Err(self.spoil(peer, shim.id, why));
         }
         if d.header.last() {
@@ -403,7 +407,7 @@ impl DatagramQp {
         result
     }
 
-    /// Places what is new of a datagram.
+    /// Places the bytes of a datagram that had not arrived before.
     fn absorb(
         &mut self,
         peer: &Peer,
@@ -418,7 +422,7 @@ impl DatagramQp {
             return Err(Dropped::Late);
         };
         let end = offset.saturating_add(u32::try_from(payload.len()).unwrap_or(u32::MAX));
-        // A gap of a reliable message closes; the window of its sender bounds how many there are.
+        // Gaps of a reliable message are filled later, and the send window limits their number.
         let most = if (open.record || reliable) && !rx_full {
             bounds::RECORD_GAPS
         } else {
@@ -427,7 +431,8 @@ impl DatagramQp {
         let before = open.coverage.ranges().len();
         let fresh = match open.coverage.add(offset, end, most) {
             Ok(fresh) => fresh,
-            // It may be acknowledged already: it waits until there are fewer gaps. What closes one always goes.
+            // Packets of this message may have been acknowledged, so it cannot fail: the packet waits until there are
+            // fewer gaps. A packet that fills a gap is accepted always.
             Err(TooManyGaps) if reliable && rx_full => return Err(Dropped::Busy),
             Err(TooManyGaps) => return Err(Dropped::Gaps),
         };
@@ -438,12 +443,13 @@ impl DatagramQp {
         }
         let places = open.places.clone();
         self.messages.note_runs(before, runs);
-        // Only what is new is placed: the application may have used the rest already.
+        // Only bytes that had not arrived before are placed: the application may have used the others already.
         for (from, to) in &fresh {
             let part = (from - offset) as usize..(to - offset) as usize;
             let bytes = payload.get(part).unwrap_or(&[]);
             if !self.place(&places, lead + u64::from(*from), bytes) {
-                // Taken out: what fails now flushes those that are left.
+                // The receive is removed from the message before the queue pair fails, since the failure flushes all
+                // other receives.
                 let receive = self.messages.get_mut(peer, id);
                 return Err(match receive.and_then(|open| open.receive.take()) {
                     Some(request) => self.broken_receive(request.id),
@@ -454,7 +460,7 @@ impl DatagramQp {
         Ok(Progress { fresh, complete })
     }
 
-    /// The final datagram of a message, or the word that it ended, came.
+    /// Records that the final datagram of a message, or its end-of-message datagram, has arrived.
     fn final_seen(&mut self, peer: &Peer, id: u32) {
         let until = self.now + self.options.grace;
         let reliable = self.rd.is_some();
@@ -467,7 +473,7 @@ impl DatagramQp {
         }
     }
 
-    /// What follows from what has arrived of a message.
+    /// Makes the records and completions that are due after a datagram.
     fn judge(
         &mut self,
         arrival: &Arrival,
@@ -489,7 +495,8 @@ impl DatagramQp {
         }
         if progress.complete {
             if identity.base.is_some() && identity.imm.is_some() && !record {
-                // The receive of a Write with immediate is taken at its end; without one its last datagram comes again.
+                // A Write with immediate consumes its receive at its end. Without a receive, the last datagram is
+                // refused and sent again.
                 let Some(request) = self.base.take_receive() else {
                     return Err(Dropped::NoReceive);
                 };
@@ -498,7 +505,7 @@ impl DatagramQp {
                 return Ok(());
             }
             if record && !chunks {
-                // What is there stays there, and the record is made when its last datagram is tried again.
+                // The bytes stay placed. The record is made when the last packet is handled again.
                 self.room_for_record()?;
             }
             if !self.invalidates(identity) {
@@ -514,14 +521,15 @@ impl DatagramQp {
             }
             return Ok(());
         }
-        // What is reliable becomes complete.
+        // A reliable message always becomes complete, so it is not recorded early.
         let thesis = record && self.options.record == RecordMode::Thesis && !chunks;
         if thesis
             && self.rd.is_none()
             && d.header.last()
             && let Some(open) = self.messages.close(peer, id)
         {
-            // The thesis, section 6.6.1: what has come by then is all that counts.
+            // The thesis, section 6.6.1: the record contains the bytes that have arrived when the final datagram
+            // does.
             self.record(peer, id, &open);
         }
         Ok(())
@@ -550,13 +558,13 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ records
 
-    /// Makes the record of a message that is over.
+    /// Makes the record of a message that has ended.
     fn record(&mut self, peer: &Peer, id: u32, open: &Open) {
         let ranges = open.coverage.ranges();
         self.record_of(peer, id, &open.identity, ranges, open.final_seen);
     }
 
-    /// The same of the runs of bytes that are there.
+    /// As [`Self::record`], with the runs of bytes that have arrived.
     fn record_of(
         &mut self,
         peer: &Peer,
@@ -632,7 +640,7 @@ impl DatagramQp {
         entry.solicited = solicited;
         let whole = record.complete;
         if !self.records.push(record, ranges, self.options.max_records) {
-            // The memory is written all the same.
+            // The data was placed; only the record is lost.
             self.counters.rec_overflow += 1;
             return;
         }
@@ -646,7 +654,8 @@ impl DatagramQp {
         }
     }
 
-    /// Messages that are over and not complete. `recorded`: what has come of them is, where records of parts are made.
+    /// Ends messages that were given up before they were complete. If `recorded`, a Write-Record gets the record that
+    /// the options demand.
     pub(super) fn give_up_all(&mut self, given_up: Vec<GivenUp>, recorded: bool) {
         for (peer, id, mut open) in given_up {
             if let Some(request) = open.receive.take() {
@@ -655,9 +664,9 @@ impl DatagramQp {
             } else if open.record && recorded {
                 match self.options.record {
                     RecordMode::Robust => self.record(&peer, id, &open),
-                    // Its final datagram was lost: it leaves no record.
+                    // The final datagram was lost, so there is no record.
                     RecordMode::Thesis => self.counters.evicted += 1,
-                    // What has come was told.
+                    // Each datagram had its record already.
                     RecordMode::Chunk => {}
                 }
             } else {
@@ -668,7 +677,7 @@ impl DatagramQp {
 }
 
 impl Open {
-    /// The groups of the message; the first datagram says what they are.
+    /// Returns the parity groups of the message. Its first datagram with parity defines their sizes.
     fn group(&mut self, segment: u16, group: u8, budget: &Budget) -> Result<&mut Groups, Dropped> {
         let length = self.identity.length;
         if self

@@ -1,11 +1,11 @@
 //! Pacing: how much may be under way to a peer before it has reported.
 //!
-//! A socket drops datagrams that its owner does not fetch in time. A program that posts a hundred sends at once would lose
-//! most of them where no wire slows it down, while hardware loses none. So a receiver *reports* from time to time the last
-//! datagram that it has seen and the room in its socket, and a sender waits when more than that is under way. Reports are
-//! advice: a report that is lost, wrong or missing costs time, never a message. A sender stops waiting for a peer that stays
-//! silent until the peer reports again; for a peer that has never reported it waits once. Without reports a clock sets the
-//! pace, slow enough that no queue on the way overflows.
+//! A socket drops datagrams that its owner does not fetch in time. A program that posts a hundred sends at once to
+//! the same host would lose most of them, while hardware loses none. So a receiver sends *reports* from time to time:
+//! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than that is
+//! under way. A report that is lost, wrong or missing costs time, never a message. A sender stops waiting for a peer
+//! that stays silent until the peer reports again; for a peer that has never reported it waits once. Without reports
+//! it sends at a fixed rate, low enough that no queue on the path overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
@@ -111,7 +111,7 @@ impl Window {
         }
     }
 
-    /// Whether the peer does not report, so that the clock sets the pace.
+    /// Whether the peer does not report, so that the fixed rate applies.
     fn is_silent(&self) -> bool {
         self.silence >= PATIENCE
     }
@@ -398,7 +398,7 @@ mod tests {
             end: 99,
             room: bounds::DATAGRAM_WINDOW,
         };
-        // All but the last one arrived, over the end of the numbers.
+        // All but the last one arrived. The message numbers wrap around.
         flow.handle_report(&peer(2), &report);
         assert_eq!(flow.stall(), Some(1));
         flow.handle_report(&peer(1), &report);
@@ -430,7 +430,7 @@ mod tests {
         assert!(n < 100);
         flow.give_up_waiting();
         assert_eq!(flow.stall(), None);
-        // From now on the clock sets the pace.
+        // From now on the fixed rate applies.
         assert_eq!(
             fill(&mut flow, NOW),
             SILENT_WINDOW.div_ceil(charge(1000).into())

@@ -1,7 +1,7 @@
 //! The route header in front of every received UD message.
 //!
-//! Verbs programs answer a sender by what stands in the first 40 bytes of the receive buffer. We have an ordinary IP
-//! header of the host to tell of and show it the way RoCE v2 does:
+//! Verbs programs find the address of a sender in the first 40 bytes of the receive buffer. The host has received an
+//! ordinary IP header, which is presented in the layout of RoCE v2:
 //!
 //! ```text
 //!  IPv6:  0                                                           40
@@ -25,14 +25,14 @@ use crate::wire::put;
 /// Bytes of the header.
 pub const LEN: usize = bounds::GRH_LEN as usize;
 
-/// Protocol number of UDP, the next header of both.
+/// Protocol number of UDP, for the next-header field.
 const UDP: u8 = 17;
 /// Bytes of a UDP header.
 const UDP_HEADER: usize = 8;
 /// Bytes of an IPv4 header without options.
 const IPV4_HEADER: usize = 20;
 
-/// The header for a datagram of `len` bytes that arrived like this.
+/// Returns the header for a datagram of `len` bytes that arrived with this addressing.
 #[inline]
 pub fn build(arrival: &Arrival, len: usize) -> [u8; LEN] {
     let to = arrival.to.map(|to| to.to_canonical());
@@ -54,7 +54,7 @@ pub fn build(arrival: &Arrival, len: usize) -> [u8; LEN] {
     }
 }
 
-/// What kind of header that is: see [`Completion::sl`](crate::verbs::wc::Completion::sl).
+/// Returns the kind of header: see [`Completion::sl`](crate::verbs::wc::Completion::sl).
 #[inline]
 pub fn kind(arrival: &Arrival) -> u8 {
     const ROCE_V2: u8 = 8;
@@ -64,7 +64,7 @@ pub fn kind(arrival: &Arrival) -> u8 {
     }
 }
 
-/// A length field of 16 bits; no datagram is longer than it can say.
+/// Returns a 16-bit length field. No UDP datagram is longer.
 fn length(bytes: usize) -> [u8; 2] {
     u16::try_from(bytes).unwrap_or(u16::MAX).to_be_bytes()
 }
@@ -75,8 +75,8 @@ fn ipv4(arrival: &Arrival, from: Ipv4Addr, to: Ipv4Addr, len: usize) -> [u8; LEN
     let length = length(IPV4_HEADER + UDP_HEADER + len);
     let first = [0x45, tos];
     let third = [ttl, UDP];
-    // RFC 791 §3.1: the complement of the ones' complement sum of the header's 16-bit words. Ones' complement has carries
-    // that come around, so words of 32 bits are two of 16 bits each.
+    // RFC 791 §3.1: the complement of the ones' complement sum of the 16-bit words of the header. Carries wrap
+    // around, so the sum of 32-bit words, folded to 16 bits, is the same.
     let word = |bytes| u64::from(u16::from_be_bytes(bytes));
     let mut sum = word(first) + word(length) + word(third);
     sum += u64::from(u32::from(from)) + u64::from(u32::from(to));
@@ -115,10 +115,11 @@ pub(crate) mod tests {
     use super::*;
     use std::net::SocketAddr;
 
-    /// What a program reads out of the 40 bytes: source, destination, hop limit, traffic class, datagram length.
+    /// The fields that a program reads from the 40 bytes: source, destination, hop limit, traffic class, datagram
+    /// length.
     pub(crate) type Route = (IpAddr, IpAddr, u8, u8, usize);
 
-    /// Reads the header as verbs programs do, from the description of RoCE v2 and not from the code above.
+    /// Reads the header as verbs programs do. Written from the description of RoCE v2, independent of `build`.
     pub(crate) fn read(grh: &[u8]) -> Option<Route> {
         let word = |at: usize| u16::from_be_bytes([grh[at], grh[at + 1]]);
         let inner = &grh[20..];
@@ -126,7 +127,7 @@ pub(crate) mod tests {
         for i in 0..10 {
             sum += u64::from(inner[2 * i]) * 256 + u64::from(inner[2 * i + 1]);
         }
-        // Folded modulo 65535 a header with its own checksum gives all ones, that is 0.
+        // The sum of a header with a correct checksum is a multiple of 65535, but not 0.
         let sum_is_right = sum.is_multiple_of(65_535) && sum != 0;
         if grh[0] >> 4 == 6 && !(inner[0] == 0x45 && sum_is_right) {
             assert_eq!(grh[6], 17);

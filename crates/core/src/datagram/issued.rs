@@ -1,17 +1,18 @@
-//! Which request a message number belongs to, for error reports that come after the request has completed.
+//! The requests of recent messages, for error reports that arrive after the request has completed.
 
 use crate::bounds;
 
-/// The requests of the last messages, by message number.
+/// The `wr_id`s of the requests of recent messages, by message number.
 #[derive(Debug)]
 pub(super) struct Issued {
-    /// At `id % MESSAGES_REMEMBERED`; empty until the first message, and if `kept` is false.
+    /// The entry of message `id` is at `id % MESSAGES_REMEMBERED`. Empty until the first message, and if `kept` is
+    /// false.
     ring: Vec<Option<(u32, u64)>>,
     kept: bool,
 }
 
 impl Issued {
-    /// Remembers nothing unless `kept`: only `anywarpdv_poll_errors(3)` reads it.
+    /// Stores nothing if `kept` is false: only `anywarpdv_poll_errors(3)` reads the entries.
     pub(super) fn new(kept: bool) -> Self {
         Self {
             ring: Vec::new(),
@@ -19,7 +20,7 @@ impl Issued {
         }
     }
 
-    /// Message `id` is of the application's request `request`.
+    /// Stores that message `id` belongs to the request `request`.
     #[inline]
     pub(super) fn add(&mut self, id: u32, request: u64) {
         if self.kept {
@@ -36,7 +37,7 @@ impl Issued {
         }
     }
 
-    /// The application's number of the request of message `id`.
+    /// Returns the `wr_id` of the request of message `id`.
     pub(super) fn request(&self, id: u32) -> Option<u64> {
         let (last, request) = (*self.ring.get(place_of(id))?)?;
         (last == id).then_some(request)
@@ -56,12 +57,12 @@ mod tests {
         let mut issued = Issued::new(true);
         assert_eq!(issued.request(7), None);
         let most = u32::try_from(bounds::MESSAGES_REMEMBERED).unwrap_or(0);
-        // Across the end of the numbers.
+        // The message numbers wrap around.
         let first = u32::MAX - 2;
         for n in 0..=most {
             issued.add(first.wrapping_add(n), n.into());
         }
-        assert_eq!(issued.request(first), None, "its place was taken");
+        assert_eq!(issued.request(first), None, "a newer message has its entry");
         assert_eq!(issued.request(first.wrapping_add(1)), Some(1));
         assert_eq!(issued.request(first.wrapping_add(most)), Some(most.into()));
         let mut unasked = Issued::new(false);

@@ -1,12 +1,12 @@
-//! Messages under way from many sources: which bytes of each have arrived, and the records of those that are over.
+//! Incomplete messages from many sources, and the records of Write-Records that have ended.
 //!
-//! A source is a queue pair elsewhere. Its messages are distinguished by number; no order is assumed, neither between
-//! messages nor within one. What a source's datagrams cost us is bounded, and a source is remembered only when one of them
-//! has passed every check.
+//! A source is a remote queue pair. Its messages are identified by their numbers. Messages of a source may arrive in
+//! any order, and so may the datagrams of a message. The memory for each source is limited, and a source is stored
+//! only after one of its datagrams has passed every check.
 //!
-//! A message is *open* from its first datagram on until it is complete or given up, and *closed* from then on: a window
-//! of the last `WINDOW` numbers remembers which are, so that a late copy of a datagram never touches memory that the
-//! program has gone on to use.
+//! A message is *open* from its first datagram until it is complete or given up, and *closed* afterwards. A bitmap of
+//! the last `WINDOW` message numbers tells which are closed, so that a late duplicate of a datagram does not
+//! overwrite memory that the program uses again.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -21,38 +21,39 @@ use crate::verbs::source::Places;
 use crate::verbs::wr::RecvRequest;
 use crate::wire::{Stag, To};
 
-/// What came by a Write-Record, as the program reads it.
+/// The record of a Write-Record, as the program reads it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Address and port of the writer.
+    /// Address and port of the sender.
     pub from: SocketAddr,
-    /// Its queue pair.
+    /// Queue pair number of the sender.
     pub src_qpn: u32,
-    /// Number of the message, of that source.
+    /// Message number, as chosen by the sender.
     pub id: u32,
-    /// The memory written to.
+    /// STag of the memory that was written.
     pub stag: Stag,
-    /// Where in it the message begins.
+    /// Tagged offset of the first byte of the message.
     pub base: To,
-    /// Bytes of the message.
+    /// Length of the message, bytes.
     pub length: u32,
-    /// Bytes of it that are there.
+    /// Number of bytes that have arrived.
     pub valid: u32,
-    /// A record of one datagram: where in the message it begins. 0 otherwise.
+    /// Of a record of one datagram: its offset in the message. Otherwise 0.
     pub offset: u32,
-    /// Four bytes of the writer.
+    /// Immediate data.
     pub imm: Option<[u8; 4]>,
-    /// All of it is there.
+    /// All bytes of the message have arrived.
     pub complete: bool,
-    /// It is of one datagram alone, and others of the message may have their own.
+    /// The record is of one datagram. Other datagrams of the message may have records too.
     pub chunk: bool,
-    /// Its final datagram, or the word that it ended, arrived.
+    /// The final datagram of the message, or its end-of-message datagram, has arrived.
     pub final_seen: bool,
-    /// Names the map of the bytes that are there, until it is released; 0 if it needs none: all are, or a chunk.
+    /// Identifies the map of the bytes that have arrived, until the program releases it. 0 if there is no map: the
+    /// message is complete, or the record is of one datagram.
     pub map: u64,
 }
 
-/// Records that wait for the program, and maps that it has not released.
+/// Records that the program has not fetched, and maps that it has not released.
 #[derive(Debug, Default)]
 pub struct Records {
     waiting: VecDeque<Record>,
@@ -62,14 +63,15 @@ pub struct Records {
 }
 
 impl Records {
-    /// The oldest record.
+    /// Removes and returns the oldest record.
     pub(super) fn poll(&mut self) -> Option<Record> {
         self.waiting.pop_front()
     }
 
-    /// The oldest record of a message of a queue pair.
+    /// Removes and returns the oldest record of message `id` of the queue pair `src_qpn`.
     pub(super) fn take(&mut self, src_qpn: u32, id: u32) -> Option<Record> {
-        // Records and their completions have the same order, so this is the first one unless the program has left some.
+        // Records and their completions have the same order, so this is the first one unless the program has skipped
+        // some.
         let at = self
             .waiting
             .iter()
@@ -77,22 +79,22 @@ impl Records {
         self.waiting.remove(at)
     }
 
-    /// How many wait.
+    /// The number of records.
     pub fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Whether none waits.
+    /// Whether there are no records.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// The bytes of a message that are there: runs in order, ends excluded.
+    /// Returns the runs of bytes that have arrived, in order. The end of a run is exclusive.
     pub fn map(&self, map: u64) -> Option<&[Range]> {
         self.maps.get(&map).map(Vec::as_slice)
     }
 
-    /// The program has read a map.
+    /// Releases a map. Returns false if there is no such map.
     pub(super) fn release(&mut self, map: u64) -> bool {
         match self.maps.remove(&map) {
             Some(ranges) => {
@@ -103,12 +105,12 @@ impl Records {
         }
     }
 
-    /// Whether there is room for one more record of a message that is complete, or of a chunk.
+    /// Whether one more record can be stored.
     pub(super) fn has_room(&self, most: u32) -> bool {
         self.waiting.len() + self.maps.len() < most as usize
     }
 
-    /// Adds a record; false if there is no room for it.
+    /// Stores a record. Returns false if there is no room for it or its map.
     pub(super) fn push(&mut self, mut record: Record, ranges: &[Range], most: u32) -> bool {
         if !self.has_room(most) {
             return false;
@@ -133,13 +135,13 @@ impl Records {
     }
 }
 
-/// Numbers that are remembered as closed or not; older ones count as closed.
+/// The number of message numbers whose state is kept. Older numbers count as closed.
 pub(super) const WINDOW: u32 = 1024;
 
-/// Which messages of a source are over.
+/// The closed messages of a source.
 #[derive(Debug, Default)]
 struct Closed {
-    /// The newest that is closed.
+    /// The largest closed number.
     top: Option<u32>,
     /// Bit `i`: number `top - i` is closed.
     bits: [u64; (WINDOW / 64) as usize],
@@ -192,7 +194,7 @@ impl Closed {
     }
 }
 
-/// A message of which not everything has arrived.
+/// A message of which not all bytes have arrived.
 #[derive(Debug)]
 pub(super) struct Open {
     pub(super) identity: Identity,
@@ -201,64 +203,65 @@ pub(super) struct Open {
     pub(super) receive: Option<RecvRequest>,
     /// The memory of the message.
     pub(super) places: Places,
-    /// It is recorded.
+    /// The message is a Write-Record.
     pub(super) record: bool,
-    /// Its final datagram was seen.
+    /// The final datagram has arrived.
     pub(super) final_seen: bool,
     pub(super) parity: Option<Box<Groups>>,
-    /// When its newest datagram came.
+    /// When the last datagram arrived.
     pub(super) last: Duration,
-    /// Reliable: number of its latest packet.
+    /// Reliable services: number of the latest packet of the message.
     pub(super) packet: u64,
-    /// Reliable: it cannot be completed, and its sender gets an error when it is the turn of one of its packets.
+    /// Reliable services: the message failed for this reason, and its later packets are refused.
     pub(super) spoilt: Option<Dropped>,
-    /// When it is given up, with what is there.
+    /// When the message is given up, with the bytes that have arrived by then.
     pub(super) until: Duration,
-    /// What stands in the list of timers.
+    /// The time of its entry in the list of timers.
     pub(super) timer: Duration,
 }
 
 #[derive(Debug)]
 struct Source {
     epoch: u16,
-    /// The epoch before; what still comes from it is late.
+    /// The previous epoch. Datagrams of it are late.
     before: Option<u16>,
     closed: Closed,
     open: Vec<(u32, Box<Open>)>,
     used: Duration,
 }
 
-/// A message that is over and was not complete.
+/// A message that ended incomplete.
 pub(super) type GivenUp = (Peer, u32, Box<Open>);
 
-/// What a datagram is, by source, epoch and number alone.
+/// The state of the message of a datagram, as found by source, epoch and number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// Of a message that nothing has come of yet.
+    /// No datagram of the message has arrived yet.
     New,
-    /// Of one that is open.
+    /// The message is open.
     Open,
-    /// Of one that is over, or of a queue pair that is no more.
+    /// The message has ended, or its queue pair has been replaced by a newer one.
     Late,
 }
 
-/// All messages under way.
+/// All open messages.
 #[derive(Debug, Default)]
 pub(super) struct Messages {
     sources: Table<Peer, Source>,
-    /// When a message may have to be given up; looked up again then, for it may have moved.
+    /// When messages may have to be given up. A message's deadline may have moved since its entry was made.
     timers: BTreeSet<(Duration, Peer, u32)>,
     open: usize,
-    /// Runs of bytes in all that are open.
+    /// Runs of bytes of all open messages.
     runs: usize,
-    /// Nothing that is open may be given up for something else.
+    /// Reliable services: an open message must not be given up in favour of another.
     reliable: bool,
 }
 
-/// Messages that a reliable peer may have open when others have taken all the room: one, and an answer between.
+/// Open messages that each reliable peer may have when all of [`bounds::OPEN_MESSAGES`] are used: a request, and an
+/// answer.
 const FAIR: usize = 2;
 
-/// A newer message than this many ahead says that nothing more of an older one will come.
+/// A message is given up when a message whose number is larger by more than this has arrived.
 const AHEAD: u32 = 8;
 
 impl Messages {
@@ -269,25 +272,25 @@ impl Messages {
         }
     }
 
-    /// Whether one more message of `peer` would be one too many.
+    /// Whether no further message of `peer` may be opened.
     pub(super) fn is_full(&self, peer: &Peer) -> bool {
         let theirs = self.sources.get(peer).map_or(0, |s| s.open.len());
         theirs >= bounds::OPEN_MESSAGES_SOURCE
             || (self.open >= bounds::OPEN_MESSAGES && theirs >= FAIR)
     }
 
-    /// Whether all messages together have as many gaps as they may.
+    /// Whether all open messages together have the largest number of runs.
     pub(super) fn has_too_many_runs(&self) -> bool {
         self.runs >= bounds::OPEN_RUNS
     }
 
-    /// An open message that had `before` runs has `after`.
+    /// Updates the number of runs after those of one message changed from `before` to `after`.
     pub(super) fn note_runs(&mut self, before: usize, after: usize) {
         self.runs = (self.runs + after).saturating_sub(before);
     }
 
-    /// Sorts in a datagram. A reliable one comes once, and its sender takes it for done when it is not refused: none is late,
-    /// however old its number.
+    /// Returns the state of the message of a datagram. Never [`Turn::Late`] in a reliable service: the reliability
+    /// layer has removed duplicates, and a sender counts every packet that is not refused as done.
     pub(super) fn turn(&self, peer: &Peer, epoch: u16, id: u32) -> Turn {
         let Some(source) = self.sources.get(peer) else {
             return Turn::New;
@@ -307,7 +310,7 @@ impl Messages {
         }
     }
 
-    /// A message that is open.
+    /// Returns an open message.
     pub(super) fn get_mut(&mut self, peer: &Peer, id: u32) -> Option<&mut Open> {
         let source = self.sources.get_mut(peer)?;
         source
@@ -317,8 +320,8 @@ impl Messages {
             .map(|(_, open)| &mut **open)
     }
 
-    /// The source, which is remembered from now on. What it had under way under another epoch is given up, and so is the
-    /// oldest message where there are too many.
+    /// Returns the state of a source, which is created if needed. If the source has a new epoch, its open messages of
+    /// the old one are given up. If there are too many sources, one that was not used lately is removed.
     fn enter(
         &mut self,
         peer: &Peer,
@@ -327,7 +330,7 @@ impl Messages {
         given_up: &mut Vec<GivenUp>,
     ) -> Option<&mut Source> {
         if !self.sources.contains_key(peer) && self.sources.len() >= bounds::RECORD_SOURCES {
-            // Near the oldest is good enough: the first ones of a table in random order.
+            // The least recently used of 64 arbitrary sources: a search of all would cost too much.
             let may_go = |s: &Source| !self.reliable || s.open.is_empty();
             let some = self.sources.iter().filter(|(_, s)| may_go(s)).take(64);
             let oldest = some.min_by_key(|(_, s)| s.used);
@@ -357,7 +360,8 @@ impl Messages {
         Some(source)
     }
 
-    /// A new message of which more is to come.
+    /// Adds a message of which more datagrams are expected. If there are too many open messages, the oldest is given
+    /// up.
     pub(super) fn open(
         &mut self,
         peer: &Peer,
@@ -391,7 +395,7 @@ impl Messages {
         }
     }
 
-    /// A message came and was over at once.
+    /// Marks a message that consisted of one datagram as closed.
     pub(super) fn close_single(
         &mut self,
         peer: &Peer,
@@ -405,7 +409,7 @@ impl Messages {
         }
     }
 
-    /// A message is over.
+    /// Closes an open message and returns it.
     pub(super) fn close(&mut self, peer: &Peer, id: u32) -> Option<Box<Open>> {
         let source = self.sources.get_mut(peer)?;
         let at = source.open.iter().position(|(n, _)| *n == id)?;
@@ -417,7 +421,8 @@ impl Messages {
         Some(open)
     }
 
-    /// Message `id` of a source came: those that are far behind it will get nothing more.
+    /// Gives up messages of a source whose numbers are smaller than `id`, the number of a message that arrived, by
+    /// more than [`AHEAD`].
     pub(super) fn overtaken(&mut self, peer: &Peer, id: u32, given_up: &mut Vec<GivenUp>) {
         let Some(source) = self.sources.get(peer) else {
             return;
@@ -435,15 +440,16 @@ impl Messages {
         }
     }
 
-    /// Packet `seq` of a reliable source was of message `id`.
+    /// Records that packet `seq` of a reliable source belongs to message `id`.
     pub(super) fn note_packet(&mut self, peer: &Peer, id: u32, seq: u64) {
         if let Some(open) = self.get_mut(peer, id) {
             open.packet = open.packet.max(seq);
         }
     }
 
-    /// Packets of a reliable source before `base` never come. What had others behind it has lost nothing: a message's
-    /// packets have numbers in a row, and the source gives up all or none of them.
+    /// Gives up messages whose packets were abandoned by their reliable source: all packets before `base` that have
+    /// not arrived never will. The packets of a message have consecutive numbers, and a source abandons all or none
+    /// of them, so a message with a later packet is not affected.
     pub(super) fn skip(&mut self, peer: &Peer, base: u64, given_up: &mut Vec<GivenUp>) {
         let Some(source) = self.sources.get(peer) else {
             return;
@@ -468,7 +474,7 @@ impl Messages {
         }
     }
 
-    /// Messages that are over by time alone.
+    /// Gives up messages whose deadline has passed.
     pub(super) fn expire(&mut self, now: Duration, given_up: &mut Vec<GivenUp>) {
         while let Some((at, peer, id)) = self.timers.first().copied() {
             if at > now {
@@ -488,7 +494,7 @@ impl Messages {
         }
     }
 
-    /// A message ends earlier than its timer says.
+    /// Sets an earlier deadline for a message.
     pub(super) fn hasten(&mut self, peer: &Peer, id: u32, until: Duration) {
         if let Some(open) = self.get_mut(peer, id)
             && until < open.until
@@ -500,12 +506,12 @@ impl Messages {
         }
     }
 
-    /// When [`Self::expire`] may find something.
+    /// The time at which [`Self::expire`] may have something to do.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
         self.timers.first().map(|(at, ..)| *at)
     }
 
-    /// Gives everything up.
+    /// Gives up all messages.
     pub(super) fn clear(&mut self) -> Vec<GivenUp> {
         let mut given_up = Vec::new();
         for (peer, mut source) in self.sources.drain() {
@@ -530,7 +536,7 @@ mod tests {
         assert!(!closed.has(5));
         let mut id = u32::MAX - 3000;
         for step in 0..5000_u32 {
-            // Forward mostly, sometimes by more, sometimes back.
+            // The number mostly grows by one, sometimes by more, and sometimes shrinks.
             id = match step % 97 {
                 13 => id.wrapping_add(130),
                 50 => id.wrapping_sub(300),
@@ -549,7 +555,7 @@ mod tests {
         }
     }
 
-    /// Whatever ends messages: the runs that are counted are those of the ones that are open.
+    /// The counted runs are those of the open messages, whatever the reason why others were closed.
     #[test]
     fn runs_are_counted_as_long_as_their_message_is_open() {
         let identity = identity();
@@ -641,7 +647,7 @@ mod tests {
         (SocketAddr::from(([10, a, b, c], 4000)), d)
     }
 
-    /// One reliable source has no more than its share, and leaves the others theirs.
+    /// A reliable source cannot open more messages than its share, and the others keep theirs.
     #[test]
     fn one_source_has_so_many_open_messages() {
         let mut messages = Messages::new(true);
@@ -655,7 +661,7 @@ mod tests {
         assert!(given_up.is_empty());
     }
 
-    /// Sources are bounded; of reliable ones those that have nothing open go.
+    /// The number of sources is limited. Reliable sources are removed only if they have no open message.
     #[test]
     fn so_many_sources_are_remembered() {
         for reliable in [false, true] {

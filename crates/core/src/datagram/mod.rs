@@ -100,7 +100,7 @@ use spare::Spare;
 use table::Table;
 use types::{Given, Peer, Resource};
 
-/// The time that one retry of `rnr_retry` stands for, while a message waits for a receive of the peer.
+/// How long a sender waits for a receive of its peer for each retry that `rnr_retry` allows.
 const RNR_WAIT: Duration = Duration::from_millis(100);
 
 /// A datagram queue pair.
@@ -240,22 +240,22 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ getters
 
-    /// Its service.
+    /// The service.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Its state.
+    /// The state.
     pub fn state(&self) -> State {
         self.base.state
     }
 
-    /// Its attributes.
+    /// The attributes.
     pub fn attr(&self) -> &Attr {
         &self.base.attr
     }
 
-    /// Attributes that the connection manager sets past the state machine.
+    /// The attributes, for the connection manager, which may set them without the checks of [`Self::modify`].
     pub fn attr_mut(&mut self) -> &mut Attr {
         &mut self.base.attr
     }
@@ -273,7 +273,7 @@ impl DatagramQp {
         }
     }
 
-    /// Its counters.
+    /// The counters.
     pub fn counters(&self) -> Counters {
         let counts = self.rd.as_deref().map(|rd| rd.counts).unwrap_or_default();
         Counters {
@@ -313,7 +313,8 @@ impl DatagramQp {
         }
     }
 
-    /// Sends acknowledgements that wait for other datagrams: nothing else is about to be sent.
+    /// Sends the acknowledgements that wait for a datagram to travel with. Called when nothing else is about to be
+    /// sent.
     pub fn flush(&mut self) {
         if let Some(rd) = &mut self.rd {
             rd.flush(Duration::MAX);
@@ -327,7 +328,7 @@ impl DatagramQp {
         }
     }
 
-    /// Its options.
+    /// The options.
     pub fn options(&self) -> &Options {
         &self.options
     }
@@ -599,8 +600,8 @@ impl DatagramQp {
         }
     }
 
-    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`). What peers do is not counted: a Write may be placed
-    /// in pieces that nothing holds together, and a Read asked for twice.
+    /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`). Operations of peers cannot be counted: a Write
+    /// may arrive in pieces for which no state is kept, and a Read Request may be sent twice.
     pub fn attach_counter(&mut self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
         if ops.0 & Ops::REMOTE.0 != 0 {
             return Err(Misuse::Unsupported(

@@ -45,7 +45,7 @@ pub struct Options {
     pub deadline: Duration,
     /// The largest number of records that wait for the program.
     pub max_records: u32,
-    /// A record makes an entry in the receive completion queue as well.
+    /// Each record also makes a completion in the receive completion queue.
     pub records_complete: bool,
     /// How often the end of a Write-Record is repeated.
     pub repeats: u8,
@@ -54,7 +54,7 @@ pub struct Options {
     pub parity: u8,
     /// How long the answer to a Read may take on an unreliable queue pair.
     pub read_timeout: Duration,
-    /// The largest number of outstanding Reads, and of answers that wait to be sent.
+    /// The largest number of outstanding Reads, and of queued answers.
     pub max_reads: u16,
     /// The longest Read of a peer, bytes.
     pub max_read: u32,
@@ -68,7 +68,7 @@ pub struct Options {
     pub keep_going: bool,
     /// Reliable services: Writes leave no record.
     pub plain_writes: bool,
-    /// The UDP port, of which the queue pair must be the first user. 0: any port.
+    /// The UDP port. No other queue pair may use it yet. 0: any port.
     pub port: u16,
 }
 

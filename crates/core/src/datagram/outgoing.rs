@@ -1,4 +1,4 @@
-//! Messages on their way out, and where they go.
+//! Messages to send and their destinations.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +12,7 @@ use crate::error::Misuse;
 use crate::verbs::wr::{Destination, Op, WorkRequest};
 use crate::wire::dgram::Shim;
 
-/// How packets to a peer travel.
+/// The IP fields of packets to a peer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Way {
     pub(super) from: Option<IpAddr>,
@@ -20,37 +20,37 @@ pub(super) struct Way {
     pub(super) traffic_class: u8,
 }
 
-/// The message that is being cut into datagrams.
+/// A message that is being cut into datagrams.
 #[derive(Debug)]
 pub(super) struct Current {
     pub(super) message: Message,
-    /// Number of its request; an answer to a peer has none.
+    /// Number of its request. `None` for an answer to a peer.
     pub(super) request: Option<u64>,
-    /// It asks for an answer, which completes the request.
+    /// The request is complete when an answer arrives.
     pub(super) asks: bool,
-    /// What the reliability layer knows it by.
+    /// Identifies the message in the reliability layer.
     pub(super) tag: Tag,
     pub(super) to: Destination,
-    /// What all its datagrams have; the offset is set for each.
+    /// The shim of its datagrams. The offset is set for each datagram.
     pub(super) shim: Shim,
     /// Payload bytes of a datagram.
     pub(super) segment: u64,
-    /// The exclusive or of the datagrams of the group under way, how many they are, and where it begins.
+    /// The parity sum of the current group, the number of datagrams in it, and the offset of the first.
     pub(super) group: (Vec<u8>, u8, u32),
-    /// Since when it waits for its peer.
+    /// Since when the message waits for the window of its peer.
     pub(super) waits: Option<Duration>,
 }
 
-/// Bytes in front of the payload of any datagram, with an immediate.
+/// Largest number of bytes in front of the payload of a datagram with immediate data.
 pub(super) const HEAD: usize = 26 + 8 + 18;
 
 impl Current {
-    /// Whose pace it follows.
+    /// The peer whose window limits the message. `None` for multicast.
     pub(super) fn peer(&self) -> Option<Peer> {
         (!is_many(&self.to)).then(|| peer_of(&self.to))
     }
 
-    /// Bytes of its next datagram, about: no fewer than it has.
+    /// An upper limit of the length of its next datagram.
     pub(super) fn next_len(&self) -> usize {
         let left = self.message.len.saturating_sub(self.message.sent);
         let len = usize::try_from(left.min(self.segment)).unwrap_or(usize::MAX / 2);
@@ -58,59 +58,59 @@ impl Current {
     }
 }
 
-/// Messages that go to one peer of a reliable queue pair.
+/// The queued messages to one peer of a reliable queue pair.
 #[derive(Debug, Default)]
 pub(super) struct Lane {
     pub(super) queue: VecDeque<Current>,
     pub(super) ready: bool,
-    /// How many of the messages are answers.
+    /// The number of queued messages that are answers.
     pub(super) answers: usize,
 }
 
-/// The end of a Write-Record, to be repeated.
+/// The final datagram of a Write-Record, which is repeated.
 #[derive(Debug)]
 pub(super) struct Trailer {
     pub(super) datagram: TxDatagram,
     pub(super) left: u8,
 }
 
-/// What became of the request whose turn it was.
+/// The result of taking a request from the send queue.
 #[expect(
     clippy::large_enum_variant,
-    reason = "it is taken apart at once, and every message would pay for a box"
+    reason = "the value is used at once, and a box would be an allocation for each message"
 )]
 pub(super) enum Taken {
-    /// Its message is to be cut.
+    /// The message of the request is to be cut into datagrams.
     Message(Current),
-    /// It is over, or has failed.
+    /// The request is complete, or has failed.
     Done,
-    /// There is none, or it has to wait.
+    /// There is no request, or it has to wait.
     Nothing,
 }
 
-/// In a tag: it is no number of the send queue.
+/// Bit of a tag: the message is an answer, not a request of the send queue.
 pub(super) const OURS: Tag = 1 << 63;
 
-/// Whether an address is that of many.
+/// Whether an address is a multicast address or the limited broadcast address.
 #[inline]
 pub fn is_group(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     ip.is_multicast() || matches!(ip, IpAddr::V4(ip) if ip.is_broadcast())
 }
 
-/// Whether a destination has no pace: a group, or everybody on a subnet.
+/// Whether a destination has no window: it is a multicast or broadcast address.
 #[inline]
 pub(super) fn is_many(to: &Destination) -> bool {
     is_group(to.addr.ip()) || to.qpn == MULTICAST_QPN
 }
 
-/// A destination as a peer is known by.
+/// Returns the peer of a destination.
 #[inline]
 pub(super) fn peer_of(to: &Destination) -> Peer {
     (canonical(to.addr), index(to.qpn))
 }
 
-/// An address as peers are known by: that of an IPv4 host is not one of IPv6.
+/// Returns the address of a peer in canonical form: an IPv4-mapped IPv6 address becomes an IPv4 address.
 #[inline]
 pub(super) fn canonical(addr: SocketAddr) -> SocketAddr {
     match addr {
@@ -119,7 +119,7 @@ pub(super) fn canonical(addr: SocketAddr) -> SocketAddr {
     }
 }
 
-/// How a datagram to a destination travels.
+/// Returns the IP fields for packets to a destination.
 pub(super) fn way_of(to: &Destination) -> Way {
     Way {
         from: to.source,
@@ -128,13 +128,13 @@ pub(super) fn way_of(to: &Destination) -> Way {
     }
 }
 
-/// Which of the queue pairs of a port a number names.
+/// Returns the index of a queue pair on its port, which is the low byte of its number.
 pub(super) fn index(qpn: u32) -> u8 {
     let [.., index] = qpn.to_be_bytes();
     index
 }
 
-/// What `ibv_post_send(3)` checks at once.
+/// Checks a request when it is posted (`ibv_post_send(3)`).
 pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Result<(), Misuse> {
     let fits = match &request.op {
         Op::Send {
@@ -167,7 +167,7 @@ pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Res
     Ok(())
 }
 
-/// Whether a batch takes one more datagram.
+/// Whether one more datagram fits the batch.
 pub(super) fn has_room(bytes: usize, out: &[TxDatagram]) -> bool {
     out.len() < bounds::DATAGRAM_BATCH && bytes < bounds::TX_BATCH_COPIED
 }

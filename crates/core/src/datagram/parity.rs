@@ -1,7 +1,7 @@
-//! Parity: the exclusive or of a group of datagrams, from which the one that was lost is made.
+//! Parity: the exclusive or of a group of datagrams, from which one lost datagram of the group can be restored.
 //!
-//! The datagrams of a message are numbered by their offset; `n` of them in a row are a group. All but the last datagram
-//! of a message have the same length; a shorter one counts as if zeroes followed.
+//! The datagrams of a message are numbered by their offset. A group is `n` consecutive datagrams. All datagrams of a
+//! message except the last have the same length; a shorter one is padded with zeros for the sum.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::bounds;
 
-/// Groups of one message that are under way.
+/// Largest number of incomplete groups of one message.
 const GROUPS: usize = 64;
 
-/// Adds `bytes` to `sum`, which grows to its length.
+/// Combines `bytes` into `sum` by exclusive or. `sum` grows to the length of `bytes`.
 pub(super) fn add(sum: &mut Vec<u8>, bytes: &[u8]) {
     if sum.len() < bytes.len() {
         sum.resize(bytes.len(), 0);
@@ -22,12 +22,12 @@ pub(super) fn add(sum: &mut Vec<u8>, bytes: &[u8]) {
     }
 }
 
-/// Bytes that the groups of all messages of a queue pair take together.
+/// Limits the memory of the groups of all messages of a queue pair.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Budget(Arc<AtomicUsize>);
 
 impl Budget {
-    /// Takes `bytes`, if they are left.
+    /// Reserves `bytes`. Returns false if the limit would be exceeded.
     fn take(&self, bytes: usize) -> bool {
         let taken = self.0.load(Ordering::Relaxed) + bytes;
         let fits = taken <= bounds::PARITY_BYTES;
@@ -50,7 +50,7 @@ struct Group {
     parity: bool,
 }
 
-/// What has come of the groups of a message.
+/// The groups of a message of which datagrams have arrived.
 #[derive(Debug)]
 pub(super) struct Groups {
     length: u32,
@@ -68,7 +68,8 @@ impl Drop for Groups {
 }
 
 impl Groups {
-    /// For a message of `length` bytes in datagrams of `segment`, `many` to a group. None: that makes no sense.
+    /// Groups of `many` datagrams, for a message of `length` bytes in datagrams of `segment`. `None` if these values
+    /// contradict each other.
     pub(super) fn new(length: u32, segment: u16, many: u8, budget: &Budget) -> Option<Self> {
         (segment > 0 && many > 0).then(|| Self {
             length,
@@ -85,17 +86,18 @@ impl Groups {
         Some(group)
     }
 
-    /// Whether later datagrams say the same.
+    /// Whether the values of a later datagram are the same.
     pub(super) fn agrees(&self, segment: u16, many: u8) -> bool {
         self.segment == u32::from(segment) && self.many == u32::from(many)
     }
 
-    /// Bytes of the datagram at `offset`.
+    /// Length of the datagram at `offset`.
     fn len_at(&self, offset: u32) -> u32 {
         self.segment.min(self.length.saturating_sub(offset))
     }
 
-    /// A datagram of the message came, or a parity datagram. Returns the one that can be made of it: offset and bytes.
+    /// Adds a datagram of the message, or a parity datagram. Returns the datagram that can be restored now: its
+    /// offset and bytes.
     pub(super) fn came(
         &mut self,
         offset: u32,
@@ -134,7 +136,7 @@ impl Groups {
         }
         let more = payload.len().saturating_sub(group.sum.len());
         if !self.budget.take(more) {
-            // What is lost of this group stays so.
+            // Lost datagrams of this group cannot be restored any more.
             self.close(number);
             return None;
         }
@@ -195,7 +197,8 @@ mod tests {
         }
     }
 
-    /// A parity datagram stands at the first of its group; nothing is made from one that does not.
+    /// The offset of a parity datagram must be that of the first datagram of its group. Nothing is restored from
+    /// another one.
     #[test]
     fn parity_that_is_out_of_place_counts_for_nothing() {
         let mut groups = Groups::new(400, 100, 2, &Budget::default()).unwrap();
@@ -236,7 +239,7 @@ mod tests {
             assert_eq!(held, budget.0.load(Ordering::Relaxed));
             assert!(held <= bounds::PARITY_BYTES);
         }
-        // What one gives up is there for another.
+        // Memory that one message frees is available to others.
         messages.clear();
         assert_eq!(budget.0.load(Ordering::Relaxed), 0);
         let mut message = Groups::new(200, 100, 2, &budget).unwrap();

@@ -1,12 +1,14 @@
-//! RDMA Read without a connection: requests that wait for their answers, and the answers to others.
+//! RDMA Read over datagrams: outstanding requests and their timeouts.
 //!
-//! A request is never sent again because its answer is late: the reader cannot know which of the two was lost. It waits
-//! for a time, checked when something else happens on the queue pair or its timer runs, and what comes after that is not
-//! placed (the thesis, section 6.4). Over reliable datagrams an answer can only be missing if the peer is gone.
+//! A request is not sent again when the answer is late, because the reader cannot know whether the request or the
+//! answer was lost. The request fails after a timeout, which is checked at other activity of the queue pair or by its
+//! timer. An answer that arrives later is not placed (the thesis, section 6.4). In a reliable service an answer is
+//! missing only if the peer is lost.
 //!
-//! A request with a forged source could make this end send much to an address that never asked. So an answer is longer than
-//! its request only if the request brings a [cookie](super::cookie); without, the reader is sent one and asks again.
-//! A request for little is padded to the length of its answer, and needs none.
+//! A request with a forged source address could make this end send much data to a host that did not request it. So an
+//! answer may be longer than its request only if the request contains a [cookie](super::cookie). A reader without a
+//! cookie gets one and sends the request again. A request for little data is padded to the length of its answer
+//! instead.
 //!
 //! ```text
 //!  0                    28         36
@@ -31,41 +33,41 @@ use crate::wire::{Stag, To};
 /// Bytes of a request's payload before padding.
 pub(super) const REQUEST: usize = ReadRequest::LEN + 8;
 
-/// What a request waits for.
+/// What an outstanding request expects.
 #[derive(Debug)]
 pub(super) enum Wanted {
-    /// The bytes of a Read.
+    /// The data of a Read.
     Data {
-        /// The sink as the request named it: the answer has to name it again.
+        /// The sink of the request. The answer has to name the same.
         stag: Stag,
         to: To,
         coverage: Coverage,
-        /// The request, to be sent again with a cookie.
+        /// The request, which may have to be sent again with a cookie.
         request: ReadRequest,
-        /// It was sent with a cookie.
+        /// The request was sent with a cookie.
         with_cookie: bool,
     },
     /// The old value of an atomic.
     Value,
 }
 
-/// How long a reliable peer is waited for before it is asked whether it is still there, and between two such questions.
+/// How long a reliable peer may leave a request unanswered before it is probed, and the time between probes.
 pub(super) const ASK: Duration = Duration::from_secs(1);
 
-/// A request that waits for its answer.
+/// An outstanding request.
 #[derive(Debug)]
 pub(super) struct Reading {
-    /// Number in the send queue.
+    /// Number of the request in the send queue.
     pub(super) number: u64,
     pub(super) peer: Peer,
     pub(super) places: Places,
     pub(super) size: u32,
-    /// When it has failed; a reliable one: when its peer is asked whether it is still there.
+    /// When the request fails. In a reliable service: when the peer is probed.
     pub(super) until: Duration,
     pub(super) wanted: Wanted,
 }
 
-/// Requests that wait for their answers, and cookies of peers.
+/// The outstanding requests, and the cookies that peers have sent.
 #[derive(Debug, Default)]
 pub(super) struct Reads {
     waiting: BTreeMap<u32, Reading>,
@@ -85,7 +87,7 @@ impl Reads {
         self.waiting.insert(id, reading);
     }
 
-    /// The request `id`, if it was to `peer`.
+    /// Returns the request `id`, if it was sent to `peer`.
     pub(super) fn get_mut(&mut self, id: u32, peer: &Peer) -> Option<&mut Reading> {
         self.waiting.get_mut(&id).filter(|r| r.peer == *peer)
     }
@@ -94,12 +96,12 @@ impl Reads {
         self.waiting.remove(&id)
     }
 
-    /// The request of a number of the send queue is over.
+    /// Removes the request with this number in the send queue.
     pub(super) fn remove_number(&mut self, number: u64) {
         self.waiting.retain(|_, r| r.number != number);
     }
 
-    /// Requests whose time is over.
+    /// Removes the requests whose timeout has passed, and returns their numbers.
     pub(super) fn expired(&mut self, now: Duration) -> Vec<u64> {
         let over = |r: &Reading| r.until <= now;
         let ids: Vec<u32> = self
@@ -114,7 +116,7 @@ impl Reads {
             .collect()
     }
 
-    /// Peers that are to be asked whether they are still there, and again when `next` comes.
+    /// Returns the peers that are to be probed now. They are probed again at `next`.
     pub(super) fn overdue(&mut self, now: Duration, next: Duration) -> SmallVec<[Peer; 4]> {
         let mut peers = SmallVec::new();
         for reading in self.waiting.values_mut().filter(|r| r.until <= now) {
@@ -126,12 +128,12 @@ impl Reads {
         peers
     }
 
-    /// Whether anything is wanted of a peer.
+    /// Whether a request to `peer` is outstanding.
     pub(super) fn awaits(&self, peer: &Peer) -> bool {
         self.waiting.values().any(|r| r.peer == *peer)
     }
 
-    /// When the next time is over.
+    /// The time of the next timeout.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
         self.waiting.values().map(|r| r.until).min()
     }
@@ -152,7 +154,8 @@ impl Reads {
     }
 }
 
-/// The payload of a request: its header, a cookie if there is one, and what makes it worth its answer.
+/// Returns the payload of a request: its header, the cookie if there is one, and padding to the length of the answer
+/// if `pad`.
 pub(super) fn request_payload(request: &ReadRequest, cookie: Option<u64>, pad: bool) -> Vec<u8> {
     let mut payload = request.emit().to_vec();
     payload.extend_from_slice(&cookie.unwrap_or(0).to_be_bytes());

@@ -1,8 +1,8 @@
-//! What of a segmented message has arrived, and which message of the peer is the next.
+//! Which bytes of a segmented message have arrived, and the order of the messages of one fixed peer.
 //!
-//! Messages of an unreliable connection arrive in order or not at all (IBA 9.8.2): the first datagram of a newer
-//! message ends the one under way, whose receive is then the oldest again. Within a message datagrams may come in any
-//! order, since each names its own place.
+//! Messages of an unreliable connection arrive in order or not at all (IBA 9.8.2). The first datagram of a newer
+//! message ends the incomplete one, and its receive is used for the new message. The datagrams of a message may
+//! arrive in any order, since each contains its offset.
 
 use smallvec::SmallVec;
 
@@ -12,21 +12,21 @@ use crate::verbs::wr::RecvRequest;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
-/// A run of bytes of a message, the end excluded.
+/// A run of bytes of a message. The end is exclusive.
 pub(crate) type Range = (u32, u32);
 
-/// Which bytes of a message have arrived: runs in order, with gaps between them.
+/// The bytes of a message that have arrived: runs in ascending order, with gaps between them.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage {
     ranges: SmallVec<[Range; 4]>,
 }
 
-/// There are too many gaps.
+/// The error if there would be too many gaps.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct TooManyGaps;
 
 impl Coverage {
-    /// Adds `[from, to)` and returns what of it is new. There are never more than `most` runs.
+    /// Adds `[from, to)`, and returns the parts of it that are new. Fails if there would be more than `most` runs.
     pub(crate) fn add(
         &mut self,
         from: u32,
@@ -37,7 +37,7 @@ impl Coverage {
         if from >= to {
             return Ok(fresh);
         }
-        // The runs that touch the new one become one with it; in between is what was missing.
+        // The runs that touch the new one are merged with it. The gaps between them are the new parts.
         let first = self.ranges.partition_point(|(_, end)| *end < from);
         let behind = self.ranges.partition_point(|(start, _)| *start <= to);
         let mut at = from;
@@ -81,20 +81,20 @@ impl Coverage {
     }
 }
 
-/// What the datagrams of one message have in common.
+/// What all datagrams of one message have in common.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) opcode: Opcode,
     pub(crate) length: u32,
-    /// Where a tagged message begins.
+    /// STag and tagged offset of the first byte of a tagged message.
     pub(crate) base: Option<(Stag, To)>,
     pub(crate) imm: Option<[u8; 4]>,
-    /// The STag that a Send gives up.
+    /// The STag that a Send with Invalidate names.
     pub(crate) invalidate: Option<Stag>,
     pub(crate) solicited: bool,
 }
 
-/// A message of which not everything has arrived.
+/// A message of which not all bytes have arrived.
 #[derive(Debug)]
 pub(crate) struct Open {
     pub(crate) identity: Identity,
@@ -105,25 +105,25 @@ pub(crate) struct Open {
     pub(crate) places: Places,
 }
 
-/// The message that is the newest one of the peer.
+/// The state of the newest message of the peer.
 #[derive(Debug)]
 pub(crate) enum MessageState {
-    /// Not everything of it has arrived.
+    /// The message is incomplete.
     Open(Box<Open>),
-    /// It is complete.
+    /// The message is complete.
     Done,
-    /// It will not be placed, for this reason.
+    /// The message is not placed, for this reason.
     Refused(Dropped),
 }
 
-/// What a datagram is, by epoch and message number alone.
+/// The order of a datagram's message, from epoch and message number alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// Of the newest message.
+    /// The datagram belongs to the newest message.
     Newest,
-    /// Of a newer one than any before.
+    /// The datagram belongs to a newer message than any before.
     Newer,
-    /// Of an older one.
+    /// The datagram belongs to an older message.
     Late,
 }
 
@@ -131,21 +131,21 @@ pub(crate) enum Order {
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     epoch: Option<u16>,
-    /// The epoch before; datagrams that still come from it are late.
+    /// The previous epoch. Datagrams of it are late.
     before: Option<u16>,
     newest: Option<u32>,
     pub(crate) state: Option<MessageState>,
 }
 
 impl Incoming {
-    /// Sorts in a datagram. Changes nothing unless it is the first one of a newer message, which it opens: what was
-    /// under way is then to be taken out of `state`.
+    /// Classifies a datagram. If the datagram is the first of a newer message, this message becomes the newest, and
+    /// the caller gives up the one in `state`; otherwise nothing changes.
     pub(crate) fn classify(&mut self, epoch: u16, id: u32) -> Order {
         if self.epoch != Some(epoch) {
             if self.before == Some(epoch) {
                 return Order::Late;
             }
-            // The peer's queue pair is another one than before: its numbers start anew.
+            // The peer's queue pair was replaced by a new one, whose numbers begin anew.
             self.before = self.epoch;
             self.epoch = Some(epoch);
             self.newest = Some(id);
@@ -153,7 +153,7 @@ impl Incoming {
         }
         match self.newest {
             Some(newest) if newest == id => Order::Newest,
-            // Numbers wrap: newer is what lies ahead by less than half of them.
+            // Numbers wrap around: a number is newer if it is ahead by less than 2^31.
             Some(newest) if id.wrapping_sub(newest) >= 1 << 31 => Order::Late,
             _ => {
                 self.newest = Some(id);
@@ -162,7 +162,7 @@ impl Incoming {
         }
     }
 
-    /// The receive of the message under way, which is given up.
+    /// Ends the incomplete message and returns its receive.
     pub(crate) fn abandon(&mut self) -> Option<Option<RecvRequest>> {
         match self.state.take() {
             Some(MessageState::Open(open)) => Some(open.receive),
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn each_byte_is_new_exactly_once() {
-        // Against a plain set of bytes, with a small deterministic generator.
+        // Comparison with a plain set of bytes. The ranges come from a small deterministic generator.
         let mut n = 1_u32;
         let mut next = move |below: u32| {
             n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -221,7 +221,7 @@ mod tests {
             assert!(coverage.add(2 * i, 2 * i + 1, 64).is_ok());
         }
         assert_eq!(coverage.add(2 * max, 2 * max + 1, 64), Err(TooManyGaps));
-        // What closes a gap is always welcome.
+        // A range that fills a gap is accepted even if there are `most` runs.
         assert!(coverage.add(1, 2, 64).is_ok());
         assert!(coverage.add(2 * max, 2 * max + 1, 64).is_ok());
     }

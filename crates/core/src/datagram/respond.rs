@@ -1,4 +1,4 @@
-//! What peers ask for, what they answer, and what they say went wrong.
+//! Requests of peers, their answers, and errors that they report.
 
 use std::net::IpAddr;
 
@@ -24,7 +24,7 @@ use crate::wire::rdmap::{AtomicRequest, AtomicResponse, Opcode, ReadRequest};
 impl DatagramQp {
     // ------------------------------------------------------------------ requests of others
 
-    /// A Read Request: the answer is queued.
+    /// Handles a Read Request: queues the answer.
     pub(super) fn serve_read(
         &mut self,
         arrival: &Arrival,
@@ -96,15 +96,16 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Whether as many answers wait for a reliable peer, or for all, as may. A peer that does not acknowledge what it asked
-    /// for gets no more memory than that, and no other peer has to wait for it.
+    /// Whether the largest number of answers is queued, for this reliable peer or for all peers together. This limits
+    /// the memory for a peer that does not acknowledge answers, so that other peers are still served.
     fn has_enough_answers(&self, peer: &Peer) -> bool {
         let waiting = self.lanes.get(peer).map_or(0, |lane| lane.answers);
         let most = bounds::RD_ANSWERS_PEER.max(self.options.max_reads.into());
         waiting >= most || (self.lanes_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
     }
 
-    /// A peer that asks for much first shows that it receives at its address.
+    /// Sends a cookie to a peer whose request has a long answer. The peer has to send the cookie back before it is
+    /// answered, which shows that it receives at its address.
     fn send_cookie(&mut self, arrival: &Arrival, peer: &Peer, id: u32) {
         if self.outbox.len() >= bounds::DATAGRAM_PEERS || !self.flow.spend(peer, COOKIE) {
             return;
@@ -115,7 +116,7 @@ impl DatagramQp {
         self.outbox.push_back(datagram);
     }
 
-    /// An Atomic Request: done at once, and its answer queued. It comes once: the reliability layer sees to that.
+    /// Handles an Atomic Request: executes it and queues the answer. The reliability layer has removed duplicates.
     pub(super) fn serve_atomic(
         &mut self,
         arrival: &Arrival,
@@ -152,7 +153,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ answers of others
 
-    /// A piece of what we asked for. Placed only where the request said, and only while it waits.
+    /// Handles a Read Response. It is placed only where the request said, and only while the request is outstanding.
     pub(super) fn receive_read_response(
         &mut self,
         peer: &Peer,
@@ -201,7 +202,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The old value of an atomic of ours.
+    /// Handles an Atomic Response, with the old value.
     pub(super) fn receive_atomic_response(
         &mut self,
         peer: &Peer,
@@ -227,7 +228,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// A request that waited for an answer is over.
+    /// Marks a request as done, whose answer has arrived.
     fn answered(&mut self, number: u64) {
         self.sent(number);
         self.retire();
@@ -235,7 +236,8 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ errors
 
-    /// Tells a peer that its message was refused, if it is to be told. Reliable peers learn it from their own layer.
+    /// Sends an error report for a refused message, if the options demand it. In a reliable service the reliability
+    /// layer reports the error instead.
     pub(super) fn report_error(
         &mut self,
         arrival: &Arrival,
@@ -274,8 +276,8 @@ impl DatagramQp {
         self.outbox.push_back(datagram);
     }
 
-    /// A peer says that it refused a message of ours. On an unreliable queue pair it is a hint: nothing changes but the
-    /// fate of a Read that waits for this very peer.
+    /// Handles an error report of a peer. On an unreliable queue pair the report may be forged, so it only ends a
+    /// Read that is outstanding at this peer.
     pub(super) fn receive_error(&mut self, peer: &Peer, d: &Datagram<'_>) -> Result<(), Dropped> {
         let Some([kind, code, ..]) = d.payload.first_chunk::<4>().copied() else {
             return Err(Dropped::Operation);
@@ -304,7 +306,8 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The memory that an answer to a reliable peer comes from is gone: the peer gets an error, since it waits for the rest.
+    /// Reports an error to a reliable peer, because the memory of its Read was deregistered before the whole answer
+    /// was sent.
     pub(super) fn answer_broken(&mut self, peer: &Peer, from: Option<IpAddr>, id: u32) {
         let [kind, code] = Dropped::Access.terminate().bytes();
         let payload = [kind, code, 0, 0];
@@ -321,7 +324,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ the reliability layer
 
-    /// What the reliability layer has to say.
+    /// Handles the events of the reliability layer.
     pub(super) fn handle_rd_events(&mut self) {
         while let Some(event) = self
             .rd
@@ -332,7 +335,7 @@ impl DatagramQp {
                 Event::Done(first, _) if first & OURS != 0 => {}
                 Event::Done(first, last) => {
                     for tag in first..=last {
-                        // A request that asked for an answer is done when that comes.
+                        // A request with an answer is done when the answer arrives.
                         if let Some(posted) = self.base.sq.get_mut(tag)
                             && !posted.request.op.is_read_or_atomic()
                         {
@@ -343,7 +346,7 @@ impl DatagramQp {
                 }
                 Event::Failed(peer, tag, id, status) => self.refused_by(&peer, tag, id, status),
                 Event::Lost(peer, status) => self.lost(&peer, status),
-                // It knows nothing of what it was asked for.
+                // The peer was restarted and does not know the requests, so they fail.
                 Event::Restarted(peer) if self.reads.awaits(&peer) => {
                     self.lost(&peer, Status::RemoteAborted);
                 }
@@ -357,11 +360,11 @@ impl DatagramQp {
         }
     }
 
-    /// A peer refuses a message of ours for good.
+    /// Handles the permanent refusal of a message by a peer.
     fn refused_by(&mut self, peer: &Peer, tag: Option<u64>, id: u32, status: Status) {
         let Some(tag) = tag else { return };
         if let Some(lane) = self.lanes.get_mut(peer) {
-            // What of it was not sent yet will not be.
+            // The rest of the message is not sent.
             let before = lane.queue.len();
             lane.queue.retain(|c| c.tag != tag);
             let gone = before - lane.queue.len();
@@ -394,7 +397,7 @@ impl DatagramQp {
         self.failed_towards_peer();
     }
 
-    /// A peer is gone: what was for it fails.
+    /// Fails all requests to a peer that is lost.
     fn lost(&mut self, peer: &Peer, status: Status) {
         if let Some(lane) = self.lanes.remove(peer) {
             self.lanes_len -= lane.queue.len() - lane.answers;
@@ -421,8 +424,8 @@ impl DatagramQp {
         }
     }
 
-    /// Something failed towards a peer. The thesis, section 5.3: the queue pair stops until the program says go on; or
-    /// it goes on with the others, if it was made so.
+    /// Handles a failed request of a reliable queue pair. The queue pair stops until the program resumes it (the
+    /// thesis, section 5.3), unless `keep_going` is set.
     fn failed_towards_peer(&mut self) {
         self.retire();
         if self.kind.is_connected() || !self.options.keep_going {
@@ -431,7 +434,7 @@ impl DatagramQp {
     }
 }
 
-/// Answers that a reliable peer may have waiting when others have taken all the room.
+/// Answers that each reliable peer may have queued when the limit for all peers is reached.
 const FAIR: usize = 4;
 /// Bytes of the datagram of a cookie.
 const COOKIE: usize = Shim::LEN + Untagged::LEN + 8 + dgram::CRC;

@@ -1,11 +1,11 @@
-//! Receive side: is the datagram for us, where does its payload go, is its message complete.
+//! Receive side: checks arriving datagrams, places their payload, and completes messages.
 //!
-//! Any host can send datagrams here. One that breaks a rule is dropped and counted, without an answer, and changes nothing;
-//! so nothing is placed, and no receive taken, before everything that can be checked has been.
+//! Any host can send datagrams here. A datagram that breaks a rule is dropped and counted. It is not answered and
+//! changes no state, so all checks come before the payload is placed or a receive is consumed.
 //!
-//! Where a message cannot be delivered because of what *we* did (no receive, one that is too short, memory that may
-//! not be written) an unreliable service drops it and keeps the receive for the next one: IBA 9.9.3 has these as
-//! errors of class D, and the kernel's rxe does the same.
+//! A message may also fail because of this end: no receive is posted, the receive is too short, or its memory is not
+//! writable. An unreliable service then drops the message and keeps the receive for the next message. IBA 9.9.3 lists
+//! these as class D errors, and the kernel's rxe driver does the same.
 
 use smallvec::smallvec;
 
@@ -31,13 +31,13 @@ use crate::wire::rd;
 use crate::wire::rdmap::Opcode;
 
 impl DatagramQp {
-    /// A datagram came.
+    /// Handles a datagram from the socket.
     ///
     /// # Errors
-    /// Why it was dropped; it is counted already.
+    /// The reason why the datagram was dropped. The counters are updated already.
     pub fn handle_rx(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.counters.rx_dgrams += 1;
-        // Not messages: what was missing of one may come with this, or be the next that comes.
+        // Only Reads expire here. Messages do not: this datagram may be a missing part of one.
         if !self.reads.is_empty() {
             self.expire_reads();
         }
@@ -57,7 +57,7 @@ impl DatagramQp {
         result
     }
 
-    /// Whether its state lets it receive, and answer.
+    /// Checks that the state of the queue pair allows it to receive and to answer.
     pub(super) fn receives(&self) -> Result<(), Dropped> {
         match self.base.state {
             State::Rtr | State::Rts | State::Sqd | State::Sqe => Ok(()),
@@ -70,7 +70,7 @@ impl DatagramQp {
         let datagram = dgram::parse(bytes).map_err(Dropped::Wire)?;
         self.base
             .observe(|| Step::Deframe(&datagram.header, datagram.payload.len()));
-        // A multicast is for every queue pair that joined, so it names none.
+        // A multicast datagram is for every queue pair that joined the group, so its index is not checked.
         let to_group = |ip| is_group(ip) || self.joined.contains(&ip);
         let to_group = arrival.to.is_some_and(to_group);
         if !to_group && datagram.shim.dst_index != index(self.base.qpn) {
@@ -85,7 +85,7 @@ impl DatagramQp {
         self.admit(arrival, &datagram, bytes.len(), to_group)
     }
 
-    /// A packet of reliable datagrams.
+    /// Handles a packet of the reliability layer.
     fn receive_packet(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.receives()?;
         let (packet, data) = rd::parse(bytes).map_err(Dropped::Wire)?;
@@ -105,7 +105,7 @@ impl DatagramQp {
         self.make_ready(&peer);
         let result = match (verdict, data) {
             (RxOutcome::Deliver(seq), Some(data)) => self.deliver_packet(arrival, &peer, seq, data),
-            // It may have told that others are never to come.
+            // The packet may say that earlier ones will never come, so waiting packets may be deliverable now.
             _ => Ok(true),
         };
         if result.err().and_then(Dropped::resource).is_none() {
@@ -117,7 +117,7 @@ impl DatagramQp {
         result.map(|_| ())
     }
 
-    /// Delivers what waited behind a packet.
+    /// Delivers packets that waited for an earlier packet.
     fn drain(&mut self, arrival: &Arrival, peer: &Peer) {
         while self.receives().is_ok()
             && let Some((seq, data)) = self.rd.as_deref_mut().and_then(|rd| rd.take_waiting(peer))
@@ -133,7 +133,7 @@ impl DatagramQp {
         }
     }
 
-    /// There may be room again for packets that waited for some.
+    /// Delivers packets that waited for [`Resource::Room`], if some may be available again.
     pub(super) fn feed_rx_full(&mut self) {
         if !std::mem::take(&mut self.rx_full) {
             return;
@@ -146,7 +146,7 @@ impl DatagramQp {
         }
     }
 
-    /// There is something that packets may have waited for.
+    /// Delivers packets that waited for the resource `want`, which is available now.
     pub(super) fn feed(&mut self, want: Resource) {
         while let Some(peer) = self.next_blocked(want) {
             self.drain(&waited(&peer), &peer);
@@ -161,7 +161,8 @@ impl DatagramQp {
         self.rd.as_deref_mut()?.next_blocked(want)
     }
 
-    /// Delivers the datagram of a packet, and tells the reliability layer what became of it. Whether others of its peer may wait.
+    /// Delivers the datagram of a packet, and reports the result to the reliability layer. Returns whether other
+    /// packets of the same peer may be waiting.
     fn deliver_packet(
         &mut self,
         arrival: &Arrival,
@@ -189,7 +190,8 @@ impl DatagramQp {
         let Some(rd) = &mut self.rd else {
             return result.map(|()| waits);
         };
-        // What is acknowledged counts as done at its sender: only what was done, or had been, may be.
+        // The sender completes its request when the packet is acknowledged, so only a datagram that was processed,
+        // now or earlier, may be acknowledged.
         match result {
             Ok(()) | Err(Dropped::Late | Dropped::Duplicate) => waits = rd.delivered(peer, seq),
             Err(why) => match why.resource() {
@@ -203,7 +205,7 @@ impl DatagramQp {
         result.map(|()| waits)
     }
 
-    /// A datagram that is for us: what is it?
+    /// Checks a datagram that is addressed to this queue pair, and handles it by its opcode.
     fn admit(
         &mut self,
         arrival: &Arrival,
@@ -213,7 +215,7 @@ impl DatagramQp {
     ) -> Result<(), Dropped> {
         let opcode = d.header.opcode();
         let peer = source(arrival, &d.shim);
-        // What answers us is known by what it answers.
+        // A response is matched with the request that it answers, so its Q_Key is not checked.
         match opcode {
             Opcode::ReadResponse => {
                 if self.note_came(&peer, len) {
@@ -257,14 +259,14 @@ impl DatagramQp {
         result
     }
 
-    /// A control datagram: a report of how far a peer heard us, or a cookie.
+    /// Handles a control datagram: a flow report or a cookie.
     fn receive_control(&mut self, arrival: &Arrival, d: &Datagram<'_>) -> Result<(), Dropped> {
         let Header::Untagged(h) = &d.header else {
             return Err(Dropped::Operation);
         };
         let peer = source(arrival, &d.shim);
         if let Some(report) = Report::parse(h, d.payload) {
-            // A forged one can only change what is under way to that address.
+            // A forged report only changes the amount of data that may be under way to its address.
             self.flow.handle_report(&peer, &report);
             return Ok(());
         }
@@ -277,12 +279,13 @@ impl DatagramQp {
         }
     }
 
-    /// A datagram got here, whatever becomes of it. Whether its sender is to be told, with [`Self::note_heard`].
+    /// Counts a datagram from `peer`. Returns whether a report to its sender is due; the caller then calls
+    /// [`Self::note_heard`].
     fn note_came(&mut self, peer: &Peer, len: usize) -> bool {
         self.rd.is_none() && self.flow.came(*peer, len)
     }
 
-    /// Tells the sender of a datagram how far it was heard. To be called when the datagram has been answered otherwise.
+    /// Queues a report to the sender of a datagram. Called after any other answer to the datagram was queued.
     fn note_heard(&mut self, peer: &Peer, arrival: &Arrival, d: &Datagram<'_>) {
         let payload = u32::try_from(d.payload.len()).unwrap_or(0);
         let end = d.shim.offset.saturating_add(payload);
@@ -356,7 +359,8 @@ impl DatagramQp {
             Some(MessageState::Done) => return Err(Dropped::Duplicate),
             None => return Err(Dropped::Late),
         };
-        // Only what is new is placed: the application may have used the rest already, if it is a Write.
+        // Only bytes that had not arrived before are placed: after a Write the application may have changed the
+        // others already.
         let whole = match &self.incoming.state {
             Some(MessageState::Open(open)) => targets.iter().all(|(from, to)| {
                 let payload = (from - shim.offset) as usize..(to - shim.offset) as usize;
@@ -374,7 +378,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Gives the message under way up: its receive is for the next one.
+    /// Gives up the incomplete message. Its receive is used for the next message.
     fn give_up(&mut self) {
         if let Some(receive) = self.incoming.abandon() {
             self.counters.evicted += 1;
@@ -392,14 +396,16 @@ impl DatagramQp {
                 let (request, places) = self.take_receive(length)?;
                 (Some(request), places)
             }
-            // RFC 5041 §5.2 [ddp-zero-len]: what has no bytes goes nowhere; STag and TO are not looked at.
+            // RFC 5041 §5.2 [ddp-zero-len]: a message without payload is not placed, and its STag and TO are not
+            // checked.
             Some(_) if length == 0 => (None, Places::new()),
             Some((stag, to)) => {
                 let need = Access::REMOTE_WRITE;
                 if !self.base.attr.access.has(need) {
                     return Err(Dropped::Access);
                 }
-                // The whole message at once: of one that would leave the region not even the beginning is placed.
+                // The range of the whole message is checked first, so a message that leaves the region is not placed
+                // in part.
                 let place = self
                     .base
                     .rnic
@@ -417,7 +423,7 @@ impl DatagramQp {
         })
     }
 
-    /// Every byte of the message is in its place.
+    /// Completes the message, all bytes of which have been placed.
     fn finish(&mut self) -> Result<(), Dropped> {
         let Some(MessageState::Open(open)) = self.incoming.state.replace(MessageState::Done) else {
             return Ok(());
@@ -444,7 +450,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The memory of the message under way was deregistered.
+    /// Fails the incomplete message, because its memory was deregistered.
     fn broken_message(&mut self) -> Dropped {
         match self.incoming.abandon() {
             Some(Some(request)) => self.broken_receive(request.id),
@@ -457,7 +463,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ both
 
-    /// Takes the oldest posted receive for a message of `len` bytes. One that is too short stays posted.
+    /// Takes the oldest posted receive for a message of `len` bytes. A receive that is too short stays posted.
     pub(super) fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
         let request = self.base.take_receive().ok_or(Dropped::NoReceive)?;
         let room: u64 = request.sges.iter().map(|s| u64::from(s.len)).sum();
@@ -483,7 +489,7 @@ impl DatagramQp {
         Ok((request, places))
     }
 
-    /// A receive names memory that may not be written: it completes so, and the queue pair fails.
+    /// Completes a receive whose memory is not writable with a protection error, and fails the queue pair.
     pub(super) fn broken_receive(&mut self, id: u64) -> Dropped {
         self.base.complete_recv(Completion::new(
             id,
@@ -495,7 +501,7 @@ impl DatagramQp {
         Dropped::Local
     }
 
-    /// Copies `bytes` to `places`, from their byte `from` on; false if their memory is gone.
+    /// Copies `bytes` to `places`, beginning at byte `from` of them. Returns false if the memory was deregistered.
     pub(super) fn place(&self, places: &Places, from: u64, bytes: &[u8]) -> bool {
         let mut rest = bytes;
         let whole = for_each_part(places, from, bytes.len() as u64, |place, at, len| {
@@ -525,7 +531,7 @@ impl DatagramQp {
     }
 }
 
-/// What the datagram says of its message, if that is something that segmented messages do.
+/// Returns the properties of the message that a datagram belongs to. Fails if the operation cannot be segmented.
 pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     let shim = &datagram.shim;
     let opcode = datagram.header.opcode();
@@ -535,7 +541,7 @@ pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     }
     let (base, invalidate) = match &datagram.header {
         Header::Tagged(h) if h.opcode == Opcode::Write || recorded => {
-            // The format makes sure that the offset lies in front of TO.
+            // The parser has checked that the offset is not larger than TO.
             let base = To(h.to.0.wrapping_sub(u64::from(shim.offset)));
             (Some((h.stag, base)), None)
         }
@@ -554,7 +560,7 @@ pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     })
 }
 
-/// The arrival of a packet that waited, of which only the source is known.
+/// Returns the addressing of a packet that waited. Only its source is known.
 fn waited(peer: &Peer) -> Arrival {
     Arrival {
         from: peer.0,
@@ -564,24 +570,24 @@ fn waited(peer: &Peer) -> Arrival {
     }
 }
 
-/// Peers whose packets are looked at again at once.
+/// Largest number of peers whose waiting packets are handled in one call.
 const CROWD: usize = 64;
 
-/// The sender, as we would send to it.
+/// Returns the peer that sent a datagram.
 pub(super) fn source(arrival: &Arrival, shim: &Shim) -> Peer {
     (canonical(arrival.from), shim.src_index)
 }
 
-/// The sender's queue pair number: its port, and which of the queue pairs there.
+/// Returns the queue pair number of the sender: its UDP port, and the index of the queue pair on that port.
 pub(super) fn source_qpn(arrival: &Arrival, shim: &Shim) -> u32 {
     u32::from(arrival.from.port()) << 8 | u32::from(shim.src_index)
 }
 
-/// Which of the queue pairs on its port a datagram is for, by a look at nothing else. To be used to find the queue
-/// pair; the rest is checked there.
+/// Returns the index of the destination queue pair on its port, without any other check. It serves to find the queue
+/// pair, which then checks the datagram.
 pub fn destination_index(bytes: &[u8]) -> Option<u8> {
     bytes.get(DST_INDEX).copied()
 }
 
-/// Where [`Shim::dst_index`] stands.
+/// Byte offset of [`Shim::dst_index`] in a datagram.
 const DST_INDEX: usize = 22;

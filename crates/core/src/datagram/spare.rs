@@ -1,21 +1,22 @@
-//! Buffers of datagrams that were sent, kept for the next ones.
+//! Buffers of datagrams that were sent, kept for later datagrams.
 
 use crate::bounds;
 
-/// Buffers of datagrams that are sent, for those to come: memory that was touched costs less than new memory.
+/// The kept buffers. Memory that was used before is faster than newly allocated memory, whose pages have to be
+/// faulted in.
 #[derive(Debug, Default)]
 pub(super) struct Spare {
-    /// Those that are large, and others: a small datagram in a large buffer would leave too little for large ones.
+    /// Large buffers, and others. They are separate, so that small datagrams do not use up the large buffers.
     large: Vec<Vec<u8>>,
     small: Vec<Vec<u8>>,
     bytes: usize,
 }
 
 impl Spare {
-    /// Bytes from which on a buffer is large.
+    /// Smallest size of a large buffer, bytes.
     const LARGE: usize = 8 << 10;
 
-    /// An empty buffer with room for `len` bytes.
+    /// Returns an empty buffer with room for `len` bytes.
     pub(super) fn take(&mut self, len: usize) -> Vec<u8> {
         let buffers = if len >= Self::LARGE {
             &mut self.large

@@ -1,22 +1,23 @@
-//! Tables by peer: each datagram is looked up in several of them.
+//! Hash tables with peers as keys. Each datagram needs several lookups.
 //!
-//! An attacker chooses the source addresses of its datagrams, so the hash has a secret key, drawn for each table. It is a
-//! product of 128 bits folded to 64 for each word: far quicker than the standard one, and an attacker that does not see the
-//! places of a table cannot choose addresses that share one.
+//! An attacker chooses the source addresses of its datagrams, so the hash has a random secret key for each table. The
+//! hash of each word is a 128-bit product folded to 64 bits, which is far faster than the hash of `std`. An attacker
+//! that cannot observe the slots of a table cannot choose addresses that collide.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 
-/// A table whose keys others choose.
+/// A table whose keys are chosen by peers.
 pub(super) type Table<K, V> = HashMap<K, V, Key>;
 
-/// A table that finds the entry used last without a hash: one peer often has many datagrams in a row.
+/// A table that remembers the entry used last, because one peer often sends many datagrams in a row. This lookup
+/// needs no hash.
 #[derive(Debug)]
 pub(super) struct Recent<K, V> {
     places: Table<K, usize>,
     entries: Vec<(K, V)>,
-    /// The place of the entry used last.
+    /// The index of the entry used last.
     last: Cell<usize>,
 }
 
@@ -31,7 +32,7 @@ impl<K, V> Default for Recent<K, V> {
 }
 
 impl<K: Copy + Eq + Hash, V> Recent<K, V> {
-    /// How many entries there are.
+    /// The number of entries.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
@@ -40,7 +41,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         *self = Self::default();
     }
 
-    /// Where the entry of `key` is.
+    /// The index of the entry of `key`.
     #[inline]
     fn place(&self, key: &K) -> Option<usize> {
         let last = self.last.get();
@@ -57,14 +58,14 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         Some(place)
     }
 
-    /// The entry of `key`.
+    /// Returns the entry of `key`.
     #[inline]
     pub(super) fn get(&self, key: &K) -> Option<&V> {
         let (_, value) = self.entries.get(self.place(key)?)?;
         Some(value)
     }
 
-    /// The entry of `key`.
+    /// Returns the entry of `key`.
     #[inline]
     pub(super) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
         let place = self.place(key)?;
@@ -72,8 +73,8 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         Some(value)
     }
 
-    /// The entry of `key`. If it has none, all entries are removed first if there are `most`, and it gets the one that `make`
-    /// makes. Returns also whether they were removed.
+    /// Returns the entry of `key`, which `make` creates if needed. If the table has `most` entries already, all are
+    /// removed first. The flag is true if they were removed.
     #[inline]
     #[expect(clippy::indexing_slicing, reason = "the place of an entry")]
     pub(super) fn get_or_insert(&mut self, key: K, most: usize, make: fn() -> V) -> (&mut V, bool) {
@@ -102,14 +103,14 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
     }
 }
 
-/// The secret of one table.
+/// The secret key of one table.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Key([u64; 2]);
 
 impl Default for Key {
     fn default() -> Self {
         let random = RandomState::new();
-        // Odd, so that no bit of a word is lost.
+        // The factor is odd, so that the product depends on every bit of the word.
         Self([random.hash_one(1_u8), random.hash_one(2_u8) | 1])
     }
 }
@@ -123,7 +124,7 @@ impl BuildHasher for Key {
     }
 }
 
-/// The hash of one key under way.
+/// The state of the hash of one key.
 #[derive(Debug)]
 pub(super) struct Mixer {
     state: u64,
@@ -133,7 +134,7 @@ pub(super) struct Mixer {
 impl Mixer {
     fn mix(&mut self, word: u64) {
         let product = u128::from(self.state ^ word) * u128::from(self.factor);
-        // The state goes in again: a word that makes the product 0 does not make what was before it forgotten.
+        // The old state is mixed in again: otherwise a product of 0 would erase all words before.
         self.state = product as u64 ^ (product >> 64) as u64 ^ self.state.rotate_left(29);
     }
 }
@@ -192,9 +193,9 @@ mod tests {
         assert_eq!(
             hashes.iter().collect::<HashSet<_>>().len(),
             hashes.len(),
-            "no two are alike"
+            "two keys have the same hash"
         );
-        // A table looks at the upper 7 bits and at as many of the lower ones as it needs.
+        // A `HashMap` uses the upper 7 bits, and as many of the lower bits as its size needs.
         for shift in [0, 8, 57] {
             let mut places = [0_usize; 128];
             for hash in &hashes {

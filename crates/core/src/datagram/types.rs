@@ -9,7 +9,7 @@ use crate::verbs::qp::QpType;
 use crate::verbs::wc::Status;
 use crate::wire::dgram::DgramError;
 
-/// The queue pair of a peer: its address and port, and its index on that port.
+/// A remote queue pair: its address and port, and its index on that port.
 pub(super) type Peer = (SocketAddr, u8);
 
 /// The queue pair number of every member of a multicast group.
@@ -24,9 +24,9 @@ pub enum Kind {
     Uc,
     /// Reliable datagram.
     Rd,
-    /// Reliable connection, over reliable datagrams.
+    /// Reliable connection over reliable datagrams.
     Rc,
-    /// An unreliable connection for the program, which is carried by reliable datagrams.
+    /// Unreliable connection that uses reliable datagrams.
     ReliableUc,
 }
 
@@ -41,7 +41,7 @@ impl Kind {
         }
     }
 
-    /// Whether the service repeats lost datagrams.
+    /// Whether lost datagrams are sent again.
     pub const fn is_reliable(self) -> bool {
         matches!(self, Self::Rd | Self::Rc | Self::ReliableUc)
     }
@@ -62,7 +62,7 @@ impl Kind {
 pub struct Arrival {
     /// Its source.
     pub from: SocketAddr,
-    /// The local address or group that it was sent to, if the socket reports it.
+    /// The local address or group to which it was sent, if the socket reports it.
     pub to: Option<IpAddr>,
     /// Its hop limit or time to live.
     pub hop_limit: u8,
@@ -78,13 +78,13 @@ pub struct Arrival {
 pub struct TxDatagram {
     /// Its destination.
     pub to: SocketAddr,
-    /// Its source address, if it has to be a certain one.
+    /// Its source address. `None`: the system chooses.
     pub from: Option<IpAddr>,
     /// Hop limit or time to live, 0 for the system's default.
     pub hop_limit: u8,
     /// Traffic class or type of service.
     pub traffic_class: u8,
-    /// All of it, checksum included.
+    /// The whole datagram, with its checksum.
     pub bytes: Bytes,
 }
 
@@ -121,7 +121,7 @@ impl PartialEq for Bytes {
 
 impl Eq for Bytes {}
 
-/// Why a datagram was dropped, or a part of it not placed. No answer is sent; each reason has its counter.
+/// Why a datagram was dropped, or a part of it not placed. Each reason has its counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dropped {
     /// It breaks a rule of the format.
@@ -138,7 +138,7 @@ pub enum Dropped {
     Operation,
     /// It contradicts an earlier datagram of its message.
     Mismatch,
-    /// All of it had arrived before.
+    /// All its bytes had arrived before.
     Duplicate,
     /// Its message was given up, or a newer one has begun.
     Late,
@@ -148,18 +148,18 @@ pub enum Dropped {
     Access,
     /// Its message is longer than the receive.
     TooLong,
-    /// Its message has more gaps than are recorded.
+    /// Its message has more gaps than can be stored.
     Gaps,
-    /// The receive's own memory could not be written; the queue pair has failed.
+    /// The memory of the receive was not writable; the queue pair has failed.
     Local,
-    /// The largest number of answers waits to be sent already.
+    /// The largest number of answers is queued already.
     Busy,
-    /// Reliable services: the largest number of records waits for the program already.
+    /// Reliable services: the largest number of records is stored already.
     NoRecord,
 }
 
 impl Dropped {
-    /// The resource that a reliable packet waits for, if it is not refused.
+    /// The resource that a reliable packet waits for. `None`: the packet is refused.
     pub(super) fn resource(self) -> Option<Resource> {
         match self {
             Self::NoReceive => Some(Resource::Receive),
@@ -169,7 +169,7 @@ impl Dropped {
         }
     }
 
-    /// The status of the sender's request, if the sender gets an error.
+    /// The status with which the sender's request fails, if the packet is refused.
     pub(super) fn status(self) -> Status {
         match self {
             Self::Access => Status::RemoteAccess,
@@ -206,27 +206,27 @@ pub struct ErrorReport {
     pub code: u8,
     /// The status of the request, if the report ends it.
     pub status: Status,
-    /// The application's number of the request, if that is still known.
+    /// The `wr_id` of the request, if it is still known.
     pub request: Option<u64>,
 }
 
-/// The effect on a request when a datagram has been sent.
+/// The effect on a request of having sent a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Given {
-    /// None: the datagram belongs to no request, or the request waits for more.
+    /// No effect: the datagram belongs to no request, or is sent for one that is not complete by sending.
     Nothing,
-    /// More of the request follows.
+    /// The request has more datagrams.
     Part(u64),
     /// The request is done.
     End(u64),
-    /// The request waits for an answer.
+    /// The request is complete when its answer arrives.
     Ask(u64),
 }
 
 /// The counters of a queue pair. They count datagrams unless their description says otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Arrived.
+    /// Arrived datagrams.
     pub rx_dgrams: u64,
     /// Messages that were delivered.
     pub rx_messages: u64,
@@ -240,15 +240,15 @@ pub struct Counters {
     pub rx_stray: u64,
     /// Dropped: the queue pair was not ready.
     pub rx_state: u64,
-    /// Dropped: had arrived before.
+    /// Dropped: all bytes had arrived before.
     pub rx_dup: u64,
-    /// Dropped: of a message that was over.
+    /// Dropped: the message had ended.
     pub rx_late: u64,
-    /// Dropped: no receive posted. Reliable: packets that waited, for a receive or for room for a record.
+    /// Dropped: no receive posted. Reliable services: packets that waited for a receive or for room for a record.
     pub rx_no_recv: u64,
-    /// Dropped: memory that may not be written.
+    /// Dropped: the memory may not be written.
     pub rx_stag: u64,
-    /// Dropped: longer than the receive, or too many gaps.
+    /// Dropped: the message was longer than the receive, or had too many gaps.
     pub rx_bounds: u64,
     /// Lost datagrams that were restored from parity.
     pub rx_repaired: u64,
@@ -258,7 +258,7 @@ pub struct Counters {
     pub rec_full: u64,
     /// Records of incomplete messages, or of parts of messages.
     pub rec_partial: u64,
-    /// Records that found no room.
+    /// Records that could not be stored.
     pub rec_overflow: u64,
     /// Reads that were never answered.
     pub reads_timeout: u64,
@@ -266,7 +266,7 @@ pub struct Counters {
     pub err_in: u64,
     /// Errors reported to peers.
     pub err_out: u64,
-    /// Handed to the socket.
+    /// Passed to the socket.
     pub tx_dgrams: u64,
     /// Refused by the socket.
     pub tx_errors: u64,
@@ -333,10 +333,10 @@ impl Counters {
     }
 }
 
-/// Returns the UDP payload that the path to an address carries without fragments, bytes.
+/// Returns the UDP payload, in bytes, that the path to an address carries without fragmentation.
 pub type PathMtu = fn(IpAddr) -> u16;
 
-/// The resource that waiting packets lack. They are handled again when it may be available.
+/// A resource that waiting packets need. They are handled again when it may be available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resource {
     /// A receive.

@@ -1,8 +1,9 @@
 //! Receives a Send of one datagram in one step: *deframe*, *admit*, *place*, *deliver* and *complete*.
 //!
-//! Most datagrams of a UD queue pair are a whole Send without immediate data, into a posted receive of one range. All that
-//! the general path ([`rx`](super::rx), [`deliver`](super::deliver)) would check is checked here first; if anything is
-//! unusual, nothing has changed, and the datagram takes the general path. `crates/sim/tests/shortcuts.rs` compares the two.
+//! Most datagrams of a UD queue pair are a whole Send without immediate data, into a posted receive of one range.
+//! Everything that the general path ([`rx`](super::rx), [`deliver`](super::deliver)) would check is checked here
+//! first. If a check fails, nothing has changed, and the datagram takes the general path.
+//! `crates/sim/tests/shortcuts.rs` compares the two paths.
 
 use super::outgoing::{canonical, index, is_group};
 use super::types::{Arrival, Kind};
@@ -16,13 +17,14 @@ use crate::wire::ddp::Header;
 use crate::wire::dgram::{self, SendHead};
 
 impl DatagramQp {
-    /// Receives the datagram if it is a whole Send to a UD queue pair. False: it is to take the general path.
+    /// Receives the datagram if it is a whole Send to a UD queue pair. Returns false if it has to take the general
+    /// path.
     #[inline]
     pub(super) fn receive_whole(&mut self, arrival: &Arrival, bytes: &[u8]) -> bool {
         if self.kind != Kind::Ud || !self.shortcuts || self.receives().is_err() {
             return false;
         }
-        // The checksum last: another datagram would have it computed twice.
+        // The checksum is verified last: a datagram that takes the general path would have it computed twice.
         let Some((head, payload)) = SendHead::parse(bytes) else {
             return false;
         };

@@ -60,7 +60,7 @@ impl DatagramQp {
         self.base.sq.advance();
         self.base.observe(|| Step::Take(id));
         if let Some(status) = injected {
-            self.fail_request(number, Unbuildable(status, "a fault was asked for"));
+            self.fail_request(number, Unbuildable(status, "an injected fault"));
             return Taken::Done;
         }
         match self.build(number) {
@@ -280,7 +280,7 @@ impl DatagramQp {
                     .rnic
                     .regions
                     .invalidate(stag, self.base.pd, self.base.qpn);
-                let why = "local invalidate of an STag that may not be";
+                let why = "local invalidate of an STag that this queue pair may not invalidate";
                 done.map(|()| None)
                     .map_err(|_| Unbuildable(Status::LocalProtection, why))
             }
@@ -290,7 +290,7 @@ impl DatagramQp {
                     .rnic
                     .regions
                     .bind(&bind, self.base.pd, self.base.qpn);
-                let why = "a memory window that cannot be bound like this";
+                let why = "a memory window that cannot be bound with these rights or this range";
                 done.map(|()| None)
                     .map_err(|_| Unbuildable(Status::WindowBind, why))
             }
@@ -302,7 +302,7 @@ impl DatagramQp {
             }
             Op::AtomicWrite { .. } | Op::Send { .. } | Op::Write { .. } => Err(Unbuildable(
                 Status::LocalQpOperation,
-                "an operation that datagram queue pairs do not do",
+                "an operation that datagram queue pairs do not support",
             )),
         }
     }
@@ -371,7 +371,7 @@ impl DatagramQp {
             _ => {
                 return Err(Unbuildable(
                     Status::LocalQpOperation,
-                    "an operation without an answer",
+                    "an operation without a response",
                 ));
             }
         };
@@ -469,7 +469,8 @@ impl DatagramQp {
         }
     }
 
-    /// The key in the shim. IBA 10.2.5 [qkey-high]: a controlled key stands for the queue pair's own.
+    /// The Q_Key in the shim. IBA 10.2.5 [qkey-high]: a key with the high bit set stands for the key of the queue
+    /// pair itself.
     pub(super) fn qkey_for(&self, to: &Destination) -> u32 {
         if self.kind.is_connected() {
             0
@@ -478,7 +479,7 @@ impl DatagramQp {
         }
     }
 
-    /// The payload of a request, checked.
+    /// Checks the memory of a request and returns the source of its payload.
     pub(super) fn source(&mut self, number: u64) -> Result<Source, Unbuildable> {
         let Some(posted) = self.base.sq.get_mut(number) else {
             return Ok(Source::Bytes(SmallVec::new()));
@@ -504,7 +505,7 @@ impl DatagramQp {
         let Some(Payload::Sges(sges)) = payload else {
             return Err(Unbuildable(
                 Status::LocalQpOperation,
-                "an answer into inline data",
+                "a response into inline data",
             ));
         };
         let places = checked(
@@ -520,7 +521,7 @@ impl DatagramQp {
     }
 }
 
-/// The key for a destination of a queue pair whose own key is `own`.
+/// Returns the Q_Key for a destination. `own` is the key of the sending queue pair.
 #[inline]
 pub(super) fn qkey_for(to: &Destination, own: u32) -> u32 {
     if to.qkey & 0x8000_0000 != 0 {

@@ -12,9 +12,9 @@ use crate::verbs::wc::Status;
 use crate::wire::dgram::{self, ATTR_FINAL_COPY, Shim};
 use crate::wire::rdmap::Opcode;
 
-/// The reason if the memory was valid when the request was built, and no longer is.
+/// The reason why a request fails whose memory was valid when its message was built, and is not any more.
 const DEREGISTERED: &str = "memory of a posted request was deregistered";
-/// The largest number of final datagrams that wait to be repeated.
+/// The largest number of final datagrams that are kept to be repeated.
 const TRAILERS: usize = 64;
 
 impl DatagramQp {

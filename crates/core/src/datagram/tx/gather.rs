@@ -1,4 +1,4 @@
-//! Memory of the program in requests: it is checked against its keys, and copied into datagrams.
+//! Memory that requests name: the checks of its keys, and copies of it into datagrams.
 
 use crate::llp::mpa::frame::for_each_part;
 use crate::verbs::access::Access;
@@ -12,7 +12,7 @@ use crate::wire::To;
 /// The reason why a request cannot be built: its status, and a text.
 pub(super) struct Unbuildable(pub(super) Status, pub(super) &'static str);
 
-/// Checks the elements of a request's list for an access right.
+/// Checks that all elements of a request's list have an access right.
 pub(super) fn checked(
     rnic: &Rnic,
     sges: &[Sge],
@@ -66,7 +66,7 @@ pub(super) fn gather_at_once(
     Ok(())
 }
 
-/// Appends `len` bytes of `source`, from `from` on. False if their memory was deregistered.
+/// Appends `len` bytes of `source`, beginning at byte `from`. Returns false if the memory was deregistered.
 pub(super) fn gather(
     source: &Source,
     from: u64,

@@ -6,7 +6,7 @@ use crate::wire::dgram::Shim;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
-/// The STag of zero-length messages. It names no memory. It is not 0, which would look like a field that was left out.
+/// The STag of zero-length messages. It names no memory. 0 is not used, because it would look like a missing field.
 pub(super) const NO_STAG: Stag = Stag(1);
 
 /// The DDP header of a message's datagram at `offset`.

@@ -1,14 +1,15 @@
-//! Sends messages of reliable queue pairs: one lane for each peer, in turns.
+//! Sends messages of reliable queue pairs. Each peer has a queue, its lane, and the lanes are served in turn.
 
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{Current, OURS, Taken, Way, has_room, peer_of, way_of};
 use crate::datagram::types::{Bytes, Given, Peer, TxDatagram};
 
-/// Datagrams to a peer before other peers have their turn.
+/// Largest number of datagrams to a peer in one turn.
 const LANE_TURN: usize = 16;
-/// Bytes to a peer before other peers have their turn: sixteen of the longest datagrams would be a megabyte.
+/// Bytes to a peer after which its turn ends. Without this limit, [`LANE_TURN`] datagrams of the largest size would
+/// be a megabyte.
 const LANE_TURN_BYTES: usize = 64 * 1024;
-/// Requests in all lanes: those behind them stay in the send queue.
+/// Largest number of requests in all lanes. Later requests stay in the send queue.
 const LANES: usize = 4096;
 
 impl DatagramQp {
@@ -30,7 +31,7 @@ impl DatagramQp {
                 break;
             };
             let goes_on = self.lane_turn(&peer, &mut bytes, out);
-            // The queue pair may have failed, and nothing be left.
+            // The list is empty if the queue pair has failed in this turn.
             let Some(peer) = self.ready.pop_front() else {
                 break;
             };
@@ -40,12 +41,13 @@ impl DatagramQp {
                 lane.ready = false;
             }
         }
-        // Peers that are not known are to be asked.
+        // The turns may have found peers that are not known yet: the reliability layer sends requests for a token to
+        // them.
         self.poll_reliable(&mut bytes, out);
         self.handle_rd_events();
     }
 
-    /// What the reliability layer itself wants to send.
+    /// Sends the packets of the reliability layer: acknowledgements, probes and packets that are sent again.
     pub(super) fn poll_reliable(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) {
         let now = self.now;
         while has_room(*bytes, out) {
@@ -58,8 +60,7 @@ impl DatagramQp {
         }
     }
 
-    /// Some datagrams to one peer: as many as make a run for the kernel, and few enough that other peers have their
-    /// turn. False: there are no more now.
+    /// Sends up to one turn of datagrams to a peer. Returns false if nothing more can be sent to it now.
     pub(super) fn lane_turn(
         &mut self,
         peer: &Peer,
@@ -90,8 +91,8 @@ impl DatagramQp {
         true
     }
 
-    /// Sends what can be sent of a message that was taken just now; the rest waits in the lane of its peer. Where others wait
-    /// for their turn it goes there at once.
+    /// Sends as much of a new message as possible; the rest enters the lane of its peer. The whole message enters the
+    /// lane if other messages wait already.
     pub(super) fn cut_at_once(
         &mut self,
         mut current: Current,
@@ -105,7 +106,7 @@ impl DatagramQp {
         }
         let way = way_of(&current.to);
         if !self.has_window(&peer, way, current.next_len()) {
-            // An acknowledgement makes it ready.
+            // An acknowledgement makes the lane ready.
             self.enter_lane(current, false, false);
             return;
         }
@@ -119,16 +120,16 @@ impl DatagramQp {
         }
     }
 
-    /// Whether the next datagram, of `len` bytes, may go to the peer.
+    /// Whether the next datagram, of `len` bytes, may be sent to the peer.
     pub(super) fn has_window(&mut self, peer: &Peer, way: Way, len: usize) -> bool {
         let now = self.now;
         let rd = self.rd.as_deref_mut();
         rd.is_some_and(|rd| rd.may_send(peer, way, len, now))
     }
 
-    /// The message of a lane that may go on now.
+    /// Removes the first message from the lane of `peer`, if its next datagram may be sent now.
     pub(super) fn next_of(&mut self, peer: &Peer) -> Option<(Current, Way)> {
-        // A queue pair that only receives answers all the same.
+        // A queue pair in RTR sends no requests, but it answers.
         if self.receives().is_err() {
             return None;
         }
@@ -139,7 +140,7 @@ impl DatagramQp {
         };
         let (way, len) = (way_of(&first.to), first.next_len());
         if !self.has_window(peer, way, len) {
-            // An acknowledgement makes it ready again.
+            // An acknowledgement makes the lane ready again.
             return None;
         }
         let lane = self.lanes.get_mut(peer)?;
@@ -153,7 +154,8 @@ impl DatagramQp {
         Some((current, way))
     }
 
-    /// A message goes to the lane of its peer: its end, or its front if some of it has gone. `ready`: it may be sent now.
+    /// Adds a message to the lane of its peer: at the end, or at the front if a part of it was sent already. `ready`:
+    /// its next datagram may be sent now.
     pub(super) fn enter_lane(&mut self, current: Current, front: bool, ready: bool) {
         let peer = peer_of(&current.to);
         let lane = self.lanes.entry(peer).or_default();
@@ -174,7 +176,7 @@ impl DatagramQp {
         }
     }
 
-    /// A peer may be sent to again.
+    /// Marks the lane of a peer as ready to send.
     pub(in crate::datagram) fn make_ready(&mut self, peer: &Peer) {
         if let Some(lane) = self.lanes.get_mut(peer)
             && !lane.ready

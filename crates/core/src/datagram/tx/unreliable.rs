@@ -66,8 +66,8 @@ impl DatagramQp {
         }
     }
 
-    /// As [`Self::send_single`], for what a UD queue pair sends most: a Send without immediate data. Its headers have
-    /// few fields that change, and the pace of its peer is looked up once.
+    /// As [`Self::send_single`], for the most frequent request of a UD queue pair: a Send without immediate data. Few
+    /// fields of its headers change, and the window of its peer is looked up once.
     fn send_ud(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
         if self.kind != Kind::Ud || !self.shortcuts || self.base.state != State::Rts {
             return false;
@@ -195,7 +195,7 @@ impl DatagramQp {
             return false;
         }
         let open = if reliable {
-            // A message that waits for its turn or for a window must not be overtaken.
+            // The request must not overtake a message that waits for its turn or for a window.
             self.ready.is_empty()
                 && !self.lanes.contains_key(&peer)
                 && self.has_window(&peer, way_of(&to), HEAD + usize::try_from(len).unwrap_or(0))
