@@ -165,7 +165,7 @@ impl Connection {
                     .map_err(|_| {
                         Unbuildable(
                             Status::LocalProtection,
-                            "local invalidate of an STag that may not be",
+                            "local invalidate of an STag that this queue pair may not invalidate",
                         )
                     })?;
             }
@@ -174,7 +174,7 @@ impl Connection {
                 self.base.rnic.regions.bind(&bind, pd, qpn).map_err(|_| {
                     Unbuildable(
                         Status::WindowBind,
-                        "a memory window that cannot be bound like this",
+                        "a memory window that cannot be bound with these rights or this range",
                     )
                 })?;
             }
@@ -185,7 +185,7 @@ impl Connection {
     fn stream_mut(&mut self) -> Result<&mut Stream, Unbuildable> {
         self.stream
             .as_mut()
-            .ok_or(Unbuildable(Status::Flushed, "the stream is gone"))
+            .ok_or(Unbuildable(Status::Flushed, "the stream has ended"))
     }
 
     /// One Read Request for each element of the list: the wire has a single sink STag.

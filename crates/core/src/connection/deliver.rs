@@ -23,8 +23,8 @@ use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest, Terminat
 use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
 
 impl Connection {
-    /// Delivers the message of a segment, if the segment is its last one. The segment was placed, or is a message for
-    /// the stack.
+    /// Delivers the message of a segment, if the segment is its last one. The segment was placed, or belongs to a
+    /// control message.
     pub(super) fn deliver(
         &mut self,
         now: Instant,
@@ -93,8 +93,8 @@ impl Connection {
             return false;
         }
         // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive Send has a message sequence number, and consumes no
-        // receive of the application. If the ends agreed on a ready-to-receive message, it is the first message, in
-        // whichever form.
+        // receive of the application. If the ends agreed on a ready-to-receive message, it is the first message, and
+        // may be a Send, a Write or a Read.
         let expected = s.config.first != First::Nothing && s.config.first != First::Hello;
         let rtr = match header {
             Header::Untagged(h) => {
@@ -150,7 +150,7 @@ impl Connection {
             return;
         };
         let Some(s) = &mut self.stream else { return };
-        // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive message is none of the application.
+        // RFC 6581 §9.2 [mpa-rtr-invisible]: a ready-to-receive message is not counted.
         if s.ready_to_receive == Some(op) {
             s.ready_to_receive = None;
             return;
@@ -331,7 +331,7 @@ impl Connection {
                 Status::RemoteInvalidRequest,
             ));
         };
-        // While a Send is arriving, its number is in use, and the next number may not come yet.
+        // While a Send is arriving, its number is in use, and no message with the next number may begin.
         s.responder.check_first(h)?;
         let Some(request) = self.base.take_receive() else {
             return self.no_receive(h);
@@ -411,7 +411,7 @@ impl Connection {
         }
     }
 
-    /// A response to send request `number` has arrived completely.
+    /// Completes send request `number`, whose response has arrived completely.
     fn answered(&mut self, number: u64) {
         if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = posted.answers.saturating_sub(1);
@@ -451,8 +451,8 @@ impl Connection {
                 Status::RemoteAccess,
             ));
         };
-        // RFC 7306 §5.1 [atomic-once]: an atomic is done once, in the order of arrival; its response carries the old
-        // value.
+        // RFC 7306 §5.1 [atomic-once]: an atomic is executed once, in the order of arrival, and its response carries
+        // the old value.
         let value = self
             .base
             .rnic
@@ -486,7 +486,7 @@ impl Connection {
     // ------------------------------------------------------------------ ends and private messages
 
     fn deliver_terminate(&mut self, h: &Untagged, payload: &[u8]) -> Result<(), Violation> {
-        // RFC 5041 §7.1 [ddp-msn-range]: queue 2 carries one message.
+        // RFC 5041 §7.1 [ddp-msn-range]: only one message may be sent on queue 2.
         if h.msn != Msn::FIRST {
             return Err(Violation::answer(PeerError::UntaggedMsn {
                 expected: Msn::FIRST.0,
@@ -539,7 +539,7 @@ impl Connection {
                 let (number, posted) = found.last()?;
                 (posted.phase != Phase::Done).then_some(Some(number))
             }
-            // Towards a standard peer a Write is done when it is sent.
+            // Towards a standard peer a Write is complete when it is sent, so it cannot be the cause.
             Header::Tagged(h) if h.opcode == Opcode::Write => None,
             _ => Some(None),
         }
@@ -576,14 +576,14 @@ impl Connection {
             Control::Ack { seq } => {
                 if !self.handle_ack(seq) {
                     return Err(Violation::answer(PeerError::Control(
-                        "acknowledges what was not sent",
+                        "an acknowledgement of a request that was not sent",
                     )));
                 }
             }
             Control::Rnr { seq, timer } => {
                 if !self.handle_ack(seq.wrapping_sub(1)) {
                     return Err(Violation::answer(PeerError::Control(
-                        "not ready for what was not sent",
+                        "receiver-not-ready for a request that was not sent",
                     )));
                 }
                 self.handle_rnr(seq, timer, now);
@@ -591,7 +591,7 @@ impl Connection {
             Control::Restart { seq } => {
                 if !s.responder.restart(seq) {
                     return Err(Violation::answer(PeerError::Control(
-                        "restart without a receiver-not-ready",
+                        "a Restart without a receiver-not-ready",
                     )));
                 }
             }
@@ -599,7 +599,7 @@ impl Connection {
                 let status = Status::from_number(status).unwrap_or(Status::RemoteOperation);
                 if !self.handle_ack(seq.wrapping_sub(1)) {
                     return Err(Violation::answer(PeerError::Control(
-                        "refuses what was not sent",
+                        "a refusal of a request that was not sent",
                     )));
                 }
                 let blamed = self.base.sq.taken_mut().find(|(_, p)| {
@@ -622,12 +622,12 @@ impl Connection {
             Control::SelectSrq { number } => {
                 if s.responder.is_receiving_send() {
                     return Err(Violation::answer(PeerError::Control(
-                        "chooses a shared receive queue inside a message",
+                        "SelectSrq inside a message",
                     )));
                 }
                 if !self.base.rq.choose(number) {
                     return Err(Violation::request(
-                        PeerError::Control("chooses a shared receive queue that is not there"),
+                        PeerError::Control("SelectSrq of a shared receive queue that does not exist"),
                         Status::RemoteInvalidRequest,
                     ));
                 }

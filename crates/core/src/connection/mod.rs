@@ -55,7 +55,7 @@ pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
     /// The peer of a stream without connection manager closed it in order, or cannot be reached. Posted requests fail
-    /// after the time in which hardware would repeat them ([`Timer::GiveUp`]).
+    /// after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
     peer_left: bool,
     timers: Timers,
     /// Short messages may take the shortcuts `send_short` and `receive_short`.
@@ -118,7 +118,8 @@ impl Connection {
         &self.base.attr
     }
 
-    /// The attributes, for the connection manager, which sets some (as `retry_cnt`) without the state machine.
+    /// The attributes, for the connection manager, which sets some (as `retry_cnt`) without the checks of
+    /// [`Self::modify`].
     pub fn attr_mut(&mut self) -> &mut Attr {
         &mut self.base.attr
     }
@@ -401,13 +402,13 @@ impl Connection {
         }
     }
 
-    /// The peer must dial (it has the larger address and number) and has not. Posted requests fail with RETRY_EXC_ERR
-    /// after `timeout` x `retry_cnt` unless it dials first.
+    /// Records that the peer has not connected although it has to (it has the larger address and number). Posted
+    /// requests fail with RETRY_EXC_ERR after `timeout` x `retry_cnt`, unless the peer connects first.
     pub fn handle_not_connected(&mut self) {
         self.peer_left = true;
     }
 
-    /// The connection to the peer failed or was refused. Posted requests fail with RETRY_EXC_ERR.
+    /// Records that the connection to the peer failed or was refused. Posted requests fail with RETRY_EXC_ERR.
     pub fn handle_connect_failed(&mut self) {
         self.peer_left = true;
         if !self.base.sq.is_empty() {
@@ -452,7 +453,7 @@ impl Connection {
         }
     }
 
-    /// For tests: all numbers of a fresh stream go on from `first`, at both ends, so that they wrap soon.
+    /// For tests: all numbers of a fresh stream begin at `first`, at both ends, so that they wrap soon.
     #[doc(hidden)]
     pub fn number_from(&mut self, first: u32) {
         if let Some(s) = &mut self.stream {
@@ -466,7 +467,7 @@ impl Connection {
         self.base.attach_counter(counter, ops)
     }
 
-    /// Forgets the completion counters, when the queue pair is destroyed: what is flushed then is not counted.
+    /// Detaches the completion counters when the queue pair is destroyed: flushed requests are not counted then.
     pub fn detach_counters(&mut self) {
         self.base.detach_counters();
     }
@@ -500,7 +501,7 @@ impl Connection {
             && !self.wants_shm_offer()
     }
 
-    /// Whether a message waits that is not of the send queue.
+    /// Whether a response or control message is queued.
     #[inline]
     pub fn has_responses(&self) -> bool {
         self.stream
@@ -508,19 +509,19 @@ impl Connection {
             .is_some_and(|s| s.responder.has_responses())
     }
 
-    /// All FPDUs framed so far have been handed to the socket.
+    /// Handles that the socket has accepted all FPDUs framed so far.
     #[inline]
     pub fn handle_written(&mut self) {
         let Some(s) = &self.stream else { return };
         // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]: towards a standard peer a Send or Write is complete when the
-        // LLP has it.
+        // LLP has accepted it.
         if s.peer == Peer::Standard {
             self.complete_sent();
         }
         self.after();
     }
 
-    /// Completes the requests that wait for nothing but an acknowledgement.
+    /// Completes the requests that wait only for an acknowledgement.
     fn complete_sent(&mut self) {
         for (_, posted) in self.base.sq.taken_mut() {
             if posted.phase == Phase::Sent && posted.answers == 0 {
@@ -539,7 +540,8 @@ impl Connection {
         if self.is_due(Timer::Probe, now)
             && let Some(s) = &mut self.stream
         {
-            // The kernel notices that the peer's machine is gone only while bytes are unacknowledged.
+            // The kernel notices that the peer's machine has failed only while bytes are unacknowledged, so a Ping is
+            // sent.
             self.timers.stop(Timer::Probe);
             s.responder.push_control(Control::Ping);
         }
@@ -549,11 +551,11 @@ impl Connection {
         self.deadline(timer).is_some_and(|at| at <= now)
     }
 
-    /// The stream has ended: the peer closed it (`reset` is false), or it broke. `all_taken`: the peer's transport had taken all
-    /// bytes that were sent.
+    /// Handles the end of the stream: the peer closed it (`reset` is false), or it broke. `all_taken`: the peer's
+    /// transport has acknowledged all bytes that were sent.
     pub fn handle_eof(&mut self, reset: bool, all_taken: bool) {
-        // A queue pair that closes its stream acknowledges and sends a Bye. A process that ends before it could do
-        // that leaves it to RFC 5040 §5.5 (14) [rdmap-complete-after-ddp].
+        // A queue pair that closes its stream sends an acknowledgement and a Bye. If its process ended before that,
+        // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp] applies.
         if all_taken && self.stream.as_ref().is_some_and(|s| !s.bye_received) {
             self.complete_sent();
         }
@@ -578,12 +580,13 @@ impl Connection {
             self.timers = Timers::default();
             self.peer_left = true;
         } else {
-            // As with RoCE, a completion that tells the failure is enough. Only a program that waits for none needs the event.
+            // As with RoCE, a failed completion is enough to report the failure. The event is needed only if no
+            // completion is pending.
             let first = (!self.base.sq.is_empty()).then_some((None, Status::RetryExceeded));
             let has_receives = !self.base.rq.is_shared() && !self.base.rq.is_empty();
             let unnoticed = first.is_none() && !has_receives;
             let event = unnoticed.then_some(AsyncEvent::QpFatal);
-            self.fail(first, "the peer vanished", event);
+            self.fail(first, "the connection to the peer was lost", event);
         }
     }
 

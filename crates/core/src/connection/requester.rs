@@ -1,4 +1,4 @@
-//! Our requests on a stream: their numbers, the Reads and atomics under way, and what is sent again.
+//! The requests of this end on a stream: their numbers, outstanding Reads and atomics, and retransmissions.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ use crate::wire::ddp::{Tagged, Untagged};
 use crate::wire::rdmap::{AtomicRequest, AtomicResponse, Opcode, ReadRequest};
 use crate::wire::{Msn, QN_READ, Stag, To};
 
-/// The request of a Read that no program posted: it makes the stream ready.
+/// Stands for the request number of a Read that no program posted: the ready-to-receive Read of length 0.
 const UNPOSTED: u64 = u64::MAX;
 
 /// An RDMA Read whose Response has not arrived completely.
@@ -283,13 +283,14 @@ impl Requester {
         bytes_message(opcode, QN_READ, msn, body)
     }
 
-    /// Checks a segment of a Read Response and counts its payload; returns where the payload goes.
+    /// Checks a segment of a Read Response and counts its payload. Returns the memory for the payload.
     pub(super) fn admit_read_response(
         &mut self,
         h: &Tagged,
         len: u64,
     ) -> Result<Places, Violation> {
-        // RFC 5040 §5.2 [read-order]: responses come in the order of the requests, so this is for the oldest.
+        // RFC 5040 §5.2 [read-order]: responses arrive in the order of the requests, so this one belongs to the
+        // oldest.
         let Some(read) = self.reads.front_mut() else {
             return Err(unexpected(h.opcode));
         };
@@ -322,12 +323,12 @@ impl Requester {
         self.reads.front().map(|read| read.request)
     }
 
-    /// The oldest Read Response is complete: returns the number of its request.
+    /// Completes the oldest Read Response, and returns the number of its request.
     pub(super) fn finish_read(&mut self) -> Option<u64> {
         self.reads.pop_front().map(|read| read.request)
     }
 
-    /// Checks an Atomic Response: returns the number of its request, the old value, and where that goes.
+    /// Checks an Atomic Response. Returns the number of its request, the old value, and the memory for that value.
     pub(super) fn accept_atomic_response(
         &mut self,
         h: &Untagged,
@@ -354,8 +355,8 @@ impl Requester {
 
     // ------------------------------------------------------------------ acknowledgements, retries, failure
 
-    /// The peer has done all request messages up to `seq`: marks the requests of `sq` that are done by that. False if `seq`
-    /// was not sent.
+    /// Handles an acknowledgement of all request messages up to `seq`: marks the requests of `sq` that are complete
+    /// by it. Returns false if `seq` was not sent.
     pub(super) fn acknowledge(&mut self, seq: u32, sq: &mut SendQueue) -> bool {
         if seq.wrapping_sub(self.acked) > self.seq.wrapping_sub(self.acked) {
             return false;
@@ -384,8 +385,8 @@ impl Requester {
         first <= at && at <= last && posted.phase != Phase::Done
     }
 
-    /// The peer had no receive for message `seq` of request `number`, whose numbers began with `first` and `msn`: that request
-    /// and all behind it are sent again, after a Restart.
+    /// Handles a receiver-not-ready for message `seq` of request `number`, whose numbers began with `first` and
+    /// `msn`: this request and all later ones are sent again, after a Restart.
     pub(super) fn go_back(&mut self, number: u64, seq: u32, first: u32, msn: (u32, u32)) {
         self.forget_from(number);
         self.seq = first.wrapping_sub(1);
@@ -403,7 +404,7 @@ impl Requester {
         self.parts.clear();
     }
 
-    /// Forgets request `number`, the last one that was taken: it fails.
+    /// Forgets request `number`, the last one that was taken, which has failed.
     pub(super) fn forget_last(&mut self, number: u64) {
         self.parts.clear();
         self.restart = None;
@@ -416,7 +417,7 @@ impl Requester {
         self.parts.clear();
     }
 
-    /// Forgets all requests: the queue pair fails.
+    /// Forgets all requests, because the queue pair has failed.
     pub(super) fn clear(&mut self) {
         self.reads.clear();
         self.atomics.clear();

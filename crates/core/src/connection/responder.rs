@@ -1,4 +1,4 @@
-//! The peer's requests on a stream: which have arrived and are done, and the messages that answer them.
+//! The requests of the peer on a stream: which have arrived and are done, and the messages that answer them.
 
 use std::collections::VecDeque;
 
@@ -15,7 +15,7 @@ use crate::wire::ddp::Untagged;
 use crate::wire::rdmap::{AtomicResponse, Opcode, ReadRequest};
 use crate::wire::{Msn, QN_ATOMIC_RESPONSE};
 
-/// A message to send that is not of the send queue.
+/// A message to send that does not come from the send queue.
 #[derive(Debug)]
 pub(super) enum Response {
     Read(Message),
@@ -47,7 +47,7 @@ pub(super) struct Responder {
     responses: VecDeque<Response>,
     /// Sequence number of the last request message of the peer that is done.
     done: u32,
-    /// The last one that is acknowledged.
+    /// Sequence number of the last request message that is acknowledged.
     done_acked: u32,
     send_msn: u32,
     read_msn: u32,
@@ -148,7 +148,7 @@ impl Responder {
         self.done
     }
 
-    /// One more request message is done.
+    /// Counts one more request message as done.
     #[inline]
     pub(super) fn request_done(&mut self) {
         self.done = self.done.wrapping_add(1);
@@ -175,7 +175,8 @@ impl Responder {
         self.discarding.is_some()
     }
 
-    /// No receive is posted: requests are dropped from now on, until the peer restarts after the time of `timer`.
+    /// Records that no receive is posted: requests are dropped until the peer sends a Restart after the time of
+    /// `timer`.
     pub(super) fn reject(&mut self, timer: u8) {
         let seq = self.done.wrapping_add(1);
         self.discarding = Some(seq);
@@ -183,7 +184,7 @@ impl Responder {
         self.push_control(Control::Rnr { seq, timer });
     }
 
-    /// Takes a Restart of the peer. False if none is expected.
+    /// Handles a Restart of the peer. Returns false if none is expected.
     pub(super) fn restart(&mut self, seq: u32) -> bool {
         let is_rnr = |r: &Response| matches!(r, Response::Control(Control::Rnr { .. }));
         if self.discarding != Some(seq) || self.responses.iter().any(is_rnr) {
@@ -193,7 +194,7 @@ impl Responder {
         true
     }
 
-    /// Takes the immediate of the Send that comes next.
+    /// Stores the immediate data of the Send that comes next.
     pub(super) fn set_immediate(&mut self, value: [u8; 4]) {
         if !self.is_discarding() {
             self.send_immediate = Some(value);
@@ -228,12 +229,12 @@ impl Responder {
         Ok(())
     }
 
-    /// A Send begins to arrive.
+    /// Records that a Send begins to arrive.
     pub(super) fn begin_receive(&mut self, receive: ReceiveUnderWay) {
         self.receive = Some(receive);
     }
 
-    /// Checks a segment of the Send that is arriving; returns where its payload goes.
+    /// Checks a segment of the Send that is arriving. Returns the memory for its payload.
     pub(super) fn admit_send(
         &mut self,
         h: &Untagged,
@@ -245,7 +246,8 @@ impl Responder {
         if h.msn != receive.msn || h.opcode != receive.opcode {
             return Err(wrong_msn(receive.msn.0, h));
         }
-        // RFC 5041 §7.1 [ddp-mo-order]: over TCP segments come in order, so each continues where the last one ended.
+        // RFC 5041 §7.1 [ddp-mo-order]: over TCP segments arrive in order, so each begins where the previous one
+        // ended.
         if u64::from(h.mo) != receive.received {
             let expected = u32::try_from(receive.received).unwrap_or(u32::MAX);
             return Err(wrong_offset(expected, h));
@@ -270,19 +272,20 @@ impl Responder {
         Ok(Some(targets))
     }
 
-    /// A Send or immediate has its number. Returns the length of the Write before it, which an immediate reports.
+    /// Counts a Send or immediate that has used its message sequence number. Returns the length of the Write before
+    /// it, which an immediate reports.
     #[inline]
     pub(super) fn count_send(&mut self) -> Option<u32> {
         self.send_msn = self.send_msn.wrapping_add(1);
         self.last_write.take()
     }
 
-    /// The Send that is arriving ends, with or without its last segment: its receive.
+    /// Ends the Send that is arriving, with or without its last segment, and returns its receive.
     pub(super) fn take_receive(&mut self) -> Option<ReceiveUnderWay> {
         self.receive.take()
     }
 
-    /// The Send that has arrived is done: its immediate.
+    /// Completes the Send that has arrived, and returns its immediate data.
     #[inline]
     pub(super) fn finish_send(&mut self) -> Option<[u8; 4]> {
         self.request_done();
@@ -291,13 +294,13 @@ impl Responder {
 
     // ------------------------------------------------------------------ Writes
 
-    /// Counts the payload of a Write that was admitted, for the completion of an immediate behind it.
+    /// Counts the payload of an admitted Write, for the completion of an immediate that follows it.
     #[inline]
     pub(super) fn count_write(&mut self, len: u64) {
         self.write_bytes += len;
     }
 
-    /// The Write that was arriving is done. Returns its length.
+    /// Completes the Write that was arriving, and returns its length.
     #[inline]
     pub(super) fn finish_write(&mut self) -> u64 {
         let len = std::mem::take(&mut self.write_bytes);
@@ -308,7 +311,7 @@ impl Responder {
 
     // ------------------------------------------------------------------ Reads and atomics
 
-    /// Checks number and limit of a Read or atomic, and counts it.
+    /// Checks number and limit of a Read Request or Atomic Request, and counts it.
     pub(super) fn begin_service(&mut self, h: &Untagged) -> Result<(), Violation> {
         if h.msn.0 != self.read_msn {
             return Err(wrong_msn(self.read_msn, h));
@@ -327,12 +330,12 @@ impl Responder {
         Ok(())
     }
 
-    /// The response of a Read or atomic is sent.
+    /// Records that the response to a Read or atomic was sent.
     pub(super) fn end_service(&mut self) {
         self.serving = self.serving.saturating_sub(1);
     }
 
-    /// A Read is done when the memory that it reads is known: queues its response.
+    /// Queues the response to a Read. The Read counts as done when its memory is known.
     pub(super) fn finish_read(&mut self, request: &ReadRequest, places: Places) {
         self.request_done();
         self.push(Response::Read(Message {
@@ -343,7 +346,8 @@ impl Responder {
             },
             source: Source::Memory {
                 places,
-                // The application and other peers may write there at any time; the CRC must fit what is sent.
+                // The application and other peers may change this memory at any time, so the payload is copied before
+                // its CRC is computed.
                 volatile: true,
             },
             len: u64::from(request.size),
@@ -351,7 +355,7 @@ impl Responder {
         }));
     }
 
-    /// Atomic `id` is done: queues the response with the old value.
+    /// Queues the response to atomic `id`, with the old value.
     pub(super) fn finish_atomic(&mut self, id: u32, value: u64) {
         self.request_done();
         let msn = self.next_atomic_response_msn;

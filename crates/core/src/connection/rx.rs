@@ -1,10 +1,10 @@
 //! Receive side of a connection: deframes, admits and places segments.
 //!
-//! A segment names its own destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Segments are
-//! placed (their bytes reach memory) one by one; `deliver.rs` delivers messages (the application learns of them).
+//! A segment contains its destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Segments are
+//! placed one by one: their bytes are written to memory. `deliver.rs` delivers complete messages to the application.
 //!
-//! With CRCs, nothing of an FPDU is used before all of it has arrived and its CRC is checked. Without, the payload of a
-//! large FPDU is received straight into user memory while it arrives (docs/decisions/003).
+//! With CRCs, no byte of an FPDU is used before all of it has arrived and its CRC is checked. Without CRCs, the
+//! payload of a large FPDU is received directly into user memory while it arrives (docs/decisions/003).
 
 use std::time::Instant;
 
@@ -326,7 +326,7 @@ impl Connection {
 
     /// Starts to receive the FPDU at the front of `rest` straight into user memory, if it is large enough.
     fn begin_direct(&mut self, rest: &[u8], extent: Extent) -> bool {
-        // A CRC is checked over the bytes as they were received. In its own memory the program could change them before
+        // A CRC is computed over the bytes as they were received. In user memory the program could change them before
         // the check (docs/decisions/003).
         if self.stream.as_ref().is_none_or(|s| s.crc_rx) {
             return false;

@@ -1,6 +1,6 @@
 //! Hand-over of a stream from TCP to memory that both ends share, when they are on one host.
 //!
-//! Each direction changes by itself, between two FPDUs. The responder of the connection makes the offer:
+//! Each direction switches separately, between two FPDUs. The responder of the connection makes the offer:
 //!
 //! ```text
 //!  responder                          initiator
@@ -10,8 +10,8 @@
 //!     | -- Switch -----------------------> |   the responder's last FPDU on the connection
 //! ```
 //!
-//! The TCP connection stays open: when it ends the stream ends, and a byte on it wakes an end that sleeps. FPDUs in
-//! shared memory have no CRC, since nothing damages them. The engine makes and maps the memory.
+//! The TCP connection stays open. Its end is the end of the stream, and a byte on it wakes an end that sleeps. FPDUs
+//! in shared memory have no CRC, since memory does not damage them. The engine creates and maps the memory.
 
 use crate::ddp::rx::Violation;
 use crate::error::PeerError;
@@ -42,7 +42,7 @@ pub(super) struct ShmHandover {
     phase: Phase,
     /// Number of requests after which memory is offered. `None`: this end does not use shared memory.
     offer_after: Option<u32>,
-    /// The peer may make an offer.
+    /// This end accepts offers of the peer.
     accepts_offer: bool,
     /// The peer's Hello had the feature bit.
     peer_can: bool,
@@ -72,7 +72,7 @@ impl ShmHandover {
         }
     }
 
-    /// Takes the feature bits of the peer's Hello.
+    /// Stores the feature bits of the peer's Hello.
     pub(super) fn set_peer_features(&mut self, features: u32) {
         self.peer_can = features & FEATURE != 0;
     }
@@ -85,7 +85,7 @@ impl ShmHandover {
             && self.offer_after.is_some_and(|after| requests >= after)
     }
 
-    /// Takes a message of the peer.
+    /// Handles a hand-over message of the peer.
     pub(super) fn receive(&mut self, message: Handover) -> Result<(), Violation> {
         let next = match (message, self.phase) {
             (Handover::Offer { .. }, Phase::Before)

@@ -115,7 +115,7 @@ pub(super) struct Stream {
     pub(super) crc_rx: bool,
     /// A message of the peer has arrived.
     pub(super) started: bool,
-    /// The peer's ready-to-receive message is a Write or a Read, which is still to be counted as none.
+    /// The peer's ready-to-receive message was a Write or a Read, which the completion counters have to ignore.
     pub(super) ready_to_receive: Option<Ops>,
     pub(super) bye_received: bool,
     pub(super) direct: Option<Direct>,
@@ -134,7 +134,8 @@ impl Stream {
             crc_tx: config.crc,
             crc_rx: config.crc,
             // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends nothing before the first FPDU. It may if both
-            // queue pairs were set up with each other's addresses: the peer is anywarp then, and takes FPDUs at once.
+            // queue pairs were set up with each other's addresses: the peer is anywarp then, and accepts FPDUs at
+            // once.
             may_send: config.initiator || config.peer == Peer::Anywarp,
             current: None,
             terminated: false,
@@ -192,8 +193,8 @@ impl Stream {
         self.responder.push(Response::Terminate(message));
     }
 
-    /// Cuts short the message under way if it belongs to a request: the peer could make no sense of what would follow it,
-    /// but for control messages.
+    /// Drops the rest of the message under way if it belongs to a request: after an incomplete message the peer can
+    /// interpret only control messages.
     pub(super) fn cut_request(&mut self) {
         self.current.take_if(|out| out.request.is_some());
     }

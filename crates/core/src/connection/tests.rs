@@ -189,7 +189,7 @@ fn zero_follows_the_last_number_of_what_arrives() {
         assert_eq!(completed(&cq), [(id, Status::Success)]);
         assert_eq!(hears(&mut conn), [(Opcode::ReadResponse, None)]);
     }
-    // The number of the last message must not come again.
+    // A message sequence number must not be used twice.
     says(&mut conn, Opcode::Send, 1, &[]);
     assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
     assert_eq!(conn.state(), State::Error);
@@ -217,7 +217,8 @@ fn ack_after_so_many_requests_an_acknowledgement_is_sent_without_data() {
     }
 }
 
-/// A process that ends right after a receive completes has no time to acknowledge it. Its transport had taken the Send.
+/// A process that ends right after a receive completes has no time to acknowledge it. Its transport had acknowledged
+/// the bytes of the Send.
 #[test]
 fn a_send_that_was_taken_completes_when_the_stream_ends() {
     for (reset, all_taken, status) in [
@@ -241,7 +242,7 @@ fn a_send_that_was_taken_completes_when_the_stream_ends() {
     }
 }
 
-/// A peer that closes the stream in order has acknowledged what it has done: the rest it threw away.
+/// A peer that closes the stream in order has acknowledged all requests that it executed. The others were dropped.
 #[test]
 fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
     let (mut conn, cq) = near_the_end();

@@ -5,7 +5,7 @@ use std::time::Instant;
 /// A timer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Timer {
-    /// The peer had no receive: until it fires nothing of the send queue is sent.
+    /// The peer had no receive. Until the timer fires, no request is sent.
     Rnr,
     /// The peer is silent though it has requests to answer: when it fires a Ping is sent.
     Probe,
@@ -18,8 +18,8 @@ impl Timer {
     pub(super) const ALL: [Self; 3] = [Self::Rnr, Self::Probe, Self::GiveUp];
 }
 
-/// The timers that run, with their times: for [`Timer::Probe`] when the silence began, since each segment that arrives sets it
-/// and should not pay for more; for others when they fire.
+/// The running timers with their times. For [`Timer::Probe`] this is when the silence of the peer began, since each
+/// arriving segment updates it and should be cheap; for the others it is when they fire.
 #[derive(Debug, Default)]
 pub(super) struct Timers([Option<Instant>; Timer::ALL.len()]);
 

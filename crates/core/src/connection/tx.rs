@@ -135,7 +135,7 @@ impl Connection {
         let ended = message.sent >= message.len;
         let is_read = message.opcode == Opcode::ReadResponse;
         if framed.is_err() || next == Next::Part || ended {
-            // The message leaves its place. If it has not ended, it is put back as the message under way.
+            // The message is moved out. If it has not ended, it is stored as the message under way.
             let message = match next {
                 Next::Part => s.requester.pop_part(),
                 _ => s.current.take().map(|out| out.message),
@@ -187,7 +187,7 @@ impl Connection {
             return;
         }
         if let Some(s) = &mut self.stream {
-            // The peer would take the next Read Response for the rest of this one.
+            // The peer would interpret the next Read Response as the rest of this one.
             s.responder.clear();
         }
         let stag = message.source.stag().0;
@@ -368,7 +368,7 @@ impl Connection {
         }
         if let Some(status) = posted.injected {
             self.base.sq.advance();
-            self.fail_request(number, status, "a fault was asked for");
+            self.fail_request(number, status, "an injected fault");
             return Taken::Nothing;
         }
         if posted.request.op.is_read_or_atomic() {
@@ -389,7 +389,7 @@ impl Connection {
         let id = posted.request.id;
         s.requester.note_start(posted);
         if posted.phase == Phase::Done {
-            // A bind or invalidate that was done before an RNR took the queue back.
+            // A bind or invalidate that had been executed before a receiver-not-ready moved the queue back.
             self.base.sq.advance();
             self.retire();
             return Taken::Local;

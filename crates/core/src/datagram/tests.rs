@@ -189,7 +189,7 @@ impl End {
         all
     }
 
-    /// Everything that is to be sent, which the socket takes at once.
+    /// Returns all datagrams that can be sent. The socket accepts them at once.
     fn tx(&mut self) -> Vec<TxDatagram> {
         let mut all = Vec::new();
         loop {
@@ -197,7 +197,7 @@ impl End {
             self.qp.poll_tx(&mut out);
             if out.is_empty() {
                 if self.qp.stall().is_some() {
-                    // Nobody reports in most of these tests.
+                    // In most of these tests the peer sends no reports.
                     self.qp.handle_stall();
                     continue;
                 }
@@ -442,7 +442,7 @@ fn ud_multicast_reaches_a_queue_pair_whatever_its_index() {
     assert_eq!(b.qp.handle_rx(&arrival, &sent[0].bytes), Ok(()));
     let (_, to, ..) = read(&b.table.read(0, 40)).unwrap();
     assert_eq!(to, group.ip());
-    // The broadcast address of a subnet is a group for who has joined it.
+    // The broadcast address of a subnet is a group for a queue pair that has joined it.
     let subnet = IpAddr::from([10, 0, 0, 255]);
     arrival.to = Some(subnet);
     b.recv(2, 0, 100);
@@ -543,7 +543,7 @@ fn what_may_be_posted_and_received_depends_on_the_state() {
             (true, _) => Err(Dropped::NoReceive),
         };
         assert_eq!(got, expected, "{state:?}");
-        // Nothing leaves but in RTS.
+        // Datagrams are sent in RTS only.
         let mut out = Vec::new();
         b.qp.poll_tx(&mut out);
         out.retain(|d| !is_report(&d.bytes));
@@ -587,7 +587,7 @@ fn every_request_is_flushed_exactly_once_and_in_order() {
                 (102, Flushed)
             ]
         );
-        // The socket took what had been given out: too late to matter.
+        // The datagrams were accepted by the socket after the reset, so the result is ignored.
         a.qp.handle_written(2);
         a.qp.handle_send_error();
         a.recv(103, 0, 100);
@@ -640,7 +640,7 @@ fn a_drained_send_queue_says_so_after_the_last_datagram() {
 
 #[test]
 fn memory_that_is_gone_fails_the_request_that_names_it() {
-    // Before the request is taken, and for a receive.
+    // Before the request is taken from the queue, and for a receive.
     let (mut a, mut b) = pair(Kind::Ud);
     b.recv(9, 0, 100);
     let payload = Payload::Sges(smallvec![a.sge(0, 8)]);
@@ -725,7 +725,7 @@ fn a_shared_queue_gives_its_receives_and_tells_of_limit_and_end() {
         assert_eq!(b.qp.poll_event(), Some(AsyncEvent::SrqLimit));
         for _ in 0..2 {
             b.qp.set_state(State::Error);
-            assert!(b.done().is_empty(), "the other receive is the queue's");
+            assert!(b.done().is_empty(), "the other receive belongs to the shared queue");
         }
         assert_eq!(b.qp.poll_event(), Some(AsyncEvent::LastWqe));
         assert_eq!(b.qp.poll_event(), None);
@@ -828,14 +828,14 @@ fn uc_loss_of_any_datagram_loses_its_message_alone() {
                 }
             }
             assert!(b.done().is_empty());
-            // The next one takes the receive that the first one had, or would have had.
+            // The next message uses the receive that the first one had, or would have had.
             b.table.write(2000, &[0; LEN]);
             for datagram in five(&mut a, &b, op, 2) {
                 assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
             }
             arrived(&b, op, 50);
             assert_eq!(b.qp.counters().evicted, 1);
-            // What was lost was only slow: it must not write into memory that is in use again.
+            // The lost datagram was only delayed. It must not write into memory that is in use again.
             b.table.write(2000, &[0; LEN]);
             assert_eq!(b.hears(&a, &sent[lost].bytes), Err(Dropped::Late));
             assert_eq!(b.table.read(2000, LEN), [0; LEN]);
@@ -882,7 +882,7 @@ fn uc_messages_complete_in_the_order_they_were_sent() {
     }
     let first = five(&mut a, &b, SEND, 1);
     let second = five(&mut a, &b, SEND, 2);
-    // The second one overtakes: the first is given up, and its datagrams are late.
+    // The second message overtakes the first, which is given up. Datagrams of the first are late.
     for datagram in second.iter().chain(&first) {
         let late = first.contains(datagram);
         let expected = if late { Err(Dropped::Late) } else { Ok(()) };
@@ -931,7 +931,7 @@ fn uc_accepts_its_peer_alone() {
         );
     }
     assert_eq!(b.qp.counters().rx_stray, 3);
-    // The same address in its other form is the same.
+    // The same address as an IPv4-mapped IPv6 address is accepted.
     let mut arrival = a.arrival(&b);
     arrival.from.set_ip("::ffff:10.0.0.1".parse().unwrap());
     b.qp.set_peer(a.destination());
@@ -978,7 +978,7 @@ fn uc_write_with_immediate_needs_a_receive_at_its_end() {
     assert_eq!(
         b.hears(&a, &sent[4].bytes),
         Err(Dropped::NoReceive),
-        "its chance is over"
+        "a refused message is not accepted later"
     );
     for datagram in five(&mut a, &b, op, 2) {
         assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
@@ -1208,7 +1208,7 @@ fn a_receiver_that_never_reports_stalls_its_sender_once() {
         a.qp.poll_tx(&mut sent);
     }
     assert!((8..16).contains(&sent.len()), "{}", sent.len());
-    // The rest when its time has come.
+    // The rest is sent when the deadline has passed.
     for _ in 0..16 {
         if let Some(at) = a.qp.poll_timeout() {
             a.qp.set_now(at);
@@ -1259,7 +1259,7 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
                     }
                 }
             }
-            // Mostly with a good checksum, or nothing behind it would be reached.
+            // Most have a correct checksum, so that the checks behind it are reached.
             if !next().is_multiple_of(16) {
                 dgram::seal(&mut bytes);
             }
@@ -1270,7 +1270,7 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
             if round % 64 == 0 {
                 b.done();
                 b.qp.base.rq.clear();
-                // A damaged number may have closed the door to all that follow.
+                // A damaged message number may make all later ones late, so the state is reset.
                 b.qp.incoming = Incoming::default();
             }
         }
@@ -1289,7 +1289,8 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
     }
 }
 
-/// A queue pair whose messages have as many gaps as they may together: each still has a few, and what closes one goes.
+/// The gaps of all messages of a queue pair are limited together. Each message may still have a few, and a datagram
+/// that fills a gap is accepted.
 #[test]
 fn gaps_of_all_messages_together_are_bounded() {
     let options = Options {
@@ -1343,12 +1344,12 @@ fn gaps_of_all_messages_together_are_bounded() {
     assert_eq!(hears(&mut b.qp, 8), Ok(()));
     assert_eq!(hears(&mut b.qp, one_more), Ok(()));
     assert_eq!(hears(&mut b.qp, one_more + 16), Err(Dropped::Gaps));
-    // Others have closed theirs.
+    // Gaps of other messages have been filled.
     b.qp.messages.note_runs(bounds::OPEN_RUNS - 1, 0);
     assert_eq!(hears(&mut b.qp, one_more + 16), Ok(()));
 }
 
-/// The same with reliability: what would be one gap too many waits until there are fewer.
+/// As above, with reliability: a packet that would make one gap too many waits until there are fewer.
 #[test]
 fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
     const PARTS: usize = 3 * bounds::DATAGRAM_RANGES;
@@ -1374,7 +1375,7 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
         b.qp.handle_timeout();
     };
     let mut parts = Vec::new();
-    // The first ones make the window wide enough for all of the last one.
+    // The first messages open the window for the whole last one.
     for id in 0..10 {
         a.table.write(0, &text);
         a.table.write(0, &[id]);
@@ -1422,7 +1423,8 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
     assert_eq!(statuses(&a.done()), [(9, Status::Success)]);
 }
 
-/// One request of a reliable connection fails, with the reason, and all behind it are flushed: also one that had overtaken it.
+/// If a request of a reliable connection fails, it has the status of the cause, and all later requests are flushed,
+/// even those that were acknowledged before it.
 #[test]
 fn behind_a_failed_request_of_a_reliable_connection_all_are_flushed() {
     let mut a = End::new(Kind::Rc, 1, 4000, 5, None);
@@ -1458,7 +1460,7 @@ fn behind_a_failed_request_of_a_reliable_connection_all_are_flushed() {
     }
     assert_ne!(lost, 0);
     assert_eq!(statuses(&a.done()), [(0, Status::Success)]);
-    // And the peer falls silent.
+    // Then the peer stops answering.
     for s in 1..100 {
         a.qp.set_now(Duration::from_secs(s));
         a.qp.handle_timeout();
@@ -1473,7 +1475,8 @@ fn behind_a_failed_request_of_a_reliable_connection_all_are_flushed() {
     assert_eq!(a.qp.state(), State::Error);
 }
 
-/// The attributes of a reliable connection say how long a silent peer is waited for, but for at least what we take ourselves.
+/// The attributes of a reliable connection limit how long a peer may be silent, but the limit is at least the option
+/// `patience`.
 #[test]
 fn a_silent_peer_is_waited_for_as_the_attributes_say() {
     // 4.096 µs × 2^timeout, eight times.

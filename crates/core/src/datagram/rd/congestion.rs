@@ -1,10 +1,11 @@
-//! How much may be under way to a peer of reliable datagrams.
+//! Congestion control: how many bytes may be under way to a peer of reliable datagrams.
 //!
-//! The window follows a model of the path, not its losses: the highest rate at which packets were delivered over the
-//! last rounds, times the shortest round trip, and a little more. A packet lost at random costs that packet; a TCP that halves its
-//! window for each loses most of a path at 1 %. Only losses so many that a queue must be overflowing shrink the window.
-//! The rate is that of BBR (Cardwell and others, 2016), the packets kept in the queue are those of Vegas (Brakmo and
-//! others, 1994); there is no pacing, acknowledgements clock the packets out.
+//! The window follows a model of the path instead of single losses: the highest delivery rate of the last rounds,
+//! times the shortest round trip, and some packets more. A random loss costs only the lost packet, while a TCP that
+//! halves its window for each loss would lose most of the throughput at a loss rate of 1 %. Only a loss rate that
+//! indicates an overflowing queue shrinks the window. The rate is measured as in BBR (Cardwell and others, 2016), and
+//! the number of packets kept in the queue is as in Vegas (Brakmo and others, 1994). There is no pacing: the arrival
+//! of acknowledgements determines when packets are sent.
 //!
 //! ```text
 //!            rate grows by a quarter       three rounds without          silence
@@ -15,71 +16,73 @@
 
 use std::time::Duration;
 
-/// Packets of the largest size that may always be under way.
+/// Minimum of the window, in packets of the largest size.
 const LEAST_PACKETS: u64 = 16;
-/// Packets of each sender that may wait in the queue of a full path.
+/// Packets that each sender may keep in the queue of a path that is fully used.
 const QUEUED: u64 = 8;
-/// Bytes that may always be under way: less than one burst of a network card.
+/// Minimum of the window, in bytes. This is less than one burst of a network card.
 const LEAST_BYTES: u64 = 64 * 1024;
 /// The first window, bytes.
 const FIRST: u64 = 128 * 1024;
-/// How many times what fills the path the window has at first.
+/// The first rounds use this multiple of the bandwidth-delay product as window.
 const START: u64 = 3;
-/// The largest window, bytes: a larger one gains no throughput.
+/// The largest window, bytes. A larger one gains no throughput.
 const WINDOW_MAX: u64 = 64 << 20;
-/// Rounds that the highest rate is remembered for.
+/// The number of rounds of which the highest rate is used.
 const RATE_ROUNDS: usize = 6;
 /// How long the shortest round trip is remembered.
 const RTT_MEMORY: Duration = Duration::from_secs(10);
-/// Part of a round's packets, in percent, above which losses mean a full queue.
+/// The percentage of lost packets in a round above which a queue is assumed to overflow.
 const TOO_MANY_LOST: u64 = 20;
-/// Delay above the shortest round trip that all packets of a round may have: it is small for a queue. Less on a path of
-/// less than half of that, where what waits would only leave the processors' caches.
+/// Delay above the shortest round trip that all packets of a round may have without being counted as queueing. On a
+/// path whose round trip is less than half of this, a smaller value applies, because a longer queue would only exceed
+/// the caches of the processor.
 const SLACK: Duration = Duration::from_millis(1);
-/// Delay above that of the quickest packet of a round: a queue delays all alike, and a scheduler, which runs both ends and
-/// what is between them in turns of some milliseconds, now and then one. What arrives meanwhile should not be all there is.
+/// Delay above that of the fastest packet of a round that is not counted as queueing. A queue delays all packets of a
+/// round. A scheduler that runs both ends in time slices of some milliseconds delays only some of them, and the
+/// window must cover the packets that arrive meanwhile.
 const TURNS: Duration = Duration::from_millis(8);
 
-/// A round trip within a host, or between neighbours.
+/// Longest round trip within a host or between neighbours.
 const SHORT: Duration = Duration::from_micros(500);
 
-/// The state of one path; stays while a peer is idle.
+/// The state of one path. It is kept while the peer is idle.
 #[derive(Debug, Clone)]
 pub(super) struct Congestion {
     window: u64,
     starting: bool,
-    /// Highest delivery rates of the last rounds, bytes per second.
+    /// Highest delivery rate of each of the last rounds, bytes per second.
     rates: [u64; RATE_ROUNDS],
     round: usize,
-    /// The round ends when this much has been delivered.
+    /// The round ends when this number of bytes has been delivered.
     round_end: u64,
     lost_in_round: u64,
     delivered_in_round: u64,
     plateau: u64,
     plateau_rounds: u8,
-    /// Bytes that the window may have while a queue overflows.
+    /// Upper limit of the window while a queue overflows, bytes.
     ceiling: u64,
     largest: u64,
     shortest: Option<Duration>,
     shortest_at: Duration,
-    /// The shortest round trips of this round and of the one before.
+    /// The shortest round trips of this round and of the previous one.
     quickest: [Duration; 2],
     smoothed: Option<Duration>,
     deviation: Duration,
 }
 
-/// What an acknowledgement reports.
+/// The result of one acknowledgement.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Acked {
-    /// Bytes that arrived, now.
+    /// Bytes that it newly reports as arrived.
     pub(super) bytes: u64,
-    /// Bytes found lost, now.
+    /// Bytes that are newly considered lost.
     pub(super) lost: u64,
     /// Bytes delivered since the beginning.
     pub(super) delivered: u64,
-    /// Bytes a second that arrived while the newest of them was under way.
+    /// Bytes per second that arrived while the newest of these packets was under way.
     pub(super) rate: Option<u64>,
-    /// The program gave less than the window had room for, so the rate says nothing of the path.
+    /// The program provided less data than the window allowed, so the rate is not the limit of the path.
     pub(super) app_limited: bool,
 }
 
@@ -110,21 +113,21 @@ impl Congestion {
         self.window
     }
 
-    /// A packet that overtook another by this much means that the other is lost.
+    /// If a packet that was sent at least this much later has arrived, a missing packet counts as lost.
     pub(super) fn reordering(&self) -> Duration {
         let shortest = self.shortest.unwrap_or(Duration::from_millis(20));
         (shortest / 4).max(Duration::from_micros(200)) + self.deviation
     }
 
-    /// No network is in between, or a small one.
+    /// Whether both ends are on one host or on a small network.
     pub(super) fn is_short(&self) -> bool {
         self.shortest.is_some_and(|shortest| shortest < SHORT)
     }
 
-    /// How long to wait for an acknowledgement before asking for one.
+    /// How long to wait for an acknowledgement before a probe is sent.
     pub(super) fn patience(&self) -> Duration {
         match self.smoothed {
-            // Both ends may be busy with other things for a while: a probe too many costs a packet.
+            // Both ends may be busy for a while, and a needless probe costs a packet.
             Some(smoothed) => {
                 smoothed + (self.deviation * 4).max(Duration::from_millis(5)) + 5 * SLACK
             }
@@ -132,12 +135,12 @@ impl Congestion {
         }
     }
 
-    /// A packet of this size is sent.
+    /// Counts a packet of this size as sent.
     pub(super) fn sent(&mut self, bytes: u64) {
         self.largest = self.largest.max(bytes);
     }
 
-    /// A round trip was measured (RFC 6298 §2 for the smoothing).
+    /// Handles a measured round trip (smoothed as in RFC 6298 §2).
     pub(super) fn measured(&mut self, now: Duration, sample: Duration) {
         let old = now.saturating_sub(self.shortest_at) > RTT_MEMORY;
         if old || self.shortest.is_none_or(|s| sample <= s) {
@@ -158,7 +161,7 @@ impl Congestion {
         }
     }
 
-    /// Packets arrived, and others were found lost.
+    /// Handles an acknowledgement.
     pub(super) fn acked(&mut self, acked: &Acked) {
         if let Some(rate) = acked.rate
             && let Some(best) = self.rates.get_mut(self.round % RATE_ROUNDS)
@@ -172,7 +175,8 @@ impl Congestion {
             self.end_round(acked);
         }
         if self.starting {
-            // Twice as much in each round, as long as the rate follows; a few times what the path has shown to carry.
+            // The window doubles in each round as long as the rate grows, up to a multiple of the measured
+            // bandwidth-delay product.
             let most = (START * self.target()).clamp(FIRST, WINDOW_MAX);
             self.window = (self.window + acked.bytes).min(most.max(self.window));
         } else {
@@ -186,7 +190,7 @@ impl Congestion {
         self.window = self.window.min(self.ceiling).max(self.least());
     }
 
-    /// Two probes had no answer: all packets under way count as lost.
+    /// Handles two unanswered probes: all packets under way count as lost.
     pub(super) fn silence(&mut self) {
         self.window = 4 * self.largest.max(1500);
     }
@@ -201,8 +205,8 @@ impl Congestion {
         self.rates.iter().copied().max().unwrap_or(0)
     }
 
-    /// What fills the path, a quarter more, and some packets: so many of each sender wait in a queue that several share,
-    /// and that makes their rates equal.
+    /// The bandwidth-delay product, a quarter more, and [`QUEUED`] packets. Each sender keeps as many packets in a
+    /// shared queue, which makes the rates of the senders equal.
     fn target(&self) -> u64 {
         let (Some(shortest), Some(smoothed)) = (self.shortest, self.smoothed) else {
             return FIRST;
@@ -259,13 +263,14 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// A path of `rate` bytes a second and 10 ms that loses each `nth` packet; returns the window after some rounds.
+    /// Simulates a path of `rate` bytes per second and 10 ms that loses each `nth` packet. Returns the state after
+    /// some rounds.
     fn run(rate: u64, nth: u64) -> Congestion {
         let mut c = Congestion::new();
         let (mut now, mut delivered) = (Duration::ZERO, 0);
         for n in 0..4000_u64 {
             c.sent(1500);
-            // A window's worth of packets in each round trip, or what the path carries.
+            // One window of packets in each round trip, or the rate of the path if that is less.
             let trip = 10 * MS;
             let achieved = (c.window() * 100).min(rate);
             now += Duration::from_nanos(1500 * 1_000_000_000 / achieved);

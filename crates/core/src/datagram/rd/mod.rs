@@ -1,7 +1,8 @@
-//! Reliable datagrams (RD): each datagram to a peer arrives exactly once, as long as both ends live.
+//! Reliable datagrams (RD): each datagram to a peer arrives exactly once, unless one end fails.
 //!
-//! One queue pair talks to any number of peers; there is no connection to set up, and state only for peers that were
-//! talked to lately. It belongs to this layer, not to iWARP above it. What goes over the wire is in [`crate::wire::rd`].
+//! One queue pair exchanges datagrams with any number of peers. No connection is set up, and state exists only for
+//! peers with recent traffic. This layer is below DDP and not part of iWARP. [`crate::wire::rd`] describes the
+//! packets.
 //!
 //! ```text
 //!   A                                     B
@@ -15,26 +16,27 @@
 //!   |<------------------------------------|
 //! ```
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `mod.rs` | the state of the layer and of a peer |
-//! | `transmit.rs` | what may go to a peer, and the packets that go |
-//! | `tokens.rs` | getting to know a peer, restarts, proof of addresses |
-//! | `receive.rs` | packets of peers that are known |
+//! | `mod.rs` | state of the layer and of a peer |
+//! | `transmit.rs` | sending: whether a packet may be sent to a peer, and its header |
+//! | `tokens.rs` | tokens: first contact, restarts, proof of addresses |
+//! | `receive.rs` | packets of known peers |
 //! | `timers.rs` | deadlines of all peers |
-//! | `places.rs` | which peers get a place, and which are forgotten |
-//! | `shares.rs` | what hosts and networks may take |
-//! | `sender.rs` | one peer's packets that are not acknowledged: losses, probes |
-//! | `receiver.rs` | one peer's packets that have arrived: order, duplicates |
+//! | `places.rs` | adding and forgetting peers |
+//! | `shares.rs` | limits for each host and network |
+//! | `sender.rs` | unacknowledged packets to one peer: losses, probes |
+//! | `receiver.rs` | packets received from one peer: order, duplicates |
 //! | `congestion.rs` | how much may be under way to a peer |
 //! | `ack.rs` | when acknowledgements are sent |
 //! | `numbers.rs` | packet numbers and times on the wire |
 //!
-//! A token is a keyed hash of the peer's address and of the time, from a key that is drawn for each queue pair. With one it
-//! begins, for a minute at most; then both ends keep their tokens until they forget each other. A peer that comes with
-//! another token than before is another queue pair than before, once it has echoed a token that was made for that question:
-//! what was under way to the old one has failed, because it is unknown what of it arrived. If it is the same queue pair,
-//! which had forgotten this one, nothing that was sent lately had arrived, and it is sent again.
+//! A token is a keyed hash of the peer's address and of the time. Its key is random for each queue pair. A token is
+//! valid for first contact for a minute at most; afterwards both ends keep the tokens until they forget each other. A
+//! packet of a known peer with a different token may come from another queue pair at the same address, so the sender
+//! has to echo a new token that was made for this case. After that there are two possibilities. If it is another
+//! queue pair, everything under way to the old one fails, because it is unknown which part arrived. If it is the same
+//! queue pair, which had forgotten this one, then recent packets have not arrived, and they are sent again.
 
 mod ack;
 mod congestion;
@@ -66,24 +68,24 @@ use receiver::Receiver;
 use sender::Sender;
 use shares::Shares;
 
-/// What became known.
+/// What the layer reports to the queue pair.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// Messages arrived and were delivered: those from the first to the last.
+    /// All messages from the first to the last of these tags have been delivered.
     Done(Tag, Tag),
-    /// The peer refuses a message, or the message that was under way when it fell silent. None: it had none of ours.
-    /// With the number that the message has on the wire.
+    /// The peer refuses a message, or did not answer any more while this message was under way. `None`: the message
+    /// is not one of this queue pair's requests. The number is the message number on the wire.
     Failed(Peer, Option<Tag>, u32, Status),
-    /// Everything to this peer is off.
+    /// All messages to this peer fail with the status.
     Lost(Peer, Status),
-    /// It is another one than before, and nothing was under way to it.
+    /// The queue pair of the peer was replaced by another one, and no packet was under way to it.
     Restarted(Peer),
-    /// Packets from this peer before this number never come: messages of which no later one came will not be complete. `u64::MAX`:
-    /// the peer is gone, and its messages leave no records.
+    /// Packets of this peer before this number that are missing will never arrive. Messages without a later packet
+    /// stay incomplete. `u64::MAX`: the peer is forgotten, and its incomplete messages make no records.
     Skipped(Peer, u64),
 }
 
-/// Peers whose packets wait, by what they wait for.
+/// Peers whose packets wait, by the resource that they wait for.
 #[derive(Debug, Default)]
 struct Blocked {
     receive: VecDeque<Peer>,
@@ -101,84 +103,85 @@ impl Blocked {
     }
 }
 
-/// What to do with the datagram of a packet.
+/// What the queue pair has to do with the datagram of a packet.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum RxOutcome {
-    /// Nothing: there is none, or it is not new, or it waits.
+    /// Nothing: the packet has no datagram, is a duplicate, or waits.
     Nothing,
-    /// Deliver it, and say so with [`Reliable::delivered`], [`Reliable::mark_blocked`] or [`Reliable::refused`].
+    /// Deliver it, and report the result with [`Reliable::delivered`], [`Reliable::mark_blocked`] or
+    /// [`Reliable::refused`].
     Deliver(u64),
 }
 
 #[derive(Debug)]
 struct PeerState {
     way: Way,
-    /// What it has to echo.
+    /// The token that the peer has to echo.
     token: u32,
-    /// Its token; 0: not known yet.
+    /// The peer's token. 0: not known yet.
     echo: u32,
-    /// Its token before it restarted.
+    /// The peer's token before it restarted.
     echo_before: u32,
-    /// Which queue pair it is; 0: it did not say.
+    /// The instance number of the peer's queue pair. 0: unknown.
     instance: u32,
-    /// What stands for our clock in packets to it until it has been returned.
+    /// Sent instead of the time in packets to the peer, until the peer has returned it once.
     nonce: u32,
-    /// It has shown that it receives at its address, and in which second.
+    /// The peer has shown that it receives at its address, in the second `proven_at`.
     is_proven: bool,
     proven_at: u32,
-    /// Bytes that may be sent to it until it has.
+    /// Bytes that may be sent to the peer until it has shown that.
     credit: u32,
-    /// Number of the next packet.
+    /// Number of the next packet to the peer.
     next: u64,
-    /// Number of the next packet from it, when nothing of it waits; `None`: nothing came yet.
+    /// Number of the next packet from the peer, if none waits. `None`: no packet has arrived yet.
     expected: Option<u64>,
     tx: Option<Box<Sender>>,
     rx: Option<Box<Receiver>>,
     path: Congestion,
-    /// Room of its socket.
+    /// Size of the peer's socket buffer.
     room: u32,
     used: Duration,
-    /// Stands in the list of those that have something to send.
+    /// The peer is in the list of those to which something can be sent.
     queued: bool,
-    /// In which lists of those that wait it stands.
+    /// The lists of waiting peers that contain this one, as bits of [`Resource`].
     stands: u8,
-    /// An empty packet that asks for something is to be sent.
+    /// An empty packet that requires an answer has to be sent.
     ask: bool,
-    /// What stands in the list of timers: its sender's deadline, or earlier.
+    /// The peer's entry in the list of timers. It may be earlier than the deadline of its sender.
     timer: Option<Duration>,
 }
 
 impl PeerState {
-    /// Whether packets or questions of ours are under way to it.
+    /// Whether packets or probes to the peer are unanswered.
     fn has_under_way(&self) -> bool {
         let tx = self.tx.as_deref();
         tx.is_some_and(|tx| !tx.is_empty() || tx.deadline.is_some())
     }
 
-    /// Another program may receive at its address by now.
+    /// Requires a new proof of the address, since another program may use it by now.
     fn doubt(&mut self, secret: &Secret, peer: &Peer, now: Duration) {
         self.nonce = secret.nonce(peer, now);
         self.is_proven = false;
         self.credit = 0;
     }
 
-    /// Its sender, which is made if there is none.
+    /// Returns the sender, which is created if needed.
     fn sender(&mut self, now: Duration) -> &mut Sender {
         let (next, room) = (self.next, self.room);
         self.tx
             .get_or_insert_with(|| Box::new(Sender::new(next, room, now)))
     }
 
-    /// It does receive there.
+    /// Records that the peer receives at its address.
     fn prove(&mut self, now: Duration) {
         self.is_proven = true;
         self.proven_at = second(now);
     }
 
-    /// Whether `len` bytes may be sent to it: until it has shown that it receives at its address no more than
-    /// [`AMPLIFICATION`] times what came from there.
+    /// Whether `len` bytes may be sent to the peer. Until it has shown that it receives at its address, the limit is
+    /// [`AMPLIFICATION`] times the bytes that came from there.
     fn affords(&self, len: usize) -> bool {
-        // Some is left for packets that ask again.
+        // Some of the credit is reserved for packets that require the proof.
         self.is_proven || len + QUESTIONS <= self.credit as usize
     }
 
@@ -190,7 +193,7 @@ impl PeerState {
         }
     }
 
-    /// What each packet of it tells.
+    /// Updates the state that every packet of the peer changes.
     fn hears(&mut self, packet: &Packet, now: Duration) {
         self.used = now;
         if packet.instance != 0 {
@@ -200,16 +203,16 @@ impl PeerState {
     }
 }
 
-/// What the layer sent of itself.
+/// Counters of packets that this layer sent or dropped.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct RdCounts {
-    /// Packets with data, once more.
+    /// Packets with data that were sent again.
     pub(super) again: u64,
-    /// Packets that ask a silent peer.
+    /// Probes to silent peers.
     pub(super) probes: u64,
-    /// Packets that only acknowledge.
+    /// Packets that contain only an acknowledgement.
     pub(super) acks: u64,
-    /// Packets that echoed a token which is not theirs.
+    /// Received packets that echoed a wrong token.
     pub(super) bad_echo: u64,
 }
 
@@ -218,36 +221,36 @@ pub(super) struct RdCounts {
 pub(super) struct Reliable {
     pub(super) counts: RdCounts,
     secret: Secret,
-    /// What peers know this queue pair by when they were forgotten.
+    /// Identifies this queue pair to peers that it has forgotten.
     instance: u32,
-    /// Packets with wrong echoes in one second, by a hash of the host that they seem to come from.
+    /// Packets with wrong echoes in the current second, by a hash of their source host.
     bad_echoes: Box<[u16; 256]>,
     bad_second: u64,
-    /// The host in whose name so many wrong echoes came that this second's limit was reached, until it is reported.
+    /// The host from whose address the limit of wrong echoes was reached, until the queue pair reads it.
     pub(super) guessed: Option<IpAddr>,
     index: u8,
-    /// Deliver packets of a peer in the order in which it sent them.
+    /// Deliver the packets of a peer in the order in which they were sent.
     ordered: bool,
-    /// How long a peer may be silent.
+    /// How long a peer may stay silent.
     patience: Duration,
     peers: Table<Peer, PeerState>,
-    /// What of the places and of the memory for packets that wait is whose.
+    /// The use of peer entries and of memory for waiting packets by each host and network.
     shares: Shares,
     queued: VecDeque<Peer>,
     timers: BTreeSet<(Duration, Peer)>,
-    /// Answers to peers that have not proved their address.
+    /// Challenges to peers that have not proved their addresses.
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
     blocked: Blocked,
-    /// Number of the first packet to a peer that is new.
+    /// Number of the first packet to a new peer.
     floor: u64,
-    /// Peers that wait for an acknowledgement.
+    /// Peers to which an acknowledgement is due soon.
     soon: Vec<Peer>,
-    /// Packets that were acknowledged, and those of them whose bytes were given back.
+    /// Packets that were acknowledged, whose buffers can be used again.
     spare: Vec<Arc<Vec<u8>>>,
     shells: Vec<Arc<Vec<u8>>>,
-    /// When the table of peers was searched for idle ones.
+    /// When the table of peers was last searched for idle ones.
     swept: Duration,
-    /// When it is to be searched for peers of which packets wait for nothing.
+    /// When to search it next for peers whose packets wait without a deadline.
     sweep_at: Option<Duration>,
     room: u32,
     events: VecDeque<Event>,
@@ -271,7 +274,7 @@ impl Reliable {
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
             blocked: Blocked::default(),
-            // Above 2^32, so that numbers before it can be told.
+            // Above 2^32, so that earlier numbers can be expanded too.
             floor: 1 << 32 | u64::from(secret.start(3)),
             soon: Vec::new(),
             spare: Vec::new(),
@@ -287,8 +290,8 @@ impl Reliable {
         self.room = room.max(bounds::DATAGRAM_WINDOW);
     }
 
-    /// Everything that we have under way is given up. Peers and numbers are remembered, and what has arrived from them: what
-    /// was acknowledged will not be sent again.
+    /// Gives up all packets under way. The peers, their numbers and received packets are kept, because acknowledged
+    /// packets are not sent again.
     pub(super) fn abandon(&mut self) {
         for state in self.peers.values_mut() {
             state.tx = None;
@@ -308,12 +311,13 @@ impl Reliable {
         self.events.pop_front()
     }
 
-    /// Bytes that packets which wait are charged, of all peers.
+    /// Bytes charged for the waiting packets of all peers.
     pub(super) fn waiting(&self) -> usize {
         self.shares.waiting()
     }
 
-    /// Checks that peers are charged at least what they hold, and that the shares add up; counts everything, for tests.
+    /// Checks that peers are charged at least what they use, and that the sums are right. Counts everything; for
+    /// tests.
     pub(super) fn check_accounts(&self) {
         let of_peers = self.peers.values().filter_map(|state| state.rx.as_ref());
         let held: usize = of_peers.map(|rx| rx.counted()).sum();
@@ -323,7 +327,7 @@ impl Reliable {
         assert!(self.shares.is_consistent(), "{:?}", self.shares);
     }
 
-    /// Peers that are known.
+    /// The number of known peers.
     pub(super) fn peers(&self) -> usize {
         self.peers.len()
     }
@@ -333,15 +337,16 @@ fn second(now: Duration) -> u32 {
     u32::try_from(now.as_secs()).unwrap_or(u32::MAX)
 }
 
-/// Longer than a datagram can be on its way, and than a token is good with which a peer begins.
+/// How long a peer may be silent before it is forgotten. Longer than the lifetime of a datagram in the network, and
+/// than the validity of a token for first contact.
 const IDLE: Duration = Duration::from_secs(60);
-/// Less than [`IDLE`] by more than clocks differ.
+/// Less than [`IDLE`], by more than clocks may differ.
 const YOUNG: Duration = Duration::from_secs(50);
-/// How long it counts that a peer has shown that it receives at its address, seconds.
+/// How long a proof of an address is valid, seconds.
 const PROOF: u32 = 60;
-/// How many times what came from an address goes there until then.
+/// An unproven address gets at most this multiple of the bytes that came from it.
 const AMPLIFICATION: usize = 3;
-/// Bytes of packets without data.
+/// Bytes reserved for packets without data.
 const QUESTIONS: usize = 4 * (Packet::LEN + dgram::CRC);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Places for peers: which get one, and which are forgotten for it.
+//! The table of peers: when a peer is added, and which peers are forgotten.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::datagram::types::Peer;
 const SWEEP: Duration = Duration::from_secs(1);
 
 impl Reliable {
-    /// A peer is known from now on, if there is room for one more.
+    /// Adds a peer, if there is room for one more. Returns false otherwise.
     pub(super) fn enter(&mut self, peer: &Peer, way: Way, comes: bool, now: Duration) -> bool {
         if let Some(state) = self.peers.get_mut(peer) {
             state.used = now;
@@ -40,7 +40,7 @@ impl Reliable {
             is_proven: true,
             proven_at: second(now),
             credit: 0,
-            // Above 2^32, so that numbers before it can be told.
+            // Above 2^32, so that earlier numbers can be expanded too.
             next: self.floor,
             expected: None,
             tx: None,
@@ -57,9 +57,9 @@ impl Reliable {
         true
     }
 
-    /// Forgets peers that have been silent for longer than a datagram can be on its way, unless something is under way to
-    /// them, whatever of theirs is incomplete or waits. They remember us: when one is known again, its numbers go on beyond
-    /// all that anybody was sent.
+    /// Forgets peers that have been silent for [`IDLE`], unless packets are under way to them. Their incomplete
+    /// messages and waiting packets are dropped. Such a peer may still remember this queue pair, so the numbers of a
+    /// new entry are beyond all that were sent before.
     pub(super) fn forget_idle(&mut self, now: Duration) {
         self.forget(now, |_| true);
         self.swept = now;
@@ -79,7 +79,7 @@ impl Reliable {
         self.shares.shrink();
     }
 
-    /// The same for those of them that `which` selects.
+    /// As [`Self::forget_idle`], for the peers that `which` selects.
     pub(super) fn forget(&mut self, now: Duration, which: impl Fn(&PeerState) -> bool) {
         let Self {
             peers,
@@ -97,7 +97,7 @@ impl Reliable {
                 }
                 shares.leave(peer);
                 if s.expected.is_some() {
-                    // The rest of a message that is not complete will never come.
+                    // The rest of its incomplete messages will not arrive.
                     events.push_back(Event::Skipped(*peer, u64::MAX));
                 }
             }

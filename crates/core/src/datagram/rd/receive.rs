@@ -1,4 +1,4 @@
-//! Receives: packets of peers that are known, in the order in which they are delivered.
+//! Receives the packets of known peers, and delivers them in order.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::wire::dgram;
 use crate::wire::rd::Packet;
 
 impl Reliable {
-    /// A packet came. `data`: whether it has a datagram.
+    /// Handles a packet. `data`: its datagram, if it has one.
     pub(in crate::datagram) fn handle(
         &mut self,
         peer: &Peer,
@@ -48,7 +48,7 @@ impl Reliable {
         }
     }
 
-    /// The peers, and what else a packet of one of them changes.
+    /// Returns the peers, and the other state that a packet may change.
     fn rx_context(&mut self) -> (&mut Table<Peer, PeerState>, RxContext<'_>) {
         let context = RxContext {
             ordered: self.ordered,
@@ -66,7 +66,7 @@ impl Reliable {
         (&mut self.peers, context)
     }
 
-    /// The queue pair took the datagram of packet `seq`. Whether others of the peer wait.
+    /// Records that the datagram of packet `seq` was delivered. Returns whether other packets of the peer wait.
     pub(in crate::datagram) fn delivered(&mut self, peer: &Peer, seq: u64) -> bool {
         let Some(state) = self.peers.get_mut(peer) else {
             return false;
@@ -80,7 +80,7 @@ impl Reliable {
         if let Some(base) = rx.skipped.take() {
             self.events.push_back(Event::Skipped(*peer, base));
         }
-        // Packets that waited are acknowledged at once: their sender asks only now and then.
+        // A delivery after a wait is acknowledged at once, because the sender probes only from time to time.
         rx.due |= rx.blocked_on.take().is_some();
         let waits = rx.has_kept();
         if rx.due {
@@ -89,7 +89,7 @@ impl Reliable {
         waits
     }
 
-    /// The queue pair lacks something for the datagram of packet `seq`: it waits.
+    /// Records that the datagram of packet `seq` waits for a resource of the queue pair.
     pub(in crate::datagram) fn mark_blocked(
         &mut self,
         peer: &Peer,
@@ -115,7 +115,7 @@ impl Reliable {
         enqueue(&mut self.queued, peer, state);
     }
 
-    /// The queue pair refuses the message of packet `seq`.
+    /// Records that the queue pair refuses the message of packet `seq`.
     pub(in crate::datagram) fn refused(&mut self, peer: &Peer, seq: u64, data: &[u8], why: Status) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
@@ -124,7 +124,8 @@ impl Reliable {
             return;
         };
         if !self.ordered && seq != rx.next() {
-            // Only the next packet can be refused. It may be acknowledged already, so it waits for that.
+            // Only the next packet can be refused. This one may be acknowledged already, so it is kept until it is
+            // the next.
             if keep(&mut self.shares, peer, rx, seq, data) {
                 self.sweep_at.get_or_insert(state.used + IDLE);
             }
@@ -135,7 +136,7 @@ impl Reliable {
         self.enqueue(*peer);
     }
 
-    /// A datagram that waits and can be delivered, now that one of the same peer was.
+    /// Removes and returns a waiting datagram that can be delivered now.
     pub(in crate::datagram) fn take_waiting(&mut self, peer: &Peer) -> Option<(u64, Vec<u8>)> {
         let unordered = !self.ordered;
         let rx = self.peers.get_mut(peer)?.rx.as_deref_mut()?;
@@ -145,7 +146,7 @@ impl Reliable {
         taken
     }
 
-    /// A peer whose packets wait for something that may be there now.
+    /// Returns a peer whose packets wait for a resource that may be available now.
     pub(in crate::datagram) fn next_blocked(&mut self, want: Resource) -> Option<Peer> {
         let peer = self.blocked.of(want).pop_front()?;
         if let Some(state) = self.peers.get_mut(&peer) {
@@ -154,7 +155,7 @@ impl Reliable {
         Some(peer)
     }
 
-    /// Whether packets of a peer wait for such a thing.
+    /// Whether packets of a peer wait for a resource.
     pub(in crate::datagram) fn is_blocked(&self, peer: &Peer, want: Resource) -> bool {
         let rx = self.peers.get(peer).and_then(|s| s.rx.as_ref());
         rx.is_some_and(|rx| rx.blocked_on == Some(want))
@@ -167,13 +168,14 @@ impl Reliable {
     }
 }
 
-/// What a packet changes besides its peer, so that it is looked up once.
+/// The state besides the peer that a packet may change. It is borrowed separately, so that the peer is looked up
+/// once.
 struct RxContext<'a> {
     ordered: bool,
     secret: Secret,
-    /// A part of the room: an acknowledgement is due behind as much.
+    /// A quarter of the socket buffer. An acknowledgement is due after this many bytes.
     quarter: u64,
-    /// How many peers there are.
+    /// The number of known peers.
     known: usize,
     shares: &'a mut Shares,
     sweep_at: &'a mut Option<Duration>,
@@ -185,7 +187,7 @@ struct RxContext<'a> {
 }
 
 impl RxContext<'_> {
-    /// A packet of a peer that is known.
+    /// Handles a packet of a known peer.
     fn take(
         mut self,
         peer: &Peer,
@@ -217,9 +219,9 @@ impl RxContext<'_> {
         self.sort(peer, state, packet, data, now)
     }
 
-    /// What the packet acknowledges.
+    /// Handles the acknowledgement in a packet.
     fn acknowledged(&mut self, peer: &Peer, state: &mut PeerState, packet: &Packet, now: Duration) {
-        // A peer to which nothing is sent has nothing to acknowledge.
+        // Nothing was sent to the peer, so there is nothing that it can acknowledge.
         let Some(tx) = &mut state.tx else {
             return;
         };
@@ -252,7 +254,8 @@ impl RxContext<'_> {
         if packet.refused != 0
             && let Some((tag, id, end)) = ack.and_then(|ack| tx.message_at(ack))
         {
-            // Its packets are not sent again; the next packet carries the number that skips them.
+            // The packets of the refused message are not sent again. The base in the next packet tells the peer to
+            // skip them.
             tx.skip(end);
             state.ask = true;
             let status = Status::from_number(packet.refused).unwrap_or(Status::General);
@@ -262,7 +265,7 @@ impl RxContext<'_> {
         enqueue(self.queued, peer, state);
     }
 
-    /// What becomes of the datagram of a packet.
+    /// Decides what to do with the datagram of a packet.
     fn sort(
         &mut self,
         peer: &Peer,
@@ -273,7 +276,7 @@ impl RxContext<'_> {
     ) -> RxOutcome {
         let mut crowded = false;
         let expected = state.expected;
-        // The first packet of all tells where numbers begin.
+        // The base of the first packet tells where the peer's numbers begin.
         let start = || 1 << 32 | u64::from(packet.base);
         let rx = state
             .rx
@@ -288,10 +291,11 @@ impl RxContext<'_> {
             self.events.push_back(Event::Skipped(*peer, base));
         }
         rx.due |= packet.ack_now;
-        // What was under way to us, or was acknowledged since.
+        // The number of packets under way to this end, or acknowledged since.
         let ahead = packet.seq.wrapping_sub(packet.base);
         if packet.ack_soon {
-            // A peer that has sent much since the last acknowledgement does not wait for this one: its next packet is about to come.
+            // If the peer has many packets under way, its next packet is about to arrive, and the acknowledgement is
+            // delayed until then.
             let next =
                 ACK_DELAY + ACK_DELAY_PER_KILOBYTE * data.map_or(0, <[u8]>::len) as u32 / 1000;
             let wait = if ahead < PIPELINE {
@@ -318,10 +322,11 @@ impl RxContext<'_> {
                 Arrived::Again | Arrived::Beyond => rx.due = true,
                 Arrived::Next => outcome = RxOutcome::Deliver(seq),
                 Arrived::Ahead => {
-                    // A gap is reported at once, and later ones now and then: each report contains all that came before.
+                    // The first gap is reported at once, and later ones after some packets, since each report
+                    // contains all earlier ones.
                     rx.due |= rx.runs_are_news() || rx.unacknowledged >= ACK_WITH_GAPS;
                     if !self.ordered {
-                        // That it has arrived has to be remembered.
+                        // There must be room to store the packet number.
                         if self.shares.has_room(peer, rx.held(), receiver::RUN) {
                             outcome = RxOutcome::Deliver(seq);
                         }
@@ -336,7 +341,8 @@ impl RxContext<'_> {
             enqueue(self.queued, peer, state);
         }
         if crowded {
-            // A peer stands in the list more than once if a packet took its acknowledgement along and another became due since.
+            // The list may contain a peer twice, if a packet carried its acknowledgement and another became due
+            // since.
             self.soon.sort_unstable();
             self.soon.dedup();
         }
@@ -344,7 +350,7 @@ impl RxContext<'_> {
     }
 }
 
-/// Packet `seq` waits, if there is room for it and what it costs.
+/// Stores packet `seq`, which waits, if its memory can be charged. Returns false otherwise.
 fn keep(shares: &mut Shares, peer: &Peer, rx: &mut Receiver, seq: u64, data: &[u8]) -> bool {
     let before = rx.held();
     if !shares.has_room(peer, before, data.len() + receiver::KEPT + receiver::RUN) {

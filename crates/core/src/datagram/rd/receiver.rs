@@ -1,7 +1,8 @@
-//! The receiving half from one peer: which packets have arrived, and which of them wait.
+//! The packets received from one peer: which have arrived, and which of them wait.
 //!
-//! A packet is *delivered* when the queue pair has taken its datagram, and only then acknowledged for good. It *waits*
-//! when one before it is missing (ordered delivery) or when the queue pair has no receive for it.
+//! A packet is *delivered* when the queue pair has processed its datagram. Only then does the cumulative
+//! acknowledgement cover it. A packet *waits* if an earlier packet is missing (ordered delivery) or if the queue pair
+//! has no receive for it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,59 +10,60 @@ use std::time::Duration;
 use crate::datagram::types::Resource;
 use crate::wire::rd::{RUNS, Runs};
 
-/// Packets beyond the first missing one that are looked at.
+/// Packets whose number is further ahead of the first missing one are ignored.
 const AHEAD: u64 = 1 << 16;
 
-/// Bytes that a packet which waits costs besides its own, and bytes of a run: their part of a node of a map that is filled
-/// as badly as it can be (5 of 11), and what an allocator adds to each piece. `crates/sim/tests/memory.rs` measures it.
+/// Memory that a waiting packet uses besides its bytes. A run of numbers uses [`RUN`]. Both are the share of a
+/// `BTreeMap` node that is filled as little as possible (5 of 11 entries), plus the overhead of the allocator.
+/// `crates/sim/tests/memory.rs` measures the values.
 pub(super) const KEPT: usize = 96;
 /// See [`KEPT`].
 pub(super) const RUN: usize = 48;
 
-/// What a packet is, by its number.
+/// The class of a packet, by its number.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Arrived {
-    /// It was here before.
+    /// The packet is a duplicate.
     Again,
-    /// It is too far ahead, or there is no room for it.
+    /// The packet is too far ahead, or there is no room for it.
     Beyond,
-    /// It is the next one to be delivered.
+    /// The packet is the next one to be delivered.
     Next,
-    /// It is new, but others are missing before it.
+    /// The packet is new, but earlier ones are missing.
     Ahead,
 }
 
-/// Packets from a peer.
+/// The receive state of one peer.
 #[derive(Debug)]
 pub(super) struct Receiver {
-    /// All before it are delivered.
+    /// All packets before this number are delivered.
     next: u64,
-    /// What has arrived from there on, as runs of numbers, end by start: they are sent with each acknowledgement. The first
-    /// may begin before `next`.
+    /// The packets from `next` on that have arrived: runs of numbers, the end by the start. They are sent with each
+    /// acknowledgement. The first run may begin before `next`.
     arrived: BTreeMap<u64, u64>,
-    /// Those of them that wait; one that was taken out and not delivered yet is empty.
+    /// The datagrams of waiting packets. A packet that was taken for delivery, and not delivered yet, is empty.
     kept: BTreeMap<u64, Box<[u8]>>,
-    /// Bytes that wait.
+    /// The bytes of waiting packets.
     waiting: usize,
     /// Packets since the last acknowledgement.
     pub(super) unacknowledged: u32,
-    /// Charge of them.
+    /// The charge of these packets.
     pub(super) since: u64,
-    /// An acknowledgement is to be sent.
+    /// An acknowledgement has to be sent now.
     pub(super) due: bool,
-    /// One is to be sent, with something else if there is anything by then.
+    /// An acknowledgement has to be sent by this time, and may travel with another packet before.
     pub(super) soon: Option<Duration>,
-    /// The clock of the packet that is answered.
+    /// The time in the packet that is being answered.
     pub(super) time: u32,
-    /// The queue pair lacked this for a packet that waits.
+    /// The resource that the queue pair lacked for a waiting packet.
     pub(super) blocked_on: Option<Resource>,
-    /// Packet `next` is refused for good: why.
+    /// Packet `next` is refused permanently, with this status.
     pub(super) refused: Option<u8>,
-    /// What is missing before this number never comes.
+    /// Missing packets before this number will never arrive.
     given_up: u64,
-    /// Something that is missing was passed, and not all that waits before `given_up` is delivered.
+    /// A missing packet was skipped, and not all waiting packets before `given_up` are delivered.
     lossy: bool,
-    /// Messages of which no packet has come from this number on will never be complete.
+    /// Messages without a packet from this number on will never be complete.
     pub(super) skipped: Option<u64>,
 }
 
@@ -89,18 +91,18 @@ impl Receiver {
         self.next
     }
 
-    /// Bytes of memory that packets cost which wait or have arrived beyond a missing one.
+    /// Bytes charged for packets that wait, or have arrived beyond a missing one.
     pub(super) fn held(&self) -> usize {
         self.waiting + self.kept.len() * KEPT + self.arrived.len() * RUN
     }
 
-    /// Bytes that packets which wait really hold, counted anew.
+    /// Bytes that waiting packets actually hold, counted anew.
     pub(super) fn counted(&self) -> usize {
         let bytes: usize = self.kept.values().map(|data| data.len()).sum();
         bytes + self.kept.len() * KEPT + self.arrived.len() * RUN
     }
 
-    /// Nothing is remembered but the number.
+    /// Whether the number of the next packet is the only state.
     pub(super) fn is_idle(&self) -> bool {
         self.arrived.is_empty()
             && !self.due
@@ -109,7 +111,7 @@ impl Receiver {
             && self.refused.is_none()
     }
 
-    /// An acknowledgement goes out.
+    /// Updates the state after an acknowledgement was sent.
     pub(super) fn acknowledges(&mut self) {
         self.due = false;
         self.soon = None;
@@ -129,25 +131,25 @@ impl Receiver {
         }
     }
 
-    /// Whether packet `seq`, which is not before `next`, has arrived.
+    /// Whether packet `seq`, which is not smaller than `next`, has arrived.
     fn has(&self, seq: u64) -> bool {
         let run = self.arrived.range(..=seq).next_back();
         run.is_some_and(|(_, end)| *end > seq)
     }
 
-    /// Nothing was beyond `next` before the packet that came.
+    /// Whether the packet that has just arrived made the first gap.
     pub(super) fn runs_are_news(&self) -> bool {
         self.arrived.is_empty()
     }
 
-    /// Packet `seq` waits.
+    /// Stores packet `seq`, which waits.
     pub(super) fn keep(&mut self, seq: u64, data: &[u8]) {
         self.waiting += data.len();
         self.kept.insert(seq, data.into());
         self.note(seq);
     }
 
-    /// Packet `seq` has arrived.
+    /// Records that packet `seq` has arrived.
     fn note(&mut self, seq: u64) {
         let before = self.arrived.range(..=seq).next_back();
         let start = match before {
@@ -159,7 +161,7 @@ impl Receiver {
         self.arrived.insert(start, end);
     }
 
-    /// What is delivered right behind `next` belongs to what is before it.
+    /// Advances `next` over packets that are delivered.
     fn advance(&mut self) {
         self.trim();
         if let Some((start, end)) = self.arrived.first_key_value()
@@ -174,7 +176,7 @@ impl Receiver {
         }
     }
 
-    /// Runs before `next` are over.
+    /// Removes runs before `next`.
     fn trim(&mut self) {
         while let Some(first) = self.arrived.first_entry() {
             if *first.get() > self.next {
@@ -184,7 +186,7 @@ impl Receiver {
         }
     }
 
-    /// Packet `seq` is delivered.
+    /// Records that packet `seq` is delivered.
     pub(super) fn delivered(&mut self, seq: u64) {
         self.kept.remove(&seq);
         if seq != self.next {
@@ -209,7 +211,7 @@ impl Receiver {
         self.kept.contains_key(&seq)
     }
 
-    /// Takes a packet out that waits: the next one in order, or any if `unordered`.
+    /// Removes a waiting packet: the next one in order, or any if `unordered`.
     pub(super) fn take_waiting(&mut self, unordered: bool) -> Option<(u64, Vec<u8>)> {
         if self.refused.is_some() {
             return None;
@@ -224,8 +226,8 @@ impl Receiver {
         Some((seq, data.into_vec()))
     }
 
-    /// The sender will not send anything before `base` again: what is missing there never comes. What waits there is delivered
-    /// first, unless it is of a message that was refused.
+    /// Handles a base: the sender will not send packets before `base` again, so those that are missing will not
+    /// arrive. Waiting packets before `base` are still delivered, unless their message was refused.
     pub(super) fn skip(&mut self, base: u64) {
         if base <= self.next.max(self.given_up) {
             return;
@@ -238,14 +240,14 @@ impl Receiver {
                 }
                 self.waiting -= entry.remove().len();
             }
-            // What was delivered in front of it, out of order, is over as well.
+            // Packets that were delivered out of order before it are covered as well.
             self.next = base;
         }
         self.given_up = base;
         self.pass();
     }
 
-    /// Passes what is missing before `given_up`, up to the next packet that waits.
+    /// Skips missing packets before `given_up`, up to the next waiting packet.
     fn pass(&mut self) {
         self.advance();
         while self.next < self.given_up {
@@ -266,13 +268,14 @@ impl Receiver {
         }
     }
 
-    /// Packet `next` is refused; everything behind it waits until the sender gives it up. What was acknowledged is kept: it
-    /// will not be sent again.
+    /// Refuses packet `next`. Later packets wait until the sender gives up the message. Acknowledged packets are
+    /// kept, because they are not sent again.
     pub(super) fn refuse(&mut self, why: u8) {
         self.refused = Some(why);
     }
 
-    /// The runs beyond `next` that have arrived: the first ones, and the last, since they tell of what is lost now.
+    /// Returns runs beyond `next` that have arrived: the first ones, and the last one, which shows the most recent
+    /// losses.
     pub(super) fn runs(&self) -> Runs {
         let half = RUNS / 2;
         let many = self.arrived.len();
@@ -336,7 +339,7 @@ mod tests {
         assert!(!skip(&mut rx, 0));
         assert!(skip(&mut rx, 5));
         assert_eq!((rx.next(), rx.held()), (6, 0));
-        // Of a message that is refused nothing is delivered.
+        // Nothing of a refused message is delivered.
         rx.keep(7, b"x");
         rx.refuse(10);
         assert_eq!(rx.sort(6), Arrived::Beyond);
@@ -345,7 +348,8 @@ mod tests {
         assert_eq!(rx.held(), 0);
     }
 
-    /// What waits before a base is delivered and acknowledged only then; what is missing between is passed.
+    /// A waiting packet before a base is delivered and acknowledged after the base has arrived; missing packets are
+    /// skipped.
     #[test]
     fn a_base_does_not_pass_what_waits() {
         let mut rx = Receiver::new(100);
@@ -370,7 +374,7 @@ mod tests {
         assert_eq!((rx.next(), rx.held()), (107, 0));
     }
 
-    /// Against a plain set, in any order.
+    /// Comparison with a plain set, for packets in any order.
     #[test]
     fn runs_are_what_has_arrived() {
         let mut n = 1_u64;

@@ -1,8 +1,8 @@
-//! The sending half towards one peer: packets that are not acknowledged yet.
+//! The unacknowledged packets to one peer.
 //!
-//! A packet keeps its number when it is sent again, and its datagram is kept until it is acknowledged. What was lost is
-//! found as RFC 8985 (RACK) does: by a packet that was sent later and arrived; where nothing comes back at all, a probe
-//! asks.
+//! A packet keeps its number when it is sent again, and its datagram is kept until it is acknowledged. Losses are
+//! detected as in RFC 8985 (RACK): a packet is lost if a packet that was sent later has arrived. If no
+//! acknowledgement arrives at all, a probe is sent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -27,27 +27,28 @@ enum State {
 
 #[derive(Debug)]
 struct Sent {
-    /// The packet as it was sent first.
+    /// The packet as it was first sent.
     packet: Arc<Vec<u8>>,
-    /// The message that it is of, and whether it ends it.
+    /// The message that the packet belongs to, and whether it is the last packet of that message.
     tag: Option<Tag>,
     last: bool,
     state: State,
-    /// It was sent more than once.
+    /// The packet was sent more than once.
     again: bool,
-    /// Counts transmissions, of all packets.
+    /// Sequence number of the transmission, over all packets.
     order: u64,
     at: Duration,
-    /// When it was sent first.
+    /// When the packet was first sent.
     first_at: Duration,
-    /// What had been delivered when it was sent, when that was, and when the newest packet of that had been sent.
+    /// The bytes that had been delivered when the packet was sent, when that was, and when the newest delivered
+    /// packet had been sent.
     delivered: u64,
     delivered_at: Duration,
     before: Duration,
 }
 
 impl Sent {
-    /// What a rate is computed from when the packet is acknowledged.
+    /// The values from which a rate is computed when the packet is acknowledged.
     fn sample(&self) -> Sample {
         Sample {
             order: self.order,
@@ -59,7 +60,7 @@ impl Sent {
     }
 }
 
-/// Of a packet that arrived: when it was sent, and what had been delivered then.
+/// When a packet that arrived had been sent, and what had been delivered then.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     order: u64,
@@ -70,51 +71,52 @@ struct Sample {
 }
 
 impl Sent {
-    /// The datagram in it.
+    /// The datagram in the packet.
     fn data(&self) -> &[u8] {
         let end = self.packet.len().saturating_sub(CRC);
         self.packet.get(Packet::LEN..end).unwrap_or(&[])
     }
 }
 
-/// Packets under way to a peer.
+/// The send state of one peer.
 #[derive(Debug)]
 pub(super) struct Sender {
     sent: VecDeque<Sent>,
     /// Number of the front packet.
     first: u64,
-    /// Bytes, and charge of the peer's socket, under way.
+    /// Bytes under way, and their charge for the peer's socket.
     flying: u64,
     charge: u64,
     lost: usize,
     /// No packet before this number is lost.
     lost_from: u64,
-    /// What the peer has reported beyond the packets that it has without a gap.
+    /// The runs of packets that the peer has reported beyond the first gap.
     reported: SmallVec<[(u64, u64); 16]>,
-    /// What the peer's socket takes, as charge.
+    /// The size of the peer's socket buffer, as charge.
     room: u64,
     order: u64,
-    /// Each transmission of a packet, by its count: the oldest that is not acknowledged, lost or repeated is in front.
+    /// All transmissions, by their sequence numbers. The front entry is the oldest one that is not acknowledged, lost
+    /// or repeated.
     transmissions: VecDeque<(u64, u64)>,
     delivered: u64,
     delivered_at: Duration,
     /// When the newest packet that was delivered had been sent.
     newest_at: Duration,
-    /// The window was not the reason that nothing was sent.
+    /// The window did not limit sending.
     app_limited: bool,
     /// Probes since the peer's last datagram.
     probes: u32,
-    /// When to probe.
+    /// When to send a probe.
     pub(super) deadline: Option<Duration>,
     /// When the peer's last datagram arrived, or the first probe was sent.
     pub(super) heard: Duration,
     /// Since when the peer has had no receive.
     pub(super) blocked_on: Option<Duration>,
-    /// Packets since one asked for an acknowledgement.
+    /// Packets since the last one that requested an acknowledgement.
     unasked: u32,
 }
 
-/// A packet to send: its number, and its datagram.
+/// A packet to send: its number and its datagram.
 pub(super) struct Outgoing<'a> {
     pub(super) seq: u64,
     pub(super) data: Option<&'a [u8]>,
@@ -165,8 +167,8 @@ impl Sender {
         open
     }
 
-    /// A new packet of `len` bytes is being sent; says whether it should ask for an acknowledgement at once. To be followed by
-    /// [`Self::keep`].
+    /// Counts a new packet of `len` bytes. Returns whether the packet should request an immediate acknowledgement.
+    /// The caller calls [`Self::keep`] next.
     pub(super) fn push(
         &mut self,
         len: usize,
@@ -176,7 +178,7 @@ impl Sender {
     ) -> bool {
         let size = len as u64;
         if self.sent.is_empty() {
-            // It was quiet: the peer is asked anew.
+            // Nothing was under way, so the silence of the peer is measured from now.
             self.heard = now;
             self.delivered_at = now;
             self.newest_at = now;
@@ -188,7 +190,7 @@ impl Sender {
         cc.sent(size);
         self.unasked += 1;
         let full = self.flying + size >= cc.window() || self.charge * 2 >= self.room;
-        // Some acknowledgements in each round trip, and not many more: each costs as much as a packet, at both ends.
+        // Several acknowledgements in each round trip are enough: each costs both ends as much as a packet.
         let ask = self.unasked >= ACK_EACH && self.unasked >= self.together(len, cc)
             || full && self.unasked >= self.under_way(len, 4).clamp(4, ACK_EACH);
         if ask {
@@ -200,14 +202,15 @@ impl Sender {
         ask
     }
 
-    /// A part of the packets that are under way, if all are as long as this one.
+    /// The number of packets under way divided by `part`, if all are as long as this one.
     fn under_way(&self, len: usize, part: u32) -> u32 {
         let bytes = u32::try_from(self.flying).unwrap_or(u32::MAX);
         let len = u32::try_from(len).unwrap_or(u32::MAX).max(1);
         bytes / len / part
     }
 
-    /// Packets after which an acknowledgement is asked for. On a long path they clock the packets out, and there must be many.
+    /// The number of packets after which an acknowledgement is requested. On a long path acknowledgements trigger the
+    /// sending of further packets, so more of them are needed.
     fn together(&self, len: usize, cc: &Congestion) -> u32 {
         if cc.is_short() {
             self.under_way(len, 2).clamp(ACK_EACH, ACK_MOST)
@@ -216,7 +219,7 @@ impl Sender {
         }
     }
 
-    /// Keeps the packet, until it is acknowledged. Whether the deadline is another one now.
+    /// Stores the packet until it is acknowledged. Returns whether the deadline has changed.
     pub(super) fn keep(
         &mut self,
         packet: Arc<Vec<u8>>,
@@ -226,7 +229,7 @@ impl Sender {
         cc: &Congestion,
     ) -> bool {
         let seq = self.first + self.sent.len() as u64;
-        // What is sent together is waited for together.
+        // Packets that are sent at the same time share the deadline.
         let is_more = self.sent.back().is_some_and(|s| s.at == now) && self.deadline.is_some();
         self.transmissions.push_back((self.order, seq));
         self.sent.push_back(Sent {
@@ -253,8 +256,8 @@ impl Sender {
         self.deadline = Some(now + wait.min(MOST_PATIENCE));
     }
 
-    /// The peer says what has arrived. Calls `done` with each message that is acknowledged to its end, and gives packets
-    /// that are to `spare`; returns whether anything was new.
+    /// Handles an acknowledgement. Calls `done` with each message that is acknowledged completely, and moves
+    /// acknowledged packets to `spare`. Returns whether any packet was newly acknowledged.
     pub(super) fn acknowledged(
         &mut self,
         packet: &Packet,
@@ -270,7 +273,7 @@ impl Sender {
         let end = self.first + self.sent.len() as u64;
         let ack = ack.min(end);
         let mut acked = Acked::default();
-        // The packet sent last of those that this acknowledgement adds: rate and losses are computed from it.
+        // The newest of the packets that this acknowledgement adds. Rate and losses are computed from it.
         let mut newest: Option<Sample> = None;
         let mut arrived = |s: &mut Sent, flying: &mut u64, charged: &mut u64, lost: &mut usize| {
             match s.state {
@@ -283,8 +286,8 @@ impl Sender {
             }
             s.state = State::Arrived;
             acked.bytes += s.packet.len() as u64;
-            // Of a packet that was sent again it may be the first one that arrived: then it tells nothing of what was sent
-            // before the second.
+            // If the packet was sent more than once, the first transmission may be the one that arrived. Then nothing
+            // can be concluded about packets that were sent between the two.
             let ahead = answers.wrapping_sub(micros(s.at)).cast_signed();
             if s.again && (answers == 0 || ahead < 0) {
                 return;
@@ -315,7 +318,7 @@ impl Sender {
                 continue;
             }
             self.reported.push((start, stop));
-            // Ranges of an earlier report have been handled.
+            // Ranges of an earlier report were handled already.
             let known = reported.iter().find(|(from, _)| *from == start);
             let start = known.map_or(start, |(_, to)| (*to).min(stop));
             let from = usize::try_from(start - self.first).unwrap_or(usize::MAX);
@@ -334,7 +337,8 @@ impl Sender {
             if !runs.is_empty() {
                 acked.lost = self.find_lost(newest.order, newest.at, cc.reordering());
             }
-            // Acknowledgements may come in a bunch, and so may packets have gone: the longer time is that of the path.
+            // Acknowledgements may arrive in bursts, and packets may be sent in bursts. The longer of both times is
+            // that of the path.
             let arriving = now.saturating_sub(newest.delivered_at);
             let took = arriving.max(newest.at.saturating_sub(newest.before));
             self.newest_at = newest.at;
@@ -360,10 +364,10 @@ impl Sender {
         new
     }
 
-    /// Marks what was sent long enough before a packet that arrived; returns its bytes.
+    /// Marks packets as lost that were sent sufficiently long before a packet that has arrived. Returns their bytes.
     fn find_lost(&mut self, order: u64, at: Duration, reordering: Duration) -> u64 {
         let mut bytes = 0;
-        // They stand in the order in which they were sent: behind the first that is not overtaken none is.
+        // The list is in the order of transmission, so the search ends at the first packet that is not lost.
         while let Some((of, seq)) = self.transmissions.front().copied() {
             let place = seq.checked_sub(self.first);
             let place = place.and_then(|place| usize::try_from(place).ok());
@@ -386,7 +390,7 @@ impl Sender {
         bytes
     }
 
-    /// Bytes of the first packet that has not arrived.
+    /// Length of the first packet that has not arrived.
     pub(super) fn next_len(&self) -> Option<usize> {
         let mut all = self.sent.iter();
         all.find(|s| s.state != State::Arrived)
@@ -398,7 +402,7 @@ impl Sender {
         self.sent.front().map(|s| s.first_at)
     }
 
-    /// The peer has forgotten us and has none of the packets: all are to be sent again.
+    /// Marks all packets to be sent again, because the peer has forgotten this queue pair and has none of them.
     pub(super) fn start_again(&mut self) {
         for s in &mut self.sent {
             s.state = State::Lost;
@@ -410,13 +414,13 @@ impl Sender {
         self.transmissions.clear();
     }
 
-    /// The peer's socket takes this much.
+    /// Sets the size of the peer's socket buffer.
     pub(super) fn set_room(&mut self, room: u64) {
         self.room = room;
     }
 
-    /// The next lost packet, sent again, if the windows allow: that of the path, and that of the peer, which may have become
-    /// smaller since the packet was first sent.
+    /// Returns the next lost packet, to be sent again, if the windows of the path and of the peer allow. The peer's
+    /// window may have become smaller since the packet was first sent.
     pub(super) fn again(&mut self, now: Duration, cc: &Congestion) -> Option<Outgoing<'_>> {
         let is_full = self.flying >= cc.window() || self.charge >= self.room;
         if self.lost == 0 || self.room == 0 || (self.flying > 0 && is_full) {
@@ -446,8 +450,8 @@ impl Sender {
         Some(Outgoing { seq, data })
     }
 
-    /// The peer has been silent for too long: the packet to send that it must answer. The first packet that has not arrived, or an empty
-    /// packet if all have and wait for the peer's program, or if data may not be sent.
+    /// Returns the packet to send to a peer that has been silent for too long, and which the peer must answer: the
+    /// first packet that has not arrived, or an empty packet if all have arrived or if data may not be sent.
     pub(super) fn probe(&mut self, data: bool, now: Duration, cc: &mut Congestion) -> Outgoing<'_> {
         self.probes += 1;
         if self.probes >= 2 {
@@ -484,13 +488,13 @@ impl Sender {
         }
     }
 
-    /// Asks again later without a packet (a peer that is not known yet).
+    /// Sets the next deadline without a probe, for a peer that is not known yet.
     pub(super) fn wait(&mut self, now: Duration, cc: &Congestion) {
         self.probes += 1;
         self.arm(now, cc);
     }
 
-    /// The message of packet `seq`, its number on the wire, and the number behind the last packet that is of the same message.
+    /// Returns the message of packet `seq`, its message number on the wire, and the number after its last packet.
     pub(super) fn message_at(&self, seq: u64) -> Option<(Option<Tag>, u32, u64)> {
         let at = usize::try_from(seq.checked_sub(self.first)?).ok()?;
         let sent = self.sent.get(at)?;
@@ -507,7 +511,7 @@ impl Sender {
         Some((tag, id, end))
     }
 
-    /// Forgets the packets before `to`, arrived or not; they will not be sent again.
+    /// Drops the packets before `to`, even those that have not arrived.
     pub(super) fn skip(&mut self, to: u64) {
         while self.first < to {
             let Some(s) = self.sent.pop_front() else {
@@ -529,9 +533,9 @@ impl Sender {
     }
 }
 
-/// A packet that so many others overtook is lost, whatever the time.
+/// A packet counts as lost if this many later packets have arrived, at any time.
 const OVERTAKEN: u64 = 16;
-/// Acknowledged packets that wait for their buffers to be used again.
+/// The number of acknowledged packets whose buffers are kept to be used again.
 pub(super) const SPARE: usize = 256;
 /// Longest time between two probes.
 const MOST_PATIENCE: Duration = Duration::from_secs(1);

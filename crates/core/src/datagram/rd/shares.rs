@@ -1,8 +1,8 @@
-//! Shares of hosts and networks: places for peers, and memory of packets that wait.
+//! Limits for hosts and networks: entries in the table of peers, and memory of waiting packets.
 //!
-//! A host is an IPv4 address or the first 64 bits of an IPv6 address, a network the first 24 or 48. None can have more
-//! of either than is left for others: a network half of all, the next one half of the rest, and one host a third of what
-//! its network could have.
+//! A host is an IPv4 address or the first 64 bits of an IPv6 address. A network is the first 24 or 48 bits. The
+//! limits leave a part for others: a network may use half of the total, the next network half of the rest, and a host
+//! a third of what its network could use.
 
 use std::net::IpAddr;
 
@@ -10,7 +10,7 @@ use crate::bounds;
 use crate::datagram::table::Table;
 use crate::datagram::types::Peer;
 
-/// What one host or network has.
+/// What one host or network uses.
 #[derive(Debug, Default)]
 struct Share {
     peers: u32,
@@ -18,7 +18,7 @@ struct Share {
     waiting: u32,
 }
 
-/// The parts that hosts and networks have of the places for peers and of the memory for packets that wait.
+/// The use of peer entries and of memory for waiting packets by hosts and networks.
 #[derive(Debug, Default)]
 pub(super) struct Shares {
     hosts: Table<IpAddr, Share>,
@@ -27,7 +27,7 @@ pub(super) struct Shares {
     waiting: usize,
 }
 
-/// The address with all but the first bits cleared: 32 or 64 of a host, 24 or 48 of a network.
+/// Returns the prefixes of a peer's host (32 or 64 bits) and network (24 or 48 bits), with the other bits cleared.
 pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
     match peer.0.ip().to_canonical() {
         IpAddr::V6(ip) => {
@@ -45,7 +45,7 @@ pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
 }
 
 impl Shares {
-    /// Whether there is a place for one more peer; `comes`: it came of itself.
+    /// Whether one more peer may be added. `comes`: the peer sent the first packet.
     pub(super) fn has_place(&self, peer: &Peer, comes: bool) -> bool {
         let left = bounds::RD_PEERS.saturating_sub(self.peers);
         let (host, network) = prefixes(peer);
@@ -55,7 +55,7 @@ impl Shares {
             && (!comes || of(&self.networks, network) < left && of(&self.hosts, host) * 2 < left)
     }
 
-    /// A peer has a place from now on.
+    /// Counts a new peer.
     pub(super) fn enter(&mut self, peer: &Peer) {
         let (host, network) = prefixes(peer);
         self.hosts.entry(host).or_default().peers += 1;
@@ -63,7 +63,7 @@ impl Shares {
         self.peers += 1;
     }
 
-    /// A peer has none any more, and nothing of it waits.
+    /// Removes a peer, of which no packet waits.
     pub(super) fn leave(&mut self, peer: &Peer) {
         let (host, network) = prefixes(peer);
         for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {
@@ -77,7 +77,7 @@ impl Shares {
         self.peers -= 1;
     }
 
-    /// Whether `more` bytes may wait for a peer of which `theirs` wait already.
+    /// Whether `more` bytes of packets of a peer may wait in addition to `theirs`.
     pub(super) fn has_room(&self, peer: &Peer, theirs: usize, more: usize) -> bool {
         let left = bounds::RD_WAITING.saturating_sub(self.waiting);
         let (_, network) = prefixes(peer);
@@ -88,7 +88,7 @@ impl Shares {
         theirs + more <= bounds::RD_WAITING_PEER && more <= left && of_network + more <= left
     }
 
-    /// What waits of a peer was `before` and is `after` bytes.
+    /// Updates the waiting bytes of a peer from `before` to `after`.
     pub(super) fn change(&mut self, peer: &Peer, before: usize, after: usize) {
         if before == after {
             return;
@@ -100,12 +100,12 @@ impl Shares {
         self.waiting = self.waiting + after - before;
     }
 
-    /// Bytes that wait, of all peers.
+    /// The waiting bytes of all peers.
     pub(super) fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// Whether hosts and networks together have what all peers have.
+    /// Whether the sums of the hosts and of the networks are equal to the total.
     pub(super) fn is_consistent(&self) -> bool {
         let sum = |table: &Table<IpAddr, Share>, of: fn(&Share) -> u32| {
             table
@@ -118,7 +118,7 @@ impl Shares {
             && sum(&self.networks, |s| s.waiting) == self.waiting
     }
 
-    /// Gives memory back that only more peers needed.
+    /// Frees memory of the tables that is not needed any more.
     pub(super) fn shrink(&mut self) {
         for table in [&mut self.hosts, &mut self.networks] {
             if table.len() < table.capacity() / 4 {
@@ -127,7 +127,7 @@ impl Shares {
         }
     }
 
-    /// Whether no host has a part of anything.
+    /// Whether no host uses anything.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         self.hosts.is_empty() && self.networks.is_empty() && self.waiting + self.peers == 0

@@ -20,7 +20,7 @@ fn arrival(peer: &Peer) -> Arrival {
     }
 }
 
-/// A packet of a peer that knows our token, and got it in the first minute if it begins with that.
+/// A packet of a peer that knows the token of this end. A first packet was sent within the validity of the token.
 fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
     let early = Duration::from_secs(5);
     let echo = match rd.peers.get(peer) {
@@ -40,7 +40,7 @@ fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
     }
 }
 
-/// A datagram of a Send with so many bytes of payload, as packets carry it.
+/// A datagram of a Send with `len` bytes of payload, as packets carry it.
 fn datagram(len: usize) -> Vec<u8> {
     let header = Untagged {
         last: true,
@@ -71,7 +71,7 @@ fn datagram(len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A packet with data, the next one, is delivered.
+/// Checks that packet `seq` is the next one and delivers it.
 fn takes(rd: &mut Reliable, seq: u32, ack_soon: bool, now: Duration) {
     let packet = Packet {
         ack_soon,
@@ -84,7 +84,7 @@ fn takes(rd: &mut Reliable, seq: u32, ack_soon: bool, now: Duration) {
     rd.delivered(&peer(), n);
 }
 
-/// A challenge that comes once more is no packet: it tells no numbers.
+/// A duplicate of a challenge is not a packet with data: its numbers are ignored.
 #[test]
 fn a_challenge_that_was_answered_changes_nothing() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -102,7 +102,7 @@ fn a_challenge_that_was_answered_changes_nothing() {
     assert_eq!(rd.peers[&peer()].rx.as_ref().unwrap().next(), next);
 }
 
-/// Each packet says that its sender is there, and how much it takes.
+/// Each packet shows that its sender is alive, and contains the size of its socket buffer.
 #[test]
 fn who_is_heard_is_not_forgotten_and_is_sent_as_much_as_it_takes() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -118,7 +118,7 @@ fn who_is_heard_is_not_forgotten_and_is_sent_as_much_as_it_takes() {
     assert_eq!(rd.peers[&peer()].room, 2 * bounds::DATAGRAM_WINDOW);
 }
 
-/// A peer that was forgotten remembers the numbers that it was sent: those to come are beyond them.
+/// A peer that was forgotten remembers the numbers of old packets, so new numbers are larger.
 #[test]
 fn numbers_go_on_when_a_peer_was_forgotten() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -139,7 +139,7 @@ fn numbers_go_on_when_a_peer_was_forgotten() {
         let packet = vec![0; Packet::LEN + 50];
         assert!(rd.push(&peer(), packet, (n, true, true), at(1)).is_some());
     }
-    // What is under way is not forgotten.
+    // A peer with packets under way is not forgotten.
     rd.forget_idle(at(100));
     assert_eq!(rd.peers(), 1);
     rd.abandon();
@@ -151,18 +151,18 @@ fn numbers_go_on_when_a_peer_was_forgotten() {
     assert_eq!(rd.peers[&peer()].next, first + 5);
 }
 
-/// One network can have half of all places, the next half of the rest, and one host less; a newcomer finds one. Our own
-/// choice is not limited.
+/// A network can use half of all entries, the next network half of the rest, and a host less. There is an entry left
+/// for a new peer. Peers to which this end sends first are not limited.
 #[test]
 fn nobody_takes_all_places() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(5);
-    // Network, host in it, and which of its peers.
+    // The network, the host in it, and the peer on that host.
     let of = |network: u8, host: u8, n: usize| -> Peer {
         let ip = if network.is_multiple_of(2) {
             IpAddr::from([10, 0, network, host])
         } else {
-            // Another address each time.
+            // A different address each time.
             IpAddr::from([
                 0xfd00,
                 0,
@@ -193,7 +193,7 @@ fn nobody_takes_all_places() {
     let one_more = of(0, 0, 65_000);
     assert!(!rd.enter(&one_more, Way::default(), true, now));
     assert!(rd.enter(&one_more, Way::default(), false, now));
-    // Who is known stays known, and what is forgotten is counted no more.
+    // A known peer stays known, and forgotten peers are not counted any more.
     assert!(rd.enter(&of(0, 0, 7), Way::default(), true, now));
     rd.forget_idle(now + 2 * IDLE);
     assert_eq!((rd.peers(), rd.shares.is_empty()), (0, true));
@@ -201,8 +201,8 @@ fn nobody_takes_all_places() {
     assert_eq!(fill(&mut rd, 0, 0), ALL.div_ceil(3));
 }
 
-/// Whatever a peer left open, it is forgotten when it has been silent, and its incomplete messages are given up. Those of
-/// which packets wait need no full table for that.
+/// A silent peer with a gap in its packets is forgotten, and its incomplete messages are given up. If packets of it
+/// wait, this happens even if the table is not full.
 #[test]
 fn a_peer_that_left_a_gap_is_forgotten() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -267,14 +267,14 @@ fn the_more_is_under_way_the_more_is_acknowledged_together() {
     assert_eq!(between.last(), Some(&ACK_MOST));
 }
 
-/// The acknowledgement of a last packet goes at once where little is under way, waits a little for the next packet where
-/// there is more, and for the next run where there is much.
+/// The acknowledgement of a last packet is sent at once if few packets are under way, delayed a little if there are
+/// more, and delayed until the next run if there are many.
 #[test]
 fn a_last_packet_waits_for_company_as_long_as_some_is_likely() {
     for (seq, least, most) in [(PIPELINE - 1, 0, 0), (PIPELINE, 1, 10), (MANY, 60, 70)] {
         let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
         let now = Duration::from_secs(5);
-        // What came before it is acknowledged.
+        // Earlier packets are acknowledged.
         for before in 0..seq {
             takes(&mut rd, before, false, now);
         }
@@ -294,7 +294,8 @@ fn a_last_packet_waits_for_company_as_long_as_some_is_likely() {
     }
 }
 
-/// Where the round trip is short each half of what is under way asks to be acknowledged, else each 32 packets.
+/// On a path with a short round trip an acknowledgement is requested for each half of the packets under way,
+/// otherwise for each 32 packets.
 #[test]
 fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
     let asks = |trip: Duration| {
@@ -313,8 +314,8 @@ fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
     assert_eq!(short.last(), Some(&128));
 }
 
-/// Packets that wait are bounded, of one peer, of one network and of all, and are counted with what they cost; what a peer
-/// that was made anew had waiting is forgotten, and a token that it had before belongs to no peer.
+/// The memory of waiting packets is limited for each peer, for each network and in total, and includes overheads.
+/// Packets of a restarted peer are dropped, and its old token belongs to no peer.
 #[test]
 fn what_waits_is_bounded_and_counted() {
     for len in [0, 60_000] {
@@ -331,7 +332,7 @@ fn what_waits_is_bounded_and_counted() {
             };
             rd.handle(&peer, &arrival(&peer), &packet, Some(&data), now)
         };
-        // With a gap behind each.
+        // Each packet is followed by a gap.
         let many = (20 << 20) / cost as u32;
         let mut before = 0;
         for who in 1..=12 {
@@ -351,24 +352,24 @@ fn what_waits_is_bounded_and_counted() {
             assert!(who > 3 || before <= bounds::RD_WAITING / 2, "{before}");
         }
         if len == 0 {
-            // Numbers are bounded before bytes are.
+            // The limit of numbers is reached before the limit of bytes.
             continue;
         }
         assert!(before > bounds::RD_WAITING / 8 * 7, "{before}");
-        // One that is blocked out of order is bounded too.
+        // A packet that is blocked out of order is limited too.
         rd.mark_blocked(&of(2), 1 << 32 | 499, &data, Resource::Receive);
         assert_eq!(rd.shares.waiting(), before);
         for who in 1..=12 {
             comes(&mut rd, who, 78, 100);
         }
         assert_eq!(rd.shares.waiting(), 0);
-        // Packets of before.
+        // Packets with the old token.
         assert_eq!(comes(&mut rd, 1, 77, 100), RxOutcome::Nothing);
         assert_eq!(rd.peers[&of(1)].echo, 78);
     }
 }
 
-/// What cannot be a datagram is not kept, in whatever order it comes.
+/// Bytes that cannot be a datagram are not stored, in any order.
 #[test]
 fn what_is_no_datagram_does_not_wait() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -387,13 +388,14 @@ fn what_is_no_datagram_does_not_wait() {
 
 #[test]
 fn an_idle_peer_costs_less_than_a_kibibyte() {
-    // Its place in the table and one byte beside it, and those of its host and network; the tables are 7/16 full at least.
+    // The entry in the table with one control byte, and those of its host and network. Tables are filled to 7/16 at
+    // least.
     let place = size_of::<(Peer, PeerState)>() + 1 + 2 * (size_of::<(IpAddr, [u32; 2])>() + 1);
     eprintln!("{place} bytes, {} at most", place * 16 / 7);
     assert!(place * 16 / 7 <= 1024, "{place}");
 }
 
-/// Two ends and what is under way between them, without losses.
+/// Two ends and the packets between them, without losses.
 struct Two {
     ends: [Reliable; 2],
     now: Duration,
@@ -414,7 +416,7 @@ impl Two {
         (([10, 0, 0, n as u8], 4000).into(), n as u8)
     }
 
-    /// What end `from` sends, until neither has anything to send.
+    /// Exchanges packets until neither end has any to send.
     fn run(&mut self) {
         for _ in 0..20 {
             for from in 0..2 {
@@ -462,7 +464,7 @@ impl Two {
     }
 }
 
-/// A peer that was forgotten for being idle learns of it, and no request fails in either direction.
+/// A peer that was forgotten because it was idle is recognized again, and no request fails in either direction.
 #[test]
 fn who_was_forgotten_goes_on() {
     for (first, forgets) in [(0, 1), (0, 0), (1, 0)] {
@@ -488,7 +490,8 @@ fn who_was_forgotten_goes_on() {
     }
 }
 
-/// What had been under way for a minute may have arrived before the peer forgot us: that is not known, so it fails.
+/// A packet that was under way for a minute may have arrived before the peer forgot this end. It is unknown, so the
+/// request fails.
 #[test]
 fn what_is_old_fails_when_the_peer_has_forgotten_us() {
     let mut two = Two::new();
@@ -508,7 +511,8 @@ fn what_is_old_fails_when_the_peer_has_forgotten_us() {
     );
 }
 
-/// Another queue pair at the address of a peer has to echo a token that was made for it; until then the old one goes on.
+/// Another queue pair at the address of a peer has to echo a token that was made for it. Until then the old one stays
+/// valid.
 #[test]
 fn a_restart_is_asked_before_it_is_believed() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -541,7 +545,7 @@ fn a_restart_is_asked_before_it_is_believed() {
     assert!(matches!(rd.poll_event(), Some(Event::Skipped(_, u64::MAX))));
 }
 
-/// A challenge with another token than the peer had ends nothing before the peer itself repeats it.
+/// A challenge with a different token changes nothing before the peer itself confirms it.
 #[test]
 fn a_forged_challenge_ends_nothing() {
     let mut two = Two::new();
@@ -567,7 +571,7 @@ fn a_forged_challenge_ends_nothing() {
     assert_eq!(two.events(0), [Event::Done(2, 2)]);
 }
 
-/// A token with which a peer may begin is good for a minute at most.
+/// A token for first contact is valid for a minute at most.
 #[test]
 fn an_old_token_makes_no_peer() {
     for (at, good) in [(59, true), (60, false), (150, false)] {
@@ -580,7 +584,8 @@ fn an_old_token_makes_no_peer() {
     }
 }
 
-/// Who tries out tokens from one address finds none, even the right one, until the second is over; others are not disturbed.
+/// After too many wrong tokens from one address, even the right token is rejected until the second is over. Other
+/// peers are not affected.
 #[test]
 fn tokens_that_are_tried_out_are_counted_and_not_believed() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);

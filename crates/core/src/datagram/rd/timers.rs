@@ -1,4 +1,4 @@
-//! Deadlines of all peers: what is sent again, and which peers are given up.
+//! The deadlines of all peers: retransmissions, probes, and peers that are given up.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -16,12 +16,12 @@ impl Reliable {
         timer.into_iter().chain(sweep).min()
     }
 
-    /// How long a peer may be silent before it is given up.
+    /// Sets how long a peer may stay silent before it is given up.
     pub(in crate::datagram) fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
 
-    /// Time has passed.
+    /// Handles the deadlines that have passed.
     pub(in crate::datagram) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
         if self.sweep_at.is_some_and(|at| at <= now) {
             self.forget(now, |s| s.rx.as_deref().is_some_and(|rx| rx.held() > 0));
@@ -41,7 +41,7 @@ impl Reliable {
                 continue;
             };
             if tx.deadline.is_none_or(|deadline| deadline > now) {
-                // It has moved.
+                // The deadline has moved since the entry was made.
                 watch(&mut self.timers, &peer, state);
                 continue;
             }
@@ -51,7 +51,7 @@ impl Reliable {
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if hungry || now.saturating_sub(tx.heard) >= patience {
                 state.tx = None;
-                // Its numbers go on; the base of the next packet says where they begin.
+                // The packet numbers continue, and the base of the next packet tells the peer where.
                 let why = if hungry {
                     Status::RnrRetryExceeded
                 } else {
@@ -61,7 +61,7 @@ impl Reliable {
                 continue;
             }
             state.ask = true;
-            // The probe sets the next one.
+            // The probe sets the next deadline.
             tx.deadline = None;
             if state.echo == 0 {
                 tx.wait(now, &state.path);
@@ -71,7 +71,7 @@ impl Reliable {
         }
     }
 
-    /// Asks a peer whether it is still there. Where packets are under way to it, they do.
+    /// Probes a peer, unless packets are under way to it, which have the same effect.
     pub(in crate::datagram) fn ask(&mut self, peer: &Peer, now: Duration) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
@@ -83,7 +83,7 @@ impl Reliable {
         }
     }
 
-    /// Sees to it that the timer of a peer is not later than its sender wants it.
+    /// Makes sure that the timer of a peer is not later than the deadline of its sender.
     pub(super) fn watch(&mut self, peer: &Peer) {
         if let Some(state) = self.peers.get_mut(peer) {
             watch(&mut self.timers, peer, state);
@@ -97,7 +97,7 @@ impl Reliable {
     }
 }
 
-/// The peer has something to send.
+/// Adds the peer to the list of those to which something can be sent.
 pub(super) fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut PeerState) {
     if !state.queued {
         state.queued = true;
@@ -105,7 +105,7 @@ pub(super) fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut Peer
     }
 }
 
-/// A timer that is too early is left where it is: with most packets the deadline moves away, and seldom comes.
+/// A timer that is earlier than the deadline is not moved: most packets postpone the deadline, and it rarely passes.
 pub(super) fn watch(timers: &mut BTreeSet<(Duration, Peer)>, peer: &Peer, state: &mut PeerState) {
     let Some(wanted) = state.tx.as_ref().and_then(|tx| tx.deadline) else {
         return;

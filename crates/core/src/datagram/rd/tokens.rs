@@ -1,4 +1,4 @@
-//! Tokens: how peers get to know each other, notice a restart, and prove their addresses.
+//! Tokens: the first contact with peers, restarts of peers, and proof of their addresses.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::verbs::wc::Status;
 use crate::wire::rd::Packet;
 
 impl Reliable {
-    /// A packet with tokens that are not those of a peer that is known. True: it is one from now on.
+    /// Handles a packet whose tokens are not those of a known peer. Returns true if the peer is known from now on.
     pub(super) fn meet(
         &mut self,
         peer: &Peer,
@@ -34,8 +34,8 @@ impl Reliable {
         if known.is_some_and(|s| s.echo_before == packet.token) {
             return false;
         }
-        // Another queue pair than the one that is known has to echo a token that it got instead of that one: the old one may
-        // be alive, and this one not be there.
+        // A queue pair other than the known one has to echo a token made for this case: the old one may be alive, and
+        // the packet may be forged.
         let restarts = known.is_some_and(|s| s.echo != 0 && s.echo != packet.token);
         let instead = if restarts { packet.token } else { 0 };
         let required = known.filter(|_| !restarts).map(|s| s.token);
@@ -62,14 +62,15 @@ impl Reliable {
         if let Some(state) = self.peers.get_mut(peer) {
             state.token = packet.echo;
             if is_new || restarts {
-                // Its address was right up to a minute ago.
+                // The token shows that the peer received at its address within the last minute.
                 state.doubt(&self.secret, peer, now);
             }
         }
         true
     }
 
-    /// Whether so many packets of this second, with the address of `peer`'s host, echoed wrong tokens that they are guesses.
+    /// Whether so many packets with wrong tokens came from the address of `peer`'s host in this second that they are
+    /// guesses.
     fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
         if self.bad_second != now.as_secs() {
             self.bad_second = now.as_secs();
@@ -91,7 +92,7 @@ impl Reliable {
         }
     }
 
-    /// Answers a packet that echoes no token of ours, or an old one, with the token. No state is kept.
+    /// Answers a packet that echoes no valid token with the token of this end. No state is kept.
     fn challenge(
         &mut self,
         peer: &Peer,
@@ -118,8 +119,9 @@ impl Reliable {
         self.challenges.push_back((*peer, arrival.to, answer));
     }
 
-    /// The peer requires its token. It is believed if it echoes ours, and if we asked. One that required another token before
-    /// is asked once more, with a token that was made for this question: a forged packet ends nothing.
+    /// Handles a challenge of the peer. It is accepted if it echoes the token of this end and if this end has sent a
+    /// packet. A peer that had another token before is challenged once more, with a token made for this case, so a
+    /// forged packet ends nothing.
     fn challenged(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
@@ -164,7 +166,7 @@ impl Reliable {
                 tx.set_room(room.into());
                 tx.heard = now;
                 tx.deadline = None;
-                // What is to be sent again is sent now, or at this deadline.
+                // Lost packets are sent now, or at this deadline.
                 if !tx.is_empty() {
                     tx.wait(now, &state.path);
                 }
@@ -174,8 +176,8 @@ impl Reliable {
         self.watch(peer);
     }
 
-    /// The peer's token is that of `packet`: it was not known, or it is another queue pair than before, or one that has
-    /// forgotten us.
+    /// Stores the peer's token from `packet`. The peer was not known before, or was replaced by another queue pair,
+    /// or has forgotten this one.
     fn recognize(&mut self, peer: &Peer, packet: &Packet, now: Duration) {
         let room = self.room;
         let Some(state) = self.peers.get_mut(peer) else {
@@ -188,7 +190,7 @@ impl Reliable {
             if let Some(tx) = &mut state.tx
                 && tx.is_empty()
             {
-                // What waited for the token can go.
+                // The packets that waited for the token can be sent.
                 **tx = Sender::new(state.next, room, now);
             }
             state.echo = packet.token;
@@ -203,7 +205,7 @@ impl Reliable {
         let forgot_us = packet.instance != 0 && packet.instance == state.instance;
         state.instance = packet.instance;
         let tx = state.tx.as_deref_mut().filter(|tx| !tx.is_empty());
-        // It had been silent for a minute then: what was first sent later never reached it.
+        // The peer had been silent for a minute when it forgot this end, so recent packets have not reached it.
         let is_young = |tx: &Sender| tx.oldest().is_some_and(|at| now.saturating_sub(at) < YOUNG);
         match tx {
             Some(tx) if forgot_us && is_young(tx) => tx.start_again(),

@@ -1,4 +1,4 @@
-//! Sends: what may go to a peer now, and the packets that go.
+//! Sends packets: whether a packet may be sent to a peer now, and its header.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use crate::verbs::wc::Status;
 use crate::wire::dgram;
 use crate::wire::rd::Packet;
 
-/// Time between two questions to a peer that takes nothing.
+/// Time between two probes of a peer whose window is closed.
 const CLOSED: Duration = Duration::from_millis(50);
 
 impl Reliable {
-    /// Whether a datagram of `len` bytes may be given out to `peer` now. A peer that is not known is asked for its token first,
-    /// and one that has not shown that it receives at its address is asked to do so before much is sent.
+    /// Whether a datagram of `len` bytes may be sent to `peer` now. A peer that is not known is asked for its token
+    /// first. A peer whose address is not proven has to prove it before much is sent.
     pub(in crate::datagram) fn may_send(
         &mut self,
         peer: &Peer,
@@ -43,7 +43,7 @@ impl Reliable {
                 return false;
             }
             if state.room == 0 {
-                // It is asked now and then whether it has room again.
+                // The peer is probed from time to time, whether its window is open again.
                 let tx = state.sender(now);
                 if tx.deadline.is_none() {
                     tx.deadline = Some(now + CLOSED);
@@ -74,8 +74,8 @@ impl Reliable {
         false
     }
 
-    /// Gives out a datagram: `packet` has room for the header, then the datagram, and no CRC; it is returned whole. `last`:
-    /// it ends the message `tag`; `alone`: nothing follows it at once.
+    /// Makes a packet of a datagram. `packet` has room for the packet header, then the datagram without CRC; it is
+    /// returned complete. `last`: the datagram ends the message `tag`. `alone`: no other datagram follows at once.
     pub(in crate::datagram) fn push(
         &mut self,
         peer: &Peer,
@@ -95,7 +95,7 @@ impl Reliable {
         head.seq = state.next as u32;
         head.ack_now = ask;
         head.ack_soon = alone;
-        // Runs follow in a packet of their own, so that this one is never longer than its path carries.
+        // Runs are sent in a separate packet, so that this packet does not exceed the MTU.
         let whole = head.arrived.is_empty();
         head.arrived.clear();
         if let Some(front) = packet.first_chunk_mut() {
@@ -120,7 +120,7 @@ impl Reliable {
         Some((state.way, Bytes::Shared(kept)))
     }
 
-    /// The next packet that the layer itself wants to send.
+    /// Returns the next packet without new data: an acknowledgement, a retransmission or a probe.
     pub(in crate::datagram) fn poll(&mut self, now: Duration) -> Option<(Peer, Way, Bytes)> {
         if let Some((peer, from, packet)) = self.challenges.pop_front() {
             let way = Way {
@@ -159,7 +159,7 @@ impl Reliable {
         };
         let mut packet = header(state, peer, me, room, now);
         let ask = std::mem::take(&mut state.ask);
-        // A packet with data has no room for runs: they follow.
+        // A packet with data has no room for runs. They are sent next.
         let mut whole = true;
         let due = state.rx.as_ref().is_some_and(|rx| rx.due);
         let ack = |counts: &mut RdCounts, packet: Packet| {
@@ -174,7 +174,7 @@ impl Reliable {
         };
         let bytes = match &mut state.tx {
             _ if state.echo == 0 => {
-                // Only the token is sent to a peer that may not be there.
+                // If the address is not proven, only the token is sent.
                 packet.ack_now = true;
                 let nothing = Outgoing {
                     seq: state.next,
@@ -203,7 +203,7 @@ impl Reliable {
         }?;
         watch(&mut self.timers, peer, state);
         if !state.is_proven && bytes.len() > state.credit as usize {
-            // As if it were lost on the way.
+            // The packet is dropped, as if it were lost in the network.
             return None;
         }
         state.spend(bytes.len());
@@ -215,10 +215,10 @@ impl Reliable {
         Some((state.way, bytes))
     }
 
-    /// Gives back the buffers of packets that were acknowledged.
+    /// Returns the buffers of packets that were acknowledged.
     pub(in crate::datagram) fn recycle(&mut self, mut give: impl FnMut(Vec<u8>)) {
         for mut packet in self.spare.drain(..) {
-            // Otherwise it waits to be sent once more.
+            // A packet that is still referenced by a datagram to send stays in the list.
             if let Some(bytes) = Arc::get_mut(&mut packet) {
                 give(std::mem::take(bytes));
                 if self.shells.len() < sender::SPARE {
@@ -233,7 +233,7 @@ impl Reliable {
         !self.soon.is_empty()
     }
 
-    /// Sends acknowledgements alone whose delay has ended by `now` with no packet to travel with.
+    /// Sends acknowledgements in packets of their own if their delay has ended by `now`.
     pub(in crate::datagram) fn flush(&mut self, now: Duration) {
         let mut later = std::mem::take(&mut self.soon);
         later.retain(|peer| {
@@ -254,13 +254,13 @@ impl Reliable {
         self.soon = later;
     }
 
-    /// Whether [`Self::poll`] may have something.
+    /// Whether [`Self::poll`] may return a packet.
     pub(in crate::datagram) fn wants_tx(&self) -> bool {
         !self.queued.is_empty() || !self.challenges.is_empty()
     }
 }
 
-/// The header of the next packet to a peer.
+/// Returns the header of the next packet to a peer.
 fn header(
     state: &PeerState,
     peer: &Peer,
@@ -270,7 +270,8 @@ fn header(
 ) -> Packet {
     let rx = state.rx.as_deref();
     let next = rx.map(Receiver::next).or(state.expected);
-    // Otherwise the time between would count as a round trip.
+    // The time is returned only with an acknowledgement that is due: otherwise the idle time would count as round
+    // trip.
     let answers = rx.filter(|rx| rx.due || rx.soon.is_some());
     Packet {
         token: state.token,
