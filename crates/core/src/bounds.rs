@@ -22,16 +22,17 @@ pub const MAX_MESSAGE: u64 = 1 << 30;
 
 /// Scatter/gather elements of one work request.
 ///
-/// 32 covers the programs that ask for most (UCX and libfabric ask for at most 30); a list that long still fits one
-/// `sendmsg` together with its headers.
+/// 32 is enough for the programs with the longest lists (UCX and libfabric use at most 30). A list of this length
+/// fits one `sendmsg` together with its headers.
 pub const MAX_SGE: u32 = 32;
 
-/// Bytes of inline data in one work request; above it queue pair creation fails, as programs that probe expect.
+/// Bytes of inline data in one work request. The creation of a queue pair with more fails, as programs that search
+/// for the limit expect.
 pub const MAX_INLINE: u32 = 1024;
-/// Bytes of inline data that a queue pair takes if its program asks for fewer.
+/// Bytes of inline data that a queue pair supports if its program requests fewer.
 ///
-/// A card's work queue elements have room for some, and programs have come to count on it: rdma_xclient sends 16 without
-/// having asked. 64 is what the smallest element of common cards leaves.
+/// The work queue entries of network cards have room for some inline data, and some programs rely on it: rdma_xclient
+/// sends 16 bytes without having requested them. 64 is what the smallest entry of common cards leaves.
 pub const MIN_INLINE: u32 = 64;
 
 /// Work requests in one send or receive queue.
@@ -43,72 +44,74 @@ pub const MAX_SRQ_WR: u32 = 65_536;
 /// Entries of one completion queue.
 pub const MAX_CQE: u32 = 4_194_304;
 
-/// Bytes of device memory in one piece, and in all pieces of a process together: what a card has is of this order.
+/// Bytes of device memory in one allocation, and in all allocations of a process together. Network cards have a
+/// similar amount.
 pub const DEVICE_MEMORY_MAX: usize = 256 * 1024;
 
-/// Strictest alignment that device memory is given, as a power of two: a page.
+/// Largest alignment of device memory, as a power of two: a page.
 pub const DEVICE_MEMORY_ALIGN_LOG: u32 = 12;
 
 /// RDMA Reads and atomics that one queue pair serves, or has outstanding, at once (IRD, ORD).
 ///
-/// 128 is what the kernel's siw offers at most; each slot costs some 100 bytes once used.
+/// 128 is the largest number that the kernel's siw offers. Each slot uses some 100 bytes.
 pub const MAX_RD_ATOMIC: u8 = 128;
 
-/// Bytes in a UD message: the largest `active_mtu` that verbs can name.
+/// Bytes in a UD message: the largest value of `active_mtu` in verbs.
 pub const UD_MTU: u32 = 4096;
 
 /// Bytes of emulated global route header in front of every UD message (IBA: always 40).
 pub const GRH_LEN: u32 = 40;
 
-/// Largest ULPDU that we send, in bytes. RFC 5044 section 3 allows 64,768; with its length field this one is a multiple
-/// of 4, and needs no padding. Two anywarp ends use it whatever the segment size of the path is.
+/// Largest ULPDU to send, in bytes. RFC 5044 section 3 allows 64,768. With the length field this value is a multiple
+/// of 4, so it needs no padding. Two anywarp ends use it for all segment sizes of the path.
 pub const MULPDU_ANYWARP: usize = 64_766;
 
-/// Smallest MULPDU that we use, in bytes, whatever the segment size of the path is (RFC 5044 section 5: at least 128).
+/// Smallest MULPDU to use, in bytes, for all segment sizes of the path (RFC 5044 section 5: at least 128).
 pub const MULPDU_MIN: usize = 128;
 
-/// Payload bytes from which a segment is sent by reference instead of being copied beside its header.
+/// Payload bytes from which a segment is sent by reference instead of being copied next to its header.
 ///
-/// Below, a copy costs less than another iovec entry and makes the CRC cover exactly what is sent.
+/// For less, a copy costs less than another iovec entry. The CRC of a copy also always covers the bytes that are
+/// sent.
 pub const COPY_LIMIT: usize = 16 * 1024;
 
 /// Bytes that one transmit batch collects before it is handed to the socket.
 pub const TX_BATCH_BYTES: usize = 1 << 20;
 
-/// Bytes that one transmit batch copies before it is handed to the socket: they should still be in the cache then.
+/// Bytes that one transmit batch copies before it is passed to the socket. So much should still be in the cache then.
 pub const TX_BATCH_COPIED: usize = 256 * 1024;
 
-/// Bytes after which a batch takes no further FPDU when many peers do not take what they were sent: one FPDU is above it.
+/// Bytes after which a batch accepts no further FPDU while many peers do not read. One FPDU may exceed it.
 pub const TX_BATCH_SMALL: usize = 16 * 1024;
 
-/// Connections of a process that may have a large batch waiting for their peers, before others get small ones. Peers
-/// that never read can bind this many times some 320 KiB, and one FPDU for each further connection.
+/// Connections of a process that may have a large batch waiting for their peers. Further ones use small batches.
+/// Peers that never read can use this many times some 320 KiB, and one FPDU for each further connection.
 pub const TX_LARGE_WAITING: usize = 128;
 
-/// Pieces (iovec entries) of one transmit batch; the kernel takes at most 1,024.
+/// Pieces (iovec entries) of one transmit batch. The kernel accepts at most 1,024.
 pub const TX_BATCH_PIECES: usize = 96;
 
 /// Payload bytes that must still be missing before an FPDU is received straight into user memory.
 pub const DIRECT_MIN: usize = 8 * 1024;
 
-/// Responses (Read, atomic, control) that a queue pair holds for sending; a peer that asks for more than its IRD is
-/// terminated before this is reached.
+/// Queued responses (Read, atomic, control) of a queue pair. A peer that exceeds its IRD is terminated before this
+/// number is reached.
 pub const RESPONSES_MAX: usize = 1024;
 
-/// Requests of both ends after which a connection on one host is worth memory that its ends share.
+/// Number of requests of both ends after which a connection on one host switches to shared memory.
 pub const CARRIER_AFTER: u32 = 64;
 
 /// Bytes of each direction's ring in memory that two ends share, a power of two.
 pub const CARRIER_RING: usize = 256 * 1024;
 
-/// Connections of a process that share memory with their peers; others stay with their sockets.
+/// Connections of a process that use memory shared with their peers. Others continue to use their sockets.
 ///
-/// Each poll looks at all of them.
+/// Each poll checks all of them.
 pub const CARRIERS: usize = 64;
 
 /// Number of unacknowledged requests from which on a small request may wait to be sent together with others.
 ///
-/// A program that waits for one answer before its next request never has so many.
+/// A program that waits for each answer before its next request never has so many.
 pub const COALESCE_BEHIND: usize = 4;
 
 /// Limits of the requests that wait to be sent together.
@@ -120,7 +123,7 @@ pub struct Coalesce {
     pub max_payload: u64,
 }
 
-/// The limits for a socket, where one system call sends all of them.
+/// The limits for a socket. One system call sends all of them.
 pub const COALESCE_TCP: Coalesce = Coalesce {
     max_requests: 64,
     max_payload: 16 * 1024,
@@ -130,7 +133,8 @@ pub const COALESCE_SHM: Coalesce = Coalesce {
     max_requests: 32,
     max_payload: 4096,
 };
-/// Payload bytes of all waiting requests together, each counted with the length of the longest that was posted last.
+/// Payload bytes of all waiting requests together. Each counts with the length of the longest one that was posted
+/// last.
 pub const COALESCE_BYTES: u64 = 128 * 1024;
 
 /// Number of done requests after which an acknowledgement is sent at once, without waiting for other messages.
@@ -145,7 +149,7 @@ pub const STARTUP_FRAME_MAX: usize = 20 + 512;
 /// Payload bytes of one datagram of a segmented (UC) message.
 pub const DATAGRAM_PAYLOAD: usize = 61_440;
 
-/// Payload bytes of one datagram of a segmented message at least, so that headers never outweigh data by far.
+/// Smallest payload of one datagram of a segmented message, bytes, so that headers do not use most of the datagram.
 pub const DATAGRAM_PAYLOAD_MIN: usize = 64;
 
 /// Datagrams that one call makes before they are handed to the socket.
@@ -154,99 +158,100 @@ pub const DATAGRAM_BATCH: usize = 64;
 /// Bytes of buffers that a queue pair keeps for the next datagrams.
 pub const DATAGRAM_SPARE: usize = 8 << 20;
 
-/// Runs of bytes of a message that arrived with gaps between them.
+/// Runs of bytes of one message that has gaps.
 ///
-/// In order there is one; each datagram that overtakes another makes one more, and a lost
-/// one makes its message fail. A sender that leaves gaps on purpose gets no more memory than this.
+/// A message that arrives in order has one run. Each datagram that overtakes another makes one more, and a lost
+/// datagram makes its message fail. The limit bounds the memory for a sender that leaves gaps on purpose.
 pub const DATAGRAM_RANGES: usize = 64;
 
-/// Room that a peer's socket is taken to have before it said so, bytes as the kernel counts them; less is never assumed.
+/// The socket buffer that a peer is assumed to have until it reports one, bytes as the kernel counts them. A smaller
+/// reported value is raised to this.
 ///
-/// Half of what Linux gives a socket whose owner asks for more than an ordinary user may have.
+/// Half of what Linux gives a socket if an unprivileged user requests more than is allowed.
 pub const DATAGRAM_WINDOW: u32 = 128 * 1024;
 
-/// Room that a peer is believed to have at most.
+/// Upper limit for the socket buffer that a peer reports.
 pub const DATAGRAM_WINDOW_MAX: u32 = 64 << 20;
 
-/// Peers whose pace one queue pair remembers.
+/// Peers whose windows one queue pair keeps.
 pub const DATAGRAM_PEERS: usize = 1024;
 
-/// How long a sender waits for a report of a peer that has all that it takes at once.
+/// How long a sender with a full window waits for a report of its peer.
 ///
-/// A fifth of the time after which a receiver gives up a message of which nothing more comes ([`crate::datagram::options`],
-/// 100 ms), so that a report which is lost costs time and never a message; longer than most turns of a scheduler.
+/// This is a fifth of the time after which a receiver gives up an incomplete message ([`crate::datagram::options`],
+/// 100 ms), so a lost report costs time but no message. It is longer than most time slices of a scheduler.
 pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis(20);
 
 /// Peers that one queue pair of reliable datagrams knows.
 ///
-/// A peer that comes of itself is taken only while its network (the first 24 bits of an IPv4 address, 48 of an IPv6
-/// address) has fewer than there are places left, and its host (32 or 64 bits) fewer than half of that: one network can
-/// have half of all places and one host a third, the next network half of the rest. Who has been silent for a minute
-/// gives way.
+/// There are limits for peers that send first. A network (the first 24 bits of an IPv4 address, or 48 of an IPv6
+/// address) may not have more peers than there are free entries, and a host (32 or 64 bits) may not have more than
+/// half of that. So one network can have half of all entries and one host a third, and the next network half of the
+/// rest. Peers that have been silent for a minute are removed if needed.
 pub const RD_PEERS: usize = 65_536;
 
-/// Bytes of packets from one peer, and from all, that wait for others before them or for a receive, with what keeping
-/// them costs; one network can have no more than is left.
+/// Bytes of waiting packets of one peer, with their overhead. [`RD_WAITING`] is the limit for all peers. A network
+/// may not have more than is free.
 pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;
 
-/// Answers that wait to be sent to one reliable peer: twice the Reads and atomics that it may have outstanding.
+/// Queued answers to one reliable peer: twice the Reads and atomics that it may have outstanding.
 pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
-/// Answers that wait to be sent to all reliable peers. When there are as many, each peer may have four more.
+/// Queued answers to all reliable peers. Beyond this number, each peer may have four.
 pub const RD_ANSWERS: usize = 16_384;
 
-/// Packets a second that echo wrong tokens and seem to come from one host, after which none of its packets is believed that
-/// is not of a peer which is known: to find a token of 32 bits takes months then, and it is good for a minute.
+/// Packets with wrong tokens per second from one host, after which all packets of its unknown peers are dropped. So a
+/// search for a token of 32 bits takes months, while a token is valid for a minute.
 pub const RD_BAD_ECHOES: u16 = 256;
 
-/// Answers to strangers that wait to be sent; more strangers at once get none.
+/// Queued answers to unknown peers. Further unknown peers get none.
 pub const RD_CHALLENGES: usize = 256;
 
-/// Sources whose messages of several datagrams, or recorded ones, one queue pair remembers.
+/// Sources of messages of several datagrams, or of Write-Records, that one queue pair keeps.
 pub const RECORD_SOURCES: usize = 16_384;
 
-/// Messages of which not everything has arrived, of one queue pair and of one source.
+/// Incomplete messages of one queue pair. [`OPEN_MESSAGES_SOURCE`] is the limit for one source.
 pub const OPEN_MESSAGES: usize = 1024;
 /// See [`OPEN_MESSAGES`].
 pub const OPEN_MESSAGES_SOURCE: usize = 64;
 
-/// Runs of bytes in all validity maps of a queue pair that wait for the program.
+/// Runs of bytes in all validity maps of a queue pair that the program has not released.
 pub const RECORD_RANGES: usize = 1 << 20;
 
-/// Runs of bytes of one recorded message that arrived with gaps between them: a loss of 1 % of the datagrams of the
-/// longest message makes half as many.
+/// Runs of bytes of one Write-Record with gaps. The loss of 1 % of the datagrams of the longest message makes half as
+/// many.
 pub const RECORD_GAPS: usize = 32_768;
 
-/// Runs of bytes of all messages of a queue pair that are open, 8 bytes each, in a room of up to twice as many.
+/// Runs of bytes of all open messages of a queue pair, of 8 bytes each, in allocations of up to twice the size.
 ///
-/// Thirty-two messages with as many gaps as one may have, or what a loss of 1 % makes of 130 messages of 1 GiB. Beyond
-/// it a message has [`DATAGRAM_RANGES`] at most, whatever others have; what would be one more is dropped, and waits on
-/// a reliable queue pair.
+/// These are 32 messages with the largest number of gaps, or 130 messages of 1 GiB with 1 % of losses. Beyond this
+/// limit each message may have [`DATAGRAM_RANGES`]. A datagram that would make one run more is dropped, or waits on a
+/// reliable queue pair.
 pub const OPEN_RUNS: usize = 1 << 20;
 
-/// Bytes of parity groups that are not complete, of one queue pair. What does not fit is not repaired.
+/// Bytes of incomplete parity groups of one queue pair. Groups beyond this limit are not repaired.
 pub const PARITY_BYTES: usize = 16 << 20;
 
-/// Messages of a queue pair whose requests are remembered for error reports, a power of two.
+/// Messages of a queue pair whose requests are stored for error reports, a power of two.
 pub const MESSAGES_REMEMBERED: usize = 1024;
 
 /// Errors that peers reported and the program has not read.
 pub const ERRORS_WAITING: usize = 256;
 
-/// Errors that are reported to peers, a second.
+/// Error reports sent to peers per second.
 pub const ERRORS_A_SECOND: u32 = 64;
 
 /// Peers whose cookies one queue pair keeps.
 pub const COOKIES: usize = 1024;
 
-/// Bytes of payload, and no more, that a request may be followed by to be worth an answer of its size.
+/// Largest number of payload bytes with which a request is padded to the length of its answer.
 pub const READ_PADDING: usize = 1024;
 
-/// Datagrams that wait because a fault delays them, and their bytes: what 100 ms of a fast link hold. More are lost, as
-/// in a queue that is full.
+/// Datagrams that an injected fault delays at the same time, as many as 100 ms of a fast link contain. Further ones
+/// are lost, as in a full queue. [`FAULT_DELAYED_BYTES`] limits their bytes.
 pub const FAULT_DELAYED: usize = 65_536;
 /// See [`FAULT_DELAYED`].
 pub const FAULT_DELAYED_BYTES: usize = 64 << 20;
-/// How long a datagram waits for the one that is to pass it.
+/// How long a datagram waits to be overtaken by the next one.
 pub const FAULT_PASS: std::time::Duration = std::time::Duration::from_millis(10);

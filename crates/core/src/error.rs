@@ -1,31 +1,31 @@
 //! Errors by cause: the peer ([`PeerError`]) or the caller ([`Misuse`]).
 //!
-//! A [`PeerError`] says that bytes from the other end broke a rule; the stream then ends with the
-//! Terminate that [`TermCode`] names. A [`Misuse`] says that our own caller broke a rule; it gets an
-//! errno and nothing goes on the wire. The two never mix, and neither does a failed work request
-//! (that is a completion status) or a failing host (that is an I/O error of the engine).
+//! A [`PeerError`] means that bytes from the other end broke a rule. The stream then ends with the Terminate that
+//! [`TermCode`] selects. A [`Misuse`] means that the caller broke a rule. The caller gets an errno, and nothing is
+//! sent. A failed work request is neither (it has a completion status), nor is an error of the host (an I/O error of
+//! the engine).
 
 use core::fmt;
 
 /// The other end broke a rule of the protocol.
 ///
-/// Variants are named after the layer whose rule it was. [`TermCode::encode`] gives the
-/// Terminate that reports each of them.
+/// Variants are named after the layer whose rule was broken. [`TermCode::encode`] returns the Terminate that reports
+/// each of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PeerError {
     // ---- MPA: framing and startup ----
-    /// The CRC of an FPDU does not fit its bytes.
+    /// The CRC of an FPDU does not match its bytes.
     MpaCrc {
-        /// What we calculated, as a number.
+        /// The calculated CRC, as a number.
         expected: u32,
-        /// What the frame carried, as a number.
+        /// The received CRC, as a number.
         got: u32,
     },
-    /// A segment is shorter than its own header.
+    /// A segment is shorter than its header.
     MpaTooShort {
-        /// Bytes the header takes.
+        /// Length of the header, bytes.
         need: usize,
-        /// Bytes there are.
+        /// Length of the segment, bytes.
         got: usize,
     },
     /// A marker does not point at the start of its FPDU.
@@ -37,22 +37,22 @@ pub enum PeerError {
     },
     /// A Request or Reply frame that cannot be used; the text says why.
     MpaStartup(&'static str),
-    /// Our own MPA failed in a way that nothing else describes.
+    /// A local failure of MPA that no other error describes.
     MpaLocal,
-    /// The Reply wants more inbound reads than we can serve.
+    /// The Reply requires more inbound Reads than this end can serve.
     MpaInsufficientIrd {
         /// Reads the peer will have outstanding.
         needed: u16,
-        /// Reads that we can serve.
+        /// Reads that this end can serve.
         have: u16,
     },
-    /// The Reply names no ready-to-receive message that we can send.
+    /// The Reply contains no ready-to-receive message that this end can send.
     MpaNoCommonRtr,
 
     // ---- DDP, tagged ----
     /// DDP version of a tagged segment is not 1.
     TaggedVersion {
-        /// The version that it carried.
+        /// The received version.
         version: u8,
     },
     /// No such STag, or its key or state is wrong.
@@ -60,7 +60,7 @@ pub enum PeerError {
         /// The STag.
         stag: u32,
     },
-    /// The STag lies in another protection domain or belongs to another stream.
+    /// The STag belongs to another protection domain or another stream.
     TaggedNotAssociated {
         /// The STag.
         stag: u32,
@@ -70,7 +70,7 @@ pub enum PeerError {
         /// The STag.
         stag: u32,
     },
-    /// Part of the segment lies outside the tagged buffer, or not where the message continues.
+    /// Part of the segment lies outside the tagged buffer, or it does not continue its message.
     TaggedBounds {
         /// The STag.
         stag: u32,
@@ -90,15 +90,15 @@ pub enum PeerError {
     // ---- DDP, untagged ----
     /// DDP version of an untagged segment is not 1.
     UntaggedVersion {
-        /// The version that it carried.
+        /// The received version.
         version: u8,
     },
-    /// The queue does not exist, or is not the one for this operation.
+    /// The queue does not exist, or is not the queue of this operation.
     UntaggedQueue {
         /// The queue number.
         qn: u32,
     },
-    /// A message found no receive buffer.
+    /// No receive buffer is available for a message.
     UntaggedNoBuffer {
         /// The queue number.
         qn: u32,
@@ -112,7 +112,7 @@ pub enum PeerError {
         /// The number of the message.
         got: u32,
     },
-    /// The message offset is not where the message continues.
+    /// The message offset is not where the previous segment ended.
     UntaggedOffset {
         /// The next offset.
         expected: u32,
@@ -131,7 +131,7 @@ pub enum PeerError {
         /// The negotiated number.
         limit: u32,
     },
-    /// Our own DDP failed in a way that nothing else describes.
+    /// A local failure of DDP that no other error describes.
     DdpLocal,
 
     // ---- RDMAP, remote protection ----
@@ -144,9 +144,9 @@ pub enum PeerError {
     RemoteBounds {
         /// The STag.
         stag: u32,
-        /// Tagged offset asked for.
+        /// The requested tagged offset.
         to: u64,
-        /// Bytes asked for.
+        /// The requested number of bytes.
         len: u32,
     },
     /// The STag does not give the right that the operation needs.
@@ -154,16 +154,16 @@ pub enum PeerError {
         /// The STag.
         stag: u32,
     },
-    /// The STag lies in another protection domain or belongs to another stream.
+    /// The STag belongs to another protection domain or another stream.
     RemoteNotAssociated {
         /// The STag.
         stag: u32,
     },
     /// Tagged offset plus length passes 2^64.
     RemoteWrap {
-        /// Tagged offset asked for.
+        /// The requested tagged offset.
         to: u64,
-        /// Bytes asked for.
+        /// The requested number of bytes.
         len: u32,
     },
     /// The STag of a Send with Invalidate may not be invalidated by this peer.
@@ -175,10 +175,10 @@ pub enum PeerError {
     // ---- RDMAP, remote operation ----
     /// RDMAP version is not 1.
     RdmapVersion {
-        /// The version that it carried.
+        /// The received version.
         version: u8,
     },
-    /// Unknown opcode, or one that may not come in this form or at this time.
+    /// Unknown opcode, or one that is not allowed in this form or at this time.
     Opcode {
         /// The four opcode bits.
         opcode: u8,
@@ -198,13 +198,13 @@ pub enum PeerError {
         /// The four opcode bits.
         opcode: u8,
     },
-    /// A response that differs from what its request asked for; the text names the field.
+    /// A response that does not match its request; the text names the field.
     ResponseMismatch(&'static str),
     /// A message whose size or shape its opcode does not allow; the text says which.
     MessageShape(&'static str),
     /// An invalid control message; the text says why.
     Control(&'static str),
-    /// Our own RDMAP failed in a way that nothing else describes.
+    /// A local failure of RDMAP that no other error describes.
     RdmapLocal,
 }
 
@@ -307,8 +307,8 @@ impl core::error::Error for PeerError {}
 
 /// The error of a Terminate message: layer, error type and error code (RFC 5040 §4.8).
 ///
-/// The codes are in this file only: [`TermCode::encode`] says which one reports an error of the peer, and
-/// [`TermCode::name`] what a code means.
+/// Only this file contains the codes: [`TermCode::encode`] returns the code that reports an error of the peer, and
+/// [`TermCode::name`] the meaning of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TermCode {
     /// 0 RDMAP, 1 DDP, 2 MPA.
@@ -453,12 +453,12 @@ impl TermCode {
     }
 }
 
-/// Our caller broke a rule; nothing went on the wire.
+/// The caller broke a rule. Nothing was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Misuse {
-    /// An argument that means nothing here; the text names it.
+    /// An invalid argument; the text names it.
     InvalidArgument(&'static str),
-    /// The call does not fit the state of the object; the text says which.
+    /// The call is not allowed in the state of the object; the text says which state.
     WrongState(&'static str),
     /// More scatter/gather entries than the queue was made for.
     TooManySge,
@@ -466,20 +466,20 @@ pub enum Misuse {
     InlineTooLarge,
     /// No room for another work request.
     QueueFull,
-    /// Something that this device, or this kind of queue pair, does not do.
+    /// Not supported by this device or this kind of queue pair.
     Unsupported(&'static str),
     /// The object is still in use by another one.
     Busy,
     /// A limit of the device or of memory is reached.
     NoMemory,
-    /// The caller may not do this.
+    /// The caller does not have the permission.
     Permission,
     /// An internal error broke the device.
     DeviceBroken,
 }
 
 impl Misuse {
-    /// The number that a C caller finds in `errno`.
+    /// The `errno` value for a C caller.
     pub const fn errno(&self) -> i32 {
         match self {
             Self::InvalidArgument(_)
@@ -517,7 +517,7 @@ impl fmt::Display for Misuse {
 
 impl core::error::Error for Misuse {}
 
-// The numbers of Linux; core knows no libc.
+// The numbers of Linux, since this crate does not use libc.
 const EPERM: i32 = 1;
 const EIO: i32 = 5;
 const ENOMEM: i32 = 12;

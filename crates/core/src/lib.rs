@@ -1,8 +1,8 @@
-//! The software RNIC without a host: queue pairs, RDMAP, DDP and MPA as pure state.
+//! The software RNIC without I/O: queue pairs, RDMAP, DDP and MPA as state machines.
 //!
-//! Nothing here reads a clock, opens a socket, starts a thread or follows an address. Time and bytes come in as
-//! arguments; bytes to send, placements and completions go out. Each layer has one verb down and one verb up, and
-//! each step takes the type that the step before it returns:
+//! This crate reads no clock, opens no socket, starts no thread and dereferences no user address. Time and received
+//! bytes are arguments; bytes to send, placements and completions are results. Each layer has one function in each
+//! direction, and each step takes the type that the step before it returns:
 //!
 //! ```text
 //!  down: post -> take -> build -> segment -> frame -> gather -> send
@@ -11,9 +11,10 @@
 //!        engine  llp/mpa/deframe  connection/rx  Memory  connection/deliver  verbs/cq
 //! ```
 //!
-//! Read in this order: [`verbs`] (what the application sees), [`connection`] (one reliable queue pair and its
-//! stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (what an operation means), [`ddp`] (where bytes
-//! go), [`llp`] (how a segment travels), [`wire`] (byte layouts). [`fault`] decides which faults are injected.
+//! Read in this order: [`verbs`] (the objects that the application uses), [`connection`] (one reliable queue pair and
+//! its stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (the meaning of operations), [`ddp`] (the
+//! placement of bytes), [`llp`] (the transport of segments), [`wire`] (byte layouts). [`fault`] decides which faults
+//! are injected.
 #![forbid(unsafe_code)]
 
 pub mod bounds;

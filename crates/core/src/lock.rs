@@ -1,8 +1,8 @@
 //! The locks of the standard library without poisoning.
 //!
-//! A panic never leaves the library. It is caught at the border to C, and the device is unusable from then on, so that no
-//! invariant which the panicking thread broke is relied on. Until then the other threads of the program go on: a lock that
-//! panics because another thread did would only spread the failure.
+//! A panic is caught at the C interface, and the device is unusable afterwards, so an invariant that the panicking
+//! thread broke is not relied on. The other threads of the program continue until they call the library again. If
+//! they panicked because of a poisoned lock, the failure would only spread.
 
 use std::sync::{self, LockResult, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use std::sync::{TryLockError, WaitTimeoutResult};

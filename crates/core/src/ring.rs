@@ -1,9 +1,9 @@
-//! A queue whose places are used again: an entry is written where it stands, and leaves without being moved.
+//! A queue whose slots are reused: an entry is written in its slot, and is removed without being moved.
 //!
-//! Entries of the send queue and of completion queues are large, and moving one in and out of a queue cost as much as all
-//! else that is done with it.
+//! Entries of the send queue and of completion queues are large. Moving one into and out of a queue costs as much as
+//! all other work on it.
 
-/// The queue. Its places are a power of two, and are never given back.
+/// The queue. The number of slots is a power of two, and slots are not freed.
 #[derive(Debug)]
 pub(crate) struct Ring<T> {
     places: Vec<T>,
@@ -11,15 +11,15 @@ pub(crate) struct Ring<T> {
     len: usize,
 }
 
-/// Places of a queue that gets its first entry.
+/// Number of slots that the first entry allocates.
 const FIRST_PLACES: usize = 4;
 
-/// There is no memory for more places.
+/// The allocation of more slots has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NoMemory;
 
 impl<T> Ring<T> {
-    /// An empty queue without places.
+    /// An empty queue without slots.
     pub(crate) const fn new() -> Self {
         Self {
             places: Vec::new(),
@@ -28,19 +28,19 @@ impl<T> Ring<T> {
         }
     }
 
-    /// How many entries there are.
+    /// The number of entries.
     #[inline]
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is none.
+    /// Whether the queue is empty.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where the place of entry `i` is.
+    /// Index of the slot of entry `i`.
     #[inline]
     fn at(&self, i: usize) -> usize {
         self.first.wrapping_add(i) & self.places.len().wrapping_sub(1)
@@ -83,7 +83,7 @@ impl<T> Ring<T> {
         self.get_mut(self.len.wrapping_sub(1))
     }
 
-    /// Adds an entry, which is as an earlier one has left it, or as `blank` makes it.
+    /// Adds an entry. Its initial value is that of an earlier entry in the slot, or the result of `blank`.
     #[inline]
     pub(crate) fn push(&mut self, blank: fn() -> T) -> Result<&mut T, NoMemory> {
         if self.len == self.places.len() {
@@ -107,13 +107,13 @@ impl<T> Ring<T> {
         Ok(())
     }
 
-    /// Removes the oldest entry; its place stays as it is.
+    /// Removes the oldest entry. The value in its slot is kept.
     #[inline]
     pub(crate) fn pop_front(&mut self) {
         self.pop_front_many(1);
     }
 
-    /// Removes the `n` oldest entries; their places stay as they are.
+    /// Removes the `n` oldest entries. The values in their slots are kept.
     #[inline]
     pub(crate) fn pop_front_many(&mut self, n: usize) {
         let n = n.min(self.len);
@@ -121,13 +121,13 @@ impl<T> Ring<T> {
         self.len -= n;
     }
 
-    /// Removes the newest entry; its place stays as it is.
+    /// Removes the newest entry. The value in its slot is kept.
     #[inline]
     pub(crate) fn pop_back(&mut self) {
         self.len = self.len.saturating_sub(1);
     }
 
-    /// Removes all entries, with their places.
+    /// Removes all entries and frees the slots.
     pub(crate) fn clear(&mut self) {
         *self = Self::new();
     }
@@ -136,12 +136,12 @@ impl<T> Ring<T> {
     pub(crate) fn range_mut(&mut self, from: usize, to: usize) -> impl Iterator<Item = &mut T> {
         let to = to.min(self.len);
         let from = from.min(to);
-        // The first entries may stand behind the last ones.
+        // The queue may wrap around: the oldest entries are then in the second part.
         let (last, first) = self.places.split_at_mut(self.first);
         first.iter_mut().chain(last).take(to).skip(from)
     }
 
-    /// Keeps the entries that `keep` wants, in their order.
+    /// Keeps the entries for which `keep` returns true, in their order.
     pub(crate) fn retain(&mut self, keep: impl Fn(&T) -> bool) {
         self.places.rotate_left(self.first);
         self.first = 0;

@@ -1,4 +1,4 @@
-//! Where the bytes go (RFC 5041): messages become segments, segments become placements.
+//! Direct data placement (RFC 5041): messages are cut into segments, and segments are placed.
 
 pub mod rx;
 pub mod tx;

@@ -6,21 +6,21 @@ use crate::verbs::source::Places;
 use crate::verbs::wc::Status;
 use crate::wire::{Stag, To};
 
-/// A rule that a segment of the peer broke, and what ends with it.
+/// A rule that a segment of the peer broke, and the requests that fail because of it.
 #[derive(Debug)]
 pub(crate) struct Violation {
-    /// The rule that it broke.
+    /// The broken rule.
     pub(crate) error: PeerError,
     /// Completion status of the peer's request, if the segment belongs to a request.
     pub(crate) status: Option<Status>,
     /// Completion status of the receive in progress; `None`: it is flushed.
     pub(crate) receive: Option<Status>,
-    /// Number and completion status of our request to which the segment responds.
+    /// Number and completion status of the local request to which the segment responds.
     pub(crate) own: Option<(u64, Status)>,
 }
 
 impl Violation {
-    /// The segment belongs to a request of the peer, which ends with `status`.
+    /// The segment belongs to a request of the peer, which fails with `status`.
     pub(crate) fn request(error: PeerError, status: Status) -> Self {
         Self {
             error,
@@ -40,7 +40,7 @@ impl Violation {
         }
     }
 
-    /// The segment is the response to our request `number`, which ends with `status`.
+    /// The segment is the response to local request `number`, which fails with `status`.
     pub(crate) fn answer_to(number: u64, error: PeerError, status: Status) -> Self {
         Self {
             own: Some((number, status)),
@@ -48,8 +48,8 @@ impl Violation {
         }
     }
 
-    /// The segment is valid, but the posted receive cannot take it: the peer's request ends with `theirs`, the receive with
-    /// `ours`.
+    /// The segment is valid, but too long for the posted receive: the peer's request fails with `theirs`, and the
+    /// receive with `ours`.
     pub(crate) fn receive(error: PeerError, theirs: Status, ours: Status) -> Self {
         Self {
             receive: Some(ours),
@@ -58,13 +58,13 @@ impl Violation {
     }
 }
 
-/// Where the payload of an admitted segment goes.
+/// The destination of the payload of an admitted segment.
 pub(crate) enum Admitted {
-    /// To these ranges of memory.
+    /// These ranges of memory.
     Place(Places),
-    /// To the stack: it is not user data.
+    /// The protocol stack: the payload is not user data.
     Inspect,
-    /// Nowhere: the segment is dropped.
+    /// None: the segment is dropped.
     Drop,
 }
 

@@ -1,6 +1,6 @@
-//! DDP transmit side: a message becomes segments.
+//! DDP transmit side: cuts messages into segments.
 //!
-//! A segment carries at most MULPDU minus its header; all of a message's segments are sent in order, the offset
+//! A segment contains at most MULPDU minus its header. The segments of a message are sent in order, the offset
 //! advances by the payload, and only the last one has the L bit (RFC 5041 §5).
 
 use smallvec::SmallVec;
@@ -14,14 +14,14 @@ use crate::wire::{Msn, Stag, To};
 /// How the segments of a message are addressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Address {
-    /// Into a buffer that the peer named.
+    /// A buffer that the peer advertised.
     Tagged {
         /// The buffer.
         stag: Stag,
         /// Offset of the message's first byte.
         to: To,
     },
-    /// Into the next buffer of a queue.
+    /// The next buffer of a queue.
     Untagged {
         /// The queue.
         qn: u32,
@@ -29,19 +29,19 @@ pub enum Address {
         msn: Msn,
         /// STag to invalidate, 0 for none.
         inv_stag: Stag,
-        /// Offset field of the first segment: 0 but in control messages, which use the field otherwise.
+        /// Offset field of the first segment. 0 except in control messages, which use the field for other data.
         mo: u32,
     },
 }
 
-/// A message on its way out.
+/// A message to send.
 #[derive(Debug, Clone)]
 pub struct Message {
-    /// Its operation.
+    /// The opcode.
     pub opcode: Opcode,
-    /// Its address.
+    /// The addressing of its segments.
     pub address: Address,
-    /// Its payload.
+    /// The payload.
     pub source: Source,
     /// Payload bytes in total.
     pub len: u64,

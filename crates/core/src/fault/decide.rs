@@ -80,7 +80,7 @@ impl Decision {
     }
 }
 
-/// How often a rule matched and was carried out.
+/// How often a rule has matched, and how often its fault was injected.
 #[derive(Debug, Clone, Copy, Default)]
 struct Count {
     matched: u64,

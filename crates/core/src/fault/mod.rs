@@ -1,9 +1,9 @@
 //! Injected faults: plans of losses, errors and broken connections, and the decision for each request and datagram.
 //!
-//! A [`Plan`] is read from text (`docs/faults.md`); a [`Lane`] decides for one queue pair. Decisions depend on the
-//! seed, on the position of the queue pair among those that the process created, and on how many requests and datagrams
-//! it has had: never on the clock. So a program that runs twice with one seed has the same faults twice. The engine
-//! carries them out.
+//! A [`Plan`] is read from text (`docs/faults.md`). A [`Lane`] makes the decisions for one queue pair. They depend on
+//! the seed, on the position of the queue pair among those that the process created, and on the number of its
+//! requests and datagrams so far, but not on the clock. So a program that runs twice with the same seed has the same
+//! faults. The engine injects them.
 
 mod decide;
 mod plan;

@@ -5,7 +5,7 @@ use super::*;
 use crate::verbs::wc::Status;
 use decide::mix;
 
-/// A plan that lives as long as the process, as the real one does; the list keeps it reachable.
+/// A plan that is never freed, as in the product. The list keeps it reachable for leak checkers.
 fn plan(text: &str) -> &'static Plan {
     static KEPT: std::sync::Mutex<Vec<&'static Plan>> = std::sync::Mutex::new(Vec::new());
     let plan: &'static Plan = Box::leak(Box::new(Plan::parse(text).unwrap()));
@@ -126,7 +126,7 @@ fn same_seed_same_faults_and_another_seed_others() {
     let first = run(&format!("{text}7"), 1);
     assert_eq!(first, run(&format!("{text}7"), 1));
     assert_ne!(first, run(&format!("{text}8"), 1));
-    // Queue pairs do not repeat each other.
+    // The faults of two queue pairs differ.
     assert_ne!(first, run(&format!("{text}7"), 2));
 }
 
@@ -140,7 +140,7 @@ fn probabilities_are_met() {
         twice += u32::from(decision.does(Action::Dup));
         both += u32::from(decision.does(Action::Drop) && decision.does(Action::Dup));
     }
-    // Four standard deviations.
+    // The range is four standard deviations.
     assert!((874..=1126).contains(&lost), "{lost}");
     assert!((9620..=10_380).contains(&twice), "{twice}");
     assert!(
@@ -259,7 +259,7 @@ fn one_bit_is_wrong() {
 
 #[test]
 fn a_plan_of_anything_is_read_or_refused() {
-    // No text makes the parser do anything else.
+    // The parser neither panics nor hangs on any text.
     let pieces = [
         "loss=", "->", "=", ";", "\n", "#", "qp=#", "1", "é", " ", "drop", "delay=", "9e9", "s",
         ",",

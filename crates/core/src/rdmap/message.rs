@@ -9,13 +9,13 @@ use crate::wire::control::Control;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Msn, Stag, To};
 
-/// The STag of zero-length messages: any will do but 0, which some hardware refuses.
+/// The STag of zero-length messages. Any value is allowed, but some hardware rejects 0.
 pub(crate) const NO_STAG: Stag = Stag(1);
 
-/// Version of our Hello.
+/// The version that this end sends in its Hello.
 pub(crate) const HELLO_VERSION: u8 = 1;
 
-/// A private control message.
+/// Returns a private control message.
 pub(crate) fn control(what: Control) -> Message {
     let header = what.header();
     Message {

@@ -12,7 +12,7 @@ use crate::wire::ddp::{Header, Untagged};
 use crate::wire::rdmap::{Opcode, RawHeader, ReadRequest, Terminate};
 use crate::wire::{Msn, QN_TERMINATE, Stag, To};
 
-/// The segment at violation, as a Terminate describes it.
+/// The segment that caused an error, as a Terminate describes it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TermContext {
     header: RawHeader,
@@ -22,7 +22,7 @@ pub(crate) struct TermContext {
 }
 
 impl TermContext {
-    /// No segment: the error is our own.
+    /// No segment: the error is a local one.
     pub(crate) fn local() -> Self {
         Self::segment(&[])
     }
@@ -56,10 +56,10 @@ impl TermContext {
 
     /// The Terminate with this code.
     pub(crate) fn terminate(&self, code: TermCode) -> Terminate {
-        // RFC 5040 §4.8 [term-headers]: MPA errors and local ones carry no headers.
+        // RFC 5040 §4.8 [term-headers]: a Terminate for an MPA error or a local error contains no headers.
         let with_header = code.layer != 2 && code.etype != 0 && !self.header.as_slice().is_empty();
-        // RFC 5040 §4.8 [term-rdma-header]: a protection error of a Read Request shows what was asked for, or what is
-        // left of it.
+        // RFC 5040 §4.8 [term-rdma-header]: for a protection error of a Read Request, the Terminate contains the
+        // request, or its part that is not answered yet.
         let with_read = (code.layer, code.etype) == (0, 1);
         Terminate {
             layer: code.layer,
@@ -89,7 +89,7 @@ pub(crate) fn message(what: &Terminate) -> Message {
     let bytes = what.emit();
     Message {
         opcode: Opcode::Terminate,
-        // RFC 5040 §4.8: the one message of queue 2.
+        // RFC 5040 §4.8: the Terminate is the only message of queue 2.
         address: Address::Untagged {
             qn: QN_TERMINATE,
             msn: Msn::FIRST,
@@ -102,7 +102,7 @@ pub(crate) fn message(what: &Terminate) -> Message {
     }
 }
 
-/// A Terminate as one whole FPDU, for ends that have no queue pair yet.
+/// A Terminate as one whole FPDU, for a connection that has no queue pair yet.
 pub fn terminate_fpdu(what: &Terminate, with_crc: bool) -> Vec<u8> {
     let mut message = message(what);
     let segment = segment(&mut message, bounds::MULPDU_MIN);

@@ -23,22 +23,23 @@ impl Access {
     pub const MW_BIND: Self = Self(1 << 4);
     /// Offsets start at zero instead of the virtual address.
     pub const ZERO_BASED: Self = Self(1 << 5);
-    /// On demand paging: the memory may come and go while it is registered; each access looks whether it is there.
+    /// On-demand paging: the memory may be unmapped and mapped while it is registered. Each access checks whether it
+    /// is present.
     pub const ON_DEMAND: Self = Self(1 << 6);
-    /// Huge pages: no difference here.
+    /// Huge pages: no effect here.
     pub const HUGETLB: Self = Self(1 << 7);
-    /// Relaxed ordering: no difference here.
+    /// Relaxed ordering: no effect here.
     pub const RELAXED_ORDERING: Self = Self(1 << 20);
 
     /// Every bit that this device knows. Optional access flags (bits 20 to 29) are allowed to be unknown.
     const KNOWN: u32 = 0xff | 0x3ff0_0000;
 
-    /// Whether all of `other` is in here.
+    /// Whether all rights of `other` are contained.
     pub fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// The rights as a registration may ask for them (`ibv_reg_mr(3)`).
+    /// The rights that a registration requests (`ibv_reg_mr(3)`).
     pub fn for_region(bits: u32) -> Result<Self, Misuse> {
         if bits & !Self::KNOWN != 0 {
             return Err(Misuse::InvalidArgument("unknown access flag"));

@@ -1,5 +1,5 @@
-//! Completion counters: how much has completed on the queue pairs that they are attached to, and how much in error
-//! (`ibv_create_comp_cntr(3)`).
+//! Completion counters: the number, or the bytes, of completed operations of the queue pairs that they are attached
+//! to, and the number of failed ones (`ibv_create_comp_cntr(3)`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,13 +24,13 @@ impl Ops {
     pub const WRITE: Self = Self(1 << 4);
     /// Writes of the peer.
     pub const REMOTE_WRITE: Self = Self(1 << 5);
-    /// What the queue pair's own requests can be.
+    /// All operations of the queue pair's own requests.
     pub const LOCAL: Self = Self(Self::SEND.0 | Self::RECV.0 | Self::READ.0 | Self::WRITE.0);
-    /// What the peer's requests can be that complete nothing here.
+    /// The operations of the peer that complete nothing here.
     pub const REMOTE: Self = Self(Self::REMOTE_READ.0 | Self::REMOTE_WRITE.0);
 
-    /// The operation of a completion: none for atomics, binds and invalidations, which have no bit, and for records, which
-    /// complete no request. An atomic write is a Write, as it is on the wire.
+    /// The operation of a completion. None for atomics, binds and invalidations, which have no bit, and for records,
+    /// which complete no request. An atomic write counts as a Write, because its message is a Write.
     fn of(op: WcOp) -> Self {
         match op {
             WcOp::Send => Self::SEND,
@@ -50,21 +50,21 @@ impl Ops {
     }
 }
 
-/// What a counter adds for an operation that succeeded. One that failed adds 1 to the errors in both cases.
+/// The value that a successful operation adds. A failed operation adds 1 to the errors in both cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
-    /// 1.
+    /// One for each operation.
     Requests,
-    /// Its length.
+    /// The length of the operation, bytes.
     Bytes,
 }
 
 /// One of the two values of a counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
-    /// What has completed with success.
+    /// Operations that completed successfully.
     Done = 0,
-    /// What has completed in error.
+    /// Operations that failed.
     Failed = 1,
 }
 
@@ -92,7 +92,7 @@ impl Counter {
         }
     }
 
-    /// Reads a value. What was placed for the operations that it counts is visible from then on.
+    /// Reads a value. The data of the operations that it counts is visible afterwards.
     pub fn read(&self, entry: Entry) -> u64 {
         self.value(entry).load(Ordering::Acquire)
     }
@@ -108,7 +108,7 @@ impl Counter {
     }
 }
 
-/// The counters of a queue pair. No two count the same operation.
+/// The counters of a queue pair. Each counts different operations.
 #[derive(Debug, Default)]
 pub(crate) struct Counters(Vec<(Ops, Arc<Counter>)>);
 
@@ -163,7 +163,7 @@ mod tests {
         for op in [WcOp::Send, WcOp::Recv, WcOp::RecvWriteImm, WcOp::Read] {
             counters.completed(op, Status::Success, 10);
         }
-        // Without a counter, and without a bit.
+        // There is no counter for the first ones, and no bit for the others.
         for op in [
             WcOp::Write,
             WcOp::AtomicWrite,

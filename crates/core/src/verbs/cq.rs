@@ -27,7 +27,7 @@ struct State {
     entries: Ring<Completion>,
     capacity: usize,
     armed: Armed,
-    /// An event was raised and the queue was not polled since: the consumer is about to poll.
+    /// An event was raised, and the queue was not polled since. The program is expected to poll.
     event_pending: bool,
     /// The kind of the entries that arrived while the queue was neither armed nor had an event pending, and that were not
     /// polled yet.
@@ -78,7 +78,7 @@ impl Cq {
         let mut state = self.state();
         // IBA 11.4.2.2: an unsuccessful completion counts as solicited.
         let solicited = entry.solicited || entry.status != Status::Success;
-        // Out of memory counts as a full queue.
+        // If memory for the entry cannot be allocated, the queue counts as full.
         let has_room = state.entries.len() < state.capacity;
         let place = has_room.then(|| state.entries.push(blank).ok()).flatten();
         if let Some(place) = place {
@@ -192,7 +192,7 @@ impl Cq {
         Ok(())
     }
 
-    /// From now on entries that do not fit are dropped silently (`IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN`).
+    /// Makes the queue drop entries silently when it is full (`IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN`).
     pub fn allow_overrun(&self) {
         self.state().overrun_allowed = true;
     }
@@ -203,7 +203,7 @@ impl Cq {
     }
 }
 
-/// An entry of a queue's place that was not used yet.
+/// The initial value of an entry of the queue.
 fn blank() -> Completion {
     Completion::new(0, Status::Success, WcOp::Send, 0)
 }

@@ -1,4 +1,4 @@
-//! What the application sees: work requests, completions, protection domains, memory regions, queues.
+//! The verbs objects of the application: work requests, completions, protection domains, memory regions, queues.
 
 pub mod access;
 pub mod counter;

@@ -1,8 +1,8 @@
 //! Memory regions and windows: the STag table, and the check that turns an STag and an offset into a [`Placement`].
 //!
-//! A region's addresses are numbers here. A [`Placement`] can only be made by a successful check; pinning it gives
-//! a [`Pinned`], without which the engine cannot access user memory. Deregistering removes the region from
-//! the table and waits until it is not pinned, so that nothing accesses the buffer afterwards.
+//! The addresses of a region are plain numbers in this crate. A [`Placement`] is made only by a successful check.
+//! Pinning it gives a [`Pinned`], without which the engine cannot access user memory. Deregistering removes the
+//! region from the table and waits until no pin is left, so the buffer is not accessed afterwards.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -56,7 +56,7 @@ pub struct Region {
     pins: AtomicU32,
     /// Windows bound to this region; it may not be deregistered while there are any.
     windows: AtomicU32,
-    /// The region under a window.
+    /// The region that a window gives access to.
     under: Option<Arc<Self>>,
     /// Tests whether a range of memory is accessible.
     present: Option<Present>,
@@ -68,7 +68,7 @@ pub struct Region {
 #[derive(Debug, Default)]
 pub struct LastRegion(Option<Arc<Region>>);
 
-/// Whether the process can read, or write, its memory at `[start, start + len)` now.
+/// Tests whether the process can currently read, or write, its memory at `[start, start + len)`.
 pub type Present = fn(start: u64, len: u64, write: bool) -> bool;
 
 /// Why memory may not be accessed.
@@ -151,7 +151,7 @@ impl Region {
         to: To,
         len: u64,
     ) -> Result<(u64, u64), AccessError> {
-        // RFC 5041 §8.2 [stag-pd]: an STag is good for the streams of its protection domain, or for one stream.
+        // RFC 5041 §8.2 [stag-pd]: an STag is valid for the streams of its protection domain, or for one stream.
         if self.pd != pd || matches!(self.kind, Kind::WindowType2 { qpn: of } if of != qpn) {
             return Err(AccessError::NotAssociated);
         }
@@ -187,8 +187,8 @@ impl Region {
 
     /// Pins the region for one access. `None` if it was deregistered or invalidated.
     pub fn pin(&self) -> Option<Pin<'_>> {
-        // Pairs with `retire`: this publishes the pin, then reads `valid`; `retire` writes `valid`, then reads the
-        // pins. At least one of the two sees the other.
+        // Pairs with `retire`. This function publishes the pin, then reads `valid`; `retire` writes `valid`, then
+        // reads the number of pins. So at least one of the two sees the write of the other.
         self.pins.fetch_add(1, Ordering::SeqCst);
         store_load_fence();
         let pin = Pin { region: self };
@@ -203,10 +203,11 @@ impl Region {
         Some(pin)
     }
 
-    /// Whether no window is bound to it, so that it may be deregistered (`ibv_dereg_mr(3)`).
+    /// Checks that no window is bound to the region, so that it may be deregistered (`ibv_dereg_mr(3)`).
     ///
-    /// The caller holds the table's lock for writing, as [`Regions::bind`] does, and removes the region from the table
-    /// before it releases the lock: a window bound in between would give access to memory that the program has back.
+    /// The caller holds the write lock of the table, as [`Regions::bind`] does, and removes the region from the table
+    /// before it releases the lock. Otherwise a window that is bound in between would give access to deregistered
+    /// memory.
     fn check_unbound(&self) -> Result<(), Misuse> {
         match self.windows.load(Ordering::SeqCst) {
             0 => Ok(()),
@@ -214,7 +215,7 @@ impl Region {
         }
     }
 
-    /// Forbids further access and waits for the accesses under way, which last at most one system call.
+    /// Forbids further access, and waits for accesses in progress. Each lasts one system call at most.
     fn retire(&self) {
         self.valid.store(false, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -233,7 +234,7 @@ impl Region {
     }
 }
 
-/// The pin of a region; dropped after the access.
+/// A pin of a region, dropped after the access.
 #[derive(Debug)]
 pub struct Pin<'a> {
     region: &'a Region,
@@ -335,17 +336,17 @@ impl Pinned<'_> {
     }
 }
 
-/// User memory as the core needs it: copy in, copy out, atomic. The engine has the real one.
+/// Access to user memory: copy in, copy out, atomic update. The engine implements it for the memory of the process.
 pub trait Memory {
     /// Writes `bytes` to `to`, from its byte `offset` on. Bytes beyond its end are not written.
     fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]);
     /// Appends `from[offset..offset + len]` to `out`, as far as it exists.
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>);
-    /// Replaces the aligned 64-bit word at `at` by `change` of it, atomically, and returns the old value.
+    /// Replaces the aligned 64-bit word at `at` by the result of `change`, atomically, and returns the old value.
     fn update(&self, at: &Pinned<'_>, change: &mut dyn FnMut(u64) -> u64) -> u64;
 }
 
-/// STag indexes are random already: no hashing needed.
+/// STag indexes are random already, so they are not hashed.
 #[derive(Debug, Default, Clone, Copy)]
 struct IndexHasher(u64);
 
@@ -359,7 +360,7 @@ impl Hasher for IndexHasher {
         }
     }
     fn write_u32(&mut self, n: u32) {
-        // Spread to the high bits, which the table uses for its tags.
+        // The hash table uses the high bits as tags, so the number is spread to them.
         self.0 = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 }
@@ -515,7 +516,7 @@ impl Regions {
         }
     }
 
-    /// Binds (or with length 0 unbinds) a window for queue pair `qpn` of domain `pd`.
+    /// Binds a window for queue pair `qpn` of domain `pd`, or unbinds it if the length is 0.
     pub fn bind(&self, bind: &Bind, pd: u32, qpn: u32) -> Result<(), AccessError> {
         let mut table = self.table.write();
         let index = bind.window.0 >> 8;
@@ -598,8 +599,8 @@ impl Regions {
         if region.stag != stag {
             return Err(AccessError::Invalid);
         }
-        // RFC 5040 §5.3 [rdmap-invalidate], §8.1.1 (7) [rdmap-inv-not-shared]: what several streams share (regions,
-        // type 1 windows) a peer may not invalidate.
+        // RFC 5040 §5.3 [rdmap-invalidate], §8.1.1 (7) [rdmap-inv-not-shared]: a peer may not invalidate STags that
+        // several streams share (regions, type 1 windows).
         if region.pd != pd || region.kind != (Kind::WindowType2 { qpn }) {
             return Err(AccessError::NotAssociated);
         }
@@ -619,7 +620,7 @@ impl Regions {
         }
     }
 
-    /// The region with this STag, without a look into the table if it is `last` and still registered.
+    /// The region with this STag. The table is not searched if the region is `last` and still registered.
     #[inline]
     fn live_again<'a>(
         &self,
@@ -658,7 +659,7 @@ impl Regions {
     /// repeatedly.
     #[expect(
         clippy::too_many_arguments,
-        reason = "what an access is, and what was last"
+        reason = "the parameters of an access, and the last region"
     )]
     #[inline]
     pub fn pin<'a>(
@@ -718,7 +719,8 @@ fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>
     }
 }
 
-/// An unused STag: 24 unpredictable bits of index, 8 of key. Index 0 is left out: STag 0 means "none" on the wire.
+/// An unused STag: 24 unpredictable bits of index, and 8 bits of key. Index 0 is not used, because STag 0 means
+/// "none" on the wire.
 fn free_stag(table: &Index, random: &mut dyn FnMut() -> u32) -> Result<Stag, Misuse> {
     for _ in 0..64 {
         let stag = Stag(random());

@@ -19,7 +19,7 @@ pub enum QpType {
     XrcSend = 9,
     /// Its receiving end.
     XrcRecv = 10,
-    /// Reliable datagram; verbs have it as a type of the driver's own.
+    /// Reliable datagram. Verbs have no number for it, so it is a driver-specific type.
     Rd = 255,
 }
 
@@ -131,10 +131,10 @@ impl Capacity {
     }
 }
 
-/// Attributes of a queue pair, as `ibv_modify_qp` sets and `ibv_query_qp` shows them.
+/// Attributes of a queue pair, as `ibv_modify_qp` sets and `ibv_query_qp` returns them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Attr {
-    /// What the peer may do.
+    /// The access rights of the peer.
     pub access: Access,
     /// Index of the partition key: always 0 here.
     pub pkey_index: u16,
@@ -142,21 +142,21 @@ pub struct Attr {
     pub port: u8,
     /// Key of a datagram queue pair.
     pub qkey: u32,
-    /// Path MTU as `enum ibv_mtu`; remembered, TCP has its own.
+    /// Path MTU as `enum ibv_mtu`. Stored only: TCP determines its own segment size.
     pub path_mtu: u8,
-    /// Local ACK timeout, 4.096 µs × 2^n; 0 waits for ever.
+    /// Local ACK timeout, 4.096 µs × 2^n; 0 means no timeout.
     pub timeout: u8,
-    /// How often to try again, 0 to 7.
+    /// Number of retries, 0 to 7.
     pub retry_cnt: u8,
-    /// How often to try again when no receive is posted; 7 means for ever.
+    /// Number of retries when no receive is posted; 7 means without limit.
     pub rnr_retry: u8,
     /// The RNR timer that the peer is sent when no receive is posted, as the code of IBA table 46.
     pub min_rnr_timer: u8,
-    /// First packet number to receive; remembered.
+    /// First packet number to receive. Stored only.
     pub rq_psn: u32,
-    /// First packet number to send; remembered.
+    /// First packet number to send. Stored only.
     pub sq_psn: u32,
-    /// Reads and atomics we may have outstanding (ORD).
+    /// Reads and atomics that this end may have outstanding (ORD).
     pub max_rd_atomic: u8,
     /// Reads and atomics the peer may have outstanding (IRD).
     pub max_dest_rd_atomic: u8,
@@ -165,12 +165,13 @@ pub struct Attr {
 }
 
 impl Attr {
-    /// How long the peer may stay silent with requests outstanding: timeout and `retry_cnt`. `None`: for ever.
+    /// How long the peer may stay silent with requests outstanding, from timeout and `retry_cnt`. `None`: without
+    /// limit.
     pub fn silence_limit(&self) -> Option<Duration> {
         self.silence_limit_ns().map(Duration::from_nanos)
     }
 
-    /// How long the peer's machine may stay silent with requests outstanding before it is sent a Ping.
+    /// How long the peer's machine may stay silent with requests outstanding before a Ping is sent.
     #[inline]
     pub fn probe_after(&self) -> Option<Duration> {
         self.silence_limit_ns()
@@ -180,13 +181,13 @@ impl Attr {
     /// [`Self::silence_limit`] in nanoseconds: arithmetic of `Duration` is slow, and each posted request needs this.
     #[inline]
     fn silence_limit_ns(&self) -> Option<u64> {
-        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout, and as many tries as retry_cnt says after the first: far below 2^64 ns.
+        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout for the first try and each of `retry_cnt` more: far below 2^64 ns.
         let t = u64::from(self.timeout & 31);
         let all = (4096_u64 << t) * (u64::from(self.retry_cnt) + 1);
         (t > 0).then_some(all.clamp(200_000_000, 600_000_000_000))
     }
 
-    /// Takes the attributes that `attr_mask` names from `from`.
+    /// Copies the attributes that `attr_mask` names from `from`.
     pub(crate) fn merge(&mut self, attr_mask: u32, from: &Self) {
         let has = |bit| attr_mask & bit != 0;
         if has(mask::ACCESS_FLAGS) {
@@ -214,7 +215,7 @@ impl Attr {
             self.rnr_retry = from.rnr_retry;
         }
         if has(mask::MIN_RNR_TIMER) {
-            // A field of 5 bits (IBA 11.2.5.2): devices ignore the others, and programs set them.
+            // A field of 5 bits (IBA 11.2.5.2). Devices ignore higher bits, and some programs set them.
             self.min_rnr_timer = from.min_rnr_timer & 31;
         }
         if has(mask::RQ_PSN) {
@@ -350,7 +351,7 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
     }
 }
 
-/// Checks a change of attributes against state machine, masks and ranges; gives the state it leads to.
+/// Checks a change of attributes against state machine, masks and ranges. Returns the new state.
 pub fn check_modify(
     kind: QpType,
     current: State,
@@ -370,7 +371,7 @@ pub fn check_modify(
     }
     let to = next.unwrap_or(current);
     let Some(rule) = rule(kind, current, to) else {
-        return Err(Misuse::WrongState("no such transition of the queue pair"));
+        return Err(Misuse::WrongState("the state machine has no such transition"));
     };
     let free = mask::STATE | mask::CUR_STATE | mask::RATE_LIMIT;
     if attr_mask & rule.required != rule.required {
@@ -414,7 +415,7 @@ pub fn check_modify(
     Ok(to)
 }
 
-/// The time that an RNR timer code means, in microseconds (IBA table 46).
+/// The duration of an RNR timer code, in microseconds (IBA table 46).
 pub fn rnr_timer_us(code: u8) -> u64 {
     const TENS: [u64; 32] = [
         65_536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,

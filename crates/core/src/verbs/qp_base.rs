@@ -1,4 +1,4 @@
-//! State and queues that a queue pair of every kind has: attributes, requests, completions and events.
+//! State and queues that queue pairs of all kinds have: attributes, requests, completions and events.
 //!
 //! [`Connection`](crate::connection::Connection) and [`DatagramQp`](crate::datagram::DatagramQp) each contain one
 //! `QpBase` and add how requests reach the peer.
@@ -126,8 +126,8 @@ impl QpBase {
 
     // ------------------------------------------------------------------ states
 
-    /// Checks a change of attributes and takes them over (`ibv_modify_qp(3)`); returns the state that it leads to, which
-    /// the caller enters.
+    /// Checks a change of attributes and applies it (`ibv_modify_qp(3)`). Returns the new state, which the caller
+    /// enters.
     pub(crate) fn modify(
         &mut self,
         kind: QpType,
@@ -160,7 +160,7 @@ impl QpBase {
         }
     }
 
-    /// Returns to RESET: posted requests, attributes, and completions that were not polled are gone.
+    /// Returns to RESET: removes posted requests, attributes, and completions that were not polled.
     pub(crate) fn reset(&mut self) {
         self.sq.clear();
         self.rq.clear();
@@ -209,7 +209,7 @@ impl QpBase {
         self.counters.as_deref()
     }
 
-    /// Counts a completion. Not in the code of the functions that complete, which few programs do with a counter.
+    /// Counts a completion. Separate from the callers, because few programs attach a counter.
     #[cold]
     #[inline(never)]
     fn count(&self, op: WcOp, status: Status, len: u64) {
@@ -218,7 +218,7 @@ impl QpBase {
         }
     }
 
-    /// Completes a send request; one that succeeds makes an entry only if it asked for one.
+    /// Completes a send request. A successful one makes an entry only if it is signaled.
     #[inline]
     pub(crate) fn complete_send(&mut self, retired: &Retired, status: Status) {
         if self.counters.is_some() {

@@ -1,4 +1,4 @@
-//! Receive queue: the queue pair's own, or the shared one it was created with.
+//! Receive queue: the queue pair's own queue, or the shared one that it was created with.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::wr::RecvRequest;
 use super::xrc::{XrcDomain, XrcSrq};
 use crate::error::Misuse;
 
-/// The queue that a queue pair takes its receives from.
+/// The source of the receives of a queue pair.
 #[derive(Debug)]
 pub enum RecvQueue {
     /// Its own queue.
@@ -32,7 +32,7 @@ pub enum RecvQueue {
         domain: Arc<XrcDomain>,
         /// The queue that the peer chose.
         chosen: Option<Arc<XrcSrq>>,
-        /// The queue that the receive which was taken last is from.
+        /// The queue of the receive that was taken last.
         taken: Option<Arc<XrcSrq>>,
     },
 }
@@ -134,12 +134,12 @@ impl RecvQueue {
         }
     }
 
-    /// Puts back a receive that was taken and not used: it is the oldest again.
+    /// Puts back a receive that was taken and not used, as the oldest one.
     pub fn put_back(&mut self, request: RecvRequest) {
         match self {
             Self::Own { requests, .. } => requests.push_front(request),
             Self::Shared(srq) => srq.put_back(request),
-            // Only datagram queue pairs give receives back.
+            // Only datagram queue pairs put receives back.
             Self::None | Self::Xrc { .. } => {}
         }
     }
@@ -153,7 +153,7 @@ impl RecvQueue {
         }
     }
 
-    /// Drops the oldest receive of the queue pair's own queue, which was used without being taken.
+    /// Drops the oldest receive of the queue pair's own queue, which was used in place.
     #[inline]
     pub(crate) fn drop_own(&mut self) {
         if let Self::Own { requests, .. } = self {
@@ -189,7 +189,7 @@ impl RecvQueue {
         matches!(self, Self::Xrc { .. })
     }
 
-    /// Number of the protection domain that receive buffers belong to, if not the queue pair's.
+    /// Number of the protection domain of the receive buffers, if it differs from that of the queue pair.
     pub fn pd(&self) -> Option<u32> {
         match self {
             Self::Own { .. } | Self::None => None,

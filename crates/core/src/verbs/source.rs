@@ -1,4 +1,4 @@
-//! Where the payload of a message comes from: bytes of the stack's own, or ranges of registered memory.
+//! The source of the payload of a message: bytes that the stack holds, or ranges of registered memory.
 
 use smallvec::SmallVec;
 
@@ -9,10 +9,10 @@ use crate::wire::Stag;
 /// Ranges of registered memory, in order.
 pub type Places = SmallVec<[Placement; 2]>;
 
-/// Where the payload of a message comes from.
+/// The source of the payload of a message.
 #[derive(Debug, Clone)]
 pub enum Source {
-    /// Bytes of our own: headers, inline data.
+    /// Bytes that the message holds: headers, inline data.
     Bytes(InlineData),
     /// User memory.
     Memory {
@@ -24,7 +24,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// The STag of the memory, 0 for bytes of our own.
+    /// The STag of the memory, or 0 if the message holds the bytes.
     pub(crate) fn stag(&self) -> Stag {
         match self {
             Self::Memory { places, .. } => places.first().map_or(Stag(0), Placement::stag),

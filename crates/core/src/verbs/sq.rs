@@ -1,8 +1,8 @@
 //! Send queue: posted requests in order, which of them may be taken next, and which are done.
 //!
-//! A request is *queued*, then *sent* (its last segment is framed), then *done* (the socket, an acknowledgement or a
-//! response confirms it), and retires in posting order: its slot is freed and its completion made only when all before it
-//! have retired.
+//! A request is first *queued*, then *sent* (its last segment is framed), then *done* (the socket, an acknowledgement
+//! or a response confirms it). Requests retire in posting order: when all earlier ones have retired, the slot of a
+//! request that is done is freed and its completion is made.
 
 use super::wc::{Completion, Status, WcOp};
 use super::wr::{Op, Payload, WorkRequest, given};
@@ -10,7 +10,7 @@ use crate::bounds;
 use crate::error::Misuse;
 use crate::ring::Ring;
 
-/// How far a request has come.
+/// The progress of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Not taken yet, or to be sent again.
@@ -26,23 +26,23 @@ pub enum Phase {
 /// A request in the queue.
 #[derive(Debug)]
 pub struct Posted {
-    /// What the application asked for.
+    /// The request of the application.
     pub request: WorkRequest,
-    /// How far it has come.
+    /// The progress of the request.
     pub phase: Phase,
     /// Sequence numbers of its first and last request message.
     pub seq: (u32, u32),
-    /// Message sequence numbers of queues 0 and 1 before it, to go back to when it must be sent again.
+    /// Message sequence numbers of queues 0 and 1 before it. They are restored when the request has to be sent again.
     pub msn_before: (u32, u32),
-    /// Answers (Read Responses, Atomic Responses) that it still waits for.
+    /// Number of responses (Read Responses, Atomic Responses) that have not arrived.
     pub answers: u32,
-    /// Bytes that it moved, for its completion.
+    /// Bytes transferred, for its completion.
     pub bytes: u64,
     /// Number of its message, on a datagram queue pair.
     pub message: u32,
-    /// Times it found no receive at the peer.
+    /// Number of times that the peer had no receive for it.
     pub rnr_tries: u8,
-    /// Messages at its front that the peer has done already, when it is sent again.
+    /// When it is sent again: the number of its first messages that the peer has executed already.
     pub skip: u32,
     /// The local error of the request, as a status and as text for the log. It is reported when all requests before it
     /// have completed.
@@ -68,8 +68,8 @@ impl Posted {
         }
     }
 
-    /// Forgets the request that was in this place. Cheaper than [`Self::blank`]: it leaves the bytes that no reader of a
-    /// blank request looks at.
+    /// Resets the request in this slot. Cheaper than [`Self::blank`], because it does not write bytes that are not
+    /// read in a blank request.
     #[inline]
     fn make_blank(&mut self) {
         let Self {
@@ -98,19 +98,19 @@ impl Posted {
 /// A request that has left the queue: the fields that its completion needs.
 #[derive(Debug, Clone, Copy)]
 pub struct Retired {
-    /// The application's number.
+    /// The `wr_id`.
     pub id: u64,
-    /// What was done.
+    /// The operation.
     pub op: WcOp,
-    /// Make a completion on success too.
+    /// A completion is made on success too.
     pub signaled: bool,
-    /// Bytes that it moved.
+    /// Bytes transferred.
     pub bytes: u64,
     /// Number of its message, on a datagram queue pair.
     pub message: u32,
-    /// How far it came.
+    /// The progress that it had made.
     pub phase: Phase,
-    /// What went wrong with it on our side.
+    /// The local error of the request.
     pub failed: Option<(Status, &'static str)>,
 }
 
@@ -139,7 +139,7 @@ impl From<&Posted> for Retired {
 }
 
 impl Retired {
-    /// Its completion.
+    /// Returns its completion.
     #[inline]
     pub fn completion(&self, status: Status, qpn: u32) -> Completion {
         let mut entry = Completion::new(self.id, status, self.op, qpn);
@@ -153,7 +153,7 @@ impl Retired {
 #[derive(Debug)]
 pub struct SendQueue {
     posted: Ring<Posted>,
-    /// Number of the request at the front; requests are numbered from 0 for ever.
+    /// Number of the request at the front. Requests are numbered from 0, and the numbers are not reused.
     front: u64,
     /// Number of the first request that was not taken.
     next: u64,
@@ -178,7 +178,7 @@ impl SendQueue {
         }
     }
 
-    /// Adds a request, with what `ibv_post_send(3)` checks at once.
+    /// Adds a request, after the checks of `ibv_post_send(3)`.
     pub fn post(&mut self, request: WorkRequest) -> Result<(), Misuse> {
         self.post_with(given(Ok(request)))
     }
@@ -214,7 +214,7 @@ impl SendQueue {
     fn fits(request: &WorkRequest, max_sge: u32, max_inline: u32) -> Result<(), Misuse> {
         match &request.payload {
             Payload::Sges(sges) if sges.len() > max_sge as usize => Err(Misuse::TooManySge),
-            // The word of an atomic write is part of the request, not of its data.
+            // The word of an atomic write is stored in the request itself and does not count as inline data.
             Payload::Inline(data)
                 if data.len() > max_inline as usize
                     && !matches!(request.op, Op::AtomicWrite { .. }) =>
@@ -225,7 +225,7 @@ impl SendQueue {
         }
     }
 
-    /// The request that was posted last will fail with `status` instead of being sent.
+    /// Makes the request that was posted last fail with `status` when it would be sent.
     pub fn inject_error(&mut self, status: Status) {
         if let Some(posted) = self.posted.back_mut()
             && posted.phase == Phase::Queued
@@ -234,7 +234,7 @@ impl SendQueue {
         }
     }
 
-    /// The next request to take, and its number.
+    /// Returns the next request to take, and its number.
     #[inline]
     pub fn peek(&mut self) -> Option<(u64, &mut Posted)> {
         if self.blocked {
@@ -245,13 +245,13 @@ impl SendQueue {
         self.posted.get_mut(at).map(|p| (number, p))
     }
 
-    /// The request that [`Self::peek`] gave is taken.
+    /// Marks the request that [`Self::peek`] returned as taken.
     #[inline]
     pub fn advance(&mut self) {
         self.next += 1;
     }
 
-    /// Request `number`, while it is in the queue.
+    /// Returns request `number`, if it is in the queue.
     #[inline]
     pub fn get_mut(&mut self, number: u64) -> Option<&mut Posted> {
         let at = usize::try_from(number.checked_sub(self.front)?).ok()?;
@@ -268,7 +268,8 @@ impl SendQueue {
             .map(move |(i, p)| (front + i as u64, p))
     }
 
-    /// Request `number`, which was taken, cannot be done by us. It fails when all before it have retired.
+    /// Marks request `number`, which was taken, as failed locally. The failure is reported when all earlier requests
+    /// have retired.
     pub fn fail(&mut self, number: u64, status: Status, why: &'static str) {
         if let Some(posted) = self.get_mut(number) {
             posted.failed = Some((status, why));
@@ -295,7 +296,7 @@ impl SendQueue {
         self.pop()
     }
 
-    /// Removes the front request whatever its phase (flush).
+    /// Removes the front request in any phase (flush).
     #[inline]
     pub fn pop(&mut self) -> Option<Retired> {
         let first = self.posted.get_mut(0)?;
@@ -307,7 +308,7 @@ impl SendQueue {
         Some(retired)
     }
 
-    /// Goes back, so that request `number` is the next to be taken.
+    /// Makes request `number` the next one to be taken again.
     pub fn rewind(&mut self, number: u64) {
         if number < self.front || number >= self.next {
             return;
@@ -316,7 +317,8 @@ impl SendQueue {
         self.blocked = false;
         let from = usize::try_from(number - self.front).unwrap_or(0);
         for posted in self.posted.range_mut(from, usize::MAX) {
-            // A bind or invalidate is no message: the peer did not drop it, and it cannot be done twice.
+            // A bind or invalidate sends no message, so the peer has not dropped it, and it must not be executed
+            // twice.
             if posted.phase == Phase::Done
                 && posted.failed.is_none()
                 && posted.request.op.is_local()
@@ -346,13 +348,13 @@ impl SendQueue {
         self.posted.is_empty()
     }
 
-    /// How many requests wait to be taken.
+    /// Number of requests that are not taken.
     #[inline]
     pub fn untaken(&self) -> usize {
         self.posted.len() - usize::try_from(self.next - self.front).unwrap_or(0)
     }
 
-    /// Forgets everything (reset).
+    /// Removes all requests (reset).
     pub fn clear(&mut self) {
         self.front += self.posted.len() as u64;
         self.next = self.front;
@@ -360,7 +362,7 @@ impl SendQueue {
         self.posted.clear();
     }
 
-    /// How many requests were taken and have not retired.
+    /// Number of requests that were taken and have not retired.
     pub fn taken(&self) -> usize {
         usize::try_from(self.next - self.front).unwrap_or(0)
     }

@@ -26,7 +26,7 @@ pub struct Srq {
 pub struct Taken {
     /// The oldest posted receive.
     pub request: RecvRequest,
-    /// The queue just fell below its limit: the owner wants `IBV_EVENT_SRQ_LIMIT_REACHED`, once.
+    /// The queue has just fallen below its limit, so `IBV_EVENT_SRQ_LIMIT_REACHED` is due.
     pub limit_reached: bool,
 }
 
@@ -78,14 +78,14 @@ impl Srq {
         })
     }
 
-    /// Puts back a receive that was taken and not used: it is the oldest again. It is accepted even if the queue is
-    /// full, since it would be lost otherwise.
+    /// Puts back a receive that was taken and not used, as the oldest one. It is accepted even if the queue is full,
+    /// since it would be lost otherwise.
     pub fn put_back(&self, request: RecvRequest) {
         self.state().requests.push_front(request);
     }
 
-    /// Sets the size or the limit. True if fewer receives are posted than the new limit, so that the event is due at
-    /// once.
+    /// Sets the size or the limit. Returns true if fewer receives are posted than the new limit, so that the event is
+    /// due at once.
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<bool, Misuse> {
         let mut state = self.state();
         if let Some(max_wr) = max_wr {

@@ -1,4 +1,4 @@
-//! Completions: what the application polls.
+//! Completions: the entries that the application polls.
 
 use std::fmt;
 
@@ -8,11 +8,11 @@ use crate::wire::Stag;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// Done.
+    /// Success.
     Success = 0,
     /// A local buffer was too short for the message, or the message too long for the queue pair.
     LocalLength = 1,
-    /// The queue pair could not do the operation.
+    /// The queue pair could not execute the operation.
     LocalQpOperation = 2,
     /// A local key did not allow the access.
     LocalProtection = 4,
@@ -26,7 +26,7 @@ pub enum Status {
     LocalAccess = 8,
     /// The peer found the request invalid (too long for its receive, or not supported).
     RemoteInvalidRequest = 9,
-    /// The peer's memory may not be accessed like this.
+    /// The peer's memory may not be accessed in this way.
     RemoteAccess = 10,
     /// The peer could not finish the request.
     RemoteOperation = 11,
@@ -34,14 +34,14 @@ pub enum Status {
     RetryExceeded = 12,
     /// The peer had no receive posted for too long.
     RnrRetryExceeded = 13,
-    /// The peer ended the operation.
+    /// The peer aborted the operation.
     RemoteAborted = 16,
     /// Something else failed.
     General = 21,
 }
 
 impl Status {
-    /// The status with the number `n`, if we use it.
+    /// The status with the number `n`, if this stack uses it.
     pub fn from_number(n: u8) -> Option<Self> {
         Some(match n {
             0 => Self::Success,
@@ -86,7 +86,7 @@ impl fmt::Display for Status {
     }
 }
 
-/// What completed; the numbers are those of `enum ibv_wc_opcode`.
+/// The completed operation; the numbers are those of `enum ibv_wc_opcode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum WcOp {
@@ -117,11 +117,11 @@ pub enum WcOp {
 /// One entry of a completion queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Completion {
-    /// The application's number of the request.
+    /// The `wr_id` of the request.
     pub wr_id: u64,
-    /// How it ended.
+    /// The status.
     pub status: Status,
-    /// What it was.
+    /// The operation.
     pub op: WcOp,
     /// Bytes received, read, or written before an immediate; the 40 bytes of route header count on UD.
     pub byte_len: u32,
@@ -131,19 +131,19 @@ pub struct Completion {
     pub src_qpn: u32,
     /// Number of the message, on a datagram queue pair: of a request that was sent, or of a record. 0 otherwise.
     pub message: u32,
-    /// Immediate value, as the bytes travelled.
+    /// Immediate data, in the byte order of the wire.
     pub imm: Option<[u8; 4]>,
     /// STag that the peer's Send invalidated.
     pub invalidated: Option<Stag>,
-    /// Whether a route header stands in front of the data (UD).
+    /// Whether a route header precedes the data (UD).
     pub grh: bool,
-    /// The kind of route header, as drivers report it in the service level of a RoCE v2 datagram (bit 3, and below it 1
-    /// for IPv6 or 2 for IPv4). Verbs have no field of their own for this information, which IBA annex A17.4.5.1
-    /// requires.
+    /// The kind of route header, as drivers report it in the service level of a RoCE v2 datagram: bit 3 is set, and
+    /// the lower bits are 1 for IPv6 or 2 for IPv4. IBA annex A17.4.5.1 requires this information, and verbs have no
+    /// other field for it.
     pub sl: u8,
-    /// Whether the peer asked for a solicited event.
+    /// Whether the peer requested a solicited event.
     pub solicited: bool,
-    /// Vendor error: a code of our own that the log explains, 0 for none.
+    /// Vendor error: a code of this stack that the log explains, 0 for none.
     pub vendor_err: u32,
 }
 

@@ -1,4 +1,4 @@
-//! Work requests: what the application posts.
+//! Work requests: the entries that the application posts.
 
 use smallvec::SmallVec;
 
@@ -8,7 +8,7 @@ use crate::wire::{Stag, To};
 /// One element of a scatter/gather list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sge {
-    /// Address in the region's own terms (`iova`, usually the virtual address).
+    /// Address in the address space of the region (`iova`, usually the virtual address).
     pub addr: u64,
     /// Length in bytes.
     pub len: u32,
@@ -22,7 +22,7 @@ pub type Sges = SmallVec<[Sge; 2]>;
 /// Inline data of a work request, copied when it was posted.
 pub type InlineData = SmallVec<[u8; 64]>;
 
-/// Where the data of a work request lies.
+/// The data of a work request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Payload {
     /// In registered memory.
@@ -46,7 +46,7 @@ impl Payload {
         }
     }
 
-    /// Gives back memory beside the request, if its data needed some: what is left is of no use.
+    /// Frees memory that the data uses outside the request. The data is not valid afterwards.
     #[inline]
     pub(crate) fn forget_allocation(&mut self) {
         let allocates = match self {
@@ -73,55 +73,55 @@ pub struct Remote {
     pub to: To,
 }
 
-/// Immediate data: the four bytes as they travel.
+/// Immediate data: four bytes in the order of the wire.
 pub type Immediate = [u8; 4];
 
-/// What a work request asks for.
+/// The operation of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
     /// Send to a posted receive.
     Send {
-        /// Value that goes to the receive completion.
+        /// Immediate data for the receive completion.
         imm: Option<Immediate>,
         /// The peer's STag that this Send invalidates.
         invalidate: Option<Stag>,
     },
     /// RDMA Write.
     Write {
-        /// Where to.
+        /// Destination memory.
         remote: Remote,
-        /// Value that consumes a receive and goes to its completion.
+        /// Immediate data, which consumes a receive and is reported in its completion.
         imm: Option<Immediate>,
     },
-    /// An RDMA Write of one aligned 64-bit word that appears at once (`ibv_wr_atomic_write(3)`).
+    /// An RDMA Write of one aligned 64-bit word, which is written atomically (`ibv_wr_atomic_write(3)`).
     AtomicWrite {
-        /// Where to.
+        /// Destination word.
         remote: Remote,
     },
     /// RDMA Read.
     Read {
-        /// Where from.
+        /// Source memory.
         remote: Remote,
     },
-    /// Atomic add; the old value comes back.
+    /// Atomic add. The response contains the old value.
     FetchAdd {
         /// The peer's 64-bit word.
         remote: Remote,
-        /// What to add.
+        /// The value to add.
         add: u64,
     },
-    /// Atomic compare and swap; the old value comes back.
+    /// Atomic compare and swap. The response contains the old value.
     CompareSwap {
         /// The peer's 64-bit word.
         remote: Remote,
-        /// What the word must be.
+        /// The value that the word must have.
         compare: u64,
-        /// What it becomes.
+        /// The new value.
         swap: u64,
     },
     /// Invalidate a local STag (memory window of type 2).
     LocalInvalidate {
-        /// Which.
+        /// The STag.
         stag: Stag,
     },
     /// Bind a memory window.
@@ -133,11 +133,11 @@ pub enum Op {
 pub struct Bind {
     /// The window's STag before the bind.
     pub window: Stag,
-    /// The window's STag after it.
+    /// The window's STag after the bind.
     pub rkey: Stag,
     /// Local key of the region under the window.
     pub mr: Stag,
-    /// First byte, in the region's terms.
+    /// First byte, in the address space of the region.
     pub addr: u64,
     /// Length in bytes; 0 unbinds.
     pub len: u64,
@@ -146,13 +146,13 @@ pub struct Bind {
 }
 
 impl Op {
-    /// Whether the operation is done here, without a message to the peer.
+    /// Whether the operation is executed locally, without a message to the peer.
     #[inline]
     pub fn is_local(&self) -> bool {
         matches!(self, Self::LocalInvalidate { .. } | Self::Bind(_))
     }
 
-    /// Whether the operation waits for an answer of the peer in an ORD slot.
+    /// Whether the operation has a response and uses an ORD slot.
     pub fn is_read_or_atomic(&self) -> bool {
         matches!(
             self,
@@ -166,7 +166,7 @@ impl Op {
 pub struct Destination {
     /// Address and port.
     pub addr: std::net::SocketAddr,
-    /// Our address that the datagram is sent from, if the program chose one.
+    /// Local address that the datagram is sent from, if the program chose one.
     pub source: Option<std::net::IpAddr>,
     /// Queue pair number at that address.
     pub qpn: u32,
@@ -181,17 +181,17 @@ pub struct Destination {
 /// A posted send-side work request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkRequest {
-    /// The application's number.
+    /// The `wr_id`.
     pub id: u64,
-    /// What to do.
+    /// The operation.
     pub op: Op,
     /// Local data: source, or sink of a Read or atomic.
     pub payload: Payload,
-    /// Make a completion on success too.
+    /// A completion is made on success too.
     pub signaled: bool,
     /// Ask the peer to raise a solicited event.
     pub solicited: bool,
-    /// Wait for earlier Reads and atomics.
+    /// Wait until earlier Reads and atomics are complete.
     pub fence: bool,
     /// For datagram queue pairs: the destination.
     pub destination: Option<Destination>,
@@ -199,7 +199,7 @@ pub struct WorkRequest {
     pub srq: Option<u32>,
 }
 
-/// A function that fills in a request that exists already, for callees that take such a function.
+/// Returns a function that fills in a copy of an existing request, for callees that take such a function.
 #[inline]
 pub fn given(
     request: Result<WorkRequest, Misuse>,
@@ -265,8 +265,8 @@ impl WorkRequest {
 /// A posted receive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecvRequest {
-    /// The application's number.
+    /// The `wr_id`.
     pub id: u64,
-    /// Where the message goes.
+    /// The memory for the message.
     pub sges: Sges,
 }

@@ -1,9 +1,9 @@
-//! Extended reliable connections: one connection from a process to a host reaches all shared receive queues of a domain
-//! there.
+//! Extended reliable connections: one connection from a process to a host reaches all shared receive queues of an XRC
+//! domain on that host.
 //!
-//! The sender names the queue in each request (IBA's XRCETH). Here it sends a control message when the queue changes
-//! ([`Control::SelectSrq`]); all requests up to the next such message are for that queue. Its protection domain is the
-//! one that the memory of these requests must belong to, and its completion queue gets the receives.
+//! In IBA each request names the queue (XRCETH). Here the sender sends a control message when the queue changes
+//! ([`Control::SelectSrq`]), and all requests up to the next such message are for that queue. The memory of these
+//! requests must belong to the protection domain of the queue, and their receives complete in its completion queue.
 //!
 //! [`Control::SelectSrq`]: crate::wire::control::Control::SelectSrq
 
@@ -22,8 +22,8 @@ pub struct XrcSrq {
     srq: Arc<Srq>,
     cq: Arc<Cq>,
     limit_reached: Box<dyn Fn() + Send + Sync>,
-    /// False after the program destroyed the queue; queue pairs may keep it for longer. The lock is held while a
-    /// receive is taken or completed, so that neither happens after the queue was closed.
+    /// False after the program has destroyed the queue; queue pairs may refer to it for longer. The lock is held
+    /// while a receive is taken or completed, so neither happens after the queue was closed.
     open: Mutex<bool>,
 }
 
@@ -55,7 +55,7 @@ impl XrcSrq {
         self.open.lock()
     }
 
-    /// The number by which peers name the queue.
+    /// The number by which peers select the queue.
     pub fn number(&self) -> u32 {
         self.number
     }
@@ -83,7 +83,7 @@ impl XrcSrq {
         !*self.gate() || self.srq.is_empty()
     }
 
-    /// Completes a receive that was taken here. If the queue is closed the completion is dropped.
+    /// Completes a receive of this queue. If the queue is closed, the completion is dropped.
     pub(super) fn complete(&self, entry: Completion) -> Result<(), Overflow> {
         let open = self.gate();
         if *open {

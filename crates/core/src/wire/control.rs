@@ -13,8 +13,8 @@
 //!                    Inv. STag                   MSN       MO
 //! ```
 //!
-//! `seq` counts request messages (Send, Write, Immediate, Read Request, Atomic Request) of one
-//! direction from 1, modulo 2^32. Fields that a kind does not use are zero and ignored.
+//! `seq` counts the request messages (Send, Write, Immediate, Read Request, Atomic Request) of one direction from 1,
+//! modulo 2^32. Fields that a kind does not use are zero and ignored.
 
 use super::ddp::Untagged;
 use super::rdmap::Opcode;
@@ -24,24 +24,24 @@ use crate::error::PeerError;
 /// One control message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Control {
-    /// First message of either end: what it speaks and can do.
+    /// First message of either end, with its version and features.
     Hello {
         /// Version of these control messages.
         version: u8,
-        /// One bit per ability.
+        /// One bit per feature.
         features: u32,
     },
-    /// Every request up to and including `seq` is done at the responder.
+    /// The responder has executed all requests up to and including `seq`.
     Ack {
-        /// The last request that is done.
+        /// The last executed request.
         seq: u32,
     },
-    /// Request `seq` was a Send or an Immediate that found no receive. It and everything after it was
-    /// dropped; resend from `seq` on when the timer has run.
+    /// Request `seq` was a Send or an Immediate for which no receive was posted. This and all later requests were
+    /// dropped. They have to be sent again from `seq` on when the timer has expired.
     Rnr {
-        /// The request that found no receive.
+        /// The request without a receive.
         seq: u32,
-        /// How long to wait: the RNR timer code of verbs (5 bits).
+        /// The time to wait: an RNR timer code of verbs (5 bits).
         timer: u8,
     },
     /// The sender's next request message is number `seq` again.
@@ -53,32 +53,32 @@ pub enum Control {
     Nak {
         /// The request that failed.
         seq: u32,
-        /// Why, in the numbers of work completion statuses.
+        /// The reason, as the number of a work completion status.
         status: u8,
     },
-    /// The next Send on queue 0 carries this immediate.
+    /// Immediate data of the next Send on queue 0.
     SendImmediate {
-        /// The four bytes as the application gave them.
+        /// The four bytes, in the order that the application gave.
         value: [u8; 4],
     },
-    /// The requests from here on are for this shared receive queue of the responder's XRC domain.
+    /// All following requests are for this shared receive queue of the responder's XRC domain.
     SelectSrq {
         /// Its number.
         number: u32,
     },
-    /// Asks for a [`Control::Pong`].
+    /// Requests a [`Control::Pong`].
     Ping,
     /// Answers a [`Control::Ping`].
     Pong,
-    /// Orderly end without error.
+    /// Orderly end of the stream.
     Bye,
-    /// About shared memory that carries the stream from here on, when both ends are on one host.
+    /// A message about the switch to shared memory, for two ends on one host.
     Handover(Handover),
     /// In a datagram: the request must be sent again with the 8 bytes that follow.
     Cookie,
 }
 
-/// How two ends on one host agree on shared memory.
+/// The messages by which two ends on one host agree on shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Handover {
     /// Offers the memory of a descriptor of the sender's process.
@@ -88,9 +88,9 @@ pub enum Handover {
         /// The descriptor in that process.
         fd: u32,
     },
-    /// The sender has mapped the memory. Its next FPDU is there.
+    /// The sender has mapped the memory. Its next FPDU is in the memory.
     Take {
-        /// A word of the memory: only a process that has mapped the memory can know it.
+        /// A word of the memory, which only a process that has mapped the memory can know.
         proof: u64,
     },
     /// The sender cannot map the memory: the stream stays on the connection.
@@ -147,7 +147,7 @@ impl Control {
                 },
                 2 => Handover::Refuse,
                 3 => Handover::Switch,
-                _ => return Err(PeerError::Control("unknown word about a carrier")),
+                _ => return Err(PeerError::Control("unknown hand-over message")),
             }),
             _ => return Err(PeerError::Control("unknown kind")),
         })

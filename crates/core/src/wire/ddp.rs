@@ -1,7 +1,7 @@
 //! DDP segment headers (RFC 5041 §4), with the RDMAP control byte that fills their ULP field.
 //!
-//! One ULPDU is one segment. Its first byte tells which of the two headers it has: a tagged
-//! segment names its own place in memory, an untagged one names a queue and a message on it.
+//! One ULPDU is one segment. Its first byte tells which of the two headers it has. A tagged segment names a memory
+//! location; an untagged segment names a queue and a message on it.
 
 use super::rdmap::Opcode;
 use super::{
@@ -22,13 +22,13 @@ use crate::error::PeerError;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tagged {
-    /// This segment ends its message.
+    /// This is the last segment of its message.
     pub last: bool,
-    /// What the message is.
+    /// The opcode of the message.
     pub opcode: Opcode,
-    /// The buffer that takes the payload.
+    /// The buffer for the payload.
     pub stag: Stag,
-    /// Where in that buffer this segment's payload starts.
+    /// Offset in that buffer of this segment's payload.
     pub to: To,
 }
 
@@ -43,34 +43,33 @@ pub struct Tagged {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Untagged {
-    /// This segment ends its message.
+    /// This is the last segment of its message.
     pub last: bool,
-    /// What the message is.
+    /// The opcode of the message.
     pub opcode: Opcode,
-    /// The STag that a Send with Invalidate gives up; otherwise zero and ignored.
+    /// The STag that a Send with Invalidate invalidates. Otherwise zero and ignored.
     pub inv_stag: Stag,
     /// The queue.
     pub qn: u32,
-    /// Which message of that queue and direction.
+    /// Number of the message on that queue and in this direction.
     pub msn: Msn,
-    /// Where in the message this segment's payload starts.
+    /// Offset in the message of this segment's payload.
     pub mo: u32,
 }
 
 /// Either header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Header {
-    /// The segment names its place.
+    /// The segment names a memory location.
     Tagged(Tagged),
-    /// The segment takes the next buffer of a queue.
+    /// The segment uses the next buffer of a queue.
     Untagged(Untagged),
 }
 
 impl Header {
-    /// Reads the header of a segment that came over a stream; the payload starts at the returned
-    /// number of bytes.
+    /// Parses the header of a segment from a stream. Also returns the offset of the payload.
     ///
-    /// Checked here: versions, opcode, opcode against tagged or untagged, opcode against queue.
+    /// Checks the versions, the opcode, and the opcode against tagged or untagged and against the queue.
     ///
     /// # Errors
     /// The first of those rules that the segment breaks, or that it is shorter than its header.
@@ -78,10 +77,10 @@ impl Header {
         Self::parse_with(ulpdu, Opcode::from_bits)
     }
 
-    /// Reads the header of a segment that came in a datagram.
+    /// Parses the header of a segment from a datagram.
     ///
-    /// Differs from [`Header::parse`] in one thing: opcode 0xF in a tagged segment is a
-    /// Write-Record, which exists on datagrams only.
+    /// Differs from [`Header::parse`] in one way: opcode 0xF in a tagged segment is a Write-Record, which exists on
+    /// datagrams only.
     ///
     /// # Errors
     /// As [`Header::parse`].
@@ -115,7 +114,7 @@ impl Header {
         }
     }
 
-    /// What the message is.
+    /// The opcode of the message.
     pub const fn opcode(&self) -> Opcode {
         match self {
             Self::Tagged(h) => h.opcode,
@@ -123,7 +122,7 @@ impl Header {
         }
     }
 
-    /// Whether this segment ends its message.
+    /// Whether this is the last segment of its message.
     pub const fn last(&self) -> bool {
         match self {
             Self::Tagged(h) => h.last,
@@ -131,7 +130,7 @@ impl Header {
         }
     }
 
-    /// Bytes that the header takes on the wire.
+    /// Length of the header on the wire.
     pub const fn wire_len(&self) -> usize {
         match self {
             Self::Tagged(_) => Tagged::LEN,
@@ -141,7 +140,7 @@ impl Header {
 }
 
 impl Tagged {
-    /// Bytes on the wire.
+    /// Length on the wire.
     pub const LEN: usize = 14;
 
     fn parse_with(
@@ -149,7 +148,7 @@ impl Tagged {
         opcode_of: impl FnOnce(u8) -> Option<Opcode>,
     ) -> Result<Self, PeerError> {
         let [ctrl, ulp, ..] = *head;
-        // RFC 5041 §4.1 [ddp-version-tagged]: only DDP version 1 is spoken.
+        // RFC 5041 §4.1 [ddp-version-tagged]: only DDP version 1 is supported.
         let version = ctrl & DDP_VERSION_MASK;
         if version != DDP_VERSION {
             return Err(PeerError::TaggedVersion { version });
@@ -169,7 +168,7 @@ impl Tagged {
         })
     }
 
-    /// The header as it goes on the wire.
+    /// The header in wire format.
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut b = [0; Self::LEN];
         put::<0, { Self::LEN }, 2>(&mut b, control(TAGGED, self.last, self.opcode));
@@ -180,7 +179,7 @@ impl Tagged {
 }
 
 impl Untagged {
-    /// Bytes on the wire.
+    /// Length on the wire.
     pub const LEN: usize = 18;
 
     fn parse_with(
@@ -188,13 +187,13 @@ impl Untagged {
         opcode_of: impl FnOnce(u8) -> Option<Opcode>,
     ) -> Result<Self, PeerError> {
         let [ctrl, ulp, ..] = *head;
-        // RFC 5041 §4.1 [ddp-version-untagged]: only DDP version 1 is spoken.
+        // RFC 5041 §4.1 [ddp-version-untagged]: only DDP version 1 is supported.
         let version = ctrl & DDP_VERSION_MASK;
         if version != DDP_VERSION {
             return Err(PeerError::UntaggedVersion { version });
         }
         let opcode = rdmap_control(ulp, opcode_of)?;
-        // RFC 5041 §7.1 [ddp-qn]: a queue that does not exist, or is not the one of this opcode.
+        // RFC 5041 §7.1 [ddp-qn]: the queue must exist, and must be the queue of this opcode.
         let qn = take32::<6, { Self::LEN }>(head);
         match opcode.queue() {
             None => {
@@ -215,7 +214,7 @@ impl Untagged {
         })
     }
 
-    /// The header as it goes on the wire.
+    /// The header in wire format.
     #[inline]
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut b = [0; Self::LEN];
@@ -263,7 +262,7 @@ fn rdmap_control(
     ulp: u8,
     opcode_of: impl FnOnce(u8) -> Option<Opcode>,
 ) -> Result<Opcode, PeerError> {
-    // RFC 5040 §4.1 [rdmap-version]: only RDMAP version 1 is spoken.
+    // RFC 5040 §4.1 [rdmap-version]: only RDMAP version 1 is supported.
     let version = ulp >> 6;
     if version != RDMAP_VERSION {
         return Err(PeerError::RdmapVersion { version });
@@ -440,7 +439,7 @@ mod tests {
                 x ^= x << 17;
                 *b = x as u8;
             }
-            // Most random headers fail early; help half of them along.
+            // Most random headers fail early, so half of them get a valid version.
             if x & 0x100 != 0 {
                 bytes[0] = bytes[0] & 0xc0 | 1;
                 bytes[1] = bytes[1] & 0x0f | 0x40;

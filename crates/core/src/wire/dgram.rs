@@ -1,7 +1,7 @@
 //! Datagrams over UDP: RFC 5041 segments behind a shim, and messages of the connection manager.
 //!
-//! The shim replaces what TCP and MPA gave: identity, length and order. Both kinds end with a
-//! CRC32C, least significant byte first, which is always there and always checked. The first byte
+//! The shim contains what TCP and MPA provide on a stream: identity, length and order. Both kinds of datagram end
+//! with a CRC32C, least significant byte first, which is always present and always checked. The first byte
 //! distinguishes the kinds.
 
 use core::fmt;
@@ -12,7 +12,7 @@ use super::{Msn, QN_SEND, Stag, put, take, take16, take32};
 use crate::error::PeerError;
 use crate::llp::mpa::crc::Crc32c;
 
-/// What stands before the DDP header of a segment in a datagram.
+/// The header in front of the DDP header of a segment in a datagram.
 ///
 /// ```text
 ///  0    1    2       4          8          12         16         20   21   22   23   24   26
@@ -29,50 +29,50 @@ use crate::llp::mpa::crc::Crc32c;
 pub struct Shim {
     /// Random number of the queue pair, which distinguishes it from an earlier one of the same number. Never 0.
     pub epoch: u16,
-    /// The receiver drops the datagram unless this is its own Q_Key.
+    /// The Q_Key. The receiver drops the datagram unless this is the key of the destination queue pair.
     pub qkey: u32,
-    /// The message, counted per source queue pair over all destinations.
+    /// Number of the message, counted per source queue pair over all destinations.
     pub id: u32,
-    /// Bytes of the whole message.
+    /// Length of the whole message, bytes.
     pub length: u32,
-    /// Where in the message this payload starts.
+    /// Offset of this payload in the message.
     pub offset: u32,
     /// One of the `SUB_` constants.
     pub sub_op: u8,
     /// A set of `ATTR_` constants.
     pub attributes: u8,
-    /// Which of the queue pairs on the destination port.
+    /// Index of the destination queue pair on its port.
     pub dst_index: u8,
-    /// Which of the queue pairs on the source port.
+    /// Index of the source queue pair on its port.
     pub src_index: u8,
-    /// I: four bytes of the application.
+    /// I: immediate data.
     pub immediate: Option<[u8; 4]>,
     /// Z: no payload; the datagram ends the message, and `offset` is its length.
     pub commit: bool,
     /// P: the payload is the exclusive or of the group of datagrams that begins at `offset`.
     pub parity: bool,
-    /// Datagrams in a group, in the upper half of the attributes; 0: there are no groups.
+    /// Number of datagrams in a parity group, in the upper half of the attributes. 0: there are no groups.
     pub group: u8,
-    /// Payload of all datagrams of the message but the last, where there are groups.
+    /// Payload length of all datagrams of the message but the last, if there are groups.
     pub segment: u16,
 }
 
-/// Sub-operation: the operation of the opcode.
+/// Sub-operation: the operation is that of the opcode.
 pub const SUB_PLAIN: u8 = 0;
 /// Sub-operation: Write-Record.
 pub const SUB_RECORD: u8 = 1;
-/// Sub-operation: Write-Record with an immediate for the record.
+/// Sub-operation: Write-Record with immediate data for the record.
 pub const SUB_RECORD_IMMEDIATE: u8 = 2;
-/// Sub-operation: error report, a Terminate that ends nothing.
+/// Sub-operation: error report, a Terminate that does not end the queue pair.
 pub const SUB_ERROR: u8 = 3;
 
-/// Attribute: solicited event wanted.
+/// Attribute: a solicited event is requested.
 pub const ATTR_SOLICITED: u8 = 0x01;
-/// Attribute: record wanted.
+/// Attribute: a record is requested.
 pub const ATTR_RECORD: u8 = 0x02;
 /// Attribute: copy of the final datagram.
 pub const ATTR_FINAL_COPY: u8 = 0x04;
-/// Attribute: one completion per datagram, nothing is put together.
+/// Attribute: one record per datagram, instead of one per message.
 pub const ATTR_NOT_AGGREGATED: u8 = 0x08;
 
 /// A segment that came in a datagram.
@@ -82,30 +82,30 @@ pub struct Datagram<'a> {
     pub shim: Shim,
     /// The DDP header.
     pub header: Header,
-    /// What follows it: data, or the RDMAP header of a Read Request, an atomic or a Terminate.
+    /// What follows the DDP header: data, or the RDMAP header of a Read Request, an atomic or a Terminate.
     pub payload: &'a [u8],
 }
 
-/// Why a datagram is dropped. Nothing is answered; each reason has its counter.
+/// Why a datagram is dropped. It is not answered; each reason has its counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DgramError {
     /// Shorter than its headers and CRC.
     TooShort,
-    /// The CRC does not fit.
+    /// Wrong CRC.
     Crc,
     /// The first byte is not that of this kind.
     Magic,
-    /// A version that we do not speak.
+    /// An unsupported version.
     Version,
     /// Epoch 0.
     Epoch,
     /// The DDP or RDMAP header breaks a rule.
     Header(PeerError),
-    /// Sub-operation and opcode do not fit each other.
+    /// Sub-operation and opcode contradict each other.
     SubOperation,
-    /// The shim's offset is not that of the DDP header, or lies before the start of memory.
+    /// The offset of the shim differs from that of the DDP header, or the message would begin below address 0.
     Offset,
-    /// The payload does not lie inside its message, or the last one does not end it.
+    /// The payload does not lie inside its message, or the last datagram does not end it.
     Length,
     /// A commit with payload, or that does not end its message.
     Commit,
@@ -136,18 +136,17 @@ impl fmt::Display for DgramError {
 
 impl core::error::Error for DgramError {}
 
-/// Reads a datagram.
+/// Parses a datagram.
 ///
-/// Checks all rules that need nothing but the datagram: not the Q_Key, the index, and whether the
-/// message is known.
+/// Checks all rules for which the datagram is sufficient: not the Q_Key, the index, or whether the message is known.
 ///
 /// # Errors
-/// The first rule it breaks; drop it.
+/// The first rule that the datagram breaks. The caller drops it.
 pub fn parse(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
     parse_covered(checked(bytes)?)
 }
 
-/// Reads a datagram whose CRC is that of the packet around it ([`super::rd`]).
+/// Parses a datagram that is covered by the CRC of the packet around it ([`super::rd`]).
 ///
 /// # Errors
 /// As [`parse`].
@@ -204,7 +203,7 @@ pub fn parse_covered(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
     })
 }
 
-/// The rules that tie shim, DDP header and payload together (DG/1, section B.1 of the design).
+/// Checks the rules that relate shim, DDP header and payload (DG/1, section B.1 of the design).
 fn check(shim: &Shim, header: &Header, payload: usize) -> Result<(), DgramError> {
     let fits = match (header.opcode(), shim.sub_op) {
         (Opcode::WriteRecord, SUB_RECORD) | (Opcode::Terminate, SUB_ERROR) => true,
@@ -215,7 +214,7 @@ fn check(shim: &Shim, header: &Header, payload: usize) -> Result<(), DgramError>
     if !fits {
         return Err(DgramError::SubOperation);
     }
-    // Tagged: TO minus offset is where the message begins, so it cannot be negative.
+    // Tagged: TO minus offset is the beginning of the message, so it must not be negative.
     let in_place = match header {
         Header::Tagged(h) => h.to.0 >= u64::from(shim.offset),
         Header::Untagged(h) => h.mo == shim.offset,
@@ -235,10 +234,10 @@ fn check(shim: &Shim, header: &Header, payload: usize) -> Result<(), DgramError>
 }
 
 impl Shim {
-    /// Bytes on the wire without the immediate block.
+    /// Length on the wire without the immediate block.
     pub const LEN: usize = 26;
 
-    /// Bytes on the wire from the first one to the payload.
+    /// Length on the wire of everything in front of the payload.
     pub const fn head_len(&self, header: &Header) -> usize {
         let immediate = if self.immediate.is_some() {
             IMMEDIATE_LEN
@@ -249,7 +248,7 @@ impl Shim {
     }
 }
 
-/// Appends everything that stands before the payload to `out`.
+/// Appends everything in front of the payload to `out`.
 pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
     out.extend_from_slice(&shim_bytes(shim));
     if let Some(value) = shim.immediate {
@@ -262,7 +261,7 @@ pub fn put_head(shim: &Shim, header: &Header, out: &mut Vec<u8>) {
     }
 }
 
-/// The shim header. Behind it are the immediate data, if there are any, and the header of DDP.
+/// The shim in wire format. The immediate data, if there are any, and the DDP header follow it.
 pub fn shim_bytes(shim: &Shim) -> [u8; Shim::LEN] {
     let mut flags = 0;
     for (set, flag) in [
@@ -288,7 +287,7 @@ pub fn shim_bytes(shim: &Shim) -> [u8; Shim::LEN] {
     head
 }
 
-/// What changes from one Send of one datagram to the next, without immediate data: most datagrams are such a Send.
+/// The fields that differ between two Sends of one datagram without immediate data. Most datagrams are such Sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendHead {
     /// See [`Shim::epoch`].
@@ -303,15 +302,15 @@ pub struct SendHead {
     pub dst_index: u8,
     /// See [`Shim::src_index`].
     pub src_index: u8,
-    /// Whether a solicited event is wanted.
+    /// Whether a solicited event is requested.
     pub solicited: bool,
 }
 
-/// Bytes of a [`SendHead`] on the wire.
+/// Length of the headers of such a Send on the wire.
 pub const SEND_HEAD: usize = Shim::LEN + Untagged::LEN;
 
 impl SendHead {
-    /// Reads a datagram, and leaves its CRC to be checked. `None`: it is not such a Send, or not a whole one.
+    /// Parses a datagram without checking its CRC. `None`: it is not a whole Send of this kind.
     #[inline]
     pub fn parse(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (covered, _crc) = bytes.split_last_chunk::<CRC>()?;
@@ -326,7 +325,7 @@ impl SendHead {
             src_index,
             solicited: attributes == ATTR_SOLICITED,
         };
-        // All other fields have the values that they have in such a Send.
+        // All other fields must have the values of such a Send.
         let fits = sub_op == SUB_PLAIN
             && this.epoch != 0
             && this.length as usize == payload.len()
@@ -352,7 +351,7 @@ impl SendHead {
         }
     }
 
-    /// Everything that stands before the payload.
+    /// Everything in front of the payload.
     #[inline]
     pub fn emit(&self) -> [u8; SEND_HEAD] {
         let attributes = if self.solicited { ATTR_SOLICITED } else { 0 };
@@ -369,27 +368,26 @@ impl SendHead {
     }
 }
 
-/// Everything that stands before the payload.
+/// Everything in front of the payload.
 pub fn emit_head(shim: &Shim, header: &Header) -> Vec<u8> {
     let mut out = Vec::with_capacity(shim.head_len(header));
     put_head(shim, header, &mut out);
     out
 }
 
-/// Appends the CRC of all of `datagram`. (Where the payload lies elsewhere: a [`Crc32c`] over the
-/// pieces, its four bytes last.)
+/// Appends the CRC of `datagram`. If the payload is elsewhere in memory, the caller computes a [`Crc32c`] over the
+/// pieces and sends its four bytes last.
 pub fn seal(datagram: &mut Vec<u8>) {
     let crc = Crc32c::of(datagram);
     datagram.extend_from_slice(&crc);
 }
 
-/// Whether this is a message of the connection manager rather than a segment. Looks at the first
-/// byte only.
+/// Whether this is a message of the connection manager. Only the first byte is checked.
 pub fn is_cm(bytes: &[u8]) -> bool {
     bytes.first() == Some(&MAGIC_CM)
 }
 
-/// A message of the connection manager: finds out the queue pair behind a port.
+/// A message of the connection manager, which finds the queue pair behind a port.
 ///
 /// ```text
 ///  0    1    2       4          8    9        12         16         20
@@ -400,18 +398,18 @@ pub fn is_cm(bytes: &[u8]) -> bool {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cm {
-    /// Asks.
+    /// A request.
     Request(CmRequest),
-    /// Answers.
+    /// A reply.
     Reply(CmReply),
 }
 
-/// Asks for the queue pair that listens on this port.
+/// Requests the queue pair that listens on this port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CmRequest {
     /// Identifier that the reply repeats; it does not change when the request is sent again.
     pub id: u32,
-    /// What the application has to say; at most [`CM_PRIVATE_DATA`] bytes.
+    /// Private data of the application; at most [`CM_PRIVATE_DATA`] bytes.
     pub private_data: Vec<u8>,
 }
 
@@ -420,21 +418,21 @@ pub struct CmRequest {
 pub struct CmReply {
     /// Copied from the request.
     pub id: u32,
-    /// 0: accepted. Anything else: rejected, and why.
+    /// 0: accepted. Otherwise the reason of the rejection.
     pub status: u8,
     /// The queue pair.
     pub qpn: u32,
     /// Its Q_Key.
     pub qkey: u32,
-    /// What the application has to say; at most [`CM_PRIVATE_DATA`] bytes.
+    /// Private data of the application; at most [`CM_PRIVATE_DATA`] bytes.
     pub private_data: Vec<u8>,
 }
 
 impl Cm {
-    /// Reads a message.
+    /// Parses a message.
     ///
     /// # Errors
-    /// The first rule it breaks; drop it.
+    /// The first rule that the message breaks. The caller drops it.
     pub fn parse(bytes: &[u8]) -> Result<Self, DgramError> {
         let bytes = checked(bytes)?;
         let Some((head, rest)) = bytes.split_first_chunk::<CM_HEAD>() else {
@@ -478,8 +476,7 @@ impl Cm {
         }
     }
 
-    /// The message as it goes on the wire, CRC included. Private data beyond [`CM_PRIVATE_DATA`] is
-    /// cut off.
+    /// The message in wire format, with CRC. Private data beyond [`CM_PRIVATE_DATA`] is cut off.
     pub fn emit(&self) -> Vec<u8> {
         let (kind, id, private_data) = match self {
             Self::Request(m) => (CM_REQUEST, m.id, &m.private_data),
@@ -500,8 +497,8 @@ impl Cm {
     }
 }
 
-/// All but the CRC, if that is right. It is the first thing to be looked at: nothing else in a damaged
-/// datagram means anything.
+/// Returns the datagram without its CRC, if the CRC is correct. This is the first check, since all other fields of a
+/// damaged datagram are meaningless.
 #[inline]
 pub(crate) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
     let Some((covered, crc)) = bytes.split_last_chunk::<CRC>() else {
@@ -514,8 +511,8 @@ pub(crate) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
     }
 }
 
-/// Most bytes of private data in a connection manager message: what fits the verbs structure, which
-/// counts them in one byte.
+/// Largest private data in a connection manager message, bytes: what fits the verbs structure, whose length field has
+/// one byte.
 pub const CM_PRIVATE_DATA: usize = 256;
 
 /// Bytes behind the payload.
@@ -686,13 +683,13 @@ mod tests {
             } else {
                 DgramError::Crc
             };
-            // Zero bytes have the CRC zero: four bytes of nothing are a good datagram of no bytes.
+            // The CRC of no bytes is zero, so four zero bytes have a correct CRC.
             assert_eq!(parse(&bytes[..len]), Err(reason), "{len} bytes");
         }
         assert_eq!(parse(&[0; 4]), Err(DgramError::TooShort));
     }
 
-    /// What took a kernel's driver down: one datagram that is shorter than its headers, with a CRC that is right.
+    /// A datagram that is shorter than its headers, with a correct CRC. Such a datagram crashed a kernel driver.
     #[test]
     fn a_datagram_shorter_than_its_headers_is_dropped_whatever_its_crc() {
         let kinds = [
@@ -726,7 +723,7 @@ mod tests {
             Some(DgramError::Epoch)
         );
 
-        // The last one ends the message, the others lie inside it.
+        // The last datagram must end the message, and others must lie inside it.
         assert_eq!(drop(good, send(1), b"hell"), Some(DgramError::Length));
         assert_eq!(drop(good, send(1), b"hello!"), Some(DgramError::Length));
         assert_eq!(drop(good, more(send(1)), b"hell"), None);

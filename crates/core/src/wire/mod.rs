@@ -1,10 +1,9 @@
 //! Byte layouts, one file per header family.
 //!
-//! Bytes from the wire become a value exactly once, here, and the value cannot be wrong: every
-//! `parse` checks all rules of its header, and no later code reads raw header bytes.
-//! Everything is big-endian on the wire except the CRC.
+//! Bytes from the wire are parsed in this module only. Every `parse` checks all rules of its header, so the resulting
+//! value is valid, and later code reads no raw header bytes. All fields are big-endian on the wire except the CRC.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
 //! | [`ddp`] | the tagged and untagged segment headers |
 //! | [`rdmap`] | opcodes and what follows the DDP header |
@@ -29,7 +28,7 @@ pub mod signpost;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Stag(pub u32);
 
-/// Tagged offset: a place in the buffer that an [`Stag`] names.
+/// Tagged offset: an offset in the buffer that an [`Stag`] names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct To(pub u64);
 
@@ -43,7 +42,7 @@ impl Msn {
     pub const FIRST: Self = Self(1);
 
     /// The number after this one.
-    // RFC 5041 §4.3 [ddp-msn-modulo]: after 0xffffffff comes 0, which is a number like any other.
+    // RFC 5041 §4.3 [ddp-msn-modulo]: after 0xffffffff comes 0, which is an ordinary number.
     #[must_use]
     pub const fn next(self) -> Self {
         Self(self.0.wrapping_add(1))
@@ -76,11 +75,11 @@ pub const QN_READ: u32 = 1;
 pub const QN_TERMINATE: u32 = 2;
 /// Queue of Atomic Responses; its buffers are the ORD slots of the requester.
 pub const QN_ATOMIC_RESPONSE: u32 = 3;
-/// Queue of our own control messages; never used towards another implementation.
+/// Queue of private control messages; used between two anywarp ends only.
 pub const QN_CONTROL: u32 = 4;
 
-// Fields at fixed places of fixed arrays. Both ends of every access are checked by the compiler,
-// so the fallbacks below are never taken and cost nothing.
+// Fields at constant offsets of arrays of constant length. The compiler checks both bounds of every access, so the
+// fallbacks below are never used and cost nothing.
 
 /// The `M` bytes at offset `AT` of `bytes`.
 pub(crate) fn take<const AT: usize, const N: usize, const M: usize>(bytes: &[u8; N]) -> [u8; M] {

@@ -20,11 +20,11 @@ pub struct StartupFrame {
     pub markers: bool,
     /// C: the sender of the frame requests CRCs.
     pub crc: bool,
-    /// R: the connection is refused. Means something in a Reply only.
+    /// R: the connection is rejected. Valid in a Reply only.
     pub reject: bool,
     /// MPA revision.
     pub rev: u8,
-    /// The block that S announces; revision 2 and later.
+    /// The block that the S bit announces; revision 2 and later.
     pub enhanced: Option<Enhanced>,
     /// Private data of the ULP, without the enhanced block.
     pub private_data: Vec<u8>,
@@ -48,9 +48,9 @@ pub struct Enhanced {
     pub rtr_write: bool,
     /// D: that message may be a zero-length RDMA Read.
     pub rtr_read: bool,
-    /// Inbound reads the sender of this frame serves at once; 14 bits.
+    /// Inbound Reads that the sender of this frame serves at once; 14 bits.
     pub ird: u16,
-    /// Outbound reads the sender of this frame will have at once; 14 bits.
+    /// Outbound Reads that the sender of this frame will have outstanding; 14 bits.
     pub ord: u16,
 }
 
@@ -71,7 +71,7 @@ impl Enhanced {
         }
     }
 
-    /// The block as it goes on the wire. Depths are cut to 14 bits.
+    /// The block in wire format. Depths are cut to 14 bits.
     pub fn emit(&self) -> [u8; Self::LEN] {
         let word = |high: bool, low: bool, depth: u16| {
             (if high { HIGH } else { 0 } | if low { LOW } else { 0 } | depth & DEPTH_MASK)
@@ -90,14 +90,13 @@ impl StartupFrame {
     /// The longest frame.
     pub const MAX_LEN: usize = Self::HEAD + MAX_PRIVATE_DATA;
 
-    /// Reads the frame at the start of `bytes`; the second value is its length. `None`: more bytes
-    /// are needed.
+    /// Parses the frame at the start of `bytes`, and returns it with its length. `None`: more bytes are needed.
     ///
     /// # Errors
     /// The bytes cannot be the start of a valid frame.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, PeerError> {
-        // RFC 5044 §7.1 [mpa-key]: anything but one of the two keys is not MPA. The bytes that have
-        // arrived are compared at once, so that a connection of another protocol is refused at once.
+        // RFC 5044 §7.1 [mpa-key]: bytes that begin with neither key are not MPA. The bytes that have arrived are
+        // compared immediately, so a connection of another protocol is rejected immediately.
         let is_prefix = |key: &[u8; 16]| bytes.iter().zip(key).all(|(got, key)| got == key);
         if !is_prefix(KEY_REQUEST) && !is_prefix(KEY_REPLY) {
             return Err(PeerError::MpaStartup("unknown key"));
@@ -111,12 +110,12 @@ impl StartupFrame {
         if pd_length > MAX_PRIVATE_DATA {
             return Err(PeerError::MpaStartup("private data longer than 512 bytes"));
         }
-        // RFC 6581 §6 [mpa-s-rev]: the S bit has a meaning from revision 2 on.
+        // RFC 6581 §6 [mpa-s-rev]: the S bit is defined from revision 2 on.
         let has_block = flags & FLAG_S != 0 && rev >= 2;
-        // RFC 6581 §6 [mpa-s-length]: with S the private data starts with four bytes of ours.
+        // RFC 6581 §6 [mpa-s-length]: if S is set, the private data begins with the four bytes of the enhanced block.
         if has_block && pd_length < Enhanced::LEN {
             return Err(PeerError::MpaStartup(
-                "enhanced block announced but not there",
+                "enhanced block announced but missing",
             ));
         }
         let len = Self::HEAD + pd_length;
@@ -140,9 +139,9 @@ impl StartupFrame {
         Ok(Some((frame, len)))
     }
 
-    /// The frame as it goes on the wire.
+    /// The frame in wire format.
     ///
-    /// Private data beyond [`StartupFrame::room`] is cut off; the startup machine refuses it before.
+    /// Private data beyond [`StartupFrame::room`] is cut off; the startup machine rejects it before.
     pub fn emit(&self) -> Vec<u8> {
         let mut flags = 0;
         for (set, flag) in [
@@ -171,7 +170,7 @@ impl StartupFrame {
         bytes
     }
 
-    /// Bytes of private data that the ULP may give to a frame with or without the enhanced block.
+    /// Bytes of ULP private data that fit a frame with or without the enhanced block.
     pub const fn room(enhanced: bool) -> usize {
         if enhanced {
             MAX_PRIVATE_DATA - Enhanced::LEN
@@ -184,7 +183,7 @@ impl StartupFrame {
 /// Most bytes of private data in a frame, the enhanced block included (RFC 5044 §7.1).
 pub const MAX_PRIVATE_DATA: usize = 512;
 
-/// In an IRD or ORD field: this one is not negotiated here, the ULP takes care of it.
+/// Value of an IRD or ORD field that is not negotiated here: the ULP agrees on the depth.
 pub const DEPTH_NOT_NEGOTIATED: u16 = 0x3fff;
 
 /// The largest IRD or ORD that can be negotiated.
@@ -255,7 +254,7 @@ mod tests {
             assert_eq!(frame.emit(), bytes);
             let len = bytes.len();
             assert_eq!(StartupFrame::parse(&bytes), Ok(Some((frame.clone(), len))));
-            // Bytes after a frame are not part of it, and no prefix of it is a frame.
+            // Bytes after a frame do not belong to it, and no prefix of it is a complete frame.
             let mut more = bytes.clone();
             more.extend([0, 23, 0x41]);
             assert_eq!(StartupFrame::parse(&more), Ok(Some((frame, len))));
@@ -335,7 +334,7 @@ mod tests {
         for len in 0..4 {
             let bytes = raw(KEY_REPLY, 0x50, 2, len, &vec![0; len.into()]);
             let absent = Err(PeerError::MpaStartup(
-                "enhanced block announced but not there",
+                "enhanced block announced but missing",
             ));
             assert_eq!(StartupFrame::parse(&bytes), absent);
         }

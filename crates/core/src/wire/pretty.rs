@@ -1,5 +1,4 @@
-//! One line of text for anything on the wire: traces, logs and test snapshots read like a
-//! conversation.
+//! One line of text for each message on the wire, for traces, logs and test snapshots.
 //!
 //! ```text
 //! Write stag 0x00abcd01 to 0x1000 len 8 last
@@ -22,8 +21,8 @@ use super::rdmap::{
     AtomicOp, AtomicRequest, AtomicResponse, Immediate, Opcode, ReadRequest, Terminate,
 };
 
-/// Describes the ULPDU of an FPDU: DDP header and what follows it. Never fails: the text says
-/// what cannot be parsed.
+/// Describes the ULPDU of an FPDU: DDP header and what follows it. Bytes that cannot be parsed are described by the
+/// error.
 pub fn fpdu(ulpdu: &[u8]) -> String {
     if ulpdu.is_empty() {
         return "empty".to_owned();
@@ -34,7 +33,7 @@ pub fn fpdu(ulpdu: &[u8]) -> String {
     })
 }
 
-/// Describes the content of a UDP datagram. Never fails: the text says what cannot be parsed.
+/// Describes the content of a UDP datagram. Bytes that cannot be parsed are described by the error.
 pub fn udp(bytes: &[u8]) -> String {
     line(|out| {
         let error = if rd::is_packet(bytes) {
@@ -90,7 +89,7 @@ fn shimmed(out: &mut String, datagram: &Datagram<'_>) -> fmt::Result {
     }
 }
 
-/// A packet of reliable datagrams, and what it carries.
+/// Describes a packet of reliable datagrams, and its datagram.
 fn packet(out: &mut String, head: &Packet, data: Option<&[u8]>) -> fmt::Result {
     let kind = if head.challenge {
         "challenge"
@@ -131,7 +130,7 @@ fn packet(out: &mut String, head: &Packet, data: Option<&[u8]>) -> fmt::Result {
     }
 }
 
-/// A question or an answer of the connection manager.
+/// Describes a message of the connection manager.
 fn manager(out: &mut String, message: &Cm) -> fmt::Result {
     match message {
         Cm::Request(m) => {
@@ -319,7 +318,7 @@ fn words(out: &mut String, words: &[(bool, &str)]) -> fmt::Result {
         .try_for_each(|(_, word)| write!(out, " {word}"))
 }
 
-/// Writing to a string does not fail.
+/// Returns the text that `write` produces. Writing to a string does not fail.
 fn line(write: impl FnOnce(&mut String) -> fmt::Result) -> String {
     let mut out = String::new();
     let _never_fails = write(&mut out);

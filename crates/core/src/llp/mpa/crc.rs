@@ -2,9 +2,9 @@
 
 use crc_fast::{CrcAlgorithm, Digest, crc32_iscsi};
 
-/// A CRC32C that grows with the bytes it is shown, in any number of pieces.
+/// A CRC32C computed over any number of pieces.
 ///
-/// It holds four bytes of state and never allocates.
+/// It has four bytes of state and does not allocate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Crc32c {
     state: u32,
@@ -16,17 +16,18 @@ impl Crc32c {
         Self { state: u32::MAX }
     }
 
-    /// The four wire bytes of one piece.
+    /// The checksum of one piece, as the four bytes on the wire.
     pub fn of(bytes: &[u8]) -> [u8; 4] {
         let mut crc = Self::new();
         crc.update(bytes);
         crc.finish()
     }
 
-    /// Takes more bytes in.
+    /// Adds bytes.
     ///
-    /// Headers, and all on a processor that cannot multiply without carries, go through the instruction for this very
-    /// polynomial: setting up the multiplication costs more than a header does, and in software it is ten times slower.
+    /// Short pieces use the CRC instruction: setting up the carry-less multiplication costs more than the checksum of
+    /// a header. Longer ones use it too on a processor without that multiplication, since software folding is ten
+    /// times slower.
     #[inline]
     pub fn update(&mut self, bytes: &[u8]) {
         if bytes.len() < SHORT || !folds() {
@@ -34,7 +35,7 @@ impl Crc32c {
             return;
         }
         if self.state == u32::MAX {
-            // The usual case: one piece. A digest would bring its tables along, some hundred bytes.
+            // The usual case of a single piece. A `Digest` would contain some hundred bytes of tables.
             self.state = !crc32_iscsi(bytes);
             return;
         }
@@ -50,16 +51,16 @@ impl Crc32c {
     }
 
     /// The checksum as the four bytes that go on the wire.
-    // RFC 5044 §4.4 [mpa-crc-order]: unlike every other number, least significant byte first.
+    // RFC 5044 §4.4 [mpa-crc-order]: unlike all other numbers, the CRC has its least significant byte first.
     pub const fn finish(self) -> [u8; 4] {
         self.value().to_le_bytes()
     }
 }
 
-/// Bytes from which on folding is faster.
+/// Length from which on folding is faster, bytes.
 const SHORT: usize = 64;
 
-/// Whether `crc_fast` has instructions to fold with here.
+/// Whether this processor has instructions that `crc_fast` folds with.
 #[inline]
 fn folds() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -115,7 +116,7 @@ mod tests {
 
     #[test]
     fn any_length_agrees_with_the_definition() {
-        // Bit by bit from the polynomial: slow, but short enough to be seen right.
+        // Bit by bit from the polynomial: slow, but obviously correct.
         fn slow(bytes: &[u8]) -> u32 {
             let mut crc = u32::MAX;
             for byte in bytes {

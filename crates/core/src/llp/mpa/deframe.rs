@@ -1,4 +1,4 @@
-//! MPA receive side: bytes become FPDUs.
+//! MPA receive side: extracts FPDUs from the byte stream.
 
 use super::crc::Crc32c;
 use crate::error::PeerError;
@@ -18,7 +18,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Reads the length field, if its two bytes are there. Any 16-bit length is taken: siw sends up to 65,474.
+    /// Reads the length field, if its two bytes have arrived. All values are accepted: siw sends up to 65,474.
     pub fn of(bytes: &[u8]) -> Option<Self> {
         let length = bytes.first_chunk::<LENGTH>()?;
         let ulpdu = usize::from(u16::from_be_bytes(*length));
@@ -34,7 +34,7 @@ impl Extent {
     }
 }
 
-/// Takes the FPDU at the front of `bytes`, if it is complete and its CRC is right; returns its ULPDU.
+/// Returns the ULPDU of the FPDU at the front of `bytes`, if the FPDU is complete and its CRC is correct.
 pub fn deframe(bytes: &[u8], extent: Extent, with_crc: bool) -> Result<Option<&[u8]>, PeerError> {
     let Some(fpdu) = bytes.get(..extent.total()) else {
         return Ok(None);
@@ -49,7 +49,7 @@ pub fn deframe(bytes: &[u8], extent: Extent, with_crc: bool) -> Result<Option<&[
 }
 
 /// Compares a CRC with the field on the wire.
-// RFC 5044 §4.4 [mpa-crc-check]: an FPDU whose CRC is wrong is not passed on.
+// RFC 5044 §4.4 [mpa-crc-check]: an FPDU with a wrong CRC is not delivered.
 pub fn verify(crc: Crc32c, field: &[u8]) -> Result<(), PeerError> {
     let expected = crc.finish();
     let got = field.first_chunk::<CRC>().copied().unwrap_or([0; CRC]);

@@ -1,4 +1,4 @@
-//! MPA transmit side: a segment becomes an FPDU in a transmit batch.
+//! MPA transmit side: adds a segment as an FPDU to a transmit batch.
 //!
 //! ```text
 //!  0        2                2+n      2+n+pad          +4
@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use crate::verbs::mr::{Memory, Placement};
 use crate::verbs::source::Source;
 
-/// Bytes to send, in order: our own, and user memory by reference.
+/// Bytes to send, in order: bytes that the batch holds, and references to user memory.
 #[derive(Debug, Default)]
 pub struct TxBatch {
     /// Headers, small payloads, padding, checksums.
@@ -36,7 +36,7 @@ pub enum Piece {
     Own {
         /// First byte.
         from: usize,
-        /// Behind the last.
+        /// End, exclusive.
         to: usize,
     },
     /// User memory.
@@ -54,7 +54,7 @@ impl TxBatch {
         self.bytes == 0
     }
 
-    /// Whether the batch has as much as one system call should send.
+    /// Whether the batch contains as many bytes as one system call should send.
     pub fn is_full(&self) -> bool {
         self.bytes >= bounds::TX_BATCH_BYTES
             || self.own.len() >= self.copied_most()
@@ -109,7 +109,7 @@ impl TxBatch {
         })
     }
 
-    /// The bytes of a run of our own.
+    /// The bytes of a run that the batch holds.
     pub fn own(&self, from: usize, to: usize) -> &[u8] {
         self.own.get(from..to).unwrap_or(&[])
     }
@@ -140,7 +140,7 @@ impl TxBatch {
         self.own.capacity()
     }
 
-    /// Bytes that are no FPDU: start-up frames.
+    /// Adds bytes that are not part of an FPDU: start-up frames.
     pub fn push_raw(&mut self, bytes: &[u8]) {
         let from = self.own.len();
         self.own.extend_from_slice(bytes);
@@ -162,7 +162,7 @@ impl TxBatch {
     }
 }
 
-/// A segment: header bytes, and which bytes of the message's source follow.
+/// A segment: its header, and the range of the message's source that follows.
 #[derive(Debug, Clone)]
 pub struct Segment {
     /// DDP and RDMAP header.
@@ -220,7 +220,7 @@ pub fn frame(
     if framed { Ok(()) } else { Err(Invalidated) }
 }
 
-/// What an FPDU begins with, and how many bytes of padding it ends with.
+/// Returns the length field of an FPDU, and the number of padding bytes at its end.
 fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
     // RFC 5044 §4.1 [mpa-fpdu-length]: the length counts the ULPDU alone.
     let length = u16::try_from(ulpdu).unwrap_or(u16::MAX);
@@ -230,7 +230,7 @@ fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
 impl TxBatch {
     /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. If `fill` returns false, the batch
     /// stays as it was and this returns false.
-    // Where the length of the header is known, copying it is two instructions.
+    // If the length of the header is a constant, copying it takes two instructions.
     #[inline(always)]
     pub(crate) fn push_fpdu(
         &mut self,
@@ -279,7 +279,7 @@ pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8
     batch.own
 }
 
-/// Without CRC the payload goes to the kernel from where it lies.
+/// Without CRC the payload is not copied: the kernel reads it from user memory.
 fn frame_by_reference(segment: &Segment, places: &[Placement], batch: &mut TxBatch) {
     let start = batch.own.len();
     let (length, pad) = length_and_pad(segment.header.len() + segment.len);
@@ -329,7 +329,7 @@ pub fn for_each_part(
     left == 0
 }
 
-/// MULPDU for a TCP segment size: what fits beside length, CRC, padding and, if the peer wants them, markers.
+/// MULPDU for a TCP segment size: the segment minus length, CRC, padding and, if the peer requires them, markers.
 // RFC 5044 §4.5 [mpa-mulpdu-plain] [mpa-mulpdu-markers]: the two formulas.
 // RFC 5044 §3, §4.5 [mpa-mulpdu-range] [mpa-mulpdu-min]: the bounds hold for all paths.
 pub fn mulpdu(emss: usize, markers: bool) -> usize {

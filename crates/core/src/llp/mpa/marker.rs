@@ -1,5 +1,5 @@
-//! MPA markers (RFC 5044 §4.3): pointers in the stream from which a receiver that joins in the
-//! middle finds the start of a frame.
+//! MPA markers (RFC 5044 §4.3): pointers in the stream by which a receiver that has lost the framing finds the start
+//! of a frame.
 //!
 //! ```text
 //!  stream position 0       4                           512     516
@@ -9,11 +9,10 @@
 //!                  0 0 0 0 ^------------ 508 ---------^ 0 0 508
 //! ```
 //!
-//! Every 512 bytes of stream, counted from the first byte after startup and with the markers
-//! themselves, stand two zero bytes and the 16-bit distance back to the length field of the
-//! frame around them; 0 between two frames. We never ask for markers, but a peer may ask us. Markers
-//! are rare, so they are a separate stage: it takes whole frames without markers, and in the other
-//! direction returns them.
+//! There is a marker every 512 bytes of stream, counted from the first byte after startup and including the markers.
+//! It consists of two zero bytes and the 16-bit distance back to the length field of the frame that contains it, or 0
+//! between two frames. This stack never requests markers, but a peer may request them. Markers are rare, so a
+//! separate stage inserts them into complete frames, or removes them.
 
 use super::crc::Crc32c;
 use crate::error::PeerError;
@@ -26,7 +25,7 @@ pub struct Inserter {
 }
 
 impl Inserter {
-    /// At the first byte after startup.
+    /// Starts at the first byte after startup.
     pub const fn new() -> Self {
         Self { at: 0 }
     }
@@ -43,8 +42,8 @@ impl Inserter {
         let from = out.len();
         let mut start = None;
         loop {
-            // RFC 5044 §4.3 [mpa-marker-interval]. Also behind the padding, before the CRC: that marker
-            // belongs to this frame, one before the length field too, but it points nowhere.
+            // RFC 5044 §4.3 [mpa-marker-interval]: a marker may also come between padding and CRC, where it belongs
+            // to this frame. A marker before the length field belongs to it too, but its distance is 0.
             if self.at == 0 {
                 let distance = start.map_or(0, |start| out.len() - start);
                 out.extend([0, 0]);
@@ -61,7 +60,7 @@ impl Inserter {
             self.advance(now.len());
             covered = later;
         }
-        // RFC 5044 §4.4 [mpa-crc-markers]: the CRC covers the markers in the frame and right before it.
+        // RFC 5044 §4.4 [mpa-crc-markers]: the CRC covers the markers in the frame and directly before it.
         let crc = if with_crc {
             Crc32c::of(out.get(from..).unwrap_or_default())
         } else {
@@ -76,8 +75,8 @@ impl Inserter {
     }
 }
 
-/// Takes markers out of the stream of one direction and checks the CRCs, which cover the markers and
-/// so cannot be checked later.
+/// Removes the markers from the stream of one direction and checks the CRCs. The CRCs cover the markers, so they
+/// cannot be checked later.
 #[derive(Clone, Copy, Debug)]
 pub struct Stripper {
     /// Position in the stream, modulo the interval.
@@ -85,29 +84,29 @@ pub struct Stripper {
     /// Bytes of stream since the length field of the current frame; 0 between two frames.
     since_start: usize,
     part: Part,
-    /// The marker, length or CRC field of which a part is here.
+    /// The bytes that have arrived of an incomplete marker, length field or CRC field.
     marker: [u8; MARKER],
     length: [u8; LENGTH],
     crc_field: [u8; CRC],
     crc: Crc32c,
-    /// A wrong marker of the current frame. It is reported only if the CRC is right, because the marker
-    /// itself may be damaged otherwise.
+    /// A wrong marker of the current frame. It is reported only if the CRC is correct, because otherwise the marker
+    /// itself may be damaged.
     astray: Option<PeerError>,
 }
 
 /// The field that the next byte belongs to, if it is not part of a marker.
 #[derive(Clone, Copy, Debug)]
 enum Part {
-    /// The length field, of which `got` bytes are here.
+    /// The length field, of which `got` bytes have arrived.
     Length { got: usize },
     /// ULPDU and padding, of which `left` bytes are missing.
     Body { left: usize },
-    /// The CRC field, of which `got` bytes are here.
+    /// The CRC field, of which `got` bytes have arrived.
     Crc { got: usize },
 }
 
 impl Stripper {
-    /// At the first byte after startup.
+    /// Starts at the first byte after startup.
     pub const fn new() -> Self {
         Self {
             at: 0,
@@ -123,8 +122,8 @@ impl Stripper {
 
     /// Appends `bytes` without their markers to `out`.
     ///
-    /// The CRC field of a frame comes out only if the frame is good, so a bad frame is never
-    /// complete. What comes out must not be checked again: its CRC still covers the markers.
+    /// The CRC field of a frame is added only if the frame is correct, so a bad frame stays incomplete. The CRC of
+    /// the output must not be checked again, because it covers the removed markers.
     ///
     /// # Errors
     /// A frame whose CRC or marker is wrong. The frames before it are in `out`; nothing may be pushed
@@ -203,7 +202,7 @@ impl Stripper {
         // frame beyond the length that the RFC allows can be farther away than the field can express;
         // then the low 16 bits are compared.
         let expected = self.since_start.saturating_sub(self.at) as u16;
-        // RFC 5044 §8 [mpa-marker-check]: a marker leads to the length field that we already know.
+        // RFC 5044 §8 [mpa-marker-check]: a marker must point to the length field of the current frame.
         if got != expected && self.astray.is_none() {
             self.astray = Some(PeerError::MpaMarker { expected, got });
         }
@@ -304,7 +303,7 @@ mod tests {
     fn a_marker_in_a_frame_points_to_its_start_as_in_figure_6() {
         let mut inserter = Inserter::new();
         let mut out = Vec::new();
-        // The frame before it, of 492 bytes with its marker.
+        // The preceding frame, of 492 bytes with its marker.
         inserter.insert(&fpdu(&[7; 482]), true, &mut out);
         assert_eq!(out.len(), 0x1ec);
         inserter.insert(&figure(2), true, &mut out);
@@ -389,7 +388,7 @@ mod tests {
         inserter.insert(&good, true, &mut stream);
         let second = stream.len();
         inserter.insert(&fpdu(&[2; 700]), true, &mut stream);
-        // The two length bytes aside: with another length the frame ends elsewhere.
+        // Without the two length bytes: a different length would move the end of the frame.
         for at in (second..stream.len()).filter(|at| !(second + 4..second + 6).contains(at)) {
             let mut bad = stream.clone();
             bad[at] ^= 0x10;
@@ -417,7 +416,7 @@ mod tests {
                 got: 504
             })
         );
-        // The two low bits are not looked at.
+        // The two low bits are ignored.
         stream[515] ^= 4 | 3;
         assert_eq!(
             Stripper::new().strip(&stream, false, &mut Vec::new()),

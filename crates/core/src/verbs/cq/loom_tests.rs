@@ -23,7 +23,7 @@ fn entry(solicited: bool) -> Completion {
     entry
 }
 
-/// What `ibv_req_notify_cq(3)` is for: a thread that polled nothing after arming may sleep until the event.
+/// The contract of `ibv_req_notify_cq(3)`: a thread that finds no entry after arming may sleep until the event.
 fn arm_and_poll(solicited_only: bool, poll_first: bool) {
     loom::model(move || {
         let events = Arc::new(Events::default());

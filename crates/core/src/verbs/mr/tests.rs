@@ -63,7 +63,7 @@ fn every_right_is_asked_for() {
     );
 }
 
-/// A region that is remembered is checked anew for each access, and is not found after it was deregistered.
+/// A remembered region is checked again for each access, and is not found after it was deregistered.
 #[test]
 fn what_was_accessed_last_is_checked_again() {
     let (regions, r) = registered(Access::LOCAL_WRITE);
@@ -109,7 +109,7 @@ fn what_was_accessed_last_is_checked_again() {
 
 #[test]
 fn an_stag_is_any_number_of_the_random_source_that_is_free() {
-    // RFC 5040 §8.1.1 (8) [stag-random]: nothing of it is counted up, and all of the range is used.
+    // RFC 5040 §8.1.1 (8) [stag-random]: STags are not consecutive, and use the whole range.
     let regions = Regions::new();
     let what = Registration {
         start: 0x10_000,
@@ -123,7 +123,7 @@ fn an_stag_is_any_number_of_the_random_source_that_is_free() {
         0x8000_0001,
         0xffff_fe7f,
         0x0000_0133,
-        // Taken, none, and the index of local keys: another is asked for.
+        // An index in use, 0, and the index of local keys: the next number is used.
         0x8000_0002,
         0x0000_0012,
         0xffff_ff12,

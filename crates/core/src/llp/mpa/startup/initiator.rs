@@ -4,7 +4,7 @@ use super::params::{Depths, Rtr, RtrForms, StreamParams};
 use crate::error::{Misuse, PeerError};
 use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
 
-/// How to open a stream.
+/// The configuration of an initiator.
 #[derive(Clone, Debug)]
 pub struct InitiatorConfig {
     /// MPA revision: 2, or 1 for a second try towards an old stack.
@@ -15,13 +15,13 @@ pub struct InitiatorConfig {
     pub markers: bool,
     /// Offer to send a ready-to-receive message first. Revision 2 only.
     pub peer_to_peer: bool,
-    /// The ready-to-receive messages that we can send.
+    /// The ready-to-receive messages that this end can send.
     pub rtr: RtrForms,
-    /// Inbound reads that we serve at once.
+    /// Inbound Reads that this end serves at once.
     pub ird: u16,
-    /// Inbound reads up to which we go if the peer needs more than `ird`.
+    /// The limit to which `ird` may grow if the peer needs more.
     pub max_ird: u16,
-    /// Outbound reads that we want at once.
+    /// Outbound Reads that this end wants to have outstanding.
     pub ord: u16,
     /// Private data of the ULP.
     pub private_data: Vec<u8>,
@@ -50,18 +50,18 @@ pub enum Progress {
     NeedMore,
     /// FPDUs may be sent at once, the ready-to-receive message first if there is one.
     Established {
-        /// Bytes of the Reply; what follows are FPDUs.
+        /// Bytes of the Reply. The bytes behind it are FPDUs.
         consumed: usize,
-        /// What was agreed.
+        /// The agreed parameters.
         params: StreamParams,
         /// Private data of the peer's ULP.
         private_data: Vec<u8>,
-        /// The depths that the peer named, for the ULP; [`params`](StreamParams) has the outcome.
+        /// The depths in the Reply, for the ULP. [`params`](StreamParams) has the resulting ones.
         peer_depths: Option<Depths>,
-        /// The message to send first. To an anywarp peer a Control Hello goes in its place.
+        /// The message to send first. To an anywarp peer a Control Hello is sent instead.
         rtr: Option<Rtr>,
-        /// We asked for CRCs and the Reply has the C bit clear. CRCs are on, as RFC 5044 requires; the peer may not
-        /// know, so this is worth a line in the log.
+        /// This end requested CRCs, and the C bit of the Reply is clear. RFC 5044 requires CRCs in this case. The
+        /// peer may not know that, so the caller logs it.
         crc_unconfirmed: bool,
     },
     /// The peer's ULP rejected the connection. TCP is still open.
@@ -70,19 +70,19 @@ pub enum Progress {
         consumed: usize,
         /// Private data of the peer's ULP.
         private_data: Vec<u8>,
-        /// Revision of the Reply: less than ours asks for a second try with that one.
+        /// Revision of the Reply. If it is lower, the caller tries again with that revision.
         rev: u8,
-        /// The depths that the peer named: its ORD is the IRD that it needs from us.
+        /// The depths in the Reply. The peer's ORD is the IRD that it needs from this end.
         peer_depths: Option<Depths>,
     },
-    /// The peer takes no ready-to-receive message that we can send: send that Terminate, close.
+    /// The peer accepts no ready-to-receive message that this end can send: the caller sends a Terminate and closes.
     NoCommonRtr {
         /// Bytes of the Reply.
         consumed: usize,
         /// For framing the Terminate.
         params: StreamParams,
     },
-    /// The peer will have more reads outstanding than we can serve: send that Terminate, close.
+    /// The peer will have more Reads outstanding than this end can serve: the caller sends a Terminate and closes.
     InsufficientIrd {
         /// Bytes of the Reply.
         consumed: usize,
@@ -125,7 +125,7 @@ pub struct Initiator {
 }
 
 impl InitiatorConfig {
-    /// This configuration in the previous revision, for a second try; `None` if there is no older one.
+    /// Returns this configuration with the previous revision, for a second try. `None` if there is none.
     pub fn older(&self) -> Option<Self> {
         (self.rev == 2).then(|| Self {
             rev: 1,
@@ -138,7 +138,7 @@ impl Initiator {
     /// Checks `config`.
     ///
     /// # Errors
-    /// A revision that we do not speak, or private data that does not fit the frame.
+    /// The revision is not supported, or the private data does not fit the frame.
     pub fn new(mut config: InitiatorConfig) -> Result<Self, Misuse> {
         if !matches!(config.rev, 1 | 2) {
             return Err(Misuse::InvalidArgument("mpa revision"));
@@ -153,11 +153,11 @@ impl Initiator {
         Ok(Self { config })
     }
 
-    /// The Request: the first bytes on the connection, to be sent in one piece because some
-    /// hardware does not reassemble them. Nothing may follow it before the Reply is here.
+    /// Returns the Request, the first bytes on the connection. They are sent in one piece, because some hardware does
+    /// not reassemble them. No bytes may follow before the Reply has arrived.
     pub fn request(&self) -> Vec<u8> {
         let c = &self.config;
-        // RFC 6581 §9.2 [mpa-rtr-offer]: with A every form that we can send is set, without A none.
+        // RFC 6581 §9.2 [mpa-rtr-offer]: if A is set, all forms that this end can send are set, otherwise none.
         let rtr = if c.peer_to_peer {
             c.rtr
         } else {
@@ -188,7 +188,7 @@ impl Initiator {
     /// [`StartupFrame::MAX_LEN`] bytes are needed.
     ///
     /// # Errors
-    /// The bytes are not a Reply to our Request: close the connection.
+    /// The bytes are not a Reply to this Request. The caller closes the connection.
     pub fn handle_rx(&mut self, bytes: &[u8]) -> Result<Progress, PeerError> {
         let c = &self.config;
         let Some((frame, consumed)) = StartupFrame::parse(bytes)? else {
@@ -196,9 +196,9 @@ impl Initiator {
         };
         // RFC 5044 §7.1.2 [mpa-both-initiate]: two ends that both send a Request do not connect.
         if !frame.reply {
-            return Err(PeerError::MpaStartup("request in place of a reply"));
+            return Err(PeerError::MpaStartup("a request instead of a reply"));
         }
-        // RFC 6581 §9.1 [mpa-depths-told]: the ULP gets the peer's depths whether the peer accepts or not.
+        // RFC 6581 §9.1 [mpa-depths-told]: the ULP gets the peer's depths whether or not the peer accepts.
         let peer_depths = frame.enhanced.map(|block| Depths {
             ird: block.ird,
             ord: block.ord,
@@ -216,16 +216,16 @@ impl Initiator {
         if frame.rev != c.rev {
             return Err(PeerError::MpaStartup("reply with another revision"));
         }
-        // RFC 6581 §10 [mpa-s-mirror]: and the enhanced block exactly if the Request had one.
+        // RFC 6581 §10 [mpa-s-mirror]: the Reply has an enhanced block if and only if the Request had one.
         if frame.enhanced.is_some() != (c.rev == 2) {
             return Err(PeerError::MpaStartup(
                 "reply does not mirror the enhanced block",
             ));
         }
         let mut params = StreamParams {
-            // RFC 5044 §7.1 [mpa-crc-either]: one end that wants CRCs is enough.
+            // RFC 5044 §7.1 [mpa-crc-either]: CRCs are used if one end requests them.
             crc: c.crc || frame.crc,
-            // RFC 5044 §7.1 [mpa-markers]: M speaks about the other end's direction.
+            // RFC 5044 §7.1 [mpa-markers]: the M bit requests markers from the other end.
             send_markers: frame.markers,
             recv_markers: c.markers,
             ird: c.ird,
@@ -236,12 +236,12 @@ impl Initiator {
             peer_is_anywarp: false,
         };
         if let Some(block) = &frame.enhanced {
-            // RFC 6581 §9.1 [mpa-ord-lower]: we have no more reads outstanding than the peer serves.
+            // RFC 6581 §9.1 [mpa-ord-lower]: this end has no more Reads outstanding than the peer serves.
             if block.ird != DEPTH_NOT_NEGOTIATED {
                 params.ord = c.ord.min(block.ird);
             }
-            // RFC 6581 §9.1 [mpa-ird-insufficient]: we serve what the peer will have outstanding, or
-            // end the stream.
+            // RFC 6581 §9.1 [mpa-ird-insufficient]: this end serves as many Reads as the peer will have outstanding,
+            // or ends the stream.
             if block.ord != DEPTH_NOT_NEGOTIATED && block.ord > c.ird {
                 if block.ord > c.max_ird {
                     params.ird = c.max_ird;
@@ -254,8 +254,8 @@ impl Initiator {
                 }
                 params.ird = block.ord;
             }
-            // RFC 6581 §9.2 [mpa-p2p]: with A on both sides one ready-to-receive message goes first.
-            // A that comes back 0 leaves a plain stream, on which our ULP must speak first.
+            // RFC 6581 §9.2 [mpa-p2p]: if A is set on both sides, a ready-to-receive message is sent first. If A is 0
+            // in the Reply, the ULP of this end has to send first.
             if c.peer_to_peer && block.peer_to_peer {
                 params.peer_to_peer = true;
                 let forms = RtrForms::of(block);

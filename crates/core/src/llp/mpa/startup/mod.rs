@@ -1,17 +1,18 @@
-//! MPA start-up: Request and Reply, and what both ends agree on (RFC 5044 §7.1, RFC 6581).
+//! MPA start-up: Request and Reply, and the parameters that both ends agree on (RFC 5044 §7.1, RFC 6581).
 //!
-//! There is one machine for each end. Bytes go in, frames come out; the socket, the timer and the ULP belong to the
-//! caller. A machine does not read bytes behind its frame: after the Reply these are FPDUs.
+//! There is one state machine for each end. Its input is received bytes, its output frames to send; the caller has
+//! the socket, the timer and the ULP. A machine does not read bytes behind its frame: after the Reply these are
+//! FPDUs.
 //!
-//! The ready-to-receive (RTR) message that follows is an FPDU and is not sent here: the outcome of a machine has
+//! The ready-to-receive (RTR) message that follows is an FPDU and is not sent here. The result of a machine contains
 //! its form, if there is one.
 //!
 //! # How two anywarp ends recognize each other
 //!
-//! Neither the private data (it belongs to the user) nor the reserved bits (some stacks echo them) can carry a mark.
-//! But our initiator offers all three forms of RTR, and our responder, if it is offered all three, confirms all three;
-//! every other known stack confirms one or two. So the initiator is certain. The responder is not
-//! ([`Request::peer_may_be_anywarp`]) before a Control Hello arrives in place of the RTR.
+//! A mark in the private data is not possible, because this belongs to the user, and the reserved bits are echoed by
+//! some stacks. But an anywarp initiator offers all three forms of RTR, and an anywarp responder that is offered all
+//! three confirms all three, while every other known stack confirms one or two. So the initiator can be certain. The
+//! responder is certain ([`Request::peer_may_be_anywarp`]) when a Control Hello arrives instead of the RTR.
 
 mod initiator;
 mod params;

@@ -1,27 +1,27 @@
-//! What the two ends of a connection agree on: CRCs, markers, depths, the ready-to-receive message.
+//! The parameters of a connection: CRCs, markers, depths, the ready-to-receive message.
 
 use crate::wire::mpa::Enhanced;
 
-/// What both ends agreed on.
+/// The parameters that both ends agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamParams {
-    /// CRCs are made and checked; otherwise the field is there but means nothing.
+    /// CRCs are computed and checked. Otherwise the field is present but ignored.
     pub crc: bool,
-    /// We put markers into what we send.
+    /// This end inserts markers.
     pub send_markers: bool,
-    /// The peer puts markers into what it sends.
+    /// The peer inserts markers.
     pub recv_markers: bool,
-    /// Inbound reads and atomics that we serve at once.
+    /// Inbound Reads and atomics that this end serves at once.
     pub ird: u16,
-    /// Outbound reads and atomics that we may have at once.
+    /// Outbound Reads and atomics that this end may have outstanding.
     pub ord: u16,
     /// MPA revision of both frames.
     pub rev: u8,
     /// The initiator's first message is a ready-to-receive message.
     pub peer_to_peer: bool,
-    /// Which one: on the initiator the one to send, on the responder the likely one.
+    /// Its form: the initiator sends it, and the responder expects it.
     pub rtr: Option<Rtr>,
-    /// The other end is anywarp too. Never set on a responder before it has seen a Hello.
+    /// The other end is anywarp too. On a responder this is set when a Hello has arrived.
     pub peer_is_anywarp: bool,
 }
 
@@ -79,8 +79,8 @@ impl RtrForms {
         }
     }
 
-    /// The form to use out of this set: Write, which costs nothing, before Read, which takes a
-    /// read slot, before Send, which takes a receive buffer.
+    /// The form to use from this set. The order of preference is Write, which needs no resource, Read, which uses a
+    /// Read slot, and Send, which uses a receive buffer.
     pub const fn preferred(self) -> Option<Rtr> {
         match self {
             Self { write: true, .. } => Some(Rtr::Write),
@@ -91,7 +91,7 @@ impl RtrForms {
     }
 }
 
-/// The number of Reads and atomics that one end will serve and have outstanding at once.
+/// The number of Reads and atomics that one end serves, and has outstanding, at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Depths {
     /// Inbound; 0x3fff leaves it to the ULP.

@@ -1,4 +1,4 @@
-//! MPA start-up at the end that accepted the TCP connection: the peer's Request, then Reply.
+//! MPA start-up at the end that accepted the TCP connection: the peer's Request, then the Reply.
 
 use super::params::{RtrForms, StreamParams};
 use crate::error::{Misuse, PeerError};
@@ -11,9 +11,9 @@ pub struct ResponderLimits {
     pub crc: bool,
     /// Ask the peer to send markers.
     pub markers: bool,
-    /// Most inbound reads served at once.
+    /// Largest number of inbound Reads served at once.
     pub max_ird: u16,
-    /// Most outbound reads at once.
+    /// Largest number of outbound Reads outstanding.
     pub max_ord: u16,
     /// Confirm all three ready-to-receive messages, so that an anywarp peer recognizes this end.
     pub known: bool,
@@ -34,26 +34,26 @@ impl Default for ResponderLimits {
 /// A valid Request, for the ULP to accept or reject.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Bytes of the Request. None may follow before our Reply is out.
+    /// Bytes of the Request. No bytes may follow before the Reply is sent.
     pub consumed: usize,
     /// MPA revision.
     pub rev: u8,
-    /// The peer wants CRCs.
+    /// The peer requests CRCs.
     pub crc: bool,
-    /// The peer wants markers from us.
+    /// The peer requests markers.
     pub markers: bool,
     /// The peer will send a ready-to-receive message first.
     pub peer_to_peer: bool,
-    /// The forms of that message it offers.
+    /// The forms of that message which it offers.
     pub rtr: RtrForms,
-    /// Reads that the peer serves at once; `None` if it did not say or leaves it to the ULP.
+    /// Reads that the peer serves at once. `None` if it does not say, or leaves it to the ULP.
     pub ird: Option<u16>,
-    /// Reads that the peer wants at once; `None` if it did not say or leaves it to the ULP.
+    /// Reads that the peer wants to have outstanding. `None` if it does not say, or leaves it to the ULP.
     pub ord: Option<u16>,
     /// Private data of the peer's ULP.
     pub private_data: Vec<u8>,
-    /// The peer offers all three ready-to-receive messages, as anywarp does. Only a Control Hello in
-    /// their place proves it.
+    /// The peer offers all three ready-to-receive messages, as anywarp does. It is certain only when a Control Hello
+    /// arrives instead.
     pub peer_may_be_anywarp: bool,
 }
 
@@ -71,10 +71,10 @@ pub enum Incoming {
 pub struct Accepted {
     /// The Reply, to be sent in one piece.
     pub reply: Vec<u8>,
-    /// What was agreed.
+    /// The agreed parameters.
     pub params: StreamParams,
-    /// The first message is a ready-to-receive message (or a Control Hello): not for the ULP, which
-    /// is connected when it has arrived. No FPDU may be sent before the first one of the peer.
+    /// The first message is a ready-to-receive message (or a Control Hello). It is not delivered to the ULP, and the
+    /// ULP is connected when it has arrived. No FPDU may be sent before the first one of the peer.
     pub expects_rtr: bool,
     /// See [`Request::peer_may_be_anywarp`].
     pub peer_may_be_anywarp: bool,
@@ -125,9 +125,9 @@ impl Responder {
     /// Request are an error; the caller passes them too.
     ///
     /// # Errors
-    /// The bytes are not a Request that we can answer: close the connection.
+    /// The bytes are not a Request that can be answered. The caller closes the connection.
     pub fn handle_rx(&mut self, bytes: &[u8]) -> Result<Incoming, PeerError> {
-        // RFC 5044 §7.1.2 [mpa-quiet-initiator]: behind its Request the initiator is quiet until our Reply.
+        // RFC 5044 §7.1.2 [mpa-quiet-initiator]: after its Request the initiator sends nothing until the Reply.
         const BEHIND: PeerError = PeerError::MpaStartup("bytes behind the request");
         if !matches!(self.state, State::Waiting) {
             return if bytes.is_empty() {
@@ -140,9 +140,9 @@ impl Responder {
             return Ok(Incoming::NeedMore);
         };
         if frame.reply {
-            return Err(PeerError::MpaStartup("reply in place of a request"));
+            return Err(PeerError::MpaStartup("a reply instead of a request"));
         }
-        // RFC 6581 §6 [mpa-rev]: 1 and 2 are answered; 0 is an older protocol with the same key.
+        // RFC 6581 §6 [mpa-rev]: revisions 1 and 2 are answered; 0 is an older protocol with the same key.
         if !matches!(frame.rev, 1 | 2) {
             return Err(PeerError::MpaStartup("unknown revision"));
         }
@@ -150,7 +150,7 @@ impl Responder {
             return Err(BEHIND);
         }
         let mut block = frame.enhanced;
-        // RFC 6581 §9.2 [mpa-rtr-without-a]: without A the three forms mean nothing.
+        // RFC 6581 §9.2 [mpa-rtr-without-a]: if A is clear, the three bits of the forms are ignored.
         if let Some(b) = &mut block
             && !b.peer_to_peer
         {
@@ -180,11 +180,11 @@ impl Responder {
         Ok(Incoming::Request(request))
     }
 
-    /// The ULP accepts the connection: it serves `ird` reads at once and has at most `ord` outstanding.
+    /// Accepts the connection for the ULP, which serves `ird` Reads at once and has at most `ord` outstanding.
     ///
     /// # Errors
-    /// There is no Request to answer, or the private data does not fit the frame; in the second
-    /// case it may be tried again.
+    /// There is no Request to answer, or the private data does not fit the frame. In the second case the caller may
+    /// try again.
     pub fn accept(&mut self, ird: u16, ord: u16, private_data: &[u8]) -> Result<Accepted, Misuse> {
         let State::Asking {
             rev,
@@ -199,8 +199,8 @@ impl Responder {
             return Err(Misuse::InvalidArgument("private data too long"));
         }
         let mut params = StreamParams {
-            // RFC 5044 §7.1 [mpa-crc-either]: one end that wants CRCs is enough. The Reply then requests
-            // them too, because Linux siw reads the Reply alone.
+            // RFC 5044 §7.1 [mpa-crc-either]: CRCs are used if one end requests them. The Reply then requests them
+            // too, because Linux siw looks only at the Reply.
             crc: crc || self.limits.crc,
             send_markers: markers,
             recv_markers: self.limits.markers,
@@ -221,17 +221,17 @@ impl Responder {
                 RtrForms::NONE
             };
             params.rtr = forms.preferred();
-            // RFC 6581 §9.1 [mpa-ord-responder]: we have no more reads outstanding than the peer serves.
+            // RFC 6581 §9.1 [mpa-ord-responder]: this end has no more Reads outstanding than the peer serves.
             if asked.ird != DEPTH_NOT_NEGOTIATED {
                 params.ord = params.ord.min(asked.ird);
             }
-            // RFC 6581 §9.1: a Read as ready-to-receive needs a slot to be served from, even if the ULP wants no reads.
+            // RFC 6581 §9.1: a Read as ready-to-receive message needs a slot, even if the ULP wants no Reads.
             if forms.read {
                 params.ird = params.ird.max(1);
             }
             let mirrored = |asked: u16, ours: u16| {
-                // RFC 6581 §9.1 [mpa-not-negotiated]: a depth that the peer leaves to the ULP is left to
-                // the ULP in the Reply too: our IRD for its ORD, and our ORD for its IRD.
+                // RFC 6581 §9.1 [mpa-not-negotiated]: if the peer leaves a depth to the ULP, the Reply does too: our
+                // IRD for its ORD, and our ORD for its IRD.
                 if asked == DEPTH_NOT_NEGOTIATED {
                     DEPTH_NOT_NEGOTIATED
                 } else {
@@ -265,7 +265,7 @@ impl Responder {
         })
     }
 
-    /// The ULP rejects the connection. Returns the Reply to send before it is closed.
+    /// Rejects the connection for the ULP. Returns the Reply, after which the connection is closed.
     ///
     /// # Errors
     /// As [`Responder::accept`].
@@ -297,12 +297,13 @@ impl Responder {
     }
 }
 
-/// Which ready-to-receive messages a responder confirms. It can receive all of them.
-// RFC 6581 §9.2 would like every offered form that we can receive to be confirmed (mpa-rtr-confirm in the catalogue).
-// Outside anywarp we name a single one, as other stacks do, so that no initiator has to choose.
+/// Returns the ready-to-receive messages that a responder confirms. It can receive all of them.
+// RFC 6581 §9.2 would like every offered form that can be received to be confirmed (mpa-rtr-confirm in the
+// catalogue). To peers that are not anywarp a single form is confirmed, as other stacks do, so that the initiator has
+// no choice to make.
 pub(super) fn confirm(offered: RtrForms, known: bool) -> RtrForms {
     match offered {
-        // All three forms: an anywarp initiator recognizes us by this (see the module documentation).
+        // All three forms: an anywarp initiator recognizes this end by them (see the module documentation).
         RtrForms::ALL if known => RtrForms::ALL,
         RtrForms {
             write: false,

@@ -20,7 +20,7 @@ fn initiator(config: InitiatorConfig) -> Initiator {
     Initiator::new(config).unwrap()
 }
 
-/// The outcome of this Reply at an initiator of this configuration.
+/// Returns the result of this Reply at an initiator with this configuration.
 fn reply_to(config: InitiatorConfig, tail: &[u8]) -> Result<Progress, PeerError> {
     initiator(config).handle_rx(&raw(REP, tail))
 }
@@ -40,7 +40,7 @@ fn responder(tail: &[u8]) -> (Responder, Request) {
     }
 }
 
-/// The Reply to this Request without its key, and what was agreed.
+/// Returns the Reply to this Request without its key, and the agreed parameters.
 fn accept(tail: &[u8], ird: u16, ord: u16) -> (Vec<u8>, Accepted) {
     let accepted = responder(tail).0.accept(ird, ord, b"").unwrap();
     let (key, rest) = accepted.reply.split_at(16);
@@ -74,7 +74,7 @@ fn request_of_revision_2() {
     };
     let i = initiator(InitiatorConfig { rtr, ..config() });
     assert_eq!(i.request(), raw(REQ, &v2([0x80, 0x10, 0xc0, 0x10])));
-    // And by default, with the third form, by which anywarp is known.
+    // The default configuration offers the third form too, by which anywarp is recognized.
     assert_eq!(
         initiator(config()).request(),
         raw(REQ, &v2([0xc0, 0x10, 0xc0, 0x10]))
@@ -209,9 +209,9 @@ fn a_request_may_come_in_any_pieces_but_with_nothing_behind_it() {
 #[test]
 fn two_initiators_or_two_responders_do_not_connect() {
     let request = initiator(config()).request();
-    let crossed = Err(PeerError::MpaStartup("request in place of a reply"));
+    let crossed = Err(PeerError::MpaStartup("request instead of a reply"));
     assert_eq!(initiator(config()).handle_rx(&request), crossed);
-    let crossed = Err(PeerError::MpaStartup("reply in place of a request"));
+    let crossed = Err(PeerError::MpaStartup("reply instead of a request"));
     let reply = raw(REP, &[0x40, 1, 0, 0]);
     assert_eq!(
         Responder::new(ResponderLimits::default()).handle_rx(&reply),
@@ -251,7 +251,7 @@ fn private_data_of_every_size_that_fits() {
 #[test]
 fn a_frame_that_promises_a_block_and_has_none_is_refused() {
     let absent = Err(PeerError::MpaStartup(
-        "enhanced block announced but not there",
+        "enhanced block announced but missing",
     ));
     assert_eq!(reply_to(config(), &[0x50, 2, 0, 3, 0, 0, 0]), absent);
     let mut r = Responder::new(ResponderLimits::default());
@@ -426,7 +426,7 @@ fn a_responder_confirms_forms_that_the_peer_can_send() {
             assert_eq!(confirm(offered, false), confirmed, "{offered:?}");
         }
     }
-    // A responder that does not reveal itself as anywarp confirms a single form.
+    // A responder that is not to be recognized as anywarp confirms a single form.
     let write = RtrForms {
         write: true,
         ..RtrForms::NONE
@@ -492,7 +492,7 @@ fn a_reply_without_a_leaves_a_plain_stream() {
 
 #[test]
 fn a_request_without_a_is_answered_without_a() {
-    // Linux siw; with forms set that mean nothing without A.
+    // Linux siw. The forms that are set are ignored without A.
     for block in [[0, 16, 0, 16], [0x40, 16, 0xc0, 16]] {
         let (_, request) = responder(&v2(block));
         assert!(!request.peer_to_peer && !request.peer_may_be_anywarp);
@@ -507,7 +507,7 @@ fn a_request_without_a_is_answered_without_a() {
 
 #[test]
 fn revision_and_block_are_mirrored() {
-    // Revision 2 without S is a plain frame; siw's reserved bits do not come back.
+    // Revision 2 without S is a plain frame. The reserved bits that siw sets are not echoed.
     assert_eq!(accept(&[0x4f, 2, 0, 0], 1, 1).0, [0x40, 2, 0, 0]);
     assert_eq!(accept(&[0x48, 1, 0, 0], 1, 1).0, [0x40, 1, 0, 0]);
     let refused = |tail: &[u8], why| {
