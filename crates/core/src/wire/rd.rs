@@ -1,8 +1,8 @@
-//! The packet of reliable datagrams (RD): what carries a datagram exactly once.
+//! The packet of reliable datagrams (RD), which delivers a datagram exactly once.
 //!
-//! A packet stands around a datagram of [`super::dgram`], which loses its own CRC to that of the packet. It has what a
-//! transport needs and nothing of DDP: number, acknowledgement, window, and two tokens by which either end knows that
-//! the other one receives at its address and remembers it.
+//! A packet contains a datagram of [`super::dgram`] without its CRC, since the packet has one. The header has the
+//! fields of a transport protocol and none of DDP: number, acknowledgement, window, and two tokens, by which either
+//! end knows that the other one receives at its address and has not forgotten this end.
 //!
 //! ```text
 //!  0    1    2    3    4          8          12         16         20      22   23   24
@@ -22,10 +22,10 @@ use super::dgram::DgramError;
 use super::{put, take32};
 use smallvec::SmallVec;
 
-/// A run of packet numbers, the end excluded.
+/// A run of packet numbers. The end is exclusive.
 pub type Run = (u32, u32);
 
-/// Runs of one packet. Mostly there are none, and room for all would be moved with each packet.
+/// The runs of one packet. Most packets have none, and space for [`Packet::RUNS`] would be moved with each packet.
 pub type Runs = SmallVec<[Run; 2]>;
 
 /// The header of a packet.
@@ -33,36 +33,36 @@ pub type Runs = SmallVec<[Run; 2]>;
 pub struct Packet {
     /// The token that the receiver has to echo, to prove that it receives at its address.
     pub token: u32,
-    /// The receiver's token as the sender knows it, 0 if it does not.
+    /// The receiver's token as the sender knows it; 0: unknown.
     pub echo: u32,
-    /// Number of this packet if it has data, else of the next one that will.
+    /// Number of this packet if it has data, otherwise of the next packet with data.
     pub seq: u32,
-    /// The first packet that the sender may still send again.
+    /// The first packet that the sender may still retransmit.
     pub base: u32,
-    /// Which of the queue pairs on the destination port.
+    /// Index of the destination queue pair on its port.
     pub dst_index: u8,
-    /// Which of the queue pairs on the source port.
+    /// Index of the source queue pair on its port.
     pub src_index: u8,
     /// All packets before this number are delivered. `None`: no packet has arrived yet.
     pub ack: Option<u32>,
-    /// Random number of the sending queue pair, sent in the place of `ack` if that is `None`. A sender that only forgot the
-    /// receiver keeps it; a new queue pair on the port has another one. 0: not known.
+    /// Random number of the sending queue pair, sent instead of `ack` if that is `None`. It stays the same if the
+    /// sender only forgot the receiver; a new queue pair on the port has a different one. 0: unknown.
     pub instance: u32,
     /// Bytes that the receiver accepts beyond `ack`, counted as the kernel counts memory of sockets.
     pub window: u32,
-    /// Clock of the sender, in microseconds.
+    /// Time of the sender, in microseconds.
     pub time: u32,
-    /// The clock of the packet that this one answers, 0 for none.
+    /// The time of the packet that this one answers, 0 for none.
     pub time_echo: u32,
     /// Packets that arrived beyond `ack`.
     pub arrived: Runs,
     /// C: the sender does not know the receiver yet, which has to echo the token first.
     pub challenge: bool,
-    /// R: packets have arrived that no receive was posted for.
+    /// R: packets have arrived for which no receive was posted.
     pub not_ready: bool,
-    /// A: asks for an acknowledgement at once.
+    /// A: requests an acknowledgement at once.
     pub ack_now: bool,
-    /// S: asks for an acknowledgement when nothing else goes back meanwhile.
+    /// S: requests an acknowledgement that may wait a little for a packet to travel with.
     pub ack_soon: bool,
     /// The status with which packet `ack` is refused, as a work completion status; 0: it is not refused.
     pub refused: u8,
@@ -72,7 +72,7 @@ pub struct Packet {
 pub const RUNS: usize = 16;
 
 impl Packet {
-    /// Bytes before runs and data.
+    /// Length of the header without runs.
     pub const LEN: usize = 40;
 
     /// Appends the header; `data` is true if a datagram follows.
@@ -84,7 +84,7 @@ impl Packet {
         }
     }
 
-    /// What stands before runs and data.
+    /// The header without runs.
     pub fn head(&self, data: bool) -> [u8; Self::LEN] {
         let mut flags = VERSION << 4;
         for (set, flag) in [
@@ -117,10 +117,10 @@ impl Packet {
     }
 }
 
-/// Reads a packet: its header, and the datagram in it (which has no CRC of its own).
+/// Parses a packet: its header, and the datagram in it (which has no CRC of its own).
 ///
 /// # Errors
-/// The first rule it breaks; drop it.
+/// The first rule that the packet breaks. The caller drops it.
 pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
     let bytes = super::dgram::checked(bytes)?;
     let Some((head, mut rest)) = bytes.split_first_chunk::<{ Packet::LEN }>() else {
@@ -179,7 +179,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
     Ok((packet, data.then_some(rest)))
 }
 
-/// Whether this is a packet rather than a bare datagram. Looks at the first byte only.
+/// Whether this is a packet rather than a bare datagram. Only the first byte is checked.
 pub fn is_packet(bytes: &[u8]) -> bool {
     bytes.first() == Some(&MAGIC)
 }

@@ -1,14 +1,13 @@
 //! RDMAP (RFC 5040 §4, RFC 7306): opcodes and the headers that follow the DDP header.
 //!
-//! Offsets in the drawings count from the end of the DDP header, that is from byte 18 of the
-//! segment.
+//! Offsets in the drawings begin at the end of the DDP header, which is byte 18 of the segment.
 
 use core::fmt;
 
 use super::{Stag, To, put, take, take16, take32, take64};
 use crate::error::{PeerError, TermCode};
 
-/// What a message is: the low four bits of the RDMAP control byte.
+/// The operation of a message: the low four bits of the RDMAP control byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Opcode {
     /// RDMA Write.
@@ -35,7 +34,7 @@ pub enum Opcode {
     AtomicRequest,
     /// Atomic Response (RFC 7306).
     AtomicResponse,
-    /// 0xF untagged: our own control message, only between two anywarp ends.
+    /// 0xF untagged: a private control message, only between two anywarp ends.
     Control,
     /// 0xF tagged: RDMA Write-Record, only on datagrams. [`Opcode::from_bits`] never returns it,
     /// because the four bits alone do not distinguish it from [`Opcode::Control`].
@@ -43,7 +42,7 @@ pub enum Opcode {
 }
 
 impl Opcode {
-    /// The kind of Send (RFC 5040 §4.3, table of opcodes).
+    /// Returns the kind of Send (RFC 5040 §4.3, table of opcodes).
     pub const fn send(invalidates: bool, solicited: bool) -> Self {
         match (invalidates, solicited) {
             (false, false) => Self::Send,
@@ -92,7 +91,7 @@ impl Opcode {
         }
     }
 
-    /// One of the four Sends.
+    /// Whether this is one of the four Sends.
     pub const fn is_send(self) -> bool {
         matches!(
             self,
@@ -100,12 +99,12 @@ impl Opcode {
         )
     }
 
-    /// One of the two Immediates.
+    /// Whether this is one of the two Immediates.
     pub const fn is_immediate(self) -> bool {
         matches!(self, Self::Immediate | Self::ImmediateSolicited)
     }
 
-    /// Asks the receiver for an event even where it armed for solicited completions only.
+    /// Whether the receiver gets an event even if it is armed for solicited completions only.
     pub const fn is_solicited(self) -> bool {
         matches!(
             self,
@@ -113,7 +112,7 @@ impl Opcode {
         )
     }
 
-    /// Carries an STag to invalidate.
+    /// Whether the message contains an STag to invalidate.
     pub const fn invalidates(self) -> bool {
         matches!(self, Self::SendInvalidate | Self::SendSolicitedInvalidate)
     }
@@ -151,20 +150,20 @@ impl fmt::Display for Opcode {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ReadRequest {
-    /// Where the response goes: buffer.
+    /// STag of the buffer for the response.
     pub sink_stag: Stag,
-    /// Where the response goes: offset.
+    /// Tagged offset for the response.
     pub sink_to: To,
-    /// Bytes to read; 0 is allowed, and then neither STag is looked at.
+    /// Bytes to read. 0 is allowed; neither STag is checked then.
     pub size: u32,
-    /// Where the data is: buffer.
+    /// STag of the data.
     pub source_stag: Stag,
-    /// Where the data is: offset.
+    /// Tagged offset of the data.
     pub source_to: To,
 }
 
 impl ReadRequest {
-    /// Bytes on the wire.
+    /// Length on the wire.
     pub const LEN: usize = 28;
 
     /// Reads the request.
@@ -178,7 +177,7 @@ impl ReadRequest {
         }
     }
 
-    /// The request as it goes on the wire.
+    /// The request in wire format.
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut b = [0; Self::LEN];
         put::<0, { Self::LEN }, 4>(&mut b, self.sink_stag.0.to_be_bytes());
@@ -190,7 +189,7 @@ impl ReadRequest {
     }
 }
 
-/// What an Atomic Request does.
+/// The operation of an Atomic Request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AtomicOp {
     /// Add, see [`fetch_add`].
@@ -199,7 +198,7 @@ pub enum AtomicOp {
     CmpSwap,
 }
 
-/// Atomic Request (RFC 7306 §5): change eight bytes at the receiver and answer with what was there.
+/// Atomic Request (RFC 7306 §5): changes eight bytes at the receiver. The response contains the old value.
 ///
 /// ```text
 ///  0       4     8       12        20        28          36        44          52
@@ -210,29 +209,29 @@ pub enum AtomicOp {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AtomicRequest {
-    /// What to do.
+    /// The operation.
     pub op: AtomicOp,
     /// Identifier that the response repeats.
     pub id: u32,
-    /// The target: buffer.
+    /// STag of the target.
     pub stag: Stag,
-    /// The target: offset.
+    /// Tagged offset of the target.
     pub to: To,
-    /// What to add or to swap in.
+    /// The value to add or to swap in.
     pub data: u64,
-    /// Which field ends stop the carry, or which bits to swap.
+    /// For an add: the most significant bit of each field. For a swap: the bits to swap.
     pub data_mask: u64,
-    /// What to compare with.
+    /// The value to compare with.
     pub compare: u64,
-    /// Which bits to compare.
+    /// The bits to compare.
     pub compare_mask: u64,
 }
 
 impl AtomicRequest {
-    /// Bytes on the wire.
+    /// Length on the wire.
     pub const LEN: usize = 52;
 
-    /// A plain 64-bit add.
+    /// A 64-bit add without fields.
     pub const fn fetch_add(id: u32, stag: Stag, to: To, add: u64) -> Self {
         // RFC 7306 §5.2.1 [atomic-add-compare]: the compare fields of an add are zero and all ones.
         let (data_mask, compare, compare_mask) = (0, 0, u64::MAX);
@@ -248,7 +247,7 @@ impl AtomicRequest {
         }
     }
 
-    /// A plain 64-bit compare and swap.
+    /// A 64-bit compare and swap without masks.
     pub const fn cmp_swap(id: u32, stag: Stag, to: To, compare: u64, swap: u64) -> Self {
         let (data_mask, compare_mask) = (u64::MAX, u64::MAX);
         Self {
@@ -287,7 +286,7 @@ impl AtomicRequest {
         })
     }
 
-    /// The request as it goes on the wire.
+    /// The request in wire format.
     pub fn emit(&self) -> [u8; Self::LEN] {
         let op = match self.op {
             AtomicOp::FetchAdd => AOP_FETCH_ADD,
@@ -305,7 +304,7 @@ impl AtomicRequest {
         b
     }
 
-    /// What the target holds afterwards, if it held `orig`.
+    /// The new value of the target, if its value was `orig`.
     pub const fn apply(&self, orig: u64) -> u64 {
         match self.op {
             AtomicOp::FetchAdd => fetch_add(orig, self.data, self.data_mask),
@@ -324,8 +323,8 @@ impl AtomicRequest {
 /// leaves a field. Mask 0 is one field of 64 bits.
 // RFC 7306 §5.1.1 [atomic-fetch-add]
 pub const fn fetch_add(orig: u64, add: u64, mask: u64) -> u64 {
-    // Without the top bit of each field no sum can leave its field: at most it sets that bit. The
-    // top bits themselves are then added without carry, which is exclusive or.
+    // Without the top bit of each field no sum can leave its field: the carry reaches the top bit at most. The top
+    // bits are then added without carry, which is exclusive or.
     (orig & !mask).wrapping_add(add & !mask) ^ ((orig ^ add) & mask)
 }
 
@@ -340,7 +339,7 @@ pub const fn cmp_swap(orig: u64, swap: u64, swap_mask: u64, cmp: u64, cmp_mask: 
     }
 }
 
-/// Atomic Response: what the target held before.
+/// Atomic Response: the old value of the target.
 ///
 /// ```text
 ///  0                 4                                  12
@@ -357,7 +356,7 @@ pub struct AtomicResponse {
 }
 
 impl AtomicResponse {
-    /// Bytes on the wire.
+    /// Length on the wire.
     pub const LEN: usize = 12;
 
     /// Reads the response.
@@ -368,7 +367,7 @@ impl AtomicResponse {
         }
     }
 
-    /// The response as it goes on the wire.
+    /// The response in wire format.
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut b = [0; Self::LEN];
         put::<0, { Self::LEN }, 4>(&mut b, self.id.to_be_bytes());
@@ -387,12 +386,12 @@ impl AtomicResponse {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Immediate {
-    /// The four bytes of a verbs immediate, as the application gave them.
+    /// The four bytes of a verbs immediate, in the order that the application gave.
     pub value: [u8; 4],
 }
 
 impl Immediate {
-    /// Bytes on the wire.
+    /// Length on the wire.
     pub const LEN: usize = 8;
 
     /// Reads the message.
@@ -402,7 +401,7 @@ impl Immediate {
         }
     }
 
-    /// The message as it goes on the wire.
+    /// The message in wire format.
     pub fn emit(&self) -> [u8; Self::LEN] {
         let mut b = [0; Self::LEN];
         put::<0, { Self::LEN }, 4>(&mut b, self.value);
@@ -410,7 +409,7 @@ impl Immediate {
     }
 }
 
-/// The DDP header of the segment that a Terminate complains about, as it came.
+/// The DDP header of the segment that a Terminate reports, as it was received.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RawHeader {
     bytes: [u8; Self::MAX],
@@ -421,7 +420,7 @@ impl RawHeader {
     /// The longest DDP header.
     pub const MAX: usize = 18;
 
-    /// The header at the start of `segment`, or as much as is there.
+    /// The header at the start of `segment`, or its first part if the segment is shorter.
     pub fn of(segment: &[u8]) -> Self {
         let full = match segment.first() {
             Some(ctrl) if ctrl & 0x80 != 0 => 14,
@@ -454,7 +453,7 @@ impl fmt::Debug for RawHeader {
     }
 }
 
-/// Terminate: why the sender gives the stream up.
+/// Terminate: the error for which the sender ends the stream.
 ///
 /// ```text
 ///  0        1        2        3        4               6
@@ -476,11 +475,11 @@ pub struct Terminate {
     pub etype: u8,
     /// Error code.
     pub code: u8,
-    /// Length of the segment at fault.
+    /// Length of the segment that caused the error.
     pub ddp_len: Option<u16>,
-    /// DDP header of the segment at fault.
+    /// DDP header of that segment.
     pub ddp_header: Option<RawHeader>,
-    /// Read Request header of the segment at fault.
+    /// Read Request header of that segment.
     pub read_request: Option<[u8; ReadRequest::LEN]>,
 }
 
@@ -493,8 +492,8 @@ impl Terminate {
         TermCode::new(self.layer, self.etype, self.code)
     }
 
-    /// Reads as much of the message as is there. The stream is over in any case, so a Terminate
-    /// that is cut short or makes no sense is not an error; what is missing reads as "unspecified".
+    /// Parses as much of the message as has arrived. The stream ends in any case, so an incomplete or invalid
+    /// Terminate is not an error. Missing fields are "unspecified".
     pub fn parse(payload: &[u8]) -> Self {
         let mut fixed = UNSPECIFIED;
         for (to, from) in fixed.iter_mut().zip(payload) {
@@ -505,7 +504,7 @@ impl Terminate {
         let (layer, etype, flags) = if is_rfc_layout(TermCode::new(high, low, code), flags) {
             (high, low, flags & (FLAG_M | FLAG_D | FLAG_R))
         } else {
-            // siw: the nibbles change places, and so do the bits of the flag byte.
+            // siw: the nibbles are swapped, and the flag bits reversed.
             (low, high, flags.reverse_bits() & (FLAG_M | FLAG_D | FLAG_R))
         };
         let mut rest = payload.get(4..).unwrap_or_default();
@@ -535,7 +534,7 @@ impl Terminate {
         t
     }
 
-    /// The message as it goes on the wire, in the layout of the RFC.
+    /// The message in wire format, in the layout of the RFC.
     pub fn emit(&self) -> Vec<u8> {
         let mut flags = 0;
         // RFC 5040 §4.8 [term-hdrct]: M, D and R show which of the three optional parts follow.
@@ -566,13 +565,13 @@ impl Terminate {
 
 /// Whether the first bytes of a Terminate follow the RFC (otherwise: siw).
 ///
-/// Where both readings make sense the RFC's one is taken: 0x10 code 0 is "DDP, local", 0x20 code
-/// 6 is "MPA, not enough IRD". siw sends those bytes with flags, so nothing is lost in practice.
+/// If both layouts give a valid error, the RFC's is used: 0x10 code 0 is "DDP, local", 0x20 code 6 is "MPA, not
+/// enough IRD". siw sends these bytes with flags set, so they are still recognized.
 fn is_rfc_layout(code: TermCode, flags: u8) -> bool {
     if flags & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return true;
     }
-    // RFC 5040 §4.8 [term-reserved]: the reserved bits are ignored, but for those where siw has M, D and R.
+    // RFC 5040 §4.8 [term-reserved]: the reserved bits are ignored, except those where siw has M, D and R.
     if flags.reverse_bits() & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return false;
     }
@@ -582,7 +581,7 @@ fn is_rfc_layout(code: TermCode, flags: u8) -> bool {
 const FLAG_M: u8 = 0x80;
 const FLAG_D: u8 = 0x40;
 const FLAG_R: u8 = 0x20;
-/// RDMAP, remote operation, unspecified: stands for a Terminate of which nothing arrived.
+/// RDMAP, remote operation, unspecified: the error of an empty Terminate.
 const UNSPECIFIED: [u8; 4] = [0x02, 0xff, 0, 0];
 
 const AOP_MASK: u8 = 0x0f;
@@ -833,7 +832,7 @@ mod tests {
             assert_eq!(header, len.saturating_sub(6).min(18));
             assert_eq!(t.read_request, None);
         }
-        // D without M: the length field is present and has no meaning.
+        // D without M: the length field is present and ignored.
         let t = Terminate::parse(&hex("11004000 0000 c140 00abcd01 0000000000001000"));
         assert_eq!(
             (t.ddp_len, t.ddp_header.unwrap().as_slice().len()),

@@ -1,8 +1,9 @@
-//! Signposts: where the listener of an rdma_cm port is.
+//! Signposts: the messages that find the listener of an rdma_cm port.
 //!
-//! A port of rdma_cm is not a TCP or UDP port of the kernel. Its listener has a UDP socket at one of two fixed places, which
-//! follow from the port, and answers there which TCP or UDP port it has. The answer is as long as the question, so a forged
-//! question multiplies nothing, and repeats the question's random number, so only a host on the path can forge an answer.
+//! A port of rdma_cm is not a TCP or UDP port of the kernel. Its listener has a UDP socket on one of two ports
+//! (*places*) that follow from the rdma_cm port. There it answers with the TCP or UDP port on which it listens. The
+//! answer has the length of the question, so a forged question causes no amplification. It repeats the random number
+//! of the question, so only a host on the path can forge an answer.
 //!
 //! ```text
 //!  0          4    5      6            8      10      12            20
@@ -16,11 +17,12 @@
 pub const LEN: usize = 20;
 const MAGIC: [u8; 4] = *b"aWsp";
 const VERSION: u8 = 1;
-/// The first port that needs no right. Ports below it have their places below it too.
+/// The first port that needs no privilege. Ports below it have their places below it too.
 pub const UNPRIVILEGED: u16 = 1024;
-/// The places of ports that need no right: above the ports that Linux hands out by itself, up to the last one.
+/// The places of unprivileged ports, first and count: above the ephemeral ports of Linux, up to the last port.
 const HIGH: (u16, u32) = (61_000, 4536);
-/// The places of the other ports: `rpcbind` and its like hand these out, to the superuser.
+/// The places of privileged ports, first and count. `rpcbind` and similar programs assign these ports to the
+/// superuser.
 const LOW: (u16, u32) = (600, 400);
 
 /// A port of rdma_cm.
@@ -33,7 +35,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// The two UDP ports of which one is the signpost's. Ports that are near each other have different places.
+    /// The two UDP ports of which the signpost has one. Neighbouring ports have different places.
     #[must_use]
     pub fn places(self) -> [u16; 2] {
         let (first, count) = if self.number < UNPRIVILEGED {
@@ -42,39 +44,39 @@ impl Port {
             HIGH
         };
         let (space, number) = (u32::from(self.space), u32::from(self.number));
-        // A space of its own for each: the numbers of `enum rdma_port_space` differ by 11 and more.
+        // The numbers of `enum rdma_port_space` differ by 11 or more, so port spaces have different places too.
         let one = number + space * 97;
         let two = number * 7 + number / count * 331 + space * 61 + count / 2;
         [one, two].map(|n| first + u16::try_from(n % count).unwrap_or(0))
     }
 }
 
-/// What an answer says.
+/// The content of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     /// The port's listener has this TCP or UDP port.
     Listening(u16),
-    /// The port is taken, and its program does not listen yet.
+    /// The port is bound, and its program does not listen yet.
     Bound,
     /// This is the signpost of another port.
     Other,
-    /// The kernel's port of this number was given up, if this process had it.
+    /// The kernel's port of this number was released, if this process had it.
     Released,
 }
 
 /// A message to or from a signpost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Asks where the listener of a port is.
+    /// Asks for the port of a listener.
     Ask(Port, u64),
-    /// Asks the listener to leave the kernel's port of its number to a plain socket of the same host.
+    /// Asks the listener to release the kernel's port of its number, for a plain socket on the same host.
     Release(Port, u64),
-    /// The answer to either.
+    /// The answer to both.
     Answer(Port, u64, Status),
 }
 
 impl Message {
-    /// Reads a message; `None` for anything else.
+    /// Parses a message; `None` for other bytes.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; LEN] = bytes.try_into().ok()?;
@@ -105,7 +107,7 @@ impl Message {
         match (kind & 0x0f, status, at) {
             (1, 0, 0) => Some(Self::Ask(port, nonce)),
             (2, 0, 0) => Some(Self::Release(port, nonce)),
-            // A listener has no port 0, and one that needs no right is not behind one that does.
+            // A listener has no port 0. An unprivileged listener must not be the answer for a privileged port.
             (3, 0, at) if at != 0 && (at >= UNPRIVILEGED || port.number < UNPRIVILEGED) => {
                 Some(Self::Answer(port, nonce, Status::Listening(at)))
             }
@@ -116,7 +118,7 @@ impl Message {
         }
     }
 
-    /// The message as it travels.
+    /// The message in wire format.
     #[must_use]
     pub fn emit(&self) -> [u8; LEN] {
         let (kind, port, nonce, status, at) = match *self {
@@ -199,7 +201,7 @@ mod tests {
         }
     }
 
-    /// A program without rights cannot lead a peer to a port that needs them.
+    /// An unprivileged program cannot direct a peer to itself for a privileged port.
     #[test]
     fn no_port_that_needs_a_right_is_behind_one_that_needs_none() {
         let answer = |number, at| {
@@ -212,7 +214,7 @@ mod tests {
         assert!(answer(25, 40_000).is_some());
     }
 
-    /// Those of docs/ports.md, which other ends compute too.
+    /// The values in docs/ports.md, which other ends compute too.
     #[test]
     fn places_are_those_of_the_document() {
         for (space, number, places) in [
